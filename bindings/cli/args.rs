@@ -1,0 +1,298 @@
+//! The command line as it is typed: options, their help, and the reading of single values.
+//!
+//! Before the data path, on the main thread. What options mean together is for `config`; how a refusal reads is for
+//! `usage`. Nothing here prints or exits.
+
+use clap::{Args, Parser, Subcommand};
+use tokenyard::base::Dtype;
+
+use super::inputs::ScaleKind;
+use super::routing::Routing;
+use super::words::{DeviceWord, LayoutWord, Launch, Mode, WeightsWord, Word, WorldMode, scale_kind, summed, word};
+
+/// Ranks of one node at the most: no host links more GPUs than 16.
+pub const MAX_WORLD: u64 = 16;
+/// Choices of a token at the most: a warp's lanes hold one each.
+pub const MAX_TOP_K: u64 = 32;
+/// Columns at the most: rows of 4 MiB in fp32, far beyond any model.
+const MAX_HIDDEN: u64 = 1 << 20;
+/// Experts at the most, over all ranks; what one rank may hold is checked against the world.
+const MAX_EXPERTS: u64 = 1 << 15;
+/// Tokens of a call at the most: rows of all ranks stay within 32-bit indices.
+const MAX_TOKENS: u64 = 1 << 22;
+/// Iterations at the most: their samples fit in memory.
+const MAX_ITERS: u64 = 10_000_000;
+/// Longest deadline: a day.
+const MAX_TIMEOUT_MS: u64 = 86_400_000;
+
+/// Expert-parallel dispatch and combine: benchmark, verification, memory plan, and what this machine offers.
+#[derive(Debug, Parser)]
+#[command(name = "tokenyard", version)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Runs dispatch and combine and checks them against an independent reference
+    #[command(allow_negative_numbers = true)]
+    Bench(Box<BenchArgs>),
+    /// Runs random shapes, ranks, layouts, dtypes and routings against the reference
+    #[command(allow_negative_numbers = true)]
+    Verify(VerifyArgs),
+    /// Prints every buffer, its offset and size, and the total, without running
+    #[command(allow_negative_numbers = true)]
+    Plan(Box<BenchArgs>),
+    /// Projects a world of several nodes over a virtual clock
+    #[command(allow_negative_numbers = true)]
+    Simulate(SimulateArgs),
+    /// Tells what this machine offers and lacks
+    Doctor(DoctorArgs),
+}
+
+/// Options of bench and plan.
+#[derive(Debug, Clone, Default, Args)]
+pub struct BenchArgs {
+    /// What ranks run on [default: cuda where a GPU is found, else cpu]
+    #[arg(long, value_name = "cpu|cuda", value_parser = word::<DeviceWord>)]
+    pub device: Option<DeviceWord>,
+    /// Ranks [default: all GPUs; 8 on cpu]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_WORLD))]
+    pub world: Option<usize>,
+    /// Ranks that share memory; a list where nodes are uneven [default: N]
+    #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
+    pub ranks_per_node: Option<List>,
+    /// Between nodes: sim, libfabric:PROVIDER or verbs[:DEVICE] [default: sim]
+    #[arg(long, value_name = "KIND", value_parser = transport)]
+    pub transport: Option<String>,
+    /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
+    #[arg(long, value_name = "MODEL", value_parser = link)]
+    pub link: Option<String>,
+    /// Ranks as threads of one process or as a process each [default: threads]
+    #[arg(long, value_name = "threads|processes", value_parser = word::<Launch>)]
+    pub launch: Option<Launch>,
+    /// A published model's shape: v3, kimi-k2, qwen3-235b, gpt-oss-120b or mixtral-8x22b [default: v3]
+    #[arg(long, value_name = "NAME")]
+    pub preset: Option<String>,
+    /// Columns of a token row [default: the preset's]
+    #[arg(long, value_name = "H", value_parser = |t: &str| number(t, 1, MAX_HIDDEN))]
+    pub hidden: Option<usize>,
+    /// Experts of all ranks [default: the preset's]
+    #[arg(long, value_name = "E", value_parser = |t: &str| number(t, 1, MAX_EXPERTS))]
+    pub experts: Option<usize>,
+    /// Experts of a token [default: the preset's]
+    #[arg(long, value_name = "K", value_parser = |t: &str| number(t, 1, MAX_TOP_K))]
+    pub top_k: Option<usize>,
+    /// Type of dispatched rows [default: the preset's]
+    #[arg(long, value_name = "fp8|bf16|fp16|fp32", value_parser = word::<Dtype>)]
+    pub dtype: Option<Dtype>,
+    /// Scales of fp8 rows [default: f32]
+    #[arg(long, value_name = "f32|ue8m0", value_parser = scale_kind)]
+    pub scales: Option<ScaleKind>,
+    /// Type of the rows that come back [default: bf16]
+    #[arg(long, value_name = "bf16|fp16|fp32", value_parser = summed)]
+    pub combine_dtype: Option<Dtype>,
+    /// Tokens of each rank; a list sweeps, one result each [default: 128]
+    #[arg(long, value_name = "T[,T...]", value_parser = tokens)]
+    pub tokens: Option<List>,
+    /// Capacity, where above T [default: the largest T]
+    #[arg(long, value_name = "T", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
+    pub max_tokens: Option<usize>,
+    /// Each rank draws its own count in 0..=T each iteration
+    #[arg(long)]
+    pub ragged: bool,
+    /// uniform, v3-groups, zipf:S, hot:N or file:PATH [default: uniform]
+    #[arg(long, value_name = "KIND", value_parser = routing)]
+    pub routing: Option<Routing>,
+    /// When the router's weights are given [default: dispatch]
+    #[arg(long, value_name = "dispatch|combine|none", value_parser = word::<WeightsWord>)]
+    pub weights: Option<WeightsWord>,
+    /// Combine adds to what stands in its output
+    #[arg(long)]
+    pub accumulate: bool,
+    /// Where dispatched rows stand [default: contiguous]
+    #[arg(long, value_name = "contiguous|masked|token", value_parser = word::<LayoutWord>)]
+    pub layout: Option<LayoutWord>,
+    /// Rows that starts of experts are aligned to (contiguous) [default: 1]
+    #[arg(long, value_name = "A", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
+    pub align: Option<usize>,
+    /// Rows of the output; of each expert's in the masked layout [default: the worst case]
+    #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, i32::MAX as u64))]
+    pub capacity: Option<usize>,
+    /// One call each way, send and receive apart, or captured and replayed [default: fused]
+    #[arg(long, value_name = "fused|split|graph", value_parser = word::<Mode>)]
+    pub mode: Option<Mode>,
+    /// SM budget of a kernel [default: chosen by a model]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, 1024))]
+    pub sms: Option<usize>,
+    /// Timed iterations [default: cpu 5, cuda 1000]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
+    pub iters: Option<usize>,
+    /// Iterations before those [default: cpu 1, cuda 100]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 0, MAX_ITERS))]
+    pub warmup: Option<usize>,
+    /// Seed of inputs, routing and schedule [default: 1]
+    #[arg(long, value_name = "S", value_parser = seed)]
+    pub seed: Option<u64>,
+    /// On cpu: everything on one thread under one seeded schedule, or a thread a rank [default: threads]
+    #[arg(long, value_name = "one-thread|threads", value_parser = word::<WorldMode>)]
+    pub world_mode: Option<WorldMode>,
+    /// Iterations that are compared with the reference: all, first, or every Nth [default: cpu all, cuda 16]
+    #[arg(long, value_name = "all|first|N", value_parser = check)]
+    pub check: Option<Check>,
+    /// Progress deadline of any wait [default: 30000]
+    #[arg(long, value_name = "MS", value_parser = |t: &str| number(t, 1, MAX_TIMEOUT_MS))]
+    pub timeout_ms: Option<usize>,
+    /// Where results go; - is stdout, and then nothing else is printed
+    #[arg(long, value_name = "PATH")]
+    pub json: Option<String>,
+    /// A plot of latency against tokens
+    #[arg(long, value_name = "PATH.svg")]
+    pub plot: Option<String>,
+    /// A timeline that Perfetto opens
+    #[arg(long, value_name = "PATH.json")]
+    pub trace: Option<String>,
+    /// This process is one rank that `--launch processes` started
+    #[arg(long, hide = true)]
+    pub as_rank: bool,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct VerifyArgs {
+    /// Random configurations [default: 100]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
+    pub seeds: Option<usize>,
+    /// The first one's seed; the others follow [default: 1]
+    #[arg(long, value_name = "S", value_parser = seed)]
+    pub seed: Option<u64>,
+    /// What ranks run on [default: cuda where a GPU is found, else cpu]
+    #[arg(long, value_name = "cpu|cuda", value_parser = word::<DeviceWord>)]
+    pub device: Option<DeviceWord>,
+    /// Models' full sizes too
+    #[arg(long)]
+    pub full: bool,
+    /// Runs one configuration again, as a failure printed it
+    #[arg(long, value_name = "CONFIGURATION")]
+    pub replay: Option<String>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct SimulateArgs {
+    /// Nodes
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, 1 << 16))]
+    pub nodes: usize,
+    /// Ranks of each node
+    #[arg(long, value_name = "G", value_parser = |t: &str| number(t, 1, MAX_WORLD))]
+    pub ranks_per_node: usize,
+    /// Link model: cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US
+    #[arg(long, value_name = "MODEL", value_parser = link)]
+    pub link: String,
+    /// A published model's shape [default: v3]
+    #[arg(long, value_name = "NAME")]
+    pub preset: Option<String>,
+    /// Tokens of each rank; a list sweeps [default: 128]
+    #[arg(long, value_name = "T[,T...]", value_parser = tokens)]
+    pub tokens: Option<List>,
+    /// Where results go; - is stdout
+    #[arg(long, value_name = "PATH")]
+    pub json: Option<String>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct DoctorArgs {
+    /// Where findings go as JSON; - is stdout
+    #[arg(long, value_name = "PATH")]
+    pub json: Option<String>,
+}
+
+/// Numbers separated by commas; at least one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct List(pub Vec<usize>);
+
+/// Which iterations are compared with the reference.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Check {
+    All,
+    First,
+    /// Those whose number is a multiple.
+    Every(usize),
+}
+
+impl Check {
+    /// Whether iteration `i` is compared, counted from 0, warm-up included.
+    pub fn covers(self, i: usize) -> bool {
+        match self {
+            Check::All => true,
+            Check::First => i == 0,
+            Check::Every(n) => i % n.max(1) == 0,
+        }
+    }
+}
+
+/// Reads a whole number between two bounds.
+pub fn number(text: &str, least: u64, most: u64) -> Result<usize, String> {
+    let value = text.parse::<u64>().ok().filter(|v| (least..=most).contains(v));
+    let value = value.and_then(|v| usize::try_from(v).ok());
+    value.ok_or_else(|| format!("give a whole number from {least} to {most}"))
+}
+
+fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("give a whole number from 0 to {}", u64::MAX))
+}
+
+fn list(text: &str, least: u64, most: u64, example: &str) -> Result<List, String> {
+    let items: Result<Vec<usize>, String> = text.split(',').map(|item| number(item.trim(), least, most)).collect();
+    items.map(List).map_err(|_| format!("give whole numbers from {least} to {most}, separated by commas, say {example}"))
+}
+
+fn tokens(text: &str) -> Result<List, String> {
+    list(text, 0, MAX_TOKENS, "128 or 1,16,128")
+}
+
+fn nodes(text: &str) -> Result<List, String> {
+    list(text, 1, MAX_WORLD, "8 or 3,5")
+}
+
+fn check(text: &str) -> Result<Check, String> {
+    match text {
+        "all" => Ok(Check::All),
+        "first" => Ok(Check::First),
+        _ => match number(text, 1, MAX_ITERS) {
+            Ok(n) => Ok(Check::Every(n)),
+            Err(_) => Err("give all, first, or a number N for every Nth".to_string()),
+        },
+    }
+}
+
+fn transport(text: &str) -> Result<String, String> {
+    let known = match text.split_once(':') {
+        None => matches!(text, "sim" | "verbs"),
+        Some((kind, what)) => matches!(kind, "libfabric" | "verbs") && !what.is_empty(),
+    };
+    let advice = "give sim, libfabric:PROVIDER (say libfabric:tcp) or verbs[:DEVICE]";
+    if known { Ok(text.to_string()) } else { Err(advice.to_string()) }
+}
+
+fn link(text: &str) -> Result<String, String> {
+    let three = || {
+        let numbers: Vec<f64> = text.split(':').map_while(|n| n.parse().ok()).collect();
+        let usable = numbers.iter().all(|n| n.is_finite() && *n >= 0.0);
+        text.split(':').count() == 3 && numbers.len() == 3 && usable && numbers[0] > 0.0
+    };
+    let known = matches!(text, "none" | "cx7" | "efa-p5" | "efa-p5en") || three();
+    let advice = "give none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US, say 400:5:0.2";
+    if known { Ok(text.to_string()) } else { Err(advice.to_string()) }
+}
+
+fn routing(text: &str) -> Result<Routing, String> {
+    Routing::parse(text).map_err(|error| match error {
+        tokenyard::base::Error::Argument { advice, .. } => advice,
+        other => other.to_string(),
+    })
+}
+
+/// The name of a word for an option that was left out, or the word given.
+pub fn or_default<T: Word>(given: Option<T>, default: T) -> T {
+    given.unwrap_or(default)
+}

@@ -1,0 +1,517 @@
+//! One run described completely: shape, types, layout, routing, mode and seed.
+//!
+//! Before the data path; pure. `bench` makes one from its options, `verify` draws them, and a case prints as a text from
+//! which it can be made again. The reference's view of it is made here, from the formats' definitions and not from the
+//! library's types.
+
+use std::fmt;
+
+use tokenyard::base::Dtype;
+
+use super::args::{MAX_TOP_K, MAX_WORLD};
+use super::inputs::{Counter, Inputs, ScaleKind, Use};
+use super::reference::{self, Elem};
+use super::routing::{Router, Routing, RoutingShape};
+use super::usage::Refusal;
+use super::words::{IndexWord, LayoutWord, Mode, OrderWord, PlacementWord, WeightsWord, Word, WorldMode, word};
+
+/// Experts of one rank at the most: their counts fit in a block's shared memory.
+pub const MAX_LOCAL_EXPERTS: usize = 2047;
+/// Bytes that rows are multiples of.
+const ROW_QUANTUM: usize = 16;
+/// Columns of one scale.
+const SCALE_COLUMNS: usize = 128;
+
+/// Everything that determines a run but the device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Case {
+    pub world: usize,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    pub dtype: Dtype,
+    pub scales: ScaleKind,
+    /// Type of the rows that experts return.
+    pub combine_dtype: Dtype,
+    /// Type of combine's output.
+    pub out_dtype: Dtype,
+    /// Partial rows travel as fp32.
+    pub partial_f32: bool,
+    pub placement: PlacementWord,
+    pub weights: WeightsWord,
+    pub layout: LayoutWord,
+    pub align: usize,
+    /// Rows of the output (masked: of each expert's); the worst case where none is given.
+    pub capacity: Option<usize>,
+    /// Order of dispatched scales.
+    pub scale_order: OrderWord,
+    /// Order of the scales that are dispatched.
+    pub input_scales: OrderWord,
+    pub index: IndexWord,
+    pub zero_padding: bool,
+    pub accumulate: bool,
+    /// Each rank draws its own count in 0..=tokens.
+    pub ragged: bool,
+    /// The token count is read from device memory.
+    pub device_count: bool,
+    /// Counts are also written to host memory.
+    pub host_counts: bool,
+    /// Bytes between the end of a row and the next, in every table of rows; a multiple of 16.
+    pub gap: usize,
+    pub tokens: usize,
+    pub max_tokens: usize,
+    pub routing: Routing,
+    /// Chance in percent that a choice is -1.
+    pub none_percent: usize,
+    pub mode: Mode,
+    pub sms: Option<usize>,
+    pub world_mode: WorldMode,
+    pub iters: usize,
+    pub seed: u64,
+    /// Number of the first dispatch and combine, where it is not the library's own.
+    pub first_epoch: Option<u64>,
+}
+
+impl Default for Case {
+    fn default() -> Case {
+        Case {
+            world: 1,
+            hidden: 128,
+            experts: 8,
+            top_k: 2,
+            dtype: Dtype::Bf16,
+            scales: ScaleKind::None,
+            combine_dtype: Dtype::Bf16,
+            out_dtype: Dtype::Bf16,
+            partial_f32: false,
+            placement: PlacementWord::Even,
+            weights: WeightsWord::Dispatch,
+            layout: LayoutWord::Contiguous,
+            align: 1,
+            capacity: None,
+            scale_order: OrderWord::Row,
+            input_scales: OrderWord::Row,
+            index: IndexWord::I64,
+            zero_padding: false,
+            accumulate: false,
+            ragged: false,
+            device_count: false,
+            host_counts: false,
+            gap: 0,
+            tokens: 1,
+            max_tokens: 1,
+            routing: Routing::Uniform,
+            none_percent: 0,
+            mode: Mode::Fused,
+            sms: None,
+            world_mode: WorldMode::Threads,
+            iters: 1,
+            seed: 1,
+            first_epoch: None,
+        }
+    }
+}
+
+/// The reference's name of a type.
+pub fn elem(dtype: Dtype) -> Elem {
+    match dtype {
+        Dtype::Fp8E4m3 => Elem::E4m3,
+        Dtype::Bf16 => Elem::Bf16,
+        Dtype::Fp16 => Elem::Fp16,
+        Dtype::Fp32 => Elem::Fp32,
+    }
+}
+
+impl Case {
+    /// Inputs of one iteration.
+    pub fn inputs(&self, iteration: u64) -> Inputs {
+        Inputs { seed: self.seed, iteration, hidden: self.hidden, dtype: self.dtype, scales: self.scales }
+    }
+
+    /// Draws the routing of every iteration.
+    ///
+    /// # Errors
+    /// If the routing is impossible in this shape, or its file is unusable.
+    pub fn router(&self) -> tokenyard::base::Result<Router> {
+        let shape = RoutingShape {
+            ranks: self.world,
+            experts: self.experts,
+            top_k: self.top_k,
+            max_tokens: self.max_tokens,
+            none: self.none_percent as f64 / 100.0,
+            seed: self.seed,
+        };
+        Router::new(&self.routing, shape)
+    }
+
+    /// The rank of each expert.
+    pub fn expert_rank(&self) -> Vec<u32> {
+        match self.placement {
+            PlacementWord::Even => (0..self.experts).map(|e| (e * self.world / self.experts) as u32).collect(),
+            PlacementWord::Table => {
+                // A token number that no token has, so that placement and choices are unrelated.
+                let mut counter = Counter::new(self.seed, Use::Choice, u64::MAX - 1, 0, usize::MAX);
+                (0..self.experts).map(|_| counter.below(self.world) as u32).collect()
+            }
+        }
+    }
+
+    /// Experts of each rank.
+    pub fn local_counts(&self) -> Vec<usize> {
+        let mut counts = vec![0; self.world];
+        for rank in self.expert_rank() {
+            counts[rank as usize] += 1;
+        }
+        counts
+    }
+
+    /// Rows of the output of every rank (masked: of each expert's): what was asked for, or the worst case.
+    pub fn capacity(&self) -> usize {
+        self.capacity.unwrap_or_else(|| self.worst_case())
+    }
+
+    fn worst_case(&self) -> usize {
+        let sent = self.world.saturating_mul(self.max_tokens);
+        let local = self.local_counts().into_iter().max().unwrap_or(0);
+        let rows = match self.layout {
+            LayoutWord::Masked | LayoutWord::Token => sent,
+            LayoutWord::Contiguous => {
+                let rows = sent.saturating_mul(self.top_k.min(local));
+                // Every expert that has rows may waste all but one row of its last block.
+                let padded = rows.saturating_add(local.min(rows).saturating_mul(self.align - 1));
+                padded / self.align * self.align
+            }
+        };
+        rows.max(1)
+    }
+
+    /// Payload bytes of one dispatched row with its scales, and of one partial row.
+    pub fn wire_bytes(&self) -> (u64, u64) {
+        let inputs = self.inputs(0);
+        let partial = if self.partial_f32 { Dtype::Fp32 } else { self.combine_dtype };
+        let row = inputs.row_bytes() + 4 * inputs.scale_words();
+        (row as u64, (self.hidden * partial.bytes()) as u64)
+    }
+
+    /// How the reference sees this run; `poison` is the fill byte of outputs.
+    pub fn spec(&self, poison: u8) -> reference::Spec {
+        let capacity = self.capacity();
+        reference::Spec {
+            ranks: self.world,
+            hidden: self.hidden,
+            experts: self.experts,
+            top_k: self.top_k,
+            expert_rank: self.expert_rank(),
+            dtype: elem(self.dtype),
+            scales: match self.scales {
+                ScaleKind::None => reference::Scales::None,
+                ScaleKind::F32 => reference::Scales::F32,
+                ScaleKind::Ue8m0 => reference::Scales::Ue8m0,
+            },
+            combine_dtype: elem(self.combine_dtype),
+            partial_f32: self.partial_f32,
+            out_dtype: elem(self.out_dtype),
+            weights: match self.weights {
+                WeightsWord::Dispatch => reference::Weights::Dispatch,
+                WeightsWord::Combine => reference::Weights::Combine,
+                WeightsWord::None => reference::Weights::None,
+            },
+            layout: match self.layout {
+                LayoutWord::Contiguous => reference::Layout::Contiguous { align: self.align, capacity },
+                LayoutWord::Masked => reference::Layout::Masked { per_expert: capacity },
+                LayoutWord::Token => reference::Layout::Token { capacity },
+            },
+            scale_order: match self.scale_order {
+                OrderWord::Row => reference::ScaleOrder::RowMajor,
+                OrderWord::Column => reference::ScaleOrder::ColumnMajor,
+            },
+            accumulate: self.accumulate,
+            zero_padding: self.zero_padding,
+            poison,
+        }
+    }
+
+    /// What the library refuses by design about this case: the field that its error names.
+    pub fn refused_by_design(&self) -> Option<&'static str> {
+        if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
+            Some("scales")
+        } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
+            Some("weights")
+        } else {
+            None
+        }
+    }
+
+    /// Columns come in multiples of this.
+    pub fn hidden_quantum(&self) -> usize {
+        let smallest = [self.dtype, self.combine_dtype, self.out_dtype].map(Dtype::bytes).into_iter().min().unwrap_or(1);
+        let of_rows = ROW_QUANTUM / smallest;
+        if self.scales == ScaleKind::None { of_rows } else { of_rows.max(SCALE_COLUMNS) }
+    }
+
+    /// Refuses what cannot be run, naming the option.
+    ///
+    /// # Errors
+    /// The first thing that is unusable.
+    pub fn check(&self) -> Result<(), Refusal> {
+        self.check_shape()?;
+        self.check_layout()?;
+        let refuse = Refusal::of;
+        if self.max_tokens < self.tokens {
+            return Err(refuse("--max-tokens", self.max_tokens, format!("give at least {}, the --tokens", self.tokens)));
+        }
+        if self.gap % ROW_QUANTUM != 0 {
+            return Err(refuse("gap", self.gap, "give a multiple of 16"));
+        }
+        self.router().map(|_| ()).map_err(|error| Refusal::from_error(&error))
+    }
+
+    fn check_shape(&self) -> Result<(), Refusal> {
+        let refuse = |name: &str, value: String, advice: String| Err(Refusal::of(name, value, advice));
+        if self.world == 0 || self.world as u64 > MAX_WORLD {
+            return refuse("--world", self.world.to_string(), format!("give 1 to {MAX_WORLD} ranks"));
+        }
+        if self.top_k == 0 || self.top_k as u64 > MAX_TOP_K || self.top_k > self.experts {
+            let most = self.experts.min(MAX_TOP_K as usize);
+            return refuse("--top-k", self.top_k.to_string(), format!("give 1 to {most}, with {} experts", self.experts));
+        }
+        let most = self.local_counts().into_iter().max().unwrap_or(0);
+        if most > MAX_LOCAL_EXPERTS {
+            let advice = format!("{most} would live on one rank; give at most {MAX_LOCAL_EXPERTS} for each rank");
+            return refuse("--experts", self.experts.to_string(), advice);
+        }
+        let quantum = self.hidden_quantum();
+        if self.hidden == 0 || self.hidden % quantum != 0 {
+            let why = if self.scales == ScaleKind::None { "rows are multiples of 16 bytes" } else { SCALES_WHY };
+            let near = self.hidden.next_multiple_of(quantum).max(quantum);
+            return refuse("--hidden", self.hidden.to_string(), format!("{why}; give a multiple of {quantum}, say {near}"));
+        }
+        if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
+            let advice = format!("only fp8 rows have scales and these are {}; leave it out or give --dtype fp8", self.dtype);
+            return refuse("--scales", self.scales.name().to_string(), advice);
+        }
+        Ok(())
+    }
+
+    fn check_layout(&self) -> Result<(), Refusal> {
+        let refuse = |name: &str, value: String, advice: String| Err(Refusal::of(name, value, advice));
+        if self.align == 0 || (self.layout != LayoutWord::Contiguous && self.align != 1) {
+            let advice = "only the contiguous layout aligns, to 1 row or more; leave it out".to_string();
+            return refuse("--align", self.align.to_string(), advice);
+        }
+        if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
+            let advice = "in the token layout the caller sums a rank's experts, and needs the weights at dispatch; give \
+                          dispatch or none, or another --layout";
+            return refuse("--weights", self.weights.name().to_string(), advice.to_string());
+        }
+        let rows = self.world.saturating_mul(self.max_tokens).saturating_mul(self.top_k);
+        if rows > i32::MAX as usize {
+            let most = i32::MAX as usize / self.world / self.top_k;
+            let advice = format!("row numbers have 32 bits; give at most {most} with {} ranks and top-{}", self.world, self.top_k);
+            return refuse("--max-tokens", self.max_tokens.to_string(), advice);
+        }
+        let capacity = self.capacity();
+        let experts = if self.layout == LayoutWord::Masked { self.local_counts().into_iter().max().unwrap_or(1) } else { 1 };
+        if capacity == 0 || capacity.saturating_mul(experts) > i32::MAX as usize {
+            let (name, value) = if self.capacity.is_some() { ("--capacity", capacity) } else { ("--align", self.align) };
+            let advice = format!("row numbers have 32 bits; stay below {} rows in all", i32::MAX);
+            return refuse(name, value.to_string(), advice);
+        }
+        Ok(())
+    }
+}
+
+const SCALES_WHY: &str = "a scale covers 128 columns";
+
+fn flag(on: bool) -> String {
+    if on { "yes" } else { "no" }.to_string()
+}
+
+fn read_flag(text: &str) -> Result<bool, String> {
+    match text {
+        "yes" => Ok(true),
+        "no" => Ok(false),
+        _ => Err("give yes or no".to_string()),
+    }
+}
+
+fn read_number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "give a whole number".to_string())
+}
+
+/// A number, or `-` for none.
+fn optional<T: fmt::Display>(value: Option<T>) -> String {
+    value.map_or("-".to_string(), |v| v.to_string())
+}
+
+fn read_optional<T: std::str::FromStr>(text: &str) -> Result<Option<T>, String> {
+    if text == "-" { Ok(None) } else { read_number(text).map(Some) }
+}
+
+macro_rules! fields {
+    ($($field:ident: $show:expr, $read:expr;)+) => {
+        impl Case {
+            /// Every field by name, printed.
+            fn fields(&self) -> Vec<(&'static str, String)> {
+                vec![$((stringify!($field), $show(self.$field.clone()))),+]
+            }
+
+            /// Sets a field by its name; none if there is no such field.
+            fn set(&mut self, name: &str, text: &str) -> Option<Result<(), String>> {
+                match name {
+                    $(stringify!($field) => Some($read(text).map(|value| self.$field = value)),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+fn show<T: fmt::Display>(value: T) -> String {
+    value.to_string()
+}
+
+fn show_word<T: Word>(value: T) -> String {
+    value.name().to_string()
+}
+
+fn read_routing(text: &str) -> Result<Routing, String> {
+    Routing::parse(text).map_err(|error| error.to_string())
+}
+
+fields! {
+    world: show, read_number;
+    hidden: show, read_number;
+    experts: show, read_number;
+    top_k: show, read_number;
+    dtype: show_word, word;
+    scales: show_word, word;
+    combine_dtype: show_word, word;
+    out_dtype: show_word, word;
+    partial_f32: flag, read_flag;
+    placement: show_word, word;
+    weights: show_word, word;
+    layout: show_word, word;
+    align: show, read_number;
+    capacity: optional, read_optional;
+    scale_order: show_word, word;
+    input_scales: show_word, word;
+    index: show_word, word;
+    zero_padding: flag, read_flag;
+    accumulate: flag, read_flag;
+    ragged: flag, read_flag;
+    device_count: flag, read_flag;
+    host_counts: flag, read_flag;
+    gap: show, read_number;
+    tokens: show, read_number;
+    max_tokens: show, read_number;
+    routing: show, read_routing;
+    none_percent: show, read_number;
+    mode: show_word, word;
+    sms: optional, read_optional;
+    world_mode: show_word, word;
+    iters: show, read_number;
+    seed: show, read_number;
+    first_epoch: optional, read_optional;
+}
+
+/// Fields that are not the default's, `name=value`, separated by commas.
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut separator = "";
+        for ((name, value), (_, default)) in self.fields().into_iter().zip(Case::default().fields()) {
+            if value != default {
+                write!(f, "{separator}{name}={value}")?;
+                separator = ",";
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Case {
+    /// Reads what a case was printed as.
+    ///
+    /// # Errors
+    /// The first field that is not known or not usable.
+    pub fn parse(text: &str) -> Result<Case, Refusal> {
+        let mut case = Case::default();
+        for field in text.split(',').filter(|field| !field.is_empty()) {
+            let (name, value) = field.split_once('=').unwrap_or((field, ""));
+            match case.set(name, value) {
+                None => return Err(Refusal::of("--replay", field, "give name=value pairs as a failure printed them")),
+                Some(Err(advice)) => return Err(Refusal::of("--replay", field, advice)),
+                Some(Ok(())) => {}
+            }
+        }
+        Ok(case)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_case_is_read_as_it_is_printed() {
+        let case = Case {
+            world: 5,
+            dtype: Dtype::Fp8E4m3,
+            scales: ScaleKind::Ue8m0,
+            layout: LayoutWord::Masked,
+            capacity: Some(77),
+            first_epoch: Some(u64::from(u32::MAX)),
+            ragged: true,
+            routing: Routing::Hot(3),
+            world_mode: WorldMode::OneThread,
+            seed: u64::MAX,
+            ..Case::default()
+        };
+        assert_eq!(Case::parse(&case.to_string()), Ok(case));
+        assert_eq!(Case::parse(""), Ok(Case::default()));
+        let refused = Case::parse("world=2,mode=eager").unwrap_err().to_string();
+        assert!(refused.contains("mode=eager") && refused.contains("fused, split or graph"), "{refused}");
+        assert!(Case::parse("color=red").is_err());
+    }
+
+    #[test]
+    fn even_placement_gives_floor_or_ceil_of_consecutive_experts() {
+        let case = Case { world: 3, experts: 8, ..Case::default() };
+        assert_eq!(case.expert_rank(), [0, 0, 0, 1, 1, 1, 2, 2]);
+        let few = Case { world: 8, experts: 3, ..Case::default() };
+        assert!(few.local_counts().iter().all(|&n| n <= 1));
+    }
+
+    #[test]
+    fn worst_case_holds_any_routing() {
+        let case = Case { world: 2, experts: 8, top_k: 3, max_tokens: 5, align: 4, ..Case::default() };
+        // 30 rows over 4 local experts: at worst each wastes 3 of its last block, in whole blocks.
+        assert_eq!(case.capacity(), 40);
+        assert_eq!(Case { layout: LayoutWord::Token, align: 1, ..case.clone() }.capacity(), 10);
+        assert_eq!(Case { layout: LayoutWord::Masked, align: 1, ..case }.capacity(), 10);
+    }
+
+    #[test]
+    fn unusable_shapes_name_the_option_and_what_would_do() {
+        let base = Case { world: 2, ..Case::default() };
+        let fp8 = Case { dtype: Dtype::Fp8E4m3, scales: ScaleKind::F32, ..base.clone() };
+        for (case, says) in [
+            (Case { hidden: 100, ..base.clone() }, "--hidden is `100`"),
+            (Case { hidden: 192, ..fp8.clone() }, "give a multiple of 128, say 256"),
+            (Case { top_k: 9, ..base.clone() }, "--top-k is `9`: give 1 to 8"),
+            (Case { scales: ScaleKind::F32, ..base.clone() }, "--scales is `f32`"),
+            (Case { experts: 5000, ..base.clone() }, "--experts is `5000`"),
+            (Case { tokens: 4, ..base.clone() }, "--max-tokens is `1`: give at least 4"),
+            (Case { layout: LayoutWord::Token, weights: WeightsWord::Combine, ..base.clone() }, "--weights is `combine`"),
+            (Case { layout: LayoutWord::Masked, align: 8, ..base.clone() }, "--align is `8`"),
+            (Case { max_tokens: 1 << 30, ..base.clone() }, "--max-tokens is `1073741824`"),
+            (Case { align: 1 << 30, max_tokens: 9, ..base.clone() }, "--align is `1073741824`"),
+            (Case { capacity: Some(0), ..base.clone() }, "--capacity is `0`"),
+            (Case { routing: Routing::Hot(9), ..base.clone() }, "--routing is `hot:9`"),
+        ] {
+            let refused = case.check().unwrap_err().to_string();
+            assert!(refused.contains(says), "{refused}");
+        }
+        assert!(base.check().is_ok() && fp8.check().is_ok());
+    }
+}

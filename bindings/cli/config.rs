@@ -1,0 +1,217 @@
+//! What options mean together: defaults that depend on the device, presets and their overrides, and everything that is
+//! refused before anything runs.
+//!
+//! On the main thread. It asks how many GPUs there are and touches nothing else.
+
+use std::path::Path;
+use std::time::Duration;
+
+use tokenyard::base::Dtype;
+use tokenyard::kernels::Device;
+
+use super::args::{BenchArgs, Check, List, or_default};
+use super::case::Case;
+use super::inputs::ScaleKind;
+use super::presets;
+use super::routing::Routing;
+use super::usage::Refusal;
+use super::words::{DeviceWord, LayoutWord, Launch, Mode, WeightsWord, Word, WorldMode};
+
+/// Ranks of the CPU device by default.
+const CPU_WORLD: usize = 8;
+/// Tokens by default: a decode step.
+const TOKENS: usize = 128;
+/// On a GPU every so many iterations are compared with the reference: the comparison takes far longer than the run.
+const CUDA_CHECK: usize = 16;
+/// Progress deadline by default.
+const TIMEOUT_MS: usize = 30_000;
+
+/// A bench, with every default filled in.
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub device: DeviceWord,
+    pub launch: Launch,
+    pub preset: &'static str,
+    /// The run, with the first count of `tokens`.
+    pub case: Case,
+    pub tokens: Vec<usize>,
+    pub warmup: usize,
+    pub check: Check,
+    pub timeout: Duration,
+    pub outputs: Outputs,
+}
+
+/// Where results go.
+#[derive(Debug, Clone, Default)]
+pub struct Outputs {
+    pub json: Option<String>,
+    pub plot: Option<String>,
+    pub trace: Option<String>,
+}
+
+impl Outputs {
+    /// Whether stdout is for one object alone.
+    pub fn quiet(&self) -> bool {
+        self.json.as_deref() == Some("-")
+    }
+}
+
+/// Whether the bench is to run here, or only to be described.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    Run,
+    Plan,
+}
+
+impl Config {
+    /// The run of one point of the sweep.
+    pub fn point(&self, tokens: usize) -> Case {
+        Case { tokens, ..self.case.clone() }
+    }
+
+    /// Fills in and checks.
+    ///
+    /// # Errors
+    /// The first thing that is unusable, or not built yet.
+    pub fn new(args: &BenchArgs, purpose: Purpose) -> Result<Config, Refusal> {
+        let gpus = Device::cuda_count();
+        let device = args.device.unwrap_or(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu });
+        let world = world(args, device, gpus, purpose)?;
+        one_node(args, world)?;
+        let launch = or_default(args.launch, Launch::Threads);
+        let world_mode = world_mode(args, device, launch)?;
+        let preset = presets::find(args.preset.as_deref().unwrap_or(presets::PRESETS[0].name))
+            .map_err(|error| Refusal::from_error(&error))?;
+        let dtype = args.dtype.unwrap_or(preset.dtype);
+        let combine_dtype = args.combine_dtype.unwrap_or(Dtype::Bf16);
+        let tokens = args.tokens.clone().unwrap_or(List(vec![TOKENS])).0;
+        let most = tokens.iter().copied().max().unwrap_or(TOKENS);
+        let max_tokens = args.max_tokens.unwrap_or(most.max(1));
+        if max_tokens < most {
+            let advice = format!("give at least {most}, the largest of --tokens, or leave it out");
+            return Err(Refusal::of("--max-tokens", max_tokens, advice));
+        }
+        let cuda = device == DeviceWord::Cuda;
+        let mode = or_default(args.mode, Mode::Fused);
+        let case = Case {
+            world,
+            hidden: args.hidden.unwrap_or(preset.hidden),
+            experts: args.experts.unwrap_or(preset.experts),
+            top_k: args.top_k.unwrap_or(preset.top_k),
+            dtype,
+            scales: args.scales.unwrap_or(if dtype == Dtype::Fp8E4m3 { ScaleKind::F32 } else { ScaleKind::None }),
+            combine_dtype,
+            out_dtype: combine_dtype,
+            weights: or_default(args.weights, WeightsWord::Dispatch),
+            layout: or_default(args.layout, LayoutWord::Contiguous),
+            align: args.align.unwrap_or(1),
+            capacity: args.capacity,
+            accumulate: args.accumulate,
+            ragged: args.ragged,
+            // A replayed graph takes its count from where it can change.
+            device_count: mode == Mode::Graph && args.ragged,
+            tokens: tokens.first().copied().unwrap_or(TOKENS),
+            max_tokens,
+            routing: args.routing.clone().unwrap_or(Routing::Uniform),
+            mode,
+            sms: args.sms,
+            world_mode,
+            iters: args.iters.unwrap_or(if cuda { 1000 } else { 5 }),
+            seed: args.seed.unwrap_or(1),
+            ..Case::default()
+        };
+        case.check()?;
+        let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
+        check_outputs(&outputs)?;
+        Ok(Config {
+            device,
+            launch,
+            preset: preset.name,
+            case,
+            tokens,
+            warmup: args.warmup.unwrap_or(if cuda { 100 } else { 1 }),
+            check: args.check.unwrap_or(if cuda { Check::Every(CUDA_CHECK) } else { Check::All }),
+            timeout: Duration::from_millis(args.timeout_ms.unwrap_or(TIMEOUT_MS) as u64),
+            outputs,
+        })
+    }
+}
+
+fn world(args: &BenchArgs, device: DeviceWord, gpus: usize, purpose: Purpose) -> Result<usize, Refusal> {
+    let run_on_gpus = device == DeviceWord::Cuda && purpose == Purpose::Run;
+    if run_on_gpus && gpus == 0 {
+        let advice = "no GPU can be used here; give cpu, and see tokenyard doctor for what is lacking";
+        return Err(Refusal::of("--device", device.name(), advice));
+    }
+    let default = if device == DeviceWord::Cuda && gpus > 0 { gpus } else { CPU_WORLD };
+    let world = args.world.unwrap_or(default);
+    if run_on_gpus && world > gpus {
+        return Err(Refusal::of("--world", world, format!("a rank needs a GPU of its own; give at most {gpus}")));
+    }
+    Ok(world)
+}
+
+/// Refuses worlds of several nodes, which are not built yet, and nonsense about nodes.
+fn one_node(args: &BenchArgs, world: usize) -> Result<(), Refusal> {
+    if let Some(List(nodes)) = &args.ranks_per_node {
+        let text: Vec<String> = nodes.iter().map(usize::to_string).collect();
+        let (text, sum) = (text.join(","), nodes.iter().sum::<usize>());
+        if nodes.len() > 1 && sum != world {
+            let advice = format!("the nodes sum to {sum} and the world has {world} ranks; make them agree");
+            return Err(Refusal::of("--ranks-per-node", text, advice));
+        }
+        if nodes.len() == 1 && sum > world {
+            let advice = format!("the world has {world} ranks; give at most that");
+            return Err(Refusal::of("--ranks-per-node", text, advice));
+        }
+        if nodes.len() > 1 || sum < world {
+            let what = format!("worlds of several nodes; give {world}, or leave it out, for one node");
+            return Err(Refusal::not_built("--ranks-per-node", text, &what));
+        }
+    }
+    if let Some(transport) = args.transport.as_deref().filter(|t| *t != "sim") {
+        return Err(Refusal::not_built("--transport", transport, "transports between nodes; leave it out, for one node"));
+    }
+    if let Some(link) = args.link.as_deref().filter(|l| *l != "none") {
+        return Err(Refusal::not_built("--link", link, "link models between nodes; leave it out, for one node"));
+    }
+    Ok(())
+}
+
+fn world_mode(args: &BenchArgs, device: DeviceWord, launch: Launch) -> Result<WorldMode, Refusal> {
+    let mode = or_default(args.world_mode, WorldMode::Threads);
+    if let (Some(given), DeviceWord::Cuda) = (args.world_mode, device) {
+        let advice = "GPUs schedule themselves; give --device cpu, or leave it out";
+        return Err(Refusal::of("--world-mode", given.name(), advice));
+    }
+    if mode == WorldMode::OneThread && launch == Launch::Processes {
+        let advice = "one thread cannot be several processes; give --launch threads, or --world-mode threads";
+        return Err(Refusal::of("--world-mode", mode.name(), advice));
+    }
+    Ok(mode)
+}
+
+/// Refuses files that could not be written, before the run and not after it.
+pub fn check_outputs(outputs: &Outputs) -> Result<(), Refusal> {
+    check_output("--json", outputs.json.as_deref(), true)?;
+    check_output("--plot", outputs.plot.as_deref(), false)?;
+    check_output("--trace", outputs.trace.as_deref(), false)
+}
+
+/// Refuses one such file.
+pub fn check_output(name: &str, path: Option<&str>, stdout_too: bool) -> Result<(), Refusal> {
+    let Some(path) = path else { return Ok(()) };
+    if path == "-" {
+        let advice = "only --json can go to stdout; give a path";
+        return if stdout_too { Ok(()) } else { Err(Refusal::of(name, path, advice)) };
+    }
+    let file = Path::new(path);
+    let folder = match file.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    if file.file_name().is_none() || file.is_dir() || !folder.is_dir() {
+        return Err(Refusal::of(name, path, "there is no such folder, or it is one; give a file in a folder that exists"));
+    }
+    Ok(())
+}

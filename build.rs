@@ -1,0 +1,280 @@
+//! Builds the kernels: always with the host compiler for the CPU device, and with nvcc for GPUs where it is found.
+//!
+//! Settings, all optional: TOKENYARD_NVCC (path of nvcc, or `none`), TOKENYARD_STRICT=1 (warnings of the host
+//! compiler are errors), TOKENYARD_SANITIZE (such as `address,undefined`), TOKENYARD_REGENERATE=1 (stale bindings
+//! are about to be rewritten by tests/ffi.rs, so do not refuse them).
+
+#[path = "bindings/ffi/hash.rs"]
+mod hash;
+
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, exit};
+
+/// The C headers and what bindgen made of them.
+const BINDINGS: [(&str, &str); 2] = [
+    ("kernels/layout.h", "bindings/ffi/layout.rs"),
+    ("kernels/cpu/executor.h", "bindings/ffi/executor.rs"),
+];
+const KERNELS: &str = "kernels/kernels.cu";
+/// SASS for Hopper and Blackwell, PTX for what comes later.
+const GPU_CODE: [&str; 3] = [
+    "arch=compute_90a,code=sm_90a",
+    "arch=compute_100a,code=sm_100a",
+    "arch=compute_90,code=compute_90",
+];
+/// The oldest nvcc that knows all of GPU_CODE.
+const OLDEST_NVCC: (u32, u32) = (12, 8);
+
+fn main() {
+    for name in ["NVCC", "STRICT", "SANITIZE", "REGENERATE"] {
+        println!("cargo::rerun-if-env-changed=TOKENYARD_{name}");
+    }
+    println!("cargo::rustc-check-cfg=cfg(tokenyard_fatbin)");
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=bindings/ffi");
+    println!("cargo::rerun-if-changed=kernels/cpu");
+    let sources = device_sources();
+    for source in &sources {
+        println!("cargo::rerun-if-changed={}", source.display());
+    }
+    refuse_stale_bindings();
+    build_for_cpu();
+    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+        build_for_gpu(&sources);
+    }
+    record_commit();
+}
+
+/// Ends the build with one sentence.
+fn fail(sentence: &str) -> ! {
+    println!("cargo::error={sentence}");
+    exit(1);
+}
+
+fn read(path: &Path) -> Vec<u8> {
+    fs::read(path).unwrap_or_else(|why| fail(&format!("{} cannot be read: {why}", path.display())))
+}
+
+fn set(name: &str) -> Option<String> {
+    env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// Everything that nvcc reads: the C++ files of kernels/.
+fn device_sources() -> Vec<PathBuf> {
+    files("kernels", &["cu", "cuh", "h"])
+}
+
+fn files(folder: &str, extensions: &[&str]) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap_or_else(|why| fail(&format!("{folder} cannot be read: {why}")));
+    let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let wanted = |path: &PathBuf| path.extension().and_then(|e| e.to_str()).is_some_and(|e| extensions.contains(&e));
+    let mut found: Vec<PathBuf> = paths.filter(wanted).collect();
+    found.sort();
+    found
+}
+
+/// Generated bindings carry the hash of the header they were made from.
+fn refuse_stale_bindings() {
+    if set("TOKENYARD_REGENERATE").is_some() {
+        return;
+    }
+    for (header, generated) in BINDINGS {
+        let wanted = hash::hash_line(&read(Path::new(header)));
+        let found = String::from_utf8_lossy(&read(Path::new(generated))).into_owned();
+        if !found.lines().any(|line| line == wanted) {
+            fail(&format!(
+                "{generated} is older than {header}: run TOKENYARD_REGENERATE=1 cargo test --test ffi (needs libclang)"
+            ));
+        }
+    }
+}
+
+/// The executor and the kernels, by the host compiler.
+fn build_for_cpu() {
+    let mut build = cc::Build::new();
+    build.cpp(true).std("c++17").opt_level(2).warnings(true).extra_warnings(true);
+    build.flag("-ffp-contract=off").include("kernels").include("kernels/cpu");
+    build.warnings_into_errors(set("TOKENYARD_STRICT").is_some_and(|value| value == "1"));
+    if let Some(kinds) = set("TOKENYARD_SANITIZE") {
+        build.flag(format!("-fsanitize={kinds}")).flag("-fno-omit-frame-pointer").debug(true);
+        println!("cargo::rustc-link-arg=-fsanitize={kinds}");
+    }
+    build.files(files("kernels/cpu", &["cpp"]));
+    // The compiler does not know the ending .cu; every input is C++.
+    build.flag("-x").flag("c++").file(KERNELS);
+    build.compile("tokenyard_cpu");
+}
+
+/// One fatbin, by nvcc, embedded by kernels/cuda.rs.
+fn build_for_gpu(sources: &[PathBuf]) {
+    let Some((nvcc, version)) = find_nvcc() else {
+        println!(
+            "cargo::warning=nvcc was not found, so the GPU part is left out and only the CPU device works; to have it: \
+             python3 -m venv .venv && .venv/bin/pip install 'cuda-toolkit[nvcc,cudart,cccl]==13.0.*', touch build.rs, build again"
+        );
+        return;
+    };
+    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
+    let fatbin = out.join("kernels.fatbin");
+    let key = gpu_key(&nvcc, &version, sources);
+    let key_file = out.join("kernels.key");
+    if !fatbin.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
+        let report = run_nvcc(&nvcc, &fatbin);
+        write(&out.join("ptxas.txt"), &report);
+        write(&key_file, &key);
+    }
+    let report = fs::read_to_string(out.join("ptxas.txt")).unwrap_or_default();
+    for line in report.lines().filter(|line| spills(line)) {
+        println!("cargo::warning=ptxas spilled registers: {line}");
+    }
+    println!("cargo::rustc-cfg=tokenyard_fatbin");
+}
+
+fn write(path: &Path, text: &str) {
+    if let Err(why) = fs::write(path, text) {
+        fail(&format!("{} cannot be written: {why}", path.display()));
+    }
+}
+
+/// Says whether the fatbin must be built again; cargo also runs this script for other reasons.
+fn gpu_key(nvcc: &Path, version: &str, sources: &[PathBuf]) -> String {
+    let mut sum = hash::fnv1a(version.as_bytes());
+    for text in GPU_CODE {
+        sum = hash::fnv1a_more(sum, text.as_bytes());
+    }
+    for source in sources.iter().map(PathBuf::as_path).chain([Path::new("build.rs")]) {
+        sum = hash::fnv1a_more(sum, source.as_os_str().as_encoded_bytes());
+        sum = hash::fnv1a_more(sum, &read(source));
+    }
+    format!("{sum:016x} {}", nvcc.display())
+}
+
+fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
+    let mut command = Command::new(nvcc);
+    for code in GPU_CODE {
+        command.args(["-gencode", code]);
+    }
+    command.args(["-std=c++17", "-O3", "--fmad=false", "-Xptxas", "-v", "--threads=2", "--fatbin", "-I", "kernels"]);
+    command.arg("-o").arg(fatbin).arg(KERNELS);
+    let output = match command.output() {
+        Ok(output) => output,
+        Err(why) => fail(&format!("{} cannot be run: {why}; set TOKENYARD_NVCC, or to none", nvcc.display())),
+    };
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    if !output.status.success() {
+        eprintln!("{command:?}\n{}{text}", String::from_utf8_lossy(&output.stdout));
+        fail(&format!("{} refused {KERNELS}; its messages are above", nvcc.display()));
+    }
+    ptxas_table(&text)
+}
+
+/// One line a kernel and architecture out of what `ptxas -v` says.
+fn ptxas_table(text: &str) -> String {
+    let mut table = String::from("kernel arch registers stack spill_stores spill_loads\n");
+    let (mut kernel, mut frame) = (String::new(), [0u64; 3]);
+    for line in text.lines() {
+        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
+            let mut quoted = rest.split('\'');
+            kernel = format!("{} {}", quoted.next().unwrap_or("?"), quoted.nth(1).unwrap_or("?"));
+        } else if line.contains("bytes stack frame") {
+            let numbers: Vec<u64> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+            frame = numbers.try_into().unwrap_or([0; 3]);
+        } else if let Some(rest) = line.split("Used ").nth(1) {
+            let registers = rest.split(' ').next().unwrap_or("?");
+            let [stack, stores, loads] = frame;
+            // Writing to a String cannot fail.
+            let _ = writeln!(table, "{kernel} {registers} {stack} {stores} {loads}");
+        }
+    }
+    table
+}
+
+fn spills(line: &str) -> bool {
+    let mut numbers = line.split(' ').skip(4);
+    numbers.any(|word| word.parse::<u64>().is_ok_and(|bytes| bytes > 0))
+}
+
+/// The first nvcc that is new enough, and what it says of its version.
+fn find_nvcc() -> Option<(PathBuf, String)> {
+    for name in ["CUDA_HOME", "VIRTUAL_ENV"] {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
+    match set("TOKENYARD_NVCC") {
+        Some(none) if none == "none" => return None,
+        Some(path) => {
+            let path = PathBuf::from(path);
+            let version = usable(&path);
+            let version = version.unwrap_or_else(|why| fail(&format!("TOKENYARD_NVCC={}: {why}", path.display())));
+            return Some((path, version));
+        }
+        None => {}
+    }
+    candidates().into_iter().find_map(|path| match usable(&path) {
+        Ok(version) => Some((path, version)),
+        Err(why) => {
+            println!("cargo::warning={} is not used: {why}", path.display());
+            None
+        }
+    })
+}
+
+fn candidates() -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = Vec::new();
+    folders.extend(set("CUDA_HOME").map(|home| Path::new(&home).join("bin")));
+    folders.extend(env::var_os("PATH").iter().flat_map(env::split_paths));
+    let environments = set("VIRTUAL_ENV").map(PathBuf::from).into_iter().chain([PathBuf::from(".venv")]);
+    folders.extend(environments.flat_map(|environment| wheel_folders(&environment)));
+    folders.into_iter().map(|folder| folder.join("nvcc")).filter(|path| path.is_file()).collect()
+}
+
+/// Where PyPI's wheels put nvcc: lib/python3.*/site-packages/nvidia/cu13/bin.
+fn wheel_folders(environment: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(environment.join("lib")) else { return Vec::new() };
+    let pythons = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
+    let pythons = pythons.filter(|path| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python3.")));
+    pythons.map(|path| path.join("site-packages/nvidia/cu13/bin")).collect()
+}
+
+/// What nvcc says of its version, if that is new enough.
+fn usable(nvcc: &Path) -> Result<String, String> {
+    let output = Command::new(nvcc).arg("--version").output().map_err(|why| format!("it cannot be run: {why}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let release = text.split("release ").nth(1).and_then(|rest| rest.split(',').next()).unwrap_or("").to_string();
+    let mut numbers = release.split('.').map(|part| part.trim().parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    if version >= OLDEST_NVCC {
+        return Ok(text);
+    }
+    let (major, minor) = OLDEST_NVCC;
+    Err(format!("it is release {release:?}, and {major}.{minor} is the oldest that knows these GPUs"))
+}
+
+/// The commit that results are reported with.
+fn record_commit() {
+    let commit = git_commit().unwrap_or_else(|| "unknown".into());
+    println!("cargo::rustc-env=TOKENYARD_COMMIT={commit}");
+}
+
+fn git(arguments: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(arguments).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?.trim().to_string();
+    (output.status.success() && !text.is_empty()).then_some(text)
+}
+
+fn git_commit() -> Option<String> {
+    // A copy inside another project's repository has no commit of its own.
+    let top = fs::canonicalize(git(&["rev-parse", "--show-toplevel"])?).ok()?;
+    if top != fs::canonicalize(".").ok()? {
+        return None;
+    }
+    for name in ["HEAD", "logs/HEAD"] {
+        let path = git(&["rev-parse", "--git-path", name])?;
+        if Path::new(&path).exists() {
+            println!("cargo::rerun-if-changed={path}");
+        }
+    }
+    git(&["rev-parse", "--short=12", "HEAD"])
+}

@@ -1,0 +1,243 @@
+//! The little that kernels and transport both need of the CUDA driver: is it there, did a call succeed, and
+//! which context is current.
+//!
+//! Runs on any thread. It never panics: nothing of the driver is called before its library was found, and
+//! nothing but its version before that was found new enough. It never leaves a context current behind.
+
+use super::{Error, Result, wait};
+use cudarc::driver::sys::{self, CUresult};
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// The oldest driver interface this crate calls: every symbol it uses exists from this version on.
+const OLDEST_DRIVER: c_int = 13_000;
+/// How long a copy or fill that the host waits for may take; only a broken device takes longer.
+const SETUP_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A device error made of its parts.
+pub fn error(what: impl Into<String>, advice: impl Into<String>) -> Error {
+    Error::Device { what: what.into(), advice: advice.into() }
+}
+
+/// Turns the driver's answer to `what` into a result that names the CUDA error and what to try.
+pub fn check(code: CUresult, what: &str) -> Result<()> {
+    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(code, what)) }
+}
+
+/// The error for a call `what` that answered `code`.
+pub fn failure(code: CUresult, what: &str) -> Error {
+    error(format!("{what} failed with {}", describe(code)), advice(code))
+}
+
+/// Such as `CUDA_ERROR_OUT_OF_MEMORY (2)`.
+fn describe(code: CUresult) -> String {
+    let mut name: *const c_char = std::ptr::null();
+    // SAFETY: the driver is loaded (it answered `code`); it stores a pointer to a static string, or null.
+    let found = unsafe { sys::cuGetErrorName(code, &mut name) };
+    if found != CUresult::CUDA_SUCCESS || name.is_null() {
+        return format!("CUDA error {}", code as u32);
+    }
+    // SAFETY: on success the pointer is a static C string of the driver.
+    let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
+    format!("{name} ({})", code as u32)
+}
+
+fn advice(code: CUresult) -> &'static str {
+    match code {
+        CUresult::CUDA_ERROR_OUT_OF_MEMORY => "free device memory, or plan for fewer tokens",
+        CUresult::CUDA_ERROR_NO_DEVICE => "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+        CUresult::CUDA_ERROR_INVALID_DEVICE => "pass an ordinal below the number of visible GPUs",
+        CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU | CUresult::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
+            "the kernels run on sm_90 and later; use such a GPU, or update the driver"
+        }
+        CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE => {
+            "all blocks must be resident at once; use fewer blocks (sms) or leave more of the GPU free"
+        }
+        CUresult::CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES | CUresult::CUDA_ERROR_INVALID_VALUE => {
+            "check the launch's block size, shared memory and addresses"
+        }
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+        | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+        | CUresult::CUDA_ERROR_LAUNCH_FAILED => {
+            "the context is lost; check the buffers' sizes and addresses, run under compute-sanitizer, restart the process"
+        }
+        CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH | CUresult::CUDA_ERROR_STUB_LIBRARY => {
+            "the driver's library does not match its kernel module; check LD_LIBRARY_PATH and reboot after an update"
+        }
+        CUresult::CUDA_ERROR_NOT_SUPPORTED | CUresult::CUDA_ERROR_NOT_PERMITTED => {
+            "this GPU, driver or container does not offer it"
+        }
+        CUresult::CUDA_ERROR_NOT_READY => "synchronize the stream first",
+        _ => "see the CUDA driver API's list of error codes",
+    }
+}
+
+/// Finds the driver once, checks its version, and initialises it.
+pub fn ready() -> Result<()> {
+    static READY: OnceLock<Result<()>> = OnceLock::new();
+    READY.get_or_init(find_driver).clone()
+}
+
+fn find_driver() -> Result<()> {
+    // SAFETY: opens and closes the driver's library, whose initialisers any CUDA program runs.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(error(
+            "the NVIDIA driver's library libcuda.so.1 was not found",
+            "install the driver, or use the CPU device",
+        ));
+    }
+    let mut version: c_int = 0;
+    // SAFETY: the library is there; this call exists in every version and needs no initialisation.
+    check(unsafe { sys::cuDriverGetVersion(&mut version) }, "asking the driver's version")?;
+    if version < OLDEST_DRIVER {
+        return Err(error(
+            format!("the NVIDIA driver offers CUDA {}.{}", version / 1000, version % 1000 / 10),
+            "the kernels need CUDA 13.0: update the driver to version 580 or later",
+        ));
+    }
+    // SAFETY: the library is there; flags must be 0.
+    check(unsafe { sys::cuInit(0) }, "initialising the NVIDIA driver")
+}
+
+/// How many GPUs this process can see.
+pub fn device_count() -> Result<usize> {
+    ready()?;
+    let mut count: c_int = 0;
+    // SAFETY: the driver is initialised; `count` outlives the call.
+    check(unsafe { sys::cuDeviceGetCount(&mut count) }, "counting the GPUs")?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// The driver's handle of GPU `ordinal`, or an error that says how many there are.
+pub fn device(ordinal: usize) -> Result<sys::CUdevice> {
+    let count = device_count()?;
+    if ordinal >= count {
+        return Err(error(
+            format!("GPU {ordinal} was asked for and {count} can be seen"),
+            "pass a smaller ordinal, or check CUDA_VISIBLE_DEVICES",
+        ));
+    }
+    let mut device: sys::CUdevice = 0;
+    // SAFETY: the driver is initialised and the ordinal is below the count.
+    check(unsafe { sys::cuDeviceGet(&mut device, ordinal as c_int) }, "opening the GPU")?;
+    Ok(device)
+}
+
+/// One attribute of a GPU.
+pub fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<i32> {
+    let mut value: c_int = 0;
+    // SAFETY: the driver is initialised (a device handle exists); `value` outlives the call.
+    check(unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) }, "asking an attribute of the GPU")?;
+    Ok(value)
+}
+
+/// The primary context of a GPU, kept alive until dropped: the one that engines use too.
+#[derive(Debug)]
+pub struct PrimaryContext {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+}
+
+// SAFETY: a context may be used from any thread; the driver locks internally.
+unsafe impl Send for PrimaryContext {}
+// SAFETY: as above; the fields are never changed after construction.
+unsafe impl Sync for PrimaryContext {}
+
+impl PrimaryContext {
+    /// Retains the context of GPU `ordinal`.
+    pub fn retain(ordinal: usize) -> Result<PrimaryContext> {
+        let device = device(ordinal)?;
+        let mut context: sys::CUcontext = std::ptr::null_mut();
+        // SAFETY: `device` is a valid handle; released in drop.
+        check(unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) }, "opening the GPU's context")?;
+        Ok(PrimaryContext { device, context })
+    }
+
+    /// The GPU's handle.
+    pub fn device(&self) -> sys::CUdevice {
+        self.device
+    }
+
+    /// Makes the context current on this thread until the guard is dropped, and then what was before.
+    pub fn enter(&self) -> Result<Current> {
+        let mut now: sys::CUcontext = std::ptr::null_mut();
+        // SAFETY: the driver is initialised; `now` outlives the call.
+        check(unsafe { sys::cuCtxGetCurrent(&mut now) }, "asking the current context")?;
+        if now == self.context {
+            return Ok(Current { pushed: false, stays: std::marker::PhantomData });
+        }
+        // SAFETY: the context is retained by self; popped by the guard on this same thread.
+        check(unsafe { sys::cuCtxPushCurrent_v2(self.context) }, "making the GPU's context current")?;
+        Ok(Current { pushed: true, stays: std::marker::PhantomData })
+    }
+
+    /// Makes the context current on this thread for good.
+    pub fn bind(&self) -> Result<()> {
+        // SAFETY: the context is retained by self.
+        check(unsafe { sys::cuCtxSetCurrent(self.context) }, "making the GPU's context current")
+    }
+}
+
+impl Drop for PrimaryContext {
+    fn drop(&mut self) {
+        // SAFETY: retained once in `retain`; a failure at teardown has nobody to tell.
+        let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
+    }
+}
+
+/// While it lives, a context is current on this thread. Not Send: a context is current per thread.
+#[derive(Debug)]
+pub struct Current {
+    pushed: bool,
+    stays: std::marker::PhantomData<*const ()>,
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut popped: sys::CUcontext = std::ptr::null_mut();
+            // SAFETY: this guard pushed a context on this thread, and guards nest.
+            let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
+        }
+    }
+}
+
+/// Creates a stream that does not wait for the legacy default stream. The context must be current.
+pub fn new_stream() -> Result<sys::CUstream> {
+    let mut stream: sys::CUstream = std::ptr::null_mut();
+    let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+    // SAFETY: a context is current (or the driver says so); the caller destroys the stream.
+    check(unsafe { sys::cuStreamCreate(&mut stream, flags) }, "creating a stream")?;
+    Ok(stream)
+}
+
+/// Polls until all work of `stream` is done.
+///
+/// # Safety
+/// `stream` must be a live stream that is not being captured.
+pub unsafe fn wait_stream(stream: sys::CUstream, site: &'static str, timeout: Duration) -> Result<()> {
+    let done = wait::poll(site, timeout, || {
+        // SAFETY: the caller vouches for the stream.
+        match unsafe { sys::cuStreamQuery(stream) } {
+            CUresult::CUDA_SUCCESS => Some(Ok(())),
+            CUresult::CUDA_ERROR_NOT_READY => None,
+            code => Some(Err(failure(code, "the stream's work"))),
+        }
+    });
+    done.unwrap_or_else(|| {
+        Err(error(
+            format!("the {site} did not finish within {} ms", timeout.as_millis()),
+            "see which kernel runs, and whether it waits for a peer; or pass a longer timeout",
+        ))
+    })
+}
+
+/// As `wait_stream`, for copies and fills of set-up.
+///
+/// # Safety
+/// As `wait_stream`.
+pub unsafe fn wait_setup(stream: sys::CUstream) -> Result<()> {
+    // SAFETY: passed on to the caller.
+    unsafe { wait_stream(stream, "set-up stream", SETUP_TIMEOUT) }
+}

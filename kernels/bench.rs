@@ -1,0 +1,131 @@
+//! Launchers of the benchmark's own kernels: experts that compute different functions, and bare pushes.
+//!
+//! Not part of the data path. Runs on the caller's thread; enqueues and returns.
+
+use super::{DeviceKind, Stream, View};
+use crate::base::{Dtype, Error, Result};
+use crate::ffi::layout as raw;
+
+/// One run of the benchmark's experts over dispatched rows; formulas in tests/reference/expert.rs.
+///
+/// The views are trusted: they must be the output of a dispatch of this shape.
+#[derive(Debug, Clone, Copy)]
+pub struct ExpertCall {
+    /// Dispatched rows.
+    pub rows: View,
+    /// Bytes from one row to the next.
+    pub rows_pitch: usize,
+    /// Their scales, if any.
+    pub scales: Option<View>,
+    /// Scale words of a row.
+    pub scale_words: usize,
+    /// Column-major scales: words from one column to the next; 0 for row-major.
+    pub scale_leading: usize,
+    /// Column-major scales of the masked layout: rows of one expert; else 0.
+    pub rows_per_block: usize,
+    /// Whether scales are UE8M0.
+    pub ue8m0: bool,
+    /// int32 [row_total]: local expert or -1; for the expert-major layouts.
+    pub row_expert: Option<View>,
+    /// int32 [row_total, top_k]; for the token layout.
+    pub token_experts: Option<View>,
+    /// fp32 [row_total, top_k]; `None` for 1.
+    pub token_weights: Option<View>,
+    /// uint32 [local experts]: global ids.
+    pub global_expert: View,
+    /// The experts' outputs.
+    pub y: View,
+    /// Bytes from one output row to the next.
+    pub y_pitch: usize,
+    /// Rows of the output.
+    pub row_total: usize,
+    /// Columns.
+    pub hidden: usize,
+    /// Choices of a token.
+    pub top_k: usize,
+    /// Type of the dispatched rows.
+    pub dtype: Dtype,
+    /// Type of the experts' outputs.
+    pub combine_dtype: Dtype,
+}
+
+fn code(dtype: Dtype) -> u32 {
+    match dtype {
+        Dtype::Bf16 => raw::TY_BF16,
+        Dtype::Fp16 => raw::TY_FP16,
+        Dtype::Fp32 => raw::TY_FP32,
+        Dtype::Fp8E4m3 => raw::TY_FP8_E4M3,
+    }
+}
+
+fn address(view: Option<View>) -> u64 {
+    view.map_or(0, |view| view.ptr)
+}
+
+/// Blocks and threads that suit a kernel without waits.
+fn grid(stream: &Stream) -> (u32, u32) {
+    match stream.device().kind() {
+        DeviceKind::Cpu => (2, 64),
+        DeviceKind::Cuda => (stream.device().multiprocessors(), raw::TY_MAX_BLOCK_THREADS),
+    }
+}
+
+/// Enqueues the experts.
+///
+/// # Errors
+/// `Device` if the launch fails.
+pub fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
+    let args = raw::ty_expert_args {
+        rows: call.rows.ptr,
+        rows_pitch: call.rows_pitch as u64,
+        scales: address(call.scales),
+        scale_leading: call.scale_leading as u64,
+        scale_words: call.scale_words as u64,
+        row_expert: address(call.row_expert),
+        token_experts: address(call.token_experts),
+        token_weights: address(call.token_weights),
+        global_expert: call.global_expert.ptr,
+        y: call.y.ptr,
+        y_pitch: call.y_pitch as u64,
+        row_total: call.row_total as u64,
+        rows_per_block: call.rows_per_block as u64,
+        hidden: call.hidden as u32,
+        top_k: call.top_k as u32,
+        in_dtype: code(call.dtype),
+        out_dtype: code(call.combine_dtype),
+        ue8m0: u32::from(call.ue8m0),
+        reserved: 0,
+    };
+    let (blocks, threads) = grid(stream);
+    stream.launch("ty_bench_expert", blocks, threads, 0, &args)
+}
+
+/// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: what the links give.
+///
+/// # Errors
+/// `Argument` for too many destinations or a span beyond its view; `Device` if the launch fails.
+pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize]) -> Result<()> {
+    let (blocks, threads) = grid(stream);
+    let most = (raw::TY_MAX_NODE_RANKS).min(blocks) as usize;
+    let fits = destinations.len() == bytes.len()
+        && destinations.iter().zip(bytes).all(|(view, &n)| n % 16 == 0 && n <= view.bytes && n <= source.bytes);
+    if destinations.is_empty() || destinations.len() > most || !fits {
+        return Err(Error::Argument {
+            name: "destinations",
+            value: format!("{} of {bytes:?} bytes", destinations.len()),
+            advice: format!("give 1 to {most}, each within its view and a multiple of 16 bytes"),
+        });
+    }
+    let mut args = raw::ty_push_args {
+        source: source.ptr,
+        destination: [0; raw::TY_MAX_NODE_RANKS as usize],
+        bytes: [0; raw::TY_MAX_NODE_RANKS as usize],
+        destinations: destinations.len() as u32,
+        reserved: 0,
+    };
+    for (i, (view, &n)) in destinations.iter().zip(bytes).enumerate() {
+        args.destination[i] = view.ptr;
+        args.bytes[i] = n as u64;
+    }
+    stream.launch("ty_bench_push", blocks, threads, 0, &args)
+}

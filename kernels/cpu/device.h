@@ -1,0 +1,65 @@
+// What the CPU half of ../prim.cuh calls: the calling fiber's place in its grid, and the executor's
+// side of each primitive (device.cpp). Only prim.cuh and the executor include this.
+#ifndef TY_CPU_DEVICE_H
+#define TY_CPU_DEVICE_H
+#include <stdint.h>
+
+namespace ty {
+namespace cpu {
+// The executor is linked statically into one library, so thread-local storage is reached directly.
+#define TY_TLS __thread __attribute__((tls_model("initial-exec")))
+
+// A kernel as the table at the end of kernels.cu lists it.
+struct Kernel {
+  const char *name;
+  void (*enter)(const void *args);
+  uint64_t args_bytes;
+};
+
+// Where a device fiber stands. The first part of the executor's own record of it.
+struct Thread {
+  uint32_t thread;
+  uint32_t block_threads;
+  uint32_t block;
+  uint32_t blocks;
+  void *shared;
+  uint64_t shared_bytes;
+};
+
+// How far a release reaches. `none` is relaxed.
+enum class Scope : uint32_t { none, block, gpu, sys };
+
+extern TY_TLS Thread *current; // the running device fiber
+extern TY_TLS bool seeded;     // this OS thread runs a seeded schedule: every access may be preempted
+extern const bool has_fma;     // the processor has a fused multiply-add that the build did not assume
+
+[[noreturn]] void shared_too_small(uint64_t bytes);
+inline void *shared_memory(uint64_t bytes) {
+  if (__builtin_expect(bytes > current->shared_bytes, 0)) shared_too_small(bytes);
+  return current->shared;
+}
+
+void block_barrier();
+bool block_any(bool predicate);
+void warp_barrier();
+uint32_t warp_ballot(bool predicate);
+uint64_t warp_shuffle(uint64_t bits, uint32_t lane);
+void spin_pause(const char *site);
+uint64_t now_ns();
+
+void seeded_load(const void *from, void *value, uint32_t bytes);
+void seeded_store(void *to, const void *value, uint32_t bytes);
+void seeded_strong_load(const void *from, void *value, uint32_t bytes);
+void seeded_strong_store(void *to, const void *value, uint32_t bytes, Scope release);
+void seeded_fence(Scope scope);
+uint32_t seeded_add(uint32_t *p, uint32_t value, Scope release);
+uint32_t seeded_or(uint32_t *p, uint32_t value, Scope release);
+uint32_t seeded_cas(uint32_t *p, uint32_t expected, uint32_t desired, Scope release);
+} // namespace cpu
+} // namespace ty
+
+extern "C" {
+extern const ty::cpu::Kernel ty_cpu_kernels[];
+extern const uint32_t ty_cpu_kernel_count;
+}
+#endif

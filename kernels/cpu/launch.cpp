@@ -1,0 +1,154 @@
+// Streams and launches: what turns enqueued work into fibers, and fibers that have ended into completions.
+#include "schedule.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <new>
+
+using namespace ty::cpu;
+
+namespace {
+constexpr size_t spare_limit = 8;
+constexpr uint64_t shared_alignment = 128;
+constexpr uint8_t shared_fill = 0xa5; // shared memory starts with garbage, always the same
+
+void clean_shared(Block &block, uint64_t bytes) {
+  if (block.shared_bytes != bytes) { // of the exact size, so that AddressSanitizer sees its end
+    void *memory = bytes == 0 ? nullptr : aligned_alloc(shared_alignment, bytes);
+    if (bytes != 0 && memory == nullptr) fatal("no memory for %llu bytes of shared memory", (unsigned long long)bytes);
+    block.shared = {static_cast<uint8_t *>(memory), free};
+    block.shared_bytes = bytes;
+  }
+  if (bytes != 0) memset(block.shared.get(), shared_fill, bytes);
+}
+} // namespace
+
+// Starts the head of every stream that is free. A host function runs here, on the OS thread's stack.
+void ty_exec::pump_streams() {
+  pump.store(false, std::memory_order_relaxed);
+  bool again = false;
+  std::unique_lock<std::mutex> lock(mutex);
+  for (size_t i = 0; i < streams.size(); ++i) {
+    ty_stream *stream = streams[i];
+    if (stream->busy || stream->queue.empty()) continue;
+    if (seeded && random.below(4) != 0) { // work starts late as often as not
+      again = true;
+      continue;
+    }
+    Work work = std::move(stream->queue.front());
+    stream->queue.pop_front();
+    stream->busy = true;
+    ++progress;
+    if (work.kernel != nullptr) {
+      start(stream, std::move(work));
+      continue;
+    }
+    lock.unlock();
+    work.call(work.call_arg);
+    lock.lock();
+    stream->busy = false;
+    again = true; // it may have more; and streams may have come and gone meanwhile
+    stream->completed.fetch_add(1, std::memory_order_release);
+  }
+  if (again) pump.store(true, std::memory_order_relaxed);
+}
+
+void ty_exec::start(ty_stream *stream, Work work) {
+  std::unique_ptr<Launch> launch;
+  if (spare_launches.empty()) {
+    launch.reset(new Launch);
+  } else {
+    launch = std::move(spare_launches.back());
+    spare_launches.pop_back();
+  }
+  const uint32_t threads = work.grid * work.block;
+  const uint32_t block_warps = work.block / 32;
+  launch->stream = stream;
+  launch->rank = stream->rank;
+  launch->live = threads;
+  // Sized exactly, because reports walk them; their contents' own memory is kept where the size is the same.
+  if (launch->fibers.size() != threads) launch->fibers = std::vector<Fiber>(threads);
+  if (launch->blocks.size() != work.grid) launch->blocks = std::vector<Block>(work.grid);
+  if (launch->warps.size() != work.grid * block_warps) launch->warps = std::vector<Warp>(work.grid * block_warps);
+  for (Block &block : launch->blocks) {
+    block.live = work.block;
+    block.arrived = 0;
+    block.any[0] = block.any[1] = false;
+    clean_shared(block, work.shared_bytes);
+  }
+  for (Warp &warp : launch->warps) {
+    warp.exited = 0;
+    warp.ballot[0] = warp.ballot[1] = 0;
+  }
+  Chain chain;
+  for (uint32_t i = 0; i < threads; ++i) {
+    Fiber &fiber = launch->fibers[i];
+    Block &block = launch->blocks[i / work.block];
+    fiber.thread = i % work.block;
+    fiber.block_threads = work.block;
+    fiber.block = i / work.block;
+    fiber.blocks = work.grid;
+    fiber.shared = block.shared.get();
+    fiber.shared_bytes = work.shared_bytes;
+    fiber.block_of = &block;
+    fiber.warp_of = &launch->warps[i / 32];
+    fiber.launch = launch.get();
+    fiber.site = nullptr;
+    fiber.started = false;
+    fiber.id = next_id++;
+    chain.push_back(&fiber);
+  }
+  launch->work = std::move(work);
+  launches.push_back(std::move(launch));
+  make_ready(chain);
+}
+
+// A thread of a kernel has returned.
+void ty_exec::end_thread(Fiber &fiber) {
+  Block &block = *fiber.block_of;
+  Warp &warp = *fiber.warp_of;
+  Launch &launch = *fiber.launch;
+  if (warp.arrived != 0) {
+    fatal("%s block %u thread %u: exits while other lanes of its warp wait in %s", launch.work.kernel->name,
+          fiber.block, fiber.thread, meeting_name(warp.meeting, true));
+  }
+  ++warp.exited;
+  if (hold) fiber.held.move_to(block.held);
+  --block.live;
+  if (block.arrived != 0 && block.arrived == block.live) { // the others' barrier waits for it no longer
+    block.arrived = 0;
+    block.any[++block.turn & 1] = false;
+    make_ready(block.waiting);
+  }
+  if (--launch.live == 0) finish(launch);
+}
+
+void ty_exec::finish(Launch &launch) {
+  if (hold) {
+    held_by_rank(launch.rank).move_to_memory();
+    for (Block &block : launch.blocks) block.held.move_to_memory();
+  }
+  const auto place = std::find_if(launches.begin(), launches.end(),
+                                  [&launch](const std::unique_ptr<Launch> &entry) { return entry.get() == &launch; });
+  ty_stream *stream = launch.stream;
+  if (spare_launches.size() < spare_limit) spare_launches.push_back(std::move(*place));
+  launches.erase(place);
+  ++progress;
+  std::lock_guard<std::mutex> lock(mutex);
+  stream->busy = false;
+  if (!stream->queue.empty()) pump.store(true, std::memory_order_relaxed);
+  stream->completed.fetch_add(1, std::memory_order_release); // from here on the stream may be destroyed
+}
+
+bool ty_exec::drained() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return std::all_of(streams.begin(), streams.end(),
+                     [](const ty_stream *stream) { return !stream->busy && stream->queue.empty(); });
+}
+
+LineMap &ty_exec::held_by_rank(uint32_t rank) {
+  while (rank_held.size() <= rank) rank_held.emplace_back();
+  return rank_held[rank];
+}

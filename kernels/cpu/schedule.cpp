@@ -1,0 +1,342 @@
+// Who runs next. Fibers switch straight to each other; the run loops on the OS thread's own stack are
+// entered only to start work, at the end of a round of waiting fibers, and to sleep.
+#include "schedule.h"
+
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <algorithm>
+
+namespace ty {
+namespace cpu {
+TY_TLS Thread *current = nullptr;
+TY_TLS bool seeded = false;
+TY_TLS ty_exec *executor = nullptr;
+
+namespace {
+constexpr uint64_t step_ns = 100;           // what one scheduling step takes on the virtual clock
+constexpr uint64_t jump_ns = 1000000000;    // how far the clock jumps when nothing moves
+constexpr uint32_t rounds_before_jump = 16; // a fiber may wait for several things in turn
+constexpr uint32_t rounds_between_jumps = 2;
+constexpr uint32_t jumps_before_hang = 1000;
+constexpr uint32_t yields_before_sleep = 64;
+} // namespace
+
+void fatal(const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  fputs("tokenyard CPU device: ", stderr);
+  vfprintf(stderr, format, args);
+  fputc('\n', stderr);
+  va_end(args);
+  abort();
+}
+
+const char *meeting_name(Meeting meeting, bool of_warp) {
+  switch (meeting) {
+  case Meeting::barrier: return of_warp ? "warp_barrier" : "block_barrier";
+  case Meeting::any: return "block_any";
+  case Meeting::ballot: return "warp_ballot";
+  case Meeting::shuffle: return "shuffle";
+  case Meeting::none: break;
+  }
+  return "nothing";
+}
+
+void Chain::push_front(Fiber *fiber) {
+  fiber->next = head;
+  head = fiber;
+  if (tail == nullptr) tail = fiber;
+}
+
+void Chain::push_back(Fiber *fiber) {
+  fiber->next = nullptr;
+  (tail == nullptr ? head : tail->next) = fiber;
+  tail = fiber;
+}
+
+Fiber *Chain::pop_front() {
+  Fiber *fiber = head;
+  if (fiber != nullptr) {
+    head = fiber->next;
+    if (head == nullptr) tail = nullptr;
+  }
+  return fiber;
+}
+
+Temper Temper::draw(Random &random) {
+  static const uint32_t newest[] = {0, 4, 12, 15};
+  static const uint32_t spells[] = {0, 500, 5000, 50000};
+  static const uint32_t drains[] = {0, 16, 64, 256};
+  Temper temper;
+  temper.preempt_mean = 2u << random.below(8);
+  temper.newest_of_16 = newest[random.below(4)];
+  temper.poller_one_in = 4u << random.below(5);
+  temper.starve_steps = spells[random.below(4)];
+  temper.drain_one_in = drains[random.below(4)];
+  return temper;
+}
+} // namespace cpu
+} // namespace ty
+
+using namespace ty::cpu;
+
+void ty_exec::make_ready(Fiber *fiber) {
+  if (seeded) {
+    ready_set.push_back(fiber);
+  } else {
+    ready.push_front(fiber);
+  }
+}
+
+void ty_exec::make_ready(Chain &chain) {
+  if (chain.empty()) return;
+  if (seeded) {
+    for (Fiber *fiber = chain.head; fiber != nullptr; fiber = fiber->next) ready_set.push_back(fiber);
+  } else {
+    chain.tail->next = ready.head;
+    ready.head = chain.head;
+    if (ready.tail == nullptr) ready.tail = chain.tail;
+  }
+  chain = Chain();
+}
+
+Fiber *ty_exec::take(std::vector<Fiber *> &set, uint32_t index) {
+  Fiber *fiber = set[index];
+  set[index] = set.back();
+  set.pop_back();
+  return fiber;
+}
+
+// A ready fiber's index: the newest, or any, passing over the starved block where others are ready.
+uint32_t ty_exec::choose_ready() {
+  const uint32_t count = static_cast<uint32_t>(ready_set.size());
+  if (temper.starve_steps != 0) {
+    if (starve_left == 0) {
+      starved = starved == nullptr ? ready_set[random.below(count)]->block_of : nullptr;
+      starve_left = 1 + random.below(temper.starve_steps);
+    }
+    --starve_left;
+  }
+  uint32_t index = random.below(16) < temper.newest_of_16 ? count - 1 : random.below(count);
+  for (int tries = 0; tries < 4 && starved != nullptr && ready_set[index]->block_of == starved; ++tries) {
+    index = random.below(count);
+  }
+  return index;
+}
+
+// The next fiber, off its list; nullptr sends the caller to the run loop.
+Fiber *ty_exec::pick_seeded() {
+  const bool any_ready = !ready_set.empty();
+  if (pump.load(std::memory_order_relaxed) && (!any_ready || random.below(8) == 0)) return nullptr;
+  clock_ns.store(clock_ns.load(std::memory_order_relaxed) + step_ns, std::memory_order_relaxed);
+  Fiber *fiber = nullptr;
+  if (any_ready && (pollers_set.empty() || random.below(temper.poller_one_in) != 0)) {
+    fiber = take(ready_set, choose_ready());
+  } else if (!pollers_set.empty()) {
+    fiber = take(pollers_set, random.below(static_cast<uint32_t>(pollers_set.size())));
+    fiber->polling = false;
+  } else {
+    return nullptr;
+  }
+  trace = (trace ^ fiber->id) * 0x100000001b3ull;
+  return fiber;
+}
+
+inline Fiber *ty_exec::pick() {
+  if (seeded) return pick_seeded();
+  Fiber *fiber = ready.pop_front();
+  if (fiber != nullptr) return fiber;
+  fiber = pollers.pop_front();
+  if (fiber != nullptr) fiber->polling = false;
+  return fiber;
+}
+
+// Switches from `from` to next, or to the run loop where next is nullptr.
+inline void ty_exec::go(Context &from, Fiber *next, bool ends) {
+  running = next;
+  current = next;
+  switches.store(switches.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  if (next == nullptr) {
+    context_switch(from, thread, ends);
+    return;
+  }
+  if (!next->started) {
+    const Stack stack = next->launch != nullptr ? device_stacks.take() : host_stacks.take();
+    if (stack.low == nullptr) fatal("no memory for a fiber's stack");
+    context_make(next->context, stack, fiber_main);
+    next->started = true;
+  }
+  context_switch(from, next->context, ends);
+}
+
+void ty_exec::leave() {
+  Fiber *self = running;
+  Fiber *next = pick();
+  if (next != self) go(self->context, next, false);
+}
+
+void ty_exec::poll(const char *site) {
+  Fiber *self = running;
+  // A host fiber's work is out of sight; that it now waits elsewhere shows that it did some.
+  if (self->launch == nullptr && self->site != site) ++progress;
+  self->site = site;
+  self->polling = true;
+  if (seeded) {
+    polled_set.push_back(self);
+  } else {
+    polled.push_back(self);
+  }
+  leave();
+}
+
+void ty_exec::preempt() {
+  accesses_left = 1 + random.below(2 * temper.preempt_mean);
+  ready_set.push_back(running);
+  leave();
+}
+
+void ty_exec::end_fiber(Fiber &fiber) {
+  ++progress;
+  if (fiber.launch != nullptr) {
+    end_thread(fiber);
+  } else {
+    --hosts_live;
+  }
+}
+
+// Every fiber's life. A device thread that ends hands its stack to the next one that has yet to start.
+void ty_exec::fiber_main() {
+  ty_exec &exec = *executor;
+  context_started(exec.thread);
+  for (;;) {
+    Fiber *self = exec.running;
+    const Stack stack = self->context.stack;
+    const bool host = self->launch == nullptr;
+    if (host) {
+      self->host_entry(self->host_arg);
+    } else {
+      self->launch->work.kernel->enter(self->launch->work.args.data());
+    }
+    exec.end_fiber(*self); // a launch that ends with it may be reused from here on
+    Fiber *next = exec.pick();
+    if (next != nullptr && !next->started && next->launch != nullptr && !host) {
+      next->context.stack = stack;
+      next->started = true;
+      exec.running = next;
+      current = next;
+      continue;
+    }
+    Context dead;
+    if (next != nullptr && !next->started) {
+      // Lays the next one out before this stack is given back, so that it gets another.
+      const Stack fresh = next->launch != nullptr ? exec.device_stacks.take() : exec.host_stacks.take();
+      if (fresh.low == nullptr) fatal("no memory for a fiber's stack");
+      context_make(next->context, fresh, fiber_main);
+      next->started = true;
+    }
+    (host ? exec.host_stacks : exec.device_stacks).give(stack);
+    exec.go(dead, next, true);
+  }
+}
+
+int ty_exec::run_free() {
+  uint32_t yields = 0;
+  for (;;) {
+    if (pump.load(std::memory_order_acquire)) pump_streams();
+    if (ready.empty() && pollers.empty() && !polled.empty()) {
+      // Everyone who waits has had a turn.
+      if (progress == round_progress) sched_yield();
+      round_progress = progress;
+      std::swap(pollers, polled);
+    }
+    Fiber *next = pick();
+    if (next != nullptr) {
+      yields = 0;
+      go(thread, next, false);
+      continue;
+    }
+    if (!launches.empty()) {
+      fatal("every thread of a kernel waits for another one to arrive\n%s", waiting_report().c_str());
+    }
+    if (pump.load(std::memory_order_acquire)) continue;
+    if (yields < yields_before_sleep) {
+      ++yields;
+      sched_yield();
+      continue;
+    }
+    yields = 0;
+    std::unique_lock<std::mutex> lock(mutex);
+    if (stopping.load(std::memory_order_relaxed) && !pump.load(std::memory_order_relaxed)) return TY_EXEC_OK;
+    sleeping = true;
+    wake.wait(lock, [this] {
+      return pump.load(std::memory_order_relaxed) || stopping.load(std::memory_order_relaxed);
+    });
+    sleeping = false;
+  }
+}
+
+// Nobody is ready and all who wait have had a turn. False: nothing can ever move again.
+bool ty_exec::end_of_seeded_round() {
+  if (polled_set.empty()) {
+    report = waiting_report();
+    return false;
+  }
+  if (progress != round_progress) {
+    idle_rounds = 0;
+    idle_jumps = 0;
+  } else if (++idle_rounds >= rounds_before_jump) {
+    if (idle_jumps == 0) report = waiting_report();
+    if (idle_jumps++ == jumps_before_hang) return false;
+    idle_rounds = rounds_before_jump - rounds_between_jumps;
+    clock_ns.store(clock_ns.load(std::memory_order_relaxed) + jump_ns, std::memory_order_relaxed);
+  }
+  round_progress = progress;
+  std::swap(pollers_set, polled_set);
+  return true;
+}
+
+int ty_exec::run_seeded() {
+  for (;;) {
+    if (pump.load(std::memory_order_relaxed)) pump_streams();
+    if (hosts_live == 0 && drained()) return TY_EXEC_OK;
+    Fiber *next = pick();
+    if (next != nullptr) {
+      go(thread, next, false);
+    } else if (!pump.load(std::memory_order_relaxed) && ready_set.empty() && pollers_set.empty()) {
+      if (!end_of_seeded_round()) return TY_EXEC_HANG;
+    }
+  }
+}
+
+std::string ty_exec::waiting_report() const {
+  std::string text;
+  char line[256];
+  for (const auto &host : hosts) {
+    if (!host->polling) continue;
+    snprintf(line, sizeof line, "host %u: waits at %s\n", host->host_index, host->site);
+    text += line;
+  }
+  for (const auto &launch : launches) {
+    for (const Fiber &fiber : launch->fibers) {
+      const char *where = nullptr;
+      if (fiber.polling) {
+        where = fiber.site;
+      } else {
+        for (const Fiber *f = fiber.block_of->waiting.head; f != nullptr; f = f->next) {
+          if (f == &fiber) where = meeting_name(fiber.block_of->meeting, false);
+        }
+        for (const Fiber *f = fiber.warp_of->waiting.head; f != nullptr; f = f->next) {
+          if (f == &fiber) where = meeting_name(fiber.warp_of->meeting, true);
+        }
+      }
+      if (where == nullptr) continue;
+      snprintf(line, sizeof line, "rank %u: %s block %u thread %u: waits at %s\n", launch->rank,
+               launch->work.kernel->name, fiber.block, fiber.thread, where);
+      text += line;
+    }
+  }
+  return text;
+}

@@ -1,0 +1,147 @@
+//! A whole world on one thread, under one seeded schedule that replays exactly.
+//!
+//! Place: what tests and the simulator run instead of a thread per rank. Everything runs on the calling thread:
+//! each rank's host code on a host fiber, its kernels on device fibers of the same executor. While it runs, the
+//! thread's waits (`base::wait`) yield to the scheduler. It never starts a thread and reads no clock of its own.
+
+use super::cpu::{CpuDevice, Executor, explain, static_c_str};
+use super::device::Device;
+use crate::base::{Error, wait};
+use crate::ffi::executor as ffi;
+use std::any::Any;
+use std::cell::Cell;
+use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+/// What decides the schedule.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SeededConfig {
+    /// The same seed gives the same schedule.
+    pub seed: u64,
+    /// Plain stores of a device fiber stay hidden from others until its next release, as a GPU may keep them.
+    pub hold_stores: bool,
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeededReport {
+    /// A hash of every scheduling decision: equal seeds and programs give equal hashes.
+    pub trace_hash: u64,
+    /// Switches between fibers.
+    pub switches: u64,
+    /// Who waited where when nobody could go on, if that ever happened; device deadlines fire then.
+    pub hang_report: Option<String>,
+    /// Why the run could not start or did not end by itself. Host closures that were then still waiting were
+    /// abandoned: their locals were not dropped.
+    pub failure: Option<Error>,
+}
+
+/// One rank's host code, until it has returned.
+struct HostTask<'a> {
+    host: &'a (dyn Fn(usize, Device) + Sync),
+    rank: usize,
+    device: Cell<Option<Device>>,
+    panic: Cell<Option<Box<dyn Any + Send>>>,
+}
+
+unsafe extern "C" fn run_host(task: *mut c_void) {
+    // SAFETY: `seeded_world` passes a task that outlives the run, to one fiber.
+    let task = unsafe { &*task.cast::<HostTask<'_>>() };
+    if let Some(device) = task.device.take() {
+        // Unwinding must not leave the fiber: its caller is not Rust.
+        let outcome = catch_unwind(AssertUnwindSafe(|| (task.host)(task.rank, device)));
+        task.panic.set(outcome.err());
+    }
+}
+
+/// The thread's way to wait while a seeded world runs on it.
+fn yield_fiber(site: &'static str) {
+    // SAFETY: the question may be asked anywhere; the yield only on a fiber, with a name that lives for ever.
+    unsafe {
+        if ffi::ty_exec_on_fiber() != 0 {
+            ffi::ty_exec_host_yield(static_c_str(site).as_ptr());
+        } else {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Removes the hook, also when a panic is raised again.
+struct Hook;
+
+impl Hook {
+    fn install() -> Hook {
+        wait::set_relax_hook(Some(yield_fiber));
+        Hook
+    }
+}
+
+impl Drop for Hook {
+    fn drop(&mut self) {
+        wait::set_relax_hook(None);
+    }
+}
+
+/// Runs `host(rank, device)` for every rank below `ranks` on the calling thread, as `config` schedules them, until
+/// all have returned and their streams have drained. A panic of one rank is raised again when the run has ended.
+pub fn seeded_world(config: SeededConfig, ranks: usize, host: impl Fn(usize, Device) + Sync) -> SeededReport {
+    // SAFETY: the question may be asked anywhere.
+    if unsafe { ffi::ty_exec_on_fiber() } != 0 {
+        return failed(Error::Device {
+            what: "a seeded world was started inside another".into(),
+            advice: "run one after the other, or on threads of their own".into(),
+        });
+    }
+    match Executor::create(&ffi::ty_exec_config {
+        seed: config.seed,
+        mode: ffi::TY_EXEC_SEEDED,
+        hold_stores: u32::from(config.hold_stores),
+        ..Default::default()
+    }) {
+        Ok(exec) => run(&Arc::new(exec), ranks, &host),
+        Err(why) => failed(why),
+    }
+}
+
+fn failed(why: Error) -> SeededReport {
+    SeededReport { trace_hash: 0, switches: 0, hang_report: None, failure: Some(why) }
+}
+
+fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)) -> SeededReport {
+    let task = |rank| HostTask {
+        host,
+        rank,
+        device: Cell::new(Some(Device::from_cpu(CpuDevice::shared(exec.clone(), rank as u32)))),
+        panic: Cell::new(None),
+    };
+    let tasks: Vec<HostTask<'_>> = (0..ranks).map(task).collect();
+    let code = spawn_and_run(exec, &tasks);
+    exec.set_ended(code);
+    let report = exec.report();
+    if let Some(payload) = tasks.iter().find_map(|task| task.panic.take()) {
+        resume_unwind(payload);
+    }
+    SeededReport {
+        // SAFETY: the executor is live.
+        trace_hash: unsafe { ffi::ty_exec_trace_hash(exec.raw()) },
+        // SAFETY: as above.
+        switches: unsafe { ffi::ty_exec_switches(exec.raw()) },
+        failure: (code != ffi::TY_EXEC_OK as i32).then(|| explain(code, "the seeded world", &report)),
+        hang_report: (!report.is_empty()).then_some(report),
+    }
+}
+
+fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
+    let _hook = Hook::install();
+    for task in tasks {
+        let arg: *const HostTask<'_> = task;
+        // SAFETY: the executor is live; the task outlives the run below, and abandoned fibers never resume.
+        let code = unsafe { ffi::ty_exec_spawn_host(exec.raw(), Some(run_host), arg.cast_mut().cast()) };
+        if code != ffi::TY_EXEC_OK as i32 {
+            return code;
+        }
+    }
+    // SAFETY: the executor is live and no other thread runs it.
+    unsafe { ffi::ty_exec_run(exec.raw()) }
+}

@@ -1,0 +1,294 @@
+// Dispatch, the receiving phase: where segments start, rows to their final places, the handle for combine.
+#pragma once
+#include "dispatch_send.cuh"
+
+namespace ty {
+
+// ---- receive: where rows go ----------------------------------------------------------------------------------
+
+TY_DEVICE const u32 *counts_of(const ty_context &c, u64 epoch, u32 source) {
+  return in_arena<const u32>(c, c.rank, c.regions.meta_counts, epoch, source);
+}
+
+// Rows of a local expert from sources before `sources`.
+TY_DEVICE u32 rows_before(const ty_context &c, u64 epoch, u32 expert, u32 sources) {
+  u32 count = 0;
+  for (u32 s = 0; s < sources; ++s) count += load(counts_of(c, epoch, s) + expert);
+  return count;
+}
+
+// Waits for META of every source. False once a deadline passed. Every thread may read all META afterwards.
+TY_DEVICE bool wait_meta(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+  const ty_context &c = a.context;
+  bool failed = false;
+  for (u32 s = thread_index(); s < c.ranks; s += block_threads()) {
+    const u64 *flag = in_arena<const u64>(c, c.rank, c.regions.meta_flags, epoch, s);
+    bool seen = wait_flag(c, TY_DIRECTION_DISPATCH, flag, epoch, TY_SITE_META, s, "META");
+    store(&shared.source_tokens[s], seen ? load(counts_of(c, epoch, s) + c.max_local_experts + 1) : 0u);
+    failed |= !seen;
+  }
+  return !block_any(failed);
+}
+
+// Exclusive sums of the aligned expert counts into shared.start, the end of all in its last entry. By a block.
+TY_DEVICE void start_segments(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+  const ty_context &c = a.context;
+  u32 carry = 0;
+  for (u32 first = 0; first < c.local_experts; first += block_threads()) {
+    u32 e = first + thread_index();
+    u32 rows = e < c.local_experts ? rows_before(c, epoch, e, c.ranks) : 0;
+    u32 aligned = (rows + a.output.align - 1) / a.output.align * a.output.align;
+    u32 sum = aligned;
+    store(&shared.scan[thread_index()], sum);
+    block_barrier();
+    for (u32 step = 1; step < block_threads(); step *= 2) {
+      u32 other = thread_index() >= step ? load(&shared.scan[thread_index() - step]) : 0;
+      block_barrier();
+      sum += other;
+      store(&shared.scan[thread_index()], sum);
+      block_barrier();
+    }
+    if (e < c.local_experts) store(&shared.start[e], carry + sum - aligned);
+    carry += load(&shared.scan[block_threads() - 1]);
+    block_barrier();
+  }
+  if (thread_index() == 0) store(&shared.start[c.local_experts], carry);
+  block_barrier();
+}
+
+// Layout of this epoch's output, the same in every thread.
+struct Placement {
+  u64 needed; // rows, alignment included (masked: of the fullest expert)
+  u64 used;   // rows up to the end of the last segment (masked: of all experts)
+  bool fits;
+};
+
+TY_DEVICE Placement plan_output(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+  const ty_context &c = a.context;
+  u64 needed = 0, used = 0;
+  if (a.output.layout == TY_LAYOUT_CONTIGUOUS) {
+    start_segments(a, shared, epoch);
+    needed = load(&shared.start[c.local_experts]);
+  } else if (a.output.layout == TY_LAYOUT_MASKED) {
+    for (u32 e = 0; e < c.local_experts; ++e) {
+      u32 rows = rows_before(c, epoch, e, c.ranks);
+      needed = rows > needed ? rows : needed;
+      used += rows;
+    }
+  } else {
+    for (u32 s = 0; s < c.ranks; ++s) {
+      if (thread_index() == 0) store(&shared.source_start[s], static_cast<u32>(needed));
+      needed += load(counts_of(c, epoch, s) + c.max_local_experts);
+    }
+    block_barrier();
+  }
+  return {needed, a.output.layout == TY_LAYOUT_MASKED ? used : needed, needed <= a.output.capacity};
+}
+
+// First output row of a local expert.
+TY_DEVICE u64 segment_start(const ty_dispatch_args &a, const DispatchShared &shared, u32 expert) {
+  if (a.output.layout == TY_LAYOUT_MASKED) return expert * a.output.capacity;
+  return load(&shared.start[expert]);
+}
+
+// ---- receive: rows -------------------------------------------------------------------------------------------
+
+// Address of scale word w of an output row.
+TY_DEVICE u32 *scale_at(const ty_dispatch_args &a, u64 row, u32 w) {
+  u32 *scales = pointer<u32>(a.output.scales);
+  u64 leading = a.output.scale_leading;
+  if (leading == 0) return scales + row * a.context.scale_words + w;
+  if (a.output.layout != TY_LAYOUT_MASKED) return scales + w * leading + row;
+  u64 expert = row / a.output.capacity;
+  return scales + (expert * a.context.scale_words + w) * leading + row % a.output.capacity;
+}
+
+// Copies a row from the inbox to an output row. By a warp.
+TY_DEVICE void copy_row(const ty_dispatch_args &a, const char *slot, u64 row) {
+  const ty_context &c = a.context;
+  char *out = pointer<char>(a.output.rows) + row * a.output.rows_pitch;
+  for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size) store16(out + v * 16, load16(slot + v * 16));
+  const u32 *scales = reinterpret_cast<const u32 *>(slot + c.row_bytes);
+  for (u32 w = lane_index(); w < c.scale_words; w += warp_size) store(scale_at(a, row, w), load(scales + w));
+}
+
+TY_DEVICE void describe_row(const ty_output &out, u64 row, i32 expert, i32 source, i32 token) {
+  if (out.row_expert) store(pointer<i32>(out.row_expert) + row, expert);
+  if (!out.source) return;
+  store(pointer<i32>(out.source) + 2 * row, source);
+  store(pointer<i32>(out.source) + 2 * row + 1, token);
+}
+
+// The output row of this lane's choice, -1 for none; the handle and the row's description are written.
+TY_DEVICE i32 place_choice(const ty_dispatch_args &a, const DispatchShared &shared, const MetaOut &meta, u64 epoch,
+                           u32 source, u32 token, i32 token_row) {
+  const ty_context &c = a.context;
+  const ty_output &out = a.output;
+  u32 k = lane_index();
+  if (k >= c.top_k) return -1;
+  u64 index = static_cast<u64>(token) * c.top_k + k;
+  u64 handle_index = static_cast<u64>(source) * c.max_tokens * c.top_k + index;
+  i32 expert = load(meta.experts + index);
+  float weight = expert >= 0 ? load(meta.weights + index) : 0.0f;
+  i32 row = -1;
+  if (out.layout == TY_LAYOUT_TOKEN) {
+    u64 first = load(&shared.source_start[source]) + static_cast<u64>(token_row);
+    if (out.token_experts) store(pointer<i32>(out.token_experts) + first * c.top_k + k, expert);
+    if (out.token_weights) store(pointer<float>(out.token_weights) + first * c.top_k + k, weight);
+    if (k == 0) row = static_cast<i32>(first);
+    if (k == 0) describe_row(out, first, -1, static_cast<i32>(source), static_cast<i32>(token));
+  } else if (expert >= 0) {
+    u64 position =
+        rows_before(c, epoch, static_cast<u32>(expert), source) + static_cast<u64>(load(meta.positions + index));
+    row = static_cast<i32>(segment_start(a, shared, static_cast<u32>(expert)) + position);
+    describe_row(out, static_cast<u64>(row), expert, static_cast<i32>(source), static_cast<i32>(token));
+  }
+  store(pointer<i32>(a.handle.rows) + handle_index, row);
+  store(pointer<float>(a.handle.weights) + handle_index, weight);
+  return row;
+}
+
+// Everything of one (source, token): by a warp. False once a deadline passed.
+TY_DEVICE bool place_token(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, u32 source, u32 token,
+                           bool fits) {
+  const ty_context &c = a.context;
+  MetaOut meta = meta_of(c, c.rank, source, epoch);
+  i32 token_row = load(meta.rows + token);
+  if (lane_index() == 0)
+    store(pointer<i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token,
+          token_row < 0 ? -1 : load(meta.slots + token));
+  if (token_row < 0 || !fits) return true;
+  i32 mine = place_choice(a, shared, meta, epoch, source, token, token_row);
+  bool failed = false;
+  if (lane_index() == 0) {
+    const u64 *tag = in_arena<const u64>(c, c.rank, c.regions.row_tags, epoch, source) + token;
+    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tag, epoch, TY_SITE_ROW, source, "row");
+  }
+  // Lane 0 acquired; the ballot orders the other lanes' loads behind it.
+  warp_barrier();
+  if (warp_ballot(failed)) return false;
+  const char *slot =
+      in_arena<const char>(c, c.rank, c.regions.rows, epoch, source) + static_cast<u64>(token) * c.slot_bytes;
+  for (u32 placed = warp_ballot(mine >= 0); placed; placed &= placed - 1)
+    copy_row(a, slot, static_cast<u64>(shuffle(mine, lowest_bit(placed))));
+  return true;
+}
+
+TY_DEVICE void place_rows(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, bool fits) {
+  const ty_context &c = a.context;
+  u32 most = 0;
+  for (u32 s = 0; s < c.ranks; ++s) {
+    u32 tokens = load(&shared.source_tokens[s]);
+    most = tokens > most ? tokens : most;
+  }
+  u64 warps = static_cast<u64>(block_count()) * block_warps();
+  for (u64 i = static_cast<u64>(block_index()) * block_warps() + warp_index(); i < static_cast<u64>(most) * c.ranks;
+       i += warps) {
+    u32 source = static_cast<u32>(i % c.ranks), token = static_cast<u32>(i / c.ranks);
+    if (token >= load(&shared.source_tokens[source])) continue;
+    if (!place_token(a, shared, epoch, source, token, fits)) return;
+  }
+}
+
+// ---- receive: what surrounds the rows --------------------------------------------------------------------------
+
+// Marks an unused output row; `zero` also clears it. By a warp.
+TY_DEVICE void pad_row(const ty_dispatch_args &a, u64 row, bool zero) {
+  const ty_context &c = a.context;
+  if (lane_index() == 0) describe_row(a.output, row, -1, -1, -1);
+  if (a.output.layout == TY_LAYOUT_TOKEN && lane_index() < c.top_k) {
+    if (a.output.token_experts) store(pointer<i32>(a.output.token_experts) + row * c.top_k + lane_index(), -1);
+    if (a.output.token_weights) store(pointer<float>(a.output.token_weights) + row * c.top_k + lane_index(), 0.0f);
+  }
+  if (!zero) return;
+  char *out = pointer<char>(a.output.rows) + row * a.output.rows_pitch;
+  for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size) store16(out + v * 16, Vec16{{0, 0, 0, 0}});
+  for (u32 w = lane_index(); w < c.scale_words; w += warp_size) store(scale_at(a, row, w), 0u);
+}
+
+// Rows [first, end), spread over all warps of the grid.
+TY_DEVICE void pad_rows(const ty_dispatch_args &a, u64 first, u64 end, bool zero) {
+  u64 warps = static_cast<u64>(block_count()) * block_warps();
+  for (u64 row = first + static_cast<u64>(block_index()) * block_warps() + warp_index(); row < end; row += warps)
+    pad_row(a, row, zero);
+}
+
+// Every row that no token got: alignment padding, the unused part of a masked segment, the rest of the output. Zeroed
+// on
+// request where a grouped GEMM reads it: between the segments of the contiguous layout.
+TY_DEVICE void pad_output(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch,
+                          const Placement &placement) {
+  const ty_context &c = a.context;
+  const ty_output &out = a.output;
+  bool zero = out.zero_padding != 0;
+  if (!placement.fits) {
+    u64 rows = out.layout == TY_LAYOUT_MASKED ? out.capacity * c.local_experts : out.capacity;
+    pad_rows(a, 0, rows, false);
+    return;
+  }
+  if (out.layout == TY_LAYOUT_TOKEN) {
+    pad_rows(a, placement.needed, out.capacity, false);
+    return;
+  }
+  for (u32 e = 0; e < c.local_experts; ++e) {
+    u64 start = segment_start(a, shared, e);
+    u64 used = rows_before(c, epoch, e, c.ranks);
+    bool masked = out.layout == TY_LAYOUT_MASKED;
+    pad_rows(a, start + used, masked ? start + out.capacity : load(&shared.start[e + 1]), zero && !masked);
+  }
+  if (out.layout == TY_LAYOUT_CONTIGUOUS) pad_rows(a, placement.needed, out.capacity, false);
+}
+
+// Counts and offsets; all zero if the output overflowed, so that nothing downstream reads rows that are not there.
+// By a whole block.
+TY_DEVICE void write_counts(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch,
+                            const Placement &placement) {
+  const ty_context &c = a.context;
+  const ty_output &out = a.output;
+  for (u32 e = thread_index(); e <= c.local_experts; e += block_threads()) {
+    bool is_end = e == c.local_experts;
+    u32 rows = placement.fits && !is_end ? rows_before(c, epoch, e, c.ranks) : 0;
+    if (!is_end) store(pointer<i32>(out.expert_count) + e, static_cast<i32>(rows));
+    if (out.host_counts && !is_end) store_relaxed_sys(pointer<u32>(out.host_counts) + e, rows);
+    if (out.expert_offset && out.layout == TY_LAYOUT_CONTIGUOUS)
+      store(pointer<i32>(out.expert_offset) + e, placement.fits ? static_cast<i32>(load(&shared.start[e])) : 0);
+    if (out.expert_offset && out.layout == TY_LAYOUT_MASKED)
+      store(pointer<i32>(out.expert_offset) + e, static_cast<i32>(e * out.capacity));
+  }
+  if (thread_index() != 0) return;
+  u32 rows = placement.fits ? static_cast<u32>(placement.used) : 0;
+  if (out.row_count) store(pointer<i32>(out.row_count), static_cast<i32>(rows));
+  if (out.host_counts) store_relaxed_sys(pointer<u32>(out.host_counts) + c.local_experts, rows);
+  if (!placement.fits)
+    report(c, TY_DIRECTION_DISPATCH, TY_ERROR_CAPACITY, 0, c.rank, epoch, placement.needed, out.capacity, out.layout);
+}
+
+// What combine needs to know of the whole dispatch. By a whole block.
+TY_DEVICE void write_head(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, bool fits) {
+  const ty_context &c = a.context;
+  ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
+  for (u32 s = thread_index(); s < c.ranks; s += block_threads()) {
+    store(&head->source_tokens[s], load(&shared.source_tokens[s]));
+    store(&head->source_rows[s], load(counts_of(c, epoch, s) + c.max_local_experts));
+  }
+  if (thread_index() != 0) return;
+  u32 most = 0;
+  for (u32 s = 0; s < c.ranks; ++s) {
+    u32 tokens = load(&shared.source_tokens[s]);
+    most = tokens > most ? tokens : most;
+  }
+  store(&head->epoch, epoch);
+  store(&head->incomplete, fits ? 0u : 1u);
+  store(&head->most_tokens, most);
+}
+
+TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+  if (!wait_meta(a, shared, epoch)) return;
+  Placement placement = plan_output(a, shared, epoch);
+  if (block_index() == 0) write_counts(a, shared, epoch, placement);
+  if (block_index() == 0) write_head(a, shared, epoch, placement.fits);
+  place_rows(a, shared, epoch, placement.fits);
+  pad_output(a, shared, epoch, placement);
+}
+
+} // namespace ty

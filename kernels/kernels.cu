@@ -1,0 +1,9 @@
+// All kernels, one translation unit, built twice: by nvcc for GPUs, by the host compiler for the CPU device.
+#include "barrier.cuh"
+#include "bench.cuh"
+#include "combine.cuh"
+#include "conformance.cuh"
+#include "dispatch.cuh"
+
+TY_KERNEL_TABLE(ty_dispatch, ty_combine_bf16, ty_combine_fp16, ty_combine_fp32, ty_combine_bf16_fp32,
+                ty_combine_fp16_fp32, ty_barrier, ty_bench_expert, ty_bench_push, ty_conformance)

@@ -1,0 +1,43 @@
+//! Devices and what runs on them.
+//!
+//! Place: below the proxy, above the driver and the CPU executor. `device` is the front; `cpu` and `cuda` are its
+//! backends. One kernel source (kernels.cu) is built for both. It knows nothing of transport.
+
+mod cpu;
+mod cpu_seeded;
+#[cfg(feature = "cuda")]
+mod cuda;
+#[cfg(feature = "cuda")]
+mod cuda_stream;
+pub mod device;
+
+pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
+pub use device::{
+    Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES, Stream,
+    View,
+};
+
+use crate::ffi::layout;
+
+/// Every kernel: what a GPU loads when its context is made, and what TY_KERNEL_TABLE in kernels.cu names.
+pub const KERNELS: &[&str] = &[
+    "ty_dispatch",
+    "ty_combine_bf16",
+    "ty_combine_fp16",
+    "ty_combine_fp32",
+    "ty_combine_bf16_fp32",
+    "ty_combine_fp16_fp32",
+    "ty_barrier",
+    "ty_bench_expert",
+    "ty_bench_push",
+    "ty_conformance",
+];
+
+macro_rules! kernel_args {
+    ($($name:ident),* $(,)?) => {
+        // SAFETY: generated from the header that the kernels include, layout asserted at build time.
+        $(unsafe impl KernelArgs for layout::$name {})*
+    };
+}
+
+kernel_args!(ty_dispatch_args, ty_combine_args, ty_barrier_args, ty_expert_args, ty_push_args);

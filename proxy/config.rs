@@ -1,0 +1,384 @@
+//! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
+
+use super::context::AllToAll;
+use super::placement::Placement;
+use super::plan::PlanInput;
+use crate::base::{Dtype, Error, Result};
+use crate::ffi::layout as raw;
+use crate::kernels::{Device, DeviceKind};
+use crate::transport::World;
+use std::time::Duration;
+
+/// Scales that travel with fp8 rows: one per 128 columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// None; rows are their bytes alone.
+    None,
+    /// fp32, one word per 128 columns.
+    F32,
+    /// UE8M0 exponents, four to a 4-byte word, little end first; unused bytes zero.
+    Ue8m0,
+}
+
+/// Where the weights of combine's sums come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Weights {
+    /// With dispatch.
+    Dispatch,
+    /// With combine: sent ahead to the expert ranks.
+    Combine,
+    /// Nowhere: every weight is 1.
+    None,
+}
+
+/// What a context was built for.
+#[derive(Debug, Clone)]
+pub(crate) struct Shape {
+    pub rank: usize,
+    pub ranks: usize,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    pub max_tokens: usize,
+    pub dtype: Dtype,
+    pub scales: Scales,
+    pub combine_dtype: Dtype,
+    pub partial_f32: bool,
+    pub weights: Weights,
+    pub row_bytes: usize,
+    pub scale_words: usize,
+    pub local_experts: usize,
+    pub max_local_experts: usize,
+}
+
+impl Shape {
+    pub fn weights_with_dispatch(&self) -> bool {
+        self.weights == Weights::Dispatch
+    }
+
+    pub fn weights_with_combine(&self) -> bool {
+        self.weights == Weights::Combine
+    }
+
+    pub fn weights_sentence(&self) -> &'static str {
+        match self.weights {
+            Weights::Dispatch => "this context takes weights with dispatch",
+            Weights::Combine => "this context takes weights with combine",
+            Weights::None => "this context has no weights",
+        }
+    }
+
+    pub fn scales_sentence(&self) -> &'static str {
+        match self.scales {
+            Scales::None => "this context's rows have no scales",
+            _ => "this context's rows have scales",
+        }
+    }
+
+    pub fn combine_row_bytes(&self) -> usize {
+        self.hidden * self.combine_dtype.bytes()
+    }
+
+    pub fn partial_bytes(&self) -> usize {
+        self.hidden * if self.partial_f32 { 4 } else { self.combine_dtype.bytes() }
+    }
+
+    /// Rounded rows of 16-bit and 32-bit floats; the error names `what`.
+    pub fn float_code(&self, what: &'static str, dtype: Dtype) -> Result<u32> {
+        let code = match dtype {
+            Dtype::Bf16 => raw::TY_BF16,
+            Dtype::Fp16 => raw::TY_FP16,
+            Dtype::Fp32 => raw::TY_FP32,
+            Dtype::Fp8E4m3 => return Err(config(what, dtype.name(), "use bf16, fp16 or fp32".into())),
+        };
+        if (self.hidden * dtype.bytes()) % 16 != 0 {
+            let advice = format!("a row of {} {dtype} elements is no multiple of 16 bytes", self.hidden);
+            return Err(config(what, dtype.name(), advice));
+        }
+        Ok(code)
+    }
+
+    pub fn plan_input(&self) -> PlanInput {
+        PlanInput {
+            ranks: self.ranks,
+            max_tokens: self.max_tokens,
+            top_k: self.top_k,
+            row_bytes: self.row_bytes,
+            scale_words: self.scale_words,
+            partial_bytes: self.partial_bytes(),
+            max_local_experts: self.max_local_experts,
+            weights_with_combine: self.weights_with_combine(),
+        }
+    }
+
+    /// What must be equal on all ranks, as text.
+    pub fn fingerprint(&self, placement: &Placement, first_epoch: u64) -> String {
+        let table: u64 = (0..placement.experts()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, expert| {
+            (hash ^ u64::from(placement.rank_of(expert).unwrap_or(0))).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        format!(
+            "tokenyard {} ranks={} hidden={} experts={} top_k={} max_tokens={} dtype={} scales={:?} combine_dtype={} \
+             partial_f32={} weights={:?} placement={table:016x} first_epoch={first_epoch}",
+            env!("CARGO_PKG_VERSION"),
+            self.ranks,
+            self.hidden,
+            self.experts,
+            self.top_k,
+            self.max_tokens,
+            self.dtype,
+            self.scales,
+            self.combine_dtype,
+            self.partial_f32,
+            self.weights,
+        )
+    }
+}
+
+/// Collects what a context needs; see [`AllToAll::builder`].
+#[derive(Clone)]
+pub struct AllToAllBuilder {
+    pub(crate) world: World,
+    pub(crate) device: Option<Device>,
+    pub(crate) hidden: usize,
+    pub(crate) experts: usize,
+    pub(crate) top_k: usize,
+    pub(crate) max_tokens: usize,
+    pub(crate) dtype: Dtype,
+    pub(crate) scales: Scales,
+    pub(crate) combine_dtype: Dtype,
+    pub(crate) partial_f32: bool,
+    pub(crate) placement: Option<Placement>,
+    pub(crate) weights: Weights,
+    pub(crate) sms: Option<u32>,
+    pub(crate) timeout: Duration,
+    pub(crate) handles: usize,
+    pub(crate) first_epoch: u64,
+}
+
+impl AllToAllBuilder {
+    pub(crate) fn new(world: &World) -> Self {
+        AllToAllBuilder {
+            world: world.clone(),
+            device: None,
+            hidden: 0,
+            experts: 0,
+            top_k: 0,
+            max_tokens: 0,
+            dtype: Dtype::Bf16,
+            scales: Scales::None,
+            combine_dtype: Dtype::Bf16,
+            partial_f32: false,
+            placement: None,
+            weights: Weights::Dispatch,
+            sms: None,
+            timeout: Duration::from_secs(30),
+            handles: 4,
+            first_epoch: 1,
+        }
+    }
+
+    /// The device of this rank. Default: a CPU device of its own.
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Columns of a row.
+    pub fn hidden(mut self, hidden: usize) -> Self {
+        self.hidden = hidden;
+        self
+    }
+
+    /// Experts of the layer, over all ranks.
+    pub fn experts(mut self, experts: usize) -> Self {
+        self.experts = experts;
+        self
+    }
+
+    /// Experts a token may name, at most 32.
+    pub fn top_k(mut self, top_k: usize) -> Self {
+        self.top_k = top_k;
+        self
+    }
+
+    /// Most tokens of one rank in one call.
+    pub fn max_tokens(mut self, max_tokens: usize) -> Self {
+        self.max_tokens = max_tokens;
+        self
+    }
+
+    /// Type of the dispatched rows. Default bf16.
+    pub fn dtype(mut self, dtype: Dtype) -> Self {
+        self.dtype = dtype;
+        self
+    }
+
+    /// Scales that travel with fp8 rows. Default none.
+    pub fn scales(mut self, scales: Scales) -> Self {
+        self.scales = scales;
+        self
+    }
+
+    /// Type of the experts' outputs: bf16 (default), fp16 or fp32.
+    pub fn combine_dtype(mut self, dtype: Dtype) -> Self {
+        self.combine_dtype = dtype;
+        self
+    }
+
+    /// Whether partial sums travel as fp32 instead of the combine dtype: one rounding less, twice the bytes.
+    pub fn partial_f32(mut self, on: bool) -> Self {
+        self.partial_f32 = on;
+        self
+    }
+
+    /// Which rank holds which expert. Default [`Placement::even`].
+    pub fn placement(mut self, placement: Placement) -> Self {
+        self.placement = Some(placement);
+        self
+    }
+
+    /// Where weights come from. Default: with dispatch.
+    pub fn weights(mut self, weights: Weights) -> Self {
+        self.weights = weights;
+        self
+    }
+
+    /// Blocks of a kernel. Default: all multiprocessors. Contexts that run at once on one GPU must sum below its
+    /// multiprocessors, since their kernels wait for each other's ranks.
+    pub fn sms(mut self, sms: u32) -> Self {
+        self.sms = Some(sms);
+        self
+    }
+
+    /// Progress deadline of every wait on the device. Default 30 s.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Dispatches whose handles may be alive at once. Default 4.
+    pub fn handles(mut self, handles: usize) -> Self {
+        self.handles = handles;
+        self
+    }
+
+    /// Number of the first epoch, the same on all ranks. Default 1; tests start just below 2^32 to see flags wrap.
+    pub fn first_epoch(mut self, epoch: u64) -> Self {
+        self.first_epoch = epoch;
+        self
+    }
+
+    /// Builds the context. Collective: every rank of the world calls it with the same configuration.
+    ///
+    /// # Errors
+    /// `Config` for a shape that cannot be served or that differs between ranks; `Device` where memory or peer access
+    /// is lacking; `Bootstrap` where a rank does not come. A failure on one rank is an error on all.
+    pub fn build(self) -> Result<AllToAll> {
+        AllToAll::build(self)
+    }
+
+    /// What a rank of this configuration needs, without building it.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build), for what can be seen on one rank.
+    pub fn plan(&self) -> Result<super::Plan> {
+        let (shape, _) = self.check()?;
+        super::Plan::new(&shape.plan_input())
+    }
+
+    /// The same as [`plan`](Self::plan), as the formula behind it.
+    ///
+    /// # Errors
+    /// As [`plan`](Self::plan).
+    pub fn explain_plan(&self) -> Result<String> {
+        Ok(super::Plan::explain(&self.check()?.0.plan_input()))
+    }
+
+    /// Checks everything that can be seen on one rank.
+    pub(crate) fn check(&self) -> Result<(Shape, Placement)> {
+        let ranks = self.world.size();
+        within("world", ranks, 1, raw::TY_MAX_NODE_RANKS as usize, "ranks of one node")?;
+        within("hidden", self.hidden, 1, 1 << 20, "columns")?;
+        within("experts", self.experts, 1, 1 << 20, "experts")?;
+        within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
+        within("max_tokens", self.max_tokens, 1, 1 << 20, "tokens a rank")?;
+        within("handles", self.handles, 1, 1024, "handles")?;
+        if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
+            let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
+            return Err(config("max_tokens", self.max_tokens, advice));
+        }
+        if self.first_epoch == 0 {
+            return Err(config("first_epoch", 0, "epochs count from 1: fresh memory holds 0".into()));
+        }
+        let placement = match &self.placement {
+            Some(placement) => placement.clone(),
+            None => Placement::even(self.experts, ranks)?,
+        };
+        if placement.experts() != self.experts || placement.ranks() != ranks {
+            let value = format!("{} experts on {} ranks", placement.experts(), placement.ranks());
+            return Err(config("placement", value, format!("this world has {} on {ranks}", self.experts)));
+        }
+        if placement.max_local_experts() > raw::TY_MAX_LOCAL_EXPERTS as usize {
+            let advice = format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS);
+            return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
+        }
+        let rank = self.world.rank().index();
+        let shape = Shape {
+            rank,
+            ranks,
+            hidden: self.hidden,
+            experts: self.experts,
+            top_k: self.top_k,
+            max_tokens: self.max_tokens,
+            dtype: self.dtype,
+            scales: self.scales,
+            combine_dtype: self.combine_dtype,
+            partial_f32: self.partial_f32,
+            weights: self.weights,
+            row_bytes: self.hidden * self.dtype.bytes(),
+            scale_words: match self.scales {
+                Scales::None => 0,
+                Scales::F32 => self.hidden.div_ceil(128),
+                Scales::Ue8m0 => self.hidden.div_ceil(512),
+            },
+            local_experts: placement.local_experts(rank).len(),
+            max_local_experts: placement.max_local_experts(),
+        };
+        self.check_rows(&shape)?;
+        Ok((shape, placement))
+    }
+
+    fn check_rows(&self, shape: &Shape) -> Result<()> {
+        if shape.row_bytes % 16 != 0 {
+            let advice = format!("a row of {} bytes is no multiple of 16; pad the hidden size", shape.row_bytes);
+            return Err(config("hidden", self.hidden, advice));
+        }
+        if self.dtype == Dtype::Fp8E4m3 && self.hidden % 128 != 0 {
+            return Err(config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple".into()));
+        }
+        if self.dtype != Dtype::Fp8E4m3 && self.scales != Scales::None {
+            let advice = format!("{} rows carry no scales; use none, or fp8 rows", self.dtype);
+            return Err(config("scales", format!("{:?}", self.scales), advice));
+        }
+        shape.float_code("combine_dtype", self.combine_dtype)?;
+        if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
+            return Err(config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one".into()));
+        }
+        Ok(())
+    }
+
+    fn device_kind(&self) -> DeviceKind {
+        self.device.as_ref().map_or(DeviceKind::Cpu, Device::kind)
+    }
+}
+
+pub(crate) fn config(name: &'static str, value: impl ToString, advice: String) -> Error {
+    Error::Config { name, value: value.to_string(), advice }
+}
+
+fn within(name: &'static str, value: usize, low: usize, high: usize, unit: &str) -> Result<()> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    Err(config(name, value, format!("use {low} to {high} {unit}")))
+}

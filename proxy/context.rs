@@ -1,0 +1,429 @@
+//! A context: one set of buffers and counters, and the calls that enqueue its kernels.
+
+use super::calls::{Combined, Output, Rows, Tokens};
+use super::config::{AllToAllBuilder, Shape, Weights, config};
+use super::handle::{CombineSent, Handle, Pool, Sent};
+use super::placement::Placement;
+use super::plan::Plan;
+use super::report::Reports;
+use crate::base::{Dtype, Error, Result};
+use crate::ffi::layout as raw;
+use crate::kernels::{Device, DeviceBuffer, DeviceKind, Stream};
+use crate::transport::{Arena, PeerMap, World};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
+const CPU_BLOCK: u32 = 64;
+
+/// Counts of what this rank has enqueued.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Dispatches sent, fused ones included.
+    pub dispatches: u64,
+    /// Combines sent, fused ones included.
+    pub combines: u64,
+    /// Errors that `check` or a call returned.
+    pub errors: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    dispatches: AtomicU64,
+    combines: AtomicU64,
+    errors: AtomicU64,
+}
+
+/// Dispatch and combine over one world. See the crate's documentation for the order of calls.
+pub struct AllToAll {
+    shape: Shape,
+    placement: Placement,
+    plan: Plan,
+    world: World,
+    device: Device,
+    sms: u32,
+    block: u32,
+    context: raw::ty_context,
+    pool: Arc<Pool>,
+    reports: Reports,
+    counters: Counters,
+    id: u64,
+    /// Kernels read and write these as long as the context lives.
+    _tables: [DeviceBuffer; 3],
+    _peers: PeerMap,
+}
+
+/// Tells contexts of one process apart, so that a handle of another is refused.
+static NEXT_CONTEXT: AtomicU64 = AtomicU64::new(1);
+
+impl AllToAll {
+    /// Starts the configuration of a context over `world`.
+    pub fn builder(world: &World) -> AllToAllBuilder {
+        AllToAllBuilder::new(world)
+    }
+
+    pub(crate) fn build(builder: AllToAllBuilder) -> Result<AllToAll> {
+        let world = builder.world.clone();
+        let checked = builder.check();
+        agree(&world, &checked, builder.first_epoch)?;
+        let (shape, placement) = checked?;
+        let plan = Plan::new(&shape.plan_input())?;
+
+        // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
+        let local = Local::allocate(&builder, &shape, &placement, &plan);
+        gather_failures(&world, "memory", local.as_ref().err())?;
+        let Local { device, arena, tables, reports, pool } = local?;
+        let peers = PeerMap::establish(&world, arena)?;
+
+        let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
+        let context = device_context(&builder, &shape, &plan, &peers, &tables, &reports);
+        let sms = builder.sms.unwrap_or_else(|| device.multiprocessors());
+        world.barrier("context ready")?;
+        Ok(AllToAll {
+            shape,
+            placement,
+            plan,
+            world,
+            device,
+            sms,
+            block,
+            context,
+            pool,
+            reports,
+            counters: Counters::default(),
+            id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
+            _tables: tables,
+            _peers: peers,
+        })
+    }
+
+    /// Sends this rank's tokens to the ranks of their experts and receives those for its own, in one kernel.
+    ///
+    /// # Errors
+    /// `Argument` for unusable views or counts, and whatever [`check`](Self::check) finds; nothing is enqueued then.
+    pub fn dispatch(&self, stream: &Stream, tokens: &Tokens, output: &Output) -> Result<Handle> {
+        self.check()?;
+        let lease = self.pool.take()?;
+        let input = tokens.check(&self.shape)?;
+        let out = self.check_output(output)?;
+        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
+        self.launch_dispatch(stream, phases, lease.raw(), Some(input), Some(out))?;
+        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
+        let lease = Arc::new(lease);
+        Ok(self.handle(&Sent { lease, room: tokens.room(&self.shape)?, context: self.id }, output))
+    }
+
+    /// The sending half of [`dispatch`](Self::dispatch). The input may be reused once the stream has passed this call.
+    ///
+    /// # Errors
+    /// As for [`dispatch`](Self::dispatch).
+    pub fn dispatch_send(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
+        self.check()?;
+        let lease = self.pool.take()?;
+        let input = tokens.check(&self.shape)?;
+        self.launch_dispatch(stream, raw::TY_PHASE_SEND, lease.raw(), Some(input), None)?;
+        self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
+        Ok(Sent { lease: Arc::new(lease), room: tokens.room(&self.shape)?, context: self.id })
+    }
+
+    /// The receiving half of [`dispatch`](Self::dispatch). After an error it may be called again with the same `sent`.
+    ///
+    /// # Errors
+    /// As for [`dispatch`](Self::dispatch).
+    pub fn dispatch_recv(&self, stream: &Stream, sent: &Sent, output: &Output) -> Result<Handle> {
+        self.check()?;
+        self.own("sent", sent.context)?;
+        let out = self.check_output(output)?;
+        self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, sent.lease.raw(), None, Some(out))?;
+        Ok(self.handle(sent, output))
+    }
+
+    /// Brings the experts' rows home and sums them there, in one kernel.
+    ///
+    /// # Errors
+    /// As for [`dispatch`](Self::dispatch).
+    pub fn combine(&self, stream: &Stream, handle: &Handle, rows: &Rows, out: &Combined) -> Result<()> {
+        self.check()?;
+        self.own("handle", handle.context)?;
+        let weights = rows.check(&self.shape, handle.rows, handle.room)?;
+        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
+        self.launch_combine(stream, phases, handle, Some((rows, weights)), Some(out))?;
+        self.counters.combines.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The sending half of [`combine`](Self::combine). The rows may be reused once the stream has passed this call.
+    ///
+    /// # Errors
+    /// As for [`dispatch`](Self::dispatch).
+    pub fn combine_send<'a>(&self, stream: &Stream, handle: &'a Handle, rows: &Rows) -> Result<CombineSent<'a>> {
+        self.check()?;
+        self.own("handle", handle.context)?;
+        let weights = rows.check(&self.shape, handle.rows, handle.room)?;
+        self.launch_combine(stream, raw::TY_PHASE_SEND, handle, Some((rows, weights)), None)?;
+        self.counters.combines.fetch_add(1, Ordering::Relaxed);
+        Ok(CombineSent { handle })
+    }
+
+    /// The receiving half of [`combine`](Self::combine).
+    ///
+    /// # Errors
+    /// As for [`dispatch`](Self::dispatch).
+    pub fn combine_recv(&self, stream: &Stream, sent: &CombineSent<'_>, out: &Combined) -> Result<()> {
+        self.check()?;
+        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, sent.handle, None, Some(out))
+    }
+
+    /// A barrier of all ranks on their streams: nothing behind it runs before every rank's stream came here.
+    ///
+    /// # Errors
+    /// Whatever [`check`](Self::check) finds, or a failed launch.
+    pub fn barrier(&self, stream: &Stream) -> Result<()> {
+        self.check()?;
+        let args = raw::ty_barrier_args { context: self.context };
+        stream.launch("ty_barrier", 1, CPU_BLOCK, 0, &args)
+    }
+
+    /// What the device or a peer found since the last look, the oldest unread error first. Never waits. An error
+    /// that closed the context comes back every time; any other once, and the next correct call works.
+    ///
+    /// # Errors
+    /// `Routing`, `Capacity`, `Incomplete`, `Order`, `Timeout`, `PeerLost`.
+    pub fn check(&self) -> Result<()> {
+        self.reports.check(&self.world).inspect_err(|_| {
+            self.counters.errors.fetch_add(1, Ordering::Relaxed);
+        })
+    }
+
+    /// Counts of what was enqueued and found.
+    pub fn stats(&self) -> Stats {
+        Stats {
+            dispatches: self.counters.dispatches.load(Ordering::Relaxed),
+            combines: self.counters.combines.load(Ordering::Relaxed),
+            errors: self.counters.errors.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The arena's plan.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Which rank holds which expert.
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// The device of this rank.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Blocks of a kernel.
+    pub fn sms(&self) -> u32 {
+        self.sms
+    }
+
+    fn check_output(&self, output: &Output) -> Result<raw::ty_output> {
+        if matches!(output.layout, super::Layout::Token { .. }) && self.shape.weights_with_combine() {
+            let advice = "the caller sums a token's rows before combine, so weights must come with dispatch".into();
+            return Err(config("layout", "token", advice));
+        }
+        output.check(&self.shape)
+    }
+
+    fn own(&self, name: &'static str, context: u64) -> Result<()> {
+        if context == self.id {
+            return Ok(());
+        }
+        Err(Error::Argument { name, value: "of another context".into(), advice: "use it where it was made".into() })
+    }
+
+    fn handle(&self, sent: &Sent, output: &Output) -> Handle {
+        let rows = output.layout.rows(self.shape.local_experts).unwrap_or(0);
+        Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id }
+    }
+
+    fn launch_dispatch(
+        &self,
+        stream: &Stream,
+        phases: u32,
+        handle: raw::ty_handle,
+        tokens: Option<raw::ty_tokens>,
+        output: Option<raw::ty_output>,
+    ) -> Result<()> {
+        let args = raw::ty_dispatch_args {
+            context: self.context,
+            handle,
+            tokens: tokens.unwrap_or_default(),
+            output: output.unwrap_or_default(),
+            phases,
+            reserved: 0,
+        };
+        stream.launch("ty_dispatch", self.sms, self.block, raw::TY_DISPATCH_SHARED_BYTES, &args)
+    }
+
+    fn launch_combine(
+        &self,
+        stream: &Stream,
+        phases: u32,
+        handle: &Handle,
+        rows: Option<(&Rows, u64)>,
+        out: Option<&Combined>,
+    ) -> Result<()> {
+        let out_dtype = out.map_or(Ok(raw::TY_BF16), |out| out.check(&self.shape, handle.room))?;
+        let args = raw::ty_combine_args {
+            context: self.context,
+            handle: handle.lease.raw(),
+            rows: rows.map_or(0, |(rows, _)| rows.rows.ptr),
+            rows_pitch: rows.map_or(0, |(rows, _)| rows.pitch as u64),
+            topk_weight: rows.map_or(0, |(_, weights)| weights),
+            out: out.map_or(0, |out| out.out.ptr),
+            out_pitch: out.map_or(0, |out| out.pitch as u64),
+            out_dtype,
+            accumulate: out.map_or(0, |out| u32::from(out.accumulate)),
+            layout: handle.layout.code(),
+            phases,
+        };
+        let kernel = match (self.shape.combine_dtype, self.shape.partial_f32) {
+            (Dtype::Fp16, false) => "ty_combine_fp16",
+            (Dtype::Fp16, true) => "ty_combine_fp16_fp32",
+            (Dtype::Fp32, _) => "ty_combine_fp32",
+            (_, false) => "ty_combine_bf16",
+            (_, true) => "ty_combine_bf16_fp32",
+        };
+        stream.launch(kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
+    }
+}
+
+/// What a rank allocates for itself.
+struct Local {
+    device: Device,
+    arena: Arena,
+    /// Control block, expert homes, experts per rank.
+    tables: [DeviceBuffer; 3],
+    reports: Reports,
+    pool: Arc<Pool>,
+}
+
+impl Local {
+    fn allocate(builder: &AllToAllBuilder, shape: &Shape, placement: &Placement, plan: &Plan) -> Result<Local> {
+        let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
+        let bytes = usize::try_from(plan.arena_bytes())
+            .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
+        let arena = match device.ordinal() {
+            Some(ordinal) => Arena::cuda(ordinal, bytes)?,
+            None => Arena::cpu(bytes)?,
+        };
+        let tables = [
+            upload(&device, &state_words(builder.first_epoch))?,
+            upload(&device, &home_words(placement))?,
+            upload(&device, &count_words(placement))?,
+        ];
+        let reports = Reports::new(device.alloc_host(Reports::BYTES)?);
+        let pool = Pool::new(&device, shape, builder.handles)?;
+        Ok(Local { device, arena, tables, reports, pool })
+    }
+}
+
+fn upload(device: &Device, words: &[u64]) -> Result<DeviceBuffer> {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let buffer = device.alloc(bytes.len())?;
+    buffer.write(0, &bytes)?;
+    Ok(buffer)
+}
+
+/// A `ty_state` with both directions about to start `first_epoch`.
+fn state_words(first_epoch: u64) -> Vec<u64> {
+    const { assert!(std::mem::offset_of!(raw::ty_state, barriers) == 32) };
+    let mut words = vec![0; size_of::<raw::ty_state>() / 8];
+    words[..4].fill(first_epoch - 1);
+    words
+}
+
+/// `ty_expert_home` of every expert: rank in the low half, local index in the high half.
+fn home_words(placement: &Placement) -> Vec<u64> {
+    (0..placement.experts())
+        .filter_map(|e| Some(u64::from(placement.rank_of(e)?) | u64::from(placement.local_index(e)?) << 32))
+        .collect()
+}
+
+/// Experts of each rank, uint32, two to a word.
+fn count_words(placement: &Placement) -> Vec<u64> {
+    let count = |rank: usize| placement.local_experts(rank).len() as u64;
+    (0..placement.ranks()).step_by(2).map(|rank| count(rank) | count(rank + 1) << 32).collect()
+}
+
+fn device_context(
+    builder: &AllToAllBuilder,
+    shape: &Shape,
+    plan: &Plan,
+    peers: &PeerMap,
+    tables: &[DeviceBuffer; 3],
+    reports: &Reports,
+) -> raw::ty_context {
+    let mut peer_base = [0u64; raw::TY_MAX_NODE_RANKS as usize];
+    for (rank, base) in peer_base.iter_mut().enumerate().take(shape.ranks) {
+        *base = peers.base_of(crate::base::Rank(rank as u32));
+    }
+    let [state, expert_home, local_count] = tables;
+    raw::ty_context {
+        rank: shape.rank as u32,
+        ranks: shape.ranks as u32,
+        experts: shape.experts as u32,
+        local_experts: shape.local_experts as u32,
+        top_k: shape.top_k as u32,
+        max_tokens: shape.max_tokens as u32,
+        hidden: shape.hidden as u32,
+        weights: match shape.weights {
+            Weights::Dispatch => raw::TY_WEIGHTS_DISPATCH,
+            Weights::Combine => raw::TY_WEIGHTS_COMBINE,
+            Weights::None => raw::TY_WEIGHTS_NONE,
+        },
+        row_bytes: shape.row_bytes as u32,
+        scale_words: shape.scale_words as u32,
+        slot_bytes: plan.slot_bytes as u32,
+        partial_bytes: shape.partial_bytes() as u32,
+        slots: plan.slots as u32,
+        max_local_experts: shape.max_local_experts as u32,
+        timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
+        state: state.view().ptr,
+        errors: reports.device_address(),
+        expert_home: expert_home.view().ptr,
+        local_count: local_count.view().ptr,
+        regions: plan.regions,
+        peer_base,
+    }
+}
+
+/// All ranks must have the same configuration, and each one a usable one.
+fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64) -> Result<()> {
+    let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch));
+    gather_failures(world, "configuration check", own.as_ref().err().copied())?;
+    let Ok(own) = own else { return Ok(()) };
+    for (rank, theirs) in world.all_gather("configuration", own.as_bytes())?.iter().enumerate() {
+        let theirs = String::from_utf8_lossy(theirs);
+        let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
+        if let Some((mine, theirs)) = differs {
+            let advice = format!("rank {rank} has {theirs}; give all ranks the same configuration");
+            return Err(config("of this rank", mine, advice));
+        }
+    }
+    Ok(())
+}
+
+/// Tells every rank of a failure on any: the rank itself gets its own error, the others one that names it.
+fn gather_failures(world: &World, what: &'static str, failure: Option<&Error>) -> Result<()> {
+    let text = failure.map_or_else(String::new, Error::to_string);
+    let all = world.all_gather(what, text.as_bytes())?;
+    if let Some(error) = failure {
+        return Err(error.clone());
+    }
+    match all.iter().enumerate().find(|(_, text)| !text.is_empty()) {
+        None => Ok(()),
+        Some((rank, text)) => Err(Error::Bootstrap {
+            what: format!("rank {rank} could not build its context: {}", String::from_utf8_lossy(text)),
+            advice: format!("mend rank {rank} and build again on every rank"),
+        }),
+    }
+}

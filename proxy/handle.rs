@@ -1,0 +1,115 @@
+//! Handles: what combine needs of a dispatch, in device memory, from a pool that is allocated when the context is built.
+
+use super::calls::Layout;
+use super::config::Shape;
+use crate::base::{Error, Result};
+use crate::ffi::layout as raw;
+use crate::kernels::{Device, DeviceBuffer};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The device memory of one handle.
+pub(crate) struct Slot {
+    _memory: DeviceBuffer,
+    raw: raw::ty_handle,
+}
+
+/// Handles that are free. Held by the context and by every handle in use.
+pub(crate) struct Pool {
+    free: Mutex<Vec<Slot>>,
+    total: usize,
+}
+
+impl Pool {
+    /// Allocates `count` handles.
+    pub fn new(device: &Device, shape: &Shape, count: usize) -> Result<Arc<Pool>> {
+        let slots = (0..count).map(|_| Slot::new(device, shape)).collect::<Result<Vec<_>>>()?;
+        Ok(Arc::new(Pool { free: Mutex::new(slots), total: count }))
+    }
+
+    /// Takes a free handle.
+    pub fn take(self: &Arc<Pool>) -> Result<Lease> {
+        match self.lock().pop() {
+            Some(slot) => Ok(Lease { slot: Some(slot), pool: self.clone() }),
+            None => Err(Error::Argument {
+                name: "handle",
+                value: format!("all {} in use", self.total),
+                advice: "drop handles whose combine has been enqueued, or build the context with more".into(),
+            }),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Slot>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Slot {
+    fn new(device: &Device, shape: &Shape) -> Result<Slot> {
+        let tokens = shape.ranks * shape.max_tokens;
+        let sizes = [
+            size_of::<raw::ty_handle_head>(),
+            tokens * shape.top_k * 4,
+            tokens * shape.top_k * 4,
+            tokens * 4,
+            shape.max_tokens * 8,
+        ];
+        let mut offsets = [0u64; 5];
+        let mut bytes = 0usize;
+        for (offset, size) in offsets.iter_mut().zip(sizes) {
+            *offset = bytes as u64;
+            bytes += size.next_multiple_of(256);
+        }
+        let memory = device.alloc(bytes)?;
+        memory.fill(0)?;
+        let [head, rows, weights, slots, rank_mask] = offsets.map(|offset| memory.view().ptr + offset);
+        Ok(Slot { _memory: memory, raw: raw::ty_handle { head, rows, weights, slots, rank_mask } })
+    }
+}
+
+/// A handle taken from the pool; goes back when dropped. Work enqueued before that on the same stream still finds its
+/// contents, since whoever takes it next enqueues later.
+pub(crate) struct Lease {
+    slot: Option<Slot>,
+    pool: Arc<Pool>,
+}
+
+impl Lease {
+    pub fn raw(&self) -> raw::ty_handle {
+        let null = raw::ty_handle { head: 0, rows: 0, weights: 0, slots: 0, rank_mask: 0 };
+        self.slot.as_ref().map_or(null, |slot| slot.raw)
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            self.pool.lock().push(slot);
+        }
+    }
+}
+
+/// A dispatch whose rows are under way: [`AllToAll::dispatch_recv`](super::AllToAll::dispatch_recv) takes it.
+#[must_use = "a dispatch that is sent must be received before the next one"]
+pub struct Sent {
+    pub(crate) lease: Arc<Lease>,
+    pub(crate) room: usize,
+    pub(crate) context: u64,
+}
+
+/// A received dispatch: what combine needs to bring the rows back. May be combined later, also after further
+/// dispatches. Keep it alive as long as a captured graph that uses it.
+pub struct Handle {
+    pub(crate) lease: Arc<Lease>,
+    /// Own tokens for which combine's output must have room.
+    pub(crate) room: usize,
+    /// Rows of the dispatch's output.
+    pub(crate) rows: usize,
+    pub(crate) layout: Layout,
+    pub(crate) context: u64,
+}
+
+/// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it.
+#[must_use = "a combine that is sent must be received before the next one"]
+pub struct CombineSent<'a> {
+    pub(crate) handle: &'a Handle,
+}

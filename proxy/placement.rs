@@ -1,0 +1,104 @@
+//! Which rank holds which expert.
+
+use crate::base::{Error, Result};
+
+/// A table expert → rank. The experts of a rank are counted locally in the order of their global ids.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placement {
+    rank_of: Vec<u32>,
+    local_index: Vec<u32>,
+    local_experts: Vec<Vec<u32>>,
+}
+
+impl Placement {
+    /// The default: consecutive experts, ranks hold floor or ceil of `experts / ranks`.
+    /// Expert e lies on rank `floor(e · ranks / experts)`.
+    ///
+    /// # Errors
+    /// `Config` if `ranks` is 0.
+    pub fn even(experts: usize, ranks: usize) -> Result<Placement> {
+        let table = (0..experts).map(|e| (e as u64 * ranks as u64 / experts as u64) as u32).collect();
+        Placement::table(table, ranks)
+    }
+
+    /// Any placement: `table[e]` is the rank of expert e. A replicated expert is several physical experts.
+    ///
+    /// # Errors
+    /// `Config` if the table is empty or names a rank outside the world.
+    pub fn table(table: Vec<u32>, ranks: usize) -> Result<Placement> {
+        if table.is_empty() {
+            return Err(config("placement", "empty".into(), "give one rank per expert".into()));
+        }
+        let mut local_experts = vec![Vec::new(); ranks];
+        let mut local_index = Vec::with_capacity(table.len());
+        for (expert, &rank) in table.iter().enumerate() {
+            let Some(list) = local_experts.get_mut(rank as usize) else {
+                let advice = format!("expert {expert} must lie on a rank below {ranks}");
+                return Err(config("placement", format!("rank {rank}"), advice));
+            };
+            local_index.push(list.len() as u32);
+            list.push(expert as u32);
+        }
+        Ok(Placement { rank_of: table, local_index, local_experts })
+    }
+
+    /// Number of experts.
+    pub fn experts(&self) -> usize {
+        self.rank_of.len()
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.local_experts.len()
+    }
+
+    /// The rank of an expert; `None` beyond the table.
+    pub fn rank_of(&self, expert: usize) -> Option<u32> {
+        self.rank_of.get(expert).copied()
+    }
+
+    /// The index of an expert on its rank; `None` beyond the table.
+    pub fn local_index(&self, expert: usize) -> Option<u32> {
+        self.local_index.get(expert).copied()
+    }
+
+    /// The experts of a rank, ascending; empty for a rank outside the world.
+    pub fn local_experts(&self, rank: usize) -> &[u32] {
+        self.local_experts.get(rank).map_or(&[], Vec::as_slice)
+    }
+
+    /// Most experts on one rank.
+    pub fn max_local_experts(&self) -> usize {
+        self.local_experts.iter().map(Vec::len).max().unwrap_or(0)
+    }
+}
+
+fn config(name: &'static str, value: String, advice: String) -> Error {
+    Error::Config { name, value, advice }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn even_placement_differs_by_at_most_one_and_is_consecutive() {
+        for (experts, ranks) in [(256, 8), (10, 4), (3, 8), (7, 3), (1, 1)] {
+            let placement = Placement::even(experts, ranks).unwrap();
+            let sizes: Vec<usize> = (0..ranks).map(|r| placement.local_experts(r).len()).collect();
+            let (low, high) = (sizes.iter().min().unwrap(), sizes.iter().max().unwrap());
+            assert!(high - low <= 1, "{experts} experts on {ranks} ranks: {sizes:?}");
+            let order: Vec<u32> = (0..ranks).flat_map(|r| placement.local_experts(r).to_vec()).collect();
+            assert!(order.windows(2).all(|w| w[0] < w[1]));
+        }
+    }
+
+    #[test]
+    fn a_table_may_leave_ranks_empty_but_not_leave_the_world() {
+        let placement = Placement::table(vec![2, 0, 2], 3).unwrap();
+        assert_eq!(placement.local_experts(1), &[] as &[u32]);
+        assert_eq!((placement.local_experts(2), placement.local_index(2)), (&[0, 2][..], Some(1)));
+        assert!(Placement::table(vec![0, 3], 3).unwrap_err().to_string().contains("expert 1"));
+        assert!(Placement::table(vec![], 3).is_err());
+    }
+}

@@ -1,0 +1,136 @@
+//! Reads what the device reports: error records in host memory, as typed errors.
+
+use crate::base::{Error, Rank, Result};
+use crate::ffi::layout as raw;
+use crate::kernels::HostBuffer;
+use crate::transport::World;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::sync::{Mutex, PoisonError};
+
+/// The records of one context.
+pub(crate) struct Reports {
+    memory: HostBuffer,
+    seen: [AtomicU64; DIRECTIONS],
+    /// The error that closed the context.
+    fatal: Mutex<Option<Error>>,
+}
+
+const DIRECTIONS: usize = raw::TY_DIRECTIONS as usize;
+
+impl Reports {
+    /// `memory` holds the zeroed records.
+    pub fn new(memory: HostBuffer) -> Reports {
+        Reports { memory, seen: Default::default(), fatal: Mutex::new(None) }
+    }
+
+    /// Size of the records in bytes.
+    pub const BYTES: usize = size_of::<raw::ty_error_record>() * DIRECTIONS;
+
+    pub fn device_address(&self) -> u64 {
+        self.memory.view().ptr
+    }
+
+    /// The oldest unread error. One that closed the context is returned every time, any other once.
+    pub fn check(&self, world: &World) -> Result<()> {
+        if let Some(error) = self.fatal.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+            return Err(error);
+        }
+        for direction in 0..DIRECTIONS {
+            let Some(record) = self.read(direction) else { continue };
+            if self.seen[direction].swap(record.sequence, Ordering::Relaxed) == record.sequence {
+                continue;
+            }
+            let error = describe(&record, direction, world);
+            if record.kind == raw::TY_ERROR_TIMEOUT {
+                *self.fatal.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
+            }
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// One record, whole; `None` while there is none or the device is writing it (then a later look finds it).
+    fn read(&self, direction: usize) -> Option<raw::ty_error_record> {
+        let record = self.memory.host_ptr().cast::<raw::ty_error_record>().cast_const();
+        // SAFETY: the buffer holds DIRECTIONS records; `direction` is below that.
+        let record = unsafe { record.add(direction) };
+        // SAFETY: the sequence is 8-byte aligned and lives as long as the buffer; the device writes it atomically.
+        let sequence = unsafe { AtomicU64::from_ptr((&raw const (*record).sequence).cast_mut()) };
+        let before = sequence.load(Ordering::Acquire);
+        if before == 0 || before % 2 == 1 {
+            return None;
+        }
+        // SAFETY: inside the buffer; a copy torn by a concurrent write is thrown away below.
+        let mut copy = unsafe { record.read_volatile() };
+        fence(Ordering::Acquire);
+        copy.sequence = before;
+        (sequence.load(Ordering::Relaxed) == before).then_some(copy)
+    }
+}
+
+fn site_name(site: u32) -> &'static str {
+    match site {
+        raw::TY_SITE_META => "META",
+        raw::TY_SITE_ROW => "a dispatched row",
+        raw::TY_SITE_COMBINE_FLAG => "the combine flag",
+        raw::TY_SITE_PARTIAL => "a partial row",
+        raw::TY_SITE_BARRIER => "the barrier flag",
+        _ => "an unknown wait",
+    }
+}
+
+fn describe(record: &raw::ty_error_record, direction: usize, world: &World) -> Error {
+    let rank = world.rank();
+    let peer = Rank(record.peer);
+    let epoch = record.epoch;
+    let routing = |problem| Error::Routing { rank, epoch, problem };
+    match record.kind {
+        raw::TY_ERROR_ROUTING_RANGE => routing(format!(
+            "choice {} of token {} names expert {}, which does not exist (-1 means none)",
+            record.b, record.a, record.c as i64
+        )),
+        raw::TY_ERROR_ROUTING_DUPLICATE => {
+            routing(format!("choice {} of token {} names expert {} a second time", record.b, record.a, record.c as i64))
+        }
+        raw::TY_ERROR_TOKEN_COUNT => {
+            routing(format!("the device's token count is {}, allowed are 0 to {}", record.a as i64, record.b))
+        }
+        raw::TY_ERROR_CAPACITY => {
+            let what = match record.c as u32 {
+                raw::TY_LAYOUT_CONTIGUOUS => "the contiguous output",
+                raw::TY_LAYOUT_MASKED => "the fullest expert of the masked output",
+                _ => "the token output",
+            };
+            Error::Capacity { rank, epoch, what, needed: record.a, given: record.b }
+        }
+        raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
+        raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
+        raw::TY_ERROR_TIMEOUT if world.lost_peers().contains(&peer) => {
+            Error::PeerLost { rank, peer, site: site_name(record.site), epoch }
+        }
+        raw::TY_ERROR_TIMEOUT => Error::Timeout {
+            rank,
+            site: site_name(record.site),
+            peer,
+            epoch,
+            expected: record.a,
+            seen: record.b,
+            waited_ms: record.c / 1_000_000,
+        },
+        other => Error::Device {
+            what: format!("error record {direction} has unknown kind {other}"),
+            advice: "kernels and library are of different builds; rebuild".into(),
+        },
+    }
+}
+
+fn order_problem(record: &raw::ty_error_record) -> String {
+    let (sent, received) = (record.b, record.c);
+    match record.a as u32 {
+        raw::TY_ORDER_DISPATCH_SEND => format!("dispatch {sent} was sent and not received, so another cannot be sent"),
+        raw::TY_ORDER_DISPATCH_RECEIVE => format!("dispatch {received} was the last sent, so none can be received"),
+        raw::TY_ORDER_COMBINE_SEND => format!("combine {sent} was sent and not received, so another cannot be sent"),
+        raw::TY_ORDER_COMBINE_RECEIVE => format!("combine {received} was the last sent, so none can be received"),
+        _ => "combine was given a handle whose dispatch has not been received".to_owned(),
+    }
+}

@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Everything: installs what it needs into .venv, then formatting, lints, builds, tests, seeded schedules, sanitizers,
+# mutants and coverage. Needs Rust, a C++ compiler and Python 3. Options: names of steps to run alone.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+steps=("$@")
+started=$SECONDS
+
+say() { printf '\n== %s  [%d s]\n' "$*" $((SECONDS - started)); }
+
+wanted() {
+  [ ${#steps[@]} -eq 0 ] && return 0
+  local step
+  for step in "${steps[@]}"; do [ "$step" = "$1" ] && return 0; done
+  return 1
+}
+
+# Says what is missing, or installs it where it may.
+need() {
+  local command=$1 package=$2
+  command -v "$command" >/dev/null && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && apt-get install -y -qq "$package" >/dev/null
+  fi
+  command -v "$command" >/dev/null || { echo "tests/all.sh needs $command: install Debian's package $package" >&2; exit 1; }
+}
+
+setup() {
+  say "setup"
+  need cargo cargo
+  need g++ g++
+  need python3 python3
+  if [ ! -x .venv/bin/pip ]; then
+    python3 -m venv .venv 2>/dev/null || { need pip3 python3-venv; python3 -m venv .venv; }
+  fi
+  # nvcc (the metapackage, since its parts alone do not fit each other), clang-format and libclang, all pinned.
+  .venv/bin/pip install -q --disable-pip-version-check \
+    'cuda-toolkit[nvcc,cudart,cccl]==13.0.*' 'clang-format==14.0.6' 'libclang==18.1.1'
+  LIBCLANG_PATH=$(echo "$PWD"/.venv/lib/python3.*/site-packages/clang/native)
+  export LIBCLANG_PATH
+}
+
+format() {
+  say "formatting"
+  cargo fmt --check
+  .venv/bin/clang-format --dry-run -Werror kernels/*.cuh kernels/*.cu kernels/*.h kernels/cpu/*.cpp kernels/cpu/*.h
+}
+
+lint() {
+  say "lints"
+  cargo clippy --all-targets -- -D warnings
+  cargo clippy --no-default-features --all-targets -- -D warnings
+  RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib
+}
+
+# The release build, with the time and the registers of the GPU kernels.
+build() {
+  say "release build"
+  TOKENYARD_STRICT=1 cargo build --release
+  local report
+  report=$(ls -t target/release/build/tokenyard-*/out/ptxas.txt | head -n 1)
+  cat "$report"
+  if grep -E '[1-9][0-9]* bytes? spill' "$report"; then
+    echo "a GPU kernel spills" >&2
+    exit 1
+  fi
+}
+
+unit() {
+  say "Rust tests"
+  cargo test
+}
+
+# Random configurations with every pair of values, five full-size ones, and seeded schedules of the one-thread world.
+verify() {
+  say "verify"
+  target/release/tokenyard verify --seeds 500
+  target/release/tokenyard verify --full
+  say "schedules"
+  target/release/tokenyard verify --schedules 2000
+}
+
+# The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer.
+sanitize() {
+  say "sanitizers"
+  TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --target-dir target/sanitize
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/sanitize/debug/tokenyard verify --seeds 60
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/sanitize/debug/tokenyard verify --schedules 60
+}
+
+mutants() {
+  say "mutants"
+  python3 tests/mutants.py
+}
+
+coverage() {
+  say "coverage"
+  command -v cargo-tarpaulin >/dev/null || cargo install cargo-tarpaulin --locked --version 0.37.5
+  bash tests/coverage.sh
+}
+
+setup
+for step in format lint build unit verify sanitize mutants coverage; do
+  if wanted "$step"; then "$step"; fi
+done
+say "all passed"

@@ -1,0 +1,685 @@
+//! Worlds form, agree, notice who has died, and withstand whoever else finds the port.
+//!
+//! Ranks are threads that share a `World`, threads that each join over TCP, or processes: then this test
+//! program starts itself again with `CHILD` set, and the test of that name plays the child.
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use tokenyard::base::{Error, Rank, wait};
+use tokenyard::transport::{Bootstrap, World};
+
+const CHILD: &str = "TOKENYARD_TEST_CHILD";
+const TOKEN: &str = "token of this test";
+/// Long enough for a loaded machine; a test that waits it out has found a hang.
+const PATIENCE: Duration = Duration::from_secs(20);
+/// A deadline that a test waits out on purpose.
+const SHORT: Duration = Duration::from_millis(400);
+
+// ---- helpers
+
+/// An address of this test alone (all of 127/8 is this host) and a port free there.
+fn place() -> (String, u16) {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    let (pid, next) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let addr = format!("127.{}.{}.{}", 1 + pid / 251 % 250, 1 + pid % 251, next);
+    let port = TcpListener::bind((addr.as_str(), 0)).unwrap().local_addr().unwrap().port();
+    (addr, port)
+}
+
+fn bootstrap(place: &(String, u16), rank: u32, world: usize) -> Bootstrap {
+    Bootstrap {
+        rank: Rank(rank),
+        world,
+        local_rank: rank as usize,
+        addr: place.0.clone(),
+        port: place.1,
+        token: TOKEN.into(),
+        timeout: PATIENCE,
+    }
+}
+
+/// Runs `body` as each rank of a world whose ranks join over TCP from threads.
+fn joined<T: Send>(size: usize, body: impl Fn(World) -> T + Sync) -> Vec<T> {
+    let place = place();
+    std::thread::scope(|scope| {
+        let run = |rank| {
+            scope.spawn({
+                let (place, body) = (&place, &body);
+                move || body(World::join(&bootstrap(place, rank, size)).unwrap())
+            })
+        };
+        let threads: Vec<_> = (0..size as u32).map(run).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Runs `body` as each rank of a world of threads.
+fn threaded<T: Send>(size: usize, body: impl Fn(World) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let body = &body;
+        let threads: Vec<_> = World::threads(size).into_iter().map(|world| scope.spawn(move || body(world))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+fn bootstrap_text<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
+    match outcome {
+        Err(error @ Error::Bootstrap { .. }) => error.to_string(),
+        other => panic!("a Bootstrap error was due, not {other:?}"),
+    }
+}
+
+fn exchange_many(world: World) {
+    for round in 0..20usize {
+        let payload = vec![world.rank().0 as u8; round * (world.rank().index() + 1)];
+        let parts = world.all_gather("parts", &payload).unwrap();
+        let expected: Vec<Vec<u8>> = (0..world.size()).map(|r| vec![r as u8; round * (r + 1)]).collect();
+        assert_eq!(parts, expected);
+    }
+    world.barrier("end").unwrap();
+}
+
+fn memfd(text: &str) -> OwnedFd {
+    // SAFETY: the name is a C string; the result is checked and owned by nobody else.
+    let mut file = unsafe {
+        let raw = libc::memfd_create(c"tokenyard-test".as_ptr(), libc::MFD_CLOEXEC);
+        assert!(raw >= 0);
+        File::from_raw_fd(raw)
+    };
+    file.write_all(text.as_bytes()).unwrap();
+    file.into()
+}
+
+fn exchange_memfds(world: World) {
+    let own = memfd(&format!("memory of rank {}", world.rank()));
+    for _ in 0..2 {
+        let fds = world.exchange_fds(own.as_fd()).unwrap();
+        assert_eq!(fds.len(), world.size());
+        for (rank, fd) in fds.into_iter().enumerate() {
+            assert_eq!(fd.is_none(), rank == world.rank().index());
+            if let Some(fd) = fd {
+                // By position: duplicates of one descriptor share their cursor.
+                let mut text = [0; 64];
+                let bytes = File::from(fd).read_at(&mut text, 0).unwrap();
+                assert_eq!(String::from_utf8_lossy(&text[..bytes]), format!("memory of rank {rank}"));
+            }
+        }
+    }
+}
+
+/// A frame as wire.rs documents it, put together by hand.
+fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
+    let length = (body.len() as u32).to_le_bytes();
+    [b"TKYD", &version.to_le_bytes()[..], &kind.to_le_bytes(), &length, body].concat()
+}
+
+fn hello(version: u16, token: &str, rank: u32, world: u32) -> Vec<u8> {
+    let length = (token.len() as u16).to_le_bytes();
+    frame(version, 1, &[&length[..], token.as_bytes(), &rank.to_le_bytes(), &world.to_le_bytes()].concat())
+}
+
+fn dial(place: &(String, u16)) -> TcpStream {
+    wait::poll("listener", PATIENCE, || TcpStream::connect((place.0.as_str(), place.1)).ok()).unwrap()
+}
+
+/// Sends and returns all that comes back until the other side closes.
+fn talk(place: &(String, u16), bytes: &[u8]) -> String {
+    let mut stream = dial(place);
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(bytes).unwrap();
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+/// Kills its process when dropped, so that a failing test leaves none behind.
+struct Rig(Vec<Child>);
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Starts this program as rank `rank`, running only the test `test`.
+fn child(test: &str, place: &(String, u16), rank: u32, world: usize) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture", "--test-threads=1"])
+        .env(CHILD, test)
+        .env("RANK", rank.to_string())
+        .env("WORLD_SIZE", world.to_string())
+        .env("MASTER_ADDR", &place.0)
+        .env("TOKENYARD_PORT", place.1.to_string())
+        .env("TOKENYARD_TOKEN", TOKEN)
+        .env("TOKENYARD_TIMEOUT_MS", PATIENCE.as_millis().to_string())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// Plays a child that takes part in one barrier and then waits to be killed.
+fn sit_until_killed() {
+    let world = World::from_env().unwrap();
+    world.barrier("up").unwrap();
+    std::thread::sleep(PATIENCE);
+}
+
+fn wait_lost(world: &World, expected: &[Rank]) -> Duration {
+    let start = Instant::now();
+    wait::poll("loss", PATIENCE, || (world.lost_peers() == expected).then_some(())).expect("the loss went unnoticed");
+    start.elapsed()
+}
+
+// ---- worlds of threads
+
+#[test]
+fn threads_get_parts_of_the_wrong_round_or_rank() {
+    for size in [1, 2, 8] {
+        threaded(size, |world| {
+            assert!(world.same_process() && world.lost_peers().is_empty());
+            exchange_many(world)
+        });
+    }
+}
+
+#[test]
+fn threads_wait_for_an_absent_rank_without_naming_it() {
+    let mut worlds = World::threads(3);
+    let _sleeper = worlds.remove(1);
+    std::thread::scope(|scope| {
+        for world in worlds {
+            scope.spawn(move || {
+                let world = world.with_timeout(SHORT);
+                let text = bootstrap_text(world.barrier("gate"));
+                assert!(text.contains("\"gate\" and rank 1 has not arrived"), "{text}");
+                assert_eq!(bootstrap_text(world.barrier("next")), text, "a failed world starts another round");
+            });
+        }
+    });
+}
+
+#[test]
+fn threads_wait_for_one_that_left() {
+    let start = Instant::now();
+    threaded(2, |world| {
+        if world.rank() == Rank(0) {
+            let text = bootstrap_text(world.barrier("gate"));
+            assert!(text.contains("rank 1 has left"), "{text}");
+        }
+    });
+    assert!(start.elapsed() < PATIENCE / 2);
+}
+
+#[test]
+fn threads_exchange_bytes_of_different_steps() {
+    let texts = threaded(2, |world| {
+        let what = if world.rank() == Rank(0) { "plan" } else { "arena" };
+        bootstrap_text(world.all_gather(what, b"x"))
+    });
+    assert_eq!(texts[0], texts[1]);
+    assert!(texts[0].contains("\"plan\"") && texts[0].contains("\"arena\""), "{}", texts[0]);
+}
+
+#[test]
+fn threads_swap_each_others_descriptors() {
+    for size in [1, 2, 8] {
+        threaded(size, exchange_memfds);
+    }
+}
+
+#[test]
+fn a_lock_held_while_other_fibers_of_the_thread_run() {
+    thread_local!(static OTHER: RefCell<Option<World>> = const { RefCell::new(None) });
+    // Stands for the fiber scheduler: the first wait of rank 0 runs rank 1 on the same thread to its end.
+    fn run_other(_site: &'static str) {
+        if let Some(world) = OTHER.take() {
+            exchange_one(&world);
+        }
+    }
+    fn exchange_one(world: &World) {
+        let parts = world.all_gather("fiber", &[world.rank().0 as u8]).unwrap();
+        assert_eq!(parts, [[0], [1]]);
+    }
+    let mut worlds = World::threads(2);
+    OTHER.set(worlds.pop());
+    wait::set_relax_hook(Some(run_other));
+    exchange_one(&worlds[0]);
+    wait::set_relax_hook(None);
+}
+
+#[test]
+fn clones_of_one_rank_in_a_collective_at_once() {
+    threaded(2, |world| {
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                let world = world.clone();
+                scope.spawn(move || (0..50).for_each(|_| world.barrier("same").unwrap()));
+            }
+        });
+    });
+}
+
+// ---- worlds of members that join over TCP
+
+#[test]
+fn members_get_parts_of_the_wrong_round_or_rank() {
+    for size in [1, 2, 8] {
+        joined(size, |world| {
+            assert!(!world.same_process());
+            exchange_many(world)
+        });
+    }
+}
+
+#[test]
+fn a_part_larger_than_a_socket_buffer_torn() {
+    joined(3, |world| {
+        let part = vec![world.rank().0 as u8 + 1; 5 << 20];
+        let parts = world.all_gather("large", &part).unwrap();
+        assert!(parts.iter().enumerate().all(|(r, p)| p.len() == 5 << 20 && p.iter().all(|b| *b == r as u8 + 1)));
+    });
+}
+
+#[test]
+fn parts_too_large_together_hang_instead_of_failing() {
+    joined(2, |world| {
+        let text = bootstrap_text(world.all_gather("large", &vec![0; 40 << 20]));
+        assert!(text.contains("exceed"), "{text}");
+    });
+    let one = World::threads(1).remove(0).all_gather("large", &vec![0; 65 << 20]);
+    assert!(matches!(one, Err(Error::Argument { name: "payload", .. })));
+}
+
+#[test]
+fn a_late_rank_0_refuses_those_who_were_early() {
+    let place = place();
+    std::thread::scope(|scope| {
+        let early = scope.spawn(|| World::join(&bootstrap(&place, 1, 2)).unwrap().barrier("up").unwrap());
+        std::thread::sleep(SHORT);
+        World::join(&bootstrap(&place, 0, 2)).unwrap().barrier("up").unwrap();
+        early.join().unwrap();
+    });
+}
+
+#[test]
+fn rank_0_deaf_when_its_address_is_a_name() {
+    let port = place().1;
+    for token in [TOKEN, ""] {
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                scope.spawn(move || {
+                    let b = Bootstrap { token: token.into(), ..bootstrap(&("localhost".into(), port), rank, 2) };
+                    World::join(&b).unwrap().barrier("up").unwrap();
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_never_comes_named_on_no_rank() {
+    let place = place();
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        for rank in [0, 1, 3] {
+            let place = &place;
+            scope.spawn(move || {
+                let text = bootstrap_text(World::join(&Bootstrap { timeout: SHORT, ..bootstrap(place, rank, 5) }));
+                assert!(text.contains("ranks 2, 4 have not joined"), "rank {rank}: {text}");
+            });
+        }
+    });
+    assert!(start.elapsed() < SHORT * 4);
+}
+
+#[test]
+fn rank_0_that_never_comes_waited_for_without_end() {
+    let text = bootstrap_text(World::join(&Bootstrap { timeout: SHORT, ..bootstrap(&place(), 1, 2) }));
+    assert!(text.contains("for rank 0 at 127."), "{text}");
+}
+
+#[test]
+fn members_wait_for_an_absent_rank_without_naming_it() {
+    joined(3, |world| {
+        if world.rank() == Rank(2) {
+            // Still a member, and not lost, while the others give up.
+            std::thread::sleep(SHORT * 2);
+        }
+        let world = world.with_timeout(SHORT);
+        let text = bootstrap_text(world.barrier("gate"));
+        assert!(text.contains("\"gate\" and rank 2 has not arrived"), "{text}");
+        assert!(world.lost_peers().is_empty());
+    });
+}
+
+#[test]
+fn an_orderly_end_reported_as_a_loss() {
+    for leaver in 0..3 {
+        joined(3, |world| {
+            world.barrier("up").unwrap();
+            if world.rank() == Rank(leaver) {
+                return;
+            }
+            let start = Instant::now();
+            let text = bootstrap_text(world.barrier("gate"));
+            assert!(text.contains(&format!("rank {leaver} has left")), "{text}");
+            assert!(start.elapsed() < PATIENCE / 2 && world.lost_peers().is_empty());
+        });
+    }
+}
+
+#[test]
+fn members_exchange_bytes_of_different_steps() {
+    let texts = joined(2, |world| {
+        let what = if world.rank() == Rank(0) { "plan" } else { "arena" };
+        bootstrap_text(world.all_gather(what, b"x"))
+    });
+    assert_eq!(texts[0], texts[1]);
+}
+
+#[test]
+fn members_swap_each_others_descriptors() {
+    for size in [1, 2, 5] {
+        joined(size, exchange_memfds);
+    }
+}
+
+#[test]
+fn a_second_world_on_the_same_port() {
+    let place = place();
+    for _ in 0..5 {
+        std::thread::scope(|scope| {
+            for rank in 0..2 {
+                let place = &place;
+                scope.spawn(move || World::join(&bootstrap(place, rank, 2)).unwrap().barrier("up").unwrap());
+            }
+        });
+    }
+}
+
+// ---- strangers, impostors and mistakes
+
+/// Starts rank 0 of 2, lets `meddle` at the port, then joins as rank 1; the job must form all the same.
+/// Answers how many connections rank 0 refused.
+fn meddled(meddle: impl FnOnce(&(String, u16))) -> u64 {
+    let place = place();
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| {
+            let world = World::join(&bootstrap(&place, 0, 2)).unwrap();
+            world.barrier("up").unwrap();
+            world.refused()
+        });
+        meddle(&place);
+        World::join(&bootstrap(&place, 1, 2)).unwrap().barrier("up").unwrap();
+        root.join().unwrap()
+    })
+}
+
+#[test]
+fn garbage_on_the_port_stops_the_job() {
+    let refused = meddled(|place| {
+        // Connects and closes.
+        drop(dial(place));
+        // Random bytes; a request of another protocol.
+        let noise: Vec<u8> = (0..9000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+        talk(place, &noise);
+        talk(place, b"GET / HTTP/1.1\r\n\r\n");
+        // Half a frame, then closes.
+        drop(dial(place).write_all(&hello(1, TOKEN, 1, 2)[..20]));
+        // A huge length, a length that only members may send, a first frame that is no hello.
+        talk(place, &[&frame(1, 1, b"")[..8], &u32::MAX.to_le_bytes()].concat());
+        talk(place, &[&frame(1, 1, b"")[..8], &(1u32 << 20).to_le_bytes()].concat());
+        talk(place, &frame(1, 5, &[0; 40]));
+        // A hello with a token length beyond its end, and one with bytes behind it.
+        talk(place, &frame(1, 1, &[255, 0, 1]));
+        talk(place, &frame(1, 1, &[&hello(1, TOKEN, 1, 2)[12..], b"more"].concat()));
+    });
+    assert_eq!(refused, 9);
+}
+
+#[test]
+fn a_connection_that_says_nothing_holds_up_the_others() {
+    let mut silent = Vec::new();
+    let start = Instant::now();
+    meddled(|place| {
+        silent.extend((0..20).map(|_| dial(place)));
+        // And one that sends a byte now and then.
+        silent.push(dial(place));
+        silent[20].write_all(b"T").unwrap();
+    });
+    assert!(start.elapsed() < PATIENCE / 2);
+}
+
+#[test]
+fn more_strangers_than_rank_0_has_room_for() {
+    let mut silent = Vec::new();
+    let refused = meddled(|place| silent.extend((0..300).map(|_| dial(place))));
+    assert_eq!(refused, 300);
+}
+
+#[test]
+fn a_slow_stranger_served_for_ever() {
+    let refused = meddled(|place| {
+        let mut stream = dial(place);
+        stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
+        let bytes = hello(1, TOKEN, 1, 2);
+        let start = Instant::now();
+        for byte in bytes.iter().take(bytes.len() - 1).cycle() {
+            // Ends when rank 0 has closed the connection.
+            if stream.write_all(&[*byte]).is_err() || matches!(stream.read(&mut [0]), Ok(0)) {
+                break;
+            }
+            assert!(start.elapsed() < PATIENCE, "still served");
+            if start.elapsed() > Duration::from_millis(100 * (bytes.len() as u64 - 2)) {
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        }
+    });
+    assert_eq!(refused, 1);
+}
+
+#[test]
+fn a_stranger_with_a_wrong_token_or_version_joins_or_stops_the_job() {
+    let refused = meddled(|place| {
+        let answer = talk(place, &hello(1, "guess", 1, 2));
+        assert!(answer.contains("token differs") && !answer.contains(TOKEN), "{answer}");
+        let answer = talk(place, &hello(7, "guess", 1, 2));
+        assert!(answer.contains("version 7") && answer.contains("version 1"), "{answer}");
+        let mistaken = Bootstrap { token: "guess".into(), ..bootstrap(place, 1, 2) };
+        assert!(bootstrap_text(World::join(&mistaken)).contains("token differs"));
+    });
+    assert_eq!(refused, 3);
+}
+
+#[test]
+fn a_member_of_another_version_understood_by_halves() {
+    let place = place();
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| bootstrap_text(World::join(&bootstrap(&place, 0, 3))));
+        let other = scope.spawn(|| bootstrap_text(World::join(&bootstrap(&place, 2, 3))));
+        std::thread::sleep(SHORT);
+        let answer = talk(&place, &[&hello(7, TOKEN, 1, 3)[..], b""].concat());
+        for text in [answer, root.join().unwrap(), other.join().unwrap()] {
+            assert!(text.contains("version 7") && text.contains("version 1"), "{text}");
+        }
+    });
+}
+
+#[test]
+fn a_rank_0_of_another_version_understood_by_halves() {
+    for (reply, expected) in
+        [(frame(7, 2, b"words of the future"), "version 7"), (b"HTTP/1.1 400".to_vec(), "no frame")]
+    {
+        let place = place();
+        let listener = TcpListener::bind((place.0.as_str(), place.1)).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.write_all(&reply).unwrap();
+                let _ = stream.read_to_end(&mut Vec::new());
+            });
+            let text = bootstrap_text(World::join(&bootstrap(&place, 1, 2)));
+            assert!(text.contains(expected), "{text}");
+        });
+    }
+}
+
+#[test]
+fn two_processes_with_one_rank_both_admitted() {
+    let place = place();
+    std::thread::scope(|scope| {
+        let first: Vec<_> = (0..2)
+            .map(|rank| {
+                let place = &place;
+                scope.spawn(move || World::join(&bootstrap(place, rank, 3)).unwrap().barrier("up").unwrap())
+            })
+            .collect();
+        std::thread::sleep(SHORT);
+        let text = bootstrap_text(World::join(&bootstrap(&place, 1, 3)));
+        assert!(text.contains("rank 1 has joined already"), "{text}");
+        let text = bootstrap_text(World::join(&bootstrap(&place, 3, 4)));
+        assert!(text.contains("world of 4 ranks"), "{text}");
+        World::join(&bootstrap(&place, 2, 3)).unwrap().barrier("up").unwrap();
+        first.into_iter().for_each(|thread| thread.join().unwrap());
+    });
+}
+
+#[test]
+fn a_port_in_use_waited_for_in_silence() {
+    let place = place();
+    let _holder = TcpListener::bind((place.0.as_str(), place.1)).unwrap();
+    let start = Instant::now();
+    let text = bootstrap_text(World::join(&bootstrap(&place, 0, 2)));
+    assert!(text.contains("cannot listen") && start.elapsed() < PATIENCE / 2, "{text}");
+}
+
+#[test]
+fn a_place_that_ended_before_the_world_formed_kept_taken() {
+    let place = place();
+    std::thread::scope(|scope| {
+        let join = |rank| World::join(&bootstrap(&place, rank, 3)).unwrap().barrier("up").unwrap();
+        scope.spawn(move || join(0));
+        // A hello whose sender has closed already, and a member that is told of its admission and dies.
+        dial(&place).write_all(&hello(1, TOKEN, 1, 3)).unwrap();
+        let mut stream = dial(&place);
+        stream.write_all(&hello(1, TOKEN, 2, 3)).unwrap();
+        stream.read_exact(&mut [0; 12]).unwrap();
+        drop(stream);
+        std::thread::sleep(Duration::from_millis(50));
+        scope.spawn(move || join(1));
+        join(2);
+    });
+}
+
+// ---- worlds of processes
+
+#[test]
+fn a_killed_process_goes_unnoticed() {
+    const TEST: &str = "a_killed_process_goes_unnoticed";
+    if is_child() {
+        return sit_until_killed();
+    }
+    let place = place();
+    let mut rig = Rig((1..4).map(|rank| child(TEST, &place, rank, 4)).collect());
+    let world = World::join(&bootstrap(&place, 0, 4)).unwrap();
+    world.barrier("up").unwrap();
+    assert!(world.lost_peers().is_empty());
+    rig.0[1].kill().unwrap();
+    assert!(wait_lost(&world, &[Rank(2)]) < Duration::from_secs(1));
+    rig.0[0].kill().unwrap();
+    assert!(wait_lost(&world, &[Rank(1), Rank(2)]) < Duration::from_secs(1));
+    let start = Instant::now();
+    let text = bootstrap_text(world.barrier("gate"));
+    assert!(text.contains("rank 1 is lost") && start.elapsed() < Duration::from_secs(1), "{text}");
+}
+
+#[test]
+fn a_killed_process_noticed_by_rank_0_alone() {
+    const TEST: &str = "a_killed_process_noticed_by_rank_0_alone";
+    if is_child() {
+        return sit_until_killed();
+    }
+    // This process is rank 1; rank 0 and rank 2 are others. First rank 2 dies, then rank 0.
+    let place = place();
+    let mut rig = Rig([0, 2].into_iter().map(|rank| child(TEST, &place, rank, 3)).collect());
+    let world = World::join(&bootstrap(&place, 1, 3)).unwrap();
+    world.barrier("up").unwrap();
+    rig.0[1].kill().unwrap();
+    assert!(wait_lost(&world, &[Rank(2)]) < Duration::from_secs(1));
+    rig.0[0].kill().unwrap();
+    assert!(wait_lost(&world, &[Rank(0), Rank(2)]) < Duration::from_secs(1));
+    let start = Instant::now();
+    let text = bootstrap_text(world.barrier("gate"));
+    assert!(text.contains("rank 0 is lost") && start.elapsed() < Duration::from_secs(1), "{text}");
+}
+
+#[test]
+fn a_process_killed_in_a_collective_waited_for_until_the_deadline() {
+    const TEST: &str = "a_process_killed_in_a_collective_waited_for_until_the_deadline";
+    if is_child() {
+        return sit_until_killed();
+    }
+    let place = place();
+    let mut rig = Rig(vec![child(TEST, &place, 1, 2)]);
+    let world = World::join(&bootstrap(&place, 0, 2)).unwrap();
+    world.barrier("up").unwrap();
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| bootstrap_text(world.barrier("gate")));
+        std::thread::sleep(Duration::from_millis(100));
+        rig.0[0].kill().unwrap();
+        assert!(waiting.join().unwrap().contains("rank 1 is lost"));
+    });
+    assert!(start.elapsed() < PATIENCE / 2);
+}
+
+#[test]
+fn processes_swap_each_others_descriptors_or_end_as_losses() {
+    const TEST: &str = "processes_swap_each_others_descriptors_or_end_as_losses";
+    if is_child() {
+        let world = World::from_env().unwrap();
+        return exchange_memfds(world);
+    }
+    let place = place();
+    let mut rig = Rig((1..4).map(|rank| child(TEST, &place, rank, 4)).collect());
+    let world = World::join(&bootstrap(&place, 0, 4)).unwrap();
+    exchange_memfds(world.clone());
+    for child in &mut rig.0 {
+        assert!(child.wait().unwrap().success());
+    }
+    assert!(world.lost_peers().is_empty(), "an orderly end was taken for a loss");
+}
+
+#[test]
+fn a_process_killed_while_descriptors_are_exchanged_waited_for() {
+    const TEST: &str = "a_process_killed_while_descriptors_are_exchanged_waited_for";
+    if is_child() {
+        return sit_until_killed();
+    }
+    let place = place();
+    let mut rig = Rig(vec![child(TEST, &place, 1, 2)]);
+    let world = World::join(&bootstrap(&place, 0, 2)).unwrap();
+    world.barrier("up").unwrap();
+    let own = memfd("mine");
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| bootstrap_text(world.exchange_fds(own.as_fd())));
+        std::thread::sleep(Duration::from_millis(100));
+        rig.0[0].kill().unwrap();
+        assert!(waiting.join().unwrap().contains("rank 1 is lost"));
+    });
+}

@@ -1,0 +1,121 @@
+//! Holds the rules that keep the code where a newcomer looks for it: layers, top level, one home for PTX, no panics.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Files below `folder` with one of the extensions, as (path relative to the root, text).
+fn files(folder: &str, extensions: &[&str]) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut folders = vec![root().join(folder)];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).unwrap().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().and_then(|e| e.to_str()).is_some_and(|e| extensions.contains(&e)) {
+                let name = path.strip_prefix(root()).unwrap().display().to_string();
+                found.push((name, fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    assert!(!found.is_empty(), "no {extensions:?} files below {folder}");
+    found.sort();
+    found
+}
+
+/// Lines of code, numbered: no comments, nothing from the test module on.
+fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    text.lines()
+        .enumerate()
+        .map(|(n, line)| (n + 1, line.split("//").next().unwrap_or("")))
+        .take_while(|(_, line)| !line.contains("#[cfg(test)]"))
+}
+
+fn assert_free_of(folder: &str, extensions: &[&str], skip: &[&str], words: &[&str]) {
+    let mut found = Vec::new();
+    for (name, text) in files(folder, extensions) {
+        if skip.iter().any(|s| name.starts_with(s)) {
+            continue;
+        }
+        for (number, line) in code(&text) {
+            found.extend(words.iter().filter(|w| line.contains(**w)).map(|w| format!("{name}:{number} has {w}")));
+        }
+    }
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
+#[test]
+fn layers_only_look_down() {
+    assert_free_of("kernels/base", &["rs"], &[], &["crate::kernels", "crate::transport", "crate::proxy", "crate::ffi"]);
+    assert_free_of("bindings/ffi", &["rs"], &[], &["crate::", "super::"]);
+    assert_free_of("kernels", &["rs"], &[], &["crate::transport", "crate::proxy", "crate::World", "crate::AllToAll"]);
+    assert_free_of("transport", &["rs"], &[], &["crate::kernels", "crate::proxy", "crate::Device", "crate::AllToAll"]);
+    assert_free_of("proxy", &["rs"], &[], &["bindings", "clap", "serde_json"]);
+}
+
+#[test]
+fn the_reference_imports_nothing_but_std() {
+    assert_free_of("tests/reference", &["rs"], &[], &["tokenyard", "crate::base", "crate::proxy", "extern crate"]);
+    for (name, text) in files("tests/reference", &["rs"]) {
+        for (number, line) in code(&text) {
+            let Some(path) = line.trim().strip_prefix("use ").or_else(|| line.trim().strip_prefix("pub use ")) else {
+                continue;
+            };
+            let first = path.split("::").next().unwrap_or("");
+            let own = Path::new("tests/reference").join(format!("{first}.rs"));
+            let known = ["std", "super", "self", "core"].contains(&first) || root().join(own).exists();
+            assert!(known, "{name}:{number} imports {path}");
+        }
+    }
+}
+
+#[test]
+fn asm_and_compiler_conditionals_live_in_one_header() {
+    let words = ["asm", "#if", "#ifdef", "<<<", "cooperative_groups", "threadIdx", "blockIdx", "__syncthreads", "__ldg"];
+    assert_free_of("kernels", &["cuh", "cu"], &["kernels/prim.cuh"], &words);
+}
+
+#[test]
+fn nothing_that_input_can_reach_panics() {
+    // A panic that no input, peer or device can reach says so in a comment on its own line or the one before.
+    for folder in ["kernels", "proxy", "transport", "bindings"] {
+        for (name, text) in files(folder, &["rs"]) {
+            if name.contains("tests") || name.starts_with("bindings/ffi") {
+                continue;
+            }
+            let lines: Vec<&str> = text.lines().collect();
+            for (number, line) in code(&text) {
+                let panics = [".unwrap()", ".expect(", "panic!(", "unreachable!(", "todo!(", "unimplemented!("];
+                if !panics.iter().any(|word| line.contains(word)) {
+                    continue;
+                }
+                let excused = lines[number.saturating_sub(2)..number].iter().any(|l| l.contains("// Unreachable:"));
+                assert!(excused, "{name}:{number} may panic: {}", line.trim());
+            }
+        }
+    }
+}
+
+#[test]
+fn the_top_level_is_the_one_of_the_design() {
+    let folders = ["kernels", "proxy", "transport", "bindings", "benches", "tests", "docs", "target"];
+    for entry in fs::read_dir(root()).unwrap().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let is_folder = entry.path().is_dir();
+        assert!(!is_folder || name.starts_with('.') || folders.contains(&name.as_str()), "{name}/ has no place here");
+    }
+}
+
+#[test]
+fn files_stay_small_enough_to_find_things_in() {
+    for folder in ["kernels", "proxy", "transport", "bindings", "tests"] {
+        for (name, text) in files(folder, &["rs", "cuh", "cpp", "h"]) {
+            let limit = if name.starts_with("bindings/ffi") { usize::MAX } else { 900 };
+            assert!(text.lines().count() <= limit, "{name} has {} lines", text.lines().count());
+        }
+    }
+}

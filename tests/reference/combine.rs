@@ -1,0 +1,384 @@
+//! Compares combined rows with sums formed at f64, within a bound that follows from the order of roundings.
+//!
+//! # The bound
+//! What the library computes for one element of a token with choices k, experts on R ranks, weights w_k and expert rows
+//! y_k (known exactly here: `expert` says how they are rounded):
+//!
+//! 1. on each rank r, p_r = Σ w_k·y_k in f32, one fmaf each: at most K roundings on the way of any term;
+//! 2. p_r is rounded to the combine dtype, unless partials travel as f32;
+//! 3. at home, Σ p_r in f32, then + old when accumulating: at most R + 1 roundings;
+//! 4. the result is rounded to the out dtype.
+//!
+//! With S = Σ|w_k·y_k| (+ |old|), P = Σ|p_r|, u the unit roundoffs (bf16 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`) and
+//! h half the smallest subnormals, which bound the rounding error below the normal range:
+//!
+//! ```text
+//! f       = (K + R + 2) · (2^−24 · S + 2^−150)            steps 1 and 3; +2 absorbs second-order terms
+//! c       = u_c · (P + f) + R · h_c                       step 2; 0 with f32 partials
+//! |error| ≤ (f + c)(1 + u_c) + u_out · (|exact| + f + c) + h_out
+//! ```
+//!
+//! Weights that arrive with combine may be applied at home instead, to rows that are not summed first; that rounds less.
+//! In the token layout the caller's row is the partial and has the combine dtype already: K = 0, u_c = 0, S = Σ|p_r|.
+//! Sums that exceed the out dtype's range are outside the bound: inputs must stay below.
+
+use super::dispatch::Poison;
+use super::elem::{Elem, decode_ue8m0, pow2};
+use super::expert;
+use super::report::Report;
+use super::spec::{Faults, Layout, RowSource, Scales, SourceRank, Spec};
+
+/// What combine left at one home rank.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ObservedCombine<'a> {
+    pub out: &'a [u8],
+    /// Bytes from one row to the next.
+    pub pitch: usize,
+    /// What stood in `out` before, with the same pitch; needed when accumulating. Rows behind the last token and the
+    /// gaps between rows must still hold it, or the fill byte where it is not given.
+    pub old: Option<&'a [u8]>,
+}
+
+/// One term of a token's sum.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Term {
+    pub expert: usize,
+    pub rank: usize,
+    pub weight: f32,
+}
+
+/// Exact sum, sum of magnitudes of terms, sum of magnitudes of partials.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(super) struct Sum {
+    pub exact: f64,
+    pub terms: f64,
+    pub partials: f64,
+}
+
+/// The sums of one token, for every column; its vectors are reused from token to token.
+#[derive(Debug, Default)]
+pub struct TokenSums {
+    x: Vec<f32>,
+    exact: Vec<f64>,
+    terms: Vec<f64>,
+    partials: Vec<f64>,
+    partial: Vec<f64>,
+    fused: Vec<f32>,
+    bytes: Vec<u8>,
+    words: Vec<u32>,
+}
+
+impl TokenSums {
+    /// Exact sums of the token's columns after [`TokenSums::evaluate`], without what stood there before.
+    pub fn exact(&self) -> &[f64] {
+        &self.exact
+    }
+
+    pub(super) fn x(&self) -> &[f32] {
+        &self.x
+    }
+
+    /// Loads a token's row and forms its sums.
+    pub fn evaluate(
+        &mut self,
+        spec: &Spec,
+        source: &SourceRank,
+        rows: &dyn RowSource,
+        faults: &Faults,
+        home: usize,
+        token: usize,
+    ) {
+        self.load(spec, rows, home, token);
+        let terms = terms_of(spec, source, faults, home, token);
+        for sums in [&mut self.exact, &mut self.terms, &mut self.partials, &mut self.partial] {
+            sums.clear();
+            sums.resize(spec.hidden, 0.0);
+        }
+        self.fused.resize(spec.hidden, 0.0);
+        for rank in 0..spec.ranks {
+            if terms.iter().all(|t| t.rank != rank) {
+                continue;
+            }
+            let of_rank = terms.iter().filter(|t| t.rank == rank);
+            if matches!(spec.layout, Layout::Token { .. }) {
+                self.fused.fill(0.0);
+                of_rank.for_each(|t| self.add_fused(t));
+                self.close_fused(spec.combine_dtype);
+            } else {
+                self.partial.fill(0.0);
+                of_rank.for_each(|t| self.add_term(spec.combine_dtype, t));
+                self.close_partial();
+            }
+        }
+    }
+
+    /// Dequantises the row of a token into `x`: one f32 multiplication where there are scales.
+    pub(super) fn load(&mut self, spec: &Spec, rows: &dyn RowSource, rank: usize, token: usize) {
+        self.bytes.resize(spec.row_bytes(), 0);
+        self.words.resize(spec.scale_words(), 0);
+        self.x.resize(spec.hidden, 0.0);
+        rows.row(rank, token, &mut self.bytes);
+        match spec.dtype {
+            Elem::E4m3 => {
+                let table: [f32; 256] = std::array::from_fn(|code| Elem::E4m3.decode(code as u32));
+                self.x.iter_mut().zip(&self.bytes).for_each(|(x, &code)| *x = table[usize::from(code)]);
+            }
+            elem => (0..spec.hidden).for_each(|i| self.x[i] = elem.decode(elem.bits_at(&self.bytes, i))),
+        }
+        if spec.scales == Scales::None {
+            return;
+        }
+        rows.scales(rank, token, &mut self.words);
+        for (block, chunk) in self.x.chunks_mut(128).enumerate() {
+            let scale = match spec.scales {
+                Scales::F32 => f32::from_bits(self.words[block]),
+                _ => decode_ue8m0((self.words[block / 4] >> (block % 4 * 8)) as u8),
+            };
+            chunk.iter_mut().for_each(|x| *x *= scale);
+        }
+    }
+
+    /// Adds w·y of one expert to the rank's partial; y is rounded to the combine dtype.
+    fn add_term(&mut self, dtype: Elem, term: &Term) {
+        match dtype {
+            Elem::Bf16 => self.add_rounded(term, |y| Elem::Bf16.round(y)),
+            Elem::Fp32 => self.add_rounded(term, |y| y),
+            other => self.add_rounded(term, |y| other.round(y)),
+        }
+    }
+
+    fn add_rounded(&mut self, term: &Term, round: impl Fn(f32) -> f32) {
+        let (factor, weight) = (expert::factor(term.expert), f64::from(term.weight));
+        let shift = expert::shift(term.expert, self.x.len());
+        // Column i reads x[(i + shift) mod H]: the row from `shift` on, then its beginning.
+        let rest = self.x.len() - shift;
+        let (first, second) = self.partial.split_at_mut(rest);
+        let (first_terms, second_terms) = self.terms.split_at_mut(rest);
+        let halves = [(first, first_terms, &self.x[shift..]), (second, second_terms, &self.x[..shift])];
+        for (partial, terms, x) in halves {
+            for ((p, s), &x) in partial.iter_mut().zip(terms).zip(x) {
+                let value = weight * f64::from(round(factor * x));
+                *p += value;
+                *s += value.abs();
+            }
+        }
+    }
+
+    fn close_partial(&mut self) {
+        for ((e, sum), p) in self.exact.iter_mut().zip(&mut self.partials).zip(&self.partial) {
+            *e += p;
+            *sum += p.abs();
+        }
+    }
+
+    /// Token layout: one fmaf onto the row that the caller hands to combine.
+    fn add_fused(&mut self, term: &Term) {
+        let (factor, shift) = (expert::factor(term.expert), expert::shift(term.expert, self.x.len()));
+        let x = self.x[shift..].iter().chain(&self.x[..shift]);
+        self.fused.iter_mut().zip(x).for_each(|(acc, &x)| *acc = term.weight.mul_add(factor * x, *acc));
+    }
+
+    fn close_fused(&mut self, dtype: Elem) {
+        for ((e, sum), &row) in self.exact.iter_mut().zip(&mut self.terms).zip(&self.fused) {
+            let row = f64::from(dtype.round(row));
+            *e += row;
+            *sum += row.abs();
+        }
+    }
+
+    fn sum(&self, column: usize) -> Sum {
+        Sum { exact: self.exact[column], terms: self.terms[column], partials: self.partials[column] }
+    }
+}
+
+/// The terms of a token's sum in top-k order.
+pub(super) fn terms_of(spec: &Spec, source: &SourceRank, faults: &Faults, home: usize, token: usize) -> Vec<Term> {
+    let mut terms = Vec::new();
+    for k in (0..spec.top_k).filter(|_| !faults.is_silent(home)) {
+        let Some(expert) = source.expert(spec, token, k) else { continue };
+        let Some(rank) = spec.rank_of(expert).filter(|&r| !faults.is_overflowed(r)) else { continue };
+        terms.push(Term { expert, rank, weight: source.weight(spec, token, k) });
+    }
+    terms
+}
+
+/// The sum of one column straight from the definition; what the vectors above compute faster.
+pub(super) fn sum_at(spec: &Spec, x: &[f32], terms: &[Term], column: usize) -> Sum {
+    let mut sum = Sum::default();
+    for rank in 0..spec.ranks {
+        let of_rank = || terms.iter().filter(|t| t.rank == rank);
+        if matches!(spec.layout, Layout::Token { .. }) {
+            let row = of_rank().fold(0.0f32, |acc, t| t.weight.mul_add(expert::product(t.expert, x, column), acc));
+            let row = f64::from(spec.combine_dtype.round(row));
+            sum.exact += row;
+            sum.terms += row.abs();
+        } else {
+            let value = |t: &Term| {
+                f64::from(t.weight) * f64::from(spec.combine_dtype.round(expert::product(t.expert, x, column)))
+            };
+            let partial: f64 = of_rank().map(value).sum();
+            sum.exact += partial;
+            sum.partials += partial.abs();
+            sum.terms += of_rank().map(|t| value(t).abs()).sum::<f64>();
+        }
+    }
+    sum
+}
+
+/// Rounding constants of one spec: the module's bound with everything that does not depend on the element.
+pub(super) struct Bound {
+    steps: f64,
+    u_c: f64,
+    h_c: f64,
+    u_out: f64,
+    h_out: f64,
+}
+
+impl Bound {
+    pub fn new(spec: &Spec) -> Bound {
+        let token = matches!(spec.layout, Layout::Token { .. });
+        let rounds = !token && !spec.partial_f32;
+        let (k, ranks) = (if token { 0 } else { spec.top_k }, spec.ranks);
+        Bound {
+            steps: (k + ranks + 2) as f64,
+            u_c: if rounds { spec.combine_dtype.unit_roundoff() } else { 0.0 },
+            h_c: if rounds { ranks as f64 * spec.combine_dtype.half_subnormal() } else { 0.0 },
+            u_out: spec.out_dtype.unit_roundoff(),
+            h_out: spec.out_dtype.half_subnormal(),
+        }
+    }
+
+    /// Largest error that the documented roundings explain.
+    #[inline]
+    pub fn of(&self, sum: Sum, old: f64) -> f64 {
+        let f = self.steps * (pow2(-24) * (sum.terms + old.abs()) + pow2(-150));
+        let c = self.u_c * (sum.partials + f) + self.h_c;
+        (f + c) * (1.0 + self.u_c) + self.u_out * ((sum.exact + old).abs() + f + c) + self.h_out
+    }
+}
+
+/// Checks what combine left at rank `home`.
+pub fn check_combine(
+    spec: &Spec,
+    sources: &[SourceRank],
+    rows: &dyn RowSource,
+    faults: &Faults,
+    home: usize,
+    seen: &ObservedCombine,
+) -> Report {
+    let mut report = Report::default();
+    let row_bytes = spec.hidden * spec.out_dtype.bytes();
+    let empty = SourceRank::default();
+    let source = sources.get(home).unwrap_or(&empty);
+    let needed = source.tokens.saturating_sub(1) * seen.pitch + if source.tokens > 0 { row_bytes } else { 0 };
+    let old_fits = !spec.accumulate || seen.old.is_some_and(|old| old.len() >= needed);
+    if seen.pitch < row_bytes || seen.out.len() < needed || !old_fits {
+        let (len, pitch, tokens) = (seen.out.len(), seen.pitch, source.tokens);
+        report.miss(1, || {
+            format!("rank {home}: {len} bytes (and what stood there) with pitch {pitch} cannot hold {tokens} rows")
+        });
+        return report;
+    }
+    let mut sums = TokenSums::default();
+    for token in 0..source.tokens {
+        let start = token * seen.pitch;
+        let got = &seen.out[start..start + row_bytes];
+        let old = if spec.accumulate { seen.old.and_then(|old| old.get(start..start + row_bytes)) } else { None };
+        sums.evaluate(spec, source, rows, faults, home, token);
+        let row = Row { spec, source, rows, faults, home, token, got, old };
+        row.check(&sums, &mut report);
+        let gap = start + row_bytes..(start + seen.pitch).min(seen.out.len());
+        untouched(spec, seen, gap, home, &format!("gap behind token {token}"), &mut report);
+    }
+    let behind = (source.tokens * seen.pitch).min(seen.out.len())..seen.out.len();
+    untouched(spec, seen, behind, home, "rows behind the last token", &mut report);
+    report
+}
+
+fn untouched(
+    spec: &Spec,
+    seen: &ObservedCombine,
+    range: std::ops::Range<usize>,
+    home: usize,
+    what: &str,
+    r: &mut Report,
+) {
+    let now = &seen.out[range.clone()];
+    let touched = match seen.old.and_then(|old| old.get(range)) {
+        Some(before) if before == now => None,
+        Some(before) => before.iter().zip(now).position(|(a, b)| a != b),
+        None => Poison::new(spec.poison).first_touched(now),
+    };
+    if let Some(at) = touched {
+        r.miss(1, || format!("rank {home}: byte {at} of the {what} was written"));
+    }
+}
+
+/// One combined row and all that is needed to judge it.
+pub(super) struct Row<'a> {
+    pub spec: &'a Spec,
+    pub source: &'a SourceRank,
+    pub rows: &'a dyn RowSource,
+    pub faults: &'a Faults,
+    pub home: usize,
+    pub token: usize,
+    pub got: &'a [u8],
+    pub old: Option<&'a [u8]>,
+}
+
+impl Row<'_> {
+    pub fn value(&self, column: usize) -> f64 {
+        let elem = self.spec.out_dtype;
+        f64::from(elem.decode(elem.bits_at(self.got, column)))
+    }
+
+    /// What stood in a column before; 0 unless accumulating.
+    pub fn old(&self, column: usize) -> f64 {
+        let elem = self.spec.out_dtype;
+        self.old.map_or(0.0, |old| f64::from(elem.decode(elem.bits_at(old, column))))
+    }
+
+    fn check(&self, sums: &TokenSums, report: &mut Report) {
+        let bound = Bound::new(self.spec);
+        let mut wrong = Vec::new();
+        let mut worst = 0.0f64;
+        for column in 0..self.spec.hidden {
+            let (sum, old) = (sums.sum(column), self.old(column));
+            let exact = sum.exact + old;
+            let error = (self.value(column) - exact).abs();
+            // Nothing compares as below a bound that is NaN, nor does a NaN below any: neither is right.
+            let right = error <= bound.of(sum, old) && exact.is_finite();
+            if !right {
+                wrong.push(column);
+            }
+            let scale = exact.abs().max((sum.terms + old.abs()) / 8.0);
+            if error > worst * scale {
+                worst = error / scale;
+            } else if error.is_nan() {
+                worst = f64::INFINITY;
+            }
+        }
+        report.compared += self.spec.hidden as u64;
+        report.max_rel_err = report.max_rel_err.max(worst);
+        if !wrong.is_empty() {
+            report.miss(wrong.len() as u64, || self.describe(sums, &bound, &wrong));
+        }
+    }
+
+    fn describe(&self, sums: &TokenSums, bound: &Bound, wrong: &[usize]) -> String {
+        let (elem, column) = (self.spec.out_dtype, wrong[0]);
+        let (sum, old, digits) = (sums.sum(column), self.old(column), elem.bytes() * 2 + 2);
+        let text = format!(
+            "rank {} token {}: column {column} is {:e} ({:#0digits$x}), expected {:e} within {:.3e}; {} of {} columns differ",
+            self.home,
+            self.token,
+            self.value(column),
+            elem.bits_at(self.got, column),
+            sum.exact + old,
+            bound.of(sum, old),
+            wrong.len(),
+            self.spec.hidden,
+        );
+        text + &super::explain_sum::explain(self, sums.x(), bound, wrong)
+    }
+}

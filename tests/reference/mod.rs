@@ -1,0 +1,38 @@
+//! The independent reference: what dispatch and combine must produce, written down by definition.
+//!
+//! Place in the data path: behind it. The command line and the tests hand it the inputs and the bytes that a run
+//! left behind, and it says which elements are wrong and how. It runs on the caller's thread and allocates freely.
+//! It never imports anything of the library under test, nor anything but `std`, so that a mistake cannot be made
+//! twice in one place; a test searches these files for such an import.
+//!
+//! | file | holds |
+//! |---|---|
+//! | `elem` | codecs of the element types |
+//! | `spec` | what was asked for, and by whom which token was routed where |
+//! | `expect` | which row must stand where: a sort by (expert, source rank, token) |
+//! | `expert` | the functions that stand in for experts, a different one for each |
+//! | `dispatch` | comparison of dispatched buffers, bit for bit |
+//! | `combine` | comparison of combined rows against sums at f64, within a derived bound |
+//! | `explain` | what a wrong row looks like: swapped, lost, doubled, somebody else's |
+//! | `explain_sum` | what a wrong sum looks like: an expert missing, doubled, exchanged, weights swapped |
+//! | `report` | counts and sentences |
+
+// Each place that mounts this module uses a part of it.
+#![allow(dead_code, unused_imports)]
+
+mod combine;
+mod dispatch;
+pub mod elem;
+mod expect;
+pub mod expert;
+mod explain;
+mod explain_sum;
+mod report;
+mod spec;
+
+pub use combine::{ObservedCombine, TokenSums, check_combine};
+pub use dispatch::{ObservedDispatch, check_dispatch, scale_index, scale_total_words};
+pub use elem::Elem;
+pub use expect::{Expected, Place, Slot, expected_dispatch};
+pub use report::Report;
+pub use spec::{Faults, Layout, RowSource, ScaleOrder, Scales, SourceRank, Spec, Weights, bad_routing};

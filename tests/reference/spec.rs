@@ -1,0 +1,176 @@
+//! What was asked for: shapes, layouts, types; and which rank routed which token where.
+
+use super::elem::Elem;
+
+/// How rows are scaled, and how scales are packed into 4-byte words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scales {
+    None,
+    /// One f32 for 128 columns.
+    F32,
+    /// One exponent byte for 128 columns, four to a word, little end first, unused bytes zero.
+    Ue8m0,
+}
+
+/// When the router's weights are given.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Weights {
+    Dispatch,
+    Combine,
+    /// Never; every weight is 1.
+    None,
+}
+
+/// Where dispatched rows stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// Expert by expert; each segment starts and ends at a multiple of `align`.
+    Contiguous { align: usize, capacity: usize },
+    /// Row i of local expert e at e · per_expert + i.
+    Masked { per_expert: usize },
+    /// One row per (source rank, token) that has an expert here.
+    Token { capacity: usize },
+}
+
+/// Order of the dispatched scale words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScaleOrder {
+    /// [row][word].
+    RowMajor,
+    /// [word][row], the row count rounded up to 4; in the masked layout one such block per expert.
+    ColumnMajor,
+}
+
+/// One exchange, as the caller described it.
+#[derive(Debug, Clone)]
+pub struct Spec {
+    pub ranks: usize,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    /// The rank of each expert; local experts of a rank are its experts by ascending id.
+    pub expert_rank: Vec<u32>,
+    pub dtype: Elem,
+    pub scales: Scales,
+    /// Type of the rows that experts return.
+    pub combine_dtype: Elem,
+    /// A rank's partial sums travel as f32 instead of the combine dtype.
+    pub partial_f32: bool,
+    pub out_dtype: Elem,
+    pub weights: Weights,
+    pub layout: Layout,
+    pub scale_order: ScaleOrder,
+    /// Combine adds to what stands in its output.
+    pub accumulate: bool,
+    /// Rows between the end of an expert's rows and the next segment's start are zeroed, scales included. Without it
+    /// they are untouched. The masked and token layouts have no such rows.
+    pub zero_padding: bool,
+    /// The byte with which every output was filled before the run.
+    pub poison: u8,
+}
+
+impl Spec {
+    /// Bytes of one dispatched row.
+    pub fn row_bytes(&self) -> usize {
+        self.hidden * self.dtype.bytes()
+    }
+
+    /// 4-byte scale words of one row.
+    pub fn scale_words(&self) -> usize {
+        match self.scales {
+            Scales::None => 0,
+            Scales::F32 => self.hidden.div_ceil(128),
+            Scales::Ue8m0 => self.hidden.div_ceil(512),
+        }
+    }
+
+    /// The experts of a rank, by ascending id.
+    pub fn local_experts(&self, rank: usize) -> Vec<usize> {
+        (0..self.experts).filter(|&e| self.rank_of(e) == Some(rank)).collect()
+    }
+
+    /// The rank of an expert; none if there is no such expert.
+    pub fn rank_of(&self, expert: usize) -> Option<usize> {
+        self.expert_rank.get(expert).map(|&r| r as usize)
+    }
+
+    /// Rows that the output of a rank with `local` experts has room for.
+    pub fn capacity_rows(&self, local: usize) -> usize {
+        match self.layout {
+            Layout::Contiguous { capacity, .. } | Layout::Token { capacity } => capacity,
+            Layout::Masked { per_expert } => per_expert * local,
+        }
+    }
+}
+
+/// What one rank dispatched. An id below zero is no expert.
+#[derive(Debug, Clone, Default)]
+pub struct SourceRank {
+    pub tokens: usize,
+    /// [tokens][top_k].
+    pub topk_idx: Vec<i64>,
+    /// [tokens][top_k]; may be empty where weights are not given.
+    pub topk_weight: Vec<f32>,
+}
+
+impl SourceRank {
+    /// Entry `k` of a token: its expert, if there is one.
+    pub fn expert(&self, spec: &Spec, token: usize, k: usize) -> Option<usize> {
+        let id = *self.topk_idx.get(token * spec.top_k + k)?;
+        usize::try_from(id).ok().filter(|&e| e < spec.experts)
+    }
+
+    /// Entry `k` of a token: its weight, 1 where none are given.
+    pub fn weight(&self, spec: &Spec, token: usize, k: usize) -> f32 {
+        match spec.weights {
+            Weights::None => 1.0,
+            _ => self.topk_weight.get(token * spec.top_k + k).copied().unwrap_or(f32::NAN),
+        }
+    }
+}
+
+/// Gives the rows that were dispatched; they may be made again on demand instead of stored.
+pub trait RowSource {
+    /// The bytes of a token's row; `out` is exactly one row long.
+    fn row(&self, rank: usize, token: usize, out: &mut [u8]);
+    /// The scale words of a token; `out` is exactly `Spec::scale_words` long.
+    fn scales(&self, rank: usize, token: usize, out: &mut [u32]);
+}
+
+/// Ranks that are known not to have done their part. Empty vectors: all did.
+#[derive(Debug, Clone, Default)]
+pub struct Faults {
+    /// Ranks whose routing was unusable: they sent nothing, and their own sums are empty.
+    pub silent: Vec<bool>,
+    /// Ranks whose output was too small: nothing of theirs enters anybody's sums.
+    pub overflowed: Vec<bool>,
+}
+
+impl Faults {
+    pub fn is_silent(&self, rank: usize) -> bool {
+        self.silent.get(rank).copied().unwrap_or(false)
+    }
+
+    pub fn is_overflowed(&self, rank: usize) -> bool {
+        self.overflowed.get(rank).copied().unwrap_or(false)
+    }
+}
+
+/// Why a rank's routing is unusable, if it is: an id out of range, or one expert twice in a token.
+pub fn bad_routing(spec: &Spec, source: &SourceRank) -> Option<String> {
+    for token in 0..source.tokens {
+        let start = token * spec.top_k;
+        let Some(ids) = source.topk_idx.get(start..start + spec.top_k) else {
+            return Some(format!("token {token} has no routing"));
+        };
+        for (k, &id) in ids.iter().enumerate() {
+            if id < -1 || id >= spec.experts as i64 {
+                return Some(format!("token {token}, choice {k}: there is no expert {id}"));
+            }
+            if id >= 0 && ids[..k].contains(&id) {
+                return Some(format!("token {token}, choice {k}: expert {id} is chosen twice"));
+            }
+        }
+    }
+    None
+}

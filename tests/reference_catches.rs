@@ -1,0 +1,581 @@
+//! The reference is itself tested: observations are built naively here, one thing in them is damaged, and the reference
+//! must say so, with the rank, the token and the column. It must also pass what is right, in every layout.
+
+mod reference;
+
+use reference::elem::{self, Elem};
+use reference::*;
+
+const RANKS: usize = 3;
+const HIDDEN: usize = 256;
+const EXPERTS: usize = 12;
+const TOP_K: usize = 3;
+const FILL: u8 = 0xa5;
+/// Bytes between rows, and behind everything, that nobody may touch.
+const GAP: usize = 16;
+
+/// Rows from a formula of the test's own.
+struct Made;
+
+fn noise(parts: [usize; 4]) -> u32 {
+    let x = parts.iter().fold(2_166_136_261u32, |h, &p| (h ^ p as u32).wrapping_mul(16_777_619).rotate_left(13));
+    (x ^ x >> 15).wrapping_mul(0x2c1b_3c6d) ^ x >> 12
+}
+
+impl RowSource for Made {
+    fn row(&self, rank: usize, token: usize, out: &mut [u8]) {
+        // Normal numbers of every e4m3 exponent up to 11 and both signs.
+        out.iter_mut().enumerate().for_each(|(i, b)| *b = (noise([rank, token, i, 1]) >> 7) as u8 & 0xdf | 0x08);
+    }
+    fn scales(&self, rank: usize, token: usize, out: &mut [u32]) {
+        out.iter_mut().enumerate().for_each(|(i, w)| *w = 0x3f00_0000 | noise([rank, token, i, 2]) >> 9);
+    }
+}
+
+fn spec(layout: Layout) -> Spec {
+    Spec {
+        ranks: RANKS,
+        hidden: HIDDEN,
+        experts: EXPERTS,
+        top_k: TOP_K,
+        // No rank's experts are consecutive, and no two ranks have equally many.
+        expert_rank: vec![0, 1, 2, 1, 0, 2, 1, 1, 2, 1, 0, 1],
+        dtype: Elem::E4m3,
+        scales: Scales::F32,
+        combine_dtype: Elem::Bf16,
+        partial_f32: false,
+        out_dtype: Elem::Bf16,
+        weights: Weights::Dispatch,
+        layout,
+        scale_order: ScaleOrder::RowMajor,
+        accumulate: false,
+        zero_padding: true,
+        poison: FILL,
+    }
+}
+
+const CONTIGUOUS: Layout = Layout::Contiguous { align: 4, capacity: 48 };
+
+/// Rank 0 has 9 tokens, rank 1 has 6, rank 2 none. Token 4 of rank 1 goes nowhere.
+fn sources() -> Vec<SourceRank> {
+    let source = |rank: usize, tokens: usize| {
+        let mut source = SourceRank { tokens, ..Default::default() };
+        for token in 0..tokens {
+            let first = noise([rank, token, 0, 3]) as usize;
+            for k in 0..TOP_K {
+                let none = (rank, token) == (1, 4) || noise([rank, token, k, 4]).is_multiple_of(7);
+                source.topk_idx.push(if none { -1 } else { ((first + k * 5) % EXPERTS) as i64 });
+                source.topk_weight.push(0.2 + 0.25 * k as f32 + (token as f32) / 64.0);
+            }
+        }
+        source
+    };
+    vec![source(0, 9), source(1, 6), source(2, 0)]
+}
+
+/// Everything that a dispatch leaves on one rank.
+#[derive(Clone)]
+struct Dispatched {
+    rows: Vec<u8>,
+    scales: Vec<u8>,
+    count: Vec<u8>,
+    offset: Vec<u8>,
+    row_expert: Vec<u8>,
+    source: Vec<u8>,
+    /// (source rank, token, global expert) of each row that holds a token, with its index.
+    placed: Vec<(usize, usize, usize, usize)>,
+}
+
+const PITCH: usize = HIDDEN + GAP;
+
+fn put(bytes: &mut [u8], index: usize, value: i32) {
+    bytes[index * 4..index * 4 + 4].copy_from_slice(&value.to_le_bytes());
+}
+
+impl Dispatched {
+    /// Naive: for each local expert, for each rank, for each of its tokens that chose the expert, the next row.
+    fn build(spec: &Spec, sources: &[SourceRank], dst: usize) -> Dispatched {
+        let experts: Vec<usize> = (0..EXPERTS).filter(|&e| spec.expert_rank[e] as usize == dst).collect();
+        let capacity = spec.capacity_rows(experts.len());
+        let fill = |bytes: usize| vec![FILL; bytes];
+        let mut made = Dispatched {
+            rows: fill(capacity * PITCH + GAP),
+            scales: fill(scale_total_words(spec, experts.len()) * 4 + GAP),
+            count: fill(experts.len() * 4),
+            offset: fill(experts.len() * 4 + 4),
+            row_expert: fill(capacity * 4),
+            source: fill(capacity * 8),
+            placed: Vec::new(),
+        };
+        let mut row = 0;
+        for (local, &expert) in experts.iter().enumerate() {
+            if let Layout::Masked { per_expert } = spec.layout {
+                row = local * per_expert;
+            }
+            put(&mut made.offset, local, row as i32);
+            let start = row;
+            for (rank, source) in sources.iter().enumerate() {
+                for token in 0..source.tokens {
+                    if source.topk_idx[token * TOP_K..][..TOP_K].contains(&(expert as i64)) {
+                        made.place(spec, capacity, row, (rank, token, local));
+                        made.placed.push((rank, token, expert, row));
+                        row += 1;
+                    }
+                }
+            }
+            put(&mut made.count, local, (row - start) as i32);
+            if let Layout::Contiguous { align, .. } = spec.layout {
+                while row % align != 0 {
+                    made.pad(spec, capacity, row);
+                    row += 1;
+                }
+            }
+        }
+        let end = if let Layout::Masked { per_expert } = spec.layout { experts.len() * per_expert } else { row };
+        put(&mut made.offset, experts.len(), end as i32);
+        made
+    }
+
+    fn place(&mut self, spec: &Spec, capacity: usize, row: usize, (rank, token, local): (usize, usize, usize)) {
+        Made.row(rank, token, &mut self.rows[row * PITCH..][..HIDDEN]);
+        let mut words = [0u32; HIDDEN / 128];
+        Made.scales(rank, token, &mut words);
+        for (word, value) in words.iter().enumerate() {
+            put(&mut self.scales, scale_index(spec, capacity, row, word), *value as i32);
+        }
+        put(&mut self.row_expert, row, local as i32);
+        put(&mut self.source, row * 2, rank as i32);
+        put(&mut self.source, row * 2 + 1, token as i32);
+    }
+
+    fn pad(&mut self, spec: &Spec, capacity: usize, row: usize) {
+        if spec.zero_padding {
+            self.rows[row * PITCH..][..HIDDEN].fill(0);
+            (0..HIDDEN / 128).for_each(|word| put(&mut self.scales, scale_index(spec, capacity, row, word), 0));
+        }
+        put(&mut self.row_expert, row, -1);
+        put(&mut self.source, row * 2, -1);
+        put(&mut self.source, row * 2 + 1, -1);
+    }
+
+    fn check(&self, spec: &Spec, dst: usize) -> Report {
+        let seen = ObservedDispatch {
+            rows: &self.rows,
+            rows_pitch: PITCH,
+            scales: Some(&self.scales),
+            expert_count: Some(&self.count),
+            expert_offset: Some(&self.offset),
+            row_expert: Some(&self.row_expert),
+            source: Some(&self.source),
+            ..Default::default()
+        };
+        check_dispatch(spec, &sources(), &Made, &Faults::default(), dst, &seen)
+    }
+
+    fn row(&mut self, row: usize) -> &mut [u8] {
+        &mut self.rows[row * PITCH..][..HIDDEN]
+    }
+
+    fn swap_rows(&mut self, a: usize, b: usize) {
+        let kept = self.row(a).to_vec();
+        let other = self.row(b).to_vec();
+        self.row(a).copy_from_slice(&other);
+        self.row(b).copy_from_slice(&kept);
+    }
+}
+
+/// The report must be wrong and one of its sentences must hold all parts.
+#[track_caller]
+fn says(report: &Report, mismatches: u64, parts: &[&str]) {
+    assert_eq!(report.mismatches, mismatches, "{:#?}", report.sentences);
+    let found = report.sentences.iter().any(|s| parts.iter().all(|p| s.contains(p)));
+    assert!(found, "no sentence holds {parts:?}: {:#?}", report.sentences);
+}
+
+#[test]
+fn right_dispatches_pass_in_every_layout() {
+    for layout in [CONTIGUOUS, Layout::Contiguous { align: 1, capacity: 30 }, Layout::Masked { per_expert: 7 }] {
+        for scale_order in [ScaleOrder::RowMajor, ScaleOrder::ColumnMajor] {
+            for zero_padding in [false, true] {
+                let spec = Spec { scale_order, zero_padding, ..spec(layout) };
+                for dst in 0..RANKS {
+                    let report = Dispatched::build(&spec, &sources(), dst).check(&spec, dst);
+                    assert!(report.ok() && report.compared > 1000, "{layout:?} rank {dst}: {:#?}", report.sentences);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn flipped_bit_is_reported_with_its_column() {
+    let spec = spec(CONTIGUOUS);
+    let mut made = Dispatched::build(&spec, &sources(), 1);
+    let (rank, token, expert, row) = made.placed[3];
+    made.row(row)[255] ^= 0x10;
+    let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token}): column 255 is 0x");
+    says(&made.check(&spec, 1), 1, &[&who, "1 of 256 columns differ"]);
+}
+
+#[test]
+fn swapped_rows_are_recognised() {
+    let spec = spec(CONTIGUOUS);
+    let mut made = Dispatched::build(&spec, &sources(), 1);
+    let (a, b) = (made.placed[0], made.placed[1]);
+    assert_eq!(a.2, b.2, "both rows are of one expert");
+    made.swap_rows(a.3, b.3);
+    let report = made.check(&spec, 1);
+    let here = format!("the row of another token (rank {}, token {}) stands here", b.0, b.1);
+    let there = format!("stands at row {}: swapped", b.3);
+    says(&report, report.mismatches, &["rank 1 row 0", "column ", &here, &there]);
+    assert!(report.mismatches > HIDDEN as u64);
+}
+
+#[test]
+fn swapped_experts_are_reported() {
+    let spec = spec(CONTIGUOUS);
+    let mut made = Dispatched::build(&spec, &sources(), 0);
+    let a = made.placed[0];
+    let b = *made.placed.iter().find(|p| p.2 != a.2 && (p.0, p.1) != (a.0, a.1)).unwrap();
+    made.swap_rows(a.3, b.3);
+    let who = format!("rank 0 row {} (expert {}, from rank {} token {})", a.3, a.2, a.0, a.1);
+    let report = made.check(&spec, 0);
+    says(&report, report.mismatches, &[&who, &format!("(rank {}, token {})", b.0, b.1), "column "]);
+
+    let mut made = Dispatched::build(&spec, &sources(), 0);
+    put(&mut made.row_expert, a.3, 1);
+    says(&made.check(&spec, 0), 1, &[&who, "row_expert is 1, expected 0"]);
+}
+
+#[test]
+fn lost_row_is_called_lost_wherever_the_gap_shows() {
+    let spec = spec(CONTIGUOUS);
+    let mut made = Dispatched::build(&spec, &sources(), 1);
+    let (rank, token, expert, row) = made.placed[2];
+    made.row(row).fill(FILL);
+    let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token}): column 0 is 0xa5");
+    says(&made.check(&spec, 1), 256, &[&who, "never written", "lost"]);
+
+    // The rows of the expert behind the lost one moved up.
+    let mut made = Dispatched::build(&spec, &sources(), 1);
+    let (lost, next) = (made.placed[0], made.placed[1]);
+    made.swap_rows(lost.3, next.3);
+    made.row(next.3).fill(FILL);
+    let report = made.check(&spec, 1);
+    says(&report, report.mismatches, &[&format!("rank 1 row {}", lost.3), "another token", "lost", "column"]);
+}
+
+#[test]
+fn doubled_row_is_called_doubled() {
+    let spec = spec(CONTIGUOUS);
+    let mut made = Dispatched::build(&spec, &sources(), 1);
+    let (a, b) = (made.placed[0], made.placed[1]);
+    let copy = made.row(a.3).to_vec();
+    made.row(b.3).copy_from_slice(&copy);
+    let doubled = format!("also at row {} where it belongs: doubled", a.3);
+    let report = made.check(&spec, 1);
+    let who = format!("rank 1 row {} (expert {}, from rank {} token {})", b.3, b.2, b.0, b.1);
+    says(&report, report.mismatches, &[&who, &doubled, "lost", "column"]);
+}
+
+#[test]
+fn stale_output_is_never_taken_for_a_result() {
+    let spec = spec(CONTIGUOUS);
+    let mut made = Dispatched::build(&spec, &sources(), 2);
+    let tokens = made.placed.len() as u64;
+    for part in [&mut made.rows, &mut made.scales, &mut made.count, &mut made.offset, &mut made.row_expert] {
+        part.fill(FILL);
+    }
+    let report = made.check(&spec, 2);
+    says(&report, report.mismatches, &["rank 2 row 0", "token", "column 0 is 0xa5", "never written"]);
+    assert!(report.mismatches >= tokens * 256);
+}
+
+#[test]
+fn wrong_scale_count_offset_and_source_are_reported() {
+    for scale_order in [ScaleOrder::RowMajor, ScaleOrder::ColumnMajor] {
+        let spec = Spec { scale_order, ..spec(CONTIGUOUS) };
+        let good = Dispatched::build(&spec, &sources(), 1);
+        let (rank, token, expert, row) = good.placed[4];
+        let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token})");
+        let mut made = good.clone();
+        made.scales[scale_index(&spec, 48, row, 1) * 4] ^= 1;
+        says(&made.check(&spec, 1), 1, &[&who, "scale word 1 is 0x"]);
+        let mut made = good.clone();
+        put(&mut made.count, 2, 77);
+        says(&made.check(&spec, 1), 1, &["rank 1: expert_count of expert 6 (local 2) is 77, expected"]);
+        let mut made = good.clone();
+        put(&mut made.offset, 1, 3);
+        says(&made.check(&spec, 1), 1, &["rank 1: expert_offset[1] is 3, expected"]);
+        let mut made = good.clone();
+        put(&mut made.source, row * 2 + 1, 99);
+        says(&made.check(&spec, 1), 1, &[&who, "source token is 99, expected"]);
+    }
+}
+
+#[test]
+fn writes_where_nothing_belongs_are_reported() {
+    let spec = spec(CONTIGUOUS);
+    let good = Dispatched::build(&spec, &sources(), 1);
+    let (last, end) = (good.placed[good.placed.len() - 1].3, 48);
+    for (at, what) in [
+        (last * PITCH + HIDDEN, format!("rank 1 row {last} (expert 11")),
+        ((end - 1) * PITCH + 5, format!("rank 1 row {} (behind the rows used): column 5 must be untouched", end - 1)),
+        (end * PITCH + 1, format!("rank 1 row {end} (behind the capacity): written behind the capacity")),
+    ] {
+        let mut made = good.clone();
+        made.rows[at] = 0;
+        says(&made.check(&spec, 1), 1, &[&what]);
+    }
+    let padding = good.row_expert.chunks(4).position(|e| e == [255; 4]).unwrap();
+    let mut made = good.clone();
+    made.row(padding)[7] = 1;
+    says(&made.check(&spec, 1), 1, &[&format!("rank 1 row {padding} (padding): column 7 must be zero")]);
+}
+
+#[test]
+fn too_small_output_must_stay_untouched() {
+    let small = spec(Layout::Contiguous { align: 4, capacity: 8 });
+    let expected = expected_dispatch(&small, &sources(), &Faults::default(), 1);
+    assert!(expected.overflow() && expected.given == 8, "{expected:?}");
+    let rows = vec![FILL; 8 * PITCH];
+    let check = |rows: &[u8]| {
+        let seen = ObservedDispatch { rows, rows_pitch: PITCH, ..Default::default() };
+        check_dispatch(&small, &sources(), &Made, &Faults::default(), 1, &seen)
+    };
+    assert!(check(&rows).ok());
+    let mut wrong = rows.clone();
+    wrong[0] ^= 1;
+    assert!(!check(&wrong).ok());
+    let mut behind = rows;
+    behind.extend([0; 4]);
+    says(&check(&behind), 1, &["rank 1 row 8 (behind the capacity)"]);
+}
+
+#[test]
+fn silent_rank_sends_nothing() {
+    let (spec, mut routed) = (spec(CONTIGUOUS), sources());
+    assert_eq!(bad_routing(&spec, &routed[0]), None);
+    routed[0].topk_idx[4] = EXPERTS as i64;
+    assert_eq!(bad_routing(&spec, &routed[0]).as_deref(), Some("token 1, choice 1: there is no expert 12"));
+    let faults = Faults { silent: vec![true], ..Default::default() };
+    let expected = expected_dispatch(&spec, &routed, &faults, 1);
+    assert!(expected.slots.iter().all(|s| !matches!(s, Slot::Token(p) if p.source == 0)));
+    assert!(expected.counts.iter().sum::<usize>() > 0);
+}
+
+#[test]
+fn token_layout_keeps_choices_and_weights() {
+    let spec = spec(Layout::Token { capacity: 16 });
+    let routed = sources();
+    let (mut rows, mut experts, mut weights) = (vec![FILL; 16 * PITCH], vec![FILL; 16 * 12], vec![FILL; 16 * 12]);
+    let local = [1i64, 3, 6, 7, 9, 11];
+    let (mut row, mut first_choice) = (0, None);
+    for (rank, source) in routed.iter().enumerate() {
+        for token in 0..source.tokens {
+            let ids = &source.topk_idx[token * TOP_K..][..TOP_K];
+            if !ids.iter().any(|id| local.contains(id)) {
+                continue;
+            }
+            Made.row(rank, token, &mut rows[row * PITCH..][..HIDDEN]);
+            for (k, id) in ids.iter().enumerate() {
+                let here = local.iter().position(|l| l == id);
+                let weight = if here.is_some() { source.topk_weight[token * TOP_K + k] } else { 0.0 };
+                put(&mut experts, row * TOP_K + k, here.map_or(-1, |e| e as i32));
+                put(&mut weights, row * TOP_K + k, weight.to_bits() as i32);
+                first_choice = first_choice.or(here.map(|_| (row, rank, token, k)));
+            }
+            row += 1;
+        }
+    }
+    let check = |experts: &[u8], weights: &[u8], row_count: i32| {
+        let count = row_count.to_le_bytes();
+        let seen = ObservedDispatch {
+            rows: &rows,
+            rows_pitch: PITCH,
+            token_experts: Some(experts),
+            token_weights: Some(weights),
+            row_count: Some(&count),
+            ..Default::default()
+        };
+        check_dispatch(&spec, &routed, &Made, &Faults::default(), 1, &seen)
+    };
+    let row_count = row as i32;
+    let report = check(&experts, &weights, row_count);
+    assert!(report.ok(), "{:#?}", report.sentences);
+    says(&check(&experts, &weights, 3), 1, &["rank 1: row_count[0] is 3"]);
+    let (row, rank, token, k) = first_choice.unwrap();
+    let who = format!("rank 1 row {row} (from rank {rank} token {token})");
+    let (mut wrong_experts, mut wrong_weights) = (experts.clone(), weights.clone());
+    put(&mut wrong_experts, row * TOP_K + k, 5);
+    put(&mut wrong_weights, row * TOP_K + k, 2.0f32.to_bits() as i32);
+    says(&check(&wrong_experts, &weights, row_count), 1, &[&who, &format!("local expert of choice {k} is 5")]);
+    says(&check(&experts, &wrong_weights, row_count), 1, &[&who, &format!("weight of choice {k} is 2, expected 0.")]);
+}
+
+/// One term of a token's sum: expert, rank, weight.
+type Term = (usize, usize, f32);
+
+fn terms(spec: &Spec, source: &SourceRank, token: usize) -> Vec<Term> {
+    let ids = source.topk_idx[token * TOP_K..][..TOP_K].iter().zip(&source.topk_weight[token * TOP_K..]);
+    let real = ids.filter(|(id, _)| **id >= 0);
+    real.map(|(&e, &w)| (e as usize, spec.expert_rank[e as usize] as usize, w)).collect()
+}
+
+/// The element that a library would compute: in f32, in the documented order, rounded where documented.
+fn combined(spec: &Spec, x: &[f32], terms: &[Term], column: usize, old: f32) -> u32 {
+    let round = |elem: Elem, v: f32| elem.decode(elem.encode(v));
+    let mut home = 0.0f32;
+    for rank in 0..RANKS {
+        let mut partial = 0.0f32;
+        for &(expert, _, weight) in terms.iter().filter(|t| t.1 == rank) {
+            let y = expert::factor(expert) * x[(column + expert::shift(expert, HIDDEN)) % HIDDEN];
+            let token_layout = matches!(spec.layout, Layout::Token { .. });
+            partial = weight.mul_add(if token_layout { y } else { round(spec.combine_dtype, y) }, partial);
+        }
+        home += if spec.partial_f32 { partial } else { round(spec.combine_dtype, partial) };
+    }
+    spec.out_dtype.encode(if spec.accumulate { old + home } else { home })
+}
+
+fn dequantised(rank: usize, token: usize) -> Vec<f32> {
+    let (mut row, mut words) = (vec![0u8; HIDDEN], [0u32; HIDDEN / 128]);
+    Made.row(rank, token, &mut row);
+    Made.scales(rank, token, &mut words);
+    (0..HIDDEN).map(|i| elem::decode_e4m3(row[i]) * f32::from_bits(words[i / 128])).collect()
+}
+
+/// What combine leaves at rank `home`, with terms changed by `change(token, terms)`.
+fn combine(spec: &Spec, home: usize, old: &[u8], change: impl Fn(usize, &mut Vec<Term>)) -> Vec<u8> {
+    let (source, size) = (&sources()[home], spec.out_dtype.bytes());
+    let mut out = old.to_vec();
+    for token in 0..source.tokens {
+        let (mut list, x) = (terms(spec, source, token), dequantised(home, token));
+        change(token, &mut list);
+        let start = token * (HIDDEN * size + GAP);
+        for column in 0..HIDDEN {
+            let at = start + column * size;
+            let before = spec.out_dtype.decode(spec.out_dtype.bits_at(&old[at..], 0));
+            let bits = combined(spec, &x, &list, column, before);
+            out[at..at + size].copy_from_slice(&bits.to_le_bytes()[..size]);
+        }
+    }
+    out
+}
+
+fn check(spec: &Spec, home: usize, out: &[u8], old: &[u8]) -> Report {
+    let pitch = HIDDEN * spec.out_dtype.bytes() + GAP;
+    let seen = ObservedCombine { out, pitch, old: spec.accumulate.then_some(old) };
+    check_combine(spec, &sources(), &Made, &Faults::default(), home, &seen)
+}
+
+/// An output of rank `home` before combine: room for two tokens more than there are.
+fn blank(spec: &Spec, home: usize) -> Vec<u8> {
+    vec![FILL; (sources()[home].tokens + 2) * (HIDDEN * spec.out_dtype.bytes() + GAP)]
+}
+
+#[test]
+fn right_combines_pass_within_the_bound_in_every_type() {
+    for combine_dtype in [Elem::Bf16, Elem::Fp16, Elem::Fp32] {
+        for out_dtype in [Elem::Bf16, Elem::Fp16, Elem::Fp32] {
+            for (layout, partial_f32, accumulate) in
+                [(CONTIGUOUS, false, false), (CONTIGUOUS, true, true), (Layout::Token { capacity: 9 }, false, true)]
+            {
+                let spec = Spec { combine_dtype, out_dtype, partial_f32, accumulate, ..spec(layout) };
+                for home in 0..RANKS {
+                    let old = blank(&spec, home);
+                    let report = check(&spec, home, &combine(&spec, home, &old, |_, _| {}), &old);
+                    assert!(report.ok(), "{spec:?}: {:#?}", report.sentences);
+                    let rough = out_dtype.unit_roundoff() + combine_dtype.unit_roundoff() * 9.0;
+                    assert!(report.max_rel_err <= rough, "{spec:?}: {}", report.max_rel_err);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn damaged_combines_are_reported_with_their_cause() {
+    type Change = fn(&mut Vec<Term>);
+    let damages: [(&str, Change); 6] = [
+        ("were missing", |t| _ = t.remove(1)),
+        ("were counted twice", |t| t.push(t[0])),
+        ("were swapped", |t| (t[0].2, t[2].2) = (t[2].2, t[0].2)),
+        ("all weights were 1", |t| t.iter_mut().for_each(|t| t.2 = 1.0)),
+        ("had answered in place of expert", |t| t[1].0 = (t[1].0 + 2) % EXPERTS),
+        ("", |t| (t[0].0, t[1].0, t[2].0) = (t[1].0, t[2].0, t[0].0)),
+    ];
+    for layout in [CONTIGUOUS, Layout::Token { capacity: 9 }] {
+        let spec = spec(layout);
+        let token = (0..9).find(|&t| terms(&spec, &sources()[0], t).len() == 3).unwrap();
+        for (cause, damage) in &damages {
+            let old = blank(&spec, 0);
+            let out = combine(&spec, 0, &old, |t, list| {
+                if t == token {
+                    damage(list)
+                }
+            });
+            let report = check(&spec, 0, &out, &old);
+            assert!(report.mismatches > 100, "{cause}: {}", report.mismatches);
+            says(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), cause]);
+        }
+    }
+}
+
+#[test]
+fn swapped_tokens_and_stale_rows_of_combine_are_recognised() {
+    let spec = spec(CONTIGUOUS);
+    let (old, pitch) = (blank(&spec, 1), HIDDEN * 2 + GAP);
+    let good = combine(&spec, 1, &old, |_, _| {});
+    let mut swapped = good.clone();
+    swapped[..HIDDEN * 2].copy_from_slice(&good[pitch..][..HIDDEN * 2]);
+    let report = check(&spec, 1, &swapped, &old);
+    says(&report, report.mismatches, &["rank 1 token 0: column", "the sum of another token (token 1) stands here"]);
+    let report = check(&spec, 1, &old, &old);
+    says(&report, report.mismatches, &["rank 1 token 4: column 0 is", "0xa5a5", "expected 0e0", "never written"]);
+    let mut behind = good;
+    behind[6 * pitch] = 0;
+    says(&check(&spec, 1, &behind, &old), 1, &["rank 1: byte 0 of the rows behind the last token was written"]);
+}
+
+#[test]
+fn nan_and_wrong_last_column_never_pass() {
+    for out_dtype in [Elem::Bf16, Elem::Fp16, Elem::Fp32] {
+        let spec = Spec { out_dtype, ..spec(CONTIGUOUS) };
+        let (old, size) = (blank(&spec, 0), out_dtype.bytes());
+        let good = combine(&spec, 0, &old, |_, _| {});
+        let at = 2 * (HIDDEN * size + GAP) + 255 * size;
+        for (value, clause) in [(f32::NAN, "NaN among them"), (f32::INFINITY, "inf"), (1.0e4, "column 255 is")] {
+            let mut out = good.clone();
+            out[at..at + size].copy_from_slice(&out_dtype.encode(value).to_le_bytes()[..size]);
+            let report = check(&spec, 0, &out, &old);
+            says(&report, 1, &["rank 0 token 2: column 255 is", clause, "1 of 256 columns differ"]);
+            assert!(report.max_rel_err > 0.1);
+        }
+    }
+}
+
+#[test]
+fn faulty_ranks_drop_out_of_sums() {
+    let spec = spec(CONTIGUOUS);
+    let old = blank(&spec, 0);
+    let without = combine(&spec, 0, &old, |_, list| list.retain(|t| t.1 != 1));
+    let zeros = combine(&spec, 0, &old, |_, list| list.clear());
+    let seen = |out| ObservedCombine { out, pitch: HIDDEN * 2 + GAP, old: None };
+    let overflowed = Faults { overflowed: vec![false, true], ..Default::default() };
+    let silent = Faults { silent: vec![true], ..Default::default() };
+    assert!(check_combine(&spec, &sources(), &Made, &overflowed, 0, &seen(&without)).ok());
+    assert!(check_combine(&spec, &sources(), &Made, &silent, 0, &seen(&zeros)).ok());
+    assert!(!check(&spec, 0, &without, &old).ok());
+}
+
+#[test]
+fn short_buffers_are_reported_and_not_indexed() {
+    let spec = spec(CONTIGUOUS);
+    let seen = ObservedDispatch { rows: &[0; 100], rows_pitch: PITCH, expert_count: Some(&[]), ..Default::default() };
+    let report = check_dispatch(&spec, &sources(), &Made, &Faults::default(), 0, &seen);
+    says(&report, report.mismatches, &["rank 0: 100 bytes with pitch 272 cannot hold 48 rows"]);
+    says(&report, report.mismatches, &["expert_count of expert 0 (local 0) is missing"]);
+    let report = check(&spec, 0, &[0; 10], &[]);
+    says(&report, 1, &["rank 0: 10 bytes", "cannot hold 9 rows"]);
+}

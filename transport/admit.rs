@@ -1,0 +1,148 @@
+//! Who may join: the judgement on the first frame of a connection to rank 0.
+//!
+//! Place in the data path: none. Runs on rank 0's bootstrap thread, on bytes from anyone who can reach the
+//! port. Never panics, allocates by a stranger's length, or says more to a stranger than that he was refused.
+
+use std::hint::black_box;
+
+use super::hub::Failure;
+use super::wire::{self, Frame, KIND_HELLO, Message, VERSION};
+use crate::base::Rank;
+
+/// What rank 0 knows of its own job.
+#[derive(Clone)]
+pub(super) struct Job {
+    pub token: Vec<u8>,
+    pub world: usize,
+}
+
+/// The judgement on a first frame.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Judgement {
+    /// A member.
+    Admit(Rank),
+    /// Tell the peer why not, and go on without it.
+    Refuse(Failure),
+    /// One of this job that cannot take part, whoever else comes: tell it and everyone.
+    Stop(Failure),
+    /// No member's first frame: close without a word.
+    Drop(&'static str),
+}
+
+/// Judges a connection's first frame; `taken` says which ranks have joined.
+pub(super) fn judge(job: &Job, frame: &Frame, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
+    if frame.kind != KIND_HELLO {
+        return Judgement::Drop("a first frame that is no hello");
+    }
+    let Ok((token, _)) = wire::hello_token(&frame.body) else {
+        return Judgement::Drop("a malformed hello");
+    };
+    let known = same_token(token, &job.token);
+    if frame.version != VERSION {
+        let failure = other_version(peer, frame.version);
+        return if known { Judgement::Stop(failure) } else { Judgement::Refuse(failure) };
+    }
+    if !known {
+        return Judgement::Refuse(Failure::new(
+            "the job token differs from that of rank 0",
+            "set the same TOKENYARD_TOKEN on all ranks, and another TOKENYARD_PORT for another job",
+        ));
+    }
+    match wire::decode(frame) {
+        Ok(Message::Hello { rank, world, .. }) => place(job, rank, world, peer, taken),
+        _ => Judgement::Drop("a malformed hello"),
+    }
+}
+
+fn place(job: &Job, rank: u32, world: u32, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
+    let refuse = |what: String, advice: &str| Judgement::Refuse(Failure::new(what, advice));
+    if world as usize != job.world {
+        let what = format!("rank {rank} at {peer} has a world of {world} ranks and rank 0 one of {}", job.world);
+        return refuse(what, "set the same WORLD_SIZE on all ranks");
+    }
+    if rank >= world {
+        return refuse(format!("rank {rank} at {peer} is not below the world size {world}"), "correct its RANK");
+    }
+    if rank == 0 || taken(Rank(rank)) {
+        return refuse(
+            format!("rank {rank} has joined already and came again from {peer}"),
+            "give each process its own RANK",
+        );
+    }
+    Judgement::Admit(Rank(rank))
+}
+
+/// The sentence for two versions; it stands on both sides.
+pub(super) fn other_version(peer: &str, theirs: u16) -> Failure {
+    Failure::new(
+        format!("the peer at {peer} speaks bootstrap version {theirs} and this rank speaks version {VERSION}"),
+        "install the same release on all ranks",
+    )
+}
+
+/// Compares in a time that depends on the lengths only, so that a token cannot be guessed byte by byte.
+fn same_token(theirs: &[u8], ours: &[u8]) -> bool {
+    let differing = theirs.iter().zip(ours).fold(0u8, |acc, (a, b)| black_box(acc | (a ^ b)));
+    theirs.len() == ours.len() && differing == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame(bytes: &[u8]) -> Frame {
+        let mut reader = wire::FrameReader::new(wire::MAX_HELLO_BODY);
+        reader.push(bytes);
+        reader.next_frame().unwrap().unwrap()
+    }
+
+    fn hello(token: &str, rank: u32, world: u32) -> Frame {
+        frame(&wire::encode(&Message::Hello { token: token.into(), rank, world }).unwrap())
+    }
+
+    fn ask(frame: &Frame) -> Judgement {
+        let job = Job { token: b"secret".to_vec(), world: 4 };
+        judge(&job, frame, "there", |rank| rank == Rank(2))
+    }
+
+    #[test]
+    fn a_stranger_or_an_impossible_rank_let_in() {
+        assert_eq!(ask(&hello("secret", 1, 4)), Judgement::Admit(Rank(1)));
+        for (token, rank, world) in [
+            ("secreT", 1, 4),
+            ("secret", 1, 5),
+            ("secret", 0, 4),
+            ("secret", 2, 4),
+            ("secret", 4, 4),
+            ("", 1, 4),
+            ("secrets", 1, 4),
+        ] {
+            assert!(matches!(ask(&hello(token, rank, world)), Judgement::Refuse(_)), "{token} {rank} {world}");
+        }
+        assert!(matches!(ask(&frame(&wire::encode(&Message::Goodbye).unwrap())), Judgement::Drop(_)));
+    }
+
+    #[test]
+    fn a_stranger_of_another_version_that_stops_the_job() {
+        let mut stranger = hello("guess", 1, 4);
+        stranger.version = VERSION + 1;
+        assert!(matches!(ask(&stranger), Judgement::Refuse(_)));
+        let mut member = hello("secret", 1, 4);
+        member.version = VERSION + 1;
+        member.body.extend_from_slice(b"fields of the future");
+        let Judgement::Stop(failure) = ask(&member) else { panic!("a member of another version went unnoticed") };
+        assert!(failure.what.contains("version 2") && failure.what.contains("version 1"), "{}", failure.what);
+    }
+
+    #[test]
+    fn a_hello_with_too_much_behind_it_admitted() {
+        let mut long = hello("secret", 1, 4);
+        long.body.push(0);
+        assert!(matches!(ask(&long), Judgement::Drop(_)));
+    }
+
+    #[test]
+    fn a_token_in_the_text_of_a_refusal() {
+        assert!(!format!("{:?}", ask(&hello("guess", 1, 4))).contains("secret"));
+    }
+}

@@ -1,0 +1,329 @@
+//! Who a process is in its job and where rank 0 waits: read from the environment, checked, and turned
+//! into a membership.
+//!
+//! Place in the data path: none. Runs on the caller's thread. It never waits: what can take time is done
+//! by the bootstrap thread.
+
+use std::fmt;
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::admit::Job;
+use super::hub::Failure;
+use super::member::Member;
+use super::root::Root;
+use super::station::{Port, Station};
+use super::wire::MAX_TOKEN;
+use crate::base::{Error, Rank, Result};
+
+/// Port of rank 0 where none is given; not torchrun's 29500, which its own store may hold.
+pub const DEFAULT_PORT: u16 = 29611;
+/// Deadline of joins and collectives where none is given: processes start at different speeds.
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
+/// Most ranks of a world; bounds tables and descriptors at rank 0.
+pub const MAX_WORLD: usize = 16_384;
+/// Longest deadline: a day.
+const MAX_TIMEOUT_MS: u64 = 86_400_000;
+
+/// One process's place in a job.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Bootstrap {
+    /// This process's rank.
+    pub rank: Rank,
+    /// Number of ranks.
+    pub world: usize,
+    /// Index among the ranks of this host.
+    pub local_rank: usize,
+    /// Host name or address of rank 0.
+    pub addr: String,
+    /// Port on which rank 0 listens until the world has formed.
+    pub port: u16,
+    /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out; it travels in the
+    /// clear, so it does not protect from those who read the network. Empty only on loopback addresses.
+    pub token: String,
+    /// Deadline to form, and of each collective.
+    pub timeout: Duration,
+}
+
+impl fmt::Debug for Bootstrap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Bootstrap { rank, world, local_rank, addr, port, token, timeout } = self;
+        let token = format_args!("({} bytes)", token.len());
+        f.debug_struct("Bootstrap")
+            .field("rank", rank)
+            .field("world", world)
+            .field("local_rank", local_rank)
+            .field("addr", addr)
+            .field("port", port)
+            .field("token", &token)
+            .field("timeout", timeout)
+            .finish()
+    }
+}
+
+impl Bootstrap {
+    /// Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK` (default: the rank), `MASTER_ADDR` (default 127.0.0.1),
+    /// `TOKENYARD_PORT` (default 29611), `TOKENYARD_TOKEN` and `TOKENYARD_TIMEOUT_MS` (default 30000).
+    ///
+    /// Without `TOKENYARD_TOKEN` the run id that torchrun sets is the token, unless it is torchrun's
+    /// default `none`, which every job shares.
+    pub fn from_env() -> Result<Bootstrap> {
+        Bootstrap::from_vars(|name| match std::env::var(name) {
+            Ok(value) => Ok(Some(value)),
+            Err(std::env::VarError::NotPresent) => Ok(None),
+            Err(std::env::VarError::NotUnicode(_)) => Err(config(name, "not Unicode", "set it to plain text")),
+        })
+    }
+
+    /// `from_env` over any source of variables.
+    fn from_vars(var: impl Fn(&'static str) -> Result<Option<String>>) -> Result<Bootstrap> {
+        let number = |name: &'static str, range: std::ops::RangeInclusive<u64>, default: Option<u64>| {
+            let Some(text) = var(name)? else {
+                return default.ok_or_else(|| {
+                    config(name, "not set", "start with torchrun, or set RANK and WORLD_SIZE for each process")
+                });
+            };
+            text.trim().parse().ok().filter(|n| range.contains(n)).ok_or_else(|| {
+                config(
+                    name,
+                    &format!("\"{text}\""),
+                    &format!("set it to a number from {} to {}", range.start(), range.end()),
+                )
+            })
+        };
+        let world = number("WORLD_SIZE", 1..=MAX_WORLD as u64, None)?;
+        let rank = number("RANK", 0..=world - 1, None)?;
+        let local_rank = number("LOCAL_RANK", 0..=MAX_WORLD as u64 - 1, Some(rank))?;
+        let port = number("TOKENYARD_PORT", 1..=u64::from(u16::MAX), Some(u64::from(DEFAULT_PORT)))?;
+        let default_ms = DEFAULT_TIMEOUT.as_millis() as u64;
+        let timeout_ms = number("TOKENYARD_TIMEOUT_MS", 1..=MAX_TIMEOUT_MS, Some(default_ms))?;
+        let addr = var("MASTER_ADDR")?.unwrap_or_else(|| Ipv4Addr::LOCALHOST.to_string());
+        let token = match var("TOKENYARD_TOKEN")? {
+            Some(token) => token,
+            None => match var("TORCHELASTIC_RUN_ID")?.filter(|id| !id.is_empty() && id != "none") {
+                Some(id) => format!("torchelastic:{id}"),
+                None => String::new(),
+            },
+        };
+        let bootstrap = Bootstrap {
+            rank: Rank(rank as u32),
+            world: world as usize,
+            local_rank: local_rank as usize,
+            addr,
+            port: port as u16,
+            token,
+            timeout: Duration::from_millis(timeout_ms),
+        };
+        bootstrap.check()?;
+        Ok(bootstrap)
+    }
+
+    /// Checks everything that needs no peer.
+    fn check(&self) -> Result<()> {
+        if self.world == 0 || self.world > MAX_WORLD {
+            return Err(config("WORLD_SIZE", &self.world.to_string(), &format!("use 1 to {MAX_WORLD} ranks")));
+        }
+        if self.rank.index() >= self.world {
+            let advice = format!("use a rank below the world size {}", self.world);
+            return Err(config("RANK", &self.rank.to_string(), &advice));
+        }
+        if self.port == 0 {
+            return Err(config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));
+        }
+        if self.addr.is_empty() || self.addr.chars().any(|c| c.is_whitespace() || c.is_control()) {
+            return Err(config(
+                "MASTER_ADDR",
+                &format!("{:?}", self.addr),
+                "set it to the host name or address of rank 0",
+            ));
+        }
+        if self.timeout.is_zero() || self.timeout > Duration::from_millis(MAX_TIMEOUT_MS) {
+            let value = format!("{} ms", self.timeout.as_millis());
+            return Err(config("TOKENYARD_TIMEOUT_MS", &value, &format!("use 1 to {MAX_TIMEOUT_MS}")));
+        }
+        if self.token.len() > MAX_TOKEN {
+            let value = format!("{} bytes long", self.token.len());
+            return Err(config("TOKENYARD_TOKEN", &value, &format!("use a token of at most {MAX_TOKEN} bytes")));
+        }
+        if self.token.is_empty() && !self.on_loopback() {
+            let advice = format!(
+                "set it to the same random string on all ranks; without one, MASTER_ADDR must be a loopback address, \
+                 and it is {}",
+                self.addr
+            );
+            return Err(config("TOKENYARD_TOKEN", "not set", &advice));
+        }
+        Ok(())
+    }
+
+    /// Whether the address can mean this host alone.
+    fn on_loopback(&self) -> bool {
+        let found = (self.addr.as_str(), self.port).to_socket_addrs().map(|addrs| addrs.collect::<Vec<_>>());
+        found.is_ok_and(|addrs| !addrs.is_empty() && addrs.iter().all(|addr| addr.ip().is_loopback()))
+    }
+
+    /// Starts this process's bootstrap thread and waits until all ranks have joined.
+    pub(super) fn join(&self) -> Result<Station> {
+        self.check()?;
+        let station = self.start().map_err(|failure| failure.error())?;
+        station.wait_formed(self.timeout)?;
+        Ok(station)
+    }
+
+    fn start(&self) -> std::result::Result<Station, Failure> {
+        let port = Port::new().map_err(|error| {
+            Failure::new(format!("no socket pair could be made ({error})"), "raise the limit on open files")
+        })?;
+        let port = Arc::new(port);
+        let token = self.token.clone().into_bytes();
+        if self.rank == Rank(0) {
+            let listeners = if self.world == 1 { Vec::new() } else { self.listen()? };
+            let root = Root::new(port.clone(), Job { token, world: self.world }, listeners, self.timeout);
+            return Station::start(self.rank, port, move || root.run());
+        }
+        let member = Member {
+            port: port.clone(),
+            rank: self.rank,
+            world: self.world,
+            token,
+            root: (self.addr.clone(), self.port),
+            timeout: self.timeout,
+            deadline: Instant::now() + self.timeout,
+            absent: None,
+            problem: String::from("not tried yet"),
+        };
+        Station::start(self.rank, port, move || member.run())
+    }
+
+    /// Binds where the others will look. A host's own name may resolve to another address at home than
+    /// abroad, and an address may be a gateway's: then rank 0 listens on all addresses, behind the token.
+    fn listen(&self) -> std::result::Result<Vec<TcpListener>, Failure> {
+        let literal = self.addr.parse::<IpAddr>().is_ok();
+        if literal || self.token.is_empty() || self.addr == "localhost" {
+            let addrs = (self.addr.as_str(), self.port).to_socket_addrs();
+            let addrs = addrs.map_err(|error| self.cannot_listen(&error))?;
+            let bound = self.bind_each(addrs)?;
+            if !bound.is_empty() {
+                return Ok(bound);
+            }
+        }
+        if self.token.is_empty() {
+            return Err(self.cannot_listen(&ErrorKind::AddrNotAvailable.into()));
+        }
+        for any in [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)] {
+            let bound = self.bind_each([SocketAddr::new(any, self.port)].into_iter())?;
+            if !bound.is_empty() {
+                return Ok(bound);
+            }
+        }
+        Err(self.cannot_listen(&ErrorKind::AddrNotAvailable.into()))
+    }
+
+    /// Binds those addresses that are this host's.
+    fn bind_each(&self, addrs: impl Iterator<Item = SocketAddr>) -> std::result::Result<Vec<TcpListener>, Failure> {
+        let mut bound = Vec::new();
+        for addr in addrs {
+            match TcpListener::bind(addr).and_then(|listener| listener.set_nonblocking(true).map(|()| listener)) {
+                Ok(listener) => bound.push(listener),
+                Err(error) if matches!(error.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {
+                    return Err(self.cannot_listen(&error));
+                }
+                // Another host's address, or a family that this host lacks.
+                Err(_) => {}
+            }
+        }
+        Ok(bound)
+    }
+
+    fn cannot_listen(&self, error: &std::io::Error) -> Failure {
+        Failure::new(
+            format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port),
+            "set MASTER_ADDR to a name or address of rank 0's host and TOKENYARD_PORT to a free port, on all ranks",
+        )
+    }
+}
+
+fn config(name: &'static str, value: &str, advice: &str) -> Error {
+    Error::Config { name, value: value.into(), advice: advice.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(vars: &[(&str, &str)]) -> Result<Bootstrap> {
+        let find = |name: &'static str| Ok(vars.iter().find(|(n, _)| *n == name).map(|(_, v)| v.to_string()));
+        Bootstrap::from_vars(find)
+    }
+
+    const BASE: [(&str, &str); 2] = [("RANK", "1"), ("WORLD_SIZE", "2")];
+
+    fn with(name: &'static str, value: &'static str) -> Result<Bootstrap> {
+        let mut vars: Vec<_> = BASE.into_iter().filter(|(n, _)| *n != name).collect();
+        vars.push((name, value));
+        read(&vars)
+    }
+
+    #[test]
+    fn a_default_that_differs_from_the_documented() {
+        let b = read(&BASE).unwrap();
+        assert_eq!((b.rank, b.world, b.local_rank, b.addr.as_str(), b.port), (Rank(1), 2, 1, "127.0.0.1", 29611));
+        assert_eq!((b.token.as_str(), b.timeout), ("", Duration::from_secs(30)));
+    }
+
+    #[test]
+    fn a_malformed_variable_taken_for_its_default() {
+        let long = "x".repeat(MAX_TOKEN + 1);
+        let long: &'static str = Box::leak(long.into_boxed_str());
+        for (name, value) in [
+            ("RANK", "2"),
+            ("RANK", "-1"),
+            ("RANK", ""),
+            ("WORLD_SIZE", "0"),
+            ("WORLD_SIZE", "two"),
+            ("WORLD_SIZE", "99999999999999999999"),
+            ("LOCAL_RANK", "1.0"),
+            ("TOKENYARD_PORT", "0"),
+            ("TOKENYARD_PORT", "65536"),
+            ("TOKENYARD_TIMEOUT_MS", "0"),
+            ("TOKENYARD_TIMEOUT_MS", "soon"),
+            ("MASTER_ADDR", ""),
+            ("MASTER_ADDR", "a b"),
+            ("TOKENYARD_TOKEN", long),
+        ] {
+            match with(name, value) {
+                Err(Error::Config { name: named, .. }) => assert_eq!(named, name, "{name}={value}"),
+                other => panic!("{name}={value} gave {other:?}"),
+            }
+        }
+        assert!(matches!(read(&[("WORLD_SIZE", "2")]), Err(Error::Config { name: "RANK", .. })));
+        assert!(matches!(read(&[("RANK", "0")]), Err(Error::Config { name: "WORLD_SIZE", .. })));
+    }
+
+    #[test]
+    fn a_job_without_token_open_to_the_network() {
+        for addr in ["192.0.2.1", "0.0.0.0", "::"] {
+            let error = with("MASTER_ADDR", addr).unwrap_err();
+            assert!(matches!(error, Error::Config { name: "TOKENYARD_TOKEN", .. }), "{addr}: {error}");
+        }
+        for addr in ["127.0.0.1", "127.8.9.10", "::1"] {
+            assert!(with("MASTER_ADDR", addr).is_ok(), "{addr}");
+        }
+    }
+
+    #[test]
+    fn a_run_id_that_every_job_shares_taken_for_a_secret() {
+        assert_eq!(with("TORCHELASTIC_RUN_ID", "none").unwrap().token, "");
+        assert_eq!(with("TORCHELASTIC_RUN_ID", "").unwrap().token, "");
+        assert_eq!(with("TORCHELASTIC_RUN_ID", "a1b2").unwrap().token, "torchelastic:a1b2");
+        let both = read(&[BASE[0], BASE[1], ("TORCHELASTIC_RUN_ID", "a1b2"), ("TOKENYARD_TOKEN", "mine")]);
+        assert_eq!(both.unwrap().token, "mine");
+    }
+
+    #[test]
+    fn a_token_in_debug_output() {
+        assert!(!format!("{:?}", with("TOKENYARD_TOKEN", "hush").unwrap()).contains("hush"));
+    }
+}

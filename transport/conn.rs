@@ -1,0 +1,193 @@
+//! One non-blocking TCP connection that carries frames.
+//!
+//! Place in the data path: none. Runs on the bootstrap thread. Never blocks: what cannot be sent now is
+//! kept in order and sent when the socket takes it.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{setsockopt, sockopt};
+
+use super::wire::{Frame, FrameReader, Malformed};
+
+/// Bytes taken from the kernel per read.
+const READ_BYTES: usize = 64 << 10;
+/// Reads per turn, so that one busy peer cannot hold up the others.
+const READS_PER_TURN: usize = 64;
+/// Seconds between keep-alive probes, and probes without answer until a silent host counts as gone.
+const PROBE_SECONDS: u32 = 1;
+const PROBES: u32 = 3;
+/// How long sent bytes may stay unacknowledged by the peer's kernel.
+const UNACKNOWLEDGED_MS: u32 = 10_000;
+
+/// Why a connection gives no more frames.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// The peer closed it, or its kernel or host has gone.
+    Closed,
+    /// The peer sent something that is no frame.
+    Malformed(Malformed),
+}
+
+/// The connection and its two queues.
+pub(super) struct Conn {
+    stream: TcpStream,
+    reader: FrameReader,
+    out: VecDeque<Arc<[u8]>>,
+    /// Bytes of the front of `out` that the socket has taken.
+    taken: usize,
+    /// The other end, for messages.
+    pub peer: String,
+}
+
+impl Conn {
+    /// Wraps a connected socket; bodies over `limit` bytes are refused.
+    pub(super) fn new(stream: TcpStream, limit: usize) -> std::io::Result<Conn> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        // Without these a dead host is noticed later, a dead process just as soon.
+        let _ = setsockopt(&stream, sockopt::KeepAlive, &true);
+        let _ = setsockopt(&stream, sockopt::TcpKeepIdle, &PROBE_SECONDS);
+        let _ = setsockopt(&stream, sockopt::TcpKeepInterval, &PROBE_SECONDS);
+        let _ = setsockopt(&stream, sockopt::TcpKeepCount, &PROBES);
+        let _ = setsockopt(&stream, sockopt::TcpUserTimeout, &UNACKNOWLEDGED_MS);
+        let peer = stream.peer_addr().map_or_else(|_| "an unknown address".into(), |a| a.to_string());
+        Ok(Conn { stream, reader: FrameReader::new(limit), out: VecDeque::new(), taken: 0, peer })
+    }
+
+    /// Changes the longest body accepted from now on.
+    pub(super) fn set_limit(&mut self, limit: usize) {
+        self.reader.set_limit(limit);
+    }
+
+    /// Queues one encoded frame and sends what the socket takes.
+    pub(super) fn send(&mut self, frame: Arc<[u8]>) {
+        self.out.push_back(frame);
+        self.flush();
+    }
+
+    /// Sends what the socket takes. A broken socket drops its queue; `receive` reports the end.
+    pub(super) fn flush(&mut self) {
+        while let Some(front) = self.out.front() {
+            match self.stream.write(&front[self.taken..]) {
+                Ok(0) => return,
+                Ok(n) if self.taken + n < front.len() => self.taken += n,
+                Ok(_) => {
+                    self.taken = 0;
+                    self.out.pop_front();
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(_) => {
+                    self.taken = 0;
+                    self.out.clear();
+                }
+            }
+        }
+    }
+
+    /// Whether frames wait for the socket to take them.
+    pub(super) fn sending(&self) -> bool {
+        !self.out.is_empty()
+    }
+
+    /// Appends the frames that have come; an end is reported after the frames before it.
+    pub(super) fn receive(&mut self, frames: &mut Vec<Frame>) -> Result<(), Ended> {
+        let mut buffer = vec![0; READ_BYTES];
+        for _ in 0..READS_PER_TURN {
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return Err(Ended::Closed),
+                Ok(n) => {
+                    self.reader.push(&buffer[..n]);
+                    while let Some(frame) = self.reader.next_frame().map_err(Ended::Malformed)? {
+                        frames.push(frame);
+                    }
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
+                Err(_) => return Err(Ended::Closed),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads and forgets; true when the peer has closed.
+    fn drained(&mut self) -> bool {
+        let mut buffer = [0; 4096];
+        for _ in 0..READS_PER_TURN {
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(error) => return !matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::WouldBlock),
+            }
+        }
+        false
+    }
+
+    /// Whether both ends have the same address: a connection that met itself on a free port.
+    pub(super) fn met_itself(&self) -> bool {
+        matches!((self.stream.local_addr(), self.stream.peer_addr()), (Ok(a), Ok(b)) if a == b)
+    }
+}
+
+impl AsFd for Conn {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+/// A connection that sends its last frames and waits for the peer to close: closing at once with unread
+/// input would reset it, and the peer could lose what was sent.
+pub(super) struct Closing {
+    conn: Conn,
+    deadline: Instant,
+    half_closed: bool,
+}
+
+impl Closing {
+    pub(super) fn new(conn: Conn, patience: Duration) -> Closing {
+        Closing { conn, deadline: Instant::now() + patience, half_closed: false }
+    }
+
+    /// Advances; true when it can be dropped.
+    pub(super) fn done(&mut self) -> bool {
+        self.conn.flush();
+        if !self.conn.sending() && !self.half_closed {
+            self.half_closed = true;
+            let _ = self.conn.stream.shutdown(Shutdown::Write);
+        }
+        self.conn.drained() || Instant::now() >= self.deadline
+    }
+
+    pub(super) fn conn(&self) -> &Conn {
+        &self.conn
+    }
+
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+}
+
+/// What a socket is waited for.
+pub(super) fn interest(conn: &Conn) -> PollFd<'_> {
+    let out = if conn.sending() { PollFlags::POLLOUT } else { PollFlags::empty() };
+    PollFd::new(conn.as_fd(), PollFlags::POLLIN | out)
+}
+
+/// Waits until one of `fds` is ready or `until` has come. Only the bootstrap thread may wait like this.
+pub(super) fn wait_ready(fds: &mut [PollFd], until: Instant) {
+    let left = until.saturating_duration_since(Instant::now());
+    // One more, so that a fraction of a millisecond does not become a busy loop.
+    let millis = u16::try_from(left.as_millis() + 1).unwrap_or(u16::MAX);
+    match poll(fds, PollTimeout::from(millis)) {
+        Ok(_) | Err(Errno::EINTR) => {}
+        // Out of kernel memory or over a limit: look at everything, a little later.
+        Err(_) => std::thread::sleep(Duration::from_millis(10)),
+    }
+}

@@ -1,0 +1,256 @@
+//! The meeting point of one world's collectives: who has arrived, with what, and who never will.
+//!
+//! Place in the data path: none. Rank 0's bootstrap thread runs one for a world of processes; a world of
+//! threads shares one behind a lock. A plain state machine: it never waits, locks, sends or reads a clock.
+//!
+//! ```text
+//!            deposit by the last rank
+//!   round s ------------------------------> round s+1, parts handed to all
+//!      |
+//!      +-- another name, another number, a rank gone, a rank giving up --> failed, for good
+//! ```
+//!
+//! A failure is for good because ranks could no longer agree on which round they are in; survivors form a
+//! new world.
+
+use crate::base::{Error, Rank};
+
+/// What to tell a caller, on whichever rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Failure {
+    pub what: String,
+    pub advice: String,
+}
+
+impl Failure {
+    pub(super) fn new(what: impl Into<String>, advice: impl Into<String>) -> Failure {
+        Failure { what: what.into(), advice: advice.into() }
+    }
+
+    /// The failure as the crate's error.
+    pub(super) fn error(&self) -> Error {
+        Error::Bootstrap { what: self.what.clone(), advice: self.advice.clone() }
+    }
+}
+
+/// How a rank is no longer there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Gone {
+    /// Its process or connection ended without a word.
+    Lost,
+    /// It dropped its world.
+    Left,
+}
+
+/// What a step did to the round.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Nothing to hand out yet.
+    Open,
+    /// All parts of round `seq`, by rank; the next round has begun.
+    Complete { seq: u64, parts: Vec<Vec<u8>> },
+    /// The world can hold no further collective.
+    Failed(Failure),
+}
+
+/// State of the collectives of one world.
+#[derive(Debug)]
+pub(super) struct Hub {
+    seq: u64,
+    name: Option<(Rank, String)>,
+    parts: Vec<Option<Vec<u8>>>,
+    gone: Vec<Option<Gone>>,
+    failure: Option<Failure>,
+}
+
+impl Hub {
+    /// A hub for ranks `0..size`, in round 0.
+    pub(super) fn new(size: usize) -> Hub {
+        Hub { seq: 0, name: None, parts: vec![None; size], gone: vec![None; size], failure: None }
+    }
+
+    /// Why no collective can succeed any more.
+    pub(super) fn failure(&self) -> Option<&Failure> {
+        self.failure.as_ref()
+    }
+
+    /// Rank `rank` brings its part of round `seq`, which it calls `what`.
+    pub(super) fn deposit(&mut self, rank: Rank, seq: u64, what: &str, payload: Vec<u8>) -> Verdict {
+        if let Some(failure) = &self.failure {
+            return Verdict::Failed(failure.clone());
+        }
+        if let Some(problem) = self.misfit(rank, seq, what) {
+            return self.fail(problem);
+        }
+        self.name.get_or_insert_with(|| (rank, what.to_owned()));
+        self.parts[rank.index()] = Some(payload);
+        if self.parts.iter().any(Option::is_none) {
+            return self.check_gone();
+        }
+        self.seq += 1;
+        self.name = None;
+        Verdict::Complete { seq, parts: self.parts.iter_mut().filter_map(Option::take).collect() }
+    }
+
+    /// Rank `rank` is gone; a round that waits for it fails now.
+    pub(super) fn depart(&mut self, rank: Rank, how: Gone) -> Verdict {
+        if let Some(slot) = self.gone.get_mut(rank.index()) {
+            *slot = Some(how);
+        }
+        self.check_gone()
+    }
+
+    /// Rank `rank` waited out its deadline in round `seq`; stale if that round is over.
+    pub(super) fn give_up(&mut self, rank: Rank, seq: u64, waited_ms: u64) -> Verdict {
+        if self.failure.is_some() || seq != self.seq {
+            return Verdict::Open;
+        }
+        let absent: Vec<Rank> = ranks(self.parts.len()).filter(|r| self.parts[r.index()].is_none()).collect();
+        let name = self.name.as_ref().map_or("", |(_, name)| name);
+        let what = format!(
+            "rank {rank} waited {waited_ms} ms in collective \"{name}\" and {} not arrived",
+            have(&absent, absent.len())
+        );
+        self.fail(Failure::new(what, "see what holds them up, or raise the timeout"))
+    }
+
+    /// Ends the world's collectives for a reason found outside.
+    pub(super) fn fail(&mut self, failure: Failure) -> Verdict {
+        let failure = self.failure.get_or_insert(failure).clone();
+        self.parts.iter_mut().for_each(|part| *part = None);
+        Verdict::Failed(failure)
+    }
+
+    fn misfit(&self, rank: Rank, seq: u64, what: &str) -> Option<Failure> {
+        let advice = "call the same collectives in the same order on all ranks";
+        match self.parts.get(rank.index()) {
+            None => Some(Failure::new(format!("rank {rank} is not of this world"), advice)),
+            Some(part) if seq != self.seq || part.is_some() => {
+                let problem = format!("rank {rank} brings collective number {seq} during number {}", self.seq);
+                Some(Failure::new(problem, advice))
+            }
+            Some(_) => match &self.name {
+                Some((first, name)) if name != what => {
+                    let problem =
+                        format!("rank {rank} calls collective \"{what}\" while rank {first} calls \"{name}\"");
+                    Some(Failure::new(problem, advice))
+                }
+                _ => None,
+            },
+        }
+    }
+
+    /// Fails a begun round that waits for a rank that is gone.
+    fn check_gone(&mut self) -> Verdict {
+        let Some((_, name)) = &self.name else {
+            return Verdict::Open;
+        };
+        let awaited = ranks(self.parts.len())
+            .filter(|rank| self.parts[rank.index()].is_none())
+            .find_map(|rank| self.gone[rank.index()].map(|how| (rank, how)));
+        match awaited {
+            None => Verdict::Open,
+            Some((rank, Gone::Lost)) => {
+                let what =
+                    format!("rank {rank} is lost (its process or host has gone) and collective \"{name}\" needs it");
+                self.fail(Failure::new(what, "restart it and form a new world, or form one without it"))
+            }
+            Some((rank, Gone::Left)) => {
+                let what = format!("rank {rank} has left the world and collective \"{name}\" needs it");
+                self.fail(Failure::new(what, "keep every rank's world until all collectives are done"))
+            }
+        }
+    }
+}
+
+fn ranks(size: usize) -> impl Iterator<Item = Rank> {
+    (0..size as u32).map(Rank)
+}
+
+/// Longest list of ranks spelled out in a sentence.
+pub(super) const RANKS_NAMED: usize = 16;
+
+/// "rank 3 has", "ranks 1, 2 have", "ranks 0, 1, … and 40 more have": `shown` are the first of `total`.
+pub(super) fn have(shown: &[Rank], total: usize) -> String {
+    let shown = &shown[..shown.len().min(RANKS_NAMED)];
+    let list = shown.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ");
+    match total.saturating_sub(shown.len()) {
+        0 if total == 1 => format!("rank {list} has"),
+        0 => format!("ranks {list} have"),
+        more => format!("ranks {list} and {more} more have"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problem(verdict: Verdict) -> String {
+        match verdict {
+            Verdict::Failed(failure) => failure.what,
+            other => panic!("{other:?} where a failure was due"),
+        }
+    }
+
+    #[test]
+    fn parts_handed_out_in_order_of_arrival() {
+        let mut hub = Hub::new(3);
+        assert_eq!(hub.deposit(Rank(2), 0, "a", vec![2]), Verdict::Open);
+        assert_eq!(hub.deposit(Rank(0), 0, "a", vec![]), Verdict::Open);
+        assert_eq!(
+            hub.deposit(Rank(1), 0, "a", vec![1]),
+            Verdict::Complete { seq: 0, parts: vec![vec![], vec![1], vec![2]] }
+        );
+        assert_eq!(hub.deposit(Rank(1), 1, "b", vec![]), Verdict::Open);
+    }
+
+    #[test]
+    fn one_rank_arriving_twice_counted_as_two() {
+        let mut hub = Hub::new(2);
+        hub.deposit(Rank(0), 0, "a", vec![]);
+        assert!(problem(hub.deposit(Rank(0), 0, "a", vec![])).contains("rank 0 brings collective number 0"));
+        assert!(problem(hub.deposit(Rank(1), 0, "a", vec![])).contains("rank 0"), "a failure is for good");
+    }
+
+    #[test]
+    fn different_collectives_taken_for_the_same() {
+        let mut hub = Hub::new(2);
+        hub.deposit(Rank(1), 0, "left", vec![]);
+        let text = problem(hub.deposit(Rank(0), 0, "right", vec![]));
+        assert_eq!(text, "rank 0 calls collective \"right\" while rank 1 calls \"left\"");
+    }
+
+    #[test]
+    fn a_round_that_waits_for_the_dead() {
+        let mut hub = Hub::new(3);
+        hub.deposit(Rank(2), 0, "a", vec![]);
+        assert_eq!(hub.depart(Rank(2), Gone::Lost), Verdict::Open, "its part is here");
+        hub.deposit(Rank(0), 0, "a", vec![]);
+        assert!(matches!(hub.deposit(Rank(1), 0, "a", vec![]), Verdict::Complete { .. }));
+        assert!(problem(hub.deposit(Rank(0), 1, "b", vec![])).contains("rank 2 is lost"));
+    }
+
+    #[test]
+    fn a_stale_deadline_that_ends_the_next_round() {
+        let mut hub = Hub::new(2);
+        hub.deposit(Rank(0), 0, "a", vec![]);
+        hub.deposit(Rank(1), 0, "a", vec![]);
+        assert_eq!(hub.give_up(Rank(0), 0, 10), Verdict::Open);
+        assert!(hub.failure().is_none());
+    }
+
+    #[test]
+    fn a_deadline_that_names_those_who_came() {
+        let mut hub = Hub::new(4);
+        hub.deposit(Rank(1), 0, "a", vec![]);
+        let text = problem(hub.give_up(Rank(1), 0, 10));
+        assert_eq!(text, "rank 1 waited 10 ms in collective \"a\" and ranks 0, 2, 3 have not arrived");
+    }
+
+    #[test]
+    fn a_list_of_thousands_in_one_sentence() {
+        let all: Vec<Rank> = ranks(2000).collect();
+        assert!(have(&all, 2000).ends_with("15 and 1984 more have"));
+        assert_eq!(have(&all[4..5], 1), "rank 4 has");
+    }
+}

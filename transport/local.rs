@@ -1,0 +1,79 @@
+//! A world whose ranks are threads or host fibers of one process.
+//!
+//! Place in the data path: none. Runs on the callers. The lock is held for a deposit or a look, never
+//! across a wait, so that all ranks may share one OS thread as fibers.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::hub::{Failure, Gone, Hub, Verdict};
+use super::station::Turn;
+use crate::base::{Rank, Result, wait};
+
+type Parts = Arc<Vec<Vec<u8>>>;
+
+/// What all seats share.
+struct Table {
+    hub: Hub,
+    /// Finished rounds that a rank has not picked up yet: at most one, as it deposits next after picking up.
+    ready: Vec<VecDeque<Parts>>,
+}
+
+/// One rank's place; dropping it tells the others that it has left.
+pub(super) struct Seat {
+    rank: Rank,
+    table: Arc<Mutex<Table>>,
+    turn: Turn,
+    seq: AtomicU64,
+}
+
+/// Seats for ranks `0..size`.
+pub(super) fn seats(size: usize) -> Vec<Seat> {
+    let table = Table { hub: Hub::new(size), ready: vec![VecDeque::new(); size] };
+    let table = Arc::new(Mutex::new(table));
+    let seat = |rank| Seat { rank, table: table.clone(), turn: Turn::default(), seq: AtomicU64::new(0) };
+    (0..size as u32).map(Rank).map(seat).collect()
+}
+
+impl Seat {
+    /// All ranks' payloads, by rank.
+    pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let _turn = self.turn.take(what, timeout)?;
+        let seq = self.seq.fetch_add(1, Ordering::Relaxed);
+        {
+            let mut table = self.table();
+            if let Verdict::Complete { parts, .. } = table.hub.deposit(self.rank, seq, what, payload.to_vec()) {
+                let parts = Arc::new(parts);
+                table.ready.iter_mut().for_each(|queue| queue.push_back(parts.clone()));
+            }
+        }
+        if let Some(outcome) = wait::poll(what, timeout, || self.outcome()) {
+            return outcome;
+        }
+        // Either the round stands open and fails here, or it was completed since the last look.
+        self.table().hub.give_up(self.rank, seq, timeout.as_millis() as u64);
+        self.outcome().unwrap_or_else(|| Err(Failure::new(format!("collective \"{what}\" timed out"), "retry").error()))
+    }
+
+    /// The finished round if there is one, else the failure if there is one.
+    fn outcome(&self) -> Option<Result<Vec<Vec<u8>>>> {
+        let mut table = self.table();
+        if let Some(parts) = table.ready[self.rank.index()].pop_front() {
+            drop(table);
+            return Some(Ok(Arc::unwrap_or_clone(parts)));
+        }
+        table.hub.failure().map(|failure| Err(failure.error()))
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.table().hub.depart(self.rank, Gone::Left);
+    }
+}

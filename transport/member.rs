@@ -1,0 +1,245 @@
+//! The bootstrap thread of every rank but 0: joins, carries this rank's part of collectives to rank 0,
+//! and learns from rank 0 who is gone.
+//!
+//! Place in the data path: none. Runs on its own thread, which alone touches the socket; it may block in
+//! connecting and name resolution, which is why callers never do so themselves.
+//!
+//! ```text
+//!   Dialing --connected--> Joining --Welcome--> Joined --Leave--> end
+//!      ^                      |                    |
+//!      +----- closed ---------+                    +--closed: rank 0 is lost
+//!      +--deadline, Fail, no bootstrap protocol there: failure
+//! ```
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags};
+
+use super::admit;
+use super::conn::{Closing, Conn, Ended, interest, wait_ready};
+use super::hub::{Failure, have};
+use super::root::CLOSE_PATIENCE;
+use super::station::{Command, Port};
+use super::wire::{self, Frame, MAX_BODY, Message, VERSION};
+use crate::base::Rank;
+
+/// First and longest pause between two attempts to connect.
+const FIRST_PAUSE: Duration = Duration::from_millis(5);
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
+/// Longest single attempt to connect.
+const DIAL_PATIENCE: Duration = Duration::from_secs(1);
+/// Longest sleep with nothing to do.
+const IDLE: Duration = Duration::from_secs(30);
+
+/// State of the thread.
+pub(super) struct Member {
+    pub port: Arc<Port>,
+    pub rank: Rank,
+    pub world: usize,
+    pub token: Vec<u8>,
+    /// Host and port of rank 0.
+    pub root: (String, u16),
+    pub timeout: Duration,
+    pub deadline: Instant,
+    /// What rank 0 last said of ranks that have not joined: how many, and the first of them.
+    pub absent: Option<(usize, Vec<Rank>)>,
+    /// Why the last attempt failed.
+    pub problem: String,
+}
+
+/// What follows a connection.
+enum Next {
+    DialAgain,
+    End,
+}
+
+impl Member {
+    /// The thread's body.
+    pub(super) fn run(mut self) {
+        let mut pause = FIRST_PAUSE;
+        while Instant::now() < self.deadline {
+            if let Some(conn) = self.dial()
+                && matches!(self.attend(conn), Next::End)
+            {
+                return;
+            }
+            let mut bell = [PollFd::new(self.port.bell_fd(), PollFlags::POLLIN)];
+            wait_ready(&mut bell, (Instant::now() + pause).min(self.deadline));
+            if matches!(self.port.next_command(), Some(Command::Leave)) {
+                return;
+            }
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+        let failure = self.too_late();
+        self.port.inbox().fail(failure);
+    }
+
+    fn dial(&mut self) -> Option<Conn> {
+        let addrs = match (self.root.0.as_str(), self.root.1).to_socket_addrs() {
+            Ok(addrs) => addrs,
+            Err(error) => {
+                self.problem = format!("its name did not resolve: {error}");
+                return None;
+            }
+        };
+        for addr in addrs {
+            let left = self.deadline.saturating_duration_since(Instant::now()).min(DIAL_PATIENCE);
+            if left.is_zero() {
+                return None;
+            }
+            match TcpStream::connect_timeout(&addr, left).and_then(|stream| Conn::new(stream, MAX_BODY)) {
+                Ok(conn) if conn.met_itself() => self.problem = "nobody listens there".into(),
+                Ok(conn) => return Some(conn),
+                Err(error) => self.problem = error.to_string(),
+            }
+        }
+        None
+    }
+
+    /// Says hello and serves the connection until it or the world ends.
+    fn attend(&mut self, mut conn: Conn) -> Next {
+        send(&mut conn, &Message::Hello { token: self.token.clone(), rank: self.rank.0, world: self.world as u32 });
+        let mut joined = false;
+        loop {
+            let until = if joined { Instant::now() + IDLE } else { self.deadline };
+            let mut fds = [interest(&conn), PollFd::new(self.port.bell_fd(), PollFlags::POLLIN)];
+            wait_ready(&mut fds, until);
+            self.port.hear_bell();
+            conn.flush();
+            let mut frames = Vec::new();
+            let end = conn.receive(&mut frames);
+            for frame in frames {
+                if let Err(failure) = self.obey(frame, &conn.peer, &mut joined) {
+                    self.part(conn, failure);
+                    return Next::End;
+                }
+            }
+            while let Some(command) = self.port.next_command() {
+                match command {
+                    Command::Gather { seq, what, payload } => {
+                        send(&mut conn, &Message::Gather { seq, what: what.into(), payload });
+                    }
+                    Command::GiveUp { seq, waited_ms } => send(&mut conn, &Message::GiveUp { seq, waited_ms }),
+                    Command::Leave => {
+                        send(&mut conn, &Message::Goodbye);
+                        self.close(conn);
+                        return Next::End;
+                    }
+                }
+            }
+            match end {
+                Ok(()) if joined || Instant::now() < self.deadline => {}
+                Ok(()) => {
+                    let failure = self.too_late();
+                    self.part(conn, failure);
+                    return Next::End;
+                }
+                Err(ended) => return self.ended(ended, joined, &conn.peer),
+            }
+        }
+    }
+
+    /// Acts on one frame of rank 0; an error ends the membership.
+    fn obey(&mut self, frame: Frame, peer: &str, joined: &mut bool) -> Result<(), Failure> {
+        if frame.version != VERSION {
+            return Err(admit::other_version(peer, frame.version));
+        }
+        let message = wire::decode(&frame).map_err(|malformed| not_rank_0(peer, &malformed.to_string()))?;
+        let mut inbox = self.port.inbox();
+        match message {
+            Message::Fail { what, advice } if *joined => inbox.fail(Failure { what, advice }),
+            Message::Fail { what, advice } => return Err(Failure { what, advice }),
+            Message::Progress { absent, first } => {
+                self.absent = Some((absent as usize, first.into_iter().map(Rank).collect()));
+            }
+            Message::Welcome => {
+                *joined = true;
+                inbox.formed = true;
+            }
+            Message::Gathered { seq, payloads } if *joined && payloads.len() == self.world => {
+                inbox.gathered = Some((seq, payloads));
+            }
+            Message::Lost { rank } if (rank as usize) < self.world => inbox.lose(Rank(rank)),
+            Message::Left { .. } => {}
+            Message::Goodbye => {
+                return Err(Failure::new(
+                    "rank 0 has left the world, and collectives go through it",
+                    "keep every rank's world until all collectives are done",
+                ));
+            }
+            _ => return Err(not_rank_0(peer, "a message that only members send")),
+        }
+        Ok(())
+    }
+
+    /// The connection ended on its own.
+    fn ended(&mut self, ended: Ended, joined: bool, peer: &str) -> Next {
+        let mut inbox = self.port.inbox();
+        if joined {
+            inbox.refused += u64::from(matches!(ended, Ended::Malformed(_)));
+            inbox.lose(Rank(0));
+            inbox.fail(Failure::new(
+                "rank 0 is lost (its process or host has gone), and collectives go through it",
+                "restart it and form a new world",
+            ));
+            return Next::End;
+        }
+        match ended {
+            Ended::Closed => {
+                self.problem = "it closed the connection".into();
+                self.absent = None;
+                Next::DialAgain
+            }
+            Ended::Malformed(malformed) => {
+                inbox.fail(not_rank_0(peer, &malformed.to_string()));
+                Next::End
+            }
+        }
+    }
+
+    fn too_late(&self) -> Failure {
+        let (rank, waited) = (self.rank, self.timeout.as_millis());
+        let (host, port) = &self.root;
+        match &self.absent {
+            Some((total, first)) if *total > 0 => Failure::new(
+                format!("rank {rank} waited {waited} ms and {} not joined", have(first, *total)),
+                "start them or see why they ended; TOKENYARD_TIMEOUT_MS sets the deadline",
+            ),
+            _ => Failure::new(
+                format!("rank {rank} waited {waited} ms for rank 0 at {host}:{port} ({})", self.problem),
+                "start rank 0 or see why it ended; MASTER_ADDR and TOKENYARD_PORT say where it is, \
+                 TOKENYARD_TIMEOUT_MS sets the deadline",
+            ),
+        }
+    }
+
+    /// Ends the membership for a reason of this side's.
+    fn part(&self, mut conn: Conn, failure: Failure) {
+        self.port.inbox().fail(failure);
+        send(&mut conn, &Message::Goodbye);
+        self.close(conn);
+    }
+
+    fn close(&self, conn: Conn) {
+        let mut closing = Closing::new(conn, CLOSE_PATIENCE);
+        while !closing.done() {
+            wait_ready(&mut [interest(closing.conn())], closing.deadline());
+        }
+    }
+}
+
+fn not_rank_0(peer: &str, sent: &str) -> Failure {
+    Failure::new(
+        format!("{peer}, where rank 0 should be, sent {sent}"),
+        "check MASTER_ADDR and TOKENYARD_PORT, and that nothing else listens there",
+    )
+}
+
+/// A message of a member always fits a frame: payloads are bounded where they enter.
+fn send(conn: &mut Conn, message: &Message) {
+    if let Ok(frame) = wire::encode(message) {
+        conn.send(frame.into());
+    }
+}

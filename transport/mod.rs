@@ -1,0 +1,42 @@
+//! How ranks find each other, agree, and reach each other's memory.
+//!
+//! Place in the data path: beside it. A [`World`] is formed once, before any context exists; its
+//! collectives carry configurations, addresses and file descriptors while a context is built, and it
+//! watches for peers that die. `memory` maps the arenas of node peers, through which kernels then store
+//! rows without any call into this layer. The `Transport` trait for worlds of several nodes comes with
+//! multi-node worlds and is not built yet.
+//!
+//! Threads: collectives run on the caller's thread (or host fiber) and wait through `base::wait`. In a
+//! world of processes, one background thread per process owns all sockets.
+//!
+//! It never imports `kernels`, never unpickles or trusts unauthenticated bytes, and never waits without
+//! a name and a deadline.
+//!
+//! ```text
+//!            World (world.rs)                      Bootstrap (bootstrap.rs): who and where
+//!            /              \                             |
+//!   Seat (local.rs)     Station (station.rs) <---- join --+
+//!   ranks of one        callers <-> thread
+//!   process                 |
+//!        \            Root (root.rs) <== TCP ==> Member (member.rs)
+//!         \            |      \                    |
+//!          Hub (hub.rs)   admit.rs            Conn (conn.rs), frames (wire.rs)
+//!          one collective                     fds (fds.rs): Unix sockets, node peers only
+//! ```
+
+pub mod memory;
+
+mod admit;
+pub mod bootstrap;
+mod conn;
+mod fds;
+mod hub;
+mod local;
+mod member;
+mod root;
+mod station;
+mod wire;
+pub mod world;
+
+pub use bootstrap::Bootstrap;
+pub use world::World;

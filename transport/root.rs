@@ -1,0 +1,388 @@
+//! Rank 0's bootstrap thread: admits the members, runs the hub, relays who is gone.
+//!
+//! Place in the data path: none. Runs on its own thread, which alone touches the sockets. It waits in
+//! `poll` only, so one slow or hostile connection holds up nobody.
+//!
+//! ```text
+//!   Forming --all joined--> Formed --leave--> Leaving --peers closed, or patience over--> end
+//!      |                                         ^
+//!      +--deadline, or a member of another version: Fail to all
+//! ```
+
+use std::net::TcpListener;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags};
+
+use super::admit::{self, Job, Judgement};
+use super::conn::{Closing, Conn, Ended, interest, wait_ready};
+use super::hub::{Failure, Gone, Hub, RANKS_NAMED, Verdict, have};
+use super::station::{Command, Port};
+use super::wire::{self, Frame, MAX_BODY, MAX_HELLO_BODY, Message, VERSION};
+use crate::base::Rank;
+
+/// A connection must have said hello by then; a member whose hello was late connects again.
+const HELLO_WAIT: Duration = Duration::from_secs(2);
+/// Connections that have not said hello; the oldest goes when one more comes.
+const PENDING_LIMIT: usize = 256;
+/// How long a closing connection may take to send its last frames and be closed by its peer.
+pub(super) const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
+/// Least time between two Progress frames to one member: their sum over a joining world is quadratic.
+const PROGRESS_PERIOD: Duration = Duration::from_millis(100);
+/// Longest sleep with nothing to do.
+const IDLE: Duration = Duration::from_secs(30);
+
+enum Stage {
+    Forming,
+    Formed,
+    Leaving,
+}
+
+struct Pending {
+    conn: Conn,
+    deadline: Instant,
+}
+
+/// State of the thread.
+pub(super) struct Root {
+    port: Arc<Port>,
+    job: Job,
+    timeout: Duration,
+    deadline: Instant,
+    stage: Stage,
+    listeners: Vec<TcpListener>,
+    pending: Vec<Pending>,
+    /// By rank; `None` at 0, before a rank has joined and after it has gone.
+    members: Vec<Option<Conn>>,
+    closing: Vec<Closing>,
+    hub: Hub,
+    last_refusal: Option<String>,
+    /// When the next Progress may go out, if membership changed since the last.
+    progress_due: Option<Instant>,
+}
+
+impl Root {
+    /// Takes bound, non-blocking listeners; the deadline to form runs from now.
+    pub(super) fn new(port: Arc<Port>, job: Job, listeners: Vec<TcpListener>, timeout: Duration) -> Root {
+        let world = job.world;
+        Root {
+            port,
+            job,
+            timeout,
+            deadline: Instant::now() + timeout,
+            stage: Stage::Forming,
+            listeners,
+            pending: Vec::new(),
+            members: (0..world).map(|_| None).collect(),
+            closing: Vec::new(),
+            hub: Hub::new(world),
+            last_refusal: None,
+            progress_due: None,
+        }
+    }
+
+    /// The thread's body.
+    pub(super) fn run(mut self) {
+        self.form_if_complete();
+        while !(matches!(self.stage, Stage::Leaving) && self.closing.is_empty()) {
+            let ready = self.wait();
+            self.port.hear_bell();
+            // Members before newcomers: a rank that ended and came again is not a duplicate.
+            ready.into_iter().for_each(|rank| self.serve(rank));
+            self.commands();
+            if matches!(self.stage, Stage::Forming) {
+                self.accept();
+                self.greet();
+                self.form_if_complete();
+                self.report_progress();
+                self.check_deadline();
+            }
+            self.closing.retain_mut(|closing| !closing.done());
+        }
+    }
+
+    /// Waits for anything to do; answers the members whose sockets are ready.
+    fn wait(&self) -> Vec<Rank> {
+        let members: Vec<(Rank, &Conn)> = self.present().collect();
+        let mut fds: Vec<PollFd> = members.iter().map(|(_, conn)| interest(conn)).collect();
+        fds.push(PollFd::new(self.port.bell_fd(), PollFlags::POLLIN));
+        fds.extend(self.listeners.iter().map(|listener| PollFd::new(listener.as_fd(), PollFlags::POLLIN)));
+        fds.extend(self.pending.iter().map(|pending| interest(&pending.conn)));
+        fds.extend(self.closing.iter().map(|closing| interest(closing.conn())));
+        wait_ready(&mut fds, self.next_deadline());
+        members.iter().zip(&fds).filter(|(_, fd)| fd.any() != Some(false)).map(|((rank, _), _)| *rank).collect()
+    }
+
+    fn next_deadline(&self) -> Instant {
+        let forming = matches!(self.stage, Stage::Forming).then_some(self.deadline);
+        let pending = self.pending.iter().map(|pending| pending.deadline);
+        let closing = self.closing.iter().map(Closing::deadline);
+        pending.chain(closing).chain(forming).chain(self.progress_due).min().unwrap_or_else(|| Instant::now() + IDLE)
+    }
+
+    fn present(&self) -> impl Iterator<Item = (Rank, &Conn)> {
+        (0u32..).map(Rank).zip(&self.members).filter_map(|(rank, conn)| conn.as_ref().map(|conn| (rank, conn)))
+    }
+
+    // ---- forming
+
+    fn accept(&mut self) {
+        for listener in &self.listeners {
+            // As many as fit a turn; the rest are still there in the next.
+            for _ in 0..PENDING_LIMIT {
+                match listener.accept() {
+                    Ok((stream, _)) => match Conn::new(stream, MAX_HELLO_BODY) {
+                        Ok(conn) => self.pending.push(Pending { conn, deadline: Instant::now() + HELLO_WAIT }),
+                        Err(_) => self.port.inbox().refused += 1,
+                    },
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+                    Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
+                    Err(_) => {
+                        // Out of descriptors: strangers make room, and the thread does not spin.
+                        self.port.inbox().refused += self.pending.drain(..).count() as u64;
+                        std::thread::sleep(Duration::from_millis(10));
+                        break;
+                    }
+                }
+            }
+        }
+        let surplus = self.pending.len().saturating_sub(PENDING_LIMIT);
+        self.port.inbox().refused += self.pending.drain(..surplus).count() as u64;
+    }
+
+    /// Judges the connections whose first frame has come.
+    fn greet(&mut self) {
+        for mut pending in std::mem::take(&mut self.pending) {
+            let mut frames = Vec::new();
+            pending.conn.flush();
+            let end = pending.conn.receive(&mut frames);
+            match (frames.first(), end) {
+                (_, Err(Ended::Malformed(malformed))) => self.refused(&pending.conn.peer, &malformed.to_string()),
+                (_, Err(Ended::Closed)) => {
+                    self.refused(&pending.conn.peer, "a connection closed before it was admitted")
+                }
+                (Some(first), Ok(())) => self.judge(pending.conn, first, frames.len() > 1),
+                (None, Ok(())) if Instant::now() >= pending.deadline => {
+                    self.refused(&pending.conn.peer, "no hello in time");
+                }
+                (None, Ok(())) => self.pending.push(pending),
+            }
+            if !matches!(self.stage, Stage::Forming) {
+                return;
+            }
+        }
+    }
+
+    fn judge(&mut self, conn: Conn, first: &Frame, more: bool) {
+        let judgement = admit::judge(&self.job, first, &conn.peer, |rank| self.members[rank.index()].is_some());
+        match judgement {
+            Judgement::Admit(_) if more => self.refused(&conn.peer, "frames right behind a hello"),
+            Judgement::Admit(rank) => {
+                self.members[rank.index()] = Some(conn);
+                self.membership_changed();
+            }
+            Judgement::Refuse(failure) => {
+                self.refused(&conn.peer, &failure.what);
+                self.dismiss(conn, &fail(&failure));
+            }
+            Judgement::Stop(failure) => {
+                self.refused(&conn.peer, &failure.what);
+                self.dismiss(conn, &fail(&failure));
+                self.abandon(failure);
+            }
+            Judgement::Drop(why) => self.refused(&conn.peer, why),
+        }
+    }
+
+    fn refused(&mut self, peer: &str, why: &str) {
+        self.port.inbox().refused += 1;
+        self.last_refusal = Some(format!("{peer}: {why}"));
+    }
+
+    fn membership_changed(&mut self) {
+        self.progress_due.get_or_insert_with(|| Instant::now() + PROGRESS_PERIOD);
+    }
+
+    fn absent(&self) -> Vec<Rank> {
+        (0u32..).map(Rank).zip(&self.members).skip(1).filter(|(_, conn)| conn.is_none()).map(|(rank, _)| rank).collect()
+    }
+
+    fn report_progress(&mut self) {
+        if self.progress_due.take_if(|due| Instant::now() >= *due).is_some() {
+            let absent = self.absent();
+            let first = absent.iter().take(RANKS_NAMED).map(|rank| rank.0).collect();
+            self.broadcast(&Message::Progress { absent: absent.len() as u32, first });
+        }
+    }
+
+    fn form_if_complete(&mut self) {
+        if !matches!(self.stage, Stage::Forming) || self.members.iter().skip(1).any(Option::is_none) {
+            return;
+        }
+        self.stage = Stage::Formed;
+        self.progress_due = None;
+        self.listeners.clear();
+        self.port.inbox().refused += self.pending.drain(..).count() as u64;
+        self.members.iter_mut().flatten().for_each(|conn| conn.set_limit(MAX_BODY));
+        self.broadcast(&Message::Welcome);
+        self.port.inbox().formed = true;
+    }
+
+    fn check_deadline(&mut self) {
+        if !matches!(self.stage, Stage::Forming) || Instant::now() < self.deadline {
+            return;
+        }
+        let absent = self.absent();
+        let mut what =
+            format!("rank 0 waited {} ms and {} not joined", self.timeout.as_millis(), have(&absent, absent.len()));
+        if let Some(refusal) = &self.last_refusal {
+            what += &format!(" ({} connections refused, the last from {refusal})", self.port.inbox().refused);
+        }
+        self.abandon(Failure::new(what, "start them or see why they ended; TOKENYARD_TIMEOUT_MS sets the deadline"));
+    }
+
+    /// Ends an unformed world for all who have come.
+    fn abandon(&mut self, failure: Failure) {
+        self.broadcast(&fail(&failure));
+        self.port.inbox().fail(failure);
+        self.close_all();
+    }
+
+    // ---- formed
+
+    /// Takes what a member has sent.
+    fn serve(&mut self, rank: Rank) {
+        let Some(conn) = self.members.get_mut(rank.index()).and_then(Option::as_mut) else {
+            return;
+        };
+        conn.flush();
+        let mut frames = Vec::new();
+        let end = conn.receive(&mut frames);
+        for frame in frames {
+            if !self.obey(rank, frame) {
+                return;
+            }
+        }
+        match end {
+            Ok(()) => {}
+            Err(Ended::Closed) => self.depart(rank, Gone::Lost),
+            Err(Ended::Malformed(_)) => {
+                self.port.inbox().refused += 1;
+                self.depart(rank, Gone::Lost);
+            }
+        }
+    }
+
+    /// Acts on one frame of a member; false when the member is gone with it.
+    fn obey(&mut self, rank: Rank, frame: Frame) -> bool {
+        let message = if frame.version == VERSION { wire::decode(&frame).ok() } else { None };
+        let verdict = match (message, &self.stage) {
+            (Some(Message::Goodbye), _) => {
+                self.depart(rank, Gone::Left);
+                return false;
+            }
+            (Some(Message::Gather { seq, what, payload }), Stage::Formed) => {
+                self.hub.deposit(rank, seq, &what, payload)
+            }
+            (Some(Message::GiveUp { seq, waited_ms }), Stage::Formed) => self.hub.give_up(rank, seq, waited_ms),
+            _ => {
+                self.port.inbox().refused += 1;
+                self.depart(rank, Gone::Lost);
+                return false;
+            }
+        };
+        self.act(verdict);
+        true
+    }
+
+    fn act(&mut self, verdict: Verdict) {
+        match verdict {
+            Verdict::Open => {}
+            Verdict::Failed(failure) => {
+                self.broadcast(&fail(&failure));
+                self.port.inbox().fail(failure);
+            }
+            Verdict::Complete { seq, parts } => {
+                let message = Message::Gathered { seq, payloads: parts };
+                if self.broadcast(&message)
+                    && let Message::Gathered { payloads, .. } = message
+                {
+                    self.port.inbox().gathered = Some((seq, payloads));
+                } else {
+                    let what = format!("the parts of one collective exceed {MAX_BODY} bytes together");
+                    let verdict = self.hub.fail(Failure::new(what, "gather less at a time"));
+                    self.act(verdict);
+                }
+            }
+        }
+    }
+
+    /// A member is gone: its place is free while forming, and everyone is told afterwards.
+    fn depart(&mut self, rank: Rank, how: Gone) {
+        self.members[rank.index()] = None;
+        if matches!(self.stage, Stage::Forming) {
+            return self.membership_changed();
+        }
+        match how {
+            Gone::Lost => {
+                self.port.inbox().lose(rank);
+                self.broadcast(&Message::Lost { rank: rank.0 });
+            }
+            Gone::Left => {
+                self.broadcast(&Message::Left { rank: rank.0 });
+            }
+        }
+        let verdict = self.hub.depart(rank, how);
+        self.act(verdict);
+    }
+
+    fn commands(&mut self) {
+        while let Some(command) = self.port.next_command() {
+            let verdict = match command {
+                Command::Gather { seq, what, payload } => self.hub.deposit(Rank(0), seq, what, payload),
+                Command::GiveUp { seq, waited_ms } => self.hub.give_up(Rank(0), seq, waited_ms),
+                Command::Leave if matches!(self.stage, Stage::Forming) => {
+                    return self.abandon(Failure::new("rank 0 gave up before the world formed", "see why it did"));
+                }
+                Command::Leave => {
+                    self.broadcast(&Message::Goodbye);
+                    return self.close_all();
+                }
+            };
+            self.act(verdict);
+        }
+    }
+
+    // ---- sending
+
+    /// Sends to all members; false if the message cannot be sent at all.
+    fn broadcast(&mut self, message: &Message) -> bool {
+        let Ok(frame) = wire::encode(message) else {
+            return false;
+        };
+        let frame: Arc<[u8]> = frame.into();
+        self.members.iter_mut().flatten().for_each(|conn| conn.send(frame.clone()));
+        true
+    }
+
+    fn dismiss(&mut self, mut conn: Conn, last: &Message) {
+        if let Ok(frame) = wire::encode(last) {
+            conn.send(frame.into());
+        }
+        self.closing.push(Closing::new(conn, CLOSE_PATIENCE));
+    }
+
+    fn close_all(&mut self) {
+        self.stage = Stage::Leaving;
+        self.listeners.clear();
+        self.pending.clear();
+        let members = self.members.iter_mut().filter_map(Option::take);
+        self.closing.extend(members.map(|conn| Closing::new(conn, CLOSE_PATIENCE)));
+    }
+}
+
+fn fail(failure: &Failure) -> Message {
+    Message::Fail { what: failure.what.clone(), advice: failure.advice.clone() }
+}

@@ -1,0 +1,243 @@
+//! Where callers and the bootstrap thread of one process meet.
+//!
+//! Place in the data path: none. Callers put commands in and wait for answers through `base::wait`; the
+//! thread takes commands and puts answers in. Both hold a lock for a moment only and never across a wait.
+//! Rank 0 and the others share this side: only the thread behind it differs.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::hub::Failure;
+use crate::base::{Error, Rank, Result, wait};
+
+/// How long rank 0 may take to answer that a deadline has passed, beyond that deadline.
+const ANSWER_GRACE: Duration = Duration::from_secs(1);
+
+/// What callers ask of the thread.
+#[derive(Debug)]
+pub(super) enum Command {
+    /// Take part in collective `seq`.
+    Gather { seq: u64, what: &'static str, payload: Vec<u8> },
+    /// The deadline of collective `seq` has passed.
+    GiveUp { seq: u64, waited_ms: u64 },
+    /// Say goodbye, close, end.
+    Leave,
+}
+
+/// What the thread has to tell.
+#[derive(Debug, Default)]
+pub(super) struct Inbox {
+    /// All ranks have joined.
+    pub formed: bool,
+    /// The last finished collective, until it is picked up.
+    pub gathered: Option<(u64, Vec<Vec<u8>>)>,
+    /// Why the world cannot form or hold a further collective; the first reason stays.
+    pub failure: Option<Failure>,
+    /// Ranks whose connection ended without a goodbye, sorted.
+    pub lost: Vec<Rank>,
+    /// Connections and messages dropped as malformed or refused.
+    pub refused: u64,
+}
+
+impl Inbox {
+    /// Keeps the first failure.
+    pub(super) fn fail(&mut self, failure: Failure) {
+        self.failure.get_or_insert(failure);
+    }
+
+    /// Notes a lost rank once.
+    pub(super) fn lose(&mut self, rank: Rank) {
+        if let Err(at) = self.lost.binary_search(&rank) {
+            self.lost.insert(at, rank);
+        }
+    }
+}
+
+/// The shared part: one per process and world.
+pub(super) struct Port {
+    commands: Mutex<VecDeque<Command>>,
+    inbox: Mutex<Inbox>,
+    bell: UnixStream,
+    bell_heard: UnixStream,
+}
+
+impl Port {
+    pub(super) fn new() -> std::io::Result<Port> {
+        let (bell, bell_heard) = UnixStream::pair()?;
+        bell.set_nonblocking(true)?;
+        bell_heard.set_nonblocking(true)?;
+        Ok(Port { commands: Mutex::default(), inbox: Mutex::default(), bell, bell_heard })
+    }
+
+    /// Caller: hands a command to the thread and wakes it.
+    pub(super) fn command(&self, command: Command) {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner).push_back(command);
+        // A full pipe means that the thread has been woken already.
+        let _ = (&self.bell).write(&[1]);
+    }
+
+    /// Thread: the next command.
+    pub(super) fn next_command(&self) -> Option<Command> {
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
+    }
+
+    /// Thread: readable when commands may wait.
+    pub(super) fn bell_fd(&self) -> BorrowedFd<'_> {
+        self.bell_heard.as_fd()
+    }
+
+    /// Thread: clears the bell; look at the commands after it.
+    pub(super) fn hear_bell(&self) {
+        let mut rings = [0; 64];
+        while matches!((&self.bell_heard).read(&mut rings), Ok(n) if n == rings.len()) {}
+    }
+
+    /// Either: looks at or changes the inbox; do not wait while holding it.
+    pub(super) fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// One collective at a time per rank; clones of a world take turns.
+#[derive(Debug, Default)]
+pub(super) struct Turn(AtomicBool);
+
+/// Holds the turn until dropped.
+pub(super) struct TurnTaken<'a>(&'a AtomicBool);
+
+impl Turn {
+    pub(super) fn take(&self, what: &'static str, timeout: Duration) -> Result<TurnTaken<'_>> {
+        let free = || (!self.0.swap(true, Ordering::Acquire)).then(|| TurnTaken(&self.0));
+        wait::poll(what, timeout, free).ok_or_else(|| Error::Bootstrap {
+            what: format!(
+                "collective \"{what}\" waited {} ms for another collective of this rank",
+                timeout.as_millis()
+            ),
+            advice: "call the collectives of one world from one thread".into(),
+        })
+    }
+}
+
+impl Drop for TurnTaken<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+/// This process's membership in a world of processes; dropping it says goodbye and ends the thread.
+pub(super) struct Station {
+    port: Arc<Port>,
+    thread: Option<JoinHandle<()>>,
+    turn: Turn,
+    seq: AtomicU64,
+}
+
+impl Station {
+    /// Starts `run` on a named thread.
+    pub(super) fn start(
+        rank: Rank,
+        port: Arc<Port>,
+        run: impl FnOnce() + Send + 'static,
+    ) -> std::result::Result<Station, Failure> {
+        let thread = std::thread::Builder::new().name(format!("ty-boot-{rank}")).spawn(run).map_err(|error| {
+            Failure::new(format!("no bootstrap thread could start ({error})"), "raise the limit on threads")
+        })?;
+        Ok(Station { port, thread: Some(thread), turn: Turn::default(), seq: AtomicU64::new(0) })
+    }
+
+    /// Waits until all ranks have joined. The thread keeps the deadline; the wait here is a little longer.
+    pub(super) fn wait_formed(&self, timeout: Duration) -> Result<()> {
+        let formed = || {
+            let inbox = self.port.inbox();
+            match &inbox.failure {
+                Some(failure) => Some(Err(failure.error())),
+                None => inbox.formed.then_some(Ok(())),
+            }
+        };
+        wait::poll("world formed", timeout + ANSWER_GRACE, formed).unwrap_or_else(|| {
+            let what = format!("the world did not form within {} ms", timeout.as_millis());
+            Err(Failure::new(what, "check that names resolve and that this process gets processor time").error())
+        })
+    }
+
+    /// All ranks' payloads, by rank.
+    pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let _turn = self.turn.take(what, timeout)?;
+        if let Some(failure) = &self.port.inbox().failure {
+            return Err(failure.error());
+        }
+        let seq = self.seq.fetch_add(1, Ordering::Relaxed);
+        self.port.command(Command::Gather { seq, what, payload: payload.to_vec() });
+        if let Some(outcome) = wait::poll(what, timeout, || self.outcome(seq)) {
+            return outcome;
+        }
+        let waited_ms = timeout.as_millis() as u64;
+        self.port.command(Command::GiveUp { seq, waited_ms });
+        wait::poll(what, ANSWER_GRACE, || self.outcome(seq)).unwrap_or_else(|| {
+            let what = format!("rank 0 did not answer within {waited_ms} ms in collective \"{what}\"");
+            let failure = Failure::new(what, "see what holds rank 0 up, or raise the timeout");
+            self.port.inbox().fail(failure.clone());
+            Err(failure.error())
+        })
+    }
+
+    /// Ranks known to be lost.
+    pub(super) fn lost(&self) -> Vec<Rank> {
+        self.port.inbox().lost.clone()
+    }
+
+    /// Connections and messages dropped so far.
+    pub(super) fn refused(&self) -> u64 {
+        self.port.inbox().refused
+    }
+
+    fn outcome(&self, seq: u64) -> Option<Result<Vec<Vec<u8>>>> {
+        let mut inbox = self.port.inbox();
+        match inbox.gathered.take_if(|(number, _)| *number == seq) {
+            Some((_, payloads)) => Some(Ok(payloads)),
+            None => inbox.failure.as_ref().map(|failure| Err(failure.error())),
+        }
+    }
+}
+
+impl Drop for Station {
+    fn drop(&mut self) {
+        self.port.command(Command::Leave);
+        let formed = self.port.inbox().formed;
+        match self.thread.take() {
+            // The thread closes within a bounded time; a panic in it has been reported by the runtime.
+            Some(thread) if formed => drop(thread.join()),
+            // A thread that still tries to connect ends on its own.
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_turn_given_back_by_one_that_only_asked() {
+        let turn = Turn::default();
+        let taken = turn.take("first", Duration::from_millis(1)).unwrap();
+        for _ in 0..2 {
+            assert!(turn.take("second", Duration::from_millis(1)).is_err());
+        }
+        drop(taken);
+        assert!(turn.take("third", Duration::from_millis(1)).is_ok());
+    }
+
+    #[test]
+    fn a_lost_rank_listed_twice() {
+        let mut inbox = Inbox::default();
+        [3, 1, 3].into_iter().for_each(|rank| inbox.lose(Rank(rank)));
+        assert_eq!(inbox.lost, [Rank(1), Rank(3)]);
+    }
+}

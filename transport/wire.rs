@@ -1,0 +1,316 @@
+//! The bootstrap protocol's bytes: frames, messages, and a decoder that trusts nothing.
+//!
+//! Place in the data path: none; frames travel between bootstrap threads. Runs on those threads. Never
+//! panics, whatever the bytes, and never allocates by a length that it has not received.
+//!
+//! ```text
+//!  0      3 4     5 6     7 8          11 12
+//! +--------+-------+-------+-------------+---------------- - -
+//! | "TKYD" |version| kind  | body length | body             all integers little-endian
+//! +--------+-------+-------+-------------+---------------- - -
+//! ```
+//!
+//! Stable in all versions, so that two versions can tell each other apart in words: the header, and that a
+//! Hello has kind 1 and a body that starts with `u16 length, token`.
+
+/// First bytes of every frame.
+pub(super) const MAGIC: [u8; 4] = *b"TKYD";
+/// Version of the protocol spoken here; raised by any change to a message.
+pub(super) const VERSION: u16 = 1;
+/// Bytes before a body.
+pub(super) const HEADER_BYTES: usize = 12;
+/// Longest body between members: a gathered result of all ranks.
+pub(super) const MAX_BODY: usize = 64 << 20;
+/// Longest body from a connection that has not shown the token yet.
+pub(super) const MAX_HELLO_BODY: usize = 4096;
+/// Longest job token.
+pub(super) const MAX_TOKEN: usize = 256;
+/// Longest string sent; longer ones are cut.
+const MAX_TEXT: usize = 4096;
+
+/// Kind of a Hello, which admission inspects before it decodes.
+pub(super) const KIND_HELLO: u16 = 1;
+
+/// One message; each says who sends it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Message {
+    /// Member, first: asks to be a rank of the job.
+    Hello { token: Vec<u8>, rank: u32, world: u32 },
+    /// Rank 0: refusal of a Hello, or the end of the job for all.
+    Fail { what: String, advice: String },
+    /// Rank 0, until the job is formed: how many ranks have not joined, and the first few of them.
+    Progress { absent: u32, first: Vec<u32> },
+    /// Rank 0: all ranks have joined.
+    Welcome,
+    /// Member: its part of collective number `seq`.
+    Gather { seq: u64, what: String, payload: Vec<u8> },
+    /// Rank 0: all parts of collective number `seq`, by rank.
+    Gathered { seq: u64, payloads: Vec<Vec<u8>> },
+    /// Member: its deadline for collective `seq` has passed.
+    GiveUp { seq: u64, waited_ms: u64 },
+    /// Rank 0: that rank's connection closed without a goodbye.
+    Lost { rank: u32 },
+    /// Rank 0: that rank left in order.
+    Left { rank: u32 },
+    /// Either: what follows is an orderly close.
+    Goodbye,
+}
+
+/// Why bytes are no frame or a frame is no message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Malformed {
+    /// The bytes do not start as a frame does.
+    Magic,
+    /// The header announces more than this connection may send.
+    Length { announced: usize, limit: usize },
+    /// The kind is not one of this version.
+    Kind(u16),
+    /// The body is not what its kind requires.
+    Body(&'static str),
+}
+
+impl std::fmt::Display for Malformed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Malformed::Magic => write!(f, "bytes that are no frame"),
+            Malformed::Length { announced, limit } => write!(f, "a frame of {announced} bytes where {limit} may come"),
+            Malformed::Kind(kind) => write!(f, "a frame of unknown kind {kind}"),
+            Malformed::Body(part) => write!(f, "a frame with a malformed {part}"),
+        }
+    }
+}
+
+/// One frame as received; its version may be foreign.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Frame {
+    pub version: u16,
+    pub kind: u16,
+    pub body: Vec<u8>,
+}
+
+/// Cuts a byte stream into frames; holds at most one unfinished frame of the allowed length.
+#[derive(Debug)]
+pub(super) struct FrameReader {
+    bytes: Vec<u8>,
+    limit: usize,
+}
+
+impl FrameReader {
+    /// A reader that refuses bodies longer than `limit`.
+    pub(super) fn new(limit: usize) -> FrameReader {
+        FrameReader { bytes: Vec::new(), limit }
+    }
+
+    /// Changes the longest body accepted from now on.
+    pub(super) fn set_limit(&mut self, limit: usize) {
+        self.limit = limit;
+    }
+
+    /// Appends received bytes.
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.bytes.extend_from_slice(bytes);
+    }
+
+    /// The next whole frame, `None` if more bytes must come first.
+    pub(super) fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
+        let seen = self.bytes.len().min(MAGIC.len());
+        if self.bytes[..seen] != MAGIC[..seen] {
+            return Err(Malformed::Magic);
+        }
+        if self.bytes.len() < HEADER_BYTES {
+            return Ok(None);
+        }
+        let mut header = Cursor { rest: &self.bytes[MAGIC.len()..HEADER_BYTES] };
+        let (version, kind, announced) = (header.u16()?, header.u16()?, header.u32()? as usize);
+        if announced > self.limit {
+            return Err(Malformed::Length { announced, limit: self.limit });
+        }
+        let end = HEADER_BYTES + announced;
+        if self.bytes.len() < end {
+            return Ok(None);
+        }
+        let body = self.bytes[HEADER_BYTES..end].to_vec();
+        self.bytes.drain(..end);
+        Ok(Some(Frame { version, kind, body }))
+    }
+}
+
+/// The part of a Hello that all versions share, and what follows it.
+pub(super) fn hello_token(body: &[u8]) -> Result<(&[u8], &[u8]), Malformed> {
+    let mut cursor = Cursor { rest: body };
+    let bytes = cursor.u16()? as usize;
+    if bytes > MAX_TOKEN {
+        return Err(Malformed::Body("token"));
+    }
+    let token = cursor.take(bytes)?;
+    Ok((token, cursor.rest))
+}
+
+/// Decodes the body of a frame of this version.
+pub(super) fn decode(frame: &Frame) -> Result<Message, Malformed> {
+    let mut cursor = Cursor { rest: &frame.body };
+    let message = match frame.kind {
+        KIND_HELLO => {
+            let (token, rest) = hello_token(&frame.body)?;
+            cursor.rest = rest;
+            Message::Hello { token: token.to_vec(), rank: cursor.u32()?, world: cursor.u32()? }
+        }
+        2 => Message::Fail { what: cursor.text()?, advice: cursor.text()? },
+        3 => Message::Progress { absent: cursor.u32()?, first: cursor.list(4, Cursor::u32)? },
+        4 => Message::Welcome,
+        5 => Message::Gather { seq: cursor.u64()?, what: cursor.text()?, payload: cursor.blob()? },
+        6 => Message::Gathered { seq: cursor.u64()?, payloads: cursor.list(4, Cursor::blob)? },
+        7 => Message::GiveUp { seq: cursor.u64()?, waited_ms: cursor.u64()? },
+        8 => Message::Lost { rank: cursor.u32()? },
+        9 => Message::Left { rank: cursor.u32()? },
+        10 => Message::Goodbye,
+        kind => return Err(Malformed::Kind(kind)),
+    };
+    if cursor.rest.is_empty() { Ok(message) } else { Err(Malformed::Body("end")) }
+}
+
+/// Encodes a message as one frame of this version; an error if its body is longer than `MAX_BODY`.
+pub(super) fn encode(message: &Message) -> Result<Vec<u8>, Malformed> {
+    let mut out = Vec::new();
+    out.extend_from_slice(&MAGIC);
+    out.extend_from_slice(&VERSION.to_le_bytes());
+    out.extend_from_slice(&kind_of(message).to_le_bytes());
+    out.extend_from_slice(&[0; 4]);
+    put_body(&mut out, message)?;
+    let body = out.len() - HEADER_BYTES;
+    if body > MAX_BODY {
+        return Err(Malformed::Length { announced: body, limit: MAX_BODY });
+    }
+    out[8..HEADER_BYTES].copy_from_slice(&(body as u32).to_le_bytes());
+    Ok(out)
+}
+
+fn kind_of(message: &Message) -> u16 {
+    match message {
+        Message::Hello { .. } => KIND_HELLO,
+        Message::Fail { .. } => 2,
+        Message::Progress { .. } => 3,
+        Message::Welcome => 4,
+        Message::Gather { .. } => 5,
+        Message::Gathered { .. } => 6,
+        Message::GiveUp { .. } => 7,
+        Message::Lost { .. } => 8,
+        Message::Left { .. } => 9,
+        Message::Goodbye => 10,
+    }
+}
+
+fn put_body(out: &mut Vec<u8>, message: &Message) -> Result<(), Malformed> {
+    match message {
+        Message::Hello { token, rank, world } => {
+            let bytes = u16::try_from(token.len()).map_err(|_| Malformed::Body("token"))?;
+            out.extend_from_slice(&bytes.to_le_bytes());
+            out.extend_from_slice(token);
+            out.extend_from_slice(&rank.to_le_bytes());
+            out.extend_from_slice(&world.to_le_bytes());
+        }
+        Message::Fail { what, advice } => {
+            put_text(out, what);
+            put_text(out, advice);
+        }
+        Message::Progress { absent, first } => {
+            out.extend_from_slice(&absent.to_le_bytes());
+            out.extend_from_slice(&length_of(first.len())?);
+            first.iter().for_each(|rank| out.extend_from_slice(&rank.to_le_bytes()));
+        }
+        Message::Gather { seq, what, payload } => {
+            out.extend_from_slice(&seq.to_le_bytes());
+            put_text(out, what);
+            put_blob(out, payload)?;
+        }
+        Message::Gathered { seq, payloads } => {
+            out.extend_from_slice(&seq.to_le_bytes());
+            out.extend_from_slice(&length_of(payloads.len())?);
+            payloads.iter().try_for_each(|payload| put_blob(out, payload))?;
+        }
+        Message::GiveUp { seq, waited_ms } => {
+            out.extend_from_slice(&seq.to_le_bytes());
+            out.extend_from_slice(&waited_ms.to_le_bytes());
+        }
+        Message::Lost { rank } | Message::Left { rank } => out.extend_from_slice(&rank.to_le_bytes()),
+        Message::Welcome | Message::Goodbye => {}
+    }
+    Ok(())
+}
+
+fn length_of(count: usize) -> Result<[u8; 4], Malformed> {
+    let short = u32::try_from(count).map_err(|_| Malformed::Length { announced: count, limit: MAX_BODY })?;
+    Ok(short.to_le_bytes())
+}
+
+fn put_blob(out: &mut Vec<u8>, blob: &[u8]) -> Result<(), Malformed> {
+    out.extend_from_slice(&length_of(blob.len())?);
+    out.extend_from_slice(blob);
+    Ok(())
+}
+
+fn put_text(out: &mut Vec<u8>, text: &str) {
+    let cut = text.floor_char_boundary(MAX_TEXT);
+    out.extend_from_slice(&(cut as u16).to_le_bytes());
+    out.extend_from_slice(&text.as_bytes()[..cut]);
+}
+
+/// Reads fields off the front of a body; running out of bytes is an answer, not a panic.
+struct Cursor<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Cursor<'a> {
+    fn take(&mut self, bytes: usize) -> Result<&'a [u8], Malformed> {
+        let (head, tail) = self.rest.split_at_checked(bytes).ok_or(Malformed::Body("length"))?;
+        self.rest = tail;
+        Ok(head)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+        let (head, tail) = self.rest.split_first_chunk::<N>().ok_or(Malformed::Body("length"))?;
+        self.rest = tail;
+        Ok(*head)
+    }
+
+    fn u16(&mut self) -> Result<u16, Malformed> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Result<u32, Malformed> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Result<u64, Malformed> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn text(&mut self) -> Result<String, Malformed> {
+        let bytes = self.u16()? as usize;
+        let text = std::str::from_utf8(self.take(bytes)?).map_err(|_| Malformed::Body("string"))?;
+        Ok(text.to_owned())
+    }
+
+    fn blob(&mut self) -> Result<Vec<u8>, Malformed> {
+        let bytes = self.u32()? as usize;
+        Ok(self.take(bytes)?.to_vec())
+    }
+
+    /// A counted list whose items take at least `least` bytes each, so that a count cannot promise more
+    /// items than bytes came.
+    fn list<T>(
+        &mut self,
+        least: usize,
+        item: fn(&mut Cursor<'a>) -> Result<T, Malformed>,
+    ) -> Result<Vec<T>, Malformed> {
+        let count = self.u32()? as usize;
+        if count > self.rest.len() / least {
+            return Err(Malformed::Body("count"));
+        }
+        (0..count).map(|_| item(self)).collect()
+    }
+}
+
+#[cfg(test)]
+#[path = "wire_tests.rs"]
+mod tests;
