@@ -14,17 +14,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
 /// The C headers and what bindgen made of them.
-const BINDINGS: [(&str, &str); 2] = [
-    ("kernels/layout.h", "bindings/ffi/layout.rs"),
-    ("kernels/cpu/executor.h", "bindings/ffi/executor.rs"),
-];
+const BINDINGS: [(&str, &str); 2] =
+    [("kernels/layout.h", "bindings/ffi/layout.rs"), ("kernels/cpu/executor.h", "bindings/ffi/executor.rs")];
 const KERNELS: &str = "kernels/kernels.cu";
 /// SASS for Hopper and Blackwell, PTX for what comes later.
-const GPU_CODE: [&str; 3] = [
-    "arch=compute_90a,code=sm_90a",
-    "arch=compute_100a,code=sm_100a",
-    "arch=compute_90,code=compute_90",
-];
+const GPU_CODE: [&str; 3] =
+    ["arch=compute_90a,code=sm_90a", "arch=compute_100a,code=sm_100a", "arch=compute_90,code=compute_90"];
 /// The oldest nvcc that knows all of GPU_CODE.
 const OLDEST_NVCC: (u32, u32) = (12, 8);
 
@@ -157,7 +152,7 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
     for code in GPU_CODE {
         command.args(["-gencode", code]);
     }
-    command.args(["-std=c++17", "-O3", "--fmad=false", "-Xptxas", "-v", "--threads=2", "--fatbin", "-I", "kernels"]);
+    command.args(["-std=c++17", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
     command.arg("-o").arg(fatbin).arg(KERNELS);
     let output = match command.output() {
         Ok(output) => output,

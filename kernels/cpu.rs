@@ -57,9 +57,10 @@ pub(super) fn explain(code: i32, what: &str, report: &str) -> Error {
         ffi::TY_EXEC_UNKNOWN_KERNEL => {
             error(format!("{what}: the CPU build has no such kernel"), "name it in the table at the end of kernels.cu")
         }
-        ffi::TY_EXEC_BAD_LAUNCH => {
-            error(format!("{what}: the launch is unusable"), "use whole warps, fewer threads, and the kernel's own struct")
-        }
+        ffi::TY_EXEC_BAD_LAUNCH => error(
+            format!("{what}: the launch is unusable"),
+            "use whole warps, fewer threads, and the kernel's own struct",
+        ),
         other => error(format!("{what}: the executor answered {other}"), "see kernels/cpu/executor.h"),
     }
 }
@@ -156,7 +157,8 @@ impl Executor {
             ended.store(code, Ordering::Release);
         };
         let thread = std::thread::Builder::new().name("tokenyard-cpu".into()).spawn(body);
-        let thread = thread.map_err(|e| error(format!("starting the CPU device's thread: {e}"), "raise the limit of threads"))?;
+        let thread = thread
+            .map_err(|e| error(format!("starting the CPU device's thread: {e}"), "raise the limit of threads"))?;
         *lock(&self.thread) = Some(thread);
         Ok(())
     }
@@ -236,7 +238,9 @@ impl CpuDevice {
     /// Memory filled with `byte`.
     pub(super) fn alloc(&self, bytes: usize, byte: u8) -> Result<u64> {
         self.exec.clear_shelf();
-        let lacking = || error(format!("allocating {bytes} bytes of host memory failed"), "free memory, or plan for fewer tokens");
+        let lacking = || {
+            error(format!("allocating {bytes} bytes of host memory failed"), "free memory, or plan for fewer tokens")
+        };
         let layout = Self::layout(bytes).ok_or_else(lacking)?;
         // SAFETY: the layout's size is not zero.
         let ptr = unsafe { if byte == 0 { std::alloc::alloc_zeroed(layout) } else { std::alloc::alloc(layout) } };

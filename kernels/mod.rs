@@ -3,6 +3,7 @@
 //! Place: below the proxy, above the driver and the CPU executor. `device` is the front; `cpu` and `cuda` are its
 //! backends. One kernel source (kernels.cu) is built for both. It knows nothing of transport.
 
+pub mod bench;
 mod cpu;
 mod cpu_seeded;
 #[cfg(feature = "cuda")]
@@ -13,8 +14,8 @@ pub mod device;
 
 pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
 pub use device::{
-    Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES, Stream,
-    View,
+    Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES,
+    Stream, View,
 };
 
 use crate::ffi::layout;

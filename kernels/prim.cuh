@@ -264,8 +264,10 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
     __atomic_store(p, &value, __ATOMIC_RELAXED);
   }
 }
+// Vector accesses also end a fiber's turn from time to time: lanes that share cache lines, and on a GPU
+// would run in step, then stay near one another in memory.
 TY_DEVICE Vec16 load16(const void *p) {
-  if (__builtin_expect(cpu::seeded, 0)) {
+  if (__builtin_expect(--cpu::turn_left < 0, 0) && cpu::end_of_turn()) {
     Vec16 value;
     cpu::seeded_load(p, &value, sizeof value);
     return value;
@@ -273,8 +275,9 @@ TY_DEVICE Vec16 load16(const void *p) {
   return *static_cast<const Vec16 *>(p);
 }
 TY_DEVICE void store16(void *p, Vec16 value) {
-  if (__builtin_expect(cpu::seeded, 0)) {
-    cpu::seeded_store(p, &value, sizeof value);
+  if (__builtin_expect(--cpu::turn_left < 0, 0) && cpu::end_of_turn()) {
+    const Vec16 copy = value; // whose address alone is taken: the fast path keeps its value in a register
+    cpu::seeded_store(p, &copy, sizeof copy);
   } else {
     *static_cast<Vec16 *>(p) = value;
   }
@@ -351,7 +354,13 @@ TY_DEVICE u64 now_ns() { return cpu::now_ns(); }
 TY_DEVICE void spin_pause(const char *site) { cpu::spin_pause(site); }
 
 // The GPU's arithmetic has one NaN; x86 and Arm hand on their operands'.
-TY_DEVICE float one_nan(float x) { return __builtin_expect(x != x, 0) ? same_bits<float>(0x7fffffffu) : x; }
+TY_DEVICE float one_nan(float x) {
+  if (__builtin_expect(x != x, 0)) {
+    __asm__ volatile(""); // keeps this a branch; a conditional move would lengthen every sum's chain
+    return same_bits<float>(0x7fffffffu);
+  }
+  return x;
+}
 TY_DEVICE float fma_rn(float x, float y, float z) {
 #if defined(__x86_64__) && !defined(__FMA__)
   // The build targets any x86-64; where the processor has the instruction, use it without a call.

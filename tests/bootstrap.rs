@@ -4,186 +4,17 @@
 //! program starts itself again with `CHILD` set, and the test of that name plays the child.
 
 use std::cell::RefCell;
-use std::fs::File;
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::FileExt;
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::net::TcpListener;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 use tokenyard::base::{Error, Rank, wait};
 use tokenyard::transport::{Bootstrap, World};
 
-const CHILD: &str = "TOKENYARD_TEST_CHILD";
-const TOKEN: &str = "token of this test";
-/// Long enough for a loaded machine; a test that waits it out has found a hang.
-const PATIENCE: Duration = Duration::from_secs(20);
-/// A deadline that a test waits out on purpose.
-const SHORT: Duration = Duration::from_millis(400);
-
-// ---- helpers
-
-/// An address of this test alone (all of 127/8 is this host) and a port free there.
-fn place() -> (String, u16) {
-    static NEXT: AtomicU32 = AtomicU32::new(1);
-    let (pid, next) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-    let addr = format!("127.{}.{}.{}", 1 + pid / 251 % 250, 1 + pid % 251, next);
-    let port = TcpListener::bind((addr.as_str(), 0)).unwrap().local_addr().unwrap().port();
-    (addr, port)
-}
-
-fn bootstrap(place: &(String, u16), rank: u32, world: usize) -> Bootstrap {
-    Bootstrap {
-        rank: Rank(rank),
-        world,
-        local_rank: rank as usize,
-        addr: place.0.clone(),
-        port: place.1,
-        token: TOKEN.into(),
-        timeout: PATIENCE,
-    }
-}
-
-/// Runs `body` as each rank of a world whose ranks join over TCP from threads.
-fn joined<T: Send>(size: usize, body: impl Fn(World) -> T + Sync) -> Vec<T> {
-    let place = place();
-    std::thread::scope(|scope| {
-        let run = |rank| {
-            scope.spawn({
-                let (place, body) = (&place, &body);
-                move || body(World::join(&bootstrap(place, rank, size)).unwrap())
-            })
-        };
-        let threads: Vec<_> = (0..size as u32).map(run).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-/// Runs `body` as each rank of a world of threads.
-fn threaded<T: Send>(size: usize, body: impl Fn(World) -> T + Sync) -> Vec<T> {
-    std::thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = World::threads(size).into_iter().map(|world| scope.spawn(move || body(world))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-fn bootstrap_text<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
-    match outcome {
-        Err(error @ Error::Bootstrap { .. }) => error.to_string(),
-        other => panic!("a Bootstrap error was due, not {other:?}"),
-    }
-}
-
-fn exchange_many(world: World) {
-    for round in 0..20usize {
-        let payload = vec![world.rank().0 as u8; round * (world.rank().index() + 1)];
-        let parts = world.all_gather("parts", &payload).unwrap();
-        let expected: Vec<Vec<u8>> = (0..world.size()).map(|r| vec![r as u8; round * (r + 1)]).collect();
-        assert_eq!(parts, expected);
-    }
-    world.barrier("end").unwrap();
-}
-
-fn memfd(text: &str) -> OwnedFd {
-    // SAFETY: the name is a C string; the result is checked and owned by nobody else.
-    let mut file = unsafe {
-        let raw = libc::memfd_create(c"tokenyard-test".as_ptr(), libc::MFD_CLOEXEC);
-        assert!(raw >= 0);
-        File::from_raw_fd(raw)
-    };
-    file.write_all(text.as_bytes()).unwrap();
-    file.into()
-}
-
-fn exchange_memfds(world: World) {
-    let own = memfd(&format!("memory of rank {}", world.rank()));
-    for _ in 0..2 {
-        let fds = world.exchange_fds(own.as_fd()).unwrap();
-        assert_eq!(fds.len(), world.size());
-        for (rank, fd) in fds.into_iter().enumerate() {
-            assert_eq!(fd.is_none(), rank == world.rank().index());
-            if let Some(fd) = fd {
-                // By position: duplicates of one descriptor share their cursor.
-                let mut text = [0; 64];
-                let bytes = File::from(fd).read_at(&mut text, 0).unwrap();
-                assert_eq!(String::from_utf8_lossy(&text[..bytes]), format!("memory of rank {rank}"));
-            }
-        }
-    }
-}
-
-/// A frame as wire.rs documents it, put together by hand.
-fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
-    let length = (body.len() as u32).to_le_bytes();
-    [b"TKYD", &version.to_le_bytes()[..], &kind.to_le_bytes(), &length, body].concat()
-}
-
-fn hello(version: u16, token: &str, rank: u32, world: u32) -> Vec<u8> {
-    let length = (token.len() as u16).to_le_bytes();
-    frame(version, 1, &[&length[..], token.as_bytes(), &rank.to_le_bytes(), &world.to_le_bytes()].concat())
-}
-
-fn dial(place: &(String, u16)) -> TcpStream {
-    wait::poll("listener", PATIENCE, || TcpStream::connect((place.0.as_str(), place.1)).ok()).unwrap()
-}
-
-/// Sends and returns all that comes back until the other side closes.
-fn talk(place: &(String, u16), bytes: &[u8]) -> String {
-    let mut stream = dial(place);
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.write_all(bytes).unwrap();
-    let mut answer = Vec::new();
-    let _ = stream.read_to_end(&mut answer);
-    String::from_utf8_lossy(&answer).into_owned()
-}
-
-/// Kills its process when dropped, so that a failing test leaves none behind.
-struct Rig(Vec<Child>);
-
-impl Drop for Rig {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// Starts this program as rank `rank`, running only the test `test`.
-fn child(test: &str, place: &(String, u16), rank: u32, world: usize) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args([test, "--exact", "--nocapture", "--test-threads=1"])
-        .env(CHILD, test)
-        .env("RANK", rank.to_string())
-        .env("WORLD_SIZE", world.to_string())
-        .env("MASTER_ADDR", &place.0)
-        .env("TOKENYARD_PORT", place.1.to_string())
-        .env("TOKENYARD_TOKEN", TOKEN)
-        .env("TOKENYARD_TIMEOUT_MS", PATIENCE.as_millis().to_string())
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap()
-}
-
-fn is_child() -> bool {
-    std::env::var_os(CHILD).is_some()
-}
-
-/// Plays a child that takes part in one barrier and then waits to be killed.
-fn sit_until_killed() {
-    let world = World::from_env().unwrap();
-    world.barrier("up").unwrap();
-    std::thread::sleep(PATIENCE);
-}
-
-fn wait_lost(world: &World, expected: &[Rank]) -> Duration {
-    let start = Instant::now();
-    wait::poll("loss", PATIENCE, || (world.lost_peers() == expected).then_some(())).expect("the loss went unnoticed");
-    start.elapsed()
-}
+#[path = "bootstrap/support.rs"]
+mod support;
+use support::*;
 
 // ---- worlds of threads
 
@@ -572,16 +403,17 @@ fn a_port_in_use_waited_for_in_silence() {
 fn a_place_that_ended_before_the_world_formed_kept_taken() {
     let place = place();
     std::thread::scope(|scope| {
-        let join = |rank| World::join(&bootstrap(&place, rank, 3)).unwrap().barrier("up").unwrap();
+        let join = |rank| World::join(&bootstrap(&place, rank, 4)).unwrap().barrier("up").unwrap();
         scope.spawn(move || join(0));
         // A hello whose sender has closed already, and a member that is told of its admission and dies.
-        dial(&place).write_all(&hello(1, TOKEN, 1, 3)).unwrap();
+        dial(&place).write_all(&hello(1, TOKEN, 1, 4)).unwrap();
         let mut stream = dial(&place);
-        stream.write_all(&hello(1, TOKEN, 2, 3)).unwrap();
+        stream.write_all(&hello(1, TOKEN, 2, 4)).unwrap();
         stream.read_exact(&mut [0; 12]).unwrap();
         drop(stream);
         std::thread::sleep(Duration::from_millis(50));
         scope.spawn(move || join(1));
+        scope.spawn(move || join(3));
         join(2);
     });
 }

@@ -16,7 +16,7 @@ use super::member::Member;
 use super::root::Root;
 use super::station::{Port, Station};
 use super::wire::MAX_TOKEN;
-use crate::base::{Error, Rank, Result};
+use crate::base::{Error, Rank, Result, wait};
 
 /// Port of rank 0 where none is given; not torchrun's 29500, which its own store may hold.
 pub const DEFAULT_PORT: u16 = 29611;
@@ -24,6 +24,8 @@ pub const DEFAULT_PORT: u16 = 29611;
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Most ranks of a world; bounds tables and descriptors at rank 0.
 pub const MAX_WORLD: usize = 16_384;
+/// How long rank 0 tries for a port that is held.
+const BIND_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest deadline: a day.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
 
@@ -197,44 +199,30 @@ impl Bootstrap {
         Station::start(self.rank, port, move || member.run())
     }
 
-    /// Binds where the others will look. A host's own name may resolve to another address at home than
-    /// abroad, and an address may be a gateway's: then rank 0 listens on all addresses, behind the token.
+    /// Binds; tries for a moment longer while the port is held, as by a predecessor that is just ending.
     fn listen(&self) -> std::result::Result<Vec<TcpListener>, Failure> {
-        let literal = self.addr.parse::<IpAddr>().is_ok();
-        if literal || self.token.is_empty() || self.addr == "localhost" {
-            let addrs = (self.addr.as_str(), self.port).to_socket_addrs();
-            let addrs = addrs.map_err(|error| self.cannot_listen(&error))?;
-            let bound = self.bind_each(addrs)?;
-            if !bound.is_empty() {
-                return Ok(bound);
-            }
-        }
-        if self.token.is_empty() {
-            return Err(self.cannot_listen(&ErrorKind::AddrNotAvailable.into()));
-        }
-        for any in [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)] {
-            let bound = self.bind_each([SocketAddr::new(any, self.port)].into_iter())?;
-            if !bound.is_empty() {
-                return Ok(bound);
-            }
-        }
-        Err(self.cannot_listen(&ErrorKind::AddrNotAvailable.into()))
+        let mut last = Err(ErrorKind::AddrInUse.into());
+        wait::poll("port of rank 0", BIND_PATIENCE.min(self.timeout), || {
+            last = self.listen_once();
+            (!matches!(&last, Err(error) if error.kind() == ErrorKind::AddrInUse)).then_some(())
+        });
+        last.map_err(|error| self.cannot_listen(&error))
     }
 
-    /// Binds those addresses that are this host's.
-    fn bind_each(&self, addrs: impl Iterator<Item = SocketAddr>) -> std::result::Result<Vec<TcpListener>, Failure> {
+    /// Binds where the others will look. A host's own name may resolve to another address at home than
+    /// abroad, and an address may be a gateway's: then rank 0 listens on all addresses, behind the token.
+    fn listen_once(&self) -> std::io::Result<Vec<TcpListener>> {
+        let literal = self.addr.parse::<IpAddr>().is_ok();
         let mut bound = Vec::new();
-        for addr in addrs {
-            match TcpListener::bind(addr).and_then(|listener| listener.set_nonblocking(true).map(|()| listener)) {
-                Ok(listener) => bound.push(listener),
-                Err(error) if matches!(error.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {
-                    return Err(self.cannot_listen(&error));
-                }
-                // Another host's address, or a family that this host lacks.
-                Err(_) => {}
+        if literal || self.token.is_empty() || self.addr == "localhost" {
+            bound = bind_each((self.addr.as_str(), self.port).to_socket_addrs()?)?;
+        }
+        for any in [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)] {
+            if bound.is_empty() && !self.token.is_empty() {
+                bound = bind_each([SocketAddr::new(any, self.port)].into_iter())?;
             }
         }
-        Ok(bound)
+        if bound.is_empty() { Err(ErrorKind::AddrNotAvailable.into()) } else { Ok(bound) }
     }
 
     fn cannot_listen(&self, error: &std::io::Error) -> Failure {
@@ -243,6 +231,22 @@ impl Bootstrap {
             "set MASTER_ADDR to a name or address of rank 0's host and TOKENYARD_PORT to a free port, on all ranks",
         )
     }
+}
+
+/// Binds those addresses that are this host's.
+fn bind_each(addrs: impl Iterator<Item = SocketAddr>) -> std::io::Result<Vec<TcpListener>> {
+    let mut bound = Vec::new();
+    for addr in addrs {
+        match TcpListener::bind(addr).and_then(|listener| listener.set_nonblocking(true).map(|()| listener)) {
+            Ok(listener) => bound.push(listener),
+            Err(error) if matches!(error.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {
+                return Err(error);
+            }
+            // Another host's address, or a family that this host lacks.
+            Err(_) => {}
+        }
+    }
+    Ok(bound)
 }
 
 fn config(name: &'static str, value: &str, advice: &str) -> Error {

@@ -30,6 +30,9 @@ const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 /// Longest single attempt to connect.
 const DIAL_PATIENCE: Duration = Duration::from_secs(1);
+/// How much longer than its own deadline a rank waits that rank 0 has taken in: rank 0, which started at
+/// about the same time, knows best who is missing.
+const VERDICT_GRACE: Duration = Duration::from_millis(500);
 /// Longest sleep with nothing to do.
 const IDLE: Duration = Duration::from_secs(30);
 
@@ -103,7 +106,8 @@ impl Member {
         send(&mut conn, &Message::Hello { token: self.token.clone(), rank: self.rank.0, world: self.world as u32 });
         let mut joined = false;
         loop {
-            let until = if joined { Instant::now() + IDLE } else { self.deadline };
+            let give_up = if self.absent.is_some() { self.deadline + VERDICT_GRACE } else { self.deadline };
+            let until = if joined { Instant::now() + IDLE } else { give_up };
             let mut fds = [interest(&conn), PollFd::new(self.port.bell_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, until);
             self.port.hear_bell();
@@ -130,7 +134,7 @@ impl Member {
                 }
             }
             match end {
-                Ok(()) if joined || Instant::now() < self.deadline => {}
+                Ok(()) if joined || Instant::now() < give_up => {}
                 Ok(()) => {
                     let failure = self.too_late();
                     self.part(conn, failure);

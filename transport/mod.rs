@@ -39,4 +39,5 @@ mod wire;
 pub mod world;
 
 pub use bootstrap::Bootstrap;
+pub use memory::{Arena, PeerMap};
 pub use world::World;

@@ -56,6 +56,8 @@ pub(super) struct Root {
     pending: Vec<Pending>,
     /// By rank; `None` at 0, before a rank has joined and after it has gone.
     members: Vec<Option<Conn>>,
+    /// By rank: whether it has ever joined, even if it has gone since.
+    came: Vec<bool>,
     closing: Vec<Closing>,
     hub: Hub,
     last_refusal: Option<String>,
@@ -76,6 +78,7 @@ impl Root {
             listeners,
             pending: Vec::new(),
             members: (0..world).map(|_| None).collect(),
+            came: vec![false; world],
             closing: Vec::new(),
             hub: Hub::new(world),
             last_refusal: None,
@@ -176,11 +179,16 @@ impl Root {
     }
 
     fn judge(&mut self, conn: Conn, first: &Frame, more: bool) {
+        // The present holder of the place may have ended since this turn began.
+        if let Ok(Message::Hello { rank, .. }) = wire::decode(first) {
+            self.serve(Rank(rank));
+        }
         let judgement = admit::judge(&self.job, first, &conn.peer, |rank| self.members[rank.index()].is_some());
         match judgement {
             Judgement::Admit(_) if more => self.refused(&conn.peer, "frames right behind a hello"),
             Judgement::Admit(rank) => {
                 self.members[rank.index()] = Some(conn);
+                self.came[rank.index()] = true;
                 self.membership_changed();
             }
             Judgement::Refuse(failure) => {
@@ -205,8 +213,15 @@ impl Root {
         self.progress_due.get_or_insert_with(|| Instant::now() + PROGRESS_PERIOD);
     }
 
+    /// Ranks that have never joined; if all have, those that have gone since.
     fn absent(&self) -> Vec<Rank> {
-        (0u32..).map(Rank).zip(&self.members).skip(1).filter(|(_, conn)| conn.is_none()).map(|(rank, _)| rank).collect()
+        let absent = |ever: bool| {
+            let ranks = (0u32..).map(Rank).zip(&self.members).skip(1);
+            let ranks = ranks.filter(|(rank, conn)| conn.is_none() && self.came[rank.index()] == ever);
+            ranks.map(|(rank, _)| rank).collect::<Vec<_>>()
+        };
+        let never = absent(false);
+        if never.is_empty() { absent(true) } else { never }
     }
 
     fn report_progress(&mut self) {

@@ -134,7 +134,8 @@ impl World {
     }
 
     /// Peers whose process has gone, as seen now; sorted. Empty for ranks of one process. A peer that
-    /// dropped its world is not lost. News of others come through rank 0, and end when it is lost or leaves.
+    /// dropped its world is not lost. News of others comes through rank 0, and ends when it is lost or leaves.
+    /// A process that a peer forked keeps the peer's connection open, and hides its death, until it ends too.
     pub fn lost_peers(&self) -> Vec<Rank> {
         match &self.link {
             Link::Threads(_) => Vec::new(),

@@ -18,8 +18,8 @@ pub const MAX_TOP_K: u64 = 32;
 const MAX_HIDDEN: u64 = 1 << 20;
 /// Experts at the most, over all ranks; what one rank may hold is checked against the world.
 const MAX_EXPERTS: u64 = 1 << 15;
-/// Tokens of a call at the most: rows of all ranks stay within 32-bit indices.
-const MAX_TOKENS: u64 = 1 << 22;
+/// Tokens of a call at the most: what a context may be built for.
+const MAX_TOKENS: u64 = 1 << 20;
 /// Iterations at the most: their samples fit in memory.
 const MAX_ITERS: u64 = 10_000_000;
 /// Longest deadline: a day.

@@ -66,6 +66,8 @@ pub struct Case {
     pub mode: Mode,
     pub sms: Option<usize>,
     pub world_mode: WorldMode,
+    /// One thread: plain stores stay hidden from other fibers until the next release.
+    pub hold_stores: bool,
     pub iters: usize,
     pub seed: u64,
     /// Number of the first dispatch and combine, where it is not the library's own.
@@ -105,6 +107,7 @@ impl Default for Case {
             mode: Mode::Fused,
             sms: None,
             world_mode: WorldMode::Threads,
+            hold_stores: false,
             iters: 1,
             seed: 1,
             first_epoch: None,
@@ -236,17 +239,27 @@ impl Case {
         if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
             Some("scales")
         } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
-            Some("weights")
+            Some("layout")
         } else {
             None
         }
     }
 
+    /// Rows of the output of a rank, all experts together.
+    pub fn output_rows(&self, local: usize) -> usize {
+        if self.layout == LayoutWord::Masked { self.capacity() * local } else { self.capacity() }
+    }
+
+    /// Global ids of a rank's experts, ascending.
+    pub fn local_experts(&self, rank: usize) -> Vec<u32> {
+        let here = |(_, &owner): &(usize, &u32)| owner as usize == rank;
+        self.expert_rank().iter().enumerate().filter(here).map(|(e, _)| e as u32).collect()
+    }
+
     /// Columns come in multiples of this.
     pub fn hidden_quantum(&self) -> usize {
         let smallest = [self.dtype, self.combine_dtype, self.out_dtype].map(Dtype::bytes).into_iter().min().unwrap_or(1);
-        let of_rows = ROW_QUANTUM / smallest;
-        if self.scales == ScaleKind::None { of_rows } else { of_rows.max(SCALE_COLUMNS) }
+        if self.dtype == Dtype::Fp8E4m3 { SCALE_COLUMNS } else { ROW_QUANTUM / smallest }
     }
 
     /// Refuses what cannot be run, naming the option.
@@ -282,7 +295,8 @@ impl Case {
         }
         let quantum = self.hidden_quantum();
         if self.hidden == 0 || self.hidden % quantum != 0 {
-            let why = if self.scales == ScaleKind::None { "rows are multiples of 16 bytes" } else { SCALES_WHY };
+            let fp8 = self.dtype == Dtype::Fp8E4m3;
+            let why = if fp8 { "fp8 rows have a scale for 128 columns" } else { "rows are multiples of 16 bytes" };
             let near = self.hidden.next_multiple_of(quantum).max(quantum);
             return refuse("--hidden", self.hidden.to_string(), format!("{why}; give a multiple of {quantum}, say {near}"));
         }
@@ -320,8 +334,6 @@ impl Case {
         Ok(())
     }
 }
-
-const SCALES_WHY: &str = "a scale covers 128 columns";
 
 fn flag(on: bool) -> String {
     if on { "yes" } else { "no" }.to_string()
@@ -410,6 +422,7 @@ fields! {
     mode: show_word, word;
     sms: optional, read_optional;
     world_mode: show_word, word;
+    hold_stores: flag, read_flag;
     iters: show, read_number;
     seed: show, read_number;
     first_epoch: optional, read_optional;

@@ -120,6 +120,9 @@ impl Config {
             seed: args.seed.unwrap_or(1),
             ..Case::default()
         };
+        if device == DeviceWord::Cpu && case.sms == Some(1) {
+            return Err(Refusal::of("--sms", 1, "the CPU device needs two blocks; give at least 2"));
+        }
         case.check()?;
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
         check_outputs(&outputs)?;
@@ -137,11 +140,28 @@ impl Config {
     }
 }
 
+/// The device that was asked for, or the best that is here.
+///
+/// # Errors
+/// GPUs where there are none.
+pub fn or_here(given: Option<DeviceWord>) -> Result<DeviceWord, Refusal> {
+    let gpus = Device::cuda_count();
+    match given {
+        Some(DeviceWord::Cuda) if gpus == 0 => Err(no_gpu()),
+        Some(device) => Ok(device),
+        None => Ok(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu }),
+    }
+}
+
+fn no_gpu() -> Refusal {
+    let advice = "no GPU can be used here; give cpu, and see tokenyard doctor for what is lacking";
+    Refusal::of("--device", DeviceWord::Cuda.name(), advice)
+}
+
 fn world(args: &BenchArgs, device: DeviceWord, gpus: usize, purpose: Purpose) -> Result<usize, Refusal> {
     let run_on_gpus = device == DeviceWord::Cuda && purpose == Purpose::Run;
     if run_on_gpus && gpus == 0 {
-        let advice = "no GPU can be used here; give cpu, and see tokenyard doctor for what is lacking";
-        return Err(Refusal::of("--device", device.name(), advice));
+        return Err(no_gpu());
     }
     let default = if device == DeviceWord::Cuda && gpus > 0 { gpus } else { CPU_WORLD };
     let world = args.world.unwrap_or(default);

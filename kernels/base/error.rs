@@ -11,45 +11,128 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum Error {
     /// An argument of a call is unusable; nothing was enqueued.
     #[error("argument {name} is {value}: {advice}")]
-    Argument { name: &'static str, value: String, advice: String },
+    Argument {
+        /// What was given.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What to try.
+        advice: String,
+    },
     /// A configuration cannot be built; no context exists.
     #[error("configuration {name} is {value}: {advice}")]
-    Config { name: &'static str, value: String, advice: String },
+    Config {
+        /// What was given.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What to try.
+        advice: String,
+    },
     /// The device found unusable routing input on this rank; nothing was sent in that epoch.
     #[error(
         "rank {rank}, dispatch {epoch}: {problem}; nothing was sent and peers went on; correct the routing and call again"
     )]
-    Routing { rank: Rank, epoch: u64, problem: String },
+    Routing {
+        /// The rank that reports.
+        rank: Rank,
+        /// Number of the dispatch or combine.
+        epoch: u64,
+        /// What is wrong, with values.
+        problem: String,
+    },
     /// An output was too small; nothing was written beyond it.
     #[error(
         "rank {rank}, epoch {epoch}: {what} needs {needed} rows and has {given}; pass an output of at least {needed} rows"
     )]
-    Capacity { rank: Rank, epoch: u64, what: &'static str, needed: u64, given: u64 },
+    Capacity {
+        /// The rank that reports.
+        rank: Rank,
+        /// Number of the dispatch or combine.
+        epoch: u64,
+        /// What failed or lacks room.
+        what: &'static str,
+        /// Rows needed.
+        needed: u64,
+        /// Rows given.
+        given: u64,
+    },
     /// A peer's output was too small, so its experts' contributions are missing from this rank's sums.
     #[error(
         "rank {rank}, combine {epoch}: the sums lack rank {peer}'s experts, whose dispatch output overflowed; give rank {peer} a larger output"
     )]
-    Incomplete { rank: Rank, epoch: u64, peer: Rank },
+    Incomplete {
+        /// The rank that reports.
+        rank: Rank,
+        /// Number of the dispatch or combine.
+        epoch: u64,
+        /// The other rank.
+        peer: Rank,
+    },
     /// Phases were called out of order; nothing was sent.
     #[error("rank {rank}: {problem}; finish the receive of an epoch before the next send of the same kind")]
-    Order { rank: Rank, problem: String },
+    Order {
+        /// The rank that reports.
+        rank: Rank,
+        /// What is wrong, with values.
+        problem: String,
+    },
     /// A progress deadline passed; the context is closed.
     #[error(
         "rank {rank} waited {waited_ms} ms for {site} of rank {peer} in epoch {epoch} (expected {expected:#x}, saw {seen:#x}); see what holds rank {peer} up, or raise the deadline"
     )]
-    Timeout { rank: Rank, site: &'static str, peer: Rank, epoch: u64, expected: u64, seen: u64, waited_ms: u64 },
+    Timeout {
+        /// The rank that reports.
+        rank: Rank,
+        /// The wait.
+        site: &'static str,
+        /// The other rank.
+        peer: Rank,
+        /// Number of the dispatch or combine.
+        epoch: u64,
+        /// Value waited for.
+        expected: u64,
+        /// Value last seen.
+        seen: u64,
+        /// Time waited, in milliseconds.
+        waited_ms: u64,
+    },
     /// A peer is gone; the context is closed.
     #[error(
         "rank {rank} lost rank {peer} while waiting for {site} in epoch {epoch}; restart it, or build a new context without it"
     )]
-    PeerLost { rank: Rank, peer: Rank, site: &'static str, epoch: u64 },
+    PeerLost {
+        /// The rank that reports.
+        rank: Rank,
+        /// The other rank.
+        peer: Rank,
+        /// The wait.
+        site: &'static str,
+        /// Number of the dispatch or combine.
+        epoch: u64,
+    },
     /// The transport failed.
     #[error("transport {what}: {advice}")]
-    Transport { what: String, advice: String },
+    Transport {
+        /// What failed or lacks room.
+        what: String,
+        /// What to try.
+        advice: String,
+    },
     /// The device or its driver failed or lacks something.
     #[error("device: {what}: {advice}")]
-    Device { what: String, advice: String },
+    Device {
+        /// What failed or lacks room.
+        what: String,
+        /// What to try.
+        advice: String,
+    },
     /// Ranks could not find, understand or wait for each other at start.
     #[error("bootstrap: {what}: {advice}")]
-    Bootstrap { what: String, advice: String },
+    Bootstrap {
+        /// What failed or lacks room.
+        what: String,
+        /// What to try.
+        advice: String,
+    },
 }

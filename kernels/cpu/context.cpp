@@ -4,14 +4,19 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
+#include <mutex>
 #include <new>
 
 #if TY_ASAN
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
-#if !defined(__x86_64__)
+// TY_PORTABLE_SWITCH asks for ucontext where the hand-written switch exists, to test it.
+#if defined(__x86_64__) && !defined(TY_PORTABLE_SWITCH)
+#define TY_OWN_SWITCH 1
+#else
+#define TY_OWN_SWITCH 0
 #include <ucontext.h>
 #endif
 
@@ -22,11 +27,35 @@ namespace {
 // none is guarded.
 constexpr size_t guards_limit = 8192;
 constexpr size_t chunk_limit = 256;
-std::atomic<size_t> guards{0};
+constexpr size_t kept_limit = 64; // chunks kept for the next executor
+
+std::mutex kept_mutex;
+size_t guards = 0;
+
+// Never destroyed: an executor may outlive static destruction on another thread.
+std::vector<StackPool::Chunk> &kept_chunks() {
+  static auto *kept = new std::vector<StackPool::Chunk>;
+  return *kept;
+}
 
 size_t page_bytes() {
   static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   return bytes;
+}
+
+StackPool::Chunk map_chunk(size_t stacks, size_t stack_bytes) {
+  const size_t page = page_bytes();
+  const size_t span = stack_bytes + page;
+  void *mapped =
+      mmap(nullptr, span * stacks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return {};
+  char *base = static_cast<char *>(mapped);
+  if (guards + stacks <= guards_limit) {
+    guards += stacks;
+    // A stack without its guard still works.
+    for (size_t i = 0; i < stacks; ++i) (void)mprotect(base + i * span, page, PROT_NONE);
+  }
+  return {base, stacks, stack_bytes};
 }
 } // namespace
 
@@ -34,31 +63,37 @@ StackPool::StackPool(size_t stack_bytes)
     : stack_bytes_((stack_bytes + page_bytes() - 1) / page_bytes() * page_bytes()) {}
 
 StackPool::~StackPool() {
-  const size_t span = stack_bytes_ + page_bytes();
+  std::lock_guard<std::mutex> lock(kept_mutex);
   for (const Chunk &chunk : chunks_) {
+    if (kept_chunks().size() < kept_limit) {
+      kept_chunks().push_back(chunk);
+      continue;
+    }
+    const size_t bytes = chunk.stacks * (chunk.stack_bytes + page_bytes());
 #if TY_ASAN
-    __asan_unpoison_memory_region(chunk.base, chunk.bytes);
+    __asan_unpoison_memory_region(chunk.base, bytes);
 #endif
-    munmap(chunk.base, chunk.bytes);
-    guards.fetch_sub(chunk.bytes / span, std::memory_order_relaxed);
+    munmap(chunk.base, bytes);
   }
 }
 
 void StackPool::grow() {
-  const size_t page = page_bytes();
-  const size_t span = stack_bytes_ + page;
-  const size_t bytes = span * next_chunk_;
-  void *mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) return;
-  char *base = static_cast<char *>(mapped);
-  chunks_.push_back({base, bytes});
-  const bool guarded = guards.fetch_add(next_chunk_, std::memory_order_relaxed) + next_chunk_ <= guards_limit;
-  for (size_t i = next_chunk_; i-- > 0;) {
-    char *low = base + i * span;
-    if (guarded) (void)mprotect(low, page, PROT_NONE); // a stack without its guard still works
-    free_.push_back({low + page, stack_bytes_});
+  std::lock_guard<std::mutex> lock(kept_mutex);
+  std::vector<Chunk> &kept = kept_chunks();
+  const auto place = std::find_if(kept.begin(), kept.end(),
+                                  [this](const Chunk &chunk) { return chunk.stack_bytes == stack_bytes_; });
+  Chunk chunk;
+  if (place != kept.end()) {
+    chunk = *place;
+    kept.erase(place);
+  } else {
+    chunk = map_chunk(next_chunk_, stack_bytes_);
+    if (chunk.base == nullptr) return;
+    if (next_chunk_ < chunk_limit) next_chunk_ *= 2;
   }
-  if (next_chunk_ < chunk_limit) next_chunk_ *= 2;
+  chunks_.push_back(chunk);
+  const size_t span = stack_bytes_ + page_bytes();
+  for (size_t i = chunk.stacks; i-- > 0;) free_.push_back({chunk.base + i * span + page_bytes(), stack_bytes_});
 }
 
 Stack StackPool::take() {
@@ -72,13 +107,13 @@ Stack StackPool::take() {
   return stack;
 }
 
-#if defined(__x86_64__)
+#if TY_OWN_SWITCH
 extern "C" {
 void ty_context_swap(void **save, void *load);
 void ty_context_enter();
 }
-// Callee-saved registers go on the stack; the return is an indirect jump, because a `ret` to another
-// fiber's caller would always be mispredicted. ty_context_enter ends the unwinder's walk.
+// Callee-saved registers go on the stack. It leaves by `ret`: fibers mostly suspend and resume in the same
+// chain of calls, so that the processor's return predictions stay right. ty_context_enter ends the unwinder's walk.
 __asm__(R"(
 .text
 .p2align 4
@@ -101,8 +136,7 @@ ty_context_swap:
   popq %r12
   popq %rbx
   popq %rbp
-  popq %rcx
-  jmpq *%rcx
+  ret
   .cfi_endproc
 .size ty_context_swap, .-ty_context_swap
 .p2align 4
@@ -120,7 +154,7 @@ ty_context_enter:
 
 void context_make(Context &context, Stack stack, void (*entry)()) {
   // From the top: two words of padding that keep the call in ty_context_enter aligned, then what
-  // ty_context_swap pops: the address to jump to, rbp, rbx (the entry), r12 to r15.
+  // ty_context_swap pops: the address to return to, rbp, rbx (the entry), r12 to r15.
   void **top = reinterpret_cast<void **>(stack.low + stack.bytes) - 2;
   void **sp = top - 7;
   memset(sp, 0, 9 * sizeof(void *));

@@ -31,26 +31,29 @@ struct Stack {
   size_t bytes = 0;
 };
 
-// Stacks of one size. A stack on the free list is on it whole: nothing on it is kept.
+// Stacks of one size, in mapped chunks. Chunks outlive their pool: a process that makes many executors,
+// as tests do, maps their stacks once.
 class StackPool {
 public:
   explicit StackPool(size_t stack_bytes);
   ~StackPool();
   StackPool(const StackPool &) = delete;
   StackPool &operator=(const StackPool &) = delete;
-  Stack take();          // low == nullptr where memory is lacking
+  Stack take(); // low == nullptr where memory is lacking
   void give(Stack stack) { free_.push_back(stack); }
 
-private:
   struct Chunk {
-    char *base;
-    size_t bytes;
+    char *base = nullptr;
+    size_t stacks = 0;
+    size_t stack_bytes = 0;
   };
+
+private:
   void grow();
   size_t stack_bytes_;
   std::vector<Stack> free_;
   std::vector<Chunk> chunks_;
-  size_t next_chunk_ = 1; // stacks in the next chunk; doubles up to a limit
+  size_t next_chunk_ = 16; // stacks in the next new chunk; doubles up to a limit
 };
 
 // A suspended flow of control.

@@ -9,6 +9,13 @@
 
 namespace ty {
 namespace cpu {
+TY_TLS int32_t turn_left = 0;
+
+namespace {
+// Some 1 KiB of a row's reads and writes by each lane: a few times a switch's cost, a fraction of a cache.
+constexpr int32_t turn_accesses = 64;
+} // namespace
+
 #if defined(__x86_64__)
 const bool has_fma = __builtin_cpu_supports("fma");
 #else
@@ -109,6 +116,16 @@ uint64_t warp_shuffle(uint64_t bits, uint32_t lane) {
   Warp &warp = check_warp(self, Meeting::shuffle);
   warp.value[warp.turn & 1][self.thread % warp_lanes] = bits;
   return warp.value[meet_warp(warp, self, Meeting::shuffle)][lane % warp_lanes];
+}
+
+bool end_of_turn() {
+  if (seeded) {
+    turn_left = 0;
+    return true;
+  }
+  turn_left = turn_accesses;
+  executor->end_turn();
+  return false;
 }
 
 void spin_pause(const char *site) { executor->poll(site); }

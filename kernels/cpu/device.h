@@ -31,6 +31,7 @@ enum class Scope : uint32_t { none, block, gpu, sys };
 
 extern TY_TLS Thread *current; // the running device fiber
 extern TY_TLS bool seeded;     // this OS thread runs a seeded schedule: every access may be preempted
+extern TY_TLS int32_t turn_left; // vector accesses until the fiber's turn ends; seeded: 0, so that each is seen
 extern const bool has_fma;     // the processor has a fused multiply-add that the build did not assume
 
 [[noreturn]] void shared_too_small(uint64_t bytes);
@@ -47,6 +48,7 @@ uint64_t warp_shuffle(uint64_t bits, uint32_t lane);
 void spin_pause(const char *site);
 uint64_t now_ns();
 
+bool end_of_turn(); // seeded: true, and nothing else; free: lets the other ready fibers run, false
 void seeded_load(const void *from, void *value, uint32_t bytes);
 void seeded_store(void *to, const void *value, uint32_t bytes);
 void seeded_strong_load(const void *from, void *value, uint32_t bytes);

@@ -65,6 +65,7 @@ void ty_exec_destroy(ty_exec *exec) { delete exec; }
 int ty_exec_run(ty_exec *exec) {
   executor = exec;
   seeded = exec->seeded;
+  turn_left = 0;
   const int result = exec->seeded ? exec->run_seeded() : exec->run_free();
   executor = nullptr;
   seeded = false;

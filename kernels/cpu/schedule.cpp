@@ -51,6 +51,14 @@ void Chain::push_front(Fiber *fiber) {
   if (tail == nullptr) tail = fiber;
 }
 
+void Chain::push_front(Chain &chain) {
+  if (chain.empty()) return;
+  chain.tail->next = head;
+  head = chain.head;
+  if (tail == nullptr) tail = chain.tail;
+  chain = Chain();
+}
+
 void Chain::push_back(Fiber *fiber) {
   fiber->next = nullptr;
   (tail == nullptr ? head : tail->next) = fiber;
@@ -92,15 +100,18 @@ void ty_exec::make_ready(Fiber *fiber) {
 }
 
 void ty_exec::make_ready(Chain &chain) {
-  if (chain.empty()) return;
   if (seeded) {
     for (Fiber *fiber = chain.head; fiber != nullptr; fiber = fiber->next) ready_set.push_back(fiber);
+    chain = Chain();
   } else {
-    chain.tail->next = ready.head;
-    ready.head = chain.head;
-    if (ready.tail == nullptr) ready.tail = chain.tail;
+    ready.push_front(chain);
   }
-  chain = Chain();
+}
+
+void ty_exec::end_turn() {
+  if (!turned.empty() && turned.head->warp_of != running->warp_of) ready.push_front(turned);
+  turned.push_back(running);
+  leave();
 }
 
 Fiber *ty_exec::take(std::vector<Fiber *> &set, uint32_t index) {
@@ -147,6 +158,7 @@ Fiber *ty_exec::pick_seeded() {
 
 inline Fiber *ty_exec::pick() {
   if (seeded) return pick_seeded();
+  if (!turned.empty() && (ready.empty() || ready.head->warp_of != turned.head->warp_of)) ready.push_front(turned);
   Fiber *fiber = ready.pop_front();
   if (fiber != nullptr) return fiber;
   fiber = pollers.pop_front();

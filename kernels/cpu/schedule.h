@@ -36,6 +36,7 @@ struct Chain {
   Fiber *tail = nullptr;
   bool empty() const { return head == nullptr; }
   void push_front(Fiber *fiber);
+  void push_front(Chain &chain); // empties it
   void push_back(Fiber *fiber);
   Fiber *pop_front();
 };
@@ -171,6 +172,7 @@ struct ty_exec {
   ty::cpu::Context thread; // the OS thread's own stack, where the run loops live
   ty::cpu::Fiber *running = nullptr;
   ty::cpu::Chain ready;                         // free mode: newest first
+  ty::cpu::Chain turned;                        // free mode: fibers of one warp whose turn ended
   ty::cpu::Chain pollers, polled;               // free mode: this round's and those who have had their turn
   std::vector<ty::cpu::Fiber *> ready_set;      // the same three in seeded mode, picked from at random
   std::vector<ty::cpu::Fiber *> pollers_set, polled_set;
@@ -198,6 +200,7 @@ struct ty_exec {
   int run_seeded();
   void make_ready(ty::cpu::Fiber *fiber);
   void make_ready(ty::cpu::Chain &chain); // empties it
+  void end_turn();                        // free mode: the running fiber goes behind its warp's ready ones
   void leave();                           // the running fiber is on some list: runs others until it is picked
   void poll(const char *site);            // the running fiber waits in a loop
   void preempt();                         // seeded: lets others run first

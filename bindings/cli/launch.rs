@@ -1,0 +1,252 @@
+//! Ranks as processes: this program starts itself once for each rank and collects what they print.
+//!
+//! ```text
+//!   parent  --fork, exec-->  rank r: same arguments and --as-rank; RANK, WORLD_SIZE, TOKENYARD_* in its environment
+//!   parent  <----stdout----  a line of JSON for each point of the sweep, or one that says why not
+//! ```
+//!
+//! The parent runs on the main thread and reads on a thread for each rank. Ranks die with their parent; the parent ends
+//! no process but those.
+
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
+use tokenyard::World;
+
+use super::bench::job;
+use super::config::Config;
+use super::report::Progress;
+use super::sample::RankResult;
+use super::team;
+
+/// The parent's process id, so that a rank notices when it is an orphan already.
+const PARENT: &str = "TOKENYARD_PARENT";
+/// Time that ranks get to notice the death of another, beyond their own deadline.
+const GRACE: Duration = Duration::from_secs(15);
+/// Time between two looks at the ranks.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What a rank prints.
+#[derive(Debug, Serialize, Deserialize)]
+enum Line {
+    Result(Box<RankResult>),
+    Error {
+        sentence: String,
+        /// As `team::remoteness` has it.
+        remoteness: u8,
+    },
+}
+
+/// Runs as one of the ranks: every point of the sweep, a line for each.
+pub fn run_as_rank(config: &Config) -> ExitCode {
+    if let Err(sentence) = die_with_parent() {
+        eprintln!("tokenyard: {sentence}");
+        return ExitCode::FAILURE;
+    }
+    let outcome = World::from_env().and_then(|world| {
+        let bar = if world.rank().index() == 0 { Progress::new() } else { Progress::hidden() };
+        for &tokens in &config.tokens {
+            let job = job(config, tokens);
+            let show = |done: usize| bar.show(&format!("{tokens} tokens"), done, job.iterations());
+            let result = team::run_own(&job, config.device, &world, &show);
+            bar.clear();
+            print(&Line::Result(Box::new(result?)));
+        }
+        Ok(())
+    });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            print(&Line::Error { sentence: error.to_string(), remoteness: team::remoteness(&error) });
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn print(line: &Line) {
+    // A parent that does not listen any more has nothing to be told.
+    if let Ok(text) = serde_json::to_string(line) {
+        let _ = writeln!(std::io::stdout().lock(), "{text}");
+    }
+}
+
+/// Has the kernel end this process when its parent ends.
+fn die_with_parent() -> Result<(), String> {
+    prctl::set_pdeathsig(Signal::SIGKILL).map_err(|error| format!("the parent's death cannot be watched ({error})"))?;
+    let parent = std::env::var(PARENT).ok().and_then(|id| id.parse::<u32>().ok());
+    if parent == Some(std::os::unix::process::parent_id()) {
+        return Ok(());
+    }
+    Err("--as-rank is for processes that --launch processes starts; leave it out".to_string())
+}
+
+/// Runs the sweep with a process for each rank; for each point the ranks' results.
+///
+/// # Errors
+/// A sentence that names the ranks that failed, and how.
+pub fn run_processes(config: &Config) -> Result<Vec<Vec<RankResult>>, String> {
+    let mut ranks = start_all(config)?;
+    let texts = std::thread::scope(|scope| {
+        let readers: Vec<_> = ranks
+            .iter_mut()
+            .map(|rank| {
+                let stdout = rank.child.stdout.take();
+                scope.spawn(move || {
+                    let mut text = String::new();
+                    // What was cut off by a death is told by the exit status.
+                    let _ = stdout.map(|mut pipe| pipe.read_to_string(&mut text));
+                    text
+                })
+            })
+            .collect();
+        wait_all(&mut ranks, config.timeout);
+        readers.into_iter().map(|reader| reader.join().unwrap_or_default()).collect::<Vec<String>>()
+    });
+    let outputs: Vec<Output> = texts.iter().map(|text| Output::parse(text)).collect();
+    if let Some(sentence) = failure(&ranks, &outputs, config.tokens.len()) {
+        return Err(sentence);
+    }
+    let mut points: Vec<Vec<RankResult>> = config.tokens.iter().map(|_| Vec::new()).collect();
+    for output in outputs {
+        points.iter_mut().zip(output.results).for_each(|(point, result)| point.push(result));
+    }
+    Ok(points)
+}
+
+/// A rank's process; killed when dropped before it ended.
+struct RankProcess {
+    rank: usize,
+    child: Child,
+    status: Option<ExitStatus>,
+    killed: bool,
+}
+
+impl Drop for RankProcess {
+    fn drop(&mut self) {
+        if self.status.is_none() {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn start_all(config: &Config) -> Result<Vec<RankProcess>, String> {
+    let program = std::env::current_exe().map_err(|error| format!("this program's own path cannot be found ({error})"))?;
+    let token = random_token()?;
+    let port = free_port()?;
+    let start = |rank: usize| {
+        let child = Command::new(&program)
+            .args(std::env::args_os().skip(1))
+            .arg("--as-rank")
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("WORLD_SIZE", config.case.world.to_string())
+            .env("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string())
+            .env("TOKENYARD_PORT", port.to_string())
+            .env("TOKENYARD_TOKEN", &token)
+            .env("TOKENYARD_TIMEOUT_MS", config.timeout.as_millis().to_string())
+            .env(PARENT, std::process::id().to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| format!("the process of rank {rank} cannot be started ({error}); free memory or processes"))?;
+        Ok(RankProcess { rank, child, status: None, killed: false })
+    };
+    (0..config.case.world).map(start).collect()
+}
+
+/// 128 random bits: strangers on the port are turned away.
+fn random_token() -> Result<String, String> {
+    let mut bytes = [0u8; 16];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|error| format!("/dev/urandom cannot be read ({error})"))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// A port that nobody listens on now.
+fn free_port() -> Result<u16, String> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    listener.map(|address| address.port()).map_err(|error| format!("no local port is free ({error})"))
+}
+
+/// Waits until all ranks ended; once one failed, the others get their deadline and some grace.
+fn wait_all(ranks: &mut [RankProcess], timeout: Duration) {
+    let mut deadline: Option<Instant> = None;
+    loop {
+        for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
+            rank.status = rank.child.try_wait().unwrap_or(None);
+            if rank.status.is_some_and(|status| !status.success()) && deadline.is_none() {
+                deadline = Some(Instant::now() + timeout + GRACE);
+            }
+        }
+        if ranks.iter().all(|rank| rank.status.is_some()) {
+            return;
+        }
+        if deadline.is_some_and(|at| Instant::now() >= at) {
+            for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
+                rank.killed = rank.child.kill().is_ok();
+                rank.status = rank.child.wait().ok();
+            }
+            return;
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// What one rank printed.
+#[derive(Default)]
+struct Output {
+    results: Vec<RankResult>,
+    error: Option<(u8, String)>,
+}
+
+impl Output {
+    fn parse(text: &str) -> Output {
+        let mut output = Output::default();
+        for line in text.lines() {
+            match serde_json::from_str(line) {
+                Ok(Line::Result(result)) => output.results.push(*result),
+                Ok(Line::Error { sentence, remoteness }) => output.error = Some((remoteness, sentence)),
+                // Cut off by a death.
+                Err(_) => {}
+            }
+        }
+        output
+    }
+}
+
+/// Why the run failed, if it did: deaths first, then the error nearest to the cause.
+fn failure(ranks: &[RankProcess], outputs: &[Output], points: usize) -> Option<String> {
+    let deaths: Vec<String> = ranks
+        .iter()
+        .zip(outputs)
+        .filter(|(rank, output)| !rank.killed && output.error.is_none() && output.results.len() < points)
+        .map(|(rank, _)| format!("rank {} {}", rank.rank, describe(rank.status)))
+        .collect();
+    let errors = outputs.iter().filter_map(|output| output.error.clone());
+    let nearest = errors.min_by_key(|(remoteness, _)| *remoteness).map(|(_, sentence)| sentence);
+    let killed = ranks.iter().filter(|rank| rank.killed).count();
+    let mut parts = deaths;
+    parts.extend(nearest);
+    if killed > 0 {
+        parts.push(format!("{killed} ranks did not end by themselves and were killed"));
+    }
+    (!parts.is_empty()).then(|| parts.join("; "))
+}
+
+fn describe(status: Option<ExitStatus>) -> String {
+    match status {
+        Some(status) => match (status.signal(), status.code()) {
+            (Some(signal), _) => format!("was ended by signal {signal}"),
+            (_, Some(code)) => format!("ended with status {code} before it was through"),
+            _ => "ended in an unknown way".to_string(),
+        },
+        None => "could not be waited for".to_string(),
+    }
+}

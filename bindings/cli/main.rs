@@ -1,0 +1,73 @@
+//! The program `tokenyard`: benchmark, verification, memory plan, and what a machine offers.
+//!
+//! Reads the command line, runs one command, and ends with its status: 0 if everything that was asked for ran and every
+//! comparison was right, 1 if not, 2 for unusable arguments, with one sentence on stderr.
+
+// A program has no readers of documentation but those of its source.
+#![allow(missing_docs)]
+
+mod args;
+mod bench;
+mod buffers;
+mod case;
+mod config;
+mod doctor;
+mod doctor_gpu;
+mod inputs;
+mod launch;
+mod link;
+mod plan;
+mod plot;
+mod presets;
+mod rank;
+#[path = "../../tests/reference/mod.rs"]
+mod reference;
+mod report;
+mod routing;
+mod sample;
+mod simulate;
+mod tally;
+mod team;
+mod trace;
+mod trace_file;
+mod usage;
+mod verify;
+mod words;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+
+use args::{Cli, Command};
+use usage::Refusal;
+
+/// Status for unusable arguments.
+const UNUSABLE: u8 = 2;
+
+fn main() -> ExitCode {
+    match Cli::try_parse() {
+        Ok(cli) => run(&cli.command).unwrap_or_else(|refusal| refuse(&refusal)),
+        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            // A closed stdout is no reason to fail.
+            let _ = error.print();
+            ExitCode::SUCCESS
+        }
+        Err(error) => refuse(&Refusal::from_parser(&error)),
+    }
+}
+
+fn run(command: &Command) -> Result<ExitCode, Refusal> {
+    match command {
+        Command::Bench(args) => bench::bench(args),
+        Command::Verify(args) => verify::verify(args),
+        Command::Plan(args) => plan::plan(args),
+        Command::Simulate(args) => simulate::simulate(args),
+        Command::Doctor(args) => doctor::doctor(args),
+    }
+}
+
+fn refuse(refusal: &Refusal) -> ExitCode {
+    eprintln!("tokenyard: {refusal}");
+    ExitCode::from(UNUSABLE)
+}

@@ -1,0 +1,333 @@
+//! Results for machines and for people: the JSON object, the table, the progress bar.
+//!
+//! Behind the data path, on the main thread (the bar: on the thread of rank 0). The bar goes to stderr and only to a
+//! terminal; with `--json -` nothing but the object goes to stdout.
+
+use std::io::{IsTerminal, Write};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::case::Case;
+use super::config::Config;
+use super::sample::{RankResult, Verdict};
+use super::words::Word;
+
+/// A distribution of times.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Percentiles {
+    pub p50: f64,
+    pub p95: f64,
+    pub p99: f64,
+    pub min: f64,
+    pub max: f64,
+    pub mean: f64,
+}
+
+impl Percentiles {
+    /// By nearest rank; none of no samples.
+    pub fn of(mut samples: Vec<f64>) -> Option<Percentiles> {
+        samples.sort_unstable_by(f64::total_cmp);
+        let (min, max) = (*samples.first()?, *samples.last()?);
+        let at = |p: f64| {
+            let place = (p * samples.len() as f64).ceil() as usize;
+            round(samples[place.clamp(1, samples.len()) - 1])
+        };
+        let mean = samples.iter().sum::<f64>() / samples.len() as f64;
+        Some(Percentiles { p50: at(0.5), p95: at(0.95), p99: at(0.99), min: round(min), max: round(max), mean: round(mean) })
+    }
+}
+
+/// To nanoseconds: clocks give no more.
+fn round(us: f64) -> f64 {
+    (us * 1000.0).round() / 1000.0
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Bytes {
+    pub dispatch_nvlink: u64,
+    pub dispatch_wire: u64,
+    pub combine_nvlink: u64,
+    pub combine_wire: u64,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct Floor {
+    pub dispatch: f64,
+    pub combine: f64,
+}
+
+/// The object of one run; its fields are the contract's, in the contract's order.
+#[derive(Debug, Clone, Serialize)]
+pub struct RunResult {
+    pub version: &'static str,
+    pub commit: &'static str,
+    pub device: &'static str,
+    pub device_name: String,
+    pub world: usize,
+    pub ranks_per_node: usize,
+    pub transport: &'static str,
+    pub link: &'static str,
+    pub launch: &'static str,
+    pub preset: &'static str,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    pub dtype: &'static str,
+    pub combine_dtype: &'static str,
+    pub tokens: usize,
+    pub routing: String,
+    pub layout: &'static str,
+    pub mode: &'static str,
+    pub sms: u32,
+    pub iters: usize,
+    pub seed: u64,
+    pub verified: bool,
+    pub mismatches: u64,
+    /// Null: a NaN was seen.
+    pub max_rel_err: Option<f64>,
+    pub dispatch_us: Percentiles,
+    pub combine_us: Percentiles,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dispatch_send_us: Option<Percentiles>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dispatch_recv_us: Option<Percentiles>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub combine_send_us: Option<Percentiles>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub combine_recv_us: Option<Percentiles>,
+    pub bytes_per_rank: Bytes,
+    pub floor_us: Floor,
+    pub arena_bytes: u64,
+    /// The first findings; for people, not part of the object.
+    #[serde(skip)]
+    pub sentences: Vec<String>,
+}
+
+impl RunResult {
+    /// Merges the ranks' results of one run.
+    pub fn merge(config: &Config, case: &Case, ranks: &[RankResult]) -> RunResult {
+        let all = |of: fn(&RankResult) -> &Vec<f64>| Percentiles::of(ranks.iter().flat_map(|r| of(r).clone()).collect());
+        let mut verdict = Verdict::new();
+        ranks.iter().for_each(|rank| verdict.merge(rank.verdict.clone()));
+        let bytes = bytes_per_rank(ranks);
+        let first = ranks.first().cloned().unwrap_or_default();
+        RunResult {
+            version: env!("CARGO_PKG_VERSION"),
+            commit: option_env!("TOKENYARD_COMMIT").unwrap_or("unknown"),
+            device: config.device.name(),
+            device_name: first.device_name,
+            world: case.world,
+            ranks_per_node: case.world,
+            transport: "sim",
+            link: "none",
+            launch: config.launch.name(),
+            preset: config.preset,
+            hidden: case.hidden,
+            experts: case.experts,
+            top_k: case.top_k,
+            dtype: case.dtype.name(),
+            combine_dtype: case.combine_dtype.name(),
+            tokens: case.tokens,
+            routing: case.routing.to_string(),
+            layout: case.layout.name(),
+            mode: case.mode.name(),
+            sms: first.sms,
+            iters: case.iters,
+            seed: case.seed,
+            verified: verdict.ok() && ranks.iter().all(|rank| rank.verdict.ok()),
+            mismatches: verdict.mismatches,
+            max_rel_err: verdict.max_rel_err,
+            dispatch_us: all(|r| &r.dispatch_us).unwrap_or_default(),
+            combine_us: all(|r| &r.combine_us).unwrap_or_default(),
+            dispatch_send_us: all(|r| &r.parts_us[0]),
+            dispatch_recv_us: all(|r| &r.parts_us[1]),
+            combine_send_us: all(|r| &r.parts_us[2]),
+            combine_recv_us: all(|r| &r.parts_us[3]),
+            bytes_per_rank: bytes,
+            floor_us: floor(bytes, ranks),
+            arena_bytes: ranks.iter().map(|r| r.arena_bytes).max().unwrap_or(0),
+            sentences: verdict.sentences,
+        }
+    }
+}
+
+/// Payload of an iteration between ranks, mean over ranks and iterations.
+fn bytes_per_rank(ranks: &[RankResult]) -> Bytes {
+    let iterations = ranks.iter().map(|r| r.iterations).sum::<u64>().max(1);
+    Bytes {
+        dispatch_nvlink: ranks.iter().map(|r| r.dispatch_bytes).sum::<u64>() / iterations,
+        combine_nvlink: ranks.iter().map(|r| r.combine_bytes).sum::<u64>() / iterations,
+        ..Bytes::default()
+    }
+}
+
+/// Time that those bytes need at the rate that was measured; 0 where none could be.
+fn floor(bytes: Bytes, ranks: &[RankResult]) -> Floor {
+    let rate = ranks.iter().map(|r| r.link_rate).sum::<f64>() / ranks.len().max(1) as f64;
+    let time = |bytes: u64| if rate > 0.0 { round(bytes as f64 / rate) } else { 0.0 };
+    Floor { dispatch: time(bytes.dispatch_nvlink), combine: time(bytes.combine_nvlink) }
+}
+
+/// The object: of one run, or of a sweep.
+///
+/// # Errors
+/// Never for these types; the writer's error otherwise.
+pub fn json(results: &[RunResult]) -> serde_json::Result<String> {
+    #[derive(Serialize)]
+    struct Sweep<'a> {
+        results: &'a [RunResult],
+    }
+    match results {
+        [one] => serde_json::to_string_pretty(one),
+        _ => serde_json::to_string_pretty(&Sweep { results }),
+    }
+}
+
+/// Writes a text to a file, or to stdout where the path is `-`.
+///
+/// # Errors
+/// A sentence that names the file.
+pub fn write(path: &str, text: &str) -> Result<(), String> {
+    let result = if path == "-" {
+        writeln!(std::io::stdout().lock(), "{text}")
+    } else {
+        std::fs::write(path, format!("{text}\n"))
+    };
+    result.map_err(|error| format!("{path} cannot be written ({error}); free space there, or name another file"))
+}
+
+/// Rows of cells under a head, columns aligned: the first to the left, the others to the right.
+pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
+        cells.chain([head[column].chars().count()]).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..head.len()).map(width).collect();
+    let line = |cells: &[String]| {
+        let padded = cells.iter().zip(&widths).enumerate().map(|(i, (cell, &w))| match i {
+            0 => format!("{cell:<w$}"),
+            _ => format!("{cell:>w$}"),
+        });
+        padded.collect::<Vec<_>>().join("  ").trim_end().to_string()
+    };
+    let head: Vec<String> = head.iter().map(ToString::to_string).collect();
+    let rule: Vec<String> = widths.iter().map(|&w| "-".repeat(w)).collect();
+    let mut lines = vec![line(&head), line(&rule)];
+    lines.extend(rows.iter().map(|row| line(row)));
+    lines.join("\n")
+}
+
+/// The table of a bench.
+pub fn bench_table(results: &[RunResult]) -> String {
+    let split = results.iter().any(|r| r.dispatch_send_us.is_some());
+    let mut head = vec!["tokens", "dispatch p50", "p99", "floor", "combine p50", "p99", "floor"];
+    if split {
+        head.extend(["d.send", "d.recv", "c.send", "c.recv"]);
+    }
+    head.extend(["KB out", "KB home", "max rel err", "verified"]);
+    let us = |value: f64| format!("{value:.1}");
+    let rows: Vec<Vec<String>> = results
+        .iter()
+        .map(|r| {
+            let (d, c, f) = (&r.dispatch_us, &r.combine_us, &r.floor_us);
+            let mut row = vec![r.tokens.to_string(), us(d.p50), us(d.p99), us(f.dispatch)];
+            row.extend([us(c.p50), us(c.p99), us(f.combine)]);
+            if split {
+                let parts = [r.dispatch_send_us, r.dispatch_recv_us, r.combine_send_us, r.combine_recv_us];
+                row.extend(parts.iter().map(|p| p.map_or("-".to_string(), |p| us(p.p50))));
+            }
+            row.push(us(r.bytes_per_rank.dispatch_nvlink as f64 / 1000.0));
+            row.push(us(r.bytes_per_rank.combine_nvlink as f64 / 1000.0));
+            row.push(r.max_rel_err.map_or("NaN".to_string(), |e| format!("{e:.2e}")));
+            row.push(if r.verified { "yes".to_string() } else { format!("NO ({} wrong)", r.mismatches) });
+            row
+        })
+        .collect();
+    let Some(r) = results.first() else { return String::new() };
+    format!(
+        "{} x {} ({}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; arena {:.1} MiB; \
+         times in us\n{}",
+        r.world,
+        r.device_name,
+        r.launch,
+        r.preset,
+        r.hidden,
+        r.experts,
+        r.top_k,
+        r.dtype,
+        r.combine_dtype,
+        r.layout,
+        r.routing,
+        r.mode,
+        r.sms,
+        r.arena_bytes as f64 / f64::from(1 << 20),
+        table(&head, &rows)
+    )
+}
+
+/// A bar on stderr, where stderr is a terminal.
+#[derive(Debug)]
+pub struct Progress {
+    shown: bool,
+    last: Mutex<Option<Instant>>,
+}
+
+/// Time between two drawings.
+const REDRAW: Duration = Duration::from_millis(100);
+const BAR: usize = 30;
+
+impl Progress {
+    pub fn new() -> Progress {
+        Progress { shown: std::io::stderr().is_terminal(), last: Mutex::new(None) }
+    }
+
+    /// A bar that is never drawn.
+    pub fn hidden() -> Progress {
+        Progress { shown: false, last: Mutex::new(None) }
+    }
+
+    /// Draws `done` of `total`, not more often than the eye can follow.
+    pub fn show(&self, what: &str, done: usize, total: usize) {
+        if !self.shown {
+            return;
+        }
+        let Ok(mut last) = self.last.lock() else { return };
+        if last.is_some_and(|at| at.elapsed() < REDRAW) && done < total {
+            return;
+        }
+        *last = Some(Instant::now());
+        let filled = BAR * done.min(total) / total.max(1);
+        let _ = write!(std::io::stderr(), "\r{what} [{}{}] {done}/{total} ", "#".repeat(filled), " ".repeat(BAR - filled));
+    }
+
+    /// Wipes the bar.
+    pub fn clear(&self) {
+        if self.shown {
+            let _ = write!(std::io::stderr(), "\r\x1b[K");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_nearest_ranks() {
+        let of = |n: usize| Percentiles::of((1..=n).rev().map(|v| v as f64).collect()).unwrap();
+        let hundred = of(100);
+        assert_eq!((hundred.p50, hundred.p95, hundred.p99), (50.0, 95.0, 99.0));
+        assert_eq!((hundred.min, hundred.max, hundred.mean), (1.0, 100.0, 50.5));
+        let one = of(1);
+        assert_eq!((one.p50, one.p99, one.mean), (1.0, 1.0, 1.0));
+        assert_eq!(Percentiles::of(Vec::new()), None);
+    }
+
+    #[test]
+    fn table_aligns_columns() {
+        let text = table(&["a", "long"], &[vec!["xyz".into(), "1".into()]]);
+        assert_eq!(text, "a    long\n---  ----\nxyz     1");
+    }
+}

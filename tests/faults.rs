@@ -1,0 +1,430 @@
+//! Bad input and bad luck inside one node: typed errors with values, on the ranks that should see them, and correct
+//! results right afterwards.
+
+mod rig;
+
+use rig::*;
+use std::time::{Duration, Instant};
+use tokenyard::*;
+
+const GOOD: [[i32; TOP_K]; 2] = [[0, 7], [3, 4]];
+
+/// Rank 1 dispatches `bad` tokens; its own check must say `words`, the others must go on, and so must all afterwards.
+fn bad_routing_on_rank_1(bad: [[i32; TOP_K]; 2], words: &[&str]) {
+    on_ranks(3, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(1);
+        rig.route(if rig.rank == 1 { &bad } else { &GOOD }, 2);
+        let outcome = rig.round(2, rig.capacity);
+        if rig.rank == 1 {
+            let error = outcome.unwrap_err();
+            assert!(matches!(error, Error::Routing { .. }), "{error:?}");
+            words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
+            assert!(rig.sums()[..2 * HIDDEN * 2].iter().all(|&b| b == 0), "sums of a refused dispatch are zero");
+        } else {
+            outcome.unwrap();
+            rig.expect_own_rows(2, 2);
+        }
+        rig.good_round(3);
+        rig.good_round(4);
+        assert_eq!(rig.ep.stats().errors, u64::from(rig.rank == 1));
+    });
+}
+
+#[test]
+fn expert_out_of_range_is_reported_where_it_happened() {
+    bad_routing_on_rank_1([[0, 1], [2, 8]], &["rank 1", "dispatch 2", "choice 1", "token 1", "expert 8"]);
+}
+
+#[test]
+fn negative_expert_other_than_minus_one_is_reported() {
+    bad_routing_on_rank_1([[-2, 1], [2, 3]], &["choice 0", "token 0", "expert -2"]);
+}
+
+#[test]
+fn expert_named_twice_is_reported() {
+    bad_routing_on_rank_1([[0, 1], [5, 5]], &["choice 1", "token 1", "expert 5", "second time"]);
+}
+
+#[test]
+fn device_count_beyond_the_maximum_is_reported() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        for (found, allowed) in [(MAX_TOKENS as i32 + 1, false), (-1, false), (2, true)] {
+            rig.count.write(0, &(if rig.rank == 0 { found } else { 2 }).to_ne_bytes()).unwrap();
+            rig.route(&GOOD, 5);
+            let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
+            let handle = rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let outcome = rig.ep.check();
+            rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            if rig.rank == 0 && !allowed {
+                let text = outcome.unwrap_err().to_string();
+                assert!(text.contains(&format!("count is {found}")) && text.contains("0 to 4"), "{text}");
+            } else {
+                outcome.unwrap();
+                rig.expect_own_rows(2, 5);
+            }
+        }
+    });
+}
+
+#[test]
+fn too_small_output_writes_nothing_and_homes_learn_of_it() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        // All tokens of both ranks name experts 0 and 1, on rank 0: 8 rows, and there is room for 7.
+        rig.route(&[[0, 1]; MAX_TOKENS], 1);
+        rig.rows.fill(0xEE).unwrap();
+        let capacity = if rig.rank == 0 { 15 } else { rig.capacity };
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(capacity)).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let outcome = rig.ep.check();
+        if rig.rank == 0 {
+            assert_eq!(
+                outcome.unwrap_err(),
+                Error::Capacity { rank: Rank(0), epoch: 1, what: "the contiguous output", needed: 16, given: 15 }
+            );
+            let mut rows = vec![0u8; rig.rows.len()];
+            rig.rows.read(0, &mut rows).unwrap();
+            assert!(rows.iter().all(|&b| b == 0xEE), "an output that is too small stays untouched");
+            let mut counts = [0xffu8; 8];
+            rig.expert_count.read(0, &mut counts).unwrap();
+            assert_eq!(counts, [0; 8], "nothing downstream may read rows that are not there");
+        } else {
+            outcome.unwrap();
+        }
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let rank = Rank(rig.rank as u32);
+        assert_eq!(rig.ep.check().unwrap_err(), Error::Incomplete { rank, epoch: 1, peer: Rank(0) });
+        assert!(rig.sums().iter().all(|&b| b == 0), "missing contributions count as nothing");
+        rig.good_round(2);
+    });
+}
+
+#[test]
+fn a_second_send_before_the_receive_is_refused_and_harmless() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        rig.route(&GOOD, 1);
+        let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
+        let extra = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let error = rig.ep.check().unwrap_err();
+        assert!(matches!(error, Error::Order { .. }) && error.to_string().contains("dispatch 1"), "{error}");
+        drop(extra);
+        let handle = rig.ep.dispatch_recv(&rig.stream, &sent, &rig.output(rig.capacity)).unwrap();
+        let combine = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
+        rig.ep.combine_recv(&rig.stream, &combine, &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.expect_own_rows(2, 1);
+        rig.ep.combine_recv(&rig.stream, &combine, &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let error = rig.ep.check().unwrap_err();
+        assert!(error.to_string().contains("combine 1 was the last sent"), "{error}");
+        rig.good_round(2);
+    });
+}
+
+#[test]
+fn combine_of_a_dispatch_that_was_not_received_is_refused() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.route(&GOOD, 1);
+        let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
+        let graph_order_mistake = rig.ep.dispatch_recv(&rig.stream, &sent, &rig.output(rig.capacity)).unwrap();
+        let again = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
+        drop(graph_order_mistake);
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        // Receiving twice from one send: the second is out of order.
+        rig.ep.dispatch_recv(&rig.stream, &again, &rig.output(rig.capacity)).unwrap();
+        rig.ep.dispatch_recv(&rig.stream, &again, &rig.output(rig.capacity)).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        assert!(rig.ep.check().unwrap_err().to_string().contains("dispatch 2 was the last sent"));
+        rig.good_round(2);
+    });
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_with_the_wait_within_the_deadline() {
+    on_ranks(3, |world| {
+        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(300)));
+        if rig.rank == 2 {
+            // Alive, but does not dispatch.
+            std::thread::sleep(Duration::from_secs(2));
+            return;
+        }
+        rig.route(&GOOD, 1);
+        let start = Instant::now();
+        let error = rig.round(2, rig.capacity).unwrap_err();
+        assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+        let Error::Timeout { peer, site, epoch, waited_ms, .. } = &error else { panic!("{error:?}") };
+        assert_eq!((*peer, *site, *epoch), (Rank(2), "META", 1));
+        assert!((300..1500).contains(waited_ms), "{waited_ms}");
+        assert_eq!(rig.round(2, rig.capacity).unwrap_err(), error, "the context stays closed");
+        assert_eq!(rig.ep.barrier(&rig.stream).unwrap_err(), error);
+    });
+}
+
+#[test]
+fn a_rank_missing_from_combine_is_named() {
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(300)));
+        rig.route(&GOOD, 1);
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity)).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        if rig.rank == 1 {
+            std::thread::sleep(Duration::from_secs(1));
+            return;
+        }
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let error = rig.ep.check().unwrap_err();
+        assert!(matches!(error, Error::Timeout { peer: Rank(1), site: "the combine flag", .. }), "{error:?}");
+    });
+}
+
+#[test]
+fn a_rank_missing_from_the_barrier_is_named() {
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(200)));
+        for _ in 0..5 {
+            rig.ep.barrier(&rig.stream).unwrap();
+        }
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        if rig.rank == 1 {
+            std::thread::sleep(Duration::from_millis(800));
+            return;
+        }
+        rig.ep.barrier(&rig.stream).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        assert!(rig.ep.check().unwrap_err().to_string().contains("the barrier flag of rank 1"));
+    });
+}
+
+#[test]
+fn zero_tokens_on_any_or_all_ranks_are_ordinary() {
+    on_ranks(3, |world| {
+        let rig = Rig::new(&world);
+        for epoch in 0..8usize {
+            let count = if epoch >> (rig.rank.min(2)) & 1 == 1 { 2 } else { 0 };
+            rig.route(&GOOD, epoch);
+            rig.round(count, rig.capacity).unwrap();
+            rig.expect_own_rows(count, epoch);
+        }
+    });
+}
+
+#[test]
+fn tokens_without_experts_sum_to_zero() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        rig.route(&[[-1, -1], [3, 4]], 1);
+        rig.round(2, rig.capacity).unwrap();
+        let sums = rig.sums();
+        assert!(sums[..HIDDEN * 2].iter().all(|&b| b == 0));
+        assert_eq!(sums[HIDDEN * 2..][..HIDDEN * 2], rig.row(1, 1));
+    });
+}
+
+#[test]
+fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        let good = rig.tokens(2);
+        let out = rig.output(rig.capacity);
+        let short = |view: View, bytes: usize| View { bytes, ..view };
+        let odd = |view: View| View { ptr: view.ptr + 2, ..view };
+        let refused = |tokens: Tokens, output: Output, words: &[&str]| {
+            let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
+            words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
+        };
+        refused(Tokens { count: TokenCount::Host(5), ..good }, out, &["count is 5", "at most 4"]);
+        refused(Tokens { x: short(good.x, 255), ..good }, out, &["x is 255 bytes", "256 bytes"]);
+        refused(Tokens { x: odd(good.x), ..good }, out, &["x is address", "16 bytes"]);
+        refused(Tokens { x_pitch: 100, ..good }, out, &["x_pitch is 100", "at least 128"]);
+        refused(Tokens { x_pitch: 136, ..good }, out, &["x_pitch is 136", "multiple of 16"]);
+        refused(Tokens { topk_idx: short(good.topk_idx, 15), ..good }, out, &["topk_idx is 15 bytes", "16 bytes"]);
+        refused(Tokens { index_type: IndexType::I64, count: TokenCount::Host(4), ..good }, out, &["topk_idx", "64 bytes"]);
+        refused(Tokens { topk_weight: None, ..good }, out, &["topk_weight is missing", "with dispatch"]);
+        let scales = Some(ScaleView { view: good.x, row_stride: 1, col_stride: 1 });
+        refused(Tokens { scales, ..good }, out, &["scales is given", "no scales"]);
+        let layout = Layout::Contiguous { align: 0, capacity: 4 };
+        refused(good, Output { layout, ..out }, &["align is 0"]);
+        let layout = Layout::Contiguous { align: 1, capacity: rig.capacity + 1 };
+        refused(good, Output { layout, ..out }, &["rows is 1024 bytes", "1152 bytes"]);
+        let layout = Layout::Masked { per_expert: usize::MAX };
+        refused(good, Output { layout, ..out }, &["layout is Masked", "fewer"]);
+        refused(good, Output { expert_count: short(out.expert_count, 31), ..out }, &["expert_count is 31", "32 bytes"]);
+        refused(good, Output { source: Some(short(out.rows, 8)), ..out }, &["source is 8 bytes", "64 bytes"]);
+        refused(good, Output { token_experts: Some(out.rows), ..out }, &["token_experts is given", "token layout"]);
+        rig.good_round(1);
+
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(0), &out).unwrap();
+        let refused = |rows: Rows, combined: Combined, words: &[&str]| {
+            let error = rig.ep.combine(&rig.stream, &handle, &rows, &combined).unwrap_err();
+            words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
+        };
+        let (rows, combined) = (rig.expert_rows(), rig.combined());
+        refused(Rows { rows: short(rows.rows, 100), ..rows }, combined, &["rows is 100 bytes", "1024 bytes"]);
+        refused(Rows { topk_weight: Some(rows.rows), ..rows }, combined, &["topk_weight is given", "with dispatch"]);
+        refused(rows, Combined { dtype: Dtype::Fp8E4m3, ..combined }, &["dtype of out is fp8"]);
+        refused(rows, Combined { pitch: 0, ..combined }, &["pitch of out is 0"]);
+        rig.ep.combine(&rig.stream, &handle, &rows, &combined).unwrap();
+        rig.good_round(2);
+    });
+}
+
+#[test]
+fn shapes_that_cannot_be_served_are_refused() {
+    let world = World::threads(2).remove(0);
+    let device = Device::cpu().unwrap();
+    let base = || builder(&world, &device);
+    let refused = |builder: AllToAllBuilder, words: &[&str]| {
+        let error = builder.plan().unwrap_err();
+        assert!(matches!(error, Error::Config { .. }), "{error:?}");
+        words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
+    };
+    refused(base().hidden(0), &["hidden is 0"]);
+    refused(base().hidden(65), &["hidden is 65", "130 bytes", "multiple of 16"]);
+    refused(base().hidden(136).dtype(Dtype::Fp8E4m3), &["136 bytes"]);
+    refused(base().hidden(144).dtype(Dtype::Fp8E4m3), &["hidden is 144", "128"]);
+    refused(base().hidden(4).dtype(Dtype::Fp32), &["combine_dtype is bf16", "4 bf16"]);
+    refused(base().scales(Scales::F32), &["scales is F32", "bf16"]);
+    refused(base().top_k(9), &["top_k is 9", "1 to 8"]);
+    refused(base().experts(64).top_k(33), &["top_k is 33", "1 to 32"]);
+    refused(base().experts(0), &["experts is 0"]);
+    refused(base().experts(5000), &["2500 experts on a rank", "2047"]);
+    refused(base().max_tokens(0), &["max_tokens is 0"]);
+    refused(base().max_tokens(1 << 30), &["max_tokens"]);
+    refused(base().combine_dtype(Dtype::Fp8E4m3), &["combine_dtype is fp8"]);
+    refused(base().placement(Placement::even(7, 2).unwrap()), &["7 experts on 2 ranks", "8 on 2"]);
+    refused(base().sms(1), &["sms is 1", "two blocks"]);
+    refused(base().handles(0), &["handles is 0"]);
+    refused(base().first_epoch(0), &["first_epoch is 0"]);
+}
+
+#[test]
+fn ranks_with_different_configurations_are_told_so() {
+    on_ranks(2, |world| {
+        let device = Device::cpu().unwrap();
+        let hidden = 64 + 64 * world.rank().index();
+        let error = builder(&world, &device).hidden(hidden).build().map(drop).unwrap_err();
+        let other = 1 - world.rank().index();
+        assert!(error.to_string().contains(&format!("hidden={hidden}: rank {other} has hidden=")), "{error}");
+    });
+}
+
+#[test]
+fn a_rank_that_cannot_build_fails_all_by_name() {
+    on_ranks(2, |world| {
+        let device = Device::cpu().unwrap();
+        let top_k = if world.rank().index() == 1 { 99 } else { TOP_K };
+        let error = builder(&world, &device).top_k(top_k).build().map(drop).unwrap_err();
+        let wanted = if world.rank().index() == 1 { "top_k is 99" } else { "rank 1 could not build its context" };
+        assert!(error.to_string().contains(wanted), "{error}");
+    });
+}
+
+#[test]
+fn handles_run_out_with_a_sentence_and_come_back() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.handles(2));
+        rig.route(&GOOD, 1);
+        let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity));
+        let (first, _second) = (dispatch().unwrap(), dispatch().unwrap());
+        let error = dispatch().map(drop).unwrap_err();
+        assert!(error.to_string().contains("all 2 in use"), "{error}");
+        drop(first);
+        dispatch().unwrap();
+    });
+}
+
+#[test]
+fn a_handle_of_another_context_is_refused() {
+    on_ranks(1, |world| {
+        let (rig, other) = (Rig::new(&world), Rig::new(&world));
+        rig.route(&GOOD, 1);
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity)).unwrap();
+        let error = other.ep.combine(&other.stream, &handle, &other.expert_rows(), &other.combined()).unwrap_err();
+        assert!(error.to_string().contains("another context"), "{error}");
+    });
+}
+
+#[test]
+fn token_layout_with_weights_at_combine_is_refused_with_the_reason() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.weights(Weights::Combine));
+        let output = Output { layout: Layout::Token { capacity: 4 }, ..rig.output(4) };
+        let tokens = Tokens { topk_weight: None, ..rig.tokens(2) };
+        let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
+        assert!(matches!(error, Error::Config { .. }) && error.to_string().contains("token"), "{error}");
+    });
+}
+
+#[test]
+fn several_dispatches_before_their_combines_keep_their_rows_apart() {
+    on_ranks(3, |world| {
+        let rig = Rig::new(&world);
+        let buffers: Vec<DeviceBuffer> =
+            (0..3).map(|_| rig.ep.device().alloc(rig.capacity * HIDDEN * 2).unwrap()).collect();
+        let handles: Vec<Handle> = buffers
+            .iter()
+            .enumerate()
+            .map(|(salt, rows)| {
+                rig.route(&GOOD, salt);
+                let output = Output { rows: rows.view(), ..rig.output(rig.capacity) };
+                let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(2), &output).unwrap();
+                rig.stream.synchronize(PATIENCE).unwrap();
+                handle
+            })
+            .collect();
+        for salt in [2, 0, 1] {
+            rig.out.fill(0xEE).unwrap();
+            let rows = Rows { rows: buffers[salt].view(), ..rig.expert_rows() };
+            rig.ep.combine(&rig.stream, &handles[salt], &rows, &rig.combined()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            rig.expect_own_rows(2, salt);
+        }
+    });
+}
+
+#[test]
+fn epochs_and_flags_wrap() {
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |b| b.first_epoch((1 << 32) - 3));
+        (0..8).for_each(|salt| rig.good_round(salt));
+    });
+}
+
+#[test]
+fn a_captured_sequence_replays_with_new_routing_and_mixes_with_eager_calls() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        rig.stream.begin_capture().unwrap();
+        let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
+        let handle = rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        let graph = rig.stream.end_capture().unwrap();
+        for salt in 1..6 {
+            let count = (salt + rig.rank) % 3;
+            rig.count.write(0, &(count as i32).to_ne_bytes()).unwrap();
+            rig.route(&[[salt as i32, 7], [3, 6 - salt as i32 % 3]], salt);
+            graph.launch(&rig.stream).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            rig.expect_own_rows(count, salt);
+            rig.good_round(salt + 10);
+        }
+        drop(handle);
+    });
+}

@@ -1,0 +1,195 @@
+//! Arenas mapped between ranks: threads and processes, the CPU device and, where there are any, GPUs.
+//!
+//! Ranks that are processes: this test program starts itself again with `CHILD` set, and the test of that name
+//! plays the child.
+
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use tokenyard::base::Rank;
+use tokenyard::kernels::{SeededConfig, seeded_world};
+use tokenyard::transport::memory::{Arena, PeerMap};
+use tokenyard::{Device, Stream, View, World};
+
+const CHILD: &str = "TOKENYARD_TEST_MEMORY_CHILD";
+const PATIENCE: Duration = Duration::from_secs(60);
+/// No multiple of a page.
+const BYTES: usize = 3 * (1 << 20) + 48;
+/// What a rank leaves in each arena.
+const SLOT: usize = 16;
+
+fn no_gpu() -> bool {
+    if Device::cuda_count() == 0 {
+        println!("skipped: no GPU");
+    } else if !Device::cuda_built() {
+        println!("skipped: built without nvcc");
+    } else {
+        return false;
+    }
+    true
+}
+
+/// A rank's device and arena: on the CPU, or on a GPU of its own as far as there are enough.
+fn place(world: &World, gpus: usize) -> (Device, Arena) {
+    if gpus == 0 {
+        return (Device::cpu().unwrap(), Arena::cpu(BYTES).unwrap());
+    }
+    let ordinal = world.local_rank() % gpus;
+    (Device::cuda(ordinal).unwrap(), Arena::cuda(ordinal, BYTES).unwrap())
+}
+
+fn at(map: &PeerMap, rank: u32, offset: usize, bytes: usize) -> View {
+    View { ptr: map.base_of(Rank(rank)) + offset as u64, bytes }
+}
+
+/// Every rank's device stores its mark at the end of every arena; every rank then finds all marks in its own.
+fn exchange_marks(world: &World, device: &Device, stream: &Stream, arena: Arena) {
+    let map = PeerMap::establish(world, arena).unwrap();
+    let (own, ranks) = (world.rank().0, world.size() as u32);
+    assert_eq!(map.base_of(Rank(own)), map.own().base());
+    assert_eq!(map.own().bytes(), BYTES);
+    let seen = device.alloc(BYTES).unwrap();
+    stream.copy(seen.view(), at(&map, own, 0, BYTES)).unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+    let mut bytes = vec![1; BYTES];
+    seen.read(0, &mut bytes).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 0), "an arena starts zeroed");
+    world.barrier("looked").unwrap();
+
+    for peer in 0..ranks {
+        let offset = BYTES - SLOT * (own as usize + 1);
+        stream.fill(at(&map, peer, offset, SLOT), (10 * own + peer + 1) as u8).unwrap();
+    }
+    stream.synchronize(PATIENCE).unwrap();
+    world.barrier("stored").unwrap();
+    stream.copy(seen.view(), at(&map, own, 0, BYTES)).unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+    seen.read(0, &mut bytes).unwrap();
+    for peer in 0..ranks {
+        let from = BYTES - SLOT * (peer as usize + 1);
+        assert_eq!(bytes[from..from + SLOT], [(10 * peer + own + 1) as u8; SLOT], "mark of rank {peer}");
+    }
+    world.barrier("checked").unwrap();
+}
+
+fn run_rank(world: World, gpus: usize) {
+    let (device, arena) = place(&world, gpus);
+    let stream = device.new_stream().unwrap();
+    exchange_marks(&world, &device, &stream, arena);
+}
+
+fn threads(ranks: usize, gpus: usize) {
+    std::thread::scope(|scope| {
+        for world in World::threads(ranks) {
+            scope.spawn(move || run_rank(world, gpus));
+        }
+    });
+}
+
+fn processes(ranks: usize, gpus: usize) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    drop(listener);
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture"])
+            .env(CHILD, gpus.to_string())
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("WORLD_SIZE", ranks.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("TOKENYARD_PORT", port.to_string())
+            .env("TOKENYARD_TOKEN", "arenas of processes")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<_> = (0..ranks).map(start).collect();
+    for (rank, child) in children.into_iter().enumerate() {
+        let output = child.wait_with_output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "rank {rank}: {text}");
+        assert!(text.contains("marks found"), "rank {rank} checked nothing: {text}");
+    }
+}
+
+#[test]
+fn child() {
+    let Ok(gpus) = std::env::var(CHILD) else { return };
+    run_rank(World::from_env().unwrap(), gpus.parse().unwrap());
+    println!("marks found");
+}
+
+#[test]
+fn cpu_ranks_that_are_threads_share_arenas() {
+    threads(4, 0);
+}
+
+#[test]
+fn cpu_ranks_that_are_processes_share_arenas() {
+    processes(3, 0);
+}
+
+#[test]
+fn ranks_on_host_fibers_share_arenas() {
+    let worlds = World::threads(3);
+    let report = seeded_world(SeededConfig { seed: 2, hold_stores: false }, 3, |rank, device| {
+        let stream = device.new_stream().unwrap();
+        exchange_marks(&worlds[rank], &device, &stream, Arena::cpu(BYTES).unwrap());
+    });
+    assert_eq!(report.failure, None);
+}
+
+#[test]
+fn ranks_of_one_gpu_that_are_threads_share_arenas() {
+    if !no_gpu() {
+        threads(2, 1);
+    }
+}
+
+#[test]
+fn ranks_of_one_gpu_that_are_processes_share_arenas() {
+    if !no_gpu() {
+        processes(2, 1);
+    }
+}
+
+#[test]
+fn ranks_of_several_gpus_share_arenas() {
+    let gpus = Device::cuda_count();
+    if no_gpu() {
+        return;
+    }
+    if gpus < 2 {
+        println!("skipped: one GPU");
+        return;
+    }
+    threads(gpus, gpus);
+    processes(gpus, gpus);
+}
+
+#[test]
+fn an_arena_larger_than_the_gpu_says_what_is_needed_and_what_is_free() {
+    if no_gpu() {
+        return;
+    }
+    let why = Arena::cuda(0, 1 << 45).unwrap_err().to_string();
+    assert!(why.contains("bytes"), "{why}");
+    println!("{why}");
+    // The failure left nothing behind.
+    Arena::cuda(0, 1 << 20).unwrap();
+}
+
+#[test]
+fn different_settings_are_found_before_anything_is_mapped() {
+    std::thread::scope(|scope| {
+        for world in World::threads(2) {
+            scope.spawn(move || {
+                let arena = Arena::cpu(4096 * (1 + world.rank().index())).unwrap();
+                let why = PeerMap::establish(&world, arena).unwrap_err().to_string();
+                assert!(why.contains("equal settings"), "{why}");
+            });
+        }
+    });
+}

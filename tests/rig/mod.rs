@@ -1,0 +1,184 @@
+//! One rank of a small world for tests of calls and errors: bf16 rows, top-2, experts that return what they get.
+//!
+//! Every weight is 0.5, so the sum over a token's two experts is the token's row again, exactly: a wrong, lost or
+//! doubled row shows. Which experts compute what is the business of `verify` and the reference.
+
+#![allow(dead_code)]
+
+use std::time::Duration;
+use tokenyard::*;
+
+pub const HIDDEN: usize = 64;
+pub const EXPERTS: usize = 8;
+pub const TOP_K: usize = 2;
+pub const MAX_TOKENS: usize = 4;
+pub const PATIENCE: Duration = Duration::from_secs(20);
+const PITCH: usize = HIDDEN * 2;
+
+pub struct Rig {
+    pub ep: AllToAll,
+    pub stream: Stream,
+    pub rank: usize,
+    pub idx: DeviceBuffer,
+    pub x: DeviceBuffer,
+    pub weight: DeviceBuffer,
+    pub count: DeviceBuffer,
+    pub rows: DeviceBuffer,
+    pub expert_count: DeviceBuffer,
+    pub out: DeviceBuffer,
+    pub capacity: usize,
+}
+
+pub fn builder(world: &World, device: &Device) -> AllToAllBuilder {
+    AllToAll::builder(world)
+        .device(device.clone())
+        .hidden(HIDDEN)
+        .experts(EXPERTS)
+        .top_k(TOP_K)
+        .max_tokens(MAX_TOKENS)
+        .sms(2)
+        .timeout(Duration::from_secs(10))
+}
+
+impl Rig {
+    pub fn new(world: &World) -> Rig {
+        Rig::with(world, |builder| builder)
+    }
+
+    pub fn with(world: &World, change: impl Fn(AllToAllBuilder) -> AllToAllBuilder) -> Rig {
+        Rig::on(world, Device::cpu().unwrap(), change)
+    }
+
+    pub fn on(world: &World, device: Device, change: impl Fn(AllToAllBuilder) -> AllToAllBuilder) -> Rig {
+        let ep = change(builder(world, &device)).build().unwrap();
+        let capacity = world.size() * MAX_TOKENS * TOP_K;
+        let alloc = |bytes: usize| device.alloc(bytes).unwrap();
+        let rig = Rig {
+            stream: device.new_stream().unwrap(),
+            rank: world.rank().index(),
+            idx: alloc(MAX_TOKENS * TOP_K * 4),
+            x: alloc(MAX_TOKENS * PITCH),
+            weight: alloc(MAX_TOKENS * TOP_K * 4),
+            count: alloc(4),
+            rows: alloc(capacity * PITCH),
+            expert_count: alloc(EXPERTS * 4),
+            out: alloc(MAX_TOKENS * PITCH),
+            capacity,
+            ep,
+        };
+        rig.weight.write(0, &0.5f32.to_ne_bytes().repeat(MAX_TOKENS * TOP_K)).unwrap();
+        rig
+    }
+
+    /// Row of a token: the high bytes of floats between 1 and 2 that differ by rank, token, column and epoch.
+    pub fn row(&self, token: usize, salt: usize) -> Vec<u8> {
+        (0..HIDDEN)
+            .flat_map(|c| (0x3f80u16 + ((self.rank * 29 + token * 7 + c + salt * 13) % 128) as u16).to_ne_bytes())
+            .collect()
+    }
+
+    /// Puts tokens with the given experts into the input.
+    pub fn route(&self, choices: &[[i32; TOP_K]], salt: usize) {
+        let idx: Vec<u8> = choices.iter().flatten().flat_map(|e| e.to_ne_bytes()).collect();
+        self.idx.write(0, &idx).unwrap();
+        for token in 0..choices.len() {
+            self.x.write(token * PITCH, &self.row(token, salt)).unwrap();
+        }
+        self.out.fill(0xEE).unwrap();
+    }
+
+    pub fn tokens(&self, count: usize) -> Tokens {
+        Tokens {
+            x: self.x.view(),
+            x_pitch: PITCH,
+            scales: None,
+            topk_idx: self.idx.view(),
+            index_type: IndexType::I32,
+            topk_weight: Some(self.weight.view()),
+            count: TokenCount::Host(count),
+        }
+    }
+
+    pub fn output(&self, capacity: usize) -> Output {
+        Output {
+            layout: Layout::Contiguous { align: 1, capacity },
+            rows: self.rows.view(),
+            rows_pitch: PITCH,
+            scales: None,
+            scale_order: ScaleOrder::RowMajor,
+            expert_count: self.expert_count.view(),
+            expert_offset: None,
+            row_expert: None,
+            source: None,
+            token_experts: None,
+            token_weights: None,
+            row_count: None,
+            zero_padding: false,
+            host_counts: None,
+        }
+    }
+
+    pub fn expert_rows(&self) -> Rows {
+        Rows { rows: self.rows.view(), pitch: PITCH, topk_weight: None }
+    }
+
+    pub fn combined(&self) -> Combined {
+        Combined { out: self.out.view(), pitch: PITCH, dtype: Dtype::Bf16, accumulate: false }
+    }
+
+    /// Dispatch and combine of the routed tokens; waits; answers what `check` says.
+    pub fn round(&self, count: usize, capacity: usize) -> Result<()> {
+        let handle = self.ep.dispatch(&self.stream, &self.tokens(count), &self.output(capacity))?;
+        self.ep.combine(&self.stream, &handle, &self.expert_rows(), &self.combined())?;
+        self.stream.synchronize(PATIENCE)?;
+        self.ep.check()
+    }
+
+    /// A whole correct round with results checked.
+    pub fn good_round(&self, salt: usize) {
+        let choices: Vec<[i32; TOP_K]> = (0..MAX_TOKENS)
+            .map(|t| {
+                let first = (self.rank + t * 3 + salt) % EXPERTS;
+                [first as i32, ((first + 1 + t) % EXPERTS) as i32]
+            })
+            .collect();
+        self.route(&choices, salt);
+        self.round(MAX_TOKENS, self.capacity).unwrap();
+        self.expect_own_rows(MAX_TOKENS, salt);
+    }
+
+    /// Every token's sum must be its own row; nothing behind the tokens may be written.
+    pub fn expect_own_rows(&self, count: usize, salt: usize) {
+        let mut seen = vec![0u8; MAX_TOKENS * PITCH];
+        self.out.read(0, &mut seen).unwrap();
+        for token in 0..MAX_TOKENS {
+            let row = &seen[token * PITCH..][..PITCH];
+            let wanted = if token < count { self.row(token, salt) } else { vec![0xEE; PITCH] };
+            assert_eq!(row, wanted, "rank {} token {token}", self.rank);
+        }
+    }
+
+    pub fn sums(&self) -> Vec<u8> {
+        let mut seen = vec![0u8; MAX_TOKENS * PITCH];
+        self.out.read(0, &mut seen).unwrap();
+        seen
+    }
+}
+
+/// Runs `rank_code` on a thread per rank of a world and waits for all.
+pub fn on_ranks(ranks: usize, rank_code: impl Fn(World) + Sync) {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = World::threads(ranks)
+            .into_iter()
+            .map(|world| {
+                let rank_code = &rank_code;
+                scope.spawn(move || rank_code(world))
+            })
+            .collect();
+        for thread in threads {
+            if let Err(panic) = thread.join() {
+                std::panic::resume_unwind(panic);
+            }
+        }
+    });
+}
