@@ -95,12 +95,26 @@ fn build_for_cpu() {
     build.warnings_into_errors(set("TOKENYARD_STRICT").is_some_and(|value| value == "1"));
     if let Some(kinds) = set("TOKENYARD_SANITIZE") {
         build.flag(format!("-fsanitize={kinds}")).flag("-fno-omit-frame-pointer").debug(true);
-        println!("cargo::rustc-link-arg=-fsanitize={kinds}");
+        // rustc links without the compiler's default libraries. These come first, as the runtimes demand.
+        for library in kinds.split(',').filter_map(sanitizer_runtime) {
+            println!("cargo::rustc-link-lib=dylib={library}");
+        }
     }
     build.files(files("kernels/cpu", &["cpp"]));
     // The compiler does not know the ending .cu; every input is C++.
     build.flag("-x").flag("c++").file(KERNELS);
     build.compile("tokenyard_cpu");
+}
+
+/// GCC's runtime of a sanitizer.
+fn sanitizer_runtime(kind: &str) -> Option<&'static str> {
+    match kind {
+        "address" => Some("asan"),
+        "thread" => Some("tsan"),
+        "leak" => Some("lsan"),
+        "undefined" => Some("ubsan"),
+        _ => None,
+    }
 }
 
 /// One fatbin, by nvcc, embedded by kernels/cuda.rs.

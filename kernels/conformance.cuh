@@ -13,21 +13,21 @@
 #define TY_CONFORMANCE_ROUNDS 32
 
 typedef struct ty_conformance_args {
-  uint64_t input;        // const uint8_t[64], aligned to 16: any pattern
-  uint64_t floats;       // const uint32_t[float_count]: bits of single-precision numbers
-  uint64_t triples;      // const uint32_t[triple_count][3]: bits of x, y, z
-  uint64_t work;         // TY_CONFORMANCE_WORK_BYTES, aligned to 256, zeroed by the host before each launch
-  uint64_t timeout_ns;   // of each wait for a message
-  uint64_t conversions;  // out, uint32_t[2][65536]: bf16 to float, fp16 to float, by input bits
-  uint64_t e4m3;         // out, uint32_t[256]
-  uint64_t narrowed;     // out, uint32_t[float_count][2]: to bf16, to fp16
-  uint64_t arithmetic;   // out, uint32_t[triple_count][3]: fma_rn(x, y, z), add_rn(x, y), mul_rn(x, y)
-  uint64_t threads;      // out, uint32_t[128][32] by block * 64 + thread; the words are named below
-  uint64_t vectors;      // out, uint32_t[2][128][4], aligned to 16: input line t % 4; the same by way of shared memory
-  uint64_t stores8;      // out, uint64_t[128]: 0x100000001 * t + 7
-  uint64_t stores2;      // out, uint16_t[128]: 257 * t + 3
-  uint64_t stores1;      // out, uint8_t[128]: 255 - t
-  uint64_t messages;     // out, uint32_t[16], zeroed by the host; see messages()
+  uint64_t input;       // const uint8_t[64], aligned to 16: any pattern
+  uint64_t floats;      // const uint32_t[float_count]: bits of single-precision numbers
+  uint64_t triples;     // const uint32_t[triple_count][3]: bits of x, y, z
+  uint64_t work;        // TY_CONFORMANCE_WORK_BYTES, aligned to 256, zeroed by the host before each launch
+  uint64_t timeout_ns;  // of each wait for a message
+  uint64_t conversions; // out, uint32_t[2][65536]: bf16 to float, fp16 to float, by input bits
+  uint64_t e4m3;        // out, uint32_t[256]
+  uint64_t narrowed;    // out, uint32_t[float_count][2]: to bf16, to fp16
+  uint64_t arithmetic;  // out, uint32_t[triple_count][3]: fma_rn(x, y, z), add_rn(x, y), mul_rn(x, y)
+  uint64_t threads;     // out, uint32_t[128][32] by block * 64 + thread; the words are named below
+  uint64_t vectors;     // out, uint32_t[2][128][4], aligned to 16: input line t % 4; the same by way of shared memory
+  uint64_t stores8;     // out, uint64_t[128]: 0x100000001 * t + 7
+  uint64_t stores2;     // out, uint16_t[128]: 257 * t + 3
+  uint64_t stores1;     // out, uint8_t[128]: 255 - t
+  uint64_t messages;    // out, uint32_t[16], zeroed by the host; see messages()
   uint32_t float_count;
   uint32_t triple_count;
 } ty_conformance_args;
@@ -174,8 +174,12 @@ enum Way { release_gpu, release_sys, fence_gpu, fence_sys, atomic_gpu, ways };
 
 TY_DEVICE void publish(Mailbox *box, Way way, u32 round) {
   switch (way) {
-  case release_gpu: store_release_gpu(&box->flag_u32, round); break;
-  case release_sys: store_release_sys(&box->flag, static_cast<u64>(round)); break;
+  case release_gpu:
+    store_release_gpu(&box->flag_u32, round);
+    break;
+  case release_sys:
+    store_release_sys(&box->flag, static_cast<u64>(round));
+    break;
   case fence_gpu:
     fence_acq_rel_gpu();
     store_relaxed_sys(&box->flag_u32, round);
@@ -184,13 +188,15 @@ TY_DEVICE void publish(Mailbox *box, Way way, u32 round) {
     fence_acq_rel_sys();
     store_relaxed_sys(&box->flag, static_cast<u64>(round));
     break;
-  default: (void)atomic_add_gpu(&box->flag_u32, 1);
+  default:
+    (void)atomic_add_gpu(&box->flag_u32, 1);
   }
 }
 
 TY_DEVICE bool arrived(const Mailbox *box, Way way, u32 round) {
   switch (way) {
-  case release_sys: return load_acquire_sys(&box->flag) == round;
+  case release_sys:
+    return load_acquire_sys(&box->flag) == round;
   case fence_gpu:
     if (load_relaxed_gpu(&box->flag_u32) != round) return false;
     fence_acq_rel_gpu();
@@ -199,7 +205,8 @@ TY_DEVICE bool arrived(const Mailbox *box, Way way, u32 round) {
     if (load_relaxed_sys(&box->flag) != round) return false;
     fence_acq_rel_sys();
     return true;
-  default: return load_acquire_gpu(&box->flag_u32) == round;
+  default:
+    return load_acquire_gpu(&box->flag_u32) == round;
   }
 }
 
@@ -217,8 +224,7 @@ TY_DEVICE void messages(const ty_conformance_args &a) {
     for (u32 round = 1; round <= TY_CONFORMANCE_ROUNDS; ++round) {
       const u64 start = now_ns();
       bool late = false;
-      while (lane == 0 && !late &&
-             !(sender ? load_acquire_sys(&box->taken) == round - 1 : arrived(box, way, round))) {
+      while (lane == 0 && !late && !(sender ? load_acquire_sys(&box->taken) == round - 1 : arrived(box, way, round))) {
         spin_pause(sender ? "conformance: mailbox taken" : "conformance: mailbox filled");
         late = now_ns() - start > a.timeout_ns;
       }

@@ -475,6 +475,10 @@ fn a_ranks_panic_is_raised_after_the_others_have_ended() {
 
 #[test]
 fn a_world_in_which_nobody_can_go_on_is_reported_and_not_waited_for() {
+    if option_env!("TOKENYARD_SANITIZE").is_some() {
+        println!("skipped: what abandoned fibers hold is a leak to a sanitizer");
+        return;
+    }
     let started = Instant::now();
     let report = seeded_world(SeededConfig { seed: 5, hold_stores: false }, 2, |_, device| {
         let _stream = device.new_stream().unwrap();

@@ -252,7 +252,7 @@ impl Case {
 
     /// Global ids of a rank's experts, ascending.
     pub fn local_experts(&self, rank: usize) -> Vec<u32> {
-        let here = |(_, &owner): &(usize, &u32)| owner as usize == rank;
+        let here = |&(_, &owner): &(usize, &u32)| owner as usize == rank;
         self.expert_rank().iter().enumerate().filter(here).map(|(e, _)| e as u32).collect()
     }
 
@@ -269,12 +269,11 @@ impl Case {
     pub fn check(&self) -> Result<(), Refusal> {
         self.check_shape()?;
         self.check_layout()?;
-        let refuse = Refusal::of;
         if self.max_tokens < self.tokens {
-            return Err(refuse("--max-tokens", self.max_tokens, format!("give at least {}, the --tokens", self.tokens)));
+            return Err(Refusal::of("--max-tokens", self.max_tokens, format!("give at least {}, the --tokens", self.tokens)));
         }
         if self.gap % ROW_QUANTUM != 0 {
-            return Err(refuse("gap", self.gap, "give a multiple of 16"));
+            return Err(Refusal::of("gap", self.gap, "give a multiple of 16"));
         }
         self.router().map(|_| ()).map_err(|error| Refusal::from_error(&error))
     }

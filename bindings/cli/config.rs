@@ -74,7 +74,7 @@ impl Config {
     /// # Errors
     /// The first thing that is unusable, or not built yet.
     pub fn new(args: &BenchArgs, purpose: Purpose) -> Result<Config, Refusal> {
-        let gpus = Device::cuda_count();
+        let gpus = usable_gpus();
         let device = args.device.unwrap_or(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu });
         let world = world(args, device, gpus, purpose)?;
         one_node(args, world)?;
@@ -145,12 +145,17 @@ impl Config {
 /// # Errors
 /// GPUs where there are none.
 pub fn or_here(given: Option<DeviceWord>) -> Result<DeviceWord, Refusal> {
-    let gpus = Device::cuda_count();
+    let gpus = usable_gpus();
     match given {
         Some(DeviceWord::Cuda) if gpus == 0 => Err(no_gpu()),
         Some(device) => Ok(device),
         None => Ok(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu }),
     }
+}
+
+/// GPUs that this build has kernels for.
+pub fn usable_gpus() -> usize {
+    if Device::cuda_built() { Device::cuda_count() } else { 0 }
 }
 
 fn no_gpu() -> Refusal {

@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use tokenyard::{
-    AllToAll, CombineSent, Device, Dtype, Event, Graph, Handle, Placement, Result, Scales, Sent, Stream, Weights, World,
+    AllToAll, CombineSent, Device, DeviceKind, Dtype, Event, Graph, Handle, Placement, Result, Scales, Sent, Stream, Weights, World,
     kernels::bench,
 };
 
@@ -62,9 +62,7 @@ pub fn run(job: &Job, world: &World, device: &Device, progress: &dyn Fn(usize)) 
     };
     if job.measured {
         let rate = link::rate(&world, device, &rank.ep, &rank.stream, job.patience())?;
-        // On one thread the ranks take turns.
-        let turns = if job.case.world_mode == WorldMode::OneThread { world.size() } else { 1 };
-        result.link_rate = rate / turns as f64;
+        result.link_rate = rate / turns(job, device, world.size());
     }
     for i in 0..job.iterations() {
         rank.iteration(i, &mut result)?;
@@ -73,6 +71,16 @@ pub fn run(job: &Job, world: &World, device: &Device, progress: &dyn Fn(usize)) 
     // Peers may still store into this rank's arena: flags of the last combine.
     world.barrier("end of run")?;
     Ok(result)
+}
+
+/// How many ranks take turns on a processor: all on one thread, and where there are fewer cores than ranks.
+fn turns(job: &Job, device: &Device, ranks: usize) -> f64 {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    match (device.kind(), job.case.world_mode) {
+        (DeviceKind::Cuda, _) => 1.0,
+        (DeviceKind::Cpu, WorldMode::OneThread) => ranks as f64,
+        (DeviceKind::Cpu, WorldMode::Threads) => (ranks as f64 / cores as f64).max(1.0),
+    }
 }
 
 /// The captured calls of graph mode.
@@ -105,6 +113,13 @@ struct RankRun<'a> {
     graphs: Option<Graphs>,
     /// Time of the timeline, and the event that it was taken from.
     clock: Option<(f64, Event)>,
+}
+
+impl Drop for RankRun<'_> {
+    /// After an error kernels may still be under way; buffers and context stay until they are through.
+    fn drop(&mut self) {
+        let _ = self.stream.synchronize(self.job.patience());
+    }
 }
 
 impl<'a> RankRun<'a> {

@@ -7,11 +7,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use tokenyard::base::Dtype;
-use tokenyard::{Device, Error};
+use tokenyard::Error;
 
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
-use super::config::or_here;
+use super::config::{or_here, usable_gpus};
 use super::inputs::{Counter, ScaleKind, Use};
 use super::rank::Job;
 use super::report::Progress;
@@ -86,7 +86,7 @@ pub fn verify(args: &VerifyArgs) -> Result<ExitCode, Refusal> {
 fn ranks_here(device: DeviceWord) -> usize {
     match device {
         DeviceWord::Cpu => RANKS,
-        DeviceWord::Cuda => Device::cuda_count().clamp(1, RANKS),
+        DeviceWord::Cuda => usable_gpus().clamp(1, RANKS),
     }
 }
 
@@ -95,7 +95,7 @@ fn replay(text: &str, device: DeviceWord) -> Result<ExitCode, Refusal> {
     if case.refused_by_design().is_none() {
         case.check()?;
     }
-    if device == DeviceWord::Cuda && case.world > Device::cuda_count() {
+    if device == DeviceWord::Cuda && case.world > usable_gpus() {
         return Err(Refusal::of("--replay", text, format!("it needs {} GPUs; give --device cpu", case.world)));
     }
     let outcome = judge(&case, device);
@@ -286,7 +286,8 @@ fn draw_schedule(case: &mut Case, dice: &mut Dice, device: DeviceWord) {
     // A replayed graph must find a changing count in device memory.
     case.device_count = dice.once_in(3) || (case.mode == Mode::Graph && case.ragged);
     case.iters = 3 + dice.below(3);
-    let near_wrap = u64::from(u32::MAX) - dice.below(3) as u64;
+    // Both parities are used once before flags wrap.
+    let near_wrap = u64::from(u32::MAX) - 1 - dice.below(3) as u64;
     case.first_epoch = dice.once_in(6).then_some(near_wrap);
     let (sms, one_thread, hold) = (2 + dice.below(5), dice.once_in(2), dice.once_in(2));
     case.sms = dice.once_in(3).then_some(sms);

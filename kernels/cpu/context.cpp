@@ -80,8 +80,8 @@ StackPool::~StackPool() {
 void StackPool::grow() {
   std::lock_guard<std::mutex> lock(kept_mutex);
   std::vector<Chunk> &kept = kept_chunks();
-  const auto place = std::find_if(kept.begin(), kept.end(),
-                                  [this](const Chunk &chunk) { return chunk.stack_bytes == stack_bytes_; });
+  const auto place =
+      std::find_if(kept.begin(), kept.end(), [this](const Chunk &chunk) { return chunk.stack_bytes == stack_bytes_; });
   Chunk chunk;
   if (place != kept.end()) {
     chunk = *place;

@@ -23,18 +23,16 @@ const bool has_fma = false;
 #endif
 
 void shared_too_small(uint64_t bytes) {
-  fatal("%s: uses %llu bytes of shared memory and was launched with %llu",
-        running_fiber()->launch->work.kernel->name, static_cast<unsigned long long>(bytes),
-        static_cast<unsigned long long>(current->shared_bytes));
+  fatal("%s: uses %llu bytes of shared memory and was launched with %llu", running_fiber()->launch->work.kernel->name,
+        static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(current->shared_bytes));
 }
 
 // ---------------------------------------------------------------------------------- meetings
 
 namespace {
 [[noreturn]] void mismatch(const Fiber &self, Meeting met, Meeting own, bool of_warp) {
-  fatal("%s block %u thread %u: calls %s while others of its %s wait in %s", self.launch->work.kernel->name,
-        self.block, self.thread, meeting_name(own, of_warp), of_warp ? "warp" : "block",
-        meeting_name(met, of_warp));
+  fatal("%s block %u thread %u: calls %s while others of its %s wait in %s", self.launch->work.kernel->name, self.block,
+        self.thread, meeting_name(own, of_warp), of_warp ? "warp" : "block", meeting_name(met, of_warp));
 }
 
 // A barrier orders memory among its threads: what they held is from here on the block's to see.
@@ -144,14 +142,13 @@ namespace {
 // The buffers whose stores this fiber sees, oldest first.
 struct View {
   LineMap *maps[3];
-  explicit View(Fiber &self)
-      : maps{&executor->held_by_rank(self.launch->rank), &self.block_of->held, &self.held} {}
+  explicit View(Fiber &self) : maps{&executor->held_by_rank(self.launch->rank), &self.block_of->held, &self.held} {}
 };
 
 void check_alignment(const void *p, uint32_t bytes) {
   if (reinterpret_cast<uintptr_t>(p) % bytes != 0) {
-    fatal("%s block %u thread %u: access of %u bytes at %p is not aligned",
-          running_fiber()->launch->work.kernel->name, current->block, current->thread, bytes, p);
+    fatal("%s block %u thread %u: access of %u bytes at %p is not aligned", running_fiber()->launch->work.kernel->name,
+          current->block, current->thread, bytes, p);
   }
 }
 
@@ -161,10 +158,18 @@ uint32_t mask_of(const void *p, uint32_t bytes) { return ((1u << bytes) - 1u) <<
 
 void copy(void *to, const void *from, uint32_t bytes) {
   switch (bytes) { // of a constant size, so that none is a call
-  case 1: memcpy(to, from, 1); break;
-  case 2: memcpy(to, from, 2); break;
-  case 4: memcpy(to, from, 4); break;
-  default: memcpy(to, from, 8); break;
+  case 1:
+    memcpy(to, from, 1);
+    break;
+  case 2:
+    memcpy(to, from, 2);
+    break;
+  case 4:
+    memcpy(to, from, 4);
+    break;
+  default:
+    memcpy(to, from, 8);
+    break;
   }
 }
 

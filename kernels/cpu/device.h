@@ -29,10 +29,10 @@ struct Thread {
 // How far a release reaches. `none` is relaxed.
 enum class Scope : uint32_t { none, block, gpu, sys };
 
-extern TY_TLS Thread *current; // the running device fiber
-extern TY_TLS bool seeded;     // this OS thread runs a seeded schedule: every access may be preempted
+extern TY_TLS Thread *current;   // the running device fiber
+extern TY_TLS bool seeded;       // this OS thread runs a seeded schedule: every access may be preempted
 extern TY_TLS int32_t turn_left; // vector accesses until the fiber's turn ends; seeded: 0, so that each is seen
-extern const bool has_fma;     // the processor has a fused multiply-add that the build did not assume
+extern const bool has_fma;       // the processor has a fused multiply-add that the build did not assume
 
 [[noreturn]] void shared_too_small(uint64_t bytes);
 inline void *shared_memory(uint64_t bytes) {

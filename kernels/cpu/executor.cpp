@@ -1,4 +1,5 @@
-// The C interface (executor.h): argument checks, and the handing over between threads.
+// The C interface (executor.h): argument checks, and the handing over between threads. Streams that were not
+// destroyed go with their executor.
 #include "executor.h"
 
 #include <sched.h>
@@ -14,7 +15,7 @@ using namespace ty::cpu;
 namespace {
 constexpr uint32_t default_host_stack = 1u << 20;
 constexpr uint32_t default_device_stack = TY_SANITIZED ? 64u << 10 : 16u << 10;
-constexpr uint32_t block_limit = 1024;        // as on a GPU
+constexpr uint32_t block_limit = 512;         // TY_KERNEL's launch bound
 constexpr uint32_t shared_limit = 227u << 10; // as on sm_90 and sm_100
 constexpr uint64_t thread_limit = 1u << 20;   // of one launch
 

@@ -29,7 +29,7 @@ public:
   const Line &at(size_t index) const { return lines_[index]; }
   const Line *find(uintptr_t address) const;
   void put(uintptr_t address, uint32_t mask, const uint8_t *bytes); // newer than what is held
-  void drop(uintptr_t address, uint32_t mask); // forgets those bytes
+  void drop(uintptr_t address, uint32_t mask);                      // forgets those bytes
   void clear();
   void move_to(LineMap &outer); // outer's bytes are older
   void move_to_memory();

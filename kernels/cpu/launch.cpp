@@ -16,8 +16,9 @@ constexpr uint8_t shared_fill = 0xa5; // shared memory starts with garbage, alwa
 
 void clean_shared(Block &block, uint64_t bytes) {
   if (block.shared_bytes != bytes) { // of the exact size, so that AddressSanitizer sees its end
-    void *memory = bytes == 0 ? nullptr : aligned_alloc(shared_alignment, bytes);
-    if (bytes != 0 && memory == nullptr) fatal("no memory for %llu bytes of shared memory", (unsigned long long)bytes);
+    void *memory = nullptr;
+    if (bytes != 0 && posix_memalign(&memory, shared_alignment, bytes) != 0)
+      fatal("no memory for %llu bytes of shared memory", (unsigned long long)bytes);
     block.shared = {static_cast<uint8_t *>(memory), free};
     block.shared_bytes = bytes;
   }

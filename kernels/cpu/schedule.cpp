@@ -36,11 +36,16 @@ void fatal(const char *format, ...) {
 
 const char *meeting_name(Meeting meeting, bool of_warp) {
   switch (meeting) {
-  case Meeting::barrier: return of_warp ? "warp_barrier" : "block_barrier";
-  case Meeting::any: return "block_any";
-  case Meeting::ballot: return "warp_ballot";
-  case Meeting::shuffle: return "shuffle";
-  case Meeting::none: break;
+  case Meeting::barrier:
+    return of_warp ? "warp_barrier" : "block_barrier";
+  case Meeting::any:
+    return "block_any";
+  case Meeting::ballot:
+    return "warp_ballot";
+  case Meeting::shuffle:
+    return "shuffle";
+  case Meeting::none:
+    break;
   }
   return "nothing";
 }
@@ -283,9 +288,8 @@ int ty_exec::run_free() {
     std::unique_lock<std::mutex> lock(mutex);
     if (stopping.load(std::memory_order_relaxed) && !pump.load(std::memory_order_relaxed)) return TY_EXEC_OK;
     sleeping = true;
-    wake.wait(lock, [this] {
-      return pump.load(std::memory_order_relaxed) || stopping.load(std::memory_order_relaxed);
-    });
+    wake.wait(lock,
+              [this] { return pump.load(std::memory_order_relaxed) || stopping.load(std::memory_order_relaxed); });
     sleeping = false;
   }
 }

@@ -171,10 +171,10 @@ struct ty_exec {
   ty::cpu::StackPool host_stacks;
   ty::cpu::Context thread; // the OS thread's own stack, where the run loops live
   ty::cpu::Fiber *running = nullptr;
-  ty::cpu::Chain ready;                         // free mode: newest first
-  ty::cpu::Chain turned;                        // free mode: fibers of one warp whose turn ended
-  ty::cpu::Chain pollers, polled;               // free mode: this round's and those who have had their turn
-  std::vector<ty::cpu::Fiber *> ready_set;      // the same three in seeded mode, picked from at random
+  ty::cpu::Chain ready;                    // free mode: newest first
+  ty::cpu::Chain turned;                   // free mode: fibers of one warp whose turn ended
+  ty::cpu::Chain pollers, polled;          // free mode: this round's and those who have had their turn
+  std::vector<ty::cpu::Fiber *> ready_set; // the same three in seeded mode, picked from at random
   std::vector<ty::cpu::Fiber *> pollers_set, polled_set;
   uint64_t progress = 0;       // moves when something happened that a waiting fiber may have waited for
   uint64_t round_progress = 0; // its value when this round of pollers began

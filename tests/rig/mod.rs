@@ -29,6 +29,14 @@ pub struct Rig {
     pub capacity: usize,
 }
 
+/// The CPU device, or with TOKENYARD_TEST_DEVICE=cuda a GPU, which ranks share where there are fewer.
+pub fn test_device(world: &World) -> Device {
+    match std::env::var("TOKENYARD_TEST_DEVICE").as_deref() {
+        Ok("cuda") => Device::cuda(world.rank().index() % Device::cuda_count().max(1)).unwrap(),
+        _ => Device::cpu().unwrap(),
+    }
+}
+
 pub fn builder(world: &World, device: &Device) -> AllToAllBuilder {
     AllToAll::builder(world)
         .device(device.clone())
@@ -46,7 +54,7 @@ impl Rig {
     }
 
     pub fn with(world: &World, change: impl Fn(AllToAllBuilder) -> AllToAllBuilder) -> Rig {
-        Rig::on(world, Device::cpu().unwrap(), change)
+        Rig::on(world, test_device(world), change)
     }
 
     pub fn on(world: &World, device: Device, change: impl Fn(AllToAllBuilder) -> AllToAllBuilder) -> Rig {

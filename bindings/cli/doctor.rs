@@ -1,0 +1,356 @@
+//! `tokenyard doctor`: what this machine offers and lacks, and for each lack what it costs and what to do.
+//!
+//! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing and opens no device.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use serde::Serialize;
+use tokenyard::Device;
+
+use super::args::DoctorArgs;
+use super::config::check_output;
+use super::doctor_gpu;
+use super::report;
+use super::usage::Refusal;
+
+/// One thing that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Finding {
+    pub topic: &'static str,
+    pub lacking: bool,
+    pub what: String,
+    /// Of a lack: what it costs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cost: Option<&'static str>,
+    /// Of a lack: what to do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remedy: Option<&'static str>,
+}
+
+impl Finding {
+    pub fn has(topic: &'static str, what: impl Into<String>) -> Finding {
+        Finding { topic, lacking: false, what: what.into(), cost: None, remedy: None }
+    }
+
+    pub fn lacks(topic: &'static str, what: impl Into<String>, cost: &'static str, remedy: &'static str) -> Finding {
+        Finding { topic, lacking: true, what: what.into(), cost: Some(cost), remedy: Some(remedy) }
+    }
+}
+
+/// Looks and tells.
+///
+/// # Errors
+/// Unusable arguments.
+pub fn doctor(args: &DoctorArgs) -> Result<ExitCode, Refusal> {
+    check_output("--json", args.json.as_deref(), true)?;
+    let machine = Machine { root: PathBuf::from("/") };
+    let mut findings = vec![build()];
+    findings.push(machine.driver());
+    findings.extend(doctor_gpu::findings());
+    findings.extend(machine.nics());
+    findings.extend(machine.libraries());
+    findings.push(machine.gdrcopy());
+    findings.push(machine.dma_buf());
+    findings.push(machine.memlock());
+    findings.push(machine.huge_pages());
+    findings.extend(machine.cores());
+    let mut written = Ok(());
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&serde_json::json!({ "findings": findings }));
+        written = text.map_err(|error| error.to_string()).and_then(|text| report::write(path, &text));
+    }
+    if args.json.as_deref() != Some("-") {
+        print!("{}", listing(&findings));
+    }
+    Ok(match written {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(sentence) => {
+            eprintln!("tokenyard: {sentence}");
+            ExitCode::FAILURE
+        }
+    })
+}
+
+fn listing(findings: &[Finding]) -> String {
+    let mut text = String::new();
+    for finding in findings {
+        let mark = if finding.lacking { "lacks" } else { "has" };
+        text += &format!("{mark:<6} {:<13} {}\n", finding.topic, finding.what);
+        for (label, line) in [("costs", finding.cost), ("do", finding.remedy)] {
+            if let Some(line) = line {
+                text += &format!("{:20} {label}: {line}\n", "");
+            }
+        }
+    }
+    let lacks = findings.iter().filter(|f| f.lacking).count();
+    text + &format!("{} looked at, {lacks} lacking\n", findings.len())
+}
+
+fn build() -> Finding {
+    if Device::cuda_built() {
+        return Finding::has("build", "kernels for GPUs and for the CPU device");
+    }
+    Finding::lacks(
+        "build",
+        "kernels for the CPU device alone: nvcc was not found when this program was built",
+        "no GPU can be used",
+        "build again where nvcc is (PyPI: cuda-toolkit[nvcc,cudart,cccl]==13.0.*)",
+    )
+}
+
+/// The file system that is looked at; another root in tests.
+struct Machine {
+    root: PathBuf,
+}
+
+impl Machine {
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    fn text(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.path(path)).ok().map(|text| text.trim().to_string())
+    }
+
+    /// Names in a folder, sorted; none where it is not.
+    fn names(&self, path: &str) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.path(path)) else { return Vec::new() };
+        let mut names: Vec<String> = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    /// The number behind `key` in a file of lines.
+    fn number(&self, path: &str, key: &str) -> Option<u64> {
+        let text = self.text(path)?;
+        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+        line.split_whitespace().next()?.parse().ok()
+    }
+
+    fn driver(&self) -> Finding {
+        let lack = |what: String| {
+            Finding::lacks("driver", what, "no GPU can be used", "install the NVIDIA driver, version 580 or later")
+        };
+        let Some(text) = self.text("/proc/driver/nvidia/version") else {
+            return lack("no NVIDIA kernel driver".to_string());
+        };
+        let words = text.lines().next().unwrap_or("").split_whitespace();
+        let version = words.filter(|w| w.contains('.')).find(|w| w.starts_with(|c: char| c.is_ascii_digit()));
+        let major = version.and_then(|v| v.split('.').next()).and_then(|v| v.parse::<u32>().ok());
+        match (version, major) {
+            (Some(version), Some(580..)) => Finding::has("driver", format!("NVIDIA {version}")),
+            (Some(version), _) => lack(format!("NVIDIA {version} is too old for CUDA 13.0")),
+            (None, _) => lack("an NVIDIA driver that does not tell its version".to_string()),
+        }
+    }
+
+    /// RDMA NICs, each with the transport that would drive it.
+    fn nics(&self) -> Vec<Finding> {
+        let folder = "/sys/class/infiniband";
+        let names = self.names(folder);
+        if names.is_empty() {
+            return vec![Finding::lacks(
+                "NICs",
+                "no RDMA NIC",
+                "one node only: nothing links this one to others",
+                "nothing for one node; for several, a ConnectX or EFA NIC with its kernel driver",
+            )];
+        }
+        let nic = |name: &String| {
+            let base = format!("{folder}/{name}");
+            let driver = fs::read_link(self.path(&format!("{base}/device/driver")));
+            let driver = driver.ok().and_then(|d| d.file_name().map(|n| n.to_string_lossy().into_owned()));
+            let transport = match driver.as_deref() {
+                Some("efa") => "libfabric:efa",
+                Some(_) => "verbs",
+                None => "verbs (a software device)",
+            };
+            let at = |file: &str| self.text(&format!("{base}/{file}")).unwrap_or_else(|| "unknown".to_string());
+            let (rate, state) = (at("ports/1/rate"), at("ports/1/state"));
+            let what = format!(
+                "{name}: {}, {rate}, port {state}, {}, NUMA node {}; transport {transport}",
+                driver.as_deref().unwrap_or("no PCI driver"),
+                at("ports/1/link_layer"),
+                at("device/numa_node"),
+            );
+            if state.contains("ACTIVE") {
+                Finding::has("NICs", what)
+            } else {
+                Finding::lacks("NICs", what, "this NIC carries nothing", "bring its link up and look at the cable")
+            }
+        };
+        names.iter().map(nic).collect()
+    }
+
+    /// Libraries that transports open at run time.
+    fn libraries(&self) -> Vec<Finding> {
+        let wanted = [
+            ("libfabric", "libfabric.so.1", "no libfabric transport (EFA)", "install libfabric 1.17 or later, or EFA's"),
+            ("verbs", "libibverbs.so.1", "no verbs transport (ConnectX, RoCE)", "install rdma-core"),
+        ];
+        let look = |(topic, file, cost, remedy)| match self.library(file) {
+            Some(path) => Finding::has(topic, path.display().to_string()),
+            None => Finding::lacks(topic, format!("{file} was not found"), cost, remedy),
+        };
+        wanted.into_iter().map(look).collect()
+    }
+
+    fn library(&self, file: &str) -> Option<PathBuf> {
+        let usual = ["/opt/amazon/efa/lib", "/opt/amazon/efa/lib64", "/usr/local/lib", "/usr/lib/x86_64-linux-gnu"];
+        let more = ["/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/lib/x86_64-linux-gnu", "/lib64"];
+        let set = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let set: Vec<PathBuf> = std::env::split_paths(&set).filter(|p| p.is_absolute()).collect();
+        let usual = usual.iter().chain(&more).map(|folder| self.path(folder));
+        set.into_iter().chain(usual).map(|folder| folder.join(file)).find(|path| path.exists())
+    }
+
+    fn gdrcopy(&self) -> Finding {
+        if self.path("/dev/gdrdrv").exists() {
+            return Finding::has("GDRCopy", "/dev/gdrdrv");
+        }
+        Finding::lacks(
+            "GDRCopy",
+            "no /dev/gdrdrv",
+            "CPU-to-GPU flags go through pinned host memory: some 1 µs more for each phase between nodes",
+            "nothing for one node; else load the gdrdrv module of GDRCopy",
+        )
+    }
+
+    /// How a NIC can be shown GPU memory.
+    fn dma_buf(&self) -> Finding {
+        let release = self.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
+        let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        let peermem = self.path("/sys/module/nvidia_peermem").exists();
+        if version >= (5, 12) {
+            return Finding::has("dma-buf", format!("kernel {release} registers GPU memory by dma-buf"));
+        }
+        if peermem {
+            return Finding::has("dma-buf", format!("kernel {release} is too old, but nvidia_peermem is loaded"));
+        }
+        Finding::lacks(
+            "dma-buf",
+            format!("kernel {release} is older than 5.12 and nvidia_peermem is not loaded"),
+            "NICs cannot reach GPU memory: rows between nodes would go through host memory",
+            "nothing for one node; else a newer kernel, or modprobe nvidia_peermem",
+        )
+    }
+
+    fn memlock(&self) -> Finding {
+        let text = self.text("/proc/self/limits").unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("Max locked memory"));
+        let limit = line.and_then(|line| line.split_whitespace().next()).unwrap_or("unknown").to_string();
+        let bytes = limit.parse::<u64>().ok();
+        if limit == "unlimited" || bytes.is_some_and(|b| b >= 64 << 30) {
+            return Finding::has("memlock", format!("limit {limit}"));
+        }
+        Finding::lacks(
+            "memlock",
+            format!("limit {limit} bytes of locked memory"),
+            "a NIC can register no more than that; registering a larger arena fails",
+            "nothing for one node; else ulimit -l unlimited, or memlock in /etc/security/limits.conf",
+        )
+    }
+
+    fn huge_pages(&self) -> Finding {
+        let pages = self.number("/proc/meminfo", "HugePages_Free:").unwrap_or(0);
+        let kilobytes = self.number("/proc/meminfo", "Hugepagesize:").unwrap_or(0);
+        if pages > 0 {
+            return Finding::has("huge pages", format!("{pages} free pages of {kilobytes} KiB"));
+        }
+        let transparent = self.text("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+        if transparent.contains("[always]") || transparent.contains("[madvise]") {
+            return Finding::has("huge pages", format!("none reserved; transparent ones: {transparent}"));
+        }
+        Finding::lacks(
+            "huge pages",
+            "none reserved, and no transparent ones",
+            "host arenas take longer to register, and their copies miss the TLB more often",
+            "sysctl vm.nr_hugepages=1024, or enable transparent_hugepage",
+        )
+    }
+
+    fn cores(&self) -> Vec<Finding> {
+        let folder = "/sys/devices/system/node";
+        let is_node = |name: &String| name.strip_prefix("node").is_some_and(|n| n.parse::<u32>().is_ok());
+        let nodes: Vec<String> = self.names(folder).into_iter().filter(is_node).collect();
+        let status = self.text("/proc/self/status").unwrap_or_default();
+        let allowed = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).map_or("unknown", str::trim);
+        let mut findings: Vec<Finding> = nodes
+            .iter()
+            .map(|node| {
+                let cores = self.text(&format!("{folder}/{node}/cpulist")).unwrap_or_default();
+                Finding::has("cores", format!("{node}: {cores}"))
+            })
+            .collect();
+        let available = std::thread::available_parallelism().map_or(1, usize::from);
+        let gpus = Device::cuda_count();
+        let may = format!("this process may use {allowed} ({available} at once)");
+        findings.push(if available > gpus {
+            Finding::has("cores", may)
+        } else {
+            Finding::lacks(
+                "cores",
+                format!("{may}, for {gpus} GPUs"),
+                "a thread for each GPU polls; with no core of its own it yields and answers late",
+                "give the process at least one core more than it drives GPUs",
+            )
+        });
+        findings
+    }
+}
+
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(files: &[(&str, &str)]) -> (tempfile::TempDir, Machine) {
+        let folder = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = folder.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let root = folder.path().to_path_buf();
+        (folder, Machine { root })
+    }
+
+    #[test]
+    fn an_empty_machine_lacks_everything_with_cost_and_remedy() {
+        let (_folder, machine) = machine(&[]);
+        let mut findings = vec![machine.driver(), machine.gdrcopy(), machine.dma_buf(), machine.memlock()];
+        findings.push(machine.huge_pages());
+        findings.extend(machine.nics());
+        for finding in findings {
+            assert!(finding.lacking && finding.cost.is_some() && finding.remedy.is_some(), "{finding:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_there_is_found() {
+        let (_folder, machine) = machine(&[
+            ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\n"),
+            ("proc/sys/kernel/osrelease", "5.14.0-503.el9\n"),
+            ("proc/self/limits", "Limit   Soft\nMax locked memory   unlimited   unlimited  bytes\n"),
+            ("proc/meminfo", "HugePages_Free:      12\nHugepagesize:       2048 kB\n"),
+            ("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n"),
+            ("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n"),
+            ("dev/gdrdrv", ""),
+        ]);
+        for finding in [machine.driver(), machine.dma_buf(), machine.memlock(), machine.huge_pages(), machine.gdrcopy()] {
+            assert!(!finding.lacking, "{finding:?}");
+        }
+        let nics = machine.nics();
+        assert!(nics[0].what.contains("mlx5_0") && nics[0].what.contains("400 Gb/sec"), "{nics:?}");
+        assert!(machine.driver().what.contains("580.65.06"));
+    }
+
+    #[test]
+    fn an_old_driver_is_a_lack() {
+        let (_folder, machine) = machine(&[("proc/driver/nvidia/version", "NVRM version: x  535.104.05  y\n")]);
+        assert!(machine.driver().lacking && machine.driver().what.contains("535.104.05"));
+    }
+}
