@@ -55,11 +55,14 @@ unsafe extern "C" fn run_host(task: *mut c_void) {
     }
 }
 
-/// The thread's way to wait while a seeded world runs on it.
-fn yield_fiber(site: &'static str) {
+/// The thread's way to wait while a seeded world runs on it. A wait that begins is progress: the one before it ended.
+fn yield_fiber(site: &'static str, turns: u32) {
     // SAFETY: the question may be asked anywhere; the yield only on a fiber, with a name that lives for ever.
     unsafe {
         if ffi::ty_exec_on_fiber() != 0 {
+            if turns == 0 {
+                ffi::ty_exec_note_progress();
+            }
             ffi::ty_exec_host_yield(static_c_str(site).as_ptr());
         } else {
             std::thread::yield_now();

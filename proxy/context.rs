@@ -8,10 +8,11 @@ use super::plan::Plan;
 use super::report::Reports;
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Device, DeviceBuffer, DeviceKind, Stream};
+use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
 use crate::transport::{Arena, PeerMap, World};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
@@ -48,9 +49,12 @@ pub struct AllToAll {
     reports: Reports,
     counters: Counters,
     id: u64,
-    /// Kernels read and write these as long as the context lives.
+    /// Streams with work of this context, on the CPU device: drained before the arena goes.
+    streams: Mutex<Vec<Stream>>,
+    /// Kernels read and write these as long as the context lives. Freeing a GPU's tables waits for its kernels, so
+    /// they go before the arena.
     _tables: [DeviceBuffer; 3],
-    _peers: PeerMap,
+    peers: Option<PeerMap>,
 }
 
 /// Tells contexts of one process apart, so that a handle of another is refused.
@@ -92,8 +96,9 @@ impl AllToAll {
             reports,
             counters: Counters::default(),
             id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
+            streams: Mutex::default(),
             _tables: tables,
-            _peers: peers,
+            peers: Some(peers),
         })
     }
 
@@ -181,7 +186,7 @@ impl AllToAll {
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
         let args = raw::ty_barrier_args { context: self.context };
-        stream.launch("ty_barrier", 1, CPU_BLOCK, 0, &args)
+        self.launch(stream, "ty_barrier", 1, CPU_BLOCK, 0, &args)
     }
 
     /// What the device or a peer found since the last look, the oldest unread error first. Never waits. An error
@@ -260,7 +265,7 @@ impl AllToAll {
             phases,
             reserved: 0,
         };
-        stream.launch("ty_dispatch", self.sms, self.block, raw::TY_DISPATCH_SHARED_BYTES, &args)
+        self.launch(stream, "ty_dispatch", self.sms, self.block, raw::TY_DISPATCH_SHARED_BYTES, &args)
     }
 
     fn launch_combine(
@@ -292,7 +297,36 @@ impl AllToAll {
             (_, false) => "ty_combine_bf16",
             (_, true) => "ty_combine_bf16_fp32",
         };
-        stream.launch(kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
+        self.launch(stream, kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
+    }
+
+    fn launch<A: KernelArgs>(
+        &self,
+        stream: &Stream,
+        kernel: &'static str,
+        grid: u32,
+        block: u32,
+        shared: u32,
+        args: &A,
+    ) -> Result<()> {
+        if self.device.kind() == DeviceKind::Cpu {
+            let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+            if !streams.iter().any(|known| known.raw() == stream.raw()) {
+                streams.push(stream.clone());
+            }
+        }
+        stream.launch(kernel, grid, block, shared, args)
+    }
+}
+
+impl Drop for AllToAll {
+    /// Waits for enqueued work, at most a little longer than its own deadlines; what still runs then keeps its arena.
+    fn drop(&mut self) {
+        let patience = Duration::from_nanos(self.context.timeout_ns).saturating_add(Duration::from_secs(5));
+        let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if streams.iter().any(|stream| stream.synchronize(patience).is_err()) {
+            std::mem::forget(self.peers.take());
+        }
     }
 }
 

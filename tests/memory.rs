@@ -142,6 +142,17 @@ fn ranks_on_host_fibers_share_arenas() {
 }
 
 #[test]
+fn host_waits_in_a_row_are_no_hang() {
+    let worlds = World::threads(3);
+    let report = seeded_world(SeededConfig { seed: 1, hold_stores: false }, 3, |rank, _| {
+        for _ in 0..300 {
+            worlds[rank].barrier("again").unwrap();
+        }
+    });
+    assert_eq!((report.failure, report.hang_report), (None, None));
+}
+
+#[test]
 fn ranks_of_one_gpu_that_are_threads_share_arenas() {
     if !no_gpu() {
         threads(2, 1);

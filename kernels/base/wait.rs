@@ -7,18 +7,19 @@ use std::cell::Cell;
 use std::time::{Duration, Instant};
 
 thread_local! {
-    static HOOK: Cell<Option<fn(&'static str)>> = const { Cell::new(None) };
+    static HOOK: Cell<Option<fn(&'static str, u32)>> = const { Cell::new(None) };
 }
 
-/// Installs (or, with `None`, removes) this thread's way to let others run.
-pub fn set_relax_hook(hook: Option<fn(&'static str)>) {
+/// Installs (or, with `None`, removes) this thread's way to let others run. It is passed the wait's name and how often
+/// this wait has yielded before: 0 says that the caller got somewhere since its last wait.
+pub fn set_relax_hook(hook: Option<fn(&'static str, u32)>) {
     HOOK.with(|h| h.set(hook));
 }
 
 /// Lets others run once; `site` names the wait.
 pub fn relax(site: &'static str, turns: u32) {
     match HOOK.with(Cell::get) {
-        Some(yield_fiber) => yield_fiber(site),
+        Some(yield_fiber) => yield_fiber(site, turns),
         None if turns < 64 => std::hint::spin_loop(),
         None if turns < 256 => std::thread::yield_now(),
         None => std::thread::sleep(Duration::from_micros(50)),
