@@ -8,7 +8,7 @@ use tokenyard::base::Dtype;
 
 use super::inputs::ScaleKind;
 use super::routing::Routing;
-use super::words::{DeviceWord, LayoutWord, Launch, Mode, WeightsWord, Word, WorldMode, scale_kind, summed, word};
+use super::words::{DeviceWord, Launch, LayoutWord, Mode, WeightsWord, Word, WorldMode, scale_kind, summed, word};
 
 /// Ranks of one node at the most: no host links more GPUs than 16.
 pub const MAX_WORLD: u64 = 16;
@@ -225,7 +225,7 @@ impl Check {
         match self {
             Check::All => true,
             Check::First => i == 0,
-            Check::Every(n) => i % n.max(1) == 0,
+            Check::Every(n) => i.is_multiple_of(n.max(1)),
         }
     }
 }
@@ -243,7 +243,9 @@ fn seed(text: &str) -> Result<u64, String> {
 
 fn list(text: &str, least: u64, most: u64, example: &str) -> Result<List, String> {
     let items: Result<Vec<usize>, String> = text.split(',').map(|item| number(item.trim(), least, most)).collect();
-    items.map(List).map_err(|_| format!("give whole numbers from {least} to {most}, separated by commas, say {example}"))
+    items
+        .map(List)
+        .map_err(|_| format!("give whole numbers from {least} to {most}, separated by commas, say {example}"))
 }
 
 fn tokens(text: &str) -> Result<List, String> {

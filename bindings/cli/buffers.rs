@@ -365,7 +365,7 @@ fn read_all(buffer: &DeviceBuffer) -> Result<Vec<u8>> {
 }
 
 fn write_host(buffer: &HostBuffer, byte: u8) {
-    // SAFETY: the pointer is valid for `len` bytes while the buffer lives, and no kernel that writes them is enqueued yet.
+    // SAFETY: the pointer is valid for `len` bytes while the buffer lives; no kernel that writes them is enqueued yet.
     unsafe { std::ptr::write_bytes(buffer.host_ptr(), byte, buffer.len()) }
 }
 

@@ -258,7 +258,8 @@ impl Case {
 
     /// Columns come in multiples of this.
     pub fn hidden_quantum(&self) -> usize {
-        let smallest = [self.dtype, self.combine_dtype, self.out_dtype].map(Dtype::bytes).into_iter().min().unwrap_or(1);
+        let smallest =
+            [self.dtype, self.combine_dtype, self.out_dtype].map(Dtype::bytes).into_iter().min().unwrap_or(1);
         if self.dtype == Dtype::Fp8E4m3 { SCALE_COLUMNS } else { ROW_QUANTUM / smallest }
     }
 
@@ -270,9 +271,13 @@ impl Case {
         self.check_shape()?;
         self.check_layout()?;
         if self.max_tokens < self.tokens {
-            return Err(Refusal::of("--max-tokens", self.max_tokens, format!("give at least {}, the --tokens", self.tokens)));
+            return Err(Refusal::of(
+                "--max-tokens",
+                self.max_tokens,
+                format!("give at least {}, the --tokens", self.tokens),
+            ));
         }
-        if self.gap % ROW_QUANTUM != 0 {
+        if !self.gap.is_multiple_of(ROW_QUANTUM) {
             return Err(Refusal::of("gap", self.gap, "give a multiple of 16"));
         }
         self.router().map(|_| ()).map_err(|error| Refusal::from_error(&error))
@@ -285,7 +290,11 @@ impl Case {
         }
         if self.top_k == 0 || self.top_k as u64 > MAX_TOP_K || self.top_k > self.experts {
             let most = self.experts.min(MAX_TOP_K as usize);
-            return refuse("--top-k", self.top_k.to_string(), format!("give 1 to {most}, with {} experts", self.experts));
+            return refuse(
+                "--top-k",
+                self.top_k.to_string(),
+                format!("give 1 to {most}, with {} experts", self.experts),
+            );
         }
         let most = self.local_counts().into_iter().max().unwrap_or(0);
         if most > MAX_LOCAL_EXPERTS {
@@ -293,14 +302,19 @@ impl Case {
             return refuse("--experts", self.experts.to_string(), advice);
         }
         let quantum = self.hidden_quantum();
-        if self.hidden == 0 || self.hidden % quantum != 0 {
+        if self.hidden == 0 || !self.hidden.is_multiple_of(quantum) {
             let fp8 = self.dtype == Dtype::Fp8E4m3;
             let why = if fp8 { "fp8 rows have a scale for 128 columns" } else { "rows are multiples of 16 bytes" };
             let near = self.hidden.next_multiple_of(quantum).max(quantum);
-            return refuse("--hidden", self.hidden.to_string(), format!("{why}; give a multiple of {quantum}, say {near}"));
+            return refuse(
+                "--hidden",
+                self.hidden.to_string(),
+                format!("{why}; give a multiple of {quantum}, say {near}"),
+            );
         }
         if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
-            let advice = format!("only fp8 rows have scales and these are {}; leave it out or give --dtype fp8", self.dtype);
+            let advice =
+                format!("only fp8 rows have scales and these are {}; leave it out or give --dtype fp8", self.dtype);
             return refuse("--scales", self.scales.name().to_string(), advice);
         }
         Ok(())
@@ -320,13 +334,18 @@ impl Case {
         let rows = self.world.saturating_mul(self.max_tokens).saturating_mul(self.top_k);
         if rows > i32::MAX as usize {
             let most = i32::MAX as usize / self.world / self.top_k;
-            let advice = format!("row numbers have 32 bits; give at most {most} with {} ranks and top-{}", self.world, self.top_k);
+            let advice = format!(
+                "row numbers have 32 bits; give at most {most} with {} ranks and top-{}",
+                self.world, self.top_k
+            );
             return refuse("--max-tokens", self.max_tokens.to_string(), advice);
         }
         let capacity = self.capacity();
-        let experts = if self.layout == LayoutWord::Masked { self.local_counts().into_iter().max().unwrap_or(1) } else { 1 };
+        let experts =
+            if self.layout == LayoutWord::Masked { self.local_counts().into_iter().max().unwrap_or(1) } else { 1 };
         if capacity == 0 || capacity.saturating_mul(experts) > i32::MAX as usize {
-            let (name, value) = if self.capacity.is_some() { ("--capacity", capacity) } else { ("--align", self.align) };
+            let (name, value) =
+                if self.capacity.is_some() { ("--capacity", capacity) } else { ("--align", self.align) };
             let advice = format!("row numbers have 32 bits; stay below {} rows in all", i32::MAX);
             return refuse(name, value.to_string(), advice);
         }
@@ -514,7 +533,10 @@ mod tests {
             (Case { scales: ScaleKind::F32, ..base.clone() }, "--scales is `f32`"),
             (Case { experts: 5000, ..base.clone() }, "--experts is `5000`"),
             (Case { tokens: 4, ..base.clone() }, "--max-tokens is `1`: give at least 4"),
-            (Case { layout: LayoutWord::Token, weights: WeightsWord::Combine, ..base.clone() }, "--weights is `combine`"),
+            (
+                Case { layout: LayoutWord::Token, weights: WeightsWord::Combine, ..base.clone() },
+                "--weights is `combine`",
+            ),
             (Case { layout: LayoutWord::Masked, align: 8, ..base.clone() }, "--align is `8`"),
             (Case { max_tokens: 1 << 30, ..base.clone() }, "--max-tokens is `1073741824`"),
             (Case { align: 1 << 30, max_tokens: 9, ..base.clone() }, "--align is `1073741824`"),

@@ -15,7 +15,7 @@ use super::inputs::ScaleKind;
 use super::presets;
 use super::routing::Routing;
 use super::usage::Refusal;
-use super::words::{DeviceWord, LayoutWord, Launch, Mode, WeightsWord, Word, WorldMode};
+use super::words::{DeviceWord, Launch, LayoutWord, Mode, WeightsWord, Word, WorldMode};
 
 /// Ranks of the CPU device by default.
 const CPU_WORLD: usize = 8;
@@ -195,7 +195,11 @@ fn one_node(args: &BenchArgs, world: usize) -> Result<(), Refusal> {
         }
     }
     if let Some(transport) = args.transport.as_deref().filter(|t| *t != "sim") {
-        return Err(Refusal::not_built("--transport", transport, "transports between nodes; leave it out, for one node"));
+        return Err(Refusal::not_built(
+            "--transport",
+            transport,
+            "transports between nodes; leave it out, for one node",
+        ));
     }
     if let Some(link) = args.link.as_deref().filter(|l| *l != "none") {
         return Err(Refusal::not_built("--link", link, "link models between nodes; leave it out, for one node"));
@@ -236,7 +240,11 @@ pub fn check_output(name: &str, path: Option<&str>, stdout_too: bool) -> Result<
         _ => Path::new("."),
     };
     if file.file_name().is_none() || file.is_dir() || !folder.is_dir() {
-        return Err(Refusal::of(name, path, "there is no such folder, or it is one; give a file in a folder that exists"));
+        return Err(Refusal::of(
+            name,
+            path,
+            "there is no such folder, or it is one; give a file in a folder that exists",
+        ));
     }
     Ok(())
 }

@@ -187,7 +187,12 @@ impl Machine {
     /// Libraries that transports open at run time.
     fn libraries(&self) -> Vec<Finding> {
         let wanted = [
-            ("libfabric", "libfabric.so.1", "no libfabric transport (EFA)", "install libfabric 1.17 or later, or EFA's"),
+            (
+                "libfabric",
+                "libfabric.so.1",
+                "no libfabric transport (EFA)",
+                "install libfabric 1.17 or later, or EFA's",
+            ),
             ("verbs", "libibverbs.so.1", "no verbs transport (ConnectX, RoCE)", "install rdma-core"),
         ];
         let look = |(topic, file, cost, remedy)| match self.library(file) {
@@ -302,7 +307,6 @@ impl Machine {
     }
 }
 
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -340,7 +344,8 @@ mod tests {
             ("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n"),
             ("dev/gdrdrv", ""),
         ]);
-        for finding in [machine.driver(), machine.dma_buf(), machine.memlock(), machine.huge_pages(), machine.gdrcopy()] {
+        for finding in [machine.driver(), machine.dma_buf(), machine.memlock(), machine.huge_pages(), machine.gdrcopy()]
+        {
             assert!(!finding.lacking, "{finding:?}");
         }
         let nics = machine.nics();

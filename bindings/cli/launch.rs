@@ -137,7 +137,8 @@ impl Drop for RankProcess {
 }
 
 fn start_all(config: &Config) -> Result<Vec<RankProcess>, String> {
-    let program = std::env::current_exe().map_err(|error| format!("this program's own path cannot be found ({error})"))?;
+    let program =
+        std::env::current_exe().map_err(|error| format!("this program's own path cannot be found ({error})"))?;
     let token = random_token()?;
     let port = free_port()?;
     let start = |rank: usize| {
@@ -155,7 +156,9 @@ fn start_all(config: &Config) -> Result<Vec<RankProcess>, String> {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
-            .map_err(|error| format!("the process of rank {rank} cannot be started ({error}); free memory or processes"))?;
+            .map_err(|error| {
+                format!("the process of rank {rank} cannot be started ({error}); free memory or processes")
+            })?;
         Ok(RankProcess { rank, child, status: None, killed: false })
     };
     (0..config.case.world).map(start).collect()

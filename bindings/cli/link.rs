@@ -60,10 +60,7 @@ fn gpu_rate(
     let source = device.alloc(GPU_BYTES)?;
     source.fill(1)?;
     let peers = (0..size).filter(|&peer| peer != rank);
-    let slot = |peer: usize| View {
-        ptr: map.base_of(Rank(peer as u32)) + (rank * GPU_BYTES) as u64,
-        bytes: GPU_BYTES,
-    };
+    let slot = |peer: usize| View { ptr: map.base_of(Rank(peer as u32)) + (rank * GPU_BYTES) as u64, bytes: GPU_BYTES };
     let destinations: Vec<View> = peers.map(slot).collect();
     let bytes = vec![GPU_BYTES; destinations.len()];
     let mut best = 0.0f64;

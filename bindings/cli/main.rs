@@ -13,6 +13,7 @@ mod case;
 mod config;
 mod doctor;
 mod doctor_gpu;
+mod hold;
 mod inputs;
 mod launch;
 mod link;

@@ -51,11 +51,8 @@ pub fn plan(args: &BenchArgs) -> Result<ExitCode, Refusal> {
         outcome = text.and_then(|text| report::write(path, &text));
     }
     if !config.outputs.quiet() {
-        let rows: Vec<Vec<String>> = object
-            .buffers
-            .iter()
-            .map(|b| vec![b.name.clone(), b.offset.to_string(), b.bytes.to_string()])
-            .collect();
+        let rows: Vec<Vec<String>> =
+            object.buffers.iter().map(|b| vec![b.name.clone(), b.offset.to_string(), b.bytes.to_string()]).collect();
         println!("{}", table(&["buffer", "offset", "bytes"], &rows));
         let mib = object.arena_bytes as f64 / f64::from(1 << 20);
         println!("arena of a rank: {} bytes ({mib:.1} MiB)\n{explained}", object.arena_bytes);

@@ -65,7 +65,8 @@ pub fn plot(results: &[RunResult]) -> String {
     let mut svg = String::new();
     let _ = write!(
         svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" \
+         viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
          font-family=\"Helvetica, Arial, sans-serif\" font-size=\"12\">\n\
          <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#ffffff\"/>\n"
     );
@@ -110,7 +111,8 @@ fn curves(results: &[RunResult]) -> Vec<Curve> {
 fn draw(svg: &mut String, x: Axis, y: Axis, curve: &Curve) {
     let place = |p: &(f64, f64)| format!("{:.1},{:.1}", x.place(p.0), y.place(p.1));
     let points: Vec<String> = curve.points.iter().map(place).collect();
-    let dashes = if curve.dashes.is_empty() { String::new() } else { format!(" stroke-dasharray=\"{}\"", curve.dashes) };
+    let dashes =
+        if curve.dashes.is_empty() { String::new() } else { format!(" stroke-dasharray=\"{}\"", curve.dashes) };
     let _ = writeln!(
         svg,
         "<polyline points=\"{}\" fill=\"none\" stroke=\"{}\" stroke-width=\"1.8\"{dashes}/>",
@@ -122,7 +124,8 @@ fn draw(svg: &mut String, x: Axis, y: Axis, curve: &Curve) {
         let (cx, cy) = (x.place(*tokens), y.place(*us));
         let _ = writeln!(
             svg,
-            "<circle cx=\"{cx:.1}\" cy=\"{cy:.1}\" r=\"{radius}\" fill=\"{}\"><title>{}, {tokens} tokens: {us} us</title></circle>",
+            "<circle cx=\"{cx:.1}\" cy=\"{cy:.1}\" r=\"{radius}\" fill=\"{}\">\
+             <title>{}, {tokens} tokens: {us} us</title></circle>",
             curve.colour, curve.name
         );
     }
@@ -171,7 +174,8 @@ fn legend(svg: &mut String, curves: &[Curve]) {
         let dashes = if curve.dashes.is_empty() { "none" } else { curve.dashes };
         let _ = writeln!(
             svg,
-            "<line x1=\"{left:.1}\" y1=\"{at:.1}\" x2=\"{:.1}\" y2=\"{at:.1}\" stroke=\"{}\" stroke-width=\"1.8\" stroke-dasharray=\"{dashes}\"/>",
+            "<line x1=\"{left:.1}\" y1=\"{at:.1}\" x2=\"{:.1}\" y2=\"{at:.1}\" stroke=\"{}\" stroke-width=\"1.8\" \
+             stroke-dasharray=\"{dashes}\"/>",
             left + 28.0,
             curve.colour
         );

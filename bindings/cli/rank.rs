@@ -7,13 +7,14 @@
 use std::time::Duration;
 
 use tokenyard::{
-    AllToAll, CombineSent, Device, DeviceKind, Dtype, Event, Graph, Handle, Placement, Result, Scales, Sent, Stream, Weights, World,
-    kernels::bench,
+    AllToAll, CombineSent, Device, DeviceKind, Dtype, Event, Graph, Handle, Placement, Result, Scales, Sent, Stream,
+    Weights, World, kernels::bench,
 };
 
 use super::args::Check;
 use super::buffers::{Buffers, POISON};
 use super::case::Case;
+use super::hold::Hold;
 use super::inputs::{Inputs, ScaleKind};
 use super::link;
 use super::reference::{Faults, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch};
@@ -110,6 +111,7 @@ struct RankRun<'a> {
     buffers: Buffers,
     router: Router,
     spec: Spec,
+    hold: Hold,
     graphs: Option<Graphs>,
     /// Time of the timeline, and the event that it was taken from.
     clock: Option<(f64, Event)>,
@@ -136,6 +138,7 @@ impl<'a> RankRun<'a> {
             buffers: Buffers::new(case, rank, device)?,
             router: case.router()?,
             spec: case.spec(POISON),
+            hold: Hold::new(device)?,
             graphs: None,
             clock: None,
         })
@@ -173,11 +176,7 @@ impl<'a> RankRun<'a> {
     }
 
     fn tokens_of(&self, i: usize, rank: usize) -> usize {
-        if self.case.ragged {
-            ragged_count(self.case.seed, i as u64, rank, self.case.tokens)
-        } else {
-            self.case.tokens
-        }
+        if self.case.ragged { ragged_count(self.case.seed, i as u64, rank, self.case.tokens) } else { self.case.tokens }
     }
 
     /// Enqueues one iteration: all ranks leave the barrier together, before dispatch and before combine.
@@ -194,7 +193,7 @@ impl<'a> RankRun<'a> {
 
     fn enqueue_fused(&self, tokens: usize) -> Result<Marks> {
         let (stream, buffers) = (&self.stream, &self.buffers);
-        self.ep.barrier(stream)?;
+        self.hold.enqueue(&self.ep, stream)?;
         let start = stream.record()?;
         let handle = self.ep.dispatch(stream, &buffers.tokens(tokens), &buffers.output())?;
         let end = stream.record()?;
@@ -208,7 +207,7 @@ impl<'a> RankRun<'a> {
 
     fn enqueue_split(&self, tokens: usize) -> Result<Marks> {
         let (stream, buffers) = (&self.stream, &self.buffers);
-        self.ep.barrier(stream)?;
+        self.hold.enqueue(&self.ep, stream)?;
         let start = stream.record()?;
         let sent: Sent = self.ep.dispatch_send(stream, &buffers.tokens(tokens))?;
         let middle = stream.record()?;
@@ -227,7 +226,7 @@ impl<'a> RankRun<'a> {
     fn enqueue_graphs(&self) -> Result<Marks> {
         let stream = &self.stream;
         let launch = |which: fn(&Graphs) -> &Graph| self.graphs.as_ref().map_or(Ok(()), |g| which(g).launch(stream));
-        self.ep.barrier(stream)?;
+        self.hold.enqueue(&self.ep, stream)?;
         let start = stream.record()?;
         launch(|g| &g.dispatch)?;
         let end = stream.record()?;

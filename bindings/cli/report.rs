@@ -35,7 +35,14 @@ impl Percentiles {
             round(samples[place.clamp(1, samples.len()) - 1])
         };
         let mean = samples.iter().sum::<f64>() / samples.len() as f64;
-        Some(Percentiles { p50: at(0.5), p95: at(0.95), p99: at(0.99), min: round(min), max: round(max), mean: round(mean) })
+        Some(Percentiles {
+            p50: at(0.5),
+            p95: at(0.95),
+            p99: at(0.99),
+            min: round(min),
+            max: round(max),
+            mean: round(mean),
+        })
     }
 }
 
@@ -108,7 +115,8 @@ pub struct RunResult {
 impl RunResult {
     /// Merges the ranks' results of one run.
     pub fn merge(config: &Config, case: &Case, ranks: &[RankResult]) -> RunResult {
-        let all = |of: fn(&RankResult) -> &Vec<f64>| Percentiles::of(ranks.iter().flat_map(|r| of(r).clone()).collect());
+        let all =
+            |of: fn(&RankResult) -> &Vec<f64>| Percentiles::of(ranks.iter().flat_map(|r| of(r).clone()).collect());
         let mut verdict = Verdict::new();
         ranks.iter().for_each(|rank| verdict.merge(rank.verdict.clone()));
         let bytes = bytes_per_rank(ranks);
@@ -247,7 +255,8 @@ pub fn bench_table(results: &[RunResult]) -> String {
         .collect();
     let Some(r) = results.first() else { return String::new() };
     format!(
-        "{} x {} ({}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; arena {:.1} MiB; \
+        "{} x {} ({}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; \
+         arena {:.1} MiB; \
          times in us\n{}",
         r.world,
         r.device_name,
@@ -299,7 +308,8 @@ impl Progress {
         }
         *last = Some(Instant::now());
         let filled = BAR * done.min(total) / total.max(1);
-        let _ = write!(std::io::stderr(), "\r{what} [{}{}] {done}/{total} ", "#".repeat(filled), " ".repeat(BAR - filled));
+        let _ =
+            write!(std::io::stderr(), "\r{what} [{}{}] {done}/{total} ", "#".repeat(filled), " ".repeat(BAR - filled));
     }
 
     /// Wipes the bar.

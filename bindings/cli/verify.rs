@@ -6,8 +6,8 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tokenyard::base::Dtype;
 use tokenyard::Error;
+use tokenyard::base::Dtype;
 
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
@@ -271,7 +271,7 @@ fn draw_shape(case: &mut Case, dice: &mut Dice) {
 }
 
 fn draw_routing(case: &mut Case, dice: &mut Dice) {
-    let groups_fit = case.experts % 8 == 0 && case.experts / 2 >= case.top_k;
+    let groups_fit = case.experts.is_multiple_of(8) && case.experts / 2 >= case.top_k;
     case.routing = match dice.below(6) {
         0 => Routing::Zipf(1.2),
         1 => Routing::Hot(dice.small(case.experts - case.top_k + 1)),

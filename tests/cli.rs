@@ -1,0 +1,346 @@
+//! The program as its users meet it: exit status, sentences, and the objects it prints. On the CPU device.
+
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+/// Small enough for a debug build, and still more than one rank, expert and token.
+const SMALL: &str = "--device cpu --world 3 --hidden 128 --experts 7 --top-k 3 --tokens 5 --iters 3";
+/// The same for other tokens and iterations.
+const SHAPE: &str = "--device cpu --world 3 --hidden 128 --experts 7 --top-k 3";
+
+fn command(words: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tokenyard"));
+    command.args(words.split_whitespace());
+    command
+}
+
+fn run(words: &str) -> Output {
+    command(words).output().expect("the program starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// The object on stdout, which must hold nothing else.
+fn object(words: &str) -> Value {
+    let output = run(words);
+    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
+    serde_json::from_str(&text(&output.stdout)).unwrap_or_else(|e| panic!("{words}: {e}: {}", text(&output.stdout)))
+}
+
+/// Exit status 2 and one sentence on stderr, which is returned.
+fn refusal(words: &str) -> String {
+    let output = run(words);
+    assert_eq!(output.status.code(), Some(2), "{words}: {}{}", text(&output.stdout), text(&output.stderr));
+    assert!(output.stdout.is_empty(), "{words}: {}", text(&output.stdout));
+    let sentence = text(&output.stderr);
+    assert_eq!(sentence.trim_end().lines().count(), 1, "{words}: {sentence}");
+    sentence
+}
+
+#[test]
+fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
+    // What is typed; the argument and its value in the sentence; what would do.
+    for (typed, named, advice) in [
+        ("bench --world 0", "--world is `0`", "from 1 to 16"),
+        ("bench --world 17", "--world is `17`", "from 1 to 16"),
+        ("bench --world many", "--world is `many`", "from 1 to 16"),
+        ("bench --device gpu", "--device is `gpu`", "cpu or cuda"),
+        ("bench --launch fork", "--launch is `fork`", "threads or processes"),
+        ("bench --preset v4", "--preset is `v4`", "kimi-k2"),
+        ("bench --hidden 0", "--hidden is `0`", "whole number"),
+        ("bench --hidden 7000", "--hidden is `7000`", "multiple of 128"),
+        ("bench --preset qwen3-235b --hidden 100", "--hidden is `100`", "multiple of 8"),
+        ("bench --preset gpt-oss-120b --dtype fp8", "--hidden is `2880`", "multiple of 128"),
+        ("bench --experts 0", "--experts is `0`", "whole number"),
+        ("bench --experts 20000 --world 2", "--experts is `20000`", "2047"),
+        ("bench --top-k 33", "--top-k is `33`", "from 1 to 32"),
+        ("bench --experts 4 --top-k 5", "--top-k is `5`", "1 to 4"),
+        ("bench --dtype int8", "--dtype is `int8`", "fp8, bf16, fp16 or fp32"),
+        ("bench --scales f64", "--scales is `f64`", "f32 or ue8m0"),
+        ("bench --dtype bf16 --scales f32", "--scales is `f32`", "--dtype fp8"),
+        ("bench --combine-dtype fp8", "--combine-dtype is `fp8`", "bf16, fp16 or fp32"),
+        ("bench --tokens 1,-2", "--tokens is `1,-2`", "separated by commas"),
+        ("bench --tokens 1,,2", "--tokens is `1,,2`", "separated by commas"),
+        ("bench --tokens 64 --max-tokens 32", "--max-tokens is `32`", "at least 64"),
+        ("bench --max-tokens 0", "--max-tokens is `0`", "whole number"),
+        ("bench --routing random", "--routing is `random`", "uniform"),
+        ("bench --routing hot:0", "--routing is `hot:0`", "at least 1"),
+        ("bench --routing hot:999", "--routing is `hot:999`", "at most 256"),
+        ("bench --experts 12 --top-k 2 --routing v3-groups", "--routing is `v3-groups`", "multiple of 8"),
+        ("bench --routing file:/no/such/file", "--routing is `file:/no/such/file`", "cannot be read"),
+        ("bench --weights never", "--weights is `never`", "dispatch, combine or none"),
+        ("bench --layout token --weights combine", "--weights is `combine`", "dispatch or none"),
+        ("bench --layout rows", "--layout is `rows`", "contiguous, masked or token"),
+        ("bench --align 0", "--align is `0`", "whole number"),
+        ("bench --layout masked --align 128", "--align is `128`", "leave it out"),
+        ("bench --capacity 0", "--capacity is `0`", "whole number"),
+        ("bench --mode eager", "--mode is `eager`", "fused, split or graph"),
+        ("bench --device cpu --sms 1", "--sms is `1`", "at least 2"),
+        ("bench --iters 0", "--iters is `0`", "whole number"),
+        ("bench --warmup -1", "--warmup is `-1`", "whole number"),
+        ("bench --seed one", "--seed is `one`", "whole number"),
+        ("bench --seed 1 --seed 2", "--seed", "once"),
+        ("bench --device cuda --world-mode one-thread", "--", "cpu"),
+        ("bench --device cpu --world-mode one-thread --launch processes", "--world-mode is `one-thread`", "threads"),
+        ("bench --check sometimes", "--check is `sometimes`", "all, first"),
+        ("bench --timeout-ms 0", "--timeout-ms is `0`", "whole number"),
+        ("bench --json /no/such/folder/a.json", "--json is `/no/such/folder/a.json`", "folder that exists"),
+        ("bench --plot -", "--plot is `-`", "give a path"),
+        ("bench --hidden", "--hidden has no value", "give one"),
+        ("bench --ragged=3", "--ragged is `3`", "leave the value out"),
+        ("bench --hiden 7168", "`--hiden` is not known", "--hidden"),
+        ("bench 7168", "`7168` is not known", "--help"),
+        ("bench --ranks-per-node 3,6", "--ranks-per-node is `3,6`", "agree"),
+        ("bench --ranks-per-node 9", "--ranks-per-node is `9`", "at most"),
+        ("bench --transport tcp", "--transport is `tcp`", "libfabric:PROVIDER"),
+        ("bench --link fast", "--link is `fast`", "cx7"),
+        ("plan --hidden 100", "--hidden is `100`", "multiple of 128"),
+        ("verify --seeds 0", "--seeds is `0`", "whole number"),
+        ("verify --replay color=red", "--replay is `color=red`", "name=value"),
+        ("simulate --nodes 2", "--link", "give it"),
+        ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate or doctor"),
+        ("", "no command", "bench, verify, plan, simulate or doctor"),
+    ] {
+        let typed =
+            if typed.contains("--ranks-per-node") { format!("{typed} --device cpu") } else { typed.to_string() };
+        let sentence = refusal(&typed);
+        assert!(sentence.contains(named), "{typed}: {sentence}");
+        assert!(sentence.contains(advice), "{typed}: {sentence}");
+    }
+}
+
+#[test]
+fn what_is_not_built_yet_says_so() {
+    for typed in [
+        "bench --device cpu --ranks-per-node 4",
+        "bench --device cpu --ranks-per-node 3,5",
+        "bench --transport libfabric:tcp",
+        "bench --transport verbs",
+        "bench --transport verbs:mlx5_0",
+        "bench --link cx7",
+        "bench --link 400:5:0.2",
+        "plan --device cpu --ranks-per-node 4",
+        "simulate --nodes 4 --ranks-per-node 8 --link cx7",
+    ] {
+        let sentence = refusal(typed);
+        assert!(sentence.contains("not built yet: "), "{typed}: {sentence}");
+    }
+    // One node is built, also where it is said.
+    let said = format!("bench {SMALL} --ranks-per-node 3 --transport sim --link none --json -");
+    assert_eq!(object(&said)["ranks_per_node"], 3);
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    for typed in ["--help", "--version", "bench --help", "help"] {
+        let output = run(typed);
+        assert!(output.status.success() && output.stderr.is_empty(), "{typed}");
+        assert!(text(&output.stdout).contains("tokenyard"), "{typed}");
+    }
+    assert!(!text(&run("bench --help").stdout).contains("as-rank"), "what is internal stays hidden");
+}
+
+#[test]
+fn plan_lists_every_buffer_without_gaps() {
+    let plan = object("plan --device cpu --json -");
+    let buffers = plan["buffers"].as_array().unwrap();
+    let mut next = 0;
+    for buffer in buffers {
+        assert!(buffer["name"].as_str().is_some_and(|name| !name.is_empty()));
+        assert_eq!(buffer["offset"].as_u64(), Some(next), "{buffer}");
+        next += buffer["bytes"].as_u64().unwrap();
+        assert_eq!(buffer.as_object().unwrap().len(), 3);
+    }
+    assert_eq!(plan["arena_bytes"].as_u64(), Some(next));
+    assert_eq!(plan.as_object().unwrap().len(), 2);
+    // 128 tokens of the V3 shape.
+    assert!(next <= 256 << 20);
+    let shown = text(&run("plan --device cpu").stdout);
+    assert!(shown.contains(&next.to_string()) && shown.contains("parities"), "{shown}");
+}
+
+/// The fields of the contract, in its order.
+const FIELDS: [&str; 30] = [
+    "version",
+    "commit",
+    "device",
+    "device_name",
+    "world",
+    "ranks_per_node",
+    "transport",
+    "link",
+    "launch",
+    "preset",
+    "hidden",
+    "experts",
+    "top_k",
+    "dtype",
+    "combine_dtype",
+    "tokens",
+    "routing",
+    "layout",
+    "mode",
+    "sms",
+    "iters",
+    "seed",
+    "verified",
+    "mismatches",
+    "max_rel_err",
+    "dispatch_us",
+    "combine_us",
+    "bytes_per_rank",
+    "floor_us",
+    "arena_bytes",
+];
+const PARTS: [&str; 4] = ["dispatch_send_us", "dispatch_recv_us", "combine_send_us", "combine_recv_us"];
+
+fn assert_percentiles(result: &Value, field: &str) {
+    let of = |name: &str| result[field][name].as_f64().unwrap_or_else(|| panic!("{field}.{name} in {result}"));
+    let (min, p50, p95, p99, max, mean) = (of("min"), of("p50"), of("p95"), of("p99"), of("max"), of("mean"));
+    assert!(0.0 <= min && min <= p50 && p50 <= p95 && p95 <= p99 && p99 <= max, "{}", result[field]);
+    assert!(min <= mean && mean <= max && max > 0.0, "{}", result[field]);
+}
+
+#[test]
+fn bench_prints_the_object_of_the_contract_and_nothing_else() {
+    let result = object(&format!("bench {SMALL} --json -"));
+    let fields: Vec<&String> = result.as_object().unwrap().keys().collect();
+    let mut wanted: Vec<&str> = FIELDS.to_vec();
+    wanted.sort_unstable();
+    assert_eq!(fields, wanted);
+    assert_eq!((&result["verified"], &result["mismatches"]), (&Value::Bool(true), &Value::from(0)));
+    assert_eq!((&result["world"], &result["ranks_per_node"]), (&Value::from(3), &Value::from(3)));
+    assert_eq!((&result["transport"], &result["link"]), (&Value::from("sim"), &Value::from("none")));
+    assert_percentiles(&result, "dispatch_us");
+    assert_percentiles(&result, "combine_us");
+    let bytes = &result["bytes_per_rank"];
+    assert!(bytes["dispatch_nvlink"].as_u64() > Some(0) && bytes["combine_nvlink"].as_u64() > Some(0));
+    assert_eq!((&bytes["dispatch_wire"], &bytes["combine_wire"]), (&Value::from(0), &Value::from(0)));
+    assert!(result["floor_us"]["dispatch"].as_f64() > Some(0.0) && result["floor_us"]["combine"].as_f64() > Some(0.0));
+    // In the order of the contract, as text.
+    let printed = text(&run(&format!("bench {SMALL} --json -")).stdout);
+    let places: Vec<Option<usize>> = FIELDS.iter().map(|f| printed.find(&format!("\"{f}\":"))).collect();
+    assert!(places.is_sorted() && places[0].is_some(), "{printed}");
+}
+
+#[test]
+fn every_mode_layout_and_launch_verifies() {
+    for options in [
+        "--mode split --layout masked --scales ue8m0",
+        "--mode graph --layout token --dtype bf16 --weights none",
+        "--mode graph --ragged --accumulate --align 16",
+        "--world-mode one-thread --weights combine --combine-dtype fp16",
+        "--world-mode one-thread --mode split --ragged --dtype fp32 --layout masked",
+        "--launch processes",
+        "--launch processes --mode graph --ragged --layout token --routing hot:2 --max-tokens 9",
+    ] {
+        let result = object(&format!("bench {SMALL} {options} --json -"));
+        assert_eq!(result["verified"], Value::Bool(true), "{options}: {result}");
+        for part in PARTS {
+            assert_eq!(result.get(part).is_some(), options.contains("split"), "{options}: {part}");
+        }
+    }
+}
+
+#[test]
+fn all_tokens_may_be_none_and_zero() {
+    let result = object(&format!("bench {SHAPE} --tokens 0 --json -"));
+    assert_eq!((&result["verified"], &result["tokens"]), (&Value::Bool(true), &Value::from(0)));
+    assert_eq!(result["bytes_per_rank"]["dispatch_nvlink"], 0);
+}
+
+#[test]
+fn a_sweep_has_a_result_for_each_count_and_writes_its_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let (json, plot, trace) = (path("r.json"), path("r.svg"), path("r.trace.json"));
+    let output = run(&format!(
+        "bench {SHAPE} --tokens 1,4,16 --iters 3 --mode split --json {json} --plot {plot} --trace {trace}"
+    ));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let table = text(&output.stdout);
+    assert!(table.contains("dispatch p50") && table.contains("d.send") && table.contains("yes"), "{table}");
+
+    let read = |path: &str| std::fs::read_to_string(path).unwrap();
+    let swept: Value = serde_json::from_str(&read(&json)).unwrap();
+    let tokens: Vec<u64> = swept["results"].as_array().unwrap().iter().filter_map(|r| r["tokens"].as_u64()).collect();
+    assert_eq!(tokens, [1, 4, 16]);
+    let svg = read(&plot);
+    assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>") && svg.contains("dispatch floor"));
+    assert_eq!(svg.matches("<polyline").count(), 6, "three curves each way");
+    let timeline: Value = serde_json::from_str(&read(&trace)).unwrap();
+    let events = timeline["traceEvents"].as_array().unwrap();
+    let slices = events.iter().filter(|e| e["ph"] == "X").count();
+    // Points, ranks, iterations, and the parts of a split iteration with its experts.
+    assert_eq!(slices, 3 * 3 * 3 * 5);
+    assert!(events.iter().filter(|e| e["ph"] == "X").all(|e| e["ts"].is_number() && e["dur"].as_f64() >= Some(0.0)));
+}
+
+#[test]
+fn an_output_that_is_too_small_fails_with_what_is_needed() {
+    let output = run(&format!("bench {SMALL} --capacity 2 --json -"));
+    assert_eq!(output.status.code(), Some(1));
+    assert!(output.stdout.is_empty(), "{}", text(&output.stdout));
+    let sentence = text(&output.stderr);
+    assert!(sentence.contains("needs") && sentence.contains("has 2"), "{sentence}");
+}
+
+#[test]
+fn verify_draws_runs_and_replays() {
+    let output = run("verify --device cpu --seeds 8 --seed 3");
+    let table = text(&output.stdout);
+    assert!(output.status.success(), "{table}{}", text(&output.stderr));
+    assert!(table.contains("dtype x layout") && table.contains("8 configurations run on cpu, 0 failed"), "{table}");
+    let replay = |text: &str| command("verify --device cpu --replay").arg(text).output().unwrap();
+    let right = replay("world=2,hidden=64,tokens=3,max_tokens=4,ragged=yes,iters=3,seed=9");
+    assert!(right.status.success() && text(&right.stdout).starts_with("right: "), "{}", text(&right.stdout));
+    let refused = replay("world=2,layout=token,weights=combine");
+    assert!(refused.status.success() && text(&refused.stdout).starts_with("refused by design: "));
+    assert_eq!(replay("world=2,hidden=9").status.code(), Some(2));
+}
+
+#[test]
+fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
+    let findings = object("doctor --json -");
+    let findings = findings["findings"].as_array().unwrap();
+    for topic in ["build", "driver", "GPUs", "NICs", "GDRCopy", "dma-buf", "memlock", "huge pages", "cores"] {
+        assert!(findings.iter().any(|f| f["topic"] == topic), "{topic}");
+    }
+    for finding in findings.iter().filter(|f| f["lacking"] == true) {
+        assert!(finding["cost"].is_string() && finding["remedy"].is_string(), "{finding}");
+    }
+    assert!(text(&run("doctor").stdout).contains("looked at"));
+}
+
+/// Processes that a process started.
+fn children(id: u32) -> Vec<i32> {
+    let text = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
+    text.split_whitespace().filter_map(|id| id.parse().ok()).collect()
+}
+
+#[test]
+fn a_rank_that_dies_is_named_and_the_others_do_not_hang() {
+    use std::process::Stdio;
+    let many = format!("bench {SHAPE} --launch processes --iters 1000000 --check first --timeout-ms 2000");
+    let program = command(&many).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    let ranks = loop {
+        let ranks = children(program.id());
+        if ranks.len() == 3 || started.elapsed() > Duration::from_secs(20) {
+            break ranks;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert_eq!(ranks.len(), 3);
+    std::thread::sleep(Duration::from_millis(500));
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(ranks[1]), nix::sys::signal::Signal::SIGKILL).unwrap();
+    let output = program.wait_with_output().unwrap();
+    assert!(started.elapsed() < Duration::from_secs(60), "{:?}", started.elapsed());
+    assert_eq!(output.status.code(), Some(1));
+    let sentence = text(&output.stderr);
+    assert!(sentence.contains("rank 1 was ended by signal 9"), "{sentence}");
+}
