@@ -94,4 +94,12 @@ TY_KERNEL(ty_bench_push, ty_push_args) {
     store16(out + v * 16, load16(source + v * 16));
 }
 
+// One thread waits until the host has enqueued all that is timed; gives up after the deadline.
+TY_KERNEL(ty_bench_hold, ty_hold_args) {
+  if (block_index() != 0 || thread_index() != 0) return;
+  u64 start = now_ns();
+  while (load_acquire_sys(reinterpret_cast<const u64 *>(a.flag)) != a.value && now_ns() - start < a.timeout_ns)
+    spin_pause("host");
+}
+
 } // namespace ty

@@ -5,6 +5,7 @@
 use super::{DeviceKind, Stream, View};
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
+use std::time::Duration;
 
 /// One run of the benchmark's experts over dispatched rows; formulas in tests/reference/expert.rs.
 ///
@@ -128,4 +129,14 @@ pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize
         args.bytes[i] = n as u64;
     }
     stream.launch("ty_bench_push", blocks, threads, 0, &args)
+}
+
+/// Holds the stream until the 8-byte `flag` in host memory equals `value`, or `timeout` passed: what is enqueued behind
+/// it starts together, with the host's launches out of the way.
+///
+/// # Errors
+/// `Device` if the launch fails.
+pub fn hold(stream: &Stream, flag: View, value: u64, timeout: Duration) -> Result<()> {
+    let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+    stream.launch("ty_bench_hold", 1, 32, 0, &raw::ty_hold_args { flag: flag.ptr, value, timeout_ns })
 }

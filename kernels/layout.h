@@ -90,20 +90,20 @@ typedef struct ty_region {
 
 // Where each region lies: the same on every rank.
 typedef struct ty_regions {
-  ty_region rows;          // [parity][source][token] slots of slot_bytes: payload, then scale words
-  ty_region row_tags;      // [parity][source][token] uint64 epoch
-  ty_region meta_flags;    // [parity][source] uint64 flag
-  ty_region meta_counts;   // [parity][source][max_local_experts + 2] uint32: per expert, then rows, then tokens
-  ty_region meta_rows;     // [parity][source][token] int32: which row of this source for this rank, -1 none
-  ty_region meta_slots;    // [parity][source][token] int32: the home's slot for this rank's partial row
-  ty_region meta_experts;  // [parity][source][token][top_k] int32 local expert, -1 not here
-  ty_region meta_positions;// [parity][source][token][top_k] int32 position among this source's rows of the expert
-  ty_region meta_weights;  // [parity][source][token][top_k] float
-  ty_region partials;      // [parity][token][slot] rows of partial_bytes
-  ty_region partial_tags;  // [parity][token][slot] uint64 epoch
-  ty_region combine_flags; // [parity][source] uint64 flag
-  ty_region ahead_weights; // [parity][source][token][top_k] float: weights that come with combine
-  ty_region barrier_flags; // [parity][source] uint64 number of the barrier
+  ty_region rows;           // [parity][source][token] slots of slot_bytes: payload, then scale words
+  ty_region row_tags;       // [parity][source][token] uint64 epoch
+  ty_region meta_flags;     // [parity][source] uint64 flag
+  ty_region meta_counts;    // [parity][source][max_local_experts + 2] uint32: per expert, then rows, then tokens
+  ty_region meta_rows;      // [parity][source][token] int32: which row of this source for this rank, -1 none
+  ty_region meta_slots;     // [parity][source][token] int32: the home's slot for this rank's partial row
+  ty_region meta_experts;   // [parity][source][token][top_k] int32 local expert, -1 not here
+  ty_region meta_positions; // [parity][source][token][top_k] int32 position among this source's rows of the expert
+  ty_region meta_weights;   // [parity][source][token][top_k] float
+  ty_region partials;       // [parity][token][slot] rows of partial_bytes
+  ty_region partial_tags;   // [parity][token][slot] uint64 epoch
+  ty_region combine_flags;  // [parity][source] uint64 flag
+  ty_region ahead_weights;  // [parity][source][token][top_k] float: weights that come with combine
+  ty_region barrier_flags;  // [parity][source] uint64 number of the barrier
 } ty_regions;
 
 // Device-local control block of a context. Written by the last block of each kernel, read by all at start.
@@ -112,11 +112,11 @@ typedef struct ty_state {
   uint64_t dispatch_received; // epoch of the last dispatch received: equals dispatch_sent or is one behind
   uint64_t combine_sent;
   uint64_t combine_received;
-  uint64_t barriers;                   // barriers passed
+  uint64_t barriers;                      // barriers passed
   uint64_t error_sequence[TY_DIRECTIONS]; // even; what the error record's sequence holds when at rest
-  uint32_t blocks_done[TY_DIRECTIONS]; // blocks of the running kernel that are through
-  uint32_t error_claim[TY_DIRECTIONS]; // 1: some block of the running kernel has reported
-  uint32_t closed;                     // 1: a deadline passed; no kernel of this context does anything more
+  uint32_t blocks_done[TY_DIRECTIONS];    // blocks of the running kernel that are through
+  uint32_t error_claim[TY_DIRECTIONS];    // 1: some block of the running kernel has reported
+  uint32_t closed;                        // 1: a deadline passed; no kernel of this context does anything more
   uint32_t reserved;
 } ty_state;
 
@@ -149,12 +149,12 @@ typedef struct ty_context {
   uint32_t top_k;
   uint32_t max_tokens;
   uint32_t hidden;
-  uint32_t weights; // TY_WEIGHTS_*
-  uint32_t row_bytes;     // payload of a token row; a multiple of 16
-  uint32_t scale_words;   // 4-byte scale words of a row
-  uint32_t slot_bytes;    // pitch of a row in the inbox; a multiple of 16
-  uint32_t partial_bytes; // pitch of a partial row; a multiple of 16
-  uint32_t slots;         // partial rows a token can get: min(top_k, ranks)
+  uint32_t weights;           // TY_WEIGHTS_*
+  uint32_t row_bytes;         // payload of a token row; a multiple of 16
+  uint32_t scale_words;       // 4-byte scale words of a row
+  uint32_t slot_bytes;        // pitch of a row in the inbox; a multiple of 16
+  uint32_t partial_bytes;     // pitch of a partial row; a multiple of 16
+  uint32_t slots;             // partial rows a token can get: min(top_k, ranks)
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 2
   uint64_t timeout_ns;
   uint64_t state;       // ty_state *
@@ -167,20 +167,20 @@ typedef struct ty_context {
 
 // What combine needs of a dispatch; lives in device memory, written by dispatch.
 typedef struct ty_handle_head {
-  uint64_t epoch;      // of the dispatch
-  uint32_t state;      // TY_HANDLE_*
-  uint32_t incomplete; // 1: this rank's output overflowed
-  uint32_t own_tokens; // tokens this rank dispatched
-  uint32_t own_bad;    // 1: this rank's routing was unusable; its sums are zero
-  uint32_t most_tokens;// over all sources
+  uint64_t epoch;       // of the dispatch
+  uint32_t state;       // TY_HANDLE_*
+  uint32_t incomplete;  // 1: this rank's output overflowed
+  uint32_t own_tokens;  // tokens this rank dispatched
+  uint32_t own_bad;     // 1: this rank's routing was unusable; its sums are zero
+  uint32_t most_tokens; // over all sources
   uint32_t reserved;
   uint32_t source_tokens[TY_MAX_NODE_RANKS];
   uint32_t source_rows[TY_MAX_NODE_RANKS];
 } ty_handle_head;
 
 typedef struct ty_handle {
-  uint64_t head;      // ty_handle_head *
-  uint64_t rows;      // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
+  uint64_t head; // ty_handle_head *
+  uint64_t rows; // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
   uint64_t weights;   // float [ranks][max_tokens][top_k]
   uint64_t slots;     // int32 [ranks][max_tokens]: the home's slot, -1: no row here
   uint64_t rank_mask; // uint64 [max_tokens]: ranks each own token went to
@@ -188,8 +188,8 @@ typedef struct ty_handle {
 
 typedef struct ty_tokens {
   uint64_t x;
-  uint64_t x_pitch; // bytes
-  uint64_t scales;  // 0: none
+  uint64_t x_pitch;          // bytes
+  uint64_t scales;           // 0: none
   uint64_t scale_row_stride; // in 4-byte words
   uint64_t scale_column_stride;
   uint64_t topk_idx;
@@ -232,7 +232,7 @@ typedef struct ty_combine_args {
   ty_context context;
   ty_handle handle;
   uint64_t rows;
-  uint64_t rows_pitch; // bytes
+  uint64_t rows_pitch;  // bytes
   uint64_t topk_weight; // float [tokens][top_k] of this rank's own tokens, or 0
   uint64_t out;
   uint64_t out_pitch; // bytes
@@ -277,5 +277,12 @@ typedef struct ty_push_args {
   uint32_t destinations;
   uint32_t reserved;
 } ty_push_args;
+
+// Holds a stream until the host lets it go: `flag` is in host memory.
+typedef struct ty_hold_args {
+  uint64_t flag;  // const uint64_t *
+  uint64_t value; // lets go once the flag equals this
+  uint64_t timeout_ns;
+} ty_hold_args;
 
 #endif

@@ -31,6 +31,7 @@ pub const KERNELS: &[&str] = &[
     "ty_barrier",
     "ty_bench_expert",
     "ty_bench_push",
+    "ty_bench_hold",
     "ty_conformance",
 ];
 
@@ -41,4 +42,4 @@ macro_rules! kernel_args {
     };
 }
 
-kernel_args!(ty_dispatch_args, ty_combine_args, ty_barrier_args, ty_expert_args, ty_push_args);
+kernel_args!(ty_dispatch_args, ty_combine_args, ty_barrier_args, ty_expert_args, ty_push_args, ty_hold_args);

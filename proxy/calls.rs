@@ -184,7 +184,7 @@ fn need(name: &'static str, view: View, bytes: Option<usize>, align: u64) -> Res
     if bytes > 0 && view.ptr == 0 {
         return Err(argument(name, "a null pointer".into(), format!("{bytes} bytes are needed")));
     }
-    if view.ptr % align != 0 {
+    if !view.ptr.is_multiple_of(align) {
         return Err(argument(name, format!("address {:#x}", view.ptr), format!("align it to {align} bytes")));
     }
     Ok(())
@@ -206,7 +206,7 @@ fn optional(name: &'static str, view: Option<View>, bytes: Option<usize>) -> Res
 
 /// Bytes of `rows` rows of `row_bytes`, `pitch` apart; checks the pitch.
 fn rows_span(name: &'static str, rows: usize, pitch: usize, row_bytes: usize) -> Result<Option<usize>> {
-    if pitch < row_bytes || pitch % 16 != 0 {
+    if pitch < row_bytes || !pitch.is_multiple_of(16) {
         let advice = format!("use a multiple of 16 that is at least {row_bytes}");
         return Err(argument(name, format!("{pitch} bytes"), advice));
     }

@@ -91,7 +91,7 @@ impl Shape {
             Dtype::Fp32 => raw::TY_FP32,
             Dtype::Fp8E4m3 => return Err(config(what, dtype.name(), "use bf16, fp16 or fp32".into())),
         };
-        if (self.hidden * dtype.bytes()) % 16 != 0 {
+        if !(self.hidden * dtype.bytes()).is_multiple_of(16) {
             let advice = format!("a row of {} {dtype} elements is no multiple of 16 bytes", self.hidden);
             return Err(config(what, dtype.name(), advice));
         }
@@ -307,8 +307,10 @@ impl AllToAllBuilder {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
             return Err(config("max_tokens", self.max_tokens, advice));
         }
-        if self.first_epoch == 0 {
-            return Err(config("first_epoch", 0, "epochs count from 1: fresh memory holds 0".into()));
+        // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.
+        if self.first_epoch as u32 == 0 || self.first_epoch as u32 == u32::MAX {
+            let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds".into();
+            return Err(config("first_epoch", self.first_epoch, advice));
         }
         let placement = match &self.placement {
             Some(placement) => placement.clone(),
@@ -349,11 +351,11 @@ impl AllToAllBuilder {
     }
 
     fn check_rows(&self, shape: &Shape) -> Result<()> {
-        if shape.row_bytes % 16 != 0 {
+        if !shape.row_bytes.is_multiple_of(16) {
             let advice = format!("a row of {} bytes is no multiple of 16; pad the hidden size", shape.row_bytes);
             return Err(config("hidden", self.hidden, advice));
         }
-        if self.dtype == Dtype::Fp8E4m3 && self.hidden % 128 != 0 {
+        if self.dtype == Dtype::Fp8E4m3 && !self.hidden.is_multiple_of(128) {
             return Err(config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple".into()));
         }
         if self.dtype != Dtype::Fp8E4m3 && self.scales != Scales::None {

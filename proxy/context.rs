@@ -10,8 +10,8 @@ use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
 use crate::transport::{Arena, PeerMap, World};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.

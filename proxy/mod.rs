@@ -13,9 +13,7 @@ mod placement;
 mod plan;
 mod report;
 
-pub use calls::{
-    Combined, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens,
-};
+pub use calls::{Combined, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use config::{AllToAllBuilder, Scales, Weights};
 pub use context::{AllToAll, Stats};
 pub use handle::{CombineSent, Handle, Sent};

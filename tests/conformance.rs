@@ -184,7 +184,11 @@ impl<'a> Bench<'a> {
         let threads = THREADS as usize;
         Bench {
             case,
-            given: [upload(&case.input), upload(&bytes_of(&case.floats)), upload(&bytes_of(case.triples.as_flattened()))],
+            given: [
+                upload(&case.input),
+                upload(&bytes_of(&case.floats)),
+                upload(&bytes_of(case.triples.as_flattened())),
+            ],
             work: device.alloc(WORK_BYTES).unwrap(),
             conversions: output("conversions", 2 * 65536 * 4),
             e4m3: output("e4m3", 256 * 4),
@@ -248,9 +252,8 @@ impl<'a> Bench<'a> {
         self.conversions.expect(label, &CONVERSIONS, |i| format!("{} {:#06x}", ["bf16", "fp16"][i >> 16], i & 0xffff));
         let wanted: Vec<u32> = (0..256).map(e4m3).collect();
         self.e4m3.expect(label, &wanted, |i| format!("{i:#04x}"));
-        self.narrowed.expect(label, &case.narrowed, |i| {
-            format!("{} of {:#010x}", ["bf16", "fp16"][i % 2], case.floats[i / 2])
-        });
+        self.narrowed
+            .expect(label, &case.narrowed, |i| format!("{} of {:#010x}", ["bf16", "fp16"][i % 2], case.floats[i / 2]));
         self.arithmetic.expect(label, &case.arithmetic, |i| {
             format!("{} of {:#010x?}", ["fma", "sum", "product"][i % 3], case.triples[i / 3])
         });

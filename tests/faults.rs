@@ -252,7 +252,11 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
         refused(Tokens { x_pitch: 100, ..good }, out, &["x_pitch is 100", "at least 128"]);
         refused(Tokens { x_pitch: 136, ..good }, out, &["x_pitch is 136", "multiple of 16"]);
         refused(Tokens { topk_idx: short(good.topk_idx, 15), ..good }, out, &["topk_idx is 15 bytes", "16 bytes"]);
-        refused(Tokens { index_type: IndexType::I64, count: TokenCount::Host(4), ..good }, out, &["topk_idx", "64 bytes"]);
+        refused(
+            Tokens { index_type: IndexType::I64, count: TokenCount::Host(4), ..good },
+            out,
+            &["topk_idx", "64 bytes"],
+        );
         refused(Tokens { topk_weight: None, ..good }, out, &["topk_weight is missing", "with dispatch"]);
         let scales = Some(ScaleView { view: good.x, row_stride: 1, col_stride: 1 });
         refused(Tokens { scales, ..good }, out, &["scales is given", "no scales"]);
@@ -308,7 +312,8 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().placement(Placement::even(7, 2).unwrap()), &["7 experts on 2 ranks", "8 on 2"]);
     refused(base().sms(1), &["sms is 1", "two blocks"]);
     refused(base().handles(0), &["handles is 0"]);
-    refused(base().first_epoch(0), &["first_epoch is 0"]);
+    refused(base().first_epoch(0), &["first_epoch is 0", "fresh memory"]);
+    refused(base().first_epoch((1 << 32) - 1), &["first_epoch is 4294967295"]);
 }
 
 #[test]

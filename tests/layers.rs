@@ -75,7 +75,8 @@ fn the_reference_imports_nothing_but_std() {
 
 #[test]
 fn asm_and_compiler_conditionals_live_in_one_header() {
-    let words = ["asm", "#if", "#ifdef", "<<<", "cooperative_groups", "threadIdx", "blockIdx", "__syncthreads", "__ldg"];
+    let words =
+        ["asm", "#if", "#ifdef", "<<<", "cooperative_groups", "threadIdx", "blockIdx", "__syncthreads", "__ldg"];
     assert_free_of("kernels", &["cuh", "cu"], &["kernels/prim.cuh"], &words);
 }
 

@@ -6,8 +6,11 @@
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
+/// Yields at a named wait, which has yielded so many times before.
+type RelaxHook = fn(&'static str, u32);
+
 thread_local! {
-    static HOOK: Cell<Option<fn(&'static str, u32)>> = const { Cell::new(None) };
+    static HOOK: Cell<Option<RelaxHook>> = const { Cell::new(None) };
 }
 
 /// Installs (or, with `None`, removes) this thread's way to let others run. It is passed the wait's name and how often

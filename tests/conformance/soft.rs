@@ -146,7 +146,11 @@ pub fn multiply(x: Number, y: Number) -> Number {
         (Number::Infinite { negative: a }, Number::Infinite { negative: b }) => infinite(a, b),
         (Number::Infinite { negative }, Number::Finite(other))
         | (Number::Finite(other), Number::Infinite { negative }) => {
-            if other.magnitude == 0 { Number::Nan } else { infinite(negative, other.negative) }
+            if other.magnitude == 0 {
+                Number::Nan
+            } else {
+                infinite(negative, other.negative)
+            }
         }
         (Number::Finite(x), Number::Finite(y)) => Number::Finite(multiply_exact(x, y)),
     }
