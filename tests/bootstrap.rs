@@ -77,7 +77,7 @@ fn threads_swap_each_others_descriptors() {
 fn a_lock_held_while_other_fibers_of_the_thread_run() {
     thread_local!(static OTHER: RefCell<Option<World>> = const { RefCell::new(None) });
     // Stands for the fiber scheduler: the first wait of rank 0 runs rank 1 on the same thread to its end.
-    fn run_other(_site: &'static str) {
+    fn run_other(_site: &'static str, _turns: u32) {
         if let Some(world) = OTHER.take() {
             exchange_one(&world);
         }
