@@ -30,29 +30,42 @@ TY_DEVICE bool wait_meta(const ty_dispatch_args &a, DispatchShared &shared, u64 
   return !block_any(failed);
 }
 
-// Exclusive sums of the aligned expert counts into shared.start, the end of all in its last entry. By a block.
-TY_DEVICE void start_segments(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+// Rows of each local expert, in the shared memory that sending used for its bitmap.
+TY_DEVICE u32 *expert_rows(DispatchShared &shared) { return shared.bitmap; }
+TY_DEVICE const u32 *expert_rows(const DispatchShared &shared) { return shared.bitmap; }
+
+// Counts every local expert's rows, a thread an expert. By a block.
+TY_DEVICE void count_rows(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
   const ty_context &c = a.context;
+  for (u32 e = thread_index(); e < c.local_experts; e += block_threads())
+    store(expert_rows(shared) + e, rows_before(c, epoch, e, c.ranks));
+  block_barrier();
+}
+
+// Exclusive sums of the aligned expert counts into shared.start, the end of all in its last entry. By a block.
+TY_DEVICE void start_segments(const ty_dispatch_args &a, DispatchShared &shared) {
+  u32 experts = a.context.local_experts, align = a.output.align;
   u32 carry = 0;
-  for (u32 first = 0; first < c.local_experts; first += block_threads()) {
+  for (u32 first = 0; first < experts; first += block_threads()) {
     u32 e = first + thread_index();
-    u32 rows = e < c.local_experts ? rows_before(c, epoch, e, c.ranks) : 0;
-    u32 aligned = (rows + a.output.align - 1) / a.output.align * a.output.align;
+    u32 rows = e < experts ? load(expert_rows(shared) + e) : 0;
+    u32 aligned = (rows + align - 1) / align * align;
     u32 sum = aligned;
     store(&shared.scan[thread_index()], sum);
     block_barrier();
-    for (u32 step = 1; step < block_threads(); step *= 2) {
+    for (u32 step = 1; step < block_threads() && step < experts - first; step *= 2) {
       u32 other = thread_index() >= step ? load(&shared.scan[thread_index() - step]) : 0;
       block_barrier();
       sum += other;
       store(&shared.scan[thread_index()], sum);
       block_barrier();
     }
-    if (e < c.local_experts) store(&shared.start[e], carry + sum - aligned);
-    carry += load(&shared.scan[block_threads() - 1]);
+    if (e < experts) store(&shared.start[e], carry + sum - aligned);
+    u32 last = experts - first < block_threads() ? experts - first : block_threads();
+    carry += load(&shared.scan[last - 1]);
     block_barrier();
   }
-  if (thread_index() == 0) store(&shared.start[c.local_experts], carry);
+  if (thread_index() == 0) store(&shared.start[experts], carry);
   block_barrier();
 }
 
@@ -66,12 +79,13 @@ struct Placement {
 TY_DEVICE Placement plan_output(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
   const ty_context &c = a.context;
   u64 needed = 0, used = 0;
+  count_rows(a, shared, epoch);
   if (a.output.layout == TY_LAYOUT_CONTIGUOUS) {
-    start_segments(a, shared, epoch);
+    start_segments(a, shared);
     needed = load(&shared.start[c.local_experts]);
   } else if (a.output.layout == TY_LAYOUT_MASKED) {
     for (u32 e = 0; e < c.local_experts; ++e) {
-      u32 rows = rows_before(c, epoch, e, c.ranks);
+      u32 rows = load(expert_rows(shared) + e);
       needed = rows > needed ? rows : needed;
       used += rows;
     }
@@ -192,51 +206,63 @@ TY_DEVICE void place_rows(const ty_dispatch_args &a, const DispatchShared &share
 
 // ---- receive: what surrounds the rows --------------------------------------------------------------------------
 
-// Marks an unused output row; `zero` also clears it. By a warp.
-TY_DEVICE void pad_row(const ty_dispatch_args &a, u64 row, bool zero) {
-  const ty_context &c = a.context;
-  if (lane_index() == 0) describe_row(a.output, row, -1, -1, -1);
-  if (a.output.layout == TY_LAYOUT_TOKEN && lane_index() < c.top_k) {
-    if (a.output.token_experts) store(pointer<i32>(a.output.token_experts) + row * c.top_k + lane_index(), -1);
-    if (a.output.token_weights) store(pointer<float>(a.output.token_weights) + row * c.top_k + lane_index(), 0.0f);
+// Marks an output row that no token got. By a thread.
+TY_DEVICE void mark_unused(const ty_dispatch_args &a, u64 row) {
+  const ty_output &out = a.output;
+  describe_row(out, row, -1, -1, -1);
+  if (out.layout != TY_LAYOUT_TOKEN) return;
+  for (u64 i = row * a.context.top_k; i < (row + 1) * a.context.top_k; ++i) {
+    if (out.token_experts) store(pointer<i32>(out.token_experts) + i, -1);
+    if (out.token_weights) store(pointer<float>(out.token_weights) + i, 0.0f);
   }
-  if (!zero) return;
+}
+
+// Zeroes an output row. By a warp.
+TY_DEVICE void zero_row(const ty_dispatch_args &a, u64 row) {
+  const ty_context &c = a.context;
   char *out = pointer<char>(a.output.rows) + row * a.output.rows_pitch;
   for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size) store16(out + v * 16, Vec16{{0, 0, 0, 0}});
   for (u32 w = lane_index(); w < c.scale_words; w += warp_size) store(scale_at(a, row, w), 0u);
 }
 
-// Rows [first, end), spread over all warps of the grid.
-TY_DEVICE void pad_rows(const ty_dispatch_args &a, u64 first, u64 end, bool zero) {
-  u64 warps = static_cast<u64>(block_count()) * block_warps();
-  for (u64 row = first + static_cast<u64>(block_index()) * block_warps() + warp_index(); row < end; row += warps)
-    pad_row(a, row, zero);
+// Marks rows [first, end) by all threads of the grid.
+TY_DEVICE void mark_rest(const ty_dispatch_args &a, u64 first, u64 end) {
+  u64 step = static_cast<u64>(block_count()) * block_threads();
+  for (u64 row = first + static_cast<u64>(block_index()) * block_threads() + thread_index(); row < end; row += step)
+    mark_unused(a, row);
 }
 
-// Every row that no token got: alignment padding, the unused part of a masked segment, the rest of the output. Zeroed
-// on
-// request where a grouped GEMM reads it: between the segments of the contiguous layout.
-TY_DEVICE void pad_output(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch,
-                          const Placement &placement) {
-  const ty_context &c = a.context;
+// The contiguous layout: rows between an expert's last and the next segment, a warp an expert; zeroed on request, since
+// a grouped GEMM reads them.
+TY_DEVICE void pad_segments(const ty_dispatch_args &a, const DispatchShared &shared) {
+  u32 warps = block_count() * block_warps();
+  for (u32 e = block_index() * block_warps() + warp_index(); e < a.context.local_experts; e += warps) {
+    u64 first = load(&shared.start[e]) + load(expert_rows(shared) + e), end = load(&shared.start[e + 1]);
+    for (u64 row = first + lane_index(); row < end; row += warp_size) mark_unused(a, row);
+    for (u64 row = first; a.output.zero_padding && row < end; ++row) zero_row(a, row);
+  }
+}
+
+// The masked layout: rows behind each expert's last.
+TY_DEVICE void mark_masked(const ty_dispatch_args &a, const DispatchShared &shared) {
+  u64 capacity = a.output.capacity, rows = capacity * a.context.local_experts;
+  u64 step = static_cast<u64>(block_count()) * block_threads();
+  for (u64 row = static_cast<u64>(block_index()) * block_threads() + thread_index(); row < rows; row += step)
+    if (row % capacity >= load(expert_rows(shared) + row / capacity)) mark_unused(a, row);
+}
+
+// Every row that no token got: alignment padding, the unused part of a masked segment, the rest of the output.
+TY_DEVICE void pad_output(const ty_dispatch_args &a, const DispatchShared &shared, const Placement &placement) {
   const ty_output &out = a.output;
-  bool zero = out.zero_padding != 0;
+  bool masked = out.layout == TY_LAYOUT_MASKED;
   if (!placement.fits) {
-    u64 rows = out.layout == TY_LAYOUT_MASKED ? out.capacity * c.local_experts : out.capacity;
-    pad_rows(a, 0, rows, false);
-    return;
+    mark_rest(a, 0, masked ? out.capacity * a.context.local_experts : out.capacity);
+  } else if (masked) {
+    mark_masked(a, shared);
+  } else {
+    if (out.layout == TY_LAYOUT_CONTIGUOUS) pad_segments(a, shared);
+    mark_rest(a, placement.needed, out.capacity);
   }
-  if (out.layout == TY_LAYOUT_TOKEN) {
-    pad_rows(a, placement.needed, out.capacity, false);
-    return;
-  }
-  for (u32 e = 0; e < c.local_experts; ++e) {
-    u64 start = segment_start(a, shared, e);
-    u64 used = rows_before(c, epoch, e, c.ranks);
-    bool masked = out.layout == TY_LAYOUT_MASKED;
-    pad_rows(a, start + used, masked ? start + out.capacity : load(&shared.start[e + 1]), zero && !masked);
-  }
-  if (out.layout == TY_LAYOUT_CONTIGUOUS) pad_rows(a, placement.needed, out.capacity, false);
 }
 
 // Counts and offsets; all zero if the output overflowed, so that nothing downstream reads rows that are not there.
@@ -247,7 +273,7 @@ TY_DEVICE void write_counts(const ty_dispatch_args &a, const DispatchShared &sha
   const ty_output &out = a.output;
   for (u32 e = thread_index(); e <= c.local_experts; e += block_threads()) {
     bool is_end = e == c.local_experts;
-    u32 rows = placement.fits && !is_end ? rows_before(c, epoch, e, c.ranks) : 0;
+    u32 rows = placement.fits && !is_end ? load(expert_rows(shared) + e) : 0;
     if (!is_end) store(pointer<i32>(out.expert_count) + e, static_cast<i32>(rows));
     if (out.host_counts && !is_end) store_relaxed_sys(pointer<u32>(out.host_counts) + e, rows);
     if (out.expert_offset && out.layout == TY_LAYOUT_CONTIGUOUS)
@@ -288,7 +314,7 @@ TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, DispatchShared &share
   if (block_index() == 0) write_counts(a, shared, epoch, placement);
   if (block_index() == 0) write_head(a, shared, epoch, placement.fits);
   place_rows(a, shared, epoch, placement.fits);
-  pad_output(a, shared, epoch, placement);
+  pad_output(a, shared, placement);
 }
 
 } // namespace ty

@@ -105,21 +105,28 @@ fn describe(record: &raw::ty_error_record, direction: usize, world: &World) -> E
         }
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
         raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
-        raw::TY_ERROR_TIMEOUT if world.lost_peers().contains(&peer) => {
-            Error::PeerLost { rank, peer, site: site_name(record.site), epoch }
-        }
-        raw::TY_ERROR_TIMEOUT => Error::Timeout {
+        raw::TY_ERROR_TIMEOUT => timeout(record, rank, &world.lost_peers()),
+        other => Error::Device {
+            what: format!("error record {direction} has unknown kind {other}"),
+            advice: "kernels and library are of different builds; rebuild".into(),
+        },
+    }
+}
+
+/// A lost rank holds up others too, which then hold this one up: it is named even where another was waited for.
+fn timeout(record: &raw::ty_error_record, rank: Rank, lost: &[Rank]) -> Error {
+    let (waited_for, site, epoch) = (Rank(record.peer), site_name(record.site), record.epoch);
+    let cause = if lost.contains(&waited_for) { Some(&waited_for) } else { lost.first() };
+    match cause {
+        Some(&peer) => Error::PeerLost { rank, peer, site, epoch },
+        None => Error::Timeout {
             rank,
-            site: site_name(record.site),
-            peer,
+            site,
+            peer: waited_for,
             epoch,
             expected: record.a,
             seen: record.b,
             waited_ms: record.c / 1_000_000,
-        },
-        other => Error::Device {
-            what: format!("error record {direction} has unknown kind {other}"),
-            advice: "kernels and library are of different builds; rebuild".into(),
         },
     }
 }

@@ -100,6 +100,10 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --link fast", "--link is `fast`", "cx7"),
         ("plan --hidden 100", "--hidden is `100`", "multiple of 128"),
         ("verify --seeds 0", "--seeds is `0`", "whole number"),
+        ("verify --schedules 0", "--schedules is `0`", "whole number"),
+        ("verify --schedules 1 --device cuda", "--device is `cuda`", "give cpu"),
+        ("verify --timeout-ms 0", "--timeout-ms is `0`", "whole number"),
+        ("verify --replay ahead=0", "ahead is `0`", "1 to 8"),
         ("verify --replay color=red", "--replay is `color=red`", "name=value"),
         ("simulate --nodes 2", "--link", "give it"),
         ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate or doctor"),
@@ -264,6 +268,7 @@ fn a_sweep_has_a_result_for_each_count_and_writes_its_files() {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let table = text(&output.stdout);
     assert!(table.contains("dispatch p50") && table.contains("d.send") && table.contains("yes"), "{table}");
+    assert!(table.contains("p50/floor") && table.matches("x  ").count() == 6, "a ratio to each floor: {table}");
 
     let read = |path: &str| std::fs::read_to_string(path).unwrap();
     let swept: Value = serde_json::from_str(&read(&json)).unwrap();
@@ -304,6 +309,66 @@ fn verify_draws_runs_and_replays() {
 }
 
 #[test]
+fn seeded_schedules_are_distinct_verified_and_replay_exactly() {
+    let output = run("verify --schedules 30 --seed 7");
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert!(said.contains("30 schedules run, 15 of them with held stores: 30 distinct traces, "), "{said}");
+    assert!(said.contains(" switches, 1 run twice") && said.contains("0 failed"), "{said}");
+    assert!(!said.contains("configurations run"), "without --seeds these alone: {said}");
+    assert_eq!(text(&run("verify --schedules 30 --seed 7").stdout), said);
+
+    let replay = || {
+        let case = "world=3,hidden=64,tokens=4,max_tokens=5,ragged=yes,mode=split,ahead=3,accumulate=yes,sms=2,\
+                    world_mode=one-thread,hold_stores=yes,iters=5,seed=11";
+        let output = command("verify --device cpu --replay").arg(case).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stdout));
+        text(&output.stdout)
+    };
+    let first = replay();
+    assert!(first.starts_with("right: ") && first.contains("schedule "), "{first}");
+    assert_eq!(replay(), first);
+}
+
+#[test]
+fn planned_faults_are_reported_and_the_next_iteration_is_right() {
+    for case in [
+        "world=3,experts=6,tokens=4,max_tokens=4,fault=overflow,iters=4,seed=5",
+        "world=3,experts=6,tokens=4,max_tokens=4,fault=overflow,iters=4,seed=6,layout=masked,mode=split,ahead=2",
+        "world=3,experts=6,tokens=4,max_tokens=4,fault=overflow,iters=4,seed=7,layout=token,accumulate=yes",
+        "world=3,experts=6,tokens=4,max_tokens=4,fault=routing,iters=4,seed=8,weights=combine,index=i32",
+        "world=3,experts=6,tokens=4,max_tokens=4,fault=routing,iters=4,seed=9,mode=graph,ahead=2,device_count=yes",
+        "world=3,experts=6,tokens=4,max_tokens=4,fault=routing,iters=4,seed=10,world_mode=one-thread,lockstep=yes",
+    ] {
+        let output = command("verify --device cpu --timeout-ms 5000 --replay").arg(case).output().unwrap();
+        let said = text(&output.stdout);
+        assert!(output.status.success() && said.starts_with("right: "), "{case}: {said}{}", text(&output.stderr));
+    }
+    let summary = text(&run("verify --schedules 60").stdout);
+    let seen = summary.lines().find(|line| line.contains("refused routings seen")).unwrap_or_default();
+    let counts: Vec<u64> = seen.split([' ', ',']).filter_map(|word| word.parse().ok()).take(2).collect();
+    assert!(counts.len() == 2 && counts.iter().all(|n| *n > 0), "{summary}");
+}
+
+#[test]
+fn an_unusable_trace_file_is_named_with_what_is_wrong() {
+    let folder = tempfile::tempdir().unwrap();
+    let header = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let no_weights = r#"{"topk_idx":{"dtype":"I32","shape":[3,5,3],"data_offsets":[0,180]}}"#;
+    for (name, bytes) in [
+        ("empty", Vec::new()),
+        ("noise", vec![0xff; 64]),
+        ("cut", header(no_weights)),
+        ("lacking", [header(no_weights), vec![0; 180]].concat()),
+    ] {
+        let path = folder.path().join(format!("{name}.safetensors")).display().to_string();
+        std::fs::write(&path, bytes).unwrap();
+        let sentence = refusal(&format!("bench {SMALL} --routing file:{path}"));
+        assert!(sentence.contains("--routing") && sentence.contains(&path), "{name}: {sentence}");
+    }
+}
+
+#[test]
 fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
     let findings = object("doctor --json -");
     let findings = findings["findings"].as_array().unwrap();
@@ -313,7 +378,8 @@ fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
     for finding in findings.iter().filter(|f| f["lacking"] == true) {
         assert!(finding["cost"].is_string() && finding["remedy"].is_string(), "{finding}");
     }
-    assert!(text(&run("doctor").stdout).contains("looked at"));
+    let shown = text(&run("doctor").stdout);
+    assert!(shown.contains("looked at") && shown.contains("cores"), "{shown}");
 }
 
 /// Processes that a process started.

@@ -6,6 +6,7 @@ in silence. Works on a copy of the tree under target/mutants. Prints a table; ex
 Arguments: names of mutants to run alone.
 """
 
+import os
 import pathlib
 import shutil
 import subprocess
@@ -19,10 +20,16 @@ SEND, RECEIVE = "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh"
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
 
+# Rust and C++ without optimisation or debug information: most of the time goes into building.
+QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0"}
+CARGO = ["--no-default-features", "--target-dir", str(TARGET)]
+
 # What the suite runs against a mutant; the first that fails catches it.
+PROGRAM = str(TARGET / "debug" / "tokenyard")
 CHECKS = [
-    ["verify", "--schedules", "80", "--timeout-ms", "4000"],
-    ["verify", "--seeds", "60", "--timeout-ms", "2000"],
+    ("schedules", [PROGRAM, "verify", "--schedules", "80", "--timeout-ms", "4000"]),
+    ("seeds", [PROGRAM, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
+    ("tests/faults.rs", ["cargo", "test", "-q", *CARGO, "--test", "faults"]),
 ]
 
 MUTANTS = [
@@ -57,9 +64,10 @@ MUTANTS = [
      "rows_before(c, epoch, static_cast<u32>(expert), source + 1) +"),
     ("row tag not waited for", RECEIVE, "failed = !wait_tag(c, TY_DIRECTION_DISPATCH", "failed = false && !wait_tag(c, TY_DIRECTION_DISPATCH"),
     ("segment starts read too early", RECEIVE,
-     "if (thread_index() == 0) store(&shared.start[c.local_experts], carry);\n  block_barrier();",
-     "if (thread_index() == 0) store(&shared.start[c.local_experts], carry);"),
-    ("alignment forgotten", RECEIVE, "/ a.output.align * a.output.align", "/ a.output.align * a.output.align - 0 * rows + (rows % 2)"),
+     "store(&shared.start[experts], carry);\n  block_barrier();", "store(&shared.start[experts], carry);"),
+    ("counts read too early", RECEIVE,
+     "rows_before(c, epoch, e, c.ranks));\n  block_barrier();", "rows_before(c, epoch, e, c.ranks));"),
+    ("alignment forgotten", RECEIVE, "/ align * align;", "/ align * align + rows % 2;"),
     ("overflow not noticed", RECEIVE, "needed <= a.output.capacity", "needed <= a.output.capacity + 1"),
     ("partial row tag without release", COMBINE,
      "store_release_sys(in_arena<u64>(c, home, c.regions.partial_tags", "store_relaxed_sys(in_arena<u64>(c, home, c.regions.partial_tags"),
@@ -77,22 +85,24 @@ MUTANTS = [
 ]
 
 
+def run(command, limit):
+    return subprocess.run(command, cwd=COPY, env=QUICK, capture_output=True, text=True, timeout=limit)
+
+
 def build():
-    command = ["cargo", "build", "-q", "--no-default-features", "--target-dir", str(TARGET)]
-    return subprocess.run(command, cwd=COPY, capture_output=True, text=True)
+    return run(["cargo", "build", "-q", *CARGO], 900)
 
 
 def caught_by():
-    """The check that fails, with its last line, or None."""
-    for check in CHECKS:
+    """The name of the check that fails, with its last line, or None."""
+    for name, command in CHECKS:
         try:
-            run = subprocess.run([TARGET / "debug" / "tokenyard", *check], cwd=COPY, capture_output=True, text=True,
-                                 timeout=300)
+            result = run(command, 300)
         except subprocess.TimeoutExpired:
-            return " ".join(check[:2]), "hung for 300 s"
-        if run.returncode != 0:
-            lines = [line for line in (run.stdout + run.stderr).splitlines() if line.strip()]
-            return " ".join(check[:2]), (lines[-1] if lines else f"exit status {run.returncode}")
+            return name, "hung for 300 s"
+        if result.returncode != 0:
+            lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+            return name, (lines[-1] if lines else f"exit status {result.returncode}")
     return None
 
 

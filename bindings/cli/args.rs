@@ -163,12 +163,18 @@ pub struct VerifyArgs {
     /// Random configurations [default: 100]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
     pub seeds: Option<usize>,
+    /// Seeded schedules of tiny worlds on one thread, each another; without --seeds, these alone
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
+    pub schedules: Option<usize>,
     /// The first one's seed; the others follow [default: 1]
     #[arg(long, value_name = "S", value_parser = seed)]
     pub seed: Option<u64>,
     /// What ranks run on [default: cuda where a GPU is found, else cpu]
     #[arg(long, value_name = "cpu|cuda", value_parser = word::<DeviceWord>)]
     pub device: Option<DeviceWord>,
+    /// Progress deadline of any wait [default: 20000]
+    #[arg(long, value_name = "MS", value_parser = |t: &str| number(t, 1, MAX_TIMEOUT_MS))]
+    pub timeout_ms: Option<usize>,
     /// Models' full sizes too
     #[arg(long)]
     pub full: bool,

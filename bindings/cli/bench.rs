@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use super::args::BenchArgs;
-use super::config::{Config, Purpose};
+use super::config::{Config, Purpose, note_sharing};
 use super::launch;
 use super::plot;
 use super::rank::Job;
@@ -25,6 +25,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode, Refusal> {
     if args.as_rank {
         return Ok(launch::run_as_rank(&config));
     }
+    note_sharing(config.device, config.case.world);
     let runs = match run(&config) {
         Ok(runs) => runs,
         Err(sentence) => {

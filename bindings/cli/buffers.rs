@@ -11,8 +11,7 @@ use tokenyard::{
 
 use super::case::Case;
 use super::inputs::{Inputs, ScaleKind};
-use super::reference::{ObservedCombine, ObservedDispatch};
-use super::routing::Routed;
+use super::reference::{ObservedCombine, ObservedDispatch, SourceRank};
 use super::words::{IndexWord, LayoutWord, OrderWord, WeightsWord};
 
 /// Fill byte of outputs. As an int32 it is negative, so that an untouched row has no expert.
@@ -171,15 +170,15 @@ impl Buffers {
     }
 
     /// Writes this rank's routing, weights and token count.
-    pub fn upload_routing(&self, routed: &Routed, tokens: usize) -> Result<()> {
+    pub fn upload_routing(&self, source: &SourceRank) -> Result<()> {
         let ids: Vec<u8> = match self.case.index {
-            IndexWord::I32 => routed.topk_idx.iter().flat_map(|&id| (id as i32).to_le_bytes()).collect(),
-            IndexWord::I64 => routed.topk_idx.iter().flat_map(|id| id.to_le_bytes()).collect(),
+            IndexWord::I32 => source.topk_idx.iter().flat_map(|&id| (id as i32).to_le_bytes()).collect(),
+            IndexWord::I64 => source.topk_idx.iter().flat_map(|id| id.to_le_bytes()).collect(),
         };
         self.topk_idx.write(0, &ids)?;
-        let weights: Vec<u8> = routed.topk_weight.iter().flat_map(|w| w.to_le_bytes()).collect();
+        let weights: Vec<u8> = source.topk_weight.iter().flat_map(|w| w.to_le_bytes()).collect();
         self.topk_weight.write(0, &weights)?;
-        self.count.write(0, &(tokens as i32).to_le_bytes())
+        self.count.write(0, &(source.tokens as i32).to_le_bytes())
     }
 
     fn input_strides(&self, words: usize) -> (usize, usize) {
@@ -208,10 +207,9 @@ impl Buffers {
         }
     }
 
-    /// Where dispatch writes.
-    pub fn output(&self) -> Output {
+    /// Where dispatch writes, said to have room for `capacity` rows (masked: of each expert).
+    pub fn output(&self, capacity: usize) -> Output {
         let case = &self.case;
-        let capacity = case.capacity();
         let rows = case.output_rows(self.local);
         let token_layout = case.layout == LayoutWord::Token;
         let only_token = |buffer: &DeviceBuffer| token_layout.then(|| buffer.view());

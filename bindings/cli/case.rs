@@ -13,7 +13,9 @@ use super::inputs::{Counter, Inputs, ScaleKind, Use};
 use super::reference::{self, Elem};
 use super::routing::{Router, Routing, RoutingShape};
 use super::usage::Refusal;
-use super::words::{IndexWord, LayoutWord, Mode, OrderWord, PlacementWord, WeightsWord, Word, WorldMode, word};
+use super::words::{
+    FaultWord, IndexWord, LayoutWord, Mode, OrderWord, PlacementWord, WeightsWord, Word, WorldMode, word,
+};
 
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
 pub const MAX_LOCAL_EXPERTS: usize = 2047;
@@ -21,6 +23,8 @@ pub const MAX_LOCAL_EXPERTS: usize = 2047;
 const ROW_QUANTUM: usize = 16;
 /// Columns of one scale.
 const SCALE_COLUMNS: usize = 128;
+/// Dispatches before their combines at the most.
+pub const MAX_AHEAD: usize = 8;
 
 /// Everything that determines a run but the device.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,6 +68,12 @@ pub struct Case {
     /// Chance in percent that a choice is -1.
     pub none_percent: usize,
     pub mode: Mode,
+    /// Dispatches that are enqueued before their combines are; then the combines follow in an order that the seed draws.
+    pub ahead: usize,
+    /// All ranks meet at a barrier on the device before every dispatch and every combine.
+    pub lockstep: bool,
+    /// What goes wrong in one iteration.
+    pub fault: FaultWord,
     pub sms: Option<usize>,
     pub world_mode: WorldMode,
     /// One thread: plain stores stay hidden from other fibers until the next release.
@@ -105,6 +115,9 @@ impl Default for Case {
             routing: Routing::Uniform,
             none_percent: 0,
             mode: Mode::Fused,
+            ahead: 1,
+            lockstep: false,
+            fault: FaultWord::None,
             sms: None,
             world_mode: WorldMode::Threads,
             hold_stores: false,
@@ -198,7 +211,6 @@ impl Case {
 
     /// How the reference sees this run; `poison` is the fill byte of outputs.
     pub fn spec(&self, poison: u8) -> reference::Spec {
-        let capacity = self.capacity();
         reference::Spec {
             ranks: self.world,
             hidden: self.hidden,
@@ -219,11 +231,7 @@ impl Case {
                 WeightsWord::Combine => reference::Weights::Combine,
                 WeightsWord::None => reference::Weights::None,
             },
-            layout: match self.layout {
-                LayoutWord::Contiguous => reference::Layout::Contiguous { align: self.align, capacity },
-                LayoutWord::Masked => reference::Layout::Masked { per_expert: capacity },
-                LayoutWord::Token => reference::Layout::Token { capacity },
-            },
+            layout: self.reference_layout(self.capacity()),
             scale_order: match self.scale_order {
                 OrderWord::Row => reference::ScaleOrder::RowMajor,
                 OrderWord::Column => reference::ScaleOrder::ColumnMajor,
@@ -231,6 +239,15 @@ impl Case {
             accumulate: self.accumulate,
             zero_padding: self.zero_padding,
             poison,
+        }
+    }
+
+    /// The layout, as the reference names it, of an output with that much room.
+    pub fn reference_layout(&self, capacity: usize) -> reference::Layout {
+        match self.layout {
+            LayoutWord::Contiguous => reference::Layout::Contiguous { align: self.align, capacity },
+            LayoutWord::Masked => reference::Layout::Masked { per_expert: capacity },
+            LayoutWord::Token => reference::Layout::Token { capacity },
         }
     }
 
@@ -279,6 +296,9 @@ impl Case {
         }
         if !self.gap.is_multiple_of(ROW_QUANTUM) {
             return Err(Refusal::of("gap", self.gap, "give a multiple of 16"));
+        }
+        if !(1..=MAX_AHEAD).contains(&self.ahead) {
+            return Err(Refusal::of("ahead", self.ahead, format!("give 1 to {MAX_AHEAD} dispatches")));
         }
         self.router().map(|_| ()).map_err(|error| Refusal::from_error(&error))
     }
@@ -438,6 +458,9 @@ fields! {
     routing: show, read_routing;
     none_percent: show, read_number;
     mode: show_word, word;
+    ahead: show, read_number;
+    lockstep: flag, read_flag;
+    fault: show_word, word;
     sms: optional, read_optional;
     world_mode: show_word, word;
     hold_stores: flag, read_flag;
@@ -494,6 +517,9 @@ mod tests {
             first_epoch: Some(u64::from(u32::MAX)),
             ragged: true,
             routing: Routing::Hot(3),
+            ahead: 3,
+            lockstep: true,
+            fault: FaultWord::Overflow,
             world_mode: WorldMode::OneThread,
             seed: u64::MAX,
             ..Case::default()
@@ -541,6 +567,7 @@ mod tests {
             (Case { max_tokens: 1 << 30, ..base.clone() }, "--max-tokens is `1073741824`"),
             (Case { align: 1 << 30, max_tokens: 9, ..base.clone() }, "--align is `1073741824`"),
             (Case { capacity: Some(0), ..base.clone() }, "--capacity is `0`"),
+            (Case { ahead: 0, ..base.clone() }, "ahead is `0`"),
             (Case { routing: Routing::Hot(9), ..base.clone() }, "--routing is `hot:9`"),
         ] {
             let refused = case.check().unwrap_err().to_string();

@@ -76,9 +76,9 @@ impl Config {
     pub fn new(args: &BenchArgs, purpose: Purpose) -> Result<Config, Refusal> {
         let gpus = usable_gpus();
         let device = args.device.unwrap_or(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu });
-        let world = world(args, device, gpus, purpose)?;
-        one_node(args, world)?;
         let launch = or_default(args.launch, Launch::Threads);
+        let world = world(args, device, launch, gpus, purpose)?;
+        one_node(args, world)?;
         let world_mode = world_mode(args, device, launch)?;
         let preset = presets::find(args.preset.as_deref().unwrap_or(presets::PRESETS[0].name))
             .map_err(|error| Refusal::from_error(&error))?;
@@ -114,6 +114,7 @@ impl Config {
             max_tokens,
             routing: args.routing.clone().unwrap_or(Routing::Uniform),
             mode,
+            lockstep: true,
             sms: args.sms,
             world_mode,
             iters: args.iters.unwrap_or(if cuda { 1000 } else { 5 }),
@@ -158,20 +159,40 @@ pub fn usable_gpus() -> usize {
     if Device::cuda_built() { Device::cuda_count() } else { 0 }
 }
 
+/// Ranks that a GPU has at the most, in a world of so many.
+pub fn sharing(world: usize) -> usize {
+    world.div_ceil(usable_gpus().max(1))
+}
+
+/// Says on stderr that ranks share GPUs, where they do: times mean little then.
+pub fn note_sharing(device: DeviceWord, world: usize) {
+    if device == DeviceWord::Cuda && sharing(world) > 1 {
+        eprintln!("tokenyard: {} ranks share a GPU", sharing(world));
+    }
+}
+
 fn no_gpu() -> Refusal {
     let advice = "no GPU can be used here; give cpu, and see tokenyard doctor for what is lacking";
     Refusal::of("--device", DeviceWord::Cuda.name(), advice)
 }
 
-fn world(args: &BenchArgs, device: DeviceWord, gpus: usize, purpose: Purpose) -> Result<usize, Refusal> {
+fn world(
+    args: &BenchArgs,
+    device: DeviceWord,
+    launch: Launch,
+    gpus: usize,
+    purpose: Purpose,
+) -> Result<usize, Refusal> {
     let run_on_gpus = device == DeviceWord::Cuda && purpose == Purpose::Run;
     if run_on_gpus && gpus == 0 {
         return Err(no_gpu());
     }
     let default = if device == DeviceWord::Cuda && gpus > 0 { gpus } else { CPU_WORLD };
     let world = args.world.unwrap_or(default);
-    if run_on_gpus && world > gpus {
-        return Err(Refusal::of("--world", world, format!("a rank needs a GPU of its own; give at most {gpus}")));
+    if run_on_gpus && world > gpus && launch == Launch::Processes {
+        let advice =
+            format!("processes cannot share a GPU; give at most {gpus}, or --launch threads, whose ranks share them");
+        return Err(Refusal::of("--world", world, advice));
     }
     Ok(world)
 }

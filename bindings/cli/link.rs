@@ -1,41 +1,40 @@
-//! What the links give: the rate of bare stores, from which the floor of a phase's time follows.
+//! What the links give, from which the floor of a phase's time follows: on GPUs the time of bare stores of the same
+//! bytes, timed as the calls are; on the CPU device the rate of the processor's copies.
 //!
-//! Beside the data path, on the rank's thread, before anything is timed. Collective: all ranks store at once, as they
-//! do in a dispatch.
+//! Beside the data path, on the rank's thread, before or behind what is timed. Collective: all ranks store at once, as
+//! they do in a dispatch.
 
 use std::time::{Duration, Instant};
 
 use tokenyard::kernels::bench;
 use tokenyard::transport::{Arena, PeerMap};
-use tokenyard::{AllToAll, Device, DeviceKind, Rank, Result, Stream, View, World};
+use tokenyard::{Device, DeviceBuffer, Rank, Result, View, World};
 
-/// Bytes to each peer on a GPU: long enough that a launch does not count.
-const GPU_BYTES: usize = 32 << 20;
+use super::calls::Caller;
+
 /// Bytes copied on the CPU device: beyond any cache that a rank has for itself.
 const CPU_BYTES: usize = 8 << 20;
-/// Measurements; the best one counts, since a floor is what is possible.
-const REPEATS: usize = 4;
+/// Copies; the best one counts, since a floor is what is possible.
+const CPU_REPEATS: usize = 4;
+/// Bare stores of each kind that are timed, and such before them.
+const GPU_REPEATS: usize = 50;
+const GPU_WARMUP: usize = 5;
+/// Stores are of so many bytes each.
+const QUANTUM: u64 = 16;
 
-/// Bytes per µs that this rank can store into its peers' memory while all ranks do; 0 without peers.
+/// Bytes per µs that a rank of the CPU device can store into its peers' memory while all ranks do; 0 without peers.
+/// They share memory, so their links are the processor's copies.
 ///
 /// # Errors
-/// Whatever the device or a peer answers.
-pub fn rate(world: &World, device: &Device, ep: &AllToAll, stream: &Stream, patience: Duration) -> Result<f64> {
+/// Whatever a peer answers.
+pub fn rate(world: &World) -> Result<f64> {
     if world.size() < 2 {
         return Ok(0.0);
     }
-    match device.ordinal() {
-        Some(ordinal) if device.kind() == DeviceKind::Cuda => gpu_rate(world, device, ordinal, ep, stream, patience),
-        _ => cpu_rate(world),
-    }
-}
-
-/// Ranks of the CPU device share memory, so their links are the processor's copies.
-fn cpu_rate(world: &World) -> Result<f64> {
     let source = vec![1u8; CPU_BYTES];
     let mut target = vec![0u8; CPU_BYTES];
     let mut best = 0.0f64;
-    for _ in 0..REPEATS {
+    for _ in 0..CPU_REPEATS {
         world.barrier("link rate")?;
         let start = Instant::now();
         target.copy_from_slice(&source);
@@ -47,33 +46,86 @@ fn cpu_rate(world: &World) -> Result<f64> {
     Ok(best)
 }
 
-fn gpu_rate(
+/// Times, in µs, of bare stores between GPUs of an iteration's bytes: those that dispatch sends and those that combine
+/// does. `rows` went to each rank in a mean iteration; `row_bytes` is the payload of a row and of a partial row. None
+/// without peers.
+///
+/// # Errors
+/// Whatever the device or a peer answers.
+pub fn push(
     world: &World,
     device: &Device,
-    ordinal: usize,
-    ep: &AllToAll,
-    stream: &Stream,
+    caller: &Caller,
+    rows: &[u64],
+    row_bytes: (u64, u64),
     patience: Duration,
-) -> Result<f64> {
-    let (rank, size) = (world.rank().index(), world.size());
-    let map = PeerMap::establish(world, Arena::cuda(ordinal, GPU_BYTES * size)?)?;
-    let source = device.alloc(GPU_BYTES)?;
+) -> Result<[Vec<f64>; 2]> {
+    let Some(ordinal) = device.ordinal().filter(|_| world.size() > 1) else { return Ok(Default::default()) };
+    let rank = world.rank().index();
+    let table = gather_rows(world, rows)?;
+    let bytes = |rows: u64, each: u64| (rows * each).next_multiple_of(QUANTUM) as usize;
+    // Rows go from a rank to those of their experts, partial rows the other way.
+    let out: Vec<usize> = table[rank].iter().map(|&rows| bytes(rows, row_bytes.0)).collect();
+    let home: Vec<usize> = table.iter().map(|row| bytes(row[rank], row_bytes.1)).collect();
+    let most = table.iter().flatten().copied().max().unwrap_or(0);
+    let slot = bytes(most, row_bytes.0.max(row_bytes.1)).max(QUANTUM as usize);
+    let map = PeerMap::establish(world, Arena::cuda(ordinal, slot * world.size())?)?;
+    let source = device.alloc(slot)?;
     source.fill(1)?;
-    let peers = (0..size).filter(|&peer| peer != rank);
-    let slot = |peer: usize| View { ptr: map.base_of(Rank(peer as u32)) + (rank * GPU_BYTES) as u64, bytes: GPU_BYTES };
-    let destinations: Vec<View> = peers.map(slot).collect();
-    let bytes = vec![GPU_BYTES; destinations.len()];
-    let mut best = 0.0f64;
-    for _ in 0..REPEATS {
-        ep.barrier(stream)?;
-        let start = stream.record()?;
-        bench::push(stream, source.view(), &destinations, &bytes)?;
-        let end = stream.record()?;
-        stream.synchronize(patience)?;
-        best = best.max((GPU_BYTES * destinations.len()) as f64 / end.elapsed_us(&start)?.max(1e-3));
-    }
-    ep.check()?;
+    let peers = Peers { rank, slot, map: &map, source: &source };
+    world.barrier("link buffers ready")?;
+    let times = [peers.time(caller, &out, patience)?, peers.time(caller, &home, patience)?];
     // Nobody's memory goes while a peer may still store into it.
-    world.barrier("link rate measured")?;
-    Ok(best)
+    world.barrier("links measured")?;
+    Ok(times)
+}
+
+/// The rows of every rank to every rank.
+fn gather_rows(world: &World, rows: &[u64]) -> Result<Vec<Vec<u64>>> {
+    let own: Vec<u8> = rows.iter().flat_map(|rows| rows.to_le_bytes()).collect();
+    let all = world.all_gather("rows between ranks", &own)?;
+    let read = |bytes: &Vec<u8>| {
+        let (words, _) = bytes.as_chunks::<8>();
+        let mut rows: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
+        rows.resize(world.size(), 0);
+        rows
+    };
+    Ok(all.iter().map(read).collect())
+}
+
+/// Where a rank's bare stores go.
+struct Peers<'a> {
+    rank: usize,
+    /// Bytes that each rank has in every peer's memory.
+    slot: usize,
+    map: &'a PeerMap,
+    source: &'a DeviceBuffer,
+}
+
+impl Peers<'_> {
+    /// Times stores of `bytes[p]` bytes to each peer p at once.
+    fn time(&self, caller: &Caller, bytes: &[usize], patience: Duration) -> Result<Vec<f64>> {
+        let peers = || (0..bytes.len()).filter(|&peer| peer != self.rank);
+        let place = |peer: usize| View {
+            ptr: self.map.base_of(Rank(peer as u32)) + (self.rank * self.slot) as u64,
+            bytes: self.slot,
+        };
+        let destinations: Vec<View> = peers().map(place).collect();
+        let bytes: Vec<usize> = peers().map(|peer| bytes[peer]).collect();
+        let stream = &caller.stream;
+        let mut times = Vec::new();
+        for repeat in 0..GPU_WARMUP + GPU_REPEATS {
+            let [start, end] = caller.together(|| {
+                let start = stream.record()?;
+                bench::push(stream, self.source.view(), &destinations, &bytes)?;
+                Ok([start, stream.record()?])
+            })?;
+            stream.synchronize(patience)?;
+            if repeat >= GPU_WARMUP {
+                times.push(end.elapsed_us(&start)?);
+            }
+        }
+        caller.take_errors()?;
+        Ok(times)
+    }
 }

@@ -1,26 +1,26 @@
-//! One rank of a run: builds its context and buffers, and then, iteration by iteration, draws inputs, enqueues dispatch,
-//! experts and combine, takes times, and has the reference compare what was left behind.
+//! One rank of a run: builds its context and buffers, and then, a few iterations at a time, draws inputs, has the calls
+//! enqueued, and has the reference compare what was left behind.
 //!
-//! On the rank's own thread, fiber or process. It waits for its stream once an iteration; nothing that is timed has the
-//! host in it but the enqueueing, which a barrier on the device holds back until every rank is there.
+//! On the rank's own thread, fiber or process. It waits for its own stream between those groups of iterations, and for
+//! other ranks only where the run begins and ends.
 
 use std::time::Duration;
 
-use tokenyard::{
-    AllToAll, CombineSent, Device, DeviceKind, Dtype, Event, Graph, Handle, Placement, Result, Scales, Sent, Stream,
-    Weights, World, kernels::bench,
-};
+use tokenyard::{AllToAll, Device, DeviceKind, Dtype, Error, Event, Placement, Result, Scales, Stream, Weights, World};
 
 use super::args::Check;
-use super::buffers::{Buffers, POISON};
+use super::buffers::POISON;
+use super::calls::{Caller, Given, Lane, Marks};
 use super::case::Case;
-use super::hold::Hold;
+use super::config::sharing;
+use super::faults::{Planned, check_errors};
 use super::inputs::{Inputs, ScaleKind};
 use super::link;
-use super::reference::{Faults, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch};
+use super::reference::{Report, RowSource, SourceRank, Spec, check_combine, check_dispatch};
 use super::routing::{Routed, Router, ragged_count};
-use super::sample::{RankResult, Span, Times, Verdict};
-use super::words::{Mode, PlacementWord, WeightsWord, WorldMode};
+use super::sample::{RankResult, Verdict};
+use super::steps::steps;
+use super::words::{FaultWord, PlacementWord, WeightsWord, WorldMode};
 
 /// What every rank of a run is told.
 #[derive(Debug, Clone)]
@@ -31,7 +31,7 @@ pub struct Job {
     pub check: Check,
     /// Progress deadline of every wait.
     pub timeout: Duration,
-    /// Whether the links' rate is measured, and a timeline kept.
+    /// Whether calls are timed, the links are measured, and a timeline is kept.
     pub measured: bool,
 }
 
@@ -56,18 +56,27 @@ pub fn run(job: &Job, world: &World, device: &Device, progress: &dyn Fn(usize)) 
     let mut result = RankResult {
         rank: world.rank().index(),
         device_name: device.name(),
-        sms: rank.ep.sms(),
-        arena_bytes: rank.ep.plan().arena_bytes(),
+        sms: rank.caller.ep.sms(),
+        arena_bytes: rank.caller.ep.plan().arena_bytes(),
         verdict: Verdict::new(),
         ..RankResult::default()
     };
-    if job.measured {
-        let rate = link::rate(&world, device, &rank.ep, &rank.stream, job.patience())?;
-        result.link_rate = rate / turns(job, device, world.size());
+    // Allocating and freeing may wait for a GPU's kernels, which may wait for other ranks.
+    world.barrier("buffers ready")?;
+    let gpu = device.kind() == DeviceKind::Cuda;
+    if job.measured && !gpu {
+        result.link_rate = link::rate(&world)? / turns(job, device, world.size());
     }
-    for i in 0..job.iterations() {
-        rank.iteration(i, &mut result)?;
-        progress(i + 1);
+    let mut i = 0;
+    while i < job.iterations() {
+        let count = job.case.ahead.clamp(1, job.iterations() - i);
+        rank.iterations(i, count, &mut result)?;
+        i += count;
+        progress(i);
+    }
+    if job.measured && gpu {
+        let rows: Vec<u64> = rank.rows_to.iter().map(|rows| rows / result.iterations.max(1)).collect();
+        result.push_us = link::push(&world, device, &rank.caller, &rows, job.case.wire_bytes(), job.patience())?;
     }
     // Peers may still store into this rank's arena: flags of the last combine.
     world.barrier("end of run")?;
@@ -84,35 +93,27 @@ fn turns(job: &Job, device: &Device, ranks: usize) -> f64 {
     }
 }
 
-/// The captured calls of graph mode.
-struct Graphs {
-    dispatch: Graph,
-    combine: Graph,
-    /// The captured combine reads it at every replay.
-    _handle: Handle,
-}
-
-/// Time stamps of one iteration: dispatch, its middle where it is split, and end; the experts' end; combine likewise.
-struct Marks {
-    dispatch: [Event; 2],
-    dispatch_middle: Option<Event>,
-    experts: Event,
-    combine: [Event; 2],
-    combine_middle: Option<Event>,
+/// One iteration that is under way.
+struct Turn {
+    i: usize,
+    checked: bool,
+    inputs: Inputs,
+    /// Routing of all ranks, or of this one alone where nothing is compared.
+    sources: Vec<SourceRank>,
+    planned: Planned,
 }
 
 struct RankRun<'a> {
     job: &'a Job,
     case: &'a Case,
     rank: usize,
-    stream: Stream,
-    ep: AllToAll,
+    caller: Caller,
     // Behind the context: its kernels use them.
-    buffers: Buffers,
+    lanes: Vec<Lane>,
     router: Router,
     spec: Spec,
-    hold: Hold,
-    graphs: Option<Graphs>,
+    /// Rows that went to each other rank in timed iterations.
+    rows_to: Vec<u64>,
     /// Time of the timeline, and the event that it was taken from.
     clock: Option<(f64, Event)>,
 }
@@ -120,7 +121,7 @@ struct RankRun<'a> {
 impl Drop for RankRun<'_> {
     /// After an error kernels may still be under way; buffers and context stay until they are through.
     fn drop(&mut self) {
-        let _ = self.stream.synchronize(self.job.patience());
+        let _ = self.stream().synchronize(self.job.patience());
     }
 }
 
@@ -129,200 +130,154 @@ impl<'a> RankRun<'a> {
         let case = &job.case;
         let rank = world.rank().index();
         let ep = build(job, world, device)?;
+        let lanes = case.ahead.min(job.iterations());
         Ok(RankRun {
             job,
             case,
             rank,
-            stream: device.new_stream()?,
-            ep,
-            buffers: Buffers::new(case, rank, device)?,
+            caller: Caller::new(case, ep, device, job.measured, job.timeout)?,
+            lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
             router: case.router()?,
             spec: case.spec(POISON),
-            hold: Hold::new(device)?,
-            graphs: None,
+            rows_to: vec![0; world.size()],
             clock: None,
         })
     }
 
-    fn iteration(&mut self, i: usize, result: &mut RankResult) -> Result<()> {
-        let inputs = self.case.inputs(i as u64);
-        let checked = self.job.check.covers(i);
-        let tokens = self.tokens_of(i, self.rank);
-        let routed = self.router.draw(i as u64, self.rank, tokens);
-        if checked {
-            self.buffers.poison(&self.stream, &inputs)?;
-            self.stream.synchronize(self.job.patience())?;
-            self.buffers.write_old()?;
+    fn stream(&self) -> &Stream {
+        &self.caller.stream
+    }
+
+    /// Runs `count` iterations, each with buffers of its own, without a wait between their calls.
+    fn iterations(&mut self, first: usize, count: usize, result: &mut RankResult) -> Result<()> {
+        let turns: Vec<Turn> = (first..first + count).map(|i| self.draw(i)).collect();
+        self.upload(&turns)?;
+        let given: Vec<Given> = turns
+            .iter()
+            .map(|turn| Given {
+                tokens: turn.sources[self.rank].tokens,
+                capacity: turn.planned.capacity(self.case, self.rank),
+            })
+            .collect();
+        let marks = self.caller.enqueue(&mut self.lanes, &given, &steps(self.case, first, count))?;
+        self.stream().synchronize(self.job.patience())?;
+        let errors = self.caller.take_errors()?;
+        self.judge_errors(&turns, errors, result)?;
+        for ((turn, marks), lane) in turns.iter().zip(marks).zip(&self.lanes) {
+            if turn.checked {
+                let report = self.compare(turn, lane)?;
+                result.verdict.iterations += 1;
+                result.verdict.add(report, &format!("iteration {}", turn.i));
+            }
+            if turn.i >= self.job.warmup && self.job.measured {
+                result.add_times(&marks.times()?.unwrap_or_default());
+                count_rows(&self.spec, &turn.sources[self.rank], self.rank, &mut self.rows_to);
+                keep_spans(&mut self.clock, turn.i - self.job.warmup, marks, result)?;
+            }
         }
-        if checked || i == 0 {
-            // Nothing that is timed depends on the values of rows.
-            self.buffers.upload_rows(&inputs, if checked { tokens } else { self.case.max_tokens })?;
-        }
-        self.buffers.upload_routing(&routed, tokens)?;
-        let marks = self.enqueue(tokens)?;
-        self.stream.synchronize(self.job.patience())?;
-        self.ep.check()?;
-        if i >= self.job.warmup {
-            result.add_times(&times(&marks)?);
-            self.count_bytes(&routed, tokens, result);
-            self.keep_spans(i - self.job.warmup, marks, result)?;
-        }
-        if checked {
-            let report = self.compare(i, &inputs)?;
-            result.verdict.iterations += 1;
-            result.verdict.add(report, &format!("iteration {i}"));
-        }
+        self.count_bytes(result);
         Ok(())
+    }
+
+    /// Inputs, routing and faults of an iteration.
+    fn draw(&self, i: usize) -> Turn {
+        let checked = self.job.check.covers(i);
+        let source = |rank: usize| {
+            if rank != self.rank && !checked {
+                return SourceRank::default();
+            }
+            let tokens = self.tokens_of(i, rank);
+            let Routed { topk_idx, topk_weight } = self.router.draw(i as u64, rank, tokens);
+            SourceRank { tokens, topk_idx, topk_weight }
+        };
+        let mut sources: Vec<SourceRank> = (0..self.case.world).map(source).collect();
+        let planned = Planned::draw(self.case, &self.spec, &mut sources, i);
+        Turn { i, checked, inputs: self.case.inputs(i as u64), sources, planned }
     }
 
     fn tokens_of(&self, i: usize, rank: usize) -> usize {
         if self.case.ragged { ragged_count(self.case.seed, i as u64, rank, self.case.tokens) } else { self.case.tokens }
     }
 
-    /// Enqueues one iteration: all ranks leave the barrier together, before dispatch and before combine.
-    fn enqueue(&mut self, tokens: usize) -> Result<Marks> {
-        if self.case.mode == Mode::Graph && self.graphs.is_none() {
-            self.graphs = Some(self.capture(tokens)?);
+    /// Poisons outputs and writes inputs of all of these iterations.
+    fn upload(&mut self, turns: &[Turn]) -> Result<()> {
+        let stream = &self.caller.stream;
+        for (turn, lane) in turns.iter().zip(&mut self.lanes).filter(|(turn, _)| turn.checked) {
+            lane.buffers.poison(stream, &turn.inputs)?;
         }
-        match self.case.mode {
-            Mode::Graph => self.enqueue_graphs(),
-            Mode::Fused => self.enqueue_fused(tokens),
-            Mode::Split => self.enqueue_split(tokens),
-        }
-    }
-
-    fn enqueue_fused(&self, tokens: usize) -> Result<Marks> {
-        let (stream, buffers) = (&self.stream, &self.buffers);
-        self.hold.enqueue(&self.ep, stream)?;
-        let start = stream.record()?;
-        let handle = self.ep.dispatch(stream, &buffers.tokens(tokens), &buffers.output())?;
-        let end = stream.record()?;
-        let experts = self.experts()?;
-        self.ep.barrier(stream)?;
-        let combine_start = stream.record()?;
-        self.ep.combine(stream, &handle, &buffers.expert_rows(), &buffers.combined())?;
-        let combine = [combine_start, stream.record()?];
-        Ok(Marks { dispatch: [start, end], dispatch_middle: None, experts, combine, combine_middle: None })
-    }
-
-    fn enqueue_split(&self, tokens: usize) -> Result<Marks> {
-        let (stream, buffers) = (&self.stream, &self.buffers);
-        self.hold.enqueue(&self.ep, stream)?;
-        let start = stream.record()?;
-        let sent: Sent = self.ep.dispatch_send(stream, &buffers.tokens(tokens))?;
-        let middle = stream.record()?;
-        let handle = self.ep.dispatch_recv(stream, &sent, &buffers.output())?;
-        let end = stream.record()?;
-        let experts = self.experts()?;
-        self.ep.barrier(stream)?;
-        let combine_start = stream.record()?;
-        let sent: CombineSent<'_> = self.ep.combine_send(stream, &handle, &buffers.expert_rows())?;
-        let combine_middle = Some(stream.record()?);
-        self.ep.combine_recv(stream, &sent, &buffers.combined())?;
-        let combine = [combine_start, stream.record()?];
-        Ok(Marks { dispatch: [start, end], dispatch_middle: Some(middle), experts, combine, combine_middle })
-    }
-
-    fn enqueue_graphs(&self) -> Result<Marks> {
-        let stream = &self.stream;
-        let launch = |which: fn(&Graphs) -> &Graph| self.graphs.as_ref().map_or(Ok(()), |g| which(g).launch(stream));
-        self.hold.enqueue(&self.ep, stream)?;
-        let start = stream.record()?;
-        launch(|g| &g.dispatch)?;
-        let end = stream.record()?;
-        let experts = self.experts()?;
-        self.ep.barrier(stream)?;
-        let combine_start = stream.record()?;
-        launch(|g| &g.combine)?;
-        let combine = [combine_start, stream.record()?];
-        Ok(Marks { dispatch: [start, end], dispatch_middle: None, experts, combine, combine_middle: None })
-    }
-
-    /// Records one dispatch and one combine.
-    fn capture(&self, tokens: usize) -> Result<Graphs> {
-        let (stream, buffers) = (&self.stream, &self.buffers);
-        let (dispatch, handle) =
-            record(stream, || self.ep.dispatch(stream, &buffers.tokens(tokens), &buffers.output()))?;
-        let (combine, ()) =
-            record(stream, || self.ep.combine(stream, &handle, &buffers.expert_rows(), &buffers.combined()))?;
-        Ok(Graphs { dispatch, combine, _handle: handle })
-    }
-
-    /// Runs the benchmark's experts over what was dispatched.
-    fn experts(&self) -> Result<Event> {
-        bench::expert(&self.stream, &self.buffers.experts())?;
-        self.stream.record()
-    }
-
-    /// Payload of an iteration between ranks: rows that leave, and partial rows that come home.
-    fn count_bytes(&self, routed: &Routed, tokens: usize, result: &mut RankResult) {
-        let mut rows = 0;
-        for ids in routed.topk_idx.chunks(self.case.top_k).take(tokens) {
-            let experts = ids.iter().filter_map(|&id| usize::try_from(id).ok());
-            let mut ranks: Vec<u32> = experts.filter_map(|e| self.spec.expert_rank.get(e).copied()).collect();
-            ranks.sort_unstable();
-            ranks.dedup();
-            rows += ranks.iter().filter(|&&rank| rank as usize != self.rank).count() as u64;
-        }
-        let (row, partial) = self.case.wire_bytes();
-        result.dispatch_bytes += rows * row;
-        result.combine_bytes += rows * partial;
-    }
-
-    /// Adds the iteration to the timeline, which begins with the first.
-    fn keep_spans(&mut self, iteration: usize, marks: Marks, result: &mut RankResult) -> Result<()> {
-        if !self.job.measured {
-            return Ok(());
-        }
-        // From iteration to iteration, since events count in floats that lose the µs of a long run.
-        let base = match &self.clock {
-            Some((at, event)) => at + marks.dispatch[0].elapsed_us(event)?,
-            None => 0.0,
-        };
-        let start = &marks.dispatch[0];
-        let mut add = |name: &str, from: &Event, to: &Event| -> Result<()> {
-            let (start_us, length_us) = (base + from.elapsed_us(start)?, to.elapsed_us(from)?);
-            result.spans.push(Span { name: name.to_string(), iteration, start_us, length_us });
-            Ok(())
-        };
-        let [_, end] = &marks.dispatch;
-        match &marks.dispatch_middle {
-            Some(middle) => {
-                add("dispatch send", start, middle)?;
-                add("dispatch receive", middle, end)?;
+        stream.synchronize(self.job.patience())?;
+        for (slot, (turn, lane)) in turns.iter().zip(&self.lanes).enumerate() {
+            let source = &turn.sources[self.rank];
+            if turn.checked {
+                lane.buffers.write_old()?;
             }
-            None => add("dispatch", start, end)?,
-        }
-        add("experts", end, &marks.experts)?;
-        let [from, to] = &marks.combine;
-        match &marks.combine_middle {
-            Some(middle) => {
-                add("combine send", from, middle)?;
-                add("combine receive", middle, to)?;
+            if turn.checked || turn.i == slot {
+                // Nothing that is timed depends on the values of rows.
+                let tokens = if turn.checked { source.tokens } else { self.case.max_tokens };
+                lane.buffers.upload_rows(&turn.inputs, tokens)?;
             }
-            None => add("combine", from, to)?,
+            lane.buffers.upload_routing(source)?;
         }
-        let [start, _] = marks.dispatch;
-        self.clock = Some((base, start));
         Ok(())
     }
 
+    /// Errors are wrong where none were planned, and where others were.
+    fn judge_errors(&self, turns: &[Turn], errors: Vec<Error>, result: &mut RankResult) -> Result<()> {
+        if self.case.fault == FaultWord::None {
+            return errors.into_iter().next().map_or(Ok(()), Err);
+        }
+        let planned: Vec<(&Planned, &[SourceRank])> =
+            turns.iter().map(|turn| (&turn.planned, turn.sources.as_slice())).collect();
+        let report = check_errors(&planned, &self.spec, self.rank, &errors);
+        let verdict = &mut result.verdict;
+        verdict.overflows += errors.iter().filter(|e| matches!(e, Error::Capacity { .. })).count() as u64;
+        verdict.refusals += errors.iter().filter(|e| matches!(e, Error::Routing { .. })).count() as u64;
+        let numbers: Vec<String> = turns.iter().map(|turn| turn.i.to_string()).collect();
+        verdict.add(report, &format!("iteration {}", numbers.join(", ")));
+        Ok(())
+    }
+
+    /// Payload between ranks: rows that left, and partial rows that came home.
+    fn count_bytes(&self, result: &mut RankResult) {
+        let (row, partial) = self.case.wire_bytes();
+        let rows: u64 = self.rows_to.iter().sum();
+        result.dispatch_bytes = rows * row;
+        result.combine_bytes = rows * partial;
+    }
+
     /// Has the reference compare this rank's outputs with what all ranks' inputs demand.
-    fn compare(&self, i: usize, inputs: &Inputs) -> Result<Report> {
-        let sources: Vec<SourceRank> = (0..self.case.world)
-            .map(|rank| {
-                let tokens = self.tokens_of(i, rank);
-                let Routed { topk_idx, topk_weight } = self.router.draw(i as u64, rank, tokens);
-                SourceRank { tokens, topk_idx, topk_weight }
-            })
-            .collect();
-        let (rows, faults) = (Made(*inputs), Faults::default());
-        let seen = self.buffers.read()?;
-        let mut report =
-            check_dispatch(&self.spec, &sources, &rows, &faults, self.rank, &self.buffers.dispatched(&seen));
-        report.merge(check_combine(&self.spec, &sources, &rows, &faults, self.rank, &self.buffers.summed(&seen)));
+    fn compare(&self, turn: &Turn, lane: &Lane) -> Result<Report> {
+        let Turn { sources, planned: Planned { faults, .. }, .. } = turn;
+        let (rank, rows) = (self.rank, Made(turn.inputs));
+        let spec = turn.planned.spec(self.case, &self.spec, rank);
+        let seen = lane.buffers.read()?;
+        let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &lane.buffers.dispatched(&seen));
+        report.merge(check_combine(&spec, sources, &rows, faults, rank, &lane.buffers.summed(&seen)));
         Ok(report)
     }
+}
+
+/// Counts the rows that a rank sends to each other rank: one for all experts of a token there.
+fn count_rows(spec: &Spec, source: &SourceRank, rank: usize, rows_to: &mut [u64]) {
+    for token in 0..source.tokens {
+        let ranks = (0..spec.top_k).filter_map(|k| source.expert(spec, token, k)).filter_map(|e| spec.rank_of(e));
+        let mut ranks: Vec<usize> = ranks.filter(|&to| to != rank).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks.into_iter().for_each(|to| rows_to[to] += 1);
+    }
+}
+
+/// Adds an iteration to the timeline, which begins with the first.
+fn keep_spans(clock: &mut Option<(f64, Event)>, iteration: usize, marks: Marks, result: &mut RankResult) -> Result<()> {
+    // From iteration to iteration, since events count in floats that lose the µs of a long run.
+    let base = match clock {
+        Some((at, event)) => *at + marks.since(event)?,
+        None => 0.0,
+    };
+    result.spans.extend(marks.spans(iteration, base)?);
+    *clock = marks.into_start().map(|start| (base, start));
+    Ok(())
 }
 
 /// Inputs, as the reference asks for them.
@@ -338,33 +293,16 @@ impl RowSource for Made {
     }
 }
 
-/// Captures what `calls` enqueues. The capture ends also where they fail.
-fn record<T>(stream: &Stream, calls: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
-    stream.begin_capture()?;
-    let outcome = calls();
-    let graph = stream.end_capture();
-    let value = outcome?;
-    Ok((graph?, value))
-}
-
-fn times(marks: &Marks) -> Result<Times> {
-    let [start, end] = &marks.dispatch;
-    let [combine_start, combine_end] = &marks.combine;
-    let parts_us = match (&marks.dispatch_middle, &marks.combine_middle) {
-        (Some(dispatch), Some(combine)) => Some([
-            dispatch.elapsed_us(start)?,
-            end.elapsed_us(dispatch)?,
-            combine.elapsed_us(combine_start)?,
-            combine_end.elapsed_us(combine)?,
-        ]),
-        _ => None,
-    };
-    Ok(Times { dispatch_us: end.elapsed_us(start)?, combine_us: combine_end.elapsed_us(combine_start)?, parts_us })
-}
-
 /// Builds the context of a rank. Collective.
 fn build(job: &Job, world: &World, device: &Device) -> Result<AllToAll> {
-    builder(&job.case, world)?.device(device.clone()).timeout(job.timeout).build()
+    let case = &job.case;
+    let mut builder = builder(case, world)?.device(device.clone()).timeout(job.timeout).handles(case.ahead);
+    let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
+    if case.sms.is_none() && sharers > 1 {
+        // Blocks wait for other ranks' blocks, so those of all must fit at once.
+        builder = builder.sms((device.multiprocessors() / sharers as u32).max(2));
+    }
+    builder.build()
 }
 
 /// The library's view of a case.

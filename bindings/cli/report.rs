@@ -65,6 +65,13 @@ pub struct Floor {
     pub combine: f64,
 }
 
+/// Times of bare stores of the same bytes between GPUs, timed as the calls are.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Push {
+    pub dispatch: Percentiles,
+    pub combine: Percentiles,
+}
+
 /// The object of one run; its fields are the contract's, in the contract's order.
 #[derive(Debug, Clone, Serialize)]
 pub struct RunResult {
@@ -106,6 +113,9 @@ pub struct RunResult {
     pub combine_recv_us: Option<Percentiles>,
     pub bytes_per_rank: Bytes,
     pub floor_us: Floor,
+    /// On GPUs with peers; floor_us is its median then.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub push_us: Option<Push>,
     pub arena_bytes: u64,
     /// The first findings; for people, not part of the object.
     #[serde(skip)]
@@ -121,6 +131,10 @@ impl RunResult {
         ranks.iter().for_each(|rank| verdict.merge(rank.verdict.clone()));
         let bytes = bytes_per_rank(ranks);
         let first = ranks.first().cloned().unwrap_or_default();
+        let push_us = match (all(|r| &r.push_us[0]), all(|r| &r.push_us[1])) {
+            (Some(dispatch), Some(combine)) => Some(Push { dispatch, combine }),
+            _ => None,
+        };
         RunResult {
             version: env!("CARGO_PKG_VERSION"),
             commit: option_env!("TOKENYARD_COMMIT").unwrap_or("unknown"),
@@ -154,7 +168,8 @@ impl RunResult {
             combine_send_us: all(|r| &r.parts_us[2]),
             combine_recv_us: all(|r| &r.parts_us[3]),
             bytes_per_rank: bytes,
-            floor_us: floor(bytes, ranks),
+            floor_us: floor(bytes, ranks, push_us),
+            push_us,
             arena_bytes: ranks.iter().map(|r| r.arena_bytes).max().unwrap_or(0),
             sentences: verdict.sentences,
         }
@@ -171,11 +186,20 @@ fn bytes_per_rank(ranks: &[RankResult]) -> Bytes {
     }
 }
 
-/// Time that those bytes need at the rate that was measured; 0 where none could be.
-fn floor(bytes: Bytes, ranks: &[RankResult]) -> Floor {
+/// The median of bare stores where they were timed; else the time that those bytes need at the rate that was measured, 0
+/// where none could be.
+fn floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
+    if let Some(push) = push {
+        return Floor { dispatch: push.dispatch.p50, combine: push.combine.p50 };
+    }
     let rate = ranks.iter().map(|r| r.link_rate).sum::<f64>() / ranks.len().max(1) as f64;
     let time = |bytes: u64| if rate > 0.0 { round(bytes as f64 / rate) } else { 0.0 };
     Floor { dispatch: time(bytes.dispatch_nvlink), combine: time(bytes.combine_nvlink) }
+}
+
+/// How many times its floor something took: "3.2x"; nothing where there is no floor.
+fn ratio(us: f64, floor: f64) -> String {
+    if floor > 0.0 { format!("{:.1}x", us / floor) } else { "-".to_string() }
 }
 
 /// The object: of one run, or of a sweep.
@@ -230,7 +254,8 @@ pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
 /// The table of a bench.
 pub fn bench_table(results: &[RunResult]) -> String {
     let split = results.iter().any(|r| r.dispatch_send_us.is_some());
-    let mut head = vec!["tokens", "dispatch p50", "p99", "floor", "combine p50", "p99", "floor"];
+    let mut head =
+        vec!["tokens", "dispatch p50", "p99", "floor", "p50/floor", "combine p50", "p99", "floor", "p50/floor"];
     if split {
         head.extend(["d.send", "d.recv", "c.send", "c.recv"]);
     }
@@ -240,8 +265,8 @@ pub fn bench_table(results: &[RunResult]) -> String {
         .iter()
         .map(|r| {
             let (d, c, f) = (&r.dispatch_us, &r.combine_us, &r.floor_us);
-            let mut row = vec![r.tokens.to_string(), us(d.p50), us(d.p99), us(f.dispatch)];
-            row.extend([us(c.p50), us(c.p99), us(f.combine)]);
+            let mut row = vec![r.tokens.to_string(), us(d.p50), us(d.p99), us(f.dispatch), ratio(d.p50, f.dispatch)];
+            row.extend([us(c.p50), us(c.p99), us(f.combine), ratio(c.p50, f.combine)]);
             if split {
                 let parts = [r.dispatch_send_us, r.dispatch_recv_us, r.combine_send_us, r.combine_recv_us];
                 row.extend(parts.iter().map(|p| p.map_or("-".to_string(), |p| us(p.p50))));
@@ -286,6 +311,12 @@ pub struct Progress {
 /// Time between two drawings.
 const REDRAW: Duration = Duration::from_millis(100);
 const BAR: usize = 30;
+
+impl Default for Progress {
+    fn default() -> Progress {
+        Progress::new()
+    }
+}
 
 impl Progress {
     pub fn new() -> Progress {
@@ -333,6 +364,17 @@ mod tests {
         let one = of(1);
         assert_eq!((one.p50, one.p99, one.mean), (1.0, 1.0, 1.0));
         assert_eq!(Percentiles::of(Vec::new()), None);
+    }
+
+    #[test]
+    fn bare_stores_are_the_floor_where_they_were_timed() {
+        let bytes = Bytes { dispatch_nvlink: 1000, combine_nvlink: 2000, ..Bytes::default() };
+        let rank = RankResult { link_rate: 100.0, ..RankResult::default() };
+        assert_eq!(floor(bytes, &[rank.clone()], None), Floor { dispatch: 10.0, combine: 20.0 });
+        let of = |us: f64| Percentiles { p50: us, ..Percentiles::default() };
+        let push = Push { dispatch: of(3.0), combine: of(4.0) };
+        assert_eq!(floor(bytes, &[rank], Some(push)), Floor { dispatch: 3.0, combine: 4.0 });
+        assert_eq!((ratio(9.6, 3.0), ratio(9.6, 0.0)), ("3.2x".to_string(), "-".to_string()));
     }
 
     #[test]

@@ -34,6 +34,10 @@ pub struct Verdict {
     pub mismatches: u64,
     /// None: a NaN was seen.
     pub max_rel_err: Option<f64>,
+    /// Outputs that were planned to be too small, and were reported.
+    pub overflows: u64,
+    /// Routings that were planned to be unusable, and were reported.
+    pub refusals: u64,
     /// The first findings.
     pub sentences: Vec<String>,
 }
@@ -51,11 +55,11 @@ impl Verdict {
     pub fn add(&mut self, report: Report, where_: &str) {
         let finite = report.max_rel_err.is_finite().then_some(report.max_rel_err);
         self.merge(Verdict {
-            iterations: 0,
             compared: report.compared,
             mismatches: report.mismatches,
             max_rel_err: finite,
             sentences: report.sentences.iter().map(|sentence| format!("{where_}: {sentence}")).collect(),
+            ..Verdict::default()
         });
     }
 
@@ -64,6 +68,8 @@ impl Verdict {
         self.iterations += other.iterations;
         self.compared += other.compared;
         self.mismatches += other.mismatches;
+        self.overflows += other.overflows;
+        self.refusals += other.refusals;
         self.max_rel_err = self.max_rel_err.zip(other.max_rel_err).map(|(a, b)| a.max(b));
         let room = SENTENCES.saturating_sub(self.sentences.len());
         self.sentences.extend(other.sentences.into_iter().take(room));
@@ -92,8 +98,10 @@ pub struct RankResult {
     pub dispatch_bytes: u64,
     /// Payload of partial rows that came home from other ranks, all timed iterations together.
     pub combine_bytes: u64,
-    /// Bytes per µs that this rank can store into others' memory while all do.
+    /// Bytes per µs that this rank can store into others' memory while all do; of the CPU device.
     pub link_rate: f64,
+    /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch sends them and as combine does.
+    pub push_us: [Vec<f64>; 2],
     pub verdict: Verdict,
     pub spans: Vec<Span>,
 }

@@ -4,9 +4,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use tokenyard::kernels::{SeededConfig, seeded_world};
+use tokenyard::kernels::{SeededConfig, SeededReport, seeded_world};
 use tokenyard::{Device, Error, Result, World};
 
+use super::config::usable_gpus;
 use super::rank::{self, Job};
 use super::sample::RankResult;
 use super::words::{DeviceWord, WorldMode};
@@ -16,8 +17,25 @@ use super::words::{DeviceWord, WorldMode};
 /// # Errors
 /// Of the ranks' errors the one that is most likely the cause.
 pub fn run(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync)) -> Result<Vec<RankResult>> {
+    run_reported(job, device, progress).0
+}
+
+/// As [`run`], and what the seeded schedule was if there was one.
+pub fn run_reported(
+    job: &Job,
+    device: DeviceWord,
+    progress: &(dyn Fn(usize) + Sync),
+) -> (Result<Vec<RankResult>>, Option<SeededReport>) {
     let one_thread = job.case.world_mode == WorldMode::OneThread && device == DeviceWord::Cpu;
-    let outcomes = if one_thread { run_seeded(job, progress)? } else { run_threads(job, device, progress) };
+    if !one_thread {
+        return (all_of(run_threads(job, device, progress)), None);
+    }
+    let (outcomes, report) = run_seeded(job, progress);
+    let failure = report.failure.clone();
+    (failure.map_or_else(|| all_of(outcomes), Err), Some(report))
+}
+
+fn all_of(outcomes: Vec<Result<RankResult>>) -> Result<Vec<RankResult>> {
     let mut results = Vec::new();
     let mut errors = Vec::new();
     for outcome in outcomes {
@@ -49,7 +67,8 @@ pub fn remoteness(error: &Error) -> u8 {
 fn open(device: DeviceWord, rank: usize) -> Result<Device> {
     match device {
         DeviceWord::Cpu => Device::cpu(),
-        DeviceWord::Cuda => Device::cuda(rank),
+        // Where there are fewer GPUs than ranks, they share them.
+        DeviceWord::Cuda => Device::cuda(rank % usable_gpus().max(1)),
     }
 }
 
@@ -79,7 +98,7 @@ fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync))
     })
 }
 
-fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<Vec<Result<RankResult>>> {
+fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> (Vec<Result<RankResult>>, SeededReport) {
     let worlds = World::threads(job.case.world);
     let outcomes: Mutex<Vec<Option<Result<RankResult>>>> = Mutex::new(vec![None; job.case.world]);
     let config = SeededConfig { seed: job.case.seed, hold_stores: job.case.hold_stores };
@@ -96,11 +115,8 @@ fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<Vec<Result
             *place = Some(outcome);
         }
     });
-    if let Some(error) = report.failure {
-        return Err(error);
-    }
     let outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
-    Ok(outcomes.into_iter().map(|o| o.unwrap_or_else(|| Err(broken("a rank did not finish")))).collect())
+    (outcomes.into_iter().map(|o| o.unwrap_or_else(|| Err(broken("a rank did not finish")))).collect(), report)
 }
 
 fn broken(what: &str) -> Error {

@@ -63,6 +63,8 @@ words! {
     OrderWord { Row = "row", Column = "column" }
     /// How experts are placed on ranks.
     PlacementWord { Even = "even", Table = "table" }
+    /// What goes wrong in one iteration: an output that is too small, or routing that is refused; each on one rank.
+    FaultWord { None = "none", Overflow = "overflow", Routing = "routing" }
 }
 
 impl Word for Dtype {

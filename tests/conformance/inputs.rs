@@ -107,12 +107,13 @@ fn hard_triple(source: &mut Random, kind: usize) -> [u32; 3] {
         3 => {
             let scale = source.below(60) as u32;
             let near_one = 0x3f80_0800;
-            return [(near_one - (scale << 23)) | sign, near_one, (source.bits() % 0x3000_0000) ^ (sign << 1)];
+            let z = (source.bits() & 0x8000_0000) | (source.bits() % 0x3000_0000);
+            return [(near_one - (scale << 23)) | sign, near_one, z];
         }
         // Products among and below the subnormals.
         _ => {
             let shift = 60 + source.below(16) as u32;
-            return [x - (shift << 23), y - (shift << 23), source.bits() % 0x0100_0000 | sign];
+            return [x - (shift << 23), y - (shift << 23), (source.bits() % 0x0100_0000) | sign];
         }
     };
     [x, y, z]

@@ -97,7 +97,7 @@ impl Exact {
         floor + u128::from(rest > half || (rest == half && floor % 2 == 1))
     }
 
-    /// The same value (or, below the last of 2^-108, one that rounds the same) with its leading bit at 108.
+    /// The same value with its leading bit at 108.
     fn lifted(self) -> Exact {
         let by = 108 - self.top();
         Exact { magnitude: self.magnitude << by, exponent: self.exponent - by, ..self }

@@ -17,7 +17,7 @@ fn expected(t: u32, input: &[u8; 64]) -> [Option<u32>; WORDS] {
     let (warp, lane) = (thread / WARP, thread % WARP);
     let first = warp * WARP;
     let of_lane = |lane: u32| first + lane % WARP;
-    let ballot = (0..WARP).filter(|l| (7 * (first + l) + block) % 3 == 0).fold(0, |bits, l| bits | 1u32 << l);
+    let ballot = (0..WARP).filter(|l| (7 * (first + l) + block).is_multiple_of(3)).fold(0, |bits, l| bits | 1u32 << l);
     let wide = (u64::from(of_lane(lane ^ 1)) << 33) + u64::from(3 * block + 1);
     let (word, long) = (load(input, 4, t), load(input, 8, t));
     [

@@ -1,0 +1,232 @@
+//! Configurations drawn from seeds: shapes, types, layouts, routings, and how calls follow each other.
+//!
+//! Before the data path; pure. What a configuration is follows from its seed alone.
+
+use tokenyard::base::Dtype;
+
+use super::case::Case;
+use super::inputs::{Counter, ScaleKind, Use};
+use super::routing::Routing;
+use super::words::{
+    DeviceWord, FaultWord, IndexWord, LayoutWord, Mode, OrderWord, PlacementWord, SUMMED, WeightsWord, Word, WorldMode,
+};
+
+/// Ranks of a configuration at the most.
+pub const RANKS: usize = 8;
+/// Elements that a configuration dispatches at the most; larger draws get fewer tokens.
+const ELEMENTS: usize = 2 << 20;
+/// Columns and tokens of a schedule at the most.
+const SMALL_HIDDEN: usize = 128;
+const SMALL_TOKENS: usize = 6;
+
+/// Draws from a stream of numbers.
+struct Dice(Counter);
+
+impl Dice {
+    /// 0 to `bound` − 1.
+    fn below(&mut self, bound: usize) -> usize {
+        self.0.below(bound)
+    }
+
+    /// True once in `n` times.
+    fn once_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    /// 1 to `most`, small numbers more often.
+    fn small(&mut self, most: usize) -> usize {
+        1 + self.below(most).min(self.below(most))
+    }
+
+    fn of<T: Copy>(&mut self, choices: &[T], default: T) -> T {
+        choices.get(self.below(choices.len())).copied().unwrap_or(default)
+    }
+
+    fn word<T: Word>(&mut self, default: T) -> T {
+        self.of(T::ALL, default)
+    }
+}
+
+/// The configuration of a seed.
+pub fn draw(seed: u64, device: DeviceWord) -> Case {
+    let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 2, 0, 0));
+    let dice = &mut dice;
+    let mut case = Case { seed, world: 1 + dice.below(RANKS), ..Case::default() };
+    draw_types(&mut case, dice);
+    draw_layout(&mut case, dice);
+    draw_shape(&mut case, dice);
+    draw_routing(&mut case, dice);
+    draw_schedule(&mut case, dice, device);
+    draw_order(&mut case, dice);
+    case
+}
+
+/// The configuration of a seeded schedule: a tiny world on one thread, in which much happens between ranks and little
+/// else. Every second one holds stores back.
+pub fn draw_small(seed: u64) -> Case {
+    let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 3, 0, 0));
+    let dice = &mut dice;
+    let mut case = Case { seed, world: 2 + dice.below(3), ..Case::default() };
+    draw_types(&mut case, dice);
+    draw_layout(&mut case, dice);
+    // What is refused before anything runs has no schedule.
+    if case.dtype != Dtype::Fp8E4m3 {
+        case.scales = ScaleKind::None;
+    }
+    if case.layout == LayoutWord::Token && case.weights == WeightsWord::Combine {
+        case.weights = WeightsWord::Dispatch;
+    }
+    case.align = case.align.min(4);
+    let quantum = case.hidden_quantum();
+    let least = 32usize.div_ceil(quantum);
+    case.hidden = quantum * (least + dice.below(SMALL_HIDDEN / quantum - least + 1));
+    case.experts = 1 + dice.below(10);
+    case.top_k = dice.small(case.experts.min(4));
+    case.tokens = dice.below(SMALL_TOKENS + 1);
+    case.max_tokens = case.tokens.max(1) + dice.below(2);
+    case.ragged = !dice.once_in(3);
+    case.placement = dice.word(PlacementWord::Even);
+    draw_routing(&mut case, dice);
+    draw_schedule(&mut case, dice, DeviceWord::Cpu);
+    draw_order(&mut case, dice);
+    case.sms = Some(2);
+    case.iters = 3 + dice.below(2);
+    case.world_mode = WorldMode::OneThread;
+    case.hold_stores = seed % 2 == 1;
+    case
+}
+
+fn draw_types(case: &mut Case, dice: &mut Dice) {
+    case.dtype = dice.word(Dtype::Bf16);
+    // Scales of rows that are not fp8 are refused; now and then that is looked at.
+    if case.dtype == Dtype::Fp8E4m3 || dice.once_in(8) {
+        case.scales = dice.word(ScaleKind::None);
+    }
+    case.combine_dtype = dice.of(SUMMED, Dtype::Bf16);
+    case.out_dtype = dice.of(SUMMED, Dtype::Bf16);
+    case.partial_f32 = dice.once_in(4);
+    case.weights = dice.word(WeightsWord::Dispatch);
+    case.index = dice.word(IndexWord::I64);
+    case.accumulate = dice.once_in(3);
+}
+
+fn draw_layout(case: &mut Case, dice: &mut Dice) {
+    case.layout = dice.word(LayoutWord::Contiguous);
+    let refused = case.layout == LayoutWord::Token && case.weights == WeightsWord::Combine;
+    if refused && !dice.once_in(4) {
+        case.weights = dice.of(&[WeightsWord::Dispatch, WeightsWord::None], WeightsWord::None);
+    }
+    if case.layout == LayoutWord::Contiguous {
+        case.align = dice.of(&[1, 1, 2, 4, 8, 16, 128], 1);
+        case.zero_padding = dice.once_in(2);
+    }
+    case.scale_order = dice.word(OrderWord::Row);
+    case.input_scales = dice.word(OrderWord::Row);
+    case.host_counts = dice.once_in(2);
+    case.gap = dice.of(&[0, 0, 16, 48], 0);
+}
+
+fn draw_shape(case: &mut Case, dice: &mut Dice) {
+    let quantum = case.hidden_quantum();
+    case.hidden = quantum * dice.small(1024 / quantum);
+    case.experts = match dice.below(8) {
+        0 => 1 + dice.below(300),
+        1 => dice.small(8),
+        _ => dice.small(64),
+    };
+    let most = case.experts.min(32);
+    case.top_k = if dice.once_in(6) { most } else { dice.small(most) };
+    case.tokens = match dice.below(8) {
+        0 => 0,
+        1 | 2 => 1 + dice.below(64),
+        _ => 1 + dice.below(12),
+    };
+    let elements = case.world * case.top_k * case.hidden;
+    case.tokens = case.tokens.min((ELEMENTS / elements).max(1));
+    case.max_tokens = case.tokens.max(1) + if dice.once_in(2) { dice.below(6) } else { 0 };
+    case.ragged = dice.once_in(2);
+    case.placement = dice.word(PlacementWord::Even);
+}
+
+fn draw_routing(case: &mut Case, dice: &mut Dice) {
+    let groups_fit = case.experts.is_multiple_of(8) && case.experts / 2 >= case.top_k;
+    case.routing = match dice.below(6) {
+        0 => Routing::Zipf(1.2),
+        1 => Routing::Hot(dice.small(case.experts - case.top_k + 1)),
+        2 if groups_fit => Routing::V3Groups,
+        _ => Routing::Uniform,
+    };
+    case.none_percent = dice.of(&[0, 0, 10, 60, 100], 0);
+}
+
+fn draw_schedule(case: &mut Case, dice: &mut Dice, device: DeviceWord) {
+    case.mode = dice.word(Mode::Fused);
+    // A replayed graph must find a changing count in device memory.
+    case.device_count = dice.once_in(3) || (case.mode == Mode::Graph && case.ragged);
+    case.iters = 3 + dice.below(3);
+    // Both parities are used once before flags wrap.
+    let near_wrap = u64::from(u32::MAX) - 1 - dice.below(3) as u64;
+    case.first_epoch = dice.once_in(6).then_some(near_wrap);
+    let (sms, one_thread, hold) = (2 + dice.below(5), dice.once_in(2), dice.once_in(2));
+    case.sms = dice.once_in(3).then_some(sms);
+    if device == DeviceWord::Cpu && one_thread {
+        case.world_mode = WorldMode::OneThread;
+        case.hold_stores = hold;
+    }
+}
+
+/// How calls follow each other, and what goes wrong.
+fn draw_order(case: &mut Case, dice: &mut Dice) {
+    case.ahead = if dice.once_in(3) { 2 + dice.below(2) } else { 1 };
+    // At a barrier before every call, no rank is ever ahead of another.
+    case.lockstep = case.ahead == 1 && dice.once_in(4);
+    case.fault = match dice.below(12) {
+        0 => FaultWord::Routing,
+        // The output of a captured call is fixed.
+        1..=3 if case.mode != Mode::Graph => FaultWord::Overflow,
+        _ => FaultWord::None,
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tally::Tally;
+    use super::*;
+
+    #[test]
+    fn every_draw_is_usable_or_refused_by_design_and_replays() {
+        for seed in 0..3000 {
+            let case = draw(seed, DeviceWord::Cpu);
+            if case.refused_by_design().is_none() {
+                assert!(case.check().is_ok(), "{case}: {:?}", case.check());
+            }
+            assert_eq!(Case::parse(&case.to_string()), Ok(case));
+        }
+    }
+
+    #[test]
+    fn five_hundred_draws_leave_few_pairs_to_be_looked_for() {
+        let mut tally = Tally::default();
+        for seed in 1..=500 {
+            let case = draw(seed, DeviceWord::Cpu);
+            tally.count(&case, case.refused_by_design().is_some());
+        }
+        assert!(tally.missing().len() <= 3, "{:?}", tally.missing());
+    }
+
+    #[test]
+    fn schedules_are_usable_and_exercise_everything() {
+        let cases: Vec<Case> = (1..=400).map(draw_small).collect();
+        for case in &cases {
+            assert!(case.refused_by_design().is_none() && case.check().is_ok(), "{case}: {:?}", case.check());
+            assert_eq!(Case::parse(&case.to_string()), Ok(case.clone()));
+            assert!((2..=4).contains(&case.world) && case.iters >= 3 && (32..=128).contains(&case.hidden));
+        }
+        let share = |what: fn(&Case) -> bool| cases.iter().filter(|case| what(case)).count();
+        assert_eq!(share(|c| c.hold_stores), 200);
+        assert!(share(|c| c.ahead > 1) > 90 && share(|c| c.ahead > 1 && c.accumulate) > 20);
+        assert!(share(|c| c.fault == FaultWord::Overflow) > 20 && share(|c| c.fault == FaultWord::Routing) > 10);
+        assert!(share(|c| c.tokens == 0) > 20 && share(|c| c.ragged) > 200 && share(|c| c.lockstep) > 30);
+        assert!(Mode::ALL.iter().all(|mode| cases.iter().any(|c| c.mode == *mode && c.ahead > 1)));
+    }
+}

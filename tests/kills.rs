@@ -1,0 +1,308 @@
+//! A rank is killed, anywhere from before it joins to the middle of a round: every survivor gets a typed error that
+//! names it, in time, and ends by itself.
+//!
+//! Ranks are processes: this test program starts itself again, and the test `rank` plays one.
+
+use std::io::{BufRead, BufReader, Read};
+use std::net::TcpListener;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+#[path = "kills/life.rs"]
+mod life;
+mod rig;
+
+use life::Point::{self, *};
+use life::{DEADLINE, FATAL_ROUND};
+
+const RANKS: usize = 3;
+/// Deadline to join and of collectives where nobody is missing from the start: never waited out.
+const JOINING: Duration = Duration::from_secs(8);
+/// The same where a rank never joins: waited out.
+const JOINING_IN_VAIN: Duration = Duration::from_millis(1500);
+/// What a loaded machine may add to a deadline.
+const SLACK: Duration = Duration::from_secs(3);
+/// Beyond this a process hangs.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A process that starts holds all descriptors for a moment; no listener of `place` may be among them.
+static FORKING: Mutex<()> = Mutex::new(());
+
+/// An address of this world alone (all of 127/8 is this host) and a port free there.
+fn place() -> (String, u16) {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    let (pid, next) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+    let addr = format!("127.{}.{}.{}", 1 + pid / 251 % 250, 1 + pid % 251, 1 + next % 250);
+    let _guard = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let port = TcpListener::bind((addr.as_str(), 0)).unwrap().local_addr().unwrap().port();
+    (addr, port)
+}
+
+/// What kills which rank.
+#[derive(Debug, Clone, Copy)]
+struct Blow {
+    point: Point,
+    victim: usize,
+    delay: Duration,
+}
+
+impl Blow {
+    fn at(point: Point, victim: usize) -> Blow {
+        Blow { point, victim, delay: Duration::ZERO }
+    }
+
+    fn joining(self) -> Duration {
+        if self.point == BeforeJoin { JOINING_IN_VAIN } else { JOINING }
+    }
+}
+
+/// A process and what it says.
+struct Process {
+    child: Child,
+    said: Arc<Mutex<String>>,
+    readers: Vec<JoinHandle<()>>,
+    ended: Option<(ExitStatus, Instant)>,
+}
+
+impl Process {
+    fn start(blow: Blow, place: &(String, u16), rank: usize) -> Process {
+        let guard = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["rank", "--exact", "--nocapture", "--test-threads=1"])
+            .env(life::POINT, format!("{:?}", blow.point))
+            .env(life::VICTIM, blow.victim.to_string())
+            .env(life::DELAY, blow.delay.as_micros().to_string())
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("WORLD_SIZE", RANKS.to_string())
+            .env("MASTER_ADDR", &place.0)
+            .env("TOKENYARD_PORT", place.1.to_string())
+            .env("TOKENYARD_TOKEN", "kills")
+            .env("TOKENYARD_TIMEOUT_MS", blow.joining().as_millis().to_string())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        drop(guard);
+        let said = Arc::new(Mutex::new(String::new()));
+        let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
+        let readers = vec![listen(out, said.clone()), listen(err, said.clone())];
+        Process { child, said, readers, ended: None }
+    }
+
+    fn said(&self) -> String {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Whether it has ended; notes when.
+    fn ended(&mut self) -> bool {
+        if self.ended.is_none()
+            && let Some(status) = self.child.try_wait().unwrap()
+        {
+            self.ended = Some((status, Instant::now()));
+        }
+        self.ended.is_some()
+    }
+
+    /// The rest of the line that begins with `word`.
+    fn told(&self, word: &str) -> Option<String> {
+        self.said().lines().find_map(|line| line.strip_prefix(word).map(|rest| rest.trim().to_owned()))
+    }
+}
+
+/// Collects the lines of a stream until it ends.
+fn listen(from: impl Read + Send + 'static, into: Arc<Mutex<String>>) -> JoinHandle<()> {
+    std::thread::spawn(move || {
+        for line in BufReader::new(from).lines().map_while(Result::ok) {
+            let mut said = into.lock().unwrap_or_else(PoisonError::into_inner);
+            said.push_str(&line);
+            said.push('\n');
+        }
+    })
+}
+
+/// All processes of one world; none outlives a failing test.
+struct Team {
+    blow: Blow,
+    processes: Vec<Process>,
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        for process in &mut self.processes {
+            let _ = process.child.kill();
+            let _ = process.child.wait();
+        }
+    }
+}
+
+/// A survivor's error.
+#[derive(Debug)]
+struct Told {
+    rank: usize,
+    after: Duration,
+    /// As `Debug` prints it.
+    error: String,
+    sentence: String,
+}
+
+impl Team {
+    fn start(blow: Blow) -> Team {
+        let place = place();
+        Team { blow, processes: (0..RANKS).map(|rank| Process::start(blow, &place, rank)).collect() }
+    }
+
+    /// Polls until all processes are as `wanted`.
+    fn wait_for(&mut self, what: &str, wanted: impl Fn(&mut Process) -> bool) {
+        let start = Instant::now();
+        loop {
+            // Each is asked in each turn, so that the time of every end is noted.
+            let there = self.processes.iter_mut().map(&wanted).filter(|there| *there).count();
+            if there == RANKS {
+                return;
+            }
+            let late = start.elapsed() >= PATIENCE;
+            assert!(!late, "{:?}: not all ranks {what}; they said\n{}", self.blow, self.transcript());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn transcript(&self) -> String {
+        let said = self.processes.iter().enumerate();
+        said.map(|(rank, process)| format!("-- rank {rank}\n{}", process.said())).collect()
+    }
+
+    /// What the survivors said. The victim must have been killed, and all others have ended well and in time.
+    fn finish(mut self) -> Vec<Told> {
+        self.wait_for("ended", Process::ended);
+        for process in &mut self.processes {
+            process.readers.drain(..).for_each(|reader| reader.join().unwrap());
+        }
+        let blow = self.blow;
+        let transcript = format!("{blow:?}\n{}", self.transcript());
+        let (status, died) = self.processes[blow.victim].ended.unwrap();
+        assert_eq!(status.signal(), Some(libc::SIGKILL), "{transcript}");
+        let limit = SLACK + if blow.point == BeforeJoin { JOINING_IN_VAIN } else { DEADLINE };
+        let survivors = self.processes.iter().enumerate().filter(|(rank, _)| *rank != blow.victim);
+        survivors
+            .map(|(rank, process)| {
+                let (status, ended) = process.ended.unwrap();
+                assert!(status.success(), "rank {rank}: {status}; {transcript}");
+                assert!(!process.said().contains("panicked"), "rank {rank} panicked; {transcript}");
+                let late = ended.saturating_duration_since(died);
+                assert!(late < limit, "rank {rank} ended {late:?} after the victim; {transcript}");
+                let told = |word| process.told(word).unwrap_or_else(|| panic!("rank {rank}: no {word}; {transcript}"));
+                let after = Duration::from_millis(told("after").parse().unwrap());
+                assert!(after < limit, "rank {rank} saw the error {after:?} after its last step; {transcript}");
+                Told { rank, after, error: told("error"), sentence: told("sentence") }
+            })
+            .collect()
+    }
+}
+
+impl Told {
+    fn names(&self, victim: usize) -> bool {
+        let peer = format!("peer: Rank({victim})");
+        match self.error.split([' ', '(']).next() {
+            Some("PeerLost" | "Timeout") => self.error.contains(&peer),
+            Some("Bootstrap" | "Transport") => {
+                self.rank != victim && self.sentence.contains(&format!("rank {victim} "))
+            }
+            _ => false,
+        }
+    }
+
+    /// The context's error after a wait of its whole deadline, since rank `victim` is known to be gone.
+    fn lost(&self, victim: usize, sites: &[&str], epoch: usize) {
+        let wanted = |site: &&str| {
+            let rank = self.rank;
+            format!("PeerLost {{ rank: Rank({rank}), peer: Rank({victim}), site: {site:?}, epoch: {epoch} }}")
+        };
+        assert!(sites.iter().any(|site| wanted(site) == self.error), "{self:?}; due: {:?}", wanted(&sites[0]));
+        assert!(self.after >= DEADLINE, "{self:?}");
+    }
+}
+
+/// Kills at a point of a round; survivors then wait at one of `sites` of number `epoch`.
+fn kill_in_round(point: Point, victim: usize, sites: &[&str], epoch: usize) {
+    for told in Team::start(Blow::at(point, victim)).finish() {
+        told.lost(victim, sites, epoch);
+    }
+}
+
+fn kill_in_rounds(victim: usize) {
+    const RETURN: [&str; 2] = ["the combine flag", "a partial row"];
+    kill_in_round(AfterBuild, victim, &["META"], 1);
+    kill_in_round(AfterDispatchSend, victim, &RETURN, FATAL_ROUND);
+    kill_in_round(AfterDispatch, victim, &RETURN, FATAL_ROUND);
+    kill_in_round(AfterCombineSend, victim, &["META"], FATAL_ROUND + 1);
+    kill_in_round(AfterRound, victim, &["META"], FATAL_ROUND + 1);
+    kill_in_round(BeforeBarrier, victim, &["the barrier flag"], FATAL_ROUND);
+}
+
+#[test]
+fn rank() {
+    life::live();
+}
+
+#[test]
+fn a_death_in_a_round_that_survivors_wait_out_without_end() {
+    kill_in_rounds(1);
+}
+
+#[test]
+fn the_death_of_rank_0_in_a_round_that_survivors_wait_out_without_end() {
+    kill_in_rounds(0);
+}
+
+#[test]
+fn a_death_behind_the_back_of_a_rank_that_is_only_late() {
+    for victim in 0..RANKS {
+        kill_in_round(AfterRoundWhileOneIsLate, victim, &["META"], FATAL_ROUND + 1);
+    }
+}
+
+#[test]
+fn a_death_before_the_world_has_formed() {
+    for victim in [0, 2] {
+        for told in Team::start(Blow::at(BeforeJoin, victim)).finish() {
+            assert!(told.error.starts_with("Bootstrap"), "{told:?}");
+            let due = if victim == 0 { "for rank 0 at 127." } else { "and rank 2 has not joined" };
+            assert!(told.sentence.contains(due), "{told:?}");
+        }
+        for told in Team::start(Blow::at(AfterJoin, victim)).finish() {
+            assert!(told.error.starts_with("Bootstrap"), "{told:?}");
+            assert!(told.sentence.contains(&format!("rank {victim} is lost")), "{told:?}");
+            assert!(told.after < DEADLINE, "nobody waits for the dead: {told:?}");
+        }
+    }
+}
+
+#[test]
+fn a_death_while_contexts_are_built() {
+    for step in 0..8 {
+        let blow = Blow { delay: Duration::from_micros(100 << step), ..Blow::at(DuringBuild, [1, 0][step % 2]) };
+        for told in Team::start(blow).finish() {
+            assert!(told.names(blow.victim), "{blow:?}: {told:?}");
+        }
+    }
+}
+
+#[test]
+fn a_death_at_any_moment_of_a_round() {
+    for seed in 0..6u64 {
+        let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let (victim, delay) = (seed as usize % RANKS, Duration::from_micros(random % 50_000));
+        let mut team = Team::start(Blow { delay, ..Blow::at(Whenever, victim) });
+        team.wait_for("play", |process| process.told("up").is_some());
+        std::thread::sleep(delay);
+        team.processes[victim].child.kill().unwrap();
+        for told in team.finish() {
+            assert!(told.names(victim), "seed {seed}, after {delay:?}: {told:?}");
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! The life of one rank in a process of its own: joins, builds, plays round after round, and, if it is the victim, dies
+//! where it was told to. A survivor tells the error that ended its world, and ends by itself.
+
+use crate::rig::*;
+use std::io::Write;
+use std::time::{Duration, Instant};
+use tokenyard::*;
+
+/// Names the point; set in ranks alone.
+pub const POINT: &str = "TOKENYARD_TEST_KILL_POINT";
+pub const VICTIM: &str = "TOKENYARD_TEST_KILL_VICTIM";
+/// How long after the start of its build a victim dies, in microseconds.
+pub const DELAY: &str = "TOKENYARD_TEST_KILL_DELAY_US";
+
+/// Deadline of every wait on the device.
+pub const DEADLINE: Duration = Duration::from_millis(1000);
+/// The round in which victims die; earlier ones work.
+pub const FATAL_ROUND: usize = 5;
+
+/// Where a victim dies, once all that it enqueued before has run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Point {
+    BeforeJoin,
+    AfterJoin,
+    DuringBuild,
+    AfterBuild,
+    AfterDispatchSend,
+    AfterDispatch,
+    AfterCombineSend,
+    AfterRound,
+    /// The same, while the rank after the victim comes late to the next round.
+    AfterRoundWhileOneIsLate,
+    BeforeBarrier,
+    /// Whenever the parent kills it.
+    Whenever,
+}
+
+use Point::*;
+
+const POINTS: [Point; 11] = [
+    BeforeJoin,
+    AfterJoin,
+    DuringBuild,
+    AfterBuild,
+    AfterDispatchSend,
+    AfterDispatch,
+    AfterCombineSend,
+    AfterRound,
+    AfterRoundWhileOneIsLate,
+    BeforeBarrier,
+    Whenever,
+];
+
+/// What this process was started for.
+struct Fate {
+    point: Point,
+    victim: usize,
+    rank: usize,
+    delay: Duration,
+}
+
+fn setting(name: &str) -> usize {
+    std::env::var(name).unwrap().parse().unwrap()
+}
+
+fn die() -> ! {
+    let _ = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);
+    unreachable!("a process outlived SIGKILL");
+}
+
+/// A line that the parent reads.
+fn tell(line: &str) {
+    println!("{line}");
+    std::io::stdout().flush().unwrap();
+}
+
+/// Tells the error and how long it took since the last step that worked.
+fn tell_error(error: &Error, since: Instant) {
+    tell(&format!("after {}", since.elapsed().as_millis()));
+    tell(&format!("error {error:?}"));
+    tell(&format!("sentence {error}"));
+}
+
+/// Plays a rank, if this process is one.
+pub fn live() {
+    let Ok(name) = std::env::var(POINT) else { return };
+    let fate = Fate {
+        point: POINTS.into_iter().find(|point| format!("{point:?}") == name).unwrap(),
+        victim: setting(VICTIM),
+        rank: setting("RANK"),
+        delay: Duration::from_micros(setting(DELAY) as u64),
+    };
+    // The test harness may have begun a line.
+    println!();
+    fate.play();
+}
+
+impl Fate {
+    fn dies_at(&self, point: Point) -> bool {
+        self.rank == self.victim && self.point == point
+    }
+
+    fn play(&self) {
+        let start = Instant::now();
+        if self.dies_at(BeforeJoin) {
+            die();
+        }
+        let world = match World::from_env() {
+            Ok(world) => world,
+            Err(error) => return tell_error(&error, start),
+        };
+        if self.dies_at(AfterJoin) {
+            die();
+        }
+        if self.dies_at(DuringBuild) {
+            let delay = self.delay;
+            std::thread::spawn(move || {
+                std::thread::sleep(delay);
+                die()
+            });
+        }
+        let start = Instant::now();
+        let rig = match build(&world) {
+            Ok(rig) => rig,
+            Err(error) => return tell_error(&error, start),
+        };
+        if self.dies_at(AfterBuild) {
+            die();
+        }
+        for number in 1.. {
+            let start = Instant::now();
+            if let Err(error) = self.round(&rig, number) {
+                return tell_error(&error, start);
+            }
+            if number == 3 {
+                tell("up");
+            }
+        }
+    }
+
+    /// The victim dies here, in its last round, when its stream is empty.
+    fn pass(&self, rig: &Rig, point: Point, number: usize) {
+        if self.dies_at(point) && number == FATAL_ROUND {
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            die();
+        }
+    }
+
+    /// Dispatch and combine, in one kernel each or, in odd rounds, in two; every row must come home.
+    fn round(&self, rig: &Rig, number: usize) -> Result<()> {
+        let choice = |token: usize| (rig.rank + token * 3 + number) % EXPERTS;
+        let choices: Vec<_> =
+            (0..MAX_TOKENS).map(|t| [choice(t) as i32, ((choice(t) + 1 + t) % EXPERTS) as i32]).collect();
+        rig.route(&choices, number);
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let (rows, combined) = (rig.expert_rows(), rig.combined());
+        if number.is_multiple_of(2) {
+            let handle = rig.ep.dispatch(&rig.stream, &tokens, &output)?;
+            rig.ep.combine(&rig.stream, &handle, &rows, &combined)?;
+        } else {
+            let sent = rig.ep.dispatch_send(&rig.stream, &tokens)?;
+            self.pass(rig, AfterDispatchSend, number);
+            let handle = rig.ep.dispatch_recv(&rig.stream, &sent, &output)?;
+            self.pass(rig, AfterDispatch, number);
+            let sent = rig.ep.combine_send(&rig.stream, &handle, &rows)?;
+            self.pass(rig, AfterCombineSend, number);
+            rig.ep.combine_recv(&rig.stream, &sent, &combined)?;
+        }
+        rig.stream.synchronize(PATIENCE)?;
+        rig.ep.check()?;
+        rig.expect_own_rows(MAX_TOKENS, number);
+        self.pass(rig, AfterRound, number);
+        self.pass(rig, AfterRoundWhileOneIsLate, number);
+        let late = self.point == AfterRoundWhileOneIsLate && self.rank == (self.victim + 1) % setting("WORLD_SIZE");
+        if late && number == FATAL_ROUND {
+            std::thread::sleep(DEADLINE * 3 / 2);
+        }
+        if self.point == BeforeBarrier {
+            self.pass(rig, BeforeBarrier, number);
+            rig.ep.barrier(&rig.stream)?;
+            rig.stream.synchronize(PATIENCE)?;
+            rig.ep.check()?;
+        }
+        Ok(())
+    }
+}
+
+/// A rig whose building may fail.
+fn build(world: &World) -> Result<Rig> {
+    let device = test_device(world);
+    let ep = builder(world, &device).timeout(DEADLINE).build()?;
+    let capacity = world.size() * MAX_TOKENS * TOP_K;
+    let row_bytes = HIDDEN * 2;
+    let rig = Rig {
+        stream: device.new_stream()?,
+        rank: world.rank().index(),
+        idx: device.alloc(MAX_TOKENS * TOP_K * 4)?,
+        x: device.alloc(MAX_TOKENS * row_bytes)?,
+        weight: device.alloc(MAX_TOKENS * TOP_K * 4)?,
+        count: device.alloc(4)?,
+        rows: device.alloc(capacity * row_bytes)?,
+        expert_count: device.alloc(EXPERTS * 4)?,
+        out: device.alloc(MAX_TOKENS * row_bytes)?,
+        capacity,
+        ep,
+    };
+    rig.weight.write(0, &0.5f32.to_ne_bytes().repeat(MAX_TOKENS * TOP_K))?;
+    Ok(rig)
+}
