@@ -20,9 +20,9 @@ enum { TY_EXEC_FREE = 0, TY_EXEC_SEEDED = 1 };
 enum { TY_EXEC_OK = 0, TY_EXEC_HANG = 1, TY_EXEC_NO_MEMORY = 2, TY_EXEC_UNKNOWN_KERNEL = 3, TY_EXEC_BAD_LAUNCH = 4 };
 
 typedef struct ty_exec_config {
-  uint64_t seed;            // of the schedule (seeded mode)
-  uint32_t mode;            // TY_EXEC_FREE or TY_EXEC_SEEDED
-  uint32_t hold_stores;     // 1: a fiber's plain stores stay in a buffer until its next release (seeded mode)
+  uint64_t seed;               // of the schedule (seeded mode)
+  uint32_t mode;               // TY_EXEC_FREE or TY_EXEC_SEEDED
+  uint32_t hold_stores;        // 1: a fiber's plain stores stay in a buffer until its next release (seeded mode)
   uint32_t host_stack_bytes;   // stack of a host fiber, 0 for the default (1 MiB)
   uint32_t device_stack_bytes; // stack of a device fiber, 0 for the default (16 KiB; more under a sanitizer)
 } ty_exec_config;
@@ -59,8 +59,8 @@ int ty_stream_call(ty_stream *stream, void (*entry)(void *), void *arg);
 uint64_t ty_stream_enqueued(const ty_stream *stream);  // pieces of work so far
 uint64_t ty_stream_completed(const ty_stream *stream); // acquire
 
-uint64_t ty_exec_now_ns(const ty_exec *exec);      // monotonic (free) or virtual (seeded)
-uint64_t ty_exec_trace_hash(const ty_exec *exec);  // of every scheduling decision (seeded)
+uint64_t ty_exec_now_ns(const ty_exec *exec);     // monotonic (free) or virtual (seeded)
+uint64_t ty_exec_trace_hash(const ty_exec *exec); // of every scheduling decision (seeded)
 uint64_t ty_exec_switches(const ty_exec *exec);
 // The last hang report, or "": rank, block, thread and wait site of every waiting fiber, one a line.
 const char *ty_exec_report(const ty_exec *exec);
