@@ -370,7 +370,7 @@ mod tests {
     fn bare_stores_are_the_floor_where_they_were_timed() {
         let bytes = Bytes { dispatch_nvlink: 1000, combine_nvlink: 2000, ..Bytes::default() };
         let rank = RankResult { link_rate: 100.0, ..RankResult::default() };
-        assert_eq!(floor(bytes, &[rank.clone()], None), Floor { dispatch: 10.0, combine: 20.0 });
+        assert_eq!(floor(bytes, std::slice::from_ref(&rank), None), Floor { dispatch: 10.0, combine: 20.0 });
         let of = |us: f64| Percentiles { p50: us, ..Percentiles::default() };
         let push = Push { dispatch: of(3.0), combine: of(4.0) };
         assert_eq!(floor(bytes, &[rank], Some(push)), Floor { dispatch: 3.0, combine: 4.0 });
