@@ -26,13 +26,13 @@ pub struct ExpertCall {
     pub rows_per_block: usize,
     /// Whether scales are UE8M0.
     pub ue8m0: bool,
-    /// int32 [row_total]: local expert or -1; for the expert-major layouts.
+    /// int32 `[row_total]`: local expert or -1; for the expert-major layouts.
     pub row_expert: Option<View>,
-    /// int32 [row_total, top_k]; for the token layout.
+    /// int32 `[row_total, top_k]`; for the token layout.
     pub token_experts: Option<View>,
-    /// fp32 [row_total, top_k]; `None` for 1.
+    /// fp32 `[row_total, top_k]`; `None` for 1.
     pub token_weights: Option<View>,
-    /// uint32 [local experts]: global ids.
+    /// uint32 `[local experts]`: global ids.
     pub global_expert: View,
     /// The experts' outputs.
     pub y: View,

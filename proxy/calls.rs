@@ -57,7 +57,7 @@ pub struct Tokens {
     pub topk_idx: View,
     /// Type of the indices.
     pub index_type: IndexType,
-    /// Weights, fp32 [tokens, top_k], where the context's weights come with dispatch.
+    /// Weights, fp32 `[tokens, top_k]`, where the context's weights come with dispatch.
     pub topk_weight: Option<View>,
     /// Number of tokens.
     pub count: TokenCount,
@@ -125,23 +125,23 @@ pub struct Output {
     pub scales: Option<View>,
     /// Order of the scales.
     pub scale_order: ScaleOrder,
-    /// int32 [local experts]: rows of each expert.
+    /// int32 `[local experts]`: rows of each expert.
     pub expert_count: View,
-    /// int32 [local experts + 1]: first row of each expert, then the end.
+    /// int32 `[local experts + 1]`: first row of each expert, then the end.
     pub expert_offset: Option<View>,
-    /// int32 [rows]: local expert of each row, -1 for padding. All -1 in the token layout.
+    /// int32 `[rows]`: local expert of each row, -1 for padding. All -1 in the token layout.
     pub row_expert: Option<View>,
-    /// int32 [rows, 2]: source rank and token of each row, -1 for padding.
+    /// int32 `[rows, 2]`: source rank and token of each row, -1 for padding.
     pub source: Option<View>,
-    /// Token layout: int32 [rows, top_k], local expert or -1.
+    /// Token layout: int32 `[rows, top_k]`, local expert or -1.
     pub token_experts: Option<View>,
-    /// Token layout: fp32 [rows, top_k].
+    /// Token layout: fp32 `[rows, top_k]`.
     pub token_weights: Option<View>,
-    /// int32 [1]: rows used.
+    /// int32 `[1]`: rows used.
     pub row_count: Option<View>,
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
-    /// int32 [local experts + 1] in host memory the device can write: counts, then rows used.
+    /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used.
     pub host_counts: Option<View>,
 }
 
@@ -152,7 +152,7 @@ pub struct Rows {
     pub rows: View,
     /// Bytes from one row to the next; a multiple of 16.
     pub pitch: usize,
-    /// Weights of this rank's own tokens, fp32 [tokens, top_k], where the context's weights come with combine.
+    /// Weights of this rank's own tokens, fp32 `[tokens, top_k]`, where the context's weights come with combine.
     pub topk_weight: Option<View>,
 }
 

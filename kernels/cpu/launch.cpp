@@ -131,6 +131,10 @@ void ty_exec::finish(Launch &launch) {
     held_by_rank(launch.rank).move_to_memory();
     for (Block &block : launch.blocks) block.held.move_to_memory();
   }
+  // Another block may come to stand where this one did, or may not: schedules must not depend on it.
+  for (const Block &block : launch.blocks) {
+    if (starved == &block) starved = nullptr;
+  }
   const auto place = std::find_if(launches.begin(), launches.end(),
                                   [&launch](const std::unique_ptr<Launch> &entry) { return entry.get() == &launch; });
   ty_stream *stream = launch.stream;
