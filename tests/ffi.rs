@@ -22,12 +22,20 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// libclang from PyPI brings no stddef.h; the host compiler's serves.
+fn compiler_headers() -> Vec<String> {
+    let asked = std::process::Command::new("cc").arg("-print-file-name=include").output();
+    let folder = asked.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned()).unwrap_or_default();
+    if folder.is_empty() { Vec::new() } else { vec!["-isystem".to_owned(), folder] }
+}
+
 fn generate(binding: &Binding) -> String {
     let header = root().join(binding.header);
     let text = std::fs::read(&header).expect("the header can be read");
     let bindings = bindgen::Builder::default()
         .header(header.to_str().expect("the path is UTF-8"))
         .clang_args(["-x", "c", "-std=c11"])
+        .clang_args(compiler_headers())
         .allowlist_item("(ty|TY)_.*")
         .rust_target(bindgen::RustTarget::stable(85, 0).expect("a known Rust release"))
         .rust_edition(bindgen::RustEdition::Edition2024)

@@ -67,12 +67,18 @@ run() {
     done
   done
   check processes "$dir/tokenyard" bench --device cuda --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5 --check all
-  figure "decode-$ranks" --world "$ranks" --tokens 1,16,128
+  check shared "$dir/tokenyard" bench --device cuda --world $((2 * gpus)) --tokens 128 --iters 20 --warmup 2 --check all
+  for n in 1 2 "$ranks"; do
+    [ "$n" -le "$gpus" ] || continue
+    figure "decode-$n" --world "$n" --tokens 1,16,128
+    figure "prefill-$n" --world "$n" --tokens 4096 --iters 100 --warmup 10
+  done
   figure "decode-graph-$ranks" --world "$ranks" --tokens 128 --mode graph
   figure "decode-split-$ranks" --world "$ranks" --tokens 128 --mode split
   figure "decode-bf16-$ranks" --world "$ranks" --tokens 128 --dtype bf16
+  figure "decode-masked-$ranks" --world "$ranks" --tokens 128 --layout masked
+  figure "decode-token-$ranks" --world "$ranks" --tokens 128 --layout token
   figure "decode-processes-$ranks" --world "$ranks" --tokens 128 --launch processes
-  figure "prefill-$ranks" --world "$ranks" --tokens 4096 --iters 100 --warmup 10
   printf '\n%s x %s\n' "$gpus" "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
   printf '%s\n' "${rows[@]}"
   ! printf '%s\n' "${rows[@]}" | grep -q FAILED

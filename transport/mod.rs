@@ -3,8 +3,9 @@
 //! Place in the data path: beside it. A [`World`] is formed once, before any context exists; its
 //! collectives carry configurations, addresses and file descriptors while a context is built, and it
 //! watches for peers that die. `memory` maps the arenas of node peers, through which kernels then store
-//! rows without any call into this layer. The `Transport` trait for worlds of several nodes comes with
-//! multi-node worlds and is not built yet.
+//! rows without any call into this layer. For worlds of several nodes, `link` is the trait that every
+//! network keeps, `imm` its 32-bit immediates, and `sim` a network in memory that lies about order; what
+//! would post to it (the proxy) is not connected yet.
 //!
 //! Threads: collectives run on the caller's thread (or host fiber) and wait through `base::wait`. In a
 //! world of processes, one background thread per process owns all sockets.
@@ -24,7 +25,10 @@
 //!          one collective                     fds (fds.rs): Unix sockets, node peers only
 //! ```
 
+pub mod imm;
+pub mod link;
 pub mod memory;
+pub mod sim;
 
 mod admit;
 pub mod bootstrap;

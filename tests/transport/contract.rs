@@ -1,0 +1,475 @@
+//! What every transport must pass: one function for each promise of `transport/link.rs`, for any backend.
+//!
+//! A backend gives fresh endpoints of a world; `contract!` then makes a test of each function. Most drive all endpoints
+//! from one thread, so that memory can be looked at between polls; one gives each its own thread.
+
+use crate::rig::*;
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::Barrier;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::time::Instant;
+use tokenyard::base::{Error, Rank};
+use tokenyard::transport::link::{Event, MAX_MESSAGE, Place, Posted, RegionId, Transport, WriteImm};
+
+/// Makes a module with one test for each promise.
+#[macro_export]
+macro_rules! contract {
+    ($name:ident, $backend:expr) => {
+        contract!(@ $name, $backend,
+            immediate_before_its_payload,
+            bytes_outside_the_target_written,
+            immediate_lost_or_delivered_twice,
+            completion_lost_or_given_twice,
+            source_read_after_its_completion,
+            full_queue_is_an_error_or_forever,
+            empty_write_skipped,
+            order_taken_for_granted,
+            one_nic_does_all_the_work,
+            write_outside_a_region_let_through,
+            write_to_nobody_let_through,
+            message_torn_or_doubled,
+            late_region_reached_by_an_old_address,
+            garbage_for_an_address,
+            dead_peer_holds_everyone_up,
+            late_write_after_reset,
+            threads_that_share_a_network,
+        );
+    };
+    (@ $name:ident, $backend:expr, $($promise:ident),* $(,)?) => {
+        mod $name {
+            use super::*;
+            $(#[test] fn $promise() { $crate::contract::$promise(&$backend); })*
+        }
+    };
+}
+
+const RANKS_OF_THREADS: usize = 4;
+
+fn storm<B: Backend>(backend: &B, ranks: usize, seed: u64) -> (Cluster<B::Endpoint>, Tally) {
+    let mut cluster = Cluster::new(backend, ranks);
+    let tally = Storm::rage(&mut cluster, 1500, seed);
+    (cluster, tally)
+}
+
+// ---- the promises
+
+/// P1.
+pub fn immediate_before_its_payload(backend: &impl Backend) {
+    let (_, tally) = storm(backend, 3, 1);
+    assert_eq!(tally.torn, []);
+}
+
+/// P3: the slot around the payload, and all memory once the network is at rest.
+pub fn bytes_outside_the_target_written(backend: &impl Backend) {
+    let (cluster, tally) = storm(backend, 2, 2);
+    assert_eq!(tally.outside, []);
+    for node in cluster.nodes.iter().flatten() {
+        assert!(node.regions.inbox.all().iter().all(|byte| *byte == GUARD), "written after the immediate");
+        assert!(node.regions.source.all().iter().all(|byte| [0xEE, GUARD].contains(byte)), "a source was written");
+    }
+}
+
+/// P3.
+pub fn immediate_lost_or_delivered_twice(backend: &impl Backend) {
+    let (_, tally) = storm(backend, 4, 3);
+    assert_eq!(tally.log.imms.len(), tally.writes.len(), "an immediate is lost, or came to another rank");
+    assert!(tally.log.imms.values().all(|times| *times == 1), "an immediate came twice");
+    let bytes: usize = tally.writes.iter().map(|w| w.bytes).sum();
+    assert!(bytes > 100_000 && tally.writes.iter().any(|w| w.bytes == 0), "the storm was a breeze");
+}
+
+/// P4.
+pub fn completion_lost_or_given_twice(backend: &impl Backend) {
+    let (_, tally) = storm(backend, 3, 4);
+    assert_eq!(tally.log.sent.len(), tally.writes.len());
+    assert!(tally.log.sent.values().all(|times| *times == 1) && tally.log.failed.is_empty());
+}
+
+/// P4: one source for all writes, overwritten as soon as each completes, though it may be arriving still.
+pub fn source_read_after_its_completion(backend: &impl Backend) {
+    const BYTES: usize = 512;
+    let mut cluster = Cluster::new(backend, 2);
+    let arrived = Cell::new(0);
+    let start = Instant::now();
+    for number in 0..300u32 {
+        cluster.regions(0).source.write(0, &pattern(number, BYTES));
+        let place = Place { region: SOURCE, offset: 0 };
+        let write = WriteImm { source: place, ..write(1, number, number as usize % SLOTS, BYTES) };
+        let (mut posted, mut sent) = (false, false);
+        while !sent {
+            assert!(start.elapsed() < PATIENCE, "write {number} does not complete");
+            posted = posted || cluster.endpoint(0).post(&write).unwrap() == Posted::Accepted;
+            cluster.pump(&mut |rank, regions, event| {
+                sent |= matches!(event, Event::Sent { .. });
+                check_arrival(rank, regions, event, BYTES, &arrived);
+            });
+        }
+        cluster.regions(0).source.fill(0, BYTES, 0xEE);
+    }
+    while arrived.get() < 300 {
+        assert!(start.elapsed() < PATIENCE, "{} of 300 arrived", arrived.get());
+        cluster.pump(&mut |rank, regions, event| check_arrival(rank, regions, event, BYTES, &arrived));
+    }
+}
+
+fn check_arrival(rank: usize, regions: &Regions, event: Event<'_>, bytes: usize, arrived: &Cell<u32>) {
+    let Event::Imm { imm } = event else { return };
+    let slot = number(imm) as usize % SLOTS;
+    assert_eq!(regions.inbox.read(slot * SLOT, bytes), pattern(number(imm), bytes), "at rank {rank}");
+    arrived.set(arrived.get() + 1);
+}
+
+/// P5.
+pub fn full_queue_is_an_error_or_forever(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 2);
+    let mut log = Log::default();
+    let mut accepted = 0u32;
+    for round in 0..4 {
+        let before = accepted;
+        // An endpoint may look full for a moment; one that nobody polls must stay full in the end.
+        let mut refused = 0;
+        while refused < 20 {
+            assert!(accepted - before < 1 << 17, "the queue has no bound");
+            match cluster.endpoint(0).post(&write(1, accepted, 0, 8)).unwrap() {
+                Posted::Accepted => (accepted, refused) = (accepted + 1, 0),
+                Posted::Full => refused += 1,
+            }
+        }
+        assert!(accepted > before, "no room in round {round} though all had completed");
+        cluster.pump_until("room in the queue", &mut log, |log| log.completed(0, 0..u64::from(accepted)));
+    }
+    cluster.pump_until("immediates", &mut log, |log| log.imms.len() >= accepted as usize);
+    cluster.settle(&mut log);
+    assert_eq!(log.imms.len(), accepted as usize, "a refused write was done");
+    assert!(log.imms.values().chain(log.sent.values()).all(|times| *times == 1));
+}
+
+/// P6.
+pub fn empty_write_skipped(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 2);
+    let mut log = Log::default();
+    for number in 0..200 {
+        cluster.post(0, &write(1, number, number as usize % SLOTS, 0), &mut log);
+    }
+    cluster.pump_until("empty writes", &mut log, |log| log.imms.len() == 200 && log.completed(0, 0..200));
+    cluster.settle(&mut log);
+    assert!(log.imms.values().chain(log.sent.values()).all(|times| *times == 1));
+    assert!(cluster.regions(1).inbox.all().iter().all(|byte| *byte == GUARD), "an empty write wrote");
+}
+
+/// P2: nothing fails because of order. How much there was of it is the backend's to show.
+pub fn order_taken_for_granted(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 2);
+    let tally = Storm::rage(&mut cluster, 4000, 5);
+    assert_eq!((tally.torn.len(), tally.outside.len(), tally.log.imms.len()), (0, 0, 4000));
+    println!("{} of 4000 immediates overtaken, {} posts found a full queue", tally.overtaken, tally.full);
+}
+
+/// P7.
+pub fn one_nic_does_all_the_work(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 2);
+    let nics = cluster.endpoint(0).nics();
+    assert!(nics > 0 && nics == cluster.endpoint(1).nics());
+    let mut log = Log::default();
+    for number in 0..40 * nics as u32 {
+        let nic = (number as usize % nics) as u8;
+        cluster.regions(0).source.write(number as usize % SLOTS * SLOT, &[nic; 16]);
+        let write = WriteImm { nic, ..write(1, number, number as usize % SLOTS, 16) };
+        cluster.post(0, &write, &mut log);
+        cluster.pump_until("a shard", &mut log, |log| log.imms.contains_key(&(1, number)));
+        cluster.pump_until("its completion", &mut log, |log| log.completed(0, [u64::from(number)]));
+        assert_eq!(cluster.regions(1).inbox.read(number as usize % SLOTS * SLOT, 16), [nic; 16]);
+    }
+    for nic in [nics as u8, 255] {
+        let refused = cluster.endpoint(0).post(&WriteImm { nic, ..write(1, 0, 0, 16) });
+        assert!(matches!(refused, Err(Error::Argument { .. })), "NIC {nic}: {refused:?}");
+    }
+}
+
+/// P8.
+pub fn write_outside_a_region_let_through(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 2);
+    let end = (SLOT * SLOTS) as u64;
+    let good = write(1, 1, 0, 64);
+    let place = |region, offset| Place { region, offset };
+    let bad = [
+        WriteImm { target: place(INBOX, end - 63), ..good },
+        WriteImm { target: place(INBOX, end), ..good },
+        WriteImm { target: place(INBOX, u64::MAX), ..good },
+        WriteImm { target: place(INBOX, u64::MAX - 63), ..good },
+        WriteImm { target: place(INBOX, end + 1), bytes: 0, ..good },
+        WriteImm { target: place(INBOX, 0), bytes: u32::MAX, ..good },
+        WriteImm { target: place(RegionId(2), 0), ..good },
+        WriteImm { target: place(RegionId(u16::MAX), 0), bytes: 0, ..good },
+        WriteImm { source: place(SOURCE, end - 63), ..good },
+        WriteImm { source: place(SOURCE, u64::MAX - 63), ..good },
+        WriteImm { source: place(RegionId(2), 0), ..good },
+    ];
+    for write in bad {
+        let refused = cluster.endpoint(0).post(&write);
+        assert!(matches!(refused, Err(Error::Argument { .. })), "{write:?}: {refused:?}");
+    }
+    let mut log = Log::default();
+    cluster.settle(&mut log);
+    assert!(log.imms.is_empty() && log.sent.is_empty() && log.failed.is_empty(), "{log:?}");
+    assert!(cluster.regions(1).inbox.all().iter().all(|byte| *byte == GUARD));
+    // The last byte is inside.
+    cluster.regions(0).source.fill(0, 64, 7);
+    cluster.post(0, &WriteImm { target: place(INBOX, end - 64), ..good }, &mut log);
+    cluster.pump_until("the last bytes", &mut log, |log| log.imms.contains_key(&(1, 1)));
+    assert_eq!(cluster.regions(1).inbox.read(end as usize - 64, 64), [7; 64]);
+}
+
+/// P8.
+pub fn write_to_nobody_let_through(backend: &impl Backend) {
+    let mut nodes: Vec<_> = backend.endpoints(3).into_iter().map(Node::new).collect();
+    let address = nodes[1].endpoint.address();
+    nodes[0].endpoint.connect(Rank(1), &address).unwrap();
+    for peer in [2, 3, 4096, u32::MAX] {
+        let write = WriteImm { peer: Rank(peer), ..write(1, 0, 0, 8) };
+        let refused = nodes[0].endpoint.post(&write);
+        assert!(matches!(refused, Err(Error::Argument { .. })), "{peer}: {refused:?}");
+        let refused = nodes[0].endpoint.send(Rank(peer), b"hello");
+        assert!(matches!(refused, Err(Error::Argument { .. })), "{peer}: {refused:?}");
+    }
+}
+
+/// P9.
+pub fn message_torn_or_doubled(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 3);
+    let mut log = Log::default();
+    let mut wanted = BTreeMap::new();
+    for number in 0..600u32 {
+        let (from, to) = (number as usize % 3, (number as usize + 1 + number as usize / 3 % 2) % 3);
+        let len = [4, 5, 31, 32, 64, 200, MAX_MESSAGE][number as usize / 6 % 7];
+        let mut message = number.to_le_bytes().to_vec();
+        message.extend(pattern(number, len - 4));
+        let start = Instant::now();
+        while cluster.endpoint(from).send(Rank(to as u32), &message).unwrap() == Posted::Full {
+            assert!(start.elapsed() < PATIENCE, "messages do not drain");
+            cluster.pump(&mut |rank, _, event| log.note(rank, event));
+        }
+        wanted.insert((to, Rank(from as u32), message), 1);
+    }
+    cluster.pump_until("messages", &mut log, |log| log.messages.len() >= wanted.len());
+    cluster.settle(&mut log);
+    assert!(log.messages == wanted, "messages differ");
+    let refused = cluster.endpoint(0).send(Rank(1), &[0; MAX_MESSAGE + 1]);
+    assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+    while cluster.endpoint(0).send(Rank(1), &[]).unwrap() == Posted::Full {
+        cluster.pump(&mut |rank, _, event| log.note(rank, event));
+    }
+    cluster.pump_until("an empty message", &mut log, |log| log.messages.contains_key(&(1, Rank(0), vec![])));
+}
+
+/// Regions registered after an address was taken are reached by a later one.
+pub fn late_region_reached_by_an_old_address(backend: &impl Backend) {
+    // Dropped last: the endpoint of rank 1 keeps it registered.
+    let late = Memory::new(SLOT);
+    let mut cluster = Cluster::new(backend, 2);
+    // SAFETY: accessed through raw pointers only, and dropped after the cluster.
+    let region = unsafe { cluster.endpoint(1).register(late.span()) }.unwrap();
+    assert_eq!(region, RegionId(2));
+    let write = WriteImm { target: Place { region, offset: 100 }, ..write(1, 9, 3, 50) };
+    let refused = cluster.endpoint(0).post(&write);
+    assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+    let address = cluster.endpoint(1).address();
+    cluster.endpoint(0).connect(Rank(1), &address).unwrap();
+    let mut log = Log::default();
+    cluster.regions(0).source.write(3 * SLOT, &pattern(9, 50));
+    cluster.post(0, &write, &mut log);
+    cluster.pump_until("the late region", &mut log, |log| log.imms.contains_key(&(1, 9)));
+    assert_eq!(late.read(100, 50), pattern(9, 50));
+    assert!(late.read(0, 100).iter().chain(&late.read(150, 100)).all(|byte| *byte == GUARD));
+}
+
+/// P10.
+pub fn garbage_for_an_address(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 3);
+    let good = cluster.endpoint(1).address();
+    let mut draw = Draw::new(6);
+    fn refuse<E: Transport>(cluster: &mut Cluster<E>, address: &[u8], what: &str) {
+        match cluster.endpoint(0).connect(Rank(1), address) {
+            Err(Error::Transport { .. }) => {}
+            other => panic!("{what} of {} bytes: {other:?}", address.len()),
+        }
+    }
+    for len in 0..good.len() {
+        refuse(&mut cluster, &good[..len], "a truncated address");
+    }
+    for _ in 0..3000 {
+        let bytes: Vec<u8> = (0..draw.below(200)).map(|_| draw.below(256) as u8).collect();
+        refuse(&mut cluster, &bytes, "noise");
+        refuse(&mut cluster, &[&good[..], &bytes, &[0]].concat(), "a prolonged address");
+    }
+    // A flipped bit may go unnoticed until somebody posts; it must not panic.
+    for _ in 0..3000 {
+        let mut bytes = good.clone();
+        let at = draw.below(bytes.len());
+        bytes[at] ^= 1 << draw.below(8);
+        let _ = cluster.endpoint(2).connect(Rank(1), &bytes);
+    }
+    refuse(&mut cluster, &vec![0xFF; 1 << 16], "a long address");
+    // Refused addresses change nothing.
+    let mut log = Log::default();
+    cluster.post(0, &write(1, 5, 0, 100), &mut log);
+    cluster.pump_until("a write after refused addresses", &mut log, |log| log.imms.contains_key(&(1, 5)));
+}
+
+/// P11, and P3 and P4 for the dead: what is posted to one that has gone fails or waits, and the living go on.
+pub fn dead_peer_holds_everyone_up(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 3);
+    let mut log = Log::default();
+    for number in 0..12 {
+        let (from, to) = [(0, 2), (0, 1), (2, 0), (2, 1)][number as usize % 4];
+        cluster.regions(from).source.write(number as usize * SLOT, &pattern(number, MOST));
+        cluster.post(from, &write(to, number, number as usize, MOST), &mut log);
+    }
+    cluster.pump(&mut |rank, _, event| log.note(rank, event));
+    let Some(Node { endpoint, regions: grave }) = cluster.nodes[2].take() else { unreachable!() };
+    drop(endpoint);
+    let buried = grave.inbox.all();
+    grave.source.fill(0, SLOT * SLOTS, 0xDD);
+    let mut to_dead: Vec<u64> = vec![0, 4, 8];
+    for number in 100..104 {
+        if cluster.endpoint(0).post(&write(2, number, 0, 64)).is_ok_and(|posted| posted == Posted::Accepted) {
+            to_dead.push(u64::from(number));
+        }
+    }
+    let living: Vec<u64> = (200..300).collect();
+    for number in 200..300 {
+        cluster.post(0, &write(1, number, number as usize % SLOTS, 64), &mut log);
+    }
+    let done =
+        |log: &Log| log.completed(0, living.iter().copied()) && (200..300).all(|n| log.imms.contains_key(&(1, n)));
+    cluster.pump_until("writes to the living", &mut log, done);
+    cluster.settle(&mut log);
+    assert!(grave.inbox.all() == buried, "memory of a dropped endpoint was written");
+    for number in [2u32, 3, 6, 7, 10, 11] {
+        let to = if number % 4 == 2 { 0 } else { 1 };
+        assert!(log.imms.get(&(to, number)).is_none_or(|times| *times == 1));
+        // At rank 1 the writes from 200 on have reused the slots.
+        if to == 0 && log.imms.contains_key(&(to, number)) {
+            let seen = cluster.regions(to).inbox.read(number as usize * SLOT, MOST);
+            assert!(seen == pattern(number, MOST), "an immediate of the dead came before its payload");
+        }
+    }
+    cluster.endpoint(0).reset().unwrap();
+    cluster.pump_until("what waits for the dead", &mut log, |log| log.completed(0, to_dead.iter().copied()));
+    cluster.settle(&mut log);
+    for token in to_dead {
+        assert_eq!(log.completions(0, token), 1, "write {token}");
+    }
+}
+
+/// P12.
+pub fn late_write_after_reset(backend: &impl Backend) {
+    for round in 0..8 {
+        let mut cluster = Cluster::new(backend, 2);
+        let mut log = Log::default();
+        for number in 0..10 {
+            cluster.regions(0).source.write(number as usize * SLOT, &pattern(number, MOST));
+            cluster.post(0, &write(1, number, number as usize, MOST), &mut log);
+            cluster.post(1, &write(0, 50 + number, number as usize, 8), &mut log);
+        }
+        (0..round).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
+        cluster.endpoint(1).reset().unwrap();
+        let frozen = cluster.regions(1).inbox.all();
+        let imms = log.imms.keys().filter(|(rank, _)| *rank == 1).count();
+        assert!(matches!(cluster.endpoint(1).post(&write(0, 60, 0, 8)), Err(Error::Argument { .. })));
+        // This side is open again; the other still posts to the old address, which may be accepted and must not arrive.
+        let address = cluster.endpoint(0).address();
+        cluster.endpoint(1).connect(Rank(0), &address).unwrap();
+        let mut posted = 10;
+        while posted < 15 && cluster.endpoint(0).post(&write(1, posted, 20, 8)).is_ok_and(|p| p == Posted::Accepted) {
+            posted += 1;
+        }
+        cluster.settle(&mut log);
+        assert!(cluster.regions(1).inbox.all() == frozen, "a write of a closed generation landed");
+        assert_eq!(log.imms.keys().filter(|(rank, _)| *rank == 1).count(), imms, "and was handed out");
+        assert!(log.completed(1, 50..60), "writes outstanding at reset did not complete: {log:?}");
+        cluster.endpoint(0).reset().unwrap();
+        cluster.pump_until("all completions", &mut log, |log| log.completed(0, 0..u64::from(posted)));
+        cluster.connect();
+        cluster.regions(0).source.write(0, &pattern(70, MOST));
+        cluster.post(0, &write(1, 70, 0, MOST), &mut log);
+        cluster.pump_until("the new generation", &mut log, |log| log.imms.contains_key(&(1, 70)));
+        assert_eq!(cluster.regions(1).inbox.read(0, MOST), pattern(70, MOST));
+        cluster.settle(&mut log);
+        let tokens = (0..u64::from(posted)).map(|t| (0, t)).chain((50..60).map(|t| (1, t))).chain([(0, 70)]);
+        for (rank, token) in tokens {
+            assert_eq!(log.completions(rank, token), 1, "write {token} of rank {rank}");
+        }
+        assert!(log.imms.values().all(|times| *times == 1));
+    }
+}
+
+/// The same from a thread each: every rank writes to the next, and checks what the one before wrote.
+pub fn threads_that_share_a_network(backend: &impl Backend) {
+    const RANKS: usize = RANKS_OF_THREADS;
+    const WRITES: u32 = 400;
+    let cluster = Cluster::new(backend, RANKS);
+    let landed: Vec<Vec<AtomicBool>> = (0..RANKS).map(|_| (0..SLOTS).map(|_| Default::default()).collect()).collect();
+    let barrier = Barrier::new(RANKS);
+    std::thread::scope(|scope| {
+        for (rank, node) in cluster.nodes.into_iter().enumerate() {
+            let (landed, barrier) = (&landed, &barrier);
+            scope.spawn(move || {
+                let mut node = node.unwrap();
+                run_rank(rank, &mut node, &landed[rank], &landed[(rank + 1) % RANKS], WRITES);
+                // An endpoint that is dropped stops moving others' packets.
+                barrier.wait();
+            });
+        }
+    });
+}
+
+/// `busy[slot]` of this rank's inbox is set by its sender and cleared here once the write was checked.
+fn run_rank<E: Transport>(
+    rank: usize,
+    node: &mut Node<E>,
+    busy: &[AtomicBool],
+    busy_there: &[AtomicBool],
+    writes: u32,
+) {
+    let peer = (rank + 1) % RANKS_OF_THREADS;
+    let (mut posted, mut completed, mut arrived) = (0u32, 0u32, 0u32);
+    let mut sources = [false; SLOTS];
+    let start = Instant::now();
+    while completed < writes || arrived < writes {
+        assert!(start.elapsed() < PATIENCE, "rank {rank}: {posted} posted, {completed} done, {arrived} arrived");
+        let slot = posted as usize % SLOTS;
+        if posted < writes && !sources[slot] && !busy_there[slot].load(Acquire) {
+            let bytes = posted as usize * 37 % MOST;
+            node.regions.source.write(slot * SLOT, &pattern(posted, bytes));
+            let nic = (posted as usize % node.endpoint.nics()) as u8;
+            busy_there[slot].store(true, Release);
+            if node.endpoint.post(&WriteImm { nic, ..write(peer, posted, slot, bytes) }).unwrap() == Posted::Accepted {
+                sources[slot] = true;
+                posted += 1;
+            } else {
+                busy_there[slot].store(false, Release);
+            }
+        }
+        let regions = &node.regions;
+        let events = node.endpoint.poll(&mut |event| match event {
+            Event::Sent { token } => {
+                sources[token as usize % SLOTS] = false;
+                completed += 1;
+            }
+            Event::Imm { imm } => {
+                let (number, slot) = (number(imm), number(imm) as usize % SLOTS);
+                let bytes = number as usize * 37 % MOST;
+                assert_eq!(regions.inbox.read(slot * SLOT, bytes), pattern(number, bytes), "rank {rank}");
+                busy[slot].store(false, Release);
+                arrived += 1;
+            }
+            other => panic!("{other:?}"),
+        });
+        if events.unwrap() == 0 {
+            std::thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Every transport under the contract, and what the simulated one did to its users meanwhile.
+
+#[path = "transport/contract.rs"]
+mod contract;
+#[path = "transport/rig.rs"]
+mod rig;
+
+use rig::{Backend, Cluster, Storm};
+use tokenyard::base::Rank;
+use tokenyard::transport::sim::{Clock, Counts, DeadPeers, LinkModel, Network, SimConfig, SimEndpoint};
+
+/// Simulated networks of one configuration.
+struct Sim(SimConfig);
+
+impl Backend for Sim {
+    type Endpoint = SimEndpoint;
+
+    fn endpoints(&self, ranks: usize) -> Vec<SimEndpoint> {
+        endpoints(&Network::new(ranks, self.0.clone()).unwrap(), ranks)
+    }
+}
+
+fn endpoints(network: &Network, ranks: usize) -> Vec<SimEndpoint> {
+    (0..ranks as u32).map(|rank| network.endpoint(Rank(rank)).unwrap()).collect()
+}
+
+/// A network that was made elsewhere, so that its counts can be read.
+struct Made(Network);
+
+impl Backend for Made {
+    type Endpoint = SimEndpoint;
+
+    fn endpoints(&self, ranks: usize) -> Vec<SimEndpoint> {
+        endpoints(&self.0, ranks)
+    }
+}
+
+/// Four NICs of a common kind of 100 Gb/s, and one of them slow.
+fn uneven_nics() -> Vec<LinkModel> {
+    let fast = LinkModel { gbps: 100.0, latency_us: 3.0, per_message_us: 0.1 };
+    vec![fast, fast, fast, LinkModel { gbps: 10.0, latency_us: 20.0, per_message_us: 0.5 }]
+}
+
+contract!(calm, Sim(SimConfig::calm()));
+contract!(hostile, Sim(SimConfig::hostile(1)));
+contract!(silent_dead, Sim(SimConfig { dead_peers: DeadPeers::Silent, ..SimConfig::hostile(2) }));
+contract!(four_uneven_nics, Sim(SimConfig { nics: uneven_nics(), ..SimConfig::hostile(3) }));
+contract!(
+    one_byte_packets,
+    Sim(SimConfig { packet_bytes: 1, nic_queue: 2, peer_queue: 1, poll_batch: 1, ..SimConfig::hostile(4) })
+);
+contract!(real_time, Sim(SimConfig { clock: Clock::Real, ..SimConfig::hostile(5) }));
+
+#[test]
+fn disturbances_that_never_happened() {
+    let mut sum = Counts::default();
+    let (mut overtaken, mut failed) = (0, 0);
+    for seed in 0..100 {
+        let config = SimConfig { fail_permille: if seed % 4 == 0 { 20 } else { 0 }, ..SimConfig::hostile(seed) };
+        let network = Network::new(3, config).unwrap();
+        let mut cluster = Cluster::new(&Made(network.clone()), 3);
+        let tally = Storm::rage(&mut cluster, 200, seed);
+        assert!(tally.torn.is_empty() && tally.outside.is_empty(), "seed {seed}: {:?} {:?}", tally.torn, tally.outside);
+        assert_eq!(tally.log.sent.len() + tally.log.failed.len(), 200, "seed {seed}");
+        assert_eq!(tally.log.imms.len(), tally.log.sent.len(), "seed {seed}: failed writes arrived, or others did not");
+        assert!(tally.log.imms.values().chain(tally.log.sent.values()).all(|times| *times == 1), "seed {seed}");
+        overtaken += tally.overtaken;
+        failed += tally.log.failed.len();
+        drop(cluster);
+        sum += network.counts();
+    }
+    println!("100 seeds: {sum}");
+    assert_eq!((sum.writes, sum.failed, sum.deaths), (20_000, failed as u64, 300));
+    // The network counts what the receivers saw, before they saw it.
+    assert!(overtaken > 1000 && sum.reordered as usize > overtaken / 2, "{overtaken}");
+    let disturbances = [
+        ("packets out of order", sum.packets_out_of_order),
+        ("delayed", sum.delayed),
+        ("full", sum.full - sum.full_injected),
+        ("full, injected", sum.full_injected),
+        ("completed early", sum.completed_early),
+        ("stops", sum.stops),
+        ("stalled", sum.stalled),
+        ("failed", sum.failed),
+    ];
+    for (what, times) in disturbances {
+        assert!(times > 50, "{what}: {times}");
+    }
+}

@@ -1,0 +1,182 @@
+//! What carries bytes between nodes, and what may be relied upon.
+//!
+//! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for what has
+//! become of them and for what has arrived. One endpoint belongs to each rank and is used by one thread at a time. After
+//! [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block, allocate, lock
+//! or log, unless they return an error.
+//!
+//! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
+//!
+//! - **P1 payload before immediate.** When an [`Event::Imm`] is handed out, all bytes of that write are in place and
+//!   visible to the thread that polls. Nothing is promised about any other write.
+//! - **P2 no order.** Writes overtake each other, and so do the packets of one write: until its immediate, any part of
+//!   its target may be old or new. Immediates, completions and messages come in any order, too; a completion says
+//!   nothing about arrival, nor arrival about completion.
+//! - **P3 exactly once.** Each accepted write whose completion is not `Failed` delivers its immediate once. One that
+//!   failed delivers it at most once, and leaves any mixture of old and new bytes in its target and nowhere else.
+//! - **P4 one completion.** Each accepted write completes once, as [`Event::Sent`] or [`Event::Failed`], with its token.
+//!   Until then the source belongs to the transport, which may read it at any moment; from then on it may be reused.
+//! - **P5 a full queue is an answer.** [`Posted::Full`] means that nothing was done; post again after a poll. Some queue
+//!   of the endpoint is full, not necessarily those to other peers or NICs: try those. Queues are bounded.
+//! - **P6 zero bytes** may be written; the immediate arrives as for any other write.
+//! - **P7 NICs.** A write posted on NIC i leaves by NIC i and arrives by the peer's NIC i. All ranks have equally many.
+//! - **P8 refusals.** What is outside a registered region (of either side), or names an unknown NIC, peer or region, is
+//!   refused by `post` with `Argument`, and nothing of it is done.
+//! - **P9 messages** arrive whole, once, in any order, with their sender's rank. They have no completion; one that is
+//!   lost is lost because its peer is.
+//! - **P10 addresses** are untrusted bytes: `connect` answers what it cannot use with `Transport` and keeps what it
+//!   had.
+//! - **P11 dead peers.** A write to a peer that has gone fails or stays outstanding; it never holds up writes to other
+//!   peers for good, except through a queue they share. Who needs to know sooner uses heartbeats.
+//! - **P12 reset.** After [`reset`](Transport::reset) nothing that was posted towards this endpoint before can touch its
+//!   memory or be handed out, and all that this endpoint had posted completes.
+
+use super::imm::ImmValue;
+use crate::base::{Rank, Result};
+
+/// Longest control message in bytes.
+pub const MAX_MESSAGE: usize = 256;
+
+/// Memory of this process, or of its device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Address of the first byte.
+    pub base: u64,
+    /// Length.
+    pub bytes: usize,
+}
+
+/// A registered span: its number among those of the rank that registered it, counted from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub u16);
+
+/// A place in a registered span.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The span: for a source one of this rank's, for a target one of the peer's.
+    pub region: RegionId,
+    /// Bytes from the start of the span.
+    pub offset: u64,
+}
+
+/// A write into a peer's memory, with an immediate that tells the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriteImm {
+    /// Which NIC, of both sides.
+    pub nic: u8,
+    /// Whose memory.
+    pub peer: Rank,
+    /// From where, in this rank's memory.
+    pub source: Place,
+    /// To where, in the peer's memory.
+    pub target: Place,
+    /// How much; may be 0, and the places must be valid all the same.
+    pub bytes: u32,
+    /// What the peer gets to see.
+    pub imm: ImmValue,
+    /// What the completion gives back; the transport makes nothing of it.
+    pub token: u64,
+}
+
+/// The answer to something posted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Posted {
+    /// It is on its way.
+    Accepted,
+    /// There was no room; nothing was done (P5).
+    Full,
+}
+
+/// What a poll hands out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// A write completed: its source may be reused (P4).
+    Sent {
+        /// Of the write.
+        token: u64,
+    },
+    /// A write completed and failed (P3, P4).
+    Failed {
+        /// Of the write.
+        token: u64,
+        /// To whom it was posted.
+        peer: Rank,
+        /// Why, in a few words.
+        what: &'static str,
+    },
+    /// A peer's write is here in full (P1). Who wrote is for the immediate to say.
+    Imm {
+        /// As the peer posted it. Untrusted bits.
+        imm: ImmValue,
+    },
+    /// A peer's control message (P9).
+    Message {
+        /// Who sent it.
+        peer: Rank,
+        /// The message. Untrusted bytes, of any length up to [`MAX_MESSAGE`].
+        bytes: &'a [u8],
+    },
+}
+
+/// One rank's endpoint. The promises are in the module's documentation.
+///
+/// ```text
+///  register … ──▶ address ──▶ (exchange) ──▶ connect … ──▶ (barrier) ──▶ post, send, poll …
+///                    ▲                                                          │
+///                    └────────────── reset: regions stay, peers do not ◀────────┘
+/// ```
+///
+/// Peers must have connected to each other, both ways, before either posts; what is posted earlier may fail or be
+/// lost. Dropping an endpoint stops it: its memory is not touched afterwards, and what is on the way is cut off.
+pub trait Transport: Send {
+    /// NICs of this rank, and of every other; at most [`MAX_NICS`](super::imm::MAX_NICS).
+    fn nics(&self) -> usize;
+
+    /// Makes a span usable as source and as target. Peers that connect with an address taken later can write there.
+    ///
+    /// # Errors
+    /// `Argument` for a span that is empty or wraps, or one too many; `Transport` if the backend cannot.
+    ///
+    /// # Safety
+    /// The span is memory that this endpoint's backend may read and write at any time until the endpoint is dropped,
+    /// and nothing holds a Rust reference to parts of it that are the target of a write in flight.
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId>;
+
+    /// What peers need to connect to this endpoint and to reach the regions registered so far.
+    fn address(&self) -> Vec<u8>;
+
+    /// Learns a peer's address. Connecting again with a newer address of the same endpoint adds the regions registered
+    /// since; with that of another endpoint or after its reset, it replaces the peer.
+    ///
+    /// # Errors
+    /// `Transport` if the address is malformed, of another version, of another rank or cannot be reached (P10).
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()>;
+
+    /// Posts a write.
+    ///
+    /// # Errors
+    /// `Argument` if it is not one that could be done (P8); `Transport` if this endpoint itself is broken.
+    fn post(&mut self, write: &WriteImm) -> Result<Posted>;
+
+    /// Sends a control message of at most [`MAX_MESSAGE`] bytes, which are copied.
+    ///
+    /// # Errors
+    /// As `post`.
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted>;
+
+    /// Hands out some of what has happened and answers how many events that were; 0 means nothing for now. Makes
+    /// progress: an endpoint that nobody polls may neither send nor receive.
+    ///
+    /// # Errors
+    /// `Transport` if this endpoint itself is broken.
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize>;
+
+    /// Closes a generation: forgets all peers, and makes what they still send to this endpoint miss (P12). Whatever this
+    /// endpoint had outstanding completes with the next polls. Regions stay; the address changes, so all ranks exchange
+    /// addresses and connect again.
+    ///
+    /// # Errors
+    /// `Transport` if this endpoint itself is broken.
+    fn reset(&mut self) -> Result<()>;
+}

@@ -1,0 +1,186 @@
+//! What a simulated network is like, and how it misbehaves.
+
+use crate::base::{Error, Result};
+use crate::transport::imm::MAX_NICS;
+
+/// Where the network's time comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Clock {
+    /// Time passes when [`Network::advance_ns`](super::Network::advance_ns) is called, and by `tick_ns` at each poll of
+    /// any endpoint. With all ranks on one thread, everything that happens depends on the seed alone.
+    Virtual {
+        /// How much time a poll takes; 0 leaves time to the caller.
+        tick_ns: u64,
+    },
+    /// The operating system's monotonic clock.
+    Real,
+}
+
+/// What becomes of writes to a peer that was killed or dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DeadPeers {
+    /// They fail after this time.
+    Fail {
+        /// From the post, or from the death.
+        after_ns: u64,
+    },
+    /// They stay outstanding until their sender is reset.
+    Silent,
+}
+
+/// The speed of one NIC, both ways.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LinkModel {
+    /// Bits per nanosecond; infinite for no limit.
+    pub gbps: f64,
+    /// From the end of sending a packet to its landing, in an idle network.
+    pub latency_us: f64,
+    /// What every message costs its sender's NIC before its first byte.
+    pub per_message_us: f64,
+}
+
+impl LinkModel {
+    /// No limit and no latency.
+    pub const FREE: LinkModel = LinkModel { gbps: f64::INFINITY, latency_us: 0.0, per_message_us: 0.0 };
+
+    pub(super) fn ps_per_byte(&self) -> u64 {
+        (8000.0 / self.gbps).round() as u64
+    }
+
+    pub(super) fn latency_ns(&self) -> u64 {
+        (self.latency_us * 1e3).round() as u64
+    }
+
+    pub(super) fn per_message_ps(&self) -> u64 {
+        (self.per_message_us * 1e6).round() as u64
+    }
+
+    fn is_sane(&self) -> bool {
+        let time = |us: f64| (0.0..=1e6).contains(&us);
+        self.gbps >= 1e-3 && time(self.latency_us) && time(self.per_message_us)
+    }
+}
+
+/// Everything about a simulated network. Chances are in thousandths; each draw comes from the one seed.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SimConfig {
+    /// Of all chance.
+    pub seed: u64,
+    /// Where time comes from.
+    pub clock: Clock,
+    /// The NICs of every rank.
+    pub nics: Vec<LinkModel>,
+    /// Payload of one packet; the last of a write may be shorter.
+    pub packet_bytes: u32,
+    /// Every packet, delivery and completion is late by up to so much: what reorders them.
+    pub jitter_ns: u64,
+    /// How many packets are late by up to `delay_ns` more.
+    pub delay_permille: u32,
+    /// See `delay_permille`.
+    pub delay_ns: u64,
+    /// Writes of one NIC that may be outstanding: posted, and their completion not handed out.
+    pub nic_queue: u32,
+    /// Writes of one NIC to one peer that may be outstanding.
+    pub peer_queue: u32,
+    /// Control messages to one peer that may be on their way.
+    pub message_queue: u32,
+    /// How many posts and sends are answered `Full` though there is room.
+    pub full_permille: u32,
+    /// How many accepted writes fail; nothing of them reaches the peer.
+    pub fail_permille: u32,
+    /// How many accepted writes are read when posted, and so may complete before anything arrives.
+    pub eager_permille: u32,
+    /// How many posts bring the sender's or the receiver's NIC to a stop, for up to `stop_ns`.
+    pub stop_permille: u32,
+    /// See `stop_permille`.
+    pub stop_ns: u64,
+    /// What becomes of writes to the dead.
+    pub dead_peers: DeadPeers,
+    /// Most events of one poll.
+    pub poll_batch: usize,
+}
+
+impl SimConfig {
+    /// A network that does nothing worse than its interface promises: one fast NIC, in order, without chance.
+    pub fn calm() -> SimConfig {
+        SimConfig {
+            seed: 0,
+            clock: Clock::Virtual { tick_ns: 100 },
+            nics: vec![LinkModel::FREE],
+            packet_bytes: 4096,
+            jitter_ns: 0,
+            delay_permille: 0,
+            delay_ns: 0,
+            nic_queue: 1024,
+            peer_queue: 1024,
+            message_queue: 64,
+            full_permille: 0,
+            fail_permille: 0,
+            eager_permille: 0,
+            stop_permille: 0,
+            stop_ns: 0,
+            dead_peers: DeadPeers::Fail { after_ns: 10_000 },
+            poll_batch: 64,
+        }
+    }
+
+    /// A network that does everything that the promises leave open, and loses nothing: two NICs, small packets, short
+    /// queues.
+    pub fn hostile(seed: u64) -> SimConfig {
+        SimConfig {
+            seed,
+            nics: vec![LinkModel::FREE; 2],
+            packet_bytes: 64,
+            jitter_ns: 5_000,
+            delay_permille: 20,
+            delay_ns: 50_000,
+            nic_queue: 24,
+            peer_queue: 16,
+            message_queue: 4,
+            full_permille: 30,
+            eager_permille: 250,
+            stop_permille: 8,
+            stop_ns: 40_000,
+            poll_batch: 5,
+            ..SimConfig::calm()
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let chances = [
+            ("delay_permille", self.delay_permille),
+            ("full_permille", self.full_permille),
+            ("fail_permille", self.fail_permille),
+            ("eager_permille", self.eager_permille),
+            ("stop_permille", self.stop_permille),
+        ];
+        if let Some((name, value)) = chances.into_iter().find(|(_, value)| *value > 1000) {
+            return refuse(name, value, "give a chance in thousandths");
+        }
+        if self.full_permille == 1000 {
+            return refuse("full_permille", self.full_permille, "leave some posts a chance");
+        }
+        let sizes = [
+            ("packet_bytes", self.packet_bytes),
+            ("nic_queue", self.nic_queue),
+            ("peer_queue", self.peer_queue),
+            ("message_queue", self.message_queue),
+            ("poll_batch", self.poll_batch.min(1) as u32),
+        ];
+        if let Some((name, value)) = sizes.into_iter().find(|(_, value)| *value == 0) {
+            return refuse(name, value, "give at least 1");
+        }
+        if self.nics.is_empty() || self.nics.len() > MAX_NICS {
+            return refuse("nics", self.nics.len(), "give a rank 1 to 4 NICs");
+        }
+        if let Some(model) = self.nics.iter().find(|model| !model.is_sane()) {
+            let advice = "give at least 0.001 Gb/s, and times from 0 to a second";
+            return refuse("nics", format!("{model:?}"), advice);
+        }
+        Ok(())
+    }
+}
+
+fn refuse(name: &'static str, value: impl ToString, advice: &str) -> Result<()> {
+    Err(Error::Config { name, value: value.to_string(), advice: advice.into() })
+}

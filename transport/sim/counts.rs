@@ -1,0 +1,62 @@
+//! What a simulated network did, so that a test can show that it met what it was meant to survive.
+
+use std::fmt;
+use std::ops::AddAssign;
+
+macro_rules! counts {
+    ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
+        /// Numbers of everything that happened, disturbances above all, since the network was made.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct Counts { $($(#[$doc])* pub $name: u64),* }
+
+        impl AddAssign for Counts {
+            fn add_assign(&mut self, other: Counts) {
+                $(self.$name += other.$name;)*
+            }
+        }
+
+        impl fmt::Display for Counts {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                let mut gap = "";
+                $(
+                    write!(f, "{gap}{} {}", self.$name, stringify!($name).replace('_', " "))?;
+                    gap = ", ";
+                )*
+                Ok(())
+            }
+        }
+    };
+}
+
+counts! {
+    /// Writes accepted.
+    writes,
+    /// Control messages accepted.
+    messages,
+    /// Packets landed.
+    packets,
+    /// Immediates and messages delivered after a later one of the same sender and receiver.
+    reordered,
+    /// Packets landed after a later one of the same write.
+    packets_out_of_order,
+    /// Packets held back by a long delay.
+    delayed,
+    /// Posts and sends answered `Full`.
+    full,
+    /// Those of them for which there was room.
+    full_injected,
+    /// Writes read when posted, and completed before the last packet landed.
+    completed_early,
+    /// NICs brought to a stop.
+    stops,
+    /// Packets that waited for a stopped NIC.
+    stalled,
+    /// Writes failed by chance or by order.
+    failed,
+    /// Writes that failed or fell silent because their peer was dead, had been reset, or had not connected.
+    unreachable,
+    /// Writes and messages cut off on the way, by a death or a reset at either end.
+    cut,
+    /// Ranks killed or dropped.
+    deaths,
+}

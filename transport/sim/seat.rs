@@ -1,0 +1,150 @@
+//! One rank's side of the network: its memory, its peers, its queues, and what its next polls will hand out.
+
+use super::memory::{fits, locate};
+use crate::base::{Error, Rank, Result};
+use crate::transport::imm::{ImmValue, MAX_NICS};
+use crate::transport::link::{MAX_MESSAGE, Span, WriteImm};
+use std::collections::{BTreeMap, VecDeque};
+
+/// A peer, as the address that was connected described it.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    /// The endpoint's key: an endpoint that is dropped or reset never has it again.
+    pub(super) key: u64,
+    /// Tells it from earlier lanes between the same ranks: each counts for itself.
+    pub(super) id: u64,
+    /// Lengths of its regions.
+    pub(super) regions: Vec<u64>,
+    /// Writes outstanding, by NIC.
+    pub(super) outstanding: [u32; MAX_NICS],
+    /// Messages on their way.
+    pub(super) messages: u32,
+    /// Writes and messages posted so far; numbers them.
+    pub(super) posted: u64,
+    /// The highest such number that was delivered.
+    pub(super) delivered: u64,
+}
+
+/// One NIC of a rank.
+#[derive(Debug, Default, Clone)]
+pub(super) struct Port {
+    /// When it has sent all that was posted, in picoseconds.
+    pub(super) sends_until_ps: u64,
+    /// When it has taken in all that has reached it.
+    pub(super) receives_until_ps: u64,
+    /// It moves nothing before this time.
+    pub(super) stopped_until_ns: u64,
+    /// Writes outstanding.
+    pub(super) outstanding: u32,
+}
+
+/// Which queue slots a completion frees.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Slot {
+    pub(super) nic: usize,
+    pub(super) peer: Rank,
+    /// The lane in which it was posted.
+    pub(super) lane: u64,
+}
+
+/// What a poll will hand out.
+#[derive(Debug)]
+pub(super) enum Pending {
+    Sent { token: u64, slot: Slot },
+    Failed { token: u64, slot: Slot, what: &'static str },
+    Imm(ImmValue),
+    Message { peer: Rank, bytes: Box<[u8]> },
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Seat {
+    pub(super) alive: bool,
+    /// Counts the endpoints that this rank has had, so that a former one cannot act for the present one.
+    pub(super) life: u64,
+    pub(super) key: u64,
+    pub(super) spans: Vec<Span>,
+    pub(super) lanes: BTreeMap<Rank, Lane>,
+    pub(super) ports: Vec<Port>,
+    pub(super) inbox: VecDeque<Pending>,
+    /// So many of the next writes fail.
+    pub(super) fail_next: u32,
+}
+
+impl Seat {
+    /// Queues a completion, unless nobody is there to have it.
+    pub(super) fn complete(&mut self, pending: Pending) {
+        if self.alive {
+            self.inbox.push_back(pending);
+        }
+    }
+
+    /// Takes what is next, and frees its slots.
+    pub(super) fn take(&mut self) -> Option<Pending> {
+        let pending = self.inbox.pop_front()?;
+        if let Pending::Sent { slot, .. } | Pending::Failed { slot, .. } = &pending {
+            self.free(*slot);
+        }
+        Some(pending)
+    }
+
+    fn free(&mut self, slot: Slot) {
+        if let Some(port) = self.ports.get_mut(slot.nic) {
+            port.outstanding = port.outstanding.saturating_sub(1);
+        }
+        if let Some(lane) = self.lanes.get_mut(&slot.peer).filter(|lane| lane.id == slot.lane) {
+            lane.outstanding[slot.nic] = lane.outstanding[slot.nic].saturating_sub(1);
+        }
+    }
+
+    /// The address of a write's source, if everything about the write is something that could be done.
+    pub(super) fn admit(&self, write: &WriteImm) -> Result<u64> {
+        if usize::from(write.nic) >= self.ports.len() {
+            let advice = format!("there are {} NICs, counted from 0", self.ports.len());
+            return Err(argument("nic", write.nic.to_string(), advice));
+        }
+        let lane = self.lane(write.peer)?;
+        let Some(source) = locate(&self.spans, write.source, write.bytes) else {
+            let length = self.spans.get(usize::from(write.source.region.0)).map(|span| span.bytes as u64);
+            return Err(outside("source", write, length));
+        };
+        let length = lane.regions.get(usize::from(write.target.region.0)).copied();
+        if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
+            return Err(outside("target", write, length));
+        }
+        Ok(source)
+    }
+
+    pub(super) fn admit_message(&self, peer: Rank, message: &[u8]) -> Result<()> {
+        self.lane(peer)?;
+        if message.len() > MAX_MESSAGE {
+            let advice = format!("send at most {MAX_MESSAGE} bytes at once");
+            return Err(argument("message", format!("{} bytes", message.len()), advice));
+        }
+        Ok(())
+    }
+
+    fn lane(&self, peer: Rank) -> Result<&Lane> {
+        self.lanes
+            .get(&peer)
+            .ok_or_else(|| argument("peer", peer.to_string(), "connect to it with its address first".into()))
+    }
+}
+
+#[cold]
+fn argument(name: &'static str, value: String, advice: String) -> Error {
+    Error::Argument { name, value, advice }
+}
+
+#[cold]
+fn outside(name: &'static str, write: &WriteImm, length: Option<u64>) -> Error {
+    let (place, owner) = match name {
+        "source" => (write.source, "this rank".to_owned()),
+        _ => (write.target, format!("rank {}", write.peer)),
+    };
+    let value = format!("{} bytes at {} of region {} of {owner}", write.bytes, place.offset, place.region.0);
+    let advice = match length {
+        Some(length) => format!("that region has {length} bytes; stay inside it"),
+        None => "no such region is known; register it before the address is taken, and connect again".to_owned(),
+    };
+    argument(name, value, advice)
+}
