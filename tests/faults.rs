@@ -287,6 +287,32 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
 }
 
 #[test]
+fn scales_of_the_wrong_shape_are_refused() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.hidden(256).dtype(Dtype::Fp8E4m3).scales(Scales::F32));
+        let x = rig.ep.device().alloc(4 * 256).unwrap();
+        let scales = rig.ep.device().alloc(4 * 2 * 4).unwrap();
+        let given = |bytes: usize, row_stride: usize| {
+            Some(ScaleView { view: View { bytes, ..scales.view() }, row_stride, col_stride: 1 })
+        };
+        let refused = |scales: Option<ScaleView>, out_scales: Option<View>, words: &[&str]| {
+            let tokens = Tokens { x: x.view(), x_pitch: 256, scales, ..rig.tokens(4) };
+            let layout = Layout::Contiguous { align: 1, capacity: 4 };
+            let output = Output { layout, rows: x.view(), rows_pitch: 256, scales: out_scales, ..rig.output(4) };
+            let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
+            words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
+        };
+        let out = Some(scales.view());
+        refused(None, out, &["scales is missing", "have scales"]);
+        refused(given(31, 2), out, &["scales is 31 bytes", "32 bytes"]);
+        refused(given(32, 3), out, &["scales is 32 bytes", "44 bytes"]);
+        refused(given(32, usize::MAX), out, &["scales is beyond 64 bits"]);
+        refused(given(32, 2), None, &["output scales is missing"]);
+        refused(given(32, 2), Some(View { bytes: 28, ..scales.view() }), &["output scales is 28 bytes", "32 bytes"]);
+    });
+}
+
+#[test]
 fn shapes_that_cannot_be_served_are_refused() {
     let world = World::threads(2).remove(0);
     let device = Device::cpu().unwrap();
