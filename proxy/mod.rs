@@ -1,17 +1,22 @@
 //! The host side of the data path: the buffer plan, contexts, handles, and what the device reports.
 //!
-//! Every world is one node at present, so there is no proxy thread yet: calls enqueue kernels and return. Threads that
-//! post to a network, their state machines, counters and flags belong here too.
+//! Every world is one node at present: calls enqueue kernels and return. For several nodes, `machine` is the proxy's
+//! state machine (doorbells and completions in, posts and flags out), `counter` counts its immediates, `wire` authors
+//! its offsets, and `driver` runs it on a pinned thread over a transport. Contexts do not start one yet.
 //!
 //! Runs on the caller's thread. Calls never wait on the host; only building a context does, with deadlines.
 
 mod calls;
 mod config;
 mod context;
+pub mod counter;
+pub mod driver;
 mod handle;
+pub mod machine;
 mod placement;
 mod plan;
 mod report;
+pub mod wire;
 
 pub use calls::{Combined, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use config::{AllToAllBuilder, Scales, Weights};

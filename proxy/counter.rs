@@ -1,0 +1,166 @@
+//! Counts immediates: which shards of which chunk of which source have landed, in two epochs at a time.
+//!
+//! Place in the data path: between a completion and the `landed` flag. Runs on the proxy thread. Never blocks,
+//! allocates (after construction) or trusts what arrives: a duplicate or an impossible immediate is an answer.
+//!
+//! An immediate carries two bits of its epoch, and they are enough. Let M be the newest epoch seen of a source:
+//!
+//! ```text
+//!      M−1          M            M+1          M+2
+//!    may still    may still    the source    the source saw that we had begun X(M+1), which we do after our receive
+//!    be under     be under     went on       of X(M): M is complete here, M+1 may not have begun to arrive
+//!    way          way
+//! ```
+//!
+//! Nothing older than M−1 can be under way: X(M) was sent after the source saw that we had begun X(M−1), after our
+//! receive of X(M−2). So epoch mod 4 names one of these four, and the two parities of a slot hold all that is open.
+
+use super::wire::{ChunkIdx, NicIdx, SourceIdx};
+
+/// What an immediate amounted to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Counted {
+    /// Other shards of the chunk are under way.
+    Partial,
+    /// That was the chunk's last shard.
+    Landed {
+        /// Whole number of the epoch.
+        epoch: u64,
+    },
+    /// The shard had been counted before, or belongs to an epoch from before the context.
+    Duplicate,
+    /// The shard's slot is still in use by an epoch that must have been over.
+    Impossible,
+}
+
+/// Bits of an entry that hold the NICs' mask.
+const MASK_BITS: u32 = 4;
+const MASK: u64 = (1 << MASK_BITS) - 1;
+
+/// Counts the shards of one direction.
+#[derive(Debug)]
+pub struct ImmCounter {
+    sources: usize,
+    chunks: usize,
+    /// A bit for every NIC.
+    full: u64,
+    /// By source: newest epoch seen.
+    newest: Vec<u64>,
+    /// By (parity, source): chunks with some shards counted, and not all.
+    open: Vec<u16>,
+    /// By (parity, source, chunk): `epoch << 4 | NICs counted`. An entry of an older epoch is reset by its first shard.
+    entries: Vec<u64>,
+}
+
+impl ImmCounter {
+    /// For messages of up to `chunks` chunks by `sources` sources over `nics` NICs (at most 4), from `first_epoch` on.
+    pub fn new(sources: usize, chunks: usize, nics: u8, first_epoch: u64) -> ImmCounter {
+        let full = (1 << nics.min(MASK_BITS as u8)) - 1;
+        // Epochs from before the context are complete, so that their late shards are duplicates.
+        let complete = |parity: u64| {
+            let last = first_epoch.wrapping_sub(1);
+            let epoch = if last & 1 == parity { last } else { last.wrapping_sub(1) };
+            tag(epoch) | full
+        };
+        let mut entries = vec![complete(0); sources * chunks];
+        entries.resize(2 * sources * chunks, complete(1));
+        let newest = vec![first_epoch.wrapping_sub(1); sources];
+        ImmCounter { sources, chunks, full, newest, open: vec![0; 2 * sources], entries }
+    }
+
+    /// Counts one shard. `epoch_bits` is the epoch modulo 4. Indices beyond the configured ones are `Impossible`.
+    pub fn count(&mut self, source: SourceIdx, epoch_bits: u8, chunk: ChunkIdx, nic: NicIdx) -> Counted {
+        let bit = 1u64 << (nic.0 & 63) & self.full;
+        if source.index() >= self.sources || chunk.index() >= self.chunks || bit == 0 {
+            return Counted::Impossible;
+        }
+        let newest = self.newest[source.index()];
+        let oldest = newest.wrapping_sub(1);
+        let epoch = oldest.wrapping_add(u64::from(epoch_bits).wrapping_sub(oldest) & 3);
+        let slot = (epoch & 1) as usize * self.sources + source.index();
+        let later = epoch != oldest && epoch != newest;
+        if later && self.open[slot] != 0 {
+            return Counted::Impossible;
+        }
+        let entry = &mut self.entries[slot * self.chunks + chunk.index()];
+        let before = if *entry & !MASK == tag(epoch) { *entry & MASK } else { 0 };
+        if before == 0 && !(*entry & MASK == 0 || *entry & MASK == self.full) {
+            return Counted::Impossible;
+        }
+        if before & bit != 0 {
+            return Counted::Duplicate;
+        }
+        let now = before | bit;
+        *entry = tag(epoch) | now;
+        if later {
+            self.newest[source.index()] = epoch;
+        }
+        self.open[slot] = self.open[slot] + u16::from(before == 0) - u16::from(now == self.full);
+        if now == self.full { Counted::Landed { epoch } } else { Counted::Partial }
+    }
+}
+
+/// An epoch's bits in an entry.
+fn tag(epoch: u64) -> u64 {
+    epoch << MASK_BITS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: SourceIdx = SourceIdx(0);
+
+    fn count(counter: &mut ImmCounter, epoch: u64, chunk: u16, nic: u8) -> Counted {
+        counter.count(S, (epoch & 3) as u8, ChunkIdx(chunk), NicIdx(nic))
+    }
+
+    #[test]
+    fn a_chunk_lands_with_its_last_shard_in_any_order() {
+        let mut c = ImmCounter::new(1, 2, 3, 1);
+        assert_eq!(count(&mut c, 1, 1, 2), Counted::Partial);
+        assert_eq!(count(&mut c, 1, 0, 0), Counted::Partial);
+        assert_eq!(count(&mut c, 1, 1, 0), Counted::Partial);
+        assert_eq!(count(&mut c, 1, 1, 1), Counted::Landed { epoch: 1 });
+        assert_eq!(count(&mut c, 1, 0, 2), Counted::Partial);
+        assert_eq!(count(&mut c, 1, 0, 1), Counted::Landed { epoch: 1 });
+    }
+
+    #[test]
+    fn epochs_overlap_by_one_around_the_wrap_of_their_low_bits() {
+        for first in [1, 2, 3, u64::from(u32::MAX) - 1, (1 << 32) + 1, 1 << 40] {
+            let mut c = ImmCounter::new(1, 1, 2, first);
+            assert_eq!(count(&mut c, first, 0, 0), Counted::Partial);
+            for e in first..first + 9 {
+                // The next epoch arrives in whole or in part before this one is complete, or even begun.
+                assert_eq!(count(&mut c, e + 1, 0, 1), Counted::Partial, "early shard of {}", e + 1);
+                assert_eq!(count(&mut c, e, 0, if e == first { 1 } else { 0 }), Counted::Landed { epoch: e });
+            }
+        }
+    }
+
+    #[test]
+    fn two_epochs_on_arrives_before_any_of_the_next() {
+        let mut c = ImmCounter::new(1, 1, 1, 5);
+        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5 });
+        assert_eq!(count(&mut c, 7, 0, 0), Counted::Landed { epoch: 7 });
+        assert_eq!(count(&mut c, 6, 0, 0), Counted::Landed { epoch: 6 });
+        assert_eq!(count(&mut c, 6, 0, 0), Counted::Duplicate);
+        assert_eq!(count(&mut c, 8, 0, 0), Counted::Landed { epoch: 8 });
+    }
+
+    #[test]
+    fn duplicates_and_the_impossible_are_answers() {
+        let mut c = ImmCounter::new(1, 2, 2, 5);
+        assert_eq!(count(&mut c, 4, 0, 0), Counted::Duplicate, "from before the context");
+        assert_eq!(count(&mut c, 3, 0, 0), Counted::Duplicate, "from before the context");
+        assert_eq!(count(&mut c, 5, 0, 1), Counted::Partial);
+        assert_eq!(count(&mut c, 5, 0, 1), Counted::Duplicate);
+        assert_eq!(count(&mut c, 7, 0, 1), Counted::Impossible, "5 is open");
+        assert_eq!(count(&mut c, 7, 1, 1), Counted::Impossible, "5 is open, in another chunk");
+        assert_eq!(count(&mut c, 5, 2, 0), Counted::Impossible);
+        assert_eq!(count(&mut c, 5, 0, 2), Counted::Impossible);
+        assert_eq!(c.count(SourceIdx(1), 1, ChunkIdx(0), NicIdx(0)), Counted::Impossible);
+        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5 });
+    }
+}

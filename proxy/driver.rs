@@ -1,0 +1,296 @@
+//! Feeds the machine from real memory and a real transport.
+//!
+//! Place in the data path: around the machine; one per rank. Runs on a thread of its own, pinned to a core where one was
+//! named, or on a host fiber of the one-thread world, which calls `run` or `turn` itself. After start a turn never
+//! blocks, allocates, locks, logs, formats or makes a system call; it locks once for each request of another thread, and
+//! an idle thread gives up its core where more threads spin than there are cores.
+//!
+//! ```text
+//!   turn:  requests ─▶ doorbells ─▶ step ─▶ post        (Acquire: the device's rows are visible to the NIC before, E2)
+//!          poll ─▶ step ─▶ flags                        (Release: E5, E10)
+//!          time ─▶ step ─▶ retries, heartbeats
+//! ```
+//!
+//! Between generations, through `Remote::ask`: close all contexts, reset the transport, exchange addresses, connect, open
+//! the contexts anew, and only after a barrier let the devices ring.
+
+mod remote;
+mod words;
+
+use crate::base::{Error, Rank, Result, wait};
+use crate::proxy::machine::{Answer, ContextConfig, Flag, Input, Machine, Outputs, Report, WatchId};
+use crate::proxy::wire::{ContextIdx, Wire};
+use crate::transport::imm::MAX_CONTEXTS;
+use crate::transport::link::{Event, Posted, Transport, WriteImm};
+pub use remote::{ProxyThread, Remote, ThreadConfig};
+use remote::{Request, Shared};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+pub use words::{ContextMemory, Words};
+
+/// Turns between looks at the clock while there is work: a look costs as much as a post.
+const TURNS_PER_LOOK: u32 = 64;
+/// How long a proxy that stops tries to tell its peers.
+const LEAVE_TIMEOUT_NS: u64 = 100_000_000;
+
+/// A clock that never goes back, in nanoseconds.
+pub type Clock = Box<dyn Fn() -> u64 + Send>;
+
+/// The clock of the operating system.
+pub fn system_clock() -> Clock {
+    let start = Instant::now();
+    Box::new(move || u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// An open context's memory, and where in it things are.
+struct Bound {
+    memory: ContextMemory,
+    wire: Wire,
+}
+
+/// One rank's proxy.
+pub struct Driver<T: Transport> {
+    machine: Machine,
+    transport: T,
+    contexts: [Option<Bound>; MAX_CONTEXTS],
+    clock: Clock,
+    now_ns: u64,
+    /// Turns left until the next look at the clock.
+    look_in: u32,
+    /// The endpoint answered with an error; it is not asked again.
+    broken: bool,
+    shared: Arc<Shared<T>>,
+}
+
+/// The machine's hands on memory and transport.
+struct Hands<'a, T: Transport> {
+    /// `None` while the transport hands out events; whatever is posted then is tried again with the next turn.
+    transport: Option<&'a mut T>,
+    contexts: &'a [Option<Bound>; MAX_CONTEXTS],
+    shared: &'a Shared<T>,
+}
+
+impl<T: Transport> Hands<'_, T> {
+    fn answer(&self, posted: Result<Posted>) -> Answer {
+        match posted {
+            Ok(Posted::Accepted) => Answer::Accepted,
+            Ok(Posted::Full) => Answer::Full,
+            Err(error) => {
+                self.shared.fail(error);
+                Answer::Refused
+            }
+        }
+    }
+}
+
+impl<T: Transport> Outputs for Hands<'_, T> {
+    fn post(&mut self, write: &WriteImm) -> Answer {
+        let Some(transport) = &mut self.transport else { return Answer::Full };
+        let posted = transport.post(write);
+        self.answer(posted)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Answer {
+        let Some(transport) = &mut self.transport else { return Answer::Full };
+        let posted = transport.send(peer, message);
+        self.answer(posted)
+    }
+
+    fn flag(&mut self, flag: Flag) {
+        let (Flag::Landed { context, .. } | Flag::StagingFree { context, .. }) = flag;
+        let Some(Bound { memory, wire }) = self.contexts.get(context.index()).and_then(Option::as_ref) else { return };
+        let (words, at, epoch) = match flag {
+            Flag::Landed { direction, source, chunk, epoch, .. } => {
+                (&memory.landed, wire.landed_word(direction, epoch, source, chunk), epoch)
+            }
+            Flag::StagingFree { direction, link, epoch, .. } => {
+                (&memory.staging_free, wire.staging_free_word(direction, epoch, link), epoch)
+            }
+        };
+        if let Some(word) = words.get(at) {
+            // E5, E10: acquired by the one device thread that polls these words.
+            word.store(epoch, Ordering::Release);
+        }
+    }
+
+    fn report(&mut self, report: Report) {
+        self.shared.report(report);
+    }
+}
+
+impl<T: Transport + 'static> Driver<T> {
+    /// A proxy without contexts.
+    pub fn new(machine: Machine, transport: T, clock: Clock) -> Driver<T> {
+        let now_ns = clock();
+        let shared = Arc::new(Shared::new());
+        Driver { machine, transport, contexts: Default::default(), clock, now_ns, look_in: 0, broken: false, shared }
+    }
+
+    /// For other threads (or fibers): requests, and what was reported.
+    pub fn remote(&self) -> Remote<T> {
+        Remote::new(Arc::clone(&self.shared))
+    }
+
+    /// The machine, to look at.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// The endpoint, to register memory and to connect.
+    pub fn transport(&mut self) -> &mut T {
+        &mut self.transport
+    }
+
+    /// Opens a context. All its ranks must have done so before any of them rings.
+    ///
+    /// # Errors
+    /// `Config` if the machine refuses it, or the memory does not have the lengths that the wire asks for.
+    pub fn open(&mut self, index: ContextIdx, config: &ContextConfig<'_>, memory: ContextMemory) -> Result<()> {
+        let (asked, given) = (config.wire.word_counts(), memory.counts());
+        if asked != given {
+            return Err(Error::Config {
+                name: "shared words",
+                value: format!("{given:?}"),
+                advice: format!("the wire asks for {asked:?}"),
+            });
+        }
+        // Peers are given their time from now on.
+        self.tick();
+        let now_ns = self.now_ns;
+        self.step(Input::Time { now_ns });
+        self.machine.open(index, config)?;
+        if let Some(context) = self.contexts.get_mut(index.index()) {
+            *context = Some(Bound { memory, wire: config.wire.clone() });
+        }
+        Ok(())
+    }
+
+    /// Closes a context. Its staging belongs to the transport until `Machine::under_way` is 0.
+    pub fn close(&mut self, index: ContextIdx) {
+        self.machine.close(index);
+        if let Some(context) = self.contexts.get_mut(index.index()) {
+            *context = None;
+        }
+    }
+
+    /// Runs until `Remote::stop`, then tells the peers. Yields when idle if `yields` says so, by way of `base::wait`.
+    pub fn run(&mut self, yields: impl Fn() -> bool) {
+        let mut idle = 0u32;
+        while !self.shared.is_stopped() {
+            idle = if self.turn() { 0 } else { idle.saturating_add(1) };
+            match idle {
+                0 => {}
+                _ if yields() => wait::relax("proxy", idle),
+                _ => std::hint::spin_loop(),
+            }
+        }
+        self.leave(yields);
+        self.shared.end();
+    }
+
+    fn leave(&mut self, yields: impl Fn() -> bool) {
+        self.machine.leave();
+        let until = (self.clock)().saturating_add(LEAVE_TIMEOUT_NS);
+        while !self.machine.has_left() && !self.broken && (self.clock)() < until {
+            self.turn();
+            if yields() {
+                wait::relax("proxy leaving", 0);
+            }
+        }
+    }
+
+    /// Looks at everything once. False if there was nothing to do.
+    pub fn turn(&mut self) -> bool {
+        let mut busy = self.requests();
+        busy |= self.doorbells();
+        busy |= self.events();
+        if self.look_in == 0 || !busy {
+            self.tick();
+        }
+        self.look_in -= 1;
+        let now_ns = self.now_ns;
+        self.step(Input::Time { now_ns });
+        busy
+    }
+
+    fn tick(&mut self) {
+        self.now_ns = (self.clock)();
+        self.look_in = TURNS_PER_LOOK;
+    }
+
+    fn step(&mut self, input: Input<'_>) {
+        let Driver { machine, transport, contexts, shared, .. } = self;
+        machine.step(input, &mut Hands { transport: Some(transport), contexts, shared });
+    }
+
+    fn requests(&mut self) -> bool {
+        let mut any = false;
+        while let Some(request) = self.shared.next_request() {
+            let request: Request<T> = request;
+            request(self);
+            any = true;
+        }
+        any
+    }
+
+    /// Gives each doorbell that is rung to the machine.
+    fn doorbells(&mut self) -> bool {
+        let Driver { machine, transport, contexts, shared, .. } = self;
+        let mut hands = Hands { transport: Some(transport), contexts, shared };
+        let mut any = false;
+        for (bound, context) in contexts.iter().zip(0..) {
+            let Some(Bound { memory, .. }) = bound else { continue };
+            let context = ContextIdx(context);
+            for index in 0..machine.watches(context).len() {
+                let Some(watch) = machine.watches(context).get(index).copied() else { continue };
+                let Some(doorbell) = memory.doorbells.get(watch.word as usize) else { continue };
+                // E1: the device released the rows, and the count of chunks, before the doorbell.
+                let word = doorbell.load(Ordering::Acquire);
+                if !watch.is_rung(word) {
+                    continue;
+                }
+                let count = watch.chunks_word.and_then(|at| memory.chunks.get(at as usize));
+                let chunks = count.map_or(0, |word| word.load(Ordering::Relaxed));
+                let watch = WatchId { context, index: index as u16 };
+                let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
+                machine.step(Input::Doorbell { watch, bytes: word as u32, chunks }, &mut hands);
+                any = true;
+            }
+        }
+        any
+    }
+
+    /// Gives what the transport hands out to the machine.
+    fn events(&mut self) -> bool {
+        if self.broken {
+            return false;
+        }
+        let Driver { machine, transport, contexts, shared, .. } = self;
+        let mut hands = Hands { transport: None, contexts, shared };
+        let polled = transport.poll(&mut |event| machine.step(input(event), &mut hands));
+        match polled {
+            Ok(count) => count > 0,
+            Err(error) => {
+                self.shared.fail(error);
+                self.broken = true;
+                false
+            }
+        }
+    }
+}
+
+fn input(event: Event<'_>) -> Input<'_> {
+    match event {
+        Event::Sent { token } => Input::Sent { token },
+        Event::Failed { token, what, .. } => Input::Failed { token, what },
+        Event::Imm { imm } => Input::Immediate { imm },
+        Event::Message { peer, bytes } => Input::Message { peer, bytes },
+    }
+}
+
+/// How long a request to a proxy may take: a turn, and what the request itself does.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,190 @@
+//! Two proxies on threads of their own over the simulated network; the test plays both devices.
+
+use super::*;
+use crate::base::Rank;
+use crate::proxy::machine::{Cause, Liveness, MachineConfig};
+use crate::proxy::wire::{ChunkIdx, Direction, Lane, LinkIdx, Nodes, SourceIdx, WireInput};
+use crate::transport::link::{RegionId, Span};
+use crate::transport::sim::{Clock as SimClock, Network, SimConfig, SimEndpoint};
+
+const CONTEXT: ContextIdx = ContextIdx(0);
+const PATIENCE: Duration = Duration::from_secs(20);
+const LIVENESS: Liveness =
+    Liveness { heartbeat_ns: 10_000_000, silence_ns: 400_000_000, first_contact_ns: 2_000_000_000 };
+
+struct Side {
+    rank: Rank,
+    /// As words, so that the network's accesses and the test's are to the same kind of memory.
+    arena: Words,
+    memory: ContextMemory,
+    proxy: ProxyThread<SimEndpoint>,
+}
+
+fn wire() -> Wire {
+    let nodes = Nodes::new(vec![vec![Rank(0)], vec![Rank(1)]]).unwrap();
+    let lane = Lane { head_bytes: 64, chunk_bytes: 192, chunks: 3 };
+    let lanes = [lane, lane, Lane { chunks: 0, ..lane }];
+    Wire::new(WireInput { nodes, nics: 2, lanes, staging_offset: 0, inbox_offset: 1 << 14 }).unwrap()
+}
+
+fn pair(seed: u64, wire: &Wire) -> (Network, Vec<Side>) {
+    let network = Network::new(2, SimConfig { clock: SimClock::Real, ..SimConfig::hostile(seed) }).unwrap();
+    let mut drivers = Vec::new();
+    for rank in [Rank(0), Rank(1)] {
+        let machine = Machine::new(&MachineConfig { rank, world: 2, liveness: LIVENESS }).unwrap();
+        let arena = Words::owned((1 << 15) / 8);
+        let mut driver = Driver::new(machine, network.endpoint(rank).unwrap(), system_clock());
+        let base = arena.get(0).unwrap().as_ptr() as u64;
+        // SAFETY: the arena is dropped after the proxy, and only accessed as atomic words or while nothing is under way.
+        unsafe { driver.transport().register(Span { base, bytes: 1 << 15 }) }.unwrap();
+        drivers.push((driver, arena, ContextMemory::owned(wire.word_counts())));
+    }
+    let addresses: Vec<Vec<u8>> = drivers.iter_mut().map(|(driver, ..)| driver.transport().address()).collect();
+    let sides = drivers.into_iter().zip([1, 0]).map(|((mut driver, arena, memory), peer)| {
+        let rank = Rank(1 - peer as u32);
+        driver.transport().connect(Rank(peer as u32), &addresses[peer]).unwrap();
+        let config = ContextConfig { generation: 0, first_epoch: 1, wire, arenas: &[RegionId(0), RegionId(0)] };
+        driver.open(CONTEXT, &config, memory.share()).unwrap();
+        let proxy = ProxyThread::spawn(driver, ThreadConfig { core: None, spinners: 4 }).unwrap();
+        Side { rank, arena, memory, proxy }
+    });
+    (network, sides.collect())
+}
+
+fn value(rank: Rank, epoch: u64, chunk: u16, at: u64) -> u64 {
+    u64::from(rank.0 + 1) << 56 | epoch << 24 | u64::from(chunk) << 16 | at
+}
+
+impl Side {
+    /// Packs and rings one message of `chunks` chunks.
+    fn send(&self, wire: &Wire, direction: Direction, epoch: u64, chunks: u16) {
+        if epoch > 2 {
+            let word = wire.staging_free_word(direction, epoch, LinkIdx(0));
+            wait_for("staging", &self.memory.staging_free, word, epoch - 2);
+        }
+        let count = wire.chunks_word(direction, epoch, LinkIdx(0));
+        self.memory.chunks.get(count).unwrap().store(u64::from(chunks), Ordering::Relaxed);
+        for chunk in (0..chunks).map(ChunkIdx) {
+            let start = wire.staging_offset(direction, epoch, LinkIdx(0), chunk) / 8;
+            let bytes = wire.lane(direction).chunk_capacity(chunk);
+            for at in 0..u64::from(bytes / 8) {
+                let word = self.arena.get((start + at) as usize).unwrap();
+                word.store(value(self.rank, epoch, chunk.0, at), Ordering::Relaxed);
+            }
+            let bell = wire.doorbell_word(direction, epoch, LinkIdx(0), chunk);
+            let bell = self.memory.doorbells.get(bell).unwrap();
+            bell.store(epoch << 32 | u64::from(bytes), Ordering::Release);
+        }
+    }
+
+    fn receive(&self, wire: &Wire, direction: Direction, epoch: u64, chunks: u16) {
+        let peer = Rank(1 - self.rank.0);
+        for chunk in (0..chunks).map(ChunkIdx) {
+            let word = wire.landed_word(direction, epoch, SourceIdx(0), chunk);
+            wait_for("landed", &self.memory.landed, word, epoch);
+            let start = wire.inbox_offset(direction, epoch, SourceIdx(0), chunk) / 8;
+            for at in 0..u64::from(wire.lane(direction).chunk_capacity(chunk) / 8) {
+                let seen = self.arena.get((start + at) as usize).unwrap().load(Ordering::Relaxed);
+                assert_eq!(seen, value(peer, epoch, chunk.0, at), "epoch {epoch} {chunk:?} word {at}");
+            }
+        }
+    }
+}
+
+fn wait_for(what: &'static str, words: &Words, at: usize, epoch: u64) {
+    let seen = wait::poll(what, PATIENCE, || (words.get(at).unwrap().load(Ordering::Acquire) == epoch).then_some(()));
+    assert!(seen.is_some(), "{what} of epoch {epoch} never comes");
+}
+
+#[test]
+fn rows_cross_a_hostile_network_between_threads() {
+    let wire = wire();
+    let (network, sides) = pair(7, &wire);
+    std::thread::scope(|scope| {
+        for side in &sides {
+            let wire = &wire;
+            scope.spawn(move || {
+                for epoch in 1..200 {
+                    let chunks = (epoch % 3 + 1) as u16;
+                    for direction in [Direction::Dispatch, Direction::Combine] {
+                        side.send(wire, direction, epoch, chunks);
+                        side.receive(wire, direction, epoch, chunks);
+                    }
+                }
+            });
+        }
+    });
+    for side in sides {
+        side.proxy.remote().close(CONTEXT, PATIENCE).unwrap();
+        let stats = side.proxy.remote().ask(|driver| *driver.machine().stats()).unwrap();
+        assert_eq!((stats.posts, stats.impossible, stats.duplicates), (stats.completions, 0, 0), "{stats:?}");
+        assert!(stats.full > 0, "the network's queues never filled");
+        assert_eq!((side.proxy.remote().reports(), side.proxy.remote().failure()), (Vec::new(), None));
+        drop(side.proxy);
+        drop(side.arena);
+    }
+    drop(network);
+}
+
+#[test]
+fn a_killed_peer_is_reported_by_name_and_one_that_leaves_is_not() {
+    let wire = wire();
+    let (network, mut sides) = pair(8, &wire);
+    let heard = |side: &Side| {
+        wait::poll("beats", PATIENCE, || {
+            let beats = side.proxy.remote().ask(|driver| driver.machine().stats().beats).unwrap();
+            (beats > 4).then_some(())
+        })
+    };
+    assert!(sides.iter().all(|side| heard(side).is_some()));
+    network.kill(Rank(1));
+    let lost = wait::poll("loss", PATIENCE, || sides[0].proxy.remote().reports().first().copied());
+    let Some(Report::PeerLost { peer: Rank(1), cause: Cause::Silent { silent_ns } }) = lost else { panic!("{lost:?}") };
+    assert!(silent_ns > LIVENESS.silence_ns);
+    assert_eq!(sides[0].proxy.remote().lost_peers(), [Rank(1)]);
+    // What the killed one sees is its own endpoint's end.
+    assert!(sides[1].proxy.remote().failure().is_some());
+    sides.clear();
+
+    let (_network, mut sides) = pair(9, &wire);
+    assert!(sides.iter().all(|side| heard(side).is_some()));
+    let stays = sides.swap_remove(0);
+    sides.clear();
+    std::thread::sleep(Duration::from_nanos(2 * LIVENESS.silence_ns));
+    assert_eq!(stays.proxy.remote().reports(), []);
+}
+
+#[test]
+fn what_cannot_be_opened_or_asked_is_an_error() {
+    let wire = wire();
+    let (_network, mut sides) = pair(10, &wire);
+    let side = sides.swap_remove(0);
+    let remote = side.proxy.remote().clone();
+    let wire_there = wire.clone();
+    let twice = remote.ask(move |driver| {
+        let config =
+            ContextConfig { generation: 0, first_epoch: 1, wire: &wire_there, arenas: &[RegionId(0), RegionId(0)] };
+        let again = driver.open(CONTEXT, &config, ContextMemory::owned(wire_there.word_counts()));
+        let short = driver.open(ContextIdx(1), &config, ContextMemory::owned(Default::default()));
+        (again.unwrap_err().to_string(), short.unwrap_err().to_string())
+    });
+    let (again, short) = twice.unwrap();
+    assert!(again.contains("is open") && short.contains("shared words"), "{again}; {short}");
+    drop(side);
+    assert!(remote.ask(|_| ()).unwrap_err().to_string().contains("does not answer"));
+    let words: Arc<Vec<u64>> = Arc::new(vec![0; 2]);
+    // SAFETY: refused before it is used.
+    assert!(unsafe { Words::from_raw(words.as_ptr().cast_mut().byte_add(4), 1, words.clone()) }.is_err());
+    let (_network, mut sides) = pair(11, &wire);
+    let driver = sides.swap_remove(0);
+    drop(driver);
+}
+
+#[test]
+fn a_core_that_is_not_there_is_refused() {
+    let network = Network::new(1, SimConfig::calm()).unwrap();
+    let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 1, liveness: LIVENESS }).unwrap();
+    let driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), system_clock());
+    let refused = ProxyThread::spawn(driver, ThreadConfig { core: Some(1 << 20), spinners: 0 });
+    assert!(refused.err().is_some_and(|error| error.to_string().contains("proxy core")));
+}

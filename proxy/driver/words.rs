@@ -1,0 +1,113 @@
+//! Words in host memory that device and proxy share.
+
+use crate::base::{Error, Result};
+use crate::proxy::wire::WordCounts;
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+/// An array of shared 64-bit words, and what keeps its memory alive.
+pub struct Words {
+    base: NonNull<AtomicU64>,
+    len: usize,
+    _memory: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the words are atomic, and the memory lives as long as its owner, which may be shared and sent.
+unsafe impl Send for Words {}
+// SAFETY: as above.
+unsafe impl Sync for Words {}
+
+impl Words {
+    /// Zeroed words of this process alone.
+    pub fn owned(len: usize) -> Words {
+        let memory: Arc<Vec<AtomicU64>> = Arc::new((0..len).map(|_| AtomicU64::new(0)).collect());
+        let base = NonNull::new(memory.as_ptr().cast_mut()).unwrap_or(NonNull::dangling());
+        Words { base, len, _memory: memory }
+    }
+
+    /// Words at `base`, kept alive by `memory`.
+    ///
+    /// # Errors
+    /// `Argument` if `base` is null or not aligned to 8 bytes.
+    ///
+    /// # Safety
+    /// `len` words at `base` must stay valid and zeroed or written by words of this size, as long as `memory` lives,
+    /// and be accessed atomically by everyone.
+    pub unsafe fn from_raw(base: *mut u64, len: usize, memory: Arc<dyn Any + Send + Sync>) -> Result<Words> {
+        match NonNull::new(base.cast::<AtomicU64>()) {
+            Some(base) if base.is_aligned() => Ok(Words { base, len, _memory: memory }),
+            _ => Err(Error::Argument {
+                name: "base",
+                value: format!("{base:p}"),
+                advice: "shared words need an address that is aligned to 8 bytes".into(),
+            }),
+        }
+    }
+
+    /// A second handle of the same words.
+    pub fn share(&self) -> Words {
+        Words { base: self.base, len: self.len, _memory: Arc::clone(&self._memory) }
+    }
+
+    /// Their number.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// One word.
+    pub fn get(&self, at: usize) -> Option<&AtomicU64> {
+        // SAFETY: `len` words at `base` are valid as long as `_memory`, which `self` holds; they are atomic.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }.get(at)
+    }
+}
+
+/// The words of one context, with the lengths that `Wire::word_counts` asks for.
+pub struct ContextMemory {
+    /// By device: a chunk is packed.
+    pub doorbells: Words,
+    /// By device: how many chunks a message has.
+    pub chunks: Words,
+    /// By proxy: a chunk has landed.
+    pub landed: Words,
+    /// By proxy: staging may be packed again.
+    pub staging_free: Words,
+}
+
+impl ContextMemory {
+    /// Zeroed words of this process alone.
+    pub fn owned(counts: WordCounts) -> ContextMemory {
+        ContextMemory {
+            doorbells: Words::owned(counts.doorbells),
+            chunks: Words::owned(counts.chunks),
+            landed: Words::owned(counts.landed),
+            staging_free: Words::owned(counts.staging_free),
+        }
+    }
+
+    /// A second handle of the same words.
+    pub fn share(&self) -> ContextMemory {
+        ContextMemory {
+            doorbells: self.doorbells.share(),
+            chunks: self.chunks.share(),
+            landed: self.landed.share(),
+            staging_free: self.staging_free.share(),
+        }
+    }
+
+    /// Lengths.
+    pub fn counts(&self) -> WordCounts {
+        WordCounts {
+            doorbells: self.doorbells.len(),
+            chunks: self.chunks.len(),
+            landed: self.landed.len(),
+            staging_free: self.staging_free.len(),
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Who is alive: heartbeats out, signs of life in, and who has been silent for too long.
+//!
+//! ```text
+//!                 first sign of life                 silent for silence_ns, a write failed
+//!   Expected ───────────────────────────▶ Alive ───────────────────────────────────────────▶ Lost
+//!      │                                    │                                                  ▲
+//!      │ silent for first_contact_ns, a write failed                                           │
+//!      └───────────────────────────────────────────────────────────────────────────────────────┘
+//!                                           │ Leave
+//!                                           └────────▶ Left: its silence means nothing
+//! ```
+//!
+//! Opening a context that names a peer brings it back to Expected, unless it is alive. Nothing is sent to a lost peer,
+//! so that a loss seen by one side is soon seen by both.
+
+use super::control::Control;
+use super::{Answer, Liveness, Outputs};
+use crate::base::Rank;
+use std::collections::VecDeque;
+
+/// Beats sent in one turn at most: what a turn may cost beside data.
+const BEATS_PER_TURN: usize = 4;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    /// No open context names it.
+    Unlinked,
+    Expected,
+    Alive,
+    Left,
+    Lost,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Peer {
+    state: State,
+    heard_ns: u64,
+    /// Whether it is queued for a beat.
+    due: bool,
+}
+
+/// A peer that was silent for too long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Silent {
+    pub peer: Rank,
+    pub silent_ns: u64,
+    /// Whether it had never been heard.
+    pub never_heard: bool,
+}
+
+/// All peers that open contexts name.
+#[derive(Debug)]
+pub(super) struct Peers {
+    own: Rank,
+    liveness: Liveness,
+    now_ns: u64,
+    /// By rank.
+    table: Vec<Peer>,
+    /// Those that take turns at being checked and sent a beat, evenly over `heartbeat_ns`.
+    linked: Vec<Rank>,
+    next: usize,
+    next_ns: u64,
+    /// Beats that are due, each peer at most once; a peer whose queue is full goes to the end.
+    due: VecDeque<Rank>,
+    leaving: bool,
+}
+
+impl Peers {
+    pub fn new(own: Rank, world: usize, liveness: Liveness) -> Peers {
+        Peers {
+            own,
+            liveness,
+            now_ns: 0,
+            table: vec![Peer { state: State::Unlinked, heard_ns: 0, due: false }; world],
+            linked: Vec::with_capacity(world),
+            next: 0,
+            next_ns: 0,
+            due: VecDeque::with_capacity(world),
+            leaving: false,
+        }
+    }
+
+    /// Names the peers of all open contexts; `fresh` of them belong to one that was just opened.
+    pub fn link(&mut self, all: impl Iterator<Item = Rank>, fresh: impl Iterator<Item = Rank>) {
+        self.linked.clear();
+        self.next = 0;
+        self.next_ns = self.next_ns.max(self.now_ns);
+        for rank in all {
+            if !self.linked.contains(&rank) {
+                self.linked.push(rank);
+            }
+        }
+        for (rank, peer) in self.table.iter_mut().enumerate() {
+            if !self.linked.contains(&Rank(rank as u32)) && peer.state != State::Lost {
+                peer.state = State::Unlinked;
+            }
+        }
+        for rank in fresh {
+            if let Some(peer) = self.table.get_mut(rank.index())
+                && peer.state != State::Alive
+            {
+                (peer.state, peer.heard_ns) = (State::Expected, self.now_ns);
+            }
+        }
+    }
+
+    pub fn state(&self, rank: Rank) -> State {
+        self.table.get(rank.index()).map_or(State::Unlinked, |peer| peer.state)
+    }
+
+    /// Takes anything that came from a peer as a sign of life.
+    pub fn heard(&mut self, rank: Rank) {
+        let Some(peer) = self.table.get_mut(rank.index()) else { return };
+        peer.heard_ns = self.now_ns;
+        if peer.state == State::Expected {
+            peer.state = State::Alive;
+        }
+    }
+
+    /// A control message of a linked peer.
+    pub fn control(&mut self, rank: Rank, control: Control) {
+        self.heard(rank);
+        let Some(peer) = self.table.get_mut(rank.index()) else { return };
+        // Messages overtake each other: a heartbeat from before the leave may come after it and changes nothing.
+        if control == Control::Leave && peer.state == State::Alive {
+            peer.state = State::Left;
+        }
+    }
+
+    /// Marks a peer as lost; false if it was already.
+    pub fn lose(&mut self, rank: Rank) -> bool {
+        let Some(peer) = self.table.get_mut(rank.index()) else { return false };
+        let news = peer.state != State::Lost;
+        peer.state = State::Lost;
+        news
+    }
+
+    /// From now on tells peers that this rank leaves, once each, instead of beating.
+    pub fn leave(&mut self) {
+        self.leaving = true;
+        for at in 0..self.linked.len() {
+            self.enqueue(self.linked[at]);
+        }
+    }
+
+    /// Whether everyone who can be told has been told.
+    pub fn has_left(&self) -> bool {
+        self.leaving && self.due.is_empty()
+    }
+
+    /// Moves the clock. A gap between two turns that could itself be taken for silence is this thread's, not the
+    /// peers': what they sent meanwhile has yet to be polled.
+    pub fn advance(&mut self, now_ns: u64) {
+        let gap = now_ns.saturating_sub(self.now_ns);
+        if gap > self.liveness.silence_ns / 2 {
+            for peer in &mut self.table {
+                peer.heard_ns = peer.heard_ns.saturating_add(gap).min(now_ns);
+            }
+        }
+        self.now_ns = self.now_ns.max(now_ns);
+    }
+
+    /// The next peer whose turn has come, if it was silent for too long. To be called until `None`.
+    pub fn check(&mut self) -> Option<Silent> {
+        for _ in 0..self.linked.len() {
+            if self.now_ns < self.next_ns {
+                return None;
+            }
+            let count = self.linked.len() as u64;
+            // A long gap is not made up for by several rounds.
+            self.next_ns = self.next_ns.max(self.now_ns.saturating_sub(self.liveness.heartbeat_ns))
+                + (self.liveness.heartbeat_ns / count).max(1);
+            self.next = (self.next + 1) % self.linked.len();
+            let rank = self.linked[self.next];
+            if !self.leaving {
+                self.enqueue(rank);
+            }
+            let Some(silent) = self.silent(rank) else { continue };
+            return Some(silent);
+        }
+        None
+    }
+
+    fn silent(&self, rank: Rank) -> Option<Silent> {
+        let peer = self.table.get(rank.index())?;
+        let limit = match peer.state {
+            State::Expected => self.liveness.first_contact_ns,
+            State::Alive => self.liveness.silence_ns,
+            State::Unlinked | State::Left | State::Lost => return None,
+        };
+        let silent_ns = self.now_ns.saturating_sub(peer.heard_ns);
+        (silent_ns > limit).then_some(Silent { peer: rank, silent_ns, never_heard: peer.state == State::Expected })
+    }
+
+    fn enqueue(&mut self, rank: Rank) {
+        let Some(peer) = self.table.get_mut(rank.index()) else { return };
+        if !peer.due {
+            peer.due = true;
+            self.due.push_back(rank);
+        }
+    }
+
+    /// Sends some of the beats that are due; answers how many were accepted.
+    pub fn beat(&mut self, out: &mut impl Outputs) -> u64 {
+        let mut sent = 0;
+        for _ in 0..self.due.len().min(BEATS_PER_TURN) {
+            let Some(rank) = self.due.pop_front() else { break };
+            let state = self.state(rank);
+            let control = if self.leaving { Control::Leave } else { Control::Heartbeat };
+            let wanted = matches!(state, State::Expected | State::Alive);
+            if wanted && out.send(rank, &control.encode(self.own)) == Answer::Full {
+                self.due.push_back(rank);
+                continue;
+            }
+            sent += u64::from(wanted);
+            if let Some(peer) = self.table.get_mut(rank.index()) {
+                peer.due = false;
+            }
+        }
+        sent
+    }
+}

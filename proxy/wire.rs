@@ -1,0 +1,618 @@
+//! Where things lie on the wire: which ranks are linked, how bytes are cut into chunks and shards, and the offset of
+//! each piece in wire staging, wire inbox and the words that device and proxy share.
+//!
+//! Place in the data path: none; pure arithmetic, the one author of these numbers. Kernels get bases and strides from
+//! here, the machine gets finished offsets. Runs on any thread when a context is built; never does I/O.
+//!
+//! ```text
+//!  one direction of the staging (or inbox) region:
+//!
+//!   parity 0                                   parity 1
+//!  ┌──────────────┬──────────────┬── … ──┬────┬──────────────┬── …
+//!  │ link 0       │ link 1       │       │    │ link 0       │        (inbox: source 0, source 1, …)
+//!  └──────────────┴──────────────┴── … ──┴────┴──────────────┴── …
+//!   └┬───────────┘
+//!    ├─ chunk 0: head (META), then rows ─┬─ chunk 1: rows ─┬─ …        chunk 0 holds head_bytes more than the others
+//!    └─ shards by NIC: multiples of 16 bytes, of all NICs together the chunk
+//! ```
+//!
+//! Everything is kept twice, by the parity of the epoch, the shared words too. A rank's X(e+1) may be rung before its
+//! proxy has seen X(e), and a peer's X(e+2) may arrive while its X(e+1) is still under way; with one word a slot, the
+//! later would hide the earlier. Words of a slot are rewritten two epochs later at the soonest, when all is over.
+
+use crate::base::{Error, Rank, Result};
+use crate::transport::imm::{self, Kind, MAX_CHUNKS};
+
+/// Directions, each with links, epochs, staging and inbox of its own.
+pub const DIRECTIONS: usize = 3;
+/// What shards are multiples of: the width of the device's widest store.
+const SHARD_UNIT: u32 = 16;
+/// Bytes that slots are aligned to: two 64-byte lines, since lines are prefetched in pairs.
+const SLOT_ALIGN: u64 = 128;
+
+/// What a message belongs to. Each direction has its own links and epochs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Direction {
+    /// META and rows, from home to the rails of the other nodes.
+    Dispatch = 0,
+    /// Sums, back from each rail to the homes that it served.
+    Combine = 1,
+    /// Weights that come with combine, sent ahead along dispatch's links, numbered as the combine.
+    Weights = 2,
+}
+
+impl Direction {
+    /// All of them, by index.
+    pub const ALL: [Direction; DIRECTIONS] = [Direction::Dispatch, Direction::Combine, Direction::Weights];
+
+    /// The direction as an index into a table.
+    pub fn index(self) -> usize {
+        self as usize
+    }
+
+    /// What its immediates say.
+    pub fn kind(self) -> Kind {
+        match self {
+            Direction::Dispatch => Kind::Dispatch,
+            Direction::Combine => Kind::Combine,
+            Direction::Weights => Kind::Weights,
+        }
+    }
+
+    /// The direction of an immediate; `None` if it belongs to none.
+    pub fn of(kind: Kind) -> Option<Direction> {
+        match kind {
+            Kind::Dispatch => Some(Direction::Dispatch),
+            Kind::Combine => Some(Direction::Combine),
+            Kind::Weights => Some(Direction::Weights),
+            Kind::Control | Kind::User => None,
+        }
+    }
+}
+
+/// A context of this process's proxy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ContextIdx(pub u8);
+
+/// A link of a rank and direction: the target's place among `Nodes::targets`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct LinkIdx(pub u16);
+
+/// A source of a rank and direction: its place among `Nodes::sources`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct SourceIdx(pub u16);
+
+/// A chunk of one epoch's message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ChunkIdx(pub u16);
+
+/// A NIC of a rank. NIC i speaks to NIC i.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NicIdx(pub u8);
+
+macro_rules! as_index {
+    ($($name:ident),*) => {$(
+        impl $name {
+            /// The number as an index into a table.
+            pub fn index(self) -> usize {
+                usize::from(self.0)
+            }
+        }
+    )*};
+}
+as_index!(ContextIdx, LinkIdx, SourceIdx, ChunkIdx, NicIdx);
+
+fn config(name: &'static str, value: impl ToString, advice: impl Into<String>) -> Error {
+    Error::Config { name, value: value.to_string(), advice: advice.into() }
+}
+
+/// Which ranks make up each node, and so who sends to whom.
+///
+/// The rail of rank s on node m is local index `local(s) mod size(m)` there. Dispatch goes from a rank to its rail on
+/// every other node; combine comes back the same way. Among nodes of one size that is one link a node. Among nodes
+/// of different sizes a rank may serve several ranks of a larger node, or none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nodes {
+    members: Vec<Vec<Rank>>,
+    /// By rank: node and place in it.
+    places: Vec<Option<(usize, usize)>>,
+}
+
+impl Nodes {
+    /// Nodes by their members. Ranks may be missing (lost ones, for instance), none may stand twice.
+    ///
+    /// # Errors
+    /// `Config` for an empty node, a rank in two places, or one beyond what an immediate can name.
+    pub fn new(members: Vec<Vec<Rank>>) -> Result<Nodes> {
+        let world = members.iter().flatten().map(|r| r.index() + 1).max().unwrap_or(0);
+        imm::check_counts(world, 0, 0, 0)?;
+        let mut places = vec![None; world];
+        for (node, ranks) in members.iter().enumerate() {
+            if ranks.is_empty() {
+                return Err(config("nodes", node, "this node has no rank; leave it out"));
+            }
+            for (local, rank) in ranks.iter().enumerate() {
+                if places[rank.index()].replace((node, local)).is_some() {
+                    return Err(config("nodes", node, format!("rank {rank} stands in two places")));
+                }
+            }
+        }
+        Ok(Nodes { members, places })
+    }
+
+    /// One more than the highest rank.
+    pub fn world(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Members by node.
+    pub fn members(&self) -> &[Vec<Rank>] {
+        &self.members
+    }
+
+    /// The node of a rank; `None` if it is in none.
+    pub fn node_of(&self, rank: Rank) -> Option<usize> {
+        Some(self.place(rank)?.0)
+    }
+
+    fn place(&self, rank: Rank) -> Option<(usize, usize)> {
+        self.places.get(rank.index()).copied().flatten()
+    }
+
+    /// The rail of `rank` on `node`.
+    pub fn rail(&self, rank: Rank, node: usize) -> Option<Rank> {
+        let (_, local) = self.place(rank)?;
+        let members = self.members.get(node)?;
+        Some(members[local % members.len()])
+    }
+
+    /// Whom `rank` posts to, node by node. The place in this list is the `LinkIdx`.
+    pub fn targets(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
+        match direction {
+            Direction::Dispatch | Direction::Weights => self.rails(rank),
+            Direction::Combine => self.served(rank),
+        }
+    }
+
+    /// Who posts to `rank`, node by node. The place in this list is the `SourceIdx`.
+    pub fn sources(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
+        match direction {
+            Direction::Dispatch | Direction::Weights => self.served(rank),
+            Direction::Combine => self.rails(rank),
+        }
+    }
+
+    /// The rails of `rank` on the other nodes.
+    fn rails(&self, rank: Rank) -> Vec<Rank> {
+        let own = self.node_of(rank);
+        (0..self.members.len()).filter(|n| Some(*n) != own).filter_map(|n| self.rail(rank, n)).collect()
+    }
+
+    /// The ranks of other nodes whose rail `rank` is.
+    fn served(&self, rank: Rank) -> Vec<Rank> {
+        let Some(own) = self.node_of(rank) else { return Vec::new() };
+        let others = self.members.iter().enumerate().filter(|(n, _)| *n != own).flat_map(|(_, ranks)| ranks);
+        others.copied().filter(|other| self.rail(*other, own) == Some(rank)).collect()
+    }
+
+    /// The most entries that `list` has on any rank, so that all ranks can use the same strides.
+    fn most(&self, list: impl Fn(Rank) -> Vec<Rank>) -> usize {
+        self.members.iter().flatten().map(|rank| list(*rank).len()).max().unwrap_or(0)
+    }
+}
+
+/// The shape of one direction's messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lane {
+    /// Bytes that chunk 0 may hold beyond the others: META.
+    pub head_bytes: u32,
+    /// Bytes of rows that a chunk may hold.
+    pub chunk_bytes: u32,
+    /// Most chunks of one message; 0 for a direction that is not used.
+    pub chunks: u16,
+}
+
+impl Lane {
+    /// Where a chunk starts in its slot.
+    pub fn chunk_offset(&self, chunk: ChunkIdx) -> u64 {
+        let head = if chunk.0 == 0 { 0 } else { self.head_bytes };
+        u64::from(head) + u64::from(chunk.0) * u64::from(self.chunk_bytes)
+    }
+
+    /// The most bytes of a chunk.
+    pub fn chunk_capacity(&self, chunk: ChunkIdx) -> u32 {
+        if chunk.0 == 0 { self.head_bytes + self.chunk_bytes } else { self.chunk_bytes }
+    }
+
+    /// Bytes of one message's slot.
+    pub fn slot_bytes(&self) -> u64 {
+        (u64::from(self.head_bytes) + u64::from(self.chunks) * u64::from(self.chunk_bytes)).next_multiple_of(SLOT_ALIGN)
+    }
+
+    /// How many chunks a message of `row_bytes` bytes of rows has. META alone is one.
+    pub fn chunks_for(&self, row_bytes: u64) -> u64 {
+        row_bytes.div_ceil(u64::from(self.chunk_bytes.max(1))).max(1)
+    }
+}
+
+/// A NIC's share of a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard {
+    /// From the chunk's start.
+    pub offset: u32,
+    /// May be 0; it is posted and counted all the same.
+    pub bytes: u32,
+}
+
+/// NIC `nic`'s share of a chunk of `bytes` bytes: as even as multiples of 16 bytes allow; the last one may be odd.
+pub fn shard(bytes: u32, nics: u8, nic: NicIdx) -> Shard {
+    let units = u64::from(bytes.div_ceil(SHARD_UNIT));
+    let nics = u64::from(nics.max(1));
+    let edge = |n: u64| (units * n / nics * u64::from(SHARD_UNIT)).min(u64::from(bytes)) as u32;
+    let offset = edge(u64::from(nic.0));
+    Shard { offset, bytes: edge(u64::from(nic.0) + 1) - offset }
+}
+
+/// The most chunks a message may have so that a receive queue of `queue` entries holds everything that `peers` peers
+/// can have under way: 4 (two epochs, two directions) for every chunk and one to spare.
+pub fn most_chunks(queue: usize, peers: usize) -> usize {
+    (queue / (4 * peers.max(1))).saturating_sub(1).min(MAX_CHUNKS)
+}
+
+/// What the wire's layout depends on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WireInput {
+    /// Ranks by node.
+    pub nodes: Nodes,
+    /// NICs of each rank.
+    pub nics: u8,
+    /// By direction.
+    pub lanes: [Lane; DIRECTIONS],
+    /// Where wire staging starts in the arena.
+    pub staging_offset: u64,
+    /// Where the wire inbox starts in the arena.
+    pub inbox_offset: u64,
+}
+
+/// A region or word array of one direction, by parity and slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Strides {
+    /// Of the first slot of parity 0.
+    pub base: u64,
+    /// From parity 0 to parity 1.
+    pub parity: u64,
+    /// From slot to slot.
+    pub slot: u64,
+}
+
+impl Strides {
+    /// Of a slot in an epoch.
+    pub fn at(&self, epoch: u64, slot: usize) -> u64 {
+        self.base + (epoch & 1) * self.parity + slot as u64 * self.slot
+    }
+}
+
+/// Every offset of the wire, the same on every rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wire {
+    input: WireInput,
+    staging: [Strides; DIRECTIONS],
+    inbox: [Strides; DIRECTIONS],
+    staging_bytes: u64,
+    inbox_bytes: u64,
+    links: [usize; DIRECTIONS],
+    sources: [usize; DIRECTIONS],
+    words: [WordBases; DIRECTIONS],
+    lengths: WordCounts,
+}
+
+/// First words of a direction in each array.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct WordBases {
+    doorbell: usize,
+    per_link: usize,
+    landed: usize,
+}
+
+/// Lengths in words of the arrays that device and proxy share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct WordCounts {
+    /// `{epoch's low 32, bytes}`, by device for proxy.
+    pub doorbells: usize,
+    /// Chunks of the message, by device for proxy, before the doorbell of chunk 0.
+    pub chunks: usize,
+    /// Epochs, by proxy for device.
+    pub landed: usize,
+    /// Epochs, by proxy for device.
+    pub staging_free: usize,
+}
+
+impl Wire {
+    /// Lays the wire out.
+    ///
+    /// # Errors
+    /// `Config` if something does not fit the fields of an immediate or 64 bits; it says which.
+    pub fn new(input: WireInput) -> Result<Wire> {
+        check(&input)?;
+        let overflow = || config("max_tokens", "too large", "wire staging and inbox would overflow 64 bits; lower it");
+        let links = Direction::ALL.map(|d| input.nodes.most(|rank| input.nodes.targets(d, rank)));
+        let sources = Direction::ALL.map(|d| input.nodes.most(|rank| input.nodes.sources(d, rank)));
+        let (staging, end) = regions(&input.lanes, &links, input.staging_offset).ok_or_else(overflow)?;
+        let staging_bytes = end - input.staging_offset;
+        let (inbox, end) = regions(&input.lanes, &sources, input.inbox_offset).ok_or_else(overflow)?;
+        let inbox_bytes = end - input.inbox_offset;
+        let mut lengths = WordCounts::default();
+        let words = Direction::ALL.map(|d| {
+            let bases = WordBases { doorbell: lengths.doorbells, per_link: lengths.chunks, landed: lengths.landed };
+            let chunks = usize::from(input.lanes[d.index()].chunks);
+            let per_link = if chunks == 0 { 0 } else { 2 * links[d.index()] };
+            lengths.doorbells += per_link * chunks;
+            lengths.chunks += per_link;
+            lengths.staging_free += per_link;
+            lengths.landed += 2 * sources[d.index()] * chunks;
+            bases
+        });
+        Ok(Wire { input, staging, inbox, staging_bytes, inbox_bytes, links, sources, words, lengths })
+    }
+
+    /// Who is linked with whom.
+    pub fn nodes(&self) -> &Nodes {
+        &self.input.nodes
+    }
+
+    /// NICs of each rank.
+    pub fn nics(&self) -> u8 {
+        self.input.nics
+    }
+
+    /// The shape of a direction's messages.
+    pub fn lane(&self, direction: Direction) -> Lane {
+        self.input.lanes[direction.index()]
+    }
+
+    /// Whom `rank` posts to in a direction; nobody if the direction is not used.
+    pub fn targets(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
+        if self.lane(direction).chunks == 0 { Vec::new() } else { self.nodes().targets(direction, rank) }
+    }
+
+    /// Who posts to `rank` in a direction; nobody if the direction is not used.
+    pub fn sources(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
+        if self.lane(direction).chunks == 0 { Vec::new() } else { self.nodes().sources(direction, rank) }
+    }
+
+    /// Bytes of wire staging.
+    pub fn staging_bytes(&self) -> u64 {
+        self.staging_bytes
+    }
+
+    /// Bytes of the wire inbox.
+    pub fn inbox_bytes(&self) -> u64 {
+        self.inbox_bytes
+    }
+
+    /// Staging slots of a direction, by link.
+    pub fn staging(&self, direction: Direction) -> Strides {
+        self.staging[direction.index()]
+    }
+
+    /// Inbox slots of a direction, by source.
+    pub fn inbox(&self, direction: Direction) -> Strides {
+        self.inbox[direction.index()]
+    }
+
+    /// Where a chunk is packed in this rank's arena.
+    pub fn staging_offset(&self, direction: Direction, epoch: u64, link: LinkIdx, chunk: ChunkIdx) -> u64 {
+        self.staging(direction).at(epoch, link.index()) + self.lane(direction).chunk_offset(chunk)
+    }
+
+    /// Where a chunk lands in the receiver's arena.
+    pub fn inbox_offset(&self, direction: Direction, epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> u64 {
+        self.inbox(direction).at(epoch, source.index()) + self.lane(direction).chunk_offset(chunk)
+    }
+
+    /// Which of `target`'s inbox slots `source` writes; `None` if they are not linked in this direction.
+    pub fn inbox_slot(&self, direction: Direction, target: Rank, source: Rank) -> Option<SourceIdx> {
+        let slot = self.sources(direction, target).iter().position(|rank| *rank == source)?;
+        u16::try_from(slot).ok().map(SourceIdx)
+    }
+
+    /// Lengths of the shared arrays.
+    pub fn word_counts(&self) -> WordCounts {
+        self.lengths
+    }
+
+    /// The doorbell of a chunk. Links are adjacent, because the proxy mostly watches chunk 0 of all of them.
+    pub fn doorbell_word(&self, direction: Direction, epoch: u64, link: LinkIdx, chunk: ChunkIdx) -> usize {
+        let d = direction.index();
+        let row = (epoch & 1) as usize * usize::from(self.input.lanes[d].chunks) + chunk.index();
+        self.words[d].doorbell + row * self.links[d] + link.index()
+    }
+
+    /// The word that says how many chunks a message has.
+    pub fn chunks_word(&self, direction: Direction, epoch: u64, link: LinkIdx) -> usize {
+        let d = direction.index();
+        self.words[d].per_link + (epoch & 1) as usize * self.links[d] + link.index()
+    }
+
+    /// The flag that a message's staging may be packed again.
+    pub fn staging_free_word(&self, direction: Direction, epoch: u64, link: LinkIdx) -> usize {
+        self.chunks_word(direction, epoch, link)
+    }
+
+    /// The flag that a chunk has landed.
+    pub fn landed_word(&self, direction: Direction, epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> usize {
+        let d = direction.index();
+        let slot = (epoch & 1) as usize * self.sources[d] + source.index();
+        self.words[d].landed + slot * usize::from(self.input.lanes[d].chunks) + chunk.index()
+    }
+}
+
+/// Slots of all directions, one after the other, and where they end.
+fn regions(
+    lanes: &[Lane; DIRECTIONS],
+    slots: &[usize; DIRECTIONS],
+    start: u64,
+) -> Option<([Strides; DIRECTIONS], u64)> {
+    let mut next = start;
+    let mut all = [Strides::default(); DIRECTIONS];
+    for ((strides, lane), slots) in all.iter_mut().zip(lanes).zip(slots) {
+        if lane.chunks == 0 {
+            continue;
+        }
+        let parity = lane.slot_bytes().checked_mul(*slots as u64)?;
+        *strides = Strides { base: next, parity, slot: lane.slot_bytes() };
+        next = next.checked_add(parity.checked_mul(2)?)?;
+    }
+    Some((all, next))
+}
+
+fn check(input: &WireInput) -> Result<()> {
+    if input.nics == 0 {
+        return Err(config("nics", 0, "a rank of several nodes needs a NIC"));
+    }
+    for lane in &input.lanes {
+        imm::check_counts(0, usize::from(lane.chunks), usize::from(input.nics), 0)?;
+        if lane.chunks == 0 {
+            continue;
+        }
+        if lane.chunk_bytes == 0
+            || !lane.chunk_bytes.is_multiple_of(SHARD_UNIT)
+            || !lane.head_bytes.is_multiple_of(SHARD_UNIT)
+        {
+            let value = format!("{} + {}", lane.head_bytes, lane.chunk_bytes);
+            return Err(config("chunk_bytes", value, "must be a multiple of 16, and chunks not empty"));
+        }
+        if lane.head_bytes.checked_add(lane.chunk_bytes).is_none() {
+            return Err(config(
+                "chunk_bytes",
+                lane.chunk_bytes,
+                "a chunk's bytes must fit 32 bits; use smaller chunks",
+            ));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nodes(sizes: &[u32]) -> Nodes {
+        let mut next = 0;
+        let members = sizes.iter().map(|size| {
+            next += size;
+            (next - size..next).map(Rank).collect()
+        });
+        Nodes::new(members.collect()).unwrap()
+    }
+
+    fn wire(sizes: &[u32], nics: u8) -> Wire {
+        let lane = Lane { head_bytes: 48, chunk_bytes: 160, chunks: 3 };
+        let weights = Lane { head_bytes: 0, chunk_bytes: 16, chunks: 1 };
+        let lanes = [lane, Lane { chunks: 2, ..lane }, weights];
+        Wire::new(WireInput { nodes: nodes(sizes), nics, lanes, staging_offset: 256, inbox_offset: 1 << 20 }).unwrap()
+    }
+
+    #[test]
+    fn shards_cover_each_chunk_once_in_multiples_of_16() {
+        for nics in 1..=4 {
+            for bytes in 0..300 {
+                let mut next = 0;
+                for nic in 0..nics {
+                    let shard = shard(bytes, nics, NicIdx(nic));
+                    assert_eq!(shard.offset, next);
+                    assert!(shard.offset.is_multiple_of(16) || shard.bytes == 0);
+                    next += shard.bytes;
+                    assert!(shard.bytes <= bytes.div_ceil(16).div_ceil(u32::from(nics)) * 16);
+                }
+                assert_eq!(next, bytes);
+            }
+        }
+        assert_eq!(shard(u32::MAX, 1, NicIdx(0)).bytes, u32::MAX);
+    }
+
+    #[test]
+    fn links_of_uneven_nodes_meet() {
+        for sizes in [&[2, 2][..], &[4, 2], &[1, 3, 2], &[5, 1, 4, 2], &[1, 1], &[3]] {
+            let nodes = nodes(sizes);
+            let all: Vec<Rank> = nodes.members().iter().flatten().copied().collect();
+            for direction in Direction::ALL {
+                for a in &all {
+                    for b in &all {
+                        let there = nodes.targets(direction, *a).contains(b);
+                        assert_eq!(there, nodes.sources(direction, *b).contains(a));
+                        assert!(!there || nodes.node_of(*a) != nodes.node_of(*b));
+                    }
+                }
+            }
+            for rank in &all {
+                assert_eq!(nodes.targets(Direction::Dispatch, *rank).len(), sizes.len() - 1);
+                assert_eq!(nodes.targets(Direction::Dispatch, *rank), nodes.sources(Direction::Combine, *rank));
+            }
+        }
+    }
+
+    #[test]
+    fn no_two_chunks_share_bytes_and_no_two_words_an_index() {
+        let wire = wire(&[4, 2, 1], 2);
+        let (mut staging, mut inbox) = (Vec::new(), Vec::new());
+        let (mut bells, mut counts, mut landed) = (Vec::new(), Vec::new(), Vec::new());
+        for d in Direction::ALL {
+            let lane = wire.lane(d);
+            for epoch in [6, 7] {
+                for link in (0..wire.links[d.index()]).map(|l| LinkIdx(l as u16)) {
+                    counts.push(wire.chunks_word(d, epoch, link));
+                    for chunk in (0..lane.chunks).map(ChunkIdx) {
+                        staging.push((wire.staging_offset(d, epoch, link, chunk), lane.chunk_capacity(chunk)));
+                        bells.push(wire.doorbell_word(d, epoch, link, chunk));
+                    }
+                }
+                for source in (0..wire.sources[d.index()]).map(|s| SourceIdx(s as u16)) {
+                    for chunk in (0..lane.chunks).map(ChunkIdx) {
+                        inbox.push((wire.inbox_offset(d, epoch, source, chunk), lane.chunk_capacity(chunk)));
+                        landed.push(wire.landed_word(d, epoch, source, chunk));
+                    }
+                }
+            }
+        }
+        for (mut spans, start, bytes) in [(staging, 256, wire.staging_bytes()), (inbox, 1 << 20, wire.inbox_bytes())] {
+            spans.sort_unstable();
+            assert!(spans.windows(2).all(|two| two[0].0 + u64::from(two[0].1) <= two[1].0));
+            assert!(spans[0].0 >= start && spans.last().unwrap().0 < start + bytes);
+        }
+        let lengths = wire.word_counts();
+        for (mut words, length) in [(bells, lengths.doorbells), (counts, lengths.chunks), (landed, lengths.landed)] {
+            words.sort_unstable();
+            assert_eq!(words, (0..length).collect::<Vec<_>>(), "words overlap, or leave gaps");
+        }
+    }
+
+    #[test]
+    fn what_an_immediate_cannot_name_is_refused_by_name() {
+        let good = wire(&[2, 2], 1).input;
+        let refused = |change: &dyn Fn(&mut WireInput), name: &str| {
+            let mut input = good.clone();
+            change(&mut input);
+            let error = Wire::new(input).unwrap_err().to_string();
+            assert!(error.contains(name), "{error}");
+        };
+        refused(&|i| i.nics = 5, "nics");
+        refused(&|i| i.nics = 0, "nics");
+        refused(&|i| i.lanes[0].chunks = 1025, "chunks");
+        refused(&|i| i.lanes[1].chunk_bytes = 8, "chunk_bytes");
+        refused(&|i| i.lanes[1].head_bytes = u32::MAX - 15, "chunk_bytes");
+        refused(&|i| i.staging_offset = u64::MAX - 8, "max_tokens");
+        assert!(Nodes::new(vec![vec![Rank(2048)]]).unwrap_err().to_string().contains("ranks"));
+        assert!(Nodes::new(vec![vec![Rank(1)], vec![Rank(1)]]).is_err());
+        assert!(Nodes::new(vec![vec![Rank(1)], vec![]]).is_err());
+    }
+
+    #[test]
+    fn chunk_counts_fit_the_receive_queue() {
+        assert_eq!(most_chunks(1024, 7), 35);
+        assert_eq!(most_chunks(8, 7), 0);
+        let lane = Lane { head_bytes: 64, chunk_bytes: 1024, chunks: 4 };
+        assert_eq!((lane.chunks_for(0), lane.chunks_for(1024), lane.chunks_for(1025)), (1, 1, 2));
+    }
+}
