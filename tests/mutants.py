@@ -19,9 +19,11 @@ TARGET = ROOT / "target" / "mutants" / "build"
 SEND, RECEIVE = "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh"
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
+COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
-QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0"}
+QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
+                      "TOKENYARD_MACHINE_SEEDS": "400"}
 CARGO = ["--no-default-features", "--target-dir", str(TARGET)]
 
 # What the suite runs against a mutant; the first that fails catches it.
@@ -31,6 +33,8 @@ CHECKS = [
     ("seeds", [PROGRAM, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
     ("tests/faults.rs", ["cargo", "test", "-q", *CARGO, "--test", "faults"]),
 ]
+# And against one of the proxy, which no kernel uses yet.
+PROXY_CHECKS = [("tests/proxy_machine.rs", ["cargo", "test", "-q", *CARGO, "--test", "proxy_machine"])]
 
 MUTANTS = [
     ("row tag without release", SEND,
@@ -82,6 +86,21 @@ MUTANTS = [
     ("incomplete rank's row added", COMBINE, "if (load(&shared.incomplete[lowest_bit(left)])) continue;\n", ""),
     ("barrier lets go early", BARRIER, "u64 number = load(&state->barriers) + 1;", "u64 number = load(&state->barriers) + 1 - (c.rank == 0);"),
     ("handle marked received by send", DISPATCH, "if (!(a.phases & TY_PHASE_RECEIVE)) return;", "if (false) return;"),
+    ("chunk flagged one shard early", COUNTER, "if now == self.full { Counted::Landed",
+     "if now.count_ones() + 1 >= self.full.count_ones() { Counted::Landed"),
+    ("parity ignored when counting", COUNTER, "let slot = (epoch & 1) as usize * self.sources",
+     "let slot = 0 * self.sources"),
+    ("staging free after the first completion", LINKS, "if under_way.whole && under_way.posts == 0 {",
+     "if under_way.whole {"),
+    ("full queue drops a shard", LINKS, "                Answer::Full => {\n",
+     "                Answer::Full => {\n                    left &= !(1 << nic);\n"),
+    ("first blocked link holds up the others", MACHINE, "        for _ in 0..self.blocked.len() {",
+     "        for _ in 0..self.blocked.len().min(1) {"),
+    ("wire inbox parity ignored", WIRE, "self.inbox(direction).at(epoch, source.index())",
+     "self.inbox(direction).at(0, source.index())"),
+    ("empty shard not posted", LINKS, "Some(write) => out.post(&write),",
+     "Some(write) if write.bytes == 0 => Answer::Accepted,\n                Some(write) => out.post(&write),"),
+    ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
 ]
 
 
@@ -93,9 +112,9 @@ def build():
     return run(["cargo", "build", "-q", *CARGO], 900)
 
 
-def caught_by():
+def caught_by(checks):
     """The name of the check that fails, with its last line, or None."""
-    for name, command in CHECKS:
+    for name, command in checks:
         try:
             result = run(command, 300)
         except subprocess.TimeoutExpired:
@@ -113,7 +132,7 @@ def main():
     shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("target", ".git", ".venv"))
     if (unmutated := build()).returncode != 0:
         sys.exit("the tree does not build: " + unmutated.stderr)
-    if (false_alarm := caught_by()) is not None:
+    if (false_alarm := caught_by(CHECKS + PROXY_CHECKS)) is not None:
         sys.exit(f"the suite fails without any mutant: {false_alarm}")
     rows, survivors = [], 0
     for name, file, original, mutated in MUTANTS:
@@ -127,7 +146,7 @@ def main():
         start = time.time()
         if (built := build()).returncode != 0:
             sys.exit(f"mutant «{name}» does not compile: {built.stderr}")
-        result = caught_by()
+        result = caught_by(PROXY_CHECKS if file.startswith("proxy/") else CHECKS)
         path.write_text(text)
         survivors += result is None
         rows.append((name, f"caught by {result[0]}" if result else "SURVIVED", time.time() - start))
