@@ -12,6 +12,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
+use std::time::Instant;
 
 /// The C headers and what bindgen made of them.
 const BINDINGS: [(&str, &str); 2] =
@@ -168,6 +169,7 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
     }
     command.args(["-std=c++17", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
     command.arg("-o").arg(fatbin).arg(KERNELS);
+    let start = Instant::now();
     let output = match command.output() {
         Ok(output) => output,
         Err(why) => fail(&format!("{} cannot be run: {why}; set TOKENYARD_NVCC, or to none", nvcc.display())),
@@ -177,7 +179,7 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
         eprintln!("{command:?}\n{}{text}", String::from_utf8_lossy(&output.stdout));
         fail(&format!("{} refused {KERNELS}; its messages are above", nvcc.display()));
     }
-    ptxas_table(&text)
+    format!("{}nvcc_seconds {:.1}\n", ptxas_table(&text), start.elapsed().as_secs_f64())
 }
 
 /// One line a kernel and architecture out of what `ptxas -v` says.

@@ -54,10 +54,10 @@ lint() {
   RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib
 }
 
-# The release build, with the registers of the GPU kernels; fails if one spills, or if none was built.
+# The release build, with its time, nvcc's, and the registers of the GPU kernels; fails if one spills, or none was built.
 build() {
   say "release build"
-  TOKENYARD_STRICT=1 cargo build --release
+  time TOKENYARD_STRICT=1 cargo build --release
   local report
   report=$(ls -t target/release/build/tokenyard-*/out/ptxas.txt | head -n 1)
   cat "$report"
