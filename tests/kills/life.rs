@@ -119,8 +119,10 @@ impl Fate {
                 die()
             });
         }
+        // Opening a GPU takes a second of its own, whoever dies.
+        let device = test_device(&world);
         let start = Instant::now();
-        let rig = match build(&world) {
+        let rig = match build(&world, device) {
             Ok(rig) => rig,
             Err(error) => return tell_error(&error, start),
         };
@@ -187,8 +189,7 @@ impl Fate {
 }
 
 /// A rig whose building may fail.
-fn build(world: &World) -> Result<Rig> {
-    let device = test_device(world);
+fn build(world: &World, device: Device) -> Result<Rig> {
     let ep = builder(world, &device).timeout(DEADLINE).build()?;
     let capacity = world.size() * MAX_TOKENS * TOP_K;
     let row_bytes = HIDDEN * 2;
