@@ -13,7 +13,7 @@ dir=${2:?the folder of the binaries}
 build() {
   mkdir -p "$dir"
   (cd "$root" && cargo build --release)
-  (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance 2>&1) |
+  (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   strip -o "$dir/tokenyard" "${CARGO_TARGET_DIR:-$root/target}/release/tokenyard"
@@ -58,6 +58,7 @@ run() {
   check memory "$dir/memory" --test-threads=4
   check conformance "$dir/conformance"
   check faults "$dir/faults" --test-threads=1
+  if [ "$gpus" -ge 3 ]; then check kills "$dir/kills" --test-threads=1; else note kills skipped "needs 3 GPUs"; fi
   check verify "$dir/tokenyard" verify --device cuda --seeds "${SEEDS:-200}"
   check verify-full "$dir/tokenyard" verify --device cuda --seeds 1 --full
   for dtype in fp8 bf16 fp16 fp32; do
