@@ -1,26 +1,50 @@
 // A barrier of all ranks on their streams: no rank's stream goes on before every rank's stream came here.
+//
+// Node peers meet, then every linked pair of ranks of different nodes exchanges a message, then node peers meet again:
+// whoever is through the last meeting knows that some rank of its node heard of every other node, whole.
 #pragma once
-#include "context.cuh"
+#include "wire.cuh"
 
 namespace ty {
 
-// One block. A rank may be one barrier ahead, never two: flags alternate between two slots, and equality suffices.
+// Node peers meet. By the block. A rank may be one meeting ahead, never two: flags alternate between two slots, and
+// equality suffices.
+TY_DEVICE bool meet(const ty_context &c, u64 meeting) {
+  bool failed = false;
+  for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads())
+    store_release_sys(in_arena<u64>(c, peer, c.regions.barrier_flags, meeting, c.local), meeting);
+  for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads()) {
+    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.barrier_flags, meeting, peer);
+    failed |= !wait_tag(c, TY_DIRECTION_BARRIER, flag, meeting, TY_SITE_BARRIER, world_rank(c, peer), "barrier");
+  }
+  return !block_any(failed);
+}
+
+// Every linked pair exchanges a head. By thread 0, which polls host memory here. False once a deadline passed.
+TY_DEVICE bool exchange(const ty_context &c, u64 epoch) {
+  const ty_lane &l = lane_of(c, TY_LANE_BARRIER);
+  if (!relay_staging(c, TY_DIRECTION_BARRIER, TY_LANE_BARRIER, epoch)) return false;
+  for (u32 link = 0; link < l.targets; ++link) {
+    write_wire_head(staging_of(c, TY_LANE_BARRIER, epoch, link), epoch, TY_STATUS_OK, 0, c.rank);
+    count_packed(c, TY_LANE_BARRIER, epoch, link, 0, 0);
+  }
+  return relay_landed(c, TY_DIRECTION_BARRIER, TY_LANE_BARRIER, epoch, [](u32) { return 0u; });
+}
+
+// One block.
 TY_KERNEL(ty_barrier, ty_barrier_args) {
   const ty_context &c = a.context;
   ty_state *state = state_of(c);
   u64 number = load(&state->barriers) + 1;
   if (load_relaxed_gpu(&state->closed) != 0) return;
-  bool failed = false;
-  for (u32 rank = thread_index(); rank < c.ranks; rank += block_threads())
-    store_release_sys(in_arena<u64>(c, rank, c.regions.barrier_flags, number, c.rank), number);
-  for (u32 rank = thread_index(); rank < c.ranks; rank += block_threads()) {
-    const u64 *flag = in_arena<const u64>(c, c.rank, c.regions.barrier_flags, number, rank);
-    failed |= !wait_tag(c, TY_DIRECTION_BARRIER, flag, number, TY_SITE_BARRIER, rank, "barrier");
+  bool met = meet(c, spans_nodes(c) ? 2 * number : number);
+  if (spans_nodes(c)) {
+    bool failed = met && thread_index() == 0 && !exchange(c, c.first_epoch + number - 1);
+    met = !block_any(failed || !met) && meet(c, 2 * number + 1);
   }
-  failed = block_any(failed);
   if (thread_index() != 0) return;
   store(&state->error_claim[TY_DIRECTION_BARRIER], 0u);
-  if (!failed) store(&state->barriers, number);
+  if (met) store(&state->barriers, number);
 }
 
 } // namespace ty

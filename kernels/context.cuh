@@ -8,7 +8,7 @@ namespace ty {
 
 // ---- addresses -------------------------------------------------------------------------------------------
 
-// Start of `region` for `source` in the arena of `owner`, for the parity of `epoch`.
+// Start of `region` for `source` in the arena of the node's rank `owner`, for the parity of `epoch`.
 template <typename T>
 TY_DEVICE T *in_arena(const ty_context &c, u32 owner, const ty_region &region, u64 epoch, u32 source) {
   return reinterpret_cast<T *>(c.peer_base[owner] + region.offset + (epoch & 1) * region.parity_stride +
@@ -18,6 +18,12 @@ TY_DEVICE T *in_arena(const ty_context &c, u32 owner, const ty_region &region, u
 template <typename T> TY_DEVICE T *pointer(u64 address) { return reinterpret_cast<T *>(address); }
 
 TY_DEVICE ty_state *state_of(const ty_context &c) { return pointer<ty_state>(c.state); }
+
+// The rank in the world of a rank of this node.
+TY_DEVICE u32 world_rank(const ty_context &c, u32 local) { return c.node_first + local; }
+
+// Bits below `bit`.
+TY_DEVICE u64 bits_below(u64 mask, u32 bit) { return mask & ((1ull << bit) - 1); }
 
 TY_DEVICE u32 lowest_bit(u64 mask) { return popcount64((mask & (~mask + 1)) - 1); }
 
@@ -49,26 +55,38 @@ TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u3
 // Turns of a wait loop between two looks at the clock and at the closed word.
 constexpr u32 turns_between_checks = 32;
 
-// Waits until the word's bits above `shift` equal `expected`; acquires at system scope. False, and the context
+// What a wait is for: who is named when its deadline passes.
+struct Wait {
+  u32 direction;
+  u32 site;
+  u32 peer;
+  u64 epoch;
+};
+
+// Looks at deadline and closed word in the given turn of a wait loop that began at `start`. False, and the context
 // closed, once the deadline passed here or anywhere else on this rank.
-TY_DEVICE bool wait_word(const ty_context &c, u32 direction, const u64 *word, u32 shift, u64 expected, u64 epoch,
-                         u32 site, u32 peer, const char *name) {
+TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 start, u64 expected, u64 seen) {
+  if (turn % turns_between_checks != 0) return true;
+  ty_state *state = state_of(c);
+  if (load_relaxed_gpu(&state->closed) != 0) return false;
+  u64 waited = now_ns() - start;
+  if (waited <= c.timeout_ns) return true;
+  report(c, wait.direction, TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited);
+  store_release_gpu(&state->closed, 1u);
+  return false;
+}
+
+// Waits until the word's bits above `shift` equal `expected`; acquires at system scope. False once a deadline passed.
+TY_DEVICE bool wait_word(const ty_context &c, const Wait &wait, const u64 *word, u32 shift, u64 expected,
+                         const char *name) {
   u64 seen = load_acquire_sys(word);
   if ((seen >> shift) == expected) return true;
-  ty_state *state = state_of(c);
   u64 start = now_ns();
   for (u32 turn = 1;; ++turn) {
     spin_pause(name);
     seen = load_acquire_sys(word);
     if ((seen >> shift) == expected) return true;
-    if (turn % turns_between_checks != 0) continue;
-    if (load_relaxed_gpu(&state->closed) != 0) return false;
-    u64 waited = now_ns() - start;
-    if (waited > c.timeout_ns) {
-      report(c, direction, TY_ERROR_TIMEOUT, site, peer, epoch, expected, seen >> shift, waited);
-      store_release_gpu(&state->closed, 1u);
-      return false;
-    }
+    if (!may_wait(c, wait, turn, start, expected, seen >> shift)) return false;
   }
 }
 
@@ -76,17 +94,53 @@ TY_DEVICE bool wait_word(const ty_context &c, u32 direction, const u64 *word, u3
 // and the slot's former value is older by an even number of epochs.
 TY_DEVICE bool wait_flag(const ty_context &c, u32 direction, const u64 *flag, u64 epoch, u32 site, u32 peer,
                          const char *name) {
-  return wait_word(c, direction, flag, 32, epoch & 0xffffffffu, epoch, site, peer, name);
+  return wait_word(c, Wait{direction, site, peer, epoch}, flag, 32, epoch & 0xffffffffu, name);
 }
 
 // A tag is the whole 64-bit epoch: a slot may stay unwritten for any number of epochs and still never be taken
 // for a new one.
 TY_DEVICE bool wait_tag(const ty_context &c, u32 direction, const u64 *tag, u64 epoch, u32 site, u32 peer,
                         const char *name) {
-  return wait_word(c, direction, tag, 0, epoch, epoch, site, peer, name);
+  return wait_word(c, Wait{direction, site, peer, epoch}, tag, 0, epoch, name);
+}
+
+// Waits until a word that only grows has reached `least`.
+TY_DEVICE bool wait_least(const ty_context &c, const Wait &wait, const u64 *word, u64 least, const char *name) {
+  u64 seen = load_acquire_sys(word);
+  if (seen >= least) return true;
+  u64 start = now_ns();
+  for (u32 turn = 1;; ++turn) {
+    spin_pause(name);
+    seen = load_acquire_sys(word);
+    if (seen >= least) return true;
+    if (!may_wait(c, wait, turn, start, least, seen)) return false;
+  }
 }
 
 TY_DEVICE u64 flag_value(u64 epoch, u32 status) { return (epoch << 32) | status; }
+
+// ---- reuse of regions that exist once ------------------------------------------------------------------------
+
+// Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. By a whole
+// block. False once a deadline passed.
+TY_DEVICE bool wait_free(const ty_context &c, u32 direction, const ty_region &region, u64 epoch) {
+  if (!c.single || epoch == c.first_epoch) return true;
+  bool failed = false;
+  for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads()) {
+    const u64 *word = in_arena<const u64>(c, c.local, region, epoch, peer);
+    failed |= !wait_least(c, Wait{direction, TY_SITE_FREE, world_rank(c, peer), epoch}, word, epoch - 1, "free flag");
+  }
+  return !block_any(failed);
+}
+
+// Tells node peers that this rank has read its inbox of `epoch`. By thread 0 of the last block, in whose acquire all
+// loads of the kernel happened before.
+TY_DEVICE void publish_free(const ty_context &c, const ty_region &region, u64 epoch) {
+  if (!c.single) return;
+  // N8: acquired by wait_free.
+  for (u32 peer = 0; peer < c.node_ranks; ++peer)
+    store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);
+}
 
 // ---- begin and end of a phase ------------------------------------------------------------------------------
 

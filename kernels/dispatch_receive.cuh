@@ -1,13 +1,13 @@
 // Dispatch, the receiving phase: where segments start, rows to their final places, the handle for combine.
 #pragma once
-#include "dispatch_send.cuh"
+#include "dispatch_wire.cuh"
 
 namespace ty {
 
 // ---- receive: where rows go ----------------------------------------------------------------------------------
 
 TY_DEVICE const u32 *counts_of(const ty_context &c, u64 epoch, u32 source) {
-  return in_arena<const u32>(c, c.rank, c.regions.meta_counts, epoch, source);
+  return in_arena<const u32>(c, c.local, c.regions.meta_counts, epoch, source);
 }
 
 // Rows of a local expert from sources before `sources`.
@@ -22,7 +22,7 @@ TY_DEVICE bool wait_meta(const ty_dispatch_args &a, DispatchShared &shared, u64 
   const ty_context &c = a.context;
   bool failed = false;
   for (u32 s = thread_index(); s < c.ranks; s += block_threads()) {
-    const u64 *flag = in_arena<const u64>(c, c.rank, c.regions.meta_flags, epoch, s);
+    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, s);
     bool seen = wait_flag(c, TY_DIRECTION_DISPATCH, flag, epoch, TY_SITE_META, s, "META");
     store(&shared.source_tokens[s], seen ? load(counts_of(c, epoch, s) + c.max_local_experts + 1) : 0u);
     failed |= !seen;
@@ -133,6 +133,11 @@ TY_DEVICE void describe_row(const ty_output &out, u64 row, i32 expert, i32 sourc
   store(pointer<i32>(out.source) + 2 * row + 1, token);
 }
 
+// The number of a source's token at its home. Sources of other nodes are here without the tokens that are not.
+TY_DEVICE i32 token_at_home(const ty_context &c, const MetaOut &meta, u32 source, u32 token) {
+  return source - c.node_first < c.node_ranks ? static_cast<i32>(token) : load(meta.tokens + token);
+}
+
 // The output row of this lane's choice, -1 for none; the handle and the row's description are written.
 TY_DEVICE i32 place_choice(const ty_dispatch_args &a, const DispatchShared &shared, const MetaOut &meta, u64 epoch,
                            u32 source, u32 token, i32 token_row) {
@@ -150,12 +155,12 @@ TY_DEVICE i32 place_choice(const ty_dispatch_args &a, const DispatchShared &shar
     if (out.token_experts) store(pointer<i32>(out.token_experts) + first * c.top_k + k, expert);
     if (out.token_weights) store(pointer<float>(out.token_weights) + first * c.top_k + k, weight);
     if (k == 0) row = static_cast<i32>(first);
-    if (k == 0) describe_row(out, first, -1, static_cast<i32>(source), static_cast<i32>(token));
+    if (k == 0) describe_row(out, first, -1, static_cast<i32>(source), token_at_home(c, meta, source, token));
   } else if (expert >= 0) {
     u64 position =
         rows_before(c, epoch, static_cast<u32>(expert), source) + static_cast<u64>(load(meta.positions + index));
     row = static_cast<i32>(segment_start(a, shared, static_cast<u32>(expert)) + position);
-    describe_row(out, static_cast<u64>(row), expert, static_cast<i32>(source), static_cast<i32>(token));
+    describe_row(out, static_cast<u64>(row), expert, static_cast<i32>(source), token_at_home(c, meta, source, token));
   }
   store(pointer<i32>(a.handle.rows) + handle_index, row);
   store(pointer<float>(a.handle.weights) + handle_index, weight);
@@ -166,7 +171,7 @@ TY_DEVICE i32 place_choice(const ty_dispatch_args &a, const DispatchShared &shar
 TY_DEVICE bool place_token(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, u32 source, u32 token,
                            bool fits) {
   const ty_context &c = a.context;
-  MetaOut meta = meta_of(c, c.rank, source, epoch);
+  MetaOut meta = meta_of(c, c.local, source, epoch);
   i32 token_row = load(meta.rows + token);
   if (lane_index() == 0)
     store(pointer<i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token,
@@ -175,14 +180,14 @@ TY_DEVICE bool place_token(const ty_dispatch_args &a, const DispatchShared &shar
   i32 mine = place_choice(a, shared, meta, epoch, source, token, token_row);
   bool failed = false;
   if (lane_index() == 0) {
-    const u64 *tag = in_arena<const u64>(c, c.rank, c.regions.row_tags, epoch, source) + token;
+    const u64 *tag = in_arena<const u64>(c, c.local, c.regions.row_tags, epoch, source) + token;
     failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tag, epoch, TY_SITE_ROW, source, "row");
   }
   // Lane 0 acquired; the ballot orders the other lanes' loads behind it.
   warp_barrier();
   if (warp_ballot(failed)) return false;
   const char *slot =
-      in_arena<const char>(c, c.rank, c.regions.rows, epoch, source) + static_cast<u64>(token) * c.slot_bytes;
+      in_arena<const char>(c, c.local, c.regions.rows, epoch, source) + static_cast<u64>(token) * c.slot_bytes;
   for (u32 placed = warp_ballot(mine >= 0); placed; placed &= placed - 1)
     copy_row(a, slot, static_cast<u64>(shuffle(mine, lowest_bit(placed))));
   return true;
@@ -195,7 +200,7 @@ TY_DEVICE void place_rows(const ty_dispatch_args &a, const DispatchShared &share
     u32 tokens = load(&shared.source_tokens[s]);
     most = tokens > most ? tokens : most;
   }
-  u64 warps = static_cast<u64>(block_count()) * block_warps();
+  u64 warps = static_cast<u64>(worker_count(c)) * block_warps();
   for (u64 i = static_cast<u64>(block_index()) * block_warps() + warp_index(); i < static_cast<u64>(most) * c.ranks;
        i += warps) {
     u32 source = static_cast<u32>(i % c.ranks), token = static_cast<u32>(i / c.ranks);
@@ -227,7 +232,7 @@ TY_DEVICE void zero_row(const ty_dispatch_args &a, u64 row) {
 
 // Marks rows [first, end) by all threads of the grid.
 TY_DEVICE void mark_rest(const ty_dispatch_args &a, u64 first, u64 end) {
-  u64 step = static_cast<u64>(block_count()) * block_threads();
+  u64 step = static_cast<u64>(worker_count(a.context)) * block_threads();
   for (u64 row = first + static_cast<u64>(block_index()) * block_threads() + thread_index(); row < end; row += step)
     mark_unused(a, row);
 }
@@ -235,7 +240,7 @@ TY_DEVICE void mark_rest(const ty_dispatch_args &a, u64 first, u64 end) {
 // The contiguous layout: rows between an expert's last and the next segment, a warp an expert; zeroed on request, since
 // a grouped GEMM reads them.
 TY_DEVICE void pad_segments(const ty_dispatch_args &a, const DispatchShared &shared) {
-  u32 warps = block_count() * block_warps();
+  u32 warps = worker_count(a.context) * block_warps();
   for (u32 e = block_index() * block_warps() + warp_index(); e < a.context.local_experts; e += warps) {
     u64 first = load(&shared.start[e]) + load(expert_rows(shared) + e), end = load(&shared.start[e + 1]);
     for (u64 row = first + lane_index(); row < end; row += warp_size) mark_unused(a, row);
@@ -246,7 +251,7 @@ TY_DEVICE void pad_segments(const ty_dispatch_args &a, const DispatchShared &sha
 // The masked layout: rows behind each expert's last.
 TY_DEVICE void mark_masked(const ty_dispatch_args &a, const DispatchShared &shared) {
   u64 capacity = a.output.capacity, rows = capacity * a.context.local_experts;
-  u64 step = static_cast<u64>(block_count()) * block_threads();
+  u64 step = static_cast<u64>(worker_count(a.context)) * block_threads();
   for (u64 row = static_cast<u64>(block_index()) * block_threads() + thread_index(); row < rows; row += step)
     if (row % capacity >= load(expert_rows(shared) + row / capacity)) mark_unused(a, row);
 }
@@ -293,10 +298,8 @@ TY_DEVICE void write_counts(const ty_dispatch_args &a, const DispatchShared &sha
 TY_DEVICE void write_head(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, bool fits) {
   const ty_context &c = a.context;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
-  for (u32 s = thread_index(); s < c.ranks; s += block_threads()) {
-    store(&head->source_tokens[s], load(&shared.source_tokens[s]));
-    store(&head->source_rows[s], load(counts_of(c, epoch, s) + c.max_local_experts));
-  }
+  for (u32 s = thread_index(); s < c.ranks; s += block_threads())
+    store(pointer<u32>(a.handle.source_tokens) + s, load(&shared.source_tokens[s]));
   if (thread_index() != 0) return;
   u32 most = 0;
   for (u32 s = 0; s < c.ranks; ++s) {
@@ -309,6 +312,11 @@ TY_DEVICE void write_head(const ty_dispatch_args &a, const DispatchShared &share
 }
 
 TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+  if (spans_nodes(a.context)) {
+    if (!wait_free(a.context, TY_DIRECTION_DISPATCH, a.context.regions.dispatch_free, epoch)) return;
+    if (!forward(a, shared, epoch)) return;
+  }
+  block_barrier();
   if (!wait_meta(a, shared, epoch)) return;
   Placement placement = plan_output(a, shared, epoch);
   if (block_index() == 0) write_counts(a, shared, epoch, placement);

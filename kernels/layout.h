@@ -6,8 +6,12 @@
 #define TY_LAYOUT_H
 #include <stdint.h>
 
+// Ranks of a world: a few words each in a block's shared memory.
+#define TY_MAX_RANKS 512
 // Ranks of one node: a token's ranks are one bit each in a 64-bit mask.
 #define TY_MAX_NODE_RANKS 64
+// Nodes of a world: a token's nodes are one bit each in a 64-bit mask.
+#define TY_MAX_NODES 64
 // Experts a token may name: a lane of a warp each.
 #define TY_MAX_TOP_K 32
 // Experts on one rank: their running counts and one token bitmap word each fit in 40 KiB of shared memory.
@@ -18,8 +22,8 @@
 #define TY_MAX_BLOCK_THREADS 512
 
 // Shared memory of a block, asserted where the structs are defined.
-#define TY_DISPATCH_SHARED_BYTES 43520
-#define TY_COMBINE_SHARED_BYTES 256
+#define TY_DISPATCH_SHARED_BYTES 47104
+#define TY_COMBINE_SHARED_BYTES 4096
 
 // Phases of a launch, or-ed for a fused call.
 #define TY_PHASE_SEND 1
@@ -59,6 +63,7 @@
 #define TY_ERROR_INCOMPLETE 5        // peer: the rank whose contributions are missing
 #define TY_ERROR_ORDER 6             // a: TY_ORDER_*, b and c: epochs sent and received
 #define TY_ERROR_TIMEOUT 7           // site, peer, a: expected, b: seen, c: nanoseconds waited; fatal
+#define TY_ERROR_PEER_LOST 8         // site, peer: the proxy lost it; fatal
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1
@@ -73,6 +78,11 @@
 #define TY_SITE_COMBINE_FLAG 3
 #define TY_SITE_PARTIAL 4
 #define TY_SITE_BARRIER 5
+#define TY_SITE_LANDED 6  // a chunk from another node
+#define TY_SITE_STAGING 7 // wire staging that the network still reads
+#define TY_SITE_FREE 8    // a node peer's inbox of the epoch before
+#define TY_SITE_PACKED 9  // the head of a message, by another block of this rank
+#define TY_SITE_AHEAD_WEIGHTS 10
 
 // The directions, each with its own record and claim.
 #define TY_DIRECTION_DISPATCH 0
@@ -80,31 +90,96 @@
 #define TY_DIRECTION_BARRIER 2
 #define TY_DIRECTIONS 3
 
+// What travels between nodes, each with links, epochs, staging and inbox of its own (proxy/wire.rs: Direction).
+#define TY_LANE_DISPATCH 0
+#define TY_LANE_COMBINE 1
+#define TY_LANE_WEIGHTS 2
+#define TY_LANE_BARRIER 3
+#define TY_LANES 4
+
+// Bytes at the head of every message between nodes: ty_wire_head.
+#define TY_WIRE_HEAD_BYTES 32
+
 // A region of the arena: address = base + offset + parity * parity_stride + source * source_stride + index * unit.
-// Regions addressed by token and slot have source_stride 0.
+// Regions that exist once have parity_stride 0.
 typedef struct ty_region {
   uint64_t offset;
   uint64_t parity_stride;
   uint64_t source_stride;
 } ty_region;
 
-// Where each region lies: the same on every rank.
+// Where each region lies: the same on every rank. A source is a rank of the world; what a rail received for its node
+// stands there under the source's number, and its tokens are counted without those that have nothing to do here.
 typedef struct ty_regions {
-  ty_region rows;           // [parity][source][token] slots of slot_bytes: payload, then scale words
-  ty_region row_tags;       // [parity][source][token] uint64 epoch
+  ty_region rows;           // [source][token] slots of slot_bytes: payload, then scale words
+  ty_region row_tags;       // [source][token] uint64 epoch
   ty_region meta_flags;     // [parity][source] uint64 flag
   ty_region meta_counts;    // [parity][source][max_local_experts + 2] uint32: per expert, then rows, then tokens
   ty_region meta_rows;      // [parity][source][token] int32: which row of this source for this rank, -1 none
-  ty_region meta_slots;     // [parity][source][token] int32: the home's slot for this rank's partial row
+  ty_region meta_slots;     // [parity][source][token] int32: the slot for this rank's partial row at its owner
+  ty_region meta_tokens;    // [parity][source][token] int32: its number at its home, for sources of other nodes
   ty_region meta_experts;   // [parity][source][token][top_k] int32 local expert, -1 not here
   ty_region meta_positions; // [parity][source][token][top_k] int32 position among this source's rows of the expert
   ty_region meta_weights;   // [parity][source][token][top_k] float
-  ty_region partials;       // [parity][token][slot] rows of partial_bytes
-  ty_region partial_tags;   // [parity][token][slot] uint64 epoch
-  ty_region combine_flags;  // [parity][source] uint64 flag
+  ty_region partials;       // [part][token][slot] rows of partial_bytes; part 0: own tokens, 1 + j: of served home j
+  ty_region partial_tags;   // [part][token][slot] uint64 epoch
+  ty_region combine_flags;  // [parity][local rank] uint64 flag
   ty_region ahead_weights;  // [parity][source][token][top_k] float: weights that come with combine
-  ty_region barrier_flags;  // [parity][source] uint64 number of the barrier
+  ty_region ahead_flags;    // [parity][source] uint64 flag: they are there
+  ty_region barrier_flags;  // [parity][local rank] uint64 number of the barrier
+  ty_region dispatch_free;  // [local rank] uint64: the last dispatch whose inbox that rank has read
+  ty_region combine_free;   // [local rank] uint64: the same of combine
 } ty_regions;
+
+// The first bytes of a message between nodes.
+typedef struct ty_wire_head {
+  uint64_t epoch;
+  uint32_t status; // TY_STATUS_*
+  uint32_t rows;   // rows that follow
+  uint32_t rank;   // with TY_STATUS_INCOMPLETE: whose rows are missing
+  uint32_t reserved[3];
+} ty_wire_head;
+
+// One direction between nodes, as proxy/wire.rs lays it out. A message is a head, then rows headers of header_bytes,
+// then rows of row_bytes, chunk_rows to a chunk; chunk k > 0 starts at head_bytes + k * chunk_bytes.
+typedef struct ty_lane {
+  uint64_t staging; // bytes from the own arena's start, of link 0 and parity 0
+  uint64_t staging_parity;
+  uint64_t staging_link;
+  uint64_t inbox; // the same for what arrives, by source
+  uint64_t inbox_parity;
+  uint64_t inbox_source;
+  uint32_t head_bytes;
+  uint32_t chunk_bytes;
+  uint32_t chunk_rows;
+  uint32_t header_bytes; // 0: rows have no headers
+  uint32_t row_bytes;    // 0: headers are all
+  uint32_t chunks;       // most of a message; 0: the direction is not used
+  uint32_t targets;      // links of this rank
+  uint32_t sources;      // links to this rank
+  uint32_t links;        // most links of any rank: stride of the words below
+  uint32_t inboxes;      // most sources of any rank
+  uint32_t first_doorbell;
+  uint32_t first_link_word;
+  uint32_t first_landed;
+  uint32_t first_counter; // of [link][chunk]
+} ty_lane;
+
+// What a rank shares with its proxy, and what goes with it. Words are 64 bits.
+typedef struct ty_wire {
+  ty_lane lanes[TY_LANES];
+  uint64_t doorbells;    // host memory, [doorbell]: {epoch's low half, bytes}, by the device
+  uint64_t chunk_counts; // host memory, [link word]: chunks of the message, by the device
+  uint64_t host_landed;  // host memory, [landed]: epochs, by the proxy; polled by one thread alone
+  uint64_t host_free;    // host memory, [link word]: epochs, by the proxy; polled by the same thread
+  uint64_t host_lost;    // host memory, one word by the proxy: one more than a lost rank; polled likewise
+  uint64_t landed;       // device memory: what that thread saw, for all others
+  uint64_t free;         // the same
+  uint64_t packed;       // device memory, [lane][link]: epoch whose head is packed
+  uint64_t counters;     // device memory, uint32: things packed of a chunk
+  uint64_t rails;        // const uint32_t *: rank behind each link of dispatch, node by node without the own
+  uint64_t served;       // const uint32_t *: rank behind each source of dispatch
+} ty_wire;
 
 // Device-local control block of a context. Written by the last block of each kernel, read by all at start.
 typedef struct ty_state {
@@ -136,14 +211,28 @@ typedef struct ty_error_record {
 
 // Where an expert lives.
 typedef struct ty_expert_home {
-  uint32_t rank;
-  uint32_t local;
+  uint16_t node;
+  uint16_t rank;  // within the node
+  uint32_t local; // which of the rank's experts
 } ty_expert_home;
+
+// Where partial rows of a source's tokens go.
+typedef struct ty_source_owner {
+  uint16_t node;  // of the source
+  uint16_t owner; // rank of this node: the source itself, or its rail
+  uint32_t part;  // of the owner's partials
+} ty_source_owner;
 
 // What is fixed when a context is built. Pointers are device addresses.
 typedef struct ty_context {
-  uint32_t rank;
-  uint32_t ranks;
+  uint32_t rank;  // in the world
+  uint32_t ranks; // of the world
+  uint32_t local; // this rank within its node
+  uint32_t node_ranks;
+  uint32_t node_first; // rank of the node's first; a node's ranks are consecutive
+  uint32_t node;
+  uint32_t nodes;
+  uint32_t single; // 1: big regions exist once, and free flags protect their reuse
   uint32_t experts;
   uint32_t local_experts;
   uint32_t top_k;
@@ -154,15 +243,18 @@ typedef struct ty_context {
   uint32_t scale_words;       // 4-byte scale words of a row
   uint32_t slot_bytes;        // pitch of a row in the inbox; a multiple of 16
   uint32_t partial_bytes;     // pitch of a partial row; a multiple of 16
-  uint32_t slots;             // partial rows a token can get: min(top_k, ranks)
+  uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 2
   uint64_t timeout_ns;
-  uint64_t state;       // ty_state *
-  uint64_t errors;      // ty_error_record[TY_DIRECTIONS] *, host memory
-  uint64_t expert_home; // const ty_expert_home *, [experts]
-  uint64_t local_count; // const uint32_t *, [ranks]: experts of each rank
+  uint64_t first_epoch;
+  uint64_t state;        // ty_state *
+  uint64_t errors;       // ty_error_record[TY_DIRECTIONS] *, host memory
+  uint64_t expert_home;  // const ty_expert_home *, [experts]
+  uint64_t local_count;  // const uint32_t *, [ranks]: experts of each rank
+  uint64_t source_owner; // const ty_source_owner *, [ranks]
   ty_regions regions;
-  uint64_t peer_base[TY_MAX_NODE_RANKS]; // arenas as this device sees them; own at [rank]
+  ty_wire wire;
+  uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas as this device sees them; own at [local]
 } ty_context;
 
 // What combine needs of a dispatch; lives in device memory, written by dispatch.
@@ -174,16 +266,19 @@ typedef struct ty_handle_head {
   uint32_t own_bad;     // 1: this rank's routing was unusable; its sums are zero
   uint32_t most_tokens; // over all sources
   uint32_t reserved;
-  uint32_t source_tokens[TY_MAX_NODE_RANKS];
-  uint32_t source_rows[TY_MAX_NODE_RANKS];
 } ty_handle_head;
 
 typedef struct ty_handle {
   uint64_t head; // ty_handle_head *
   uint64_t rows; // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
-  uint64_t weights;   // float [ranks][max_tokens][top_k]
-  uint64_t slots;     // int32 [ranks][max_tokens]: the home's slot, -1: no row here
-  uint64_t rank_mask; // uint64 [max_tokens]: ranks each own token went to
+  uint64_t weights;       // float [ranks][max_tokens][top_k]
+  uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
+  uint64_t source_tokens; // uint32 [ranks]: tokens of each source, as numbered here
+  uint64_t rank_mask;     // uint64 [max_tokens]: ranks of the own node that each own token went to
+  uint64_t wire_row;      // int32 [links][max_tokens]: which row of the message to that node, -1 none
+  uint64_t wire_rows;     // uint32 [links]: rows of that message
+  uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served home went to
+  uint64_t rail_rows;     // uint32 [served]: rows of each served home
 } ty_handle;
 
 typedef struct ty_tokens {

@@ -3,6 +3,8 @@
 use super::context::AllToAll;
 use super::placement::Placement;
 use super::plan::PlanInput;
+use super::service::Proxy;
+use super::wire::Nodes;
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceKind};
@@ -36,6 +38,9 @@ pub enum Weights {
 pub(crate) struct Shape {
     pub rank: usize,
     pub ranks: usize,
+    pub nodes: Nodes,
+    pub nics: u8,
+    pub chunk_rows: Option<usize>,
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
@@ -100,14 +105,17 @@ impl Shape {
 
     pub fn plan_input(&self) -> PlanInput {
         PlanInput {
-            ranks: self.ranks,
+            nodes: self.nodes.clone(),
             max_tokens: self.max_tokens,
             top_k: self.top_k,
             row_bytes: self.row_bytes,
             scale_words: self.scale_words,
             partial_bytes: self.partial_bytes(),
             max_local_experts: self.max_local_experts,
+            weights_with_dispatch: self.weights_with_dispatch(),
             weights_with_combine: self.weights_with_combine(),
+            nics: self.nics,
+            chunk_rows: self.chunk_rows,
         }
     }
 
@@ -116,11 +124,15 @@ impl Shape {
         let table: u64 = (0..placement.experts()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, expert| {
             (hash ^ u64::from(placement.rank_of(expert).unwrap_or(0))).wrapping_mul(0x0000_0100_0000_01b3)
         });
+        let sizes: Vec<String> = self.nodes.members().iter().map(|ranks| ranks.len().to_string()).collect();
         format!(
-            "tokenyard {} ranks={} hidden={} experts={} top_k={} max_tokens={} dtype={} scales={:?} combine_dtype={} \
+            "tokenyard {} ranks={} nodes={} nics={} chunk_rows={} hidden={} experts={} top_k={} max_tokens={} dtype={} scales={:?} combine_dtype={} \
              partial_f32={} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             self.ranks,
+            sizes.join(","),
+            self.nics,
+            self.chunk_rows.unwrap_or(0),
             self.hidden,
             self.experts,
             self.top_k,
@@ -153,6 +165,8 @@ pub struct AllToAllBuilder {
     pub(crate) timeout: Duration,
     pub(crate) handles: usize,
     pub(crate) first_epoch: u64,
+    pub(crate) proxy: Option<Proxy>,
+    pub(crate) chunk_rows: Option<usize>,
 }
 
 impl AllToAllBuilder {
@@ -174,6 +188,8 @@ impl AllToAllBuilder {
             timeout: Duration::from_secs(30),
             handles: 4,
             first_epoch: 1,
+            proxy: None,
+            chunk_rows: None,
         }
     }
 
@@ -268,6 +284,18 @@ impl AllToAllBuilder {
         self
     }
 
+    /// This rank's proxy, which a world of several nodes needs.
+    pub fn proxy(mut self, proxy: &Proxy) -> Self {
+        self.proxy = Some(proxy.clone());
+        self
+    }
+
+    /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: about 256 KiB.
+    pub fn chunk_rows(mut self, rows: usize) -> Self {
+        self.chunk_rows = Some(rows);
+        self
+    }
+
     /// Builds the context. Collective: every rank of the world calls it with the same configuration.
     ///
     /// # Errors
@@ -297,7 +325,7 @@ impl AllToAllBuilder {
     /// Checks everything that can be seen on one rank.
     pub(crate) fn check(&self) -> Result<(Shape, Placement)> {
         let ranks = self.world.size();
-        within("world", ranks, 1, raw::TY_MAX_NODE_RANKS as usize, "ranks of one node")?;
+        let nodes = self.check_nodes()?;
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, 1 << 20, "experts")?;
         within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
@@ -328,6 +356,9 @@ impl AllToAllBuilder {
         let shape = Shape {
             rank,
             ranks,
+            nodes,
+            nics: self.proxy.as_ref().map_or(1, Proxy::nics),
+            chunk_rows: self.chunk_rows,
             hidden: self.hidden,
             experts: self.experts,
             top_k: self.top_k,
@@ -348,6 +379,29 @@ impl AllToAllBuilder {
         };
         self.check_rows(&shape)?;
         Ok((shape, placement))
+    }
+
+    fn check_nodes(&self) -> Result<Nodes> {
+        let nodes = Nodes::of_sizes(self.world.nodes())?;
+        let count = nodes.members().len();
+        within("world", self.world.size(), 1, raw::TY_MAX_RANKS as usize, "ranks")?;
+        within("nodes", count, 1, raw::TY_MAX_NODES as usize, "nodes")?;
+        within("ranks of a node", nodes.largest(), 1, raw::TY_MAX_NODE_RANKS as usize, "ranks of one node")?;
+        if count == 1 {
+            return Ok(nodes);
+        }
+        if let Some(rows) = self.chunk_rows {
+            within("chunk_rows", rows, 1, 1 << 20, "rows of a chunk")?;
+        }
+        within("max_tokens", self.max_tokens, 1, 32 * raw::TY_BITMAP_WORDS as usize, "tokens a rank of several nodes")?;
+        if self.sms == Some(1) {
+            return Err(config(
+                "sms",
+                1,
+                "with several nodes one block watches the proxy's words; use 2 or more".into(),
+            ));
+        }
+        Ok(nodes)
     }
 
     fn check_rows(&self, shape: &Shape) -> Result<()> {

@@ -4,12 +4,16 @@ use super::calls::{Combined, Output, Rows, Tokens};
 use super::config::{AllToAllBuilder, Shape, Weights, config};
 use super::handle::{CombineSent, Handle, Pool, Sent};
 use super::placement::Placement;
-use super::plan::Plan;
+use super::plan::{Message, Plan};
 use super::report::Reports;
-use crate::base::{Dtype, Error, Result};
+use super::service::{Number, Opening, SharedWords};
+use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, SourceIdx, Wire};
+use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
+use crate::transport::link::Span;
 use crate::transport::{Arena, PeerMap, World};
+use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -53,8 +57,10 @@ pub struct AllToAll {
     streams: Mutex<Vec<Stream>>,
     /// Kernels read and write these as long as the context lives. Freeing a GPU's tables waits for its kernels, so
     /// they go before the arena.
-    _tables: [DeviceBuffer; 3],
-    peers: Option<PeerMap>,
+    _tables: Tables,
+    /// Closed before the arena goes.
+    opening: Option<Opening>,
+    peers: Option<Arc<PeerMap>>,
 }
 
 /// Tells contexts of one process apart, so that a handle of another is refused.
@@ -76,12 +82,22 @@ impl AllToAll {
         // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan);
         gather_failures(&world, "memory", local.as_ref().err())?;
-        let Local { device, arena, tables, reports, pool } = local?;
-        let peers = PeerMap::establish(&world, arena)?;
+        let Local { device, arena, tables, reports, pool, proxied } = local?;
+        let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
-        let context = device_context(&builder, &shape, &plan, &peers, &tables, &reports);
+        let context = device_context(&builder, &shape, &plan, &peers, &tables, &reports, proxied.as_ref());
         let sms = builder.sms.unwrap_or_else(|| device.multiprocessors());
+        let opening = match (proxied, &plan.wire) {
+            (Some(proxied), Some((wire, _))) => {
+                let span = Span { base: peers.own().base(), bytes: peers.own().bytes() };
+                let arena: (Span, Arc<dyn Any + Send + Sync>) = (span, peers.clone());
+                let words = proxied.words.memory;
+                Some(Opening::establish(&world, proxied.number, arena, wire, words, builder.first_epoch)?)
+            }
+            _ => None,
+        };
+        // Nobody rings before all have opened.
         world.barrier("context ready")?;
         Ok(AllToAll {
             shape,
@@ -98,6 +114,7 @@ impl AllToAll {
             id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
             streams: Mutex::default(),
             _tables: tables,
+            opening,
             peers: Some(peers),
         })
     }
@@ -186,7 +203,7 @@ impl AllToAll {
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
         let args = raw::ty_barrier_args { context: self.context };
-        self.launch(stream, "ty_barrier", 1, CPU_BLOCK, 0, &args)
+        self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
     /// What the device or a peer found since the last look, the oldest unread error first. Never waits. An error
@@ -195,9 +212,21 @@ impl AllToAll {
     /// # Errors
     /// `Routing`, `Capacity`, `Incomplete`, `Order`, `Timeout`, `PeerLost`.
     pub fn check(&self) -> Result<()> {
-        self.reports.check(&self.world).inspect_err(|_| {
+        let lost = || self.lost_peers();
+        self.reports.check(&self.world, &lost).inspect_err(|_| {
             self.counters.errors.fetch_add(1, Ordering::Relaxed);
         })
+    }
+
+    /// Ranks that are gone, as bootstrap and proxy know; sorted.
+    pub fn lost_peers(&self) -> Vec<Rank> {
+        let mut lost = self.world.lost_peers();
+        if let Some(opening) = &self.opening {
+            lost.extend(opening.lost_peers());
+        }
+        lost.sort_unstable();
+        lost.dedup();
+        lost
     }
 
     /// Counts of what was enqueued and found.
@@ -327,6 +356,8 @@ impl Drop for AllToAll {
         if streams.iter().any(|stream| stream.synchronize(patience).is_err()) {
             std::mem::forget(self.peers.take());
         }
+        // A peer's writes may still be on their way to this arena, which the proxy keeps.
+        self.opening = None;
     }
 }
 
@@ -334,10 +365,30 @@ impl Drop for AllToAll {
 struct Local {
     device: Device,
     arena: Arena,
-    /// Control block, expert homes, experts per rank.
-    tables: [DeviceBuffer; 3],
+    tables: Tables,
     reports: Reports,
     pool: Arc<Pool>,
+    /// With several nodes.
+    proxied: Option<Proxied>,
+}
+
+/// Tables in device memory.
+struct Tables {
+    state: DeviceBuffer,
+    expert_home: DeviceBuffer,
+    local_count: DeviceBuffer,
+    source_owner: DeviceBuffer,
+    /// Ranks behind links of dispatch, then behind its sources.
+    rails: DeviceBuffer,
+    served: DeviceBuffer,
+    /// What the relay passes on, heads packed, counts of packed rows.
+    relay: DeviceBuffer,
+}
+
+/// A context's number at its proxy, and the words that they share.
+struct Proxied {
+    number: Number,
+    words: SharedWords,
 }
 
 impl Local {
@@ -349,14 +400,50 @@ impl Local {
             Some(ordinal) => Arena::cuda(ordinal, bytes)?,
             None => Arena::cpu(bytes)?,
         };
-        let tables = [
-            upload(&device, &state_words(builder.first_epoch))?,
-            upload(&device, &home_words(placement))?,
-            upload(&device, &count_words(placement))?,
-        ];
+        let proxied = match (&plan.wire, &builder.proxy) {
+            (None, _) => None,
+            (Some((wire, _)), Some(proxy)) => Some(Proxied {
+                number: proxy.take_number()?,
+                words: SharedWords::allocate(&device, wire.word_counts())?,
+            }),
+            (Some(_), None) => {
+                let advice = "several nodes need a proxy on every rank: start one and pass it to the builder".into();
+                return Err(config("proxy", "missing", advice));
+            }
+        };
+        let rank = Rank(shape.rank as u32);
+        let words = |ranks: Vec<Rank>| ranks.iter().map(|rank| u64::from(rank.0)).collect::<Vec<_>>();
+        let tables = Tables {
+            state: upload(&device, &state_words(builder.first_epoch))?,
+            expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
+            local_count: upload(&device, &pack_words(&count_words(placement)))?,
+            source_owner: upload(&device, &owner_words(&shape.nodes, rank))?,
+            rails: upload(&device, &pack_words(&words(shape.nodes.targets(Direction::Dispatch, rank))))?,
+            served: upload(&device, &pack_words(&words(shape.nodes.sources(Direction::Dispatch, rank))))?,
+            relay: upload(&device, &vec![0; Relay::of(plan).words])?,
+        };
         let reports = Reports::new(device.alloc_host(Reports::BYTES)?);
         let pool = Pool::new(&device, shape, builder.handles)?;
-        Ok(Local { device, arena, tables, reports, pool })
+        Ok(Local { device, arena, tables, reports, pool, proxied })
+    }
+}
+
+/// Where things lie in the relay's table, in words.
+struct Relay {
+    free: usize,
+    packed: usize,
+    counters: usize,
+    words: usize,
+}
+
+impl Relay {
+    fn of(plan: &Plan) -> Relay {
+        let Some((wire, _)) = &plan.wire else { return Relay { free: 0, packed: 0, counters: 0, words: 1 } };
+        let counts = wire.word_counts();
+        let free = counts.landed;
+        let packed = free + counts.staging_free;
+        let counters = packed + (raw::TY_LANES * raw::TY_MAX_RANKS) as usize;
+        Relay { free, packed, counters, words: counters + counts.doorbells.div_ceil(2) + 1 }
     }
 }
 
@@ -375,17 +462,41 @@ fn state_words(first_epoch: u64) -> Vec<u64> {
     words
 }
 
-/// `ty_expert_home` of every expert: rank in the low half, local index in the high half.
-fn home_words(placement: &Placement) -> Vec<u64> {
-    (0..placement.experts())
-        .filter_map(|e| Some(u64::from(placement.rank_of(e)?) | u64::from(placement.local_index(e)?) << 32))
-        .collect()
+/// `ty_expert_home` of every expert: node, rank in it, local index.
+fn home_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
+    let home = |expert: usize| {
+        let rank = Rank(placement.rank_of(expert)?);
+        let (node, local) = (nodes.node_of(rank)? as u64, nodes.local_of(rank)? as u64);
+        Some(node | local << 16 | u64::from(placement.local_index(expert)?) << 32)
+    };
+    (0..placement.experts()).filter_map(home).collect()
 }
 
-/// Experts of each rank, uint32, two to a word.
+/// Experts of each rank.
 fn count_words(placement: &Placement) -> Vec<u64> {
-    let count = |rank: usize| placement.local_experts(rank).len() as u64;
-    (0..placement.ranks()).step_by(2).map(|rank| count(rank) | count(rank + 1) << 32).collect()
+    (0..placement.ranks()).map(|rank| placement.local_experts(rank).len() as u64).collect()
+}
+
+/// Numbers as uint32, two to a word.
+fn pack_words(numbers: &[u64]) -> Vec<u64> {
+    let pair = |pair: &[u64]| pair[0] | pair.get(1).copied().unwrap_or(0) << 32;
+    let words: Vec<u64> = numbers.chunks(2).map(pair).collect();
+    if words.is_empty() { vec![0] } else { words }
+}
+
+/// `ty_source_owner` of every rank, for a rank's node: who takes the partial rows of its tokens there.
+fn owner_words(nodes: &Nodes, rank: Rank) -> Vec<u64> {
+    let own = nodes.node_of(rank);
+    let owner = |source: Rank| {
+        let node = nodes.node_of(source)?;
+        if Some(node) == own {
+            return Some(node as u64 | (nodes.local_of(source)? as u64) << 16);
+        }
+        let rail = nodes.rail(source, own?)?;
+        let part = 1 + nodes.sources(Direction::Dispatch, rail).iter().position(|home| *home == source)?;
+        Some(node as u64 | (nodes.local_of(rail)? as u64) << 16 | (part as u64) << 32)
+    };
+    (0..nodes.world()).map(|source| owner(Rank(source as u32)).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
 fn device_context(
@@ -393,17 +504,26 @@ fn device_context(
     shape: &Shape,
     plan: &Plan,
     peers: &PeerMap,
-    tables: &[DeviceBuffer; 3],
+    tables: &Tables,
     reports: &Reports,
+    proxied: Option<&Proxied>,
 ) -> raw::ty_context {
+    let rank = Rank(shape.rank as u32);
+    let node = shape.nodes.node_of(rank).unwrap_or(0);
+    let members = &shape.nodes.members()[node];
     let mut peer_base = [0u64; raw::TY_MAX_NODE_RANKS as usize];
-    for (rank, base) in peer_base.iter_mut().enumerate().take(shape.ranks) {
-        *base = peers.base_of(crate::base::Rank(rank as u32));
+    for (base, member) in peer_base.iter_mut().zip(members) {
+        *base = peers.base_of(*member);
     }
-    let [state, expert_home, local_count] = tables;
     raw::ty_context {
-        rank: shape.rank as u32,
+        rank: rank.0,
         ranks: shape.ranks as u32,
+        local: shape.nodes.local_of(rank).unwrap_or(0) as u32,
+        node_ranks: members.len() as u32,
+        node_first: members.first().map_or(0, |first| first.0),
+        node: node as u32,
+        nodes: shape.nodes.members().len() as u32,
+        single: u32::from(plan.wire.is_some()),
         experts: shape.experts as u32,
         local_experts: shape.local_experts as u32,
         top_k: shape.top_k as u32,
@@ -421,12 +541,73 @@ fn device_context(
         slots: plan.slots as u32,
         max_local_experts: shape.max_local_experts as u32,
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
-        state: state.view().ptr,
+        first_epoch: builder.first_epoch,
+        state: tables.state.view().ptr,
         errors: reports.device_address(),
-        expert_home: expert_home.view().ptr,
-        local_count: local_count.view().ptr,
+        expert_home: tables.expert_home.view().ptr,
+        local_count: tables.local_count.view().ptr,
+        source_owner: tables.source_owner.view().ptr,
         regions: plan.regions,
+        wire: device_wire(plan, rank, tables, proxied),
         peer_base,
+    }
+}
+
+/// What lies between nodes, as the device needs it.
+fn device_wire(plan: &Plan, rank: Rank, tables: &Tables, proxied: Option<&Proxied>) -> raw::ty_wire {
+    let (Some((wire, messages)), Some(proxied)) = (&plan.wire, proxied) else { return raw::ty_wire::default() };
+    let relay = Relay::of(plan);
+    let table = |word: usize| tables.relay.view().ptr + 8 * word as u64;
+    let mut first_counter = 0;
+    let lanes = Direction::ALL.map(|direction| {
+        let lane = device_lane(wire, &messages[direction.index()], direction, rank, first_counter);
+        first_counter += lane.links * lane.chunks;
+        lane
+    });
+    let [doorbells, chunk_counts, host_landed, host_free, host_lost] = proxied.words.addresses;
+    raw::ty_wire {
+        lanes,
+        doorbells,
+        chunk_counts,
+        host_landed,
+        host_free,
+        host_lost,
+        landed: table(0),
+        free: table(relay.free),
+        packed: table(relay.packed),
+        counters: table(relay.counters),
+        rails: tables.rails.view().ptr,
+        served: tables.served.view().ptr,
+    }
+}
+
+fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank, first_counter: u32) -> raw::ty_lane {
+    let (staging, inbox, lane) = (wire.staging(direction), wire.inbox(direction), wire.lane(direction));
+    if lane.chunks == 0 {
+        return raw::ty_lane::default();
+    }
+    let (link, source, chunk) = (LinkIdx(0), SourceIdx(0), ChunkIdx(0));
+    raw::ty_lane {
+        staging: staging.base,
+        staging_parity: staging.parity,
+        staging_link: staging.slot,
+        inbox: inbox.base,
+        inbox_parity: inbox.parity,
+        inbox_source: inbox.slot,
+        head_bytes: lane.head_bytes,
+        chunk_bytes: lane.chunk_bytes,
+        chunk_rows: message.chunk_rows,
+        header_bytes: message.header_bytes,
+        row_bytes: message.row_bytes,
+        chunks: u32::from(lane.chunks),
+        targets: wire.targets(direction, rank).len() as u32,
+        sources: wire.sources(direction, rank).len() as u32,
+        links: wire.links(direction) as u32,
+        inboxes: wire.inboxes(direction) as u32,
+        first_doorbell: wire.doorbell_word(direction, 0, link, chunk) as u32,
+        first_link_word: wire.chunks_word(direction, 0, link) as u32,
+        first_landed: wire.landed_word(direction, 0, source, chunk) as u32,
+        first_counter,
     }
 }
 

@@ -24,6 +24,7 @@ use crate::transport::imm::MAX_CONTEXTS;
 use crate::transport::link::{Event, Posted, Transport, WriteImm};
 pub use remote::{ProxyThread, Remote, ThreadConfig};
 use remote::{Request, Shared};
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -61,6 +62,8 @@ pub struct Driver<T: Transport> {
     /// The endpoint answered with an error; it is not asked again.
     broken: bool,
     shared: Arc<Shared<T>>,
+    /// What the transport has registered; dropped behind it.
+    kept: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 /// The machine's hands on memory and transport.
@@ -79,6 +82,17 @@ impl<T: Transport> Hands<'_, T> {
             Err(error) => {
                 self.shared.fail(error);
                 Answer::Refused
+            }
+        }
+    }
+}
+
+impl<T: Transport> Hands<'_, T> {
+    /// Ends the waits of all devices whose context the peer belongs to.
+    fn tell_devices(&self, peer: Rank) {
+        for Bound { memory, wire } in self.contexts.iter().flatten() {
+            if let (Some(word), Some(_)) = (memory.lost.get(0), wire.nodes().node_of(peer)) {
+                word.store(u64::from(peer.0) + 1, Ordering::Release);
             }
         }
     }
@@ -115,6 +129,9 @@ impl<T: Transport> Outputs for Hands<'_, T> {
     }
 
     fn report(&mut self, report: Report) {
+        if let Report::PeerLost { peer, .. } = report {
+            self.tell_devices(peer);
+        }
         self.shared.report(report);
     }
 }
@@ -124,7 +141,17 @@ impl<T: Transport + 'static> Driver<T> {
     pub fn new(machine: Machine, transport: T, clock: Clock) -> Driver<T> {
         let now_ns = clock();
         let shared = Arc::new(Shared::new());
-        Driver { machine, transport, contexts: Default::default(), clock, now_ns, look_in: 0, broken: false, shared }
+        Driver {
+            machine,
+            transport,
+            contexts: Default::default(),
+            clock,
+            now_ns,
+            look_in: 0,
+            broken: false,
+            shared,
+            kept: Vec::new(),
+        }
     }
 
     /// For other threads (or fibers): requests, and what was reported.
@@ -140,6 +167,11 @@ impl<T: Transport + 'static> Driver<T> {
     /// The endpoint, to register memory and to connect.
     pub fn transport(&mut self) -> &mut T {
         &mut self.transport
+    }
+
+    /// Keeps memory that the transport has registered alive until the transport is gone.
+    pub fn keep(&mut self, memory: Arc<dyn Any + Send + Sync>) {
+        self.kept.push(memory);
     }
 
     /// Opens a context. All its ranks must have done so before any of them rings.
@@ -186,6 +218,17 @@ impl<T: Transport + 'static> Driver<T> {
             }
         }
         self.leave(yields);
+        self.shared.end();
+    }
+
+    /// Whether nobody needs it any more.
+    pub fn is_stopped(&self) -> bool {
+        self.shared.is_stopped()
+    }
+
+    /// Tells the peers and ends, where `turn` is called instead of `run`.
+    pub fn finish(&mut self) {
+        self.leave(|| true);
         self.shared.end();
     }
 

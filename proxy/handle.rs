@@ -2,7 +2,8 @@
 
 use super::calls::Layout;
 use super::config::Shape;
-use crate::base::{Error, Result};
+use super::wire::Direction;
+use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -46,14 +47,21 @@ impl Pool {
 impl Slot {
     fn new(device: &Device, shape: &Shape) -> Result<Slot> {
         let tokens = shape.ranks * shape.max_tokens;
+        let links = shape.nodes.members().len() - 1;
+        let served = shape.nodes.sources(Direction::Dispatch, Rank(shape.rank as u32)).len();
         let sizes = [
             size_of::<raw::ty_handle_head>(),
             tokens * shape.top_k * 4,
             tokens * shape.top_k * 4,
             tokens * 4,
+            shape.ranks * 4,
             shape.max_tokens * 8,
+            links * shape.max_tokens * 4,
+            links * 4,
+            served * shape.max_tokens * 8,
+            served * 4,
         ];
-        let mut offsets = [0u64; 5];
+        let mut offsets = [0u64; 10];
         let mut bytes = 0usize;
         for (offset, size) in offsets.iter_mut().zip(sizes) {
             *offset = bytes as u64;
@@ -61,8 +69,21 @@ impl Slot {
         }
         let memory = device.alloc(bytes)?;
         memory.fill(0)?;
-        let [head, rows, weights, slots, rank_mask] = offsets.map(|offset| memory.view().ptr + offset);
-        Ok(Slot { _memory: memory, raw: raw::ty_handle { head, rows, weights, slots, rank_mask } })
+        let [head, rows, weights, slots, source_tokens, rank_mask, wire_row, wire_rows, rail_mask, rail_rows] =
+            offsets.map(|offset| memory.view().ptr + offset);
+        let raw = raw::ty_handle {
+            head,
+            rows,
+            weights,
+            slots,
+            source_tokens,
+            rank_mask,
+            wire_row,
+            wire_rows,
+            rail_mask,
+            rail_rows,
+        };
+        Ok(Slot { _memory: memory, raw })
     }
 }
 
@@ -75,8 +96,7 @@ pub(crate) struct Lease {
 
 impl Lease {
     pub fn raw(&self) -> raw::ty_handle {
-        let null = raw::ty_handle { head: 0, rows: 0, weights: 0, slots: 0, rank_mask: 0 };
-        self.slot.as_ref().map_or(null, |slot| slot.raw)
+        self.slot.as_ref().map_or_else(raw::ty_handle::default, |slot| slot.raw)
     }
 }
 

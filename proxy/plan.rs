@@ -5,19 +5,26 @@
 //!
 //! A world of one node keeps every region twice, by the parity of the epoch. Nothing else protects reuse: a rank
 //! writes X(e+2) into its peer only after its own receive of X(e+1), which needed the peer's X(e+1), which the peer
-//! sent only after its receive of X(e) was through.
+//! sent only after its receive of X(e) was through. With several nodes the big node-local regions (rows, partial rows)
+//! exist once, behind free flags, and what the network writes or reads exists twice.
 
+use super::wire::{Direction, Lane, Nodes, Wire, WireInput, most_chunks};
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
 
 /// Bytes that regions and flags are aligned to: two 64-byte lines, since lines are prefetched in pairs.
 const ALIGN: u64 = 128;
+/// Bytes of rows that a chunk between nodes has about, unless it is asked for: large enough that a write's fixed cost
+/// (below 1 us) is a small part of its time at 50 GB/s, small enough that forwarding overlaps with it.
+const CHUNK_BYTES: usize = 256 << 10;
+/// Entries of a receive queue that backends offer at least.
+const RECEIVE_QUEUE: usize = 8192;
 
 /// What the plan depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanInput {
-    /// Ranks of the node.
-    pub ranks: usize,
+    /// Ranks by node.
+    pub nodes: Nodes,
     /// Most tokens a rank dispatches in one call.
     pub max_tokens: usize,
     /// Experts a token may name.
@@ -30,8 +37,32 @@ pub struct PlanInput {
     pub partial_bytes: usize,
     /// Most experts on one rank.
     pub max_local_experts: usize,
+    /// Whether weights come with dispatch, and so in the headers between nodes.
+    pub weights_with_dispatch: bool,
     /// Whether weights come with combine, which sends them ahead to the expert ranks.
     pub weights_with_combine: bool,
+    /// NICs of each rank; 1 where there is one node.
+    pub nics: u8,
+    /// Rows of a chunk between nodes; `None` to choose.
+    pub chunk_rows: Option<usize>,
+}
+
+impl PlanInput {
+    /// Pitch of a dispatched row in bytes.
+    fn slot_bytes(&self) -> usize {
+        (self.row_bytes + 4 * self.scale_words).next_multiple_of(16)
+    }
+}
+
+/// The shape of one direction's messages between nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Message {
+    pub lane: Lane,
+    /// Bytes of each row's header; 0 for none.
+    pub header_bytes: u32,
+    /// Pitch of a row; 0 where headers are all.
+    pub row_bytes: u32,
+    pub chunk_rows: u32,
 }
 
 /// One buffer of the arena.
@@ -53,6 +84,8 @@ pub struct Plan {
     pub(crate) regions: raw::ty_regions,
     pub(crate) slot_bytes: usize,
     pub(crate) slots: usize,
+    /// What lies between nodes, if there are several, and the messages by direction.
+    pub(crate) wire: Option<(Wire, [Message; raw::TY_LANES as usize])>,
 }
 
 /// Hands out consecutive aligned pieces of the arena.
@@ -62,15 +95,19 @@ struct Cursor {
 }
 
 impl Cursor {
-    /// A region of `sources` parts of `part_bytes` each, kept once per parity.
-    fn region(&mut self, name: &str, sources: u64, part_bytes: u64) -> Option<raw::ty_region> {
+    /// A region of `sources` parts of `part_bytes` each, kept `copies` times: once, or once per parity.
+    fn region(&mut self, name: &str, copies: u64, sources: u64, part_bytes: u64) -> Option<raw::ty_region> {
         let source_stride = part_bytes.checked_next_multiple_of(ALIGN)?;
-        let parity_stride = source_stride.checked_mul(sources)?;
-        let bytes = parity_stride.checked_mul(2)?;
+        let parity = source_stride.checked_mul(sources)?;
+        let offset = self.buffer(name, parity.checked_mul(copies)?)?;
+        Some(raw::ty_region { offset, parity_stride: if copies == 1 { 0 } else { parity }, source_stride })
+    }
+
+    fn buffer(&mut self, name: &str, bytes: u64) -> Option<u64> {
         let offset = self.next;
-        self.next = offset.checked_add(bytes)?;
+        self.next = offset.checked_add(bytes.checked_next_multiple_of(ALIGN)?)?;
         self.buffers.push(Buffer { name: name.to_owned(), offset, bytes });
-        Some(raw::ty_region { offset, parity_stride, source_stride })
+        Some(offset)
     }
 }
 
@@ -78,44 +115,83 @@ impl Plan {
     /// Plans the arena of one rank.
     ///
     /// # Errors
-    /// `Config` if the arena would not fit a 64-bit address space.
+    /// `Config` if the arena would not fit a 64-bit address space, or messages between nodes an immediate's fields.
     pub fn new(input: &PlanInput) -> Result<Plan> {
-        Self::lay_out(input).ok_or_else(|| Error::Config {
+        let overflow = || Error::Config {
             name: "max_tokens",
             value: input.max_tokens.to_string(),
             advice: format!(
                 "the arena of {} ranks and {} bytes a row would overflow 64 bits; lower it",
-                input.ranks, input.row_bytes
+                input.nodes.world(),
+                input.row_bytes
             ),
+        };
+        let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
+        let regions = Self::regions(input, &mut cursor).ok_or_else(overflow)?;
+        let wire = if input.nodes.members().len() > 1 { Some(Self::wire(input, &mut cursor)?) } else { None };
+        Ok(Plan {
+            bytes: cursor.next,
+            buffers: cursor.buffers,
+            regions,
+            slot_bytes: input.slot_bytes(),
+            slots: input.top_k.min(input.nodes.largest()),
+            wire,
         })
     }
 
-    fn lay_out(input: &PlanInput) -> Option<Plan> {
-        let ranks = input.ranks as u64;
+    fn regions(input: &PlanInput, cursor: &mut Cursor) -> Option<raw::ty_regions> {
+        let ranks = input.nodes.world() as u64;
+        let node_ranks = input.nodes.largest() as u64;
+        let several = input.nodes.members().len() > 1;
+        let big = if several { 1 } else { 2 };
+        let parts = 1 + input.nodes.most_served() as u64;
         let tokens = input.max_tokens as u64;
         let choices = tokens.checked_mul(input.top_k as u64)?;
-        let slots = input.top_k.min(input.ranks);
-        let slot_bytes = (input.row_bytes + 4 * input.scale_words).next_multiple_of(16);
-        let places = tokens.checked_mul(slots as u64)?;
-        let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
+        let places = tokens.checked_mul((input.top_k as u64).min(node_ranks))?;
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
-        let regions = raw::ty_regions {
-            rows: cursor.region("dispatch rows", ranks, tokens.checked_mul(slot_bytes as u64)?)?,
-            row_tags: cursor.region("dispatch row tags", ranks, tokens.checked_mul(8)?)?,
-            meta_flags: cursor.region("META flags", ranks, 8)?,
-            meta_counts: cursor.region("META counts", ranks, (input.max_local_experts as u64 + 2) * 4)?,
-            meta_rows: cursor.region("META rows", ranks, tokens * 4)?,
-            meta_slots: cursor.region("META slots", ranks, tokens * 4)?,
-            meta_experts: cursor.region("META experts", ranks, choices.checked_mul(4)?)?,
-            meta_positions: cursor.region("META positions", ranks, choices.checked_mul(4)?)?,
-            meta_weights: cursor.region("META weights", ranks, choices.checked_mul(4)?)?,
-            partials: cursor.region("partial rows", 1, places.checked_mul(input.partial_bytes as u64)?)?,
-            partial_tags: cursor.region("partial row tags", 1, places.checked_mul(8)?)?,
-            combine_flags: cursor.region("combine flags", ranks, 8)?,
-            ahead_weights: cursor.region("weights sent ahead", ranks, ahead)?,
-            barrier_flags: cursor.region("barrier flags", ranks, 8)?,
+        let home_tokens = if several { tokens * 4 } else { 0 };
+        let free = if several { 8 } else { 0 };
+        let c = cursor;
+        Some(raw::ty_regions {
+            rows: c.region("dispatch rows", big, ranks, tokens.checked_mul(input.slot_bytes() as u64)?)?,
+            row_tags: c.region("dispatch row tags", big, ranks, tokens.checked_mul(8)?)?,
+            meta_flags: c.region("META flags", 2, ranks, 8)?,
+            meta_counts: c.region("META counts", 2, ranks, (input.max_local_experts as u64 + 2) * 4)?,
+            meta_rows: c.region("META rows", 2, ranks, tokens * 4)?,
+            meta_slots: c.region("META slots", 2, ranks, tokens * 4)?,
+            meta_tokens: c.region("META tokens", 2, ranks, home_tokens)?,
+            meta_experts: c.region("META experts", 2, ranks, choices.checked_mul(4)?)?,
+            meta_positions: c.region("META positions", 2, ranks, choices.checked_mul(4)?)?,
+            meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(4)?)?,
+            partials: c.region("partial rows", big, parts, places.checked_mul(input.partial_bytes as u64)?)?,
+            partial_tags: c.region("partial row tags", big, parts, places.checked_mul(8)?)?,
+            combine_flags: c.region("combine flags", 2, node_ranks, 8)?,
+            ahead_weights: c.region("weights sent ahead", 2, ranks, ahead)?,
+            ahead_flags: c.region("flags of weights sent ahead", 2, ranks, ahead.min(8))?,
+            barrier_flags: c.region("barrier flags", 2, node_ranks, 8)?,
+            dispatch_free: c.region("free flags of dispatch", 1, node_ranks, free)?,
+            combine_free: c.region("free flags of combine", 1, node_ranks, free)?,
+        })
+    }
+
+    /// What lies between nodes: the messages' shapes, then staging and inbox behind everything else.
+    fn wire(input: &PlanInput, cursor: &mut Cursor) -> Result<(Wire, [Message; raw::TY_LANES as usize])> {
+        let messages = Direction::ALL.map(|direction| message(input, direction));
+        let [dispatch, combine, weights, barrier] = messages;
+        let messages = [dispatch?, combine?, weights?, barrier?];
+        let lanes = messages.map(|message| message.lane);
+        let at = |staging_offset, inbox_offset| {
+            Wire::new(WireInput { nodes: input.nodes.clone(), nics: input.nics, lanes, staging_offset, inbox_offset })
         };
-        Some(Plan { bytes: cursor.next, buffers: cursor.buffers, regions, slot_bytes, slots })
+        let sized = at(cursor.next, cursor.next)?;
+        let overflow = || Error::Config {
+            name: "max_tokens",
+            value: input.max_tokens.to_string(),
+            advice: "wire staging and inbox would overflow 64 bits; lower it".into(),
+        };
+        let staging = cursor.buffer("wire staging", sized.staging_bytes()).ok_or_else(overflow)?;
+        let inbox = cursor.buffer("wire inbox", sized.inbox_bytes()).ok_or_else(overflow)?;
+        Ok((at(staging, inbox)?, messages))
     }
 
     /// Every buffer, in the order of offsets.
@@ -130,13 +206,68 @@ impl Plan {
 
     /// The assumption and the formula behind the total, for people.
     pub fn explain(input: &PlanInput) -> String {
-        let d = (input.row_bytes + 4 * input.scale_words).next_multiple_of(16);
+        let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, input.max_tokens);
+        let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.world());
+        let slots = format!("min(top-k {}, ranks of a node {largest})", input.top_k);
+        if nodes == 1 {
+            return format!(
+                "one node, any routing: 2 parities x {tokens} tokens x ({ranks} ranks x {d} B a row + {slots} x {c} B a \
+                 partial row), plus flags, tags and META; one wave"
+            );
+        }
+        let parts = 1 + input.nodes.most_served();
         format!(
-            "one node, any routing: 2 parities x {} tokens x ({} ranks x {d} B a row + min(top-k {}, ranks {}) x {} B \
-             a partial row), plus flags, tags and META; one wave",
-            input.max_tokens, input.ranks, input.top_k, input.ranks, input.partial_bytes
+            "{nodes} nodes, any routing: {tokens} tokens x (2 parities x {} peers x 2 sides x ({d} + {c}) B on the wire + \
+             {ranks} ranks x {d} B a row + {parts} homes x {slots} x {c} B a partial row), plus flags, tags, META and \
+             headers; one wave",
+            parts - 1
         )
     }
+}
+
+/// The messages of one direction.
+fn message(input: &PlanInput, direction: Direction) -> Result<Message> {
+    let too_large = |what: &str| Error::Config {
+        name: "max_tokens",
+        value: input.max_tokens.to_string(),
+        advice: format!("{what} of a message between nodes do not fit 32 bits; lower it"),
+    };
+    let peers = input.nodes.members().len() - 1;
+    let header = match direction {
+        Direction::Dispatch if input.weights_with_dispatch => 4 + 8 * input.top_k,
+        Direction::Dispatch => 4 + 4 * input.top_k,
+        Direction::Weights => 4 * input.top_k,
+        Direction::Combine | Direction::Barrier => 0,
+    };
+    let row_bytes = match direction {
+        Direction::Dispatch => input.slot_bytes(),
+        Direction::Combine => input.partial_bytes,
+        Direction::Weights | Direction::Barrier => 0,
+    };
+    let header = header.next_multiple_of(16);
+    let used = direction != Direction::Weights || input.weights_with_combine;
+    let (chunk_rows, chunks) = if row_bytes == 0 {
+        (1, usize::from(used))
+    } else {
+        let most = most_chunks(RECEIVE_QUEUE, peers.max(input.nodes.most_served())).max(1);
+        let asked = input.chunk_rows.unwrap_or_else(|| CHUNK_BYTES.div_ceil(row_bytes).max(1));
+        let rows = match input.chunk_rows {
+            Some(rows) => rows,
+            None => asked.max(input.max_tokens.div_ceil(most)),
+        };
+        (rows, input.max_tokens.div_ceil(rows.max(1)))
+    };
+    let heads = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;
+    let head_bytes = u32::try_from(heads).map_err(|_| too_large("the headers"))?;
+    let chunk_bytes = (chunk_rows * row_bytes).max(16);
+    let chunk_bytes = u32::try_from(chunk_bytes).map_err(|_| too_large("the rows of a chunk"))?;
+    let chunks = u16::try_from(chunks).unwrap_or(u16::MAX);
+    Ok(Message {
+        lane: Lane { head_bytes, chunk_bytes, chunks },
+        header_bytes: header as u32,
+        row_bytes: row_bytes as u32,
+        chunk_rows: u32::try_from(chunk_rows).map_err(|_| too_large("the rows of a chunk"))?,
+    })
 }
 
 #[cfg(test)]
@@ -145,15 +276,35 @@ mod tests {
 
     fn v3(tokens: usize) -> PlanInput {
         PlanInput {
-            ranks: 8,
+            nodes: Nodes::of_sizes(&[8]).unwrap(),
             max_tokens: tokens,
             top_k: 8,
             row_bytes: 7168,
             scale_words: 56,
             partial_bytes: 14336,
             max_local_experts: 32,
+            weights_with_dispatch: false,
             weights_with_combine: true,
+            nics: 1,
+            chunk_rows: None,
         }
+    }
+
+    fn v3_of_nodes(tokens: usize, sizes: &[usize]) -> PlanInput {
+        let nodes = Nodes::of_sizes(sizes).unwrap();
+        PlanInput {
+            nodes,
+            max_local_experts: 4,
+            weights_with_dispatch: true,
+            weights_with_combine: false,
+            ..v3(tokens)
+        }
+    }
+
+    #[test]
+    fn ep64_arenas_stay_within_the_limits_of_the_design() {
+        let plan = Plan::new(&v3_of_nodes(128, &[8; 8])).unwrap();
+        assert!(plan.arena_bytes() <= 256 << 20, "{} MiB", plan.arena_bytes() >> 20);
     }
 
     #[test]
@@ -163,7 +314,7 @@ mod tests {
         for buffer in plan.buffers() {
             assert_eq!(buffer.offset, next, "{} leaves a gap or overlaps", buffer.name);
             assert_eq!(buffer.offset % ALIGN, 0);
-            next += buffer.bytes;
+            next += buffer.bytes.next_multiple_of(ALIGN);
         }
         assert_eq!(next, plan.arena_bytes());
     }

@@ -31,7 +31,8 @@ impl Reports {
     }
 
     /// The oldest unread error. One that closed the context is returned every time, any other once.
-    pub fn check(&self, world: &World) -> Result<()> {
+    /// `lost` answers which ranks are gone.
+    pub fn check(&self, world: &World, lost: &dyn Fn() -> Vec<Rank>) -> Result<()> {
         if let Some(error) = self.fatal.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Err(error);
         }
@@ -40,8 +41,8 @@ impl Reports {
             if self.seen[direction].swap(record.sequence, Ordering::Relaxed) == record.sequence {
                 continue;
             }
-            let error = describe(&record, direction, world);
-            if record.kind == raw::TY_ERROR_TIMEOUT {
+            let error = describe(&record, direction, world, lost);
+            if matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST) {
                 *self.fatal.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
             }
             return Err(error);
@@ -75,11 +76,16 @@ fn site_name(site: u32) -> &'static str {
         raw::TY_SITE_COMBINE_FLAG => "the combine flag",
         raw::TY_SITE_PARTIAL => "a partial row",
         raw::TY_SITE_BARRIER => "the barrier flag",
+        raw::TY_SITE_LANDED => "a chunk from another node",
+        raw::TY_SITE_STAGING => "wire staging that the network still reads",
+        raw::TY_SITE_FREE => "the free flag of an inbox",
+        raw::TY_SITE_PACKED => "the head of a message",
+        raw::TY_SITE_AHEAD_WEIGHTS => "weights sent ahead",
         _ => "an unknown wait",
     }
 }
 
-fn describe(record: &raw::ty_error_record, direction: usize, world: &World) -> Error {
+fn describe(record: &raw::ty_error_record, direction: usize, world: &World, lost: &dyn Fn() -> Vec<Rank>) -> Error {
     let rank = world.rank();
     let peer = Rank(record.peer);
     let epoch = record.epoch;
@@ -105,7 +111,8 @@ fn describe(record: &raw::ty_error_record, direction: usize, world: &World) -> E
         }
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
         raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
-        raw::TY_ERROR_TIMEOUT => timeout(record, rank, &world.lost_peers()),
+        raw::TY_ERROR_TIMEOUT => timeout(record, rank, &lost()),
+        raw::TY_ERROR_PEER_LOST => Error::PeerLost { rank, peer, site: site_name(record.site), epoch },
         other => Error::Device {
             what: format!("error record {direction} has unknown kind {other}"),
             advice: "kernels and library are of different builds; rebuild".into(),

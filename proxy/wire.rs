@@ -24,7 +24,7 @@ use crate::base::{Error, Rank, Result};
 use crate::transport::imm::{self, Kind, MAX_CHUNKS};
 
 /// Directions, each with links, epochs, staging and inbox of its own.
-pub const DIRECTIONS: usize = 3;
+pub const DIRECTIONS: usize = 4;
 /// What shards are multiples of: the width of the device's widest store.
 const SHARD_UNIT: u32 = 16;
 /// Bytes that slots are aligned to: two 64-byte lines, since lines are prefetched in pairs.
@@ -40,11 +40,14 @@ pub enum Direction {
     Combine = 1,
     /// Weights that come with combine, sent ahead along dispatch's links, numbered as the combine.
     Weights = 2,
+    /// Nothing but the news that a rank's node has come to a barrier, along dispatch's links.
+    Barrier = 3,
 }
 
 impl Direction {
     /// All of them, by index.
-    pub const ALL: [Direction; DIRECTIONS] = [Direction::Dispatch, Direction::Combine, Direction::Weights];
+    pub const ALL: [Direction; DIRECTIONS] =
+        [Direction::Dispatch, Direction::Combine, Direction::Weights, Direction::Barrier];
 
     /// The direction as an index into a table.
     pub fn index(self) -> usize {
@@ -57,6 +60,7 @@ impl Direction {
             Direction::Dispatch => Kind::Dispatch,
             Direction::Combine => Kind::Combine,
             Direction::Weights => Kind::Weights,
+            Direction::Barrier => Kind::Barrier,
         }
     }
 
@@ -66,6 +70,7 @@ impl Direction {
             Kind::Dispatch => Some(Direction::Dispatch),
             Kind::Combine => Some(Direction::Combine),
             Kind::Weights => Some(Direction::Weights),
+            Kind::Barrier => Some(Direction::Barrier),
             Kind::Control | Kind::User => None,
         }
     }
@@ -151,6 +156,35 @@ impl Nodes {
         &self.members
     }
 
+    /// Nodes of the given sizes, whose ranks are consecutive.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn of_sizes(sizes: &[usize]) -> Result<Nodes> {
+        let mut next = 0u32;
+        let members = sizes.iter().map(|size| {
+            let first = next;
+            next = first.saturating_add(u32::try_from(*size).unwrap_or(u32::MAX));
+            (first..next).map(Rank).collect()
+        });
+        Nodes::new(members.collect())
+    }
+
+    /// A rank's place in its node; `None` if it is in none.
+    pub fn local_of(&self, rank: Rank) -> Option<usize> {
+        Some(self.place(rank)?.1)
+    }
+
+    /// Most ranks of a node.
+    pub fn largest(&self) -> usize {
+        self.members.iter().map(Vec::len).max().unwrap_or(0)
+    }
+
+    /// Most homes that one rank serves as their rail.
+    pub fn most_served(&self) -> usize {
+        self.most(|rank| self.served(rank))
+    }
+
     /// The node of a rank; `None` if it is in none.
     pub fn node_of(&self, rank: Rank) -> Option<usize> {
         Some(self.place(rank)?.0)
@@ -170,7 +204,7 @@ impl Nodes {
     /// Whom `rank` posts to, node by node. The place in this list is the `LinkIdx`.
     pub fn targets(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
         match direction {
-            Direction::Dispatch | Direction::Weights => self.rails(rank),
+            Direction::Dispatch | Direction::Weights | Direction::Barrier => self.rails(rank),
             Direction::Combine => self.served(rank),
         }
     }
@@ -178,7 +212,7 @@ impl Nodes {
     /// Who posts to `rank`, node by node. The place in this list is the `SourceIdx`.
     pub fn sources(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
         match direction {
-            Direction::Dispatch | Direction::Weights => self.served(rank),
+            Direction::Dispatch | Direction::Weights | Direction::Barrier => self.served(rank),
             Direction::Combine => self.rails(rank),
         }
     }
@@ -326,6 +360,8 @@ pub struct WordCounts {
     pub landed: usize,
     /// Epochs, by proxy for device.
     pub staging_free: usize,
+    /// One more than the rank of a lost peer, by proxy for device; 0 while none is.
+    pub lost: usize,
 }
 
 impl Wire {
@@ -342,7 +378,7 @@ impl Wire {
         let staging_bytes = end - input.staging_offset;
         let (inbox, end) = regions(&input.lanes, &sources, input.inbox_offset).ok_or_else(overflow)?;
         let inbox_bytes = end - input.inbox_offset;
-        let mut lengths = WordCounts::default();
+        let mut lengths = WordCounts { lost: 1, ..WordCounts::default() };
         let words = Direction::ALL.map(|d| {
             let bases = WordBases { doorbell: lengths.doorbells, per_link: lengths.chunks, landed: lengths.landed };
             let chunks = usize::from(input.lanes[d.index()].chunks);
@@ -420,6 +456,16 @@ impl Wire {
     /// Lengths of the shared arrays.
     pub fn word_counts(&self) -> WordCounts {
         self.lengths
+    }
+
+    /// Most links of any rank in a direction: the stride of words by link.
+    pub fn links(&self, direction: Direction) -> usize {
+        self.links[direction.index()]
+    }
+
+    /// Most sources of any rank in a direction: the stride of words by source.
+    pub fn inboxes(&self, direction: Direction) -> usize {
+        self.sources[direction.index()]
     }
 
     /// The doorbell of a chunk. Links are adjacent, because the proxy mostly watches chunk 0 of all of them.
@@ -510,7 +556,7 @@ mod tests {
     fn wire(sizes: &[u32], nics: u8) -> Wire {
         let lane = Lane { head_bytes: 48, chunk_bytes: 160, chunks: 3 };
         let weights = Lane { head_bytes: 0, chunk_bytes: 16, chunks: 1 };
-        let lanes = [lane, Lane { chunks: 2, ..lane }, weights];
+        let lanes = [lane, Lane { chunks: 2, ..lane }, weights, weights];
         Wire::new(WireInput { nodes: nodes(sizes), nics, lanes, staging_offset: 256, inbox_offset: 1 << 20 }).unwrap()
     }
 

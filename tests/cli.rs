@@ -1,45 +1,12 @@
 //! The program as its users meet it: exit status, sentences, and the objects it prints. On the CPU device.
 
-use std::process::{Command, Output};
+#[path = "cli/rig.rs"]
+mod rig;
+
 use std::time::{Duration, Instant};
 
+use rig::{SHAPE, SMALL, command, object, refusal, run, text};
 use serde_json::Value;
-
-/// Small enough for a debug build, and still more than one rank, expert and token.
-const SMALL: &str = "--device cpu --world 3 --hidden 128 --experts 7 --top-k 3 --tokens 5 --iters 3";
-/// The same for other tokens and iterations.
-const SHAPE: &str = "--device cpu --world 3 --hidden 128 --experts 7 --top-k 3";
-
-fn command(words: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tokenyard"));
-    command.args(words.split_whitespace());
-    command
-}
-
-fn run(words: &str) -> Output {
-    command(words).output().expect("the program starts")
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// The object on stdout, which must hold nothing else.
-fn object(words: &str) -> Value {
-    let output = run(words);
-    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
-    serde_json::from_str(&text(&output.stdout)).unwrap_or_else(|e| panic!("{words}: {e}: {}", text(&output.stdout)))
-}
-
-/// Exit status 2 and one sentence on stderr, which is returned.
-fn refusal(words: &str) -> String {
-    let output = run(words);
-    assert_eq!(output.status.code(), Some(2), "{words}: {}{}", text(&output.stdout), text(&output.stderr));
-    assert!(output.stdout.is_empty(), "{words}: {}", text(&output.stdout));
-    let sentence = text(&output.stderr);
-    assert_eq!(sentence.trim_end().lines().count(), 1, "{words}: {sentence}");
-    sentence
-}
 
 #[test]
 fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
@@ -119,20 +86,9 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
 
 #[test]
 fn what_is_not_built_yet_says_so() {
-    for typed in [
-        "bench --device cpu --ranks-per-node 4",
-        "bench --device cpu --ranks-per-node 3,5",
-        "bench --transport libfabric:tcp",
-        "bench --transport verbs",
-        "bench --transport verbs:mlx5_0",
-        "bench --link cx7",
-        "bench --link 400:5:0.2",
-        "plan --device cpu --ranks-per-node 4",
-        "simulate --nodes 4 --ranks-per-node 8 --link cx7",
-    ] {
-        let sentence = refusal(typed);
-        assert!(sentence.contains("not built yet: "), "{typed}: {sentence}");
-    }
+    // What lies between nodes is looked at in cli_nodes.
+    let sentence = refusal("simulate --nodes 4 --ranks-per-node 8 --link cx7");
+    assert!(sentence.contains("not built yet: "), "{sentence}");
     // One node is built, also where it is said.
     let said = format!("bench {SMALL} --ranks-per-node 3 --transport sim --link none --json -");
     assert_eq!(object(&said)["ranks_per_node"], 3);

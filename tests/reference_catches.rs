@@ -35,6 +35,7 @@ impl RowSource for Made {
 fn spec(layout: Layout) -> Spec {
     Spec {
         ranks: RANKS,
+        nodes: vec![RANKS],
         hidden: HIDDEN,
         experts: EXPERTS,
         top_k: TOP_K,
@@ -422,20 +423,26 @@ fn terms(spec: &Spec, source: &SourceRank, token: usize) -> Vec<Term> {
     real.map(|(&e, &w)| (e as usize, spec.expert_rank[e as usize] as usize, w)).collect()
 }
 
-/// The element that a library would compute: in f32, in the documented order, rounded where documented.
-fn combined(spec: &Spec, x: &[f32], terms: &[Term], column: usize, old: f32) -> u32 {
+/// The sums of nodes that reach rank `home`, in f32, in the documented order, rounded where documented.
+fn node_sums(spec: &Spec, home: usize, x: &[f32], terms: &[Term], column: usize) -> Vec<f32> {
     let round = |elem: Elem, v: f32| elem.decode(elem.encode(v));
-    let mut home = 0.0f32;
-    for rank in 0..RANKS {
-        let mut partial = 0.0f32;
-        for &(expert, _, weight) in terms.iter().filter(|t| t.1 == rank) {
-            let y = expert::factor(expert) * x[(column + expert::shift(expert, HIDDEN)) % HIDDEN];
-            let token_layout = matches!(spec.layout, Layout::Token { .. });
-            partial = weight.mul_add(if token_layout { y } else { round(spec.combine_dtype, y) }, partial);
+    let (mut sums, mut rank) = (Vec::new(), 0);
+    for &size in &spec.nodes {
+        let (mut node, first) = (0.0f32, rank);
+        while rank < first + size {
+            let mut partial = 0.0f32;
+            for &(expert, _, weight) in terms.iter().filter(|t| t.1 == rank) {
+                let y = expert::factor(expert) * x[(column + expert::shift(expert, HIDDEN)) % HIDDEN];
+                let token_layout = matches!(spec.layout, Layout::Token { .. });
+                partial = weight.mul_add(if token_layout { y } else { round(spec.combine_dtype, y) }, partial);
+            }
+            node += if spec.partial_f32 { partial } else { round(spec.combine_dtype, partial) };
+            rank += 1;
         }
-        home += if spec.partial_f32 { partial } else { round(spec.combine_dtype, partial) };
+        let own = (first..rank).contains(&home);
+        sums.push(if own || spec.partial_f32 { node } else { round(spec.combine_dtype, node) });
     }
-    spec.out_dtype.encode(if spec.accumulate { old + home } else { home })
+    sums
 }
 
 fn dequantised(rank: usize, token: usize) -> Vec<f32> {
@@ -447,6 +454,17 @@ fn dequantised(rank: usize, token: usize) -> Vec<f32> {
 
 /// What combine leaves at rank `home`, with terms changed by `change(token, terms)`.
 fn combine(spec: &Spec, home: usize, old: &[u8], change: impl Fn(usize, &mut Vec<Term>)) -> Vec<u8> {
+    combine_nodes(spec, home, old, change, |_, _, _| {})
+}
+
+/// As [`combine`], with the sums of nodes changed by `twist(token, sums, what stood there)` before home adds them.
+fn combine_nodes(
+    spec: &Spec,
+    home: usize,
+    old: &[u8],
+    change: impl Fn(usize, &mut Vec<Term>),
+    twist: impl Fn(usize, &mut Vec<f32>, f32),
+) -> Vec<u8> {
     let (source, size) = (&sources()[home], spec.out_dtype.bytes());
     let mut out = old.to_vec();
     for token in 0..source.tokens {
@@ -456,7 +474,10 @@ fn combine(spec: &Spec, home: usize, old: &[u8], change: impl Fn(usize, &mut Vec
         for column in 0..HIDDEN {
             let at = start + column * size;
             let before = spec.out_dtype.decode(spec.out_dtype.bits_at(&old[at..], 0));
-            let bits = combined(spec, &x, &list, column, before);
+            let mut sums = node_sums(spec, home, &x, &list, column);
+            twist(token, &mut sums, before);
+            let sum = sums.iter().fold(0.0f32, |home, node| home + node);
+            let bits = spec.out_dtype.encode(if spec.accumulate { before + sum } else { sum });
             out[at..at + size].copy_from_slice(&bits.to_le_bytes()[..size]);
         }
     }
@@ -474,22 +495,97 @@ fn blank(spec: &Spec, home: usize) -> Vec<u8> {
     vec![FILL; (sources()[home].tokens + 2) * (HIDDEN * spec.out_dtype.bytes() + GAP)]
 }
 
+/// Every way to cut three ranks into nodes.
+const NODES: [&[usize]; 4] = [&[3], &[1, 2], &[2, 1], &[1, 1, 1]];
+
 #[test]
-fn right_combines_pass_within_the_bound_in_every_type() {
-    for combine_dtype in [Elem::Bf16, Elem::Fp16, Elem::Fp32] {
-        for out_dtype in [Elem::Bf16, Elem::Fp16, Elem::Fp32] {
-            for (layout, partial_f32, accumulate) in
-                [(CONTIGUOUS, false, false), (CONTIGUOUS, true, true), (Layout::Token { capacity: 9 }, false, true)]
-            {
-                let spec = Spec { combine_dtype, out_dtype, partial_f32, accumulate, ..spec(layout) };
-                for home in 0..RANKS {
-                    let old = blank(&spec, home);
-                    let report = check(&spec, home, &combine(&spec, home, &old, |_, _| {}), &old);
-                    assert!(report.ok(), "{spec:?}: {:#?}", report.sentences);
-                    let rough = out_dtype.unit_roundoff() + combine_dtype.unit_roundoff() * 9.0;
-                    assert!(report.max_rel_err <= rough, "{spec:?}: {}", report.max_rel_err);
-                }
+fn right_combines_pass_within_the_bound_in_every_type_and_on_any_nodes() {
+    let dtypes = [Elem::Bf16, Elem::Fp16, Elem::Fp32];
+    for (combine_dtype, out_dtype) in dtypes.into_iter().flat_map(|c| dtypes.map(|o| (c, o))) {
+        for (layout, partial_f32, accumulate) in
+            [(CONTIGUOUS, false, false), (CONTIGUOUS, true, true), (Layout::Token { capacity: 9 }, false, true)]
+        {
+            for (nodes, home) in NODES.iter().flat_map(|nodes| (0..RANKS).map(move |home| (nodes.to_vec(), home))) {
+                let spec = Spec { combine_dtype, out_dtype, partial_f32, accumulate, nodes, ..spec(layout) };
+                let old = blank(&spec, home);
+                let report = check(&spec, home, &combine(&spec, home, &old, |_, _| {}), &old);
+                assert!(report.ok(), "{spec:?}: {:#?}", report.sentences);
+                let rough = out_dtype.unit_roundoff() + combine_dtype.unit_roundoff() * 9.0;
+                assert!(report.max_rel_err <= rough, "{spec:?}: {}", report.max_rel_err);
             }
+        }
+    }
+}
+
+/// Experts on three ranks, so that every node has a part in the sum; of rank 0.
+fn spread_token(spec: &Spec) -> usize {
+    let on = |token: usize, rank: usize| terms(spec, &sources()[0], token).iter().any(|t| t.1 == rank);
+    (0..9).find(|&token| (0..RANKS).all(|rank| on(token, rank))).unwrap()
+}
+
+#[test]
+fn a_node_that_is_lost_or_comes_twice_is_named() {
+    for layout in [CONTIGUOUS, Layout::Token { capacity: 9 }] {
+        let spec = Spec { nodes: vec![1, 2], ..spec(layout) };
+        let (token, old) = (spread_token(&spec), blank(&spec, 0));
+        type Twist = fn(&mut Vec<f32>);
+        // The sum never came; it came to home's own and was forgotten; a row came by two rails.
+        let mistakes: [(&str, Twist); 3] = [
+            ("node 1 had contributed nothing", |sums| sums[1] = 0.0),
+            ("rank 0, weight", |sums| sums[0] = 0.0),
+            ("the sum of node 1 were counted twice", |sums| sums.push(sums[1])),
+        ];
+        for (cause, twist) in mistakes {
+            let out = combine_nodes(
+                &spec,
+                0,
+                &old,
+                |_, _| {},
+                |t, sums, _| {
+                    if t == token {
+                        twist(sums)
+                    }
+                },
+            );
+            let report = check(&spec, 0, &out, &old);
+            assert!(report.mismatches > 100, "{cause}: {}", report.mismatches);
+            says(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), cause]);
+        }
+    }
+}
+
+#[test]
+fn sums_in_another_order_are_told_by_their_bits() {
+    let three = Spec { nodes: vec![1, 1, 1], out_dtype: Elem::Fp32, partial_f32: true, ..spec(CONTIGUOUS) };
+    let (token, old) = (spread_token(&three), blank(&three, 0));
+    let says_order = |report: &Report| {
+        assert!(report.mismatches > 20, "{report:?}");
+        says(report, report.mismatches, &[&format!("rank 0 token {token}: column "), "in the documented order"]);
+    };
+    let right = combine(&three, 0, &old, |_, _| {});
+    // Home adds the last node first; a rank takes its choices in another order.
+    says_order(&check(&three, 0, &combine_nodes(&three, 0, &old, |_, _| {}, |_, sums, _| sums.reverse()), &old));
+    assert!(!check(&three, 0, &combine(&three, 0, &old, |_, list| list.reverse()), &old).ok());
+    // Old is added first and not last.
+    let adding = Spec { accumulate: true, ..three.clone() };
+    let out = combine_nodes(&three, 0, &right, |_, _| {}, |_, sums, before| sums.insert(0, before));
+    says_order(&check(&adding, 0, &out, &right));
+}
+
+#[test]
+fn sums_rounded_where_they_must_not_be_or_not_rounded_are_told_by_their_bits() {
+    for out_dtype in [Elem::Fp32, Elem::Bf16] {
+        let spec = Spec { nodes: vec![2, 1], out_dtype, ..spec(CONTIGUOUS) };
+        let (old, round) = (blank(&spec, 0), |v: f32| Elem::Bf16.decode(Elem::Bf16.encode(v)));
+        let own_too = combine_nodes(&spec, 0, &old, |_, _| {}, |_, sums, _| sums[0] = round(sums[0]));
+        says(&check(&spec, 0, &own_too, &old), check(&spec, 0, &own_too, &old).mismatches, &["documented order"]);
+        // As if all ranks were on one node: nothing is rounded between ranks and home. And as if each were alone.
+        let far = Spec { nodes: vec![1, 2], ..spec.clone() };
+        for nodes in [vec![3], vec![1, 1, 1]] {
+            let out = combine(&Spec { nodes, ..spec.clone() }, 0, &old, |_, _| {});
+            let report = check(&far, 0, &out, &old);
+            assert!(report.mismatches > 20, "{report:?}");
+            says(&report, report.mismatches, &["rank 0 token ", "documented order", "within the bound"]);
         }
     }
 }
@@ -559,14 +655,19 @@ fn nan_and_wrong_last_column_never_pass() {
 fn faulty_ranks_drop_out_of_sums() {
     let spec = spec(CONTIGUOUS);
     let old = blank(&spec, 0);
-    let without = combine(&spec, 0, &old, |_, list| list.retain(|t| t.1 != 1));
     let zeros = combine(&spec, 0, &old, |_, list| list.clear());
-    let seen = |out| ObservedCombine { out, pitch: HIDDEN * 2 + GAP, old: None };
+    fn seen(out: &[u8]) -> ObservedCombine<'_> {
+        ObservedCombine { out, pitch: HIDDEN * 2 + GAP, old: None }
+    }
     let overflowed = Faults { overflowed: vec![false, true], ..Default::default() };
     let silent = Faults { silent: vec![true], ..Default::default() };
-    assert!(check_combine(&spec, &sources(), &Made, &overflowed, 0, &seen(&without)).ok());
-    assert!(check_combine(&spec, &sources(), &Made, &silent, 0, &seen(&zeros)).ok());
-    assert!(!check(&spec, 0, &without, &old).ok());
+    for nodes in NODES {
+        let spec = Spec { nodes: nodes.to_vec(), ..spec.clone() };
+        let without = combine(&spec, 0, &old, |_, list| list.retain(|t| t.1 != 1));
+        assert!(check_combine(&spec, &sources(), &Made, &overflowed, 0, &seen(&without)).ok());
+        assert!(check_combine(&spec, &sources(), &Made, &silent, 0, &seen(&zeros)).ok());
+        assert!(!check(&spec, 0, &without, &old).ok());
+    }
 }
 
 #[test]

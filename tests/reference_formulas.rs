@@ -77,6 +77,7 @@ impl RowSource for Ones {
 fn ue8m0_scales_are_read_little_end_first() {
     let spec = Spec {
         ranks: 1,
+        nodes: vec![1],
         hidden: 640,
         experts: 3,
         top_k: 1,

@@ -16,6 +16,7 @@ use super::member::Member;
 use super::root::Root;
 use super::station::{Port, Station};
 use super::wire::MAX_TOKEN;
+use super::world::check_nodes;
 use crate::base::{Error, Rank, Result, wait};
 
 /// Port of rank 0 where none is given; not torchrun's 29500, which its own store may hold.
@@ -28,6 +29,17 @@ pub const MAX_WORLD: usize = 16_384;
 const BIND_PATIENCE: Duration = Duration::from_secs(1);
 /// Longest deadline: a day.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
+
+/// Sizes of nodes, as in `4,4`.
+fn node_sizes(text: &str) -> Result<Vec<usize>> {
+    let sizes: Option<Vec<usize>> = text.split(',').map(|size| size.trim().parse().ok()).collect();
+    sizes.ok_or_else(|| config("TOKENYARD_NODES", &format!("\"{text}\""), "set it to the nodes' sizes, as in 4,4"))
+}
+
+/// Nodes of `each` ranks, if they make up the world and are several.
+fn equal_nodes(world: u64, each: u64) -> Option<Vec<usize>> {
+    (each < world && world.is_multiple_of(each)).then(|| vec![each as usize; (world / each) as usize])
+}
 
 /// One process's place in a job.
 #[derive(Clone, PartialEq, Eq)]
@@ -47,11 +59,13 @@ pub struct Bootstrap {
     pub token: String,
     /// Deadline to form, and of each collective.
     pub timeout: Duration,
+    /// Ranks of each node, if there are several; see [`World::nodes`](super::World::nodes).
+    pub nodes: Option<Vec<usize>>,
 }
 
 impl fmt::Debug for Bootstrap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Bootstrap { rank, world, local_rank, addr, port, token, timeout } = self;
+        let Bootstrap { rank, world, local_rank, addr, port, token, timeout, nodes } = self;
         let token = format_args!("({} bytes)", token.len());
         f.debug_struct("Bootstrap")
             .field("rank", rank)
@@ -61,6 +75,7 @@ impl fmt::Debug for Bootstrap {
             .field("port", port)
             .field("token", &token)
             .field("timeout", timeout)
+            .field("nodes", nodes)
             .finish()
     }
 }
@@ -71,6 +86,9 @@ impl Bootstrap {
     ///
     /// Without `TOKENYARD_TOKEN` the run id that torchrun sets is the token, unless it is torchrun's
     /// default `none`, which every job shares.
+    ///
+    /// Nodes: `TOKENYARD_NODES` (sizes, as in `4,4`), else `LOCAL_WORLD_SIZE` ranks each, where torchrun sets it and it
+    /// divides the world, else one.
     pub fn from_env() -> Result<Bootstrap> {
         Bootstrap::from_vars(|name| match std::env::var(name) {
             Ok(value) => Ok(Some(value)),
@@ -117,6 +135,10 @@ impl Bootstrap {
             port: port as u16,
             token,
             timeout: Duration::from_millis(timeout_ms),
+            nodes: match var("TOKENYARD_NODES")? {
+                Some(text) => Some(node_sizes(&text)?),
+                None => equal_nodes(world, number("LOCAL_WORLD_SIZE", 1..=MAX_WORLD as u64, Some(world))?),
+            },
         };
         bootstrap.check()?;
         Ok(bootstrap)
@@ -130,6 +152,9 @@ impl Bootstrap {
         if self.rank.index() >= self.world {
             let advice = format!("use a rank below the world size {}", self.world);
             return Err(config("RANK", &self.rank.to_string(), &advice));
+        }
+        if let Some(nodes) = &self.nodes {
+            check_nodes(nodes, self.world)?;
         }
         if self.port == 0 {
             return Err(config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));

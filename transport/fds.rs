@@ -1,4 +1,4 @@
-//! File descriptors between the ranks of one host.
+//! File descriptors between the ranks of one node.
 //!
 //! Place in the data path: none; an arena's descriptor is handed to node peers while a context is built.
 //! Runs on the caller's thread or host fiber and waits through `base::wait`. Never takes a descriptor from
@@ -73,7 +73,7 @@ pub(super) fn exchange_within(world: &World, own: BorrowedFd<'_>) -> Result<Vec<
     let number = ticket.as_ref().map_or(u64::MAX, |ticket| ticket.0);
     let numbers = world.all_gather(SITE, &number.to_le_bytes())?;
     let copies = numbers.iter().enumerate().map(|(rank, number)| {
-        if rank == world.rank().index() {
+        if rank == world.rank().index() || !world.node_peers().contains(&rank) {
             return Ok(None);
         }
         let number = number.as_slice().try_into().map_err(|_| "a malformed ticket".to_string())?;
@@ -84,7 +84,7 @@ pub(super) fn exchange_within(world: &World, own: BorrowedFd<'_>) -> Result<Vec<
     agree(world, ticket.as_ref().map_err(String::clone).and(copies))
 }
 
-/// Ranks of one host.
+/// Ranks of one host, those of a node among each other.
 pub(super) fn exchange_between(world: &World, own: BorrowedFd<'_>) -> Result<Vec<Option<OwnedFd>>> {
     // A rank that cannot take part says so in the collective, so that nobody waits for it.
     let (offer, listener) = match Listener::open(world) {
@@ -166,8 +166,10 @@ fn decode_offer(offer: &[u8]) -> Option<(Key, &str, &str)> {
 struct Exchange {
     rank: Rank,
     listener: Listener,
-    /// By rank; `None` once sent, and for this rank.
+    /// By rank; `None` once sent, for this rank, and for those of other nodes.
     unsent: Vec<Option<(Key, UnixAddr)>>,
+    /// Ranks of this node.
+    peers: std::ops::Range<usize>,
     accepted: Vec<OwnedFd>,
     received: Vec<Option<OwnedFd>>,
 }
@@ -177,7 +179,7 @@ impl Exchange {
         let here = host();
         let mut unsent = Vec::with_capacity(offers.len());
         for (rank, offer) in offers.iter().enumerate() {
-            if rank == world.rank().index() {
+            if rank == world.rank().index() || !world.node_peers().contains(&rank) {
                 unsent.push(None);
                 continue;
             }
@@ -188,7 +190,7 @@ impl Exchange {
             unsent.push(Some((key, UnixAddr::new_abstract(name.as_bytes()).map_err(text)?)));
         }
         let received = offers.iter().map(|_| None).collect();
-        Ok(Exchange { rank: world.rank(), listener, unsent, accepted: Vec::new(), received })
+        Ok(Exchange { rank: world.rank(), peers: world.node_peers(), listener, unsent, accepted: Vec::new(), received })
     }
 
     fn run(mut self, world: &World, own: BorrowedFd<'_>) -> std::result::Result<Vec<Option<OwnedFd>>, String> {
@@ -212,7 +214,8 @@ impl Exchange {
 
     fn absent(&self) -> Vec<Rank> {
         let ranks = (0u32..).map(Rank).zip(&self.received);
-        ranks.filter(|(rank, fd)| *rank != self.rank && fd.is_none()).map(|(rank, _)| rank).collect()
+        let awaited = |rank: Rank| rank != self.rank && self.peers.contains(&rank.index());
+        ranks.filter(|(rank, fd)| awaited(*rank) && fd.is_none()).map(|(rank, _)| rank).collect()
     }
 
     fn step(&mut self, own: BorrowedFd<'_>) -> std::result::Result<(), String> {

@@ -98,6 +98,8 @@ pub enum Kind {
     Control = 3,
     /// The transfer API's: 25 bits of its own.
     User = 4,
+    /// A rank's node has come to a barrier.
+    Barrier = 5,
 }
 
 impl Kind {
@@ -108,6 +110,7 @@ impl Kind {
             2 => Some(Kind::Weights),
             3 => Some(Kind::Control),
             4 => Some(Kind::User),
+            5 => Some(Kind::Barrier),
             _ => None,
         }
     }

@@ -180,3 +180,38 @@ pub trait Transport: Send {
     /// `Transport` if this endpoint itself is broken.
     fn reset(&mut self) -> Result<()>;
 }
+
+impl<T: Transport + ?Sized> Transport for Box<T> {
+    fn nics(&self) -> usize {
+        (**self).nics()
+    }
+
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
+        // SAFETY: passed on to the caller.
+        unsafe { (**self).register(span) }
+    }
+
+    fn address(&self) -> Vec<u8> {
+        (**self).address()
+    }
+
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
+        (**self).connect(peer, address)
+    }
+
+    fn post(&mut self, write: &WriteImm) -> Result<Posted> {
+        (**self).post(write)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
+        (**self).send(peer, message)
+    }
+
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        (**self).poll(on_event)
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        (**self).reset()
+    }
+}

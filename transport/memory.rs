@@ -3,7 +3,7 @@
 //! Place in the data path: beside it. An arena is made and mapped while a context is built; afterwards kernels
 //! store through the addresses found here and nothing of this module runs. Runs on the caller's thread or host
 //! fiber and waits only in the world's collectives. It never touches an arena's contents after zeroing it, and
-//! never maps memory of a peer outside the world.
+//! never maps memory of a rank of another node.
 //!
 //! ```text
 //!             ranks of one process                    ranks that are processes
@@ -145,7 +145,7 @@ fn mismatch(what: String, advice: &str) -> Error {
     Error::Transport { what, advice: advice.into() }
 }
 
-/// Every rank's arena as this rank's device sees it. Keeps all of them mapped.
+/// The arenas of this rank's node as its device sees them. Keeps all of them mapped.
 #[derive(Debug)]
 pub struct PeerMap {
     own: Arena,
@@ -154,7 +154,7 @@ pub struct PeerMap {
 }
 
 impl PeerMap {
-    /// Collective: makes every rank's arena reachable from every rank, or fails on all of them.
+    /// Collective: makes every rank's arena reachable from every rank of its node, or fails on all of them.
     pub fn establish(world: &World, arena: Arena) -> Result<PeerMap> {
         let ticket = Ticket::issue(&arena.memory);
         let handle = if world.same_process() { None } else { Some(arena.export()) };
@@ -169,12 +169,17 @@ impl PeerMap {
         let peers = agree(world, mapped)?;
         drop(ticket);
         let own = world.rank().index();
-        let base = |(rank, peer): (usize, &Arc<Memory>)| if rank == own { arena.base() } else { peer.base() };
+        let base = |(rank, peer): (usize, &Option<Arc<Memory>>)| match peer {
+            _ if rank == own => arena.base(),
+            Some(peer) => peer.base(),
+            None => 0,
+        };
         let bases = peers.iter().enumerate().map(base).collect();
-        Ok(PeerMap { own: arena, bases, _peers: peers })
+        Ok(PeerMap { own: arena, bases, _peers: peers.into_iter().flatten().collect() })
     }
 
-    /// Where this rank's device finds the arena of `peer`; 0 for a rank outside the world.
+    /// Where this rank's device finds the arena of `peer`; 0 for a rank of another node or
+    /// outside the world.
     pub fn base_of(&self, peer: Rank) -> u64 {
         self.bases.get(peer.index()).copied().unwrap_or(0)
     }
@@ -185,29 +190,39 @@ impl PeerMap {
     }
 }
 
-/// Memory of every rank, by rank, where all ranks are in this process.
-fn map_within(world: &World, arena: &Arena, cards: &[Card]) -> Result<Vec<Arc<Memory>>> {
+/// Memory of the node's ranks, by rank in the world.
+type Mapped = Vec<Option<Arc<Memory>>>;
+
+/// Memory of the node where all ranks are in this process.
+fn map_within(world: &World, arena: &Arena, cards: &[Card]) -> Result<Mapped> {
     #[cfg(feature = "cuda")]
     if let Memory::Cuda(memory) = &*arena.memory {
-        memory.grant(cards.iter().map(|card| card.ordinal as usize))?;
+        memory.grant(world.node_peers().filter_map(|rank| Some(cards.get(rank)?.ordinal as usize)))?;
     }
     let peer = |(rank, card): (usize, &Card)| {
         if rank == world.rank().index() {
-            return Ok(arena.memory.clone());
+            return Ok(Some(arena.memory.clone()));
+        }
+        if !world.node_peers().contains(&rank) {
+            return Ok(None);
         }
         let gone = || mismatch(format!("the arena of rank {rank} is gone"), "see why that rank gave up");
-        Ticket::redeem(card.ticket).ok_or_else(gone)
+        Ticket::redeem(card.ticket).ok_or_else(gone).map(Some)
     };
     cards.iter().enumerate().map(peer).collect()
 }
 
 /// The same where ranks are processes. The outer error is the world's, which all ranks see.
-fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]) -> Result<Result<Vec<Arc<Memory>>>> {
+fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]) -> Result<Result<Mapped>> {
     let fds = world.exchange_fds(own)?;
     let peer = |(rank, (card, fd)): (usize, (&Card, Option<OwnedFd>))| match fd {
-        Some(fd) => arena.import(fd, card).map(Arc::new),
-        None if rank == world.rank().index() => Ok(arena.memory.clone()),
-        None => Err(mismatch(format!("rank {rank} passed no descriptor of its arena"), "run all ranks on one host")),
+        Some(fd) => arena.import(fd, card).map(|memory| Some(Arc::new(memory))),
+        None if rank == world.rank().index() => Ok(Some(arena.memory.clone())),
+        None if !world.node_peers().contains(&rank) => Ok(None),
+        None => Err(mismatch(
+            format!("rank {rank} passed no descriptor of its arena"),
+            "run the ranks of a node on one host",
+        )),
     };
     Ok(cards.iter().zip(fds).enumerate().map(peer).collect())
 }
@@ -421,6 +436,22 @@ mod tests {
                     // SAFETY: inside the own arena; nobody writes after the barrier.
                     let seen = unsafe { std::slice::from_raw_parts(map.own().base() as *const u8, 4) };
                     assert_eq!(seen, [1, 2, 3, 0]);
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn memory_of_other_nodes_is_not_mapped() {
+        let worlds = World::threads(3);
+        std::thread::scope(|scope| {
+            for world in worlds {
+                scope.spawn(move || {
+                    let world = world.with_nodes(&[2, 1]).unwrap();
+                    let map = PeerMap::establish(&world, Arena::cpu(5000).unwrap()).unwrap();
+                    for rank in 0..3 {
+                        assert_eq!(map.base_of(Rank(rank)) != 0, (rank < 2) == (world.rank().0 < 2));
+                    }
                 });
             }
         });

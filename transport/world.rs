@@ -30,6 +30,8 @@ pub struct World {
     size: usize,
     local_rank: usize,
     timeout: Duration,
+    /// Ranks of each node.
+    nodes: Arc<[usize]>,
 }
 
 #[derive(Clone)]
@@ -46,6 +48,16 @@ impl fmt::Debug for World {
     }
 }
 
+/// Refuses sizes of nodes that do not make up a world.
+pub(super) fn check_nodes(sizes: &[usize], world: usize) -> Result<()> {
+    let sum = sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size));
+    if sum == Some(world) && sizes.iter().all(|size| *size > 0) {
+        return Ok(());
+    }
+    let advice = format!("give sizes of at least 1 that add up to the {world} ranks of the world");
+    Err(Error::Config { name: "nodes", value: format!("{sizes:?}"), advice })
+}
+
 impl World {
     /// `n` ranks in one process, to be moved to threads or host fibers; by rank.
     pub fn threads(n: usize) -> Vec<World> {
@@ -55,6 +67,7 @@ impl World {
             size: n,
             local_rank: rank,
             timeout: DEFAULT_TIMEOUT,
+            nodes: Arc::new([n]),
         };
         local::seats(n).into_iter().enumerate().map(world).collect()
     }
@@ -73,6 +86,7 @@ impl World {
             size: b.world,
             local_rank: b.local_rank,
             timeout: b.timeout,
+            nodes: b.nodes.clone().unwrap_or_else(|| vec![b.world]).into(),
         })
     }
 
@@ -89,6 +103,34 @@ impl World {
     /// Index of this rank on its host.
     pub fn local_rank(&self) -> usize {
         self.local_rank
+    }
+
+    /// Ranks of each node: the first node's are the first so many, and so on. One node, unless the environment or
+    /// [`with_nodes`](Self::with_nodes) says otherwise.
+    pub fn nodes(&self) -> &[usize] {
+        &self.nodes
+    }
+
+    /// Splits the world into nodes of the given sizes, the same on every rank. Ranks of different nodes never map each
+    /// other's memory.
+    ///
+    /// # Errors
+    /// `Config` if a node is empty or the sizes do not add up to the world's.
+    pub fn with_nodes(self, sizes: &[usize]) -> Result<World> {
+        check_nodes(sizes, self.size)?;
+        Ok(World { nodes: sizes.into(), ..self })
+    }
+
+    /// The ranks of this rank's node.
+    pub fn node_peers(&self) -> std::ops::Range<usize> {
+        let mut first = 0;
+        for size in self.nodes.iter() {
+            if self.rank.index() < first + size {
+                return first..first + size;
+            }
+            first += size;
+        }
+        self.rank.index()..self.rank.index() + 1
     }
 
     /// Whether all ranks live in this process and see its addresses.
@@ -127,8 +169,8 @@ impl World {
         self.all_gather(what, &[]).map(drop)
     }
 
-    /// Collective among ranks of one host: every rank's descriptor, by rank, as this process's own
-    /// duplicate; `None` for this rank.
+    /// Collective: every node peer's descriptor, by rank in the world, as this process's own duplicate; `None` for this
+    /// rank and for ranks of other nodes. The ranks of a node are on one host.
     pub fn exchange_fds(&self, own: BorrowedFd<'_>) -> Result<Vec<Option<OwnedFd>>> {
         if self.same_process() { fds::exchange_within(self, own) } else { fds::exchange_between(self, own) }
     }

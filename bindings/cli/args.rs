@@ -7,13 +7,18 @@ use clap::{Args, Parser, Subcommand};
 use tokenyard::base::Dtype;
 
 use super::inputs::ScaleKind;
+use super::links::{Link, TransportChoice};
 use super::routing::Routing;
-use super::words::{DeviceWord, Launch, LayoutWord, Mode, WeightsWord, Word, WorldMode, scale_kind, summed, word};
+use super::words::{
+    DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode, scale_kind, summed, word,
+};
 
 /// Ranks of one node at the most: no host links more GPUs than 16.
 pub const MAX_WORLD: u64 = 16;
 /// Choices of a token at the most: a warp's lanes hold one each.
 pub const MAX_TOP_K: u64 = 32;
+/// NICs of a rank at the most: an immediate numbers them in two bits.
+pub const MAX_NICS: usize = 4;
 /// Columns at the most: rows of 4 MiB in fp32, far beyond any model.
 const MAX_HIDDEN: u64 = 1 << 20;
 /// Experts at the most, over all ranks; what one rank may hold is checked against the world.
@@ -60,15 +65,21 @@ pub struct BenchArgs {
     /// Ranks [default: all GPUs; 8 on cpu]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_WORLD))]
     pub world: Option<usize>,
-    /// Ranks that share memory; a list where nodes are uneven [default: N]
+    /// Ranks that share memory; a list where nodes are uneven [default: cuda N; cpu N, and 4 once several nodes are built]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
     /// Between nodes: sim, libfabric:PROVIDER or verbs[:DEVICE] [default: sim]
-    #[arg(long, value_name = "KIND", value_parser = transport)]
-    pub transport: Option<String>,
+    #[arg(long, value_name = "KIND", value_parser = TransportChoice::parse)]
+    pub transport: Option<TransportChoice>,
     /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
-    #[arg(long, value_name = "MODEL", value_parser = link)]
-    pub link: Option<String>,
+    #[arg(long, value_name = "MODEL", value_parser = Link::parse)]
+    pub link: Option<Link>,
+    /// How sim behaves: as well as it can, or as badly as its interface allows [default: calm]
+    #[arg(long, value_name = "calm|hostile", value_parser = word::<NetworkWord>)]
+    pub network: Option<NetworkWord>,
+    /// Rows of a chunk of a message between nodes [default: chosen by the library]
+    #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
+    pub chunk_rows: Option<usize>,
     /// Ranks as threads of one process or as a process each [default: threads]
     #[arg(long, value_name = "threads|processes", value_parser = word::<Launch>)]
     pub launch: Option<Launch>,
@@ -273,24 +284,9 @@ fn check(text: &str) -> Result<Check, String> {
     }
 }
 
-fn transport(text: &str) -> Result<String, String> {
-    let known = match text.split_once(':') {
-        None => matches!(text, "sim" | "verbs"),
-        Some((kind, what)) => matches!(kind, "libfabric" | "verbs") && !what.is_empty(),
-    };
-    let advice = "give sim, libfabric:PROVIDER (say libfabric:tcp) or verbs[:DEVICE]";
-    if known { Ok(text.to_string()) } else { Err(advice.to_string()) }
-}
-
+/// A link model as it was typed, for a command that reads it itself.
 fn link(text: &str) -> Result<String, String> {
-    let three = || {
-        let numbers: Vec<f64> = text.split(':').map_while(|n| n.parse().ok()).collect();
-        let usable = numbers.iter().all(|n| n.is_finite() && *n >= 0.0);
-        text.split(':').count() == 3 && numbers.len() == 3 && usable && numbers[0] > 0.0
-    };
-    let known = matches!(text, "none" | "cx7" | "efa-p5" | "efa-p5en") || three();
-    let advice = "give none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US, say 400:5:0.2";
-    if known { Ok(text.to_string()) } else { Err(advice.to_string()) }
+    Link::parse(text).map(|_| text.to_string())
 }
 
 fn routing(text: &str) -> Result<Routing, String> {

@@ -8,13 +8,15 @@ use std::fmt;
 
 use tokenyard::base::Dtype;
 
-use super::args::{MAX_TOP_K, MAX_WORLD};
+use super::args::{MAX_NICS, MAX_TOP_K, MAX_WORLD};
+use super::config::SEVERAL_NODES;
 use super::inputs::{Counter, Inputs, ScaleKind, Use};
+use super::links::{Link, TransportChoice};
 use super::reference::{self, Elem};
 use super::routing::{Router, Routing, RoutingShape};
 use super::usage::Refusal;
 use super::words::{
-    FaultWord, IndexWord, LayoutWord, Mode, OrderWord, PlacementWord, WeightsWord, Word, WorldMode, word,
+    FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PlacementWord, WeightsWord, Word, WorldMode, word,
 };
 
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
@@ -25,11 +27,23 @@ const ROW_QUANTUM: usize = 16;
 const SCALE_COLUMNS: usize = 128;
 /// Dispatches before their combines at the most.
 pub const MAX_AHEAD: usize = 8;
+/// Chunks of a message at the most: an immediate numbers them in ten bits.
+pub const MAX_CHUNKS: usize = 1024;
 
 /// Everything that determines a run but the device.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
     pub world: usize,
+    /// Ranks of each node, in order; empty where all ranks are one node.
+    pub nodes: Vec<usize>,
+    /// What carries bytes between nodes; the rest, up to `hidden`, is of the simulated one.
+    pub transport: TransportChoice,
+    pub link: Link,
+    pub network: NetworkWord,
+    /// NICs of a rank, where it is not the link model's own number.
+    pub nics: Option<usize>,
+    /// Rows of a chunk of a message between nodes, where the library does not choose.
+    pub chunk_rows: Option<usize>,
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
@@ -88,6 +102,13 @@ impl Default for Case {
     fn default() -> Case {
         Case {
             world: 1,
+            nodes: Vec::new(),
+            transport: TransportChoice::Sim,
+            link: Link::None,
+            // What verifies looks for trouble.
+            network: NetworkWord::Hostile,
+            nics: None,
+            chunk_rows: None,
             hidden: 128,
             experts: 8,
             top_k: 2,
@@ -139,6 +160,26 @@ pub fn elem(dtype: Dtype) -> Elem {
 }
 
 impl Case {
+    /// Ranks of each node, in order.
+    pub fn node_sizes(&self) -> Vec<usize> {
+        if self.nodes.is_empty() { vec![self.world] } else { self.nodes.clone() }
+    }
+
+    /// Whether ranks are on more than one node.
+    pub fn several_nodes(&self) -> bool {
+        self.nodes.len() > 1
+    }
+
+    /// Whether nodes have different numbers of ranks.
+    pub fn uneven_nodes(&self) -> bool {
+        self.nodes.windows(2).any(|pair| pair[0] != pair[1])
+    }
+
+    /// The ranks of each node as an argument: "8", "4,4" or "3,5".
+    pub fn nodes_text(&self) -> String {
+        self.node_sizes().iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+    }
+
     /// Inputs of one iteration.
     pub fn inputs(&self, iteration: u64) -> Inputs {
         Inputs { seed: self.seed, iteration, hidden: self.hidden, dtype: self.dtype, scales: self.scales }
@@ -202,7 +243,7 @@ impl Case {
     }
 
     /// Payload bytes of one dispatched row with its scales, and of one partial row.
-    pub fn wire_bytes(&self) -> (u64, u64) {
+    pub fn row_bytes(&self) -> (u64, u64) {
         let inputs = self.inputs(0);
         let partial = if self.partial_f32 { Dtype::Fp32 } else { self.combine_dtype };
         let row = inputs.row_bytes() + 4 * inputs.scale_words();
@@ -213,6 +254,7 @@ impl Case {
     pub fn spec(&self, poison: u8) -> reference::Spec {
         reference::Spec {
             ranks: self.world,
+            nodes: self.node_sizes(),
             hidden: self.hidden,
             experts: self.experts,
             top_k: self.top_k,
@@ -286,6 +328,7 @@ impl Case {
     /// The first thing that is unusable.
     pub fn check(&self) -> Result<(), Refusal> {
         self.check_shape()?;
+        self.check_nodes()?;
         self.check_layout()?;
         if self.max_tokens < self.tokens {
             return Err(Refusal::of(
@@ -336,6 +379,40 @@ impl Case {
             let advice =
                 format!("only fp8 rows have scales and these are {}; leave it out or give --dtype fp8", self.dtype);
             return refuse("--scales", self.scales.name().to_string(), advice);
+        }
+        Ok(())
+    }
+
+    fn check_nodes(&self) -> Result<(), Refusal> {
+        let nodes = self.nodes_text();
+        let sum: usize = self.node_sizes().iter().sum();
+        if sum != self.world || self.nodes.contains(&0) {
+            let advice = format!("the nodes sum to {sum} and the world has {} ranks; make them agree", self.world);
+            return Err(Refusal::of("--ranks-per-node", nodes, advice));
+        }
+        if self.transport != TransportChoice::Sim {
+            let what = "transports between nodes; leave it out, for the simulated one";
+            return Err(Refusal::not_built("--transport", &self.transport, what));
+        }
+        if self.several_nodes() && !SEVERAL_NODES {
+            let what = format!("worlds of several nodes; give {}, or leave it out, for one node", self.world);
+            return Err(Refusal::not_built("--ranks-per-node", nodes, &what));
+        }
+        if self.link != Link::None && !SEVERAL_NODES {
+            let what = "link models between nodes; leave it out, for one node";
+            return Err(Refusal::not_built("--link", self.link, what));
+        }
+        if self.link != Link::None && !self.several_nodes() {
+            let advice = "the world is one node and has no such link; leave it out, or give fewer --ranks-per-node";
+            return Err(Refusal::of("--link", self.link, advice));
+        }
+        if let Some(nics) = self.nics.filter(|nics| !(1..=MAX_NICS).contains(nics)) {
+            return Err(Refusal::of("nics", nics, format!("give 1 to {MAX_NICS}")));
+        }
+        let least = self.max_tokens.div_ceil(MAX_CHUNKS).max(1);
+        if let Some(rows) = self.chunk_rows.filter(|rows| self.several_nodes() && *rows < least) {
+            let advice = format!("a message has at most {MAX_CHUNKS} chunks; give at least {least}, or leave it out");
+            return Err(Refusal::of("--chunk-rows", rows, advice));
         }
         Ok(())
     }
@@ -398,6 +475,20 @@ fn read_optional<T: std::str::FromStr>(text: &str) -> Result<Option<T>, String> 
     if text == "-" { Ok(None) } else { read_number(text).map(Some) }
 }
 
+/// Sizes joined by `+`, since fields are separated by commas; `-` for one node.
+fn show_nodes(nodes: Vec<usize>) -> String {
+    let sizes: Vec<String> = nodes.iter().map(usize::to_string).collect();
+    if sizes.is_empty() { "-".to_string() } else { sizes.join("+") }
+}
+
+fn read_nodes(text: &str) -> Result<Vec<usize>, String> {
+    if text == "-" {
+        return Ok(Vec::new());
+    }
+    let sizes: Option<Vec<usize>> = text.split('+').map(|size| size.parse().ok()).collect();
+    sizes.ok_or_else(|| "give the ranks of each node, say 3+5".to_string())
+}
+
 macro_rules! fields {
     ($($field:ident: $show:expr, $read:expr;)+) => {
         impl Case {
@@ -431,6 +522,12 @@ fn read_routing(text: &str) -> Result<Routing, String> {
 
 fields! {
     world: show, read_number;
+    nodes: show_nodes, read_nodes;
+    transport: show, TransportChoice::parse;
+    link: show, Link::parse;
+    network: show_word, word;
+    nics: optional, read_optional;
+    chunk_rows: optional, read_optional;
     hidden: show, read_number;
     experts: show, read_number;
     top_k: show, read_number;
@@ -510,6 +607,12 @@ mod tests {
     fn a_case_is_read_as_it_is_printed() {
         let case = Case {
             world: 5,
+            nodes: vec![1, 4],
+            transport: TransportChoice::Libfabric("tcp;ofi_rxm".to_string()),
+            link: Link::EfaP5,
+            network: NetworkWord::Calm,
+            nics: Some(3),
+            chunk_rows: Some(2),
             dtype: Dtype::Fp8E4m3,
             scales: ScaleKind::Ue8m0,
             layout: LayoutWord::Masked,
@@ -567,6 +670,11 @@ mod tests {
             (Case { max_tokens: 1 << 30, ..base.clone() }, "--max-tokens is `1073741824`"),
             (Case { align: 1 << 30, max_tokens: 9, ..base.clone() }, "--align is `1073741824`"),
             (Case { capacity: Some(0), ..base.clone() }, "--capacity is `0`"),
+            (Case { nodes: vec![1, 2], ..base.clone() }, "--ranks-per-node is `1,2`: the nodes sum to 3"),
+            (Case { nodes: vec![2, 0], ..base.clone() }, "--ranks-per-node is `2,0`"),
+            (Case { nics: Some(5), ..base.clone() }, "nics is `5`: give 1 to 4"),
+            (Case { link: Link::Cx7, ..base.clone() }, "--link is `cx7`"),
+            (Case { transport: TransportChoice::Verbs(None), ..base.clone() }, "--transport is `verbs`: not built yet"),
             (Case { ahead: 0, ..base.clone() }, "ahead is `0`"),
             (Case { routing: Routing::Hot(9), ..base.clone() }, "--routing is `hot:9`"),
         ] {
@@ -574,5 +682,15 @@ mod tests {
             assert!(refused.contains(says), "{refused}");
         }
         assert!(base.check().is_ok() && fp8.check().is_ok());
+        let far = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2049, ..base };
+        let chunked = Case { chunk_rows: Some(2), ..far.clone() };
+        if SEVERAL_NODES {
+            assert!(far.check().is_ok() && Case { chunk_rows: Some(3), ..far }.check().is_ok());
+            let refused = chunked.check().unwrap_err().to_string();
+            assert!(refused.contains("--chunk-rows is `2`") && refused.contains("at least 3"), "{refused}");
+        } else {
+            let refused = far.check().unwrap_err().to_string();
+            assert!(refused.contains("--ranks-per-node is `1,1`: not built yet"), "{refused}");
+        }
     }
 }

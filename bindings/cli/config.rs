@@ -12,13 +12,19 @@ use tokenyard::kernels::Device;
 use super::args::{BenchArgs, Check, List, or_default};
 use super::case::Case;
 use super::inputs::ScaleKind;
+use super::links::{Link, TransportChoice};
 use super::presets;
 use super::routing::Routing;
 use super::usage::Refusal;
-use super::words::{DeviceWord, Launch, LayoutWord, Mode, WeightsWord, Word, WorldMode};
+use super::words::{DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode};
 
-/// Ranks of the CPU device by default.
+/// Whether contexts span several nodes. While they do not, every world is one node, and more are refused.
+pub const SEVERAL_NODES: bool = true;
+/// Whether ranks that are processes have a network between nodes.
+const PROCESS_NETWORK: bool = false;
+/// Ranks of the CPU device by default, and of its nodes.
 const CPU_WORLD: usize = 8;
+const CPU_NODE: usize = 4;
 /// Tokens by default: a decode step.
 const TOKENS: usize = 128;
 /// On a GPU every so many iterations are compared with the reference: the comparison takes far longer than the run.
@@ -78,8 +84,12 @@ impl Config {
         let device = args.device.unwrap_or(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu });
         let launch = or_default(args.launch, Launch::Threads);
         let world = world(args, device, launch, gpus, purpose)?;
-        one_node(args, world)?;
+        let nodes = nodes(args, device, world)?;
         let world_mode = world_mode(args, device, launch)?;
+        if nodes.len() > 1 && launch == Launch::Processes && SEVERAL_NODES && !PROCESS_NETWORK {
+            let what = "a network between nodes of processes; give threads, or one node";
+            return Err(Refusal::not_built("--launch", launch.name(), what));
+        }
         let preset = presets::find(args.preset.as_deref().unwrap_or(presets::PRESETS[0].name))
             .map_err(|error| Refusal::from_error(&error))?;
         let dtype = args.dtype.unwrap_or(preset.dtype);
@@ -95,6 +105,11 @@ impl Config {
         let mode = or_default(args.mode, Mode::Fused);
         let case = Case {
             world,
+            nodes,
+            transport: args.transport.clone().unwrap_or(TransportChoice::Sim),
+            link: args.link.unwrap_or(Link::None),
+            network: or_default(args.network, NetworkWord::Calm),
+            chunk_rows: args.chunk_rows,
             hidden: args.hidden.unwrap_or(preset.hidden),
             experts: args.experts.unwrap_or(preset.experts),
             top_k: args.top_k.unwrap_or(preset.top_k),
@@ -197,35 +212,31 @@ fn world(
     Ok(world)
 }
 
-/// Refuses worlds of several nodes, which are not built yet, and nonsense about nodes.
-fn one_node(args: &BenchArgs, world: usize) -> Result<(), Refusal> {
-    if let Some(List(nodes)) = &args.ranks_per_node {
-        let text: Vec<String> = nodes.iter().map(usize::to_string).collect();
-        let (text, sum) = (text.join(","), nodes.iter().sum::<usize>());
-        if nodes.len() > 1 && sum != world {
-            let advice = format!("the nodes sum to {sum} and the world has {world} ranks; make them agree");
-            return Err(Refusal::of("--ranks-per-node", text, advice));
-        }
-        if nodes.len() == 1 && sum > world {
-            let advice = format!("the world has {world} ranks; give at most that");
-            return Err(Refusal::of("--ranks-per-node", text, advice));
-        }
-        if nodes.len() > 1 || sum < world {
-            let what = format!("worlds of several nodes; give {world}, or leave it out, for one node");
-            return Err(Refusal::not_built("--ranks-per-node", text, &what));
-        }
-    }
-    if let Some(transport) = args.transport.as_deref().filter(|t| *t != "sim") {
-        return Err(Refusal::not_built(
-            "--transport",
-            transport,
-            "transports between nodes; leave it out, for one node",
-        ));
-    }
-    if let Some(link) = args.link.as_deref().filter(|l| *l != "none") {
-        return Err(Refusal::not_built("--link", link, "link models between nodes; leave it out, for one node"));
-    }
-    Ok(())
+/// Ranks of each node; empty for one node. Whether they fit the world, and are built, is for the case to say.
+fn nodes(args: &BenchArgs, device: DeviceWord, world: usize) -> Result<Vec<usize>, Refusal> {
+    let sizes = match &args.ranks_per_node {
+        None if SEVERAL_NODES && device == DeviceWord::Cpu => cut(world, CPU_NODE),
+        None => vec![world],
+        Some(List(nodes)) => match nodes.as_slice() {
+            [one] if *one > world => {
+                let advice = format!("the world has {world} ranks; give at most that");
+                return Err(Refusal::of("--ranks-per-node", one, advice));
+            }
+            [one] if world.is_multiple_of(*one) => cut(world, *one),
+            [one] => {
+                let list: Vec<String> = cut(world, *one).iter().map(usize::to_string).collect();
+                let advice = format!("{world} ranks are no multiple of it; for uneven nodes give {}", list.join(","));
+                return Err(Refusal::of("--ranks-per-node", one, advice));
+            }
+            _ => nodes.clone(),
+        },
+    };
+    Ok(if sizes == [world] { Vec::new() } else { sizes })
+}
+
+/// Nodes of `size` ranks; the last may be smaller.
+fn cut(world: usize, size: usize) -> Vec<usize> {
+    (0..world.div_ceil(size.max(1))).map(|node| size.min(world - node * size)).collect()
 }
 
 fn world_mode(args: &BenchArgs, device: DeviceWord, launch: Launch) -> Result<WorldMode, Refusal> {
@@ -268,4 +279,33 @@ pub fn check_output(name: &str, path: Option<&str>, stdout_too: bool) -> Result<
         ));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(ranks_per_node: Option<&[usize]>, device: DeviceWord, world: usize) -> Result<Vec<usize>, String> {
+        let args = BenchArgs { ranks_per_node: ranks_per_node.map(|list| List(list.to_vec())), ..BenchArgs::default() };
+        nodes(&args, device, world).map_err(|refusal| refusal.to_string())
+    }
+
+    #[test]
+    fn nodes_are_cut_as_asked_for() {
+        for (given, world, nodes) in [
+            (&[8][..], 8, &[][..]),
+            (&[4], 8, &[4, 4]),
+            (&[1], 3, &[1, 1, 1]),
+            (&[3, 5], 8, &[3, 5]),
+            (&[5, 3], 8, &[5, 3]),
+        ] {
+            assert_eq!(of(Some(given), DeviceWord::Cpu, world), Ok(nodes.to_vec()), "{given:?}");
+        }
+        assert!(of(Some(&[3]), DeviceWord::Cpu, 8).is_err_and(|why| why.contains("uneven nodes give 3,3,2")));
+        assert!(of(Some(&[9]), DeviceWord::Cpu, 8).is_err_and(|why| why.contains("at most")));
+        let default = if SEVERAL_NODES { vec![4, 4] } else { Vec::new() };
+        assert_eq!(of(None, DeviceWord::Cpu, 8), Ok(default));
+        assert_eq!(of(None, DeviceWord::Cuda, 8), Ok(Vec::new()));
+        assert_eq!((cut(6, 4), cut(4, 4), cut(3, 4)), (vec![4, 2], vec![4], vec![3]));
+    }
 }

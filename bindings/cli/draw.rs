@@ -4,18 +4,25 @@
 
 use tokenyard::base::Dtype;
 
+use super::args::MAX_NICS;
 use super::case::Case;
+use super::config::SEVERAL_NODES;
 use super::inputs::{Counter, ScaleKind, Use};
+use super::links::Link;
 use super::routing::Routing;
 use super::words::{
-    DeviceWord, FaultWord, IndexWord, LayoutWord, Mode, OrderWord, PlacementWord, SUMMED, WeightsWord, Word, WorldMode,
+    DeviceWord, FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PlacementWord, SUMMED, WeightsWord,
+    Word, WorldMode,
 };
 
 /// Ranks of a configuration at the most.
-pub const RANKS: usize = 8;
+pub const RANKS: usize = if SEVERAL_NODES { 12 } else { 8 };
+/// Nodes of a configuration at the most.
+pub const NODES: usize = 4;
 /// Elements that a configuration dispatches at the most; larger draws get fewer tokens.
 const ELEMENTS: usize = 2 << 20;
-/// Columns and tokens of a schedule at the most.
+/// Ranks, columns and tokens of a schedule at the most.
+const SMALL_RANKS: usize = if SEVERAL_NODES { 6 } else { 4 };
 const SMALL_HIDDEN: usize = 128;
 const SMALL_TOKENS: usize = 6;
 
@@ -58,6 +65,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_routing(&mut case, dice);
     draw_schedule(&mut case, dice, device);
     draw_order(&mut case, dice);
+    draw_nodes(&mut case);
     case
 }
 
@@ -66,7 +74,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
 pub fn draw_small(seed: u64) -> Case {
     let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 3, 0, 0));
     let dice = &mut dice;
-    let mut case = Case { seed, world: 2 + dice.below(3), ..Case::default() };
+    let mut case = Case { seed, world: 2 + dice.below(SMALL_RANKS - 1), ..Case::default() };
     draw_types(&mut case, dice);
     draw_layout(&mut case, dice);
     // What is refused before anything runs has no schedule.
@@ -89,6 +97,7 @@ pub fn draw_small(seed: u64) -> Case {
     draw_routing(&mut case, dice);
     draw_schedule(&mut case, dice, DeviceWord::Cpu);
     draw_order(&mut case, dice);
+    draw_nodes(&mut case);
     case.sms = Some(2);
     case.iters = 3 + dice.below(2);
     case.world_mode = WorldMode::OneThread;
@@ -188,6 +197,46 @@ fn draw_order(case: &mut Case, dice: &mut Dice) {
     };
 }
 
+/// The nodes of a world, and what is between them. From a stream of its own, so that the rest does not depend on it.
+fn draw_nodes(case: &mut Case) {
+    if !SEVERAL_NODES {
+        return;
+    }
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 6, 0, 0));
+    let dice = &mut dice;
+    let count = 1 + dice.below(NODES.min(case.world));
+    case.nodes = if dice.once_in(2) { even(case.world, count) } else { uneven(case.world, count, dice) };
+    if !case.several_nodes() {
+        case.nodes.clear();
+        return;
+    }
+    // A chunk a row makes messages of many chunks, and one chunk is what a decode step has.
+    case.chunk_rows = (!dice.once_in(4)).then(|| dice.small(8));
+    case.nics = dice.once_in(2).then(|| 1 + dice.below(MAX_NICS));
+    if dice.once_in(4) {
+        case.network = NetworkWord::Calm;
+        case.link = dice.of(&[Link::None, Link::Cx7, Link::EfaP5, Link::EfaP5en], Link::None);
+    }
+}
+
+/// Nodes that differ by a rank at the most.
+fn even(world: usize, count: usize) -> Vec<usize> {
+    (0..count).map(|node| (node + 1) * world / count - node * world / count).collect()
+}
+
+/// Nodes of any sizes: the world is cut at places that are drawn.
+fn uneven(world: usize, count: usize, dice: &mut Dice) -> Vec<usize> {
+    let mut cuts = vec![0, world];
+    while cuts.len() < count + 1 {
+        let cut = 1 + dice.below(world - 1);
+        if !cuts.contains(&cut) {
+            cuts.push(cut);
+        }
+    }
+    cuts.sort_unstable();
+    cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::tally::Tally;
@@ -220,7 +269,7 @@ mod tests {
         for case in &cases {
             assert!(case.refused_by_design().is_none() && case.check().is_ok(), "{case}: {:?}", case.check());
             assert_eq!(Case::parse(&case.to_string()), Ok(case.clone()));
-            assert!((2..=4).contains(&case.world) && case.iters >= 3 && (32..=128).contains(&case.hidden));
+            assert!((2..=SMALL_RANKS).contains(&case.world) && case.iters >= 3 && (32..=128).contains(&case.hidden));
         }
         let share = |what: fn(&Case) -> bool| cases.iter().filter(|case| what(case)).count();
         assert_eq!(share(|c| c.hold_stores), 200);
@@ -228,5 +277,39 @@ mod tests {
         assert!(share(|c| c.fault == FaultWord::Overflow) > 20 && share(|c| c.fault == FaultWord::Routing) > 10);
         assert!(share(|c| c.tokens == 0) > 20 && share(|c| c.ragged) > 200 && share(|c| c.lockstep) > 30);
         assert!(Mode::ALL.iter().all(|mode| cases.iter().any(|c| c.mode == *mode && c.ahead > 1)));
+    }
+
+    #[test]
+    fn a_world_is_cut_into_nodes_of_every_kind() {
+        let mut dice = Dice(Counter::new(1, Use::Choice, 0, 0, 0));
+        let mut sizes = std::collections::BTreeSet::new();
+        for world in 1..=12 {
+            for count in 1..=NODES.min(world) {
+                let cut = even(world, count);
+                assert!(cut.iter().max().unwrap() - cut.iter().min().unwrap() <= 1, "{cut:?}");
+                for nodes in [cut, uneven(world, count, &mut dice)] {
+                    assert_eq!((nodes.len(), nodes.iter().sum::<usize>()), (count, world), "{nodes:?}");
+                    assert!(!nodes.contains(&0));
+                    sizes.extend(nodes);
+                }
+            }
+        }
+        assert!(sizes.len() > 8);
+    }
+
+    #[test]
+    fn draws_have_up_to_four_nodes_where_several_are_built() {
+        let cases: Vec<Case> = (1..=400).map(|seed| draw(seed, DeviceWord::Cpu)).collect();
+        let share = |what: fn(&Case) -> bool| cases.iter().filter(|case| what(case)).count();
+        let several = share(Case::several_nodes);
+        if !SEVERAL_NODES {
+            assert_eq!(several, 0);
+            return;
+        }
+        assert!((200..380).contains(&several), "{several}");
+        assert!((2..=NODES).all(|n| cases.iter().filter(|c| c.nodes.len() == n).count() > 30));
+        assert!(share(Case::uneven_nodes) > 100 && share(|c| c.several_nodes() && !c.uneven_nodes()) > 60);
+        assert!(share(|c| c.several_nodes() && c.network == NetworkWord::Hostile) > several / 2);
+        assert!(share(|c| c.chunk_rows == Some(1)) > 20 && share(|c| c.link != Link::None) > 20);
     }
 }

@@ -21,6 +21,7 @@ use tokenyard::World;
 
 use super::bench::job;
 use super::config::Config;
+use super::network;
 use super::report::Progress;
 use super::sample::RankResult;
 use super::team;
@@ -49,12 +50,14 @@ pub fn run_as_rank(config: &Config) -> ExitCode {
         eprintln!("tokenyard: {sentence}");
         return ExitCode::FAILURE;
     }
-    let outcome = World::from_env().and_then(|world| {
+    let outcome = World::from_env().and_then(|world| network::place(world, &config.case)).and_then(|world| {
         let bar = if world.rank().index() == 0 { Progress::new() } else { Progress::hidden() };
         for &tokens in &config.tokens {
             let job = job(config, tokens);
             let show = |done: usize| bar.show(&format!("{tokens} tokens"), done, job.iterations());
-            let result = team::run_own(&job, config.device, &world, &show);
+            let endpoint =
+                job.case.several_nodes().then(|| network::process_endpoint(&world, &job.case)).transpose()?;
+            let result = team::run_own(&job, config.device, &world, endpoint, &show);
             bar.clear();
             print(&Line::Result(Box::new(result?)));
         }

@@ -47,7 +47,7 @@ pub fn rate(world: &World) -> Result<f64> {
 }
 
 /// Times, in µs, of bare stores between GPUs of an iteration's bytes: those that dispatch sends and those that combine
-/// does. `rows` went to each rank in a mean iteration; `row_bytes` is the payload of a row and of a partial row. None
+/// does. `rows` went from each rank to each other in a mean iteration, of this rank's tokens; `row_bytes` is the payload of a row and of a partial row. None
 /// without peers.
 ///
 /// # Errors
@@ -80,17 +80,17 @@ pub fn push(
     Ok(times)
 }
 
-/// The rows of every rank to every rank.
+/// The rows of every rank to every rank, those of all ranks' tokens together.
 fn gather_rows(world: &World, rows: &[u64]) -> Result<Vec<Vec<u64>>> {
     let own: Vec<u8> = rows.iter().flat_map(|rows| rows.to_le_bytes()).collect();
     let all = world.all_gather("rows between ranks", &own)?;
-    let read = |bytes: &Vec<u8>| {
+    let mut table = vec![vec![0u64; world.size()]; world.size()];
+    for bytes in &all {
         let (words, _) = bytes.as_chunks::<8>();
-        let mut rows: Vec<u64> = words.iter().map(|word| u64::from_le_bytes(*word)).collect();
-        rows.resize(world.size(), 0);
-        rows
-    };
-    Ok(all.iter().map(read).collect())
+        let cells = table.iter_mut().flatten().zip(words);
+        cells.for_each(|(rows, word)| *rows += u64::from_le_bytes(*word));
+    }
+    Ok(table)
 }
 
 /// Where a rank's bare stores go.

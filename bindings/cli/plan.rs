@@ -9,6 +9,7 @@ use tokenyard::World;
 
 use super::args::BenchArgs;
 use super::config::{Config, Purpose};
+use super::network;
 use super::rank::builder;
 use super::report::{self, table};
 use super::usage::Refusal;
@@ -34,6 +35,7 @@ pub fn plan(args: &BenchArgs) -> Result<ExitCode, Refusal> {
     let config = Config::new(args, Purpose::Plan)?;
     let refused = |error: tokenyard::Error| Refusal::from_error(&error);
     let Some(world) = World::threads(config.case.world).into_iter().next() else { return Ok(ExitCode::FAILURE) };
+    let world = network::place(world, &config.case).map_err(refused)?;
     let builder = builder(&config.case, &world).map_err(refused)?;
     let plan = builder.plan().map_err(refused)?;
     let explained = builder.explain_plan().map_err(refused)?;
@@ -56,6 +58,7 @@ pub fn plan(args: &BenchArgs) -> Result<ExitCode, Refusal> {
         println!("{}", table(&["buffer", "offset", "bytes"], &rows));
         let mib = object.arena_bytes as f64 / f64::from(1 << 20);
         println!("arena of a rank: {} bytes ({mib:.1} MiB)\n{explained}", object.arena_bytes);
+        println!("{} ranks in nodes of {}", config.case.world, config.case.nodes_text());
     }
     Ok(match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -6,7 +6,9 @@
 
 use std::time::Duration;
 
-use tokenyard::{AllToAll, Device, DeviceKind, Dtype, Error, Event, Placement, Result, Scales, Stream, Weights, World};
+use tokenyard::{
+    AllToAll, Device, DeviceKind, Dtype, Error, Event, Placement, Proxy, Result, Scales, Stream, Weights, World,
+};
 
 use super::args::Check;
 use super::buffers::POISON;
@@ -16,10 +18,12 @@ use super::config::sharing;
 use super::faults::{Planned, check_errors};
 use super::inputs::{Inputs, ScaleKind};
 use super::link;
+use super::network;
 use super::reference::{Report, RowSource, SourceRank, Spec, check_combine, check_dispatch};
 use super::routing::{Routed, Router, ragged_count};
 use super::sample::{RankResult, Verdict};
 use super::steps::steps;
+use super::traffic::Traffic;
 use super::words::{FaultWord, PlacementWord, WeightsWord, WorldMode};
 
 /// What every rank of a run is told.
@@ -46,13 +50,19 @@ impl Job {
     }
 }
 
-/// Runs one rank from beginning to end. Collective.
+/// Runs one rank from beginning to end; `proxy` drives what it has between nodes. Collective.
 ///
 /// # Errors
 /// Whatever the library returns; wrong results are not errors but part of the verdict.
-pub fn run(job: &Job, world: &World, device: &Device, progress: &dyn Fn(usize)) -> Result<RankResult> {
+pub fn run(
+    job: &Job,
+    world: &World,
+    device: &Device,
+    proxy: Option<&Proxy>,
+    progress: &dyn Fn(usize),
+) -> Result<RankResult> {
     let world = world.clone().with_timeout(job.timeout);
-    let mut rank = RankRun::new(job, &world, device)?;
+    let mut rank = RankRun::new(job, &world, device, proxy)?;
     let mut result = RankResult {
         rank: world.rank().index(),
         device_name: device.name(),
@@ -75,8 +85,8 @@ pub fn run(job: &Job, world: &World, device: &Device, progress: &dyn Fn(usize)) 
         progress(i);
     }
     if job.measured && gpu {
-        let rows: Vec<u64> = rank.rows_to.iter().map(|rows| rows / result.iterations.max(1)).collect();
-        result.push_us = link::push(&world, device, &rank.caller, &rows, job.case.wire_bytes(), job.patience())?;
+        let rows: Vec<u64> = rank.traffic.rows().iter().map(|rows| rows / result.iterations.max(1)).collect();
+        result.push_us = link::push(&world, device, &rank.caller, &rows, job.case.row_bytes(), job.patience())?;
     }
     // Peers may still store into this rank's arena: flags of the last combine.
     world.barrier("end of run")?;
@@ -112,8 +122,8 @@ struct RankRun<'a> {
     lanes: Vec<Lane>,
     router: Router,
     spec: Spec,
-    /// Rows that went to each other rank in timed iterations.
-    rows_to: Vec<u64>,
+    /// Rows of this rank's tokens in timed iterations.
+    traffic: Traffic,
     /// Time of the timeline, and the event that it was taken from.
     clock: Option<(f64, Event)>,
 }
@@ -126,10 +136,10 @@ impl Drop for RankRun<'_> {
 }
 
 impl<'a> RankRun<'a> {
-    fn new(job: &'a Job, world: &World, device: &Device) -> Result<RankRun<'a>> {
+    fn new(job: &'a Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Result<RankRun<'a>> {
         let case = &job.case;
         let rank = world.rank().index();
-        let ep = build(job, world, device)?;
+        let ep = build(job, world, device, proxy)?;
         let lanes = case.ahead.min(job.iterations());
         Ok(RankRun {
             job,
@@ -139,7 +149,7 @@ impl<'a> RankRun<'a> {
             lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
             router: case.router()?,
             spec: case.spec(POISON),
-            rows_to: vec![0; world.size()],
+            traffic: Traffic::new(&case.spec(POISON)),
             clock: None,
         })
     }
@@ -171,7 +181,7 @@ impl<'a> RankRun<'a> {
             }
             if turn.i >= self.job.warmup && self.job.measured {
                 result.add_times(&marks.times()?.unwrap_or_default());
-                count_rows(&self.spec, &turn.sources[self.rank], self.rank, &mut self.rows_to);
+                self.traffic.count(&self.spec, &turn.sources[self.rank], self.rank);
                 keep_spans(&mut self.clock, turn.i - self.job.warmup, marks, result)?;
             }
         }
@@ -237,12 +247,12 @@ impl<'a> RankRun<'a> {
         Ok(())
     }
 
-    /// Payload between ranks: rows that left, and partial rows that came home.
+    /// Payload between ranks, and between nodes: rows that left, and sums that came home.
     fn count_bytes(&self, result: &mut RankResult) {
-        let (row, partial) = self.case.wire_bytes();
-        let rows: u64 = self.rows_to.iter().sum();
-        result.dispatch_bytes = rows * row;
-        result.combine_bytes = rows * partial;
+        let (row, partial) = self.case.row_bytes();
+        let (rows, wire) = (self.traffic.nvlink_rows(), self.traffic.wire_rows());
+        (result.dispatch_bytes, result.combine_bytes) = (rows * row, rows * partial);
+        result.wire_bytes = [wire * row, wire * partial];
     }
 
     /// Has the reference compare this rank's outputs with what all ranks' inputs demand.
@@ -254,17 +264,6 @@ impl<'a> RankRun<'a> {
         let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &lane.buffers.dispatched(&seen));
         report.merge(check_combine(&spec, sources, &rows, faults, rank, &lane.buffers.summed(&seen)));
         Ok(report)
-    }
-}
-
-/// Counts the rows that a rank sends to each other rank: one for all experts of a token there.
-fn count_rows(spec: &Spec, source: &SourceRank, rank: usize, rows_to: &mut [u64]) {
-    for token in 0..source.tokens {
-        let ranks = (0..spec.top_k).filter_map(|k| source.expert(spec, token, k)).filter_map(|e| spec.rank_of(e));
-        let mut ranks: Vec<usize> = ranks.filter(|&to| to != rank).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks.into_iter().for_each(|to| rows_to[to] += 1);
     }
 }
 
@@ -294,9 +293,10 @@ impl RowSource for Made {
 }
 
 /// Builds the context of a rank. Collective.
-fn build(job: &Job, world: &World, device: &Device) -> Result<AllToAll> {
+fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Result<AllToAll> {
     let case = &job.case;
-    let mut builder = builder(case, world)?.device(device.clone()).timeout(job.timeout).handles(case.ahead);
+    let builder = network::attach(builder(case, world)?, proxy, case);
+    let mut builder = builder.device(device.clone()).timeout(job.timeout).handles(case.ahead);
     let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
     if case.sms.is_none() && sharers > 1 {
         // Blocks wait for other ranks' blocks, so those of all must fit at once.

@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use super::case::Case;
 use super::config::Config;
+use super::network;
 use super::sample::{RankResult, Verdict};
 use super::words::Word;
 
@@ -72,6 +73,23 @@ pub struct Push {
     pub combine: Percentiles,
 }
 
+/// Ranks of a node: one number where all nodes are alike, else the list, as it is given.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum PerNode {
+    Even(usize),
+    Uneven(String),
+}
+
+impl PerNode {
+    fn of(case: &Case) -> PerNode {
+        match case.node_sizes().as_slice() {
+            [first, rest @ ..] if rest.iter().all(|size| size == first) => PerNode::Even(*first),
+            _ => PerNode::Uneven(case.nodes_text()),
+        }
+    }
+}
+
 /// The object of one run; its fields are the contract's, in the contract's order.
 #[derive(Debug, Clone, Serialize)]
 pub struct RunResult {
@@ -80,9 +98,9 @@ pub struct RunResult {
     pub device: &'static str,
     pub device_name: String,
     pub world: usize,
-    pub ranks_per_node: usize,
-    pub transport: &'static str,
-    pub link: &'static str,
+    pub ranks_per_node: PerNode,
+    pub transport: String,
+    pub link: String,
     pub launch: &'static str,
     pub preset: &'static str,
     pub hidden: usize,
@@ -141,9 +159,9 @@ impl RunResult {
             device: config.device.name(),
             device_name: first.device_name,
             world: case.world,
-            ranks_per_node: case.world,
-            transport: "sim",
-            link: "none",
+            ranks_per_node: PerNode::of(case),
+            transport: case.transport.to_string(),
+            link: case.link.to_string(),
             launch: config.launch.name(),
             preset: config.preset,
             hidden: case.hidden,
@@ -168,7 +186,7 @@ impl RunResult {
             combine_send_us: all(|r| &r.parts_us[2]),
             combine_recv_us: all(|r| &r.parts_us[3]),
             bytes_per_rank: bytes,
-            floor_us: floor(bytes, ranks, push_us),
+            floor_us: floor(bytes, ranks, push_us, case),
             push_us,
             arena_bytes: ranks.iter().map(|r| r.arena_bytes).max().unwrap_or(0),
             sentences: verdict.sentences,
@@ -176,25 +194,55 @@ impl RunResult {
     }
 }
 
-/// Payload of an iteration between ranks, mean over ranks and iterations.
+/// Payload of an iteration between ranks of a node, and between nodes, mean over ranks and iterations. What a rail passes
+/// on within its node counts too, at the token's home; the mean is the same.
 fn bytes_per_rank(ranks: &[RankResult]) -> Bytes {
     let iterations = ranks.iter().map(|r| r.iterations).sum::<u64>().max(1);
     Bytes {
         dispatch_nvlink: ranks.iter().map(|r| r.dispatch_bytes).sum::<u64>() / iterations,
+        dispatch_wire: ranks.iter().map(|r| r.wire_bytes[0]).sum::<u64>() / iterations,
         combine_nvlink: ranks.iter().map(|r| r.combine_bytes).sum::<u64>() / iterations,
-        ..Bytes::default()
+        combine_wire: ranks.iter().map(|r| r.wire_bytes[1]).sum::<u64>() / iterations,
     }
+}
+
+/// The longer one of two: what the bytes within nodes take, and what those between nodes take.
+fn floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>, case: &Case) -> Floor {
+    let near = near_floor(bytes, ranks, push);
+    let far = |bytes: u64| round(far_floor(bytes, ranks, case));
+    Floor { dispatch: near.dispatch.max(far(bytes.dispatch_wire)), combine: near.combine.max(far(bytes.combine_wire)) }
 }
 
 /// The median of bare stores where they were timed; else the time that those bytes need at the rate that was measured, 0
 /// where none could be.
-fn floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
+fn near_floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
     if let Some(push) = push {
         return Floor { dispatch: push.dispatch.p50, combine: push.combine.p50 };
     }
-    let rate = ranks.iter().map(|r| r.link_rate).sum::<f64>() / ranks.len().max(1) as f64;
-    let time = |bytes: u64| if rate > 0.0 { round(bytes as f64 / rate) } else { 0.0 };
+    let time = |bytes: u64| round(time_at(bytes, copy_rate(ranks)));
     Floor { dispatch: time(bytes.dispatch_nvlink), combine: time(bytes.combine_nvlink) }
+}
+
+/// By the link model: the bytes at the rate of all NICs, and one latency, which a message without rows has too. Without a
+/// model the bytes are copied, at the rate that was measured.
+fn far_floor(bytes: u64, ranks: &[RankResult], case: &Case) -> f64 {
+    if !case.several_nodes() {
+        return 0.0;
+    }
+    let model = case.link.model();
+    // 1 Gb/s is 125 bytes per µs.
+    let rate = model.gbps * 125.0 * network::nics(case).len() as f64;
+    if rate.is_finite() { time_at(bytes, rate) + model.latency_us } else { time_at(bytes, copy_rate(ranks)) }
+}
+
+/// Bytes per µs that a rank's copies reach.
+fn copy_rate(ranks: &[RankResult]) -> f64 {
+    ranks.iter().map(|r| r.link_rate).sum::<f64>() / ranks.len().max(1) as f64
+}
+
+/// µs of so many bytes; 0 without a rate.
+fn time_at(bytes: u64, rate: f64) -> f64 {
+    if rate > 0.0 { bytes as f64 / rate } else { 0.0 }
 }
 
 /// How many times its floor something took: "3.2x"; nothing where there is no floor.
@@ -259,7 +307,12 @@ pub fn bench_table(results: &[RunResult]) -> String {
     if split {
         head.extend(["d.send", "d.recv", "c.send", "c.recv"]);
     }
-    head.extend(["KB out", "KB home", "max rel err", "verified"]);
+    let far = results.iter().any(|r| r.bytes_per_rank.dispatch_wire > 0);
+    head.extend(["KB out", "KB home"]);
+    if far {
+        head.extend(["wire out", "wire home"]);
+    }
+    head.extend(["max rel err", "verified"]);
     let us = |value: f64| format!("{value:.1}");
     let rows: Vec<Vec<String>> = results
         .iter()
@@ -271,16 +324,25 @@ pub fn bench_table(results: &[RunResult]) -> String {
                 let parts = [r.dispatch_send_us, r.dispatch_recv_us, r.combine_send_us, r.combine_recv_us];
                 row.extend(parts.iter().map(|p| p.map_or("-".to_string(), |p| us(p.p50))));
             }
-            row.push(us(r.bytes_per_rank.dispatch_nvlink as f64 / 1000.0));
-            row.push(us(r.bytes_per_rank.combine_nvlink as f64 / 1000.0));
+            let bytes = r.bytes_per_rank;
+            let kilo = |bytes: u64| us(bytes as f64 / 1000.0);
+            row.extend([bytes.dispatch_nvlink, bytes.combine_nvlink].map(kilo));
+            if far {
+                row.extend([bytes.dispatch_wire, bytes.combine_wire].map(kilo));
+            }
             row.push(r.max_rel_err.map_or("NaN".to_string(), |e| format!("{e:.2e}")));
             row.push(if r.verified { "yes".to_string() } else { format!("NO ({} wrong)", r.mismatches) });
             row
         })
         .collect();
     let Some(r) = results.first() else { return String::new() };
+    let nodes = match &r.ranks_per_node {
+        PerNode::Even(size) if *size == r.world => String::new(),
+        PerNode::Even(size) => format!(" in nodes of {size}, {}, link {}", r.transport, r.link),
+        PerNode::Uneven(list) => format!(" in nodes of {list}, {}, link {}", r.transport, r.link),
+    };
     format!(
-        "{} x {} ({}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; \
+        "{} x {} ({}{nodes}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; \
          arena {:.1} MiB; \
          times in us\n{}",
         r.world,
@@ -353,6 +415,8 @@ impl Progress {
 
 #[cfg(test)]
 mod tests {
+    use super::super::links::Link;
+    use super::super::words::NetworkWord;
     use super::*;
 
     #[test]
@@ -370,11 +434,35 @@ mod tests {
     fn bare_stores_are_the_floor_where_they_were_timed() {
         let bytes = Bytes { dispatch_nvlink: 1000, combine_nvlink: 2000, ..Bytes::default() };
         let rank = RankResult { link_rate: 100.0, ..RankResult::default() };
-        assert_eq!(floor(bytes, std::slice::from_ref(&rank), None), Floor { dispatch: 10.0, combine: 20.0 });
+        let one = Case::default();
+        assert_eq!(floor(bytes, std::slice::from_ref(&rank), None, &one), Floor { dispatch: 10.0, combine: 20.0 });
         let of = |us: f64| Percentiles { p50: us, ..Percentiles::default() };
         let push = Push { dispatch: of(3.0), combine: of(4.0) };
-        assert_eq!(floor(bytes, &[rank], Some(push)), Floor { dispatch: 3.0, combine: 4.0 });
+        assert_eq!(floor(bytes, &[rank], Some(push), &one), Floor { dispatch: 3.0, combine: 4.0 });
         assert_eq!((ratio(9.6, 3.0), ratio(9.6, 0.0)), ("3.2x".to_string(), "-".to_string()));
+    }
+
+    #[test]
+    fn the_slower_one_of_wire_and_node_is_the_floor() {
+        let bytes = Bytes { dispatch_nvlink: 1000, dispatch_wire: 5000, combine_nvlink: 90_000, combine_wire: 5000 };
+        let ranks = [RankResult { link_rate: 100.0, ..RankResult::default() }];
+        let case = Case { world: 4, nodes: vec![2, 2], network: NetworkWord::Calm, ..Case::default() };
+        // Without a model both are copies; with one, 8 Gb/s are 1000 bytes per µs, and a latency.
+        assert_eq!(floor(bytes, &ranks, None, &case), Floor { dispatch: 50.0, combine: 900.0 });
+        let given = Case { link: Link::parse("8:3:1").unwrap(), ..case.clone() };
+        assert_eq!(floor(bytes, &ranks, None, &given), Floor { dispatch: 10.0, combine: 900.0 });
+        let twice = Case { nics: Some(2), ..given };
+        let far = floor(Bytes { combine_nvlink: 0, ..bytes }, &ranks, None, &twice);
+        assert_eq!(far, Floor { dispatch: 10.0, combine: 5.5 });
+    }
+
+    #[test]
+    fn ranks_per_node_are_printed_as_they_are_given() {
+        let of = |world: usize, nodes: &[usize]| {
+            let case = Case { world, nodes: nodes.to_vec(), ..Case::default() };
+            serde_json::to_string(&PerNode::of(&case)).unwrap()
+        };
+        assert_eq!((of(3, &[]), of(8, &[4, 4]), of(8, &[3, 5])), ("3".into(), "4".into(), "\"3,5\"".into()));
     }
 
     #[test]

@@ -94,10 +94,12 @@ pub struct RankResult {
     pub parts_us: [Vec<f64>; 4],
     /// Timed iterations.
     pub iterations: u64,
-    /// Payload that left this rank for other ranks, all timed iterations together.
+    /// Payload of this rank's tokens that went between ranks of one node, all timed iterations together.
     pub dispatch_bytes: u64,
-    /// Payload of partial rows that came home from other ranks, all timed iterations together.
+    /// The same of the partial rows that came back.
     pub combine_bytes: u64,
+    /// Payload of this rank's tokens that went between nodes: rows out, and nodes' sums home.
+    pub wire_bytes: [u64; 2],
     /// Bytes per µs that this rank can store into others' memory while all do; of the CPU device.
     pub link_rate: f64,
     /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch sends them and as combine does.

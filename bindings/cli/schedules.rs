@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use super::draw::draw_small;
 use super::report::Progress;
 use super::sample::Verdict;
+use super::tally::Tally;
 use super::verify::{ENOUGH, Judge, Judged, Outcome};
 
 /// Every so many schedules one is run twice.
@@ -17,13 +18,14 @@ const TWICE: usize = 50;
 pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
     let bar = Progress::new();
     let mut hashes = BTreeSet::new();
-    let mut verdict = Verdict::new();
+    let (mut verdict, mut tally) = (Verdict::new(), Tally::default());
     let (mut run, mut held, mut switches, mut twice, mut failures) = (0, 0, 0, 0, 0);
     for i in 0..count {
         bar.show("schedules", i, count);
         let case = draw_small(first.wrapping_add(i as u64));
         let Judged { mut outcome, schedule } = judge.judge(&case);
         run += 1;
+        tally.count(&case, matches!(outcome, Outcome::Refused(_)));
         held += usize::from(case.hold_stores);
         let trace = schedule.map(|schedule| (schedule.trace_hash, schedule.switches));
         hashes.extend(trace.map(|(hash, _)| hash));
@@ -58,6 +60,7 @@ pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
          twice",
         hashes.len()
     );
+    println!("{}", tally.nodes_line());
     println!("{} overflows, {} refused routings seen; {failures} failed", verdict.overflows, verdict.refusals);
     failures == 0
 }

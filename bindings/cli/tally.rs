@@ -1,19 +1,28 @@
 //! Which pairs of values a verification has covered.
 //!
-//! On the main thread. Six things that interact in the kernels, two at a time: a defect that needs a particular pair is
-//! met by some configuration.
+//! On the main thread. Things that interact in the kernels, two at a time: a defect that needs a particular pair is met by
+//! some configuration.
 
 use std::collections::BTreeMap;
 
 use tokenyard::base::Dtype;
 
 use super::case::Case;
+use super::config::SEVERAL_NODES;
 use super::inputs::ScaleKind;
 use super::report::table;
 use super::words::{LayoutWord, Mode, SUMMED, WeightsWord, Word};
 
-/// What is paired.
-const DIMENSIONS: [&str; 6] = ["dtype", "scales", "combine", "layout", "mode", "weights"];
+/// What is paired; nodes only where worlds may have several.
+const DIMENSIONS: &[&str] = if SEVERAL_NODES {
+    &["dtype", "scales", "combine", "layout", "mode", "weights", "nodes"]
+} else {
+    &["dtype", "scales", "combine", "layout", "mode", "weights"]
+};
+/// How a world's ranks are on nodes.
+const ONE: &str = "one";
+const EVEN: &str = "even";
+const UNEVEN: &str = "uneven";
 
 /// A value of one dimension with a value of another, by name.
 type Pair = (usize, &'static str, usize, &'static str);
@@ -29,6 +38,8 @@ struct Seen {
 #[derive(Debug, Default)]
 pub struct Tally {
     seen: BTreeMap<Pair, Seen>,
+    /// Worlds that ran, by number of nodes: all, and those whose nodes are uneven.
+    nodes: BTreeMap<usize, (usize, usize)>,
 }
 
 fn names<T: Word>(words: &[T]) -> Vec<&'static str> {
@@ -43,11 +54,20 @@ fn values(dimension: usize) -> Vec<&'static str> {
         2 => names(SUMMED),
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
-        _ => names(WeightsWord::ALL),
+        5 => names(WeightsWord::ALL),
+        _ => vec![ONE, EVEN, UNEVEN],
     }
 }
 
-fn values_of(case: &Case) -> [&'static str; 6] {
+fn nodes_of(case: &Case) -> &'static str {
+    match (case.several_nodes(), case.uneven_nodes()) {
+        (false, _) => ONE,
+        (true, false) => EVEN,
+        (true, true) => UNEVEN,
+    }
+}
+
+fn values_of(case: &Case) -> [&'static str; 7] {
     [
         case.dtype.name(),
         case.scales.name(),
@@ -55,6 +75,7 @@ fn values_of(case: &Case) -> [&'static str; 6] {
         case.layout.name(),
         case.mode.name(),
         case.weights.name(),
+        nodes_of(case),
     ]
 }
 
@@ -92,6 +113,20 @@ impl Tally {
             let seen = self.seen.entry(pair).or_default();
             if refused { seen.refused += 1 } else { seen.ran += 1 }
         }
+        if !refused {
+            let (all, uneven) = self.nodes.entry(case.node_sizes().len()).or_default();
+            *all += 1;
+            *uneven += usize::from(case.uneven_nodes());
+        }
+    }
+
+    /// How many worlds had how many nodes: "nodes: 1 in 20, 2 in 15 (7 uneven)".
+    pub fn nodes_line(&self) -> String {
+        let of = |(nodes, (all, uneven)): (&usize, &(usize, usize))| match uneven {
+            0 => format!("{nodes} in {all}"),
+            _ => format!("{nodes} in {all} ({uneven} uneven)"),
+        };
+        format!("nodes: {}", self.nodes.iter().map(of).collect::<Vec<_>>().join(", "))
     }
 
     fn is_covered(&self, pair: &Pair) -> bool {
@@ -138,10 +173,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_are_those_of_six_dimensions() {
-        // 4 dtypes with 5 dimensions of 3 values, and those with each other.
-        assert_eq!(all_pairs().len(), 4 * 15 + 10 * 9);
+    fn pairs_are_those_of_all_dimensions() {
+        // 4 dtypes with the other dimensions of 3 values, and those with each other.
+        let others = DIMENSIONS.len() - 1;
+        assert_eq!(all_pairs().len(), 4 * 3 * others + others * (others - 1) / 2 * 9);
         assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1);
+    }
+
+    #[test]
+    fn worlds_are_counted_by_their_nodes() {
+        let mut tally = Tally::default();
+        let of = |nodes: &[usize]| Case { world: 4, nodes: nodes.to_vec(), ..Case::default() };
+        for case in [of(&[]), of(&[2, 2]), of(&[1, 3]), of(&[3, 1]), of(&[1, 1, 1, 1])] {
+            tally.count(&case, false);
+        }
+        tally.count(&of(&[]), true);
+        assert_eq!(tally.nodes_line(), "nodes: 1 in 1, 2 in 3 (2 uneven), 4 in 1");
     }
 
     #[test]

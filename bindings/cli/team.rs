@@ -5,9 +5,12 @@
 use std::sync::{Mutex, PoisonError};
 
 use tokenyard::kernels::{SeededConfig, SeededReport, seeded_world};
-use tokenyard::{Device, Error, Result, World};
+use tokenyard::transport::link::Transport;
+use tokenyard::{Device, Error, Proxy, Result, World};
 
+use super::case::Case;
 use super::config::usable_gpus;
+use super::network::{self, ProxyFiber};
 use super::rank::{self, Job};
 use super::sample::RankResult;
 use super::words::{DeviceWord, WorldMode};
@@ -28,11 +31,15 @@ pub fn run_reported(
 ) -> (Result<Vec<RankResult>>, Option<SeededReport>) {
     let one_thread = job.case.world_mode == WorldMode::OneThread && device == DeviceWord::Cpu;
     if !one_thread {
-        return (all_of(run_threads(job, device, progress)), None);
+        return (run_threads(job, device, progress).and_then(all_of), None);
     }
-    let (outcomes, report) = run_seeded(job, progress);
-    let failure = report.failure.clone();
-    (failure.map_or_else(|| all_of(outcomes), Err), Some(report))
+    match run_seeded(job, progress) {
+        Ok((outcomes, report)) => {
+            let failure = report.failure.clone();
+            (failure.map_or_else(|| all_of(outcomes), Err), Some(report))
+        }
+        Err(error) => (Err(error), None),
+    }
 }
 
 fn all_of(outcomes: Vec<Result<RankResult>>) -> Result<Vec<RankResult>> {
@@ -72,22 +79,31 @@ fn open(device: DeviceWord, rank: usize) -> Result<Device> {
     }
 }
 
-/// Runs the rank of this process.
+/// Runs one rank with its own device, and a proxy where it has an endpoint between nodes.
 ///
 /// # Errors
 /// Whatever the library returns.
-pub fn run_own(job: &Job, device: DeviceWord, world: &World, progress: &dyn Fn(usize)) -> Result<RankResult> {
-    rank::run(job, world, &open(device, world.local_rank())?, progress)
+pub fn run_own(
+    job: &Job,
+    device: DeviceWord,
+    world: &World,
+    endpoint: Option<Box<dyn Transport>>,
+    progress: &dyn Fn(usize),
+) -> Result<RankResult> {
+    let proxy = endpoint.map(|endpoint| network::spawn(world, endpoint)).transpose()?;
+    rank::run(job, world, &open(device, world.local_rank())?, proxy.as_ref(), progress)
 }
 
-fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync)) -> Vec<Result<RankResult>> {
-    let worlds = World::threads(job.case.world);
-    std::thread::scope(|scope| {
+fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync)) -> Result<Vec<Result<RankResult>>> {
+    let (worlds, network) = (network::worlds(&job.case)?, network::real_time(&job.case)?);
+    let network = network.as_ref();
+    Ok(std::thread::scope(|scope| {
         let start = |world: World| {
             scope.spawn(move || {
                 let quiet = |_: usize| {};
                 let progress: &dyn Fn(usize) = if world.rank().index() == 0 { &progress } else { &quiet };
-                run_own(job, device, &world, progress)
+                let endpoint = network.map(|network| network::endpoint(network, &world)).transpose()?;
+                run_own(job, device, &world, endpoint, progress)
             })
         };
         let threads: Vec<_> = worlds.into_iter().map(start).collect();
@@ -95,28 +111,75 @@ fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync))
             thread.join().unwrap_or_else(|_| Err(broken("a rank's thread panicked")))
         };
         threads.into_iter().map(join).collect()
-    })
+    }))
 }
 
-fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> (Vec<Result<RankResult>>, SeededReport) {
-    let worlds = World::threads(job.case.world);
-    let outcomes: Mutex<Vec<Option<Result<RankResult>>>> = Mutex::new(vec![None; job.case.world]);
+/// The ranks of a world on one thread, and between nodes their proxies, whose fibers come behind those of the ranks.
+struct Fibers {
+    worlds: Vec<World>,
+    /// Dropped by the rank, so that its driver ends.
+    proxies: Mutex<Vec<Option<Proxy>>>,
+    drivers: Mutex<Vec<Option<ProxyFiber>>>,
+}
+
+impl Fibers {
+    fn new(case: &Case) -> Result<Fibers> {
+        let worlds = network::worlds(case)?;
+        let (mut proxies, mut drivers) = (Vec::new(), Vec::new());
+        if let Some(network) = network::virtual_time(case)? {
+            for world in &worlds {
+                let (proxy, driver) = network::fiber(&network, world)?;
+                proxies.push(Some(proxy));
+                drivers.push(Some(driver));
+            }
+        }
+        Ok(Fibers { worlds, proxies: Mutex::new(proxies), drivers: Mutex::new(drivers) })
+    }
+
+    fn count(&self) -> usize {
+        self.worlds.len() + self.drivers.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    /// Runs the proxy of a rank.
+    fn drive(&self, rank: usize) -> Result<()> {
+        let driver = take(&self.drivers, rank).ok_or_else(|| broken("a rank has no proxy"))?;
+        driver.run();
+        Ok(())
+    }
+}
+
+/// Takes what belongs to a rank. No fiber yields while it holds the lock.
+fn take<T>(all: &Mutex<Vec<Option<T>>>, rank: usize) -> Option<T> {
+    all.lock().unwrap_or_else(PoisonError::into_inner).get_mut(rank).and_then(Option::take)
+}
+
+fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Result<RankResult>>, SeededReport)> {
+    let fibers = Fibers::new(&job.case)?;
+    let ranks = fibers.worlds.len();
+    let outcomes: Mutex<Vec<Option<Result<RankResult>>>> = Mutex::new(vec![None; ranks]);
     let config = SeededConfig { seed: job.case.seed, hold_stores: job.case.hold_stores };
-    let report = seeded_world(config, job.case.world, |index, device| {
+    let report = seeded_world(config, fibers.count(), |index, device| {
         let quiet = |_: usize| {};
         let progress: &dyn Fn(usize) = if index == 0 { &progress } else { &quiet };
-        let outcome = match worlds.get(index) {
-            Some(world) => rank::run(job, world, &device, progress),
-            None => Err(broken("a rank has no world")),
+        let (place, outcome) = match fibers.worlds.get(index) {
+            Some(world) => {
+                let proxy = take(&fibers.proxies, index);
+                (index, rank::run(job, world, &device, proxy.as_ref(), progress))
+            }
+            None => match fibers.drive(index - ranks) {
+                Ok(()) => return,
+                Err(error) => (index - ranks, Err(error)),
+            },
         };
-        // No fiber yields while it holds the lock.
+        // No fiber yields while it holds the lock. What a rank or its proxy found first stands.
         let mut outcomes = outcomes.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(place) = outcomes.get_mut(index) {
+        if let Some(place) = outcomes.get_mut(place).filter(|place| !matches!(place, Some(Err(_)))) {
             *place = Some(outcome);
         }
     });
     let outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
-    (outcomes.into_iter().map(|o| o.unwrap_or_else(|| Err(broken("a rank did not finish")))).collect(), report)
+    let finished = |outcome: Option<_>| outcome.unwrap_or_else(|| Err(broken("a rank did not finish")));
+    Ok((outcomes.into_iter().map(finished).collect(), report))
 }
 
 fn broken(what: &str) -> Error {

@@ -11,7 +11,7 @@ use tokenyard::kernels::SeededReport;
 
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
-use super::config::{note_sharing, or_here};
+use super::config::{SEVERAL_NODES, note_sharing, or_here};
 use super::draw::{RANKS, draw};
 use super::rank::Job;
 use super::report::Progress;
@@ -43,6 +43,16 @@ const FULL: [&str; 5] = [
     "world=4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,tokens=128,max_tokens=128,iters=3",
     "world=8,hidden=6144,experts=8,top_k=2,accumulate=yes,ragged=yes,device_count=yes,mode=graph,tokens=128,max_tokens=160,\
      routing=zipf:1.2,iters=3",
+];
+
+/// The same over several nodes.
+const FULL_NODES: [&str; 3] = [
+    "world=8,nodes=4+4,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,tokens=128,max_tokens=128,routing=v3-groups,\
+     network=calm,iters=3",
+    "world=8,nodes=3+5,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,scale_order=column,align=128,\
+     zero_padding=yes,chunk_rows=8,nics=4,tokens=64,max_tokens=64,network=calm,link=efa-p5,iters=3",
+    "world=8,nodes=2+2+4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,chunk_rows=16,\
+     tokens=64,max_tokens=64,mode=split,iters=3",
 ];
 
 /// Runs the configurations. Success: all were right, or refused as they must be.
@@ -85,19 +95,25 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge) -> Result<bool, Refusal> {
     if count >= ALL_PAIRS {
         session.run_missing_pairs(first.wrapping_add(count as u64));
     }
-    for text in FULL.iter().filter(|_| args.full) {
+    for text in full_sizes().filter(|_| args.full) {
         let case = Case::parse(text)?;
         session.bar.clear();
         println!("full size: {case}");
         session.run(&case);
     }
     session.bar.clear();
-    println!("{}", session.tally.table());
+    println!("{}\n{}", session.tally.table(), session.tally.nodes_line());
     println!("{} overflows, {} refused routings seen", session.verdict.overflows, session.verdict.refusals);
     println!("{} configurations run on {}, {} failed", session.run, judge.device.name(), session.failures);
     let missing = if count >= ALL_PAIRS { session.tally.missing() } else { Vec::new() };
     missing.iter().for_each(|pair| println!("never drawn: {pair}"));
     Ok(session.failures == 0 && missing.is_empty())
+}
+
+/// Those that can run.
+fn full_sizes() -> impl Iterator<Item = &'static str> {
+    let several: &[&str] = if SEVERAL_NODES { &FULL_NODES } else { &[] };
+    FULL.iter().chain(several).copied()
 }
 
 fn replay(text: &str, judge: &Judge) -> Result<ExitCode, Refusal> {
@@ -239,13 +255,18 @@ fn names(error: &Error, field: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::links::Link;
     use super::*;
 
     #[test]
     fn full_sizes_are_usable() {
-        for text in FULL {
+        for text in full_sizes() {
             let case = Case::parse(text).unwrap();
             assert!(case.check().is_ok(), "{text}: {:?}", case.check());
+        }
+        for case in FULL_NODES.map(|text| Case::parse(text).unwrap()) {
+            let one = Case { nodes: Vec::new(), link: Link::None, ..case.clone() };
+            assert!(case.several_nodes() && one.check().is_ok(), "{case}: {:?}", one.check());
         }
     }
 }

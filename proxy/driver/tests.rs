@@ -23,7 +23,8 @@ struct Side {
 fn wire() -> Wire {
     let nodes = Nodes::new(vec![vec![Rank(0)], vec![Rank(1)]]).unwrap();
     let lane = Lane { head_bytes: 64, chunk_bytes: 192, chunks: 3 };
-    let lanes = [lane, lane, Lane { chunks: 0, ..lane }];
+    let unused = Lane { chunks: 0, ..lane };
+    let lanes = [lane, lane, unused, unused];
     Wire::new(WireInput { nodes, nics: 2, lanes, staging_offset: 0, inbox_offset: 1 << 14 }).unwrap()
 }
 

@@ -78,6 +78,8 @@ pub struct ContextMemory {
     pub landed: Words,
     /// By proxy: staging may be packed again.
     pub staging_free: Words,
+    /// By proxy: one more than the rank of a lost peer.
+    pub lost: Words,
 }
 
 impl ContextMemory {
@@ -88,6 +90,7 @@ impl ContextMemory {
             chunks: Words::owned(counts.chunks),
             landed: Words::owned(counts.landed),
             staging_free: Words::owned(counts.staging_free),
+            lost: Words::owned(counts.lost),
         }
     }
 
@@ -98,6 +101,7 @@ impl ContextMemory {
             chunks: self.chunks.share(),
             landed: self.landed.share(),
             staging_free: self.staging_free.share(),
+            lost: self.lost.share(),
         }
     }
 
@@ -108,6 +112,7 @@ impl ContextMemory {
             chunks: self.chunks.len(),
             landed: self.landed.len(),
             staging_free: self.staging_free.len(),
+            lost: self.lost.len(),
         }
     }
 }

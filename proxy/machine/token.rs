@@ -34,8 +34,11 @@ impl Token {
             | u64::from(self.nic.0 & 3)
     }
 
-    /// `None` for a direction that does not exist; all else is for the caller to check.
+    /// `None` if the bits between serial and context are not 0; all else is for the caller to check.
     pub fn unpack(bits: u64) -> Option<Token> {
+        if bits >> 30 & 3 != 0 {
+            return None;
+        }
         Some(Token {
             serial: (bits >> 32) as u32,
             context: ContextIdx((bits >> 28 & 3) as u8),
@@ -62,6 +65,6 @@ mod tests {
                 assert_eq!(Token::unpack(token.pack()), Some(token));
             }
         }
-        assert_eq!(Token::unpack(3 << 26), None);
+        assert_eq!(Token::unpack(1 << 30), None);
     }
 }

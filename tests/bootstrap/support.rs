@@ -42,6 +42,7 @@ pub fn bootstrap(place: &(String, u16), rank: u32, world: usize) -> Bootstrap {
         port: place.1,
         token: TOKEN.into(),
         timeout: PATIENCE,
+        nodes: None,
     }
 }
 

@@ -65,7 +65,8 @@ impl Outputs for Hands {
 fn wire(ranks: u32, nics: u8) -> Wire {
     let lane = Lane { head_bytes: 64, chunk_bytes: 1024, chunks: 4 };
     let nodes = Nodes::new((0..ranks).map(|rank| vec![Rank(rank)]).collect()).unwrap();
-    let lanes = [lane, lane, Lane { chunks: 0, ..lane }];
+    let unused = Lane { chunks: 0, ..lane };
+    let lanes = [lane, lane, unused, unused];
     Wire::new(WireInput { nodes, nics, lanes, staging_offset: 0, inbox_offset: 1 << 30 }).unwrap()
 }
 
@@ -293,7 +294,7 @@ fn a_duplicate_or_impossible_immediate_is_counted_and_flags_nothing() {
     for imm in impossible.into_iter().chain(kinds) {
         b.step(Input::Immediate { imm });
     }
-    for token in [0, 3 << 26, (1 << 32) | 1 << 13, (1 << 32) | 1 << 26, 1 << 32] {
+    for token in [0, 1 << 30, (1 << 32) | 1 << 13, (1 << 32) | 1 << 26, 1 << 32] {
         b.step(Input::Sent { token });
     }
     let stats = *b.machine.stats();

@@ -123,7 +123,7 @@ pub fn plan(draw: &mut Draw, members: &[Vec<Rank>], generation: u8) -> Plan {
     let near_wrap = [1, 2, 3, 1 << 33, u64::from(u32::MAX) - 1, u64::from(u32::MAX) - 3];
     let mut plan = Plan { wires: vec![], generation, first_epochs: vec![], programs: vec![] };
     for _ in 0..contexts {
-        let mut lanes: [Lane; DIRECTIONS] = [lane(draw), lane(draw), lane(draw)];
+        let mut lanes: [Lane; DIRECTIONS] = [lane(draw), lane(draw), lane(draw), lane(draw)];
         if draw.once_in(2) {
             lanes[Direction::Weights.index()].chunks = 0;
         }

@@ -1,26 +1,45 @@
-//! Compares combined rows with sums formed at f64, within a bound that follows from the order of roundings.
+//! Compares combined rows with sums formed at f64, within a bound that follows from the order of roundings, and with the
+//! bits that this order gives.
+//!
+//! # The order
+//! What the library computes for one element of a token with choices k, experts on R ranks of N nodes, weights w_k and
+//! expert rows y_k (known exactly here: `expert` says how they are rounded):
+//!
+//! 1. on each rank r, p_r = Σ w_k·y_k in top-k order, in f32, one fmaf each, from 0;
+//! 2. p_r is rounded to the combine dtype, unless partials travel as f32;
+//! 3. for each node m, s_m = Σ p_r in rank order, in f32, from 0: at home for home's own node, on a rank of m for another;
+//! 4. s_m of another node is rounded as p_r was; that of home's own node is not;
+//! 5. at home, Σ s_m in node order, in f32, from 0; then old + that, when accumulating;
+//! 6. the result is rounded to the out dtype.
+//!
+//! In the token layout the caller's row is p_r, rounded already: steps 1 and 2 are his.
+//!
+//! All of it is rounding to nearest even in a fixed order, so the bits are known, and they are demanded. A row that has
+//! other bits within the bound below is called what it is: summed in another order.
 //!
 //! # The bound
-//! What the library computes for one element of a token with choices k, experts on R ranks, weights w_k and expert rows
-//! y_k (known exactly here: `expert` says how they are rounded):
-//!
-//! 1. on each rank r, p_r = Σ w_k·y_k in f32, one fmaf each: at most K roundings on the way of any term;
-//! 2. p_r is rounded to the combine dtype, unless partials travel as f32;
-//! 3. at home, Σ p_r in f32, then + old when accumulating: at most R + 1 roundings;
-//! 4. the result is rounded to the out dtype.
-//!
-//! With S = Σ|w_k·y_k| (+ |old|), P = Σ|p_r|, u the unit roundoffs (bf16 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`) and
-//! h half the smallest subnormals, which bound the rounding error below the normal range:
+//! With S = Σ|w_k·y_k| (+ |old|), P = Σ|p_r|, Q = Σ|s_m| over the nodes that are not home's, u the unit roundoffs (bf16
+//! 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`), u_c that of the combine dtype and 0 with f32 partials, and h half the
+//! smallest subnormals, which bound the rounding error below the normal range:
 //!
 //! ```text
-//! f       = (K + R + 2) · (2^−24 · S + 2^−150)            steps 1 and 3; +2 absorbs second-order terms
-//! c       = u_c · (P + f) + R · h_c                       step 2; 0 with f32 partials
-//! |error| ≤ (f + c)(1 + u_c) + u_out · (|exact| + f + c) + h_out
+//! f       = (K + R + 2) · (2^−24 · S + 2^−150)            steps 1, 3 and 5; see below
+//! c       = u_c · (P + f) + R · h_c                       step 2; 0 in the token layout
+//! n       = u_c · (Q + f + c) + (N − 1) · h_c             step 4; 0 with one node
+//! |error| ≤ (f + c + n)(1 + u_c)² + u_out · (|exact| + f + c + n) + h_out
 //! ```
 //!
-//! Weights that arrive with combine may be applied at home instead, to rows that are not summed first; that rounds less.
-//! In the token layout the caller's row is the partial and has the combine dtype already: K = 0, u_c = 0, S = Σ|p_r|.
-//! Sums that exceed the out dtype's range are outside the bound: inputs must stay below.
+//! f: a term passes K roundings at most in step 1, and in steps 3 and 5, on a node of G ranks, G + N additions at most
+//! and one of old. The first addition to 0 of each sum is exact, so that is G + N − 1 roundings; every other node has a
+//! rank, so G + N − 1 ≤ R. The 2 absorbs terms of second order.
+//!
+//! n: what step 4 rounds differs from s_m by what the steps before did to m's terms, which over all nodes is at most
+//! f + c; rounding changes it by u_c of its magnitude, or h_c where that is below the normal range.
+//!
+//! (1 + u_c)²: the f32 sums behind a rounding act on values that it made larger, by 1 + u_c each time.
+//!
+//! In the token layout K = 0 and S = Σ|p_r|. Sums that exceed the out dtype's range are outside the bound: inputs must
+//! stay below.
 
 use super::dispatch::Poison;
 use super::elem::{Elem, decode_ue8m0, pow2};
@@ -47,12 +66,13 @@ pub(super) struct Term {
     pub weight: f32,
 }
 
-/// Exact sum, sum of magnitudes of terms, sum of magnitudes of partials.
+/// Exact sum; sums of magnitudes: of terms, of ranks' partials, of the sums of nodes that are not home's.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sum {
     pub exact: f64,
     pub terms: f64,
     pub partials: f64,
+    pub others: f64,
 }
 
 /// The sums of one token, for every column; its vectors are reused from token to token.
@@ -62,8 +82,14 @@ pub struct TokenSums {
     exact: Vec<f64>,
     terms: Vec<f64>,
     partials: Vec<f64>,
+    others: Vec<f64>,
+    /// Of one rank, and of one node.
     partial: Vec<f64>,
+    node: Vec<f64>,
+    /// As the library computes them: of one rank, of one node, and all.
     fused: Vec<f32>,
+    fused_node: Vec<f32>,
+    fused_home: Vec<f32>,
     bytes: Vec<u8>,
     words: Vec<u32>,
 }
@@ -90,25 +116,39 @@ impl TokenSums {
     ) {
         self.load(spec, rows, home, token);
         let terms = terms_of(spec, source, faults, home, token);
-        for sums in [&mut self.exact, &mut self.terms, &mut self.partials, &mut self.partial] {
+        for sums in [&mut self.exact, &mut self.terms, &mut self.partials, &mut self.others] {
             sums.clear();
             sums.resize(spec.hidden, 0.0);
         }
-        self.fused.resize(spec.hidden, 0.0);
-        for rank in 0..spec.ranks {
-            if terms.iter().all(|t| t.rank != rank) {
+        self.fused_home.clear();
+        self.fused_home.resize(spec.hidden, 0.0);
+        for ranks in spec.node_ranks() {
+            if terms.iter().all(|t| !ranks.contains(&t.rank)) {
                 continue;
             }
-            let of_rank = terms.iter().filter(|t| t.rank == rank);
-            if matches!(spec.layout, Layout::Token { .. }) {
-                self.fused.fill(0.0);
-                of_rank.for_each(|t| self.add_fused(t));
-                self.close_fused(spec.combine_dtype);
-            } else {
-                self.partial.fill(0.0);
-                of_rank.for_each(|t| self.add_term(spec.combine_dtype, t));
-                self.close_partial();
+            self.node.clear();
+            self.node.resize(spec.hidden, 0.0);
+            self.fused_node.clear();
+            self.fused_node.resize(spec.hidden, 0.0);
+            for rank in ranks.clone().filter(|rank| terms.iter().any(|t| t.rank == *rank)) {
+                self.add_rank(spec, terms.iter().filter(|t| t.rank == rank));
             }
+            self.close_node(spec, ranks.contains(&home));
+        }
+    }
+
+    /// Adds the partial of one rank to its node's sum.
+    fn add_rank<'a>(&mut self, spec: &Spec, terms: impl Iterator<Item = &'a Term>) {
+        self.partial.clear();
+        self.partial.resize(spec.hidden, 0.0);
+        self.fused.clear();
+        self.fused.resize(spec.hidden, 0.0);
+        if matches!(spec.layout, Layout::Token { .. }) {
+            terms.for_each(|t| self.add_fused(t, |y| y));
+            self.close_fused(spec.combine_dtype);
+        } else {
+            terms.for_each(|t| self.add_term(spec.combine_dtype, t));
+            self.close_partial(spec.partial_dtype());
         }
     }
 
@@ -147,7 +187,8 @@ impl TokenSums {
         }
     }
 
-    fn add_rounded(&mut self, term: &Term, round: impl Fn(f32) -> f32) {
+    fn add_rounded(&mut self, term: &Term, round: impl Fn(f32) -> f32 + Copy) {
+        self.add_fused(term, round);
         let (factor, weight) = (expert::factor(term.expert), f64::from(term.weight));
         let shift = expert::shift(term.expert, self.x.len());
         // Column i reads x[(i + shift) mod H]: the row from `shift` on, then its beginning.
@@ -164,30 +205,53 @@ impl TokenSums {
         }
     }
 
-    fn close_partial(&mut self) {
-        for ((e, sum), p) in self.exact.iter_mut().zip(&mut self.partials).zip(&self.partial) {
-            *e += p;
+    fn close_partial(&mut self, dtype: Elem) {
+        for ((node, sum), p) in self.node.iter_mut().zip(&mut self.partials).zip(&self.partial) {
+            *node += p;
             *sum += p.abs();
         }
+        self.fused_node.iter_mut().zip(&self.fused).for_each(|(node, &p)| *node += dtype.round(p));
     }
 
-    /// Token layout: one fmaf onto the row that the caller hands to combine.
-    fn add_fused(&mut self, term: &Term) {
+    /// One fmaf, in f32, onto the rank's partial; in the token layout that is the row that the caller hands to combine.
+    fn add_fused(&mut self, term: &Term, round: impl Fn(f32) -> f32) {
         let (factor, shift) = (expert::factor(term.expert), expert::shift(term.expert, self.x.len()));
         let x = self.x[shift..].iter().chain(&self.x[..shift]);
-        self.fused.iter_mut().zip(x).for_each(|(acc, &x)| *acc = term.weight.mul_add(factor * x, *acc));
+        self.fused.iter_mut().zip(x).for_each(|(acc, &x)| *acc = term.weight.mul_add(round(factor * x), *acc));
     }
 
     fn close_fused(&mut self, dtype: Elem) {
-        for ((e, sum), &row) in self.exact.iter_mut().zip(&mut self.terms).zip(&self.fused) {
-            let row = f64::from(dtype.round(row));
-            *e += row;
-            *sum += row.abs();
+        self.fused.iter_mut().for_each(|row| *row = dtype.round(*row));
+        for ((node, sum), &row) in self.node.iter_mut().zip(&mut self.terms).zip(&self.fused) {
+            *node += f64::from(row);
+            *sum += f64::from(row).abs();
         }
+        self.fused_node.iter_mut().zip(&self.fused).for_each(|(node, row)| *node += row);
+    }
+
+    /// Adds a node's sum; that of another node than home's is rounded on its way.
+    fn close_node(&mut self, spec: &Spec, own: bool) {
+        let dtype = if own { Elem::Fp32 } else { spec.partial_dtype() };
+        for ((exact, others), s) in self.exact.iter_mut().zip(&mut self.others).zip(&self.node) {
+            *exact += s;
+            *others += if own { 0.0 } else { s.abs() };
+        }
+        self.fused_home.iter_mut().zip(&self.fused_node).for_each(|(home, &s)| *home += dtype.round(s));
+    }
+
+    /// The bits that must stand in a column.
+    fn bits(&self, spec: &Spec, column: usize, old: f64) -> u32 {
+        let home = self.fused_home[column];
+        spec.out_dtype.encode(if spec.accumulate { old as f32 + home } else { home })
     }
 
     fn sum(&self, column: usize) -> Sum {
-        Sum { exact: self.exact[column], terms: self.terms[column], partials: self.partials[column] }
+        Sum {
+            exact: self.exact[column],
+            terms: self.terms[column],
+            partials: self.partials[column],
+            others: self.others[column],
+        }
     }
 }
 
@@ -203,33 +267,46 @@ pub(super) fn terms_of(spec: &Spec, source: &SourceRank, faults: &Faults, home: 
 }
 
 /// The sum of one column straight from the definition; what the vectors above compute faster.
-pub(super) fn sum_at(spec: &Spec, x: &[f32], terms: &[Term], column: usize) -> Sum {
+pub(super) fn sum_at(spec: &Spec, x: &[f32], terms: &[Term], home: usize, column: usize) -> Sum {
     let mut sum = Sum::default();
-    for rank in 0..spec.ranks {
-        let of_rank = || terms.iter().filter(|t| t.rank == rank);
-        if matches!(spec.layout, Layout::Token { .. }) {
-            let row = of_rank().fold(0.0f32, |acc, t| t.weight.mul_add(expert::product(t.expert, x, column), acc));
-            let row = f64::from(spec.combine_dtype.round(row));
-            sum.exact += row;
-            sum.terms += row.abs();
-        } else {
-            let value = |t: &Term| {
-                f64::from(t.weight) * f64::from(spec.combine_dtype.round(expert::product(t.expert, x, column)))
-            };
-            let partial: f64 = of_rank().map(value).sum();
-            sum.exact += partial;
-            sum.partials += partial.abs();
-            sum.terms += of_rank().map(|t| value(t).abs()).sum::<f64>();
+    for ranks in spec.node_ranks() {
+        let own = ranks.contains(&home);
+        let mut node = 0.0f64;
+        for rank in ranks {
+            node += add_rank_at(spec, x, terms, rank, column, &mut sum);
         }
+        sum.exact += node;
+        sum.others += if own { 0.0 } else { node.abs() };
     }
     sum
+}
+
+/// The partial of one rank, whose magnitude and whose terms' are added to `sum`.
+fn add_rank_at(spec: &Spec, x: &[f32], terms: &[Term], rank: usize, column: usize, sum: &mut Sum) -> f64 {
+    let of_rank = || terms.iter().filter(|t| t.rank == rank);
+    if matches!(spec.layout, Layout::Token { .. }) {
+        let row = of_rank().fold(0.0f32, |acc, t| t.weight.mul_add(expert::product(t.expert, x, column), acc));
+        let row = f64::from(spec.combine_dtype.round(row));
+        sum.terms += row.abs();
+        return row;
+    }
+    let value =
+        |t: &Term| f64::from(t.weight) * f64::from(spec.combine_dtype.round(expert::product(t.expert, x, column)));
+    let partial: f64 = of_rank().map(value).sum();
+    sum.partials += partial.abs();
+    sum.terms += of_rank().map(|t| value(t).abs()).sum::<f64>();
+    partial
 }
 
 /// Rounding constants of one spec: the module's bound with everything that does not depend on the element.
 pub(super) struct Bound {
     steps: f64,
+    /// Of ranks' partials.
     u_c: f64,
     h_c: f64,
+    /// Of other nodes' sums.
+    u_n: f64,
+    h_n: f64,
     u_out: f64,
     h_out: f64,
 }
@@ -237,12 +314,19 @@ pub(super) struct Bound {
 impl Bound {
     pub fn new(spec: &Spec) -> Bound {
         let token = matches!(spec.layout, Layout::Token { .. });
-        let rounds = !token && !spec.partial_f32;
-        let (k, ranks) = (if token { 0 } else { spec.top_k }, spec.ranks);
+        let (k, ranks, dtype) = (if token { 0 } else { spec.top_k }, spec.ranks, spec.combine_dtype);
+        let rounded = |count: usize| match count {
+            0 => (0.0, 0.0),
+            _ => (dtype.unit_roundoff(), count as f64 * dtype.half_subnormal()),
+        };
+        let (u_c, h_c) = rounded(if token || spec.partial_f32 { 0 } else { ranks });
+        let (u_n, h_n) = rounded(if spec.partial_f32 { 0 } else { spec.nodes.len().saturating_sub(1) });
         Bound {
             steps: (k + ranks + 2) as f64,
-            u_c: if rounds { spec.combine_dtype.unit_roundoff() } else { 0.0 },
-            h_c: if rounds { ranks as f64 * spec.combine_dtype.half_subnormal() } else { 0.0 },
+            u_c,
+            h_c,
+            u_n,
+            h_n,
             u_out: spec.out_dtype.unit_roundoff(),
             h_out: spec.out_dtype.half_subnormal(),
         }
@@ -253,7 +337,9 @@ impl Bound {
     pub fn of(&self, sum: Sum, old: f64) -> f64 {
         let f = self.steps * (pow2(-24) * (sum.terms + old.abs()) + pow2(-150));
         let c = self.u_c * (sum.partials + f) + self.h_c;
-        (f + c) * (1.0 + self.u_c) + self.u_out * ((sum.exact + old).abs() + f + c) + self.h_out
+        let n = self.u_n * (sum.others + f + c) + self.h_n;
+        let sums = f + c + n;
+        sums * (1.0 + self.u_c) * (1.0 + self.u_n) + self.u_out * ((sum.exact + old).abs() + sums) + self.h_out
     }
 }
 
@@ -339,8 +425,8 @@ impl Row<'_> {
     }
 
     fn check(&self, sums: &TokenSums, report: &mut Report) {
-        let bound = Bound::new(self.spec);
-        let mut wrong = Vec::new();
+        let (bound, elem) = (Bound::new(self.spec), self.spec.out_dtype);
+        let (mut wrong, mut reordered) = (Vec::new(), Vec::new());
         let mut worst = 0.0f64;
         for column in 0..self.spec.hidden {
             let (sum, old) = (sums.sum(column), self.old(column));
@@ -350,6 +436,8 @@ impl Row<'_> {
             let right = error <= bound.of(sum, old) && exact.is_finite();
             if !right {
                 wrong.push(column);
+            } else if elem.bits_at(self.got, column) != sums.bits(self.spec, column, old) {
+                reordered.push(column);
             }
             let scale = exact.abs().max((sum.terms + old.abs()) / 8.0);
             if error > worst * scale {
@@ -363,6 +451,24 @@ impl Row<'_> {
         if !wrong.is_empty() {
             report.miss(wrong.len() as u64, || self.describe(sums, &bound, &wrong));
         }
+        if !reordered.is_empty() {
+            report.miss(reordered.len() as u64, || self.describe_order(sums, &reordered));
+        }
+    }
+
+    fn describe_order(&self, sums: &TokenSums, columns: &[usize]) -> String {
+        let (elem, column) = (self.spec.out_dtype, columns[0]);
+        let digits = elem.bytes() * 2 + 2;
+        format!(
+            "rank {} token {}: column {column} is {:#0digits$x}, and {:#0digits$x} in the documented order of sums and \
+             roundings; {} of {} columns differ, all within the bound",
+            self.home,
+            self.token,
+            elem.bits_at(self.got, column),
+            sums.bits(self.spec, column, self.old(column)),
+            columns.len(),
+            self.spec.hidden,
+        )
     }
 
     fn describe(&self, sums: &TokenSums, bound: &Bound, wrong: &[usize]) -> String {

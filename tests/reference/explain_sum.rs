@@ -1,4 +1,5 @@
-//! What a wrong sum looks like: an expert missing, doubled or exchanged for another, weights swapped, a rank missing.
+//! What a wrong sum looks like: an expert missing, doubled or exchanged for another, weights swapped, a rank or a node
+//! missing, a node's sum counted twice.
 //!
 //! Each suspicion is a changed list of terms; it is voiced if it explains every sampled wrong column. Suspicions that
 //! explain little (a single wrong column) are not voiced at all.
@@ -29,7 +30,7 @@ pub(super) fn explain(row: &Row, x: &[f32], bound: &Bound, wrong: &[usize]) -> S
     let sample: Vec<usize> = wrong.iter().copied().step_by(stride).collect();
     let fits = |x: &[f32], terms: &[Term]| {
         sample.iter().all(|&column| {
-            let (sum, old) = (sum_at(row.spec, x, terms, column), row.old(column));
+            let (sum, old) = (sum_at(row.spec, x, terms, row.home, column), row.old(column));
             (row.value(column) - sum.exact - old).abs() <= bound.of(sum, old)
         })
     };
@@ -64,6 +65,16 @@ fn suspicions<'a>(spec: &'a Spec, terms: &'a [Term]) -> impl Iterator<Item = (St
         let rest = terms.iter().copied().filter(|t| t.rank != rank).collect();
         (format!("rank {rank} had contributed nothing"), rest)
     });
+    let several = spec.nodes.len() > 1;
+    let nodes = move || spec.node_ranks().enumerate().filter(move |_| several);
+    let dropped = nodes().map(move |(node, ranks)| {
+        let rest = terms.iter().copied().filter(|t| !ranks.contains(&t.rank)).collect();
+        (format!("node {node} had contributed nothing"), rest)
+    });
+    let repeated = nodes().map(move |(node, ranks)| {
+        let again = terms.iter().copied().filter(|t| ranks.contains(&t.rank));
+        (format!("the sum of node {node} were counted twice"), terms.iter().copied().chain(again).collect())
+    });
     let pairs = (0..n).flat_map(move |i| (i + 1..n).map(move |j| (i, j)));
     let swapped = pairs.map(move |(i, j)| {
         let mut changed = terms.to_vec();
@@ -80,5 +91,12 @@ fn suspicions<'a>(spec: &'a Spec, terms: &'a [Term]) -> impl Iterator<Item = (St
         changed[i].expert = e;
         (format!("expert {e} had answered in place of {}", name(i)), changed)
     });
-    missing.chain(doubled).chain(absent).chain(swapped).chain(unweighted).chain(exchanged)
+    missing
+        .chain(doubled)
+        .chain(absent)
+        .chain(dropped)
+        .chain(repeated)
+        .chain(swapped)
+        .chain(unweighted)
+        .chain(exchanged)
 }

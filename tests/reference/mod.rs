@@ -12,9 +12,9 @@
 //! | `expect` | which row must stand where: a sort by (expert, source rank, token) |
 //! | `expert` | the functions that stand in for experts, a different one for each |
 //! | `dispatch` | comparison of dispatched buffers, bit for bit |
-//! | `combine` | comparison of combined rows against sums at f64, within a derived bound |
+//! | `combine` | comparison of combined rows against sums at f64, within a derived bound, and bit for bit |
 //! | `explain` | what a wrong row looks like: swapped, lost, doubled, somebody else's |
-//! | `explain_sum` | what a wrong sum looks like: an expert missing, doubled, exchanged, weights swapped |
+//! | `explain_sum` | what a wrong sum looks like: an expert missing, doubled, exchanged, weights swapped, a node lost |
 //! | `report` | counts and sentences |
 
 // Each place that mounts this module uses a part of it.

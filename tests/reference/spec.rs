@@ -1,5 +1,7 @@
 //! What was asked for: shapes, layouts, types; and which rank routed which token where.
 
+use std::ops::Range;
+
 use super::elem::Elem;
 
 /// How rows are scaled, and how scales are packed into 4-byte words.
@@ -45,6 +47,9 @@ pub enum ScaleOrder {
 #[derive(Debug, Clone)]
 pub struct Spec {
     pub ranks: usize,
+    /// Ranks of each node, in order; their sum is `ranks`. What combine sums in which order depends on it, dispatch does
+    /// not.
+    pub nodes: Vec<usize>,
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
@@ -54,7 +59,7 @@ pub struct Spec {
     pub scales: Scales,
     /// Type of the rows that experts return.
     pub combine_dtype: Elem,
-    /// A rank's partial sums travel as f32 instead of the combine dtype.
+    /// Partial sums, of a rank and of a node, travel as f32 instead of the combine dtype.
     pub partial_f32: bool,
     pub out_dtype: Elem,
     pub weights: Weights,
@@ -92,6 +97,20 @@ impl Spec {
     /// The rank of an expert; none if there is no such expert.
     pub fn rank_of(&self, expert: usize) -> Option<usize> {
         self.expert_rank.get(expert).map(|&r| r as usize)
+    }
+
+    /// The ranks of each node, in order; none for a node without ranks.
+    pub fn node_ranks(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        self.nodes.iter().scan(0, |next, &size| {
+            let start = *next;
+            *next += size;
+            Some(start..*next)
+        })
+    }
+
+    /// Type in which sums of a rank, and of a node, travel.
+    pub fn partial_dtype(&self) -> Elem {
+        if self.partial_f32 { Elem::Fp32 } else { self.combine_dtype }
     }
 
     /// Rows that the output of a rank with `local` experts has room for.
@@ -140,9 +159,9 @@ pub trait RowSource {
 /// Ranks that are known not to have done their part. Empty vectors: all did.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    /// Ranks whose routing was unusable: they sent nothing, and their own sums are empty.
+    /// Ranks whose routing was unusable: they sent nothing, to no node, and their own sums are empty.
     pub silent: Vec<bool>,
-    /// Ranks whose output was too small: nothing of theirs enters anybody's sums.
+    /// Ranks whose output was too small: nothing of theirs enters anybody's sums, on their node or another.
     pub overflowed: Vec<bool>,
 }
 

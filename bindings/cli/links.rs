@@ -1,0 +1,143 @@
+//! What lies between nodes, as words: the transport, and the link model of the simulated one.
+//!
+//! Before the data path; pure functions on any thread.
+
+use std::fmt;
+
+use tokenyard::transport::sim::LinkModel;
+
+/// What carries bytes between nodes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TransportChoice {
+    Sim,
+    /// With its provider.
+    Libfabric(String),
+    /// With its device, where one is named.
+    Verbs(Option<String>),
+}
+
+impl TransportChoice {
+    /// Reads the argument of `--transport`.
+    pub fn parse(text: &str) -> Result<TransportChoice, String> {
+        match text.split_once(':') {
+            None if text == "sim" => Ok(TransportChoice::Sim),
+            None if text == "verbs" => Ok(TransportChoice::Verbs(None)),
+            Some(("libfabric", provider)) if !provider.is_empty() => {
+                Ok(TransportChoice::Libfabric(provider.to_string()))
+            }
+            Some(("verbs", device)) if !device.is_empty() => Ok(TransportChoice::Verbs(Some(device.to_string()))),
+            _ => Err("give sim, libfabric:PROVIDER (say libfabric:tcp) or verbs[:DEVICE]".to_string()),
+        }
+    }
+}
+
+impl fmt::Display for TransportChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TransportChoice::Sim => f.write_str("sim"),
+            TransportChoice::Libfabric(provider) => write!(f, "libfabric:{provider}"),
+            TransportChoice::Verbs(None) => f.write_str("verbs"),
+            TransportChoice::Verbs(Some(device)) => write!(f, "verbs:{device}"),
+        }
+    }
+}
+
+/// How fast a rank's simulated NICs are.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Link {
+    /// As fast as it goes.
+    None,
+    /// One ConnectX-7 a rank.
+    Cx7,
+    /// Four NICs of EFA's second generation a rank.
+    EfaP5,
+    /// Two NICs of EFA's third generation a rank.
+    EfaP5en,
+    /// One NIC.
+    Given(LinkModel),
+}
+
+/// The named models. Rates are the NICs' own; latencies and costs of a message are round numbers of the size that such
+/// NICs are known for, and are measured nowhere here.
+const CX7: LinkModel = LinkModel { gbps: 400.0, latency_us: 2.5, per_message_us: 0.1 };
+const EFA_P5: LinkModel = LinkModel { gbps: 100.0, latency_us: 12.0, per_message_us: 0.25 };
+const EFA_P5EN: LinkModel = LinkModel { gbps: 200.0, latency_us: 10.0, per_message_us: 0.25 };
+
+impl Link {
+    /// Reads the argument of `--link`.
+    pub fn parse(text: &str) -> Result<Link, String> {
+        let named = match text {
+            "none" => Some(Link::None),
+            "cx7" => Some(Link::Cx7),
+            "efa-p5" => Some(Link::EfaP5),
+            "efa-p5en" => Some(Link::EfaP5en),
+            _ => Link::given(text),
+        };
+        let advice = "give none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US, say 400:5:0.2";
+        named.ok_or_else(|| advice.to_string())
+    }
+
+    /// Three numbers: a rate of 0.001 Gb/s at least, and times of a second at most, as the simulated network takes them.
+    fn given(text: &str) -> Option<Link> {
+        let numbers: Option<Vec<f64>> = text.split(':').map(|n| n.parse().ok()).collect();
+        let &[gbps, latency_us, per_message_us] = numbers?.as_slice() else { return None };
+        let time = |us: f64| (0.0..=1e6).contains(&us);
+        let usable = gbps.is_finite() && gbps >= 1e-3 && time(latency_us) && time(per_message_us);
+        usable.then_some(Link::Given(LinkModel { gbps, latency_us, per_message_us }))
+    }
+
+    /// One NIC of it.
+    pub fn model(self) -> LinkModel {
+        match self {
+            Link::None => LinkModel::FREE,
+            Link::Cx7 => CX7,
+            Link::EfaP5 => EFA_P5,
+            Link::EfaP5en => EFA_P5EN,
+            Link::Given(model) => model,
+        }
+    }
+
+    /// NICs of a rank, where their number is not given.
+    pub fn nics(self) -> usize {
+        match self {
+            Link::EfaP5 => 4,
+            Link::EfaP5en => 2,
+            Link::None | Link::Cx7 | Link::Given(_) => 1,
+        }
+    }
+}
+
+impl fmt::Display for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Link::None => f.write_str("none"),
+            Link::Cx7 => f.write_str("cx7"),
+            Link::EfaP5 => f.write_str("efa-p5"),
+            Link::EfaP5en => f.write_str("efa-p5en"),
+            Link::Given(model) => write!(f, "{}:{}:{}", model.gbps, model.latency_us, model.per_message_us),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transports_and_links_are_read_as_they_are_printed() {
+        for text in ["sim", "libfabric:tcp", "libfabric:tcp;ofi_rxm", "verbs", "verbs:mlx5_0"] {
+            assert_eq!(TransportChoice::parse(text).unwrap().to_string(), text);
+        }
+        for text in ["none", "cx7", "efa-p5", "efa-p5en", "400:5:0.2", "0.5:0:0"] {
+            assert_eq!(Link::parse(text).unwrap().to_string(), text);
+        }
+        for text in ["", "libfabric", "libfabric:", "verbs:", "tcp", "sim:1"] {
+            assert!(TransportChoice::parse(text).unwrap_err().contains("libfabric:PROVIDER"), "{text}");
+        }
+        for text in
+            ["", "fast", "400", "400:5", "400:5:0.2:1", "0:5:0.2", "-1:5:0.2", "400:-5:0.2", "inf:1:1", "1:2e6:0"]
+        {
+            assert!(Link::parse(text).unwrap_err().contains("cx7"), "{text}");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! What a run of several nodes has between them: the simulated network, an endpoint for each rank, and who drives it.
+//!
+//! Beside the data path, on the thread that starts the ranks and on their own. A world of one node has none of it. With a
+//! rank a thread, time is real and each rank's proxy is a thread; on one thread, time passes with every poll and each
+//! proxy is a fiber of its own, behind those of the ranks.
+
+use tokenyard::proxy::driver::ThreadConfig;
+use tokenyard::proxy::machine::Liveness;
+use tokenyard::proxy::{ProxyConfig, ProxyLoop};
+use tokenyard::transport::link::Transport;
+use tokenyard::transport::sim::{Clock, LinkModel, Network, SimConfig};
+use tokenyard::{AllToAllBuilder, Error, Proxy, Result, World};
+
+use super::case::Case;
+use super::words::NetworkWord;
+
+/// How much virtual time a poll takes.
+const TICK_NS: u64 = 100;
+/// A calm network is late by up to this, so that nothing may rely on order there either.
+const CALM_JITTER_NS: u64 = 200;
+/// NICs of a hostile network whose link model does not say.
+const HOSTILE_NICS: usize = 2;
+
+/// A proxy that has no thread, and runs on a fiber.
+pub struct ProxyFiber {
+    turns: ProxyLoop,
+    network: Network,
+}
+
+impl ProxyFiber {
+    /// Runs until its rank's proxy and contexts are gone. When all is quiet, time leaps to what is due next.
+    pub fn run(self) {
+        let ProxyFiber { turns, network } = self;
+        turns.run(|| match network.next_due_ns() {
+            Some(due_ns) => {
+                network.advance_ns(due_ns.saturating_sub(network.now_ns()));
+                true
+            }
+            None => false,
+        });
+    }
+}
+
+/// The NICs of every rank.
+pub fn nics(case: &Case) -> Vec<LinkModel> {
+    let own = case.link.nics();
+    let usual = if case.network == NetworkWord::Hostile { own.max(HOSTILE_NICS) } else { own };
+    vec![case.link.model(); case.nics.unwrap_or(usual)]
+}
+
+/// The simulated network that a case describes.
+pub fn config(case: &Case, clock: Clock) -> SimConfig {
+    let base = match case.network {
+        NetworkWord::Calm => SimConfig { seed: case.seed, jitter_ns: CALM_JITTER_NS, ..SimConfig::calm() },
+        NetworkWord::Hostile => SimConfig::hostile(case.seed),
+    };
+    SimConfig { clock, nics: nics(case), ..base }
+}
+
+/// The network that ranks which are threads share; none for one node.
+///
+/// # Errors
+/// `Config` if the case makes no sense.
+pub fn real_time(case: &Case) -> Result<Option<Network>> {
+    open(case, Clock::Real)
+}
+
+/// The network of ranks that are all on one thread; none for one node.
+///
+/// # Errors
+/// `Config` if the case makes no sense.
+pub fn virtual_time(case: &Case) -> Result<Option<Network>> {
+    open(case, Clock::Virtual { tick_ns: TICK_NS })
+}
+
+fn open(case: &Case, clock: Clock) -> Result<Option<Network>> {
+    if case.several_nodes() { Network::new(case.world, config(case, clock)).map(Some) } else { Ok(None) }
+}
+
+/// The world, with its ranks on the case's nodes.
+///
+/// # Errors
+/// `Config` if they do not fit.
+pub fn place(world: World, case: &Case) -> Result<World> {
+    if case.several_nodes() { world.with_nodes(&case.nodes) } else { Ok(world) }
+}
+
+/// All ranks of this process, on their nodes.
+///
+/// # Errors
+/// As [`place`].
+pub fn worlds(case: &Case) -> Result<Vec<World>> {
+    World::threads(case.world).into_iter().map(|world| place(world, case)).collect()
+}
+
+/// A thread that drives a rank's endpoint.
+///
+/// # Errors
+/// Whatever the library answers.
+pub fn spawn(world: &World, endpoint: Box<dyn Transport>) -> Result<Proxy> {
+    Proxy::spawn(world, endpoint, ProxyConfig { thread: threads_of(world), ..ProxyConfig::default() })
+}
+
+/// Every rank of this process has a proxy and an executor that spin.
+fn threads_of(world: &World) -> ThreadConfig {
+    let ranks = if world.same_process() { world.size() } else { 1 };
+    ThreadConfig { core: None, spinners: 2 * ranks }
+}
+
+/// As [`spawn`], for a fiber to run.
+///
+/// # Errors
+/// Whatever the library answers.
+pub fn fiber(network: &Network, world: &World) -> Result<(Proxy, ProxyFiber)> {
+    let clock = {
+        let network = network.clone();
+        Box::new(move || network.now_ns())
+    };
+    let (proxy, turns) = Proxy::with_loop(world, endpoint(network, world)?, Liveness::default(), clock)?;
+    Ok((proxy, ProxyFiber { turns, network: network.clone() }))
+}
+
+/// The endpoint of a rank that shares a network with the other ranks of its process.
+///
+/// # Errors
+/// `Argument` if the rank has one already.
+pub fn endpoint(network: &Network, world: &World) -> Result<Box<dyn Transport>> {
+    Ok(Box::new(network.endpoint(world.rank())?))
+}
+
+/// The endpoint of a rank that is a process. Collective.
+///
+/// # Errors
+/// If the network cannot be joined.
+pub fn process_endpoint(world: &World, case: &Case) -> Result<Box<dyn Transport>> {
+    Err(not_built("launch", format!("processes, rank {} of {}", world.rank(), case.world)))
+}
+
+/// Has a context use its rank's proxy.
+pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) -> AllToAllBuilder {
+    if let Some(proxy) = proxy {
+        builder = builder.proxy(proxy);
+    }
+    match case.chunk_rows {
+        Some(rows) => builder.chunk_rows(rows),
+        None => builder,
+    }
+}
+
+fn not_built(name: &'static str, value: String) -> Error {
+    let advice = "several nodes are not built yet; put all ranks on one".to_string();
+    Error::Config { name, value, advice }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::links::Link;
+    use super::*;
+
+    #[test]
+    fn a_network_is_what_its_case_says() {
+        let case = Case { world: 4, nodes: vec![2, 2], link: Link::EfaP5, seed: 9, ..Case::default() };
+        let hostile = config(&case, Clock::Real);
+        assert_eq!((hostile.seed, hostile.nics.len(), hostile.clock), (9, 4, Clock::Real));
+        assert!(hostile.full_permille > 0 && hostile.delay_permille > 0 && hostile.nics[0].gbps == 100.0);
+        let calm = config(&Case { network: NetworkWord::Calm, nics: Some(3), ..case.clone() }, Clock::Real);
+        assert!(calm.full_permille == 0 && calm.jitter_ns > 0 && calm.nics.len() == 3);
+        let free = config(&Case { link: Link::None, ..case.clone() }, Clock::Real);
+        assert_eq!(free.nics, vec![LinkModel::FREE; 2], "one NIC cannot overtake another");
+        assert!(virtual_time(&case).is_ok_and(|network| network.is_some()));
+        assert!(real_time(&Case { nodes: Vec::new(), ..case }).is_ok_and(|network| network.is_none()));
+    }
+}

@@ -1,0 +1,319 @@
+//! One rank's proxy as contexts use it: they register their arena, meet their peers, and open.
+//!
+//! Place in the data path: none; it sets up what `driver.rs` then runs. Calls are made on the caller's thread or host
+//! fiber while a context is built or dropped; they wait through `base::wait`, with deadlines.
+//!
+//! ```text
+//!  AllToAll::build ── register arena ─▶ gather addresses ─▶ connect to all peers ─▶ open ─▶ barrier ─▶ devices may ring
+//!  drop            ── close ─▶ until nothing of it is under way
+//! ```
+
+use super::driver::{Clock, ContextMemory, Driver, ProxyThread, Remote, ThreadConfig, Words, system_clock};
+use super::machine::{ContextConfig, Liveness, Machine, MachineConfig};
+use super::wire::{ContextIdx, Direction, Wire, WordCounts};
+use crate::base::{Error, Rank, Result, wait};
+use crate::kernels::{Device, HostBuffer};
+use crate::transport::World;
+use crate::transport::imm::MAX_CONTEXTS;
+use crate::transport::link::{RegionId, Span, Transport};
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Any network.
+pub type AnyTransport = Box<dyn Transport>;
+
+/// What a proxy is made with.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct ProxyConfig {
+    /// When peers count as lost.
+    pub liveness: Liveness,
+    /// Where its thread runs.
+    pub thread: ThreadConfig,
+}
+
+/// One rank's proxy. Clones share it; its thread ends when the last one and the last context that uses it are gone.
+#[derive(Clone)]
+pub struct Proxy {
+    shared: Arc<Inner>,
+}
+
+struct Inner {
+    remote: Remote<AnyTransport>,
+    rank: Rank,
+    nics: u8,
+    /// Numbers of contexts in use.
+    contexts: Mutex<[bool; MAX_CONTEXTS]>,
+    _thread: Option<ProxyThread<AnyTransport>>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.remote.stop();
+    }
+}
+
+impl std::fmt::Debug for Proxy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Proxy(rank {}, {} NICs)", self.shared.rank, self.shared.nics)
+    }
+}
+
+/// The part of a proxy that somebody runs: on a thread of their choice, or on a host fiber of a one-thread world.
+pub struct ProxyLoop {
+    driver: Driver<AnyTransport>,
+}
+
+impl ProxyLoop {
+    /// Runs until the proxy's last handle is dropped. When there is nothing to do, `idle` is asked to make something
+    /// happen, as to let virtual time pass, and answers whether it did; then others are let run.
+    pub fn run(self, mut idle: impl FnMut() -> bool) {
+        let mut driver = self.driver;
+        let mut turns = 0u32;
+        while !driver.is_stopped() {
+            let progress = driver.turn() || idle();
+            turns = if progress { 0 } else { turns.saturating_add(1).max(1) };
+            wait::relax("proxy", turns);
+        }
+        driver.finish();
+    }
+}
+
+impl Proxy {
+    /// Starts a proxy on a thread of its own.
+    ///
+    /// # Errors
+    /// `Config` for a world that is too large or a core that cannot be had; `Device` if the system has no thread to give.
+    pub fn spawn(world: &World, transport: AnyTransport, config: ProxyConfig) -> Result<Proxy> {
+        let nics = nics_of(&*transport);
+        let driver = driver(world, transport, config.liveness, system_clock())?;
+        let thread = ProxyThread::spawn(driver, config.thread)?;
+        Ok(Proxy::new(world, thread.remote().clone(), nics, Some(thread)))
+    }
+
+    /// A proxy whose loop the caller runs, and whose time is the caller's.
+    ///
+    /// # Errors
+    /// `Config` for a world that is too large.
+    pub fn with_loop(
+        world: &World,
+        transport: AnyTransport,
+        liveness: Liveness,
+        clock: Clock,
+    ) -> Result<(Proxy, ProxyLoop)> {
+        let nics = nics_of(&*transport);
+        let driver = driver(world, transport, liveness, clock)?;
+        Ok((Proxy::new(world, driver.remote(), nics, None), ProxyLoop { driver }))
+    }
+
+    fn new(world: &World, remote: Remote<AnyTransport>, nics: u8, thread: Option<ProxyThread<AnyTransport>>) -> Proxy {
+        let contexts = Mutex::new([false; MAX_CONTEXTS]);
+        Proxy { shared: Arc::new(Inner { remote, rank: world.rank(), nics, contexts, _thread: thread }) }
+    }
+
+    /// NICs of this rank.
+    pub fn nics(&self) -> u8 {
+        self.shared.nics
+    }
+
+    /// For requests, and what was reported.
+    pub fn remote(&self) -> &Remote<AnyTransport> {
+        &self.shared.remote
+    }
+
+    /// A number that no other context of this proxy has; the caller checks that all ranks got the same.
+    pub(crate) fn take_number(&self) -> Result<Number> {
+        let mut used = self.shared.contexts.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(free) = used.iter().position(|used| !used) else {
+            return Err(Error::Config {
+                name: "contexts",
+                value: format!("{MAX_CONTEXTS} in use"),
+                advice: "a proxy serves four contexts at a time, as many as an immediate can tell; drop one".into(),
+            });
+        };
+        used[free] = true;
+        Ok(Number { proxy: self.clone(), index: ContextIdx(free as u8) })
+    }
+}
+
+/// A context's number, until dropped.
+pub(crate) struct Number {
+    proxy: Proxy,
+    pub index: ContextIdx,
+}
+
+impl Drop for Number {
+    fn drop(&mut self) {
+        let mut used = self.proxy.shared.contexts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(used) = used.get_mut(self.index.index()) {
+            *used = false;
+        }
+    }
+}
+
+fn nics_of(transport: &dyn Transport) -> u8 {
+    u8::try_from(transport.nics()).unwrap_or(u8::MAX)
+}
+
+fn driver(world: &World, transport: AnyTransport, liveness: Liveness, clock: Clock) -> Result<Driver<AnyTransport>> {
+    let machine = Machine::new(&MachineConfig { rank: world.rank(), world: world.size(), liveness })?;
+    Ok(Driver::new(machine, transport, clock))
+}
+
+/// The words of a context in host memory that its device sees.
+pub(crate) struct SharedWords {
+    pub memory: ContextMemory,
+    /// As the device sees them: doorbells, chunk counts, landed, staging free, lost.
+    pub addresses: [u64; 5],
+}
+
+/// Words of one array are apart from those of the next, so that a line has one writer.
+const LINE_WORDS: usize = 16;
+
+impl SharedWords {
+    /// Zeroed words of the lengths that the wire asks for.
+    ///
+    /// # Errors
+    /// `Device` where memory is lacking.
+    pub fn allocate(device: &Device, counts: WordCounts) -> Result<SharedWords> {
+        let lengths = [counts.doorbells, counts.chunks, counts.landed, counts.staging_free, counts.lost];
+        let padded = lengths.map(|length| length.next_multiple_of(LINE_WORDS));
+        let buffer: Arc<HostBuffer> = Arc::new(device.alloc_host(8 * padded.iter().sum::<usize>())?);
+        let mut at = 0;
+        let mut addresses = [0; 5];
+        let mut words = Vec::new();
+        for ((length, padded), address) in lengths.into_iter().zip(padded).zip(&mut addresses) {
+            *address = buffer.view().ptr + 8 * at as u64;
+            let keep: Arc<dyn Any + Send + Sync> = buffer.clone();
+            // SAFETY: `length` zeroed words inside the buffer, which `keep` holds; device and proxy access them
+            // atomically and in words of this size.
+            words.push(unsafe { Words::from_raw(buffer.host_ptr().cast::<u64>().add(at), length, keep)? });
+            at += padded;
+        }
+        let [doorbells, chunks, landed, staging_free, lost] =
+            <[Words; 5]>::try_from(words).map_err(|_| Error::Device {
+                what: "shared words could not be laid out".into(),
+                advice: "this is a defect of the library; please report it".into(),
+            })?;
+        Ok(SharedWords { memory: ContextMemory { doorbells, chunks, landed, staging_free, lost }, addresses })
+    }
+}
+
+/// A context's place at the proxy; closed when dropped.
+pub(crate) struct Opening {
+    number: Number,
+    patience: Duration,
+}
+
+impl Opening {
+    /// Collective: registers the arena, exchanges addresses, connects all linked pairs and opens the context.
+    ///
+    /// # Errors
+    /// `Transport` and `Config` of this rank; `Bootstrap` that names the rank that failed.
+    pub fn establish(
+        world: &World,
+        number: Number,
+        arena: (Span, Arc<dyn Any + Send + Sync>),
+        wire: &Wire,
+        words: ContextMemory,
+        first_epoch: u64,
+    ) -> Result<Opening> {
+        let remote = number.proxy.remote().clone();
+        let (span, keep) = arena;
+        let registered = remote.ask(move |driver| {
+            driver.keep(keep);
+            // SAFETY: the arena lives as long as the driver keeps it, which is longer than its transport; kernels and
+            // transports access it through raw addresses alone.
+            let region = unsafe { driver.transport().register(span) }?;
+            Ok((region, driver.transport().address()))
+        });
+        let registered = registered.and_then(|inner| inner);
+        let card =
+            registered.as_ref().map_or_else(|_| Vec::new(), |(region, address)| card(*region, number.index, address));
+        let cards = world.all_gather("proxy addresses", &card)?;
+        registered?;
+        let peers = read_cards(&cards, number.index)?;
+        let outcome = connect(world, &remote, wire, &peers).and_then(|()| {
+            let arenas: Vec<RegionId> = peers.iter().map(|peer| peer.region).collect();
+            let (wire, index) = (wire.clone(), number.index);
+            let open = move |driver: &mut Driver<AnyTransport>| {
+                let config = ContextConfig { generation: 0, first_epoch, wire: &wire, arenas: &arenas };
+                driver.open(index, &config, words)
+            };
+            remote.ask(open)?
+        });
+        let opening = Opening { number, patience: world.timeout() };
+        told_all(world, outcome)?;
+        Ok(opening)
+    }
+}
+
+impl Opening {
+    /// Ranks that the proxy has lost.
+    pub fn lost_peers(&self) -> Vec<Rank> {
+        self.number.proxy.remote().lost_peers()
+    }
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        // The arena outlives the transport whatever comes of it; see Driver::keep.
+        let _ = self.number.proxy.remote().close(self.number.index, self.patience);
+    }
+}
+
+/// What a rank tells the others: {context u32, region u32, address}.
+fn card(region: RegionId, index: ContextIdx, address: &[u8]) -> Vec<u8> {
+    [&u32::from(index.0).to_le_bytes()[..], &u32::from(region.0).to_le_bytes(), address].concat()
+}
+
+struct PeerCard<'a> {
+    region: RegionId,
+    address: &'a [u8],
+}
+
+fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
+    let broken = |what: String| Error::Bootstrap { what, advice: "see that rank's own error".into() };
+    let mut peers = Vec::with_capacity(cards.len());
+    for (rank, bytes) in cards.iter().enumerate() {
+        let Some(([a, b, c, d, e, f, _, _], address)) = bytes.split_first_chunk::<8>() else {
+            return Err(broken(format!("rank {rank} could not register its arena")));
+        };
+        let index = u32::from_le_bytes([*a, *b, *c, *d]);
+        if index != u32::from(own.0) {
+            return Err(broken(format!("rank {rank} opens context {index} where this rank opens {}", own.0)));
+        }
+        peers.push(PeerCard { region: RegionId(u16::from_le_bytes([*e, *f])), address });
+    }
+    Ok(peers)
+}
+
+/// Connects to everyone with whom there is a link, in either direction.
+fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[PeerCard<'_>]) -> Result<()> {
+    let mut linked: Vec<Rank> = Direction::ALL
+        .iter()
+        .flat_map(|d| [wire.targets(*d, world.rank()), wire.sources(*d, world.rank())])
+        .flatten()
+        .collect();
+    linked.sort_unstable();
+    linked.dedup();
+    let addresses: Vec<(Rank, Vec<u8>)> =
+        linked.into_iter().filter_map(|rank| Some((rank, peers.get(rank.index())?.address.to_vec()))).collect();
+    remote.ask(move |driver| {
+        addresses.iter().try_for_each(|(rank, address)| driver.transport().connect(*rank, address))
+    })?
+}
+
+/// Collective: all succeed, or all fail; the rank itself with its error, the others with one that names it.
+fn told_all(world: &World, outcome: Result<()>) -> Result<()> {
+    let said = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let all = world.all_gather("proxies connected", said.as_bytes())?;
+    outcome?;
+    match all.iter().position(|text| !text.is_empty()) {
+        None => Ok(()),
+        Some(rank) => Err(Error::Bootstrap {
+            what: format!("the proxy of rank {rank} could not connect: {}", String::from_utf8_lossy(&all[rank])),
+            advice: format!("mend rank {rank} and build again on every rank"),
+        }),
+    }
+}
