@@ -126,10 +126,13 @@ TY_DEVICE void copy_row(const ty_dispatch_args &a, const char *slot, u64 row) {
   for (u32 w = lane_index(); w < c.scale_words; w += warp_size) store(scale_at(a, row, w), load(scales + w));
 }
 
-TY_DEVICE void describe_row(const ty_output &out, u64 row, i32 expert, i32 source, i32 token) {
+// Says what an output row is. By a thread. `source` is a rank of this world, or -1: callers get to see its name.
+TY_DEVICE void describe_row(const ty_dispatch_args &a, u64 row, i32 expert, i32 source, i32 token) {
+  const ty_output &out = a.output;
   if (out.row_expert) store(pointer<i32>(out.row_expert) + row, expert);
   if (!out.source) return;
-  store(pointer<i32>(out.source) + 2 * row, source);
+  const i32 *names = pointer<const i32>(a.context.rank_names);
+  store(pointer<i32>(out.source) + 2 * row, source < 0 ? -1 : load(names + source));
   store(pointer<i32>(out.source) + 2 * row + 1, token);
 }
 
@@ -155,12 +158,12 @@ TY_DEVICE i32 place_choice(const ty_dispatch_args &a, const DispatchShared &shar
     if (out.token_experts) store(pointer<i32>(out.token_experts) + first * c.top_k + k, expert);
     if (out.token_weights) store(pointer<float>(out.token_weights) + first * c.top_k + k, weight);
     if (k == 0) row = static_cast<i32>(first);
-    if (k == 0) describe_row(out, first, -1, static_cast<i32>(source), token_at_home(c, meta, source, token));
+    if (k == 0) describe_row(a, first, -1, static_cast<i32>(source), token_at_home(c, meta, source, token));
   } else if (expert >= 0) {
     u64 position =
         rows_before(c, epoch, static_cast<u32>(expert), source) + static_cast<u64>(load(meta.positions + index));
     row = static_cast<i32>(segment_start(a, shared, static_cast<u32>(expert)) + position);
-    describe_row(out, static_cast<u64>(row), expert, static_cast<i32>(source), token_at_home(c, meta, source, token));
+    describe_row(a, static_cast<u64>(row), expert, static_cast<i32>(source), token_at_home(c, meta, source, token));
   }
   store(pointer<i32>(a.handle.rows) + handle_index, row);
   store(pointer<float>(a.handle.weights) + handle_index, weight);
@@ -214,7 +217,7 @@ TY_DEVICE void place_rows(const ty_dispatch_args &a, const DispatchShared &share
 // Marks an output row that no token got. By a thread.
 TY_DEVICE void mark_unused(const ty_dispatch_args &a, u64 row) {
   const ty_output &out = a.output;
-  describe_row(out, row, -1, -1, -1);
+  describe_row(a, row, -1, -1, -1);
   if (out.layout != TY_LAYOUT_TOKEN) return;
   for (u64 i = row * a.context.top_k; i < (row + 1) * a.context.top_k; ++i) {
     if (out.token_experts) store(pointer<i32>(out.token_experts) + i, -1);

@@ -251,6 +251,7 @@ typedef struct ty_context {
   uint64_t errors;       // ty_error_record[TY_DIRECTIONS] *, host memory
   uint64_t expert_home;  // const ty_expert_home *, [experts]
   uint64_t local_count;  // const uint32_t *, [ranks]: experts of each rank
+  uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation
   uint64_t source_owner; // const ty_source_owner *, [ranks]
   ty_regions regions;
   ty_wire wire;

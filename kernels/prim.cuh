@@ -52,7 +52,7 @@ template <typename To, typename From> TY_DEVICE To same_bits(From from) {
 // ---------------------------------------------------------------------------------------- GPU half
 
 // Defines a kernel: TY_KERNEL(name, Args) { body uses a }. At most 512 threads a block.
-#define TY_KERNEL(name, Args) extern "C" __global__ void __launch_bounds__(512) name(const __grid_constant__ Args a)
+#define TY_KERNEL(name, Args) extern "C" __global__ void __launch_bounds__(512, 1) name(const __grid_constant__ Args a)
 // Lists every kernel of the build once, at the end of kernels.cu (used by the CPU build alone).
 #define TY_KERNEL_TABLE(...)
 

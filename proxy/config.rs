@@ -5,7 +5,7 @@ use super::placement::Placement;
 use super::plan::PlanInput;
 use super::service::Proxy;
 use super::wire::Nodes;
-use crate::base::{Dtype, Error, Result};
+use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceKind};
 use crate::transport::World;
@@ -36,8 +36,11 @@ pub enum Weights {
 /// What a context was built for.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
+    /// This rank and the number of ranks, in this generation.
     pub rank: usize,
     pub ranks: usize,
+    /// This rank in the first generation, as nodes and placement name it.
+    pub name: Rank,
     pub nodes: Nodes,
     pub nics: u8,
     pub chunk_rows: Option<usize>,
@@ -120,15 +123,17 @@ impl Shape {
     }
 
     /// What must be equal on all ranks, as text.
-    pub fn fingerprint(&self, placement: &Placement, first_epoch: u64) -> String {
+    pub fn fingerprint(&self, placement: &Placement, first_epoch: u64, generation: u32) -> String {
         let table: u64 = (0..placement.experts()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, expert| {
             (hash ^ u64::from(placement.rank_of(expert).unwrap_or(0))).wrapping_mul(0x0000_0100_0000_01b3)
         });
-        let sizes: Vec<String> = self.nodes.members().iter().map(|ranks| ranks.len().to_string()).collect();
+        let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
+        let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
-            "tokenyard {} ranks={} nodes={} nics={} chunk_rows={} hidden={} experts={} top_k={} max_tokens={} dtype={} scales={:?} combine_dtype={} \
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} hidden={} experts={} top_k={} max_tokens={} dtype={} scales={:?} combine_dtype={} \
              partial_f32={} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
+            generation,
             self.ranks,
             sizes.join(","),
             self.nics,
@@ -247,7 +252,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Which rank holds which expert. Default [`Placement::even`].
+    /// Which rank holds which expert, by ranks of the world's first generation; experts of ranks that are not there any
+    /// more get no tokens. Default [`Placement::even`].
     pub fn placement(mut self, placement: Placement) -> Self {
         self.placement = Some(placement);
         self
@@ -324,7 +330,7 @@ impl AllToAllBuilder {
 
     /// Checks everything that can be seen on one rank.
     pub(crate) fn check(&self) -> Result<(Shape, Placement)> {
-        let ranks = self.world.size();
+        let (ranks, first_ranks) = (self.world.size(), self.world.first_size());
         let nodes = self.check_nodes()?;
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, 1 << 20, "experts")?;
@@ -342,20 +348,21 @@ impl AllToAllBuilder {
         }
         let placement = match &self.placement {
             Some(placement) => placement.clone(),
-            None => Placement::even(self.experts, ranks)?,
+            None => Placement::even(self.experts, first_ranks)?,
         };
-        if placement.experts() != self.experts || placement.ranks() != ranks {
+        if placement.experts() != self.experts || placement.ranks() != first_ranks {
             let value = format!("{} experts on {} ranks", placement.experts(), placement.ranks());
-            return Err(config("placement", value, format!("this world has {} on {ranks}", self.experts)));
+            return Err(config("placement", value, format!("this world has {} on {first_ranks}", self.experts)));
         }
         if placement.max_local_experts() > raw::TY_MAX_LOCAL_EXPERTS as usize {
             let advice = format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS);
             return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
         }
-        let rank = self.world.rank().index();
+        let name = self.world.original(self.world.rank());
         let shape = Shape {
-            rank,
+            rank: self.world.rank().index(),
             ranks,
+            name,
             nodes,
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),
             chunk_rows: self.chunk_rows,
@@ -374,7 +381,7 @@ impl AllToAllBuilder {
                 Scales::F32 => self.hidden.div_ceil(128),
                 Scales::Ue8m0 => self.hidden.div_ceil(512),
             },
-            local_experts: placement.local_experts(rank).len(),
+            local_experts: placement.local_experts(name.index()).len(),
             max_local_experts: placement.max_local_experts(),
         };
         self.check_rows(&shape)?;
@@ -382,7 +389,7 @@ impl AllToAllBuilder {
     }
 
     fn check_nodes(&self) -> Result<Nodes> {
-        let nodes = Nodes::of_sizes(self.world.nodes())?;
+        let nodes = Nodes::of_sizes(self.world.nodes(), self.world.members())?;
         let count = nodes.members().len();
         within("world", self.world.size(), 1, raw::TY_MAX_RANKS as usize, "ranks")?;
         within("nodes", count, 1, raw::TY_MAX_NODES as usize, "nodes")?;

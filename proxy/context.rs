@@ -218,15 +218,26 @@ impl AllToAll {
         })
     }
 
-    /// Ranks that are gone, as bootstrap and proxy know; sorted.
+    /// Ranks that are gone, as bootstrap and proxy know, by their ranks in the first generation; sorted.
     pub fn lost_peers(&self) -> Vec<Rank> {
-        let mut lost = self.world.lost_peers();
+        let mut lost: Vec<Rank> = self.world.lost_peers().into_iter().map(|rank| self.world.original(rank)).collect();
         if let Some(opening) = &self.opening {
             lost.extend(opening.lost_peers());
         }
         lost.sort_unstable();
         lost.dedup();
         lost
+    }
+
+    /// By rank of the first generation: whether it takes part. Tokens for experts of one that does not are dropped.
+    pub fn mask(&self) -> Vec<bool> {
+        let mut mask = vec![false; self.world.first_size()];
+        for member in self.world.members() {
+            if let Some(there) = mask.get_mut(member.index()) {
+                *there = true;
+            }
+        }
+        mask
     }
 
     /// Counts of what was enqueued and found.
@@ -378,6 +389,7 @@ struct Tables {
     expert_home: DeviceBuffer,
     local_count: DeviceBuffer,
     source_owner: DeviceBuffer,
+    rank_names: DeviceBuffer,
     /// Ranks behind links of dispatch, then behind its sources.
     rails: DeviceBuffer,
     served: DeviceBuffer,
@@ -411,15 +423,17 @@ impl Local {
                 return Err(config("proxy", "missing", advice));
             }
         };
-        let rank = Rank(shape.rank as u32);
-        let words = |ranks: Vec<Rank>| ranks.iter().map(|rank| u64::from(rank.0)).collect::<Vec<_>>();
+        let index = |rank: &Rank| shape.nodes.index_of(*rank).unwrap_or(0) as u64;
+        let indices = |ranks: Vec<Rank>| pack_words(&ranks.iter().map(index).collect::<Vec<_>>());
+        let names: Vec<u64> = shape.nodes.ranks().map(|rank| u64::from(rank.0)).collect();
         let tables = Tables {
             state: upload(&device, &state_words(builder.first_epoch))?,
             expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
-            local_count: upload(&device, &pack_words(&count_words(placement)))?,
-            source_owner: upload(&device, &owner_words(&shape.nodes, rank))?,
-            rails: upload(&device, &pack_words(&words(shape.nodes.targets(Direction::Dispatch, rank))))?,
-            served: upload(&device, &pack_words(&words(shape.nodes.sources(Direction::Dispatch, rank))))?,
+            local_count: upload(&device, &pack_words(&count_words(placement, &shape.nodes)))?,
+            source_owner: upload(&device, &owner_words(&shape.nodes, shape.name))?,
+            rails: upload(&device, &indices(shape.nodes.targets(Direction::Dispatch, shape.name)))?,
+            served: upload(&device, &indices(shape.nodes.sources(Direction::Dispatch, shape.name)))?,
+            rank_names: upload(&device, &pack_words(&names))?,
             relay: upload(&device, &vec![0; Relay::of(plan).words])?,
         };
         let reports = Reports::new(device.alloc_host(Reports::BYTES)?);
@@ -469,12 +483,13 @@ fn home_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
         let (node, local) = (nodes.node_of(rank)? as u64, nodes.local_of(rank)? as u64);
         Some(node | local << 16 | u64::from(placement.local_index(expert)?) << 32)
     };
-    (0..placement.experts()).filter_map(home).collect()
+    // A node that does not exist gets nothing.
+    (0..placement.experts()).map(|expert| home(expert).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
 /// Experts of each rank.
-fn count_words(placement: &Placement) -> Vec<u64> {
-    (0..placement.ranks()).map(|rank| placement.local_experts(rank).len() as u64).collect()
+fn count_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
+    nodes.ranks().map(|rank| placement.local_experts(rank.index()).len() as u64).collect()
 }
 
 /// Numbers as uint32, two to a word.
@@ -496,7 +511,7 @@ fn owner_words(nodes: &Nodes, rank: Rank) -> Vec<u64> {
         let part = 1 + nodes.sources(Direction::Dispatch, rail).iter().position(|home| *home == source)?;
         Some(node as u64 | (nodes.local_of(rail)? as u64) << 16 | (part as u64) << 32)
     };
-    (0..nodes.world()).map(|source| owner(Rank(source as u32)).unwrap_or(u64::from(u16::MAX))).collect()
+    nodes.ranks().map(|source| owner(source).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
 fn device_context(
@@ -508,19 +523,20 @@ fn device_context(
     reports: &Reports,
     proxied: Option<&Proxied>,
 ) -> raw::ty_context {
-    let rank = Rank(shape.rank as u32);
-    let node = shape.nodes.node_of(rank).unwrap_or(0);
-    let members = &shape.nodes.members()[node];
+    let node = shape.nodes.node_of(shape.name).unwrap_or(0);
+    let local = shape.nodes.local_of(shape.name).unwrap_or(0);
+    let node_ranks = shape.nodes.members().get(node).map_or(0, Vec::len);
+    let node_first = shape.rank - local;
     let mut peer_base = [0u64; raw::TY_MAX_NODE_RANKS as usize];
-    for (base, member) in peer_base.iter_mut().zip(members) {
-        *base = peers.base_of(*member);
+    for (peer, base) in peer_base.iter_mut().enumerate().take(node_ranks) {
+        *base = peers.base_of(Rank((node_first + peer) as u32));
     }
     raw::ty_context {
-        rank: rank.0,
+        rank: shape.rank as u32,
         ranks: shape.ranks as u32,
-        local: shape.nodes.local_of(rank).unwrap_or(0) as u32,
-        node_ranks: members.len() as u32,
-        node_first: members.first().map_or(0, |first| first.0),
+        local: local as u32,
+        node_ranks: node_ranks as u32,
+        node_first: node_first as u32,
         node: node as u32,
         nodes: shape.nodes.members().len() as u32,
         single: u32::from(plan.wire.is_some()),
@@ -546,9 +562,10 @@ fn device_context(
         errors: reports.device_address(),
         expert_home: tables.expert_home.view().ptr,
         local_count: tables.local_count.view().ptr,
+        rank_names: tables.rank_names.view().ptr,
         source_owner: tables.source_owner.view().ptr,
         regions: plan.regions,
-        wire: device_wire(plan, rank, tables, proxied),
+        wire: device_wire(plan, shape.name, tables, proxied),
         peer_base,
     }
 }
@@ -613,7 +630,7 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
 
 /// All ranks must have the same configuration, and each one a usable one.
 fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64) -> Result<()> {
-    let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch));
+    let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch, world.generation()));
     gather_failures(world, "configuration check", own.as_ref().err().copied())?;
     let Ok(own) = own else { return Ok(()) };
     for (rank, theirs) in world.all_gather("configuration", own.as_bytes())?.iter().enumerate() {

@@ -64,6 +64,7 @@ pub struct Driver<T: Transport> {
     shared: Arc<Shared<T>>,
     /// What the transport has registered; dropped behind it.
     kept: Vec<Arc<dyn Any + Send + Sync>>,
+    generation: u32,
 }
 
 /// The machine's hands on memory and transport.
@@ -151,6 +152,7 @@ impl<T: Transport + 'static> Driver<T> {
             broken: false,
             shared,
             kept: Vec::new(),
+            generation: 0,
         }
     }
 
@@ -167,6 +169,21 @@ impl<T: Transport + 'static> Driver<T> {
     /// The endpoint, to register memory and to connect.
     pub fn transport(&mut self) -> &mut T {
         &mut self.transport
+    }
+
+    /// Begins a generation, unless it has begun: closes all contexts and resets the transport, so that peers must exchange
+    /// addresses anew.
+    ///
+    /// # Errors
+    /// `Transport` if the endpoint is broken.
+    pub fn enter_generation(&mut self, generation: u32) -> Result<()> {
+        if self.generation == generation {
+            return Ok(());
+        }
+        (0..MAX_CONTEXTS as u8).for_each(|index| self.close(ContextIdx(index)));
+        self.transport.reset()?;
+        self.generation = generation;
+        Ok(())
     }
 
     /// Keeps memory that the transport has registered alive until the transport is gone.

@@ -3,7 +3,7 @@
 use super::calls::Layout;
 use super::config::Shape;
 use super::wire::Direction;
-use crate::base::{Error, Rank, Result};
+use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,7 +48,7 @@ impl Slot {
     fn new(device: &Device, shape: &Shape) -> Result<Slot> {
         let tokens = shape.ranks * shape.max_tokens;
         let links = shape.nodes.members().len() - 1;
-        let served = shape.nodes.sources(Direction::Dispatch, Rank(shape.rank as u32)).len();
+        let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
         let sizes = [
             size_of::<raw::ty_handle_head>(),
             tokens * shape.top_k * 4,

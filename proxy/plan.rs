@@ -122,7 +122,7 @@ impl Plan {
             value: input.max_tokens.to_string(),
             advice: format!(
                 "the arena of {} ranks and {} bytes a row would overflow 64 bits; lower it",
-                input.nodes.world(),
+                input.nodes.ranks().count(),
                 input.row_bytes
             ),
         };
@@ -140,7 +140,7 @@ impl Plan {
     }
 
     fn regions(input: &PlanInput, cursor: &mut Cursor) -> Option<raw::ty_regions> {
-        let ranks = input.nodes.world() as u64;
+        let ranks = input.nodes.ranks().count() as u64;
         let node_ranks = input.nodes.largest() as u64;
         let several = input.nodes.members().len() > 1;
         let big = if several { 1 } else { 2 };
@@ -207,7 +207,7 @@ impl Plan {
     /// The assumption and the formula behind the total, for people.
     pub fn explain(input: &PlanInput) -> String {
         let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, input.max_tokens);
-        let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.world());
+        let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.ranks().count());
         let slots = format!("min(top-k {}, ranks of a node {largest})", input.top_k);
         if nodes == 1 {
             return format!(
@@ -273,10 +273,16 @@ fn message(input: &PlanInput, direction: Direction) -> Result<Message> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::Rank;
+
+    fn consecutive(sizes: &[usize]) -> Nodes {
+        let ranks: Vec<Rank> = (0..sizes.iter().sum::<usize>() as u32).map(Rank).collect();
+        Nodes::of_sizes(sizes, &ranks).unwrap()
+    }
 
     fn v3(tokens: usize) -> PlanInput {
         PlanInput {
-            nodes: Nodes::of_sizes(&[8]).unwrap(),
+            nodes: consecutive(&[8]),
             max_tokens: tokens,
             top_k: 8,
             row_bytes: 7168,
@@ -291,7 +297,7 @@ mod tests {
     }
 
     fn v3_of_nodes(tokens: usize, sizes: &[usize]) -> PlanInput {
-        let nodes = Nodes::of_sizes(sizes).unwrap();
+        let nodes = consecutive(sizes);
         PlanInput {
             nodes,
             max_local_experts: 4,

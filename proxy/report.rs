@@ -86,8 +86,12 @@ fn site_name(site: u32) -> &'static str {
 }
 
 fn describe(record: &raw::ty_error_record, direction: usize, world: &World, lost: &dyn Fn() -> Vec<Rank>) -> Error {
-    let rank = world.rank();
-    let peer = Rank(record.peer);
+    let rank = world.original(world.rank());
+    // The proxy names ranks as the first generation did, kernels as this one does.
+    let peer = match record.kind {
+        raw::TY_ERROR_PEER_LOST => Rank(record.peer),
+        _ => world.original(Rank(record.peer)),
+    };
     let epoch = record.epoch;
     let routing = |problem| Error::Routing { rank, epoch, problem };
     match record.kind {
@@ -111,7 +115,7 @@ fn describe(record: &raw::ty_error_record, direction: usize, world: &World, lost
         }
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
         raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
-        raw::TY_ERROR_TIMEOUT => timeout(record, rank, &lost()),
+        raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost()),
         raw::TY_ERROR_PEER_LOST => Error::PeerLost { rank, peer, site: site_name(record.site), epoch },
         other => Error::Device {
             what: format!("error record {direction} has unknown kind {other}"),
@@ -121,8 +125,8 @@ fn describe(record: &raw::ty_error_record, direction: usize, world: &World, lost
 }
 
 /// A lost rank holds up others too, which then hold this one up: it is named even where another was waited for.
-fn timeout(record: &raw::ty_error_record, rank: Rank, lost: &[Rank]) -> Error {
-    let (waited_for, site, epoch) = (Rank(record.peer), site_name(record.site), record.epoch);
+fn timeout(record: &raw::ty_error_record, rank: Rank, waited_for: Rank, lost: &[Rank]) -> Error {
+    let (site, epoch) = (site_name(record.site), record.epoch);
     let cause = if lost.contains(&waited_for) { Some(&waited_for) } else { lost.first() };
     match cause {
         Some(&peer) => Error::PeerLost { rank, peer, site, epoch },

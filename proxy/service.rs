@@ -14,11 +14,10 @@ use super::wire::{ContextIdx, Direction, Wire, WordCounts};
 use crate::base::{Error, Rank, Result, wait};
 use crate::kernels::{Device, HostBuffer};
 use crate::transport::World;
-use crate::transport::imm::MAX_CONTEXTS;
+use crate::transport::imm::{MAX_CONTEXTS, generation_bits};
 use crate::transport::link::{RegionId, Span, Transport};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 /// Any network.
 pub type AnyTransport = Box<dyn Transport>;
@@ -40,6 +39,7 @@ pub struct Proxy {
 
 struct Inner {
     remote: Remote<AnyTransport>,
+    /// In the first generation.
     rank: Rank,
     nics: u8,
     /// Numbers of contexts in use.
@@ -108,7 +108,8 @@ impl Proxy {
 
     fn new(world: &World, remote: Remote<AnyTransport>, nics: u8, thread: Option<ProxyThread<AnyTransport>>) -> Proxy {
         let contexts = Mutex::new([false; MAX_CONTEXTS]);
-        Proxy { shared: Arc::new(Inner { remote, rank: world.rank(), nics, contexts, _thread: thread }) }
+        let rank = world.original(world.rank());
+        Proxy { shared: Arc::new(Inner { remote, rank, nics, contexts, _thread: thread }) }
     }
 
     /// NICs of this rank.
@@ -156,7 +157,8 @@ fn nics_of(transport: &dyn Transport) -> u8 {
 }
 
 fn driver(world: &World, transport: AnyTransport, liveness: Liveness, clock: Clock) -> Result<Driver<AnyTransport>> {
-    let machine = Machine::new(&MachineConfig { rank: world.rank(), world: world.size(), liveness })?;
+    let rank = world.original(world.rank());
+    let machine = Machine::new(&MachineConfig { rank, world: world.first_size(), liveness })?;
     Ok(Driver::new(machine, transport, clock))
 }
 
@@ -202,11 +204,13 @@ impl SharedWords {
 /// A context's place at the proxy; closed when dropped.
 pub(crate) struct Opening {
     number: Number,
-    patience: Duration,
+    /// Reports from before it opened, which are not about it.
+    earlier: usize,
 }
 
 impl Opening {
-    /// Collective: registers the arena, exchanges addresses, connects all linked pairs and opens the context.
+    /// Collective: registers the arena, exchanges addresses, connects all linked pairs and opens the context. The first
+    /// of a generation resets the transport, so that what was sent in earlier ones touches nothing.
     ///
     /// # Errors
     /// `Transport` and `Config` of this rank; `Bootstrap` that names the rank that failed.
@@ -220,7 +224,9 @@ impl Opening {
     ) -> Result<Opening> {
         let remote = number.proxy.remote().clone();
         let (span, keep) = arena;
+        let generation = world.generation();
         let registered = remote.ask(move |driver| {
+            driver.enter_generation(generation)?;
             driver.keep(keep);
             // SAFETY: the arena lives as long as the driver keeps it, which is longer than its transport; kernels and
             // transports access it through raw addresses alone.
@@ -233,16 +239,23 @@ impl Opening {
         let cards = world.all_gather("proxy addresses", &card)?;
         registered?;
         let peers = read_cards(&cards, number.index)?;
+        let earlier = remote.reports().len();
         let outcome = connect(world, &remote, wire, &peers).and_then(|()| {
-            let arenas: Vec<RegionId> = peers.iter().map(|peer| peer.region).collect();
+            let mut arenas = vec![RegionId(0); world.first_size()];
+            for (peer, member) in peers.iter().zip(world.members()) {
+                if let Some(region) = arenas.get_mut(member.index()) {
+                    *region = peer.region;
+                }
+            }
             let (wire, index) = (wire.clone(), number.index);
+            let generation = generation_bits(generation);
             let open = move |driver: &mut Driver<AnyTransport>| {
-                let config = ContextConfig { generation: 0, first_epoch, wire: &wire, arenas: &arenas };
+                let config = ContextConfig { generation, first_epoch, wire: &wire, arenas: &arenas };
                 driver.open(index, &config, words)
             };
             remote.ask(open)?
         });
-        let opening = Opening { number, patience: world.timeout() };
+        let opening = Opening { number, earlier };
         told_all(world, outcome)?;
         Ok(opening)
     }
@@ -251,14 +264,15 @@ impl Opening {
 impl Opening {
     /// Ranks that the proxy has lost.
     pub fn lost_peers(&self) -> Vec<Rank> {
-        self.number.proxy.remote().lost_peers()
+        self.number.proxy.remote().lost_peers_since(self.earlier)
     }
 }
 
 impl Drop for Opening {
     fn drop(&mut self) {
-        // The arena outlives the transport whatever comes of it; see Driver::keep.
-        let _ = self.number.proxy.remote().close(self.number.index, self.patience);
+        // What is under way goes on: the arena outlives the transport; see Driver::keep.
+        let index = self.number.index;
+        let _ = self.number.proxy.remote().ask(move |driver| driver.close(index));
     }
 }
 
@@ -290,15 +304,15 @@ fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
 
 /// Connects to everyone with whom there is a link, in either direction.
 fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[PeerCard<'_>]) -> Result<()> {
-    let mut linked: Vec<Rank> = Direction::ALL
-        .iter()
-        .flat_map(|d| [wire.targets(*d, world.rank()), wire.sources(*d, world.rank())])
-        .flatten()
-        .collect();
+    let own = world.original(world.rank());
+    let mut linked: Vec<Rank> =
+        Direction::ALL.iter().flat_map(|d| [wire.targets(*d, own), wire.sources(*d, own)]).flatten().collect();
     linked.sort_unstable();
     linked.dedup();
-    let addresses: Vec<(Rank, Vec<u8>)> =
-        linked.into_iter().filter_map(|rank| Some((rank, peers.get(rank.index())?.address.to_vec()))).collect();
+    let addresses: Vec<(Rank, Vec<u8>)> = linked
+        .into_iter()
+        .filter_map(|rank| Some((rank, peers.get(wire.nodes().index_of(rank)?)?.address.to_vec())))
+        .collect();
     remote.ask(move |driver| {
         addresses.iter().try_for_each(|(rank, address)| driver.transport().connect(*rank, address))
     })?

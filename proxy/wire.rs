@@ -156,18 +156,29 @@ impl Nodes {
         &self.members
     }
 
-    /// Nodes of the given sizes, whose ranks are consecutive.
+    /// Nodes of the given sizes, to which ranks are dealt in order.
     ///
     /// # Errors
     /// As [`new`](Self::new).
-    pub fn of_sizes(sizes: &[usize]) -> Result<Nodes> {
-        let mut next = 0u32;
+    pub fn of_sizes(sizes: &[usize], ranks: &[Rank]) -> Result<Nodes> {
+        let mut rest = ranks;
         let members = sizes.iter().map(|size| {
-            let first = next;
-            next = first.saturating_add(u32::try_from(*size).unwrap_or(u32::MAX));
-            (first..next).map(Rank).collect()
+            let (node, others) = rest.split_at(rest.len().min(*size));
+            rest = others;
+            node.to_vec()
         });
         Nodes::new(members.collect())
+    }
+
+    /// All ranks, node by node.
+    pub fn ranks(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.members.iter().flatten().copied()
+    }
+
+    /// A rank's place among all ranks; `None` if it is in no node.
+    pub fn index_of(&self, rank: Rank) -> Option<usize> {
+        let (node, local) = self.place(rank)?;
+        Some(self.members[..node].iter().map(Vec::len).sum::<usize>() + local)
     }
 
     /// A rank's place in its node; `None` if it is in none.

@@ -61,11 +61,18 @@ pub struct Bootstrap {
     pub timeout: Duration,
     /// Ranks of each node, if there are several; see [`World::nodes`](super::World::nodes).
     pub nodes: Option<Vec<usize>>,
+    /// How often the job has regrouped; 0 for its start. See [`World::regroup`](super::World::regroup).
+    pub generation: u32,
+    /// By rank: its rank in the first generation. Default: the same.
+    pub members: Option<Vec<Rank>>,
+    /// Nodes of the first generation. Default: `nodes`.
+    pub first_nodes: Option<Vec<usize>>,
 }
 
 impl fmt::Debug for Bootstrap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Bootstrap { rank, world, local_rank, addr, port, token, timeout, nodes } = self;
+        let Bootstrap { rank, world, local_rank, addr, port, token, timeout, nodes, generation, members, first_nodes } =
+            self;
         let token = format_args!("({} bytes)", token.len());
         f.debug_struct("Bootstrap")
             .field("rank", rank)
@@ -76,6 +83,9 @@ impl fmt::Debug for Bootstrap {
             .field("token", &token)
             .field("timeout", timeout)
             .field("nodes", nodes)
+            .field("generation", generation)
+            .field("members", members)
+            .field("first_nodes", first_nodes)
             .finish()
     }
 }
@@ -139,6 +149,9 @@ impl Bootstrap {
                 Some(text) => Some(node_sizes(&text)?),
                 None => equal_nodes(world, number("LOCAL_WORLD_SIZE", 1..=MAX_WORLD as u64, Some(world))?),
             },
+            generation: 0,
+            members: None,
+            first_nodes: None,
         };
         bootstrap.check()?;
         Ok(bootstrap)
@@ -155,6 +168,9 @@ impl Bootstrap {
         }
         if let Some(nodes) = &self.nodes {
             check_nodes(nodes, self.world)?;
+        }
+        if self.members.as_ref().is_some_and(|members| members.len() != self.world) {
+            return Err(config("members", "of another number", &format!("name all {} ranks", self.world)));
         }
         if self.port == 0 {
             return Err(config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));

@@ -3,7 +3,7 @@
 //! Place in the data path: none. Runs on the callers. The lock is held for a deposit or a look, never
 //! across a wait, so that all ranks may share one OS thread as fibers.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -21,23 +21,44 @@ struct Table {
     ready: Vec<VecDeque<Parts>>,
 }
 
+/// Worlds that grew out of one, by generation and members.
+type Family = Mutex<BTreeMap<(u32, Vec<Rank>), Arc<Mutex<Table>>>>;
+
 /// One rank's place; dropping it tells the others that it has left.
 pub(super) struct Seat {
     rank: Rank,
+    family: Arc<Family>,
     table: Arc<Mutex<Table>>,
     turn: Turn,
     seq: AtomicU64,
 }
 
+fn table(size: usize) -> Arc<Mutex<Table>> {
+    Arc::new(Mutex::new(Table { hub: Hub::new(size), ready: vec![VecDeque::new(); size] }))
+}
+
 /// Seats for ranks `0..size`.
 pub(super) fn seats(size: usize) -> Vec<Seat> {
-    let table = Table { hub: Hub::new(size), ready: vec![VecDeque::new(); size] };
-    let table = Arc::new(Mutex::new(table));
-    let seat = |rank| Seat { rank, table: table.clone(), turn: Turn::default(), seq: AtomicU64::new(0) };
+    let (table, family) = (table(size), Arc::new(Family::default()));
+    let seat = |rank| Seat {
+        rank,
+        family: family.clone(),
+        table: table.clone(),
+        turn: Turn::default(),
+        seq: AtomicU64::new(0),
+    };
     (0..size as u32).map(Rank).map(seat).collect()
 }
 
 impl Seat {
+    /// A place in the world of a later generation, which the first of its members to come makes.
+    pub(super) fn regroup(&self, generation: u32, members: &[Rank], rank: Rank) -> Seat {
+        let mut family = self.family.lock().unwrap_or_else(PoisonError::into_inner);
+        let entry = family.entry((generation, members.to_vec()));
+        let table = entry.or_insert_with(|| table(members.len())).clone();
+        Seat { rank, family: self.family.clone(), table, turn: Turn::default(), seq: AtomicU64::new(0) }
+    }
+
     /// All ranks' payloads, by rank.
     pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         let _turn = self.turn.take(what, timeout)?;

@@ -32,6 +32,17 @@ pub struct World {
     timeout: Duration,
     /// Ranks of each node.
     nodes: Arc<[usize]>,
+    family: Arc<Family>,
+}
+
+/// What a world has in common with those that it grew out of.
+struct Family {
+    /// How often the job has regrouped.
+    generation: u32,
+    /// By rank: its rank in the first generation.
+    members: Vec<Rank>,
+    /// Nodes of the first generation.
+    first_nodes: Vec<usize>,
 }
 
 #[derive(Clone)]
@@ -39,7 +50,7 @@ enum Link {
     /// Ranks of this process.
     Threads(Arc<Seat>),
     /// Ranks are processes, in a star around rank 0.
-    Star(Arc<Station>),
+    Star(Arc<Station>, Arc<Bootstrap>),
 }
 
 impl fmt::Debug for World {
@@ -58,9 +69,45 @@ pub(super) fn check_nodes(sizes: &[usize], world: usize) -> Result<()> {
     Err(Error::Config { name: "nodes", value: format!("{sizes:?}"), advice })
 }
 
+fn all_ranks(count: usize) -> Vec<Rank> {
+    (0..count as u32).map(Rank).collect()
+}
+
+impl Family {
+    fn first(size: usize, nodes: &[usize]) -> Family {
+        Family { generation: 0, members: all_ranks(size), first_nodes: nodes.to_vec() }
+    }
+}
+
+fn not_a_member(own: Rank) -> Error {
+    Error::Config { name: "members", value: "without this rank".into(), advice: format!("rank {own} must be one") }
+}
+
+/// A member's rank among the members, and the members of each node that has some.
+fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Result<(Rank, Vec<usize>)> {
+    let size: usize = first_nodes.iter().sum();
+    let ascending = members.windows(2).all(|two| two[0] < two[1]);
+    if !ascending || members.iter().any(|member| member.index() >= size) {
+        let advice = format!("name ranks below {size} in ascending order");
+        return Err(Error::Config { name: "members", value: format!("{members:?}"), advice });
+    }
+    let rank = members.iter().position(|member| *member == own).ok_or_else(|| not_a_member(own))?;
+    let mut first = 0;
+    let mut nodes = Vec::new();
+    for node in first_nodes {
+        let here = members.iter().filter(|member| (first..first + node).contains(&member.index())).count();
+        first += node;
+        if here > 0 {
+            nodes.push(here);
+        }
+    }
+    Ok((Rank(rank as u32), nodes))
+}
+
 impl World {
     /// `n` ranks in one process, to be moved to threads or host fibers; by rank.
     pub fn threads(n: usize) -> Vec<World> {
+        let family = Arc::new(Family::first(n, &[n]));
         let world = |(rank, seat)| World {
             link: Link::Threads(Arc::new(seat)),
             rank: Rank(rank as u32),
@@ -68,6 +115,7 @@ impl World {
             local_rank: rank,
             timeout: DEFAULT_TIMEOUT,
             nodes: Arc::new([n]),
+            family: family.clone(),
         };
         local::seats(n).into_iter().enumerate().map(world).collect()
     }
@@ -80,14 +128,88 @@ impl World {
     /// Joins a job; returns when all ranks have joined, or an error on each within the deadline.
     pub fn join(b: &Bootstrap) -> Result<World> {
         let station = b.join()?;
+        let nodes = b.nodes.clone().unwrap_or_else(|| vec![b.world]);
+        let family = Family {
+            generation: b.generation,
+            members: b.members.clone().unwrap_or_else(|| all_ranks(b.world)),
+            first_nodes: b.first_nodes.clone().unwrap_or_else(|| nodes.clone()),
+        };
         Ok(World {
-            link: Link::Star(Arc::new(station)),
+            link: Link::Star(Arc::new(station), Arc::new(b.clone())),
             rank: b.rank,
             size: b.world,
             local_rank: b.local_rank,
             timeout: b.timeout,
-            nodes: b.nodes.clone().unwrap_or_else(|| vec![b.world]).into(),
+            nodes: nodes.into(),
+            family: Arc::new(family),
         })
+    }
+
+    /// Collective of `members` alone: forms a later generation's world of them, be it without ranks that were lost or
+    /// with ranks that come back. Members are named, in ascending order, by their ranks in the first generation, and all
+    /// of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together.
+    ///
+    /// Processes meet on the port of the first generation plus the generation's number, at the address of the first
+    /// generation's rank 0. A process that comes back joins with a [`Bootstrap`] that says generation and members.
+    ///
+    /// # Errors
+    /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, or the
+    /// generation is not a later one; `Bootstrap`, naming the absent, if not all come.
+    pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
+        let own = self.original(self.rank);
+        let (rank, nodes) = place(members, own, &self.family.first_nodes)?;
+        if generation <= self.family.generation {
+            let advice = format!("this world is of generation {}; give a later one", self.family.generation);
+            return Err(Error::Config { name: "generation", value: generation.to_string(), advice });
+        }
+        let first_nodes = self.family.first_nodes.clone();
+        if let Link::Star(_, bootstrap) = &self.link {
+            let first_port = u32::from(bootstrap.port).wrapping_sub(bootstrap.generation);
+            let port = u16::try_from(first_port.wrapping_add(generation)).unwrap_or(bootstrap.port);
+            let next = Bootstrap {
+                rank,
+                world: members.len(),
+                port,
+                nodes: Some(nodes),
+                generation,
+                members: Some(members.to_vec()),
+                first_nodes: Some(first_nodes),
+                ..(**bootstrap).clone()
+            };
+            return World::join(&next);
+        }
+        let Link::Threads(seat) = &self.link else { return Err(not_a_member(own)) };
+        let world = World {
+            link: Link::Threads(Arc::new(seat.regroup(generation, members, rank))),
+            rank,
+            size: members.len(),
+            local_rank: self.local_rank,
+            timeout: self.timeout,
+            nodes: nodes.into(),
+            family: Arc::new(Family { generation, members: members.to_vec(), first_nodes }),
+        };
+        world.barrier("regroup")?;
+        Ok(world)
+    }
+
+    /// How often the job has regrouped.
+    pub fn generation(&self) -> u32 {
+        self.family.generation
+    }
+
+    /// By rank of this world: its rank in the first generation.
+    pub fn members(&self) -> &[Rank] {
+        &self.family.members
+    }
+
+    /// What a rank of this world was in the first generation.
+    pub fn original(&self, rank: Rank) -> Rank {
+        self.family.members.get(rank.index()).copied().unwrap_or(rank)
+    }
+
+    /// Ranks of the first generation.
+    pub fn first_size(&self) -> usize {
+        self.family.first_nodes.iter().sum()
     }
 
     /// This rank.
@@ -118,7 +240,11 @@ impl World {
     /// `Config` if a node is empty or the sizes do not add up to the world's.
     pub fn with_nodes(self, sizes: &[usize]) -> Result<World> {
         check_nodes(sizes, self.size)?;
-        Ok(World { nodes: sizes.into(), ..self })
+        let family = match self.family.generation {
+            0 => Arc::new(Family::first(self.size, sizes)),
+            _ => self.family.clone(),
+        };
+        Ok(World { nodes: sizes.into(), family, ..self })
     }
 
     /// The ranks of this rank's node.
@@ -160,7 +286,7 @@ impl World {
         }
         match &self.link {
             Link::Threads(seat) => seat.gather(what, payload, self.timeout),
-            Link::Star(station) => station.gather(what, payload, self.timeout),
+            Link::Star(station, _) => station.gather(what, payload, self.timeout),
         }
     }
 
@@ -181,7 +307,7 @@ impl World {
     pub fn lost_peers(&self) -> Vec<Rank> {
         match &self.link {
             Link::Threads(_) => Vec::new(),
-            Link::Star(station) => station.lost(),
+            Link::Star(station, _) => station.lost(),
         }
     }
 
@@ -190,7 +316,7 @@ impl World {
     pub fn refused(&self) -> u64 {
         match &self.link {
             Link::Threads(_) => 0,
-            Link::Star(station) => station.refused(),
+            Link::Star(station, _) => station.refused(),
         }
     }
 }

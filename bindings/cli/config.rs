@@ -86,21 +86,12 @@ impl Config {
         let world = world(args, device, launch, gpus, purpose)?;
         let nodes = nodes(args, device, world)?;
         let world_mode = world_mode(args, device, launch)?;
-        if nodes.len() > 1 && launch == Launch::Processes && SEVERAL_NODES && !PROCESS_NETWORK {
-            let what = "a network between nodes of processes; give threads, or one node";
-            return Err(Refusal::not_built("--launch", launch.name(), what));
-        }
+        check_launch(launch, &nodes)?;
         let preset = presets::find(args.preset.as_deref().unwrap_or(presets::PRESETS[0].name))
             .map_err(|error| Refusal::from_error(&error))?;
         let dtype = args.dtype.unwrap_or(preset.dtype);
         let combine_dtype = args.combine_dtype.unwrap_or(Dtype::Bf16);
-        let tokens = args.tokens.clone().unwrap_or(List(vec![TOKENS])).0;
-        let most = tokens.iter().copied().max().unwrap_or(TOKENS);
-        let max_tokens = args.max_tokens.unwrap_or(most.max(1));
-        if max_tokens < most {
-            let advice = format!("give at least {most}, the largest of --tokens, or leave it out");
-            return Err(Refusal::of("--max-tokens", max_tokens, advice));
-        }
+        let (tokens, max_tokens) = sweep(args)?;
         let cuda = device == DeviceWord::Cuda;
         let mode = or_default(args.mode, Mode::Fused);
         let case = Case {
@@ -232,6 +223,27 @@ fn nodes(args: &BenchArgs, device: DeviceWord, world: usize) -> Result<Vec<usize
         },
     };
     Ok(if sizes == [world] { Vec::new() } else { sizes })
+}
+
+/// Refuses ranks of several nodes that are processes, while those have no network between them.
+fn check_launch(launch: Launch, nodes: &[usize]) -> Result<(), Refusal> {
+    if nodes.len() > 1 && launch == Launch::Processes && SEVERAL_NODES && !PROCESS_NETWORK {
+        let what = "a network between nodes of processes; give threads, or one node";
+        return Err(Refusal::not_built("--launch", launch.name(), what));
+    }
+    Ok(())
+}
+
+/// Tokens of each point, and the capacity for all of them.
+fn sweep(args: &BenchArgs) -> Result<(Vec<usize>, usize), Refusal> {
+    let tokens = args.tokens.clone().unwrap_or(List(vec![TOKENS])).0;
+    let most = tokens.iter().copied().max().unwrap_or(TOKENS);
+    let max_tokens = args.max_tokens.unwrap_or(most.max(1));
+    if max_tokens < most {
+        let advice = format!("give at least {most}, the largest of --tokens, or leave it out");
+        return Err(Refusal::of("--max-tokens", max_tokens, advice));
+    }
+    Ok((tokens, max_tokens))
 }
 
 /// Nodes of `size` ranks; the last may be smaller.

@@ -14,6 +14,8 @@ use tokenyard::{AllToAllBuilder, Error, Proxy, Result, World};
 use super::case::Case;
 use super::words::NetworkWord;
 
+/// When a silent peer counts as lost: many ranks may share few cores here.
+const SILENCE_NS: u64 = 10_000_000_000;
 /// How much virtual time a poll takes.
 const TICK_NS: u64 = 100;
 /// A calm network is late by up to this, so that nothing may rely on order there either.
@@ -28,16 +30,11 @@ pub struct ProxyFiber {
 }
 
 impl ProxyFiber {
-    /// Runs until its rank's proxy and contexts are gone. When all is quiet, time leaps to what is due next.
+    /// Runs until its rank's proxy and contexts are gone. Time passes with every poll, so that there is progress as long as
+    /// something is under way.
     pub fn run(self) {
         let ProxyFiber { turns, network } = self;
-        turns.run(|| match network.next_due_ns() {
-            Some(due_ns) => {
-                network.advance_ns(due_ns.saturating_sub(network.now_ns()));
-                true
-            }
-            None => false,
-        });
+        turns.run(|| network.next_due_ns().is_some());
     }
 }
 
@@ -98,7 +95,8 @@ pub fn worlds(case: &Case) -> Result<Vec<World>> {
 /// # Errors
 /// Whatever the library answers.
 pub fn spawn(world: &World, endpoint: Box<dyn Transport>) -> Result<Proxy> {
-    Proxy::spawn(world, endpoint, ProxyConfig { thread: threads_of(world), ..ProxyConfig::default() })
+    let liveness = Liveness { silence_ns: SILENCE_NS, ..Liveness::default() };
+    Proxy::spawn(world, endpoint, ProxyConfig { thread: threads_of(world), liveness })
 }
 
 /// Every rank of this process has a proxy and an executor that spin.

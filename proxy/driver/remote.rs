@@ -156,7 +156,12 @@ impl<T: Transport + 'static> Remote<T> {
 
     /// Peers reported as lost so far. A context opened later may have brought some of them back.
     pub fn lost_peers(&self) -> Vec<Rank> {
-        let lost = self.reports().into_iter().filter_map(|report| match report {
+        self.lost_peers_since(0)
+    }
+
+    /// Peers reported as lost, but for the first `earlier` reports.
+    pub fn lost_peers_since(&self, earlier: usize) -> Vec<Rank> {
+        let lost = self.reports().into_iter().skip(earlier).filter_map(|report| match report {
             Report::PeerLost { peer, .. } => Some(peer),
             Report::BadDoorbell { .. } => None,
         });

@@ -43,6 +43,9 @@ pub fn bootstrap(place: &(String, u16), rank: u32, world: usize) -> Bootstrap {
         token: TOKEN.into(),
         timeout: PATIENCE,
         nodes: None,
+        generation: 0,
+        members: None,
+        first_nodes: None,
     }
 }
 

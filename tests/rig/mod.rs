@@ -166,6 +166,19 @@ impl Rig {
         }
     }
 
+    /// The sum of one token.
+    pub fn sum(&self, token: usize) -> Vec<u8> {
+        self.sums()[token * PITCH..][..PITCH].to_vec()
+    }
+
+    /// A token's row times a power of two, or 0.
+    pub fn scaled_row(&self, token: usize, salt: usize, factor: f32) -> Vec<u8> {
+        let row = self.row(token, salt);
+        let (values, _) = row.as_chunks::<2>();
+        let scale = |bits: &[u8; 2]| f32::from_bits(u32::from(u16::from_ne_bytes(*bits)) << 16) * factor;
+        values.iter().flat_map(|bits| ((scale(bits).to_bits() >> 16) as u16).to_ne_bytes()).collect()
+    }
+
     pub fn sums(&self) -> Vec<u8> {
         let mut seen = vec![0u8; MAX_TOKENS * PITCH];
         self.out.read(0, &mut seen).unwrap();

@@ -1,0 +1,179 @@
+//! Several nodes in one process: what is lost, who is told, and how the others go on.
+
+mod rig;
+
+use rig::{MAX_TOKENS, PATIENCE, Rig, test_device};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+use tokenyard::proxy::driver::ThreadConfig;
+use tokenyard::proxy::machine::Liveness;
+use tokenyard::transport::sim::{Clock, Network, SimConfig};
+use tokenyard::*;
+
+/// Of any wait on the device.
+const DEADLINE: Duration = Duration::from_secs(3);
+
+fn network(ranks: usize, seed: u64) -> Network {
+    Network::new(ranks, SimConfig { clock: Clock::Real, ..SimConfig::hostile(seed) }).unwrap()
+}
+
+fn proxy(network: &Network, world: &World, silence_ms: u64) -> Proxy {
+    let liveness = Liveness { silence_ns: silence_ms * 1_000_000, ..Liveness::default() };
+    let endpoint = network.endpoint(world.original(world.rank())).unwrap();
+    let thread = ThreadConfig { core: None, spinners: 64 };
+    Proxy::spawn(world, Box::new(endpoint), ProxyConfig { liveness, thread }).unwrap()
+}
+
+fn rig(world: &World, proxy: &Proxy) -> Rig {
+    Rig::with(world, |builder| builder.proxy(proxy).chunk_rows(1).timeout(DEADLINE))
+}
+
+/// Runs `body` as every rank of a world whose nodes have these sizes.
+fn on_nodes(sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
+    let ranks = sizes.iter().sum();
+    let network = network(ranks, 7);
+    std::thread::scope(|scope| {
+        for world in World::threads(ranks) {
+            let (network, body) = (&network, &body);
+            scope.spawn(move || body(world.with_nodes(sizes).unwrap(), network));
+        }
+    });
+}
+
+/// Two experts of different ranks for each token, other ones each time.
+fn choices(rank: usize, salt: usize) -> [[i32; 2]; MAX_TOKENS] {
+    std::array::from_fn(|token| {
+        let first = (rank + 3 * token + salt) % 8;
+        [first as i32, ((first + 3) % 8) as i32]
+    })
+}
+
+/// One dispatch and combine, whose sums must be the tokens' own rows, or half of them for every expert that is missing.
+fn exchange(rig: &Rig, salt: usize, is_there: impl Fn(i32) -> bool) -> Result<()> {
+    let choices = choices(rig.rank, salt);
+    rig.route(&choices, salt);
+    let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity))?;
+    rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined())?;
+    rig.stream.synchronize(PATIENCE)?;
+    rig.ep.check()?;
+    for (token, experts) in choices.iter().enumerate() {
+        let weight = 0.5 * experts.iter().filter(|expert| is_there(**expert)).count() as f32;
+        assert_eq!(rig.sum(token), rig.scaled_row(token, salt, weight), "token {token} of rank {}", rig.rank);
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_cross_nodes_of_any_sizes() {
+    for sizes in [&[1, 1][..], &[2, 2], &[3, 1], &[1, 2, 3], &[1, 1, 1, 1]] {
+        on_nodes(sizes, |world, network| {
+            let proxy = proxy(network, &world, 10_000);
+            let rig = rig(&world, &proxy);
+            (0..6).for_each(|salt| exchange(&rig, salt, |_| true).unwrap());
+            assert!(rig.ep.mask().iter().all(|there| *there));
+            world.barrier("all done").unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_world_of_several_nodes_without_a_proxy_is_refused() {
+    std::thread::scope(|scope| {
+        for world in World::threads(2) {
+            scope.spawn(move || {
+                let world = world.with_nodes(&[1, 1]).unwrap();
+                let error = rig::builder(&world, &test_device(&world)).build().map(drop).unwrap_err().to_string();
+                assert!(error.contains("proxy"), "{error}");
+            });
+        }
+    });
+}
+
+#[test]
+fn two_contexts_share_a_proxy() {
+    on_nodes(&[2, 1], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let (one, two) = (rig(&world, &proxy), rig(&world, &proxy));
+        for salt in 0..4 {
+            exchange(&one, salt, |_| true).unwrap();
+            exchange(&two, salt + 5, |_| true).unwrap();
+        }
+        world.barrier("all done").unwrap();
+    });
+}
+
+#[test]
+fn a_barrier_crosses_nodes() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    let arrived = AtomicUsize::new(0);
+    on_nodes(&[2, 1, 2], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let rig = rig(&world, &proxy);
+        for round in 1..=5 {
+            std::thread::sleep(Duration::from_millis(3 * world.rank().0 as u64));
+            arrived.fetch_add(1, Ordering::SeqCst);
+            rig.ep.barrier(&rig.stream).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            assert!(arrived.load(Ordering::SeqCst) >= 5 * round, "the barrier let a rank through early");
+        }
+        rig.ep.check().unwrap();
+        world.barrier("all done").unwrap();
+    });
+}
+
+/// What an error says about who is missing.
+fn missing(error: &Error) -> Option<Rank> {
+    match error {
+        Error::PeerLost { peer, .. } | Error::Timeout { peer, .. } => Some(*peer),
+        _ => None,
+    }
+}
+
+#[test]
+fn a_lost_rank_is_named_masked_and_comes_back() {
+    for lost in [1u32, 3, 4] {
+        let met = Barrier::new(5);
+        on_nodes(&[2, 3], |world, network| {
+            let own = world.rank();
+            let first = proxy(network, &world, 1_500);
+            let before = rig(&world, &first);
+            (0..3).for_each(|salt| exchange(&before, salt, |_| true).unwrap());
+            met.wait();
+            if own == Rank(lost) {
+                network.kill(own);
+                drop((before, first));
+            } else {
+                let start = Instant::now();
+                let error = (3..).find_map(|salt| exchange(&before, salt, |_| true).err()).unwrap();
+                assert_eq!(missing(&error), Some(Rank(lost)), "rank {own}: {error}");
+                assert!(start.elapsed() < DEADLINE + Duration::from_secs(3), "{:?}", start.elapsed());
+                let error = exchange(&before, 9, |_| true).unwrap_err();
+                assert_eq!(missing(&error), Some(Rank(lost)), "the context stays closed: {error}");
+                drop(before);
+                let members: Vec<Rank> = (0..5).map(Rank).filter(|rank| rank.0 != lost).collect();
+                let world = world.regroup(1, &members).unwrap();
+                let after = rig(&world, &first);
+                let mask = after.ep.mask();
+                assert_eq!((mask.len(), mask.iter().position(|there| !there)), (5, Some(lost as usize)));
+                let placement = after.ep.placement().clone();
+                let is_there = |expert: i32| placement.rank_of(expert as usize) != Some(lost);
+                for salt in 0..5 {
+                    let outcome = exchange(&after, salt, is_there);
+                    assert_eq!(outcome, Ok(()), "{:?} {:?}", first.remote().reports(), first.remote().failure());
+                }
+                world.barrier("masked").unwrap();
+                drop((after, first));
+            }
+            met.wait();
+            // Whoever was lost comes back; everyone takes new endpoints, as new processes would.
+            let world = world.regroup(2, &(0..5).map(Rank).collect::<Vec<_>>()).unwrap();
+            let second = proxy(network, &world, 10_000);
+            let again = rig(&world, &second);
+            for salt in 0..3 {
+                let outcome = exchange(&again, salt, |_| true);
+                assert_eq!(outcome, Ok(()), "{:?}", second.remote().reports());
+            }
+            world.barrier("all back").unwrap();
+        });
+    }
+}
