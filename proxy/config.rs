@@ -33,6 +33,16 @@ pub enum Weights {
     None,
 }
 
+/// Where a context's arena lies: what node peers store into, and what the network reads and writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum ArenaPlace {
+    /// In the GPU's own memory.
+    #[default]
+    Device,
+    /// In host memory, which GPUs reach over PCIe: for networks that cannot reach the memory of GPUs. Slow.
+    Host,
+}
+
 /// What a context was built for.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
@@ -44,6 +54,7 @@ pub(crate) struct Shape {
     pub nodes: Nodes,
     pub nics: u8,
     pub chunk_rows: Option<usize>,
+    pub arena: ArenaPlace,
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
@@ -130,7 +141,8 @@ impl Shape {
         let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
-            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} hidden={} experts={} top_k={} max_tokens={} dtype={} scales={:?} combine_dtype={} \
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} arena={:?} hidden={} experts={} top_k={} \
+             max_tokens={} dtype={} scales={:?} combine_dtype={} \
              partial_f32={} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             generation,
@@ -138,6 +150,7 @@ impl Shape {
             sizes.join(","),
             self.nics,
             self.chunk_rows.unwrap_or(0),
+            self.arena,
             self.hidden,
             self.experts,
             self.top_k,
@@ -172,6 +185,7 @@ pub struct AllToAllBuilder {
     pub(crate) first_epoch: u64,
     pub(crate) proxy: Option<Proxy>,
     pub(crate) chunk_rows: Option<usize>,
+    pub(crate) arena: ArenaPlace,
 }
 
 impl AllToAllBuilder {
@@ -195,6 +209,7 @@ impl AllToAllBuilder {
             first_epoch: 1,
             proxy: None,
             chunk_rows: None,
+            arena: ArenaPlace::Device,
         }
     }
 
@@ -302,6 +317,12 @@ impl AllToAllBuilder {
         self
     }
 
+    /// Where the arena lies. Default: in the GPU's own memory; the CPU device's is host memory whatever is given here.
+    pub fn arena(mut self, place: ArenaPlace) -> Self {
+        self.arena = place;
+        self
+    }
+
     /// Builds the context. Collective: every rank of the world calls it with the same configuration.
     ///
     /// # Errors
@@ -366,6 +387,10 @@ impl AllToAllBuilder {
             nodes,
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),
             chunk_rows: self.chunk_rows,
+            arena: match self.device_kind() {
+                DeviceKind::Cpu => ArenaPlace::Host,
+                DeviceKind::Cuda => self.arena,
+            },
             hidden: self.hidden,
             experts: self.experts,
             top_k: self.top_k,

@@ -1,7 +1,7 @@
 //! A context: one set of buffers and counters, and the calls that enqueue its kernels.
 
 use super::calls::{Combined, Output, Rows, Tokens};
-use super::config::{AllToAllBuilder, Shape, Weights, config};
+use super::config::{AllToAllBuilder, ArenaPlace, Shape, Weights, config};
 use super::handle::{CombineSent, Handle, Pool, Sent};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
@@ -90,7 +90,7 @@ impl AllToAll {
         let sms = builder.sms.unwrap_or_else(|| device.multiprocessors());
         let opening = match (proxied, &plan.wire) {
             (Some(proxied), Some((wire, _))) => {
-                let span = Span { base: peers.own().base(), bytes: peers.own().bytes() };
+                let span = Span { base: peers.own().network_base(), bytes: peers.own().bytes() };
                 let arena: (Span, Arc<dyn Any + Send + Sync>) = (span, peers.clone());
                 let words = proxied.words.memory;
                 Some(Opening::establish(&world, proxied.number, arena, wire, words, builder.first_epoch)?)
@@ -408,9 +408,10 @@ impl Local {
         let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
         let bytes = usize::try_from(plan.arena_bytes())
             .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
-        let arena = match device.ordinal() {
-            Some(ordinal) => Arena::cuda(ordinal, bytes)?,
-            None => Arena::cpu(bytes)?,
+        let arena = match (device.ordinal(), shape.arena) {
+            (Some(ordinal), ArenaPlace::Device) => Arena::cuda(ordinal, bytes)?,
+            (Some(ordinal), ArenaPlace::Host) => Arena::cuda_host(ordinal, bytes)?,
+            (None, _) => Arena::cpu(bytes)?,
         };
         let proxied = match (&plan.wire, &builder.proxy) {
             (None, _) => None,

@@ -20,7 +20,7 @@ mod service;
 pub mod wire;
 
 pub use calls::{Combined, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
-pub use config::{AllToAllBuilder, Scales, Weights};
+pub use config::{AllToAllBuilder, ArenaPlace, Scales, Weights};
 pub use context::{AllToAll, Stats};
 pub use handle::{CombineSent, Handle, Sent};
 pub use placement::Placement;

@@ -29,13 +29,33 @@ fn no_gpu() -> bool {
     true
 }
 
+/// What the ranks of a test run on.
+#[derive(Clone, Copy)]
+struct On {
+    /// 0: the CPU device.
+    gpus: usize,
+    /// Arenas in host memory.
+    host: bool,
+}
+
+const CPU: On = On { gpus: 0, host: true };
+
 /// A rank's device and arena: on the CPU, or on a GPU of its own as far as there are enough.
-fn place(world: &World, gpus: usize) -> (Device, Arena) {
-    if gpus == 0 {
+fn place(world: &World, on: On) -> (Device, Arena) {
+    if on.gpus == 0 {
         return (Device::cpu().unwrap(), Arena::cpu(BYTES).unwrap());
     }
-    let ordinal = world.local_rank() % gpus;
-    (Device::cuda(ordinal).unwrap(), Arena::cuda(ordinal, BYTES).unwrap())
+    let ordinal = world.local_rank() % on.gpus;
+    let arena = if on.host { Arena::cuda_host(ordinal, BYTES) } else { Arena::cuda(ordinal, BYTES) };
+    (Device::cuda(ordinal).unwrap(), arena.unwrap())
+}
+
+/// What a network would do: the processor looks at the arena, in host memory.
+fn look_from_the_host(world: &World, map: &PeerMap) {
+    let first = world.rank().0 as u8 + 1;
+    let at = (map.own().network_base() as usize + BYTES - SLOT) as *const u8;
+    // SAFETY: inside the own arena, in host memory; nobody writes now.
+    assert_eq!(unsafe { at.read() }, first, "mark of rank 0");
 }
 
 fn at(map: &PeerMap, rank: u32, offset: usize, bytes: usize) -> View {
@@ -43,7 +63,7 @@ fn at(map: &PeerMap, rank: u32, offset: usize, bytes: usize) -> View {
 }
 
 /// Every rank's device stores its mark at the end of every arena; every rank then finds all marks in its own.
-fn exchange_marks(world: &World, device: &Device, stream: &Stream, arena: Arena) {
+fn exchange_marks(world: &World, device: &Device, stream: &Stream, arena: Arena, host: bool) {
     let map = PeerMap::establish(world, arena).unwrap();
     let (own, ranks) = (world.rank().0, world.size() as u32);
     assert_eq!(map.base_of(Rank(own)), map.own().base());
@@ -69,31 +89,34 @@ fn exchange_marks(world: &World, device: &Device, stream: &Stream, arena: Arena)
         let from = BYTES - SLOT * (peer as usize + 1);
         assert_eq!(bytes[from..from + SLOT], [(10 * peer + own + 1) as u8; SLOT], "mark of rank {peer}");
     }
+    if host {
+        look_from_the_host(world, &map);
+    }
     world.barrier("checked").unwrap();
 }
 
-fn run_rank(world: World, gpus: usize) {
-    let (device, arena) = place(&world, gpus);
+fn run_rank(world: World, on: On) {
+    let (device, arena) = place(&world, on);
     let stream = device.new_stream().unwrap();
-    exchange_marks(&world, &device, &stream, arena);
+    exchange_marks(&world, &device, &stream, arena, on.host);
 }
 
-fn threads(ranks: usize, gpus: usize) {
+fn threads(ranks: usize, on: On) {
     std::thread::scope(|scope| {
         for world in World::threads(ranks) {
-            scope.spawn(move || run_rank(world, gpus));
+            scope.spawn(move || run_rank(world, on));
         }
     });
 }
 
-fn processes(ranks: usize, gpus: usize) {
+fn processes(ranks: usize, on: On) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     drop(listener);
     let start = |rank: usize| {
         Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child", "--nocapture"])
-            .env(CHILD, gpus.to_string())
+            .env(CHILD, format!("{} {}", on.gpus, on.host))
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", rank.to_string())
             .env("WORLD_SIZE", ranks.to_string())
@@ -116,19 +139,20 @@ fn processes(ranks: usize, gpus: usize) {
 
 #[test]
 fn child() {
-    let Ok(gpus) = std::env::var(CHILD) else { return };
-    run_rank(World::from_env().unwrap(), gpus.parse().unwrap());
+    let Ok(on) = std::env::var(CHILD) else { return };
+    let (gpus, host) = on.split_once(' ').unwrap();
+    run_rank(World::from_env().unwrap(), On { gpus: gpus.parse().unwrap(), host: host.parse().unwrap() });
     println!("marks found");
 }
 
 #[test]
 fn cpu_ranks_that_are_threads_share_arenas() {
-    threads(4, 0);
+    threads(4, CPU);
 }
 
 #[test]
 fn cpu_ranks_that_are_processes_share_arenas() {
-    processes(3, 0);
+    processes(3, CPU);
 }
 
 #[test]
@@ -136,7 +160,7 @@ fn ranks_on_host_fibers_share_arenas() {
     let worlds = World::threads(3);
     let report = seeded_world(SeededConfig { seed: 2, hold_stores: false }, 3, |rank, device| {
         let stream = device.new_stream().unwrap();
-        exchange_marks(&worlds[rank], &device, &stream, Arena::cpu(BYTES).unwrap());
+        exchange_marks(&worlds[rank], &device, &stream, Arena::cpu(BYTES).unwrap(), true);
     });
     assert_eq!(report.failure, None);
 }
@@ -155,14 +179,14 @@ fn host_waits_in_a_row_are_no_hang() {
 #[test]
 fn ranks_of_one_gpu_that_are_threads_share_arenas() {
     if !no_gpu() {
-        threads(2, 1);
+        threads(2, On { gpus: 1, host: false });
     }
 }
 
 #[test]
 fn ranks_of_one_gpu_that_are_processes_share_arenas() {
     if !no_gpu() {
-        processes(2, 1);
+        processes(2, On { gpus: 1, host: false });
     }
 }
 
@@ -176,8 +200,18 @@ fn ranks_of_several_gpus_share_arenas() {
         println!("skipped: one GPU");
         return;
     }
-    threads(gpus, gpus);
-    processes(gpus, gpus);
+    for host in [false, true] {
+        threads(gpus, On { gpus, host });
+        processes(gpus, On { gpus, host });
+    }
+}
+
+#[test]
+fn ranks_of_one_gpu_share_arenas_in_host_memory() {
+    if !no_gpu() {
+        threads(2, On { gpus: 1, host: true });
+        processes(2, On { gpus: 1, host: true });
+    }
 }
 
 #[test]

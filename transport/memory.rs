@@ -9,12 +9,16 @@
 //!             ranks of one process                    ranks that are processes
 //!   CPU       the peer's own mapping, shared          memfd, passed over Unix sockets, mapped here
 //!   GPU       the peer's address; the owner grants    exported as a descriptor, passed likewise,
-//!             every GPU of the world access           imported and mapped for this rank's GPU
+//!             every GPU of the node access            imported and mapped for this rank's GPU
+//!   GPU, host the peer's own mapping, registered      memfd as for the CPU, mapped here and registered
+//!   memory    once for all GPUs of the process        for this rank's GPU
 //! ```
 
 #[cfg(feature = "cuda")]
 mod cuda;
 mod host;
+#[cfg(feature = "cuda")]
+mod pinned;
 
 use super::world::World;
 use crate::base::{Error, Rank, Result};
@@ -29,14 +33,37 @@ enum Memory {
     Host(host::HostMemory),
     #[cfg(feature = "cuda")]
     Cuda(cuda::CudaMemory),
+    #[cfg(feature = "cuda")]
+    Pinned(pinned::PinnedMemory),
 }
 
 impl Memory {
+    /// Where the device finds it for which it was made or imported.
     fn base(&self) -> u64 {
         match self {
             Memory::Host(memory) => memory.base(),
             #[cfg(feature = "cuda")]
             Memory::Cuda(memory) => memory.base(),
+            #[cfg(feature = "cuda")]
+            Memory::Pinned(memory) => memory.base(),
+        }
+    }
+
+    /// Where networks find it.
+    fn network_base(&self) -> u64 {
+        match self {
+            #[cfg(feature = "cuda")]
+            Memory::Pinned(memory) => memory.host_base(),
+            _ => self.base(),
+        }
+    }
+
+    /// Where the device of `viewer`, of this process, finds it.
+    fn seen_by(&self, viewer: &Memory) -> Result<u64> {
+        match (self, viewer) {
+            #[cfg(feature = "cuda")]
+            (Memory::Pinned(memory), Memory::Pinned(viewer)) => memory.seen_by(viewer),
+            (memory, _) => Ok(memory.base()),
         }
     }
 }
@@ -72,14 +99,32 @@ impl Arena {
         })
     }
 
+    /// Host memory that GPU `ordinal` reaches over PCIe, and so do other GPUs and processes.
+    #[cfg(feature = "cuda")]
+    pub fn cuda_host(ordinal: usize, bytes: usize) -> Result<Arena> {
+        check_bytes(bytes)?;
+        Ok(Arena { memory: Arc::new(Memory::Pinned(pinned::PinnedMemory::create(ordinal, bytes)?)), bytes })
+    }
+
+    /// Host memory for GPU `ordinal`: this build has no GPU part, and says so.
+    #[cfg(not(feature = "cuda"))]
+    pub fn cuda_host(ordinal: usize, bytes: usize) -> Result<Arena> {
+        Arena::cuda(ordinal, bytes)
+    }
+
     /// Length in bytes, as asked for.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Its address in this process, and on its own device.
+    /// Its address on its own device.
     pub fn base(&self) -> u64 {
         self.memory.base()
+    }
+
+    /// Its address for networks: where host memory lies in this process, and for other memory its address on its device.
+    pub fn network_base(&self) -> u64 {
+        self.memory.network_base()
     }
 
     /// A descriptor by which another process can map it.
@@ -88,6 +133,8 @@ impl Arena {
             Memory::Host(memory) => Ok(Handle::Lent(memory.fd())),
             #[cfg(feature = "cuda")]
             Memory::Cuda(memory) => memory.export().map(Handle::Made),
+            #[cfg(feature = "cuda")]
+            Memory::Pinned(memory) => Ok(Handle::Lent(memory.fd())),
         }
     }
 
@@ -97,6 +144,8 @@ impl Arena {
             Memory::Host(_) => host::HostMemory::import(fd, self.bytes).map(Memory::Host),
             #[cfg(feature = "cuda")]
             Memory::Cuda(memory) => memory.import(fd, card.bus_id()).map(Memory::Cuda),
+            #[cfg(feature = "cuda")]
+            Memory::Pinned(memory) => memory.import(fd, self.bytes).map(Memory::Pinned),
         }
         .map_err(|why| {
             let Error::Device { what, advice } = why else { return why };
@@ -109,6 +158,8 @@ impl Arena {
             Memory::Host(_) => (Kind::Host, 0, [0; BUS_ID_BYTES]),
             #[cfg(feature = "cuda")]
             Memory::Cuda(memory) => (Kind::Cuda, memory.ordinal() as u32, memory.bus_id()),
+            #[cfg(feature = "cuda")]
+            Memory::Pinned(memory) => (Kind::Pinned, memory.ordinal() as u32, memory.bus_id()),
         };
         Card { kind, shareable, ordinal, bytes: self.bytes as u64, ticket, bus_id }
     }
@@ -169,13 +220,13 @@ impl PeerMap {
         let peers = agree(world, mapped)?;
         drop(ticket);
         let own = world.rank().index();
-        let base = |(rank, peer): (usize, &Option<Arc<Memory>>)| match peer {
+        let base = |(rank, peer): (usize, &Option<Mapped>)| match peer {
             _ if rank == own => arena.base(),
-            Some(peer) => peer.base(),
+            Some(peer) => peer.base,
             None => 0,
         };
         let bases = peers.iter().enumerate().map(base).collect();
-        Ok(PeerMap { own: arena, bases, _peers: peers.into_iter().flatten().collect() })
+        Ok(PeerMap { own: arena, bases, _peers: peers.into_iter().flatten().map(|peer| peer.memory).collect() })
     }
 
     /// Where this rank's device finds the arena of `peer`; 0 for a rank of another node or
@@ -190,34 +241,46 @@ impl PeerMap {
     }
 }
 
-/// Memory of the node's ranks, by rank in the world.
-type Mapped = Vec<Option<Arc<Memory>>>;
+/// Memory of a rank of the node, and where this rank's device finds it.
+struct Mapped {
+    base: u64,
+    memory: Arc<Memory>,
+}
+
+/// The same of all ranks of the node, by rank in the world.
+type Node = Vec<Option<Mapped>>;
 
 /// Memory of the node where all ranks are in this process.
-fn map_within(world: &World, arena: &Arena, cards: &[Card]) -> Result<Mapped> {
+fn map_within(world: &World, arena: &Arena, cards: &[Card]) -> Result<Node> {
     #[cfg(feature = "cuda")]
     if let Memory::Cuda(memory) = &*arena.memory {
         memory.grant(world.node_peers().filter_map(|rank| Some(cards.get(rank)?.ordinal as usize)))?;
     }
     let peer = |(rank, card): (usize, &Card)| {
         if rank == world.rank().index() {
-            return Ok(Some(arena.memory.clone()));
+            return Ok(Some(mapped(arena.memory.clone())));
         }
         if !world.node_peers().contains(&rank) {
             return Ok(None);
         }
         let gone = || mismatch(format!("the arena of rank {rank} is gone"), "see why that rank gave up");
-        Ticket::redeem(card.ticket).ok_or_else(gone).map(Some)
+        let memory = Ticket::redeem(card.ticket).ok_or_else(gone)?;
+        Ok(Some(Mapped { base: memory.seen_by(&arena.memory)?, memory }))
     };
     cards.iter().enumerate().map(peer).collect()
 }
 
+/// Memory that was made or imported for this rank's device.
+fn mapped(memory: Arc<Memory>) -> Mapped {
+    Mapped { base: memory.base(), memory }
+}
+
 /// The same where ranks are processes. The outer error is the world's, which all ranks see.
-fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]) -> Result<Result<Mapped>> {
+fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]) -> Result<Result<Node>> {
     let fds = world.exchange_fds(own)?;
     let peer = |(rank, (card, fd)): (usize, (&Card, Option<OwnedFd>))| match fd {
-        Some(fd) => arena.import(fd, card).map(|memory| Some(Arc::new(memory))),
-        None if rank == world.rank().index() => Ok(Some(arena.memory.clone())),
+        Some(fd) => arena.import(fd, card).map(|memory| Some(mapped(Arc::new(memory)))),
+        None if rank == world.rank().index() => Ok(Some(mapped(arena.memory.clone()))),
         None if !world.node_peers().contains(&rank) => Ok(None),
         None => Err(mismatch(
             format!("rank {rank} passed no descriptor of its arena"),
@@ -253,7 +316,7 @@ fn read_cards(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
         if card.kind != first.kind {
             return Err(mismatch(
                 format!("rank {rank} is on {} and rank 0 on {}", card.place(), first.place()),
-                "use one kind of device on all ranks",
+                "use one kind of device on all ranks, and one place for their arenas",
             ));
         }
         if card.bytes != first.bytes {
@@ -279,6 +342,22 @@ const BUS_ID_BYTES: usize = 16;
 enum Kind {
     Host,
     Cuda,
+    /// Host memory, registered with GPUs.
+    Pinned,
+}
+
+impl Kind {
+    fn code(self) -> u8 {
+        match self {
+            Kind::Host => 0,
+            Kind::Cuda => 1,
+            Kind::Pinned => 2,
+        }
+    }
+
+    fn of(code: u8) -> Option<Kind> {
+        [Kind::Host, Kind::Cuda, Kind::Pinned].into_iter().find(|kind| kind.code() == code)
+    }
 }
 
 /// What ranks tell each other of their arenas, little end first:
@@ -305,7 +384,7 @@ impl Card {
     fn encode(&self) -> [u8; Card::BYTES] {
         let mut out = [0; Card::BYTES];
         out[0..4].copy_from_slice(&Card::VERSION.to_le_bytes());
-        out[4] = u8::from(self.kind == Kind::Cuda);
+        out[4] = self.kind.code();
         out[5] = u8::from(self.shareable);
         out[8..12].copy_from_slice(&self.ordinal.to_le_bytes());
         out[16..24].copy_from_slice(&self.bytes.to_le_bytes());
@@ -320,11 +399,7 @@ impl Card {
             return None;
         }
         Some(Card {
-            kind: match bytes[4] {
-                0 => Kind::Host,
-                1 => Kind::Cuda,
-                _ => return None,
-            },
+            kind: Kind::of(bytes[4])?,
             shareable: bytes[5] == 1,
             ordinal: read_u32(bytes, 8)?,
             bytes: read_u64(bytes, 16)?,
@@ -343,6 +418,7 @@ impl Card {
         match self.kind {
             Kind::Host => "the CPU device".into(),
             Kind::Cuda => format!("GPU {} ({})", self.ordinal, self.bus_id()),
+            Kind::Pinned => format!("host memory of GPU {} ({})", self.ordinal, self.bus_id()),
         }
     }
 }
@@ -406,8 +482,10 @@ mod tests {
         other_version[0] = 9;
         assert_eq!(Card::decode(&other_version), None);
         let mut other_kind = bytes;
-        other_kind[4] = 2;
+        other_kind[4] = 3;
         assert_eq!(Card::decode(&other_kind), None);
+        let pinned = Card { kind: Kind::Pinned, ..card() };
+        assert_eq!(Card::decode(&pinned.encode()), Some(pinned));
     }
 
     #[test]
@@ -415,6 +493,13 @@ mod tests {
         let other = Card { bytes: 4096, ..card() };
         let why = read_cards(&[card().encode().to_vec(), other.encode().to_vec()]).unwrap_err();
         assert!(why.to_string().contains("rank 1 has 4096 bytes"), "{why}");
+    }
+
+    #[test]
+    fn arenas_in_different_places_are_refused_on_every_rank() {
+        let other = Card { kind: Kind::Pinned, ..card() };
+        let why = read_cards(&[card().encode().to_vec(), other.encode().to_vec()]).unwrap_err();
+        assert!(why.to_string().contains("rank 1 is on host memory of GPU 3"), "{why}");
     }
 
     #[test]

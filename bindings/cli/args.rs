@@ -10,7 +10,8 @@ use super::inputs::ScaleKind;
 use super::links::{Link, TransportChoice};
 use super::routing::Routing;
 use super::words::{
-    DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode, scale_kind, summed, word,
+    ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode, scale_kind, summed,
+    word,
 };
 
 /// Ranks of one node at the most: no host links more GPUs than 16.
@@ -80,6 +81,9 @@ pub struct BenchArgs {
     /// Rows of a chunk of a message between nodes [default: chosen by the library]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub chunk_rows: Option<usize>,
+    /// Where arenas lie on GPUs [default: device; host where the network between nodes cannot reach the GPUs' memory]
+    #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
+    pub arena: Option<ArenaWord>,
     /// Ranks as threads of one process or as a process each [default: threads]
     #[arg(long, value_name = "threads|processes", value_parser = word::<Launch>)]
     pub launch: Option<Launch>,
@@ -183,6 +187,9 @@ pub struct VerifyArgs {
     /// What ranks run on [default: cuda where a GPU is found, else cpu]
     #[arg(long, value_name = "cpu|cuda", value_parser = word::<DeviceWord>)]
     pub device: Option<DeviceWord>,
+    /// Where arenas lie on GPUs [default: device in one node, host in several]
+    #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
+    pub arena: Option<ArenaWord>,
     /// Progress deadline of any wait [default: 20000]
     #[arg(long, value_name = "MS", value_parser = |t: &str| number(t, 1, MAX_TIMEOUT_MS))]
     pub timeout_ms: Option<usize>,

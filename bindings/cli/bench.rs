@@ -5,7 +5,7 @@
 use std::process::ExitCode;
 
 use super::args::BenchArgs;
-use super::config::{Config, Purpose, note_sharing};
+use super::config::{Config, Purpose, note_arena, note_sharing};
 use super::launch;
 use super::plot;
 use super::rank::Job;
@@ -26,6 +26,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode, Refusal> {
         return Ok(launch::run_as_rank(&config));
     }
     note_sharing(config.device, config.case.world);
+    note_arena(args.arena, config.arena);
     let runs = match run(&config) {
         Ok(runs) => runs,
         Err(sentence) => {
@@ -55,6 +56,7 @@ pub fn job(config: &Config, tokens: usize) -> Job {
         warmup: config.warmup,
         check: config.check,
         timeout: config.timeout,
+        arena: config.arena,
         measured: true,
     }
 }

@@ -16,7 +16,7 @@ use super::links::{Link, TransportChoice};
 use super::presets;
 use super::routing::Routing;
 use super::usage::Refusal;
-use super::words::{DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode};
+use super::words::{ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode};
 
 /// Whether contexts span several nodes. While they do not, every world is one node, and more are refused.
 pub const SEVERAL_NODES: bool = true;
@@ -37,6 +37,8 @@ const TIMEOUT_MS: usize = 30_000;
 pub struct Config {
     pub device: DeviceWord,
     pub launch: Launch,
+    /// Where arenas lie.
+    pub arena: ArenaWord,
     pub preset: &'static str,
     /// The run, with the first count of `tokens`.
     pub case: Case,
@@ -136,6 +138,7 @@ impl Config {
         Ok(Config {
             device,
             launch,
+            arena: arena(args.arena, device, &case)?,
             preset: preset.name,
             case,
             tokens,
@@ -174,6 +177,29 @@ pub fn sharing(world: usize) -> usize {
 pub fn note_sharing(device: DeviceWord, world: usize) {
     if device == DeviceWord::Cuda && sharing(world) > 1 {
         eprintln!("tokenyard: {} ranks share a GPU", sharing(world));
+    }
+}
+
+/// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them.
+///
+/// # Errors
+/// A place that it cannot reach.
+pub fn arena(given: Option<ArenaWord>, device: DeviceWord, case: &Case) -> Result<ArenaWord, Refusal> {
+    let reached = device == DeviceWord::Cpu || !case.several_nodes();
+    match given {
+        Some(ArenaWord::Device) if !reached => {
+            let advice = "the simulated network copies with the processor, which cannot reach it; give host";
+            Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
+        }
+        Some(given) => Ok(given),
+        None => Ok(if reached { ArenaWord::Device } else { ArenaWord::Host }),
+    }
+}
+
+/// Says on stderr that arenas are in host memory, where nobody asked for that.
+pub fn note_arena(given: Option<ArenaWord>, chosen: ArenaWord) {
+    if given.is_none() && chosen == ArenaWord::Host {
+        eprintln!("tokenyard: arenas are in host memory, where the simulated network reaches them");
     }
 }
 

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use tokenyard::kernels::bench;
 use tokenyard::transport::{Arena, PeerMap};
-use tokenyard::{Device, DeviceBuffer, Rank, Result, View, World};
+use tokenyard::{DeviceBuffer, Rank, Result, View, World};
 
 use super::calls::Caller;
+use super::words::ArenaWord;
 
 /// Bytes copied on the CPU device: beyond any cache that a rank has for itself.
 const CPU_BYTES: usize = 8 << 20;
@@ -48,18 +49,19 @@ pub fn rate(world: &World) -> Result<f64> {
 
 /// Times, in µs, of bare stores between GPUs of an iteration's bytes: those that dispatch sends and those that combine
 /// does. `rows` went from each rank to each other in a mean iteration, of this rank's tokens; `row_bytes` is the payload of a row and of a partial row. None
-/// without peers.
+/// without peers in its node.
 ///
 /// # Errors
 /// Whatever the device or a peer answers.
 pub fn push(
     world: &World,
-    device: &Device,
     caller: &Caller,
+    arena: ArenaWord,
     rows: &[u64],
     row_bytes: (u64, u64),
     patience: Duration,
 ) -> Result<[Vec<f64>; 2]> {
+    let device = caller.stream.device();
     let Some(ordinal) = device.ordinal().filter(|_| world.size() > 1) else { return Ok(Default::default()) };
     let rank = world.rank().index();
     let table = gather_rows(world, rows)?;
@@ -69,7 +71,12 @@ pub fn push(
     let home: Vec<usize> = table.iter().map(|row| bytes(row[rank], row_bytes.1)).collect();
     let most = table.iter().flatten().copied().max().unwrap_or(0);
     let slot = bytes(most, row_bytes.0.max(row_bytes.1)).max(QUANTUM as usize);
-    let map = PeerMap::establish(world, Arena::cuda(ordinal, slot * world.size())?)?;
+    let bytes = slot * world.size();
+    let arena = match arena {
+        ArenaWord::Device => Arena::cuda(ordinal, bytes)?,
+        ArenaWord::Host => Arena::cuda_host(ordinal, bytes)?,
+    };
+    let map = PeerMap::establish(world, arena)?;
     let source = device.alloc(slot)?;
     source.fill(1)?;
     let peers = Peers { rank, slot, map: &map, source: &source };
@@ -103,9 +110,10 @@ struct Peers<'a> {
 }
 
 impl Peers<'_> {
-    /// Times stores of `bytes[p]` bytes to each peer p at once.
+    /// Times stores of `bytes[p]` bytes to each peer p of the node at once.
     fn time(&self, caller: &Caller, bytes: &[usize], patience: Duration) -> Result<Vec<f64>> {
-        let peers = || (0..bytes.len()).filter(|&peer| peer != self.rank);
+        let mapped = |peer: usize| self.map.base_of(Rank(peer as u32)) != 0;
+        let peers = || (0..bytes.len()).filter(|&peer| peer != self.rank && mapped(peer));
         let place = |peer: usize| View {
             ptr: self.map.base_of(Rank(peer as u32)) + (self.rank * self.slot) as u64,
             bytes: self.slot,
@@ -117,11 +125,13 @@ impl Peers<'_> {
         for repeat in 0..GPU_WARMUP + GPU_REPEATS {
             let [start, end] = caller.together(|| {
                 let start = stream.record()?;
-                bench::push(stream, self.source.view(), &destinations, &bytes)?;
+                if !destinations.is_empty() {
+                    bench::push(stream, self.source.view(), &destinations, &bytes)?;
+                }
                 Ok([start, stream.record()?])
             })?;
             stream.synchronize(patience)?;
-            if repeat >= GPU_WARMUP {
+            if repeat >= GPU_WARMUP && !destinations.is_empty() {
                 times.push(end.elapsed_us(&start)?);
             }
         }

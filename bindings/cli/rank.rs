@@ -7,7 +7,8 @@
 use std::time::Duration;
 
 use tokenyard::{
-    AllToAll, Device, DeviceKind, Dtype, Error, Event, Placement, Proxy, Result, Scales, Stream, Weights, World,
+    AllToAll, ArenaPlace, Device, DeviceKind, Dtype, Error, Event, Placement, Proxy, Result, Scales, Stream, Weights,
+    World,
 };
 
 use super::args::Check;
@@ -24,7 +25,7 @@ use super::routing::{Routed, Router, ragged_count};
 use super::sample::{RankResult, Verdict};
 use super::steps::steps;
 use super::traffic::Traffic;
-use super::words::{FaultWord, PlacementWord, WeightsWord, WorldMode};
+use super::words::{ArenaWord, FaultWord, PlacementWord, WeightsWord, WorldMode};
 
 /// What every rank of a run is told.
 #[derive(Debug, Clone)]
@@ -35,6 +36,8 @@ pub struct Job {
     pub check: Check,
     /// Progress deadline of every wait.
     pub timeout: Duration,
+    /// Where arenas lie.
+    pub arena: ArenaWord,
     /// Whether calls are timed, the links are measured, and a timeline is kept.
     pub measured: bool,
 }
@@ -86,7 +89,7 @@ pub fn run(
     }
     if job.measured && gpu {
         let rows: Vec<u64> = rank.traffic.rows().iter().map(|rows| rows / result.iterations.max(1)).collect();
-        result.push_us = link::push(&world, device, &rank.caller, &rows, job.case.row_bytes(), job.patience())?;
+        result.push_us = link::push(&world, &rank.caller, job.arena, &rows, job.case.row_bytes(), job.patience())?;
     }
     // Peers may still store into this rank's arena: flags of the last combine.
     world.barrier("end of run")?;
@@ -296,7 +299,11 @@ impl RowSource for Made {
 fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Result<AllToAll> {
     let case = &job.case;
     let builder = network::attach(builder(case, world)?, proxy, case);
-    let mut builder = builder.device(device.clone()).timeout(job.timeout).handles(case.ahead);
+    let place = match job.arena {
+        ArenaWord::Device => ArenaPlace::Device,
+        ArenaWord::Host => ArenaPlace::Host,
+    };
+    let mut builder = builder.device(device.clone()).timeout(job.timeout).handles(case.ahead).arena(place);
     let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
     if case.sms.is_none() && sharers > 1 {
         // Blocks wait for other ranks' blocks, so those of all must fit at once.

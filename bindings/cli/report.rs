@@ -13,7 +13,7 @@ use super::case::Case;
 use super::config::Config;
 use super::network;
 use super::sample::{RankResult, Verdict};
-use super::words::Word;
+use super::words::{ArenaWord, Word};
 
 /// A distribution of times.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -135,6 +135,9 @@ pub struct RunResult {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub push_us: Option<Push>,
     pub arena_bytes: u64,
+    /// Where arenas lie, if in host memory by choice.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub arena: Option<&'static str>,
     /// The first findings; for people, not part of the object.
     #[serde(skip)]
     pub sentences: Vec<String>,
@@ -189,6 +192,7 @@ impl RunResult {
             floor_us: floor(bytes, ranks, push_us, case),
             push_us,
             arena_bytes: ranks.iter().map(|r| r.arena_bytes).max().unwrap_or(0),
+            arena: (config.arena == ArenaWord::Host).then(|| config.arena.name()),
             sentences: verdict.sentences,
         }
     }
@@ -343,7 +347,7 @@ pub fn bench_table(results: &[RunResult]) -> String {
     };
     format!(
         "{} x {} ({}{nodes}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; \
-         arena {:.1} MiB; \
+         arena {:.1} MiB{}; \
          times in us\n{}",
         r.world,
         r.device_name,
@@ -359,6 +363,7 @@ pub fn bench_table(results: &[RunResult]) -> String {
         r.mode,
         r.sms,
         r.arena_bytes as f64 / f64::from(1 << 20),
+        if r.arena.is_some() { " in host memory" } else { "" },
         table(&head, &rows)
     )
 }

@@ -11,7 +11,7 @@ use tokenyard::kernels::SeededReport;
 
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
-use super::config::{SEVERAL_NODES, note_sharing, or_here};
+use super::config::{self, SEVERAL_NODES, note_sharing, or_here};
 use super::draw::{RANKS, draw};
 use super::rank::Job;
 use super::report::Progress;
@@ -20,7 +20,7 @@ use super::schedules::schedules;
 use super::tally::Tally;
 use super::team;
 use super::usage::Refusal;
-use super::words::{DeviceWord, Word};
+use super::words::{ArenaWord, DeviceWord, Word};
 
 /// Configurations by default.
 const SEEDS: usize = 100;
@@ -68,14 +68,14 @@ pub fn verify(args: &VerifyArgs) -> Result<ExitCode, Refusal> {
     let only_schedules = args.schedules.is_some() && args.seeds.is_none();
     let device = if only_schedules { DeviceWord::Cpu } else { or_here(args.device)? };
     let timeout = args.timeout_ms.map_or(TIMEOUT, |ms| Duration::from_millis(ms as u64));
-    let judge = Judge { device, timeout };
+    let judge = Judge { device, timeout, arena: args.arena };
     if let Some(text) = &args.replay {
         return replay(text, &judge);
     }
     let first = args.seed.unwrap_or(1);
     let mut right = true;
     if let Some(count) = args.schedules {
-        right &= schedules(count, first, &Judge { device: DeviceWord::Cpu, timeout });
+        right &= schedules(count, first, &Judge { device: DeviceWord::Cpu, ..judge });
     }
     if !only_schedules {
         right &= seeds(args, first, judge)?;
@@ -197,17 +197,24 @@ pub struct Judged {
 pub struct Judge {
     pub device: DeviceWord,
     pub timeout: Duration,
+    /// Where arenas lie, if that was asked for.
+    pub arena: Option<ArenaWord>,
 }
 
 impl Default for Judge {
     fn default() -> Judge {
-        Judge { device: DeviceWord::Cpu, timeout: TIMEOUT }
+        Judge { device: DeviceWord::Cpu, timeout: TIMEOUT, arena: None }
     }
 }
 
 impl Judge {
     pub fn judge(&self, case: &Case) -> Judged {
-        let job = Job { case: case.clone(), warmup: 0, check: Check::All, timeout: self.timeout, measured: false };
+        let (check, timeout) = (Check::All, self.timeout);
+        let arena = match config::arena(self.arena, self.device, case) {
+            Ok(arena) => arena,
+            Err(refusal) => return Judged { outcome: Outcome::Wrong(vec![refusal.to_string()]), schedule: None },
+        };
+        let job = Job { case: case.clone(), warmup: 0, check, timeout, arena, measured: false };
         let (result, schedule) = team::run_reported(&job, self.device, &|_| {});
         let mut outcome = match (result, case.refused_by_design()) {
             (Err(error), Some(field)) if names(&error, field) => Outcome::Refused(error),
@@ -243,7 +250,8 @@ impl Judge {
             TIMEOUT => String::new(),
             given => format!(" --timeout-ms {}", given.as_millis()),
         };
-        println!("FAILED: tokenyard verify --device {}{deadline} --replay '{case}'", self.device.name());
+        let arena = self.arena.map_or_else(String::new, |arena| format!(" --arena {}", arena.name()));
+        println!("FAILED: tokenyard verify --device {}{arena}{deadline} --replay '{case}'", self.device.name());
         sentences.iter().for_each(|sentence| println!("  {sentence}"));
     }
 }

@@ -65,6 +65,8 @@ words! {
     PlacementWord { Even = "even", Table = "table" }
     /// What goes wrong in one iteration: an output that is too small, or routing that is refused; each on one rank.
     FaultWord { None = "none", Overflow = "overflow", Routing = "routing" }
+    /// Where arenas lie: in the GPUs' memory, or in the host's.
+    ArenaWord { Device = "device", Host = "host" }
     /// How the simulated network behaves: as well as it can, or as badly as it may.
     NetworkWord { Calm = "calm", Hostile = "hostile" }
 }

@@ -282,7 +282,7 @@ fn zero(mapping: &Mapping) -> Result<()> {
 }
 
 /// Such as `0000:1b:00.0`, ended by 0.
-fn bus_id_of(device: sys::CUdevice) -> Result<[u8; BUS_ID_BYTES]> {
+pub(super) fn bus_id_of(device: sys::CUdevice) -> Result<[u8; BUS_ID_BYTES]> {
     let mut text: [c_char; BUS_ID_BYTES] = [0; BUS_ID_BYTES];
     // SAFETY: the buffer has the length passed.
     let code = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), BUS_ID_BYTES as c_int, device) };
