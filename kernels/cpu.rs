@@ -254,6 +254,29 @@ impl CpuDevice {
         Ok(ptr as u64)
     }
 
+    /// Host memory that kernels share with the host, zeroed. On this device it is memory as any other, but loads of it are
+    /// counted in a seeded world.
+    pub(super) fn alloc_host(&self, bytes: usize) -> Result<u64> {
+        let ptr = self.alloc(bytes, 0)?;
+        self.share_host(ptr, bytes, true);
+        Ok(ptr)
+    }
+
+    /// Frees memory from `alloc_host`.
+    ///
+    /// # Safety
+    /// As for `free`.
+    pub(super) unsafe fn free_host(&self, ptr: u64, bytes: usize) {
+        self.share_host(ptr, bytes, false);
+        // SAFETY: passed on to the caller.
+        unsafe { self.free(ptr, bytes) }
+    }
+
+    fn share_host(&self, ptr: u64, bytes: usize, shared: bool) {
+        // SAFETY: the executor is live as long as this device.
+        unsafe { ffi::ty_exec_share_host(self.exec.raw(), ptr as *const c_void, bytes as u64, i32::from(shared)) }
+    }
+
     /// Frees memory once no stream of the executor has work left.
     ///
     /// # Safety

@@ -30,6 +30,10 @@ pub struct SeededReport {
     pub trace_hash: u64,
     /// Switches between fibers.
     pub switches: u64,
+    /// Loads of host memory by kernels.
+    pub host_loads: u64,
+    /// Those by others than the one thread of a kernel that looks at host memory.
+    pub further_pollers: u64,
     /// Who waited where when nobody could go on, if that ever happened; device deadlines fire then.
     pub hang_report: Option<String>,
     /// Why the run could not start or did not end by itself. Host closures that were then still waiting were
@@ -108,7 +112,14 @@ pub fn seeded_world(config: SeededConfig, ranks: usize, host: impl Fn(usize, Dev
 }
 
 fn failed(why: Error) -> SeededReport {
-    SeededReport { trace_hash: 0, switches: 0, hang_report: None, failure: Some(why) }
+    SeededReport {
+        trace_hash: 0,
+        switches: 0,
+        host_loads: 0,
+        further_pollers: 0,
+        hang_report: None,
+        failure: Some(why),
+    }
 }
 
 fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)) -> SeededReport {
@@ -130,6 +141,10 @@ fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)
         trace_hash: unsafe { ffi::ty_exec_trace_hash(exec.raw()) },
         // SAFETY: as above.
         switches: unsafe { ffi::ty_exec_switches(exec.raw()) },
+        // SAFETY: as above.
+        host_loads: unsafe { ffi::ty_exec_host_loads(exec.raw()) },
+        // SAFETY: as above.
+        further_pollers: unsafe { ffi::ty_exec_further_pollers(exec.raw()) },
         failure: (code != ffi::TY_EXEC_OK as i32).then(|| explain(code, "the seeded world", &report)),
         hang_report: (!report.is_empty()).then_some(report),
     }

@@ -196,7 +196,7 @@ impl Device {
     pub fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
         let (host, ptr) = match &self.backend {
             Backend::Cpu(device) => {
-                let ptr = device.alloc(bytes, 0)?;
+                let ptr = device.alloc_host(bytes)?;
                 (ptr as *mut u8, ptr)
             }
             #[cfg(feature = "cuda")]
@@ -347,7 +347,7 @@ impl Drop for HostBuffer {
     fn drop(&mut self) {
         match &self.device.backend {
             // SAFETY: `ptr` came from this device's `alloc` with this length and is freed once.
-            Backend::Cpu(device) => unsafe { device.free(self.ptr, self.bytes) },
+            Backend::Cpu(device) => unsafe { device.free_host(self.ptr, self.bytes) },
             #[cfg(feature = "cuda")]
             // SAFETY: `host` came from this device's `alloc_host` and is freed once.
             Backend::Cuda(device) => unsafe { device.free_host(self.host) },

@@ -19,6 +19,8 @@ TARGET = ROOT / "target" / "mutants" / "build"
 SEND, RECEIVE = "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh"
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
+PARTIAL, NODES, TO_NODES, FROM_NODES = (
+    "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
@@ -33,7 +35,7 @@ CHECKS = [
     ("seeds", [PROGRAM, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
     ("tests/faults.rs", ["cargo", "test", "-q", *CARGO, "--test", "faults"]),
 ]
-# And against one of the proxy, which no kernel uses yet.
+# And against one of the proxy: its own tests, which are quicker than whole worlds.
 PROXY_CHECKS = [("tests/proxy_machine.rs", ["cargo", "test", "-q", *CARGO, "--test", "proxy_machine"])]
 
 MUTANTS = [
@@ -41,8 +43,8 @@ MUTANTS = [
      "store_release_sys(in_arena<u64>(c, rank, c.regions.row_tags",
      "store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags"),
     ("row tag before the other threads' stores", SEND,
-     "  block_barrier();\n  // E7: as in publish_meta;", "  // E7: as in publish_meta;"),
-    ("row tag raised in the wrong slot", SEND, "c.rank) + token, epoch);", "c.rank) + token / 2, epoch);"),
+     "  block_barrier();\n  // N2: as N1;", "  // N2: as N1;"),
+    ("row tag raised in the wrong slot", SEND, "source) + token, epoch);", "source) + token / 2, epoch);"),
     ("META flag without release", SEND,
      "store_release_sys(in_arena<u64>(c, destination, c.regions.meta_flags",
      "store_relaxed_sys(in_arena<u64>(c, destination, c.regions.meta_flags"),
@@ -50,13 +52,13 @@ MUTANTS = [
      "store_release_sys(in_arena<u64>(c, destination, c.regions.meta_flags",
      "store_release_gpu(in_arena<u64>(c, destination, c.regions.meta_flags"),
     ("no barrier between marking and counting", SEND,
-     "count, words);\n    block_barrier();\n    write_tile", "count, words);\n    write_tile"),
+     "shared, tile);\n    block_barrier();\n    write_tile", "shared, tile);\n    write_tile"),
     ("a rank without tokens raises no flag", SEND,
-     "  TokenCount input = token_count(a);\n  u32 experts_there",
-     "  TokenCount input = token_count(a);\n  if (input.tokens == 0) return;\n  u32 experts_there"),
+     "  raise_meta_flag(c, epoch, destination, c.rank,",
+     "  if (in.tokens == 0) return;\n  raise_meta_flag(c, epoch, destination, c.rank,"),
     ("off by one in a position", SEND, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
     ("duplicate expert not seen", SEND, "for (u32 j = 0; j < k; ++j)", "for (u32 j = 1; j < k; ++j)"),
-    ("home slot counted from the wrong rank", SEND, "((1ull << destination) - 1)", "((2ull << destination) - 1)"),
+    ("home slot counted from the wrong rank", SEND, "bits_below(ranks, tile.destination)", "bits_below(ranks, tile.destination + 1)"),
     ("parity ignored", CONTEXT, "(epoch & 1) * region.parity_stride", "0 * region.parity_stride"),
     ("stale tag or flag accepted", CONTEXT,
      "  u64 seen = load_acquire_sys(word);\n  if ((seen >> shift) == expected) return true;",
@@ -73,19 +75,46 @@ MUTANTS = [
      "rows_before(c, epoch, e, c.ranks));\n  block_barrier();", "rows_before(c, epoch, e, c.ranks));"),
     ("alignment forgotten", RECEIVE, "/ align * align;", "/ align * align + rows % 2;"),
     ("overflow not noticed", RECEIVE, "needed <= a.output.capacity", "needed <= a.output.capacity + 1"),
-    ("partial row tag without release", COMBINE,
-     "store_release_sys(in_arena<u64>(c, home, c.regions.partial_tags", "store_relaxed_sys(in_arena<u64>(c, home, c.regions.partial_tags"),
-    ("partial row tag before the row", COMBINE,
-     "  block_barrier();\n  // E7: the row happens", "  // E7: the row happens"),
-    ("combine flag before the weights", COMBINE,
-     "    block_barrier();\n    // E7: the weights happen", "    // E7: the weights happen"),
-    ("partial rows not waited for", COMBINE, "failed |= !wait_tag(c, TY_DIRECTION_COMBINE", "failed |= false && !wait_tag(c, TY_DIRECTION_COMBINE"),
-    ("weight of the wrong choice", COMBINE, "float weight = load(weights + k);", "float weight = load(weights + c.top_k - 1 - k);"),
-    ("a missing choice summed", COMBINE, "    if (row < 0) continue;\n", "    if (row < 0) row = 0;\n"),
+    ("partial row tag without release", PARTIAL,
+     "store_release_sys(in_arena<u64>(c, owner.rank, c.regions.partial_tags",
+     "store_relaxed_sys(in_arena<u64>(c, owner.rank, c.regions.partial_tags"),
+    ("partial row tag before the row", PARTIAL,
+     "  block_barrier();\n  // N4: the row happens", "  // N4: the row happens"),
+    ("flag of weights before the weights", PARTIAL,
+     "    block_barrier();\n    // N10: the weights happen", "    // N10: the weights happen"),
+    ("partial rows not waited for", PARTIAL, "failed |= !wait_tag(c, TY_DIRECTION_COMBINE, tag", "failed |= false && !wait_tag(c, TY_DIRECTION_COMBINE, tag"),
+    ("weight of the wrong choice", PARTIAL, "float weight = load(weights + k);", "float weight = load(weights + c.top_k - 1 - k);"),
+    ("a missing choice summed", PARTIAL, "    if (row < 0) continue;\n", "    if (row < 0) row = 0;\n"),
     ("old value forgotten when accumulating", COMBINE, "add_rn(old.v[i], sum.v[i])", "add_rn(0.0f, sum.v[i])"),
-    ("incomplete rank's row added", COMBINE, "if (load(&shared.incomplete[lowest_bit(left)])) continue;\n", ""),
+    ("incomplete rank's row added", PARTIAL, "    if (!((parts.present >> lowest_bit(left)) & 1)) continue;\n", ""),
     ("barrier lets go early", BARRIER, "u64 number = load(&state->barriers) + 1;", "u64 number = load(&state->barriers) + 1 - (c.rank == 0);"),
     ("handle marked received by send", DISPATCH, "if (!(a.phases & TY_PHASE_RECEIVE)) return;", "if (false) return;"),
+    ("free flag ignored", CONTEXT, "if (!c.single || epoch == c.first_epoch) return true;", "if (c.first_epoch != 0) return true;"),
+    ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
+    ("free flag without release", CONTEXT, "store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);",
+     "store_relaxed_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);"),
+    ("E1: doorbell without release", NODES,
+     "  fence_acq_rel_sys();\n  store_release_sys(pointer<u64>(c.wire.doorbells)", "  store_relaxed_sys(pointer<u64>(c.wire.doorbells)"),
+    ("E1: doorbell for this device alone", NODES,
+     "  fence_acq_rel_sys();\n  store_release_sys(pointer<u64>(c.wire.doorbells)", "  store_release_gpu(pointer<u64>(c.wire.doorbells)"),
+    ("E1: row counted before the barrier", TO_NODES,
+     "  block_barrier();\n  for (u32 link = thread_index(); link < l.targets; link += block_threads())\n    if ((nodes",
+     "  for (u32 link = thread_index(); link < l.targets; link += block_threads())\n    if ((nodes"),
+    ("doorbell before the last row", NODES, "!= rows_here + (chunk == 0 ? 1 : 0)) return;", "!= rows_here + (chunk == 0 ? 1 : 0) - (rows_here > 1)) return;"),
+    ("empty message not sent", NODES, "  store(counter, 0u);\n", "  store(counter, 0u);\n  if (rows == 0 && l.row_bytes != 0) return;\n"),
+    ("E6: relayed whatever the host says", NODES, "if (load_relaxed_sys(host) != expected) return false;", "if (load_relaxed_sys(host) == 0) return false;"),
+    ("staging parity ignored", NODES, "l.staging + (epoch & 1) * l.staging_parity", "l.staging + 0 * l.staging_parity"),
+    ("E10: staging packed before the network read it", NODES, "if (epoch - c.first_epoch < 2) return true;\n  const u64 *word = pointer<const u64>(c.wire.free)",
+     "if (epoch != 0) return true;\n  const u64 *word = pointer<const u64>(c.wire.free)"),
+    ("N9: row numbers read before they are there", TO_NODES, "failed |= !wait_tag(c, direction, packed_word", "failed |= false && !wait_tag(c, direction, packed_word"),
+    ("forwarded before its chunk landed", TO_NODES, "epoch, j, chunk_of_row(l, row));", "epoch, j, 0);"),
+    ("token number of the home lost", TO_NODES, "store(meta.tokens + row, load(pointer<const i32>(in.idx - 4 + row * in.idx_pitch)));",
+     "store(meta.tokens + row, static_cast<i32>(row));"),
+    ("node sum sent before all partial rows", FROM_NODES, "if (block_any(partials_fail(c, epoch, 1 + j, row, parts))) return false;", "block_barrier();"),
+    ("weights forwarded before they landed", FROM_NODES, "thread_index() == 0 && !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, epoch, j, 0);",
+     "false && !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, epoch, j, 0);"),
+    ("home sum before its chunk landed", COMBINE, "chunk_of_row(l, static_cast<u32>(row)))", "0)"),
+    ("a second thread looks at host memory", DISPATCH, "if (thread_index() == 0) relay_dispatch(a, turn.epoch);", "if (thread_index() < 2) relay_dispatch(a, turn.epoch);"),
     ("chunk flagged one shard early", COUNTER, "if now == self.full { Counted::Landed",
      "if now.count_ones() + 1 >= self.full.count_ones() { Counted::Landed"),
     ("parity ignored when counting", COUNTER, "let slot = (epoch & 1) as usize * self.sources",
@@ -125,7 +154,16 @@ def caught_by(checks):
     return None
 
 
+def check_texts():
+    """Refuses a table whose texts do not each stand once in their file."""
+    for name, file, original, _ in MUTANTS:
+        found = (ROOT / file).read_text().count(original)
+        if found != 1:
+            sys.exit(f"mutant «{name}»: its original text stands {found} times in {file}")
+
+
 def main():
+    check_texts()
     wanted = sys.argv[1:]
     if COPY.exists():
         shutil.rmtree(COPY)

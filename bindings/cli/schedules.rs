@@ -20,6 +20,7 @@ pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
     let mut hashes = BTreeSet::new();
     let (mut verdict, mut tally) = (Verdict::new(), Tally::default());
     let (mut run, mut held, mut switches, mut twice, mut failures) = (0, 0, 0, 0, 0);
+    let mut host_loads = 0;
     for i in 0..count {
         bar.show("schedules", i, count);
         let case = draw_small(first.wrapping_add(i as u64));
@@ -27,6 +28,8 @@ pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
         run += 1;
         tally.count(&case, matches!(outcome, Outcome::Refused(_)));
         held += usize::from(case.hold_stores);
+        let pollers = schedule.as_ref().map_or(0, |schedule| schedule.further_pollers);
+        host_loads += schedule.as_ref().map_or(0, |schedule| schedule.host_loads);
         let trace = schedule.map(|schedule| (schedule.trace_hash, schedule.switches));
         hashes.extend(trace.map(|(hash, _)| hash));
         switches += trace.map_or(0, |(_, switches)| switches);
@@ -36,6 +39,9 @@ pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
             if again != trace && matches!(outcome, Outcome::Right(_)) {
                 outcome = Outcome::Wrong(vec![format!("run again, its schedule was another: {trace:x?}, {again:x?}")]);
             }
+        }
+        if pollers > 0 && matches!(outcome, Outcome::Right(_)) {
+            outcome = Outcome::Wrong(vec![format!("{pollers} loads of host memory by a second thread of a kernel")]);
         }
         match outcome {
             Outcome::Right(found) => verdict.merge(found),
@@ -60,6 +66,7 @@ pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
          twice",
         hashes.len()
     );
+    println!("{host_loads} loads of host memory, all of a kernel's by one thread");
     println!("{}", tally.nodes_line());
     println!("{} overflows, {} refused routings seen; {failures} failed", verdict.overflows, verdict.refusals);
     failures == 0

@@ -287,6 +287,7 @@ void seeded_store(void *to, const void *value, uint32_t bytes) {
 
 void seeded_strong_load(const void *from, void *value, uint32_t bytes) {
   strong_access(from, bytes, Scope::none);
+  executor->note_load(from);
   copy(value, from, bytes);
 }
 

@@ -176,6 +176,25 @@ uint64_t ty_exec_now_ns(const ty_exec *exec) {
   return exec->seeded ? exec->clock_ns.load(std::memory_order_relaxed) : monotonic_ns();
 }
 uint64_t ty_exec_trace_hash(const ty_exec *exec) { return exec->trace; }
+void ty_exec::note_load(const void *from) {
+  if (host_spans.empty() || running->launch == nullptr) return;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(from);
+  auto span = host_spans.upper_bound(at);
+  if (span == host_spans.begin() || at - std::prev(span)->first >= std::prev(span)->second) return;
+  ty::cpu::Launch &launch = *running->launch;
+  ++host_loads;
+  if (launch.host_poller == nullptr) launch.host_poller = running;
+  if (launch.host_poller != running) ++further_pollers;
+}
+
+void ty_exec_share_host(ty_exec *exec, const void *base, uint64_t bytes, int shared) {
+  std::lock_guard<std::mutex> lock(exec->mutex);
+  if (shared) exec->host_spans[reinterpret_cast<uintptr_t>(base)] = bytes;
+  else exec->host_spans.erase(reinterpret_cast<uintptr_t>(base));
+}
+
+uint64_t ty_exec_host_loads(const ty_exec *exec) { return exec->host_loads; }
+uint64_t ty_exec_further_pollers(const ty_exec *exec) { return exec->further_pollers; }
 uint64_t ty_exec_switches(const ty_exec *exec) { return exec->switches.load(std::memory_order_relaxed); }
 const char *ty_exec_report(const ty_exec *exec) { return exec->report.c_str(); }
 int ty_kernel_exists(const char *kernel) { return find_kernel(kernel) != nullptr ? 1 : 0; }

@@ -69,6 +69,7 @@ void ty_exec::start(ty_stream *stream, Work work) {
   launch->stream = stream;
   launch->rank = stream->rank;
   launch->live = threads;
+  launch->host_poller = nullptr;
   // Sized exactly, because reports walk them; their contents' own memory is kept where the size is the same.
   if (launch->fibers.size() != threads) launch->fibers = std::vector<Fiber>(threads);
   if (launch->blocks.size() != work.grid) launch->blocks = std::vector<Block>(work.grid);

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -55,7 +56,8 @@ struct Warp {
 struct Block {
   Chain waiting;
   uint32_t arrived = 0;
-  uint32_t live = 0; // threads that have not exited
+  uint32_t live = 0;                  // threads that have not exited
+  const Fiber *host_poller = nullptr; // the first to load from shared host memory
   uint32_t turn = 0;
   Meeting meeting = Meeting::none;
   bool any[2] = {false, false};
@@ -101,7 +103,8 @@ struct Launch {
   ty_stream *stream = nullptr;
   Work work;
   uint32_t rank = 0;
-  uint32_t live = 0; // threads that have not exited
+  uint32_t live = 0;                  // threads that have not exited
+  const Fiber *host_poller = nullptr; // the first to load from shared host memory
   std::vector<Fiber> fibers;
   std::vector<Block> blocks;
   std::vector<Warp> warps;
@@ -188,6 +191,12 @@ struct ty_exec {
   uint64_t trace = 0xcbf29ce484222325ull;
   uint32_t next_id = 0;
   std::string report;
+
+  // Host memory that kernels share with the host, by address, and loads of it.
+  std::map<uintptr_t, uint64_t> host_spans;
+  uint64_t host_loads = 0;
+  uint64_t further_pollers = 0;
+  void note_load(const void *from);
 
   // Work under way.
   std::vector<std::unique_ptr<ty::cpu::Launch>> launches, spare_launches;
