@@ -26,6 +26,8 @@ const JOINING: Duration = Duration::from_secs(8);
 const JOINING_IN_VAIN: Duration = Duration::from_millis(1500);
 /// What a loaded machine may add to a deadline.
 const SLACK: Duration = Duration::from_secs(3);
+/// What the next generation may take.
+const GOING_ON: Duration = Duration::from_secs(8);
 /// Beyond this a process hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -48,11 +50,13 @@ struct Blow {
     point: Point,
     victim: usize,
     delay: Duration,
+    /// Sizes of nodes, as the environment says them.
+    nodes: &'static str,
 }
 
 impl Blow {
     fn at(point: Point, victim: usize) -> Blow {
-        Blow { point, victim, delay: Duration::ZERO }
+        Blow { point, victim, delay: Duration::ZERO, nodes: "3" }
     }
 
     fn joining(self) -> Duration {
@@ -82,6 +86,7 @@ impl Process {
             .env("MASTER_ADDR", &place.0)
             .env("TOKENYARD_PORT", place.1.to_string())
             .env("TOKENYARD_TOKEN", "kills")
+            .env("TOKENYARD_NODES", blow.nodes)
             .env("TOKENYARD_TIMEOUT_MS", blow.joining().as_millis().to_string())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -148,6 +153,8 @@ struct Told {
     /// As `Debug` prints it.
     error: String,
     sentence: String,
+    /// How the next generation went, if there was one.
+    masked: Option<String>,
 }
 
 impl Team {
@@ -194,11 +201,12 @@ impl Team {
                 assert!(status.success(), "rank {rank}: {status}; {transcript}");
                 assert!(!process.said().contains("panicked"), "rank {rank} panicked; {transcript}");
                 let late = ended.saturating_duration_since(died);
-                assert!(late < limit, "rank {rank} ended {late:?} after the victim; {transcript}");
+                assert!(late < limit + GOING_ON, "rank {rank} ended {late:?} after the victim; {transcript}");
                 let told = |word| process.told(word).unwrap_or_else(|| panic!("rank {rank}: no {word}; {transcript}"));
                 let after = Duration::from_millis(told("after").parse().unwrap());
                 assert!(after < limit, "rank {rank} saw the error {after:?} after its last step; {transcript}");
-                Told { rank, after, error: told("error"), sentence: told("sentence") }
+                let masked = process.told("masked");
+                Told { rank, after, error: told("error"), sentence: told("sentence"), masked }
             })
             .collect()
     }
@@ -224,6 +232,12 @@ impl Told {
         };
         assert!(sites.iter().any(|site| wanted(site) == self.error), "{self:?}; due: {:?}", wanted(&sites[0]));
         assert!(self.after >= DEADLINE, "{self:?}");
+        self.went_on();
+    }
+
+    /// The survivors formed a new generation, in which the lost rank is masked.
+    fn went_on(&self) {
+        assert_eq!(self.masked.as_deref(), Some("well"), "{self:?}");
     }
 }
 
@@ -303,6 +317,47 @@ fn a_death_at_any_moment_of_a_round() {
         team.processes[victim].child.kill().unwrap();
         for told in team.finish() {
             assert!(told.names(victim), "seed {seed}, after {delay:?}: {told:?}");
+        }
+    }
+}
+
+/// How many deaths at random points are tried.
+fn runs() -> u64 {
+    std::env::var("TOKENYARD_KILL_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(12)
+}
+
+#[test]
+fn a_death_anywhere_on_one_two_and_three_nodes() {
+    const ANYWHERE: [Point; 10] = [
+        BeforeJoin,
+        AfterJoin,
+        DuringBuild,
+        AfterBuild,
+        AfterDispatchSend,
+        AfterDispatch,
+        AfterCombineSend,
+        AfterRound,
+        BeforeBarrier,
+        Whenever,
+    ];
+    for seed in 0..runs() {
+        let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        let point = ANYWHERE[(seed % 10) as usize];
+        let nodes = ["1,2", "2,1", "1,1,1", "3"][(random % 4) as usize];
+        let victim = (random / 4 % 3) as usize;
+        let delay = Duration::from_micros(random % 50_000);
+        let blow = Blow { point, victim, delay, nodes };
+        let mut team = Team::start(blow);
+        if point == Whenever {
+            team.wait_for("play", |process| process.told("up").is_some());
+            std::thread::sleep(delay);
+            team.processes[victim].child.kill().unwrap();
+        }
+        for told in team.finish() {
+            assert!(told.names(victim), "seed {seed}: {blow:?}: {told:?}");
+            if !matches!(point, BeforeJoin | AfterJoin | DuringBuild) {
+                told.went_on();
+            }
         }
     }
 }

@@ -91,8 +91,6 @@ MUTANTS = [
     ("handle marked received by send", DISPATCH, "if (!(a.phases & TY_PHASE_RECEIVE)) return;", "if (false) return;"),
     ("free flag ignored", CONTEXT, "if (!c.single || epoch == c.first_epoch) return true;", "if (c.first_epoch != 0) return true;"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
-    ("free flag without release", CONTEXT, "store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);",
-     "store_relaxed_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);"),
     ("E1: doorbell without release", NODES,
      "  fence_acq_rel_sys();\n  store_release_sys(pointer<u64>(c.wire.doorbells)", "  store_relaxed_sys(pointer<u64>(c.wire.doorbells)"),
     ("E1: doorbell for this device alone", NODES,

@@ -2,12 +2,16 @@
 
 #[path = "transport/contract.rs"]
 mod contract;
+#[path = "transport/processes.rs"]
+mod processes;
 #[path = "transport/rig.rs"]
 mod rig;
 
 use rig::{Backend, Cluster, Storm};
 use tokenyard::base::Rank;
-use tokenyard::transport::sim::{Clock, Counts, DeadPeers, LinkModel, Network, SimConfig, SimEndpoint};
+use tokenyard::transport::sim::{
+    Clock, Counts, DeadPeers, LinkModel, Network, ProcessEndpoint, SimConfig, SimEndpoint,
+};
 
 /// Simulated networks of one configuration.
 struct Sim(SimConfig);
@@ -35,6 +39,18 @@ impl Backend for Made {
     }
 }
 
+/// Endpoints that share nothing but sockets, as those of different processes.
+struct Processes(SimConfig);
+
+impl Backend for Processes {
+    type Endpoint = ProcessEndpoint;
+
+    fn endpoints(&self, ranks: usize) -> Vec<ProcessEndpoint> {
+        let open = |rank| ProcessEndpoint::open(Rank(rank), b"contract", self.0.clone()).unwrap();
+        (0..ranks as u32).map(open).collect()
+    }
+}
+
 /// Four NICs of a common kind of 100 Gb/s, and one of them slow.
 fn uneven_nics() -> Vec<LinkModel> {
     let fast = LinkModel { gbps: 100.0, latency_us: 3.0, per_message_us: 0.1 };
@@ -50,6 +66,17 @@ contract!(
     Sim(SimConfig { packet_bytes: 1, nic_queue: 2, peer_queue: 1, poll_batch: 1, ..SimConfig::hostile(4) })
 );
 contract!(real_time, Sim(SimConfig { clock: Clock::Real, ..SimConfig::hostile(5) }));
+contract!(between_processes, Processes(SimConfig::calm()));
+contract!(between_hostile_processes, Processes(SimConfig::hostile(6)));
+contract!(between_silent_processes, Processes(SimConfig { dead_peers: DeadPeers::Silent, ..SimConfig::hostile(7) }));
+contract!(
+    between_processes_one_byte_packets,
+    Processes(SimConfig { packet_bytes: 1, nic_queue: 2, peer_queue: 1, poll_batch: 1, ..SimConfig::hostile(8) })
+);
+contract!(
+    between_processes_in_real_time,
+    Processes(SimConfig { clock: Clock::Real, nics: uneven_nics(), ..SimConfig::hostile(9) })
+);
 
 #[test]
 fn disturbances_that_never_happened() {
@@ -73,6 +100,36 @@ fn disturbances_that_never_happened() {
     assert_eq!((sum.writes, sum.failed, sum.deaths), (20_000, failed as u64, 300));
     // The network counts what the receivers saw, before they saw it.
     assert!(overtaken > 1000 && sum.reordered as usize > overtaken / 2, "{overtaken}");
+    check_disturbances(&sum);
+}
+
+#[test]
+fn disturbances_that_never_happened_between_processes() {
+    let mut sum = Counts::default();
+    let (mut overtaken, mut failed) = (0, 0);
+    for seed in 0..100 {
+        let config = SimConfig { fail_permille: if seed % 4 == 0 { 20 } else { 0 }, ..SimConfig::hostile(seed) };
+        let mut cluster = Cluster::new(&Processes(config), 3);
+        let tally = Storm::rage(&mut cluster, 200, seed);
+        assert!(tally.torn.is_empty() && tally.outside.is_empty(), "seed {seed}: {:?} {:?}", tally.torn, tally.outside);
+        assert_eq!(tally.log.sent.len() + tally.log.failed.len(), 200, "seed {seed}");
+        assert_eq!(tally.log.imms.len(), tally.log.sent.len(), "seed {seed}: failed writes arrived, or others did not");
+        assert!(tally.log.imms.values().chain(tally.log.sent.values()).all(|times| *times == 1), "seed {seed}");
+        overtaken += tally.overtaken;
+        failed += tally.log.failed.len();
+        for rank in 0..3 {
+            assert_eq!(cluster.endpoint(rank).refused().total(), 0, "seed {seed}");
+            sum += cluster.endpoint(rank).counts();
+        }
+    }
+    println!("100 seeds: {sum}");
+    assert_eq!((sum.writes, sum.failed, sum.deaths, sum.cut), (20_000, failed as u64, 0, 0));
+    // Each endpoint counts what it hands out.
+    assert!(overtaken > 1000 && sum.reordered as usize > overtaken / 2, "{overtaken}");
+    check_disturbances(&sum);
+}
+
+fn check_disturbances(sum: &Counts) {
     let disturbances = [
         ("packets out of order", sum.packets_out_of_order),
         ("delayed", sum.delayed),

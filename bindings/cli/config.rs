@@ -21,7 +21,7 @@ use super::words::{ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord,
 /// Whether contexts span several nodes. While they do not, every world is one node, and more are refused.
 pub const SEVERAL_NODES: bool = true;
 /// Whether ranks that are processes have a network between nodes.
-const PROCESS_NETWORK: bool = false;
+const PROCESS_NETWORK: bool = true;
 /// Ranks of the CPU device by default, and of its nodes.
 const CPU_WORLD: usize = 8;
 const CPU_NODE: usize = 4;

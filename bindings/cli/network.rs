@@ -4,11 +4,14 @@
 //! rank a thread, time is real and each rank's proxy is a thread; on one thread, time passes with every poll and each
 //! proxy is a fiber of its own, behind those of the ranks.
 
+use std::fs::File;
+use std::io::Read;
+
 use tokenyard::proxy::driver::ThreadConfig;
 use tokenyard::proxy::machine::Liveness;
 use tokenyard::proxy::{ProxyConfig, ProxyLoop};
 use tokenyard::transport::link::Transport;
-use tokenyard::transport::sim::{Clock, LinkModel, Network, SimConfig};
+use tokenyard::transport::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimConfig};
 use tokenyard::{AllToAllBuilder, Error, Proxy, Result, World};
 
 use super::case::Case;
@@ -131,7 +134,17 @@ pub fn endpoint(network: &Network, world: &World) -> Result<Box<dyn Transport>> 
 /// # Errors
 /// If the network cannot be joined.
 pub fn process_endpoint(world: &World, case: &Case) -> Result<Box<dyn Transport>> {
-    Err(not_built("launch", format!("processes, rank {} of {}", world.rank(), case.world)))
+    let mut secret = [0u8; 16];
+    if world.rank().index() == 0 {
+        let read = File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut secret));
+        read.map_err(|error| Error::Bootstrap {
+            what: format!("/dev/urandom: {error}"),
+            advice: "the network between processes needs a random token".to_string(),
+        })?;
+    }
+    let tokens = world.all_gather("network token", &secret)?;
+    let token = tokens.first().map_or(&[][..], Vec::as_slice);
+    Ok(Box::new(ProcessEndpoint::open(world.rank(), token, config(case, Clock::Real))?))
 }
 
 /// Has a context use its rank's proxy.
@@ -143,11 +156,6 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
         Some(rows) => builder.chunk_rows(rows),
         None => builder,
     }
-}
-
-fn not_built(name: &'static str, value: String) -> Error {
-    let advice = "several nodes are not built yet; put all ranks on one".to_string();
-    Error::Config { name, value, advice }
 }
 
 #[cfg(test)]

@@ -4,6 +4,9 @@
 use crate::rig::*;
 use std::io::Write;
 use std::time::{Duration, Instant};
+use tokenyard::proxy::driver::ThreadConfig;
+use tokenyard::proxy::machine::Liveness;
+use tokenyard::transport::sim::{Clock, ProcessEndpoint, SimConfig};
 use tokenyard::*;
 
 /// Names the point; set in ranks alone.
@@ -122,21 +125,30 @@ impl Fate {
         // Opening a GPU takes a second of its own, whoever dies.
         let device = test_device(&world);
         let start = Instant::now();
-        let rig = match build(&world, device) {
+        let proxy = (world.nodes().len() > 1).then(|| proxy(&world));
+        let rig = match build(&world, device.clone(), proxy.as_ref()) {
             Ok(rig) => rig,
             Err(error) => return tell_error(&error, start),
         };
         if self.dies_at(AfterBuild) {
             die();
         }
-        for number in 1.. {
+        let mut number = 1;
+        let error = loop {
             let start = Instant::now();
             if let Err(error) = self.round(&rig, number) {
-                return tell_error(&error, start);
+                tell_error(&error, start);
+                break error;
             }
             if number == 3 {
                 tell("up");
             }
+            number += 1;
+        };
+        drop(rig);
+        match go_on(&world, device, proxy.as_ref(), &error) {
+            Ok(()) => tell("masked well"),
+            Err(error) => tell(&format!("masked {error}")),
         }
     }
 
@@ -188,9 +200,47 @@ impl Fate {
     }
 }
 
+/// This rank's proxy, over a network between processes that lies about order.
+fn proxy(world: &World) -> Proxy {
+    let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(7) };
+    let endpoint = ProcessEndpoint::open(world.original(world.rank()), b"kills", config).unwrap();
+    let liveness = Liveness { silence_ns: 3_000_000_000, ..Liveness::default() };
+    let thread = ThreadConfig { core: None, spinners: 64 };
+    Proxy::spawn(world, Box::new(endpoint), ProxyConfig { liveness, thread }).unwrap()
+}
+
+/// The survivors' next generation: sums lack what the lost rank's experts would have added, and nothing else.
+fn go_on(world: &World, device: Device, proxy: Option<&Proxy>, error: &Error) -> Result<()> {
+    let lost = match error {
+        Error::PeerLost { peer, .. } | Error::Timeout { peer, .. } => *peer,
+        other => return Err(other.clone()),
+    };
+    let members: Vec<Rank> = world.members().iter().copied().filter(|member| *member != lost).collect();
+    let world = world.regroup(world.generation() + 1, &members)?;
+    let rig = build(&world, device, proxy)?;
+    let placement = rig.ep.placement().clone();
+    for salt in 0..4 {
+        let choices: [[i32; TOP_K]; MAX_TOKENS] = std::array::from_fn(|token| {
+            let first = (rig.rank + 3 * token + salt) % EXPERTS;
+            [first as i32, ((first + 3) % EXPERTS) as i32]
+        });
+        rig.route(&choices, salt);
+        rig.round(MAX_TOKENS, rig.capacity)?;
+        for (token, experts) in choices.iter().enumerate() {
+            let there = experts.iter().filter(|e| placement.rank_of(**e as usize) != Some(lost.0)).count();
+            assert_eq!(rig.sum(token), rig.scaled_row(token, salt, 0.5 * there as f32), "token {token}");
+        }
+    }
+    world.barrier("masked")
+}
+
 /// A rig whose building may fail.
-fn build(world: &World, device: Device) -> Result<Rig> {
-    let ep = builder(world, &device).timeout(DEADLINE).build()?;
+fn build(world: &World, device: Device, proxy: Option<&Proxy>) -> Result<Rig> {
+    let mut builder = builder(world, &device).timeout(DEADLINE);
+    if let Some(proxy) = proxy {
+        builder = builder.proxy(proxy).chunk_rows(1);
+    }
+    let ep = builder.build()?;
     let capacity = world.size() * MAX_TOKENS * TOP_K;
     let row_bytes = HIDDEN * 2;
     let rig = Rig {

@@ -22,6 +22,7 @@ mod address;
 mod config;
 mod counts;
 mod memory;
+mod process;
 mod random;
 mod seat;
 mod state;
@@ -29,6 +30,7 @@ mod traffic;
 
 pub use config::{Clock, DeadPeers, LinkModel, SimConfig};
 pub use counts::Counts;
+pub use process::{ProcessEndpoint, Refused};
 
 use super::imm::MAX_RANKS;
 use super::link::{Event, Posted, RegionId, Span, Transport, WriteImm};

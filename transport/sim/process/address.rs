@@ -1,0 +1,79 @@
+//! What endpoints of different processes tell each other before they can talk: little end first, versioned, its length
+//! checked, with a checksum.
+//!
+//! ```text
+//! byte  0      4        8          24   32    36    40       42    44                   44+8n
+//!       magic  version  door's nonce  key  rank  nics  regions  zero  bytes of each …  checksum
+//! ```
+
+use super::frame::{Cursor, Malformed};
+use super::socket::Nonce;
+use crate::base::Rank;
+
+const MAGIC: [u8; 4] = *b"tyPA";
+const VERSION: u32 = 1;
+const SUM: usize = 8;
+
+/// An endpoint as its peers know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Address {
+    /// Of the socket on which it listens. The rest of that socket's name is fixed, so that no address can lead to a
+    /// socket of anything else.
+    pub(super) nonce: Nonce,
+    /// Which endpoint, since which reset.
+    pub(super) key: u64,
+    pub(super) rank: Rank,
+    pub(super) nics: u32,
+    /// Lengths of the registered spans.
+    pub(super) regions: Vec<u64>,
+}
+
+impl Address {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.extend(MAGIC);
+        out.extend(VERSION.to_le_bytes());
+        out.extend(self.nonce);
+        out.extend(self.key.to_le_bytes());
+        out.extend(self.rank.0.to_le_bytes());
+        out.extend(self.nics.to_le_bytes());
+        out.extend((self.regions.len() as u16).to_le_bytes());
+        out.extend([0; 2]);
+        self.regions.iter().for_each(|bytes| out.extend(bytes.to_le_bytes()));
+        out.extend(checksum(&out).to_le_bytes());
+        out
+    }
+
+    /// What is wrong with the bytes, if anything.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
+        let body = bytes.len().checked_sub(SUM).ok_or("is too short")?;
+        let (body, sum) = bytes.split_at(body);
+        let mut cursor = Cursor(body);
+        let short = |_: Malformed| "is too short";
+        if cursor.array::<4>().map_err(short)? != MAGIC {
+            return Err("is not of an endpoint of the simulated network between processes");
+        }
+        if cursor.u32().map_err(short)? != VERSION {
+            return Err("is of another version");
+        }
+        if sum != checksum(body).to_le_bytes() {
+            return Err("has a wrong checksum");
+        }
+        let nonce = cursor.array().map_err(short)?;
+        let key = cursor.u64().map_err(short)?;
+        let rank = Rank(cursor.u32().map_err(short)?);
+        let nics = cursor.u32().map_err(short)?;
+        let count = usize::from(cursor.u16().map_err(short)?);
+        let zero = cursor.u16().map_err(short)?;
+        if zero != 0 || cursor.0.len() != 8 * count {
+            return Err("has a wrong length");
+        }
+        let regions = (0..count).map(|_| cursor.u64().map_err(short)).collect::<Result<_, _>>()?;
+        Ok(Address { nonce, key, rank, nics, regions })
+    }
+}
+
+/// FNV-1a. Against accidents and tests; it keeps out nobody who means harm.
+fn checksum(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}

@@ -1,0 +1,31 @@
+//! Registered memory: the only place where an endpoint touches bytes that it does not own.
+//!
+//! The argument for its `unsafe`, once for all: an address comes from a span of this endpoint, whose registrar promised
+//! to keep it readable and writable until the endpoint is dropped, and `locate` has found the whole length inside. Only
+//! the endpoint's own calls copy, so they end before it is dropped. What other processes send is copied here, by the
+//! process that owns the memory; no address ever leaves it.
+
+/// Appends registered memory to a buffer.
+///
+/// # Safety
+/// The memory lies in a span of the endpoint that calls, which lives: see the module's documentation.
+pub(super) unsafe fn append(out: &mut Vec<u8>, address: u64, bytes: usize) {
+    out.reserve(bytes);
+    let source = std::ptr::with_exposed_provenance::<u8>(address as usize);
+    // SAFETY: the caller's promise for the source. The target was reserved, is no registered memory, and is initialised
+    // for the whole of the new length.
+    unsafe {
+        std::ptr::copy_nonoverlapping(source, out.as_mut_ptr().add(out.len()), bytes);
+        out.set_len(out.len() + bytes);
+    }
+}
+
+/// Copies a packet into registered memory.
+///
+/// # Safety
+/// As for [`append`], of the target.
+pub(super) unsafe fn land(packet: &[u8], address: u64) {
+    let target = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
+    // SAFETY: the caller's promise for the target; the packet is a buffer of the endpoint's own.
+    unsafe { std::ptr::copy_nonoverlapping(packet.as_ptr(), target, packet.len()) };
+}
