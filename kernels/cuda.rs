@@ -149,6 +149,10 @@ impl CudaDevice {
         self.ordinal
     }
 
+    pub(super) fn can_store_into(&self, other: &CudaDevice) -> Result<bool> {
+        driver::can_access(self.context.device(), other.context.device())
+    }
+
     pub(super) fn multiprocessors(&self) -> u32 {
         self.multiprocessors
     }

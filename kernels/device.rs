@@ -142,6 +142,20 @@ impl Device {
         }
     }
 
+    /// Whether kernels of this device can be given access to memory of `other`, of the same process.
+    ///
+    /// # Errors
+    /// `Device` if the driver cannot say.
+    pub fn can_store_into(&self, other: &Device) -> Result<bool> {
+        match (&self.backend, &other.backend) {
+            (Backend::Cpu(_), Backend::Cpu(_)) => Ok(true),
+            #[cfg(feature = "cuda")]
+            (Backend::Cuda(device), Backend::Cuda(other)) => device.can_store_into(other),
+            #[cfg(feature = "cuda")]
+            _ => Ok(false),
+        }
+    }
+
     /// Streaming multiprocessors; on the CPU device the number of blocks that a launch defaults to.
     pub fn multiprocessors(&self) -> u32 {
         match &self.backend {

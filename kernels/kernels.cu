@@ -4,6 +4,7 @@
 #include "combine.cuh"
 #include "conformance.cuh"
 #include "dispatch.cuh"
+#include "nic.cuh"
 
 TY_KERNEL_TABLE(ty_dispatch, ty_combine_bf16, ty_combine_fp16, ty_combine_fp32, ty_combine_bf16_fp32,
-                ty_combine_fp16_fp32, ty_barrier, ty_bench_expert, ty_bench_push, ty_bench_hold, ty_conformance)
+                ty_combine_fp16_fp32, ty_barrier, ty_bench_expert, ty_bench_push, ty_bench_hold, ty_nic, ty_conformance)

@@ -381,4 +381,48 @@ typedef struct ty_hold_args {
   uint64_t timeout_ns;
 } ty_hold_args;
 
+// The emulated NIC: see kernels/nic.cuh and proxy/gpu_nic.rs.
+
+// Requests of one NIC that may be outstanding; a power of two.
+#define TY_NIC_SLOTS 256
+// In `posted`, beside the count: end once all of them are carried out.
+#define TY_NIC_STOP (1ull << 63)
+
+// One copy; request n, counted from 0, is in slot n % TY_NIC_SLOTS.
+typedef struct ty_nic_request {
+  uint64_t source;
+  uint64_t target;
+  uint64_t bytes;
+  uint64_t first; // in device memory: which block takes the first part
+} ty_nic_request;
+
+// In host memory: what the host writes, then what the device does, each on lines of their own.
+typedef struct ty_nic_host {
+  uint64_t posted; // by the host: requests posted since ever, perhaps with TY_NIC_STOP
+  uint64_t padding0[15];
+  uint64_t completed; // by the device: requests carried out since ever, in order
+  uint64_t relayed;   // by the device as a launch ends: the same, for the next launch to begin with
+  uint64_t ended;     // by the device, behind `relayed`: number of the launch that has ended
+  uint64_t padding1[13];
+  ty_nic_request requests[TY_NIC_SLOTS]; // by the host
+} ty_nic_host;
+
+// In device memory; zeroed before the first launch.
+typedef struct ty_nic_device {
+  uint64_t relayed; // requests passed on since ever
+  uint64_t ending;  // number of the launch that passes on no more
+  uint32_t leaving; // blocks of this launch that are through
+  uint32_t reserved;
+  uint32_t counted[TY_NIC_SLOTS]; // blocks that are through with the request of this slot
+  ty_nic_request requests[TY_NIC_SLOTS];
+} ty_nic_device;
+
+typedef struct ty_nic_args {
+  uint64_t host;   // ty_nic_host *
+  uint64_t device; // ty_nic_device *
+  uint64_t launch; // number of this launch, from 1
+  uint64_t begin;  // requests that earlier launches have carried out
+  uint64_t idle_ns;
+} ty_nic_args;
+
 #endif

@@ -32,6 +32,7 @@ pub const KERNELS: &[&str] = &[
     "ty_bench_expert",
     "ty_bench_push",
     "ty_bench_hold",
+    "ty_nic",
     "ty_conformance",
 ];
 
@@ -42,4 +43,12 @@ macro_rules! kernel_args {
     };
 }
 
-kernel_args!(ty_dispatch_args, ty_combine_args, ty_barrier_args, ty_expert_args, ty_push_args, ty_hold_args);
+kernel_args!(
+    ty_dispatch_args,
+    ty_combine_args,
+    ty_barrier_args,
+    ty_expert_args,
+    ty_push_args,
+    ty_hold_args,
+    ty_nic_args
+);

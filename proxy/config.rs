@@ -280,7 +280,7 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Blocks of a kernel. Default: all multiprocessors. Contexts that run at once on one GPU must sum below its
+    /// Blocks of a kernel. Default: all multiprocessors, less those that the network's own kernels need. Contexts that run at once on one GPU must sum below its
     /// multiprocessors, since their kernels wait for each other's ranks.
     pub fn sms(mut self, sms: u32) -> Self {
         self.sms = Some(sms);

@@ -6,7 +6,7 @@ use super::handle::{CombineSent, Handle, Pool, Sent};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
-use super::service::{Number, Opening, SharedWords};
+use super::service::{Number, Opening, Proxy, SharedWords};
 use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, SourceIdx, Wire};
 use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
@@ -87,7 +87,7 @@ impl AllToAll {
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
         let context = device_context(&builder, &shape, &plan, &peers, &tables, &reports, proxied.as_ref());
-        let sms = builder.sms.unwrap_or_else(|| device.multiprocessors());
+        let sms = builder.sms.unwrap_or_else(|| default_sms(&device, builder.proxy.as_ref()));
         let opening = match (proxied, &plan.wire) {
             (Some(proxied), Some((wire, _))) => {
                 let span = Span { base: peers.own().network_base(), bytes: peers.own().bytes() };
@@ -372,6 +372,13 @@ impl Drop for AllToAll {
     }
 }
 
+/// All multiprocessors but those that the network needs; two at least, one of which watches the proxy's words.
+fn default_sms(device: &Device, proxy: Option<&Proxy>) -> u32 {
+    let blocks = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
+    let all = device.multiprocessors();
+    if blocks == 0 { all } else { all.saturating_sub(blocks).max(2) }
+}
+
 /// What a rank allocates for itself.
 struct Local {
     device: Device,
@@ -413,6 +420,9 @@ impl Local {
             (Some(ordinal), ArenaPlace::Host) => Arena::cuda_host(ordinal, bytes)?,
             (None, _) => Arena::cpu(bytes)?,
         };
+        if builder.proxy.as_ref().is_some_and(|proxy| plan.wire.is_some() && proxy.device_needs().access) {
+            arena.grant_process()?;
+        }
         let proxied = match (&plan.wire, &builder.proxy) {
             (None, _) => None,
             (Some((wire, _)), Some(proxy)) => Some(Proxied {

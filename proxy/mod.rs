@@ -2,7 +2,7 @@
 //!
 //! Calls enqueue kernels and return. Between nodes, `service` is one rank's proxy: `machine` its state machine (doorbells
 //! and completions in, posts and flags out), `counter` counts immediates, `wire` authors offsets, and `driver` runs it on
-//! a pinned thread over a transport.
+//! a pinned thread over a transport. `gpu_nic` is a transport itself: an emulated network between GPUs of one process.
 //!
 //! Runs on the caller's thread. Calls never wait on the host; only building a context does, with deadlines.
 
@@ -11,6 +11,7 @@ mod config;
 mod context;
 pub mod counter;
 pub mod driver;
+pub mod gpu_nic;
 mod handle;
 pub mod machine;
 mod placement;

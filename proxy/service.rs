@@ -15,7 +15,7 @@ use crate::base::{Error, Rank, Result, wait};
 use crate::kernels::{Device, HostBuffer};
 use crate::transport::World;
 use crate::transport::imm::{MAX_CONTEXTS, generation_bits};
-use crate::transport::link::{RegionId, Span, Transport};
+use crate::transport::link::{DeviceNeeds, RegionId, Span, Transport};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -42,6 +42,7 @@ struct Inner {
     /// In the first generation.
     rank: Rank,
     nics: u8,
+    needs: DeviceNeeds,
     /// Numbers of contexts in use.
     contexts: Mutex<[bool; MAX_CONTEXTS]>,
     _thread: Option<ProxyThread<AnyTransport>>,
@@ -85,10 +86,10 @@ impl Proxy {
     /// # Errors
     /// `Config` for a world that is too large or a core that cannot be had; `Device` if the system has no thread to give.
     pub fn spawn(world: &World, transport: AnyTransport, config: ProxyConfig) -> Result<Proxy> {
-        let nics = nics_of(&*transport);
+        let traits = Traits::of(&*transport);
         let driver = driver(world, transport, config.liveness, system_clock())?;
         let thread = ProxyThread::spawn(driver, config.thread)?;
-        Ok(Proxy::new(world, thread.remote().clone(), nics, Some(thread)))
+        Ok(Proxy::new(world, thread.remote().clone(), traits, Some(thread)))
     }
 
     /// A proxy whose loop the caller runs, and whose time is the caller's.
@@ -101,20 +102,30 @@ impl Proxy {
         liveness: Liveness,
         clock: Clock,
     ) -> Result<(Proxy, ProxyLoop)> {
-        let nics = nics_of(&*transport);
+        let traits = Traits::of(&*transport);
         let driver = driver(world, transport, liveness, clock)?;
-        Ok((Proxy::new(world, driver.remote(), nics, None), ProxyLoop { driver }))
+        Ok((Proxy::new(world, driver.remote(), traits, None), ProxyLoop { driver }))
     }
 
-    fn new(world: &World, remote: Remote<AnyTransport>, nics: u8, thread: Option<ProxyThread<AnyTransport>>) -> Proxy {
+    fn new(
+        world: &World,
+        remote: Remote<AnyTransport>,
+        Traits { nics, needs }: Traits,
+        thread: Option<ProxyThread<AnyTransport>>,
+    ) -> Proxy {
         let contexts = Mutex::new([false; MAX_CONTEXTS]);
         let rank = world.original(world.rank());
-        Proxy { shared: Arc::new(Inner { remote, rank, nics, contexts, _thread: thread }) }
+        Proxy { shared: Arc::new(Inner { remote, rank, nics, needs, contexts, _thread: thread }) }
     }
 
     /// NICs of this rank.
     pub fn nics(&self) -> u8 {
         self.shared.nics
+    }
+
+    /// What its transport needs of GPUs.
+    pub fn device_needs(&self) -> DeviceNeeds {
+        self.shared.needs
     }
 
     /// For requests, and what was reported.
@@ -152,8 +163,17 @@ impl Drop for Number {
     }
 }
 
-fn nics_of(transport: &dyn Transport) -> u8 {
-    u8::try_from(transport.nics()).unwrap_or(u8::MAX)
+/// What contexts ask about a transport.
+struct Traits {
+    nics: u8,
+    needs: DeviceNeeds,
+}
+
+impl Traits {
+    fn of(transport: &dyn Transport) -> Traits {
+        let nics = u8::try_from(transport.nics()).unwrap_or(u8::MAX);
+        Traits { nics, needs: transport.device_needs() }
+    }
 }
 
 fn driver(world: &World, transport: AnyTransport, liveness: Liveness, clock: Clock) -> Result<Driver<AnyTransport>> {

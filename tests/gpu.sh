@@ -13,7 +13,8 @@ dir=${2:?the folder of the binaries}
 build() {
   mkdir -p "$dir"
   (cd "$root" && cargo build --release)
-  (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills 2>&1) |
+  (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
+    --test arena --test gpu_nic 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   strip -o "$dir/tokenyard" "${CARGO_TARGET_DIR:-$root/target}/release/tokenyard"
@@ -58,6 +59,9 @@ run() {
   check memory "$dir/memory" --test-threads=4
   check conformance "$dir/conformance"
   check faults "$dir/faults" --test-threads=1
+  check arena "$dir/arena" --test-threads=1
+  # Ranks that share a GPU need a hardware queue for each of their streams.
+  check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/gpu_nic" contexts arenas --test-threads=1
   if [ "$gpus" -ge 3 ]; then check kills "$dir/kills" --test-threads=1; else note kills skipped "needs 3 GPUs"; fi
   check verify "$dir/tokenyard" verify --device cuda --seeds "${SEEDS:-200}"
   check verify-full "$dir/tokenyard" verify --device cuda --seeds 1 --full
@@ -69,6 +73,15 @@ run() {
   done
   check processes "$dir/tokenyard" bench --device cuda --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5 --check all
   check shared "$dir/tokenyard" bench --device cuda --world $((2 * gpus)) --tokens 128 --iters 20 --warmup 2 --check all
+  # GPUs as nodes: the processor moves what goes between them, then emulated NICs do.
+  if [ "$gpus" -ge 2 ]; then
+    for place in host device; do
+      check "nodes-$place" "$dir/tokenyard" bench --device cuda --world "$gpus" --ranks-per-node $((gpus / 2)) --arena $place \
+        --tokens 64 --iters 20 --warmup 2 --check all
+    done
+    figure "decode-nodes-$gpus" --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 1,16,128
+    figure "decode-nodes-cx7-$gpus" --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 1,16,128 --link cx7
+  fi
   for n in 1 2 "$ranks"; do
     [ "$n" -le "$gpus" ] || continue
     figure "decode-$n" --world "$n" --tokens 1,16,128

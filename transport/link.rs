@@ -119,6 +119,15 @@ pub enum Event<'a> {
     },
 }
 
+/// What a backend that runs kernels of its own needs of GPUs. Backends for NICs need nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DeviceNeeds {
+    /// Blocks that it has on the rank's device while it runs. Contexts leave them free.
+    pub blocks: u32,
+    /// Whether kernels on other GPUs of this process store into what is registered, so that these need access to it.
+    pub access: bool,
+}
+
 /// One rank's endpoint. The promises are in the module's documentation.
 ///
 /// ```text
@@ -132,6 +141,11 @@ pub enum Event<'a> {
 pub trait Transport: Send {
     /// NICs of this rank, and of every other; at most [`MAX_NICS`](super::imm::MAX_NICS).
     fn nics(&self) -> usize;
+
+    /// What it needs of GPUs.
+    fn device_needs(&self) -> DeviceNeeds {
+        DeviceNeeds::default()
+    }
 
     /// Makes a span usable as source and as target. Peers that connect with an address taken later can write there.
     ///
@@ -184,6 +198,10 @@ pub trait Transport: Send {
 impl<T: Transport + ?Sized> Transport for Box<T> {
     fn nics(&self) -> usize {
         (**self).nics()
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        (**self).device_needs()
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {

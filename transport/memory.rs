@@ -127,6 +127,22 @@ impl Arena {
         self.memory.network_base()
     }
 
+    /// Lets every GPU of this process that can reach it store into it: for networks whose own kernels move bytes between
+    /// GPUs. Nobody learns its address by that; see [`PeerMap::base_of`].
+    ///
+    /// # Errors
+    /// `Device` if the driver refuses.
+    pub fn grant_process(&self) -> Result<()> {
+        match &*self.memory {
+            // Whoever has the address reaches host memory.
+            Memory::Host(_) => Ok(()),
+            #[cfg(feature = "cuda")]
+            Memory::Cuda(memory) => memory.grant_all(),
+            #[cfg(feature = "cuda")]
+            Memory::Pinned(_) => Ok(()),
+        }
+    }
+
     /// A descriptor by which another process can map it.
     fn export(&self) -> Result<Handle<'_>> {
         match &*self.memory {

@@ -81,7 +81,8 @@ pub struct BenchArgs {
     /// Rows of a chunk of a message between nodes [default: chosen by the library]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub chunk_rows: Option<usize>,
-    /// Where arenas lie on GPUs [default: device; host where the network between nodes cannot reach the GPUs' memory]
+    /// Where arenas lie on GPUs: in host, the processor moves what goes between nodes; in device, emulated NICs
+    /// [default: device; host between nodes of processes, or of a hostile network]
     #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
     pub arena: Option<ArenaWord>,
     /// Ranks as threads of one process or as a process each [default: threads]
@@ -138,7 +139,7 @@ pub struct BenchArgs {
     /// One call each way, send and receive apart, or captured and replayed [default: fused]
     #[arg(long, value_name = "fused|split|graph", value_parser = word::<Mode>)]
     pub mode: Option<Mode>,
-    /// SM budget of a kernel [default: chosen by a model]
+    /// SM budget of a kernel [default: all, less those of an emulated NIC]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, 1024))]
     pub sms: Option<usize>,
     /// Timed iterations [default: cpu 5, cuda 1000]
@@ -187,7 +188,7 @@ pub struct VerifyArgs {
     /// What ranks run on [default: cuda where a GPU is found, else cpu]
     #[arg(long, value_name = "cpu|cuda", value_parser = word::<DeviceWord>)]
     pub device: Option<DeviceWord>,
-    /// Where arenas lie on GPUs [default: device in one node, host in several]
+    /// Where arenas lie on GPUs [default: device; host where the network between nodes is hostile]
     #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
     pub arena: Option<ArenaWord>,
     /// Progress deadline of any wait [default: 20000]

@@ -138,7 +138,7 @@ impl Config {
         Ok(Config {
             device,
             launch,
-            arena: arena(args.arena, device, &case)?,
+            arena: check_arena(args.arena, device, launch, &case)?,
             preset: preset.name,
             case,
             tokens,
@@ -180,20 +180,38 @@ pub fn note_sharing(device: DeviceWord, world: usize) {
     }
 }
 
-/// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them.
+/// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them. Emulated NICs reach the
+/// GPUs' memory, within a process; they do nothing hostile, whatever the case says.
 ///
 /// # Errors
-/// A place that it cannot reach.
-pub fn arena(given: Option<ArenaWord>, device: DeviceWord, case: &Case) -> Result<ArenaWord, Refusal> {
-    let reached = device == DeviceWord::Cpu || !case.several_nodes();
+/// A place that cannot be reached.
+pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case: &Case) -> Result<ArenaWord, Refusal> {
+    let far = device == DeviceWord::Cuda && case.several_nodes();
     match given {
-        Some(ArenaWord::Device) if !reached => {
-            let advice = "the simulated network copies with the processor, which cannot reach it; give host";
+        Some(ArenaWord::Device) if far && launch == Launch::Processes => {
+            let advice =
+                "between processes the simulated network copies with the processor, which cannot reach it; give host";
             Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
         }
         Some(given) => Ok(given),
-        None => Ok(if reached { ArenaWord::Device } else { ArenaWord::Host }),
+        None if far && (launch == Launch::Processes || case.network == NetworkWord::Hostile) => Ok(ArenaWord::Host),
+        None => Ok(ArenaWord::Device),
     }
+}
+
+/// As [`arena`], where the network is what was asked for.
+fn check_arena(
+    given: Option<ArenaWord>,
+    device: DeviceWord,
+    launch: Launch,
+    case: &Case,
+) -> Result<ArenaWord, Refusal> {
+    let emulated = device == DeviceWord::Cuda && case.several_nodes() && given == Some(ArenaWord::Device);
+    if emulated && case.network == NetworkWord::Hostile {
+        let advice = "emulated NICs do their best; give calm, or --arena host";
+        return Err(Refusal::of("--network", case.network.name(), advice));
+    }
+    arena(given, device, launch, case)
 }
 
 /// Says on stderr that arenas are in host memory, where nobody asked for that.
@@ -326,6 +344,24 @@ mod tests {
     fn of(ranks_per_node: Option<&[usize]>, device: DeviceWord, world: usize) -> Result<Vec<usize>, String> {
         let args = BenchArgs { ranks_per_node: ranks_per_node.map(|list| List(list.to_vec())), ..BenchArgs::default() };
         nodes(&args, device, world).map_err(|refusal| refusal.to_string())
+    }
+
+    #[test]
+    fn arenas_lie_where_the_network_reaches_them() {
+        let (device, host) = (ArenaWord::Device, ArenaWord::Host);
+        let calm = Case { world: 4, nodes: vec![2, 2], network: NetworkWord::Calm, ..Case::default() };
+        let hostile = Case { network: NetworkWord::Hostile, ..calm.clone() };
+        let one = Case { nodes: Vec::new(), ..calm.clone() };
+        let of =
+            |given, launch, case| check_arena(given, DeviceWord::Cuda, launch, case).map_err(|why| why.to_string());
+        assert_eq!(of(None, Launch::Threads, &calm), Ok(device));
+        assert_eq!(of(None, Launch::Processes, &calm), Ok(host));
+        assert_eq!(of(None, Launch::Threads, &hostile), Ok(host));
+        assert_eq!(of(None, Launch::Processes, &one), Ok(device));
+        assert_eq!(of(Some(host), Launch::Threads, &one), Ok(host));
+        assert!(of(Some(device), Launch::Processes, &calm).is_err_and(|why| why.contains("give host")));
+        assert!(of(Some(device), Launch::Threads, &hostile).is_err_and(|why| why.contains("--network is `hostile`")));
+        assert_eq!(check_arena(None, DeviceWord::Cpu, Launch::Threads, &hostile).ok(), Some(device));
     }
 
     #[test]

@@ -1,4 +1,7 @@
-//! What a run of several nodes has between them: the simulated network, an endpoint for each rank, and who drives it.
+//! What a run of several nodes has between them: a network, an endpoint for each rank, and who drives it.
+//!
+//! The network is simulated. Between ranks that are threads with GPUs, and arenas in the GPUs' memory, an emulated NIC on
+//! each GPU moves the bytes; else the processor does.
 //!
 //! Beside the data path, on the thread that starts the ranks and on their own. A world of one node has none of it. With a
 //! rank a thread, time is real and each rank's proxy is a thread; on one thread, time passes with every poll and each
@@ -8,14 +11,16 @@ use std::fs::File;
 use std::io::Read;
 
 use tokenyard::proxy::driver::ThreadConfig;
+use tokenyard::proxy::gpu_nic::{self, GpuNetwork};
 use tokenyard::proxy::machine::Liveness;
 use tokenyard::proxy::{ProxyConfig, ProxyLoop};
 use tokenyard::transport::link::Transport;
 use tokenyard::transport::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimConfig};
-use tokenyard::{AllToAllBuilder, Error, Proxy, Result, World};
+use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
 
 use super::case::Case;
-use super::words::NetworkWord;
+use super::rank::Job;
+use super::words::{ArenaWord, DeviceWord, NetworkWord};
 
 /// When a silent peer counts as lost: many ranks may share few cores here.
 const SILENCE_NS: u64 = 10_000_000_000;
@@ -57,12 +62,62 @@ pub fn config(case: &Case, clock: Clock) -> SimConfig {
     SimConfig { clock, nics: nics(case), ..base }
 }
 
-/// The network that ranks which are threads share; none for one node.
+/// What ranks that are threads share.
+pub enum Shared {
+    /// The processor copies.
+    Sim(Network),
+    /// A kernel on each GPU copies.
+    Gpu {
+        network: GpuNetwork,
+        /// What the emulation itself costs a small write, in µs; where calls are timed.
+        nic_us: Option<f64>,
+    },
+}
+
+impl Shared {
+    /// The endpoint of a rank.
+    ///
+    /// # Errors
+    /// `Argument` if the rank has one already; `Device` where memory is lacking.
+    pub fn endpoint(&self, world: &World, device: &Device) -> Result<Box<dyn Transport>> {
+        Ok(match self {
+            Shared::Sim(network) => endpoint(network, world)?,
+            Shared::Gpu { network, .. } => Box::new(network.endpoint(world.rank(), device)?),
+        })
+    }
+
+    /// What the emulation costs a small write, if it was measured.
+    pub fn nic_us(&self) -> Option<f64> {
+        match self {
+            Shared::Sim(_) => None,
+            Shared::Gpu { nic_us, .. } => *nic_us,
+        }
+    }
+}
+
+/// The network that ranks which are threads share; none for one node. `open_device` opens the device of a rank.
 ///
 /// # Errors
-/// `Config` if the case makes no sense.
-pub fn real_time(case: &Case) -> Result<Option<Network>> {
-    open(case, Clock::Real)
+/// `Config` if the case makes no sense; what the emulation's measurement answers.
+pub fn real_time(
+    job: &Job,
+    device: DeviceWord,
+    open_device: impl Fn(usize) -> Result<Device>,
+) -> Result<Option<Shared>> {
+    let case = &job.case;
+    if !case.several_nodes() || device == DeviceWord::Cpu || job.arena == ArenaWord::Host {
+        return Ok(open(case, Clock::Real)?.map(Shared::Sim));
+    }
+    let nics = nics(case);
+    let model = nics.first().copied().unwrap_or(LinkModel::FREE);
+    let nic_us = if job.measured {
+        // From a rank to one of another node.
+        let far = case.nodes.first().copied().unwrap_or(0);
+        Some(gpu_nic::overhead(&open_device(0)?, &open_device(far)?)?)
+    } else {
+        None
+    };
+    Ok(Some(Shared::Gpu { network: GpuNetwork::new(case.world, model, nics.len())?, nic_us }))
 }
 
 /// The network of ranks that are all on one thread; none for one node.
@@ -160,6 +215,7 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
 
 #[cfg(test)]
 mod tests {
+    use super::super::args::Check;
     use super::super::links::Link;
     use super::*;
 
@@ -174,6 +230,17 @@ mod tests {
         let free = config(&Case { link: Link::None, ..case.clone() }, Clock::Real);
         assert_eq!(free.nics, vec![LinkModel::FREE; 2], "one NIC cannot overtake another");
         assert!(virtual_time(&case).is_ok_and(|network| network.is_some()));
-        assert!(real_time(&Case { nodes: Vec::new(), ..case }).is_ok_and(|network| network.is_none()));
+        let job = |case| Job {
+            case,
+            warmup: 0,
+            check: Check::All,
+            timeout: std::time::Duration::from_secs(1),
+            arena: ArenaWord::Device,
+            measured: false,
+        };
+        let shared = |case, device| real_time(&job(case), device, |_| Device::cpu()).unwrap();
+        assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
+        assert!(matches!(shared(case.clone(), DeviceWord::Cpu), Some(Shared::Sim(_))));
+        assert!(matches!(shared(case, DeviceWord::Cuda), Some(Shared::Gpu { nic_us: None, .. })));
     }
 }

@@ -307,7 +307,8 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
     let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
     if case.sms.is_none() && sharers > 1 {
         // Blocks wait for other ranks' blocks, so those of all must fit at once.
-        builder = builder.sms((device.multiprocessors() / sharers as u32).max(2));
+        let nic = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
+        builder = builder.sms((device.multiprocessors() / sharers as u32).saturating_sub(nic).max(2));
     }
     builder.build()
 }

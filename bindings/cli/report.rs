@@ -134,6 +134,10 @@ pub struct RunResult {
     /// On GPUs with peers; floor_us is its median then.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub push_us: Option<Push>,
+    /// What an emulated NIC adds to a small write by itself: times over nodes are too long by what exceeds the link's
+    /// latency.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub nic_us: Option<f64>,
     pub arena_bytes: u64,
     /// Where arenas lie, if in host memory by choice.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -191,6 +195,7 @@ impl RunResult {
             bytes_per_rank: bytes,
             floor_us: floor(bytes, ranks, push_us, case),
             push_us,
+            nic_us: first.nic_us.map(round),
             arena_bytes: ranks.iter().map(|r| r.arena_bytes).max().unwrap_or(0),
             arena: (config.arena == ArenaWord::Host).then(|| config.arena.name()),
             sentences: verdict.sentences,
@@ -342,8 +347,8 @@ pub fn bench_table(results: &[RunResult]) -> String {
     let Some(r) = results.first() else { return String::new() };
     let nodes = match &r.ranks_per_node {
         PerNode::Even(size) if *size == r.world => String::new(),
-        PerNode::Even(size) => format!(" in nodes of {size}, {}, link {}", r.transport, r.link),
-        PerNode::Uneven(list) => format!(" in nodes of {list}, {}, link {}", r.transport, r.link),
+        PerNode::Even(size) => format!(" in nodes of {size}, {}, link {}{}", r.transport, r.link, emulated(r)),
+        PerNode::Uneven(list) => format!(" in nodes of {list}, {}, link {}{}", r.transport, r.link, emulated(r)),
     };
     format!(
         "{} x {} ({}{nodes}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; \
@@ -366,6 +371,11 @@ pub fn bench_table(results: &[RunResult]) -> String {
         if r.arena.is_some() { " in host memory" } else { "" },
         table(&head, &rows)
     )
+}
+
+/// What an emulated NIC costs.
+fn emulated(result: &RunResult) -> String {
+    result.nic_us.map_or_else(String::new, |us| format!(" by emulated NICs, {us:.1} us for a small write"))
 }
 
 /// A bar on stderr, where stderr is a terminal.

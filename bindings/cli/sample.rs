@@ -104,6 +104,8 @@ pub struct RankResult {
     pub link_rate: f64,
     /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch sends them and as combine does.
     pub push_us: [Vec<f64>; 2],
+    /// What an emulated NIC adds to a small write by itself.
+    pub nic_us: Option<f64>,
     pub verdict: Verdict,
     pub spans: Vec<Span>,
 }

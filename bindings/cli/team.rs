@@ -10,7 +10,7 @@ use tokenyard::{Device, Error, Proxy, Result, World};
 
 use super::case::Case;
 use super::config::usable_gpus;
-use super::network::{self, ProxyFiber};
+use super::network::{self, ProxyFiber, Shared};
 use super::rank::{self, Job};
 use super::sample::RankResult;
 use super::words::{DeviceWord, WorldMode};
@@ -79,7 +79,7 @@ fn open(device: DeviceWord, rank: usize) -> Result<Device> {
     }
 }
 
-/// Runs one rank with its own device, and a proxy where it has an endpoint between nodes.
+/// Runs one rank that is a process, with its own device, and a proxy where it has an endpoint between nodes.
 ///
 /// # Errors
 /// Whatever the library returns.
@@ -90,20 +90,34 @@ pub fn run_own(
     endpoint: Option<Box<dyn Transport>>,
     progress: &dyn Fn(usize),
 ) -> Result<RankResult> {
+    run_on(job, &open(device, world.local_rank())?, world, endpoint, progress)
+}
+
+/// The same on a device.
+fn run_on(
+    job: &Job,
+    device: &Device,
+    world: &World,
+    endpoint: Option<Box<dyn Transport>>,
+    progress: &dyn Fn(usize),
+) -> Result<RankResult> {
     let proxy = endpoint.map(|endpoint| network::spawn(world, endpoint)).transpose()?;
-    rank::run(job, world, &open(device, world.local_rank())?, proxy.as_ref(), progress)
+    rank::run(job, world, device, proxy.as_ref(), progress)
 }
 
 fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync)) -> Result<Vec<Result<RankResult>>> {
-    let (worlds, network) = (network::worlds(&job.case)?, network::real_time(&job.case)?);
+    let worlds = network::worlds(&job.case)?;
+    let network = network::real_time(job, device, |rank| open(device, rank))?;
     let network = network.as_ref();
     Ok(std::thread::scope(|scope| {
         let start = |world: World| {
             scope.spawn(move || {
                 let quiet = |_: usize| {};
                 let progress: &dyn Fn(usize) = if world.rank().index() == 0 { &progress } else { &quiet };
-                let endpoint = network.map(|network| network::endpoint(network, &world)).transpose()?;
-                run_own(job, device, &world, endpoint, progress)
+                let device = open(device, world.rank().index())?;
+                let endpoint = network.map(|network| network.endpoint(&world, &device)).transpose()?;
+                let nic_us = network.and_then(Shared::nic_us);
+                Ok(RankResult { nic_us, ..run_on(job, &device, &world, endpoint, progress)? })
             })
         };
         let threads: Vec<_> = worlds.into_iter().map(start).collect();

@@ -20,7 +20,7 @@ use super::schedules::schedules;
 use super::tally::Tally;
 use super::team;
 use super::usage::Refusal;
-use super::words::{ArenaWord, DeviceWord, Word};
+use super::words::{ArenaWord, DeviceWord, Launch, Word};
 
 /// Configurations by default.
 const SEEDS: usize = 100;
@@ -210,7 +210,7 @@ impl Default for Judge {
 impl Judge {
     pub fn judge(&self, case: &Case) -> Judged {
         let (check, timeout) = (Check::All, self.timeout);
-        let arena = match config::arena(self.arena, self.device, case) {
+        let arena = match config::arena(self.arena, self.device, Launch::Threads, case) {
             Ok(arena) => arena,
             Err(refusal) => return Judged { outcome: Outcome::Wrong(vec![refusal.to_string()]), schedule: None },
         };

@@ -124,6 +124,17 @@ pub fn device(ordinal: usize) -> Result<sys::CUdevice> {
     Ok(device)
 }
 
+/// Whether kernels of `from` can be given access to memory of `to`.
+pub fn can_access(from: sys::CUdevice, to: sys::CUdevice) -> Result<bool> {
+    if from == to {
+        return Ok(true);
+    }
+    let mut can: c_int = 0;
+    // SAFETY: both are devices of this process; `can` outlives the call.
+    check(unsafe { sys::cuDeviceCanAccessPeer(&mut can, from, to) }, "asking for peer access")?;
+    Ok(can != 0)
+}
+
 /// One attribute of a GPU.
 pub fn attribute(device: sys::CUdevice, which: sys::CUdevice_attribute) -> Result<i32> {
     let mut value: c_int = 0;

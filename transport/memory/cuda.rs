@@ -121,6 +121,20 @@ impl CudaMemory {
         self.mapping.allow(&devices)
     }
 
+    /// Lets every GPU of this process that can reach it store into it.
+    pub(super) fn grant_all(&self) -> Result<()> {
+        let own = self.context.device();
+        let mut devices = vec![own];
+        for ordinal in 0..driver::device_count()? {
+            let peer = driver::device(ordinal)?;
+            if peer != own && driver::can_access(peer, own)? {
+                devices.push(peer);
+            }
+        }
+        let _current = self.context.enter()?;
+        self.mapping.allow(&devices)
+    }
+
     pub(super) fn base(&self) -> u64 {
         self.mapping.base
     }
@@ -188,13 +202,7 @@ fn require_vmm(ordinal: usize, device: sys::CUdevice) -> Result<()> {
 
 /// Whether `from` can store into memory of `to`.
 fn require_peer_access(from: sys::CUdevice, to: sys::CUdevice, from_name: &str, to_name: &str) -> Result<()> {
-    if from == to {
-        return Ok(());
-    }
-    let mut can: c_int = 0;
-    // SAFETY: both are devices of this process; `can` outlives the call.
-    check(unsafe { sys::cuDeviceCanAccessPeer(&mut can, from, to) }, "asking for peer access")?;
-    if can != 0 {
+    if driver::can_access(from, to)? {
         return Ok(());
     }
     Err(error(

@@ -30,9 +30,9 @@ pub(super) struct PinnedMemory {
 /// A registered span.
 #[derive(Debug)]
 struct Registration {
-    base: u64,
+    host_base: u64,
     /// Where the registering GPU finds it.
-    device_base: u64,
+    base: u64,
     context: PrimaryContext,
 }
 
@@ -56,7 +56,7 @@ impl PinnedMemory {
 
     /// Where its own GPU finds it.
     pub(super) fn base(&self) -> u64 {
-        self.registration.device_base
+        self.registration.base
     }
 
     /// Where this process finds it.
@@ -91,8 +91,8 @@ impl Registration {
         check(code, &format!("registering {bytes} bytes of host memory with the GPU"))?;
         drop(current);
         // From here on dropping it unregisters.
-        let mut registration = Registration { base, device_base: 0, context };
-        registration.device_base = device_address(&registration.context, base)?;
+        let mut registration = Registration { host_base: base, base: 0, context };
+        registration.base = device_address(&registration.context, base)?;
         Ok(registration)
     }
 }
@@ -102,7 +102,7 @@ impl Drop for Registration {
         if let Ok(_current) = self.context.enter() {
             // SAFETY: registered in `of` and unregistered once, while the mapping is still there; kernels that used it
             // have ended.
-            let _ = unsafe { sys::cuMemHostUnregister(pointer(self.base)) };
+            let _ = unsafe { sys::cuMemHostUnregister(pointer(self.host_base)) };
         }
     }
 }

@@ -43,16 +43,24 @@ impl LinkModel {
     /// No limit and no latency.
     pub const FREE: LinkModel = LinkModel { gbps: f64::INFINITY, latency_us: 0.0, per_message_us: 0.0 };
 
-    pub(super) fn ps_per_byte(&self) -> u64 {
+    pub(crate) fn ps_per_byte(&self) -> u64 {
         (8000.0 / self.gbps).round() as u64
     }
 
-    pub(super) fn latency_ns(&self) -> u64 {
+    pub(crate) fn latency_ns(&self) -> u64 {
         (self.latency_us * 1e3).round() as u64
     }
 
-    pub(super) fn per_message_ps(&self) -> u64 {
+    pub(crate) fn per_message_ps(&self) -> u64 {
         (self.per_message_us * 1e6).round() as u64
+    }
+
+    /// Refuses what makes no sense.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.is_sane() {
+            return Ok(());
+        }
+        refuse("nics", format!("{self:?}"), "give at least 0.001 Gb/s, and times from 0 to a second")
     }
 
     fn is_sane(&self) -> bool {
@@ -173,11 +181,7 @@ impl SimConfig {
         if self.nics.is_empty() || self.nics.len() > MAX_NICS {
             return refuse("nics", self.nics.len(), "give a rank 1 to 4 NICs");
         }
-        if let Some(model) = self.nics.iter().find(|model| !model.is_sane()) {
-            let advice = "give at least 0.001 Gb/s, and times from 0 to a second";
-            return refuse("nics", format!("{model:?}"), advice);
-        }
-        Ok(())
+        self.nics.iter().try_for_each(LinkModel::check)
     }
 }
 

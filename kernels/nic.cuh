@@ -1,0 +1,172 @@
+// The emulated NIC: a kernel that stays on the GPU of a source rank and copies what the host asks for.
+//
+// Beside the data path: for runs between GPUs of one host whose ranks count as several nodes (proxy/gpu_nic.rs, which
+// also says how fast the link is; this kernel copies as fast as it can). On a stream of its own.
+//
+//   host ring ──▶ block 0, thread 0 ──▶ device ring ──▶ all other blocks copy their parts, fence and count
+//                 (polls host memory)                  the last one to count tells the host
+//
+// A launch ends when the host says stop, or once nothing was asked for idle_ns; then the host launches it again when
+// there is work. So whatever waits for the GPU to come to rest waits for no longer than that. The waits here are the
+// only ones without a deadline: block 0 ends by those two conditions, and all others when block 0 says so.
+#pragma once
+#include "context.cuh"
+
+namespace ty {
+
+// A part that a block copies at once: enough loads to cover a link's latency, and few enough that a chunk has several.
+constexpr u64 nic_part_bytes = 64 << 10;
+// Vectors that a thread has on their way.
+constexpr u32 nic_vectors = 8;
+// Looks at the ring between two looks at the clock.
+constexpr u32 nic_turns_between_checks = 32;
+
+struct NicShared {
+  u64 until;
+};
+
+TY_DEVICE ty_nic_host *nic_host(const ty_nic_args &a) { return pointer<ty_nic_host>(a.host); }
+TY_DEVICE ty_nic_device *nic_device(const ty_nic_args &a) { return pointer<ty_nic_device>(a.device); }
+
+TY_DEVICE u32 nic_parts(u64 bytes, u32 blocks) {
+  u64 parts = (bytes + nic_part_bytes - 1) / nic_part_bytes;
+  return parts < blocks ? static_cast<u32>(parts) : blocks;
+}
+
+// ---- block 0 ---------------------------------------------------------------------------------------------
+
+// Passes one request on; answers which block is next in turn. The slot is free: the host posts request n only once
+// request n - TY_NIC_SLOTS is completed, and so read by all.
+TY_DEVICE u32 pass_on(const ty_nic_args &a, u64 number, u32 first) {
+  const ty_nic_request *from = &nic_host(a)->requests[number % TY_NIC_SLOTS];
+  ty_nic_request *to = &nic_device(a)->requests[number % TY_NIC_SLOTS];
+  u64 source = load_relaxed_sys(&from->source), target = load_relaxed_sys(&from->target);
+  u64 bytes = load_relaxed_sys(&from->bytes);
+  store(&to->source, source);
+  store(&to->target, target);
+  store(&to->bytes, bytes);
+  store(&to->first, static_cast<u64>(first));
+  // Acquired by follow.
+  store_release_gpu(&nic_device(a)->relayed, number + 1);
+  u32 blocks = block_count() - 1;
+  return (first + nic_parts(bytes, blocks)) % blocks;
+}
+
+// By thread 0 of block 0, the one thread that polls host memory.
+TY_DEVICE void relay(const ty_nic_args &a) {
+  u64 relayed = a.begin, since = now_ns();
+  u32 first = 0;
+  for (u32 turn = 1;; ++turn) {
+    // Released by the host, behind the requests.
+    u64 word = load_acquire_sys(&nic_host(a)->posted);
+    u64 posted = word & ~TY_NIC_STOP;
+    if (relayed < posted) {
+      for (; relayed < posted; ++relayed) first = pass_on(a, relayed, first);
+      since = now_ns();
+      continue;
+    }
+    if (word & TY_NIC_STOP) break;
+    if (turn % nic_turns_between_checks == 0 && now_ns() - since > a.idle_ns) break;
+    spin_pause("network request");
+  }
+  // Acquired by follow, which then sees the last request that was passed on.
+  store_release_gpu(&nic_device(a)->ending, a.launch);
+}
+
+// ---- the other blocks ------------------------------------------------------------------------------------
+
+// Waits for requests beyond `done`; answers how many there are by now, `done` if there will be no more. By thread 0.
+TY_DEVICE u64 follow(const ty_nic_args &a, u64 done) {
+  for (;;) {
+    // In this order: who sees the end sees all that was passed on before it.
+    u64 ending = load_acquire_gpu(&nic_device(a)->ending);
+    u64 relayed = load_acquire_gpu(&nic_device(a)->relayed);
+    if (relayed > done || ending == a.launch) return relayed;
+    spin_pause("network relay");
+  }
+}
+
+// Copies vectors begin to end, several loads ahead of their stores.
+TY_DEVICE void copy_vectors(char *to, const char *from, u64 begin, u64 end) {
+  u64 step = block_threads(), v = begin + thread_index();
+  for (; v + (nic_vectors - 1) * step < end; v += nic_vectors * step) {
+    Vec16 row[nic_vectors];
+    for (u32 i = 0; i < nic_vectors; ++i) row[i] = load16(from + (v + i * step) * 16);
+    for (u32 i = 0; i < nic_vectors; ++i) store16(to + (v + i * step) * 16, row[i]);
+  }
+  for (; v < end; v += step) store16(to + v * 16, load16(from + v * 16));
+}
+
+TY_DEVICE void copy_bytes(char *to, const char *from, u64 begin, u64 end) {
+  for (u64 i = begin + thread_index(); i < end; i += block_threads())
+    store(reinterpret_cast<u8 *>(to) + i, load(reinterpret_cast<const u8 *>(from) + i));
+}
+
+// Copies one of the parts of a request. Vectors where both ends are alike modulo 16, as they are on the data path; the
+// few bytes before and behind them go with the first part. Bytes one by one where they are not.
+TY_DEVICE void copy_part(const ty_nic_request &r, u32 part, u32 parts) {
+  char *to = reinterpret_cast<char *>(r.target);
+  const char *from = reinterpret_cast<const char *>(r.source);
+  if ((r.source ^ r.target) % 16 != 0) {
+    copy_bytes(to, from, r.bytes * part / parts, r.bytes * (part + 1) / parts);
+    return;
+  }
+  u64 head = (16 - r.source % 16) % 16;
+  if (head > r.bytes) head = r.bytes;
+  u64 vectors = (r.bytes - head) / 16;
+  copy_vectors(to + head, from + head, vectors * part / parts, vectors * (part + 1) / parts);
+  if (part != 0) return;
+  copy_bytes(to, from, 0, head);
+  copy_bytes(to, from, head + vectors * 16, r.bytes);
+}
+
+// One request, by a whole block: its part, if it has one, and its count. Every block counts every request, so that who
+// sees a completion knows that nobody looks at the slot any more, and completions are in order.
+TY_DEVICE void carry_out(const ty_nic_args &a, u64 number) {
+  ty_nic_device *device = nic_device(a);
+  const ty_nic_request *slot = &device->requests[number % TY_NIC_SLOTS];
+  const ty_nic_request r{load(&slot->source), load(&slot->target), load(&slot->bytes), load(&slot->first)};
+  u32 blocks = block_count() - 1, parts = nic_parts(r.bytes, blocks);
+  u32 part = (block_index() - 1 + blocks - static_cast<u32>(r.first)) % blocks;
+  if (part < parts) copy_part(r, part, parts);
+  block_barrier();
+  if (thread_index() != 0) return;
+  if (part < parts) fence_acq_rel_sys();
+  u32 *counted = &device->counted[number % TY_NIC_SLOTS];
+  if (atomic_add_gpu(counted, 1u) != blocks - 1) return;
+  store(counted, 0u);
+  // Acquired by the host: the payload is in place.
+  store_release_sys(&nic_host(a)->completed, number + 1);
+}
+
+// The last block of a launch tells the host that it has ended. By thread 0.
+TY_DEVICE void leave(const ty_nic_args &a) {
+  ty_nic_device *device = nic_device(a);
+  if (atomic_add_gpu(&device->leaving, 1u) != block_count() - 1) return;
+  store(&device->leaving, 0u);
+  store_relaxed_sys(&nic_host(a)->relayed, load_relaxed_gpu(&device->relayed));
+  store_release_sys(&nic_host(a)->ended, a.launch);
+}
+
+// Two blocks or more.
+TY_KERNEL(ty_nic, ty_nic_args) {
+  if (block_index() == 0) {
+    if (thread_index() != 0) return;
+    relay(a);
+    leave(a);
+    return;
+  }
+  NicShared &shared = block_shared<NicShared>();
+  for (u64 done = a.begin;;) {
+    if (thread_index() == 0) store(&shared.until, follow(a, done));
+    block_barrier();
+    u64 until = load(&shared.until);
+    // Before thread 0 writes it again.
+    block_barrier();
+    if (until == done) break;
+    for (; done < until; ++done) carry_out(a, done);
+  }
+  if (thread_index() == 0) leave(a);
+}
+
+} // namespace ty

@@ -1,0 +1,105 @@
+//! What endpoints tell each other: little end first, versioned, its length checked, with a checksum.
+//!
+//! ```text
+//! byte  0      4        8        16   24    28    32       34    40               40+8n
+//!       magic  version  network  key  rank  nics  regions  zero  bytes of each …  checksum
+//! ```
+//!
+//! Place: while a context is built, on the proxy's thread.
+
+use crate::base::Rank;
+
+const MAGIC: [u8; 4] = *b"tyGN";
+const VERSION: u32 = 1;
+const HEAD: usize = 40;
+const SUM: usize = 8;
+
+/// An endpoint as its peers know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Address {
+    /// Which network of this process.
+    pub network: u64,
+    /// Which endpoint, since which reset; never used twice.
+    pub key: u64,
+    pub rank: Rank,
+    pub nics: u32,
+    /// Lengths of the registered spans.
+    pub regions: Vec<u64>,
+}
+
+impl Address {
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(HEAD + 8 * self.regions.len() + SUM);
+        out.extend(MAGIC);
+        out.extend(VERSION.to_le_bytes());
+        out.extend(self.network.to_le_bytes());
+        out.extend(self.key.to_le_bytes());
+        out.extend(self.rank.0.to_le_bytes());
+        out.extend(self.nics.to_le_bytes());
+        out.extend((self.regions.len() as u16).to_le_bytes());
+        out.extend([0; 6]);
+        self.regions.iter().for_each(|bytes| out.extend(bytes.to_le_bytes()));
+        let sum = checksum(&out);
+        out.extend(sum.to_le_bytes());
+        out
+    }
+
+    /// What is wrong with the bytes, if anything.
+    pub fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
+        let body = bytes.len().checked_sub(SUM).filter(|body| *body >= HEAD).ok_or("is too short")?;
+        if bytes[..4] != MAGIC {
+            return Err("is not of an emulated NIC");
+        }
+        if read_u32(bytes, 4) != Some(VERSION) {
+            return Err("is of another version");
+        }
+        if read_u64(bytes, body) != Some(checksum(&bytes[..body])) {
+            return Err("has a wrong checksum");
+        }
+        let regions = usize::from(u16::from_le_bytes([bytes[32], bytes[33]]));
+        if body != HEAD + 8 * regions {
+            return Err("has a wrong length");
+        }
+        let read = || {
+            Some(Address {
+                network: read_u64(bytes, 8)?,
+                key: read_u64(bytes, 16)?,
+                rank: Rank(read_u32(bytes, 24)?),
+                nics: read_u32(bytes, 28)?,
+                regions: (0..regions).map(|at| read_u64(bytes, HEAD + 8 * at)).collect::<Option<_>>()?,
+            })
+        };
+        read().ok_or("is too short")
+    }
+}
+
+fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+}
+
+fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
+}
+
+/// FNV-1a, against accidents.
+fn checksum(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_survive_the_wire_and_flipped_bits_do_not() {
+        let address = Address { network: 3, key: 9, rank: Rank(2), nics: 4, regions: vec![1 << 20, 7] };
+        let bytes = address.encode();
+        assert_eq!(Address::decode(&bytes), Ok(address));
+        for bit in 0..8 * bytes.len() {
+            let mut bent = bytes.clone();
+            bent[bit / 8] ^= 1 << (bit % 8);
+            assert!(Address::decode(&bent).is_err(), "bit {bit}");
+        }
+        assert!((0..bytes.len()).all(|length| Address::decode(&bytes[..length]).is_err()));
+    }
+}

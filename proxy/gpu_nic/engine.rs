@@ -1,0 +1,163 @@
+//! The NIC kernel of one endpoint, as its host side sees it: requests in, a count of completed ones out.
+//!
+//! Place: between the endpoint, which says what to copy and when, and kernels/nic.cuh, which copies. Runs on whichever
+//! thread polls or resets, under the endpoint's lock. Posting and looking never wait; draining and dropping wait until
+//! what was posted is copied.
+//!
+//! ```text
+//!   post ─▶ requests[n], posted = n + 1 ─▶ kernel ─▶ completed ─▶ is_done
+//!             └─ no launch is alive? launch        └─ idle or told to stop: ended = number of the launch
+//! ```
+
+use crate::base::{Error, Result};
+use crate::ffi::layout as raw;
+use crate::kernels::{Device, DeviceBuffer, DeviceKind, Stream};
+use crate::proxy::driver::Words;
+use std::mem::{ManuallyDrop, offset_of};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Requests that may be outstanding.
+pub(super) const SLOTS: u64 = raw::TY_NIC_SLOTS as u64;
+/// Blocks of the kernel on a GPU: one passes requests on, and the others move more than a NIC of 400 Gb/s does.
+pub(super) const GPU_BLOCKS: u32 = 8;
+/// Its threads: few registers, so that kernels without waits find room on the same multiprocessors.
+const GPU_THREADS: u32 = 256;
+/// The same on the CPU device.
+const CPU_BLOCKS: u32 = 2;
+const CPU_THREADS: u32 = 64;
+/// Shared memory of a block: one word.
+const SHARED_BYTES: u32 = 16;
+/// A launch without work ends after this time, so that what waits for the GPU to come to rest (freeing memory, loading
+/// code) waits for no longer; the next request launches anew. Long against a step, so that a step rarely launches.
+const IDLE: Duration = Duration::from_millis(20);
+/// How long dropping waits for the kernel, which copies what was posted and ends.
+const END: Duration = Duration::from_secs(30);
+/// bindgen makes it signed.
+const STOP: u64 = raw::TY_NIC_STOP as u64;
+
+const POSTED: usize = offset_of!(raw::ty_nic_host, posted) / 8;
+const COMPLETED: usize = offset_of!(raw::ty_nic_host, completed) / 8;
+const RELAYED: usize = offset_of!(raw::ty_nic_host, relayed) / 8;
+const ENDED: usize = offset_of!(raw::ty_nic_host, ended) / 8;
+const REQUESTS: usize = offset_of!(raw::ty_nic_host, requests) / 8;
+const REQUEST_WORDS: usize = size_of::<raw::ty_nic_request>() / 8;
+const WORDS: usize = size_of::<raw::ty_nic_host>() / 8;
+
+/// A ring, and the kernel that works it off.
+pub(super) struct Engine {
+    stream: Stream,
+    words: ManuallyDrop<Words>,
+    /// Where the device finds the words.
+    host: u64,
+    device: ManuallyDrop<DeviceBuffer>,
+    posted: u64,
+    launches: u64,
+}
+
+impl Engine {
+    pub fn new(device: &Device) -> Result<Engine> {
+        let host = device.alloc_host(size_of::<raw::ty_nic_host>())?;
+        let memory = device.alloc(size_of::<raw::ty_nic_device>())?;
+        memory.fill(0)?;
+        let (base, address) = (host.host_ptr().cast::<u64>(), host.view().ptr);
+        // SAFETY: zeroed words inside the buffer, which is kept; host and device access them atomically, word by word.
+        let words = unsafe { Words::from_raw(base, WORDS, Arc::new(host))? };
+        Ok(Engine {
+            stream: device.new_stream()?,
+            words: ManuallyDrop::new(words),
+            host: address,
+            device: ManuallyDrop::new(memory),
+            posted: 0,
+            launches: 0,
+        })
+    }
+
+    /// Requests posted since ever.
+    pub fn posted(&self) -> u64 {
+        self.posted
+    }
+
+    /// Requests carried out since ever: all before this number. Their payload is in place.
+    pub fn completed(&self) -> u64 {
+        // The kernel released it behind the payload.
+        self.load(COMPLETED, Ordering::Acquire)
+    }
+
+    /// Posts a copy and answers its number, counted from 0; `None` if the ring is full.
+    pub fn post(&mut self, source: u64, target: u64, bytes: u64) -> Result<Option<u64>> {
+        let number = self.posted;
+        if number - self.completed() >= SLOTS {
+            return Ok(None);
+        }
+        let at = REQUESTS + (number % SLOTS) as usize * REQUEST_WORDS;
+        for (word, value) in [source, target, bytes].into_iter().enumerate() {
+            self.store(at + word, value, Ordering::Relaxed);
+        }
+        self.posted = number + 1;
+        // Acquired by the kernel's relay.
+        self.store(POSTED, self.posted, Ordering::Release);
+        self.keep_running()?;
+        Ok(Some(number))
+    }
+
+    /// Launches the kernel if there is work and no launch is alive.
+    pub fn keep_running(&mut self) -> Result<()> {
+        // Acquire: `relayed` was stored before.
+        if self.load(ENDED, Ordering::Acquire) != self.launches {
+            return Ok(());
+        }
+        let begin = self.load(RELAYED, Ordering::Relaxed);
+        if begin == self.posted {
+            return Ok(());
+        }
+        let (blocks, threads) = match self.stream.device().kind() {
+            DeviceKind::Cpu => (CPU_BLOCKS, CPU_THREADS),
+            DeviceKind::Cuda => (GPU_BLOCKS, GPU_THREADS),
+        };
+        let args = raw::ty_nic_args {
+            host: self.host,
+            device: self.device.view().ptr,
+            launch: self.launches + 1,
+            begin,
+            idle_ns: IDLE.as_nanos() as u64,
+        };
+        self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)?;
+        self.launches += 1;
+        Ok(())
+    }
+
+    fn load(&self, at: usize, order: Ordering) -> u64 {
+        self.words.get(at).map_or(0, |word: &AtomicU64| word.load(order))
+    }
+
+    fn store(&self, at: usize, value: u64, order: Ordering) {
+        if let Some(word) = self.words.get(at) {
+            word.store(value, order);
+        }
+    }
+}
+
+impl Drop for Engine {
+    /// Ends the kernel once all that was posted is copied. A kernel that does not end keeps its memory.
+    fn drop(&mut self) {
+        let launched = self.keep_running();
+        self.store(POSTED, self.posted | STOP, Ordering::Release);
+        if launched.and_then(|()| self.stream.synchronize(END)).is_ok() {
+            // SAFETY: dropped once, here; the kernel has ended, and nothing of it is used below.
+            unsafe {
+                ManuallyDrop::drop(&mut self.words);
+                ManuallyDrop::drop(&mut self.device);
+            }
+        }
+    }
+}
+
+/// What a wait for copies that do not end says.
+pub(super) fn stuck(what: &str) -> Error {
+    Error::Transport {
+        what: format!("{what}: the NIC kernel does not end its copies"),
+        advice: "see whether its GPU works, and whether other kernels leave it its blocks".into(),
+    }
+}

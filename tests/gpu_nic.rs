@@ -1,0 +1,207 @@
+//! The emulated NIC under the contract of transports and under whole contexts, on CPU devices: the same kernel as on GPUs.
+//! The contexts' test runs on GPUs with `TOKENYARD_TEST_DEVICE=cuda`.
+
+#[path = "rig/mod.rs"]
+mod context_rig;
+#[path = "transport/contract.rs"]
+mod contract;
+#[path = "transport/rig.rs"]
+mod rig;
+
+use context_rig::{Rig, on_ranks, test_device};
+use rig::{Backend, Cluster, Log, SLOT, SLOTS, pattern, write};
+use std::time::{Duration, Instant};
+use tokenyard::base::{Error, Rank};
+use tokenyard::proxy::driver::ThreadConfig;
+use tokenyard::proxy::gpu_nic::{GpuNetwork, GpuNicEndpoint, overhead};
+use tokenyard::proxy::machine::Liveness;
+use tokenyard::transport::link::{Event, MAX_MESSAGE, Transport};
+use tokenyard::transport::sim::LinkModel;
+use tokenyard::transport::{Arena, PeerMap};
+use tokenyard::{Device, Proxy, ProxyConfig};
+
+/// Emulated networks of one link model.
+struct Nics(LinkModel, usize);
+
+impl Backend for Nics {
+    type Endpoint = GpuNicEndpoint;
+
+    fn endpoints(&self, ranks: usize) -> Vec<GpuNicEndpoint> {
+        let network = GpuNetwork::new(ranks, self.0, self.1).unwrap();
+        (0..ranks as u32).map(|rank| network.endpoint(Rank(rank), &Device::cpu().unwrap()).unwrap()).collect()
+    }
+}
+
+const SLOW: LinkModel = LinkModel { gbps: 10.0, latency_us: 20.0, per_message_us: 0.5 };
+
+contract!(free_link, Nics(LinkModel::FREE, 1));
+contract!(four_slow_nics, Nics(SLOW, 4));
+
+/// Everything that one write of `bytes` takes until it is over, on both sides.
+fn elapsed(cluster: &mut Cluster<GpuNicEndpoint>, number: u32, bytes: usize) -> Duration {
+    let mut log = Log::default();
+    cluster.regions(0).source.write(0, &pattern(number, bytes));
+    let start = Instant::now();
+    cluster.post(0, &write(1, number, 0, bytes), &mut log);
+    cluster.pump_until("a write", &mut log, |log| log.imms.contains_key(&(1, number)));
+    start.elapsed()
+}
+
+#[test]
+fn a_write_is_never_faster_than_its_model() {
+    // 8 Mb/s: a byte in a microsecond.
+    let model = LinkModel { gbps: 0.008, latency_us: 3000.0, per_message_us: 1000.0 };
+    let mut cluster = Cluster::new(&Nics(model, 2), 2);
+    assert!(elapsed(&mut cluster, 1, 900) >= Duration::from_micros(4900));
+    assert!(elapsed(&mut cluster, 2, 0) >= Duration::from_micros(4000));
+    // Four writes on one NIC are behind each other, and so share one latency.
+    let mut log = Log::default();
+    let start = Instant::now();
+    for number in 10..14 {
+        cluster.post(0, &write(1, number, number as usize % SLOTS, 500), &mut log);
+    }
+    cluster.pump_until("writes behind each other", &mut log, |log| log.imms.len() == 4);
+    assert!(start.elapsed() >= Duration::from_micros(4 * 1500 + 3000));
+    assert!(log.completed(0, 10..14), "a write is sent before it has arrived");
+}
+
+#[test]
+fn completions_of_a_slow_link_come_before_its_source_may_change() {
+    let model = LinkModel { gbps: 0.008, latency_us: 0.0, per_message_us: 0.0 };
+    let mut cluster = Cluster::new(&Nics(model, 1), 2);
+    let start = Instant::now();
+    let mut log = Log::default();
+    cluster.post(0, &write(1, 1, 0, 900), &mut log);
+    cluster.pump_until("a completion", &mut log, |log| log.completed(0, [1]));
+    assert!(start.elapsed() >= Duration::from_micros(900), "completed at {:?}", start.elapsed());
+}
+
+#[test]
+fn receivers_take_in_one_write_after_the_other() {
+    let model = LinkModel { gbps: 0.008, latency_us: 0.0, per_message_us: 0.0 };
+    let mut cluster = Cluster::new(&Nics(model, 1), 4);
+    let mut log = Log::default();
+    let start = Instant::now();
+    for from in 1..4 {
+        cluster.post(from, &write(0, from as u32, from, 900), &mut log);
+    }
+    cluster.pump_until("three writes to one rank", &mut log, |log| log.imms.len() == 3);
+    assert!(start.elapsed() >= Duration::from_micros(2700), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_kernel_that_went_idle_comes_back() {
+    let mut cluster = Cluster::new(&Nics(LinkModel::FREE, 1), 2);
+    for number in 0..6 {
+        elapsed(&mut cluster, number, 700);
+        assert_eq!(cluster.regions(1).inbox.read(0, 700), pattern(number, 700));
+        std::thread::sleep(Duration::from_millis(if number % 2 == 0 { 60 } else { 19 }));
+    }
+}
+
+#[test]
+fn large_and_crooked_writes_arrive_whole() {
+    let network = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap();
+    const BYTES: usize = 1 << 20;
+    let (source, inbox) = (rig::Memory::new(BYTES), rig::Memory::new(BYTES));
+    let mut ends = [0, 1].map(|rank| network.endpoint(Rank(rank), &Device::cpu().unwrap()).unwrap());
+    // SAFETY: accessed through raw pointers only, and dropped after the endpoints.
+    unsafe { (ends[0].register(source.span()).unwrap(), ends[1].register(inbox.span()).unwrap()) };
+    let addresses = [ends[0].address(), ends[1].address()];
+    ends[0].connect(Rank(1), &addresses[1]).unwrap();
+    ends[1].connect(Rank(0), &addresses[0]).unwrap();
+    source.write(0, &pattern(1, BYTES));
+    let cases = [(0, 0, BYTES), (3, 19, 500_001), (5, 6, 70_000), (8, 8, 65_537), (15, 31, 16), (9, 1, 3), (1, 17, 14)];
+    for (number, (from, to, bytes)) in cases.into_iter().enumerate() {
+        inbox.fill(0, BYTES, rig::GUARD);
+        let mut write = write(1, number as u32, 0, bytes);
+        (write.source.offset, write.target.offset, write.target.region) = (from as u64, to as u64, rig::SOURCE);
+        let _ = ends[0].post(&write).unwrap();
+        let (start, mut arrived) = (Instant::now(), false);
+        while !arrived {
+            assert!(start.elapsed() < rig::PATIENCE, "case {number}");
+            ends[0].poll(&mut |_| {}).unwrap();
+            ends[1].poll(&mut |event| arrived |= matches!(event, Event::Imm { .. })).unwrap();
+        }
+        let seen = inbox.all();
+        assert!(seen[to..to + bytes] == pattern(1, BYTES)[from..from + bytes], "case {number}");
+        assert!(seen[..to].iter().chain(&seen[to + bytes..]).all(|byte| *byte == rig::GUARD), "case {number}");
+    }
+}
+
+#[test]
+fn settings_that_make_no_sense_are_refused() {
+    assert!(GpuNetwork::new(0, LinkModel::FREE, 1).is_err());
+    assert!(GpuNetwork::new(2, LinkModel::FREE, 5).is_err());
+    assert!(GpuNetwork::new(2, LinkModel { gbps: 0.0, ..LinkModel::FREE }, 1).is_err());
+    let network = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap();
+    let device = Device::cpu().unwrap();
+    let mut first = network.endpoint(Rank(0), &device).unwrap();
+    for rank in [0, 2] {
+        assert!(matches!(network.endpoint(Rank(rank), &device), Err(Error::Argument { .. })));
+    }
+    // An address of another network says so.
+    let other = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap().endpoint(Rank(1), &device).unwrap();
+    let why = first.connect(Rank(1), &other.address()).unwrap_err().to_string();
+    assert!(why.contains("another network"), "{why}");
+    assert!(first.send(Rank(1), &[0; MAX_MESSAGE]).is_err());
+}
+
+#[test]
+fn the_emulator_measures_itself() {
+    let us = overhead(&Device::cpu().unwrap(), &Device::cpu().unwrap()).unwrap();
+    println!("{us:.1} us from post to immediate on CPU devices");
+    assert!(us > 0.0);
+}
+
+/// Two nodes of two ranks: rows and sums go over the emulated NIC.
+fn rounds_over_nodes(model: LinkModel, nics: usize, chunk_rows: Option<usize>) {
+    let network = GpuNetwork::new(4, model, nics).unwrap();
+    on_ranks(4, |world| {
+        let world = world.with_nodes(&[2, 2]).unwrap();
+        let device = test_device(&world);
+        let endpoint = network.endpoint(world.rank(), &device).unwrap();
+        let thread = ThreadConfig { core: None, spinners: 8 };
+        let config = ProxyConfig { liveness: Liveness::default(), thread };
+        let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();
+        let rig = Rig::on(&world, device, |builder| match chunk_rows {
+            Some(rows) => builder.proxy(&proxy).chunk_rows(rows),
+            None => builder.proxy(&proxy),
+        });
+        for salt in 0..6 {
+            rig.good_round(salt);
+        }
+        // Longer than the kernel waits for work.
+        std::thread::sleep(Duration::from_millis(50));
+        rig.good_round(9);
+        world.barrier("done").unwrap();
+    });
+}
+
+#[test]
+fn contexts_over_nodes_get_every_row() {
+    rounds_over_nodes(LinkModel::FREE, 1, None);
+}
+
+#[test]
+fn contexts_over_slow_nics_and_many_chunks_get_every_row() {
+    rounds_over_nodes(SLOW, 2, Some(1));
+}
+
+#[test]
+fn arenas_of_other_nodes_stay_unknown_to_contexts() {
+    on_ranks(3, |world| {
+        let world = world.with_nodes(&[2, 1]).unwrap();
+        let device = test_device(&world);
+        let arena = match device.ordinal() {
+            Some(ordinal) => Arena::cuda(ordinal, 5 * SLOT).unwrap(),
+            None => Arena::cpu(5 * SLOT).unwrap(),
+        };
+        arena.grant_process().unwrap();
+        let map = PeerMap::establish(&world, arena).unwrap();
+        for rank in 0..3 {
+            assert_eq!(map.base_of(Rank(rank)) != 0, (rank < 2) == (world.rank().0 < 2));
+        }
+        world.barrier("done").unwrap();
+    });
+}
