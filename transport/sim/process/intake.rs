@@ -28,7 +28,7 @@ impl Intake {
         // An idle NIC takes a packet in while it arrives: then its last byte is all that is left.
         let end_after = |from_ps: u64| from_ps.saturating_add(needed_ps).max(at_ps);
         let fits = |(from_ps, to_ps): &(u64, u64)| end_after(*from_ps) <= *to_ps;
-        if let Some(place) = self.gaps.iter().position(fits).filter(|_| false) {
+        if let Some(place) = self.gaps.iter().position(fits) {
             let (from_ps, to_ps) = self.gaps[place];
             let end_ps = end_after(from_ps);
             self.gaps[place] = (from_ps, end_ps - needed_ps);
