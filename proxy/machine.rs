@@ -486,8 +486,10 @@ impl Machine {
             self.stats.stale_completions += 1;
             return;
         }
-        self.under_way[slot] = self.under_way[slot].saturating_sub(1);
+        let under_way = self.under_way[slot].saturating_sub(1);
         let Some(context) = self.contexts[slot].as_mut() else {
+            // The tables are gone with the context; what it had under way is only counted down.
+            self.under_way[slot] = under_way;
             self.stats.stale_completions += 1;
             return;
         };
@@ -495,6 +497,7 @@ impl Machine {
             self.stats.impossible += 1;
             return;
         };
+        self.under_way[slot] = under_way;
         self.stats.completions += 1;
         if let Some(what) = failure {
             let Token { context, direction, parity, chunk, nic, .. } = token;

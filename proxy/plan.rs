@@ -11,6 +11,7 @@
 use super::wire::{Direction, Lane, Nodes, Wire, WireInput, most_chunks};
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
+use crate::transport::imm;
 
 /// Bytes that regions and flags are aligned to: two 64-byte lines, since lines are prefetched in pairs.
 const ALIGN: u64 = 128;
@@ -257,6 +258,7 @@ fn message(input: &PlanInput, direction: Direction) -> Result<Message> {
         };
         (rows, input.max_tokens.div_ceil(rows.max(1)))
     };
+    imm::check_counts(0, chunks, 0, 0)?;
     let heads = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;
     let head_bytes = u32::try_from(heads).map_err(|_| too_large("the headers"))?;
     let chunk_bytes = (chunk_rows * row_bytes).max(16);
@@ -273,16 +275,10 @@ fn message(input: &PlanInput, direction: Direction) -> Result<Message> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::Rank;
-
-    fn consecutive(sizes: &[usize]) -> Nodes {
-        let ranks: Vec<Rank> = (0..sizes.iter().sum::<usize>() as u32).map(Rank).collect();
-        Nodes::of_sizes(sizes, &ranks).unwrap()
-    }
 
     fn v3(tokens: usize) -> PlanInput {
         PlanInput {
-            nodes: consecutive(&[8]),
+            nodes: Nodes::consecutive(&[8]).unwrap(),
             max_tokens: tokens,
             top_k: 8,
             row_bytes: 7168,
@@ -297,7 +293,7 @@ mod tests {
     }
 
     fn v3_of_nodes(tokens: usize, sizes: &[usize]) -> PlanInput {
-        let nodes = consecutive(sizes);
+        let nodes = Nodes::consecutive(sizes).unwrap();
         PlanInput {
             nodes,
             max_local_experts: 4,

@@ -170,6 +170,15 @@ impl Nodes {
         Nodes::new(members.collect())
     }
 
+    /// Nodes of the given sizes, whose ranks are 0, 1, and so on.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn consecutive(sizes: &[usize]) -> Result<Nodes> {
+        let ranks: Vec<Rank> = (0..sizes.iter().sum::<usize>() as u32).map(Rank).collect();
+        Nodes::of_sizes(sizes, &ranks)
+    }
+
     /// All ranks, node by node.
     pub fn ranks(&self) -> impl Iterator<Item = Rank> + '_ {
         self.members.iter().flatten().copied()

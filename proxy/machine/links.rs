@@ -53,6 +53,8 @@ struct Link {
     /// Of the blocked chunk.
     bytes: u32,
     under_way: [UnderWay; 2],
+    /// By (parity, chunk): NICs whose shard is posted and not completed, a bit each.
+    shards: Box<[u8]>,
 }
 
 /// What arrives in one direction.
@@ -120,7 +122,21 @@ impl Context {
             links.extend(targets.filter_map(|(peer, index)| {
                 let slot = wire.inbox_slot(direction, peer, rank)?;
                 let region = *arenas.get(peer.index())?;
-                Some(Link::new(direction, LinkIdx(index), peer, region, slot, first_epoch))
+                let shards = vec![0; 2 * usize::from(wire.lane(direction).chunks)].into_boxed_slice();
+                Some(Link {
+                    direction,
+                    index: LinkIdx(index),
+                    peer,
+                    region,
+                    slot,
+                    state: LinkState::Watching,
+                    epoch: first_epoch,
+                    chunk: ChunkIdx(0),
+                    chunks: 0,
+                    bytes: 0,
+                    under_way: [UnderWay::default(); 2],
+                    shards,
+                })
             }));
             first
         });
@@ -189,11 +205,19 @@ impl Context {
         outcome
     }
 
-    /// Counts a completion and answers whom it was posted to; `None` if nothing such was posted.
+    /// Counts a completion and answers whom it was posted to; `None` if no such shard is under way, so that no token
+    /// that came twice or damaged frees staging that the network still reads.
     pub fn completed(&mut self, token: &Token, out: &mut impl Outputs) -> Option<Rank> {
         let at = self.first_link[token.direction.index()] + token.link.index();
         let link = self.links.get_mut(at).filter(|l| l.direction == token.direction && l.index == token.link)?;
-        let under_way = &mut link.under_way[usize::from(token.parity)];
+        let chunks = usize::from(self.common.wire.lane(token.direction).chunks);
+        let shard = link.shards.get_mut(shard_index(token.parity, chunks, token.chunk)?)?;
+        let bit = 1u8.checked_shl(u32::from(token.nic.0))? & *shard;
+        if bit == 0 {
+            return None;
+        }
+        *shard &= !bit;
+        let under_way = &mut link.under_way[usize::from(token.parity & 1)];
         under_way.posts = under_way.posts.checked_sub(1)?;
         link.settle(&self.common, token.parity, out);
         Some(link.peer)
@@ -237,30 +261,12 @@ fn parity(epoch: u64) -> usize {
     (epoch & 1) as usize
 }
 
-impl Link {
-    fn new(
-        direction: Direction,
-        index: LinkIdx,
-        peer: Rank,
-        region: RegionId,
-        slot: SourceIdx,
-        first_epoch: u64,
-    ) -> Link {
-        Link {
-            direction,
-            index,
-            peer,
-            region,
-            slot,
-            state: LinkState::Watching,
-            epoch: first_epoch,
-            chunk: ChunkIdx(0),
-            chunks: 0,
-            bytes: 0,
-            under_way: [UnderWay::default(); 2],
-        }
-    }
+/// The place of a chunk in a link's `shards`; `None` beyond the direction's chunks.
+fn shard_index(parity: u8, chunks: usize, chunk: ChunkIdx) -> Option<usize> {
+    (chunk.index() < chunks).then_some(usize::from(parity & 1) * chunks + chunk.index())
+}
 
+impl Link {
     /// What the driver should look for.
     fn watch(&self, common: &Common) -> Watch {
         let wire = &common.wire;
@@ -316,6 +322,7 @@ impl Link {
                 Answer::Accepted => {
                     left &= !(1 << nic);
                     stats.posts += 1;
+                    self.mark(common, nic);
                     self.under_way[parity(self.epoch)].posts += 1;
                 }
                 Answer::Full => {
@@ -335,6 +342,15 @@ impl Link {
             self.state = LinkState::Blocked { left };
         }
         outcome
+    }
+
+    /// Notes that a shard of the current chunk is under way.
+    fn mark(&mut self, common: &Common, nic: u8) {
+        let chunks = usize::from(common.wire.lane(self.direction).chunks);
+        let at = shard_index(parity(self.epoch) as u8, chunks, self.chunk);
+        if let Some(shard) = at.and_then(|at| self.shards.get_mut(at)) {
+            *shard |= 1 << nic;
+        }
     }
 
     /// One NIC's shard. `None` if its immediate cannot be encoded, which the checks of `Wire` exclude.

@@ -1,0 +1,227 @@
+//! After start a proxy thread neither allocates, nor waits for a lock, nor calls the system: ten thousand epochs of two
+//! ranks that talk, under an allocator that counts and a seccomp filter that stops a thread at its first call.
+//!
+//! A lock that nobody else holds makes no call and is not seen here; that no code of a turn names a lock is tested by
+//! its text. The filter stays on a thread until its process ends, so each run has a process of its own.
+
+#[path = "proxy_quiet/guard.rs"]
+mod guard;
+#[path = "proxy_quiet/loopback.rs"]
+mod loopback;
+
+use loopback::{Endpoint, Offence, Shared, pair};
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::available_parallelism;
+use std::time::{Duration, Instant};
+use tokenyard::Rank;
+use tokenyard::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
+use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
+use tokenyard::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
+use tokenyard::transport::link::RegionId;
+
+#[global_allocator]
+static COUNTING: guard::Counting = guard::Counting;
+
+const EPOCHS: u64 = 10_000;
+const NICS: u8 = 3;
+const MODE: &str = "TOKENYARD_QUIET_MODE";
+/// For a machine on which the two threads take turns by time slices.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// Beats that come often, and a peer that waits for its time slice is not lost.
+const LIVENESS: Liveness =
+    Liveness { heartbeat_ns: 100_000, silence_ns: 600_000_000_000, first_contact_ns: 600_000_000_000 };
+
+fn wire() -> Wire {
+    let lane = |chunks| Lane { head_bytes: 64, chunk_bytes: 1024, chunks };
+    let nodes = Nodes::consecutive(&[1, 1]).unwrap();
+    let lanes = [lane(4), lane(3), lane(0), lane(1)];
+    Wire::new(WireInput { nodes, nics: NICS, lanes, staging_offset: 0, inbox_offset: 1 << 20 }).unwrap()
+}
+
+/// Both ranks' proxies, with two contexts each.
+fn drivers(shared: &Arc<Shared>, offence: Offence) -> [Driver<Endpoint>; 2] {
+    let wire = wire();
+    let mut rank = 0;
+    pair(shared, NICS, EPOCHS, offence).map(|mut endpoint| {
+        let contexts = [0, 1].map(|context| (ContextIdx(context), ContextMemory::owned(wire.word_counts())));
+        contexts.iter().for_each(|(_, memory)| endpoint.bind(&wire, memory));
+        let machine = Machine::new(&MachineConfig { rank: Rank(rank), world: 2, liveness: LIVENESS }).unwrap();
+        let mut driver = Driver::new(machine, endpoint, system_clock());
+        rank += 1;
+        for (context, memory) in contexts {
+            let arenas = [RegionId(0); 2];
+            let config = ContextConfig { generation: 0, first_epoch: 1, wire: &wire, arenas: &arenas };
+            driver.open(context, &config, memory).unwrap();
+        }
+        driver
+    })
+}
+
+/// Runs in a process of its own, which it ends: tells what two proxies did wrong, if anything.
+fn child(mode: &str) -> ! {
+    // A guarded thread cannot be joined, so nothing may unwind.
+    std::panic::set_hook(Box::new(|panic| {
+        eprintln!("{panic}");
+        std::process::exit(101);
+    }));
+    guard::prepare();
+    let offence = Offence::ALL.into_iter().find(|offence| mode.ends_with(&format!("{offence:?}"))).unwrap();
+    let shared = Arc::new(Shared::default());
+    let _held = shared.held.lock().unwrap();
+    if guard::clock_is_a_call() {
+        println!("the clock is a system call on this machine, and allowed");
+    }
+    let drivers = drivers(&shared, offence);
+    let guarded = if mode.starts_with("threads") { 2 } else { 1 };
+    shared.guarded.store(guarded, Ordering::Relaxed);
+    let threads = if guarded == 2 { own_threads(drivers) } else { one(drivers) };
+    let (start, mut begun) = (Instant::now(), Instant::now());
+    let verdict = loop {
+        std::thread::sleep(Duration::from_millis(1));
+        if guard::GUARDED.load(Ordering::Acquire) == guarded && !shared.go.swap(true, Ordering::AcqRel) {
+            begun = Instant::now();
+        }
+        if let Some(call) = guard::call() {
+            break call;
+        }
+        if shared.done.load(Ordering::Acquire) == 2 {
+            break match guard::ALLOCATIONS.load(Ordering::Relaxed) {
+                0 => "quiet".to_owned(),
+                count => format!("{count} allocations"),
+            };
+        }
+        if start.elapsed() > PATIENCE {
+            break format!("not through {EPOCHS} epochs in time");
+        }
+    };
+    if guard::REFUSED.load(Ordering::Relaxed) != 0 {
+        println!("no filter: errno {}", guard::REFUSED.load(Ordering::Relaxed));
+    }
+    println!();
+    let count = |what: &str, number: &std::sync::atomic::AtomicU64| {
+        println!("count {} {what}", number.load(Ordering::Relaxed));
+    };
+    count("writes posted", &shared.posts);
+    count("full queues met", &shared.full);
+    count("immediates handed out", &shared.immediates);
+    count("heartbeats handed out", &shared.messages);
+    println!("verdict after {:.2} s: {verdict}", begun.elapsed().as_secs_f64());
+    std::mem::forget(threads);
+    std::process::exit(0)
+}
+
+/// Two real proxy threads, asked to be guarded.
+fn own_threads(drivers: [Driver<Endpoint>; 2]) -> Vec<ProxyThread<Endpoint>> {
+    let spawn = |driver| ProxyThread::spawn(driver, ThreadConfig { core: None, spinners: 0 }).unwrap();
+    let threads: Vec<_> = drivers.into_iter().map(spawn).collect();
+    threads.iter().for_each(|thread| thread.remote().ask(|_| guard::ask()).unwrap());
+    threads
+}
+
+/// One thread that turns both, one after the other, and never yields.
+fn one(drivers: [Driver<Endpoint>; 2]) -> Vec<ProxyThread<Endpoint>> {
+    let [mut a, mut b] = drivers;
+    std::thread::spawn(move || {
+        guard::ask();
+        loop {
+            a.turn();
+            b.turn();
+        }
+    });
+    Vec::new()
+}
+
+/// Not a test of its own: the other tests start it.
+#[test]
+fn run_of_two_proxies() {
+    if let Ok(mode) = std::env::var(MODE) {
+        child(&mode);
+    }
+}
+
+/// What a run said; `None` if the machine does not allow it.
+fn run(mode: &str) -> Option<String> {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["run_of_two_proxies", "--exact", "--nocapture", "--test-threads=1"])
+        .env(MODE, mode)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let lines: Vec<&str> =
+        said.lines().filter(|line| ["count", "verdict", "the clock"].iter().any(|w| line.starts_with(w))).collect();
+    println!("{mode}: {}", lines.join("; "));
+    if let Some(reason) = said.lines().find(|line| line.starts_with("no filter")) {
+        println!("skipped: seccomp filters are not to be had here ({reason})");
+        return None;
+    }
+    let said_all = format!("{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && said.contains("verdict"), "{mode}: {} {said_all}", output.status);
+    Some(said)
+}
+
+fn assert_quiet(mode: &str) {
+    let Some(said) = run(mode) else { return };
+    assert!(said.contains(": quiet"), "{mode}: {said}");
+    for line in said.lines().filter(|line| line.starts_with("count")) {
+        assert!(!line.starts_with("count 0 "), "{mode} does not show it: {line}");
+    }
+}
+
+#[test]
+fn ten_thousand_epochs_of_two_proxies_in_turns_are_quiet() {
+    assert_quiet("turns None");
+}
+
+#[test]
+fn ten_thousand_epochs_of_two_proxy_threads_are_quiet() {
+    let cores = available_parallelism().map_or(1, |cores| cores.get());
+    if cores < 2 {
+        println!(
+            "skipped: two proxy threads on {cores} core give it up to each other when idle, which is a system call"
+        );
+        return;
+    }
+    assert_quiet("threads None");
+}
+
+#[test]
+fn what_a_proxy_must_not_do_is_noticed() {
+    for (offence, verdict) in [
+        (Offence::Allocation, "2 allocations"),
+        (Offence::Lock, "(futex)"),
+        (Offence::Yield, "(sched_yield)"),
+        (Offence::Sleep, "nanosleep)"),
+        (Offence::Print, "(write)"),
+    ] {
+        let Some(said) = run(&format!("turns {offence:?}")) else { return };
+        assert!(said.contains(verdict), "{offence:?} is not noticed: {said}");
+    }
+}
+
+#[test]
+fn nothing_that_a_turn_runs_names_a_lock() {
+    let turn = [
+        "machine.rs",
+        "machine/links.rs",
+        "machine/peers.rs",
+        "machine/token.rs",
+        "machine/control.rs",
+        "counter.rs",
+        "driver.rs",
+        "driver/words.rs",
+    ];
+    for file in turn {
+        let path = format!("{}/proxy/{file}", env!("CARGO_MANIFEST_DIR"));
+        let text = std::fs::read_to_string(&path).unwrap();
+        let code = text
+            .lines()
+            .map(|line| line.split("//").next().unwrap_or(""))
+            .take_while(|line| !line.contains("cfg(test)"));
+        for line in code {
+            let locks = ["Mutex", "RwLock", "Condvar", ".lock()", "println!", "eprintln!", "yield_now", "sleep("];
+            assert!(!locks.iter().any(|lock| line.contains(lock)), "{file}: {line}");
+        }
+    }
+}
