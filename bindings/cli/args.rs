@@ -9,6 +9,7 @@ use tokenyard::base::Dtype;
 use super::inputs::ScaleKind;
 use super::links::{Link, TransportChoice};
 use super::routing::Routing;
+use super::simulate::Assumption;
 use super::words::{
     ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode, scale_kind, summed,
     word,
@@ -205,20 +206,35 @@ pub struct VerifyArgs {
 #[derive(Debug, Clone, Args)]
 pub struct SimulateArgs {
     /// Nodes
-    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, 1 << 16))]
-    pub nodes: usize,
+    #[arg(long, value_name = "N", required_unless_present = "calibrate", value_parser = |t: &str| number(t, 1, 2048))]
+    pub nodes: Option<usize>,
     /// Ranks of each node
-    #[arg(long, value_name = "G", value_parser = |t: &str| number(t, 1, MAX_WORLD))]
-    pub ranks_per_node: usize,
-    /// Link model: cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US
-    #[arg(long, value_name = "MODEL", value_parser = link)]
-    pub link: String,
+    #[arg(long, value_name = "G", required_unless_present = "calibrate", value_parser = |t: &str| number(t, 1, MAX_WORLD))]
+    pub ranks_per_node: Option<usize>,
+    /// Link model: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US
+    #[arg(long, value_name = "MODEL", required_unless_present = "calibrate", value_parser = link)]
+    pub link: Option<String>,
     /// A published model's shape [default: v3]
     #[arg(long, value_name = "NAME")]
     pub preset: Option<String>,
     /// Tokens of each rank; a list sweeps [default: 128]
     #[arg(long, value_name = "T[,T...]", value_parser = tokens)]
     pub tokens: Option<List>,
+    /// Rows of a chunk between nodes [default: as many as make 128 KiB of dispatched rows]
+    #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
+    pub chunk_rows: Option<usize>,
+    /// Assumptions that are not made, see docs/simulate.md
+    #[arg(long, value_name = "wide-poll|early-sums|spread-meta", value_delimiter = ',', value_parser = word::<Assumption>)]
+    pub without: Option<Vec<Assumption>>,
+    /// Iterations, each with routing of its own [default: 3 to 50, fewer for more ranks]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
+    pub iters: Option<usize>,
+    /// Seed of routing [default: 1]
+    #[arg(long, value_name = "S", value_parser = seed)]
+    pub seed: Option<u64>,
+    /// Projects what others have published, and what was measured of one node, and compares
+    #[arg(long)]
+    pub calibrate: bool,
     /// Where results go; - is stdout
     #[arg(long, value_name = "PATH")]
     pub json: Option<String>,
@@ -294,7 +310,11 @@ fn check(text: &str) -> Result<Check, String> {
 
 /// A link model as it was typed, for a command that reads it itself.
 fn link(text: &str) -> Result<String, String> {
-    Link::parse(text).map(|_| text.to_string())
+    match tokenyard::transport::sim::models::parse(text) {
+        Ok(_) => Ok(text.to_string()),
+        Err(tokenyard::base::Error::Argument { advice, .. }) => Err(advice),
+        Err(other) => Err(other.to_string()),
+    }
 }
 
 fn routing(text: &str) -> Result<Routing, String> {

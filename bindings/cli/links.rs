@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use tokenyard::transport::sim::LinkModel;
+use tokenyard::transport::sim::{LinkModel, models};
 
 /// What carries bytes between nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,11 +57,10 @@ pub enum Link {
     Given(LinkModel),
 }
 
-/// The named models. Rates are the NICs' own; latencies and costs of a message are round numbers of the size that such
-/// NICs are known for, and are measured nowhere here.
-const CX7: LinkModel = LinkModel { gbps: 400.0, latency_us: 2.5, per_message_us: 0.1 };
-const EFA_P5: LinkModel = LinkModel { gbps: 100.0, latency_us: 12.0, per_message_us: 0.25 };
-const EFA_P5EN: LinkModel = LinkModel { gbps: 200.0, latency_us: 10.0, per_message_us: 0.25 };
+/// The library's models of these names.
+const CX7: models::Link = models::NAMED[1].link;
+const EFA_P5: models::Link = models::NAMED[2].link;
+const EFA_P5EN: models::Link = models::NAMED[3].link;
 
 impl Link {
     /// Reads the argument of `--link`.
@@ -90,9 +89,9 @@ impl Link {
     pub fn model(self) -> LinkModel {
         match self {
             Link::None => LinkModel::FREE,
-            Link::Cx7 => CX7,
-            Link::EfaP5 => EFA_P5,
-            Link::EfaP5en => EFA_P5EN,
+            Link::Cx7 => CX7.nic,
+            Link::EfaP5 => EFA_P5.nic,
+            Link::EfaP5en => EFA_P5EN.nic,
             Link::Given(model) => model,
         }
     }
@@ -100,8 +99,8 @@ impl Link {
     /// NICs of a rank, where their number is not given.
     pub fn nics(self) -> usize {
         match self {
-            Link::EfaP5 => 4,
-            Link::EfaP5en => 2,
+            Link::EfaP5 => usize::from(EFA_P5.nics),
+            Link::EfaP5en => usize::from(EFA_P5EN.nics),
             Link::None | Link::Cx7 | Link::Given(_) => 1,
         }
     }
@@ -125,6 +124,7 @@ mod tests {
 
     #[test]
     fn transports_and_links_are_read_as_they_are_printed() {
+        assert_eq!(models::NAMED.map(|named| named.name), ["none", "cx7", "efa-p5", "efa-p5en"]);
         for text in ["sim", "libfabric:tcp", "libfabric:tcp;ofi_rxm", "verbs", "verbs:mlx5_0"] {
             assert_eq!(TransportChoice::parse(text).unwrap().to_string(), text);
         }

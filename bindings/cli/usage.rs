@@ -27,11 +27,6 @@ impl Refusal {
         Refusal::of(argument, value, format!("not built yet: {what}"))
     }
 
-    /// As [`Refusal::not_built`], for a whole command.
-    pub fn command_not_built(command: &str, what: &str) -> Refusal {
-        Refusal(one_line(&format!("command `{command}`: not built yet: {what}")))
-    }
-
     /// From a check of the library or of an input file.
     pub fn from_error(error: &tokenyard::base::Error) -> Refusal {
         Refusal(one_line(&error.to_string()))

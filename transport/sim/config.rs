@@ -63,7 +63,7 @@ impl LinkModel {
         refuse("nics", format!("{self:?}"), "give at least 0.001 Gb/s, and times from 0 to a second")
     }
 
-    fn is_sane(&self) -> bool {
+    pub(super) fn is_sane(&self) -> bool {
         let time = |us: f64| (0.0..=1e6).contains(&us);
         self.gbps >= 1e-3 && time(self.latency_us) && time(self.per_message_us)
     }
@@ -106,6 +106,9 @@ pub struct SimConfig {
     pub dead_peers: DeadPeers,
     /// Most events of one poll.
     pub poll_batch: usize,
+    /// Whether bytes move. Without, a run costs only what its packets' times do, and registered spans are never touched:
+    /// they need not be memory. For projections of large worlds.
+    pub payload: bool,
 }
 
 impl SimConfig {
@@ -129,6 +132,7 @@ impl SimConfig {
             stop_ns: 0,
             dead_peers: DeadPeers::Fail { after_ns: 10_000 },
             poll_batch: 64,
+            payload: true,
         }
     }
 
@@ -187,4 +191,51 @@ impl SimConfig {
 
 fn refuse(name: &'static str, value: impl ToString, advice: &str) -> Result<()> {
     Err(Error::Config { name, value: value.to_string(), advice: advice.into() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Event, Network, Posted, RegionId, SimEndpoint, Span, Transport, WriteImm};
+    use super::*;
+    use crate::base::Rank;
+    use crate::transport::imm::ImmValue;
+    use crate::transport::link::Place;
+
+    /// Two ranks, one write; the trace, and whether it arrived. Spans are at `bases`.
+    fn write_once(config: SimConfig, bases: [u64; 2]) -> (u64, bool) {
+        let network = Network::new(2, config).unwrap();
+        let mut ends: Vec<SimEndpoint> = (0..2).map(|rank| network.endpoint(Rank(rank)).unwrap()).collect();
+        for (end, base) in ends.iter_mut().zip(bases) {
+            // SAFETY: a span that lives as long as the test, or one of a network that moves no payload.
+            unsafe { end.register(Span { base, bytes: 10_000 }).unwrap() };
+        }
+        let addresses: Vec<Vec<u8>> = ends.iter().map(Transport::address).collect();
+        ends[0].connect(Rank(1), &addresses[1]).unwrap();
+        ends[1].connect(Rank(0), &addresses[0]).unwrap();
+        let place = Place { region: RegionId(0), offset: 0 };
+        let imm = ImmValue::user(0, 0, 7).unwrap();
+        let write = WriteImm { nic: 0, peer: Rank(1), source: place, target: place, bytes: 10_000, imm, token: 0 };
+        assert_eq!(ends[0].post(&write), Ok(Posted::Accepted));
+        network.advance_ns(1_000_000);
+        let mut arrived = false;
+        ends[1].poll(&mut |event| arrived |= matches!(event, Event::Imm { .. })).unwrap();
+        (network.trace_hash(), arrived)
+    }
+
+    #[test]
+    fn without_payload_time_passes_alike_and_spans_are_not_touched() {
+        for eager_permille in [0, 1000] {
+            let calm = SimConfig { clock: Clock::Virtual { tick_ns: 0 }, eager_permille, ..SimConfig::calm() };
+            let (source, target) = (vec![1u8; 10_000], vec![0u8; 10_000]);
+            let bases = [source.as_ptr().expose_provenance() as u64, target.as_ptr().expose_provenance() as u64];
+            let empty = SimConfig { payload: false, ..calm.clone() };
+            let without = write_once(empty.clone(), bases);
+            assert!(without.1 && target.iter().all(|byte| *byte == 0), "nothing was written");
+            assert_eq!(write_once(empty, [1 << 12, 1 << 13]), without, "nobody looks where spans lie");
+            let mut memory = [vec![1u8; 10_000], vec![0u8; 10_000]];
+            let bases = memory.each_mut().map(|bytes| bytes.as_mut_ptr().expose_provenance() as u64);
+            assert_eq!(write_once(calm, bases), without);
+            assert_eq!(memory[0], memory[1]);
+        }
+    }
 }

@@ -22,6 +22,7 @@ mod address;
 mod config;
 mod counts;
 mod memory;
+pub mod models;
 mod process;
 mod random;
 mod seat;

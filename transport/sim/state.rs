@@ -113,7 +113,10 @@ impl State {
         let eager = self.random.permille(self.config.eager_permille);
         let fails = self.fails(rank);
         let target = locate(&self.seats[write.peer.index()].spans, write.target, write.bytes).unwrap_or(0);
-        let source = if eager && reach == Reach::Open && !fails {
+        let eager = eager && reach == Reach::Open && !fails;
+        let source = if eager && !self.config.payload {
+            Source::Taken(Box::default())
+        } else if eager {
             // SAFETY: `admit` found the source inside a span of this endpoint, which lives, under the network's lock.
             unsafe { Source::take(address, write.bytes) }
         } else {

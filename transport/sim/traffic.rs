@@ -200,7 +200,9 @@ impl State {
     }
 
     fn land(&mut self, flight: &mut Flight, index: u32, due: &Due) {
-        if let Cargo::Write { source, target, bytes, .. } = &flight.cargo {
+        if let Cargo::Write { source, target, bytes, .. } = &flight.cargo
+            && self.config.payload
+        {
             let start = index * self.config.packet_bytes;
             let len = self.packet_len(*bytes, index);
             // SAFETY: `post` found source and target inside spans of living endpoints; the lock that dropping them

@@ -1,0 +1,216 @@
+//! `tokenyard simulate --calibrate`: projections of what is known, beside what is known.
+//!
+//! On the main thread. Two sorts: latencies that others have published of their own systems, which judge network and link
+//! models; and what this project measured in one node, which judges the devices' costs.
+
+use serde::Serialize;
+
+use tokenyard::transport::sim::models;
+
+use super::costs::Costs;
+use super::peers::{self, Site, System};
+use super::plan::{Order, Plan};
+use super::workload::Shape;
+use super::world::Outcome;
+use crate::args::SimulateArgs;
+use crate::presets;
+use crate::report::{self, Percentiles, Progress, table};
+use crate::usage::Refusal;
+
+/// How far a projection may be from what is known, in per cent.
+pub const LIMIT: f64 = 15.0;
+
+/// NVLink, bytes per ns: DeepEP states 160 for the H800; of H100 and H200 bare stores reach 330.
+const H800_NVLINK: f64 = 160.0;
+const H100_NVLINK: f64 = 330.0;
+
+/// Where a system was measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    /// H800s and ConnectX-7, by DeepEP's authors.
+    H800,
+    /// H100s and ConnectX-7, by pplx-garden's authors.
+    H100,
+    /// H200s and EFA (p5en), by pplx-garden's authors.
+    Efa,
+}
+
+/// Published: system, place, ranks, dispatch and combine in µs.
+const PUBLISHED: [(System, Place, usize, f64, f64); 17] = [
+    (System::DeepEp, Place::H800, 8, 77.0, 114.0),
+    (System::DeepEp, Place::H800, 16, 118.0, 195.0),
+    (System::DeepEp, Place::H800, 32, 155.0, 273.0),
+    (System::DeepEp, Place::H800, 64, 173.0, 314.0),
+    (System::DeepEp, Place::H800, 128, 192.0, 369.0),
+    (System::DeepEp, Place::H800, 256, 194.0, 360.0),
+    (System::DeepEp, Place::H100, 8, 42.6, 72.0),
+    (System::DeepEp, Place::H100, 16, 123.9, 203.0),
+    (System::DeepEp, Place::H100, 32, 159.1, 285.0),
+    (System::DeepEp, Place::H100, 64, 177.9, 325.0),
+    (System::Pplx, Place::H100, 8, 50.5, 65.3),
+    (System::Pplx, Place::H100, 16, 110.2, 185.5),
+    (System::Pplx, Place::H100, 32, 153.9, 266.3),
+    (System::Pplx, Place::H100, 64, 187.5, 309.1),
+    (System::Pplx, Place::Efa, 16, 214.8, 241.5),
+    (System::Pplx, Place::Efa, 32, 229.1, 335.0),
+    (System::Pplx, Place::Efa, 64, 266.7, 391.2),
+];
+
+/// Measured in one node of H200s (docs/performance.md): ranks, tokens, dispatch and combine in µs.
+const MEASURED: [(usize, usize, f64, f64); 9] = [
+    (1, 1, 23.0, 15.6),
+    (1, 16, 40.8, 16.2),
+    (1, 128, 44.9, 16.6),
+    (2, 1, 22.2, 15.3),
+    (2, 16, 33.7, 16.6),
+    (2, 128, 38.5, 23.4),
+    (4, 1, 22.0, 15.9),
+    (4, 16, 28.4, 16.9),
+    (4, 128, 38.8, 36.5),
+];
+
+/// One known latency and its projection.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Point {
+    pub system: String,
+    pub ranks: usize,
+    pub tokens: usize,
+    pub phase: &'static str,
+    pub known_us: f64,
+    pub projected_us: f64,
+    pub error_percent: f64,
+}
+
+impl Point {
+    fn new(system: &str, ranks: usize, tokens: usize, combine: bool, known_us: f64, projected_us: f64) -> Point {
+        let tenth = |value: f64| (value * 10.0).round() / 10.0;
+        Point {
+            system: system.to_owned(),
+            ranks,
+            tokens,
+            phase: if combine { "combine" } else { "dispatch" },
+            known_us,
+            projected_us: tenth(projected_us),
+            error_percent: tenth((projected_us / known_us - 1.0) * 100.0),
+        }
+    }
+
+    pub fn is_near(&self) -> bool {
+        self.error_percent.abs() <= LIMIT
+    }
+}
+
+/// Refuses what would have no effect.
+///
+/// # Errors
+/// Anything besides `--json`.
+pub fn check(args: &SimulateArgs) -> Result<(), Refusal> {
+    let given = [
+        ("--nodes", args.nodes.map(|n| n.to_string())),
+        ("--ranks-per-node", args.ranks_per_node.map(|n| n.to_string())),
+        ("--link", args.link.clone()),
+        ("--preset", args.preset.clone()),
+        ("--tokens", args.tokens.as_ref().map(|list| format!("{:?}", list.0))),
+        ("--chunk-rows", args.chunk_rows.map(|n| n.to_string())),
+        ("--without", args.without.as_ref().map(|list| format!("{list:?}"))),
+        ("--iters", args.iters.map(|n| n.to_string())),
+        ("--seed", args.seed.map(|n| n.to_string())),
+    ];
+    match given.into_iter().find_map(|(name, value)| Some((name, value?))) {
+        Some((name, value)) => Err(Refusal::of(name, value, "leave it out with --calibrate, whose worlds are fixed")),
+        None => Ok(()),
+    }
+}
+
+/// Projects all points and prints them.
+///
+/// # Errors
+/// A sentence: a point could not be projected, is too far from what is known, or could not be written.
+pub fn run(json: Option<&str>) -> Outcome<()> {
+    #[derive(Serialize)]
+    struct Calibration<'a> {
+        limit_percent: f64,
+        points: &'a [Point],
+    }
+    let bar = Progress::new();
+    let points = points(usize::MAX, &|done, all| bar.show("calibration", done, all));
+    bar.clear();
+    let points = points?;
+    if let Some(path) = json {
+        let object = Calibration { limit_percent: LIMIT, points: &points };
+        let text = serde_json::to_string_pretty(&object).map_err(|error| error.to_string())?;
+        report::write(path, &text)?;
+    }
+    if json != Some("-") {
+        println!("{}", point_table(&points));
+    }
+    match points.iter().filter(|point| !point.is_near()).count() {
+        0 => Ok(()),
+        far => Err(format!("{far} of {} projections are more than {LIMIT} % off", points.len())),
+    }
+}
+
+/// All points of at most so many ranks.
+pub fn points(most_ranks: usize, show: &dyn Fn(usize, usize)) -> Outcome<Vec<Point>> {
+    let mut points = Vec::new();
+    let all = PUBLISHED.len() + MEASURED.len();
+    for (done, &(system, place, ranks, dispatch, combine)) in PUBLISHED.iter().enumerate() {
+        show(done, all);
+        if ranks <= most_ranks {
+            points.push(published(system, place, ranks, false, dispatch)?);
+            points.push(published(system, place, ranks, true, combine)?);
+        }
+    }
+    for (done, &(ranks, tokens, dispatch, combine)) in MEASURED.iter().enumerate() {
+        show(PUBLISHED.len() + done, all);
+        let (d, c) = own(ranks, tokens)?;
+        points.push(Point::new("tokenyard, one node of H200", ranks, tokens, false, dispatch, d));
+        points.push(Point::new("tokenyard, one node of H200", ranks, tokens, true, combine, c));
+    }
+    Ok(points)
+}
+
+fn v3(nodes: usize, per_node: usize, tokens: usize) -> Shape {
+    Shape { nodes, per_node, preset: &presets::PRESETS[0], tokens, seed: 1 }
+}
+
+fn published(system: System, place: Place, ranks: usize, combine: bool, known_us: f64) -> Outcome<Point> {
+    let (name, model, nvlink_rate) = match (system, place) {
+        (System::DeepEp, Place::H800) => ("DeepEP V1 on H800, CX-7", "cx7", H800_NVLINK),
+        (System::DeepEp, _) => ("DeepEP V1 on H100, CX-7", "cx7", H100_NVLINK),
+        (System::Pplx, Place::Efa) => ("pplx-garden on EFA", "efa-p5en", H100_NVLINK),
+        (System::Pplx, _) => ("pplx-garden on CX-7", "cx7", H100_NVLINK),
+    };
+    let link = models::parse(model).map_err(|error| error.to_string())?;
+    let site = Site { system, shape: v3(ranks / 8, 8, 128), link, nvlink_rate, combine };
+    Ok(Point::new(name, ranks, 128, combine, known_us, peers::project(&site)?))
+}
+
+fn own(ranks: usize, tokens: usize) -> Outcome<(f64, f64)> {
+    let plan = Plan::new(v3(1, ranks, tokens), Order::DESIGN, None);
+    let link = models::parse("none").map_err(|error| error.to_string())?;
+    let (dispatch, combine) = super::run(&plan, &link, Costs::H200, 20, &|_| {})?;
+    let median = |us: Vec<f64>| Percentiles::of(us).map_or(0.0, |p| p.p50);
+    Ok((median(dispatch.us), median(combine.us)))
+}
+
+fn point_table(points: &[Point]) -> String {
+    let head = ["system", "ranks", "tokens", "phase", "known", "projected", "error %", "within 15 %"];
+    let rows: Vec<Vec<String>> = points
+        .iter()
+        .map(|p| {
+            let near = if p.is_near() { "yes" } else { "NO" };
+            vec![
+                p.system.clone(),
+                p.ranks.to_string(),
+                p.tokens.to_string(),
+                p.phase.to_owned(),
+                format!("{:.1}", p.known_us),
+                format!("{:.1}", p.projected_us),
+                format!("{:+.1}", p.error_percent),
+                near.to_owned(),
+            ]
+        })
+        .collect();
+    format!("V3 shape, nodes of 8, times in us\n{}", table(&head, &rows))
+}

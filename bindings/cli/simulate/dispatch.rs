@@ -1,0 +1,258 @@
+//! The devices of a dispatch, as docs/design.md has them.
+//!
+//! ```text
+//!  home   route ─▶ rows packed in token order ─▶ chunk complete ─▶ fence ─▶ Bell
+//!         META ─▶ own node        own node's rows behind them, over NVLink
+//!  rail   Landed ─▶ relay ─▶ (chunk 0) META ─▶ node        rows ─▶ NVLink ─▶ ranks of the node
+//!  expert META of all sources ─▶ scan ─▶ rows placed as they come
+//! ```
+//!
+//! Work is taken to be spread evenly over the SMs, each part a server of its own.
+
+use tokenyard::proxy::wire::Direction;
+
+use super::costs::{Costs, Server, at_rate};
+use super::plan::Plan;
+use super::result::Traffic;
+use super::workload::{Row, Workload};
+use super::world::{Events, Phase, What};
+
+/// Rows of the own node that are pushed together.
+const BLOCK_ROWS: usize = 32;
+
+/// One rank's device.
+#[derive(Debug, Clone, Default)]
+struct Device {
+    /// NVLink, out and in.
+    push: Server,
+    take: Server,
+    place: Server,
+    /// META of its sources, where that is one after the other.
+    meta: Server,
+    /// Rows that have not reached it.
+    missing: u32,
+    /// Experts' copies of rows that wait for META, and when the last of those rows came.
+    waiting: u32,
+    waiting_ns: u64,
+    placed_ns: u64,
+    end_ns: Option<u64>,
+}
+
+/// META at one node.
+#[derive(Debug, Clone, Copy)]
+struct Meta {
+    missing: usize,
+    ready_ns: Option<u64>,
+}
+
+/// A dispatch.
+#[derive(Debug)]
+pub struct Dispatch<'a> {
+    plan: &'a Plan,
+    costs: Costs,
+    workload: &'a Workload,
+    start_ns: u64,
+    devices: Vec<Device>,
+    metas: Vec<Meta>,
+    open: usize,
+    place_rate: f64,
+    pub traffic: Traffic,
+}
+
+impl<'a> Dispatch<'a> {
+    pub fn new(plan: &'a Plan, costs: Costs, workload: &'a Workload) -> Dispatch<'a> {
+        let ranks = plan.shape.ranks();
+        Dispatch {
+            plan,
+            costs,
+            workload,
+            start_ns: 0,
+            devices: vec![Device::default(); ranks],
+            metas: vec![Meta { missing: ranks, ready_ns: None }; plan.shape.nodes],
+            open: ranks,
+            place_rate: costs.place(ranks, plan.shape.tokens),
+            traffic: Traffic::new(ranks),
+        }
+    }
+
+    /// What each rank took.
+    pub fn times_us(&self) -> impl Iterator<Item = f64> {
+        self.devices.iter().filter_map(|device| Some((device.end_ns? - self.start_ns) as f64 / 1e3))
+    }
+
+    /// Packs what goes from a rank to other nodes; answers when the last row is packed.
+    fn pack(&mut self, source: usize, events: &mut Events) -> u64 {
+        let (shape, costs) = (self.plan.shape, self.costs);
+        let begin_ns = self.start_ns + costs.launch_ns + if shape.nodes > 1 { costs.route_ns } else { 0 };
+        let own = shape.node_of(source);
+        let others = || (0..shape.nodes).filter(move |node| *node != own);
+        let mut rows_of_token = vec![0u64; shape.tokens];
+        for row in others().flat_map(|node| self.workload.rows(source, node)) {
+            rows_of_token[row.token as usize] += 1;
+        }
+        let mut rows_so_far = 0;
+        let packed_ns: Vec<u64> = rows_of_token
+            .iter()
+            .map(|rows| {
+                rows_so_far += rows;
+                begin_ns + costs.row_ns + at_rate(rows_so_far * shape.row_bytes(), costs.stream_rate)
+            })
+            .collect();
+        for (link, node) in others().enumerate() {
+            let rows = self.workload.rows(source, node);
+            let chunks = self.plan.chunks(rows.len());
+            for chunk in 0..chunks {
+                let last = self.plan.rows_in(rows.len(), chunk).last();
+                let at_ns = last.map_or(begin_ns, |row| packed_ns[rows[row].token as usize]);
+                let bytes = self.plan.chunk_bytes(Direction::Dispatch, rows.len(), chunk);
+                self.traffic.wire(source, shape.rank(node, shape.local_of(source)), bytes);
+                let what = What::Bell {
+                    rank: source as u32,
+                    link: link as u16,
+                    chunk: chunk as u16,
+                    chunks: chunks as u16,
+                    bytes,
+                };
+                events.at(at_ns + costs.fence_ns + costs.crossing_ns, what);
+            }
+        }
+        if rows_so_far > 0 { packed_ns.last().copied().unwrap_or(begin_ns) } else { begin_ns }
+    }
+
+    /// Sends META and rows of a rank to its own node.
+    fn own_node(&mut self, source: usize, ready_ns: u64, events: &mut Events) {
+        let (shape, costs) = (self.plan.shape, self.costs);
+        let node = shape.node_of(source);
+        let meta_ns = costs.meta_ns + costs.meta_token_ns * shape.tokens as u64;
+        events.at(self.start_ns + costs.launch_ns + meta_ns + costs.nvlink_ns, What::Meta { node: node as u32 });
+        for rows in self.workload.rows(source, node).chunks(BLOCK_ROWS) {
+            self.forward(source, rows, ready_ns, events);
+        }
+    }
+
+    /// Sends rows to all ranks of the sender's node that need them.
+    fn forward(&mut self, sender: usize, rows: &[Row], ready_ns: u64, events: &mut Events) {
+        let (shape, costs) = (self.plan.shape, self.costs);
+        for turn in 0..shape.per_node {
+            let local = (shape.local_of(sender) + turn) % shape.per_node;
+            let there = rows.iter().filter(|row| row.is_on(local)).count() as u32;
+            let copies = rows.iter().map(|row| row.experts_on(local) as u32).sum();
+            if there == 0 {
+                continue;
+            }
+            let bytes = u64::from(there) * shape.row_bytes();
+            let pushed = turn > 0;
+            let at_ns = if pushed {
+                self.traffic.nvlink += bytes;
+                let push = &mut self.devices[sender].push;
+                push.serve(ready_ns, at_rate(bytes, costs.push_rate)) + costs.nvlink_ns
+            } else {
+                ready_ns
+            };
+            let rank = shape.rank(shape.node_of(sender), local) as u32;
+            events.at(at_ns, What::Rows { rank, rows: there, copies, pushed });
+        }
+    }
+
+    fn landed(&mut self, rank: usize, source: usize, chunk: usize, now_ns: u64, events: &mut Events) {
+        let (shape, costs) = (self.plan.shape, self.costs);
+        let node = shape.node_of(rank);
+        let from = source + usize::from(source >= node);
+        let home = shape.rank(from, shape.local_of(rank));
+        let workload = self.workload;
+        let rows = workload.rows(home, node);
+        let seen_ns = now_ns + self.plan.relay_ns(&costs);
+        if chunk == 0 {
+            let meta_ns = costs.meta_ns + costs.meta_token_ns * rows.len() as u64;
+            let built_ns = if self.plan.order.spread_meta {
+                seen_ns + meta_ns
+            } else {
+                self.devices[rank].meta.serve(seen_ns, meta_ns)
+            };
+            events.at(built_ns + costs.nvlink_ns, What::Meta { node: node as u32 });
+        }
+        let here = self.plan.rows_in(rows.len(), chunk);
+        self.forward(rank, &rows[here], seen_ns + costs.row_ns, events);
+    }
+
+    fn meta(&mut self, node: usize, now_ns: u64) {
+        let shape = self.plan.shape;
+        let meta = &mut self.metas[node];
+        meta.missing -= 1;
+        if meta.missing > 0 {
+            return;
+        }
+        let scan_ns = self.costs.scan_ns + self.costs.scan_source_ns * shape.ranks() as u64;
+        meta.ready_ns = Some(now_ns + scan_ns);
+        for local in 0..shape.per_node {
+            self.place(shape.rank(node, local), now_ns + scan_ns);
+        }
+    }
+
+    fn arrived(&mut self, rank: usize, rows: u32, copies: u32, pushed: bool, now_ns: u64) {
+        let bytes = u64::from(rows) * self.plan.shape.row_bytes();
+        let device = &mut self.devices[rank];
+        let at_ns = if pushed { device.take.absorb(now_ns, at_rate(bytes, self.costs.push_rate)) } else { now_ns };
+        device.missing -= rows;
+        device.waiting += copies;
+        device.waiting_ns = device.waiting_ns.max(at_ns);
+        if let Some(ready_ns) = self.metas[self.plan.shape.node_of(rank)].ready_ns {
+            self.place(rank, ready_ns);
+        }
+    }
+
+    /// Places what waits, now that the starts of segments are known.
+    fn place(&mut self, rank: usize, ready_ns: u64) {
+        let row_bytes = self.plan.shape.row_bytes();
+        let device = &mut self.devices[rank];
+        if device.waiting > 0 {
+            let for_ns = at_rate(u64::from(device.waiting) * row_bytes, self.place_rate);
+            let placed_ns = device.place.serve(ready_ns.max(device.waiting_ns), for_ns) + self.costs.row_ns;
+            device.placed_ns = device.placed_ns.max(placed_ns);
+            device.waiting = 0;
+        }
+        if device.missing == 0 && device.end_ns.is_none() {
+            device.end_ns = Some(device.placed_ns.max(ready_ns) + self.costs.end_ns);
+            self.open -= 1;
+        }
+    }
+}
+
+impl Phase for Dispatch<'_> {
+    fn direction(&self) -> Direction {
+        Direction::Dispatch
+    }
+
+    fn begin(&mut self, now_ns: u64, events: &mut Events) {
+        let shape = self.plan.shape;
+        self.start_ns = now_ns;
+        for source in 0..shape.ranks() {
+            for node in 0..shape.nodes {
+                for row in self.workload.rows(source, node) {
+                    for local in (0..shape.per_node).filter(|local| row.is_on(*local)) {
+                        self.devices[shape.rank(node, local)].missing += 1;
+                    }
+                }
+            }
+        }
+        for source in 0..shape.ranks() {
+            let packed_ns = self.pack(source, events);
+            self.own_node(source, packed_ns, events);
+        }
+    }
+
+    fn happen(&mut self, what: What, now_ns: u64, events: &mut Events) {
+        match what {
+            What::Bell { .. } => {}
+            What::Landed { rank, source, chunk } => {
+                self.landed(rank as usize, usize::from(source), usize::from(chunk), now_ns, events);
+            }
+            What::Meta { node } => self.meta(node as usize, now_ns),
+            What::Rows { rank, rows, copies, pushed } => self.arrived(rank as usize, rows, copies, pushed, now_ns),
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.open == 0
+    }
+}
