@@ -177,3 +177,20 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
         });
     }
 }
+
+#[test]
+fn a_rank_that_is_late_but_lives_is_a_timeout_and_no_loss() {
+    on_nodes(&[1, 2], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let rig = rig(&world, &proxy);
+        exchange(&rig, 0, |_| true).unwrap();
+        if world.rank() == Rank(0) {
+            std::thread::sleep(DEADLINE + Duration::from_secs(1));
+        } else {
+            let error = exchange(&rig, 1, |_| true).unwrap_err();
+            assert!(matches!(error, Error::Timeout { peer: Rank(0), .. }), "{error}");
+            assert!(rig.ep.lost_peers().is_empty());
+        }
+        world.barrier("all done").unwrap();
+    });
+}

@@ -5,69 +5,128 @@
 
 use std::collections::BTreeSet;
 
+use tokenyard::transport::sim::Counts;
+
+use super::case::Case;
 use super::draw::draw_small;
 use super::report::Progress;
 use super::sample::Verdict;
 use super::tally::Tally;
+use super::team::Schedule;
 use super::verify::{ENOUGH, Judge, Judged, Outcome};
 
 /// Every so many schedules one is run twice.
 const TWICE: usize = 50;
 
+/// So many schedules and more must have met every disturbance of the network.
+const ALL_MET: usize = 500;
+
+/// What all schedules together were.
+#[derive(Default)]
+struct Sum {
+    run: usize,
+    held: usize,
+    twice: usize,
+    switches: u64,
+    host_loads: u64,
+    hashes: BTreeSet<u64>,
+    network: Counts,
+}
+
+impl Sum {
+    fn add(&mut self, case: &Case, schedule: Option<&Schedule>) {
+        self.run += 1;
+        self.held += usize::from(case.hold_stores);
+        let Some(Schedule { report, network }) = schedule else { return };
+        self.hashes.insert(report.trace_hash);
+        self.switches += report.switches;
+        self.host_loads += report.host_loads;
+        self.network += *network;
+    }
+
+    /// Disturbances that never happened, though so many schedules must have met them.
+    fn missed(&self) -> Vec<&'static str> {
+        let n = &self.network;
+        let disturbances = [
+            ("writes overtaken", n.reordered),
+            ("packets out of order", n.packets_out_of_order),
+            ("delays", n.delayed),
+            ("full queues", n.full),
+            ("early completions", n.completed_early),
+            ("links that stop", n.stops),
+            ("packets that wait for them", n.stalled),
+        ];
+        let never = disturbances.into_iter().filter(|(_, times)| *times == 0 && self.run >= ALL_MET);
+        never.map(|(what, _)| what).collect()
+    }
+
+    fn print(&self, tally: &Tally) {
+        println!(
+            "{} schedules run, {} of them with held stores: {} distinct traces, {} switches, {} run twice",
+            self.run,
+            self.held,
+            self.hashes.len(),
+            self.switches,
+            self.twice
+        );
+        println!("{} loads of host memory, all of a kernel's by one thread", self.host_loads);
+        println!("networks: {}", self.network);
+        println!("{}", tally.nodes_line());
+    }
+}
+
+/// What is wrong with a schedule whose results are right; runs some of them again.
+fn flaws(i: usize, case: &Case, schedule: Option<&Schedule>, judge: &Judge, sum: &mut Sum) -> Vec<String> {
+    let mut flaws = Vec::new();
+    let pollers = schedule.map_or(0, |schedule| schedule.report.further_pollers);
+    if pollers > 0 {
+        flaws.push(format!("{pollers} loads of host memory by a second thread of a kernel"));
+    }
+    if i.is_multiple_of(TWICE) {
+        sum.twice += 1;
+        let trace = |schedule: &Schedule| (schedule.report.trace_hash, schedule.report.switches);
+        let (once, again) = (schedule.map(trace), judge.judge(case).schedule.as_ref().map(trace));
+        if again != once {
+            flaws.push(format!("run again, its schedule was another: {once:x?}, {again:x?}"));
+        }
+    }
+    flaws
+}
+
 /// Runs `count` schedules; whether all were right. Stops once enough have failed.
 pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
     let bar = Progress::new();
-    let mut hashes = BTreeSet::new();
-    let (mut verdict, mut tally) = (Verdict::new(), Tally::default());
-    let (mut run, mut held, mut switches, mut twice, mut failures) = (0, 0, 0, 0, 0);
-    let mut host_loads = 0;
+    let (mut verdict, mut tally, mut sum) = (Verdict::new(), Tally::default(), Sum::default());
+    let mut failures = 0;
     for i in 0..count {
         bar.show("schedules", i, count);
         let case = draw_small(first.wrapping_add(i as u64));
-        let Judged { mut outcome, schedule } = judge.judge(&case);
-        run += 1;
+        let Judged { outcome, schedule } = judge.judge(&case);
         tally.count(&case, matches!(outcome, Outcome::Refused(_)));
-        held += usize::from(case.hold_stores);
-        let pollers = schedule.as_ref().map_or(0, |schedule| schedule.further_pollers);
-        host_loads += schedule.as_ref().map_or(0, |schedule| schedule.host_loads);
-        let trace = schedule.map(|schedule| (schedule.trace_hash, schedule.switches));
-        hashes.extend(trace.map(|(hash, _)| hash));
-        switches += trace.map_or(0, |(_, switches)| switches);
-        if i % TWICE == 0 {
-            twice += 1;
-            let again = judge.judge(&case).schedule.map(|schedule| (schedule.trace_hash, schedule.switches));
-            if again != trace && matches!(outcome, Outcome::Right(_)) {
-                outcome = Outcome::Wrong(vec![format!("run again, its schedule was another: {trace:x?}, {again:x?}")]);
+        sum.add(&case, schedule.as_ref());
+        let flaws = flaws(i, &case, schedule.as_ref(), judge, &mut sum);
+        let sentences = match outcome {
+            Outcome::Right(found) if flaws.is_empty() => {
+                verdict.merge(found);
+                continue;
             }
-        }
-        if pollers > 0 && matches!(outcome, Outcome::Right(_)) {
-            outcome = Outcome::Wrong(vec![format!("{pollers} loads of host memory by a second thread of a kernel")]);
-        }
-        match outcome {
-            Outcome::Right(found) => verdict.merge(found),
-            Outcome::Refused(error) => {
-                failures += 1;
-                bar.clear();
-                judge.print_failure(&case, &[error.to_string()]);
-            }
-            Outcome::Wrong(sentences) => {
-                failures += 1;
-                bar.clear();
-                judge.print_failure(&case, &sentences);
-            }
-        }
+            Outcome::Right(_) => flaws,
+            Outcome::Refused(error) => vec![error.to_string()],
+            Outcome::Wrong(sentences) => sentences,
+        };
+        failures += 1;
+        bar.clear();
+        judge.print_failure(&case, &sentences);
         if failures >= ENOUGH {
             break;
         }
     }
     bar.clear();
-    println!(
-        "{run} schedules run, {held} of them with held stores: {} distinct traces, {switches} switches, {twice} run \
-         twice",
-        hashes.len()
-    );
-    println!("{host_loads} loads of host memory, all of a kernel's by one thread");
-    println!("{}", tally.nodes_line());
+    sum.print(&tally);
+    let missed = sum.missed();
+    if !missed.is_empty() {
+        println!("never met: {}", missed.join(", "));
+    }
     println!("{} overflows, {} refused routings seen; {failures} failed", verdict.overflows, verdict.refusals);
-    failures == 0
+    failures == 0 && missed.is_empty()
 }

@@ -6,6 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use tokenyard::kernels::{SeededConfig, SeededReport, seeded_world};
 use tokenyard::transport::link::Transport;
+use tokenyard::transport::sim::{Counts, Network};
 use tokenyard::{Device, Error, Proxy, Result, World};
 
 use super::case::Case;
@@ -23,20 +24,26 @@ pub fn run(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync)) -> 
     run_reported(job, device, progress).0
 }
 
+/// What a seeded schedule was, and what its network did if there was one.
+pub struct Schedule {
+    pub report: SeededReport,
+    pub network: Counts,
+}
+
 /// As [`run`], and what the seeded schedule was if there was one.
 pub fn run_reported(
     job: &Job,
     device: DeviceWord,
     progress: &(dyn Fn(usize) + Sync),
-) -> (Result<Vec<RankResult>>, Option<SeededReport>) {
+) -> (Result<Vec<RankResult>>, Option<Schedule>) {
     let one_thread = job.case.world_mode == WorldMode::OneThread && device == DeviceWord::Cpu;
     if !one_thread {
         return (run_threads(job, device, progress).and_then(all_of), None);
     }
     match run_seeded(job, progress) {
-        Ok((outcomes, report)) => {
-            let failure = report.failure.clone();
-            (failure.map_or_else(|| all_of(outcomes), Err), Some(report))
+        Ok((outcomes, schedule)) => {
+            let failure = schedule.report.failure.clone();
+            (failure.map_or_else(|| all_of(outcomes), Err), Some(schedule))
         }
         Err(error) => (Err(error), None),
     }
@@ -131,6 +138,7 @@ fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync))
 /// The ranks of a world on one thread, and between nodes their proxies, whose fibers come behind those of the ranks.
 struct Fibers {
     worlds: Vec<World>,
+    network: Option<Network>,
     /// Dropped by the rank, so that its driver ends.
     proxies: Mutex<Vec<Option<Proxy>>>,
     drivers: Mutex<Vec<Option<ProxyFiber>>>,
@@ -140,14 +148,15 @@ impl Fibers {
     fn new(case: &Case) -> Result<Fibers> {
         let worlds = network::worlds(case)?;
         let (mut proxies, mut drivers) = (Vec::new(), Vec::new());
-        if let Some(network) = network::virtual_time(case)? {
+        let network = network::virtual_time(case)?;
+        if let Some(network) = &network {
             for world in &worlds {
-                let (proxy, driver) = network::fiber(&network, world)?;
+                let (proxy, driver) = network::fiber(network, world)?;
                 proxies.push(Some(proxy));
                 drivers.push(Some(driver));
             }
         }
-        Ok(Fibers { worlds, proxies: Mutex::new(proxies), drivers: Mutex::new(drivers) })
+        Ok(Fibers { worlds, network, proxies: Mutex::new(proxies), drivers: Mutex::new(drivers) })
     }
 
     fn count(&self) -> usize {
@@ -167,7 +176,7 @@ fn take<T>(all: &Mutex<Vec<Option<T>>>, rank: usize) -> Option<T> {
     all.lock().unwrap_or_else(PoisonError::into_inner).get_mut(rank).and_then(Option::take)
 }
 
-fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Result<RankResult>>, SeededReport)> {
+fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Result<RankResult>>, Schedule)> {
     let fibers = Fibers::new(&job.case)?;
     let ranks = fibers.worlds.len();
     let outcomes: Mutex<Vec<Option<Result<RankResult>>>> = Mutex::new(vec![None; ranks]);
@@ -193,7 +202,8 @@ fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Resul
     });
     let outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
     let finished = |outcome: Option<_>| outcome.unwrap_or_else(|| Err(broken("a rank did not finish")));
-    Ok((outcomes.into_iter().map(finished).collect(), report))
+    let network = fibers.network.map_or_else(Counts::default, |network| network.counts());
+    Ok((outcomes.into_iter().map(finished).collect(), Schedule { report, network }))
 }
 
 fn broken(what: &str) -> Error {

@@ -7,7 +7,6 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use tokenyard::Error;
-use tokenyard::kernels::SeededReport;
 
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
@@ -18,7 +17,7 @@ use super::report::Progress;
 use super::sample::{RankResult, Verdict};
 use super::schedules::schedules;
 use super::tally::Tally;
-use super::team;
+use super::team::{self, Schedule};
 use super::usage::Refusal;
 use super::words::{ArenaWord, DeviceWord, Launch, Word};
 
@@ -129,7 +128,7 @@ fn replay(text: &str, judge: &Judge) -> Result<ExitCode, Refusal> {
         Outcome::Wrong(sentences) => sentences.iter().for_each(|s| println!("wrong: {s}")),
     }
     if let Some(schedule) = schedule {
-        println!("schedule {:016x}, {} switches", schedule.trace_hash, schedule.switches);
+        println!("schedule {:016x}, {} switches", schedule.report.trace_hash, schedule.report.switches);
     }
     Ok(if matches!(outcome, Outcome::Wrong(_)) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
@@ -189,7 +188,7 @@ pub enum Outcome {
 /// What became of a configuration, and its schedule where it had one.
 pub struct Judged {
     pub outcome: Outcome,
-    pub schedule: Option<SeededReport>,
+    pub schedule: Option<Schedule>,
 }
 
 /// Runs configurations and says what became of them.
@@ -234,7 +233,7 @@ impl Judge {
             }
         };
         // A world that came to a stand is wrong whatever became of it.
-        if let Some(report) = schedule.as_ref().and_then(|schedule| schedule.hang_report.as_ref()) {
+        if let Some(report) = schedule.as_ref().and_then(|schedule| schedule.report.hang_report.as_ref()) {
             let sentence = format!("nobody could go on: {}", report.lines().collect::<Vec<_>>().join("; "));
             match &mut outcome {
                 Outcome::Wrong(sentences) => sentences.push(sentence),
