@@ -2,20 +2,22 @@
 """Plants one-line bugs in the kernels, one at a time, and demands that the suite catches each.
 
 A mutant is a named (file, original text, mutated text). The text must occur exactly once, so that a mutant cannot rot
-in silence. Works on a copy of the tree under target/mutants. Prints a table; exit status 0 only if all were caught.
+in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
 Arguments: names of mutants to run alone.
 """
 
 import os
 import pathlib
+import queue
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-COPY = ROOT / "target" / "mutants" / "tree"
-TARGET = ROOT / "target" / "mutants" / "build"
+PLACE = ROOT / "target" / "mutants"
+WORKERS = min(os.cpu_count() or 1, 4)
 SEND, RECEIVE = "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh"
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
@@ -26,18 +28,6 @@ COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "p
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
                       "TOKENYARD_MACHINE_SEEDS": "400"}
-CARGO = ["--no-default-features", "--target-dir", str(TARGET)]
-
-# What the suite runs against a mutant; the first that fails catches it.
-PROGRAM = str(TARGET / "debug" / "tokenyard")
-CHECKS = [
-    ("schedules", [PROGRAM, "verify", "--schedules", "80", "--timeout-ms", "4000"]),
-    ("seeds", [PROGRAM, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
-    ("tests/faults.rs", ["cargo", "test", "-q", *CARGO, "--test", "faults"]),
-]
-# And against one of the proxy: its own tests, which are quicker than whole worlds.
-PROXY_CHECKS = [("tests/proxy_machine.rs", ["cargo", "test", "-q", *CARGO, "--test", "proxy_machine"])]
-
 MUTANTS = [
     ("row tag without release", SEND,
      "store_release_sys(in_arena<u64>(c, rank, c.regions.row_tags",
@@ -131,25 +121,60 @@ MUTANTS = [
 ]
 
 
-def run(command, limit):
-    return subprocess.run(command, cwd=COPY, env=QUICK, capture_output=True, text=True, timeout=limit)
+class Worker:
+    """A copy of the tree with a build folder of its own."""
 
+    def __init__(self, number):
+        self.tree = PLACE / f"tree-{number}"
+        self.target = PLACE / f"build-{number}"
+        self.cargo = ["--no-default-features", "--target-dir", str(self.target)]
+        if self.tree.exists():
+            shutil.rmtree(self.tree)
+        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns("target", ".git", ".venv", ".gpu"))
 
-def build():
-    return run(["cargo", "build", "-q", *CARGO], 900)
+    def run(self, command, limit):
+        return subprocess.run(command, cwd=self.tree, env=QUICK, capture_output=True, text=True, timeout=limit)
 
+    def build(self):
+        return self.run(["cargo", "build", "-q", *self.cargo], 900)
 
-def caught_by(checks):
-    """The name of the check that fails, with its last line, or None."""
-    for name, command in checks:
+    def checks(self, file=""):
+        """What the suite runs against a mutant of a file, any file without one; the first that fails catches it."""
+        program = str(self.target / "debug" / "tokenyard")
+        test = ["cargo", "test", "-q", *self.cargo, "--test"]
+        worlds = [
+            ("schedules", [program, "verify", "--schedules", "80", "--timeout-ms", "4000"]),
+            ("seeds", [program, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
+            ("tests/faults.rs", [*test, "faults"]),
+        ]
+        # The proxy has tests of its own, which are quicker than whole worlds.
+        proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]
+        return worlds + proxy if not file else proxy if file.startswith("proxy/") else worlds
+
+    def caught_by(self, checks):
+        """The name of the check that fails, with its last line, or None."""
+        for name, command in checks:
+            try:
+                result = self.run(command, 300)
+            except subprocess.TimeoutExpired:
+                return name, "hung for 300 s"
+            if result.returncode != 0:
+                lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
+                return name, (lines[-1] if lines else f"exit status {result.returncode}")
+        return None
+
+    def judge(self, mutant):
+        """What became of a mutant: who caught it, None if nobody did, or why it does not count."""
+        name, file, original, mutated = mutant
+        path = self.tree / file
+        text = path.read_text()
+        path.write_text(text.replace(original, mutated))
         try:
-            result = run(command, 300)
-        except subprocess.TimeoutExpired:
-            return name, "hung for 300 s"
-        if result.returncode != 0:
-            lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
-            return name, (lines[-1] if lines else f"exit status {result.returncode}")
-    return None
+            if (built := self.build()).returncode != 0:
+                return "", f"does not compile: {built.stderr}"
+            return self.caught_by(self.checks(file))
+        finally:
+            path.write_text(text)
 
 
 def check_texts():
@@ -160,35 +185,44 @@ def check_texts():
             sys.exit(f"mutant «{name}»: its original text stands {found} times in {file}")
 
 
+def prepare():
+    """Builds the tree in as many places, and demands that the suite passes without any mutant."""
+    first = Worker(0)
+    if (unmutated := first.build()).returncode != 0:
+        sys.exit("the tree does not build: " + unmutated.stderr)
+    if (false_alarm := first.caught_by(first.checks())) is not None:
+        sys.exit(f"the suite fails without any mutant: {false_alarm}")
+    return [first] + [Worker(number) for number in range(1, WORKERS)]
+
+
 def main():
     check_texts()
-    wanted = sys.argv[1:]
-    if COPY.exists():
-        shutil.rmtree(COPY)
-    shutil.copytree(ROOT, COPY, ignore=shutil.ignore_patterns("target", ".git", ".venv"))
-    if (unmutated := build()).returncode != 0:
-        sys.exit("the tree does not build: " + unmutated.stderr)
-    if (false_alarm := caught_by(CHECKS + PROXY_CHECKS)) is not None:
-        sys.exit(f"the suite fails without any mutant: {false_alarm}")
-    rows, survivors = [], 0
-    for name, file, original, mutated in MUTANTS:
-        if wanted and name not in wanted:
-            continue
-        path = COPY / file
-        text = path.read_text()
-        if text.count(original) != 1:
-            sys.exit(f"mutant «{name}»: its original text stands {text.count(original)} times in {file}")
-        path.write_text(text.replace(original, mutated))
-        start = time.time()
-        if (built := build()).returncode != 0:
-            sys.exit(f"mutant «{name}» does not compile: {built.stderr}")
-        result = caught_by(PROXY_CHECKS if file.startswith("proxy/") else CHECKS)
-        path.write_text(text)
-        survivors += result is None
-        rows.append((name, f"caught by {result[0]}" if result else "SURVIVED", time.time() - start))
-        print(f"{rows[-1][0]:50} {rows[-1][1]:32} {rows[-1][2]:5.1f} s", flush=True)
-    print(f"{len(rows) - survivors} of {len(rows)} mutants caught")
-    sys.exit(1 if survivors else 0)
+    waiting = queue.SimpleQueue()
+    for mutant in MUTANTS:
+        if not sys.argv[1:] or mutant[0] in sys.argv[1:]:
+            waiting.put(mutant)
+    total, missed = waiting.qsize(), []
+
+    def work(worker):
+        while True:
+            try:
+                mutant = waiting.get_nowait()
+            except queue.Empty:
+                return
+            start = time.time()
+            result = worker.judge(mutant)
+            verdict = "SURVIVED" if result is None else f"caught by {result[0]}" if result[0] else result[1]
+            if result is None or not result[0]:
+                missed.append(mutant[0])
+            print(f"{mutant[0]:50} {verdict:32} {time.time() - start:5.1f} s", flush=True)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in prepare()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"{total - len(missed)} of {total} mutants caught")
+    sys.exit(1 if missed else 0)
 
 
 if __name__ == "__main__":
