@@ -143,14 +143,16 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, u64 epoch, u32 source, u32
   return true;
 }
 
-// All partial rows of this rank. False once a deadline passed.
-template <typename Row, typename Partial> TY_DEVICE bool send_partials(const ty_combine_args &a, u64 epoch) {
+// This rank's partial rows for homes of its node, or for those of all others. False once a deadline passed.
+template <typename Row, typename Partial> TY_DEVICE bool send_partials(const ty_combine_args &a, u64 epoch, bool own) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
-  if (load(&head->incomplete)) return true;
-  u64 items = static_cast<u64>(load(&head->most_tokens)) * c.ranks;
+  u32 sources = own ? c.node_ranks : c.ranks - c.node_ranks;
+  if (load(&head->incomplete) || sources == 0) return true;
+  u64 items = static_cast<u64>(load(&head->most_tokens)) * sources;
   for (u64 i = block_index(); i < items; i += worker_count(c)) {
-    u32 source = static_cast<u32>(i % c.ranks), token = static_cast<u32>(i / c.ranks);
+    u32 place = static_cast<u32>(i % sources), token = static_cast<u32>(i / sources);
+    u32 source = own ? c.node_first + place : place < c.node_first ? place : place + c.node_ranks;
     if (token >= load(pointer<const u32>(a.handle.source_tokens) + source)) continue;
     i32 slot = load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token);
     if (slot < 0) continue;

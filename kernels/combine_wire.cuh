@@ -122,8 +122,10 @@ TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, u64
   if (block_index() == 0) announce(a, epoch);
   if (c.weights == TY_WEIGHTS_COMBINE && !send_weights(a, epoch)) return;
   if (!wait_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, epoch)) return;
-  if (!send_partials<Row, Partial>(a, epoch)) return;
-  if (spans_nodes(c)) send_sums<Partial>(a, shared, epoch);
+  // What crosses the wire goes first, and so do the sums that wait for it: nothing in them waits for the rest.
+  if (!send_partials<Row, Partial>(a, epoch, false)) return;
+  if (spans_nodes(c) && !send_sums<Partial>(a, shared, epoch)) return;
+  send_partials<Row, Partial>(a, epoch, true);
 }
 
 } // namespace ty
