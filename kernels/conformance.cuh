@@ -22,7 +22,7 @@ typedef struct ty_conformance_args {
   uint64_t e4m3;        // out, uint32_t[256]
   uint64_t narrowed;    // out, uint32_t[float_count][2]: to bf16, to fp16
   uint64_t arithmetic;  // out, uint32_t[triple_count][3]: fma_rn(x, y, z), add_rn(x, y), mul_rn(x, y)
-  uint64_t threads;     // out, uint32_t[128][32] by block * 64 + thread; the words are named below
+  uint64_t threads;     // out, uint32_t[128][34] by block * 64 + thread; the words are named below
   uint64_t vectors;     // out, uint32_t[2][128][4], aligned to 16: input line t % 4; the same by way of shared memory
   uint64_t stores8;     // out, uint64_t[128]: 0x100000001 * t + 7
   uint64_t stores2;     // out, uint16_t[128]: 257 * t + 3
@@ -65,6 +65,8 @@ enum {
   TY_CONF_POPCOUNT64,   // of LOAD8
   TY_CONF_CLOCK,        // 1: a later now_ns() was not smaller
   TY_CONF_CAS_GPU_MISS, // 5: the old of a compare-and-swap that must not store, of a word that stays 5
+  TY_CONF_TEAM_ANY,     // team_any(thread 40) of a team that is one warp: 0 in warp 0, 1 in warp 1
+  TY_CONF_TEAM_BARRIER, // 7 * s + 3 of s = lane ^ 1 of the same warp, handed over by team_barrier
   TY_CONF_END           // 0xc0ffee
 };
 
@@ -74,6 +76,7 @@ struct Shared {
   Vec16 lines[TY_CONFORMANCE_BLOCK];
   u32 by_block[TY_CONFORMANCE_BLOCK];
   u32 by_warp[TY_CONFORMANCE_BLOCK];
+  u32 by_team[TY_CONFORMANCE_BLOCK];
   u32 counter;
   u32 bits[TY_CONFORMANCE_BLOCK / warp_size];
 };
@@ -120,6 +123,12 @@ TY_DEVICE void meetings(const ty_conformance_args &, u32 *row) {
   store(&row[TY_CONF_SHUFFLE_FLOAT], same_bits<u32>(shuffle(static_cast<float>(thread) + 0.5f, 31 - lane)));
   store(&row[TY_CONF_ANY], block_any(block == 1 && thread + 1 == block_threads()) ? 1u : 0u);
   store(&row[TY_CONF_NONE], block_any(false) ? 1u : 0u);
+  const Team team{1 + warp_index(), warp_index(), 1};
+  store(&row[TY_CONF_TEAM_ANY], team_any(team, thread == 40) ? 1u : 0u);
+  Shared &shared = block_shared<Shared>();
+  store(&shared.by_team[thread], 7 * lane + 3);
+  team_barrier(team);
+  store(&row[TY_CONF_TEAM_BARRIER], load(&shared.by_team[thread ^ 1u]));
 }
 
 TY_DEVICE void shared_memory(const ty_conformance_args &a, u32 *row) {
@@ -288,7 +297,7 @@ TY_DEVICE void numbers(const ty_conformance_args &a) {
 } // namespace conformance
 
 TY_KERNEL(ty_conformance, ty_conformance_args) {
-  u32 *row = conformance::at<u32>(a.threads) + 32 * conformance::grid_thread();
+  u32 *row = conformance::at<u32>(a.threads) + (TY_CONF_END + 1) * conformance::grid_thread();
   conformance::meetings(a, row);
   conformance::shared_memory(a, row);
   conformance::global_memory(a, row);

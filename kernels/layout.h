@@ -18,6 +18,8 @@
 #define TY_MAX_LOCAL_EXPERTS 2047
 // 32-bit words of the token bitmap in shared memory (32 KiB).
 #define TY_BITMAP_WORDS 8192
+// Slices of a row: each may be carried by a warp of its own, and has a tag of its own.
+#define TY_SLICES 4
 // Threads of a block on a GPU at the most (the launch bound of every kernel).
 #define TY_MAX_BLOCK_THREADS 512
 

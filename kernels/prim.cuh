@@ -70,6 +70,18 @@ template <typename T> TY_DEVICE T &block_shared() { return *reinterpret_cast<T *
 TY_DEVICE void block_barrier() { __syncthreads(); }
 TY_DEVICE bool block_any(bool predicate) { return __syncthreads_or(predicate ? 1 : 0) != 0; }
 TY_DEVICE void warp_barrier() { __syncwarp(0xffffffffu); }
+TY_DEVICE void named_barrier(u32 id, u32 threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+TY_DEVICE bool named_any(u32 id, u32 threads, bool predicate) {
+  u32 any;
+  asm volatile("{\n .reg .pred mine, all;\n setp.ne.u32 mine, %3, 0;\n bar.red.or.pred all, %1, %2, mine;\n"
+               " selp.u32 %0, 1, 0, all;\n}"
+               : "=r"(any)
+               : "r"(id), "r"(threads), "r"(predicate ? 1u : 0u)
+               : "memory");
+  return any != 0;
+}
 
 // Plain (weak) accesses; visible to others only after a barrier, fence or release.
 template <typename T> TY_DEVICE T load(const T *p) {
@@ -245,6 +257,8 @@ template <typename T> TY_DEVICE T &block_shared() { return *static_cast<T *>(cpu
 TY_DEVICE void block_barrier() { cpu::block_barrier(); }
 TY_DEVICE bool block_any(bool predicate) { return cpu::block_any(predicate); }
 TY_DEVICE void warp_barrier() { cpu::warp_barrier(); }
+TY_DEVICE void named_barrier(u32 id, u32 threads) { cpu::team_barrier(id, threads); }
+TY_DEVICE bool named_any(u32 id, u32 threads, bool predicate) { return cpu::team_any(id, threads, predicate); }
 
 template <typename T> TY_DEVICE T load(const T *p) {
   static_assert(sizeof(T) <= 8, "load takes 1, 2, 4 or 8 bytes");
@@ -420,5 +434,28 @@ namespace ty {
 TY_DEVICE u32 lane_index() { return thread_index() % warp_size; }
 TY_DEVICE u32 warp_index() { return thread_index() / warp_size; }
 TY_DEVICE u32 block_warps() { return block_threads() / warp_size; }
+
+// Consecutive warps of a block that work together, the same ones in every block: all of it, or one of two teams that
+// go about different things side by side.
+struct Team {
+  u32 id; // 0: the whole block; 1 or 2: its barrier's
+  u32 first_warp;
+  u32 warps;
+};
+
+TY_DEVICE Team whole_block() { return {0, 0, block_warps()}; }
+TY_DEVICE bool is_member(const Team &team) { return warp_index() - team.first_warp < team.warps; }
+TY_DEVICE u32 team_threads(const Team &team) { return team.warps * warp_size; }
+// The calling member's number among them.
+TY_DEVICE u32 team_thread(const Team &team) { return thread_index() - team.first_warp * warp_size; }
+TY_DEVICE u32 team_warp(const Team &team) { return warp_index() - team.first_warp; }
+// Called by all members together; they order memory among them.
+TY_DEVICE void team_barrier(const Team &team) {
+  if (team.id == 0) block_barrier();
+  else named_barrier(team.id, team_threads(team));
+}
+TY_DEVICE bool team_any(const Team &team, bool predicate) {
+  return team.id == 0 ? block_any(predicate) : named_any(team.id, team_threads(team), predicate);
+}
 } // namespace ty
 #endif

@@ -7,6 +7,7 @@ pub const TY_MAX_NODES: u32 = 64;
 pub const TY_MAX_TOP_K: u32 = 32;
 pub const TY_MAX_LOCAL_EXPERTS: u32 = 2047;
 pub const TY_BITMAP_WORDS: u32 = 8192;
+pub const TY_SLICES: u32 = 4;
 pub const TY_MAX_BLOCK_THREADS: u32 = 512;
 pub const TY_DISPATCH_SHARED_BYTES: u32 = 47104;
 pub const TY_COMBINE_SHARED_BYTES: u32 = 4096;

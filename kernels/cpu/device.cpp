@@ -42,27 +42,37 @@ void arrive(Fiber &self, bool orders_memory) {
   if (orders_memory && executor->hold) self.held.move_to(self.block_of->held);
 }
 
-// Returns when every thread of the block that has not exited is here; the result is the OR of `predicate`.
-bool meet_block(Meeting meeting, bool predicate) {
+// Returns when `expected` threads are here; the result is the OR of `predicate`.
+bool meet(Gathering &gathering, uint32_t expected, Meeting meeting, bool predicate) {
   Fiber &self = *running_fiber();
-  Block &block = *self.block_of;
   arrive(self, true);
-  if (block.arrived == 0) {
-    block.meeting = meeting;
-  } else if (block.meeting != meeting) {
-    mismatch(self, block.meeting, meeting, false);
+  if (gathering.arrived == 0) {
+    gathering.meeting = meeting;
+  } else if (gathering.meeting != meeting) {
+    mismatch(self, gathering.meeting, meeting, false);
   }
-  const uint32_t parity = block.turn & 1;
-  if (predicate) block.any[parity] = true;
-  if (++block.arrived == block.live) {
-    block.arrived = 0;
-    block.any[++block.turn & 1] = false;
-    executor->make_ready(block.waiting);
+  const uint32_t parity = gathering.turn & 1;
+  if (predicate) gathering.any[parity] = true;
+  if (++gathering.arrived == expected) {
+    gathering.arrived = 0;
+    gathering.any[++gathering.turn & 1] = false;
+    executor->make_ready(gathering.waiting);
   } else {
-    block.waiting.push_front(&self);
+    gathering.waiting.push_front(&self);
     executor->leave();
   }
-  return block.any[parity];
+  return gathering.any[parity];
+}
+
+// Every thread of the block that has not exited.
+bool meet_block(Meeting meeting, bool predicate) {
+  Block &block = *running_fiber()->block_of;
+  return meet(block.gatherings[0], block.live, meeting, predicate);
+}
+
+bool meet_team(uint32_t id, uint32_t threads, Meeting meeting, bool predicate) {
+  if (id == 0 || id >= block_gatherings) fatal("a team's number is 1 or 2, not %u", id);
+  return meet(running_fiber()->block_of->gatherings[id], threads, meeting, predicate);
 }
 
 // Returns, when all 32 lanes are here, the parity under which the warp keeps what they brought.
@@ -93,6 +103,9 @@ Warp &check_warp(Fiber &self, Meeting meeting) {
 
 void block_barrier() { (void)meet_block(Meeting::barrier, false); }
 bool block_any(bool predicate) { return meet_block(Meeting::any, predicate); }
+
+void team_barrier(uint32_t id, uint32_t threads) { (void)meet_team(id, threads, Meeting::barrier, false); }
+bool team_any(uint32_t id, uint32_t threads, bool predicate) { return meet_team(id, threads, Meeting::any, predicate); }
 
 void warp_barrier() {
   Fiber &self = *running_fiber();

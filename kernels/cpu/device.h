@@ -42,6 +42,9 @@ inline void *shared_memory(uint64_t bytes) {
 
 void block_barrier();
 bool block_any(bool predicate);
+// Meetings of some warps of a block alone, `threads` in all; `id` is 1 or 2.
+void team_barrier(uint32_t id, uint32_t threads);
+bool team_any(uint32_t id, uint32_t threads, bool predicate);
 void warp_barrier();
 uint32_t warp_ballot(bool predicate);
 uint64_t warp_shuffle(uint64_t bits, uint32_t lane);

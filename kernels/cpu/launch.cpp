@@ -76,8 +76,10 @@ void ty_exec::start(ty_stream *stream, Work work) {
   if (launch->warps.size() != work.grid * block_warps) launch->warps = std::vector<Warp>(work.grid * block_warps);
   for (Block &block : launch->blocks) {
     block.live = work.block;
-    block.arrived = 0;
-    block.any[0] = block.any[1] = false;
+    for (Gathering &gathering : block.gatherings) {
+      gathering.arrived = 0;
+      gathering.any[0] = gathering.any[1] = false;
+    }
     clean_shared(block, work.shared_bytes);
   }
   for (Warp &warp : launch->warps) {
@@ -119,10 +121,11 @@ void ty_exec::end_thread(Fiber &fiber) {
   ++warp.exited;
   if (hold) fiber.held.move_to(block.held);
   --block.live;
-  if (block.arrived != 0 && block.arrived == block.live) { // the others' barrier waits for it no longer
-    block.arrived = 0;
-    block.any[++block.turn & 1] = false;
-    make_ready(block.waiting);
+  Gathering &all = block.gatherings[0];
+  if (all.arrived != 0 && all.arrived == block.live) { // the others' barrier waits for it no longer
+    all.arrived = 0;
+    all.any[++all.turn & 1] = false;
+    make_ready(all.waiting);
   }
   if (--launch.live == 0) finish(launch);
 }

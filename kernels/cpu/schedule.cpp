@@ -341,8 +341,10 @@ std::string ty_exec::waiting_report() const {
       if (fiber.polling) {
         where = fiber.site;
       } else {
-        for (const Fiber *f = fiber.block_of->waiting.head; f != nullptr; f = f->next) {
-          if (f == &fiber) where = meeting_name(fiber.block_of->meeting, false);
+        for (const Gathering &gathering : fiber.block_of->gatherings) {
+          for (const Fiber *f = gathering.waiting.head; f != nullptr; f = f->next) {
+            if (f == &fiber) where = meeting_name(gathering.meeting, false);
+          }
         }
         for (const Fiber *f = fiber.warp_of->waiting.head; f != nullptr; f = f->next) {
           if (f == &fiber) where = meeting_name(fiber.warp_of->meeting, true);

@@ -53,14 +53,21 @@ struct Warp {
   uint64_t value[2][32];
 };
 
-struct Block {
+struct Gathering {
   Chain waiting;
   uint32_t arrived = 0;
-  uint32_t live = 0;                  // threads that have not exited
-  const Fiber *host_poller = nullptr; // the first to load from shared host memory
   uint32_t turn = 0;
   Meeting meeting = Meeting::none;
   bool any[2] = {false, false};
+};
+
+// Gatherings of a block: of all its threads, and of teams of its warps.
+constexpr uint32_t block_gatherings = 3;
+
+struct Block {
+  Gathering gatherings[block_gatherings];
+  uint32_t live = 0;                  // threads that have not exited
+  const Fiber *host_poller = nullptr; // the first to load from shared host memory
   std::unique_ptr<uint8_t[], void (*)(void *)> shared{nullptr, nullptr};
   uint64_t shared_bytes = 0;
   LineMap held;
