@@ -2,10 +2,14 @@
 // home's rail in this node, and home adds.
 //
 //   Cs  flag to every rank of the node (and the weights, if they come with combine)
-//       block per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot -> tag (N4)
-//       rail, per (served home, row): partial rows of the node in rank order -> one row into wire staging -> doorbell
+//       warp per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot -> tags (N4)
+//       rail, warp per (served home, row): the node's partial rows in rank order -> a row in wire staging -> doorbell
 //   Cr  every block: flags of the node's ranks, heads of the rails' messages
-//       block per own token: sum over nodes in order, each the sum of its ranks in order -> out
+//       warp per own token: sum over nodes in order, each the sum of its ranks in order -> out
+//
+// Where rows are few, a warp takes a part of one, some of its TY_SLICES slices. Each slice has a tag, so that sender
+// and receiver need not cut alike. In a fused call, and between nodes, two teams of a block work side by side: one
+// sends partial rows, which waits for nothing that the other does anywhere; the other does what waits for partial rows.
 //
 // A flag goes both ways between every pair of node peers, and a message between every linked pair, in every epoch, rows
 // or none: buffer reuse rests on it.
@@ -16,117 +20,150 @@ namespace ty {
 
 // ---- receive -------------------------------------------------------------------------------------------------
 
-TY_DEVICE void store_out(const ty_combine_args &a, char *row, u32 g, const Floats &sum) {
+TY_DEVICE void store_out(const ty_combine_args &a, char *row, u64 g, const Floats &sum) {
   u32 columns = a.context.hidden;
   if (a.out_dtype == TY_BF16) store_group<Bf16>(row, g, columns, sum);
   else if (a.out_dtype == TY_FP16) store_group<Fp16>(row, g, columns, sum);
   else store_group<Fp32>(row, g, columns, sum);
 }
 
-TY_DEVICE Floats load_out(const ty_combine_args &a, const char *row, u32 g) {
+TY_DEVICE Floats load_out(const ty_combine_args &a, const char *row, u64 g) {
   u32 columns = a.context.hidden;
   if (a.out_dtype == TY_BF16) return load_group<Bf16>(row, g, columns);
   if (a.out_dtype == TY_FP16) return load_group<Fp16>(row, g, columns);
   return load_group<Fp32>(row, g, columns);
 }
 
-// Waits for what every rail says of its node. By a whole block. False once a deadline passed.
-TY_DEVICE bool wait_rails(const ty_combine_args &a, u64 epoch) {
+// Waits for what every rail says of its node. By a team. False once a deadline passed.
+TY_DEVICE bool wait_rails(const ty_combine_args &a, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
   bool failed = false;
-  for (u32 link = thread_index(); link < lane_of(c, TY_LANE_COMBINE).sources; link += block_threads()) {
+  for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_COMBINE).sources; link += team_threads(team)) {
     bool landed = wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, link, 0);
     failed |= !landed;
-    if (!landed || block_index() != 0) continue;
+    if (!landed || block_index() != 0 || !is_last(c, wave_of(c, epoch))) continue;
     const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, epoch, link);
     if (load(&head->status) == TY_STATUS_INCOMPLETE)
       report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, load(&head->rank), epoch, 0, 0, 0);
   }
-  return !block_any(failed);
+  return !team_any(team, failed);
 }
 
-// Reports own tokens' ranks of this node that send no rows. By block 0.
-TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &shared, u64 epoch) {
+// This rank's tokens of a wave.
+TY_DEVICE Range own_range(const ty_combine_args &a, u64 epoch) {
+  Wave wave = wave_of(a.context, epoch);
+  u32 tokens = load(&head_of(a)->own_tokens);
+  return {wave.first < tokens ? wave.first : tokens, wave.end < tokens ? wave.end : tokens};
+}
+
+// Reports own tokens' ranks of this node that send no rows, once a call. By a team of block 0.
+TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &shared, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
-  if (missing_ranks(c, shared) == 0 || load(&head->own_bad)) return;
-  const u64 *masks = pointer<const u64>(a.handle.rank_mask);
-  u32 rank = first_missing(c, shared, masks, load(&head->own_tokens));
-  if (thread_index() == 0 && rank < c.node_ranks)
+  if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave_of(c, epoch))) return;
+  u32 rank = first_missing(c, shared, team, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
+  if (team_thread(team) == 0 && rank < c.node_ranks)
     report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), epoch, 0, 0, 0);
 }
 
-// Which row of the message to a node an own token is; -1 for none.
+// Which row of the call's messages to a node an own token is; -1 for none.
 TY_DEVICE i32 wire_row_of(const ty_combine_args &a, u32 link, u32 token) {
   return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * a.context.max_tokens + token);
 }
 
-// Waits for everything of one own token. By a whole block. False once a deadline passed.
-TY_DEVICE bool wait_token(const ty_combine_args &a, u64 epoch, u32 token, const Parts &parts) {
-  const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
-  bool failed = partials_fail(c, epoch, 0, token, parts);
-  for (u32 link = thread_index(); link < l.sources; link += block_threads()) {
-    i32 row = wire_row_of(a, link, token);
-    if (row >= 0)
-      failed |=
-          !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, link, chunk_of_row(l, static_cast<u32>(row)));
-  }
-  return !block_any(failed);
-}
+// The rows of an own token in its list: sums of other nodes, and at the own node's place the partial rows of its ranks,
+// which are numbers [own, after).
+struct HomeRows {
+  u32 own;
+  u32 after;
+  u32 count;
+};
 
-// A token's columns of group g: sums of the nodes, in node order.
-template <typename Partial>
-TY_DEVICE Floats home_sum(const ty_combine_args &a, u64 epoch, u32 token, const Parts &parts, u32 g) {
+// Lists the sums of other nodes, a link a lane, around the partial rows of the own one, and waits for their chunks. By
+// a warp. True in `failed` once a deadline passed.
+TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, u64 epoch, u32 token, u32 own_rows, bool &failed) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
-  Floats sum = {};
-  for (u32 node = 0; node < c.nodes; ++node) {
-    Floats part;
-    if (node == c.node) {
-      part = node_sum<Partial>(c, epoch, 0, token, parts, g);
-    } else {
-      u32 link = link_of_node(c, node);
-      i32 row = wire_row_of(a, link, token);
-      if (row < 0) continue;
-      u32 rows = load(pointer<const u32>(a.handle.wire_rows) + link);
-      const char *message = inbox_of(c, TY_LANE_COMBINE, epoch, link);
-      part = load_group<Partial>(message + row_offset(l, rows, static_cast<u32>(row)), g, c.hidden);
+  Wave wave = wave_of(c, epoch);
+  HomeRows list{0, own_rows, own_rows};
+  for (u32 first = 0; first < l.sources; first += warp_size) {
+    u32 link = first + lane_index();
+    i32 row = link < l.sources ? wire_row_of(a, link, token) : -1;
+    u32 there = warp_ballot(row >= 0);
+    u32 before = first < c.node ? c.node - first : 0; // links of earlier nodes
+    u32 earlier = popcount64(bits_below(there, before));
+    if (row >= 0) {
+      u32 n = static_cast<u32>(row) - wave_range(c, a.handle.wire_rows, link, wave).first;
+      u32 place = list.count + popcount64(bits_below(there, lane_index())) - (lane_index() < before ? own_rows : 0);
+      store(&terms.row[place], reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, epoch, link) + row_offset(l, 0, n)));
+      failed |= !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, link, chunk_of_row(l, n));
     }
-    for (u32 i = 0; i < group; ++i) sum.v[i] = add_rn(sum.v[i], part.v[i]);
+    list.own += earlier;
+    list.after += earlier;
+    list.count += popcount(there);
   }
-  return sum;
+  return list;
 }
 
-template <typename Partial>
-TY_DEVICE void sum_token(const ty_combine_args &a, u64 epoch, u32 token, const Parts &parts, bool bad) {
+// Everything of one own token, listed once a piece of it is here. By a warp. False once a deadline passed.
+TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, u64 epoch, u32 token, u32 n, const Parts &parts,
+                            const Piece &piece, HomeRows &list) {
   const ty_context &c = a.context;
+  bool failed = false;
+  u32 own_rows = popcount64(parts.present);
+  list = list_sums(a, terms, epoch, token, own_rows, failed);
+  list_partials(c, terms, list.own, epoch, 0, n, parts);
+  failed |= partials_fail(c, epoch, 0, n, parts, piece);
+  return gathered(failed);
+}
+
+// A token's sum over nodes, in node order: of listed rows, stored in the output. By a warp.
+template <typename Partial>
+TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const HomeRows &list, u32 token,
+                         const Columns &columns) {
+  const ty_context &c = a.context;
+  constexpr u32 groups = groups_at_once<rows_at_home, Partial::bytes>;
   char *out = pointer<char>(a.out) + token * a.out_pitch;
-  for (u32 g = thread_index(); g * group < c.hidden; g += block_threads()) {
-    Floats sum = {};
-    if (!bad) sum = home_sum<Partial>(a, epoch, token, parts, g);
-    if (a.accumulate) {
-      Floats old = load_out(a, out, g);
-      for (u32 i = 0; i < group; ++i) sum.v[i] = add_rn(old.v[i], sum.v[i]);
+  auto add = [](Floats &sum, const Floats &row, u32) { add_to(sum, row); };
+  for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
+    Floats sums[groups] = {}, own[groups] = {};
+    add_terms<Partial, rows_at_home>(c, terms, 0, list.own, g, columns.end, sums, add);
+    add_terms<Partial, rows_at_home>(c, terms, list.own, list.after, g, columns.end, own, add);
+    for (u32 i = 0; i < groups; ++i) add_to(sums[i], own[i]);
+    add_terms<Partial, rows_at_home>(c, terms, list.after, list.count, g, columns.end, sums, add);
+    for (u32 i = 0; a.accumulate && i < groups && g + i * warp_size < columns.end; ++i) {
+      Floats old = load_out(a, out, g + i * warp_size);
+      add_to(old, sums[i]);
+      sums[i] = old;
     }
-    store_out(a, out, g, sum);
+    for (u32 i = 0; i < groups && g + i * warp_size < columns.end; ++i) store_out(a, out, g + i * warp_size, sums[i]);
   }
 }
 
-template <typename Partial> TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, u64 epoch) {
+// Sums of all own tokens, behind wait_flags. By a team.
+template <typename Partial>
+TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
-  if (!wait_flags(c, shared, epoch) || !wait_rails(a, epoch)) return;
-  if (block_index() == 0) report_missing(a, shared, epoch);
+  if (!wait_rails(a, team, epoch)) return;
+  if (block_index() == 0) report_missing(a, shared, team, epoch);
   bool bad = load(&head->own_bad) != 0;
-  u32 tokens = load(&head->own_tokens);
+  Range range = own_range(a, epoch);
   u64 missing = missing_ranks(c, shared);
-  for (u32 token = block_index(); token < tokens; token += worker_count(c)) {
-    u64 ranks = bad ? 0 : load(pointer<const u64>(a.handle.rank_mask) + token);
-    Parts parts{ranks, ranks & ~missing};
-    if (!bad && !wait_token(a, epoch, token, parts)) return;
-    sum_token<Partial>(a, epoch, token, parts, bad);
-  }
+  Terms &terms = shared.terms[warp_index()];
+  share_out(
+      c, team, range.end - range.first, [](u32) { return true; },
+      [&](u32 n, const Piece &piece) {
+        u32 token = range.first + n;
+        HomeRows list{};
+        if (!bad) {
+          u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
+          if (!gather_token(a, terms, epoch, token, n, Parts{ranks, ranks & ~missing}, piece, list)) return false;
+        }
+        sum_token<Partial>(a, terms, list, token, columns_of(c, piece));
+        warp_barrier(); // the list is read
+        return true;
+      });
 }
 
 // ---- the kernels ---------------------------------------------------------------------------------------------
@@ -134,30 +171,62 @@ template <typename Partial> TY_DEVICE void combine_receive(const ty_combine_args
 // What the relay does while the others work. By its thread 0.
 TY_DEVICE void relay_combine(const ty_combine_args &a, u64 epoch) {
   const ty_context &c = a.context;
+  Wave wave = wave_of(c, epoch);
+  bool weighs = wave.number == 0; // weights go ahead of the call's first wave
   if (a.phases & TY_PHASE_SEND) {
-    if (!relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, epoch)) return;
+    if (weighs && !relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, wave.call)) return;
     if (!relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch)) return;
-    if (!relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, epoch, [](u32) { return 0u; })) return;
+    if (weighs && !relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, wave.call, [](u32) { return 0u; })) return;
   }
   if (a.phases & TY_PHASE_RECEIVE)
-    relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch,
-                 [&](u32 link) { return load(pointer<const u32>(a.handle.wire_rows) + link); });
+    relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, [&](u32 link) {
+      Range range = wave_range(c, a.handle.wire_rows, link, wave);
+      return range.end - range.first;
+    });
 }
 
+// What waits for partial rows: the rail's sums, then those of own tokens. By a team.
+template <typename Partial>
+TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
+  const ty_context &c = a.context;
+  if (!wait_flags(c, shared, team, epoch)) return;
+  bool leads = team_thread(team) == 0;
+  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
+  if ((a.phases & TY_PHASE_SEND) && spans_nodes(c)) {
+    bool failed = !send_sums<Partial>(a, shared, team, epoch);
+    if (team_any(team, failed)) return;
+    note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_RAIL, leads);
+  }
+  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial>(a, shared, team, epoch);
+  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, leads);
+}
+
+// Of four warps of a block, those that send where others sum at the same time. A block has two warps at least.
+constexpr u32 senders_of_four = 3;
+
 template <typename Row, typename Partial> TY_DEVICE void work_combine(const ty_combine_args &a, u64 epoch) {
+  const ty_context &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
-  if (a.phases & TY_PHASE_SEND) combine_send<Row, Partial>(a, shared, epoch);
-  block_barrier();
-  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial>(a, shared, epoch);
+  bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = (a.phases & TY_PHASE_RECEIVE) != 0 || spans_nodes(c);
+  if (sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, epoch)) return;
+  Team senders = whole_block(), summers = whole_block();
+  if (sends && sums) {
+    senders = {1, 0, block_warps() * senders_of_four / 4};
+    summers = {2, senders.warps, block_warps() - senders.warps};
+  }
+  if (sends && is_member(senders)) combine_send<Row, Partial>(a, shared, senders, epoch);
+  if (sums && is_member(summers)) sum_partials<Partial>(a, shared, summers, epoch);
 }
 
 template <typename Row, typename Partial> TY_DEVICE void combine(const ty_combine_args &a) {
   const ty_context &c = a.context;
   ty_state *state = state_of(c);
+  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
   u64 sent = load(&state->combine_sent), received = load(&state->combine_received);
+  u32 handle_state = load(&head_of(a)->state);
   Turn turn =
       begin_turn(c, TY_DIRECTION_COMBINE, a.phases, sent, received, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (turn.go && load(&head_of(a)->state) != TY_HANDLE_RECEIVED) {
+  if (turn.go && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
       report(c, TY_DIRECTION_COMBINE, TY_ERROR_ORDER, 0, c.rank, turn.epoch, TY_ORDER_HANDLE_EMPTY, sent, received);
     turn.go = false;

@@ -5,9 +5,16 @@
 
 namespace ty {
 
+// Rows to add up, in the order of addition: a warp's.
+struct Terms {
+  u64 row[TY_MAX_TOP_K]; // addresses
+  float weight[TY_MAX_TOP_K];
+};
+
 // Shared memory of a combine block.
 struct CombineShared {
-  u32 incomplete[TY_MAX_NODE_RANKS]; // 1 where the rank of this node sends no rows
+  u32 incomplete[TY_MAX_NODE_RANKS]; // 1 where the rank of this node sends no rows; by the team that waits for flags
+  Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -17,16 +24,17 @@ TY_DEVICE const ty_handle_head *head_of(const ty_combine_args &a) {
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------
 
-// Waits for the flag of every rank of the node. False once a deadline passed.
-TY_DEVICE bool wait_flags(const ty_context &c, CombineShared &shared, u64 epoch) {
+// Waits for the flag of every rank of the node. By a team. False once a deadline passed.
+TY_DEVICE bool wait_flags(const ty_context &c, CombineShared &shared, const Team &team, u64 epoch) {
   bool failed = false;
-  for (u32 rank = thread_index(); rank < c.node_ranks; rank += block_threads()) {
+  for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team)) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
     failed |=
         !wait_flag(c, TY_DIRECTION_COMBINE, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
+    note_heard(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
     store(&shared.incomplete[rank], static_cast<u32>(load_relaxed_sys(flag)) == TY_STATUS_INCOMPLETE ? 1u : 0u);
   }
-  return !block_any(failed);
+  return !team_any(team, failed);
 }
 
 // Ranks of this node that send no rows, a bit each, behind wait_flags.
@@ -37,14 +45,15 @@ TY_DEVICE u64 missing_ranks(const ty_context &c, const CombineShared &shared) {
 }
 
 // The first rank of this node that sends no rows though one of `count` masks has it; node_ranks for none. Every thread
-// of the block gets the same answer.
-TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, const u64 *masks, u32 count) {
+// of the team gets the same answer.
+TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, const Team &team, const u64 *masks,
+                            u32 count) {
   u64 missing = missing_ranks(c, shared);
   for (u32 rank = 0; rank < c.node_ranks; ++rank) {
     if (!((missing >> rank) & 1)) continue;
     bool found = false;
-    for (u32 i = thread_index(); i < count; i += block_threads()) found |= ((load(masks + i) >> rank) & 1) != 0;
-    if (block_any(found)) return rank;
+    for (u32 i = team_thread(team); i < count; i += team_threads(team)) found |= ((load(masks + i) >> rank) & 1) != 0;
+    if (team_any(team, found)) return rank;
   }
   return c.node_ranks;
 }
@@ -54,46 +63,140 @@ TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, co
 // Whether the source's rows come from this node, and which of its ranks it is then.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 source) { return source - c.node_first < c.node_ranks; }
 
-// Tells every rank of the node that this epoch's rows are coming or missing. By block 0.
-TY_DEVICE void announce(const ty_combine_args &a, u64 epoch) {
+// Tells every rank of the node that this epoch's rows are coming or missing. By a team of block 0.
+TY_DEVICE void announce(const ty_combine_args &a, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
   u32 status = load(&head_of(a)->incomplete) ? TY_STATUS_INCOMPLETE : TY_STATUS_OK;
   // N3: acquired by wait_flags.
-  for (u32 rank = thread_index(); rank < c.node_ranks; rank += block_threads())
+  for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
     store_release_sys(in_arena<u64>(c, rank, c.regions.combine_flags, epoch, c.local), flag_value(epoch, status));
 }
 
 // Weights of a source, for all ranks of the node: block b serves ranks b, b + workers, ... `row(i)` is where those of
-// its token i begin.
+// its token i begin. By a team.
 template <typename Row>
-TY_DEVICE void push_weights(const ty_combine_args &a, u64 epoch, u32 source, u32 count, Row row) {
+TY_DEVICE void push_weights(const ty_combine_args &a, const Team &team, u64 call, u32 source, u32 count, Row row) {
   const ty_context &c = a.context;
   for (u32 rank = block_index(); rank < c.node_ranks; rank += worker_count(c)) {
-    float *ahead = in_arena<float>(c, rank, c.regions.ahead_weights, epoch, source);
-    for (u32 i = thread_index(); i < count * c.top_k; i += block_threads())
+    float *ahead = in_arena<float>(c, rank, c.regions.ahead_weights, call, source);
+    for (u32 i = team_thread(team); i < count * c.top_k; i += team_threads(team))
       store(ahead + i, load(row(i / c.top_k) + i % c.top_k));
-    block_barrier();
+    team_barrier(team);
     // N10: the weights happen before this release; wait_flag(TY_SITE_AHEAD_WEIGHTS) acquires.
-    if (thread_index() == 0)
-      store_release_sys(in_arena<u64>(c, rank, c.regions.ahead_flags, epoch, source), flag_value(epoch, TY_STATUS_OK));
+    if (team_thread(team) == 0)
+      store_release_sys(in_arena<u64>(c, rank, c.regions.ahead_flags, call, source), flag_value(call, TY_STATUS_OK));
   }
 }
 
-// The weights that apply to one (source, token): where they lie, once they are there. Null once a deadline passed.
-TY_DEVICE const float *weights_of(const ty_combine_args &a, u64 epoch, u32 source, u32 token) {
-  const ty_context &c = a.context;
-  if (c.weights != TY_WEIGHTS_COMBINE)
-    return pointer<const float>(a.handle.weights) + (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
+// Waits until the weights of a source are here. By a warp. False once a deadline passed.
+TY_DEVICE bool wait_weights(const ty_context &c, u64 call, u32 source) {
+  if (c.weights != TY_WEIGHTS_COMBINE) return true;
   bool failed = false;
-  if (thread_index() == 0) {
-    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.ahead_flags, epoch, source);
-    failed = !wait_flag(c, TY_DIRECTION_COMBINE, flag, epoch, TY_SITE_AHEAD_WEIGHTS, source, "weights");
+  if (lane_index() == 0) {
+    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.ahead_flags, call, source);
+    failed = !wait_flag(c, TY_DIRECTION_COMBINE, flag, call, TY_SITE_AHEAD_WEIGHTS, source, "weights");
   }
-  if (block_any(failed)) return nullptr;
-  return in_arena<const float>(c, c.local, c.regions.ahead_weights, epoch, source) + static_cast<u64>(token) * c.top_k;
+  // Lane 0 acquired; the barrier orders the other lanes' loads behind it.
+  warp_barrier();
+  return warp_ballot(failed) == 0;
 }
 
-// ---- partial rows ----------------------------------------------------------------------------------------------
+// The weights that apply to one (source, token), behind wait_weights.
+TY_DEVICE const float *weights_of(const ty_combine_args &a, u64 call, u32 source, u32 token) {
+  const ty_context &c = a.context;
+  if (c.weights == TY_WEIGHTS_COMBINE)
+    return in_arena<const float>(c, c.local, c.regions.ahead_weights, call, source) + static_cast<u64>(token) * c.top_k;
+  return pointer<const float>(a.handle.weights) + (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
+}
+
+// ---- shares of the work ------------------------------------------------------------------------------------------
+
+// Consecutive slices of a row, which a warp carries at once.
+struct Piece {
+  u32 first;
+  u32 slices;
+};
+static_assert((TY_SLICES & (TY_SLICES - 1)) == 0 && TY_SLICES <= warp_size, "halved to pieces; a lane a slice's tag");
+
+// Bit number n of those that are set, counted from 0.
+TY_DEVICE u32 nth_bit(u64 mask, u32 n) {
+  for (; n; --n) mask &= mask - 1;
+  return lowest_bit(mask);
+}
+
+// Slices of a piece where a team has so many rows before it: they are cut while it has no more pieces than warps, or
+// than one row makes. A piece costs its warp trips to memory and a fence beside its bytes.
+TY_DEVICE u32 slices_of_piece(u32 rows, const Team &team) {
+  u32 most = team.warps < TY_SLICES ? TY_SLICES : team.warps, slices = TY_SLICES;
+  while (slices > 1 && rows * (TY_SLICES / slices * 2) <= most) slices /= 2;
+  return slices;
+}
+
+// Shares rows out: number n to block n mod blocks, and there piece by piece to the warps of a team in turn. A warp
+// looks at 32 of its block's numbers at once, a lane each, and so finds out for itself which are there(n) and which are
+// its own. carry(n, piece) is called in the order of numbers. By a team's warps, each for itself. False once it was
+// false.
+template <typename There, typename Carry>
+TY_DEVICE bool share_out(const ty_context &c, const Team &team, u32 numbers, There there, Carry carry) {
+  u32 blocks = worker_count(c), turn = 0; // whose the next piece is
+  for (u32 first = block_index(); first < numbers; first += blocks * warp_size) {
+    u32 mine = first + lane_index() * blocks;
+    u32 rows = warp_ballot(mine < numbers && there(mine));
+    u32 slices = slices_of_piece(popcount(rows), team);
+    u32 cuts = TY_SLICES / slices, pieces = popcount(rows) * cuts;
+    for (u32 i = (team_warp(team) + team.warps - turn) % team.warps; i < pieces; i += team.warps)
+      if (!carry(first + nth_bit(rows, i / cuts) * blocks, Piece{i % cuts * slices, slices})) return false;
+    turn = (turn + pieces) % team.warps;
+  }
+  return true;
+}
+
+// Groups [begin, end) of a row.
+struct Columns {
+  u64 begin;
+  u64 end;
+};
+
+TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
+  u32 groups = (c.hidden + group - 1) / group;
+  return {groups * piece.first / TY_SLICES, groups * (piece.first + piece.slices) / TY_SLICES};
+}
+
+// ---- sums of rows ------------------------------------------------------------------------------------------------
+
+// 16-byte loads that a thread has under way when it adds rows up, as many as registers allow, and of how many rows at
+// once: a token has two or three rows on an expert rank, and more partial rows at its home.
+constexpr u32 loads_in_flight = 8;
+constexpr u32 rows_at_expert = 2;
+constexpr u32 rows_at_home = 4;
+
+// Groups of each row in those loads, by the bytes of an element.
+template <u32 rows, u32 bytes> constexpr u32 groups_at_once = loads_in_flight / (rows * (bytes / 2));
+
+// Adds rows [first, end) of a list to the sums of groups g, g + 32, ... of a row: one after the other, loaded
+// rows_at_once together. add(sum, group of a row, its number in the list).
+template <typename T, u32 rows_at_once, u32 groups, typename Add>
+TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 first, u32 end, u64 g, u64 g_end,
+                         Floats (&sums)[groups], Add add) {
+  for (; first < end; first += rows_at_once) {
+    Raw<T> data[rows_at_once][groups];
+    for (u32 r = 0; r < rows_at_once; ++r) {
+      const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
+      for (u32 i = 0; i < groups; ++i) {
+        bool there = first + r < end && g + i * warp_size < g_end;
+        data[r][i] = there ? load_raw<T>(row, g + i * warp_size, c.hidden) : Raw<T>{};
+      }
+    }
+    for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
+      for (u32 i = 0; i < groups; ++i) add(sums[i], widen(data[r][i]), first + r);
+  }
+}
+
+TY_DEVICE void add_to(Floats &sum, const Floats &row) {
+  for (u32 i = 0; i < group; ++i) sum.v[i] = add_rn(sum.v[i], row.v[i]);
+}
+
+// ---- partial rows ------------------------------------------------------------------------------------------------
 
 struct Owner {
   u32 node;
@@ -107,61 +210,98 @@ TY_DEVICE Owner owner_of(const ty_context &c, u32 source) {
   return {static_cast<u32>(packed & 0xffffu), static_cast<u32>(packed >> 16 & 0xffffu), static_cast<u32>(packed >> 32)};
 }
 
-// Sum of this rank's rows of one token, in top-k order, of the columns of group g.
-template <typename Row>
-TY_DEVICE Floats partial_sum(const ty_combine_args &a, const i32 *rows, const float *weights, u32 g) {
+// This rank's rows of a token, in top-k order, a choice a lane. By a warp. Returns how many there are.
+TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 source, u32 token) {
   const ty_context &c = a.context;
-  Floats sum = {};
-  for (u32 k = 0; k < c.top_k; ++k) {
-    i32 row = load(rows + k);
-    if (row < 0) continue;
-    Floats y = load_group<Row>(pointer<const char>(a.rows) + static_cast<u64>(row) * a.rows_pitch, g, c.hidden);
-    // In the token layout the caller has applied the weights, and the row is the sum.
-    if (a.layout == TY_LAYOUT_TOKEN) return y;
-    float weight = load(weights + k);
-    for (u32 i = 0; i < group; ++i) sum.v[i] = fma_rn(weight, y.v[i], sum.v[i]);
+  u64 choices = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
+  u32 k = lane_index();
+  i32 row = k < c.top_k ? load(pointer<const i32>(a.handle.rows) + choices + k) : -1;
+  float weight = k < c.top_k ? load(weights_of(a, call, source, token) + k) : 0.0f;
+  u32 here = warp_ballot(row >= 0);
+  if (row >= 0) {
+    u32 place = popcount64(bits_below(here, k));
+    store(&terms.row[place], a.rows + static_cast<u64>(row) * a.rows_pitch);
+    store(&terms.weight[place], weight);
   }
-  return sum;
+  warp_barrier();
+  return popcount(here);
 }
 
-// One partial row to its owner. By a whole block. False once a deadline passed.
+// The sum of a list of this rank's rows, stored at `out`. By a warp.
 template <typename Row, typename Partial>
-TY_DEVICE bool send_partial(const ty_combine_args &a, u64 epoch, u32 source, u32 token, u32 slot) {
+TY_DEVICE void sum_rows(const ty_combine_args &a, const Terms &terms, u32 count, const Columns &columns, char *out) {
   const ty_context &c = a.context;
-  const float *weights = weights_of(a, epoch, source, token);
-  if (!weights) return false;
-  const i32 *rows = pointer<const i32>(a.handle.rows) + (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
+  constexpr u32 bytes = Row::bytes > Partial::bytes ? Row::bytes : Partial::bytes;
+  constexpr u32 groups = groups_at_once<rows_at_expert, bytes>;
+  for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
+    Floats sums[groups] = {};
+    add_terms<Row, rows_at_expert>(c, terms, 0, count, g, columns.end, sums, [&](Floats &sum, const Floats &y, u32 n) {
+      if (a.layout == TY_LAYOUT_TOKEN) {
+        sum = y; // the caller has applied the weights, and the row is the sum
+      } else {
+        float weight = load(&terms.weight[n]);
+        for (u32 i = 0; i < group; ++i) sum.v[i] = fma_rn(weight, y.v[i], sum.v[i]);
+      }
+    });
+    for (u32 i = 0; i < groups && g + i * warp_size < columns.end; ++i)
+      store_group<Partial>(out, g + i * warp_size, c.hidden, sums[i]);
+  }
+}
+
+// The slot of this rank's partial row of a token at the owner, negative for none.
+TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
+  return load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token);
+}
+
+// A piece of one partial row to its owner, of the wave's token number n. By a warp. False once a deadline passed.
+template <typename Row, typename Partial>
+TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, u64 epoch, u32 source, u32 token, u32 n,
+                            const Piece &piece) {
+  const ty_context &c = a.context;
+  u64 call = wave_of(c, epoch).call;
+  if (!wait_weights(c, call, source)) return false;
+  u32 slot = static_cast<u32>(slot_of(a, source, token));
   Owner owner = owner_of(c, source);
-  u64 place = static_cast<u64>(token) * c.slots + slot;
+  u32 count = list_rows(a, terms, call, source, token);
+  u64 place = static_cast<u64>(n) * c.slots + slot;
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, epoch, owner.part) + place * c.partial_bytes;
-  for (u32 g = thread_index(); g * group < c.hidden; g += block_threads())
-    store_group<Partial>(out, g, c.hidden, partial_sum<Row>(a, rows, weights, g));
-  block_barrier();
-  // N4: the row happens before this release through the barrier; wait_tag(TY_SITE_PARTIAL) acquires.
-  if (thread_index() == 0)
-    store_release_sys(in_arena<u64>(c, owner.rank, c.regions.partial_tags, epoch, owner.part) + place, epoch);
+  sum_rows<Row, Partial>(a, terms, count, columns_of(c, piece), out);
+  warp_barrier();
+  // N4: the slices happen before these releases through the barrier; wait_tag(TY_SITE_PARTIAL) acquires.
+  u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, epoch, owner.part) + place * TY_SLICES;
+  if (lane_index() < piece.slices) store_release_sys(tags + piece.first + lane_index(), epoch);
   return true;
 }
 
-// This rank's partial rows for homes of its node, or for those of all others. False once a deadline passed.
-template <typename Row, typename Partial> TY_DEVICE bool send_partials(const ty_combine_args &a, u64 epoch, bool own) {
+// This rank's partial rows for homes of its node, or for those of all others: token by token, so that what comes first
+// at home is sent first. By a team's warps, each for itself. False once a deadline passed.
+template <typename Row, typename Partial>
+TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team &team, u64 epoch, bool own) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
   u32 sources = own ? c.node_ranks : c.ranks - c.node_ranks;
-  if (load(&head->incomplete) || sources == 0) return true;
-  u64 items = static_cast<u64>(load(&head->most_tokens)) * sources;
-  for (u64 i = block_index(); i < items; i += worker_count(c)) {
-    u32 place = static_cast<u32>(i % sources), token = static_cast<u32>(i / sources);
-    u32 source = own ? c.node_first + place : place < c.node_first ? place : place + c.node_ranks;
-    if (token >= load(pointer<const u32>(a.handle.source_tokens) + source)) continue;
-    i32 slot = load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token);
-    if (slot < 0) continue;
-    if (!send_partial<Row, Partial>(a, epoch, source, token, static_cast<u32>(slot))) return false;
-  }
-  return true;
+  if (sources == 0 || load(&head->incomplete)) return true;
+  auto token_of = [&](u32 n) { return n / sources; };
+  // Each token begins with another source, lest a block's rows all go to one.
+  auto source_of = [&](u32 n) {
+    u32 place = (n + n / sources) % sources;
+    return own ? c.node_first + place : place < c.node_first ? place : place + c.node_ranks;
+  };
+  Wave wave = wave_of(c, epoch);
+  auto range_of = [&](u32 source) { return wave_range(c, a.handle.source_tokens, source, wave); };
+  auto there = [&](u32 n) {
+    Range range = range_of(source_of(n));
+    return token_of(n) < range.end - range.first && slot_of(a, source_of(n), range.first + token_of(n)) >= 0;
+  };
+  // Fits: META of a token takes more than 24 bytes a source, twice.
+  u32 numbers = load(&head->most_tokens) * sources;
+  return share_out(c, team, numbers, there, [&](u32 n, const Piece &piece) {
+    u32 source = source_of(n), place = token_of(n);
+    return send_partial<Row, Partial>(a, terms, epoch, source, range_of(source).first + place, place, piece);
+  });
 }
 
-// ---- sums of a node's partial rows -----------------------------------------------------------------------------
+// ---- partial rows at their owner -----------------------------------------------------------------------------------
 
 // The ranks of this node that a token went to, and those of them that send its rows.
 struct Parts {
@@ -169,30 +309,41 @@ struct Parts {
   u64 present;
 };
 
-// The calling thread's share of waiting for a token's partial rows at their owner. True once a deadline passed.
-TY_DEVICE bool partials_fail(const ty_context &c, u64 epoch, u32 part, u32 token, const Parts &parts) {
+// The calling lane's share of waiting for a piece of the partial rows of a wave's token number `token`. True once a
+// deadline passed.
+TY_DEVICE bool partials_fail(const ty_context &c, u64 epoch, u32 part, u32 token, const Parts &parts,
+                             const Piece &piece) {
+  const u64 *tags = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) +
+                    static_cast<u64>(token) * c.slots * TY_SLICES;
+  u32 count = popcount64(parts.ranks) * piece.slices;
   bool failed = false;
-  for (u32 rank = thread_index(); rank < c.node_ranks; rank += block_threads()) {
+  for (u32 i = lane_index(); i < count; i += warp_size) {
+    u32 slot = i / piece.slices, rank = nth_bit(parts.ranks, slot);
     if (!((parts.present >> rank) & 1)) continue;
-    u64 place = static_cast<u64>(token) * c.slots + popcount64(bits_below(parts.ranks, rank));
-    const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
+    const u64 *tag = tags + slot * TY_SLICES + piece.first + i % piece.slices;
     failed |= !wait_tag(c, TY_DIRECTION_COMBINE, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
   }
   return failed;
 }
 
-// The sum of a token's partial rows, in rank order, of the columns of group g.
-template <typename Partial>
-TY_DEVICE Floats node_sum(const ty_context &c, u64 epoch, u32 part, u32 token, const Parts &parts, u32 g) {
-  const char *rows = in_arena<const char>(c, c.local, c.regions.partials, epoch, part) +
-                     static_cast<u64>(token) * c.slots * c.partial_bytes;
-  Floats sum = {};
-  for (u64 left = parts.ranks; left; left &= left - 1, rows += c.partial_bytes) {
-    if (!((parts.present >> lowest_bit(left)) & 1)) continue;
-    Floats row = load_group<Partial>(rows, g, c.hidden);
-    for (u32 i = 0; i < group; ++i) sum.v[i] = add_rn(sum.v[i], row.v[i]);
-  }
-  return sum;
+// Lists the partial rows of a wave's token in rank order, from place `at` on, a slot a lane.
+TY_DEVICE void list_partials(const ty_context &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
+                             const Parts &parts) {
+  u32 slot = lane_index();
+  if (slot >= popcount64(parts.ranks)) return;
+  u32 rank = nth_bit(parts.ranks, slot);
+  if (!((parts.present >> rank) & 1)) return;
+  const char *rows = in_arena<const char>(c, c.local, c.regions.partials, epoch, part);
+  u64 place = static_cast<u64>(token) * c.slots + slot;
+  store(&terms.row[at + popcount64(bits_below(parts.present, rank))],
+        reinterpret_cast<u64>(rows + place * c.partial_bytes));
+}
+
+// Behind a warp's waiting and listing. Its lanes acquired tags of their own, and the barrier orders the loads of all
+// behind that. False if one failed.
+TY_DEVICE bool gathered(bool failed) {
+  warp_barrier();
+  return warp_ballot(failed) == 0;
 }
 
 } // namespace ty

@@ -7,55 +7,55 @@ namespace ty {
 
 // ---- weights sent ahead ------------------------------------------------------------------------------------------
 
-// Home: the weights of the tokens that went to a node, in the order of the dispatch's message. By a whole block. False
-// once a deadline passed.
-TY_DEVICE bool pack_weights(const ty_combine_args &a, u64 epoch, u32 link) {
+// Home: the weights of the tokens that went to a node, in the order of the dispatch's message. By a team. False once a
+// deadline passed.
+TY_DEVICE bool pack_weights(const ty_combine_args &a, const Team &team, u64 call, u32 link) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
-  bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, epoch, link);
-  if (block_any(stuck)) return false;
-  u32 rows = load(pointer<const u32>(a.handle.wire_rows) + link);
+  bool stuck = team_thread(team) == 0 && !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, call, link);
+  if (team_any(team, stuck)) return false;
+  u32 rows = all_rows(c, a.handle.wire_rows, link);
   const i32 *wire_row = pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
   const float *weights = pointer<const float>(a.topk_weight);
-  char *message = staging_of(c, TY_LANE_WEIGHTS, epoch, link);
+  char *message = staging_of(c, TY_LANE_WEIGHTS, call, link);
   u32 choices = rows == 0 ? 0 : load(&head_of(a)->own_tokens) * c.top_k;
-  for (u32 i = thread_index(); i < choices; i += block_threads()) {
+  for (u32 i = team_thread(team); i < choices; i += team_threads(team)) {
     i32 row = load(wire_row + i / c.top_k);
     if (row < 0) continue;
     char *header = message + TY_WIRE_HEAD_BYTES + static_cast<u64>(row) * l.header_bytes;
     store(reinterpret_cast<float *>(header) + i % c.top_k, load(weights + i));
   }
-  if (thread_index() == 0) write_wire_head(message, epoch, TY_STATUS_OK, rows, c.rank);
-  block_barrier();
-  if (thread_index() == 0) count_packed(c, TY_LANE_WEIGHTS, epoch, link, rows, 0);
+  if (team_thread(team) == 0) write_wire_head(message, call, TY_STATUS_OK, {rows, rows}, 0, c.rank);
+  team_barrier(team);
+  if (team_thread(team) == 0) count_packed(c, TY_LANE_WEIGHTS, call, link, {rows, rows}, 0, packed_head);
   return true;
 }
 
-// Rail: the weights of a served home, to every rank of the node. By a whole block. False once a deadline passed.
-TY_DEVICE bool forward_weights(const ty_combine_args &a, u64 epoch, u32 j) {
+// Rail: the weights of a served home, to every rank of the node. By a team. False once a deadline passed.
+TY_DEVICE bool forward_weights(const ty_combine_args &a, const Team &team, u64 call, u32 j) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
-  bool failed = thread_index() == 0 && !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, epoch, j, 0);
-  if (block_any(failed)) return false;
-  const char *headers = inbox_of(c, TY_LANE_WEIGHTS, epoch, j) + TY_WIRE_HEAD_BYTES;
-  push_weights(a, epoch, served_home(c, j), load(pointer<const u32>(a.handle.rail_rows) + j), [&](u32 row) {
+  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, call, j, 0);
+  if (team_any(team, failed)) return false;
+  const char *headers = inbox_of(c, TY_LANE_WEIGHTS, call, j) + TY_WIRE_HEAD_BYTES;
+  push_weights(a, team, call, served_home(c, j), all_rows(c, a.handle.rail_rows, j), [&](u32 row) {
     return reinterpret_cast<const float *>(headers + static_cast<u64>(row) * l.header_bytes);
   });
   return true;
 }
 
-// Weights that come with combine, all their ways. False once a deadline passed.
-TY_DEVICE bool send_weights(const ty_combine_args &a, u64 epoch) {
+// Weights that come with combine, all their ways. By a team. False once a deadline passed.
+TY_DEVICE bool send_weights(const ty_combine_args &a, const Team &team, u64 call) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
   for (u32 link = block_index(); link < l.targets; link += worker_count(c))
-    if (!pack_weights(a, epoch, link)) return false;
+    if (!pack_weights(a, team, call, link)) return false;
   const ty_handle_head *head = head_of(a);
   u32 tokens = load(&head->own_bad) ? 0 : load(&head->own_tokens);
-  push_weights(a, epoch, c.rank, tokens,
+  push_weights(a, team, call, c.rank, tokens,
                [&](u32 token) { return pointer<const float>(a.topk_weight) + static_cast<u64>(token) * c.top_k; });
   for (u32 j = 0; j < l.sources; ++j)
-    if (!forward_weights(a, epoch, j)) return false;
+    if (!forward_weights(a, team, call, j)) return false;
   return true;
 }
 
@@ -65,67 +65,102 @@ TY_DEVICE const u64 *rail_masks(const ty_combine_args &a, u32 j) {
   return pointer<const u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
 }
 
-// Head of the message to served home j. By a whole block, behind wait_flags of the whole node: no message of an epoch
-// may leave before, since it lets the home go on to overwrite what a slower rank of this node still reads.
-TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, u64 epoch, u32 j) {
+// A wave's rows of served home j, among those of the call.
+TY_DEVICE Range rail_rows(const ty_combine_args &a, u64 epoch, u32 j) {
+  return wave_range(a.context, a.handle.rail_rows, j, wave_of(a.context, epoch));
+}
+
+// Head of the message to served home j. By a team, behind wait_flags of the whole node: no message of an epoch may
+// leave before, since it lets the home go on to overwrite what a slower rank of this node still reads.
+TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, const Team &team, u64 epoch,
+                             u32 j) {
   const ty_context &c = a.context;
-  u32 rows = load(pointer<const u32>(a.handle.rail_rows) + j);
-  u32 rank = first_missing(c, shared, rail_masks(a, j), rows);
-  if (thread_index() != 0) return;
+  Range range = rail_rows(a, epoch, j);
+  u32 rows = range.end - range.first;
+  // Of the whole call, since home reports it once.
+  u32 rank = first_missing(c, shared, team, rail_masks(a, j), all_rows(c, a.handle.rail_rows, j));
+  if (team_thread(team) != 0) return;
   bool missing = rank < c.node_ranks;
-  write_wire_head(staging_of(c, TY_LANE_COMBINE, epoch, j), epoch, missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK, rows,
-                  missing ? world_rank(c, rank) : 0);
-  count_packed(c, TY_LANE_COMBINE, epoch, j, rows, 0);
+  write_wire_head(staging_of(c, TY_LANE_COMBINE, epoch, j), epoch, missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK,
+                  {rows, 0}, range.first, missing ? world_rank(c, rank) : 0);
+  count_packed(c, TY_LANE_COMBINE, epoch, j, {rows, 0}, 0, packed_head);
 }
 
-// One row of the message to served home j. By a whole block. False once a deadline passed.
-template <typename Partial> TY_DEVICE bool pack_sum(const ty_combine_args &a, u64 missing, u64 epoch, u32 j, u32 row) {
+// The heads of all messages of sums, once staging is free. By a team. False once a deadline passed.
+TY_DEVICE bool pack_sum_heads(const ty_combine_args &a, const CombineShared &shared, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
-  u64 ranks = load(rail_masks(a, j) + row);
-  Parts parts{ranks, ranks & ~missing};
-  if (block_any(partials_fail(c, epoch, 1 + j, row, parts))) return false;
-  u32 rows = load(pointer<const u32>(a.handle.rail_rows) + j);
-  char *out = staging_of(c, TY_LANE_COMBINE, epoch, j) + row_offset(l, rows, row);
-  for (u32 g = thread_index(); g * group < c.hidden; g += block_threads())
-    store_group<Partial>(out, g, c.hidden, node_sum<Partial>(c, epoch, 1 + j, row, parts, g));
-  block_barrier();
-  if (thread_index() == 0) count_packed(c, TY_LANE_COMBINE, epoch, j, rows, chunk_of_row(l, row));
-  return true;
-}
-
-// Everything for the homes that this rank serves. False once a deadline passed.
-template <typename Partial> TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, u64 epoch) {
-  const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
-  if (!wait_flags(c, shared, epoch)) return false;
-  u64 missing = missing_ranks(c, shared);
+  u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
   bool stuck = false;
-  for (u32 j = thread_index(); j < l.targets; j += block_threads())
+  for (u32 j = team_thread(team); j < targets; j += team_threads(team))
     stuck |= !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, j);
-  if (block_any(stuck)) return false;
-  for (u32 turn = 0; turn < l.targets; ++turn) {
-    u32 j = (turn + block_index()) % l.targets;
-    if (j % worker_count(c) == block_index()) pack_sum_head(a, shared, epoch, j);
-    u32 rows = load(pointer<const u32>(a.handle.rail_rows) + j);
-    for (u32 row = worker_count(c) - 1 - block_index(); row < rows; row += worker_count(c))
-      if (!pack_sum<Partial>(a, missing, epoch, j, row)) return false;
-  }
+  if (team_any(team, stuck)) return false;
+  for (u32 j = block_index(); j < targets; j += worker_count(c)) pack_sum_head(a, shared, team, epoch, j);
   return true;
+}
+
+// A piece of one row of the message to served home j. By a warp. False once a deadline passed.
+template <typename Partial>
+TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, u64 epoch, u32 j, u32 row,
+                        const Piece &piece) {
+  const ty_context &c = a.context;
+  const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
+  Range range = rail_rows(a, epoch, j);
+  u64 ranks = load(rail_masks(a, j) + range.first + row);
+  Parts parts{ranks, ranks & ~missing};
+  list_partials(c, terms, 0, epoch, 1 + j, row, parts);
+  if (!gathered(partials_fail(c, epoch, 1 + j, row, parts, piece))) return false;
+  u32 rows = range.end - range.first, count = popcount64(parts.present);
+  char *out = staging_of(c, TY_LANE_COMBINE, epoch, j) + row_offset(l, 0, row);
+  constexpr u32 groups = groups_at_once<rows_at_home, Partial::bytes>;
+  Columns columns = columns_of(c, piece);
+  for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
+    Floats sums[groups] = {};
+    add_terms<Partial, rows_at_home>(c, terms, 0, count, g, columns.end, sums,
+                                     [](Floats &sum, const Floats &part, u32) { add_to(sum, part); });
+    for (u32 i = 0; i < groups && g + i * warp_size < columns.end; ++i)
+      store_group<Partial>(out, g + i * warp_size, c.hidden, sums[i]);
+  }
+  warp_barrier();
+  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, epoch, j, {rows, 0}, chunk_of_row(l, row), piece.slices);
+  return true;
+}
+
+// Everything for the homes that this rank serves, behind wait_flags. Row by row of all of them, so that chunks fill one
+// after the other. By a team. False once a deadline passed, in some warps perhaps.
+template <typename Partial>
+TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
+  const ty_context &c = a.context;
+  u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
+  if (!pack_sum_heads(a, shared, team, epoch)) return false;
+  u64 missing = missing_ranks(c, shared);
+  u32 most = 0;
+  auto rows_of = [&](u32 j) {
+    Range range = rail_rows(a, epoch, j);
+    return range.end - range.first;
+  };
+  for (u32 j = 0; j < targets; ++j) most = rows_of(j) > most ? rows_of(j) : most;
+  auto there = [&](u32 n) { return n / targets < rows_of(n % targets); };
+  return share_out(c, team, most * targets, there, [&](u32 n, const Piece &piece) {
+    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, epoch, n % targets, n / targets, piece);
+  });
 }
 
 // ---- the sending phase ---------------------------------------------------------------------------------------------
 
+// All but the rail's sums. What crosses the wire goes first, and nothing here waits for partial rows. By a team.
 template <typename Row, typename Partial>
-TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, u64 epoch) {
+TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
-  if (block_index() == 0) announce(a, epoch);
-  if (c.weights == TY_WEIGHTS_COMBINE && !send_weights(a, epoch)) return;
-  if (!wait_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, epoch)) return;
-  // What crosses the wire goes first, and so do the sums that wait for it: nothing in them waits for the rest.
-  if (!send_partials<Row, Partial>(a, epoch, false)) return;
-  if (spans_nodes(c) && !send_sums<Partial>(a, shared, epoch)) return;
-  send_partials<Row, Partial>(a, epoch, true);
+  if (block_index() == 0) announce(a, team, epoch);
+  Wave wave = wave_of(c, epoch);
+  if (c.weights == TY_WEIGHTS_COMBINE && wave.number == 0 && !send_weights(a, team, wave.call)) return;
+  Terms &terms = shared.terms[warp_index()];
+  bool leads = team_thread(team) == 0;
+  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_PUBLISHED, leads);
+  if (!send_partials<Row, Partial>(a, terms, team, epoch, false)) return;
+  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_FAR, leads);
+  (void)send_partials<Row, Partial>(a, terms, team, epoch, true);
+  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_NEAR, leads);
 }
 
 } // namespace ty

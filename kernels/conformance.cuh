@@ -3,7 +3,7 @@
 //
 // Launch: grid 2, block 64, shared memory TY_CONFORMANCE_SHARED_BYTES. Not on the data path.
 #pragma once
-#include "prim.cuh"
+#include "quantize.cuh"
 
 #define TY_CONFORMANCE_GRID 2
 #define TY_CONFORMANCE_BLOCK 64
@@ -11,6 +11,8 @@
 #define TY_CONFORMANCE_SHARED_BYTES 2048
 #define TY_CONFORMANCE_WORK_BYTES 4096
 #define TY_CONFORMANCE_ROUNDS 32
+#define TY_CONFORMANCE_COLUMNS 640
+#define TY_CONFORMANCE_QUANTIZED_WORDS 165
 
 typedef struct ty_conformance_args {
   uint64_t input;       // const uint8_t[64], aligned to 16: any pattern
@@ -20,16 +22,22 @@ typedef struct ty_conformance_args {
   uint64_t timeout_ns;  // of each wait for a message
   uint64_t conversions; // out, uint32_t[2][65536]: bf16 to float, fp16 to float, by input bits
   uint64_t e4m3;        // out, uint32_t[256]
-  uint64_t narrowed;    // out, uint32_t[float_count][2]: to bf16, to fp16
-  uint64_t arithmetic;  // out, uint32_t[triple_count][3]: fma_rn(x, y, z), add_rn(x, y), mul_rn(x, y)
-  uint64_t threads;     // out, uint32_t[128][34] by block * 64 + thread; the words are named below
+  uint64_t narrowed;    // out, uint32_t[float_count][3]: to bf16, to fp16, it and the next one to e4m3
+  uint64_t arithmetic;  // out, uint32_t[triple_count][5]: fma_rn(x, y, z), add_rn, mul_rn, div_rn and the larger
+                        // magnitude of x and y
+  uint64_t threads;     // out, uint32_t[128][35] by block * 64 + thread; the words are named below
   uint64_t vectors;     // out, uint32_t[2][128][4], aligned to 16: input line t % 4; the same by way of shared memory
   uint64_t stores8;     // out, uint64_t[128]: 0x100000001 * t + 7
   uint64_t stores2;     // out, uint16_t[128]: 257 * t + 3
   uint64_t stores1;     // out, uint8_t[128]: 255 - t
   uint64_t messages;    // out, uint32_t[16], zeroed by the host; see messages()
+  uint64_t rows;        // const uint16_t[row_count][TY_CONFORMANCE_COLUMNS], aligned to 16: bf16 rows
+  uint64_t quantized;   // out, uint32_t[2][row_count][TY_CONFORMANCE_QUANTIZED_WORDS]: e4m3, then words of fp32 or of
+                        // UE8M0 scales; what is behind those is untouched
   uint32_t float_count;
   uint32_t triple_count;
+  uint32_t row_count;
+  uint32_t reserved;
 } ty_conformance_args;
 
 // Words of a thread's row in `threads`.
@@ -67,6 +75,7 @@ enum {
   TY_CONF_CAS_GPU_MISS, // 5: the old of a compare-and-swap that must not store, of a word that stays 5
   TY_CONF_TEAM_ANY,     // team_any(thread 40) of a team that is one warp: 0 in warp 0, 1 in warp 1
   TY_CONF_TEAM_BARRIER, // 7 * s + 3 of s = lane ^ 1 of the same warp, handed over by team_barrier
+  TY_CONF_WARP_OR,      // of (3 * thread + block) << lane / 2
   TY_CONF_END           // 0xc0ffee
 };
 
@@ -128,6 +137,7 @@ TY_DEVICE void meetings(const ty_conformance_args &, u32 *row) {
   Shared &shared = block_shared<Shared>();
   store(&shared.by_team[thread], 7 * lane + 3);
   team_barrier(team);
+  store(&row[TY_CONF_WARP_OR], warp_or((3 * thread + block) << (lane / 2)));
   store(&row[TY_CONF_TEAM_BARRIER], load(&shared.by_team[thread ^ 1u]));
 }
 
@@ -282,16 +292,39 @@ TY_DEVICE void numbers(const ty_conformance_args &a) {
   }
   for (u32 i = grid_thread(); i < a.float_count; i += step) {
     const float x = load(at<const float>(a.floats) + i);
-    store(at<u32>(a.narrowed) + 2 * i, static_cast<u32>(float_to_bf16(x)));
-    store(at<u32>(a.narrowed) + 2 * i + 1, static_cast<u32>(float_to_fp16(x)));
+    const float next = load(at<const float>(a.floats) + (i + 1) % a.float_count);
+    store(at<u32>(a.narrowed) + 3 * i, static_cast<u32>(float_to_bf16(x)));
+    store(at<u32>(a.narrowed) + 3 * i + 1, static_cast<u32>(float_to_fp16(x)));
+    store(at<u32>(a.narrowed) + 3 * i + 2, static_cast<u32>(floats_to_e4m3(x, next)));
   }
   for (u32 i = grid_thread(); i < a.triple_count; i += step) {
     const float *triple = at<const float>(a.triples) + 3 * i;
     const float x = load(triple), y = load(triple + 1), z = load(triple + 2);
-    u32 *result = at<u32>(a.arithmetic) + 3 * i;
+    u32 *result = at<u32>(a.arithmetic) + 5 * i;
     store(&result[0], same_bits<u32>(fma_rn(x, y, z)));
     store(&result[1], same_bits<u32>(add_rn(x, y)));
     store(&result[2], same_bits<u32>(mul_rn(x, y)));
+    store(&result[3], same_bits<u32>(div_rn(x, y)));
+    store(&result[4], same_bits<u32>(max_magnitude(max_magnitude(0.0f, x), y)));
+  }
+}
+
+// Rows by warps; every second one in the shortest parts that there can be.
+TY_DEVICE void quantized(const ty_conformance_args &a) {
+  const u32 vectors = TY_CONFORMANCE_COLUMNS / 16, step = block_count() * block_warps();
+  for (u32 i = block_index() * block_warps() + warp_index(); i < 2 * a.row_count; i += step) {
+    const u32 quantize = i < a.row_count ? TY_QUANTIZE_F32 : TY_QUANTIZE_UE8M0;
+    const u64 row = a.rows + i % a.row_count * (2 * TY_CONFORMANCE_COLUMNS);
+    u32 *out = at<u32>(a.quantized) + i * TY_CONFORMANCE_QUANTIZED_WORDS;
+    const u32 part = i % 2 == 0 ? vectors : scale_word_vectors(quantize);
+    for (u32 first = 0; first < vectors; first += part) {
+      quantize_row(
+          quantize, row, first, first + part < vectors ? first + part : vectors,
+          [&](u32 v, Vec16 data) {
+            for (u32 j = 0; j < 4; ++j) store(&out[4 * v + j], data.w[j]);
+          },
+          [&](u32 word, u32 scale) { store(&out[4 * vectors + word], scale); });
+    }
   }
 }
 } // namespace conformance
@@ -302,6 +335,7 @@ TY_KERNEL(ty_conformance, ty_conformance_args) {
   conformance::shared_memory(a, row);
   conformance::global_memory(a, row);
   conformance::numbers(a);
+  conformance::quantized(a);
   conformance::messages(a);
   conformance::last_block(a);
   store(&row[TY_CONF_END], 0xc0ffeeu);

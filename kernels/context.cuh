@@ -50,6 +50,62 @@ TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u3
   store(&state->error_sequence[direction], sequence + 2);
 }
 
+// ---- waves -----------------------------------------------------------------------------------------------
+
+// A launch's part of its call. META belongs to the call, rows to the wave.
+struct Wave {
+  u64 call;   // epoch that META words bear
+  u32 number; // of the wave in its call
+  u32 first;  // tokens [first, end) of each rank
+  u32 end;
+};
+
+TY_DEVICE Wave wave_of(const ty_context &c, u64 epoch) {
+  u64 launches = epoch - c.first_epoch;
+  u32 number = static_cast<u32>(launches % c.waves);
+  return {c.first_epoch + launches / c.waves, number, number * c.wave_tokens, (number + 1) * c.wave_tokens};
+}
+
+TY_DEVICE bool is_last(const ty_context &c, const Wave &wave) { return wave.number + 1 == c.waves; }
+
+// A wave's part of a run of rows or tokens.
+struct Range {
+  u32 first;
+  u32 end;
+};
+
+// Of the starts that a handle keeps for row `i` of a table: uint32 [..][waves + 1].
+TY_DEVICE Range wave_range(const ty_context &c, u64 table, u32 i, const Wave &wave) {
+  const u32 *starts = pointer<const u32>(table) + i * (c.waves + 1) + wave.number;
+  return {load(starts), load(starts + 1)};
+}
+
+// All rows that the same table counts.
+TY_DEVICE u32 all_rows(const ty_context &c, u64 table, u32 i) {
+  return load(pointer<const u32>(table) + i * (c.waves + 1) + c.waves);
+}
+
+// ---- statistics ------------------------------------------------------------------------------------------
+// Nothing but a test of a word where they are off. Stores to host memory do not hold a thread up.
+
+TY_DEVICE void note(const ty_context &c, u64 word, u64 value) {
+  store_relaxed_sys(pointer<u64>(c.stats) + word, value);
+}
+
+// A block is through with a stage. By any number of its threads, of which one leads.
+TY_DEVICE void note_stage(const ty_context &c, u32 direction, u32 stage, bool leads) {
+  if (c.stats && leads) note(c, (direction * c.stats_blocks + block_index()) * TY_STAGES + stage, now_ns());
+}
+
+TY_DEVICE void note_heard(const ty_context &c, u32 direction, u32 peer) {
+  if (c.stats && block_index() == 0)
+    note(c, 2 * c.stats_blocks * TY_STAGES + direction * TY_MAX_RANKS + peer, now_ns());
+}
+
+TY_DEVICE void note_rows(const ty_context &c, u32 peer, u32 rows) {
+  if (c.stats) note(c, 2 * c.stats_blocks * TY_STAGES + 2 * TY_MAX_RANKS + peer, rows);
+}
+
 // ---- waits -----------------------------------------------------------------------------------------------
 
 // Turns of a wait loop between two looks at the clock and at the closed word.
@@ -119,18 +175,48 @@ TY_DEVICE bool wait_least(const ty_context &c, const Wait &wait, const u64 *word
 
 TY_DEVICE u64 flag_value(u64 epoch, u32 status) { return (epoch << 32) | status; }
 
+// A META word is {epoch, 32 bits; 1 + value}: it needs no flag, and so no fence, and zeroed memory holds none. Nothing
+// but its value follows from it. Words that an epoch does not use are written anew before 2^32 epochs are over
+// (refreshed_token), so that an old one is never taken for a new one.
+TY_DEVICE u64 meta_word(u64 epoch, u32 value) { return (epoch << 32) | (value + 1); }
+
+// A META word that was asked for: what was seen there, and where to look again.
+struct MetaWord {
+  const u64 *at; // null: it is not wanted, and nothing is waited for
+  u64 seen;
+};
+
+TY_DEVICE MetaWord ask_meta(const u64 *word, bool wanted) {
+  return wanted ? MetaWord{word, load_relaxed_sys(word)} : MetaWord{nullptr, 0};
+}
+
+// Waits for a META word and takes its value. False once a deadline passed.
+TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, MetaWord word, u32 &value) {
+  if (!word.at) return true;
+  u64 expected = epoch & 0xffffffffu, start = 0;
+  for (u32 turn = 0;; ++turn) {
+    value = static_cast<u32>(word.seen) - 1;
+    if ((word.seen >> 32) == expected && static_cast<u32>(word.seen) != 0) return true;
+    if (turn == 0) start = now_ns();
+    Wait wait{TY_DIRECTION_DISPATCH, TY_SITE_META, source, epoch};
+    if (turn != 0 && !may_wait(c, wait, turn, start, expected, word.seen >> 32)) return false;
+    spin_pause("META");
+    word.seen = load_relaxed_sys(word.at);
+  }
+}
+
 // ---- reuse of regions that exist once ------------------------------------------------------------------------
 
-// Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. By a whole
-// block. False once a deadline passed.
-TY_DEVICE bool wait_free(const ty_context &c, u32 direction, const ty_region &region, u64 epoch) {
+// Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. By a team.
+// False once a deadline passed.
+TY_DEVICE bool wait_free(const ty_context &c, const Team &team, u32 direction, const ty_region &region, u64 epoch) {
   if (!c.single || epoch == c.first_epoch) return true;
   bool failed = false;
-  for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads()) {
+  for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
     const u64 *word = in_arena<const u64>(c, c.local, region, epoch, peer);
     failed |= !wait_least(c, Wait{direction, TY_SITE_FREE, world_rank(c, peer), epoch}, word, epoch - 1, "free flag");
   }
-  return !block_any(failed);
+  return !team_any(team, failed);
 }
 
 // Tells node peers that this rank has read its inbox of `epoch`. By thread 0 of the last block, in whose acquire all
@@ -167,6 +253,7 @@ TY_DEVICE Turn begin_turn(const ty_context &c, u32 direction, u32 phases, u64 se
 TY_DEVICE bool last_block(const ty_context &c, u32 direction) {
   block_barrier();
   if (thread_index() != 0) return false;
+  note_stage(c, direction, TY_STAGE_DONE, true);
   ty_state *state = state_of(c);
   if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return false;
   store(&state->blocks_done[direction], 0u);

@@ -1,12 +1,15 @@
-// Dispatch. Inside a node: Ds pushes every token's row once to each rank that holds one of its experts and
-// publishes META; Dr places the rows expert by expert.
+// Dispatch. Inside a node: Ds publishes META and pushes every token's row once to each rank that holds one of its
+// experts; Dr places the rows expert by expert.
 //
-//   Ds  block b: META for rank b, b + blocks, ...      rows -> inbox[me][token] on each rank -> tag (release, E7)
-//   Dr  every block: META of all sources (acquire) -> starts of all segments
-//       warp per (source, token): tag (acquire) -> copies to final positions -> handle for combine
+//   Ds  block b: META for rank b, b + blocks, ... -> META words     a quarter of the warps: rows -> inbox[me][token] on
+//       each rank -> tags (release, N2)
+//   Dr  the other warps: counts of all sources -> starts of all segments
+//       warp per (source, token), or a part of its row: META words, tag (acquire) -> copies to final positions ->
+//       handle
 //
-// Between nodes: dispatch_wire.cuh. Rows leave without waiting for counts: a row's inbox slot is (source, token), and
-// counts decide only its final position. Receive order is (source rank, token) within each expert.
+// In one launch both go on side by side. Between nodes: dispatch_wire.cuh, by the sending warps. Rows leave without
+// waiting for counts: a row's inbox slot is (source, token), and counts decide only its final position. Receive order
+// is (source rank, token) within each expert.
 #pragma once
 #include "dispatch_receive.cuh"
 
@@ -17,19 +20,60 @@ TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, u64 epoch) {
   const ty_context &c = a.context;
   if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch)) return;
   if (a.phases & TY_PHASE_RECEIVE)
-    relay_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, [&](u32 j) { return rows_landed(c, epoch, j); });
+    relay_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch,
+                 [&](u32 j) { return landed_wave(c, epoch, j).shape.rows; });
+}
+
+// Heads of messages first, since their way is the longest; both on other blocks, where there are enough. By a whole
+// block. False once a deadline passed.
+TY_DEVICE bool publish(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u64 epoch) {
+  const ty_context &c = a.context;
+  u32 links = spans_nodes(c) ? lane_of(c, TY_LANE_DISPATCH).targets : 0;
+  Wave wave = wave_of(c, epoch);
+  for (u32 i = block_index(); i < links + (wave.number == 0 ? c.node_ranks : 0); i += worker_count(c)) {
+    if (i >= links) publish_own_meta(a, in, shared, wave.call, i - links);
+    else if (!pack_head(a, in, shared, epoch, i)) return false;
+    block_barrier();
+  }
+  return true;
+}
+
+// The sending team: rows for other nodes, rows for the own one, and then what other nodes sent for it.
+TY_DEVICE void send_dispatch(const ty_dispatch_args &a, const Team &team, MetaShared &shared, u64 epoch) {
+  const ty_context &c = a.context;
+  if (a.phases & TY_PHASE_SEND) {
+    Choices in = own_choices(a);
+    if (spans_nodes(c) && !pack_rows(a, team, in, epoch)) return;
+    note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_FAR, team_thread(team) == 0);
+    if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, epoch)) return;
+    push_rows(a, team, in, epoch);
+    if (block_index() == 0) raise_round(c, team, epoch);
+    note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_NEAR, team_thread(team) == 0);
+  }
+  if (!(a.phases & TY_PHASE_RECEIVE) || !spans_nodes(c)) return;
+  if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, epoch)) return;
+  if (forward(a, team, shared, epoch)) note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_RAIL, team_thread(team) == 0);
 }
 
 TY_DEVICE void work_dispatch(const ty_dispatch_args &a, u64 epoch) {
+  const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
-  if (a.phases & TY_PHASE_SEND) dispatch_send(a, shared, epoch);
-  block_barrier();
-  if (a.phases & TY_PHASE_RECEIVE) dispatch_receive(a, shared, epoch);
+  bool sends = (a.phases & TY_PHASE_SEND) != 0, receives = (a.phases & TY_PHASE_RECEIVE) != 0;
+  if (sends && !publish(a, own_choices(a), shared.meta, epoch)) return;
+  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED, sends && thread_index() == 0);
+  // Sending and receiving side by side, each by warps of its own.
+  bool both = receives && (sends || spans_nodes(c)) && block_warps() > 1;
+  u32 quarter = block_warps() / 4 > 1 ? block_warps() / 4 : 1;
+  Team senders = both ? Team{1, 0, quarter} : whole_block();
+  Team receivers = both ? Team{2, quarter, block_warps() - quarter} : whole_block();
+  if (is_member(senders)) send_dispatch(a, senders, shared.meta, epoch);
+  if (receives && is_member(receivers)) dispatch_receive(a, receivers, shared.place, epoch);
 }
 
 TY_KERNEL(ty_dispatch, ty_dispatch_args) {
   const ty_context &c = a.context;
   ty_state *state = state_of(c);
+  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
   Turn turn = begin_turn(c, TY_DIRECTION_DISPATCH, a.phases, load(&state->dispatch_sent),
                          load(&state->dispatch_received), TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
   if (turn.go && is_relay(c)) {
@@ -42,7 +86,8 @@ TY_KERNEL(ty_dispatch, ty_dispatch_args) {
   if (!(a.phases & TY_PHASE_RECEIVE)) return;
   publish_free(c, c.regions.dispatch_free, turn.epoch);
   store(&state->dispatch_received, turn.epoch);
-  store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
+  if (is_last(c, wave_of(c, turn.epoch)))
+    store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
 }
 
 } // namespace ty

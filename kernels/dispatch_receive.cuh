@@ -6,101 +6,96 @@ namespace ty {
 
 // ---- receive: where rows go ----------------------------------------------------------------------------------
 
-TY_DEVICE const u32 *counts_of(const ty_context &c, u64 epoch, u32 source) {
-  return in_arena<const u32>(c, c.local, c.regions.meta_counts, epoch, source);
-}
-
-// Rows of a local expert from sources before `sources`.
-TY_DEVICE u32 rows_before(const ty_context &c, u64 epoch, u32 expert, u32 sources) {
-  u32 count = 0;
-  for (u32 s = 0; s < sources; ++s) count += load(counts_of(c, epoch, s) + expert);
-  return count;
-}
-
-// Waits for META of every source. False once a deadline passed. Every thread may read all META afterwards.
-TY_DEVICE bool wait_meta(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
-  const ty_context &c = a.context;
+// Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team.
+// False once a deadline passed.
+TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &shared, const Wave &wave) {
   bool failed = false;
-  for (u32 s = thread_index(); s < c.ranks; s += block_threads()) {
-    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, s);
-    bool seen = wait_flag(c, TY_DIRECTION_DISPATCH, flag, epoch, TY_SITE_META, s, "META");
-    store(&shared.source_tokens[s], seen ? load(counts_of(c, epoch, s) + c.max_local_experts + 1) : 0u);
-    failed |= !seen;
+  u32 words = c.local_experts + 3;
+  for (u32 i = team_thread(team); i < words * c.ranks; i += team_threads(team)) {
+    u32 source = i / words, e = i % words, value = 0;
+    const u64 *counts = in_arena<const u64>(c, c.local, c.regions.meta_counts, wave.call, source);
+    // Behind the experts' counts: all rows, then the wave's end, then its begin, which is the end of the one before.
+    u32 behind = e - c.local_experts;
+    u32 place = e < c.local_experts ? e : c.max_local_experts + (behind == 0 ? 0 : wave.number + 2 - behind);
+    bool first = e == c.local_experts + 2 && wave.number == 0;
+    failed |= !wait_meta(c, wave.call, source, ask_meta(counts + place, !first), value);
+    if (e < c.local_experts) store(&shared.before[source * c.local_experts + e], value);
+    else if (behind == 0) store(&shared.source_rows[source], value);
+    else if (behind == 1) store(&shared.source_end[source], value);
+    else store(&shared.source_first[source], value);
+    if (e == c.local_experts) note_heard(c, TY_DIRECTION_DISPATCH, source);
   }
-  return !block_any(failed);
+  return !team_any(team, failed);
 }
 
-// Rows of each local expert, in the shared memory that sending used for its bitmap.
-TY_DEVICE u32 *expert_rows(DispatchShared &shared) { return shared.bitmap; }
-TY_DEVICE const u32 *expert_rows(const DispatchShared &shared) { return shared.bitmap; }
-
-// Counts every local expert's rows, a thread an expert. By a block.
-TY_DEVICE void count_rows(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
-  const ty_context &c = a.context;
-  for (u32 e = thread_index(); e < c.local_experts; e += block_threads())
-    store(expert_rows(shared) + e, rows_before(c, epoch, e, c.ranks));
-  block_barrier();
-}
-
-// Exclusive sums of the aligned expert counts into shared.start, the end of all in its last entry. By a block.
-TY_DEVICE void start_segments(const ty_dispatch_args &a, DispatchShared &shared) {
-  u32 experts = a.context.local_experts, align = a.output.align;
+// Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. By a
+// warp.
+TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
   u32 carry = 0;
-  for (u32 first = 0; first < experts; first += block_threads()) {
-    u32 e = first + thread_index();
-    u32 rows = e < experts ? load(expert_rows(shared) + e) : 0;
-    u32 aligned = (rows + align - 1) / align * align;
-    u32 sum = aligned;
-    store(&shared.scan[thread_index()], sum);
-    block_barrier();
-    for (u32 step = 1; step < block_threads() && step < experts - first; step *= 2) {
-      u32 other = thread_index() >= step ? load(&shared.scan[thread_index() - step]) : 0;
-      block_barrier();
-      sum += other;
-      store(&shared.scan[thread_index()], sum);
-      block_barrier();
+  for (u32 first = 0; first < count; first += warp_size) {
+    u32 i = first + lane_index();
+    u32 own = i < count ? (load(in + i) + align - 1) / align * align : 0, sum = own;
+    for (u32 step = 1; step < warp_size && step < count - first; step *= 2) {
+      u32 other = shuffle(sum, lane_index() - step);
+      if (lane_index() >= step) sum += other;
     }
-    if (e < experts) store(&shared.start[e], carry + sum - aligned);
-    u32 last = experts - first < block_threads() ? experts - first : block_threads();
-    carry += load(&shared.scan[last - 1]);
-    block_barrier();
+    if (i < count) store(out + i, carry + sum - own);
+    u32 last = count - first < warp_size ? count - first : warp_size;
+    carry += shuffle(sum, last - 1);
   }
-  if (thread_index() == 0) store(&shared.start[experts], carry);
-  block_barrier();
+  return carry;
+}
+
+// Where segments start, from the counts. By a warp.
+TY_DEVICE void plan_segments(const ty_dispatch_args &a, PlaceShared &shared) {
+  const ty_context &c = a.context;
+  u32 needed = 0, used = 0;
+  if (a.output.layout == TY_LAYOUT_CONTIGUOUS) {
+    needed = used = scan(shared.start, shared.rows, c.local_experts, a.output.align);
+    if (lane_index() == 0) store(&shared.start[c.local_experts], needed);
+  } else if (a.output.layout == TY_LAYOUT_MASKED) {
+    used = scan(shared.start, shared.rows, c.local_experts, 1);
+    for (u32 e = 0; e < c.local_experts; ++e) {
+      u32 rows = load(&shared.rows[e]);
+      needed = rows > needed ? rows : needed;
+    }
+  } else {
+    needed = used = scan(shared.source_start, shared.source_rows, c.ranks, 1);
+  }
+  if (lane_index() != 0) return;
+  store(&shared.needed, needed);
+  store(&shared.used, used);
 }
 
 // Layout of this epoch's output, the same in every thread.
 struct Placement {
-  u64 needed; // rows, alignment included (masked: of the fullest expert)
-  u64 used;   // rows up to the end of the last segment (masked: of all experts)
+  u32 needed; // rows, alignment included (masked: of the fullest expert)
+  u32 used;   // rows up to the end of the last segment (masked: of all experts)
   bool fits;
 };
 
-TY_DEVICE Placement plan_output(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+// Behind wait_counts. By a team.
+TY_DEVICE Placement plan_output(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
   const ty_context &c = a.context;
-  u64 needed = 0, used = 0;
-  count_rows(a, shared, epoch);
-  if (a.output.layout == TY_LAYOUT_CONTIGUOUS) {
-    start_segments(a, shared);
-    needed = load(&shared.start[c.local_experts]);
-  } else if (a.output.layout == TY_LAYOUT_MASKED) {
-    for (u32 e = 0; e < c.local_experts; ++e) {
-      u32 rows = load(expert_rows(shared) + e);
-      needed = rows > needed ? rows : needed;
-      used += rows;
+  for (u32 e = team_thread(team); e < c.local_experts; e += team_threads(team)) {
+    u32 sum = 0;
+    for (u32 source = 0; source < c.ranks; ++source) {
+      u32 *rows = &shared.before[source * c.local_experts + e];
+      u32 own = load(rows);
+      store(rows, sum);
+      sum += own;
     }
-  } else {
-    for (u32 s = 0; s < c.ranks; ++s) {
-      if (thread_index() == 0) store(&shared.source_start[s], static_cast<u32>(needed));
-      needed += load(counts_of(c, epoch, s) + c.max_local_experts);
-    }
-    block_barrier();
+    store(&shared.rows[e], sum);
   }
-  return {needed, a.output.layout == TY_LAYOUT_MASKED ? used : needed, needed <= a.output.capacity};
+  team_barrier(team);
+  if (team_warp(team) == 0) plan_segments(a, shared);
+  team_barrier(team);
+  u32 needed = load(&shared.needed);
+  return {needed, load(&shared.used), needed <= a.output.capacity};
 }
 
 // First output row of a local expert.
-TY_DEVICE u64 segment_start(const ty_dispatch_args &a, const DispatchShared &shared, u32 expert) {
+TY_DEVICE u64 segment_start(const ty_dispatch_args &a, const PlaceShared &shared, u32 expert) {
   if (a.output.layout == TY_LAYOUT_MASKED) return expert * a.output.capacity;
   return load(&shared.start[expert]);
 }
@@ -117,13 +112,33 @@ TY_DEVICE u32 *scale_at(const ty_dispatch_args &a, u64 row, u32 w) {
   return scales + (expert * a.context.scale_words + w) * leading + row % a.output.capacity;
 }
 
-// Copies a row from the inbox to an output row. By a warp.
-TY_DEVICE void copy_row(const ty_dispatch_args &a, const char *slot, u64 row) {
+// Copies slices of a row from the inbox, read once, to the output row of every lane whose row_of(), called once while
+// the first vectors are being loaded, is not negative. By a warp.
+template <typename RowOf>
+TY_DEVICE void copy_to_rows(const ty_dispatch_args &a, const char *slot, const Slices &slices, RowOf row_of) {
   const ty_context &c = a.context;
-  char *out = pointer<char>(a.output.rows) + row * a.output.rows_pitch;
-  for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size) store16(out + v * 16, load16(slot + v * 16));
+  u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
+  u32 first = slice_begin(vectors, slices.first, warp_size);
+  Batch batch = load_batch(reinterpret_cast<u64>(slot), first + lane_index(), end);
+  i32 mine = row_of();
+  u32 placed = warp_ballot(mine >= 0);
+  while (first < end) {
+    for (u32 left = placed; left; left &= left - 1) {
+      u64 row = static_cast<u64>(shuffle(mine, lowest_bit(left)));
+      store_batch(pointer<char>(a.output.rows) + row * a.output.rows_pitch, batch, first + lane_index(), end);
+    }
+    first += vectors_ahead * warp_size;
+    if (first < end) batch = load_batch(reinterpret_cast<u64>(slot), first + lane_index(), end);
+  }
   const u32 *scales = reinterpret_cast<const u32 *>(slot + c.row_bytes);
-  for (u32 w = lane_index(); w < c.scale_words; w += warp_size) store(scale_at(a, row, w), load(scales + w));
+  u32 last = scale_begin(c, slices.end);
+  for (u32 begin = scale_begin(c, slices.first); begin < last; begin += warp_size) {
+    u32 w = begin + lane_index(), scale = w < last ? load(scales + w) : 0;
+    for (u32 left = placed; left; left &= left - 1) {
+      u64 row = static_cast<u64>(shuffle(mine, lowest_bit(left)));
+      if (w < last) store(scale_at(a, row, w), scale);
+    }
+  }
 }
 
 // Says what an output row is. By a thread. `source` is a rank of this world, or -1: callers get to see its name.
@@ -136,80 +151,123 @@ TY_DEVICE void describe_row(const ty_dispatch_args &a, u64 row, i32 expert, i32 
   store(pointer<i32>(out.source) + 2 * row + 1, token);
 }
 
-// The number of a source's token at its home. Sources of other nodes are here without the tokens that are not.
-TY_DEVICE i32 token_at_home(const ty_context &c, const MetaOut &meta, u32 source, u32 token) {
-  return source - c.node_first < c.node_ranks ? static_cast<i32>(token) : load(meta.tokens + token);
+// Whether sources' tokens are here without those that have nothing to do here.
+TY_DEVICE bool is_remote(const ty_context &c, u32 source) { return source - c.node_first >= c.node_ranks; }
+
+// What META says of a token, to one lane each of its choices.
+struct TokenMeta {
+  u32 token;  // as meta_tokens
+  u32 choice; // as meta_choices, of this lane's choice
+  float weight;
+  u32 home; // the token's number at its home
+};
+
+// Waits for META of a token: this lane's share of it. All words are asked for before any is looked at. False once a
+// deadline passed.
+TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch, u32 source, u32 token,
+                               TokenMeta &said) {
+  said = {0, 0, 0.0f, token};
+  bool waits = lane_index() < c.top_k;
+  u64 index = static_cast<u64>(token) * c.top_k + lane_index();
+  MetaWord choice = ask_meta(meta.choices + index, waits), here = ask_meta(meta.tokens + token, true);
+  MetaWord weight = ask_meta(meta.weights + index, waits);
+  MetaWord home = ask_meta(meta.homes + token, is_remote(c, source));
+  u32 bits = 0;
+  if (!wait_meta(c, epoch, source, here, said.token)) return false;
+  if (said.token == 0) return true;
+  if (!wait_meta(c, epoch, source, choice, said.choice)) return false;
+  if (said.choice && !wait_meta(c, epoch, source, weight, bits)) return false;
+  said.weight = same_bits<float>(bits);
+  return wait_meta(c, epoch, source, home, said.home);
 }
 
-// The output row of this lane's choice, -1 for none; the handle and the row's description are written.
-TY_DEVICE i32 place_choice(const ty_dispatch_args &a, const DispatchShared &shared, const MetaOut &meta, u64 epoch,
-                           u32 source, u32 token, i32 token_row) {
+// The output row of this lane's choice, -1 for none.
+TY_DEVICE i32 row_of_choice(const ty_dispatch_args &a, const PlaceShared &shared, u32 source, const TokenMeta &said) {
+  const ty_context &c = a.context;
+  if (a.output.layout == TY_LAYOUT_TOKEN) {
+    u32 first = load(&shared.source_start[source]) + ((said.token - 1) >> meta_slot_bits);
+    return lane_index() == 0 ? static_cast<i32>(first) : -1;
+  }
+  if (said.choice == 0) return -1;
+  u32 code = said.choice - 1, expert = code & ((1u << meta_expert_bits) - 1);
+  u32 position = load(&shared.before[source * c.local_experts + expert]) + (code >> meta_expert_bits);
+  return static_cast<i32>(segment_start(a, shared, expert) + position);
+}
+
+// Writes down what this lane's choice is, in the output and in the handle.
+TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token, const TokenMeta &said, i32 row) {
   const ty_context &c = a.context;
   const ty_output &out = a.output;
   u32 k = lane_index();
-  if (k >= c.top_k) return -1;
-  u64 index = static_cast<u64>(token) * c.top_k + k;
-  u64 handle_index = static_cast<u64>(source) * c.max_tokens * c.top_k + index;
-  i32 expert = load(meta.experts + index);
-  float weight = expert >= 0 ? load(meta.weights + index) : 0.0f;
-  i32 row = -1;
+  i32 expert = said.choice ? static_cast<i32>((said.choice - 1) & ((1u << meta_expert_bits) - 1)) : -1;
   if (out.layout == TY_LAYOUT_TOKEN) {
-    u64 first = load(&shared.source_start[source]) + static_cast<u64>(token_row);
-    if (out.token_experts) store(pointer<i32>(out.token_experts) + first * c.top_k + k, expert);
-    if (out.token_weights) store(pointer<float>(out.token_weights) + first * c.top_k + k, weight);
-    if (k == 0) row = static_cast<i32>(first);
-    if (k == 0) describe_row(a, first, -1, static_cast<i32>(source), token_at_home(c, meta, source, token));
-  } else if (expert >= 0) {
-    u64 position =
-        rows_before(c, epoch, static_cast<u32>(expert), source) + static_cast<u64>(load(meta.positions + index));
-    row = static_cast<i32>(segment_start(a, shared, static_cast<u32>(expert)) + position);
-    describe_row(a, static_cast<u64>(row), expert, static_cast<i32>(source), token_at_home(c, meta, source, token));
+    u64 first = static_cast<u64>(shuffle(row, 0)) * c.top_k;
+    if (k < c.top_k && out.token_experts) store(pointer<i32>(out.token_experts) + first + k, expert);
+    if (k < c.top_k && out.token_weights) store(pointer<float>(out.token_weights) + first + k, said.weight);
+    expert = -1;
   }
-  store(pointer<i32>(a.handle.rows) + handle_index, row);
-  store(pointer<float>(a.handle.weights) + handle_index, weight);
-  return row;
+  if (row >= 0) describe_row(a, static_cast<u64>(row), expert, static_cast<i32>(source), static_cast<i32>(said.home));
+  if (k >= c.top_k) return;
+  u64 index = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k + k;
+  store(pointer<i32>(a.handle.rows) + index, row);
+  store(pointer<float>(a.handle.weights) + index, said.weight);
 }
 
-// Everything of one (source, token): by a warp. False once a deadline passed.
-TY_DEVICE bool place_token(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, u32 source, u32 token,
-                           bool fits) {
+// // Slices of one (source, token of the wave), and with the first of them what is said of it. By a warp. False once a
+// deadline passed.
+TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared, u64 epoch, u32 source, u32 slot_index,
+                           const Slices &slices, bool fits) {
   const ty_context &c = a.context;
-  MetaOut meta = meta_of(c, c.local, source, epoch);
-  i32 token_row = load(meta.rows + token);
-  if (lane_index() == 0)
-    store(pointer<i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token,
-          token_row < 0 ? -1 : load(meta.slots + token));
-  if (token_row < 0 || !fits) return true;
-  i32 mine = place_choice(a, shared, meta, epoch, source, token, token_row);
-  bool failed = false;
-  if (lane_index() == 0) {
-    const u64 *tag = in_arena<const u64>(c, c.local, c.regions.row_tags, epoch, source) + token;
-    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tag, epoch, TY_SITE_ROW, source, "row");
+  u64 call = wave_of(c, epoch).call;
+  u32 token = load(&shared.source_first[source]) + slot_index;
+  TokenMeta said;
+  bool failed = !wait_token_meta(c, meta_of(c, c.local, source, call), call, source, token, said);
+  u32 slice = slices.first + lane_index();
+  if (!failed && said.token && fits && slice < slices.end) {
+    const u64 *tags = in_arena<const u64>(c, c.local, c.regions.row_tags, epoch, source) + slot_index * TY_SLICES;
+    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tags + slice, epoch, TY_SITE_ROW, source, "row");
   }
-  // Lane 0 acquired; the ballot orders the other lanes' loads behind it.
+  // Some lanes acquired; this orders the other lanes' loads behind them.
   warp_barrier();
   if (warp_ballot(failed)) return false;
+  bool leads = slices.first == 0;
+  if (leads && lane_index() == 0)
+    store(pointer<i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token,
+          said.token ? static_cast<i32>((said.token - 1) & ((1u << meta_slot_bits) - 1)) : -1);
+  if (said.token == 0 || !fits) return true;
   const char *slot =
-      in_arena<const char>(c, c.local, c.regions.rows, epoch, source) + static_cast<u64>(token) * c.slot_bytes;
-  for (u32 placed = warp_ballot(mine >= 0); placed; placed &= placed - 1)
-    copy_row(a, slot, static_cast<u64>(shuffle(mine, lowest_bit(placed))));
+      in_arena<const char>(c, c.local, c.regions.rows, epoch, source) + static_cast<u64>(slot_index) * c.slot_bytes;
+  copy_to_rows(a, slot, slices, [&] {
+    i32 mine = row_of_choice(a, shared, source, said);
+    if (leads) describe_choice(a, source, token, said, mine);
+    return mine;
+  });
   return true;
 }
 
-TY_DEVICE void place_rows(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, bool fits) {
+TY_DEVICE u32 wave_tokens_of(const PlaceShared &shared, u32 source) {
+  return load(&shared.source_end[source]) - load(&shared.source_first[source]);
+}
+
+// False once a deadline passed.
+TY_DEVICE bool place_rows(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, u64 epoch,
+                          bool fits) {
   const ty_context &c = a.context;
-  u32 most = 0;
+  u32 most = 0, tokens = 0;
   for (u32 s = 0; s < c.ranks; ++s) {
-    u32 tokens = load(&shared.source_tokens[s]);
-    most = tokens > most ? tokens : most;
+    u32 here = wave_tokens_of(shared, s);
+    most = here > most ? here : most;
+    tokens += here;
   }
-  u64 warps = static_cast<u64>(worker_count(c)) * block_warps();
-  for (u64 i = static_cast<u64>(block_index()) * block_warps() + warp_index(); i < static_cast<u64>(most) * c.ranks;
-       i += warps) {
-    u32 source = static_cast<u32>(i % c.ranks), token = static_cast<u32>(i / c.ranks);
-    if (token >= load(&shared.source_tokens[source])) continue;
-    if (!place_token(a, shared, epoch, source, token, fits)) return;
+  u32 warps = worker_count(c) * team.warps, parts = parts_for(tokens, warps);
+  for (u64 i = warp_of_workers(c, team); i < static_cast<u64>(most) * c.ranks * parts; i += warps) {
+    u64 item = i / parts;
+    u32 source = static_cast<u32>(item % c.ranks), token = static_cast<u32>(item / c.ranks);
+    if (token >= wave_tokens_of(shared, source)) continue;
+    if (!place_token(a, shared, epoch, source, token, part_of_row(static_cast<u32>(i % parts), parts), fits))
+      return false;
   }
+  return true;
 }
 
 // ---- receive: what surrounds the rows --------------------------------------------------------------------------
@@ -233,55 +291,60 @@ TY_DEVICE void zero_row(const ty_dispatch_args &a, u64 row) {
   for (u32 w = lane_index(); w < c.scale_words; w += warp_size) store(scale_at(a, row, w), 0u);
 }
 
-// Marks rows [first, end) by all threads of the grid.
-TY_DEVICE void mark_rest(const ty_dispatch_args &a, u64 first, u64 end) {
-  u64 step = static_cast<u64>(worker_count(a.context)) * block_threads();
-  for (u64 row = first + static_cast<u64>(block_index()) * block_threads() + thread_index(); row < end; row += step)
-    mark_unused(a, row);
+// Number of the calling thread among those of a team on all workers, and how many they are.
+TY_DEVICE u64 worker_thread(const Team &team) {
+  return static_cast<u64>(block_index()) * team_threads(team) + team_thread(team);
+}
+TY_DEVICE u64 worker_threads(const ty_context &c, const Team &team) {
+  return static_cast<u64>(worker_count(c)) * team_threads(team);
+}
+
+TY_DEVICE void mark_rest(const ty_dispatch_args &a, const Team &team, u64 first, u64 end) {
+  for (u64 row = first + worker_thread(team); row < end; row += worker_threads(a.context, team)) mark_unused(a, row);
 }
 
 // The contiguous layout: rows between an expert's last and the next segment, a warp an expert; zeroed on request, since
 // a grouped GEMM reads them.
-TY_DEVICE void pad_segments(const ty_dispatch_args &a, const DispatchShared &shared) {
-  u32 warps = worker_count(a.context) * block_warps();
-  for (u32 e = block_index() * block_warps() + warp_index(); e < a.context.local_experts; e += warps) {
-    u64 first = load(&shared.start[e]) + load(expert_rows(shared) + e), end = load(&shared.start[e + 1]);
+TY_DEVICE void pad_segments(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared) {
+  u32 warps = worker_count(a.context) * team.warps;
+  for (u32 e = block_index() * team.warps + team_warp(team); e < a.context.local_experts; e += warps) {
+    u64 first = load(&shared.start[e]) + load(&shared.rows[e]), end = load(&shared.start[e + 1]);
     for (u64 row = first + lane_index(); row < end; row += warp_size) mark_unused(a, row);
     for (u64 row = first; a.output.zero_padding && row < end; ++row) zero_row(a, row);
   }
 }
 
 // The masked layout: rows behind each expert's last.
-TY_DEVICE void mark_masked(const ty_dispatch_args &a, const DispatchShared &shared) {
+TY_DEVICE void mark_masked(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared) {
   u64 capacity = a.output.capacity, rows = capacity * a.context.local_experts;
-  u64 step = static_cast<u64>(worker_count(a.context)) * block_threads();
-  for (u64 row = static_cast<u64>(block_index()) * block_threads() + thread_index(); row < rows; row += step)
-    if (row % capacity >= load(expert_rows(shared) + row / capacity)) mark_unused(a, row);
+  for (u64 row = worker_thread(team); row < rows; row += worker_threads(a.context, team))
+    if (row % capacity >= load(&shared.rows[row / capacity])) mark_unused(a, row);
 }
 
 // Every row that no token got: alignment padding, the unused part of a masked segment, the rest of the output.
-TY_DEVICE void pad_output(const ty_dispatch_args &a, const DispatchShared &shared, const Placement &placement) {
+TY_DEVICE void pad_output(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared,
+                          const Placement &placement) {
   const ty_output &out = a.output;
   bool masked = out.layout == TY_LAYOUT_MASKED;
   if (!placement.fits) {
-    mark_rest(a, 0, masked ? out.capacity * a.context.local_experts : out.capacity);
+    mark_rest(a, team, 0, masked ? out.capacity * a.context.local_experts : out.capacity);
   } else if (masked) {
-    mark_masked(a, shared);
+    mark_masked(a, team, shared);
   } else {
-    if (out.layout == TY_LAYOUT_CONTIGUOUS) pad_segments(a, shared);
-    mark_rest(a, placement.needed, out.capacity);
+    if (out.layout == TY_LAYOUT_CONTIGUOUS) pad_segments(a, team, shared);
+    mark_rest(a, team, placement.needed, out.capacity);
   }
 }
 
 // Counts and offsets; all zero if the output overflowed, so that nothing downstream reads rows that are not there.
-// By a whole block.
-TY_DEVICE void write_counts(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch,
+// By a team of one block.
+TY_DEVICE void write_counts(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, u64 epoch,
                             const Placement &placement) {
   const ty_context &c = a.context;
   const ty_output &out = a.output;
-  for (u32 e = thread_index(); e <= c.local_experts; e += block_threads()) {
+  for (u32 e = team_thread(team); e <= c.local_experts; e += team_threads(team)) {
     bool is_end = e == c.local_experts;
-    u32 rows = placement.fits && !is_end ? load(expert_rows(shared) + e) : 0;
+    u32 rows = placement.fits && !is_end ? load(&shared.rows[e]) : 0;
     if (!is_end) store(pointer<i32>(out.expert_count) + e, static_cast<i32>(rows));
     if (out.host_counts && !is_end) store_relaxed_sys(pointer<u32>(out.host_counts) + e, rows);
     if (out.expert_offset && out.layout == TY_LAYOUT_CONTIGUOUS)
@@ -289,43 +352,62 @@ TY_DEVICE void write_counts(const ty_dispatch_args &a, const DispatchShared &sha
     if (out.expert_offset && out.layout == TY_LAYOUT_MASKED)
       store(pointer<i32>(out.expert_offset) + e, static_cast<i32>(e * out.capacity));
   }
-  if (thread_index() != 0) return;
-  u32 rows = placement.fits ? static_cast<u32>(placement.used) : 0;
+  if (team_thread(team) != 0) return;
+  u32 rows = placement.fits ? placement.used : 0;
   if (out.row_count) store(pointer<i32>(out.row_count), static_cast<i32>(rows));
   if (out.host_counts) store_relaxed_sys(pointer<u32>(out.host_counts) + c.local_experts, rows);
   if (!placement.fits)
     report(c, TY_DIRECTION_DISPATCH, TY_ERROR_CAPACITY, 0, c.rank, epoch, placement.needed, out.capacity, out.layout);
 }
 
-// What combine needs to know of the whole dispatch. By a whole block.
-TY_DEVICE void write_head(const ty_dispatch_args &a, const DispatchShared &shared, u64 epoch, bool fits) {
+// What combine needs to know of the whole dispatch. By a team of one block.
+TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
+                          bool fits) {
   const ty_context &c = a.context;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
-  for (u32 s = thread_index(); s < c.ranks; s += block_threads())
-    store(pointer<u32>(a.handle.source_tokens) + s, load(&shared.source_tokens[s]));
-  if (thread_index() != 0) return;
-  u32 most = 0;
+  for (u32 s = team_thread(team); s < c.ranks; s += team_threads(team)) {
+    u32 *starts = pointer<u32>(a.handle.source_tokens) + s * (c.waves + 1) + wave.number;
+    if (wave.number == 0) store(starts, 0u);
+    store(starts + 1, load(&shared.source_end[s]));
+  }
+  if (team_thread(team) != 0) return;
+  u32 most = wave.number == 0 ? 0 : load(&head->most_tokens);
   for (u32 s = 0; s < c.ranks; ++s) {
-    u32 tokens = load(&shared.source_tokens[s]);
+    u32 tokens = wave_tokens_of(shared, s);
     most = tokens > most ? tokens : most;
   }
-  store(&head->epoch, epoch);
+  store(&head->epoch, wave.call);
   store(&head->incomplete, fits ? 0u : 1u);
   store(&head->most_tokens, most);
 }
 
-TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
-  if (spans_nodes(a.context)) {
-    if (!wait_free(a.context, TY_DIRECTION_DISPATCH, a.context.regions.dispatch_free, epoch)) return;
-    if (!forward(a, shared, epoch)) return;
+// Waits until every node peer has said that it read its inbox of the epoch before: from the next epoch but one on this
+// rank writes there again. By a team of one block. False once a deadline passed.
+TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
+  bool failed = false;
+  for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
+    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer);
+    failed |= !wait_flag(c, TY_DIRECTION_DISPATCH, flag, epoch, TY_SITE_META, world_rank(c, peer), "META flag");
   }
-  block_barrier();
-  if (!wait_meta(a, shared, epoch)) return;
-  Placement placement = plan_output(a, shared, epoch);
-  if (block_index() == 0) write_counts(a, shared, epoch, placement);
-  if (block_index() == 0) write_head(a, shared, epoch, placement.fits);
-  place_rows(a, shared, epoch, placement.fits);
-  pad_output(a, shared, placement);
+  return !team_any(team, failed);
+}
+
+// By a team.
+TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, u64 epoch) {
+  const ty_context &c = a.context;
+  Wave wave = wave_of(c, epoch);
+  if (!wait_counts(c, team, shared, wave)) return;
+  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
+  Placement placement = plan_output(a, team, shared);
+  // A block with neither META nor the first rows.
+  if (block_index() == worker_count(c) / 2) {
+    if (wave.number == 0) write_counts(a, team, shared, epoch, placement);
+    write_head(a, team, shared, wave, placement.fits);
+  }
+  if (!place_rows(a, team, shared, epoch, placement.fits)) return;
+  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
+  if (is_last(c, wave)) pad_output(a, team, shared, placement);
+  if (block_index() == 0) (void)wait_round(c, team, epoch);
 }
 
 } // namespace ty

@@ -1,19 +1,31 @@
-// Dispatch, the sending phase: routing into META, rows into the inboxes of the ranks that need them, and into wire
-// staging for the nodes that do.
+// Dispatch, the sending phase inside a node: routing into META, rows into the inboxes of the ranks that need them.
 #pragma once
+#include "quantize.cuh"
 #include "wire.cuh"
 
 namespace ty {
 
-// Shared memory of a dispatch block, 46 KiB.
-struct DispatchShared {
-  u32 bitmap[TY_BITMAP_WORDS];         // sending: tokens of a tile, one row a local expert and one for the rank
-  u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // sending: rows counted so far; receiving: first row of each segment
-  u32 scan[TY_MAX_BLOCK_THREADS];
-  u32 source_tokens[TY_MAX_RANKS];
-  u32 source_start[TY_MAX_RANKS]; // token layout: first row of each source
+// Shared memory of a dispatch block, 92 KiB: what builds META, and what places rows, side by side.
+struct MetaShared {
+  u32 bitmap[TY_BITMAP_WORDS];         // tokens of a tile, one row a local expert and one for the rank
+  u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // rows counted so far
 };
-static_assert(sizeof(DispatchShared) == TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
+struct PlaceShared {
+  u32 before[TY_MAX_COUNTS];           // [source][local expert]: rows of the expert from sources before
+  u32 rows[TY_MAX_LOCAL_EXPERTS + 1];  // of each local expert
+  u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // first output row of each local expert's segment, and the end of all
+  u32 source_rows[TY_MAX_RANKS];
+  u32 source_start[TY_MAX_RANKS]; // token layout: first output row of each source
+  u32 source_first[TY_MAX_RANKS]; // tokens [first, end) of each source are of this wave
+  u32 source_end[TY_MAX_RANKS];
+  u32 needed;
+  u32 used;
+};
+struct DispatchShared {
+  MetaShared meta;
+  PlaceShared place;
+};
+static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 
 // ---- input -------------------------------------------------------------------------------------------------
 
@@ -74,17 +86,29 @@ struct Targets {
   u64 nodes;
 };
 
-// Unusable experts are left out; META tells of them.
-TY_DEVICE Targets targets_of(const ty_context &c, const Choices &in, u32 token) {
-  Targets targets{0, 0};
-  for (u32 k = 0; k < c.top_k; ++k) {
-    i64 expert = choice_at(in, token, k);
-    if (!is_expert(c, expert)) continue;
-    ExpertHome home = home_of(c, expert);
-    if (home.node == c.node) targets.ranks |= 1ull << home.rank;
-    else if (home.node < c.nodes) targets.nodes |= 1ull << home.node;
-  }
-  return targets;
+// Where choice k leads. Unusable experts lead nowhere; META tells of them.
+TY_DEVICE Targets target_of(const ty_context &c, const Choices &in, u32 token, u32 k) {
+  i64 expert = choice_at(in, token, k);
+  if (!is_expert(c, expert)) return {0, 0};
+  ExpertHome home = home_of(c, expert);
+  if (home.node == c.node) return {1ull << home.rank, 0};
+  return {0, home.node < c.nodes ? 1ull << home.node : 0};
+}
+
+// The OR of the lanes' masks, of which only the lowest `bits` may be set.
+TY_DEVICE u64 warp_or_mask(u64 mask, u32 bits) {
+  u64 low = warp_or(static_cast<u32>(mask));
+  return bits <= 32 ? low : static_cast<u64>(warp_or(static_cast<u32>(mask >> 32))) << 32 | low;
+}
+
+// By a warp, a lane a choice.
+TY_DEVICE u64 warp_ranks_of(const ty_context &c, const Choices &in, u32 token) {
+  u32 k = lane_index();
+  return warp_or_mask(k < c.top_k ? target_of(c, in, token, k).ranks : 0, c.node_ranks);
+}
+TY_DEVICE u64 warp_nodes_of(const ty_context &c, const Choices &in, u32 token) {
+  u32 k = lane_index();
+  return warp_or_mask(k < c.top_k ? target_of(c, in, token, k).nodes : 0, c.nodes);
 }
 
 // ---- send: META --------------------------------------------------------------------------------------------
@@ -93,9 +117,9 @@ TY_DEVICE Targets targets_of(const ty_context &c, const Choices &in, u32 token) 
 TY_DEVICE u32 fault_of_choice(const ty_context &c, const Choices &in, u32 token, u32 k, i64 expert) {
   if (expert == -1 || !in.own) return TY_ERROR_NONE;
   if (!is_expert(c, expert)) return TY_ERROR_ROUTING_RANGE;
-  for (u32 j = 0; j < k; ++j)
-    if (choice_at(in, token, j) == expert) return TY_ERROR_ROUTING_DUPLICATE;
-  return TY_ERROR_NONE;
+  bool twice = false;
+  for (u32 j = 0; j < k; ++j) twice |= choice_at(in, token, j) == expert;
+  return twice ? TY_ERROR_ROUTING_DUPLICATE : TY_ERROR_NONE;
 }
 
 // Finds the first faulty choice again, slowly, and reports it. One thread of the rank.
@@ -122,128 +146,302 @@ TY_DEVICE u32 all_in_row(const u32 *row, u32 words) {
   return earlier_in_row(row, words * 32 - 1) + ((load(row + words - 1) >> 31) & 1);
 }
 
-// Where META for one destination is written.
-struct MetaOut {
-  u32 *counts;
-  i32 *rows, *slots, *tokens, *experts, *positions;
-  float *weights;
+// Where META of one source lies.
+struct Meta {
+  u64 *counts, *tokens, *homes, *choices, *weights;
 };
 
-TY_DEVICE MetaOut meta_of(const ty_context &c, u32 owner, u32 source, u64 epoch) {
+TY_DEVICE Meta meta_of(const ty_context &c, u32 owner, u32 source, u64 epoch) {
   const ty_regions &r = c.regions;
-  return {
-      in_arena<u32>(c, owner, r.meta_counts, epoch, source),   in_arena<i32>(c, owner, r.meta_rows, epoch, source),
-      in_arena<i32>(c, owner, r.meta_slots, epoch, source),    in_arena<i32>(c, owner, r.meta_tokens, epoch, source),
-      in_arena<i32>(c, owner, r.meta_experts, epoch, source),  in_arena<i32>(c, owner, r.meta_positions, epoch, source),
-      in_arena<float>(c, owner, r.meta_weights, epoch, source)};
+  return {in_arena<u64>(c, owner, r.meta_counts, epoch, source), in_arena<u64>(c, owner, r.meta_tokens, epoch, source),
+          in_arena<u64>(c, owner, r.meta_homes, epoch, source), in_arena<u64>(c, owner, r.meta_choices, epoch, source),
+          in_arena<u64>(c, owner, r.meta_weights, epoch, source)};
 }
 
-// A run of tokens whose bitmap fits in shared memory, `words` words a row.
+constexpr u32 meta_expert_bits = 11, meta_slot_bits = 5;
+static_assert(TY_MAX_LOCAL_EXPERTS < 1 << meta_expert_bits && TY_MAX_TOP_K <= 1 << meta_slot_bits, "fields of META");
+static_assert(static_cast<u64>(TY_MAX_TOKENS) << meta_expert_bits <= 1u << 31, "fields of META");
+
+// A weight as a META word carries it: bits that are all ones have no successor, and become another NaN.
+TY_DEVICE u32 weight_bits(float weight) {
+  u32 bits = same_bits<u32>(weight);
+  return bits == ~0u ? bits - 1 : bits;
+}
+
+// Words of a tile at the most: positions are counted along them.
+constexpr u32 longest_tile_words = 32;
+
+// A tile: a run of tokens whose bitmap fits in shared memory, `words` words a row.
 struct Tile {
   u32 destination; // rank of this node
-  u32 experts;     // of the destination; the bitmap row behind theirs is the rank's
+  u32 experts;     // of a rank at the most; the bitmap row behind theirs is the rank's
   u32 first;
   u32 count;
   u32 words;
 };
 
-// Marks a tile's tokens in the bitmap. True if a choice is faulty.
-TY_DEVICE bool mark_tile(const ty_context &c, const Choices &in, DispatchShared &shared, const Tile &tile) {
-  bool faulty = false;
-  for (u32 i = thread_index(); i < tile.count * c.top_k; i += block_threads()) {
-    u32 token = i / c.top_k, k = i % c.top_k;
-    i64 expert = choice_at(in, tile.first + token, k);
-    faulty |= fault_of_choice(c, in, tile.first + token, k, expert) != TY_ERROR_NONE;
-    if (!is_expert(c, expert)) continue;
-    ExpertHome home = home_of(c, expert);
-    if (home.node != c.node || home.rank != tile.destination) continue;
-    atomic_or_block(&shared.bitmap[home.local * tile.words + token / 32], 1u << (token % 32));
-    atomic_or_block(&shared.bitmap[tile.experts * tile.words + token / 32], 1u << (token % 32));
+// Choices that a thread looks up at once.
+constexpr u32 choices_ahead = 4;
+
+// Choices of a batch, choices_ahead of a thread, and where they lead; home is of no node where there is no such expert.
+struct ChoiceBatch {
+  i64 experts[choices_ahead];
+  ExpertHome homes[choices_ahead];
+};
+
+TY_DEVICE ChoiceBatch load_choices(const ty_context &c, const Choices &in, u32 token, u32 first, u32 all, u32 step) {
+  ChoiceBatch batch;
+  TY_UNROLL
+  for (u32 j = 0; j < choices_ahead; ++j) {
+    u32 i = first + j * step;
+    batch.experts[j] = i < all ? choice_at(in, token + i / c.top_k, i % c.top_k) : -1;
   }
+  TY_UNROLL
+  for (u32 j = 0; j < choices_ahead; ++j)
+    batch.homes[j] = is_expert(c, batch.experts[j]) ? home_of(c, batch.experts[j]) : ExpertHome{~0u, 0, 0};
+  return batch;
+}
+
+// Calls use(i, token, k, expert, home) for all choices of a tile, the calling member's share of them. Calls ready()
+// once before, while the first are being loaded.
+template <typename Ready, typename Use>
+TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Ready ready,
+                           Use use) {
+  u32 all = tile.count * c.top_k, step = team_threads(team), first = team_thread(team);
+  ChoiceBatch batch = load_choices(c, in, tile.first, first, all, step);
+  ready();
+  while (first < all) {
+    TY_UNROLL
+    for (u32 j = 0; j < choices_ahead; ++j) {
+      u32 i = first + j * step;
+      if (i < all) use(i, i / c.top_k, i % c.top_k, batch.experts[j], batch.homes[j]);
+    }
+    first += choices_ahead * step;
+    if (first < all) batch = load_choices(c, in, tile.first, first, all, step);
+  }
+}
+
+// Choices of one token that a thread looks up at once.
+constexpr u32 group_choices = 8;
+
+// Choices [first, first + group_choices) of a token, and where they lead, as in a batch.
+struct ChoiceGroup {
+  u32 first;
+  i32 experts[group_choices]; // -1: none; unusable_expert: none that exists
+  ExpertHome homes[group_choices];
+};
+constexpr i32 unusable_expert = -2;
+
+TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token, u32 first) {
+  ChoiceGroup loaded;
+  loaded.first = first;
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j) {
+    i64 expert = token < in.tokens && first + j < c.top_k ? choice_at(in, token, first + j) : -1;
+    loaded.experts[j] = is_expert(c, expert) || expert == -1 ? static_cast<i32>(expert) : unusable_expert;
+  }
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j)
+    loaded.homes[j] = is_expert(c, loaded.experts[j]) ? home_of(c, loaded.experts[j]) : ExpertHome{~0u, 0, 0};
+  return loaded;
+}
+
+// Whether a choice of the group is unusable; only the caller's are looked at. As fault_of_choice.
+TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
+  bool faulty = false;
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j) {
+    i32 expert = loaded.experts[j];
+    bool twice = false;
+    TY_UNROLL
+    for (u32 i = 0; i < j; ++i) twice |= loaded.experts[i] == expert;
+    for (u32 k = 0; k < loaded.first; ++k) twice |= choice_at(in, token, k) == expert;
+    faulty |= expert == unusable_expert || (twice && expert != -1);
+  }
+  return in.own && faulty;
+}
+
+// Calls use(token, group) for all choices of a tile, a thread a token. Calls ready() once before, while the first are
+// being loaded. By a team.
+template <typename Ready, typename Use>
+TY_DEVICE void for_tokens(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Ready ready,
+                          Use use) {
+  u32 token = team_thread(team);
+  ChoiceGroup loaded = look_up(c, in, token < tile.count ? tile.first + token : in.tokens, 0);
+  ready();
+  for (; token < tile.count; token += team_threads(team)) {
+    if (token != team_thread(team)) loaded = look_up(c, in, tile.first + token, 0);
+    use(token, loaded);
+    for (u32 first = group_choices; first < c.top_k; first += group_choices)
+      use(token, look_up(c, in, tile.first + token, first));
+  }
+}
+
+TY_DEVICE bool is_there(const ty_context &c, const Tile &tile, const ExpertHome &home) {
+  return home.node == c.node && home.rank == tile.destination;
+}
+
+// Marks a tile's tokens in a clear bitmap. By a team. True if a choice of this thread's share is faulty.
+TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
+                         const Tile &tile) {
+  bool faulty = false;
+  auto clear = [&] {
+    for (u32 i = team_thread(team); i < (tile.experts + 1) * tile.words; i += team_threads(team))
+      store(&shared.bitmap[i], 0u);
+    team_barrier(team);
+  };
+  for_tokens(c, team, in, tile, clear, [&](u32 token, const ChoiceGroup &loaded) {
+    faulty |= is_faulty(c, in, tile.first + token, loaded);
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j)
+      if (is_there(c, tile, loaded.homes[j]))
+        atomic_or_block(&shared.bitmap[loaded.homes[j].local * tile.words + token / 32], 1u << (token % 32));
+  });
+  team_barrier(team);
+  // Who has an expert here at all: a warp a word.
+  for (u32 word = team_warp(team); word < tile.words; word += team.warps) {
+    u32 present = 0;
+    for (u32 e = lane_index(); e < tile.experts; e += warp_size) present |= load(&shared.bitmap[e * tile.words + word]);
+    present = warp_or(present);
+    if (lane_index() == 0) store(&shared.bitmap[tile.experts * tile.words + word], present);
+  }
+  team_barrier(team);
   return faulty;
 }
 
-// The same tile: writes per choice its local expert, position and weight, per token its row and slot.
-TY_DEVICE void write_tile(const ty_context &c, const Choices &in, DispatchShared &shared, const MetaOut &meta,
-                          const Tile &tile) {
-  for (u32 i = thread_index(); i < tile.count * c.top_k; i += block_threads()) {
-    u32 token = i / c.top_k, k = i % c.top_k;
-    u64 index = static_cast<u64>(tile.first) * c.top_k + i;
-    i64 expert = choice_at(in, tile.first + token, k);
-    ExpertHome home = is_expert(c, expert) ? home_of(c, expert) : ExpertHome{~0u, 0, 0};
-    bool there = home.node == c.node && home.rank == tile.destination;
-    store(meta.experts + index, there ? static_cast<i32>(home.local) : -1);
-    if (!there) continue;
-    u32 position = load(&shared.start[home.local]) + earlier_in_row(&shared.bitmap[home.local * tile.words], token);
-    store(meta.positions + index, static_cast<i32>(position));
-    store(meta.weights + index, weight_at(in, tile.first + token, k));
+// Ranks of this node that a token goes to. By a thread.
+TY_DEVICE u64 ranks_of(const ty_context &c, const Choices &in, u32 token) {
+  u64 ranks = 0;
+  for (u32 first = 0; first < c.top_k; first += group_choices) {
+    ChoiceGroup loaded = look_up(c, in, token, first);
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j)
+      if (loaded.homes[j].node == c.node) ranks |= 1ull << loaded.homes[j].rank;
   }
+  return ranks;
+}
+
+// Words that no routing has used for long must not come to look new: each epoch writes those of one token, in turn.
+TY_DEVICE u32 refreshed_token(const ty_context &c, u64 epoch) { return static_cast<u32>(epoch / 2 % c.max_tokens); }
+
+// The same tile, marked: words of its tokens and choices.
+TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
+                          const Meta &meta, u64 epoch, const Tile &tile) {
+  u64 first_choice = static_cast<u64>(tile.first) * c.top_k;
+  u32 refreshed = refreshed_token(c, epoch) - tile.first;
+  for_choices(
+      c, team, in, tile, [] {},
+      [&](u32 i, u32 token, u32 k, i64, const ExpertHome &home) {
+        bool there = is_there(c, tile, home);
+        u32 value = 0;
+        if (there) {
+          u32 position =
+              load(&shared.start[home.local]) + earlier_in_row(&shared.bitmap[home.local * tile.words], token);
+          value = 1 + (position << meta_expert_bits | home.local);
+        }
+        store_word(meta.choices + first_choice + i, meta_word(epoch, value));
+        if (there || token == refreshed)
+          store_word(meta.weights + first_choice + i,
+                     meta_word(epoch, weight_bits(weight_at(in, tile.first + token, k))));
+      });
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
-  for (u32 token = thread_index(); token < tile.count; token += block_threads()) {
-    bool there = (load(present + token / 32) >> (token % 32)) & 1;
-    u32 earlier = load(&shared.start[tile.experts]);
-    store(meta.rows + tile.first + token, there ? static_cast<i32>(earlier + earlier_in_row(present, token)) : -1);
-    if (!there) continue;
-    u64 ranks = targets_of(c, in, tile.first + token).ranks;
-    store(meta.slots + tile.first + token, static_cast<i32>(popcount64(bits_below(ranks, tile.destination))));
+  for (u32 token = team_thread(team); token < tile.count; token += team_threads(team)) {
+    u32 value = 0;
+    if ((load(present + token / 32) >> (token % 32)) & 1) {
+      u64 ranks = ranks_of(c, in, tile.first + token);
+      u32 row = load(&shared.start[tile.experts]) + earlier_in_row(present, token);
+      value = 1 + (row << meta_slot_bits | popcount64(bits_below(ranks, tile.destination)));
+    }
+    store_word(meta.tokens + tile.first + token, meta_word(epoch, value));
   }
 }
 
-// META of a source for one rank of this node, all but its flag. By a whole block. True if a choice is faulty. Every
-// destination's META is built from all tokens, so that a single fault anywhere makes all of them say "nothing".
-TY_DEVICE bool build_meta(const ty_context &c, const Choices &in, DispatchShared &shared, u64 epoch, u32 destination) {
-  u32 experts_there = load(pointer<const u32>(c.local_count) + world_rank(c, destination));
-  MetaOut meta = meta_of(c, destination, in.source, epoch);
-  u32 most_words = TY_BITMAP_WORDS / (experts_there + 1);
-  u32 all_words = (in.tokens + 31) / 32;
+// Words of the token in turn, if it has none of this epoch.
+TY_DEVICE void refresh_words(const ty_context &c, const Team &team, const Meta &meta, u64 epoch, u32 tokens) {
+  u32 token = refreshed_token(c, epoch);
+  if (token < tokens) return;
+  u64 first = static_cast<u64>(token) * c.top_k;
+  for (u32 k = team_thread(team); k < c.top_k; k += team_threads(team)) {
+    store_word(meta.choices + first + k, meta_word(epoch, 0));
+    store_word(meta.weights + first + k, meta_word(epoch, 0));
+  }
+  if (team_thread(team) == 0) store_word(meta.tokens + token, meta_word(epoch, 0));
+}
+
+// META of a source for one rank of this node. By a team. True if a choice is faulty. Every destination's META is built
+// from all tokens, so that a single fault anywhere makes all of them say "nothing".
+TY_DEVICE bool publish_meta(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
+                            u32 destination) {
+  u32 experts = c.max_local_experts;
+  Meta meta = meta_of(c, destination, in.source, epoch);
+  u32 most_words = TY_BITMAP_WORDS / (experts + 1), all_words = (in.tokens + 31) / 32;
+  if (most_words > longest_tile_words) most_words = longest_tile_words;
   u32 words = all_words < most_words ? all_words : most_words;
-  for (u32 e = thread_index(); e <= experts_there; e += block_threads()) store(&shared.start[e], 0u);
+  auto tile_at = [&](u32 first) {
+    u32 left = in.tokens - first;
+    return Tile{destination, experts, first, left < words * 32 ? left : words * 32, words};
+  };
+  // A thread counts the same rows each time.
+  auto count = [&] {
+    for (u32 e = team_thread(team); e <= experts; e += team_threads(team))
+      store(&shared.start[e], load(&shared.start[e]) + all_in_row(&shared.bitmap[e * words], words));
+  };
+  auto clear = [&] {
+    for (u32 e = team_thread(team); e <= experts; e += team_threads(team)) store(&shared.start[e], 0u);
+  };
 
   bool faulty = in.bad;
+  clear();
   for (u32 first = 0; first < in.tokens; first += words * 32) {
-    u32 left = in.tokens - first;
-    Tile tile{destination, experts_there, first, left < words * 32 ? left : words * 32, words};
-    for (u32 i = thread_index(); i < (experts_there + 1) * words; i += block_threads()) store(&shared.bitmap[i], 0u);
-    block_barrier();
-    faulty |= mark_tile(c, in, shared, tile);
-    block_barrier();
-    write_tile(c, in, shared, meta, tile);
-    block_barrier();
-    for (u32 e = thread_index(); e <= experts_there; e += block_threads())
-      store(&shared.start[e], load(&shared.start[e]) + all_in_row(&shared.bitmap[e * words], words));
-    block_barrier();
+    faulty |= mark_tile(c, team, in, shared, tile_at(first));
+    count();
+    if (words < all_words) team_barrier(team);
   }
-  faulty = block_any(faulty);
-  for (u32 e = thread_index(); e <= experts_there; e += block_threads())
-    store(meta.counts + (e < experts_there ? e : c.max_local_experts), faulty ? 0u : load(&shared.start[e]));
-  if (thread_index() == 0) store(meta.counts + c.max_local_experts + 1, faulty ? 0u : in.tokens);
+  faulty = team_any(team, faulty);
+  // Counts first: all receivers wait for them.
+  for (u32 e = team_thread(team); e <= experts; e += team_threads(team))
+    store_relaxed_sys(meta.counts + e, meta_word(epoch, faulty ? 0u : load(&shared.start[e])));
+  // By the thread that counted them.
+  if (in.own && experts % team_threads(team) == team_thread(team))
+    note_rows(c, world_rank(c, destination), faulty ? 0 : load(&shared.start[experts]));
+  // Where waves end is known for own tokens; a rail says it of others' as their messages land.
+  for (u32 wave = team_thread(team); in.own && wave < c.waves; wave += team_threads(team)) {
+    u32 end = (wave + 1) * c.wave_tokens;
+    store_relaxed_sys(meta.counts + experts + 1 + wave, meta_word(epoch, faulty            ? 0u
+                                                                         : end < in.tokens ? end
+                                                                                           : in.tokens));
+  }
+  refresh_words(c, team, meta, epoch, faulty ? 0 : in.tokens);
+  clear();
+  for (u32 first = 0; first < in.tokens && !faulty; first += words * 32) {
+    if (words < all_words) (void)mark_tile(c, team, in, shared, tile_at(first));
+    else team_barrier(team);
+    write_tile(c, team, in, shared, meta, epoch, tile_at(first));
+    team_barrier(team);
+    if (words == all_words) continue;
+    count();
+    team_barrier(team);
+  }
+  team_barrier(team);
+  // The words go out without it, at a time of their own choosing.
+  if (team_thread(team) == 0) fence_acq_rel_sys();
   return faulty;
 }
 
-// The flag behind META. By a whole block.
-TY_DEVICE void raise_meta_flag(const ty_context &c, u64 epoch, u32 destination, u32 source, u32 status) {
-  block_barrier();
-  // N1: the block's META stores happen before this release through the barrier; wait_flag(TY_SITE_META) acquires.
-  if (thread_index() == 0)
-    store_release_sys(in_arena<u64>(c, destination, c.regions.meta_flags, epoch, source), flag_value(epoch, status));
-}
-
-// META of this rank's tokens for one rank of its node. By a whole block.
-TY_DEVICE void publish_meta(const ty_dispatch_args &a, const Choices &in, DispatchShared &shared, u64 epoch,
-                            u32 destination) {
+// META of this rank's tokens of the call for one rank of its node. By a whole block.
+TY_DEVICE void publish_own_meta(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u64 epoch,
+                                u32 destination) {
   const ty_context &c = a.context;
-  bool faulty = build_meta(c, in, shared, epoch, destination);
-  if (destination == c.local && thread_index() == 0) {
-    ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
-    store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));
-    store(&head->own_tokens, in.tokens);
-    store(&head->own_bad, faulty ? 1u : 0u);
-    if (in.bad)
-      report(c, TY_DIRECTION_DISPATCH, TY_ERROR_TOKEN_COUNT, 0, c.rank, epoch,
-             static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0);
-    else if (faulty) report_routing(c, in, epoch);
-  }
-  raise_meta_flag(c, epoch, destination, c.rank, faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK);
+  bool faulty = publish_meta(c, whole_block(), in, shared, epoch, destination);
+  if (thread_index() != 0 || destination != c.local) return;
+  ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
+  store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));
+  store(&head->own_tokens, in.tokens);
+  store(&head->own_bad, faulty ? 1u : 0u);
+  if (in.bad)
+    report(c, TY_DIRECTION_DISPATCH, TY_ERROR_TOKEN_COUNT, 0, c.rank, epoch,
+           static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0);
+  else if (faulty) report_routing(c, in, epoch);
 }
 
 // ---- send: rows --------------------------------------------------------------------------------------------
@@ -253,34 +451,158 @@ struct RowAt {
   u64 payload;
   u64 scales;
   u64 scale_stride;
+  u32 quantize; // TY_QUANTIZE_*; with any the payload is bf16, and there are no scales
 };
 
-// Copies a row, read once, to the place of every bit of a mask: the calling thread's share of it.
-template <typename Place> TY_DEVICE void copy_to_all(const ty_context &c, const RowAt &row, u64 mask, Place place) {
-  for (u32 v = thread_index(); v < c.row_bytes / 16; v += block_threads()) {
-    Vec16 data = load16(pointer<const void>(row.payload + v * 16));
-    for (u64 left = mask; left; left &= left - 1) store16(place(lowest_bit(left)) + v * 16, data);
+// Slices [first, end) of a row: what a warp carries at once.
+struct Slices {
+  u32 first;
+  u32 end;
+};
+
+// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that most warps get one.
+TY_DEVICE u32 parts_for(u64 rows, u64 warps) {
+  u32 parts = TY_SLICES;
+  while (parts > 1 && rows * parts > 2 * warps) parts /= 2;
+  return parts;
+}
+
+TY_DEVICE Slices part_of_row(u32 part, u32 parts) { return {part * TY_SLICES / parts, (part + 1) * TY_SLICES / parts}; }
+
+// Where slice s of `units` units begins: at a multiple of `grain`.
+TY_DEVICE u32 slice_begin(u32 units, u32 s, u32 grain) {
+  return s == TY_SLICES ? units : units * s / TY_SLICES / grain * grain;
+}
+
+// Vectors that a lane has on their way at once.
+constexpr u32 vectors_ahead = 7;
+
+// Vectors [begin, end) of a row, this lane's of a batch of vectors_ahead a lane.
+struct Batch {
+  Vec16 data[vectors_ahead];
+};
+
+TY_DEVICE Batch load_batch(u64 from, u32 first, u32 end) {
+  Batch batch;
+  TY_UNROLL
+  for (u32 i = 0; i < vectors_ahead; ++i) {
+    u32 v = first + i * warp_size;
+    if (v < end) batch.data[i] = load16(pointer<const void>(from + v * 16));
   }
-  for (u32 w = thread_index(); w < c.scale_words; w += block_threads()) {
+  return batch;
+}
+
+TY_DEVICE void store_batch(char *to, const Batch &batch, u32 first, u32 end) {
+  TY_UNROLL
+  for (u32 i = 0; i < vectors_ahead; ++i) {
+    u32 v = first + i * warp_size;
+    if (v < end) store16(to + v * 16, batch.data[i]);
+  }
+}
+
+// Where the scale words of slice s begin: those of its vectors.
+TY_DEVICE u32 scale_begin(const ty_context &c, u32 s) {
+  u32 vectors = c.row_bytes / 16;
+  return s == TY_SLICES ? c.scale_words : slice_begin(vectors, s, warp_size) * c.scale_words / vectors;
+}
+
+// As copy_to_all, of a row that is quantised on the way.
+template <typename Place>
+TY_DEVICE void quantize_to_all(const ty_context &c, const RowAt &row, const Slices &slices, u64 mask, Place place) {
+  u32 vectors = c.row_bytes / 16;
+  quantize_row(
+      row.quantize, row.payload, slice_begin(vectors, slices.first, warp_size),
+      slice_begin(vectors, slices.end, warp_size),
+      [&](u32 v, Vec16 data) {
+        for (u64 left = mask; left; left &= left - 1) store16(place(lowest_bit(left)) + v * 16, data);
+      },
+      [&](u32 w, u32 scale) {
+        for (u64 left = mask; left; left &= left - 1)
+          store(reinterpret_cast<u32 *>(place(lowest_bit(left)) + c.row_bytes) + w, scale);
+      });
+}
+
+// Copies slices of a row, read once, to the place of every bit of the mask that mask_of() gives, called once while the
+// first vectors are being loaded; answers the mask. By a warp.
+template <typename MaskOf, typename Place>
+TY_DEVICE u64 copy_to_all(const ty_context &c, const RowAt &row, const Slices &slices, MaskOf mask_of, Place place) {
+  if (row.quantize != TY_QUANTIZE_NONE) {
+    u64 mask = mask_of();
+    if (mask) quantize_to_all(c, row, slices, mask, place);
+    return mask;
+  }
+  u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
+  u32 first = slice_begin(vectors, slices.first, warp_size) + lane_index();
+  Batch batch = load_batch(row.payload, first, end);
+  u64 mask = mask_of();
+  while (first < end) {
+    for (u64 left = mask; left; left &= left - 1) store_batch(place(lowest_bit(left)), batch, first, end);
+    first += vectors_ahead * warp_size;
+    if (mask && first < end) batch = load_batch(row.payload, first, end);
+  }
+  u32 last = scale_begin(c, slices.end);
+  for (u32 w = scale_begin(c, slices.first) + lane_index(); w < last; w += warp_size) {
     u32 scale = load(pointer<const u32>(row.scales) + w * row.scale_stride);
     for (u64 left = mask; left; left &= left - 1)
       store(reinterpret_cast<u32 *>(place(lowest_bit(left)) + c.row_bytes) + w, scale);
   }
+  return mask;
 }
 
-// Pushes a source's row, read once, to every rank of this node in the mask, then raises its tags. By a whole block.
-TY_DEVICE void push_row(const ty_context &c, const RowAt &row, u64 epoch, u32 source, u32 token, u64 mask) {
-  u64 slot = static_cast<u64>(token) * c.slot_bytes;
-  copy_to_all(c, row, mask, [&](u32 rank) { return in_arena<char>(c, rank, c.regions.rows, epoch, source) + slot; });
-  block_barrier();
-  // N2: as N1; wait_tag(TY_SITE_ROW) acquires.
-  for (u32 rank = thread_index(); rank < c.node_ranks; rank += block_threads())
-    if ((mask >> rank) & 1) store_release_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + token, epoch);
+// // Pushes slices of a source's row, read once, into a slot at every rank of this node that ranks_of() names, then
+// raises their tags; answers which ranks. By a warp.
+template <typename RanksOf>
+TY_DEVICE u64 push_row(const ty_context &c, const RowAt &row, u64 epoch, u32 source, u32 slot, const Slices &slices,
+                       RanksOf ranks_of) {
+  u64 place = static_cast<u64>(slot) * c.slot_bytes;
+  u64 mask = copy_to_all(c, row, slices, ranks_of,
+                         [&](u32 rank) { return in_arena<char>(c, rank, c.regions.rows, epoch, source) + place; });
+  warp_barrier();
+  u32 carried = slices.end - slices.first;
+  for (u32 i = lane_index(); i < c.node_ranks * carried; i += warp_size) {
+    u32 rank = i / carried, slice = slices.first + i % carried;
+    if (!((mask >> rank) & 1)) continue;
+    // N2: the warp's stores happen before this release; wait_tag(TY_SITE_ROW) acquires.
+    store_release_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
+  }
+  return mask;
 }
 
 TY_DEVICE RowAt own_row(const ty_dispatch_args &a, u32 token) {
   const ty_tokens &t = a.tokens;
-  return {t.x + token * t.x_pitch, t.scales + 4 * token * t.scale_row_stride, t.scale_column_stride};
+  return {t.x + token * t.x_pitch, t.scales + 4 * token * t.scale_row_stride, t.scale_column_stride,
+          a.context.quantize};
+}
+
+// Tells every node peer that this rank's reads of the epoch before are over. By the team of one block.
+TY_DEVICE void raise_round(const ty_context &c, const Team &team, u64 epoch) {
+  // N1: acquired by wait_round.
+  for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
+    store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, TY_STATUS_OK));
+}
+
+// Number of the calling warp among those of a team on all workers. Neighbours are in different blocks, from the far
+// end of the grid: the blocks busy with META and heads of messages get their rows last.
+TY_DEVICE u32 warp_of_workers(const ty_context &c, const Team &team) {
+  return team_warp(team) * worker_count(c) + worker_count(c) - 1 - block_index();
+}
+
+// This rank's tokens of a wave.
+TY_DEVICE Range own_range(const Choices &in, const Wave &wave) {
+  return {wave.first < in.tokens ? wave.first : in.tokens, wave.end < in.tokens ? wave.end : in.tokens};
+}
+
+// This rank's rows to the ranks of its node. By a team.
+TY_DEVICE void push_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, u64 epoch) {
+  const ty_context &c = a.context;
+  Range range = own_range(in, wave_of(c, epoch));
+  u32 rows = range.end - range.first, warps = worker_count(c) * team.warps, parts = parts_for(rows, warps);
+  for (u64 i = warp_of_workers(c, team); i < static_cast<u64>(rows) * parts; i += warps) {
+    u32 slot = static_cast<u32>(i / parts), part = static_cast<u32>(i % parts), token = range.first + slot;
+    u64 ranks = push_row(c, own_row(a, token), epoch, c.rank, slot, part_of_row(part, parts),
+                         [&] { return warp_ranks_of(c, in, token); });
+    if (part == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + token, ranks);
+  }
 }
 
 } // namespace ty

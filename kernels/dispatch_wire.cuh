@@ -18,186 +18,247 @@ TY_DEVICE u64 *packed_word(const ty_context &c, u32 lane, u32 link) {
   return pointer<u64>(c.wire.packed) + lane * TY_MAX_RANKS + link;
 }
 
-// Marks the tokens that have an expert on `node`. True if a choice is faulty.
-TY_DEVICE bool mark_node(const ty_context &c, const Choices &in, DispatchShared &shared, u32 node) {
-  bool faulty = false;
-  for (u32 i = thread_index(); i < in.tokens * c.top_k; i += block_threads()) {
-    u32 token = i / c.top_k, k = i % c.top_k;
-    i64 expert = choice_at(in, token, k);
-    faulty |= fault_of_choice(c, in, token, k, expert) != TY_ERROR_NONE;
-    if (is_expert(c, expert) && home_of(c, expert).node == node)
-      atomic_or_block(&shared.bitmap[token / 32], 1u << (token % 32));
+// Which row of the messages to a node each token of the call is, and their headers in the first of them. By a whole
+// block. Answers whether a choice is faulty: then there are no rows.
+TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, char *message, u32 link) {
+  const ty_context &c = a.context;
+  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
+  Team team = whole_block();
+  u32 node = node_of_link(c, link), words = (in.tokens + 31) / 32;
+  Tile all{0, 0, 0, in.tokens, words};
+  bool faulty = in.bad;
+  auto clear = [&] {
+    for (u32 i = thread_index(); i < words; i += block_threads()) store(&shared.bitmap[i], 0u);
+    block_barrier();
+  };
+  for_tokens(c, team, in, all, clear, [&](u32 token, const ChoiceGroup &loaded) {
+    faulty |= is_faulty(c, in, token, loaded);
+    bool there = false;
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node == node;
+    if (there) atomic_or_block(&shared.bitmap[token / 32], 1u << (token % 32));
+  });
+  faulty = block_any(faulty);
+  u32 *starts = pointer<u32>(a.handle.wire_rows) + link * (c.waves + 1);
+  for (u32 wave = thread_index(); wave <= c.waves; wave += block_threads()) {
+    u64 token = static_cast<u64>(wave) * c.wave_tokens;
+    u32 all_rows = faulty || words == 0 ? 0 : all_in_row(shared.bitmap, words);
+    store(starts + wave,
+          token < in.tokens && !faulty ? earlier_in_row(shared.bitmap, static_cast<u32>(token)) : all_rows);
   }
+  i32 *wire_row = pointer<i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
+  auto is_present = [&](u32 token) { return !faulty && ((load(&shared.bitmap[token / 32]) >> (token % 32)) & 1); };
+  for (u32 token = thread_index(); token < in.tokens; token += block_threads()) {
+    bool there = is_present(token);
+    u32 row = there ? earlier_in_row(shared.bitmap, token) : 0;
+    store(wire_row + token, there ? static_cast<i32>(row) : -1);
+    if (there) store(row_header(l, message, row), static_cast<i32>(token));
+  }
+  // Only experts of the node are named.
+  for_choices(
+      c, team, in, all, [] {},
+      [&](u32, u32 token, u32 k, i64 expert, const ExpertHome &home) {
+        if (!is_present(token)) return;
+        i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, token)) + 1;
+        store(header + k, home.node == node ? static_cast<i32>(expert) : -1);
+        if (c.weights == TY_WEIGHTS_DISPATCH)
+          store(reinterpret_cast<float *>(header + c.top_k + k), weight_at(in, token, k));
+      });
+  block_barrier();
   return faulty;
 }
 
-// Header of one row: only experts of `node` are named. By a thread.
-TY_DEVICE void write_header(const ty_context &c, const Choices &in, i32 *header, u32 token, u32 node) {
-  store(header, static_cast<i32>(token));
-  for (u32 k = 0; k < c.top_k; ++k) {
-    i64 expert = choice_at(in, token, k);
-    bool there = is_expert(c, expert) && home_of(c, expert).node == node;
-    store(header + 1 + k, there ? static_cast<i32>(expert) : -1);
-    if (c.weights == TY_WEIGHTS_DISPATCH)
-      store(reinterpret_cast<float *>(header + 1 + c.top_k + k), weight_at(in, token, k));
-  }
+// A wave's rows of the messages to a node, and how many rows and headers its own has.
+struct WireWave {
+  Range rows;
+  WireRows shape;
+};
+
+TY_DEVICE WireWave wire_wave(const ty_dispatch_args &a, u32 link, const Wave &wave) {
+  const ty_context &c = a.context;
+  Range rows = wave_range(c, a.handle.wire_rows, link, wave);
+  return {rows, {rows.end - rows.first, wave.number == 0 ? all_rows(c, a.handle.wire_rows, link) : 0}};
 }
 
-// Head and headers of the message to one node, and which row of it each token is. By a whole block. False once a
+// Head of the message to one node, with the headers where it is the call's first. By a whole block. False once a
 // deadline passed.
-TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, DispatchShared &shared, u64 epoch, u32 link) {
+TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u64 epoch, u32 link) {
   const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  u32 node = node_of_link(c, link), words = (in.tokens + 31) / 32;
-  i32 *wire_row = pointer<i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
-  for (u32 i = thread_index(); i < words; i += block_threads()) store(&shared.bitmap[i], 0u);
   bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, link);
   if (block_any(stuck)) return false;
-  bool faulty = block_any(mark_node(c, in, shared, node) || in.bad);
-  u32 rows = faulty || words == 0 ? 0 : all_in_row(shared.bitmap, words);
+  Wave wave = wave_of(c, epoch);
   char *message = staging_of(c, TY_LANE_DISPATCH, epoch, link);
-  for (u32 token = thread_index(); token < in.tokens; token += block_threads()) {
-    bool there = !faulty && ((load(&shared.bitmap[token / 32]) >> (token % 32)) & 1);
-    u32 row = there ? earlier_in_row(shared.bitmap, token) : 0;
-    store(wire_row + token, there ? static_cast<i32>(row) : -1);
-    if (there) write_header(c, in, row_header(l, message, row), token, node);
-  }
-  if (thread_index() == 0) {
-    write_wire_head(message, epoch, faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK, rows, c.rank);
-    store(pointer<u32>(a.handle.wire_rows) + link, rows);
-  }
-  block_barrier();
+  bool faulty = wave.number == 0 && number_rows(a, in, shared, message, link);
   if (thread_index() != 0) return true;
-  count_packed(c, TY_LANE_DISPATCH, epoch, link, rows, 0);
+  WireWave own = wire_wave(a, link, wave);
+  write_wire_head(message, epoch, faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK, own.shape, own.rows.first, c.rank);
+  note_rows(c, rail_of_link(c, link), own.shape.rows);
+  count_packed(c, TY_LANE_DISPATCH, epoch, link, own.shape, 0, packed_head);
   // N9: the rows' numbers happen before; wait_tag(TY_SITE_PACKED) acquires.
   store_release_gpu(packed_word(c, TY_LANE_DISPATCH, link), epoch);
   return true;
 }
 
-// Packs one token's row, read once, into the messages to all nodes of the mask. By a whole block.
-TY_DEVICE void pack_row(const ty_dispatch_args &a, u64 epoch, u32 token, u64 nodes) {
+// Packs slices of one token's row, read once, into the messages to all nodes that it is for. By a warp.
+TY_DEVICE void pack_row(const ty_dispatch_args &a, const Choices &in, u64 epoch, u32 token, const Slices &slices) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  const u32 *wire_rows = pointer<const u32>(a.handle.wire_rows);
+  Wave wave = wave_of(c, epoch);
   auto row_at = [&](u32 link) {
     return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens + token);
   };
   // A fault makes all messages empty.
-  if (row_at(link_of_node(c, lowest_bit(nodes))) < 0) return;
-  copy_to_all(c, own_row(a, token), nodes, [&](u32 node) {
+  auto nodes_of = [&] {
+    u64 nodes = warp_nodes_of(c, in, token);
+    return nodes == 0 || row_at(link_of_node(c, lowest_bit(nodes))) >= 0 ? nodes : 0;
+  };
+  u64 nodes = copy_to_all(c, own_row(a, token), slices, nodes_of, [&](u32 node) {
     u32 link = link_of_node(c, node);
+    WireWave own = wire_wave(a, link, wave);
     return staging_of(c, TY_LANE_DISPATCH, epoch, link) +
-           row_offset(l, load(wire_rows + link), static_cast<u32>(row_at(link)));
+           row_offset(l, own.shape.headers, static_cast<u32>(row_at(link)) - own.rows.first);
   });
-  block_barrier();
-  for (u32 link = thread_index(); link < l.targets; link += block_threads())
-    if ((nodes >> node_of_link(c, link)) & 1)
-      count_packed(c, TY_LANE_DISPATCH, epoch, link, load(wire_rows + link),
-                   chunk_of_row(l, static_cast<u32>(row_at(link))));
-}
-
-// Waits until every message's head is packed. By a whole block. False once a deadline passed.
-TY_DEVICE bool wait_packed(const ty_context &c, u32 direction, u32 lane, u64 epoch) {
-  bool failed = false;
-  for (u32 link = thread_index(); link < lane_of(c, lane).targets; link += block_threads())
-    failed |= !wait_tag(c, direction, packed_word(c, lane, link), epoch, TY_SITE_PACKED, c.rank, "head");
-  return !block_any(failed);
-}
-
-// Everything for other nodes. False once a deadline passed.
-TY_DEVICE bool send_to_nodes(const ty_dispatch_args &a, const Choices &in, DispatchShared &shared, u64 epoch) {
-  const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  for (u32 link = block_index(); link < l.targets; link += worker_count(c)) {
-    if (!pack_head(a, in, shared, epoch, link)) return false;
-    block_barrier();
+  warp_barrier();
+  for (u32 link = lane_index(); link < l.targets; link += warp_size) {
+    if (!((nodes >> node_of_link(c, link)) & 1)) continue;
+    WireWave own = wire_wave(a, link, wave);
+    u32 chunk = chunk_of_row(l, static_cast<u32>(row_at(link)) - own.rows.first);
+    count_packed(c, TY_LANE_DISPATCH, epoch, link, own.shape, chunk, slices.end - slices.first);
   }
-  if (!wait_packed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch)) return false;
-  for (u32 token = worker_count(c) - 1 - block_index(); token < in.tokens; token += worker_count(c)) {
-    u64 nodes = targets_of(c, in, token).nodes;
-    if (nodes) pack_row(a, epoch, token, nodes);
+}
+
+// Waits until every message's head is packed. By a team. False once a deadline passed.
+TY_DEVICE bool wait_packed(const ty_context &c, const Team &team, u32 direction, u32 lane, u64 epoch) {
+  bool failed = false;
+  for (u32 link = team_thread(team); link < lane_of(c, lane).targets; link += team_threads(team))
+    failed |= !wait_tag(c, direction, packed_word(c, lane, link), epoch, TY_SITE_PACKED, c.rank, "head");
+  return !team_any(team, failed);
+}
+
+// This rank's rows for other nodes. By a team. False once a deadline passed.
+TY_DEVICE bool pack_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, u64 epoch) {
+  const ty_context &c = a.context;
+  if (!wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch)) return false;
+  Range range = own_range(in, wave_of(c, epoch));
+  u32 rows = range.end - range.first, warps = worker_count(c) * team.warps, parts = parts_for(rows, warps);
+  for (u64 i = warp_of_workers(c, team); i < static_cast<u64>(rows) * parts; i += warps) {
+    u32 token = range.first + static_cast<u32>(i / parts), part = static_cast<u32>(i % parts);
+    pack_row(a, in, epoch, token, part_of_row(part, parts));
   }
   return true;
 }
 
 // ---- rail: forwarding ------------------------------------------------------------------------------------------
 
-// Rows of the message from source j, once its chunk 0 has landed. What a peer wrote is not trusted to fit.
-TY_DEVICE u32 rows_landed(const ty_context &c, u64 epoch, u32 j) {
-  u32 rows = load(&wire_head(c, TY_LANE_DISPATCH, epoch, j)->rows);
-  return rows < c.max_tokens ? rows : c.max_tokens;
+// What the head of a message says, once its chunk 0 has landed. What a peer wrote is not trusted to fit.
+TY_DEVICE WireWave landed_wave(const ty_context &c, u64 epoch, u32 j) {
+  const ty_wire_head *head = wire_head(c, TY_LANE_DISPATCH, epoch, j);
+  u32 rows = load(&head->rows), headers = load(&head->headers), first = load(&head->first);
+  if (rows > c.wave_tokens) rows = c.wave_tokens;
+  if (headers > c.max_tokens) headers = c.max_tokens;
+  if (first > c.max_tokens - rows) first = c.max_tokens - rows;
+  return {{first, first + rows}, {rows, headers}};
 }
 
-// The choices that came with a message.
+// The choices that came with a call's first message.
 TY_DEVICE Choices wire_choices(const ty_context &c, u64 epoch, u32 j) {
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u64 headers = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, epoch, j)) + TY_WIRE_HEAD_BYTES;
   u64 weights = c.weights == TY_WEIGHTS_DISPATCH ? headers + 4 + 4 * c.top_k : 0;
-  return {headers + 4, l.header_bytes, weights, l.header_bytes, 4, rows_landed(c, epoch, j), served_home(c, j),
-          false,       false,          0};
+  return {headers + 4,
+          l.header_bytes,
+          weights,
+          l.header_bytes,
+          4,
+          landed_wave(c, epoch, j).shape.headers,
+          served_home(c, j),
+          false,
+          false,
+          0};
 }
 
-// META of source j's rows for one rank of this node. By a whole block.
-TY_DEVICE void forward_meta(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch, u32 j, u32 destination) {
+TY_DEVICE u64 *rail_masks(const ty_dispatch_args &a, u32 j) {
+  return pointer<u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
+}
+
+// META of source j's rows for one rank of this node: of the call's with its first message, then where each wave ends.
+// By a team. False once a deadline passed.
+TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaShared &shared, u64 epoch, u32 j,
+                            u32 destination) {
   const ty_context &c = a.context;
+  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, 0);
+  if (team_any(team, failed)) return false;
+  Wave wave = wave_of(c, epoch);
+  WireWave landed = landed_wave(c, epoch, j);
+  u32 source = served_home(c, j);
+  Meta meta = meta_of(c, destination, source, wave.call);
+  bool leads = team_thread(team) == 0, keeps = destination == c.local;
+  if (leads)
+    store_relaxed_sys(meta.counts + c.max_local_experts + 1 + wave.number, meta_word(wave.call, landed.rows.end));
+  u32 *starts = pointer<u32>(a.handle.rail_rows) + j * (c.waves + 1) + wave.number;
+  if (leads && keeps && wave.number == 0) store(starts, 0u);
+  if (leads && keeps) store(starts + 1, landed.rows.end);
+  if (wave.number != 0) return true;
   Choices in = wire_choices(c, epoch, j);
-  build_meta(c, in, shared, epoch, destination);
-  MetaOut meta = meta_of(c, destination, in.source, epoch);
-  for (u32 row = thread_index(); row < in.tokens; row += block_threads())
-    store(meta.tokens + row, load(pointer<const i32>(in.idx - 4 + row * in.idx_pitch)));
-  if (destination == c.local && thread_index() == 0) store(pointer<u32>(a.handle.rail_rows) + j, in.tokens);
-  raise_meta_flag(c, epoch, destination, in.source, load(&wire_head(c, TY_LANE_DISPATCH, epoch, j)->status));
+  for (u32 row = team_thread(team); row < in.tokens; row += team_threads(team)) {
+    store_word(meta.homes + row, meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + row * in.idx_pitch))));
+    if (keeps) store(rail_masks(a, j) + row, ranks_of(c, in, row));
+  }
+  u32 refreshed = refreshed_token(c, wave.call);
+  if (leads && refreshed >= in.tokens) store_word(meta.homes + refreshed, meta_word(wave.call, 0));
+  (void)publish_meta(c, team, in, shared, wave.call, destination);
+  return true;
 }
 
-// One row from source j to the ranks that need it. By a whole block. False once a deadline passed.
-TY_DEVICE bool forward_row(const ty_dispatch_args &a, const Choices &in, u64 epoch, u32 j, u32 row) {
+// Slices of one row of a wave from source j to the ranks that need it. By a warp. False once a deadline passed.
+TY_DEVICE bool forward_row(const ty_dispatch_args &a, const WireWave &landed, const Wave &wave, u64 epoch, u32 j,
+                           u32 row, const Slices &slices) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   bool failed =
-      thread_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, chunk_of_row(l, row));
-  if (block_any(failed)) return false;
-  u64 mask = targets_of(c, in, row).ranks;
-  u64 from = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, epoch, j)) + row_offset(l, in.tokens, row);
-  push_row(c, RowAt{from, from + c.row_bytes, 1}, epoch, in.source, row, mask);
-  if (thread_index() == 0) store(pointer<u64>(a.handle.rail_mask) + static_cast<u64>(j) * c.max_tokens + row, mask);
+      lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, chunk_of_row(l, row));
+  warp_barrier();
+  if (warp_ballot(failed)) return false;
+  u64 from = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, epoch, j)) + row_offset(l, landed.shape.headers, row);
+  (void)push_row(c, RowAt{from, from + c.row_bytes, 1, TY_QUANTIZE_NONE}, epoch, served_home(c, j), row, slices, [&] {
+    // Headers come once; the masks of later waves were kept.
+    if (wave.number != 0) return load(rail_masks(a, j) + landed.rows.first + row);
+    return warp_ranks_of(c, wire_choices(c, epoch, j), row);
+  });
   return true;
 }
 
-// What this rank does as a rail. Source by source, from another one on each block. False once a deadline passed.
-TY_DEVICE bool forward(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+// The rows of the sources that this warp attends to, of a team on all workers: where there are more warps than
+// sources, several share one. False once a deadline passed.
+TY_DEVICE bool forward_rows(const ty_dispatch_args &a, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  for (u32 turn = 0; turn < l.sources; ++turn) {
-    u32 j = (turn + block_index()) % l.sources;
-    bool failed = thread_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, 0);
-    if (block_any(failed)) return false;
-    for (u32 rank = block_index(); rank < c.node_ranks; rank += worker_count(c)) {
-      forward_meta(a, shared, epoch, j, rank);
-      block_barrier();
+  Wave wave = wave_of(c, epoch);
+  u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = worker_count(c) * team.warps;
+  u32 warp = warp_of_workers(c, team);
+  for (u32 j = warp % sources; j < sources; j += warps) {
+    bool failed = lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, 0);
+    warp_barrier();
+    if (warp_ballot(failed)) return false;
+    WireWave landed = landed_wave(c, epoch, j);
+    u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
+    u32 parts = parts_for(landed.shape.rows, shared_by);
+    for (u64 i = warps < sources ? 0 : warp / sources; i < static_cast<u64>(landed.shape.rows) * parts;
+         i += shared_by) {
+      Slices slices = part_of_row(static_cast<u32>(i % parts), parts);
+      if (!forward_row(a, landed, wave, epoch, j, static_cast<u32>(i / parts), slices)) return false;
     }
-    Choices in = wire_choices(c, epoch, j);
-    for (u32 row = worker_count(c) - 1 - block_index(); row < in.tokens; row += worker_count(c))
-      if (!forward_row(a, in, epoch, j, row)) return false;
   }
   return true;
 }
 
-// ---- the sending phase -----------------------------------------------------------------------------------------
-
-// Other nodes first: their way is the longest. Rows from the far end of the grid, so that the blocks busy with META get
-// their rows last.
-TY_DEVICE void dispatch_send(const ty_dispatch_args &a, DispatchShared &shared, u64 epoch) {
+// What this rank does as a rail, for all sources side by side. By a team. False once a deadline passed.
+TY_DEVICE bool forward(const ty_dispatch_args &a, const Team &team, MetaShared &shared, u64 epoch) {
   const ty_context &c = a.context;
-  Choices in = own_choices(a);
-  if (spans_nodes(c) && !send_to_nodes(a, in, shared, epoch)) return;
-  if (!wait_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, epoch)) return;
-  u32 workers = worker_count(c);
-  for (u32 rank = block_index(); rank < c.node_ranks; rank += workers) publish_meta(a, in, shared, epoch, rank);
-  for (u32 token = workers - 1 - block_index(); token < in.tokens; token += workers) {
-    u64 ranks = targets_of(c, in, token).ranks;
-    push_row(c, own_row(a, token), epoch, c.rank, token, ranks);
-    if (thread_index() == 0) store(pointer<u64>(a.handle.rank_mask) + token, ranks);
-  }
+  u32 pairs = lane_of(c, TY_LANE_DISPATCH).sources * c.node_ranks;
+  if (pairs == 0) return true;
+  for (u32 pair = block_index(); pair < pairs; pair += worker_count(c))
+    if (!forward_meta(a, team, shared, epoch, pair / c.node_ranks, pair % c.node_ranks)) return false;
+  return forward_rows(a, team, epoch);
 }
 
 } // namespace ty

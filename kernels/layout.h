@@ -14,18 +14,22 @@
 #define TY_MAX_NODES 64
 // Experts a token may name: a lane of a warp each.
 #define TY_MAX_TOP_K 32
-// Experts on one rank: their running counts and one token bitmap word each fit in 40 KiB of shared memory.
+// Experts on one rank: 11 bits of a META word, and a token bitmap word each in shared memory.
 #define TY_MAX_LOCAL_EXPERTS 2047
+// Tokens of a call: 20 bits of a META word.
+#define TY_MAX_TOKENS (1 << 20)
 // 32-bit words of the token bitmap in shared memory (32 KiB).
 #define TY_BITMAP_WORDS 8192
+// Ranks times experts of one rank: their counts are in shared memory (32 KiB).
+#define TY_MAX_COUNTS 8192
 // Slices of a row: each may be carried by a warp of its own, and has a tag of its own.
 #define TY_SLICES 4
 // Threads of a block on a GPU at the most (the launch bound of every kernel).
 #define TY_MAX_BLOCK_THREADS 512
 
 // Shared memory of a block, asserted where the structs are defined.
-#define TY_DISPATCH_SHARED_BYTES 47104
-#define TY_COMBINE_SHARED_BYTES 4096
+#define TY_DISPATCH_SHARED_BYTES 99328
+#define TY_COMBINE_SHARED_BYTES 8192
 
 // Phases of a launch, or-ed for a fused call.
 #define TY_PHASE_SEND 1
@@ -40,6 +44,11 @@
 #define TY_WEIGHTS_DISPATCH 0
 #define TY_WEIGHTS_COMBINE 1
 #define TY_WEIGHTS_NONE 2
+
+// Scales that own rows get as they are quantised to fp8, if they are: then they come as bf16, without scales.
+#define TY_QUANTIZE_NONE 0
+#define TY_QUANTIZE_F32 1
+#define TY_QUANTIZE_UE8M0 2
 
 // Element types of combine's rows and outputs.
 #define TY_BF16 0
@@ -92,6 +101,17 @@
 #define TY_DIRECTION_BARRIER 2
 #define TY_DIRECTIONS 3
 
+// Stages of a kernel: when a block came to the end of each. See struct ty_context: stats.
+#define TY_STAGE_BEGIN 0
+#define TY_STAGE_PUBLISHED 1 // dispatch: META and heads of messages; combine: flags and weights
+#define TY_STAGE_FAR 2       // rows for other nodes packed, or their partial rows sent
+#define TY_STAGE_NEAR 3      // rows of the own node sent
+#define TY_STAGE_RAIL 4      // what this rank does as a rail
+#define TY_STAGE_HEARD 5     // counts of all sources, or flags of all node peers
+#define TY_STAGE_ROWS 6      // rows placed, or sums formed
+#define TY_STAGE_DONE 7      // nothing left but to count the blocks
+#define TY_STAGES 8
+
 // What travels between nodes, each with links, epochs, staging and inbox of its own (proxy/wire.rs: Direction).
 #define TY_LANE_DISPATCH 0
 #define TY_LANE_COMBINE 1
@@ -103,6 +123,7 @@
 #define TY_WIRE_HEAD_BYTES 32
 
 // A region of the arena: address = base + offset + parity * parity_stride + source * source_stride + index * unit.
+// Tokens of rows and partial rows are counted from the wave's first, those of META from the call's.
 // Regions that exist once have parity_stride 0.
 typedef struct ty_region {
   uint64_t offset;
@@ -113,33 +134,34 @@ typedef struct ty_region {
 // Where each region lies: the same on every rank. A source is a rank of the world; what a rail received for its node
 // stands there under the source's number, and its tokens are counted without those that have nothing to do here.
 typedef struct ty_regions {
-  ty_region rows;           // [source][token] slots of slot_bytes: payload, then scale words
-  ty_region row_tags;       // [source][token] uint64 epoch
-  ty_region meta_flags;     // [parity][source] uint64 flag
-  ty_region meta_counts;    // [parity][source][max_local_experts + 2] uint32: per expert, then rows, then tokens
-  ty_region meta_rows;      // [parity][source][token] int32: which row of this source for this rank, -1 none
-  ty_region meta_slots;     // [parity][source][token] int32: the slot for this rank's partial row at its owner
-  ty_region meta_tokens;    // [parity][source][token] int32: its number at its home, for sources of other nodes
-  ty_region meta_experts;   // [parity][source][token][top_k] int32 local expert, -1 not here
-  ty_region meta_positions; // [parity][source][token][top_k] int32 position among this source's rows of the expert
-  ty_region meta_weights;   // [parity][source][token][top_k] float
-  ty_region partials;       // [part][token][slot] rows of partial_bytes; part 0: own tokens, 1 + j: of served home j
-  ty_region partial_tags;   // [part][token][slot] uint64 epoch
-  ty_region combine_flags;  // [parity][local rank] uint64 flag
-  ty_region ahead_weights;  // [parity][source][token][top_k] float: weights that come with combine
-  ty_region ahead_flags;    // [parity][source] uint64 flag: they are there
-  ty_region barrier_flags;  // [parity][local rank] uint64 number of the barrier
-  ty_region dispatch_free;  // [local rank] uint64: the last dispatch whose inbox that rank has read
-  ty_region combine_free;   // [local rank] uint64: the same of combine
+  ty_region rows;         // [source][token] slots of slot_bytes: payload, then scale words
+  ty_region row_tags;     // [source][token][TY_SLICES] uint64 epoch
+  ty_region meta_flags;   // [parity][local rank] uint64 flag: that rank has read its inbox of the epoch before
+                          // META words, uint64 {epoch's low half, 1 + value}: each says by itself whether it is there.
+  ty_region meta_counts;  // [parity][source][max_local_experts + 1 + waves]: rows per expert, rows, wave ends in tokens
+  ty_region meta_tokens;  // [parity][source][token]: 0 not here, else 1 + (row of this source << 5 | slot at the owner)
+  ty_region meta_homes;   // [parity][source][token]: its number at its home, for sources of other nodes
+  ty_region meta_choices; // [parity][source][token][top_k]: 0 not here, else 1 + (position << 11 | local expert)
+  ty_region meta_weights; // [parity][source][token][top_k]: bits of a float, where the choice is here
+  ty_region partials;     // [part][token][slot] rows of partial_bytes; part 0: own tokens, 1 + j: of served home j
+  ty_region partial_tags; // [part][token][slot][TY_SLICES] uint64 epoch
+  ty_region combine_flags; // [parity][local rank] uint64 flag
+  ty_region ahead_weights; // [parity][source][token][top_k] float: weights that come with combine
+  ty_region ahead_flags;   // [parity][source] uint64 flag: they are there
+  ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
+  ty_region dispatch_free; // [local rank] uint64: the last dispatch whose inbox that rank has read
+  ty_region combine_free;  // [local rank] uint64: the same of combine
 } ty_regions;
 
 // The first bytes of a message between nodes.
 typedef struct ty_wire_head {
   uint64_t epoch;
-  uint32_t status; // TY_STATUS_*
-  uint32_t rows;   // rows that follow
-  uint32_t rank;   // with TY_STATUS_INCOMPLETE: whose rows are missing
-  uint32_t reserved[3];
+  uint32_t status;  // TY_STATUS_*
+  uint32_t rows;    // rows that follow
+  uint32_t rank;    // with TY_STATUS_INCOMPLETE: whose rows are missing
+  uint32_t headers; // row headers that come first: of all rows of the call, in its first wave
+  uint32_t first;   // number of the first row among those of the call
+  uint32_t reserved;
 } ty_wire_head;
 
 // One direction between nodes, as proxy/wire.rs lays it out. A message is a head, then rows headers of header_bytes,
@@ -239,6 +261,8 @@ typedef struct ty_context {
   uint32_t local_experts;
   uint32_t top_k;
   uint32_t max_tokens;
+  uint32_t waves;       // launches of a call, an epoch each
+  uint32_t wave_tokens; // tokens of each rank in one of them
   uint32_t hidden;
   uint32_t weights;           // TY_WEIGHTS_*
   uint32_t row_bytes;         // payload of a token row; a multiple of 16
@@ -247,14 +271,19 @@ typedef struct ty_context {
   uint32_t partial_bytes;     // pitch of a partial row; a multiple of 16
   uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 2
+  uint32_t quantize;          // TY_QUANTIZE_*
+  uint32_t reserved;
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *
   uint64_t errors;       // ty_error_record[TY_DIRECTIONS] *, host memory
   uint64_t expert_home;  // const ty_expert_home *, [experts]
-  uint64_t local_count;  // const uint32_t *, [ranks]: experts of each rank
   uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation
   uint64_t source_owner; // const ty_source_owner *, [ranks]
+  // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][stats_blocks][TY_STAGES], then
+  // [direction: 2][TY_MAX_RANKS] when block 0 heard of each peer, then [TY_MAX_RANKS] rows that dispatch sent to each.
+  uint64_t stats;
+  uint64_t stats_blocks;
   ty_regions regions;
   ty_wire wire;
   uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas as this device sees them; own at [local]
@@ -267,7 +296,7 @@ typedef struct ty_handle_head {
   uint32_t incomplete;  // 1: this rank's output overflowed
   uint32_t own_tokens;  // tokens this rank dispatched
   uint32_t own_bad;     // 1: this rank's routing was unusable; its sums are zero
-  uint32_t most_tokens; // over all sources
+  uint32_t most_tokens; // of a source in a wave
   uint32_t reserved;
 } ty_handle_head;
 
@@ -276,12 +305,12 @@ typedef struct ty_handle {
   uint64_t rows; // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
   uint64_t weights;       // float [ranks][max_tokens][top_k]
   uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
-  uint64_t source_tokens; // uint32 [ranks]: tokens of each source, as numbered here
+  uint64_t source_tokens; // uint32 [ranks][waves + 1]: where waves begin in each source's tokens, as numbered here
   uint64_t rank_mask;     // uint64 [max_tokens]: ranks of the own node that each own token went to
   uint64_t wire_row;      // int32 [links][max_tokens]: which row of the message to that node, -1 none
-  uint64_t wire_rows;     // uint32 [links]: rows of that message
+  uint64_t wire_rows;     // uint32 [links][waves + 1]: where waves begin in those rows
   uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served home went to
-  uint64_t rail_rows;     // uint32 [served]: rows of each served home
+  uint64_t rail_rows;     // uint32 [served][waves + 1]: where waves begin in the rows of each served home
 } ty_handle;
 
 typedef struct ty_tokens {

@@ -27,36 +27,45 @@ struct Fp32 {
   static constexpr u32 bytes = 4;
 };
 
+// A group as it lies in memory.
+template <typename T> struct Raw { Vec16 part[T::bytes / 2]; };
+
 // Loads elements [8g, 8g + 8) of a row of `columns` elements.
-template <typename T> TY_DEVICE Floats load_group(const char *row, u32 g, u32) {
-  Vec16 data = load16(row + g * 16);
+template <typename T> TY_DEVICE Raw<T> load_raw(const char *row, u64 g, u32) { return {{load16(row + g * 16)}}; }
+
+template <> TY_DEVICE Raw<Fp32> load_raw<Fp32>(const char *row, u64 g, u32 columns) {
+  bool whole = g * group + 4 < columns;
+  return {{load16(row + g * 32), whole ? load16(row + g * 32 + 16) : Vec16{{0, 0, 0, 0}}}};
+}
+
+template <typename T> TY_DEVICE Floats widen(const Raw<T> &raw) {
   Floats out;
   for (u32 i = 0; i < 4; ++i) {
-    out.v[2 * i] = T::widen(data.w[i] & 0xffffu);
-    out.v[2 * i + 1] = T::widen(data.w[i] >> 16);
+    out.v[2 * i] = T::widen(raw.part[0].w[i] & 0xffffu);
+    out.v[2 * i + 1] = T::widen(raw.part[0].w[i] >> 16);
   }
   return out;
 }
 
-template <> TY_DEVICE Floats load_group<Fp32>(const char *row, u32 g, u32 columns) {
+template <> TY_DEVICE Floats widen<Fp32>(const Raw<Fp32> &raw) {
   Floats out;
-  for (u32 half = 0; half < 2; ++half) {
-    bool there = g * group + half * 4 < columns;
-    Vec16 data = there ? load16(row + g * 32 + half * 16) : Vec16{{0, 0, 0, 0}};
-    for (u32 i = 0; i < 4; ++i) out.v[half * 4 + i] = same_bits<float>(data.w[i]);
-  }
+  for (u32 i = 0; i < group; ++i) out.v[i] = same_bits<float>(raw.part[i / 4].w[i % 4]);
   return out;
 }
 
-template <typename T> TY_DEVICE void store_group(char *row, u32 g, u32, const Floats &in) {
+template <typename T> TY_DEVICE Floats load_group(const char *row, u64 g, u32 columns) {
+  return widen(load_raw<T>(row, g, columns));
+}
+
+template <typename T> TY_DEVICE void store_group(char *row, u64 g, u32, const Floats &in) {
   Vec16 data;
   for (u32 i = 0; i < 4; ++i) data.w[i] = T::narrow(in.v[2 * i]) | T::narrow(in.v[2 * i + 1]) << 16;
   store16(row + g * 16, data);
 }
 
-template <> TY_DEVICE void store_group<Fp32>(char *row, u32 g, u32 columns, const Floats &in) {
+template <> TY_DEVICE void store_group<Fp32>(char *row, u64 g, u32 columns, const Floats &in) {
   for (u32 half = 0; half < 2; ++half) {
-    if (g * group + half * 4 >= columns) return;
+    if (static_cast<u32>(g) * group + half * 4 >= columns) return;
     Vec16 data;
     for (u32 i = 0; i < 4; ++i) data.w[i] = same_bits<u32>(in.v[half * 4 + i]);
     store16(row + g * 32 + half * 16, data);

@@ -14,7 +14,10 @@
 
 #if defined(__CUDACC__)
 #define TY_DEVICE __device__ __forceinline__
+// Before a loop whose turns are to be independent of one another, so that their loads are under way together.
+#define TY_UNROLL _Pragma("unroll")
 #else
+#define TY_UNROLL
 #include "cpu/device.h"
 #define TY_DEVICE inline
 #endif
@@ -92,6 +95,12 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
   static_assert(sizeof(T) <= 8, "store takes 1, 2, 4 or 8 bytes");
   *p = value;
 }
+// A word that says by itself whether it is there, for others to poll: aligned to 8 bytes and stored whole. A weak
+// store, since strong ones of a warp go out one by one (4 ns each where these take a tenth, measured on an H200); it is
+// on its way at once, and a fence behind it makes sure of that.
+TY_DEVICE void store_word(u64 *p, u64 value) {
+  asm volatile("st.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(value) : "memory");
+}
 TY_DEVICE Vec16 load16(const void *p) {
   const uint4 v = *static_cast<const uint4 *>(p);
   return Vec16{{v.x, v.y, v.z, v.w}};
@@ -128,6 +137,7 @@ TY_GPU_LOAD(load_relaxed_gpu, "relaxed.gpu")
 TY_GPU_LOAD(load_acquire_sys, "acquire.sys")
 TY_GPU_LOAD(load_acquire_gpu, "acquire.gpu")
 TY_GPU_STORE(store_relaxed_sys, "relaxed.sys")
+TY_GPU_STORE(store_relaxed_gpu, "relaxed.gpu")
 TY_GPU_STORE(store_release_sys, "release.sys")
 TY_GPU_STORE(store_release_gpu, "release.gpu")
 #undef TY_GPU_LOAD
@@ -136,7 +146,7 @@ TY_GPU_STORE(store_release_gpu, "release.gpu")
 TY_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 TY_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Atomics; each returns the value before. The *_gpu ones are for global memory, the *_block ones for any.
+// Atomics; each returns the value before. The *_gpu ones are for global memory, the *_block ones for shared.
 TY_DEVICE u32 atomic_add_gpu(u32 *p, u32 value) {
   u32 old;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
@@ -155,17 +165,24 @@ TY_DEVICE u32 atomic_cas_gpu(u32 *p, u32 expected, u32 desired) {
 }
 TY_DEVICE u32 atomic_or_block(u32 *p, u32 value) {
   u32 old;
-  asm volatile("atom.relaxed.cta.or.b32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+  asm volatile("atom.relaxed.cta.shared.or.b32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(__cvta_generic_to_shared(p)), "r"(value)
+               : "memory");
   return old;
 }
 TY_DEVICE u32 atomic_add_block(u32 *p, u32 value) {
   u32 old;
-  asm volatile("atom.relaxed.cta.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(value) : "memory");
+  asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(__cvta_generic_to_shared(p)), "r"(value)
+               : "memory");
   return old;
 }
 
 // Warp operations; all 32 lanes call them together. The lane is taken modulo 32.
 TY_DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+TY_DEVICE u32 warp_or(u32 value) { return __reduce_or_sync(0xffffffffu, value); }
 template <typename T> TY_DEVICE T shuffle(T value, u32 lane) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle takes 4 or 8 bytes");
   if constexpr (sizeof(T) == 4) {
@@ -203,6 +220,19 @@ TY_DEVICE float mul_rn(float x, float y) {
   asm("mul.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
   return r;
 }
+TY_DEVICE float div_rn(float x, float y) {
+  float r;
+  asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
+  return r;
+}
+// The larger of `most`, which is no NaN and not negative, and |x|; a NaN x counts for nothing.
+TY_DEVICE float max_magnitude(float most, float x) {
+  float r;
+  asm("{\n .reg .f32 magnitude;\n abs.f32 magnitude, %2;\n max.f32 %0, %1, magnitude;\n}"
+      : "=f"(r)
+      : "f"(most), "f"(x));
+  return r;
+}
 
 // Conversions, to nearest even; NaN becomes 0x7fff (16 bits) or 0x7fffffff (from fp16 and e4m3).
 // bf16_to_float is a shift and keeps a NaN's payload. Overflow becomes infinity.
@@ -226,6 +256,13 @@ TY_DEVICE float e4m3_to_float(u8 bits) {
   u32 pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(bits)));
   return fp16_to_float(static_cast<u16>(pair));
+}
+// Two numbers as e4m3, the first in the low byte. Too large ones, infinities included, become the largest, 448;
+// NaN of either sign becomes 0x7f.
+TY_DEVICE u16 floats_to_e4m3(float low, float high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 TY_DEVICE u32 popcount(u32 x) { return static_cast<u32>(__popc(x)); }
 TY_DEVICE u32 popcount64(u64 x) { return static_cast<u32>(__popcll(x)); }
@@ -278,6 +315,7 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
     __atomic_store(p, &value, __ATOMIC_RELAXED);
   }
 }
+TY_DEVICE void store_word(u64 *p, u64 value) { store(p, value); }
 // Vector accesses also end a fiber's turn from time to time: lanes that share cache lines, and on a GPU
 // would run in step, then stay near one another in memory.
 TY_DEVICE Vec16 load16(const void *p) {
@@ -322,6 +360,7 @@ TY_CPU_LOAD(load_relaxed_gpu, __ATOMIC_RELAXED)
 TY_CPU_LOAD(load_acquire_sys, __ATOMIC_ACQUIRE)
 TY_CPU_LOAD(load_acquire_gpu, __ATOMIC_ACQUIRE)
 TY_CPU_STORE(store_relaxed_sys, __ATOMIC_RELAXED, cpu::Scope::none)
+TY_CPU_STORE(store_relaxed_gpu, __ATOMIC_RELAXED, cpu::Scope::none)
 TY_CPU_STORE(store_release_sys, __ATOMIC_RELEASE, cpu::Scope::sys)
 TY_CPU_STORE(store_release_gpu, __ATOMIC_RELEASE, cpu::Scope::gpu)
 #undef TY_CPU_LOAD
@@ -355,6 +394,7 @@ TY_DEVICE u32 atomic_add_block(u32 *p, u32 value) {
 }
 
 TY_DEVICE u32 warp_ballot(bool predicate) { return cpu::warp_ballot(predicate); }
+TY_DEVICE u32 warp_or(u32 value) { return cpu::warp_or(value); }
 template <typename T> TY_DEVICE T shuffle(T value, u32 lane) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle takes 4 or 8 bytes");
   u64 bits = 0;
@@ -387,6 +427,11 @@ TY_DEVICE float fma_rn(float x, float y, float z) {
 }
 TY_DEVICE float add_rn(float x, float y) { return one_nan(x + y); }
 TY_DEVICE float mul_rn(float x, float y) { return one_nan(x * y); }
+TY_DEVICE float div_rn(float x, float y) { return one_nan(x / y); }
+TY_DEVICE float max_magnitude(float most, float x) {
+  const float magnitude = __builtin_fabsf(x);
+  return magnitude > most ? magnitude : most;
+}
 
 TY_DEVICE float bf16_to_float(u16 bits) { return same_bits<float>(static_cast<u32>(bits) << 16); }
 TY_DEVICE u16 float_to_bf16(float x) {
@@ -424,6 +469,23 @@ TY_DEVICE float e4m3_to_float(u8 bits) {
   if ((bits & 0x7fu) == 0x7fu) return same_bits<float>(0x7fffffffu);
   if (exponent != 0) return same_bits<float>(sign | ((exponent + 120u) << 23) | (mantissa << 20));
   return same_bits<float>(sign | same_bits<u32>(static_cast<float>(mantissa) * 0x1p-9f));
+}
+TY_DEVICE u32 float_to_e4m3(float x) {
+  const u32 bits = same_bits<u32>(x);
+  const u32 sign = (bits >> 24) & 0x80u;
+  const u32 magnitude = bits & 0x7fffffffu;
+  if (__builtin_expect(magnitude > 0x7f800000u, 0)) return 0x7f;
+  if (magnitude >= 0x43e00000u) return sign | 0x7eu; // 448 and above
+  if (magnitude < 0x3c800000u) {                     // below 2^-6: a multiple of 2^-9
+    // Adding 2^14 puts the unit of the sum's last place at 2^-9, so that the addition rounds.
+    const float sum = same_bits<float>(magnitude) + 0x1p14f;
+    return sign | (same_bits<u32>(sum) - 0x46800000u);
+  }
+  const u32 rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+  return sign | ((rounded >> 20) - (120u << 3));
+}
+TY_DEVICE u16 floats_to_e4m3(float low, float high) {
+  return static_cast<u16>(float_to_e4m3(low) | float_to_e4m3(high) << 8);
 }
 TY_DEVICE u32 popcount(u32 x) { return static_cast<u32>(__builtin_popcount(x)); }
 TY_DEVICE u32 popcount64(u64 x) { return static_cast<u32>(__builtin_popcountll(x)); }

@@ -10,10 +10,16 @@
 
 namespace ty {
 
+// Chunks of each source looked at in a turn.
+constexpr u32 relay_window = 8;
+// Words that a relay has on its list in a turn at the most.
+constexpr u32 relay_listed = 64;
+
 // Messages under way that a relay looks at, in shared memory.
 struct RelayShared {
-  u32 next[TY_MAX_RANKS];   // by source: chunks before this one have landed
-  u32 beyond[TY_MAX_RANKS]; // bit i: chunk next + 1 + i has landed, too
+  u32 sources[TY_MAX_RANKS]; // next << relay_window | seen: chunks before next have landed; bit i: next + i has, too
+  u32 words[relay_listed];
+  u32 entries[relay_listed]; // source * relay_window + bit
 };
 static_assert(sizeof(RelayShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 static_assert(sizeof(RelayShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
@@ -59,12 +65,12 @@ TY_DEVICE u32 chunks_of(const ty_lane &l, u32 rows) {
 }
 
 // Bytes before the rows of chunk 0.
-TY_DEVICE u32 head_and_headers(const ty_lane &l, u32 rows) { return TY_WIRE_HEAD_BYTES + rows * l.header_bytes; }
+TY_DEVICE u32 head_and_headers(const ty_lane &l, u32 headers) { return TY_WIRE_HEAD_BYTES + headers * l.header_bytes; }
 
-// Bytes from the start of a message of `rows` rows to one of them.
-TY_DEVICE u64 row_offset(const ty_lane &l, u32 rows, u32 row) {
+// Bytes from the start of a message with `headers` row headers to one of its rows.
+TY_DEVICE u64 row_offset(const ty_lane &l, u32 headers, u32 row) {
   u32 chunk = chunk_of_row(l, row);
-  u64 start = chunk == 0 ? head_and_headers(l, rows) : l.head_bytes + static_cast<u64>(chunk) * l.chunk_bytes;
+  u64 start = chunk == 0 ? head_and_headers(l, headers) : l.head_bytes + static_cast<u64>(chunk) * l.chunk_bytes;
   return start + static_cast<u64>(row % l.chunk_rows) * l.row_bytes;
 }
 
@@ -81,16 +87,28 @@ TY_DEVICE bool wait_staging(const ty_context &c, u32 direction, u32 lane, u64 ep
   return wait_tag(c, direction, word, epoch - 2, TY_SITE_STAGING, peer_of_link(c, lane, link), "wire staging");
 }
 
-// One thing of a chunk is packed: a row, or the head in chunk 0. By one thread, behind the barrier that follows the
-// packing. Whoever packed the last rings for the chunk.
-TY_DEVICE void count_packed(const ty_context &c, u32 lane, u64 epoch, u32 link, u32 rows, u32 chunk) {
+// How many rows and row headers a message has.
+struct WireRows {
+  u32 rows;
+  u32 headers;
+};
+
+// What a count of packed things is made of: a row counts its slices, the head one.
+constexpr u32 packed_row = TY_SLICES, packed_head = 1;
+
+// `packed` of a chunk's things are packed. By one thread, behind the barrier that follows the packing. Whoever packed
+// the last rings for the chunk.
+TY_DEVICE void count_packed(const ty_context &c, u32 lane, u64 epoch, u32 link, const WireRows &message, u32 chunk,
+                            u32 packed) {
+  u32 rows = message.rows;
   const ty_lane &l = lane_of(c, lane);
   u32 left = rows - chunk * l.chunk_rows;
   u32 rows_here = l.row_bytes == 0 ? 0 : left < l.chunk_rows ? left : l.chunk_rows;
+  u32 all = rows_here * packed_row + (chunk == 0 ? packed_head : 0);
   u32 *counter = pointer<u32>(c.wire.counters) + l.first_counter + link * l.chunks + chunk;
-  if (atomic_add_gpu(counter, 1u) + 1 != rows_here + (chunk == 0 ? 1 : 0)) return;
+  if (atomic_add_gpu(counter, packed) + packed != all) return;
   store(counter, 0u);
-  u32 bytes = rows_here * l.row_bytes + (chunk == 0 ? head_and_headers(l, rows) : 0);
+  u32 bytes = rows_here * l.row_bytes + (chunk == 0 ? head_and_headers(l, message.headers) : 0);
   if (chunk == 0)
     store_relaxed_sys(pointer<u64>(c.wire.chunk_counts) + link_word(l, epoch, link),
                       static_cast<u64>(chunks_of(l, rows)));
@@ -101,11 +119,13 @@ TY_DEVICE void count_packed(const ty_context &c, u32 lane, u64 epoch, u32 link, 
 }
 
 // Writes the head of a message. By one thread.
-TY_DEVICE void write_wire_head(char *message, u64 epoch, u32 status, u32 rows, u32 rank) {
+TY_DEVICE void write_wire_head(char *message, u64 epoch, u32 status, const WireRows &shape, u32 first, u32 rank) {
   ty_wire_head *head = reinterpret_cast<ty_wire_head *>(message);
   store(&head->epoch, epoch);
   store(&head->status, status);
-  store(&head->rows, rows);
+  store(&head->rows, shape.rows);
+  store(&head->headers, shape.headers);
+  store(&head->first, first);
   store(&head->rank, rank);
 }
 
@@ -138,48 +158,57 @@ TY_DEVICE bool may_relay(const ty_context &c, const Wait &wait, u32 turn, u64 st
   return false;
 }
 
-// Passes on one word once it shows `expected`. E6: acquires at system scope, releases to this device.
-TY_DEVICE bool relay_word(const u64 *host, u64 *device, u64 expected) {
-  if (load_relaxed_sys(host) != expected) return false;
+// Words looked at together: one round trip over PCIe for all of them.
+constexpr u32 relay_batch = 8;
+
+// Looks at up to relay_batch words and passes on those that show `expected`; answers which, a bit each. E6: acquires at
+// system scope, releases to this device. By the relay's thread 0.
+TY_DEVICE u32 relay_words(u64 host, u64 device, const u32 *words, u32 count, u64 expected) {
+  u64 seen[relay_batch];
+  TY_UNROLL
+  for (u32 i = 0; i < relay_batch; ++i)
+    seen[i] = i < count ? load_relaxed_sys(pointer<const u64>(host) + load(words + i)) : ~expected;
+  u32 there = 0;
+  TY_UNROLL
+  for (u32 i = 0; i < relay_batch; ++i) there |= (seen[i] == expected ? 1u : 0u) << i;
+  if (there == 0) return 0;
   fence_acq_rel_sys();
-  store_release_gpu(device, expected);
-  return true;
+  for (u32 i = 0; i < count; ++i)
+    if ((there >> i) & 1) store_relaxed_gpu(pointer<u64>(device) + load(words + i), expected);
+  return there;
 }
 
 // Passes on that staging is free, for every link of a lane. By the relay's thread 0. False once a deadline passed.
 TY_DEVICE bool relay_staging(const ty_context &c, u32 direction, u32 lane, u64 epoch) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0 || epoch - c.first_epoch < 2) return true;
-  for (u32 link = 0; link < l.targets; ++link) {
-    u32 word = link_word(l, epoch, link);
-    const u64 *host = pointer<const u64>(c.wire.host_free) + word;
-    Wait wait{direction, TY_SITE_STAGING, peer_of_link(c, lane, link), epoch};
+  RelayShared &shared = block_shared<RelayShared>();
+  for (u32 first = 0; first < l.targets; first += relay_batch) {
+    u32 count = l.targets - first < relay_batch ? l.targets - first : relay_batch;
+    for (u32 i = 0; i < count; ++i) store(&shared.words[i], link_word(l, epoch, first + i));
     u64 start = now_ns();
-    for (u32 turn = 1; !relay_word(host, pointer<u64>(c.wire.free) + word, epoch - 2); ++turn) {
+    for (u32 turn = 1;; ++turn) {
+      u32 missing = ~relay_words(c.wire.host_free, c.wire.free, shared.words, count, epoch - 2) & ((1u << count) - 1);
+      if (missing == 0) break;
       spin_pause("wire staging");
-      if (!may_relay(c, wait, turn, start, epoch - 2, load_relaxed_sys(host))) return false;
+      Wait wait{direction, TY_SITE_STAGING, peer_of_link(c, lane, first + lowest_bit(missing)), epoch};
+      if (!may_relay(c, wait, turn, start, epoch - 2, 0)) return false;
     }
   }
   return true;
 }
 
-// Chunks looked at for each source in a turn.
-constexpr u32 relay_window = 8;
-
-// One look at a source: passes on what has landed of the next chunks. True once all `chunks` are through.
-TY_DEVICE bool relay_source(const ty_context &c, RelayShared &shared, u32 lane, u64 epoch, u32 source, u32 chunks) {
-  const ty_lane &l = lane_of(c, lane);
-  u32 next = load(&shared.next[source]), seen = load(&shared.beyond[source]) << 1;
-  for (u32 i = 0; i < relay_window && next + i < chunks; ++i) {
-    if ((seen >> i) & 1) continue;
-    u32 word = landed_word(l, epoch, source, next + i);
-    if (relay_word(pointer<const u64>(c.wire.host_landed) + word, pointer<u64>(c.wire.landed) + word, epoch))
-      seen |= 1u << i;
+// Looks at the words of what is on the list, and notes what has landed.
+TY_DEVICE void relay_list(const ty_context &c, RelayShared &shared, u64 epoch, u32 count) {
+  for (u32 first = 0; first < count; first += relay_batch) {
+    u32 left = count - first < relay_batch ? count - first : relay_batch;
+    u32 there = relay_words(c.wire.host_landed, c.wire.landed, &shared.words[first], left, epoch);
+    for (; there; there &= there - 1) {
+      u32 entry = load(&shared.entries[first + lowest_bit(there)]);
+      u32 *source = &shared.sources[entry / relay_window];
+      store(source, load(source) | 1u << entry % relay_window);
+    }
   }
-  for (; seen & 1; seen >>= 1) ++next;
-  store(&shared.next[source], next);
-  store(&shared.beyond[source], seen >> 1);
-  return next >= chunks;
 }
 
 // Passes on all chunks of an epoch. `rows_of(source)` says how many rows a message has, once its chunk 0 has landed.
@@ -189,22 +218,30 @@ TY_DEVICE bool relay_landed(const ty_context &c, u32 direction, u32 lane, u64 ep
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();
-  for (u32 source = 0; source < l.sources; ++source) {
-    store(&shared.next[source], 0u);
-    store(&shared.beyond[source], 0u);
-  }
+  for (u32 source = 0; source < l.sources; ++source) store(&shared.sources[source], 0u);
   u64 start = now_ns();
   for (u32 turn = 1;; ++turn) {
-    u32 missing = l.sources;
-    for (u32 source = l.sources; source-- > 0;) {
-      bool whole = load(&shared.next[source]) > 0;
-      u32 chunks = whole ? chunks_of(l, rows_of(source)) : 1;
-      if (!relay_source(c, shared, lane, epoch, source, chunks) || !whole) missing = source;
+    u32 missing = l.sources, listed = 0;
+    for (u32 i = 0; i < l.sources; ++i) {
+      // From another source on in each turn, so that none stays off the list.
+      u32 source = (i + turn * relay_window) % l.sources;
+      u32 state = load(&shared.sources[source]);
+      u32 next = state >> relay_window, seen = state & ((1u << relay_window) - 1);
+      for (; seen & 1; seen >>= 1) ++next;
+      store(&shared.sources[source], next << relay_window | seen);
+      u32 chunks = next > 0 ? chunks_of(l, rows_of(source)) : 1;
+      if (next < chunks) missing = source;
+      for (u32 ahead = 0; ahead < relay_window && next + ahead < chunks && listed < relay_listed; ++ahead) {
+        if ((seen >> ahead) & 1) continue;
+        store(&shared.words[listed], landed_word(l, epoch, source, next + ahead));
+        store(&shared.entries[listed++], source * relay_window + ahead);
+      }
     }
     if (missing == l.sources) return true;
+    relay_list(c, shared, epoch, listed);
     spin_pause("chunk");
     Wait wait{direction, TY_SITE_LANDED, peer_of_source(c, lane, missing), epoch};
-    if (!may_relay(c, wait, turn, start, epoch, load(&shared.next[missing]))) return false;
+    if (!may_relay(c, wait, turn, start, epoch, load(&shared.sources[missing]) >> relay_window)) return false;
   }
 }
 

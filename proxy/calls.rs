@@ -47,11 +47,11 @@ pub struct ScaleView {
 /// The tokens of this rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Tokens {
-    /// Rows, [tokens, hidden] of the context's dtype; 16-byte aligned.
+    /// Rows, [tokens, hidden] of the context's dtype, or of bf16 where the context quantises; 16-byte aligned.
     pub x: View,
     /// Bytes from one row to the next; a multiple of 16.
     pub x_pitch: usize,
-    /// Scales, where the context has them.
+    /// Scales, where the context has them and does not make them itself.
     pub scales: Option<ScaleView>,
     /// Experts of each token, [tokens, top_k]; -1 for none.
     pub topk_idx: View,
@@ -230,7 +230,7 @@ impl Tokens {
     pub(crate) fn check(&self, shape: &Shape) -> Result<raw::ty_tokens> {
         let room = self.room(shape)?;
         let choices = room.checked_mul(shape.top_k);
-        need("x", self.x, rows_span("x_pitch", room, self.x_pitch, shape.row_bytes)?, 16)?;
+        need("x", self.x, rows_span("x_pitch", room, self.x_pitch, shape.input_row_bytes())?, 16)?;
         let index_bytes = self.index_type.bytes();
         need("topk_idx", self.topk_idx, choices.and_then(|n| n.checked_mul(index_bytes)), index_bytes as u64)?;
         let weights = need_if(
@@ -268,7 +268,8 @@ impl Tokens {
         });
         let view = self.scales.map(|s| s.view);
         let span = if self.scales.is_some() { span } else { Some(0) };
-        need_if("scales", shape.scale_words > 0, shape.scales_sentence(), view, span)?;
+        let (wanted, why) = shape.input_scales();
+        need_if("scales", wanted, why, view, span)?;
         Ok(self.scales)
     }
 }

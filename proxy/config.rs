@@ -54,6 +54,7 @@ pub(crate) struct Shape {
     pub nodes: Nodes,
     pub nics: u8,
     pub chunk_rows: Option<usize>,
+    pub wave_tokens: Option<usize>,
     pub arena: ArenaPlace,
     pub hidden: usize,
     pub experts: usize,
@@ -61,6 +62,7 @@ pub(crate) struct Shape {
     pub max_tokens: usize,
     pub dtype: Dtype,
     pub scales: Scales,
+    pub quantize: bool,
     pub combine_dtype: Dtype,
     pub partial_f32: bool,
     pub weights: Weights,
@@ -94,6 +96,19 @@ impl Shape {
         }
     }
 
+    /// Bytes of a row as the caller gives it.
+    pub fn input_row_bytes(&self) -> usize {
+        if self.quantize { self.hidden * Dtype::Bf16.bytes() } else { self.row_bytes }
+    }
+
+    /// Whether rows are given with scales, and why.
+    pub fn input_scales(&self) -> (bool, &'static str) {
+        match (self.quantize, self.scales) {
+            (true, _) => (false, "this context makes the scales as it quantises bf16 rows"),
+            (false, scales) => (scales != Scales::None, self.scales_sentence()),
+        }
+    }
+
     pub fn combine_row_bytes(&self) -> usize {
         self.hidden * self.combine_dtype.bytes()
     }
@@ -121,6 +136,7 @@ impl Shape {
         PlanInput {
             nodes: self.nodes.clone(),
             max_tokens: self.max_tokens,
+            wave_tokens: self.wave_tokens,
             top_k: self.top_k,
             row_bytes: self.row_bytes,
             scale_words: self.scale_words,
@@ -142,7 +158,7 @@ impl Shape {
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
             "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} arena={:?} hidden={} experts={} top_k={} \
-             max_tokens={} dtype={} scales={:?} combine_dtype={} \
+             max_tokens={} wave_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
              partial_f32={} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             generation,
@@ -155,8 +171,10 @@ impl Shape {
             self.experts,
             self.top_k,
             self.max_tokens,
+            self.wave_tokens.unwrap_or(0),
             self.dtype,
             self.scales,
+            self.quantize,
             self.combine_dtype,
             self.partial_f32,
             self.weights,
@@ -175,6 +193,7 @@ pub struct AllToAllBuilder {
     pub(crate) max_tokens: usize,
     pub(crate) dtype: Dtype,
     pub(crate) scales: Scales,
+    pub(crate) quantize: bool,
     pub(crate) combine_dtype: Dtype,
     pub(crate) partial_f32: bool,
     pub(crate) placement: Option<Placement>,
@@ -185,7 +204,9 @@ pub struct AllToAllBuilder {
     pub(crate) first_epoch: u64,
     pub(crate) proxy: Option<Proxy>,
     pub(crate) chunk_rows: Option<usize>,
+    pub(crate) wave_tokens: Option<usize>,
     pub(crate) arena: ArenaPlace,
+    pub(crate) statistics: bool,
 }
 
 impl AllToAllBuilder {
@@ -199,6 +220,7 @@ impl AllToAllBuilder {
             max_tokens: 0,
             dtype: Dtype::Bf16,
             scales: Scales::None,
+            quantize: false,
             combine_dtype: Dtype::Bf16,
             partial_f32: false,
             placement: None,
@@ -209,8 +231,17 @@ impl AllToAllBuilder {
             first_epoch: 1,
             proxy: None,
             chunk_rows: None,
+            wave_tokens: None,
             arena: ArenaPlace::Device,
+            statistics: false,
         }
+    }
+
+    /// Has the device write down when its blocks come through each stage of a call, and whom it heard of when; see
+    /// [`AllToAll::dispatch_statistics`]. Default: off. It costs a few stores to host memory a block.
+    pub fn statistics(mut self, on: bool) -> Self {
+        self.statistics = on;
+        self
     }
 
     /// The device of this rank. Default: a CPU device of its own.
@@ -252,6 +283,20 @@ impl AllToAllBuilder {
     /// Scales that travel with fp8 rows. Default none.
     pub fn scales(mut self, scales: Scales) -> Self {
         self.scales = scales;
+        self
+    }
+
+    /// Whether tokens are given as bf16 rows without scales, and become fp8 rows with scales as they are sent. Needs an
+    /// fp8 [`dtype`](Self::dtype) and [`scales`](Self::scales), which say what travels and what comes out. Default no.
+    ///
+    /// Each block of 128 columns (DeepSeek-V3's 1x128 tiles of activations) is scaled by itself: amax is its largest
+    /// magnitude, at least 1e-4. The scale is amax / 448, or with UE8M0 the smallest power of two that is not below it.
+    /// The element is x times the inverse, which is 448 / amax or that power's reciprocal, rounded to e4m3. All of it is
+    /// fp32 arithmetic, each operation rounded once, to nearest even, so every device makes the same bits. A NaN stays
+    /// one, 0x7f, and does not count in amax; an infinity makes the whole block's scale infinite (UE8M0: 255, which is
+    /// NaN), so that no element of it can be read as a number.
+    pub fn quantize(mut self, on: bool) -> Self {
+        self.quantize = on;
         self
     }
 
@@ -317,6 +362,15 @@ impl AllToAllBuilder {
         self
     }
 
+    /// Tokens of each rank that a call sends at once; a larger call goes in waves of so many, a launch each, and always
+    /// in as many as `max_tokens` needs. Rows' and partial rows' places in the arena are for one wave alone. Default: all
+    /// of them; with several nodes no more than keep the arena within 2 GiB. With several waves a call's halves need its
+    /// input until the receiving half is through.
+    pub fn wave_tokens(mut self, tokens: usize) -> Self {
+        self.wave_tokens = Some(tokens);
+        self
+    }
+
     /// Where the arena lies. Default: in the GPU's own memory; the CPU device's is host memory whatever is given here.
     pub fn arena(mut self, place: ArenaPlace) -> Self {
         self.arena = place;
@@ -346,7 +400,8 @@ impl AllToAllBuilder {
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn explain_plan(&self) -> Result<String> {
-        Ok(super::Plan::explain(&self.check()?.0.plan_input()))
+        let input = self.check()?.0.plan_input();
+        Ok(super::Plan::new(&input)?.explain(&input))
     }
 
     /// Checks everything that can be seen on one rank.
@@ -356,8 +411,11 @@ impl AllToAllBuilder {
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, 1 << 20, "experts")?;
         within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
-        within("max_tokens", self.max_tokens, 1, 1 << 20, "tokens a rank")?;
+        within("max_tokens", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
         within("handles", self.handles, 1, 1024, "handles")?;
+        if let Some(tokens) = self.wave_tokens {
+            within("wave_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a wave")?;
+        }
         if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
             return Err(config("max_tokens", self.max_tokens, advice));
@@ -379,6 +437,10 @@ impl AllToAllBuilder {
             let advice = format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS);
             return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
         }
+        if ranks * placement.max_local_experts() > raw::TY_MAX_COUNTS as usize {
+            let advice = format!("{ranks} ranks times that must not exceed {}; spread them", raw::TY_MAX_COUNTS);
+            return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
+        }
         let name = self.world.original(self.world.rank());
         let shape = Shape {
             rank: self.world.rank().index(),
@@ -387,6 +449,7 @@ impl AllToAllBuilder {
             nodes,
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),
             chunk_rows: self.chunk_rows,
+            wave_tokens: self.wave_tokens,
             arena: match self.device_kind() {
                 DeviceKind::Cpu => ArenaPlace::Host,
                 DeviceKind::Cuda => self.arena,
@@ -397,6 +460,7 @@ impl AllToAllBuilder {
             max_tokens: self.max_tokens,
             dtype: self.dtype,
             scales: self.scales,
+            quantize: self.quantize,
             combine_dtype: self.combine_dtype,
             partial_f32: self.partial_f32,
             weights: self.weights,
@@ -447,6 +511,13 @@ impl AllToAllBuilder {
         if self.dtype != Dtype::Fp8E4m3 && self.scales != Scales::None {
             let advice = format!("{} rows carry no scales; use none, or fp8 rows", self.dtype);
             return Err(config("scales", format!("{:?}", self.scales), advice));
+        }
+        if self.quantize && (self.dtype != Dtype::Fp8E4m3 || self.scales == Scales::None) {
+            let advice = format!(
+                "it makes fp8 rows with scales, and these are {} with scales {:?}; use fp8 with F32 or Ue8m0",
+                self.dtype, self.scales
+            );
+            return Err(config("quantize", true, advice));
         }
         shape.float_code("combine_dtype", self.combine_dtype)?;
         if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {

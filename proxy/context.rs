@@ -1,12 +1,13 @@
 //! A context: one set of buffers and counters, and the calls that enqueue its kernels.
 
 use super::calls::{Combined, Output, Rows, Tokens};
-use super::config::{AllToAllBuilder, ArenaPlace, Shape, Weights, config};
-use super::handle::{CombineSent, Handle, Pool, Sent};
+use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
+use super::handle::{CombineSent, Handle, Lease, Pool, Sent, SentRows};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
 use super::service::{Number, Opening, Proxy, SharedWords};
+use super::statistics::{CallStatistics, Statistics};
 use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, SourceIdx, Wire};
 use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
@@ -51,6 +52,7 @@ pub struct AllToAll {
     context: raw::ty_context,
     pool: Arc<Pool>,
     reports: Reports,
+    statistics: Option<Statistics>,
     counters: Counters,
     id: u64,
     /// Streams with work of this context, on the CPU device: drained before the arena goes.
@@ -82,12 +84,13 @@ impl AllToAll {
         // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan);
         gather_failures(&world, "memory", local.as_ref().err())?;
-        let Local { device, arena, tables, reports, pool, proxied } = local?;
+        let Local { device, arena, tables, reports, statistics, pool, proxied } = local?;
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
-        let context = device_context(&builder, &shape, &plan, &peers, &tables, &reports, proxied.as_ref());
-        let sms = builder.sms.unwrap_or_else(|| default_sms(&device, builder.proxy.as_ref()));
+        let sms = sms_of(&builder, &device);
+        let context =
+            device_context(&builder, &shape, &plan, &peers, &tables, &reports, statistics.as_ref(), proxied.as_ref());
         let opening = match (proxied, &plan.wire) {
             (Some(proxied), Some((wire, _))) => {
                 let span = Span { base: peers.own().network_base(), bytes: peers.own().bytes() };
@@ -110,6 +113,7 @@ impl AllToAll {
             context,
             pool,
             reports,
+            statistics,
             counters: Counters::default(),
             id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
             streams: Mutex::default(),
@@ -129,13 +133,15 @@ impl AllToAll {
         let input = tokens.check(&self.shape)?;
         let out = self.check_output(output)?;
         let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
-        self.launch_dispatch(stream, phases, lease.raw(), Some(input), Some(out))?;
+        for _ in 0..self.plan.waves {
+            self.launch_dispatch(stream, phases, lease.raw(), input, Some(out))?;
+        }
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        let lease = Arc::new(lease);
-        Ok(self.handle(&Sent { lease, room: tokens.room(&self.shape)?, context: self.id }, output))
+        Ok(self.handle(&self.sent(lease, tokens, input)?, output))
     }
 
-    /// The sending half of [`dispatch`](Self::dispatch). The input may be reused once the stream has passed this call.
+    /// The sending half of [`dispatch`](Self::dispatch). The input may be reused once the stream has passed this call, or,
+    /// where calls go in several waves, the receiving half.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch).
@@ -143,9 +149,9 @@ impl AllToAll {
         self.check()?;
         let lease = self.pool.take()?;
         let input = tokens.check(&self.shape)?;
-        self.launch_dispatch(stream, raw::TY_PHASE_SEND, lease.raw(), Some(input), None)?;
+        self.launch_dispatch(stream, raw::TY_PHASE_SEND, lease.raw(), input, None)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
-        Ok(Sent { lease: Arc::new(lease), room: tokens.room(&self.shape)?, context: self.id })
+        self.sent(lease, tokens, input)
     }
 
     /// The receiving half of [`dispatch`](Self::dispatch). After an error it may be called again with the same `sent`.
@@ -156,7 +162,11 @@ impl AllToAll {
         self.check()?;
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
-        self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, sent.lease.raw(), None, Some(out))?;
+        self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, sent.lease.raw(), sent.tokens, Some(out))?;
+        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
+        for _ in 1..self.plan.waves {
+            self.launch_dispatch(stream, phases, sent.lease.raw(), sent.tokens, Some(out))?;
+        }
         Ok(self.handle(sent, output))
     }
 
@@ -167,24 +177,27 @@ impl AllToAll {
     pub fn combine(&self, stream: &Stream, handle: &Handle, rows: &Rows, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("handle", handle.context)?;
-        let weights = rows.check(&self.shape, handle.rows, handle.room)?;
+        let rows = self.sent_rows(rows, handle)?;
         let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
-        self.launch_combine(stream, phases, handle, Some((rows, weights)), Some(out))?;
+        for _ in 0..self.plan.waves {
+            self.launch_combine(stream, phases, handle, rows, Some(out))?;
+        }
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The sending half of [`combine`](Self::combine). The rows may be reused once the stream has passed this call.
+    /// The sending half of [`combine`](Self::combine). The rows may be reused once the stream has passed this call, or,
+    /// where calls go in several waves, the receiving half.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch).
     pub fn combine_send<'a>(&self, stream: &Stream, handle: &'a Handle, rows: &Rows) -> Result<CombineSent<'a>> {
         self.check()?;
         self.own("handle", handle.context)?;
-        let weights = rows.check(&self.shape, handle.rows, handle.room)?;
-        self.launch_combine(stream, raw::TY_PHASE_SEND, handle, Some((rows, weights)), None)?;
+        let rows = self.sent_rows(rows, handle)?;
+        self.launch_combine(stream, raw::TY_PHASE_SEND, handle, rows, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
-        Ok(CombineSent { handle })
+        Ok(CombineSent { handle, rows })
     }
 
     /// The receiving half of [`combine`](Self::combine).
@@ -193,7 +206,12 @@ impl AllToAll {
     /// As for [`dispatch`](Self::dispatch).
     pub fn combine_recv(&self, stream: &Stream, sent: &CombineSent<'_>, out: &Combined) -> Result<()> {
         self.check()?;
-        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, sent.handle, None, Some(out))
+        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, sent.handle, sent.rows, Some(out))?;
+        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
+        for _ in 1..self.plan.waves {
+            self.launch_combine(stream, phases, sent.handle, sent.rows, Some(out))?;
+        }
+        Ok(())
     }
 
     /// A barrier of all ranks on their streams: nothing behind it runs before every rank's stream came here.
@@ -240,6 +258,26 @@ impl AllToAll {
         mask
     }
 
+    /// What the device said of its last dispatch: when its blocks came through each stage, and when it heard of each
+    /// rank; without waiting for the device, so that a call under way may show in part. `None` unless the context was
+    /// built with [`statistics`](AllToAllBuilder::statistics). Rows per expert: see [`Output::host_counts`].
+    pub fn dispatch_statistics(&self) -> Option<CallStatistics> {
+        self.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_DISPATCH))
+    }
+
+    /// As [`dispatch_statistics`](Self::dispatch_statistics), of combine.
+    pub fn combine_statistics(&self) -> Option<CallStatistics> {
+        self.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_COMBINE))
+    }
+
+    /// Bytes of rows that the last dispatch sent to each rank of the node, and by each rail to the other nodes; `None` as
+    /// [`dispatch_statistics`](Self::dispatch_statistics).
+    pub fn dispatched_bytes(&self) -> Option<Vec<u64>> {
+        let statistics = self.statistics.as_ref()?;
+        let bytes = self.plan.slot_bytes as u64;
+        Some((0..self.world.size()).map(|rank| statistics.rows_to(Rank(rank as u32)) * bytes).collect())
+    }
+
     /// Counts of what was enqueued and found.
     pub fn stats(&self) -> Stats {
         Stats {
@@ -284,6 +322,15 @@ impl AllToAll {
         Err(Error::Argument { name, value: "of another context".into(), advice: "use it where it was made".into() })
     }
 
+    fn sent(&self, lease: Lease, tokens: &Tokens, input: raw::ty_tokens) -> Result<Sent> {
+        Ok(Sent { lease: Arc::new(lease), room: tokens.room(&self.shape)?, tokens: input, context: self.id })
+    }
+
+    fn sent_rows(&self, rows: &Rows, handle: &Handle) -> Result<SentRows> {
+        let topk_weight = rows.check(&self.shape, handle.rows, handle.room)?;
+        Ok(SentRows { rows: rows.rows.ptr, pitch: rows.pitch as u64, topk_weight })
+    }
+
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
         let rows = output.layout.rows(self.shape.local_experts).unwrap_or(0);
         Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id }
@@ -294,13 +341,13 @@ impl AllToAll {
         stream: &Stream,
         phases: u32,
         handle: raw::ty_handle,
-        tokens: Option<raw::ty_tokens>,
+        tokens: raw::ty_tokens,
         output: Option<raw::ty_output>,
     ) -> Result<()> {
         let args = raw::ty_dispatch_args {
             context: self.context,
             handle,
-            tokens: tokens.unwrap_or_default(),
+            tokens,
             output: output.unwrap_or_default(),
             phases,
             reserved: 0,
@@ -313,16 +360,16 @@ impl AllToAll {
         stream: &Stream,
         phases: u32,
         handle: &Handle,
-        rows: Option<(&Rows, u64)>,
+        rows: SentRows,
         out: Option<&Combined>,
     ) -> Result<()> {
         let out_dtype = out.map_or(Ok(raw::TY_BF16), |out| out.check(&self.shape, handle.room))?;
         let args = raw::ty_combine_args {
             context: self.context,
             handle: handle.lease.raw(),
-            rows: rows.map_or(0, |(rows, _)| rows.rows.ptr),
-            rows_pitch: rows.map_or(0, |(rows, _)| rows.pitch as u64),
-            topk_weight: rows.map_or(0, |(_, weights)| weights),
+            rows: rows.rows,
+            rows_pitch: rows.pitch,
+            topk_weight: rows.topk_weight,
             out: out.map_or(0, |out| out.out.ptr),
             out_pitch: out.map_or(0, |out| out.pitch as u64),
             out_dtype,
@@ -372,6 +419,11 @@ impl Drop for AllToAll {
     }
 }
 
+/// Blocks of a kernel.
+fn sms_of(builder: &AllToAllBuilder, device: &Device) -> u32 {
+    builder.sms.unwrap_or_else(|| default_sms(device, builder.proxy.as_ref()))
+}
+
 /// All multiprocessors but those that the network needs; two at least, one of which watches the proxy's words.
 fn default_sms(device: &Device, proxy: Option<&Proxy>) -> u32 {
     let blocks = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
@@ -385,6 +437,7 @@ struct Local {
     arena: Arena,
     tables: Tables,
     reports: Reports,
+    statistics: Option<Statistics>,
     pool: Arc<Pool>,
     /// With several nodes.
     proxied: Option<Proxied>,
@@ -394,7 +447,6 @@ struct Local {
 struct Tables {
     state: DeviceBuffer,
     expert_home: DeviceBuffer,
-    local_count: DeviceBuffer,
     source_owner: DeviceBuffer,
     rank_names: DeviceBuffer,
     /// Ranks behind links of dispatch, then behind its sources.
@@ -440,7 +492,6 @@ impl Local {
         let tables = Tables {
             state: upload(&device, &state_words(builder.first_epoch))?,
             expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
-            local_count: upload(&device, &pack_words(&count_words(placement, &shape.nodes)))?,
             source_owner: upload(&device, &owner_words(&shape.nodes, shape.name))?,
             rails: upload(&device, &indices(shape.nodes.targets(Direction::Dispatch, shape.name)))?,
             served: upload(&device, &indices(shape.nodes.sources(Direction::Dispatch, shape.name)))?,
@@ -448,8 +499,10 @@ impl Local {
             relay: upload(&device, &vec![0; Relay::of(plan).words])?,
         };
         let reports = Reports::new(device.alloc_host(Reports::BYTES)?);
-        let pool = Pool::new(&device, shape, builder.handles)?;
-        Ok(Local { device, arena, tables, reports, pool, proxied })
+        let blocks = sms_of(builder, &device);
+        let statistics = builder.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
+        let pool = Pool::new(&device, shape, plan.waves, builder.handles)?;
+        Ok(Local { device, arena, tables, reports, statistics, pool, proxied })
     }
 }
 
@@ -498,11 +551,6 @@ fn home_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
     (0..placement.experts()).map(|expert| home(expert).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
-/// Experts of each rank.
-fn count_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
-    nodes.ranks().map(|rank| placement.local_experts(rank.index()).len() as u64).collect()
-}
-
 /// Numbers as uint32, two to a word.
 fn pack_words(numbers: &[u64]) -> Vec<u64> {
     let pair = |pair: &[u64]| pair[0] | pair.get(1).copied().unwrap_or(0) << 32;
@@ -532,6 +580,7 @@ fn device_context(
     peers: &PeerMap,
     tables: &Tables,
     reports: &Reports,
+    statistics: Option<&Statistics>,
     proxied: Option<&Proxied>,
 ) -> raw::ty_context {
     let node = shape.nodes.node_of(shape.name).unwrap_or(0);
@@ -555,6 +604,8 @@ fn device_context(
         local_experts: shape.local_experts as u32,
         top_k: shape.top_k as u32,
         max_tokens: shape.max_tokens as u32,
+        waves: plan.waves as u32,
+        wave_tokens: plan.wave_tokens as u32,
         hidden: shape.hidden as u32,
         weights: match shape.weights {
             Weights::Dispatch => raw::TY_WEIGHTS_DISPATCH,
@@ -567,14 +618,21 @@ fn device_context(
         partial_bytes: shape.partial_bytes() as u32,
         slots: plan.slots as u32,
         max_local_experts: shape.max_local_experts as u32,
+        quantize: match (shape.quantize, shape.scales) {
+            (true, Scales::F32) => raw::TY_QUANTIZE_F32,
+            (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
+            _ => raw::TY_QUANTIZE_NONE,
+        },
+        reserved: 0,
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
         first_epoch: builder.first_epoch,
         state: tables.state.view().ptr,
         errors: reports.device_address(),
         expert_home: tables.expert_home.view().ptr,
-        local_count: tables.local_count.view().ptr,
         rank_names: tables.rank_names.view().ptr,
         source_owner: tables.source_owner.view().ptr,
+        stats: statistics.map_or(0, Statistics::device_address),
+        stats_blocks: statistics.map_or(0, |statistics| statistics.blocks() as u64),
         regions: plan.regions,
         wire: device_wire(plan, shape.name, tables, proxied),
         peer_base,

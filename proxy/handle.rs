@@ -22,8 +22,8 @@ pub(crate) struct Pool {
 
 impl Pool {
     /// Allocates `count` handles.
-    pub fn new(device: &Device, shape: &Shape, count: usize) -> Result<Arc<Pool>> {
-        let slots = (0..count).map(|_| Slot::new(device, shape)).collect::<Result<Vec<_>>>()?;
+    pub fn new(device: &Device, shape: &Shape, waves: usize, count: usize) -> Result<Arc<Pool>> {
+        let slots = (0..count).map(|_| Slot::new(device, shape, waves)).collect::<Result<Vec<_>>>()?;
         Ok(Arc::new(Pool { free: Mutex::new(slots), total: count }))
     }
 
@@ -45,7 +45,7 @@ impl Pool {
 }
 
 impl Slot {
-    fn new(device: &Device, shape: &Shape) -> Result<Slot> {
+    fn new(device: &Device, shape: &Shape, waves: usize) -> Result<Slot> {
         let tokens = shape.ranks * shape.max_tokens;
         let links = shape.nodes.members().len() - 1;
         let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
@@ -54,12 +54,12 @@ impl Slot {
             tokens * shape.top_k * 4,
             tokens * shape.top_k * 4,
             tokens * 4,
-            shape.ranks * 4,
+            shape.ranks * (waves + 1) * 4,
             shape.max_tokens * 8,
             links * shape.max_tokens * 4,
-            links * 4,
+            links * (waves + 1) * 4,
             served * shape.max_tokens * 8,
-            served * 4,
+            served * (waves + 1) * 4,
         ];
         let mut offsets = [0u64; 10];
         let mut bytes = 0usize;
@@ -113,6 +113,8 @@ impl Drop for Lease {
 pub struct Sent {
     pub(crate) lease: Arc<Lease>,
     pub(crate) room: usize,
+    /// Input of the waves that are still to be sent.
+    pub(crate) tokens: raw::ty_tokens,
     pub(crate) context: u64,
 }
 
@@ -132,4 +134,14 @@ pub struct Handle {
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent<'a> {
     pub(crate) handle: &'a Handle,
+    /// Rows of the waves that are still to be sent.
+    pub(crate) rows: SentRows,
+}
+
+/// The experts' rows and their weights, as kernels take them.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct SentRows {
+    pub rows: u64,
+    pub pitch: u64,
+    pub topk_weight: u64,
 }

@@ -18,6 +18,7 @@ mod placement;
 mod plan;
 mod report;
 mod service;
+mod statistics;
 pub mod wire;
 
 pub use calls::{Combined, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
@@ -27,3 +28,4 @@ pub use handle::{CombineSent, Handle, Sent};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
 pub use service::{AnyTransport, Proxy, ProxyConfig, ProxyLoop};
+pub use statistics::{CallStatistics, Stage};

@@ -18,6 +18,10 @@ const ALIGN: u64 = 128;
 /// Bytes of rows that a chunk between nodes has about, unless it is asked for: large enough that a write's fixed cost
 /// (below 1 us) is a small part of its time at 50 GB/s, small enough that forwarding overlaps with it.
 const CHUNK_BYTES: usize = 256 << 10;
+/// Arena of several nodes that larger waves would exceed, where they are chosen.
+const ARENA_BYTES: u64 = 2 << 30;
+/// Tokens of a wave that are never cut further to save memory: a launch would cost more than it sends.
+const LEAST_WAVE: usize = 256;
 /// Entries of a receive queue that backends offer at least.
 const RECEIVE_QUEUE: usize = 8192;
 
@@ -28,6 +32,9 @@ pub struct PlanInput {
     pub nodes: Nodes,
     /// Most tokens a rank dispatches in one call.
     pub max_tokens: usize,
+    /// Tokens of each rank in a wave: what a call sends at once. `None` to choose: all of them, but with several nodes no
+    /// more than keep the arena within 2 GiB.
+    pub wave_tokens: Option<usize>,
     /// Experts a token may name.
     pub top_k: usize,
     /// Bytes of a token row without its scales; a multiple of 16.
@@ -85,6 +92,9 @@ pub struct Plan {
     pub(crate) regions: raw::ty_regions,
     pub(crate) slot_bytes: usize,
     pub(crate) slots: usize,
+    /// Tokens of each rank in a wave, and waves of a call.
+    pub(crate) wave_tokens: usize,
+    pub(crate) waves: usize,
     /// What lies between nodes, if there are several, and the messages by direction.
     pub(crate) wire: Option<(Wire, [Message; raw::TY_LANES as usize])>,
 }
@@ -118,6 +128,18 @@ impl Plan {
     /// # Errors
     /// `Config` if the arena would not fit a 64-bit address space, or messages between nodes an immediate's fields.
     pub fn new(input: &PlanInput) -> Result<Plan> {
+        let mut wave_tokens = input.wave_tokens.unwrap_or(input.max_tokens).clamp(1, input.max_tokens.max(1));
+        loop {
+            let plan = Plan::of_waves(input, wave_tokens)?;
+            let cut = input.wave_tokens.is_none() && plan.wire.is_some() && plan.bytes > ARENA_BYTES;
+            if !cut || wave_tokens <= LEAST_WAVE {
+                return Ok(plan);
+            }
+            wave_tokens = wave_tokens.div_ceil(2);
+        }
+    }
+
+    fn of_waves(input: &PlanInput, wave_tokens: usize) -> Result<Plan> {
         let overflow = || Error::Config {
             name: "max_tokens",
             value: input.max_tokens.to_string(),
@@ -128,19 +150,23 @@ impl Plan {
             ),
         };
         let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
-        let regions = Self::regions(input, &mut cursor).ok_or_else(overflow)?;
-        let wire = if input.nodes.members().len() > 1 { Some(Self::wire(input, &mut cursor)?) } else { None };
+        let waves = input.max_tokens.div_ceil(wave_tokens);
+        let regions = Self::regions(input, wave_tokens, &mut cursor).ok_or_else(overflow)?;
+        let wire =
+            if input.nodes.members().len() > 1 { Some(Self::wire(input, wave_tokens, &mut cursor)?) } else { None };
         Ok(Plan {
             bytes: cursor.next,
             buffers: cursor.buffers,
             regions,
             slot_bytes: input.slot_bytes(),
             slots: input.top_k.min(input.nodes.largest()),
+            wave_tokens,
+            waves,
             wire,
         })
     }
 
-    fn regions(input: &PlanInput, cursor: &mut Cursor) -> Option<raw::ty_regions> {
+    fn regions(input: &PlanInput, wave_tokens: usize, cursor: &mut Cursor) -> Option<raw::ty_regions> {
         let ranks = input.nodes.ranks().count() as u64;
         let node_ranks = input.nodes.largest() as u64;
         let several = input.nodes.members().len() > 1;
@@ -148,24 +174,29 @@ impl Plan {
         let parts = 1 + input.nodes.most_served() as u64;
         let tokens = input.max_tokens as u64;
         let choices = tokens.checked_mul(input.top_k as u64)?;
-        let places = tokens.checked_mul((input.top_k as u64).min(node_ranks))?;
+        let wave = wave_tokens as u64;
+        let waves = tokens.div_ceil(wave);
+        let places = wave.checked_mul((input.top_k as u64).min(node_ranks))?;
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
-        let home_tokens = if several { tokens * 4 } else { 0 };
+        let home_tokens = if several { tokens.checked_mul(8)? } else { 0 };
         let free = if several { 8 } else { 0 };
         let c = cursor;
         Some(raw::ty_regions {
-            rows: c.region("dispatch rows", big, ranks, tokens.checked_mul(input.slot_bytes() as u64)?)?,
-            row_tags: c.region("dispatch row tags", big, ranks, tokens.checked_mul(8)?)?,
-            meta_flags: c.region("META flags", 2, ranks, 8)?,
-            meta_counts: c.region("META counts", 2, ranks, (input.max_local_experts as u64 + 2) * 4)?,
-            meta_rows: c.region("META rows", 2, ranks, tokens * 4)?,
-            meta_slots: c.region("META slots", 2, ranks, tokens * 4)?,
-            meta_tokens: c.region("META tokens", 2, ranks, home_tokens)?,
-            meta_experts: c.region("META experts", 2, ranks, choices.checked_mul(4)?)?,
-            meta_positions: c.region("META positions", 2, ranks, choices.checked_mul(4)?)?,
-            meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(4)?)?,
+            rows: c.region("dispatch rows", big, ranks, wave.checked_mul(input.slot_bytes() as u64)?)?,
+            row_tags: c.region("dispatch row tags", big, ranks, wave.checked_mul(8 * u64::from(raw::TY_SLICES))?)?,
+            meta_flags: c.region("META flags", 2, node_ranks, 8)?,
+            meta_counts: c.region("META counts", 2, ranks, (input.max_local_experts as u64 + 1 + waves) * 8)?,
+            meta_tokens: c.region("META tokens", 2, ranks, tokens * 8)?,
+            meta_homes: c.region("META home tokens", 2, ranks, home_tokens)?,
+            meta_choices: c.region("META choices", 2, ranks, choices.checked_mul(8)?)?,
+            meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(8)?)?,
             partials: c.region("partial rows", big, parts, places.checked_mul(input.partial_bytes as u64)?)?,
-            partial_tags: c.region("partial row tags", big, parts, places.checked_mul(8)?)?,
+            partial_tags: c.region(
+                "partial row tags",
+                big,
+                parts,
+                places.checked_mul(8 * u64::from(raw::TY_SLICES))?,
+            )?,
             combine_flags: c.region("combine flags", 2, node_ranks, 8)?,
             ahead_weights: c.region("weights sent ahead", 2, ranks, ahead)?,
             ahead_flags: c.region("flags of weights sent ahead", 2, ranks, ahead.min(8))?,
@@ -176,8 +207,12 @@ impl Plan {
     }
 
     /// What lies between nodes: the messages' shapes, then staging and inbox behind everything else.
-    fn wire(input: &PlanInput, cursor: &mut Cursor) -> Result<(Wire, [Message; raw::TY_LANES as usize])> {
-        let messages = Direction::ALL.map(|direction| message(input, direction));
+    fn wire(
+        input: &PlanInput,
+        wave_tokens: usize,
+        cursor: &mut Cursor,
+    ) -> Result<(Wire, [Message; raw::TY_LANES as usize])> {
+        let messages = Direction::ALL.map(|direction| message(input, wave_tokens, direction));
         let [dispatch, combine, weights, barrier] = messages;
         let messages = [dispatch?, combine?, weights?, barrier?];
         let lanes = messages.map(|message| message.lane);
@@ -206,28 +241,32 @@ impl Plan {
     }
 
     /// The assumption and the formula behind the total, for people.
-    pub fn explain(input: &PlanInput) -> String {
-        let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, input.max_tokens);
+    pub fn explain(&self, input: &PlanInput) -> String {
+        let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, self.wave_tokens);
+        let waves = match self.waves {
+            1 => "one wave".to_owned(),
+            waves => format!("{waves} waves of {tokens} tokens"),
+        };
         let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.ranks().count());
         let slots = format!("min(top-k {}, ranks of a node {largest})", input.top_k);
         if nodes == 1 {
             return format!(
                 "one node, any routing: 2 parities x {tokens} tokens x ({ranks} ranks x {d} B a row + {slots} x {c} B a \
-                 partial row), plus flags, tags and META; one wave"
+                 partial row), plus flags, tags and META; {waves}"
             );
         }
         let parts = 1 + input.nodes.most_served();
         format!(
             "{nodes} nodes, any routing: {tokens} tokens x (2 parities x {} peers x 2 sides x ({d} + {c}) B on the wire + \
              {ranks} ranks x {d} B a row + {parts} homes x {slots} x {c} B a partial row), plus flags, tags, META and \
-             headers; one wave",
+             headers; {waves}",
             parts - 1
         )
     }
 }
 
 /// The messages of one direction.
-fn message(input: &PlanInput, direction: Direction) -> Result<Message> {
+fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Result<Message> {
     let too_large = |what: &str| Error::Config {
         name: "max_tokens",
         value: input.max_tokens.to_string(),
@@ -254,9 +293,9 @@ fn message(input: &PlanInput, direction: Direction) -> Result<Message> {
         let asked = input.chunk_rows.unwrap_or_else(|| CHUNK_BYTES.div_ceil(row_bytes).max(1));
         let rows = match input.chunk_rows {
             Some(rows) => rows,
-            None => asked.max(input.max_tokens.div_ceil(most)),
+            None => asked.max(wave_tokens.div_ceil(most)),
         };
-        (rows, input.max_tokens.div_ceil(rows.max(1)))
+        (rows, wave_tokens.div_ceil(rows.max(1)))
     };
     imm::check_counts(0, chunks, 0, 0)?;
     let heads = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;
@@ -280,6 +319,7 @@ mod tests {
         PlanInput {
             nodes: Nodes::consecutive(&[8]).unwrap(),
             max_tokens: tokens,
+            wave_tokens: None,
             top_k: 8,
             row_bytes: 7168,
             scale_words: 56,
@@ -307,6 +347,17 @@ mod tests {
     fn ep64_arenas_stay_within_the_limits_of_the_design() {
         let plan = Plan::new(&v3_of_nodes(128, &[8; 8])).unwrap();
         assert!(plan.arena_bytes() <= 256 << 20, "{} MiB", plan.arena_bytes() >> 20);
+    }
+
+    #[test]
+    fn large_calls_over_nodes_go_in_waves() {
+        let input = v3_of_nodes(4096, &[8; 8]);
+        let plan = Plan::new(&input).unwrap();
+        assert!(plan.arena_bytes() <= 2 << 30, "{} MiB", plan.arena_bytes() >> 20);
+        assert!(plan.waves > 1 && plan.waves * plan.wave_tokens >= 4096);
+        assert!(plan.explain(&input).contains(&format!("{} waves of {} tokens", plan.waves, plan.wave_tokens)));
+        let whole = Plan::new(&PlanInput { wave_tokens: Some(4096), ..input }).unwrap();
+        assert!(whole.waves == 1 && whole.arena_bytes() > 4 << 30);
     }
 
     #[test]

@@ -10,7 +10,6 @@ started=$SECONDS
 say() { printf '\n== %s  [%d s]\n' "$*" $((SECONDS - started)); }
 
 wanted() {
-  [ ${#steps[@]} -eq 0 ] && return 0
   local step
   for step in "${steps[@]}"; do [ "$step" = "$1" ] && return 0; done
   return 1
@@ -71,6 +70,11 @@ unit() {
   cargo test
 }
 
+documented() {
+  say "documentation's tests"
+  cargo test --doc
+}
+
 # Random configurations with every pair of values, five full-size ones, and seeded schedules of the one-thread world.
 verify() {
   say "verify"
@@ -88,19 +92,23 @@ sanitize() {
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/sanitize/debug/tokenyard verify --schedules 60
 }
 
+# Half of them, since CI has little time; python3 tests/mutants.py runs all.
 mutants() {
   say "mutants"
-  python3 tests/mutants.py
+  python3 tests/mutants.py --half
 }
 
+# All Rust tests but the documentation's, with every line counted.
 coverage() {
-  say "coverage"
+  say "Rust tests with coverage"
   command -v cargo-tarpaulin >/dev/null || cargo install cargo-tarpaulin --locked --version 0.37.5
   bash tests/coverage.sh
 }
 
 setup
-for step in format lint build unit verify sanitize mutants coverage; do
+# The Rust tests run once: under coverage, unless they are asked for alone.
+if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build coverage documented verify sanitize mutants); fi
+for step in format lint build unit coverage documented verify sanitize mutants; do
   if wanted "$step"; then "$step"; fi
 done
 say "all passed"

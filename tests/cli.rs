@@ -29,6 +29,9 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --dtype int8", "--dtype is `int8`", "fp8, bf16, fp16 or fp32"),
         ("bench --scales f64", "--scales is `f64`", "f32 or ue8m0"),
         ("bench --dtype bf16 --scales f32", "--scales is `f32`", "--dtype fp8"),
+        ("bench --dtype bf16 --quantize", "--quantize is `given`", "--dtype fp8"),
+        ("bench --preset qwen3-235b --quantize", "--quantize is `given`", "these are bf16"),
+        ("bench --quantize=yes", "--quantize is `yes`", "leave the value out"),
         ("bench --combine-dtype fp8", "--combine-dtype is `fp8`", "bf16, fp16 or fp32"),
         ("bench --tokens 1,-2", "--tokens is `1,-2`", "separated by commas"),
         ("bench --tokens 1,,2", "--tokens is `1,,2`", "separated by commas"),
@@ -188,6 +191,8 @@ fn bench_prints_the_object_of_the_contract_and_nothing_else() {
 fn every_mode_layout_and_launch_verifies() {
     for options in [
         "--mode split --layout masked --scales ue8m0",
+        "--quantize --layout masked",
+        "--quantize --mode split --scales ue8m0 --ragged",
         "--mode graph --layout token --dtype bf16 --weights none",
         "--mode graph --ragged --accumulate --align 16",
         "--world-mode one-thread --weights combine --combine-dtype fp16",
@@ -197,6 +202,7 @@ fn every_mode_layout_and_launch_verifies() {
     ] {
         let result = object(&format!("bench {SMALL} {options} --json -"));
         assert_eq!(result["verified"], Value::Bool(true), "{options}: {result}");
+        assert_eq!(result.get("quantize").is_some(), options.contains("--quantize"), "{options}");
         for part in PARTS {
             assert_eq!(result.get(part).is_some(), options.contains("split"), "{options}: {part}");
         }
@@ -253,7 +259,13 @@ fn verify_draws_runs_and_replays() {
     let table = text(&output.stdout);
     assert!(output.status.success(), "{table}{}", text(&output.stderr));
     assert!(table.contains("dtype x layout") && table.contains("8 configurations run on cpu, 0 failed"), "{table}");
+    let output = run("verify --device cpu --seeds 3 --seed 3 --quantize");
+    let table = text(&output.stdout);
+    let pairs = table.lines().find(|line| line.contains("dtype x quantize")).unwrap_or_default();
+    assert!(output.status.success() && pairs.contains("1 of 5"), "{table}{}", text(&output.stderr));
     let replay = |text: &str| command("verify --device cpu --replay").arg(text).output().unwrap();
+    let refused = replay("world=2,quantize=yes");
+    assert!(refused.status.success() && text(&refused.stdout).starts_with("refused by design: "));
     let right = replay("world=2,hidden=64,tokens=3,max_tokens=4,ragged=yes,iters=3,seed=9");
     assert!(right.status.success() && text(&right.stdout).starts_with("right: "), "{}", text(&right.stdout));
     let refused = replay("world=2,layout=token,weights=combine");

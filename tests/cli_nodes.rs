@@ -105,7 +105,7 @@ fn every_mode_layout_and_schedule_verifies_over_nodes() {
     }
     for options in [
         "--ranks-per-node 2,3",
-        "--ranks-per-node 2,3 --mode split --layout masked --scales ue8m0 --network hostile --chunk-rows 1",
+        "--ranks-per-node 2,3 --mode split --layout masked --scales ue8m0 --quantize --network hostile --chunk-rows 1",
         "--ranks-per-node 1 --mode graph --layout token --dtype bf16 --weights none --chunk-rows 2",
         "--ranks-per-node 3,1,1 --mode graph --ragged --accumulate --align 16 --network hostile",
         "--ranks-per-node 4,1 --world-mode one-thread --weights combine --combine-dtype fp16 --chunk-rows 1",

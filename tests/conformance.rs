@@ -10,12 +10,15 @@ use tokenyard::{Device, DeviceBuffer};
 
 #[path = "conformance/inputs.rs"]
 mod inputs;
+#[path = "conformance/quantized.rs"]
+mod quantized;
 #[path = "conformance/soft.rs"]
 mod soft;
 #[path = "conformance/threads.rs"]
 mod threads;
 
-use soft::{BF16, FP16, FP32, NAN};
+use quantized::Kind;
+use soft::{BF16, E4M3, FP16, FP32, NAN};
 
 const GRID: u32 = 2;
 const BLOCK: u32 = 64;
@@ -24,6 +27,7 @@ const SHARED_BYTES: u32 = 2048;
 const WORK_BYTES: usize = 4096;
 /// What a 16-bit conversion makes of a NaN.
 const NARROW_NAN: u32 = 0x7fff;
+const E4M3_NAN: u32 = 0x7f;
 /// Long enough for a loaded machine; a test that waits it out has found a hang.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes behind each output, which nothing may touch, and what they and the outputs hold before a launch.
@@ -49,11 +53,15 @@ struct Args {
     stores2: u64,
     stores1: u64,
     messages: u64,
+    rows: u64,
+    quantized: u64,
     float_count: u32,
     triple_count: u32,
+    row_count: u32,
+    reserved: u32,
 }
 
-const _: () = assert!(size_of::<Args>() == 128);
+const _: () = assert!(size_of::<Args>() == 152);
 
 // SAFETY: field by field ty_conformance_args of kernels/conformance.cuh; devices compare the sizes as well.
 unsafe impl KernelArgs for Args {}
@@ -63,34 +71,48 @@ struct Case {
     input: [u8; 64],
     floats: Vec<u32>,
     triples: Vec<[u32; 3]>,
+    rows: Vec<quantized::Row>,
     narrowed: Vec<u32>,
     arithmetic: Vec<u32>,
+    quantized: Vec<u32>,
 }
 
 impl Case {
-    fn new(floats: Vec<u32>, triples: Vec<[u32; 3]>, seed: u64) -> Case {
+    fn new(floats: Vec<u32>, triples: Vec<[u32; 3]>, rows: Vec<quantized::Row>, seed: u64) -> Case {
         let mut source = inputs::Random(seed);
-        let narrow = |bits: &u32| {
+        let e4m3 = |bits: u32| E4M3.encode(FP32.decode(bits), E4M3_NAN);
+        let narrow = |(bits, next): (&u32, &u32)| {
             let number = FP32.decode(*bits);
-            [BF16.encode(number, NARROW_NAN), FP16.encode(number, NARROW_NAN)]
+            let pair = e4m3(*bits) | e4m3(*next) << 8;
+            [BF16.encode(number, NARROW_NAN), FP16.encode(number, NARROW_NAN), pair]
         };
+        let blank = u32::from_ne_bytes([BLANK; 4]);
+        let kinds = [Kind::F32, Kind::Ue8m0];
         Case {
             input: std::array::from_fn(|_| source.word() as u8),
-            narrowed: floats.iter().flat_map(narrow).collect(),
+            narrowed: floats.iter().zip(floats.iter().cycle().skip(1)).flat_map(narrow).collect(),
             arithmetic: triples.iter().flat_map(|triple| soft::arithmetic(*triple)).collect(),
+            quantized: kinds
+                .iter()
+                .flat_map(|kind| rows.iter().flat_map(|row| quantized::expected(*kind, row, blank)))
+                .collect(),
             floats,
             triples,
+            rows,
         }
     }
 
     /// A part that a seeded world can walk through step by step.
     fn part_of(whole: &Case, seed: u64) -> Case {
-        Case::new(inputs::sample(&whole.floats, 3000, seed), inputs::sample(&whole.triples, 3000, !seed), seed)
+        let (floats, triples) =
+            (inputs::sample(&whole.floats, 3000, seed), inputs::sample(&whole.triples, 3000, !seed));
+        Case::new(floats, triples, inputs::sample(&whole.rows, 10, seed), seed)
     }
 }
 
 /// Everything there is.
-static WHOLE: LazyLock<Case> = LazyLock::new(|| Case::new(inputs::floats(20_000), inputs::triples(50_000, 20_000), 1));
+static WHOLE: LazyLock<Case> =
+    LazyLock::new(|| Case::new(inputs::floats(20_000), inputs::triples(50_000, 20_000), quantized::rows(2001), 1));
 
 /// bf16 and fp16 to float of all 16-bit patterns.
 static CONVERSIONS: LazyLock<Vec<u32>> = LazyLock::new(|| {
@@ -158,13 +180,14 @@ impl Output {
 /// All buffers of the kernel on one device.
 struct Bench<'a> {
     case: &'a Case,
-    /// Input, floats, triples.
-    given: [DeviceBuffer; 3],
+    /// Input, floats, triples, rows.
+    given: [DeviceBuffer; 4],
     work: DeviceBuffer,
     conversions: Output,
     e4m3: Output,
     narrowed: Output,
     arithmetic: Output,
+    quantized: Output,
     threads: Output,
     vectors: Output,
     stores8: Output,
@@ -188,12 +211,14 @@ impl<'a> Bench<'a> {
                 upload(&case.input),
                 upload(&bytes_of(&case.floats)),
                 upload(&bytes_of(case.triples.as_flattened())),
+                upload(&case.rows.as_flattened().iter().flat_map(|x| x.to_ne_bytes()).collect::<Vec<u8>>()),
             ],
             work: device.alloc(WORK_BYTES).unwrap(),
             conversions: output("conversions", 2 * 65536 * 4),
             e4m3: output("e4m3", 256 * 4),
             narrowed: output("narrowed", case.narrowed.len() * 4),
             arithmetic: output("arithmetic", case.arithmetic.len() * 4),
+            quantized: output("quantized", case.quantized.len() * 4),
             threads: output("threads", threads * threads::WORDS * 4),
             vectors: output("vectors", 2 * threads * 16),
             stores8: output("stores8", threads * 8),
@@ -203,12 +228,13 @@ impl<'a> Bench<'a> {
         }
     }
 
-    fn outputs(&self) -> [&Output; 10] {
+    fn outputs(&self) -> [&Output; 11] {
         [
             &self.conversions,
             &self.e4m3,
             &self.narrowed,
             &self.arithmetic,
+            &self.quantized,
             &self.threads,
             &self.vectors,
             &self.stores8,
@@ -225,7 +251,7 @@ impl<'a> Bench<'a> {
     }
 
     fn args(&self) -> Args {
-        let [input, floats, triples] = &self.given;
+        let [input, floats, triples, rows] = &self.given;
         Args {
             input: input.view().ptr,
             floats: floats.view().ptr,
@@ -242,8 +268,12 @@ impl<'a> Bench<'a> {
             stores2: self.stores2.address(),
             stores1: self.stores1.address(),
             messages: self.messages.address(),
+            rows: rows.view().ptr,
+            quantized: self.quantized.address(),
             float_count: self.case.floats.len() as u32,
             triple_count: self.case.triples.len() as u32,
+            row_count: self.case.rows.len() as u32,
+            reserved: 0,
         }
     }
 
@@ -252,10 +282,19 @@ impl<'a> Bench<'a> {
         self.conversions.expect(label, &CONVERSIONS, |i| format!("{} {:#06x}", ["bf16", "fp16"][i >> 16], i & 0xffff));
         let wanted: Vec<u32> = (0..256).map(e4m3).collect();
         self.e4m3.expect(label, &wanted, |i| format!("{i:#04x}"));
-        self.narrowed
-            .expect(label, &case.narrowed, |i| format!("{} of {:#010x}", ["bf16", "fp16"][i % 2], case.floats[i / 2]));
+        self.narrowed.expect(label, &case.narrowed, |i| {
+            format!("{} of {:#010x}", ["bf16", "fp16", "e4m3"][i % 3], case.floats[i / 3])
+        });
         self.arithmetic.expect(label, &case.arithmetic, |i| {
-            format!("{} of {:#010x?}", ["fma", "sum", "product"][i % 3], case.triples[i / 3])
+            let names = ["fma", "sum", "product", "quotient", "larger magnitude"];
+            format!("{} of {:#010x?}", names[i % 5], case.triples[i / 5])
+        });
+        self.quantized.expect(label, &case.quantized, |i| {
+            let (kind, row) = (i / quantized::WORDS / case.rows.len(), i / quantized::WORDS % case.rows.len());
+            let word = i % quantized::WORDS;
+            let place =
+                if word < 160 { format!("columns from {}", 4 * word) } else { format!("scale word {}", word - 160) };
+            format!("{place} of row {row} with {} scales", ["f32", "UE8M0"][kind])
         });
         threads::check(label, &self.threads.words(label), &case.input);
         self.check_stores(label);
@@ -339,9 +378,10 @@ fn primitives_keep_their_promises_on_a_gpu() {
 #[test]
 fn the_reference_agrees_with_the_host_on_numbers() {
     let canonical = |x: f32| if x.is_nan() { NAN } else { x.to_bits() };
-    for (triple, wanted) in WHOLE.triples.iter().zip(WHOLE.arithmetic.as_chunks::<3>().0) {
+    for (triple, wanted) in WHOLE.triples.iter().zip(WHOLE.arithmetic.as_chunks::<5>().0) {
         let [x, y, z] = triple.map(f32::from_bits);
-        let seen = [x.mul_add(y, z), x + y, x * y].map(canonical);
+        let larger = 0f32.max(x.abs()).max(y.abs());
+        let seen = [x.mul_add(y, z), x + y, x * y, x / y, larger].map(canonical);
         assert_eq!(seen, *wanted, "{triple:#010x?}: the host has {seen:#010x?}, the reference {wanted:#010x?}");
     }
 }

@@ -313,6 +313,53 @@ fn scales_of_the_wrong_shape_are_refused() {
 }
 
 #[test]
+fn a_context_that_quantizes_takes_bf16_rows_without_scales() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.hidden(256).dtype(Dtype::Fp8E4m3).scales(Scales::F32).quantize(true));
+        let alloc = |bytes: usize| rig.ep.device().alloc(bytes).unwrap();
+        let (x, rows, scales) = (alloc(4 * 512), alloc(8 * 256), alloc(8 * 2 * 4));
+        let good = Tokens { x: x.view(), x_pitch: 512, scales: None, ..rig.tokens(4) };
+        let layout = Layout::Contiguous { align: 1, capacity: 8 };
+        let out = Output { layout, rows: rows.view(), rows_pitch: 256, scales: Some(scales.view()), ..rig.output(8) };
+        let refused = |tokens: Tokens, output: Output, words: &[&str]| {
+            let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
+            assert!(matches!(error, Error::Argument { .. }), "{error:?}");
+            words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
+        };
+        let given = Some(ScaleView { view: scales.view(), row_stride: 2, col_stride: 1 });
+        refused(Tokens { scales: given, ..good }, out, &["scales is given", "makes the scales", "leave it out"]);
+        // Rows of fp8.
+        refused(Tokens { x_pitch: 256, ..good }, out, &["x_pitch is 256", "at least 512"]);
+        let short = View { bytes: 4 * 512 - 1, ..x.view() };
+        refused(Tokens { x: short, ..good }, out, &["x is 2047 bytes", "2048 bytes"]);
+        refused(good, Output { scales: None, ..out }, &["output scales is missing", "have scales"]);
+
+        // Columns of 7 and 448: the scale is 1, and 7 is 1.75 * 2^2 in e4m3.
+        let row: Vec<u8> = (0..256).flat_map(|c| if c % 2 == 0 { 0x40e0u16 } else { 0x43e0 }.to_ne_bytes()).collect();
+        x.write(0, &row.repeat(4)).unwrap();
+        rig.idx.write(0, &[0i32, 5].map(i32::to_ne_bytes).concat().repeat(4)).unwrap();
+        rig.ep.dispatch(&rig.stream, &good, &out).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        let (mut seen, mut words) = (vec![0; 8 * 256], vec![0; 8 * 2 * 4]);
+        rows.read(0, &mut seen).unwrap();
+        scales.read(0, &mut words).unwrap();
+        assert_eq!(seen, [0x4e, 0x7e].repeat(8 * 128));
+        assert_eq!(words, 1f32.to_ne_bytes().repeat(16));
+    });
+}
+
+#[test]
+fn ranks_that_differ_in_quantizing_are_refused() {
+    on_ranks(2, |world| {
+        let fp8 = builder(&world, &Device::cpu().unwrap()).hidden(128).dtype(Dtype::Fp8E4m3).scales(Scales::F32);
+        let built = fp8.quantize(world.rank().index() == 1).build();
+        let why = built.err().map(|why| why.to_string()).unwrap_or_default();
+        assert!(why.contains("quantize=true") && why.contains("quantize=false"), "{why}");
+    });
+}
+
+#[test]
 fn shapes_that_cannot_be_served_are_refused() {
     let world = World::threads(2).remove(0);
     let device = Device::cpu().unwrap();
@@ -328,6 +375,10 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().hidden(144).dtype(Dtype::Fp8E4m3), &["hidden is 144", "128"]);
     refused(base().hidden(4).dtype(Dtype::Fp32), &["combine_dtype is bf16", "4 bf16"]);
     refused(base().scales(Scales::F32), &["scales is F32", "bf16"]);
+    refused(base().quantize(true), &["quantize is true", "these are bf16"]);
+    let fp8 = || base().hidden(128).dtype(Dtype::Fp8E4m3);
+    refused(fp8().quantize(true), &["quantize is true", "scales None", "F32 or Ue8m0"]);
+    assert!(fp8().scales(Scales::Ue8m0).quantize(true).plan().is_ok());
     refused(base().top_k(9), &["top_k is 9", "1 to 8"]);
     refused(base().experts(64).top_k(33), &["top_k is 33", "1 to 32"]);
     refused(base().experts(0), &["experts is 0"]);

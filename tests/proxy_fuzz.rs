@@ -409,6 +409,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         weights_with_combine: false,
         nics,
         chunk_rows: None,
+        wave_tokens: None,
     }
 }
 

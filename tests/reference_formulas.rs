@@ -22,6 +22,15 @@ fn codecs_round_to_nearest_even_at_every_midpoint() {
         }
         assert_eq!((elem.encode(f32::INFINITY), elem.encode(f32::NAN)), (infinity, 0x7fff));
     }
+    for code in 0..0x7eu8 {
+        let (low, high) = (elem::decode_e4m3(code), elem::decode_e4m3(code + 1));
+        let middle = (low + high) / 2.0;
+        let around = [low, middle, f32::from_bits(middle.to_bits() - 1), f32::from_bits(middle.to_bits() + 1), high];
+        assert_eq!(around.map(elem::encode_e4m3), [code, code + (code & 1), code, code + 1, code + 1], "{code:#x}");
+        assert_eq!(around.map(|x| elem::encode_e4m3(-x) ^ 0x80), around.map(elem::encode_e4m3));
+    }
+    let beyond = [464.0, 1e30, f32::INFINITY, f32::NAN, -f32::NAN, f32::MIN_POSITIVE / 2.0, -0.0];
+    assert_eq!(beyond.map(elem::encode_e4m3), [0x7e, 0x7e, 0x7e, 0x7f, 0x7f, 0, 0x80]);
     let known = [(0x00, 0.0), (0x01, 0.001953125), (0x08, 0.015625), (0x38, 1.0), (0x7e, 448.0), (0xc4, -3.0)];
     assert!(known.iter().all(|&(code, value)| elem::decode_e4m3(code) == value));
     assert!(elem::decode_e4m3(0x7f).is_nan() && elem::decode_e4m3(0xff).is_nan());
@@ -52,13 +61,117 @@ fn reference_imports_nothing_but_std() {
         files += 1;
         for line in text.lines().map(str::trim).filter(|line| !line.starts_with("//")) {
             let import = line.strip_prefix("pub use ").or(line.strip_prefix("use "));
-            let allowed = ["std::", "super::", "combine::", "dispatch::", "elem::", "expect::", "report::", "spec::"];
+            let allowed = [
+                "std::",
+                "super::",
+                "combine::",
+                "dispatch::",
+                "elem::",
+                "expect::",
+                "quantize::",
+                "report::",
+                "spec::",
+            ];
             assert!(import.is_none_or(|i| allowed.iter().any(|a| i.starts_with(a))), "{}: {line}", path.display());
             let foreign = ["crate::", "tokenyard", "extern ", "include!"].iter().any(|word| line.contains(word));
             assert!(!foreign, "{}: {line}", path.display());
         }
     }
     assert!(files >= 8);
+}
+
+/// The row of bf16 whose blocks begin with the numbers of one of `blocks` each; the rest is 0.
+fn bf16_row(blocks: &[[f32; 3]]) -> Vec<u8> {
+    let block = |first: &[f32; 3]| first.iter().copied().chain([0.0; 125]).collect::<Vec<f32>>();
+    blocks.iter().flat_map(block).flat_map(|x| elem::encode_bf16(x).to_le_bytes()).collect()
+}
+
+#[test]
+fn quantized_rows_are_what_the_definition_says() {
+    let huge = f32::from_bits(0x7f7f_0000);
+    let row = bf16_row(&[
+        [448.0, -7.0, 0.0],
+        [450.0, 224.0, -0.0],
+        [9.5e-5, 0.0, f32::NAN],
+        [f32::INFINITY, 1.0, -1.0],
+        [huge, -huge, huge / 2.0],
+    ]);
+    let elements = |scales: Scales| {
+        let mut out = vec![0xaa; 640];
+        quantized_row(scales, &row, &mut out);
+        assert!(out.chunks(128).all(|block| block[3..].iter().all(|code| *code == 0)));
+        out.chunks(128).map(|block| [block[0], block[1], block[2]]).collect::<Vec<[u8; 3]>>()
+    };
+    let words = |scales: Scales, count: usize| {
+        let mut out = vec![0xaaaa_aaaa; count];
+        quantized_scales(scales, &row, &mut out);
+        out
+    };
+    // 224 * 448 / 450 is 223.004...: between 208 and 224, and nearer to 224. bf16's number at 9.5e-5 times 4.48e6 is
+    // 425.6..., between 416 and 448, and nearer to 416.
+    let infinite = [0x7f, 0x00, 0x80];
+    let wanted = vec![[0x7e, 0xce, 0], [0x7e, 0x76, 0x80], [0x7d, 0, 0x7f], infinite, [0x7e, 0xfe, 0x76]];
+    assert_eq!(elements(Scales::F32), wanted);
+    let scale = |amax: f32| (amax / 448.0).to_bits();
+    let wanted = [1f32.to_bits(), scale(450.0), scale(1e-4), f32::INFINITY.to_bits(), scale(huge)];
+    assert_eq!(words(Scales::F32, 5), wanted);
+    // 450 takes a scale of 2; the least is 2^-22, that of the largest number 2^120, and none that of infinity.
+    let wanted = vec![[0x7e, 0xce, 0], [0x76, 0x6e, 0x80], [0x7c, 0, 0x7f], infinite, [0x78, 0xf8, 0x70]];
+    assert_eq!(elements(Scales::Ue8m0), wanted);
+    assert_eq!(words(Scales::Ue8m0, 2), [u32::from_le_bytes([127, 128, 105, 255]), 247]);
+}
+
+/// Tokens of one rank, all of the same row, quantised.
+struct Loud(Vec<u8>, Scales);
+
+impl RowSource for Loud {
+    fn row(&self, _: usize, _: usize, out: &mut [u8]) {
+        quantized_row(self.1, &self.0, out);
+    }
+    fn scales(&self, _: usize, _: usize, out: &mut [u32]) {
+        quantized_scales(self.1, &self.0, out);
+    }
+}
+
+#[test]
+fn flipped_scale_or_element_of_a_quantized_row_is_found() {
+    // Two tokens; scales of 1, 2 and 4 for blocks of one number each, 448 times the scale.
+    let row = bf16_row(&[[448.0, 0.0, 0.0], [896.0, 0.0, 0.0], [1792.0, 0.0, 0.0]]);
+    let source = SourceRank { tokens: 2, topk_idx: vec![0, 0], topk_weight: Vec::new() };
+    let rows: Vec<u8> = (0..2 * 384).map(|c| if c % 128 == 0 { 0x7e } else { 0 }).collect();
+    for scales in [Scales::F32, Scales::Ue8m0] {
+        let words = match scales {
+            Scales::F32 => [1f32, 2.0, 4.0].map(f32::to_bits).to_vec(),
+            _ => vec![u32::from_le_bytes([127, 128, 129, 0])],
+        };
+        let spec = one_rank(384, scales, Layout::Contiguous { align: 1, capacity: 2 });
+        let words: Vec<u8> = words.repeat(2).iter().flat_map(|word| word.to_le_bytes()).collect();
+        let check = |rows: &[u8], words: &[u8]| {
+            let seen = ObservedDispatch { rows, rows_pitch: 384, scales: Some(words), ..Default::default() };
+            let report = check_dispatch(
+                &spec,
+                std::slice::from_ref(&source),
+                &Loud(row.clone(), scales),
+                &Faults::default(),
+                0,
+                &seen,
+            );
+            (report.mismatches, report.sentences.concat())
+        };
+        assert_eq!(check(&rows, &words), (0, String::new()));
+        for bit in 0..8 {
+            let mut flipped = rows.clone();
+            flipped[384 + 128] ^= 1 << bit;
+            let (mismatches, said) = check(&flipped, &words);
+            assert!(mismatches == 1 && said.contains("row 1") && said.contains("column 128 is"), "{said}");
+        }
+        for bit in 0..words.len() * 8 {
+            let mut flipped = words.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            let (mismatches, said) = check(&rows, &flipped);
+            assert!(mismatches == 1 && said.contains("scale word"), "bit {bit}: {said}");
+        }
+    }
 }
 
 /// Rows of ones, so that a combined element shows the scale that was applied.
@@ -73,27 +186,32 @@ impl RowSource for Ones {
     }
 }
 
-#[test]
-fn ue8m0_scales_are_read_little_end_first() {
-    let spec = Spec {
+/// fp8 rows on one rank of three experts.
+fn one_rank(hidden: usize, scales: Scales, layout: Layout) -> Spec {
+    Spec {
         ranks: 1,
         nodes: vec![1],
-        hidden: 640,
+        hidden,
         experts: 3,
         top_k: 1,
         expert_rank: vec![0; 3],
         dtype: Elem::E4m3,
-        scales: Scales::Ue8m0,
+        scales,
         combine_dtype: Elem::Fp32,
         partial_f32: false,
         out_dtype: Elem::Fp32,
         weights: Weights::None,
-        layout: Layout::Contiguous { align: 1, capacity: 1 },
+        layout,
         scale_order: ScaleOrder::RowMajor,
         accumulate: false,
         zero_padding: false,
         poison: 0xa5,
-    };
+    }
+}
+
+#[test]
+fn ue8m0_scales_are_read_little_end_first() {
+    let spec = one_rank(640, Scales::Ue8m0, Layout::Contiguous { align: 1, capacity: 1 });
     let source = SourceRank { tokens: 1, topk_idx: vec![2], topk_weight: Vec::new() };
     let mut sums = TokenSums::default();
     sums.evaluate(&spec, &source, &Ones, &Faults::default(), 0, 0);

@@ -82,6 +82,9 @@ pub struct BenchArgs {
     /// Rows of a chunk of a message between nodes [default: chosen by the library]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub chunk_rows: Option<usize>,
+    /// Tokens of each rank that a call sends at once; a larger call goes in waves [default: chosen by the library]
+    #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
+    pub wave_tokens: Option<usize>,
     /// Where arenas lie on GPUs: in host, the processor moves what goes between nodes; in device, emulated NICs
     /// [default: device; host between nodes of processes, or of a hostile network]
     #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
@@ -107,6 +110,9 @@ pub struct BenchArgs {
     /// Scales of fp8 rows [default: f32]
     #[arg(long, value_name = "f32|ue8m0", value_parser = scale_kind)]
     pub scales: Option<ScaleKind>,
+    /// Tokens are bf16 rows, and become fp8 rows with scales as they are sent
+    #[arg(long)]
+    pub quantize: bool,
     /// Type of the rows that come back [default: bf16]
     #[arg(long, value_name = "bf16|fp16|fp32", value_parser = summed)]
     pub combine_dtype: Option<Dtype>,
@@ -170,6 +176,9 @@ pub struct BenchArgs {
     /// A timeline that Perfetto opens
     #[arg(long, value_name = "PATH.json")]
     pub trace: Option<String>,
+    /// Also reports when a call's blocks came through each of its stages, as the device notes them
+    #[arg(long)]
+    pub stages: bool,
     /// This process is one rank that `--launch processes` started
     #[arg(long, hide = true)]
     pub as_rank: bool,
@@ -195,6 +204,9 @@ pub struct VerifyArgs {
     /// Progress deadline of any wait [default: 20000]
     #[arg(long, value_name = "MS", value_parser = |t: &str| number(t, 1, MAX_TIMEOUT_MS))]
     pub timeout_ms: Option<usize>,
+    /// Every configuration that is drawn quantises bf16 rows to fp8 as they are sent, not some of them
+    #[arg(long)]
+    pub quantize: bool,
     /// Models' full sizes too
     #[arg(long)]
     pub full: bool,

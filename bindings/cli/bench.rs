@@ -38,6 +38,10 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode, Refusal> {
     let written = write(&config, &results, runs);
     if !config.outputs.quiet() {
         println!("{}", report::bench_table(&results));
+        let stages = report::stages_table(&results);
+        if !stages.is_empty() {
+            println!("\n{stages}");
+        }
     }
     for sentence in results.iter().flat_map(|r| &r.sentences) {
         eprintln!("wrong: {sentence}");
@@ -58,6 +62,7 @@ pub fn job(config: &Config, tokens: usize) -> Job {
         timeout: config.timeout,
         arena: config.arena,
         measured: true,
+        stages: config.stages,
     }
 }
 

@@ -82,7 +82,7 @@ impl Buffers {
             topk_weight: alloc(choices * 4)?,
             count: alloc(4)?,
             // One row more than the library is told of.
-            rows: alloc((rows + 1) * x_pitch(case))?,
+            rows: alloc((rows + 1) * rows_pitch(case))?,
             scales: alloc(scale_words_out(case, local) * 4 + 16)?,
             expert_count: alloc(local * 4)?,
             expert_offset: alloc((local + 1) * 4)?,
@@ -219,9 +219,9 @@ impl Buffers {
                 LayoutWord::Masked => Layout::Masked { per_expert: capacity },
                 LayoutWord::Token => Layout::Token { capacity },
             },
-            rows: View { ptr: self.rows.view().ptr, bytes: rows * x_pitch(case) },
-            rows_pitch: x_pitch(case),
-            scales: (case.inputs(0).scale_words() > 0).then(|| self.scales.view()),
+            rows: View { ptr: self.rows.view().ptr, bytes: rows * rows_pitch(case) },
+            rows_pitch: rows_pitch(case),
+            scales: (case.scale_words() > 0).then(|| self.scales.view()),
             scale_order: match case.scale_order {
                 OrderWord::Row => ScaleOrder::RowMajor,
                 OrderWord::Column => ScaleOrder::ColumnMajor,
@@ -243,10 +243,10 @@ impl Buffers {
         let case = &self.case;
         let column = case.scale_order == OrderWord::Column;
         let token_layout = case.layout == LayoutWord::Token;
-        let words = case.inputs(0).scale_words();
+        let words = case.scale_words();
         ExpertCall {
             rows: self.rows.view(),
-            rows_pitch: x_pitch(case),
+            rows_pitch: rows_pitch(case),
             scales: (words > 0).then(|| self.scales.view()),
             scale_words: words,
             scale_leading: if column { case.capacity().next_multiple_of(4) } else { 0 },
@@ -308,7 +308,7 @@ impl Buffers {
         let token_layout = self.case.layout == LayoutWord::Token;
         ObservedDispatch {
             rows: &seen.rows,
-            rows_pitch: x_pitch(&self.case),
+            rows_pitch: rows_pitch(&self.case),
             scales: (self.case.scales != ScaleKind::None).then_some(seen.scales.as_slice()),
             expert_count: Some(&seen.expert_count),
             expert_offset: Some(&seen.expert_offset),
@@ -328,8 +328,13 @@ impl Buffers {
     }
 }
 
-/// Bytes from one dispatched row to the next, in and out.
+/// Bytes from one row to the next as they are given.
 fn x_pitch(case: &Case) -> usize {
+    case.inputs(0).row_bytes() + case.gap
+}
+
+/// Bytes from one dispatched row to the next.
+fn rows_pitch(case: &Case) -> usize {
     case.hidden * case.dtype.bytes() + case.gap
 }
 
@@ -349,7 +354,7 @@ fn scale_words_out(case: &Case, local: usize) -> usize {
         (OrderWord::Column, LayoutWord::Masked) => capacity.next_multiple_of(4) * local,
         (OrderWord::Column, _) => capacity.next_multiple_of(4),
     };
-    rows * case.inputs(0).scale_words()
+    rows * case.scale_words()
 }
 
 fn words_to_bytes(words: &[u32]) -> Vec<u8> {

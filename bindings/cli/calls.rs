@@ -6,7 +6,9 @@
 use std::cell::{OnceCell, RefCell};
 use std::time::Duration;
 
-use tokenyard::{AllToAll, CombineSent, Device, Error, Event, Graph, Handle, Result, Sent, Stream, kernels::bench};
+use tokenyard::{
+    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, Result, Sent, Stream, kernels::bench,
+};
 
 use super::buffers::Buffers;
 use super::case::Case;
@@ -95,8 +97,9 @@ impl Marks {
         Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us }))
     }
 
-    /// The parts of an iteration on the timeline, which began at `base`.
-    pub fn spans(&self, iteration: usize, base: f64) -> Result<Vec<Span>> {
+    /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each from the end of
+    /// the one before to its last block's end.
+    pub fn spans(&self, iteration: usize, base: f64, told: &[Option<CallStatistics>; 2]) -> Result<Vec<Span>> {
         let split = self.0[Point::DispatchSent as usize].is_some();
         let parts: &[(&str, Point, Point)] = if split {
             &[
@@ -122,6 +125,19 @@ impl Marks {
                 start_us: base + start,
                 length_us,
             }));
+        }
+        for ((call, start), told) in [("dispatch", Point::Dispatch), ("combine", Point::Combine)].into_iter().zip(told)
+        {
+            let Some((start, told)) = self.between(Point::Dispatch, start)?.zip(told.as_ref()) else { continue };
+            let mut ends: Vec<(u64, &str)> = told.stages.iter().map(|stage| (stage.last_ns, stage.name)).collect();
+            ends.sort_unstable();
+            let mut from = 0.0;
+            for (end, name) in ends {
+                let end = end as f64 / 1000.0;
+                let name = format!("{call}: {name}");
+                spans.push(Span { name, iteration, start_us: base + start + from, length_us: end - from });
+                from = end;
+            }
         }
         Ok(spans)
     }

@@ -44,11 +44,15 @@ pub struct Case {
     pub nics: Option<usize>,
     /// Rows of a chunk of a message between nodes, where the library does not choose.
     pub chunk_rows: Option<usize>,
+    /// Tokens of each rank that a call sends at once, where the library does not choose.
+    pub wave_tokens: Option<usize>,
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
     pub dtype: Dtype,
     pub scales: ScaleKind,
+    /// Rows are given as bf16 and quantised as they are sent.
+    pub quantize: bool,
     /// Type of the rows that experts return.
     pub combine_dtype: Dtype,
     /// Type of combine's output.
@@ -109,11 +113,13 @@ impl Default for Case {
             network: NetworkWord::Hostile,
             nics: None,
             chunk_rows: None,
+            wave_tokens: None,
             hidden: 128,
             experts: 8,
             top_k: 2,
             dtype: Dtype::Bf16,
             scales: ScaleKind::None,
+            quantize: false,
             combine_dtype: Dtype::Bf16,
             out_dtype: Dtype::Bf16,
             partial_f32: false,
@@ -182,7 +188,22 @@ impl Case {
 
     /// Inputs of one iteration.
     pub fn inputs(&self, iteration: u64) -> Inputs {
-        Inputs { seed: self.seed, iteration, hidden: self.hidden, dtype: self.dtype, scales: self.scales }
+        let (dtype, scales) = if self.quantize { (Dtype::Bf16, ScaleKind::None) } else { (self.dtype, self.scales) };
+        Inputs { seed: self.seed, iteration, hidden: self.hidden, dtype, scales, uneven: self.quantize }
+    }
+
+    /// 4-byte scale words of one dispatched row.
+    pub fn scale_words(&self) -> usize {
+        self.scales.words(self.hidden)
+    }
+
+    /// The reference's name of the scales.
+    pub fn reference_scales(&self) -> reference::Scales {
+        match self.scales {
+            ScaleKind::None => reference::Scales::None,
+            ScaleKind::F32 => reference::Scales::F32,
+            ScaleKind::Ue8m0 => reference::Scales::Ue8m0,
+        }
     }
 
     /// Draws the routing of every iteration.
@@ -244,9 +265,8 @@ impl Case {
 
     /// Payload bytes of one dispatched row with its scales, and of one partial row.
     pub fn row_bytes(&self) -> (u64, u64) {
-        let inputs = self.inputs(0);
         let partial = if self.partial_f32 { Dtype::Fp32 } else { self.combine_dtype };
-        let row = inputs.row_bytes() + 4 * inputs.scale_words();
+        let row = self.hidden * self.dtype.bytes() + 4 * self.scale_words();
         (row as u64, (self.hidden * partial.bytes()) as u64)
     }
 
@@ -260,11 +280,7 @@ impl Case {
             top_k: self.top_k,
             expert_rank: self.expert_rank(),
             dtype: elem(self.dtype),
-            scales: match self.scales {
-                ScaleKind::None => reference::Scales::None,
-                ScaleKind::F32 => reference::Scales::F32,
-                ScaleKind::Ue8m0 => reference::Scales::Ue8m0,
-            },
+            scales: self.reference_scales(),
             combine_dtype: elem(self.combine_dtype),
             partial_f32: self.partial_f32,
             out_dtype: elem(self.out_dtype),
@@ -297,6 +313,8 @@ impl Case {
     pub fn refused_by_design(&self) -> Option<&'static str> {
         if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
             Some("scales")
+        } else if self.quantize && self.scales == ScaleKind::None {
+            Some("quantize")
         } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
             Some("layout")
         } else {
@@ -380,6 +398,11 @@ impl Case {
                 format!("only fp8 rows have scales and these are {}; leave it out or give --dtype fp8", self.dtype);
             return refuse("--scales", self.scales.name().to_string(), advice);
         }
+        if self.quantize && self.scales == ScaleKind::None {
+            let advice =
+                format!("it makes fp8 rows with scales and these are {}; leave it out or give --dtype fp8", self.dtype);
+            return refuse("--quantize", "given".to_string(), advice);
+        }
         Ok(())
     }
 
@@ -409,7 +432,8 @@ impl Case {
         if let Some(nics) = self.nics.filter(|nics| !(1..=MAX_NICS).contains(nics)) {
             return Err(Refusal::of("nics", nics, format!("give 1 to {MAX_NICS}")));
         }
-        let least = self.max_tokens.div_ceil(MAX_CHUNKS).max(1);
+        let wave = self.wave_tokens.unwrap_or(self.max_tokens).clamp(1, self.max_tokens.max(1));
+        let least = wave.div_ceil(MAX_CHUNKS).max(1);
         if let Some(rows) = self.chunk_rows.filter(|rows| self.several_nodes() && *rows < least) {
             let advice = format!("a message has at most {MAX_CHUNKS} chunks; give at least {least}, or leave it out");
             return Err(Refusal::of("--chunk-rows", rows, advice));
@@ -528,11 +552,13 @@ fields! {
     network: show_word, word;
     nics: optional, read_optional;
     chunk_rows: optional, read_optional;
+    wave_tokens: optional, read_optional;
     hidden: show, read_number;
     experts: show, read_number;
     top_k: show, read_number;
     dtype: show_word, word;
     scales: show_word, word;
+    quantize: flag, read_flag;
     combine_dtype: show_word, word;
     out_dtype: show_word, word;
     partial_f32: flag, read_flag;
@@ -613,8 +639,10 @@ mod tests {
             network: NetworkWord::Calm,
             nics: Some(3),
             chunk_rows: Some(2),
+            wave_tokens: Some(7),
             dtype: Dtype::Fp8E4m3,
             scales: ScaleKind::Ue8m0,
+            quantize: true,
             layout: LayoutWord::Masked,
             capacity: Some(77),
             first_epoch: Some(u64::from(u32::MAX)),
@@ -660,6 +688,8 @@ mod tests {
             (Case { hidden: 192, ..fp8.clone() }, "give a multiple of 128, say 256"),
             (Case { top_k: 9, ..base.clone() }, "--top-k is `9`: give 1 to 8"),
             (Case { scales: ScaleKind::F32, ..base.clone() }, "--scales is `f32`"),
+            (Case { quantize: true, ..base.clone() }, "--quantize is `given`: it makes fp8 rows"),
+            (Case { quantize: true, scales: ScaleKind::None, ..fp8.clone() }, "--quantize is `given`"),
             (Case { experts: 5000, ..base.clone() }, "--experts is `5000`"),
             (Case { tokens: 4, ..base.clone() }, "--max-tokens is `1`: give at least 4"),
             (
@@ -681,7 +711,7 @@ mod tests {
             let refused = case.check().unwrap_err().to_string();
             assert!(refused.contains(says), "{refused}");
         }
-        assert!(base.check().is_ok() && fp8.check().is_ok());
+        assert!(base.check().is_ok() && fp8.check().is_ok() && Case { quantize: true, ..fp8 }.check().is_ok());
         let far = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2049, ..base };
         let chunked = Case { chunk_rows: Some(2), ..far.clone() };
         if SEVERAL_NODES {

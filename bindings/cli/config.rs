@@ -46,6 +46,8 @@ pub struct Config {
     pub warmup: usize,
     pub check: Check,
     pub timeout: Duration,
+    /// Whether the device notes the stages of its calls.
+    pub stages: bool,
     pub outputs: Outputs,
 }
 
@@ -103,11 +105,13 @@ impl Config {
             link: args.link.unwrap_or(Link::None),
             network: or_default(args.network, NetworkWord::Calm),
             chunk_rows: args.chunk_rows,
+            wave_tokens: args.wave_tokens,
             hidden: args.hidden.unwrap_or(preset.hidden),
             experts: args.experts.unwrap_or(preset.experts),
             top_k: args.top_k.unwrap_or(preset.top_k),
             dtype,
             scales: args.scales.unwrap_or(if dtype == Dtype::Fp8E4m3 { ScaleKind::F32 } else { ScaleKind::None }),
+            quantize: args.quantize,
             combine_dtype,
             out_dtype: combine_dtype,
             weights: or_default(args.weights, WeightsWord::Dispatch),
@@ -145,6 +149,7 @@ impl Config {
             warmup: args.warmup.unwrap_or(if cuda { 100 } else { 1 }),
             check: args.check.unwrap_or(if cuda { Check::Every(CUDA_CHECK) } else { Check::All }),
             timeout: Duration::from_millis(args.timeout_ms.unwrap_or(TIMEOUT_MS) as u64),
+            stages: args.stages || args.trace.is_some(),
             outputs,
         })
     }

@@ -66,7 +66,16 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_schedule(&mut case, dice, device);
     draw_order(&mut case, dice);
     draw_nodes(&mut case);
+    draw_quantize(&mut case);
     case
+}
+
+/// The same, with rows that are quantised; types, scales and columns become such that they can be.
+pub fn quantized(case: Case) -> Case {
+    let drawn = if (case.seed / 2).is_multiple_of(2) { ScaleKind::F32 } else { ScaleKind::Ue8m0 };
+    let scales = if case.scales == ScaleKind::None { drawn } else { case.scales };
+    let case = Case { dtype: Dtype::Fp8E4m3, scales, quantize: true, ..case };
+    Case { hidden: case.hidden.next_multiple_of(case.hidden_quantum()), ..case }
 }
 
 /// The configuration of a seeded schedule: a tiny world on one thread, in which much happens between ranks and little
@@ -98,6 +107,8 @@ pub fn draw_small(seed: u64) -> Case {
     draw_schedule(&mut case, dice, DeviceWord::Cpu);
     draw_order(&mut case, dice);
     draw_nodes(&mut case);
+    draw_quantize(&mut case);
+    case.quantize &= case.scales != ScaleKind::None;
     case.sms = Some(2);
     case.iters = 3 + dice.below(2);
     case.world_mode = WorldMode::OneThread;
@@ -206,6 +217,8 @@ fn draw_nodes(case: &mut Case) {
     let dice = &mut dice;
     let count = 1 + dice.below(NODES.min(case.world));
     case.nodes = if dice.once_in(2) { even(case.world, count) } else { uneven(case.world, count, dice) };
+    // Up to four waves, the last one often shorter.
+    case.wave_tokens = dice.once_in(3).then(|| case.max_tokens.div_ceil(1 + dice.below(4)).max(1));
     if !case.several_nodes() {
         case.nodes.clear();
         return;
@@ -217,6 +230,13 @@ fn draw_nodes(case: &mut Case) {
         case.network = NetworkWord::Calm;
         case.link = dice.of(&[Link::None, Link::Cx7, Link::EfaP5, Link::EfaP5en], Link::None);
     }
+}
+
+/// Whether rows are quantised. From a stream of its own, as nodes are.
+fn draw_quantize(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 7, 0, 0));
+    // Without scales it is refused; now and then that is looked at.
+    case.quantize = dice.once_in(if case.scales == ScaleKind::None { 16 } else { 2 });
 }
 
 /// Nodes that differ by a rank at the most.
@@ -275,8 +295,19 @@ mod tests {
         assert_eq!(share(|c| c.hold_stores), 200);
         assert!(share(|c| c.ahead > 1) > 90 && share(|c| c.ahead > 1 && c.accumulate) > 20);
         assert!(share(|c| c.fault == FaultWord::Overflow) > 20 && share(|c| c.fault == FaultWord::Routing) > 10);
+        assert!(share(|c| c.quantize && c.several_nodes()) > 10 && share(|c| c.quantize && !c.several_nodes()) > 3);
         assert!(share(|c| c.tokens == 0) > 20 && share(|c| c.ragged) > 200 && share(|c| c.lockstep) > 30);
         assert!(Mode::ALL.iter().all(|mode| cases.iter().any(|c| c.mode == *mode && c.ahead > 1)));
+    }
+
+    #[test]
+    fn every_draw_can_be_made_to_quantize() {
+        for seed in 0..400 {
+            for case in [draw(seed, DeviceWord::Cpu), draw_small(seed)].map(quantized) {
+                let refused = case.refused_by_design();
+                assert!(case.quantize && (refused == Some("layout") || case.check().is_ok()), "{case}: {refused:?}");
+            }
+        }
     }
 
     #[test]
@@ -310,6 +341,7 @@ mod tests {
         assert!((2..=NODES).all(|n| cases.iter().filter(|c| c.nodes.len() == n).count() > 30));
         assert!(share(Case::uneven_nodes) > 100 && share(|c| c.several_nodes() && !c.uneven_nodes()) > 60);
         assert!(share(|c| c.several_nodes() && c.network == NetworkWord::Hostile) > several / 2);
+        assert!(share(|c| c.wave_tokens.is_some_and(|tokens| tokens < c.max_tokens)) > 60);
         assert!(share(|c| c.chunk_rows == Some(1)) > 20 && share(|c| c.link != Link::None) > 20);
     }
 }

@@ -19,6 +19,8 @@ pub enum Use {
     Count = 5,
     /// What stands in an output that combine accumulates into.
     Old = 6,
+    /// Powers of two of the blocks of a row.
+    Power = 7,
 }
 
 /// A bijective scramble of 64 bits in which each input bit reaches every output bit (xor-shift, multiply, twice).
@@ -83,6 +85,19 @@ pub struct Inputs {
     pub hidden: usize,
     pub dtype: Dtype,
     pub scales: ScaleKind,
+    /// Rows are bf16 to be quantised: blocks of 128 columns differ in magnitude.
+    pub uneven: bool,
+}
+
+impl ScaleKind {
+    /// 4-byte words of the scales of one row.
+    pub fn words(self, hidden: usize) -> usize {
+        match self {
+            ScaleKind::None => 0,
+            ScaleKind::F32 => hidden.div_ceil(128),
+            ScaleKind::Ue8m0 => hidden.div_ceil(512),
+        }
+    }
 }
 
 impl Inputs {
@@ -93,17 +108,18 @@ impl Inputs {
 
     /// 4-byte scale words of one row.
     pub fn scale_words(&self) -> usize {
-        match self.scales {
-            ScaleKind::None => 0,
-            ScaleKind::F32 => self.hidden.div_ceil(128),
-            ScaleKind::Ue8m0 => self.hidden.div_ceil(512),
-        }
+        self.scales.words(self.hidden)
     }
 
-    /// Writes the row of a token. fp8: every finite code. The others: either sign, magnitudes in [2^-7, 2).
+    /// Writes the row of a token. fp8: every finite code. The others: either sign, magnitudes in [2^-7, 2); in uneven
+    /// rows times a power of two for each block, 2^-24 to 2^7, so that the quietest have the least scale that there is.
     pub fn fill_row(&self, rank: usize, token: usize, out: &mut [u8]) {
         let counter = Counter::new(self.seed, Use::Row, self.iteration, rank, token);
         fill_elements(counter, self.dtype, out);
+        if self.uneven {
+            let powers = Counter::new(self.seed, Use::Power, self.iteration, rank, token);
+            (0..).zip(out.chunks_mut(256)).for_each(|(i, block)| scale_bf16(block, powers.at(i)));
+        }
     }
 
     /// Writes what stands, before combine, in the output row of a token of a rank; as [`Inputs::fill_row`] does, in the
@@ -169,6 +185,16 @@ fn fill_with(counter: Counter, out: &mut [u8], shape: impl Fn(u64) -> u64) {
     rest.copy_from_slice(&last[..rest.len()]);
 }
 
+/// Multiplies numbers of 2^-7 to 2 with a power of two, 2^-24 to 2^7.
+fn scale_bf16(block: &mut [u8], random: u64) {
+    let (numbers, _) = block.as_chunks_mut::<2>();
+    let power = (random % 32) as u16;
+    for number in numbers {
+        // Exponents are at bit 7.
+        *number = (u16::from_le_bytes(*number) - (24 << 7) + (power << 7)).to_le_bytes();
+    }
+}
+
 /// Eight e4m3 codes without NaN: where the low seven bits are all ones, the lowest is cleared.
 #[inline]
 fn finite_e4m3(word: u64) -> u64 {
@@ -183,7 +209,7 @@ mod tests {
     use super::*;
 
     fn inputs(dtype: Dtype, scales: ScaleKind) -> Inputs {
-        Inputs { seed: 1, iteration: 2, hidden: 7168, dtype, scales }
+        Inputs { seed: 1, iteration: 2, hidden: 7168, dtype, scales, uneven: false }
     }
 
     #[test]
@@ -218,6 +244,24 @@ mod tests {
             let negative = values.iter().filter(|v| **v < 0.0).count();
             assert!((2000..5000).contains(&negative), "{dtype}: {negative}");
         }
+    }
+
+    #[test]
+    fn uneven_rows_are_those_rows_with_a_power_for_each_block() {
+        let even = inputs(Dtype::Bf16, ScaleKind::None);
+        let row = |inputs: Inputs| {
+            let mut out = vec![0u8; inputs.row_bytes()];
+            inputs.fill_row(0, 3, &mut out);
+            let number = |b: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
+            out.chunks(2).map(number).collect::<Vec<f32>>()
+        };
+        let (plain, scaled) = (row(even), row(Inputs { uneven: true, ..even }));
+        let powers: Vec<f32> = plain.iter().zip(&scaled).map(|(plain, scaled)| scaled / plain).collect();
+        for block in powers.chunks(128) {
+            assert!(block.iter().all(|p| p == &block[0] && (2f32.powi(-24)..=128.0).contains(p)), "{block:?}");
+        }
+        let quiet = powers.iter().step_by(128).filter(|p| **p < 2f32.powi(-15)).count();
+        assert!((5..30).contains(&quiet), "{quiet} of 56 blocks have the least scale");
     }
 
     #[test]

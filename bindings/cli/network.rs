@@ -207,8 +207,11 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
     if let Some(proxy) = proxy {
         builder = builder.proxy(proxy);
     }
-    match case.chunk_rows {
-        Some(rows) => builder.chunk_rows(rows),
+    if let Some(rows) = case.chunk_rows {
+        builder = builder.chunk_rows(rows);
+    }
+    match case.wave_tokens {
+        Some(tokens) => builder.wave_tokens(tokens),
         None => builder,
     }
 }
@@ -237,6 +240,7 @@ mod tests {
             timeout: std::time::Duration::from_secs(1),
             arena: ArenaWord::Device,
             measured: false,
+            stages: false,
         };
         let shared = |case, device| real_time(&job(case), device, |_| Device::cpu()).unwrap();
         assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());

@@ -7,8 +7,8 @@
 use std::time::Duration;
 
 use tokenyard::{
-    AllToAll, ArenaPlace, Device, DeviceKind, Dtype, Error, Event, Placement, Proxy, Result, Scales, Stream, Weights,
-    World,
+    AllToAll, ArenaPlace, CallStatistics, Device, DeviceKind, Dtype, Error, Event, Placement, Proxy, Result, Scales,
+    Stream, Weights, World,
 };
 
 use super::args::Check;
@@ -20,7 +20,9 @@ use super::faults::{Planned, check_errors};
 use super::inputs::{Inputs, ScaleKind};
 use super::link;
 use super::network;
-use super::reference::{Report, RowSource, SourceRank, Spec, check_combine, check_dispatch};
+use super::reference::{
+    self, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, quantized_row, quantized_scales,
+};
 use super::routing::{Routed, Router, ragged_count};
 use super::sample::{RankResult, Verdict};
 use super::steps::steps;
@@ -40,6 +42,8 @@ pub struct Job {
     pub arena: ArenaWord,
     /// Whether calls are timed, the links are measured, and a timeline is kept.
     pub measured: bool,
+    /// Whether the device notes when it comes through each stage of a call.
+    pub stages: bool,
 }
 
 impl Job {
@@ -185,7 +189,9 @@ impl<'a> RankRun<'a> {
             if turn.i >= self.job.warmup && self.job.measured {
                 result.add_times(&marks.times()?.unwrap_or_default());
                 self.traffic.count(&self.spec, &turn.sources[self.rank], self.rank);
-                keep_spans(&mut self.clock, turn.i - self.job.warmup, marks, result)?;
+                let told = [self.caller.ep.dispatch_statistics(), self.caller.ep.combine_statistics()];
+                keep_spans(&mut self.clock, turn.i - self.job.warmup, marks, &told, result)?;
+                result.add_stages(&told);
             }
         }
         self.count_bytes(result);
@@ -261,7 +267,8 @@ impl<'a> RankRun<'a> {
     /// Has the reference compare this rank's outputs with what all ranks' inputs demand.
     fn compare(&self, turn: &Turn, lane: &Lane) -> Result<Report> {
         let Turn { sources, planned: Planned { faults, .. }, .. } = turn;
-        let (rank, rows) = (self.rank, Made(turn.inputs));
+        let scales = self.case.quantize.then(|| self.case.reference_scales());
+        let (rank, rows) = (self.rank, Made { inputs: turn.inputs, quantized: scales });
         let spec = turn.planned.spec(self.case, &self.spec, rank);
         let seen = lane.buffers.read()?;
         let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &lane.buffers.dispatched(&seen));
@@ -271,29 +278,57 @@ impl<'a> RankRun<'a> {
 }
 
 /// Adds an iteration to the timeline, which begins with the first.
-fn keep_spans(clock: &mut Option<(f64, Event)>, iteration: usize, marks: Marks, result: &mut RankResult) -> Result<()> {
+fn keep_spans(
+    clock: &mut Option<(f64, Event)>,
+    iteration: usize,
+    marks: Marks,
+    told: &[Option<CallStatistics>; 2],
+    result: &mut RankResult,
+) -> Result<()> {
     // From iteration to iteration, since events count in floats that lose the µs of a long run.
     let base = match clock {
         Some((at, event)) => *at + marks.since(event)?,
         None => 0.0,
     };
-    result.spans.extend(marks.spans(iteration, base)?);
+    result.spans.extend(marks.spans(iteration, base, told)?);
     *clock = marks.into_start().map(|start| (base, start));
     Ok(())
 }
 
-/// Inputs, as the reference asks for them.
-struct Made(Inputs);
+/// Rows that were dispatched, as the reference asks for them.
+struct Made {
+    inputs: Inputs,
+    /// The scales that rows got, where they were quantised.
+    quantized: Option<reference::Scales>,
+}
+
+impl Made {
+    /// The row of a token as it was given.
+    fn given(&self, rank: usize, token: usize) -> Vec<u8> {
+        let mut row = vec![0; self.inputs.row_bytes()];
+        self.inputs.fill_row(rank, token, &mut row);
+        row
+    }
+}
 
 impl RowSource for Made {
     fn row(&self, rank: usize, token: usize, out: &mut [u8]) {
-        self.0.fill_row(rank, token, out);
+        match self.quantized {
+            Some(scales) => quantized_row(scales, &self.given(rank, token), out),
+            None => self.inputs.fill_row(rank, token, out),
+        }
     }
 
     fn scales(&self, rank: usize, token: usize, out: &mut [u32]) {
-        self.0.fill_scales(rank, token, out);
+        match self.quantized {
+            Some(scales) => quantized_scales(scales, &self.given(rank, token), out),
+            None => self.inputs.fill_scales(rank, token, out),
+        }
     }
 }
+
+/// Multiprocessors of a shared GPU that no rank's calls take.
+const SPARE_MULTIPROCESSORS: u32 = 4;
 
 /// Builds the context of a rank. Collective.
 fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Result<AllToAll> {
@@ -303,12 +338,15 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
         ArenaWord::Device => ArenaPlace::Device,
         ArenaWord::Host => ArenaPlace::Host,
     };
-    let mut builder = builder.device(device.clone()).timeout(job.timeout).handles(case.ahead).arena(place);
+    let mut builder =
+        builder.device(device.clone()).timeout(job.timeout).handles(case.ahead).arena(place).statistics(job.stages);
     let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
     if case.sms.is_none() && sharers > 1 {
-        // Blocks wait for other ranks' blocks, so those of all must fit at once.
+        // Blocks wait for other ranks' blocks, so those of all must fit at once, beside the small kernels that other ranks
+        // run before theirs.
         let nic = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
-        builder = builder.sms((device.multiprocessors() / sharers as u32).saturating_sub(nic).max(2));
+        let room = device.multiprocessors().saturating_sub(SPARE_MULTIPROCESSORS) / sharers as u32;
+        builder = builder.sms(room.saturating_sub(nic).max(2));
     }
     builder.build()
 }
@@ -329,6 +367,7 @@ pub fn builder(case: &Case, world: &World) -> Result<tokenyard::AllToAllBuilder>
             ScaleKind::F32 => Scales::F32,
             ScaleKind::Ue8m0 => Scales::Ue8m0,
         })
+        .quantize(case.quantize)
         .combine_dtype(case.combine_dtype)
         .partial_f32(case.partial_f32 && case.combine_dtype != Dtype::Fp32)
         .placement(match case.placement {

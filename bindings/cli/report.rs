@@ -107,6 +107,9 @@ pub struct RunResult {
     pub experts: usize,
     pub top_k: usize,
     pub dtype: &'static str,
+    /// True: rows were bf16 and became that as they were sent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantize: Option<bool>,
     pub combine_dtype: &'static str,
     pub tokens: usize,
     pub routing: String,
@@ -138,6 +141,9 @@ pub struct RunResult {
     /// latency.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nic_us: Option<f64>,
+    /// With --stages: medians over calls and ranks, in microseconds since a call's first block began.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub stages_us: Vec<StageUs>,
     pub arena_bytes: u64,
     /// Where arenas lie, if in host memory by choice.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -175,6 +181,7 @@ impl RunResult {
             experts: case.experts,
             top_k: case.top_k,
             dtype: case.dtype.name(),
+            quantize: case.quantize.then_some(true),
             combine_dtype: case.combine_dtype.name(),
             tokens: case.tokens,
             routing: case.routing.to_string(),
@@ -196,10 +203,52 @@ impl RunResult {
             floor_us: floor(bytes, ranks, push_us, case),
             push_us,
             nic_us: first.nic_us.map(round),
+            stages_us: stages(ranks),
             arena_bytes: ranks.iter().map(|r| r.arena_bytes).max().unwrap_or(0),
             arena: (config.arena == ArenaWord::Host).then(|| config.arena.name()),
             sentences: verdict.sentences,
         }
+    }
+}
+
+/// When blocks were through with a stage.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StageUs {
+    pub stage: String,
+    pub first: f64,
+    pub median: f64,
+    pub last: f64,
+}
+
+fn stages(ranks: &[RankResult]) -> Vec<StageUs> {
+    let Some(first) = ranks.first() else { return Vec::new() };
+    let median = |name: &str, which: usize| {
+        let of_all = ranks.iter().flat_map(|rank| &rank.stages).filter(|stage| stage.name == name);
+        Percentiles::of(of_all.flat_map(|stage| stage.us[which].clone()).collect()).unwrap_or_default().p50
+    };
+    let of = |name: &String| StageUs {
+        first: median(name, 0),
+        median: median(name, 1),
+        last: median(name, 2),
+        stage: name.clone(),
+    };
+    first.stages.iter().map(|stage| of(&stage.name)).collect()
+}
+
+/// The stages of a bench's calls; empty where none were noted.
+pub fn stages_table(results: &[RunResult]) -> String {
+    let rows: Vec<Vec<String>> = results
+        .iter()
+        .flat_map(|r| r.stages_us.iter().map(move |s| (r.tokens, s)))
+        .map(|(tokens, s)| {
+            let us = |value: f64| format!("{value:.1}");
+            vec![s.stage.clone(), tokens.to_string(), us(s.first), us(s.median), us(s.last)]
+        })
+        .collect();
+    if rows.is_empty() {
+        String::new()
+    } else {
+        table(&["stage ends at, us", "tokens", "first block", "median", "last"], &rows)
     }
 }
 

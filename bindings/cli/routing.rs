@@ -149,7 +149,7 @@ impl Router {
     pub fn draw(&self, iteration: u64, rank: usize, tokens: usize) -> Routed {
         let RoutingShape { top_k, seed, .. } = self.shape;
         let mut routed = Routed { topk_idx: vec![-1; tokens * top_k], topk_weight: vec![0.0; tokens * top_k] };
-        let inputs = Inputs { seed, iteration, hidden: 0, dtype: Dtype::Fp32, scales: ScaleKind::None };
+        let inputs = Inputs { seed, iteration, hidden: 0, dtype: Dtype::Fp32, scales: ScaleKind::None, uneven: false };
         let rows = routed.topk_idx.chunks_mut(top_k).zip(routed.topk_weight.chunks_mut(top_k));
         for (token, (ids, weights)) in rows.enumerate() {
             let mut counter = Counter::new(seed, Use::Choice, iteration, rank, token);

@@ -4,6 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use tokenyard::CallStatistics;
+
 use super::reference::Report;
 
 /// One thing that took time on a rank's stream.
@@ -14,6 +16,14 @@ pub struct Span {
     /// Since the rank's first timed iteration began.
     pub start_us: f64,
     pub length_us: f64,
+}
+
+/// When a call's blocks were through with a stage: one time an iteration, since the call's first block began.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageTimes {
+    pub name: String,
+    /// The first block's, the middle one's, the last one's.
+    pub us: [Vec<f64>; 3],
 }
 
 /// Times of one iteration.
@@ -108,6 +118,8 @@ pub struct RankResult {
     pub nic_us: Option<f64>,
     pub verdict: Verdict,
     pub spans: Vec<Span>,
+    /// Stages of calls, in the order of the first call that came to each.
+    pub stages: Vec<StageTimes>,
 }
 
 impl RankResult {
@@ -118,6 +130,21 @@ impl RankResult {
         self.combine_us.push(times.combine_us);
         if let Some(parts) = times.parts_us {
             self.parts_us.iter_mut().zip(parts).for_each(|(all, us)| all.push(us));
+        }
+    }
+
+    /// Adds what the device said of one dispatch and its combine.
+    pub fn add_stages(&mut self, told: &[Option<CallStatistics>; 2]) {
+        for (call, told) in ["dispatch", "combine"].into_iter().zip(told) {
+            for stage in told.iter().flat_map(|told| &told.stages) {
+                let name = format!("{call}: {}", stage.name);
+                let place = self.stages.iter().position(|known| known.name == name).unwrap_or_else(|| {
+                    self.stages.push(StageTimes { name, ..StageTimes::default() });
+                    self.stages.len() - 1
+                });
+                let ns = [stage.first_ns, stage.median_ns, stage.last_ns];
+                self.stages[place].us.iter_mut().zip(ns).for_each(|(all, ns)| all.push(ns as f64 / 1000.0));
+            }
         }
     }
 }

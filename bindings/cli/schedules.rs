@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use tokenyard::transport::sim::Counts;
 
 use super::case::Case;
-use super::draw::draw_small;
+use super::draw::{draw_small, quantized};
 use super::report::Progress;
 use super::sample::Verdict;
 use super::tally::Tally;
@@ -93,14 +93,16 @@ fn flaws(i: usize, case: &Case, schedule: Option<&Schedule>, judge: &Judge, sum:
     flaws
 }
 
-/// Runs `count` schedules; whether all were right. Stops once enough have failed.
-pub fn schedules(count: usize, first: u64, judge: &Judge) -> bool {
+/// Runs `count` schedules, on request with rows that are all quantised; whether all were right. Stops once enough have
+/// failed.
+pub fn schedules(count: usize, first: u64, quantize: bool, judge: &Judge) -> bool {
     let bar = Progress::new();
     let (mut verdict, mut tally, mut sum) = (Verdict::new(), Tally::default(), Sum::default());
     let mut failures = 0;
     for i in 0..count {
         bar.show("schedules", i, count);
-        let case = draw_small(first.wrapping_add(i as u64));
+        let drawn = draw_small(first.wrapping_add(i as u64));
+        let case = if quantize { quantized(drawn) } else { drawn };
         let Judged { outcome, schedule } = judge.judge(&case);
         tally.count(&case, matches!(outcome, Outcome::Refused(_)));
         sum.add(&case, schedule.as_ref());

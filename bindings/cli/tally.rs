@@ -15,10 +15,12 @@ use super::words::{LayoutWord, Mode, SUMMED, WeightsWord, Word};
 
 /// What is paired; nodes only where worlds may have several.
 const DIMENSIONS: &[&str] = if SEVERAL_NODES {
-    &["dtype", "scales", "combine", "layout", "mode", "weights", "nodes"]
+    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "nodes"]
 } else {
-    &["dtype", "scales", "combine", "layout", "mode", "weights"]
+    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize"]
 };
+/// Whether rows are quantised.
+const QUANTIZE: [&str; 2] = ["no", "yes"];
 /// How a world's ranks are on nodes.
 const ONE: &str = "one";
 const EVEN: &str = "even";
@@ -55,6 +57,7 @@ fn values(dimension: usize) -> Vec<&'static str> {
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
+        6 => QUANTIZE.to_vec(),
         _ => vec![ONE, EVEN, UNEVEN],
     }
 }
@@ -67,7 +70,7 @@ fn nodes_of(case: &Case) -> &'static str {
     }
 }
 
-fn values_of(case: &Case) -> [&'static str; 7] {
+fn values_of(case: &Case) -> [&'static str; 8] {
     [
         case.dtype.name(),
         case.scales.name(),
@@ -75,6 +78,7 @@ fn values_of(case: &Case) -> [&'static str; 7] {
         case.layout.name(),
         case.mode.name(),
         case.weights.name(),
+        QUANTIZE[usize::from(case.quantize)],
         nodes_of(case),
     ]
 }
@@ -102,6 +106,8 @@ fn must_be_refused(pair: &Pair) -> bool {
     match (DIMENSIONS[pair.0], DIMENSIONS[pair.2]) {
         ("dtype", "scales") => pair.1 != "fp8" && pair.3 != "none",
         ("layout", "weights") => has("token") && has("combine"),
+        ("dtype", "quantize") => pair.1 != "fp8" && pair.3 == "yes",
+        ("scales", "quantize") => pair.1 == "none" && pair.3 == "yes",
         _ => false,
     }
 }
@@ -174,10 +180,10 @@ mod tests {
 
     #[test]
     fn pairs_are_those_of_all_dimensions() {
-        // 4 dtypes with the other dimensions of 3 values, and those with each other.
-        let others = DIMENSIONS.len() - 1;
-        assert_eq!(all_pairs().len(), 4 * 3 * others + others * (others - 1) / 2 * 9);
-        assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1);
+        // 4 dtypes with the dimensions of 3 values, those with each other, and all of them with the one of 2.
+        let others = DIMENSIONS.len() - 2;
+        assert_eq!(all_pairs().len(), 4 * 3 * others + others * (others - 1) / 2 * 9 + 2 * (4 + 3 * others));
+        assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use tokenyard::Error;
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
 use super::config::{self, SEVERAL_NODES, note_sharing, or_here};
-use super::draw::{RANKS, draw};
+use super::draw::{RANKS, draw, quantized};
 use super::rank::Job;
 use super::report::Progress;
 use super::sample::{RankResult, Verdict};
@@ -35,8 +35,8 @@ pub const ENOUGH: usize = 5;
 /// Models' full sizes, for `--full`.
 const FULL: [&str; 5] = [
     "world=8,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,tokens=128,max_tokens=128,routing=v3-groups,iters=3",
-    "world=8,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,scale_order=column,align=128,zero_padding=yes,\
-     tokens=64,max_tokens=64,iters=3",
+    "world=8,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,quantize=yes,scale_order=column,align=128,\
+     zero_padding=yes,tokens=64,max_tokens=64,iters=3",
     "world=8,hidden=4096,experts=128,top_k=8,layout=token,partial_f32=yes,out_dtype=fp32,tokens=128,max_tokens=128,iters=3,\
      mode=split",
     "world=4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,tokens=128,max_tokens=128,iters=3",
@@ -46,8 +46,8 @@ const FULL: [&str; 5] = [
 
 /// The same over several nodes.
 const FULL_NODES: [&str; 3] = [
-    "world=8,nodes=4+4,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,tokens=128,max_tokens=128,routing=v3-groups,\
-     network=calm,iters=3",
+    "world=8,nodes=4+4,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,quantize=yes,tokens=128,max_tokens=128,\
+     routing=v3-groups,network=calm,iters=3",
     "world=8,nodes=3+5,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,scale_order=column,align=128,\
      zero_padding=yes,chunk_rows=8,nics=4,tokens=64,max_tokens=64,network=calm,link=efa-p5,iters=3",
     "world=8,nodes=2+2+4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,chunk_rows=16,\
@@ -74,7 +74,7 @@ pub fn verify(args: &VerifyArgs) -> Result<ExitCode, Refusal> {
     let first = args.seed.unwrap_or(1);
     let mut right = true;
     if let Some(count) = args.schedules {
-        right &= schedules(count, first, &Judge { device: DeviceWord::Cpu, ..judge });
+        right &= schedules(count, first, args.quantize, &Judge { device: DeviceWord::Cpu, ..judge });
     }
     if !only_schedules {
         right &= seeds(args, first, judge)?;
@@ -89,9 +89,11 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge) -> Result<bool, Refusal> {
     let mut session = Session { judge, bar: Progress::new(), tally: Tally::default(), ..Session::default() };
     for i in 0..count {
         session.bar.show("verify", i, count);
-        session.run(&draw(first.wrapping_add(i as u64), judge.device));
+        let drawn = draw(first.wrapping_add(i as u64), judge.device);
+        session.run(&if args.quantize { quantized(drawn) } else { drawn });
     }
-    if count >= ALL_PAIRS {
+    let all_pairs = count >= ALL_PAIRS && !args.quantize;
+    if all_pairs {
         session.run_missing_pairs(first.wrapping_add(count as u64));
     }
     for text in full_sizes().filter(|_| args.full) {
@@ -104,7 +106,7 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge) -> Result<bool, Refusal> {
     println!("{}\n{}", session.tally.table(), session.tally.nodes_line());
     println!("{} overflows, {} refused routings seen", session.verdict.overflows, session.verdict.refusals);
     println!("{} configurations run on {}, {} failed", session.run, judge.device.name(), session.failures);
-    let missing = if count >= ALL_PAIRS { session.tally.missing() } else { Vec::new() };
+    let missing = if all_pairs { session.tally.missing() } else { Vec::new() };
     missing.iter().for_each(|pair| println!("never drawn: {pair}"));
     Ok(session.failures == 0 && missing.is_empty())
 }
@@ -213,7 +215,7 @@ impl Judge {
             Ok(arena) => arena,
             Err(refusal) => return Judged { outcome: Outcome::Wrong(vec![refusal.to_string()]), schedule: None },
         };
-        let job = Job { case: case.clone(), warmup: 0, check, timeout, arena, measured: false };
+        let job = Job { case: case.clone(), warmup: 0, check, timeout, arena, measured: false, stages: false };
         let (result, schedule) = team::run_reported(&job, self.device, &|_| {});
         let mut outcome = match (result, case.refused_by_design()) {
             (Err(error), Some(field)) if names(&error, field) => Outcome::Refused(error),

@@ -80,7 +80,7 @@ uint32_t meet_warp(Warp &warp, Fiber &self, Meeting meeting) {
   const uint32_t parity = warp.turn & 1;
   if (++warp.arrived == warp_lanes) {
     warp.arrived = 0;
-    warp.ballot[++warp.turn & 1] = 0;
+    warp.bits[++warp.turn & 1] = 0;
     executor->make_ready(warp.waiting);
   } else {
     warp.meeting = meeting;
@@ -113,13 +113,22 @@ void warp_barrier() {
   (void)meet_warp(check_warp(self, Meeting::barrier), self, Meeting::barrier);
 }
 
-uint32_t warp_ballot(bool predicate) {
+namespace {
+// The OR of what all 32 lanes brought.
+uint32_t meet_or(uint32_t bits, Meeting meeting) {
   Fiber &self = *running_fiber();
   arrive(self, false);
-  Warp &warp = check_warp(self, Meeting::ballot);
-  warp.ballot[warp.turn & 1] |= static_cast<uint32_t>(predicate) << (self.thread % warp_lanes);
-  return warp.ballot[meet_warp(warp, self, Meeting::ballot)];
+  Warp &warp = check_warp(self, meeting);
+  warp.bits[warp.turn & 1] |= bits;
+  return warp.bits[meet_warp(warp, self, meeting)];
 }
+} // namespace
+
+uint32_t warp_ballot(bool predicate) {
+  return meet_or(static_cast<uint32_t>(predicate) << (running_fiber()->thread % warp_lanes), Meeting::ballot);
+}
+
+uint32_t warp_or(uint32_t value) { return meet_or(value, Meeting::either); }
 
 uint64_t warp_shuffle(uint64_t bits, uint32_t lane) {
   Fiber &self = *running_fiber();

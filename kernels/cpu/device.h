@@ -47,6 +47,7 @@ void team_barrier(uint32_t id, uint32_t threads);
 bool team_any(uint32_t id, uint32_t threads, bool predicate);
 void warp_barrier();
 uint32_t warp_ballot(bool predicate);
+uint32_t warp_or(uint32_t value);
 uint64_t warp_shuffle(uint64_t bits, uint32_t lane);
 void spin_pause(const char *site);
 uint64_t now_ns();

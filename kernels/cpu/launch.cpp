@@ -84,7 +84,7 @@ void ty_exec::start(ty_stream *stream, Work work) {
   }
   for (Warp &warp : launch->warps) {
     warp.exited = 0;
-    warp.ballot[0] = warp.ballot[1] = 0;
+    warp.bits[0] = warp.bits[1] = 0;
   }
   Chain chain;
   for (uint32_t i = 0; i < threads; ++i) {

@@ -42,6 +42,8 @@ const char *meeting_name(Meeting meeting, bool of_warp) {
     return "block_any";
   case Meeting::ballot:
     return "warp_ballot";
+  case Meeting::either:
+    return "warp_or";
   case Meeting::shuffle:
     return "shuffle";
   case Meeting::none:

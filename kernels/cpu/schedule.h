@@ -28,7 +28,7 @@ struct Launch;
 constexpr uint32_t warp_lanes = 32;
 
 // What the threads of a block or warp meet in. Threads that meet must mean the same operation.
-enum class Meeting : uint8_t { none, barrier, any, ballot, shuffle };
+enum class Meeting : uint8_t { none, barrier, any, ballot, either, shuffle };
 const char *meeting_name(Meeting meeting, bool of_warp);
 
 // Fibers linked through Fiber::next.
@@ -49,7 +49,7 @@ struct Warp {
   uint32_t exited = 0;
   uint32_t turn = 0;
   Meeting meeting = Meeting::none;
-  uint32_t ballot[2] = {0, 0};
+  uint32_t bits[2] = {0, 0};
   uint64_t value[2][32];
 };
 

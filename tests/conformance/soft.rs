@@ -3,16 +3,20 @@
 /// What an arithmetic result that is no number looks like.
 pub const NAN: u32 = 0x7fff_ffff;
 
-/// A binary format with infinities, NaNs and subnormals.
+/// A binary format with subnormals and NaNs.
 #[derive(Clone, Copy)]
 pub struct Format {
     exponent_bits: u32,
     mantissa_bits: u32,
+    /// What a number that is too large becomes: infinity, or the largest number where there is none.
+    beyond: u32,
 }
 
-pub const FP32: Format = Format { exponent_bits: 8, mantissa_bits: 23 };
-pub const BF16: Format = Format { exponent_bits: 8, mantissa_bits: 7 };
-pub const FP16: Format = Format { exponent_bits: 5, mantissa_bits: 10 };
+pub const FP32: Format = Format { exponent_bits: 8, mantissa_bits: 23, beyond: 0x7f80_0000 };
+pub const BF16: Format = Format { exponent_bits: 8, mantissa_bits: 7, beyond: 0x7f80 };
+pub const FP16: Format = Format { exponent_bits: 5, mantissa_bits: 10, beyond: 0x7c00 };
+/// Here it is encoded alone: its largest exponent is that of numbers.
+pub const E4M3: Format = Format { exponent_bits: 4, mantissa_bits: 3, beyond: 0x7e };
 
 /// The finite value `magnitude * 2^exponent`, with a sign, which zero has too. Magnitudes stay below 2^110.
 #[derive(Clone, Copy)]
@@ -58,7 +62,7 @@ impl Format {
     pub fn encode(self, number: Number, nan: u32) -> u32 {
         match number {
             Number::Nan => nan,
-            Number::Infinite { negative } => self.sign(negative) | self.infinity(),
+            Number::Infinite { negative } => self.sign(negative) | self.beyond,
             Number::Finite(value) => self.sign(value.negative) | self.round(value),
         }
     }
@@ -74,7 +78,7 @@ impl Format {
         let units = value.in_units_of(unit);
         // A carry out of the mantissa goes where it belongs: into the exponent.
         let bits = (((leading - lowest) as u128) << self.mantissa_bits) + units;
-        if bits >= u128::from(self.infinity()) { self.infinity() } else { bits as u32 }
+        bits.min(u128::from(self.beyond)) as u32
     }
 }
 
@@ -139,6 +143,35 @@ fn add_exact(x: Exact, y: Exact) -> Exact {
     Exact { negative: if a == b { false } else { (a < b) != high.negative }, magnitude: a.abs_diff(b), ..high }
 }
 
+/// The quotient's first bits, 85 or more, and a 1 behind them if something is left; `y` is no zero.
+fn divide_exact(x: Exact, y: Exact) -> Exact {
+    let negative = x.negative != y.negative;
+    if x.magnitude == 0 {
+        return Exact { negative, ..x };
+    }
+    let x = x.lifted();
+    let (quotient, rest) = (x.magnitude / y.magnitude, x.magnitude % y.magnitude);
+    Exact { negative, magnitude: quotient << 1 | u128::from(rest != 0), exponent: x.exponent - y.exponent - 1 }
+}
+
+pub fn divide(x: Number, y: Number) -> Number {
+    match (x, y) {
+        (Number::Nan, _) | (_, Number::Nan) | (Number::Infinite { .. }, Number::Infinite { .. }) => Number::Nan,
+        (Number::Infinite { negative }, Number::Finite(y)) => Number::Infinite { negative: negative != y.negative },
+        (Number::Finite(x), Number::Infinite { negative }) => {
+            Number::Finite(Exact { negative: negative != x.negative, magnitude: 0, exponent: 0 })
+        }
+        (Number::Finite(x), Number::Finite(y)) if y.magnitude == 0 => {
+            if x.magnitude == 0 {
+                Number::Nan
+            } else {
+                Number::Infinite { negative: x.negative != y.negative }
+            }
+        }
+        (Number::Finite(x), Number::Finite(y)) => Number::Finite(divide_exact(x, y)),
+    }
+}
+
 pub fn multiply(x: Number, y: Number) -> Number {
     let infinite = |a: bool, b: bool| Number::Infinite { negative: a != b };
     match (x, y) {
@@ -165,8 +198,16 @@ pub fn add(x: Number, y: Number) -> Number {
     }
 }
 
-/// fma(x, y, z), x + y and x * y of single-precision numbers, by bits.
-pub fn arithmetic([x, y, z]: [u32; 3]) -> [u32; 3] {
+/// The magnitude of a single-precision number, by bits; a NaN's is 0.
+pub fn magnitude(bits: u32) -> u32 {
+    let magnitude = bits & 0x7fff_ffff;
+    if magnitude > FP32.infinity() { 0 } else { magnitude }
+}
+
+/// fma(x, y, z), x + y, x * y, x / y and the larger magnitude of x and y, of single-precision numbers, by bits.
+pub fn arithmetic([x, y, z]: [u32; 3]) -> [u32; 5] {
+    let larger = magnitude(x).max(magnitude(y));
     let [x, y, z] = [x, y, z].map(|bits| FP32.decode(bits));
-    [add(multiply(x, y), z), add(x, y), multiply(x, y)].map(|number| FP32.encode(number, NAN))
+    let rounded = |number| FP32.encode(number, NAN);
+    [rounded(add(multiply(x, y), z)), rounded(add(x, y)), rounded(multiply(x, y)), rounded(divide(x, y)), larger]
 }

@@ -2,7 +2,7 @@
 
 use super::{BLOCK, THREADS};
 
-pub const WORDS: usize = 34;
+pub const WORDS: usize = 35;
 const WARP: u32 = 32;
 
 /// A number of bytes of the input, little end first, as the unaligned loads of a thread see them.
@@ -54,6 +54,7 @@ fn expected(t: u32, input: &[u8; 64]) -> [Option<u32>; WORDS] {
         Some(5),
         Some(u32::from(warp == 1)),
         Some(7 * (lane ^ 1) + 3),
+        Some((0..WARP).fold(0, |bits, l| bits | (3 * (first + l) + block) << (l / 2))),
         Some(0x00c0_ffee),
     ]
 }

@@ -72,10 +72,10 @@ impl Elem {
         }
     }
 
-    /// The bits of the value nearest to `x`, ties to even. fp8 is never encoded: rows travel as bytes.
+    /// The bits of the value nearest to `x`, ties to even.
     pub fn encode(self, x: f32) -> u32 {
         match self {
-            Elem::E4m3 => 0x7f,
+            Elem::E4m3 => u32::from(encode_e4m3(x)),
             Elem::Bf16 => u32::from(encode_bf16(x)),
             Elem::Fp16 => u32::from(encode_fp16(x)),
             Elem::Fp32 => x.to_bits(),
@@ -86,7 +86,7 @@ impl Elem {
     #[inline]
     pub fn round(self, x: f32) -> f32 {
         match self {
-            Elem::E4m3 => f32::NAN,
+            Elem::E4m3 => decode_e4m3(encode_e4m3(x)),
             Elem::Bf16 => round_bf16(x),
             Elem::Fp16 => round_fp16(x),
             Elem::Fp32 => x,
@@ -109,6 +109,24 @@ pub fn decode_e4m3(code: u8) -> f32 {
         _ => (8.0 + mantissa) * pow2(exponent - 7 - 3),
     };
     (sign * magnitude) as f32
+}
+
+/// Nearest e4m3 code. There are no infinities: what is above the largest value, 448, becomes that; a NaN becomes 0x7f,
+/// whatever its sign.
+pub fn encode_e4m3(x: f32) -> u8 {
+    // Adding 1.5 · 2^52 leaves no bits below 1 in an f64 and rounds to nearest even on the way.
+    const WHOLE: f64 = 6_755_399_441_055_744.0;
+    if x.is_nan() {
+        return 0x7f;
+    }
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let magnitude = f64::from(x.abs()).min(448.0);
+    let exponent = ((magnitude as f32).to_bits() >> 23) as i32 - 127;
+    // Values are 2^(exponent − 3) apart, and 2^−9 below 2^−6.
+    let exponent = exponent.max(-6);
+    let quanta = (magnitude * pow2(3 - exponent) + WHOLE) - WHOLE;
+    // From 8 quanta on the hidden bit is there, which counts as one more of the exponent field; 16 carry into the next.
+    sign | ((exponent + 6) * 8 + quanta as i32) as u8
 }
 
 /// Value of an fp16 code.
