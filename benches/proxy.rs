@@ -25,7 +25,7 @@ use tokenyard::proxy::machine::{
 };
 use tokenyard::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
 use tokenyard::transport::imm::{ImmFields, ImmValue};
-use tokenyard::transport::link::{Event, Posted, RegionId, Span, Transport, WriteImm};
+use tokenyard::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use tokenyard::{Rank, Result};
 
 const CONTEXT: ContextIdx = ContextIdx(0);
@@ -161,6 +161,10 @@ impl Transport for Stub {
 
     unsafe fn register(&mut self, _: Span) -> Result<RegionId> {
         Ok(RegionId(0))
+    }
+
+    fn deregister(&mut self, _: RegionId) -> Result<Released> {
+        Ok(Released::Done)
     }
 
     fn address(&self) -> Vec<u8> {

@@ -9,6 +9,7 @@ use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceKind};
 use crate::transport::World;
+use crate::transport::memory::gdr::GdrCopy;
 use std::time::Duration;
 
 /// Scales that travel with fp8 rows: one per 128 columns.
@@ -207,6 +208,7 @@ pub struct AllToAllBuilder {
     pub(crate) wave_tokens: Option<usize>,
     pub(crate) arena: ArenaPlace,
     pub(crate) statistics: bool,
+    pub(crate) gdrcopy: Option<GdrCopy>,
 }
 
 impl AllToAllBuilder {
@@ -234,6 +236,7 @@ impl AllToAllBuilder {
             wave_tokens: None,
             arena: ArenaPlace::Device,
             statistics: false,
+            gdrcopy: None,
         }
     }
 
@@ -374,6 +377,13 @@ impl AllToAllBuilder {
     /// Where the arena lies. Default: in the GPU's own memory; the CPU device's is host memory whatever is given here.
     pub fn arena(mut self, place: ArenaPlace) -> Self {
         self.arena = place;
+        self
+    }
+
+    /// Whether GPU and proxy share flags in the GPU's memory, by way of GDRCopy. Default: as `TOKENYARD_GDRCOPY` says, and
+    /// `Auto` where it says nothing. The CPU device's flags lie in plain memory whatever is given here. Ranks may differ.
+    pub fn gdrcopy(mut self, gdrcopy: GdrCopy) -> Self {
+        self.gdrcopy = Some(gdrcopy);
         self
     }
 

@@ -2,19 +2,20 @@
 
 use super::calls::{Combined, Output, Rows, Tokens};
 use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
+use super::driver::Kept;
 use super::handle::{CombineSent, Handle, Lease, Pool, Sent, SentRows};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
-use super::service::{Number, Opening, Proxy, SharedWords};
+use super::service::{FlagPlace, Number, Opening, Proxy, SharedWords};
 use super::statistics::{CallStatistics, Statistics};
 use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, SourceIdx, Wire};
 use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
 use crate::transport::link::Span;
+use crate::transport::memory::gdr::GdrCopy;
 use crate::transport::{Arena, PeerMap, World};
-use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -60,6 +61,7 @@ pub struct AllToAll {
     /// Kernels read and write these as long as the context lives. Freeing a GPU's tables waits for its kernels, so
     /// they go before the arena.
     _tables: Tables,
+    flags: Option<FlagPlace>,
     /// Closed before the arena goes.
     opening: Option<Opening>,
     peers: Option<Arc<PeerMap>>,
@@ -91,10 +93,11 @@ impl AllToAll {
         let sms = sms_of(&builder, &device);
         let context =
             device_context(&builder, &shape, &plan, &peers, &tables, &reports, statistics.as_ref(), proxied.as_ref());
+        let flags = proxied.as_ref().map(|proxied| proxied.words.place);
         let opening = match (proxied, &plan.wire) {
             (Some(proxied), Some((wire, _))) => {
                 let span = Span { base: peers.own().network_base(), bytes: peers.own().bytes() };
-                let arena: (Span, Arc<dyn Any + Send + Sync>) = (span, peers.clone());
+                let arena: (Span, Kept) = (span, peers.clone());
                 let words = proxied.words.memory;
                 Some(Opening::establish(&world, proxied.number, arena, wire, words, builder.first_epoch)?)
             }
@@ -118,6 +121,7 @@ impl AllToAll {
             id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
             streams: Mutex::default(),
             _tables: tables,
+            flags,
             opening,
             peers: Some(peers),
         })
@@ -302,6 +306,11 @@ impl AllToAll {
         &self.device
     }
 
+    /// Where the flags of this rank's proxy lie; `None` in a world of one node.
+    pub fn flag_place(&self) -> Option<FlagPlace> {
+        self.flags
+    }
+
     /// Blocks of a kernel.
     pub fn sms(&self) -> u32 {
         self.sms
@@ -414,7 +423,7 @@ impl Drop for AllToAll {
         if streams.iter().any(|stream| stream.synchronize(patience).is_err()) {
             std::mem::forget(self.peers.take());
         }
-        // A peer's writes may still be on their way to this arena, which the proxy keeps.
+        // Takes the arena back from the network: from then on peers' late writes miss it.
         self.opening = None;
     }
 }
@@ -479,7 +488,10 @@ impl Local {
             (None, _) => None,
             (Some((wire, _)), Some(proxy)) => Some(Proxied {
                 number: proxy.take_number()?,
-                words: SharedWords::allocate(&device, wire.word_counts())?,
+                words: {
+                    let gdrcopy = builder.gdrcopy.map_or_else(GdrCopy::from_env, Ok)?;
+                    SharedWords::allocate(&device, wire.word_counts(), gdrcopy)?
+                },
             }),
             (Some(_), None) => {
                 let advice = "several nodes need a proxy on every rank: start one and pass it to the builder".into();

@@ -21,7 +21,7 @@ use crate::base::{Error, Rank, Result, wait};
 use crate::proxy::machine::{Answer, ContextConfig, Flag, Input, Machine, Outputs, Report, WatchId};
 use crate::proxy::wire::{ContextIdx, Wire};
 use crate::transport::imm::MAX_CONTEXTS;
-use crate::transport::link::{Event, Posted, Transport, WriteImm};
+use crate::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 pub use remote::{ProxyThread, Remote, ThreadConfig};
 use remote::{Request, Shared};
 use std::any::Any;
@@ -50,6 +50,9 @@ struct Bound {
     wire: Wire,
 }
 
+/// What keeps registered memory alive.
+pub type Kept = Arc<dyn Any + Send + Sync>;
+
 /// One rank's proxy.
 pub struct Driver<T: Transport> {
     machine: Machine,
@@ -63,7 +66,9 @@ pub struct Driver<T: Transport> {
     broken: bool,
     shared: Arc<Shared<T>>,
     /// What the transport has registered; dropped behind it.
-    kept: Vec<Arc<dyn Any + Send + Sync>>,
+    kept: Vec<(RegionId, Kept)>,
+    /// Regions of closed contexts, from which writes were outstanding when they were to be taken back.
+    leaving: Vec<RegionId>,
     generation: u32,
 }
 
@@ -92,8 +97,8 @@ impl<T: Transport> Hands<'_, T> {
     /// Ends the waits of all devices whose context the peer belongs to.
     fn tell_devices(&self, peer: Rank) {
         for Bound { memory, wire } in self.contexts.iter().flatten() {
-            if let (Some(word), Some(_)) = (memory.lost.get(0), wire.nodes().node_of(peer)) {
-                word.store(u64::from(peer.0) + 1, Ordering::Release);
+            if wire.nodes().node_of(peer).is_some() {
+                memory.lost.publish(0, u64::from(peer.0) + 1);
             }
         }
     }
@@ -123,10 +128,8 @@ impl<T: Transport> Outputs for Hands<'_, T> {
                 (&memory.staging_free, wire.staging_free_word(direction, epoch, link), epoch)
             }
         };
-        if let Some(word) = words.get(at) {
-            // E5, E10: acquired by the one device thread that polls these words.
-            word.store(epoch, Ordering::Release);
-        }
+        // E5, E10: acquired by the one device thread that polls these words.
+        words.publish(at, epoch);
     }
 
     fn report(&mut self, report: Report) {
@@ -152,6 +155,7 @@ impl<T: Transport + 'static> Driver<T> {
             broken: false,
             shared,
             kept: Vec::new(),
+            leaving: Vec::new(),
             generation: 0,
         }
     }
@@ -186,9 +190,46 @@ impl<T: Transport + 'static> Driver<T> {
         Ok(())
     }
 
-    /// Keeps memory that the transport has registered alive until the transport is gone.
-    pub fn keep(&mut self, memory: Arc<dyn Any + Send + Sync>) {
-        self.kept.push(memory);
+    /// Registers memory, and keeps it alive until it is taken back or the transport is gone.
+    ///
+    /// # Errors
+    /// As [`Transport::register`].
+    ///
+    /// # Safety
+    /// The span lives as long as `memory`, and is accessed through raw addresses alone.
+    pub unsafe fn register(&mut self, span: Span, memory: Kept) -> Result<RegionId> {
+        // SAFETY: the caller's promise; `memory` is kept until nothing touches the span any more.
+        let region = unsafe { self.transport.register(span) }?;
+        self.kept.push((region, memory));
+        Ok(region)
+    }
+
+    /// Has a region taken back as soon as nothing posted from it is outstanding: by the next
+    /// [`take_back`](Self::take_back) after that.
+    pub fn release(&mut self, region: RegionId) {
+        self.leaving.push(region);
+    }
+
+    /// Whether a region that was released is still to be taken back.
+    pub fn is_leaving(&self, region: RegionId) -> bool {
+        self.leaving.contains(&region)
+    }
+
+    /// Takes back what was released and has come to rest. Answers the memory, for the caller to drop: freeing it may wait
+    /// for kernels, and these for this thread.
+    pub fn take_back(&mut self) -> Vec<Kept> {
+        let mut freed = Vec::new();
+        for region in std::mem::take(&mut self.leaving) {
+            match self.transport.deregister(region) {
+                Ok(Released::Busy) => self.leaving.push(region),
+                Ok(Released::Done) => {
+                    freed.extend(self.kept.extract_if(.., |(kept, _)| *kept == region).map(|(_, memory)| memory));
+                }
+                // Nobody knows what still touches it: it is kept until the transport is gone.
+                Err(error) => self.shared.fail(error),
+            }
+        }
+        freed
     }
 
     /// Opens a context. All its ranks must have done so before any of them rings.
@@ -215,7 +256,8 @@ impl<T: Transport + 'static> Driver<T> {
         Ok(())
     }
 
-    /// Closes a context. Its staging belongs to the transport until `Machine::under_way` is 0.
+    /// Closes a context. Its staging belongs to the transport until `Machine::under_way` is 0, and its inbox to its peers
+    /// until its arena is taken back.
     pub fn close(&mut self, index: ContextIdx) {
         self.machine.close(index);
         if let Some(context) = self.contexts.get_mut(index.index()) {
@@ -344,6 +386,7 @@ fn input(event: Event<'_>) -> Input<'_> {
     match event {
         Event::Sent { token } => Input::Sent { token },
         Event::Failed { token, what, .. } => Input::Failed { token, what },
+        Event::Dropped { token, .. } => Input::Dropped { token },
         Event::Imm { imm } => Input::Immediate { imm },
         Event::Message { peer, bytes } => Input::Message { peer, bytes },
     }

@@ -3,8 +3,8 @@
 //! Place in the data path: where libfabric or verbs would be, under the proxies. Each rank's endpoint has a NIC kernel on
 //! the rank's own device (kernels/nic.cuh, on a stream of its own), which copies payload from the rank's memory into the
 //! peer's, over NVLink where there are GPUs. Calls of an endpoint come from one thread, its proxy's; endpoints meet in
-//! `Seat`s, whose locks are held for a few instructions. `post`, `send` and `poll` never wait; `reset`, and dropping an
-//! endpoint, wait until copies that still touch its memory have ended.
+//! `Seat`s, whose locks are held for a few instructions. `post`, `send` and `poll` never wait; `reset`, `deregister`,
+//! and dropping an endpoint, wait until copies that still touch its memory have ended.
 //!
 //! It is an emulator in three respects, which whoever reads its figures should know:
 //!
@@ -42,7 +42,10 @@ mod seat;
 use crate::base::{Error, Rank, Result, wait};
 use crate::kernels::{Device, DeviceKind};
 use crate::transport::imm::{ImmValue, MAX_NICS, MAX_RANKS};
-use crate::transport::link::{DeviceNeeds, Event, MAX_MESSAGE, Place, Posted, RegionId, Span, Transport, WriteImm};
+use crate::transport::link::{
+    DeviceNeeds, Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, Transport, WriteImm,
+};
+use crate::transport::regions::{Regions, fits};
 use crate::transport::sim::LinkModel;
 use address::Address;
 use engine::{Engine, GPU_BLOCKS, SLOTS, stuck};
@@ -129,7 +132,7 @@ impl GpuNetwork {
             key,
             device: device.clone(),
             engine,
-            spans: Vec::new(),
+            regions: Regions::default(),
             lanes: BTreeMap::new(),
             flights: VecDeque::new(),
             free_ps: [0; MAX_NICS],
@@ -151,7 +154,7 @@ impl Shared {
 /// A peer, as its address described it.
 struct Lane {
     key: u64,
-    /// Lengths of its regions.
+    /// Lengths of its regions; 0 of one that was taken back.
     regions: Vec<u64>,
 }
 
@@ -163,6 +166,8 @@ struct Flight {
     nic: usize,
     imm: ImmValue,
     token: u64,
+    /// Where it comes from.
+    region: RegionId,
     bytes: u64,
     /// The request that copies it; `None` if nothing does.
     request: Option<u64>,
@@ -170,7 +175,15 @@ struct Flight {
     sent_ps: u64,
     /// It is in the peer's inbox, or will never be.
     delivered: bool,
-    failed: Option<&'static str>,
+    /// Why it did not arrive.
+    missed: Option<Miss>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Miss {
+    Failed(&'static str),
+    /// Its target was taken back.
+    Dropped,
 }
 
 /// A rank's endpoint in an emulated network.
@@ -180,7 +193,7 @@ pub struct GpuNicEndpoint {
     key: u64,
     device: Device,
     engine: Arc<Mutex<Engine>>,
-    spans: Vec<Span>,
+    regions: Regions,
     lanes: BTreeMap<Rank, Lane>,
     /// Oldest first.
     flights: VecDeque<Flight>,
@@ -196,16 +209,6 @@ impl std::fmt::Debug for GpuNicEndpoint {
     }
 }
 
-/// The address of `bytes` at a place of one of the spans; `None` if they are not all inside.
-fn locate(spans: &[Span], place: Place, bytes: u32) -> Option<u64> {
-    let span = spans.get(usize::from(place.region.0))?;
-    fits(span.bytes as u64, place.offset, bytes).then(|| span.base + place.offset)
-}
-
-fn fits(length: u64, offset: u64, bytes: u32) -> bool {
-    offset.checked_add(u64::from(bytes)).is_some_and(|end| end <= length)
-}
-
 #[cold]
 fn argument(name: &'static str, value: String, advice: String) -> Error {
     Error::Argument { name, value, advice }
@@ -216,7 +219,9 @@ fn outside(name: &'static str, place: Place, bytes: u32, length: Option<u64>) ->
     let value = format!("{bytes} bytes at {} of region {}", place.offset, place.region.0);
     let advice = match length {
         Some(length) => format!("that region has {length} bytes; stay inside it"),
-        None => "no such region is known; register it before the address is taken, and connect again".to_owned(),
+        None => {
+            "no such region is known, or no more; register it before the address is taken, and connect again".to_owned()
+        }
     };
     argument(name, value, advice)
 }
@@ -241,31 +246,33 @@ impl GpuNicEndpoint {
             return Err(argument("nic", write.nic.to_string(), advice));
         }
         let lane = self.lane(write.peer)?;
-        let Some(source) = locate(&self.spans, write.source, write.bytes) else {
-            let length = self.spans.get(usize::from(write.source.region.0)).map(|span| span.bytes as u64);
+        let Some(source) = self.regions.locate(write.source, write.bytes) else {
+            let length = self.regions.length(write.source.region);
             return Err(outside("source", write.source, write.bytes, length));
         };
         let length = lane.regions.get(usize::from(write.target.region.0)).copied();
         if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
-            return Err(outside("target", write.target, write.bytes, length));
+            return Err(outside("target", write.target, write.bytes, length.filter(|length| *length > 0)));
         }
         Ok(source)
     }
 
     /// Has the kernel copy a write, unless the peer is not there any more. `None`: the ring is full.
     fn copy(&self, write: &WriteImm, key: u64, source: u64) -> Result<Option<Start>> {
-        let Some(seat) = self.network.shared.seat(write.peer) else { return Ok(Some(Start::Failed("it has no peer"))) };
+        let failed = |what| Ok(Some(Start::Missed(Miss::Failed(what))));
+        let Some(seat) = self.network.shared.seat(write.peer) else { return failed("it has no peer") };
         let inner = seat.lock();
         if inner.key == 0 {
-            return Ok(Some(Start::Failed("its peer is gone")));
+            return failed("its peer is gone");
         }
         if inner.key != key || inner.peers.get(&self.rank) != Some(&self.key) {
-            return Ok(Some(Start::Failed("its peer was reset or has not connected")));
+            return failed("its peer was reset or has not connected");
         }
-        let Some(target) = locate(&inner.spans, write.target, write.bytes) else {
-            return Ok(Some(Start::Failed("its target is gone")));
+        let Some(target) = inner.regions.locate(write.target, write.bytes) else {
+            return Ok(Some(Start::Missed(Miss::Dropped)));
         };
-        // Under the peer's lock: its reset changes the key first, and then waits for what is in this ring.
+        // Under the peer's lock: its reset changes the key first (or taking a region back takes that away), and then it
+        // waits for what is in this ring.
         let request = lock(&self.engine).post(source, target, u64::from(write.bytes))?;
         Ok(request.map(Start::Request))
     }
@@ -285,11 +292,11 @@ impl GpuNicEndpoint {
             flight.delivered = true;
             let Some(seat) = shared.seat(flight.to) else { continue };
             let mut inner = seat.lock();
-            if flight.failed.is_some() {
+            if flight.missed.is_some() {
                 continue;
             }
             if inner.key != flight.key || inner.peers.get(&self.rank) != Some(&self.key) {
-                flight.failed = Some("its peer was reset");
+                flight.missed = Some(Miss::Failed("its peer was reset"));
                 continue;
             }
             let takes_ps = flight.bytes * shared.model.ps_per_byte();
@@ -329,9 +336,14 @@ impl GpuNicEndpoint {
         self.arrived.clear();
         for flight in self.flights.iter_mut().filter(|flight| !flight.delivered) {
             flight.delivered = true;
-            flight.failed = flight.failed.or(Some("this endpoint was reset"));
+            flight.missed = flight.missed.or(Some(Miss::Failed("this endpoint was reset")));
         }
-        let engines: Vec<_> = shared.seats.iter().filter_map(|seat| seat.lock().engine.clone()).collect();
+        self.drain_all()
+    }
+
+    /// Waits until no copy that was posted so far, by any endpoint, is still to be made.
+    fn drain_all(&self) -> Result<()> {
+        let engines: Vec<_> = self.network.shared.seats.iter().filter_map(|seat| seat.lock().engine.clone()).collect();
         engines.iter().try_for_each(|engine| GpuNicEndpoint::drain(engine))
     }
 }
@@ -340,7 +352,7 @@ impl GpuNicEndpoint {
 enum Start {
     /// The number of its request.
     Request(u64),
-    Failed(&'static str),
+    Missed(Miss),
 }
 
 impl Transport for GpuNicEndpoint {
@@ -356,23 +368,29 @@ impl Transport for GpuNicEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        if span.base == 0 || span.bytes == 0 || span.base.checked_add(span.bytes as u64).is_none() {
-            return Err(argument("span", format!("{span:?}"), "give memory that exists".into()));
-        }
-        let number = u16::try_from(self.spans.len()).unwrap_or(u16::MAX);
-        if number == u16::MAX {
-            return Err(argument("regions", number.to_string(), "register fewer, larger spans".into()));
-        }
-        self.spans.push(span);
+        let region = self.regions.register(span)?;
         if let Some(seat) = self.network.shared.seat(self.rank) {
-            seat.lock().spans.push(span);
+            // The same table but for what is outstanding, so the same answer.
+            seat.lock().regions.register(span)?;
         }
-        Ok(RegionId(number))
+        Ok(region)
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        let released = self.regions.take_back(region)?;
+        if released == Released::Busy {
+            return Ok(released);
+        }
+        if let Some(seat) = self.network.shared.seat(self.rank) {
+            let _ = seat.lock().regions.take_back(region)?;
+        }
+        // What others had begun to copy before ends now.
+        self.drain_all().map(|()| released)
     }
 
     fn address(&self) -> Vec<u8> {
         let shared = &self.network.shared;
-        let regions = self.spans.iter().map(|span| span.bytes as u64).collect();
+        let regions = self.regions.lengths();
         Address { network: shared.number, key: self.key, rank: self.rank, nics: shared.nics as u32, regions }.encode()
     }
 
@@ -389,10 +407,7 @@ impl Transport for GpuNicEndpoint {
         let seat = shared.seat(peer).filter(|_| address.rank == peer).ok_or_else(|| refuse("is of another rank"))?;
         let device = {
             let inner = seat.lock();
-            let lengths = inner.spans.iter().map(|span| span.bytes as u64);
-            let known = address.regions.len() <= inner.spans.len()
-                && address.regions.iter().copied().eq(lengths.take(address.regions.len()));
-            if inner.key != address.key || !known {
+            if inner.key != address.key || !inner.regions.have_told(&address.regions) {
                 return Err(refuse("is of an endpoint that is gone or was reset"));
             }
             inner.device.clone()
@@ -420,18 +435,20 @@ impl Transport for GpuNicEndpoint {
         }
         let now_ps = self.network.shared.now_ns() * 1000;
         let Some(start) = self.copy(write, key, source)? else { return Ok(Posted::Full) };
-        let (request, failed) = match start {
+        let (request, missed) = match start {
             Start::Request(number) => (Some(number), None),
-            Start::Failed(why) => (None, Some(why)),
+            Start::Missed(why) => (None, Some(why)),
         };
         let (model, nic) = (&self.network.shared.model, usize::from(write.nic));
         let bytes = u64::from(write.bytes);
         let sent_ps = now_ps.max(self.free_ps[nic]) + model.per_message_ps() + bytes * model.ps_per_byte();
-        if failed.is_none() {
+        if missed.is_none() {
             self.free_ps[nic] = sent_ps;
         }
-        let (to, imm, token) = (write.peer, write.imm, write.token);
-        self.flights.push_back(Flight { to, key, nic, imm, token, bytes, request, sent_ps, delivered: false, failed });
+        let (to, imm, token, region) = (write.peer, write.imm, write.token, write.source.region);
+        self.regions.posted(region);
+        let delivered = false;
+        self.flights.push_back(Flight { to, key, nic, imm, token, region, bytes, request, sent_ps, delivered, missed });
         Ok(Posted::Accepted)
     }
 
@@ -467,11 +484,13 @@ impl Transport for GpuNicEndpoint {
         seat.collect(&mut self.arrived);
         let now_ns = shared.now_ns();
         let mut events = 0;
-        let over = |flight: &Flight| flight.delivered && (flight.failed.is_some() || flight.sent_ps <= now_ns * 1000);
+        let over = |flight: &Flight| flight.delivered && (flight.missed.is_some() || flight.sent_ps <= now_ns * 1000);
         while let Some(at) = self.flights.iter().position(over).filter(|_| events < BATCH) {
-            let Some(Flight { token, to: peer, failed, .. }) = self.flights.remove(at) else { break };
-            on_event(match failed {
-                Some(what) => Event::Failed { token, peer, what },
+            let Some(Flight { token, to: peer, region, missed, .. }) = self.flights.remove(at) else { break };
+            self.regions.completed(region);
+            on_event(match missed {
+                Some(Miss::Failed(what)) => Event::Failed { token, peer, what },
+                Some(Miss::Dropped) => Event::Dropped { token, peer },
                 None => Event::Sent { token },
             });
             events += 1;
@@ -501,7 +520,7 @@ impl Drop for GpuNicEndpoint {
         let _ = self.part(0);
         if let Some(seat) = self.network.shared.seat(self.rank) {
             let mut inner = seat.lock();
-            (inner.device, inner.spans) = (None, Vec::new());
+            (inner.device, inner.regions) = (None, Regions::default());
             drop(inner.engine.take());
         }
     }

@@ -15,8 +15,8 @@
 //!            ▼                                │ the rest was accepted
 //!        Blocked {NICs left} ── time: retry ──┘          the link waits, others go on
 //!            │
-//!            │ peer lost (from Watching, too)            a doorbell that cannot be (from any state)
-//!            ▼                                                              │
+//!            │ peer lost, or closed the context (from    a doorbell that cannot be (from any state)
+//!            ▼ Watching, too)                                               │
 //!        Discarding: doorbells are taken, nothing is posted                 ▼
 //!                                                            Stopped: not watched any more
 //! ```
@@ -29,6 +29,7 @@
 //!   immediate ── generation, context, kind, source, chunk, NIC in order? ── ImmCounter ──▶ flag Landed
 //!   message ──▶ sign of life (peers.rs)      time ──▶ heartbeats, silence, retries
 //!   failed write, refused post, silence ──▶ peer lost: one report, its links discard, all others go on
+//!   dropped write ──▶ the peer has closed the context: that one's links to it discard, and nothing is reported
 //! ```
 
 mod control;
@@ -70,6 +71,11 @@ pub enum Input<'a> {
         token: u64,
         /// The transport's reason.
         what: &'static str,
+    },
+    /// A write completed without arriving: its peer has closed the context and taken its arena back.
+    Dropped {
+        /// As posted.
+        token: u64,
     },
     /// A peer's write has landed.
     Immediate {
@@ -306,8 +312,10 @@ pub struct MachineStats {
     pub posts: u64,
     /// Writes answered by `Full`.
     pub full: u64,
-    /// Completions, failed ones included.
+    /// Completions, failed and dropped ones included.
     pub completions: u64,
+    /// Writes that met a context which their peer had closed.
+    pub dropped: u64,
     /// Immediates counted.
     pub immediates: u64,
     /// Chunks flagged as landed.
@@ -316,7 +324,7 @@ pub struct MachineStats {
     pub beats: u64,
     /// Peers lost.
     pub lost: u64,
-    /// Chunks not posted because their peer was lost.
+    /// Chunks not posted because their peer was lost, or had closed the context.
     pub discarded: u64,
     /// Immediates of another generation or a closed context, dropped.
     pub stale_immediates: u64,
@@ -442,8 +450,9 @@ impl Machine {
     pub fn step(&mut self, input: Input<'_>, out: &mut impl Outputs) {
         match input {
             Input::Doorbell { watch, bytes, chunks } => self.doorbell(watch, bytes, chunks, out),
-            Input::Sent { token } => self.completed(token, None, out),
-            Input::Failed { token, what } => self.completed(token, Some(what), out),
+            Input::Sent { token } => self.completed(token, Ending::Sent, out),
+            Input::Failed { token, what } => self.completed(token, Ending::Failed(what), out),
+            Input::Dropped { token } => self.completed(token, Ending::Dropped, out),
             Input::Immediate { imm } => self.immediate(imm, out),
             Input::Message { peer, bytes } => self.message(peer, bytes),
             Input::Time { now_ns } => self.time(now_ns, out),
@@ -476,7 +485,7 @@ impl Machine {
         }
     }
 
-    fn completed(&mut self, token: u64, failure: Option<&'static str>, out: &mut impl Outputs) {
+    fn completed(&mut self, token: u64, ending: Ending, out: &mut impl Outputs) {
         let Some(token) = Token::unpack(token) else {
             self.stats.impossible += 1;
             return;
@@ -499,9 +508,17 @@ impl Machine {
         };
         self.under_way[slot] = under_way;
         self.stats.completions += 1;
-        if let Some(what) = failure {
-            let Token { context, direction, parity, chunk, nic, .. } = token;
-            self.lose(peer, Cause::WriteFailed { context, direction, parity, chunk, nic, what }, out);
+        match ending {
+            Ending::Sent => {}
+            Ending::Failed(what) => {
+                let Token { context, direction, parity, chunk, nic, .. } = token;
+                self.lose(peer, Cause::WriteFailed { context, direction, parity, chunk, nic, what }, out);
+            }
+            Ending::Dropped => {
+                // The peer is well, and other contexts go on with it.
+                self.stats.dropped += 1;
+                context.discard(peer, &mut self.stats, out);
+            }
         }
     }
 
@@ -580,6 +597,14 @@ impl Machine {
             context.discard(peer, &mut self.stats, out);
         }
     }
+}
+
+/// How a write completed.
+#[derive(Debug, Clone, Copy)]
+enum Ending {
+    Sent,
+    Failed(&'static str),
+    Dropped,
 }
 
 /// The fields of an immediate that belongs to a direction.

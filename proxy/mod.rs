@@ -27,5 +27,5 @@ pub use context::{AllToAll, Stats};
 pub use handle::{CombineSent, Handle, Sent};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
-pub use service::{AnyTransport, Proxy, ProxyConfig, ProxyLoop};
+pub use service::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};
 pub use statistics::{CallStatistics, Stage};

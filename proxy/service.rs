@@ -5,19 +5,20 @@
 //!
 //! ```text
 //!  AllToAll::build ── register arena ─▶ gather addresses ─▶ connect to all peers ─▶ open ─▶ barrier ─▶ devices may ring
-//!  drop            ── close ─▶ until nothing of it is under way
+//!  drop            ── close ─▶ until nothing of it is under way ─▶ take the arena back: late writes are dropped (P13)
 //! ```
 
-use super::driver::{Clock, ContextMemory, Driver, ProxyThread, Remote, ThreadConfig, Words, system_clock};
+use super::driver::{Clock, ContextMemory, Driver, Kept, ProxyThread, Remote, ThreadConfig, Words, system_clock};
 use super::machine::{ContextConfig, Liveness, Machine, MachineConfig};
 use super::wire::{ContextIdx, Direction, Wire, WordCounts};
 use crate::base::{Error, Rank, Result, wait};
-use crate::kernels::{Device, HostBuffer};
+use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
 use crate::transport::imm::{MAX_CONTEXTS, generation_bits};
 use crate::transport::link::{DeviceNeeds, RegionId, Span, Transport};
-use std::any::Any;
+use crate::transport::memory::gdr::{self, GdrCopy};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// Any network.
 pub type AnyTransport = Box<dyn Transport>;
@@ -182,47 +183,151 @@ fn driver(world: &World, transport: AnyTransport, liveness: Liveness, clock: Clo
     Ok(Driver::new(machine, transport, clock))
 }
 
-/// The words of a context in host memory that its device sees.
+/// Where the words lie that a proxy writes and its device polls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FlagPlace {
+    /// In host memory, which a GPU polls over PCIe.
+    Host,
+    /// In the GPU's own memory, which the proxy writes over PCIe by way of GDRCopy.
+    Device,
+}
+
+/// The words of a context that its device and its proxy see.
 pub(crate) struct SharedWords {
     pub memory: ContextMemory,
     /// As the device sees them: doorbells, chunk counts, landed, staging free, lost.
     pub addresses: [u64; 5],
+    /// Where the last three of them lie.
+    pub place: FlagPlace,
 }
 
 /// Words of one array are apart from those of the next, so that a line has one writer.
 const LINE_WORDS: usize = 16;
 
+/// Zeroed memory that a device and this process share.
+struct Space {
+    host: *mut u64,
+    device: u64,
+    place: FlagPlace,
+    keep: Kept,
+}
+
+/// Memory of a GPU, mapped for this process.
+struct Mapped {
+    // Before the memory: it is unmapped first.
+    mapping: gdr::Mapping,
+    _memory: DeviceBuffer,
+}
+
+impl Space {
+    fn in_host(device: &Device, words: usize) -> Result<Space> {
+        let buffer = Arc::new(device.alloc_host(8 * words)?);
+        let (host, device) = (buffer.host_ptr().cast(), buffer.view().ptr);
+        Ok(Space { host, device, place: FlagPlace::Host, keep: buffer })
+    }
+
+    fn in_device(device: &Device, words: usize, library: gdr::Library) -> Result<Space> {
+        let memory = device.alloc(gdr::room_for(8 * words))?;
+        memory.fill(0)?;
+        let address = gdr::page_in(memory.view().ptr);
+        // SAFETY: `room_for` made room for the pages, and the buffer outlives the mapping by the order of the fields.
+        let mapping = unsafe { gdr::Mapping::new(library, address, 8 * words)? };
+        let mapped = Arc::new(Mapped { mapping, _memory: memory });
+        let host = mapped.mapping.host_ptr().cast();
+        Ok(Space { host, device: address, place: FlagPlace::Device, keep: mapped })
+    }
+
+    /// For what the proxy writes and the device polls.
+    fn for_flags(device: &Device, words: usize, gdrcopy: GdrCopy) -> Result<Space> {
+        if device.kind() == DeviceKind::Cpu || gdrcopy == GdrCopy::Off {
+            return Space::in_host(device, words);
+        }
+        match gdr::Library::find().and_then(|library| Space::in_device(device, words, library)) {
+            Err(_) if gdrcopy == GdrCopy::Auto => Space::in_host(device, words),
+            outcome => outcome,
+        }
+    }
+
+    /// Cuts words of these lengths off, a line apart, and tells the device's addresses of them.
+    fn cut<const N: usize>(&self, lengths: [usize; N]) -> Result<([Words; N], [u64; N])> {
+        let mut at = 0;
+        let mut addresses = [0; N];
+        let mut words = Vec::with_capacity(N);
+        for (length, address) in lengths.into_iter().zip(&mut addresses) {
+            *address = self.device + 8 * at as u64;
+            // SAFETY: `length` zeroed words inside the memory of `words_of`, which `keep` holds; device and proxy access
+            // them atomically and in words of this size.
+            let cut = unsafe { Words::from_raw(self.host.add(at), length, self.keep.clone())? };
+            words.push(if self.place == FlagPlace::Device { cut.combined() } else { cut });
+            at += length.next_multiple_of(LINE_WORDS);
+        }
+        let words = <[Words; N]>::try_from(words).map_err(|_| Error::Device {
+            what: "shared words could not be laid out".into(),
+            advice: "this is a defect of the library; please report it".into(),
+        })?;
+        Ok((words, addresses))
+    }
+}
+
+/// Words that `Space::cut` needs for these lengths.
+fn words_of<const N: usize>(lengths: [usize; N]) -> usize {
+    lengths.into_iter().map(|length| length.next_multiple_of(LINE_WORDS)).sum()
+}
+
 impl SharedWords {
     /// Zeroed words of the lengths that the wire asks for.
     ///
     /// # Errors
-    /// `Device` where memory is lacking.
-    pub fn allocate(device: &Device, counts: WordCounts) -> Result<SharedWords> {
-        let lengths = [counts.doorbells, counts.chunks, counts.landed, counts.staging_free, counts.lost];
-        let padded = lengths.map(|length| length.next_multiple_of(LINE_WORDS));
-        let buffer: Arc<HostBuffer> = Arc::new(device.alloc_host(8 * padded.iter().sum::<usize>())?);
-        let mut at = 0;
-        let mut addresses = [0; 5];
-        let mut words = Vec::new();
-        for ((length, padded), address) in lengths.into_iter().zip(padded).zip(&mut addresses) {
-            *address = buffer.view().ptr + 8 * at as u64;
-            let keep: Arc<dyn Any + Send + Sync> = buffer.clone();
-            // SAFETY: `length` zeroed words inside the buffer, which `keep` holds; device and proxy access them
-            // atomically and in words of this size.
-            words.push(unsafe { Words::from_raw(buffer.host_ptr().cast::<u64>().add(at), length, keep)? });
-            at += padded;
+    /// `Device` where memory is lacking, or GDRCopy where it is required.
+    pub fn allocate(device: &Device, counts: WordCounts, gdrcopy: GdrCopy) -> Result<SharedWords> {
+        let flags = Space::for_flags(device, words_of(flag_lengths(counts)), gdrcopy)?;
+        SharedWords::with_flags(device, counts, &flags)
+    }
+
+    fn with_flags(device: &Device, counts: WordCounts, flags: &Space) -> Result<SharedWords> {
+        let bells = [counts.doorbells, counts.chunks];
+        let ([doorbells, chunks], [bell, chunk]) = Space::in_host(device, words_of(bells))?.cut(bells)?;
+        let ([landed, staging_free, lost], [land, free, loss]) = flags.cut(flag_lengths(counts))?;
+        let memory = ContextMemory { doorbells, chunks, landed, staging_free, lost };
+        Ok(SharedWords { memory, addresses: [bell, chunk, land, free, loss], place: flags.place })
+    }
+}
+
+fn flag_lengths(counts: WordCounts) -> [usize; 3] {
+    [counts.landed, counts.staging_free, counts.lost]
+}
+
+/// How long dropping a context waits for its own writes. Those to living peers complete much sooner; those to dead ones
+/// may never do.
+const REST: Duration = Duration::from_secs(1);
+
+/// A registered arena; taken back when dropped.
+struct Registered {
+    remote: Remote<AnyTransport>,
+    region: RegionId,
+}
+
+impl Drop for Registered {
+    /// Where writes stay outstanding, the proxy keeps the arena, and takes it back when a later context comes or goes.
+    fn drop(&mut self) {
+        let region = self.region;
+        if self.remote.ask(move |driver| driver.release(region)).is_err() {
+            return;
         }
-        let [doorbells, chunks, landed, staging_free, lost] =
-            <[Words; 5]>::try_from(words).map_err(|_| Error::Device {
-                what: "shared words could not be laid out".into(),
-                advice: "this is a defect of the library; please report it".into(),
-            })?;
-        Ok(SharedWords { memory: ContextMemory { doorbells, chunks, landed, staging_free, lost }, addresses })
+        wait::poll("writes of a closed context", REST, || {
+            let asked = self.remote.ask(move |driver| (driver.take_back(), driver.is_leaving(region)));
+            // Freed memory is dropped here, on the caller's thread.
+            asked.map_or(Some(()), |(_freed, leaving)| (!leaving).then_some(()))
+        });
     }
 }
 
 /// A context's place at the proxy; closed when dropped.
 pub(crate) struct Opening {
+    // Behind the closing, and before the number is free again.
+    _registered: Registered,
+    // Freed here and not by the proxy's thread: that may wait for kernels, and these for the proxy.
+    _words: ContextMemory,
     number: Number,
     /// Reports from before it opened, which are not about it.
     earlier: usize,
@@ -237,7 +342,7 @@ impl Opening {
     pub fn establish(
         world: &World,
         number: Number,
-        arena: (Span, Arc<dyn Any + Send + Sync>),
+        arena: (Span, Kept),
         wire: &Wire,
         words: ContextMemory,
         first_epoch: u64,
@@ -247,19 +352,22 @@ impl Opening {
         let generation = world.generation();
         let registered = remote.ask(move |driver| {
             driver.enter_generation(generation)?;
-            driver.keep(keep);
-            // SAFETY: the arena lives as long as the driver keeps it, which is longer than its transport; kernels and
-            // transports access it through raw addresses alone.
-            let region = unsafe { driver.transport().register(span) }?;
-            Ok((region, driver.transport().address()))
+            let freed = driver.take_back();
+            // SAFETY: the arena lives as long as what keeps it; kernels and transports access it through raw addresses
+            // alone.
+            let region = unsafe { driver.register(span, keep) }?;
+            Ok((region, driver.transport().address(), freed))
         });
-        let registered = registered.and_then(|inner| inner);
-        let card =
-            registered.as_ref().map_or_else(|_| Vec::new(), |(region, address)| card(*region, number.index, address));
-        let cards = world.all_gather("proxy addresses", &card)?;
-        registered?;
+        let registered = registered.and_then(|inner| inner).map(|(region, address, _freed)| {
+            let card = card(region, number.index, &address);
+            (Registered { remote: remote.clone(), region }, card)
+        });
+        let card = registered.as_ref().map_or(&[][..], |(_, card)| card);
+        let cards = world.all_gather("proxy addresses", card)?;
+        let (registered, _) = registered?;
         let peers = read_cards(&cards, number.index)?;
         let earlier = remote.reports().len();
+        let shared = words.share();
         let outcome = connect(world, &remote, wire, &peers).and_then(|()| {
             let mut arenas = vec![RegionId(0); world.first_size()];
             for (peer, member) in peers.iter().zip(world.members()) {
@@ -271,11 +379,11 @@ impl Opening {
             let generation = generation_bits(generation);
             let open = move |driver: &mut Driver<AnyTransport>| {
                 let config = ContextConfig { generation, first_epoch, wire: &wire, arenas: &arenas };
-                driver.open(index, &config, words)
+                driver.open(index, &config, shared)
             };
             remote.ask(open)?
         });
-        let opening = Opening { number, earlier };
+        let opening = Opening { _registered: registered, _words: words, number, earlier };
         told_all(world, outcome)?;
         Ok(opening)
     }
@@ -290,7 +398,7 @@ impl Opening {
 
 impl Drop for Opening {
     fn drop(&mut self) {
-        // What is under way goes on: the arena outlives the transport; see Driver::keep.
+        // What is under way completes before the arena is taken back.
         let index = self.number.index;
         let _ = self.number.proxy.remote().ask(move |driver| driver.close(index));
     }
@@ -349,5 +457,81 @@ fn told_all(world: &World, outcome: Result<()>) -> Result<()> {
             what: format!("the proxy of rank {rank} could not connect: {}", String::from_utf8_lossy(&all[rank])),
             advice: format!("mend rank {rank} and build again on every rank"),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::memory::gdr::tests::Fake;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    const COUNTS: WordCounts = WordCounts { doorbells: 40, chunks: 3, landed: 33, staging_free: 5, lost: 1 };
+
+    /// A word as the device, which is the CPU device here, sees it.
+    fn seen(address: u64) -> u64 {
+        let word = std::ptr::with_exposed_provenance_mut::<u64>(address as usize);
+        // SAFETY: an address of live words of the test that calls.
+        unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire)
+    }
+
+    fn check(words: &SharedWords) {
+        let ContextMemory { doorbells, chunks, landed, staging_free, lost } = &words.memory;
+        let arrays = [doorbells, chunks, landed, staging_free, lost];
+        let mut lines: Vec<u64> = Vec::new();
+        for (number, (array, address)) in arrays.into_iter().zip(words.addresses).enumerate() {
+            for at in 0..array.len() {
+                assert_eq!(seen(address + 8 * at as u64), 0, "array {number} is not zeroed");
+                array.publish(at, (number * 100 + at) as u64);
+            }
+            array.publish(array.len(), 7);
+            lines.extend(
+                (0..array.len() as u64).map(|at| (address + 8 * at) / 128).collect::<std::collections::BTreeSet<_>>(),
+            );
+        }
+        let all = lines.len();
+        lines.sort_unstable();
+        lines.dedup();
+        assert_eq!(lines.len(), all, "two arrays share a line");
+        for (number, (array, address)) in arrays.into_iter().zip(words.addresses).enumerate() {
+            for at in 0..array.len() {
+                assert_eq!(seen(address + 8 * at as u64), (number * 100 + at) as u64);
+            }
+        }
+    }
+
+    #[test]
+    fn words_of_the_cpu_device_lie_in_plain_memory_whatever_is_asked() {
+        for gdrcopy in [GdrCopy::Off, GdrCopy::Auto, GdrCopy::Require] {
+            let words = SharedWords::allocate(&Device::cpu().unwrap(), COUNTS, gdrcopy).unwrap();
+            assert_eq!((words.place, words.memory.counts()), (FlagPlace::Host, COUNTS));
+            check(&words);
+        }
+    }
+
+    #[test]
+    fn mapped_flags_are_seen_by_the_device_and_unmapped_with_the_last_words() {
+        let Some(fake) = Fake::build() else { return };
+        let device = Device::cpu().unwrap();
+        let flags = Space::in_device(&device, words_of(flag_lengths(COUNTS)), fake.library()).unwrap();
+        let words = SharedWords::with_flags(&device, COUNTS, &flags).unwrap();
+        drop(flags);
+        assert_eq!(words.place, FlagPlace::Device);
+        check(&words);
+        let kept = words.memory.share();
+        drop(words);
+        assert_eq!(fake.calls(), "open pin map info");
+        drop(kept);
+        assert_eq!(fake.calls(), "open pin map info unmap unpin close");
+    }
+
+    #[test]
+    fn gdrcopy_that_fails_leaves_nothing_behind() {
+        let Some(fake) = Fake::build() else { return };
+        let device = Device::cpu().unwrap();
+        fake.fail("map");
+        let error = Space::in_device(&device, 100, fake.library()).map(|space| space.place).unwrap_err();
+        assert!(error.to_string().contains("gdr_map"), "{error}");
+        assert_eq!(fake.calls(), "open pin map unpin close");
     }
 }

@@ -243,6 +243,85 @@ fn a_second_world_on_the_same_port() {
     }
 }
 
+/// Where rank `rank` of a world of that place is reached: all of 127/8 is this host.
+fn own_addr(place: &(String, u16), rank: u32) -> String {
+    let last = place.0.splitn(3, '.').last().unwrap();
+    format!("127.{}.{last}", 251 + rank)
+}
+
+/// Holds a port that a later generation must not need.
+fn hold(addr: &str, port: u16) -> TcpListener {
+    TcpListener::bind((addr, port)).unwrap()
+}
+
+#[test]
+fn survivors_of_rank_0_that_meet_at_its_host() {
+    let place = place();
+    // Rank 0's host is gone with it: what still answers there is nobody's.
+    let _gone: Vec<_> = (1..=3).map(|generation| hold(&place.0, place.1 + generation)).collect();
+    std::thread::scope(|scope| {
+        for rank in 0..4 {
+            let place = &place;
+            scope.spawn(move || {
+                let own = Bootstrap { own_addr: Some(own_addr(place, rank)), ..bootstrap(place, rank, 4) };
+                let world = World::join(&own).unwrap();
+                world.barrier("up").unwrap();
+                if rank == 0 {
+                    return;
+                }
+                let second = world.regroup(1, &[1, 2, 3].map(Rank)).unwrap();
+                assert_eq!(
+                    (second.rank(), second.size(), second.original(second.rank())),
+                    (Rank(rank - 1), 3, Rank(rank))
+                );
+                exchange_many(second.clone());
+                // The host of the second goes, too.
+                if rank == 1 {
+                    return;
+                }
+                let third = second.regroup(2, &[2, 3].map(Rank)).unwrap();
+                exchange_many(third);
+                // An older world knows the way, too.
+                let again = second.regroup(3, &[2, 3].map(Rank)).unwrap();
+                again.barrier("again").unwrap();
+                let error = again.regroup(4, &[Rank(9)]).map(drop).unwrap_err();
+                assert!(matches!(error, Error::Config { name: "members", .. }), "{error}");
+            });
+        }
+    });
+}
+
+#[test]
+fn a_member_that_comes_back_as_the_first_of_its_generation() {
+    let place = place();
+    let _gone = hold(&place.0, place.1 + 1);
+    let members = [0, 1, 2].map(Rank).to_vec();
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let (place, members) = (&place, &members);
+            scope.spawn(move || {
+                let own = Bootstrap { own_addr: Some(own_addr(place, rank)), ..bootstrap(place, rank, 3) };
+                let world = World::join(&own).unwrap();
+                world.barrier("up").unwrap();
+                let next = if rank == 0 {
+                    drop(world);
+                    // A new process, which knows where it is itself, and the port.
+                    World::join(&Bootstrap {
+                        addr: own_addr(place, 0),
+                        port: place.1 + 1,
+                        generation: 1,
+                        members: Some(members.clone()),
+                        ..own
+                    })
+                } else {
+                    world.regroup(1, members)
+                };
+                exchange_many(next.unwrap());
+            });
+        }
+    });
+}
+
 // ---- strangers, impostors and mistakes
 
 /// Starts rank 0 of 2, lets `meddle` at the port, then joins as rank 1; the job must form all the same.
@@ -271,14 +350,14 @@ fn garbage_on_the_port_stops_the_job() {
         talk(place, &noise);
         talk(place, b"GET / HTTP/1.1\r\n\r\n");
         // Half a frame, then closes.
-        drop(dial(place).write_all(&hello(1, TOKEN, 1, 2)[..20]));
+        drop(dial(place).write_all(&hello(VERSION, TOKEN, 1, 2)[..20]));
         // A huge length, a length that only members may send, a first frame that is no hello.
-        talk(place, &[&frame(1, 1, b"")[..8], &u32::MAX.to_le_bytes()].concat());
-        talk(place, &[&frame(1, 1, b"")[..8], &(1u32 << 20).to_le_bytes()].concat());
-        talk(place, &frame(1, 5, &[0; 40]));
+        talk(place, &[&frame(VERSION, 1, b"")[..8], &u32::MAX.to_le_bytes()].concat());
+        talk(place, &[&frame(VERSION, 1, b"")[..8], &(1u32 << 20).to_le_bytes()].concat());
+        talk(place, &frame(VERSION, 5, &[0; 40]));
         // A hello with a token length beyond its end, and one with bytes behind it.
-        talk(place, &frame(1, 1, &[255, 0, 1]));
-        talk(place, &frame(1, 1, &[&hello(1, TOKEN, 1, 2)[12..], b"more"].concat()));
+        talk(place, &frame(VERSION, 1, &[255, 0, 1]));
+        talk(place, &frame(VERSION, 1, &[&hello(VERSION, TOKEN, 1, 2)[12..], b"more"].concat()));
     });
     assert_eq!(refused, 9);
 }
@@ -308,7 +387,7 @@ fn a_slow_stranger_served_for_ever() {
     let refused = meddled(|place| {
         let mut stream = dial(place);
         stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-        let bytes = hello(1, TOKEN, 1, 2);
+        let bytes = hello(VERSION, TOKEN, 1, 2);
         let start = Instant::now();
         for byte in bytes.iter().take(bytes.len() - 1).cycle() {
             // Ends when rank 0 has closed the connection.
@@ -327,10 +406,10 @@ fn a_slow_stranger_served_for_ever() {
 #[test]
 fn a_stranger_with_a_wrong_token_or_version_joins_or_stops_the_job() {
     let refused = meddled(|place| {
-        let answer = talk(place, &hello(1, "guess", 1, 2));
+        let answer = talk(place, &hello(VERSION, "guess", 1, 2));
         assert!(answer.contains("token differs") && !answer.contains(TOKEN), "{answer}");
         let answer = talk(place, &hello(7, "guess", 1, 2));
-        assert!(answer.contains("version 7") && answer.contains("version 1"), "{answer}");
+        assert!(answer.contains("version 7") && answer.contains("version 2"), "{answer}");
         let mistaken = Bootstrap { token: "guess".into(), ..bootstrap(place, 1, 2) };
         assert!(bootstrap_text(World::join(&mistaken)).contains("token differs"));
     });
@@ -346,7 +425,7 @@ fn a_member_of_another_version_understood_by_halves() {
         std::thread::sleep(SHORT);
         let answer = talk(&place, &[&hello(7, TOKEN, 1, 3)[..], b""].concat());
         for text in [answer, root.join().unwrap(), other.join().unwrap()] {
-            assert!(text.contains("version 7") && text.contains("version 1"), "{text}");
+            assert!(text.contains("version 7") && text.contains("version 2"), "{text}");
         }
     });
 }
@@ -406,9 +485,9 @@ fn a_place_that_ended_before_the_world_formed_kept_taken() {
         let join = |rank| World::join(&bootstrap(&place, rank, 4)).unwrap().barrier("up").unwrap();
         scope.spawn(move || join(0));
         // A hello whose sender has closed already, and a member that is told of its admission and dies.
-        dial(&place).write_all(&hello(1, TOKEN, 1, 4)).unwrap();
+        dial(&place).write_all(&hello(VERSION, TOKEN, 1, 4)).unwrap();
         let mut stream = dial(&place);
-        stream.write_all(&hello(1, TOKEN, 2, 4)).unwrap();
+        stream.write_all(&hello(VERSION, TOKEN, 2, 4)).unwrap();
         stream.read_exact(&mut [0; 12]).unwrap();
         drop(stream);
         std::thread::sleep(Duration::from_millis(50));

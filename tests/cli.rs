@@ -337,7 +337,9 @@ fn an_unusable_trace_file_is_named_with_what_is_wrong() {
 fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
     let findings = object("doctor --json -");
     let findings = findings["findings"].as_array().unwrap();
-    for topic in ["build", "driver", "GPUs", "NICs", "GDRCopy", "dma-buf", "memlock", "huge pages", "cores"] {
+    let topics =
+        ["build", "driver", "GPUs", "transports", "NICs", "libfabric", "verbs", "RDMA nodes", "GDRCopy", "dma-buf"];
+    for topic in topics.into_iter().chain(["memlock", "huge pages", "cores", "proxy cores"]) {
         assert!(findings.iter().any(|f| f["topic"] == topic), "{topic}");
     }
     for finding in findings.iter().filter(|f| f["lacking"] == true) {

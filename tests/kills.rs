@@ -44,6 +44,12 @@ fn place() -> (String, u16) {
     (addr, port)
 }
 
+/// Where a rank's host is reached, so that the next generation needs nothing of rank 0's.
+fn own_addr(place: &(String, u16), rank: usize) -> String {
+    let last = place.0.splitn(3, '.').last().unwrap();
+    format!("127.{}.{last}", 251 + rank)
+}
+
 /// What kills which rank.
 #[derive(Debug, Clone, Copy)]
 struct Blow {
@@ -84,6 +90,7 @@ impl Process {
             .env("LOCAL_RANK", rank.to_string())
             .env("WORLD_SIZE", RANKS.to_string())
             .env("MASTER_ADDR", &place.0)
+            .env("TOKENYARD_ADDR", own_addr(place, rank))
             .env("TOKENYARD_PORT", place.1.to_string())
             .env("TOKENYARD_TOKEN", "kills")
             .env("TOKENYARD_NODES", blow.nodes)
@@ -134,6 +141,8 @@ fn listen(from: impl Read + Send + 'static, into: Arc<Mutex<String>>) -> JoinHan
 struct Team {
     blow: Blow,
     processes: Vec<Process>,
+    /// The next generation's port at rank 0's first address, where nobody may meet: as if that host were gone.
+    _gone: TcpListener,
 }
 
 impl Drop for Team {
@@ -160,7 +169,8 @@ struct Told {
 impl Team {
     fn start(blow: Blow) -> Team {
         let place = place();
-        Team { blow, processes: (0..RANKS).map(|rank| Process::start(blow, &place, rank)).collect() }
+        let gone = TcpListener::bind((place.0.as_str(), place.1 + 1)).unwrap();
+        Team { blow, processes: (0..RANKS).map(|rank| Process::start(blow, &place, rank)).collect(), _gone: gone }
     }
 
     /// Polls until all processes are as `wanted`.

@@ -30,6 +30,8 @@ COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "p
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
                       "TOKENYARD_MACHINE_SEEDS": "400"}
+# So many experts leave room for few tokens in a block's bitmap.
+TILES = "world=2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,iters=2"
 MUTANTS = [
     ("row tag without release", SEND,
      "store_release_sys(in_arena<u64>(c, rank, c.regions.row_tags",
@@ -152,6 +154,7 @@ class Worker:
             ("schedules", [program, "verify", "--schedules", "80", "--timeout-ms", "4000"]),
             ("seeds", [program, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
             ("tests/faults.rs", [*test, "faults"]),
+            ("several tiles", [program, "verify", "--replay", TILES]),
         ]
         # The proxy has tests of its own, which are quicker than whole worlds.
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]

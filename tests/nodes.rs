@@ -103,6 +103,38 @@ fn two_contexts_share_a_proxy() {
 }
 
 #[test]
+fn a_context_that_goes_first_is_hit_by_nothing_and_holds_up_nobody() {
+    on_nodes(&[1, 1], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let (one, two) = (rig(&world, &proxy), rig(&world, &proxy));
+        exchange(&one, 0, |_| true).unwrap();
+        exchange(&two, 0, |_| true).unwrap();
+        if world.rank() == Rank(1) {
+            drop(one);
+            world.barrier("gone").unwrap();
+        } else {
+            world.barrier("gone").unwrap();
+            let before = network.counts();
+            one.route(&choices(0, 1), 1);
+            let _sent = one.ep.dispatch_send(&one.stream, &one.tokens(MAX_TOKENS)).unwrap();
+            one.stream.synchronize(PATIENCE).unwrap();
+            let start = Instant::now();
+            while network.counts().dropped == before.dropped {
+                assert!(start.elapsed() < PATIENCE, "late writes were not dropped: {}", network.counts());
+                std::thread::yield_now();
+            }
+            drop(one);
+        }
+        exchange(&two, 1, |_| true).unwrap();
+        let three = rig(&world, &proxy);
+        (0..3).for_each(|salt| exchange(&three, salt, |_| true).unwrap());
+        exchange(&two, 2, |_| true).unwrap();
+        assert_eq!((proxy.remote().reports(), proxy.remote().failure()), (Vec::new(), None));
+        world.barrier("all done").unwrap();
+    });
+}
+
+#[test]
 fn a_barrier_crosses_nodes() {
     use std::sync::atomic::{AtomicUsize, Ordering};
     let arrived = AtomicUsize::new(0);
@@ -131,7 +163,7 @@ fn missing(error: &Error) -> Option<Rank> {
 
 #[test]
 fn a_lost_rank_is_named_masked_and_comes_back() {
-    for lost in [1u32, 3, 4] {
+    for lost in [0u32, 1, 3, 4] {
         let met = Barrier::new(5);
         on_nodes(&[2, 3], |world, network| {
             let own = world.rank();

@@ -20,7 +20,7 @@ use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig}
 use tokenyard::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
 use tokenyard::proxy::{Plan, PlanInput};
 use tokenyard::transport::imm::{ImmValue, check_counts};
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, RegionId, Span, Transport, WriteImm};
+use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, RegionId, Released, Span, Transport, WriteImm};
 use tokenyard::{AllToAll, Error, Rank, Result, World};
 
 const WORLD: usize = 8;
@@ -78,6 +78,10 @@ impl Transport for Stub {
 
     unsafe fn register(&mut self, _: Span) -> Result<RegionId> {
         Ok(RegionId(0))
+    }
+
+    fn deregister(&mut self, _: RegionId) -> Result<Released> {
+        Ok(Released::Done)
     }
 
     fn address(&self) -> Vec<u8> {

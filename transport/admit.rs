@@ -16,11 +16,19 @@ pub(super) struct Job {
     pub world: usize,
 }
 
+/// Longest name or address of a host.
+const MAX_HOST: usize = 255;
+
+/// Whether a text can name a host.
+pub(super) fn is_host(text: &str) -> bool {
+    !text.is_empty() && text.len() <= MAX_HOST && !text.chars().any(|c| c.is_whitespace() || c.is_control())
+}
+
 /// The judgement on a first frame.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Judgement {
-    /// A member.
-    Admit(Rank),
+    /// A member, and where it says that its host is reached, if it does.
+    Admit(Rank, Option<String>),
     /// Tell the peer why not, and go on without it.
     Refuse(Failure),
     /// One of this job that cannot take part, whoever else comes: tell it and everyone.
@@ -49,12 +57,12 @@ pub(super) fn judge(job: &Job, frame: &Frame, peer: &str, taken: impl Fn(Rank) -
         ));
     }
     match wire::decode(frame) {
-        Ok(Message::Hello { rank, world, .. }) => place(job, rank, world, peer, taken),
+        Ok(Message::Hello { rank, world, host, .. }) => place(job, rank, world, host, peer, taken),
         _ => Judgement::Drop("a malformed hello"),
     }
 }
 
-fn place(job: &Job, rank: u32, world: u32, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
+fn place(job: &Job, rank: u32, world: u32, host: String, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
     let refuse = |what: String, advice: &str| Judgement::Refuse(Failure::new(what, advice));
     if world as usize != job.world {
         let what = format!("rank {rank} at {peer} has a world of {world} ranks and rank 0 one of {}", job.world);
@@ -69,7 +77,11 @@ fn place(job: &Job, rank: u32, world: u32, peer: &str, taken: impl Fn(Rank) -> b
             "give each process its own RANK",
         );
     }
-    Judgement::Admit(Rank(rank))
+    if !host.is_empty() && !is_host(&host) {
+        let what = format!("rank {rank} at {peer} says that its host is {host:?}");
+        return refuse(what, "set its TOKENYARD_ADDR to a name or address of its host, or not at all");
+    }
+    Judgement::Admit(Rank(rank), Some(host).filter(|host| !host.is_empty()))
 }
 
 /// The sentence for two versions; it stands on both sides.
@@ -97,7 +109,11 @@ mod tests {
     }
 
     fn hello(token: &str, rank: u32, world: u32) -> Frame {
-        frame(&wire::encode(&Message::Hello { token: token.into(), rank, world }).unwrap())
+        from_host(token, rank, world, "")
+    }
+
+    fn from_host(token: &str, rank: u32, world: u32, host: &str) -> Frame {
+        frame(&wire::encode(&Message::Hello { token: token.into(), rank, world, host: host.into() }).unwrap())
     }
 
     fn ask(frame: &Frame) -> Judgement {
@@ -107,7 +123,7 @@ mod tests {
 
     #[test]
     fn a_stranger_or_an_impossible_rank_let_in() {
-        assert_eq!(ask(&hello("secret", 1, 4)), Judgement::Admit(Rank(1)));
+        assert_eq!(ask(&hello("secret", 1, 4)), Judgement::Admit(Rank(1), None));
         for (token, rank, world) in [
             ("secreT", 1, 4),
             ("secret", 1, 5),
@@ -131,7 +147,8 @@ mod tests {
         member.version = VERSION + 1;
         member.body.extend_from_slice(b"fields of the future");
         let Judgement::Stop(failure) = ask(&member) else { panic!("a member of another version went unnoticed") };
-        assert!(failure.what.contains("version 2") && failure.what.contains("version 1"), "{}", failure.what);
+        let [own, theirs] = [VERSION, VERSION + 1].map(|version| format!("version {version}"));
+        assert!(failure.what.contains(&own) && failure.what.contains(&theirs), "{}", failure.what);
     }
 
     #[test]
@@ -139,6 +156,17 @@ mod tests {
         let mut long = hello("secret", 1, 4);
         long.body.push(0);
         assert!(matches!(ask(&long), Judgement::Drop(_)));
+    }
+
+    #[test]
+    fn a_host_that_can_be_none_told_to_everyone() {
+        for host in ["10.0.0.7", "fe80::1", "node-3.cluster"] {
+            let admitted = Judgement::Admit(Rank(1), Some(host.into()));
+            assert_eq!(ask(&from_host("secret", 1, 4, host)), admitted);
+        }
+        for host in [" ", "a b", "a\n", &"x".repeat(256)] {
+            assert!(matches!(ask(&from_host("secret", 1, 4, host)), Judgement::Refuse(_)), "{host:?}");
+        }
     }
 
     #[test]

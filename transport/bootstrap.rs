@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddr
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::admit::Job;
+use super::admit::{Job, is_host};
 use super::hub::Failure;
 use super::member::Member;
 use super::root::Root;
@@ -67,12 +67,15 @@ pub struct Bootstrap {
     pub members: Option<Vec<Rank>>,
     /// Nodes of the first generation. Default: `nodes`.
     pub first_nodes: Option<Vec<usize>>,
+    /// Name or address under which the others reach this process's host, where it may come to wait as rank 0 of a later
+    /// generation. Default: the address from which rank 0 sees it come.
+    pub own_addr: Option<String>,
 }
 
 impl fmt::Debug for Bootstrap {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Bootstrap { rank, world, local_rank, addr, port, token, timeout, nodes, generation, members, first_nodes } =
-            self;
+        let Bootstrap { rank, world, local_rank, addr, port, token, timeout, nodes, generation, members, .. } = self;
+        let Bootstrap { first_nodes, own_addr, .. } = self;
         let token = format_args!("({} bytes)", token.len());
         f.debug_struct("Bootstrap")
             .field("rank", rank)
@@ -86,13 +89,15 @@ impl fmt::Debug for Bootstrap {
             .field("generation", generation)
             .field("members", members)
             .field("first_nodes", first_nodes)
+            .field("own_addr", own_addr)
             .finish()
     }
 }
 
 impl Bootstrap {
     /// Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK` (default: the rank), `MASTER_ADDR` (default 127.0.0.1),
-    /// `TOKENYARD_PORT` (default 29611), `TOKENYARD_TOKEN` and `TOKENYARD_TIMEOUT_MS` (default 30000).
+    /// `TOKENYARD_PORT` (default 29611), `TOKENYARD_TOKEN`, `TOKENYARD_TIMEOUT_MS` (default 30000) and `TOKENYARD_ADDR`
+    /// (default: this host as rank 0 sees it).
     ///
     /// Without `TOKENYARD_TOKEN` the run id that torchrun sets is the token, unless it is torchrun's
     /// default `none`, which every job shares.
@@ -152,6 +157,7 @@ impl Bootstrap {
             generation: 0,
             members: None,
             first_nodes: None,
+            own_addr: var("TOKENYARD_ADDR")?.filter(|addr| !addr.is_empty()),
         };
         bootstrap.check()?;
         Ok(bootstrap)
@@ -175,12 +181,13 @@ impl Bootstrap {
         if self.port == 0 {
             return Err(config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));
         }
-        if self.addr.is_empty() || self.addr.chars().any(|c| c.is_whitespace() || c.is_control()) {
-            return Err(config(
-                "MASTER_ADDR",
-                &format!("{:?}", self.addr),
-                "set it to the host name or address of rank 0",
-            ));
+        if !is_host(&self.addr) {
+            let advice = "set it to the host name or address of rank 0";
+            return Err(config("MASTER_ADDR", &format!("{:?}", self.addr), advice));
+        }
+        if let Some(own) = self.own_addr.as_ref().filter(|own| !is_host(own)) {
+            let advice = "set it to the host name or address of this process, or not at all";
+            return Err(config("TOKENYARD_ADDR", &format!("{own:?}"), advice));
         }
         if self.timeout.is_zero() || self.timeout > Duration::from_millis(MAX_TIMEOUT_MS) {
             let value = format!("{} ms", self.timeout.as_millis());
@@ -190,7 +197,7 @@ impl Bootstrap {
             let value = format!("{} bytes long", self.token.len());
             return Err(config("TOKENYARD_TOKEN", &value, &format!("use a token of at most {MAX_TOKEN} bytes")));
         }
-        if self.token.is_empty() && !self.on_loopback() {
+        if self.token.is_empty() && !self.is_loopback(&self.addr) {
             let advice = format!(
                 "set it to the same random string on all ranks; without one, MASTER_ADDR must be a loopback address, \
                  and it is {}",
@@ -201,9 +208,9 @@ impl Bootstrap {
         Ok(())
     }
 
-    /// Whether the address can mean this host alone.
-    fn on_loopback(&self) -> bool {
-        let found = (self.addr.as_str(), self.port).to_socket_addrs().map(|addrs| addrs.collect::<Vec<_>>());
+    /// Whether an address can mean this host alone.
+    fn is_loopback(&self, addr: &str) -> bool {
+        let found = (addr, self.port).to_socket_addrs().map(|addrs| addrs.collect::<Vec<_>>());
         found.is_ok_and(|addrs| !addrs.is_empty() && addrs.iter().all(|addr| addr.ip().is_loopback()))
     }
 
@@ -221,9 +228,10 @@ impl Bootstrap {
         })?;
         let port = Arc::new(port);
         let token = self.token.clone().into_bytes();
+        let host = self.own_addr.clone().unwrap_or_default();
         if self.rank == Rank(0) {
             let listeners = if self.world == 1 { Vec::new() } else { self.listen()? };
-            let root = Root::new(port.clone(), Job { token, world: self.world }, listeners, self.timeout);
+            let root = Root::new(port.clone(), Job { token, world: self.world }, host, listeners, self.timeout);
             return Station::start(self.rank, port, move || root.run());
         }
         let member = Member {
@@ -231,6 +239,7 @@ impl Bootstrap {
             rank: self.rank,
             world: self.world,
             token,
+            host,
             root: (self.addr.clone(), self.port),
             timeout: self.timeout,
             deadline: Instant::now() + self.timeout,
@@ -267,10 +276,16 @@ impl Bootstrap {
     }
 
     fn cannot_listen(&self, error: &std::io::Error) -> Failure {
-        Failure::new(
-            format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port),
-            "set MASTER_ADDR to a name or address of rank 0's host and TOKENYARD_PORT to a free port, on all ranks",
-        )
+        let advice = match self.generation {
+            0 => {
+                "set MASTER_ADDR to a name or address of rank 0's host and TOKENYARD_PORT to a free port, on all ranks"
+            }
+            _ => {
+                "set TOKENYARD_ADDR to an address of this host that the others reach, and TOKENYARD_PORT, on all ranks, \
+                 so that the ports behind it are free, one for each generation"
+            }
+        };
+        Failure::new(format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port), advice)
     }
 }
 
@@ -315,7 +330,9 @@ mod tests {
     fn a_default_that_differs_from_the_documented() {
         let b = read(&BASE).unwrap();
         assert_eq!((b.rank, b.world, b.local_rank, b.addr.as_str(), b.port), (Rank(1), 2, 1, "127.0.0.1", 29611));
-        assert_eq!((b.token.as_str(), b.timeout), ("", Duration::from_secs(30)));
+        assert_eq!((b.token.as_str(), b.timeout, b.own_addr), ("", Duration::from_secs(30), None));
+        assert_eq!(with("TOKENYARD_ADDR", "node-1").unwrap().own_addr.as_deref(), Some("node-1"));
+        assert_eq!(with("TOKENYARD_ADDR", "").unwrap().own_addr, None);
     }
 
     #[test]
@@ -337,6 +354,8 @@ mod tests {
             ("MASTER_ADDR", ""),
             ("MASTER_ADDR", "a b"),
             ("TOKENYARD_TOKEN", long),
+            ("TOKENYARD_ADDR", "a b"),
+            ("TOKENYARD_ADDR", long),
         ] {
             match with(name, value) {
                 Err(Error::Config { name: named, .. }) => assert_eq!(named, name, "{name}={value}"),

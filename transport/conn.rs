@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -44,6 +44,8 @@ pub(super) struct Conn {
     taken: usize,
     /// The other end, for messages.
     pub peer: String,
+    /// Its address.
+    ip: Option<IpAddr>,
 }
 
 impl Conn {
@@ -57,13 +59,20 @@ impl Conn {
         let _ = setsockopt(&stream, sockopt::TcpKeepInterval, &PROBE_SECONDS);
         let _ = setsockopt(&stream, sockopt::TcpKeepCount, &PROBES);
         let _ = setsockopt(&stream, sockopt::TcpUserTimeout, &UNACKNOWLEDGED_MS);
-        let peer = stream.peer_addr().map_or_else(|_| "an unknown address".into(), |a| a.to_string());
-        Ok(Conn { stream, reader: FrameReader::new(limit), out: VecDeque::new(), taken: 0, peer })
+        let address = stream.peer_addr();
+        let ip = address.as_ref().ok().map(|address| address.ip().to_canonical());
+        let peer = address.map_or_else(|_| "an unknown address".into(), |a| a.to_string());
+        Ok(Conn { stream, reader: FrameReader::new(limit), out: VecDeque::new(), taken: 0, peer, ip })
     }
 
     /// Changes the longest body accepted from now on.
     pub(super) fn set_limit(&mut self, limit: usize) {
         self.reader.set_limit(limit);
+    }
+
+    /// Where the other end's host is reached, as seen from here; empty if that is this host.
+    pub(super) fn host(&self) -> String {
+        host_at(self.ip)
     }
 
     /// Queues one encoded frame and sends what the socket takes.
@@ -142,6 +151,11 @@ impl AsFd for Conn {
     }
 }
 
+/// An address as others can use it. A loopback address is this host's, whatever others call it.
+fn host_at(ip: Option<IpAddr>) -> String {
+    ip.filter(|ip| !ip.is_loopback()).map(|ip| ip.to_string()).unwrap_or_default()
+}
+
 /// A connection that sends its last frames and waits for the peer to close: closing at once with unread
 /// input would reset it, and the peer could lose what was sent.
 pub(super) struct Closing {
@@ -189,5 +203,18 @@ pub(super) fn wait_ready(fds: &mut [PollFd], until: Instant) {
         Ok(_) | Err(Errno::EINTR) => {}
         // Out of kernel memory or over a limit: look at everything, a little later.
         Err(_) => std::thread::sleep(Duration::from_millis(10)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loopback_address_told_to_other_hosts() {
+        let host = |text: &str| host_at(text.parse::<IpAddr>().ok().map(|ip| ip.to_canonical()));
+        assert_eq!(["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"].map(host), [""; 4]);
+        assert_eq!(["10.1.2.3", "::ffff:10.1.2.3", "2001:db8::7"].map(host), ["10.1.2.3", "10.1.2.3", "2001:db8::7"]);
+        assert_eq!(host_at(None), "");
     }
 }

@@ -12,10 +12,11 @@
 //! - **P2 no order.** Writes overtake each other, and so do the packets of one write: until its immediate, any part of
 //!   its target may be old or new. Immediates, completions and messages come in any order, too; a completion says
 //!   nothing about arrival, nor arrival about completion.
-//! - **P3 exactly once.** Each accepted write whose completion is not `Failed` delivers its immediate once. One that
-//!   failed delivers it at most once, and leaves any mixture of old and new bytes in its target and nowhere else.
-//! - **P4 one completion.** Each accepted write completes once, as [`Event::Sent`] or [`Event::Failed`], with its token.
-//!   Until then the source belongs to the transport, which may read it at any moment; from then on it may be reused.
+//! - **P3 exactly once.** Each accepted write whose completion is `Sent` delivers its immediate once (but for P12 and
+//!   P13). One that failed delivers it at most once, and leaves any mixture of old and new bytes in its target and nowhere
+//!   else.
+//! - **P4 one completion.** Each accepted write completes once, as [`Event::Sent`], [`Event::Failed`] or
+//!   [`Event::Dropped`], with its token. Until then the source belongs to the transport, which may read it at any moment; from then on it may be reused.
 //! - **P5 a full queue is an answer.** [`Posted::Full`] means that nothing was done; post again after a poll. Some queue
 //!   of the endpoint is full, not necessarily those to other peers or NICs: try those. Queues are bounded.
 //! - **P6 zero bytes** may be written; the immediate arrives as for any other write.
@@ -30,6 +31,11 @@
 //!   peers for good, except through a queue they share. Who needs to know sooner uses heartbeats.
 //! - **P12 reset.** After [`reset`](Transport::reset) nothing that was posted towards this endpoint before can touch its
 //!   memory or be handed out, and all that this endpoint had posted completes.
+//! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes that are on their way to
+//!   it are dropped where they are, and so are those that peers post later by an older address; their immediates are not
+//!   handed out (those of writes that had landed in full may be). A dropped write completes as `Dropped`, unless it had
+//!   completed before, and nothing else suffers from it: not the peer, nor its other writes. While own writes from the
+//!   region have not completed, the answer is [`Released::Busy`], and nothing was done.
 
 use super::imm::ImmValue;
 use crate::base::{Rank, Result};
@@ -88,6 +94,16 @@ pub enum Posted {
     Full,
 }
 
+/// The answer to taking a region back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Released {
+    /// Nothing touches it any more.
+    Done,
+    /// Writes from it have not completed; nothing was done. Try again after a poll.
+    Busy,
+}
+
 /// What a poll hands out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<'a> {
@@ -104,6 +120,13 @@ pub enum Event<'a> {
         peer: Rank,
         /// Why, in a few words.
         what: &'static str,
+    },
+    /// A write completed without arriving: the peer has taken its target back (P13). The peer itself is well.
+    Dropped {
+        /// Of the write.
+        token: u64,
+        /// To whom it was posted.
+        peer: Rank,
     },
     /// A peer's write is here in full (P1). Who wrote is for the immediate to say.
     Imm {
@@ -133,7 +156,8 @@ pub struct DeviceNeeds {
 /// ```text
 ///  register … ──▶ address ──▶ (exchange) ──▶ connect … ──▶ (barrier) ──▶ post, send, poll …
 ///                    ▲                                                          │
-///                    └────────────── reset: regions stay, peers do not ◀────────┘
+///                    ├────────────── reset: regions stay, peers do not ◀────────┤
+///                    └────────────── deregister: one region less ◀──────────────┘
 /// ```
 ///
 /// Peers must have connected to each other, both ways, before either posts; what is posted earlier may fail or be
@@ -153,15 +177,26 @@ pub trait Transport: Send {
     /// `Argument` for a span that is empty or wraps, or one too many; `Transport` if the backend cannot.
     ///
     /// # Safety
-    /// The span is memory that this endpoint's backend may read and write at any time until the endpoint is dropped,
-    /// and nothing holds a Rust reference to parts of it that are the target of a write in flight.
+    /// The span is memory that this endpoint's backend may read and write at any time until the region is taken back or
+    /// the endpoint is dropped, and nothing holds a Rust reference to parts of it that are the target of a write in flight.
     unsafe fn register(&mut self, span: Span) -> Result<RegionId>;
+
+    /// Takes a region back (P13); its number is not used again. Addresses taken from now on do not have it, and older ones
+    /// are still good for the rest. May wait for what is being written to it at the moment.
+    ///
+    /// A backend whose network answers a write to nowhere by ending the connection has to let the key lead to memory of
+    /// its own instead.
+    ///
+    /// # Errors
+    /// `Argument` if there is no such region; `Transport` if the backend cannot tell that nothing touches it any more:
+    /// then it must stay as it is until the endpoint is dropped.
+    fn deregister(&mut self, region: RegionId) -> Result<Released>;
 
     /// What peers need to connect to this endpoint and to reach the regions registered so far.
     fn address(&self) -> Vec<u8>;
 
     /// Learns a peer's address. Connecting again with a newer address of the same endpoint adds the regions registered
-    /// since; with that of another endpoint or after its reset, it replaces the peer.
+    /// since and lets go of those taken back; with that of another endpoint or after its reset, it replaces the peer.
     ///
     /// # Errors
     /// `Transport` if the address is malformed, of another version, of another rank or cannot be reached (P10).
@@ -207,6 +242,10 @@ impl<T: Transport + ?Sized> Transport for Box<T> {
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
         // SAFETY: passed on to the caller.
         unsafe { (**self).register(span) }
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        (**self).deregister(region)
     }
 
     fn address(&self) -> Vec<u8> {

@@ -42,6 +42,8 @@ pub(super) struct Member {
     pub rank: Rank,
     pub world: usize,
     pub token: Vec<u8>,
+    /// Where this rank says that its host is reached, or empty.
+    pub host: String,
     /// Host and port of rank 0.
     pub root: (String, u16),
     pub timeout: Duration,
@@ -103,7 +105,8 @@ impl Member {
 
     /// Says hello and serves the connection until it or the world ends.
     fn attend(&mut self, mut conn: Conn) -> Next {
-        send(&mut conn, &Message::Hello { token: self.token.clone(), rank: self.rank.0, world: self.world as u32 });
+        let (token, host) = (self.token.clone(), self.host.clone());
+        send(&mut conn, &Message::Hello { token, rank: self.rank.0, world: self.world as u32, host });
         let mut joined = false;
         loop {
             let give_up = if self.absent.is_some() { self.deadline + VERDICT_GRACE } else { self.deadline };
@@ -158,9 +161,13 @@ impl Member {
             Message::Progress { absent, first } => {
                 self.absent = Some((absent as usize, first.into_iter().map(Rank).collect()));
             }
-            Message::Welcome => {
+            Message::Welcome { hosts } => {
+                let usable = |host: &String| host.is_empty() || admit::is_host(host);
+                if hosts.len() != self.world || !hosts.iter().all(usable) {
+                    return Err(not_rank_0(peer, "a welcome of another world"));
+                }
                 *joined = true;
-                inbox.formed = true;
+                inbox.form(hosts);
             }
             Message::Gathered { seq, payloads } if *joined && payloads.len() == self.world => {
                 inbox.gathered = Some((seq, payloads));

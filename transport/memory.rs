@@ -16,6 +16,7 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+pub mod gdr;
 mod host;
 #[cfg(feature = "cuda")]
 mod pinned;

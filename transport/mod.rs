@@ -37,6 +37,7 @@ mod fds;
 mod hub;
 mod local;
 mod member;
+pub(crate) mod regions;
 mod root;
 mod station;
 mod wire;

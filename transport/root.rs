@@ -58,6 +58,8 @@ pub(super) struct Root {
     members: Vec<Option<Conn>>,
     /// By rank: whether it has ever joined, even if it has gone since.
     came: Vec<bool>,
+    /// By rank: where its host is reached; empty where this rank's is.
+    hosts: Vec<String>,
     closing: Vec<Closing>,
     hub: Hub,
     last_refusal: Option<String>,
@@ -66,9 +68,12 @@ pub(super) struct Root {
 }
 
 impl Root {
-    /// Takes bound, non-blocking listeners; the deadline to form runs from now.
-    pub(super) fn new(port: Arc<Port>, job: Job, listeners: Vec<TcpListener>, timeout: Duration) -> Root {
+    /// Takes bound, non-blocking listeners; the deadline to form runs from now. `host` is where this rank says that its
+    /// host is reached, or empty.
+    pub(super) fn new(port: Arc<Port>, job: Job, host: String, listeners: Vec<TcpListener>, timeout: Duration) -> Root {
         let world = job.world;
+        let mut hosts = vec![String::new(); world];
+        hosts[0] = host;
         Root {
             port,
             job,
@@ -79,6 +84,7 @@ impl Root {
             pending: Vec::new(),
             members: (0..world).map(|_| None).collect(),
             came: vec![false; world],
+            hosts,
             closing: Vec::new(),
             hub: Hub::new(world),
             last_refusal: None,
@@ -185,8 +191,9 @@ impl Root {
         }
         let judgement = admit::judge(&self.job, first, &conn.peer, |rank| self.members[rank.index()].is_some());
         match judgement {
-            Judgement::Admit(_) if more => self.refused(&conn.peer, "frames right behind a hello"),
-            Judgement::Admit(rank) => {
+            Judgement::Admit(..) if more => self.refused(&conn.peer, "frames right behind a hello"),
+            Judgement::Admit(rank, host) => {
+                self.hosts[rank.index()] = host.unwrap_or_else(|| conn.host());
                 self.members[rank.index()] = Some(conn);
                 self.came[rank.index()] = true;
                 self.membership_changed();
@@ -241,8 +248,9 @@ impl Root {
         self.listeners.clear();
         self.port.inbox().refused += self.pending.drain(..).count() as u64;
         self.members.iter_mut().flatten().for_each(|conn| conn.set_limit(MAX_BODY));
-        self.broadcast(&Message::Welcome);
-        self.port.inbox().formed = true;
+        let hosts = std::mem::take(&mut self.hosts);
+        self.broadcast(&Message::Welcome { hosts: hosts.clone() });
+        self.port.inbox().form(hosts);
     }
 
     fn check_deadline(&mut self) {

@@ -35,6 +35,8 @@ pub(super) enum Command {
 pub(super) struct Inbox {
     /// All ranks have joined.
     pub formed: bool,
+    /// By rank, since then: where its host is reached; empty where rank 0's is.
+    pub hosts: Vec<String>,
     /// The last finished collective, until it is picked up.
     pub gathered: Option<(u64, Vec<Vec<u8>>)>,
     /// Why the world cannot form or hold a further collective; the first reason stays.
@@ -46,6 +48,11 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
+    /// Notes that all ranks have joined, and where they are.
+    pub(super) fn form(&mut self, hosts: Vec<String>) {
+        (self.formed, self.hosts) = (true, hosts);
+    }
+
     /// Keeps the first failure.
     pub(super) fn fail(&mut self, failure: Failure) {
         self.failure.get_or_insert(failure);
@@ -185,6 +192,11 @@ impl Station {
             self.port.inbox().fail(failure.clone());
             Err(failure.error())
         })
+    }
+
+    /// By rank: where its host is reached; empty where rank 0's is.
+    pub(super) fn hosts(&self) -> Vec<String> {
+        self.port.inbox().hosts.clone()
     }
 
     /// Ranks known to be lost.

@@ -16,7 +16,7 @@
 /// First bytes of every frame.
 pub(super) const MAGIC: [u8; 4] = *b"TKYD";
 /// Version of the protocol spoken here; raised by any change to a message.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 /// Bytes before a body.
 pub(super) const HEADER_BYTES: usize = 12;
 /// Longest body between members: a gathered result of all ranks.
@@ -34,14 +34,15 @@ pub(super) const KIND_HELLO: u16 = 1;
 /// One message; each says who sends it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Member, first: asks to be a rank of the job.
-    Hello { token: Vec<u8>, rank: u32, world: u32 },
+    /// Member, first: asks to be a rank of the job. `host` says where others reach its host; empty, where rank 0 sees the
+    /// connection come from.
+    Hello { token: Vec<u8>, rank: u32, world: u32, host: String },
     /// Rank 0: refusal of a Hello, or the end of the job for all.
     Fail { what: String, advice: String },
     /// Rank 0, until the job is formed: how many ranks have not joined, and the first few of them.
     Progress { absent: u32, first: Vec<u32> },
-    /// Rank 0: all ranks have joined.
-    Welcome,
+    /// Rank 0: all ranks have joined. By rank, where its host is reached; empty where rank 0's is.
+    Welcome { hosts: Vec<String> },
     /// Member: its part of collective number `seq`.
     Gather { seq: u64, what: String, payload: Vec<u8> },
     /// Rank 0: all parts of collective number `seq`, by rank.
@@ -153,11 +154,12 @@ pub(super) fn decode(frame: &Frame) -> Result<Message, Malformed> {
         KIND_HELLO => {
             let (token, rest) = hello_token(&frame.body)?;
             cursor.rest = rest;
-            Message::Hello { token: token.to_vec(), rank: cursor.u32()?, world: cursor.u32()? }
+            let (rank, world) = (cursor.u32()?, cursor.u32()?);
+            Message::Hello { token: token.to_vec(), rank, world, host: cursor.text()? }
         }
         2 => Message::Fail { what: cursor.text()?, advice: cursor.text()? },
         3 => Message::Progress { absent: cursor.u32()?, first: cursor.list(4, Cursor::u32)? },
-        4 => Message::Welcome,
+        4 => Message::Welcome { hosts: cursor.list(2, Cursor::text)? },
         5 => Message::Gather { seq: cursor.u64()?, what: cursor.text()?, payload: cursor.blob()? },
         6 => Message::Gathered { seq: cursor.u64()?, payloads: cursor.list(4, Cursor::blob)? },
         7 => Message::GiveUp { seq: cursor.u64()?, waited_ms: cursor.u64()? },
@@ -190,7 +192,7 @@ fn kind_of(message: &Message) -> u16 {
         Message::Hello { .. } => KIND_HELLO,
         Message::Fail { .. } => 2,
         Message::Progress { .. } => 3,
-        Message::Welcome => 4,
+        Message::Welcome { .. } => 4,
         Message::Gather { .. } => 5,
         Message::Gathered { .. } => 6,
         Message::GiveUp { .. } => 7,
@@ -202,12 +204,13 @@ fn kind_of(message: &Message) -> u16 {
 
 fn put_body(out: &mut Vec<u8>, message: &Message) -> Result<(), Malformed> {
     match message {
-        Message::Hello { token, rank, world } => {
+        Message::Hello { token, rank, world, host } => {
             let bytes = u16::try_from(token.len()).map_err(|_| Malformed::Body("token"))?;
             out.extend_from_slice(&bytes.to_le_bytes());
             out.extend_from_slice(token);
             out.extend_from_slice(&rank.to_le_bytes());
             out.extend_from_slice(&world.to_le_bytes());
+            put_text(out, host);
         }
         Message::Fail { what, advice } => {
             put_text(out, what);
@@ -233,7 +236,11 @@ fn put_body(out: &mut Vec<u8>, message: &Message) -> Result<(), Malformed> {
             out.extend_from_slice(&waited_ms.to_le_bytes());
         }
         Message::Lost { rank } | Message::Left { rank } => out.extend_from_slice(&rank.to_le_bytes()),
-        Message::Welcome | Message::Goodbye => {}
+        Message::Welcome { hosts } => {
+            out.extend_from_slice(&length_of(hosts.len())?);
+            hosts.iter().for_each(|host| put_text(out, host));
+        }
+        Message::Goodbye => {}
     }
     Ok(())
 }

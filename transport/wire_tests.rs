@@ -4,11 +4,12 @@ use super::*;
 
 fn samples() -> Vec<Message> {
     vec![
-        Message::Hello { token: b"job 17".to_vec(), rank: 3, world: 8 },
-        Message::Hello { token: Vec::new(), rank: 0, world: 1 },
+        Message::Hello { token: b"job 17".to_vec(), rank: 3, world: 8, host: "node-3".into() },
+        Message::Hello { token: Vec::new(), rank: 0, world: 1, host: String::new() },
         Message::Fail { what: "it broke".into(), advice: "mend it, à la carte".into() },
         Message::Progress { absent: 40, first: vec![1, 2, 9] },
-        Message::Welcome,
+        Message::Welcome { hosts: vec![String::new(), "10.0.0.2".into(), "fe80::1".into()] },
+        Message::Welcome { hosts: Vec::new() },
         Message::Gather { seq: 7, what: "plan".into(), payload: vec![1, 2, 3] },
         Message::Gathered { seq: u64::MAX, payloads: vec![vec![], vec![5; 300], vec![0]] },
         Message::GiveUp { seq: 1, waited_ms: 30_000 },
@@ -80,11 +81,11 @@ fn a_truncated_or_padded_body_taken_for_whole() {
 #[test]
 fn a_huge_length_or_count_allocated_before_it_is_checked() {
     let mut reader = FrameReader::new(MAX_HELLO_BODY);
-    let mut bytes = encode(&Message::Welcome).unwrap();
+    let mut bytes = encode(&Message::Goodbye).unwrap();
     bytes[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
     reader.push(&bytes);
     assert_eq!(reader.next_frame(), Err(Malformed::Length { announced: u32::MAX as usize, limit: MAX_HELLO_BODY }));
-    for kind in [3u16, 6] {
+    for kind in [3u16, 4, 6] {
         let mut body = vec![0; 8];
         body[..4].copy_from_slice(&1u32.to_le_bytes());
         body.extend_from_slice(&[0xff; 4]);

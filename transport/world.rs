@@ -7,6 +7,7 @@
 //! Collectives are called by all ranks in the same order. The first that fails, fails on every rank that
 //! is still there, and ends the world's collectives: survivors form a new world.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -43,6 +44,8 @@ struct Family {
     members: Vec<Rank>,
     /// Nodes of the first generation.
     first_nodes: Vec<usize>,
+    /// By rank in the first generation: where its host was reached last. Empty for ranks of one process.
+    hosts: BTreeMap<Rank, String>,
 }
 
 #[derive(Clone)]
@@ -75,7 +78,8 @@ fn all_ranks(count: usize) -> Vec<Rank> {
 
 impl Family {
     fn first(size: usize, nodes: &[usize]) -> Family {
-        Family { generation: 0, members: all_ranks(size), first_nodes: nodes.to_vec() }
+        let hosts = BTreeMap::new();
+        Family { generation: 0, members: all_ranks(size), first_nodes: nodes.to_vec(), hosts }
     }
 }
 
@@ -127,12 +131,21 @@ impl World {
 
     /// Joins a job; returns when all ranks have joined, or an error on each within the deadline.
     pub fn join(b: &Bootstrap) -> Result<World> {
+        World::join_knowing(b, BTreeMap::new())
+    }
+
+    /// The same by one who knows where members of earlier generations were.
+    fn join_knowing(b: &Bootstrap, mut hosts: BTreeMap<Rank, String>) -> Result<World> {
         let station = b.join()?;
         let nodes = b.nodes.clone().unwrap_or_else(|| vec![b.world]);
+        let members = b.members.clone().unwrap_or_else(|| all_ranks(b.world));
+        let told = station.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
+        hosts.extend(members.iter().copied().zip(told));
         let family = Family {
             generation: b.generation,
-            members: b.members.clone().unwrap_or_else(|| all_ranks(b.world)),
+            members,
             first_nodes: b.first_nodes.clone().unwrap_or_else(|| nodes.clone()),
+            hosts,
         };
         Ok(World {
             link: Link::Star(Arc::new(station), Arc::new(b.clone())),
@@ -149,12 +162,15 @@ impl World {
     /// with ranks that come back. Members are named, in ascending order, by their ranks in the first generation, and all
     /// of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together.
     ///
-    /// Processes meet on the port of the first generation plus the generation's number, at the address of the first
-    /// generation's rank 0. A process that comes back joins with a [`Bootstrap`] that says generation and members.
+    /// Processes meet at the host of the first member, which all have known since they joined together, on the port of the
+    /// first generation plus the generation's number. So it needs nobody who is not a member, the first generation's rank
+    /// 0 included. A process that comes back joins with a [`Bootstrap`] that says that address and port, generation and
+    /// members.
     ///
     /// # Errors
-    /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, or the
-    /// generation is not a later one; `Bootstrap`, naming the absent, if not all come.
+    /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, nothing is
+    /// known of the first one's host, or the generation is not a later one; `Bootstrap`, naming the absent, if not all
+    /// come.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         let own = self.original(self.rank);
         let (rank, nodes) = place(members, own, &self.family.first_nodes)?;
@@ -165,10 +181,23 @@ impl World {
         let first_nodes = self.family.first_nodes.clone();
         if let Link::Star(_, bootstrap) = &self.link {
             let first_port = u32::from(bootstrap.port).wrapping_sub(bootstrap.generation);
-            let port = u16::try_from(first_port.wrapping_add(generation)).unwrap_or(bootstrap.port);
+            let port = u16::try_from(first_port.wrapping_add(generation)).map_err(|_| Error::Config {
+                name: "generation",
+                value: generation.to_string(),
+                advice: format!(
+                    "its port would be {first_port} plus that; give a lower one, or start with a lower port"
+                ),
+            })?;
+            let first = members.first().copied().unwrap_or(own);
+            let addr = self.family.hosts.get(&first).cloned().ok_or_else(|| Error::Config {
+                name: "members",
+                value: format!("rank {first} first"),
+                advice: "its host is not known here, as it came back later; join with a Bootstrap that names it".into(),
+            })?;
             let next = Bootstrap {
                 rank,
                 world: members.len(),
+                addr,
                 port,
                 nodes: Some(nodes),
                 generation,
@@ -176,7 +205,7 @@ impl World {
                 first_nodes: Some(first_nodes),
                 ..(**bootstrap).clone()
             };
-            return World::join(&next);
+            return World::join_knowing(&next, self.family.hosts.clone());
         }
         let Link::Threads(seat) = &self.link else { return Err(not_a_member(own)) };
         let world = World {
@@ -186,7 +215,7 @@ impl World {
             local_rank: self.local_rank,
             timeout: self.timeout,
             nodes: nodes.into(),
-            family: Arc::new(Family { generation, members: members.to_vec(), first_nodes }),
+            family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
         };
         world.barrier("regroup")?;
         Ok(world)

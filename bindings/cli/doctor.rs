@@ -2,6 +2,7 @@
 //!
 //! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing and opens no device.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -49,8 +50,10 @@ pub fn doctor(args: &DoctorArgs) -> Result<ExitCode, Refusal> {
     let mut findings = vec![build()];
     findings.push(machine.driver());
     findings.extend(doctor_gpu::findings());
+    findings.extend(transports());
     findings.extend(machine.nics());
     findings.extend(machine.libraries());
+    findings.push(machine.rdma_nodes());
     findings.push(machine.gdrcopy());
     findings.push(machine.dma_buf());
     findings.push(machine.memlock());
@@ -100,6 +103,45 @@ fn build() -> Finding {
     )
 }
 
+/// Networks between nodes, those that there are and those that there will be.
+fn transports() -> [Finding; 2] {
+    let simulated = "simulated between threads of one process and between processes of one host; emulated between GPUs \
+                     of one process";
+    [
+        Finding::has("transports", simulated),
+        Finding::lacks(
+            "transports",
+            "libfabric and verbs: not built yet",
+            "ranks of several hosts cannot be linked, whatever NICs there are",
+            "nothing for one node; else wait for a release that has them",
+        ),
+    ]
+}
+
+/// Numbers of a list such as `0-3,8`.
+fn numbers(list: &str) -> BTreeSet<u32> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse::<u32>().ok()?..=last.trim().parse().ok()?)
+    };
+    list.split(',').filter_map(range).flatten().collect()
+}
+
+/// Whether every rank's proxy, which polls, finds a core beside that of the rank itself.
+fn proxy_cores(cores: usize, ranks: usize) -> Finding {
+    let spare = cores.saturating_sub(ranks);
+    let what = format!("{spare} of {cores} usable cores are spare beside those of {ranks} ranks, for as many proxies");
+    if spare >= ranks {
+        return Finding::has("proxy cores", what);
+    }
+    Finding::lacks(
+        "proxy cores",
+        what,
+        "between nodes a proxy without a core of its own yields, and answers when the scheduler lets it",
+        "nothing for one node; else give the process two cores for each rank, near its GPU and NIC",
+    )
+}
+
 /// The file system that is looked at; another root in tests.
 struct Machine {
     root: PathBuf,
@@ -146,7 +188,7 @@ impl Machine {
         }
     }
 
-    /// RDMA NICs, each with the transport that would drive it.
+    /// RDMA NICs, each with the transport that will drive it.
     fn nics(&self) -> Vec<Finding> {
         let folder = "/sys/class/infiniband";
         let names = self.names(folder);
@@ -163,9 +205,9 @@ impl Machine {
             let driver = fs::read_link(self.path(&format!("{base}/device/driver")));
             let driver = driver.ok().and_then(|d| d.file_name().map(|n| n.to_string_lossy().into_owned()));
             let transport = match driver.as_deref() {
-                Some("efa") => "libfabric:efa",
-                Some(_) => "verbs",
-                None => "verbs (a software device)",
+                Some("efa") => "libfabric:efa (not built yet)",
+                Some(_) => "verbs (not built yet)",
+                None => "verbs (not built yet; a software device)",
             };
             let at = |file: &str| self.text(&format!("{base}/{file}")).unwrap_or_else(|| "unknown".to_string());
             let (rate, state) = (at("ports/1/rate"), at("ports/1/state"));
@@ -211,16 +253,42 @@ impl Machine {
         set.into_iter().chain(usual).map(|folder| folder.join(file)).find(|path| path.exists())
     }
 
-    fn gdrcopy(&self) -> Finding {
-        if self.path("/dev/gdrdrv").exists() {
-            return Finding::has("GDRCopy", "/dev/gdrdrv");
+    /// The device nodes through which programs reach RDMA NICs.
+    fn rdma_nodes(&self) -> Finding {
+        let nodes = self.names("/dev/infiniband");
+        let devices = nodes.iter().filter(|name| name.starts_with("uverbs")).count();
+        if devices > 0 {
+            let manager = if nodes.iter().any(|name| name == "rdma_cm") { "and rdma_cm" } else { "no rdma_cm" };
+            return Finding::has("RDMA nodes", format!("{devices} uverbs in /dev/infiniband, {manager}"));
         }
         Finding::lacks(
-            "GDRCopy",
-            "no /dev/gdrdrv",
-            "CPU-to-GPU flags go through pinned host memory: some 1 µs more for each phase between nodes",
-            "nothing for one node; else load the gdrdrv module of GDRCopy",
+            "RDMA nodes",
+            "no /dev/infiniband/uverbs*",
+            "no program here reaches an RDMA NIC, by verbs or by libfabric",
+            "nothing for one node; else load ib_uverbs, and pass /dev/infiniband into the container",
         )
+    }
+
+    fn gdrcopy(&self) -> Finding {
+        let (library, node) = (self.library("libgdrapi.so.2"), self.path("/dev/gdrdrv").exists());
+        let lack = |what: &str, remedy| {
+            let cost = "flags from proxies lie in pinned host memory, which GPUs poll over PCIe: some 1 µs more for each \
+                        phase between nodes";
+            Finding::lacks("GDRCopy", what, cost, remedy)
+        };
+        match (library, node) {
+            (Some(library), true) => Finding::has("GDRCopy", format!("/dev/gdrdrv and {}", library.display())),
+            (Some(_), false) => {
+                lack("libgdrapi.so.2, but no /dev/gdrdrv", "nothing for one node; else load GDRCopy's module gdrdrv")
+            }
+            (None, true) => {
+                lack("/dev/gdrdrv, but libgdrapi.so.2 was not found", "install GDRCopy's library, version 2")
+            }
+            (None, false) => lack(
+                "no /dev/gdrdrv, and libgdrapi.so.2 was not found",
+                "nothing for one node; else install GDRCopy 2 and load its module gdrdrv",
+            ),
+        }
     }
 
     /// How a NIC can be shown GPU memory.
@@ -277,32 +345,22 @@ impl Machine {
         )
     }
 
+    /// Cores by NUMA node, and whether there are enough of them.
     fn cores(&self) -> Vec<Finding> {
         let folder = "/sys/devices/system/node";
         let is_node = |name: &String| name.strip_prefix("node").is_some_and(|n| n.parse::<u32>().is_ok());
-        let nodes: Vec<String> = self.names(folder).into_iter().filter(is_node).collect();
         let status = self.text("/proc/self/status").unwrap_or_default();
         let allowed = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).map_or("unknown", str::trim);
-        let mut findings: Vec<Finding> = nodes
-            .iter()
-            .map(|node| {
-                let cores = self.text(&format!("{folder}/{node}/cpulist")).unwrap_or_default();
-                Finding::has("cores", format!("{node}: {cores}"))
-            })
-            .collect();
+        let usable = numbers(allowed);
+        let node = |name: String| {
+            let cores = self.text(&format!("{folder}/{name}/cpulist")).unwrap_or_default();
+            let here = numbers(&cores).intersection(&usable).count();
+            Finding::has("cores", format!("{name}: {cores}, {here} of them usable"))
+        };
+        let mut findings: Vec<Finding> = self.names(folder).into_iter().filter(is_node).map(node).collect();
         let available = std::thread::available_parallelism().map_or(1, usize::from);
-        let gpus = Device::cuda_count();
-        let may = format!("this process may use {allowed} ({available} at once)");
-        findings.push(if available > gpus {
-            Finding::has("cores", may)
-        } else {
-            Finding::lacks(
-                "cores",
-                format!("{may}, for {gpus} GPUs"),
-                "a thread for each GPU polls; with no core of its own it yields and answers late",
-                "give the process at least one core more than it drives GPUs",
-            )
-        });
+        findings.push(Finding::has("cores", format!("this process may use {allowed} ({available} at once)")));
+        findings.push(proxy_cores(available, Device::cuda_count().max(1)));
         findings
     }
 }
@@ -326,7 +384,7 @@ mod tests {
     fn an_empty_machine_lacks_everything_with_cost_and_remedy() {
         let (_folder, machine) = machine(&[]);
         let mut findings = vec![machine.driver(), machine.gdrcopy(), machine.dma_buf(), machine.memlock()];
-        findings.push(machine.huge_pages());
+        findings.extend([machine.huge_pages(), machine.rdma_nodes()]);
         findings.extend(machine.nics());
         for finding in findings {
             assert!(finding.lacking && finding.cost.is_some() && finding.remedy.is_some(), "{finding:?}");
@@ -343,14 +401,50 @@ mod tests {
             ("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n"),
             ("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n"),
             ("dev/gdrdrv", ""),
+            ("usr/lib64/libgdrapi.so.2", ""),
+            ("dev/infiniband/uverbs0", ""),
+            ("dev/infiniband/uverbs1", ""),
+            ("proc/self/status", "Name: doctor\nCpus_allowed_list:\t2-5,8\n"),
+            ("sys/devices/system/node/node0/cpulist", "0-3\n"),
+            ("sys/devices/system/node/node1/cpulist", "4-9\n"),
+            ("sys/devices/system/node/possible", "0-1\n"),
         ]);
-        for finding in [machine.driver(), machine.dma_buf(), machine.memlock(), machine.huge_pages(), machine.gdrcopy()]
-        {
+        let mut findings = vec![machine.driver(), machine.dma_buf(), machine.memlock(), machine.huge_pages()];
+        findings.extend([machine.gdrcopy(), machine.rdma_nodes()]);
+        for finding in findings {
             assert!(!finding.lacking, "{finding:?}");
         }
+        assert!(machine.rdma_nodes().what.contains("2 uverbs in /dev/infiniband, no rdma_cm"));
+        let cores: Vec<String> = machine.cores().into_iter().map(|finding| finding.what).collect();
+        assert_eq!(cores[..2], ["node0: 0-3, 2 of them usable", "node1: 4-9, 3 of them usable"]);
+        assert!(cores[2].contains("may use 2-5,8"), "{cores:?}");
         let nics = machine.nics();
         assert!(nics[0].what.contains("mlx5_0") && nics[0].what.contains("400 Gb/sec"), "{nics:?}");
         assert!(machine.driver().what.contains("580.65.06"));
+    }
+
+    #[test]
+    fn half_of_gdrcopy_is_a_lack_that_names_the_other_half() {
+        let (_folder, node) = machine(&[("dev/gdrdrv", "")]);
+        assert!(node.gdrcopy().lacking && node.gdrcopy().what.starts_with("/dev/gdrdrv, but"));
+        let (_folder, library) = machine(&[("usr/lib/libgdrapi.so.2", "")]);
+        assert!(library.gdrcopy().lacking && library.gdrcopy().what.starts_with("libgdrapi.so.2, but"));
+    }
+
+    #[test]
+    fn each_proxy_needs_a_core_beside_that_of_its_rank() {
+        for (cores, ranks, lacking) in [(2, 1, false), (1, 1, true), (16, 8, false), (15, 8, true), (0, 1, true)] {
+            assert_eq!(proxy_cores(cores, ranks).lacking, lacking, "{cores} cores, {ranks} ranks");
+        }
+        assert_eq!(numbers("0-3,8, 10-11"), [0, 1, 2, 3, 8, 10, 11].into());
+        assert!(numbers("unknown").is_empty() && numbers("").is_empty() && numbers("3-1").is_empty());
+    }
+
+    #[test]
+    fn transports_that_are_not_built_are_a_lack() {
+        let [there, lacking] = transports();
+        assert!(!there.lacking && there.what.contains("between processes of one host"));
+        assert!(lacking.lacking && lacking.what.contains("libfabric and verbs: not built yet"));
     }
 
     #[test]

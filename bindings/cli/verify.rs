@@ -33,7 +33,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 pub const ENOUGH: usize = 5;
 
 /// Models' full sizes, for `--full`.
-const FULL: [&str; 5] = [
+const FULL: [&str; 6] = [
     "world=8,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,tokens=128,max_tokens=128,routing=v3-groups,iters=3",
     "world=8,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,quantize=yes,scale_order=column,align=128,\
      zero_padding=yes,tokens=64,max_tokens=64,iters=3",
@@ -42,16 +42,19 @@ const FULL: [&str; 5] = [
     "world=4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,tokens=128,max_tokens=128,iters=3",
     "world=8,hidden=6144,experts=8,top_k=2,accumulate=yes,ragged=yes,device_count=yes,mode=graph,tokens=128,max_tokens=160,\
      routing=zipf:1.2,iters=3",
+    // META in several tiles: so many experts leave room for few tokens in a block's bitmap.
+    "world=2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,iters=2",
 ];
 
 /// The same over several nodes.
-const FULL_NODES: [&str; 3] = [
+const FULL_NODES: [&str; 4] = [
     "world=8,nodes=4+4,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,quantize=yes,tokens=128,max_tokens=128,\
      routing=v3-groups,network=calm,iters=3",
     "world=8,nodes=3+5,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,scale_order=column,align=128,\
      zero_padding=yes,chunk_rows=8,nics=4,tokens=64,max_tokens=64,network=calm,link=efa-p5,iters=3",
     "world=8,nodes=2+2+4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,chunk_rows=16,\
      tokens=64,max_tokens=64,mode=split,iters=3",
+    "world=4,nodes=2+2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,wave_tokens=70,ahead=2,iters=4",
 ];
 
 /// Runs the configurations. Success: all were right, or refused as they must be.

@@ -189,3 +189,39 @@ fn a_core_that_is_not_there_is_refused() {
     let refused = ProxyThread::spawn(driver, ThreadConfig { core: Some(1 << 20), spinners: 0 });
     assert!(refused.err().is_some_and(|error| error.to_string().contains("proxy core")));
 }
+
+#[test]
+fn an_arena_is_freed_once_its_writes_have_left_and_not_before() {
+    let wire = wire();
+    let (network, sides) = pair(12, &wire);
+    let [first, second] = &sides[..] else { panic!("{} sides", sides.len()) };
+    let memory = Arc::new(vec![0u64; 512]);
+    let span = Span { base: memory.as_ptr() as u64, bytes: 4096 };
+    let (freed, keep): (_, Kept) = (Arc::downgrade(&memory), memory);
+    // SAFETY: nothing but the network accesses the words, which `keep` holds.
+    let region = first.proxy.remote().ask(move |driver| unsafe { driver.register(span, keep) }).unwrap().unwrap();
+    network.stop(Rank(0), 0, 50_000_000);
+    let place = |region| crate::transport::link::Place { region, offset: 0 };
+    let imm = crate::transport::imm::ImmValue::user(0, 0, 1).unwrap();
+    let (source, target) = (place(region), place(RegionId(0)));
+    let write = WriteImm { nic: 0, peer: Rank(1), source, target, bytes: 8, imm, token: 0 };
+    let take_back = move |driver: &mut Driver<SimEndpoint>| (driver.take_back(), driver.is_leaving(region));
+    let (unfreed, leaving) = first
+        .proxy
+        .remote()
+        .ask(move |driver| {
+            while driver.transport().post(&write).unwrap() == Posted::Full {}
+            driver.release(region);
+            take_back(driver)
+        })
+        .unwrap();
+    assert!(unfreed.is_empty() && leaving && freed.upgrade().is_some());
+    let gone = wait::poll("the region to go", PATIENCE, || {
+        let (memory, leaving) = first.proxy.remote().ask(take_back).unwrap();
+        assert_eq!(memory.len(), usize::from(!leaving));
+        (!leaving).then_some(())
+    });
+    assert!(gone.is_some() && freed.upgrade().is_none());
+    assert_eq!((first.proxy.remote().failure(), second.proxy.remote().failure()), (None, None));
+    drop(sides);
+}

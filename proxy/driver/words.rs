@@ -1,16 +1,19 @@
-//! Words in host memory that device and proxy share.
+//! Words that device and proxy share: in host memory, or, those that the proxy writes, in memory of a GPU.
 
 use crate::base::{Error, Result};
 use crate::proxy::wire::WordCounts;
+use crate::transport::memory::gdr;
 use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// An array of shared 64-bit words, and what keeps its memory alive.
 pub struct Words {
     base: NonNull<AtomicU64>,
     len: usize,
+    /// The processor combines writes to them; see `transport/memory/gdr.rs`.
+    combined: bool,
     _memory: Arc<dyn Any + Send + Sync>,
 }
 
@@ -24,7 +27,7 @@ impl Words {
     pub fn owned(len: usize) -> Words {
         let memory: Arc<Vec<AtomicU64>> = Arc::new((0..len).map(|_| AtomicU64::new(0)).collect());
         let base = NonNull::new(memory.as_ptr().cast_mut()).unwrap_or(NonNull::dangling());
-        Words { base, len, _memory: memory }
+        Words { base, len, combined: false, _memory: memory }
     }
 
     /// Words at `base`, kept alive by `memory`.
@@ -37,7 +40,7 @@ impl Words {
     /// and be accessed atomically by everyone.
     pub unsafe fn from_raw(base: *mut u64, len: usize, memory: Arc<dyn Any + Send + Sync>) -> Result<Words> {
         match NonNull::new(base.cast::<AtomicU64>()) {
-            Some(base) if base.is_aligned() => Ok(Words { base, len, _memory: memory }),
+            Some(base) if base.is_aligned() => Ok(Words { base, len, combined: false, _memory: memory }),
             _ => Err(Error::Argument {
                 name: "base",
                 value: format!("{base:p}"),
@@ -46,9 +49,23 @@ impl Words {
         }
     }
 
+    /// The same words, to which the processor combines writes.
+    pub fn combined(self) -> Words {
+        Words { combined: true, ..self }
+    }
+
     /// A second handle of the same words.
     pub fn share(&self) -> Words {
-        Words { base: self.base, len: self.len, _memory: Arc::clone(&self._memory) }
+        Words { base: self.base, len: self.len, combined: self.combined, _memory: Arc::clone(&self._memory) }
+    }
+
+    /// Writes a word that the device polls: everything that this thread wrote or saw before is visible first.
+    pub fn publish(&self, at: usize, value: u64) {
+        match self.get(at) {
+            Some(word) if self.combined => gdr::store(word, value),
+            Some(word) => word.store(value, Ordering::Release),
+            None => {}
+        }
     }
 
     /// Their number.

@@ -23,7 +23,7 @@ pub(super) struct Address {
     pub key: u64,
     pub rank: Rank,
     pub nics: u32,
-    /// Lengths of the registered spans.
+    /// Lengths of the registered spans; 0 of one that was taken back.
     pub regions: Vec<u64>,
 }
 

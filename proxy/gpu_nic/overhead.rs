@@ -66,7 +66,9 @@ fn time(ends: &mut [GpuNicEndpoint; 2], number: u32) -> Result<f64> {
     let _ = from.post(&write)?;
     let (mut arrived, mut completed, mut us) = (false, false, 0.0);
     while !arrived || !completed {
-        from.poll(&mut |event| completed |= matches!(event, Event::Sent { .. } | Event::Failed { .. }))?;
+        from.poll(&mut |event| {
+            completed |= matches!(event, Event::Sent { .. } | Event::Failed { .. } | Event::Dropped { .. })
+        })?;
         to.poll(&mut |event| {
             if matches!(event, Event::Imm { .. }) {
                 (arrived, us) = (true, start.elapsed().as_secs_f64() * 1e6);

@@ -7,7 +7,7 @@ use super::engine::Engine;
 use crate::base::Rank;
 use crate::kernels::Device;
 use crate::transport::imm::{ImmValue, MAX_NICS};
-use crate::transport::link::Span;
+use crate::transport::regions::Regions;
 use std::cmp::Ordering as Order;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -34,7 +34,7 @@ pub(super) struct Inner {
     pub key: u64,
     pub device: Option<Device>,
     pub engine: Option<Arc<Mutex<Engine>>>,
-    pub spans: Vec<Span>,
+    pub regions: Regions,
     /// Keys of the peers that this endpoint has connected to.
     pub peers: BTreeMap<Rank, u64>,
     inbox: Vec<Mail>,

@@ -235,7 +235,8 @@ impl Context {
         Some((source, counted))
     }
 
-    /// From now on takes the doorbells of a lost peer's links and posts nothing, so that their staging becomes free.
+    /// From now on takes the doorbells of a peer's links, which is lost or has closed the context, and posts nothing, so
+    /// that their staging becomes free.
     pub fn discard(&mut self, peer: Rank, stats: &mut MachineStats, out: &mut impl Outputs) {
         for (link, watch) in self.links.iter_mut().zip(&mut self.watches).filter(|(link, _)| link.peer == peer) {
             match link.state {

@@ -46,6 +46,7 @@ pub fn bootstrap(place: &(String, u16), rank: u32, world: usize) -> Bootstrap {
         generation: 0,
         members: None,
         first_nodes: None,
+        own_addr: None,
     }
 }
 
@@ -118,6 +119,9 @@ pub fn exchange_memfds(world: World) {
     }
 }
 
+/// The version that wire.rs speaks.
+pub const VERSION: u16 = 2;
+
 /// A frame as wire.rs documents it, put together by hand.
 pub fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
     let length = (body.len() as u32).to_le_bytes();
@@ -126,7 +130,9 @@ pub fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
 
 pub fn hello(version: u16, token: &str, rank: u32, world: u32) -> Vec<u8> {
     let length = (token.len() as u16).to_le_bytes();
-    frame(version, 1, &[&length[..], token.as_bytes(), &rank.to_le_bytes(), &world.to_le_bytes()].concat())
+    // No host is said.
+    let body = [&length[..], token.as_bytes(), &rank.to_le_bytes(), &world.to_le_bytes(), &[0, 0]].concat();
+    frame(version, 1, &body)
 }
 
 pub fn dial(place: &(String, u16)) -> TcpStream {

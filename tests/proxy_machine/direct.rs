@@ -227,6 +227,32 @@ fn a_peer_lost_by_a_failed_write_is_reported_once_and_not_posted_to() {
 }
 
 #[test]
+fn a_peer_that_closed_one_context_is_not_lost_to_the_others() {
+    let mut b = Bench::new(3, 2);
+    b.ring(1, 100, 1);
+    b.ring(2, 100, 1);
+    let tokens: Vec<(u32, u64)> = b.hands.posts.iter().map(|write| (write.peer.0, write.token)).collect();
+    for (peer, token) in tokens {
+        b.step(if peer == 1 { Input::Dropped { token } } else { Input::Sent { token } });
+    }
+    assert_eq!((b.machine.stats().dropped, b.machine.stats().lost, b.machine.under_way(C)), (2, 0, 0));
+    assert!(b.hands.reports.is_empty() && !b.machine.is_lost(Rank(1)));
+    assert_eq!(b.hands.flags.len(), 2, "both stagings are free");
+    b.hands.posts.clear();
+    b.ring(1, 100, 1);
+    b.ring(2, 100, 1);
+    assert_eq!((b.posts_to(1), b.posts_to(2), b.machine.stats().discarded), (0, 2, 1));
+    // Another context goes on with the same peer.
+    let arenas = [RegionId(0); 3];
+    let config = ContextConfig { generation: 0, first_epoch: 1, wire: &b.wire, arenas: &arenas };
+    let other = ContextIdx(1);
+    b.machine.open(other, &config).unwrap();
+    b.hands.posts.clear();
+    b.step(Input::Doorbell { watch: WatchId { context: other, index: 0 }, bytes: 100, chunks: 1 });
+    assert_eq!(b.posts_to(1), 2);
+}
+
+#[test]
 fn a_doorbell_that_cannot_be_stops_its_link_alone() {
     for (bytes, chunks) in [(1089, 1), (100, 0), (100, 5)] {
         let mut b = Bench::new(3, 1);

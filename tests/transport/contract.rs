@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Instant;
 use tokenyard::base::{Error, Rank};
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Place, Posted, RegionId, Transport, WriteImm};
+use tokenyard::transport::link::{Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Transport, WriteImm};
 
 /// Makes a module with one test for each promise.
 #[macro_export]
@@ -34,6 +34,7 @@ macro_rules! contract {
             garbage_for_an_address,
             dead_peer_holds_everyone_up,
             late_write_after_reset,
+            region_touched_after_it_was_taken_back,
             threads_that_share_a_network,
         );
     };
@@ -404,6 +405,86 @@ pub fn late_write_after_reset(backend: &impl Backend) {
         }
         assert!(log.imms.values().all(|times| *times == 1));
     }
+}
+
+/// P13: what is on its way, or posted later by an old address, is dropped, and everything else goes on.
+pub fn region_touched_after_it_was_taken_back(backend: &impl Backend) {
+    for round in 0..8 {
+        // Before the cluster, which a failing test drops first.
+        let taken = Memory::new(SLOT * SLOTS);
+        let mut cluster = Cluster::new(backend, 2);
+        // SAFETY: accessed through raw pointers only, and dropped after it was taken back or after the cluster.
+        let region = unsafe { cluster.endpoint(1).register(taken.span()) }.unwrap();
+        let older = cluster.endpoint(1).address();
+        cluster.endpoint(0).connect(Rank(1), &older).unwrap();
+        let mut log = Log::default();
+        for number in 50..60 {
+            let from = Place { region, offset: 0 };
+            cluster.post(1, &WriteImm { source: from, ..write(0, number, number as usize, 8) }, &mut log);
+        }
+        let start = Instant::now();
+        while !log.completed(1, 50..60) {
+            assert!(start.elapsed() < PATIENCE, "writes from the region do not complete: {log:?}");
+            assert_eq!(cluster.endpoint(1).deregister(region), Ok(Released::Busy), "round {round}");
+            cluster.pump(&mut |rank, _, event| log.note(rank, event));
+        }
+        let target = |number: u32| Place { region, offset: u64::from(number) * SLOT as u64 };
+        let late = |number| WriteImm { target: target(number), ..write(1, number, number as usize, MOST) };
+        for number in 0..15 {
+            cluster.regions(0).source.write(number as usize * SLOT, &pattern(number, MOST));
+        }
+        (0..10).for_each(|number| cluster.post(0, &late(number), &mut log));
+        (0..round).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
+        assert_eq!(cluster.endpoint(1).deregister(region), Ok(Released::Done), "round {round}");
+        let last = taken.all();
+        taken.fill(0, SLOT * SLOTS, 0xDD);
+        (10..15).for_each(|number| cluster.post(0, &late(number), &mut log));
+        for number in 20..30 {
+            cluster.regions(0).source.write(number as usize * SLOT, &pattern(number, MOST));
+            cluster.post(0, &write(1, number, number as usize, MOST), &mut log);
+        }
+        cluster.pump_until("all completions", &mut log, |log| log.completed(0, (0..15).chain(20..30)));
+        cluster.pump_until("other writes", &mut log, |log| (20..30).all(|number| log.imms.contains_key(&(1, number))));
+        cluster.settle(&mut log);
+        assert!(taken.all().iter().all(|byte| *byte == 0xDD), "round {round}: written after it was taken back");
+        for number in 0..15u32 {
+            let token = u64::from(number);
+            assert_eq!(log.completions(0, token), 1, "write {number}");
+            assert!(!log.failed.contains_key(&(0, token)), "write {number} failed, though its peer is well");
+            if log.imms.contains_key(&(1, number)) {
+                let at = number as usize * SLOT;
+                assert!(number < 10 && !log.dropped.contains_key(&(0, token)), "write {number} came nevertheless");
+                assert!(last[at..at + MOST] == pattern(number, MOST), "an immediate without its payload");
+            }
+        }
+        for number in 20..30 {
+            assert!(log.sent.contains_key(&(0, u64::from(number))), "write {number} to another region");
+            assert_eq!(cluster.regions(1).inbox.read(number as usize * SLOT, MOST), pattern(number, MOST));
+        }
+        drop(taken);
+        refuse_what_is_gone(&mut cluster, region, &older);
+    }
+}
+
+fn refuse_what_is_gone<E: Transport>(cluster: &mut Cluster<E>, region: RegionId, older: &[u8]) {
+    for gone in [region, RegionId(9)] {
+        let refused = cluster.endpoint(1).deregister(gone);
+        assert!(matches!(refused, Err(Error::Argument { .. })), "{gone:?}: {refused:?}");
+    }
+    let place = Place { region, offset: 0 };
+    let from = cluster.endpoint(1).post(&WriteImm { source: place, ..write(0, 1, 0, 0) });
+    assert!(matches!(from, Err(Error::Argument { .. })), "from there: {from:?}");
+    // An older address is still good for the rest; a newer one says what is gone.
+    cluster.endpoint(0).connect(Rank(1), older).unwrap();
+    let newer = cluster.endpoint(1).address();
+    cluster.endpoint(0).connect(Rank(1), &newer).unwrap();
+    let to = cluster.endpoint(0).post(&WriteImm { target: place, ..write(1, 1, 0, 0) });
+    assert!(matches!(to, Err(Error::Argument { .. })), "to there: {to:?}");
+    let another = Memory::new(SLOT);
+    // SAFETY: accessed through raw pointers only; nobody learns of it, so nothing is outstanding when it is taken back.
+    let number = unsafe { cluster.endpoint(1).register(another.span()) }.unwrap();
+    assert!(number > region, "the number of a region that is gone was used again");
+    assert_eq!(cluster.endpoint(1).deregister(number), Ok(Released::Done));
 }
 
 /// The same from a thread each: every rank writes to the next, and checks what the one before wrote.

@@ -163,6 +163,7 @@ impl Storm {
                 assert_eq!(token as usize / SLOTS, peer.index());
                 peers[peer.index()].failed += 1;
             }
+            Event::Dropped { peer, .. } => panic!("rank {rank}: {peer} took nothing back"),
             Event::Imm { imm } => {
                 let Some(Decoded::User { payload, .. }) = imm.decode() else { panic!("{imm:?} was never posted") };
                 let (number, from, slot) = (payload >> 5, payload as usize / SLOTS % RANKS, payload as usize % SLOTS);

@@ -197,6 +197,7 @@ impl<E: Transport> Cluster<E> {
 pub struct Log {
     pub sent: BTreeMap<(usize, u64), u32>,
     pub failed: BTreeMap<(usize, u64), u32>,
+    pub dropped: BTreeMap<(usize, u64), u32>,
     pub imms: BTreeMap<(usize, u32), u32>,
     pub messages: BTreeMap<(usize, Rank, Vec<u8>), u32>,
 }
@@ -206,6 +207,7 @@ impl Log {
         match event {
             Event::Sent { token } => *self.sent.entry((rank, token)).or_default() += 1,
             Event::Failed { token, .. } => *self.failed.entry((rank, token)).or_default() += 1,
+            Event::Dropped { token, .. } => *self.dropped.entry((rank, token)).or_default() += 1,
             Event::Imm { imm } => *self.imms.entry((rank, number(imm))).or_default() += 1,
             Event::Message { peer, bytes } => *self.messages.entry((rank, peer, bytes.into())).or_default() += 1,
         }
@@ -213,7 +215,7 @@ impl Log {
 
     pub fn completions(&self, rank: usize, token: u64) -> u32 {
         let of = |map: &BTreeMap<_, u32>| map.get(&(rank, token)).copied().unwrap_or(0);
-        of(&self.sent) + of(&self.failed)
+        of(&self.sent) + of(&self.failed) + of(&self.dropped)
     }
 
     pub fn completed(&self, rank: usize, tokens: impl IntoIterator<Item = u64>) -> bool {

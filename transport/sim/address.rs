@@ -21,7 +21,7 @@ pub(super) struct Address {
     pub(super) key: u64,
     pub(super) rank: Rank,
     pub(super) nics: u32,
-    /// Lengths of the registered spans.
+    /// Lengths of the registered spans; 0 of one that was taken back.
     pub(super) regions: Vec<u64>,
 }
 

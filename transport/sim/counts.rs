@@ -57,6 +57,8 @@ counts! {
     unreachable,
     /// Writes and messages cut off on the way, by a death or a reset at either end.
     cut,
+    /// Writes dropped because their target had been taken back.
+    dropped,
     /// Ranks killed or dropped.
     deaths,
 }

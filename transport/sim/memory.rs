@@ -1,22 +1,10 @@
 //! Registered memory: the only place where the simulation touches bytes that it does not own.
 //!
 //! The argument for its `unsafe`, once for all: an address comes from a span that a caller of `Transport::register`
-//! promised to keep readable and writable until its endpoint is dropped. Every copy happens under the network's lock.
-//! Dropping, killing or resetting an endpoint takes the same lock and removes everything on the way that would still
-//! read or write its spans. So no copy meets memory whose endpoint is gone.
-
-use crate::transport::link::{Place, Span};
-
-/// The address of `bytes` at a place of one of the spans; `None` if they are not all inside.
-pub(super) fn locate(spans: &[Span], place: Place, bytes: u32) -> Option<u64> {
-    let span = spans.get(usize::from(place.region.0))?;
-    fits(span.bytes as u64, place.offset, bytes).then(|| span.base + place.offset)
-}
-
-/// Whether `bytes` at `offset` are inside a span of `length`.
-pub(super) fn fits(length: u64, offset: u64, bytes: u32) -> bool {
-    offset.checked_add(u64::from(bytes)).is_some_and(|end| end <= length)
-}
+//! promised to keep readable and writable until it is taken back or its endpoint dropped. Every copy happens under the
+//! network's lock. Taking a span back, and dropping, killing or resetting an endpoint, takes the same lock and removes
+//! everything on the way that would still write there; a span with writes from it outstanding is not taken back. So no
+//! copy meets memory that is gone.
 
 /// Where a write's payload comes from.
 #[derive(Debug)]

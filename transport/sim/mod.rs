@@ -34,7 +34,7 @@ pub use counts::Counts;
 pub use process::{ProcessEndpoint, Refused};
 
 use super::imm::MAX_RANKS;
-use super::link::{Event, Posted, RegionId, Span, Transport, WriteImm};
+use super::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use crate::base::{Error, Rank, Result};
 use address::Address;
 use seat::Pending;
@@ -196,7 +196,7 @@ impl SimEndpoint {
             key: seat.key,
             rank: self.rank,
             nics: self.network.shared.nics as u32,
-            regions: seat.spans.iter().map(|span| span.bytes as u64).collect(),
+            regions: seat.regions.lengths(),
         })
     }
 }
@@ -207,18 +207,11 @@ impl Transport for SimEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        let refuse = |name, value: String, advice: &str| Err(Error::Argument { name, value, advice: advice.into() });
-        if span.base == 0 || span.bytes == 0 || span.base.checked_add(span.bytes as u64).is_none() {
-            return refuse("span", format!("{span:?}"), "give memory that exists");
-        }
-        let mut state = self.state()?;
-        let spans = &mut state.seats[self.rank.index()].spans;
-        let number = u16::try_from(spans.len()).unwrap_or(u16::MAX);
-        if number == u16::MAX {
-            return refuse("regions", spans.len().to_string(), "register fewer, larger spans");
-        }
-        spans.push(span);
-        Ok(RegionId(number))
+        self.state()?.seats[self.rank.index()].regions.register(span)
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        self.state()?.deregister(self.rank, region)
     }
 
     /// Of a killed endpoint: bytes that nobody can connect to.
@@ -261,12 +254,7 @@ impl Transport for SimEndpoint {
         batch.extend(std::iter::from_fn(|| seat.take()).take(self.network.shared.poll_batch));
         drop(state);
         for pending in &batch {
-            on_event(match pending {
-                Pending::Sent { token, .. } => Event::Sent { token: *token },
-                Pending::Failed { token, slot, what } => Event::Failed { token: *token, peer: slot.peer, what },
-                Pending::Imm(imm) => Event::Imm { imm: *imm },
-                Pending::Message { peer, bytes } => Event::Message { peer: *peer, bytes },
-            });
+            on_event(pending.event());
         }
         self.batch = batch;
         Ok(self.batch.len())

@@ -61,7 +61,7 @@ use super::counts::Counts;
 use super::seat::Pending;
 use crate::base::{Error, Rank, Result};
 use crate::transport::imm::MAX_RANKS;
-use crate::transport::link::{Event, Posted, RegionId, Span, Transport, WriteImm};
+use crate::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use address::Address;
 use frame::{MAX_FRAME, MAX_TOKEN};
 use inbound::Inbound;
@@ -128,6 +128,11 @@ impl ProcessEndpoint {
     pub fn open(rank: Rank, token: &[u8], config: SimConfig) -> Result<ProcessEndpoint> {
         config.check()?;
         let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
+        if !config.payload {
+            let advice =
+                "between processes bytes are all that travels: carry payloads, or use a network of one process";
+            return refuse("payload", "false".into(), advice.into());
+        }
         if config.clock == (Clock::Virtual { tick_ns: 0 }) {
             let advice = "time must pass between processes: give a poll some, or take the real clock";
             return refuse("clock", format!("{:?}", config.clock), advice.into());
@@ -268,21 +273,20 @@ impl Transport for ProcessEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        let refuse = |name, value: String, advice: &str| Err(Error::Argument { name, value, advice: advice.into() });
-        if span.base == 0 || span.bytes == 0 || span.base.checked_add(span.bytes as u64).is_none() {
-            return refuse("span", format!("{span:?}"), "give memory that exists");
+        self.core.seat.regions.register(span)
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        let released = self.core.seat.regions.take_back(region)?;
+        if released == Released::Done {
+            self.core.look();
+            self.inbound.drop_arriving(&mut self.core, region);
         }
-        let spans = &mut self.core.seat.spans;
-        let number = u16::try_from(spans.len()).unwrap_or(u16::MAX);
-        if number == u16::MAX {
-            return refuse("regions", spans.len().to_string(), "register fewer, larger spans");
-        }
-        spans.push(span);
-        Ok(RegionId(number))
+        Ok(released)
     }
 
     fn address(&self) -> Vec<u8> {
-        let regions = self.core.seat.spans.iter().map(|span| span.bytes as u64).collect();
+        let regions = self.core.seat.regions.lengths();
         let (nonce, key, nics) = (self.door.nonce, self.core.seat.key, self.nics() as u32);
         Address { nonce, key, rank: self.core.rank, nics, regions }.encode()
     }
@@ -323,12 +327,7 @@ impl Transport for ProcessEndpoint {
         batch.clear();
         batch.extend(std::iter::from_fn(|| self.core.seat.take()).take(self.core.config.poll_batch));
         for pending in &batch {
-            on_event(match pending {
-                Pending::Sent { token, .. } => Event::Sent { token: *token },
-                Pending::Failed { token, slot, what } => Event::Failed { token: *token, peer: slot.peer, what },
-                Pending::Imm(imm) => Event::Imm { imm: *imm },
-                Pending::Message { peer, bytes } => Event::Message { peer: *peer, bytes },
-            });
+            on_event(pending.event());
         }
         self.batch = batch;
         Ok(self.batch.len())
@@ -342,7 +341,7 @@ impl Transport for ProcessEndpoint {
         self.core.clear_agenda();
         let seat = &mut self.core.seat;
         seat.key = door.key;
-        seat.inbox.retain(|pending| matches!(pending, Pending::Sent { .. } | Pending::Failed { .. }));
+        seat.inbox.retain(|pending| pending.slot().is_some());
         self.door = door;
         Ok(())
     }

@@ -1,9 +1,9 @@
 //! One rank's side of the network: its memory, its peers, its queues, and what its next polls will hand out.
 
-use super::memory::{fits, locate};
 use crate::base::{Error, Rank, Result};
 use crate::transport::imm::{ImmValue, MAX_NICS};
-use crate::transport::link::{MAX_MESSAGE, Span, WriteImm};
+use crate::transport::link::{Event, MAX_MESSAGE, RegionId, WriteImm};
+use crate::transport::regions::{Regions, fits};
 use std::collections::{BTreeMap, VecDeque};
 
 /// A peer, as the address that was connected described it.
@@ -13,7 +13,7 @@ pub(super) struct Lane {
     pub(super) key: u64,
     /// Tells it from earlier lanes between the same ranks: each counts for itself.
     pub(super) id: u64,
-    /// Lengths of its regions.
+    /// Lengths of its regions; 0 of one that was taken back.
     pub(super) regions: Vec<u64>,
     /// Writes outstanding, by NIC.
     pub(super) outstanding: [u32; MAX_NICS],
@@ -45,15 +45,47 @@ pub(super) struct Slot {
     pub(super) peer: Rank,
     /// The lane in which it was posted.
     pub(super) lane: u64,
+    /// The region it was posted from.
+    pub(super) region: RegionId,
+}
+
+/// Why a write completes without having arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Miss {
+    Failed(&'static str),
+    /// Its target was taken back.
+    Dropped,
 }
 
 /// What a poll will hand out.
 #[derive(Debug)]
 pub(super) enum Pending {
     Sent { token: u64, slot: Slot },
-    Failed { token: u64, slot: Slot, what: &'static str },
+    Missed { token: u64, slot: Slot, miss: Miss },
     Imm(ImmValue),
     Message { peer: Rank, bytes: Box<[u8]> },
+}
+
+impl Pending {
+    /// Of a completion.
+    pub(super) fn slot(&self) -> Option<Slot> {
+        match self {
+            Pending::Sent { slot, .. } | Pending::Missed { slot, .. } => Some(*slot),
+            Pending::Imm(_) | Pending::Message { .. } => None,
+        }
+    }
+
+    pub(super) fn event(&self) -> Event<'_> {
+        match self {
+            Pending::Sent { token, .. } => Event::Sent { token: *token },
+            Pending::Missed { token, slot, miss: Miss::Failed(what) } => {
+                Event::Failed { token: *token, peer: slot.peer, what }
+            }
+            Pending::Missed { token, slot, miss: Miss::Dropped } => Event::Dropped { token: *token, peer: slot.peer },
+            Pending::Imm(imm) => Event::Imm { imm: *imm },
+            Pending::Message { peer, bytes } => Event::Message { peer: *peer, bytes },
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -62,7 +94,7 @@ pub(super) struct Seat {
     /// Counts the endpoints that this rank has had, so that a former one cannot act for the present one.
     pub(super) life: u64,
     pub(super) key: u64,
-    pub(super) spans: Vec<Span>,
+    pub(super) regions: Regions,
     pub(super) lanes: BTreeMap<Rank, Lane>,
     pub(super) ports: Vec<Port>,
     pub(super) inbox: VecDeque<Pending>,
@@ -81,13 +113,14 @@ impl Seat {
     /// Takes what is next, and frees its slots.
     pub(super) fn take(&mut self) -> Option<Pending> {
         let pending = self.inbox.pop_front()?;
-        if let Pending::Sent { slot, .. } | Pending::Failed { slot, .. } = &pending {
-            self.free(*slot);
+        if let Some(slot) = pending.slot() {
+            self.free(slot);
         }
         Some(pending)
     }
 
     fn free(&mut self, slot: Slot) {
+        self.regions.completed(slot.region);
         if let Some(port) = self.ports.get_mut(slot.nic) {
             port.outstanding = port.outstanding.saturating_sub(1);
         }
@@ -103,13 +136,12 @@ impl Seat {
             return Err(argument("nic", write.nic.to_string(), advice));
         }
         let lane = self.lane(write.peer)?;
-        let Some(source) = locate(&self.spans, write.source, write.bytes) else {
-            let length = self.spans.get(usize::from(write.source.region.0)).map(|span| span.bytes as u64);
-            return Err(outside("source", write, length));
+        let Some(source) = self.regions.locate(write.source, write.bytes) else {
+            return Err(outside("source", write, self.regions.length(write.source.region)));
         };
         let length = lane.regions.get(usize::from(write.target.region.0)).copied();
         if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
-            return Err(outside("target", write, length));
+            return Err(outside("target", write, length.filter(|length| *length > 0)));
         }
         Ok(source)
     }
@@ -144,7 +176,9 @@ fn outside(name: &'static str, write: &WriteImm, length: Option<u64>) -> Error {
     let value = format!("{} bytes at {} of region {} of {owner}", write.bytes, place.offset, place.region.0);
     let advice = match length {
         Some(length) => format!("that region has {length} bytes; stay inside it"),
-        None => "no such region is known; register it before the address is taken, and connect again".to_owned(),
+        None => {
+            "no such region is known, or no more; register it before the address is taken, and connect again".to_owned()
+        }
     };
     argument(name, value, advice)
 }

@@ -3,12 +3,12 @@
 use super::address::Address;
 use super::config::{DeadPeers, SimConfig};
 use super::counts::Counts;
-use super::memory::{Source, locate};
+use super::memory::Source;
 use super::random::Random;
-use super::seat::{Lane, Pending, Port, Seat, Slot};
+use super::seat::{Lane, Miss, Pending, Port, Seat, Slot};
 use super::traffic::{Cargo, Due, Flight, Step};
 use crate::base::{Rank, Result};
-use crate::transport::link::{Posted, WriteImm};
+use crate::transport::link::{Posted, RegionId, Released, WriteImm};
 use std::collections::BinaryHeap;
 
 #[derive(Debug)]
@@ -81,10 +81,7 @@ impl State {
         if !seat.alive || seat.key != address.key {
             return Err("is of an endpoint that is gone or was reset");
         }
-        let lengths = seat.spans.iter().map(|span| span.bytes as u64);
-        if address.regions.len() > seat.spans.len()
-            || !address.regions.iter().copied().eq(lengths.take(address.regions.len()))
-        {
+        if !seat.regions.have_told(&address.regions) {
             return Err("names regions that do not exist");
         }
         let id = self.number();
@@ -112,8 +109,8 @@ impl State {
         let reach = self.reach(rank, write.peer);
         let eager = self.random.permille(self.config.eager_permille);
         let fails = self.fails(rank);
-        let target = locate(&self.seats[write.peer.index()].spans, write.target, write.bytes).unwrap_or(0);
-        let eager = eager && reach == Reach::Open && !fails;
+        let target = self.seats[write.peer.index()].regions.locate(write.target, write.bytes);
+        let eager = eager && reach == Reach::Open && !fails && target.is_some();
         let source = if eager && !self.config.payload {
             Source::Taken(Box::default())
         } else if eager {
@@ -122,11 +119,13 @@ impl State {
         } else {
             Source::Memory(address)
         };
-        let cargo = Cargo::Write { imm: write.imm, token: write.token, source, target, bytes: write.bytes };
+        // Without a target nothing lands: see below.
+        let cargo = Cargo::Write { write: *write, source, target: target.unwrap_or(0) };
         let packets = write.bytes.div_ceil(self.config.packet_bytes).max(1);
         let slot = self.board(rank, write.peer, nic, packets, cargo);
         self.counts.writes += 1;
         self.seats[rank.index()].ports[nic].outstanding += 1;
+        self.seats[rank.index()].regions.posted(write.source.region);
         if let Some(lane) = self.seats[rank.index()].lanes.get_mut(&write.peer) {
             lane.outstanding[nic] += 1;
         }
@@ -134,12 +133,17 @@ impl State {
             _ if fails => {
                 self.counts.failed += 1;
                 let after_ns = self.config.nics[nic].latency_ns();
-                self.fail_later(slot, Some(after_ns), "injected");
+                self.miss_later(slot, Some(after_ns), Miss::Failed("injected"));
+            }
+            Reach::Open if target.is_none() => {
+                self.counts.dropped += 1;
+                let after_ns = self.config.nics[nic].latency_ns();
+                self.miss_later(slot, Some(after_ns), Miss::Dropped);
             }
             Reach::Open => self.launch(slot),
             Reach::Closed => {
                 self.counts.unreachable += 1;
-                self.fail_later(slot, Some(0), "its peer was reset or has not connected");
+                self.miss_later(slot, Some(0), Miss::Failed("its peer was reset or has not connected"));
             }
             Reach::Dead => {
                 self.counts.unreachable += 1;
@@ -235,7 +239,7 @@ impl State {
             furthest: 0,
             arrived: false,
             completed,
-            failing: None,
+            missing: None,
         };
         match self.free.pop() {
             Some(slot) => {
@@ -249,11 +253,11 @@ impl State {
         }
     }
 
-    /// Lets a flight end in failure, after a time or (`None`) never.
-    fn fail_later(&mut self, slot: u32, after_ns: Option<u64>, what: &'static str) {
+    /// Lets a flight end without arriving, after a time or (`None`) never.
+    fn miss_later(&mut self, slot: u32, after_ns: Option<u64>, miss: Miss) {
         let at_ns = after_ns.map(|after_ns| self.now_ns + after_ns + self.jitter());
         if let Some(flight) = self.flights[slot as usize].as_mut() {
-            flight.failing = Some(what);
+            flight.missing = Some(miss);
             flight.arrived = true;
         }
         if let Some(at_ns) = at_ns {
@@ -266,7 +270,7 @@ impl State {
             DeadPeers::Fail { after_ns } => Some(after_ns),
             DeadPeers::Silent => None,
         };
-        self.fail_later(slot, after_ns, "its peer is gone");
+        self.miss_later(slot, after_ns, Miss::Failed("its peer is gone"));
     }
 
     pub(super) fn kill(&mut self, rank: Rank) {
@@ -287,7 +291,27 @@ impl State {
         let seat = &mut self.seats[rank.index()];
         seat.key = key;
         seat.lanes.clear();
-        seat.inbox.retain(|pending| matches!(pending, Pending::Sent { .. } | Pending::Failed { .. }));
+        seat.inbox.retain(|pending| pending.slot().is_some());
+    }
+
+    /// Takes a region of `rank` back, and drops what is on its way there.
+    pub(super) fn deregister(&mut self, rank: Rank, region: RegionId) -> Result<Released> {
+        let released = self.seats[rank.index()].regions.take_back(region)?;
+        if released == Released::Busy {
+            return Ok(released);
+        }
+        for slot in 0..self.flights.len() {
+            let landing = |flight: &&mut Flight| flight.to == rank && flight.is_landing_in(region);
+            let Some(flight) = self.flights[slot].as_mut().filter(landing) else { continue };
+            self.counts.dropped += 1;
+            flight.arrived = true;
+            if flight.completed {
+                self.remove(slot as u32);
+            } else {
+                self.miss_later(slot as u32, Some(0), Miss::Dropped);
+            }
+        }
+        Ok(released)
     }
 
     /// Ends everything on its way that would still touch the memory of `rank`, or be handed out to it.
@@ -313,7 +337,7 @@ impl State {
             } else if how == Parting::Death {
                 self.fail_dead(slot as u32);
             } else {
-                self.fail_later(slot as u32, Some(0), "its peer was reset");
+                self.miss_later(slot as u32, Some(0), Miss::Failed("its peer was reset"));
             }
         }
     }
@@ -323,11 +347,13 @@ impl State {
         for slot in 0..self.flights.len() {
             let chosen = |flight: &&mut Flight| flight.from == rank && which(flight);
             let Some(flight) = self.flights[slot].as_mut().filter(chosen) else { continue };
-            let Cargo::Write { token, source, .. } = &flight.cargo else { continue };
+            let Cargo::Write { write, source, .. } = &flight.cargo else { continue };
             let reads_on = matches!(source, Source::Memory(_)) && flight.packets_left > 0 && !flight.arrived;
             if !flight.completed {
-                let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane };
-                self.seats[rank.index()].complete(Pending::Failed { token: *token, slot, what });
+                let region = write.source.region;
+                let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane, region };
+                let pending = Pending::Missed { token: write.token, slot, miss: Miss::Failed(what) };
+                self.seats[rank.index()].complete(pending);
                 flight.completed = true;
             }
             if reads_on {

@@ -30,6 +30,7 @@ impl Node {
         let on_event = &mut |event: Event<'_>| match event {
             Event::Sent { token } => sent.push(token),
             Event::Failed { token, what, .. } => failed.push((token, what)),
+            Event::Dropped { token, .. } => failed.push((token, "dropped")),
             Event::Imm { imm } => imms.push(imm.bits()),
             Event::Message { .. } => *messages += 1,
         };
@@ -352,4 +353,24 @@ fn completions_of_a_former_peer_that_make_room_in_the_queue_of_the_new_one() {
     assert_eq!([3, 4, 5].map(|n| nodes[0].post(1, n, 8)), [Posted::Accepted, Posted::Accepted, Posted::Full]);
     nodes[0].poll();
     assert_eq!((nodes[0].failed.len(), nodes[0].post(1, 6, 8)), (2, Posted::Full));
+}
+
+#[test]
+fn a_region_taken_back_in_the_middle_of_a_write() {
+    let nics = vec![LinkModel { gbps: 8.0, latency_us: 1.0, per_message_us: 0.0 }];
+    let (network, mut nodes) = world(3, BYTES, SimConfig { nics, packet_bytes: 64, ..still() });
+    nodes[0].fill(3);
+    let _ = (nodes[0].post(1, 1, BYTES), nodes[0].post(2, 2, BYTES));
+    // A byte takes a nanosecond.
+    network.advance_ns(1000 + BYTES as u64 / 2);
+    let landed = |node: &Node| (0..BYTES).filter(|at| node.byte(*at) == 3).count();
+    assert!((1..BYTES).contains(&landed(&nodes[1])));
+    assert_eq!(nodes[1].endpoint.deregister(RegionId(0)), Ok(Released::Done));
+    nodes[1].fill(9);
+    assert_eq!(nodes[0].post(1, 3, BYTES), Posted::Accepted, "it does not know yet");
+    network.advance_ns(1 << 20);
+    nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
+    assert_eq!((landed(&nodes[1]), nodes[1].imms.len(), &nodes[2].imms[..]), (0, 0, &[2][..]));
+    assert_eq!((&nodes[0].sent[..], &nodes[0].failed[..]), (&[2][..], &[(1, "dropped"), (3, "dropped")][..]));
+    assert_eq!((network.counts().dropped, network.counts().unreachable, network.counts().cut), (2, 0, 0));
 }

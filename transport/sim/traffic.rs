@@ -12,15 +12,20 @@
 //! `state.rs`; a step that finds another flight in its slot, or none, does nothing.
 
 use super::memory::Source;
-use super::seat::{Pending, Slot};
+use super::seat::{Miss, Pending, Slot};
 use super::state::State;
 use crate::base::Rank;
-use crate::transport::imm::ImmValue;
+use crate::transport::link::{RegionId, WriteImm};
 use std::cmp::Ordering;
 
 #[derive(Debug)]
 pub(super) enum Cargo {
-    Write { imm: ImmValue, token: u64, source: Source, target: u64, bytes: u32 },
+    /// `target` is where the write's own target was found.
+    Write {
+        write: WriteImm,
+        source: Source,
+        target: u64,
+    },
     Message(Box<[u8]>),
 }
 
@@ -44,8 +49,16 @@ pub(super) struct Flight {
     pub(super) arrived: bool,
     /// Its completion was queued; messages have none.
     pub(super) completed: bool,
-    /// Why its completion will be a failure.
-    pub(super) failing: Option<&'static str>,
+    /// Why it will not arrive.
+    pub(super) missing: Option<Miss>,
+}
+
+impl Flight {
+    /// Whether it will still write to a region of its receiver.
+    pub(super) fn is_landing_in(&self, region: RegionId) -> bool {
+        let there = matches!(&self.cargo, Cargo::Write { write, .. } if write.target.region == region);
+        there && !self.arrived && self.packets_left > 0
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,7 +113,7 @@ impl State {
         let Some(flight) = self.flights[slot as usize].as_ref() else { return };
         let (from, nic, packets) = (flight.from, flight.nic, flight.packets);
         let (bytes, eager) = match &flight.cargo {
-            Cargo::Write { bytes, source, .. } => (*bytes, matches!(source, Source::Taken(_))),
+            Cargo::Write { write, source, .. } => (write.bytes, matches!(source, Source::Taken(_))),
             Cargo::Message(message) => (message.len() as u32, false),
         };
         let model = self.config.nics[nic];
@@ -189,8 +202,8 @@ impl State {
 
     /// When the receiver's NIC has taken a packet in, if it is busy with others.
     fn take_in(&mut self, flight: &Flight, index: u32) -> Option<u64> {
-        let Cargo::Write { bytes, .. } = &flight.cargo else { return None };
-        let needed_ps = u64::from(self.packet_len(*bytes, index)) * self.config.nics[flight.nic].ps_per_byte();
+        let Cargo::Write { write, .. } = &flight.cargo else { return None };
+        let needed_ps = u64::from(self.packet_len(write.bytes, index)) * self.config.nics[flight.nic].ps_per_byte();
         let now_ps = self.now_ns * 1000;
         let port = &mut self.seats[flight.to.index()].ports[flight.nic];
         // An idle NIC takes a packet in while it arrives: then its last byte, which arrives now, is all that is left.
@@ -200,12 +213,12 @@ impl State {
     }
 
     fn land(&mut self, flight: &mut Flight, index: u32, due: &Due) {
-        if let Cargo::Write { source, target, bytes, .. } = &flight.cargo
+        if let Cargo::Write { source, target, write } = &flight.cargo
             && self.config.payload
         {
             let start = index * self.config.packet_bytes;
-            let len = self.packet_len(*bytes, index);
-            // SAFETY: `post` found source and target inside spans of living endpoints; the lock that dropping them
+            let len = self.packet_len(write.bytes, index);
+            // SAFETY: `post` found source and target inside regions of living endpoints; the lock that taking them back
             // takes is held, and when they went, this flight was removed or marked as arrived.
             unsafe { source.copy(start, target + u64::from(start), len) };
         }
@@ -234,7 +247,7 @@ impl State {
         }
         let to = &mut self.seats[flight.to.index()];
         match &mut flight.cargo {
-            Cargo::Write { imm, .. } => to.inbox.push_back(Pending::Imm(*imm)),
+            Cargo::Write { write, .. } => to.inbox.push_back(Pending::Imm(write.imm)),
             Cargo::Message(bytes) => {
                 to.inbox.push_back(Pending::Message { peer: flight.from, bytes: std::mem::take(bytes) });
             }
@@ -243,14 +256,14 @@ impl State {
 
     fn done(&mut self, flight: &mut Flight) {
         flight.completed = true;
-        let Cargo::Write { token, .. } = flight.cargo else { return };
+        let Cargo::Write { write: WriteImm { token, source, .. }, .. } = flight.cargo else { return };
         self.note(flight, u64::MAX - 1);
-        let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane };
-        let pending = match flight.failing {
-            Some(what) => Pending::Failed { token, slot, what },
+        let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane, region: source.region };
+        let pending = match flight.missing {
+            Some(miss) => Pending::Missed { token, slot, miss },
             None => Pending::Sent { token, slot },
         };
-        self.counts.completed_early += u64::from(flight.failing.is_none() && flight.packets_left > 0);
+        self.counts.completed_early += u64::from(flight.missing.is_none() && flight.packets_left > 0);
         self.seats[flight.from.index()].complete(pending);
     }
 

@@ -11,7 +11,7 @@ use super::socket::Nonce;
 use crate::base::Rank;
 
 const MAGIC: [u8; 4] = *b"tyPA";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const SUM: usize = 8;
 
 /// An endpoint as its peers know it.
@@ -24,7 +24,7 @@ pub(super) struct Address {
     pub(super) key: u64,
     pub(super) rank: Rank,
     pub(super) nics: u32,
-    /// Lengths of the registered spans.
+    /// Lengths of the registered spans; 0 of one that was taken back.
     pub(super) regions: Vec<u64>,
 }
 

@@ -25,7 +25,7 @@ use crate::transport::link::{MAX_MESSAGE, Place, RegionId};
 /// First bytes of every frame.
 const MAGIC: [u8; 4] = *b"tySP";
 /// Raised by any change to a body, or to what it means.
-pub(super) const VERSION: u16 = 1;
+pub(super) const VERSION: u16 = 2;
 const HEAD_BYTES: usize = 24;
 const WRITE_BYTES: usize = 32;
 const ANSWER_BYTES: usize = 17;
@@ -83,6 +83,8 @@ pub(super) enum Verdict {
     Outside,
     /// The receiver has not connected to the sender; nothing of it was done.
     Unconnected,
+    /// The receiver has taken its target back.
+    Dropped,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -268,7 +270,7 @@ impl<'a> Cursor<'a> {
 
     fn answer(&mut self) -> Result<Answer, Malformed> {
         let (number, stamp_ns, [verdict]) = (self.u64()?, self.u64()?, self.array()?);
-        let verdicts = [Verdict::Taken, Verdict::Outside, Verdict::Unconnected];
+        let verdicts = [Verdict::Taken, Verdict::Outside, Verdict::Unconnected, Verdict::Dropped];
         let verdict = verdicts.into_iter().find(|known| *known as u8 == verdict).ok_or(Malformed::Field("verdict"))?;
         Ok(Answer { number, stamp_ns, verdict })
     }

@@ -22,7 +22,7 @@ fn encoded(frame: &Frame<'_>) -> Vec<u8> {
 }
 
 fn answers() -> Vec<Answer> {
-    let verdicts = [Verdict::Taken, Verdict::Outside, Verdict::Unconnected];
+    let verdicts = [Verdict::Taken, Verdict::Outside, Verdict::Unconnected, Verdict::Dropped];
     let answer = |(n, verdict)| Answer { number: n as u64 * 1000, stamp_ns: u64::MAX - n as u64, verdict };
     verdicts.into_iter().enumerate().map(answer).collect()
 }
@@ -105,7 +105,7 @@ fn a_field_at_another_place_than_the_format_says() {
     let bytes = encoded(&Frame::Write(piece(), &[0xEE]));
     let fields: [&[u8]; 12] = [
         b"tySP",
-        &[1, 0, 2, 0],
+        &[2, 0, 2, 0],
         &HEAD.key.to_le_bytes(),
         &HEAD.stamp_ns.to_le_bytes(),
         &[0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21],
@@ -120,7 +120,7 @@ fn a_field_at_another_place_than_the_format_says() {
     assert_eq!(bytes, fields.concat());
     let hello = encoded(&Frame::Hello(Hello { rank: Rank(6), nics: 2, key: 5, token: b"t" }));
     assert_eq!(hello[24..], [6, 0, 0, 0, 2, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, b't']);
-    assert_eq!(hello[..8], *b"tySP\x01\x00\x01\x00");
+    assert_eq!(hello[..8], *b"tySP\x02\x00\x01\x00");
 }
 
 #[test]
@@ -149,8 +149,8 @@ fn a_frame_of_another_format_version_or_kind() {
             decode(&bytes).map(drop)
         };
         assert_eq!(with(0, b'T'), Err(Malformed::Magic));
-        assert_eq!(with(4, 2), Err(Malformed::Version(2)));
-        assert_eq!(with(5, 1), Err(Malformed::Version(0x101)));
+        assert_eq!(with(4, 1), Err(Malformed::Version(1)));
+        assert_eq!(with(5, 1), Err(Malformed::Version(0x102)));
         assert_eq!(with(6, 0), Err(Malformed::Kind(0)));
         assert_eq!(with(6, 5), Err(Malformed::Kind(5)));
         assert_eq!(with(7, 1).map_err(|error| matches!(error, Malformed::Kind(_))), Err(true));
@@ -174,8 +174,8 @@ fn a_field_that_cannot_be() {
     bytes[24 + 31] = 1;
     assert_eq!(decode(&bytes).map(drop), Err(Malformed::Field("zero")));
     let mut bytes = encoded_answers(&answers());
-    bytes[24 + 2 * 17 + 16] = 3;
-    assert_eq!(decode(&bytes).map(drop), Err(Malformed::Field("verdict")), "the last of three");
+    bytes[24 + 3 * 17 + 16] = 4;
+    assert_eq!(decode(&bytes).map(drop), Err(Malformed::Field("verdict")), "the last of four");
 }
 
 #[test]

@@ -21,7 +21,7 @@ use super::shared::{Core, Step};
 use super::socket::{self, Door, Receipt, Sending};
 use crate::base::Rank;
 use crate::transport::imm::{ImmValue, MAX_RANKS};
-use crate::transport::sim::memory::locate;
+use crate::transport::link::RegionId;
 use crate::transport::sim::seat::Pending;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -62,7 +62,7 @@ pub(super) struct Packet {
 
 #[derive(Debug)]
 enum Cargo {
-    Write { imm: ImmValue, target: u64 },
+    Write { imm: ImmValue, region: RegionId, target: u64 },
     Message(Box<[u8]>),
 }
 
@@ -75,6 +75,14 @@ struct Incoming {
     landed: u32,
     /// One more than the last byte of the packet furthest on that has landed.
     furthest: u32,
+    /// All of it has landed, and is to be handed out.
+    whole: bool,
+}
+
+impl Incoming {
+    fn is_landing_in(&self, wanted: RegionId) -> bool {
+        !self.whole && matches!(self.cargo, Cargo::Write { region, .. } if region == wanted)
+    }
 }
 
 /// A connection from a member.
@@ -111,6 +119,11 @@ impl Guest {
         self.known
     }
 
+    /// It has gone, and nothing of it is left.
+    fn is_over(&self) -> bool {
+        self.fd.is_none() && self.arrivals.is_empty()
+    }
+
     fn answer(&mut self, number: u64, stamp_ns: u64, verdict: Verdict) {
         self.answers.push_back(Answer { number, stamp_ns, verdict });
     }
@@ -137,6 +150,20 @@ impl Inbound {
         core.counts.cut += self.guests.values().map(|guest| guest.arrivals.len() as u64).sum::<u64>();
         self.guests.clear();
         self.strangers.clear();
+    }
+
+    /// Drops what is on its way to a region that was taken back.
+    pub(super) fn drop_arriving(&mut self, core: &mut Core, region: RegionId) {
+        let now = core.stamp(core.now_ns);
+        for guest in self.guests.values_mut() {
+            let dropped = guest.arrivals.extract_if(.., |_, incoming| incoming.is_landing_in(region));
+            for (number, incoming) in dropped.collect::<Vec<_>>() {
+                core.counts.dropped += 1;
+                guest.ready -= usize::from(incoming.received == incoming.total);
+                guest.answer(number, now, Verdict::Dropped);
+            }
+        }
+        self.guests.retain(|_, guest| !guest.is_over());
     }
 
     #[cfg(test)]
@@ -254,7 +281,7 @@ impl Inbound {
 
     /// Forgets a guest who has gone and of whom nothing is left.
     fn sweep(&mut self, id: u64) {
-        if self.guests.get(&id).is_some_and(|guest| guest.fd.is_none() && guest.arrivals.is_empty()) {
+        if self.guests.get(&id).is_some_and(Guest::is_over) {
             self.guests.remove(&id);
         }
     }
@@ -348,8 +375,8 @@ impl Inbound {
         }
         if let Cargo::Write { target, .. } = incoming.cargo {
             let bytes = &packet.piece[packet.start as usize..(packet.start + packet.len) as usize];
-            // SAFETY: `take_piece` found the whole write inside a span of this endpoint, which lives, and this packet is
-            // a part of it.
+            // SAFETY: `take_piece` found the whole write inside a region of this endpoint, which would have taken this
+            // arrival with it, and this packet is a part of the write.
             unsafe { memory::land(bytes, target + u64::from(packet.at)) };
         }
         guest.held -= packet.len as usize;
@@ -360,6 +387,7 @@ impl Inbound {
         if incoming.landed < incoming.total {
             return;
         }
+        incoming.whole = true;
         let deliver_ns = at_ns.saturating_add(core.jitter());
         core.schedule(deliver_ns, Step::Deliver(packet.arrival));
         if let Cargo::Write { .. } = incoming.cargo {
@@ -388,30 +416,38 @@ impl Inbound {
 impl Incoming {
     fn new(nic: u8, total: u32) -> Incoming {
         let cargo = Cargo::Message(Box::default());
-        Incoming { nic: usize::from(nic), cargo, total, received: 0, landed: 0, furthest: 0 }
+        Incoming { nic: usize::from(nic), cargo, total, received: 0, landed: 0, furthest: 0, whole: false }
     }
 }
 
 /// Takes a piece of a write of a NIC that there is, and schedules its packets.
 fn take_piece(core: &mut Core, id: u64, guest: &mut Guest, head: Head, piece: Piece, payload: &[u8]) {
-    let Some(address) = locate(&core.seat.spans, piece.target, piece.total) else {
-        core.refused.outside += 1;
-        if piece.at == 0 {
-            guest.answer(piece.number, core.stamp(core.now_ns), Verdict::Outside);
+    let Some(address) = core.seat.regions.locate(piece.target, piece.total) else {
+        // Of a write that was dropped when its first piece had come, the others say nothing new.
+        let first = u64::from(piece.at == 0);
+        let verdict = if core.seat.regions.is_gone(piece.target.region) {
+            core.counts.dropped += first;
+            Verdict::Dropped
+        } else {
+            core.refused.outside += 1;
+            Verdict::Outside
+        };
+        if first == 1 {
+            guest.answer(piece.number, core.stamp(core.now_ns), verdict);
         }
         return;
     };
     let partial = guest.arrivals.len() - guest.ready;
     if piece.at == 0 && partial < MAX_PARTIAL && !guest.arrivals.contains_key(&piece.number) {
         core.maybe_stop(usize::from(piece.nic));
-        let cargo = Cargo::Write { imm: piece.imm, target: address };
+        let cargo = Cargo::Write { imm: piece.imm, region: piece.target.region, target: address };
         guest.arrivals.insert(piece.number, Incoming { cargo, ..Incoming::new(piece.nic, piece.total) });
     } else if piece.at == 0 {
         core.refused.out_of_turn += 1;
         return;
     }
     let next = |incoming: &&mut Incoming| {
-        let same = matches!(incoming.cargo, Cargo::Write { imm, target } if imm == piece.imm && target == address);
+        let same = matches!(incoming.cargo, Cargo::Write { imm, target, .. } if imm == piece.imm && target == address);
         same && (incoming.nic, incoming.total, incoming.received) == (usize::from(piece.nic), piece.total, piece.at)
     };
     let Some(incoming) = guest.arrivals.get_mut(&piece.number).filter(next) else {

@@ -1,8 +1,9 @@
 //! Registered memory: the only place where an endpoint touches bytes that it does not own.
 //!
-//! The argument for its `unsafe`, once for all: an address comes from a span of this endpoint, whose registrar promised
-//! to keep it readable and writable until the endpoint is dropped, and `locate` has found the whole length inside. Only
-//! the endpoint's own calls copy, so they end before it is dropped. What other processes send is copied here, by the
+//! The argument for its `unsafe`, once for all: an address comes from a region of this endpoint, whose registrar
+//! promised to keep it readable and writable until it is taken back or the endpoint dropped, and `locate` has found the
+//! whole length inside. Only the endpoint's own calls copy, so they end before that: a region from which writes are
+//! outstanding is not taken back, and with one that is go all writes that would still land there. What other processes send is copied here, by the
 //! process that owns the memory; no address ever leaves it.
 
 /// Appends registered memory to a buffer.

@@ -9,7 +9,7 @@
 //!  posted ──────────────▶ waiting ──▶ socket takes it ──┬───────────────────────▶ Done ──▶ Sent
 //!     │                      ▲              │ more      │ eager: once all of it is taken
 //!     │                      └── Depart ◀───┘           └───────────────────────▶ Done ──▶ Sent
-//!     └─ fails, refused by the peer, or the peer is gone ───────────────────────▶ Done ──▶ Failed
+//!     └─ fails, refused by the peer, or the peer is gone ───────────────────────▶ Done ──▶ Failed, Dropped
 //! ```
 
 use super::address::Address;
@@ -20,7 +20,7 @@ use super::socket::{self, Nonce, Receipt, Sending};
 use crate::base::{Rank, Result};
 use crate::transport::link::{Posted, WriteImm};
 use crate::transport::sim::config::DeadPeers;
-use crate::transport::sim::seat::{Lane, Pending, Slot};
+use crate::transport::sim::seat::{Lane, Miss, Pending, Slot};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -68,8 +68,8 @@ struct Flight {
     answered: bool,
     /// Its completion was queued; messages have none.
     completed: bool,
-    /// Why its completion will be a failure.
-    failing: Option<&'static str>,
+    /// Why it will not arrive.
+    missing: Option<Miss>,
 }
 
 impl Flight {
@@ -148,11 +148,15 @@ impl Outbound {
                 if matches!(link.wire, Wire::Gone) {
                     return Err("is of an endpoint that is gone or was reset".into());
                 }
-                let both = lane.regions.len().min(address.regions.len());
-                if lane.regions[..both] != address.regions[..both] {
+                // Of two addresses, either may be the older one: what is gone in one of them is gone.
+                let both = lane.regions.iter().zip(&address.regions);
+                if both.clone().any(|(known, told)| known != told && *known != 0 && *told != 0) {
                     return Err("contradicts an earlier one of the same endpoint".into());
                 }
-                lane.regions.extend_from_slice(&address.regions[both..]);
+                let mut regions: Vec<u64> = both.map(|(known, told)| *known.min(told)).collect();
+                let longer = if lane.regions.len() > regions.len() { &lane.regions } else { &address.regions };
+                regions.extend_from_slice(&longer[regions.len()..]);
+                lane.regions = regions;
                 Ok(())
             }
             _ => self.replace(core, address),
@@ -201,10 +205,10 @@ impl Outbound {
         let mut posted = self.flights.split_off(&first);
         self.flights.append(&mut posted.split_off(&after));
         for flight in posted.into_values() {
-            core.counts.cut += u64::from(!flight.gone && flight.failing.is_none());
+            core.counts.cut += u64::from(!flight.gone && flight.missing.is_none());
             if let (false, Cargo::Write { write, .. }) = (flight.completed, &flight.cargo) {
-                let slot = Slot { nic: flight.nic(), peer: flight.peer, lane };
-                core.seat.complete(Pending::Failed { token: write.token, slot, what });
+                let slot = Slot { nic: flight.nic(), peer: flight.peer, lane, region: write.source.region };
+                core.seat.complete(Pending::Missed { token: write.token, slot, miss: Miss::Failed(what) });
             }
         }
     }
@@ -231,7 +235,7 @@ impl Outbound {
         let source = if eager {
             link.eager_bytes += bytes;
             let mut taken = Vec::new();
-            // SAFETY: `admit` found the source inside a span of this endpoint, which lives.
+            // SAFETY: `admit` found the source inside a region of this endpoint that is there.
             unsafe { memory::append(&mut taken, address, bytes) };
             Source::Taken(taken.into_boxed_slice())
         } else {
@@ -240,13 +244,14 @@ impl Outbound {
         let id = self.board(core, write.peer, Cargo::Write { write: *write, source }, eager);
         core.counts.writes += 1;
         core.seat.ports[nic].outstanding += 1;
+        core.seat.regions.posted(write.source.region);
         if let Some(lane) = core.seat.lanes.get_mut(&write.peer) {
             lane.outstanding[nic] += 1;
         }
         if fails {
             core.counts.failed += 1;
             let after_ns = core.config.nics[nic].latency_ns();
-            self.fail(core, id, Some(after_ns), "injected");
+            self.miss(core, id, Some(after_ns), Miss::Failed("injected"));
         } else if gone {
             core.counts.unreachable += 1;
             self.fail_dead(core, id);
@@ -292,7 +297,7 @@ impl Outbound {
             stamp_ns: 0,
             eager,
             answered: false,
-            failing: None,
+            missing: None,
         };
         self.flights.insert(id, flight);
         id
@@ -313,7 +318,7 @@ impl Outbound {
     // ---- what happens as time passes
 
     pub(super) fn depart(&mut self, core: &mut Core, id: FlightId, at_ns: u64) {
-        let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.failing.is_none()) else { return };
+        let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.missing.is_none()) else { return };
         if let Some(at_ns) = core.held_back(flight.nic(), at_ns) {
             flight.stamp_ns = at_ns;
             return core.schedule(at_ns, Step::Depart(id));
@@ -327,22 +332,23 @@ impl Outbound {
         let Some(flight) = self.flights.get_mut(&id).filter(|flight| !flight.completed) else { return };
         let Cargo::Write { write, .. } = &flight.cargo else { return };
         flight.completed = true;
-        let (token, slot) = (write.token, Slot { nic: flight.nic(), peer: flight.peer, lane: id.lane });
-        core.counts.completed_early += u64::from(flight.failing.is_none() && !flight.answered);
-        core.seat.complete(match flight.failing {
-            Some(what) => Pending::Failed { token, slot, what },
+        let (token, region) = (write.token, write.source.region);
+        let slot = Slot { nic: flight.nic(), peer: flight.peer, lane: id.lane, region };
+        core.counts.completed_early += u64::from(flight.missing.is_none() && !flight.answered);
+        core.seat.complete(match flight.missing {
+            Some(miss) => Pending::Missed { token, slot, miss },
             None => Pending::Sent { token, slot },
         });
         // One that completed early is known until its answer comes.
-        if flight.failing.is_some() || flight.answered {
+        if flight.missing.is_some() || flight.answered {
             self.flights.remove(&id);
         }
     }
 
-    /// Lets a flight end in failure, after a time or (`None`) never.
-    fn fail(&mut self, core: &mut Core, id: FlightId, after_ns: Option<u64>, what: &'static str) {
+    /// Lets a flight end without arriving, after a time or (`None`) never.
+    fn miss(&mut self, core: &mut Core, id: FlightId, after_ns: Option<u64>, miss: Miss) {
         if let Some(flight) = self.flights.get_mut(&id) {
-            flight.failing = Some(what);
+            flight.missing = Some(miss);
         }
         if let Some(after_ns) = after_ns {
             let at_ns = core.now_ns.saturating_add(after_ns).saturating_add(core.jitter());
@@ -355,7 +361,7 @@ impl Outbound {
             DeadPeers::Fail { after_ns } => Some(after_ns),
             DeadPeers::Silent => None,
         };
-        self.fail(core, id, after_ns, "its peer is gone, or was reset");
+        self.miss(core, id, after_ns, Miss::Failed("its peer is gone, or was reset"));
     }
 
     // ---- the sockets
@@ -426,13 +432,14 @@ impl Outbound {
             let at_ns = core.unstamp(answer.stamp_ns).saturating_add(latency_ns).saturating_add(core.jitter());
             core.schedule(at_ns, Step::Done(id));
         } else {
-            core.counts.unreachable += 1;
             free_eager(self.links.get_mut(&peer), flight);
-            let what = match answer.verdict {
-                Verdict::Unconnected => "its peer has not connected",
-                _ => "its peer has no such region",
+            let miss = match answer.verdict {
+                Verdict::Dropped => Miss::Dropped,
+                Verdict::Unconnected => Miss::Failed("its peer has not connected"),
+                Verdict::Outside | Verdict::Taken => Miss::Failed("its peer has no such region"),
             };
-            self.fail(core, id, Some(0), what);
+            core.counts.unreachable += u64::from(miss != Miss::Dropped);
+            self.miss(core, id, Some(0), miss);
         }
     }
 
@@ -447,7 +454,7 @@ impl Outbound {
         let range = FlightId { lane, number: 0 }..FlightId { lane: lane + 1, number: 0 };
         let ids: Vec<FlightId> = self.flights.range(range).map(|(id, _)| *id).collect();
         for id in ids {
-            let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.failing.is_none()) else { continue };
+            let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.missing.is_none()) else { continue };
             core.counts.cut += u64::from(!flight.gone);
             // Its completion is on its way, or waits for nothing but a whim.
             let completing = flight.answered || (flight.eager && flight.gone);
@@ -486,7 +493,7 @@ impl Outbound {
     fn send_next(&mut self, core: &mut Core, peer: Rank) -> bool {
         let Some(link) = self.links.get_mut(&peer).filter(|link| !link.blocked) else { return false };
         let (Wire::Up(fd), Some(id)) = (&link.wire, link.waiting.front().copied()) else { return false };
-        let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.failing.is_none()) else {
+        let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.missing.is_none()) else {
             link.waiting.pop_front();
             return true;
         };
@@ -539,8 +546,8 @@ fn put_frame(out: &mut Vec<u8>, head: Head, number: u64, flight: &Flight) {
             frame::encode(out, head, &Frame::Write(Piece { number, nic, target, imm, total, at }, &[]));
             match source {
                 Source::Taken(taken) => out.extend(&taken[at as usize..at as usize + bytes]),
-                // SAFETY: `post` found the source inside a span of this endpoint, which lives, and the piece is a part
-                // of it.
+                // SAFETY: `post` found the source inside a region of this endpoint, which cannot be taken back before this
+                // write has completed, and the piece is a part of it.
                 Source::Memory(address) => unsafe { memory::append(out, address + u64::from(at), bytes) },
             }
         }

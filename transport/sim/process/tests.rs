@@ -46,6 +46,7 @@ impl Node {
         let on_event = &mut |event: Event<'_>| match event {
             Event::Sent { token } => sent.push(token),
             Event::Failed { token, what, .. } => failed.push((token, what)),
+            Event::Dropped { token, .. } => failed.push((token, "dropped")),
             Event::Imm { imm } => imms.push(imm.bits()),
             Event::Message { bytes, .. } => messages.push(bytes.into()),
         };
@@ -385,8 +386,9 @@ fn an_answer_neither_taken_nor_counted() {
         }
         let ProcessEndpoint { core, outbound, .. } = &mut nodes[0].endpoint;
         let number = dice.below(posted as usize + 3) as u64;
-        let verdicts = [frame::Verdict::Taken, frame::Verdict::Outside, frame::Verdict::Unconnected];
-        let answer = frame::Answer { number, stamp_ns: dice.roll(), verdict: verdicts[dice.below(3)] };
+        let (taken, dropped) = (frame::Verdict::Taken, frame::Verdict::Dropped);
+        let verdicts = [taken, frame::Verdict::Outside, frame::Verdict::Unconnected, dropped];
+        let answer = frame::Answer { number, stamp_ns: dice.roll(), verdict: verdicts[dice.below(4)] };
         let mut bytes = Vec::new();
         frame::encode_answers(&mut bytes, Head { key: core.seat.key, stamp_ns: 0 }, std::iter::once(&answer));
         if dice.below(3) > 0 {
@@ -552,4 +554,44 @@ fn a_frame_for_the_time_before_a_reset() {
     assert!(nodes[0].imms.is_empty() && nodes[0].is_filled(0));
     let refused = nodes[1].endpoint.connect(Rank(0), &old);
     assert!(matches!(refused, Err(Error::Transport { .. })), "the address before the reset: {refused:?}");
+}
+
+#[test]
+fn a_region_taken_back_between_two_pieces_of_a_write() {
+    let (mut nodes, guest) = host(SimConfig::calm());
+    let piece = |number, at| Piece {
+        number,
+        nic: 0,
+        target: Place { region: RegionId(0), offset: 100 },
+        imm: ImmValue::from_bits(5),
+        total: 200,
+        at,
+    };
+    hear(&mut nodes, guest, piece(1, 0), &[1; 80]);
+    // A part of a write to another region, which goes on.
+    let other = Box::leak(vec![GUARD; BYTES].into_boxed_slice()).as_mut_ptr();
+    let span = Span { base: other.expose_provenance() as u64, bytes: BYTES };
+    // SAFETY: leaked, and accessed through the pointer only.
+    let region = unsafe { nodes[0].endpoint.register(span) }.unwrap();
+    let there = |at| Piece { target: Place { region, offset: 0 }, ..piece(3, at) };
+    hear(&mut nodes, guest, there(0), &[4; 120]);
+    assert_eq!(nodes[0].endpoint.deregister(RegionId(0)), Ok(Released::Done));
+    nodes[0].fill(7);
+    hear(&mut nodes, guest, piece(1, 80), &[2; 120]);
+    hear(&mut nodes, guest, piece(2, 0), &[2; 120]);
+    hear(&mut nodes, guest, piece(2, 120), &[2; 80]);
+    hear(&mut nodes, guest, there(120), &[4; 80]);
+    pump(&mut nodes, 100);
+    assert!(nodes[0].is_filled(7) && nodes[0].endpoint.inbound.held() == 0);
+    // SAFETY: inside the leaked memory.
+    let seen = [0, 199, 200].map(|at| unsafe { other.add(at).read_volatile() });
+    assert_eq!((seen, &nodes[0].imms[..]), ([4, 4, GUARD], &[5][..]));
+    assert_eq!((nodes[0].endpoint.counts().dropped, nodes[0].endpoint.refused().total()), (2, 0));
+}
+
+#[test]
+fn a_network_between_processes_that_carries_no_payload() {
+    let config = SimConfig { payload: false, ..SimConfig::calm() };
+    let error = ProcessEndpoint::open(Rank(0), TOKEN, config).map(drop).unwrap_err();
+    assert!(matches!(&error, Error::Config { name: "payload", .. }), "{error}");
 }

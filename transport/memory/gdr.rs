@@ -1,0 +1,335 @@
+//! GPU memory that the processor writes: mapped through GDRCopy, whose library is opened at run time.
+//!
+//! Place in the data path: under the words that a proxy writes and its GPU polls. In pinned host memory each look of the
+//! GPU crosses PCIe and comes back; here it stays on the GPU, and the proxy's store crosses once. The words' addresses
+//! are all that differs. Mapped while a context is built, on the caller's thread; stored to by the proxy's thread.
+//!
+//! **It has not run on hardware**: where it was written there is no GDRCopy. Its calls, errors and unwinding are tested
+//! against a stand-in for the library that maps host memory.
+//!
+//! The mapping combines writes: a store may wait in the processor for others to the same line, and pass or be passed by
+//! stores to other memory. So a word is written between two [`write_barrier`]s: the first lets nothing pass that came
+//! before, the second sends the word off (without it GDRCopy's authors saw a millisecond go by). GDRCopy promises nothing
+//! about words torn or reordered on their way to a kernel that runs already; what is relied upon here is that an aligned
+//! store of 8 bytes arrives whole, and that words need no order among each other. A NIC's payload is a matter of its own
+//! backend, which sees to it that the GPU has it before its immediate is handed out (P1).
+//!
+//! ```text
+//!   gdr_open ─▶ gdr_pin_buffer ─▶ gdr_map ─▶ gdr_get_info: where is it?
+//!       ▲ close ◀── unpin ◀────────── unmap ◀── dropped, or a later step failed
+//! ```
+
+use crate::base::{Error, Result};
+use std::ffi::{CStr, CString, OsString, c_int, c_uint, c_ulong, c_void};
+use std::mem::transmute;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The library's name, of the interface that is called here.
+const LIBRARY: &str = "libgdrapi.so.2";
+/// What is pinned begins at a multiple of a GPU's page, and is as many whole pages.
+const GPU_PAGE: u64 = 1 << 16;
+
+/// Whether the words that a proxy writes lie in GPU memory, mapped by GDRCopy.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum GdrCopy {
+    /// Never: in pinned host memory.
+    Off,
+    /// Where it works; in pinned host memory elsewhere.
+    #[default]
+    Auto,
+    /// Where it does not work, building a context is an error.
+    Require,
+}
+
+impl GdrCopy {
+    /// The variable that [`from_env`](Self::from_env) reads.
+    pub const VARIABLE: &'static str = "TOKENYARD_GDRCOPY";
+
+    /// `TOKENYARD_GDRCOPY`: off, auto (also where it is not set) or require.
+    ///
+    /// # Errors
+    /// `Config` for anything else.
+    pub fn from_env() -> Result<GdrCopy> {
+        GdrCopy::of(std::env::var_os(GdrCopy::VARIABLE))
+    }
+
+    fn of(value: Option<OsString>) -> Result<GdrCopy> {
+        let Some(value) = value else { return Ok(GdrCopy::Auto) };
+        match value.to_str() {
+            Some("off") => Ok(GdrCopy::Off),
+            Some("auto" | "") => Ok(GdrCopy::Auto),
+            Some("require") => Ok(GdrCopy::Require),
+            _ => Err(Error::Config {
+                name: GdrCopy::VARIABLE,
+                value: format!("{value:?}"),
+                advice: "set it to off, auto or require".into(),
+            }),
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Handle {
+    h: c_ulong,
+}
+
+/// `gdr_info_v2`; an older library fills a shorter one with the same beginning.
+#[repr(C)]
+#[derive(Default)]
+struct Info {
+    va: u64,
+    mapped_size: u64,
+    page_size: u32,
+    tm_cycles: u64,
+    cycles_per_ms: u32,
+    flags: c_uint,
+    mapping_type: c_uint,
+    /// Of fields that a later minor version may add.
+    room: [u64; 8],
+}
+
+type Gdr = *mut c_void;
+
+// As gdrapi.h declares them.
+type Open = unsafe extern "C" fn() -> Gdr;
+type Close = unsafe extern "C" fn(Gdr) -> c_int;
+type Pin = unsafe extern "C" fn(Gdr, c_ulong, usize, u64, u32, *mut Handle) -> c_int;
+type Unpin = unsafe extern "C" fn(Gdr, Handle) -> c_int;
+type Map = unsafe extern "C" fn(Gdr, Handle, *mut *mut c_void, usize) -> c_int;
+type Unmap = unsafe extern "C" fn(Gdr, Handle, *mut c_void, usize) -> c_int;
+type GetInfo = unsafe extern "C" fn(Gdr, Handle, *mut Info) -> c_int;
+
+/// The library's functions. It stays loaded to the end of the process.
+#[derive(Debug, Clone, Copy)]
+pub struct Library {
+    open: Open,
+    close: Close,
+    pin: Pin,
+    unpin: Unpin,
+    map: Map,
+    unmap: Unmap,
+    info: GetInfo,
+}
+
+fn error(what: String, advice: &str) -> Error {
+    Error::Device { what, advice: advice.into() }
+}
+
+/// What `dlerror` says of the last call.
+fn reason() -> String {
+    // SAFETY: answers null or a C string that lives until this thread's next call.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "no reason given".into();
+    }
+    // SAFETY: as above.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+impl Library {
+    /// Finds the library where the system looks for libraries.
+    ///
+    /// # Errors
+    /// `Device` if it is not there, or lacks a function.
+    pub fn find() -> Result<Library> {
+        Library::at(Path::new(LIBRARY))
+    }
+
+    /// The library of that path, or of that name where it has no slash.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find).
+    pub fn at(path: &Path) -> Result<Library> {
+        const { assert!(size_of::<usize>() == size_of::<u64>(), "addresses of GPUs are 64 bits") };
+        let advice = "install GDRCopy 2 (libgdrapi), or leave TOKENYARD_GDRCOPY at auto";
+        let name = CString::new(path.as_os_str().as_bytes())
+            .map_err(|_| error(format!("{path:?} is no path of a library"), advice))?;
+        // SAFETY: a C string; the library's initialisers are those of GDRCopy.
+        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        if library.is_null() {
+            return Err(error(format!("{} cannot be opened: {}", path.display(), reason()), advice));
+        }
+        let function = |name: &CStr| {
+            // SAFETY: an open library and a C string.
+            let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+            let lack = || error(format!("{} has no {}", path.display(), name.to_string_lossy()), advice);
+            if found.is_null() { Err(lack()) } else { Ok(found) }
+        };
+        type Found = *mut c_void;
+        // SAFETY: each has the type that gdrapi.h of GDRCopy 2 declares, and the library is never unloaded.
+        unsafe {
+            Ok(Library {
+                open: transmute::<Found, Open>(function(c"gdr_open")?),
+                close: transmute::<Found, Close>(function(c"gdr_close")?),
+                pin: transmute::<Found, Pin>(function(c"gdr_pin_buffer")?),
+                unpin: transmute::<Found, Unpin>(function(c"gdr_unpin_buffer")?),
+                map: transmute::<Found, Map>(function(c"gdr_map")?),
+                unmap: transmute::<Found, Unmap>(function(c"gdr_unmap")?),
+                info: transmute::<Found, GetInfo>(function(c"gdr_get_info_v2")?),
+            })
+        }
+    }
+}
+
+/// Bytes to allocate on a GPU so that [`page_in`] finds `bytes` of whole pages in them.
+pub fn room_for(bytes: usize) -> usize {
+    bytes.next_multiple_of(GPU_PAGE as usize) + GPU_PAGE as usize
+}
+
+/// The first page of an allocation of [`room_for`].
+pub fn page_in(address: u64) -> u64 {
+    address.next_multiple_of(GPU_PAGE)
+}
+
+/// An open library; closed when dropped.
+struct Session {
+    library: Library,
+    gdr: Gdr,
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // SAFETY: opened in `Mapping::new`, and closed once; nothing is pinned any more.
+        unsafe { (self.library.close)(self.gdr) };
+    }
+}
+
+/// Pinned memory; unpinned when dropped.
+struct Pinned {
+    session: Session,
+    handle: Handle,
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: pinned in `Mapping::new` with this session, unpinned once, and not mapped any more.
+        unsafe { (self.session.library.unpin)(self.session.gdr, self.handle) };
+    }
+}
+
+/// GPU memory, mapped for this process to write; unmapped when dropped, which must be before the memory is freed.
+pub struct Mapping {
+    pin: Pinned,
+    va: *mut c_void,
+    bytes: usize,
+    host: *mut u8,
+}
+
+// SAFETY: it hands out an address alone, and the library is called again in drop only, with a session of its own.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl std::fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Mapping({} bytes at {:p})", self.bytes, self.host)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        let session = &self.pin.session;
+        // SAFETY: mapped in `new` with this length, and unmapped once; whoever had the address is gone.
+        unsafe { (session.library.unmap)(session.gdr, self.pin.handle, self.va, self.bytes) };
+    }
+}
+
+impl Mapping {
+    /// Maps whole pages of GPU memory from `address` on, so that the first `bytes` of them can be written.
+    ///
+    /// # Errors
+    /// `Argument` if the address is not a page's; `Device` that names the step that failed. Earlier steps are undone.
+    ///
+    /// # Safety
+    /// The pages are memory of a GPU of this process, which outlives the mapping.
+    pub unsafe fn new(library: Library, address: u64, bytes: usize) -> Result<Mapping> {
+        if address == 0 || !address.is_multiple_of(GPU_PAGE) || bytes == 0 {
+            return Err(Error::Argument {
+                name: "address",
+                value: format!("{bytes} bytes at {address:#x}"),
+                advice: format!("give some bytes that begin at a multiple of {GPU_PAGE}"),
+            });
+        }
+        barrier_is_known()?;
+        let bytes = bytes.next_multiple_of(GPU_PAGE as usize);
+        let failed = |step: &str, code: c_int| {
+            let why = std::io::Error::from_raw_os_error(code);
+            let what = format!("GDRCopy's {step} of {bytes} bytes of GPU memory failed: {why}");
+            error(what, "see the kernel's log and the GPU's free BAR1 memory, or set TOKENYARD_GDRCOPY=off")
+        };
+        // SAFETY: takes nothing.
+        let gdr = unsafe { (library.open)() };
+        if gdr.is_null() {
+            let advice = "load its kernel module and see who may open /dev/gdrdrv, or set TOKENYARD_GDRCOPY=off";
+            return Err(error("GDRCopy's library is there and finds no driver".into(), advice));
+        }
+        // From here on, what is there is undone by dropping it.
+        let session = Session { library, gdr };
+        let mut handle = Handle { h: 0 };
+        // SAFETY: a live session; memory of a GPU by the caller's promise; the handle outlives the call.
+        let code = unsafe { (library.pin)(gdr, address as c_ulong, bytes, 0, 0, &mut handle) };
+        if code != 0 {
+            return Err(failed("gdr_pin_buffer", code));
+        }
+        let pin = Pinned { session, handle };
+        let mut va = std::ptr::null_mut();
+        // SAFETY: pinned above with that length; the pointer outlives the call.
+        let code = unsafe { (library.map)(gdr, handle, &mut va, bytes) };
+        if code != 0 || va.is_null() {
+            return Err(failed("gdr_map", code));
+        }
+        let mut mapping = Mapping { pin, va, bytes, host: std::ptr::null_mut() };
+        let mut info = Info::default();
+        // SAFETY: mapped above; the struct is longer than what a library of this interface fills.
+        let code = unsafe { (library.info)(gdr, handle, &mut info) };
+        if code != 0 {
+            return Err(failed("gdr_get_info", code));
+        }
+        // The driver may have mapped more, from an earlier address on.
+        let before = address.checked_sub(info.va).filter(|before| before + bytes as u64 <= info.mapped_size);
+        let Some(before) = before else {
+            let what = format!("GDRCopy mapped {} bytes at {:#x}, not {address:#x}", info.mapped_size, info.va);
+            return Err(error(what, "update GDRCopy, or set TOKENYARD_GDRCOPY=off"));
+        };
+        mapping.host = va.cast::<u8>().wrapping_add(before as usize);
+        Ok(mapping)
+    }
+
+    /// Where this process finds the first byte. To be written by aligned words alone, between two [`write_barrier`]s.
+    pub fn host_ptr(&self) -> *mut u8 {
+        self.host
+    }
+}
+
+/// Only where it is known how to send a combined write off.
+fn barrier_is_known() -> Result<()> {
+    if cfg!(target_arch = "x86_64") {
+        return Ok(());
+    }
+    let what = format!("writes to mapped GPU memory cannot be ordered on {}", std::env::consts::ARCH);
+    Err(error(what, "leave TOKENYARD_GDRCOPY at auto or off: words then lie in pinned host memory"))
+}
+
+/// No store, to whatever kind of memory, passes it; what the processor has combined is sent off.
+pub fn write_barrier() {
+    // SAFETY: every x86-64 processor has it, and it touches no memory of ours.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
+/// Writes a word that lies in a mapping: everything that this thread wrote or saw before is visible first, and the word
+/// is on its way when this returns.
+pub fn store(word: &AtomicU64, value: u64) {
+    write_barrier();
+    word.store(value, Ordering::Release);
+    write_barrier();
+}
+
+#[cfg(test)]
+#[path = "gdr_tests.rs"]
+pub(crate) mod tests;

@@ -1,0 +1,152 @@
+//! What an endpoint has registered, by number: the same table for every backend of this crate.
+//!
+//! Place in the data path: under `post`, which asks it where a place lies. Runs on the endpoint's thread, or under the
+//! lock of its network. Never waits; allocates in `register` and `lengths` alone.
+//!
+//! ```text
+//!   register ──▶ Some(span) ── take_back, nothing outstanding ──▶ None: for good, the number is not used again
+//! ```
+//!
+//! A number is never used again because peers may still have an address that tells of the former region: a late write
+//! to that must not meet a newer one.
+
+use super::link::{Place, RegionId, Released, Span};
+use crate::base::{Error, Result};
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Regions {
+    slots: Vec<Slot>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    /// `None`: taken back.
+    span: Option<Span>,
+    /// Own writes from it that were accepted, and whose completion was not handed out.
+    outstanding: u32,
+}
+
+/// Whether `bytes` at `offset` are inside a region of that length; 0 is the length of one that was taken back.
+pub(crate) fn fits(length: u64, offset: u64, bytes: u32) -> bool {
+    length > 0 && offset.checked_add(u64::from(bytes)).is_some_and(|end| end <= length)
+}
+
+#[cold]
+fn argument(name: &'static str, value: String, advice: &str) -> Error {
+    Error::Argument { name, value, advice: advice.to_owned() }
+}
+
+impl Regions {
+    /// # Errors
+    /// `Argument` for a span that is empty or wraps, or one too many.
+    pub fn register(&mut self, span: Span) -> Result<RegionId> {
+        if span.base == 0 || span.bytes == 0 || span.base.checked_add(span.bytes as u64).is_none() {
+            return Err(argument("span", format!("{span:?}"), "give memory that exists"));
+        }
+        let number = u16::try_from(self.slots.len()).unwrap_or(u16::MAX);
+        if number == u16::MAX {
+            let advice = "register fewer, larger spans; numbers of those taken back are not used again";
+            return Err(argument("regions", number.to_string(), advice));
+        }
+        self.slots.push(Slot { span: Some(span), outstanding: 0 });
+        Ok(RegionId(number))
+    }
+
+    /// Takes a region back, unless writes from it are outstanding.
+    ///
+    /// # Errors
+    /// `Argument` if there is no such region, or no more.
+    pub fn take_back(&mut self, region: RegionId) -> Result<Released> {
+        match self.slots.get_mut(usize::from(region.0)) {
+            Some(Slot { span: Some(_), outstanding: 1.. }) => Ok(Released::Busy),
+            Some(slot) if slot.span.is_some() => {
+                slot.span = None;
+                Ok(Released::Done)
+            }
+            _ => Err(argument("region", region.0.to_string(), "take back what is registered, and once")),
+        }
+    }
+
+    /// A write from a region was accepted.
+    pub fn posted(&mut self, region: RegionId) {
+        if let Some(slot) = self.slots.get_mut(usize::from(region.0)) {
+            slot.outstanding += 1;
+        }
+    }
+
+    /// The completion of a write from a region is handed out.
+    pub fn completed(&mut self, region: RegionId) {
+        if let Some(slot) = self.slots.get_mut(usize::from(region.0)) {
+            slot.outstanding = slot.outstanding.saturating_sub(1);
+        }
+    }
+
+    fn span(&self, region: RegionId) -> Option<Span> {
+        self.slots.get(usize::from(region.0))?.span
+    }
+
+    /// The length of a region that is there.
+    pub fn length(&self, region: RegionId) -> Option<u64> {
+        self.span(region).map(|span| span.bytes as u64)
+    }
+
+    /// Whether a region was there and was taken back.
+    pub fn is_gone(&self, region: RegionId) -> bool {
+        self.slots.get(usize::from(region.0)).is_some_and(|slot| slot.span.is_none())
+    }
+
+    /// The address of `bytes` at a place; `None` if they are not all inside a region that is there.
+    pub fn locate(&self, place: Place, bytes: u32) -> Option<u64> {
+        let span = self.span(place.region)?;
+        fits(span.bytes as u64, place.offset, bytes).then(|| span.base + place.offset)
+    }
+
+    /// Lengths by number, as addresses tell them.
+    pub fn lengths(&self) -> Vec<u64> {
+        self.slots.iter().map(|slot| slot.span.map_or(0, |span| span.bytes as u64)).collect()
+    }
+
+    /// Whether these can be lengths that were told earlier, before more was registered or taken back.
+    pub fn have_told(&self, lengths: &[u64]) -> bool {
+        let told = |(slot, length): (&Slot, &u64)| slot.span.is_none_or(|span| span.bytes as u64 == *length);
+        lengths.len() <= self.slots.len() && self.slots.iter().zip(lengths).all(told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(region: u16, offset: u64) -> Place {
+        Place { region: RegionId(region), offset }
+    }
+
+    #[test]
+    fn a_region_that_is_gone_is_nowhere_and_its_number_is_not_used_again() {
+        let mut regions = Regions::default();
+        let span = |bytes| Span { base: 4096, bytes };
+        assert_eq!([regions.register(span(10)), regions.register(span(20))], [Ok(RegionId(0)), Ok(RegionId(1))]);
+        let told = regions.lengths();
+        regions.posted(RegionId(0));
+        assert_eq!(regions.take_back(RegionId(0)), Ok(Released::Busy));
+        assert_eq!(regions.locate(place(0, 10), 0), Some(4106), "busy is not gone");
+        regions.completed(RegionId(0));
+        assert_eq!(regions.take_back(RegionId(0)), Ok(Released::Done));
+        assert_eq!([regions.locate(place(0, 0), 0), regions.locate(place(1, 0), 20)], [None, Some(4096)]);
+        assert!(regions.is_gone(RegionId(0)) && !regions.is_gone(RegionId(1)) && !regions.is_gone(RegionId(2)));
+        assert!(regions.take_back(RegionId(0)).is_err() && regions.take_back(RegionId(2)).is_err());
+        assert_eq!(regions.register(span(30)), Ok(RegionId(2)));
+        assert_eq!((regions.lengths(), regions.length(RegionId(0))), (vec![0, 20, 30], None));
+        assert!(regions.have_told(&told) && regions.have_told(&[0]) && regions.have_told(&[0, 20, 30]));
+        assert!(!regions.have_told(&[0, 0]) && !regions.have_told(&[10, 21]) && !regions.have_told(&[0, 20, 30, 1]));
+    }
+
+    #[test]
+    fn numbers_end() {
+        let mut regions = Regions::default();
+        let taken = (0..u16::MAX).filter(|_| regions.register(Span { base: 1, bytes: 1 }).is_ok()).count();
+        assert_eq!(taken, usize::from(u16::MAX));
+        assert!(regions.register(Span { base: 1, bytes: 1 }).is_err());
+        assert!(fits(5, 5, 0) && !fits(0, 0, 0) && !fits(5, u64::MAX, 1));
+    }
+}
