@@ -122,7 +122,7 @@ template <typename Partial>
 TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const HomeRows &list, u32 token,
                          const Columns &columns) {
   const ty_context &c = a.context;
-  constexpr u32 groups = groups_at_once<rows_at_home, Partial::bytes>;
+  constexpr u32 groups = groups_at_home<Partial::bytes>;
   char *out = pointer<char>(a.out) + token * a.out_pitch;
   auto add = [](Floats &sum, const Floats &row, u32) { add_to(sum, row); };
   for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {

@@ -164,14 +164,14 @@ TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
 
 // ---- sums of rows ------------------------------------------------------------------------------------------------
 
-// 16-byte loads that a thread has under way when it adds rows up, as many as registers allow, and of how many rows at
-// once: a token has two or three rows on an expert rank, and more partial rows at its home.
-constexpr u32 loads_in_flight = 8;
-constexpr u32 rows_at_expert = 2;
-constexpr u32 rows_at_home = 4;
+// 16-byte loads that a thread has under way when it adds rows up, as many as its registers allow, and of how many rows
+// at once: a token has two or three rows on an expert rank, and more partial rows at its home.
+constexpr u32 loads_at_expert = 8, rows_at_expert = 2;
+constexpr u32 loads_at_home = 8, rows_at_home = 4;
 
 // Groups of each row in those loads, by the bytes of an element.
-template <u32 rows, u32 bytes> constexpr u32 groups_at_once = loads_in_flight / (rows * (bytes / 2));
+template <u32 bytes> constexpr u32 groups_at_expert = loads_at_expert / (rows_at_expert * (bytes / 2));
+template <u32 bytes> constexpr u32 groups_at_home = loads_at_home / (rows_at_home * (bytes / 2));
 
 // Adds rows [first, end) of a list to the sums of groups g, g + 32, ... of a row: one after the other, loaded
 // rows_at_once together. add(sum, group of a row, its number in the list).
@@ -232,7 +232,7 @@ template <typename Row, typename Partial>
 TY_DEVICE void sum_rows(const ty_combine_args &a, const Terms &terms, u32 count, const Columns &columns, char *out) {
   const ty_context &c = a.context;
   constexpr u32 bytes = Row::bytes > Partial::bytes ? Row::bytes : Partial::bytes;
-  constexpr u32 groups = groups_at_once<rows_at_expert, bytes>;
+  constexpr u32 groups = groups_at_expert<bytes>;
   for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
     Floats sums[groups] = {};
     add_terms<Row, rows_at_expert>(c, terms, 0, count, g, columns.end, sums, [&](Floats &sum, const Floats &y, u32 n) {

@@ -111,7 +111,7 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, u64
   if (!gathered(partials_fail(c, epoch, 1 + j, row, parts, piece))) return false;
   u32 rows = range.end - range.first, count = popcount64(parts.present);
   char *out = staging_of(c, TY_LANE_COMBINE, epoch, j) + row_offset(l, 0, row);
-  constexpr u32 groups = groups_at_once<rows_at_home, Partial::bytes>;
+  constexpr u32 groups = groups_at_home<Partial::bytes>;
   Columns columns = columns_of(c, piece);
   for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
     Floats sums[groups] = {};

@@ -247,7 +247,7 @@ TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token,
 }
 
 // Whether a choice of the group is unusable; only the caller's are looked at. As fault_of_choice.
-TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
+TY_DEVICE bool is_faulty(const Choices &in, u32 token, const ChoiceGroup &loaded) {
   bool faulty = false;
   TY_UNROLL
   for (u32 j = 0; j < group_choices; ++j) {
@@ -291,7 +291,7 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
     team_barrier(team);
   };
   for_tokens(c, team, in, tile, clear, [&](u32 token, const ChoiceGroup &loaded) {
-    faulty |= is_faulty(c, in, tile.first + token, loaded);
+    faulty |= is_faulty(in, tile.first + token, loaded);
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j)
       if (is_there(c, tile, loaded.homes[j]))

@@ -32,7 +32,7 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
     block_barrier();
   };
   for_tokens(c, team, in, all, clear, [&](u32 token, const ChoiceGroup &loaded) {
-    faulty |= is_faulty(c, in, token, loaded);
+    faulty |= is_faulty(in, token, loaded);
     bool there = false;
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node == node;

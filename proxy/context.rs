@@ -91,8 +91,9 @@ impl AllToAll {
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
         let sms = sms_of(&builder, &device);
-        let context =
-            device_context(&builder, &shape, &plan, &peers, &tables, &reports, statistics.as_ref(), proxied.as_ref());
+        let shared =
+            Shared { tables: &tables, reports: &reports, statistics: statistics.as_ref(), proxied: proxied.as_ref() };
+        let context = device_context(&builder, &shape, &plan, &peers, &shared);
         let flags = proxied.as_ref().map(|proxied| proxied.words.place);
         let opening = match (proxied, &plan.wire) {
             (Some(proxied), Some((wire, _))) => {
@@ -465,6 +466,14 @@ struct Tables {
     relay: DeviceBuffer,
 }
 
+/// What a rank's kernels find besides the arena.
+struct Shared<'a> {
+    tables: &'a Tables,
+    reports: &'a Reports,
+    statistics: Option<&'a Statistics>,
+    proxied: Option<&'a Proxied>,
+}
+
 /// A context's number at its proxy, and the words that they share.
 struct Proxied {
     number: Number,
@@ -590,11 +599,9 @@ fn device_context(
     shape: &Shape,
     plan: &Plan,
     peers: &PeerMap,
-    tables: &Tables,
-    reports: &Reports,
-    statistics: Option<&Statistics>,
-    proxied: Option<&Proxied>,
+    shared: &Shared<'_>,
 ) -> raw::ty_context {
+    let Shared { tables, reports, statistics, proxied } = *shared;
     let node = shape.nodes.node_of(shape.name).unwrap_or(0);
     let local = shape.nodes.local_of(shape.name).unwrap_or(0);
     let node_ranks = shape.nodes.members().get(node).map_or(0, Vec::len);
