@@ -66,14 +66,15 @@ TY_DEVICE Choices own_choices(const ty_dispatch_args &a) {
 }
 
 struct ExpertHome {
-  u32 node;
-  u32 rank;
+  u32 place; // node, and rank within it, 16 bits each
   u32 local;
+  TY_DEVICE u32 node() const { return place & 0xffffu; }
+  TY_DEVICE u32 rank() const { return place >> 16; }
 };
 
 TY_DEVICE ExpertHome home_of(const ty_context &c, i64 expert) {
   u64 packed = load(pointer<const u64>(c.expert_home) + expert);
-  return {static_cast<u32>(packed & 0xffffu), static_cast<u32>(packed >> 16 & 0xffffu), static_cast<u32>(packed >> 32)};
+  return {static_cast<u32>(packed), static_cast<u32>(packed >> 32)};
 }
 
 TY_DEVICE bool is_expert(const ty_context &c, i64 expert) {
@@ -91,8 +92,8 @@ TY_DEVICE Targets target_of(const ty_context &c, const Choices &in, u32 token, u
   i64 expert = choice_at(in, token, k);
   if (!is_expert(c, expert)) return {0, 0};
   ExpertHome home = home_of(c, expert);
-  if (home.node == c.node) return {1ull << home.rank, 0};
-  return {0, home.node < c.nodes ? 1ull << home.node : 0};
+  if (home.node() == c.node) return {1ull << home.rank(), 0};
+  return {0, home.node() < c.nodes ? 1ull << home.node() : 0};
 }
 
 // The OR of the lanes' masks, of which only the lowest `bits` may be set.
@@ -198,7 +199,7 @@ TY_DEVICE ChoiceBatch load_choices(const ty_context &c, const Choices &in, u32 t
   }
   TY_UNROLL
   for (u32 j = 0; j < choices_ahead; ++j)
-    batch.homes[j] = is_expert(c, batch.experts[j]) ? home_of(c, batch.experts[j]) : ExpertHome{~0u, 0, 0};
+    batch.homes[j] = is_expert(c, batch.experts[j]) ? home_of(c, batch.experts[j]) : ExpertHome{~0u, 0};
   return batch;
 }
 
@@ -242,7 +243,7 @@ TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token,
   }
   TY_UNROLL
   for (u32 j = 0; j < group_choices; ++j)
-    loaded.homes[j] = is_expert(c, loaded.experts[j]) ? home_of(c, loaded.experts[j]) : ExpertHome{~0u, 0, 0};
+    loaded.homes[j] = is_expert(c, loaded.experts[j]) ? home_of(c, loaded.experts[j]) : ExpertHome{~0u, 0};
   return loaded;
 }
 
@@ -278,7 +279,7 @@ TY_DEVICE void for_tokens(const ty_context &c, const Team &team, const Choices &
 }
 
 TY_DEVICE bool is_there(const ty_context &c, const Tile &tile, const ExpertHome &home) {
-  return home.node == c.node && home.rank == tile.destination;
+  return home.node() == c.node && home.rank() == tile.destination;
 }
 
 // Marks a tile's tokens in a clear bitmap. By a team. True if a choice of this thread's share is faulty.
@@ -316,7 +317,7 @@ TY_DEVICE u64 ranks_of(const ty_context &c, const Choices &in, u32 token) {
     ChoiceGroup loaded = look_up(c, in, token, first);
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j)
-      if (loaded.homes[j].node == c.node) ranks |= 1ull << loaded.homes[j].rank;
+      if (loaded.homes[j].node() == c.node) ranks |= 1ull << loaded.homes[j].rank();
   }
   return ranks;
 }

@@ -35,7 +35,7 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
     faulty |= is_faulty(in, token, loaded);
     bool there = false;
     TY_UNROLL
-    for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node == node;
+    for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node() == node;
     if (there) atomic_or_block(&shared.bitmap[token / 32], 1u << (token % 32));
   });
   faulty = block_any(faulty);
@@ -60,7 +60,7 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
       [&](u32, u32 token, u32 k, i64 expert, const ExpertHome &home) {
         if (!is_present(token)) return;
         i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, token)) + 1;
-        store(header + k, home.node == node ? static_cast<i32>(expert) : -1);
+        store(header + k, home.node() == node ? static_cast<i32>(expert) : -1);
         if (c.weights == TY_WEIGHTS_DISPATCH)
           store(reinterpret_cast<float *>(header + c.top_k + k), weight_at(in, token, k));
       });

@@ -191,7 +191,7 @@ TY_DEVICE bool relay_staging(const ty_context &c, u32 direction, u32 lane, u64 e
       u32 missing = ~relay_words(c.wire.host_free, c.wire.free, shared.words, count, epoch - 2) & ((1u << count) - 1);
       if (missing == 0) break;
       spin_pause("wire staging");
-      Wait wait{direction, TY_SITE_STAGING, peer_of_link(c, lane, first + lowest_bit(missing)), epoch};
+      Wait wait{direction, TY_SITE_STAGING, peer_of_link(c, lane, first + lowest_bit(missing)), epoch, 0};
       if (!may_relay(c, wait, turn, start, epoch - 2, 0)) return false;
     }
   }
@@ -240,7 +240,7 @@ TY_DEVICE bool relay_landed(const ty_context &c, u32 direction, u32 lane, u64 ep
     if (missing == l.sources) return true;
     relay_list(c, shared, epoch, listed);
     spin_pause("chunk");
-    Wait wait{direction, TY_SITE_LANDED, peer_of_source(c, lane, missing), epoch};
+    Wait wait{direction, TY_SITE_LANDED, peer_of_source(c, lane, missing), epoch, 0};
     if (!may_relay(c, wait, turn, start, epoch, load(&shared.sources[missing]) >> relay_window)) return false;
   }
 }
