@@ -30,8 +30,11 @@ TY_DEVICE bool publish(const ty_dispatch_args &a, const Choices &in, MetaShared 
   const ty_context &c = a.context;
   u32 links = spans_nodes(c) ? lane_of(c, TY_LANE_DISPATCH).targets : 0;
   Wave wave = wave_of(c, epoch);
-  for (u32 i = block_index(); i < links + (wave.number == 0 ? c.node_ranks : 0); i += worker_count(c)) {
-    if (i >= links) publish_own_meta(a, in, shared, wave.call, i - links);
+  u32 tiles = wave.number == 0 ? tile_count(c, in.tokens) : 0;
+  for (u32 i = block_index(); i < links + tiles * c.node_ranks; i += worker_count(c)) {
+    // The last tile first: with it go the counts.
+    u32 pair = i - links;
+    if (i >= links) publish_own_meta(a, in, shared, wave.call, pair % c.node_ranks, tiles - 1 - pair / c.node_ranks);
     else if (!pack_head(a, in, shared, epoch, i)) return false;
     block_barrier();
   }

@@ -188,6 +188,7 @@ constexpr u32 choices_ahead = 4;
 struct ChoiceBatch {
   i64 experts[choices_ahead];
   ExpertHome homes[choices_ahead];
+  float weights[choices_ahead];
 };
 
 TY_DEVICE ChoiceBatch load_choices(const ty_context &c, const Choices &in, u32 token, u32 first, u32 all, u32 step) {
@@ -196,6 +197,7 @@ TY_DEVICE ChoiceBatch load_choices(const ty_context &c, const Choices &in, u32 t
   for (u32 j = 0; j < choices_ahead; ++j) {
     u32 i = first + j * step;
     batch.experts[j] = i < all ? choice_at(in, token + i / c.top_k, i % c.top_k) : -1;
+    batch.weights[j] = i < all ? weight_at(in, token + i / c.top_k, i % c.top_k) : 0.0f;
   }
   TY_UNROLL
   for (u32 j = 0; j < choices_ahead; ++j)
@@ -203,19 +205,16 @@ TY_DEVICE ChoiceBatch load_choices(const ty_context &c, const Choices &in, u32 t
   return batch;
 }
 
-// Calls use(i, token, k, expert, home) for all choices of a tile, the calling member's share of them. Calls ready()
-// once before, while the first are being loaded.
-template <typename Ready, typename Use>
-TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Ready ready,
-                           Use use) {
+// Calls use(i, token, k, expert, home, weight) for all choices of a tile, the calling member's share of them.
+template <typename Use>
+TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Use use) {
   u32 all = tile.count * c.top_k, step = team_threads(team), first = team_thread(team);
   ChoiceBatch batch = load_choices(c, in, tile.first, first, all, step);
-  ready();
   while (first < all) {
     TY_UNROLL
     for (u32 j = 0; j < choices_ahead; ++j) {
       u32 i = first + j * step;
-      if (i < all) use(i, i / c.top_k, i % c.top_k, batch.experts[j], batch.homes[j]);
+      if (i < all) use(i, i / c.top_k, i % c.top_k, batch.experts[j], batch.homes[j], batch.weights[j]);
     }
     first += choices_ahead * step;
     if (first < all) batch = load_choices(c, in, tile.first, first, all, step);
@@ -330,21 +329,16 @@ TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &
                           const Meta &meta, u64 epoch, const Tile &tile) {
   u64 first_choice = static_cast<u64>(tile.first) * c.top_k;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
-  for_choices(
-      c, team, in, tile, [] {},
-      [&](u32 i, u32 token, u32 k, i64, const ExpertHome &home) {
-        bool there = is_there(c, tile, home);
-        u32 value = 0;
-        if (there) {
-          u32 position =
-              load(&shared.start[home.local]) + earlier_in_row(&shared.bitmap[home.local * tile.words], token);
-          value = 1 + (position << meta_expert_bits | home.local);
-        }
-        store_word(meta.choices + first_choice + i, meta_word(epoch, value));
-        if (there || token == refreshed)
-          store_word(meta.weights + first_choice + i,
-                     meta_word(epoch, weight_bits(weight_at(in, tile.first + token, k))));
-      });
+  for_choices(c, team, in, tile, [&](u32 i, u32 token, u32, i64, const ExpertHome &home, float weight) {
+    bool there = is_there(c, tile, home);
+    u32 value = 0;
+    if (there) {
+      u32 position = load(&shared.start[home.local]) + earlier_in_row(&shared.bitmap[home.local * tile.words], token);
+      value = 1 + (position << meta_expert_bits | home.local);
+    }
+    store_word(meta.choices + first_choice + i, meta_word(epoch, value));
+    if (there || token == refreshed) store_word(meta.weights + first_choice + i, meta_word(epoch, weight_bits(weight)));
+  });
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
   for (u32 token = team_thread(team); token < tile.count; token += team_threads(team)) {
     u32 value = 0;
@@ -369,72 +363,79 @@ TY_DEVICE void refresh_words(const ty_context &c, const Team &team, const Meta &
   if (team_thread(team) == 0) store_word(meta.tokens + token, meta_word(epoch, 0));
 }
 
-// META of a source for one rank of this node. By a team. True if a choice is faulty. Every destination's META is built
-// from all tokens, so that a single fault anywhere makes all of them say "nothing".
-TY_DEVICE bool publish_meta(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
-                            u32 destination) {
-  u32 experts = c.max_local_experts;
-  Meta meta = meta_of(c, destination, in.source, epoch);
-  u32 most_words = TY_BITMAP_WORDS / (experts + 1), all_words = (in.tokens + 31) / 32;
-  if (most_words > longest_tile_words) most_words = longest_tile_words;
-  u32 words = all_words < most_words ? all_words : most_words;
-  auto tile_at = [&](u32 first) {
-    u32 left = in.tokens - first;
-    return Tile{destination, experts, first, left < words * 32 ? left : words * 32, words};
-  };
-  // A thread counts the same rows each time.
-  auto count = [&] {
-    for (u32 e = team_thread(team); e <= experts; e += team_threads(team))
-      store(&shared.start[e], load(&shared.start[e]) + all_in_row(&shared.bitmap[e * words], words));
-  };
-  auto clear = [&] {
-    for (u32 e = team_thread(team); e <= experts; e += team_threads(team)) store(&shared.start[e], 0u);
-  };
+// Words of a tile, of so many tokens.
+TY_DEVICE u32 tile_words(const ty_context &c, u32 tokens) {
+  u32 most = TY_BITMAP_WORDS / (c.max_local_experts + 1), all = (tokens + 31) / 32;
+  if (most > longest_tile_words) most = longest_tile_words;
+  return all < most ? all : most;
+}
 
-  bool faulty = in.bad;
-  clear();
-  for (u32 first = 0; first < in.tokens; first += words * 32) {
-    faulty |= mark_tile(c, team, in, shared, tile_at(first));
-    count();
-    if (words < all_words) team_barrier(team);
+// Tiles of so many tokens; no tokens make one, too, which says so.
+TY_DEVICE u32 tile_count(const ty_context &c, u32 tokens) {
+  u32 tile = tile_words(c, tokens) * 32;
+  return tokens == 0 ? 1 : (tokens + tile - 1) / tile;
+}
+
+TY_DEVICE Tile tile_at(const ty_context &c, const Choices &in, u32 destination, u32 number) {
+  u32 words = tile_words(c, in.tokens), first = number * words * 32, left = in.tokens - first;
+  return {destination, c.max_local_experts, first, left < words * 32 ? left : words * 32, words};
+}
+
+// Counts of a source for one rank of this node, and where its waves end, all tokens being marked. By a team.
+TY_DEVICE void publish_counts(const ty_context &c, const Team &team, const Choices &in, const MetaShared &shared,
+                              const Meta &meta, u64 epoch, const Tile &last, bool faulty) {
+  u32 experts = last.experts;
+  for (u32 e = team_thread(team); e <= experts; e += team_threads(team)) {
+    u32 rows = load(&shared.start[e]);
+    if (in.tokens != 0) rows += all_in_row(&shared.bitmap[e * last.words], last.words);
+    if (faulty) rows = 0;
+    store_relaxed_sys(meta.counts + e, meta_word(epoch, rows));
+    if (in.own && e == experts) note_rows(c, world_rank(c, last.destination), rows);
   }
-  faulty = team_any(team, faulty);
-  // Counts first: all receivers wait for them.
-  for (u32 e = team_thread(team); e <= experts; e += team_threads(team))
-    store_relaxed_sys(meta.counts + e, meta_word(epoch, faulty ? 0u : load(&shared.start[e])));
-  // By the thread that counted them.
-  if (in.own && experts % team_threads(team) == team_thread(team))
-    note_rows(c, world_rank(c, destination), faulty ? 0 : load(&shared.start[experts]));
   // Where waves end is known for own tokens; a rail says it of others' as their messages land.
+  u32 tokens = faulty ? 0 : in.tokens;
   for (u32 wave = team_thread(team); in.own && wave < c.waves; wave += team_threads(team)) {
     u32 end = (wave + 1) * c.wave_tokens;
-    store_relaxed_sys(meta.counts + experts + 1 + wave, meta_word(epoch, faulty            ? 0u
-                                                                         : end < in.tokens ? end
-                                                                                           : in.tokens));
+    store_relaxed_sys(meta.counts + experts + 1 + wave, meta_word(epoch, end < tokens ? end : tokens));
   }
-  refresh_words(c, team, meta, epoch, faulty ? 0 : in.tokens);
-  clear();
-  for (u32 first = 0; first < in.tokens && !faulty; first += words * 32) {
-    if (words < all_words) (void)mark_tile(c, team, in, shared, tile_at(first));
-    else team_barrier(team);
-    write_tile(c, team, in, shared, meta, epoch, tile_at(first));
-    team_barrier(team);
-    if (words == all_words) continue;
-    count();
+  refresh_words(c, team, meta, epoch, tokens);
+}
+
+// META of one tile of a source for one rank of this node, and with the last tile its counts. By a team. Positions go on
+// from the tiles before, which are counted here again: each tile is some block's, and none waits for another. Answers
+// whether a choice up to this tile's end is faulty. Every destination's counts come from all tokens, so that a single
+// fault anywhere makes all of them say "nothing"; words of tiles are then not looked at.
+TY_DEVICE bool publish_meta(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
+                            u32 destination, u32 number) {
+  Meta meta = meta_of(c, destination, in.source, epoch);
+  Tile tile = tile_at(c, in, destination, number);
+  for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
+  bool faulty = in.bad;
+  for (u32 earlier = 0; earlier < number; ++earlier) {
+    faulty |= mark_tile(c, team, in, shared, tile_at(c, in, destination, earlier));
+    // A thread counts the same rows each time.
+    for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team))
+      store(&shared.start[e], load(&shared.start[e]) + all_in_row(&shared.bitmap[e * tile.words], tile.words));
     team_barrier(team);
   }
+  faulty |= mark_tile(c, team, in, shared, tile);
+  faulty = team_any(team, faulty);
+  // Counts first: all receivers wait for them.
+  if (number + 1 == tile_count(c, in.tokens)) publish_counts(c, team, in, shared, meta, epoch, tile, faulty);
+  if (!faulty) write_tile(c, team, in, shared, meta, epoch, tile);
   team_barrier(team);
   // The words go out without it, at a time of their own choosing.
   if (team_thread(team) == 0) fence_acq_rel_sys();
   return faulty;
 }
 
-// META of this rank's tokens of the call for one rank of its node. By a whole block.
+// META of a tile of this rank's tokens of the call for one rank of its node. By a whole block.
 TY_DEVICE void publish_own_meta(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u64 epoch,
-                                u32 destination) {
+                                u32 destination, u32 tile) {
   const ty_context &c = a.context;
-  bool faulty = publish_meta(c, whole_block(), in, shared, epoch, destination);
-  if (thread_index() != 0 || destination != c.local) return;
+  bool faulty = publish_meta(c, whole_block(), in, shared, epoch, destination, tile);
+  // The last tile's block has seen all tokens.
+  if (thread_index() != 0 || destination != c.local || tile + 1 != tile_count(c, in.tokens)) return;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
   store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));
   store(&head->own_tokens, in.tokens);
@@ -476,7 +477,7 @@ TY_DEVICE u32 slice_begin(u32 units, u32 s, u32 grain) {
 }
 
 // Vectors that a lane has on their way at once.
-constexpr u32 vectors_ahead = 7;
+constexpr u32 vectors_ahead = 4;
 
 // Vectors [begin, end) of a row, this lane's of a batch of vectors_ahead a lane.
 struct Batch {

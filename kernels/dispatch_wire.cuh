@@ -55,15 +55,12 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
     if (there) store(row_header(l, message, row), static_cast<i32>(token));
   }
   // Only experts of the node are named.
-  for_choices(
-      c, team, in, all, [] {},
-      [&](u32, u32 token, u32 k, i64 expert, const ExpertHome &home) {
-        if (!is_present(token)) return;
-        i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, token)) + 1;
-        store(header + k, home.node() == node ? static_cast<i32>(expert) : -1);
-        if (c.weights == TY_WEIGHTS_DISPATCH)
-          store(reinterpret_cast<float *>(header + c.top_k + k), weight_at(in, token, k));
-      });
+  for_choices(c, team, in, all, [&](u32, u32 token, u32 k, i64 expert, const ExpertHome &home, float weight) {
+    if (!is_present(token)) return;
+    i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, token)) + 1;
+    store(header + k, home.node() == node ? static_cast<i32>(expert) : -1);
+    if (c.weights == TY_WEIGHTS_DISPATCH) store(reinterpret_cast<float *>(header + c.top_k + k), weight);
+  });
   block_barrier();
   return faulty;
 }
@@ -181,10 +178,10 @@ TY_DEVICE u64 *rail_masks(const ty_dispatch_args &a, u32 j) {
   return pointer<u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
 }
 
-// META of source j's rows for one rank of this node: of the call's with its first message, then where each wave ends.
-// By a team. False once a deadline passed.
+// // META of a tile of source j's rows for one rank of this node: of the call's with its first message, then where each
+// wave ends. By a team. False once a deadline passed.
 TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaShared &shared, u64 epoch, u32 j,
-                            u32 destination) {
+                            u32 destination, u32 tile) {
   const ty_context &c = a.context;
   bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, 0);
   if (team_any(team, failed)) return false;
@@ -192,7 +189,7 @@ TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaSha
   WireWave landed = landed_wave(c, epoch, j);
   u32 source = served_home(c, j);
   Meta meta = meta_of(c, destination, source, wave.call);
-  bool leads = team_thread(team) == 0, keeps = destination == c.local;
+  bool leads = team_thread(team) == 0 && tile == 0, keeps = destination == c.local;
   if (leads)
     store_relaxed_sys(meta.counts + c.max_local_experts + 1 + wave.number, meta_word(wave.call, landed.rows.end));
   u32 *starts = pointer<u32>(a.handle.rail_rows) + j * (c.waves + 1) + wave.number;
@@ -200,13 +197,15 @@ TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaSha
   if (leads && keeps) store(starts + 1, landed.rows.end);
   if (wave.number != 0) return true;
   Choices in = wire_choices(c, epoch, j);
-  for (u32 row = team_thread(team); row < in.tokens; row += team_threads(team)) {
+  if (tile >= tile_count(c, in.tokens)) return true;
+  Tile own = tile_at(c, in, destination, tile);
+  for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {
     store_word(meta.homes + row, meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + row * in.idx_pitch))));
     if (keeps) store(rail_masks(a, j) + row, ranks_of(c, in, row));
   }
   u32 refreshed = refreshed_token(c, wave.call);
   if (leads && refreshed >= in.tokens) store_word(meta.homes + refreshed, meta_word(wave.call, 0));
-  (void)publish_meta(c, team, in, shared, wave.call, destination);
+  (void)publish_meta(c, team, in, shared, wave.call, destination, tile);
   return true;
 }
 
@@ -256,8 +255,12 @@ TY_DEVICE bool forward(const ty_dispatch_args &a, const Team &team, MetaShared &
   const ty_context &c = a.context;
   u32 pairs = lane_of(c, TY_LANE_DISPATCH).sources * c.node_ranks;
   if (pairs == 0) return true;
-  for (u32 pair = block_index(); pair < pairs; pair += worker_count(c))
-    if (!forward_meta(a, team, shared, epoch, pair / c.node_ranks, pair % c.node_ranks)) return false;
+  // Tiles that a message turns out not to have are nobody's work.
+  u32 tiles = wave_of(c, epoch).number == 0 ? tile_count(c, c.max_tokens) : 1;
+  for (u32 i = block_index(); i < pairs * tiles; i += worker_count(c)) {
+    u32 pair = i % pairs;
+    if (!forward_meta(a, team, shared, epoch, pair / c.node_ranks, pair % c.node_ranks, i / pairs)) return false;
+  }
   return forward_rows(a, team, epoch);
 }
 

@@ -238,9 +238,12 @@ fn a_sweep_has_a_result_for_each_count_and_writes_its_files() {
     assert_eq!(svg.matches("<polyline").count(), 6, "three curves each way");
     let timeline: Value = serde_json::from_str(&read(&trace)).unwrap();
     let events = timeline["traceEvents"].as_array().unwrap();
-    let slices = events.iter().filter(|e| e["ph"] == "X").count();
-    // Points, ranks, iterations, and the parts of a split iteration with its experts.
-    assert_eq!(slices, 3 * 3 * 3 * 5);
+    let slices: Vec<&str> = events.iter().filter(|e| e["ph"] == "X").filter_map(|e| e["name"].as_str()).collect();
+    // Points, ranks, iterations, and the parts of a split iteration with its experts; beside them the calls' stages.
+    assert_eq!(slices.iter().filter(|name| !name.contains(':')).count(), 3 * 3 * 3 * 5);
+    for stage in ["dispatch: rows placed", "combine: sums"] {
+        assert_eq!(slices.iter().filter(|name| **name == stage).count(), 3 * 3 * 3, "{stage}");
+    }
     assert!(events.iter().filter(|e| e["ph"] == "X").all(|e| e["ts"].is_number() && e["dur"].as_f64() >= Some(0.0)));
 }
 

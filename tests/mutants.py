@@ -52,7 +52,7 @@ MUTANTS = [
     ("a rank without tokens says nothing", SEND,
      "  bool faulty = publish_meta(c, whole_block()",
      "  if (in.tokens == 0) return;\n  bool faulty = publish_meta(c, whole_block()"),
-    ("second tile of META not counted on", SEND, "    count();\n    team_barrier(team);", "    team_barrier(team);"),
+    ("earlier tiles of META not counted", SEND, "earlier < number;", "earlier + 1 < number;"),
     ("old META word taken for a new one", CONTEXT, "if ((word.seen >> 32) == expected &&", "if ((word.seen >> 32) != 0 &&"),
     ("off by one in a position", SEND, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
     ("duplicate expert not seen", SEND, "for (u32 i = 0; i < j; ++i) twice", "for (u32 i = 1; i < j; ++i) twice"),
