@@ -79,6 +79,8 @@ run() {
       check "nodes-$place" "$dir/tokenyard" bench --device cuda --world "$gpus" --ranks-per-node $((gpus / 2)) --arena $place \
         --tokens 64 --iters 20 --warmup 2 --check all
     done
+    check waves "$dir/tokenyard" bench --device cuda --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 500 --wave-tokens 150 \
+      --iters 10 --warmup 2 --check all
     figure "decode-nodes-$gpus" --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 1,16,128
     figure "decode-nodes-cx7-$gpus" --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 1,16,128 --link cx7
   fi
@@ -87,6 +89,8 @@ run() {
     figure "decode-$n" --world "$n" --tokens 1,16,128
     figure "prefill-$n" --world "$n" --tokens 4096 --iters 100 --warmup 10
   done
+  figure "stages-$ranks" --world "$ranks" --tokens 1,128,4096 --iters 40 --stages
+  figure "decode-quantize-$ranks" --world "$ranks" --tokens 128 --quantize
   figure "decode-graph-$ranks" --world "$ranks" --tokens 128 --mode graph
   figure "decode-split-$ranks" --world "$ranks" --tokens 128 --mode split
   figure "decode-bf16-$ranks" --world "$ranks" --tokens 128 --dtype bf16
