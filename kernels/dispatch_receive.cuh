@@ -404,10 +404,11 @@ TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, Pla
     if (wave.number == 0) write_counts(a, team, shared, epoch, placement);
     write_head(a, team, shared, wave, placement.fits);
   }
-  if (!place_rows(a, team, shared, epoch, placement.fits)) return;
+  bool placed = place_rows(a, team, shared, epoch, placement.fits);
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
-  if (is_last(c, wave)) pad_output(a, team, shared, placement);
-  if (block_index() == 0) (void)wait_round(c, team, epoch);
+  if (placed && is_last(c, wave)) pad_output(a, team, shared, placement);
+  // A warp that failed is one of a team that must meet.
+  if (block_index() == 0 && !team_any(team, !placed)) (void)wait_round(c, team, epoch);
 }
 
 } // namespace ty
