@@ -141,7 +141,8 @@ class Worker:
         self.cargo = ["--no-default-features", "--target-dir", str(self.target)]
         if self.tree.exists():
             shutil.rmtree(self.tree)
-        shutil.copytree(ROOT, self.tree, ignore=shutil.ignore_patterns("target", ".git", ".venv", ".gpu"))
+        # With new times: a build of an earlier run may be of a mutant that was written later than these files.
+        shutil.copytree(ROOT, self.tree, copy_function=shutil.copy, ignore=shutil.ignore_patterns("target", ".git", ".venv", ".gpu"))
 
     def run(self, command, limit):
         return subprocess.run(command, cwd=self.tree, env=QUICK, capture_output=True, text=True, timeout=limit)
