@@ -35,35 +35,29 @@ TY_DEVICE Floats load_out(const ty_combine_args &a, const char *row, u64 g) {
 }
 
 // Waits for what every rail says of its node. By a team. False once a deadline passed.
-TY_DEVICE bool wait_rails(const ty_combine_args &a, const Team &team, u64 epoch) {
+TY_DEVICE bool wait_rails(const ty_combine_args &a, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   bool failed = false;
   for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_COMBINE).sources; link += team_threads(team)) {
-    bool landed = wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, link, 0);
+    bool landed = wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, link, 0);
     failed |= !landed;
-    if (!landed || block_index() != 0 || !is_last(c, wave_of(c, epoch))) continue;
-    const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, epoch, link);
+    if (!landed || block_index() != 0 || !is_last(c, wave)) continue;
+    const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, wave.epoch, link);
     if (load(&head->status) == TY_STATUS_INCOMPLETE)
-      report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, load(&head->rank), epoch, 0, 0, 0);
+      report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, load(&head->rank), wave.epoch, 0, 0, 0);
   }
   return !team_any(team, failed);
 }
 
-// This rank's tokens of a wave.
-TY_DEVICE Range own_range(const ty_combine_args &a, u64 epoch) {
-  Wave wave = wave_of(a.context, epoch);
-  u32 tokens = load(&head_of(a)->own_tokens);
-  return {wave.first < tokens ? wave.first : tokens, wave.end < tokens ? wave.end : tokens};
-}
-
 // Reports own tokens' ranks of this node that send no rows, once a call. By a team of block 0.
-TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &shared, const Team &team, u64 epoch) {
+TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &shared, const Team &team,
+                              const Wave &wave) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
-  if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave_of(c, epoch))) return;
+  if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave)) return;
   u32 rank = first_missing(c, shared, team, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
   if (team_thread(team) == 0 && rank < c.node_ranks)
-    report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), epoch, 0, 0, 0);
+    report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), wave.epoch, 0, 0, 0);
 }
 
 // Which row of the call's messages to a node an own token is; -1 for none.
@@ -81,10 +75,10 @@ struct HomeRows {
 
 // Lists the sums of other nodes, a link a lane, around the partial rows of the own one, and waits for their chunks. By
 // a warp. True in `failed` once a deadline passed.
-TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, u64 epoch, u32 token, u32 own_rows, bool &failed) {
+TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 own_rows,
+                             bool &failed) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
-  Wave wave = wave_of(c, epoch);
   HomeRows list{0, own_rows, own_rows};
   for (u32 first = 0; first < l.sources; first += warp_size) {
     u32 link = first + lane_index();
@@ -95,8 +89,9 @@ TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, u64 epoch, 
     if (row >= 0) {
       u32 n = static_cast<u32>(row) - wave_range(c, a.handle.wire_rows, link, wave).first;
       u32 place = list.count + popcount64(bits_below(there, lane_index())) - (lane_index() < before ? own_rows : 0);
-      store(&terms.row[place], reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, epoch, link) + row_offset(l, 0, n)));
-      failed |= !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, link, chunk_of_row(l, n));
+      store(&terms.row[place],
+            reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, 0, n)));
+      failed |= !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, link, chunk_of_row(l, n));
     }
     list.own += earlier;
     list.after += earlier;
@@ -106,14 +101,14 @@ TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, u64 epoch, 
 }
 
 // Everything of one own token, listed once a piece of it is here. By a warp. False once a deadline passed.
-TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, u64 epoch, u32 token, u32 n, const Parts &parts,
-                            const Piece &piece, HomeRows &list) {
+TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 n,
+                            const Parts &parts, const Piece &piece, HomeRows &list) {
   const ty_context &c = a.context;
   bool failed = false;
   u32 own_rows = popcount64(parts.present);
-  list = list_sums(a, terms, epoch, token, own_rows, failed);
-  list_partials(c, terms, list.own, epoch, 0, n, parts);
-  failed |= partials_fail(c, epoch, 0, n, parts, piece);
+  list = list_sums(a, terms, wave, token, own_rows, failed);
+  list_partials(c, terms, list.own, wave.epoch, 0, n, parts);
+  failed |= partials_fail(c, wave.epoch, 0, n, parts, piece);
   return gathered(failed);
 }
 
@@ -142,13 +137,13 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
 
 // Sums of all own tokens, behind wait_flags. By a team.
 template <typename Partial>
-TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
+TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
-  if (!wait_rails(a, team, epoch)) return;
-  if (block_index() == 0) report_missing(a, shared, team, epoch);
+  if (!wait_rails(a, team, wave)) return;
+  if (block_index() == 0) report_missing(a, shared, team, wave);
   bool bad = load(&head->own_bad) != 0;
-  Range range = own_range(a, epoch);
+  Range range = own_range(wave, load(&head->own_tokens));
   u64 missing = missing_ranks(c, shared);
   Terms &terms = shared.terms[warp_index()];
   share_out(
@@ -158,7 +153,7 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
         HomeRows list{};
         if (!bad) {
           u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
-          if (!gather_token(a, terms, epoch, token, n, Parts{ranks, ranks & ~missing}, piece, list)) return false;
+          if (!gather_token(a, terms, wave, token, n, Parts{ranks, ranks & ~missing}, piece, list)) return false;
         }
         sum_token<Partial>(a, terms, list, token, columns_of(c, piece));
         warp_barrier(); // the list is read
@@ -169,17 +164,16 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
 // ---- the kernels ---------------------------------------------------------------------------------------------
 
 // What the relay does while the others work. By its thread 0.
-TY_DEVICE void relay_combine(const ty_combine_args &a, u64 epoch) {
+TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
-  Wave wave = wave_of(c, epoch);
   bool weighs = wave.number == 0; // weights go ahead of the call's first wave
   if (a.phases & TY_PHASE_SEND) {
     if (weighs && !relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, wave.call)) return;
-    if (!relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch)) return;
+    if (!relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch)) return;
     if (weighs && !relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, wave.call, [](u32) { return 0u; })) return;
   }
   if (a.phases & TY_PHASE_RECEIVE)
-    relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, [&](u32 link) {
+    relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, [&](u32 link) {
       Range range = wave_range(c, a.handle.wire_rows, link, wave);
       return range.end - range.first;
     });
@@ -187,35 +181,35 @@ TY_DEVICE void relay_combine(const ty_combine_args &a, u64 epoch) {
 
 // What waits for partial rows: the rail's sums, then those of own tokens. By a team.
 template <typename Partial>
-TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
+TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
-  if (!wait_flags(c, shared, team, epoch)) return;
+  if (!wait_flags(c, shared, team, wave.epoch)) return;
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
   if ((a.phases & TY_PHASE_SEND) && spans_nodes(c)) {
-    bool failed = !send_sums<Partial>(a, shared, team, epoch);
+    bool failed = !send_sums<Partial>(a, shared, team, wave);
     if (team_any(team, failed)) return;
     note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_RAIL, leads);
   }
-  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial>(a, shared, team, epoch);
+  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial>(a, shared, team, wave);
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, leads);
 }
 
 // Of four warps of a block, those that send where others sum at the same time. A block has two warps at least.
 constexpr u32 senders_of_four = 3;
 
-template <typename Row, typename Partial> TY_DEVICE void work_combine(const ty_combine_args &a, u64 epoch) {
+template <typename Row, typename Partial> TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = (a.phases & TY_PHASE_RECEIVE) != 0 || spans_nodes(c);
-  if (sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, epoch)) return;
+  if (sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, wave.epoch)) return;
   Team senders = whole_block(), summers = whole_block();
   if (sends && sums) {
     senders = {1, 0, block_warps() * senders_of_four / 4};
     summers = {2, senders.warps, block_warps() - senders.warps};
   }
-  if (sends && is_member(senders)) combine_send<Row, Partial>(a, shared, senders, epoch);
-  if (sums && is_member(summers)) sum_partials<Partial>(a, shared, summers, epoch);
+  if (sends && is_member(senders)) combine_send<Row, Partial>(a, shared, senders, wave);
+  if (sums && is_member(summers)) sum_partials<Partial>(a, shared, summers, wave);
 }
 
 template <typename Row, typename Partial> TY_DEVICE void combine(const ty_combine_args &a) {
@@ -231,10 +225,11 @@ template <typename Row, typename Partial> TY_DEVICE void combine(const ty_combin
       report(c, TY_DIRECTION_COMBINE, TY_ERROR_ORDER, 0, c.rank, turn.epoch, TY_ORDER_HANDLE_EMPTY, sent, received);
     turn.go = false;
   }
+  Wave wave = wave_of(c, turn.epoch);
   if (turn.go && is_relay(c)) {
-    if (thread_index() == 0) relay_combine(a, turn.epoch);
+    if (thread_index() == 0) relay_combine(a, wave);
   } else if (turn.go) {
-    work_combine<Row, Partial>(a, turn.epoch);
+    work_combine<Row, Partial>(a, wave);
   }
   if (!last_block(c, TY_DIRECTION_COMBINE) || !turn.go || load_relaxed_gpu(&state->closed) != 0) return;
   store(&state->combine_sent, turn.epoch);

@@ -60,9 +60,6 @@ TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, co
 
 // ---- flags and weights -----------------------------------------------------------------------------------------
 
-// Whether the source's rows come from this node, and which of its ranks it is then.
-TY_DEVICE bool is_node_peer(const ty_context &c, u32 source) { return source - c.node_first < c.node_ranks; }
-
 // Tells every rank of the node that this epoch's rows are coming or missing. By a team of block 0.
 TY_DEVICE void announce(const ty_combine_args &a, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
@@ -255,28 +252,28 @@ TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
 
 // A piece of one partial row to its owner, of the wave's token number n. By a warp. False once a deadline passed.
 template <typename Row, typename Partial>
-TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, u64 epoch, u32 source, u32 token, u32 n,
+TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 source, u32 token, u32 n,
                             const Piece &piece) {
   const ty_context &c = a.context;
-  u64 call = wave_of(c, epoch).call;
+  u64 call = wave.call;
   if (!wait_weights(c, call, source)) return false;
   u32 slot = static_cast<u32>(slot_of(a, source, token));
   Owner owner = owner_of(c, source);
   u32 count = list_rows(a, terms, call, source, token);
   u64 place = static_cast<u64>(n) * c.slots + slot;
-  char *out = in_arena<char>(c, owner.rank, c.regions.partials, epoch, owner.part) + place * c.partial_bytes;
+  char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) + place * c.partial_bytes;
   sum_rows<Row, Partial>(a, terms, count, columns_of(c, piece), out);
   warp_barrier();
   // N4: the slices happen before these releases through the barrier; wait_tag(TY_SITE_PARTIAL) acquires.
-  u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, epoch, owner.part) + place * TY_SLICES;
-  if (lane_index() < piece.slices) store_release_sys(tags + piece.first + lane_index(), epoch);
+  u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place * TY_SLICES;
+  if (lane_index() < piece.slices) store_release_sys(tags + piece.first + lane_index(), wave.epoch);
   return true;
 }
 
 // This rank's partial rows for homes of its node, or for those of all others: token by token, so that what comes first
 // at home is sent first. By a team's warps, each for itself. False once a deadline passed.
 template <typename Row, typename Partial>
-TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team &team, u64 epoch, bool own) {
+TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team &team, const Wave &wave, bool own) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
   u32 sources = own ? c.node_ranks : c.ranks - c.node_ranks;
@@ -287,7 +284,6 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team 
     u32 place = (n + n / sources) % sources;
     return own ? c.node_first + place : place < c.node_first ? place : place + c.node_ranks;
   };
-  Wave wave = wave_of(c, epoch);
   auto range_of = [&](u32 source) { return wave_range(c, a.handle.source_tokens, source, wave); };
   auto there = [&](u32 n) {
     Range range = range_of(source_of(n));
@@ -297,7 +293,7 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team 
   u32 numbers = load(&head->most_tokens) * sources;
   return share_out(c, team, numbers, there, [&](u32 n, const Piece &piece) {
     u32 source = source_of(n), place = token_of(n);
-    return send_partial<Row, Partial>(a, terms, epoch, source, range_of(source).first + place, place, piece);
+    return send_partial<Row, Partial>(a, terms, wave, source, range_of(source).first + place, place, piece);
   });
 }
 

@@ -66,51 +66,53 @@ TY_DEVICE const u64 *rail_masks(const ty_combine_args &a, u32 j) {
 }
 
 // A wave's rows of served home j, among those of the call.
-TY_DEVICE Range rail_rows(const ty_combine_args &a, u64 epoch, u32 j) {
-  return wave_range(a.context, a.handle.rail_rows, j, wave_of(a.context, epoch));
+TY_DEVICE Range rail_rows(const ty_combine_args &a, const Wave &wave, u32 j) {
+  return wave_range(a.context, a.handle.rail_rows, j, wave);
 }
 
 // Head of the message to served home j. By a team, behind wait_flags of the whole node: no message of an epoch may
 // leave before, since it lets the home go on to overwrite what a slower rank of this node still reads.
-TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, const Team &team, u64 epoch,
+TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, const Team &team, const Wave &wave,
                              u32 j) {
   const ty_context &c = a.context;
-  Range range = rail_rows(a, epoch, j);
+  Range range = rail_rows(a, wave, j);
   u32 rows = range.end - range.first;
   // Of the whole call, since home reports it once.
   u32 rank = first_missing(c, shared, team, rail_masks(a, j), all_rows(c, a.handle.rail_rows, j));
   if (team_thread(team) != 0) return;
   bool missing = rank < c.node_ranks;
-  write_wire_head(staging_of(c, TY_LANE_COMBINE, epoch, j), epoch, missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK,
-                  {rows, 0}, range.first, missing ? world_rank(c, rank) : 0);
-  count_packed(c, TY_LANE_COMBINE, epoch, j, {rows, 0}, 0, packed_head);
+  write_wire_head(staging_of(c, TY_LANE_COMBINE, wave.epoch, j), wave.epoch,
+                  missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK, {rows, 0}, range.first,
+                  missing ? world_rank(c, rank) : 0);
+  count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, 0, packed_head);
 }
 
 // The heads of all messages of sums, once staging is free. By a team. False once a deadline passed.
-TY_DEVICE bool pack_sum_heads(const ty_combine_args &a, const CombineShared &shared, const Team &team, u64 epoch) {
+TY_DEVICE bool pack_sum_heads(const ty_combine_args &a, const CombineShared &shared, const Team &team,
+                              const Wave &wave) {
   const ty_context &c = a.context;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
   bool stuck = false;
   for (u32 j = team_thread(team); j < targets; j += team_threads(team))
-    stuck |= !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, epoch, j);
+    stuck |= !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, j);
   if (team_any(team, stuck)) return false;
-  for (u32 j = block_index(); j < targets; j += worker_count(c)) pack_sum_head(a, shared, team, epoch, j);
+  for (u32 j = block_index(); j < targets; j += worker_count(c)) pack_sum_head(a, shared, team, wave, j);
   return true;
 }
 
 // A piece of one row of the message to served home j. By a warp. False once a deadline passed.
 template <typename Partial>
-TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, u64 epoch, u32 j, u32 row,
+TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, const Wave &wave, u32 j, u32 row,
                         const Piece &piece) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
-  Range range = rail_rows(a, epoch, j);
+  Range range = rail_rows(a, wave, j);
   u64 ranks = load(rail_masks(a, j) + range.first + row);
   Parts parts{ranks, ranks & ~missing};
-  list_partials(c, terms, 0, epoch, 1 + j, row, parts);
-  if (!gathered(partials_fail(c, epoch, 1 + j, row, parts, piece))) return false;
+  list_partials(c, terms, 0, wave.epoch, 1 + j, row, parts);
+  if (!gathered(partials_fail(c, wave.epoch, 1 + j, row, parts, piece))) return false;
   u32 rows = range.end - range.first, count = popcount64(parts.present);
-  char *out = staging_of(c, TY_LANE_COMBINE, epoch, j) + row_offset(l, 0, row);
+  char *out = staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(l, 0, row);
   constexpr u32 groups = groups_at_home<Partial::bytes>;
   Columns columns = columns_of(c, piece);
   for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
@@ -121,27 +123,27 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, u64
       store_group<Partial>(out, g + i * warp_size, c.hidden, sums[i]);
   }
   warp_barrier();
-  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, epoch, j, {rows, 0}, chunk_of_row(l, row), piece.slices);
+  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk_of_row(l, row), piece.slices);
   return true;
 }
 
 // Everything for the homes that this rank serves, behind wait_flags. Row by row of all of them, so that chunks fill one
 // after the other. By a team. False once a deadline passed, in some warps perhaps.
 template <typename Partial>
-TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
+TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
-  if (!pack_sum_heads(a, shared, team, epoch)) return false;
+  if (!pack_sum_heads(a, shared, team, wave)) return false;
   u64 missing = missing_ranks(c, shared);
   u32 most = 0;
   auto rows_of = [&](u32 j) {
-    Range range = rail_rows(a, epoch, j);
+    Range range = rail_rows(a, wave, j);
     return range.end - range.first;
   };
   for (u32 j = 0; j < targets; ++j) most = rows_of(j) > most ? rows_of(j) : most;
   auto there = [&](u32 n) { return n / targets < rows_of(n % targets); };
   return share_out(c, team, most * targets, there, [&](u32 n, const Piece &piece) {
-    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, epoch, n % targets, n / targets, piece);
+    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, n % targets, n / targets, piece);
   });
 }
 
@@ -149,17 +151,16 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
 
 // All but the rail's sums. What crosses the wire goes first, and nothing here waits for partial rows. By a team.
 template <typename Row, typename Partial>
-TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, u64 epoch) {
+TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
-  if (block_index() == 0) announce(a, team, epoch);
-  Wave wave = wave_of(c, epoch);
+  if (block_index() == 0) announce(a, team, wave.epoch);
   if (c.weights == TY_WEIGHTS_COMBINE && wave.number == 0 && !send_weights(a, team, wave.call)) return;
   Terms &terms = shared.terms[warp_index()];
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_PUBLISHED, leads);
-  if (!send_partials<Row, Partial>(a, terms, team, epoch, false)) return;
+  if (!send_partials<Row, Partial>(a, terms, team, wave, false)) return;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_FAR, leads);
-  (void)send_partials<Row, Partial>(a, terms, team, epoch, true);
+  (void)send_partials<Row, Partial>(a, terms, team, wave, true);
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_NEAR, leads);
 }
 

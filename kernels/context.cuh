@@ -19,6 +19,9 @@ template <typename T> TY_DEVICE T *pointer(u64 address) { return reinterpret_cas
 
 TY_DEVICE ty_state *state_of(const ty_context &c) { return pointer<ty_state>(c.state); }
 
+// Whether a rank of the world is of this node.
+TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
+
 // The rank in the world of a rank of this node.
 TY_DEVICE u32 world_rank(const ty_context &c, u32 local) { return c.node_first + local; }
 
@@ -52,8 +55,10 @@ TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u3
 
 // ---- waves -----------------------------------------------------------------------------------------------
 
-// A launch's part of its call. META belongs to the call, rows to the wave.
+// A launch's part of its call. META belongs to the call, rows to the wave. Reckoned once a launch: divisions of 64 bits
+// take long.
 struct Wave {
+  u64 epoch;  // of the launch
   u64 call;   // epoch that META words bear
   u32 number; // of the wave in its call
   u32 first;  // tokens [first, end) of each rank
@@ -63,7 +68,7 @@ struct Wave {
 TY_DEVICE Wave wave_of(const ty_context &c, u64 epoch) {
   u64 launches = epoch - c.first_epoch;
   u32 number = static_cast<u32>(launches % c.waves);
-  return {c.first_epoch + launches / c.waves, number, number * c.wave_tokens, (number + 1) * c.wave_tokens};
+  return {epoch, c.first_epoch + launches / c.waves, number, number * c.wave_tokens, (number + 1) * c.wave_tokens};
 }
 
 TY_DEVICE bool is_last(const ty_context &c, const Wave &wave) { return wave.number + 1 == c.waves; }
@@ -73,6 +78,11 @@ struct Range {
   u32 first;
   u32 end;
 };
+
+// A wave's part of a rank's own tokens.
+TY_DEVICE Range own_range(const Wave &wave, u32 tokens) {
+  return {wave.first < tokens ? wave.first : tokens, wave.end < tokens ? wave.end : tokens};
+}
 
 // Of the starts that a handle keeps for row `i` of a table: uint32 [..][waves + 1].
 TY_DEVICE Range wave_range(const ty_context &c, u64 table, u32 i, const Wave &wave) {
@@ -200,7 +210,7 @@ TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, MetaWord wo
     if ((word.seen >> 32) == expected && static_cast<u32>(word.seen) != 0) return true;
     if (turn == 0) start = now_ns();
     // Rails pass META of other nodes' sources on.
-    u64 grace_ns = source - c.node_first < c.node_ranks ? 0 : c.timeout_ns / 16;
+    u64 grace_ns = is_node_peer(c, source) ? 0 : c.timeout_ns / 16;
     Wait wait{TY_DIRECTION_DISPATCH, TY_SITE_META, source, epoch, grace_ns};
     if (turn != 0 && !may_wait(c, wait, turn, start, expected, word.seen >> 32)) return false;
     spin_pause("META");

@@ -16,61 +16,60 @@
 namespace ty {
 
 // What the relay does while the others work. By its thread 0.
-TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, u64 epoch) {
+TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
-  if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch)) return;
+  if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch)) return;
   if (a.phases & TY_PHASE_RECEIVE)
-    relay_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch,
-                 [&](u32 j) { return landed_wave(c, epoch, j).shape.rows; });
+    relay_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch,
+                 [&](u32 j) { return landed_wave(c, wave.epoch, j).shape.rows; });
 }
 
 // Heads of messages first, since their way is the longest; both on other blocks, where there are enough. By a whole
 // block. False once a deadline passed.
-TY_DEVICE bool publish(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u64 epoch) {
+TY_DEVICE bool publish(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
   u32 links = spans_nodes(c) ? lane_of(c, TY_LANE_DISPATCH).targets : 0;
-  Wave wave = wave_of(c, epoch);
   u32 tiles = wave.number == 0 ? tile_count(c, in.tokens) : 0;
   for (u32 i = block_index(); i < links + tiles * c.node_ranks; i += worker_count(c)) {
     // The last tile first: with it go the counts.
     u32 pair = i - links;
     if (i >= links) publish_own_meta(a, in, shared, wave.call, pair % c.node_ranks, tiles - 1 - pair / c.node_ranks);
-    else if (!pack_head(a, in, shared, epoch, i)) return false;
+    else if (!pack_head(a, in, shared, wave, i)) return false;
     block_barrier();
   }
   return true;
 }
 
 // The sending team: rows for other nodes, rows for the own one, and then what other nodes sent for it.
-TY_DEVICE void send_dispatch(const ty_dispatch_args &a, const Team &team, MetaShared &shared, u64 epoch) {
+TY_DEVICE void send_dispatch(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
   if (a.phases & TY_PHASE_SEND) {
     Choices in = own_choices(a);
-    if (spans_nodes(c) && !pack_rows(a, team, in, epoch)) return;
+    if (spans_nodes(c) && !pack_rows(a, team, in, wave)) return;
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_FAR, team_thread(team) == 0);
-    if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, epoch)) return;
-    push_rows(a, team, in, epoch);
-    if (block_index() == 0) raise_round(c, team, epoch);
+    if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return;
+    push_rows(a, team, in, wave);
+    if (block_index() == 0) raise_round(c, team, wave.epoch);
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_NEAR, team_thread(team) == 0);
   }
   if (!(a.phases & TY_PHASE_RECEIVE) || !spans_nodes(c)) return;
-  if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, epoch)) return;
-  if (forward(a, team, shared, epoch)) note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_RAIL, team_thread(team) == 0);
+  if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return;
+  if (forward(a, team, shared, wave)) note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_RAIL, team_thread(team) == 0);
 }
 
-TY_DEVICE void work_dispatch(const ty_dispatch_args &a, u64 epoch) {
+TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, receives = (a.phases & TY_PHASE_RECEIVE) != 0;
-  if (sends && !publish(a, own_choices(a), shared.meta, epoch)) return;
+  if (sends && !publish(a, own_choices(a), shared.meta, wave)) return;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED, sends && thread_index() == 0);
   // Sending and receiving side by side, each by warps of its own.
   bool both = receives && (sends || spans_nodes(c)) && block_warps() > 1;
   u32 quarter = block_warps() / 4 > 1 ? block_warps() / 4 : 1;
   Team senders = both ? Team{1, 0, quarter} : whole_block();
   Team receivers = both ? Team{2, quarter, block_warps() - quarter} : whole_block();
-  if (is_member(senders)) send_dispatch(a, senders, shared.meta, epoch);
-  if (receives && is_member(receivers)) dispatch_receive(a, receivers, shared.place, epoch);
+  if (is_member(senders)) send_dispatch(a, senders, shared.meta, wave);
+  if (receives && is_member(receivers)) dispatch_receive(a, receivers, shared.place, wave);
 }
 
 TY_KERNEL(ty_dispatch, ty_dispatch_args) {
@@ -79,18 +78,18 @@ TY_KERNEL(ty_dispatch, ty_dispatch_args) {
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
   Turn turn = begin_turn(c, TY_DIRECTION_DISPATCH, a.phases, load(&state->dispatch_sent),
                          load(&state->dispatch_received), TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  Wave wave = wave_of(c, turn.epoch);
   if (turn.go && is_relay(c)) {
-    if (thread_index() == 0) relay_dispatch(a, turn.epoch);
+    if (thread_index() == 0) relay_dispatch(a, wave);
   } else if (turn.go) {
-    work_dispatch(a, turn.epoch);
+    work_dispatch(a, wave);
   }
   if (!last_block(c, TY_DIRECTION_DISPATCH) || !turn.go || load_relaxed_gpu(&state->closed) != 0) return;
   store(&state->dispatch_sent, turn.epoch);
   if (!(a.phases & TY_PHASE_RECEIVE)) return;
   publish_free(c, c.regions.dispatch_free, turn.epoch);
   store(&state->dispatch_received, turn.epoch);
-  if (is_last(c, wave_of(c, turn.epoch)))
-    store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
+  if (is_last(c, wave)) store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
 }
 
 } // namespace ty

@@ -46,7 +46,25 @@ TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
   return carry;
 }
 
-// Where segments start, from the counts. By a warp.
+// The sum, or the largest, of what the lanes bring; the same in all of them. By a warp.
+TY_DEVICE u32 warp_sum(u32 value) {
+  for (u32 step = warp_size / 2; step; step /= 2) value += shuffle(value, lane_index() ^ step);
+  return value;
+}
+TY_DEVICE u32 warp_max(u32 value) {
+  for (u32 step = warp_size / 2; step; step /= 2) {
+    u32 other = shuffle(value, lane_index() ^ step);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// Tokens of a source in this wave.
+TY_DEVICE u32 wave_tokens_of(const PlaceShared &shared, u32 source) {
+  return load(&shared.source_end[source]) - load(&shared.source_first[source]);
+}
+
+// Where segments start, from the counts, and how many tokens the wave has. By a warp.
 TY_DEVICE void plan_segments(const ty_dispatch_args &a, PlaceShared &shared) {
   const ty_context &c = a.context;
   u32 needed = 0, used = 0;
@@ -55,16 +73,27 @@ TY_DEVICE void plan_segments(const ty_dispatch_args &a, PlaceShared &shared) {
     if (lane_index() == 0) store(&shared.start[c.local_experts], needed);
   } else if (a.output.layout == TY_LAYOUT_MASKED) {
     used = scan(shared.start, shared.rows, c.local_experts, 1);
-    for (u32 e = 0; e < c.local_experts; ++e) {
+    for (u32 e = lane_index(); e < c.local_experts; e += warp_size) {
       u32 rows = load(&shared.rows[e]);
       needed = rows > needed ? rows : needed;
     }
+    needed = warp_max(needed);
   } else {
     needed = used = scan(shared.source_start, shared.source_rows, c.ranks, 1);
   }
+  u32 most = 0, tokens = 0;
+  for (u32 s = lane_index(); s < c.ranks; s += warp_size) {
+    u32 here = wave_tokens_of(shared, s);
+    most = here > most ? here : most;
+    tokens += here;
+  }
+  most = warp_max(most);
+  tokens = warp_sum(tokens);
   if (lane_index() != 0) return;
   store(&shared.needed, needed);
   store(&shared.used, used);
+  store(&shared.most, most);
+  store(&shared.tokens, tokens);
 }
 
 // Layout of this epoch's output, the same in every thread.
@@ -151,9 +180,6 @@ TY_DEVICE void describe_row(const ty_dispatch_args &a, u64 row, i32 expert, i32 
   store(pointer<i32>(out.source) + 2 * row + 1, token);
 }
 
-// Whether sources' tokens are here without those that have nothing to do here.
-TY_DEVICE bool is_remote(const ty_context &c, u32 source) { return source - c.node_first >= c.node_ranks; }
-
 // What META says of a token, to one lane each of its choices.
 struct TokenMeta {
   u32 token;  // as meta_tokens
@@ -171,7 +197,8 @@ TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch,
   u64 index = static_cast<u64>(token) * c.top_k + lane_index();
   MetaWord choice = ask_meta(meta.choices + index, waits), here = ask_meta(meta.tokens + token, true);
   MetaWord weight = ask_meta(meta.weights + index, waits);
-  MetaWord home = ask_meta(meta.homes + token, is_remote(c, source));
+  // Tokens of other nodes' sources are here without those that have nothing to do here.
+  MetaWord home = ask_meta(meta.homes + token, !is_node_peer(c, source));
   u32 bits = 0;
   if (!wait_meta(c, epoch, source, here, said.token)) return false;
   if (said.token == 0) return true;
@@ -215,17 +242,16 @@ TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token,
 
 // // Slices of one (source, token of the wave), and with the first of them what is said of it. By a warp. False once a
 // deadline passed.
-TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared, u64 epoch, u32 source, u32 slot_index,
-                           const Slices &slices, bool fits) {
+TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared, const Wave &wave, u32 source,
+                           u32 slot_index, const Slices &slices, bool fits) {
   const ty_context &c = a.context;
-  u64 call = wave_of(c, epoch).call;
   u32 token = load(&shared.source_first[source]) + slot_index;
   TokenMeta said;
-  bool failed = !wait_token_meta(c, meta_of(c, c.local, source, call), call, source, token, said);
+  bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said);
   u32 slice = slices.first + lane_index();
   if (!failed && said.token && fits && slice < slices.end) {
-    const u64 *tags = in_arena<const u64>(c, c.local, c.regions.row_tags, epoch, source) + slot_index * TY_SLICES;
-    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tags + slice, epoch, TY_SITE_ROW, source, "row");
+    const u64 *tags = in_arena<const u64>(c, c.local, c.regions.row_tags, wave.epoch, source) + slot_index * TY_SLICES;
+    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tags + slice, wave.epoch, TY_SITE_ROW, source, "row");
   }
   // Some lanes acquired; this orders the other lanes' loads behind them.
   warp_barrier();
@@ -235,8 +261,8 @@ TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared,
     store(pointer<i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token,
           said.token ? static_cast<i32>((said.token - 1) & ((1u << meta_slot_bits) - 1)) : -1);
   if (said.token == 0 || !fits) return true;
-  const char *slot =
-      in_arena<const char>(c, c.local, c.regions.rows, epoch, source) + static_cast<u64>(slot_index) * c.slot_bytes;
+  const char *slot = in_arena<const char>(c, c.local, c.regions.rows, wave.epoch, source) +
+                     static_cast<u64>(slot_index) * c.slot_bytes;
   copy_to_rows(a, slot, slices, [&] {
     i32 mine = row_of_choice(a, shared, source, said);
     if (leads) describe_choice(a, source, token, said, mine);
@@ -245,27 +271,16 @@ TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared,
   return true;
 }
 
-TY_DEVICE u32 wave_tokens_of(const PlaceShared &shared, u32 source) {
-  return load(&shared.source_end[source]) - load(&shared.source_first[source]);
-}
-
 // False once a deadline passed.
-TY_DEVICE bool place_rows(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, u64 epoch,
+TY_DEVICE bool place_rows(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
                           bool fits) {
   const ty_context &c = a.context;
-  u32 most = 0, tokens = 0;
-  for (u32 s = 0; s < c.ranks; ++s) {
-    u32 here = wave_tokens_of(shared, s);
-    most = here > most ? here : most;
-    tokens += here;
-  }
-  u32 warps = worker_count(c) * team.warps, parts = parts_for(tokens, warps);
-  for (u64 i = warp_of_workers(c, team); i < static_cast<u64>(most) * c.ranks * parts; i += warps) {
-    u64 item = i / parts;
-    u32 source = static_cast<u32>(item % c.ranks), token = static_cast<u32>(item / c.ranks);
+  u32 warps = worker_count(c) * team.warps, parts = parts_for(load(&shared.tokens), warps);
+  u32 all = load(&shared.most) * c.ranks * parts;
+  for (u32 i = warp_of_workers(c, team); i < all; i += warps) {
+    u32 item = i / parts, source = item % c.ranks, token = item / c.ranks;
     if (token >= wave_tokens_of(shared, source)) continue;
-    if (!place_token(a, shared, epoch, source, token, part_of_row(static_cast<u32>(i % parts), parts), fits))
-      return false;
+    if (!place_token(a, shared, wave, source, token, part_of_row(i % parts, parts), fits)) return false;
   }
   return true;
 }
@@ -371,11 +386,8 @@ TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const Pla
     store(starts + 1, load(&shared.source_end[s]));
   }
   if (team_thread(team) != 0) return;
-  u32 most = wave.number == 0 ? 0 : load(&head->most_tokens);
-  for (u32 s = 0; s < c.ranks; ++s) {
-    u32 tokens = wave_tokens_of(shared, s);
-    most = tokens > most ? tokens : most;
-  }
+  u32 most = load(&shared.most), before = wave.number == 0 ? 0 : load(&head->most_tokens);
+  if (before > most) most = before;
   store(&head->epoch, wave.call);
   store(&head->incomplete, fits ? 0u : 1u);
   store(&head->most_tokens, most);
@@ -393,22 +405,21 @@ TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
 }
 
 // By a team.
-TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, u64 epoch) {
+TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
-  Wave wave = wave_of(c, epoch);
   if (!wait_counts(c, team, shared, wave)) return;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
   Placement placement = plan_output(a, team, shared);
   // A block with neither META nor the first rows.
   if (block_index() == worker_count(c) / 2) {
-    if (wave.number == 0) write_counts(a, team, shared, epoch, placement);
+    if (wave.number == 0) write_counts(a, team, shared, wave.epoch, placement);
     write_head(a, team, shared, wave, placement.fits);
   }
-  bool placed = place_rows(a, team, shared, epoch, placement.fits);
+  bool placed = place_rows(a, team, shared, wave, placement.fits);
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
   if (placed && is_last(c, wave)) pad_output(a, team, shared, placement);
   // A warp that failed is one of a team that must meet.
-  if (block_index() == 0 && !team_any(team, !placed)) (void)wait_round(c, team, epoch);
+  if (block_index() == 0 && !team_any(team, !placed)) (void)wait_round(c, team, wave.epoch);
 }
 
 } // namespace ty

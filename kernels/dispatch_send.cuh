@@ -20,6 +20,8 @@ struct PlaceShared {
   u32 source_end[TY_MAX_RANKS];
   u32 needed;
   u32 used;
+  u32 most;   // tokens of a source in this wave
+  u32 tokens; // of all sources
 };
 struct DispatchShared {
   MetaShared meta;
@@ -336,8 +338,9 @@ TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &
       u32 position = load(&shared.start[home.local]) + earlier_in_row(&shared.bitmap[home.local * tile.words], token);
       value = 1 + (position << meta_expert_bits | home.local);
     }
-    store_word(meta.choices + first_choice + i, meta_word(epoch, value));
-    if (there || token == refreshed) store_word(meta.weights + first_choice + i, meta_word(epoch, weight_bits(weight)));
+    store_relaxed_sys(meta.choices + first_choice + i, meta_word(epoch, value));
+    if (there || token == refreshed)
+      store_relaxed_sys(meta.weights + first_choice + i, meta_word(epoch, weight_bits(weight)));
   });
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
   for (u32 token = team_thread(team); token < tile.count; token += team_threads(team)) {
@@ -347,7 +350,7 @@ TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &
       u32 row = load(&shared.start[tile.experts]) + earlier_in_row(present, token);
       value = 1 + (row << meta_slot_bits | popcount64(bits_below(ranks, tile.destination)));
     }
-    store_word(meta.tokens + tile.first + token, meta_word(epoch, value));
+    store_relaxed_sys(meta.tokens + tile.first + token, meta_word(epoch, value));
   }
 }
 
@@ -357,10 +360,10 @@ TY_DEVICE void refresh_words(const ty_context &c, const Team &team, const Meta &
   if (token < tokens) return;
   u64 first = static_cast<u64>(token) * c.top_k;
   for (u32 k = team_thread(team); k < c.top_k; k += team_threads(team)) {
-    store_word(meta.choices + first + k, meta_word(epoch, 0));
-    store_word(meta.weights + first + k, meta_word(epoch, 0));
+    store_relaxed_sys(meta.choices + first + k, meta_word(epoch, 0));
+    store_relaxed_sys(meta.weights + first + k, meta_word(epoch, 0));
   }
-  if (team_thread(team) == 0) store_word(meta.tokens + token, meta_word(epoch, 0));
+  if (team_thread(team) == 0) store_relaxed_sys(meta.tokens + token, meta_word(epoch, 0));
 }
 
 // Words of a tile, of so many tokens.
@@ -424,8 +427,6 @@ TY_DEVICE bool publish_meta(const ty_context &c, const Team &team, const Choices
   if (number + 1 == tile_count(c, in.tokens)) publish_counts(c, team, in, shared, meta, epoch, tile, faulty);
   if (!faulty) write_tile(c, team, in, shared, meta, epoch, tile);
   team_barrier(team);
-  // The words go out without it, at a time of their own choosing.
-  if (team_thread(team) == 0) fence_acq_rel_sys();
   return faulty;
 }
 
@@ -462,7 +463,8 @@ struct Slices {
   u32 end;
 };
 
-// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that most warps get one.
+// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that most warps get one. Parts
+// of all rows are numbered with 32 bits: rows fit in 31, and are cut only where they are few.
 TY_DEVICE u32 parts_for(u64 rows, u64 warps) {
   u32 parts = TY_SLICES;
   while (parts > 1 && rows * parts > 2 * warps) parts /= 2;
@@ -589,19 +591,14 @@ TY_DEVICE u32 warp_of_workers(const ty_context &c, const Team &team) {
   return team_warp(team) * worker_count(c) + worker_count(c) - 1 - block_index();
 }
 
-// This rank's tokens of a wave.
-TY_DEVICE Range own_range(const Choices &in, const Wave &wave) {
-  return {wave.first < in.tokens ? wave.first : in.tokens, wave.end < in.tokens ? wave.end : in.tokens};
-}
-
 // This rank's rows to the ranks of its node. By a team.
-TY_DEVICE void push_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, u64 epoch) {
+TY_DEVICE void push_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, const Wave &wave) {
   const ty_context &c = a.context;
-  Range range = own_range(in, wave_of(c, epoch));
+  Range range = own_range(wave, in.tokens);
   u32 rows = range.end - range.first, warps = worker_count(c) * team.warps, parts = parts_for(rows, warps);
-  for (u64 i = warp_of_workers(c, team); i < static_cast<u64>(rows) * parts; i += warps) {
-    u32 slot = static_cast<u32>(i / parts), part = static_cast<u32>(i % parts), token = range.first + slot;
-    u64 ranks = push_row(c, own_row(a, token), epoch, c.rank, slot, part_of_row(part, parts),
+  for (u32 i = warp_of_workers(c, team); i < rows * parts; i += warps) {
+    u32 slot = i / parts, part = i % parts, token = range.first + slot;
+    u64 ranks = push_row(c, own_row(a, token), wave.epoch, c.rank, slot, part_of_row(part, parts),
                          [&] { return warp_ranks_of(c, in, token); });
     if (part == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + token, ranks);
   }

@@ -79,28 +79,27 @@ TY_DEVICE WireWave wire_wave(const ty_dispatch_args &a, u32 link, const Wave &wa
 
 // Head of the message to one node, with the headers where it is the call's first. By a whole block. False once a
 // deadline passed.
-TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u64 epoch, u32 link) {
+TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, const Wave &wave, u32 link) {
   const ty_context &c = a.context;
-  bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, link);
+  bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, link);
   if (block_any(stuck)) return false;
-  Wave wave = wave_of(c, epoch);
-  char *message = staging_of(c, TY_LANE_DISPATCH, epoch, link);
+  char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
   bool faulty = wave.number == 0 && number_rows(a, in, shared, message, link);
   if (thread_index() != 0) return true;
   WireWave own = wire_wave(a, link, wave);
-  write_wire_head(message, epoch, faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK, own.shape, own.rows.first, c.rank);
-  note_rows(c, rail_of_link(c, link), own.shape.rows);
-  count_packed(c, TY_LANE_DISPATCH, epoch, link, own.shape, 0, packed_head);
+  write_wire_head(message, wave.epoch, faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK, own.shape, own.rows.first, c.rank);
+  if (wave.number == 0) note_rows(c, rail_of_link(c, link), own.shape.headers);
+  count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, 0, packed_head);
   // N9: the rows' numbers happen before; wait_tag(TY_SITE_PACKED) acquires.
-  store_release_gpu(packed_word(c, TY_LANE_DISPATCH, link), epoch);
+  store_release_gpu(packed_word(c, TY_LANE_DISPATCH, link), wave.epoch);
   return true;
 }
 
 // Packs slices of one token's row, read once, into the messages to all nodes that it is for. By a warp.
-TY_DEVICE void pack_row(const ty_dispatch_args &a, const Choices &in, u64 epoch, u32 token, const Slices &slices) {
+TY_DEVICE void pack_row(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 token,
+                        const Slices &slices) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  Wave wave = wave_of(c, epoch);
   auto row_at = [&](u32 link) {
     return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens + token);
   };
@@ -112,7 +111,7 @@ TY_DEVICE void pack_row(const ty_dispatch_args &a, const Choices &in, u64 epoch,
   u64 nodes = copy_to_all(c, own_row(a, token), slices, nodes_of, [&](u32 node) {
     u32 link = link_of_node(c, node);
     WireWave own = wire_wave(a, link, wave);
-    return staging_of(c, TY_LANE_DISPATCH, epoch, link) +
+    return staging_of(c, TY_LANE_DISPATCH, wave.epoch, link) +
            row_offset(l, own.shape.headers, static_cast<u32>(row_at(link)) - own.rows.first);
   });
   warp_barrier();
@@ -120,7 +119,7 @@ TY_DEVICE void pack_row(const ty_dispatch_args &a, const Choices &in, u64 epoch,
     if (!((nodes >> node_of_link(c, link)) & 1)) continue;
     WireWave own = wire_wave(a, link, wave);
     u32 chunk = chunk_of_row(l, static_cast<u32>(row_at(link)) - own.rows.first);
-    count_packed(c, TY_LANE_DISPATCH, epoch, link, own.shape, chunk, slices.end - slices.first);
+    count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, chunk, slices.end - slices.first);
   }
 }
 
@@ -133,15 +132,13 @@ TY_DEVICE bool wait_packed(const ty_context &c, const Team &team, u32 direction,
 }
 
 // This rank's rows for other nodes. By a team. False once a deadline passed.
-TY_DEVICE bool pack_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, u64 epoch) {
+TY_DEVICE bool pack_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, const Wave &wave) {
   const ty_context &c = a.context;
-  if (!wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch)) return false;
-  Range range = own_range(in, wave_of(c, epoch));
+  if (!wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch)) return false;
+  Range range = own_range(wave, in.tokens);
   u32 rows = range.end - range.first, warps = worker_count(c) * team.warps, parts = parts_for(rows, warps);
-  for (u64 i = warp_of_workers(c, team); i < static_cast<u64>(rows) * parts; i += warps) {
-    u32 token = range.first + static_cast<u32>(i / parts), part = static_cast<u32>(i % parts);
-    pack_row(a, in, epoch, token, part_of_row(part, parts));
-  }
+  for (u32 i = warp_of_workers(c, team); i < rows * parts; i += warps)
+    pack_row(a, in, wave, range.first + i / parts, part_of_row(i % parts, parts));
   return true;
 }
 
@@ -180,13 +177,12 @@ TY_DEVICE u64 *rail_masks(const ty_dispatch_args &a, u32 j) {
 
 // // META of a tile of source j's rows for one rank of this node: of the call's with its first message, then where each
 // wave ends. By a team. False once a deadline passed.
-TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaShared &shared, u64 epoch, u32 j,
+TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, u32 j,
                             u32 destination, u32 tile) {
   const ty_context &c = a.context;
-  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, 0);
+  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, 0);
   if (team_any(team, failed)) return false;
-  Wave wave = wave_of(c, epoch);
-  WireWave landed = landed_wave(c, epoch, j);
+  WireWave landed = landed_wave(c, wave.epoch, j);
   u32 source = served_home(c, j);
   Meta meta = meta_of(c, destination, source, wave.call);
   bool leads = team_thread(team) == 0 && tile == 0, keeps = destination == c.local;
@@ -196,72 +192,71 @@ TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaSha
   if (leads && keeps && wave.number == 0) store(starts, 0u);
   if (leads && keeps) store(starts + 1, landed.rows.end);
   if (wave.number != 0) return true;
-  Choices in = wire_choices(c, epoch, j);
+  Choices in = wire_choices(c, wave.epoch, j);
   if (tile >= tile_count(c, in.tokens)) return true;
   Tile own = tile_at(c, in, destination, tile);
   for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {
-    store_word(meta.homes + row, meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + row * in.idx_pitch))));
+    store_relaxed_sys(meta.homes + row,
+                      meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + row * in.idx_pitch))));
     if (keeps) store(rail_masks(a, j) + row, ranks_of(c, in, row));
   }
   u32 refreshed = refreshed_token(c, wave.call);
-  if (leads && refreshed >= in.tokens) store_word(meta.homes + refreshed, meta_word(wave.call, 0));
+  if (leads && refreshed >= in.tokens) store_relaxed_sys(meta.homes + refreshed, meta_word(wave.call, 0));
   (void)publish_meta(c, team, in, shared, wave.call, destination, tile);
   return true;
 }
 
 // Slices of one row of a wave from source j to the ranks that need it. By a warp. False once a deadline passed.
-TY_DEVICE bool forward_row(const ty_dispatch_args &a, const WireWave &landed, const Wave &wave, u64 epoch, u32 j,
-                           u32 row, const Slices &slices) {
+TY_DEVICE bool forward_row(const ty_dispatch_args &a, const WireWave &landed, const Wave &wave, u32 j, u32 row,
+                           const Slices &slices) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  bool failed =
-      lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, chunk_of_row(l, row));
+  bool failed = lane_index() == 0 &&
+                !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, chunk_of_row(l, row));
   warp_barrier();
   if (warp_ballot(failed)) return false;
-  u64 from = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, epoch, j)) + row_offset(l, landed.shape.headers, row);
-  (void)push_row(c, RowAt{from, from + c.row_bytes, 1, TY_QUANTIZE_NONE}, epoch, served_home(c, j), row, slices, [&] {
-    // Headers come once; the masks of later waves were kept.
-    if (wave.number != 0) return load(rail_masks(a, j) + landed.rows.first + row);
-    return warp_ranks_of(c, wire_choices(c, epoch, j), row);
-  });
+  u64 from =
+      reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, wave.epoch, j)) + row_offset(l, landed.shape.headers, row);
+  (void)push_row(c, RowAt{from, from + c.row_bytes, 1, TY_QUANTIZE_NONE}, wave.epoch, served_home(c, j), row, slices,
+                 [&] {
+                   // Headers come once; the masks of later waves were kept.
+                   if (wave.number != 0) return load(rail_masks(a, j) + landed.rows.first + row);
+                   return warp_ranks_of(c, wire_choices(c, wave.epoch, j), row);
+                 });
   return true;
 }
 
 // The rows of the sources that this warp attends to, of a team on all workers: where there are more warps than
 // sources, several share one. False once a deadline passed.
-TY_DEVICE bool forward_rows(const ty_dispatch_args &a, const Team &team, u64 epoch) {
+TY_DEVICE bool forward_rows(const ty_dispatch_args &a, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
-  Wave wave = wave_of(c, epoch);
   u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = worker_count(c) * team.warps;
   u32 warp = warp_of_workers(c, team);
   for (u32 j = warp % sources; j < sources; j += warps) {
-    bool failed = lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, j, 0);
+    bool failed = lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, 0);
     warp_barrier();
     if (warp_ballot(failed)) return false;
-    WireWave landed = landed_wave(c, epoch, j);
+    WireWave landed = landed_wave(c, wave.epoch, j);
     u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
     u32 parts = parts_for(landed.shape.rows, shared_by);
-    for (u64 i = warps < sources ? 0 : warp / sources; i < static_cast<u64>(landed.shape.rows) * parts;
-         i += shared_by) {
-      Slices slices = part_of_row(static_cast<u32>(i % parts), parts);
-      if (!forward_row(a, landed, wave, epoch, j, static_cast<u32>(i / parts), slices)) return false;
-    }
+    for (u32 i = warps < sources ? 0 : warp / sources; i < landed.shape.rows * parts; i += shared_by)
+      if (!forward_row(a, landed, wave, j, i / parts, part_of_row(i % parts, parts))) return false;
   }
   return true;
 }
 
 // What this rank does as a rail, for all sources side by side. By a team. False once a deadline passed.
-TY_DEVICE bool forward(const ty_dispatch_args &a, const Team &team, MetaShared &shared, u64 epoch) {
+TY_DEVICE bool forward(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
   u32 pairs = lane_of(c, TY_LANE_DISPATCH).sources * c.node_ranks;
   if (pairs == 0) return true;
   // Tiles that a message turns out not to have are nobody's work.
-  u32 tiles = wave_of(c, epoch).number == 0 ? tile_count(c, c.max_tokens) : 1;
+  u32 tiles = wave.number == 0 ? tile_count(c, c.max_tokens) : 1;
   for (u32 i = block_index(); i < pairs * tiles; i += worker_count(c)) {
     u32 pair = i % pairs;
-    if (!forward_meta(a, team, shared, epoch, pair / c.node_ranks, pair % c.node_ranks, i / pairs)) return false;
+    if (!forward_meta(a, team, shared, wave, pair / c.node_ranks, pair % c.node_ranks, i / pairs)) return false;
   }
-  return forward_rows(a, team, epoch);
+  return forward_rows(a, team, wave);
 }
 
 } // namespace ty

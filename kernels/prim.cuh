@@ -95,12 +95,7 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
   static_assert(sizeof(T) <= 8, "store takes 1, 2, 4 or 8 bytes");
   *p = value;
 }
-// A word that says by itself whether it is there, for others to poll: aligned to 8 bytes and stored whole. A weak
-// store, since strong ones of a warp go out one by one (4 ns each where these take a tenth, measured on an H200); it is
-// on its way at once, and a fence behind it makes sure of that.
-TY_DEVICE void store_word(u64 *p, u64 value) {
-  asm volatile("st.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(value) : "memory");
-}
+//
 TY_DEVICE Vec16 load16(const void *p) {
   const uint4 v = *static_cast<const uint4 *>(p);
   return Vec16{{v.x, v.y, v.z, v.w}};
@@ -315,7 +310,6 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
     __atomic_store(p, &value, __ATOMIC_RELAXED);
   }
 }
-TY_DEVICE void store_word(u64 *p, u64 value) { store(p, value); }
 // Vector accesses also end a fiber's turn from time to time: lanes that share cache lines, and on a GPU
 // would run in step, then stay near one another in memory.
 TY_DEVICE Vec16 load16(const void *p) {

@@ -1,34 +1,23 @@
 //! `tokenyard simulate` as its users meet it: exit status, sentences, and the objects it prints.
 
-use std::process::{Command, Output};
+#[path = "cli/rig.rs"]
+mod rig;
 
+use std::process::Output;
+
+use rig::text;
 use serde_json::Value;
 
 fn run(words: &str) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_tokenyard"));
-    command.arg("simulate").args(words.split_whitespace());
-    command.output().expect("the program starts")
+    rig::run(&format!("simulate {words}"))
 }
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// The object on stdout, which must hold nothing else.
 fn object(words: &str) -> Value {
-    let output = run(&format!("{words} --json -"));
-    assert!(output.status.success(), "{words}: {}", text(&output.stderr));
-    serde_json::from_str(&text(&output.stdout)).unwrap_or_else(|e| panic!("{words}: {e}: {}", text(&output.stdout)))
+    rig::object(&format!("simulate {words} --json -"))
 }
 
-/// Exit status 2 and one sentence on stderr, which is returned.
 fn refusal(words: &str) -> String {
-    let output = run(words);
-    assert_eq!(output.status.code(), Some(2), "{words}: {}{}", text(&output.stdout), text(&output.stderr));
-    assert!(output.stdout.is_empty(), "{words}: {}", text(&output.stdout));
-    let sentence = text(&output.stderr);
-    assert_eq!(sentence.trim_end().lines().count(), 1, "{words}: {sentence}");
-    sentence
+    rig::refusal(&format!("simulate {words}"))
 }
 
 #[test]

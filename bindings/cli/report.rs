@@ -308,14 +308,14 @@ fn ratio(us: f64, floor: f64) -> String {
     if floor > 0.0 { format!("{:.1}x", us / floor) } else { "-".to_string() }
 }
 
-/// The object: of one run, or of a sweep.
+/// The object: of one run or projection, or of a sweep.
 ///
 /// # Errors
-/// Never for these types; the writer's error otherwise.
-pub fn json(results: &[RunResult]) -> serde_json::Result<String> {
+/// The writer's error; none for these types.
+pub fn json<T: Serialize>(results: &[T]) -> serde_json::Result<String> {
     #[derive(Serialize)]
-    struct Sweep<'a> {
-        results: &'a [RunResult],
+    struct Sweep<'a, T> {
+        results: &'a [T],
     }
     match results {
         [one] => serde_json::to_string_pretty(one),

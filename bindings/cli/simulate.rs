@@ -129,7 +129,7 @@ fn project(config: &Config) -> Outcome<()> {
         results.push(Projection::new(&plan, &config.link, &config.about, dispatch, combine));
     }
     if let Some(path) = &config.json {
-        report::write(path, &result::json(&results).map_err(|error| error.to_string())?)?;
+        report::write(path, &report::json(&results).map_err(|error| error.to_string())?)?;
     }
     if config.json.as_deref() != Some("-") {
         println!("{}", result::projection_table(&results));

@@ -149,21 +149,6 @@ impl Projection {
     }
 }
 
-/// The object: of one projection, or of a sweep.
-///
-/// # Errors
-/// Never for these types; the writer's error otherwise.
-pub fn json(results: &[Projection]) -> serde_json::Result<String> {
-    #[derive(Serialize)]
-    struct Sweep<'a> {
-        results: &'a [Projection],
-    }
-    match results {
-        [one] => serde_json::to_string_pretty(one),
-        _ => serde_json::to_string_pretty(&Sweep { results }),
-    }
-}
-
 /// The table of a simulation.
 pub fn projection_table(results: &[Projection]) -> String {
     let Some(r) = results.first() else { return String::new() };
