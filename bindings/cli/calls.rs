@@ -212,13 +212,19 @@ impl Caller {
         outcome
     }
 
-    /// Enqueues the steps; `given` has an entry for each lane that they name.
-    pub fn enqueue(&self, lanes: &mut [Lane], given: &[Given], steps: &[Step]) -> Result<Vec<Marks>> {
+    /// Captures the calls of each lane, in graph mode. Instantiating a graph may wait for kernels of the same GPU, so no
+    /// rank may have launched one that waits for others: all capture, then they meet.
+    pub fn prepare(&self, lanes: &mut [Lane], given: &[Given]) -> Result<()> {
         if self.mode == Mode::Graph {
-            for (lane, given) in lanes.iter_mut().zip(given).filter(|(lane, _)| lane.graphs.is_none()) {
+            for (lane, given) in lanes.iter_mut().zip(given) {
                 lane.graphs = Some(self.capture(&lane.buffers, *given)?);
             }
         }
+        Ok(())
+    }
+
+    /// Enqueues the steps; `given` has an entry for each lane that they name.
+    pub fn enqueue(&self, lanes: &[Lane], given: &[Given], steps: &[Step]) -> Result<Vec<Marks>> {
         let held = if self.timed { Some(self.hold.hold(&self.stream)?) } else { None };
         let marks = self.enqueue_all(lanes, given, steps);
         drop(held);

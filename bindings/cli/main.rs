@@ -55,6 +55,7 @@ use usage::Refusal;
 const UNUSABLE: u8 = 2;
 
 fn main() -> ExitCode {
+    separate_streams();
     match Cli::try_parse() {
         Ok(cli) => run(&cli.command).unwrap_or_else(|refusal| refuse(&refusal)),
         Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
@@ -63,6 +64,16 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => refuse(&Refusal::from_parser(&error)),
+    }
+}
+
+/// Kernels of ranks that share a GPU wait for one another, so their streams must not share one of its queues, of which a
+/// driver makes 8 unless told otherwise.
+fn separate_streams() {
+    const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+    if std::env::var_os(QUEUES).is_none() {
+        // SAFETY: nothing else runs yet that could read the environment.
+        unsafe { std::env::set_var(QUEUES, "32") };
     }
 }
 

@@ -27,7 +27,7 @@ use super::routing::{Routed, Router, ragged_count};
 use super::sample::{RankResult, Verdict};
 use super::steps::steps;
 use super::traffic::Traffic;
-use super::words::{ArenaWord, FaultWord, PlacementWord, WeightsWord, WorldMode};
+use super::words::{ArenaWord, FaultWord, Mode, PlacementWord, WeightsWord, WorldMode};
 
 /// What every rank of a run is told.
 #[derive(Debug, Clone)]
@@ -70,6 +70,7 @@ pub fn run(
 ) -> Result<RankResult> {
     let world = world.clone().with_timeout(job.timeout);
     let mut rank = RankRun::new(job, &world, device, proxy)?;
+    rank.prepare()?;
     let mut result = RankResult {
         rank: world.rank().index(),
         device_name: device.name(),
@@ -78,7 +79,7 @@ pub fn run(
         verdict: Verdict::new(),
         ..RankResult::default()
     };
-    // Allocating and freeing may wait for a GPU's kernels, which may wait for other ranks.
+    // Allocating, freeing and instantiating graphs may wait for a GPU's kernels, which may wait for other ranks.
     world.barrier("buffers ready")?;
     let gpu = device.kind() == DeviceKind::Cuda;
     if job.measured && !gpu {
@@ -165,18 +166,29 @@ impl<'a> RankRun<'a> {
         &self.caller.stream
     }
 
+    /// Captures graphs, where there are any, for the buffers of the first iterations.
+    fn prepare(&mut self) -> Result<()> {
+        if self.case.mode != Mode::Graph {
+            return Ok(());
+        }
+        let turns: Vec<Turn> = (0..self.lanes.len()).map(|i| self.draw(i)).collect();
+        let given = self.given(&turns);
+        self.caller.prepare(&mut self.lanes, &given)
+    }
+
+    fn given(&self, turns: &[Turn]) -> Vec<Given> {
+        let given = |turn: &Turn| Given {
+            tokens: turn.sources[self.rank].tokens,
+            capacity: turn.planned.capacity(self.case, self.rank),
+        };
+        turns.iter().map(given).collect()
+    }
+
     /// Runs `count` iterations, each with buffers of its own, without a wait between their calls.
     fn iterations(&mut self, first: usize, count: usize, result: &mut RankResult) -> Result<()> {
         let turns: Vec<Turn> = (first..first + count).map(|i| self.draw(i)).collect();
         self.upload(&turns)?;
-        let given: Vec<Given> = turns
-            .iter()
-            .map(|turn| Given {
-                tokens: turn.sources[self.rank].tokens,
-                capacity: turn.planned.capacity(self.case, self.rank),
-            })
-            .collect();
-        let marks = self.caller.enqueue(&mut self.lanes, &given, &steps(self.case, first, count))?;
+        let marks = self.caller.enqueue(&self.lanes, &self.given(&turns), &steps(self.case, first, count))?;
         self.stream().synchronize(self.job.patience())?;
         let errors = self.caller.take_errors()?;
         self.judge_errors(&turns, errors, result)?;
