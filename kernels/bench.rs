@@ -98,7 +98,7 @@ pub fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
         reserved: 0,
     };
     let (blocks, threads) = grid(stream);
-    stream.launch("ty_bench_expert", blocks, threads, 0, &args)
+    stream.launch_independent("ty_bench_expert", blocks, threads, 0, &args)
 }
 
 /// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: what the links give.
@@ -128,7 +128,7 @@ pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize
         args.destination[i] = view.ptr;
         args.bytes[i] = n as u64;
     }
-    stream.launch("ty_bench_push", blocks, threads, 0, &args)
+    stream.launch_independent("ty_bench_push", blocks, threads, 0, &args)
 }
 
 /// Holds the stream until the 8-byte `flag` in host memory equals `value`, or `timeout` passed: what is enqueued behind

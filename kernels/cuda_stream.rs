@@ -1,7 +1,8 @@
 //! Streams, graphs and events of a GPU.
 //!
-//! Place: beside `cuda`, behind `device`. Callers may be on any thread. Launches are cooperative: the driver refuses
-//! a grid whose blocks cannot all be resident, since they wait for each other. Only `synchronize` waits; it polls.
+//! Place: beside `cuda`, behind `device`. Callers may be on any thread. Launches of kernels whose blocks wait for each
+//! other are cooperative: the driver refuses a grid whose blocks cannot all be resident. Only `synchronize` waits; it
+//! polls.
 
 use super::cuda::{CudaDevice, lock};
 use super::device::{Shape, View};
@@ -76,7 +77,7 @@ impl CudaStream {
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { pad: [0; 64] },
         };
-        attribute.value.cooperative = 1;
+        attribute.value.cooperative = i32::from(shape.resident);
         let config = sys::CUlaunchConfig {
             gridDimX: shape.grid,
             gridDimY: 1,

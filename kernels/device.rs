@@ -389,6 +389,8 @@ pub(super) struct Shape {
     pub grid: u32,
     pub block: u32,
     pub shared_bytes: u32,
+    /// All blocks at once, or none yet.
+    pub resident: bool,
 }
 
 impl Shape {
@@ -425,7 +427,24 @@ impl Stream {
         shared_bytes: u32,
         args: &A,
     ) -> Result<()> {
-        let shape = Shape { grid, block, shared_bytes }.check()?;
+        self.launch_shape(kernel, Shape { grid, block, shared_bytes, resident: true }, args)
+    }
+
+    /// As `launch`, of a kernel in which no block waits for another: blocks run as they find room. A GPU whose other
+    /// kernels wait for what comes behind this one may never have room for all at once.
+    pub fn launch_independent<A: KernelArgs>(
+        &self,
+        kernel: &'static str,
+        grid: u32,
+        block: u32,
+        shared_bytes: u32,
+        args: &A,
+    ) -> Result<()> {
+        self.launch_shape(kernel, Shape { grid, block, shared_bytes, resident: false }, args)
+    }
+
+    fn launch_shape<A: KernelArgs>(&self, kernel: &'static str, shape: Shape, args: &A) -> Result<()> {
+        let shape = shape.check()?;
         let args_ptr: *const c_void = std::ptr::from_ref(args).cast();
         match &self.backend {
             // SAFETY: `args_ptr` is valid for the size of A, and A is what the kernel takes (KernelArgs).
