@@ -1,4 +1,5 @@
-//! What benches/figures.py makes of results, and that tests/gpu.sh, which shows them, says what it cannot do.
+//! What benches/figures.py makes of results, for README.md among others, and that tests/gpu.sh, which shows them, says
+//! what it cannot do.
 
 #[path = "cli/rig.rs"]
 mod rig;
@@ -41,6 +42,12 @@ fn each_result_becomes_a_line_and_decode_steps_a_word_on_their_p99() {
     let swept = lines_of(&json!({"results": [decode, second]})).unwrap();
     assert_eq!(swept.lines().count(), 2);
     assert!(swept.starts_with(first) && swept.contains("T=4096: dispatch 366 (p99 999, floor 8.0"), "{swept}");
+}
+
+#[test]
+fn readme_shows_the_results_that_are_kept() {
+    let Some(output) = interpret("python3", "benches/figures.py", &["readme", "--check"]) else { return };
+    assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
 #[test]
