@@ -328,8 +328,12 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Blocks of a kernel. Default: all multiprocessors, less those that the network's own kernels need. Contexts that run at once on one GPU must sum below its
-    /// multiprocessors, since their kernels wait for each other's ranks.
+    /// Blocks of a kernel. Default: all multiprocessors, less those that the network's own kernels need.
+    ///
+    /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks must
+    /// fit on it at once: give each such context a budget. [`build`](Self::build) refuses the one by which the budgets of
+    /// this process's contexts on a GPU exceed its multiprocessors; a context gives its own back when it is dropped.
+    /// Contexts with the default are not counted: their calls must follow one another, on one stream or by events.
     pub fn sms(mut self, sms: u32) -> Self {
         self.sms = Some(sms);
         self
@@ -390,7 +394,8 @@ impl AllToAllBuilder {
     /// Builds the context. Collective: every rank of the world calls it with the same configuration.
     ///
     /// # Errors
-    /// `Config` for a shape that cannot be served or that differs between ranks; `Device` where memory or peer access
+    /// `Config` for a shape that cannot be served or that differs between ranks, and for a budget of
+    /// [`sms`](Self::sms) that its GPU does not have left; `Device` where memory or peer access
     /// is lacking; `Bootstrap` where a rank does not come. A failure on one rank is an error on all.
     pub fn build(self) -> Result<AllToAll> {
         AllToAll::build(self)

@@ -1,5 +1,6 @@
 //! A context: one set of buffers and counters, and the calls that enqueue its kernels.
 
+use super::budget::Budget;
 use super::calls::{Combined, Output, Rows, Tokens};
 use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
 use super::driver::Kept;
@@ -65,6 +66,8 @@ pub struct AllToAll {
     /// Closed before the arena goes.
     opening: Option<Opening>,
     peers: Option<Arc<PeerMap>>,
+    /// Given back behind all that waits for kernels.
+    _budget: Option<Budget<'static>>,
 }
 
 /// Tells contexts of one process apart, so that a handle of another is refused.
@@ -86,7 +89,7 @@ impl AllToAll {
         // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan);
         gather_failures(&world, "memory", local.as_ref().err())?;
-        let Local { device, arena, tables, reports, statistics, pool, proxied } = local?;
+        let Local { device, arena, tables, reports, statistics, pool, proxied, budget } = local?;
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
@@ -125,6 +128,7 @@ impl AllToAll {
             flags,
             opening,
             peers: Some(peers),
+            _budget: budget,
         })
     }
 
@@ -451,6 +455,7 @@ struct Local {
     pool: Arc<Pool>,
     /// With several nodes.
     proxied: Option<Proxied>,
+    budget: Option<Budget<'static>>,
 }
 
 /// Tables in device memory.
@@ -483,6 +488,7 @@ struct Proxied {
 impl Local {
     fn allocate(builder: &AllToAllBuilder, shape: &Shape, placement: &Placement, plan: &Plan) -> Result<Local> {
         let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
+        let budget = Budget::take(&device, builder.sms)?;
         let bytes = usize::try_from(plan.arena_bytes())
             .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
         let arena = match (device.ordinal(), shape.arena) {
@@ -523,7 +529,7 @@ impl Local {
         let blocks = sms_of(builder, &device);
         let statistics = builder.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
         let pool = Pool::new(&device, shape, plan.waves, builder.handles)?;
-        Ok(Local { device, arena, tables, reports, statistics, pool, proxied })
+        Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
     }
 }
 

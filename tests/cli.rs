@@ -235,7 +235,10 @@ fn a_sweep_has_a_result_for_each_count_and_writes_its_files() {
     assert_eq!(tokens, [1, 4, 16]);
     let svg = read(&plot);
     assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>") && svg.contains("dispatch floor"));
-    assert_eq!(svg.matches("<polyline").count(), 6, "three curves each way");
+    assert_eq!(svg.matches("<polyline").count(), 6 + 4, "three curves of latency and two of bandwidth each way");
+    for result in swept["results"].as_array().unwrap() {
+        assert_plotted_bandwidth(&svg, result);
+    }
     let timeline: Value = serde_json::from_str(&read(&trace)).unwrap();
     let events = timeline["traceEvents"].as_array().unwrap();
     let slices: Vec<&str> = events.iter().filter(|e| e["ph"] == "X").filter_map(|e| e["name"].as_str()).collect();
@@ -245,6 +248,33 @@ fn a_sweep_has_a_result_for_each_count_and_writes_its_files() {
         assert_eq!(slices.iter().filter(|name| **name == stage).count(), 3 * 3 * 3, "{stage}");
     }
     assert!(events.iter().filter(|e| e["ph"] == "X").all(|e| e["ts"].is_number() && e["dur"].as_f64() >= Some(0.0)));
+}
+
+/// What each rank sent of one run over its time, and over the floor, must stand in the plot.
+fn assert_plotted_bandwidth(svg: &str, result: &Value) {
+    let number = |value: &Value| value.as_f64().unwrap();
+    for way in ["dispatch", "combine"] {
+        let bytes = &result["bytes_per_rank"];
+        let bytes = number(&bytes[format!("{way}_nvlink")]) + number(&bytes[format!("{way}_wire")]);
+        assert!(bytes > 0.0, "{result}");
+        for (at, us) in [("p50", &result[format!("{way}_us")]["p50"]), ("floor", &result["floor_us"][way])] {
+            let point = format!("<title>{way} at {at}, {} tokens: ", result["tokens"]);
+            let shown = svg.split(&point).nth(1).and_then(|rest| rest.split_once(" GB/s</title>")).unwrap().0;
+            let wanted = bytes / number(us) / 1000.0;
+            assert!((shown.parse::<f64>().unwrap() - wanted).abs() <= 1e-6, "{point}{shown}, and not {wanted}");
+        }
+    }
+}
+
+#[test]
+fn a_world_of_one_rank_has_no_bandwidth_to_plot() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("r.svg").display().to_string();
+    let output =
+        run(&format!("bench --device cpu --world 1 --hidden 128 --experts 7 --top-k 3 --tokens 1,4 --plot {plot}"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let svg = std::fs::read_to_string(plot).unwrap();
+    assert!(svg.contains("height=\"460\"") && !svg.contains("GB/s") && svg.trim_end().ends_with("</svg>"), "{svg}");
 }
 
 #[test]

@@ -4,6 +4,7 @@
 mod rig;
 
 use rig::*;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use tokenyard::*;
 
@@ -413,6 +414,32 @@ fn a_rank_that_cannot_build_fails_all_by_name() {
         let wanted = if world.rank().index() == 1 { "top_k is 99" } else { "rank 1 could not build its context" };
         assert!(error.to_string().contains(wanted), "{error}");
     });
+}
+
+/// On the CPU device blocks always fit, and nothing is counted; `proxy/budget.rs` tests the sums themselves.
+#[test]
+fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
+    let on_one_gpu = |share: u32| {
+        let outcomes = Mutex::new(Vec::new());
+        on_ranks(2, |world| {
+            let device = test_device(&World::threads(1)[0]);
+            let built = builder(&world, &device).sms((device.multiprocessors() / share).max(2)).build();
+            outcomes.lock().unwrap().push((built.as_ref().err().cloned(), device.kind()));
+            world.barrier("budgets were asked for").unwrap();
+        });
+        outcomes.into_inner().unwrap()
+    };
+    let outcomes = on_one_gpu(1);
+    let gpu = outcomes.iter().all(|(_, kind)| *kind == DeviceKind::Cuda);
+    let errors: Vec<Error> = outcomes.into_iter().filter_map(|(error, _)| error).collect();
+    assert_eq!(errors.len(), if gpu { 2 } else { 0 }, "{errors:?}");
+    assert_eq!(errors.iter().filter(|e| matches!(e, Error::Config { name: "sms", .. })).count(), usize::from(gpu));
+    for error in errors {
+        let text = error.to_string();
+        let by_name = matches!(error, Error::Config { .. }) || text.contains("could not build its context");
+        assert!(by_name && text.contains("multiprocessors"), "{text}");
+    }
+    assert!(on_one_gpu(4).iter().all(|(error, _)| error.is_none()), "what was refused was not taken");
 }
 
 #[test]

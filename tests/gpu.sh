@@ -1,16 +1,37 @@
 #!/usr/bin/env bash
-# GPU checks from binaries built beforehand, for machines that have GPUs and no Rust.
+# GPU checks and figures from binaries built beforehand, for machines that have GPUs and no Rust.
 #
-#   tests/gpu.sh build DIR          on the build machine: the program and the test programs, stripped, into DIR
-#   tests/gpu.sh run DIR [OUT]      on the GPU machine: every check, then figures as JSON into OUT, then one table
+#   tests/gpu.sh build DIR                    on the build machine: the program and the test programs, stripped, into DIR
+#   tests/gpu.sh run DIR [OUT [SECTION...]]   on the GPU machine: the sections (default: all), with JSON and logs in OUT,
+#                                             then one table of their rows, which OUT keeps too
 #
-# RANKS=N overrides the number of ranks of the figures (default: the number of GPUs).
+# Sections:  checks     the test programs; every dtype and layout, processes, ranks that share GPUs
+#            verify     random configurations, and models' full sizes
+#            decode     1, 16 and 128 tokens, on 1, 2, 4 and all GPUs
+#            prefill    4096 tokens likewise, and with 24 SMs
+#            modes      128 tokens: graph, split, types, layouts, weights, processes; and the stages of calls
+#            shapes     128 tokens of each model; skewed and recorded routing
+#            sweep      1 to 8192 tokens, with a plot
+#            nodes      GPUs as two nodes: correctness in three ways, then figures
+#            long       many iterations, small and large
+#            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
+#            figures    decode, prefill, modes, shapes and sweep
+#
+# RANKS=N: ranks of the figures (default: the number of GPUs). A row has at most LIMIT seconds (240), and a section
+# SECTION_LIMIT (by section, below); what a section has no time left for fails. SEEDS=N: configurations of verify (200).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-mode=${1:?build or run}
-dir=${2:?the folder of the binaries}
+
+FIGURES=(decode prefill modes shapes sweep)
+SECTIONS=(checks verify "${FIGURES[@]}" nodes long sanitizer)
+# Seconds; a machine that is lent for ten minutes a command has time for any one of them.
+declare -A LIMITS=(
+  [checks]=540 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [nodes]=480 [long]=540
+  [sanitizer]=480
+)
 
 build() {
+  local dir=${1:?the folder of the binaries}
   mkdir -p "$dir"
   (cd "$root" && cargo build --release)
   (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
@@ -20,41 +41,65 @@ build() {
   strip -o "$dir/tokenyard" "${CARGO_TARGET_DIR:-$root/target}/release/tokenyard"
 }
 
-rows=()
-note() { rows+=("$(printf '%-52s %-8s %s' "$1" "$2" "$3")"); }
+# A row of the table, kept at once, so that a run that is cut short still has those before.
+note() { printf '%-9s %-34s %-8s %s\n' "$section" "$1" "$2" "$3" >>"$table"; }
+
+# Runs a command within what the row and its section may take; its output goes to the row's log.
+bounded() {
+  local name=$1 left=$((deadline - SECONDS))
+  shift
+  if [ "$left" -le 0 ]; then
+    echo "not run: the section's ${LIMITS[$section]} s were over" >"$out/$name.log"
+    return 1
+  fi
+  [ "$left" -lt "$row_limit" ] || left=$row_limit
+  local status=0
+  timeout --kill-after=10 "$left" "$@" >"$out/$name.log" 2>&1 || status=$?
+  [ "$status" -ne 124 ] || echo "ended after $left s" >>"$out/$name.log"
+  return "$status"
+}
+
+last_line() { { grep -v '^$' "$out/$1.log" || true; } | tail -n 1 | tr -s ' ' | cut -c1-110; }
 
 # One check by exit status, with its last line.
 check() {
-  local name=$1
+  local name=$1 start=$SECONDS status=passed
   shift
-  local start=$SECONDS status=passed
-  timeout "${LIMIT:-240}" "$@" >"$out/$name.log" 2>&1 || status=FAILED
-  note "$name" "$status" "$((SECONDS - start)) s  $(grep -v '^$' "$out/$name.log" | tail -n 1 | cut -c1-90)"
+  bounded "$name" "$@" || status=FAILED
+  note "$name" "$status" "$((SECONDS - start)) s  $(last_line "$name")"
 }
 
-# One figure: bench with JSON; dispatch and combine p50 and floor.
+# A bench whose results are compared in every iteration.
+checked() {
+  local name=$1
+  shift
+  check "$name" "$dir/tokenyard" bench --device cuda --check all "$@"
+}
+
+# One figure: bench with JSON; a row for each of its results.
 figure() {
-  local name=$1
+  local name=$1 status=passed lines
   shift
-  local status=passed
-  timeout "${LIMIT:-240}" "$dir/tokenyard" bench --device cuda --json "$out/$name.json" "$@" >"$out/$name.log" 2>&1 || status=FAILED
-  note "$name" "$status" "$(python3 - "$out/$name.json" <<'PY' 2>/dev/null || tail -n 1 "$out/$name.log"
-import json, sys
-found = json.load(open(sys.argv[1]))
-for r in found.get("results", [found]):
-    d, c, f = r["dispatch_us"], r["combine_us"], r["floor_us"]
-    print(f"T={r['tokens']}: dispatch {d['p50']:.1f} (p99 {d['p99']:.1f}, floor {f['dispatch']:.1f})  "
-          f"combine {c['p50']:.1f} (p99 {c['p99']:.1f}, floor {f['combine']:.1f})", end="  ")
-PY
-)"
+  rm -f "$out/$name.json"
+  bounded "$name" "$dir/tokenyard" bench --device cuda --json "$out/$name.json" "$@" || status=FAILED
+  lines=$(python3 "$root/benches/figures.py" lines "$out/$name.json" 2>/dev/null) || lines=$(last_line "$name")
+  while read -r line; do note "$name" "$status" "$line"; done <<<"$lines"
 }
 
-run() {
-  out=${3:-$dir/out}
-  mkdir -p "$out"
-  gpus=$(nvidia-smi -L | wc -l)
-  ranks=${RANKS:-$gpus}
-  export TOKENYARD_TEST_DEVICE=cuda
+# The same under one of compute-sanitizer's tools, whose summary must say that nothing was found.
+sanitized() {
+  local name=$1 tool=$2 summary=$3 start=$SECONDS status=passed
+  shift 3
+  bounded "$name" "$sanitizer" --tool "$tool" "$dir/tokenyard" bench --device cuda --tokens 16 --hidden 512 --experts 16 \
+    --top-k 4 --iters 3 --warmup 1 --check all --timeout-ms 60000 "$@" || status=FAILED
+  grep -q "$summary" "$out/$name.log" || status=FAILED
+  note "$name" "$status" "$((SECONDS - start)) s  $(grep -a 'SUMMARY' "$out/$name.log" | tail -n 1 || true)"
+}
+
+# Worlds to measure: 1, 2, 4 and all, as far as there are GPUs.
+worlds() { printf '%s\n' 1 2 4 "$ranks" | sort -nu | while read -r n; do [ "$n" -gt "$gpus" ] || echo "$n"; done; }
+
+section_checks() {
   check device "$dir/device" --test-threads=4
   check memory "$dir/memory" --test-threads=4
   check conformance "$dir/conformance"
@@ -63,43 +108,149 @@ run() {
   # Ranks that share a GPU need a hardware queue for each of their streams.
   check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/gpu_nic" contexts arenas --test-threads=1
   if [ "$gpus" -ge 3 ]; then check kills "$dir/kills" --test-threads=1; else note kills skipped "needs 3 GPUs"; fi
-  check verify "$dir/tokenyard" verify --device cuda --seeds "${SEEDS:-200}"
-  check verify-full "$dir/tokenyard" verify --device cuda --seeds 1 --full
+  local dtype layout shared=$((2 * gpus))
   for dtype in fp8 bf16 fp16 fp32; do
     for layout in contiguous masked token; do
-      check "bench-$dtype-$layout" "$dir/tokenyard" bench --device cuda --world "$ranks" --dtype $dtype --layout $layout \
-        --tokens 64 --iters 20 --warmup 2 --check all
+      checked "bench-$dtype-$layout" --world "$ranks" --dtype "$dtype" --layout "$layout" --tokens 64 --iters 20 --warmup 2
     done
   done
-  check processes "$dir/tokenyard" bench --device cuda --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5 --check all
-  check shared "$dir/tokenyard" bench --device cuda --world $((2 * gpus)) --tokens 128 --iters 20 --warmup 2 --check all
-  # GPUs as nodes: the processor moves what goes between them, then emulated NICs do.
-  if [ "$gpus" -ge 2 ]; then
-    for place in host device; do
-      check "nodes-$place" "$dir/tokenyard" bench --device cuda --world "$gpus" --ranks-per-node $((gpus / 2)) --arena $place \
-        --tokens 64 --iters 20 --warmup 2 --check all
-    done
-    check waves "$dir/tokenyard" bench --device cuda --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 500 --wave-tokens 150 \
-      --iters 10 --warmup 2 --check all
-    figure "decode-nodes-$gpus" --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 1,16,128
-    figure "decode-nodes-cx7-$gpus" --world "$gpus" --ranks-per-node $((gpus / 2)) --tokens 1,16,128 --link cx7
-  fi
-  for n in 1 2 "$ranks"; do
-    [ "$n" -le "$gpus" ] || continue
-    figure "decode-$n" --world "$n" --tokens 1,16,128
-    figure "prefill-$n" --world "$n" --tokens 4096 --iters 100 --warmup 10
-  done
-  figure "stages-$ranks" --world "$ranks" --tokens 1,128,4096 --iters 40 --stages
-  figure "decode-quantize-$ranks" --world "$ranks" --tokens 128 --quantize
-  figure "decode-graph-$ranks" --world "$ranks" --tokens 128 --mode graph
-  figure "decode-split-$ranks" --world "$ranks" --tokens 128 --mode split
-  figure "decode-bf16-$ranks" --world "$ranks" --tokens 128 --dtype bf16
-  figure "decode-masked-$ranks" --world "$ranks" --tokens 128 --layout masked
-  figure "decode-token-$ranks" --world "$ranks" --tokens 128 --layout token
-  figure "decode-processes-$ranks" --world "$ranks" --tokens 128 --launch processes
-  printf '\n%s x %s\n' "$gpus" "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
-  printf '%s\n' "${rows[@]}"
-  ! printf '%s\n' "${rows[@]}" | grep -q FAILED
+  checked processes --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5
+  # The program's worlds have at most 16 ranks.
+  [ "$shared" -le 16 ] || shared=16
+  checked shared --world "$shared" --tokens 128 --iters 20 --warmup 2
 }
 
-"$mode" "$@"
+section_verify() {
+  check verify "$dir/tokenyard" verify --device cuda --seeds "${SEEDS:-200}"
+  check verify-full "$dir/tokenyard" verify --device cuda --seeds 1 --full
+}
+
+section_decode() {
+  local n
+  for n in $(worlds); do figure "decode-$n" --world "$n" --tokens 1,16,128; done
+}
+
+section_prefill() {
+  local n
+  for n in $(worlds); do figure "prefill-$n" --world "$n" --tokens 4096 --iters 100 --warmup 10; done
+  figure "prefill-sms24-$ranks" --world "$ranks" --tokens 4096 --sms 24 --iters 100 --warmup 10
+}
+
+section_modes() {
+  local decode=(--world "$ranks" --tokens 128)
+  figure "decode-graph-$ranks" "${decode[@]}" --mode graph
+  figure "decode-split-$ranks" "${decode[@]}" --mode split
+  figure "decode-bf16-$ranks" "${decode[@]}" --dtype bf16
+  figure "decode-masked-$ranks" "${decode[@]}" --layout masked
+  figure "decode-token-$ranks" "${decode[@]}" --layout token
+  figure "decode-weights-$ranks" "${decode[@]}" --weights combine
+  figure "decode-quantize-$ranks" "${decode[@]}" --quantize
+  figure "decode-processes-$ranks" "${decode[@]}" --launch processes
+  figure "stages-$ranks" --world "$ranks" --tokens 1,128,4096 --iters 40 --stages
+}
+
+section_shapes() {
+  local preset trace=$root/tests/data/text-256x8-excerpt.safetensors
+  # v3 at 4096 tokens is prefill's.
+  for preset in v3 kimi-k2 qwen3-235b gpt-oss-120b mixtral-8x22b; do
+    figure "decode-$preset-$ranks" --world "$ranks" --tokens 128 --preset "$preset"
+  done
+  figure "decode-zipf-$ranks" --world "$ranks" --tokens 128 --routing zipf:1.0
+  figure "decode-text-$ranks" --world "$ranks" --tokens 128 --routing "file:$trace"
+}
+
+# Buffers are those of the largest call throughout, and comparing takes seconds.
+section_sweep() {
+  figure "sweep-$ranks" --world "$ranks" --tokens 1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192 --iters 100 --warmup 10 \
+    --check first --plot "$out/sweep-$ranks.svg"
+}
+
+section_nodes() {
+  if [ "$gpus" -lt 2 ]; then
+    note nodes skipped "needs 2 GPUs"
+    return
+  fi
+  local place halves=(--world "$gpus" --ranks-per-node "$((gpus / 2)),$((gpus - gpus / 2))")
+  # The processor moves what goes between them, then emulated NICs do.
+  for place in host device; do
+    checked "nodes-$place" "${halves[@]}" --arena "$place" --tokens 64 --iters 20 --warmup 2
+  done
+  checked waves "${halves[@]}" --tokens 500 --wave-tokens 150 --iters 10 --warmup 2
+  figure "decode-nodes-$gpus" "${halves[@]}" --tokens 1,16,128
+  figure "decode-nodes-cx7-$gpus" "${halves[@]}" --tokens 1,16,128 --link cx7
+}
+
+section_long() {
+  row_limit=${LIMITS[long]}
+  figure "long-ragged-$ranks" --world "$ranks" --ragged --hidden 256 --tokens 32 --iters 100000 --check 16
+  figure "long-v3-$ranks" --world "$ranks" --tokens 128 --iters 5000 --check 16
+}
+
+section_sanitizer() {
+  local sanitizer
+  if ! sanitizer=$(PATH="$PATH:/usr/local/cuda/bin" command -v compute-sanitizer); then
+    note sanitizer skipped "needs compute-sanitizer, of the CUDA toolkit"
+    return
+  fi
+  row_limit=${LIMITS[sanitizer]}
+  sanitized memcheck-1 memcheck "ERROR SUMMARY: 0 errors" --world 1
+  sanitized racecheck-1 racecheck "RACECHECK SUMMARY: 0 hazards" --world 1
+  if [ "$gpus" -ge 2 ]; then
+    sanitized memcheck-2 memcheck "ERROR SUMMARY: 0 errors" --world 2
+  else
+    note memcheck-2 skipped "needs 2 GPUs"
+  fi
+}
+
+# The sections that were asked for, groups spelt out; all of them by default.
+chosen() {
+  local name
+  [ $# -gt 0 ] || set -- "${SECTIONS[@]}"
+  for name in "$@"; do
+    if [ "$name" = figures ]; then
+      printf '%s\n' "${FIGURES[@]}"
+    elif [ -n "${LIMITS[$name]:-}" ]; then
+      echo "$name"
+    else
+      echo "tests/gpu.sh: there is no section $name; give some of ${SECTIONS[*]}, or figures" >&2
+      return 1
+    fi
+  done
+}
+
+run() {
+  local names section table deadline row_limit tables=()
+  dir=${1:?the folder of the binaries}
+  out=${2:-$dir/out}
+  [ $# -lt 2 ] || shift
+  shift
+  names=$(chosen "$@")
+  mkdir -p "$out"
+  gpus=$(nvidia-smi -L | wc -l)
+  ranks=${RANKS:-$gpus}
+  export TOKENYARD_TEST_DEVICE=cuda
+  for section in $names; do
+    LIMITS[$section]=${SECTION_LIMIT:-${LIMITS[$section]}}
+    deadline=$((SECONDS + LIMITS[$section]))
+    row_limit=${LIMIT:-240}
+    table=$out/table-$section.txt
+    tables+=("$table")
+    : >"$table"
+    "section_$section"
+  done
+  printf '\n%s x %s\n' "$gpus" "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
+  cat "${tables[@]}"
+  ! grep -q ' FAILED ' "${tables[@]}"
+}
+
+case ${1:-} in
+  build | run)
+    mode=$1
+    shift
+    "$mode" "$@"
+    ;;
+  *)
+    sed -n '2,/^set/{/^#/p;}' "$0" >&2
+    exit 2
+    ;;
+esac

@@ -170,7 +170,7 @@ pub struct BenchArgs {
     /// Where results go; - is stdout, and then nothing else is printed
     #[arg(long, value_name = "PATH")]
     pub json: Option<String>,
-    /// A plot of latency against tokens
+    /// A plot of latency and of bandwidth against tokens
     #[arg(long, value_name = "PATH.svg")]
     pub plot: Option<String>,
     /// A timeline that Perfetto opens

@@ -16,6 +16,7 @@ use super::faults::is_passing;
 use super::hold::Hold;
 use super::sample::{Span, Times};
 use super::steps::Step;
+use super::wake::Wake;
 use super::words::Mode;
 
 /// Errors that are kept at the most; more are not met but by a broken library.
@@ -223,10 +224,12 @@ impl Caller {
         Ok(())
     }
 
-    /// Enqueues the steps; `given` has an entry for each lane that they name.
-    pub fn enqueue(&self, lanes: &[Lane], given: &[Given], steps: &[Step]) -> Result<Vec<Marks>> {
+    /// Enqueues the steps, behind what wakes the links if that is given; `given` has an entry for each lane that they name.
+    pub fn enqueue(&self, lanes: &[Lane], given: &[Given], steps: &[Step], wake: Option<&Wake>) -> Result<Vec<Marks>> {
         let held = if self.timed { Some(self.hold.hold(&self.stream)?) } else { None };
-        let marks = self.enqueue_all(lanes, given, steps);
+        // Behind the hold, so that the links are not idle again while the host enqueues the rest.
+        let woken = wake.map_or(Ok(()), |wake| wake.enqueue(&self.stream));
+        let marks = woken.and_then(|()| self.enqueue_all(lanes, given, steps));
         drop(held);
         marks
     }

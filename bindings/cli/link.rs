@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokenyard::kernels::bench;
 use tokenyard::transport::{Arena, PeerMap};
-use tokenyard::{DeviceBuffer, Rank, Result, View, World};
+use tokenyard::{Device, DeviceBuffer, Rank, Result, View, World};
 
 use super::calls::Caller;
 use super::words::ArenaWord;
@@ -48,8 +48,8 @@ pub fn rate(world: &World) -> Result<f64> {
 }
 
 /// Times, in µs, of bare stores between GPUs of an iteration's bytes: those that dispatch sends and those that combine
-/// does. `rows` went from each rank to each other in a mean iteration, of this rank's tokens; `row_bytes` is the payload of a row and of a partial row. None
-/// without peers in its node.
+/// does. `rows` went from each rank to each other in a mean iteration, of this rank's tokens; `row_bytes` is the payload of
+/// a row and of a partial row. None without peers in its node.
 ///
 /// # Errors
 /// Whatever the device or a peer answers.
@@ -61,8 +61,9 @@ pub fn push(
     row_bytes: (u64, u64),
     patience: Duration,
 ) -> Result<[Vec<f64>; 2]> {
-    let device = caller.stream.device();
-    let Some(ordinal) = device.ordinal().filter(|_| world.size() > 1) else { return Ok(Default::default()) };
+    if world.size() < 2 {
+        return Ok(Default::default());
+    }
     let rank = world.rank().index();
     let table = gather_rows(world, rows)?;
     let bytes = |rows: u64, each: u64| (rows * each).next_multiple_of(QUANTUM) as usize;
@@ -71,17 +72,9 @@ pub fn push(
     let home: Vec<usize> = table.iter().map(|row| bytes(row[rank], row_bytes.1)).collect();
     let most = table.iter().flatten().copied().max().unwrap_or(0);
     let slot = bytes(most, row_bytes.0.max(row_bytes.1)).max(QUANTUM as usize);
-    let bytes = slot * world.size();
-    let arena = match arena {
-        ArenaWord::Device => Arena::cuda(ordinal, bytes)?,
-        ArenaWord::Host => Arena::cuda_host(ordinal, bytes)?,
-    };
-    let map = PeerMap::establish(world, arena)?;
-    let source = device.alloc(slot)?;
-    source.fill(1)?;
-    let peers = Peers { rank, slot, map: &map, source: &source };
+    let slots = Slots::establish(world, caller.stream.device(), arena, slot)?;
     world.barrier("link buffers ready")?;
-    let times = [peers.time(caller, &out, patience)?, peers.time(caller, &home, patience)?];
+    let times = [slots.time(caller, &out, patience)?, slots.time(caller, &home, patience)?];
     // Nobody's memory goes while a peer may still store into it.
     world.barrier("links measured")?;
     Ok(times)
@@ -100,33 +93,58 @@ fn gather_rows(world: &World, rows: &[u64]) -> Result<Vec<Vec<u64>>> {
     Ok(table)
 }
 
-/// Where a rank's bare stores go.
-struct Peers<'a> {
+/// Where bare stores go: in every rank's memory, a slot for each rank.
+pub struct Slots {
     rank: usize,
-    /// Bytes that each rank has in every peer's memory.
-    slot: usize,
-    map: &'a PeerMap,
-    source: &'a DeviceBuffer,
+    ranks: usize,
+    /// Bytes of a slot.
+    bytes: usize,
+    map: PeerMap,
+    source: DeviceBuffer,
 }
 
-impl Peers<'_> {
+impl Slots {
+    /// Makes this rank's slots of `bytes` bytes and maps those of its peers. Collective.
+    ///
+    /// # Errors
+    /// Whatever the device or a peer answers.
+    pub fn establish(world: &World, device: &Device, arena: ArenaWord, bytes: usize) -> Result<Slots> {
+        let all = bytes * world.size();
+        let arena = match (device.ordinal(), arena) {
+            (None, _) => Arena::cpu(all)?,
+            (Some(ordinal), ArenaWord::Device) => Arena::cuda(ordinal, all)?,
+            (Some(ordinal), ArenaWord::Host) => Arena::cuda_host(ordinal, all)?,
+        };
+        let map = PeerMap::establish(world, arena)?;
+        let source = device.alloc(bytes)?;
+        source.fill(1)?;
+        Ok(Slots { rank: world.rank().index(), ranks: world.size(), bytes, map, source })
+    }
+
+    /// Each other rank of the node, and this rank's slot there.
+    pub fn peers(&self) -> Vec<(usize, View)> {
+        let base = |peer: usize| self.map.base_of(Rank(peer as u32));
+        let own = (self.rank * self.bytes) as u64;
+        let others = (0..self.ranks).filter(|&peer| peer != self.rank && base(peer) != 0);
+        others.map(|peer| (peer, View { ptr: base(peer) + own, bytes: self.bytes })).collect()
+    }
+
+    /// What is stored: a slot of it.
+    pub fn source(&self) -> View {
+        self.source.view()
+    }
+
     /// Times stores of `bytes[p]` bytes to each peer p of the node at once.
     fn time(&self, caller: &Caller, bytes: &[usize], patience: Duration) -> Result<Vec<f64>> {
-        let mapped = |peer: usize| self.map.base_of(Rank(peer as u32)) != 0;
-        let peers = || (0..bytes.len()).filter(|&peer| peer != self.rank && mapped(peer));
-        let place = |peer: usize| View {
-            ptr: self.map.base_of(Rank(peer as u32)) + (self.rank * self.slot) as u64,
-            bytes: self.slot,
-        };
-        let destinations: Vec<View> = peers().map(place).collect();
-        let bytes: Vec<usize> = peers().map(|peer| bytes[peer]).collect();
+        let (peers, destinations): (Vec<usize>, Vec<View>) = self.peers().into_iter().unzip();
+        let bytes: Vec<usize> = peers.iter().map(|&peer| bytes[peer]).collect();
         let stream = &caller.stream;
         let mut times = Vec::new();
         for repeat in 0..GPU_WARMUP + GPU_REPEATS {
             let [start, end] = caller.together(|| {
                 let start = stream.record()?;
                 if !destinations.is_empty() {
-                    bench::push(stream, self.source.view(), &destinations, &bytes)?;
+                    bench::push(stream, self.source(), &destinations, &bytes)?;
                 }
                 Ok([start, stream.record()?])
             })?;
@@ -137,5 +155,18 @@ impl Peers<'_> {
         }
         caller.take_errors()?;
         Ok(times)
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    /// What lies in this rank's memory, slot by slot; nobody may be storing there.
+    pub fn received(slots: &Slots) -> Vec<Vec<u8>> {
+        let own = slots.map.own();
+        // SAFETY: an arena of the CPU device is host memory, zeroed, of that length, and lives as long as the slots.
+        let bytes = unsafe { std::slice::from_raw_parts(own.base() as *const u8, own.bytes()) };
+        bytes.chunks(slots.bytes).map(<[u8]>::to_vec).collect()
     }
 }

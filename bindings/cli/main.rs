@@ -41,6 +41,7 @@ mod trace_file;
 mod traffic;
 mod usage;
 mod verify;
+mod wake;
 mod words;
 
 use std::process::ExitCode;

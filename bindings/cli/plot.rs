@@ -1,13 +1,14 @@
-//! A plot of latency against tokens, with the floor that the links set, as SVG written by hand.
+//! A plot of latency and of bandwidth against tokens, with the floor that the links set, as SVG written by hand.
 //!
-//! Behind the data path, on the main thread. Both axes are logarithmic; runs of zero tokens have no place on them and
-//! are left out.
+//! Behind the data path, on the main thread. All axes are logarithmic; runs of zero tokens have no place on them and
+//! are left out. Where nothing went between ranks there is no bandwidth, and latency stands alone.
 
 use std::fmt::Write;
 
 use super::report::RunResult;
 
 const WIDTH: f64 = 760.0;
+/// Of one panel.
 const HEIGHT: f64 = 460.0;
 const LEFT: f64 = 70.0;
 const RIGHT: f64 = 170.0;
@@ -16,12 +17,26 @@ const BOTTOM: f64 = 56.0;
 const DISPATCH: &str = "#1f6fb2";
 const COMBINE: &str = "#c2571a";
 
-/// One curve: a name, a colour, dashes, and (tokens, µs) of each run.
+/// One of the plot's panels, which stand below one another.
+struct Panel {
+    title: String,
+    unit: &'static str,
+    curves: Vec<Curve>,
+}
+
+/// One curve: a name, a colour, dashes, and (tokens, value) of each run.
 struct Curve {
     name: &'static str,
     colour: &'static str,
     dashes: &'static str,
     points: Vec<(f64, f64)>,
+}
+
+/// Where a panel's lines and points go.
+#[derive(Debug, Clone, Copy)]
+struct Frame {
+    x: Axis,
+    y: Axis,
 }
 
 /// A logarithmic axis between two values, drawn between two places.
@@ -58,27 +73,66 @@ impl Axis {
 
 /// The plot of a sweep.
 pub fn plot(results: &[RunResult]) -> String {
-    let curves = curves(results);
-    let points = || curves.iter().flat_map(|c| c.points.iter());
-    let x = Axis::around(points().map(|p| p.0), 2.0, LEFT, WIDTH - RIGHT);
-    let y = Axis::around(points().map(|p| p.1), 10.0, HEIGHT - BOTTOM, TOP);
+    let mut panels = vec![latency(results)];
+    panels.extend(Some(bandwidth(results)).filter(|panel| panel.points().next().is_some()));
+    let height = HEIGHT * panels.len() as f64;
     let mut svg = String::new();
     let _ = write!(
         svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" \
-         viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" \
+         viewBox=\"0 0 {WIDTH} {height}\" \
          font-family=\"Helvetica, Arial, sans-serif\" font-size=\"12\">\n\
-         <rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#ffffff\"/>\n"
+         <rect width=\"{WIDTH}\" height=\"{height}\" fill=\"#ffffff\"/>\n"
     );
-    text(&mut svg, LEFT, 24.0, "start", 14, &title(results));
-    x_axis(&mut svg, x, results);
-    y_axis(&mut svg, y);
-    for curve in &curves {
-        draw(&mut svg, x, y, curve);
+    for (place, panel) in panels.iter().enumerate() {
+        panel.draw(&mut svg, HEIGHT * place as f64, results);
     }
-    legend(&mut svg, &curves);
     svg.push_str("</svg>\n");
     svg
+}
+
+fn latency(results: &[RunResult]) -> Panel {
+    let curve = |name, colour, dashes, us| curve(results, name, colour, dashes, us);
+    Panel {
+        title: title(results),
+        unit: "us",
+        curves: vec![
+            curve("combine p99", COMBINE, "2 3", |r| r.combine_us.p99),
+            curve("combine p50", COMBINE, "", |r| r.combine_us.p50),
+            curve("combine floor", COMBINE, "8 4", |r| r.floor_us.combine),
+            curve("dispatch p99", DISPATCH, "2 3", |r| r.dispatch_us.p99),
+            curve("dispatch p50", DISPATCH, "", |r| r.dispatch_us.p50),
+            curve("dispatch floor", DISPATCH, "8 4", |r| r.floor_us.dispatch),
+        ],
+    }
+}
+
+/// The floor of a time is the ceiling of a bandwidth.
+fn bandwidth(results: &[RunResult]) -> Panel {
+    let curve = |name, colour, dashes, gbps| curve(results, name, colour, dashes, gbps);
+    Panel {
+        title: "sent by each rank, within its node and to others".to_string(),
+        unit: "GB/s",
+        curves: vec![
+            curve("dispatch at floor", DISPATCH, "8 4", |r| gbps(dispatched(r), r.floor_us.dispatch)),
+            curve("dispatch at p50", DISPATCH, "", |r| gbps(dispatched(r), r.dispatch_us.p50)),
+            curve("combine at floor", COMBINE, "8 4", |r| gbps(combined(r), r.floor_us.combine)),
+            curve("combine at p50", COMBINE, "", |r| gbps(combined(r), r.combine_us.p50)),
+        ],
+    }
+}
+
+fn dispatched(r: &RunResult) -> u64 {
+    r.bytes_per_rank.dispatch_nvlink + r.bytes_per_rank.dispatch_wire
+}
+
+fn combined(r: &RunResult) -> u64 {
+    r.bytes_per_rank.combine_nvlink + r.bytes_per_rank.combine_wire
+}
+
+/// GB/s of so many bytes in so many µs; 0 where no time is known.
+fn gbps(bytes: u64, us: f64) -> f64 {
+    if us > 0.0 { bytes as f64 / us / 1000.0 } else { 0.0 }
 }
 
 fn title(results: &[RunResult]) -> String {
@@ -90,25 +144,42 @@ fn title(results: &[RunResult]) -> String {
     })
 }
 
-fn curves(results: &[RunResult]) -> Vec<Curve> {
-    let of = |us: fn(&RunResult) -> f64| {
-        let points = results.iter().map(|r| (r.tokens as f64, us(r)));
-        let mut points: Vec<(f64, f64)> = points.filter(|(t, us)| *t > 0.0 && *us > 0.0).collect();
-        points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        points
-    };
-    let curve = |name, colour, dashes, us| Curve { name, colour, dashes, points: of(us) };
-    vec![
-        curve("combine p99", COMBINE, "2 3", |r| r.combine_us.p99),
-        curve("combine p50", COMBINE, "", |r| r.combine_us.p50),
-        curve("combine floor", COMBINE, "8 4", |r| r.floor_us.combine),
-        curve("dispatch p99", DISPATCH, "2 3", |r| r.dispatch_us.p99),
-        curve("dispatch p50", DISPATCH, "", |r| r.dispatch_us.p50),
-        curve("dispatch floor", DISPATCH, "8 4", |r| r.floor_us.dispatch),
-    ]
+/// A curve of the runs that have both a count of tokens and a value.
+fn curve(
+    results: &[RunResult],
+    name: &'static str,
+    colour: &'static str,
+    dashes: &'static str,
+    value: fn(&RunResult) -> f64,
+) -> Curve {
+    let points = results.iter().map(|r| (r.tokens as f64, value(r)));
+    let mut points: Vec<(f64, f64)> = points.filter(|(tokens, value)| *tokens > 0.0 && *value > 0.0).collect();
+    points.sort_by(|a, b| a.0.total_cmp(&b.0));
+    Curve { name, colour, dashes, points }
 }
 
-fn draw(svg: &mut String, x: Axis, y: Axis, curve: &Curve) {
+impl Panel {
+    fn points(&self) -> impl Iterator<Item = &(f64, f64)> {
+        self.curves.iter().flat_map(|curve| &curve.points)
+    }
+
+    /// Draws it with its upper edge at `top`.
+    fn draw(&self, svg: &mut String, top: f64, results: &[RunResult]) {
+        let frame = Frame {
+            x: Axis::around(self.points().map(|p| p.0), 2.0, LEFT, WIDTH - RIGHT),
+            y: Axis::around(self.points().map(|p| p.1), 10.0, top + HEIGHT - BOTTOM, top + TOP),
+        };
+        text(svg, LEFT, top + 24.0, "start", 14, &self.title);
+        x_axis(svg, frame, results);
+        y_axis(svg, frame.y, self.unit);
+        for curve in &self.curves {
+            draw(svg, frame, curve, self.unit);
+        }
+        legend(svg, frame.y.to, &self.curves);
+    }
+}
+
+fn draw(svg: &mut String, Frame { x, y }: Frame, curve: &Curve, unit: &str) {
     let place = |p: &(f64, f64)| format!("{:.1},{:.1}", x.place(p.0), y.place(p.1));
     let points: Vec<String> = curve.points.iter().map(place).collect();
     let dashes =
@@ -120,36 +191,38 @@ fn draw(svg: &mut String, x: Axis, y: Axis, curve: &Curve) {
         curve.colour
     );
     let radius = if curve.dashes.is_empty() { 3.2 } else { 2.0 };
-    for (tokens, us) in &curve.points {
-        let (cx, cy) = (x.place(*tokens), y.place(*us));
+    for (tokens, value) in &curve.points {
+        let (cx, cy) = (x.place(*tokens), y.place(*value));
         let _ = writeln!(
             svg,
             "<circle cx=\"{cx:.1}\" cy=\"{cy:.1}\" r=\"{radius}\" fill=\"{}\">\
-             <title>{}, {tokens} tokens: {us} us</title></circle>",
-            curve.colour, curve.name
+             <title>{}, {tokens} tokens: {} {unit}</title></circle>",
+            curve.colour,
+            curve.name,
+            rounded(*value)
         );
     }
 }
 
 /// Ticks where there are runs, as far apart as their labels need.
-fn x_axis(svg: &mut String, x: Axis, results: &[RunResult]) {
-    let mut ticks: Vec<usize> = results.iter().map(|r| r.tokens).filter(|t| *t > 0).collect();
+fn x_axis(svg: &mut String, Frame { x, y }: Frame, results: &[RunResult]) {
+    let mut ticks: Vec<usize> = results.iter().map(|r| r.tokens).filter(|t| x.contains(*t as f64)).collect();
     ticks.sort_unstable();
     ticks.dedup();
     let mut last = f64::NEG_INFINITY;
     for tick in ticks {
         let at = x.place(tick as f64);
-        line(svg, (at, TOP), (at, HEIGHT - BOTTOM), "#eeeeee");
+        line(svg, (at, y.to), (at, y.from), "#eeeeee");
         if at - last > 34.0 {
-            text(svg, at, HEIGHT - BOTTOM + 18.0, "middle", 12, &tick.to_string());
+            text(svg, at, y.from + 18.0, "middle", 12, &tick.to_string());
             last = at;
         }
     }
-    line(svg, (x.from, HEIGHT - BOTTOM), (x.to, HEIGHT - BOTTOM), "#444444");
-    text(svg, (x.from + x.to) / 2.0, HEIGHT - 16.0, "middle", 12, "tokens per rank");
+    line(svg, (x.from, y.from), (x.to, y.from), "#444444");
+    text(svg, (x.from + x.to) / 2.0, y.from + 40.0, "middle", 12, "tokens per rank");
 }
 
-fn y_axis(svg: &mut String, y: Axis) {
+fn y_axis(svg: &mut String, y: Axis, unit: &str) {
     let mut decade = y.low;
     while decade < y.high * 1.001 {
         for step in [1.0, 2.0, 5.0] {
@@ -159,18 +232,23 @@ fn y_axis(svg: &mut String, y: Axis) {
             }
             let at = y.place(value);
             line(svg, (LEFT, at), (WIDTH - RIGHT, at), if step == 1.0 { "#cccccc" } else { "#eeeeee" });
-            text(svg, LEFT - 8.0, at + 4.0, "end", 12, &format!("{}", (value * 1e6).round() / 1e6));
+            text(svg, LEFT - 8.0, at + 4.0, "end", 12, &format!("{}", rounded(value)));
         }
         decade *= 10.0;
     }
     line(svg, (LEFT, y.from), (LEFT, y.to), "#444444");
-    text(svg, LEFT - 8.0, TOP - 10.0, "end", 12, "us");
+    text(svg, LEFT - 8.0, y.to - 10.0, "end", 12, unit);
 }
 
-fn legend(svg: &mut String, curves: &[Curve]) {
+/// Without the tail that arithmetic leaves.
+fn rounded(value: f64) -> f64 {
+    (value * 1e6).round() / 1e6
+}
+
+fn legend(svg: &mut String, top: f64, curves: &[Curve]) {
     let left = WIDTH - RIGHT + 16.0;
     for (i, curve) in curves.iter().enumerate() {
-        let at = TOP + 12.0 + 20.0 * i as f64;
+        let at = top + 12.0 + 20.0 * i as f64;
         let dashes = if curve.dashes.is_empty() { "none" } else { curve.dashes };
         let _ = writeln!(
             svg,
@@ -211,5 +289,11 @@ mod tests {
         let one = Axis::around([128.0].into_iter(), 2.0, 0.0, 100.0);
         assert!(one.high > one.low && one.contains(128.0));
         assert!(Axis::around([].into_iter(), 10.0, 0.0, 1.0).place(1.0).is_finite());
+    }
+
+    #[test]
+    fn bandwidth_is_bytes_over_time() {
+        assert!((gbps(4_900_000, 19.6) - 250.0).abs() < 1e-9);
+        assert_eq!((gbps(0, 5.0), gbps(5, 0.0)), (0.0, 0.0));
     }
 }

@@ -27,6 +27,7 @@ use super::routing::{Routed, Router, ragged_count};
 use super::sample::{RankResult, Verdict};
 use super::steps::steps;
 use super::traffic::Traffic;
+use super::wake::Wake;
 use super::words::{ArenaWord, FaultWord, Mode, PlacementWord, WeightsWord, WorldMode};
 
 /// What every rank of a run is told.
@@ -128,6 +129,9 @@ struct RankRun<'a> {
     caller: Caller,
     // Behind the context: its kernels use them.
     lanes: Vec<Lane>,
+    wake: Option<Wake>,
+    /// Whether the GPU has waited for the host to compare, or to begin.
+    idled: bool,
     router: Router,
     spec: Spec,
     /// Rows of this rank's tokens in timed iterations.
@@ -155,6 +159,8 @@ impl<'a> RankRun<'a> {
             rank,
             caller: Caller::new(case, ep, device, job.measured, job.timeout)?,
             lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
+            wake: if job.measured { Wake::establish(world, device, job.arena)? } else { None },
+            idled: true,
             router: case.router()?,
             spec: case.spec(POISON),
             traffic: Traffic::new(&case.spec(POISON)),
@@ -188,7 +194,12 @@ impl<'a> RankRun<'a> {
     fn iterations(&mut self, first: usize, count: usize, result: &mut RankResult) -> Result<()> {
         let turns: Vec<Turn> = (first..first + count).map(|i| self.draw(i)).collect();
         self.upload(&turns)?;
-        let marks = self.caller.enqueue(&self.lanes, &self.given(&turns), &steps(self.case, first, count))?;
+        // The host is long with an iteration that is compared: before it with poison and all ranks' inputs, behind it with
+        // the reference.
+        let compared = turns.iter().any(|turn| turn.checked);
+        let wake = self.wake.as_ref().filter(|_| compared || self.idled);
+        self.idled = compared;
+        let marks = self.caller.enqueue(&self.lanes, &self.given(&turns), &steps(self.case, first, count), wake)?;
         self.stream().synchronize(self.job.patience())?;
         let errors = self.caller.take_errors()?;
         self.judge_errors(&turns, errors, result)?;

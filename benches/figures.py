@@ -1,0 +1,134 @@
+"""Results of `tokenyard bench` as text: lines for the table of tests/gpu.sh, and the table of README.md.
+
+    python3 benches/figures.py lines FILE.json    a line for each result of a file
+    python3 benches/figures.py readme             renews README.md's table from benches/results/*/*.json
+    python3 benches/figures.py readme --check     says whether it is in step with them; status 1 if it is not
+
+Nothing but the standard library.
+"""
+
+import json
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+README = os.path.join(ROOT, "README.md")
+RESULTS = os.path.join(ROOT, "benches", "results")
+BEGIN = "<!-- Made by `python3 benches/figures.py readme` from benches/results/*/*.json: do not edit. -->\n"
+END = "<!-- End of what benches/figures.py made. -->\n"
+
+# Calls of so many tokens at the most are decode steps, whose p99 should stay near their p50.
+DECODE_TOKENS = 128
+STEADY = 1.3
+
+
+def results_of(path):
+    """The results of a file: one, or those of a sweep."""
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file)
+    return found.get("results", [found])
+
+
+def ratio(us, floor):
+    """How many times its floor something took."""
+    return f"{us / floor:.1f}" if floor > 0 else "–"
+
+
+def micros(us):
+    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+def floor_of(us):
+    return micros(us) if us > 0 else "–"
+
+
+def steadiness(times, tokens):
+    """A word on the p99 of a decode step; nothing for larger calls."""
+    if tokens > DECODE_TOKENS:
+        return ""
+    return " steady" if times["p99"] <= STEADY * times["p50"] else " UNSTEADY"
+
+
+def line(result):
+    """One result in a line."""
+
+    def way(name):
+        times, floor = result[f"{name}_us"], result["floor_us"][name]
+        p99 = f"p99 {micros(times['p99'])}{steadiness(times, result['tokens'])}"
+        return f"{name} {micros(times['p50'])} ({p99}, floor {floor_of(floor)}, x {ratio(times['p50'], floor)})"
+
+    return f"T={result['tokens']}: {way('dispatch')}  {way('combine')}"
+
+
+def gpus(result):
+    """How many GPUs of which kind, and how they were cut into nodes."""
+    world, per_node = result["world"], result["ranks_per_node"]
+    text = f"{world} × {result['device_name']}"
+    return text if per_node == world else f"{text}, nodes of {per_node}"
+
+
+def kept():
+    """Path and result of everything that was kept of GPUs, in order; but not runs that had the device note its stages, which
+    are for performance.md."""
+    found = []
+    for folder in sorted(os.listdir(RESULTS)):
+        place = os.path.join(RESULTS, folder)
+        names = sorted(os.listdir(place)) if os.path.isdir(place) else []
+        for name in (name for name in names if name.endswith(".json")):
+            for result in results_of(os.path.join(place, name)):
+                if not result["verified"]:
+                    sys.exit(f"{place}/{name} was not verified; keep only results that are right")
+                if "stages_us" not in result:
+                    found.append((f"{folder}/{name.removesuffix('.json')}", result))
+    return found
+
+
+def table():
+    rows = [
+        "| run | GPUs | tokens | dispatch | floor | × | combine | floor | × | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, result in kept():
+        cells = [name, gpus(result), str(result["tokens"])]
+        for way in ("dispatch", "combine"):
+            times, floor = result[f"{way}_us"], result["floor_us"][way]
+            cells += [f"{micros(times['p50'])} ({micros(times['p99'])})", floor_of(floor), ratio(times["p50"], floor)]
+        cells.append(result["commit"][:7])
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def renewed(text):
+    """README.md's text with the table as it should be."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"README.md lacks its markers; put back these lines:\n{BEGIN}{END}")
+    return before + BEGIN + "\n" + table() + "\n" + END + after
+
+
+def readme(check):
+    with open(README, encoding="utf-8") as file:
+        text = file.read()
+    wanted = renewed(text)
+    if text == wanted:
+        return
+    if check:
+        sys.exit("README.md is not in step with benches/results; run python3 benches/figures.py readme")
+    with open(README, "w", encoding="utf-8") as file:
+        file.write(wanted)
+
+
+def main():
+    arguments = sys.argv[1:]
+    if len(arguments) == 2 and arguments[0] == "lines":
+        for result in results_of(arguments[1]):
+            print(line(result))
+    elif arguments in (["readme"], ["readme", "--check"]):
+        readme(check=len(arguments) == 2)
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()
