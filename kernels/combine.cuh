@@ -120,7 +120,7 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
   constexpr u32 groups = groups_at_home<Partial::bytes>;
   char *out = pointer<char>(a.out) + token * a.out_pitch;
   auto add = [](Floats &sum, const Floats &row, u32) { add_to(sum, row); };
-  for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
+  for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
     Floats sums[groups] = {}, own[groups] = {};
     add_terms<Partial, rows_at_home>(c, terms, 0, list.own, g, columns.end, sums, add);
     add_terms<Partial, rows_at_home>(c, terms, list.own, list.after, g, columns.end, own, add);
@@ -198,16 +198,23 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
 // Of four warps of a block, those that send where others sum at the same time. A block has two warps at least.
 constexpr u32 senders_of_four = 3;
 
+// Where a block has few rows, nothing comes before all of them are sent, so that all its warps send, then sum. Between
+// nodes a rail's sums are under way early.
+constexpr u32 few_rows_of_block = 8;
+TY_DEVICE bool one_after_the_other(const ty_combine_args &a) {
+  const ty_context &c = a.context;
+  return !spans_nodes(c) && load(&head_of(a)->most_tokens) * c.ranks <= worker_count(c) * few_rows_of_block;
+}
+
 template <typename Row, typename Partial> TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = (a.phases & TY_PHASE_RECEIVE) != 0 || spans_nodes(c);
   if (sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, wave.epoch)) return;
-  Team senders = whole_block(), summers = whole_block();
-  if (sends && sums) {
-    senders = {1, 0, block_warps() * senders_of_four / 4};
-    summers = {2, senders.warps, block_warps() - senders.warps};
-  }
+  bool side_by_side = sends && sums && !one_after_the_other(a);
+  u32 sending = side_by_side ? block_warps() * senders_of_four / 4 : block_warps();
+  u32 first = side_by_side ? sending : 0; // that sums
+  Team senders{1, 0, sending}, summers{2, first, block_warps() - first};
   if (sends && is_member(senders)) combine_send<Row, Partial>(a, shared, senders, wave);
   if (sums && is_member(summers)) sum_partials<Partial>(a, shared, summers, wave);
 }

@@ -60,7 +60,7 @@ TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, co
 
 // ---- flags and weights -----------------------------------------------------------------------------------------
 
-// Tells every rank of the node that this epoch's rows are coming or missing. By a team of block 0.
+// Tells every rank of the node that this epoch's rows are coming or missing. By a team of one block.
 TY_DEVICE void announce(const ty_combine_args &a, const Team &team, u64 epoch) {
   const ty_context &c = a.context;
   u32 status = load(&head_of(a)->incomplete) ? TY_STATUS_INCOMPLETE : TY_STATUS_OK;
@@ -150,8 +150,8 @@ TY_DEVICE bool share_out(const ty_context &c, const Team &team, u32 numbers, The
 
 // Groups [begin, end) of a row.
 struct Columns {
-  u64 begin;
-  u64 end;
+  u32 begin;
+  u32 end;
 };
 
 TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
@@ -173,7 +173,7 @@ template <u32 bytes> constexpr u32 groups_at_home = loads_at_home / (rows_at_hom
 // Adds rows [first, end) of a list to the sums of groups g, g + 32, ... of a row: one after the other, loaded
 // rows_at_once together. add(sum, group of a row, its number in the list).
 template <typename T, u32 rows_at_once, u32 groups, typename Add>
-TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 first, u32 end, u64 g, u64 g_end,
+TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 first, u32 end, u32 g, u32 g_end,
                          Floats (&sums)[groups], Add add) {
   for (; first < end; first += rows_at_once) {
     Raw<T> data[rows_at_once][groups];
@@ -230,7 +230,7 @@ TY_DEVICE void sum_rows(const ty_combine_args &a, const Terms &terms, u32 count,
   const ty_context &c = a.context;
   constexpr u32 bytes = Row::bytes > Partial::bytes ? Row::bytes : Partial::bytes;
   constexpr u32 groups = groups_at_expert<bytes>;
-  for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
+  for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
     Floats sums[groups] = {};
     add_terms<Row, rows_at_expert>(c, terms, 0, count, g, columns.end, sums, [&](Floats &sum, const Floats &y, u32 n) {
       if (a.layout == TY_LAYOUT_TOKEN) {

@@ -115,7 +115,7 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, con
   char *out = staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(l, 0, row);
   constexpr u32 groups = groups_at_home<Partial::bytes>;
   Columns columns = columns_of(c, piece);
-  for (u64 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
+  for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
     Floats sums[groups] = {};
     add_terms<Partial, rows_at_home>(c, terms, 0, count, g, columns.end, sums,
                                      [](Floats &sum, const Floats &part, u32) { add_to(sum, part); });
@@ -153,7 +153,8 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
 template <typename Row, typename Partial>
 TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
-  if (block_index() == 0) announce(a, team, wave.epoch);
+  // A block that gets no rows where there are few.
+  if (block_index() + 1 == worker_count(c)) announce(a, team, wave.epoch);
   if (c.weights == TY_WEIGHTS_COMBINE && wave.number == 0 && !send_weights(a, team, wave.call)) return;
   Terms &terms = shared.terms[warp_index()];
   bool leads = team_thread(team) == 0;

@@ -66,6 +66,7 @@ struct Wave {
 };
 
 TY_DEVICE Wave wave_of(const ty_context &c, u64 epoch) {
+  if (c.waves == 1) return {epoch, epoch, 0, 0, c.wave_tokens};
   u64 launches = epoch - c.first_epoch;
   u32 number = static_cast<u32>(launches % c.waves);
   return {epoch, c.first_epoch + launches / c.waves, number, number * c.wave_tokens, (number + 1) * c.wave_tokens};

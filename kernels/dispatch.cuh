@@ -41,10 +41,10 @@ TY_DEVICE bool publish(const ty_dispatch_args &a, const Choices &in, MetaShared 
 }
 
 // The sending team: rows for other nodes, rows for the own one, and then what other nodes sent for it.
-TY_DEVICE void send_dispatch(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave) {
+TY_DEVICE void send_dispatch(const ty_dispatch_args &a, const Team &team, const Choices &in, MetaShared &shared,
+                             const Wave &wave) {
   const ty_context &c = a.context;
   if (a.phases & TY_PHASE_SEND) {
-    Choices in = own_choices(a);
     if (spans_nodes(c) && !pack_rows(a, team, in, wave)) return;
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_FAR, team_thread(team) == 0);
     if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return;
@@ -57,18 +57,28 @@ TY_DEVICE void send_dispatch(const ty_dispatch_args &a, const Team &team, MetaSh
   if (forward(a, team, shared, wave)) note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_RAIL, team_thread(team) == 0);
 }
 
+// Warps of a block that send where the others receive. Few rows are cut finer, and leave sooner, by more of them; many
+// are held up by the links, and their receivers by memory.
+TY_DEVICE u32 senders_of(const ty_context &c, u32 tokens) {
+  u32 warps = block_warps(), few = worker_count(c) * warps / 2;
+  u32 sending = tokens <= few ? warps / 2 : warps / 4;
+  return sending == 0 ? 1 : sending;
+}
+
 TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, receives = (a.phases & TY_PHASE_RECEIVE) != 0;
-  if (sends && !publish(a, own_choices(a), shared.meta, wave)) return;
+  Choices in{};
+  if (sends) in = own_choices(a);
+  if (sends && !publish(a, in, shared.meta, wave)) return;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED, sends && thread_index() == 0);
   // Sending and receiving side by side, each by warps of its own.
   bool both = receives && (sends || spans_nodes(c)) && block_warps() > 1;
-  u32 quarter = block_warps() / 4 > 1 ? block_warps() / 4 : 1;
-  Team senders = both ? Team{1, 0, quarter} : whole_block();
-  Team receivers = both ? Team{2, quarter, block_warps() - quarter} : whole_block();
-  if (is_member(senders)) send_dispatch(a, senders, shared.meta, wave);
+  u32 sending = senders_of(c, in.tokens);
+  Team senders = both ? Team{1, 0, sending} : whole_block();
+  Team receivers = both ? Team{2, sending, block_warps() - sending} : whole_block();
+  if (is_member(senders)) send_dispatch(a, senders, in, shared.meta, wave);
   if (receives && is_member(receivers)) dispatch_receive(a, receivers, shared.place, wave);
 }
 

@@ -34,7 +34,9 @@ TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
   u32 carry = 0;
   for (u32 first = 0; first < count; first += warp_size) {
     u32 i = first + lane_index();
-    u32 own = i < count ? (load(in + i) + align - 1) / align * align : 0, sum = own;
+    u32 own = i < count ? load(in + i) : 0;
+    if (align != 1) own = (own + align - 1) / align * align;
+    u32 sum = own;
     for (u32 step = 1; step < warp_size && step < count - first; step *= 2) {
       u32 other = shuffle(sum, lane_index() - step);
       if (lane_index() >= step) sum += other;
@@ -103,10 +105,9 @@ struct Placement {
   bool fits;
 };
 
-// Behind wait_counts. By a team.
-TY_DEVICE Placement plan_output(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
-  const ty_context &c = a.context;
-  for (u32 e = team_thread(team); e < c.local_experts; e += team_threads(team)) {
+// Rows of every expert, and those of them from sources before. By a warp, which goes on with what it wrote.
+TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
+  for (u32 e = lane_index(); e < c.local_experts; e += warp_size) {
     u32 sum = 0;
     for (u32 source = 0; source < c.ranks; ++source) {
       u32 *rows = &shared.before[source * c.local_experts + e];
@@ -116,8 +117,15 @@ TY_DEVICE Placement plan_output(const ty_dispatch_args &a, const Team &team, Pla
     }
     store(&shared.rows[e], sum);
   }
-  team_barrier(team);
-  if (team_warp(team) == 0) plan_segments(a, shared);
+  warp_barrier();
+}
+
+// Behind wait_counts. By a team.
+TY_DEVICE Placement plan_output(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
+  if (team_warp(team) == 0) {
+    add_sources(a.context, shared);
+    plan_segments(a, shared);
+  }
   team_barrier(team);
   u32 needed = load(&shared.needed);
   return {needed, load(&shared.used), needed <= a.output.capacity};
@@ -275,9 +283,11 @@ TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared,
 TY_DEVICE bool place_rows(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
                           bool fits) {
   const ty_context &c = a.context;
-  u32 warps = worker_count(c) * team.warps, parts = parts_for(load(&shared.tokens), warps);
-  u32 all = load(&shared.most) * c.ranks * parts;
-  for (u32 i = warp_of_workers(c, team); i < all; i += warps) {
+  u32 rows = load(&shared.tokens), busy = 0;
+  if (a.phases & TY_PHASE_SEND) busy = busy_blocks(c, wave, wave_tokens_of(shared, c.rank));
+  Share share = share_of(c, team, busy, rows);
+  u32 parts = parts_for(rows, share.warps, most_parts_placed), all = load(&shared.most) * c.ranks * parts;
+  for (u32 i = share.own; i < all; i += share.warps) {
     u32 item = i / parts, source = item % c.ranks, token = item / c.ranks;
     if (token >= wave_tokens_of(shared, source)) continue;
     if (!place_token(a, shared, wave, source, token, part_of_row(i % parts, parts), fits)) return false;

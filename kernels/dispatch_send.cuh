@@ -75,6 +75,12 @@ struct ExpertHome {
 };
 
 TY_DEVICE ExpertHome home_of(const ty_context &c, i64 expert) {
+  if (c.even_experts != 0) {
+    // Reckoned, since the table would be a second trip to memory behind the choice itself.
+    u32 number = static_cast<u32>(expert), rank = number / c.even_experts;
+    u32 node = c.nodes == 1 ? 0 : rank / c.node_ranks;
+    return {(rank - node * c.node_ranks) << 16 | node, number - rank * c.even_experts};
+  }
   u64 packed = load(pointer<const u64>(c.expert_home) + expert);
   return {static_cast<u32>(packed), static_cast<u32>(packed >> 32)};
 }
@@ -257,25 +263,28 @@ TY_DEVICE bool is_faulty(const Choices &in, u32 token, const ChoiceGroup &loaded
     bool twice = false;
     TY_UNROLL
     for (u32 i = 0; i < j; ++i) twice |= loaded.experts[i] == expert;
-    for (u32 k = 0; k < loaded.first; ++k) twice |= choice_at(in, token, k) == expert;
+    for (u32 k = 0; expert >= 0 && k < loaded.first; ++k) twice |= choice_at(in, token, k) == expert;
     faulty |= expert == unusable_expert || (twice && expert != -1);
   }
   return in.own && faulty;
 }
 
-// Calls use(token, group) for all choices of a tile, a thread a token. Calls ready() once before, while the first are
-// being loaded. By a team.
+// Calls use(token, group) for all choices of a tile, a thread a token, and marks in `present` the tokens that it says
+// true of. Calls ready() once before, while the first are being loaded. By a team; a warp's lanes stay together, and
+// those behind the last token are given no choices.
 template <typename Ready, typename Use>
-TY_DEVICE void for_tokens(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Ready ready,
-                          Use use) {
+TY_DEVICE void for_tokens(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, u32 *present,
+                          Ready ready, Use use) {
   u32 token = team_thread(team);
-  ChoiceGroup loaded = look_up(c, in, token < tile.count ? tile.first + token : in.tokens, 0);
+  auto look = [&](u32 first) { return look_up(c, in, token < tile.count ? tile.first + token : in.tokens, first); };
+  ChoiceGroup loaded = look(0);
   ready();
-  for (; token < tile.count; token += team_threads(team)) {
-    if (token != team_thread(team)) loaded = look_up(c, in, tile.first + token, 0);
-    use(token, loaded);
-    for (u32 first = group_choices; first < c.top_k; first += group_choices)
-      use(token, look_up(c, in, tile.first + token, first));
+  for (; token - lane_index() < tile.count; token += team_threads(team)) {
+    if (token != team_thread(team)) loaded = look(0);
+    bool there = use(token, loaded);
+    for (u32 first = group_choices; first < c.top_k; first += group_choices) there |= use(token, look(first));
+    u32 word = warp_ballot(there);
+    if (lane_index() == 0) store(present + token / 32, word);
   }
 }
 
@@ -283,7 +292,7 @@ TY_DEVICE bool is_there(const ty_context &c, const Tile &tile, const ExpertHome 
   return home.node() == c.node && home.rank() == tile.destination;
 }
 
-// Marks a tile's tokens in a clear bitmap. By a team. True if a choice of this thread's share is faulty.
+// Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty.
 TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
                          const Tile &tile) {
   bool faulty = false;
@@ -292,23 +301,19 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
       store(&shared.bitmap[i], 0u);
     team_barrier(team);
   };
-  for_tokens(c, team, in, tile, clear, [&](u32 token, const ChoiceGroup &loaded) {
+  u32 *present = &shared.bitmap[tile.experts * tile.words];
+  for_tokens(c, team, in, tile, present, clear, [&](u32 token, const ChoiceGroup &loaded) {
     faulty |= is_faulty(in, tile.first + token, loaded);
+    bool there = false;
     TY_UNROLL
-    for (u32 j = 0; j < group_choices; ++j)
-      if (is_there(c, tile, loaded.homes[j]))
-        atomic_or_block(&shared.bitmap[loaded.homes[j].local * tile.words + token / 32], 1u << (token % 32));
+    for (u32 j = 0; j < group_choices; ++j) {
+      if (!is_there(c, tile, loaded.homes[j])) continue;
+      there = true;
+      atomic_or_block(&shared.bitmap[loaded.homes[j].local * tile.words + token / 32], 1u << (token % 32));
+    }
+    return there;
   });
-  team_barrier(team);
-  // Who has an expert here at all: a warp a word.
-  for (u32 word = team_warp(team); word < tile.words; word += team.warps) {
-    u32 present = 0;
-    for (u32 e = lane_index(); e < tile.experts; e += warp_size) present |= load(&shared.bitmap[e * tile.words + word]);
-    present = warp_or(present);
-    if (lane_index() == 0) store(&shared.bitmap[tile.experts * tile.words + word], present);
-  }
-  team_barrier(team);
-  return faulty;
+  return team_any(team, faulty);
 }
 
 // Ranks of this node that a token goes to. By a thread.
@@ -324,7 +329,8 @@ TY_DEVICE u64 ranks_of(const ty_context &c, const Choices &in, u32 token) {
 }
 
 // Words that no routing has used for long must not come to look new: each epoch writes those of one token, in turn.
-TY_DEVICE u32 refreshed_token(const ty_context &c, u64 epoch) { return static_cast<u32>(epoch / 2 % c.max_tokens); }
+// 31 bits of the epoch do: a turn is over long before they begin anew, and then it begins anew.
+TY_DEVICE u32 refreshed_token(const ty_context &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
 
 // The same tile, marked: words of its tokens and choices.
 TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
@@ -422,7 +428,6 @@ TY_DEVICE bool publish_meta(const ty_context &c, const Team &team, const Choices
     team_barrier(team);
   }
   faulty |= mark_tile(c, team, in, shared, tile);
-  faulty = team_any(team, faulty);
   // Counts first: all receivers wait for them.
   if (number + 1 == tile_count(c, in.tokens)) publish_counts(c, team, in, shared, meta, epoch, tile, faulty);
   if (!faulty) write_tile(c, team, in, shared, meta, epoch, tile);
@@ -463,13 +468,16 @@ struct Slices {
   u32 end;
 };
 
-// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that most warps get one. Parts
-// of all rows are numbered with 32 bits: rows fit in 31, and are cut only where they are few.
-TY_DEVICE u32 parts_for(u64 rows, u64 warps) {
+// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that most warps get one, and
+// none gets more than `most`. Parts of all rows are numbered with 32 bits: rows fit in 31, and are cut only where they
+// are few.
+TY_DEVICE u32 parts_for(u64 rows, u64 warps, u32 most) {
   u32 parts = TY_SLICES;
-  while (parts > 1 && rows * parts > 2 * warps) parts /= 2;
+  while (parts > 1 && rows * parts > most * warps) parts /= 2;
   return parts;
 }
+// A part that is sent costs a fence beside its bytes, one that is placed does not.
+constexpr u32 most_parts_sent = 1, most_parts_placed = 2;
 
 TY_DEVICE Slices part_of_row(u32 part, u32 parts) { return {part * TY_SLICES / parts, (part + 1) * TY_SLICES / parts}; }
 
@@ -562,12 +570,13 @@ TY_DEVICE u64 push_row(const ty_context &c, const RowAt &row, u64 epoch, u32 sou
   u64 mask = copy_to_all(c, row, slices, ranks_of,
                          [&](u32 rank) { return in_arena<char>(c, rank, c.regions.rows, epoch, source) + place; });
   warp_barrier();
+  // N2: the warp's stores happen before this fence; wait_tag(TY_SITE_ROW) acquires.
+  if (mask) fence_acq_rel_sys();
   u32 carried = slices.end - slices.first;
   for (u32 i = lane_index(); i < c.node_ranks * carried; i += warp_size) {
     u32 rank = i / carried, slice = slices.first + i % carried;
     if (!((mask >> rank) & 1)) continue;
-    // N2: the warp's stores happen before this release; wait_tag(TY_SITE_ROW) acquires.
-    store_release_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
+    store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
   }
   return mask;
 }
@@ -585,18 +594,38 @@ TY_DEVICE void raise_round(const ty_context &c, const Team &team, u64 epoch) {
     store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, TY_STATUS_OK));
 }
 
-// Number of the calling warp among those of a team on all workers. Neighbours are in different blocks, from the far
-// end of the grid: the blocks busy with META and heads of messages get their rows last.
-TY_DEVICE u32 warp_of_workers(const ty_context &c, const Team &team) {
-  return team_warp(team) * worker_count(c) + worker_count(c) - 1 - block_index();
+// Blocks that build META and heads of messages for a call of so many tokens: the first of the grid.
+TY_DEVICE u32 busy_blocks(const ty_context &c, const Wave &wave, u32 tokens) {
+  u32 links = spans_nodes(c) ? lane_of(c, TY_LANE_DISPATCH).targets : 0;
+  return links + (wave.number == 0 ? tile_count(c, tokens) * c.node_ranks : 0);
+}
+
+// The warps that share rows out among them, and the calling one's number.
+struct Share {
+  u32 warps;
+  u32 own; // `warps` or more: it is none of them
+};
+
+// A team's warps on all workers; but where rows are few, on those that are not busy with something else. Neighbours are
+// in different blocks, from the far end of the grid, so that busy blocks get their rows last.
+TY_DEVICE Share share_of(const ty_context &c, const Team &team, u32 busy, u32 rows) {
+  u32 workers = worker_count(c), block = block_index();
+  if (2 * busy <= workers && rows <= (workers - busy) * team.warps) {
+    workers -= busy;
+    if (block < busy) return {workers * team.warps, ~0u};
+    block -= busy;
+  }
+  return {workers * team.warps, team_warp(team) * workers + workers - 1 - block};
 }
 
 // This rank's rows to the ranks of its node. By a team.
 TY_DEVICE void push_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, const Wave &wave) {
   const ty_context &c = a.context;
   Range range = own_range(wave, in.tokens);
-  u32 rows = range.end - range.first, warps = worker_count(c) * team.warps, parts = parts_for(rows, warps);
-  for (u32 i = warp_of_workers(c, team); i < rows * parts; i += warps) {
+  u32 rows = range.end - range.first;
+  Share share = share_of(c, team, busy_blocks(c, wave, in.tokens), rows);
+  u32 parts = parts_for(rows, share.warps, most_parts_sent);
+  for (u32 i = share.own; i < rows * parts; i += share.warps) {
     u32 slot = i / parts, part = i % parts, token = range.first + slot;
     u64 ranks = push_row(c, own_row(a, token), wave.epoch, c.rank, slot, part_of_row(part, parts),
                          [&] { return warp_ranks_of(c, in, token); });

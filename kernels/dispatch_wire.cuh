@@ -27,17 +27,15 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
   u32 node = node_of_link(c, link), words = (in.tokens + 31) / 32;
   Tile all{0, 0, 0, in.tokens, words};
   bool faulty = in.bad;
-  auto clear = [&] {
-    for (u32 i = thread_index(); i < words; i += block_threads()) store(&shared.bitmap[i], 0u);
-    block_barrier();
-  };
-  for_tokens(c, team, in, all, clear, [&](u32 token, const ChoiceGroup &loaded) {
-    faulty |= is_faulty(in, token, loaded);
-    bool there = false;
-    TY_UNROLL
-    for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node() == node;
-    if (there) atomic_or_block(&shared.bitmap[token / 32], 1u << (token % 32));
-  });
+  for_tokens(
+      c, team, in, all, shared.bitmap, [] {},
+      [&](u32 token, const ChoiceGroup &loaded) {
+        faulty |= is_faulty(in, token, loaded);
+        bool there = false;
+        TY_UNROLL
+        for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node() == node;
+        return there;
+      });
   faulty = block_any(faulty);
   u32 *starts = pointer<u32>(a.handle.wire_rows) + link * (c.waves + 1);
   for (u32 wave = thread_index(); wave <= c.waves; wave += block_threads()) {
@@ -136,8 +134,10 @@ TY_DEVICE bool pack_rows(const ty_dispatch_args &a, const Team &team, const Choi
   const ty_context &c = a.context;
   if (!wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch)) return false;
   Range range = own_range(wave, in.tokens);
-  u32 rows = range.end - range.first, warps = worker_count(c) * team.warps, parts = parts_for(rows, warps);
-  for (u32 i = warp_of_workers(c, team); i < rows * parts; i += warps)
+  u32 rows = range.end - range.first;
+  Share share = share_of(c, team, busy_blocks(c, wave, in.tokens), rows);
+  u32 parts = parts_for(rows, share.warps, most_parts_sent);
+  for (u32 i = share.own; i < rows * parts; i += share.warps)
     pack_row(a, in, wave, range.first + i / parts, part_of_row(i % parts, parts));
   return true;
 }
@@ -230,15 +230,15 @@ TY_DEVICE bool forward_row(const ty_dispatch_args &a, const WireWave &landed, co
 // sources, several share one. False once a deadline passed.
 TY_DEVICE bool forward_rows(const ty_dispatch_args &a, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
-  u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = worker_count(c) * team.warps;
-  u32 warp = warp_of_workers(c, team);
+  u32 sources = lane_of(c, TY_LANE_DISPATCH).sources;
+  auto [warps, warp] = share_of(c, team, 0, ~0u);
   for (u32 j = warp % sources; j < sources; j += warps) {
     bool failed = lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, 0);
     warp_barrier();
     if (warp_ballot(failed)) return false;
     WireWave landed = landed_wave(c, wave.epoch, j);
     u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
-    u32 parts = parts_for(landed.shape.rows, shared_by);
+    u32 parts = parts_for(landed.shape.rows, shared_by, most_parts_sent);
     for (u32 i = warps < sources ? 0 : warp / sources; i < landed.shape.rows * parts; i += shared_by)
       if (!forward_row(a, landed, wave, j, i / parts, part_of_row(i % parts, parts))) return false;
   }

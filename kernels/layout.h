@@ -23,7 +23,7 @@
 // Ranks times experts of one rank: their counts are in shared memory (32 KiB).
 #define TY_MAX_COUNTS 8192
 // Slices of a row: each may be carried by a warp of its own, and has a tag of its own.
-#define TY_SLICES 4
+#define TY_SLICES 8
 // Threads of a block on a GPU at the most (the launch bound of every kernel).
 #define TY_MAX_BLOCK_THREADS 512
 
@@ -272,7 +272,7 @@ typedef struct ty_context {
   uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 2
   uint32_t quantize;          // TY_QUANTIZE_*
-  uint32_t reserved;
+  uint32_t even_experts;      // experts of every rank, where rank r has those from r * this and nodes are alike; or 0
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *

@@ -462,6 +462,7 @@ struct Local {
 struct Tables {
     state: DeviceBuffer,
     expert_home: DeviceBuffer,
+    even_experts: u32,
     source_owner: DeviceBuffer,
     rank_names: DeviceBuffer,
     /// Ranks behind links of dispatch, then behind its sources.
@@ -519,6 +520,7 @@ impl Local {
         let tables = Tables {
             state: upload(&device, &state_words(builder.first_epoch))?,
             expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
+            even_experts: even_experts(placement, &shape.nodes),
             source_owner: upload(&device, &owner_words(&shape.nodes, shape.name))?,
             rails: upload(&device, &indices(shape.nodes.targets(Direction::Dispatch, shape.name)))?,
             served: upload(&device, &indices(shape.nodes.sources(Direction::Dispatch, shape.name)))?,
@@ -576,6 +578,23 @@ fn home_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
     };
     // A node that does not exist gets nothing.
     (0..placement.experts()).map(|expert| home(expert).unwrap_or(u64::from(u16::MAX))).collect()
+}
+
+/// Experts of every rank where kernels can reckon homes: rank r has those from r times this, and nodes are alike; else 0.
+fn even_experts(placement: &Placement, nodes: &Nodes) -> u32 {
+    let (experts, ranks, size) = (placement.experts(), nodes.ranks().count(), nodes.largest());
+    if size == 0 || !ranks.is_multiple_of(size) || !experts.is_multiple_of(ranks) {
+        return 0;
+    }
+    let each = experts / ranks;
+    let follows = |expert: usize| {
+        let (rank, local) = ((expert / each) as u32, (expert % each) as u32);
+        placement.rank_of(expert) == Some(rank) && placement.local_index(expert) == Some(local)
+    };
+    // Ranks that went leave gaps.
+    let in_place = |(i, rank): (usize, Rank)| rank.index() == i && nodes.node_of(rank) == Some(i / size);
+    let even = (0..experts).all(follows) && nodes.ranks().enumerate().all(in_place);
+    if even { each as u32 } else { 0 }
 }
 
 /// Numbers as uint32, two to a word.
@@ -648,7 +667,7 @@ fn device_context(
             (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
             _ => raw::TY_QUANTIZE_NONE,
         },
-        reserved: 0,
+        even_experts: tables.even_experts,
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
         first_epoch: builder.first_epoch,
         state: tables.state.view().ptr,
