@@ -36,7 +36,7 @@ template <u32 n> TY_DEVICE void add_to(Floats<n> &sum, const Floats<n> &row) {
 }
 
 // 16-byte vectors of a group of n columns.
-template <typename T, u32 n> constexpr u32 vectors_of = n *T::bytes / sizeof(Vec16);
+template <typename T, u32 n> constexpr u32 vectors_of = T::bytes *n / sizeof(Vec16);
 
 // A group as it lies in memory.
 template <typename T, u32 n> struct Raw { Vec16 part[vectors_of<T, n>]; };
@@ -45,8 +45,8 @@ template <u32 n> struct Raw<Fp8, n> {
   float scale;
 };
 
-TY_DEVICE float *scales_of(char *row, u32 columns) { return reinterpret_cast<float *>(row + columns); }
-TY_DEVICE const float *scales_of(const char *row, u32 columns) {
+TY_DEVICE float *partial_scales(char *row, u32 columns) { return reinterpret_cast<float *>(row + columns); }
+TY_DEVICE const float *partial_scales(const char *row, u32 columns) {
   return reinterpret_cast<const float *>(row + columns);
 }
 
@@ -60,7 +60,7 @@ template <typename T, u32 n> TY_DEVICE Raw<T, n> load_raw(const char *row, u64 g
   Raw<T, n> raw{};
   for (u32 i = 0; i < vectors_of<T, n>; ++i)
     if (is_within<T, n>(g, i, columns)) raw.part[i] = load16(row + (g * vectors_of<T, n> + i) * sizeof(Vec16));
-  if constexpr (T::bytes == Fp8::bytes) raw.scale = load(scales_of(row, columns) + g * n / Fp8::block);
+  if constexpr (T::bytes == Fp8::bytes) raw.scale = load(partial_scales(row, columns) + g * n / Fp8::block);
   return raw;
 }
 
@@ -111,7 +111,7 @@ TY_DEVICE void store_partial(char *row, u64 g, bool there, u32 columns, const Fl
     BlockScale scale = scale_of(TY_QUANTIZE_F32, amax_of(at));
     if (!there) return;
     store16(row + g * sizeof(Vec16), to_e4m3(at, scale.inverse));
-    if (g % block_vectors == 0) store(scales_of(row, columns) + g / block_vectors, same_bits<float>(scale.bits));
+    if (g % block_vectors == 0) store(partial_scales(row, columns) + g / block_vectors, same_bits<float>(scale.bits));
   } else if (there) {
     store_group<T, T::group>(row, g, columns, in);
   }

@@ -79,7 +79,7 @@ MUTANTS = [
      "  warp_barrier();\n  // N4: the slices happen", "  // N4: the slices happen"),
     ("tag of another slice", PARTIAL, "slot * TY_SLICES + piece.first + i % piece.slices;", "slot * TY_SLICES + i % piece.slices;"),
     ("slices of a row not summed", PARTIAL, "blocks * (piece.first + piece.slices) / TY_SLICES", "blocks * (piece.first + 1) / TY_SLICES"),
-    ("scale of another block of a partial row", NUMBERS, "+ g * n / Fp8::block;", "+ g * n / Fp8::block / 2;"),
+    ("scale of another block of a partial row", NUMBERS, "+ g * n / Fp8::block);", "+ g * n / Fp8::block / 2);"),
     ("lanes behind a partial row's end leave their block", PARTIAL, "if (Partial::block == Partial::group) return columns.end;", "if (Partial::block != 0) return columns.end;"),
     ("flag of weights before the weights", PARTIAL,
      "    team_barrier(team);\n    // N10: the weights happen", "    // N10: the weights happen"),
