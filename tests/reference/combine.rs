@@ -28,7 +28,8 @@
 //! f       = (K + R + 2) · (2^−24 · S + 2^−150)            steps 1, 3 and 5; see below
 //! c       = Σ_r ρ(p_r) + u_c · f                          step 2; 0 in the token layout, unless with fp8
 //! n       = Σ_m ρ(s_m) + u_c · (f + c)                    step 4, of nodes that are not home's
-//! |error| ≤ (f + c + n)(1 + u_c)² + u_out · (|exact| + f + c + n) + h_out
+//! e       = f + (c + n)(1 + (K + R + 2) · 2^−24)
+//! |error| ≤ e + u_out · (|exact| + e) + h_out             step 6
 //! ```
 //!
 //! ρ is of exact sums: of a value that is off by d it is at most ρ(v) + u_c · |d|.
@@ -40,7 +41,7 @@
 //! c and n: what step 2 rounds differs from p_r by f at most, over all ranks; what step 4 rounds from s_m by what the
 //! steps before did to m's terms, over all nodes f + c.
 //!
-//! (1 + u_c)²: the f32 sums behind a rounding act on values that it made larger, by 1 + u_c each time.
+//! e: the f32 sums behind a rounding act on values that it made larger, by c + n in all.
 //!
 //! In the token layout K = 0 and S = Σ|p_r|. Sums that exceed the out dtype's range are outside the bound: inputs must
 //! stay below.
@@ -405,8 +406,8 @@ impl Bound {
         let f = self.steps * (pow2(-24) * (sum.terms + old.abs()) + pow2(-150));
         let c = sum.partials + self.u_c * f;
         let n = sum.others + self.u_n * (f + c);
-        let sums = f + c + n;
-        sums * (1.0 + self.u_c) * (1.0 + self.u_n) + self.u_out * ((sum.exact + old).abs() + sums) + self.h_out
+        let sums = f + (c + n) * (1.0 + self.steps * pow2(-24));
+        sums + self.u_out * ((sum.exact + old).abs() + sums) + self.h_out
     }
 }
 
