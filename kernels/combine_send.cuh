@@ -161,10 +161,13 @@ template <typename Partial> TY_DEVICE Columns columns_of(const ty_context &c, co
   return {blocks * piece.first / TY_SLICES * groups, blocks * (piece.first + piece.slices) / TY_SLICES * groups};
 }
 
-// Where a warp's turns over the columns of a partial row end: behind the last column, or, where its lanes store a block
-// together, where that is for all of them.
+// Whether a block of a partial row is made by lanes together, so that none may leave before the others.
+template <typename Partial> constexpr bool lanes_share_blocks = Partial::block > Partial::group;
+
+// Where a warp's turns over the columns of a partial row end: behind the last column, for all lanes in the same turn
+// where they share blocks.
 template <typename Partial> TY_DEVICE u64 last_turn(const Columns &columns) {
-  if (Partial::block == Partial::group) return columns.end;
+  if (!lanes_share_blocks<Partial>) return columns.end;
   return columns.begin + (columns.end - columns.begin + warp_size - 1) / warp_size * warp_size;
 }
 
@@ -175,7 +178,7 @@ template <typename Partial> TY_DEVICE u64 last_turn(const Columns &columns) {
 constexpr u32 loads_at_expert = 8, rows_at_expert = 2;
 constexpr u32 loads_at_home = 8, rows_at_home = 4;
 // Columns whose sums it holds: fewer where it then quantises them; at home twice, those of all nodes and of its own.
-template <typename Partial> constexpr u32 columns_at_expert = Partial::block > Partial::group ? 16 : 32;
+template <typename Partial> constexpr u32 columns_at_expert = lanes_share_blocks<Partial> ? 16 : 32;
 constexpr u32 columns_at_home = 16;
 
 TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
@@ -244,8 +247,11 @@ TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 so
 template <typename Partial, u32 groups>
 TY_DEVICE void store_partials(const ty_context &c, char *out, u64 g, u64 g_end,
                               const Floats<Partial::group> (&sums)[groups]) {
-  for (u32 i = 0; i < groups; ++i)
-    store_partial<Partial>(out, g + i * warp_size, g + i * warp_size < g_end, c.hidden, sums[i]);
+  for (u32 i = 0; i < groups; ++i) {
+    bool there = g + i * warp_size < g_end;
+    if (!there && !lanes_share_blocks<Partial>) return;
+    store_partial<Partial>(out, g + i * warp_size, there, c.hidden, sums[i]);
+  }
 }
 
 // The sum of a list of this rank's rows, stored at `out`. By a warp.

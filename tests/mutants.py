@@ -80,7 +80,7 @@ MUTANTS = [
     ("tag of another slice", PARTIAL, "slot * TY_SLICES + piece.first + i % piece.slices;", "slot * TY_SLICES + i % piece.slices;"),
     ("slices of a row not summed", PARTIAL, "blocks * (piece.first + piece.slices) / TY_SLICES", "blocks * (piece.first + 1) / TY_SLICES"),
     ("scale of another block of a partial row", NUMBERS, "+ g * n / Fp8::block);", "+ g * n / Fp8::block / 2);"),
-    ("lanes behind a partial row's end leave their block", PARTIAL, "if (Partial::block == Partial::group) return columns.end;", "if (Partial::block != 0) return columns.end;"),
+    ("lanes behind a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial>) return columns.end;", "if (Partial::block != 0) return columns.end;"),
     ("flag of weights before the weights", PARTIAL,
      "    team_barrier(team);\n    // N10: the weights happen", "    // N10: the weights happen"),
     ("partial rows not waited for", PARTIAL, "failed |= !wait_tag(c, TY_DIRECTION_COMBINE, tag", "failed |= false && !wait_tag(c, TY_DIRECTION_COMBINE, tag"),
