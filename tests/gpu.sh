@@ -71,6 +71,10 @@ run() {
         --tokens 64 --iters 20 --warmup 2 --check all
     done
   done
+  for dtype in bf16 fp16 fp32; do
+    check "bench-partial-$dtype" "$dir/tokenyard" bench --device cuda --world "$ranks" --combine-dtype $dtype --partial fp8 \
+      --tokens 64 --iters 20 --warmup 2 --check all
+  done
   check processes "$dir/tokenyard" bench --device cuda --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5 --check all
   check shared "$dir/tokenyard" bench --device cuda --world $((2 * gpus)) --tokens 128 --iters 20 --warmup 2 --check all
   # GPUs as nodes: the processor moves what goes between them, then emulated NICs do.
@@ -91,6 +95,8 @@ run() {
   done
   figure "stages-$ranks" --world "$ranks" --tokens 1,128,4096 --iters 40 --stages
   figure "decode-quantize-$ranks" --world "$ranks" --tokens 128 --quantize
+  figure "decode-partial-fp8-$ranks" --world "$ranks" --tokens 1,16,128 --partial fp8
+  figure "prefill-partial-fp8-$ranks" --world "$ranks" --tokens 4096 --iters 100 --warmup 10 --partial fp8
   figure "decode-graph-$ranks" --world "$ranks" --tokens 128 --mode graph
   figure "decode-split-$ranks" --world "$ranks" --tokens 128 --mode split
   figure "decode-bf16-$ranks" --world "$ranks" --tokens 128 --dtype bf16
