@@ -36,7 +36,7 @@ template <u32 n> TY_DEVICE void add_to(Floats<n> &sum, const Floats<n> &row) {
 }
 
 // 16-byte vectors of a group of n columns.
-template <typename T, u32 n> constexpr u32 vectors_of = T::bytes *n / sizeof(Vec16);
+template <typename T, u32 n> constexpr u32 vectors_of = n / (sizeof(Vec16) / T::bytes);
 
 // A group as it lies in memory.
 template <typename T, u32 n> struct Raw { Vec16 part[vectors_of<T, n>]; };
