@@ -20,18 +20,18 @@ namespace ty {
 
 // ---- receive -------------------------------------------------------------------------------------------------
 
-TY_DEVICE void store_out(const ty_combine_args &a, char *row, u64 g, const Floats &sum) {
+template <u32 n> TY_DEVICE void store_out(const ty_combine_args &a, char *row, u64 g, const Floats<n> &sum) {
   u32 columns = a.context.hidden;
-  if (a.out_dtype == TY_BF16) store_group<Bf16>(row, g, columns, sum);
-  else if (a.out_dtype == TY_FP16) store_group<Fp16>(row, g, columns, sum);
-  else store_group<Fp32>(row, g, columns, sum);
+  if (a.out_dtype == TY_BF16) store_group<Bf16, n>(row, g, columns, sum);
+  else if (a.out_dtype == TY_FP16) store_group<Fp16, n>(row, g, columns, sum);
+  else store_group<Fp32, n>(row, g, columns, sum);
 }
 
-TY_DEVICE Floats load_out(const ty_combine_args &a, const char *row, u64 g) {
+template <u32 n> TY_DEVICE Floats<n> load_out(const ty_combine_args &a, const char *row, u64 g) {
   u32 columns = a.context.hidden;
-  if (a.out_dtype == TY_BF16) return load_group<Bf16>(row, g, columns);
-  if (a.out_dtype == TY_FP16) return load_group<Fp16>(row, g, columns);
-  return load_group<Fp32>(row, g, columns);
+  if (a.out_dtype == TY_BF16) return load_group<Bf16, n>(row, g, columns);
+  if (a.out_dtype == TY_FP16) return load_group<Fp16, n>(row, g, columns);
+  return load_group<Fp32, n>(row, g, columns);
 }
 
 // Waits for what every rail says of its node. By a team. False once a deadline passed.
@@ -117,17 +117,18 @@ template <typename Partial>
 TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const HomeRows &list, u32 token,
                          const Columns &columns) {
   const ty_context &c = a.context;
-  constexpr u32 groups = groups_at_home<Partial::bytes>;
+  constexpr u32 groups = groups_at_home<Partial>;
+  using Group = Floats<Partial::group>;
   char *out = pointer<char>(a.out) + token * a.out_pitch;
-  auto add = [](Floats &sum, const Floats &row, u32) { add_to(sum, row); };
+  auto add = [](Group &sum, const Group &row, u32) { add_to(sum, row); };
   for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
-    Floats sums[groups] = {}, own[groups] = {};
+    Group sums[groups] = {}, own[groups] = {};
     add_terms<Partial, rows_at_home>(c, terms, 0, list.own, g, columns.end, sums, add);
     add_terms<Partial, rows_at_home>(c, terms, list.own, list.after, g, columns.end, own, add);
     for (u32 i = 0; i < groups; ++i) add_to(sums[i], own[i]);
     add_terms<Partial, rows_at_home>(c, terms, list.after, list.count, g, columns.end, sums, add);
     for (u32 i = 0; a.accumulate && i < groups && g + i * warp_size < columns.end; ++i) {
-      Floats old = load_out(a, out, g + i * warp_size);
+      Group old = load_out<Partial::group>(a, out, g + i * warp_size);
       add_to(old, sums[i]);
       sums[i] = old;
     }
@@ -155,7 +156,7 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
           u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
           if (!gather_token(a, terms, wave, token, n, Parts{ranks, ranks & ~missing}, piece, list)) return false;
         }
-        sum_token<Partial>(a, terms, list, token, columns_of(c, piece));
+        sum_token<Partial>(a, terms, list, token, columns_of<Partial>(c, piece));
         warp_barrier(); // the list is read
         return true;
       });
@@ -251,5 +252,8 @@ TY_KERNEL(ty_combine_fp16, ty_combine_args) { combine<Fp16, Fp16>(a); }
 TY_KERNEL(ty_combine_fp32, ty_combine_args) { combine<Fp32, Fp32>(a); }
 TY_KERNEL(ty_combine_bf16_fp32, ty_combine_args) { combine<Bf16, Fp32>(a); }
 TY_KERNEL(ty_combine_fp16_fp32, ty_combine_args) { combine<Fp16, Fp32>(a); }
+TY_KERNEL(ty_combine_bf16_fp8, ty_combine_args) { combine<Bf16, Fp8>(a); }
+TY_KERNEL(ty_combine_fp16_fp8, ty_combine_args) { combine<Fp16, Fp8>(a); }
+TY_KERNEL(ty_combine_fp32_fp8, ty_combine_args) { combine<Fp32, Fp8>(a); }
 
 } // namespace ty

@@ -154,9 +154,21 @@ struct Columns {
   u32 end;
 };
 
-TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
-  u32 groups = (c.hidden + group - 1) / group;
-  return {groups * piece.first / TY_SLICES, groups * (piece.first + piece.slices) / TY_SLICES};
+// The columns of a piece, in groups of partial rows: whole blocks of them.
+template <typename Partial> TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
+  constexpr u32 groups = Partial::block / Partial::group;
+  u32 blocks = (c.hidden + Partial::block - 1) / Partial::block;
+  return {blocks * piece.first / TY_SLICES * groups, blocks * (piece.first + piece.slices) / TY_SLICES * groups};
+}
+
+// Whether a block of a partial row is made by lanes together, so that none may leave before the others.
+template <typename Partial> constexpr bool lanes_share_blocks = Partial::block > Partial::group;
+
+// Where a warp's turns over the columns of a partial row end: behind the last column, for all lanes in the same turn
+// where they share blocks.
+template <typename Partial> TY_DEVICE u32 last_turn(const Columns &columns) {
+  if (!lanes_share_blocks<Partial>) return columns.end;
+  return columns.begin + (columns.end - columns.begin + warp_size - 1) / warp_size * warp_size;
 }
 
 // ---- sums of rows ------------------------------------------------------------------------------------------------
@@ -165,32 +177,39 @@ TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
 // at once: a token has two or three rows on an expert rank, and more partial rows at its home.
 constexpr u32 loads_at_expert = 8, rows_at_expert = 2;
 constexpr u32 loads_at_home = 8, rows_at_home = 4;
+// Columns whose sums it holds: fewer where it then quantises them; at home twice, those of all nodes and of its own.
+template <typename Partial> constexpr u32 columns_at_expert = lanes_share_blocks<Partial> ? 16 : 32;
+constexpr u32 columns_at_home = 16;
 
-// Groups of each row in those loads, by the bytes of an element.
-template <u32 bytes> constexpr u32 groups_at_expert = loads_at_expert / (rows_at_expert * (bytes / 2));
-template <u32 bytes> constexpr u32 groups_at_home = loads_at_home / (rows_at_home * (bytes / 2));
+TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
+TY_DEVICE constexpr u32 larger(u32 x, u32 y) { return x > y ? x : y; }
+
+// Groups of each row in those loads; as many as fit of an expert's row and of the partial row, whichever is larger.
+template <typename Row, typename Partial>
+constexpr u32 groups_at_expert = smaller(
+    loads_at_expert / (rows_at_expert * larger(vectors_of<Row, Partial::group>, vectors_of<Partial, Partial::group>)),
+    columns_at_expert<Partial> / Partial::group);
+template <typename Partial>
+constexpr u32 groups_at_home = smaller(loads_at_home / (rows_at_home * vectors_of<Partial, Partial::group>),
+                                       columns_at_home / Partial::group);
 
 // Adds rows [first, end) of a list to the sums of groups g, g + 32, ... of a row: one after the other, loaded
 // rows_at_once together. add(sum, group of a row, its number in the list).
-template <typename T, u32 rows_at_once, u32 groups, typename Add>
+template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Add>
 TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 first, u32 end, u32 g, u32 g_end,
-                         Floats (&sums)[groups], Add add) {
+                         Floats<n> (&sums)[groups], Add add) {
   for (; first < end; first += rows_at_once) {
-    Raw<T> data[rows_at_once][groups];
+    Raw<T, n> data[rows_at_once][groups];
     for (u32 r = 0; r < rows_at_once; ++r) {
       const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
       for (u32 i = 0; i < groups; ++i) {
         bool there = first + r < end && g + i * warp_size < g_end;
-        data[r][i] = there ? load_raw<T>(row, g + i * warp_size, c.hidden) : Raw<T>{};
+        data[r][i] = there ? load_raw<T, n>(row, g + i * warp_size, c.hidden) : Raw<T, n>{};
       }
     }
     for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
-      for (u32 i = 0; i < groups; ++i) add(sums[i], widen(data[r][i]), first + r);
+      for (u32 i = 0; i < groups; ++i) add(sums[i], widen<T, n>(data[r][i]), first + r);
   }
-}
-
-TY_DEVICE void add_to(Floats &sum, const Floats &row) {
-  for (u32 i = 0; i < group; ++i) sum.v[i] = add_rn(sum.v[i], row.v[i]);
 }
 
 // ---- partial rows ------------------------------------------------------------------------------------------------
@@ -224,24 +243,36 @@ TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 so
   return popcount(here);
 }
 
+// Stores the sums of groups g, g + 32, ... of a partial row. By a warp.
+template <typename Partial, u32 groups>
+TY_DEVICE void store_partials(const ty_context &c, char *out, u32 g, u32 g_end,
+                              const Floats<Partial::group> (&sums)[groups]) {
+  for (u32 i = 0; i < groups; ++i) {
+    bool there = g + i * warp_size < g_end;
+    if (!there && !lanes_share_blocks<Partial>) return;
+    store_partial<Partial>(out, g + i * warp_size, there, c.hidden, sums[i]);
+  }
+}
+
 // The sum of a list of this rank's rows, stored at `out`. By a warp.
 template <typename Row, typename Partial>
 TY_DEVICE void sum_rows(const ty_combine_args &a, const Terms &terms, u32 count, const Columns &columns, char *out) {
   const ty_context &c = a.context;
-  constexpr u32 bytes = Row::bytes > Partial::bytes ? Row::bytes : Partial::bytes;
-  constexpr u32 groups = groups_at_expert<bytes>;
-  for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
-    Floats sums[groups] = {};
-    add_terms<Row, rows_at_expert>(c, terms, 0, count, g, columns.end, sums, [&](Floats &sum, const Floats &y, u32 n) {
-      if (a.layout == TY_LAYOUT_TOKEN) {
-        sum = y; // the caller has applied the weights, and the row is the sum
-      } else {
-        float weight = load(&terms.weight[n]);
-        for (u32 i = 0; i < group; ++i) sum.v[i] = fma_rn(weight, y.v[i], sum.v[i]);
-      }
-    });
-    for (u32 i = 0; i < groups && g + i * warp_size < columns.end; ++i)
-      store_group<Partial>(out, g + i * warp_size, c.hidden, sums[i]);
+  constexpr u32 groups = groups_at_expert<Row, Partial>;
+  using Group = Floats<Partial::group>;
+  auto add = [&](Group &sum, const Group &y, u32 n) {
+    if (a.layout == TY_LAYOUT_TOKEN) {
+      sum = y; // the caller has applied the weights, and the row is the sum
+    } else {
+      float weight = load(&terms.weight[n]);
+      for (u32 i = 0; i < Partial::group; ++i) sum.v[i] = fma_rn(weight, y.v[i], sum.v[i]);
+    }
+  };
+  u32 end = last_turn<Partial>(columns);
+  for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
+    Group sums[groups] = {};
+    add_terms<Row, rows_at_expert>(c, terms, 0, count, g, columns.end, sums, add);
+    store_partials<Partial>(c, out, g, columns.end, sums);
   }
 }
 
@@ -262,7 +293,7 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &
   u32 count = list_rows(a, terms, call, source, token);
   u64 place = static_cast<u64>(n) * c.slots + slot;
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) + place * c.partial_bytes;
-  sum_rows<Row, Partial>(a, terms, count, columns_of(c, piece), out);
+  sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
   warp_barrier();
   // N4: the slices happen before these releases through the barrier; wait_tag(TY_SITE_PARTIAL) acquires.
   u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place * TY_SLICES;

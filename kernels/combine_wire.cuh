@@ -113,14 +113,15 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, con
   if (!gathered(partials_fail(c, wave.epoch, 1 + j, row, parts, piece))) return false;
   u32 rows = range.end - range.first, count = popcount64(parts.present);
   char *out = staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(l, 0, row);
-  constexpr u32 groups = groups_at_home<Partial::bytes>;
-  Columns columns = columns_of(c, piece);
-  for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
-    Floats sums[groups] = {};
+  constexpr u32 groups = groups_at_home<Partial>;
+  using Group = Floats<Partial::group>;
+  Columns columns = columns_of<Partial>(c, piece);
+  u32 end = last_turn<Partial>(columns);
+  for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
+    Group sums[groups] = {};
     add_terms<Partial, rows_at_home>(c, terms, 0, count, g, columns.end, sums,
-                                     [](Floats &sum, const Floats &part, u32) { add_to(sum, part); });
-    for (u32 i = 0; i < groups && g + i * warp_size < columns.end; ++i)
-      store_group<Partial>(out, g + i * warp_size, c.hidden, sums[i]);
+                                     [](Group &sum, const Group &part, u32) { add_to(sum, part); });
+    store_partials<Partial>(c, out, g, columns.end, sums);
   }
   warp_barrier();
   if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk_of_row(l, row), piece.slices);

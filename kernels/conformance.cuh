@@ -21,7 +21,8 @@ typedef struct ty_conformance_args {
   uint64_t work;        // TY_CONFORMANCE_WORK_BYTES, aligned to 256, zeroed by the host before each launch
   uint64_t timeout_ns;  // of each wait for a message
   uint64_t conversions; // out, uint32_t[2][65536]: bf16 to float, fp16 to float, by input bits
-  uint64_t e4m3;        // out, uint32_t[256]
+  uint64_t e4m3;        // out, uint32_t[3][256]: e4m3 to float, by input bits i; in a pair with i the low one, and with
+                        // i the high one
   uint64_t narrowed;    // out, uint32_t[float_count][3]: to bf16, to fp16, it and the next one to e4m3
   uint64_t arithmetic;  // out, uint32_t[triple_count][5]: fma_rn(x, y, z), add_rn, mul_rn, div_rn and the larger
                         // magnitude of x and y
@@ -288,7 +289,10 @@ TY_DEVICE void numbers(const ty_conformance_args &a) {
     store(&out[65536 + i], same_bits<u32>(fp16_to_float(static_cast<u16>(i))));
   }
   for (u32 i = grid_thread(); i < 256; i += step) {
-    store(at<u32>(a.e4m3) + i, same_bits<u32>(e4m3_to_float(static_cast<u8>(i))));
+    u32 *result = at<u32>(a.e4m3) + i, other = (7 * i + 3) % 256;
+    store(result, same_bits<u32>(e4m3_to_float(static_cast<u8>(i))));
+    store(result + 256, same_bits<u32>(e4m3_to_floats(static_cast<u16>(i | other << 8)).low));
+    store(result + 512, same_bits<u32>(e4m3_to_floats(static_cast<u16>(other | i << 8)).high));
   }
   for (u32 i = grid_thread(); i < a.float_count; i += step) {
     const float x = load(at<const float>(a.floats) + i);

@@ -268,7 +268,7 @@ typedef struct ty_context {
   uint32_t row_bytes;         // payload of a token row; a multiple of 16
   uint32_t scale_words;       // 4-byte scale words of a row
   uint32_t slot_bytes;        // pitch of a row in the inbox; a multiple of 16
-  uint32_t partial_bytes;     // pitch of a partial row; a multiple of 16
+  uint32_t partial_bytes;     // pitch of a partial row, scales included; a multiple of 16
   uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 2
   uint32_t quantize;          // TY_QUANTIZE_*

@@ -1,74 +1,119 @@
-// Rows of combine as numbers: eight elements at a time, by dtype.
+// Rows of combine as numbers: a group of columns at a time, by dtype.
 #pragma once
-#include "prim.cuh"
+#include "quantize.cuh"
 
 namespace ty {
 
-// Elements handled by one thread at a time. An fp32 row may end after half a group.
-constexpr u32 group = 8;
-
-struct Floats {
-  float v[group];
-};
-
+// The types of rows. `group` is the number of columns that a thread handles at a time where partial rows are of the
+// type, in a sum of rows of any; `block` that of which slices hold whole multiples.
 struct Bf16 {
-  static constexpr u32 bytes = 2;
+  static constexpr u32 bytes = 2, group = 8, block = 8;
   TY_DEVICE static float widen(u32 bits) { return bf16_to_float(static_cast<u16>(bits)); }
   TY_DEVICE static u32 narrow(float value) { return float_to_bf16(value); }
 };
 
 struct Fp16 {
-  static constexpr u32 bytes = 2;
+  static constexpr u32 bytes = 2, group = 8, block = 8;
   TY_DEVICE static float widen(u32 bits) { return fp16_to_float(static_cast<u16>(bits)); }
   TY_DEVICE static u32 narrow(float value) { return float_to_fp16(value); }
 };
 
+// A row may end after half a group of 8.
 struct Fp32 {
-  static constexpr u32 bytes = 4;
+  static constexpr u32 bytes = 4, group = 8, block = 8;
 };
 
-// A group as it lies in memory.
-template <typename T> struct Raw { Vec16 part[T::bytes / 2]; };
+// e4m3 elements, then a float for each block of columns: its scale, as quantize.cuh makes it. Partial rows alone.
+struct Fp8 {
+  static constexpr u32 bytes = 1, group = 16, block = group * block_vectors;
+};
 
-// Loads elements [8g, 8g + 8) of a row of `columns` elements.
-template <typename T> TY_DEVICE Raw<T> load_raw(const char *row, u64 g, u32) { return {{load16(row + g * 16)}}; }
+// Columns [n * g, n * g + n) of a row.
+template <u32 n> struct Floats { float v[n]; };
 
-template <> TY_DEVICE Raw<Fp32> load_raw<Fp32>(const char *row, u64 g, u32 columns) {
-  bool whole = g * group + 4 < columns;
-  return {{load16(row + g * 32), whole ? load16(row + g * 32 + 16) : Vec16{{0, 0, 0, 0}}}};
+template <u32 n> TY_DEVICE void add_to(Floats<n> &sum, const Floats<n> &row) {
+  for (u32 i = 0; i < n; ++i) sum.v[i] = add_rn(sum.v[i], row.v[i]);
 }
 
-template <typename T> TY_DEVICE Floats widen(const Raw<T> &raw) {
-  Floats out;
-  for (u32 i = 0; i < 4; ++i) {
-    out.v[2 * i] = T::widen(raw.part[0].w[i] & 0xffffu);
-    out.v[2 * i + 1] = T::widen(raw.part[0].w[i] >> 16);
+// 16-byte vectors of a group of n columns.
+template <typename T, u32 n> constexpr u32 vectors_of = n / (sizeof(Vec16) / T::bytes);
+
+// A group as it lies in memory.
+template <typename T, u32 n> struct Raw { Vec16 part[vectors_of<T, n>]; };
+template <u32 n> struct Raw<Fp8, n> {
+  Vec16 part[vectors_of<Fp8, n>];
+  float scale;
+};
+
+TY_DEVICE float *partial_scales(char *row, u32 columns) { return reinterpret_cast<float *>(row + columns); }
+TY_DEVICE const float *partial_scales(const char *row, u32 columns) {
+  return reinterpret_cast<const float *>(row + columns);
+}
+
+// Whether vector i of group g is within a row of `columns`, in which the group begins.
+template <typename T, u32 n> TY_DEVICE bool is_within(u64 g, u32 i, u32 columns) {
+  return T::bytes < 4 || i == 0 || g * n + i * (sizeof(Vec16) / T::bytes) < columns;
+}
+
+// Loads group g of a row of `columns` elements.
+template <typename T, u32 n> TY_DEVICE Raw<T, n> load_raw(const char *row, u64 g, u32 columns) {
+  Raw<T, n> raw{};
+  for (u32 i = 0; i < vectors_of<T, n>; ++i)
+    if (is_within<T, n>(g, i, columns)) raw.part[i] = load16(row + (g * vectors_of<T, n> + i) * sizeof(Vec16));
+  if constexpr (T::bytes == Fp8::bytes) raw.scale = load(partial_scales(row, columns) + g * n / Fp8::block);
+  return raw;
+}
+
+template <typename T, u32 n> TY_DEVICE Floats<n> widen(const Raw<T, n> &raw) {
+  Floats<n> out;
+  if constexpr (T::bytes == 4) {
+    for (u32 i = 0; i < n; ++i) out.v[i] = same_bits<float>(raw.part[i / 4].w[i % 4]);
+  } else if constexpr (T::bytes == 2) {
+    for (u32 i = 0; i < n; i += 2) {
+      u32 pair = raw.part[i / 8].w[i / 2 % 4];
+      out.v[i] = T::widen(pair & 0xffffu);
+      out.v[i + 1] = T::widen(pair >> 16);
+    }
+  } else {
+    for (u32 i = 0; i < n; i += 2) {
+      FloatPair pair = e4m3_to_floats(static_cast<u16>(raw.part[i / 16].w[i / 4 % 4] >> (i % 4 * 8)));
+      out.v[i] = mul_rn(pair.low, raw.scale);
+      out.v[i + 1] = mul_rn(pair.high, raw.scale);
+    }
   }
   return out;
 }
 
-template <> TY_DEVICE Floats widen<Fp32>(const Raw<Fp32> &raw) {
-  Floats out;
-  for (u32 i = 0; i < group; ++i) out.v[i] = same_bits<float>(raw.part[i / 4].w[i % 4]);
-  return out;
+template <typename T, u32 n> TY_DEVICE Floats<n> load_group(const char *row, u64 g, u32 columns) {
+  return widen<T, n>(load_raw<T, n>(row, g, columns));
 }
 
-template <typename T> TY_DEVICE Floats load_group(const char *row, u64 g, u32 columns) {
-  return widen(load_raw<T>(row, g, columns));
-}
-
-template <typename T> TY_DEVICE void store_group(char *row, u64 g, u32, const Floats &in) {
-  Vec16 data;
-  for (u32 i = 0; i < 4; ++i) data.w[i] = T::narrow(in.v[2 * i]) | T::narrow(in.v[2 * i + 1]) << 16;
-  store16(row + g * 16, data);
-}
-
-template <> TY_DEVICE void store_group<Fp32>(char *row, u64 g, u32 columns, const Floats &in) {
-  for (u32 half = 0; half < 2; ++half) {
-    if (static_cast<u32>(g) * group + half * 4 >= columns) return;
+// Stores group g of a row of `columns` elements of 2 or 4 bytes.
+template <typename T, u32 n> TY_DEVICE void store_group(char *row, u64 g, u32 columns, const Floats<n> &in) {
+  constexpr u32 each = sizeof(Vec16) / T::bytes;
+  for (u32 i = 0; i < vectors_of<T, n>; ++i) {
+    if (!is_within<T, n>(g, i, columns)) return;
     Vec16 data;
-    for (u32 i = 0; i < 4; ++i) data.w[i] = same_bits<u32>(in.v[half * 4 + i]);
-    store16(row + g * 32 + half * 16, data);
+    for (u32 w = 0; w < 4; ++w) {
+      if constexpr (T::bytes == 4) data.w[w] = same_bits<u32>(in.v[i * each + w]);
+      else data.w[w] = T::narrow(in.v[i * each + 2 * w]) | T::narrow(in.v[i * each + 2 * w + 1]) << 16;
+    }
+    store16(row + (g * vectors_of<T, n> + i) * sizeof(Vec16), data);
+  }
+}
+
+// Stores group g of a partial row, where it is `there`. By a warp, whose lanes hold consecutive groups from the start
+// of a block on; a block is there as a whole or not at all.
+template <typename T>
+TY_DEVICE void store_partial(char *row, u64 g, bool there, u32 columns, const Floats<T::group> &in) {
+  if constexpr (T::bytes == Fp8::bytes) {
+    auto at = [&](u32 i) { return in.v[i]; };
+    BlockScale scale = scale_of(TY_QUANTIZE_F32, amax_of(at));
+    if (!there) return;
+    store16(row + g * sizeof(Vec16), to_e4m3(at, scale.inverse));
+    if (g % block_vectors == 0) store(partial_scales(row, columns) + g / block_vectors, same_bits<float>(scale.bits));
+  } else if (there) {
+    store_group<T, T::group>(row, g, columns, in);
   }
 }
 

@@ -42,6 +42,11 @@ struct __attribute__((may_alias, aligned(16))) Vec16 {
 };
 #endif
 
+struct FloatPair {
+  float low;
+  float high;
+};
+
 // The same bits as another type of the same size.
 template <typename To, typename From> TY_DEVICE To same_bits(From from) {
   static_assert(sizeof(To) == sizeof(From), "same_bits needs types of one size");
@@ -247,11 +252,13 @@ TY_DEVICE u16 float_to_fp16(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
   return r;
 }
-TY_DEVICE float e4m3_to_float(u8 bits) {
-  u32 pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<u16>(bits)));
-  return fp16_to_float(static_cast<u16>(pair));
+// Of two numbers, the first in the low byte.
+TY_DEVICE FloatPair e4m3_to_floats(u16 pair) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return {fp16_to_float(static_cast<u16>(halves)), fp16_to_float(static_cast<u16>(halves >> 16))};
 }
+TY_DEVICE float e4m3_to_float(u8 bits) { return e4m3_to_floats(bits).low; }
 // Two numbers as e4m3, the first in the low byte. Too large ones, infinities included, become the largest, 448;
 // NaN of either sign becomes 0x7f.
 TY_DEVICE u16 floats_to_e4m3(float low, float high) {
@@ -463,6 +470,9 @@ TY_DEVICE float e4m3_to_float(u8 bits) {
   if ((bits & 0x7fu) == 0x7fu) return same_bits<float>(0x7fffffffu);
   if (exponent != 0) return same_bits<float>(sign | ((exponent + 120u) << 23) | (mantissa << 20));
   return same_bits<float>(sign | same_bits<u32>(static_cast<float>(mantissa) * 0x1p-9f));
+}
+TY_DEVICE FloatPair e4m3_to_floats(u16 pair) {
+  return {e4m3_to_float(static_cast<u8>(pair)), e4m3_to_float(static_cast<u8>(pair >> 8))};
 }
 TY_DEVICE u32 float_to_e4m3(float x) {
   const u32 bits = same_bits<u32>(x);

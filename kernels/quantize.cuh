@@ -1,4 +1,5 @@
-// Quantisation of a bf16 row to fp8, while it is sent: one scale for each block of 128 columns.
+// Quantisation of rows to fp8, while they are sent: one scale for each block of 128 columns. Of a bf16 row in dispatch,
+// and with fp32 scales of a partial row in combine (numbers.cuh).
 //
 // amax of a block is its largest magnitude, at least 1e-4; NaNs count for nothing. With fp32 scales, scale = amax / 448
 // and inverse = 448 / amax; with UE8M0, scale is the smallest power of two that is not below amax / 448, and inverse
@@ -40,10 +41,10 @@ constexpr float least_amax = 1e-4f;
 // The largest e4m3 number.
 constexpr float e4m3_max = 448.0f;
 
-// amax of a block, by its 8 lanes.
-TY_DEVICE float amax_of(const WideVector &x) {
+// amax of a block, by its 8 lanes; at(i) is column i of a lane's 16.
+template <typename At> TY_DEVICE float amax_of(At at) {
   float most = least_amax;
-  for (u32 i = 0; i < 16; ++i) most = max_magnitude(most, wide_at(x, i));
+  for (u32 i = 0; i < 16; ++i) most = max_magnitude(most, at(i));
   for (u32 step = block_vectors / 2; step > 0; step /= 2)
     most = max_magnitude(most, shuffle(most, lane_index() ^ step));
   return most;
@@ -64,6 +65,16 @@ TY_DEVICE BlockScale scale_of(u32 quantize, float amax) {
   return {exponent, same_bits<float>((254u - exponent) << 23)};
 }
 
+// Sixteen elements, of columns at(i).
+template <typename At> TY_DEVICE Vec16 to_e4m3(At at, float inverse) {
+  Vec16 out{{0, 0, 0, 0}};
+  for (u32 i = 0; i < 16; i += 2) {
+    u32 pair = floats_to_e4m3(mul_rn(at(i), inverse), mul_rn(at(i + 1), inverse));
+    out.w[i / 4] |= pair << (i % 4 * 8);
+  }
+  return out;
+}
+
 // Sixteen elements, and in the first lane of each word of scales that word.
 struct Quantized {
   Vec16 data;
@@ -73,12 +84,9 @@ struct Quantized {
 // Quantises 16 columns a lane; by a warp, whose lanes hold consecutive vectors from the start of a word of scales on.
 // A lane behind the row's end says so with `there`.
 TY_DEVICE Quantized quantize_vectors(u32 quantize, const WideVector &x, bool there) {
-  BlockScale scale = scale_of(quantize, amax_of(x));
-  Quantized out{{{0, 0, 0, 0}}, scale.bits};
-  for (u32 i = 0; i < 16; i += 2) {
-    u32 pair = floats_to_e4m3(mul_rn(wide_at(x, i), scale.inverse), mul_rn(wide_at(x, i + 1), scale.inverse));
-    out.data.w[i / 4] |= pair << (i % 4 * 8);
-  }
+  auto at = [&](u32 i) { return wide_at(x, i); };
+  BlockScale scale = scale_of(quantize, amax_of(at));
+  Quantized out{to_e4m3(at, scale.inverse), scale.bits};
   if (quantize == TY_QUANTIZE_UE8M0) {
     // Four blocks' exponents; bytes of blocks behind the end are zero.
     u32 word = there ? scale.bits << (lane_index() / block_vectors * 8) : 0;

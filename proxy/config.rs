@@ -34,6 +34,19 @@ pub enum Weights {
     None,
 }
 
+/// What partial rows travel as: an expert rank's sum of its rows of a token, on its way home or to a rail, and between
+/// nodes the sum of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Partial {
+    /// The combine dtype: one rounding a level.
+    #[default]
+    Same,
+    /// fp32: no rounding, and twice the bytes of 16-bit rows.
+    Fp32,
+    /// fp8 e4m3 with an fp32 scale per 128 columns: about half the bytes of 16-bit rows.
+    Fp8,
+}
+
 /// Where a context's arena lies: what node peers store into, and what the network reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum ArenaPlace {
@@ -43,6 +56,9 @@ pub enum ArenaPlace {
     /// In host memory, which GPUs reach over PCIe: for networks that cannot reach the memory of GPUs. Slow.
     Host,
 }
+
+/// Columns of a scale.
+const SCALE_COLUMNS: usize = 128;
 
 /// What a context was built for.
 #[derive(Debug, Clone)]
@@ -65,7 +81,7 @@ pub(crate) struct Shape {
     pub scales: Scales,
     pub quantize: bool,
     pub combine_dtype: Dtype,
-    pub partial_f32: bool,
+    pub partial: Partial,
     pub weights: Weights,
     pub row_bytes: usize,
     pub scale_words: usize,
@@ -114,8 +130,13 @@ impl Shape {
         self.hidden * self.combine_dtype.bytes()
     }
 
+    /// Pitch of a partial row; one of fp8 has its scales behind its elements.
     pub fn partial_bytes(&self) -> usize {
-        self.hidden * if self.partial_f32 { 4 } else { self.combine_dtype.bytes() }
+        match self.partial {
+            Partial::Same => self.hidden * self.combine_dtype.bytes(),
+            Partial::Fp32 => self.hidden * 4,
+            Partial::Fp8 => (self.hidden + self.hidden.div_ceil(SCALE_COLUMNS) * 4).next_multiple_of(16),
+        }
     }
 
     /// Rounded rows of 16-bit and 32-bit floats; the error names `what`.
@@ -160,7 +181,7 @@ impl Shape {
         format!(
             "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} arena={:?} hidden={} experts={} top_k={} \
              max_tokens={} wave_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
-             partial_f32={} weights={:?} placement={table:016x} first_epoch={first_epoch}",
+             partial={:?} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             generation,
             self.ranks,
@@ -177,7 +198,7 @@ impl Shape {
             self.scales,
             self.quantize,
             self.combine_dtype,
-            self.partial_f32,
+            self.partial,
             self.weights,
         )
     }
@@ -196,7 +217,7 @@ pub struct AllToAllBuilder {
     pub(crate) scales: Scales,
     pub(crate) quantize: bool,
     pub(crate) combine_dtype: Dtype,
-    pub(crate) partial_f32: bool,
+    pub(crate) partial: Partial,
     pub(crate) placement: Option<Placement>,
     pub(crate) weights: Weights,
     pub(crate) sms: Option<u32>,
@@ -224,7 +245,7 @@ impl AllToAllBuilder {
             scales: Scales::None,
             quantize: false,
             combine_dtype: Dtype::Bf16,
-            partial_f32: false,
+            partial: Partial::Same,
             placement: None,
             weights: Weights::Dispatch,
             sms: None,
@@ -309,9 +330,15 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Whether partial sums travel as fp32 instead of the combine dtype: one rounding less, twice the bytes.
-    pub fn partial_f32(mut self, on: bool) -> Self {
-        self.partial_f32 = on;
+    /// What partial rows travel as. Default [`Partial::Same`].
+    ///
+    /// With [`Partial::Fp8`] each block of 128 columns becomes e4m3 elements with one fp32 scale, as a block with fp32
+    /// scales does that [`quantize`](Self::quantize) makes, and whoever adds the row multiplies elements with scale, all
+    /// of it fp32 arithmetic with one rounding an operation. It needs a hidden size that is a multiple of 128. Where amax
+    /// is the largest magnitude of the block's sums, and 1e-4 at least, an element x is off by at most |x| / 16 or
+    /// amax / 458000, whichever is larger, on each way that it goes: home or to a rail, and between nodes once more.
+    pub fn partial(mut self, partial: Partial) -> Self {
+        self.partial = partial;
         self
     }
 
@@ -477,13 +504,13 @@ impl AllToAllBuilder {
             scales: self.scales,
             quantize: self.quantize,
             combine_dtype: self.combine_dtype,
-            partial_f32: self.partial_f32,
+            partial: self.partial,
             weights: self.weights,
             row_bytes: self.hidden * self.dtype.bytes(),
             scale_words: match self.scales {
                 Scales::None => 0,
-                Scales::F32 => self.hidden.div_ceil(128),
-                Scales::Ue8m0 => self.hidden.div_ceil(512),
+                Scales::F32 => self.hidden.div_ceil(SCALE_COLUMNS),
+                Scales::Ue8m0 => self.hidden.div_ceil(4 * SCALE_COLUMNS),
             },
             local_experts: placement.local_experts(name.index()).len(),
             max_local_experts: placement.max_local_experts(),
@@ -520,7 +547,8 @@ impl AllToAllBuilder {
             let advice = format!("a row of {} bytes is no multiple of 16; pad the hidden size", shape.row_bytes);
             return Err(config("hidden", self.hidden, advice));
         }
-        if self.dtype == Dtype::Fp8E4m3 && !self.hidden.is_multiple_of(128) {
+        let blocks = self.hidden.is_multiple_of(SCALE_COLUMNS);
+        if self.dtype == Dtype::Fp8E4m3 && !blocks {
             return Err(config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple".into()));
         }
         if self.dtype != Dtype::Fp8E4m3 && self.scales != Scales::None {
@@ -535,6 +563,10 @@ impl AllToAllBuilder {
             return Err(config("quantize", true, advice));
         }
         shape.float_code("combine_dtype", self.combine_dtype)?;
+        if self.partial == Partial::Fp8 && !blocks {
+            let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows".into();
+            return Err(config("hidden", self.hidden, advice));
+        }
         if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
             return Err(config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one".into()));
         }

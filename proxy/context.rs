@@ -2,7 +2,7 @@
 
 use super::budget::Budget;
 use super::calls::{Combined, Output, Rows, Tokens};
-use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
+use super::config::{AllToAllBuilder, ArenaPlace, Partial, Scales, Shape, Weights, config};
 use super::driver::Kept;
 use super::handle::{CombineSent, Handle, Lease, Pool, Sent, SentRows};
 use super::placement::Placement;
@@ -391,12 +391,15 @@ impl AllToAll {
             layout: handle.layout.code(),
             phases,
         };
-        let kernel = match (self.shape.combine_dtype, self.shape.partial_f32) {
-            (Dtype::Fp16, false) => "ty_combine_fp16",
-            (Dtype::Fp16, true) => "ty_combine_fp16_fp32",
-            (Dtype::Fp32, _) => "ty_combine_fp32",
-            (_, false) => "ty_combine_bf16",
-            (_, true) => "ty_combine_bf16_fp32",
+        let kernel = match (self.shape.combine_dtype, self.shape.partial) {
+            (Dtype::Fp16, Partial::Same) => "ty_combine_fp16",
+            (Dtype::Fp16, Partial::Fp32) => "ty_combine_fp16_fp32",
+            (Dtype::Fp16, Partial::Fp8) => "ty_combine_fp16_fp8",
+            (Dtype::Fp32, Partial::Same | Partial::Fp32) => "ty_combine_fp32",
+            (Dtype::Fp32, Partial::Fp8) => "ty_combine_fp32_fp8",
+            (_, Partial::Same) => "ty_combine_bf16",
+            (_, Partial::Fp32) => "ty_combine_bf16_fp32",
+            (_, Partial::Fp8) => "ty_combine_bf16_fp8",
         };
         self.launch(stream, kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
     }

@@ -23,7 +23,7 @@ mod statistics;
 pub mod wire;
 
 pub use calls::{Combined, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
-pub use config::{AllToAllBuilder, ArenaPlace, Scales, Weights};
+pub use config::{AllToAllBuilder, ArenaPlace, Partial, Scales, Weights};
 pub use context::{AllToAll, Stats};
 pub use handle::{CombineSent, Handle, Sent};
 pub use placement::Placement;

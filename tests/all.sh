@@ -75,7 +75,7 @@ documented() {
   cargo test --doc
 }
 
-# Random configurations with every pair of values, five full-size ones, and seeded schedules of the one-thread world.
+# Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
 verify() {
   say "verify"
   target/release/tokenyard verify --seeds 500

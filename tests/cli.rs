@@ -32,6 +32,8 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --dtype bf16 --quantize", "--quantize is `given`", "--dtype fp8"),
         ("bench --preset qwen3-235b --quantize", "--quantize is `given`", "these are bf16"),
         ("bench --quantize=yes", "--quantize is `yes`", "leave the value out"),
+        ("bench --partial bf16", "--partial is `bf16`", "same, fp32 or fp8"),
+        ("bench --preset gpt-oss-120b --partial fp8", "--hidden is `2880`", "fp8 partial rows"),
         ("bench --combine-dtype fp8", "--combine-dtype is `fp8`", "bf16, fp16 or fp32"),
         ("bench --tokens 1,-2", "--tokens is `1,-2`", "separated by commas"),
         ("bench --tokens 1,,2", "--tokens is `1,,2`", "separated by commas"),
@@ -194,6 +196,9 @@ fn every_mode_layout_and_launch_verifies() {
         "--quantize --layout masked",
         "--quantize --mode split --scales ue8m0 --ragged",
         "--mode graph --layout token --dtype bf16 --weights none",
+        "--partial fp8",
+        "--partial fp8 --mode graph --layout token --combine-dtype fp32 --accumulate",
+        "--partial fp32 --combine-dtype fp16",
         "--mode graph --ragged --accumulate --align 16",
         "--world-mode one-thread --weights combine --combine-dtype fp16",
         "--world-mode one-thread --mode split --ragged --dtype fp32 --layout masked",
@@ -203,10 +208,27 @@ fn every_mode_layout_and_launch_verifies() {
         let result = object(&format!("bench {SMALL} {options} --json -"));
         assert_eq!(result["verified"], Value::Bool(true), "{options}: {result}");
         assert_eq!(result.get("quantize").is_some(), options.contains("--quantize"), "{options}");
+        let partial = options.strip_prefix("--partial ").and_then(|rest| rest.split(' ').next());
+        assert_eq!(result.get("partial").and_then(Value::as_str), partial, "{options}");
         for part in PARTS {
             assert_eq!(result.get(part).is_some(), options.contains("split"), "{options}: {part}");
         }
     }
+}
+
+#[test]
+fn partial_rows_of_fp8_bring_fewer_bytes_home() {
+    let bytes = |partial: &str| {
+        let small = SMALL.replace("--hidden 128", "--hidden 256");
+        let result = object(&format!("bench {small} --partial {partial} --json -"));
+        result["bytes_per_rank"]["combine_nvlink"].as_u64().unwrap()
+    };
+    // 256 elements and two scales, instead of 256 elements of two bytes; a mean over iterations is rounded down.
+    let (same, fp8, fp32) = (bytes("same"), bytes("fp8"), bytes("fp32"));
+    assert!(
+        same > 0 && fp8.abs_diff(same * (256 + 8) / 512) <= 1 && fp32.abs_diff(2 * same) <= 1,
+        "{same} {fp8} {fp32}"
+    );
 }
 
 #[test]

@@ -111,6 +111,8 @@ fn every_mode_layout_and_schedule_verifies_over_nodes() {
         "--ranks-per-node 4,1 --world-mode one-thread --weights combine --combine-dtype fp16 --chunk-rows 1",
         "--ranks-per-node 2,2,1 --world-mode one-thread --mode split --ragged --dtype fp32 --network hostile",
         "--ranks-per-node 2,3 --link 400:1:0.1",
+        "--ranks-per-node 2,3 --partial fp8 --network hostile --chunk-rows 1",
+        "--ranks-per-node 1 --partial fp8 --combine-dtype fp16 --layout token --mode split --accumulate",
     ] {
         let result = object(&format!("bench {SMALL} {options} --json -"));
         assert_eq!(result["verified"], Value::Bool(true), "{options}: {result}");
@@ -181,10 +183,11 @@ fn verify_draws_nodes_and_replays_them() {
     for case in [
         "world=5,nodes=2+3,seed=3,accumulate=yes,nics=3",
         "world=6,nodes=1+2+3,seed=4,fault=overflow,mode=split,ahead=2",
+        "world=6,nodes=1+2+3,seed=8,fault=overflow,partial=fp8,hidden=128,wave_tokens=2",
         "world=6,nodes=3+3,seed=5,fault=routing,weights=combine",
         "world=4,nodes=1+1+1+1,seed=6,fault=overflow,layout=token,network=calm,link=cx7",
     ] {
-        assert!(replay(&format!("{case},{faults}")).starts_with("right: "), "{case}");
+        assert!(replay(&format!("{faults},{case}")).starts_with("right: "), "{case}");
     }
     let one_thread = format!("world=5,nodes=2+3,sms=2,world_mode=one-thread,hold_stores=yes,seed=7,{faults}");
     let first = replay(&one_thread);

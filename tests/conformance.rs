@@ -215,7 +215,7 @@ impl<'a> Bench<'a> {
             ],
             work: device.alloc(WORK_BYTES).unwrap(),
             conversions: output("conversions", 2 * 65536 * 4),
-            e4m3: output("e4m3", 256 * 4),
+            e4m3: output("e4m3", 3 * 256 * 4),
             narrowed: output("narrowed", case.narrowed.len() * 4),
             arithmetic: output("arithmetic", case.arithmetic.len() * 4),
             quantized: output("quantized", case.quantized.len() * 4),
@@ -280,8 +280,9 @@ impl<'a> Bench<'a> {
     fn check(&self, label: &str) {
         let case = self.case;
         self.conversions.expect(label, &CONVERSIONS, |i| format!("{} {:#06x}", ["bf16", "fp16"][i >> 16], i & 0xffff));
-        let wanted: Vec<u32> = (0..256).map(e4m3).collect();
-        self.e4m3.expect(label, &wanted, |i| format!("{i:#04x}"));
+        let wanted: Vec<u32> = (0..3 * 256).map(|i| e4m3(i % 256)).collect();
+        let place = ["alone", "low in a pair", "high in a pair"];
+        self.e4m3.expect(label, &wanted, |i| format!("{:#04x} {}", i % 256, place[i / 256]));
         self.narrowed.expect(label, &case.narrowed, |i| {
             format!("{} of {:#010x}", ["bf16", "fp16", "e4m3"][i % 3], case.floats[i / 3])
         });

@@ -361,6 +361,62 @@ fn ranks_that_differ_in_quantizing_are_refused() {
 }
 
 #[test]
+fn ranks_that_differ_in_their_partial_rows_are_refused() {
+    on_ranks(2, |world| {
+        let partial = [Partial::Same, Partial::Fp8][world.rank().index()];
+        let built = builder(&world, &Device::cpu().unwrap()).hidden(128).partial(partial).build();
+        let why = built.err().map(|why| why.to_string()).unwrap_or_default();
+        assert!(why.contains("partial=Same") && why.contains("partial=Fp8"), "{why}");
+    });
+}
+
+#[test]
+fn partial_rows_of_fp8_take_a_byte_a_column_and_four_a_block() {
+    let world = World::threads(2).remove(0);
+    let device = Device::cpu().unwrap();
+    let bytes = |hidden: usize, partial: Partial| {
+        let plan = builder(&world, &device).hidden(hidden).partial(partial).plan().unwrap();
+        plan.buffers().iter().find(|buffer| buffer.name == "partial rows").unwrap().bytes as usize
+    };
+    // Of MAX_TOKENS tokens and two ranks each, twice.
+    let rows = 2 * MAX_TOKENS * 2;
+    for (partial, row) in [(Partial::Same, 14336), (Partial::Fp32, 28672), (Partial::Fp8, 7168 + 224)] {
+        assert_eq!(bytes(7168, partial), rows * row, "{partial:?}");
+    }
+    // Rows begin at multiples of 16 bytes.
+    assert_eq!(bytes(128, Partial::Fp8), rows * (128 + 16));
+}
+
+#[test]
+fn a_nan_stays_one_in_fp8_partial_rows_and_an_infinity_takes_its_block_along() {
+    const COLUMNS: usize = 384;
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |b| b.hidden(COLUMNS).partial(Partial::Fp8));
+        let alloc = |rows: usize| rig.ep.device().alloc(rows * COLUMNS * 2).unwrap();
+        let (x, rows, out) = (alloc(MAX_TOKENS), alloc(rig.capacity), alloc(MAX_TOKENS));
+        // 448 and 7, whose scale is 1; a NaN, and in the next block an infinity.
+        let mut row: Vec<u16> = [0x43e0, 0x40e0].repeat(COLUMNS / 2);
+        (row[3], row[130]) = (0x7fc0, 0x7f80);
+        x.write(0, &row.iter().flat_map(|x| x.to_ne_bytes()).collect::<Vec<u8>>().repeat(MAX_TOKENS)).unwrap();
+        // Experts of the first rank alone: its sum is the row.
+        rig.idx.write(0, &[0i32, 1].map(i32::to_ne_bytes).concat().repeat(MAX_TOKENS)).unwrap();
+        let tokens = Tokens { x: x.view(), x_pitch: COLUMNS * 2, ..rig.tokens(MAX_TOKENS) };
+        let output = Output { rows: rows.view(), rows_pitch: COLUMNS * 2, ..rig.output(rig.capacity) };
+        let handle = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+        let returned = Rows { rows: rows.view(), pitch: COLUMNS * 2, topk_weight: None };
+        let combined = Combined { out: out.view(), pitch: COLUMNS * 2, ..rig.combined() };
+        rig.ep.combine(&rig.stream, &handle, &returned, &combined).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        let mut seen = vec![0; MAX_TOKENS * COLUMNS * 2];
+        out.read(0, &mut seen).unwrap();
+        let wanted = |c: usize| if c == 3 || (128..256).contains(&c) { 0x7fff } else { row[c] };
+        let wanted: Vec<u8> = (0..COLUMNS).flat_map(|c| wanted(c).to_ne_bytes()).collect();
+        assert_eq!(seen, wanted.repeat(MAX_TOKENS), "rank {}", rig.rank);
+    });
+}
+
+#[test]
 fn shapes_that_cannot_be_served_are_refused() {
     let world = World::threads(2).remove(0);
     let device = Device::cpu().unwrap();
@@ -380,6 +436,8 @@ fn shapes_that_cannot_be_served_are_refused() {
     let fp8 = || base().hidden(128).dtype(Dtype::Fp8E4m3);
     refused(fp8().quantize(true), &["quantize is true", "scales None", "F32 or Ue8m0"]);
     assert!(fp8().scales(Scales::Ue8m0).quantize(true).plan().is_ok());
+    refused(base().partial(Partial::Fp8), &["hidden is 64", "fp8 partial rows", "128"]);
+    assert!(base().hidden(128).partial(Partial::Fp8).plan().is_ok());
     refused(base().top_k(9), &["top_k is 9", "1 to 8"]);
     refused(base().experts(64).top_k(33), &["top_k is 33", "1 to 32"]);
     refused(base().experts(0), &["experts is 0"]);

@@ -114,6 +114,9 @@ section_checks() {
       checked "bench-$dtype-$layout" --world "$ranks" --dtype "$dtype" --layout "$layout" --tokens 64 --iters 20 --warmup 2
     done
   done
+  for dtype in bf16 fp16 fp32; do
+    checked "bench-partial-$dtype" --world "$ranks" --combine-dtype "$dtype" --partial fp8 --tokens 64 --iters 20 --warmup 2
+  done
   checked processes --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5
   # The program's worlds have at most 16 ranks.
   [ "$shared" -le 16 ] || shared=16
@@ -145,6 +148,8 @@ section_modes() {
   figure "decode-token-$ranks" "${decode[@]}" --layout token
   figure "decode-weights-$ranks" "${decode[@]}" --weights combine
   figure "decode-quantize-$ranks" "${decode[@]}" --quantize
+  figure "decode-partial-fp8-$ranks" --world "$ranks" --tokens 1,16,128 --partial fp8
+  figure "prefill-partial-fp8-$ranks" --world "$ranks" --tokens 4096 --iters 100 --warmup 10 --partial fp8
   figure "decode-processes-$ranks" "${decode[@]}" --launch processes
   figure "stages-$ranks" --world "$ranks" --tokens 1,128,4096 --iters 40 --stages
 }

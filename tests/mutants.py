@@ -22,7 +22,7 @@ WORKERS = min(os.cpu_count() or 1, 4)
 SEND, RECEIVE = "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh"
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
-QUANTIZE = "kernels/quantize.cuh"
+QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
@@ -79,7 +79,9 @@ MUTANTS = [
     ("partial row tag before the row", PARTIAL,
      "  warp_barrier();\n  // N4: the slices happen", "  // N4: the slices happen"),
     ("tag of another slice", PARTIAL, "slot * TY_SLICES + piece.first + i % piece.slices;", "slot * TY_SLICES + i % piece.slices;"),
-    ("slices of a row not summed", PARTIAL, "groups * (piece.first + piece.slices) / TY_SLICES", "groups * (piece.first + 1) / TY_SLICES"),
+    ("slices of a row not summed", PARTIAL, "blocks * (piece.first + piece.slices) / TY_SLICES", "blocks * (piece.first + 1) / TY_SLICES"),
+    ("scale of another block of a partial row", NUMBERS, "+ g * n / Fp8::block);", "+ g * n / Fp8::block / 2);"),
+    ("lanes behind a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial>) return columns.end;", "if (Partial::block != 0) return columns.end;"),
     ("flag of weights before the weights", PARTIAL,
      "    team_barrier(team);\n    // N10: the weights happen", "    // N10: the weights happen"),
     ("partial rows not waited for", PARTIAL, "failed |= !wait_tag(c, TY_DIRECTION_COMBINE, tag", "failed |= false && !wait_tag(c, TY_DIRECTION_COMBINE, tag"),

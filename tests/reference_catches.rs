@@ -44,7 +44,7 @@ fn spec(layout: Layout) -> Spec {
         dtype: Elem::E4m3,
         scales: Scales::F32,
         combine_dtype: Elem::Bf16,
-        partial_f32: false,
+        partial: Partial::Same,
         out_dtype: Elem::Bf16,
         weights: Weights::Dispatch,
         layout,
@@ -423,24 +423,49 @@ fn terms(spec: &Spec, source: &SourceRank, token: usize) -> Vec<Term> {
     real.map(|(&e, &w)| (e as usize, spec.expert_rank[e as usize] as usize, w)).collect()
 }
 
+/// A row of sums as it arrives elsewhere; `already`: it is of the combine dtype.
+fn carried(spec: &Spec, row: Vec<f32>, already: bool) -> Vec<f32> {
+    match spec.partial {
+        Partial::Same if !already => row.iter().map(|&v| spec.combine_dtype.round(v)).collect(),
+        Partial::Same | Partial::Fp32 => row,
+        Partial::Fp8 => row.chunks(128).flat_map(in_fp8).collect(),
+    }
+}
+
+/// A block of 128 columns, in f32.
+fn in_fp8(block: &[f32]) -> Vec<f32> {
+    let amax = block.iter().fold(1e-4f32, |most, x| most.max(x.abs()));
+    let code = |x: &f32| elem::encode_e4m3(x * (448.0 / amax));
+    block.iter().map(|x| elem::decode_e4m3(code(x)) * (amax / 448.0)).collect()
+}
+
+/// The sum of one rank's rows of a token, or the row that its caller gives in the token layout.
+fn rank_row(spec: &Spec, x: &[f32], terms: &[Term], rank: usize) -> Vec<f32> {
+    let token_layout = matches!(spec.layout, Layout::Token { .. });
+    let sum_at = |column: usize| {
+        let mut partial = 0.0f32;
+        for &(expert, _, weight) in terms.iter().filter(|t| t.1 == rank) {
+            let y = expert::factor(expert) * x[(column + expert::shift(expert, HIDDEN)) % HIDDEN];
+            partial = weight.mul_add(if token_layout { y } else { spec.combine_dtype.round(y) }, partial);
+        }
+        if token_layout { spec.combine_dtype.round(partial) } else { partial }
+    };
+    (0..HIDDEN).map(sum_at).collect()
+}
+
 /// The sums of nodes that reach rank `home`, in f32, in the documented order, rounded where documented.
-fn node_sums(spec: &Spec, home: usize, x: &[f32], terms: &[Term], column: usize) -> Vec<f32> {
-    let round = |elem: Elem, v: f32| elem.decode(elem.encode(v));
+fn node_sums(spec: &Spec, home: usize, x: &[f32], terms: &[Term]) -> Vec<Vec<f32>> {
+    let token_layout = matches!(spec.layout, Layout::Token { .. });
     let (mut sums, mut rank) = (Vec::new(), 0);
     for &size in &spec.nodes {
-        let (mut node, first) = (0.0f32, rank);
+        let (mut node, first) = (vec![0.0f32; HIDDEN], rank);
         while rank < first + size {
-            let mut partial = 0.0f32;
-            for &(expert, _, weight) in terms.iter().filter(|t| t.1 == rank) {
-                let y = expert::factor(expert) * x[(column + expert::shift(expert, HIDDEN)) % HIDDEN];
-                let token_layout = matches!(spec.layout, Layout::Token { .. });
-                partial = weight.mul_add(if token_layout { y } else { round(spec.combine_dtype, y) }, partial);
-            }
-            node += if spec.partial_f32 { partial } else { round(spec.combine_dtype, partial) };
+            let partial = carried(spec, rank_row(spec, x, terms, rank), token_layout);
+            node.iter_mut().zip(partial).for_each(|(node, partial)| *node += partial);
             rank += 1;
         }
         let own = (first..rank).contains(&home);
-        sums.push(if own || spec.partial_f32 { node } else { round(spec.combine_dtype, node) });
+        sums.push(if own { node } else { carried(spec, node, false) });
     }
     sums
 }
@@ -470,11 +495,12 @@ fn combine_nodes(
     for token in 0..source.tokens {
         let (mut list, x) = (terms(spec, source, token), dequantised(home, token));
         change(token, &mut list);
+        let rows = node_sums(spec, home, &x, &list);
         let start = token * (HIDDEN * size + GAP);
         for column in 0..HIDDEN {
             let at = start + column * size;
             let before = spec.out_dtype.decode(spec.out_dtype.bits_at(&old[at..], 0));
-            let mut sums = node_sums(spec, home, &x, &list, column);
+            let mut sums = rows.iter().map(|row| row[column]).collect();
             twist(token, &mut sums, before);
             let sum = sums.iter().fold(0.0f32, |home, node| home + node);
             let bits = spec.out_dtype.encode(if spec.accumulate { before + sum } else { sum });
@@ -502,15 +528,21 @@ const NODES: [&[usize]; 4] = [&[3], &[1, 2], &[2, 1], &[1, 1, 1]];
 fn right_combines_pass_within_the_bound_in_every_type_and_on_any_nodes() {
     let dtypes = [Elem::Bf16, Elem::Fp16, Elem::Fp32];
     for (combine_dtype, out_dtype) in dtypes.into_iter().flat_map(|c| dtypes.map(|o| (c, o))) {
-        for (layout, partial_f32, accumulate) in
-            [(CONTIGUOUS, false, false), (CONTIGUOUS, true, true), (Layout::Token { capacity: 9 }, false, true)]
-        {
+        let token = Layout::Token { capacity: 9 };
+        for (layout, partial, accumulate) in [
+            (CONTIGUOUS, Partial::Same, false),
+            (CONTIGUOUS, Partial::Fp32, true),
+            (CONTIGUOUS, Partial::Fp8, false),
+            (token, Partial::Same, true),
+            (token, Partial::Fp8, false),
+        ] {
             for (nodes, home) in NODES.iter().flat_map(|nodes| (0..RANKS).map(move |home| (nodes.to_vec(), home))) {
-                let spec = Spec { combine_dtype, out_dtype, partial_f32, accumulate, nodes, ..spec(layout) };
+                let spec = Spec { combine_dtype, out_dtype, partial, accumulate, nodes, ..spec(layout) };
                 let old = blank(&spec, home);
                 let report = check(&spec, home, &combine(&spec, home, &old, |_, _| {}), &old);
                 assert!(report.ok(), "{spec:?}: {:#?}", report.sentences);
-                let rough = out_dtype.unit_roundoff() + combine_dtype.unit_roundoff() * 9.0;
+                let rounded = if partial == Partial::Fp8 { Elem::E4m3 } else { combine_dtype };
+                let rough = out_dtype.unit_roundoff() + rounded.unit_roundoff() * 9.0;
                 assert!(report.max_rel_err <= rough, "{spec:?}: {}", report.max_rel_err);
             }
         }
@@ -556,7 +588,7 @@ fn a_node_that_is_lost_or_comes_twice_is_named() {
 
 #[test]
 fn sums_in_another_order_are_told_by_their_bits() {
-    let three = Spec { nodes: vec![1, 1, 1], out_dtype: Elem::Fp32, partial_f32: true, ..spec(CONTIGUOUS) };
+    let three = Spec { nodes: vec![1, 1, 1], out_dtype: Elem::Fp32, partial: Partial::Fp32, ..spec(CONTIGUOUS) };
     let (token, old) = (spread_token(&three), blank(&three, 0));
     let says_order = |report: &Report| {
         assert!(report.mismatches > 20, "{report:?}");
@@ -591,6 +623,38 @@ fn sums_rounded_where_they_must_not_be_or_not_rounded_are_told_by_their_bits() {
 }
 
 #[test]
+fn fp8_partials_made_otherwise_are_told_by_their_bits() {
+    for out_dtype in [Elem::Fp32, Elem::Bf16] {
+        let spec = Spec { nodes: vec![2, 1], out_dtype, partial: Partial::Fp8, ..spec(CONTIGUOUS) };
+        let old = blank(&spec, 0);
+        let says_order = |out: &[u8], checked: &Spec| {
+            let report = check(checked, 0, out, &old);
+            assert!(report.mismatches > 20, "{report:?}");
+            says(&report, report.mismatches, &["rank 0 token ", "documented order", "within the bound"]);
+        };
+        // Not quantised at all, and by the node of home, too, or by no node.
+        says_order(&combine(&Spec { partial: Partial::Fp32, ..spec.clone() }, 0, &old, |_, _| {}), &spec);
+        let far = Spec { nodes: vec![1, 2], ..spec.clone() };
+        for nodes in [vec![3], vec![1, 1, 1]] {
+            says_order(&combine(&Spec { nodes, ..spec.clone() }, 0, &old, |_, _| {}), &far);
+        }
+    }
+    // A scale that is twice what it should be, of one block of one rank: beyond the bound.
+    let spec = Spec { nodes: vec![3], out_dtype: Elem::Fp32, partial: Partial::Fp8, ..spec(CONTIGUOUS) };
+    let (token, old) = (spread_token(&spec), blank(&spec, 0));
+    let mut out = combine(&spec, 0, &old, |_, _| {});
+    let partial = in_fp8(&rank_row(&spec, &dequantised(0, token), &terms(&spec, &sources()[0], token), 1)[128..]);
+    for (column, more) in (128..).zip(partial) {
+        let at = token * (HIDDEN * 4 + GAP) + column * 4;
+        let sum = f32::from_le_bytes(out[at..at + 4].try_into().unwrap()) + more;
+        out[at..at + 4].copy_from_slice(&sum.to_le_bytes());
+    }
+    let report = check(&spec, 0, &out, &old);
+    says(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), "within", "columns differ"]);
+    assert!(report.mismatches > 64, "{report:?}");
+}
+
+#[test]
 fn damaged_combines_are_reported_with_their_cause() {
     type Change = fn(&mut Vec<Term>);
     let damages: [(&str, Change); 6] = [
@@ -601,8 +665,9 @@ fn damaged_combines_are_reported_with_their_cause() {
         ("had answered in place of expert", |t| t[1].0 = (t[1].0 + 2) % EXPERTS),
         ("", |t| (t[0].0, t[1].0, t[2].0) = (t[1].0, t[2].0, t[0].0)),
     ];
-    for layout in [CONTIGUOUS, Layout::Token { capacity: 9 }] {
-        let spec = spec(layout);
+    let layouts = [CONTIGUOUS, Layout::Token { capacity: 9 }];
+    for (layout, partial) in layouts.into_iter().flat_map(|l| [(l, Partial::Same), (l, Partial::Fp8)]) {
+        let spec = Spec { partial, ..spec(layout) };
         let token = (0..9).find(|&t| terms(&spec, &sources()[0], t).len() == 3).unwrap();
         for (cause, damage) in &damages {
             let old = blank(&spec, 0);

@@ -121,6 +121,54 @@ fn quantized_rows_are_what_the_definition_says() {
     assert_eq!(words(Scales::Ue8m0, 2), [u32::from_le_bytes([127, 128, 105, 255]), 247]);
 }
 
+#[test]
+fn fp8_partials_are_what_the_definition_says() {
+    let carried = |row: &[f32]| {
+        let mut row = row.to_vec();
+        carried_by_fp8(&mut row);
+        row
+    };
+    let block = |first: &[f32]| [first, &vec![0.0; 128 - first.len()]].concat();
+    // Scales of 1 and 2, each of its own block alone: 17 lies between 16 and 18, 18.9 nearest to 18; beside 896 all are
+    // doubled, so that 2 * 8.5 becomes 16. The largest subnormals are 2^-9 apart.
+    let row = [block(&[448.0, -17.0, 18.9, 0.004, -0.00097]), block(&[-896.0, 17.0, 0.004, 0.0019])].concat();
+    let wanted = [block(&[448.0, -16.0, 18.0, 0.00390625, -0.0]), block(&[-896.0, 16.0, 0.00390625, 0.0])].concat();
+    let bits = |row: &[f32]| row.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+    assert_eq!(bits(&carried(&row)), bits(&wanted));
+    // amax is 1e-4 at least: 1e-5 becomes 44.8, and that 44, times a scale of 1e-4 / 448.
+    assert_eq!(carried(&block(&[1e-5]))[0], 44.0 * (1e-4f32 / 448.0));
+    let odd = carried(&block(&[f32::NAN, 448.0, -448.0]));
+    assert!(odd[0].is_nan() && odd[1..3] == [448.0, -448.0]);
+    assert!(carried(&block(&[f32::INFINITY, 1.0])).iter().all(|x| x.is_nan()));
+}
+
+#[test]
+fn fp8_partials_stay_within_their_bound_and_come_near_it() {
+    let mut state = 1u64;
+    let mut random = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 32) as u32
+    };
+    let mut nearest = [0f64; 2];
+    for round in 0..4000 {
+        // amax anywhere from below 1e-4 to the largest numbers, the rest up to 2^30 below it.
+        let top = 100 + round % 154;
+        let number = |exponent: u32, bits: u32| f32::from_bits(exponent << 23 | bits & 0x807f_ffff);
+        let mut row: Vec<f32> = (0..128).map(|_| number(top - random() % 30, random())).collect();
+        let amax = row.iter().fold(1e-4f32, |most, x| most.max(x.abs()));
+        let exact = row.clone();
+        carried_by_fp8(&mut row);
+        for (exact, seen) in exact.iter().map(|x| f64::from(*x)).zip(row) {
+            let (error, bound) = ((f64::from(seen) - exact).abs(), fp8_error(exact, amax));
+            assert!(error <= bound, "{exact:e} became {seen:e} beside {amax:e}: off by {error:e}, not {bound:e}");
+            let small = usize::from(bound > exact.abs() / 16.0);
+            nearest[small] = nearest[small].max(error / bound);
+        }
+    }
+    // 1/17 of 1/16, and all of 2^-10 of the scale but the bound's slack.
+    assert!(nearest[0] > 0.93 && nearest[1] > 0.99, "{nearest:?}");
+}
+
 /// Tokens of one rank, all of the same row, quantised.
 struct Loud(Vec<u8>, Scales);
 
@@ -198,7 +246,7 @@ fn one_rank(hidden: usize, scales: Scales, layout: Layout) -> Spec {
         dtype: Elem::E4m3,
         scales,
         combine_dtype: Elem::Fp32,
-        partial_f32: false,
+        partial: Partial::Same,
         out_dtype: Elem::Fp32,
         weights: Weights::None,
         layout,

@@ -11,8 +11,8 @@ use super::links::{Link, TransportChoice};
 use super::routing::Routing;
 use super::simulate::Assumption;
 use super::words::{
-    ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode, scale_kind, summed,
-    word,
+    ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, WeightsWord, Word, WorldMode,
+    scale_kind, summed, word,
 };
 
 /// Ranks of one node at the most: no host links more GPUs than 16.
@@ -116,6 +116,9 @@ pub struct BenchArgs {
     /// Type of the rows that come back [default: bf16]
     #[arg(long, value_name = "bf16|fp16|fp32", value_parser = summed)]
     pub combine_dtype: Option<Dtype>,
+    /// Type of partial rows, between an expert's rank, its rail and home [default: same, the combine dtype]
+    #[arg(long, value_name = "same|fp32|fp8", value_parser = word::<PartialWord>)]
+    pub partial: Option<PartialWord>,
     /// Tokens of each rank; a list sweeps, one result each [default: 128]
     #[arg(long, value_name = "T[,T...]", value_parser = tokens)]
     pub tokens: Option<List>,

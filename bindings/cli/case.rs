@@ -16,7 +16,8 @@ use super::reference::{self, Elem};
 use super::routing::{Router, Routing, RoutingShape};
 use super::usage::Refusal;
 use super::words::{
-    FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PlacementWord, WeightsWord, Word, WorldMode, word,
+    FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord, WeightsWord, Word,
+    WorldMode, word,
 };
 
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
@@ -57,8 +58,8 @@ pub struct Case {
     pub combine_dtype: Dtype,
     /// Type of combine's output.
     pub out_dtype: Dtype,
-    /// Partial rows travel as fp32.
-    pub partial_f32: bool,
+    /// Type of partial rows.
+    pub partial: PartialWord,
     pub placement: PlacementWord,
     pub weights: WeightsWord,
     pub layout: LayoutWord,
@@ -122,7 +123,7 @@ impl Default for Case {
             quantize: false,
             combine_dtype: Dtype::Bf16,
             out_dtype: Dtype::Bf16,
-            partial_f32: false,
+            partial: PartialWord::Same,
             placement: PlacementWord::Even,
             weights: WeightsWord::Dispatch,
             layout: LayoutWord::Contiguous,
@@ -265,9 +266,13 @@ impl Case {
 
     /// Payload bytes of one dispatched row with its scales, and of one partial row.
     pub fn row_bytes(&self) -> (u64, u64) {
-        let partial = if self.partial_f32 { Dtype::Fp32 } else { self.combine_dtype };
         let row = self.hidden * self.dtype.bytes() + 4 * self.scale_words();
-        (row as u64, (self.hidden * partial.bytes()) as u64)
+        let partial = match self.partial {
+            PartialWord::Same => self.hidden * self.combine_dtype.bytes(),
+            PartialWord::Fp32 => self.hidden * Dtype::Fp32.bytes(),
+            PartialWord::Fp8 => self.hidden + 4 * self.hidden.div_ceil(SCALE_COLUMNS),
+        };
+        (row as u64, partial as u64)
     }
 
     /// How the reference sees this run; `poison` is the fill byte of outputs.
@@ -282,7 +287,11 @@ impl Case {
             dtype: elem(self.dtype),
             scales: self.reference_scales(),
             combine_dtype: elem(self.combine_dtype),
-            partial_f32: self.partial_f32,
+            partial: match self.partial {
+                PartialWord::Same => reference::Partial::Same,
+                PartialWord::Fp32 => reference::Partial::Fp32,
+                PartialWord::Fp8 => reference::Partial::Fp8,
+            },
             out_dtype: elem(self.out_dtype),
             weights: match self.weights {
                 WeightsWord::Dispatch => reference::Weights::Dispatch,
@@ -315,6 +324,8 @@ impl Case {
             Some("scales")
         } else if self.quantize && self.scales == ScaleKind::None {
             Some("quantize")
+        } else if self.partial == PartialWord::Fp8 && !self.hidden.is_multiple_of(SCALE_COLUMNS) {
+            Some("hidden")
         } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
             Some("layout")
         } else {
@@ -337,7 +348,11 @@ impl Case {
     pub fn hidden_quantum(&self) -> usize {
         let smallest =
             [self.dtype, self.combine_dtype, self.out_dtype].map(Dtype::bytes).into_iter().min().unwrap_or(1);
-        if self.dtype == Dtype::Fp8E4m3 { SCALE_COLUMNS } else { ROW_QUANTUM / smallest }
+        if self.dtype == Dtype::Fp8E4m3 || self.partial == PartialWord::Fp8 {
+            SCALE_COLUMNS
+        } else {
+            ROW_QUANTUM / smallest
+        }
     }
 
     /// Refuses what cannot be run, naming the option.
@@ -384,8 +399,11 @@ impl Case {
         }
         let quantum = self.hidden_quantum();
         if self.hidden == 0 || !self.hidden.is_multiple_of(quantum) {
-            let fp8 = self.dtype == Dtype::Fp8E4m3;
-            let why = if fp8 { "fp8 rows have a scale for 128 columns" } else { "rows are multiples of 16 bytes" };
+            let why = match (self.dtype, self.partial) {
+                (Dtype::Fp8E4m3, _) => "fp8 rows have a scale for 128 columns",
+                (_, PartialWord::Fp8) => "fp8 partial rows have a scale for 128 columns",
+                _ => "rows are multiples of 16 bytes",
+            };
             let near = self.hidden.next_multiple_of(quantum).max(quantum);
             return refuse(
                 "--hidden",
@@ -561,7 +579,7 @@ fields! {
     quantize: flag, read_flag;
     combine_dtype: show_word, word;
     out_dtype: show_word, word;
-    partial_f32: flag, read_flag;
+    partial: show_word, word;
     placement: show_word, word;
     weights: show_word, word;
     layout: show_word, word;
@@ -643,6 +661,7 @@ mod tests {
             dtype: Dtype::Fp8E4m3,
             scales: ScaleKind::Ue8m0,
             quantize: true,
+            partial: PartialWord::Fp8,
             layout: LayoutWord::Masked,
             capacity: Some(77),
             first_epoch: Some(u64::from(u32::MAX)),
@@ -686,6 +705,7 @@ mod tests {
         for (case, says) in [
             (Case { hidden: 100, ..base.clone() }, "--hidden is `100`"),
             (Case { hidden: 192, ..fp8.clone() }, "give a multiple of 128, say 256"),
+            (Case { hidden: 192, partial: PartialWord::Fp8, ..base.clone() }, "fp8 partial rows have a scale"),
             (Case { top_k: 9, ..base.clone() }, "--top-k is `9`: give 1 to 8"),
             (Case { scales: ScaleKind::F32, ..base.clone() }, "--scales is `f32`"),
             (Case { quantize: true, ..base.clone() }, "--quantize is `given`: it makes fp8 rows"),

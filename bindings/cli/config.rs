@@ -16,7 +16,9 @@ use super::links::{Link, TransportChoice};
 use super::presets;
 use super::routing::Routing;
 use super::usage::Refusal;
-use super::words::{ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, Word, WorldMode};
+use super::words::{
+    ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, WeightsWord, Word, WorldMode,
+};
 
 /// Whether contexts span several nodes. While they do not, every world is one node, and more are refused.
 pub const SEVERAL_NODES: bool = true;
@@ -114,6 +116,7 @@ impl Config {
             quantize: args.quantize,
             combine_dtype,
             out_dtype: combine_dtype,
+            partial: or_default(args.partial, PartialWord::Same),
             weights: or_default(args.weights, WeightsWord::Dispatch),
             layout: or_default(args.layout, LayoutWord::Contiguous),
             align: args.align.unwrap_or(1),

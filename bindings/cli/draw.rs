@@ -11,8 +11,8 @@ use super::inputs::{Counter, ScaleKind, Use};
 use super::links::Link;
 use super::routing::Routing;
 use super::words::{
-    DeviceWord, FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PlacementWord, SUMMED, WeightsWord,
-    Word, WorldMode,
+    DeviceWord, FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord, SUMMED,
+    WeightsWord, Word, WorldMode,
 };
 
 /// Ranks of a configuration at the most.
@@ -67,6 +67,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_order(&mut case, dice);
     draw_nodes(&mut case);
     draw_quantize(&mut case);
+    draw_partial(&mut case);
     case
 }
 
@@ -109,6 +110,8 @@ pub fn draw_small(seed: u64) -> Case {
     draw_nodes(&mut case);
     draw_quantize(&mut case);
     case.quantize &= case.scales != ScaleKind::None;
+    draw_partial(&mut case);
+    case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
     case.sms = Some(2);
     case.iters = 3 + dice.below(2);
     case.world_mode = WorldMode::OneThread;
@@ -124,7 +127,8 @@ fn draw_types(case: &mut Case, dice: &mut Dice) {
     }
     case.combine_dtype = dice.of(SUMMED, Dtype::Bf16);
     case.out_dtype = dice.of(SUMMED, Dtype::Bf16);
-    case.partial_f32 = dice.once_in(4);
+    // fp8 is drawn apart, below.
+    case.partial = if dice.once_in(4) { PartialWord::Fp32 } else { PartialWord::Same };
     case.weights = dice.word(WeightsWord::Dispatch);
     case.index = dice.word(IndexWord::I64);
     case.accumulate = dice.once_in(3);
@@ -239,6 +243,18 @@ fn draw_quantize(case: &mut Case) {
     case.quantize = dice.once_in(if case.scales == ScaleKind::None { 16 } else { 2 });
 }
 
+/// Whether partial rows are fp8, and columns such that they can be. From a stream of its own, as nodes are.
+fn draw_partial(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 8, 0, 0));
+    if dice.once_in(3) {
+        case.partial = PartialWord::Fp8;
+        // Other columns are refused; now and then that is looked at.
+        if !dice.once_in(16) {
+            case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
+        }
+    }
+}
+
 /// Nodes that differ by a rank at the most.
 fn even(world: usize, count: usize) -> Vec<usize> {
     (0..count).map(|node| (node + 1) * world / count - node * world / count).collect()
@@ -295,6 +311,7 @@ mod tests {
         assert_eq!(share(|c| c.hold_stores), 200);
         assert!(share(|c| c.ahead > 1) > 90 && share(|c| c.ahead > 1 && c.accumulate) > 20);
         assert!(share(|c| c.fault == FaultWord::Overflow) > 20 && share(|c| c.fault == FaultWord::Routing) > 10);
+        assert!(share(|c| c.partial == PartialWord::Fp8) > 100 && share(|c| c.partial == PartialWord::Fp32) > 40);
         assert!(share(|c| c.quantize && c.several_nodes()) > 10 && share(|c| c.quantize && !c.several_nodes()) > 3);
         assert!(share(|c| c.tokens == 0) > 20 && share(|c| c.ragged) > 200 && share(|c| c.lockstep) > 30);
         assert!(Mode::ALL.iter().all(|mode| cases.iter().any(|c| c.mode == *mode && c.ahead > 1)));

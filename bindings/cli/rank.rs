@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use tokenyard::{
-    AllToAll, ArenaPlace, CallStatistics, Device, DeviceKind, Dtype, Error, Event, Placement, Proxy, Result, Scales,
+    AllToAll, ArenaPlace, CallStatistics, Device, DeviceKind, Error, Event, Partial, Placement, Proxy, Result, Scales,
     Stream, Weights, World,
 };
 
@@ -28,7 +28,7 @@ use super::sample::{RankResult, Verdict};
 use super::steps::steps;
 use super::traffic::Traffic;
 use super::wake::Wake;
-use super::words::{ArenaWord, FaultWord, Mode, PlacementWord, WeightsWord, WorldMode};
+use super::words::{ArenaWord, FaultWord, Mode, PartialWord, PlacementWord, WeightsWord, WorldMode};
 
 /// What every rank of a run is told.
 #[derive(Debug, Clone)]
@@ -392,7 +392,11 @@ pub fn builder(case: &Case, world: &World) -> Result<tokenyard::AllToAllBuilder>
         })
         .quantize(case.quantize)
         .combine_dtype(case.combine_dtype)
-        .partial_f32(case.partial_f32 && case.combine_dtype != Dtype::Fp32)
+        .partial(match case.partial {
+            PartialWord::Same => Partial::Same,
+            PartialWord::Fp32 => Partial::Fp32,
+            PartialWord::Fp8 => Partial::Fp8,
+        })
         .placement(match case.placement {
             PlacementWord::Even => Placement::even(case.experts, case.world)?,
             PlacementWord::Table => Placement::table(case.expert_rank(), case.world)?,

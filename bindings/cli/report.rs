@@ -13,7 +13,7 @@ use super::case::Case;
 use super::config::Config;
 use super::network;
 use super::sample::{RankResult, Verdict};
-use super::words::{ArenaWord, Word};
+use super::words::{ArenaWord, PartialWord, Word};
 
 /// A distribution of times.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -111,6 +111,9 @@ pub struct RunResult {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantize: Option<bool>,
     pub combine_dtype: &'static str,
+    /// Type of partial rows, where it is not that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub partial: Option<&'static str>,
     pub tokens: usize,
     pub routing: String,
     pub layout: &'static str,
@@ -183,6 +186,7 @@ impl RunResult {
             dtype: case.dtype.name(),
             quantize: case.quantize.then_some(true),
             combine_dtype: case.combine_dtype.name(),
+            partial: (case.partial != PartialWord::Same).then(|| case.partial.name()),
             tokens: case.tokens,
             routing: case.routing.to_string(),
             layout: case.layout.name(),
@@ -400,7 +404,7 @@ pub fn bench_table(results: &[RunResult]) -> String {
         PerNode::Uneven(list) => format!(" in nodes of {list}, {}, link {}{}", r.transport, r.link, emulated(r)),
     };
     format!(
-        "{} x {} ({}{nodes}), {}: hidden {}, {} experts, top-{}, {} out, {} back, {} layout, {} routing, {}; {} SMs; \
+        "{} x {} ({}{nodes}), {}: hidden {}, {} experts, top-{}, {} out, {} back{}, {} layout, {} routing, {}; {} SMs; \
          arena {:.1} MiB{}; \
          times in us\n{}",
         r.world,
@@ -412,6 +416,7 @@ pub fn bench_table(results: &[RunResult]) -> String {
         r.top_k,
         r.dtype,
         r.combine_dtype,
+        r.partial.map_or_else(String::new, |partial| format!(" by {partial} partial rows")),
         r.layout,
         r.routing,
         r.mode,

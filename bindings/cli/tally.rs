@@ -11,13 +11,13 @@ use super::case::Case;
 use super::config::SEVERAL_NODES;
 use super::inputs::ScaleKind;
 use super::report::table;
-use super::words::{LayoutWord, Mode, SUMMED, WeightsWord, Word};
+use super::words::{LayoutWord, Mode, PartialWord, SUMMED, WeightsWord, Word};
 
 /// What is paired; nodes only where worlds may have several.
 const DIMENSIONS: &[&str] = if SEVERAL_NODES {
-    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "nodes"]
+    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial", "nodes"]
 } else {
-    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize"]
+    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial"]
 };
 /// Whether rows are quantised.
 const QUANTIZE: [&str; 2] = ["no", "yes"];
@@ -58,6 +58,7 @@ fn values(dimension: usize) -> Vec<&'static str> {
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
         6 => QUANTIZE.to_vec(),
+        7 => names(PartialWord::ALL),
         _ => vec![ONE, EVEN, UNEVEN],
     }
 }
@@ -70,7 +71,7 @@ fn nodes_of(case: &Case) -> &'static str {
     }
 }
 
-fn values_of(case: &Case) -> [&'static str; 8] {
+fn values_of(case: &Case) -> [&'static str; 9] {
     [
         case.dtype.name(),
         case.scales.name(),
@@ -79,6 +80,7 @@ fn values_of(case: &Case) -> [&'static str; 8] {
         case.mode.name(),
         case.weights.name(),
         QUANTIZE[usize::from(case.quantize)],
+        case.partial.name(),
         nodes_of(case),
     ]
 }

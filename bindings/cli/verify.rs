@@ -33,13 +33,17 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 pub const ENOUGH: usize = 5;
 
 /// Models' full sizes, for `--full`.
-const FULL: [&str; 6] = [
+const FULL: [&str; 8] = [
     "world=8,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,tokens=128,max_tokens=128,routing=v3-groups,iters=3",
     "world=8,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,quantize=yes,scale_order=column,align=128,\
      zero_padding=yes,tokens=64,max_tokens=64,iters=3",
-    "world=8,hidden=4096,experts=128,top_k=8,layout=token,partial_f32=yes,out_dtype=fp32,tokens=128,max_tokens=128,iters=3,\
+    "world=8,hidden=4096,experts=128,top_k=8,layout=token,partial=fp32,out_dtype=fp32,tokens=128,max_tokens=128,iters=3,\
      mode=split",
     "world=4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,tokens=128,max_tokens=128,iters=3",
+    "world=8,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,partial=fp8,tokens=64,max_tokens=64,routing=v3-groups,\
+     iters=3",
+    "world=4,hidden=2944,experts=128,top_k=4,combine_dtype=fp16,out_dtype=fp16,layout=token,partial=fp8,accumulate=yes,\
+     ragged=yes,tokens=128,max_tokens=128,mode=split,iters=3",
     "world=8,hidden=6144,experts=8,top_k=2,accumulate=yes,ragged=yes,device_count=yes,mode=graph,tokens=128,max_tokens=160,\
      routing=zipf:1.2,iters=3",
     // META in several tiles: so many experts leave room for few tokens in a block's bitmap.
@@ -47,13 +51,15 @@ const FULL: [&str; 6] = [
 ];
 
 /// The same over several nodes.
-const FULL_NODES: [&str; 4] = [
+const FULL_NODES: [&str; 5] = [
     "world=8,nodes=4+4,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,quantize=yes,tokens=128,max_tokens=128,\
      routing=v3-groups,network=calm,iters=3",
     "world=8,nodes=3+5,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,scale_order=column,align=128,\
      zero_padding=yes,chunk_rows=8,nics=4,tokens=64,max_tokens=64,network=calm,link=efa-p5,iters=3",
     "world=8,nodes=2+2+4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,chunk_rows=16,\
      tokens=64,max_tokens=64,mode=split,iters=3",
+    "world=8,nodes=3+5,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,partial=fp8,weights=combine,chunk_rows=8,\
+     wave_tokens=40,tokens=64,max_tokens=64,routing=v3-groups,iters=3",
     "world=4,nodes=2+2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,wave_tokens=70,ahead=2,iters=4",
 ];
 

@@ -55,6 +55,8 @@ words! {
     Mode { Fused = "fused", Split = "split", Graph = "graph" }
     /// Where dispatched rows stand.
     LayoutWord { Contiguous = "contiguous", Masked = "masked", Token = "token" }
+    /// What partial rows travel as: the combine dtype, or another.
+    PartialWord { Same = "same", Fp32 = "fp32", Fp8 = "fp8" }
     /// When the router's weights are given.
     WeightsWord { Dispatch = "dispatch", Combine = "combine", None = "none" }
     /// Type of the entries of topk_idx.

@@ -6,37 +6,42 @@
 //! expert rows y_k (known exactly here: `expert` says how they are rounded):
 //!
 //! 1. on each rank r, p_r = Σ w_k·y_k in top-k order, in f32, one fmaf each, from 0;
-//! 2. p_r is rounded to the combine dtype, unless partials travel as f32;
+//! 2. p_r is rounded to the combine dtype, or, with fp8 partials, becomes what `carried_by_fp8` makes of its row, unless
+//!    partials travel as f32;
 //! 3. for each node m, s_m = Σ p_r in rank order, in f32, from 0: at home for home's own node, on a rank of m for another;
 //! 4. s_m of another node is rounded as p_r was; that of home's own node is not;
 //! 5. at home, Σ s_m in node order, in f32, from 0; then old + that, when accumulating;
 //! 6. the result is rounded to the out dtype.
 //!
-//! In the token layout the caller's row is p_r, rounded already: steps 1 and 2 are his.
+//! In the token layout the caller's row is p_r, rounded to the combine dtype already: of step 2 only fp8 is left.
 //!
 //! All of it is rounding to nearest even in a fixed order, so the bits are known, and they are demanded. A row that has
 //! other bits within the bound below is called what it is: summed in another order.
 //!
 //! # The bound
-//! With S = Σ|w_k·y_k| (+ |old|), P = Σ|p_r|, Q = Σ|s_m| over the nodes that are not home's, u the unit roundoffs (bf16
-//! 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`), u_c that of the combine dtype and 0 with f32 partials, and h half the
-//! smallest subnormals, which bound the rounding error below the normal range:
+//! With S = Σ|w_k·y_k| (+ |old|), u the unit roundoffs (bf16 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`), h half the
+//! smallest subnormals, which bound the rounding error below the normal range, and ρ(v) the most that steps 2 and 4 change
+//! v by: max(u_c · |v|, h_c) of the combine dtype, 0 with f32 partials, and with fp8 max(2^−4 · |v|, amax / 458000), where
+//! amax is of the block of the row that travels (`fp8_error` derives it) and u_c is 2^−4:
 //!
 //! ```text
 //! f       = (K + R + 2) · (2^−24 · S + 2^−150)            steps 1, 3 and 5; see below
-//! c       = u_c · (P + f) + R · h_c                       step 2; 0 in the token layout
-//! n       = u_c · (Q + f + c) + (N − 1) · h_c             step 4; 0 with one node
-//! |error| ≤ (f + c + n)(1 + u_c)² + u_out · (|exact| + f + c + n) + h_out
+//! c       = Σ_r ρ(p_r) + u_c · f                          step 2; 0 in the token layout, unless with fp8
+//! n       = Σ_m ρ(s_m) + u_c · (f + c)                    step 4, of nodes that are not home's
+//! e       = f + (c + n)(1 + (K + R + 2) · 2^−24)
+//! |error| ≤ e + u_out · (|exact| + e) + h_out             step 6
 //! ```
+//!
+//! ρ is of exact sums: of a value that is off by d it is at most ρ(v) + u_c · |d|.
 //!
 //! f: a term passes K roundings at most in step 1, and in steps 3 and 5, on a node of G ranks, G + N additions at most
 //! and one of old. The first addition to 0 of each sum is exact, so that is G + N − 1 roundings; every other node has a
 //! rank, so G + N − 1 ≤ R. The 2 absorbs terms of second order.
 //!
-//! n: what step 4 rounds differs from s_m by what the steps before did to m's terms, which over all nodes is at most
-//! f + c; rounding changes it by u_c of its magnitude, or h_c where that is below the normal range.
+//! c and n: what step 2 rounds differs from p_r by f at most, over all ranks; what step 4 rounds from s_m by what the
+//! steps before did to m's terms, over all nodes f + c.
 //!
-//! (1 + u_c)²: the f32 sums behind a rounding act on values that it made larger, by 1 + u_c each time.
+//! e: the f32 sums behind a rounding act on values that it made larger, by c + n in all.
 //!
 //! In the token layout K = 0 and S = Σ|p_r|. Sums that exceed the out dtype's range are outside the bound: inputs must
 //! stay below.
@@ -44,8 +49,9 @@
 use super::dispatch::Poison;
 use super::elem::{Elem, decode_ue8m0, pow2};
 use super::expert;
+use super::quantize::{BLOCK, amax_of, carried_by_fp8, fp8_error};
 use super::report::Report;
-use super::spec::{Faults, Layout, RowSource, Scales, SourceRank, Spec};
+use super::spec::{Faults, Layout, Partial, RowSource, Scales, SourceRank, Spec};
 
 /// What combine left at one home rank.
 #[derive(Debug, Clone, Copy, Default)]
@@ -66,7 +72,71 @@ pub(super) struct Term {
     pub weight: f32,
 }
 
-/// Exact sum; sums of magnitudes: of terms, of ranks' partials, of the sums of nodes that are not home's.
+/// What a row of sums becomes on its way.
+#[derive(Clone, Copy)]
+enum Way {
+    /// Rounded to a type; f32 changes nothing.
+    Rounded(Elem),
+    Fp8,
+}
+
+impl Way {
+    /// Of a node's sum.
+    fn of_node(spec: &Spec) -> Way {
+        match spec.partial {
+            Partial::Same => Way::Rounded(spec.combine_dtype),
+            Partial::Fp32 => Way::Rounded(Elem::Fp32),
+            Partial::Fp8 => Way::Fp8,
+        }
+    }
+
+    /// Of a rank's; the rows of the token layout are of the combine dtype already.
+    fn of_rank(spec: &Spec) -> Way {
+        match (spec.layout, Way::of_node(spec)) {
+            (Layout::Token { .. }, Way::Rounded(_)) => Way::Rounded(Elem::Fp32),
+            (_, way) => way,
+        }
+    }
+
+    fn carry(self, row: &mut [f32]) {
+        match self {
+            Way::Rounded(Elem::Fp32) => {}
+            Way::Rounded(elem) => row.iter_mut().for_each(|x| *x = elem.round(*x)),
+            Way::Fp8 => carried_by_fp8(row),
+        }
+    }
+
+    /// u_c of the module's bound.
+    fn unit(self) -> f64 {
+        match self {
+            Way::Rounded(Elem::Fp32) => 0.0,
+            Way::Rounded(elem) => elem.unit_roundoff(),
+            Way::Fp8 => Elem::E4m3.unit_roundoff(),
+        }
+    }
+
+    /// ρ of the module's bound, in a block of that amax.
+    #[inline]
+    fn error(self, x: f64, amax: f32) -> f64 {
+        match self {
+            Way::Rounded(Elem::Fp32) => 0.0,
+            Way::Rounded(elem) => (elem.unit_roundoff() * x.abs()).max(elem.half_subnormal()),
+            Way::Fp8 => fp8_error(x, amax),
+        }
+    }
+
+    /// Adds to `errors` what a row may change by, of which `exact` is known and `row` was computed.
+    fn add_errors(self, errors: &mut [f64], exact: &[f64], row: &[f32]) {
+        let blocks = errors.chunks_mut(BLOCK).zip(exact.chunks(BLOCK)).zip(row.chunks(BLOCK));
+        for ((errors, exact), row) in blocks {
+            let amax = if matches!(self, Way::Fp8) { amax_of(row.iter().copied()) } else { 0.0 };
+            errors.iter_mut().zip(exact).for_each(|(error, &x)| *error += self.error(x, amax));
+        }
+    }
+}
+
+/// Exact sum; sum of the magnitudes of terms; what may change on their ways: ranks' partials, and the sums of nodes that
+/// are not home's.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sum {
     pub exact: f64,
@@ -145,11 +215,11 @@ impl TokenSums {
         self.fused.resize(spec.hidden, 0.0);
         if matches!(spec.layout, Layout::Token { .. }) {
             terms.for_each(|t| self.add_fused(t, |y| y));
-            self.close_fused(spec.combine_dtype);
+            self.round_fused(spec.combine_dtype);
         } else {
             terms.for_each(|t| self.add_term(spec.combine_dtype, t));
-            self.close_partial(spec.partial_dtype());
         }
+        self.close_partial(Way::of_rank(spec));
     }
 
     /// Dequantises the row of a token into `x`: one f32 multiplication where there are scales.
@@ -205,12 +275,12 @@ impl TokenSums {
         }
     }
 
-    fn close_partial(&mut self, dtype: Elem) {
-        for ((node, sum), p) in self.node.iter_mut().zip(&mut self.partials).zip(&self.partial) {
-            *node += p;
-            *sum += p.abs();
-        }
-        self.fused_node.iter_mut().zip(&self.fused).for_each(|(node, &p)| *node += dtype.round(p));
+    /// Sends the rank's partial and adds it to its node's sum.
+    fn close_partial(&mut self, way: Way) {
+        way.add_errors(&mut self.partials, &self.partial, &self.fused);
+        self.node.iter_mut().zip(&self.partial).for_each(|(node, p)| *node += p);
+        way.carry(&mut self.fused);
+        self.fused_node.iter_mut().zip(&self.fused).for_each(|(node, &p)| *node += p);
     }
 
     /// One fmaf, in f32, onto the rank's partial; in the token layout that is the row that the caller hands to combine.
@@ -220,23 +290,24 @@ impl TokenSums {
         self.fused.iter_mut().zip(x).for_each(|(acc, &x)| *acc = term.weight.mul_add(round(factor * x), *acc));
     }
 
-    fn close_fused(&mut self, dtype: Elem) {
+    /// The row that the caller hands to combine in the token layout is the rank's partial, and its only term.
+    fn round_fused(&mut self, dtype: Elem) {
         self.fused.iter_mut().for_each(|row| *row = dtype.round(*row));
-        for ((node, sum), &row) in self.node.iter_mut().zip(&mut self.terms).zip(&self.fused) {
-            *node += f64::from(row);
-            *sum += f64::from(row).abs();
+        for ((partial, sum), &row) in self.partial.iter_mut().zip(&mut self.terms).zip(&self.fused) {
+            *partial = f64::from(row);
+            *sum += partial.abs();
         }
-        self.fused_node.iter_mut().zip(&self.fused).for_each(|(node, row)| *node += row);
     }
 
-    /// Adds a node's sum; that of another node than home's is rounded on its way.
+    /// Adds a node's sum; that of another node than home's changes on its way.
     fn close_node(&mut self, spec: &Spec, own: bool) {
-        let dtype = if own { Elem::Fp32 } else { spec.partial_dtype() };
-        for ((exact, others), s) in self.exact.iter_mut().zip(&mut self.others).zip(&self.node) {
-            *exact += s;
-            *others += if own { 0.0 } else { s.abs() };
+        self.exact.iter_mut().zip(&self.node).for_each(|(exact, s)| *exact += s);
+        if !own {
+            let way = Way::of_node(spec);
+            way.add_errors(&mut self.others, &self.node, &self.fused_node);
+            way.carry(&mut self.fused_node);
         }
-        self.fused_home.iter_mut().zip(&self.fused_node).for_each(|(home, &s)| *home += dtype.round(s));
+        self.fused_home.iter_mut().zip(&self.fused_node).for_each(|(home, &s)| *home += s);
     }
 
     /// The bits that must stand in a column.
@@ -266,67 +337,64 @@ pub(super) fn terms_of(spec: &Spec, source: &SourceRank, faults: &Faults, home: 
     terms
 }
 
-/// The sum of one column straight from the definition; what the vectors above compute faster.
+/// The sum of one column straight from the definition; what the vectors above compute faster. Largest magnitudes are
+/// taken of exact sums here, and those of nodes enlarged by what their terms may have changed.
 pub(super) fn sum_at(spec: &Spec, x: &[f32], terms: &[Term], home: usize, column: usize) -> Sum {
+    let (rank_way, node_way) = (Way::of_rank(spec), Way::of_node(spec));
+    let start = column / BLOCK * BLOCK;
+    let block = start..(start + BLOCK).min(x.len());
+    let amax = |way: Way, of: &dyn Fn(usize) -> f64| match way {
+        Way::Fp8 => amax_of(block.clone().map(|column| of(column) as f32)),
+        Way::Rounded(_) => 0.0,
+    };
     let mut sum = Sum::default();
     for ranks in spec.node_ranks() {
-        let own = ranks.contains(&home);
-        let mut node = 0.0f64;
-        for rank in ranks {
-            node += add_rank_at(spec, x, terms, rank, column, &mut sum);
+        let partial_at = |rank, column| partial_at(spec, x, terms, rank, column);
+        let node_at = |column| ranks.clone().map(|rank| partial_at(rank, column).0).sum::<f64>();
+        for rank in ranks.clone().filter(|rank| terms.iter().any(|t| t.rank == *rank)) {
+            let (partial, magnitudes) = partial_at(rank, column);
+            sum.terms += magnitudes;
+            sum.partials += rank_way.error(partial, amax(rank_way, &|column| partial_at(rank, column).0));
         }
+        let node = node_at(column);
         sum.exact += node;
-        sum.others += if own { 0.0 } else { node.abs() };
+        if !ranks.contains(&home) {
+            sum.others += node_way.error(node, amax(node_way, &node_at) * 1.125);
+        }
     }
     sum
 }
 
-/// The partial of one rank, whose magnitude and whose terms' are added to `sum`.
-fn add_rank_at(spec: &Spec, x: &[f32], terms: &[Term], rank: usize, column: usize, sum: &mut Sum) -> f64 {
+/// The partial of one rank, and the magnitudes of its terms.
+fn partial_at(spec: &Spec, x: &[f32], terms: &[Term], rank: usize, column: usize) -> (f64, f64) {
     let of_rank = || terms.iter().filter(|t| t.rank == rank);
     if matches!(spec.layout, Layout::Token { .. }) {
         let row = of_rank().fold(0.0f32, |acc, t| t.weight.mul_add(expert::product(t.expert, x, column), acc));
         let row = f64::from(spec.combine_dtype.round(row));
-        sum.terms += row.abs();
-        return row;
+        return (row, row.abs());
     }
     let value =
         |t: &Term| f64::from(t.weight) * f64::from(spec.combine_dtype.round(expert::product(t.expert, x, column)));
-    let partial: f64 = of_rank().map(value).sum();
-    sum.partials += partial.abs();
-    sum.terms += of_rank().map(|t| value(t).abs()).sum::<f64>();
-    partial
+    (of_rank().map(value).sum(), of_rank().map(|t| value(t).abs()).sum())
 }
 
 /// Rounding constants of one spec: the module's bound with everything that does not depend on the element.
 pub(super) struct Bound {
     steps: f64,
-    /// Of ranks' partials.
+    /// Of ranks' partials, and of other nodes' sums.
     u_c: f64,
-    h_c: f64,
-    /// Of other nodes' sums.
     u_n: f64,
-    h_n: f64,
     u_out: f64,
     h_out: f64,
 }
 
 impl Bound {
     pub fn new(spec: &Spec) -> Bound {
-        let token = matches!(spec.layout, Layout::Token { .. });
-        let (k, ranks, dtype) = (if token { 0 } else { spec.top_k }, spec.ranks, spec.combine_dtype);
-        let rounded = |count: usize| match count {
-            0 => (0.0, 0.0),
-            _ => (dtype.unit_roundoff(), count as f64 * dtype.half_subnormal()),
-        };
-        let (u_c, h_c) = rounded(if token || spec.partial_f32 { 0 } else { ranks });
-        let (u_n, h_n) = rounded(if spec.partial_f32 { 0 } else { spec.nodes.len().saturating_sub(1) });
+        let k = if matches!(spec.layout, Layout::Token { .. }) { 0 } else { spec.top_k };
         Bound {
-            steps: (k + ranks + 2) as f64,
-            u_c,
-            h_c,
-            u_n,
-            h_n,
+            steps: (k + spec.ranks + 2) as f64,
+            u_c: Way::of_rank(spec).unit(),
+            u_n: if spec.nodes.len() > 1 { Way::of_node(spec).unit() } else { 0.0 },
             u_out: spec.out_dtype.unit_roundoff(),
             h_out: spec.out_dtype.half_subnormal(),
         }
@@ -336,10 +404,10 @@ impl Bound {
     #[inline]
     pub fn of(&self, sum: Sum, old: f64) -> f64 {
         let f = self.steps * (pow2(-24) * (sum.terms + old.abs()) + pow2(-150));
-        let c = self.u_c * (sum.partials + f) + self.h_c;
-        let n = self.u_n * (sum.others + f + c) + self.h_n;
-        let sums = f + c + n;
-        sums * (1.0 + self.u_c) * (1.0 + self.u_n) + self.u_out * ((sum.exact + old).abs() + sums) + self.h_out
+        let c = sum.partials + self.u_c * f;
+        let n = sum.others + self.u_n * (f + c);
+        let sums = f + (c + n) * (1.0 + self.steps * pow2(-24));
+        sums + self.u_out * ((sum.exact + old).abs() + sums) + self.h_out
     }
 }
 

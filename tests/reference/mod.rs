@@ -11,7 +11,7 @@
 //! | `spec` | what was asked for, and by whom which token was routed where |
 //! | `expect` | which row must stand where: a sort by (expert, source rank, token) |
 //! | `expert` | the functions that stand in for experts, a different one for each |
-//! | `quantize` | rows of a rank that quantises |
+//! | `quantize` | rows of a rank that quantises, and partial rows of fp8 |
 //! | `dispatch` | comparison of dispatched buffers, bit for bit |
 //! | `combine` | comparison of combined rows against sums at f64, within a derived bound, and bit for bit |
 //! | `explain` | what a wrong row looks like: swapped, lost, doubled, somebody else's |
@@ -36,6 +36,6 @@ pub use combine::{ObservedCombine, TokenSums, check_combine};
 pub use dispatch::{ObservedDispatch, check_dispatch, scale_index, scale_total_words};
 pub use elem::Elem;
 pub use expect::{Expected, Place, Slot, expected_dispatch};
-pub use quantize::{quantized_row, quantized_scales};
+pub use quantize::{carried_by_fp8, fp8_error, quantized_row, quantized_scales};
 pub use report::Report;
-pub use spec::{Faults, Layout, RowSource, ScaleOrder, Scales, SourceRank, Spec, Weights, bad_routing};
+pub use spec::{Faults, Layout, Partial, RowSource, ScaleOrder, Scales, SourceRank, Spec, Weights, bad_routing};

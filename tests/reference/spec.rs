@@ -23,6 +23,17 @@ pub enum Weights {
     None,
 }
 
+/// What sums of a rank, and of a node, travel as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Partial {
+    /// The combine dtype.
+    Same,
+    /// f32.
+    Fp32,
+    /// e4m3 with one f32 for 128 columns.
+    Fp8,
+}
+
 /// Where dispatched rows stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
@@ -59,8 +70,7 @@ pub struct Spec {
     pub scales: Scales,
     /// Type of the rows that experts return.
     pub combine_dtype: Elem,
-    /// Partial sums, of a rank and of a node, travel as f32 instead of the combine dtype.
-    pub partial_f32: bool,
+    pub partial: Partial,
     pub out_dtype: Elem,
     pub weights: Weights,
     pub layout: Layout,
@@ -106,11 +116,6 @@ impl Spec {
             *next += size;
             Some(start..*next)
         })
-    }
-
-    /// Type in which sums of a rank, and of a node, travel.
-    pub fn partial_dtype(&self) -> Elem {
-        if self.partial_f32 { Elem::Fp32 } else { self.combine_dtype }
     }
 
     /// Rows that the output of a rank with `local` experts has room for.
