@@ -101,19 +101,21 @@ TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave 
 }
 
 // Everything of one own token, listed once a piece of it is here. By a warp. False once a deadline passed.
+template <bool far>
 TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 n,
                             const Parts &parts, const Piece &piece, HomeRows &list) {
   const ty_context &c = a.context;
   bool failed = false;
   u32 own_rows = popcount64(parts.present);
-  list = list_sums(a, terms, wave, token, own_rows, failed);
+  list = {0, own_rows, own_rows};
+  if (far) list = list_sums(a, terms, wave, token, own_rows, failed);
   list_partials(c, terms, list.own, wave.epoch, 0, n, parts);
   failed |= partials_fail(c, wave.epoch, 0, n, parts, piece);
   return gathered(failed);
 }
 
 // A token's sum over nodes, in node order: of listed rows, stored in the output. By a warp.
-template <typename Partial>
+template <typename Partial, bool far>
 TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const HomeRows &list, u32 token,
                          const Columns &columns) {
   const ty_context &c = a.context;
@@ -123,10 +125,10 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
   auto add = [](Group &sum, const Group &row, u32) { add_to(sum, row); };
   for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
     Group sums[groups] = {}, own[groups] = {};
-    add_terms<Partial, rows_at_home>(c, terms, 0, list.own, g, columns.end, sums, add);
+    if (far) add_terms<Partial, rows_at_home>(c, terms, 0, list.own, g, columns.end, sums, add);
     add_terms<Partial, rows_at_home>(c, terms, list.own, list.after, g, columns.end, own, add);
     for (u32 i = 0; i < groups; ++i) add_to(sums[i], own[i]);
-    add_terms<Partial, rows_at_home>(c, terms, list.after, list.count, g, columns.end, sums, add);
+    if (far) add_terms<Partial, rows_at_home>(c, terms, list.after, list.count, g, columns.end, sums, add);
     for (u32 i = 0; a.accumulate && i < groups && g + i * warp_size < columns.end; ++i) {
       Group old = load_out<Partial::group>(a, out, g + i * warp_size);
       add_to(old, sums[i]);
@@ -137,11 +139,11 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
 }
 
 // Sums of all own tokens, behind wait_flags. By a team.
-template <typename Partial>
+template <typename Partial, bool far>
 TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
-  if (!wait_rails(a, team, wave)) return;
+  if (far && !wait_rails(a, team, wave)) return;
   if (block_index() == 0) report_missing(a, shared, team, wave);
   bool bad = load(&head->own_bad) != 0;
   Range range = own_range(wave, load(&head->own_tokens));
@@ -154,9 +156,9 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
         HomeRows list{};
         if (!bad) {
           u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
-          if (!gather_token(a, terms, wave, token, n, Parts{ranks, ranks & ~missing}, piece, list)) return false;
+          if (!gather_token<far>(a, terms, wave, token, n, Parts{ranks, ranks & ~missing}, piece, list)) return false;
         }
-        sum_token<Partial>(a, terms, list, token, columns_of<Partial>(c, piece));
+        sum_token<Partial, far>(a, terms, list, token, columns_of<Partial>(c, piece));
         warp_barrier(); // the list is read
         return true;
       });
@@ -181,46 +183,44 @@ TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
 }
 
 // What waits for partial rows: the rail's sums, then those of own tokens. By a team.
-template <typename Partial>
+template <typename Partial, bool far>
 TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   if (!wait_flags(c, shared, team, wave.epoch)) return;
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
-  if ((a.phases & TY_PHASE_SEND) && spans_nodes(c)) {
+  if (far && (a.phases & TY_PHASE_SEND)) {
     bool failed = !send_sums<Partial>(a, shared, team, wave);
     if (team_any(team, failed)) return;
     note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_RAIL, leads);
   }
-  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial>(a, shared, team, wave);
+  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial, far>(a, shared, team, wave);
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, leads);
 }
 
-// Of four warps of a block, those that send where others sum at the same time. A block has two warps at least.
-constexpr u32 senders_of_four = 3;
-
-// Where a block has few rows, nothing comes before all of them are sent, so that all its warps send, then sum. Between
-// nodes a rail's sums are under way early.
-constexpr u32 few_rows_of_block = 8;
-TY_DEVICE bool one_after_the_other(const ty_combine_args &a) {
+// Warps of a block that send where others sum at the same time: three of four, but half where rows are so few that more
+// would have none. A block has two warps at least.
+TY_DEVICE u32 senders_of(const ty_combine_args &a) {
   const ty_context &c = a.context;
-  return !spans_nodes(c) && load(&head_of(a)->most_tokens) * c.ranks <= worker_count(c) * few_rows_of_block;
+  u32 rows = load(&head_of(a)->most_tokens) * c.ranks;
+  return rows <= 2 * worker_count(c) ? block_warps() / 2 : block_warps() * 3 / 4;
 }
 
-template <typename Row, typename Partial> TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
+template <typename Row, typename Partial, bool far>
+TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
-  bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = (a.phases & TY_PHASE_RECEIVE) != 0 || spans_nodes(c);
+  bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = far || (a.phases & TY_PHASE_RECEIVE) != 0;
   if (sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, wave.epoch)) return;
-  bool side_by_side = sends && sums && !one_after_the_other(a);
-  u32 sending = side_by_side ? block_warps() * senders_of_four / 4 : block_warps();
-  u32 first = side_by_side ? sending : 0; // that sums
+  u32 sending = sends && sums ? senders_of(a) : block_warps();
+  u32 first = sends && sums ? sending : 0; // that sums
   Team senders{1, 0, sending}, summers{2, first, block_warps() - first};
-  if (sends && is_member(senders)) combine_send<Row, Partial>(a, shared, senders, wave);
-  if (sums && is_member(summers)) sum_partials<Partial>(a, shared, summers, wave);
+  if (sends && is_member(senders)) combine_send<Row, Partial, far>(a, shared, senders, wave);
+  if (sums && is_member(summers)) sum_partials<Partial, far>(a, shared, summers, wave);
 }
 
-template <typename Row, typename Partial> TY_DEVICE void combine(const ty_combine_args &a) {
+// `far` as in dispatch.
+template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const ty_combine_args &a) {
   const ty_context &c = a.context;
   ty_state *state = state_of(c);
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
@@ -234,10 +234,10 @@ template <typename Row, typename Partial> TY_DEVICE void combine(const ty_combin
     turn.go = false;
   }
   Wave wave = wave_of(c, turn.epoch);
-  if (turn.go && is_relay(c)) {
+  if (far && turn.go && is_relay(c)) {
     if (thread_index() == 0) relay_combine(a, wave);
   } else if (turn.go) {
-    work_combine<Row, Partial>(a, wave);
+    work_combine<Row, Partial, far>(a, wave);
   }
   if (!last_block(c, TY_DIRECTION_COMBINE) || !turn.go || load_relaxed_gpu(&state->closed) != 0) return;
   store(&state->combine_sent, turn.epoch);
@@ -247,13 +247,21 @@ template <typename Row, typename Partial> TY_DEVICE void combine(const ty_combin
 }
 
 // Named by the dtype of the expert rows, and by that of the partial rows where it differs.
-TY_KERNEL(ty_combine_bf16, ty_combine_args) { combine<Bf16, Bf16>(a); }
-TY_KERNEL(ty_combine_fp16, ty_combine_args) { combine<Fp16, Fp16>(a); }
-TY_KERNEL(ty_combine_fp32, ty_combine_args) { combine<Fp32, Fp32>(a); }
-TY_KERNEL(ty_combine_bf16_fp32, ty_combine_args) { combine<Bf16, Fp32>(a); }
-TY_KERNEL(ty_combine_fp16_fp32, ty_combine_args) { combine<Fp16, Fp32>(a); }
-TY_KERNEL(ty_combine_bf16_fp8, ty_combine_args) { combine<Bf16, Fp8>(a); }
-TY_KERNEL(ty_combine_fp16_fp8, ty_combine_args) { combine<Fp16, Fp8>(a); }
-TY_KERNEL(ty_combine_fp32_fp8, ty_combine_args) { combine<Fp32, Fp8>(a); }
+TY_KERNEL(ty_combine_bf16, ty_combine_args) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_bf16_nodes, ty_combine_args) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_fp16, ty_combine_args) { combine<Fp16, Fp16, false>(a); }
+TY_KERNEL(ty_combine_fp16_nodes, ty_combine_args) { combine<Fp16, Fp16, true>(a); }
+TY_KERNEL(ty_combine_fp32, ty_combine_args) { combine<Fp32, Fp32, false>(a); }
+TY_KERNEL(ty_combine_fp32_nodes, ty_combine_args) { combine<Fp32, Fp32, true>(a); }
+TY_KERNEL(ty_combine_bf16_fp32, ty_combine_args) { combine<Bf16, Fp32, false>(a); }
+TY_KERNEL(ty_combine_bf16_fp32_nodes, ty_combine_args) { combine<Bf16, Fp32, true>(a); }
+TY_KERNEL(ty_combine_fp16_fp32, ty_combine_args) { combine<Fp16, Fp32, false>(a); }
+TY_KERNEL(ty_combine_fp16_fp32_nodes, ty_combine_args) { combine<Fp16, Fp32, true>(a); }
+TY_KERNEL(ty_combine_bf16_fp8, ty_combine_args) { combine<Bf16, Fp8, false>(a); }
+TY_KERNEL(ty_combine_bf16_fp8_nodes, ty_combine_args) { combine<Bf16, Fp8, true>(a); }
+TY_KERNEL(ty_combine_fp16_fp8, ty_combine_args) { combine<Fp16, Fp8, false>(a); }
+TY_KERNEL(ty_combine_fp16_fp8_nodes, ty_combine_args) { combine<Fp16, Fp8, true>(a); }
+TY_KERNEL(ty_combine_fp32_fp8, ty_combine_args) { combine<Fp32, Fp8, false>(a); }
+TY_KERNEL(ty_combine_fp32_fp8_nodes, ty_combine_args) { combine<Fp32, Fp8, true>(a); }
 
 } // namespace ty

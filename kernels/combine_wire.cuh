@@ -151,7 +151,7 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
 // ---- the sending phase ---------------------------------------------------------------------------------------------
 
 // All but the rail's sums. What crosses the wire goes first, and nothing here waits for partial rows. By a team.
-template <typename Row, typename Partial>
+template <typename Row, typename Partial, bool far>
 TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   // A block that gets no rows where there are few.
@@ -160,7 +160,7 @@ TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, con
   Terms &terms = shared.terms[warp_index()];
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_PUBLISHED, leads);
-  if (!send_partials<Row, Partial>(a, terms, team, wave, false)) return;
+  if (far && !send_partials<Row, Partial>(a, terms, team, wave, false)) return;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_FAR, leads);
   (void)send_partials<Row, Partial>(a, terms, team, wave, true);
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_NEAR, leads);

@@ -131,13 +131,16 @@ struct Wait {
   u64 grace_ns; // beyond the deadline: for what someone passes on who may be missing himself, and is then to be named
 };
 
-// Looks at deadline and closed word in the given turn of a wait loop that began at `start`. False, and the context
-// closed, once the deadline passed here or anywhere else on this rank.
-TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 start, u64 expected, u64 seen) {
+// Looks at deadline and closed word in the given turn of a wait loop. `start` is 0 before the first, which sets it: most
+// waits are over before the clock is read. False, and the context closed, once the deadline passed here or anywhere else
+// on this rank.
+TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
   if (turn % turns_between_checks != 0) return true;
   ty_state *state = state_of(c);
   if (load_relaxed_gpu(&state->closed) != 0) return false;
-  u64 waited = now_ns() - start;
+  u64 now = now_ns();
+  if (start == 0) start = now;
+  u64 waited = now - start;
   if (waited <= c.timeout_ns + wait.grace_ns) return true;
   report(c, wait.direction, TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited);
   store_release_gpu(&state->closed, 1u);
@@ -149,7 +152,7 @@ TY_DEVICE bool wait_word(const ty_context &c, const Wait &wait, const u64 *word,
                          const char *name) {
   u64 seen = load_acquire_sys(word);
   if ((seen >> shift) == expected) return true;
-  u64 start = now_ns();
+  u64 start = 0;
   for (u32 turn = 1;; ++turn) {
     spin_pause(name);
     seen = load_acquire_sys(word);
@@ -176,7 +179,7 @@ TY_DEVICE bool wait_tag(const ty_context &c, u32 direction, const u64 *tag, u64 
 TY_DEVICE bool wait_least(const ty_context &c, const Wait &wait, const u64 *word, u64 least, const char *name) {
   u64 seen = load_acquire_sys(word);
   if (seen >= least) return true;
-  u64 start = now_ns();
+  u64 start = 0;
   for (u32 turn = 1;; ++turn) {
     spin_pause(name);
     seen = load_acquire_sys(word);
@@ -209,7 +212,6 @@ TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, MetaWord wo
   for (u32 turn = 0;; ++turn) {
     value = static_cast<u32>(word.seen) - 1;
     if ((word.seen >> 32) == expected && static_cast<u32>(word.seen) != 0) return true;
-    if (turn == 0) start = now_ns();
     // Rails pass META of other nodes' sources on.
     u64 grace_ns = is_node_peer(c, source) ? 0 : c.timeout_ns / 16;
     Wait wait{TY_DIRECTION_DISPATCH, TY_SITE_META, source, epoch, grace_ns};

@@ -286,7 +286,7 @@ TY_DEVICE bool place_rows(const ty_dispatch_args &a, const Team &team, const Pla
   u32 rows = load(&shared.tokens), busy = 0;
   if (a.phases & TY_PHASE_SEND) busy = busy_blocks(c, wave, wave_tokens_of(shared, c.rank));
   Share share = share_of(c, team, busy, rows);
-  u32 parts = parts_for(rows, share.warps, most_parts_placed), all = load(&shared.most) * c.ranks * parts;
+  u32 parts = parts_for(rows, share.warps), all = load(&shared.most) * c.ranks * parts;
   for (u32 i = share.own; i < all; i += share.warps) {
     u32 item = i / parts, source = item % c.ranks, token = item / c.ranks;
     if (token >= wave_tokens_of(shared, source)) continue;

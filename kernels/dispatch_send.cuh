@@ -45,10 +45,14 @@ struct Choices {
   i32 found;  // the token count as found
 };
 
-TY_DEVICE i64 choice_at(const Choices &in, u32 token, u32 k) {
-  u64 row = in.idx + token * in.idx_pitch;
-  if (in.index_bytes == 8) return load(pointer<const i64>(row) + k);
-  return load(pointer<const i32>(row) + k);
+// An expert's number, or -1; any other number, however wide, is unusable_expert.
+constexpr i32 unusable_expert = -2;
+TY_DEVICE i32 choice_at(const Choices &in, u32 token, u32 k) {
+  u64 at = in.idx + token * in.idx_pitch + static_cast<u64>(k) * in.index_bytes;
+  i32 low = load(pointer<const i32>(at));
+  // One way for both widths.
+  i32 high = in.index_bytes == 8 ? load(pointer<const i32>(at) + 1) : low >> 31;
+  return high == low >> 31 && low >= -1 ? low : unusable_expert;
 }
 
 TY_DEVICE float weight_at(const Choices &in, u32 token, u32 k) {
@@ -74,20 +78,17 @@ struct ExpertHome {
   TY_DEVICE u32 rank() const { return place >> 16; }
 };
 
-TY_DEVICE ExpertHome home_of(const ty_context &c, i64 expert) {
+TY_DEVICE ExpertHome home_of(const ty_context &c, i32 expert) {
   if (c.even_experts != 0) {
     // Reckoned, since the table would be a second trip to memory behind the choice itself.
-    u32 number = static_cast<u32>(expert), rank = number / c.even_experts;
-    u32 node = c.nodes == 1 ? 0 : rank / c.node_ranks;
-    return {(rank - node * c.node_ranks) << 16 | node, number - rank * c.even_experts};
+    u32 rank = static_cast<u32>(static_cast<u64>(expert) * c.even_inverse >> 32);
+    return {rank << 16, static_cast<u32>(expert) - rank * c.even_experts};
   }
   u64 packed = load(pointer<const u64>(c.expert_home) + expert);
   return {static_cast<u32>(packed), static_cast<u32>(packed >> 32)};
 }
 
-TY_DEVICE bool is_expert(const ty_context &c, i64 expert) {
-  return expert >= 0 && expert < static_cast<i64>(c.experts);
-}
+TY_DEVICE bool is_expert(const ty_context &c, i32 expert) { return static_cast<u32>(expert) < c.experts; }
 
 // Where a token goes, a bit each: ranks of this node, and other nodes.
 struct Targets {
@@ -97,7 +98,7 @@ struct Targets {
 
 // Where choice k leads. Unusable experts lead nowhere; META tells of them.
 TY_DEVICE Targets target_of(const ty_context &c, const Choices &in, u32 token, u32 k) {
-  i64 expert = choice_at(in, token, k);
+  i32 expert = choice_at(in, token, k);
   if (!is_expert(c, expert)) return {0, 0};
   ExpertHome home = home_of(c, expert);
   if (home.node() == c.node) return {1ull << home.rank(), 0};
@@ -123,7 +124,7 @@ TY_DEVICE u64 warp_nodes_of(const ty_context &c, const Choices &in, u32 token) {
 // ---- send: META --------------------------------------------------------------------------------------------
 
 // What is wrong with choice k of a token: TY_ERROR_NONE, or the kind.
-TY_DEVICE u32 fault_of_choice(const ty_context &c, const Choices &in, u32 token, u32 k, i64 expert) {
+TY_DEVICE u32 fault_of_choice(const ty_context &c, const Choices &in, u32 token, u32 k, i32 expert) {
   if (expert == -1 || !in.own) return TY_ERROR_NONE;
   if (!is_expert(c, expert)) return TY_ERROR_ROUTING_RANGE;
   bool twice = false;
@@ -135,9 +136,10 @@ TY_DEVICE u32 fault_of_choice(const ty_context &c, const Choices &in, u32 token,
 TY_DEVICE void report_routing(const ty_context &c, const Choices &in, u64 epoch) {
   for (u32 token = 0; token < in.tokens; ++token)
     for (u32 k = 0; k < c.top_k; ++k) {
-      i64 expert = choice_at(in, token, k);
-      u32 fault = fault_of_choice(c, in, token, k, expert);
+      u32 fault = fault_of_choice(c, in, token, k, choice_at(in, token, k));
       if (fault == TY_ERROR_NONE) continue;
+      u64 row = in.idx + token * in.idx_pitch;
+      i64 expert = in.index_bytes == 8 ? load(pointer<const i64>(row) + k) : load(pointer<const i32>(row) + k);
       report(c, TY_DIRECTION_DISPATCH, fault, 0, c.rank, epoch, token, k, static_cast<u64>(expert));
       return;
     }
@@ -146,6 +148,7 @@ TY_DEVICE void report_routing(const ty_context &c, const Choices &in, u64 epoch)
 // Tokens before `token` in the tile's bitmap row.
 TY_DEVICE u32 earlier_in_row(const u32 *row, u32 token) {
   u32 count = 0;
+  TY_ROLLED
   for (u32 word = 0; word < token / 32; ++word) count += popcount(load(row + word));
   return count + popcount(load(row + token / 32) & ((1u << (token % 32)) - 1));
 }
@@ -190,64 +193,60 @@ struct Tile {
 };
 
 // Choices that a thread looks up at once.
-constexpr u32 choices_ahead = 4;
+constexpr u32 choices_ahead = 2;
 
-// Choices of a batch, choices_ahead of a thread, and where they lead; home is of no node where there is no such expert.
-struct ChoiceBatch {
-  i64 experts[choices_ahead];
-  ExpertHome homes[choices_ahead];
-  float weights[choices_ahead];
+// A choice, and where it leads; home is of no node where there is no such expert.
+struct Choice {
+  u32 token;
+  u32 k;
+  i32 expert;
+  ExpertHome home;
+  float weight;
 };
 
-TY_DEVICE ChoiceBatch load_choices(const ty_context &c, const Choices &in, u32 token, u32 first, u32 all, u32 step) {
-  ChoiceBatch batch;
-  TY_UNROLL
-  for (u32 j = 0; j < choices_ahead; ++j) {
-    u32 i = first + j * step;
-    batch.experts[j] = i < all ? choice_at(in, token + i / c.top_k, i % c.top_k) : -1;
-    batch.weights[j] = i < all ? weight_at(in, token + i / c.top_k, i % c.top_k) : 0.0f;
-  }
-  TY_UNROLL
-  for (u32 j = 0; j < choices_ahead; ++j)
-    batch.homes[j] = is_expert(c, batch.experts[j]) ? home_of(c, batch.experts[j]) : ExpertHome{~0u, 0};
-  return batch;
-}
-
-// Calls use(i, token, k, expert, home, weight) for all choices of a tile, the calling member's share of them.
+// Calls use(i, choice) for all choices of a tile, the calling member's share of them.
 template <typename Use>
 TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Use use) {
-  u32 all = tile.count * c.top_k, step = team_threads(team), first = team_thread(team);
-  ChoiceBatch batch = load_choices(c, in, tile.first, first, all, step);
-  while (first < all) {
+  u32 all = tile.count * c.top_k, step = team_threads(team), i = team_thread(team);
+  // Where the next choice stands, and how far on from there the one behind it.
+  u32 token = i / c.top_k, k = i % c.top_k, tokens = step / c.top_k, choices = step % c.top_k;
+  TY_ROLLED
+  while (i < all) {
+    Choice batch[choices_ahead];
     TY_UNROLL
     for (u32 j = 0; j < choices_ahead; ++j) {
-      u32 i = first + j * step;
-      if (i < all) use(i, i / c.top_k, i % c.top_k, batch.experts[j], batch.homes[j], batch.weights[j]);
+      bool there = i + j * step < all;
+      i32 expert = there ? choice_at(in, tile.first + token, k) : -1;
+      batch[j] = {token, k, expert, {~0u, 0}, there ? weight_at(in, tile.first + token, k) : 0.0f};
+      k += choices;
+      token += tokens + (k >= c.top_k ? 1 : 0);
+      if (k >= c.top_k) k -= c.top_k;
     }
-    first += choices_ahead * step;
-    if (first < all) batch = load_choices(c, in, tile.first, first, all, step);
+    TY_UNROLL
+    for (u32 j = 0; j < choices_ahead; ++j)
+      if (is_expert(c, batch[j].expert)) batch[j].home = home_of(c, batch[j].expert);
+    TY_UNROLL
+    for (u32 j = 0; j < choices_ahead; ++j, i += step)
+      if (i < all) use(i, batch[j]);
   }
 }
 
 // Choices of one token that a thread looks up at once.
 constexpr u32 group_choices = 8;
 
-// Choices [first, first + group_choices) of a token, and where they lead, as in a batch.
+// Choices [first, first + group_choices) of a token, and where they lead.
 struct ChoiceGroup {
   u32 first;
-  i32 experts[group_choices]; // -1: none; unusable_expert: none that exists
+  i32 experts[group_choices];
   ExpertHome homes[group_choices];
 };
-constexpr i32 unusable_expert = -2;
 
 TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token, u32 first) {
   ChoiceGroup loaded;
   loaded.first = first;
   TY_UNROLL
-  for (u32 j = 0; j < group_choices; ++j) {
-    i64 expert = token < in.tokens && first + j < c.top_k ? choice_at(in, token, first + j) : -1;
-    loaded.experts[j] = is_expert(c, expert) || expert == -1 ? static_cast<i32>(expert) : unusable_expert;
-  }
+  for (u32 j = 0; j < group_choices; ++j)
+    loaded.experts[j] = token < in.tokens && first + j < c.top_k ? choice_at(in, token, first + j) : -1;
   TY_UNROLL
   for (u32 j = 0; j < group_choices; ++j)
     loaded.homes[j] = is_expert(c, loaded.experts[j]) ? home_of(c, loaded.experts[j]) : ExpertHome{~0u, 0};
@@ -255,7 +254,8 @@ TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token,
 }
 
 // Whether a choice of the group is unusable; only the caller's are looked at. As fault_of_choice.
-TY_DEVICE bool is_faulty(const Choices &in, u32 token, const ChoiceGroup &loaded) {
+TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
+  if (!in.own) return false;
   bool faulty = false;
   TY_UNROLL
   for (u32 j = 0; j < group_choices; ++j) {
@@ -263,10 +263,16 @@ TY_DEVICE bool is_faulty(const Choices &in, u32 token, const ChoiceGroup &loaded
     bool twice = false;
     TY_UNROLL
     for (u32 i = 0; i < j; ++i) twice |= loaded.experts[i] == expert;
-    for (u32 k = 0; expert >= 0 && k < loaded.first; ++k) twice |= choice_at(in, token, k) == expert;
-    faulty |= expert == unusable_expert || (twice && expert != -1);
+    faulty |= expert != -1 && (twice || !is_expert(c, expert));
   }
-  return in.own && faulty;
+  // Against the groups before.
+  TY_ROLLED
+  for (u32 k = 0; token < in.tokens && k < loaded.first; ++k) {
+    i32 before = choice_at(in, token, k);
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j) faulty |= before != -1 && loaded.experts[j] == before;
+  }
+  return faulty;
 }
 
 // Calls use(token, group) for all choices of a tile, a thread a token, and marks in `present` the tokens that it says
@@ -275,16 +281,21 @@ TY_DEVICE bool is_faulty(const Choices &in, u32 token, const ChoiceGroup &loaded
 template <typename Ready, typename Use>
 TY_DEVICE void for_tokens(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, u32 *present,
                           Ready ready, Use use) {
-  u32 token = team_thread(team);
-  auto look = [&](u32 first) { return look_up(c, in, token < tile.count ? tile.first + token : in.tokens, first); };
-  ChoiceGroup loaded = look(0);
-  ready();
-  for (; token - lane_index() < tile.count; token += team_threads(team)) {
-    if (token != team_thread(team)) loaded = look(0);
-    bool there = use(token, loaded);
-    for (u32 first = group_choices; first < c.top_k; first += group_choices) there |= use(token, look(first));
+  u32 token = team_thread(team), first = 0;
+  bool there = false;
+  TY_ROLLED
+  for (bool begins = true;; begins = false) {
+    ChoiceGroup loaded = look_up(c, in, token < tile.count ? tile.first + token : in.tokens, first);
+    if (begins) ready();
+    if (token - lane_index() >= tile.count) return;
+    there |= use(token, loaded);
+    first += group_choices;
+    if (first < c.top_k) continue;
     u32 word = warp_ballot(there);
     if (lane_index() == 0) store(present + token / 32, word);
+    token += team_threads(team);
+    first = 0;
+    there = false;
   }
 }
 
@@ -303,7 +314,7 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
   };
   u32 *present = &shared.bitmap[tile.experts * tile.words];
   for_tokens(c, team, in, tile, present, clear, [&](u32 token, const ChoiceGroup &loaded) {
-    faulty |= is_faulty(in, tile.first + token, loaded);
+    faulty |= is_faulty(c, in, tile.first + token, loaded);
     bool there = false;
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j) {
@@ -319,6 +330,7 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
 // Ranks of this node that a token goes to. By a thread.
 TY_DEVICE u64 ranks_of(const ty_context &c, const Choices &in, u32 token) {
   u64 ranks = 0;
+  TY_ROLLED
   for (u32 first = 0; first < c.top_k; first += group_choices) {
     ChoiceGroup loaded = look_up(c, in, token, first);
     TY_UNROLL
@@ -337,16 +349,16 @@ TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &
                           const Meta &meta, u64 epoch, const Tile &tile) {
   u64 first_choice = static_cast<u64>(tile.first) * c.top_k;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
-  for_choices(c, team, in, tile, [&](u32 i, u32 token, u32, i64, const ExpertHome &home, float weight) {
-    bool there = is_there(c, tile, home);
-    u32 value = 0;
+  for_choices(c, team, in, tile, [&](u32 i, const Choice &choice) {
+    bool there = is_there(c, tile, choice.home);
+    u32 value = 0, local = choice.home.local;
     if (there) {
-      u32 position = load(&shared.start[home.local]) + earlier_in_row(&shared.bitmap[home.local * tile.words], token);
-      value = 1 + (position << meta_expert_bits | home.local);
+      u32 position = load(&shared.start[local]) + earlier_in_row(&shared.bitmap[local * tile.words], choice.token);
+      value = 1 + (position << meta_expert_bits | local);
     }
     store_relaxed_sys(meta.choices + first_choice + i, meta_word(epoch, value));
-    if (there || token == refreshed)
-      store_relaxed_sys(meta.weights + first_choice + i, meta_word(epoch, weight_bits(weight)));
+    if (there || choice.token == refreshed)
+      store_relaxed_sys(meta.weights + first_choice + i, meta_word(epoch, weight_bits(choice.weight)));
   });
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
   for (u32 token = team_thread(team); token < tile.count; token += team_threads(team)) {
@@ -420,14 +432,15 @@ TY_DEVICE bool publish_meta(const ty_context &c, const Team &team, const Choices
   Tile tile = tile_at(c, in, destination, number);
   for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
   bool faulty = in.bad;
-  for (u32 earlier = 0; earlier < number; ++earlier) {
-    faulty |= mark_tile(c, team, in, shared, tile_at(c, in, destination, earlier));
+  TY_ROLLED
+  for (u32 marked = 0;; ++marked) {
+    faulty |= mark_tile(c, team, in, shared, tile_at(c, in, destination, marked));
+    if (marked == number) break;
     // A thread counts the same rows each time.
     for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team))
       store(&shared.start[e], load(&shared.start[e]) + all_in_row(&shared.bitmap[e * tile.words], tile.words));
     team_barrier(team);
   }
-  faulty |= mark_tile(c, team, in, shared, tile);
   // Counts first: all receivers wait for them.
   if (number + 1 == tile_count(c, in.tokens)) publish_counts(c, team, in, shared, meta, epoch, tile, faulty);
   if (!faulty) write_tile(c, team, in, shared, meta, epoch, tile);
@@ -468,16 +481,15 @@ struct Slices {
   u32 end;
 };
 
-// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that most warps get one, and
-// none gets more than `most`. Parts of all rows are numbered with 32 bits: rows fit in 31, and are cut only where they
-// are few.
-TY_DEVICE u32 parts_for(u64 rows, u64 warps, u32 most) {
+// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that no warp gets more than
+// one, since each has trips to memory of its own. Parts of all rows are numbered with 32 bits: rows fit in 31, and are
+// cut only where they are few.
+TY_DEVICE u32 parts_for(u64 rows, u64 warps) {
   u32 parts = TY_SLICES;
-  while (parts > 1 && rows * parts > most * warps) parts /= 2;
+  TY_ROLLED
+  while (parts > 1 && rows * parts > warps) parts /= 2;
   return parts;
 }
-// A part that is sent costs a fence beside its bytes, one that is placed does not.
-constexpr u32 most_parts_sent = 1, most_parts_placed = 2;
 
 TY_DEVICE Slices part_of_row(u32 part, u32 parts) { return {part * TY_SLICES / parts, (part + 1) * TY_SLICES / parts}; }
 
@@ -487,7 +499,7 @@ TY_DEVICE u32 slice_begin(u32 units, u32 s, u32 grain) {
 }
 
 // Vectors that a lane has on their way at once.
-constexpr u32 vectors_ahead = 4;
+constexpr u32 vectors_ahead = 7;
 
 // Vectors [begin, end) of a row, this lane's of a batch of vectors_ahead a lane.
 struct Batch {
@@ -624,7 +636,7 @@ TY_DEVICE void push_rows(const ty_dispatch_args &a, const Team &team, const Choi
   Range range = own_range(wave, in.tokens);
   u32 rows = range.end - range.first;
   Share share = share_of(c, team, busy_blocks(c, wave, in.tokens), rows);
-  u32 parts = parts_for(rows, share.warps, most_parts_sent);
+  u32 parts = parts_for(rows, share.warps);
   for (u32 i = share.own; i < rows * parts; i += share.warps) {
     u32 slot = i / parts, part = i % parts, token = range.first + slot;
     u64 ranks = push_row(c, own_row(a, token), wave.epoch, c.rank, slot, part_of_row(part, parts),

@@ -30,7 +30,7 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
   for_tokens(
       c, team, in, all, shared.bitmap, [] {},
       [&](u32 token, const ChoiceGroup &loaded) {
-        faulty |= is_faulty(in, token, loaded);
+        faulty |= is_faulty(c, in, token, loaded);
         bool there = false;
         TY_UNROLL
         for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node() == node;
@@ -53,11 +53,11 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
     if (there) store(row_header(l, message, row), static_cast<i32>(token));
   }
   // Only experts of the node are named.
-  for_choices(c, team, in, all, [&](u32, u32 token, u32 k, i64 expert, const ExpertHome &home, float weight) {
-    if (!is_present(token)) return;
-    i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, token)) + 1;
-    store(header + k, home.node() == node ? static_cast<i32>(expert) : -1);
-    if (c.weights == TY_WEIGHTS_DISPATCH) store(reinterpret_cast<float *>(header + c.top_k + k), weight);
+  for_choices(c, team, in, all, [&](u32, const Choice &choice) {
+    if (!is_present(choice.token)) return;
+    i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, choice.token)) + 1;
+    store(header + choice.k, choice.home.node() == node ? choice.expert : -1);
+    if (c.weights == TY_WEIGHTS_DISPATCH) store(reinterpret_cast<float *>(header + c.top_k + choice.k), choice.weight);
   });
   block_barrier();
   return faulty;
@@ -136,7 +136,7 @@ TY_DEVICE bool pack_rows(const ty_dispatch_args &a, const Team &team, const Choi
   Range range = own_range(wave, in.tokens);
   u32 rows = range.end - range.first;
   Share share = share_of(c, team, busy_blocks(c, wave, in.tokens), rows);
-  u32 parts = parts_for(rows, share.warps, most_parts_sent);
+  u32 parts = parts_for(rows, share.warps);
   for (u32 i = share.own; i < rows * parts; i += share.warps)
     pack_row(a, in, wave, range.first + i / parts, part_of_row(i % parts, parts));
   return true;
@@ -238,7 +238,7 @@ TY_DEVICE bool forward_rows(const ty_dispatch_args &a, const Team &team, const W
     if (warp_ballot(failed)) return false;
     WireWave landed = landed_wave(c, wave.epoch, j);
     u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
-    u32 parts = parts_for(landed.shape.rows, shared_by, most_parts_sent);
+    u32 parts = parts_for(landed.shape.rows, shared_by);
     for (u32 i = warps < sources ? 0 : warp / sources; i < landed.shape.rows * parts; i += shared_by)
       if (!forward_row(a, landed, wave, j, i / parts, part_of_row(i % parts, parts))) return false;
   }

@@ -16,8 +16,12 @@
 #define TY_DEVICE __device__ __forceinline__
 // Before a loop whose turns are to be independent of one another, so that their loads are under way together.
 #define TY_UNROLL _Pragma("unroll")
+// Before a loop that is to stay one: code that runs once a call is fetched from far away, which takes longer than it
+// does.
+#define TY_ROLLED _Pragma("unroll 1")
 #else
 #define TY_UNROLL
+#define TY_ROLLED
 #include "cpu/device.h"
 #define TY_DEVICE inline
 #endif

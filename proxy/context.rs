@@ -366,7 +366,8 @@ impl AllToAll {
             phases,
             reserved: 0,
         };
-        self.launch(stream, "ty_dispatch", self.sms, self.block, raw::TY_DISPATCH_SHARED_BYTES, &args)
+        let kernel = self.of_world("ty_dispatch", "ty_dispatch_nodes");
+        self.launch(stream, kernel, self.sms, self.block, raw::TY_DISPATCH_SHARED_BYTES, &args)
     }
 
     fn launch_combine(
@@ -391,17 +392,23 @@ impl AllToAll {
             layout: handle.layout.code(),
             phases,
         };
-        let kernel = match (self.shape.combine_dtype, self.shape.partial) {
-            (Dtype::Fp16, Partial::Same) => "ty_combine_fp16",
-            (Dtype::Fp16, Partial::Fp32) => "ty_combine_fp16_fp32",
-            (Dtype::Fp16, Partial::Fp8) => "ty_combine_fp16_fp8",
-            (Dtype::Fp32, Partial::Same | Partial::Fp32) => "ty_combine_fp32",
-            (Dtype::Fp32, Partial::Fp8) => "ty_combine_fp32_fp8",
-            (_, Partial::Same) => "ty_combine_bf16",
-            (_, Partial::Fp32) => "ty_combine_bf16_fp32",
-            (_, Partial::Fp8) => "ty_combine_bf16_fp8",
+        let (one_node, nodes) = match (self.shape.combine_dtype, self.shape.partial) {
+            (Dtype::Fp16, Partial::Same) => ("ty_combine_fp16", "ty_combine_fp16_nodes"),
+            (Dtype::Fp16, Partial::Fp32) => ("ty_combine_fp16_fp32", "ty_combine_fp16_fp32_nodes"),
+            (Dtype::Fp16, Partial::Fp8) => ("ty_combine_fp16_fp8", "ty_combine_fp16_fp8_nodes"),
+            (Dtype::Fp32, Partial::Same | Partial::Fp32) => ("ty_combine_fp32", "ty_combine_fp32_nodes"),
+            (Dtype::Fp32, Partial::Fp8) => ("ty_combine_fp32_fp8", "ty_combine_fp32_fp8_nodes"),
+            (_, Partial::Same) => ("ty_combine_bf16", "ty_combine_bf16_nodes"),
+            (_, Partial::Fp32) => ("ty_combine_bf16_fp32", "ty_combine_bf16_fp32_nodes"),
+            (_, Partial::Fp8) => ("ty_combine_bf16_fp8", "ty_combine_bf16_fp8_nodes"),
         };
+        let kernel = self.of_world(one_node, nodes);
         self.launch(stream, kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
+    }
+
+    /// The kernel for this world: those of one node are without what goes on between nodes.
+    fn of_world(&self, one_node: &'static str, nodes: &'static str) -> &'static str {
+        if self.context.nodes > 1 { nodes } else { one_node }
     }
 
     fn launch<A: KernelArgs>(
@@ -583,10 +590,10 @@ fn home_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
     (0..placement.experts()).map(|expert| home(expert).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
-/// Experts of every rank where kernels can reckon homes: rank r has those from r times this, and nodes are alike; else 0.
+/// Experts of every rank of one node, where rank r has those from r times this, so that kernels can reckon homes; else 0.
 fn even_experts(placement: &Placement, nodes: &Nodes) -> u32 {
-    let (experts, ranks, size) = (placement.experts(), nodes.ranks().count(), nodes.largest());
-    if size == 0 || !ranks.is_multiple_of(size) || !experts.is_multiple_of(ranks) {
+    let (experts, ranks) = (placement.experts(), nodes.ranks().count());
+    if nodes.members().len() != 1 || ranks == 0 || !experts.is_multiple_of(ranks) {
         return 0;
     }
     let each = experts / ranks;
@@ -595,8 +602,7 @@ fn even_experts(placement: &Placement, nodes: &Nodes) -> u32 {
         placement.rank_of(expert) == Some(rank) && placement.local_index(expert) == Some(local)
     };
     // Ranks that went leave gaps.
-    let in_place = |(i, rank): (usize, Rank)| rank.index() == i && nodes.node_of(rank) == Some(i / size);
-    let even = (0..experts).all(follows) && nodes.ranks().enumerate().all(in_place);
+    let even = (0..experts).all(follows) && nodes.ranks().enumerate().all(|(i, rank)| rank.index() == i);
     if even { each as u32 } else { 0 }
 }
 
@@ -671,6 +677,7 @@ fn device_context(
             _ => raw::TY_QUANTIZE_NONE,
         },
         even_experts: tables.even_experts,
+        even_inverse: (1u64 << 32) / u64::from(tables.even_experts.max(1)) + 1,
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
         first_epoch: builder.first_epoch,
         state: tables.state.view().ptr,

@@ -51,7 +51,7 @@ MUTANTS = [
     ("a rank without tokens says nothing", SEND,
      "  bool faulty = publish_meta(c, whole_block()",
      "  if (in.tokens == 0) return;\n  bool faulty = publish_meta(c, whole_block()"),
-    ("earlier tiles of META not counted", SEND, "earlier < number;", "earlier + 1 < number;"),
+    ("earlier tiles of META not counted", SEND, "if (marked == number) break;", "if (marked + 1 >= number) break;"),
     ("old META word taken for a new one", CONTEXT, "if ((word.seen >> 32) == expected &&", "if ((word.seen >> 32) != 0 &&"),
     ("off by one in a position", SEND, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
     ("duplicate expert not seen", SEND, "for (u32 i = 0; i < j; ++i) twice", "for (u32 i = 1; i < j; ++i) twice"),
