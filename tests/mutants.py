@@ -26,6 +26,7 @@ QUANTIZE = "kernels/quantize.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
+WATCHES = "proxy/machine/watches.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -128,6 +129,7 @@ MUTANTS = [
      "self.inbox(direction).at(0, source.index())"),
     ("empty shard not posted", LINKS, "Some(write) => out.post(&write),",
      "Some(write) if write.bytes == 0 => Answer::Accepted,\n                Some(write) => out.post(&write),"),
+    ("link left in its row when it moves", WATCHES, ".row = None;", ".row.is_none();"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
 ]
 
