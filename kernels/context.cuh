@@ -53,6 +53,11 @@ TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u3
   store(&state->error_sequence[direction], sequence + 2);
 }
 
+// Writes down that a source's routing was unusable: news for the host, and no error of this rank's. By one thread.
+TY_DEVICE void note_refused(const ty_context &c, u32 source, u64 call) {
+  store_relaxed_sys(pointer<u64>(c.refused) + source, call);
+}
+
 // ---- waves -----------------------------------------------------------------------------------------------
 
 // A launch's part of its call. META belongs to the call, rows to the wave. Reckoned once a launch: divisions of 64 bits
@@ -190,6 +195,10 @@ TY_DEVICE u64 flag_value(u64 epoch, u32 status) { return (epoch << 32) | status;
 // but its value follows from it. Words that an epoch does not use are written anew before 2^32 epochs are over
 // (refreshed_token), so that an old one is never taken for a new one.
 TY_DEVICE u64 meta_word(u64 epoch, u32 value) { return (epoch << 32) | (value + 1); }
+
+// In the place of a source's number of rows: it has none, since its routing was unusable.
+constexpr u32 meta_refused = 1u << 31;
+static_assert(TY_MAX_TOKENS < meta_refused, "a row a token at the most");
 
 // A META word that was asked for: what was seen there, and where to look again.
 struct MetaWord {

@@ -53,6 +53,8 @@ MUTANTS = [
     ("a rank without tokens says nothing", SEND,
      "  bool faulty = publish_meta(c, whole_block()",
      "  if (in.tokens == 0) return;\n  bool faulty = publish_meta(c, whole_block()"),
+    ("refused routing looks like no tokens", SEND, "faulty && e == experts ? meta_refused : rows", "rows"),
+    ("own refusal noted like another's", RECEIVE, "block_index() == 0 && source != c.rank", "block_index() == 0"),
     ("earlier tiles of META not counted", SEND, "earlier < number;", "earlier + 1 < number;"),
     ("old META word taken for a new one", CONTEXT, "if ((word.seen >> 32) == expected &&", "if ((word.seen >> 32) != 0 &&"),
     ("off by one in a position", SEND, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
