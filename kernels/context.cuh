@@ -53,6 +53,11 @@ TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u3
   store(&state->error_sequence[direction], sequence + 2);
 }
 
+// Writes down that a source's routing was unusable: news for the host, and no error of this rank's. By one thread.
+TY_DEVICE void note_refused(const ty_context &c, u32 source, u64 call) {
+  store_relaxed_sys(pointer<u64>(c.refused) + source, call);
+}
+
 // ---- waves -----------------------------------------------------------------------------------------------
 
 // A launch's part of its call. META belongs to the call, rows to the wave. Reckoned once a launch: divisions of 64 bits
@@ -131,9 +136,9 @@ struct Wait {
   u64 grace_ns; // beyond the deadline: for what someone passes on who may be missing himself, and is then to be named
 };
 
-// Looks at deadline and closed word in the given turn of a wait loop. `start` is 0 before the first, which sets it: most
-// waits are over before the clock is read. False, and the context closed, once the deadline passed here or anywhere else
-// on this rank.
+// Looks at deadline and closed word in the given turn of a wait loop. `start` is 0 before the first, which sets it:
+// most waits are over before the clock is read. False, and the context closed, once the deadline passed here or
+// anywhere else on this rank.
 TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
   if (turn % turns_between_checks != 0) return true;
   ty_state *state = state_of(c);
@@ -194,6 +199,10 @@ TY_DEVICE u64 flag_value(u64 epoch, u32 status) { return (epoch << 32) | status;
 // but its value follows from it. Words that an epoch does not use are written anew before 2^32 epochs are over
 // (refreshed_token), so that an old one is never taken for a new one.
 TY_DEVICE u64 meta_word(u64 epoch, u32 value) { return (epoch << 32) | (value + 1); }
+
+// In the place of a source's number of rows: it has none, since its routing was unusable.
+constexpr u32 meta_refused = 1u << 31;
+static_assert(TY_MAX_TOKENS < meta_refused, "a row a token at the most");
 
 // A META word that was asked for: what was seen there, and where to look again.
 struct MetaWord {

@@ -6,6 +6,14 @@ namespace ty {
 
 // ---- receive: where rows go ----------------------------------------------------------------------------------
 
+// How many rows a source has, from its META. By the thread that waited for the word.
+TY_DEVICE u32 rows_heard(const ty_context &c, const Wave &wave, u32 source, u32 value) {
+  if (value != meta_refused) return value;
+  // The source has reported it to its own host.
+  if (block_index() == 0 && source != c.rank) note_refused(c, source, wave.call);
+  return 0;
+}
+
 // Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team.
 // False once a deadline passed.
 TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &shared, const Wave &wave) {
@@ -20,7 +28,7 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
     bool first = e == c.local_experts + 2 && wave.number == 0;
     failed |= !wait_meta(c, wave.call, source, ask_meta(counts + place, !first), value);
     if (e < c.local_experts) store(&shared.before[source * c.local_experts + e], value);
-    else if (behind == 0) store(&shared.source_rows[source], value);
+    else if (behind == 0) store(&shared.source_rows[source], rows_heard(c, wave, source, value));
     else if (behind == 1) store(&shared.source_end[source], value);
     else store(&shared.source_first[source], value);
     if (e == c.local_experts) note_heard(c, TY_DIRECTION_DISPATCH, source);

@@ -40,7 +40,7 @@ struct Choices {
   u32 index_bytes;
   u32 tokens; // 0 if unusable
   u32 source; // whose tokens they are
-  bool bad;   // the caller's token count is unusable
+  bool bad;   // the caller's token count is unusable, or a home refused its routing
   bool own;   // the caller's: to be checked, and reported
   i32 found;  // the token count as found
 };
@@ -410,7 +410,7 @@ TY_DEVICE void publish_counts(const ty_context &c, const Team &team, const Choic
     u32 rows = load(&shared.start[e]);
     if (in.tokens != 0) rows += all_in_row(&shared.bitmap[e * last.words], last.words);
     if (faulty) rows = 0;
-    store_relaxed_sys(meta.counts + e, meta_word(epoch, rows));
+    store_relaxed_sys(meta.counts + e, meta_word(epoch, faulty && e == experts ? meta_refused : rows));
     if (in.own && e == experts) note_rows(c, world_rank(c, last.destination), rows);
   }
   // Where waves end is known for own tokens; a rail says it of others' as their messages land.

@@ -154,7 +154,7 @@ TY_DEVICE WireWave landed_wave(const ty_context &c, u64 epoch, u32 j) {
   return {{first, first + rows}, {rows, headers}};
 }
 
-// The choices that came with a call's first message.
+// The choices that came with a call's first message; unusable, if the home says so.
 TY_DEVICE Choices wire_choices(const ty_context &c, u64 epoch, u32 j) {
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u64 headers = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, epoch, j)) + TY_WIRE_HEAD_BYTES;
@@ -166,7 +166,7 @@ TY_DEVICE Choices wire_choices(const ty_context &c, u64 epoch, u32 j) {
           4,
           landed_wave(c, epoch, j).shape.headers,
           served_home(c, j),
-          false,
+          load(&wire_head(c, TY_LANE_DISPATCH, epoch, j)->status) == TY_STATUS_BAD_INPUT,
           false,
           0};
 }

@@ -138,7 +138,7 @@ typedef struct ty_regions {
   ty_region row_tags;     // [source][token][TY_SLICES] uint64 epoch
   ty_region meta_flags;   // [parity][local rank] uint64 flag: that rank has read its inbox of the epoch before
                           // META words, uint64 {epoch's low half, 1 + value}: each says by itself whether it is there.
-  ty_region meta_counts;  // [parity][source][max_local_experts + 1 + waves]: rows per expert, rows, wave ends in tokens
+  ty_region meta_counts;  // [parity][source][max_local_experts + 1 + waves]: rows by expert, rows or meta_refused, ends
   ty_region meta_tokens;  // [parity][source][token]: 0 not here, else 1 + (row of this source << 5 | slot at the owner)
   ty_region meta_homes;   // [parity][source][token]: its number at its home, for sources of other nodes
   ty_region meta_choices; // [parity][source][token][top_k]: 0 not here, else 1 + (position << 11 | local expert)
@@ -285,6 +285,7 @@ typedef struct ty_context {
   // [direction: 2][TY_MAX_RANKS] when block 0 heard of each peer, then [TY_MAX_RANKS] rows that dispatch sent to each.
   uint64_t stats;
   uint64_t stats_blocks;
+  uint64_t refused; // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
   ty_regions regions;
   ty_wire wire;
   uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas as this device sees them; own at [local]

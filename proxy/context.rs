@@ -245,6 +245,14 @@ impl AllToAll {
         })
     }
 
+    /// Other ranks whose routing was unusable, by their ranks in the first generation, each with the epoch of its last such
+    /// dispatch that this rank received: the one that the rank's own `Routing` error names. It sent no tokens in it. That
+    /// is no error of this rank's, so [`check`](Self::check) says nothing of it, and good dispatches that follow take
+    /// nothing back. Never waits: what a call heard is there once the stream has passed it.
+    pub fn refused_sources(&self) -> Vec<(Rank, u64)> {
+        self.reports.refused().map(|(rank, epoch)| (self.world.original(rank), epoch)).collect()
+    }
+
     /// Ranks that are gone, as bootstrap and proxy know, by their ranks in the first generation; sorted.
     pub fn lost_peers(&self) -> Vec<Rank> {
         let mut lost: Vec<Rank> = self.world.lost_peers().into_iter().map(|rank| self.world.original(rank)).collect();
@@ -537,7 +545,7 @@ impl Local {
             rank_names: upload(&device, &pack_words(&names))?,
             relay: upload(&device, &vec![0; Relay::of(plan).words])?,
         };
-        let reports = Reports::new(device.alloc_host(Reports::BYTES)?);
+        let reports = Reports::allocate(&device, shape.ranks)?;
         let blocks = sms_of(builder, &device);
         let statistics = builder.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
         let pool = Pool::new(&device, shape, plan.waves, builder.handles)?;
@@ -681,12 +689,13 @@ fn device_context(
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
         first_epoch: builder.first_epoch,
         state: tables.state.view().ptr,
-        errors: reports.device_address(),
+        errors: reports.records_address(),
         expert_home: tables.expert_home.view().ptr,
         rank_names: tables.rank_names.view().ptr,
         source_owner: tables.source_owner.view().ptr,
         stats: statistics.map_or(0, Statistics::device_address),
         stats_blocks: statistics.map_or(0, |statistics| statistics.blocks() as u64),
+        refused: reports.refused_address(),
         regions: plan.regions,
         wire: device_wire(plan, shape.name, tables, proxied),
         peer_base,

@@ -15,10 +15,11 @@
 //! the contexts anew, and only after a barrier let the devices ring.
 
 mod remote;
+mod scan;
 mod words;
 
 use crate::base::{Error, Rank, Result, wait};
-use crate::proxy::machine::{Answer, ContextConfig, Flag, Input, Machine, Outputs, Report, WatchId};
+use crate::proxy::machine::{Answer, ContextConfig, Flag, Group, Input, Machine, Outputs, Report, WatchId};
 use crate::proxy::wire::{ContextIdx, Wire};
 use crate::transport::imm::MAX_CONTEXTS;
 use crate::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
@@ -336,7 +337,7 @@ impl<T: Transport + 'static> Driver<T> {
         any
     }
 
-    /// Gives each doorbell that is rung to the machine.
+    /// Gives each doorbell that is rung to the machine, which posts it before the next is looked for.
     fn doorbells(&mut self) -> bool {
         let Driver { machine, transport, contexts, shared, .. } = self;
         let mut hands = Hands { transport: Some(transport), contexts, shared };
@@ -344,20 +345,14 @@ impl<T: Transport + 'static> Driver<T> {
         for (bound, context) in contexts.iter().zip(0..) {
             let Some(Bound { memory, .. }) = bound else { continue };
             let context = ContextIdx(context);
-            for index in 0..machine.watches(context).len() {
-                let Some(watch) = machine.watches(context).get(index).copied() else { continue };
-                let Some(doorbell) = memory.doorbells.get(watch.word as usize) else { continue };
-                // E1: the device released the rows, and the count of chunks, before the doorbell.
-                let word = doorbell.load(Ordering::Acquire);
-                if !watch.is_rung(word) {
-                    continue;
+            let mut from = 0;
+            while let Some(group) = scan::next_group(machine.groups(context), from, memory.doorbells.all()) {
+                let watches = machine.groups(context).get(group).map_or(0..0, Group::range);
+                for index in watches {
+                    any |= ring(machine, WatchId { context, index: index as u16 }, memory, &mut hands);
                 }
-                let count = watch.chunks_word.and_then(|at| memory.chunks.get(at as usize));
-                let chunks = count.map_or(0, |word| word.load(Ordering::Relaxed));
-                let watch = WatchId { context, index: index as u16 };
-                let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
-                machine.step(Input::Doorbell { watch, bytes: word as u32, chunks }, &mut hands);
-                any = true;
+                machine.even_out(context, group);
+                from = group + 1;
             }
         }
         any
@@ -380,6 +375,22 @@ impl<T: Transport + 'static> Driver<T> {
             }
         }
     }
+}
+
+/// Gives one doorbell to the machine, if it is rung.
+fn ring<T: Transport>(machine: &mut Machine, watch: WatchId, memory: &ContextMemory, hands: &mut Hands<'_, T>) -> bool {
+    let Some(wanted) = machine.watches(watch.context).get(usize::from(watch.index)).copied() else { return false };
+    let Some(doorbell) = memory.doorbells.get(wanted.word as usize) else { return false };
+    // E1: the device released the rows, and the count of chunks, before the doorbell.
+    let word = doorbell.load(Ordering::Acquire);
+    if !wanted.is_rung(word) {
+        return false;
+    }
+    let count = wanted.chunks_word.and_then(|at| memory.chunks.get(at as usize));
+    let chunks = count.map_or(0, |word| word.load(Ordering::Relaxed));
+    let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
+    machine.step(Input::Doorbell { watch, bytes: word as u32, chunks }, hands);
+    true
 }
 
 fn input(event: Event<'_>) -> Input<'_> {

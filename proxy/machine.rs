@@ -36,6 +36,7 @@ mod control;
 mod links;
 mod peers;
 mod token;
+mod watches;
 
 use crate::base::{Error, Rank, Result};
 use crate::proxy::counter::Counted;
@@ -305,6 +306,37 @@ impl Watch {
     }
 }
 
+/// Most links of a group: a line's worth of doorbells.
+pub const GROUP_LINKS: usize = 8;
+
+/// Some neighbouring links of one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Group {
+    /// Index of the first among the context's watches.
+    pub first: u16,
+    /// How many; at most `GROUP_LINKS`.
+    pub links: u16,
+    /// Where their doorbells are, if all wait for the same chunk of the same epoch; `None` also if nobody has looked
+    /// since one of them moved.
+    pub row: Option<Row>,
+}
+
+/// Doorbells of a group that stand side by side.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    /// Index of the first.
+    pub word: u32,
+    /// Low half of the epoch that all of them are watched for.
+    pub epoch: u32,
+}
+
+impl Group {
+    /// Its watches.
+    pub fn range(&self) -> std::ops::Range<usize> {
+        usize::from(self.first)..usize::from(self.first) + usize::from(self.links)
+    }
+}
+
 /// What has happened so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MachineStats {
@@ -402,7 +434,7 @@ impl Machine {
         self.under_way[index.index()] = 0;
         self.contexts[index.index()] = Some(context);
         self.peers.link(self.contexts.iter().flatten().flat_map(|c| c.peers()), fresh.into_iter());
-        self.blocked.reserve(self.contexts.iter().flatten().map(|c| c.watches().len()).sum());
+        self.blocked.reserve(self.contexts.iter().flatten().map(|c| c.watches().list().len()).sum());
         Ok(())
     }
 
@@ -422,8 +454,22 @@ impl Machine {
     }
 
     /// What to look at in a context's doorbells; empty if it is not open. Entries change with every step.
+    #[inline]
     pub fn watches(&self, index: ContextIdx) -> &[Watch] {
-        self.contexts.get(index.index()).and_then(Option::as_ref).map_or(&[], |c| c.watches())
+        self.contexts.get(index.index()).and_then(Option::as_ref).map_or(&[], |c| c.watches().list())
+    }
+
+    /// The same in groups, of which one that has a `Row` can be looked at as a whole.
+    #[inline]
+    pub fn groups(&self, index: ContextIdx) -> &[Group] {
+        self.contexts.get(index.index()).and_then(Option::as_ref).map_or(&[], |c| c.watches().groups())
+    }
+
+    /// Finds the row of a group that had none. To be called once its watches have been looked at one by one.
+    pub fn even_out(&mut self, index: ContextIdx, group: usize) {
+        if let Some(context) = self.contexts.get_mut(index.index()).and_then(Option::as_mut) {
+            context.even_out(group);
+        }
     }
 
     /// What has happened so far.

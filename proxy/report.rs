@@ -1,8 +1,12 @@
-//! Reads what the device reports: error records in host memory, as typed errors.
+//! Reads what the device reports in host memory: error records, as typed errors, and who else refused to dispatch.
+//!
+//! ```text
+//!   ty_error_record [TY_DIRECTIONS] │ uint64 [ranks]: the last dispatch that each other rank refused, 0 for none
+//! ```
 
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::HostBuffer;
+use crate::kernels::{Device, HostBuffer};
 use crate::transport::World;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Mutex, PoisonError};
@@ -10,24 +14,46 @@ use std::sync::{Mutex, PoisonError};
 /// The records of one context.
 pub(crate) struct Reports {
     memory: HostBuffer,
+    ranks: usize,
     seen: [AtomicU64; DIRECTIONS],
     /// The error that closed the context.
     fatal: Mutex<Option<Error>>,
 }
 
 const DIRECTIONS: usize = raw::TY_DIRECTIONS as usize;
+const RECORDS_BYTES: usize = size_of::<raw::ty_error_record>() * DIRECTIONS;
 
 impl Reports {
-    /// `memory` holds the zeroed records.
-    pub fn new(memory: HostBuffer) -> Reports {
-        Reports { memory, seen: Default::default(), fatal: Mutex::new(None) }
+    /// Of a world of `ranks` ranks; nothing is reported yet.
+    ///
+    /// # Errors
+    /// As [`Device::alloc_host`].
+    pub fn allocate(device: &Device, ranks: usize) -> Result<Reports> {
+        let memory = device.alloc_host(RECORDS_BYTES + ranks * 8)?;
+        Ok(Reports { memory, ranks, seen: Default::default(), fatal: Mutex::new(None) })
     }
 
-    /// Size of the records in bytes.
-    pub const BYTES: usize = size_of::<raw::ty_error_record>() * DIRECTIONS;
-
-    pub fn device_address(&self) -> u64 {
+    /// Of the records, as the device sees them.
+    pub fn records_address(&self) -> u64 {
         self.memory.view().ptr
+    }
+
+    /// Of the words about refused dispatches, as the device sees them.
+    pub fn refused_address(&self) -> u64 {
+        self.memory.view().ptr + RECORDS_BYTES as u64
+    }
+
+    /// Other ranks that this one heard refuse to dispatch, each with the last time.
+    pub fn refused(&self) -> impl Iterator<Item = (Rank, u64)> {
+        let words = self.memory.host_ptr().wrapping_byte_add(RECORDS_BYTES).cast::<u64>();
+        let heard = (0..self.ranks).map(move |rank| {
+            // SAFETY: `ranks` words follow the records; they are 8-byte aligned, live as long as the buffer, and are
+            // written atomically by the device.
+            let epoch = unsafe { AtomicU64::from_ptr(words.add(rank)) }.load(Ordering::Relaxed);
+            (Rank(rank as u32), epoch)
+        });
+        // No dispatch has the number 0.
+        heard.filter(|(_, epoch)| *epoch != 0)
     }
 
     /// The oldest unread error. One that closed the context is returned every time, any other once.

@@ -15,8 +15,11 @@ fn bad_routing_on_rank_1(bad: [[i32; TOP_K]; 2], words: &[&str]) {
     on_ranks(3, |world| {
         let rig = Rig::new(&world);
         rig.good_round(1);
+        assert_eq!(rig.ep.refused_sources(), []);
         rig.route(if rig.rank == 1 { &bad } else { &GOOD }, 2);
         let outcome = rig.round(2, rig.capacity);
+        let heard = if rig.rank == 1 { vec![] } else { vec![(Rank(1), 2)] };
+        assert_eq!(rig.ep.refused_sources(), heard, "rank {}", rig.rank);
         if rig.rank == 1 {
             let error = outcome.unwrap_err();
             assert!(matches!(error, Error::Routing { .. }), "{error:?}");
@@ -29,6 +32,7 @@ fn bad_routing_on_rank_1(bad: [[i32; TOP_K]; 2], words: &[&str]) {
         rig.good_round(3);
         rig.good_round(4);
         assert_eq!(rig.ep.stats().errors, u64::from(rig.rank == 1));
+        assert_eq!(rig.ep.refused_sources(), heard, "good dispatches are not noted");
     });
 }
 
@@ -51,7 +55,7 @@ fn expert_named_twice_is_reported() {
 fn device_count_beyond_the_maximum_is_reported() {
     on_ranks(2, |world| {
         let rig = Rig::new(&world);
-        for (found, allowed) in [(MAX_TOKENS as i32 + 1, false), (-1, false), (2, true)] {
+        for (found, allowed, heard) in [(MAX_TOKENS as i32 + 1, false, 1), (-1, false, 2), (2, true, 2)] {
             rig.count.write(0, &(if rig.rank == 0 { found } else { 2 }).to_ne_bytes()).unwrap();
             rig.route(&GOOD, 5);
             let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
@@ -68,6 +72,8 @@ fn device_count_beyond_the_maximum_is_reported() {
                 outcome.unwrap();
                 rig.expect_own_rows(2, 5);
             }
+            let heard = if rig.rank == 0 { vec![] } else { vec![(Rank(0), heard)] };
+            assert_eq!(rig.ep.refused_sources(), heard, "rank {}", rig.rank);
         }
     });
 }

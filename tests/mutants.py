@@ -26,6 +26,7 @@ QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
+WATCHES = "proxy/machine/watches.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -51,6 +52,8 @@ MUTANTS = [
     ("a rank without tokens says nothing", SEND,
      "  bool faulty = publish_meta(c, whole_block()",
      "  if (in.tokens == 0) return;\n  bool faulty = publish_meta(c, whole_block()"),
+    ("refused routing looks like no tokens", SEND, "faulty && e == experts ? meta_refused : rows", "rows"),
+    ("own refusal noted like another's", RECEIVE, "block_index() == 0 && source != c.rank", "block_index() == 0"),
     ("earlier tiles of META not counted", SEND, "if (marked == number) break;", "if (marked + 1 >= number) break;"),
     ("old META word taken for a new one", CONTEXT, "if ((word.seen >> 32) == expected &&", "if ((word.seen >> 32) != 0 &&"),
     ("off by one in a position", SEND, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
@@ -131,6 +134,7 @@ MUTANTS = [
      "self.inbox(direction).at(0, source.index())"),
     ("empty shard not posted", LINKS, "Some(write) => out.post(&write),",
      "Some(write) if write.bytes == 0 => Answer::Accepted,\n                Some(write) => out.post(&write),"),
+    ("link left in its row when it moves", WATCHES, ".row = None;", ".row.is_none();"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
 ]
 

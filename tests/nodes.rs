@@ -76,6 +76,44 @@ fn rows_cross_nodes_of_any_sizes() {
     }
 }
 
+/// As `exchange`, but for a culprit, which names an expert that does not exist.
+fn exchange_but_for(rig: &Rig, is_culprit: bool, salt: usize, is_there: impl Fn(i32) -> bool) {
+    if !is_culprit {
+        return exchange(rig, salt, is_there).unwrap();
+    }
+    rig.route(&[[0, 1], [2, 3], [4, 8], [5, 6]], salt);
+    let error = rig.round(MAX_TOKENS, rig.capacity).unwrap_err();
+    assert!(matches!(error, Error::Routing { .. }), "{error:?}");
+    assert!(rig.sums().iter().all(|byte| *byte == 0), "sums of a refused dispatch are zero");
+}
+
+#[test]
+fn every_rank_of_every_node_hears_who_refused_its_routing() {
+    for wave_tokens in [MAX_TOKENS, MAX_TOKENS / 2] {
+        on_nodes(&[2, 3, 1], |world, network| {
+            let proxy = proxy(network, &world, 10_000);
+            let builder = |builder: AllToAllBuilder| builder.proxy(&proxy).chunk_rows(1).wave_tokens(wave_tokens);
+            let rig = Rig::with(&world, |b| builder(b).timeout(DEADLINE));
+            let own = world.rank();
+            // In nodes of 3 and of 2, so that rails of all sizes of nodes serve a culprit; the last one counts.
+            let culprits = [None, Some(Rank(4)), Some(Rank(1)), None, None, Some(Rank(4)), None];
+            let heard = culprits.iter().enumerate().map(|(salt, culprit)| {
+                exchange_but_for(&rig, *culprit == Some(own), salt, |_| true);
+                rig.ep.refused_sources()
+            });
+            let heard: Vec<_> = heard.collect();
+            // Whoever fails must not leave others waiting.
+            world.barrier("all done").unwrap();
+            let others = |all: &[(u32, u64)]| -> Vec<(Rank, u64)> {
+                all.iter().map(|(rank, epoch)| (Rank(*rank), *epoch)).filter(|(rank, _)| *rank != own).collect()
+            };
+            let (one, two, again) = (others(&[(4, 2)]), others(&[(1, 3), (4, 2)]), others(&[(1, 3), (4, 6)]));
+            let wanted = [vec![], one, two.clone(), two.clone(), two, again.clone(), again];
+            assert_eq!(heard, wanted, "rank {own}, {wave_tokens} tokens a wave");
+        });
+    }
+}
+
 #[test]
 fn a_world_of_several_nodes_without_a_proxy_is_refused() {
     std::thread::scope(|scope| {
@@ -169,6 +207,7 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
             let own = world.rank();
             let first = proxy(network, &world, 1_500);
             let before = rig(&world, &first);
+            let (mut heard, mut refused) = (Vec::new(), Vec::new());
             (0..3).for_each(|salt| exchange(&before, salt, |_| true).unwrap());
             met.wait();
             if own == Rank(lost) {
@@ -193,6 +232,10 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
                     let outcome = exchange(&after, salt, is_there);
                     assert_eq!(outcome, Ok(()), "{:?} {:?}", first.remote().reports(), first.remote().failure());
                 }
+                let culprit = members[3];
+                exchange_but_for(&after, own == culprit, 5, is_there);
+                heard = after.ep.refused_sources();
+                refused = (own != culprit).then_some((culprit, 6)).into_iter().collect();
                 world.barrier("masked").unwrap();
                 drop((after, first));
             }
@@ -206,6 +249,7 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
                 assert_eq!(outcome, Ok(()), "{:?}", second.remote().reports());
             }
             world.barrier("all back").unwrap();
+            assert_eq!(heard, refused, "by names of the first generation");
         });
     }
 }

@@ -80,8 +80,13 @@ impl Words {
 
     /// One word.
     pub fn get(&self, at: usize) -> Option<&AtomicU64> {
+        self.all().get(at)
+    }
+
+    /// All of them.
+    pub fn all(&self) -> &[AtomicU64] {
         // SAFETY: `len` words at `base` are valid as long as `_memory`, which `self` holds; they are atomic.
-        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }.get(at)
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
     }
 }
 

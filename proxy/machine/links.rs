@@ -3,6 +3,7 @@
 //! Place in the data path: the machine's tables. Allocates in `new` alone.
 
 use super::token::Token;
+use super::watches::Watches;
 use super::{Answer, BadDoorbell, ContextConfig, Flag, MachineStats, Outputs, Report, Watch, config};
 use crate::base::{Rank, Result};
 use crate::proxy::counter::{Counted, ImmCounter};
@@ -82,7 +83,7 @@ pub(super) struct Context {
     common: Common,
     links: Vec<Link>,
     /// By link: the doorbell that comes next. Beside the links, since every turn of the driver reads all of it.
-    watches: Vec<Watch>,
+    watches: Watches,
     /// By direction: its first link.
     first_link: [usize; DIRECTIONS],
     arrivals: [Arrivals; DIRECTIONS],
@@ -149,7 +150,7 @@ impl Context {
             let chunks = usize::from(wire.lane(direction).chunks);
             Arrivals { source_of, counter: ImmCounter::new(sources.len(), chunks, wire.nics(), first_epoch) }
         });
-        let watches = links.iter().map(|link| link.watch(&common)).collect();
+        let watches = Watches::new(links.iter().map(|link| link.watch(&common)).collect(), &first_link);
         let sources = Direction::ALL.into_iter().flat_map(|direction| wire.sources(direction, rank));
         let mut peers: Vec<Rank> = links.iter().map(|link| link.peer).chain(sources).collect();
         peers.sort_unstable();
@@ -161,8 +162,13 @@ impl Context {
         self.common.generation
     }
 
-    pub fn watches(&self) -> &[Watch] {
+    pub fn watches(&self) -> &Watches {
         &self.watches
+    }
+
+    /// Finds out anew whether a group is even.
+    pub fn even_out(&mut self, group: usize) {
+        self.watches.even_out(group);
     }
 
     /// Everyone that this rank posts to, or that posts to it.
@@ -180,12 +186,12 @@ impl Context {
         if bytes == 0 || matches!(link.state, LinkState::Blocked { .. } | LinkState::Stopped) {
             return Ok(false);
         }
-        let taken = link.take(&self.common, bytes, chunks);
-        if taken.is_err() {
+        // What it looks for changes only as the chunk is posted.
+        link.take(&self.common, bytes, chunks).inspect_err(|_| {
             link.state = LinkState::Stopped;
-        }
-        self.watches[usize::from(index)] = link.watch(&self.common);
-        taken.map(|()| true)
+            link.rewatch(usize::from(index), &self.common, &mut self.watches);
+        })?;
+        Ok(true)
     }
 
     /// Posts the shards of a chunk that are not posted yet, or gives it up if its peer is lost.
@@ -201,7 +207,7 @@ impl Context {
             }
             LinkState::Stopped => Outcome::Posted,
         };
-        self.watches[usize::from(index)] = link.watch(&self.common);
+        link.rewatch(usize::from(index), &self.common, &mut self.watches);
         outcome
     }
 
@@ -238,7 +244,7 @@ impl Context {
     /// From now on takes the doorbells of a peer's links, which is lost or has closed the context, and posts nothing, so
     /// that their staging becomes free.
     pub fn discard(&mut self, peer: Rank, stats: &mut MachineStats, out: &mut impl Outputs) {
-        for (link, watch) in self.links.iter_mut().zip(&mut self.watches).filter(|(link, _)| link.peer == peer) {
+        for (at, link) in self.links.iter_mut().enumerate().filter(|(_, link)| link.peer == peer) {
             match link.state {
                 LinkState::Watching => link.state = LinkState::Discarding,
                 LinkState::Blocked { .. } => {
@@ -248,7 +254,7 @@ impl Context {
                 }
                 LinkState::Discarding | LinkState::Stopped => {}
             }
-            *watch = link.watch(&self.common);
+            link.rewatch(at, &self.common, &mut self.watches);
         }
     }
 }
@@ -279,6 +285,11 @@ impl Link {
             epoch: self.epoch as u32,
             asleep: matches!(self.state, LinkState::Blocked { .. } | LinkState::Stopped),
         }
+    }
+
+    /// Has the driver look for what comes next; `at` is the link's place among all.
+    fn rewatch(&self, at: usize, common: &Common, watches: &mut Watches) {
+        watches.set(self.direction.index(), self.index.index(), at, self.watch(common));
     }
 
     /// Checks a doorbell, and notes what it says.

@@ -151,6 +151,26 @@ fn a_blocked_peer_holds_up_nobody_else() {
 }
 
 #[test]
+fn a_link_that_moves_or_waits_takes_its_group_out_of_the_row() {
+    let mut b = Bench::new(21, 1);
+    let rows = |b: &Bench| b.machine.groups(C).iter().map(|group| group.row.is_some()).collect::<Vec<_>>();
+    assert_eq!(rows(&b), [true; 6], "20 links in two directions");
+    b.ring(10, 100, 2);
+    assert_eq!(rows(&b), [true, false, true, true, true, true]);
+    b.machine.even_out(C, 1);
+    assert!(!rows(&b)[1], "peer 10 is a chunk ahead");
+    [9, 11, 12, 13, 14, 15, 16].into_iter().for_each(|peer| b.ring(peer, 100, 2));
+    b.machine.even_out(C, 1);
+    let group = b.machine.groups(C)[1];
+    let watch = b.machine.watches(C)[8];
+    assert_eq!(group, Group { first: 8, links: 8, row: Some(Row { word: watch.word, epoch: watch.epoch }) });
+    b.hands.full.insert(12);
+    b.ring(12, 100, 2);
+    b.machine.even_out(C, 1);
+    assert!(!rows(&b)[1], "peer 12 is asleep in its old place");
+}
+
+#[test]
 fn the_first_room_does_not_always_go_to_the_same_link() {
     let mut b = Bench::new(5, 1);
     b.hands.room = Some(0);

@@ -297,25 +297,47 @@ impl Universe {
         self.machines[rank].step(input, &mut hands);
     }
 
-    /// Looks at the doorbells that the machine watches.
+    /// Looks at the doorbells that the machine watches, in groups as the driver does.
     fn look(&mut self, rank: usize, lazy: u64) -> bool {
         let mut moved = false;
         for context in 0..self.shared.plan.wires.len() {
             let context = ContextIdx(context as u8);
-            for index in 0..self.machines[rank].watches(context).len() {
-                let watch = self.machines[rank].watches(context)[index];
-                let words = &self.shared.sides[context.index()][rank].words;
-                let word = words.doorbells[watch.word as usize];
-                if !watch.is_rung(word) || self.shared.draw.below(lazy) > 1 {
-                    continue;
+            let mut links = 0;
+            for at in 0..self.machines[rank].groups(context).len() {
+                let group = self.machines[rank].groups(context)[at];
+                assert_eq!(group.range().start, links, "groups leave a link out");
+                links = group.range().end;
+                if self.may_ring(rank, context, group) {
+                    group.range().for_each(|index| moved |= self.look_at(rank, context, index, lazy));
+                    self.machines[rank].even_out(context, at);
                 }
-                let chunks = watch.chunks_word.map_or(0, |at| words.chunks[at as usize] as u32);
-                let watch = WatchId { context, index: index as u16 };
-                self.step(rank, Input::Doorbell { watch, bytes: word as u32, chunks });
-                moved = true;
             }
+            assert_eq!(links, self.machines[rank].watches(context).len());
         }
         moved
+    }
+
+    fn may_ring(&self, rank: usize, context: ContextIdx, group: Group) -> bool {
+        let Some(Row { word, epoch }) = group.row else { return true };
+        let doorbells = &self.shared.sides[context.index()][rank].words.doorbells;
+        for (watch, word) in self.machines[rank].watches(context)[group.range()].iter().zip(word..) {
+            let Watch { word: watched, epoch: wanted, asleep, .. } = *watch;
+            assert_eq!((watched, wanted, asleep), (word, epoch, false), "a link of rank {rank} has left its row");
+        }
+        doorbells[word as usize..][..usize::from(group.links)].iter().any(|word| (word >> 32) as u32 == epoch)
+    }
+
+    fn look_at(&mut self, rank: usize, context: ContextIdx, index: usize, lazy: u64) -> bool {
+        let watch = self.machines[rank].watches(context)[index];
+        let words = &self.shared.sides[context.index()][rank].words;
+        let word = words.doorbells[watch.word as usize];
+        if !watch.is_rung(word) || self.shared.draw.below(lazy) > 1 {
+            return false;
+        }
+        let chunks = watch.chunks_word.map_or(0, |at| words.chunks[at as usize] as u32);
+        let watch = WatchId { context, index: index as u16 };
+        self.step(rank, Input::Doorbell { watch, bytes: word as u32, chunks });
+        true
     }
 
     fn poll(&mut self, rank: usize, arrival: Arrival) {

@@ -1,7 +1,7 @@
 //! `tokenyard simulate --calibrate`: projections of what is known, beside what is known.
 //!
 //! On the main thread. Two sorts: latencies that others have published of their own systems, which judge network and link
-//! models; and what this project measured in one node, which judges the devices' costs.
+//! models; and what this project measured, which judges the devices' costs.
 
 use serde::Serialize;
 
@@ -10,6 +10,7 @@ use tokenyard::transport::sim::models;
 use super::costs::Costs;
 use super::peers::{self, Site, System};
 use super::plan::{Order, Plan};
+use super::result::Pair;
 use super::workload::Shape;
 use super::world::Outcome;
 use crate::args::SimulateArgs;
@@ -56,18 +57,26 @@ const PUBLISHED: [(System, Place, usize, f64, f64); 17] = [
     (System::Pplx, Place::Efa, 64, 266.7, 391.2),
 ];
 
-/// Measured in one node of H200s (docs/performance.md): ranks, tokens, dispatch and combine in µs.
-const MEASURED: [(usize, usize, f64, f64); 9] = [
-    (1, 1, 23.0, 15.6),
-    (1, 16, 40.8, 16.2),
-    (1, 128, 44.9, 16.6),
-    (2, 1, 22.2, 15.3),
-    (2, 16, 33.7, 16.6),
-    (2, 128, 38.5, 23.4),
-    (4, 1, 22.0, 15.9),
-    (4, 16, 28.4, 16.9),
-    (4, 128, 38.8, 36.5),
+/// A world of this project's that was measured: where, nodes, ranks of each, tokens, dispatch and combine in µs.
+type Measured = (&'static str, usize, usize, usize, f64, f64);
+
+const ONE_NODE: &str = "tokenyard, one node of H200";
+const TWO_NODES: &str = "tokenyard, emulated NICs";
+
+/// On 2 H200s: benches/results/h200-x2/decode-2.json, decode-1x2-cx7.json.
+const MEASURED: [Measured; 6] = [
+    (ONE_NODE, 1, 2, 1, 19.1, 18.0),
+    (ONE_NODE, 1, 2, 16, 19.8, 19.7),
+    (ONE_NODE, 1, 2, 128, 26.1, 22.8),
+    (TWO_NODES, 2, 1, 1, 54.4, 46.2),
+    (TWO_NODES, 2, 1, 16, 55.1, 49.2),
+    (TWO_NODES, 2, 1, 128, 76.8, 92.4),
 ];
+/// The emulated NIC: ConnectX-7's rate; its 2 us and 8.9 of the emulation's own for a small write, 3 of them a message's:
+/// what each further chunk cost (docs/simulate.md).
+const EMULATED: &str = "400:7.9:3";
+/// Rows of a chunk in those worlds: 256 KiB.
+const MEASURED_ROWS: Pair<usize> = Pair { dispatch: 36, combine: 19 };
 
 /// One known latency and its projection.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -161,11 +170,12 @@ pub fn points(most_ranks: usize, show: &dyn Fn(usize, usize)) -> Outcome<Vec<Poi
             points.push(published(system, place, ranks, true, combine)?);
         }
     }
-    for (done, &(ranks, tokens, dispatch, combine)) in MEASURED.iter().enumerate() {
+    for (done, &(system, nodes, per_node, tokens, dispatch, combine)) in MEASURED.iter().enumerate() {
         show(PUBLISHED.len() + done, all);
-        let (d, c) = own(ranks, tokens)?;
-        points.push(Point::new("tokenyard, one node of H200", ranks, tokens, false, dispatch, d));
-        points.push(Point::new("tokenyard, one node of H200", ranks, tokens, true, combine, c));
+        let projected = own(v3(nodes, per_node, tokens))?;
+        let point = |of_combine, known, us| Point::new(system, nodes * per_node, tokens, of_combine, known, us);
+        points.push(point(false, dispatch, projected.dispatch));
+        points.push(point(true, combine, projected.combine));
     }
     Ok(points)
 }
@@ -186,12 +196,14 @@ fn published(system: System, place: Place, ranks: usize, combine: bool, known_us
     Ok(Point::new(name, ranks, 128, combine, known_us, peers::project(&site)?))
 }
 
-fn own(ranks: usize, tokens: usize) -> Outcome<(f64, f64)> {
-    let plan = Plan::new(v3(1, ranks, tokens), Order::DESIGN, None);
-    let link = models::parse("none").map_err(|error| error.to_string())?;
-    let (dispatch, combine) = super::run(&plan, &link, Costs::H200, 20, &|_| {})?;
+/// Medians of a world of this project's, with the chunks that it had.
+fn own(shape: Shape) -> Outcome<Pair<f64>> {
+    let link = models::parse(if shape.nodes > 1 { EMULATED } else { "none" }).map_err(|error| error.to_string())?;
+    let run = |rows| super::run(&Plan::new(shape, Order::DESIGN, Some(rows)), &link, Costs::H200, 20, &|_| {});
     let median = |us: Vec<f64>| Percentiles::of(us).map_or(0.0, |p| p.p50);
-    Ok((median(dispatch.us), median(combine.us)))
+    let (dispatch, _) = run(MEASURED_ROWS.dispatch)?;
+    let (_, combine) = run(MEASURED_ROWS.combine)?;
+    Ok(Pair { dispatch: median(dispatch.us), combine: median(combine.us) })
 }
 
 fn point_table(points: &[Point]) -> String {

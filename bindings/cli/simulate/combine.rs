@@ -26,6 +26,8 @@ struct Home {
     add: Server,
     /// When the last partial row of its own node is there.
     own_ns: u64,
+    /// When the last rows of other nodes are added.
+    far_ns: u64,
     end_ns: Option<u64>,
 }
 
@@ -168,7 +170,10 @@ impl<'a> Combine<'a> {
         let bytes = self.plan.rows_in(rows, chunk).len() as u64 * shape.sum_bytes();
         let seen_ns = now_ns + self.plan.relay_ns(&costs);
         let home = &mut self.homes[rank];
-        home.add.serve(seen_ns, at_rate(bytes, costs.stream_rate));
+        let loaded_ns = home.add.serve(seen_ns, at_rate(bytes, costs.stream_rate));
+        if bytes > 0 {
+            home.far_ns = home.far_ns.max(loaded_ns + costs.far_add_ns);
+        }
         home.missing -= 1;
         self.finish(rank);
     }
@@ -178,7 +183,8 @@ impl<'a> Combine<'a> {
         let costs = self.costs;
         let home = &mut self.homes[rank];
         if home.missing == 0 && home.end_ns.is_none() {
-            home.end_ns = Some(home.add.serve(home.own_ns, 0) + costs.add_ns + costs.end_ns);
+            let own_ns = home.add.serve(home.own_ns, 0) + costs.add_ns;
+            home.end_ns = Some(own_ns.max(home.far_ns) + costs.end_ns);
             self.open -= 1;
         }
     }

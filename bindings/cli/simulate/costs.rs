@@ -1,43 +1,59 @@
 //! What everything but the network costs: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
-//! Plain numbers, the same for all worlds and sizes. Those of the GPU reproduce the one-node times of docs/performance.md
-//! (`tokenyard simulate --calibrate` shows how well); the others are measured figures of one host, or assumptions that
-//! are marked as such. Times are in ns, rates in bytes per ns (GB/s).
+//! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
+//! `bench --stages` shows (benches/results/h200-x2/stages-2.json, stages-1x2-cx7.json: 2 H200s, microseconds from the
+//! call's first block); where it says "fitted", it makes the times of the same machine come out (decode-2.json, and
+//! decode-1x2-cx7.json), which `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or
+//! assumptions that are marked as such. Times are in ns, rates in bytes per ns (GB/s).
 
 /// The costs that every projection shares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
-    /// From the start that is timed to the kernel's first loads.
+    /// From the start that is timed to the first block's begin. With `end_ns` 6 us: of a call without statistics, what its
+    /// stages leave over. How the two share them is assumed, and changes no time.
     pub launch_ns: u64,
-    /// Which nodes each token goes to, and its place in each message: until rows can be packed. Assumed: as long as a
-    /// launch, being one pass over the choices and a barrier.
+    /// Which nodes each token goes to, and its place in each message: until rows can be packed. Stages: rows are packed at
+    /// 17.1, of which a row takes 2 and streaming 0.6.
     pub route_ns: u64,
-    /// META of one source for one node: checks, bitmap, positions; and so much more per token of it.
+    /// Counts of one source for one node: checks, bitmap; and so much more per token of it. Stages: counts are heard at
+    /// 5.06 of 1 token and at 5.98 of 128, an NVLink trip later.
     pub meta_ns: u64,
     /// See `meta_ns`.
     pub meta_token_ns: u64,
-    /// Starts of segments, from the counts of all sources.
+    /// From a source's counts to the words of its tokens, without which none can be placed; and more per token. Stages:
+    /// a block with META is through with it at 9.8 (1 token) and 11.3 (128), which is 6.0 and 6.6 behind its counts; less
+    /// what follows the words in it, fitted.
+    pub words_ns: u64,
+    /// See `words_ns`.
+    pub words_token_ns: u64,
+    /// Starts of segments, from the counts of all sources. Stages: 5.25 to 7.7 in blocks without rows.
     pub scan_ns: u64,
-    /// The same per source. Assumed: four sources are the most that was measured, and the scan reads all.
+    /// The same per source. Assumed: counts are summed source by source, a load from shared memory behind a store each.
     pub scan_source_ns: u64,
-    /// One row read and written: the time until the first is through.
+    /// One row read and written: the time until the first is through. Stages: a lone row is pushed from 9.8 to 11.4.
     pub row_ns: u64,
     /// Packing rows for the wire, and a rail's additions: rows streamed through local memory. At least: 1024 rows of
-    /// 14 KB are summed within a microsecond of the time for 8.
+    /// 14 KB are summed within a microsecond of the time for 8 (kernels of before the stages).
     pub stream_rate: f64,
     /// Pushing rows to the ranks of a node (bare stores of the same bytes: 300 to 330).
     pub push_rate: f64,
-    /// Pushing partial sums, which are made meanwhile.
+    /// Pushing partial sums, which are made meanwhile. Stages: 58.5 MB of 4096 tokens until 217, as fast as bare stores
+    /// (347) if what stays local is streamed beside them.
     pub partial_rate: f64,
-    /// Placing rows at their experts, all SMs together; and one SM, which serves `PLACE_SLOTS` tokens of a source.
+    /// Placing rows at their experts. Fitted: 26.1 for 128 tokens, 19.8 for 16.
     pub place_rate: f64,
-    /// See `place_rate`.
-    pub place_sm_rate: f64,
-    /// Flags of the node's ranks, and the first partial row.
+    /// From the last row placed to the last block's end: padding, and waiting for those that still push. Stages: 12.7 to
+    /// 13.6 of 1 token.
+    pub pad_ns: u64,
+    /// Flags of the node's ranks, and the first partial row. Stages: a lone partial row is sent at 9.2; 128 at 13.3, of
+    /// which their bytes take 6.6.
     pub sum_ns: u64,
-    /// The last additions at home.
+    /// The last additions at home, of rows that warps wait for already. Stages: 9.2 to 12.2, less an NVLink trip.
     pub add_ns: u64,
-    /// From the last row to the end that is timed.
+    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stages: as an expert rank takes for
+    /// a lone row from the flags on, 3.9 to 9.2.
+    pub far_add_ns: u64,
+    /// From the last block's end to the end that is timed; see `launch_ns`.
     pub end_ns: u64,
     /// A flag or the last bytes of a row over NVLink (measured: half of a round trip of 2.65 us).
     pub nvlink_ns: u64,
@@ -49,39 +65,37 @@ pub struct Costs {
     pub relay_ns: u64,
     /// One read of host memory by the poller (the GPU's half of that round trip).
     pub poll_ns: u64,
-    /// The proxy: a post, taken from 60 to 150 ns.
+    /// The proxy: a post, of which own code is 0.04 (measured); the rest is for the NIC's library.
     pub post_ns: u64,
     /// The proxy: one completion or arrival, with its flag. Assumed: as a post.
     pub event_ns: u64,
-    /// The proxy: a turn in which it looks at queues and clock and finds nothing. Assumed.
+    /// The proxy: a turn in which it looks at queues and clock and finds nothing (benches/results/proxy-amd-epyc.json).
     pub turn_ns: u64,
-    /// The proxy: a look at one doorbell, in ps. Assumed: it is in the cache until it is rung, and links are adjacent.
+    /// The proxy: a look at one doorbell, in ps (the same: 341 ns with 765 doorbells, 80 with 21).
     pub watch_ps: u64,
 }
 
-/// Tokens of a source that one SM places: a block has 16 warps, one for each.
-pub const PLACE_SLOTS: usize = 16;
-/// SMs of the GPUs that were measured.
-pub const SMS: usize = 132;
-
 impl Costs {
-    /// As calibrated.
+    /// Of an H200 and a proxy beside it.
     pub const H200: Costs = Costs {
         launch_ns: 4_000,
-        route_ns: 4_000,
-        meta_ns: 8_000,
-        meta_token_ns: 35,
-        scan_ns: 5_000,
-        scan_source_ns: 5,
+        route_ns: 14_500,
+        meta_ns: 3_700,
+        meta_token_ns: 7,
+        words_ns: 4_800,
+        words_token_ns: 5,
+        scan_ns: 2_400,
+        scan_source_ns: 20,
         row_ns: 2_000,
         stream_rate: 1_500.0,
         push_rate: 300.0,
-        partial_rate: 250.0,
-        place_rate: 500.0,
-        place_sm_rate: 50.0,
-        sum_ns: 5_900,
-        add_ns: 3_000,
-        end_ns: 1_700,
+        partial_rate: 340.0,
+        place_rate: 1_350.0,
+        pad_ns: 1_000,
+        sum_ns: 8_000,
+        add_ns: 2_000,
+        far_add_ns: 5_300,
+        end_ns: 2_000,
         nvlink_ns: 1_300,
         fence_ns: 3_400,
         crossing_ns: 1_800,
@@ -89,15 +103,9 @@ impl Costs {
         poll_ns: 1_200,
         post_ns: 150,
         event_ns: 150,
-        turn_ns: 100,
-        watch_ps: 1_500,
+        turn_ns: 75,
+        watch_ps: 350,
     };
-
-    /// Rate at which a rank places rows, if `tokens` of each of `sources` sources may have some.
-    pub fn place(&self, sources: usize, tokens: usize) -> f64 {
-        let sms = (sources * tokens).div_ceil(PLACE_SLOTS).clamp(1, SMS);
-        (sms as f64 * self.place_sm_rate).min(self.place_rate)
-    }
 }
 
 /// Time of so many bytes at a rate.
@@ -129,14 +137,6 @@ impl Server {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn few_tokens_are_placed_by_few_sms() {
-        let costs = Costs::H200;
-        assert_eq!(costs.place(1, 1), 50.0);
-        assert_eq!(costs.place(2, 16), 100.0);
-        assert_eq!(costs.place(64, 128), 500.0);
-    }
 
     #[test]
     fn a_server_waits_for_work_and_work_for_the_server() {

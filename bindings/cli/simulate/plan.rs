@@ -17,7 +17,7 @@ const CHUNK_BYTES: u64 = 128 << 10;
 /// The order of things that a projection takes for granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Order {
-    /// The one poller of a GPU reads 32 words at a time (a warp), not one after the other.
+    /// The one poller of a GPU has eight words in a trip, not one after the other.
     pub wide_poll: bool,
     /// Partial rows for other nodes are summed before those of the own node, and a rail adds up a chunk as soon as its
     /// partial rows are there, not behind all partial rows of its own.
@@ -61,8 +61,8 @@ impl Assumption {
     }
 }
 
-/// Words that one read covers, where it is wide.
-const POLL_WORDS: u64 = 32;
+/// Words that one read covers, where it is wide (kernels/wire.cuh: relay_batch).
+const POLL_WORDS: u64 = 8;
 /// Words of one source that the poller looks at in a turn.
 const POLL_WINDOW: u64 = 8;
 

@@ -138,9 +138,12 @@ fn no_tokens_are_ordinary() {
 
 #[test]
 fn dropping_an_assumption_costs_time() {
-    let shape = v3(6, 2);
-    let design = medians(&designed(shape, "cx7"));
-    for (assumption, phase) in [(Assumption::WidePoll, 0), (Assumption::EarlySums, 1), (Assumption::SpreadMeta, 0)] {
+    // One block a rank keeps up with META of few sources.
+    let (few, many) = (v3(6, 2), v3(16, 2));
+    for (assumption, shape, phase) in
+        [(Assumption::WidePoll, few, 0), (Assumption::EarlySums, few, 1), (Assumption::SpreadMeta, many, 0)]
+    {
+        let design = medians(&designed(shape, "cx7"));
         let mut order = Order::DESIGN;
         assumption.drop_from(&mut order);
         let without = medians(&one(shape, order, None, "cx7"));
@@ -162,7 +165,7 @@ fn what_is_published_and_what_was_measured_come_out_within_the_limit() {
     for point in &points {
         println!("{point:?}");
     }
-    assert_eq!(points.len(), 30 + 18);
+    assert_eq!(points.len(), 30 + 12);
     let far: Vec<_> = points.iter().filter(|point| !point.is_near()).collect();
     assert!(far.is_empty(), "{far:?}");
 }
