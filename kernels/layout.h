@@ -273,7 +273,7 @@ typedef struct ty_context {
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 2
   uint32_t quantize;          // TY_QUANTIZE_*
   uint32_t even_experts;      // of every rank of one node, where rank r has those from r * this; or 0: see the table
-  uint64_t even_inverse; // floor(2^32 / even_experts) + 1
+  uint64_t even_inverse;      // floor(2^32 / even_experts) + 1
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *
