@@ -389,7 +389,8 @@ pub(super) struct Shape {
     pub grid: u32,
     pub block: u32,
     pub shared_bytes: u32,
-    /// All blocks at once, or none yet.
+    /// All blocks at once, or none yet. Blocks of a CPU device always are.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs are asked for it"))]
     pub resident: bool,
 }
 
