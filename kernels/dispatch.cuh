@@ -1,8 +1,8 @@
 // Dispatch. Inside a node: Ds publishes META and pushes every token's row once to each rank that holds one of its
 // experts; Dr places the rows expert by expert.
 //
-//   Ds  block b: META for rank b, b + blocks, ... -> META words     a quarter of the warps: rows -> inbox[me][token] on
-//       each rank -> tags (release, N2)
+//   Ds  block b: META of (tile, rank) pairs b, b + blocks, ... -> META words     a quarter of the warps, or half where
+//       rows are few: rows -> inbox[me][token] on each rank -> tags (release, N2)
 //   Dr  the other warps: counts of all sources -> starts of all segments
 //       warp per (source, token), or a part of its row: META words, tag (acquire) -> copies to final positions ->
 //       handle
@@ -81,7 +81,8 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
   Team senders = both ? Team{1, 0, sending} : whole_block();
   Team receivers = both ? Team{2, sending, block_warps() - sending} : whole_block();
   if (is_member(senders)) send_dispatch<far>(a, senders, in, shared.meta, wave);
-  if (receives && is_member(receivers)) dispatch_receive(a, receivers, shared.place, wave);
+  if (receives && is_member(receivers))
+    dispatch_receive(a, receivers, shared.place, wave, sends ? busy_blocks(c, wave, in.tokens) : 0);
 }
 
 // `far`: there are several nodes. Kernels of one node are without what goes on between nodes: code that is not there is

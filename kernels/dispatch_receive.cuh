@@ -26,12 +26,15 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
     u32 behind = e - c.local_experts;
     u32 place = e < c.local_experts ? e : c.max_local_experts + (behind == 0 ? 0 : wave.number + 2 - behind);
     bool first = e == c.local_experts + 2 && wave.number == 0;
-    failed |= !wait_meta(c, wave.call, source, ask_meta(counts + place, !first), value);
+    // A word that did not come tells of an earlier call.
+    bool heard = wait_meta(c, wave.call, source, ask_meta(counts + place, !first), value);
+    failed |= !heard;
+    if (!heard) value = 0;
     if (e < c.local_experts) store(&shared.before[source * c.local_experts + e], value);
     else if (behind == 0) store(&shared.source_rows[source], rows_heard(c, wave, source, value));
     else if (behind == 1) store(&shared.source_end[source], value);
     else store(&shared.source_first[source], value);
-    if (e == c.local_experts) note_heard(c, TY_DIRECTION_DISPATCH, source);
+    if (heard && e == c.local_experts) note_heard(c, TY_DIRECTION_DISPATCH, source);
   }
   return !team_any(team, failed);
 }
@@ -256,7 +259,7 @@ TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token,
   store(pointer<float>(a.handle.weights) + index, said.weight);
 }
 
-// // Slices of one (source, token of the wave), and with the first of them what is said of it. By a warp. False once a
+// Slices of one (source, token of the wave), and with the first of them what is said of it. By a warp. False once a
 // deadline passed.
 TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared, const Wave &wave, u32 source,
                            u32 slot_index, const Slices &slices, bool fits) {
@@ -289,10 +292,9 @@ TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared,
 
 // False once a deadline passed.
 TY_DEVICE bool place_rows(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
-                          bool fits) {
+                          bool fits, u32 busy) {
   const ty_context &c = a.context;
-  u32 rows = load(&shared.tokens), busy = 0;
-  if (a.phases & TY_PHASE_SEND) busy = busy_blocks(c, wave, wave_tokens_of(shared, c.rank));
+  u32 rows = load(&shared.tokens);
   Share share = share_of(c, team, busy, rows);
   u32 parts = parts_for(rows, share.warps), all = load(&shared.most) * c.ranks * parts;
   for (u32 i = share.own; i < all; i += share.warps) {
@@ -422,8 +424,9 @@ TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
   return !team_any(team, failed);
 }
 
-// By a team.
-TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave) {
+// The first `busy` blocks have something else to do meanwhile. By a team.
+TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave,
+                                u32 busy) {
   const ty_context &c = a.context;
   if (!wait_counts(c, team, shared, wave)) return;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
@@ -433,7 +436,7 @@ TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, Pla
     if (wave.number == 0) write_counts(a, team, shared, wave.epoch, placement);
     write_head(a, team, shared, wave, placement.fits);
   }
-  bool placed = place_rows(a, team, shared, wave, placement.fits);
+  bool placed = place_rows(a, team, shared, wave, placement.fits, busy);
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
   if (placed && is_last(c, wave)) pad_output(a, team, shared, placement);
   // A warp that failed is one of a team that must meet.

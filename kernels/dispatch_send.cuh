@@ -573,7 +573,7 @@ TY_DEVICE u64 copy_to_all(const ty_context &c, const RowAt &row, const Slices &s
   return mask;
 }
 
-// // Pushes slices of a source's row, read once, into a slot at every rank of this node that ranks_of() names, then
+// Pushes slices of a source's row, read once, into a slot at every rank of this node that ranks_of() names, then
 // raises their tags; answers which ranks. By a warp.
 template <typename RanksOf>
 TY_DEVICE u64 push_row(const ty_context &c, const RowAt &row, u64 epoch, u32 source, u32 slot, const Slices &slices,

@@ -175,7 +175,7 @@ TY_DEVICE u64 *rail_masks(const ty_dispatch_args &a, u32 j) {
   return pointer<u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
 }
 
-// // META of a tile of source j's rows for one rank of this node: of the call's with its first message, then where each
+// META of a tile of source j's rows for one rank of this node: of the call's with its first message, then where each
 // wave ends. By a team. False once a deadline passed.
 TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, u32 j,
                             u32 destination, u32 tile) {

@@ -104,7 +104,6 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
   static_assert(sizeof(T) <= 8, "store takes 1, 2, 4 or 8 bytes");
   *p = value;
 }
-//
 TY_DEVICE Vec16 load16(const void *p) {
   const uint4 v = *static_cast<const uint4 *>(p);
   return Vec16{{v.x, v.y, v.z, v.w}};

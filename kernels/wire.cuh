@@ -148,7 +148,7 @@ TY_DEVICE const ty_wire_head *wire_head(const ty_context &c, u32 lane, u64 epoch
 // ---- the relay ---------------------------------------------------------------------------------------------------
 
 // As may_wait, and looks whether the proxy has lost a peer. By the relay's thread 0.
-TY_DEVICE bool may_relay(const ty_context &c, const Wait &wait, u32 turn, u64 start, u64 expected, u64 seen) {
+TY_DEVICE bool may_relay(const ty_context &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
   if (turn % turns_between_checks != 0) return true;
   u64 lost = load_relaxed_sys(pointer<const u64>(c.wire.host_lost));
   if (lost == 0) return may_wait(c, wait, turn, start, expected, seen);

@@ -445,6 +445,7 @@ impl Drop for AllToAll {
         let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
         if streams.iter().any(|stream| stream.synchronize(patience).is_err()) {
             std::mem::forget(self.peers.take());
+            std::mem::forget(self._budget.take());
         }
         // Takes the arena back from the network: from then on peers' late writes miss it.
         self.opening = None;
