@@ -63,14 +63,14 @@ type Measured = (&'static str, usize, usize, usize, f64, f64);
 const ONE_NODE: &str = "tokenyard, one node of H200";
 const TWO_NODES: &str = "tokenyard, emulated NICs";
 
-/// On 2 H200s, kernels of commit abcf405: benches/results/h200-x2/decode-2.json, decode-1x2-cx7.json in the tree of d9718e2.
+/// On 2 H200s: benches/results/h200-x2/decode-2.json, decode-1x2-cx7.json.
 const MEASURED: [Measured; 6] = [
-    (ONE_NODE, 1, 2, 1, 19.1, 18.0),
-    (ONE_NODE, 1, 2, 16, 19.8, 19.7),
-    (ONE_NODE, 1, 2, 128, 26.1, 22.8),
-    (TWO_NODES, 2, 1, 1, 54.4, 46.2),
-    (TWO_NODES, 2, 1, 16, 55.1, 49.2),
-    (TWO_NODES, 2, 1, 128, 76.8, 92.4),
+    (ONE_NODE, 1, 2, 1, 19.5, 15.8),
+    (ONE_NODE, 1, 2, 16, 20.7, 17.3),
+    (ONE_NODE, 1, 2, 128, 23.9, 21.7),
+    (TWO_NODES, 2, 1, 1, 51.0, 44.9),
+    (TWO_NODES, 2, 1, 16, 54.7, 47.2),
+    (TWO_NODES, 2, 1, 128, 68.7, 91.7),
 ];
 /// The emulated NIC: ConnectX-7's rate; its 2 us and 8.9 of the emulation's own for a small write, 3 of them a message's:
 /// what each further chunk cost (docs/simulate.md).

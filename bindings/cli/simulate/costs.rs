@@ -1,7 +1,7 @@
 //! What everything but the network costs: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
 //! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
-//! `bench --stages` shows (benches/results/h200-x2/stages-2.json, stages-1x2-cx7.json: 2 H200s, microseconds from the
+//! `bench --stages` shows (benches/results/h200-x2/stages-less-code.json: 2 H200s, microseconds from the
 //! call's first block); where it says "fitted", it makes the times of the same machine come out (decode-2.json, and
 //! decode-1x2-cx7.json), which `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or
 //! assumptions that are marked as such. Times are in ns, rates in bytes per ns (GB/s).
@@ -12,46 +12,46 @@ pub struct Costs {
     /// From the start that is timed to the first block's begin. With `end_ns` 6 us: of a call without statistics, what its
     /// stages leave over. How the two share them is assumed, and changes no time.
     pub launch_ns: u64,
-    /// Which nodes each token goes to, and its place in each message: until rows can be packed. Stages: rows are packed at
-    /// 17.1, of which a row takes 2 and streaming 0.6.
+    /// Which nodes each token goes to, and its place in each message: until rows can be packed. Stages: blocks without
+    /// rows have waited for all heads at 9.8 (1 token).
     pub route_ns: u64,
     /// Counts of one source for one node: checks, bitmap; and so much more per token of it. Stages: counts are heard at
-    /// 5.06 of 1 token and at 5.98 of 128, an NVLink trip later.
+    /// 6.0 of 1 token and at 6.8 of 128, an NVLink trip later.
     pub meta_ns: u64,
     /// See `meta_ns`.
     pub meta_token_ns: u64,
     /// From a source's counts to the words of its tokens, without which none can be placed; and more per token. Stages:
-    /// a block with META is through with it at 9.8 (1 token) and 11.3 (128), which is 6.0 and 6.6 behind its counts; less
-    /// what follows the words in it, fitted.
+    /// a block with META is through with it at 7.4 (1 token) and 8.7 (128), which is 2.7 and 3.2 behind its counts.
     pub words_ns: u64,
     /// See `words_ns`.
     pub words_token_ns: u64,
-    /// Starts of segments, from the counts of all sources. Stages: 5.25 to 7.7 in blocks without rows.
+    /// Starts of segments, from the counts of all sources. Stages: 6.0 to 8.8 in blocks without rows.
     pub scan_ns: u64,
     /// The same per source. Assumed: counts are summed source by source, a load from shared memory behind a store each.
     pub scan_source_ns: u64,
-    /// One row read and written: the time until the first is through. Stages: a lone row is pushed from 9.8 to 11.4.
+    /// One row read and written: the time until the first is through. Stages: a lone row is pushed from 7.5 to 9.4.
     pub row_ns: u64,
     /// Packing rows for the wire, and a rail's additions: rows streamed through local memory. At least: 1024 rows of
     /// 14 KB are summed within a microsecond of the time for 8 (kernels of before the stages).
     pub stream_rate: f64,
     /// Pushing rows to the ranks of a node (bare stores of the same bytes: 300 to 330).
     pub push_rate: f64,
-    /// Pushing partial sums, which are made meanwhile. Stages: 58.5 MB of 4096 tokens until 217, as fast as bare stores
+    /// Pushing partial sums, which are made meanwhile. Stages: 58.5 MB of 4096 tokens until 209, as fast as bare stores
     /// (347) if what stays local is streamed beside them.
     pub partial_rate: f64,
-    /// Placing rows at their experts. Fitted: 26.1 for 128 tokens, 19.8 for 16.
+    /// Placing rows at their experts. Fitted: 23.9 for 128 tokens, 20.7 for 16.
     pub place_rate: f64,
-    /// From the last row placed to the last block's end: padding, and waiting for those that still push. Stages: 12.7 to
-    /// 13.6 of 1 token.
+    /// From the last row placed to the last block's end: padding, and blocks with META, which plan and place last. Fitted:
+    /// 19.5 for 1 token.
     pub pad_ns: u64,
-    /// Flags of the node's ranks, and the first partial row. Stages: a lone partial row is sent at 9.2; 128 at 13.3, of
-    /// which their bytes take 6.6.
+    /// Flags of the node's ranks, and the first partial row. Stages: a lone partial row is sent at 7.6; 128 at 13.0, of
+    /// which their bytes take 6.6; less what of it is the row's own time.
     pub sum_ns: u64,
-    /// The last additions at home, of rows that warps wait for already. Stages: 9.2 to 12.2, less an NVLink trip.
+    /// The last additions at home, of rows that warps wait for already. Stages: 7.6 to 10.0, less an NVLink trip.
     pub add_ns: u64,
-    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stages: as an expert rank takes for
-    /// a lone row from the flags on, 3.9 to 9.2.
+    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. As an expert rank
+    /// took for a lone row from the flags on in the stages of older kernels, 3.9 to 9.2: those of several nodes have not
+    /// changed there.
     pub far_add_ns: u64,
     /// From the last block's end to the end that is timed; see `launch_ns`.
     pub end_ns: u64,
@@ -79,21 +79,21 @@ impl Costs {
     /// Of an H200 and a proxy beside it.
     pub const H200: Costs = Costs {
         launch_ns: 4_000,
-        route_ns: 14_500,
-        meta_ns: 3_700,
-        meta_token_ns: 7,
-        words_ns: 4_800,
-        words_token_ns: 5,
-        scan_ns: 2_400,
+        route_ns: 9_800,
+        meta_ns: 4_700,
+        meta_token_ns: 6,
+        words_ns: 2_700,
+        words_token_ns: 4,
+        scan_ns: 2_800,
         scan_source_ns: 20,
         row_ns: 2_000,
         stream_rate: 1_500.0,
         push_rate: 300.0,
         partial_rate: 340.0,
-        place_rate: 1_350.0,
-        pad_ns: 1_000,
-        sum_ns: 8_000,
-        add_ns: 2_000,
+        place_rate: 1_750.0,
+        pad_ns: 2_000,
+        sum_ns: 7_000,
+        add_ns: 1_300,
         far_add_ns: 5_300,
         end_ns: 2_000,
         nvlink_ns: 1_300,
