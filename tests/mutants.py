@@ -3,7 +3,7 @@
 
 A mutant is a named (file, original text, mutated text). The text must occur exactly once, so that a mutant cannot rot
 in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
-Arguments: names of mutants to run alone; or --half for every other one, from a first that the files' contents decide.
+Arguments: names of mutants to run alone; or --third for every third one, from a first that the files' contents decide.
 """
 
 import hashlib
@@ -217,9 +217,9 @@ def prepare():
 
 def chosen(arguments):
     """The mutants that the arguments ask for."""
-    if arguments == ["--half"]:
+    if arguments == ["--third"]:
         contents = b"".join((ROOT / file).read_bytes() for file in sorted({file for _, file, _, _ in MUTANTS}))
-        return MUTANTS[hashlib.sha256(contents).digest()[0] % 2 :: 2]
+        return MUTANTS[hashlib.sha256(contents).digest()[0] % 3 :: 3]
     return [mutant for mutant in MUTANTS if not arguments or mutant[0] in arguments]
 
 
