@@ -116,7 +116,8 @@ struct Placement {
   bool fits;
 };
 
-// Rows of every expert, and those of them from sources before. By a warp, which goes on with what it wrote.
+// Rows of every expert, and those of them from sources before. By a warp; plan_segments gives
+// each lane what it wrote here itself.
 TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
   for (u32 e = lane_index(); e < c.local_experts; e += warp_size) {
     u32 sum = 0;
@@ -128,7 +129,6 @@ TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
     }
     store(&shared.rows[e], sum);
   }
-  warp_barrier();
 }
 
 // Behind wait_counts. By a team.

@@ -70,8 +70,6 @@ MUTANTS = [
     ("row tag not waited for", RECEIVE, "failed = !wait_tag(c, TY_DIRECTION_DISPATCH", "failed = false && !wait_tag(c, TY_DIRECTION_DISPATCH"),
     ("segment starts read too early", RECEIVE,
      "    plan_segments(a, shared);\n  }\n  team_barrier(team);", "    plan_segments(a, shared);\n  }"),
-    ("sums over sources read before other lanes wrote them", RECEIVE,
-     "    store(&shared.rows[e], sum);\n  }\n  warp_barrier();", "    store(&shared.rows[e], sum);\n  }"),
     ("first token of a wave forgotten", RECEIVE, "u32 token = load(&shared.source_first[source]) + slot_index;", "u32 token = slot_index;"),
     ("counts read too early", RECEIVE,
      "  return !team_any(team, failed);\n}\n\n// Exclusive sums", "  return !failed;\n}\n\n// Exclusive sums"),
