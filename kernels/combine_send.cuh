@@ -121,12 +121,12 @@ TY_DEVICE u32 nth_bit(u64 mask, u32 n) {
   return lowest_bit(mask);
 }
 
-// Slices of a piece where a team has so many rows before it: they are cut while it has no more pieces than warps. A
-// piece costs its warp trips to memory and a fence beside its bytes.
+// Slices of a piece where a team has so many rows before it: they are cut while it has no more pieces than warps, or
+// two. A piece costs its warp trips to memory and a fence beside its bytes.
 TY_DEVICE u32 slices_of_piece(u32 rows, const Team &team) {
-  u32 slices = TY_SLICES;
+  u32 slices = TY_SLICES, most = team.warps < 2 ? 2 : team.warps;
   TY_ROLLED
-  while (slices > 1 && rows * (TY_SLICES / slices * 2) <= team.warps) slices /= 2;
+  while (slices > 1 && rows * (TY_SLICES / slices * 2) <= most) slices /= 2;
   return slices;
 }
 
