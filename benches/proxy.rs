@@ -11,6 +11,9 @@
 //! A sample of the doorbell is disturbed if one of the two threads was switched out in its batch of 200; those of
 //! undisturbed batches are told apart, since the targets are for a core of one's own.
 
+#[path = "../tests/transport/stub.rs"]
+mod stub;
+
 use criterion::{BenchmarkId, Criterion, Throughput};
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
@@ -19,13 +22,14 @@ use std::hint::{black_box, spin_loop};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+use stub::{Carrier, Stub};
 use tokenyard::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
 use tokenyard::proxy::machine::{
     Answer, ContextConfig, Flag, Input, Liveness, Machine, MachineConfig, Outputs, Report, WatchId,
 };
 use tokenyard::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
 use tokenyard::transport::imm::{ImmFields, ImmValue};
-use tokenyard::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::transport::link::{Event, Posted, RegionId, WriteImm};
 use tokenyard::{Rank, Result};
 
 const CONTEXT: ContextIdx = ContextIdx(0);
@@ -147,43 +151,19 @@ fn imm(source: u32, epoch: u64) -> ImmValue {
 }
 
 /// Takes every write, notes when the last one was posted, and completes it with the next poll if told to.
-struct Stub {
+struct Counter {
     posted_ns: Arc<AtomicU64>,
     tokens: Vec<u64>,
     completes: bool,
     notes: bool,
 }
 
-impl Transport for Stub {
-    fn nics(&self) -> usize {
-        1
-    }
-
-    unsafe fn register(&mut self, _: Span) -> Result<RegionId> {
-        Ok(RegionId(0))
-    }
-
-    fn deregister(&mut self, _: RegionId) -> Result<Released> {
-        Ok(Released::Done)
-    }
-
-    fn address(&self) -> Vec<u8> {
-        Vec::new()
-    }
-
-    fn connect(&mut self, _: Rank, _: &[u8]) -> Result<()> {
-        Ok(())
-    }
-
+impl Carrier for Counter {
     fn post(&mut self, write: &WriteImm) -> Result<Posted> {
         if self.notes {
             self.posted_ns.store(now_ns(), Ordering::Release);
         }
         self.tokens.push(black_box(write).token);
-        Ok(Posted::Accepted)
-    }
-
-    fn send(&mut self, _: Rank, _: &[u8]) -> Result<Posted> {
         Ok(Posted::Accepted)
     }
 
@@ -195,15 +175,11 @@ impl Transport for Stub {
         self.tokens.drain(..).for_each(|token| on_event(Event::Sent { token }));
         Ok(count)
     }
-
-    fn reset(&mut self) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// A driver with an open context, and its words as the device has them.
 struct Whole {
-    driver: Driver<Stub>,
+    driver: Driver<Stub<Counter>>,
     wire: Wire,
     memory: ContextMemory,
     peers: u32,
@@ -213,8 +189,8 @@ struct Whole {
 impl Whole {
     fn new(peers: u32, notes: bool) -> Whole {
         let (wire, tokens) = (wire(peers), Vec::with_capacity(peers as usize));
-        let stub = Stub { posted_ns: Arc::default(), tokens, completes: notes, notes };
-        let mut driver = Driver::new(machine(peers), stub, system_clock());
+        let counter = Counter { posted_ns: Arc::default(), tokens, completes: notes, notes };
+        let mut driver = Driver::new(machine(peers), Stub(counter), system_clock());
         let memory = ContextMemory::owned(wire.word_counts());
         (0..memory.chunks.len()).for_each(|at| memory.chunks.get(at).unwrap().store(1, Ordering::Relaxed));
         with_config(&wire, |config| driver.open(CONTEXT, config, memory.share())).unwrap();
@@ -228,10 +204,10 @@ impl Whole {
         let start = Instant::now();
         self.driver.turn();
         let took = start.elapsed();
-        assert_eq!(self.driver.transport().tokens.len(), self.peers as usize);
-        self.driver.transport().completes = true;
+        assert_eq!(self.driver.transport().0.tokens.len(), self.peers as usize);
+        self.driver.transport().0.completes = true;
         self.driver.turn();
-        self.driver.transport().completes = false;
+        self.driver.transport().0.completes = false;
         took
     }
 
@@ -337,7 +313,7 @@ fn ring_and_time(
 /// From the store of a doorbell on one core to the call of post on another.
 fn doorbell_to_post(peers: u32, budget: (usize, Duration), core: usize) -> Samples {
     let Whole { mut driver, wire, memory, .. } = Whole::new(peers, true);
-    let posted_ns = Arc::clone(&driver.transport().posted_ns);
+    let posted_ns = Arc::clone(&driver.transport().0.posted_ns);
     let thread = ProxyThread::spawn(driver, ThreadConfig { core: Some(core), spinners: 0 }).unwrap();
     let heard = thread.remote().ask(|_| gettid()).unwrap();
     let link = peers as u16 / 2;

@@ -97,8 +97,7 @@ pub fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
         ue8m0: u32::from(call.ue8m0),
         reserved: 0,
     };
-    let (blocks, threads) = grid(stream);
-    stream.launch_independent("ty_bench_expert", blocks, threads, 0, &args)
+    stream.launch_independent("ty_bench_expert", grid(stream), &args)
 }
 
 /// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: what the links give.
@@ -128,7 +127,7 @@ pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize
         args.destination[i] = view.ptr;
         args.bytes[i] = n as u64;
     }
-    stream.launch_independent("ty_bench_push", blocks, threads, 0, &args)
+    stream.launch_independent("ty_bench_push", (blocks, threads), &args)
 }
 
 /// Holds the stream until the 8-byte `flag` in host memory equals `value`, or `timeout` passed: what is enqueued behind

@@ -431,17 +431,15 @@ impl Stream {
         self.launch_shape(kernel, Shape { grid, block, shared_bytes, resident: true }, args)
     }
 
-    /// As `launch`, of a kernel in which no block waits for another: blocks run as they find room. A GPU whose other
-    /// kernels wait for what comes behind this one may never have room for all at once.
-    pub fn launch_independent<A: KernelArgs>(
+    /// As `launch`, of a kernel without shared memory in which no block waits for another: blocks run as they find room.
+    /// A GPU whose other kernels wait for what comes behind this one may never have room for all at once.
+    pub(super) fn launch_independent<A: KernelArgs>(
         &self,
         kernel: &'static str,
-        grid: u32,
-        block: u32,
-        shared_bytes: u32,
+        (grid, block): (u32, u32),
         args: &A,
     ) -> Result<()> {
-        self.launch_shape(kernel, Shape { grid, block, shared_bytes, resident: false }, args)
+        self.launch_shape(kernel, Shape { grid, block, shared_bytes: 0, resident: false }, args)
     }
 
     fn launch_shape<A: KernelArgs>(&self, kernel: &'static str, shape: Shape, args: &A) -> Result<()> {

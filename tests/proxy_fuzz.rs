@@ -9,18 +9,21 @@
 
 #[path = "proxy_fuzz/model.rs"]
 mod model;
+#[path = "transport/stub.rs"]
+mod stub;
 
 use model::{Model, OWN, Open};
 use std::panic::catch_unwind;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
+use stub::{Carrier, Stub};
 use tokenyard::proxy::driver::Driver;
 use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
 use tokenyard::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
 use tokenyard::proxy::{Plan, PlanInput};
 use tokenyard::transport::imm::{ImmValue, check_counts};
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, RegionId, WriteImm};
 use tokenyard::{AllToAll, Error, Rank, Result, World};
 
 const WORLD: usize = 8;
@@ -69,27 +72,11 @@ struct Wires {
 }
 
 /// Hands out what it is given, and takes everything.
-struct Stub(Arc<Mutex<Wires>>);
+struct Dictated(Arc<Mutex<Wires>>);
 
-impl Transport for Stub {
+impl Carrier for Dictated {
     fn nics(&self) -> usize {
         3
-    }
-
-    unsafe fn register(&mut self, _: Span) -> Result<RegionId> {
-        Ok(RegionId(0))
-    }
-
-    fn deregister(&mut self, _: RegionId) -> Result<Released> {
-        Ok(Released::Done)
-    }
-
-    fn address(&self) -> Vec<u8> {
-        Vec::new()
-    }
-
-    fn connect(&mut self, _: Rank, _: &[u8]) -> Result<()> {
-        Ok(())
     }
 
     fn post(&mut self, write: &WriteImm) -> Result<Posted> {
@@ -114,16 +101,12 @@ impl Transport for Stub {
         }
         Ok(given.len())
     }
-
-    fn reset(&mut self) -> Result<()> {
-        Ok(())
-    }
 }
 
 /// A proxy of rank 0, and the account beside it.
 struct Fuzzed {
     draw: Draw,
-    driver: Driver<Stub>,
+    driver: Driver<Stub<Dictated>>,
     wires: Arc<Mutex<Wires>>,
     model: Model,
     layouts: [Wire; 2],
@@ -152,7 +135,7 @@ impl Fuzzed {
     fn new(seed: u64) -> Fuzzed {
         let wires = Arc::new(Mutex::new(Wires::default()));
         let machine = Machine::new(&MachineConfig { rank: OWN, world: WORLD, liveness: Liveness::default() }).unwrap();
-        let driver = Driver::new(machine, Stub(Arc::clone(&wires)), Box::new(|| 1));
+        let driver = Driver::new(machine, Stub(Dictated(Arc::clone(&wires))), Box::new(|| 1));
         let (tokens, imms, shards) = (Vec::new(), Vec::new(), Vec::new());
         let mut fuzzed = Fuzzed {
             draw: Draw(seed),

@@ -8,6 +8,8 @@
 mod guard;
 #[path = "proxy_quiet/loopback.rs"]
 mod loopback;
+#[path = "transport/stub.rs"]
+mod stub;
 
 use loopback::{Endpoint, Offence, Shared, pair};
 use std::process::Command;
@@ -15,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
+use stub::Stub;
 use tokenyard::Rank;
 use tokenyard::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
 use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
@@ -41,14 +44,14 @@ fn wire() -> Wire {
 }
 
 /// Both ranks' proxies, with two contexts each.
-fn drivers(shared: &Arc<Shared>, offence: Offence) -> [Driver<Endpoint>; 2] {
+fn drivers(shared: &Arc<Shared>, offence: Offence) -> [Driver<Stub<Endpoint>>; 2] {
     let wire = wire();
     let mut rank = 0;
     pair(shared, NICS, EPOCHS, offence).map(|mut endpoint| {
         let contexts = [0, 1].map(|context| (ContextIdx(context), ContextMemory::owned(wire.word_counts())));
         contexts.iter().for_each(|(_, memory)| endpoint.bind(&wire, memory));
         let machine = Machine::new(&MachineConfig { rank: Rank(rank), world: 2, liveness: LIVENESS }).unwrap();
-        let mut driver = Driver::new(machine, endpoint, system_clock());
+        let mut driver = Driver::new(machine, Stub(endpoint), system_clock());
         rank += 1;
         for (context, memory) in contexts {
             let arenas = [RegionId(0); 2];
@@ -113,7 +116,7 @@ fn child(mode: &str) -> ! {
 }
 
 /// Two real proxy threads, asked to be guarded.
-fn own_threads(drivers: [Driver<Endpoint>; 2]) -> Vec<ProxyThread<Endpoint>> {
+fn own_threads(drivers: [Driver<Stub<Endpoint>>; 2]) -> Vec<ProxyThread<Stub<Endpoint>>> {
     let spawn = |driver| ProxyThread::spawn(driver, ThreadConfig { core: None, spinners: 0 }).unwrap();
     let threads: Vec<_> = drivers.into_iter().map(spawn).collect();
     threads.iter().for_each(|thread| thread.remote().ask(|_| guard::ask()).unwrap());
@@ -121,7 +124,7 @@ fn own_threads(drivers: [Driver<Endpoint>; 2]) -> Vec<ProxyThread<Endpoint>> {
 }
 
 /// One thread that turns both, one after the other, and never yields.
-fn one(drivers: [Driver<Endpoint>; 2]) -> Vec<ProxyThread<Endpoint>> {
+fn one(drivers: [Driver<Stub<Endpoint>>; 2]) -> Vec<ProxyThread<Stub<Endpoint>>> {
     let [mut a, mut b] = drivers;
     std::thread::spawn(move || {
         guard::ask();

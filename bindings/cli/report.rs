@@ -188,7 +188,7 @@ impl RunResult {
             combine_dtype: case.combine_dtype.name(),
             partial: (case.partial != PartialWord::Same).then(|| case.partial.name()),
             tokens: case.tokens,
-            routing: case.routing.to_string(),
+            routing: case.routing.label(),
             layout: case.layout.name(),
             mode: case.mode.name(),
             sms: first.sms,

@@ -3,7 +3,9 @@
 //! Before the data path, on any thread. A draw is a function of (seed, iteration, rank, token): ranks in different
 //! processes draw each other's routing without talking.
 
+use std::ffi::OsStr;
 use std::fmt;
+use std::path::Path;
 
 use tokenyard::base::{Dtype, Error, Result};
 
@@ -68,6 +70,15 @@ impl fmt::Display for Routing {
             Routing::Hot(n) => write!(f, "hot:{n}"),
             Routing::File(path) => write!(f, "file:{path}"),
         }
+    }
+}
+
+impl Routing {
+    /// As a result names it: of a file the name alone, since where it lay says something of the machine only.
+    pub fn label(&self) -> String {
+        let Routing::File(path) = self else { return self.to_string() };
+        let name = Path::new(path).file_name().map_or_else(|| path.into(), OsStr::to_string_lossy);
+        format!("file:{name}")
     }
 }
 
@@ -266,6 +277,11 @@ mod tests {
     fn every_form_prints_as_it_was_given() {
         for text in ["uniform", "v3-groups", "zipf:1.5", "hot:4", "file:/tmp/a:b.safetensors"] {
             assert_eq!(Routing::parse(text).unwrap().to_string(), text);
+        }
+        for (text, label) in
+            [("hot:4", "hot:4"), ("file:/tmp/a:b.safetensors", "file:a:b.safetensors"), ("file:..", "file:..")]
+        {
+            assert_eq!(Routing::parse(text).unwrap().label(), label);
         }
         for text in ["", "uniform:3", "zipf", "zipf:x", "zipf:NaN", "zipf:-1", "hot:0", "hot:-1", "file:", "v3"] {
             let refused = Routing::parse(text).unwrap_err().to_string();

@@ -5,12 +5,13 @@
 //! and its staging is free.
 
 use super::guard;
+use super::stub::Carrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use tokenyard::proxy::driver::{ContextMemory, Words};
 use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire};
 use tokenyard::transport::imm::ImmValue;
-use tokenyard::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::transport::link::{Event, Posted, WriteImm};
 use tokenyard::{Rank, Result};
 
 /// Room of a ring: small, so that queues are full at times.
@@ -206,25 +207,9 @@ impl Endpoint {
     }
 }
 
-impl Transport for Endpoint {
+impl Carrier for Endpoint {
     fn nics(&self) -> usize {
         self.nics
-    }
-
-    unsafe fn register(&mut self, _: Span) -> Result<RegionId> {
-        Ok(RegionId(0))
-    }
-
-    fn deregister(&mut self, _: RegionId) -> Result<Released> {
-        Ok(Released::Done)
-    }
-
-    fn address(&self) -> Vec<u8> {
-        Vec::new()
-    }
-
-    fn connect(&mut self, _: Rank, _: &[u8]) -> Result<()> {
-        Ok(())
     }
 
     fn post(&mut self, write: &WriteImm) -> Result<Posted> {
@@ -269,9 +254,5 @@ impl Transport for Endpoint {
         }
         self.device();
         Ok(count)
-    }
-
-    fn reset(&mut self) -> Result<()> {
-        Ok(())
     }
 }
