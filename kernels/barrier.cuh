@@ -34,17 +34,17 @@ TY_DEVICE bool exchange(const ty_context &c, u64 epoch) {
 // One block.
 TY_KERNEL(ty_barrier, ty_barrier_args) {
   const ty_context &c = a.context;
-  ty_state *state = state_of(c);
-  u64 number = load(&state->barriers) + 1;
-  if (load_relaxed_gpu(&state->closed) != 0) return;
+  ty_turn *own = turn_of(c, TY_DIRECTION_BARRIER);
+  u64 number = load(&own->received) + 1;
+  if (load_relaxed_gpu(&state_of(c)->closed) != 0) return;
   bool met = meet(c, spans_nodes(c) ? 2 * number : number);
   if (spans_nodes(c)) {
     bool failed = met && thread_index() == 0 && !exchange(c, c.first_epoch + number - 1);
     met = !block_any(failed || !met) && meet(c, 2 * number + 1);
   }
   if (thread_index() != 0) return;
-  store(&state->error_claim[TY_DIRECTION_BARRIER], 0u);
-  if (met) store(&state->barriers, number);
+  store(&own->launches, load(&own->launches) + 1);
+  if (met) store(&own->received, number);
 }
 
 } // namespace ty

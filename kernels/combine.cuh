@@ -222,15 +222,12 @@ TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
 // `far` as in dispatch.
 template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const ty_combine_args &a) {
   const ty_context &c = a.context;
-  ty_state *state = state_of(c);
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
-  u64 sent = load(&state->combine_sent), received = load(&state->combine_received);
   u32 handle_state = load(&head_of(a)->state);
-  Turn turn =
-      begin_turn(c, TY_DIRECTION_COMBINE, a.phases, sent, received, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  Turn turn = begin_turn(c, TY_DIRECTION_COMBINE, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
   if (turn.go && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
-      report(c, TY_DIRECTION_COMBINE, TY_ERROR_ORDER, 0, c.rank, turn.epoch, TY_ORDER_HANDLE_EMPTY, sent, received);
+      report(c, TY_DIRECTION_COMBINE, TY_ERROR_ORDER, 0, c.rank, turn.epoch, TY_ORDER_HANDLE_EMPTY, 0, 0);
     turn.go = false;
   }
   Wave wave = wave_of(c, turn.epoch);
@@ -239,11 +236,8 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   } else if (turn.go) {
     work_combine<Row, Partial, far>(a, wave);
   }
-  if (!last_block(c, TY_DIRECTION_COMBINE) || !turn.go || load_relaxed_gpu(&state->closed) != 0) return;
-  store(&state->combine_sent, turn.epoch);
-  if (!(a.phases & TY_PHASE_RECEIVE)) return;
-  publish_free(c, c.regions.combine_free, turn.epoch);
-  store(&state->combine_received, turn.epoch);
+  if (end_turn(c, TY_DIRECTION_COMBINE, a.phases, turn) && far && (a.phases & TY_PHASE_RECEIVE))
+    publish_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, turn.epoch);
 }
 
 // Named by the dtype of the expert rows, and by that of the partial rows where it differs.

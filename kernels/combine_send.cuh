@@ -318,8 +318,12 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team 
   };
   auto range_of = [&](u32 source) { return wave_range(c, a.handle.source_tokens, source, wave); };
   auto there = [&](u32 n) {
-    Range range = range_of(source_of(n));
-    return token_of(n) < range.end - range.first && slot_of(a, source_of(n), range.first + token_of(n)) >= 0;
+    u32 source = source_of(n);
+    Range range = range_of(source);
+    u32 token = range.first + token_of(n);
+    // Looked up even if there is no such token, so that both loads are under way together.
+    bool has_slot = token < c.max_tokens && slot_of(a, source, token) >= 0;
+    return token < range.end && has_slot;
   };
   // Fits: META of a token takes more than 24 bytes a source, twice.
   u32 numbers = load(&head->most_tokens) * sources;

@@ -77,6 +77,8 @@ enum {
   TY_CONF_TEAM_ANY,     // team_any(thread 40) of a team that is one warp: 0 in warp 0, 1 in warp 1
   TY_CONF_TEAM_BARRIER, // 7 * s + 3 of s = lane ^ 1 of the same warp, handed over by team_barrier
   TY_CONF_WARP_OR,      // of (3 * thread + block) << lane / 2
+  TY_CONF_WARP_SUM,     // of 0xf0000000 + 5 * thread + block, modulo 2^32
+  TY_CONF_WARP_MAX,     // of (thread * 0x9e3779b9) ^ block
   TY_CONF_END           // 0xc0ffee
 };
 
@@ -139,6 +141,8 @@ TY_DEVICE void meetings(const ty_conformance_args &, u32 *row) {
   store(&shared.by_team[thread], 7 * lane + 3);
   team_barrier(team);
   store(&row[TY_CONF_WARP_OR], warp_or((3 * thread + block) << (lane / 2)));
+  store(&row[TY_CONF_WARP_SUM], warp_sum(0xf0000000u + 5 * thread + block));
+  store(&row[TY_CONF_WARP_MAX], warp_max((thread * 0x9e3779b9u) ^ block));
   store(&row[TY_CONF_TEAM_BARRIER], load(&shared.by_team[thread ^ 1u]));
 }
 

@@ -19,6 +19,11 @@ template <typename T> TY_DEVICE T *pointer(u64 address) { return reinterpret_cas
 
 TY_DEVICE ty_state *state_of(const ty_context &c) { return pointer<ty_state>(c.state); }
 
+// The calling block's words of a direction.
+TY_DEVICE ty_turn *turn_of(const ty_context &c, u32 direction) {
+  return pointer<ty_turn>(c.state + sizeof(ty_state)) + direction * c.blocks + block_index();
+}
+
 // Whether a rank of the world is of this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
 
@@ -32,12 +37,14 @@ TY_DEVICE u32 lowest_bit(u64 mask) { return popcount64((mask & (~mask + 1)) - 1)
 
 // ---- errors ----------------------------------------------------------------------------------------------
 
-// Writes the error record of `direction`, once a kernel: whoever claims it first. The host reads it under the
+// Writes the error record of `direction`, once a launch: whoever claims it first. The host reads it under the
 // record's sequence, so a record is seen whole or not at all.
 TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u32 peer, u64 epoch, u64 a, u64 b,
                       u64 d) {
   ty_state *state = state_of(c);
-  if (atomic_cas_gpu(&state->error_claim[direction], 0u, 1u) != 0) return;
+  u32 launch = static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
+  u32 last = load_relaxed_gpu(&state->error_claim[direction]);
+  if (last == launch || atomic_cas_gpu(&state->error_claim[direction], last, launch) != last) return;
   ty_error_record *record = pointer<ty_error_record>(c.errors) + direction;
   u64 sequence = load(&state->error_sequence[direction]);
   store_relaxed_sys(&record->sequence, sequence + 1);
@@ -90,10 +97,11 @@ TY_DEVICE Range own_range(const Wave &wave, u32 tokens) {
   return {wave.first < tokens ? wave.first : tokens, wave.end < tokens ? wave.end : tokens};
 }
 
-// Of the starts that a handle keeps for row `i` of a table: uint32 [..][waves + 1].
+// Of the starts that a handle keeps for row `i` of a table: uint32 [..][waves + 1]. The first is known to be 0, so that
+// what is looked up by it need not wait.
 TY_DEVICE Range wave_range(const ty_context &c, u64 table, u32 i, const Wave &wave) {
   const u32 *starts = pointer<const u32>(table) + i * (c.waves + 1) + wave.number;
-  return {load(starts), load(starts + 1)};
+  return {wave.number == 0 ? 0 : load(starts), load(starts + 1)};
 }
 
 // All rows that the same table counts.
@@ -110,16 +118,15 @@ TY_DEVICE void note(const ty_context &c, u64 word, u64 value) {
 
 // A block is through with a stage. By any number of its threads, of which one leads.
 TY_DEVICE void note_stage(const ty_context &c, u32 direction, u32 stage, bool leads) {
-  if (c.stats && leads) note(c, (direction * c.stats_blocks + block_index()) * TY_STAGES + stage, now_ns());
+  if (c.stats && leads) note(c, (direction * c.blocks + block_index()) * TY_STAGES + stage, now_ns());
 }
 
 TY_DEVICE void note_heard(const ty_context &c, u32 direction, u32 peer) {
-  if (c.stats && block_index() == 0)
-    note(c, 2 * c.stats_blocks * TY_STAGES + direction * TY_MAX_RANKS + peer, now_ns());
+  if (c.stats && block_index() == 0) note(c, 2 * c.blocks * TY_STAGES + direction * TY_MAX_RANKS + peer, now_ns());
 }
 
 TY_DEVICE void note_rows(const ty_context &c, u32 peer, u32 rows) {
-  if (c.stats) note(c, 2 * c.stats_blocks * TY_STAGES + 2 * TY_MAX_RANKS + peer, rows);
+  if (c.stats) note(c, 2 * c.blocks * TY_STAGES + 2 * TY_MAX_RANKS + peer, rows);
 }
 
 // ---- waits -----------------------------------------------------------------------------------------------
@@ -245,10 +252,14 @@ TY_DEVICE bool wait_free(const ty_context &c, const Team &team, u32 direction, c
   return !team_any(team, failed);
 }
 
-// Tells node peers that this rank has read its inbox of `epoch`. By thread 0 of the last block, in whose acquire all
-// loads of the kernel happened before.
-TY_DEVICE void publish_free(const ty_context &c, const ty_region &region, u64 epoch) {
-  if (!c.single) return;
+// Tells node peers that this rank has read its inbox of `epoch`, if the calling block is the last to come here. By
+// thread 0 of a block that reads no more.
+TY_DEVICE void publish_free(const ty_context &c, u32 direction, const ty_region &region, u64 epoch) {
+  ty_state *state = state_of(c);
+  // All loads of the other blocks happened before: what was acquired with their counts.
+  if (!c.single || atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return;
+  store(&state->blocks_done[direction], 0u);
+  if (load_relaxed_gpu(&state->closed) != 0) return;
   // N8: acquired by wait_free.
   for (u32 peer = 0; peer < c.node_ranks; ++peer)
     store_release_sys(in_arena<u64>(c, peer, region, epoch, c.local), epoch);
@@ -263,10 +274,11 @@ struct Turn {
 };
 
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
-// sent has been received; one with only the receive phase finishes the epoch in flight. All blocks read the same
-// words, because only the last block to finish writes them.
-TY_DEVICE Turn begin_turn(const ty_context &c, u32 direction, u32 phases, u64 sent, u64 received, u32 order_send,
-                          u32 order_receive) {
+// sent has been received; one with only the receive phase finishes the epoch in flight. All blocks decide alike, each
+// by its own words: a launch that one of them ends, all do, unless the context is closed.
+TY_DEVICE Turn begin_turn(const ty_context &c, u32 direction, u32 phases, u32 order_send, u32 order_receive) {
+  const ty_turn *own = turn_of(c, direction);
+  u64 sent = load(&own->sent), received = load(&own->received);
   if (load_relaxed_gpu(&state_of(c)->closed) != 0) return {false, 0};
   bool sends = (phases & TY_PHASE_SEND) != 0;
   if (sends == (sent == received)) return {true, sends ? sent + 1 : sent};
@@ -275,15 +287,17 @@ TY_DEVICE Turn begin_turn(const ty_context &c, u32 direction, u32 phases, u64 se
   return {false, 0};
 }
 
-// True in thread 0 of the last block to come here: everything the other blocks did happened before.
-TY_DEVICE bool last_block(const ty_context &c, u32 direction) {
+// Ends a block's launch. True in its thread 0 if the phases of `turn` are over; the block's other threads read no more.
+TY_DEVICE bool end_turn(const ty_context &c, u32 direction, u32 phases, const Turn &turn) {
   block_barrier();
   if (thread_index() != 0) return false;
   note_stage(c, direction, TY_STAGE_DONE, true);
-  ty_state *state = state_of(c);
-  if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return false;
-  store(&state->blocks_done[direction], 0u);
-  store(&state->error_claim[direction], 0u);
+  ty_turn *own = turn_of(c, direction);
+  store(&own->launches, load(&own->launches) + 1);
+  if (!turn.go) return false;
+  // Of a context that was closed meanwhile nobody asks.
+  store(&own->sent, turn.epoch);
+  if (phases & TY_PHASE_RECEIVE) store(&own->received, turn.epoch);
   return true;
 }
 

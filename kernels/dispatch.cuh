@@ -34,7 +34,7 @@ TY_DEVICE bool publish(const ty_dispatch_args &a, const Choices &in, MetaShared 
   for (u32 i = block_index(); i < links + tiles * c.node_ranks; i += worker_count(c)) {
     // The last tile first: with it go the counts.
     u32 pair = i - links;
-    if (i >= links) publish_own_meta(a, in, shared, wave.call, pair % c.node_ranks, tiles - 1 - pair / c.node_ranks);
+    if (i >= links) publish_own_meta(a, in, shared, wave, pair % c.node_ranks, tiles - 1 - pair / c.node_ranks);
     else if (far && !pack_head(a, in, shared, wave, i)) return false;
     block_barrier();
   }
@@ -59,12 +59,28 @@ TY_DEVICE void send_dispatch(const ty_dispatch_args &a, const Team &team, const 
   if (forward(a, team, shared, wave)) note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_RAIL, team_thread(team) == 0);
 }
 
-// Warps of a block that send where the others receive. Few rows are cut finer, and leave sooner, by more of them; many
-// are held up by the links, and their receivers by memory.
-TY_DEVICE u32 senders_of(const ty_context &c, u32 tokens) {
-  u32 warps = block_warps(), few = worker_count(c) * warps / 8;
-  u32 sending = tokens * c.ranks <= few ? warps / 2 : warps / 4;
-  return sending == 0 ? 1 : sending;
+// Whether this rank has so few tokens that its warps have a part of one row each at the most.
+TY_DEVICE bool has_few(const ty_context &c, u32 tokens) {
+  return tokens * c.ranks <= worker_count(c) * block_warps() / 8;
+}
+
+// Who does what in a block. Sending and receiving go on side by side, each by warps of its own.
+struct Teams {
+  Team send;
+  Team hear;  // that waits for counts
+  Team place; // and then places rows
+};
+
+// Few rows are cut finer, and leave sooner, by more warps, which then place rows with the others; many are held up by
+// the links, and their receivers by memory.
+template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u32 tokens) {
+  u32 warps = block_warps();
+  if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2)
+    return {whole_block(), whole_block(), whole_block()};
+  bool few = has_few(c, tokens);
+  u32 sending = few ? warps / 2 : warps < 4 ? 1 : warps / 4;
+  Team receivers{2, sending, warps - sending};
+  return {Team{1, 0, sending}, receivers, few && !far ? whole_block() : receivers};
 }
 
 template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave) {
@@ -75,36 +91,30 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
   if (sends) in = own_choices(a);
   if (sends && !publish<far>(a, in, shared.meta, wave)) return;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED, sends && thread_index() == 0);
-  // Sending and receiving side by side, each by warps of its own.
-  bool both = receives && (sends || far) && block_warps() > 1;
-  u32 sending = senders_of(c, in.tokens);
-  Team senders = both ? Team{1, 0, sending} : whole_block();
-  Team receivers = both ? Team{2, sending, block_warps() - sending} : whole_block();
-  if (is_member(senders)) send_dispatch<far>(a, senders, in, shared.meta, wave);
-  if (receives && is_member(receivers))
-    dispatch_receive(a, receivers, shared.place, wave, sends ? busy_blocks(c, wave, in.tokens) : 0);
+  Teams teams = teams_of<far>(c, a.phases, in.tokens);
+  if (is_member(teams.send)) send_dispatch<far>(a, teams.send, in, shared.meta, wave);
+  if (!receives) return;
+  bool failed = is_member(teams.hear) && !wait_counts(c, teams.hear, shared.place, wave);
+  if (is_member(teams.place) && !team_any(teams.place, failed))
+    dispatch_receive(a, teams.place, shared.place, wave, sends ? busy_blocks(c, wave, in.tokens) : 0);
 }
 
 // `far`: there are several nodes. Kernels of one node are without what goes on between nodes: code that is not there is
 // not fetched either.
 template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
   const ty_context &c = a.context;
-  ty_state *state = state_of(c);
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
-  Turn turn = begin_turn(c, TY_DIRECTION_DISPATCH, a.phases, load(&state->dispatch_sent),
-                         load(&state->dispatch_received), TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  Turn turn = begin_turn(c, TY_DIRECTION_DISPATCH, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
   Wave wave = wave_of(c, turn.epoch);
   if (far && turn.go && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);
   } else if (turn.go) {
     work_dispatch<far>(a, wave);
   }
-  if (!last_block(c, TY_DIRECTION_DISPATCH) || !turn.go || load_relaxed_gpu(&state->closed) != 0) return;
-  store(&state->dispatch_sent, turn.epoch);
-  if (!(a.phases & TY_PHASE_RECEIVE)) return;
-  publish_free(c, c.regions.dispatch_free, turn.epoch);
-  store(&state->dispatch_received, turn.epoch);
-  if (is_last(c, wave)) store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
+  if (!end_turn(c, TY_DIRECTION_DISPATCH, a.phases, turn) || !(a.phases & TY_PHASE_RECEIVE)) return;
+  if (far) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, turn.epoch);
+  if (block_index() == 0 && is_last(c, wave))
+    store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
 }
 
 TY_KERNEL(ty_dispatch, ty_dispatch_args) { dispatch<false>(a); }

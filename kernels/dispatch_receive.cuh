@@ -14,8 +14,8 @@ TY_DEVICE u32 rows_heard(const ty_context &c, const Wave &wave, u32 source, u32 
   return 0;
 }
 
-// Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team.
-// False once a deadline passed.
+// Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team,
+// whose members meet behind it. False in those whose deadline passed.
 TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &shared, const Wave &wave) {
   bool failed = false;
   u32 words = c.local_experts + 3;
@@ -36,7 +36,7 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
     else store(&shared.source_first[source], value);
     if (heard && e == c.local_experts) note_heard(c, TY_DIRECTION_DISPATCH, source);
   }
-  return !team_any(team, failed);
+  return !failed;
 }
 
 // Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. By a
@@ -57,19 +57,6 @@ TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
     carry += shuffle(sum, last - 1);
   }
   return carry;
-}
-
-// The sum, or the largest, of what the lanes bring; the same in all of them. By a warp.
-TY_DEVICE u32 warp_sum(u32 value) {
-  for (u32 step = warp_size / 2; step; step /= 2) value += shuffle(value, lane_index() ^ step);
-  return value;
-}
-TY_DEVICE u32 warp_max(u32 value) {
-  for (u32 step = warp_size / 2; step; step /= 2) {
-    u32 other = shuffle(value, lane_index() ^ step);
-    value = other > value ? other : value;
-  }
-  return value;
 }
 
 // Tokens of a source in this wave.
@@ -207,10 +194,11 @@ struct TokenMeta {
   u32 home; // the token's number at its home
 };
 
-// Waits for META of a token: this lane's share of it. All words are asked for before any is looked at. False once a
-// deadline passed.
-TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch, u32 source, u32 token,
-                               TokenMeta &said) {
+// Waits for META of a token: this lane's share of it. All words are asked for before any is looked at, and meanwhile
+// peek() is called. False once a deadline passed.
+template <typename Peek>
+TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch, u32 source, u32 token, TokenMeta &said,
+                               Peek peek) {
   said = {0, 0, 0.0f, token};
   bool waits = lane_index() < c.top_k;
   u64 index = static_cast<u64>(token) * c.top_k + lane_index();
@@ -218,6 +206,7 @@ TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch,
   MetaWord weight = ask_meta(meta.weights + index, waits);
   // Tokens of other nodes' sources are here without those that have nothing to do here.
   MetaWord home = ask_meta(meta.homes + token, !is_node_peer(c, source));
+  peek();
   u32 bits = 0;
   if (!wait_meta(c, epoch, source, here, said.token)) return false;
   if (said.token == 0) return true;
@@ -264,14 +253,15 @@ TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token,
 TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared, const Wave &wave, u32 source,
                            u32 slot_index, const Slices &slices, bool fits) {
   const ty_context &c = a.context;
-  u32 token = load(&shared.source_first[source]) + slot_index;
+  u32 token = load(&shared.source_first[source]) + slot_index, slice = slices.first + lane_index();
+  const u64 *tag =
+      in_arena<const u64>(c, c.local, c.regions.row_tags, wave.epoch, source) + slot_index * TY_SLICES + slice;
+  bool carries = fits && slice < slices.end, pushed = false;
   TokenMeta said;
-  bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said);
-  u32 slice = slices.first + lane_index();
-  if (!failed && said.token && fits && slice < slices.end) {
-    const u64 *tags = in_arena<const u64>(c, c.local, c.regions.row_tags, wave.epoch, source) + slot_index * TY_SLICES;
-    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tags + slice, wave.epoch, TY_SITE_ROW, source, "row");
-  }
+  bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said,
+                                 [&] { pushed = carries && load_acquire_sys(tag) == wave.epoch; });
+  if (!failed && said.token && carries && !pushed)
+    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tag, wave.epoch, TY_SITE_ROW, source, "row");
   // Some lanes acquired; this orders the other lanes' loads behind them.
   warp_barrier();
   if (warp_ballot(failed)) return false;
@@ -424,11 +414,10 @@ TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
   return !team_any(team, failed);
 }
 
-// The first `busy` blocks have something else to do meanwhile. By a team.
+// Behind wait_counts. The first `busy` blocks have something else to do meanwhile. By a team.
 TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave,
                                 u32 busy) {
   const ty_context &c = a.context;
-  if (!wait_counts(c, team, shared, wave)) return;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
   Placement placement = plan_output(a, team, shared);
   // A block with neither META nor the first rows.

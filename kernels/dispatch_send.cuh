@@ -180,9 +180,6 @@ TY_DEVICE u32 weight_bits(float weight) {
   return bits == ~0u ? bits - 1 : bits;
 }
 
-// Words of a tile at the most: positions are counted along them.
-constexpr u32 longest_tile_words = 32;
-
 // A tile: a run of tokens whose bitmap fits in shared memory, `words` words a row.
 struct Tile {
   u32 destination; // rank of this node
@@ -204,10 +201,11 @@ struct Choice {
   float weight;
 };
 
-// Calls use(i, choice) for all choices of a tile, the calling member's share of them.
+// Calls use(i, choice) for all choices of a tile, the calling member's share of them: from the team's last member on,
+// since where choices are few its first have other things to do.
 template <typename Use>
 TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Use use) {
-  u32 all = tile.count * c.top_k, step = team_threads(team), i = team_thread(team);
+  u32 all = tile.count * c.top_k, step = team_threads(team), i = step - 1 - team_thread(team);
   // Where the next choice stands, and how far on from there the one behind it.
   u32 token = i / c.top_k, k = i % c.top_k, tokens = step / c.top_k, choices = step % c.top_k;
   TY_ROLLED
@@ -361,7 +359,9 @@ TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &
       store_relaxed_sys(meta.weights + first_choice + i, meta_word(epoch, weight_bits(choice.weight)));
   });
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
-  for (u32 token = team_thread(team); token < tile.count; token += team_threads(team)) {
+  // Again by others.
+  u32 threads = team_threads(team), half = threads / 2, thread = team_thread(team);
+  for (u32 token = thread < half ? thread + half : thread - half; token < tile.count; token += threads) {
     u32 value = 0;
     if ((load(present + token / 32) >> (token % 32)) & 1) {
       u64 ranks = ranks_of(c, in, tile.first + token);
@@ -386,15 +386,16 @@ TY_DEVICE void refresh_words(const ty_context &c, const Team &team, const Meta &
 
 // Words of a tile, of so many tokens.
 TY_DEVICE u32 tile_words(const ty_context &c, u32 tokens) {
-  u32 most = TY_BITMAP_WORDS / (c.max_local_experts + 1), all = (tokens + 31) / 32;
-  if (most > longest_tile_words) most = longest_tile_words;
-  return all < most ? all : most;
+  u32 all = (tokens + 31) / 32;
+  return all < c.tile_words ? all : c.tile_words;
 }
 
 // Tiles of so many tokens; no tokens make one, too, which says so.
 TY_DEVICE u32 tile_count(const ty_context &c, u32 tokens) {
-  u32 tile = tile_words(c, tokens) * 32;
-  return tokens == 0 ? 1 : (tokens + tile - 1) / tile;
+  u32 tile = c.tile_words * 32, count = 1;
+  TY_ROLLED
+  for (u32 end = tile; end < tokens; end += tile) ++count;
+  return count;
 }
 
 TY_DEVICE Tile tile_at(const ty_context &c, const Choices &in, u32 destination, u32 number) {
@@ -449,14 +450,16 @@ TY_DEVICE bool publish_meta(const ty_context &c, const Team &team, const Choices
 }
 
 // META of a tile of this rank's tokens of the call for one rank of its node. By a whole block.
-TY_DEVICE void publish_own_meta(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u64 epoch,
+TY_DEVICE void publish_own_meta(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, const Wave &wave,
                                 u32 destination, u32 tile) {
   const ty_context &c = a.context;
+  u64 epoch = wave.call;
   bool faulty = publish_meta(c, whole_block(), in, shared, epoch, destination, tile);
   // The last tile's block has seen all tokens.
   if (thread_index() != 0 || destination != c.local || tile + 1 != tile_count(c, in.tokens)) return;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
-  store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));
+  // A launch that also receives the whole call says so as it ends, by another block.
+  if (!(a.phases & TY_PHASE_RECEIVE) || !is_last(c, wave)) store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));
   store(&head->own_tokens, in.tokens);
   store(&head->own_bad, faulty ? 1u : 0u);
   if (in.bad)
@@ -526,8 +529,7 @@ TY_DEVICE void store_batch(char *to, const Batch &batch, u32 first, u32 end) {
 
 // Where the scale words of slice s begin: those of its vectors.
 TY_DEVICE u32 scale_begin(const ty_context &c, u32 s) {
-  u32 vectors = c.row_bytes / 16;
-  return s == TY_SLICES ? c.scale_words : slice_begin(vectors, s, warp_size) * c.scale_words / vectors;
+  return s == TY_SLICES ? c.scale_words : slice_begin(c.row_bytes / 16, s, warp_size) >> c.scale_shift;
 }
 
 // As copy_to_all, of a row that is quantised on the way.

@@ -205,16 +205,20 @@ typedef struct ty_wire {
   uint64_t served;       // const uint32_t *: rank behind each source of dispatch
 } ty_wire;
 
-// Device-local control block of a context. Written by the last block of each kernel, read by all at start.
+// Where a direction stands, in every block's own words: read as a launch begins, written as the block ends. All blocks
+// write alike.
+typedef struct ty_turn {
+  uint64_t sent;     // epoch of the last one sent
+  uint64_t received; // epoch of the last one received: equals `sent` or is one behind; of barriers, those passed
+  uint64_t launches; // kernels of the direction that have ended
+  uint64_t reserved;
+} ty_turn;
+
+// Device-local control block of a context. Behind it: ty_turn [TY_DIRECTIONS][blocks].
 typedef struct ty_state {
-  uint64_t dispatch_sent;     // epoch of the last dispatch sent
-  uint64_t dispatch_received; // epoch of the last dispatch received: equals dispatch_sent or is one behind
-  uint64_t combine_sent;
-  uint64_t combine_received;
-  uint64_t barriers;                      // barriers passed
   uint64_t error_sequence[TY_DIRECTIONS]; // even; what the error record's sequence holds when at rest
-  uint32_t blocks_done[TY_DIRECTIONS];    // blocks of the running kernel that are through
-  uint32_t error_claim[TY_DIRECTIONS];    // 1: some block of the running kernel has reported
+  uint32_t blocks_done[TY_DIRECTIONS];    // with several nodes: blocks of the running kernel that are through
+  uint32_t error_claim[TY_DIRECTIONS];    // number of the last launch of which some block has reported
   uint32_t closed;                        // 1: a deadline passed; no kernel of this context does anything more
   uint32_t reserved;
 } ty_state;
@@ -264,13 +268,16 @@ typedef struct ty_context {
   uint32_t waves;       // launches of a call, an epoch each
   uint32_t wave_tokens; // tokens of each rank in one of them
   uint32_t hidden;
-  uint32_t weights;           // TY_WEIGHTS_*
-  uint32_t row_bytes;         // payload of a token row; a multiple of 16
-  uint32_t scale_words;       // 4-byte scale words of a row
-  uint32_t slot_bytes;        // pitch of a row in the inbox; a multiple of 16
+  uint32_t weights;     // TY_WEIGHTS_*
+  uint32_t row_bytes;   // payload of a token row; a multiple of 16
+  uint32_t scale_words; // 4-byte scale words of a row
+  uint32_t scale_shift; // 16-byte vectors of a row that share one of them, as a power of 2: 32 at the most; 31 without
+                        // scales
+  uint32_t slot_bytes;  // pitch of a row in the inbox; a multiple of 16
   uint32_t partial_bytes;     // pitch of a partial row, scales included; a multiple of 16
   uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
-  uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 2
+  uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 1 + waves
+  uint32_t tile_words;        // words of a bitmap row of META at the most: tokens of a tile, by 32
   uint32_t quantize;          // TY_QUANTIZE_*
   uint32_t even_experts;      // of every rank of one node, where rank r has those from r * this; or 0: see the table
   uint64_t even_inverse;      // floor(2^32 / even_experts) + 1
@@ -281,10 +288,10 @@ typedef struct ty_context {
   uint64_t expert_home;  // const ty_expert_home *, [experts]
   uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation
   uint64_t source_owner; // const ty_source_owner *, [ranks]
-  // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][stats_blocks][TY_STAGES], then
+  // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][blocks][TY_STAGES], then
   // [direction: 2][TY_MAX_RANKS] when block 0 heard of each peer, then [TY_MAX_RANKS] rows that dispatch sent to each.
   uint64_t stats;
-  uint64_t stats_blocks;
+  uint64_t blocks;  // of every launch of dispatch and combine
   uint64_t refused; // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
   ty_regions regions;
   ty_wire wire;

@@ -186,6 +186,8 @@ TY_DEVICE u32 atomic_add_block(u32 *p, u32 value) {
 // Warp operations; all 32 lanes call them together. The lane is taken modulo 32.
 TY_DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 TY_DEVICE u32 warp_or(u32 value) { return __reduce_or_sync(0xffffffffu, value); }
+TY_DEVICE u32 warp_sum(u32 value) { return __reduce_add_sync(0xffffffffu, value); }
+TY_DEVICE u32 warp_max(u32 value) { return __reduce_max_sync(0xffffffffu, value); }
 template <typename T> TY_DEVICE T shuffle(T value, u32 lane) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffle takes 4 or 8 bytes");
   if constexpr (sizeof(T) == 4) {
@@ -405,6 +407,18 @@ template <typename T> TY_DEVICE T shuffle(T value, u32 lane) {
   __builtin_memcpy(&bits, &value, sizeof value);
   bits = cpu::warp_shuffle(bits, lane);
   __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+TY_DEVICE u32 warp_sum(u32 value) {
+  for (u32 step = warp_size / 2; step; step /= 2) value += shuffle(value, thread_index() ^ step);
+  return value;
+}
+TY_DEVICE u32 warp_max(u32 value) {
+  for (u32 step = warp_size / 2; step; step /= 2) {
+    u32 other = shuffle(value, thread_index() ^ step);
+    value = other > value ? other : value;
+  }
   return value;
 }
 

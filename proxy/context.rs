@@ -23,6 +23,8 @@ use std::time::Duration;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
+/// Words of a tile of META at the most: positions are counted along them.
+const LONGEST_TILE_WORDS: u32 = 32;
 
 /// Counts of what this rank has enqueued.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -96,7 +98,7 @@ impl AllToAll {
         let sms = sms_of(&builder, &device);
         let shared =
             Shared { tables: &tables, reports: &reports, statistics: statistics.as_ref(), proxied: proxied.as_ref() };
-        let context = device_context(&builder, &shape, &plan, &peers, &shared);
+        let context = device_context(&builder, &shape, &plan, &peers, &shared, sms);
         let flags = proxied.as_ref().map(|proxied| proxied.words.place);
         let opening = match (proxied, &plan.wire) {
             (Some(proxied), Some((wire, _))) => {
@@ -536,8 +538,9 @@ impl Local {
         let index = |rank: &Rank| shape.nodes.index_of(*rank).unwrap_or(0) as u64;
         let indices = |ranks: Vec<Rank>| pack_words(&ranks.iter().map(index).collect::<Vec<_>>());
         let names: Vec<u64> = shape.nodes.ranks().map(|rank| u64::from(rank.0)).collect();
+        let blocks = sms_of(builder, &device);
         let tables = Tables {
-            state: upload(&device, &state_words(builder.first_epoch))?,
+            state: upload(&device, &state_words(builder.first_epoch, blocks))?,
             expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
             even_experts: even_experts(placement, &shape.nodes),
             source_owner: upload(&device, &owner_words(&shape.nodes, shape.name))?,
@@ -547,7 +550,6 @@ impl Local {
             relay: upload(&device, &vec![0; Relay::of(plan).words])?,
         };
         let reports = Reports::allocate(&device, shape.ranks)?;
-        let blocks = sms_of(builder, &device);
         let statistics = builder.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
         let pool = Pool::new(&device, shape, plan.waves, builder.handles)?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
@@ -580,11 +582,15 @@ fn upload(device: &Device, words: &[u64]) -> Result<DeviceBuffer> {
     Ok(buffer)
 }
 
-/// A `ty_state` with both directions about to start `first_epoch`.
-fn state_words(first_epoch: u64) -> Vec<u64> {
-    const { assert!(std::mem::offset_of!(raw::ty_state, barriers) == 32) };
+/// A `ty_state`, and behind it the words of so many blocks, about to start `first_epoch` of dispatch and combine and the
+/// first barrier.
+fn state_words(first_epoch: u64, blocks: u32) -> Vec<u64> {
+    const { assert!(size_of::<raw::ty_turn>() == 32 && std::mem::offset_of!(raw::ty_turn, received) == 8) };
     let mut words = vec![0; size_of::<raw::ty_state>() / 8];
-    words[..4].fill(first_epoch - 1);
+    for direction in 0..raw::TY_DIRECTIONS {
+        let last = if direction == raw::TY_DIRECTION_BARRIER { 0 } else { first_epoch - 1 };
+        words.extend((0..blocks).flat_map(|_| [last, last, 0, 0]));
+    }
     words
 }
 
@@ -643,6 +649,7 @@ fn device_context(
     plan: &Plan,
     peers: &PeerMap,
     shared: &Shared<'_>,
+    blocks: u32,
 ) -> raw::ty_context {
     let Shared { tables, reports, statistics, proxied } = *shared;
     let node = shape.nodes.node_of(shape.name).unwrap_or(0);
@@ -676,10 +683,17 @@ fn device_context(
         },
         row_bytes: shape.row_bytes as u32,
         scale_words: shape.scale_words as u32,
+        // Vectors of 16 elements; a scale is for 128 of those, and a word has one or four of them.
+        scale_shift: match shape.scales {
+            Scales::None => 31,
+            Scales::F32 => 3,
+            Scales::Ue8m0 => 5,
+        },
         slot_bytes: plan.slot_bytes as u32,
         partial_bytes: shape.partial_bytes() as u32,
         slots: plan.slots as u32,
         max_local_experts: shape.max_local_experts as u32,
+        tile_words: (raw::TY_BITMAP_WORDS / (shape.max_local_experts as u32 + 1)).min(LONGEST_TILE_WORDS),
         quantize: match (shape.quantize, shape.scales) {
             (true, Scales::F32) => raw::TY_QUANTIZE_F32,
             (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
@@ -695,7 +709,7 @@ fn device_context(
         rank_names: tables.rank_names.view().ptr,
         source_owner: tables.source_owner.view().ptr,
         stats: statistics.map_or(0, Statistics::device_address),
-        stats_blocks: statistics.map_or(0, |statistics| statistics.blocks() as u64),
+        blocks: u64::from(blocks),
         refused: reports.refused_address(),
         regions: plan.regions,
         wire: device_wire(plan, shape.name, tables, proxied),

@@ -60,10 +60,6 @@ impl Statistics {
         self.memory.view().ptr
     }
 
-    pub fn blocks(&self) -> usize {
-        self.blocks
-    }
-
     fn word(&self, index: usize) -> u64 {
         let words = self.memory.host_ptr().cast::<u64>();
         // SAFETY: callers stay below what `allocate` made room for; words are 8-byte aligned, live as long as the buffer,

@@ -3,7 +3,7 @@
 
 A mutant is a named (file, original text, mutated text). The text must occur exactly once, so that a mutant cannot rot
 in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
-Arguments: names of mutants to run alone; or --third for every third one, from a first that the files' contents decide.
+Arguments: names of mutants to run alone; or --one-in N for every Nth one, from a first that the files' contents decide.
 """
 
 import hashlib
@@ -63,16 +63,18 @@ MUTANTS = [
     ("stale tag or flag accepted", CONTEXT,
      "  u64 seen = load_acquire_sys(word);\n  if ((seen >> shift) == expected) return true;",
      "  u64 seen = load_acquire_sys(word);\n  if ((seen >> shift) != 0) return true;"),
-    ("epoch advanced by every block", CONTEXT, "+ 1 != block_count()) return false;", "+ 1 == 0) return false;"),
+    ("inbox said to be free by every block", CONTEXT, "1u) + 1 != block_count()) return;", "1u) + 1 == 0) return;"),
+    ("a launch not counted", CONTEXT, "load(&own->launches) + 1);\n  if (!turn.go)", "load(&own->launches));\n  if (!turn.go)"),
+    ("an epoch received too early", CONTEXT, "  if (phases & TY_PHASE_RECEIVE) store(&own->received", "  store(&own->received"),
     ("order not checked", CONTEXT, "if (sends == (sent == received)) return", "if (sends || sent != received) return"),
     ("rows of the source itself counted as earlier", RECEIVE,
      "      store(rows, sum);\n      sum += own;", "      sum += own;\n      store(rows, sum);"),
     ("row tag not waited for", RECEIVE, "failed = !wait_tag(c, TY_DIRECTION_DISPATCH", "failed = false && !wait_tag(c, TY_DIRECTION_DISPATCH"),
     ("segment starts read too early", RECEIVE,
      "    plan_segments(a, shared);\n  }\n  team_barrier(team);", "    plan_segments(a, shared);\n  }"),
-    ("first token of a wave forgotten", RECEIVE, "u32 token = load(&shared.source_first[source]) + slot_index;", "u32 token = slot_index;"),
-    ("counts read too early", RECEIVE,
-     "  return !team_any(team, failed);\n}\n\n// Exclusive sums", "  return !failed;\n}\n\n// Exclusive sums"),
+    ("first token of a wave forgotten", RECEIVE, "u32 token = load(&shared.source_first[source]) + slot_index,", "u32 token = slot_index,"),
+    ("counts read too early", DISPATCH,
+     "!team_any(teams.place, failed)", "!failed"),
     ("alignment forgotten", RECEIVE, "/ align * align;", "/ align * align + own % 2;"),
     ("overflow not noticed", RECEIVE, "needed <= a.output.capacity", "needed <= a.output.capacity + 1"),
     ("partial row tag without release", PARTIAL,
@@ -91,8 +93,8 @@ MUTANTS = [
     ("old value forgotten when accumulating", COMBINE, "add_to(old, sums[i]);", "old = sums[i];"),
     ("incomplete rank's row waited for", PARTIAL, "    if (!((parts.present >> rank) & 1)) continue;\n", ""),
     ("incomplete rank's row added", FROM_NODES, "count = popcount64(parts.present);", "count = popcount64(parts.ranks);"),
-    ("barrier lets go early", BARRIER, "u64 number = load(&state->barriers) + 1;", "u64 number = load(&state->barriers) + 1 - (c.rank == 0);"),
-    ("handle marked received by send", DISPATCH, "if (!(a.phases & TY_PHASE_RECEIVE)) return;", "if (false) return;"),
+    ("barrier lets go early", BARRIER, "u64 number = load(&own->received) + 1;", "u64 number = load(&own->received) + 1 - (c.rank == 0);"),
+    ("handle marked received by send", DISPATCH, "a.phases, turn) || !(a.phases & TY_PHASE_RECEIVE)) return;", "a.phases, turn)) return;"),
     ("free flag ignored", CONTEXT, "if (!c.single || epoch == c.first_epoch) return true;", "if (c.first_epoch != 0) return true;"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
     ("E1: doorbell without release", NODES,
@@ -215,9 +217,10 @@ def prepare():
 
 def chosen(arguments):
     """The mutants that the arguments ask for."""
-    if arguments == ["--third"]:
+    if arguments[:1] == ["--one-in"]:
+        parts = int(arguments[1])
         contents = b"".join((ROOT / file).read_bytes() for file in sorted({file for _, file, _, _ in MUTANTS}))
-        return MUTANTS[hashlib.sha256(contents).digest()[0] % 3 :: 3]
+        return MUTANTS[hashlib.sha256(contents).digest()[0] % parts :: parts]
     return [mutant for mutant in MUTANTS if not arguments or mutant[0] in arguments]
 
 
