@@ -146,7 +146,7 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
   if (far && !wait_rails(a, team, wave)) return;
   if (block_index() == 0) report_missing(a, shared, team, wave);
   bool bad = load(&head->own_bad) != 0;
-  Range range = own_range(wave, load(&head->own_tokens));
+  Range range = own_range(c, wave, load(&head->own_tokens));
   u64 missing = missing_ranks(c, shared);
   Terms &terms = shared.terms[warp_index()];
   share_out(

@@ -328,10 +328,12 @@ TY_DEVICE void quantized(const ty_conformance_args &a) {
     for (u32 first = 0; first < vectors; first += part) {
       quantize_row(
           quantize, row, first, first + part < vectors ? first + part : vectors,
-          [&](u32 v, Vec16 data) {
-            for (u32 j = 0; j < 4; ++j) store(&out[4 * v + j], data.w[j]);
+          [&](u32 v, Vec16 data, bool there) {
+            for (u32 j = 0; there && j < 4; ++j) store(&out[4 * v + j], data.w[j]);
           },
-          [&](u32 word, u32 scale) { store(&out[4 * vectors + word], scale); });
+          [&](u32 word, u32 scale, bool there) {
+            if (there) store(&out[4 * vectors + word], scale);
+          });
     }
   }
 }

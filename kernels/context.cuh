@@ -73,15 +73,12 @@ struct Wave {
   u64 epoch;  // of the launch
   u64 call;   // epoch that META words bear
   u32 number; // of the wave in its call
-  u32 first;  // tokens [first, end) of each rank
-  u32 end;
 };
 
 TY_DEVICE Wave wave_of(const ty_context &c, u64 epoch) {
-  if (c.waves == 1) return {epoch, epoch, 0, 0, c.wave_tokens};
+  if (c.waves == 1) return {epoch, epoch, 0};
   u64 launches = epoch - c.first_epoch;
-  u32 number = static_cast<u32>(launches % c.waves);
-  return {epoch, c.first_epoch + launches / c.waves, number, number * c.wave_tokens, (number + 1) * c.wave_tokens};
+  return {epoch, c.first_epoch + launches / c.waves, static_cast<u32>(launches % c.waves)};
 }
 
 TY_DEVICE bool is_last(const ty_context &c, const Wave &wave) { return wave.number + 1 == c.waves; }
@@ -93,8 +90,9 @@ struct Range {
 };
 
 // A wave's part of a rank's own tokens.
-TY_DEVICE Range own_range(const Wave &wave, u32 tokens) {
-  return {wave.first < tokens ? wave.first : tokens, wave.end < tokens ? wave.end : tokens};
+TY_DEVICE Range own_range(const ty_context &c, const Wave &wave, u32 tokens) {
+  u32 first = wave.number * c.wave_tokens, end = first + c.wave_tokens;
+  return {first < tokens ? first : tokens, end < tokens ? end : tokens};
 }
 
 // Of the starts that a handle keeps for row `i` of a table: uint32 [..][waves + 1]. The first is known to be 0, so that

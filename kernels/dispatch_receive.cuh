@@ -14,8 +14,8 @@ TY_DEVICE u32 rows_heard(const ty_context &c, const Wave &wave, u32 source, u32 
   return 0;
 }
 
-// Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team,
-// whose members meet behind it. False in those whose deadline passed.
+// Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team.
+// False once a deadline passed.
 TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &shared, const Wave &wave) {
   bool failed = false;
   u32 words = c.local_experts + 3;
@@ -36,7 +36,7 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
     else store(&shared.source_first[source], value);
     if (heard && e == c.local_experts) note_heard(c, TY_DIRECTION_DISPATCH, source);
   }
-  return !failed;
+  return !team_any(team, failed);
 }
 
 // Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. By a
@@ -96,13 +96,6 @@ TY_DEVICE void plan_segments(const ty_dispatch_args &a, PlaceShared &shared) {
   store(&shared.tokens, tokens);
 }
 
-// Layout of this epoch's output, the same in every thread.
-struct Placement {
-  u32 needed; // rows, alignment included (masked: of the fullest expert)
-  u32 used;   // rows up to the end of the last segment (masked: of all experts)
-  bool fits;
-};
-
 // Rows of every expert, and those of them from sources before. By a warp; plan_segments gives
 // each lane what it wrote here itself.
 TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
@@ -119,14 +112,17 @@ TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
 }
 
 // Behind wait_counts. By a team.
-TY_DEVICE Placement plan_output(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
+TY_DEVICE void plan_output(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
   if (team_warp(team) == 0) {
     add_sources(a.context, shared);
     plan_segments(a, shared);
   }
   team_barrier(team);
-  u32 needed = load(&shared.needed);
-  return {needed, load(&shared.used), needed <= a.output.capacity};
+}
+
+// Whether the output has room, once it is planned.
+TY_DEVICE bool fits(const ty_dispatch_args &a, const PlaceShared &shared) {
+  return load(&shared.needed) <= a.output.capacity;
 }
 
 // First output row of a local expert.
@@ -137,43 +133,19 @@ TY_DEVICE u64 segment_start(const ty_dispatch_args &a, const PlaceShared &shared
 
 // ---- receive: rows -------------------------------------------------------------------------------------------
 
-// Address of scale word w of an output row.
-TY_DEVICE u32 *scale_at(const ty_dispatch_args &a, u64 row, u32 w) {
-  u32 *scales = pointer<u32>(a.output.scales);
-  u64 leading = a.output.scale_leading;
-  if (leading == 0) return scales + row * a.context.scale_words + w;
-  if (a.output.layout != TY_LAYOUT_MASKED) return scales + w * leading + row;
-  u64 expert = row / a.output.capacity;
-  return scales + (expert * a.context.scale_words + w) * leading + row % a.output.capacity;
-}
+// Words from one scale of an output row to the next.
+TY_DEVICE u64 scale_stride(const ty_dispatch_args &a) { return a.output.scale_leading ? a.output.scale_leading : 1; }
 
-// Copies slices of a row from the inbox, read once, to the output row of every lane whose row_of(), called once while
-// the first vectors are being loaded, is not negative. By a warp.
-template <typename RowOf>
-TY_DEVICE void copy_to_rows(const ty_dispatch_args &a, const char *slot, const Slices &slices, RowOf row_of) {
-  const ty_context &c = a.context;
-  u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
-  u32 first = slice_begin(vectors, slices.first, warp_size);
-  Batch batch = load_batch(reinterpret_cast<u64>(slot), first + lane_index(), end);
-  i32 mine = row_of();
-  u32 placed = warp_ballot(mine >= 0);
-  while (first < end) {
-    for (u32 left = placed; left; left &= left - 1) {
-      u64 row = static_cast<u64>(shuffle(mine, lowest_bit(left)));
-      store_batch(pointer<char>(a.output.rows) + row * a.output.rows_pitch, batch, first + lane_index(), end);
-    }
-    first += vectors_ahead * warp_size;
-    if (first < end) batch = load_batch(reinterpret_cast<u64>(slot), first + lane_index(), end);
+// An output row. Its scales: [row][word], or [word][row], in the masked layout by expert.
+TY_DEVICE RowTo output_row(const ty_dispatch_args &a, u64 row) {
+  u64 words = a.context.scale_words, leading = a.output.scale_leading, first = row;
+  if (leading == 0) {
+    first = row * words;
+  } else if (a.output.layout == TY_LAYOUT_MASKED) {
+    u64 expert = row / a.output.capacity;
+    first = expert * words * leading + row - expert * a.output.capacity;
   }
-  const u32 *scales = reinterpret_cast<const u32 *>(slot + c.row_bytes);
-  u32 last = scale_begin(c, slices.end);
-  for (u32 begin = scale_begin(c, slices.first); begin < last; begin += warp_size) {
-    u32 w = begin + lane_index(), scale = w < last ? load(scales + w) : 0;
-    for (u32 left = placed; left; left &= left - 1) {
-      u64 row = static_cast<u64>(shuffle(mine, lowest_bit(left)));
-      if (w < last) store(scale_at(a, row, w), scale);
-    }
-  }
+  return {a.output.rows + row * a.output.rows_pitch, a.output.scales + 4 * first};
 }
 
 // Says what an output row is. By a thread. `source` is a rank of this world, or -1: callers get to see its name.
@@ -182,7 +154,7 @@ TY_DEVICE void describe_row(const ty_dispatch_args &a, u64 row, i32 expert, i32 
   if (out.row_expert) store(pointer<i32>(out.row_expert) + row, expert);
   if (!out.source) return;
   const i32 *names = pointer<const i32>(a.context.rank_names);
-  store(pointer<i32>(out.source) + 2 * row, source < 0 ? -1 : load(names + source));
+  store(pointer<i32>(out.source) + 2 * row, source < 0 || !names ? source : load(names + source));
   store(pointer<i32>(out.source) + 2 * row + 1, token);
 }
 
@@ -248,51 +220,36 @@ TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token,
   store(pointer<float>(a.handle.weights) + index, said.weight);
 }
 
-// Slices of one (source, token of the wave), and with the first of them what is said of it. By a warp. False once a
-// deadline passed.
-TY_DEVICE bool place_token(const ty_dispatch_args &a, const PlaceShared &shared, const Wave &wave, u32 source,
-                           u32 slot_index, const Slices &slices, bool fits) {
+// What became of waiting for slices of a row.
+enum class Arrival : u32 { failed, absent, here };
+
+// Waits for slices of one (source, token of the wave), and what META says of it; with the first of them writes down the
+// slot at its owner. By a warp. Absent is also what is not wanted, the output having no room.
+TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 source, u32 token, u32 slot_index,
+                           const Slices &slices, bool room, TokenMeta &said) {
   const ty_context &c = a.context;
-  u32 token = load(&shared.source_first[source]) + slot_index, slice = slices.first + lane_index();
+  u32 slice = slices.first + lane_index();
   const u64 *tag =
       in_arena<const u64>(c, c.local, c.regions.row_tags, wave.epoch, source) + slot_index * TY_SLICES + slice;
-  bool carries = fits && slice < slices.end, pushed = false;
-  TokenMeta said;
+  bool carries = room && slice < slices.end, pushed = false;
   bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said,
                                  [&] { pushed = carries && load_acquire_sys(tag) == wave.epoch; });
   if (!failed && said.token && carries && !pushed)
     failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tag, wave.epoch, TY_SITE_ROW, source, "row");
   // Some lanes acquired; this orders the other lanes' loads behind them.
   warp_barrier();
-  if (warp_ballot(failed)) return false;
-  bool leads = slices.first == 0;
-  if (leads && lane_index() == 0)
+  if (warp_ballot(failed)) return Arrival::failed;
+  if (slices.first == 0 && lane_index() == 0)
     store(pointer<i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token,
           said.token ? static_cast<i32>((said.token - 1) & ((1u << meta_slot_bits) - 1)) : -1);
-  if (said.token == 0 || !fits) return true;
-  const char *slot = in_arena<const char>(c, c.local, c.regions.rows, wave.epoch, source) +
-                     static_cast<u64>(slot_index) * c.slot_bytes;
-  copy_to_rows(a, slot, slices, [&] {
-    i32 mine = row_of_choice(a, shared, source, said);
-    if (leads) describe_choice(a, source, token, said, mine);
-    return mine;
-  });
-  return true;
+  return said.token != 0 && room ? Arrival::here : Arrival::absent;
 }
 
-// False once a deadline passed.
-TY_DEVICE bool place_rows(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
-                          bool fits, u32 busy) {
-  const ty_context &c = a.context;
-  u32 rows = load(&shared.tokens);
-  Share share = share_of(c, team, busy, rows);
-  u32 parts = parts_for(rows, share.warps), all = load(&shared.most) * c.ranks * parts;
-  for (u32 i = share.own; i < all; i += share.warps) {
-    u32 item = i / parts, source = item % c.ranks, token = item / c.ranks;
-    if (token >= wave_tokens_of(shared, source)) continue;
-    if (!place_token(a, shared, wave, source, token, part_of_row(i % parts, parts), fits)) return false;
-  }
-  return true;
+// The rows that are to be placed, shared out: every (token of the wave, source).
+TY_DEVICE Work place_work(const ty_context &c, const Team &team, const PlaceShared &shared, u32 busy) {
+  Work work = share_rows(c, team, busy, load(&shared.tokens));
+  work.end = load(&shared.most) * c.ranks << work.cut;
+  return work;
 }
 
 // ---- receive: what surrounds the rows --------------------------------------------------------------------------
@@ -311,9 +268,11 @@ TY_DEVICE void mark_unused(const ty_dispatch_args &a, u64 row) {
 // Zeroes an output row. By a warp.
 TY_DEVICE void zero_row(const ty_dispatch_args &a, u64 row) {
   const ty_context &c = a.context;
-  char *out = pointer<char>(a.output.rows) + row * a.output.rows_pitch;
-  for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size) store16(out + v * 16, Vec16{{0, 0, 0, 0}});
-  for (u32 w = lane_index(); w < c.scale_words; w += warp_size) store(scale_at(a, row, w), 0u);
+  RowTo out = output_row(a, row);
+  for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size)
+    store16(pointer<char>(out.payload) + v * 16, Vec16{{0, 0, 0, 0}});
+  for (u32 w = lane_index(); w < c.scale_words; w += warp_size)
+    store(pointer<u32>(out.scales) + w * scale_stride(a), 0u);
 }
 
 // Number of the calling thread among those of a team on all workers, and how many they are.
@@ -347,47 +306,46 @@ TY_DEVICE void mark_masked(const ty_dispatch_args &a, const Team &team, const Pl
 }
 
 // Every row that no token got: alignment padding, the unused part of a masked segment, the rest of the output.
-TY_DEVICE void pad_output(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared,
-                          const Placement &placement) {
+TY_DEVICE void pad_output(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared) {
   const ty_output &out = a.output;
   bool masked = out.layout == TY_LAYOUT_MASKED;
-  if (!placement.fits) {
+  if (!fits(a, shared)) {
     mark_rest(a, team, 0, masked ? out.capacity * a.context.local_experts : out.capacity);
   } else if (masked) {
     mark_masked(a, team, shared);
   } else {
     if (out.layout == TY_LAYOUT_CONTIGUOUS) pad_segments(a, team, shared);
-    mark_rest(a, team, placement.needed, out.capacity);
+    mark_rest(a, team, load(&shared.needed), out.capacity);
   }
 }
 
 // Counts and offsets; all zero if the output overflowed, so that nothing downstream reads rows that are not there.
 // By a team of one block.
-TY_DEVICE void write_counts(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, u64 epoch,
-                            const Placement &placement) {
+TY_DEVICE void write_counts(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, u64 epoch) {
   const ty_context &c = a.context;
   const ty_output &out = a.output;
+  bool room = fits(a, shared);
   for (u32 e = team_thread(team); e <= c.local_experts; e += team_threads(team)) {
     bool is_end = e == c.local_experts;
-    u32 rows = placement.fits && !is_end ? load(&shared.rows[e]) : 0;
+    u32 rows = room && !is_end ? load(&shared.rows[e]) : 0;
     if (!is_end) store(pointer<i32>(out.expert_count) + e, static_cast<i32>(rows));
     if (out.host_counts && !is_end) store_relaxed_sys(pointer<u32>(out.host_counts) + e, rows);
     if (out.expert_offset && out.layout == TY_LAYOUT_CONTIGUOUS)
-      store(pointer<i32>(out.expert_offset) + e, placement.fits ? static_cast<i32>(load(&shared.start[e])) : 0);
+      store(pointer<i32>(out.expert_offset) + e, room ? static_cast<i32>(load(&shared.start[e])) : 0);
     if (out.expert_offset && out.layout == TY_LAYOUT_MASKED)
       store(pointer<i32>(out.expert_offset) + e, static_cast<i32>(e * out.capacity));
   }
   if (team_thread(team) != 0) return;
-  u32 rows = placement.fits ? placement.used : 0;
+  u32 rows = room ? load(&shared.used) : 0;
   if (out.row_count) store(pointer<i32>(out.row_count), static_cast<i32>(rows));
   if (out.host_counts) store_relaxed_sys(pointer<u32>(out.host_counts) + c.local_experts, rows);
-  if (!placement.fits)
-    report(c, TY_DIRECTION_DISPATCH, TY_ERROR_CAPACITY, 0, c.rank, epoch, placement.needed, out.capacity, out.layout);
+  if (!room)
+    report(c, TY_DIRECTION_DISPATCH, TY_ERROR_CAPACITY, 0, c.rank, epoch, load(&shared.needed), out.capacity,
+           out.layout);
 }
 
 // What combine needs to know of the whole dispatch. By a team of one block.
-TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
-                          bool fits) {
+TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
   for (u32 s = team_thread(team); s < c.ranks; s += team_threads(team)) {
@@ -399,7 +357,7 @@ TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const Pla
   u32 most = load(&shared.most), before = wave.number == 0 ? 0 : load(&head->most_tokens);
   if (before > most) most = before;
   store(&head->epoch, wave.call);
-  store(&head->incomplete, fits ? 0u : 1u);
+  store(&head->incomplete, fits(a, shared) ? 0u : 1u);
   store(&head->most_tokens, most);
 }
 
@@ -414,20 +372,23 @@ TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
   return !team_any(team, failed);
 }
 
-// Behind wait_counts. The first `busy` blocks have something else to do meanwhile. By a team.
-TY_DEVICE void dispatch_receive(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave,
-                                u32 busy) {
+// What comes before rows are placed. By a team, behind wait_counts.
+TY_DEVICE void begin_placing(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
-  Placement placement = plan_output(a, team, shared);
+  plan_output(a, team, shared);
   // A block with neither META nor the first rows.
-  if (block_index() == worker_count(c) / 2) {
-    if (wave.number == 0) write_counts(a, team, shared, wave.epoch, placement);
-    write_head(a, team, shared, wave, placement.fits);
-  }
-  bool placed = place_rows(a, team, shared, wave, placement.fits, busy);
+  if (block_index() != worker_count(c) / 2) return;
+  if (wave.number == 0) write_counts(a, team, shared, wave.epoch);
+  write_head(a, team, shared, wave);
+}
+
+// What comes behind. By a team; `placed` is each warp's own.
+TY_DEVICE void end_placing(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
+                           bool placed) {
+  const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
-  if (placed && is_last(c, wave)) pad_output(a, team, shared, placement);
+  if (placed && is_last(c, wave)) pad_output(a, team, shared);
   // A warp that failed is one of a team that must meet.
   if (block_index() == 0 && !team_any(team, !placed)) (void)wait_round(c, team, wave.epoch);
 }

@@ -23,9 +23,25 @@ struct PlaceShared {
   u32 most;   // tokens of a source in this wave
   u32 tokens; // of all sources
 };
+// Items that a team's warps carry, parts of rows: this warp's are first, first + step, ... below end.
+struct Work {
+  u32 first;
+  u32 end;
+  u32 step;
+  u32 cut; // rows are in 2^cut parts
+};
+
+// What a warp carries in a pass.
+struct Pass {
+  Work work;
+  u32 first;   // number of the wave's first row among the call's: own tokens, or those of the source that is forwarded
+  u32 served;  // which source that is
+  u32 headers; // of its message
+};
 struct DispatchShared {
   MetaShared meta;
   PlaceShared place;
+  Pass pass[TY_MAX_BLOCK_THREADS / warp_size]; // by warp; here, since registers are few
 };
 static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -59,16 +75,20 @@ TY_DEVICE float weight_at(const Choices &in, u32 token, u32 k) {
   return in.weights ? load(pointer<const float>(in.weights + token * in.weight_pitch) + k) : 1.0f;
 }
 
-TY_DEVICE Choices own_choices(const ty_dispatch_args &a) {
+// The caller's, but for how many they are.
+TY_DEVICE Choices caller_choices(const ty_dispatch_args &a) {
   const ty_tokens &t = a.tokens;
   u64 row = static_cast<u64>(a.context.top_k);
-  i32 found = t.count_ptr ? load(pointer<const i32>(t.count_ptr)) : static_cast<i32>(t.count);
-  bool bad = found < 0 || static_cast<u32>(found) > a.context.max_tokens;
-  return {t.topk_idx,     row * t.index_bytes,
-          t.topk_weight,  row * 4,
-          t.index_bytes,  bad ? 0u : static_cast<u32>(found),
-          a.context.rank, bad,
-          true,           found};
+  return {t.topk_idx, row * t.index_bytes, t.topk_weight, row * 4, t.index_bytes, 0, a.context.rank, false, true, 0};
+}
+
+TY_DEVICE Choices own_choices(const ty_dispatch_args &a) {
+  const ty_tokens &t = a.tokens;
+  Choices in = caller_choices(a);
+  in.found = t.count_ptr ? load(pointer<const i32>(t.count_ptr)) : static_cast<i32>(t.count);
+  in.bad = in.found < 0 || static_cast<u32>(in.found) > a.context.max_tokens;
+  in.tokens = in.bad ? 0u : static_cast<u32>(in.found);
+  return in;
 }
 
 struct ExpertHome {
@@ -478,31 +498,36 @@ struct RowAt {
   u32 quantize; // TY_QUANTIZE_*; with any the payload is bf16, and there are no scales
 };
 
+// A row of as many parts as it has slices.
+constexpr u32 most_cuts = 3;
+static_assert(TY_SLICES == 1u << most_cuts, "parts are made of whole slices");
+
 // Slices [first, end) of a row: what a warp carries at once.
 struct Slices {
   u32 first;
   u32 end;
 };
 
-// Into how many parts rows are cut, each carried by a warp: where rows are few, so many that no warp gets more than
-// one, since each has trips to memory of its own. Parts of all rows are numbered with 32 bits: rows fit in 31, and are
-// cut only where they are few.
-TY_DEVICE u32 parts_for(u64 rows, u64 warps) {
-  u32 parts = TY_SLICES;
+// How often rows are halved, each part being carried by a warp: where rows are few, so often that no warp gets more
+// than one part, since each has trips to memory of its own. Parts of all rows are numbered with 32 bits: rows fit in
+// 31, and are cut only where they are few.
+TY_DEVICE u32 cut_for(u64 rows, u64 warps) {
+  u32 cut = most_cuts;
   TY_ROLLED
-  while (parts > 1 && rows * parts > warps) parts /= 2;
-  return parts;
+  while (cut > 0 && (rows << cut) > warps) --cut;
+  return cut;
 }
 
-TY_DEVICE Slices part_of_row(u32 part, u32 parts) { return {part * TY_SLICES / parts, (part + 1) * TY_SLICES / parts}; }
+// The slices of a part: parts of a row follow one another in the numbers of all.
+TY_DEVICE Slices part_of_row(u32 part, u32 cut) {
+  u32 slices = TY_SLICES >> cut, first = (part & ((1u << cut) - 1)) * slices;
+  return {first, first + slices};
+}
 
 // Where slice s of `units` units begins: at a multiple of `grain`.
 TY_DEVICE u32 slice_begin(u32 units, u32 s, u32 grain) {
   return s == TY_SLICES ? units : units * s / TY_SLICES / grain * grain;
 }
-
-// Vectors that a lane has on their way at once.
-constexpr u32 vectors_ahead = 7;
 
 // Vectors [begin, end) of a row, this lane's of a batch of vectors_ahead a lane.
 struct Batch {
@@ -532,57 +557,82 @@ TY_DEVICE u32 scale_begin(const ty_context &c, u32 s) {
   return s == TY_SLICES ? c.scale_words : slice_begin(c.row_bytes / 16, s, warp_size) >> c.scale_shift;
 }
 
-// As copy_to_all, of a row that is quantised on the way.
-template <typename Place>
-TY_DEVICE void quantize_to_all(const ty_context &c, const RowAt &row, const Slices &slices, u64 mask, Place place) {
-  u32 vectors = c.row_bytes / 16;
-  quantize_row(
-      row.quantize, row.payload, slice_begin(vectors, slices.first, warp_size),
-      slice_begin(vectors, slices.end, warp_size),
-      [&](u32 v, Vec16 data) {
-        for (u64 left = mask; left; left &= left - 1) store16(place(lowest_bit(left)) + v * 16, data);
-      },
-      [&](u32 w, u32 scale) {
-        for (u64 left = mask; left; left &= left - 1)
-          store(reinterpret_cast<u32 *>(place(lowest_bit(left)) + c.row_bytes) + w, scale);
-      });
-}
+// Where a row goes.
+struct RowTo {
+  u64 payload;
+  u64 scales; // of word 0
+};
 
-// Copies slices of a row, read once, to the place of every bit of the mask that mask_of() gives, called once while the
-// first vectors are being loaded; answers the mask. By a warp.
-template <typename MaskOf, typename Place>
-TY_DEVICE u64 copy_to_all(const ty_context &c, const RowAt &row, const Slices &slices, MaskOf mask_of, Place place) {
-  if (row.quantize != TY_QUANTIZE_NONE) {
-    u64 mask = mask_of();
-    if (mask) quantize_to_all(c, row, slices, mask, place);
-    return mask;
-  }
+// Copies slices of a row, read once, to place_of(bit) for every bit of the mask that mask_of() gives, called once while
+// the first loads are under way; answers the mask. Scale words of a place are `to_stride` apart. By a warp.
+//
+// A kernel has one call of it: rows are packed, pushed, forwarded and placed by the same code, which the first to come
+// fetches for all.
+template <typename MaskOf, typename PlaceOf>
+TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &slices, u64 to_stride, MaskOf mask_of,
+                        PlaceOf place_of) {
   u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
-  u32 first = slice_begin(vectors, slices.first, warp_size) + lane_index();
-  Batch batch = load_batch(row.payload, first, end);
+  u32 begin = slice_begin(vectors, slices.first, warp_size);
+  u32 scale_end = scale_begin(c, slices.end), first_scale = scale_begin(c, slices.first);
+  bool raw = from.quantize == TY_QUANTIZE_NONE;
+  auto load_payload = [&](u32 v) { return load_batch(from.payload, v + lane_index(), raw ? end : 0); };
+  auto load_scale = [&](u32 w) {
+    bool there = raw && w + lane_index() < scale_end;
+    return there ? load(pointer<const u32>(from.scales) + (w + lane_index()) * from.scale_stride) : 0;
+  };
+  Batch batch = load_payload(begin);
+  u32 scale = load_scale(first_scale);
   u64 mask = mask_of();
-  while (first < end) {
-    for (u64 left = mask; left; left &= left - 1) store_batch(place(lowest_bit(left)), batch, first, end);
-    first += vectors_ahead * warp_size;
-    if (mask && first < end) batch = load_batch(row.payload, first, end);
-  }
-  u32 last = scale_begin(c, slices.end);
-  for (u32 w = scale_begin(c, slices.first) + lane_index(); w < last; w += warp_size) {
-    u32 scale = load(pointer<const u32>(row.scales) + w * row.scale_stride);
-    for (u64 left = mask; left; left &= left - 1)
-      store(reinterpret_cast<u32 *>(place(lowest_bit(left)) + c.row_bytes) + w, scale);
+  // A lane knows one place; more than there are lanes take the row twice.
+  TY_ROLLED
+  for (u32 base = 0; base < 64 && (mask >> base) != 0; base += warp_size) {
+    u32 here = static_cast<u32>(mask >> base);
+    RowTo own{0, 0};
+    if ((here >> lane_index()) & 1) own = place_of(base + lane_index());
+    auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_bit(left))); };
+    auto scale_of = [&](u32 left, u32 w) {
+      return pointer<u32>(shuffle(own.scales, lowest_bit(left))) + w * to_stride;
+    };
+    if (!raw) {
+      quantize_row(
+          from.quantize, from.payload, begin, end,
+          [&](u32 v, Vec16 data, bool there) {
+            TY_ROLLED
+            for (u32 left = here; left; left &= left - 1) {
+              char *to = payload_of(left);
+              if (there) store16(to + v * 16, data);
+            }
+          },
+          [&](u32 w, u32 word, bool there) {
+            TY_ROLLED
+            for (u32 left = here; left; left &= left - 1) {
+              u32 *to = scale_of(left, w);
+              if (there) store(to, word);
+            }
+          });
+      continue;
+    }
+    TY_ROLLED
+    for (u32 v = begin; v < end; v += vectors_ahead * warp_size) {
+      if (base + v != begin) batch = load_payload(v);
+      TY_ROLLED
+      for (u32 left = here; left; left &= left - 1) store_batch(payload_of(left), batch, v + lane_index(), end);
+    }
+    TY_ROLLED
+    for (u32 w = first_scale; w < scale_end; w += warp_size) {
+      if (base + w != first_scale) scale = load_scale(w);
+      TY_ROLLED
+      for (u32 left = here; left; left &= left - 1) {
+        u32 *to = scale_of(left, w + lane_index());
+        if (w + lane_index() < scale_end) store(to, scale);
+      }
+    }
   }
   return mask;
 }
 
-// Pushes slices of a source's row, read once, into a slot at every rank of this node that ranks_of() names, then
-// raises their tags; answers which ranks. By a warp.
-template <typename RanksOf>
-TY_DEVICE u64 push_row(const ty_context &c, const RowAt &row, u64 epoch, u32 source, u32 slot, const Slices &slices,
-                       RanksOf ranks_of) {
-  u64 place = static_cast<u64>(slot) * c.slot_bytes;
-  u64 mask = copy_to_all(c, row, slices, ranks_of,
-                         [&](u32 rank) { return in_arena<char>(c, rank, c.regions.rows, epoch, source) + place; });
+// Raises the tags of slices of a source's row at every rank of the mask, behind the row. By a warp.
+TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
   warp_barrier();
   // N2: the warp's stores happen before this fence; wait_tag(TY_SITE_ROW) acquires.
   if (mask) fence_acq_rel_sys();
@@ -592,7 +642,6 @@ TY_DEVICE u64 push_row(const ty_context &c, const RowAt &row, u64 epoch, u32 sou
     if (!((mask >> rank) & 1)) continue;
     store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
   }
-  return mask;
 }
 
 TY_DEVICE RowAt own_row(const ty_dispatch_args &a, u32 token) {
@@ -632,19 +681,26 @@ TY_DEVICE Share share_of(const ty_context &c, const Team &team, u32 busy, u32 ro
   return {workers * team.warps, team_warp(team) * workers + workers - 1 - block};
 }
 
-// This rank's rows to the ranks of its node. By a team.
-TY_DEVICE void push_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, const Wave &wave) {
-  const ty_context &c = a.context;
-  Range range = own_range(wave, in.tokens);
-  u32 rows = range.end - range.first;
-  Share share = share_of(c, team, busy_blocks(c, wave, in.tokens), rows);
-  u32 parts = parts_for(rows, share.warps);
-  for (u32 i = share.own; i < rows * parts; i += share.warps) {
-    u32 slot = i / parts, part = i % parts, token = range.first + slot;
-    u64 ranks = push_row(c, own_row(a, token), wave.epoch, c.rank, slot, part_of_row(part, parts),
-                         [&] { return warp_ranks_of(c, in, token); });
-    if (part == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + token, ranks);
+// By a warp, which has done with the pass before.
+TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
+  warp_barrier();
+  if (lane_index() == 0) {
+    store(&kept.work.first, pass.work.first);
+    store(&kept.work.end, pass.work.end);
+    store(&kept.work.step, pass.work.step);
+    store(&kept.work.cut, pass.work.cut);
+    store(&kept.first, pass.first);
+    store(&kept.served, pass.served);
+    store(&kept.headers, pass.headers);
   }
+  warp_barrier();
+}
+
+// So many rows, shared out.
+TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 rows) {
+  Share share = share_of(c, team, busy, rows);
+  u32 cut = cut_for(rows, share.warps);
+  return {share.own, rows << cut, share.warps, cut};
 }
 
 } // namespace ty

@@ -18,11 +18,10 @@ TY_DEVICE u64 *packed_word(const ty_context &c, u32 lane, u32 link) {
   return pointer<u64>(c.wire.packed) + lane * TY_MAX_RANKS + link;
 }
 
-// Which row of the messages to a node each token of the call is, and their headers in the first of them. By a whole
-// block. Answers whether a choice is faulty: then there are no rows.
-TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, char *message, u32 link) {
+// Which row of the messages to a node each token of the call is. By a whole block, which keeps the tokens that go there
+// in the bitmap. Answers whether a choice is faulty: then there are no rows.
+TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u32 link) {
   const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   Team team = whole_block();
   u32 node = node_of_link(c, link), words = (in.tokens + 31) / 32;
   Tile all{0, 0, 0, in.tokens, words};
@@ -45,22 +44,28 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
           token < in.tokens && !faulty ? earlier_in_row(shared.bitmap, static_cast<u32>(token)) : all_rows);
   }
   i32 *wire_row = pointer<i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
-  auto is_present = [&](u32 token) { return !faulty && ((load(&shared.bitmap[token / 32]) >> (token % 32)) & 1); };
   for (u32 token = thread_index(); token < in.tokens; token += block_threads()) {
-    bool there = is_present(token);
-    u32 row = there ? earlier_in_row(shared.bitmap, token) : 0;
-    store(wire_row + token, there ? static_cast<i32>(row) : -1);
-    if (there) store(row_header(l, message, row), static_cast<i32>(token));
+    bool there = !faulty && ((load(&shared.bitmap[token / 32]) >> (token % 32)) & 1);
+    store(wire_row + token, there ? static_cast<i32>(earlier_in_row(shared.bitmap, token)) : -1);
   }
-  // Only experts of the node are named.
-  for_choices(c, team, in, all, [&](u32, const Choice &choice) {
-    if (!is_present(choice.token)) return;
-    i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, choice.token)) + 1;
-    store(header + choice.k, choice.home.node() == node ? choice.expert : -1);
-    if (c.weights == TY_WEIGHTS_DISPATCH) store(reinterpret_cast<float *>(header + c.top_k + choice.k), choice.weight);
-  });
-  block_barrier();
   return faulty;
+}
+
+// The headers of the rows to a node, behind number_rows, of tokens that are not faulty. By a whole block.
+TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, const MetaShared &shared, char *message,
+                             u32 link) {
+  const ty_context &c = a.context;
+  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
+  u32 node = node_of_link(c, link);
+  for_choices(c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, [&](u32, const Choice &choice) {
+    if (((load(&shared.bitmap[choice.token / 32]) >> (choice.token % 32)) & 1) == 0) return;
+    i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, choice.token));
+    if (choice.k == 0) store(header, static_cast<i32>(choice.token));
+    // Only experts of the node are named.
+    store(header + 1 + choice.k, choice.home.node() == node ? choice.expert : -1);
+    if (c.weights == TY_WEIGHTS_DISPATCH)
+      store(reinterpret_cast<float *>(header + 1 + c.top_k + choice.k), choice.weight);
+  });
 }
 
 // A wave's rows of the messages to a node, and how many rows and headers its own has.
@@ -81,42 +86,52 @@ TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, MetaShare
   const ty_context &c = a.context;
   bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, link);
   if (block_any(stuck)) return false;
+  bool begins = wave.number == 0, faulty = begins && number_rows(a, in, shared, link);
+  block_barrier();
+  // N9: the rows' numbers happen before; wait_tag(TY_SITE_PACKED) acquires. Rows can be packed from here on.
+  if (thread_index() == 0) store_release_gpu(packed_word(c, TY_LANE_DISPATCH, link), wave.epoch);
   char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
-  bool faulty = wave.number == 0 && number_rows(a, in, shared, message, link);
+  if (begins && !faulty) write_headers(a, in, shared, message, link);
+  block_barrier();
   if (thread_index() != 0) return true;
   WireWave own = wire_wave(a, link, wave);
   write_wire_head(message, wave.epoch, faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK, own.shape, own.rows.first, c.rank);
-  if (wave.number == 0) note_rows(c, rail_of_link(c, link), own.shape.headers);
+  if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
   count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, 0, packed_head);
-  // N9: the rows' numbers happen before; wait_tag(TY_SITE_PACKED) acquires.
-  store_release_gpu(packed_word(c, TY_LANE_DISPATCH, link), wave.epoch);
   return true;
 }
 
-// Packs slices of one token's row, read once, into the messages to all nodes that it is for. By a warp.
-TY_DEVICE void pack_row(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 token,
-                        const Slices &slices) {
+// Which row of the call's messages behind a link a token is.
+TY_DEVICE i32 wire_row_of(const ty_dispatch_args &a, u32 link, u32 token) {
+  return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * a.context.max_tokens + token);
+}
+
+// Nodes that a token's row is packed for; none if the routing is faulty, which makes all messages empty. By a warp.
+TY_DEVICE u64 packed_nodes(const ty_dispatch_args &a, u32 token) {
+  const ty_context &c = a.context;
+  u64 nodes = warp_nodes_of(c, caller_choices(a), token);
+  return nodes == 0 || wire_row_of(a, link_of_node(c, lowest_bit(nodes)), token) >= 0 ? nodes : 0;
+}
+
+// Where a token's row lies in the message to a node.
+TY_DEVICE char *packed_row_at(const ty_dispatch_args &a, const Wave &wave, u32 token, u32 node) {
+  const ty_context &c = a.context;
+  u32 link = link_of_node(c, node);
+  WireWave own = wire_wave(a, link, wave);
+  return staging_of(c, TY_LANE_DISPATCH, wave.epoch, link) +
+         row_offset(lane_of(c, TY_LANE_DISPATCH), own.shape.headers,
+                    static_cast<u32>(wire_row_of(a, link, token)) - own.rows.first);
+}
+
+// Counts slices of a token's row in the messages to all nodes of the mask, behind the packing. By a warp.
+TY_DEVICE void count_row(const ty_dispatch_args &a, const Wave &wave, u32 token, u64 nodes, const Slices &slices) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  auto row_at = [&](u32 link) {
-    return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens + token);
-  };
-  // A fault makes all messages empty.
-  auto nodes_of = [&] {
-    u64 nodes = warp_nodes_of(c, in, token);
-    return nodes == 0 || row_at(link_of_node(c, lowest_bit(nodes))) >= 0 ? nodes : 0;
-  };
-  u64 nodes = copy_to_all(c, own_row(a, token), slices, nodes_of, [&](u32 node) {
-    u32 link = link_of_node(c, node);
-    WireWave own = wire_wave(a, link, wave);
-    return staging_of(c, TY_LANE_DISPATCH, wave.epoch, link) +
-           row_offset(l, own.shape.headers, static_cast<u32>(row_at(link)) - own.rows.first);
-  });
   warp_barrier();
   for (u32 link = lane_index(); link < l.targets; link += warp_size) {
     if (!((nodes >> node_of_link(c, link)) & 1)) continue;
     WireWave own = wire_wave(a, link, wave);
-    u32 chunk = chunk_of_row(l, static_cast<u32>(row_at(link)) - own.rows.first);
+    u32 chunk = chunk_of_row(l, static_cast<u32>(wire_row_of(a, link, token)) - own.rows.first);
     count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, chunk, slices.end - slices.first);
   }
 }
@@ -127,19 +142,6 @@ TY_DEVICE bool wait_packed(const ty_context &c, const Team &team, u32 direction,
   for (u32 link = team_thread(team); link < lane_of(c, lane).targets; link += team_threads(team))
     failed |= !wait_tag(c, direction, packed_word(c, lane, link), epoch, TY_SITE_PACKED, c.rank, "head");
   return !team_any(team, failed);
-}
-
-// This rank's rows for other nodes. By a team. False once a deadline passed.
-TY_DEVICE bool pack_rows(const ty_dispatch_args &a, const Team &team, const Choices &in, const Wave &wave) {
-  const ty_context &c = a.context;
-  if (!wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch)) return false;
-  Range range = own_range(wave, in.tokens);
-  u32 rows = range.end - range.first;
-  Share share = share_of(c, team, busy_blocks(c, wave, in.tokens), rows);
-  u32 parts = parts_for(rows, share.warps);
-  for (u32 i = share.own; i < rows * parts; i += share.warps)
-    pack_row(a, in, wave, range.first + i / parts, part_of_row(i % parts, parts));
-  return true;
 }
 
 // ---- rail: forwarding ------------------------------------------------------------------------------------------
@@ -206,57 +208,62 @@ TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaSha
   return true;
 }
 
-// Slices of one row of a wave from source j to the ranks that need it. By a warp. False once a deadline passed.
-TY_DEVICE bool forward_row(const ty_dispatch_args &a, const WireWave &landed, const Wave &wave, u32 j, u32 row,
-                           const Slices &slices) {
-  const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
-  bool failed = lane_index() == 0 &&
-                !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, chunk_of_row(l, row));
+// Waits for the chunk of one row of a wave from source j. By a warp. False once a deadline passed.
+TY_DEVICE bool wait_row_landed(const ty_context &c, const Wave &wave, u32 j, u32 row) {
+  bool failed = lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j,
+                                                  chunk_of_row(lane_of(c, TY_LANE_DISPATCH), row));
   warp_barrier();
-  if (warp_ballot(failed)) return false;
-  u64 from =
-      reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, wave.epoch, j)) + row_offset(l, landed.shape.headers, row);
-  (void)push_row(c, RowAt{from, from + c.row_bytes, 1, TY_QUANTIZE_NONE}, wave.epoch, served_home(c, j), row, slices,
-                 [&] {
-                   // Headers come once; the masks of later waves were kept.
-                   if (wave.number != 0) return load(rail_masks(a, j) + landed.rows.first + row);
-                   return warp_ranks_of(c, wire_choices(c, wave.epoch, j), row);
-                 });
-  return true;
+  return warp_ballot(failed) == 0;
 }
 
-// The rows of the sources that this warp attends to, of a team on all workers: where there are more warps than
-// sources, several share one. False once a deadline passed.
-TY_DEVICE bool forward_rows(const ty_dispatch_args &a, const Team &team, const Wave &wave) {
-  const ty_context &c = a.context;
+// One row of a wave from source j, as it landed.
+TY_DEVICE RowAt landed_row(const ty_context &c, u32 headers, const Wave &wave, u32 j, u32 row) {
+  u64 from = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, wave.epoch, j)) +
+             row_offset(lane_of(c, TY_LANE_DISPATCH), headers, row);
+  return {from, from + c.row_bytes, 1, TY_QUANTIZE_NONE};
+}
+
+// Ranks of this node that need it; it is number `call_row` among the call's. By a warp.
+TY_DEVICE u64 landed_ranks(const ty_dispatch_args &a, const Wave &wave, u32 j, u32 row, u32 call_row) {
+  // Headers come once; the masks of later waves were kept.
+  if (wave.number != 0) return load(rail_masks(a, j) + call_row);
+  return warp_ranks_of(a.context, wire_choices(a.context, wave.epoch, j), row);
+}
+
+// The sources whose rows this warp forwards, first, first + step, ...: where there are more warps than sources, several
+// share one.
+struct Served {
+  u32 first;
+  u32 step;
+  u32 sharing; // the calling one's number among the warps that share a source
+};
+
+TY_DEVICE Served served_by(const ty_context &c, const Team &team) {
   u32 sources = lane_of(c, TY_LANE_DISPATCH).sources;
   auto [warps, warp] = share_of(c, team, 0, ~0u);
-  for (u32 j = warp % sources; j < sources; j += warps) {
-    bool failed = lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, 0);
-    warp_barrier();
-    if (warp_ballot(failed)) return false;
-    WireWave landed = landed_wave(c, wave.epoch, j);
-    u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
-    u32 parts = parts_for(landed.shape.rows, shared_by);
-    for (u32 i = warps < sources ? 0 : warp / sources; i < landed.shape.rows * parts; i += shared_by)
-      if (!forward_row(a, landed, wave, j, i / parts, part_of_row(i % parts, parts))) return false;
-  }
-  return true;
+  if (sources == 0 || warps < sources) return {warp, warps, 0};
+  return {warp % sources, warps, warp / sources};
 }
 
-// What this rank does as a rail, for all sources side by side. By a team. False once a deadline passed.
-TY_DEVICE bool forward(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave) {
+// The rows of one of them.
+TY_DEVICE Work served_rows(const ty_context &c, const Team &team, const Served &served, u32 j, u32 rows) {
+  u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = worker_count(c) * team.warps;
+  u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
+  u32 cut = cut_for(rows, shared_by);
+  return {served.sharing, rows << cut, shared_by, cut};
+}
+
+// META of what landed, for the ranks of the node, of all sources side by side. By a team. False once a deadline passed.
+TY_DEVICE bool forward_metas(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
   u32 pairs = lane_of(c, TY_LANE_DISPATCH).sources * c.node_ranks;
-  if (pairs == 0) return true;
   // Tiles that a message turns out not to have are nobody's work.
   u32 tiles = wave.number == 0 ? tile_count(c, c.max_tokens) : 1;
   for (u32 i = block_index(); i < pairs * tiles; i += worker_count(c)) {
     u32 pair = i % pairs;
     if (!forward_meta(a, team, shared, wave, pair / c.node_ranks, pair % c.node_ranks, i / pairs)) return false;
   }
-  return forward_rows(a, team, wave);
+  return true;
 }
 
 } // namespace ty

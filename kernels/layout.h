@@ -286,7 +286,7 @@ typedef struct ty_context {
   uint64_t state;        // ty_state *
   uint64_t errors;       // ty_error_record[TY_DIRECTIONS] *, host memory
   uint64_t expert_home;  // const ty_expert_home *, [experts]
-  uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation
+  uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation; 0: the same as now
   uint64_t source_owner; // const ty_source_owner *, [ranks]
   // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][blocks][TY_STAGES], then
   // [direction: 2][TY_MAX_RANKS] when block 0 heard of each peer, then [TY_MAX_RANKS] rows that dispatch sent to each.

@@ -96,9 +96,10 @@ TY_DEVICE Quantized quantize_vectors(u32 quantize, const WideVector &x, bool the
   return out;
 }
 
-// Quantises the part of a row that becomes fp8 vectors [first, end), by a warp. A lane calls store_vector(v, data) for
-// each of its vectors, and store_scale(word, bits) for each word of scales that begins with one. `first` must be a
-// multiple of scale_word_vectors: 8, or 32 with UE8M0; `end` one, too, or the row's end.
+// Quantises the part of a row that becomes fp8 vectors [first, end), by a warp. All lanes together call store_vector(v,
+// data, there) for each of their vectors, and store_scale(word, bits, there) for the word of scales that it is in:
+// there where the row has such a vector, and where the word begins with it. `first` must be a multiple of
+// scale_word_vectors: 8, or 32 with UE8M0; `end` one, too, or the row's end.
 template <typename StoreVector, typename StoreScale>
 TY_DEVICE void quantize_row(u32 quantize, u64 row, u32 first, u32 end, StoreVector store_vector,
                             StoreScale store_scale) {
@@ -108,9 +109,8 @@ TY_DEVICE void quantize_row(u32 quantize, u64 row, u32 first, u32 end, StoreVect
     bool there = v < end;
     WideVector x = there ? load_wide(row, v) : WideVector{{{{0, 0, 0, 0}}, {{0, 0, 0, 0}}}};
     Quantized out = quantize_vectors(quantize, x, there);
-    if (!there) continue;
-    store_vector(v, out.data);
-    if (v % word_vectors == 0) store_scale(v / word_vectors, out.scale_word);
+    store_vector(v, out.data, there);
+    store_scale(v / word_vectors, out.scale_word, there && v % word_vectors == 0);
   }
 }
 

@@ -616,9 +616,12 @@ fn even_experts(placement: &Placement, nodes: &Nodes) -> u32 {
         let (rank, local) = ((expert / each) as u32, (expert % each) as u32);
         placement.rank_of(expert) == Some(rank) && placement.local_index(expert) == Some(local)
     };
-    // Ranks that went leave gaps.
-    let even = (0..experts).all(follows) && nodes.ranks().enumerate().all(|(i, rank)| rank.index() == i);
-    if even { each as u32 } else { 0 }
+    if (0..experts).all(follows) && nobody_left(nodes) { each as u32 } else { 0 }
+}
+
+/// Whether all ranks have the numbers that they had in the first generation: those that went leave gaps.
+fn nobody_left(nodes: &Nodes) -> bool {
+    nodes.ranks().enumerate().all(|(i, rank)| rank.index() == i)
 }
 
 /// Numbers as uint32, two to a word.
@@ -706,7 +709,7 @@ fn device_context(
         state: tables.state.view().ptr,
         errors: reports.records_address(),
         expert_home: tables.expert_home.view().ptr,
-        rank_names: tables.rank_names.view().ptr,
+        rank_names: if nobody_left(&shape.nodes) { 0 } else { tables.rank_names.view().ptr },
         source_owner: tables.source_owner.view().ptr,
         stats: statistics.map_or(0, Statistics::device_address),
         blocks: u64::from(blocks),
