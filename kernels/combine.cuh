@@ -140,13 +140,11 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
 
 // Sums of all own tokens, behind wait_flags. By a team.
 template <typename Partial, bool far>
-TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
+TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave,
+                               bool bad, const Range &range) {
   const ty_context &c = a.context;
-  const ty_handle_head *head = head_of(a);
   if (far && !wait_rails(a, team, wave)) return;
   if (block_index() == 0) report_missing(a, shared, team, wave);
-  bool bad = load(&head->own_bad) != 0;
-  Range range = own_range(c, wave, load(&head->own_tokens));
   u64 missing = missing_ranks(c, shared);
   Terms &terms = shared.terms[warp_index()];
   share_out(
@@ -186,6 +184,9 @@ TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
 template <typename Partial, bool far>
 TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
+  // Before flags are acquired, behind which nothing is in caches.
+  bool bad = load(&head_of(a)->own_bad) != 0;
+  Range range = own_range(c, wave, load(&head_of(a)->own_tokens));
   if (!wait_flags(c, shared, team, wave.epoch)) return;
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
@@ -194,7 +195,7 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
     if (team_any(team, failed)) return;
     note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_RAIL, leads);
   }
-  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial, far>(a, shared, team, wave);
+  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial, far>(a, shared, team, wave, bad, range);
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, leads);
 }
 

@@ -223,6 +223,7 @@ struct Owner {
 
 // Where the partial rows of a source's tokens go.
 TY_DEVICE Owner owner_of(const ty_context &c, u32 source) {
+  if (c.nodes == 1) return {0, source, 0};
   u64 packed = load(pointer<const u64>(c.source_owner) + source);
   return {static_cast<u32>(packed & 0xffffu), static_cast<u32>(packed >> 16 & 0xffffu), static_cast<u32>(packed >> 32)};
 }

@@ -160,10 +160,12 @@ TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, con
   Terms &terms = shared.terms[warp_index()];
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_PUBLISHED, leads);
-  if (far && !send_partials<Row, Partial>(a, terms, team, wave, false)) return;
-  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_FAR, leads);
-  (void)send_partials<Row, Partial>(a, terms, team, wave, true);
-  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_NEAR, leads);
+  // What crosses the network first, by the same code.
+  TY_ROLLED
+  for (u32 stage = far ? TY_STAGE_FAR : TY_STAGE_NEAR; stage <= TY_STAGE_NEAR; ++stage) {
+    if (!send_partials<Row, Partial>(a, terms, team, wave, stage == TY_STAGE_NEAR)) return;
+    note_stage(c, TY_DIRECTION_COMBINE, stage, leads);
+  }
 }
 
 } // namespace ty
