@@ -25,14 +25,15 @@ pub(crate) struct Budget<'a> {
 }
 
 impl Budget<'static> {
-    /// Takes what a context was given explicitly. None for a context that was not, whose calls are meant to follow the
-    /// others', and on the CPU device, whose blocks are fibers and always fit.
+    /// Takes what a context was given explicitly, of a GPU on which the network has `network` blocks. None for a context
+    /// that was not, whose calls are meant to follow the others', and on the CPU device, whose blocks are fibers and
+    /// always fit.
     ///
     /// # Errors
     /// `Config` if the GPU has not so many left.
-    pub fn take(device: &Device, sms: Option<u32>) -> Result<Option<Budget<'static>>> {
+    pub fn take(device: &Device, sms: Option<u32>, network: u32) -> Result<Option<Budget<'static>>> {
         let (Some(gpu), Some(sms)) = (device.ordinal(), sms) else { return Ok(None) };
-        BUDGETS.take(gpu, device.multiprocessors(), sms).map(Some)
+        BUDGETS.take(gpu, device.multiprocessors().saturating_sub(network), sms).map(Some)
     }
 }
 
@@ -45,7 +46,7 @@ impl Budgets {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes `sms` of the `all` multiprocessors of a GPU.
+    /// Takes `sms` of the `all` multiprocessors of a GPU that contexts can have.
     fn take(&self, gpu: usize, all: u32, sms: u32) -> Result<Budget<'_>> {
         let mut promised = self.promised();
         let others = promised.get(&gpu).copied().unwrap_or(0);
@@ -60,11 +61,11 @@ impl Budgets {
 
 fn advice(gpu: usize, all: u32, others: u64, sum: u64) -> String {
     if others == 0 {
-        return format!("GPU {gpu} has {all} multiprocessors; give at most that");
+        return format!("GPU {gpu} has {all} multiprocessors for contexts; give at most that");
     }
     format!(
-        "with {others} of other contexts in this process it makes {sum}, and GPU {gpu} has {all} multiprocessors; give \
-         these contexts less, or drop one first"
+        "with {others} of other contexts in this process it makes {sum}, and GPU {gpu} has {all} multiprocessors for \
+         them; give these contexts less, or drop one first"
     )
 }
 
@@ -101,7 +102,7 @@ mod tests {
     #[test]
     fn one_context_alone_can_exceed_its_gpu() {
         let budgets = Budgets::new();
-        assert!(refused(&budgets, 3, 133).contains("GPU 3 has 132 multiprocessors; give at most that"));
+        assert!(refused(&budgets, 3, 133).contains("GPU 3 has 132 multiprocessors for contexts; give at most that"));
         assert!(refused(&budgets, 3, u32::MAX).contains("sms is 4294967295"));
         assert!(budgets.take(3, 132, 132).is_ok(), "what was refused was not taken");
     }
@@ -146,7 +147,7 @@ mod tests {
     #[test]
     fn the_cpu_device_and_contexts_without_a_budget_are_not_counted() {
         let device = Device::cpu().unwrap();
-        assert!(Budget::take(&device, Some(1000)).is_ok_and(|budget| budget.is_none()));
-        assert!(Budget::take(&device, None).is_ok_and(|budget| budget.is_none()));
+        assert!(Budget::take(&device, Some(1000), 8).is_ok_and(|budget| budget.is_none()));
+        assert!(Budget::take(&device, None, 8).is_ok_and(|budget| budget.is_none()));
     }
 }

@@ -90,7 +90,7 @@ impl AllToAll {
 
         // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan);
-        gather_failures(&world, "memory", local.as_ref().err())?;
+        world.agree("memory of a context", local.as_ref().err())?;
         let Local { device, arena, tables, reports, statistics, pool, proxied, budget } = local?;
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
@@ -461,9 +461,13 @@ fn sms_of(builder: &AllToAllBuilder, device: &Device) -> u32 {
 
 /// All multiprocessors but those that the network needs; two at least, one of which watches the proxy's words.
 fn default_sms(device: &Device, proxy: Option<&Proxy>) -> u32 {
-    let blocks = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
-    let all = device.multiprocessors();
+    let (blocks, all) = (network_blocks(proxy), device.multiprocessors());
     if blocks == 0 { all } else { all.saturating_sub(blocks).max(2) }
+}
+
+/// Blocks that the network has on the rank's device.
+fn network_blocks(proxy: Option<&Proxy>) -> u32 {
+    proxy.map_or(0, |proxy| proxy.device_needs().blocks)
 }
 
 /// What a rank allocates for itself.
@@ -510,7 +514,7 @@ struct Proxied {
 impl Local {
     fn allocate(builder: &AllToAllBuilder, shape: &Shape, placement: &Placement, plan: &Plan) -> Result<Local> {
         let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
-        let budget = Budget::take(&device, builder.sms)?;
+        let budget = Budget::take(&device, builder.sms, network_blocks(builder.proxy.as_ref()))?;
         let bytes = usize::try_from(plan.arena_bytes())
             .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
         let arena = match (device.ordinal(), shape.arena) {
@@ -781,7 +785,7 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
 /// All ranks must have the same configuration, and each one a usable one.
 fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64) -> Result<()> {
     let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch, world.generation()));
-    gather_failures(world, "configuration check", own.as_ref().err().copied())?;
+    world.agree("configuration of a context", own.as_ref().err().copied())?;
     let Ok(own) = own else { return Ok(()) };
     for (rank, theirs) in world.all_gather("configuration", own.as_bytes())?.iter().enumerate() {
         let theirs = String::from_utf8_lossy(theirs);
@@ -792,20 +796,4 @@ fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64) 
         }
     }
     Ok(())
-}
-
-/// Tells every rank of a failure on any: the rank itself gets its own error, the others one that names it.
-fn gather_failures(world: &World, what: &'static str, failure: Option<&Error>) -> Result<()> {
-    let text = failure.map_or_else(String::new, Error::to_string);
-    let all = world.all_gather(what, text.as_bytes())?;
-    if let Some(error) = failure {
-        return Err(error.clone());
-    }
-    match all.iter().enumerate().find(|(_, text)| !text.is_empty()) {
-        None => Ok(()),
-        Some((rank, text)) => Err(Error::Bootstrap {
-            what: format!("rank {rank} could not build its context: {}", String::from_utf8_lossy(text)),
-            advice: format!("mend rank {rank} and build again on every rank"),
-        }),
-    }
 }

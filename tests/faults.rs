@@ -475,7 +475,8 @@ fn a_rank_that_cannot_build_fails_all_by_name() {
         let device = Device::cpu().unwrap();
         let top_k = if world.rank().index() == 1 { 99 } else { TOP_K };
         let error = builder(&world, &device).top_k(top_k).build().map(drop).unwrap_err();
-        let wanted = if world.rank().index() == 1 { "top_k is 99" } else { "rank 1 could not build its context" };
+        let wanted =
+            if world.rank().index() == 1 { "top_k is 99" } else { "rank 1 failed in configuration of a context" };
         assert!(error.to_string().contains(wanted), "{error}");
     });
 }
@@ -500,7 +501,7 @@ fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
     assert_eq!(errors.iter().filter(|e| matches!(e, Error::Config { name: "sms", .. })).count(), usize::from(gpu));
     for error in errors {
         let text = error.to_string();
-        let by_name = matches!(error, Error::Config { .. }) || text.contains("could not build its context");
+        let by_name = matches!(error, Error::Config { .. }) || text.contains("failed in memory of a context");
         assert!(by_name && text.contains("multiprocessors"), "{text}");
     }
     assert!(on_one_gpu(4).iter().all(|(error, _)| error.is_none()), "what was refused was not taken");

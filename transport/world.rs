@@ -319,6 +319,26 @@ impl World {
         }
     }
 
+    /// Collective: tells every rank of a failure on any, before a step that none can take alone. `what` names what was
+    /// done before it.
+    ///
+    /// # Errors
+    /// The rank's own failure, or `Bootstrap` that names the first rank that has one.
+    pub fn agree(&self, what: &'static str, failure: Option<&Error>) -> Result<()> {
+        let text = failure.map_or_else(String::new, Error::to_string);
+        let all = self.all_gather(what, text.as_bytes())?;
+        if let Some(error) = failure {
+            return Err(error.clone());
+        }
+        match all.iter().enumerate().find(|(_, text)| !text.is_empty()) {
+            None => Ok(()),
+            Some((rank, text)) => Err(Error::Bootstrap {
+                what: format!("rank {rank} failed in {what}: {}", String::from_utf8_lossy(text)),
+                advice: format!("mend rank {rank} and begin again on every rank"),
+            }),
+        }
+    }
+
     /// Collective: returns when all ranks have called it.
     pub fn barrier(&self, what: &'static str) -> Result<()> {
         self.all_gather(what, &[]).map(drop)

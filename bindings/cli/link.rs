@@ -111,13 +111,18 @@ impl Slots {
     pub fn establish(world: &World, device: &Device, arena: ArenaWord, bytes: usize) -> Result<Slots> {
         let all = bytes * world.size();
         let arena = match (device.ordinal(), arena) {
-            (None, _) => Arena::cpu(all)?,
-            (Some(ordinal), ArenaWord::Device) => Arena::cuda(ordinal, all)?,
-            (Some(ordinal), ArenaWord::Host) => Arena::cuda_host(ordinal, all)?,
+            (None, _) => Arena::cpu(all),
+            (Some(ordinal), ArenaWord::Device) => Arena::cuda(ordinal, all),
+            (Some(ordinal), ArenaWord::Host) => Arena::cuda_host(ordinal, all),
         };
+        let own = arena.and_then(|arena| {
+            let source = device.alloc(bytes)?;
+            source.fill(1)?;
+            Ok((arena, source))
+        });
+        world.agree("memory of link buffers", own.as_ref().err())?;
+        let (arena, source) = own?;
         let map = PeerMap::establish(world, arena)?;
-        let source = device.alloc(bytes)?;
-        source.fill(1)?;
         Ok(Slots { rank: world.rank().index(), ranks: world.size(), bytes, map, source })
     }
 
