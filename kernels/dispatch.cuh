@@ -7,7 +7,8 @@
 //       warp per (source, token), or a part of its row: META words, tag (acquire) -> copies to final positions ->
 //       handle
 //
-// In one launch both go on side by side. Between nodes: dispatch_wire.cuh, by the sending warps. Rows leave without
+// In one launch both go on side by side. Between nodes: dispatch_wire.cuh, by the sending warps. A warp goes through
+// its passes one after the other, and carries what there is in each by the same code (carry_row). Rows leave without
 // waiting for counts: a row's inbox slot is (source, token), and counts decide only its final position. Receive order
 // is (source rank, token) within each expert.
 #pragma once
