@@ -1,9 +1,9 @@
 //! What everything but the network costs: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
 //! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
-//! `bench --stages` shows (benches/results/h200-x2/stages-less-code.json: 2 H200s, microseconds from the
+//! `bench --stages` showed (benches/results/h200-x2/stages-less-code.json of commit 0bfde6f: 2 H200s, microseconds from the
 //! call's first block); where it says "fitted", it makes the times of the same machine come out (decode-2.json, and
-//! decode-1x2-cx7.json), which `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or
+//! decode-1x2-cx7.json, of the same commit), which `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or
 //! assumptions that are marked as such. Times are in ns, rates in bytes per ns (GB/s).
 
 /// The costs that every projection shares.
