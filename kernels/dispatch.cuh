@@ -87,9 +87,8 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, const PlaceShared &shared,
       Arrival arrival = wait_row(a, wave, source, token, slot, slices, fits(a, shared), said);
       if (arrival == Arrival::failed) return false;
       if (arrival == Arrival::absent) continue;
-      u64 at = reinterpret_cast<u64>(in_arena<const char>(c, c.local, c.regions.rows, wave.epoch, source)) +
-               static_cast<u64>(slot) * c.slot_bytes;
-      from = {at, at + c.row_bytes, 1, TY_QUANTIZE_NONE};
+      RowTo at = inbox_row(c, c.local, wave.epoch, source, slot);
+      from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
     } else if (forwards) {
       source = served_home(c, load(&pass.served));
       if (!wait_row_landed(c, wave, load(&pass.served), slot)) return false;
@@ -110,10 +109,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, const PlaceShared &shared,
         },
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
-          u64 at = reinterpret_cast<u64>(packs ? packed_row_at(a, wave, token, bit)
-                                               : in_arena<char>(c, bit, c.regions.rows, wave.epoch, source)) +
-                   (packs ? 0 : static_cast<u64>(slot) * c.slot_bytes);
-          return RowTo{at, at + c.row_bytes};
+          return packs ? staging_row(a, wave, token, bit) : inbox_row(c, bit, wave.epoch, source, slot);
         });
     if (packs) count_row(a, wave, token, mask, slices);
     else if (!places) raise_tags(c, mask, wave.epoch, source, slot, slices);

@@ -563,6 +563,18 @@ struct RowTo {
   u64 scales; // of word 0
 };
 
+// A row with its scales behind it.
+TY_DEVICE RowTo row_to(const ty_context &c, const char *at) {
+  u64 payload = reinterpret_cast<u64>(at);
+  return {payload, payload + c.row_bytes};
+}
+
+// The slot of a source's row at a rank of this node.
+TY_DEVICE RowTo inbox_row(const ty_context &c, u32 owner, u64 epoch, u32 source, u32 slot) {
+  return row_to(c,
+                in_arena<const char>(c, owner, c.regions.rows, epoch, source) + static_cast<u64>(slot) * c.slot_bytes);
+}
+
 // Copies slices of a row, read once, to place_of(bit) for every bit of the mask that mask_of() gives, called once while
 // the first loads are under way; answers the mask. Scale words of a place are `to_stride` apart. By a warp.
 //

@@ -84,10 +84,9 @@ TY_DEVICE WireWave wire_wave(const ty_dispatch_args &a, u32 link, const Wave &wa
 // deadline passed.
 TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, const Wave &wave, u32 link) {
   const ty_context &c = a.context;
+  bool begins = wave.number == 0, faulty = begins && number_rows(a, in, shared, link);
   bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, link);
   if (block_any(stuck)) return false;
-  bool begins = wave.number == 0, faulty = begins && number_rows(a, in, shared, link);
-  block_barrier();
   // N9: the rows' numbers happen before; wait_tag(TY_SITE_PACKED) acquires. Rows can be packed from here on.
   if (thread_index() == 0) store_release_gpu(packed_word(c, TY_LANE_DISPATCH, link), wave.epoch);
   char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
@@ -113,14 +112,14 @@ TY_DEVICE u64 packed_nodes(const ty_dispatch_args &a, u32 token) {
   return nodes == 0 || wire_row_of(a, link_of_node(c, lowest_bit(nodes)), token) >= 0 ? nodes : 0;
 }
 
-// Where a token's row lies in the message to a node.
-TY_DEVICE char *packed_row_at(const ty_dispatch_args &a, const Wave &wave, u32 token, u32 node) {
+// Where a token's row goes in the message to a node.
+TY_DEVICE RowTo staging_row(const ty_dispatch_args &a, const Wave &wave, u32 token, u32 node) {
   const ty_context &c = a.context;
   u32 link = link_of_node(c, node);
   WireWave own = wire_wave(a, link, wave);
-  return staging_of(c, TY_LANE_DISPATCH, wave.epoch, link) +
-         row_offset(lane_of(c, TY_LANE_DISPATCH), own.shape.headers,
-                    static_cast<u32>(wire_row_of(a, link, token)) - own.rows.first);
+  u32 row = static_cast<u32>(wire_row_of(a, link, token)) - own.rows.first;
+  return row_to(c, staging_of(c, TY_LANE_DISPATCH, wave.epoch, link) +
+                       row_offset(lane_of(c, TY_LANE_DISPATCH), own.shape.headers, row));
 }
 
 // Counts slices of a token's row in the messages to all nodes of the mask, behind the packing. By a warp.

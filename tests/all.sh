@@ -71,9 +71,10 @@ unit() {
   cargo test
 }
 
+# Builds without GPUs share a folder, and so what they depend on.
 documented() {
   say "documentation's tests"
-  TOKENYARD_NVCC=none cargo test --doc
+  cargo test --doc --no-default-features --target-dir target/coverage
 }
 
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
@@ -88,9 +89,9 @@ verify() {
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize() {
   say "sanitizers"
-  TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --target-dir target/sanitize
-  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/sanitize/debug/tokenyard verify --seeds 60
-  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/sanitize/debug/tokenyard verify --schedules 60
+  TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --target-dir target/coverage
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --seeds 60
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
 }
 
 # One of eight, since CI has little time; python3 tests/mutants.py runs all.

@@ -53,6 +53,7 @@ MUTANTS = [
      "  bool faulty = publish_meta(c, whole_block()",
      "  if (in.tokens == 0) return;\n  bool faulty = publish_meta(c, whole_block()"),
     ("refused routing looks like no tokens", SEND, "faulty && e == experts ? meta_refused : rows", "rows"),
+    ("refusals not noted", RECEIVE, "source != c.rank) note_refused(c, source, wave.call);", "source != c.rank) note_refused(c, source, 0);"),
     ("own refusal noted like another's", RECEIVE, "block_index() == 0 && source != c.rank", "block_index() == 0"),
     ("earlier tiles of META not counted", SEND, "if (marked == number) break;", "if (marked + 1 >= number) break;"),
     ("old META word taken for a new one", CONTEXT, "if ((word.seen >> 32) == expected &&", "if ((word.seen >> 32) != 0 &&"),

@@ -3,7 +3,9 @@
 //! Before and behind the data path; pure. Every rank derives the same fault from the case alone, so that each knows which
 //! errors the library must return to it, and which rows must be missing. All other iterations must be right.
 
-use tokenyard::Error;
+use std::collections::BTreeSet;
+
+use tokenyard::{Error, Rank};
 
 use super::case::Case;
 use super::inputs::{Counter, Use};
@@ -79,6 +81,11 @@ impl Planned {
         Spec { layout: case.reference_layout(self.capacity(case, rank)), ..spec.clone() }
     }
 
+    /// The ranks whose routing is unusable.
+    pub fn refusing(&self) -> impl Iterator<Item = usize> + '_ {
+        self.faults.silent.iter().enumerate().filter(|(_, silent)| **silent).map(|(rank, _)| rank)
+    }
+
     /// The errors that a rank must see.
     fn expected(&self, spec: &Spec, sources: &[SourceRank], rank: usize) -> Vec<Kind> {
         let mut kinds = Vec::new();
@@ -95,6 +102,21 @@ impl Planned {
         }
         kinds
     }
+}
+
+/// Compares the ranks of which a rank has heard that their routing was unusable, in the iterations so far, with those of
+/// which it must have: all but itself. `seen` is what the context tells, each with the epoch of its dispatch.
+pub fn check_refused(refusing: &BTreeSet<usize>, rank: usize, seen: &[(Rank, u64)]) -> Report {
+    let expected: Vec<usize> = refusing.iter().copied().filter(|&other| other != rank).collect();
+    let mut heard: Vec<usize> = seen.iter().filter(|(_, epoch)| *epoch != 0).map(|(other, _)| other.index()).collect();
+    heard.sort_unstable();
+    let mut report = Report { compared: expected.len() as u64, ..Report::default() };
+    if expected != heard {
+        report.mismatches = expected.len().max(heard.len()) as u64;
+        report.sentences =
+            vec![format!("rank {rank} should have heard refusals of the ranks {expected:?}, and heard {seen:?}")];
+    }
+    report
 }
 
 /// Compares the errors that a rank saw while these iterations ran with those that it must see.
@@ -216,5 +238,18 @@ mod tests {
         let report = check_errors(&lists, &case.spec(0), 1, &[error]);
         assert_eq!(report.mismatches, 1);
         assert!(report.sentences[0].contains("rank 1 should have seen"), "{}", report.sentences[0]);
+    }
+
+    #[test]
+    fn refusals_must_be_heard_of_every_other_rank_that_refused_and_of_none_else() {
+        let refusing = BTreeSet::from([1, 3]);
+        let (one, three) = ((Rank(1), 7), (Rank(3), 9));
+        assert!(check_refused(&refusing, 0, &[three, one]).ok());
+        assert!(check_refused(&refusing, 3, &[one]).ok());
+        assert_eq!(check_refused(&BTreeSet::new(), 2, &[]).mismatches, 0);
+        for seen in [vec![one], vec![one, three, (Rank(2), 1)], vec![one, (Rank(3), 0)], Vec::new()] {
+            let report = check_refused(&refusing, 0, &seen);
+            assert!(report.mismatches > 0 && report.sentences[0].contains("the ranks [1, 3]"), "{seen:?}");
+        }
     }
 }

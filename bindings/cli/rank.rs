@@ -4,6 +4,7 @@
 //! On the rank's own thread, fiber or process. It waits for its own stream between those groups of iterations, and for
 //! other ranks only where the run begins and ends.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use tokenyard::{
@@ -16,7 +17,7 @@ use super::buffers::POISON;
 use super::calls::{Caller, Given, Lane, Marks};
 use super::case::Case;
 use super::config::sharing;
-use super::faults::{Planned, check_errors};
+use super::faults::{Planned, check_errors, check_refused};
 use super::inputs::{Inputs, ScaleKind};
 use super::link;
 use super::network;
@@ -134,6 +135,8 @@ struct RankRun<'a> {
     idled: bool,
     router: Router,
     spec: Spec,
+    /// Ranks whose routing was unusable in an iteration so far.
+    refusing: BTreeSet<usize>,
     /// Rows of this rank's tokens in timed iterations.
     traffic: Traffic,
     /// Time of the timeline, and the event that it was taken from.
@@ -161,6 +164,7 @@ impl<'a> RankRun<'a> {
             lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
             wake: if job.measured { Wake::establish(world, device, job.arena)? } else { None },
             idled: true,
+            refusing: BTreeSet::new(),
             router: case.router()?,
             spec: case.spec(POISON),
             traffic: Traffic::new(&case.spec(POISON)),
@@ -264,13 +268,15 @@ impl<'a> RankRun<'a> {
     }
 
     /// Errors are wrong where none were planned, and where others were.
-    fn judge_errors(&self, turns: &[Turn], errors: Vec<Error>, result: &mut RankResult) -> Result<()> {
+    fn judge_errors(&mut self, turns: &[Turn], errors: Vec<Error>, result: &mut RankResult) -> Result<()> {
         if self.case.fault == FaultWord::None {
             return errors.into_iter().next().map_or(Ok(()), Err);
         }
         let planned: Vec<(&Planned, &[SourceRank])> =
             turns.iter().map(|turn| (&turn.planned, turn.sources.as_slice())).collect();
-        let report = check_errors(&planned, &self.spec, self.rank, &errors);
+        let mut report = check_errors(&planned, &self.spec, self.rank, &errors);
+        self.refusing.extend(turns.iter().flat_map(|turn| turn.planned.refusing()));
+        report.merge(check_refused(&self.refusing, self.rank, &self.caller.ep.refused_sources()));
         let verdict = &mut result.verdict;
         verdict.overflows += errors.iter().filter(|e| matches!(e, Error::Capacity { .. })).count() as u64;
         verdict.refusals += errors.iter().filter(|e| matches!(e, Error::Routing { .. })).count() as u64;
