@@ -212,7 +212,7 @@ TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = far || (a.phases & TY_PHASE_RECEIVE) != 0;
-  if (sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, wave.epoch)) return;
+  if (far && sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, wave.epoch)) return;
   u32 sending = sends && sums ? senders_of(a) : block_warps();
   u32 first = sends && sums ? sending : 0; // that sums
   Team senders{1, 0, sending}, summers{2, first, block_warps() - first};

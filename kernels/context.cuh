@@ -240,7 +240,7 @@ TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, MetaWord wo
 // Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. By a team.
 // False once a deadline passed.
 TY_DEVICE bool wait_free(const ty_context &c, const Team &team, u32 direction, const ty_region &region, u64 epoch) {
-  if (!c.single || epoch == c.first_epoch) return true;
+  if (epoch == c.first_epoch) return true;
   bool failed = false;
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
     const u64 *word = in_arena<const u64>(c, c.local, region, epoch, peer);
@@ -255,7 +255,7 @@ TY_DEVICE bool wait_free(const ty_context &c, const Team &team, u32 direction, c
 TY_DEVICE void publish_free(const ty_context &c, u32 direction, const ty_region &region, u64 epoch) {
   ty_state *state = state_of(c);
   // All loads of the other blocks happened before: what was acquired with their counts.
-  if (!c.single || atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return;
+  if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return;
   store(&state->blocks_done[direction], 0u);
   if (load_relaxed_gpu(&state->closed) != 0) return;
   // N8: acquired by wait_free.

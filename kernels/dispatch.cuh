@@ -122,20 +122,21 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, const PlaceShared &shared,
 // What comes before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
 template <bool far>
 TY_DEVICE bool begin_sending(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave,
-                             u32 pass) {
+                             u32 kind) {
   const ty_context &c = a.context;
-  if (far && pass == pass_pack) return wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch);
+  if (!far) return true;
+  if (kind == pass_pack) return wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch);
   if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return false;
-  if (!far || pass == pass_push) return true;
+  if (kind == pass_push) return true;
   return lane_of(c, TY_LANE_DISPATCH).sources != 0 && forward_metas(a, team, shared, wave);
 }
 
 static_assert(TY_STAGE_NEAR == TY_STAGE_FAR + pass_push && TY_STAGE_RAIL == TY_STAGE_FAR + pass_forward, "by pass");
 
 // What comes behind. By a team.
-TY_DEVICE void end_sending(const ty_context &c, const Team &team, const Wave &wave, u32 pass) {
-  if (pass == pass_push && block_index() == 0) raise_round(c, team, wave.epoch);
-  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_FAR + pass, team_thread(team) == 0);
+TY_DEVICE void end_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
+  if (kind == pass_push && block_index() == 0) raise_round(c, team, wave.epoch);
+  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_FAR + kind, team_thread(team) == 0);
 }
 
 template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave) {
@@ -183,7 +184,7 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
         carried = wait_row_landed(c, wave, j, 0);
         if (!carried) break;
         WireWave landed = landed_wave(c, wave.epoch, j);
-        pass = {served_rows(c, teams.send(), served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
+        pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
       }
       keep_pass(shared.pass[warp_index()], pass);
       carried = carry_items<far>(a, shared.place, wave, kind, shared.pass[warp_index()]);

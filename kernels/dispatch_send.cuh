@@ -646,7 +646,7 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
 // Raises the tags of slices of a source's row at every rank of the mask, behind the row. By a warp.
 TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
   warp_barrier();
-  // N2: the warp's stores happen before this fence; wait_tag(TY_SITE_ROW) acquires.
+  // N2: the warp's stores happen before this fence; wait_row acquires.
   if (mask) fence_acq_rel_sys();
   u32 carried = slices.end - slices.first;
   for (u32 i = lane_index(); i < c.node_ranks * carried; i += warp_size) {

@@ -233,7 +233,7 @@ TY_DEVICE u64 landed_ranks(const ty_dispatch_args &a, const Wave &wave, u32 j, u
 // share one.
 struct Served {
   u32 first;
-  u32 step;
+  u32 step;    // all warps
   u32 sharing; // the calling one's number among the warps that share a source
 };
 
@@ -245,8 +245,8 @@ TY_DEVICE Served served_by(const ty_context &c, const Team &team) {
 }
 
 // The rows of one of them.
-TY_DEVICE Work served_rows(const ty_context &c, const Team &team, const Served &served, u32 j, u32 rows) {
-  u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = worker_count(c) * team.warps;
+TY_DEVICE Work served_rows(const ty_context &c, const Served &served, u32 j, u32 rows) {
+  u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = served.step;
   u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
   u32 cut = cut_for(rows, shared_by);
   return {served.sharing, rows << cut, shared_by, cut};

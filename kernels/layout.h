@@ -260,7 +260,6 @@ typedef struct ty_context {
   uint32_t node_first; // rank of the node's first; a node's ranks are consecutive
   uint32_t node;
   uint32_t nodes;
-  uint32_t single; // 1: big regions exist once, and free flags protect their reuse
   uint32_t experts;
   uint32_t local_experts;
   uint32_t top_k;

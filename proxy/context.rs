@@ -675,7 +675,6 @@ fn device_context(
         node_first: node_first as u32,
         node: node as u32,
         nodes: shape.nodes.members().len() as u32,
-        single: u32::from(plan.wire.is_some()),
         experts: shape.experts as u32,
         local_experts: shape.local_experts as u32,
         top_k: shape.top_k as u32,

@@ -96,7 +96,7 @@ MUTANTS = [
     ("incomplete rank's row added", FROM_NODES, "count = popcount64(parts.present);", "count = popcount64(parts.ranks);"),
     ("barrier lets go early", BARRIER, "u64 number = load(&own->received) + 1;", "u64 number = load(&own->received) + 1 - (c.rank == 0);"),
     ("handle marked received by send", DISPATCH, "a.phases, turn) || !(a.phases & TY_PHASE_RECEIVE)) return;", "a.phases, turn)) return;"),
-    ("free flag ignored", CONTEXT, "if (!c.single || epoch == c.first_epoch) return true;", "if (c.first_epoch != 0) return true;"),
+    ("free flag ignored", CONTEXT, "  if (epoch == c.first_epoch) return true;\n  bool failed", "  if (c.first_epoch != 0) return true;\n  bool failed"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
     ("E1: doorbell without release", NODES,
      "  fence_acq_rel_sys();\n  store_release_sys(pointer<u64>(c.wire.doorbells)", "  store_relaxed_sys(pointer<u64>(c.wire.doorbells)"),

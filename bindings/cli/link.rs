@@ -109,7 +109,7 @@ impl Slots {
     /// # Errors
     /// Whatever the device or a peer answers.
     pub fn establish(world: &World, device: &Device, arena: ArenaWord, bytes: usize) -> Result<Slots> {
-        let all = bytes * world.size();
+        let all = bytes.saturating_mul(world.size());
         let arena = match (device.ordinal(), arena) {
             (None, _) => Arena::cpu(all),
             (Some(ordinal), ArenaWord::Device) => Arena::cuda(ordinal, all),
@@ -166,6 +166,24 @@ impl Slots {
 #[cfg(test)]
 pub mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_without_memory_for_its_slots_is_named_to_the_others() {
+        let asked = |rank: usize| if rank == 1 { usize::MAX / 4 } else { 64 };
+        let errors: Vec<String> = std::thread::scope(|scope| {
+            let establish = |world: World| {
+                let (device, bytes) = (Device::cpu().unwrap(), asked(world.rank().index()));
+                Slots::establish(&world, &device, ArenaWord::Device, bytes).map(drop).unwrap_err().to_string()
+            };
+            let ranks: Vec<_> =
+                World::threads(3).into_iter().map(|world| scope.spawn(move || establish(world))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        for rank in [0, 2] {
+            assert!(errors[rank].contains("rank 1 failed in memory of link buffers"), "{}", errors[rank]);
+        }
+        assert!(!errors[1].contains("rank 1 failed in"), "its own error, {}", errors[1]);
+    }
 
     /// What lies in this rank's memory, slot by slot; nobody may be storing there.
     pub fn received(slots: &Slots) -> Vec<Vec<u8>> {
