@@ -168,6 +168,8 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
         command.args(["-gencode", code]);
     }
     command.args(["-std=c++17", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
+    // All architectures side by side.
+    command.args(["--threads", "0"]);
     command.arg("-o").arg(fatbin).arg(KERNELS);
     let start = Instant::now();
     let output = match command.output() {

@@ -138,17 +138,15 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
   }
 }
 
-// Sums of all own tokens, behind wait_flags. By a team.
+// Sums of all own tokens, behind begin_sums. By a team, and if it is helped by others' warps, too.
 template <typename Partial, bool far>
 TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave,
-                               bool bad, const Range &range) {
+                               bool bad, const Range &range, bool helped) {
   const ty_context &c = a.context;
-  if (far && !wait_rails(a, team, wave)) return;
-  if (block_index() == 0) report_missing(a, shared, team, wave);
   u64 missing = missing_ranks(c, shared);
   Terms &terms = shared.terms[warp_index()];
   share_out(
-      c, team, range.end - range.first, [](u32) { return true; },
+      c, team, range.end - range.first, helped ? &shared.taken : nullptr, [](u32) { return true; },
       [&](u32 n, const Piece &piece) {
         u32 token = range.first + n;
         HomeRows list{};
@@ -180,23 +178,51 @@ TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
     });
 }
 
-// What waits for partial rows: the rail's sums, then those of own tokens. By a team.
+// What comes before sums of own tokens, the rail's sums among it. By the summing team. False once a deadline passed.
 template <typename Partial, bool far>
-TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
+TY_DEVICE bool begin_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
-  // Before flags are acquired, behind which nothing is in caches.
-  bool bad = load(&head_of(a)->own_bad) != 0;
-  Range range = own_range(c, wave, load(&head_of(a)->own_tokens));
-  if (!wait_flags(c, shared, team, wave.epoch)) return;
-  bool leads = team_thread(team) == 0;
+  bool receives = (a.phases & TY_PHASE_RECEIVE) != 0, leads = team_thread(team) == 0;
+  if (!wait_flags(c, shared, team, wave.epoch)) return false;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
   if (far && (a.phases & TY_PHASE_SEND)) {
     bool failed = !send_sums<Partial>(a, shared, team, wave);
-    if (team_any(team, failed)) return;
+    if (team_any(team, failed)) return false;
     note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_RAIL, leads);
   }
-  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial, far>(a, shared, team, wave, bad, range);
-  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, leads);
+  if (far && receives && !wait_rails(a, team, wave)) return false;
+  if (receives && block_index() == 0) report_missing(a, shared, team, wave);
+  return true;
+}
+
+// Tokens a summing warp from which on warps that have sent help: with fewer it would be through before they come.
+constexpr u32 tokens_to_help = 2;
+
+// What waits for partial rows: the rail's sums, then those of own tokens, where the block's other warps help if there
+// are many. By all warps of a block, of which a team is for this alone.
+template <typename Partial, bool far>
+TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
+  const ty_context &c = a.context;
+  bool member = is_member(team), shares = is_one_of_two(team) && (a.phases & TY_PHASE_RECEIVE) != 0;
+  // Before flags are acquired, behind which nothing is in caches.
+  bool bad = load(&head_of(a)->own_bad) != 0;
+  Range range = own_range(c, wave, load(&head_of(a)->own_tokens));
+  bool helped = shares && range.end - range.first > tokens_to_help * worker_count(c) * team.warps;
+  if (member) {
+    // Its members meet in begin_sums.
+    if (team_thread(team) == 0) store(&shared.taken, 0u);
+    bool well = begin_sums<Partial, far>(a, shared, team, wave);
+    if (team_thread(team) == 0) store(&shared.helped, helped && well ? 1u : 0u);
+    // N12: what was heard of node peers happens before; the other team takes over.
+    if (shares) hand_over();
+    if (!well) return;
+  } else {
+    if (!shares) return;
+    take_over();
+    if (!load(&shared.helped)) return;
+  }
+  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial, far>(a, shared, team, wave, bad, range, helped);
+  note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, member && team_thread(team) == 0);
 }
 
 // Warps of a block that send where others sum at the same time: three of four, but half where rows are so few that more
@@ -215,9 +241,10 @@ TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
   if (far && sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, wave.epoch)) return;
   u32 sending = sends && sums ? senders_of(a) : block_warps();
   u32 first = sends && sums ? sending : 0; // that sums
-  Team senders{1, 0, sending}, summers{2, first, block_warps() - first};
+  bool two = sends && sums;
+  Team senders{two ? 1u : 0u, 0, sending}, summers{two ? 2u : 0u, first, block_warps() - first};
   if (sends && is_member(senders)) combine_send<Row, Partial, far>(a, shared, senders, wave);
-  if (sums && is_member(summers)) sum_partials<Partial, far>(a, shared, summers, wave);
+  if (sums) sum_partials<Partial, far>(a, shared, summers, wave);
 }
 
 // `far` as in dispatch.
@@ -225,20 +252,22 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
   u32 handle_state = load(&head_of(a)->state);
-  Turn turn = begin_turn(c, TY_DIRECTION_COMBINE, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (turn.go && handle_state != TY_HANDLE_RECEIVED) {
+  u64 epoch = begin_turn(c, TY_DIRECTION_COMBINE, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
-      report(c, TY_DIRECTION_COMBINE, TY_ERROR_ORDER, 0, c.rank, turn.epoch, TY_ORDER_HANDLE_EMPTY, 0, 0);
-    turn.go = false;
+      report(c, TY_DIRECTION_COMBINE, TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0);
+    epoch = 0;
+    if (thread_index() == 0) keep_turn(epoch);
   }
-  Wave wave = wave_of(c, turn.epoch);
-  if (far && turn.go && is_relay(c)) {
+  Wave wave = wave_of(c, epoch);
+  if (far && epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_combine(a, wave);
-  } else if (turn.go) {
+  } else if (epoch != 0) {
     work_combine<Row, Partial, far>(a, wave);
   }
-  if (end_turn(c, TY_DIRECTION_COMBINE, a.phases, turn) && far && (a.phases & TY_PHASE_RECEIVE))
-    publish_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, turn.epoch);
+  u64 ended = end_turn(c, TY_DIRECTION_COMBINE, a.phases);
+  if (far && ended != 0 && (a.phases & TY_PHASE_RECEIVE))
+    publish_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, ended);
 }
 
 // Named by the dtype of the expert rows, and by that of the partial rows where it differs.

@@ -13,8 +13,11 @@ struct Terms {
 
 // Shared memory of a combine block.
 struct CombineShared {
+  TurnShared turn;
   u32 incomplete[TY_MAX_NODE_RANKS]; // 1 where the rank of this node sends no rows; by the team that waits for flags
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
+  u32 helped;                                    // 1: warps that have sent help to sum own tokens
+  u32 taken;                                     // then: tokens of this block that some warp has taken
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -134,19 +137,23 @@ TY_DEVICE u32 slices_of_piece(u32 rows, const Team &team) {
 // looks at 32 of its block's numbers at once, a lane each, and so finds out for itself which are there(n) and which are
 // its own. carry(n, piece) is called in the order of numbers. By a team's warps, each for itself. False once it was
 // false.
+//
+// With `taken` all numbers are there, and go whole to whichever warp of the block comes for the next.
 template <typename There, typename Carry>
-TY_DEVICE bool share_out(const ty_context &c, const Team &team, u32 numbers, There there, Carry carry) {
+TY_DEVICE bool share_out(const ty_context &c, const Team &team, u32 numbers, u32 *taken, There there, Carry carry) {
   u32 blocks = worker_count(c), turn = 0; // whose the next piece is
-  for (u32 first = block_index(); first < numbers; first += blocks * warp_size) {
+  for (u32 first = block_index();; first += blocks * warp_size) {
+    if (taken) first = block_index() + take_next(taken) * blocks;
+    if (first >= numbers) return true;
     u32 mine = first + lane_index() * blocks;
-    u32 rows = warp_ballot(mine < numbers && there(mine));
-    u32 slices = slices_of_piece(popcount(rows), team);
+    u32 rows = taken ? 1 : warp_ballot(mine < numbers && there(mine));
+    u32 slices = taken ? TY_SLICES : slices_of_piece(popcount(rows), team);
     u32 cuts = TY_SLICES / slices, pieces = popcount(rows) * cuts;
-    for (u32 i = (team_warp(team) + team.warps - turn) % team.warps; i < pieces; i += team.warps)
+    u32 i = taken ? 0 : (team_warp(team) + team.warps - turn) % team.warps;
+    for (; i < pieces; i += team.warps)
       if (!carry(first + nth_bit(rows, i / cuts) * blocks, Piece{i % cuts * slices, slices})) return false;
     turn = (turn + pieces) % team.warps;
   }
-  return true;
 }
 
 // Groups [begin, end) of a row.
@@ -228,8 +235,9 @@ TY_DEVICE Owner owner_of(const ty_context &c, u32 source) {
   return {static_cast<u32>(packed & 0xffffu), static_cast<u32>(packed >> 16 & 0xffffu), static_cast<u32>(packed >> 32)};
 }
 
-// This rank's rows of a token, in top-k order, a choice a lane. By a warp. Returns how many there are.
-TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 source, u32 token) {
+// This rank's rows of a token, in top-k order, a choice a lane, of which the first `bytes` are wanted soon. By a warp.
+// Returns how many there are.
+TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 source, u32 token, u32 bytes) {
   const ty_context &c = a.context;
   u64 choices = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
   u32 k = lane_index();
@@ -240,6 +248,7 @@ TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 so
     u32 place = popcount64(bits_below(here, k));
     store(&terms.row[place], a.rows + static_cast<u64>(row) * a.rows_pitch);
     store(&terms.weight[place], weight);
+    if (bytes) prefetch(pointer<const void>(a.rows + static_cast<u64>(row) * a.rows_pitch), bytes);
   }
   warp_barrier();
   return popcount(here);
@@ -292,7 +301,10 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &
   if (!wait_weights(c, call, source)) return false;
   u32 slot = static_cast<u32>(slot_of(a, source, token));
   Owner owner = owner_of(c, source);
-  u32 count = list_rows(a, terms, call, source, token);
+  // A part of a row is loaded at once; a whole one takes turns, of which each would wait for memory. With many blocks
+  // memory has enough to do, and what comes early is gone again.
+  u32 bytes = piece.slices == TY_SLICES && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
+  u32 count = list_rows(a, terms, call, source, token, bytes);
   u64 place = static_cast<u64>(n) * c.slots + slot;
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) + place * c.partial_bytes;
   sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
@@ -328,7 +340,7 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team 
   };
   // Fits: META of a token takes more than 24 bytes a source, twice.
   u32 numbers = load(&head->most_tokens) * sources;
-  return share_out(c, team, numbers, there, [&](u32 n, const Piece &piece) {
+  return share_out(c, team, numbers, nullptr, there, [&](u32 n, const Piece &piece) {
     u32 source = source_of(n), place = token_of(n);
     return send_partial<Row, Partial>(a, terms, wave, source, range_of(source).first + place, place, piece);
   });

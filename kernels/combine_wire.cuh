@@ -143,7 +143,7 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
   };
   for (u32 j = 0; j < targets; ++j) most = rows_of(j) > most ? rows_of(j) : most;
   auto there = [&](u32 n) { return n / targets < rows_of(n % targets); };
-  return share_out(c, team, most * targets, there, [&](u32 n, const Piece &piece) {
+  return share_out(c, team, most * targets, nullptr, there, [&](u32 n, const Piece &piece) {
     return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, n % targets, n / targets, piece);
   });
 }

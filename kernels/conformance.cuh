@@ -79,6 +79,7 @@ enum {
   TY_CONF_WARP_OR,      // of (3 * thread + block) << lane / 2
   TY_CONF_WARP_SUM,     // of 0xf0000000 + 5 * thread + block, modulo 2^32
   TY_CONF_WARP_MAX,     // of (thread * 0x9e3779b9) ^ block
+  TY_CONF_TAKEN_OVER,   // 11 * s + 4 of s = lane ^ 1 of warp 0, handed over by it to warp 1; 0 in warp 0
   TY_CONF_END           // 0xc0ffee
 };
 
@@ -89,6 +90,7 @@ struct Shared {
   u32 by_block[TY_CONFORMANCE_BLOCK];
   u32 by_warp[TY_CONFORMANCE_BLOCK];
   u32 by_team[TY_CONFORMANCE_BLOCK];
+  u32 handed[warp_size];
   u32 counter;
   u32 bits[TY_CONFORMANCE_BLOCK / warp_size];
 };
@@ -140,6 +142,14 @@ TY_DEVICE void meetings(const ty_conformance_args &, u32 *row) {
   Shared &shared = block_shared<Shared>();
   store(&shared.by_team[thread], 7 * lane + 3);
   team_barrier(team);
+  if (warp_index() == 0) {
+    store(&shared.handed[lane], 11 * lane + 4);
+    hand_over();
+    store(&row[TY_CONF_TAKEN_OVER], 0u);
+  } else {
+    take_over();
+    store(&row[TY_CONF_TAKEN_OVER], load(&shared.handed[lane ^ 1u]));
+  }
   store(&row[TY_CONF_WARP_OR], warp_or((3 * thread + block) << (lane / 2)));
   store(&row[TY_CONF_WARP_SUM], warp_sum(0xf0000000u + 5 * thread + block));
   store(&row[TY_CONF_WARP_MAX], warp_max((thread * 0x9e3779b9u) ^ block));

@@ -65,6 +65,11 @@ TY_DEVICE void note_refused(const ty_context &c, u32 source, u64 call) {
   store_relaxed_sys(pointer<u64>(c.refused) + source, call);
 }
 
+// ---- work of a block --------------------------------------------------------------------------------------
+
+// The number of the next thing to do, counted from 0, which then is the calling warp's alone.
+TY_DEVICE u32 take_next(u32 *taken) { return shuffle(lane_index() == 0 ? atomic_add_block(taken, 1) : 0, 0); }
+
 // ---- waves -----------------------------------------------------------------------------------------------
 
 // A launch's part of its call. META belongs to the call, rows to the wave. Reckoned once a launch: divisions of 64 bits
@@ -265,38 +270,51 @@ TY_DEVICE void publish_free(const ty_context &c, u32 direction, const ty_region 
 
 // ---- begin and end of a phase ------------------------------------------------------------------------------
 
-// What a launch may do: nothing (`go` false), or its phases of `epoch`.
-struct Turn {
-  bool go;
-  u64 epoch;
+// What thread 0 of a block keeps for the end of its launch: at the start of shared memory, so that nothing is looked up
+// far away when all else is done.
+struct TurnShared {
+  u64 epoch;    // of the launch's phases; 0, which no epoch is: it may do nothing
+  u64 launches; // that ended before
 };
 
+// By thread 0.
+TY_DEVICE void keep_turn(u64 epoch) { store(&block_shared<TurnShared>().epoch, epoch); }
+
+// The epoch whose phases a launch may do, or 0: nothing.
+//
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
 // sent has been received; one with only the receive phase finishes the epoch in flight. All blocks decide alike, each
 // by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE Turn begin_turn(const ty_context &c, u32 direction, u32 phases, u32 order_send, u32 order_receive) {
+TY_DEVICE u64 begin_turn(const ty_context &c, u32 direction, u32 phases, u32 order_send, u32 order_receive) {
   const ty_turn *own = turn_of(c, direction);
-  u64 sent = load(&own->sent), received = load(&own->received);
-  if (load_relaxed_gpu(&state_of(c)->closed) != 0) return {false, 0};
-  bool sends = (phases & TY_PHASE_SEND) != 0;
-  if (sends == (sent == received)) return {true, sends ? sent + 1 : sent};
-  if (block_index() == 0 && thread_index() == 0)
+  u64 sent = load(&own->sent), received = load(&own->received), launches = load(&own->launches);
+  bool closed = load_relaxed_gpu(&state_of(c)->closed) != 0, sends = (phases & TY_PHASE_SEND) != 0;
+  bool follows = sends == (sent == received), leads = thread_index() == 0;
+  u64 epoch = closed || !follows ? 0 : sends ? sent + 1 : sent;
+  if (leads) {
+    keep_turn(epoch);
+    store(&block_shared<TurnShared>().launches, launches);
+  }
+  if (!closed && !follows && leads && block_index() == 0)
     report(c, direction, TY_ERROR_ORDER, 0, c.rank, sent, sends ? order_send : order_receive, sent, received);
-  return {false, 0};
+  return epoch;
 }
 
-// Ends a block's launch. True in its thread 0 if the phases of `turn` are over; the block's other threads read no more.
-TY_DEVICE bool end_turn(const ty_context &c, u32 direction, u32 phases, const Turn &turn) {
+// Ends a block's launch. In its thread 0 the epoch whose phases are over; 0 in the block's other threads, and if the
+// launch might do nothing.
+TY_DEVICE u64 end_turn(const ty_context &c, u32 direction, u32 phases) {
   block_barrier();
-  if (thread_index() != 0) return false;
+  if (thread_index() != 0) return 0;
   note_stage(c, direction, TY_STAGE_DONE, true);
+  const TurnShared &kept = block_shared<TurnShared>();
   ty_turn *own = turn_of(c, direction);
-  store(&own->launches, load(&own->launches) + 1);
-  if (!turn.go) return false;
+  store(&own->launches, load(&kept.launches) + 1);
+  u64 epoch = load(&kept.epoch);
+  if (epoch == 0) return 0;
   // Of a context that was closed meanwhile nobody asks.
-  store(&own->sent, turn.epoch);
-  if (phases & TY_PHASE_RECEIVE) store(&own->received, turn.epoch);
-  return true;
+  store(&own->sent, epoch);
+  if (phases & TY_PHASE_RECEIVE) store(&own->received, epoch);
+  return epoch;
 }
 
 } // namespace ty

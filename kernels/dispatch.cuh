@@ -25,23 +25,6 @@ TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, const Wave &wave) {
                  [&](u32 j) { return landed_wave(c, wave.epoch, j).shape.rows; });
 }
 
-// Heads of messages first, since their way is the longest; both on other blocks, where there are enough. By a whole
-// block. False once a deadline passed.
-template <bool far>
-TY_DEVICE bool publish(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, const Wave &wave) {
-  const ty_context &c = a.context;
-  u32 links = far ? lane_of(c, TY_LANE_DISPATCH).targets : 0;
-  u32 tiles = wave.number == 0 ? tile_count(c, in.tokens) : 0;
-  for (u32 i = block_index(); i < links + tiles * c.node_ranks; i += worker_count(c)) {
-    // The last tile first: with it go the counts.
-    u32 pair = i - links;
-    if (i >= links) publish_own_meta(a, in, shared, wave, pair % c.node_ranks, tiles - 1 - pair / c.node_ranks);
-    else if (far && !pack_head(a, in, shared, wave, i)) return false;
-    block_barrier();
-  }
-  return true;
-}
-
 // Whether this rank has so few tokens that its warps have a part of one row each at the most.
 TY_DEVICE bool has_few(const ty_context &c, u32 tokens) {
   return tokens * c.ranks <= worker_count(c) * block_warps() / 8;
@@ -55,26 +38,37 @@ struct Teams {
   TY_DEVICE Team receive() const { return sending ? Team{2, sending, block_warps() - sending} : whole_block(); }
 };
 
-// Few rows are cut finer, and leave sooner, by more warps; many are held up by the links, and their receivers by
-// memory.
+// Few rows are cut finer, and leave sooner, by more warps. Many are held up by the links, and their receivers by
+// memory; but where blocks are few, both are held up by what a block can store.
 template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u32 tokens) {
   u32 warps = block_warps();
   if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0};
-  return {has_few(c, tokens) ? warps / 2 : warps < 4 ? 1 : warps / 4};
+  return {has_few(c, tokens) || has_few_blocks(c) ? warps / 2 : warps < 4 ? 1 : warps / 4};
 }
 
-// What the warps of a block carry, pass by pass: rows for other nodes, rows for the own one, what other nodes sent for
-// it, rows to their final places. Senders go through the first three, those that place through the last.
-constexpr u32 pass_pack = 0, pass_push = 1, pass_forward = 2, pass_place = 3;
+// The passes that warps go through: what is said ahead of rows, then rows for other nodes, rows for the own one, what
+// other nodes sent for it, rows to their final places. The first is all warps' together; senders go through the next
+// three, those that place through the last, in which senders help where there is much to do.
+constexpr u32 pass_announce = 0, pass_pack = 1, pass_push = 2, pass_forward = 3, pass_place = 4;
+
+// Who goes through a pass.
+TY_DEVICE Team team_in(const Pass &kept, u32 kind) {
+  Teams teams{load(&kept.sending)};
+  return kind == pass_announce ? whole_block() : kind == pass_place ? teams.receive() : teams.send();
+}
 
 // Carries the items of a pass. By a warp. False once a deadline passed.
 template <bool far>
-TY_DEVICE bool carry_items(const ty_dispatch_args &a, const PlaceShared &shared, const Wave &wave, u32 kind,
-                           const Pass &pass) {
+TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 kind, const Pass &pass) {
   const ty_context &c = a.context;
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
+  u32 next = load(&pass.work.first);
   TY_ROLLED
-  for (u32 i = load(&pass.work.first); i < load(&pass.work.end); i += load(&pass.work.step)) {
+  for (;;) {
+    u32 step = load(&pass.work.step), i = next;
+    if (step == 0) i += take_next(&shared.taken) * worker_count(c);
+    if (i >= load(&pass.work.end)) return true;
+    next += step;
     u32 cut = load(&pass.work.cut), slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
     Slices slices = part_of_row(i, cut);
     TokenMeta said;
@@ -84,15 +78,15 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, const PlaceShared &shared,
       slot /= c.ranks;
       if (slot >= wave_tokens_of(shared, source)) continue;
       token = load(&shared.source_first[source]) + slot;
-      Arrival arrival = wait_row(a, wave, source, token, slot, slices, fits(a, shared), said);
+      Arrival arrival = wait_row(a, wave_in(pass), source, token, slot, slices, fits(a, shared), said);
       if (arrival == Arrival::failed) return false;
       if (arrival == Arrival::absent) continue;
-      RowTo at = inbox_row(c, c.local, wave.epoch, source, slot);
+      RowTo at = inbox_row(c, c.local, load(&pass.epoch), source, slot);
       from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
     } else if (forwards) {
       source = served_home(c, load(&pass.served));
-      if (!wait_row_landed(c, wave, load(&pass.served), slot)) return false;
-      from = landed_row(c, load(&pass.headers), wave, load(&pass.served), slot);
+      if (!wait_row_landed(c, wave_in(pass), load(&pass.served), slot)) return false;
+      from = landed_row(c, load(&pass.headers), wave_in(pass), load(&pass.served), slot);
     } else {
       from = own_row(a, token);
     }
@@ -100,7 +94,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, const PlaceShared &shared,
     u64 mask = carry_row(
         c, from, slices, places ? scale_stride(a) : 1,
         [&]() -> u64 {
-          if (forwards) return landed_ranks(a, wave, load(&pass.served), slot, token);
+          if (forwards) return landed_ranks(a, wave_in(pass), load(&pass.served), slot, token);
           if (packs) return packed_nodes(a, token);
           if (!places) return warp_ranks_of(c, caller_choices(a), token);
           mine = row_of_choice(a, shared, source, said);
@@ -109,89 +103,152 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, const PlaceShared &shared,
         },
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
-          return packs ? staging_row(a, wave, token, bit) : inbox_row(c, bit, wave.epoch, source, slot);
+          return packs ? staging_row(a, wave_in(pass), token, bit) : inbox_row(c, bit, load(&pass.epoch), source, slot);
         });
-    if (packs) count_row(a, wave, token, mask, slices);
-    else if (!places) raise_tags(c, mask, wave.epoch, source, slot, slices);
+    if (packs) count_row(a, wave_in(pass), token, mask, slices);
+    else if (!places) raise_tags(c, mask, load(&pass.epoch), source, slot, slices);
     if (kind == pass_push && slices.first == 0 && lane_index() == 0)
       store(pointer<u64>(a.handle.rank_mask) + token, mask);
+  }
+}
+
+// What is said ahead of rows: heads of messages, whose way is the longest, and META of own tokens; as a rail, META of
+// what landed, of all sources side by side. Each is some block's, tile by tile: a tile waits for those before it, which
+// other blocks have in hand by then or this one has behind it. By a team. False once a deadline passed.
+template <bool far>
+TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, u32 tokens,
+                        bool forwards) {
+  const ty_context &c = a.context;
+  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
+  bool begins = wave.number == 0;
+  u32 links = far && !forwards ? l.targets : 0, pairs = forwards ? l.sources * c.node_ranks : c.node_ranks;
+  // Tiles that a message turns out not to have are nobody's work.
+  u32 tiles = forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, tokens) : 0;
+  u32 all = links + tiles * pairs;
+  TY_ROLLED
+  for (u32 i = block_index(); i < all; i += worker_count(c)) {
+    bool heads = far && i < links;
+    u32 number = 0, pair = i - links, j = 0;
+    TY_ROLLED
+    for (; !heads && pair >= pairs; pair -= pairs) ++number;
+    TY_ROLLED
+    for (; !heads && pair >= c.node_ranks; pair -= c.node_ranks) ++j;
+    if (far && forwards && !wait_head(c, team, wave, j)) return false;
+    Choices in = far && forwards ? wire_choices(c, wave.epoch, j) : own_choices(a);
+    if (far && forwards) {
+      if (number >= tile_count(c, in.tokens)) continue;
+      forward_numbers(a, team, wave, in, j, pair, number);
+      if (!begins) continue;
+    }
+    Tile tile = heads ? link_tile(c, in, i) : tile_at(c, in, pair, number);
+    for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
+    bool faulty = in.bad || (begins && mark_tile(c, team, in, shared, tile));
+    if (heads) {
+      if (!pack_head(a, in, shared, wave, i, faulty)) return false;
+    } else {
+      if (!publish_tile(c, team, in, shared, wave.call, tile, forwards ? 1 + j : 0, number, faulty)) return false;
+      if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, wave, faulty);
+    }
+    team_barrier(team);
   }
   return true;
 }
 
 // What comes before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
-template <bool far>
-TY_DEVICE bool begin_sending(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave,
-                             u32 kind) {
-  const ty_context &c = a.context;
-  if (!far) return true;
+template <bool far> TY_DEVICE bool begin_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
+  if (!far || kind == pass_announce) return true;
   if (kind == pass_pack) return wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch);
   if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return false;
-  if (kind == pass_push) return true;
-  return lane_of(c, TY_LANE_DISPATCH).sources != 0 && forward_metas(a, team, shared, wave);
+  return kind != pass_forward || lane_of(c, TY_LANE_DISPATCH).sources != 0;
 }
 
-static_assert(TY_STAGE_NEAR == TY_STAGE_FAR + pass_push && TY_STAGE_RAIL == TY_STAGE_FAR + pass_forward, "by pass");
+static_assert(TY_STAGE_FAR == TY_STAGE_PUBLISHED + pass_pack && TY_STAGE_NEAR == TY_STAGE_PUBLISHED + pass_push &&
+                  TY_STAGE_RAIL == TY_STAGE_PUBLISHED + pass_forward,
+              "by pass");
 
 // What comes behind. By a team.
 TY_DEVICE void end_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
   if (kind == pass_push && block_index() == 0) raise_round(c, team, wave.epoch);
-  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_FAR + kind, team_thread(team) == 0);
+  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED + kind, team_thread(team) == 0);
+}
+
+// Whether a launch has a pass.
+template <bool far> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
+  if (kind == pass_place) return (phases & TY_PHASE_RECEIVE) != 0;
+  if (kind == pass_forward) return far && (phases & TY_PHASE_RECEIVE) != 0;
+  return (far || kind != pass_pack) && (phases & TY_PHASE_SEND) != 0;
 }
 
 template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
-  bool sends = (a.phases & TY_PHASE_SEND) != 0, receives = (a.phases & TY_PHASE_RECEIVE) != 0;
-  u32 tokens = 0;
-  if (sends) {
-    Choices in = own_choices(a);
-    tokens = in.tokens;
-    if (!publish<far>(a, in, shared.meta, wave)) return;
+  u32 tokens = a.phases & TY_PHASE_SEND ? own_choices(a).tokens : 0;
+  // With one node nothing else is announced, and this is all of that code; it comes first in the kernel, where blocks
+  // that have nothing to announce get by soonest.
+  if (!far && (a.phases & TY_PHASE_SEND)) {
+    if (!announce<far>(a, whole_block(), shared.meta, wave, tokens, false)) return;
+    end_sending(c, whole_block(), wave, pass_announce);
   }
-  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED, sends && thread_index() == 0);
-  Teams teams = teams_of<far>(c, a.phases, tokens);
-  u32 kind = pass_place;
-  if (is_member(teams.send()) && sends) kind = far ? pass_pack : pass_push;
-  else if (is_member(teams.send()) && far) kind = pass_forward;
+  Pass &kept = shared.pass[warp_index()];
+  if (lane_index() == 0) {
+    store(&kept.epoch, wave.epoch);
+    store(&kept.call, wave.call);
+    store(&kept.wave, wave.number);
+    store(&kept.tokens, tokens);
+    store(&kept.sending, teams_of<far>(c, a.phases, tokens).sending);
+  }
+  warp_barrier();
   TY_ROLLED
-  for (; kind <= pass_place; ++kind) {
-    bool places = kind == pass_place, forwards = far && kind == pass_forward;
-    if ((!far && kind == pass_forward) || ((places || forwards) && !receives)) continue;
-    u32 busy = sends ? busy_blocks(c, wave, tokens) : 0;
-    Pass pass{};
-    Served served{0, 1, 0};
-    u32 sources = 1;
+  for (u32 kind = far ? pass_announce : pass_push; kind <= pass_place; ++kind) {
+    if (!has_pass<far>(a.phases, kind)) continue;
+    bool announces = far && kind == pass_announce, places = kind == pass_place, forwards = far && kind == pass_forward;
+    Team team = team_in(kept, kind);
+    bool member = is_member(team);
     if (places) {
-      if (!is_member(teams.receive()) || !wait_counts(c, teams.receive(), shared.place, wave)) return;
-      begin_placing(a, teams.receive(), shared.place, wave);
-      pass.work = place_work(c, teams.receive(), shared.place, busy);
-    } else if (!begin_sending<far>(a, teams.send(), shared.meta, wave, kind)) {
+      if (member && !begin_placing(a, team, shared.place, wave_in(kept))) return;
+      if (!member) take_over();
+      if (!member && !load(&shared.place.helped)) return;
+    } else if (!member) {
+      continue;
+    } else if (!begin_sending<far>(c, team, wave_in(kept), kind)) {
       kind = pass_forward;
       continue;
+    }
+    if (announces || forwards) {
+      bool said = announce<far>(a, team, shared.meta, wave_in(kept), load(&kept.tokens), forwards);
+      if (!said && announces) return;
+      if (!said) continue;
+    }
+    u32 own = load(&kept.tokens), busy = busy_blocks(c, wave_in(kept), a.phases, own);
+    Pass pass{};
+    Served served{0, 1, 0};
+    u32 sources = announces ? 0 : 1;
+    if (places) {
+      pass.work = place_work(c, team, shared.place, busy);
     } else if (forwards) {
-      served = served_by(c, teams.send());
+      served = served_by(c, team);
       sources = lane_of(c, TY_LANE_DISPATCH).sources;
     } else {
-      Range range = own_range(c, wave, tokens);
+      Range range = own_range(c, wave_in(kept), own);
       pass.first = range.first;
-      pass.work = share_rows(c, teams.send(), busy, range.end - range.first);
+      pass.work = share_rows(c, team, busy, range.end - range.first);
     }
     bool carried = true;
     TY_ROLLED
     for (u32 j = served.first; carried && j < sources; j += served.step) {
       if (forwards) {
-        carried = wait_row_landed(c, wave, j, 0);
+        carried = wait_row_landed(c, wave_in(kept), j, 0);
         if (!carried) break;
-        WireWave landed = landed_wave(c, wave.epoch, j);
-        pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
+        WireWave landed = landed_wave(c, load(&kept.epoch), j);
+        pass = {
+            served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers, 0, 0, 0, 0, 0};
       }
-      keep_pass(shared.pass[warp_index()], pass);
-      carried = carry_items<far>(a, shared.place, wave, kind, shared.pass[warp_index()]);
+      keep_pass(kept, pass);
+      carried = carry_items<far>(a, shared.place, kind, kept);
     }
-    if (places) end_placing(a, teams.receive(), shared.place, wave, carried);
-    else if (carried) end_sending(c, teams.send(), wave, kind);
-    else kind = pass_forward;
+    team = team_in(kept, kind);
+    if (!places && carried) end_sending(c, team, wave_in(kept), kind);
+    if (places && is_member(team)) end_placing(a, team, shared.place, wave_in(kept), carried);
   }
 }
 
@@ -200,16 +257,17 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
 template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
-  Turn turn = begin_turn(c, TY_DIRECTION_DISPATCH, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
-  Wave wave = wave_of(c, turn.epoch);
-  if (far && turn.go && is_relay(c)) {
+  u64 epoch = begin_turn(c, TY_DIRECTION_DISPATCH, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  Wave wave = wave_of(c, epoch);
+  if (far && epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);
-  } else if (turn.go) {
+  } else if (epoch != 0) {
     work_dispatch<far>(a, wave);
   }
-  if (!end_turn(c, TY_DIRECTION_DISPATCH, a.phases, turn) || !(a.phases & TY_PHASE_RECEIVE)) return;
-  if (far) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, turn.epoch);
-  if (block_index() == 0 && is_last(c, wave))
+  u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases);
+  if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;
+  if (far) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
+  if (block_index() == 0 && is_last(c, wave_of(c, ended)))
     store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
 }
 

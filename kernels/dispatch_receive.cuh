@@ -64,8 +64,12 @@ TY_DEVICE u32 wave_tokens_of(const PlaceShared &shared, u32 source) {
   return load(&shared.source_end[source]) - load(&shared.source_first[source]);
 }
 
-// Where segments start, from the counts, and how many tokens the wave has. By a warp.
-TY_DEVICE void plan_segments(const ty_dispatch_args &a, PlaceShared &shared) {
+// Rows a placing warp from which on warps that have sent help: with fewer it would be through before they come.
+constexpr u32 rows_to_help = 2;
+
+// Where segments start, from the counts, how many tokens the wave has, and whether the other team is to help. By a warp
+// of the placing team.
+TY_DEVICE void plan_segments(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
   const ty_context &c = a.context;
   u32 needed = 0, used = 0;
   if (a.output.layout == TY_LAYOUT_CONTIGUOUS) {
@@ -94,6 +98,8 @@ TY_DEVICE void plan_segments(const ty_dispatch_args &a, PlaceShared &shared) {
   store(&shared.used, used);
   store(&shared.most, most);
   store(&shared.tokens, tokens);
+  store(&shared.helped, is_one_of_two(team) && tokens > rows_to_help * worker_count(c) * team.warps ? 1u : 0u);
+  store(&shared.taken, 0u);
 }
 
 // Rows of every expert, and those of them from sources before. By a warp; plan_segments gives
@@ -115,7 +121,7 @@ TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
 TY_DEVICE void plan_output(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
   if (team_warp(team) == 0) {
     add_sources(a.context, shared);
-    plan_segments(a, shared);
+    plan_segments(a, team, shared);
   }
   team_barrier(team);
 }
@@ -134,16 +140,18 @@ TY_DEVICE u64 segment_start(const ty_dispatch_args &a, const PlaceShared &shared
 // ---- receive: rows -------------------------------------------------------------------------------------------
 
 // Words from one scale of an output row to the next.
-TY_DEVICE u64 scale_stride(const ty_dispatch_args &a) { return a.output.scale_leading ? a.output.scale_leading : 1; }
+TY_DEVICE u32 scale_stride(const ty_dispatch_args &a) { return a.output.scale_leading ? a.output.scale_leading : 1; }
 
 // An output row. Its scales: [row][word], or [word][row], in the masked layout by expert.
 TY_DEVICE RowTo output_row(const ty_dispatch_args &a, u64 row) {
-  u64 words = a.context.scale_words, leading = a.output.scale_leading, first = row;
+  u64 words = a.context.scale_words, first = row;
+  u32 leading = a.output.scale_leading, capacity = static_cast<u32>(a.output.capacity);
   if (leading == 0) {
     first = row * words;
   } else if (a.output.layout == TY_LAYOUT_MASKED) {
-    u64 expert = row / a.output.capacity;
-    first = expert * words * leading + row - expert * a.output.capacity;
+    // Rows are numbered with 31 bits.
+    u32 expert = static_cast<u32>(row) / capacity;
+    first += expert * (words * leading - capacity);
   }
   return {a.output.rows + row * a.output.rows_pitch, a.output.scales + 4 * first};
 }
@@ -247,8 +255,10 @@ TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 sour
 
 // The rows that are to be placed, shared out: every (token of the wave, source).
 TY_DEVICE Work place_work(const ty_context &c, const Team &team, const PlaceShared &shared, u32 busy) {
+  u32 all = load(&shared.most) * c.ranks;
+  if (load(&shared.helped)) return {block_index(), all, 0, 0};
   Work work = share_rows(c, team, busy, load(&shared.tokens));
-  work.end = load(&shared.most) * c.ranks << work.cut;
+  work.end = all << work.cut;
   return work;
 }
 
@@ -272,7 +282,7 @@ TY_DEVICE void zero_row(const ty_dispatch_args &a, u64 row) {
   for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size)
     store16(pointer<char>(out.payload) + v * 16, Vec16{{0, 0, 0, 0}});
   for (u32 w = lane_index(); w < c.scale_words; w += warp_size)
-    store(pointer<u32>(out.scales) + w * scale_stride(a), 0u);
+    store(pointer<u32>(out.scales) + static_cast<u64>(w) * scale_stride(a), 0u);
 }
 
 // Number of the calling thread among those of a team on all workers, and how many they are.
@@ -372,15 +382,23 @@ TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
   return !team_any(team, failed);
 }
 
-// What comes before rows are placed. By a team, behind wait_counts.
-TY_DEVICE void begin_placing(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave) {
+// What comes before rows are placed. By the placing team. False once a deadline passed.
+TY_DEVICE bool begin_placing(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
-  note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
-  plan_output(a, team, shared);
+  bool heard = wait_counts(c, team, shared, wave);
+  if (heard) {
+    note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
+    plan_output(a, team, shared);
+  } else if (team_thread(team) == 0) {
+    store(&shared.helped, 0u);
+  }
+  // N12: the plan happens before; the other team takes over.
+  if (is_one_of_two(team)) hand_over();
   // A block with neither META nor the first rows.
-  if (block_index() != worker_count(c) / 2) return;
+  if (!heard || block_index() != worker_count(c) / 2) return heard;
   if (wave.number == 0) write_counts(a, team, shared, wave.epoch);
   write_head(a, team, shared, wave);
+  return true;
 }
 
 // What comes behind. By a team; `placed` is each warp's own.

@@ -18,24 +18,17 @@ TY_DEVICE u64 *packed_word(const ty_context &c, u32 lane, u32 link) {
   return pointer<u64>(c.wire.packed) + lane * TY_MAX_RANKS + link;
 }
 
-// Which row of the messages to a node each token of the call is. By a whole block, which keeps the tokens that go there
-// in the bitmap. Answers whether a choice is faulty: then there are no rows.
-TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, u32 link) {
+// All tokens of the call: which of them go to a node.
+TY_DEVICE Tile link_tile(const ty_context &c, const Choices &in, u32 link) {
+  return {node_of_link(c, link), 0xffffu, 0, 0, in.tokens, (in.tokens + 31) / 32};
+}
+
+// Which row of the messages to a node each token of the call is, the tokens that go there being marked; if a choice is
+// faulty, there are no rows. By a whole block.
+TY_DEVICE void number_rows(const ty_dispatch_args &a, const Choices &in, const MetaShared &shared, u32 link,
+                           bool faulty) {
   const ty_context &c = a.context;
-  Team team = whole_block();
-  u32 node = node_of_link(c, link), words = (in.tokens + 31) / 32;
-  Tile all{0, 0, 0, in.tokens, words};
-  bool faulty = in.bad;
-  for_tokens(
-      c, team, in, all, shared.bitmap, [] {},
-      [&](u32 token, const ChoiceGroup &loaded) {
-        faulty |= is_faulty(c, in, token, loaded);
-        bool there = false;
-        TY_UNROLL
-        for (u32 j = 0; j < group_choices; ++j) there |= loaded.homes[j].node() == node;
-        return there;
-      });
-  faulty = block_any(faulty);
+  u32 words = (in.tokens + 31) / 32;
   u32 *starts = pointer<u32>(a.handle.wire_rows) + link * (c.waves + 1);
   for (u32 wave = thread_index(); wave <= c.waves; wave += block_threads()) {
     u64 token = static_cast<u64>(wave) * c.wave_tokens;
@@ -48,7 +41,6 @@ TY_DEVICE bool number_rows(const ty_dispatch_args &a, const Choices &in, MetaSha
     bool there = !faulty && ((load(&shared.bitmap[token / 32]) >> (token % 32)) & 1);
     store(wire_row + token, there ? static_cast<i32>(earlier_in_row(shared.bitmap, token)) : -1);
   }
-  return faulty;
 }
 
 // The headers of the rows to a node, behind number_rows, of tokens that are not faulty. By a whole block.
@@ -57,7 +49,7 @@ TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, const
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u32 node = node_of_link(c, link);
-  for_choices(c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, [&](u32, const Choice &choice) {
+  for_choices(c, whole_block(), in, link_tile(c, in, link), [&](u32, const Choice &choice) {
     if (((load(&shared.bitmap[choice.token / 32]) >> (choice.token % 32)) & 1) == 0) return;
     i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, choice.token));
     if (choice.k == 0) store(header, static_cast<i32>(choice.token));
@@ -80,11 +72,13 @@ TY_DEVICE WireWave wire_wave(const ty_dispatch_args &a, u32 link, const Wave &wa
   return {rows, {rows.end - rows.first, wave.number == 0 ? all_rows(c, a.handle.wire_rows, link) : 0}};
 }
 
-// Head of the message to one node, with the headers where it is the call's first. By a whole block. False once a
-// deadline passed.
-TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, MetaShared &shared, const Wave &wave, u32 link) {
+// Head of the message to one node, with the headers where it is the call's first, whose tokens are marked then. By a
+// whole block. False once a deadline passed.
+TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const MetaShared &shared, const Wave &wave,
+                         u32 link, bool faulty) {
   const ty_context &c = a.context;
-  bool begins = wave.number == 0, faulty = begins && number_rows(a, in, shared, link);
+  bool begins = wave.number == 0;
+  if (begins) number_rows(a, in, shared, link, faulty);
   bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, link);
   if (block_any(stuck)) return false;
   // N9: the rows' numbers happen before; wait_tag(TY_SITE_PACKED) acquires. Rows can be packed from here on.
@@ -161,8 +155,8 @@ TY_DEVICE Choices wire_choices(const ty_context &c, u64 epoch, u32 j) {
   u64 headers = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, epoch, j)) + TY_WIRE_HEAD_BYTES;
   u64 weights = c.weights == TY_WEIGHTS_DISPATCH ? headers + 4 + 4 * c.top_k : 0;
   return {headers + 4,
-          l.header_bytes,
           weights,
+          l.header_bytes,
           l.header_bytes,
           4,
           landed_wave(c, epoch, j).shape.headers,
@@ -176,13 +170,17 @@ TY_DEVICE u64 *rail_masks(const ty_dispatch_args &a, u32 j) {
   return pointer<u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
 }
 
-// META of a tile of source j's rows for one rank of this node: of the call's with its first message, then where each
-// wave ends. By a team. False once a deadline passed.
-TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, u32 j,
-                            u32 destination, u32 tile) {
-  const ty_context &c = a.context;
+// Waits until the head of source j's message is here. By a team. False once a deadline passed.
+TY_DEVICE bool wait_head(const ty_context &c, const Team &team, const Wave &wave, u32 j) {
   bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, 0);
-  if (team_any(team, failed)) return false;
+  return !team_any(team, failed);
+}
+
+// What goes with META of a tile of source j's rows for one rank of this node, behind wait_head: where the wave ends,
+// and with the call's first message the rows' numbers at their home. By a team.
+TY_DEVICE void forward_numbers(const ty_dispatch_args &a, const Team &team, const Wave &wave, const Choices &in, u32 j,
+                               u32 destination, u32 tile) {
+  const ty_context &c = a.context;
   WireWave landed = landed_wave(c, wave.epoch, j);
   u32 source = served_home(c, j);
   Meta meta = meta_of(c, destination, source, wave.call);
@@ -192,19 +190,16 @@ TY_DEVICE bool forward_meta(const ty_dispatch_args &a, const Team &team, MetaSha
   u32 *starts = pointer<u32>(a.handle.rail_rows) + j * (c.waves + 1) + wave.number;
   if (leads && keeps && wave.number == 0) store(starts, 0u);
   if (leads && keeps) store(starts + 1, landed.rows.end);
-  if (wave.number != 0) return true;
-  Choices in = wire_choices(c, wave.epoch, j);
-  if (tile >= tile_count(c, in.tokens)) return true;
+  if (wave.number != 0) return;
   Tile own = tile_at(c, in, destination, tile);
   for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {
-    store_relaxed_sys(meta.homes + row,
-                      meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + row * in.idx_pitch))));
+    store_relaxed_sys(
+        meta.homes + row,
+        meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + static_cast<u64>(row) * in.idx_pitch))));
     if (keeps) store(rail_masks(a, j) + row, ranks_of(c, in, row));
   }
   u32 refreshed = refreshed_token(c, wave.call);
   if (leads && refreshed >= in.tokens) store_relaxed_sys(meta.homes + refreshed, meta_word(wave.call, 0));
-  (void)publish_meta(c, team, in, shared, wave.call, destination, tile);
-  return true;
 }
 
 // Waits for the chunk of one row of a wave from source j. By a warp. False once a deadline passed.
@@ -250,19 +245,6 @@ TY_DEVICE Work served_rows(const ty_context &c, const Served &served, u32 j, u32
   u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
   u32 cut = cut_for(rows, shared_by);
   return {served.sharing, rows << cut, shared_by, cut};
-}
-
-// META of what landed, for the ranks of the node, of all sources side by side. By a team. False once a deadline passed.
-TY_DEVICE bool forward_metas(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave) {
-  const ty_context &c = a.context;
-  u32 pairs = lane_of(c, TY_LANE_DISPATCH).sources * c.node_ranks;
-  // Tiles that a message turns out not to have are nobody's work.
-  u32 tiles = wave.number == 0 ? tile_count(c, c.max_tokens) : 1;
-  for (u32 i = block_index(); i < pairs * tiles; i += worker_count(c)) {
-    u32 pair = i % pairs;
-    if (!forward_meta(a, team, shared, wave, pair / c.node_ranks, pair % c.node_ranks, i / pairs)) return false;
-  }
-  return true;
 }
 
 } // namespace ty

@@ -94,6 +94,7 @@
 #define TY_SITE_FREE 8    // a node peer's inbox of the epoch before
 #define TY_SITE_PACKED 9  // the head of a message, by another block of this rank
 #define TY_SITE_AHEAD_WEIGHTS 10
+#define TY_SITE_TILE 11 // META of earlier tokens, by another block of this rank
 
 // The directions, each with its own record and claim.
 #define TY_DIRECTION_DISPATCH 0
@@ -278,6 +279,7 @@ typedef struct ty_context {
   uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 1 + waves
   uint32_t tile_words;        // words of a bitmap row of META at the most: tokens of a tile, by 32
   uint32_t quantize;          // TY_QUANTIZE_*
+  uint32_t max_tiles;         // tiles of a call at the most
   uint32_t even_experts;      // of every rank of one node, where rank r has those from r * this; or 0: see the table
   uint64_t even_inverse;      // floor(2^32 / even_experts) + 1
   uint64_t timeout_ns;
@@ -290,8 +292,11 @@ typedef struct ty_context {
   // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][blocks][TY_STAGES], then
   // [direction: 2][TY_MAX_RANKS] when block 0 heard of each peer, then [TY_MAX_RANKS] rows that dispatch sent to each.
   uint64_t stats;
-  uint64_t blocks;  // of every launch of dispatch and combine
-  uint64_t refused; // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
+  uint64_t blocks; // of every launch of dispatch and combine
+  uint64_t
+      tile_rows; // uint32 [1 + served][node_ranks][max_tiles][max_local_experts + 1], device memory: see tile_rows()
+  uint64_t tile_tags; // uint64 [1 + served][node_ranks][max_tiles]: epoch of those
+  uint64_t refused;   // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
   ty_regions regions;
   ty_wire wire;
   uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas as this device sees them; own at [local]
@@ -326,12 +331,13 @@ typedef struct ty_tokens {
   uint64_t x_pitch;          // bytes
   uint64_t scales;           // 0: none
   uint64_t scale_row_stride; // in 4-byte words
-  uint64_t scale_column_stride;
   uint64_t topk_idx;
   uint64_t topk_weight; // float [tokens][top_k], 0: none
   uint64_t count_ptr;   // const int32_t *, 0: count below
   uint32_t count;
-  uint32_t index_bytes; // 4 or 8
+  uint32_t index_bytes;         // 4 or 8
+  uint32_t scale_column_stride; // in 4-byte words
+  uint32_t reserved;
 } ty_tokens;
 
 typedef struct ty_output {
@@ -347,11 +353,10 @@ typedef struct ty_output {
   uint64_t row_count;     // int32 [1], or 0
   uint64_t host_counts;   // int32 [local_experts + 1] in host memory, or 0
   uint64_t capacity;      // rows in all (masked: a local expert)
-  uint64_t scale_leading; // column-major scales: words from one column to the next; 0: row-major
+  uint32_t scale_leading; // column-major scales: words from one column to the next; 0: row-major
   uint32_t layout;        // TY_LAYOUT_*
   uint32_t align;
   uint32_t zero_padding;
-  uint32_t reserved;
 } ty_output;
 
 typedef struct ty_dispatch_args {

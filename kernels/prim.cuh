@@ -93,6 +93,10 @@ TY_DEVICE void warp_barrier() { __syncwarp(0xffffffffu); }
 TY_DEVICE void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Comes to a named barrier and goes on: what the caller did happens before whoever waits there goes on.
+TY_DEVICE void named_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 TY_DEVICE bool named_any(u32 id, u32 threads, bool predicate) {
   u32 any;
   asm volatile("{\n .reg .pred mine, all;\n setp.ne.u32 mine, %3, 0;\n bar.red.or.pred all, %1, %2, mine;\n"
@@ -117,6 +121,11 @@ TY_DEVICE Vec16 load16(const void *p) {
   return Vec16{{v.x, v.y, v.z, v.w}};
 }
 TY_DEVICE void store16(void *p, Vec16 v) { *static_cast<uint4 *>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
+
+// Brings global memory, [p, p + bytes), near (into L2), for loads that come soon. Both multiples of 16.
+TY_DEVICE void prefetch(const void *p, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
+}
 
 // Strong accesses to global memory (arena, peer arenas, mapped host memory), by order and scope.
 #define TY_GPU_LOAD(name, order)                                                                                       \
@@ -310,6 +319,7 @@ TY_DEVICE void block_barrier() { cpu::block_barrier(); }
 TY_DEVICE bool block_any(bool predicate) { return cpu::block_any(predicate); }
 TY_DEVICE void warp_barrier() { cpu::warp_barrier(); }
 TY_DEVICE void named_barrier(u32 id, u32 threads) { cpu::team_barrier(id, threads); }
+TY_DEVICE void named_arrive(u32 id, u32 threads) { cpu::team_arrive(id, threads); }
 TY_DEVICE bool named_any(u32 id, u32 threads, bool predicate) { return cpu::team_any(id, threads, predicate); }
 
 template <typename T> TY_DEVICE T load(const T *p) {
@@ -330,6 +340,7 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
     __atomic_store(p, &value, __ATOMIC_RELAXED);
   }
 }
+TY_DEVICE void prefetch(const void *, u32) {}
 // Vector accesses also end a fiber's turn from time to time: lanes that share cache lines, and on a GPU
 // would run in step, then stay near one another in memory.
 TY_DEVICE Vec16 load16(const void *p) {
@@ -548,5 +559,12 @@ TY_DEVICE void team_barrier(const Team &team) {
 TY_DEVICE bool team_any(const Team &team, bool predicate) {
   return team.id == 0 ? block_any(predicate) : named_any(team.id, team_threads(team), predicate);
 }
+
+TY_DEVICE bool is_one_of_two(const Team &team) { return team.id != 0; }
+// Between two teams that are all of a block: every member of one hands over, once a launch, and goes on; every member
+// of the other takes over, which waits for that.
+constexpr u32 hand_over_id = 3;
+TY_DEVICE void hand_over() { named_arrive(hand_over_id, block_threads()); }
+TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }
 } // namespace ty
 #endif

@@ -17,6 +17,7 @@ constexpr u32 relay_listed = 64;
 
 // Messages under way that a relay looks at, in shared memory.
 struct RelayShared {
+  TurnShared turn;
   u32 sources[TY_MAX_RANKS]; // next << relay_window | seen: chunks before next have landed; bit i: next + i has, too
   u32 words[relay_listed];
   u32 entries[relay_listed]; // source * relay_window + bit
@@ -28,6 +29,10 @@ static_assert(sizeof(ty_wire_head) == TY_WIRE_HEAD_BYTES, "proxy/plan.rs reckons
 TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
 TY_DEVICE u32 worker_count(const ty_context &c) { return block_count() - (spans_nodes(c) ? 1 : 0); }
 TY_DEVICE bool is_relay(const ty_context &c) { return block_index() == worker_count(c); }
+
+// Whether they are so few that what a block's warps have under way, and not memory or links, holds up a large call.
+// Measured with 24 and 132 blocks (docs/performance.md, "24 SMs"); where between them it turns is not known.
+TY_DEVICE bool has_few_blocks(const ty_context &c) { return worker_count(c) <= 48; }
 
 TY_DEVICE const ty_lane &lane_of(const ty_context &c, u32 lane) { return c.wire.lanes[lane]; }
 

@@ -173,6 +173,12 @@ fn argument(name: &'static str, value: String, advice: String) -> Error {
     Error::Argument { name, value, advice }
 }
 
+/// Scale words from one column to the next, which the device keeps in 32 bits.
+fn stride(name: &'static str, words: usize) -> Result<u32> {
+    let advice = "columns of scales are at most 2^32 - 1 words apart; lay them out closer".into();
+    u32::try_from(words).map_err(|_| argument(name, words.to_string(), advice))
+}
+
 /// Refuses a view that is too small or misaligned.
 fn need(name: &'static str, view: View, bytes: Option<usize>, align: u64) -> Result<()> {
     let Some(bytes) = bytes else {
@@ -250,12 +256,13 @@ impl Tokens {
             x_pitch: self.x_pitch as u64,
             scales: scales.map_or(0, |s| s.view.ptr),
             scale_row_stride: scales.map_or(0, |s| s.row_stride as u64),
-            scale_column_stride: scales.map_or(0, |s| s.col_stride as u64),
             topk_idx: self.topk_idx.ptr,
             topk_weight: weights,
             count_ptr,
             count,
             index_bytes: index_bytes as u32,
+            scale_column_stride: scales.map_or(Ok(0), |s| stride("scales.col_stride", s.col_stride))?,
+            reserved: 0,
         })
     }
 
@@ -325,11 +332,10 @@ impl Output {
             row_count: optional("row_count", self.row_count, Some(4))?,
             host_counts: optional("host_counts", self.host_counts, Some(4 * (local + 1)))?,
             capacity: capacity as u64,
-            scale_leading: leading as u64,
+            scale_leading: stride("capacity", leading)?,
             layout: self.layout.code(),
             align: align as u32,
             zero_padding: u32::from(self.zero_padding),
-            reserved: 0,
         })
     }
 }

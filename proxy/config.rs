@@ -227,6 +227,7 @@ pub struct AllToAllBuilder {
     pub(crate) proxy: Option<Proxy>,
     pub(crate) chunk_rows: Option<usize>,
     pub(crate) wave_tokens: Option<usize>,
+    pub(crate) meta_tile: Option<usize>,
     pub(crate) arena: ArenaPlace,
     pub(crate) statistics: bool,
     pub(crate) gdrcopy: Option<GdrCopy>,
@@ -255,6 +256,7 @@ impl AllToAllBuilder {
             proxy: None,
             chunk_rows: None,
             wave_tokens: None,
+            meta_tile: None,
             arena: ArenaPlace::Device,
             statistics: false,
             gdrcopy: None,
@@ -396,6 +398,13 @@ impl AllToAllBuilder {
         self
     }
 
+    /// Tokens whose META (see docs/design.md) one block builds, rounded up to a multiple of 32, and as many as shared memory
+    /// has room for; of larger calls other blocks build that of the others. Default: 256.
+    pub fn meta_tile(mut self, tokens: usize) -> Self {
+        self.meta_tile = Some(tokens);
+        self
+    }
+
     /// Tokens of each rank that a call sends at once; a larger call goes in waves of so many, a launch each, and always
     /// in as many as `max_tokens` needs. Rows' and partial rows' places in the arena are for one wave alone. Default: all
     /// of them; with several nodes no more than keep the arena within 2 GiB. With several waves a call's halves need its
@@ -525,6 +534,9 @@ impl AllToAllBuilder {
         within("world", self.world.size(), 1, raw::TY_MAX_RANKS as usize, "ranks")?;
         within("nodes", count, 1, raw::TY_MAX_NODES as usize, "nodes")?;
         within("ranks of a node", nodes.largest(), 1, raw::TY_MAX_NODE_RANKS as usize, "ranks of one node")?;
+        if let Some(tokens) = self.meta_tile {
+            within("meta_tile", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens of a tile")?;
+        }
         if count == 1 {
             return Ok(nodes);
         }

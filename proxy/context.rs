@@ -23,8 +23,9 @@ use std::time::Duration;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
-/// Words of a tile of META at the most: positions are counted along them.
-const LONGEST_TILE_WORDS: u32 = 32;
+/// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each block
+/// has little to do then beside what it costs to begin (docs/performance.md).
+const META_TILE: usize = 256;
 
 /// Counts of what this rank has enqueued.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -488,6 +489,9 @@ struct Tables {
     state: DeviceBuffer,
     expert_home: DeviceBuffer,
     even_experts: u32,
+    tiling: Tiling,
+    /// Tags of tiles, then their rows.
+    tiles: DeviceBuffer,
     source_owner: DeviceBuffer,
     rank_names: DeviceBuffer,
     /// Ranks behind links of dispatch, then behind its sources.
@@ -543,10 +547,13 @@ impl Local {
         let indices = |ranks: Vec<Rank>| pack_words(&ranks.iter().map(index).collect::<Vec<_>>());
         let names: Vec<u64> = shape.nodes.ranks().map(|rank| u64::from(rank.0)).collect();
         let blocks = sms_of(builder, &device);
+        let tiling = Tiling::of(builder, shape);
         let tables = Tables {
             state: upload(&device, &state_words(builder.first_epoch, blocks))?,
             expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
             even_experts: even_experts(placement, &shape.nodes),
+            tiling,
+            tiles: upload(&device, &vec![0; tiling.tags() + tiling.row_words()])?,
             source_owner: upload(&device, &owner_words(&shape.nodes, shape.name))?,
             rails: upload(&device, &indices(shape.nodes.targets(Direction::Dispatch, shape.name)))?,
             served: upload(&device, &indices(shape.nodes.sources(Direction::Dispatch, shape.name)))?,
@@ -557,6 +564,43 @@ impl Local {
         let statistics = builder.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
         let pool = Pool::new(&device, shape, plan.waves, builder.handles)?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
+    }
+}
+
+/// How META of a call is cut: into tiles of tokens, which blocks of a rank build side by side.
+#[derive(Debug, Clone, Copy)]
+struct Tiling {
+    /// Of 32 tokens each, in a tile.
+    words: u32,
+    /// Tiles of a call at the most.
+    most: u32,
+    /// Pairs of a source, own or served, and a rank of the node.
+    pairs: usize,
+    /// Counts of a tile: experts of a rank at the most, and the rank.
+    counts: usize,
+}
+
+impl Tiling {
+    fn of(builder: &AllToAllBuilder, shape: &Shape) -> Tiling {
+        let counts = shape.max_local_experts + 1;
+        let room = raw::TY_BITMAP_WORDS as usize / counts;
+        let words = builder.meta_tile.unwrap_or(META_TILE).div_ceil(32).clamp(1, room.max(1));
+        let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
+        Tiling {
+            words: words as u32,
+            most: shape.max_tokens.div_ceil(32 * words) as u32,
+            pairs: (1 + served) * shape.nodes.largest(),
+            counts,
+        }
+    }
+
+    fn tags(&self) -> usize {
+        self.pairs * self.most as usize
+    }
+
+    /// Words of 64 bits that counts of 32 take.
+    fn row_words(&self) -> usize {
+        (self.tags() * self.counts).div_ceil(2)
     }
 }
 
@@ -699,7 +743,8 @@ fn device_context(
         partial_bytes: shape.partial_bytes() as u32,
         slots: plan.slots as u32,
         max_local_experts: shape.max_local_experts as u32,
-        tile_words: (raw::TY_BITMAP_WORDS / (shape.max_local_experts as u32 + 1)).min(LONGEST_TILE_WORDS),
+        tile_words: tables.tiling.words,
+        max_tiles: tables.tiling.most,
         quantize: match (shape.quantize, shape.scales) {
             (true, Scales::F32) => raw::TY_QUANTIZE_F32,
             (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
@@ -716,6 +761,8 @@ fn device_context(
         source_owner: tables.source_owner.view().ptr,
         stats: statistics.map_or(0, Statistics::device_address),
         blocks: u64::from(blocks),
+        tile_rows: tables.tiles.view().ptr + 8 * tables.tiling.tags() as u64,
+        tile_tags: tables.tiles.view().ptr,
         refused: reports.refused_address(),
         regions: plan.regions,
         wire: device_wire(plan, shape.name, tables, proxied),

@@ -43,7 +43,8 @@ setup() {
 format() {
   say "formatting"
   cargo fmt --check
-  .venv/bin/clang-format --dry-run -Werror kernels/*.cuh kernels/*.cu kernels/*.h kernels/cpu/*.cpp kernels/cpu/*.h
+  .venv/bin/clang-format --dry-run -Werror kernels/*.cuh kernels/*.cu kernels/*.h kernels/cpu/*.cpp kernels/cpu/*.h \
+    benches/*.cu
 }
 
 # The kernels of GPUs take nvcc a minute, and are built once, with the release build.
@@ -94,10 +95,10 @@ sanitize() {
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
 }
 
-# One of twelve, since CI has little time; python3 tests/mutants.py runs all.
+# One of sixteen, since CI has little time; python3 tests/mutants.py runs all.
 mutants() {
   say "mutants"
-  python3 tests/mutants.py --one-in 12
+  python3 tests/mutants.py --one-in 16
 }
 
 # All Rust tests but the documentation's, with every line counted.

@@ -13,6 +13,7 @@
 #            shapes     128 tokens of each model; skewed and recorded routing
 #            sweep      1 to 8192 tokens, with a plot
 #            nodes      GPUs as two nodes: correctness in three ways, then figures
+#            copies     what blocks can move at all, in two ways
 #            long       many iterations, small and large
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            figures    decode, prefill, modes, shapes and sweep
@@ -23,10 +24,10 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
 FIGURES=(decode prefill modes shapes sweep)
-SECTIONS=(checks verify "${FIGURES[@]}" nodes long sanitizer)
+SECTIONS=(checks verify "${FIGURES[@]}" nodes copies long sanitizer)
 # Seconds; a machine that is lent for ten minutes a command has time for any one of them.
 declare -A LIMITS=(
-  [checks]=540 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [nodes]=480 [long]=540
+  [checks]=540 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [nodes]=480 [copies]=60 [long]=540
   [sanitizer]=480
 )
 
@@ -38,6 +39,10 @@ build() {
     --test arena --test gpu_nic 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
+  local nvcc=${TOKENYARD_NVCC:-$(find "$root/.venv" -path '*/bin/nvcc' | head -n 1)} commit
+  commit=$(git -C "$root" rev-parse --short=12 HEAD)
+  "$nvcc" -O3 -std=c++17 -arch=sm_90a "-DCOMMIT=\"$commit\"" -L "$(dirname "$nvcc")/../lib" \
+    -o "$dir/copies" "$root/benches/copies.cu"
   strip -o "$dir/tokenyard" "${CARGO_TARGET_DIR:-$root/target}/release/tokenyard"
 }
 
@@ -183,6 +188,13 @@ section_nodes() {
   checked waves "${halves[@]}" --tokens 500 --wave-tokens 150 --iters 10 --warmup 2
   figure "decode-nodes-$gpus" "${halves[@]}" --tokens 1,16,128
   figure "decode-nodes-cx7-$gpus" "${halves[@]}" --tokens 1,16,128 --link cx7
+}
+
+section_copies() {
+  local status=passed
+  rm -f "$out/copies-$gpus.json"
+  "$dir/copies" >"$out/copies-$gpus.json" || status=FAILED
+  note copies "$status" "$(grep -c '"way"' "$out/copies-$gpus.json") rows in copies-$gpus.json"
 }
 
 section_long() {

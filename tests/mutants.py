@@ -19,7 +19,8 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "mutants"
 WORKERS = min(os.cpu_count() or 1, 4)
-SEND, RECEIVE = "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh"
+META, SEND, RECEIVE = (
+    "kernels/dispatch_meta.cuh", "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh")
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
 QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
@@ -31,8 +32,8 @@ WATCHES = "proxy/machine/watches.rs"
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
                       "TOKENYARD_MACHINE_SEEDS": "400"}
-# So many experts leave room for few tokens in a block's bitmap.
-TILES = "world=2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,iters=2"
+# META in several tiles, one of which names an expert that is none.
+TILES = "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6"
 MUTANTS = [
     ("row tag without release", SEND,
      "  if (mask) fence_acq_rel_sys();\n", ""),
@@ -47,32 +48,36 @@ MUTANTS = [
     ("exponents of two blocks in a word exchanged", QUANTIZE, "(lane_index() / block_vectors * 8)", "((lane_index() / block_vectors ^ 1) * 8)"),
     ("unused exponents not zero", QUANTIZE, "u32 word = there ? ", "u32 word = true ? "),
     ("forwarded rows quantised again", TO_NODES, "from + c.row_bytes, 1, TY_QUANTIZE_NONE}", "from + c.row_bytes, 1, c.quantize}"),
-    ("no barrier between marking and counting", SEND,
+    ("no barrier between marking and counting", META,
      "  return team_any(team, faulty);\n}\n\n// Ranks of this node", "  return faulty;\n}\n\n// Ranks of this node"),
-    ("a rank without tokens says nothing", SEND,
-     "  bool faulty = publish_meta(c, whole_block()",
-     "  if (in.tokens == 0) return;\n  bool faulty = publish_meta(c, whole_block()"),
-    ("refused routing looks like no tokens", SEND, "faulty && e == experts ? meta_refused : rows", "rows"),
+    ("a rank without tokens says nothing", META,
+     "  bool last = is_last_tile(in, tile);", "  if (in.tokens == 0) return true;\n  bool last = is_last_tile(in, tile);"),
+    ("refused routing looks like no tokens", META, "faulty && e == experts ? meta_refused : rows", "rows"),
     ("refusals not noted", RECEIVE, "source != c.rank) note_refused(c, source, wave.call);", "source != c.rank) note_refused(c, source, 0);"),
     ("own refusal noted like another's", RECEIVE, "block_index() == 0 && source != c.rank", "block_index() == 0"),
-    ("earlier tiles of META not counted", SEND, "if (marked == number) break;", "if (marked + 1 >= number) break;"),
+    ("earlier tiles of META not counted", META, "before = team_warp(team); before < number;", "before = team_warp(team) + 1; before < number;"),
+    ("N11: rows of earlier tiles read before they are there", META, "failed |= !wait_tag(c, TY_DIRECTION_DISPATCH, tile_rows", "failed |= false && !wait_tag(c, TY_DIRECTION_DISPATCH, tile_rows"),
+    ("N11: a tile's rows kept without release", META, "store_release_gpu(own.tag, epoch)", "store_relaxed_gpu(own.tag, epoch)"),
+    ("fault in an earlier tile forgotten", META, "refused |= earlier == meta_refused;", ""),
+    ("N12: helpers place rows by no plan", "kernels/prim.cuh", "TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }", "TY_DEVICE void take_over() { named_arrive(hand_over_id, block_threads()); }"),
+    ("an item taken twice", CONTEXT, "atomic_add_block(taken, 1) : 0, 0)", "atomic_add_block(taken, 1) / 2 : 0, 0)"),
     ("old META word taken for a new one", CONTEXT, "if ((word.seen >> 32) == expected &&", "if ((word.seen >> 32) != 0 &&"),
-    ("off by one in a position", SEND, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
-    ("duplicate expert not seen", SEND, "for (u32 i = 0; i < j; ++i) twice", "for (u32 i = 1; i < j; ++i) twice"),
-    ("home slot counted from the wrong rank", SEND, "bits_below(ranks, tile.destination)", "bits_below(ranks, tile.destination + 1)"),
+    ("off by one in a position", META, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
+    ("duplicate expert not seen", META, "for (u32 i = 0; i < j; ++i) twice", "for (u32 i = 1; i < j; ++i) twice"),
+    ("home slot counted from the wrong rank", META, "bits_below(ranks, tile.destination())", "bits_below(ranks, tile.destination() + 1)"),
     ("parity ignored", CONTEXT, "(epoch & 1) * region.parity_stride", "0 * region.parity_stride"),
     ("stale tag or flag accepted", CONTEXT,
      "  u64 seen = load_acquire_sys(word);\n  if ((seen >> shift) == expected) return true;",
      "  u64 seen = load_acquire_sys(word);\n  if ((seen >> shift) != 0) return true;"),
     ("inbox said to be free by every block", CONTEXT, "1u) + 1 != block_count()) return;", "1u) + 1 == 0) return;"),
-    ("a launch not counted", CONTEXT, "load(&own->launches) + 1);\n  if (!turn.go)", "load(&own->launches));\n  if (!turn.go)"),
+    ("a launch not counted", CONTEXT, "load(&kept.launches) + 1);\n  u64 epoch", "load(&kept.launches));\n  u64 epoch"),
     ("an epoch received too early", CONTEXT, "  if (phases & TY_PHASE_RECEIVE) store(&own->received", "  store(&own->received"),
-    ("order not checked", CONTEXT, "if (sends == (sent == received)) return", "if (sends || sent != received) return"),
+    ("order not checked", CONTEXT, "bool follows = sends == (sent == received),", "bool follows = sends || sent != received,"),
     ("rows of the source itself counted as earlier", RECEIVE,
      "      store(rows, sum);\n      sum += own;", "      sum += own;\n      store(rows, sum);"),
     ("row tag not waited for", RECEIVE, "failed = !wait_tag(c, TY_DIRECTION_DISPATCH", "failed = false && !wait_tag(c, TY_DIRECTION_DISPATCH"),
     ("segment starts read too early", RECEIVE,
-     "    plan_segments(a, shared);\n  }\n  team_barrier(team);", "    plan_segments(a, shared);\n  }"),
+     "    plan_segments(a, team, shared);\n  }\n  team_barrier(team);", "    plan_segments(a, team, shared);\n  }"),
     ("first token of a wave forgotten", DISPATCH, "token = load(&shared.source_first[source]) + slot;", "token = slot;"),
     ("counts read too early", RECEIVE,
      "  return !team_any(team, failed);\n}\n\n// Exclusive sums", "  return !failed;\n}\n\n// Exclusive sums"),
@@ -95,7 +100,7 @@ MUTANTS = [
     ("incomplete rank's row waited for", PARTIAL, "    if (!((parts.present >> rank) & 1)) continue;\n", ""),
     ("incomplete rank's row added", FROM_NODES, "count = popcount64(parts.present);", "count = popcount64(parts.ranks);"),
     ("barrier lets go early", BARRIER, "u64 number = load(&own->received) + 1;", "u64 number = load(&own->received) + 1 - (c.rank == 0);"),
-    ("handle marked received by send", DISPATCH, "a.phases, turn) || !(a.phases & TY_PHASE_RECEIVE)) return;", "a.phases, turn)) return;"),
+    ("handle marked received by send", DISPATCH, "if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;", "if (ended == 0) return;"),
     ("free flag ignored", CONTEXT, "  if (epoch == c.first_epoch) return true;\n  bool failed", "  if (c.first_epoch != 0) return true;\n  bool failed"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
     ("E1: doorbell without release", NODES,
@@ -112,7 +117,7 @@ MUTANTS = [
      "if (epoch != 0) return true;\n  const u64 *word = pointer<const u64>(c.wire.free)"),
     ("N9: row numbers read before they are there", TO_NODES, "failed |= !wait_tag(c, direction, packed_word", "failed |= false && !wait_tag(c, direction, packed_word"),
     ("forwarded before its chunk landed", TO_NODES, "chunk_of_row(lane_of(c, TY_LANE_DISPATCH), row));", "0);"),
-    ("token number of the home lost", TO_NODES, "load(pointer<const u32>(in.idx - 4 + row * in.idx_pitch))", "row"),
+    ("token number of the home lost", TO_NODES, "load(pointer<const u32>(in.idx - 4 + static_cast<u64>(row) * in.idx_pitch))", "row"),
     ("node sum sent before all partial rows", FROM_NODES, "if (!gathered(partials_fail(c, wave.epoch, 1 + j, row, parts, piece))) return false;", "gathered(false);"),
     ("weights forwarded before they landed", FROM_NODES, "team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, call, j, 0);",
      "false && !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, call, j, 0);"),

@@ -47,6 +47,8 @@ pub struct Case {
     pub chunk_rows: Option<usize>,
     /// Tokens of each rank that a call sends at once, where the library does not choose.
     pub wave_tokens: Option<usize>,
+    /// Tokens whose META one block builds, where the library does not choose.
+    pub meta_tile: Option<usize>,
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
@@ -115,6 +117,7 @@ impl Default for Case {
             nics: None,
             chunk_rows: None,
             wave_tokens: None,
+            meta_tile: None,
             hidden: 128,
             experts: 8,
             top_k: 2,
@@ -571,6 +574,7 @@ fields! {
     nics: optional, read_optional;
     chunk_rows: optional, read_optional;
     wave_tokens: optional, read_optional;
+    meta_tile: optional, read_optional;
     hidden: show, read_number;
     experts: show, read_number;
     top_k: show, read_number;

@@ -210,6 +210,9 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
     if let Some(rows) = case.chunk_rows {
         builder = builder.chunk_rows(rows);
     }
+    if let Some(tokens) = case.meta_tile {
+        builder = builder.meta_tile(tokens);
+    }
     match case.wave_tokens {
         Some(tokens) => builder.wave_tokens(tokens),
         None => builder,

@@ -42,8 +42,8 @@ void arrive(Fiber &self, bool orders_memory) {
   if (orders_memory && executor->hold) self.held.move_to(self.block_of->held);
 }
 
-// Returns when `expected` threads are here; the result is the OR of `predicate`.
-bool meet(Gathering &gathering, uint32_t expected, Meeting meeting, bool predicate) {
+// Returns when `expected` threads are here, or at once if it does not wait; the result is the OR of `predicate`.
+bool meet(Gathering &gathering, uint32_t expected, Meeting meeting, bool predicate, bool waits) {
   Fiber &self = *running_fiber();
   arrive(self, true);
   if (gathering.arrived == 0) {
@@ -57,7 +57,7 @@ bool meet(Gathering &gathering, uint32_t expected, Meeting meeting, bool predica
     gathering.arrived = 0;
     gathering.any[++gathering.turn & 1] = false;
     executor->make_ready(gathering.waiting);
-  } else {
+  } else if (waits) {
     gathering.waiting.push_front(&self);
     executor->leave();
   }
@@ -67,12 +67,12 @@ bool meet(Gathering &gathering, uint32_t expected, Meeting meeting, bool predica
 // Every thread of the block that has not exited.
 bool meet_block(Meeting meeting, bool predicate) {
   Block &block = *running_fiber()->block_of;
-  return meet(block.gatherings[0], block.live, meeting, predicate);
+  return meet(block.gatherings[0], block.live, meeting, predicate, true);
 }
 
-bool meet_team(uint32_t id, uint32_t threads, Meeting meeting, bool predicate) {
-  if (id == 0 || id >= block_gatherings) fatal("a team's number is 1 or 2, not %u", id);
-  return meet(running_fiber()->block_of->gatherings[id], threads, meeting, predicate);
+bool meet_team(uint32_t id, uint32_t threads, Meeting meeting, bool predicate, bool waits = true) {
+  if (id == 0 || id >= block_gatherings) fatal("a team's barrier is 1 to %u, not %u", block_gatherings - 1, id);
+  return meet(running_fiber()->block_of->gatherings[id], threads, meeting, predicate, waits);
 }
 
 // Returns, when all 32 lanes are here, the parity under which the warp keeps what they brought.
@@ -105,6 +105,7 @@ void block_barrier() { (void)meet_block(Meeting::barrier, false); }
 bool block_any(bool predicate) { return meet_block(Meeting::any, predicate); }
 
 void team_barrier(uint32_t id, uint32_t threads) { (void)meet_team(id, threads, Meeting::barrier, false); }
+void team_arrive(uint32_t id, uint32_t threads) { (void)meet_team(id, threads, Meeting::barrier, false, false); }
 bool team_any(uint32_t id, uint32_t threads, bool predicate) { return meet_team(id, threads, Meeting::any, predicate); }
 
 void warp_barrier() {

@@ -42,8 +42,9 @@ inline void *shared_memory(uint64_t bytes) {
 
 void block_barrier();
 bool block_any(bool predicate);
-// Meetings of some warps of a block alone, `threads` in all; `id` is 1 or 2.
+// Meetings of some warps of a block alone, `threads` in all; `id` is 1 to 3. team_arrive() does not wait.
 void team_barrier(uint32_t id, uint32_t threads);
+void team_arrive(uint32_t id, uint32_t threads);
 bool team_any(uint32_t id, uint32_t threads, bool predicate);
 void warp_barrier();
 uint32_t warp_ballot(bool predicate);

@@ -62,7 +62,7 @@ struct Gathering {
 };
 
 // Gatherings of a block: of all its threads, and of teams of its warps.
-constexpr uint32_t block_gatherings = 3;
+constexpr uint32_t block_gatherings = 4;
 
 struct Block {
   Gathering gatherings[block_gatherings];
