@@ -70,6 +70,26 @@ TY_DEVICE void note_refused(const ty_context &c, u32 source, u64 call) {
 // The number of the next thing to do, counted from 0, which then is the calling warp's alone.
 TY_DEVICE u32 take_next(u32 *taken) { return shuffle(lane_index() == 0 ? atomic_add_block(taken, 1) : 0, 0); }
 
+// Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. By a
+// warp.
+TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
+  u32 carry = 0;
+  for (u32 first = 0; first < count; first += warp_size) {
+    u32 i = first + lane_index();
+    u32 own = i < count ? load(in + i) : 0;
+    if (align != 1) own = (own + align - 1) / align * align;
+    u32 sum = own;
+    for (u32 step = 1; step < warp_size && step < count - first; step *= 2) {
+      u32 other = shuffle(sum, lane_index() - step);
+      if (lane_index() >= step) sum += other;
+    }
+    if (i < count) store(out + i, carry + sum - own);
+    u32 last = count - first < warp_size ? count - first : warp_size;
+    carry += shuffle(sum, last - 1);
+  }
+  return carry;
+}
+
 // ---- waves -----------------------------------------------------------------------------------------------
 
 // A launch's part of its call. META belongs to the call, rows to the wave. Reckoned once a launch: divisions of 64 bits

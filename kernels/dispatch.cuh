@@ -95,7 +95,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
         c, from, slices, places ? scale_stride(a) : 1,
         [&]() -> u64 {
           if (forwards) return landed_ranks(a, wave_in(pass), load(&pass.served), slot, token);
-          if (packs) return packed_nodes(a, token);
+          if (packs) return packed_nodes(c, token);
           if (!places) return warp_ranks_of(c, caller_choices(a), token);
           mine = row_of_choice(a, shared, source, said);
           if (slices.first == 0) describe_choice(a, source, token, said, mine);
@@ -103,9 +103,10 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
         },
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
-          return packs ? staging_row(a, wave_in(pass), token, bit) : inbox_row(c, bit, load(&pass.epoch), source, slot);
+          return packs ? staging_row(c, wave_in(pass), load(&pass.tokens), token, bit)
+                       : inbox_row(c, bit, load(&pass.epoch), source, slot);
         });
-    if (packs) count_row(a, wave_in(pass), token, mask, slices);
+    if (packs) count_row(c, wave_in(pass), load(&pass.tokens), token, mask, slices);
     else if (!places) raise_tags(c, mask, load(&pass.epoch), source, slot, slices);
     if (kind == pass_push && slices.first == 0 && lane_index() == 0)
       store(pointer<u64>(a.handle.rank_mask) + token, mask);
@@ -121,6 +122,7 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   bool begins = wave.number == 0;
+  bool refused = far && !forwards && mark_nodes(c, own_choices(a));
   u32 links = far && !forwards ? l.targets : 0, pairs = forwards ? l.sources * c.node_ranks : c.node_ranks;
   // Tiles that a message turns out not to have are nobody's work.
   u32 tiles = forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, tokens) : 0;
@@ -140,12 +142,12 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
       forward_numbers(a, team, wave, in, j, pair, number);
       if (!begins) continue;
     }
-    Tile tile = heads ? link_tile(c, in, i) : tile_at(c, in, pair, number);
-    for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
-    bool faulty = in.bad || (begins && mark_tile(c, team, in, shared, tile));
     if (heads) {
-      if (!pack_head(a, in, shared, wave, i, faulty)) return false;
+      if (!pack_head(a, in, wave, i, refused)) return false;
     } else {
+      Tile tile = tile_at(c, in, pair, number);
+      for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
+      bool faulty = mark_tile(c, team, in, shared, tile) || in.bad;
       if (!publish_tile(c, team, in, shared, wave.call, tile, forwards ? 1 + j : 0, number, faulty)) return false;
       if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, wave, faulty);
     }
@@ -157,7 +159,7 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
 // What comes before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
 template <bool far> TY_DEVICE bool begin_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
   if (!far || kind == pass_announce) return true;
-  if (kind == pass_pack) return wait_packed(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch);
+  if (kind == pass_pack) return wait_stagings(c, team, wave.epoch);
   if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return false;
   return kind != pass_forward || lane_of(c, TY_LANE_DISPATCH).sources != 0;
 }

@@ -1,7 +1,7 @@
 // Dispatch, META: what every rank of a node is told of the tokens that others send it, by words that need no flag.
 //
 //   block (tile of tokens, rank):  choices ──▶ bitmap in shared memory, a row an expert ──▶ words of the tile
-//                                  rows of the tile ──N11──▶ blocks of the tiles behind it ──▶ the last: counts
+//                                  rows of the tile ──N9──▶ blocks of the tiles behind it ──▶ the last: counts
 #pragma once
 #include "wire.cuh"
 
@@ -168,12 +168,10 @@ TY_DEVICE u32 weight_bits(float weight) {
   return bits == ~0u ? bits - 1 : bits;
 }
 
-// A tile: a run of tokens whose bitmap fits in shared memory, `words` words a row, and the homes that it is about.
+// A tile: a run of tokens whose bitmap fits in shared memory, `words` words a row, and the rank that it is about.
 struct Tile {
-  u32 place; // of such a home the bits that the mask has: those of a rank, or of a node
-  u32 mask;
-  u32 experts; // of a rank at the most; the bitmap row behind theirs is the rank's. 0: a node's, which has that row
-               // alone
+  u32 place;   // as of its homes
+  u32 experts; // of a rank at the most; the bitmap row behind theirs is the rank's
   u32 first;
   u32 count;
   u32 words;
@@ -289,7 +287,7 @@ TY_DEVICE void for_tokens(const ty_context &c, const Team &team, const Choices &
   }
 }
 
-TY_DEVICE bool is_there(const Tile &tile, const ExpertHome &home) { return (home.place & tile.mask) == tile.place; }
+TY_DEVICE bool is_there(const Tile &tile, const ExpertHome &home) { return home.place == tile.place; }
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty.
 TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
@@ -308,8 +306,7 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
     for (u32 j = 0; j < group_choices; ++j) {
       if (!is_there(tile, loaded.homes[j])) continue;
       there = true;
-      if (tile.experts != 0)
-        atomic_or_block(&shared.bitmap[loaded.homes[j].local * tile.words + token / 32], 1u << (token % 32));
+      atomic_or_block(&shared.bitmap[loaded.homes[j].local * tile.words + token / 32], 1u << (token % 32));
     }
     return there;
   });
@@ -392,7 +389,7 @@ TY_DEVICE u32 tile_count(const ty_context &c, u32 tokens) {
 TY_DEVICE Tile tile_at(const ty_context &c, const Choices &in, u32 destination, u32 number) {
   u32 words = tile_words(c, in.tokens), first = number * words * 32, left = in.tokens - first;
   u32 count = left < words * 32 ? left : words * 32;
-  return {destination << 16 | c.node, ~0u, c.max_local_experts, first, count, words};
+  return {destination << 16 | c.node, c.max_local_experts, first, count, words};
 }
 
 // Counts of a source for one rank of this node, and where its waves end, all tokens being marked. By a team.
@@ -438,7 +435,7 @@ TY_DEVICE bool add_tiles(const ty_context &c, const Team &team, MetaShared &shar
     store(own.rows + e,
           faulty && e == tile.experts ? meta_refused : all_in_row(&shared.bitmap[e * tile.words], tile.words));
   team_barrier(team);
-  // N11: the rows happen before; add_tiles of the tiles behind acquires.
+  // N9: the rows happen before; add_tiles of the tiles behind acquires.
   if (team_thread(team) == 0) store_release_gpu(own.tag, epoch);
   bool failed = false;
   for (u32 before = team_thread(team); before < number; before += team_threads(team))

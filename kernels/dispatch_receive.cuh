@@ -39,26 +39,6 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
   return !team_any(team, failed);
 }
 
-// Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. By a
-// warp.
-TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
-  u32 carry = 0;
-  for (u32 first = 0; first < count; first += warp_size) {
-    u32 i = first + lane_index();
-    u32 own = i < count ? load(in + i) : 0;
-    if (align != 1) own = (own + align - 1) / align * align;
-    u32 sum = own;
-    for (u32 step = 1; step < warp_size && step < count - first; step *= 2) {
-      u32 other = shuffle(sum, lane_index() - step);
-      if (lane_index() >= step) sum += other;
-    }
-    if (i < count) store(out + i, carry + sum - own);
-    u32 last = count - first < warp_size ? count - first : warp_size;
-    carry += shuffle(sum, last - 1);
-  }
-  return carry;
-}
-
 // Tokens of a source in this wave.
 TY_DEVICE u32 wave_tokens_of(const PlaceShared &shared, u32 source) {
   return load(&shared.source_end[source]) - load(&shared.source_first[source]);
@@ -392,7 +372,7 @@ TY_DEVICE bool begin_placing(const ty_dispatch_args &a, const Team &team, PlaceS
   } else if (team_thread(team) == 0) {
     store(&shared.helped, 0u);
   }
-  // N12: the plan happens before; the other team takes over.
+  // N11: the plan happens before; the other team takes over.
   if (is_one_of_two(team)) hand_over();
   // A block with neither META nor the first rows.
   if (!heard || block_index() != worker_count(c) / 2) return heard;

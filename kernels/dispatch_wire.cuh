@@ -14,44 +14,92 @@ TY_DEVICE i32 *row_header(const ty_lane &l, char *message, u32 row) {
   return reinterpret_cast<i32 *>(message + TY_WIRE_HEAD_BYTES + static_cast<u64>(row) * l.header_bytes);
 }
 
-TY_DEVICE u64 *packed_word(const ty_context &c, u32 lane, u32 link) {
-  return pointer<u64>(c.wire.packed) + lane * TY_MAX_RANKS + link;
+// Which own tokens go to each node, in shared memory of kernels of several nodes: rows of words, one a node, and one
+// word more in each than tokens may need.
+struct NodesShared {
+  DispatchShared own;
+  u32 bitmap[TY_NODES_BITMAP_WORDS];
+  u32 before[TY_NODES_BITMAP_WORDS]; // tokens of the words before
+};
+static_assert(sizeof(NodesShared) <= TY_DISPATCH_NODES_SHARED_BYTES, "layout.h tells the launcher");
+
+TY_DEVICE u32 nodes_word(const ty_context &c, u32 node, u32 token) {
+  return node * (c.max_tokens / 32 + 1) + token / 32;
 }
 
-// All tokens of the call: which of them go to a node.
-TY_DEVICE Tile link_tile(const ty_context &c, const Choices &in, u32 link) {
-  return {node_of_link(c, link), 0xffffu, 0, 0, in.tokens, (in.tokens + 31) / 32};
+TY_DEVICE bool goes_to(const ty_context &c, u32 node, u32 token) {
+  return (load(&block_shared<NodesShared>().bitmap[nodes_word(c, node, token)]) >> (token % 32)) & 1;
 }
 
-// Which row of the messages to a node each token of the call is, the tokens that go there being marked; if a choice is
-// faulty, there are no rows. By a whole block.
-TY_DEVICE void number_rows(const ty_dispatch_args &a, const Choices &in, const MetaShared &shared, u32 link,
-                           bool faulty) {
+// Rows to a node of the tokens before one, which may be the one behind the last.
+TY_DEVICE u32 rows_before(const ty_context &c, u32 node, u32 token) {
+  const NodesShared &shared = block_shared<NodesShared>();
+  u32 word = nodes_word(c, node, token);
+  return load(&shared.before[word]) + popcount(load(&shared.bitmap[word]) & ((1u << (token % 32)) - 1));
+}
+
+// Finds out which own tokens go to each node: every block for itself, so that none waits for another before it packs
+// rows. If a choice is faulty, which is the answer, no token goes anywhere. By a whole block.
+TY_DEVICE bool mark_nodes(const ty_context &c, const Choices &in) {
+  NodesShared &shared = block_shared<NodesShared>();
+  u32 words = in.tokens / 32 + 1;
+  bool faulty = in.bad;
+  TY_ROLLED
+  for (u32 first = warp_index() * warp_size; first < words * 32; first += block_threads()) {
+    u32 token = first + lane_index();
+    u64 nodes = 0;
+    TY_ROLLED
+    for (u32 k = 0; k < c.top_k; k += group_choices) {
+      ChoiceGroup loaded = look_up(c, in, token, k);
+      faulty |= is_faulty(c, in, token, loaded);
+      TY_UNROLL
+      for (u32 j = 0; j < group_choices; ++j)
+        if (loaded.homes[j].node() < c.nodes) nodes |= 1ull << loaded.homes[j].node();
+    }
+    TY_ROLLED
+    for (u32 node = 0; node < c.nodes; ++node) {
+      u32 here = warp_ballot(((nodes >> node) & 1) != 0), word = nodes_word(c, node, first);
+      if (lane_index() == 0) store(&shared.bitmap[word], here);
+      if (lane_index() == 0) store(&shared.before[word], popcount(here));
+    }
+  }
+  faulty = block_any(faulty);
+  for (u32 node = warp_index(); node < c.nodes; node += block_warps()) {
+    u32 row = nodes_word(c, node, 0);
+    for (u32 word = lane_index(); faulty && word < words; word += warp_size) {
+      store(&shared.bitmap[row + word], 0u);
+      store(&shared.before[row + word], 0u);
+    }
+    warp_barrier();
+    (void)scan(&shared.before[row], &shared.before[row], words, 1);
+  }
+  block_barrier();
+  return faulty;
+}
+
+// What combine and its rails need to know of the messages to a node: which row of theirs each token of the call is, and
+// where waves begin among them. By a whole block.
+TY_DEVICE void number_rows(const ty_dispatch_args &a, const Choices &in, u32 link) {
   const ty_context &c = a.context;
-  u32 words = (in.tokens + 31) / 32;
+  u32 node = node_of_link(c, link);
   u32 *starts = pointer<u32>(a.handle.wire_rows) + link * (c.waves + 1);
   for (u32 wave = thread_index(); wave <= c.waves; wave += block_threads()) {
     u64 token = static_cast<u64>(wave) * c.wave_tokens;
-    u32 all_rows = faulty || words == 0 ? 0 : all_in_row(shared.bitmap, words);
-    store(starts + wave,
-          token < in.tokens && !faulty ? earlier_in_row(shared.bitmap, static_cast<u32>(token)) : all_rows);
+    store(starts + wave, rows_before(c, node, token < in.tokens ? static_cast<u32>(token) : in.tokens));
   }
   i32 *wire_row = pointer<i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
-  for (u32 token = thread_index(); token < in.tokens; token += block_threads()) {
-    bool there = !faulty && ((load(&shared.bitmap[token / 32]) >> (token % 32)) & 1);
-    store(wire_row + token, there ? static_cast<i32>(earlier_in_row(shared.bitmap, token)) : -1);
-  }
+  for (u32 token = thread_index(); token < in.tokens; token += block_threads())
+    store(wire_row + token, goes_to(c, node, token) ? static_cast<i32>(rows_before(c, node, token)) : -1);
 }
 
-// The headers of the rows to a node, behind number_rows, of tokens that are not faulty. By a whole block.
-TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, const MetaShared &shared, char *message,
-                             u32 link) {
+// The headers of the rows to a node. By a whole block.
+TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, char *message, u32 link) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u32 node = node_of_link(c, link);
-  for_choices(c, whole_block(), in, link_tile(c, in, link), [&](u32, const Choice &choice) {
-    if (((load(&shared.bitmap[choice.token / 32]) >> (choice.token % 32)) & 1) == 0) return;
-    i32 *header = row_header(l, message, earlier_in_row(shared.bitmap, choice.token));
+  for_choices(c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, [&](u32, const Choice &choice) {
+    if (!goes_to(c, node, choice.token)) return;
+    i32 *header = row_header(l, message, rows_before(c, node, choice.token));
     if (choice.k == 0) store(header, static_cast<i32>(choice.token));
     // Only experts of the node are named.
     store(header + 1 + choice.k, choice.home.node() == node ? choice.expert : -1);
@@ -66,75 +114,76 @@ struct WireWave {
   WireRows shape;
 };
 
-TY_DEVICE WireWave wire_wave(const ty_dispatch_args &a, u32 link, const Wave &wave) {
-  const ty_context &c = a.context;
-  Range rows = wave_range(c, a.handle.wire_rows, link, wave);
-  return {rows, {rows.end - rows.first, wave.number == 0 ? all_rows(c, a.handle.wire_rows, link) : 0}};
+// Of so many own tokens.
+TY_DEVICE WireWave wire_wave(const ty_context &c, u32 link, const Wave &wave, u32 tokens) {
+  u32 node = node_of_link(c, link);
+  Range range = own_range(c, wave, tokens);
+  Range rows{rows_before(c, node, range.first), rows_before(c, node, range.end)};
+  return {rows, {rows.end - rows.first, wave.number == 0 ? rows_before(c, node, tokens) : 0}};
 }
 
-// Head of the message to one node, with the headers where it is the call's first, whose tokens are marked then. By a
-// whole block. False once a deadline passed.
-TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const MetaShared &shared, const Wave &wave,
-                         u32 link, bool faulty) {
+// Head of the message to one node, with the headers where it is the call's first. By a whole block. False once a
+// deadline passed.
+TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 link, bool faulty) {
   const ty_context &c = a.context;
   bool begins = wave.number == 0;
-  if (begins) number_rows(a, in, shared, link, faulty);
   bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, link);
   if (block_any(stuck)) return false;
-  // N9: the rows' numbers happen before; wait_tag(TY_SITE_PACKED) acquires. Rows can be packed from here on.
-  if (thread_index() == 0) store_release_gpu(packed_word(c, TY_LANE_DISPATCH, link), wave.epoch);
   char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
-  if (begins && !faulty) write_headers(a, in, shared, message, link);
+  if (begins) write_headers(a, in, message, link);
   block_barrier();
-  if (thread_index() != 0) return true;
-  WireWave own = wire_wave(a, link, wave);
-  write_wire_head(message, wave.epoch, faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK, own.shape, own.rows.first, c.rank);
-  if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
-  count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, 0, packed_head);
+  if (thread_index() == 0) {
+    WireWave own = wire_wave(c, link, wave, in.tokens);
+    u32 status = faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK;
+    write_wire_head(message, wave.epoch, status, own.shape, own.rows.first, c.rank);
+    if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
+    count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, 0, packed_head);
+  }
+  if (begins) number_rows(a, in, link);
   return true;
 }
 
-// Which row of the call's messages behind a link a token is.
-TY_DEVICE i32 wire_row_of(const ty_dispatch_args &a, u32 link, u32 token) {
-  return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * a.context.max_tokens + token);
+// Nodes that a token's row is packed for. By a warp.
+TY_DEVICE u64 packed_nodes(const ty_context &c, u32 token) {
+  u64 nodes = 0;
+  TY_ROLLED
+  for (u32 first = 0; first < c.nodes; first += warp_size) {
+    u32 node = first + lane_index();
+    bool goes = node < c.nodes && node != c.node && goes_to(c, node, token);
+    nodes |= static_cast<u64>(warp_ballot(goes)) << first;
+  }
+  return nodes;
 }
 
-// Nodes that a token's row is packed for; none if the routing is faulty, which makes all messages empty. By a warp.
-TY_DEVICE u64 packed_nodes(const ty_dispatch_args &a, u32 token) {
-  const ty_context &c = a.context;
-  u64 nodes = warp_nodes_of(c, caller_choices(a), token);
-  return nodes == 0 || wire_row_of(a, link_of_node(c, lowest_bit(nodes)), token) >= 0 ? nodes : 0;
-}
-
-// Where a token's row goes in the message to a node.
-TY_DEVICE RowTo staging_row(const ty_dispatch_args &a, const Wave &wave, u32 token, u32 node) {
-  const ty_context &c = a.context;
+// Where a token's row goes in the message to a node, of so many tokens.
+TY_DEVICE RowTo staging_row(const ty_context &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
   u32 link = link_of_node(c, node);
-  WireWave own = wire_wave(a, link, wave);
-  u32 row = static_cast<u32>(wire_row_of(a, link, token)) - own.rows.first;
+  WireWave own = wire_wave(c, link, wave, tokens);
+  u32 row = rows_before(c, node, token) - own.rows.first;
   return row_to(c, staging_of(c, TY_LANE_DISPATCH, wave.epoch, link) +
                        row_offset(lane_of(c, TY_LANE_DISPATCH), own.shape.headers, row));
 }
 
 // Counts slices of a token's row in the messages to all nodes of the mask, behind the packing. By a warp.
-TY_DEVICE void count_row(const ty_dispatch_args &a, const Wave &wave, u32 token, u64 nodes, const Slices &slices) {
-  const ty_context &c = a.context;
+TY_DEVICE void count_row(const ty_context &c, const Wave &wave, u32 tokens, u32 token, u64 nodes,
+                         const Slices &slices) {
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   warp_barrier();
   for (u32 link = lane_index(); link < l.targets; link += warp_size) {
-    if (!((nodes >> node_of_link(c, link)) & 1)) continue;
-    WireWave own = wire_wave(a, link, wave);
-    u32 chunk = chunk_of_row(l, static_cast<u32>(wire_row_of(a, link, token)) - own.rows.first);
+    u32 node = node_of_link(c, link);
+    if (!((nodes >> node) & 1)) continue;
+    WireWave own = wire_wave(c, link, wave, tokens);
+    u32 chunk = chunk_of_row(l, rows_before(c, node, token) - own.rows.first);
     count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, chunk, slices.end - slices.first);
   }
 }
 
-// Waits until every message's head is packed. By a team. False once a deadline passed.
-TY_DEVICE bool wait_packed(const ty_context &c, const Team &team, u32 direction, u32 lane, u64 epoch) {
-  bool failed = false;
-  for (u32 link = team_thread(team); link < lane_of(c, lane).targets; link += team_threads(team))
-    failed |= !wait_tag(c, direction, packed_word(c, lane, link), epoch, TY_SITE_PACKED, c.rank, "head");
-  return !team_any(team, failed);
+// Waits until the network has read what staging held. By a team. False once a deadline passed.
+TY_DEVICE bool wait_stagings(const ty_context &c, const Team &team, u64 epoch) {
+  bool stuck = false;
+  for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_DISPATCH).targets; link += team_threads(team))
+    stuck |= !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, link);
+  return !team_any(team, stuck);
 }
 
 // ---- rail: forwarding ------------------------------------------------------------------------------------------

@@ -20,6 +20,9 @@
 #define TY_MAX_TOKENS (1 << 20)
 // 32-bit words of the token bitmap in shared memory (32 KiB).
 #define TY_BITMAP_WORDS 8192
+// Words of the bitmaps of tokens that go to each node, in shared memory of kernels of several nodes (32 KiB): 4096
+// tokens to each of 64 nodes.
+#define TY_NODES_BITMAP_WORDS 8256
 // Ranks times experts of one rank: their counts are in shared memory (32 KiB).
 #define TY_MAX_COUNTS 8192
 // Slices of a row: each may be carried by a warp of its own, and has a tag of its own.
@@ -29,6 +32,7 @@
 
 // Shared memory of a block, asserted where the structs are defined.
 #define TY_DISPATCH_SHARED_BYTES 99328
+#define TY_DISPATCH_NODES_SHARED_BYTES 165632
 #define TY_COMBINE_SHARED_BYTES 8192
 
 // Phases of a launch, or-ed for a fused call.
@@ -92,9 +96,8 @@
 #define TY_SITE_LANDED 6  // a chunk from another node
 #define TY_SITE_STAGING 7 // wire staging that the network still reads
 #define TY_SITE_FREE 8    // a node peer's inbox of the epoch before
-#define TY_SITE_PACKED 9  // the head of a message, by another block of this rank
+#define TY_SITE_TILE 9    // META of earlier tokens, by another block of this rank
 #define TY_SITE_AHEAD_WEIGHTS 10
-#define TY_SITE_TILE 11 // META of earlier tokens, by another block of this rank
 
 // The directions, each with its own record and claim.
 #define TY_DIRECTION_DISPATCH 0
@@ -200,7 +203,6 @@ typedef struct ty_wire {
   uint64_t host_lost;    // host memory, one word by the proxy: one more than a lost rank; polled likewise
   uint64_t landed;       // device memory: what that thread saw, for all others
   uint64_t free;         // the same
-  uint64_t packed;       // device memory, [lane][link]: epoch whose head is packed
   uint64_t counters;     // device memory, uint32: things packed of a chunk
   uint64_t rails;        // const uint32_t *: rank behind each link of dispatch, node by node without the own
   uint64_t served;       // const uint32_t *: rank behind each source of dispatch

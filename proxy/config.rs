@@ -543,7 +543,9 @@ impl AllToAllBuilder {
         if let Some(rows) = self.chunk_rows {
             within("chunk_rows", rows, 1, 1 << 20, "rows of a chunk")?;
         }
-        within("max_tokens", self.max_tokens, 1, 32 * raw::TY_BITMAP_WORDS as usize, "tokens a rank of several nodes")?;
+        // A row of the bitmap has a word beyond the last token's.
+        let most = 32 * (raw::TY_NODES_BITMAP_WORDS as usize / count) - 1;
+        within("max_tokens", self.max_tokens, 1, most, "tokens a rank of so many nodes")?;
         if self.sms == Some(1) {
             return Err(config(
                 "sms",

@@ -377,8 +377,11 @@ impl AllToAll {
             phases,
             reserved: 0,
         };
-        let kernel = self.of_world("ty_dispatch", "ty_dispatch_nodes");
-        self.launch(stream, kernel, self.sms, self.block, raw::TY_DISPATCH_SHARED_BYTES, &args)
+        let (kernel, shared) = self.of_world(
+            ("ty_dispatch", raw::TY_DISPATCH_SHARED_BYTES),
+            ("ty_dispatch_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES),
+        );
+        self.launch(stream, kernel, self.sms, self.block, shared, &args)
     }
 
     fn launch_combine(
@@ -418,7 +421,7 @@ impl AllToAll {
     }
 
     /// The kernel for this world: those of one node are without what goes on between nodes.
-    fn of_world(&self, one_node: &'static str, nodes: &'static str) -> &'static str {
+    fn of_world<T>(&self, one_node: T, nodes: T) -> T {
         if self.context.nodes > 1 { nodes } else { one_node }
     }
 
@@ -497,7 +500,7 @@ struct Tables {
     /// Ranks behind links of dispatch, then behind its sources.
     rails: DeviceBuffer,
     served: DeviceBuffer,
-    /// What the relay passes on, heads packed, counts of packed rows.
+    /// What the relay passes on, counts of packed rows.
     relay: DeviceBuffer,
 }
 
@@ -607,19 +610,17 @@ impl Tiling {
 /// Where things lie in the relay's table, in words.
 struct Relay {
     free: usize,
-    packed: usize,
     counters: usize,
     words: usize,
 }
 
 impl Relay {
     fn of(plan: &Plan) -> Relay {
-        let Some((wire, _)) = &plan.wire else { return Relay { free: 0, packed: 0, counters: 0, words: 1 } };
+        let Some((wire, _)) = &plan.wire else { return Relay { free: 0, counters: 0, words: 1 } };
         let counts = wire.word_counts();
         let free = counts.landed;
-        let packed = free + counts.staging_free;
-        let counters = packed + (raw::TY_LANES * raw::TY_MAX_RANKS) as usize;
-        Relay { free, packed, counters, words: counters + counts.doorbells.div_ceil(2) + 1 }
+        let counters = free + counts.staging_free;
+        Relay { free, counters, words: counters + counts.doorbells.div_ceil(2) + 1 }
     }
 }
 
@@ -791,7 +792,6 @@ fn device_wire(plan: &Plan, rank: Rank, tables: &Tables, proxied: Option<&Proxie
         host_lost,
         landed: table(0),
         free: table(relay.free),
-        packed: table(relay.packed),
         counters: table(relay.counters),
         rails: tables.rails.view().ptr,
         served: tables.served.view().ptr,

@@ -105,7 +105,6 @@ fn site_name(site: u32) -> &'static str {
         raw::TY_SITE_LANDED => "a chunk from another node",
         raw::TY_SITE_STAGING => "wire staging that the network still reads",
         raw::TY_SITE_FREE => "the free flag of an inbox",
-        raw::TY_SITE_PACKED => "the head of a message",
         raw::TY_SITE_TILE => "META of earlier tokens",
         raw::TY_SITE_AHEAD_WEIGHTS => "weights sent ahead",
         _ => "an unknown wait",
