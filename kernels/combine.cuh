@@ -9,7 +9,8 @@
 //
 // Where rows are few, a warp takes a part of one, some of its TY_SLICES slices. Each slice has a tag, so that sender
 // and receiver need not cut alike. In a fused call, and between nodes, two teams of a block work side by side: one
-// sends partial rows, which waits for nothing that the other does anywhere; the other does what waits for partial rows.
+// sends partial rows, which waits for nothing that the other does anywhere; the other does what waits for partial rows,
+// and is helped by the first once that has sent, where there are many.
 //
 // A flag goes both ways between every pair of node peers, and a message between every linked pair, in every epoch, rows
 // or none: buffer reuse rests on it.

@@ -2,8 +2,8 @@
 // experts; Dr places the rows expert by expert.
 //
 //   Ds  block b: META of (tile, rank) pairs b, b + blocks, ... -> META words     a quarter of the warps, or half where
-//       rows are few: rows -> inbox[me][token] on each rank -> tags (release, N2)
-//   Dr  the other warps: counts of all sources -> starts of all segments
+//       rows or blocks are few: rows -> inbox[me][token] on each rank -> tags (release, N2)
+//   Dr  the other warps, and of many rows those that have sent: counts of all sources -> starts of all segments
 //       warp per (source, token), or a part of its row: META words, tag (acquire) -> copies to final positions ->
 //       handle
 //

@@ -78,19 +78,12 @@ TY_DEVICE ExpertHome home_of(const ty_context &c, i32 expert) {
 
 TY_DEVICE bool is_expert(const ty_context &c, i32 expert) { return static_cast<u32>(expert) < c.experts; }
 
-// Where a token goes, a bit each: ranks of this node, and other nodes.
-struct Targets {
-  u64 ranks;
-  u64 nodes;
-};
-
-// Where choice k leads. Unusable experts lead nowhere; META tells of them.
-TY_DEVICE Targets target_of(const ty_context &c, const Choices &in, u32 token, u32 k) {
+// The rank of this node that choice k leads to, a bit. Unusable experts lead nowhere; META tells of them.
+TY_DEVICE u64 rank_of(const ty_context &c, const Choices &in, u32 token, u32 k) {
   i32 expert = choice_at(in, token, k);
-  if (!is_expert(c, expert)) return {0, 0};
+  if (!is_expert(c, expert)) return 0;
   ExpertHome home = home_of(c, expert);
-  if (home.node() == c.node) return {1ull << home.rank(), 0};
-  return {0, home.node() < c.nodes ? 1ull << home.node() : 0};
+  return home.node() == c.node ? 1ull << home.rank() : 0;
 }
 
 // The OR of the lanes' masks, of which only the lowest `bits` may be set.
@@ -102,11 +95,7 @@ TY_DEVICE u64 warp_or_mask(u64 mask, u32 bits) {
 // By a warp, a lane a choice.
 TY_DEVICE u64 warp_ranks_of(const ty_context &c, const Choices &in, u32 token) {
   u32 k = lane_index();
-  return warp_or_mask(k < c.top_k ? target_of(c, in, token, k).ranks : 0, c.node_ranks);
-}
-TY_DEVICE u64 warp_nodes_of(const ty_context &c, const Choices &in, u32 token) {
-  u32 k = lane_index();
-  return warp_or_mask(k < c.top_k ? target_of(c, in, token, k).nodes : 0, c.nodes);
+  return warp_or_mask(k < c.top_k ? rank_of(c, in, token, k) : 0, c.node_ranks);
 }
 
 // ---- META --------------------------------------------------------------------------------------------------
@@ -438,9 +427,10 @@ TY_DEVICE bool add_tiles(const ty_context &c, const Team &team, MetaShared &shar
   // N9: the rows happen before; add_tiles of the tiles behind acquires.
   if (team_thread(team) == 0) store_release_gpu(own.tag, epoch);
   bool failed = false;
+  // Whoever has such a tile may wait for a peer, who is to be named first.
+  Wait wait{TY_DIRECTION_DISPATCH, TY_SITE_TILE, c.rank, epoch, c.timeout_ns / 16};
   for (u32 before = team_thread(team); before < number; before += team_threads(team))
-    failed |= !wait_tag(c, TY_DIRECTION_DISPATCH, tile_rows(c, part, tile.destination(), before).tag, epoch,
-                        TY_SITE_TILE, c.rank, "tile");
+    failed |= !wait_word(c, wait, tile_rows(c, part, tile.destination(), before).tag, 0, epoch, "tile");
   if (team_any(team, failed)) return false;
   bool refused = false;
   for (u32 before = team_warp(team); before < number; before += team.warps) {

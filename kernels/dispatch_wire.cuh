@@ -1,6 +1,7 @@
 // Dispatch between nodes: packing for the rails of other nodes, and what a rail does with what arrives.
 //
-//   home   head and headers by one block a link ──▶ rows by all workers ──▶ doorbell a chunk
+//   home   every block: which tokens go to each node; one block a link: head and headers ──▶ rows by all workers
+//          ──▶ doorbell a chunk
 //   rail   landed chunk ──▶ META and rows to the ranks of the node, as if the source were one of them
 #pragma once
 #include "dispatch_send.cuh"

@@ -294,9 +294,8 @@ typedef struct ty_context {
   // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][blocks][TY_STAGES], then
   // [direction: 2][TY_MAX_RANKS] when block 0 heard of each peer, then [TY_MAX_RANKS] rows that dispatch sent to each.
   uint64_t stats;
-  uint64_t blocks; // of every launch of dispatch and combine
-  uint64_t
-      tile_rows; // uint32 [1 + served][node_ranks][max_tiles][max_local_experts + 1], device memory: see tile_rows()
+  uint64_t blocks;    // of every launch of dispatch and combine
+  uint64_t tile_rows; // uint32 [1 + served][node_ranks][max_tiles][max_local_experts + 1]: see tile_rows()
   uint64_t tile_tags; // uint64 [1 + served][node_ranks][max_tiles]: epoch of those
   uint64_t refused;   // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
   ty_regions regions;

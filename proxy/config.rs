@@ -294,7 +294,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Most tokens of one rank in one call.
+    /// Most tokens of one rank in one call: 2^20 in one node; with N nodes a bitmap of them per node has to fit in a block's
+    /// shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
     pub fn max_tokens(mut self, max_tokens: usize) -> Self {
         self.max_tokens = max_tokens;
         self
@@ -545,7 +546,7 @@ impl AllToAllBuilder {
         }
         // A row of the bitmap has a word beyond the last token's.
         let most = 32 * (raw::TY_NODES_BITMAP_WORDS as usize / count) - 1;
-        within("max_tokens", self.max_tokens, 1, most, "tokens a rank of so many nodes")?;
+        within("max_tokens", self.max_tokens, 1, most, "tokens a rank, of which a block keeps a bitmap per node")?;
         if self.sms == Some(1) {
             return Err(config(
                 "sms",

@@ -32,7 +32,7 @@ WATCHES = "proxy/machine/watches.rs"
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
                       "TOKENYARD_MACHINE_SEEDS": "400"}
-# META in several tiles, one of which names an expert that is none.
+# META in several tiles, one of which has a faulty choice.
 TILES = "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6"
 MUTANTS = [
     ("row tag without release", SEND,
@@ -56,7 +56,7 @@ MUTANTS = [
     ("refusals not noted", RECEIVE, "source != c.rank) note_refused(c, source, wave.call);", "source != c.rank) note_refused(c, source, 0);"),
     ("own refusal noted like another's", RECEIVE, "block_index() == 0 && source != c.rank", "block_index() == 0"),
     ("earlier tiles of META not counted", META, "before = team_warp(team); before < number;", "before = team_warp(team) + 1; before < number;"),
-    ("N9: rows of earlier tiles read before they are there", META, "failed |= !wait_tag(c, TY_DIRECTION_DISPATCH, tile_rows", "failed |= false && !wait_tag(c, TY_DIRECTION_DISPATCH, tile_rows"),
+    ("N9: rows of earlier tiles read before they are there", META, "failed |= !wait_word(c, wait, tile_rows", "failed |= false && !wait_word(c, wait, tile_rows"),
     ("N9: a tile's rows kept without release", META, "store_release_gpu(own.tag, epoch)", "store_relaxed_gpu(own.tag, epoch)"),
     ("fault in an earlier tile forgotten", META, "refused |= earlier == meta_refused;", ""),
     ("N11: helpers place rows by no plan", "kernels/prim.cuh", "TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }", "TY_DEVICE void take_over() { named_arrive(hand_over_id, block_threads()); }"),

@@ -128,6 +128,22 @@ fn a_world_of_several_nodes_without_a_proxy_is_refused() {
 }
 
 #[test]
+fn more_tokens_than_a_block_keeps_a_bitmap_of_are_refused() {
+    std::thread::scope(|scope| {
+        for world in World::threads(2) {
+            scope.spawn(move || {
+                let world = world.with_nodes(&[1, 1]).unwrap();
+                let plan = |tokens| rig::builder(&world, &test_device(&world)).max_tokens(tokens).plan().map(drop);
+                plan(132_095).unwrap();
+                let error = plan(132_096).unwrap_err().to_string();
+                let words = ["max_tokens is 132096", "1 to 132095", "bitmap"];
+                words.iter().for_each(|w| assert!(error.contains(w), "«{error}» lacks «{w}»"));
+            });
+        }
+    });
+}
+
+#[test]
 fn two_contexts_share_a_proxy() {
     on_nodes(&[2, 1], |world, network| {
         let proxy = proxy(network, &world, 10_000);

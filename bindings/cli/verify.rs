@@ -48,7 +48,7 @@ const FULL: [&str; 9] = [
      routing=zipf:1.2,iters=3",
     // META in several tiles: so many experts leave room for few tokens in a block's bitmap.
     "world=2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,iters=2",
-    // The same, with a fault in any of them.
+    // The same, with a faulty choice in one of them.
     "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6",
 ];
 
