@@ -92,10 +92,7 @@ TY_DEVICE bool pack_sum_heads(const ty_combine_args &a, const CombineShared &sha
                               const Wave &wave) {
   const ty_context &c = a.context;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
-  bool stuck = false;
-  for (u32 j = team_thread(team); j < targets; j += team_threads(team))
-    stuck |= !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, j);
-  if (team_any(team, stuck)) return false;
+  if (!wait_stagings(c, team, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch)) return false;
   for (u32 j = block_index(); j < targets; j += worker_count(c)) pack_sum_head(a, shared, team, wave, j);
   return true;
 }

@@ -159,6 +159,7 @@ TY_DEVICE void meetings(const ty_conformance_args &, u32 *row) {
 TY_DEVICE void shared_memory(const ty_conformance_args &a, u32 *row) {
   Shared &shared = block_shared<Shared>();
   const u32 thread = thread_index(), lane = lane_index(), t = grid_thread();
+  prefetch(at<const u8>(a.input), 64); // which nothing shows but that the load behind it is right
   const Vec16 line = load16(at<const u8>(a.input) + 16 * (t % 4));
   store16(at<u8>(a.vectors) + 16 * t, line);
   store16(&shared.lines[thread], line);

@@ -52,15 +52,16 @@ template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u3
 constexpr u32 pass_announce = 0, pass_pack = 1, pass_push = 2, pass_forward = 3, pass_place = 4;
 
 // Who goes through a pass.
-TY_DEVICE Team team_in(const Pass &kept, u32 kind) {
+TY_DEVICE Team team_in(const Kept &kept, u32 kind) {
   Teams teams{load(&kept.sending)};
   return kind == pass_announce ? whole_block() : kind == pass_place ? teams.receive() : teams.send();
 }
 
 // Carries the items of a pass. By a warp. False once a deadline passed.
 template <bool far>
-TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 kind, const Pass &pass) {
+TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 kind, const Kept &kept) {
   const ty_context &c = a.context;
+  const Pass &pass = kept.pass;
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
   u32 next = load(&pass.work.first);
   TY_ROLLED
@@ -78,15 +79,15 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
       slot /= c.ranks;
       if (slot >= wave_tokens_of(shared, source)) continue;
       token = load(&shared.source_first[source]) + slot;
-      Arrival arrival = wait_row(a, wave_in(pass), source, token, slot, slices, fits(a, shared), said);
+      Arrival arrival = wait_row(a, wave_in(kept), source, token, slot, slices, fits(a, shared), said);
       if (arrival == Arrival::failed) return false;
       if (arrival == Arrival::absent) continue;
-      RowTo at = inbox_row(c, c.local, load(&pass.epoch), source, slot);
+      RowTo at = inbox_row(c, c.local, load(&kept.epoch), source, slot);
       from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
     } else if (forwards) {
       source = served_home(c, load(&pass.served));
-      if (!wait_row_landed(c, wave_in(pass), load(&pass.served), slot)) return false;
-      from = landed_row(c, load(&pass.headers), wave_in(pass), load(&pass.served), slot);
+      if (!wait_row_landed(c, wave_in(kept), load(&pass.served), slot)) return false;
+      from = landed_row(c, load(&pass.headers), wave_in(kept), load(&pass.served), slot);
     } else {
       from = own_row(a, token);
     }
@@ -94,7 +95,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
     u64 mask = carry_row(
         c, from, slices, places ? scale_stride(a) : 1,
         [&]() -> u64 {
-          if (forwards) return landed_ranks(a, wave_in(pass), load(&pass.served), slot, token);
+          if (forwards) return landed_ranks(a, wave_in(kept), load(&pass.served), slot, token);
           if (packs) return packed_nodes(c, token);
           if (!places) return warp_ranks_of(c, caller_choices(a), token);
           mine = row_of_choice(a, shared, source, said);
@@ -103,11 +104,11 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
         },
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
-          return packs ? staging_row(c, wave_in(pass), load(&pass.tokens), token, bit)
-                       : inbox_row(c, bit, load(&pass.epoch), source, slot);
+          return packs ? staging_row(c, wave_in(kept), load(&kept.tokens), token, bit)
+                       : inbox_row(c, bit, load(&kept.epoch), source, slot);
         });
-    if (packs) count_row(c, wave_in(pass), load(&pass.tokens), token, mask, slices);
-    else if (!places) raise_tags(c, mask, load(&pass.epoch), source, slot, slices);
+    if (packs) count_row(c, wave_in(kept), load(&kept.tokens), token, mask, slices);
+    else if (!places) raise_tags(c, mask, load(&kept.epoch), source, slot, slices);
     if (kind == pass_push && slices.first == 0 && lane_index() == 0)
       store(pointer<u64>(a.handle.rank_mask) + token, mask);
   }
@@ -159,7 +160,7 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
 // What comes before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
 template <bool far> TY_DEVICE bool begin_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
   if (!far || kind == pass_announce) return true;
-  if (kind == pass_pack) return wait_stagings(c, team, wave.epoch);
+  if (kind == pass_pack) return wait_stagings(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch);
   if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return false;
   return kind != pass_forward || lane_of(c, TY_LANE_DISPATCH).sources != 0;
 }
@@ -191,7 +192,7 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
     if (!announce<far>(a, whole_block(), shared.meta, wave, tokens, false)) return;
     end_sending(c, whole_block(), wave, pass_announce);
   }
-  Pass &kept = shared.pass[warp_index()];
+  Kept &kept = shared.kept[warp_index()];
   if (lane_index() == 0) {
     store(&kept.epoch, wave.epoch);
     store(&kept.call, wave.call);
@@ -242,10 +243,9 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
         carried = wait_row_landed(c, wave_in(kept), j, 0);
         if (!carried) break;
         WireWave landed = landed_wave(c, load(&kept.epoch), j);
-        pass = {
-            served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers, 0, 0, 0, 0, 0};
+        pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
       }
-      keep_pass(kept, pass);
+      keep_pass(kept.pass, pass);
       carried = carry_items<far>(a, shared.place, kind, kept);
     }
     team = team_in(kept, kind);

@@ -31,12 +31,17 @@ struct Work {
   u32 cut; // rows are in 2^cut parts
 };
 
-// What a warp carries in a pass, and what it keeps from pass to pass.
+// What a warp carries in a pass.
 struct Pass {
   Work work;
   u32 first;   // number of the wave's first row among the call's: own tokens, or those of the source that is forwarded
   u32 served;  // which source that is
   u32 headers; // of its message
+};
+
+// What a warp keeps from pass to pass; here, since registers are few.
+struct Kept {
+  Pass pass;
   u32 tokens;  // of the caller
   u32 sending; // as Teams
   u32 wave;    // as Wave
@@ -44,14 +49,14 @@ struct Pass {
   u64 call;
 };
 
-TY_DEVICE Wave wave_in(const Pass &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.wave)}; }
+TY_DEVICE Wave wave_in(const Kept &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.wave)}; }
 
 // Shared memory of a dispatch block, 97 KiB: what builds META, and what places rows, side by side.
 struct DispatchShared {
   TurnShared turn;
   MetaShared meta;
   PlaceShared place;
-  Pass pass[TY_MAX_BLOCK_THREADS / warp_size]; // by warp; here, since registers are few
+  Kept kept[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
 };
 static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 

@@ -116,8 +116,7 @@ struct WireWave {
 };
 
 // Of so many own tokens.
-TY_DEVICE WireWave wire_wave(const ty_context &c, u32 link, const Wave &wave, u32 tokens) {
-  u32 node = node_of_link(c, link);
+TY_DEVICE WireWave wire_wave(const ty_context &c, u32 node, const Wave &wave, u32 tokens) {
   Range range = own_range(c, wave, tokens);
   Range rows{rows_before(c, node, range.first), rows_before(c, node, range.end)};
   return {rows, {rows.end - rows.first, wave.number == 0 ? rows_before(c, node, tokens) : 0}};
@@ -134,7 +133,7 @@ TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const Wav
   if (begins) write_headers(a, in, message, link);
   block_barrier();
   if (thread_index() == 0) {
-    WireWave own = wire_wave(c, link, wave, in.tokens);
+    WireWave own = wire_wave(c, node_of_link(c, link), wave, in.tokens);
     u32 status = faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK;
     write_wire_head(message, wave.epoch, status, own.shape, own.rows.first, c.rank);
     if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
@@ -156,13 +155,23 @@ TY_DEVICE u64 packed_nodes(const ty_context &c, u32 token) {
   return nodes;
 }
 
-// Where a token's row goes in the message to a node, of so many tokens.
+// A token's row in a wave's message to a node.
+struct WirePlace {
+  WireRows shape; // of the message
+  u32 row;
+};
+
+// Of so many own tokens.
+TY_DEVICE WirePlace wire_place(const ty_context &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
+  WireWave own = wire_wave(c, node, wave, tokens);
+  return {own.shape, rows_before(c, node, token) - own.rows.first};
+}
+
+// Where it goes.
 TY_DEVICE RowTo staging_row(const ty_context &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
-  u32 link = link_of_node(c, node);
-  WireWave own = wire_wave(c, link, wave, tokens);
-  u32 row = rows_before(c, node, token) - own.rows.first;
-  return row_to(c, staging_of(c, TY_LANE_DISPATCH, wave.epoch, link) +
-                       row_offset(lane_of(c, TY_LANE_DISPATCH), own.shape.headers, row));
+  WirePlace at = wire_place(c, wave, tokens, token, node);
+  return row_to(c, staging_of(c, TY_LANE_DISPATCH, wave.epoch, link_of_node(c, node)) +
+                       row_offset(lane_of(c, TY_LANE_DISPATCH), at.shape.headers, at.row));
 }
 
 // Counts slices of a token's row in the messages to all nodes of the mask, behind the packing. By a warp.
@@ -173,18 +182,9 @@ TY_DEVICE void count_row(const ty_context &c, const Wave &wave, u32 tokens, u32 
   for (u32 link = lane_index(); link < l.targets; link += warp_size) {
     u32 node = node_of_link(c, link);
     if (!((nodes >> node) & 1)) continue;
-    WireWave own = wire_wave(c, link, wave, tokens);
-    u32 chunk = chunk_of_row(l, rows_before(c, node, token) - own.rows.first);
-    count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, chunk, slices.end - slices.first);
+    WirePlace at = wire_place(c, wave, tokens, token, node);
+    count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, at.shape, chunk_of_row(l, at.row), slices.end - slices.first);
   }
-}
-
-// Waits until the network has read what staging held. By a team. False once a deadline passed.
-TY_DEVICE bool wait_stagings(const ty_context &c, const Team &team, u64 epoch) {
-  bool stuck = false;
-  for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_DISPATCH).targets; link += team_threads(team))
-    stuck |= !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, epoch, link);
-  return !team_any(team, stuck);
 }
 
 // ---- rail: forwarding ------------------------------------------------------------------------------------------

@@ -92,6 +92,14 @@ TY_DEVICE bool wait_staging(const ty_context &c, u32 direction, u32 lane, u64 ep
   return wait_tag(c, direction, word, epoch - 2, TY_SITE_STAGING, peer_of_link(c, lane, link), "wire staging");
 }
 
+// The same of all links. By a team.
+TY_DEVICE bool wait_stagings(const ty_context &c, const Team &team, u32 direction, u32 lane, u64 epoch) {
+  bool stuck = false;
+  for (u32 link = team_thread(team); link < lane_of(c, lane).targets; link += team_threads(team))
+    stuck |= !wait_staging(c, direction, lane, epoch, link);
+  return !team_any(team, stuck);
+}
+
 // How many rows and row headers a message has.
 struct WireRows {
   u32 rows;

@@ -116,7 +116,7 @@ MUTANTS = [
     ("E10: staging packed before the network read it", NODES, "if (epoch - c.first_epoch < 2) return true;\n  const u64 *word = pointer<const u64>(c.wire.free)",
      "if (epoch != 0) return true;\n  const u64 *word = pointer<const u64>(c.wire.free)"),
     ("rows of a word before not counted", TO_NODES, "return load(&shared.before[word]) + popcount", "return popcount"),
-    ("rows packed before all blocks' warps marked theirs", TO_NODES, "  block_barrier();\n  return faulty;\n}", "  return faulty;\n}"),
+    ("rows packed before all warps have marked tokens", TO_NODES, "  block_barrier();\n  return faulty;\n}", "  return faulty;\n}"),
     ("rows packed though a choice is faulty", TO_NODES, "faulty && word < words; word", "false && word < words; word"),
     ("forwarded before its chunk landed", TO_NODES, "chunk_of_row(lane_of(c, TY_LANE_DISPATCH), row));", "0);"),
     ("token number of the home lost", TO_NODES, "load(pointer<const u32>(in.idx - 4 + static_cast<u64>(row) * in.idx_pitch))", "row"),

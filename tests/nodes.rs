@@ -116,30 +116,20 @@ fn every_rank_of_every_node_hears_who_refused_its_routing() {
 
 #[test]
 fn a_world_of_several_nodes_without_a_proxy_is_refused() {
-    std::thread::scope(|scope| {
-        for world in World::threads(2) {
-            scope.spawn(move || {
-                let world = world.with_nodes(&[1, 1]).unwrap();
-                let error = rig::builder(&world, &test_device(&world)).build().map(drop).unwrap_err().to_string();
-                assert!(error.contains("proxy"), "{error}");
-            });
-        }
+    on_nodes(&[1, 1], |world, _| {
+        let error = rig::builder(&world, &test_device(&world)).build().map(drop).unwrap_err().to_string();
+        assert!(error.contains("proxy"), "{error}");
     });
 }
 
 #[test]
 fn more_tokens_than_a_block_keeps_a_bitmap_of_are_refused() {
-    std::thread::scope(|scope| {
-        for world in World::threads(2) {
-            scope.spawn(move || {
-                let world = world.with_nodes(&[1, 1]).unwrap();
-                let plan = |tokens| rig::builder(&world, &test_device(&world)).max_tokens(tokens).plan().map(drop);
-                plan(132_095).unwrap();
-                let error = plan(132_096).unwrap_err().to_string();
-                let words = ["max_tokens is 132096", "1 to 132095", "bitmap"];
-                words.iter().for_each(|w| assert!(error.contains(w), "«{error}» lacks «{w}»"));
-            });
-        }
+    on_nodes(&[1, 1], |world, _| {
+        let plan = |tokens| rig::builder(&world, &test_device(&world)).max_tokens(tokens).plan().map(drop);
+        plan(132_095).unwrap();
+        let error = plan(132_096).unwrap_err().to_string();
+        let words = ["max_tokens is 132096", "1 to 132095", "bitmap"];
+        words.iter().for_each(|w| assert!(error.contains(w), "«{error}» lacks «{w}»"));
     });
 }
 
