@@ -102,4 +102,13 @@ TY_KERNEL(ty_bench_hold, ty_hold_args) {
     spin_pause("host");
 }
 
+// One warp says that its rank is here, and waits until all ranks are; gives up after the deadline.
+TY_KERNEL(ty_bench_meet, ty_meet_args) {
+  u64 *words = reinterpret_cast<u64 *>(a.words);
+  if (thread_index() == 0) store_release_sys(words + a.rank, a.turn);
+  u64 start = now_ns();
+  for (u32 peer = thread_index(); peer < a.ranks; peer += block_threads())
+    while (load_acquire_sys(words + peer) < a.turn && now_ns() - start < a.timeout_ns) spin_pause("rank");
+}
+
 } // namespace ty

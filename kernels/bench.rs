@@ -139,3 +139,21 @@ pub fn hold(stream: &Stream, flag: View, value: u64, timeout: Duration) -> Resul
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
     stream.launch("ty_bench_hold", 1, 32, 0, &raw::ty_hold_args { flag: flag.ptr, value, timeout_ns })
 }
+
+/// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
+/// host memory that the devices of all of them reach, 8 bytes a rank, zeroed; `turn` is greater with each meeting.
+///
+/// # Errors
+/// `Argument` if the words are too few; `Device` if the launch fails.
+pub fn meet(stream: &Stream, words: View, (rank, ranks): (usize, usize), turn: u64, timeout: Duration) -> Result<()> {
+    if rank >= ranks || words.bytes / size_of::<u64>() < ranks {
+        return Err(Error::Argument {
+            name: "words",
+            value: format!("{} bytes for rank {rank} of {ranks}", words.bytes),
+            advice: "give 8 bytes for each rank, counted from 0".into(),
+        });
+    }
+    let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
+    let (rank, ranks) = (rank as u32, ranks as u32);
+    stream.launch("ty_bench_meet", 1, 32, 0, &raw::ty_meet_args { words: words.ptr, turn, timeout_ns, rank, ranks })
+}

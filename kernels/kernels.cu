@@ -10,5 +10,5 @@ TY_KERNEL_TABLE(ty_dispatch, ty_dispatch_nodes, ty_combine_bf16, ty_combine_bf16
                 ty_combine_fp16_nodes, ty_combine_fp32, ty_combine_fp32_nodes, ty_combine_bf16_fp32,
                 ty_combine_bf16_fp32_nodes, ty_combine_fp16_fp32, ty_combine_fp16_fp32_nodes, ty_combine_bf16_fp8,
                 ty_combine_bf16_fp8_nodes, ty_combine_fp16_fp8, ty_combine_fp16_fp8_nodes, ty_combine_fp32_fp8,
-                ty_combine_fp32_fp8_nodes, ty_barrier, ty_bench_expert, ty_bench_push, ty_bench_hold, ty_nic,
-                ty_conformance)
+                ty_combine_fp32_fp8_nodes, ty_barrier, ty_bench_expert, ty_bench_push, ty_bench_hold, ty_bench_meet,
+                ty_nic, ty_conformance)

@@ -426,6 +426,15 @@ typedef struct ty_hold_args {
   uint64_t timeout_ns;
 } ty_hold_args;
 
+// Ranks of one process meet: each has a word in host memory.
+typedef struct ty_meet_args {
+  uint64_t words; // uint64_t [ranks]
+  uint64_t turn;  // which meeting it is; later ones are greater
+  uint64_t timeout_ns;
+  uint32_t rank;
+  uint32_t ranks;
+} ty_meet_args;
+
 // The emulated NIC: see kernels/nic.cuh and proxy/gpu_nic.rs.
 
 // Requests of one NIC that may be outstanding; a power of two.

@@ -44,6 +44,7 @@ pub const KERNELS: &[&str] = &[
     "ty_bench_expert",
     "ty_bench_push",
     "ty_bench_hold",
+    "ty_bench_meet",
     "ty_nic",
     "ty_conformance",
 ];
@@ -62,5 +63,6 @@ kernel_args!(
     ty_expert_args,
     ty_push_args,
     ty_hold_args,
+    ty_meet_args,
     ty_nic_args
 );

@@ -14,6 +14,7 @@ use super::buffers::Buffers;
 use super::case::Case;
 use super::faults::is_passing;
 use super::hold::Hold;
+use super::meeting::Seat;
 use super::sample::{Span, Times};
 use super::steps::Step;
 use super::wake::Wake;
@@ -164,6 +165,8 @@ pub struct Caller {
     /// Whether time stamps are taken.
     timed: bool,
     hold: Hold,
+    /// Where the barrier does not let ranks go together.
+    seat: Option<Seat>,
     /// Errors met that the context goes on after.
     errors: RefCell<Vec<Error>>,
 }
@@ -175,10 +178,18 @@ struct UnderWay {
 }
 
 impl Caller {
-    pub fn new(case: &Case, ep: AllToAll, device: &Device, timed: bool, timeout: Duration) -> Result<Caller> {
+    pub fn new(
+        case: &Case,
+        ep: AllToAll,
+        device: &Device,
+        timed: bool,
+        timeout: Duration,
+        seat: Option<Seat>,
+    ) -> Result<Caller> {
         Ok(Caller {
             stream: device.new_stream()?,
             hold: Hold::new(device, timeout)?,
+            seat,
             mode: case.mode,
             lockstep: case.lockstep,
             errors: RefCell::default(),
@@ -208,7 +219,7 @@ impl Caller {
     /// Runs `enqueue` behind a held stream and a barrier, so that all ranks run what it enqueues at the same time.
     pub fn together<T>(&self, enqueue: impl FnOnce() -> Result<T>) -> Result<T> {
         let held = self.hold.hold(&self.stream)?;
-        let outcome = self.call(|| self.ep.barrier(&self.stream)).and_then(|()| enqueue());
+        let outcome = self.align().and_then(|()| enqueue());
         drop(held);
         outcome
     }
@@ -266,7 +277,13 @@ impl Caller {
 
     /// The barrier before a call, where ranks go in lockstep.
     fn meet(&self) -> Result<()> {
-        if self.lockstep { self.call(|| self.ep.barrier(&self.stream)) } else { Ok(()) }
+        if self.lockstep { self.align() } else { Ok(()) }
+    }
+
+    /// Has the streams of all ranks go on together.
+    fn align(&self) -> Result<()> {
+        self.call(|| self.ep.barrier(&self.stream))?;
+        self.seat.as_ref().map_or(Ok(()), |seat| seat.meet(&self.stream))
     }
 
     fn send_dispatch(&self, lane: &Lane, given: Given, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {

@@ -21,6 +21,7 @@ mod inputs;
 mod launch;
 mod link;
 mod links;
+mod meeting;
 mod network;
 mod plan;
 mod plot;

@@ -19,6 +19,7 @@ use tokenyard::transport::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimC
 use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
 
 use super::case::Case;
+use super::meeting::Meeting;
 use super::rank::Job;
 use super::words::{ArenaWord, DeviceWord, NetworkWord};
 
@@ -69,9 +70,17 @@ pub enum Shared {
     /// A kernel on each GPU copies.
     Gpu {
         network: GpuNetwork,
-        /// What the emulation itself costs a small write, in µs; where calls are timed.
-        nic_us: Option<f64>,
+        /// Where calls are timed.
+        measured: Option<Measured>,
     },
+}
+
+/// What timing calls over the emulation needs and finds.
+pub struct Measured {
+    /// What the emulation itself costs a small write, in µs.
+    nic_us: f64,
+    /// Where all ranks meet before what is timed.
+    meeting: Meeting,
 }
 
 impl Shared {
@@ -88,9 +97,18 @@ impl Shared {
 
     /// What the emulation costs a small write, if it was measured.
     pub fn nic_us(&self) -> Option<f64> {
+        self.measured().map(|measured| measured.nic_us)
+    }
+
+    /// Where ranks meet before what is timed, if the barrier alone does not let them go together.
+    pub fn meeting(&self) -> Option<&Meeting> {
+        self.measured().map(|measured| &measured.meeting)
+    }
+
+    fn measured(&self) -> Option<&Measured> {
         match self {
             Shared::Sim(_) => None,
-            Shared::Gpu { nic_us, .. } => *nic_us,
+            Shared::Gpu { measured, .. } => measured.as_ref(),
         }
     }
 }
@@ -110,14 +128,14 @@ pub fn real_time(
     }
     let nics = nics(case);
     let model = nics.first().copied().unwrap_or(LinkModel::FREE);
-    let nic_us = if job.measured {
+    let measured = if job.measured {
         // From a rank to one of another node.
-        let far = case.nodes.first().copied().unwrap_or(0);
-        Some(gpu_nic::overhead(&open_device(0)?, &open_device(far)?)?)
+        let (near, far) = (open_device(0)?, open_device(case.nodes.first().copied().unwrap_or(0))?);
+        Some(Measured { nic_us: gpu_nic::overhead(&near, &far)?, meeting: Meeting::new(&near, case.world)? })
     } else {
         None
     };
-    Ok(Some(Shared::Gpu { network: GpuNetwork::new(case.world, model, nics.len())?, nic_us }))
+    Ok(Some(Shared::Gpu { network: GpuNetwork::new(case.world, model, nics.len())?, measured }))
 }
 
 /// The network of ranks that are all on one thread; none for one node.
@@ -248,6 +266,6 @@ mod tests {
         let shared = |case, device| real_time(&job(case), device, |_| Device::cpu()).unwrap();
         assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
         assert!(matches!(shared(case.clone(), DeviceWord::Cpu), Some(Shared::Sim(_))));
-        assert!(matches!(shared(case, DeviceWord::Cuda), Some(Shared::Gpu { nic_us: None, .. })));
+        assert!(matches!(shared(case, DeviceWord::Cuda), Some(Shared::Gpu { measured: None, .. })));
     }
 }

@@ -20,6 +20,7 @@ use super::config::sharing;
 use super::faults::{Planned, check_errors, check_refused};
 use super::inputs::{Inputs, ScaleKind};
 use super::link;
+use super::meeting::Meeting;
 use super::network;
 use super::reference::{
     self, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, quantized_row, quantized_scales,
@@ -59,7 +60,15 @@ impl Job {
     }
 }
 
-/// Runs one rank from beginning to end; `proxy` drives what it has between nodes. Collective.
+/// What a rank has between nodes; of one node, nothing.
+pub struct Between {
+    /// Who drives its endpoint.
+    pub proxy: Option<Proxy>,
+    /// Where it meets the others before what is timed.
+    pub meeting: Option<Meeting>,
+}
+
+/// Runs one rank from beginning to end. Collective.
 ///
 /// # Errors
 /// Whatever the library returns; wrong results are not errors but part of the verdict.
@@ -67,11 +76,11 @@ pub fn run(
     job: &Job,
     world: &World,
     device: &Device,
-    proxy: Option<&Proxy>,
+    between: &Between,
     progress: &dyn Fn(usize),
 ) -> Result<RankResult> {
     let world = world.clone().with_timeout(job.timeout);
-    let mut rank = RankRun::new(job, &world, device, proxy)?;
+    let mut rank = RankRun::new(job, &world, device, between)?;
     rank.prepare()?;
     let mut result = RankResult {
         rank: world.rank().index(),
@@ -151,16 +160,17 @@ impl Drop for RankRun<'_> {
 }
 
 impl<'a> RankRun<'a> {
-    fn new(job: &'a Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Result<RankRun<'a>> {
+    fn new(job: &'a Job, world: &World, device: &Device, between: &Between) -> Result<RankRun<'a>> {
         let case = &job.case;
         let rank = world.rank().index();
-        let ep = build(job, world, device, proxy)?;
+        let ep = build(job, world, device, between.proxy.as_ref())?;
+        let seat = between.meeting.as_ref().map(|meeting| meeting.seat(rank, job.timeout));
         let lanes = case.ahead.min(job.iterations());
         Ok(RankRun {
             job,
             case,
             rank,
-            caller: Caller::new(case, ep, device, job.measured, job.timeout)?,
+            caller: Caller::new(case, ep, device, job.measured, job.timeout, seat)?,
             lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
             wake: if job.measured { Wake::establish(world, device, job.arena)? } else { None },
             idled: true,

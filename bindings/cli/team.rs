@@ -11,8 +11,9 @@ use tokenyard::{Device, Error, Proxy, Result, World};
 
 use super::case::Case;
 use super::config::usable_gpus;
+use super::meeting::Meeting;
 use super::network::{self, ProxyFiber, Shared};
-use super::rank::{self, Job};
+use super::rank::{self, Between, Job};
 use super::sample::RankResult;
 use super::words::{DeviceWord, WorldMode};
 
@@ -97,7 +98,7 @@ pub fn run_own(
     endpoint: Option<Box<dyn Transport>>,
     progress: &dyn Fn(usize),
 ) -> Result<RankResult> {
-    run_on(job, &open(device, world.local_rank())?, world, endpoint, progress)
+    run_on(job, &open(device, world.local_rank())?, world, endpoint, None, progress)
 }
 
 /// The same on a device.
@@ -106,10 +107,11 @@ fn run_on(
     device: &Device,
     world: &World,
     endpoint: Option<Box<dyn Transport>>,
+    meeting: Option<Meeting>,
     progress: &dyn Fn(usize),
 ) -> Result<RankResult> {
     let proxy = endpoint.map(|endpoint| network::spawn(world, endpoint)).transpose()?;
-    rank::run(job, world, device, proxy.as_ref(), progress)
+    rank::run(job, world, device, &Between { proxy, meeting }, progress)
 }
 
 fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync)) -> Result<Vec<Result<RankResult>>> {
@@ -124,7 +126,8 @@ fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync))
                 let device = open(device, world.rank().index())?;
                 let endpoint = network.map(|network| network.endpoint(&world, &device)).transpose()?;
                 let nic_us = network.and_then(Shared::nic_us);
-                Ok(RankResult { nic_us, ..run_on(job, &device, &world, endpoint, progress)? })
+                let meeting = network.and_then(Shared::meeting).cloned();
+                Ok(RankResult { nic_us, ..run_on(job, &device, &world, endpoint, meeting, progress)? })
             })
         };
         let threads: Vec<_> = worlds.into_iter().map(start).collect();
@@ -187,7 +190,7 @@ fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Resul
         let (place, outcome) = match fibers.worlds.get(index) {
             Some(world) => {
                 let proxy = take(&fibers.proxies, index);
-                (index, rank::run(job, world, &device, proxy.as_ref(), progress))
+                (index, rank::run(job, world, &device, &Between { proxy, meeting: None }, progress))
             }
             None => match fibers.drive(index - ranks) {
                 Ok(()) => return,
