@@ -25,6 +25,7 @@ TY_DEVICE bool exchange(const ty_context &c, u64 epoch) {
   const ty_lane &l = lane_of(c, TY_LANE_BARRIER);
   if (!relay_staging(c, TY_DIRECTION_BARRIER, TY_LANE_BARRIER, epoch)) return false;
   for (u32 link = 0; link < l.targets; ++link) {
+    tell_chunks(c, TY_LANE_BARRIER, epoch, link, 0);
     write_wire_head(staging_of(c, TY_LANE_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, 0, c.rank);
     count_packed(c, TY_LANE_BARRIER, epoch, link, {0, 0}, 0, packed_head);
   }

@@ -123,13 +123,16 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
   constexpr u32 groups = groups_at_home<Partial>;
   using Group = Floats<Partial::group>;
   char *out = pointer<char>(a.out) + token * a.out_pitch;
-  auto add = [](Group &sum, const Group &row, u32) { add_to(sum, row); };
   for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
     Group sums[groups] = {}, own[groups] = {};
-    if (far) add_terms<Partial, rows_at_home>(c, terms, 0, list.own, g, columns.end, sums, add);
-    add_terms<Partial, rows_at_home>(c, terms, list.own, list.after, g, columns.end, own, add);
-    for (u32 i = 0; i < groups; ++i) add_to(sums[i], own[i]);
-    if (far) add_terms<Partial, rows_at_home>(c, terms, list.after, list.count, g, columns.end, sums, add);
+    auto add = [&](u32 i, const Group &row, u32 n) {
+      if (far && n == list.after) add_to(sums[i], own[i]);
+      if (!far || (n >= list.own && n < list.after)) add_to(own[i], row);
+      else add_to(sums[i], row);
+    };
+    // One run over all nodes' rows, so that loads of none wait for those of others.
+    add_terms<Partial, rows_at_home, groups, Partial::group>(c, terms, list.count, g, columns.end, add);
+    for (u32 i = 0; list.after == list.count && i < groups; ++i) add_to(sums[i], own[i]);
     for (u32 i = 0; a.accumulate && i < groups && g + i * warp_size < columns.end; ++i) {
       Group old = load_out<Partial::group>(a, out, g + i * warp_size);
       add_to(old, sums[i]);

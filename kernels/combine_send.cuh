@@ -201,12 +201,11 @@ template <typename Partial>
 constexpr u32 groups_at_home = smaller(loads_at_home / (rows_at_home * vectors_of<Partial, Partial::group>),
                                        columns_at_home / Partial::group);
 
-// Adds rows [first, end) of a list to the sums of groups g, g + 32, ... of a row: one after the other, loaded
-// rows_at_once together. add(sum, group of a row, its number in the list).
+// Adds the rows of a list, up to `end`, to sums of groups g, g + 32, ... of a row: one after the other, loaded
+// rows_at_once together, by add(i, group g + 32 i of a row, its number in the list).
 template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Add>
-TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 first, u32 end, u32 g, u32 g_end,
-                         Floats<n> (&sums)[groups], Add add) {
-  for (; first < end; first += rows_at_once) {
+TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 end, u32 g, u32 g_end, Add add) {
+  for (u32 first = 0; first < end; first += rows_at_once) {
     Raw<T, n> data[rows_at_once][groups];
     for (u32 r = 0; r < rows_at_once; ++r) {
       const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
@@ -216,7 +215,7 @@ TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 first, u32
       }
     }
     for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
-      for (u32 i = 0; i < groups; ++i) add(sums[i], widen<T, n>(data[r][i]), first + r);
+      for (u32 i = 0; i < groups; ++i) add(i, widen<T, n>(data[r][i]), first + r);
   }
 }
 
@@ -271,18 +270,18 @@ TY_DEVICE void sum_rows(const ty_combine_args &a, const Terms &terms, u32 count,
   const ty_context &c = a.context;
   constexpr u32 groups = groups_at_expert<Row, Partial>;
   using Group = Floats<Partial::group>;
-  auto add = [&](Group &sum, const Group &y, u32 n) {
-    if (a.layout == TY_LAYOUT_TOKEN) {
-      sum = y; // the caller has applied the weights, and the row is the sum
-    } else {
-      float weight = load(&terms.weight[n]);
-      for (u32 i = 0; i < Partial::group; ++i) sum.v[i] = fma_rn(weight, y.v[i], sum.v[i]);
-    }
-  };
   u32 end = last_turn<Partial>(columns);
   for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {};
-    add_terms<Row, rows_at_expert>(c, terms, 0, count, g, columns.end, sums, add);
+    auto add = [&](u32 i, const Group &y, u32 n) {
+      if (a.layout == TY_LAYOUT_TOKEN) {
+        sums[i] = y; // the caller has applied the weights, and the row is the sum
+      } else {
+        float weight = load(&terms.weight[n]);
+        for (u32 j = 0; j < Partial::group; ++j) sums[i].v[j] = fma_rn(weight, y.v[j], sums[i].v[j]);
+      }
+    };
+    add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, add);
     store_partials<Partial>(c, out, g, columns.end, sums);
   }
 }

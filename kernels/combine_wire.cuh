@@ -25,7 +25,10 @@ TY_DEVICE bool pack_weights(const ty_combine_args &a, const Team &team, u64 call
     char *header = message + TY_WIRE_HEAD_BYTES + static_cast<u64>(row) * l.header_bytes;
     store(reinterpret_cast<float *>(header) + i % c.top_k, load(weights + i));
   }
-  if (team_thread(team) == 0) write_wire_head(message, call, TY_STATUS_OK, {rows, rows}, 0, c.rank);
+  if (team_thread(team) == 0) {
+    tell_chunks(c, TY_LANE_WEIGHTS, call, link, rows);
+    write_wire_head(message, call, TY_STATUS_OK, {rows, rows}, 0, c.rank);
+  }
   team_barrier(team);
   if (team_thread(team) == 0) count_packed(c, TY_LANE_WEIGHTS, call, link, {rows, rows}, 0, packed_head);
   return true;
@@ -77,6 +80,7 @@ TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shar
   const ty_context &c = a.context;
   Range range = rail_rows(a, wave, j);
   u32 rows = range.end - range.first;
+  if (team_thread(team) == 0) tell_chunks(c, TY_LANE_COMBINE, wave.epoch, j, rows);
   // Of the whole call, since home reports it once.
   u32 rank = first_missing(c, shared, team, rail_masks(a, j), all_rows(c, a.handle.rail_rows, j));
   if (team_thread(team) != 0) return;
@@ -116,8 +120,8 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, con
   u32 end = last_turn<Partial>(columns);
   for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {};
-    add_terms<Partial, rows_at_home>(c, terms, 0, count, g, columns.end, sums,
-                                     [](Group &sum, const Group &part, u32) { add_to(sum, part); });
+    auto add = [&](u32 i, const Group &part, u32) { add_to(sums[i], part); };
+    add_terms<Partial, rows_at_home, groups, Partial::group>(c, terms, count, g, columns.end, add);
     store_partials<Partial>(c, out, g, columns.end, sums);
   }
   warp_barrier();

@@ -102,8 +102,8 @@ TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, char 
     if (!goes_to(c, node, choice.token)) return;
     i32 *header = row_header(l, message, rows_before(c, node, choice.token));
     if (choice.k == 0) store(header, static_cast<i32>(choice.token));
-    // Only experts of the node are named.
-    store(header + 1 + choice.k, choice.home.node() == node ? choice.expert : -1);
+    // Experts of other nodes, too: to tell them apart here would be a trip to memory more, and the node knows its own.
+    store(header + 1 + choice.k, choice.expert);
     if (c.weights == TY_WEIGHTS_DISPATCH)
       store(reinterpret_cast<float *>(header + 1 + c.top_k + choice.k), choice.weight);
   });
@@ -130,10 +130,11 @@ TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const Wav
   bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, link);
   if (block_any(stuck)) return false;
   char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
+  WireWave own = wire_wave(c, node_of_link(c, link), wave, in.tokens);
+  if (thread_index() == 0) tell_chunks(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape.rows);
   if (begins) write_headers(a, in, message, link);
   block_barrier();
   if (thread_index() == 0) {
-    WireWave own = wire_wave(c, node_of_link(c, link), wave, in.tokens);
     u32 status = faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK;
     write_wire_head(message, wave.epoch, status, own.shape, own.rows.first, c.rank);
     if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);

@@ -14,10 +14,8 @@
 
 namespace ty {
 
-// A part that a block copies at once: enough loads to cover a link's latency, and few enough that a chunk has several.
-constexpr u64 nic_part_bytes = 64 << 10;
 // Vectors that a thread has on their way.
-constexpr u32 nic_vectors = 8;
+constexpr u32 nic_vectors = 4;
 // Looks at the ring between two looks at the clock.
 constexpr u32 nic_turns_between_checks = 32;
 
@@ -28,8 +26,9 @@ struct NicShared {
 TY_DEVICE ty_nic_host *nic_host(const ty_nic_args &a) { return pointer<ty_nic_host>(a.host); }
 TY_DEVICE ty_nic_device *nic_device(const ty_nic_args &a) { return pointer<ty_nic_device>(a.device); }
 
+// Parts that a request is copied in: each what a block has on its way at once, as far as there are blocks.
 TY_DEVICE u32 nic_parts(u64 bytes, u32 blocks) {
-  u64 parts = (bytes + nic_part_bytes - 1) / nic_part_bytes;
+  u64 part_bytes = 16 * nic_vectors * block_threads(), parts = (bytes + part_bytes - 1) / part_bytes;
   return parts < blocks ? static_cast<u32>(parts) : blocks;
 }
 

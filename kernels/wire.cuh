@@ -109,6 +109,14 @@ struct WireRows {
 // What a count of packed things is made of: a row counts its slices, the head one.
 constexpr u32 packed_row = TY_SLICES, packed_head = 1;
 
+// Tells the proxy how many chunks a message has, which it reads with chunk 0's doorbell. By one thread, before it
+// counts the head: the earlier the better, since the fence behind waits for what is still on its way to host memory.
+TY_DEVICE void tell_chunks(const ty_context &c, u32 lane, u64 epoch, u32 link, u32 rows) {
+  const ty_lane &l = lane_of(c, lane);
+  store_relaxed_sys(pointer<u64>(c.wire.chunk_counts) + link_word(l, epoch, link),
+                    static_cast<u64>(chunks_of(l, rows)));
+}
+
 // `packed` of a chunk's things are packed. By one thread, behind the barrier that follows the packing. Whoever packed
 // the last rings for the chunk.
 TY_DEVICE void count_packed(const ty_context &c, u32 lane, u64 epoch, u32 link, const WireRows &message, u32 chunk,
@@ -122,13 +130,10 @@ TY_DEVICE void count_packed(const ty_context &c, u32 lane, u64 epoch, u32 link, 
   if (atomic_add_gpu(counter, packed) + packed != all) return;
   store(counter, 0u);
   u32 bytes = rows_here * l.row_bytes + (chunk == 0 ? head_and_headers(l, message.headers) : 0);
-  if (chunk == 0)
-    store_relaxed_sys(pointer<u64>(c.wire.chunk_counts) + link_word(l, epoch, link),
-                      static_cast<u64>(chunks_of(l, rows)));
   u32 doorbell = l.first_doorbell + (static_cast<u32>(epoch & 1) * l.chunks + chunk) * l.links + link;
   // E1: all packers' stores happen before their count, and so before this; the proxy acquires, then the NIC reads.
   fence_acq_rel_sys();
-  store_release_sys(pointer<u64>(c.wire.doorbells) + doorbell, (epoch << 32) | bytes);
+  store_relaxed_sys(pointer<u64>(c.wire.doorbells) + doorbell, (epoch << 32) | bytes);
 }
 
 // Writes the head of a message. By one thread.

@@ -20,10 +20,11 @@ use std::time::Duration;
 
 /// Requests that may be outstanding.
 pub(super) const SLOTS: u64 = raw::TY_NIC_SLOTS as u64;
-/// Blocks of the kernel on a GPU: one passes requests on, and the others move more than a NIC of 400 Gb/s does.
-pub(super) const GPU_BLOCKS: u32 = 8;
+/// Blocks of the kernel on a GPU: one passes requests on, and the others are so many that chunks go faster than by a NIC
+/// of 400 Gb/s (docs/performance.md, "Groups of GPUs as nodes").
+pub(super) const GPU_BLOCKS: u32 = 16;
 /// Its threads: few registers, so that kernels without waits find room on the same multiprocessors.
-const GPU_THREADS: u32 = 256;
+const GPU_THREADS: u32 = 512;
 /// The same on the CPU device.
 const CPU_BLOCKS: u32 = 2;
 const CPU_THREADS: u32 = 64;
