@@ -14,7 +14,7 @@ use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, SourceIdx, Wire};
 use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
-use crate::transport::link::Span;
+use crate::transport::link::{DeviceNeeds, Span};
 use crate::transport::memory::gdr::GdrCopy;
 use crate::transport::{Arena, PeerMap, World};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -474,6 +474,16 @@ fn network_blocks(proxy: Option<&Proxy>) -> u32 {
     proxy.map_or(0, |proxy| proxy.device_needs().blocks)
 }
 
+/// Refuses an arena in memory of a GPU that the network does not reach.
+fn check_reach(needs: DeviceNeeds, gpu: Option<usize>, place: ArenaPlace) -> Result<()> {
+    if !needs.host_memory || gpu.is_none() || place == ArenaPlace::Host {
+        return Ok(());
+    }
+    let advice = "the network between nodes moves bytes by the processor, which does not reach a GPU's memory: give \
+                  arena(ArenaPlace::Host), or a proxy over a network that reaches it";
+    Err(config("arena", "Device", advice.into()))
+}
+
 /// What a rank allocates for itself.
 struct Local {
     device: Device,
@@ -521,6 +531,9 @@ struct Proxied {
 impl Local {
     fn allocate(builder: &AllToAllBuilder, shape: &Shape, placement: &Placement, plan: &Plan) -> Result<Local> {
         let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
+        if let Some(proxy) = builder.proxy.as_ref().filter(|_| plan.wire.is_some()) {
+            check_reach(proxy.device_needs(), device.ordinal(), shape.arena)?;
+        }
         let budget = Budget::take(&device, builder.sms, network_blocks(builder.proxy.as_ref()))?;
         let bytes = usize::try_from(plan.arena_bytes())
             .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
@@ -842,4 +855,23 @@ fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64) 
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arenas_that_the_network_does_not_reach_are_refused() {
+        let processor = DeviceNeeds { host_memory: true, ..DeviceNeeds::default() };
+        let error = check_reach(processor, Some(0), ArenaPlace::Device).unwrap_err().to_string();
+        assert!(error.contains("arena") && error.contains("ArenaPlace::Host"), "{error}");
+        for (needs, gpu, place) in [
+            (processor, None, ArenaPlace::Device),
+            (processor, Some(0), ArenaPlace::Host),
+            (DeviceNeeds::default(), Some(0), ArenaPlace::Device),
+        ] {
+            check_reach(needs, gpu, place).unwrap();
+        }
+    }
 }

@@ -363,7 +363,7 @@ impl Transport for GpuNicEndpoint {
     fn device_needs(&self) -> DeviceNeeds {
         match self.device.kind() {
             DeviceKind::Cpu => DeviceNeeds::default(),
-            DeviceKind::Cuda => DeviceNeeds { blocks: GPU_BLOCKS, access: true },
+            DeviceKind::Cuda => DeviceNeeds { blocks: GPU_BLOCKS, access: true, host_memory: false },
         }
     }
 

@@ -16,9 +16,9 @@ use tokenyard::proxy::driver::ThreadConfig;
 use tokenyard::proxy::gpu_nic::{GpuNetwork, GpuNicEndpoint, overhead};
 use tokenyard::proxy::machine::Liveness;
 use tokenyard::transport::link::{Event, MAX_MESSAGE, Transport};
-use tokenyard::transport::sim::LinkModel;
+use tokenyard::transport::sim::{Clock, LinkModel, Network, SimConfig};
 use tokenyard::transport::{Arena, PeerMap};
-use tokenyard::{Device, Proxy, ProxyConfig};
+use tokenyard::{ArenaPlace, Device, Proxy, ProxyConfig};
 
 /// Emulated networks of one link model.
 struct Nics(LinkModel, usize);
@@ -202,6 +202,28 @@ fn arenas_of_other_nodes_stay_unknown_to_contexts() {
         for rank in 0..3 {
             assert_eq!(map.base_of(Rank(rank)) != 0, (rank < 2) == (world.rank().0 < 2));
         }
+        world.barrier("done").unwrap();
+    });
+}
+
+#[test]
+fn contexts_on_gpus_over_a_network_that_the_processor_moves_need_arenas_in_host_memory() {
+    let network = Network::new(2, SimConfig { clock: Clock::Real, ..SimConfig::calm() }).unwrap();
+    on_ranks(2, |world| {
+        let world = world.with_nodes(&[1, 1]).unwrap();
+        let device = test_device(&world);
+        if device.ordinal().is_none() {
+            println!("skipped: no GPU is asked for, and the processor reaches all other memory");
+            return;
+        }
+        let endpoint = network.endpoint(world.rank()).unwrap();
+        let thread = ThreadConfig { core: None, spinners: 4 };
+        let config = ProxyConfig { liveness: Liveness::default(), thread };
+        let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();
+        let refused = context_rig::builder(&world, &device).proxy(&proxy).build().map(drop).unwrap_err().to_string();
+        assert!(refused.contains("ArenaPlace::Host"), "{refused}");
+        let rig = Rig::on(&world, device, |builder| builder.proxy(&proxy).arena(ArenaPlace::Host));
+        rig.good_round(1);
         world.barrier("done").unwrap();
     });
 }

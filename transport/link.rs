@@ -142,13 +142,15 @@ pub enum Event<'a> {
     },
 }
 
-/// What a backend that runs kernels of its own needs of GPUs. Backends for NICs need nothing.
+/// What a backend needs of GPUs and of arenas for them. Backends for NICs that reach GPUs' memory need nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DeviceNeeds {
     /// Blocks that it has on the rank's device while it runs. Contexts leave them free.
     pub blocks: u32,
     /// Whether kernels on other GPUs of this process store into what is registered, so that these need access to it.
     pub access: bool,
+    /// Whether what is registered must be host memory: the processor moves the bytes, and it would fault on a GPU's.
+    pub host_memory: bool,
 }
 
 /// One rank's endpoint. The promises are in the module's documentation.

@@ -238,7 +238,8 @@ fn go_on(world: &World, device: Device, proxy: Option<&Proxy>, error: &Error) ->
 fn build(world: &World, device: Device, proxy: Option<&Proxy>) -> Result<Rig> {
     let mut builder = builder(world, &device).timeout(DEADLINE);
     if let Some(proxy) = proxy {
-        builder = builder.proxy(proxy).chunk_rows(1);
+        // Where the network reaches them on GPUs, too.
+        builder = builder.proxy(proxy).chunk_rows(1).arena(ArenaPlace::Host);
     }
     let ep = builder.build()?;
     let capacity = world.size() * MAX_TOKENS * TOP_K;

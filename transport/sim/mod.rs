@@ -34,7 +34,7 @@ pub use counts::Counts;
 pub use process::{ProcessEndpoint, Refused};
 
 use super::imm::MAX_RANKS;
-use super::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use super::link::{DeviceNeeds, Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use crate::base::{Error, Rank, Result};
 use address::Address;
 use seat::Pending;
@@ -204,6 +204,10 @@ impl SimEndpoint {
 impl Transport for SimEndpoint {
     fn nics(&self) -> usize {
         self.network.shared.nics
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        DeviceNeeds { host_memory: true, ..DeviceNeeds::default() }
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {

@@ -61,7 +61,7 @@ use super::counts::Counts;
 use super::seat::Pending;
 use crate::base::{Error, Rank, Result};
 use crate::transport::imm::MAX_RANKS;
-use crate::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use crate::transport::link::{DeviceNeeds, Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use address::Address;
 use frame::{MAX_FRAME, MAX_TOKEN};
 use inbound::Inbound;
@@ -270,6 +270,10 @@ fn open_door() -> Result<Door> {
 impl Transport for ProcessEndpoint {
     fn nics(&self) -> usize {
         self.core.config.nics.len()
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        DeviceNeeds { host_memory: true, ..DeviceNeeds::default() }
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
