@@ -194,7 +194,6 @@ TY_DEVICE bool begin_sums(const ty_combine_args &a, CombineShared &shared, const
     if (team_any(team, failed)) return false;
     note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_RAIL, leads);
   }
-  if (far && receives && !wait_rails(a, team, wave)) return false;
   if (receives && block_index() == 0) report_missing(a, shared, team, wave);
   return true;
 }
@@ -225,7 +224,12 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
     take_over();
     if (!load(&shared.helped)) return;
   }
-  if (a.phases & TY_PHASE_RECEIVE) combine_receive<Partial, far>(a, shared, team, wave, bad, range, helped);
+  if (a.phases & TY_PHASE_RECEIVE) {
+    combine_receive<Partial, far>(a, shared, team, wave, bad, range, helped);
+    // Behind the sums, each of which waits for its own chunks, having looked everything up before: every message of an
+    // epoch is waited for, one without rows too.
+    if (far && member) (void)wait_rails(a, team, wave);
+  }
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, member && team_thread(team) == 0);
 }
 

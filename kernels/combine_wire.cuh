@@ -143,9 +143,11 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
     return range.end - range.first;
   };
   for (u32 j = 0; j < targets; ++j) most = rows_of(j) > most ? rows_of(j) : most;
-  auto there = [&](u32 n) { return n / targets < rows_of(n % targets); };
+  // Homes of the node behind the own one first, lest all rails send to the same.
+  auto home_of = [&](u32 n) { return (n + c.node) % targets; };
+  auto there = [&](u32 n) { return n / targets < rows_of(home_of(n)); };
   return share_out(c, team, most * targets, nullptr, there, [&](u32 n, const Piece &piece) {
-    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, n % targets, n / targets, piece);
+    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, home_of(n), n / targets, piece);
   });
 }
 

@@ -447,17 +447,18 @@ typedef struct ty_nic_request {
   uint64_t source;
   uint64_t target;
   uint64_t bytes;
-  uint64_t first; // in device memory: which block takes the first part
+  uint64_t reserved;
 } ty_nic_request;
 
 // In host memory: what the host writes, then what the device does, each on lines of their own.
 typedef struct ty_nic_host {
   uint64_t posted; // by the host: requests posted since ever, perhaps with TY_NIC_STOP
   uint64_t padding0[15];
-  uint64_t completed; // by the device: requests carried out since ever, in order
-  uint64_t relayed;   // by the device as a launch ends: the same, for the next launch to begin with
-  uint64_t ended;     // by the device, behind `relayed`: number of the launch that has ended
-  uint64_t padding1[13];
+  uint64_t
+      relayed;    // by the device as a launch ends: requests carried out since ever, for the next launch to begin with
+  uint64_t ended; // by the device, behind `relayed`: number of the launch that has ended
+  uint64_t padding1[14];
+  uint64_t completed[TY_NIC_SLOTS];      // by the device: 1 + the request of this slot that was carried out last
   ty_nic_request requests[TY_NIC_SLOTS]; // by the host
 } ty_nic_host;
 
@@ -477,6 +478,8 @@ typedef struct ty_nic_args {
   uint64_t launch; // number of this launch, from 1
   uint64_t begin;  // requests that earlier launches have carried out
   uint64_t idle_ns;
+  uint32_t group_blocks; // that carry a request out together
+  uint32_t reserved;
 } ty_nic_args;
 
 #endif

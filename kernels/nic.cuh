@@ -3,9 +3,10 @@
 // Beside the data path: for runs between GPUs of one host whose ranks count as several nodes (proxy/gpu_nic.rs, which
 // also says how fast the link is; this kernel copies as fast as it can). On a stream of its own.
 //
-//   host ring ──▶ block 0, thread 0 ──▶ device ring ──▶ all other blocks copy their parts, fence and count
-//                 (polls host memory)                  the last one to count tells the host
+//   host ring ──▶ block 0, warp 0 ──▶ device ring ──▶ groups of blocks, each every so-manieth request: its blocks copy
+//                 (one thread polls host memory)     their parts, fence and count; the last one to count tells the host
 //
+// Groups, so that no request waits for the fences of the one before; completions may come out of order.
 // A launch ends when the host says stop, or once nothing was asked for idle_ns; then the host launches it again when
 // there is work. So whatever waits for the GPU to come to rest waits for no longer than that. The waits here are the
 // only ones without a deadline: block 0 ends by those two conditions, and all others when block 0 says so.
@@ -15,7 +16,7 @@
 namespace ty {
 
 // Vectors that a thread has on their way.
-constexpr u32 nic_vectors = 4;
+constexpr u32 nic_vectors = 8;
 // Looks at the ring between two looks at the clock.
 constexpr u32 nic_turns_between_checks = 32;
 
@@ -26,6 +27,20 @@ struct NicShared {
 TY_DEVICE ty_nic_host *nic_host(const ty_nic_args &a) { return pointer<ty_nic_host>(a.host); }
 TY_DEVICE ty_nic_device *nic_device(const ty_nic_args &a) { return pointer<ty_nic_device>(a.device); }
 
+// The calling block's group.
+struct NicGroup {
+  u32 number;
+  u32 groups;
+  u32 place; // of the block among the group's
+  u32 blocks;
+};
+
+TY_DEVICE NicGroup nic_group(const ty_nic_args &a) {
+  u32 blocks = block_count() - 1, groups = blocks < a.group_blocks ? 1 : blocks / a.group_blocks;
+  u32 own = block_index() - 1, number = own % groups;
+  return {number, groups, own / groups, (blocks - number + groups - 1) / groups};
+}
+
 // Parts that a request is copied in: each what a block has on its way at once, as far as there are blocks.
 TY_DEVICE u32 nic_parts(u64 bytes, u32 blocks) {
   u64 part_bytes = 16 * nic_vectors * block_threads(), parts = (bytes + part_bytes - 1) / part_bytes;
@@ -34,53 +49,60 @@ TY_DEVICE u32 nic_parts(u64 bytes, u32 blocks) {
 
 // ---- block 0 ---------------------------------------------------------------------------------------------
 
-// Passes one request on; answers which block is next in turn. The slot is free: the host posts request n only once
-// request n - TY_NIC_SLOTS is completed, and so read by all.
-TY_DEVICE u32 pass_on(const ty_nic_args &a, u64 number, u32 first) {
-  const ty_nic_request *from = &nic_host(a)->requests[number % TY_NIC_SLOTS];
-  ty_nic_request *to = &nic_device(a)->requests[number % TY_NIC_SLOTS];
-  u64 source = load_relaxed_sys(&from->source), target = load_relaxed_sys(&from->target);
-  u64 bytes = load_relaxed_sys(&from->bytes);
-  store(&to->source, source);
-  store(&to->target, target);
-  store(&to->bytes, bytes);
-  store(&to->first, static_cast<u64>(first));
+// Requests that are passed on together: one trip over PCIe for all of them.
+constexpr u32 nic_batch = 8;
+constexpr u32 nic_request_words = sizeof(ty_nic_request) / sizeof(u64);
+static_assert(nic_batch * nic_request_words <= warp_size, "a lane a word");
+
+// Passes `count` requests on, a word a lane. The slots are free: the host posts request n only once request
+// n - TY_NIC_SLOTS is completed, and so read by all of its group. By a warp.
+TY_DEVICE void pass_on(const ty_nic_args &a, u64 first, u32 count) {
+  u64 slot = (first + lane_index() / nic_request_words) % TY_NIC_SLOTS;
+  u64 at = slot * nic_request_words + lane_index() % nic_request_words;
+  if (lane_index() < count * nic_request_words) {
+    const u64 *from = reinterpret_cast<const u64 *>(nic_host(a)->requests) + at;
+    store(reinterpret_cast<u64 *>(nic_device(a)->requests) + at, load_relaxed_sys(from));
+  }
+  warp_barrier();
   // Acquired by follow.
-  store_release_gpu(&nic_device(a)->relayed, number + 1);
-  u32 blocks = block_count() - 1;
-  return (first + nic_parts(bytes, blocks)) % blocks;
+  if (lane_index() == 0) store_release_gpu(&nic_device(a)->relayed, first + count);
 }
 
-// By thread 0 of block 0, the one thread that polls host memory.
+// By warp 0 of block 0, whose first thread is the one that polls host memory.
 TY_DEVICE void relay(const ty_nic_args &a) {
   u64 relayed = a.begin, since = now_ns();
-  u32 first = 0;
+  bool leads = lane_index() == 0;
   for (u32 turn = 1;; ++turn) {
-    // Released by the host, behind the requests.
-    u64 word = load_acquire_sys(&nic_host(a)->posted);
+    // Released by the host, behind the requests; the barrier orders the other lanes' loads behind it.
+    u64 word = shuffle(leads ? load_acquire_sys(&nic_host(a)->posted) : 0, 0);
+    warp_barrier();
     u64 posted = word & ~TY_NIC_STOP;
     if (relayed < posted) {
-      for (; relayed < posted; ++relayed) first = pass_on(a, relayed, first);
+      u32 count = posted - relayed < nic_batch ? static_cast<u32>(posted - relayed) : nic_batch;
+      pass_on(a, relayed, count);
+      relayed += count;
       since = now_ns();
       continue;
     }
     if (word & TY_NIC_STOP) break;
-    if (turn % nic_turns_between_checks == 0 && now_ns() - since > a.idle_ns) break;
+    bool looks = leads && turn % nic_turns_between_checks == 0;
+    if (warp_ballot(looks && now_ns() - since > a.idle_ns) != 0) break;
     spin_pause("network request");
   }
   // Acquired by follow, which then sees the last request that was passed on.
-  store_release_gpu(&nic_device(a)->ending, a.launch);
+  if (leads) store_release_gpu(&nic_device(a)->ending, a.launch);
 }
 
 // ---- the other blocks ------------------------------------------------------------------------------------
 
-// Waits for requests beyond `done`; answers how many there are by now, `done` if there will be no more. By thread 0.
-TY_DEVICE u64 follow(const ty_nic_args &a, u64 done) {
+// Waits until request `next` is there; answers how many there are by now, `next` or fewer if it will never be. By
+// thread 0.
+TY_DEVICE u64 follow(const ty_nic_args &a, u64 next) {
   for (;;) {
     // In this order: who sees the end sees all that was passed on before it.
     u64 ending = load_acquire_gpu(&nic_device(a)->ending);
     u64 relayed = load_acquire_gpu(&nic_device(a)->relayed);
-    if (relayed > done || ending == a.launch) return relayed;
+    if (relayed > next || ending == a.launch) return relayed;
     spin_pause("network relay");
   }
 }
@@ -119,23 +141,22 @@ TY_DEVICE void copy_part(const ty_nic_request &r, u32 part, u32 parts) {
   copy_bytes(to, from, head + vectors * 16, r.bytes);
 }
 
-// One request, by a whole block: its part, if it has one, and its count. Every block counts every request, so that who
-// sees a completion knows that nobody looks at the slot any more, and completions are in order.
-TY_DEVICE void carry_out(const ty_nic_args &a, u64 number) {
+// One request, by a whole block of its group: its part, if it has one, and its count. Every block of the group counts
+// every request of the group's, so that who sees a completion knows that nobody looks at the slot any more.
+TY_DEVICE void carry_out(const ty_nic_args &a, const NicGroup &group, u64 number) {
   ty_nic_device *device = nic_device(a);
   const ty_nic_request *slot = &device->requests[number % TY_NIC_SLOTS];
-  const ty_nic_request r{load(&slot->source), load(&slot->target), load(&slot->bytes), load(&slot->first)};
-  u32 blocks = block_count() - 1, parts = nic_parts(r.bytes, blocks);
-  u32 part = (block_index() - 1 + blocks - static_cast<u32>(r.first)) % blocks;
-  if (part < parts) copy_part(r, part, parts);
+  const ty_nic_request r{load(&slot->source), load(&slot->target), load(&slot->bytes), 0};
+  u32 parts = nic_parts(r.bytes, group.blocks);
+  if (group.place < parts) copy_part(r, group.place, parts);
   block_barrier();
   if (thread_index() != 0) return;
-  if (part < parts) fence_acq_rel_sys();
+  if (group.place < parts) fence_acq_rel_sys();
   u32 *counted = &device->counted[number % TY_NIC_SLOTS];
-  if (atomic_add_gpu(counted, 1u) != blocks - 1) return;
+  if (atomic_add_gpu(counted, 1u) != group.blocks - 1) return;
   store(counted, 0u);
   // Acquired by the host: the payload is in place.
-  store_release_sys(&nic_host(a)->completed, number + 1);
+  store_release_sys(&nic_host(a)->completed[number % TY_NIC_SLOTS], number + 1);
 }
 
 // The last block of a launch tells the host that it has ended. By thread 0.
@@ -150,20 +171,22 @@ TY_DEVICE void leave(const ty_nic_args &a) {
 // Two blocks or more.
 TY_KERNEL(ty_nic, ty_nic_args) {
   if (block_index() == 0) {
-    if (thread_index() != 0) return;
+    if (warp_index() != 0) return;
     relay(a);
-    leave(a);
+    if (lane_index() == 0) leave(a);
     return;
   }
   NicShared &shared = block_shared<NicShared>();
-  for (u64 done = a.begin;;) {
-    if (thread_index() == 0) store(&shared.until, follow(a, done));
+  NicGroup group = nic_group(a);
+  u64 next = a.begin + (group.number + group.groups - a.begin % group.groups) % group.groups;
+  for (;;) {
+    if (thread_index() == 0) store(&shared.until, follow(a, next));
     block_barrier();
     u64 until = load(&shared.until);
     // Before thread 0 writes it again.
     block_barrier();
-    if (until == done) break;
-    for (; done < until; ++done) carry_out(a, done);
+    if (until <= next) break;
+    for (; next < until; next += group.groups) carry_out(a, group, next);
   }
   if (thread_index() == 0) leave(a);
 }

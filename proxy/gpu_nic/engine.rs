@@ -5,7 +5,7 @@
 //! what was posted is copied.
 //!
 //! ```text
-//!   post ─▶ requests[n], posted = n + 1 ─▶ kernel ─▶ completed ─▶ is_done
+//!   post ─▶ requests[n], posted = n + 1 ─▶ kernel ─▶ completed[n] = n + 1
 //!             └─ no launch is alive? launch        └─ idle or told to stop: ended = number of the launch
 //! ```
 
@@ -25,9 +25,12 @@ pub(super) const SLOTS: u64 = raw::TY_NIC_SLOTS as u64;
 pub(super) const GPU_BLOCKS: u32 = 16;
 /// Its threads: few registers, so that kernels without waits find room on the same multiprocessors.
 const GPU_THREADS: u32 = 512;
+/// Of these, so many carry a request out together: a chunk of 256 KiB is about what they have on their way at once.
+const GPU_GROUP: u32 = 5;
 /// The same on the CPU device.
-const CPU_BLOCKS: u32 = 2;
+const CPU_BLOCKS: u32 = 3;
 const CPU_THREADS: u32 = 64;
+const CPU_GROUP: u32 = 1;
 /// Shared memory of a block: one word.
 const SHARED_BYTES: u32 = 16;
 /// A launch without work ends after this time, so that what waits for the GPU to come to rest (freeing memory, loading
@@ -54,6 +57,8 @@ pub(super) struct Engine {
     host: u64,
     device: ManuallyDrop<DeviceBuffer>,
     posted: u64,
+    /// Requests carried out, all before this number.
+    completed: u64,
     launches: u64,
 }
 
@@ -71,6 +76,7 @@ impl Engine {
             host: address,
             device: ManuallyDrop::new(memory),
             posted: 0,
+            completed: 0,
             launches: 0,
         })
     }
@@ -81,9 +87,14 @@ impl Engine {
     }
 
     /// Requests carried out since ever: all before this number. Their payload is in place.
-    pub fn completed(&self) -> u64 {
-        // The kernel released it behind the payload.
-        self.load(COMPLETED, Ordering::Acquire)
+    pub fn completed(&mut self) -> u64 {
+        // The kernel released each word behind the request's payload, in any order.
+        while self.completed < self.posted
+            && self.load(COMPLETED + (self.completed % SLOTS) as usize, Ordering::Acquire) == self.completed + 1
+        {
+            self.completed += 1;
+        }
+        self.completed
     }
 
     /// Posts a copy and answers its number, counted from 0; `None` if the ring is full.
@@ -113,9 +124,9 @@ impl Engine {
         if begin == self.posted {
             return Ok(());
         }
-        let (blocks, threads) = match self.stream.device().kind() {
-            DeviceKind::Cpu => (CPU_BLOCKS, CPU_THREADS),
-            DeviceKind::Cuda => (GPU_BLOCKS, GPU_THREADS),
+        let (blocks, threads, group_blocks) = match self.stream.device().kind() {
+            DeviceKind::Cpu => (CPU_BLOCKS, CPU_THREADS, CPU_GROUP),
+            DeviceKind::Cuda => (GPU_BLOCKS, GPU_THREADS, GPU_GROUP),
         };
         let args = raw::ty_nic_args {
             host: self.host,
@@ -123,6 +134,8 @@ impl Engine {
             launch: self.launches + 1,
             begin,
             idle_ns: IDLE.as_nanos() as u64,
+            group_blocks,
+            reserved: 0,
         };
         self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)?;
         self.launches += 1;

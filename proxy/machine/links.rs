@@ -150,7 +150,12 @@ impl Context {
             let chunks = usize::from(wire.lane(direction).chunks);
             Arrivals { source_of, counter: ImmCounter::new(sources.len(), chunks, wire.nics(), first_epoch) }
         });
-        let watches = Watches::new(links.iter().map(|link| link.watch(&common)).collect(), &first_link);
+        let own = wire.nodes().node_of(rank);
+        let begins = Direction::ALL.map(|direction| {
+            let targets = wire.targets(direction, rank);
+            targets.iter().filter(|target| wire.nodes().node_of(**target) < own).count()
+        });
+        let watches = Watches::new(links.iter().map(|link| link.watch(&common)).collect(), &first_link, &begins);
         let sources = Direction::ALL.into_iter().flat_map(|direction| wire.sources(direction, rank));
         let mut peers: Vec<Rank> = links.iter().map(|link| link.peer).chain(sources).collect();
         peers.sort_unstable();

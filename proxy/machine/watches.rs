@@ -19,25 +19,51 @@ pub(super) struct Watches {
     /// By link, direction after direction.
     list: Vec<Watch>,
     groups: Vec<Group>,
-    /// By direction: its first group. No group has links of two directions, whose words are far apart.
-    first_group: [usize; DIRECTIONS],
+    /// By direction. No group has links of two directions, whose words are far apart.
+    turns: [Turn; DIRECTIONS],
+}
+
+/// The groups of a direction's links: those from one link on, then those before it. Ranks that all began with the first
+/// node would send to it at the same time, and then to the next: each begins with the node behind its own.
+#[derive(Debug, Clone, Copy, Default)]
+struct Turn {
+    begin: usize,
+    /// The group that has it.
+    first: usize,
+    /// The group that has link 0, if another.
+    wrapped: usize,
+}
+
+impl Turn {
+    fn group_of(&self, link: usize) -> usize {
+        match link.checked_sub(self.begin) {
+            Some(on) => self.first + on / GROUP_LINKS,
+            None => self.wrapped + link / GROUP_LINKS,
+        }
+    }
 }
 
 impl Watches {
-    /// Of links that stand direction by direction; `first_link` says where each begins.
-    pub fn new(list: Vec<Watch>, first_link: &[usize; DIRECTIONS]) -> Watches {
-        let mut groups = Vec::new();
-        let mut first_group = [0; DIRECTIONS];
+    /// Of links that stand direction by direction; `first_link` says where each begins, and `begins` which of its links is
+    /// looked at first.
+    pub fn new(list: Vec<Watch>, first_link: &[usize; DIRECTIONS], begins: &[usize; DIRECTIONS]) -> Watches {
+        let mut groups: Vec<Group> = Vec::new();
+        let mut turns = [Turn::default(); DIRECTIONS];
         for (direction, first) in first_link.iter().enumerate() {
-            first_group[direction] = groups.len();
             let end = first_link.get(direction + 1).copied().unwrap_or(list.len());
-            groups.extend((*first..end).step_by(GROUP_LINKS).map(|first| Group {
-                first: first as u16,
-                links: GROUP_LINKS.min(end - first) as u16,
-                row: None,
-            }));
+            let begin = begins[direction].min(end - first);
+            let mut add = |from: usize, to: usize| {
+                let number = groups.len();
+                groups.extend((from..to).step_by(GROUP_LINKS).map(|first| Group {
+                    first: first as u16,
+                    links: GROUP_LINKS.min(to - first) as u16,
+                    row: None,
+                }));
+                number
+            };
+            turns[direction] = Turn { begin, first: add(first + begin, end), wrapped: add(*first, first + begin) };
         }
-        let mut watches = Watches { list, groups, first_group };
+        let mut watches = Watches { list, groups, turns };
         (0..watches.groups.len()).for_each(|at| watches.even_out(at));
         watches
     }
@@ -53,7 +79,7 @@ impl Watches {
     /// What a link waits for from now on; `link` is its place in its direction, `at` among all.
     pub fn set(&mut self, direction: usize, link: usize, at: usize, watch: Watch) {
         self.list[at] = watch;
-        self.groups[self.first_group[direction] + link / GROUP_LINKS].row = None;
+        self.groups[self.turns[direction].group_of(link)].row = None;
     }
 
     /// Finds out whether a group is even. Not with `set`: a post would pay for it, and neighbours mostly move together.
@@ -64,5 +90,42 @@ impl Watches {
             let in_row = |(watch, word): (&Watch, u32)| watch.word == word && watch.epoch == row.epoch && !watch.asleep;
             watches.iter().zip(row.word..).all(in_row)
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Watches of 20 links in the first direction and of 3 in the second, all other directions without any.
+    fn watches(begins: [usize; DIRECTIONS]) -> Watches {
+        let watch = |word| Watch { word, chunks_word: None, epoch: 7, asleep: false };
+        let list = (0..20).chain(100..103).map(watch).collect();
+        let mut first_link = [23; DIRECTIONS];
+        (first_link[0], first_link[1]) = (0, 20);
+        Watches::new(list, &first_link, &begins)
+    }
+
+    #[test]
+    fn links_are_looked_at_from_the_first_of_their_turn_on_and_all_of_them() {
+        for (begin, order) in [(0, vec![0, 8, 16]), (5, vec![5, 13, 0]), (19, vec![19, 0, 8, 16]), (20, vec![0, 8, 16])]
+        {
+            let mut begins = [0; DIRECTIONS];
+            (begins[0], begins[1]) = (begin, 2);
+            let mut watches = watches(begins);
+            let firsts: Vec<usize> = watches.groups().iter().map(|group| group.range().start).collect();
+            assert_eq!(firsts[..order.len()], order);
+            assert_eq!(firsts[order.len()..], [22, 20]);
+            let mut seen: Vec<usize> = watches.groups().iter().flat_map(Group::range).collect();
+            seen.sort_unstable();
+            assert_eq!(seen, (0..23).collect::<Vec<_>>());
+            assert!(watches.groups().iter().all(|group| group.row.is_some()), "neighbours of one epoch");
+            for link in 0..20 {
+                let watch = Watch { epoch: 9, ..watches.list()[link] };
+                watches.set(0, link, link, watch);
+                let group = watches.groups().iter().position(|group| group.range().contains(&link));
+                assert_eq!(group.map(|group| watches.groups()[group].row.is_none()), Some(true), "link {link}");
+            }
+        }
     }
 }

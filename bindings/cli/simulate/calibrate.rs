@@ -65,16 +65,16 @@ const TWO_NODES: &str = "tokenyard, emulated NICs";
 
 /// On 2 H200s: benches/results/h200-x2/decode-2.json, decode-1x2-cx7.json, both of commit 0bfde6f.
 const MEASURED: [Measured; 6] = [
-    (ONE_NODE, 1, 2, 1, 19.5, 15.8),
-    (ONE_NODE, 1, 2, 16, 20.7, 17.3),
-    (ONE_NODE, 1, 2, 128, 23.9, 21.7),
-    (TWO_NODES, 2, 1, 1, 51.0, 44.9),
-    (TWO_NODES, 2, 1, 16, 54.7, 47.2),
-    (TWO_NODES, 2, 1, 128, 68.7, 91.7),
+    (ONE_NODE, 1, 2, 1, 16.4, 14.6),
+    (ONE_NODE, 1, 2, 16, 17.0, 16.4),
+    (ONE_NODE, 1, 2, 128, 20.4, 20.8),
+    (TWO_NODES, 2, 1, 1, 42.0, 40.3),
+    (TWO_NODES, 2, 1, 16, 46.7, 43.9),
+    (TWO_NODES, 2, 1, 128, 55.5, 78.9),
 ];
 /// The emulated NIC: ConnectX-7's rate; its 2 us and 8.9 of the emulation's own for a small write, 3 of them a message's:
 /// what each further chunk cost (docs/simulate.md).
-const EMULATED: &str = "400:7.9:3";
+const EMULATED: &str = "400:9.4:0.3";
 /// Rows of a chunk in those worlds: 256 KiB.
 const MEASURED_ROWS: Pair<usize> = Pair { dispatch: 36, combine: 19 };
 

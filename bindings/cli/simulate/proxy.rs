@@ -21,7 +21,9 @@ pub struct Proxy {
     pub endpoint: SimEndpoint,
     pub doorbells: Vec<u64>,
     pub chunks: Vec<u64>,
-    /// Watches that this turn has looked at.
+    /// The watches in the order in which a turn looks at them: group by group, as the driver does.
+    order: Vec<u16>,
+    /// How many of them this turn has looked at.
     looked: usize,
     /// This turn has found a doorbell, so others may have been rung behind its back.
     worked: bool,
@@ -84,7 +86,10 @@ impl Outputs for Hands<'_> {
 impl Proxy {
     /// Around an open machine, with so many words.
     pub fn new(machine: Machine, endpoint: SimEndpoint, doorbells: usize, chunks: usize) -> Proxy {
-        Proxy { machine, endpoint, doorbells: vec![0; doorbells], chunks: vec![0; chunks], looked: 0, worked: false }
+        let groups = machine.groups(CONTEXT).iter();
+        let order = groups.flat_map(|group| group.range()).map(|index| index as u16).collect();
+        let (doorbells, chunks) = (vec![0; doorbells], vec![0; chunks]);
+        Proxy { machine, endpoint, doorbells, chunks, order, looked: 0, worked: false }
     }
 
     /// Does what comes next in a turn: one doorbell, or, once all are looked at, a poll and the clock. `Err` is a
@@ -101,8 +106,8 @@ impl Proxy {
     /// The next watch of this turn whose doorbell is rung.
     fn next_rung(&mut self) -> Option<usize> {
         let watches = self.machine.watches(CONTEXT);
-        while self.looked < watches.len() {
-            let index = self.looked;
+        while let Some(&index) = self.order.get(self.looked) {
+            let index = usize::from(index);
             self.looked += 1;
             if watches[index].is_rung(self.doorbells[watches[index].word as usize]) {
                 return Some(index);
