@@ -63,18 +63,21 @@ type Measured = (&'static str, usize, usize, usize, f64, f64);
 const ONE_NODE: &str = "tokenyard, one node of H200";
 const TWO_NODES: &str = "tokenyard, emulated NICs";
 
-/// On 2 H200s: benches/results/h200-x2/decode-2.json, decode-1x2-cx7.json, both of commit 0bfde6f.
+/// On 2 H200s: benches/results/h200-x4/decode-2.json of commit cd38a57, decode-1x2-cx7.json of commit 6b82674.
 const MEASURED: [Measured; 6] = [
     (ONE_NODE, 1, 2, 1, 16.4, 14.6),
     (ONE_NODE, 1, 2, 16, 17.0, 16.4),
     (ONE_NODE, 1, 2, 128, 20.4, 20.8),
-    (TWO_NODES, 2, 1, 1, 42.0, 40.3),
-    (TWO_NODES, 2, 1, 16, 46.7, 43.9),
-    (TWO_NODES, 2, 1, 128, 55.5, 78.9),
+    (TWO_NODES, 2, 1, 1, 40.8, 37.2),
+    (TWO_NODES, 2, 1, 16, 45.5, 41.7),
+    (TWO_NODES, 2, 1, 128, 54.9, 78.5),
 ];
-/// The emulated NIC: ConnectX-7's rate; its 2 us and 8.9 of the emulation's own for a small write, 3 of them a message's:
-/// what each further chunk cost (docs/simulate.md).
-const EMULATED: &str = "400:9.4:0.3";
+/// The emulated NIC: ConnectX-7's rate. A small write takes it 7.5 us, in which the link's own 2 are contained; of many
+/// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the link.
+const EMULATED: &str = "400:7.2:0.3";
+const EMULATED_STREAM: &str = "400:2.2:0.3";
+/// From so many tokens on they are many chunks.
+const STREAM_TOKENS: usize = 64;
 /// Rows of a chunk in those worlds: 256 KiB.
 const MEASURED_ROWS: Pair<usize> = Pair { dispatch: 36, combine: 19 };
 
@@ -198,7 +201,8 @@ fn published(system: System, place: Place, ranks: usize, combine: bool, known_us
 
 /// Medians of a world of this project's, with the chunks that it had.
 fn own(shape: Shape) -> Outcome<Pair<f64>> {
-    let link = models::parse(if shape.nodes > 1 { EMULATED } else { "none" }).map_err(|error| error.to_string())?;
+    let emulated = if shape.tokens < STREAM_TOKENS { EMULATED } else { EMULATED_STREAM };
+    let link = models::parse(if shape.nodes > 1 { emulated } else { "none" }).map_err(|error| error.to_string())?;
     let run = |rows| super::run(&Plan::new(shape, Order::DESIGN, Some(rows)), &link, Costs::H200, 20, &|_| {});
     let median = |us: Vec<f64>| Percentiles::of(us).map_or(0.0, |p| p.p50);
     let (dispatch, _) = run(MEASURED_ROWS.dispatch)?;

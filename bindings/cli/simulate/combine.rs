@@ -131,7 +131,7 @@ impl<'a> Combine<'a> {
         let rows = &self.workload.rows(home, node)[rows];
         let parts: usize = rows.iter().map(|row| (0..shape.per_node).filter(|l| row.is_on(*l)).count()).sum();
         let bytes = (parts + rows.len()) as u64 * shape.sum_bytes();
-        let ready_ns = there_ns.max(self.start_ns + costs.launch_ns + costs.sum_ns) + costs.row_ns;
+        let ready_ns = there_ns.max(self.start_ns + costs.launch_ns + costs.sum_ns) + costs.rail_ns;
         server.serve(ready_ns, at_rate(bytes, costs.stream_rate))
     }
 

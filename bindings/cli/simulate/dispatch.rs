@@ -95,7 +95,7 @@ impl<'a> Dispatch<'a> {
             .iter()
             .map(|rows| {
                 rows_so_far += rows;
-                begin_ns + costs.row_ns + at_rate(rows_so_far * shape.row_bytes(), costs.stream_rate)
+                begin_ns + costs.pack_ns + at_rate(rows_so_far * shape.row_bytes(), costs.stream_rate)
             })
             .collect();
         for (link, node) in others().enumerate() {
