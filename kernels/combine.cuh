@@ -4,8 +4,9 @@
 //   Cs  flag to every rank of the node (and the weights, if they come with combine)
 //       warp per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot -> tags (N4)
 //       rail, warp per (served home, row): the node's partial rows in rank order -> a row in wire staging -> doorbell
-//   Cr  every block: flags of the node's ranks, heads of the rails' messages
+//   Cr  every block: flags of the node's ranks
 //       warp per own token: sum over nodes in order, each the sum of its ranks in order -> out
+//       every block: heads of the rails' messages, those without rows, too
 //
 // Where rows are few, a warp takes a part of one, some of its TY_SLICES slices. Each slice has a tag, so that sender
 // and receiver need not cut alike. In a fused call, and between nodes, two teams of a block work side by side: one
@@ -130,7 +131,7 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
       if (!far || (n >= list.own && n < list.after)) add_to(own[i], row);
       else add_to(sums[i], row);
     };
-    // One run over all nodes' rows, so that loads of none wait for those of others.
+    // One run over all nodes' rows, so that those of several are loaded together.
     add_terms<Partial, rows_at_home, groups, Partial::group>(c, terms, list.count, g, columns.end, add);
     for (u32 i = 0; list.after == list.count && i < groups; ++i) add_to(sums[i], own[i]);
     for (u32 i = 0; a.accumulate && i < groups && g + i * warp_size < columns.end; ++i) {

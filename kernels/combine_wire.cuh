@@ -137,17 +137,20 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
   if (!pack_sum_heads(a, shared, team, wave)) return false;
   u64 missing = missing_ranks(c, shared);
-  u32 most = 0;
+  u32 most = 0, begin = 0;
   auto rows_of = [&](u32 j) {
     Range range = rail_rows(a, wave, j);
     return range.end - range.first;
   };
-  for (u32 j = 0; j < targets; ++j) most = rows_of(j) > most ? rows_of(j) : most;
-  // Homes of the node behind the own one first, lest all rails send to the same.
-  auto home_of = [&](u32 n) { return (n + c.node) % targets; };
-  auto there = [&](u32 n) { return n / targets < rows_of(home_of(n)); };
+  // Homes of the nodes behind the own one first, lest all rails send to the same.
+  for (u32 j = 0; j < targets; ++j) {
+    most = rows_of(j) > most ? rows_of(j) : most;
+    begin += served_home(c, j) < c.node_first ? 1 : 0;
+  }
+  auto target_of = [&](u32 n) { return (n + begin) % targets; };
+  auto there = [&](u32 n) { return n / targets < rows_of(target_of(n)); };
   return share_out(c, team, most * targets, nullptr, there, [&](u32 n, const Piece &piece) {
-    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, home_of(n), n / targets, piece);
+    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, target_of(n), n / targets, piece);
   });
 }
 

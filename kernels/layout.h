@@ -112,7 +112,7 @@
 #define TY_STAGE_NEAR 3      // rows of the own node sent
 #define TY_STAGE_RAIL 4      // what this rank does as a rail
 #define TY_STAGE_HEARD 5     // counts of all sources, or flags of all node peers
-#define TY_STAGE_ROWS 6      // rows placed, or sums formed
+#define TY_STAGE_ROWS 6      // rows placed, or sums formed and all rails heard
 #define TY_STAGE_DONE 7      // nothing left but to count the blocks
 #define TY_STAGES 8
 
@@ -447,7 +447,7 @@ typedef struct ty_nic_request {
   uint64_t source;
   uint64_t target;
   uint64_t bytes;
-  uint64_t reserved;
+  uint64_t reserved; // none of them crosses a line
 } ty_nic_request;
 
 // In host memory: what the host writes, then what the device does, each on lines of their own.

@@ -107,15 +107,18 @@ TY_DEVICE u64 follow(const ty_nic_args &a, u64 next) {
   }
 }
 
-// Copies vectors begin to end, several loads ahead of their stores.
+// Copies vectors begin to end, all of a thread's loads ahead of their stores.
 TY_DEVICE void copy_vectors(char *to, const char *from, u64 begin, u64 end) {
-  u64 step = block_threads(), v = begin + thread_index();
-  for (; v + (nic_vectors - 1) * step < end; v += nic_vectors * step) {
+  u64 step = block_threads();
+  for (u64 v = begin + thread_index(); v < end; v += nic_vectors * step) {
     Vec16 row[nic_vectors];
-    for (u32 i = 0; i < nic_vectors; ++i) row[i] = load16(from + (v + i * step) * 16);
-    for (u32 i = 0; i < nic_vectors; ++i) store16(to + (v + i * step) * 16, row[i]);
+    TY_UNROLL
+    for (u32 i = 0; i < nic_vectors; ++i)
+      if (v + i * step < end) row[i] = load16(from + (v + i * step) * 16);
+    TY_UNROLL
+    for (u32 i = 0; i < nic_vectors; ++i)
+      if (v + i * step < end) store16(to + (v + i * step) * 16, row[i]);
   }
-  for (; v < end; v += step) store16(to + v * 16, load16(from + v * 16));
 }
 
 TY_DEVICE void copy_bytes(char *to, const char *from, u64 begin, u64 end) {

@@ -286,7 +286,7 @@ impl GpuNicEndpoint {
         let shared = &self.network.shared;
         for flight in self.flights.iter_mut().filter(|flight| !flight.delivered) {
             if flight.request.is_some_and(|request| request >= completed) {
-                // Requests are carried out in order.
+                // They are counted in order, in whichever they are carried out.
                 break;
             }
             flight.delivered = true;

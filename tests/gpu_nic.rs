@@ -212,11 +212,12 @@ fn contexts_on_gpus_over_a_network_that_the_processor_moves_need_arenas_in_host_
     on_ranks(2, |world| {
         let world = world.with_nodes(&[1, 1]).unwrap();
         let device = test_device(&world);
+        let endpoint = network.endpoint(world.rank()).unwrap();
+        assert!(endpoint.device_needs().host_memory);
         if device.ordinal().is_none() {
             println!("skipped: no GPU is asked for, and the processor reaches all other memory");
             return;
         }
-        let endpoint = network.endpoint(world.rank()).unwrap();
         let thread = ThreadConfig { core: None, spinners: 4 };
         let config = ProxyConfig { liveness: Liveness::default(), thread };
         let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();

@@ -27,7 +27,7 @@ QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
-WATCHES = "proxy/machine/watches.rs"
+WATCHES, NIC = "proxy/machine/watches.rs", "kernels/nic.cuh"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -103,6 +103,9 @@ MUTANTS = [
     ("handle marked received by send", DISPATCH, "if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;", "if (ended == 0) return;"),
     ("free flag ignored", CONTEXT, "  if (epoch == c.first_epoch) return true;\n  bool failed", "  if (c.first_epoch != 0) return true;\n  bool failed"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
+    ("NIC: a group begins with another's request", NIC, "(group.number + group.groups - a.begin % group.groups)", "(group.number + group.groups - (a.begin + 1) % group.groups)"),
+    ("NIC: completed before all parts are copied", NIC, "!= group.blocks - 1) return;", "!= 0) return;"),
+    ("NIC: a request of the batch not passed on", NIC, "if (lane_index() < count * nic_request_words) {", "if (lane_index() < (count - (count > 1)) * nic_request_words) {"),
     ("E1: doorbell without release", NODES,
      "  fence_acq_rel_sys();\n  store_relaxed_sys(pointer<u64>(c.wire.doorbells)", "  store_relaxed_sys(pointer<u64>(c.wire.doorbells)"),
     ("E1: doorbell for this device alone", NODES,
@@ -183,15 +186,18 @@ class Worker:
             ("tests/faults.rs", [*test, "faults"]),
             ("several tiles", [program, "verify", "--replay", TILES]),
         ]
-        # The proxy has tests of its own, which are quicker than whole worlds.
+        # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]
-        return worlds + proxy if not file else proxy if file.startswith("proxy/") else worlds
+        nic = [("tests/gpu_nic.rs", [*test, "gpu_nic"])]
+        if not file:
+            return worlds + proxy + nic
+        return proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        return [] if file.startswith("proxy/") else schedules
+        return [] if file.startswith("proxy/") or file == NIC else schedules
 
     def caught_by(self, checks):
         """The name of the check that fails, with its last line, or None."""

@@ -1,4 +1,4 @@
-//! The NIC kernel of one endpoint, as its host side sees it: requests in, a count of completed ones out.
+//! The NIC kernel of one endpoint, as its host side sees it: requests in, a word for each that is carried out.
 //!
 //! Place: between the endpoint, which says what to copy and when, and kernels/nic.cuh, which copies. Runs on whichever
 //! thread polls or resets, under the endpoint's lock. Posting and looking never wait; draining and dropping wait until
@@ -28,9 +28,9 @@ const GPU_THREADS: u32 = 512;
 /// Of these, so many carry a request out together: a chunk of 256 KiB is about what they have on their way at once.
 const GPU_GROUP: u32 = 5;
 /// The same on the CPU device.
-const CPU_BLOCKS: u32 = 3;
+const CPU_BLOCKS: u32 = 6;
 const CPU_THREADS: u32 = 64;
-const CPU_GROUP: u32 = 1;
+const CPU_GROUP: u32 = 2;
 /// Shared memory of a block: one word.
 const SHARED_BYTES: u32 = 16;
 /// A launch without work ends after this time, so that what waits for the GPU to come to rest (freeing memory, loading
