@@ -181,7 +181,7 @@ TY_KERNEL(ty_nic, ty_nic_args) {
   }
   NicShared &shared = block_shared<NicShared>();
   NicGroup group = nic_group(a);
-  u64 next = a.begin + (group.number + group.groups - a.begin % group.groups) % group.groups;
+  u64 next = a.begin + group.number;
   for (;;) {
     if (thread_index() == 0) store(&shared.until, follow(a, next));
     block_barrier();

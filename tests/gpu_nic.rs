@@ -99,33 +99,66 @@ fn a_kernel_that_went_idle_comes_back() {
     }
 }
 
-#[test]
-fn large_and_crooked_writes_arrive_whole() {
-    let network = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap();
-    const BYTES: usize = 1 << 20;
-    let (source, inbox) = (rig::Memory::new(BYTES), rig::Memory::new(BYTES));
-    let mut ends = [0, 1].map(|rank| network.endpoint(Rank(rank), &Device::cpu().unwrap()).unwrap());
-    // SAFETY: accessed through raw pointers only, and dropped after the endpoints.
-    unsafe { (ends[0].register(source.span()).unwrap(), ends[1].register(inbox.span()).unwrap()) };
-    let addresses = [ends[0].address(), ends[1].address()];
-    ends[0].connect(Rank(1), &addresses[1]).unwrap();
-    ends[1].connect(Rank(0), &addresses[0]).unwrap();
-    source.write(0, &pattern(1, BYTES));
-    let cases = [(0, 0, BYTES), (3, 19, 500_001), (5, 6, 70_000), (8, 8, 65_537), (15, 31, 16), (9, 1, 3), (1, 17, 14)];
-    for (number, (from, to, bytes)) in cases.into_iter().enumerate() {
-        inbox.fill(0, BYTES, rig::GUARD);
+/// Two connected endpoints, of which the first writes from `source` into `inbox` of the second.
+struct Pair {
+    // Before the memory, which they use.
+    ends: [GpuNicEndpoint; 2],
+    source: rig::Memory,
+    inbox: rig::Memory,
+}
+
+impl Pair {
+    fn new(bytes: usize) -> Pair {
+        let network = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap();
+        let (source, inbox) = (rig::Memory::new(bytes), rig::Memory::new(bytes));
+        let mut ends = [0, 1].map(|rank| network.endpoint(Rank(rank), &Device::cpu().unwrap()).unwrap());
+        // SAFETY: accessed through raw pointers only, and dropped after the endpoints.
+        unsafe { (ends[0].register(source.span()).unwrap(), ends[1].register(inbox.span()).unwrap()) };
+        let addresses = [ends[0].address(), ends[1].address()];
+        ends[0].connect(Rank(1), &addresses[1]).unwrap();
+        ends[1].connect(Rank(0), &addresses[0]).unwrap();
+        Pair { ends, source, inbox }
+    }
+
+    /// One write, until its immediate is there.
+    fn write(&mut self, number: usize, from: usize, to: usize, bytes: usize) {
         let mut write = write(1, number as u32, 0, bytes);
         (write.source.offset, write.target.offset, write.target.region) = (from as u64, to as u64, rig::SOURCE);
-        let _ = ends[0].post(&write).unwrap();
+        let _ = self.ends[0].post(&write).unwrap();
         let (start, mut arrived) = (Instant::now(), false);
         while !arrived {
-            assert!(start.elapsed() < rig::PATIENCE, "case {number}");
-            ends[0].poll(&mut |_| {}).unwrap();
-            ends[1].poll(&mut |event| arrived |= matches!(event, Event::Imm { .. })).unwrap();
+            assert!(start.elapsed() < rig::PATIENCE, "write {number}");
+            self.ends[0].poll(&mut |_| {}).unwrap();
+            self.ends[1].poll(&mut |event| arrived |= matches!(event, Event::Imm { .. })).unwrap();
         }
-        let seen = inbox.all();
+    }
+}
+
+#[test]
+fn large_and_crooked_writes_arrive_whole() {
+    const BYTES: usize = 1 << 20;
+    let mut pair = Pair::new(BYTES);
+    pair.source.write(0, &pattern(1, BYTES));
+    let cases = [(0, 0, BYTES), (3, 19, 500_001), (5, 6, 70_000), (8, 8, 65_537), (15, 31, 16), (9, 1, 3), (1, 17, 14)];
+    for (number, (from, to, bytes)) in cases.into_iter().enumerate() {
+        pair.inbox.fill(0, BYTES, rig::GUARD);
+        pair.write(number, from, to, bytes);
+        let seen = pair.inbox.all();
         assert!(seen[to..to + bytes] == pattern(1, BYTES)[from..from + bytes], "case {number}");
         assert!(seen[..to].iter().chain(&seen[to + bytes..]).all(|byte| *byte == rig::GUARD), "case {number}");
+    }
+}
+
+#[test]
+fn slots_of_requests_in_several_parts_come_around() {
+    const BYTES: usize = 40_000;
+    let mut pair = Pair::new(BYTES);
+    // More than twice the slots, so that each is used again, by groups of both sizes.
+    for number in 0..600 {
+        let bytes = BYTES - number % 3 * 16_000;
+        pair.source.write(0, &pattern(number as u32, bytes));
+        pair.write(number, 0, 0, bytes);
+        assert!(pair.inbox.read(0, bytes) == pattern(number as u32, bytes), "write {number}");
     }
 }
 

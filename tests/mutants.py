@@ -103,7 +103,6 @@ MUTANTS = [
     ("handle marked received by send", DISPATCH, "if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;", "if (ended == 0) return;"),
     ("free flag ignored", CONTEXT, "  if (epoch == c.first_epoch) return true;\n  bool failed", "  if (c.first_epoch != 0) return true;\n  bool failed"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
-    ("NIC: a group begins with another's request", NIC, "(group.number + group.groups - a.begin % group.groups)", "(group.number + group.groups - (a.begin + 1) % group.groups)"),
     ("NIC: completed before all parts are copied", NIC, "!= group.blocks - 1) return;", "!= 0) return;"),
     ("NIC: a request of the batch not passed on", NIC, "if (lane_index() < count * nic_request_words) {", "if (lane_index() < (count - (count > 1)) * nic_request_words) {"),
     ("E1: doorbell without release", NODES,
