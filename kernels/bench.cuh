@@ -102,13 +102,16 @@ TY_KERNEL(ty_bench_hold, ty_hold_args) {
     spin_pause("host");
 }
 
-// One warp says that its rank is here, and waits until all ranks are; gives up after the deadline.
+// One warp says that its rank is here, and waits until all ranks are; gives up after the deadline, and says so.
 TY_KERNEL(ty_bench_meet, ty_meet_args) {
   u64 *words = reinterpret_cast<u64 *>(a.words);
   if (thread_index() == 0) store_release_sys(words + a.rank, a.turn);
   u64 start = now_ns();
-  for (u32 peer = thread_index(); peer < a.ranks; peer += block_threads())
+  for (u32 peer = thread_index(); peer < a.ranks; peer += block_threads()) {
     while (load_acquire_sys(words + peer) < a.turn && now_ns() - start < a.timeout_ns) spin_pause("rank");
+    // Read by the host behind the stream.
+    if (load_acquire_sys(words + peer) < a.turn) store_relaxed_sys(words + a.ranks + a.rank, (a.turn << 32) | peer);
+  }
 }
 
 } // namespace ty

@@ -141,16 +141,17 @@ pub fn hold(stream: &Stream, flag: View, value: u64, timeout: Duration) -> Resul
 }
 
 /// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
-/// host memory that the devices of all of them reach, 8 bytes a rank, zeroed; `turn` is greater with each meeting.
+/// host memory that the devices of all of them reach, uint64 [2][ranks], zeroed: the last turn that each rank came to, and
+/// {turn, peer that was missing} of the last one that it gave up, or 0; `turn` is 1 or more and greater with each meeting.
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.
 pub fn meet(stream: &Stream, words: View, (rank, ranks): (usize, usize), turn: u64, timeout: Duration) -> Result<()> {
-    if rank >= ranks || words.bytes / size_of::<u64>() < ranks {
+    if rank >= ranks || words.bytes / (2 * size_of::<u64>()) < ranks {
         return Err(Error::Argument {
             name: "words",
             value: format!("{} bytes for rank {rank} of {ranks}", words.bytes),
-            advice: "give 8 bytes for each rank, counted from 0".into(),
+            advice: "give 16 bytes for each rank, counted from 0".into(),
         });
     }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);

@@ -6,7 +6,7 @@
 //       rail, warp per (served home, row): the node's partial rows in rank order -> a row in wire staging -> doorbell
 //   Cr  every block: flags of the node's ranks
 //       warp per own token: sum over nodes in order, each the sum of its ranks in order -> out
-//       every block: heads of the rails' messages, those without rows, too
+//       block 0: what the heads of the rails' messages say
 //
 // Where rows are few, a warp takes a part of one, some of its TY_SLICES slices. Each slice has a tag, so that sender
 // and receiver need not cut alike. In a fused call, and between nodes, two teams of a block work side by side: one
@@ -36,19 +36,16 @@ template <u32 n> TY_DEVICE Floats<n> load_out(const ty_combine_args &a, const ch
   return load_group<Fp32, n>(row, g, columns);
 }
 
-// Waits for what every rail says of its node. By a team. False once a deadline passed.
-TY_DEVICE bool wait_rails(const ty_combine_args &a, const Team &team, const Wave &wave) {
+// Reports what every rail says of its node, once a call. By a team of block 0.
+TY_DEVICE void report_rails(const ty_combine_args &a, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
-  bool failed = false;
+  if (!is_last(c, wave)) return;
   for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_COMBINE).sources; link += team_threads(team)) {
-    bool landed = wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, link, 0);
-    failed |= !landed;
-    if (!landed || block_index() != 0 || !is_last(c, wave)) continue;
+    if (!wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, link, 0)) return;
     const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, wave.epoch, link);
     if (load(&head->status) == TY_STATUS_INCOMPLETE)
       report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, load(&head->rank), wave.epoch, 0, 0, 0);
   }
-  return !team_any(team, failed);
 }
 
 // Reports own tokens' ranks of this node that send no rows, once a call. By a team of block 0.
@@ -227,9 +224,8 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
   }
   if (a.phases & TY_PHASE_RECEIVE) {
     combine_receive<Partial, far>(a, shared, team, wave, bad, range, helped);
-    // Behind the sums, each of which waits for its own chunks, having looked everything up before: every message of an
-    // epoch is waited for, one without rows too.
-    if (far && member) (void)wait_rails(a, team, wave);
+    // Behind the sums, each of which waits for its own chunks. The relay waits for every message, one without rows too.
+    if (far && member && block_index() == 0) report_rails(a, team, wave);
   }
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_ROWS, member && team_thread(team) == 0);
 }

@@ -112,7 +112,7 @@
 #define TY_STAGE_NEAR 3      // rows of the own node sent
 #define TY_STAGE_RAIL 4      // what this rank does as a rail
 #define TY_STAGE_HEARD 5     // counts of all sources, or flags of all node peers
-#define TY_STAGE_ROWS 6      // rows placed, or sums formed and all rails heard
+#define TY_STAGE_ROWS 6      // rows placed, or sums formed
 #define TY_STAGE_DONE 7      // nothing left but to count the blocks
 #define TY_STAGES 8
 
@@ -426,9 +426,9 @@ typedef struct ty_hold_args {
   uint64_t timeout_ns;
 } ty_hold_args;
 
-// Ranks of one process meet: each has a word in host memory.
+// Ranks of one process meet: each has a word in host memory, and a second one: {turn, peer} that it gave up.
 typedef struct ty_meet_args {
-  uint64_t words; // uint64_t [ranks]
+  uint64_t words; // uint64_t [2][ranks]
   uint64_t turn;  // which meeting it is; later ones are greater
   uint64_t timeout_ns;
   uint32_t rank;

@@ -3,8 +3,9 @@
 // Beside the data path: for runs between GPUs of one host whose ranks count as several nodes (proxy/gpu_nic.rs, which
 // also says how fast the link is; this kernel copies as fast as it can). On a stream of its own.
 //
-//   host ring ──▶ block 0, warp 0 ──▶ device ring ──▶ groups of blocks, each every so-manieth request: its blocks copy
-//                 (one thread polls host memory)     their parts, fence and count; the last one to count tells the host
+//   host ring ──▶ block 0, warp 0 ──▶ device ring ──▶ groups of blocks, request n to group n mod groups: its blocks
+//                 (one thread polls host memory)     copy their parts, fence and count; the last to count tells the
+//                 host
 //
 // Groups, so that no request waits for the fences of the one before; completions may come out of order.
 // A launch ends when the host says stop, or once nothing was asked for idle_ns; then the host launches it again when
@@ -36,7 +37,7 @@ struct NicGroup {
 };
 
 TY_DEVICE NicGroup nic_group(const ty_nic_args &a) {
-  u32 blocks = block_count() - 1, groups = blocks < a.group_blocks ? 1 : blocks / a.group_blocks;
+  u32 blocks = block_count() - 1, groups = blocks / a.group_blocks;
   u32 own = block_index() - 1, number = own % groups;
   return {number, groups, own / groups, (blocks - number + groups - 1) / groups};
 }

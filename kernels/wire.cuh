@@ -109,8 +109,9 @@ struct WireRows {
 // What a count of packed things is made of: a row counts its slices, the head one.
 constexpr u32 packed_row = TY_SLICES, packed_head = 1;
 
-// Tells the proxy how many chunks a message has, which it reads with chunk 0's doorbell. By one thread, before it
-// counts the head: the earlier the better, since the fence behind waits for what is still on its way to host memory.
+// Tells the proxy how many chunks a message has, which it reads with chunk 0's doorbell. By one thread, behind
+// wait_staging and before it counts the head: the earlier the better, since the fence behind waits for what is still on
+// its way to host memory.
 TY_DEVICE void tell_chunks(const ty_context &c, u32 lane, u64 epoch, u32 link, u32 rows) {
   const ty_lane &l = lane_of(c, lane);
   store_relaxed_sys(pointer<u64>(c.wire.chunk_counts) + link_word(l, epoch, link),

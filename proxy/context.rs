@@ -465,13 +465,8 @@ fn sms_of(builder: &AllToAllBuilder, device: &Device) -> u32 {
 
 /// All multiprocessors but those that the network needs; two at least, one of which watches the proxy's words.
 fn default_sms(device: &Device, proxy: Option<&Proxy>) -> u32 {
-    let (blocks, all) = (network_blocks(proxy), device.multiprocessors());
+    let (blocks, all) = (proxy.map_or(0, |proxy| proxy.device_needs().blocks), device.multiprocessors());
     if blocks == 0 { all } else { all.saturating_sub(blocks).max(2) }
-}
-
-/// Blocks that the network has on the rank's device.
-fn network_blocks(proxy: Option<&Proxy>) -> u32 {
-    proxy.map_or(0, |proxy| proxy.device_needs().blocks)
 }
 
 /// Refuses an arena in memory of a GPU that the network does not reach.
@@ -534,7 +529,7 @@ impl Local {
         if let Some(proxy) = builder.proxy.as_ref().filter(|_| plan.wire.is_some()) {
             check_reach(proxy.device_needs(), device.ordinal(), shape.arena)?;
         }
-        let budget = Budget::take(&device, builder.sms, network_blocks(builder.proxy.as_ref()))?;
+        let budget = Budget::take(&device, "sms", builder.sms)?;
         let bytes = usize::try_from(plan.arena_bytes())
             .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
         let arena = match (device.ordinal(), shape.arena) {

@@ -44,6 +44,7 @@ build() {
   # The nvcc that the kernels were built with, as build.rs noted it.
   nvcc=$( (ls -t "$target"/release/build/tokenyard-*/out/kernels.key 2>/dev/null || true) | head -n 1 | xargs -r cut -d ' ' -f 2-)
   commit=$(git -C "$root" rev-parse --short=12 HEAD)
+  rm -f "$dir/copies"
   if [ -z "$nvcc" ]; then
     echo "tests/gpu.sh: copies is left out, as the kernels were built without nvcc" >&2
     return
@@ -200,7 +201,7 @@ section_copies() {
   local name=copies-$gpus
   if [ ! -x "$dir/copies" ]; then
     note "$name" skipped "needs the program copies, which is built where nvcc is"
-  elif rm -f "$out/$name.json" && bounded "$name" "$dir/copies"; then
+  elif rm -f "$out/$name.json" && bounded "$name" "$dir/copies" && grep -q '"way"' "$out/$name.log"; then
     cp "$out/$name.log" "$out/$name.json"
     note "$name" passed "$(grep -c '"way"' "$out/$name.json") rows in $name.json"
   else

@@ -112,7 +112,7 @@ MUTANTS = [
      "  fence_acq_rel_gpu();\n  store_relaxed_sys(pointer<u64>(c.wire.doorbells)"),
     ("chunks of a message not told", TO_NODES, "  if (thread_index() == 0) tell_chunks(", "  if (thread_index() == block_threads()) tell_chunks("),
     ("sums of other nodes among the own node's", COMBINE, "(n >= list.own && n < list.after)", "(n >= list.own && n <= list.after)"),
-    ("rails without rows not waited for", COMBINE, "if (far && member) (void)wait_rails", "if (false && member) (void)wait_rails"),
+    ("what rails say of their nodes not read", COMBINE, "block_index() == 0) report_rails", "block_index() == block_count()) report_rails"),
     ("own node's sum left out behind all others", COMBINE, "list.after == list.count && i < groups", "list.after == 0 && i < groups"),
     ("E1: row counted before the barrier", TO_NODES,
      "  warp_barrier();\n  for (u32 link = lane_index(); link < l.targets", "  for (u32 link = lane_index(); link < l.targets"),

@@ -213,6 +213,7 @@ impl Caller {
     /// The errors that were met since the last look; the stream must be idle.
     pub fn take_errors(&self) -> Result<Vec<Error>> {
         self.call(|| self.ep.check())?;
+        self.seat.as_ref().map_or(Ok(()), Seat::check)?;
         Ok(self.errors.take())
     }
 

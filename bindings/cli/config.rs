@@ -188,8 +188,11 @@ pub fn note_sharing(device: DeviceWord, world: usize) {
     }
 }
 
+/// Ranks of a GPU that can have an emulated NIC each, which takes 16 of its 132 multiprocessors, and some for their calls.
+const NICS_OF_A_GPU: usize = 4;
+
 /// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them. Emulated NICs reach the
-/// GPUs' memory, within a process; they do nothing hostile, whatever the case says.
+/// GPUs' memory, within a process and if few ranks share a GPU; they do nothing hostile, whatever the case says.
 ///
 /// # Errors
 /// A place that cannot be reached.
@@ -201,8 +204,21 @@ pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case:
                 "between processes the simulated network copies with the processor, which cannot reach it; give host";
             Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
         }
+        Some(ArenaWord::Device) if far && sharing(case.world) > NICS_OF_A_GPU => {
+            let ranks = sharing(case.world);
+            let advice = format!(
+                "{ranks} ranks a GPU leave no room for an emulated NIC each, but {NICS_OF_A_GPU} do; give host"
+            );
+            Err(Refusal::of("--arena", ArenaWord::Device.name(), &advice))
+        }
         Some(given) => Ok(given),
-        None if far && (launch == Launch::Processes || case.network == NetworkWord::Hostile) => Ok(ArenaWord::Host),
+        None if far
+            && (launch == Launch::Processes
+                || case.network == NetworkWord::Hostile
+                || sharing(case.world) > NICS_OF_A_GPU) =>
+        {
+            Ok(ArenaWord::Host)
+        }
         None => Ok(ArenaWord::Device),
     }
 }

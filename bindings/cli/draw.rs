@@ -221,8 +221,8 @@ fn draw_nodes(case: &mut Case) {
     let dice = &mut dice;
     let count = 1 + dice.below(NODES.min(case.world));
     case.nodes = if dice.once_in(2) { even(case.world, count) } else { uneven(case.world, count, dice) };
-    // The smallest there is, wherever it makes two of a call's tokens.
-    case.meta_tile = (case.max_tokens > 32).then_some(32);
+    // The smallest there is, mostly, wherever it makes two of a call's tokens.
+    case.meta_tile = (case.max_tokens > 32 && !dice.once_in(8)).then_some(32);
     // Up to four waves, the last one often shorter.
     case.wave_tokens = dice.once_in(3).then(|| case.max_tokens.div_ceil(1 + dice.below(4)).max(1));
     if !case.several_nodes() {
@@ -362,7 +362,8 @@ mod tests {
         assert!(share(|c| c.several_nodes() && c.network == NetworkWord::Hostile) > several / 2);
         assert!(share(|c| c.wave_tokens.is_some_and(|tokens| tokens < c.max_tokens)) > 60);
         let tiled = share(|c| c.meta_tile.is_some_and(|tokens| tokens < c.max_tokens));
-        assert!(tiled > 40, "{tiled}");
+        let whole = share(|c| c.meta_tile.is_none() && c.max_tokens > 32);
+        assert!(tiled > 40 && whole > 2, "{tiled} {whole}");
         assert!(share(|c| c.chunk_rows == Some(1)) > 20 && share(|c| c.link != Link::None) > 20);
     }
 }

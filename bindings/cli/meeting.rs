@@ -10,12 +10,13 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokenyard::kernels::bench;
-use tokenyard::{Device, HostBuffer, Result, Stream};
+use tokenyard::{Device, Error, HostBuffer, Rank, Result, Stream};
 
-/// A word a rank; clones share them.
+/// Two words a rank, which it came with and which it gave up; clones share them.
 #[derive(Clone)]
 pub struct Meeting {
     words: Arc<HostBuffer>,
@@ -36,7 +37,7 @@ impl Meeting {
     /// # Errors
     /// `Device` where memory is lacking.
     pub fn new(device: &Device, ranks: usize) -> Result<Meeting> {
-        Ok(Meeting { words: Arc::new(device.alloc_host(ranks * size_of::<u64>())?), ranks })
+        Ok(Meeting { words: Arc::new(device.alloc_host(2 * ranks * size_of::<u64>())?), ranks })
     }
 
     /// The place of a rank, which waits for the others no longer than `timeout`.
@@ -54,6 +55,28 @@ impl Seat {
         self.turn.set(self.turn.get() + 1);
         let Meeting { words, ranks } = &self.meeting;
         bench::meet(stream, words.view(), (self.rank, *ranks), self.turn.get(), self.timeout)
+    }
+
+    /// Whether all meetings came about; the stream must be idle.
+    ///
+    /// # Errors
+    /// `Timeout` where the stream went on alone, so that what was timed behind says nothing.
+    pub fn check(&self) -> Result<()> {
+        let Meeting { words, ranks } = &self.meeting;
+        // SAFETY: the buffer has two aligned words a rank and lives as long as `words`; devices store whole words.
+        let given_up = unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(ranks + self.rank)) };
+        match given_up.load(Ordering::Acquire) {
+            0 => Ok(()),
+            word => Err(Error::Timeout {
+                rank: Rank(self.rank as u32),
+                site: "the meeting before what is timed",
+                peer: Rank(word as u32),
+                epoch: word >> 32,
+                expected: word >> 32,
+                seen: 0,
+                waited_ms: self.timeout.as_millis() as u64,
+            }),
+        }
     }
 }
 
@@ -76,27 +99,35 @@ mod tests {
                 (meeting.seat(rank, PATIENCE), device.new_stream().unwrap())
             })
             .collect();
-        let synchronize = |stream: &Stream, patience| stream.synchronize(patience);
         for _ in 0..3 {
             for (seat, stream) in &ranks[..2] {
                 seat.meet(stream).unwrap();
-                assert!(synchronize(stream, Duration::from_millis(20)).is_err(), "the third is not there");
+                assert!(stream.synchronize(Duration::from_millis(20)).is_err(), "the third is not there");
             }
             ranks[2].0.meet(&ranks[2].1).unwrap();
-            ranks.iter().for_each(|(_, stream)| synchronize(stream, PATIENCE).unwrap());
+            for (seat, stream) in &ranks {
+                stream.synchronize(PATIENCE).unwrap();
+                seat.check().unwrap();
+            }
         }
     }
 
     #[test]
-    fn a_meeting_that_nobody_comes_to_ends_by_its_timeout() {
+    fn a_meeting_that_nobody_comes_to_ends_by_its_timeout_and_is_told_of() {
         let device = Device::cpu().unwrap();
         let stream = device.new_stream().unwrap();
         let start = Instant::now();
-        Meeting::new(&device, 2).unwrap().seat(0, Duration::from_millis(30)).meet(&stream).unwrap();
+        let seat = Meeting::new(&device, 2).unwrap().seat(0, Duration::from_millis(30));
+        seat.meet(&stream).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         assert!(start.elapsed() >= Duration::from_millis(30));
-        let words = device.alloc_host(8).unwrap();
+        let error = seat.check().unwrap_err().to_string();
+        assert!(
+            error.contains("rank 0 waited 30 ms for the meeting before what is timed of rank 1 in epoch 1"),
+            "{error}"
+        );
+        let words = device.alloc_host(24).unwrap();
         let error = bench::meet(&stream, words.view(), (0, 2), 1, PATIENCE).unwrap_err().to_string();
-        assert!(error.contains("8 bytes for rank 0 of 2"), "{error}");
+        assert!(error.contains("24 bytes for rank 0 of 2"), "{error}");
     }
 }

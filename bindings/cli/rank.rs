@@ -385,17 +385,6 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
         // run before theirs.
         let nic = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
         let room = device.multiprocessors().saturating_sub(SPARE_MULTIPROCESSORS) / sharers as u32;
-        if nic > 0 && room < nic + 2 {
-            return Err(Error::Config {
-                name: "world",
-                value: format!("{sharers} ranks a GPU"),
-                advice: format!(
-                    "of its {} multiprocessors each takes {nic} for its emulated NIC and 2 or more for calls: take fewer ranks a \
-                     GPU, or --arena host",
-                    device.multiprocessors()
-                ),
-            });
-        }
         builder = builder.sms(room.saturating_sub(nic).max(2));
     }
     builder.build()

@@ -12,6 +12,7 @@
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind, Stream};
+use crate::proxy::budget::Budget;
 use crate::proxy::driver::Words;
 use std::mem::{ManuallyDrop, offset_of};
 use std::sync::Arc;
@@ -23,7 +24,7 @@ pub(super) const SLOTS: u64 = raw::TY_NIC_SLOTS as u64;
 /// Blocks of the kernel on a GPU: one passes requests on, and the others are so many that chunks go faster than by a NIC
 /// of 400 Gb/s (docs/performance.md, "Groups of GPUs as nodes").
 pub(super) const GPU_BLOCKS: u32 = 16;
-/// Its threads: few registers, so that kernels without waits find room on the same multiprocessors.
+/// Its threads. They take a good half of a multiprocessor's registers, so kernels without waits find room beside them.
 const GPU_THREADS: u32 = 512;
 /// Of these, so many carry a request out together: a chunk of 256 KiB is about what they have on their way at once.
 const GPU_GROUP: u32 = 5;
@@ -60,10 +61,13 @@ pub(super) struct Engine {
     /// Requests carried out, all before this number.
     completed: u64,
     launches: u64,
+    /// Its blocks, which must be resident beside those of the GPU's contexts.
+    budget: ManuallyDrop<Option<Budget<'static>>>,
 }
 
 impl Engine {
     pub fn new(device: &Device) -> Result<Engine> {
+        let budget = Budget::take(device, "blocks", Some(GPU_BLOCKS))?;
         let host = device.alloc_host(size_of::<raw::ty_nic_host>())?;
         let memory = device.alloc(size_of::<raw::ty_nic_device>())?;
         memory.fill(0)?;
@@ -78,6 +82,7 @@ impl Engine {
             posted: 0,
             completed: 0,
             launches: 0,
+            budget: ManuallyDrop::new(budget),
         })
     }
 
@@ -163,6 +168,7 @@ impl Drop for Engine {
             unsafe {
                 ManuallyDrop::drop(&mut self.words);
                 ManuallyDrop::drop(&mut self.device);
+                ManuallyDrop::drop(&mut self.budget);
             }
         }
     }

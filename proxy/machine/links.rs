@@ -152,8 +152,7 @@ impl Context {
         });
         let own = wire.nodes().node_of(rank);
         let begins = Direction::ALL.map(|direction| {
-            let targets = wire.targets(direction, rank);
-            targets.iter().filter(|target| wire.nodes().node_of(**target) < own).count()
+            links.iter().filter(|l| l.direction == direction && wire.nodes().node_of(l.peer) < own).count()
         });
         let watches = Watches::new(links.iter().map(|link| link.watch(&common)).collect(), &first_link, &begins);
         let sources = Direction::ALL.into_iter().flat_map(|direction| wire.sources(direction, rank));

@@ -207,7 +207,7 @@ impl Phase for Combine<'_> {
                 // In token order over all homes, so that the last partial rows of every chunk come near the end.
                 staged = self.sums_of_node(node, &mut ranks);
                 let all_ns = ranks.sum.iter_mut().map(|sum| sum.serve(0, 0)).max().unwrap_or(0);
-                staged.iter_mut().for_each(|chunk| chunk.at_ns = chunk.at_ns.max(all_ns + self.costs.row_ns));
+                staged.iter_mut().for_each(|chunk| chunk.at_ns = chunk.at_ns.max(all_ns + self.costs.rail_ns));
             }
             staged.iter().for_each(|chunk| self.ring(node, chunk, events));
         }

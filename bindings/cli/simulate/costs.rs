@@ -2,8 +2,8 @@
 //!
 //! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
 //! `bench --stages` showed (benches/results: h200-x2/stages-2.json in one node, h200-x4/stages-1x2-cx7.json in two; medians
-//! of first, middle and last block, microseconds from the call's first block); where it says "fitted", it makes the times of the
-//! same kernels without statistics come out (h200-x4/decode-2.json, h200-x4/decode-1x2-cx7.json), which
+//! of first, middle and last block, microseconds from the call's first block); where it says "fitted", it makes times
+//! without statistics come out (h200-x4/decode-2.json, h200-x4/decode-1x2-cx7.json), which
 //! `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such.
 //! Times are in ns, rates in bytes per ns (GB/s).
 
@@ -30,10 +30,10 @@ pub struct Costs {
     pub scan_ns: u64,
     /// The same per source. Assumed: counts are summed source by source, a load from shared memory behind a store each.
     pub scan_source_ns: u64,
-    /// One row read and written: the time until the first is through. Stages: a lone row is pushed from 7.5 to 9.4.
+    /// One row read and written: the time until the first is through. Stages: a lone row is pushed from 5.8 to 7.9.
     pub row_ns: u64,
     /// Packing for the wire, until the slowest block has packed its row of a chunk. Stages: marked at 5.4, the last of 128
-    /// rows packed at 15.6, of 1 at 11.1, doorbells within. Fitted: calls of 1 and of 128 tokens over two nodes.
+    /// rows packed at 15.6, of 1 at 10.9, doorbells within. Fitted: calls of 1 and of 128 tokens over two nodes.
     pub pack_ns: u64,
     /// A rail's additions, from the last partial row of a chunk to the last sum. Stages: 128 partial rows are sent at 11.1,
     /// and their sums, which take 2.4 of bytes, staged at 21.0, doorbells within. Fitted as `pack_ns`.
@@ -57,7 +57,7 @@ pub struct Costs {
     /// The last additions at home, of rows that warps wait for already. Stages: 7.2 to 9.2, less an NVLink trip.
     pub add_ns: u64,
     /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stages: 26.4, where blocks without
-    /// tokens are through, to 31.8 for a lone row; of 128 tokens 9 to 10 behind the last chunk.
+    /// tokens are through, to 31.8 for a lone row; of 128 tokens 9 to 10 behind the last chunk (docs/simulate.md).
     pub far_add_ns: u64,
     /// From the last block's end to the end that is timed; see `launch_ns`.
     pub end_ns: u64,

@@ -139,7 +139,7 @@ fn no_tokens_are_ordinary() {
 #[test]
 fn dropping_an_assumption_costs_time() {
     // One block a rank keeps up with META of few sources.
-    let (few, many) = (v3(6, 2), v3(32, 1));
+    let (few, many) = (v3(6, 2), v3(32, 2));
     for (assumption, shape, phase) in
         [(Assumption::WidePoll, few, 0), (Assumption::EarlySums, few, 1), (Assumption::SpreadMeta, many, 0)]
     {
@@ -149,6 +149,9 @@ fn dropping_an_assumption_costs_time() {
         let without = medians(&one(shape, order, None, "cx7"));
         assert!(without[phase] > design[phase] + 1.0, "{assumption:?}: {without:?} against {design:?}");
     }
+    let mut order = Order::DESIGN;
+    Assumption::SpreadMeta.drop_from(&mut order);
+    assert_eq!(medians(&one(few, order, None, "cx7")), medians(&designed(few, "cx7")));
 }
 
 #[test]
