@@ -185,13 +185,12 @@ TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 &st
 // Waits until the word's bits above `shift` equal `expected`; acquires at system scope. False once a deadline passed.
 TY_DEVICE bool wait_word(const ty_context &c, const Wait &wait, const u64 *word, u32 shift, u64 expected,
                          const char *name) {
-  u64 seen = load_acquire_sys(word);
-  if ((seen >> shift) == expected) return true;
-  u64 start = 0;
+  u64 seen = load_relaxed_sys(word), start = 0;
   for (u32 turn = 1;; ++turn) {
+    // Acquired once, as each acquisition takes the multiprocessor's first cache from all of its warps.
+    if ((seen >> shift) == expected) return (void)load_acquire_sys(word), true;
     spin_pause(name);
-    seen = load_acquire_sys(word);
-    if ((seen >> shift) == expected) return true;
+    seen = load_relaxed_sys(word);
     if (!may_wait(c, wait, turn, start, expected, seen >> shift)) return false;
   }
 }

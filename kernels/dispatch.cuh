@@ -57,6 +57,10 @@ TY_DEVICE Team team_in(const Kept &kept, u32 kind) {
   return kind == pass_announce ? whole_block() : kind == pass_place ? teams.receive() : teams.send();
 }
 
+// Which rank of the node gets item i first: each item's is another, lest all ranks store to the same one at once.
+// Fibonacci hashing: Knuth, The Art of Computer Programming 3, 6.4.
+TY_DEVICE u32 first_peer(const ty_context &c, u32 i) { return (i * 2654435769u >> 16) * c.node_ranks >> 16; }
+
 // Carries the items of a pass. By a warp. False once a deadline passed.
 template <bool far>
 TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 kind, const Kept &kept) {
@@ -93,7 +97,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
     }
     i32 mine = -1; // output row of this lane's choice
     u64 mask = carry_row(
-        c, from, slices, places ? scale_stride(a) : 1,
+        c, from, slices, places ? scale_stride(a) : 1, places || packs ? 0 : first_peer(c, i),
         [&]() -> u64 {
           if (forwards) return landed_ranks(a, wave_in(kept), load(&pass.served), slot, token);
           if (packs) return packed_nodes(c, token);
