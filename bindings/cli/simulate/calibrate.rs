@@ -63,8 +63,8 @@ type Measured = (&'static str, usize, usize, usize, f64, f64);
 const ONE_NODE: &str = "tokenyard, one node of H200";
 const TWO_NODES: &str = "tokenyard, emulated NICs";
 
-/// On 2 H200s: benches/results/h200-x4/decode-2.json of commit cd38a57, decode-1x2-cx7.json of the tree of commit
-/// 6b82674 (the file says 4cc146a).
+/// On 2 H200s: benches/results/h200-x4 of commit e2e195d, decode-2.json (kernels of commit cd38a57) and
+/// decode-1x2-cx7.json (of 6b82674, though the file says 4cc146a).
 const MEASURED: [Measured; 6] = [
     (ONE_NODE, 1, 2, 1, 16.4, 14.6),
     (ONE_NODE, 1, 2, 16, 17.0, 16.4),
