@@ -141,7 +141,7 @@ pub fn hold(stream: &Stream, flag: View, value: u64, timeout: Duration) -> Resul
 }
 
 /// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
-/// host memory that the devices of all of them reach, uint64 [2][ranks], zeroed: the last turn that each rank came to, and
+/// host memory that the devices of all of them reach, `uint64 [2][ranks]`, zeroed: the last turn that each rank came to, and
 /// {turn, peer that was missing} of the last one that it gave up, or 0; `turn` is 1 or more and greater with each meeting.
 ///
 /// # Errors
