@@ -147,17 +147,18 @@ TY_DEVICE RowTo inbox_row(const ty_context &c, u32 owner, u64 epoch, u32 source,
                 in_arena<const char>(c, owner, c.regions.rows, epoch, source) + static_cast<u64>(slot) * c.slot_bytes);
 }
 
-// The bits from `turn` on first.
+// The bits from `turn` on first: bit i is what bit i + turn was.
 TY_DEVICE u32 rotated(u32 bits, u32 turn) { return bits >> turn | bits << ((warp_size - turn) % warp_size); }
 
 // Copies slices of a row, read once, to place_of(bit) for every bit of the mask that mask_of() gives, called once while
-// the first loads are under way; answers the mask. Scale words of a place are `to_stride` apart. By a warp.
+// the first loads are under way; answers the mask. Bits from turn_of() on come first. Scale words of a place are
+// `to_stride` apart. By a warp.
 //
 // A kernel has one call of it: rows are packed, pushed, forwarded and placed by the same code, which the first to come
 // fetches for all.
-template <typename MaskOf, typename PlaceOf>
-TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &slices, u32 to_stride, u32 turn,
-                        MaskOf mask_of, PlaceOf place_of) {
+template <typename MaskOf, typename TurnOf, typename PlaceOf>
+TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &slices, u32 to_stride, MaskOf mask_of,
+                        TurnOf turn_of, PlaceOf place_of) {
   u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
   u32 begin = slice_begin(vectors, slices.first, warp_size);
   u32 scale_end = scale_begin(c, slices.end), first_scale = scale_begin(c, slices.first);
@@ -173,27 +174,26 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
   // A lane knows one place; more than there are lanes take the row twice.
   TY_ROLLED
   for (u32 base = 0; base < 64 && (mask >> base) != 0; base += warp_size) {
-    u32 here = static_cast<u32>(mask >> base), all = rotated(here, turn);
+    u32 turn = turn_of(), here = rotated(static_cast<u32>(mask >> base), turn);
     RowTo own{0, 0};
-    if ((here >> lane_index()) & 1) own = place_of(base + lane_index());
-    auto lane_of_place = [&](u32 left) { return (lowest_bit(left) + turn) % warp_size; };
-    auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lane_of_place(left))); };
+    if ((here >> lane_index()) & 1) own = place_of(base + (lane_index() + turn) % warp_size);
+    auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_bit(left))); };
     auto scale_of = [&](u32 left, u32 w) {
-      return pointer<u32>(shuffle(own.scales, lane_of_place(left))) + static_cast<u64>(w) * to_stride;
+      return pointer<u32>(shuffle(own.scales, lowest_bit(left))) + static_cast<u64>(w) * to_stride;
     };
     if (!raw) {
       quantize_row(
           from.quantize, from.payload, begin, end,
           [&](u32 v, Vec16 data, bool there) {
             TY_ROLLED
-            for (u32 left = all; left; left &= left - 1) {
+            for (u32 left = here; left; left &= left - 1) {
               char *to = payload_of(left);
               if (there) store16(to + v * 16, data);
             }
           },
           [&](u32 w, u32 word, bool there) {
             TY_ROLLED
-            for (u32 left = all; left; left &= left - 1) {
+            for (u32 left = here; left; left &= left - 1) {
               u32 *to = scale_of(left, w);
               if (there) store(to, word);
             }
@@ -204,13 +204,13 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
     for (u32 v = begin; v < end; v += vectors_ahead * warp_size) {
       if (base + v != begin) batch = load_payload(v);
       TY_ROLLED
-      for (u32 left = all; left; left &= left - 1) store_batch(payload_of(left), batch, v + lane_index(), end);
+      for (u32 left = here; left; left &= left - 1) store_batch(payload_of(left), batch, v + lane_index(), end);
     }
     TY_ROLLED
     for (u32 w = first_scale; w < scale_end; w += warp_size) {
       if (base + w != first_scale) scale = load_scale(w);
       TY_ROLLED
-      for (u32 left = all; left; left &= left - 1) {
+      for (u32 left = here; left; left &= left - 1) {
         u32 *to = scale_of(left, w + lane_index());
         if (w + lane_index() < scale_end) store(to, scale);
       }
