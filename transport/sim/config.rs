@@ -82,7 +82,7 @@ pub struct SimConfig {
     pub packet_bytes: u32,
     /// Every packet, delivery and completion is late by up to so much: what reorders them.
     pub jitter_ns: u64,
-    /// How many packets and completions are late by up to `delay_ns` more.
+    /// How many packets are late by up to `delay_ns` more.
     pub delay_permille: u32,
     /// See `delay_permille`.
     pub delay_ns: u64,
@@ -98,8 +98,6 @@ pub struct SimConfig {
     pub fail_permille: u32,
     /// How many accepted writes are read when posted, and so may complete before anything arrives.
     pub eager_permille: u32,
-    /// Whether a write fails whose source has changed when it completes: until then a NIC may have to send it again.
-    pub watch_sources: bool,
     /// How many posts bring the sender's or the receiver's NIC to a stop, for up to `stop_ns`.
     pub stop_permille: u32,
     /// See `stop_permille`.
@@ -130,7 +128,6 @@ impl SimConfig {
             full_permille: 0,
             fail_permille: 0,
             eager_permille: 0,
-            watch_sources: false,
             stop_permille: 0,
             stop_ns: 0,
             dead_peers: DeadPeers::Fail { after_ns: 10_000 },
@@ -154,7 +151,6 @@ impl SimConfig {
             message_queue: 4,
             full_permille: 30,
             eager_permille: 250,
-            watch_sources: true,
             stop_permille: 8,
             stop_ns: 40_000,
             poll_batch: 5,
