@@ -130,19 +130,28 @@ pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize
     stream.launch_independent("ty_bench_push", (blocks, threads), &args)
 }
 
-/// Holds the stream until the 8-byte `flag` in host memory equals `value`, or `timeout` passed: what is enqueued behind
-/// it starts together, with the host's launches out of the way.
+/// Holds the stream until the host lets `turn` go, or `timeout` passed: what is enqueued behind it starts together, with the
+/// host's launches out of the way. `words` are in host memory, `uint64 [2]`, zeroed: the turn that the host lets go, and the
+/// last one that was given up, or 0; `turn` is 1 or more and greater each time.
 ///
 /// # Errors
-/// `Device` if the launch fails.
-pub fn hold(stream: &Stream, flag: View, value: u64, timeout: Duration) -> Result<()> {
+/// `Argument` if the words are too few; `Device` if the launch fails.
+pub fn hold(stream: &Stream, words: View, turn: u64, timeout: Duration) -> Result<()> {
+    if words.bytes < 2 * size_of::<u64>() {
+        return Err(Error::Argument {
+            name: "words",
+            value: format!("{} bytes", words.bytes),
+            advice: "give 16 bytes".into(),
+        });
+    }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-    stream.launch("ty_bench_hold", 1, 32, 0, &raw::ty_hold_args { flag: flag.ptr, value, timeout_ns })
+    stream.launch("ty_bench_hold", 1, 32, 0, &raw::ty_hold_args { words: words.ptr, turn, timeout_ns })
 }
 
 /// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
 /// host memory that the devices of all of them reach, `uint64 [2][ranks]`, zeroed: the last turn that each rank came to, and
-/// {turn, peer that was missing} of the last one that it gave up, or 0; `turn` is 1 or more and greater with each meeting.
+/// {turn, peer that was missing} of the last one that it gave up, or 0; `turn` is 1 or more, below 2^32, and greater with
+/// each meeting.
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.

@@ -57,10 +57,12 @@ TY_DEVICE Team team_in(const Kept &kept, u32 kind) {
   return kind == pass_announce ? whole_block() : kind == pass_place ? teams.receive() : teams.send();
 }
 
-// Which rank of the node gets part i of all rows first: each part's is another, lest all ranks store to the same one at
-// once. In one node; the kernel of several has no register left for it, and waits for the wire.
-// Fibonacci hashing: Knuth, The Art of Computer Programming 3, 6.4.
-TY_DEVICE u32 first_peer(const ty_context &c, u32 i) { return (i * 2654435769u >> 16) * c.node_ranks >> 16; }
+// Which rank of the node gets part i of all rows first, of those that a warp's lanes hold at once: each part's is
+// another, lest all ranks store to the same one at once. In one node; the kernel of several has no register left for
+// it, and waits for the wire. Fibonacci hashing: Knuth, The Art of Computer Programming 3, 6.4.
+TY_DEVICE u32 first_peer(const ty_context &c, u32 i) {
+  return (i * 2654435769u >> 16) * (c.node_ranks < warp_size ? c.node_ranks : warp_size) >> 16;
+}
 
 // Carries the items of a pass. By a warp. False once a deadline passed.
 template <bool far>
@@ -99,6 +101,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
     i32 mine = -1; // output row of this lane's choice
     u64 mask = carry_row(
         c, from, slices, places ? scale_stride(a) : 1,
+        places || far ? 0 : first_peer(c, slot * TY_SLICES + slices.first),
         [&]() -> u64 {
           if (forwards) return landed_ranks(a, wave_in(kept), load(&pass.served), slot, token);
           if (packs) return packed_nodes(c, token);
@@ -107,7 +110,6 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
           if (slices.first == 0) describe_choice(a, source, token, said, mine);
           return warp_ballot(mine >= 0);
         },
-        [&] { return places || far ? 0 : first_peer(c, slot * TY_SLICES + slices.first); },
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
           return packs ? staging_row(c, wave_in(kept), load(&kept.tokens), token, bit)

@@ -147,18 +147,18 @@ TY_DEVICE RowTo inbox_row(const ty_context &c, u32 owner, u64 epoch, u32 source,
                 in_arena<const char>(c, owner, c.regions.rows, epoch, source) + static_cast<u64>(slot) * c.slot_bytes);
 }
 
-// The bits from `turn` on first: bit i is what bit i + turn was.
+// The bits from `turn` on first, which is below 32: bit i is what bit i + turn was.
 TY_DEVICE u32 rotated(u32 bits, u32 turn) { return bits >> turn | bits << ((warp_size - turn) % warp_size); }
 
 // Copies slices of a row, read once, to place_of(bit) for every bit of the mask that mask_of() gives, called once while
-// the first loads are under way; answers the mask. Bits from turn_of() on come first. Scale words of a place are
+// the first loads are under way; answers the mask. Bits from `turn` on come first. Scale words of a place are
 // `to_stride` apart. By a warp.
 //
 // A kernel has one call of it: rows are packed, pushed, forwarded and placed by the same code, which the first to come
 // fetches for all.
-template <typename MaskOf, typename TurnOf, typename PlaceOf>
-TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &slices, u32 to_stride, MaskOf mask_of,
-                        TurnOf turn_of, PlaceOf place_of) {
+template <typename MaskOf, typename PlaceOf>
+TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &slices, u32 to_stride, u32 turn,
+                        MaskOf mask_of, PlaceOf place_of) {
   u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
   u32 begin = slice_begin(vectors, slices.first, warp_size);
   u32 scale_end = scale_begin(c, slices.end), first_scale = scale_begin(c, slices.first);
@@ -174,7 +174,7 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
   // A lane knows one place; more than there are lanes take the row twice.
   TY_ROLLED
   for (u32 base = 0; base < 64 && (mask >> base) != 0; base += warp_size) {
-    u32 turn = turn_of(), here = rotated(static_cast<u32>(mask >> base), turn);
+    u32 here = rotated(static_cast<u32>(mask >> base), turn);
     RowTo own{0, 0};
     if ((here >> lane_index()) & 1) own = place_of(base + (lane_index() + turn) % warp_size);
     auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_bit(left))); };

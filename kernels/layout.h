@@ -419,17 +419,17 @@ typedef struct ty_push_args {
   uint32_t reserved;
 } ty_push_args;
 
-// Holds a stream until the host lets it go: `flag` is in host memory.
+// Holds a stream until the host lets it go: the words are in host memory, which turn was let go and which was given up.
 typedef struct ty_hold_args {
-  uint64_t flag;  // const uint64_t *
-  uint64_t value; // lets go once the flag equals this
+  uint64_t words; // uint64_t [2]
+  uint64_t turn;  // goes on once the first word equals this
   uint64_t timeout_ns;
 } ty_hold_args;
 
 // Ranks of one process meet: each has a word in host memory, and a second one: {turn, peer} that it gave up.
 typedef struct ty_meet_args {
   uint64_t words; // uint64_t [2][ranks]
-  uint64_t turn;  // which meeting it is; later ones are greater
+  uint64_t turn;  // which meeting it is, below 2^32; later ones are greater
   uint64_t timeout_ns;
   uint32_t rank;
   uint32_t ranks;

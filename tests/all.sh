@@ -93,6 +93,9 @@ sanitize() {
   TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --target-dir target/coverage
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --seeds 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
+  # More ranks than the command line takes.
+  TOKENYARD_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+    cargo test --no-default-features --target-dir target/coverage --test wide
 }
 
 # One of sixteen, since CI has little time; python3 tests/mutants.py runs all.

@@ -4,7 +4,6 @@
 //! the context usable are kept for whoever compares results; the call that met one is made again.
 
 use std::cell::{OnceCell, RefCell};
-use std::time::Duration;
 
 use tokenyard::{
     AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, Result, Sent, Stream, kernels::bench,
@@ -183,12 +182,12 @@ impl Caller {
         ep: AllToAll,
         device: &Device,
         timed: bool,
-        timeout: Duration,
+        hold: Hold,
         seat: Option<Seat>,
     ) -> Result<Caller> {
         Ok(Caller {
             stream: device.new_stream()?,
-            hold: Hold::new(device, timeout)?,
+            hold,
             seat,
             mode: case.mode,
             lockstep: case.lockstep,
@@ -213,6 +212,7 @@ impl Caller {
     /// The errors that were met since the last look; the stream must be idle.
     pub fn take_errors(&self) -> Result<Vec<Error>> {
         self.call(|| self.ep.check())?;
+        self.hold.check()?;
         self.seat.as_ref().map_or(Ok(()), Seat::check)?;
         Ok(self.errors.take())
     }

@@ -188,7 +188,8 @@ pub fn note_sharing(device: DeviceWord, world: usize) {
     }
 }
 
-/// Ranks of a GPU that can have an emulated NIC each, which takes 16 of its 132 multiprocessors, and some for their calls.
+/// Ranks of a GPU that have an emulated NIC each, at the most. A NIC takes 16 multiprocessors: of an H200's 132, four leave
+/// 17 for each rank's calls, and eight none.
 const NICS_OF_A_GPU: usize = 4;
 
 /// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them. Emulated NICs reach the

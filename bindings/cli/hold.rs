@@ -8,11 +8,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokenyard::kernels::bench;
-use tokenyard::{Device, DeviceKind, HostBuffer, Result, Stream};
+use tokenyard::{Device, DeviceKind, Error, HostBuffer, Rank, Result, Stream};
 
-/// The word that a held stream waits for.
+/// The words that a held stream waits for.
 pub struct Hold {
-    flag: Option<HostBuffer>,
+    /// Which turn was let go, and which one the stream gave up.
+    words: Option<HostBuffer>,
+    rank: Rank,
     turn: Cell<u64>,
     timeout: Duration,
 }
@@ -22,31 +24,105 @@ pub struct Hold {
 pub struct Held<'a>(&'a Hold);
 
 impl Hold {
-    /// A held stream goes on by itself after `timeout`.
-    pub fn new(device: &Device, timeout: Duration) -> Result<Hold> {
-        let flag = match device.kind() {
-            DeviceKind::Cpu => None,
-            DeviceKind::Cuda => Some(device.alloc_host(size_of::<u64>())?),
-        };
-        Ok(Hold { flag, turn: Cell::new(0), timeout })
+    /// A held stream of `rank` goes on by itself after `timeout`.
+    pub fn new(device: &Device, rank: Rank, timeout: Duration) -> Result<Hold> {
+        match device.kind() {
+            DeviceKind::Cpu => Ok(Hold { words: None, rank, turn: Cell::new(0), timeout }),
+            DeviceKind::Cuda => Hold::on_any(device, rank, timeout),
+        }
+    }
+
+    fn on_any(device: &Device, rank: Rank, timeout: Duration) -> Result<Hold> {
+        let words = device.alloc_host(2 * size_of::<u64>())?;
+        Ok(Hold { words: Some(words), rank, turn: Cell::new(0), timeout })
     }
 
     /// Holds the stream at this point.
     pub fn hold(&self, stream: &Stream) -> Result<Held<'_>> {
         self.turn.set(self.turn.get() + 1);
-        if let Some(flag) = &self.flag {
-            bench::hold(stream, flag.view(), self.turn.get(), self.timeout)?;
+        if let Some(words) = &self.words {
+            bench::hold(stream, words.view(), self.turn.get(), self.timeout)?;
         }
         Ok(Held(self))
+    }
+
+    /// Whether the host let the stream go each time; the stream must be idle.
+    ///
+    /// # Errors
+    /// `Timeout` where the stream went on by itself, so that what was timed behind says nothing.
+    pub fn check(&self) -> Result<()> {
+        let turn = self.word(1).map_or(0, |word| word.load(Ordering::Acquire));
+        if turn == 0 {
+            return Ok(());
+        }
+        Err(gone_on("the host ahead of what is timed", self.rank, self.rank, turn, self.timeout))
+    }
+
+    fn word(&self, at: usize) -> Option<&AtomicU64> {
+        // SAFETY: the buffer has two aligned words and lives as long as this; devices load and store whole words.
+        self.words.as_ref().map(|words| unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(at)) })
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        if let Some(flag) = &self.0.flag {
-            // SAFETY: the buffer holds one aligned word, which lives as long as it; the device only reads it, as a whole.
-            let word = unsafe { AtomicU64::from_ptr(flag.host_ptr().cast()) };
+        if let Some(word) = self.0.word(0) {
             word.store(self.0.turn.get(), Ordering::Release);
         }
+    }
+}
+
+/// That a stream went on without waiting any longer for what it was held for, in its so many-th turn.
+pub fn gone_on(site: &'static str, rank: Rank, peer: Rank, turn: u64, timeout: Duration) -> Error {
+    let waited_ms = timeout.as_millis() as u64;
+    Error::Timeout { rank, site, peer, epoch: turn, expected: turn, seen: 0, waited_ms }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_stream_is_held_until_it_is_let_go() {
+        let device = Device::cpu().unwrap();
+        let stream = device.new_stream().unwrap();
+        let hold = Hold::on_any(&device, Rank(3), PATIENCE).unwrap();
+        for _ in 0..3 {
+            let held = hold.hold(&stream).unwrap();
+            assert!(stream.synchronize(Duration::from_millis(20)).is_err(), "it is held");
+            drop(held);
+            stream.synchronize(PATIENCE).unwrap();
+            hold.check().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_stream_that_was_not_let_go_in_time_is_told_of() {
+        let device = Device::cpu().unwrap();
+        let stream = device.new_stream().unwrap();
+        let hold = Hold::on_any(&device, Rank(3), Duration::from_millis(30)).unwrap();
+        let held = hold.hold(&stream).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        drop(held);
+        let error = hold.check().unwrap_err().to_string();
+        assert!(
+            error.contains("rank 3 waited 30 ms for the host ahead of what is timed of rank 3 in epoch 1"),
+            "{error}"
+        );
+        let error = bench::hold(&stream, device.alloc_host(8).unwrap().view(), 1, PATIENCE).unwrap_err().to_string();
+        assert!(error.contains("8 bytes"), "{error}");
+    }
+
+    #[test]
+    fn the_cpu_device_is_not_held() {
+        let device = Device::cpu().unwrap();
+        let stream = device.new_stream().unwrap();
+        let hold = Hold::new(&device, Rank(0), PATIENCE).unwrap();
+        let held = hold.hold(&stream).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        drop(held);
+        hold.check().unwrap();
     }
 }

@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokenyard::kernels::bench;
-use tokenyard::{Device, Error, HostBuffer, Rank, Result, Stream};
+use tokenyard::{Device, HostBuffer, Rank, Result, Stream};
+
+use super::hold::gone_on;
 
 /// Two words a rank, which it came with and which it gave up; clones share them.
 #[derive(Clone)]
@@ -67,15 +69,10 @@ impl Seat {
         let given_up = unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(ranks + self.rank)) };
         match given_up.load(Ordering::Acquire) {
             0 => Ok(()),
-            word => Err(Error::Timeout {
-                rank: Rank(self.rank as u32),
-                site: "the meeting before what is timed",
-                peer: Rank(word as u32),
-                epoch: word >> 32,
-                expected: word >> 32,
-                seen: 0,
-                waited_ms: self.timeout.as_millis() as u64,
-            }),
+            word => {
+                let (rank, peer) = (Rank(self.rank as u32), Rank(word as u32));
+                Err(gone_on("the meeting before what is timed", rank, peer, word >> 32, self.timeout))
+            }
         }
     }
 }

@@ -18,6 +18,7 @@ use super::calls::{Caller, Given, Lane, Marks};
 use super::case::Case;
 use super::config::sharing;
 use super::faults::{Planned, check_errors, check_refused};
+use super::hold::Hold;
 use super::inputs::{Inputs, ScaleKind};
 use super::link;
 use super::meeting::Meeting;
@@ -165,12 +166,13 @@ impl<'a> RankRun<'a> {
         let rank = world.rank().index();
         let ep = build(job, world, device, between.proxy.as_ref())?;
         let seat = between.meeting.as_ref().map(|meeting| meeting.seat(rank, job.timeout));
+        let hold = Hold::new(device, world.rank(), job.timeout)?;
         let lanes = case.ahead.min(job.iterations());
         Ok(RankRun {
             job,
             case,
             rank,
-            caller: Caller::new(case, ep, device, job.measured, job.timeout, seat)?,
+            caller: Caller::new(case, ep, device, job.measured, hold, seat)?,
             lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
             wake: if job.measured { Wake::establish(world, device, job.arena)? } else { None },
             idled: true,

@@ -1,11 +1,11 @@
 //! What everything but the network costs: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
 //! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
-//! `bench --stages` showed (benches/results of commit e2e195d: h200-x2/stages-2.json in one node, h200-x4/stages-1x2-cx7.json in two; medians
-//! of first, middle and last block, microseconds from the call's first block); where it says "fitted", it makes times
-//! without statistics come out (h200-x4/decode-2.json, h200-x4/decode-1x2-cx7.json), which
-//! `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such.
-//! Times are in ns, rates in bytes per ns (GB/s).
+//! `bench --stages` showed (benches/results of commit e2e195d: h200-x2/stages-2.json in one node, h200-x4/stages-1x2-cx7.json
+//! in two; medians of first, middle and last block, microseconds from the call's first block); where it says "fitted", it makes
+//! times without statistics come out (h200-x4/decode-2.json, h200-x4/decode-1x2-cx7.json), which `tokenyard simulate
+//! --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such. Times are in ns, rates
+//! in bytes per ns (GB/s).
 
 /// The costs that every projection shares.
 #[derive(Debug, Clone, Copy, PartialEq)]
