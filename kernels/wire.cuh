@@ -206,8 +206,10 @@ TY_DEVICE bool relay_staging(const ty_context &c, u32 direction, u32 lane, u64 e
     u32 count = l.targets - first < relay_batch ? l.targets - first : relay_batch;
     for (u32 i = 0; i < count; ++i) store(&shared.words[i], link_word(l, epoch, first + i));
     u64 start = now_ns();
+    // What was passed on stays so: its message may be sent by now, and its word be of this epoch.
+    u32 missing = (1u << count) - 1;
     for (u32 turn = 1;; ++turn) {
-      u32 missing = ~relay_words(c.wire.host_free, c.wire.free, shared.words, count, epoch - 2) & ((1u << count) - 1);
+      missing &= ~relay_words(c.wire.host_free, c.wire.free, shared.words, count, epoch - 2);
       if (missing == 0) break;
       spin_pause("wire staging");
       Wait wait{direction, TY_SITE_STAGING, peer_of_link(c, lane, first + lowest_bit(missing)), epoch, 0};

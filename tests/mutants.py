@@ -119,6 +119,7 @@ MUTANTS = [
     ("doorbell before the last row", NODES, "u32 all = rows_here * packed_row", "u32 all = (rows_here - (rows_here > 1)) * packed_row"),
     ("empty message not sent", NODES, "  store(counter, 0u);\n", "  store(counter, 0u);\n  if (rows == 0 && l.row_bytes != 0) return;\n"),
     ("E6: relayed whatever the host says", NODES, "(seen[i] == expected ? 1u : 0u)", "(i < count && seen[i] != 0 ? 1u : 0u)"),
+    ("E10: staging that was passed on waited for again", NODES, "missing &= ~relay_words(", "missing = ((1u << count) - 1) & ~relay_words("),
     ("staging parity ignored", NODES, "l.staging + (epoch & 1) * l.staging_parity", "l.staging + 0 * l.staging_parity"),
     ("E10: staging packed before the network read it", NODES, "if (epoch - c.first_epoch < 2) return true;\n  const u64 *word = pointer<const u64>(c.wire.free)",
      "if (epoch != 0) return true;\n  const u64 *word = pointer<const u64>(c.wire.free)"),

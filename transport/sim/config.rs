@@ -82,7 +82,7 @@ pub struct SimConfig {
     pub packet_bytes: u32,
     /// Every packet, delivery and completion is late by up to so much: what reorders them.
     pub jitter_ns: u64,
-    /// How many packets are late by up to `delay_ns` more.
+    /// How many packets and completions are late by up to `delay_ns` more.
     pub delay_permille: u32,
     /// See `delay_permille`.
     pub delay_ns: u64,

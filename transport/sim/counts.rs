@@ -39,7 +39,7 @@ counts! {
     reordered,
     /// Packets landed after a later one of the same write.
     packets_out_of_order,
-    /// Packets held back by a long delay.
+    /// Packets and completions held back by a long delay.
     delayed,
     /// Posts and sends answered `Full`.
     full,

@@ -232,7 +232,7 @@ impl State {
         }
         let at_ns = self.now_ns + self.jitter();
         self.again(due, at_ns, Step::Deliver);
-        let at_ns = self.now_ns + self.config.nics[flight.nic].latency_ns() + self.jitter();
+        let at_ns = self.now_ns + self.config.nics[flight.nic].latency_ns() + self.lateness();
         self.again(due, at_ns, Step::Done);
     }
 
