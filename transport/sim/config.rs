@@ -98,6 +98,8 @@ pub struct SimConfig {
     pub fail_permille: u32,
     /// How many accepted writes are read when posted, and so may complete before anything arrives.
     pub eager_permille: u32,
+    /// Whether a write fails whose source has changed when it completes: until then a NIC may have to send it again.
+    pub watch_sources: bool,
     /// How many posts bring the sender's or the receiver's NIC to a stop, for up to `stop_ns`.
     pub stop_permille: u32,
     /// See `stop_permille`.
@@ -128,6 +130,7 @@ impl SimConfig {
             full_permille: 0,
             fail_permille: 0,
             eager_permille: 0,
+            watch_sources: false,
             stop_permille: 0,
             stop_ns: 0,
             dead_peers: DeadPeers::Fail { after_ns: 10_000 },
@@ -151,6 +154,7 @@ impl SimConfig {
             message_queue: 4,
             full_permille: 30,
             eager_permille: 250,
+            watch_sources: true,
             stop_permille: 8,
             stop_ns: 40_000,
             poll_batch: 5,

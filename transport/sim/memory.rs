@@ -27,6 +27,22 @@ impl Source {
         Source::Taken(taken)
     }
 
+    /// A sum over `bytes` from `offset` of a payload in registered memory, by which it is known again; 0 of one that was
+    /// read already. FNV-1a: Fowler, Noll and Vo, draft-eastlake-fnv.
+    ///
+    /// # Safety
+    /// As for [`Source::copy`], of the source.
+    pub(super) unsafe fn sum(&self, offset: u32, bytes: u32) -> u64 {
+        if matches!(self, Source::Taken(_)) {
+            return 0;
+        }
+        let mut read = vec![0u8; bytes as usize];
+        // SAFETY: the caller's, and the target was just made for it.
+        unsafe { self.copy(offset, read.as_mut_ptr() as u64, bytes) };
+        let start = 0xcbf2_9ce4_8422_2325 ^ u64::from(offset);
+        read.iter().fold(start, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+    }
+
     /// Copies `bytes` from `offset` of the payload to an address.
     ///
     /// # Safety

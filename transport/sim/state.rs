@@ -237,6 +237,7 @@ impl State {
             packets,
             packets_left: packets,
             furthest: 0,
+            sum: 0,
             arrived: false,
             completed,
             missing: None,

@@ -292,6 +292,27 @@ fn completion_taken_for_arrival() {
 }
 
 #[test]
+fn a_source_that_changes_before_its_completion_fails_the_write() {
+    for (changes, watch_sources) in [(true, true), (false, true), (true, false)] {
+        let (network, mut nodes) = world(2, BYTES, SimConfig { watch_sources, nics: vec![cx7()], ..still() });
+        nodes[0].fill(1);
+        let _ = nodes[0].post(1, 1, BYTES);
+        while nodes[1].poll() == 0 {
+            network.advance_ns(10);
+        }
+        nodes[0].fill(if changes { 2 } else { 1 });
+        network.advance_ns(1 << 20);
+        nodes[0].poll();
+        let (sent, failed) = (&nodes[0].sent[..], &nodes[0].failed[..]);
+        match changes && watch_sources {
+            true => assert_eq!((sent, failed), (&[][..], &[(1, "its source was changed before it completed")][..])),
+            false => assert_eq!((sent, failed), (&[1][..], &[][..])),
+        }
+        assert_eq!(nodes[1].byte(BYTES - 1), 1);
+    }
+}
+
+#[test]
 fn an_address_with_one_bit_changed() {
     let (network, mut nodes) = world(3, BYTES, SimConfig::calm());
     let good = nodes[1].endpoint.address();

@@ -45,6 +45,8 @@ pub(super) struct Flight {
     pub(super) packets_left: u32,
     /// One more than the highest packet that has landed.
     pub(super) furthest: u32,
+    /// Of what has landed, where sources are watched.
+    pub(super) sum: u64,
     /// Its immediate or message was delivered, or never will be.
     pub(super) arrived: bool,
     /// Its completion was queued; messages have none.
@@ -221,6 +223,10 @@ impl State {
             // SAFETY: `post` found source and target inside regions of living endpoints; the lock that taking them back
             // takes is held, and when they went, this flight was removed or marked as arrived.
             unsafe { source.copy(start, target + u64::from(start), len) };
+            if self.config.watch_sources {
+                // SAFETY: as above.
+                flight.sum = flight.sum.wrapping_add(unsafe { source.sum(start, len) });
+            }
         }
         self.counts.packets += 1;
         self.counts.packets_out_of_order += u64::from(index < flight.furthest);
@@ -256,6 +262,9 @@ impl State {
 
     fn done(&mut self, flight: &mut Flight) {
         flight.completed = true;
+        if flight.missing.is_none() && self.has_changed(flight) {
+            flight.missing = Some(Miss::Failed("its source was changed before it completed"));
+        }
         let Cargo::Write { write: WriteImm { token, source, .. }, .. } = flight.cargo else { return };
         self.note(flight, u64::MAX - 1);
         let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane, region: source.region };
@@ -265,6 +274,20 @@ impl State {
         };
         self.counts.completed_early += u64::from(flight.missing.is_none() && flight.packets_left > 0);
         self.seats[flight.from.index()].complete(pending);
+    }
+
+    /// Whether a watched source is not what was sent from it any more.
+    fn has_changed(&self, flight: &Flight) -> bool {
+        let Cargo::Write { source, write, .. } = &flight.cargo else { return false };
+        if !self.config.watch_sources || !self.config.payload || flight.packets_left > 0 {
+            return false;
+        }
+        let sum_of = |index: u32| {
+            // SAFETY: `post` found the source inside a region of the sender, which it keeps until the completion is handed out;
+            // where it went away, this flight was completed or removed. The lock that taking it back takes is held.
+            unsafe { source.sum(index * self.config.packet_bytes, self.packet_len(write.bytes, index)) }
+        };
+        (0..flight.packets).map(sum_of).fold(0, u64::wrapping_add) != flight.sum
     }
 
     /// Folds something that happened into the trace.
