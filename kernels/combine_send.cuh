@@ -219,6 +219,32 @@ TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 end, u32 g
   }
 }
 
+// ---- a rail's messages of sums -----------------------------------------------------------------------------------
+
+// A wave's rows of served home j, among those of the call.
+TY_DEVICE Range rail_rows(const ty_combine_args &a, const Wave &wave, u32 j) {
+  return wave_range(a.context, a.handle.rail_rows, j, wave);
+}
+
+// Whether partial rows for other nodes are their node's sums, since it has no other rank: they then go into the message
+// at once.
+TY_DEVICE bool sends_sums(const ty_combine_args &a) {
+  return a.context.node_ranks == 1 && !load(&head_of(a)->incomplete);
+}
+
+// Where the node's sum of a wave's row of served home j goes, behind wait_staging.
+TY_DEVICE char *sum_in_message(const ty_context &c, const Wave &wave, u32 j, u32 row) {
+  return staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(lane_of(c, TY_LANE_COMBINE), 0, row);
+}
+
+// So many slices of it are there. By a warp, behind the barrier that follows its stores.
+TY_DEVICE void count_sum(const ty_combine_args &a, const Wave &wave, u32 j, u32 row, u32 slices) {
+  const ty_context &c = a.context;
+  Range range = rail_rows(a, wave, j);
+  u32 chunk = chunk_of_row(lane_of(c, TY_LANE_COMBINE), row);
+  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {range.end - range.first, 0}, chunk, slices);
+}
+
 // ---- partial rows ------------------------------------------------------------------------------------------------
 
 struct Owner {
@@ -292,7 +318,7 @@ TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
 }
 
 // A piece of one partial row to its owner, of the wave's token number n. By a warp. False once a deadline passed.
-template <typename Row, typename Partial>
+template <typename Row, typename Partial, bool far>
 TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 source, u32 token, u32 n,
                             const Piece &piece) {
   const ty_context &c = a.context;
@@ -300,14 +326,19 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &
   if (!wait_weights(c, call, source)) return false;
   u32 slot = static_cast<u32>(slot_of(a, source, token));
   Owner owner = owner_of(c, source);
+  bool sums = far && owner.part != 0 && sends_sums(a);
+  bool stuck = sums && !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, owner.part - 1);
+  if (far && warp_ballot(stuck) != 0) return false;
   // A part of a row is loaded at once; a whole one takes turns, of which each would wait for memory. With many blocks
   // memory has enough to do, and what comes early is gone again.
   u32 bytes = piece.slices == TY_SLICES && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
   u32 count = list_rows(a, terms, call, source, token, bytes);
   u64 place = static_cast<u64>(n) * c.slots + slot;
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) + place * c.partial_bytes;
+  if (sums) out = sum_in_message(c, wave, owner.part - 1, n);
   sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
   warp_barrier();
+  if (sums) return count_sum(a, wave, owner.part - 1, n, piece.slices), true;
   // N4: the slices happen before these releases through the barrier; wait_tag(TY_SITE_PARTIAL) acquires.
   u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place * TY_SLICES;
   if (lane_index() < piece.slices) store_release_sys(tags + piece.first + lane_index(), wave.epoch);
@@ -316,7 +347,7 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &
 
 // This rank's partial rows for homes of its node, or for those of all others: token by token, so that what comes first
 // at home is sent first. By a team's warps, each for itself. False once a deadline passed.
-template <typename Row, typename Partial>
+template <typename Row, typename Partial, bool far>
 TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team &team, const Wave &wave, bool own) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
@@ -341,7 +372,7 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team 
   u32 numbers = load(&head->most_tokens) * sources;
   return share_out(c, team, numbers, nullptr, there, [&](u32 n, const Piece &piece) {
     u32 source = source_of(n), place = token_of(n);
-    return send_partial<Row, Partial>(a, terms, wave, source, range_of(source).first + place, place, piece);
+    return send_partial<Row, Partial, far>(a, terms, wave, source, range_of(source).first + place, place, piece);
   });
 }
 

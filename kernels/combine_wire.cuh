@@ -64,13 +64,9 @@ TY_DEVICE bool send_weights(const ty_combine_args &a, const Team &team, u64 call
 
 // ---- rail: sums of the node ----------------------------------------------------------------------------------------
 
+// The ranks of the node that have rows of what served home j sent, by its rows of the call.
 TY_DEVICE const u64 *rail_masks(const ty_combine_args &a, u32 j) {
   return pointer<const u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
-}
-
-// A wave's rows of served home j, among those of the call.
-TY_DEVICE Range rail_rows(const ty_combine_args &a, const Wave &wave, u32 j) {
-  return wave_range(a.context, a.handle.rail_rows, j, wave);
 }
 
 // Head of the message to served home j. By a team, behind wait_flags of the whole node: no message of an epoch may
@@ -106,14 +102,12 @@ template <typename Partial>
 TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, const Wave &wave, u32 j, u32 row,
                         const Piece &piece) {
   const ty_context &c = a.context;
-  const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
-  Range range = rail_rows(a, wave, j);
-  u64 ranks = load(rail_masks(a, j) + range.first + row);
+  u64 ranks = load(rail_masks(a, j) + rail_rows(a, wave, j).first + row);
   Parts parts{ranks, ranks & ~missing};
   list_partials(c, terms, 0, wave.epoch, 1 + j, row, parts);
   if (!gathered(partials_fail(c, wave.epoch, 1 + j, row, parts, piece))) return false;
-  u32 rows = range.end - range.first, count = popcount64(parts.present);
-  char *out = staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(l, 0, row);
+  u32 count = popcount64(parts.present);
+  char *out = sum_in_message(c, wave, j, row);
   constexpr u32 groups = groups_at_home<Partial>;
   using Group = Floats<Partial::group>;
   Columns columns = columns_of<Partial>(c, piece);
@@ -125,17 +119,18 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, con
     store_partials<Partial>(c, out, g, columns.end, sums);
   }
   warp_barrier();
-  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk_of_row(l, row), piece.slices);
+  count_sum(a, wave, j, row, piece.slices);
   return true;
 }
 
-// Everything for the homes that this rank serves, behind wait_flags. Row by row of all of them, so that chunks fill one
-// after the other. By a team. False once a deadline passed, in some warps perhaps.
+// Everything for the homes that this rank serves, behind wait_flags, but sums that are there already. Row by row of all
+// of them, so that chunks fill one after the other. By a team. False once a deadline passed, in some warps perhaps.
 template <typename Partial>
 TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
   if (!pack_sum_heads(a, shared, team, wave)) return false;
+  if (sends_sums(a)) return true;
   u64 missing = missing_ranks(c, shared);
   u32 most = 0, begin = 0;
   auto rows_of = [&](u32 j) {
@@ -169,7 +164,7 @@ TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, con
   // What crosses the network first, by the same code.
   TY_ROLLED
   for (u32 stage = far ? TY_STAGE_FAR : TY_STAGE_NEAR; stage <= TY_STAGE_NEAR; ++stage) {
-    if (!send_partials<Row, Partial>(a, terms, team, wave, stage == TY_STAGE_NEAR)) return;
+    if (!send_partials<Row, Partial, far>(a, terms, team, wave, stage == TY_STAGE_NEAR)) return;
     note_stage(c, TY_DIRECTION_COMBINE, stage, leads);
   }
 }
