@@ -197,23 +197,36 @@ TY_DEVICE u32 relay_words(u64 host, u64 device, const u32 *words, u32 count, u64
   return there;
 }
 
-// Passes on that staging is free, for every link of a lane. By the relay's thread 0. False once a deadline passed.
-TY_DEVICE bool relay_staging(const ty_context &c, u32 direction, u32 lane, u64 epoch) {
+// Lists up to relay_batch links, from `link` on, whose free staging is not passed on yet; answers how many. A word that
+// is may be another by now where the proxy writes: its link's blocks waited for nothing, and the message may be sent.
+TY_DEVICE u32 list_staging(const ty_context &c, RelayShared &shared, const ty_lane &l, u64 epoch, u32 &link) {
+  u32 count = 0;
+  for (; link < l.targets && count < relay_batch; ++link) {
+    u32 word = link_word(l, epoch, link);
+    if (load_relaxed_gpu(pointer<const u64>(c.wire.free) + word) == epoch - 2) continue;
+    store(&shared.entries[count], link);
+    store(&shared.words[count++], word);
+  }
+  return count;
+}
+
+// Passes on that staging is free, for every link of a lane; or looks once, `ahead` of the epoch, so that its launch
+// need not wait for a trip over PCIe. By the relay's thread 0. False once a deadline passed.
+TY_DEVICE bool relay_staging(const ty_context &c, u32 direction, u32 lane, u64 epoch, bool ahead = false) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0 || epoch - c.first_epoch < 2) return true;
   RelayShared &shared = block_shared<RelayShared>();
-  for (u32 first = 0; first < l.targets; first += relay_batch) {
-    u32 count = l.targets - first < relay_batch ? l.targets - first : relay_batch;
-    for (u32 i = 0; i < count; ++i) store(&shared.words[i], link_word(l, epoch, first + i));
+  for (u32 link = 0; link < l.targets;) {
+    u32 count = list_staging(c, shared, l, epoch, link);
     u64 start = now_ns();
     // What was passed on stays so: its message may be sent by now, and its word be of this epoch.
     u32 missing = (1u << count) - 1;
-    for (u32 turn = 1;; ++turn) {
+    for (u32 turn = 1; missing != 0; ++turn) {
       missing &= ~relay_words(c.wire.host_free, c.wire.free, shared.words, count, epoch - 2);
-      if (missing == 0) break;
+      if (missing == 0 || ahead) break;
       spin_pause("wire staging");
-      Wait wait{direction, TY_SITE_STAGING, peer_of_link(c, lane, first + lowest_bit(missing)), epoch, 0};
-      if (!may_relay(c, wait, turn, start, epoch - 2, 0)) return false;
+      u32 peer = peer_of_link(c, lane, load(&shared.entries[lowest_bit(missing)]));
+      if (!may_relay(c, Wait{direction, TY_SITE_STAGING, peer, epoch, 0}, turn, start, epoch - 2, 0)) return false;
     }
   }
   return true;
@@ -240,6 +253,8 @@ TY_DEVICE bool relay_landed(const ty_context &c, u32 direction, u32 lane, u64 ep
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();
   for (u32 source = 0; source < l.sources; ++source) store(&shared.sources[source], 0u);
+  // While the first chunks are on their way.
+  (void)relay_staging(c, direction, lane, epoch + 1, true);
   u64 start = now_ns();
   for (u32 turn = 1;; ++turn) {
     u32 missing = l.sources, listed = 0;

@@ -88,6 +88,7 @@ MUTANTS = [
      "  warp_barrier();\n  if (sums) return count_sum", "  if (sums) return count_sum"),
     ("sums that are in the message made again", FROM_NODES, "if (sends_sums(a)) return true;", "if (false && sends_sums(a)) return true;"),
     ("E10: sums in staging that the network still reads", PARTIAL, "bool stuck = sums && !wait_staging", "bool stuck = false && !wait_staging"),
+    ("staging that was passed on a launch ahead waited for again", NODES, "== epoch - 2) continue;", "== epoch - 2 && false) continue;"),
     ("rows lost to ranks before the first in turn", SEND, "| bits << ((", "| 0 * bits << (("),
     ("tag of another slice", PARTIAL, "slot * TY_SLICES + piece.first + i % piece.slices;", "slot * TY_SLICES + i % piece.slices;"),
     ("slices of a row not summed", PARTIAL, "blocks * (piece.first + piece.slices) / TY_SLICES", "blocks * (piece.first + 1) / TY_SLICES"),
