@@ -214,6 +214,8 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
     if (team_thread(team) == 0) store(&shared.taken, 0u);
     bool well = begin_sums<Partial, far>(a, shared, team, wave);
     if (team_thread(team) == 0) store(&shared.helped, helped && well ? 1u : 0u);
+    // For compute-sanitizer's racecheck, to which an arrival at a barrier orders nothing.
+    if (shares) team_barrier(team);
     // N11: what was heard of node peers happens before; the other team takes over.
     if (shares) hand_over();
     if (!well) return;
