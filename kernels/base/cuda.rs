@@ -69,6 +69,11 @@ fn advice(code: CUresult) -> &'static str {
             "this GPU, driver or container does not offer it"
         }
         CUresult::CUDA_ERROR_NOT_READY => "synchronize the stream first",
+        CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        | CUresult::CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+        | CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT => {
+            "open devices, build contexts and allocate before a capture begins, or capture in relaxed mode"
+        }
         _ => "see the CUDA driver API's list of error codes",
     }
 }

@@ -1,0 +1,107 @@
+//! Several contexts of a rank side by side, and contexts that are built while something is captured. On the CPU device or,
+//! with `TOKENYARD_TEST_DEVICE=cuda`, on GPUs, which ranks share where there are fewer.
+
+mod rig;
+
+use rig::{MAX_TOKENS, PATIENCE, Rig, builder, on_ranks, test_device};
+use tokenyard::*;
+
+/// Enqueues a dispatch and a combine on the context's own stream.
+fn enqueue(rig: &Rig, salt: usize) -> Handle {
+    let choices = std::array::from_fn::<_, MAX_TOKENS, _>(|token| {
+        let first = (rig.rank + 3 * token + salt) % rig::EXPERTS;
+        [first as i32, ((first + 3) % rig::EXPERTS) as i32]
+    });
+    rig.route(&choices, salt);
+    let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+    rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+    handle
+}
+
+fn expect(rig: &Rig, salt: usize) {
+    rig.stream.synchronize(PATIENCE).unwrap();
+    rig.ep.check().unwrap();
+    rig.expect_own_rows(MAX_TOKENS, salt);
+}
+
+#[test]
+fn two_contexts_on_two_streams_run_at_once() {
+    on_ranks(2, |world| {
+        let device = test_device(&world);
+        let contexts = [Rig::on(&world, device.clone(), |b| b), Rig::on(&world, device, |b| b)];
+        for salt in 0..6 {
+            // Each rank begins with another one, so neither's calls come to an end before both contexts' are under way.
+            let order = if world.rank().index() == 0 { [0, 1] } else { [1, 0] };
+            let handles = order.map(|context| enqueue(&contexts[context], salt + 10 * context));
+            world.barrier("all are enqueued").unwrap();
+            (0..2).for_each(|context| expect(&contexts[context], salt + 10 * context));
+            drop(handles);
+        }
+        world.barrier("done").unwrap();
+    });
+}
+
+#[test]
+fn contexts_that_exceed_a_gpu_together_are_refused_until_one_goes() {
+    on_ranks(1, |world| {
+        let device = test_device(&world);
+        if device.ordinal().is_none() {
+            println!("skipped: no GPU is asked for, and the CPU device counts no multiprocessors");
+            return;
+        }
+        let all = device.multiprocessors();
+        let first = builder(&world, &device).sms(all).build().unwrap();
+        let why = builder(&world, &device).sms(1).build().err().map(|why| why.to_string()).unwrap_or_default();
+        assert!(why.contains("sms is 1") && why.contains(&format!("with {all} of other contexts")), "{why}");
+        drop(first);
+        Rig::on(&world, device, |b| b.sms(all)).good_round(1);
+    });
+}
+
+#[test]
+fn a_context_can_be_built_while_an_own_capture_goes_on() {
+    on_ranks(2, |world| {
+        let early = Rig::new(&world);
+        early.good_round(0);
+        early.stream.begin_capture().unwrap();
+        let late = Rig::new(&world);
+        let handle = enqueue(&early, 1);
+        let graph = early.stream.end_capture().unwrap();
+        late.good_round(2);
+        graph.launch(&early.stream).unwrap();
+        expect(&early, 1);
+        drop(handle);
+        world.barrier("done").unwrap();
+    });
+}
+
+/// Frameworks capture so that nothing else may allocate meanwhile.
+#[cfg(feature = "cuda")]
+#[test]
+fn a_context_that_is_built_within_a_frameworks_capture_is_refused_and_the_next_is_not() {
+    use cudarc::driver::sys;
+    on_ranks(1, |world| {
+        let device = test_device(&world);
+        if device.ordinal().is_none() {
+            println!("skipped: no GPU is asked for");
+            return;
+        }
+        let stream = device.new_stream().unwrap();
+        device.make_current().unwrap();
+        let raw = stream.raw() as sys::CUstream;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
+        // SAFETY: the stream is live, and nothing else is enqueued on it.
+        assert_eq!(unsafe { sys::cuStreamBeginCapture_v2(raw, mode) }, sys::CUresult::CUDA_SUCCESS);
+        let why = builder(&world, &device).build().err().map(|why| why.to_string()).unwrap_or_default();
+        let mut graph: sys::CUgraph = std::ptr::null_mut();
+        // SAFETY: as above; the graph is destroyed where there is one.
+        unsafe {
+            let _ = sys::cuStreamEndCapture(raw, &mut graph);
+            if !graph.is_null() {
+                let _ = sys::cuGraphDestroy(graph);
+            }
+        }
+        assert!(why.contains("before a capture begins"), "{why}");
+        Rig::on(&world, device, |b| b).good_round(1);
+    });
+}
