@@ -78,6 +78,16 @@ documented() {
   cargo test --doc --no-default-features --target-dir target/coverage
 }
 
+# What the release program says of a driver that is too old, of which a C++ compiler makes all that is asked for.
+driver() {
+  say "a driver that is too old"
+  local folder=target/old-driver
+  mkdir -p "$folder"
+  printf 'extern "C" int cuDriverGetVersion(int *version) { *version = 12080; return 0; }\n' |
+    g++ -shared -fPIC -x c++ -o "$folder/libcuda.so.1" -
+  LD_LIBRARY_PATH=$folder target/release/tokenyard doctor | grep "offers CUDA 12.8: .* update the driver to version 580"
+}
+
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.
 verify() {
   say "verify"
@@ -112,8 +122,8 @@ coverage() {
 
 setup
 # The Rust tests run once: under coverage, unless they are asked for alone.
-if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build coverage documented verify sanitize mutants); fi
-for step in format lint build unit coverage documented verify sanitize mutants; do
+if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver coverage documented verify sanitize mutants); fi
+for step in format lint build driver unit coverage documented verify sanitize mutants; do
   if wanted "$step"; then "$step"; fi
 done
 say "all passed"
