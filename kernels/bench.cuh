@@ -99,9 +99,9 @@ TY_KERNEL(ty_bench_hold, ty_hold_args) {
   if (block_index() != 0 || thread_index() != 0) return;
   u64 *words = reinterpret_cast<u64 *>(a.words);
   u64 start = now_ns();
-  while (load_acquire_sys(words) != a.turn && now_ns() - start < a.timeout_ns) spin_pause("host");
+  while (load_acquire_sys(words) < a.turn && now_ns() - start < a.timeout_ns) spin_pause("host");
   // Read by the host behind the stream.
-  if (load_acquire_sys(words) != a.turn) store_relaxed_sys(words + 1, a.turn);
+  if (load_acquire_sys(words) < a.turn) store_relaxed_sys(words + 1, a.turn);
 }
 
 // One warp says that its rank is here, and waits until all ranks are; gives up after the deadline, and says so.

@@ -4,6 +4,7 @@
 //   Cs  flag to every rank of the node (and the weights, if they come with combine)
 //       warp per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot -> tags (N4)
 //       rail, warp per (served home, row): the node's partial rows in rank order -> a row in wire staging -> doorbell
+//       (a rank that is alone in its node: its partial row is that sum, and goes there at once)
 //   Cr  every block: flags of the node's ranks
 //       warp per own token: sum over nodes in order, each the sum of its ranks in order -> out
 //       block 0: what the heads of the rails' messages say

@@ -317,7 +317,8 @@ TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
   return load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token);
 }
 
-// A piece of one partial row to its owner, of the wave's token number n. By a warp. False once a deadline passed.
+// A piece of one partial row to its owner, or into the message if it is the node's sum; of the wave's token number n.
+// By a warp. False once a deadline passed.
 template <typename Row, typename Partial, bool far>
 TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 source, u32 token, u32 n,
                             const Piece &piece) {

@@ -70,7 +70,8 @@ TY_DEVICE const u64 *rail_masks(const ty_combine_args &a, u32 j) {
 }
 
 // Head of the message to served home j. By a team, behind wait_flags of the whole node: no message of an epoch may
-// leave before, since it lets the home go on to overwrite what a slower rank of this node still reads.
+// leave before, since it lets the home go on to overwrite what a slower rank of this node still reads. Chunks behind
+// the first may be rung for, as the proxy posts a link's in order.
 TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, const Team &team, const Wave &wave,
                              u32 j) {
   const ty_context &c = a.context;
@@ -151,7 +152,8 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
 
 // ---- the sending phase ---------------------------------------------------------------------------------------------
 
-// All but the rail's sums. What crosses the wire goes first, and nothing here waits for partial rows. By a team.
+// All but the rail's sums, which a rank that is alone in its node makes here, too. What crosses the wire goes first,
+// and nothing here waits for partial rows. By a team.
 template <typename Row, typename Partial, bool far>
 TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;

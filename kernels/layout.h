@@ -422,7 +422,7 @@ typedef struct ty_push_args {
 // Holds a stream until the host lets it go: the words are in host memory, which turn was let go and which was given up.
 typedef struct ty_hold_args {
   uint64_t words; // uint64_t [2]
-  uint64_t turn;  // goes on once the first word equals this
+  uint64_t turn;  // goes on once the first word has reached this
   uint64_t timeout_ns;
 } ty_hold_args;
 

@@ -98,7 +98,8 @@ pub struct SimConfig {
     pub fail_permille: u32,
     /// How many accepted writes are read when posted, and so may complete before anything arrives.
     pub eager_permille: u32,
-    /// Whether a write fails whose source has changed when it completes: until then a NIC may have to send it again.
+    /// Whether a write fails whose source has changed when it completes: until then a NIC may have to send it again. Between
+    /// ranks of one process; endpoints of processes do not look.
     pub watch_sources: bool,
     /// How many posts bring the sender's or the receiver's NIC to a stop, for up to `stop_ns`.
     pub stop_permille: u32,

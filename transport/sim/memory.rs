@@ -9,7 +9,8 @@
 /// Where a write's payload comes from.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// Registered memory, read when each packet lands: what its owner changes too early shows at the target.
+    /// Registered memory, read when each packet lands, and once more at completion where sources are watched: what its owner
+    /// changes too early shows at the target, or fails the write.
     Memory(u64),
     /// Read already; the owner was told that it may reuse its memory.
     Taken(Box<[u8]>),

@@ -429,7 +429,7 @@ impl Outbound {
             self.flights.remove(&id);
         } else if taken {
             let latency_ns = core.config.nics[nic].latency_ns();
-            let at_ns = core.unstamp(answer.stamp_ns).saturating_add(latency_ns).saturating_add(core.jitter());
+            let at_ns = core.unstamp(answer.stamp_ns).saturating_add(latency_ns).saturating_add(core.lateness());
             core.schedule(at_ns, Step::Done(id));
         } else {
             free_eager(self.links.get_mut(&peer), flight);
