@@ -14,9 +14,17 @@ fn enqueue(rig: &Rig, salt: usize) -> Handle {
         [first as i32, ((first + 3) % rig::EXPERTS) as i32]
     });
     rig.route(&choices, salt);
-    let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
-    rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
-    handle
+    rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap()
+}
+
+/// The rank's GPU; says where there is none that this test is skipped.
+fn gpu(world: &World) -> Option<Device> {
+    let device = test_device(world);
+    if device.ordinal().is_none() {
+        println!("skipped: no GPU is asked for, and on the CPU device there is nothing to refuse");
+        return None;
+    }
+    Some(device)
 }
 
 fn expect(rig: &Rig, salt: usize) {
@@ -45,11 +53,7 @@ fn two_contexts_on_two_streams_run_at_once() {
 #[test]
 fn contexts_that_exceed_a_gpu_together_are_refused_until_one_goes() {
     on_ranks(1, |world| {
-        let device = test_device(&world);
-        if device.ordinal().is_none() {
-            println!("skipped: no GPU is asked for, and the CPU device counts no multiprocessors");
-            return;
-        }
+        let Some(device) = gpu(&world) else { return };
         let all = device.multiprocessors();
         let first = builder(&world, &device).sms(all).build().unwrap();
         let why = builder(&world, &device).sms(1).build().err().map(|why| why.to_string()).unwrap_or_default();
@@ -82,11 +86,7 @@ fn a_context_can_be_built_while_an_own_capture_goes_on() {
 fn a_context_that_is_built_within_a_frameworks_capture_is_refused_and_the_next_is_not() {
     use cudarc::driver::sys;
     on_ranks(1, |world| {
-        let device = test_device(&world);
-        if device.ordinal().is_none() {
-            println!("skipped: no GPU is asked for");
-            return;
-        }
+        let Some(device) = gpu(&world) else { return };
         let stream = device.new_stream().unwrap();
         device.make_current().unwrap();
         let raw = stream.raw() as sys::CUstream;

@@ -586,8 +586,7 @@ fn a_captured_sequence_replays_with_new_routing_and_mixes_with_eager_calls() {
         rig.good_round(0);
         rig.stream.begin_capture().unwrap();
         let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
-        let handle = rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
-        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        let handle = rig.enqueue(&tokens, rig.capacity).unwrap();
         let graph = rig.stream.end_capture().unwrap();
         for salt in 1..6 {
             let count = (salt + rig.rank) % 3;

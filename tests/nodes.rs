@@ -52,10 +52,7 @@ fn choices(rank: usize, salt: usize) -> [[i32; 2]; MAX_TOKENS] {
 fn exchange(rig: &Rig, salt: usize, is_there: impl Fn(i32) -> bool) -> Result<()> {
     let choices = choices(rig.rank, salt);
     rig.route(&choices, salt);
-    let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity))?;
-    rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined())?;
-    rig.stream.synchronize(PATIENCE)?;
-    rig.ep.check()?;
+    rig.round(MAX_TOKENS, rig.capacity)?;
     for (token, experts) in choices.iter().enumerate() {
         let weight = 0.5 * experts.iter().filter(|expert| is_there(**expert)).count() as f32;
         assert_eq!(rig.sum(token), rig.scaled_row(token, salt, weight), "token {token} of rank {}", rig.rank);

@@ -51,16 +51,14 @@ impl Hold {
     /// # Errors
     /// `Timeout` where the stream went on by itself, so that what was timed behind says nothing.
     pub fn check(&self) -> Result<()> {
-        let turn = self.word(1).map_or(0, |word| word.load(Ordering::Acquire));
-        if turn == 0 {
-            return Ok(());
+        match self.word(1).map_or(0, |word| word.load(Ordering::Acquire)) {
+            0 => Ok(()),
+            turn => Err(gone_on("the host ahead of what is timed", self.rank, self.rank, turn, self.timeout)),
         }
-        Err(gone_on("the host ahead of what is timed", self.rank, self.rank, turn, self.timeout))
     }
 
     fn word(&self, at: usize) -> Option<&AtomicU64> {
-        // SAFETY: the buffer has two aligned words and lives as long as this; devices load and store whole words.
-        self.words.as_ref().map(|words| unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(at)) })
+        self.words.as_ref().and_then(|words| word(words, at))
     }
 }
 
@@ -70,6 +68,15 @@ impl Drop for Held<'_> {
             word.store(self.0.turn.get(), Ordering::Release);
         }
     }
+}
+
+/// A word that host and devices share; `None` beyond the buffer.
+pub fn word(words: &HostBuffer, at: usize) -> Option<&AtomicU64> {
+    if at >= words.view().bytes / size_of::<u64>() {
+        return None;
+    }
+    // SAFETY: inside the buffer, which is aligned and lives as long as the reference; devices load and store whole words.
+    Some(unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(at)) })
 }
 
 /// That a stream went on without waiting any longer for what it was held for, in its so many-th turn.

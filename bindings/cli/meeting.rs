@@ -10,13 +10,13 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokenyard::kernels::bench;
 use tokenyard::{Device, HostBuffer, Rank, Result, Stream};
 
-use super::hold::gone_on;
+use super::hold::{gone_on, word};
 
 /// Two words a rank, which it came with and which it gave up; clones share them.
 #[derive(Clone)]
@@ -65,13 +65,11 @@ impl Seat {
     /// `Timeout` where the stream went on alone, so that what was timed behind says nothing.
     pub fn check(&self) -> Result<()> {
         let Meeting { words, ranks } = &self.meeting;
-        // SAFETY: the buffer has two aligned words a rank and lives as long as `words`; devices store whole words.
-        let given_up = unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(ranks + self.rank)) };
-        match given_up.load(Ordering::Acquire) {
+        match word(words, ranks + self.rank).map_or(0, |given_up| given_up.load(Ordering::Acquire)) {
             0 => Ok(()),
-            word => {
-                let (rank, peer) = (Rank(self.rank as u32), Rank(word as u32));
-                Err(gone_on("the meeting before what is timed", rank, peer, word >> 32, self.timeout))
+            seen => {
+                let (rank, peer) = (Rank(self.rank as u32), Rank(seen as u32));
+                Err(gone_on("the meeting before what is timed", rank, peer, seen >> 32, self.timeout))
             }
         }
     }

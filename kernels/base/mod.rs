@@ -1,7 +1,8 @@
-//! The leaf that every layer may use: identifiers, errors, and waiting with a deadline.
+//! The leaf that every layer may use: identifiers, errors, checksums, and waiting with a deadline.
 //!
 //! It imports nothing of the crate, runs on any thread, and never allocates outside error paths.
 
+pub mod checksum;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;

@@ -8,6 +8,7 @@
 //! Place: while a context is built, on the proxy's thread.
 
 use crate::base::Rank;
+use crate::base::checksum::fnv1a;
 
 const MAGIC: [u8; 4] = *b"tyGN";
 const VERSION: u32 = 1;
@@ -39,7 +40,7 @@ impl Address {
         out.extend((self.regions.len() as u16).to_le_bytes());
         out.extend([0; 6]);
         self.regions.iter().for_each(|bytes| out.extend(bytes.to_le_bytes()));
-        let sum = checksum(&out);
+        let sum = fnv1a(&out);
         out.extend(sum.to_le_bytes());
         out
     }
@@ -53,7 +54,7 @@ impl Address {
         if read_u32(bytes, 4) != Some(VERSION) {
             return Err("is of another version");
         }
-        if read_u64(bytes, body) != Some(checksum(&bytes[..body])) {
+        if read_u64(bytes, body) != Some(fnv1a(&bytes[..body])) {
             return Err("has a wrong checksum");
         }
         let regions = usize::from(u16::from_le_bytes([bytes[32], bytes[33]]));
@@ -79,11 +80,6 @@ fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
 
 fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
-}
-
-/// FNV-1a, against accidents.
-fn checksum(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
 
 #[cfg(test)]

@@ -134,10 +134,16 @@ impl Rig {
         Combined { out: self.out.view(), pitch: PITCH, dtype: Dtype::Bf16, accumulate: false }
     }
 
+    /// Enqueues a dispatch of the routed tokens, and their combine.
+    pub fn enqueue(&self, tokens: &Tokens, capacity: usize) -> Result<Handle> {
+        let handle = self.ep.dispatch(&self.stream, tokens, &self.output(capacity))?;
+        self.ep.combine(&self.stream, &handle, &self.expert_rows(), &self.combined())?;
+        Ok(handle)
+    }
+
     /// Dispatch and combine of the routed tokens; waits; answers what `check` says.
     pub fn round(&self, count: usize, capacity: usize) -> Result<()> {
-        let handle = self.ep.dispatch(&self.stream, &self.tokens(count), &self.output(capacity))?;
-        self.ep.combine(&self.stream, &handle, &self.expert_rows(), &self.combined())?;
+        let _handle = self.enqueue(&self.tokens(count), capacity)?;
         self.stream.synchronize(PATIENCE)?;
         self.ep.check()
     }

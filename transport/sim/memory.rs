@@ -6,6 +6,8 @@
 //! everything on the way that would still write there; a span with writes from it outstanding is not taken back. So no
 //! copy meets memory that is gone.
 
+use crate::base::checksum::{fnv1a, fnv1a_more};
+
 /// Where a write's payload comes from.
 #[derive(Debug)]
 pub(super) enum Source {
@@ -29,7 +31,7 @@ impl Source {
     }
 
     /// A sum over `bytes` from `offset` of a payload in registered memory, by which it is known again; 0 of one that was
-    /// read already. FNV-1a: Fowler, Noll and Vo, draft-eastlake-fnv.
+    /// read already.
     ///
     /// # Safety
     /// As for [`Source::copy`], of the source.
@@ -40,8 +42,7 @@ impl Source {
         let mut read = vec![0u8; bytes as usize];
         // SAFETY: the caller's, and the target was just made for it.
         unsafe { self.copy(offset, read.as_mut_ptr() as u64, bytes) };
-        let start = 0xcbf2_9ce4_8422_2325 ^ u64::from(offset);
-        read.iter().fold(start, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+        fnv1a_more(fnv1a(&offset.to_le_bytes()), &read)
     }
 
     /// Copies `bytes` from `offset` of the payload to an address.

@@ -9,6 +9,7 @@
 use super::frame::{Cursor, Malformed};
 use super::socket::Nonce;
 use crate::base::Rank;
+use crate::base::checksum::fnv1a;
 
 const MAGIC: [u8; 4] = *b"tyPA";
 const VERSION: u32 = 2;
@@ -40,7 +41,7 @@ impl Address {
         out.extend((self.regions.len() as u16).to_le_bytes());
         out.extend([0; 2]);
         self.regions.iter().for_each(|bytes| out.extend(bytes.to_le_bytes()));
-        out.extend(checksum(&out).to_le_bytes());
+        out.extend(fnv1a(&out).to_le_bytes());
         out
     }
 
@@ -56,7 +57,7 @@ impl Address {
         if cursor.u32().map_err(short)? != VERSION {
             return Err("is of another version");
         }
-        if sum != checksum(body).to_le_bytes() {
+        if sum != fnv1a(body).to_le_bytes() {
             return Err("has a wrong checksum");
         }
         let nonce = cursor.array().map_err(short)?;
@@ -71,9 +72,4 @@ impl Address {
         let regions = (0..count).map(|_| cursor.u64().map_err(short)).collect::<Result<_, _>>()?;
         Ok(Address { nonce, key, rank, nics, regions })
     }
-}
-
-/// FNV-1a. Against accidents and tests; it keeps out nobody who means harm.
-fn checksum(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3))
 }
