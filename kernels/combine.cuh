@@ -42,10 +42,10 @@ TY_DEVICE void report_rails(const ty_combine_args &a, const Team &team, const Wa
   const ty_context &c = a.context;
   if (!is_last(c, wave)) return;
   for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_COMBINE).sources; link += team_threads(team)) {
-    if (!wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, link, 0)) return;
+    if (!wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, 0)) return;
     const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, wave.epoch, link);
     if (load(&head->status) == TY_STATUS_INCOMPLETE)
-      report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, load(&head->rank), wave.epoch, 0, 0, 0);
+      fault({TY_ERROR_INCOMPLETE, 0, load(&head->rank), wave.epoch, 0, 0, 0});
   }
 }
 
@@ -57,7 +57,7 @@ TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &sha
   if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave)) return;
   u32 rank = first_missing(c, shared, team, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
   if (team_thread(team) == 0 && rank < c.node_ranks)
-    report(c, TY_DIRECTION_COMBINE, TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), wave.epoch, 0, 0, 0);
+    fault({TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), wave.epoch, 0, 0, 0});
 }
 
 // Which row of the call's messages to a node an own token is; -1 for none.
@@ -91,7 +91,7 @@ TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave 
       u32 place = list.count + popcount64(bits_below(there, lane_index())) - (lane_index() < before ? own_rows : 0);
       store(&terms.row[place],
             reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, 0, n)));
-      failed |= !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, link, chunk_of_row(l, n));
+      failed |= !wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, chunk_of_row(l, n));
     }
     list.own += earlier;
     list.after += earlier;
@@ -150,7 +150,7 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
   Terms &terms = shared.terms[warp_index()];
   share_out(
       c, team, range.end - range.first, helped ? &shared.taken : nullptr, [](u32) { return true; },
-      [&](u32 n, const Piece &piece) {
+      [&](u32 n, u32, const Piece &piece) {
         u32 token = range.first + n;
         HomeRows list{};
         if (!bad) {
@@ -170,12 +170,12 @@ TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   bool weighs = wave.number == 0; // weights go ahead of the call's first wave
   if (a.phases & TY_PHASE_SEND) {
-    if (weighs && !relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, wave.call)) return;
-    if (!relay_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch)) return;
-    if (weighs && !relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, wave.call, [](u32) { return 0u; })) return;
+    if (weighs && !relay_staging(c, TY_LANE_WEIGHTS, wave.call)) return;
+    if (!relay_staging(c, TY_LANE_COMBINE, wave.epoch)) return;
+    if (weighs && !relay_landed(c, TY_LANE_WEIGHTS, wave.call, [](u32) { return 0u; })) return;
   }
   if (a.phases & TY_PHASE_RECEIVE)
-    relay_landed(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, [&](u32 link) {
+    relay_landed(c, TY_LANE_COMBINE, wave.epoch, [&](u32 link) {
       Range range = wave_range(c, a.handle.wire_rows, link, wave);
       return range.end - range.first;
     });
@@ -246,7 +246,7 @@ TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = far || (a.phases & TY_PHASE_RECEIVE) != 0;
-  if (far && sends && !wait_free(c, whole_block(), TY_DIRECTION_COMBINE, c.regions.combine_free, wave.epoch)) return;
+  if (far && sends && !wait_free(c, whole_block(), c.regions.combine_free, wave.epoch)) return;
   u32 sending = sends && sums ? senders_of(a) : block_warps();
   u32 first = sends && sums ? sending : 0; // that sums
   bool two = sends && sums;
@@ -259,11 +259,12 @@ TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
 template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const ty_combine_args &a) {
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
+  TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
   u32 handle_state = load(&head_of(a)->state);
-  u64 epoch = begin_turn(c, TY_DIRECTION_COMBINE, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
   if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
-      report(c, TY_DIRECTION_COMBINE, TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0);
+      fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
     epoch = 0;
     if (thread_index() == 0) keep_turn(epoch);
   }

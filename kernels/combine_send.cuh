@@ -32,8 +32,7 @@ TY_DEVICE bool wait_flags(const ty_context &c, CombineShared &shared, const Team
   bool failed = false;
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team)) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
-    failed |=
-        !wait_flag(c, TY_DIRECTION_COMBINE, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
+    failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
     note_heard(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
     store(&shared.incomplete[rank], static_cast<u32>(load_relaxed_sys(flag)) == TY_STATUS_INCOMPLETE ? 1u : 0u);
   }
@@ -94,7 +93,7 @@ TY_DEVICE bool wait_weights(const ty_context &c, u64 call, u32 source) {
   bool failed = false;
   if (lane_index() == 0) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.ahead_flags, call, source);
-    failed = !wait_flag(c, TY_DIRECTION_COMBINE, flag, call, TY_SITE_AHEAD_WEIGHTS, source, "weights");
+    failed = !wait_flag(c, flag, call, TY_SITE_AHEAD_WEIGHTS, source, "weights");
   }
   // Lane 0 acquired; the barrier orders the other lanes' loads behind it.
   warp_barrier();
@@ -124,35 +123,40 @@ TY_DEVICE u32 nth_bit(u64 mask, u32 n) {
   return lowest_bit(mask);
 }
 
-// Slices of a piece where a team has so many rows before it: they are cut while it has no more pieces than warps, or
-// two. A piece costs its warp trips to memory and a fence beside its bytes.
-TY_DEVICE u32 slices_of_piece(u32 rows, const Team &team) {
-  u32 slices = TY_SLICES, most = team.warps < 2 ? 2 : team.warps;
+// How often rows are halved where a team has so many before it: while it has no more pieces than warps, or two. A piece
+// costs its warp trips to memory and a fence beside its bytes.
+TY_DEVICE u32 cut_of_pieces(u32 rows, const Team &team) {
+  u32 cut = 0, most = team.warps < 2 ? 2 : team.warps;
   TY_ROLLED
-  while (slices > 1 && rows * (TY_SLICES / slices * 2) <= most) slices /= 2;
-  return slices;
+  while (TY_SLICES >> cut > 1 && rows << (cut + 1) <= most) ++cut;
+  return cut;
 }
 
 // Shares rows out: number n to block n mod blocks, and there piece by piece to the warps of a team in turn. A warp
 // looks at 32 of its block's numbers at once, a lane each, and so finds out for itself which are there(n) and which are
-// its own. carry(n, piece) is called in the order of numbers. By a team's warps, each for itself. False once it was
-// false.
+// its own. carry(n, lane, piece) is called in the order of numbers, with the lane that found the number. By a team's
+// warps, each for itself. False once it was false.
 //
 // With `taken` all numbers are there, and go whole to whichever warp of the block comes for the next.
 template <typename There, typename Carry>
 TY_DEVICE bool share_out(const ty_context &c, const Team &team, u32 numbers, u32 *taken, There there, Carry carry) {
   u32 blocks = worker_count(c), turn = 0; // whose the next piece is
+  TY_ROLLED
   for (u32 first = block_index();; first += blocks * warp_size) {
     if (taken) first = block_index() + take_next(taken) * blocks;
     if (first >= numbers) return true;
     u32 mine = first + lane_index() * blocks;
     u32 rows = taken ? 1 : warp_ballot(mine < numbers && there(mine));
-    u32 slices = taken ? TY_SLICES : slices_of_piece(popcount(rows), team);
-    u32 cuts = TY_SLICES / slices, pieces = popcount(rows) * cuts;
-    u32 i = taken ? 0 : (team_warp(team) + team.warps - turn) % team.warps;
-    for (; i < pieces; i += team.warps)
-      if (!carry(first + nth_bit(rows, i / cuts) * blocks, Piece{i % cuts * slices, slices})) return false;
-    turn = (turn + pieces) % team.warps;
+    u32 cut = taken ? 0 : cut_of_pieces(popcount(rows), team), pieces = popcount(rows) << cut;
+    u32 i = taken ? 0 : team_warp(team) + (team_warp(team) < turn ? team.warps : 0) - turn;
+    TY_ROLLED
+    for (; i < pieces; i += team.warps) {
+      u32 lane = nth_bit(rows, i >> cut), slices = TY_SLICES >> cut;
+      if (!carry(first + lane * blocks, lane, Piece{(i & ((1u << cut) - 1)) * slices, slices})) return false;
+    }
+    turn += pieces;
+    // Most calls end here, and need no remainder.
+    if (!taken && first + blocks * warp_size < numbers) turn %= team.warps;
   }
 }
 
@@ -320,15 +324,14 @@ TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
 // A piece of one partial row to its owner, or into the message if it is the node's sum; of the wave's token number n.
 // By a warp. False once a deadline passed.
 template <typename Row, typename Partial, bool far>
-TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 source, u32 token, u32 n,
-                            const Piece &piece) {
+TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 source, u32 token, u32 slot,
+                            u32 n, const Piece &piece) {
   const ty_context &c = a.context;
   u64 call = wave.call;
   if (!wait_weights(c, call, source)) return false;
-  u32 slot = static_cast<u32>(slot_of(a, source, token));
   Owner owner = owner_of(c, source);
   bool sums = far && owner.part != 0 && sends_sums(a);
-  bool stuck = sums && !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch, owner.part - 1);
+  bool stuck = sums && !wait_staging(c, TY_LANE_COMBINE, wave.epoch, owner.part - 1);
   if (far && warp_ballot(stuck) != 0) return false;
   // A part of a row is loaded at once; a whole one takes turns, of which each would wait for memory. With many blocks
   // memory has enough to do, and what comes early is gone again.
@@ -354,26 +357,28 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team 
   const ty_handle_head *head = head_of(a);
   u32 sources = own ? c.node_ranks : c.ranks - c.node_ranks;
   if (sources == 0 || load(&head->incomplete)) return true;
-  auto token_of = [&](u32 n) { return n / sources; };
-  // Each token begins with another source, lest a block's rows all go to one.
-  auto source_of = [&](u32 n) {
-    u32 place = (n + n / sources) % sources;
-    return own ? c.node_first + place : place < c.node_first ? place : place + c.node_ranks;
-  };
+  u32 inverse = !far ? c.ranks_inverse : ~0u / sources;
   auto range_of = [&](u32 source) { return wave_range(c, a.handle.source_tokens, source, wave); };
+  // What the lane's number is.
+  u32 source = 0, token = 0, place = 0;
+  i32 slot = -1;
   auto there = [&](u32 n) {
-    u32 source = source_of(n);
+    Quotient at = divide(n, sources, inverse);
+    place = at.whole;
+    // Each token begins with another source, lest a block's rows all go to one.
+    u32 turned = divide(at.rest + at.whole, sources, inverse).rest;
+    source = own ? c.node_first + turned : turned < c.node_first ? turned : turned + c.node_ranks;
     Range range = range_of(source);
-    u32 token = range.first + token_of(n);
+    token = range.first + place;
     // Looked up even if there is no such token, so that both loads are under way together.
-    bool has_slot = token < c.max_tokens && slot_of(a, source, token) >= 0;
-    return token < range.end && has_slot;
+    slot = token < c.max_tokens ? slot_of(a, source, token) : -1;
+    return token < range.end && slot >= 0;
   };
   // Fits: META of a token takes more than 24 bytes a source, twice.
   u32 numbers = load(&head->most_tokens) * sources;
-  return share_out(c, team, numbers, nullptr, there, [&](u32 n, const Piece &piece) {
-    u32 source = source_of(n), place = token_of(n);
-    return send_partial<Row, Partial, far>(a, terms, wave, source, range_of(source).first + place, place, piece);
+  return share_out(c, team, numbers, nullptr, there, [&](u32, u32 lane, const Piece &piece) {
+    return send_partial<Row, Partial, far>(a, terms, wave, shuffle(source, lane), shuffle(token, lane),
+                                           static_cast<u32>(shuffle(slot, lane)), shuffle(place, lane), piece);
   });
 }
 
@@ -391,13 +396,14 @@ TY_DEVICE bool partials_fail(const ty_context &c, u64 epoch, u32 part, u32 token
                              const Piece &piece) {
   const u64 *tags = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) +
                     static_cast<u64>(token) * c.slots * TY_SLICES;
-  u32 count = popcount64(parts.ranks) * piece.slices;
+  u32 shift = popcount(piece.slices - 1), count = popcount64(parts.ranks) << shift; // as many as a power of two
   bool failed = false;
+  TY_ROLLED
   for (u32 i = lane_index(); i < count; i += warp_size) {
-    u32 slot = i / piece.slices, rank = nth_bit(parts.ranks, slot);
+    u32 slot = i >> shift, rank = nth_bit(parts.ranks, slot);
     if (!((parts.present >> rank) & 1)) continue;
-    const u64 *tag = tags + slot * TY_SLICES + piece.first + i % piece.slices;
-    failed |= !wait_tag(c, TY_DIRECTION_COMBINE, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
+    const u64 *tag = tags + slot * TY_SLICES + piece.first + (i & (piece.slices - 1));
+    failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
   }
   return failed;
 }

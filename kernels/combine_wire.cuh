@@ -12,7 +12,7 @@ namespace ty {
 TY_DEVICE bool pack_weights(const ty_combine_args &a, const Team &team, u64 call, u32 link) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
-  bool stuck = team_thread(team) == 0 && !wait_staging(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, call, link);
+  bool stuck = team_thread(team) == 0 && !wait_staging(c, TY_LANE_WEIGHTS, call, link);
   if (team_any(team, stuck)) return false;
   u32 rows = all_rows(c, a.handle.wire_rows, link);
   const i32 *wire_row = pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
@@ -38,7 +38,7 @@ TY_DEVICE bool pack_weights(const ty_combine_args &a, const Team &team, u64 call
 TY_DEVICE bool forward_weights(const ty_combine_args &a, const Team &team, u64 call, u32 j) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
-  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_COMBINE, TY_LANE_WEIGHTS, call, j, 0);
+  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_LANE_WEIGHTS, call, j, 0);
   if (team_any(team, failed)) return false;
   const char *headers = inbox_of(c, TY_LANE_WEIGHTS, call, j) + TY_WIRE_HEAD_BYTES;
   push_weights(a, team, call, served_home(c, j), all_rows(c, a.handle.rail_rows, j), [&](u32 row) {
@@ -93,7 +93,7 @@ TY_DEVICE bool pack_sum_heads(const ty_combine_args &a, const CombineShared &sha
                               const Wave &wave) {
   const ty_context &c = a.context;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
-  if (!wait_stagings(c, team, TY_DIRECTION_COMBINE, TY_LANE_COMBINE, wave.epoch)) return false;
+  if (!wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return false;
   for (u32 j = block_index(); j < targets; j += worker_count(c)) pack_sum_head(a, shared, team, wave, j);
   return true;
 }
@@ -145,7 +145,7 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
   }
   auto target_of = [&](u32 n) { return (n + begin) % targets; };
   auto there = [&](u32 n) { return n / targets < rows_of(target_of(n)); };
-  return share_out(c, team, most * targets, nullptr, there, [&](u32 n, const Piece &piece) {
+  return share_out(c, team, most * targets, nullptr, there, [&](u32 n, u32, const Piece &piece) {
     return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, target_of(n), n / targets, piece);
   });
 }

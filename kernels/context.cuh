@@ -33,14 +33,62 @@ TY_DEVICE u32 world_rank(const ty_context &c, u32 local) { return c.node_first +
 // Bits below `bit`.
 TY_DEVICE u64 bits_below(u64 mask, u32 bit) { return mask & ((1ull << bit) - 1); }
 
+struct Quotient {
+  u32 whole;
+  u32 rest;
+};
+
+// n / d for n below 2^31, by floor((2^32 - 1) / d): the product is too small by one at the most.
+TY_DEVICE Quotient divide(u32 n, u32 d, u32 inverse) {
+  u32 whole = static_cast<u32>(static_cast<u64>(n) * inverse >> 32), rest = n - whole * d;
+  return rest < d ? Quotient{whole, rest} : Quotient{whole + 1, rest - d};
+}
+
 TY_DEVICE u32 lowest_bit(u64 mask) { return popcount64((mask & (~mask + 1)) - 1); }
 
 // ---- errors ----------------------------------------------------------------------------------------------
 
+// An error that a warp came upon.
+struct Fault {
+  u32 kind; // TY_ERROR_*
+  u32 site;
+  u32 peer;
+  u64 epoch;
+  u64 a, b, d;
+};
+
+// What thread 0 of a block keeps for the end of its launch: at the start of shared memory, so that nothing is looked up
+// far away when all else is done.
+struct TurnShared {
+  u64 epoch;                                     // of the launch's phases; 0, which no epoch is: it may do nothing
+  u64 launches;                                  // that ended before
+  u32 faults[TY_MAX_BLOCK_THREADS / warp_size];  // how often a warp came upon an error
+  Fault first[TY_MAX_BLOCK_THREADS / warp_size]; // the first of them
+};
+
+// Keeps an error until the launch ends: what reports it is code that all launches would step over at every wait.
+TY_DEVICE void fault(const Fault &found) {
+  TurnShared &shared = block_shared<TurnShared>();
+  if (atomic_add_block(&shared.faults[warp_index()], 1) != 0) return;
+  Fault &first = shared.first[warp_index()];
+  store(&first.kind, found.kind);
+  store(&first.site, found.site);
+  store(&first.peer, found.peer);
+  store(&first.epoch, found.epoch);
+  store(&first.a, found.a);
+  store(&first.b, found.b);
+  store(&first.d, found.d);
+}
+
+// Before a warp's first fault.
+TY_DEVICE void begin_faults() {
+  if (lane_index() == 0) store(&block_shared<TurnShared>().faults[warp_index()], 0u);
+  warp_barrier();
+}
+
 // Writes the error record of `direction`, once a launch: whoever claims it first. The host reads it under the
 // record's sequence, so a record is seen whole or not at all.
-TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u32 peer, u64 epoch, u64 a, u64 b,
-                      u64 d) {
+TY_DEVICE void report(const ty_context &c, u32 direction, const Fault &found) {
   ty_state *state = state_of(c);
   u32 launch = static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
   u32 last = load_relaxed_gpu(&state->error_claim[direction]);
@@ -49,15 +97,22 @@ TY_DEVICE void report(const ty_context &c, u32 direction, u32 kind, u32 site, u3
   u64 sequence = load(&state->error_sequence[direction]);
   store_relaxed_sys(&record->sequence, sequence + 1);
   fence_acq_rel_sys();
-  store_relaxed_sys(&record->kind, kind);
-  store_relaxed_sys(&record->site, site);
-  store_relaxed_sys(&record->peer, peer);
-  store_relaxed_sys(&record->epoch, epoch);
-  store_relaxed_sys(&record->a, a);
-  store_relaxed_sys(&record->b, b);
-  store_relaxed_sys(&record->c, d);
+  store_relaxed_sys(&record->kind, load(&found.kind));
+  store_relaxed_sys(&record->site, load(&found.site));
+  store_relaxed_sys(&record->peer, load(&found.peer));
+  store_relaxed_sys(&record->epoch, load(&found.epoch));
+  store_relaxed_sys(&record->a, load(&found.a));
+  store_relaxed_sys(&record->b, load(&found.b));
+  store_relaxed_sys(&record->c, load(&found.d));
   store_release_sys(&record->sequence, sequence + 2);
   store(&state->error_sequence[direction], sequence + 2);
+}
+
+// Reports an error that a warp of the block kept, if one did. By warp 0, behind a barrier of the block.
+TY_DEVICE void report_faults(const ty_context &c, u32 direction) {
+  const TurnShared &shared = block_shared<TurnShared>();
+  u32 there = warp_ballot(lane_index() < block_warps() && load(&shared.faults[lane_index()]) != 0);
+  if (there && lane_index() == 0) report(c, direction, shared.first[lowest_bit(there)]);
 }
 
 // Writes down that a source's routing was unusable: news for the host, and no error of this rank's. By one thread.
@@ -77,7 +132,8 @@ TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
   for (u32 first = 0; first < count; first += warp_size) {
     u32 i = first + lane_index();
     u32 own = i < count ? load(in + i) : 0;
-    if (align != 1) own = (own + align - 1) / align * align;
+    own += align - 1;
+    own -= (align & (align - 1)) == 0 ? own & (align - 1) : own % align;
     u32 sum = own;
     for (u32 step = 1; step < warp_size && step < count - first; step *= 2) {
       u32 other = shuffle(sum, lane_index() - step);
@@ -159,7 +215,6 @@ constexpr u32 turns_between_checks = 32;
 
 // What a wait is for: who is named when its deadline passes.
 struct Wait {
-  u32 direction;
   u32 site;
   u32 peer;
   u64 epoch;
@@ -177,7 +232,7 @@ TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 &st
   if (start == 0) start = now;
   u64 waited = now - start;
   if (waited <= c.timeout_ns + wait.grace_ns) return true;
-  report(c, wait.direction, TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited);
+  fault({TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited});
   store_release_gpu(&state->closed, 1u);
   return false;
 }
@@ -197,16 +252,14 @@ TY_DEVICE bool wait_word(const ty_context &c, const Wait &wait, const u64 *word,
 
 // A flag is {epoch, 32 bits; status, 32 bits}. Equality suffices: a peer cannot be two epochs ahead (the grammar),
 // and the slot's former value is older by an even number of epochs.
-TY_DEVICE bool wait_flag(const ty_context &c, u32 direction, const u64 *flag, u64 epoch, u32 site, u32 peer,
-                         const char *name) {
-  return wait_word(c, Wait{direction, site, peer, epoch, 0}, flag, 32, epoch & 0xffffffffu, name);
+TY_DEVICE bool wait_flag(const ty_context &c, const u64 *flag, u64 epoch, u32 site, u32 peer, const char *name) {
+  return wait_word(c, Wait{site, peer, epoch, 0}, flag, 32, epoch & 0xffffffffu, name);
 }
 
 // A tag is the whole 64-bit epoch: a slot may stay unwritten for any number of epochs and still never be taken
 // for a new one.
-TY_DEVICE bool wait_tag(const ty_context &c, u32 direction, const u64 *tag, u64 epoch, u32 site, u32 peer,
-                        const char *name) {
-  return wait_word(c, Wait{direction, site, peer, epoch, 0}, tag, 0, epoch, name);
+TY_DEVICE bool wait_tag(const ty_context &c, const u64 *tag, u64 epoch, u32 site, u32 peer, const char *name) {
+  return wait_word(c, Wait{site, peer, epoch, 0}, tag, 0, epoch, name);
 }
 
 // Waits until a word that only grows has reached `least`.
@@ -233,29 +286,27 @@ TY_DEVICE u64 meta_word(u64 epoch, u32 value) { return (epoch << 32) | (value + 
 constexpr u32 meta_refused = 1u << 31;
 static_assert(TY_MAX_TOKENS < meta_refused, "a row a token at the most");
 
-// A META word that was asked for: what was seen there, and where to look again.
-struct MetaWord {
-  const u64 *at; // null: it is not wanted, and nothing is waited for
-  u64 seen;
-};
+// The value of a META word as it was seen; false if it is not of this epoch.
+TY_DEVICE bool meta_value(u64 epoch, u64 seen, u32 &value) {
+  value = static_cast<u32>(seen) - 1;
+  return (seen >> 32) == (epoch & 0xffffffffu) && static_cast<u32>(seen) != 0;
+}
 
-TY_DEVICE MetaWord ask_meta(const u64 *word, bool wanted) {
-  return wanted ? MetaWord{word, load_relaxed_sys(word)} : MetaWord{nullptr, 0};
+// Who is waited for at META of a source. Rails pass on that of other nodes' sources.
+TY_DEVICE Wait meta_wait(const ty_context &c, u64 epoch, u32 source) {
+  return {TY_SITE_META, source, epoch, is_node_peer(c, source) ? 0 : c.timeout_ns / 16};
 }
 
 // Waits for a META word and takes its value. False once a deadline passed.
-TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, MetaWord word, u32 &value) {
-  if (!word.at) return true;
-  u64 expected = epoch & 0xffffffffu, start = 0;
+TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, const u64 *word, u32 &value) {
+  u64 start = 0;
+  TY_ROLLED
   for (u32 turn = 0;; ++turn) {
-    value = static_cast<u32>(word.seen) - 1;
-    if ((word.seen >> 32) == expected && static_cast<u32>(word.seen) != 0) return true;
-    // Rails pass META of other nodes' sources on.
-    u64 grace_ns = is_node_peer(c, source) ? 0 : c.timeout_ns / 16;
-    Wait wait{TY_DIRECTION_DISPATCH, TY_SITE_META, source, epoch, grace_ns};
-    if (turn != 0 && !may_wait(c, wait, turn, start, expected, word.seen >> 32)) return false;
+    u64 seen = load_relaxed_sys(word);
+    if (meta_value(epoch, seen, value)) return true;
+    if (turn != 0 && !may_wait(c, meta_wait(c, epoch, source), turn, start, epoch & 0xffffffffu, seen >> 32))
+      return false;
     spin_pause("META");
-    word.seen = load_relaxed_sys(word.at);
   }
 }
 
@@ -263,13 +314,12 @@ TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, MetaWord wo
 
 // Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. By a team.
 // False once a deadline passed.
-TY_DEVICE bool wait_free(const ty_context &c, const Team &team, u32 direction, const ty_region &region, u64 epoch) {
+TY_DEVICE bool wait_free(const ty_context &c, const Team &team, const ty_region &region, u64 epoch) {
   if (epoch == c.first_epoch) return true;
   bool failed = false;
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
     const u64 *word = in_arena<const u64>(c, c.local, region, epoch, peer);
-    failed |=
-        !wait_least(c, Wait{direction, TY_SITE_FREE, world_rank(c, peer), epoch, 0}, word, epoch - 1, "free flag");
+    failed |= !wait_least(c, Wait{TY_SITE_FREE, world_rank(c, peer), epoch, 0}, word, epoch - 1, "free flag");
   }
   return !team_any(team, failed);
 }
@@ -289,33 +339,37 @@ TY_DEVICE void publish_free(const ty_context &c, u32 direction, const ty_region 
 
 // ---- begin and end of a phase ------------------------------------------------------------------------------
 
-// What thread 0 of a block keeps for the end of its launch: at the start of shared memory, so that nothing is looked up
-// far away when all else is done.
-struct TurnShared {
-  u64 epoch;    // of the launch's phases; 0, which no epoch is: it may do nothing
-  u64 launches; // that ended before
-};
-
 // By thread 0.
 TY_DEVICE void keep_turn(u64 epoch) { store(&block_shared<TurnShared>().epoch, epoch); }
+
+// What a launch begins with, a trip to memory: asked for first, and looked at behind what does not depend on it.
+struct TurnWords {
+  u64 sent, received, launches; // as the calling block's own
+  u32 closed;
+};
+
+TY_DEVICE TurnWords ask_turn(const ty_context &c, u32 direction) {
+  const ty_turn *own = turn_of(c, direction);
+  return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
+}
 
 // The epoch whose phases a launch may do, or 0: nothing.
 //
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
 // sent has been received; one with only the receive phase finishes the epoch in flight. All blocks decide alike, each
 // by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE u64 begin_turn(const ty_context &c, u32 direction, u32 phases, u32 order_send, u32 order_receive) {
-  const ty_turn *own = turn_of(c, direction);
-  u64 sent = load(&own->sent), received = load(&own->received), launches = load(&own->launches);
-  bool closed = load_relaxed_gpu(&state_of(c)->closed) != 0, sends = (phases & TY_PHASE_SEND) != 0;
+TY_DEVICE u64 begin_turn(const ty_context &c, const TurnWords &turn, u32 phases, u32 order_send, u32 order_receive) {
+  u64 sent = turn.sent, received = turn.received, launches = turn.launches;
+  bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
   u64 epoch = closed || !follows ? 0 : sends ? sent + 1 : sent;
+  begin_faults();
   if (leads) {
     keep_turn(epoch);
     store(&block_shared<TurnShared>().launches, launches);
   }
   if (!closed && !follows && leads && block_index() == 0)
-    report(c, direction, TY_ERROR_ORDER, 0, c.rank, sent, sends ? order_send : order_receive, sent, received);
+    fault({TY_ERROR_ORDER, 0, c.rank, sent, sends ? order_send : order_receive, sent, received});
   return epoch;
 }
 
@@ -323,6 +377,7 @@ TY_DEVICE u64 begin_turn(const ty_context &c, u32 direction, u32 phases, u32 ord
 // launch might do nothing.
 TY_DEVICE u64 end_turn(const ty_context &c, u32 direction, u32 phases) {
   block_barrier();
+  if (warp_index() == 0) report_faults(c, direction);
   if (thread_index() != 0) return 0;
   note_stage(c, direction, TY_STAGE_DONE, true);
   const TurnShared &kept = block_shared<TurnShared>();

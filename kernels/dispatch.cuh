@@ -19,10 +19,9 @@ namespace ty {
 // What the relay does while the others work. By its thread 0.
 TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
-  if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch)) return;
+  if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_LANE_DISPATCH, wave.epoch)) return;
   if (a.phases & TY_PHASE_RECEIVE)
-    relay_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch,
-                 [&](u32 j) { return landed_wave(c, wave.epoch, j).shape.rows; });
+    relay_landed(c, TY_LANE_DISPATCH, wave.epoch, [&](u32 j) { return landed_wave(c, wave.epoch, j).shape.rows; });
 }
 
 // Whether this rank has so few tokens that its warps have a part of one row each at the most.
@@ -52,8 +51,9 @@ template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u3
 constexpr u32 pass_announce = 0, pass_pack = 1, pass_push = 2, pass_forward = 3, pass_place = 4;
 
 // Who goes through a pass.
+TY_DEVICE Teams teams_in(const Kept &kept) { return {load(&kept.sending)}; }
 TY_DEVICE Team team_in(const Kept &kept, u32 kind) {
-  Teams teams{load(&kept.sending)};
+  Teams teams = teams_in(kept);
   return kind == pass_announce ? whole_block() : kind == pass_place ? teams.receive() : teams.send();
 }
 
@@ -82,8 +82,9 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
     TokenMeta said;
     RowAt from;
     if (places) {
-      source = slot % c.ranks;
-      slot /= c.ranks;
+      Quotient place = divide(slot, c.ranks, c.ranks_inverse);
+      source = place.rest;
+      slot = place.whole;
       if (slot >= wave_tokens_of(shared, source)) continue;
       token = load(&shared.source_first[source]) + slot;
       Arrival arrival = wait_row(a, wave_in(kept), source, token, slot, slices, fits(a, shared), said);
@@ -168,8 +169,8 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
 // What comes before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
 template <bool far> TY_DEVICE bool begin_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
   if (!far || kind == pass_announce) return true;
-  if (kind == pass_pack) return wait_stagings(c, team, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch);
-  if (!wait_free(c, team, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, wave.epoch)) return false;
+  if (kind == pass_pack) return wait_stagings(c, team, TY_LANE_DISPATCH, wave.epoch);
+  if (!wait_free(c, team, c.regions.dispatch_free, wave.epoch)) return false;
   return kind != pass_forward || lane_of(c, TY_LANE_DISPATCH).sources != 0;
 }
 
@@ -190,25 +191,22 @@ template <bool far> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
   return (far || kind != pass_pack) && (phases & TY_PHASE_SEND) != 0;
 }
 
-template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave) {
+template <bool far>
+TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, u32 tokens, const Teams &teams) {
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
-  u32 tokens = a.phases & TY_PHASE_SEND ? own_choices(a).tokens : 0;
   // With one node nothing else is announced, and this is all of that code; it comes first in the kernel, where blocks
   // that have nothing to announce get by soonest.
   if (!far && (a.phases & TY_PHASE_SEND)) {
     if (!announce<far>(a, whole_block(), shared.meta, wave, tokens, false)) return;
     end_sending(c, whole_block(), wave, pass_announce);
   }
-  Kept &kept = shared.kept[warp_index()];
-  if (lane_index() == 0) {
-    store(&kept.epoch, wave.epoch);
-    store(&kept.call, wave.call);
-    store(&kept.wave, wave.number);
-    store(&kept.tokens, tokens);
-    store(&kept.sending, teams_of<far>(c, a.phases, tokens).sending);
+  Kept own{{}, tokens, teams.sending, wave.number, wave.epoch, wave.call};
+  Kept &kept = far ? shared.kept[warp_index()] : own;
+  if (far) {
+    if (lane_index() == 0) store_kept(kept, own);
+    warp_barrier();
   }
-  warp_barrier();
   TY_ROLLED
   for (u32 kind = far ? pass_announce : pass_push; kind <= pass_place; ++kind) {
     if (!has_pass<far>(a.phases, kind)) continue;
@@ -218,6 +216,9 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
     if (places) {
       if (member && !begin_placing(a, team, shared.place, wave_in(kept))) return;
       if (!member) take_over();
+      // By those that have sent where there are two teams, as the others wait for rows.
+      if (!(member && is_one_of_two(team)) && load(&shared.place.planned))
+        describe_output(a, member ? team : teams_in(kept).send(), shared.place, wave_in(kept));
       if (!member && !load(&shared.place.helped)) return;
     } else if (!member) {
       continue;
@@ -230,7 +231,7 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
       if (!said && announces) return;
       if (!said) continue;
     }
-    u32 own = load(&kept.tokens), busy = busy_blocks(c, wave_in(kept), a.phases, own);
+    u32 busy = busy_blocks(c, wave_in(kept), a.phases, load(&kept.tokens));
     Pass pass{};
     Served served{0, 1, 0};
     u32 sources = announces ? 0 : 1;
@@ -240,7 +241,7 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
       served = served_by(c, team);
       sources = lane_of(c, TY_LANE_DISPATCH).sources;
     } else {
-      Range range = own_range(c, wave_in(kept), own);
+      Range range = own_range(c, wave_in(kept), load(&kept.tokens));
       pass.first = range.first;
       pass.work = share_rows(c, team, busy, range.end - range.first);
     }
@@ -253,12 +254,13 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
         WireWave landed = landed_wave(c, load(&kept.epoch), j);
         pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
       }
-      keep_pass(kept.pass, pass);
+      if (far) keep_pass(kept.pass, pass);
+      else kept.pass = pass;
       carried = carry_items<far>(a, shared.place, kind, kept);
     }
     team = team_in(kept, kind);
     if (!places && carried) end_sending(c, team, wave_in(kept), kind);
-    if (places && is_member(team)) end_placing(a, team, shared.place, wave_in(kept), carried);
+    if (places && is_member(team)) end_placing(a, team, wave_in(kept), carried);
   }
 }
 
@@ -267,12 +269,15 @@ template <bool far> TY_DEVICE void work_dispatch(const ty_dispatch_args &a, cons
 template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
-  u64 epoch = begin_turn(c, TY_DIRECTION_DISPATCH, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  TurnWords turn = ask_turn(c, TY_DIRECTION_DISPATCH);
+  u32 tokens = a.phases & TY_PHASE_SEND ? own_choices(a).tokens : 0;
+  Teams teams = teams_of<far>(c, a.phases, tokens);
+  u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
   Wave wave = wave_of(c, epoch);
   if (far && epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);
   } else if (epoch != 0) {
-    work_dispatch<far>(a, wave);
+    work_dispatch<far>(a, wave, tokens, teams);
   }
   u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;

@@ -34,9 +34,10 @@ constexpr i32 unusable_expert = -2;
 TY_DEVICE i32 choice_at(const Choices &in, u32 token, u32 k) {
   u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.index_bytes;
   i32 low = load(pointer<const i32>(at));
-  // One way for both widths.
-  i32 high = in.index_bytes == 8 ? load(pointer<const i32>(at) + 1) : low >> 31;
-  return high == low >> 31 && low >= -1 ? low : unusable_expert;
+  // One way for both widths: the upper half, or the same word again.
+  i32 high = load(pointer<const i32>(at + in.index_bytes - 4));
+  bool fits = in.index_bytes != 8 || high == low >> 31;
+  return fits && low >= -1 ? low : unusable_expert;
 }
 
 TY_DEVICE float weight_at(const Choices &in, u32 token, u32 k) {
@@ -113,11 +114,11 @@ TY_DEVICE u32 fault_of_choice(const ty_context &c, const Choices &in, u32 token,
 TY_DEVICE void report_routing(const ty_context &c, const Choices &in, u64 epoch) {
   for (u32 token = 0; token < in.tokens; ++token)
     for (u32 k = 0; k < c.top_k; ++k) {
-      u32 fault = fault_of_choice(c, in, token, k, choice_at(in, token, k));
-      if (fault == TY_ERROR_NONE) continue;
+      u32 kind = fault_of_choice(c, in, token, k, choice_at(in, token, k));
+      if (kind == TY_ERROR_NONE) continue;
       u64 row = in.idx + static_cast<u64>(token) * in.idx_pitch;
       i64 expert = in.index_bytes == 8 ? load(pointer<const i64>(row) + k) : load(pointer<const i32>(row) + k);
-      report(c, TY_DIRECTION_DISPATCH, fault, 0, c.rank, epoch, token, k, static_cast<u64>(expert));
+      fault({kind, 0, c.rank, epoch, token, k, static_cast<u64>(expert)});
       return;
     }
 }
@@ -168,43 +169,43 @@ struct Tile {
   TY_DEVICE u32 destination() const { return place >> 16; }
 };
 
-// Choices that a thread looks up at once.
-constexpr u32 choices_ahead = 2;
+// A warp's lanes at choices: of as many whole tokens as there are lanes for, a lane a choice.
+struct ChoiceLane {
+  u32 tokens; // of the warp
+  u32 token;  // this lane's among them; or `tokens`, and more: none
+  u32 k;
+};
+
+TY_DEVICE ChoiceLane choice_lane(const ty_context &c) {
+  u32 tokens = warp_size * c.choice_inverse >> 16, token = lane_index() * c.choice_inverse >> 16;
+  return {tokens, token, lane_index() - token * c.top_k};
+}
 
 // A choice, and where it leads; home is of no node where there is no such expert.
 struct Choice {
-  u32 token;
+  bool there; // else the lane has none
+  u32 token;  // of the tile
   u32 k;
   i32 expert;
   ExpertHome home;
-  float weight;
 };
 
-// Calls use(i, choice) for all choices of a tile, the calling member's share of them: from the team's last member on,
-// since where choices are few its first have other things to do.
-template <typename Use>
-TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, Use use) {
-  u32 all = tile.count * c.top_k, step = team_threads(team), i = step - 1 - team_thread(team);
-  // Where the next choice stands, and how far on from there the one behind it.
-  u32 token = i / c.top_k, k = i % c.top_k, tokens = step / c.top_k, choices = step % c.top_k;
+// Calls use(choice) for all choices of a tile: by warps, whose lanes have a choice each of whole tokens, and which take
+// turns from warp `first` of the team on. Calls ready() once before, while the first are being loaded.
+template <typename Ready, typename Use>
+TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
+                           Ready ready, Use use) {
+  ChoiceLane lane = choice_lane(c);
+  u32 begin = team_warp(team) < first ? team_warp(team) + team.warps - first : team_warp(team) - first;
   TY_ROLLED
-  while (i < all) {
-    Choice batch[choices_ahead];
-    TY_UNROLL
-    for (u32 j = 0; j < choices_ahead; ++j) {
-      bool there = i + j * step < all;
-      i32 expert = there ? choice_at(in, tile.first + token, k) : -1;
-      batch[j] = {token, k, expert, {~0u, 0}, there ? weight_at(in, tile.first + token, k) : 0.0f};
-      k += choices;
-      token += tokens + (k >= c.top_k ? 1 : 0);
-      if (k >= c.top_k) k -= c.top_k;
-    }
-    TY_UNROLL
-    for (u32 j = 0; j < choices_ahead; ++j)
-      if (is_expert(c, batch[j].expert)) batch[j].home = home_of(c, batch[j].expert);
-    TY_UNROLL
-    for (u32 j = 0; j < choices_ahead; ++j, i += step)
-      if (i < all) use(i, batch[j]);
+  for (u32 token = begin * lane.tokens;; token += team.warps * lane.tokens) {
+    Choice choice{
+        lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}};
+    if (choice.there) choice.expert = choice_at(in, tile.first + choice.token, choice.k);
+    if (is_expert(c, choice.expert)) choice.home = home_of(c, choice.expert);
+    if (token == begin * lane.tokens) ready();
+    if (token >= tile.count) return;
+    use(choice);
   }
 }
 
@@ -252,31 +253,22 @@ TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, cons
   return faulty;
 }
 
-// Calls use(token, group) for all choices of a tile, a thread a token, and marks in `present` the tokens that it says
-// true of. Calls ready() once before, while the first are being loaded. By a team; a warp's lanes stay together, and
-// those behind the last token are given no choices.
-template <typename Ready, typename Use>
-TY_DEVICE void for_tokens(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, u32 *present,
-                          Ready ready, Use use) {
-  u32 token = team_thread(team), first = 0;
-  bool there = false;
-  TY_ROLLED
-  for (bool begins = true;; begins = false) {
-    ChoiceGroup loaded = look_up(c, in, token < tile.count ? tile.first + token : in.tokens, first);
-    if (begins) ready();
-    if (token - lane_index() >= tile.count) return;
-    there |= use(token, loaded);
-    first += group_choices;
-    if (first < c.top_k) continue;
-    u32 word = warp_ballot(there);
-    if (lane_index() == 0) store(present + token / 32, word);
-    token += team_threads(team);
-    first = 0;
-    there = false;
-  }
-}
-
 TY_DEVICE bool is_there(const Tile &tile, const ExpertHome &home) { return home.place == tile.place; }
+
+// Whether a lane's choice, of those that for_choices gives a warp, is unusable; only the caller's are looked at. As
+// fault_of_choice. By a warp.
+TY_DEVICE bool is_choice_faulty(const ty_context &c, const Choices &in, const Choice &choice) {
+  bool twice = false;
+  TY_ROLLED
+  for (u32 first = 1; first < c.top_k; first += group_choices) {
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j) {
+      i32 before = shuffle(choice.expert, lane_index() - (first + j));
+      twice |= first + j <= choice.k && before == choice.expert;
+    }
+  }
+  return in.own && choice.expert != -1 && (twice || !is_expert(c, choice.expert));
+}
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty.
 TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
@@ -287,17 +279,12 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
       store(&shared.bitmap[i], 0u);
     team_barrier(team);
   };
-  u32 *present = &shared.bitmap[tile.experts * tile.words];
-  for_tokens(c, team, in, tile, present, clear, [&](u32 token, const ChoiceGroup &loaded) {
-    faulty |= is_faulty(c, in, tile.first + token, loaded);
-    bool there = false;
-    TY_UNROLL
-    for (u32 j = 0; j < group_choices; ++j) {
-      if (!is_there(tile, loaded.homes[j])) continue;
-      there = true;
-      atomic_or_block(&shared.bitmap[loaded.homes[j].local * tile.words + token / 32], 1u << (token % 32));
-    }
-    return there;
+  for_choices(c, team, in, tile, 0, clear, [&](const Choice &choice) {
+    faulty |= is_choice_faulty(c, in, choice);
+    if (!is_there(tile, choice.home)) return;
+    u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
+    atomic_or_block(&shared.bitmap[choice.home.local * tile.words + word], bit);
+    atomic_or_block(&shared.bitmap[tile.experts * tile.words + word], bit);
   });
   return team_any(team, faulty);
 }
@@ -319,34 +306,49 @@ TY_DEVICE u64 ranks_of(const ty_context &c, const Choices &in, u32 token) {
 // 31 bits of the epoch do: a turn is over long before they begin anew, and then it begins anew.
 TY_DEVICE u32 refreshed_token(const ty_context &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
 
+// Ranks of this node below `rank` that a lane's token goes to, of the choices that for_choices gives a warp: how many.
+// By a warp.
+TY_DEVICE u32 lower_ranks(const ty_context &c, const Choice &choice, u32 rank) {
+  u64 ranks = 0;
+  TY_ROLLED
+  for (u32 first = 0; first < c.top_k; first += group_choices) {
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j) {
+      ExpertHome home{shuffle(choice.home.place, lane_index() - choice.k + first + j), 0};
+      if (first + j < c.top_k && home.node() == c.node) ranks |= 1ull << home.rank();
+    }
+  }
+  return popcount64(bits_below(ranks, rank));
+}
+
 // The same tile, marked: words of its tokens and choices.
 TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
                           const Meta &meta, u64 epoch, const Tile &tile) {
-  u64 first_choice = static_cast<u64>(tile.first) * c.top_k;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
-  for_choices(c, team, in, tile, [&](u32 i, const Choice &choice) {
-    bool there = is_there(tile, choice.home);
-    u32 value = 0, local = choice.home.local;
-    if (there) {
-      u32 position = load(&shared.start[local]) + earlier_in_row(&shared.bitmap[local * tile.words], choice.token);
-      value = 1 + (position << meta_expert_bits | local);
-    }
-    store_relaxed_sys(meta.choices + first_choice + i, meta_word(epoch, value));
-    if (there || choice.token == refreshed)
-      store_relaxed_sys(meta.weights + first_choice + i, meta_word(epoch, weight_bits(choice.weight)));
-  });
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
-  // Again by others.
-  u32 threads = team_threads(team), half = threads / 2, thread = team_thread(team);
-  for (u32 token = thread < half ? thread + half : thread - half; token < tile.count; token += threads) {
-    u32 value = 0;
-    if ((load(present + token / 32) >> (token % 32)) & 1) {
-      u64 ranks = ranks_of(c, in, tile.first + token);
-      u32 row = load(&shared.start[tile.experts]) + earlier_in_row(present, token);
-      value = 1 + (row << meta_slot_bits | popcount64(bits_below(ranks, tile.destination())));
-    }
-    store_relaxed_sys(meta.tokens + tile.first + token, meta_word(epoch, value));
-  }
+  // From the last warp on, since where choices are few the first have other things to do.
+  for_choices(
+      c, team, in, tile, team.warps - 1, [] {},
+      [&](const Choice &choice) {
+        u32 slot = lower_ranks(c, choice, tile.destination());
+        if (!choice.there) return;
+        bool there = is_there(tile, choice.home);
+        u32 value = 0, local = choice.home.local, token = choice.token;
+        u64 place = static_cast<u64>(tile.first + token) * c.top_k + choice.k;
+        if (there) {
+          u32 position = load(&shared.start[local]) + earlier_in_row(&shared.bitmap[local * tile.words], token);
+          value = 1 + (position << meta_expert_bits | local);
+        }
+        store_relaxed_sys(meta.choices + place, meta_word(epoch, value));
+        if (there || token == refreshed)
+          store_relaxed_sys(meta.weights + place,
+                            meta_word(epoch, weight_bits(weight_at(in, tile.first + token, choice.k))));
+        if (choice.k != 0) return;
+        value = 0;
+        if ((load(present + token / 32) >> (token % 32)) & 1)
+          value = 1 + ((load(&shared.start[tile.experts]) + earlier_in_row(present, token)) << meta_slot_bits | slot);
+        store_relaxed_sys(meta.tokens + tile.first + token, meta_word(epoch, value));
+      });
 }
 
 // Words of the token in turn, if it has none of this epoch.
@@ -428,7 +430,7 @@ TY_DEVICE bool add_tiles(const ty_context &c, const Team &team, MetaShared &shar
   if (team_thread(team) == 0) store_release_gpu(own.tag, epoch);
   bool failed = false;
   // Whoever has such a tile may wait for a peer, who is to be named first.
-  Wait wait{TY_DIRECTION_DISPATCH, TY_SITE_TILE, c.rank, epoch, c.timeout_ns / 16};
+  Wait wait{TY_SITE_TILE, c.rank, epoch, c.timeout_ns / 16};
   for (u32 before = team_thread(team); before < number; before += team_threads(team))
     failed |= !wait_word(c, wait, tile_rows(c, part, tile.destination(), before).tag, 0, epoch, "tile");
   if (team_any(team, failed)) return false;
@@ -475,8 +477,7 @@ TY_DEVICE void keep_own(const ty_dispatch_args &a, const Choices &in, const Wave
   store(&head->own_tokens, in.tokens);
   store(&head->own_bad, faulty ? 1u : 0u);
   if (in.bad)
-    report(c, TY_DIRECTION_DISPATCH, TY_ERROR_TOKEN_COUNT, 0, c.rank, wave.call,
-           static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0);
+    fault({TY_ERROR_TOKEN_COUNT, 0, c.rank, wave.call, static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0});
   else if (faulty) report_routing(c, in, wave.call);
 }
 

@@ -20,16 +20,17 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
   bool failed = false;
   u32 words = c.local_experts + 3;
   for (u32 i = team_thread(team); i < words * c.ranks; i += team_threads(team)) {
-    u32 source = i / words, e = i % words, value = 0;
+    auto [source, e] = divide(i, words, c.counts_inverse);
+    u32 value = 0;
     const u64 *counts = in_arena<const u64>(c, c.local, c.regions.meta_counts, wave.call, source);
     // Behind the experts' counts: all rows, then the wave's end, then its begin, which is the end of the one before.
     u32 behind = e - c.local_experts;
     u32 place = e < c.local_experts ? e : c.max_local_experts + (behind == 0 ? 0 : wave.number + 2 - behind);
     bool first = e == c.local_experts + 2 && wave.number == 0;
-    // A word that did not come tells of an earlier call.
-    bool heard = wait_meta(c, wave.call, source, ask_meta(counts + place, !first), value);
+    bool heard = first || wait_meta(c, wave.call, source, counts + place, value);
     failed |= !heard;
-    if (!heard) value = 0;
+    // A word that did not come tells of an earlier call.
+    if (!heard || first) value = 0;
     if (e < c.local_experts) store(&shared.before[source * c.local_experts + e], value);
     else if (behind == 0) store(&shared.source_rows[source], rows_heard(c, wave, source, value));
     else if (behind == 1) store(&shared.source_end[source], value);
@@ -80,18 +81,25 @@ TY_DEVICE void plan_segments(const ty_dispatch_args &a, const Team &team, PlaceS
   store(&shared.tokens, tokens);
   store(&shared.helped, is_one_of_two(team) && tokens > rows_to_help * worker_count(c) * team.warps ? 1u : 0u);
   store(&shared.taken, 0u);
+  store(&shared.planned, 1u);
 }
+
+// Sources whose counts are looked up at once.
+constexpr u32 sources_ahead = 4;
 
 // Rows of every expert, and those of them from sources before. By a warp; plan_segments gives
 // each lane what it wrote here itself.
 TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
   for (u32 e = lane_index(); e < c.local_experts; e += warp_size) {
     u32 sum = 0;
-    for (u32 source = 0; source < c.ranks; ++source) {
-      u32 *rows = &shared.before[source * c.local_experts + e];
-      u32 own = load(rows);
-      store(rows, sum);
-      sum += own;
+    TY_ROLLED
+    for (u32 first = 0; first < c.ranks; first += sources_ahead) {
+      u32 *rows = &shared.before[first * c.local_experts + e], own[sources_ahead];
+      TY_UNROLL
+      for (u32 i = 0; i < sources_ahead; ++i) own[i] = first + i < c.ranks ? load(rows + i * c.local_experts) : 0;
+      TY_UNROLL
+      for (u32 i = 0; i < sources_ahead; sum += own[i], ++i)
+        if (first + i < c.ranks) store(rows + i * c.local_experts, sum);
     }
     store(&shared.rows[e], sum);
   }
@@ -155,25 +163,32 @@ struct TokenMeta {
 };
 
 // Waits for META of a token: this lane's share of it. All words are asked for before any is looked at, and meanwhile
-// peek() is called. False once a deadline passed.
+// peek() is called, once. False once a deadline passed.
 template <typename Peek>
 TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch, u32 source, u32 token, TokenMeta &said,
                                Peek peek) {
   said = {0, 0, 0.0f, token};
-  bool waits = lane_index() < c.top_k;
-  u64 index = static_cast<u64>(token) * c.top_k + lane_index();
-  MetaWord choice = ask_meta(meta.choices + index, waits), here = ask_meta(meta.tokens + token, true);
-  MetaWord weight = ask_meta(meta.weights + index, waits);
   // Tokens of other nodes' sources are here without those that have nothing to do here.
-  MetaWord home = ask_meta(meta.homes + token, !is_node_peer(c, source));
-  peek();
-  u32 bits = 0;
-  if (!wait_meta(c, epoch, source, here, said.token)) return false;
-  if (said.token == 0) return true;
-  if (!wait_meta(c, epoch, source, choice, said.choice)) return false;
-  if (said.choice && !wait_meta(c, epoch, source, weight, bits)) return false;
-  said.weight = same_bits<float>(bits);
-  return wait_meta(c, epoch, source, home, said.home);
+  bool waits = lane_index() < c.top_k, foreign = !is_node_peer(c, source);
+  u64 index = static_cast<u64>(token) * c.top_k + lane_index(), start = 0;
+  TY_ROLLED
+  for (u32 turn = 0;; ++turn) {
+    u64 choice = waits ? load_relaxed_sys(meta.choices + index) : 0, here = load_relaxed_sys(meta.tokens + token);
+    u64 weight = waits ? load_relaxed_sys(meta.weights + index) : 0;
+    u64 home = foreign ? load_relaxed_sys(meta.homes + token) : 0;
+    if (turn == 0) peek();
+    bool known = meta_value(epoch, here, said.token);
+    if (known && said.token != 0) {
+      u32 bits = 0;
+      known = (!waits || meta_value(epoch, choice, said.choice)) && (!foreign || meta_value(epoch, home, said.home)) &&
+              (!said.choice || meta_value(epoch, weight, bits));
+      said.weight = same_bits<float>(bits);
+    }
+    if (known) return true;
+    if (turn != 0 && !may_wait(c, meta_wait(c, epoch, source), turn, start, epoch & 0xffffffffu, here >> 32))
+      return false;
+    spin_pause("META");
+  }
 }
 
 // The output row of this lane's choice, -1 for none.
@@ -222,8 +237,7 @@ TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 sour
   bool carries = room && slice < slices.end, pushed = false;
   bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said,
                                  [&] { pushed = carries && load_acquire_sys(tag) == wave.epoch; });
-  if (!failed && said.token && carries && !pushed)
-    failed = !wait_tag(c, TY_DIRECTION_DISPATCH, tag, wave.epoch, TY_SITE_ROW, source, "row");
+  if (!failed && said.token && carries && !pushed) failed = !wait_tag(c, tag, wave.epoch, TY_SITE_ROW, source, "row");
   // Some lanes acquired; this orders the other lanes' loads behind them.
   warp_barrier();
   if (warp_ballot(failed)) return Arrival::failed;
@@ -329,9 +343,7 @@ TY_DEVICE void write_counts(const ty_dispatch_args &a, const Team &team, const P
   u32 rows = room ? load(&shared.used) : 0;
   if (out.row_count) store(pointer<i32>(out.row_count), static_cast<i32>(rows));
   if (out.host_counts) store_relaxed_sys(pointer<u32>(out.host_counts) + c.local_experts, rows);
-  if (!room)
-    report(c, TY_DIRECTION_DISPATCH, TY_ERROR_CAPACITY, 0, c.rank, epoch, load(&shared.needed), out.capacity,
-           out.layout);
+  if (!room) fault({TY_ERROR_CAPACITY, 0, c.rank, epoch, load(&shared.needed), out.capacity, out.layout});
 }
 
 // What combine needs to know of the whole dispatch. By a team of one block.
@@ -357,7 +369,7 @@ TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
   bool failed = false;
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer);
-    failed |= !wait_flag(c, TY_DIRECTION_DISPATCH, flag, epoch, TY_SITE_META, world_rank(c, peer), "META flag");
+    failed |= !wait_flag(c, flag, epoch, TY_SITE_META, world_rank(c, peer), "META flag");
   }
   return !team_any(team, failed);
 }
@@ -371,22 +383,29 @@ TY_DEVICE bool begin_placing(const ty_dispatch_args &a, const Team &team, PlaceS
     plan_output(a, team, shared);
   } else if (team_thread(team) == 0) {
     store(&shared.helped, 0u);
+    store(&shared.planned, 0u);
   }
   // N11: the plan happens before; the other team takes over.
   if (is_one_of_two(team)) hand_over();
+  return heard;
+}
+
+// What goes with the rows: counts, what combine needs, what is no row. By a team of each block.
+TY_DEVICE void describe_output(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared,
+                               const Wave &wave) {
+  const ty_context &c = a.context;
   // A block with neither META nor the first rows.
-  if (!heard || block_index() != worker_count(c) / 2) return heard;
-  if (wave.number == 0) write_counts(a, team, shared, wave.epoch);
-  write_head(a, team, shared, wave);
-  return true;
+  if (block_index() == worker_count(c) / 2) {
+    if (wave.number == 0) write_counts(a, team, shared, wave.epoch);
+    write_head(a, team, shared, wave);
+  }
+  if (is_last(c, wave)) pad_output(a, team, shared);
 }
 
 // What comes behind. By a team; `placed` is each warp's own.
-TY_DEVICE void end_placing(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave,
-                           bool placed) {
+TY_DEVICE void end_placing(const ty_dispatch_args &a, const Team &team, const Wave &wave, bool placed) {
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
-  if (placed && is_last(c, wave)) pad_output(a, team, shared);
   // A warp that failed is one of a team that must meet.
   if (block_index() == 0 && !team_any(team, !placed)) (void)wait_round(c, team, wave.epoch);
 }

@@ -16,10 +16,11 @@ struct PlaceShared {
   u32 source_end[TY_MAX_RANKS];
   u32 needed;
   u32 used;
-  u32 most;   // tokens of a source in this wave
-  u32 tokens; // of all sources
-  u32 helped; // 1: warps that have sent help to place
-  u32 taken;  // then: items of this block that some warp has taken
+  u32 most;    // tokens of a source in this wave
+  u32 tokens;  // of all sources
+  u32 planned; // 1: what is above is known
+  u32 helped;  // 1: warps that have sent help to place
+  u32 taken;   // then: items of this block that some warp has taken
 };
 
 // Items that a team's warps carry, parts of rows: this warp's are first, first + step, ... below end. With a step of 0
@@ -48,6 +49,15 @@ struct Kept {
   u64 epoch;
   u64 call;
 };
+
+// By one lane; what a pass adds comes later.
+TY_DEVICE void store_kept(Kept &kept, const Kept &from) {
+  store(&kept.tokens, from.tokens);
+  store(&kept.sending, from.sending);
+  store(&kept.wave, from.wave);
+  store(&kept.epoch, from.epoch);
+  store(&kept.call, from.call);
+}
 
 TY_DEVICE Wave wave_in(const Kept &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.wave)}; }
 
@@ -108,20 +118,18 @@ struct Batch {
 
 TY_DEVICE Batch load_batch(u64 from, u32 first, u32 end) {
   Batch batch;
+  u64 at = from + static_cast<u64>(first) * 16;
   TY_UNROLL
-  for (u32 i = 0; i < vectors_ahead; ++i) {
-    u32 v = first + i * warp_size;
-    if (v < end) batch.data[i] = load16(pointer<const void>(from + v * 16));
-  }
+  for (u32 i = 0; i < vectors_ahead; ++i)
+    if (first + i * warp_size < end) batch.data[i] = load16(pointer<const void>(at + i * warp_size * 16));
   return batch;
 }
 
 TY_DEVICE void store_batch(char *to, const Batch &batch, u32 first, u32 end) {
+  char *at = pointer<char>(one_value(reinterpret_cast<u64>(to) + static_cast<u64>(first) * 16));
   TY_UNROLL
-  for (u32 i = 0; i < vectors_ahead; ++i) {
-    u32 v = first + i * warp_size;
-    if (v < end) store16(to + v * 16, batch.data[i]);
-  }
+  for (u32 i = 0; i < vectors_ahead; ++i)
+    if (first + i * warp_size < end) store16(at + i * warp_size * 16, batch.data[i]);
 }
 
 // Where the scale words of slice s begin: those of its vectors.
@@ -146,6 +154,8 @@ TY_DEVICE RowTo inbox_row(const ty_context &c, u32 owner, u64 epoch, u32 source,
   return row_to(c,
                 in_arena<const char>(c, owner, c.regions.rows, epoch, source) + static_cast<u64>(slot) * c.slot_bytes);
 }
+
+TY_DEVICE u32 lowest_of(u32 bits) { return popcount((bits & (~bits + 1)) - 1); }
 
 // The bits from `turn` on first, which is below 32: bit i is what bit i + turn was.
 TY_DEVICE u32 rotated(u32 bits, u32 turn) { return bits >> turn | bits << ((warp_size - turn) % warp_size); }
@@ -177,11 +187,27 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
     u32 here = rotated(static_cast<u32>(mask >> base), turn);
     RowTo own{0, 0};
     if ((here >> lane_index()) & 1) own = place_of(base + (lane_index() + turn) % warp_size);
-    auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_bit(left))); };
+    auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_of(left))); };
     auto scale_of = [&](u32 left, u32 w) {
-      return pointer<u32>(shuffle(own.scales, lowest_bit(left))) + static_cast<u64>(w) * to_stride;
+      return pointer<u32>(shuffle(own.scales, lowest_of(left))) + static_cast<u64>(w) * to_stride;
     };
-    if (!raw) {
+    if (raw) {
+      TY_ROLLED
+      for (u32 v = begin; v < end; v += vectors_ahead * warp_size) {
+        if (base + v != begin) batch = load_payload(v);
+        TY_ROLLED
+        for (u32 left = here; left; left &= left - 1) store_batch(payload_of(left), batch, v + lane_index(), end);
+      }
+      TY_ROLLED
+      for (u32 w = first_scale; w < scale_end; w += warp_size) {
+        if (base + w != first_scale) scale = load_scale(w);
+        TY_ROLLED
+        for (u32 left = here; left; left &= left - 1) {
+          u32 *to = scale_of(left, w + lane_index());
+          if (w + lane_index() < scale_end) store(to, scale);
+        }
+      }
+    } else {
       quantize_row(
           from.quantize, from.payload, begin, end,
           [&](u32 v, Vec16 data, bool there) {
@@ -198,22 +224,6 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
               if (there) store(to, word);
             }
           });
-      continue;
-    }
-    TY_ROLLED
-    for (u32 v = begin; v < end; v += vectors_ahead * warp_size) {
-      if (base + v != begin) batch = load_payload(v);
-      TY_ROLLED
-      for (u32 left = here; left; left &= left - 1) store_batch(payload_of(left), batch, v + lane_index(), end);
-    }
-    TY_ROLLED
-    for (u32 w = first_scale; w < scale_end; w += warp_size) {
-      if (base + w != first_scale) scale = load_scale(w);
-      TY_ROLLED
-      for (u32 left = here; left; left &= left - 1) {
-        u32 *to = scale_of(left, w + lane_index());
-        if (w + lane_index() < scale_end) store(to, scale);
-      }
     }
   }
   return mask;
@@ -224,9 +234,10 @@ TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, 
   warp_barrier();
   // N2: the warp's stores happen before this fence; wait_row acquires.
   if (mask) fence_acq_rel_sys();
-  u32 carried = slices.end - slices.first;
-  for (u32 i = lane_index(); i < c.node_ranks * carried; i += warp_size) {
-    u32 rank = i / carried, slice = slices.first + i % carried;
+  // As many slices as a power of two.
+  u32 carried = slices.end - slices.first, shift = popcount(carried - 1);
+  for (u32 i = lane_index(); i >> shift < c.node_ranks; i += warp_size) {
+    u32 rank = i >> shift, slice = slices.first + (i & (carried - 1));
     if (!((mask >> rank) & 1)) continue;
     store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
   }

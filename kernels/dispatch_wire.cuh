@@ -98,15 +98,18 @@ TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, char 
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u32 node = node_of_link(c, link);
-  for_choices(c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, [&](u32, const Choice &choice) {
-    if (!goes_to(c, node, choice.token)) return;
-    i32 *header = row_header(l, message, rows_before(c, node, choice.token));
-    if (choice.k == 0) store(header, static_cast<i32>(choice.token));
-    // Experts of other nodes, too: to tell them apart here would be a trip to memory more, and the node knows its own.
-    store(header + 1 + choice.k, choice.expert);
-    if (c.weights == TY_WEIGHTS_DISPATCH)
-      store(reinterpret_cast<float *>(header + 1 + c.top_k + choice.k), choice.weight);
-  });
+  for_choices(
+      c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, 0, [] {},
+      [&](const Choice &choice) {
+        if (!choice.there || !goes_to(c, node, choice.token)) return;
+        i32 *header = row_header(l, message, rows_before(c, node, choice.token));
+        if (choice.k == 0) store(header, static_cast<i32>(choice.token));
+        // Experts of other nodes, too: to tell them apart here would be a trip to memory more, and the node knows its
+        // own.
+        store(header + 1 + choice.k, choice.expert);
+        if (c.weights == TY_WEIGHTS_DISPATCH)
+          store(reinterpret_cast<float *>(header + 1 + c.top_k + choice.k), weight_at(in, choice.token, choice.k));
+      });
 }
 
 // A wave's rows of the messages to a node, and how many rows and headers its own has.
@@ -127,7 +130,7 @@ TY_DEVICE WireWave wire_wave(const ty_context &c, u32 node, const Wave &wave, u3
 TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 link, bool faulty) {
   const ty_context &c = a.context;
   bool begins = wave.number == 0;
-  bool stuck = thread_index() == 0 && !wait_staging(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, link);
+  bool stuck = thread_index() == 0 && !wait_staging(c, TY_LANE_DISPATCH, wave.epoch, link);
   if (block_any(stuck)) return false;
   char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
   WireWave own = wire_wave(c, node_of_link(c, link), wave, in.tokens);
@@ -223,7 +226,7 @@ TY_DEVICE u64 *rail_masks(const ty_dispatch_args &a, u32 j) {
 
 // Waits until the head of source j's message is here. By a team. False once a deadline passed.
 TY_DEVICE bool wait_head(const ty_context &c, const Team &team, const Wave &wave, u32 j) {
-  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j, 0);
+  bool failed = team_thread(team) == 0 && !wait_landed(c, TY_LANE_DISPATCH, wave.epoch, j, 0);
   return !team_any(team, failed);
 }
 
@@ -255,8 +258,8 @@ TY_DEVICE void forward_numbers(const ty_dispatch_args &a, const Team &team, cons
 
 // Waits for the chunk of one row of a wave from source j. By a warp. False once a deadline passed.
 TY_DEVICE bool wait_row_landed(const ty_context &c, const Wave &wave, u32 j, u32 row) {
-  bool failed = lane_index() == 0 && !wait_landed(c, TY_DIRECTION_DISPATCH, TY_LANE_DISPATCH, wave.epoch, j,
-                                                  chunk_of_row(lane_of(c, TY_LANE_DISPATCH), row));
+  bool failed = lane_index() == 0 &&
+                !wait_landed(c, TY_LANE_DISPATCH, wave.epoch, j, chunk_of_row(lane_of(c, TY_LANE_DISPATCH), row));
   warp_barrier();
   return warp_ballot(failed) == 0;
 }

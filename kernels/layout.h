@@ -31,8 +31,8 @@
 #define TY_MAX_BLOCK_THREADS 512
 
 // Shared memory of a block, asserted where the structs are defined.
-#define TY_DISPATCH_SHARED_BYTES 99328
-#define TY_DISPATCH_NODES_SHARED_BYTES 165632
+#define TY_DISPATCH_SHARED_BYTES 100352
+#define TY_DISPATCH_NODES_SHARED_BYTES 166656
 #define TY_COMBINE_SHARED_BYTES 8192
 
 // Phases of a launch, or-ed for a fused call.
@@ -284,6 +284,10 @@ typedef struct ty_context {
   uint32_t max_tiles;         // tiles of a call at the most
   uint32_t even_experts;      // of every rank of one node, where rank r has those from r * this; or 0: see the table
   uint64_t even_inverse;      // floor(2^32 / even_experts) + 1
+  uint32_t ranks_inverse;     // floor((2^32 - 1) / ranks), as divide() takes it
+  uint32_t counts_inverse;    // the same of local_experts + 3
+  uint32_t choice_inverse;    // floor(2^16 / top_k) + 1
+  uint32_t reserved;
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *

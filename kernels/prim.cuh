@@ -38,7 +38,7 @@ constexpr u32 warp_size = 32;
 // Sixteen-byte vectors of a row that a lane has on their way at once: as many as registers have room for, which is less
 // where the compiler needs more of them.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr u32 vectors_ahead = 4;
+constexpr u32 vectors_ahead = 3;
 #else
 constexpr u32 vectors_ahead = 7;
 #endif
@@ -105,6 +105,12 @@ TY_DEVICE bool named_any(u32 id, u32 threads, bool predicate) {
                : "r"(id), "r"(threads), "r"(predicate ? 1u : 0u)
                : "memory");
   return any != 0;
+}
+
+// The value, which the compiler is not to take apart: an address that others are reckoned from by constants.
+TY_DEVICE u64 one_value(u64 value) {
+  asm("" : "+l"(value));
+  return value;
 }
 
 // Plain (weak) accesses; visible to others only after a barrier, fence or release.
@@ -314,6 +320,7 @@ TY_DEVICE u32 block_index() { return cpu::current->block; }
 TY_DEVICE u32 block_count() { return cpu::current->blocks; }
 
 template <typename T> TY_DEVICE T &block_shared() { return *static_cast<T *>(cpu::shared_memory(sizeof(T))); }
+TY_DEVICE u64 one_value(u64 value) { return value; }
 
 TY_DEVICE void block_barrier() { cpu::block_barrier(); }
 TY_DEVICE bool block_any(bool predicate) { return cpu::block_any(predicate); }

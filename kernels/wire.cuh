@@ -86,17 +86,17 @@ TY_DEVICE u32 link_word(const ty_lane &l, u64 epoch, u32 link) {
 }
 
 // Waits until the network has read this parity's former message. By a thread. False once a deadline passed.
-TY_DEVICE bool wait_staging(const ty_context &c, u32 direction, u32 lane, u64 epoch, u32 link) {
+TY_DEVICE bool wait_staging(const ty_context &c, u32 lane, u64 epoch, u32 link) {
   if (epoch - c.first_epoch < 2) return true;
   const u64 *word = pointer<const u64>(c.wire.free) + link_word(lane_of(c, lane), epoch, link);
-  return wait_tag(c, direction, word, epoch - 2, TY_SITE_STAGING, peer_of_link(c, lane, link), "wire staging");
+  return wait_tag(c, word, epoch - 2, TY_SITE_STAGING, peer_of_link(c, lane, link), "wire staging");
 }
 
 // The same of all links. By a team.
-TY_DEVICE bool wait_stagings(const ty_context &c, const Team &team, u32 direction, u32 lane, u64 epoch) {
+TY_DEVICE bool wait_stagings(const ty_context &c, const Team &team, u32 lane, u64 epoch) {
   bool stuck = false;
   for (u32 link = team_thread(team); link < lane_of(c, lane).targets; link += team_threads(team))
-    stuck |= !wait_staging(c, direction, lane, epoch, link);
+    stuck |= !wait_staging(c, lane, epoch, link);
   return !team_any(team, stuck);
 }
 
@@ -155,9 +155,9 @@ TY_DEVICE u32 landed_word(const ty_lane &l, u64 epoch, u32 source, u32 chunk) {
 }
 
 // Waits until the relay has seen a chunk. By a thread. False once a deadline passed.
-TY_DEVICE bool wait_landed(const ty_context &c, u32 direction, u32 lane, u64 epoch, u32 source, u32 chunk) {
+TY_DEVICE bool wait_landed(const ty_context &c, u32 lane, u64 epoch, u32 source, u32 chunk) {
   const u64 *word = pointer<const u64>(c.wire.landed) + landed_word(lane_of(c, lane), epoch, source, chunk);
-  return wait_tag(c, direction, word, epoch, TY_SITE_LANDED, peer_of_source(c, lane, source), "chunk");
+  return wait_tag(c, word, epoch, TY_SITE_LANDED, peer_of_source(c, lane, source), "chunk");
 }
 
 TY_DEVICE const ty_wire_head *wire_head(const ty_context &c, u32 lane, u64 epoch, u32 source) {
@@ -172,7 +172,7 @@ TY_DEVICE bool may_relay(const ty_context &c, const Wait &wait, u32 turn, u64 &s
   u64 lost = load_relaxed_sys(pointer<const u64>(c.wire.host_lost));
   if (lost == 0) return may_wait(c, wait, turn, start, expected, seen);
   u32 peer = static_cast<u32>(lost - 1);
-  report(c, wait.direction, TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start);
+  fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
   store_release_gpu(&state_of(c)->closed, 1u);
   return false;
 }
@@ -212,7 +212,7 @@ TY_DEVICE u32 list_staging(const ty_context &c, RelayShared &shared, const ty_la
 
 // Passes on that staging is free, for every link of a lane; or looks once, `ahead` of the epoch, so that its launch
 // need not wait for a trip over PCIe. By the relay's thread 0. False once a deadline passed.
-TY_DEVICE bool relay_staging(const ty_context &c, u32 direction, u32 lane, u64 epoch, bool ahead = false) {
+TY_DEVICE bool relay_staging(const ty_context &c, u32 lane, u64 epoch, bool ahead = false) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0 || epoch - c.first_epoch < 2) return true;
   RelayShared &shared = block_shared<RelayShared>();
@@ -226,7 +226,7 @@ TY_DEVICE bool relay_staging(const ty_context &c, u32 direction, u32 lane, u64 e
       if (missing == 0 || ahead) break;
       spin_pause("wire staging");
       u32 peer = peer_of_link(c, lane, load(&shared.entries[lowest_bit(missing)]));
-      if (!may_relay(c, Wait{direction, TY_SITE_STAGING, peer, epoch, 0}, turn, start, epoch - 2, 0)) return false;
+      if (!may_relay(c, Wait{TY_SITE_STAGING, peer, epoch, 0}, turn, start, epoch - 2, 0)) return false;
     }
   }
   return true;
@@ -247,14 +247,13 @@ TY_DEVICE void relay_list(const ty_context &c, RelayShared &shared, u64 epoch, u
 
 // Passes on all chunks of an epoch. `rows_of(source)` says how many rows a message has, once its chunk 0 has landed.
 // By the relay's thread 0. False once a deadline passed.
-template <typename RowsOf>
-TY_DEVICE bool relay_landed(const ty_context &c, u32 direction, u32 lane, u64 epoch, RowsOf rows_of) {
+template <typename RowsOf> TY_DEVICE bool relay_landed(const ty_context &c, u32 lane, u64 epoch, RowsOf rows_of) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();
   for (u32 source = 0; source < l.sources; ++source) store(&shared.sources[source], 0u);
   // While the first chunks are on their way.
-  (void)relay_staging(c, direction, lane, epoch + 1, true);
+  (void)relay_staging(c, lane, epoch + 1, true);
   u64 start = now_ns();
   for (u32 turn = 1;; ++turn) {
     u32 missing = l.sources, listed = 0;
@@ -276,7 +275,7 @@ TY_DEVICE bool relay_landed(const ty_context &c, u32 direction, u32 lane, u64 ep
     if (missing == l.sources) return true;
     relay_list(c, shared, epoch, listed);
     spin_pause("chunk");
-    Wait wait{direction, TY_SITE_LANDED, peer_of_source(c, lane, missing), epoch, 0};
+    Wait wait{TY_SITE_LANDED, peer_of_source(c, lane, missing), epoch, 0};
     if (!may_relay(c, wait, turn, start, epoch, load(&shared.sources[missing]) >> relay_window)) return false;
   }
 }
