@@ -139,14 +139,23 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
     return range.end - range.first;
   };
   // Homes of the nodes behind the own one first, lest all rails send to the same.
-  for (u32 j = 0; j < targets; ++j) {
-    most = rows_of(j) > most ? rows_of(j) : most;
-    begin += served_home(c, j) < c.node_first ? 1 : 0;
+  for (u32 first = 0; first < targets; first += warp_size) {
+    u32 j = first + lane_index(), rows = warp_max(j < targets ? rows_of(j) : 0);
+    most = rows > most ? rows : most;
+    begin += popcount(warp_ballot(j < targets && served_home(c, j) < c.node_first));
   }
-  auto target_of = [&](u32 n) { return (n + begin) % targets; };
-  auto there = [&](u32 n) { return n / targets < rows_of(target_of(n)); };
-  return share_out(c, team, most * targets, nullptr, there, [&](u32 n, u32, const Piece &piece) {
-    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, target_of(n), n / targets, piece);
+  u32 inverse = targets == 0 ? 0 : ~0u / targets;
+  // What the lane's number is.
+  u32 target = 0, row = 0;
+  auto there = [&](u32 n) {
+    Quotient at = divide(n, targets, inverse);
+    row = at.whole;
+    target = divide(at.rest + begin, targets, inverse).rest;
+    return row < rows_of(target);
+  };
+  return share_out(c, team, most * targets, nullptr, there, [&](u32, u32 lane, const Piece &piece) {
+    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, shuffle(target, lane), shuffle(row, lane),
+                             piece);
   });
 }
 

@@ -191,6 +191,8 @@ typedef struct ty_lane {
   uint32_t first_link_word;
   uint32_t first_landed;
   uint32_t first_counter; // of [link][chunk]
+  uint32_t chunk_inverse; // floor((2^32 - 1) / chunk_rows), as divide() takes it
+  uint32_t reserved;
 } ty_lane;
 
 // What a rank shares with its proxy, and what goes with it. Words are 64 bits.

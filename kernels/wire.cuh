@@ -62,11 +62,13 @@ TY_DEVICE const char *inbox_of(const ty_context &c, u32 lane, u64 epoch, u32 sou
   return pointer<const char>(c.peer_base[c.local] + l.inbox + (epoch & 1) * l.inbox_parity + source * l.inbox_source);
 }
 
-TY_DEVICE u32 chunk_of_row(const ty_lane &l, u32 row) { return row / l.chunk_rows; }
+// The chunk of a row, and its place in there.
+TY_DEVICE Quotient chunk_place(const ty_lane &l, u32 row) { return divide(row, l.chunk_rows, l.chunk_inverse); }
+TY_DEVICE u32 chunk_of_row(const ty_lane &l, u32 row) { return chunk_place(l, row).whole; }
 
 // Chunks of a message of `rows` rows; a head alone is one.
 TY_DEVICE u32 chunks_of(const ty_lane &l, u32 rows) {
-  return rows == 0 || l.row_bytes == 0 ? 1 : (rows + l.chunk_rows - 1) / l.chunk_rows;
+  return rows == 0 || l.row_bytes == 0 ? 1 : chunk_of_row(l, rows + l.chunk_rows - 1);
 }
 
 // Bytes before the rows of chunk 0.
@@ -74,9 +76,9 @@ TY_DEVICE u32 head_and_headers(const ty_lane &l, u32 headers) { return TY_WIRE_H
 
 // Bytes from the start of a message with `headers` row headers to one of its rows.
 TY_DEVICE u64 row_offset(const ty_lane &l, u32 headers, u32 row) {
-  u32 chunk = chunk_of_row(l, row);
+  auto [chunk, place] = chunk_place(l, row);
   u64 start = chunk == 0 ? head_and_headers(l, headers) : l.head_bytes + static_cast<u64>(chunk) * l.chunk_bytes;
-  return start + static_cast<u64>(row % l.chunk_rows) * l.row_bytes;
+  return start + static_cast<u64>(place) * l.row_bytes;
 }
 
 // ---- sending -----------------------------------------------------------------------------------------------------

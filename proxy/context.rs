@@ -837,6 +837,8 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
         first_link_word: wire.chunks_word(direction, 0, link) as u32,
         first_landed: wire.landed_word(direction, 0, source, chunk) as u32,
         first_counter,
+        chunk_inverse: u32::MAX / message.chunk_rows.max(1),
+        reserved: 0,
     }
 }
 
