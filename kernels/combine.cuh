@@ -45,7 +45,7 @@ TY_DEVICE void report_rails(const ty_combine_args &a, const Team &team, const Wa
     if (!wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, 0)) return;
     const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, wave.epoch, link);
     if (load(&head->status) == TY_STATUS_INCOMPLETE)
-      fault({TY_ERROR_INCOMPLETE, 0, load(&head->rank), wave.epoch, 0, 0, 0});
+      keep_fault({TY_ERROR_INCOMPLETE, 0, load(&head->rank), wave.epoch, 0, 0, 0});
   }
 }
 
@@ -57,7 +57,7 @@ TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &sha
   if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave)) return;
   u32 rank = first_missing(c, shared, team, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
   if (team_thread(team) == 0 && rank < c.node_ranks)
-    fault({TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), wave.epoch, 0, 0, 0});
+    keep_fault({TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), wave.epoch, 0, 0, 0});
 }
 
 // Which row of the call's messages to a node an own token is; -1 for none.
@@ -264,7 +264,7 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
   if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
-      fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
+      keep_fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
     epoch = 0;
     if (thread_index() == 0) keep_turn(epoch);
   }

@@ -13,7 +13,7 @@ struct Terms {
 
 // Shared memory of a combine block.
 struct CombineShared {
-  TurnShared turn;
+  LaunchShared turn;
   u32 incomplete[TY_MAX_NODE_RANKS]; // 1 where the rank of this node sends no rows; by the team that waits for flags
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   u32 helped;                                    // 1: warps that have sent help to sum own tokens

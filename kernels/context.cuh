@@ -45,6 +45,7 @@ TY_DEVICE Quotient divide(u32 n, u32 d, u32 inverse) {
 }
 
 TY_DEVICE u32 lowest_bit(u64 mask) { return popcount64((mask & (~mask + 1)) - 1); }
+TY_DEVICE u32 lowest_bit(u32 mask) { return popcount((mask & (~mask + 1)) - 1); }
 
 // ---- errors ----------------------------------------------------------------------------------------------
 
@@ -57,20 +58,21 @@ struct Fault {
   u64 a, b, d;
 };
 
-// What thread 0 of a block keeps for the end of its launch: at the start of shared memory, so that nothing is looked up
-// far away when all else is done.
-struct TurnShared {
-  u64 epoch;                                     // of the launch's phases; 0, which no epoch is: it may do nothing
-  u64 launches;                                  // that ended before
-  u32 faults[TY_MAX_BLOCK_THREADS / warp_size];  // how often a warp came upon an error
-  Fault first[TY_MAX_BLOCK_THREADS / warp_size]; // the first of them
+// What a block keeps for the end of its launch: at the start of shared memory, so that nothing is looked up far away
+// when all else is done. Errors by whether they close the context, and by warp.
+struct LaunchShared {
+  u64 epoch;                                       // of the launch's phases; 0, which no epoch is: it may do nothing
+  u64 launches;                                    // that ended before
+  u32 faults[2][TY_MAX_BLOCK_THREADS / warp_size]; // how often a warp came upon one
+  Fault first[2][TY_MAX_BLOCK_THREADS / warp_size];
 };
 
 // Keeps an error until the launch ends: what reports it is code that all launches would step over at every wait.
-TY_DEVICE void fault(const Fault &found) {
-  TurnShared &shared = block_shared<TurnShared>();
-  if (atomic_add_block(&shared.faults[warp_index()], 1) != 0) return;
-  Fault &first = shared.first[warp_index()];
+TY_DEVICE void keep_fault(const Fault &found) {
+  LaunchShared &shared = block_shared<LaunchShared>();
+  u32 fatal = found.kind == TY_ERROR_TIMEOUT || found.kind == TY_ERROR_PEER_LOST ? 1 : 0;
+  if (atomic_add_block(&shared.faults[fatal][warp_index()], 1) != 0) return;
+  Fault &first = shared.first[fatal][warp_index()];
   store(&first.kind, found.kind);
   store(&first.site, found.site);
   store(&first.peer, found.peer);
@@ -82,19 +84,20 @@ TY_DEVICE void fault(const Fault &found) {
 
 // Before a warp's first fault.
 TY_DEVICE void begin_faults() {
-  if (lane_index() == 0) store(&block_shared<TurnShared>().faults[warp_index()], 0u);
+  if (lane_index() < 2) store(&block_shared<LaunchShared>().faults[lane_index()][warp_index()], 0u);
   warp_barrier();
 }
 
-// Writes the error record of `direction`, once a launch: whoever claims it first. The host reads it under the
-// record's sequence, so a record is seen whole or not at all.
-TY_DEVICE void report(const ty_context &c, u32 direction, const Fault &found) {
+// Writes an error record, once a launch: whoever claims it first. The host reads it under the record's sequence, so a
+// record is seen whole or not at all.
+TY_DEVICE void report(const ty_context &c, u32 direction, u32 fatal, const Fault &found) {
+  u32 number = fatal * TY_DIRECTIONS + direction;
   ty_state *state = state_of(c);
   u32 launch = static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
-  u32 last = load_relaxed_gpu(&state->error_claim[direction]);
-  if (last == launch || atomic_cas_gpu(&state->error_claim[direction], last, launch) != last) return;
-  ty_error_record *record = pointer<ty_error_record>(c.errors) + direction;
-  u64 sequence = load(&state->error_sequence[direction]);
+  u32 last = load_relaxed_gpu(&state->error_claim[number]);
+  if (last == launch || atomic_cas_gpu(&state->error_claim[number], last, launch) != last) return;
+  ty_error_record *record = pointer<ty_error_record>(c.errors) + number;
+  u64 sequence = load(&state->error_sequence[number]);
   store_relaxed_sys(&record->sequence, sequence + 1);
   fence_acq_rel_sys();
   store_relaxed_sys(&record->kind, load(&found.kind));
@@ -105,14 +108,18 @@ TY_DEVICE void report(const ty_context &c, u32 direction, const Fault &found) {
   store_relaxed_sys(&record->b, load(&found.b));
   store_relaxed_sys(&record->c, load(&found.d));
   store_release_sys(&record->sequence, sequence + 2);
-  store(&state->error_sequence[direction], sequence + 2);
+  store(&state->error_sequence[number], sequence + 2);
 }
 
-// Reports an error that a warp of the block kept, if one did. By warp 0, behind a barrier of the block.
+// Reports what warps of the block kept: of either kind that of the first warp with one. By warp 0, behind a barrier of
+// the block.
 TY_DEVICE void report_faults(const ty_context &c, u32 direction) {
-  const TurnShared &shared = block_shared<TurnShared>();
-  u32 there = warp_ballot(lane_index() < block_warps() && load(&shared.faults[lane_index()]) != 0);
-  if (there && lane_index() == 0) report(c, direction, shared.first[lowest_bit(there)]);
+  const LaunchShared &shared = block_shared<LaunchShared>();
+  TY_ROLLED
+  for (u32 fatal = 0; fatal < 2; ++fatal) {
+    u32 there = warp_ballot(lane_index() < block_warps() && load(&shared.faults[fatal][lane_index()]) != 0);
+    if (there && lane_index() == 0) report(c, direction, fatal, shared.first[fatal][lowest_bit(there)]);
+  }
 }
 
 // Writes down that a source's routing was unusable: news for the host, and no error of this rank's. By one thread.
@@ -232,7 +239,7 @@ TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 &st
   if (start == 0) start = now;
   u64 waited = now - start;
   if (waited <= c.timeout_ns + wait.grace_ns) return true;
-  fault({TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited});
+  keep_fault({TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited});
   store_release_gpu(&state->closed, 1u);
   return false;
 }
@@ -340,7 +347,7 @@ TY_DEVICE void publish_free(const ty_context &c, u32 direction, const ty_region 
 // ---- begin and end of a phase ------------------------------------------------------------------------------
 
 // By thread 0.
-TY_DEVICE void keep_turn(u64 epoch) { store(&block_shared<TurnShared>().epoch, epoch); }
+TY_DEVICE void keep_turn(u64 epoch) { store(&block_shared<LaunchShared>().epoch, epoch); }
 
 // What a launch begins with, a trip to memory: asked for first, and looked at behind what does not depend on it.
 struct TurnWords {
@@ -366,10 +373,10 @@ TY_DEVICE u64 begin_turn(const ty_context &c, const TurnWords &turn, u32 phases,
   begin_faults();
   if (leads) {
     keep_turn(epoch);
-    store(&block_shared<TurnShared>().launches, launches);
+    store(&block_shared<LaunchShared>().launches, launches);
   }
   if (!closed && !follows && leads && block_index() == 0)
-    fault({TY_ERROR_ORDER, 0, c.rank, sent, sends ? order_send : order_receive, sent, received});
+    keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, sends ? order_send : order_receive, sent, received});
   return epoch;
 }
 
@@ -380,7 +387,7 @@ TY_DEVICE u64 end_turn(const ty_context &c, u32 direction, u32 phases) {
   if (warp_index() == 0) report_faults(c, direction);
   if (thread_index() != 0) return 0;
   note_stage(c, direction, TY_STAGE_DONE, true);
-  const TurnShared &kept = block_shared<TurnShared>();
+  const LaunchShared &kept = block_shared<LaunchShared>();
   ty_turn *own = turn_of(c, direction);
   store(&own->launches, load(&kept.launches) + 1);
   u64 epoch = load(&kept.epoch);

@@ -47,7 +47,7 @@ template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u3
 
 // The passes that warps go through: what is said ahead of rows, then rows for other nodes, rows for the own one, what
 // other nodes sent for it, rows to their final places. The first is all warps' together; senders go through the next
-// three, those that place through the last, in which senders help where there is much to do.
+// three, those that place through the last, in which senders describe the output and help where there is much to do.
 constexpr u32 pass_announce = 0, pass_pack = 1, pass_push = 2, pass_forward = 3, pass_place = 4;
 
 // Who goes through a pass.
@@ -202,7 +202,7 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, u32 to
     end_sending(c, whole_block(), wave, pass_announce);
   }
   Kept own{{}, tokens, teams.sending, wave.number, wave.epoch, wave.call};
-  Kept &kept = far ? shared.kept[warp_index()] : own;
+  Kept &kept = far ? block_shared<NodesShared>().kept[warp_index()] : own;
   if (far) {
     if (lane_index() == 0) store_kept(kept, own);
     warp_barrier();

@@ -118,7 +118,7 @@ TY_DEVICE void report_routing(const ty_context &c, const Choices &in, u64 epoch)
       if (kind == TY_ERROR_NONE) continue;
       u64 row = in.idx + static_cast<u64>(token) * in.idx_pitch;
       i64 expert = in.index_bytes == 8 ? load(pointer<const i64>(row) + k) : load(pointer<const i32>(row) + k);
-      fault({kind, 0, c.rank, epoch, token, k, static_cast<u64>(expert)});
+      keep_fault({kind, 0, c.rank, epoch, token, k, static_cast<u64>(expert)});
       return;
     }
 }
@@ -172,7 +172,7 @@ struct Tile {
 // A warp's lanes at choices: of as many whole tokens as there are lanes for, a lane a choice.
 struct ChoiceLane {
   u32 tokens; // of the warp
-  u32 token;  // this lane's among them; or `tokens`, and more: none
+  u32 token;  // this lane's among them; `tokens`: none
   u32 k;
 };
 
@@ -191,7 +191,8 @@ struct Choice {
 };
 
 // Calls use(choice) for all choices of a tile: by warps, whose lanes have a choice each of whole tokens, and which take
-// turns from warp `first` of the team on. Calls ready() once before, while the first are being loaded.
+// turns from warp `first` of the team on. All lanes of a warp call use together, those without a choice, too. Calls
+// ready() once before, while the first are being loaded.
 template <typename Ready, typename Use>
 TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
                            Ready ready, Use use) {
@@ -258,6 +259,7 @@ TY_DEVICE bool is_there(const Tile &tile, const ExpertHome &home) { return home.
 // Whether a lane's choice, of those that for_choices gives a warp, is unusable; only the caller's are looked at. As
 // fault_of_choice. By a warp.
 TY_DEVICE bool is_choice_faulty(const ty_context &c, const Choices &in, const Choice &choice) {
+  if (!in.own) return false;
   bool twice = false;
   TY_ROLLED
   for (u32 first = 1; first < c.top_k; first += group_choices) {
@@ -267,7 +269,7 @@ TY_DEVICE bool is_choice_faulty(const ty_context &c, const Choices &in, const Ch
       twice |= first + j <= choice.k && before == choice.expert;
     }
   }
-  return in.own && choice.expert != -1 && (twice || !is_expert(c, choice.expert));
+  return choice.expert != -1 && (twice || !is_expert(c, choice.expert));
 }
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty.
@@ -477,7 +479,8 @@ TY_DEVICE void keep_own(const ty_dispatch_args &a, const Choices &in, const Wave
   store(&head->own_tokens, in.tokens);
   store(&head->own_bad, faulty ? 1u : 0u);
   if (in.bad)
-    fault({TY_ERROR_TOKEN_COUNT, 0, c.rank, wave.call, static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0});
+    keep_fault(
+        {TY_ERROR_TOKEN_COUNT, 0, c.rank, wave.call, static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0});
   else if (faulty) report_routing(c, in, wave.call);
 }
 

@@ -178,14 +178,16 @@ TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch,
     u64 home = foreign ? load_relaxed_sys(meta.homes + token) : 0;
     if (turn == 0) peek();
     bool known = meta_value(epoch, here, said.token);
+    u64 seen = here; // of a word that is missing
     if (known && said.token != 0) {
       u32 bits = 0;
-      known = (!waits || meta_value(epoch, choice, said.choice)) && (!foreign || meta_value(epoch, home, said.home)) &&
-              (!said.choice || meta_value(epoch, weight, bits));
+      if (waits && !meta_value(epoch, choice, said.choice)) seen = choice, known = false;
+      else if (foreign && !meta_value(epoch, home, said.home)) seen = home, known = false;
+      else if (said.choice && !meta_value(epoch, weight, bits)) seen = weight, known = false;
       said.weight = same_bits<float>(bits);
     }
     if (known) return true;
-    if (turn != 0 && !may_wait(c, meta_wait(c, epoch, source), turn, start, epoch & 0xffffffffu, here >> 32))
+    if (turn != 0 && !may_wait(c, meta_wait(c, epoch, source), turn, start, epoch & 0xffffffffu, seen >> 32))
       return false;
     spin_pause("META");
   }
@@ -343,7 +345,7 @@ TY_DEVICE void write_counts(const ty_dispatch_args &a, const Team &team, const P
   u32 rows = room ? load(&shared.used) : 0;
   if (out.row_count) store(pointer<i32>(out.row_count), static_cast<i32>(rows));
   if (out.host_counts) store_relaxed_sys(pointer<u32>(out.host_counts) + c.local_experts, rows);
-  if (!room) fault({TY_ERROR_CAPACITY, 0, c.rank, epoch, load(&shared.needed), out.capacity, out.layout});
+  if (!room) keep_fault({TY_ERROR_CAPACITY, 0, c.rank, epoch, load(&shared.needed), out.capacity, out.layout});
 }
 
 // What combine needs to know of the whole dispatch. By a team of one block.

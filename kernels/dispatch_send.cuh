@@ -40,7 +40,7 @@ struct Pass {
   u32 headers; // of its message
 };
 
-// What a warp keeps from pass to pass; here, since registers are few.
+// What a warp keeps from pass to pass: between nodes in shared memory, since registers are few.
 struct Kept {
   Pass pass;
   u32 tokens;  // of the caller
@@ -61,12 +61,11 @@ TY_DEVICE void store_kept(Kept &kept, const Kept &from) {
 
 TY_DEVICE Wave wave_in(const Kept &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.wave)}; }
 
-// Shared memory of a dispatch block, 97 KiB: what builds META, and what places rows, side by side.
+// Shared memory of a dispatch block, 98 KiB: what builds META, and what places rows, side by side.
 struct DispatchShared {
-  TurnShared turn;
+  LaunchShared turn;
   MetaShared meta;
   PlaceShared place;
-  Kept kept[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
 };
 static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -155,8 +154,6 @@ TY_DEVICE RowTo inbox_row(const ty_context &c, u32 owner, u64 epoch, u32 source,
                 in_arena<const char>(c, owner, c.regions.rows, epoch, source) + static_cast<u64>(slot) * c.slot_bytes);
 }
 
-TY_DEVICE u32 lowest_of(u32 bits) { return popcount((bits & (~bits + 1)) - 1); }
-
 // The bits from `turn` on first, which is below 32: bit i is what bit i + turn was.
 TY_DEVICE u32 rotated(u32 bits, u32 turn) { return bits >> turn | bits << ((warp_size - turn) % warp_size); }
 
@@ -187,9 +184,9 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
     u32 here = rotated(static_cast<u32>(mask >> base), turn);
     RowTo own{0, 0};
     if ((here >> lane_index()) & 1) own = place_of(base + (lane_index() + turn) % warp_size);
-    auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_of(left))); };
+    auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_bit(left))); };
     auto scale_of = [&](u32 left, u32 w) {
-      return pointer<u32>(shuffle(own.scales, lowest_of(left))) + static_cast<u64>(w) * to_stride;
+      return pointer<u32>(shuffle(own.scales, lowest_bit(left))) + static_cast<u64>(w) * to_stride;
     };
     if (raw) {
       TY_ROLLED

@@ -20,7 +20,8 @@ TY_DEVICE i32 *row_header(const ty_lane &l, char *message, u32 row) {
 struct NodesShared {
   DispatchShared own;
   u32 bitmap[TY_NODES_BITMAP_WORDS];
-  u32 before[TY_NODES_BITMAP_WORDS]; // tokens of the words before
+  u32 before[TY_NODES_BITMAP_WORDS];           // tokens of the words before
+  Kept kept[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
 };
 static_assert(sizeof(NodesShared) <= TY_DISPATCH_NODES_SHARED_BYTES, "layout.h tells the launcher");
 

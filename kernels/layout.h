@@ -32,8 +32,8 @@
 
 // Shared memory of a block, asserted where the structs are defined.
 #define TY_DISPATCH_SHARED_BYTES 100352
-#define TY_DISPATCH_NODES_SHARED_BYTES 166656
-#define TY_COMBINE_SHARED_BYTES 8192
+#define TY_DISPATCH_NODES_SHARED_BYTES 168192
+#define TY_COMBINE_SHARED_BYTES 9216
 
 // Phases of a launch, or-ed for a fused call.
 #define TY_PHASE_SEND 1
@@ -104,6 +104,9 @@
 #define TY_DIRECTION_COMBINE 1
 #define TY_DIRECTION_BARRIER 2
 #define TY_DIRECTIONS 3
+// Error records: one a direction for what a context survives, then one a direction for what closes it, so that neither
+// takes the other's place.
+#define TY_RECORDS 6
 
 // Stages of a kernel: when a block came to the end of each. See struct ty_context: stats.
 #define TY_STAGE_BEGIN 0
@@ -221,11 +224,10 @@ typedef struct ty_turn {
 
 // Device-local control block of a context. Behind it: ty_turn [TY_DIRECTIONS][blocks].
 typedef struct ty_state {
-  uint64_t error_sequence[TY_DIRECTIONS]; // even; what the error record's sequence holds when at rest
-  uint32_t blocks_done[TY_DIRECTIONS];    // with several nodes: blocks of the running kernel that are through
-  uint32_t error_claim[TY_DIRECTIONS];    // number of the last launch of which some block has reported
-  uint32_t closed;                        // 1: a deadline passed; no kernel of this context does anything more
-  uint32_t reserved;
+  uint64_t error_sequence[TY_RECORDS]; // even; what the error record's sequence holds when at rest
+  uint32_t blocks_done[TY_DIRECTIONS]; // with several nodes: blocks of the running kernel that are through
+  uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported
+  uint32_t closed;                     // 1: a deadline passed; no kernel of this context does anything more
 } ty_state;
 
 // In host memory; a sequence lock: odd while the device writes, even and larger afterwards.
@@ -293,7 +295,7 @@ typedef struct ty_context {
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *
-  uint64_t errors;       // ty_error_record[TY_DIRECTIONS] *, host memory
+  uint64_t errors;       // ty_error_record[TY_RECORDS] *, host memory
   uint64_t expert_home;  // const ty_expert_home *, [experts]
   uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation; 0: the same as now
   uint64_t source_owner; // const ty_source_owner *, [ranks]

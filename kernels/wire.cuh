@@ -17,7 +17,7 @@ constexpr u32 relay_listed = 64;
 
 // Messages under way that a relay looks at, in shared memory.
 struct RelayShared {
-  TurnShared turn;
+  LaunchShared turn;
   u32 sources[TY_MAX_RANKS]; // next << relay_window | seen: chunks before next have landed; bit i: next + i has, too
   u32 words[relay_listed];
   u32 entries[relay_listed]; // source * relay_window + bit
@@ -174,7 +174,7 @@ TY_DEVICE bool may_relay(const ty_context &c, const Wait &wait, u32 turn, u64 &s
   u64 lost = load_relaxed_sys(pointer<const u64>(c.wire.host_lost));
   if (lost == 0) return may_wait(c, wait, turn, start, expected, seen);
   u32 peer = static_cast<u32>(lost - 1);
-  fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
+  keep_fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
   store_release_gpu(&state_of(c)->closed, 1u);
   return false;
 }

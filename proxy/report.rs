@@ -1,7 +1,7 @@
 //! Reads what the device reports in host memory: error records, as typed errors, and who else refused to dispatch.
 //!
 //! ```text
-//!   ty_error_record [TY_DIRECTIONS] │ uint64 [ranks]: the last dispatch that each other rank refused, 0 for none
+//!   ty_error_record [TY_RECORDS] │ uint64 [ranks]: the last dispatch that each other rank refused, 0 for none
 //! ```
 
 use crate::base::{Error, Rank, Result};
@@ -15,13 +15,15 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) struct Reports {
     memory: HostBuffer,
     ranks: usize,
-    seen: [AtomicU64; DIRECTIONS],
+    seen: [AtomicU64; RECORDS],
     /// The error that closed the context.
     fatal: Mutex<Option<Error>>,
 }
 
 const DIRECTIONS: usize = raw::TY_DIRECTIONS as usize;
-const RECORDS_BYTES: usize = size_of::<raw::ty_error_record>() * DIRECTIONS;
+/// Those that close a context come behind the others, direction by direction.
+const RECORDS: usize = raw::TY_RECORDS as usize;
+const RECORDS_BYTES: usize = size_of::<raw::ty_error_record>() * RECORDS;
 
 impl Reports {
     /// Of a world of `ranks` ranks; nothing is reported yet.
@@ -62,12 +64,13 @@ impl Reports {
         if let Some(error) = self.fatal.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Err(error);
         }
-        for direction in 0..DIRECTIONS {
-            let Some(record) = self.read(direction) else { continue };
-            if self.seen[direction].swap(record.sequence, Ordering::Relaxed) == record.sequence {
+        // Whoever has heard that the context is closed needs no other news.
+        for number in (DIRECTIONS..RECORDS).chain(0..DIRECTIONS) {
+            let Some(record) = self.read(number) else { continue };
+            if self.seen[number].swap(record.sequence, Ordering::Relaxed) == record.sequence {
                 continue;
             }
-            let error = describe(&record, direction, world, lost);
+            let error = describe(&record, number % DIRECTIONS, world, lost);
             if matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST) {
                 *self.fatal.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
             }
@@ -77,10 +80,10 @@ impl Reports {
     }
 
     /// One record, whole; `None` while there is none or the device is writing it (then a later look finds it).
-    fn read(&self, direction: usize) -> Option<raw::ty_error_record> {
+    fn read(&self, number: usize) -> Option<raw::ty_error_record> {
         let record = self.memory.host_ptr().cast::<raw::ty_error_record>().cast_const();
-        // SAFETY: the buffer holds DIRECTIONS records; `direction` is below that.
-        let record = unsafe { record.add(direction) };
+        // SAFETY: the buffer holds RECORDS records; `number` is below that.
+        let record = unsafe { record.add(number) };
         // SAFETY: the sequence is 8-byte aligned and lives as long as the buffer; the device writes it atomically.
         let sequence = unsafe { AtomicU64::from_ptr((&raw const (*record).sequence).cast_mut()) };
         let before = sequence.load(Ordering::Acquire);
