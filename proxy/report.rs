@@ -181,3 +181,38 @@ fn order_problem(record: &raw::ty_error_record) -> String {
         _ => "combine was given a handle whose dispatch has not been received".to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As a device writes a record.
+    fn write(reports: &Reports, number: usize, kind: u32) {
+        let record = reports.memory.host_ptr().cast::<raw::ty_error_record>().wrapping_add(number);
+        // SAFETY: the buffer holds RECORDS records, `number` is below that, and nothing else looks at them meanwhile.
+        unsafe { record.write(raw::ty_error_record { sequence: 2, kind, ..Default::default() }) };
+    }
+
+    #[test]
+    fn what_closed_the_context_is_told_again_and_again_whatever_else_is_reported() {
+        let world = World::threads(1).remove(0);
+        let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
+        let check = || reports.check(&world, &Vec::new);
+        check().unwrap();
+        let combine = raw::TY_DIRECTION_COMBINE as usize;
+        write(&reports, combine, raw::TY_ERROR_INCOMPLETE);
+        write(&reports, DIRECTIONS + combine, raw::TY_ERROR_TIMEOUT);
+        for _ in 0..3 {
+            assert!(matches!(check(), Err(Error::Timeout { .. })));
+        }
+    }
+
+    #[test]
+    fn what_a_context_survives_is_told_once() {
+        let world = World::threads(1).remove(0);
+        let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
+        write(&reports, raw::TY_DIRECTION_COMBINE as usize, raw::TY_ERROR_INCOMPLETE);
+        assert!(matches!(reports.check(&world, &Vec::new), Err(Error::Incomplete { .. })));
+        reports.check(&world, &Vec::new).unwrap();
+    }
+}
