@@ -85,8 +85,6 @@ MUTANTS = [
     ("counts read too early", RECEIVE,
      "  return !team_any(team, failed);\n}\n\n// Tokens of a source", "  return !failed;\n}\n\n// Tokens of a source"),
     ("alignment forgotten", CONTEXT, "own -= (align & (align - 1)) == 0 ? own & (align - 1) : own % align;", "own -= align - 1;"),
-    ("alignment to no power of two", CONTEXT, ": own % align;", ": own & (align - 1);"),
-    ("ranks below counted from the wrong lane", META, "lane_index() - choice.k + first + j", "lane_index() + first + j"),
     ("overflow not noticed", RECEIVE, "load(&shared.needed) <= a.output.capacity", "load(&shared.needed) <= a.output.capacity + 1"),
     ("partial row tag without release", PARTIAL,
      "store_release_sys(tags + piece.first", "store_relaxed_sys(tags + piece.first"),
