@@ -141,7 +141,7 @@ pub struct Output {
     pub row_count: Option<View>,
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
-    /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used.
+    /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is over.
     pub host_counts: Option<View>,
 }
 

@@ -761,8 +761,8 @@ fn device_context(
         },
         even_experts: tables.even_experts,
         even_inverse: (1u64 << 32) / u64::from(tables.even_experts.max(1)) + 1,
-        ranks_inverse: u32::MAX / shape.ranks.max(1) as u32,
-        counts_inverse: u32::MAX / (shape.local_experts as u32 + 3),
+        ranks_inverse: inverse(shape.ranks as u32),
+        counts_inverse: inverse(shape.local_experts as u32 + 3),
         choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
         reserved: 0,
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
@@ -837,9 +837,14 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
         first_link_word: wire.chunks_word(direction, 0, link) as u32,
         first_landed: wire.landed_word(direction, 0, source, chunk) as u32,
         first_counter,
-        chunk_inverse: u32::MAX / message.chunk_rows.max(1),
+        chunk_inverse: inverse(message.chunk_rows),
         reserved: 0,
     }
+}
+
+/// What kernels multiply by instead of dividing by `divisor`: see `divide` in kernels/context.cuh.
+fn inverse(divisor: u32) -> u32 {
+    u32::MAX / divisor.max(1)
 }
 
 /// All ranks must have the same configuration, and each one a usable one.

@@ -28,7 +28,8 @@ pub struct Costs {
     pub words_token_ns: u64,
     /// Starts of segments, from the counts of all sources. Stages: 5.3 to 7.5 in blocks without rows.
     pub scan_ns: u64,
-    /// The same per source. Assumed: counts are summed source by source, a load from shared memory behind a store each.
+    /// The same per source. Assumed, of kernels that sum counts source by source, a load from shared memory behind a store
+    /// each; since commit 747a15f four sources are loaded at once.
     pub scan_source_ns: u64,
     /// One row read and written: the time until the first is through. Stages: a lone row is pushed from 5.8 to 7.9.
     pub row_ns: u64,
