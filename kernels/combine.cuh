@@ -73,10 +73,13 @@ struct HomeRows {
   u32 count;
 };
 
-// Lists the sums of other nodes, a link a lane, around the partial rows of the own one, and waits for their chunks. By
-// a warp. True in `failed` once a deadline passed.
-TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 own_rows,
-                             bool &failed) {
+// Which row of the wave's message from a link is a token's sum, if it is a row of the call's.
+TY_DEVICE u32 row_of_sum(const ty_combine_args &a, const Wave &wave, u32 link, i32 row) {
+  return static_cast<u32>(row) - wave_range(a.context, a.handle.wire_rows, link, wave).first;
+}
+
+// Lists the sums of other nodes, a link a lane, around the partial rows of the own one. By a warp.
+TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 own_rows) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
   HomeRows list{0, own_rows, own_rows};
@@ -87,11 +90,10 @@ TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave 
     u32 before = first < c.node ? c.node - first : 0; // links of earlier nodes
     u32 earlier = popcount64(bits_below(there, before));
     if (row >= 0) {
-      u32 n = static_cast<u32>(row) - wave_range(c, a.handle.wire_rows, link, wave).first;
+      u32 n = row_of_sum(a, wave, link, row);
       u32 place = list.count + popcount64(bits_below(there, lane_index())) - (lane_index() < before ? own_rows : 0);
       store(&terms.row[place],
             reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, 0, n)));
-      failed |= !wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, chunk_of_row(l, n));
     }
     list.own += earlier;
     list.after += earlier;
@@ -100,17 +102,31 @@ TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave 
   return list;
 }
 
+// The calling lane's share of waiting for them. True once a deadline passed.
+TY_DEVICE bool sums_fail(const ty_combine_args &a, const Wave &wave, u32 token) {
+  const ty_context &c = a.context;
+  const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
+  bool failed = false;
+  for (u32 link = lane_index(); link < l.sources; link += warp_size) {
+    i32 row = wire_row_of(a, link, token);
+    if (row < 0) continue;
+    failed |= !wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, chunk_of_row(l, row_of_sum(a, wave, link, row)));
+  }
+  return failed;
+}
+
 // Everything of one own token, listed once a piece of it is here. By a warp. False once a deadline passed.
 template <bool far>
 TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 n,
                             const Parts &parts, const Piece &piece, HomeRows &list) {
   const ty_context &c = a.context;
-  bool failed = false;
   u32 own_rows = popcount64(parts.present);
   list = {0, own_rows, own_rows};
-  if (far) list = list_sums(a, terms, wave, token, own_rows, failed);
+  if (far) list = list_sums(a, terms, wave, token, own_rows);
   list_partials(c, terms, list.own, wave.epoch, 0, n, parts);
-  failed |= partials_fail(c, wave.epoch, 0, n, parts, piece);
+  bool failed = partials_fail(c, wave.epoch, 0, n, parts, piece);
+  // What comes last is waited for last, so that nothing but the sum is left to do behind it.
+  if (far) failed |= sums_fail(a, wave, token);
   return gathered(failed);
 }
 
@@ -165,7 +181,7 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
 
 // ---- the kernels ---------------------------------------------------------------------------------------------
 
-// What the relay does while the others work. By its thread 0.
+// What the relay does while the others work. By its warp 0.
 TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   bool weighs = wave.number == 0; // weights go ahead of the call's first wave
@@ -242,11 +258,11 @@ TY_DEVICE u32 senders_of(const ty_combine_args &a) {
 }
 
 template <typename Row, typename Partial, bool far>
-TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
+TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave, u64 freed) {
   const ty_context &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = far || (a.phases & TY_PHASE_RECEIVE) != 0;
-  if (far && sends && !wait_free(c, whole_block(), c.regions.combine_free, wave.epoch)) return;
+  if (far && sends && !wait_free(c, whole_block(), c.regions.combine_free, wave.epoch, freed)) return;
   u32 sending = sends && sums ? senders_of(a) : block_warps();
   u32 first = sends && sums ? sending : 0; // that sums
   bool two = sends && sums;
@@ -259,6 +275,7 @@ TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave) {
 template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const ty_combine_args &a) {
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
+  u64 freed = far ? ask_free(c, c.regions.combine_free) : 0;
   TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
   u32 handle_state = load(&head_of(a)->state);
   u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
@@ -270,9 +287,9 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   }
   Wave wave = wave_of(c, epoch);
   if (far && epoch != 0 && is_relay(c)) {
-    if (thread_index() == 0) relay_combine(a, wave);
+    if (warp_index() == 0) relay_combine(a, wave);
   } else if (epoch != 0) {
-    work_combine<Row, Partial, far>(a, wave);
+    work_combine<Row, Partial, far>(a, wave, freed);
   }
   u64 ended = end_turn(c, TY_DIRECTION_COMBINE, a.phases);
   if (far && ended != 0 && (a.phases & TY_PHASE_RECEIVE))

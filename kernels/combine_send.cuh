@@ -189,6 +189,8 @@ template <typename Partial> TY_DEVICE u32 last_turn(const Columns &columns) {
 // at once: a token has two or three rows on an expert rank, and more partial rows at its home.
 constexpr u32 loads_at_expert = 8, rows_at_expert = 2;
 constexpr u32 loads_at_home = 8, rows_at_home = 4;
+// A rail has one or two partial rows of most tokens, the more nodes there are.
+constexpr u32 loads_at_rail = 8, rows_at_rail = 2;
 // Columns whose sums it holds: fewer where it then quantises them; at home twice, those of all nodes and of its own.
 template <typename Partial> constexpr u32 columns_at_expert = lanes_share_blocks<Partial> ? 16 : 32;
 constexpr u32 columns_at_home = 16;
@@ -201,6 +203,9 @@ template <typename Row, typename Partial>
 constexpr u32 groups_at_expert = smaller(
     loads_at_expert / (rows_at_expert * larger(vectors_of<Row, Partial::group>, vectors_of<Partial, Partial::group>)),
     columns_at_expert<Partial> / Partial::group);
+template <typename Partial>
+constexpr u32 groups_at_rail = smaller(loads_at_rail / (rows_at_rail * vectors_of<Partial, Partial::group>),
+                                       columns_at_expert<Partial> / Partial::group);
 template <typename Partial>
 constexpr u32 groups_at_home = smaller(loads_at_home / (rows_at_home * vectors_of<Partial, Partial::group>),
                                        columns_at_home / Partial::group);
@@ -236,17 +241,15 @@ TY_DEVICE bool sends_sums(const ty_combine_args &a) {
   return a.context.node_ranks == 1 && !load(&head_of(a)->incomplete);
 }
 
-// Where the node's sum of a wave's row of served home j goes, behind wait_staging.
+// Where the node's sum of a wave's row of served home j goes, behind wait_stagings.
 TY_DEVICE char *sum_in_message(const ty_context &c, const Wave &wave, u32 j, u32 row) {
   return staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(lane_of(c, TY_LANE_COMBINE), 0, row);
 }
 
-// So many slices of it are there. By a warp, behind the barrier that follows its stores.
-TY_DEVICE void count_sum(const ty_combine_args &a, const Wave &wave, u32 j, u32 row, u32 slices) {
-  const ty_context &c = a.context;
-  Range range = rail_rows(a, wave, j);
+// So many slices of it are there, of a message of so many rows. By a warp, behind the barrier that follows its stores.
+TY_DEVICE void count_sum(const ty_context &c, const Wave &wave, u32 j, u32 rows, u32 row, u32 slices) {
   u32 chunk = chunk_of_row(lane_of(c, TY_LANE_COMBINE), row);
-  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {range.end - range.first, 0}, chunk, slices);
+  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk, slices);
 }
 
 // ---- partial rows ------------------------------------------------------------------------------------------------
@@ -330,19 +333,21 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &
   u64 call = wave.call;
   if (!wait_weights(c, call, source)) return false;
   Owner owner = owner_of(c, source);
-  bool sums = far && owner.part != 0 && sends_sums(a);
-  bool stuck = sums && !wait_staging(c, TY_LANE_COMBINE, wave.epoch, owner.part - 1);
-  if (far && warp_ballot(stuck) != 0) return false;
   // A part of a row is loaded at once; a whole one takes turns, of which each would wait for memory. With many blocks
   // memory has enough to do, and what comes early is gone again.
   u32 bytes = piece.slices == TY_SLICES && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
   u32 count = list_rows(a, terms, call, source, token, bytes);
   u64 place = static_cast<u64>(n) * c.slots + slot;
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) + place * c.partial_bytes;
-  if (sums) out = sum_in_message(c, wave, owner.part - 1, n);
+  bool sums = far && owner.part != 0 && sends_sums(a);
+  Range rows{0, 0};
+  if (sums) {
+    out = sum_in_message(c, wave, owner.part - 1, n);
+    rows = rail_rows(a, wave, owner.part - 1);
+  }
   sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
   warp_barrier();
-  if (sums) return count_sum(a, wave, owner.part - 1, n, piece.slices), true;
+  if (sums) return count_sum(c, wave, owner.part - 1, rows.end - rows.first, n, piece.slices), true;
   // N4: the slices happen before these releases through the barrier; wait_tag(TY_SITE_PARTIAL) acquires.
   u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place * TY_SLICES;
   if (lane_index() < piece.slices) store_release_sys(tags + piece.first + lane_index(), wave.epoch);

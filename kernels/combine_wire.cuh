@@ -103,24 +103,25 @@ template <typename Partial>
 TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, const Wave &wave, u32 j, u32 row,
                         const Piece &piece) {
   const ty_context &c = a.context;
-  u64 ranks = load(rail_masks(a, j) + rail_rows(a, wave, j).first + row);
+  Range rows = rail_rows(a, wave, j);
+  u64 ranks = load(rail_masks(a, j) + rows.first + row);
   Parts parts{ranks, ranks & ~missing};
   list_partials(c, terms, 0, wave.epoch, 1 + j, row, parts);
   if (!gathered(partials_fail(c, wave.epoch, 1 + j, row, parts, piece))) return false;
   u32 count = popcount64(parts.present);
   char *out = sum_in_message(c, wave, j, row);
-  constexpr u32 groups = groups_at_home<Partial>;
+  constexpr u32 groups = groups_at_rail<Partial>;
   using Group = Floats<Partial::group>;
   Columns columns = columns_of<Partial>(c, piece);
   u32 end = last_turn<Partial>(columns);
   for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {};
     auto add = [&](u32 i, const Group &part, u32) { add_to(sums[i], part); };
-    add_terms<Partial, rows_at_home, groups, Partial::group>(c, terms, count, g, columns.end, add);
+    add_terms<Partial, rows_at_rail, groups, Partial::group>(c, terms, count, g, columns.end, add);
     store_partials<Partial>(c, out, g, columns.end, sums);
   }
   warp_barrier();
-  count_sum(a, wave, j, row, piece.slices);
+  count_sum(c, wave, j, rows.end - rows.first, row, piece.slices);
   return true;
 }
 
@@ -169,6 +170,7 @@ TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, con
   // A block that gets no rows where there are few.
   if (block_index() + 1 == worker_count(c)) announce(a, team, wave.epoch);
   if (c.weights == TY_WEIGHTS_COMBINE && wave.number == 0 && !send_weights(a, team, wave.call)) return;
+  if (far && sends_sums(a) && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return;
   Terms &terms = shared.terms[warp_index()];
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_PUBLISHED, leads);

@@ -319,13 +319,25 @@ TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, const u64 *
 
 // ---- reuse of regions that exist once ------------------------------------------------------------------------
 
-// Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. By a team.
-// False once a deadline passed.
-TY_DEVICE bool wait_free(const ty_context &c, const Team &team, const ty_region &region, u64 epoch) {
-  if (epoch == c.first_epoch) return true;
+// The last epoch whose rows a node peer has read of what this rank stored.
+TY_DEVICE const u64 *free_word(const ty_context &c, const ty_region &region, u32 peer) {
+  return in_arena<const u64>(c, c.local, region, 0, peer);
+}
+
+// What wait_free of a whole block looks at first, asked for ahead of it.
+TY_DEVICE u64 ask_free(const ty_context &c, const ty_region &region) {
+  return c.free_flags != 0 && thread_index() < c.node_ranks ? load_acquire_sys(free_word(c, region, thread_index()))
+                                                            : 0;
+}
+
+// Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. `asked`: of
+// the thread's first peer, if it was asked for. By a team. False once a deadline passed.
+TY_DEVICE bool wait_free(const ty_context &c, const Team &team, const ty_region &region, u64 epoch, u64 asked = 0) {
+  if (c.free_flags == 0 || epoch == c.first_epoch) return true;
   bool failed = false;
-  for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
-    const u64 *word = in_arena<const u64>(c, c.local, region, epoch, peer);
+  for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team), asked = 0) {
+    if (asked >= epoch - 1) continue;
+    const u64 *word = free_word(c, region, peer);
     failed |= !wait_least(c, Wait{TY_SITE_FREE, world_rank(c, peer), epoch, 0}, word, epoch - 1, "free flag");
   }
   return !team_any(team, failed);
@@ -334,6 +346,7 @@ TY_DEVICE bool wait_free(const ty_context &c, const Team &team, const ty_region 
 // Tells node peers that this rank has read its inbox of `epoch`, if the calling block is the last to come here. By
 // thread 0 of a block that reads no more.
 TY_DEVICE void publish_free(const ty_context &c, u32 direction, const ty_region &region, u64 epoch) {
+  if (c.free_flags == 0) return;
   ty_state *state = state_of(c);
   // All loads of the other blocks happened before: what was acquired with their counts.
   if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return;

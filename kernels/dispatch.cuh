@@ -16,7 +16,7 @@
 
 namespace ty {
 
-// What the relay does while the others work. By its thread 0.
+// What the relay does while the others work. By its warp 0.
 TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_LANE_DISPATCH, wave.epoch)) return;
@@ -87,14 +87,20 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
       slot = place.whole;
       if (slot >= wave_tokens_of(shared, source)) continue;
       token = load(&shared.source_first[source]) + slot;
-      Arrival arrival = wait_row(a, wave_in(kept), source, token, slot, slices, fits(a, shared), said);
+      bool landed = far && places_landed(c) && source != c.rank;
+      Arrival arrival = wait_row(a, wave_in(kept), source, token, slot, slices, fits(a, shared), landed, said);
       if (arrival == Arrival::failed) return false;
       if (arrival == Arrival::absent) continue;
       RowTo at = inbox_row(c, c.local, load(&kept.epoch), source, slot);
       from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
+      // Headers are those of the rows that META tells of.
+      u32 headers = load(&kept.wave) == 0 ? load(&shared.source_rows[source]) : 0;
+      if (landed) from = landed_row(c, headers, wave_in(kept), served_source(c, source), slot);
     } else if (forwards) {
       source = served_home(c, load(&pass.served));
-      if (!wait_row_landed(c, wave_in(kept), load(&pass.served), slot)) return false;
+      u32 chunk = chunk_of_row(lane_of(c, TY_LANE_DISPATCH), slot);
+      // The first is here, as the message's head is.
+      if (chunk != 0 && !wait_chunk(c, wave_in(kept), load(&pass.served), chunk)) return false;
       from = landed_row(c, load(&pass.headers), wave_in(kept), load(&pass.served), slot);
     } else {
       from = own_row(a, token);
@@ -127,15 +133,14 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
 // what landed, of all sources side by side. Each is some block's, tile by tile: a tile waits for those before it, which
 // other blocks have in hand by then or this one has behind it. By a team. False once a deadline passed.
 template <bool far>
-TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, u32 tokens,
-                        bool forwards) {
+TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, i32 found,
+                        bool refused, bool forwards) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   bool begins = wave.number == 0;
-  bool refused = far && !forwards && mark_nodes(c, own_choices(a));
   u32 links = far && !forwards ? l.targets : 0, pairs = forwards ? l.sources * c.node_ranks : c.node_ranks;
   // Tiles that a message turns out not to have are nobody's work.
-  u32 tiles = forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, tokens) : 0;
+  u32 tiles = forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, own_choices(a, found).tokens) : 0;
   u32 all = links + tiles * pairs;
   TY_ROLLED
   for (u32 i = block_index(); i < all; i += worker_count(c)) {
@@ -146,19 +151,21 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
     TY_ROLLED
     for (; !heads && pair >= c.node_ranks; pair -= c.node_ranks) ++j;
     if (far && forwards && !wait_head(c, team, wave, j)) return false;
-    Choices in = far && forwards ? wire_choices(c, wave.epoch, j) : own_choices(a);
+    Choices in = far && forwards ? wire_choices(c, wave.epoch, j) : own_choices(a, found);
     if (far && forwards) {
       if (number >= tile_count(c, in.tokens)) continue;
       forward_numbers(a, team, wave, in, j, pair, number);
       if (!begins) continue;
     }
     if (heads) {
-      if (!pack_head(a, in, wave, i, refused)) return false;
+      pack_head(a, in, wave, i, refused);
     } else {
       Tile tile = tile_at(c, in, pair, number);
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
       bool faulty = mark_tile(c, team, in, shared, tile) || in.bad;
-      if (!publish_tile(c, team, in, shared, wave.call, tile, forwards ? 1 + j : 0, number, faulty)) return false;
+      u64 *masks = far && forwards && pair == c.local ? rail_masks(a, j) : nullptr;
+      if (!publish_tile(c, team, in, shared, wave.call, tile, forwards ? 1 + j : 0, number, faulty, masks))
+        return false;
       if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, wave, faulty);
     }
     team_barrier(team);
@@ -166,10 +173,20 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
   return true;
 }
 
+// What comes before messages to other nodes: staging is free, and it is known which tokens go to each. `refused` is set
+// if a choice is faulty. By a whole block. False once a deadline passed.
+TY_DEVICE bool begin_messages(const ty_dispatch_args &a, const Wave &wave, i32 found, u32 &refused) {
+  const ty_context &c = a.context;
+  // By the warp that marks last, while the others do.
+  bool stuck = warp_index() + 1 == block_warps() &&
+               !wait_staging_share(c, TY_LANE_DISPATCH, wave.epoch, lane_index(), warp_size);
+  refused = mark_nodes(c, own_choices(a, found)) ? 1 : 0;
+  return !block_any(stuck);
+}
+
 // What comes before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
 template <bool far> TY_DEVICE bool begin_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
-  if (!far || kind == pass_announce) return true;
-  if (kind == pass_pack) return wait_stagings(c, team, TY_LANE_DISPATCH, wave.epoch);
+  if (!far || kind == pass_announce || kind == pass_pack) return true;
   if (!wait_free(c, team, c.regions.dispatch_free, wave.epoch)) return false;
   return kind != pass_forward || lane_of(c, TY_LANE_DISPATCH).sources != 0;
 }
@@ -192,23 +209,29 @@ template <bool far> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
 }
 
 template <bool far>
-TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, u32 tokens, const Teams &teams) {
+TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 found, const Teams &teams) {
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
   // With one node nothing else is announced, and this is all of that code; it comes first in the kernel, where blocks
   // that have nothing to announce get by soonest.
   if (!far && (a.phases & TY_PHASE_SEND)) {
-    if (!announce<far>(a, whole_block(), shared.meta, wave, tokens, false)) return;
+    if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false)) return;
     end_sending(c, whole_block(), wave, pass_announce);
   }
-  Kept own{{}, tokens, teams.sending, wave.number, wave.epoch, wave.call};
+  u32 tokens = own_choices(a, found).tokens, busy = busy_blocks(c, wave, a.phases, tokens), refused = 0;
+  bool begins = far && (a.phases & TY_PHASE_SEND) != 0;
+  if (begins && !begin_messages(a, wave, found, refused)) return;
+  // Most blocks have nothing to announce, and are soonest at what they carry.
+  bool skips = begins && block_index() >= busy;
+  if (skips) end_sending(c, whole_block(), wave, pass_announce);
+  Kept own{{}, found, tokens, busy, refused, teams.sending, wave.number, wave.epoch, wave.call};
   Kept &kept = far ? block_shared<NodesShared>().kept[warp_index()] : own;
   if (far) {
     if (lane_index() == 0) store_kept(kept, own);
     warp_barrier();
   }
   TY_ROLLED
-  for (u32 kind = far ? pass_announce : pass_push; kind <= pass_place; ++kind) {
+  for (u32 kind = !far ? pass_push : skips ? pass_pack : pass_announce; kind <= pass_place; ++kind) {
     if (!has_pass<far>(a.phases, kind)) continue;
     bool announces = far && kind == pass_announce, places = kind == pass_place, forwards = far && kind == pass_forward;
     Team team = team_in(kept, kind);
@@ -227,29 +250,29 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, u32 to
       continue;
     }
     if (announces || forwards) {
-      bool said = announce<far>(a, team, shared.meta, wave_in(kept), load(&kept.tokens), forwards);
+      bool said =
+          announce<far>(a, team, shared.meta, wave_in(kept), load(&kept.found), load(&kept.refused) != 0, forwards);
       if (!said && announces) return;
       if (!said) continue;
     }
-    u32 busy = busy_blocks(c, wave_in(kept), a.phases, load(&kept.tokens));
     Pass pass{};
     Served served{0, 1, 0};
     u32 sources = announces ? 0 : 1;
     if (places) {
-      pass.work = place_work(c, team, shared.place, busy);
+      pass.work = place_work(c, team, shared.place, load(&kept.busy));
     } else if (forwards) {
       served = served_by(c, team);
-      sources = lane_of(c, TY_LANE_DISPATCH).sources;
+      sources = places_landed(c) ? 0 : lane_of(c, TY_LANE_DISPATCH).sources;
     } else {
       Range range = own_range(c, wave_in(kept), load(&kept.tokens));
       pass.first = range.first;
-      pass.work = share_rows(c, team, busy, range.end - range.first);
+      pass.work = share_rows(c, team, load(&kept.busy), range.end - range.first);
     }
     bool carried = true;
     TY_ROLLED
     for (u32 j = served.first; carried && j < sources; j += served.step) {
       if (forwards) {
-        carried = wait_row_landed(c, wave_in(kept), j, 0);
+        carried = wait_chunk(c, wave_in(kept), j, 0);
         if (!carried) break;
         WireWave landed = landed_wave(c, load(&kept.epoch), j);
         pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
@@ -270,14 +293,15 @@ template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
   const ty_context &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
   TurnWords turn = ask_turn(c, TY_DIRECTION_DISPATCH);
-  u32 tokens = a.phases & TY_PHASE_SEND ? own_choices(a).tokens : 0;
-  Teams teams = teams_of<far>(c, a.phases, tokens);
+  // What is loaded again behind an acquisition is a trip to memory.
+  i32 found = a.phases & TY_PHASE_SEND ? find_count(a) : 0;
+  Teams teams = teams_of<far>(c, a.phases, own_choices(a, found).tokens);
   u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
   Wave wave = wave_of(c, epoch);
   if (far && epoch != 0 && is_relay(c)) {
-    if (thread_index() == 0) relay_dispatch(a, wave);
+    if (warp_index() == 0) relay_dispatch(a, wave);
   } else if (epoch != 0) {
-    work_dispatch<far>(a, wave, tokens, teams);
+    work_dispatch<far>(a, wave, found, teams);
   }
   u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;

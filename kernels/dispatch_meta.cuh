@@ -51,12 +51,18 @@ TY_DEVICE Choices caller_choices(const ty_dispatch_args &a) {
   return {t.topk_idx, t.topk_weight, k * t.index_bytes, k * 4, t.index_bytes, 0, a.context.rank, false, true, 0};
 }
 
-TY_DEVICE Choices own_choices(const ty_dispatch_args &a) {
+// How many tokens the caller says there are.
+TY_DEVICE i32 find_count(const ty_dispatch_args &a) {
   const ty_tokens &t = a.tokens;
+  return t.count_ptr ? load(pointer<const i32>(t.count_ptr)) : static_cast<i32>(t.count);
+}
+
+// The caller's, so many of them found.
+TY_DEVICE Choices own_choices(const ty_dispatch_args &a, i32 found) {
   Choices in = caller_choices(a);
-  in.found = t.count_ptr ? load(pointer<const i32>(t.count_ptr)) : static_cast<i32>(t.count);
-  in.bad = in.found < 0 || static_cast<u32>(in.found) > a.context.max_tokens;
-  in.tokens = in.bad ? 0u : static_cast<u32>(in.found);
+  in.found = found;
+  in.bad = found < 0 || static_cast<u32>(found) > a.context.max_tokens;
+  in.tokens = in.bad ? 0u : static_cast<u32>(found);
   return in;
 }
 
@@ -71,7 +77,8 @@ TY_DEVICE ExpertHome home_of(const ty_context &c, i32 expert) {
   if (c.even_experts != 0) {
     // Reckoned, since the table would be a second trip to memory behind the choice itself.
     u32 rank = static_cast<u32>(static_cast<u64>(expert) * c.even_inverse >> 32);
-    return {rank << 16, static_cast<u32>(expert) - rank * c.even_experts};
+    u32 node = static_cast<u32>(static_cast<u64>(rank) * c.even_nodes >> 32);
+    return {(rank - node * c.node_ranks) << 16 | node, static_cast<u32>(expert) - rank * c.even_experts};
   }
   u64 packed = load(pointer<const u64>(c.expert_home) + expert);
   return {static_cast<u32>(packed), static_cast<u32>(packed >> 32)};
@@ -188,12 +195,13 @@ struct Choice {
   u32 k;
   i32 expert;
   ExpertHome home;
+  float weight; // if it was asked for
 };
 
 // Calls use(choice) for all choices of a tile: by warps, whose lanes have a choice each of whole tokens, and which take
 // turns from warp `first` of the team on. All lanes of a warp call use together, those without a choice, too. Calls
-// ready() once before, while the first are being loaded.
-template <typename Ready, typename Use>
+// ready() once before, while the first are being loaded. `weighed`: with the weights, loaded beside the choices.
+template <bool weighed, typename Ready, typename Use>
 TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
                            Ready ready, Use use) {
   ChoiceLane lane = choice_lane(c);
@@ -201,7 +209,8 @@ TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices 
   TY_ROLLED
   for (u32 token = begin * lane.tokens;; token += team.warps * lane.tokens) {
     Choice choice{
-        lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}};
+        lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f};
+    if (weighed && choice.there) choice.weight = weight_at(in, tile.first + choice.token, choice.k);
     if (choice.there) choice.expert = choice_at(in, tile.first + choice.token, choice.k);
     if (is_expert(c, choice.expert)) choice.home = home_of(c, choice.expert);
     if (token == begin * lane.tokens) ready();
@@ -210,49 +219,8 @@ TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices 
   }
 }
 
-// Choices of one token that a thread looks up at once.
+// Choices looked at by the same straight code.
 constexpr u32 group_choices = 8;
-
-// Choices [first, first + group_choices) of a token, and where they lead.
-struct ChoiceGroup {
-  u32 first;
-  i32 experts[group_choices];
-  ExpertHome homes[group_choices];
-};
-
-TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token, u32 first) {
-  ChoiceGroup loaded;
-  loaded.first = first;
-  TY_UNROLL
-  for (u32 j = 0; j < group_choices; ++j)
-    loaded.experts[j] = token < in.tokens && first + j < c.top_k ? choice_at(in, token, first + j) : -1;
-  TY_UNROLL
-  for (u32 j = 0; j < group_choices; ++j)
-    loaded.homes[j] = is_expert(c, loaded.experts[j]) ? home_of(c, loaded.experts[j]) : ExpertHome{~0u, 0};
-  return loaded;
-}
-
-// Whether a choice of the group is unusable; only the caller's are looked at. As fault_of_choice.
-TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
-  if (!in.own) return false;
-  bool faulty = false;
-  TY_UNROLL
-  for (u32 j = 0; j < group_choices; ++j) {
-    i32 expert = loaded.experts[j];
-    bool twice = false;
-    TY_UNROLL
-    for (u32 i = 0; i < j; ++i) twice |= loaded.experts[i] == expert;
-    faulty |= expert != -1 && (twice || !is_expert(c, expert));
-  }
-  // Against the groups before.
-  TY_ROLLED
-  for (u32 k = 0; token < in.tokens && k < loaded.first; ++k) {
-    i32 before = choice_at(in, token, k);
-    TY_UNROLL
-    for (u32 j = 0; j < group_choices; ++j) faulty |= before != -1 && loaded.experts[j] == before;
-  }
-  return faulty;
-}
 
 TY_DEVICE bool is_there(const Tile &tile, const ExpertHome &home) { return home.place == tile.place; }
 
@@ -281,7 +249,7 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
       store(&shared.bitmap[i], 0u);
     team_barrier(team);
   };
-  for_choices(c, team, in, tile, 0, clear, [&](const Choice &choice) {
+  for_choices<false>(c, team, in, tile, 0, clear, [&](const Choice &choice) {
     faulty |= is_choice_faulty(c, in, choice);
     if (!is_there(tile, choice.home)) return;
     u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
@@ -291,26 +259,12 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
   return team_any(team, faulty);
 }
 
-// Ranks of this node that a token goes to. By a thread.
-TY_DEVICE u64 ranks_of(const ty_context &c, const Choices &in, u32 token) {
-  u64 ranks = 0;
-  TY_ROLLED
-  for (u32 first = 0; first < c.top_k; first += group_choices) {
-    ChoiceGroup loaded = look_up(c, in, token, first);
-    TY_UNROLL
-    for (u32 j = 0; j < group_choices; ++j)
-      if (loaded.homes[j].node() == c.node) ranks |= 1ull << loaded.homes[j].rank();
-  }
-  return ranks;
-}
-
 // Words that no routing has used for long must not come to look new: each epoch writes those of one token, in turn.
 // 31 bits of the epoch do: a turn is over long before they begin anew, and then it begins anew.
 TY_DEVICE u32 refreshed_token(const ty_context &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
 
-// Ranks of this node below `rank` that a lane's token goes to, of the choices that for_choices gives a warp: how many.
-// By a warp.
-TY_DEVICE u32 lower_ranks(const ty_context &c, const Choice &choice, u32 rank) {
+// Ranks of this node that a lane's token goes to, of the choices that for_choices gives a warp. By a warp.
+TY_DEVICE u64 token_ranks(const ty_context &c, const Choice &choice) {
   u64 ranks = 0;
   TY_ROLLED
   for (u32 first = 0; first < c.top_k; first += group_choices) {
@@ -320,19 +274,19 @@ TY_DEVICE u32 lower_ranks(const ty_context &c, const Choice &choice, u32 rank) {
       if (first + j < c.top_k && home.node() == c.node) ranks |= 1ull << home.rank();
     }
   }
-  return popcount64(bits_below(ranks, rank));
+  return ranks;
 }
 
-// The same tile, marked: words of its tokens and choices.
+// The same tile, marked: words of its tokens and choices; and the ranks of each token, if they are to be kept.
 TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
-                          const Meta &meta, u64 epoch, const Tile &tile) {
+                          const Meta &meta, u64 epoch, const Tile &tile, u64 *masks) {
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
   // From the last warp on, since where choices are few the first have other things to do.
-  for_choices(
+  for_choices<true>(
       c, team, in, tile, team.warps - 1, [] {},
       [&](const Choice &choice) {
-        u32 slot = lower_ranks(c, choice, tile.destination());
+        u64 ranks = token_ranks(c, choice);
         if (!choice.there) return;
         bool there = is_there(tile, choice.home);
         u32 value = 0, local = choice.home.local, token = choice.token;
@@ -343,9 +297,10 @@ TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &
         }
         store_relaxed_sys(meta.choices + place, meta_word(epoch, value));
         if (there || token == refreshed)
-          store_relaxed_sys(meta.weights + place,
-                            meta_word(epoch, weight_bits(weight_at(in, tile.first + token, choice.k))));
+          store_relaxed_sys(meta.weights + place, meta_word(epoch, weight_bits(choice.weight)));
         if (choice.k != 0) return;
+        if (masks) store(masks + tile.first + token, ranks);
+        u32 slot = popcount64(bits_below(ranks, tile.destination()));
         value = 0;
         if ((load(present + token / 32) >> (token % 32)) & 1)
           value = 1 + ((load(&shared.start[tile.experts]) + earlier_in_row(present, token)) << meta_slot_bits | slot);
@@ -455,9 +410,9 @@ TY_DEVICE bool is_last_tile(const Choices &in, const Tile &tile) { return tile.f
 // META of one tile of a source for one rank of this node, and with the last tile its counts, once the tile is marked;
 // its positions go on from the tiles before. By a team. `faulty`: whether a choice of the tile is, and then whether one
 // up to its end is. Every destination's counts come from all tokens, so that a single fault anywhere makes all of them
-// say "nothing"; words of tiles are then not looked at. False once a deadline passed.
+// say "nothing"; words of tiles are then not looked at. `masks`: as of write_tile. False once a deadline passed.
 TY_DEVICE bool publish_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
-                            const Tile &tile, u32 part, u32 number, bool &faulty) {
+                            const Tile &tile, u32 part, u32 number, bool &faulty, u64 *masks) {
   bool last = is_last_tile(in, tile);
   if (number != 0 || !last) {
     if (!add_tiles(c, team, shared, epoch, tile, part, number, faulty)) return false;
@@ -465,7 +420,7 @@ TY_DEVICE bool publish_tile(const ty_context &c, const Team &team, const Choices
   Meta meta = meta_of(c, tile.destination(), in.source, epoch);
   // Counts first: all receivers wait for them.
   if (last) publish_counts(c, team, in, shared, meta, epoch, tile, faulty);
-  if (!faulty) write_tile(c, team, in, shared, meta, epoch, tile);
+  if (!faulty) write_tile(c, team, in, shared, meta, epoch, tile, masks);
   return true;
 }
 

@@ -228,18 +228,33 @@ TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token,
 // What became of waiting for slices of a row.
 enum class Arrival : u32 { failed, absent, here };
 
+// Where to look for slices of a row, of which a lane looks at one: a word that is the epoch's number once it is here.
+struct RowNews {
+  const u64 *word;
+  u32 site;
+};
+
+// Of one (source, token of the wave); `landed`: it is placed from where it landed.
+TY_DEVICE RowNews row_news(const ty_context &c, u64 epoch, u32 source, u32 slot, u32 slice, bool landed) {
+  if (!landed)
+    return {in_arena<const u64>(c, c.local, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, TY_SITE_ROW};
+  const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
+  u32 word = landed_word(l, epoch, served_source(c, source), chunk_of_row(l, slot));
+  return {pointer<const u64>(c.wire.landed) + word, TY_SITE_LANDED};
+}
+
 // Waits for slices of one (source, token of the wave), and what META says of it; with the first of them writes down the
 // slot at its owner. By a warp. Absent is also what is not wanted, the output having no room.
 TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 source, u32 token, u32 slot_index,
-                           const Slices &slices, bool room, TokenMeta &said) {
+                           const Slices &slices, bool room, bool landed, TokenMeta &said) {
   const ty_context &c = a.context;
   u32 slice = slices.first + lane_index();
-  const u64 *tag =
-      in_arena<const u64>(c, c.local, c.regions.row_tags, wave.epoch, source) + slot_index * TY_SLICES + slice;
+  RowNews news = row_news(c, wave.epoch, source, slot_index, slice, landed);
   bool carries = room && slice < slices.end, pushed = false;
   bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said,
-                                 [&] { pushed = carries && load_acquire_sys(tag) == wave.epoch; });
-  if (!failed && said.token && carries && !pushed) failed = !wait_tag(c, tag, wave.epoch, TY_SITE_ROW, source, "row");
+                                 [&] { pushed = carries && load_acquire_sys(news.word) == wave.epoch; });
+  if (!failed && said.token && carries && !pushed)
+    failed = !wait_tag(c, news.word, wave.epoch, news.site, source, "row");
   // Some lanes acquired; this orders the other lanes' loads behind them.
   warp_barrier();
   if (warp_ballot(failed)) return Arrival::failed;

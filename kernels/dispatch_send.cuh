@@ -43,7 +43,10 @@ struct Pass {
 // What a warp keeps from pass to pass: between nodes in shared memory, since registers are few.
 struct Kept {
   Pass pass;
-  u32 tokens;  // of the caller
+  i32 found;   // tokens of the caller, as he says
+  u32 tokens;  // of them those that are to be sent: all, or none
+  u32 busy;    // blocks that announce something
+  u32 refused; // 1: a choice is faulty (between nodes)
   u32 sending; // as Teams
   u32 wave;    // as Wave
   u64 epoch;
@@ -52,7 +55,10 @@ struct Kept {
 
 // By one lane; what a pass adds comes later.
 TY_DEVICE void store_kept(Kept &kept, const Kept &from) {
+  store(&kept.found, from.found);
   store(&kept.tokens, from.tokens);
+  store(&kept.busy, from.busy);
+  store(&kept.refused, from.refused);
   store(&kept.sending, from.sending);
   store(&kept.wave, from.wave);
   store(&kept.epoch, from.epoch);

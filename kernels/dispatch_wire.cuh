@@ -40,8 +40,63 @@ TY_DEVICE u32 rows_before(const ty_context &c, u32 node, u32 token) {
   return load(&shared.before[word]) + popcount(load(&shared.bitmap[word]) & ((1u << (token % 32)) - 1));
 }
 
+// Choices [first, first + group_choices) of a token, and where they lead. Loaded without branches: a load behind a
+// branch waits for the one before it.
+struct ChoiceGroup {
+  u32 first;
+  i32 experts[group_choices];
+  ExpertHome homes[group_choices];
+};
+
+TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token, u32 first) {
+  ChoiceGroup loaded;
+  loaded.first = first;
+  bool there = token < in.tokens;
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j) loaded.experts[j] = -1;
+  if (in.tokens != 0) {
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j)
+      loaded.experts[j] = choice_at(in, there ? token : 0, first + j < c.top_k ? first + j : 0);
+  }
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j)
+    if (!there || first + j >= c.top_k) loaded.experts[j] = -1;
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j)
+    loaded.homes[j] = home_of(c, is_expert(c, loaded.experts[j]) ? loaded.experts[j] : 0);
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j)
+    if (!is_expert(c, loaded.experts[j])) loaded.homes[j] = {~0u, 0};
+  return loaded;
+}
+
+// Whether a choice of the group is unusable; only the caller's are looked at. As fault_of_choice.
+TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
+  if (!in.own) return false;
+  bool faulty = false;
+  TY_UNROLL
+  for (u32 j = 0; j < group_choices; ++j) {
+    i32 expert = loaded.experts[j];
+    bool twice = false;
+    TY_UNROLL
+    for (u32 i = 0; i < j; ++i) twice |= loaded.experts[i] == expert;
+    faulty |= expert != -1 && (twice || !is_expert(c, expert));
+  }
+  // Against the groups before.
+  TY_ROLLED
+  for (u32 k = 0; token < in.tokens && k < loaded.first; ++k) {
+    i32 before = choice_at(in, token, k);
+    TY_UNROLL
+    for (u32 j = 0; j < group_choices; ++j) faulty |= before != -1 && loaded.experts[j] == before;
+  }
+  return faulty;
+}
+
 // Finds out which own tokens go to each node: every block for itself, so that none waits for another before it packs
-// rows. If a choice is faulty, which is the answer, no token goes anywhere. By a whole block.
+// rows. If a choice is faulty, which is the answer, no token goes anywhere. By a whole block, a thread a token: a lane
+// a choice, as META does, would be eight times the instructions, of all tokens of a call in every block. Its threads
+// meet behind it.
 TY_DEVICE bool mark_nodes(const ty_context &c, const Choices &in) {
   NodesShared &shared = block_shared<NodesShared>();
   u32 words = in.tokens / 32 + 1;
@@ -75,7 +130,6 @@ TY_DEVICE bool mark_nodes(const ty_context &c, const Choices &in) {
     warp_barrier();
     (void)scan(&shared.before[row], &shared.before[row], words, 1);
   }
-  block_barrier();
   return faulty;
 }
 
@@ -99,7 +153,7 @@ TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, char 
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u32 node = node_of_link(c, link);
-  for_choices(
+  for_choices<true>(
       c, whole_block(), in, Tile{0, 0, 0, in.tokens, 0}, 0, [] {},
       [&](const Choice &choice) {
         if (!choice.there || !goes_to(c, node, choice.token)) return;
@@ -109,7 +163,7 @@ TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, char 
         // own.
         store(header + 1 + choice.k, choice.expert);
         if (c.weights == TY_WEIGHTS_DISPATCH)
-          store(reinterpret_cast<float *>(header + 1 + c.top_k + choice.k), weight_at(in, choice.token, choice.k));
+          store(reinterpret_cast<float *>(header + 1 + c.top_k + choice.k), choice.weight);
       });
 }
 
@@ -126,13 +180,11 @@ TY_DEVICE WireWave wire_wave(const ty_context &c, u32 node, const Wave &wave, u3
   return {rows, {rows.end - rows.first, wave.number == 0 ? rows_before(c, node, tokens) : 0}};
 }
 
-// Head of the message to one node, with the headers where it is the call's first. By a whole block. False once a
-// deadline passed.
-TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 link, bool faulty) {
+// Head of the message to one node, with the headers where it is the call's first. By a whole block, behind
+// wait_stagings.
+TY_DEVICE void pack_head(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 link, bool faulty) {
   const ty_context &c = a.context;
   bool begins = wave.number == 0;
-  bool stuck = thread_index() == 0 && !wait_staging(c, TY_LANE_DISPATCH, wave.epoch, link);
-  if (block_any(stuck)) return false;
   char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
   WireWave own = wire_wave(c, node_of_link(c, link), wave, in.tokens);
   if (thread_index() == 0) tell_chunks(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape.rows);
@@ -145,7 +197,6 @@ TY_DEVICE bool pack_head(const ty_dispatch_args &a, const Choices &in, const Wav
     count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, 0, packed_head);
   }
   if (begins) number_rows(a, in, link);
-  return true;
 }
 
 // Nodes that a token's row is packed for. By a warp.
@@ -251,16 +302,14 @@ TY_DEVICE void forward_numbers(const ty_dispatch_args &a, const Team &team, cons
     store_relaxed_sys(
         meta.homes + row,
         meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + static_cast<u64>(row) * in.idx_pitch))));
-    if (keeps) store(rail_masks(a, j) + row, ranks_of(c, in, row));
   }
   u32 refreshed = refreshed_token(c, wave.call);
   if (leads && refreshed >= in.tokens) store_relaxed_sys(meta.homes + refreshed, meta_word(wave.call, 0));
 }
 
-// Waits for the chunk of one row of a wave from source j. By a warp. False once a deadline passed.
-TY_DEVICE bool wait_row_landed(const ty_context &c, const Wave &wave, u32 j, u32 row) {
-  bool failed = lane_index() == 0 &&
-                !wait_landed(c, TY_LANE_DISPATCH, wave.epoch, j, chunk_of_row(lane_of(c, TY_LANE_DISPATCH), row));
+// Waits for a chunk of a wave from source j. By a warp. False once a deadline passed.
+TY_DEVICE bool wait_chunk(const ty_context &c, const Wave &wave, u32 j, u32 chunk) {
+  bool failed = lane_index() == 0 && !wait_landed(c, TY_LANE_DISPATCH, wave.epoch, j, chunk);
   warp_barrier();
   return warp_ballot(failed) == 0;
 }
@@ -271,6 +320,12 @@ TY_DEVICE RowAt landed_row(const ty_context &c, u32 headers, const Wave &wave, u
              row_offset(lane_of(c, TY_LANE_DISPATCH), headers, row);
   return {from, from + c.row_bytes, 1, TY_QUANTIZE_NONE};
 }
+
+// Whether rows of other nodes' sources are placed from where they landed: the node has no other rank to forward to.
+TY_DEVICE bool places_landed(const ty_context &c) { return c.node_ranks == 1; }
+
+// Which of the sources that then send to this rank another rank is: all of them do, in order.
+TY_DEVICE u32 served_source(const ty_context &c, u32 source) { return source - (source > c.rank ? 1 : 0); }
 
 // Ranks of this node that need it; it is number `call_row` among the call's. By a warp.
 TY_DEVICE u64 landed_ranks(const ty_dispatch_args &a, const Wave &wave, u32 j, u32 row, u32 call_row) {

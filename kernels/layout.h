@@ -203,7 +203,7 @@ typedef struct ty_wire {
   ty_lane lanes[TY_LANES];
   uint64_t doorbells;    // host memory, [doorbell]: {epoch's low half, bytes}, by the device
   uint64_t chunk_counts; // host memory, [link word]: chunks of the message, by the device
-  uint64_t host_landed;  // host memory, [landed]: epochs, by the proxy; polled by one thread alone
+  uint64_t host_landed;  // host memory, [landed]: epochs, by the proxy; polled by one warp alone
   uint64_t host_free;    // host memory, [link word]: epochs, by the proxy; polled by the same thread
   uint64_t host_lost;    // host memory, one word by the proxy: one more than a lost rank; polled likewise
   uint64_t landed;       // device memory: what that thread saw, for all others
@@ -286,12 +286,14 @@ typedef struct ty_context {
   uint32_t tile_words;        // words of a bitmap row of META at the most: tokens of a tile, by 32
   uint32_t quantize;          // TY_QUANTIZE_*
   uint32_t max_tiles;         // tiles of a call at the most
-  uint32_t even_experts;      // of every rank of one node, where rank r has those from r * this; or 0: see the table
+  uint32_t even_experts;      // of every rank, where rank r has those from r * this, in nodes of equal size; or 0: see
+                              // the table
   uint64_t even_inverse;      // floor(2^32 / even_experts) + 1
+  uint64_t even_nodes;        // floor(2^32 / node_ranks) + 1; 0 of one node
   uint32_t ranks_inverse;     // floor((2^32 - 1) / ranks), as divide() takes it
   uint32_t counts_inverse;    // the same of local_experts + 3
   uint32_t choice_inverse;    // floor(2^16 / top_k) + 1
-  uint32_t reserved;
+  uint32_t free_flags;        // 1: rows and partial rows are kept once, and their readers say when they are free
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *

@@ -662,10 +662,12 @@ fn home_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
     (0..placement.experts()).map(|expert| home(expert).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
-/// Experts of every rank of one node, where rank r has those from r times this, so that kernels can reckon homes; else 0.
+/// Experts of every rank, where rank r has those from r times this, in nodes of equal size, so that kernels can reckon
+/// homes; else 0.
 fn even_experts(placement: &Placement, nodes: &Nodes) -> u32 {
     let (experts, ranks) = (placement.experts(), nodes.ranks().count());
-    if nodes.members().len() != 1 || ranks == 0 || !experts.is_multiple_of(ranks) {
+    let first = nodes.members().first().map_or(0, Vec::len);
+    if ranks == 0 || !experts.is_multiple_of(ranks) || nodes.members().iter().any(|node| node.len() != first) {
         return 0;
     }
     let each = experts / ranks;
@@ -701,6 +703,11 @@ fn owner_words(nodes: &Nodes, rank: Rank) -> Vec<u64> {
         Some(node as u64 | (nodes.local_of(rail)? as u64) << 16 | (part as u64) << 32)
     };
     nodes.ranks().map(|source| owner(source).unwrap_or(u64::from(u16::MAX))).collect()
+}
+
+/// What kernels multiply by to divide numbers below 2^16 by `divisor`, the upper half of the product being the quotient.
+fn reciprocal(divisor: u64) -> u64 {
+    (1 << 32) / divisor.max(1) + 1
 }
 
 fn device_context(
@@ -760,11 +767,12 @@ fn device_context(
             _ => raw::TY_QUANTIZE_NONE,
         },
         even_experts: tables.even_experts,
-        even_inverse: (1u64 << 32) / u64::from(tables.even_experts.max(1)) + 1,
+        even_inverse: reciprocal(u64::from(tables.even_experts)),
+        even_nodes: if shape.nodes.members().len() > 1 { reciprocal(node_ranks as u64) } else { 0 },
         ranks_inverse: inverse(shape.ranks as u32),
         counts_inverse: inverse(shape.local_experts as u32 + 3),
         choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
-        reserved: 0,
+        free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
         first_epoch: builder.first_epoch,
         state: tables.state.view().ptr,

@@ -5,8 +5,8 @@
 //!
 //! A world of one node keeps every region twice, by the parity of the epoch. Nothing else protects reuse: a rank
 //! writes X(e+2) into its peer only after its own receive of X(e+1), which needed the peer's X(e+1), which the peer
-//! sent only after its receive of X(e) was through. With several nodes the big node-local regions (rows, partial rows)
-//! exist once, behind free flags, and what the network writes or reads exists twice.
+//! sent only after its receive of X(e) was through. The same holds with several nodes while the arena is small; in a
+//! larger one the big node-local regions (rows, partial rows) exist once, behind free flags.
 
 use super::wire::{Direction, Lane, Nodes, Wire, WireInput, most_chunks};
 use crate::base::{Error, Result};
@@ -53,6 +53,8 @@ pub struct PlanInput {
     pub nics: u8,
     /// Rows of a chunk between nodes; `None` to choose.
     pub chunk_rows: Option<usize>,
+    /// With several nodes: up to which size of the arena, in bytes, received rows and partial rows are kept twice.
+    pub double_buffer_bytes: u64,
 }
 
 impl PlanInput {
@@ -129,17 +131,21 @@ impl Plan {
     /// `Config` if the arena would not fit a 64-bit address space, or messages between nodes an immediate's fields.
     pub fn new(input: &PlanInput) -> Result<Plan> {
         let mut wave_tokens = input.wave_tokens.unwrap_or(input.max_tokens).clamp(1, input.max_tokens.max(1));
+        if input.nodes.members().len() == 1 {
+            return Plan::of_waves(input, wave_tokens, 2);
+        }
         loop {
-            let plan = Plan::of_waves(input, wave_tokens)?;
-            let cut = input.wave_tokens.is_none() && plan.wire.is_some() && plan.bytes > ARENA_BYTES;
-            if !cut || wave_tokens <= LEAST_WAVE {
-                return Ok(plan);
+            let plan = Plan::of_waves(input, wave_tokens, 1)?;
+            if input.wave_tokens.is_some() || plan.bytes <= ARENA_BYTES || wave_tokens <= LEAST_WAVE {
+                let twice = Plan::of_waves(input, wave_tokens, 2).ok();
+                return Ok(twice.filter(|twice| twice.bytes <= input.double_buffer_bytes).unwrap_or(plan));
             }
             wave_tokens = wave_tokens.div_ceil(2);
         }
     }
 
-    fn of_waves(input: &PlanInput, wave_tokens: usize) -> Result<Plan> {
+    /// With `copies` of received rows and partial rows.
+    fn of_waves(input: &PlanInput, wave_tokens: usize, copies: u64) -> Result<Plan> {
         let overflow = || Error::Config {
             name: "max_tokens",
             value: input.max_tokens.to_string(),
@@ -151,7 +157,7 @@ impl Plan {
         };
         let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
         let waves = input.max_tokens.div_ceil(wave_tokens);
-        let regions = Self::regions(input, wave_tokens, &mut cursor).ok_or_else(overflow)?;
+        let regions = Self::regions(input, wave_tokens, copies, &mut cursor).ok_or_else(overflow)?;
         let wire =
             if input.nodes.members().len() > 1 { Some(Self::wire(input, wave_tokens, &mut cursor)?) } else { None };
         Ok(Plan {
@@ -166,11 +172,10 @@ impl Plan {
         })
     }
 
-    fn regions(input: &PlanInput, wave_tokens: usize, cursor: &mut Cursor) -> Option<raw::ty_regions> {
+    fn regions(input: &PlanInput, wave_tokens: usize, copies: u64, cursor: &mut Cursor) -> Option<raw::ty_regions> {
         let ranks = input.nodes.ranks().count() as u64;
         let node_ranks = input.nodes.largest() as u64;
         let several = input.nodes.members().len() > 1;
-        let big = if several { 1 } else { 2 };
         let parts = 1 + input.nodes.most_served() as u64;
         let tokens = input.max_tokens as u64;
         let choices = tokens.checked_mul(input.top_k as u64)?;
@@ -179,21 +184,21 @@ impl Plan {
         let places = wave.checked_mul((input.top_k as u64).min(node_ranks))?;
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
         let home_tokens = if several { tokens.checked_mul(8)? } else { 0 };
-        let free = if several { 8 } else { 0 };
+        let free = if copies == 1 { 8 } else { 0 };
         let c = cursor;
         Some(raw::ty_regions {
-            rows: c.region("dispatch rows", big, ranks, wave.checked_mul(input.slot_bytes() as u64)?)?,
-            row_tags: c.region("dispatch row tags", big, ranks, wave.checked_mul(8 * u64::from(raw::TY_SLICES))?)?,
+            rows: c.region("dispatch rows", copies, ranks, wave.checked_mul(input.slot_bytes() as u64)?)?,
+            row_tags: c.region("dispatch row tags", copies, ranks, wave.checked_mul(8 * u64::from(raw::TY_SLICES))?)?,
             meta_flags: c.region("META flags", 2, node_ranks, 8)?,
             meta_counts: c.region("META counts", 2, ranks, (input.max_local_experts as u64 + 1 + waves) * 8)?,
             meta_tokens: c.region("META tokens", 2, ranks, tokens * 8)?,
             meta_homes: c.region("META home tokens", 2, ranks, home_tokens)?,
             meta_choices: c.region("META choices", 2, ranks, choices.checked_mul(8)?)?,
             meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(8)?)?,
-            partials: c.region("partial rows", big, parts, places.checked_mul(input.partial_bytes as u64)?)?,
+            partials: c.region("partial rows", copies, parts, places.checked_mul(input.partial_bytes as u64)?)?,
             partial_tags: c.region(
                 "partial row tags",
-                big,
+                copies,
                 parts,
                 places.checked_mul(8 * u64::from(raw::TY_SLICES))?,
             )?,
@@ -329,6 +334,7 @@ mod tests {
             weights_with_combine: true,
             nics: 1,
             chunk_rows: None,
+            double_buffer_bytes: 256 << 20,
         }
     }
 
@@ -347,6 +353,18 @@ mod tests {
     fn ep64_arenas_stay_within_the_limits_of_the_design() {
         let plan = Plan::new(&v3_of_nodes(128, &[8; 8])).unwrap();
         assert!(plan.arena_bytes() <= 256 << 20, "{} MiB", plan.arena_bytes() >> 20);
+        assert_ne!(plan.regions.dispatch_free.source_stride, 0, "twice they would not fit");
+    }
+
+    #[test]
+    fn rows_are_kept_twice_where_the_arena_stays_small() {
+        let input = v3_of_nodes(128, &[8; 4]);
+        let twice = Plan::new(&input).unwrap();
+        let once = Plan::new(&PlanInput { double_buffer_bytes: twice.arena_bytes() - 1, ..input }).unwrap();
+        assert!(twice.arena_bytes() <= 256 << 20 && twice.arena_bytes() > once.arena_bytes() + (64 << 20));
+        let flags = [&twice, &once].map(|plan| plan.regions.dispatch_free.source_stride != 0);
+        assert_eq!(flags, [false, true]);
+        assert!(twice.regions.rows.parity_stride != 0 && once.regions.rows.parity_stride == 0);
     }
 
     #[test]

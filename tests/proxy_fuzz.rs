@@ -396,6 +396,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         weights_with_combine: false,
         nics,
         chunk_rows: None,
+        double_buffer_bytes: 0,
         wave_tokens: None,
     }
 }

@@ -82,6 +82,9 @@ pub struct BenchArgs {
     /// Rows of a chunk of a message between nodes [default: chosen by the library]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub chunk_rows: Option<usize>,
+    /// Keep what is received between nodes once, however small a second copy is
+    #[arg(long)]
+    pub single_buffer: bool,
     /// Tokens of each rank that a call sends at once; a larger call goes in waves [default: chosen by the library]
     #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub wave_tokens: Option<usize>,

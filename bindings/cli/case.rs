@@ -45,6 +45,8 @@ pub struct Case {
     pub nics: Option<usize>,
     /// Rows of a chunk of a message between nodes, where the library does not choose.
     pub chunk_rows: Option<usize>,
+    /// Received rows and partial rows between nodes are kept twice, if a second copy is not too large.
+    pub double_buffer: bool,
     /// Tokens of each rank that a call sends at once, where the library does not choose.
     pub wave_tokens: Option<usize>,
     /// Tokens whose META one block builds, where the library does not choose.
@@ -116,6 +118,7 @@ impl Default for Case {
             network: NetworkWord::Hostile,
             nics: None,
             chunk_rows: None,
+            double_buffer: true,
             wave_tokens: None,
             meta_tile: None,
             hidden: 128,
@@ -573,6 +576,7 @@ fields! {
     network: show_word, word;
     nics: optional, read_optional;
     chunk_rows: optional, read_optional;
+    double_buffer: flag, read_flag;
     wave_tokens: optional, read_optional;
     meta_tile: optional, read_optional;
     hidden: show, read_number;
@@ -661,6 +665,7 @@ mod tests {
             network: NetworkWord::Calm,
             nics: Some(3),
             chunk_rows: Some(2),
+            double_buffer: false,
             wave_tokens: Some(7),
             dtype: Dtype::Fp8E4m3,
             scales: ScaleKind::Ue8m0,

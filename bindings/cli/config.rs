@@ -107,6 +107,7 @@ impl Config {
             link: args.link.unwrap_or(Link::None),
             network: or_default(args.network, NetworkWord::Calm),
             chunk_rows: args.chunk_rows,
+            double_buffer: !args.single_buffer,
             wave_tokens: args.wave_tokens,
             hidden: args.hidden.unwrap_or(preset.hidden),
             experts: args.experts.unwrap_or(preset.experts),

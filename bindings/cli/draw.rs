@@ -141,7 +141,7 @@ fn draw_layout(case: &mut Case, dice: &mut Dice) {
         case.weights = dice.of(&[WeightsWord::Dispatch, WeightsWord::None], WeightsWord::None);
     }
     if case.layout == LayoutWord::Contiguous {
-        case.align = dice.of(&[1, 1, 2, 4, 8, 16, 128], 1);
+        case.align = dice.of(&[1, 1, 2, 3, 8, 16, 128], 1);
         case.zero_padding = dice.once_in(2);
     }
     case.scale_order = dice.word(OrderWord::Row);
@@ -231,6 +231,7 @@ fn draw_nodes(case: &mut Case) {
     }
     // A chunk a row makes messages of many chunks, and one chunk is what a decode step has.
     case.chunk_rows = (!dice.once_in(4)).then(|| dice.small(8));
+    case.double_buffer = dice.once_in(2);
     case.nics = dice.once_in(2).then(|| 1 + dice.below(MAX_NICS));
     if dice.once_in(4) {
         case.network = NetworkWord::Calm;

@@ -228,6 +228,9 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
     if let Some(rows) = case.chunk_rows {
         builder = builder.chunk_rows(rows);
     }
+    if !case.double_buffer {
+        builder = builder.double_buffer_bytes(0);
+    }
     if let Some(tokens) = case.meta_tile {
         builder = builder.meta_tile(tokens);
     }

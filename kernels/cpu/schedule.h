@@ -66,8 +66,7 @@ constexpr uint32_t block_gatherings = 4;
 
 struct Block {
   Gathering gatherings[block_gatherings];
-  uint32_t live = 0;                  // threads that have not exited
-  const Fiber *host_poller = nullptr; // the first to load from shared host memory
+  uint32_t live = 0; // threads that have not exited
   std::unique_ptr<uint8_t[], void (*)(void *)> shared{nullptr, nullptr};
   uint64_t shared_bytes = 0;
   LineMap held;
@@ -110,8 +109,8 @@ struct Launch {
   ty_stream *stream = nullptr;
   Work work;
   uint32_t rank = 0;
-  uint32_t live = 0;                  // threads that have not exited
-  const Fiber *host_poller = nullptr; // the first to load from shared host memory
+  uint32_t live = 0;                 // threads that have not exited
+  const Warp *host_poller = nullptr; // the first to load from shared host memory
   std::vector<Fiber> fibers;
   std::vector<Block> blocks;
   std::vector<Warp> warps;
