@@ -167,6 +167,8 @@ impl<'a> RankRun<'a> {
         let ep = build(job, world, device, between.proxy.as_ref())?;
         let seat = between.meeting.as_ref().map(|meeting| meeting.seat(rank, job.timeout));
         let hold = Hold::new(device, world.rank(), job.timeout)?;
+        // What goes between nodes by emulated NICs takes the links of one.
+        let linked = if seat.is_some() { world.clone().with_nodes(&[world.size()])? } else { world.clone() };
         let lanes = case.ahead.min(job.iterations());
         Ok(RankRun {
             job,
@@ -174,7 +176,7 @@ impl<'a> RankRun<'a> {
             rank,
             caller: Caller::new(case, ep, device, job.measured, hold, seat)?,
             lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
-            wake: if job.measured { Wake::establish(world, device, job.arena)? } else { None },
+            wake: if job.measured { Wake::establish(&linked, device, job.arena)? } else { None },
             idled: true,
             refusing: BTreeSet::new(),
             router: case.router()?,

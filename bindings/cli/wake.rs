@@ -37,7 +37,7 @@ impl Wake {
         Ok(Some(Wake::of(Slots::establish(world, device, arena, PUSH_BYTES)?)))
     }
 
-    /// A rank whose node has no other wakes nothing: what goes between nodes is the NIC's.
+    /// A rank whose node has no other wakes nothing: what goes between nodes is a NIC's.
     fn of(slots: Slots) -> Wake {
         let destinations: Vec<View> = slots.peers().into_iter().map(|(_, slot)| slot).collect();
         let once = slots.source().bytes * destinations.len();
