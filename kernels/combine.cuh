@@ -49,14 +49,13 @@ TY_DEVICE void report_rails(const ty_combine_args &a, const Team &team, const Wa
   }
 }
 
-// Reports own tokens' ranks of this node that send no rows, once a call. By a team of block 0.
-TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &shared, const Team &team,
-                              const Wave &wave) {
+// Reports own tokens' ranks of this node that send no rows, once a call. By a warp of block 0.
+TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &shared, const Wave &wave) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
   if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave)) return;
-  u32 rank = first_missing(c, shared, team, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
-  if (team_thread(team) == 0 && rank < c.node_ranks)
+  u32 rank = first_missing(c, shared, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
+  if (lane_index() == 0 && rank < c.node_ranks)
     keep_fault({TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), wave.epoch, 0, 0, 0});
 }
 
@@ -202,14 +201,17 @@ template <typename Partial, bool far>
 TY_DEVICE bool begin_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   bool receives = (a.phases & TY_PHASE_RECEIVE) != 0, leads = team_thread(team) == 0;
+  bool serves = far && (a.phases & TY_PHASE_SEND) != 0;
+  // Ahead of the flags, which are waited for longer.
+  if (serves && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return false;
   if (!wait_flags(c, shared, team, wave.epoch)) return false;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
-  if (far && (a.phases & TY_PHASE_SEND)) {
+  if (serves) {
     bool failed = !send_sums<Partial>(a, shared, team, wave);
     if (team_any(team, failed)) return false;
     note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_RAIL, leads);
   }
-  if (receives && block_index() == 0) report_missing(a, shared, team, wave);
+  if (receives && block_index() == 0 && team_warp(team) == 0) report_missing(a, shared, wave);
   return true;
 }
 

@@ -46,16 +46,14 @@ TY_DEVICE u64 missing_ranks(const ty_context &c, const CombineShared &shared) {
   return missing;
 }
 
-// The first rank of this node that sends no rows though one of `count` masks has it; node_ranks for none. Every thread
-// of the team gets the same answer.
-TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, const Team &team, const u64 *masks,
-                            u32 count) {
+// The first rank of this node that sends no rows though one of `count` masks has it; node_ranks for none. By a warp.
+TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, const u64 *masks, u32 count) {
   u64 missing = missing_ranks(c, shared);
   for (u32 rank = 0; rank < c.node_ranks; ++rank) {
     if (!((missing >> rank) & 1)) continue;
     bool found = false;
-    for (u32 i = team_thread(team); i < count; i += team_threads(team)) found |= ((load(masks + i) >> rank) & 1) != 0;
-    if (team_any(team, found)) return rank;
+    for (u32 i = lane_index(); i < count; i += warp_size) found |= ((load(masks + i) >> rank) & 1) != 0;
+    if (warp_ballot(found) != 0) return rank;
   }
   return c.node_ranks;
 }

@@ -69,18 +69,17 @@ TY_DEVICE const u64 *rail_masks(const ty_combine_args &a, u32 j) {
   return pointer<const u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
 }
 
-// Head of the message to served home j. By a team, behind wait_flags of the whole node: no message of an epoch may
+// Head of the message to served home j. By a warp, behind wait_flags of the whole node: no message of an epoch may
 // leave before, since it lets the home go on to overwrite what a slower rank of this node still reads. Chunks behind
 // the first may be rung for, as the proxy posts a link's in order.
-TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, const Team &team, const Wave &wave,
-                             u32 j) {
+TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, const Wave &wave, u32 j) {
   const ty_context &c = a.context;
   Range range = rail_rows(a, wave, j);
   u32 rows = range.end - range.first;
-  if (team_thread(team) == 0) tell_chunks(c, TY_LANE_COMBINE, wave.epoch, j, rows);
+  if (lane_index() == 0) tell_chunks(c, TY_LANE_COMBINE, wave.epoch, j, rows);
   // Of the whole call, since home reports it once.
-  u32 rank = first_missing(c, shared, team, rail_masks(a, j), all_rows(c, a.handle.rail_rows, j));
-  if (team_thread(team) != 0) return;
+  u32 rank = first_missing(c, shared, rail_masks(a, j), all_rows(c, a.handle.rail_rows, j));
+  if (lane_index() != 0) return;
   bool missing = rank < c.node_ranks;
   write_wire_head(staging_of(c, TY_LANE_COMBINE, wave.epoch, j), wave.epoch,
                   missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK, {rows, 0}, range.first,
@@ -88,14 +87,15 @@ TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shar
   count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, 0, packed_head);
 }
 
-// The heads of all messages of sums, once staging is free. By a team. False once a deadline passed.
-TY_DEVICE bool pack_sum_heads(const ty_combine_args &a, const CombineShared &shared, const Team &team,
+// The heads of all messages of sums, by the last warps of the last blocks, which get rows of the first chunks last. By
+// a team.
+TY_DEVICE void pack_sum_heads(const ty_combine_args &a, const CombineShared &shared, const Team &team,
                               const Wave &wave) {
   const ty_context &c = a.context;
+  if (team_warp(team) + 1 != team.warps) return;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
-  if (!wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return false;
-  for (u32 j = block_index(); j < targets; j += worker_count(c)) pack_sum_head(a, shared, team, wave, j);
-  return true;
+  for (u32 j = worker_count(c) - 1 - block_index(); j < targets; j += worker_count(c))
+    pack_sum_head(a, shared, wave, j);
 }
 
 // A piece of one row of the message to served home j. By a warp. False once a deadline passed.
@@ -125,13 +125,14 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, con
   return true;
 }
 
-// Everything for the homes that this rank serves, behind wait_flags, but sums that are there already. Row by row of all
-// of them, so that chunks fill one after the other. By a team. False once a deadline passed, in some warps perhaps.
+// Everything for the homes that this rank serves, behind wait_stagings and wait_flags, but sums that are there already.
+// Row by row of all of them, so that chunks fill one after the other. By a team. False once a deadline passed, in some
+// warps perhaps.
 template <typename Partial>
 TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
-  if (!pack_sum_heads(a, shared, team, wave)) return false;
+  pack_sum_heads(a, shared, team, wave);
   if (sends_sums(a)) return true;
   u64 missing = missing_ranks(c, shared);
   u32 most = 0, begin = 0;

@@ -401,7 +401,7 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: about 256 KiB.
+    /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: about 128 KiB.
     pub fn chunk_rows(mut self, rows: usize) -> Self {
         self.chunk_rows = Some(rows);
         self

@@ -17,7 +17,7 @@ use crate::transport::imm;
 const ALIGN: u64 = 128;
 /// Bytes of rows that a chunk between nodes has about, unless it is asked for: large enough that a write's fixed cost
 /// (below 1 us) is a small part of its time at 50 GB/s, small enough that forwarding overlaps with it.
-const CHUNK_BYTES: usize = 256 << 10;
+const CHUNK_BYTES: usize = 128 << 10;
 /// Arena of several nodes that larger waves would exceed, where they are chosen.
 const ARENA_BYTES: u64 = 2 << 30;
 /// Tokens of a wave that are never cut further to save memory: a launch would cost more than it sends.
