@@ -63,22 +63,21 @@ type Measured = (&'static str, usize, usize, usize, f64, f64);
 const ONE_NODE: &str = "tokenyard, one node of H200";
 const TWO_NODES: &str = "tokenyard, emulated NICs";
 
-/// On 2 H200s: benches/results/h200-x4 of commit e2e195d, decode-2.json (kernels of commit cd38a57) and
-/// decode-1x2-cx7.json (of 6b82674, though the file says 4cc146a).
+/// On 2 H200s: benches/results/h200-x2, decode-2.json (commit 003beb1) and decode-1x2-cx7.json (8b80522).
 const MEASURED: [Measured; 6] = [
-    (ONE_NODE, 1, 2, 1, 16.4, 14.6),
-    (ONE_NODE, 1, 2, 16, 17.0, 16.4),
-    (ONE_NODE, 1, 2, 128, 20.4, 20.8),
-    (TWO_NODES, 2, 1, 1, 40.8, 37.2),
-    (TWO_NODES, 2, 1, 16, 45.5, 41.7),
-    (TWO_NODES, 2, 1, 128, 54.9, 78.5),
+    (ONE_NODE, 1, 2, 1, 13.5, 13.9),
+    (ONE_NODE, 1, 2, 16, 13.9, 15.6),
+    (ONE_NODE, 1, 2, 128, 18.2, 20.3),
+    (TWO_NODES, 2, 1, 1, 33.5, 28.8),
+    (TWO_NODES, 2, 1, 16, 35.0, 31.4),
+    (TWO_NODES, 2, 1, 128, 44.2, 62.9),
 ];
 /// The emulated NIC: ConnectX-7's rate. A small write takes it 7.5 us, in which the link's own 2 are contained; of many
 /// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the link.
 const EMULATED: &str = "400:7.2:0.3";
 const EMULATED_STREAM: &str = "400:2.2:0.3";
-/// Rows of a chunk in those worlds: 256 KiB.
-const MEASURED_ROWS: Pair<usize> = Pair { dispatch: 36, combine: 19 };
+/// Rows of a chunk in those worlds: 128 KiB.
+const MEASURED_ROWS: Pair<usize> = Pair { dispatch: 18, combine: 10 };
 
 /// One known latency and its projection.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -1,43 +1,43 @@
 //! What everything but the network costs: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
 //! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
-//! `bench --stages` showed (benches/results of commit e2e195d: h200-x2/stages-2.json in one node, h200-x4/stages-1x2-cx7.json
-//! in two; medians of first, middle and last block, microseconds from the call's first block); where it says "fitted", it makes
-//! times without statistics come out (h200-x4/decode-2.json, h200-x4/decode-1x2-cx7.json), which `tokenyard simulate
-//! --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such. Times are in ns, rates
-//! in bytes per ns (GB/s).
+//! `bench --stages` showed (benches/results/h200-x2: stages-2.json in one node, stages-1x2-cx7.json in two; medians of first,
+//! middle and last block, microseconds from the call's first block), or off stamps between them (docs/performance.md); where it
+//! says "fitted", it makes times without statistics come out (decode-2.json, decode-1x2-cx7.json), which `tokenyard simulate
+//! --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such. Times are in ns,
+//! rates in bytes per ns (GB/s).
 
 /// The costs that every projection shares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
-    /// From the start that is timed to the first block's begin. With `end_ns` 6 us: of a call without statistics, what its
-    /// stages leave over. How the two share them is assumed, and changes no time.
+    /// From the start that is timed to the first block's begin. With `end_ns` 5.4 us, fitted: what stages leave over of calls
+    /// of 1 token in one node. How the two share them is assumed, and changes no time.
     pub launch_ns: u64,
     /// Which nodes each token goes to, and its place in each message: until rows can be packed. Stages: blocks without
-    /// anything to announce are through at 5.4 (128 tokens).
+    /// anything to announce are through at 2.3 (1 token) and 3.0 (128).
     pub route_ns: u64,
     /// Counts of one source for one node: checks, bitmap; and so much more per token of it. Stages: counts are heard at
-    /// 5.3 of 1 token, an NVLink trip later; more per token as with the kernels before.
+    /// 3.5 of 1 token and 6.1 of 128, an NVLink trip later.
     pub meta_ns: u64,
     /// See `meta_ns`.
     pub meta_token_ns: u64,
     /// From a source's counts to the words of its tokens, without which none can be placed; and more per token. Stages:
-    /// a block with META is through with it at 5.8 (1 token) and 7.4 (128), which is 1.8 and 2.4 behind its counts.
+    /// a block with META is through with it at 3.2 (1 token) and 5.7 (128), which is 1.0 behind its counts.
     pub words_ns: u64,
     /// See `words_ns`.
     pub words_token_ns: u64,
-    /// Starts of segments, from the counts of all sources. Stages: 5.3 to 7.5 in blocks without rows.
+    /// Starts of segments, from the counts of all sources. Stamps: 2.9 to 4.2 (1 token).
     pub scan_ns: u64,
     /// The same per source. Assumed, of kernels that sum counts source by source, a load from shared memory behind a store
     /// each; since commit 747a15f four sources are loaded at once.
     pub scan_source_ns: u64,
-    /// One row read and written: the time until the first is through. Stages: a lone row is pushed from 5.8 to 7.9.
+    /// One row read and written: the time until the first is through. Stamps: a lone row from 1.6 to 3.1, without its tags.
     pub row_ns: u64,
-    /// Packing for the wire, until the slowest block has packed its row of a chunk. Stages: marked at 5.4, the last of 128
-    /// rows packed at 15.6, of 1 at 10.9, doorbells within. Fitted: calls of 1 and of 128 tokens over two nodes.
+    /// Packing for the wire, until the slowest block has packed its row of a chunk. Stages: marked at 3.0, the last of 128
+    /// rows packed at 12.1; of 1 at 2.3 and 8.3, doorbells within.
     pub pack_ns: u64,
-    /// A rail's additions, from the last partial row of a chunk to the last sum. Stages: 128 partial rows are sent at 11.1,
-    /// and their sums, which take 2.4 of bytes, staged at 21.0, doorbells within. Fitted as `pack_ns`.
+    /// A rail's additions, from the last partial row of a chunk to the last sum. Stamps of four ranks on two H200s as two
+    /// nodes: a lone partial row is there at 8.9, its sum counted at 13.0; those of 64 tokens at 12.4 and 18.7, bytes within.
     pub rail_ns: u64,
     /// Packing rows for the wire, and a rail's additions: rows streamed through local memory. At least: 1024 rows of
     /// 14 KB are summed within a microsecond of the time for 8 (kernels of before the stages).
@@ -47,24 +47,24 @@ pub struct Costs {
     /// Pushing partial sums, which are made meanwhile. Stages: 58.5 MB of 4096 tokens until 209, as fast as bare stores
     /// (347) if what stays local is streamed beside them.
     pub partial_rate: f64,
-    /// Placing rows at their experts. Fitted to the kernels before: 23.9 for 128 tokens, 20.7 for 16.
+    /// Placing rows at their experts. Fitted: 18.2 for 128 tokens, 13.9 for 16.
     pub place_rate: f64,
     /// From the last row placed to the last block's end: padding, and blocks with META, which plan and place last. Fitted:
-    /// 16.4 for 1 token.
+    /// 13.5 for 1 token.
     pub pad_ns: u64,
-    /// Flags of the node's ranks, and the first partial row. Stages: a lone partial row is sent at 7.2; 128 at 12.6, of
+    /// Flags of the node's ranks, and the first partial row. Stages: a lone partial row is sent at 7.0; 128 at 12.1, of
     /// which their bytes take 6.6; less what of it is the row's own time.
     pub sum_ns: u64,
-    /// The last additions at home, of rows that warps wait for already. Stages: 7.2 to 9.2, less an NVLink trip.
+    /// The last additions at home, of rows that warps wait for already. Stages: 7.0 to 9.1, less an NVLink trip.
     pub add_ns: u64,
-    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stages: 26.4, where blocks without
-    /// tokens are through, to 31.8 for a lone row; of 128 tokens 9 to 10 behind the last chunk (docs/simulate.md).
+    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stamps: passed on at 19.8, summed at
+    /// 23.7 of a lone row, at 53.2 and 58.5 of 128 tokens.
     pub far_add_ns: u64,
     /// From the last block's end to the end that is timed; see `launch_ns`.
     pub end_ns: u64,
     /// A flag or the last bytes of a row over NVLink (measured: half of a round trip of 2.65 us).
     pub nvlink_ns: u64,
-    /// System-scope fence before a doorbell (measured: 1.5 us, 3.4 with 132 blocks at once).
+    /// System-scope fence before a doorbell. Stamps: 1.5 of 1 token, up to 2.4 of 128 (3.4 where 132 blocks have one at once).
     pub fence_ns: u64,
     /// A word between GPU and CPU through pinned host memory, one way (measured: half of a round trip of 3.55 us).
     pub crossing_ns: u64,
@@ -85,28 +85,28 @@ pub struct Costs {
 impl Costs {
     /// Of an H200 and a proxy beside it.
     pub const H200: Costs = Costs {
-        launch_ns: 4_000,
-        route_ns: 5_400,
-        meta_ns: 4_000,
-        meta_token_ns: 6,
-        words_ns: 2_000,
-        words_token_ns: 4,
-        scan_ns: 2_000,
+        launch_ns: 3_800,
+        route_ns: 2_700,
+        meta_ns: 2_200,
+        meta_token_ns: 20,
+        words_ns: 1_000,
+        words_token_ns: 0,
+        scan_ns: 1_300,
         scan_source_ns: 20,
-        row_ns: 2_100,
-        pack_ns: 6_500,
-        rail_ns: 5_500,
+        row_ns: 1_500,
+        pack_ns: 4_700,
+        rail_ns: 4_500,
         stream_rate: 1_500.0,
         push_rate: 300.0,
         partial_rate: 340.0,
-        place_rate: 1_750.0,
+        place_rate: 2_200.0,
         pad_ns: 1_500,
-        sum_ns: 6_600,
+        sum_ns: 6_400,
         add_ns: 700,
-        far_add_ns: 7_000,
-        end_ns: 2_000,
+        far_add_ns: 4_000,
+        end_ns: 1_600,
         nvlink_ns: 1_300,
-        fence_ns: 3_400,
+        fence_ns: 1_800,
         crossing_ns: 1_800,
         relay_ns: 1_000,
         poll_ns: 1_200,

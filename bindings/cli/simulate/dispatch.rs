@@ -187,7 +187,9 @@ impl<'a> Dispatch<'a> {
             self.tell(node, rows.len(), counted_ns, events);
         }
         let here = self.plan.rows_in(rows.len(), chunk);
-        self.forward(rank, &rows[here], seen_ns + costs.row_ns, events);
+        // A rank that is alone in its node places rows from where they landed.
+        let copied_ns = if shape.per_node == 1 { 0 } else { costs.row_ns };
+        self.forward(rank, &rows[here], seen_ns + copied_ns, events);
     }
 
     fn meta(&mut self, node: usize, words_ns: u64, now_ns: u64) {

@@ -139,7 +139,7 @@ fn no_tokens_are_ordinary() {
 #[test]
 fn dropping_an_assumption_costs_time() {
     // One block a rank keeps up with META of few sources.
-    let (few, many) = (v3(6, 2), v3(32, 2));
+    let (few, many) = (v3(6, 2), v3(64, 2));
     for (assumption, shape, phase) in
         [(Assumption::WidePoll, few, 0), (Assumption::EarlySums, few, 1), (Assumption::SpreadMeta, many, 0)]
     {
