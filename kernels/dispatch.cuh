@@ -85,7 +85,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
       Quotient place = divide(slot, c.ranks, c.ranks_inverse);
       source = place.rest;
       slot = place.whole;
-      if (slot >= wave_tokens_of(shared, source)) continue;
+      if (slot >= wave_tokens_of(c, shared, source)) continue;
       token = load(&shared.source_first[source]) + slot;
       bool landed = far && places_landed(c) && source != c.rank;
       Arrival arrival = wait_row(a, wave_in(kept), source, token, slot, slices, fits(a, shared), landed, said);

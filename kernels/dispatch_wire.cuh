@@ -181,7 +181,7 @@ TY_DEVICE WireWave wire_wave(const ty_context &c, u32 node, const Wave &wave, u3
 }
 
 // Head of the message to one node, with the headers where it is the call's first. By a whole block, behind
-// wait_stagings.
+// begin_messages.
 TY_DEVICE void pack_head(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 link, bool faulty) {
   const ty_context &c = a.context;
   bool begins = wave.number == 0;

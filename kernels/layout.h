@@ -204,9 +204,9 @@ typedef struct ty_wire {
   uint64_t doorbells;    // host memory, [doorbell]: {epoch's low half, bytes}, by the device
   uint64_t chunk_counts; // host memory, [link word]: chunks of the message, by the device
   uint64_t host_landed;  // host memory, [landed]: epochs, by the proxy; polled by one warp alone
-  uint64_t host_free;    // host memory, [link word]: epochs, by the proxy; polled by the same thread
+  uint64_t host_free;    // host memory, [link word]: epochs, by the proxy; polled by the same warp
   uint64_t host_lost;    // host memory, one word by the proxy: one more than a lost rank; polled likewise
-  uint64_t landed;       // device memory: what that thread saw, for all others
+  uint64_t landed;       // device memory: what that warp saw, for all others
   uint64_t free;         // the same
   uint64_t counters;     // device memory, uint32: things packed of a chunk
   uint64_t rails;        // const uint32_t *: rank behind each link of dispatch, node by node without the own
@@ -225,7 +225,7 @@ typedef struct ty_turn {
 // Device-local control block of a context. Behind it: ty_turn [TY_DIRECTIONS][blocks].
 typedef struct ty_state {
   uint64_t error_sequence[TY_RECORDS]; // even; what the error record's sequence holds when at rest
-  uint32_t blocks_done[TY_DIRECTIONS]; // with several nodes: blocks of the running kernel that are through
+  uint32_t blocks_done[TY_DIRECTIONS]; // with free flags: blocks of the running kernel that are through
   uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported
   uint32_t closed;                     // 1: a deadline passed; no kernel of this context does anything more
 } ty_state;

@@ -1,4 +1,4 @@
-// What travels between nodes: where messages lie, doorbells, and the one thread that looks at host memory.
+// What travels between nodes: where messages lie, doorbells, and the one warp that looks at host memory.
 //
 //   packers ── rows ──▶ staging ── count of the chunk ──▶ the last one rings (E1) ──▶ proxy ──▶ network
 //   network ──▶ inbox, proxy ──▶ landed word (E5) ──▶ relay (E6) ──▶ landed word in device memory ──▶ all blocks

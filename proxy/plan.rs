@@ -261,10 +261,11 @@ impl Plan {
             );
         }
         let parts = 1 + input.nodes.most_served();
+        let copies = if self.regions.rows.parity_stride == 0 { 1 } else { 2 };
         format!(
             "{nodes} nodes, any routing: {tokens} tokens x (2 parities x {} peers x 2 sides x ({d} + {c}) B on the wire + \
-             {ranks} ranks x {d} B a row + {parts} homes x {slots} x {c} B a partial row), plus flags, tags, META and \
-             headers; {waves}",
+             {copies} x ({ranks} ranks x {d} B a row + {parts} homes x {slots} x {c} B a partial row)), plus flags, tags, \
+             META and headers; {waves}",
             parts - 1
         )
     }
