@@ -20,11 +20,11 @@ TY_DEVICE bool meet(const ty_context &c, u64 meeting) {
   return !block_any(failed);
 }
 
-// Every linked pair exchanges a head. By warp 0, which is the relay here. False once a deadline passed.
+// Every linked pair exchanges a head. By thread 0, which polls host memory here. False once a deadline passed.
 TY_DEVICE bool exchange(const ty_context &c, u64 epoch) {
   const ty_lane &l = lane_of(c, TY_LANE_BARRIER);
   if (!relay_staging(c, TY_LANE_BARRIER, epoch)) return false;
-  for (u32 link = lane_index(); link < l.targets; link += warp_size) {
+  for (u32 link = 0; link < l.targets; ++link) {
     tell_chunks(c, TY_LANE_BARRIER, epoch, link, 0);
     write_wire_head(staging_of(c, TY_LANE_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, 0, c.rank);
     count_packed(c, TY_LANE_BARRIER, epoch, link, {0, 0}, 0, packed_head);
@@ -41,7 +41,7 @@ TY_KERNEL(ty_barrier, ty_barrier_args) {
   if (load_relaxed_gpu(&state_of(c)->closed) != 0) return;
   bool met = meet(c, spans_nodes(c) ? 2 * number : number);
   if (spans_nodes(c)) {
-    bool failed = met && warp_index() == 0 && !exchange(c, c.first_epoch + number - 1);
+    bool failed = met && thread_index() == 0 && !exchange(c, c.first_epoch + number - 1);
     met = !block_any(failed || !met) && meet(c, 2 * number + 1);
   }
   // Meetings end with a barrier of the block.

@@ -180,7 +180,7 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
 
 // ---- the kernels ---------------------------------------------------------------------------------------------
 
-// What the relay does while the others work. By its warp 0.
+// What the relay does while the others work. By its thread 0.
 TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   bool weighs = wave.number == 0; // weights go ahead of the call's first wave
@@ -289,7 +289,7 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   }
   Wave wave = wave_of(c, epoch);
   if (far && epoch != 0 && is_relay(c)) {
-    if (warp_index() == 0) relay_combine(a, wave);
+    if (thread_index() == 0) relay_combine(a, wave);
   } else if (epoch != 0) {
     work_combine<Row, Partial, far>(a, wave, freed);
   }

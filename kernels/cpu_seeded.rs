@@ -32,7 +32,7 @@ pub struct SeededReport {
     pub switches: u64,
     /// Loads of host memory by kernels.
     pub host_loads: u64,
-    /// Those by others than the one warp of a kernel that looks at host memory.
+    /// Those by others than the one thread of a kernel that looks at host memory.
     pub further_pollers: u64,
     /// Who waited where when nobody could go on, if that ever happened; device deadlines fire then.
     pub hang_report: Option<String>,

@@ -16,7 +16,7 @@
 
 namespace ty {
 
-// What the relay does while the others work. By its warp 0.
+// What the relay does while the others work. By its thread 0.
 TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_LANE_DISPATCH, wave.epoch)) return;
@@ -299,7 +299,7 @@ template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
   u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
   Wave wave = wave_of(c, epoch);
   if (far && epoch != 0 && is_relay(c)) {
-    if (warp_index() == 0) relay_dispatch(a, wave);
+    if (thread_index() == 0) relay_dispatch(a, wave);
   } else if (epoch != 0) {
     work_dispatch<far>(a, wave, found, teams);
   }

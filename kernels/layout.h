@@ -203,10 +203,10 @@ typedef struct ty_wire {
   ty_lane lanes[TY_LANES];
   uint64_t doorbells;    // host memory, [doorbell]: {epoch's low half, bytes}, by the device
   uint64_t chunk_counts; // host memory, [link word]: chunks of the message, by the device
-  uint64_t host_landed;  // host memory, [landed]: epochs, by the proxy; polled by one warp alone
-  uint64_t host_free;    // host memory, [link word]: epochs, by the proxy; polled by the same warp
+  uint64_t host_landed;  // host memory, [landed]: epochs, by the proxy; polled by one thread alone
+  uint64_t host_free;    // host memory, [link word]: epochs, by the proxy; polled by the same thread
   uint64_t host_lost;    // host memory, one word by the proxy: one more than a lost rank; polled likewise
-  uint64_t landed;       // device memory: what that warp saw, for all others
+  uint64_t landed;       // device memory: what that thread saw, for all others
   uint64_t free;         // the same
   uint64_t counters;     // device memory, uint32: things packed of a chunk
   uint64_t rails;        // const uint32_t *: rank behind each link of dispatch, node by node without the own

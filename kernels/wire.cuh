@@ -1,23 +1,26 @@
-// What travels between nodes: where messages lie, doorbells, and the one warp that looks at host memory.
+// What travels between nodes: where messages lie, doorbells, and the one thread that looks at host memory.
 //
 //   packers ── rows ──▶ staging ── count of the chunk ──▶ the last one rings (E1) ──▶ proxy ──▶ network
 //   network ──▶ inbox, proxy ──▶ landed word (E5) ──▶ relay (E6) ──▶ landed word in device memory ──▶ all blocks
 //
-// With several nodes the last block of every grid is the relay: its warp 0 alone polls host memory, since every further
-// poller slows the host's stores. The other blocks are workers.
+// With several nodes the last block of every grid is the relay: its thread 0 alone polls host memory, since every
+// further poller slows the host's stores. The other blocks are workers.
 #pragma once
 #include "context.cuh"
 
 namespace ty {
 
-// Chunks of each source looked at in a turn at the most.
+// Chunks of each source looked at in a turn.
 constexpr u32 relay_window = 8;
+// Words that a relay has on its list in a turn at the most.
+constexpr u32 relay_listed = 64;
 
 // Messages under way that a relay looks at, in shared memory.
 struct RelayShared {
   LaunchShared turn;
-  u32 landed[TY_MAX_RANKS]; // next << relay_window | seen: chunks before next have landed; bit i: next + i has, too
-  u32 chunks[TY_MAX_RANKS]; // of the message; before the first has landed: as many as any has
+  u32 sources[TY_MAX_RANKS]; // next << relay_window | seen: chunks before next have landed; bit i: next + i has, too
+  u32 words[relay_listed];
+  u32 entries[relay_listed]; // source * relay_window + bit
 };
 static_assert(sizeof(RelayShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 static_assert(sizeof(RelayShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
@@ -171,99 +174,117 @@ TY_DEVICE const ty_wire_head *wire_head(const ty_context &c, u32 lane, u64 epoch
 
 // ---- the relay ---------------------------------------------------------------------------------------------------
 
-// As may_wait, and looks whether the proxy has lost a peer. By the relay.
+// As may_wait, and looks whether the proxy has lost a peer. By the relay's thread 0.
 TY_DEVICE bool may_relay(const ty_context &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
   if (turn % turns_between_checks != 0) return true;
-  bool over = false;
-  if (lane_index() == 0) {
-    u64 lost = load_relaxed_sys(pointer<const u64>(c.wire.host_lost));
-    over = lost != 0 || !may_wait(c, wait, turn, start, expected, seen);
-    if (lost != 0) {
-      u32 peer = static_cast<u32>(lost - 1);
-      keep_fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
-      store_release_gpu(&state_of(c)->closed, 1u);
-    }
-  }
-  return warp_ballot(over) == 0;
+  u64 lost = load_relaxed_sys(pointer<const u64>(c.wire.host_lost));
+  if (lost == 0) return may_wait(c, wait, turn, start, expected, seen);
+  u32 peer = static_cast<u32>(lost - 1);
+  keep_fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
+  store_release_gpu(&state_of(c)->closed, 1u);
+  return false;
 }
 
-// Looks at a word of the host's, and passes it on if it shows `expected`; answers whether it does. E6: acquires at
-// system scope, releases to this device. By lanes of the relay together: one round trip over PCIe for all their words.
-TY_DEVICE bool relay_word(u64 host, u64 device, u32 word, u64 expected) {
-  if (load_acquire_sys(pointer<const u64>(host) + word) != expected) return false;
-  store_release_gpu(pointer<u64>(device) + word, expected);
-  return true;
+// Words looked at together: one round trip over PCIe for all of them.
+constexpr u32 relay_batch = 8;
+
+// Looks at up to relay_batch words and passes on those that show `expected`; answers which, a bit each. E6: acquires at
+// system scope, releases to this device. By the relay's thread 0.
+TY_DEVICE u32 relay_words(u64 host, u64 device, const u32 *words, u32 count, u64 expected) {
+  u64 seen[relay_batch];
+  TY_UNROLL
+  for (u32 i = 0; i < relay_batch; ++i)
+    seen[i] = i < count ? load_relaxed_sys(pointer<const u64>(host) + load(words + i)) : ~expected;
+  u32 there = 0;
+  TY_UNROLL
+  for (u32 i = 0; i < relay_batch; ++i) there |= (seen[i] == expected ? 1u : 0u) << i;
+  if (there == 0) return 0;
+  fence_acq_rel_sys();
+  for (u32 i = 0; i < count; ++i)
+    if ((there >> i) & 1) store_relaxed_gpu(pointer<u64>(device) + load(words + i), expected);
+  return there;
+}
+
+// Lists up to relay_batch links, from `link` on, whose free staging is not passed on yet; answers how many. A word that
+// is may be another by now where the proxy writes: its link's blocks waited for nothing, and the message may be sent.
+TY_DEVICE u32 list_staging(const ty_context &c, RelayShared &shared, const ty_lane &l, u64 epoch, u32 &link) {
+  u32 count = 0;
+  for (; link < l.targets && count < relay_batch; ++link) {
+    u32 word = link_word(l, epoch, link);
+    if (load_relaxed_gpu(pointer<const u64>(c.wire.free) + word) == epoch - 2) continue;
+    store(&shared.entries[count], link);
+    store(&shared.words[count++], word);
+  }
+  return count;
 }
 
 // Passes on that staging is free, for every link of a lane; or looks once, `ahead` of the epoch, so that its launch
-// need not wait for a trip over PCIe. By the relay. False once a deadline passed.
+// need not wait for a trip over PCIe. By the relay's thread 0. False once a deadline passed.
 TY_DEVICE bool relay_staging(const ty_context &c, u32 lane, u64 epoch, bool ahead = false) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0 || epoch - c.first_epoch < 2) return true;
-  u64 start = now_ns();
-  for (u32 first = 0; first < l.targets; first += warp_size) {
-    u32 link = first + lane_index(), word = link_word(l, epoch, link);
-    // What was passed on stays so: its link's blocks wait for nothing, so that its message may be sent by now, and the
-    // proxy's word be of this epoch.
-    bool missing = link < l.targets && load_relaxed_gpu(pointer<const u64>(c.wire.free) + word) != epoch - 2;
-    for (u32 turn = 1; warp_ballot(missing) != 0; ++turn) {
-      missing = missing && !relay_word(c.wire.host_free, c.wire.free, word, epoch - 2);
-      u32 left = warp_ballot(missing);
-      if (left == 0 || ahead) break;
+  RelayShared &shared = block_shared<RelayShared>();
+  for (u32 link = 0; link < l.targets;) {
+    u32 count = list_staging(c, shared, l, epoch, link);
+    u64 start = now_ns();
+    // What was passed on stays so: its message may be sent by now, and its word be of this epoch.
+    u32 missing = (1u << count) - 1;
+    for (u32 turn = 1; missing != 0; ++turn) {
+      missing &= ~relay_words(c.wire.host_free, c.wire.free, shared.words, count, epoch - 2);
+      if (missing == 0 || ahead) break;
       spin_pause("wire staging");
-      Wait wait{TY_SITE_STAGING, peer_of_link(c, lane, first + lowest_bit(left)), epoch, 0};
-      if (!may_relay(c, wait, turn, start, epoch - 2, 0)) return false;
+      u32 peer = peer_of_link(c, lane, load(&shared.entries[lowest_bit(missing)]));
+      if (!may_relay(c, Wait{TY_SITE_STAGING, peer, epoch, 0}, turn, start, epoch - 2, 0)) return false;
     }
   }
   return true;
 }
 
+// Looks at the words of what is on the list, and notes what has landed.
+TY_DEVICE void relay_list(const ty_context &c, RelayShared &shared, u64 epoch, u32 count) {
+  for (u32 first = 0; first < count; first += relay_batch) {
+    u32 left = count - first < relay_batch ? count - first : relay_batch;
+    u32 there = relay_words(c.wire.host_landed, c.wire.landed, &shared.words[first], left, epoch);
+    for (; there; there &= there - 1) {
+      u32 entry = load(&shared.entries[first + lowest_bit(there)]);
+      u32 *source = &shared.sources[entry / relay_window];
+      store(source, load(source) | 1u << entry % relay_window);
+    }
+  }
+}
+
 // Passes on all chunks of an epoch. `rows_of(source)` says how many rows a message has, once its chunk 0 has landed.
-// By the relay. False once a deadline passed.
+// By the relay's thread 0. False once a deadline passed.
 template <typename RowsOf> TY_DEVICE bool relay_landed(const ty_context &c, u32 lane, u64 epoch, RowsOf rows_of) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();
-  for (u32 source = lane_index(); source < l.sources; source += warp_size) {
-    store(&shared.landed[source], 0u);
-    store(&shared.chunks[source], l.chunks);
-  }
-  warp_barrier();
+  for (u32 source = 0; source < l.sources; ++source) store(&shared.sources[source], 0u);
   // While the first chunks are on their way.
   (void)relay_staging(c, lane, epoch + 1, true);
-  // Lanes a source, of which each looks at another of the chunks that are next: as many as there are lanes for.
-  u32 shift = 0;
-  while (2u << shift <= relay_window && l.sources << (shift + 1) <= warp_size) ++shift;
-  u32 ahead = lane_index() & ((1u << shift) - 1);
   u64 start = now_ns();
   for (u32 turn = 1;; ++turn) {
-    u32 missing = l.sources; // the first
-    for (u32 first = 0; first < l.sources; first += warp_size >> shift) {
-      u32 source = first + (lane_index() >> shift);
-      bool there = source < l.sources;
-      u32 state = there ? load(&shared.landed[source]) : 0, chunks = there ? load(&shared.chunks[source]) : 0;
+    u32 missing = l.sources, listed = 0;
+    for (u32 i = 0; i < l.sources; ++i) {
+      // From another source on in each turn, so that none stays off the list.
+      u32 source = (i + turn * relay_window) % l.sources;
+      u32 state = load(&shared.sources[source]);
       u32 next = state >> relay_window, seen = state & ((1u << relay_window) - 1);
-      bool listed = next + ahead < chunks && ((seen >> ahead) & 1) == 0;
-      bool landed =
-          listed && relay_word(c.wire.host_landed, c.wire.landed, landed_word(l, epoch, source, next + ahead), epoch);
-      // Of the lane's source.
-      u32 others = warp_ballot(landed) >> (lane_index() - ahead) & ((1u << (1u << shift)) - 1);
-      // By the lane that acquired chunk 0.
-      if (landed && next + ahead == 0) chunks = chunks_of(l, rows_of(source));
-      for (seen |= others; seen & 1; seen >>= 1) ++next;
-      bool leads = there && ahead == 0;
-      if (leads && others) {
-        store(&shared.landed[source], next << relay_window | seen);
-        store(&shared.chunks[source], chunks);
+      for (; seen & 1; seen >>= 1) ++next;
+      store(&shared.sources[source], next << relay_window | seen);
+      u32 chunks = next > 0 ? chunks_of(l, rows_of(source)) : 1;
+      if (next < chunks) missing = source;
+      for (u32 ahead = 0; ahead < relay_window && next + ahead < chunks && listed < relay_listed; ++ahead) {
+        if ((seen >> ahead) & 1) continue;
+        store(&shared.words[listed], landed_word(l, epoch, source, next + ahead));
+        store(&shared.entries[listed++], source * relay_window + ahead);
       }
-      u32 left = warp_ballot(leads && next < chunks);
-      if (left != 0 && missing == l.sources) missing = first + (lowest_bit(left) >> shift);
-      warp_barrier();
     }
     if (missing == l.sources) return true;
+    relay_list(c, shared, epoch, listed);
     spin_pause("chunk");
     Wait wait{TY_SITE_LANDED, peer_of_source(c, lane, missing), epoch, 0};
-    if (!may_relay(c, wait, turn, start, epoch, load(&shared.landed[missing]) >> relay_window)) return false;
+    if (!may_relay(c, wait, turn, start, epoch, load(&shared.sources[missing]) >> relay_window)) return false;
   }
 }
 

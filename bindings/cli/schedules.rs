@@ -69,7 +69,7 @@ impl Sum {
             self.switches,
             self.twice
         );
-        println!("{} loads of host memory, all of a kernel's by one warp", self.host_loads);
+        println!("{} loads of host memory, all of a kernel's by one thread", self.host_loads);
         println!("networks: {}", self.network);
         println!("{}", tally.nodes_line());
     }
@@ -80,7 +80,7 @@ fn flaws(i: usize, case: &Case, schedule: Option<&Schedule>, judge: &Judge, sum:
     let mut flaws = Vec::new();
     let pollers = schedule.map_or(0, |schedule| schedule.report.further_pollers);
     if pollers > 0 {
-        flaws.push(format!("{pollers} loads of host memory by a second warp of a kernel"));
+        flaws.push(format!("{pollers} loads of host memory by a second thread of a kernel"));
     }
     if i.is_multiple_of(TWICE) {
         sum.twice += 1;

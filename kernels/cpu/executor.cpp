@@ -183,8 +183,8 @@ void ty_exec::note_load(const void *from) {
   if (span == host_spans.begin() || at - std::prev(span)->first >= std::prev(span)->second) return;
   ty::cpu::Launch &launch = *running->launch;
   ++host_loads;
-  if (launch.host_poller == nullptr) launch.host_poller = running->warp_of;
-  if (launch.host_poller != running->warp_of) ++further_pollers;
+  if (launch.host_poller == nullptr) launch.host_poller = running;
+  if (launch.host_poller != running) ++further_pollers;
 }
 
 void ty_exec_share_host(ty_exec *exec, const void *base, uint64_t bytes, int shared) {

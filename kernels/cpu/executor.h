@@ -63,7 +63,7 @@ uint64_t ty_exec_now_ns(const ty_exec *exec);     // monotonic (free) or virtual
 uint64_t ty_exec_trace_hash(const ty_exec *exec); // of every scheduling decision (seeded)
 uint64_t ty_exec_switches(const ty_exec *exec);
 // Says what host memory the kernels share with the host (or, with shared == 0, no longer do), so that loads of it can
-// be counted (seeded mode): all of them, and those by warps other than the first of their launch to make one.
+// be counted (seeded mode): all of them, and those by threads other than the first of their launch to make one.
 void ty_exec_share_host(ty_exec *exec, const void *base, uint64_t bytes, int shared);
 uint64_t ty_exec_host_loads(const ty_exec *exec);
 uint64_t ty_exec_further_pollers(const ty_exec *exec);

@@ -110,7 +110,7 @@ struct Launch {
   Work work;
   uint32_t rank = 0;
   uint32_t live = 0;                 // threads that have not exited
-  const Warp *host_poller = nullptr; // the first to load from shared host memory
+  const Fiber *host_poller = nullptr; // the first to load from shared host memory
   std::vector<Fiber> fibers;
   std::vector<Block> blocks;
   std::vector<Warp> warps;

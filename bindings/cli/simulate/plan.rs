@@ -17,7 +17,7 @@ const CHUNK_BYTES: u64 = 128 << 10;
 /// The order of things that a projection takes for granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Order {
-    /// The one poller of a GPU has the words of 32 sources in a trip, not one after the other.
+    /// The one poller of a GPU has eight words in a trip, not one after the other.
     pub wide_poll: bool,
     /// Partial rows for other nodes are summed before those of the own node, and a rail adds up a chunk as soon as its
     /// partial rows are there, not behind all partial rows of its own.
@@ -61,8 +61,8 @@ impl Assumption {
     }
 }
 
-/// Sources that one read covers, where it is wide: a lane of the relay each, or several (kernels/wire.cuh: relay_landed).
-const POLL_SOURCES: u64 = 32;
+/// Words that one read covers, where it is wide (kernels/wire.cuh: relay_batch).
+const POLL_WORDS: u64 = 8;
 /// Words of one source that the poller looks at in a turn.
 const POLL_WINDOW: u64 = 8;
 
@@ -126,7 +126,7 @@ impl Plan {
         let elsewhere = (1.0 - 1.0 / nodes as f64).powi(preset.top_k as i32);
         let chunks = self.chunks((tokens as f64 * (1.0 - elsewhere)) as usize) as u64;
         let words = (nodes as u64 - 1) * (chunks / 2).clamp(1, POLL_WINDOW);
-        let reads = if self.order.wide_poll { (nodes as u64 - 1).div_ceil(POLL_SOURCES) } else { words };
+        let reads = if self.order.wide_poll { words.div_ceil(POLL_WORDS) } else { words };
         // One read is in the crossing already.
         costs.relay_ns + costs.poll_ns * reads.saturating_sub(1) / 2
     }
