@@ -109,7 +109,7 @@ struct Launch {
   ty_stream *stream = nullptr;
   Work work;
   uint32_t rank = 0;
-  uint32_t live = 0;                 // threads that have not exited
+  uint32_t live = 0;                  // threads that have not exited
   const Fiber *host_poller = nullptr; // the first to load from shared host memory
   std::vector<Fiber> fibers;
   std::vector<Block> blocks;
