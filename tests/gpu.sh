@@ -12,7 +12,7 @@
 #            modes      128 tokens: graph, split, types, layouts, weights, processes; and the stages of calls
 #            shapes     128 tokens of each model; skewed and recorded routing
 #            sweep      1 to 8192 tokens, with a plot
-#            nodes      GPUs as two nodes: correctness in three ways, then figures
+#            nodes      GPUs as two nodes, and as nodes of one: correctness in several ways, then figures
 #            copies     what blocks can move at all, in two ways
 #            long       many iterations, small and large
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
@@ -194,13 +194,19 @@ section_nodes() {
     return
   fi
   local place halves=(--world "$gpus" --ranks-per-node "$((gpus / 2)),$((gpus - gpus / 2))")
+  local alone=(--world "$gpus" --ranks-per-node 1)
   # The processor moves what goes between them, then emulated NICs do.
   for place in host device; do
     checked "nodes-$place" "${halves[@]}" --arena "$place" --tokens 64 --iters 20 --warmup 2
   done
+  # Rows between nodes kept once, as in large arenas; ranks that are alone in their node.
+  checked nodes-single "${halves[@]}" --single-buffer --tokens 64 --iters 20 --warmup 2
+  checked nodes-alone "${alone[@]}" --tokens 64 --iters 20 --warmup 2
   checked waves "${halves[@]}" --tokens 500 --wave-tokens 150 --iters 10 --warmup 2
   figure "decode-nodes-$gpus" "${halves[@]}" --tokens 1,16,128
   figure "decode-nodes-cx7-$gpus" "${halves[@]}" --tokens 1,16,128 --link cx7
+  figure "decode-${gpus}x1-cx7" "${alone[@]}" --tokens 1,16,128 --link cx7
+  figure "stages-nodes-cx7-$gpus" "${halves[@]}" --tokens 1,128 --iters 40 --link cx7 --stages
 }
 
 section_copies() {
