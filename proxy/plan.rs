@@ -361,11 +361,12 @@ mod tests {
     fn rows_are_kept_twice_where_the_arena_stays_small() {
         let input = v3_of_nodes(128, &[8; 4]);
         let twice = Plan::new(&input).unwrap();
-        let once = Plan::new(&PlanInput { double_buffer_bytes: twice.arena_bytes() - 1, ..input }).unwrap();
+        let once = Plan::new(&PlanInput { double_buffer_bytes: twice.arena_bytes() - 1, ..input.clone() }).unwrap();
         assert!(twice.arena_bytes() <= 256 << 20 && twice.arena_bytes() > once.arena_bytes() + (64 << 20));
         let flags = [&twice, &once].map(|plan| plan.regions.dispatch_free.source_stride != 0);
         assert_eq!(flags, [false, true]);
         assert!(twice.regions.rows.parity_stride != 0 && once.regions.rows.parity_stride == 0);
+        assert!(twice.explain(&input).contains("2 x (32 ranks") && once.explain(&input).contains("1 x (32 ranks"));
     }
 
     #[test]

@@ -21,11 +21,9 @@ pub struct Costs {
     pub meta_ns: u64,
     /// See `meta_ns`.
     pub meta_token_ns: u64,
-    /// From a source's counts to the words of its tokens, without which none can be placed; and more per token. Stages:
+    /// From a source's counts to the words of its tokens, without which none can be placed. Stages:
     /// a block with META is through with it at 3.2 (1 token) and 5.7 (128), which is 1.0 behind its counts.
     pub words_ns: u64,
-    /// See `words_ns`.
-    pub words_token_ns: u64,
     /// Starts of segments, from the counts of all sources. Stamps: 2.9 to 4.2 (1 token).
     pub scan_ns: u64,
     /// The same per source. Assumed, of kernels that sum counts source by source, a load from shared memory behind a store
@@ -90,7 +88,6 @@ impl Costs {
         meta_ns: 2_200,
         meta_token_ns: 20,
         words_ns: 1_000,
-        words_token_ns: 0,
         scan_ns: 1_300,
         scan_source_ns: 20,
         row_ns: 1_500,

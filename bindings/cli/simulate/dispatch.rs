@@ -42,8 +42,6 @@ struct Device {
 #[derive(Debug, Clone, Copy)]
 struct Meta {
     missing: usize,
-    /// When the words of all tokens are there that counts have come of.
-    words_ns: u64,
     ready_ns: Option<u64>,
 }
 
@@ -69,7 +67,7 @@ impl<'a> Dispatch<'a> {
             workload,
             start_ns: 0,
             devices: vec![Device::default(); ranks],
-            metas: vec![Meta { missing: ranks, words_ns: 0, ready_ns: None }; plan.shape.nodes],
+            metas: vec![Meta { missing: ranks, ready_ns: None }; plan.shape.nodes],
             open: ranks,
             traffic: Traffic::new(ranks),
         }
@@ -123,7 +121,7 @@ impl<'a> Dispatch<'a> {
     fn own_node(&mut self, source: usize, ready_ns: u64, events: &mut Events) {
         let (shape, costs) = (self.plan.shape, self.costs);
         let node = shape.node_of(source);
-        self.tell(node, shape.tokens, self.start_ns + costs.launch_ns + self.counts_ns(shape.tokens), events);
+        self.tell(node, self.start_ns + costs.launch_ns + self.counts_ns(shape.tokens), events);
         for rows in self.workload.rows(source, node).chunks(BLOCK_ROWS) {
             self.forward(source, rows, ready_ns, events);
         }
@@ -134,15 +132,9 @@ impl<'a> Dispatch<'a> {
         self.costs.meta_ns + self.costs.meta_token_ns * tokens as u64
     }
 
-    /// What the words of its tokens take behind them.
-    fn words_ns(&self, tokens: usize) -> u64 {
-        self.costs.words_ns + self.costs.words_token_ns * tokens as u64
-    }
-
     /// Sends META of one source, whose counts are there at `counted_ns`, to all ranks of a node.
-    fn tell(&self, node: usize, tokens: usize, counted_ns: u64, events: &mut Events) {
-        let words_ns = self.words_ns(tokens) as u32;
-        events.at(counted_ns + self.costs.nvlink_ns, What::Meta { node: node as u32, words_ns });
+    fn tell(&self, node: usize, counted_ns: u64, events: &mut Events) {
+        events.at(counted_ns + self.costs.nvlink_ns, What::Meta { node: node as u32 });
     }
 
     /// Sends rows to all ranks of the sender's node that need them.
@@ -178,13 +170,13 @@ impl<'a> Dispatch<'a> {
         let rows = workload.rows(home, node);
         let seen_ns = now_ns + self.plan.relay_ns(&costs);
         if chunk == 0 {
-            let (counts_ns, words_ns) = (self.counts_ns(rows.len()), self.words_ns(rows.len()));
+            let (counts_ns, words_ns) = (self.counts_ns(rows.len()), costs.words_ns);
             let counted_ns = if self.plan.order.spread_meta {
                 seen_ns + counts_ns
             } else {
                 self.devices[rank].meta.serve(seen_ns, counts_ns + words_ns) - words_ns
             };
-            self.tell(node, rows.len(), counted_ns, events);
+            self.tell(node, counted_ns, events);
         }
         let here = self.plan.rows_in(rows.len(), chunk);
         // A rank that is alone in its node places rows from where they landed.
@@ -192,17 +184,16 @@ impl<'a> Dispatch<'a> {
         self.forward(rank, &rows[here], seen_ns + copied_ns, events);
     }
 
-    fn meta(&mut self, node: usize, words_ns: u64, now_ns: u64) {
+    fn meta(&mut self, node: usize, now_ns: u64) {
         let shape = self.plan.shape;
         let meta = &mut self.metas[node];
         meta.missing -= 1;
-        meta.words_ns = meta.words_ns.max(now_ns + words_ns);
         if meta.missing > 0 {
             return;
         }
         // Segments are planned from counts, while words come.
         let scan_ns = self.costs.scan_ns + self.costs.scan_source_ns * shape.ranks() as u64;
-        let ready_ns = meta.words_ns.max(now_ns + scan_ns);
+        let ready_ns = now_ns + scan_ns.max(self.costs.words_ns);
         meta.ready_ns = Some(ready_ns);
         for local in 0..shape.per_node {
             self.place(shape.rank(node, local), ready_ns);
@@ -267,7 +258,7 @@ impl Phase for Dispatch<'_> {
             What::Landed { rank, source, chunk } => {
                 self.landed(rank as usize, usize::from(source), usize::from(chunk), now_ns, events);
             }
-            What::Meta { node, words_ns } => self.meta(node as usize, u64::from(words_ns), now_ns),
+            What::Meta { node } => self.meta(node as usize, now_ns),
             What::Rows { rank, rows, copies, pushed } => self.arrived(rank as usize, rows, copies, pushed, now_ns),
         }
     }

@@ -45,8 +45,8 @@ pub enum What {
     Bell { rank: u32, link: u16, chunk: u16, chunks: u16, bytes: u32 },
     /// The device can see that a chunk has landed.
     Landed { rank: u32, source: u16, chunk: u16 },
-    /// Counts of one source have reached a node; the words of its tokens will so much later.
-    Meta { node: u32, words_ns: u32 },
+    /// Counts of one source have reached a node.
+    Meta { node: u32 },
     /// Rows have reached a rank of their node: so many, for so many experts there.
     Rows { rank: u32, rows: u32, copies: u32, pushed: bool },
 }
