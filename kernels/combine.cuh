@@ -114,16 +114,15 @@ TY_DEVICE bool sums_fail(const ty_combine_args &a, const Wave &wave, u32 token) 
   return failed;
 }
 
-// Everything of one own token, listed once a piece of it is here. By a warp. False once a deadline passed.
+// Everything of one own token, listed once it is here. By a warp. False once a deadline passed.
 template <bool far>
 TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 n,
-                            const Parts &parts, const Piece &piece, HomeRows &list) {
+                            const Parts &parts, HomeRows &list) {
   const ty_context &c = a.context;
   u32 own_rows = popcount64(parts.present);
   list = {0, own_rows, own_rows};
   if (far) list = list_sums(a, terms, wave, token, own_rows);
-  list_partials(c, terms, list.own, wave.epoch, 0, n, parts);
-  bool failed = partials_fail(c, wave.epoch, 0, n, parts, piece);
+  bool failed = partials_fail(c, terms, list.own, wave.epoch, 0, n, parts);
   // What comes last is waited for last, so that nothing but the sum is left to do behind it.
   if (far) failed |= sums_fail(a, wave, token);
   return gathered(failed);
@@ -156,26 +155,25 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
   }
 }
 
-// Sums of all own tokens, behind begin_sums. By a team, and if it is helped by others' warps, too.
+// Sums of all own tokens, behind begin_sums. By warps of a block, so many of them.
 template <typename Partial, bool far>
-TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave,
-                               bool bad, const Range &range, bool helped) {
+TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, u32 warps, const Wave &wave, bool bad,
+                               const Range &range) {
   const ty_context &c = a.context;
   u64 missing = missing_ranks(c, shared);
   Terms &terms = shared.terms[warp_index()];
-  share_out(
-      c, team, range.end - range.first, helped ? &shared.taken : nullptr, [](u32) { return true; },
-      [&](u32 n, u32, const Piece &piece) {
-        u32 token = range.first + n;
-        HomeRows list{};
-        if (!bad) {
-          u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
-          if (!gather_token<far>(a, terms, wave, token, n, Parts{ranks, ranks & ~missing}, piece, list)) return false;
-        }
-        sum_token<Partial, far>(a, terms, list, token, columns_of<Partial>(c, piece));
-        warp_barrier(); // the list is read
-        return true;
-      });
+  auto there = [](u32) { return true; };
+  share_out(c, shared.home, warps, range.end - range.first, false, there, [&](u32 n, u32, u32, const Piece &piece) {
+    u32 token = range.first + n;
+    HomeRows list{};
+    if (!bad) {
+      u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
+      if (!gather_token<far>(a, terms, wave, token, n, Parts{ranks, ranks & ~missing}, list)) return false;
+    }
+    sum_token<Partial, far>(a, terms, list, token, columns_of<Partial>(c, piece));
+    warp_barrier(); // the list is read
+    return true;
+  });
 }
 
 // ---- the kernels ---------------------------------------------------------------------------------------------
@@ -202,7 +200,8 @@ TY_DEVICE bool begin_sums(const ty_combine_args &a, CombineShared &shared, const
   const ty_context &c = a.context;
   bool receives = (a.phases & TY_PHASE_RECEIVE) != 0, leads = team_thread(team) == 0;
   bool serves = far && (a.phases & TY_PHASE_SEND) != 0;
-  // Ahead of the flags, which are waited for longer.
+  if (serves) clear_counts(team, shared.sums);
+  // Ahead of the flags, which are waited for longer. Its members meet there.
   if (serves && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return false;
   if (!wait_flags(c, shared, team, wave.epoch)) return false;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
@@ -215,11 +214,8 @@ TY_DEVICE bool begin_sums(const ty_combine_args &a, CombineShared &shared, const
   return true;
 }
 
-// Tokens a summing warp from which on warps that have sent help: with fewer it would be through before they come.
-constexpr u32 tokens_to_help = 2;
-
-// What waits for partial rows: the rail's sums, then those of own tokens, where the block's other warps help if there
-// are many. By all warps of a block, of which a team is for this alone.
+// What waits for partial rows: the rail's sums, then those of own tokens, where the block's other warps help once they
+// have sent. By all warps of a block, of which a team is for this alone.
 template <typename Partial, bool far>
 TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
@@ -227,12 +223,10 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
   // Before flags are acquired, behind which nothing is in caches.
   bool bad = load(&head_of(a)->own_bad) != 0;
   Range range = own_range(c, wave, load(&head_of(a)->own_tokens));
-  bool helped = shares && range.end - range.first > tokens_to_help * worker_count(c) * team.warps;
   if (member) {
-    // Its members meet in begin_sums.
-    if (team_thread(team) == 0) store(&shared.taken, 0u);
+    clear_counts(team, shared.home); // its members meet in begin_sums
     bool well = begin_sums<Partial, far>(a, shared, team, wave);
-    if (team_thread(team) == 0) store(&shared.helped, helped && well ? 1u : 0u);
+    if (team_thread(team) == 0) store(&shared.helped, well ? 1u : 0u);
     // For compute-sanitizer's racecheck, to which an arrival at a barrier orders nothing.
     if (shares) team_barrier(team);
     // N11: what was heard of node peers happens before; the other team takes over.
@@ -244,7 +238,7 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
     if (!load(&shared.helped)) return;
   }
   if (a.phases & TY_PHASE_RECEIVE) {
-    combine_receive<Partial, far>(a, shared, team, wave, bad, range, helped);
+    combine_receive<Partial, far>(a, shared, shares ? block_warps() : team.warps, wave, bad, range);
     // Behind the sums, each of which waits for its own chunks. The relay waits for every message, one without rows too.
     if (far && member && block_index() == 0) report_rails(a, team, wave);
   }

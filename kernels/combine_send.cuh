@@ -5,19 +5,57 @@
 
 namespace ty {
 
+// Rows of a block whose parts are counted, so that they may be made by several warps: others are a warp's.
+constexpr u32 counted_rows = 256;
+
+// How far a block is with some rows: the parts of each that are stored, by the block's number of the row.
+struct Counts {
+  u32 parts[counted_rows];
+  u32 taken; // pieces that some warp has taken
+};
+
 // Rows to add up, in the order of addition: a warp's.
 struct Terms {
   u64 row[TY_MAX_TOP_K]; // addresses
   float weight[TY_MAX_TOP_K];
 };
 
+// Numbers for the rows of several lists: so many of the first list, as many of the next, and so on, then the next of
+// the first.
+struct RowOrder {
+  u32 lists;
+  u32 run;                                      // rows of a list that follow one another
+  u32 lists_inverse, run_inverse, turn_inverse; // of lists, run, and their product, as divide() takes them
+
+  struct Place {
+    u32 list;
+    u32 row;
+  };
+
+  TY_DEVICE Place at(u32 n) const {
+    Quotient turn = divide(n, lists * run, turn_inverse);
+    if (run == 1) return {turn.rest, turn.whole};
+    Quotient list = divide(turn.rest, run, run_inverse);
+    return {list.whole, turn.whole * run + list.rest};
+  }
+
+  // List number `list` + `by`, where the first follows the last. Each is below 2^30.
+  TY_DEVICE u32 turned(u32 list, u32 by) const { return divide(list + by, lists, lists_inverse).rest; }
+
+  // So many numbers, where no list has more than `most` rows.
+  TY_DEVICE u32 numbers(u32 most) const {
+    return run == 1 ? most * lists : divide(most + run - 1, run, run_inverse).whole * run * lists;
+  }
+};
+
 // Shared memory of a combine block.
 struct CombineShared {
   LaunchShared turn;
   u32 incomplete[TY_MAX_NODE_RANKS]; // 1 where the rank of this node sends no rows; by the team that waits for flags
-  Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
-  u32 helped;                                    // 1: warps that have sent help to sum own tokens
-  u32 taken;                                     // then: tokens of this block that some warp has taken
+  Terms terms[TY_MAX_BLOCK_THREADS / warp_size];    // by warp
+  RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
+  u32 helped;                                       // 1: warps that have sent help to sum own tokens
+  Counts far, near, sums, home; // partial rows for other nodes, those for the own one, the rail's sums, own tokens
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -108,12 +146,18 @@ TY_DEVICE const float *weights_of(const ty_combine_args &a, u64 call, u32 source
 
 // ---- shares of the work ------------------------------------------------------------------------------------------
 
-// Consecutive slices of a row, which a warp carries at once.
+// Parts of a row: as many as a block may have warps.
+constexpr u32 row_parts = TY_MAX_BLOCK_THREADS / warp_size;
+static_assert((row_parts & (row_parts - 1)) == 0, "halved to pieces");
+
+// Consecutive parts of a row, which a warp carries at once.
 struct Piece {
   u32 first;
-  u32 slices;
+  u32 parts;
 };
-static_assert((TY_SLICES & (TY_SLICES - 1)) == 0 && TY_SLICES <= warp_size, "halved to pieces; a lane a slice's tag");
+
+TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
+TY_DEVICE constexpr u32 larger(u32 x, u32 y) { return x > y ? x : y; }
 
 // Bit number n of those that are set, counted from 0.
 TY_DEVICE u32 nth_bit(u64 mask, u32 n) {
@@ -121,41 +165,90 @@ TY_DEVICE u32 nth_bit(u64 mask, u32 n) {
   return lowest_bit(mask);
 }
 
-// How often rows are halved where a team has so many before it: while it has no more pieces than warps, or two. A piece
-// costs its warp trips to memory and a fence beside its bytes.
-TY_DEVICE u32 cut_of_pieces(u32 rows, const Team &team) {
-  u32 cut = 0, most = team.warps < 2 ? 2 : team.warps;
+// How often rows are halved where so many warps have so many before them: while they have no more pieces than warps, or
+// two. A piece costs its warp trips to memory beside its bytes.
+TY_DEVICE u32 cut_of_pieces(u32 rows, u32 warps) {
+  u32 cut = 0, most = warps < 2 ? 2 : warps;
   TY_ROLLED
-  while (TY_SLICES >> cut > 1 && rows << (cut + 1) <= most) ++cut;
+  while (row_parts >> cut > 1 && rows << (cut + 1) <= most) ++cut;
   return cut;
 }
 
-// Shares rows out: number n to block n mod blocks, and there piece by piece to the warps of a team in turn. A warp
-// looks at 32 of its block's numbers at once, a lane each, and so finds out for itself which are there(n) and which are
-// its own. carry(n, lane, piece) is called in the order of numbers, with the lane that found the number. By a team's
-// warps, each for itself. False once it was false.
+// Before rows are counted. By a team, whose members are to meet behind it.
+TY_DEVICE void clear_counts(const Team &team, Counts &counts) {
+  for (u32 row = team_thread(team); row < counted_rows; row += team_threads(team)) store(&counts.parts[row], 0u);
+  if (team_thread(team) == 0) store(&counts.taken, 0u);
+}
+
+// Counts a piece of row number `row` of this block, whose stores are over. By a warp. True for the one that finds the
+// row whole: behind it are the stores of all pieces.
+TY_DEVICE bool is_row_whole(Counts &counts, u32 row, const Piece &piece) {
+  warp_barrier();
+  if (piece.parts == row_parts) return true;
+  u32 before = lane_index() == 0 ? atomic_count_block(&counts.parts[row], piece.parts) : 0;
+  // Lane 0 acquired; the barrier orders what the other lanes do behind it.
+  warp_barrier();
+  return shuffle(before, 0) + piece.parts == row_parts;
+}
+
+// Shares rows out: number n to block n mod blocks, and there piece by piece to whichever of so many warps comes for the
+// next. A warp looks at 32 of its block's numbers at once, a lane each, and so finds out for itself which are there(n).
+// carry(n, lane, row, piece) is called in the order of numbers, with the lane that found the number, which is the
+// block's number `row`. By warps, each for itself. False once it was false.
 //
-// With `taken` all numbers are there, and go whole to whichever warp of the block comes for the next.
+// `in_turn`: one row after the other, each by all those warps, so that what comes first is done first. Rows of more
+// numbers than are counted go whole to a warp.
 template <typename There, typename Carry>
-TY_DEVICE bool share_out(const ty_context &c, const Team &team, u32 numbers, u32 *taken, There there, Carry carry) {
-  u32 blocks = worker_count(c), turn = 0; // whose the next piece is
+TY_DEVICE bool share_out(const ty_context &c, Counts &counts, u32 warps, u32 numbers, bool in_turn, There there,
+                         Carry carry) {
+  u32 blocks = worker_count(c), before = 0; // pieces of the numbers before
+  bool counted = numbers <= blocks * counted_rows;
+  u32 next = take_next(&counts.taken);
   TY_ROLLED
-  for (u32 first = block_index();; first += blocks * warp_size) {
-    if (taken) first = block_index() + take_next(taken) * blocks;
-    if (first >= numbers) return true;
+  for (u32 first = block_index(), row = lane_index(); first < numbers; first += blocks * warp_size, row += warp_size) {
     u32 mine = first + lane_index() * blocks;
-    u32 rows = taken ? 1 : warp_ballot(mine < numbers && there(mine));
-    u32 cut = taken ? 0 : cut_of_pieces(popcount(rows), team), pieces = popcount(rows) << cut;
-    u32 i = taken ? 0 : team_warp(team) + (team_warp(team) < turn ? team.warps : 0) - turn;
+    u32 rows = warp_ballot(mine < numbers && there(mine));
+    u32 cut = counted ? cut_of_pieces(in_turn ? 1 : popcount(rows), warps) : 0, pieces = popcount(rows) << cut;
     TY_ROLLED
-    for (; i < pieces; i += team.warps) {
-      u32 lane = nth_bit(rows, i >> cut), slices = TY_SLICES >> cut;
-      if (!carry(first + lane * blocks, lane, Piece{(i & ((1u << cut) - 1)) * slices, slices})) return false;
+    for (; next - before < pieces; next = take_next(&counts.taken)) {
+      u32 i = next - before, lane = nth_bit(rows, i >> cut), parts = row_parts >> cut;
+      Piece piece{(i & ((1u << cut) - 1)) * parts, parts};
+      if (!carry(first + lane * blocks, lane, shuffle(row, lane), piece)) return false;
     }
-    turn += pieces;
-    // Most calls end here, and need no remainder.
-    if (!taken && first + blocks * warp_size < numbers) turn %= team.warps;
+    before += pieces;
   }
+  return true;
+}
+
+// Row by row of so many lists.
+TY_DEVICE RowOrder row_by_row(u32 lists, u32 inverse) { return {lists, 1, inverse, ~0u, inverse}; }
+
+// Rows of a list at the most that follow one another: they are for one rank, while other blocks have those of others.
+constexpr u32 longest_run = 16;
+
+// Chunk by chunk of so many messages of sums, so that the first of one is soon whole.
+TY_DEVICE RowOrder chunk_by_chunk(const ty_context &c, u32 messages) {
+  u32 run = smaller(lane_of(c, TY_LANE_COMBINE).chunk_rows, longest_run);
+  if (messages == 0) return {0, 1, 0, 0, 0};
+  return {messages, run, ~0u / messages, ~0u / run, ~0u / (messages * run)};
+}
+
+// Keeps an order in shared memory, since registers are few. By a warp.
+TY_DEVICE void keep_order(RowOrder &kept, const RowOrder &order) {
+  warp_barrier();
+  if (lane_index() == 0) {
+    store(&kept.lists, order.lists);
+    store(&kept.run, order.run);
+    store(&kept.lists_inverse, order.lists_inverse);
+    store(&kept.run_inverse, order.run_inverse);
+    store(&kept.turn_inverse, order.turn_inverse);
+  }
+  warp_barrier();
+}
+
+TY_DEVICE RowOrder load_order(const RowOrder &kept) {
+  return {load(&kept.lists), load(&kept.run), load(&kept.lists_inverse), load(&kept.run_inverse),
+          load(&kept.turn_inverse)};
 }
 
 // Groups [begin, end) of a row.
@@ -168,7 +261,7 @@ struct Columns {
 template <typename Partial> TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
   constexpr u32 groups = Partial::block / Partial::group;
   u32 blocks = (c.hidden + Partial::block - 1) / Partial::block;
-  return {blocks * piece.first / TY_SLICES * groups, blocks * (piece.first + piece.slices) / TY_SLICES * groups};
+  return {blocks * piece.first / row_parts * groups, blocks * (piece.first + piece.parts) / row_parts * groups};
 }
 
 // Whether a block of a partial row is made by lanes together, so that none may leave before the others.
@@ -192,9 +285,6 @@ constexpr u32 loads_at_rail = 8, rows_at_rail = 2;
 // Columns whose sums it holds: fewer where it then quantises them; at home twice, those of all nodes and of its own.
 template <typename Partial> constexpr u32 columns_at_expert = lanes_share_blocks<Partial> ? 16 : 32;
 constexpr u32 columns_at_home = 16;
-
-TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
-TY_DEVICE constexpr u32 larger(u32 x, u32 y) { return x > y ? x : y; }
 
 // Groups of each row in those loads; as many as fit of an expert's row and of the partial row, whichever is larger.
 template <typename Row, typename Partial>
@@ -244,10 +334,10 @@ TY_DEVICE char *sum_in_message(const ty_context &c, const Wave &wave, u32 j, u32
   return staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(lane_of(c, TY_LANE_COMBINE), 0, row);
 }
 
-// So many slices of it are there, of a message of so many rows. By a warp, behind the barrier that follows its stores.
-TY_DEVICE void count_sum(const ty_context &c, const Wave &wave, u32 j, u32 rows, u32 row, u32 slices) {
+// It is there, of a message of so many rows. By a warp, behind is_row_whole.
+TY_DEVICE void count_sum(const ty_context &c, const Wave &wave, u32 j, u32 rows, u32 row) {
   u32 chunk = chunk_of_row(lane_of(c, TY_LANE_COMBINE), row);
-  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk, slices);
+  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk, packed_row);
 }
 
 // ---- partial rows ------------------------------------------------------------------------------------------------
@@ -322,18 +412,19 @@ TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
   return load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token);
 }
 
-// A piece of one partial row to its owner, or into the message if it is the node's sum; of the wave's token number n.
-// By a warp. False once a deadline passed.
+// A piece of one partial row to its owner, or into the message if it is the node's sum: of the wave's token number n,
+// the block's row number `row`. By a warp. False once a deadline passed.
 template <typename Row, typename Partial, bool far>
-TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 source, u32 token, u32 slot,
-                            u32 n, const Piece &piece) {
+TY_DEVICE bool send_partial(const ty_combine_args &a, CombineShared &shared, Counts &counts, const Wave &wave,
+                            u32 source, u32 token, u32 slot, u32 n, u32 row, const Piece &piece) {
   const ty_context &c = a.context;
   u64 call = wave.call;
   if (!wait_weights(c, call, source)) return false;
   Owner owner = owner_of(c, source);
+  Terms &terms = shared.terms[warp_index()];
   // A part of a row is loaded at once; a whole one takes turns, of which each would wait for memory. With many blocks
   // memory has enough to do, and what comes early is gone again.
-  u32 bytes = piece.slices == TY_SLICES && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
+  u32 bytes = piece.parts == row_parts && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
   u32 count = list_rows(a, terms, call, source, token, bytes);
   u64 place = static_cast<u64>(n) * c.slots + slot;
   char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) + place * c.partial_bytes;
@@ -344,32 +435,38 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, Terms &terms, const Wave &
     rows = rail_rows(a, wave, owner.part - 1);
   }
   sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
-  warp_barrier();
-  if (sums) return count_sum(c, wave, owner.part - 1, rows.end - rows.first, n, piece.slices), true;
-  // N4: the slices happen before these releases through the barrier; wait_tag(TY_SITE_PARTIAL) acquires.
-  u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place * TY_SLICES;
-  if (lane_index() < piece.slices) store_release_sys(tags + piece.first + lane_index(), wave.epoch);
+  if (!is_row_whole(counts, row, piece)) return true;
+  if (sums) return count_sum(c, wave, owner.part - 1, rows.end - rows.first, n), true;
+  // N4: all pieces' stores happen before this release; wait_tag(TY_SITE_PARTIAL) acquires.
+  u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part);
+  if (lane_index() == 0) store_release_sys(tags + place, wave.epoch);
   return true;
 }
 
-// This rank's partial rows for homes of its node, or for those of all others: token by token, so that what comes first
-// at home is sent first. By a team's warps, each for itself. False once a deadline passed.
+// This rank's partial rows for homes of its node, token by token, or for those of all others, chunk by chunk: so that
+// what comes first at home is sent first. Those that cross the network one after the other, as it takes long over them,
+// and can begin with the first. By a team's warps, each for itself. False once a deadline passed.
 template <typename Row, typename Partial, bool far>
-TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team &team, const Wave &wave, bool own) {
+TY_DEVICE bool send_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave,
+                             bool own) {
   const ty_context &c = a.context;
   const ty_handle_head *head = head_of(a);
   u32 sources = own ? c.node_ranks : c.ranks - c.node_ranks;
   if (sources == 0 || load(&head->incomplete)) return true;
-  u32 inverse = !far ? c.ranks_inverse : ~0u / sources;
+  // Those that cross the network go to homes of the nodes behind the own one first, lest all nodes send to the same.
+  RowOrder &kept = shared.order[warp_index()];
+  if (far) keep_order(kept, own ? row_by_row(sources, ~0u / sources) : chunk_by_chunk(c, sources));
+  auto load_own = [&] { return far ? load_order(kept) : row_by_row(sources, c.ranks_inverse); };
   auto range_of = [&](u32 source) { return wave_range(c, a.handle.source_tokens, source, wave); };
   // What the lane's number is.
   u32 source = 0, token = 0, place = 0;
   i32 slot = -1;
   auto there = [&](u32 n) {
-    Quotient at = divide(n, sources, inverse);
-    place = at.whole;
-    // Each token begins with another source, lest a block's rows all go to one.
-    u32 turned = divide(at.rest + at.whole, sources, inverse).rest;
+    RowOrder order = load_own();
+    RowOrder::Place at = order.at(n);
+    place = at.row;
+    // Of its own node each token begins with another source, lest a block's rows all go to one.
+    u32 turned = order.turned(at.list, own ? place : c.node_first);
     source = own ? c.node_first + turned : turned < c.node_first ? turned : turned + c.node_ranks;
     Range range = range_of(source);
     token = range.first + place;
@@ -378,10 +475,11 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, Terms &terms, const Team 
     return token < range.end && slot >= 0;
   };
   // Fits: META of a token takes more than 24 bytes a source, twice.
-  u32 numbers = load(&head->most_tokens) * sources;
-  return share_out(c, team, numbers, nullptr, there, [&](u32, u32 lane, const Piece &piece) {
-    return send_partial<Row, Partial, far>(a, terms, wave, shuffle(source, lane), shuffle(token, lane),
-                                           static_cast<u32>(shuffle(slot, lane)), shuffle(place, lane), piece);
+  u32 numbers = load_own().numbers(load(&head->most_tokens));
+  Counts &counts = own ? shared.near : shared.far;
+  return share_out(c, counts, team.warps, numbers, !own, there, [&](u32, u32 lane, u32 row, const Piece &piece) {
+    return send_partial<Row, Partial, far>(a, shared, counts, wave, shuffle(source, lane), shuffle(token, lane),
+                                           static_cast<u32>(shuffle(slot, lane)), shuffle(place, lane), row, piece);
   });
 }
 
@@ -393,35 +491,20 @@ struct Parts {
   u64 present;
 };
 
-// The calling lane's share of waiting for a piece of the partial rows of a wave's token number `token`. True once a
-// deadline passed.
-TY_DEVICE bool partials_fail(const ty_context &c, u64 epoch, u32 part, u32 token, const Parts &parts,
-                             const Piece &piece) {
-  const u64 *tags = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) +
-                    static_cast<u64>(token) * c.slots * TY_SLICES;
-  u32 shift = popcount(piece.slices - 1), count = popcount64(parts.ranks) << shift; // as many as a power of two
-  bool failed = false;
-  TY_ROLLED
-  for (u32 i = lane_index(); i < count; i += warp_size) {
-    u32 slot = i >> shift, rank = nth_bit(parts.ranks, slot);
-    if (!((parts.present >> rank) & 1)) continue;
-    const u64 *tag = tags + slot * TY_SLICES + piece.first + (i & (piece.slices - 1));
-    failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
-  }
-  return failed;
-}
-
-// Lists the partial rows of a wave's token in rank order, from place `at` on, a slot a lane.
-TY_DEVICE void list_partials(const ty_context &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
+// Lists the partial rows of a wave's token in rank order, from place `at` on, a slot a lane, and waits for them: the
+// calling lane's share of both. True once a deadline passed.
+TY_DEVICE bool partials_fail(const ty_context &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
                              const Parts &parts) {
   u32 slot = lane_index();
-  if (slot >= popcount64(parts.ranks)) return;
+  if (slot >= popcount64(parts.ranks)) return false;
   u32 rank = nth_bit(parts.ranks, slot);
-  if (!((parts.present >> rank) & 1)) return;
+  if (!((parts.present >> rank) & 1)) return false;
   const char *rows = in_arena<const char>(c, c.local, c.regions.partials, epoch, part);
   u64 place = static_cast<u64>(token) * c.slots + slot;
   store(&terms.row[at + popcount64(bits_below(parts.present, rank))],
         reinterpret_cast<u64>(rows + place * c.partial_bytes));
+  const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
+  return !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
 }
 
 // Behind a warp's waiting and listing. Its lanes acquired tags of their own, and the barrier orders the loads of all

@@ -98,16 +98,17 @@ TY_DEVICE void pack_sum_heads(const ty_combine_args &a, const CombineShared &sha
     pack_sum_head(a, shared, wave, j);
 }
 
-// A piece of one row of the message to served home j. By a warp. False once a deadline passed.
+// A piece of one row of the message to served home j, the block's number `counted`. By a warp. False once a deadline
+// passed.
 template <typename Partial>
-TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, const Wave &wave, u32 j, u32 row,
-                        const Piece &piece) {
+TY_DEVICE bool pack_sum(const ty_combine_args &a, CombineShared &shared, u64 missing, const Wave &wave, u32 j, u32 row,
+                        u32 counted, const Piece &piece) {
   const ty_context &c = a.context;
   Range rows = rail_rows(a, wave, j);
   u64 ranks = load(rail_masks(a, j) + rows.first + row);
   Parts parts{ranks, ranks & ~missing};
-  list_partials(c, terms, 0, wave.epoch, 1 + j, row, parts);
-  if (!gathered(partials_fail(c, wave.epoch, 1 + j, row, parts, piece))) return false;
+  Terms &terms = shared.terms[warp_index()];
+  if (!gathered(partials_fail(c, terms, 0, wave.epoch, 1 + j, row, parts))) return false;
   u32 count = popcount64(parts.present);
   char *out = sum_in_message(c, wave, j, row);
   constexpr u32 groups = groups_at_rail<Partial>;
@@ -120,14 +121,13 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, Terms &terms, u64 missing, con
     add_terms<Partial, rows_at_rail, groups, Partial::group>(c, terms, count, g, columns.end, add);
     store_partials<Partial>(c, out, g, columns.end, sums);
   }
-  warp_barrier();
-  count_sum(c, wave, j, rows.end - rows.first, row, piece.slices);
+  if (is_row_whole(shared.sums, counted, piece)) count_sum(c, wave, j, rows.end - rows.first, row);
   return true;
 }
 
 // Everything for the homes that this rank serves, behind wait_stagings and wait_flags, but sums that are there already.
-// Row by row of all of them, so that chunks fill one after the other. By a team. False once a deadline passed, in some
-// warps perhaps.
+// Chunk by chunk of all of them, in the order in which partial rows are sent. By a team. False once a deadline passed,
+// in some warps perhaps.
 template <typename Partial>
 TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
@@ -146,19 +146,22 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
     most = rows > most ? rows : most;
     begin += popcount(warp_ballot(j < targets && served_home(c, j) < c.node_first));
   }
-  u32 inverse = targets == 0 ? 0 : ~0u / targets;
+  RowOrder &kept = shared.order[warp_index()];
+  keep_order(kept, chunk_by_chunk(c, targets));
   // What the lane's number is.
   u32 target = 0, row = 0;
   auto there = [&](u32 n) {
-    Quotient at = divide(n, targets, inverse);
-    row = at.whole;
-    target = divide(at.rest + begin, targets, inverse).rest;
+    RowOrder order = load_order(kept);
+    RowOrder::Place at = order.at(n);
+    row = at.row;
+    target = order.turned(at.list, begin);
     return row < rows_of(target);
   };
-  return share_out(c, team, most * targets, nullptr, there, [&](u32, u32 lane, const Piece &piece) {
-    return pack_sum<Partial>(a, shared.terms[warp_index()], missing, wave, shuffle(target, lane), shuffle(row, lane),
-                             piece);
-  });
+  return share_out(c, shared.sums, team.warps, load_order(kept).numbers(most), true, there,
+                   [&](u32, u32 lane, u32 counted, const Piece &piece) {
+                     return pack_sum<Partial>(a, shared, missing, wave, shuffle(target, lane), shuffle(row, lane),
+                                              counted, piece);
+                   });
 }
 
 // ---- the sending phase ---------------------------------------------------------------------------------------------
@@ -168,17 +171,22 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
 template <typename Row, typename Partial, bool far>
 TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
   const ty_context &c = a.context;
+  if (far) clear_counts(team, shared.far);
+  clear_counts(team, shared.near);
+  team_barrier(team);
   // A block that gets no rows where there are few.
   if (block_index() + 1 == worker_count(c)) announce(a, team, wave.epoch);
   if (c.weights == TY_WEIGHTS_COMBINE && wave.number == 0 && !send_weights(a, team, wave.call)) return;
   if (far && sends_sums(a) && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return;
-  Terms &terms = shared.terms[warp_index()];
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_PUBLISHED, leads);
   // What crosses the network first, by the same code.
   TY_ROLLED
   for (u32 stage = far ? TY_STAGE_FAR : TY_STAGE_NEAR; stage <= TY_STAGE_NEAR; ++stage) {
-    if (!send_partials<Row, Partial, far>(a, terms, team, wave, stage == TY_STAGE_NEAR)) return;
+    bool failed = !send_partials<Row, Partial, far>(a, shared, team, wave, stage == TY_STAGE_NEAR);
+    // The block's fences wait for all of its stores: those of the own node's rows come behind the last of the others'.
+    if (stage == TY_STAGE_FAR) failed = team_any(team, failed);
+    if (failed) return;
     note_stage(c, TY_DIRECTION_COMBINE, stage, leads);
   }
 }

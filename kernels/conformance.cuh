@@ -92,6 +92,7 @@ struct Shared {
   u32 by_team[TY_CONFORMANCE_BLOCK];
   u32 handed[warp_size];
   u32 counter;
+  u32 warps_done;
   u32 bits[TY_CONFORMANCE_BLOCK / warp_size];
 };
 static_assert(sizeof(Shared) <= TY_CONFORMANCE_SHARED_BYTES, "launches pass too little shared memory");
@@ -113,6 +114,7 @@ struct Work {
   u32 pad;
   u32 by_thread[TY_CONFORMANCE_THREADS];
   u32 fives[TY_CONFORMANCE_THREADS];
+  u32 counted[TY_CONFORMANCE_THREADS];
 };
 static_assert(sizeof(Work) <= TY_CONFORMANCE_WORK_BYTES, "the host passes too little work space");
 
@@ -165,6 +167,7 @@ TY_DEVICE void shared_memory(const ty_conformance_args &a, u32 *row) {
   store16(&shared.lines[thread], line);
   store(&shared.by_block[thread], 3 * thread + 1);
   if (thread == 0) store(&shared.counter, 0u);
+  if (thread == 0) store(&shared.warps_done, 0u);
   if (lane == 0) store(&shared.bits[warp_index()], 0u);
   store(&shared.by_warp[thread], 5 * thread + 2);
   warp_barrier();
@@ -296,6 +299,21 @@ TY_DEVICE void last_block(const ty_conformance_args &a) {
   (void)atomic_add_gpu(at<u32>(a.messages) + 7, 1);
 }
 
+// The last warp of a block to finish sees what every thread of the block stored: messages[13] = 2 (1 + 2 + ... + 64) =
+// 4160 of both blocks, messages[14] counts last warps, 2. Behind a barrier of the block.
+TY_DEVICE void last_warp(const ty_conformance_args &a) {
+  Work *work = at<Work>(a.work);
+  u32 *counted = &work->counted[block_index() * block_threads()];
+  store(&counted[thread_index()], thread_index() + 1);
+  warp_barrier();
+  if (lane_index() != 0) return;
+  if (atomic_count_block(&block_shared<Shared>().warps_done, 1) + 1 != block_warps()) return;
+  u32 sum = 0;
+  for (u32 t = 0; t < block_threads(); ++t) sum += load(&counted[t]);
+  (void)atomic_add_gpu(at<u32>(a.messages) + 13, sum);
+  (void)atomic_add_gpu(at<u32>(a.messages) + 14, 1);
+}
+
 TY_DEVICE void numbers(const ty_conformance_args &a) {
   const u32 step = block_count() * block_threads();
   u32 *out = at<u32>(a.conversions);
@@ -358,6 +376,7 @@ TY_KERNEL(ty_conformance, ty_conformance_args) {
   conformance::numbers(a);
   conformance::quantized(a);
   conformance::messages(a);
+  conformance::last_warp(a);
   conformance::last_block(a);
   store(&row[TY_CONF_END], 0xc0ffeeu);
 }

@@ -45,11 +45,6 @@ template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u3
   return {has_few(c, tokens) || has_few_blocks(c) ? warps / 2 : warps < 4 ? 1 : warps / 4};
 }
 
-// The passes that warps go through: what is said ahead of rows, then rows for other nodes, rows for the own one, what
-// other nodes sent for it, rows to their final places. The first is all warps' together; senders go through the next
-// three, those that place through the last, in which senders describe the output and help where there is much to do.
-constexpr u32 pass_announce = 0, pass_pack = 1, pass_push = 2, pass_forward = 3, pass_place = 4;
-
 // Who goes through a pass.
 TY_DEVICE Teams teams_in(const Kept &kept) { return {load(&kept.sending)}; }
 TY_DEVICE Team team_in(const Kept &kept, u32 kind) {
@@ -74,7 +69,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
   TY_ROLLED
   for (;;) {
     u32 step = load(&pass.work.step), i = next;
-    if (step == 0) i += take_next(&shared.taken) * worker_count(c);
+    if (step == 0) i += take_next(&shared.taken[kind]) * worker_count(c);
     if (i >= load(&pass.work.end)) return true;
     next += step;
     u32 cut = load(&pass.work.cut), slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
@@ -266,7 +261,7 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
     } else {
       Range range = own_range(c, wave_in(kept), load(&kept.tokens));
       pass.first = range.first;
-      pass.work = share_rows(c, team, load(&kept.busy), range.end - range.first);
+      pass.work = share_sent(c, team, shared.place, kind, load(&kept.busy), range.end - range.first);
     }
     bool carried = true;
     TY_ROLLED

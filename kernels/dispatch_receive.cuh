@@ -81,7 +81,7 @@ TY_DEVICE void plan_segments(const ty_dispatch_args &a, const Team &team, PlaceS
   store(&shared.most, most);
   store(&shared.tokens, tokens);
   store(&shared.helped, is_one_of_two(team) && tokens > rows_to_help * worker_count(c) * team.warps ? 1u : 0u);
-  store(&shared.taken, 0u);
+  store(&shared.taken[pass_place], 0u);
   store(&shared.planned, 1u);
 }
 

@@ -5,6 +5,11 @@
 
 namespace ty {
 
+// The passes that warps go through: what is said ahead of rows, then rows for other nodes, rows for the own one, what
+// other nodes sent for it, rows to their final places. The first is all warps' together; senders go through the next
+// three, those that place through the last, in which senders describe the output and help where there is much to do.
+constexpr u32 pass_announce = 0, pass_pack = 1, pass_push = 2, pass_forward = 3, pass_place = 4, passes = 5;
+
 // Shared memory of what places rows.
 struct PlaceShared {
   u32 before[TY_MAX_COUNTS];           // [source][local expert]: rows of the expert from sources before
@@ -16,11 +21,11 @@ struct PlaceShared {
   u32 source_end[TY_MAX_RANKS];
   u32 needed;
   u32 used;
-  u32 most;    // tokens of a source in this wave
-  u32 tokens;  // of all sources
-  u32 planned; // 1: what is above is known
-  u32 helped;  // 1: warps that have sent help to place
-  u32 taken;   // then: items of this block that some warp has taken
+  u32 most;          // tokens of a source in this wave
+  u32 tokens;        // of all sources
+  u32 planned;       // 1: what is above is known
+  u32 helped;        // 1: warps that have sent help to place
+  u32 taken[passes]; // in each pass, where warps come for items: those of this block that some warp has taken
 };
 
 // Items that a team's warps carry, parts of rows: this warp's are first, first + step, ... below end. With a step of 0
@@ -304,6 +309,15 @@ TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 r
   Share share = share_of(c, team, busy, rows);
   u32 cut = cut_for(rows, share.warps);
   return {share.own, rows << cut, share.warps, cut};
+}
+
+// The same of rows to send, which warps come for where there are more than one for each. By a team.
+TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, u32 busy, u32 rows) {
+  Work work = share_rows(c, team, busy, rows);
+  if (rows <= work.step) return work;
+  if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
+  team_barrier(team);
+  return {block_index(), rows, 0, 0};
 }
 
 } // namespace ty

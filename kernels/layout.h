@@ -33,7 +33,7 @@
 // Shared memory of a block, asserted where the structs are defined.
 #define TY_DISPATCH_SHARED_BYTES 100352
 #define TY_DISPATCH_NODES_SHARED_BYTES 168192
-#define TY_COMBINE_SHARED_BYTES 9216
+#define TY_COMBINE_SHARED_BYTES 13312
 
 // Phases of a launch, or-ed for a fused call.
 #define TY_PHASE_SEND 1
@@ -151,7 +151,7 @@ typedef struct ty_regions {
   ty_region meta_choices; // [parity][source][token][top_k]: 0 not here, else 1 + (position << 11 | local expert)
   ty_region meta_weights; // [parity][source][token][top_k]: bits of a float, where the choice is here
   ty_region partials;     // [part][token][slot] rows of partial_bytes; part 0: own tokens, 1 + j: of served home j
-  ty_region partial_tags; // [part][token][slot][TY_SLICES] uint64 epoch
+  ty_region partial_tags; // [part][token][slot] uint64 epoch
   ty_region combine_flags; // [parity][local rank] uint64 flag
   ty_region ahead_weights; // [parity][source][token][top_k] float: weights that come with combine
   ty_region ahead_flags;   // [parity][source] uint64 flag: they are there

@@ -206,6 +206,16 @@ TY_DEVICE u32 atomic_add_block(u32 *p, u32 value) {
   return old;
 }
 
+// As atomic_add_block, and orders the block's other accesses.
+TY_DEVICE u32 atomic_count_block(u32 *p, u32 value) {
+  u32 old;
+  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(__cvta_generic_to_shared(p)), "r"(value)
+               : "memory");
+  return old;
+}
+
 // Warp operations; all 32 lanes call them together. The lane is taken modulo 32.
 TY_DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 TY_DEVICE u32 warp_or(u32 value) { return __reduce_or_sync(0xffffffffu, value); }
@@ -423,6 +433,10 @@ TY_DEVICE u32 atomic_or_block(u32 *p, u32 value) {
 TY_DEVICE u32 atomic_add_block(u32 *p, u32 value) {
   if (__builtin_expect(cpu::seeded, 0)) return cpu::seeded_add(p, value, cpu::Scope::none);
   return __atomic_fetch_add(p, value, __ATOMIC_RELAXED);
+}
+TY_DEVICE u32 atomic_count_block(u32 *p, u32 value) {
+  if (__builtin_expect(cpu::seeded, 0)) return cpu::seeded_add(p, value, cpu::Scope::block);
+  return __atomic_fetch_add(p, value, __ATOMIC_ACQ_REL);
 }
 
 TY_DEVICE u32 warp_ballot(bool predicate) { return cpu::warp_ballot(predicate); }

@@ -196,12 +196,7 @@ impl Plan {
             meta_choices: c.region("META choices", 2, ranks, choices.checked_mul(8)?)?,
             meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(8)?)?,
             partials: c.region("partial rows", copies, parts, places.checked_mul(input.partial_bytes as u64)?)?,
-            partial_tags: c.region(
-                "partial row tags",
-                copies,
-                parts,
-                places.checked_mul(8 * u64::from(raw::TY_SLICES))?,
-            )?,
+            partial_tags: c.region("partial row tags", copies, parts, places.checked_mul(8)?)?,
             combine_flags: c.region("combine flags", 2, node_ranks, 8)?,
             ahead_weights: c.region("weights sent ahead", 2, ranks, ahead)?,
             ahead_flags: c.region("flags of weights sent ahead", 2, ranks, ahead.min(8))?,

@@ -303,7 +303,9 @@ impl<'a> Bench<'a> {
         wanted[..5].fill(32 * 32);
         wanted[6] = (1..=THREADS).sum();
         wanted[7] = 1;
-        self.messages.expect(label, &wanted, |_| "words that came, sum, last blocks, timeouts".into());
+        wanted[13] = 2 * (1..=THREADS / 2).sum::<u32>();
+        wanted[14] = 2;
+        self.messages.expect(label, &wanted, |_| "words that came, sums, last blocks and warps, timeouts".into());
     }
 
     fn check_stores(&self, label: &str) {
