@@ -2,17 +2,16 @@
 // home's rail in this node, and home adds.
 //
 //   Cs  flag to every rank of the node (and the weights, if they come with combine)
-//       warp per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot -> tags (N4)
-//       rail, warp per (served home, row): the node's partial rows in rank order -> a row in wire staging -> doorbell
+//       block per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot -> tag (N4)
+//       rail, block per (served home, row): the node's partial rows in rank order -> a row in wire staging -> doorbell
 //       (a rank that is alone in its node: its partial row is that sum, and goes there at once)
 //   Cr  every block: flags of the node's ranks
-//       warp per own token: sum over nodes in order, each the sum of its ranks in order -> out
+//       block per own token: sum over nodes in order, each the sum of its ranks in order -> out
 //       block 0: what the heads of the rails' messages say
 //
-// Where rows are few, a warp takes a part of one, some of its TY_SLICES slices. Each slice has a tag, so that sender
-// and receiver need not cut alike. In a fused call, and between nodes, two teams of a block work side by side: one
-// sends partial rows, which waits for nothing that the other does anywhere; the other does what waits for partial rows,
-// and is helped by the first once that has sent, where there are many.
+// A block has many rows, or one, whose pieces its warps come for (share_out). In a fused call, and between nodes, two
+// teams of a block work side by side: one sends partial rows, which waits for nothing that the other does anywhere; the
+// other does what waits for partial rows, and is helped by the first once that has sent.
 //
 // A flag goes both ways between every pair of node peers, and a message between every linked pair, in every epoch, rows
 // or none: buffer reuse rests on it.

@@ -181,7 +181,7 @@ TY_DEVICE void clear_counts(const Team &team, Counts &counts) {
 }
 
 // Counts a piece of row number `row` of this block, whose stores are over. By a warp. True for the one that finds the
-// row whole: behind it are the stores of all pieces.
+// row whole: it has the stores of all pieces behind it (N12).
 TY_DEVICE bool is_row_whole(Counts &counts, u32 row, const Piece &piece) {
   warp_barrier();
   if (piece.parts == row_parts) return true;

@@ -151,7 +151,6 @@ MUTANTS = [
     ("node sum counted with its first piece", FROM_NODES, "if (is_row_whole(shared.sums, counted, piece)) count_sum(",
      "(void)is_row_whole(shared.sums, counted, piece);\n  if (piece.first == 0) count_sum("),
     ("first row to send not taken", SEND, "store(&shared.taken[kind], 0u);", "store(&shared.taken[kind], 1u);"),
-    ("next token listed while some lanes still sum", COMBINE, "    warp_barrier(); // the list is read\n", ""),
     ("home sum before its chunk landed", COMBINE, "chunk_of_row(l, row_of_sum(a, wave, link, row)))", "0)"),
     ("a second thread looks at host memory", DISPATCH, "if (thread_index() == 0) relay_dispatch(a, wave);", "if (thread_index() < 2) relay_dispatch(a, wave);"),
     ("chunk flagged one shard early", COUNTER, "if now == self.full { Counted::Landed",

@@ -63,14 +63,14 @@ type Measured = (&'static str, usize, usize, usize, f64, f64);
 const ONE_NODE: &str = "tokenyard, one node of H200";
 const TWO_NODES: &str = "tokenyard, emulated NICs";
 
-/// On 2 H200s: benches/results/h200-x2, decode-2.json (commit 003beb1) and decode-1x2-cx7.json (8b80522).
+/// On 2 H200s: benches/results/h200-x2, decode-2.json and decode-1x2-cx7.json (commit 4e0c474).
 const MEASURED: [Measured; 6] = [
-    (ONE_NODE, 1, 2, 1, 13.5, 13.9),
-    (ONE_NODE, 1, 2, 16, 13.9, 15.6),
-    (ONE_NODE, 1, 2, 128, 18.2, 20.3),
-    (TWO_NODES, 2, 1, 1, 33.5, 28.8),
-    (TWO_NODES, 2, 1, 16, 35.0, 31.4),
-    (TWO_NODES, 2, 1, 128, 44.2, 62.9),
+    (ONE_NODE, 1, 2, 1, 13.3, 13.2),
+    (ONE_NODE, 1, 2, 16, 14.0, 14.6),
+    (ONE_NODE, 1, 2, 128, 18.1, 20.1),
+    (TWO_NODES, 2, 1, 1, 34.2, 28.5),
+    (TWO_NODES, 2, 1, 16, 35.6, 33.4),
+    (TWO_NODES, 2, 1, 128, 47.0, 59.6),
 ];
 /// The emulated NIC: ConnectX-7's rate. A small write takes it 7.5 us, in which the link's own 2 are contained; of many
 /// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the link.
