@@ -5,7 +5,8 @@
 
 namespace ty {
 
-// Rows of a block whose parts are counted, so that they may be made by several warps: others are a warp's.
+// Rows of a block whose parts can be counted, so that they may be made by several warps: where it may have more, each
+// is a warp's.
 constexpr u32 counted_rows = 256;
 
 // How far a block is with some rows: the parts of each that are stored, by the block's number of the row.
@@ -224,12 +225,13 @@ TY_DEVICE bool share_out(const ty_context &c, Counts &counts, u32 warps, u32 num
 TY_DEVICE RowOrder row_by_row(u32 lists, u32 inverse) { return {lists, 1, inverse, ~0u, inverse}; }
 
 // Rows of a list at the most that follow one another: they are for one rank, while other blocks have those of others.
-constexpr u32 longest_run = 16;
+constexpr u32 longest_run = 32;
 
-// Chunk by chunk of so many messages of sums, so that the first of one is soon whole.
-TY_DEVICE RowOrder chunk_by_chunk(const ty_context &c, u32 messages) {
-  u32 run = smaller(lane_of(c, TY_LANE_COMBINE).chunk_rows, longest_run);
-  if (messages == 0) return {0, 1, 0, 0, 0};
+// Chunk by chunk of so many messages of sums, of which none has more than `most` rows, so that the first of one is soon
+// whole; row by row within runs where chunks are longer than those.
+TY_DEVICE RowOrder chunk_by_chunk(const ty_context &c, u32 messages, u32 most) {
+  u32 run = smaller(smaller(lane_of(c, TY_LANE_COMBINE).chunk_rows, longest_run), most);
+  if (messages == 0 || most == 0) return {0, 1, 0, 0, 0};
   return {messages, run, ~0u / messages, ~0u / run, ~0u / (messages * run)};
 }
 
@@ -455,7 +457,8 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, CombineShared &shared, co
   if (sources == 0 || load(&head->incomplete)) return true;
   // Those that cross the network go to homes of the nodes behind the own one first, lest all nodes send to the same.
   RowOrder &kept = shared.order[warp_index()];
-  if (far) keep_order(kept, own ? row_by_row(sources, ~0u / sources) : chunk_by_chunk(c, sources));
+  u32 most = load(&head->most_tokens);
+  if (far) keep_order(kept, own ? row_by_row(sources, ~0u / sources) : chunk_by_chunk(c, sources, most));
   auto load_own = [&] { return far ? load_order(kept) : row_by_row(sources, c.ranks_inverse); };
   auto range_of = [&](u32 source) { return wave_range(c, a.handle.source_tokens, source, wave); };
   // What the lane's number is.
@@ -475,7 +478,7 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, CombineShared &shared, co
     return token < range.end && slot >= 0;
   };
   // Fits: META of a token takes more than 24 bytes a source, twice.
-  u32 numbers = load_own().numbers(load(&head->most_tokens));
+  u32 numbers = load_own().numbers(most);
   Counts &counts = own ? shared.near : shared.far;
   return share_out(c, counts, team.warps, numbers, !own, there, [&](u32, u32 lane, u32 row, const Piece &piece) {
     return send_partial<Row, Partial, far>(a, shared, counts, wave, shuffle(source, lane), shuffle(token, lane),

@@ -87,7 +87,7 @@ TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shar
   count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, 0, packed_head);
 }
 
-// The heads of all messages of sums, by the last warps of the last blocks, which get rows of the first chunks last. By
+// The heads of all messages of sums, by the last warps of the last blocks, which get rows last where there are few. By
 // a team.
 TY_DEVICE void pack_sum_heads(const ty_combine_args &a, const CombineShared &shared, const Team &team,
                               const Wave &wave) {
@@ -147,7 +147,7 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
     begin += popcount(warp_ballot(j < targets && served_home(c, j) < c.node_first));
   }
   RowOrder &kept = shared.order[warp_index()];
-  keep_order(kept, chunk_by_chunk(c, targets));
+  keep_order(kept, chunk_by_chunk(c, targets, most));
   // What the lane's number is.
   u32 target = 0, row = 0;
   auto there = [&](u32 n) {
@@ -174,7 +174,7 @@ TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, con
   if (far) clear_counts(team, shared.far);
   clear_counts(team, shared.near);
   team_barrier(team);
-  // A block that gets no rows where there are few.
+  // A block that mostly gets no rows where there are few.
   if (block_index() + 1 == worker_count(c)) announce(a, team, wave.epoch);
   if (c.weights == TY_WEIGHTS_COMBINE && wave.number == 0 && !send_weights(a, team, wave.call)) return;
   if (far && sends_sums(a) && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return;

@@ -311,13 +311,14 @@ TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 r
   return {share.own, rows << cut, share.warps, cut};
 }
 
-// The same of rows to send, which warps come for where there are more than one for each. By a team.
+// The same of rows to send, which warps come for where there are more than one for each; again from the far end of the
+// grid. By a team.
 TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, u32 busy, u32 rows) {
   Work work = share_rows(c, team, busy, rows);
   if (rows <= work.step) return work;
   if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
   team_barrier(team);
-  return {block_index(), rows, 0, 0};
+  return {worker_count(c) - 1 - block_index(), rows, 0, 0};
 }
 
 } // namespace ty

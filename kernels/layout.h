@@ -25,7 +25,7 @@
 #define TY_NODES_BITMAP_WORDS 8256
 // Ranks times experts of one rank: their counts are in shared memory (32 KiB).
 #define TY_MAX_COUNTS 8192
-// Slices of a row: each may be carried by a warp of its own, and has a tag of its own.
+// Slices of a dispatched row: each may be carried by a warp of its own, and has a tag of its own.
 #define TY_SLICES 8
 // Threads of a block on a GPU at the most (the launch bound of every kernel).
 #define TY_MAX_BLOCK_THREADS 512

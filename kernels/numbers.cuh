@@ -5,7 +5,7 @@
 namespace ty {
 
 // The types of rows. `group` is the number of columns that a thread handles at a time where partial rows are of the
-// type, in a sum of rows of any; `block` that of which slices hold whole multiples.
+// type, in a sum of rows of any; `block` that of which pieces hold whole multiples.
 struct Bf16 {
   static constexpr u32 bytes = 2, group = 8, block = 8;
   TY_DEVICE static float widen(u32 bits) { return bf16_to_float(static_cast<u16>(bits)); }

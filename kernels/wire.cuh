@@ -114,7 +114,7 @@ struct WireRows {
   u32 headers;
 };
 
-// What a count of packed things is made of: a row counts its slices, the head one.
+// What a count of packed things is made of: a row counts its slices, which dispatch packs one by one, the head one.
 constexpr u32 packed_row = TY_SLICES, packed_head = 1;
 
 // Tells the proxy how many chunks a message has, which it reads with chunk 0's doorbell. By one thread, behind

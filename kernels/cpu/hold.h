@@ -4,7 +4,9 @@
 // release to the rank's, a system-scope release to memory; the end of a kernel publishes all. A load
 // looks through the caller's own three buffers, newest first, then memory, so that a missing or too
 // narrow release shows as stale bytes to whoever lacked it. The unit is a line of 16 bytes with a mask
-// of the bytes that are held. Not modelled: missing acquires; loads always see the newest that they may.
+// of the bytes that are held. Not modelled: missing acquires; loads always see the newest that they may. What releases
+// to its block alone (atomic_count_block) has a warp barrier before it, so only the conformance test on a GPU
+// can see it missing.
 #ifndef TY_CPU_HOLD_H
 #define TY_CPU_HOLD_H
 #include <stddef.h>
