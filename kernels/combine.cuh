@@ -162,7 +162,7 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
   u64 missing = missing_ranks(c, shared);
   Terms &terms = shared.terms[warp_index()];
   auto there = [](u32) { return true; };
-  share_out(c, shared.home, warps, range.end - range.first, false, there, [&](u32 n, u32, u32, const Piece &piece) {
+  share_out(c, &shared.taken, warps, range.end - range.first, false, there, [&](u32 n, u32, u32, const Piece &piece) {
     u32 token = range.first + n;
     HomeRows list{};
     if (!bad) {
@@ -223,7 +223,8 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
   bool bad = load(&head_of(a)->own_bad) != 0;
   Range range = own_range(c, wave, load(&head_of(a)->own_tokens));
   if (member) {
-    clear_counts(team, shared.home); // its members meet in begin_sums
+    // Its members meet in begin_sums.
+    if (team_thread(team) == 0) store(&shared.taken, 0u);
     bool well = begin_sums<Partial, far>(a, shared, team, wave);
     if (team_thread(team) == 0) store(&shared.helped, well ? 1u : 0u);
     // For compute-sanitizer's racecheck, to which an arrival at a barrier orders nothing.

@@ -9,10 +9,10 @@ namespace ty {
 // is a warp's.
 constexpr u32 counted_rows = 256;
 
-// How far a block is with some rows: the parts of each that are stored, by the block's number of the row.
+// How far a block is with some rows.
 struct Counts {
-  u32 parts[counted_rows];
-  u32 taken; // pieces that some warp has taken
+  u32 taken;               // pieces that some warp has taken
+  u32 parts[counted_rows]; // that are stored of each row, by the block's number of it
 };
 
 // Rows to add up, in the order of addition: a warp's.
@@ -56,7 +56,8 @@ struct CombineShared {
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size];    // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
   u32 helped;                                       // 1: warps that have sent help to sum own tokens
-  Counts far, near, sums, home; // partial rows for other nodes, those for the own one, the rail's sums, own tokens
+  u32 taken;                                        // pieces of those that some warp has taken
+  Counts far, near, sums; // of partial rows for other nodes, of those for the own one, of the rail's sums
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -193,28 +194,28 @@ TY_DEVICE bool is_row_whole(Counts &counts, u32 row, const Piece &piece) {
 }
 
 // Shares rows out: number n to block n mod blocks, and there piece by piece to whichever of so many warps comes for the
-// next. A warp looks at 32 of its block's numbers at once, a lane each, and so finds out for itself which are there(n).
-// carry(n, lane, row, piece) is called in the order of numbers, with the lane that found the number, which is the
-// block's number `row`. By warps, each for itself. False once it was false.
+// next: pieces are numbered as `taken` counts them. A warp looks at 32 of its block's numbers at once, a lane each, and
+// so finds out for itself which are there(n). carry(n, lane, row, piece) is called in the order of numbers, with the
+// lane that found the number, which is the block's number `row`. By warps, each for itself. False once it was false.
 //
 // `in_turn`: one row after the other, each by all those warps, so that what comes first is done first. Rows of more
 // numbers than are counted go whole to a warp.
 template <typename There, typename Carry>
-TY_DEVICE bool share_out(const ty_context &c, Counts &counts, u32 warps, u32 numbers, bool in_turn, There there,
+TY_DEVICE bool share_out(const ty_context &c, u32 *taken, u32 warps, u32 numbers, bool in_turn, There there,
                          Carry carry) {
   u32 blocks = worker_count(c), before = 0; // pieces of the numbers before
   bool counted = numbers <= blocks * counted_rows;
-  u32 next = take_next(&counts.taken);
+  u32 next = take_next(taken);
   TY_ROLLED
-  for (u32 first = block_index(), row = lane_index(); first < numbers; first += blocks * warp_size, row += warp_size) {
+  for (u32 first = block_index(), row = 0; first < numbers; first += blocks * warp_size, row += warp_size) {
     u32 mine = first + lane_index() * blocks;
     u32 rows = warp_ballot(mine < numbers && there(mine));
     u32 cut = counted ? cut_of_pieces(in_turn ? 1 : popcount(rows), warps) : 0, pieces = popcount(rows) << cut;
     TY_ROLLED
-    for (; next - before < pieces; next = take_next(&counts.taken)) {
+    for (; next - before < pieces; next = take_next(taken)) {
       u32 i = next - before, lane = nth_bit(rows, i >> cut), parts = row_parts >> cut;
       Piece piece{(i & ((1u << cut) - 1)) * parts, parts};
-      if (!carry(first + lane * blocks, lane, shuffle(row, lane), piece)) return false;
+      if (!carry(first + lane * blocks, lane, row + lane, piece)) return false;
     }
     before += pieces;
   }
@@ -480,7 +481,7 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, CombineShared &shared, co
   // Fits: META of a token takes more than 24 bytes a source, twice.
   u32 numbers = load_own().numbers(most);
   Counts &counts = own ? shared.near : shared.far;
-  return share_out(c, counts, team.warps, numbers, !own, there, [&](u32, u32 lane, u32 row, const Piece &piece) {
+  return share_out(c, &counts.taken, team.warps, numbers, !own, there, [&](u32, u32 lane, u32 row, const Piece &piece) {
     return send_partial<Row, Partial, far>(a, shared, counts, wave, shuffle(source, lane), shuffle(token, lane),
                                            static_cast<u32>(shuffle(slot, lane)), shuffle(place, lane), row, piece);
   });

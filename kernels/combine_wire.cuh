@@ -157,7 +157,7 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
     target = order.turned(at.list, begin);
     return row < rows_of(target);
   };
-  return share_out(c, shared.sums, team.warps, load_order(kept).numbers(most), true, there,
+  return share_out(c, &shared.sums.taken, team.warps, load_order(kept).numbers(most), true, there,
                    [&](u32, u32 lane, u32 counted, const Piece &piece) {
                      return pack_sum<Partial>(a, shared, missing, wave, shuffle(target, lane), shuffle(row, lane),
                                               counted, piece);

@@ -33,7 +33,7 @@
 // Shared memory of a block, asserted where the structs are defined.
 #define TY_DISPATCH_SHARED_BYTES 100352
 #define TY_DISPATCH_NODES_SHARED_BYTES 168192
-#define TY_COMBINE_SHARED_BYTES 13312
+#define TY_COMBINE_SHARED_BYTES 12288
 
 // Phases of a launch, or-ed for a fused call.
 #define TY_PHASE_SEND 1

@@ -173,14 +173,6 @@ TY_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memo
 TY_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Atomics; each returns the value before. The *_gpu ones are for global memory, the *_block ones for shared.
-TY_DEVICE u32 atomic_add_gpu(u32 *p, u32 value) {
-  u32 old;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(__cvta_generic_to_global(p)), "r"(value)
-               : "memory");
-  return old;
-}
 TY_DEVICE u32 atomic_cas_gpu(u32 *p, u32 expected, u32 desired) {
   u32 old;
   asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;"
@@ -189,32 +181,18 @@ TY_DEVICE u32 atomic_cas_gpu(u32 *p, u32 expected, u32 desired) {
                : "memory");
   return old;
 }
-TY_DEVICE u32 atomic_or_block(u32 *p, u32 value) {
-  u32 old;
-  asm volatile("atom.relaxed.cta.shared.or.b32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(__cvta_generic_to_shared(p)), "r"(value)
-               : "memory");
-  return old;
-}
-TY_DEVICE u32 atomic_add_block(u32 *p, u32 value) {
-  u32 old;
-  asm volatile("atom.relaxed.cta.shared.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(__cvta_generic_to_shared(p)), "r"(value)
-               : "memory");
-  return old;
-}
-
+#define TY_GPU_ATOMIC(name, space, how)                                                                                \
+  TY_DEVICE u32 name(u32 *p, u32 value) {                                                                              \
+    u32 old;                                                                                                           \
+    asm volatile("atom." how " %0, [%1], %2;" : "=r"(old) : "l"(__cvta_generic_to_##space(p)), "r"(value) : "memory"); \
+    return old;                                                                                                        \
+  }
+TY_GPU_ATOMIC(atomic_add_gpu, global, "acq_rel.gpu.global.add.u32")
+TY_GPU_ATOMIC(atomic_or_block, shared, "relaxed.cta.shared.or.b32")
+TY_GPU_ATOMIC(atomic_add_block, shared, "relaxed.cta.shared.add.u32")
 // As atomic_add_block, and orders the block's other accesses.
-TY_DEVICE u32 atomic_count_block(u32 *p, u32 value) {
-  u32 old;
-  asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(__cvta_generic_to_shared(p)), "r"(value)
-               : "memory");
-  return old;
-}
+TY_GPU_ATOMIC(atomic_count_block, shared, "acq_rel.cta.shared.add.u32")
+#undef TY_GPU_ATOMIC
 
 // Warp operations; all 32 lanes call them together. The lane is taken modulo 32.
 TY_DEVICE u32 warp_ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }

@@ -178,6 +178,24 @@ fn a_rank_that_never_comes_is_named_with_the_wait_within_the_deadline() {
     });
 }
 
+/// Which block reports first is left to chance, so that one round could miss an error that hides the other.
+#[test]
+fn of_two_errors_in_a_launch_the_one_that_closes_the_context_is_told() {
+    on_ranks(2, |world| {
+        for round in 0..8 {
+            let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(100)));
+            if rig.rank == 0 {
+                rig.route(&[[99, 1], [0, 1]], 1);
+                rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity)).unwrap();
+                rig.stream.synchronize(PATIENCE).unwrap();
+                let error = rig.ep.check().unwrap_err();
+                assert!(matches!(error, Error::Timeout { peer: Rank(1), .. }), "round {round}: {error:?}");
+            }
+            world.barrier("the rank that came alone has given up").unwrap();
+        }
+    });
+}
+
 #[test]
 fn a_rank_missing_from_combine_is_named() {
     on_ranks(2, |world| {

@@ -73,27 +73,6 @@ fn rows_cross_nodes_of_any_sizes() {
     }
 }
 
-#[test]
-fn of_two_errors_in_a_launch_the_one_that_closes_the_context_is_told() {
-    on_nodes(&[2, 1], |world, network| {
-        let proxy = proxy(network, &world, 10_000);
-        let rig = rig(&world, &proxy);
-        // Rank 1 has no room for its rows, so that its node peer misses them; rank 2 never combines.
-        rig.route(&choices(rig.rank, 0), 0);
-        let capacity = if rig.rank == 1 { 1 } else { rig.capacity };
-        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(capacity)).unwrap();
-        rig.stream.synchronize(PATIENCE).unwrap();
-        assert_eq!(rig.ep.check().is_err(), rig.rank == 1);
-        if rig.rank != 2 {
-            rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
-            rig.stream.synchronize(PATIENCE).unwrap();
-            let error = rig.ep.check().unwrap_err();
-            assert!(matches!(error, Error::Timeout { peer: Rank(2), .. }), "rank {}: {error:?}", rig.rank);
-        }
-        world.barrier("all done").unwrap();
-    });
-}
-
 /// As `exchange`, but for a culprit, which names an expert that does not exist.
 fn exchange_but_for(rig: &Rig, is_culprit: bool, salt: usize, is_there: impl Fn(i32) -> bool) {
     if !is_culprit {

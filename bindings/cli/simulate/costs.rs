@@ -45,10 +45,10 @@ pub struct Costs {
     /// Pushing partial sums, which are made meanwhile. Stages: 58.5 MB of 4096 tokens until 209, as fast as bare stores
     /// (347) if what stays local is streamed beside them.
     pub partial_rate: f64,
-    /// Placing rows at their experts. Fitted: 18.2 for 128 tokens, 13.9 for 16.
+    /// Placing rows at their experts. Fitted: 18.1 for 128 tokens, 14.0 for 16.
     pub place_rate: f64,
     /// From the last row placed to the last block's end: padding, and blocks with META, which plan and place last. Fitted:
-    /// 13.5 for 1 token.
+    /// 13.3 for 1 token.
     pub pad_ns: u64,
     /// Flags of the node's ranks, and the first partial row. Fitted: 13.2 for 1 token, 20.1 for 128. (In stages of earlier
     /// kernels a lone partial row was sent at 7.0; who sends it is left to chance since, so that stages do not show it.)
