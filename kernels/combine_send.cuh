@@ -415,11 +415,29 @@ TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
   return load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token);
 }
 
+// Tags of partial rows that a warp holds back, a lane each, so that one fence stands before several.
+struct HeldTags {
+  u64 *own; // this lane's
+  u32 count;
+};
+
+// Of whole rows, as measured best (docs/performance.md, "Large calls").
+constexpr u32 most_held_tags = 2;
+
+// By a warp, behind is_row_whole of each.
+TY_DEVICE void raise_tags(HeldTags &held, u64 epoch) {
+  if (held.count == 0) return;
+  // N4: all pieces' stores happen before this fence; wait_tag(TY_SITE_PARTIAL) acquires.
+  fence_acq_rel_sys();
+  if (lane_index() < held.count) store_relaxed_sys(held.own, epoch);
+  held.count = 0;
+}
+
 // A piece of one partial row to its owner, or into the message if it is the node's sum: of the wave's token number n,
-// the block's row number `row`. By a warp. False once a deadline passed.
+// the block's row number `row`. Its tag may be held back. By a warp. False once a deadline passed.
 template <typename Row, typename Partial, bool far>
 TY_DEVICE bool send_partial(const ty_combine_args &a, CombineShared &shared, Counts &counts, const Wave &wave,
-                            u32 source, u32 token, u32 slot, u32 n, u32 row, const Piece &piece) {
+                            u32 source, u32 token, u32 slot, u32 n, u32 row, const Piece &piece, HeldTags &held) {
   const ty_context &c = a.context;
   u64 call = wave.call;
   if (!wait_weights(c, call, source)) return false;
@@ -440,9 +458,10 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, CombineShared &shared, Cou
   sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
   if (!is_row_whole(counts, row, piece)) return true;
   if (sums) return count_sum(c, wave, owner.part - 1, rows.end - rows.first, n), true;
-  // N4: all pieces' stores happen before this release; wait_tag(TY_SITE_PARTIAL) acquires.
-  u64 *tags = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part);
-  if (lane_index() == 0) store_release_sys(tags + place, wave.epoch);
+  if (lane_index() == held.count)
+    held.own = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place;
+  ++held.count;
+  if (piece.parts != row_parts || held.count == most_held_tags) raise_tags(held, wave.epoch);
   return true;
 }
 
@@ -481,10 +500,15 @@ TY_DEVICE bool send_partials(const ty_combine_args &a, CombineShared &shared, co
   // Fits: META of a token takes more than 24 bytes a source, twice.
   u32 numbers = load_own().numbers(most);
   Counts &counts = own ? shared.near : shared.far;
-  return share_out(c, &counts.taken, team.warps, numbers, !own, there, [&](u32, u32 lane, u32 row, const Piece &piece) {
+  HeldTags held{nullptr, 0};
+  auto carry = [&](u32, u32 lane, u32 row, const Piece &piece) {
     return send_partial<Row, Partial, far>(a, shared, counts, wave, shuffle(source, lane), shuffle(token, lane),
-                                           static_cast<u32>(shuffle(slot, lane)), shuffle(place, lane), row, piece);
-  });
+                                           static_cast<u32>(shuffle(slot, lane)), shuffle(place, lane), row, piece,
+                                           held);
+  };
+  if (!share_out(c, &counts.taken, team.warps, numbers, !own, there, carry)) return false;
+  raise_tags(held, wave.epoch);
+  return true;
 }
 
 // ---- partial rows at their owner -----------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ enum {
   TY_CONF_WARP_OR,      // of (3 * thread + block) << lane / 2
   TY_CONF_WARP_SUM,     // of 0xf0000000 + 5 * thread + block, modulo 2^32
   TY_CONF_WARP_MAX,     // of (thread * 0x9e3779b9) ^ block
+  TY_CONF_NEXT_GPU,     // the olds of the grid are 0, 3, ... 381 in some order
   TY_CONF_TAKEN_OVER,   // 11 * s + 4 of s = lane ^ 1 of warp 0, handed over by it to warp 1; 0 in warp 0
   TY_CONF_END           // 0xc0ffee
 };
@@ -110,8 +111,8 @@ struct Work {
   Mailbox boxes[5];
   u32 added;
   u32 swapped;
+  u32 next;
   u32 blocks_done;
-  u32 pad;
   u32 by_thread[TY_CONFORMANCE_THREADS];
   u32 fives[TY_CONFORMANCE_THREADS];
   u32 counted[TY_CONFORMANCE_THREADS];
@@ -188,6 +189,7 @@ TY_DEVICE void global_memory(const ty_conformance_args &a, u32 *row) {
   const u32 t = grid_thread();
   const u8 *input = at<const u8>(a.input);
   store(&row[TY_CONF_ADD_GPU], atomic_add_gpu(&work->added, 2));
+  store(&row[TY_CONF_NEXT_GPU], atomic_next_gpu(&work->next, 3));
   store(&row[TY_CONF_CAS_GPU], atomic_cas_gpu(&work->swapped, 0, t + 1));
   store(&work->fives[t], 5u);
   store(&row[TY_CONF_CAS_GPU_MISS], atomic_cas_gpu(&work->fives[t], 4, 9) * 10 + load(&work->fives[t]) - 50);

@@ -37,12 +37,22 @@ struct Teams {
   TY_DEVICE Team receive() const { return sending ? Team{2, sending, block_warps() - sending} : whole_block(); }
 };
 
+// How many blocks send the rows of a large call, and nothing else until they are through, while all others place rows;
+// 0: every block does both. What a multiprocessor stores to other GPUs, as fast as the links take it, holds up what it
+// stores to its own memory; where blocks are few and ranks many, both take long, and none can be spared to wait. A
+// third of the blocks fills the links (docs/performance.md, "Large calls").
+template <bool far> TY_DEVICE u32 senders_apart(const ty_context &c, u32 phases, u32 tokens) {
+  if (far || !places_own(phases) || !has_few_blocks(c) || c.node_ranks <= 4) return 0;
+  return tokens > worker_count(c) * block_warps() / 2 ? worker_count(c) / 3 : 0;
+}
+
 // Few rows are cut finer, and leave sooner, by more warps. Many are held up by the links, and their receivers by
-// memory; but where blocks are few, both are held up by what a block can store.
+// memory; but between nodes, where blocks are few, both are held up by what a block can store.
 template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u32 tokens) {
   u32 warps = block_warps();
   if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0};
-  return {has_few(c, tokens) || has_few_blocks(c) ? warps / 2 : warps < 4 ? 1 : warps / 4};
+  if (senders_apart<far>(c, phases, tokens)) return {0};
+  return {has_few(c, tokens) || (far && has_few_blocks(c)) ? warps / 2 : warps < 4 ? 1 : warps / 4};
 }
 
 // Who goes through a pass.
@@ -64,13 +74,16 @@ template <bool far>
 TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 kind, const Kept &kept) {
   const ty_context &c = a.context;
   const Pass &pass = kept.pass;
+  HeldRows &holds = block_shared<DispatchShared>().held[warp_index()];
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
-  u32 next = load(&pass.work.first);
+  bool direct = places_own(a.phases);
+  u32 next = load(&pass.work.first), held = 0;
   TY_ROLLED
   for (;;) {
-    u32 step = load(&pass.work.step), i = next;
-    if (step == 0) i += take_next(&shared.taken[kind]) * worker_count(c);
-    if (i >= load(&pass.work.end)) return true;
+    u32 step = load(&pass.work.step), blocks = load(&pass.work.blocks), i = next;
+    if (!far && step == 0 && blocks == 0) i = take_next_of_all(&state_of(c)->placed[load(&kept.epoch) & 1]);
+    else if (step == 0) i += take_next(&shared.taken[kind]) * blocks;
+    if (i >= load(&pass.work.end)) break;
     next += step;
     u32 cut = load(&pass.work.cut), slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
     Slices slices = part_of_row(i, cut);
@@ -82,15 +95,18 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
       slot = place.whole;
       if (slot >= wave_tokens_of(c, shared, source)) continue;
       token = load(&shared.source_first[source]) + slot;
-      bool landed = far && places_landed(c) && source != c.rank;
-      Arrival arrival = wait_row(a, wave_in(kept), source, token, slot, slices, fits(a, shared), landed, said);
+      RowFrom where = RowFrom::inbox;
+      if (direct && source == c.rank) where = RowFrom::own;
+      else if (far && places_landed(c) && source != c.rank) where = RowFrom::landed;
+      Arrival arrival = wait_row(a, wave_in(kept), source, token, slot, slices, fits(a, shared), where, said);
       if (arrival == Arrival::failed) return false;
       if (arrival == Arrival::absent) continue;
       RowTo at = inbox_row(c, c.local, load(&kept.epoch), source, slot);
       from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
+      if (where == RowFrom::own) from = own_row(a, token);
       // Headers are those of the rows that META tells of.
       u32 headers = load(&kept.wave) == 0 ? load(&shared.source_rows[source]) : 0;
-      if (landed) from = landed_row(c, headers, wave_in(kept), served_source(c, source), slot);
+      if (where == RowFrom::landed) from = landed_row(c, headers, wave_in(kept), served_source(c, source), slot);
     } else if (forwards) {
       source = served_home(c, load(&pass.served));
       u32 chunk = chunk_of_row(lane_of(c, TY_LANE_DISPATCH), slot);
@@ -100,6 +116,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
     } else {
       from = own_row(a, token);
     }
+    u64 ranks = 0; // of the node, that need an own row
     i32 mine = -1; // output row of this lane's choice
     u64 mask = carry_row(
         c, from, slices, places ? scale_stride(a) : 1,
@@ -107,7 +124,10 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
         [&]() -> u64 {
           if (forwards) return landed_ranks(a, wave_in(kept), load(&pass.served), slot, token);
           if (packs) return packed_nodes(c, token);
-          if (!places) return warp_ranks_of(c, caller_choices(a), token);
+          if (!places) {
+            ranks = warp_ranks_of(c, caller_choices(a), token);
+            return direct ? ranks & ~(1ull << c.local) : ranks;
+          }
           mine = row_of_choice(a, shared, source, said);
           if (slices.first == 0) describe_choice(a, source, token, said, mine);
           return warp_ballot(mine >= 0);
@@ -118,18 +138,26 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
                        : inbox_row(c, bit, load(&kept.epoch), source, slot);
         });
     if (packs) count_row(c, wave_in(kept), load(&kept.tokens), token, mask, slices);
-    else if (!places) raise_tags(c, mask, load(&kept.epoch), source, slot, slices);
     if (kind == pass_push && slices.first == 0 && lane_index() == 0)
-      store(pointer<u64>(a.handle.rank_mask) + token, mask);
+      store(pointer<u64>(a.handle.rank_mask) + token, ranks);
+    if (packs || places) continue;
+    if (mask) hold_row(holds, held++, mask, slot);
+    // Rows that warps come for are whole.
+    if (kind == pass_push && step == 0 && held < rows_to_hold(c)) continue;
+    raise_held(c, holds, held, load(&kept.epoch), source, slices);
+    held = 0;
   }
+  raise_held(c, holds, held, load(&kept.epoch), c.rank, {0, TY_SLICES});
+  return true;
 }
 
 // What is said ahead of rows: heads of messages, whose way is the longest, and META of own tokens; as a rail, META of
 // what landed, of all sources side by side. Each is some block's, tile by tile: a tile waits for those before it, which
 // other blocks have in hand by then or this one has behind it. By a team. False once a deadline passed.
+// `apart`: the first blocks, which have rows to send.
 template <bool far>
 TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, i32 found,
-                        bool refused, bool forwards) {
+                        bool refused, bool forwards, u32 apart) {
   const ty_context &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   bool begins = wave.number == 0;
@@ -138,7 +166,7 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
   u32 tiles = forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, own_choices(a, found).tokens) : 0;
   u32 all = links + tiles * pairs;
   TY_ROLLED
-  for (u32 i = block_index(); i < all; i += worker_count(c)) {
+  for (u32 i = block_index() - apart; i < all; i += worker_count(c) - apart) {
     bool heads = far && i < links;
     u32 number = 0, pair = i - links, j = 0;
     TY_ROLLED
@@ -207,19 +235,21 @@ template <bool far>
 TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 found, const Teams &teams) {
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
+  u32 tokens = own_choices(a, found).tokens, apart = senders_apart<far>(c, a.phases, tokens);
+  bool apart_sends = block_index() < apart;
   // With one node nothing else is announced, and this is all of that code; it comes first in the kernel, where blocks
   // that have nothing to announce get by soonest.
-  if (!far && (a.phases & TY_PHASE_SEND)) {
-    if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false)) return;
+  if (!far && !apart_sends && (a.phases & TY_PHASE_SEND)) {
+    if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false, apart)) return;
     end_sending(c, whole_block(), wave, pass_announce);
   }
-  u32 tokens = own_choices(a, found).tokens, busy = busy_blocks(c, wave, a.phases, tokens), refused = 0;
+  u32 busy = busy_blocks(c, wave, a.phases, tokens), refused = 0;
   bool begins = far && (a.phases & TY_PHASE_SEND) != 0;
   if (begins && !begin_messages(a, wave, found, refused)) return;
   // Most blocks have nothing to announce, and are soonest at what they carry.
   bool skips = begins && block_index() >= busy;
   if (skips) end_sending(c, whole_block(), wave, pass_announce);
-  Kept own{{}, found, tokens, busy, refused, teams.sending, wave.number, wave.epoch, wave.call};
+  Kept own{{}, found, tokens, busy, apart, refused, teams.sending, wave.number, wave.epoch, wave.call};
   Kept &kept = far ? block_shared<NodesShared>().kept[warp_index()] : own;
   if (far) {
     if (lane_index() == 0) store_kept(kept, own);
@@ -227,7 +257,7 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
   }
   TY_ROLLED
   for (u32 kind = !far ? pass_push : skips ? pass_pack : pass_announce; kind <= pass_place; ++kind) {
-    if (!has_pass<far>(a.phases, kind)) continue;
+    if (!has_pass<far>(a.phases, kind) || (kind == pass_push && apart && !apart_sends)) continue;
     bool announces = far && kind == pass_announce, places = kind == pass_place, forwards = far && kind == pass_forward;
     Team team = team_in(kept, kind);
     bool member = is_member(team);
@@ -246,7 +276,7 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
     }
     if (announces || forwards) {
       bool said =
-          announce<far>(a, team, shared.meta, wave_in(kept), load(&kept.found), load(&kept.refused) != 0, forwards);
+          announce<far>(a, team, shared.meta, wave_in(kept), load(&kept.found), load(&kept.refused) != 0, forwards, 0);
       if (!said && announces) return;
       if (!said) continue;
     }
@@ -254,14 +284,14 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
     Served served{0, 1, 0};
     u32 sources = announces ? 0 : 1;
     if (places) {
-      pass.work = place_work(c, team, shared.place, load(&kept.busy));
+      pass.work = place_work(c, team, shared.place, kept);
     } else if (forwards) {
       served = served_by(c, team);
       sources = places_landed(c) ? 0 : lane_of(c, TY_LANE_DISPATCH).sources;
     } else {
       Range range = own_range(c, wave_in(kept), load(&kept.tokens));
       pass.first = range.first;
-      pass.work = share_sent(c, team, shared.place, kind, load(&kept.busy), range.end - range.first);
+      pass.work = share_sent(c, team, shared.place, kind, kept, range.end - range.first);
     }
     bool carried = true;
     TY_ROLLED
@@ -301,6 +331,8 @@ template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
   u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;
   if (far) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
+  // Used by the epoch before, and by the one behind.
+  if (!far && block_index() == 0) store(&state_of(c)->placed[(ended + 1) & 1], 0u);
   if (block_index() == 0 && is_last(c, wave_of(c, ended)))
     store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
 }

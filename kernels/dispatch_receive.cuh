@@ -229,15 +229,19 @@ TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token,
 // What became of waiting for slices of a row.
 enum class Arrival : u32 { failed, absent, here };
 
+// Where a row of one (source, token of the wave) is placed from: its inbox, where it landed, or the caller's tokens.
+enum class RowFrom : u32 { inbox, landed, own };
+
 // Where to look for slices of a row, of which a lane looks at one: a word that is the epoch's number once it is here.
+// Null for what is here from the beginning.
 struct RowNews {
   const u64 *word;
   u32 site;
 };
 
-// Of one (source, token of the wave); `landed`: it is placed from where it landed.
-TY_DEVICE RowNews row_news(const ty_context &c, u64 epoch, u32 source, u32 slot, u32 slice, bool landed) {
-  if (!landed)
+TY_DEVICE RowNews row_news(const ty_context &c, u64 epoch, u32 source, u32 slot, u32 slice, RowFrom from) {
+  if (from == RowFrom::own) return {nullptr, TY_SITE_ROW};
+  if (from == RowFrom::inbox)
     return {in_arena<const u64>(c, c.local, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, TY_SITE_ROW};
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u32 word = landed_word(l, epoch, served_source(c, source), chunk_of_row(l, slot));
@@ -247,11 +251,11 @@ TY_DEVICE RowNews row_news(const ty_context &c, u64 epoch, u32 source, u32 slot,
 // Waits for slices of one (source, token of the wave), and what META says of it; with the first of them writes down the
 // slot at its owner. By a warp. Absent is also what is not wanted, the output having no room.
 TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 source, u32 token, u32 slot_index,
-                           const Slices &slices, bool room, bool landed, TokenMeta &said) {
+                           const Slices &slices, bool room, RowFrom from, TokenMeta &said) {
   const ty_context &c = a.context;
   u32 slice = slices.first + lane_index();
-  RowNews news = row_news(c, wave.epoch, source, slot_index, slice, landed);
-  bool carries = room && slice < slices.end, pushed = false;
+  RowNews news = row_news(c, wave.epoch, source, slot_index, slice, from);
+  bool carries = room && slice < slices.end && news.word, pushed = false;
   bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said,
                                  [&] { pushed = carries && load_acquire_sys(news.word) == wave.epoch; });
   if (!failed && said.token && carries && !pushed)
@@ -266,10 +270,11 @@ TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 sour
 }
 
 // The rows that are to be placed, shared out: every (token of the wave, source).
-TY_DEVICE Work place_work(const ty_context &c, const Team &team, const PlaceShared &shared, u32 busy) {
+TY_DEVICE Work place_work(const ty_context &c, const Team &team, const PlaceShared &shared, const Kept &kept) {
   u32 all = load(&shared.most) * c.ranks;
-  if (load(&shared.helped)) return {block_index(), all, 0, 0};
-  Work work = share_rows(c, team, busy, load(&shared.tokens));
+  if (load(&kept.apart)) return {0, all, 0, 0, 0};
+  if (load(&shared.helped)) return {block_index(), all, 0, 0, worker_count(c)};
+  Work work = share_rows(c, team, load(&kept.busy), load(&shared.tokens));
   work.end = all << work.cut;
   return work;
 }

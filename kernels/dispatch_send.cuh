@@ -29,12 +29,21 @@ struct PlaceShared {
 };
 
 // Items that a team's warps carry, parts of rows: this warp's are first, first + step, ... below end. With a step of 0
-// they are the block's, which are first, first + workers, ...: each goes to the warp that comes for it.
+// each goes to the warp that comes for it: of the block's, which are first, first + blocks, ..., or if there are no
+// `blocks` of the whole grid's.
 struct Work {
   u32 first;
   u32 end;
   u32 step;
   u32 cut; // rows are in 2^cut parts
+  u32 blocks;
+};
+
+// Rows that a warp has sent and not tagged.
+constexpr u32 most_held = 4;
+struct HeldRows {
+  u64 ranks[most_held]; // of the node, to which each went
+  u32 slot[most_held];
 };
 
 // What a warp carries in a pass.
@@ -51,6 +60,7 @@ struct Kept {
   i32 found;   // tokens of the caller, as he says
   u32 tokens;  // of them those that are to be sent: all, or none
   u32 busy;    // blocks that announce something
+  u32 apart;   // as senders_apart (one node)
   u32 refused; // 1: a choice is faulty (between nodes)
   u32 sending; // as Teams
   u32 wave;    // as Wave
@@ -63,6 +73,7 @@ TY_DEVICE void store_kept(Kept &kept, const Kept &from) {
   store(&kept.found, from.found);
   store(&kept.tokens, from.tokens);
   store(&kept.busy, from.busy);
+  store(&kept.apart, from.apart);
   store(&kept.refused, from.refused);
   store(&kept.sending, from.sending);
   store(&kept.wave, from.wave);
@@ -72,11 +83,12 @@ TY_DEVICE void store_kept(Kept &kept, const Kept &from) {
 
 TY_DEVICE Wave wave_in(const Kept &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.wave)}; }
 
-// Shared memory of a dispatch block, 98 KiB: what builds META, and what places rows, side by side.
+// Shared memory of a dispatch block, 99 KiB: what builds META, and what sends and places rows, side by side.
 struct DispatchShared {
   LaunchShared turn;
   MetaShared meta;
   PlaceShared place;
+  HeldRows held[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
 };
 static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -237,11 +249,23 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
   return mask;
 }
 
-// Raises the tags of slices of a source's row at every rank of the mask, behind the row. By a warp.
+// Rows that a warp holds back, so that one fence stands before the tags of several. A fence waits for all that its
+// multiprocessor has under way, so it also keeps a warp from sending more than the links take: a warp has so many
+// stores of rows under way as measured best with few blocks and with many (docs/performance.md, "Large calls").
+TY_DEVICE u32 rows_to_hold(const ty_context &c) {
+  u32 stores = has_few_blocks(c) ? 8 : 4;
+  return c.node_ranks >= stores ? 1 : c.node_ranks * most_held <= stores ? most_held : stores / c.node_ranks;
+}
+
+// By a warp.
+TY_DEVICE void hold_row(HeldRows &held, u32 number, u64 ranks, u32 slot) {
+  if (lane_index() != 0) return;
+  store(&held.ranks[number], ranks);
+  store(&held.slot[number], slot);
+}
+
+// Raises the tags of slices of a source's row at every rank of the mask. By a warp.
 TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
-  warp_barrier();
-  // N2: the warp's stores happen before this fence; wait_row acquires.
-  if (mask) fence_acq_rel_sys();
   // As many slices as a power of two.
   u32 carried = slices.end - slices.first, shift = popcount(carried - 1);
   for (u32 i = lane_index(); i >> shift < c.node_ranks; i += warp_size) {
@@ -250,6 +274,22 @@ TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, 
     store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
   }
 }
+
+// Raises the tags of so many rows, behind them. By a warp.
+TY_DEVICE void raise_held(const ty_context &c, const HeldRows &held, u32 rows, u64 epoch, u32 source,
+                          const Slices &slices) {
+  warp_barrier();
+  if (rows == 0) return;
+  // N2: the warp's stores happen before this fence; wait_row acquires.
+  fence_acq_rel_sys();
+  TY_ROLLED
+  for (u32 i = 0; i < rows; ++i) raise_tags(c, load(&held.ranks[i]), epoch, source, load(&held.slot[i]), slices);
+  warp_barrier(); // what was held is read
+}
+
+// Whether own rows are placed from where the caller has them. A launch that only receives may come when he has them no
+// more.
+TY_DEVICE bool places_own(u32 phases) { return phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE); }
 
 TY_DEVICE RowAt own_row(const ty_dispatch_args &a, u32 token) {
   const ty_tokens &t = a.tokens;
@@ -297,6 +337,7 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
     store(&kept.work.end, pass.work.end);
     store(&kept.work.step, pass.work.step);
     store(&kept.work.cut, pass.work.cut);
+    store(&kept.work.blocks, pass.work.blocks);
     store(&kept.first, pass.first);
     store(&kept.served, pass.served);
     store(&kept.headers, pass.headers);
@@ -308,17 +349,23 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
 TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 rows) {
   Share share = share_of(c, team, busy, rows);
   u32 cut = cut_for(rows, share.warps);
-  return {share.own, rows << cut, share.warps, cut};
+  return {share.own, rows << cut, share.warps, cut, 0};
 }
 
-// The same of rows to send, which warps come for where there are more than one for each; again from the far end of the
-// grid. By a team.
-TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, u32 busy, u32 rows) {
-  Work work = share_rows(c, team, busy, rows);
-  if (rows <= work.step) return work;
+// The same of rows to send, which warps come for where there are more than one for each, or where `apart` blocks send
+// them; again from the far end of the grid. Rows of the own node are cut for blocks, not for warps, each of which would
+// have a fence that waits for what the others send. By a team.
+TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
+                          u32 rows) {
+  u32 apart = load(&kept.apart), blocks = apart ? apart : worker_count(c);
+  if (apart == 0) {
+    Share share = share_of(c, team, load(&kept.busy), rows);
+    u32 cut = cut_for(rows, kind == pass_push ? share.warps / team.warps : share.warps);
+    if (rows <= share.warps) return {share.own, rows << cut, share.warps, cut, 0};
+  }
   if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
   team_barrier(team);
-  return {worker_count(c) - 1 - block_index(), rows, 0, 0};
+  return {blocks - 1 - block_index(), rows, 0, 0, blocks};
 }
 
 } // namespace ty

@@ -31,8 +31,8 @@
 #define TY_MAX_BLOCK_THREADS 512
 
 // Shared memory of a block, asserted where the structs are defined.
-#define TY_DISPATCH_SHARED_BYTES 100352
-#define TY_DISPATCH_NODES_SHARED_BYTES 168192
+#define TY_DISPATCH_SHARED_BYTES 101120
+#define TY_DISPATCH_NODES_SHARED_BYTES 168960
 #define TY_COMBINE_SHARED_BYTES 12288
 
 // Phases of a launch, or-ed for a fused call.
@@ -227,6 +227,7 @@ typedef struct ty_state {
   uint64_t error_sequence[TY_RECORDS]; // even; what the error record's sequence holds when at rest
   uint32_t blocks_done[TY_DIRECTIONS]; // with free flags: blocks of the running kernel that are through
   uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported
+  uint32_t placed[2];                  // by parity of dispatch's epoch: rows to place that warps have come for
   uint32_t closed;                     // 1: a deadline passed; no kernel of this context does anything more
 } ty_state;
 

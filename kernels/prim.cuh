@@ -188,6 +188,8 @@ TY_DEVICE u32 atomic_cas_gpu(u32 *p, u32 expected, u32 desired) {
     return old;                                                                                                        \
   }
 TY_GPU_ATOMIC(atomic_add_gpu, global, "acq_rel.gpu.global.add.u32")
+// As atomic_add_gpu, and orders nothing.
+TY_GPU_ATOMIC(atomic_next_gpu, global, "relaxed.gpu.global.add.u32")
 TY_GPU_ATOMIC(atomic_or_block, shared, "relaxed.cta.shared.or.b32")
 TY_GPU_ATOMIC(atomic_add_block, shared, "relaxed.cta.shared.add.u32")
 // As atomic_add_block, and orders the block's other accesses.
@@ -398,6 +400,10 @@ TY_DEVICE void fence_acq_rel_gpu() {
 TY_DEVICE u32 atomic_add_gpu(u32 *p, u32 value) {
   if (__builtin_expect(cpu::seeded, 0)) return cpu::seeded_add(p, value, cpu::Scope::gpu);
   return __atomic_fetch_add(p, value, __ATOMIC_ACQ_REL);
+}
+TY_DEVICE u32 atomic_next_gpu(u32 *p, u32 value) {
+  if (__builtin_expect(cpu::seeded, 0)) return cpu::seeded_add(p, value, cpu::Scope::none);
+  return __atomic_fetch_add(p, value, __ATOMIC_RELAXED);
 }
 TY_DEVICE u32 atomic_cas_gpu(u32 *p, u32 expected, u32 desired) {
   if (__builtin_expect(cpu::seeded, 0)) return cpu::seeded_cas(p, expected, desired, cpu::Scope::gpu);

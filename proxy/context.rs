@@ -152,6 +152,12 @@ impl AllToAll {
         Ok(self.handle(&self.sent(lease, tokens, input)?, output))
     }
 
+    /// Launches that each call takes, one after the other; 1 unless its tokens go in waves
+    /// ([`wave_tokens`](AllToAllBuilder::wave_tokens)).
+    pub fn waves(&self) -> usize {
+        self.plan.waves
+    }
+
     /// The sending half of [`dispatch`](Self::dispatch). The input may be reused once the stream has passed this call, or,
     /// where calls go in several waves, the receiving half.
     ///

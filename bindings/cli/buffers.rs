@@ -124,6 +124,20 @@ impl Buffers {
         ]
     }
 
+    /// Overwrites what dispatch reads, in stream order.
+    pub fn spoil_tokens(&self, stream: &Stream) -> Result<()> {
+        for buffer in [&self.x, &self.x_scales, &self.topk_idx, &self.count] {
+            stream.fill(buffer.view(), POISON)?;
+        }
+        // Those that come with combine are not dispatch's.
+        if self.case.weights == WeightsWord::Dispatch { stream.fill(self.topk_weight.view(), POISON) } else { Ok(()) }
+    }
+
+    /// Overwrites what combine reads, in stream order.
+    pub fn spoil_expert_rows(&self, stream: &Stream) -> Result<()> {
+        stream.fill(self.y.view(), NAN_BYTE)
+    }
+
     /// Fills every output before an iteration that is compared, in stream order.
     pub fn poison(&mut self, stream: &Stream, inputs: &Inputs) -> Result<()> {
         for buffer in self.poisoned() {

@@ -307,8 +307,16 @@ impl Caller {
         self.mark(marks, Point::Dispatched)
     }
 
+    /// Whether inputs are overwritten between the halves of a call, as callers may.
+    fn spoils(&self) -> bool {
+        !self.timed && self.ep.waves() == 1
+    }
+
     fn receive_dispatch(&self, lane: &Lane, given: Given, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {
         let Some(sent) = way.sent[i].get() else { return Ok(()) };
+        if self.spoils() {
+            lane.buffers.spoil_tokens(&self.stream)?;
+        }
         let output = lane.buffers.output(given.capacity);
         let handle = self.call(|| self.ep.dispatch_recv(&self.stream, sent, &output))?;
         let _ = way.handles[i].set(handle);
@@ -342,6 +350,9 @@ impl Caller {
 
     fn receive_combine(&self, lane: &Lane, sent: Option<&CombineSent<'_>>, marks: &mut Marks) -> Result<()> {
         let Some(sent) = sent else { return Ok(()) };
+        if self.spoils() {
+            lane.buffers.spoil_expert_rows(&self.stream)?;
+        }
         self.call(|| self.ep.combine_recv(&self.stream, sent, &lane.buffers.combined()))?;
         self.mark(marks, Point::Combined)
     }

@@ -2,7 +2,7 @@
 
 use super::{BLOCK, THREADS};
 
-pub const WORDS: usize = 38;
+pub const WORDS: usize = 39;
 const WARP: u32 = 32;
 
 /// A number of bytes of the input, little end first, as the unaligned loads of a thread see them.
@@ -57,6 +57,7 @@ fn expected(t: u32, input: &[u8; 64]) -> [Option<u32>; WORDS] {
         Some((0..WARP).fold(0, |bits, l| bits | (3 * (first + l) + block) << (l / 2))),
         Some((0..WARP).fold(0, |sum: u32, l| sum.wrapping_add(0xf000_0000 + 5 * (first + l) + block))),
         (0..WARP).map(|l| (first + l).wrapping_mul(0x9e37_79b9) ^ block).max(),
+        None,
         Some(if warp == 0 { 0 } else { 11 * (lane ^ 1) + 4 }),
         Some(0x00c0_ffee),
     ]
@@ -84,8 +85,10 @@ pub fn check(label: &str, words: &[u32], input: &[u8; 64]) {
     for (warp, rows) in rows.chunks(WARP as usize).enumerate() {
         check_ors(&format!("{label}: atomic_or_block of warp {warp}"), rows);
     }
-    let olds = sorted(rows.iter().map(|row| row[20]).collect());
-    assert!(olds.iter().copied().eq((0..THREADS).map(|t| 2 * t)), "{label}: atomic_add_gpu gave {olds:?}");
+    for (name, word, step) in [("atomic_add_gpu", 20, 2), ("atomic_next_gpu", 36, 3)] {
+        let olds = sorted(rows.iter().map(|row| row[word]).collect());
+        assert!(olds.iter().copied().eq((0..THREADS).map(|t| step * t)), "{label}: {name} gave {olds:?}");
+    }
     let swaps: Vec<u32> = rows.iter().map(|row| row[21]).collect();
     let winner = swaps.iter().position(|old| *old == 0).unwrap_or_else(|| panic!("{label}: no swap won: {swaps:?}"));
     let wanted = |t: usize| if t == winner { 0 } else { winner as u32 + 1 };
