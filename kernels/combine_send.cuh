@@ -440,6 +440,8 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, CombineShared &shared, Cou
                             u32 source, u32 token, u32 slot, u32 n, u32 row, const Piece &piece, HeldTags &held) {
   const ty_context &c = a.context;
   u64 call = wave.call;
+  // Nothing that is there waits for another rank's weights.
+  if (c.weights == TY_WEIGHTS_COMBINE) raise_tags(held, wave.epoch);
   if (!wait_weights(c, call, source)) return false;
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];

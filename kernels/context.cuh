@@ -131,8 +131,8 @@ TY_DEVICE void note_refused(const ty_context &c, u32 source, u64 call) {
 
 // The number of the next thing to do, counted from 0, which then is the calling warp's alone: of its block's, ...
 TY_DEVICE u32 take_next(u32 *taken) { return shuffle(lane_index() == 0 ? atomic_add_block(taken, 1) : 0, 0); }
-// ... or of all blocks', counted in global memory.
-TY_DEVICE u32 take_next_of_all(u32 *taken) { return shuffle(lane_index() == 0 ? atomic_next_gpu(taken, 1) : 0, 0); }
+// ... or of all blocks', counted in global memory: in lane 0, so that the answer can be waited for later.
+TY_DEVICE u32 ask_next_of_all(u32 *taken) { return lane_index() == 0 ? atomic_next_gpu(taken, 1) : 0; }
 
 // Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. By a
 // warp.

@@ -1,16 +1,17 @@
 // Dispatch. Inside a node: Ds publishes META and pushes every token's row once to each rank that holds one of its
 // experts; Dr places the rows expert by expert.
 //
-//   Ds  block b: META of (tile, rank) pairs b, b + blocks, ... -> META words     a quarter of the warps, or half where
-//       rows or blocks are few: rows -> inbox[me][token] on each rank -> tags (release, N2)
+//   Ds  block b: META of (tile, rank) pairs b, b + blocks, ... -> META words     a quarter of the warps, between nodes
+//       half where rows or blocks are few: rows -> inbox[me][token] on each other rank -> tags (release, N2)
 //   Dr  the other warps, and of many rows those that have sent: counts of all sources -> starts of all segments
 //       warp per (source, token), or a part of its row: META words, tag (acquire) -> copies to final positions ->
 //       handle
 //
-// In one launch both go on side by side. Between nodes: dispatch_wire.cuh, by the sending warps. A warp goes through
-// its passes one after the other, and carries what there is in each by the same code (carry_row). Rows leave without
-// waiting for counts: a row's inbox slot is (source, token), and counts decide only its final position. Receive order
-// is (source rank, token) within each expert.
+// In one launch both go on side by side, or in blocks of their own (senders_apart), and own rows are placed from where
+// the caller has them; in two they go by the own inbox. Between nodes: dispatch_wire.cuh, by the sending warps. A warp
+// goes through its passes one after the other, and carries what there is in each by the same code (carry_row). Rows
+// leave without waiting for counts: a row's inbox slot is (source, token), and counts decide only its final position.
+// Receive order is (source rank, token) within each expert.
 #pragma once
 #include "dispatch_receive.cuh"
 
@@ -37,22 +38,23 @@ struct Teams {
   TY_DEVICE Team receive() const { return sending ? Team{2, sending, block_warps() - sending} : whole_block(); }
 };
 
-// How many blocks send the rows of a large call, and nothing else until they are through, while all others place rows;
-// 0: every block does both. What a multiprocessor stores to other GPUs, as fast as the links take it, holds up what it
-// stores to its own memory; where blocks are few and ranks many, both take long, and none can be spared to wait. A
-// third of the blocks fills the links (docs/performance.md, "Large calls").
+// How many blocks, the last, send the rows of a large call and do nothing else until they are through, while all others
+// place rows; 0: every block does both. What a multiprocessor stores to other GPUs, as fast as the links take it, holds
+// up what it stores to its own memory; where blocks are few and ranks many, both take long, and none can be spared to
+// wait. A third of the blocks fills the links (docs/performance.md, "Large calls").
 template <bool far> TY_DEVICE u32 senders_apart(const ty_context &c, u32 phases, u32 tokens) {
   if (far || !places_own(phases) || !has_few_blocks(c) || c.node_ranks <= 4) return 0;
   return tokens > worker_count(c) * block_warps() / 2 ? worker_count(c) / 3 : 0;
 }
 
-// Few rows are cut finer, and leave sooner, by more warps. Many are held up by the links, and their receivers by
-// memory; but between nodes, where blocks are few, both are held up by what a block can store.
+// In one node few rows take a warp of each block, and many are held up by the links, and their receivers by memory.
+// Between nodes few rows are cut finer, and leave sooner, by more warps; and where blocks are few, both sides are held
+// up by what a block can store.
 template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u32 tokens) {
   u32 warps = block_warps();
   if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0};
   if (senders_apart<far>(c, phases, tokens)) return {0};
-  return {has_few(c, tokens) || (far && has_few_blocks(c)) ? warps / 2 : warps < 4 ? 1 : warps / 4};
+  return {far && (has_few(c, tokens) || has_few_blocks(c)) ? warps / 2 : warps < 4 ? 1 : warps / 4};
 }
 
 // Who goes through a pass.
@@ -77,15 +79,28 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
   HeldRows &holds = block_shared<DispatchShared>().held[warp_index()];
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
   bool direct = places_own(a.phases);
-  u32 next = load(&pass.work.first), held = 0;
+  u32 *placed = &state_of(c)->placed[load(&kept.epoch) & 1];
+  bool of_all = !far && load(&pass.work.step) == 0 && load(&pass.work.blocks) == 0;
+  u32 next = of_all ? ask_next_of_all(placed) : load(&pass.work.first);
+  u32 held = 0, sent = 0; // rows whose tags are not raised, and the last item of them
   TY_ROLLED
   for (;;) {
-    u32 step = load(&pass.work.step), blocks = load(&pass.work.blocks), i = next;
-    if (!far && step == 0 && blocks == 0) i = take_next_of_all(&state_of(c)->placed[load(&kept.epoch) & 1]);
-    else if (step == 0) i += take_next(&shared.taken[kind]) * blocks;
-    if (i >= load(&pass.work.end)) break;
-    next += step;
-    u32 cut = load(&pass.work.cut), slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
+    u32 step = load(&pass.work.step), i = of_all ? shuffle(next, 0) : next;
+    if (step == 0 && !of_all) i += take_next(&shared.taken[kind]) * load(&pass.work.blocks);
+    u32 cut = load(&pass.work.cut);
+    bool over = i >= load(&pass.work.end);
+    if (held != 0 && (over || held == load(&pass.work.hold))) {
+      // Whole rows, or one part.
+      u32 home = forwards ? served_home(c, load(&pass.served)) : c.rank;
+      raise_held(c, holds, held, load(&kept.epoch), home, part_of_row(sent, cut));
+      held = 0;
+    }
+    if (over) return true;
+    sent = i;
+    // The next is asked for while this one is carried.
+    if (of_all) next = ask_next_of_all(placed);
+    else next += step;
+    u32 slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
     Slices slices = part_of_row(i, cut);
     TokenMeta said;
     RowAt from;
@@ -140,21 +155,14 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
     if (packs) count_row(c, wave_in(kept), load(&kept.tokens), token, mask, slices);
     if (kind == pass_push && slices.first == 0 && lane_index() == 0)
       store(pointer<u64>(a.handle.rank_mask) + token, ranks);
-    if (packs || places) continue;
-    if (mask) hold_row(holds, held++, mask, slot);
-    // Rows that warps come for are whole.
-    if (kind == pass_push && step == 0 && held < rows_to_hold(c)) continue;
-    raise_held(c, holds, held, load(&kept.epoch), source, slices);
-    held = 0;
+    if (!packs && !places && mask) hold_row(holds, held++, mask, slot);
   }
-  raise_held(c, holds, held, load(&kept.epoch), c.rank, {0, TY_SLICES});
-  return true;
 }
 
 // What is said ahead of rows: heads of messages, whose way is the longest, and META of own tokens; as a rail, META of
 // what landed, of all sources side by side. Each is some block's, tile by tile: a tile waits for those before it, which
 // other blocks have in hand by then or this one has behind it. By a team. False once a deadline passed.
-// `apart`: the first blocks, which have rows to send.
+// `apart`: of the last blocks, which send rows and do not call this.
 template <bool far>
 TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, i32 found,
                         bool refused, bool forwards, u32 apart) {
@@ -166,7 +174,7 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
   u32 tiles = forwards ? (begins ? c.max_tiles : 1) : begins ? tile_count(c, own_choices(a, found).tokens) : 0;
   u32 all = links + tiles * pairs;
   TY_ROLLED
-  for (u32 i = block_index() - apart; i < all; i += worker_count(c) - apart) {
+  for (u32 i = block_index(); i < all; i += worker_count(c) - apart) {
     bool heads = far && i < links;
     u32 number = 0, pair = i - links, j = 0;
     TY_ROLLED
@@ -219,8 +227,8 @@ static_assert(TY_STAGE_FAR == TY_STAGE_PUBLISHED + pass_pack && TY_STAGE_NEAR ==
               "by pass");
 
 // What comes behind. By a team.
-TY_DEVICE void end_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
-  if (kind == pass_push && block_index() == 0) raise_round(c, team, wave.epoch);
+TY_DEVICE void end_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind, u32 first_sender) {
+  if (kind == pass_push && block_index() == first_sender) raise_round(c, team, wave.epoch);
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED + kind, team_thread(team) == 0);
 }
 
@@ -236,19 +244,20 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
   u32 tokens = own_choices(a, found).tokens, apart = senders_apart<far>(c, a.phases, tokens);
-  bool apart_sends = block_index() < apart;
+  u32 first_sender = apart ? worker_count(c) - apart : 0;
+  bool apart_sends = apart && block_index() >= first_sender;
   // With one node nothing else is announced, and this is all of that code; it comes first in the kernel, where blocks
   // that have nothing to announce get by soonest.
   if (!far && !apart_sends && (a.phases & TY_PHASE_SEND)) {
     if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false, apart)) return;
-    end_sending(c, whole_block(), wave, pass_announce);
+    end_sending(c, whole_block(), wave, pass_announce, 0);
   }
   u32 busy = busy_blocks(c, wave, a.phases, tokens), refused = 0;
   bool begins = far && (a.phases & TY_PHASE_SEND) != 0;
   if (begins && !begin_messages(a, wave, found, refused)) return;
   // Most blocks have nothing to announce, and are soonest at what they carry.
   bool skips = begins && block_index() >= busy;
-  if (skips) end_sending(c, whole_block(), wave, pass_announce);
+  if (skips) end_sending(c, whole_block(), wave, pass_announce, 0);
   Kept own{{}, found, tokens, busy, apart, refused, teams.sending, wave.number, wave.epoch, wave.call};
   Kept &kept = far ? block_shared<NodesShared>().kept[warp_index()] : own;
   if (far) {
@@ -307,7 +316,7 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
       carried = carry_items<far>(a, shared.place, kind, kept);
     }
     team = team_in(kept, kind);
-    if (!places && carried) end_sending(c, team, wave_in(kept), kind);
+    if (!places && carried) end_sending(c, team, wave_in(kept), kind, first_sender);
     if (places && is_member(team)) end_placing(a, team, wave_in(kept), carried);
   }
 }

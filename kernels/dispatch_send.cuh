@@ -37,6 +37,7 @@ struct Work {
   u32 step;
   u32 cut; // rows are in 2^cut parts
   u32 blocks;
+  u32 hold; // rows whose tags are raised together
 };
 
 // Rows that a warp has sent and not tagged.
@@ -60,7 +61,7 @@ struct Kept {
   i32 found;   // tokens of the caller, as he says
   u32 tokens;  // of them those that are to be sent: all, or none
   u32 busy;    // blocks that announce something
-  u32 apart;   // as senders_apart (one node)
+  u32 apart;   // as senders_apart: of the last blocks (one node)
   u32 refused; // 1: a choice is faulty (between nodes)
   u32 sending; // as Teams
   u32 wave;    // as Wave
@@ -112,9 +113,9 @@ struct Slices {
   u32 end;
 };
 
-// How often rows are halved, each part being carried by a warp: where rows are few, so often that no warp gets more
-// than one part, since each has trips to memory of its own. Parts of all rows are numbered with 32 bits: rows fit in
-// 31, and are cut only where they are few.
+// How often rows are halved, each part being carried by a warp: where rows are few, so often that none of so many
+// warps gets more than one part, since each has trips to memory of its own. Parts of all rows are numbered with 32
+// bits: rows fit in 31, and are cut only where they are few.
 TY_DEVICE u32 cut_for(u64 rows, u64 warps) {
   u32 cut = most_cuts;
   TY_ROLLED
@@ -249,12 +250,13 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
   return mask;
 }
 
-// Rows that a warp holds back, so that one fence stands before the tags of several. A fence waits for all that its
-// multiprocessor has under way, so it also keeps a warp from sending more than the links take: a warp has so many
-// stores of rows under way as measured best with few blocks and with many (docs/performance.md, "Large calls").
-TY_DEVICE u32 rows_to_hold(const ty_context &c) {
-  u32 stores = has_few_blocks(c) ? 8 : 4;
-  return c.node_ranks >= stores ? 1 : c.node_ranks * most_held <= stores ? most_held : stores / c.node_ranks;
+// How many rows so many warps hold back each, so that one fence stands before the tags of several, where they have so
+// many before them that it matters little when receivers hear of the last. A fence waits for all that its
+// multiprocessor has under way, so it also keeps a warp from sending more than the links take: where blocks are few, a
+// row to each rank of eight, two to each of four, and so on were best (docs/performance.md, "Large calls").
+TY_DEVICE u32 rows_to_hold(const ty_context &c, u32 rows, u32 warps) {
+  u32 most = c.node_ranks <= 2 ? most_held : c.node_ranks <= 4 ? 2 : 1;
+  return has_few_blocks(c) && rows >= 3 * most * warps ? most : 1;
 }
 
 // By a warp.
@@ -279,7 +281,6 @@ TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, 
 TY_DEVICE void raise_held(const ty_context &c, const HeldRows &held, u32 rows, u64 epoch, u32 source,
                           const Slices &slices) {
   warp_barrier();
-  if (rows == 0) return;
   // N2: the warp's stores happen before this fence; wait_row acquires.
   fence_acq_rel_sys();
   TY_ROLLED
@@ -338,6 +339,7 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
     store(&kept.work.step, pass.work.step);
     store(&kept.work.cut, pass.work.cut);
     store(&kept.work.blocks, pass.work.blocks);
+    store(&kept.work.hold, pass.work.hold);
     store(&kept.first, pass.first);
     store(&kept.served, pass.served);
     store(&kept.headers, pass.headers);
@@ -349,7 +351,7 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
 TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 rows) {
   Share share = share_of(c, team, busy, rows);
   u32 cut = cut_for(rows, share.warps);
-  return {share.own, rows << cut, share.warps, cut, 0};
+  return {share.own, rows << cut, share.warps, cut, 0, 1};
 }
 
 // The same of rows to send, which warps come for where there are more than one for each, or where `apart` blocks send
@@ -357,15 +359,16 @@ TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 r
 // have a fence that waits for what the others send. By a team.
 TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
                           u32 rows) {
-  u32 apart = load(&kept.apart), blocks = apart ? apart : worker_count(c);
+  u32 apart = load(&kept.apart), blocks = apart ? apart : worker_count(c), hold = 1;
   if (apart == 0) {
     Share share = share_of(c, team, load(&kept.busy), rows);
     u32 cut = cut_for(rows, kind == pass_push ? share.warps / team.warps : share.warps);
-    if (rows <= share.warps) return {share.own, rows << cut, share.warps, cut, 0};
+    if (rows <= share.warps) return {share.own, rows << cut, share.warps, cut, 0, 1};
+    if (kind == pass_push) hold = rows_to_hold(c, rows, share.warps);
   }
   if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
   team_barrier(team);
-  return {blocks - 1 - block_index(), rows, 0, 0, blocks};
+  return {worker_count(c) - 1 - block_index(), rows, 0, 0, blocks, hold};
 }
 
 } // namespace ty

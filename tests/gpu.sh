@@ -138,6 +138,8 @@ section_checks() {
   checked processes --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5
   # The program's worlds have at most 16 ranks.
   [ "$shared" -le 16 ] || shared=16
+  # Few blocks and many ranks: some blocks send apart from the others.
+  CUDA_DEVICE_MAX_CONNECTIONS=32 checked apart --world 8 --sms 12 --tokens 256 --iters 10 --warmup 2
   checked shared --world "$shared" --tokens 128 --iters 20 --warmup 2
 }
 

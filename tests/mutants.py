@@ -34,13 +34,17 @@ QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEB
                       "TOKENYARD_MACHINE_SEEDS": "400"}
 # META in several tiles, one of which has a faulty choice.
 TILES = "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6"
+# Some blocks send apart from the others.
+APART = ("world=6,sms=4,hidden=128,experts=24,top_k=4,tokens=70,max_tokens=70,meta_tile=32,iters=4,"
+         "world_mode=one-thread,hold_stores=yes")
 MUTANTS = [
     ("row tag without release", SEND,
      "wait_row acquires.\n  fence_acq_rel_sys();\n", "wait_row acquires.\n"),
     ("row tag before the other threads' stores", SEND,
-     "  warp_barrier();\n  if (rows == 0) return;", "  if (rows == 0) return;"),
-    ("rows held back at last are not tagged", DISPATCH,
-     "  raise_held(c, holds, held, load(&kept.epoch), c.rank, {0, TY_SLICES});\n  return true;", "  return true;"),
+     "  warp_barrier();\n  // N2: the warp's stores", "  // N2: the warp's stores"),
+    ("rows held back at last are not tagged", DISPATCH, "(over || held == load(&pass.work.hold))", "held == load(&pass.work.hold)"),
+    ("the round is raised by a block that does not send", DISPATCH, "end_sending(c, team, wave_in(kept), kind, first_sender);",
+     "end_sending(c, team, wave_in(kept), kind, 0);"),
     ("own rows looked for where the caller had them", SEND,
      "return phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE);", "return (phases & TY_PHASE_RECEIVE) != 0;"),
     ("rows to place counted over two dispatches", DISPATCH, "store(&state_of(c)->placed[(ended + 1) & 1], 0u);", "(void)0;"),
@@ -209,6 +213,7 @@ class Worker:
             ("seeds", [program, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
             ("tests/faults.rs", [*test, "faults"]),
             ("several tiles", [program, "verify", "--replay", TILES]),
+            ("blocks apart", [program, "verify", "--timeout-ms", "4000", "--replay", APART]),
         ]
         # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]

@@ -129,13 +129,14 @@ impl Buffers {
         for buffer in [&self.x, &self.x_scales, &self.topk_idx, &self.count] {
             stream.fill(buffer.view(), POISON)?;
         }
-        // Those that come with combine are not dispatch's.
+        // Those that come with combine are read by that.
         if self.case.weights == WeightsWord::Dispatch { stream.fill(self.topk_weight.view(), POISON) } else { Ok(()) }
     }
 
     /// Overwrites what combine reads, in stream order.
     pub fn spoil_expert_rows(&self, stream: &Stream) -> Result<()> {
-        stream.fill(self.y.view(), NAN_BYTE)
+        stream.fill(self.y.view(), NAN_BYTE)?;
+        if self.case.weights == WeightsWord::Combine { stream.fill(self.topk_weight.view(), POISON) } else { Ok(()) }
     }
 
     /// Fills every output before an iteration that is compared, in stream order.

@@ -112,7 +112,8 @@ pub fn draw_small(seed: u64) -> Case {
     case.quantize &= case.scales != ScaleKind::None;
     draw_partial(&mut case);
     case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
-    case.sms = Some(2);
+    // With three blocks and five ranks or more some send apart from the others.
+    case.sms = Some(if case.world > 4 && !case.several_nodes() { 3 } else { 2 });
     case.iters = 3 + dice.below(2);
     case.world_mode = WorldMode::OneThread;
     case.hold_stores = seed % 2 == 1;
@@ -316,6 +317,7 @@ mod tests {
         assert!(share(|c| c.fault == FaultWord::Overflow) > 20 && share(|c| c.fault == FaultWord::Routing) > 10);
         assert!(share(|c| c.partial == PartialWord::Fp8) > 100 && share(|c| c.partial == PartialWord::Fp32) > 40);
         assert!(share(|c| c.quantize && c.several_nodes()) > 10 && share(|c| c.quantize && !c.several_nodes()) > 3);
+        assert!(share(|c| c.sms == Some(3) && c.tokens > 3) > 10);
         assert!(share(|c| c.tokens == 0) > 20 && share(|c| c.ragged) > 200 && share(|c| c.lockstep) > 30);
         assert!(Mode::ALL.iter().all(|mode| cases.iter().any(|c| c.mode == *mode && c.ahead > 1)));
     }

@@ -33,7 +33,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 pub const ENOUGH: usize = 5;
 
 /// Models' full sizes, for `--full`.
-const FULL: [&str; 9] = [
+const FULL: [&str; 10] = [
     "world=8,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,tokens=128,max_tokens=128,routing=v3-groups,iters=3",
     "world=8,hidden=7168,experts=384,top_k=8,dtype=fp8,scales=ue8m0,quantize=yes,scale_order=column,align=128,\
      zero_padding=yes,tokens=64,max_tokens=64,iters=3",
@@ -50,6 +50,8 @@ const FULL: [&str; 9] = [
     "world=2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,iters=2",
     // The same, with a faulty choice in one of them.
     "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6",
+    // Many ranks of few blocks, some of which send apart from the others.
+    "world=6,sms=4,hidden=128,experts=24,top_k=4,tokens=70,max_tokens=70,meta_tile=32,iters=4",
 ];
 
 /// The same over several nodes.
