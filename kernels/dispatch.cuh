@@ -1,8 +1,8 @@
 // Dispatch. Inside a node: Ds publishes META and pushes every token's row once to each rank that holds one of its
 // experts; Dr places the rows expert by expert.
 //
-//   Ds  block b: META of (tile, rank) pairs b, b + blocks, ... -> META words     a quarter of the warps, between nodes
-//       half where rows or blocks are few: rows -> inbox[me][token] on each other rank -> tags (release, N2)
+//   Ds  block b: META of (tile, rank) pairs b, b + blocks, ... -> META words     a quarter of the warps, or half where
+//       rows or blocks are few (teams_of): rows -> inbox[me][token] on each other rank -> tags (release, N2)
 //   Dr  the other warps, and of many rows those that have sent: counts of all sources -> starts of all segments
 //       warp per (source, token), or a part of its row: META words, tag (acquire) -> copies to final positions ->
 //       handle
@@ -47,14 +47,14 @@ template <bool far> TY_DEVICE u32 senders_apart(const ty_context &c, u32 phases,
   return tokens > worker_count(c) * block_warps() / 2 ? worker_count(c) / 3 : 0;
 }
 
-// In one node few rows take a warp of each block, and many are held up by the links, and their receivers by memory.
-// Between nodes few rows are cut finer, and leave sooner, by more warps; and where blocks are few, both sides are held
-// up by what a block can store.
+// Few rows leave sooner by more warps. Many are held up by the links, and their receivers by memory; but where blocks
+// are few, both are held up by what a block can store, unless there are so many ranks that the links are scarce again.
 template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u32 tokens) {
   u32 warps = block_warps();
   if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0};
   if (senders_apart<far>(c, phases, tokens)) return {0};
-  return {far && (has_few(c, tokens) || has_few_blocks(c)) ? warps / 2 : warps < 4 ? 1 : warps / 4};
+  bool half = has_few(c, tokens) || (has_few_blocks(c) && (far || c.node_ranks <= 2));
+  return {half ? warps / 2 : warps < 4 ? 1 : warps / 4};
 }
 
 // Who goes through a pass.

@@ -48,7 +48,7 @@ MUTANTS = [
     ("own rows looked for where the caller had them", SEND,
      "return phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE);", "return (phases & TY_PHASE_RECEIVE) != 0;"),
     ("rows to place counted over two dispatches", DISPATCH, "store(&state_of(c)->placed[(ended + 1) & 1], 0u);", "(void)0;"),
-    ("some rows are for blocks that only place", SEND, "blocks = apart ? apart : worker_count(c);", "blocks = worker_count(c);"),
+    ("some rows are for blocks that only place", SEND, "blocks = apart ? apart : worker_count(c), hold", "blocks = worker_count(c), hold"),
     ("row tag raised in the wrong slot", SEND, "slot * TY_SLICES + slice, epoch);", "slot / 2 * TY_SLICES + slice, epoch);"),
     ("tag of the last slice forgotten", SEND, "i >> shift < c.node_ranks;", "(i + 1) >> shift < c.node_ranks;"),
     ("last slice of a row not carried", SEND, "slice_begin(vectors, slices.end, warp_size);",
