@@ -30,9 +30,10 @@ TY_DEVICE bool has_few(const ty_context &c, u32 tokens) {
   return tokens * c.ranks <= worker_count(c) * block_warps() / 8;
 }
 
-// Who does what in a block. Sending and receiving go on side by side, each by warps of its own.
+// Who does what. Sending and receiving go on side by side, each by warps of its own, or by blocks of its own.
 struct Teams {
-  u32 sending; // warps; 0: all warps do one after the other
+  u32 sending; // warps of a block; 0: all warps do one after the other
+  u32 apart;   // as senders_apart
 
   TY_DEVICE Team send() const { return sending ? Team{1, 0, sending} : whole_block(); }
   TY_DEVICE Team receive() const { return sending ? Team{2, sending, block_warps() - sending} : whole_block(); }
@@ -51,14 +52,14 @@ template <bool far> TY_DEVICE u32 senders_apart(const ty_context &c, u32 phases,
 // are few, both are held up by what a block can store, unless there are so many ranks that the links are scarce again.
 template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u32 tokens) {
   u32 warps = block_warps();
-  if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0};
-  if (senders_apart<far>(c, phases, tokens)) return {0};
+  if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0, 0};
+  if (u32 apart = senders_apart<far>(c, phases, tokens)) return {0, apart};
   bool half = has_few(c, tokens) || (has_few_blocks(c) && (far || c.node_ranks <= 2));
-  return {half ? warps / 2 : warps < 4 ? 1 : warps / 4};
+  return {half ? warps / 2 : warps < 4 ? 1 : warps / 4, 0};
 }
 
 // Who goes through a pass.
-TY_DEVICE Teams teams_in(const Kept &kept) { return {load(&kept.sending)}; }
+TY_DEVICE Teams teams_in(const Kept &kept) { return {load(&kept.sending), load(&kept.apart)}; }
 TY_DEVICE Team team_in(const Kept &kept, u32 kind) {
   Teams teams = teams_in(kept);
   return kind == pass_announce ? whole_block() : kind == pass_place ? teams.receive() : teams.send();
@@ -76,31 +77,20 @@ template <bool far>
 TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 kind, const Kept &kept) {
   const ty_context &c = a.context;
   const Pass &pass = kept.pass;
-  HeldRows &holds = block_shared<DispatchShared>().held[warp_index()];
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
   bool direct = places_own(a.phases);
   u32 *placed = &state_of(c)->placed[load(&kept.epoch) & 1];
   bool of_all = !far && load(&pass.work.step) == 0 && load(&pass.work.blocks) == 0;
   u32 next = of_all ? ask_next_of_all(placed) : load(&pass.work.first);
-  u32 held = 0, sent = 0; // rows whose tags are not raised, and the last item of them
   TY_ROLLED
   for (;;) {
     u32 step = load(&pass.work.step), i = of_all ? shuffle(next, 0) : next;
     if (step == 0 && !of_all) i += take_next(&shared.taken[kind]) * load(&pass.work.blocks);
-    u32 cut = load(&pass.work.cut);
-    bool over = i >= load(&pass.work.end);
-    if (held != 0 && (over || held == load(&pass.work.hold))) {
-      // Whole rows, or one part.
-      u32 home = forwards ? served_home(c, load(&pass.served)) : c.rank;
-      raise_held(c, holds, held, load(&kept.epoch), home, part_of_row(sent, cut));
-      held = 0;
-    }
-    if (over) return true;
-    sent = i;
+    if (i >= load(&pass.work.end)) return true;
     // The next is asked for while this one is carried.
     if (of_all) next = ask_next_of_all(placed);
     else next += step;
-    u32 slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
+    u32 cut = load(&pass.work.cut), slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
     Slices slices = part_of_row(i, cut);
     TokenMeta said;
     RowAt from;
@@ -153,9 +143,9 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
                        : inbox_row(c, bit, load(&kept.epoch), source, slot);
         });
     if (packs) count_row(c, wave_in(kept), load(&kept.tokens), token, mask, slices);
+    else if (!places) raise_tags(c, mask, load(&kept.epoch), source, slot, slices);
     if (kind == pass_push && slices.first == 0 && lane_index() == 0)
       store(pointer<u64>(a.handle.rank_mask) + token, ranks);
-    if (!packs && !places && mask) hold_row(holds, held++, mask, slot);
   }
 }
 
@@ -243,7 +233,7 @@ template <bool far>
 TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 found, const Teams &teams) {
   const ty_context &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
-  u32 tokens = own_choices(a, found).tokens, apart = senders_apart<far>(c, a.phases, tokens);
+  u32 tokens = own_choices(a, found).tokens, apart = far ? 0 : teams.apart;
   u32 first_sender = apart ? worker_count(c) - apart : 0;
   bool apart_sends = apart && block_index() >= first_sender;
   // With one node nothing else is announced, and this is all of that code; it comes first in the kernel, where blocks

@@ -37,14 +37,6 @@ struct Work {
   u32 step;
   u32 cut; // rows are in 2^cut parts
   u32 blocks;
-  u32 hold; // rows whose tags are raised together
-};
-
-// Rows that a warp has sent and not tagged.
-constexpr u32 most_held = 4;
-struct HeldRows {
-  u64 ranks[most_held]; // of the node, to which each went
-  u32 slot[most_held];
 };
 
 // What a warp carries in a pass.
@@ -84,12 +76,11 @@ TY_DEVICE void store_kept(Kept &kept, const Kept &from) {
 
 TY_DEVICE Wave wave_in(const Kept &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.wave)}; }
 
-// Shared memory of a dispatch block, 99 KiB: what builds META, and what sends and places rows, side by side.
+// Shared memory of a dispatch block, 98 KiB: what builds META, and what places rows, side by side.
 struct DispatchShared {
   LaunchShared turn;
   MetaShared meta;
   PlaceShared place;
-  HeldRows held[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
 };
 static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 
@@ -250,24 +241,11 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
   return mask;
 }
 
-// How many rows so many warps hold back each, so that one fence stands before the tags of several, where they have so
-// many before them that it matters little when receivers hear of the last. A fence waits for all that its
-// multiprocessor has under way, so it also keeps a warp from sending more than the links take: where blocks are few, a
-// row to each rank of eight, two to each of four, and so on were best (docs/performance.md, "Large calls").
-TY_DEVICE u32 rows_to_hold(const ty_context &c, u32 rows, u32 warps) {
-  u32 most = c.node_ranks <= 2 ? most_held : c.node_ranks <= 4 ? 2 : 1;
-  return has_few_blocks(c) && rows >= 3 * most * warps ? most : 1;
-}
-
-// By a warp.
-TY_DEVICE void hold_row(HeldRows &held, u32 number, u64 ranks, u32 slot) {
-  if (lane_index() != 0) return;
-  store(&held.ranks[number], ranks);
-  store(&held.slot[number], slot);
-}
-
-// Raises the tags of slices of a source's row at every rank of the mask. By a warp.
+// Raises the tags of slices of a source's row at every rank of the mask, behind the row. By a warp.
 TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
+  warp_barrier();
+  // N2: the warp's stores happen before this fence; wait_row acquires.
+  if (mask) fence_acq_rel_sys();
   // As many slices as a power of two.
   u32 carried = slices.end - slices.first, shift = popcount(carried - 1);
   for (u32 i = lane_index(); i >> shift < c.node_ranks; i += warp_size) {
@@ -275,17 +253,6 @@ TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, 
     if (!((mask >> rank) & 1)) continue;
     store_relaxed_sys(in_arena<u64>(c, rank, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, epoch);
   }
-}
-
-// Raises the tags of so many rows, behind them. By a warp.
-TY_DEVICE void raise_held(const ty_context &c, const HeldRows &held, u32 rows, u64 epoch, u32 source,
-                          const Slices &slices) {
-  warp_barrier();
-  // N2: the warp's stores happen before this fence; wait_row acquires.
-  fence_acq_rel_sys();
-  TY_ROLLED
-  for (u32 i = 0; i < rows; ++i) raise_tags(c, load(&held.ranks[i]), epoch, source, load(&held.slot[i]), slices);
-  warp_barrier(); // what was held is read
 }
 
 // Whether own rows are placed from where the caller has them. A launch that only receives may come when he has them no
@@ -339,7 +306,6 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
     store(&kept.work.step, pass.work.step);
     store(&kept.work.cut, pass.work.cut);
     store(&kept.work.blocks, pass.work.blocks);
-    store(&kept.work.hold, pass.work.hold);
     store(&kept.first, pass.first);
     store(&kept.served, pass.served);
     store(&kept.headers, pass.headers);
@@ -351,7 +317,7 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
 TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 rows) {
   Share share = share_of(c, team, busy, rows);
   u32 cut = cut_for(rows, share.warps);
-  return {share.own, rows << cut, share.warps, cut, 0, 1};
+  return {share.own, rows << cut, share.warps, cut, 0};
 }
 
 // The same of rows to send, which warps come for where there are more than one for each, or where `apart` blocks send
@@ -359,16 +325,15 @@ TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 r
 // have a fence that waits for what the others send. By a team.
 TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
                           u32 rows) {
-  u32 apart = load(&kept.apart), blocks = apart ? apart : worker_count(c), hold = 1;
+  u32 apart = load(&kept.apart), blocks = apart ? apart : worker_count(c);
   if (apart == 0) {
     Share share = share_of(c, team, load(&kept.busy), rows);
     u32 cut = cut_for(rows, kind == pass_push ? share.warps / team.warps : share.warps);
-    if (rows <= share.warps) return {share.own, rows << cut, share.warps, cut, 0, 1};
-    if (kind == pass_push) hold = rows_to_hold(c, rows, share.warps);
+    if (rows <= share.warps) return {share.own, rows << cut, share.warps, cut, 0};
   }
   if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
   team_barrier(team);
-  return {worker_count(c) - 1 - block_index(), rows, 0, 0, blocks, hold};
+  return {worker_count(c) - 1 - block_index(), rows, 0, 0, blocks};
 }
 
 } // namespace ty

@@ -31,8 +31,8 @@
 #define TY_MAX_BLOCK_THREADS 512
 
 // Shared memory of a block, asserted where the structs are defined.
-#define TY_DISPATCH_SHARED_BYTES 101120
-#define TY_DISPATCH_NODES_SHARED_BYTES 168960
+#define TY_DISPATCH_SHARED_BYTES 100352
+#define TY_DISPATCH_NODES_SHARED_BYTES 168192
 #define TY_COMBINE_SHARED_BYTES 12288
 
 // Phases of a launch, or-ed for a fused call.
