@@ -121,7 +121,6 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
     } else {
       from = own_row(a, token);
     }
-    u64 ranks = 0; // of the node, that need an own row
     i32 mine = -1; // output row of this lane's choice
     u64 mask = carry_row(
         c, from, slices, places ? scale_stride(a) : 1,
@@ -130,7 +129,8 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
           if (forwards) return landed_ranks(a, wave_in(kept), load(&pass.served), slot, token);
           if (packs) return packed_nodes(c, token);
           if (!places) {
-            ranks = warp_ranks_of(c, caller_choices(a), token);
+            u64 ranks = warp_ranks_of(c, caller_choices(a), token);
+            if (slices.first == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + token, ranks);
             return direct ? ranks & ~(1ull << c.local) : ranks;
           }
           mine = row_of_choice(a, shared, source, said);
@@ -144,8 +144,6 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
         });
     if (packs) count_row(c, wave_in(kept), load(&kept.tokens), token, mask, slices);
     else if (!places) raise_tags(c, mask, load(&kept.epoch), source, slot, slices);
-    if (kind == pass_push && slices.first == 0 && lane_index() == 0)
-      store(pointer<u64>(a.handle.rank_mask) + token, ranks);
   }
 }
 
