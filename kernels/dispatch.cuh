@@ -80,12 +80,13 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
   bool direct = places_own(a.phases);
   u32 *placed = &state_of(c)->placed[load(&kept.epoch) & 1];
-  bool of_all = !far && load(&pass.work.step) == 0 && load(&pass.work.blocks) == 0;
+  u32 apart = far ? 0 : load(&kept.apart), blocks = apart ? apart : worker_count(c);
+  bool of_all = places && apart;
   u32 next = of_all ? ask_next_of_all(placed) : load(&pass.work.first);
   TY_ROLLED
   for (;;) {
     u32 step = load(&pass.work.step), i = of_all ? shuffle(next, 0) : next;
-    if (step == 0 && !of_all) i += take_next(&shared.taken[kind]) * load(&pass.work.blocks);
+    if (step == 0 && !of_all) i += take_next(&shared.taken[kind]) * blocks;
     if (i >= load(&pass.work.end)) return true;
     // The next is asked for while this one is carried.
     if (of_all) next = ask_next_of_all(placed);
@@ -215,8 +216,7 @@ static_assert(TY_STAGE_FAR == TY_STAGE_PUBLISHED + pass_pack && TY_STAGE_NEAR ==
               "by pass");
 
 // What comes behind. By a team.
-TY_DEVICE void end_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind, u32 first_sender) {
-  if (kind == pass_push && block_index() == first_sender) raise_round(c, team, wave.epoch);
+TY_DEVICE void end_sending(const ty_context &c, const Team &team, u32 kind) {
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED + kind, team_thread(team) == 0);
 }
 
@@ -238,14 +238,14 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
   // that have nothing to announce get by soonest.
   if (!far && !apart_sends && (a.phases & TY_PHASE_SEND)) {
     if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false, apart)) return;
-    end_sending(c, whole_block(), wave, pass_announce, 0);
+    end_sending(c, whole_block(), pass_announce);
   }
   u32 busy = busy_blocks(c, wave, a.phases, tokens), refused = 0;
   bool begins = far && (a.phases & TY_PHASE_SEND) != 0;
   if (begins && !begin_messages(a, wave, found, refused)) return;
   // Most blocks have nothing to announce, and are soonest at what they carry.
   bool skips = begins && block_index() >= busy;
-  if (skips) end_sending(c, whole_block(), wave, pass_announce, 0);
+  if (skips) end_sending(c, whole_block(), pass_announce);
   Kept own{{}, found, tokens, busy, apart, refused, teams.sending, wave.number, wave.epoch, wave.call};
   Kept &kept = far ? block_shared<NodesShared>().kept[warp_index()] : own;
   if (far) {
@@ -304,7 +304,10 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
       carried = carry_items<far>(a, shared.place, kind, kept);
     }
     team = team_in(kept, kind);
-    if (!places && carried) end_sending(c, team, wave_in(kept), kind, first_sender);
+    if (!places && carried) {
+      if (kind == pass_push && block_index() == first_sender) raise_round(c, team, load(&kept.epoch));
+      end_sending(c, team, kind);
+    }
     if (places && is_member(team)) end_placing(a, team, wave_in(kept), carried);
   }
 }

@@ -272,9 +272,9 @@ TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 sour
 // The rows that are to be placed, shared out: every (token of the wave, source).
 TY_DEVICE Work place_work(const ty_context &c, const Team &team, const PlaceShared &shared, const Kept &kept) {
   u32 all = load(&shared.most) * c.ranks;
-  if (load(&kept.apart)) return {0, all, 0, 0, 0};
-  if (load(&shared.helped)) return {block_index(), all, 0, 0, worker_count(c)};
-  Work work = share_rows(c, team, load(&kept.busy), load(&shared.tokens));
+  if (load(&kept.apart)) return {0, all, 0, 0};
+  if (load(&shared.helped)) return {block_index(), all, 0, 0};
+  Work work = share_rows(c, team, load(&kept.busy), load(&shared.tokens), false);
   work.end = all << work.cut;
   return work;
 }

@@ -29,14 +29,13 @@ struct PlaceShared {
 };
 
 // Items that a team's warps carry, parts of rows: this warp's are first, first + step, ... below end. With a step of 0
-// each goes to the warp that comes for it: of the block's, which are first, first + blocks, ..., or if there are no
-// `blocks` of the whole grid's.
+// each goes to the warp that comes for it: of the block's, which are first, first + so many blocks as share them, ...,
+// or where senders are apart, of all that are to be placed.
 struct Work {
   u32 first;
   u32 end;
   u32 step;
   u32 cut; // rows are in 2^cut parts
-  u32 blocks;
 };
 
 // What a warp carries in a pass.
@@ -305,7 +304,6 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
     store(&kept.work.end, pass.work.end);
     store(&kept.work.step, pass.work.step);
     store(&kept.work.cut, pass.work.cut);
-    store(&kept.work.blocks, pass.work.blocks);
     store(&kept.first, pass.first);
     store(&kept.served, pass.served);
     store(&kept.headers, pass.headers);
@@ -313,27 +311,25 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
   warp_barrier();
 }
 
-// So many rows, shared out.
-TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 rows) {
+// So many rows, shared out, and cut for warps or for blocks. Each part of a row that is sent inside the node costs a
+// fence, which waits for what all warps of the block send.
+TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 rows, bool for_blocks) {
   Share share = share_of(c, team, busy, rows);
-  u32 cut = cut_for(rows, share.warps);
-  return {share.own, rows << cut, share.warps, cut, 0};
+  u32 cut = cut_for(rows, for_blocks ? share.warps / team.warps : share.warps);
+  return {share.own, rows << cut, share.warps, cut};
 }
 
-// The same of rows to send, which warps come for where there are more than one for each, or where `apart` blocks send
-// them; again from the far end of the grid. Rows of the own node are cut for blocks, not for warps, each of which would
-// have a fence that waits for what the others send. By a team.
+// The same of rows to send, which warps come for where there are more than one for each, or where senders are apart;
+// again from the far end of the grid. By a team.
 TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
                           u32 rows) {
-  u32 apart = load(&kept.apart), blocks = apart ? apart : worker_count(c);
-  if (apart == 0) {
-    Share share = share_of(c, team, load(&kept.busy), rows);
-    u32 cut = cut_for(rows, kind == pass_push ? share.warps / team.warps : share.warps);
-    if (rows <= share.warps) return {share.own, rows << cut, share.warps, cut, 0};
+  if (load(&kept.apart) == 0) {
+    Work work = share_rows(c, team, load(&kept.busy), rows, kind == pass_push);
+    if (rows <= work.step) return work;
   }
   if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
   team_barrier(team);
-  return {worker_count(c) - 1 - block_index(), rows, 0, 0, blocks};
+  return {worker_count(c) - 1 - block_index(), rows, 0, 0};
 }
 
 } // namespace ty

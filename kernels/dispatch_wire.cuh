@@ -354,7 +354,7 @@ TY_DEVICE Work served_rows(const ty_context &c, const Served &served, u32 j, u32
   u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = served.step;
   u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
   u32 cut = cut_for(rows, shared_by);
-  return {served.sharing, rows << cut, shared_by, cut, 0};
+  return {served.sharing, rows << cut, shared_by, cut};
 }
 
 } // namespace ty
