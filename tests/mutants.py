@@ -37,6 +37,9 @@ TILES = "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_til
 # Some blocks send apart from the others.
 APART = ("world=6,sms=4,hidden=128,experts=24,top_k=4,tokens=70,max_tokens=70,meta_tile=32,iters=4,"
          "world_mode=one-thread,hold_stores=yes")
+# Completions that are later than whole messages, of which the seed has many, and a lane whose messages go link by link.
+LATE = ("world=8,nodes=1+1+1+1+1+1+1+1,hidden=16,experts=8,top_k=1,weights=combine,tokens=2,max_tokens=2,sms=2,iters=24,"
+        "world_mode=one-thread,seed=1")
 MUTANTS = [
     ("row tag without release", SEND,
      "  if (mask) fence_acq_rel_sys();\n", ""),
@@ -213,6 +216,7 @@ class Worker:
             ("tests/faults.rs", [*test, "faults"]),
             ("several tiles", [program, "verify", "--replay", TILES]),
             ("blocks apart", [program, "verify", "--timeout-ms", "4000", "--replay", APART]),
+            ("late completions", [program, "verify", "--timeout-ms", "4000", "--replay", LATE]),
         ]
         # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]

@@ -141,6 +141,7 @@ fn check_disturbances(sum: &Counts) {
         ("full", sum.full - sum.full_injected),
         ("full, injected", sum.full_injected),
         ("completed early", sum.completed_early),
+        ("completed late", sum.completed_late),
         ("stops", sum.stops),
         ("stalled", sum.stalled),
         ("failed", sum.failed),

@@ -53,6 +53,7 @@ impl Sum {
             ("delays", n.delayed),
             ("full queues", n.full),
             ("early completions", n.completed_early),
+            ("late completions", n.completed_late),
             ("links that stop", n.stops),
             ("packets that wait for them", n.stalled),
         ];

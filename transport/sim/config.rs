@@ -1,5 +1,7 @@
 //! What a simulated network is like, and how it misbehaves.
 
+use super::counts::Counts;
+use super::random::Random;
 use crate::base::{Error, Result};
 use crate::transport::imm::MAX_NICS;
 
@@ -86,6 +88,11 @@ pub struct SimConfig {
     pub delay_permille: u32,
     /// See `delay_permille`.
     pub delay_ns: u64,
+    /// How many completions are late by up to `late_ns` besides, as if their acknowledgements were lost: longer than a whole
+    /// exchange with another rank takes.
+    pub late_permille: u32,
+    /// See `late_permille`.
+    pub late_ns: u64,
     /// Writes of one NIC that may be outstanding: posted, and their completion not handed out.
     pub nic_queue: u32,
     /// Writes of one NIC to one peer that may be outstanding.
@@ -125,6 +132,8 @@ impl SimConfig {
             jitter_ns: 0,
             delay_permille: 0,
             delay_ns: 0,
+            late_permille: 0,
+            late_ns: 0,
             nic_queue: 1024,
             peer_queue: 1024,
             message_queue: 64,
@@ -141,7 +150,7 @@ impl SimConfig {
     }
 
     /// A network that does everything that the promises leave open, and loses nothing: two NICs, small packets, short
-    /// queues.
+    /// queues; and with every fourth seed, acknowledgements that get lost.
     pub fn hostile(seed: u64) -> SimConfig {
         SimConfig {
             seed,
@@ -150,6 +159,8 @@ impl SimConfig {
             jitter_ns: 5_000,
             delay_permille: 20,
             delay_ns: 50_000,
+            late_permille: if seed % 4 == 1 { 100 } else { 0 },
+            late_ns: 400_000,
             nic_queue: 24,
             peer_queue: 16,
             message_queue: 4,
@@ -163,9 +174,19 @@ impl SimConfig {
         }
     }
 
+    /// By how much a completion is late besides.
+    pub(super) fn lost_acknowledgement(&self, random: &mut Random, counts: &mut Counts) -> u64 {
+        if !random.permille(self.late_permille) {
+            return 0;
+        }
+        counts.completed_late += 1;
+        random.up_to(self.late_ns)
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         let chances = [
             ("delay_permille", self.delay_permille),
+            ("late_permille", self.late_permille),
             ("full_permille", self.full_permille),
             ("fail_permille", self.fail_permille),
             ("eager_permille", self.eager_permille),

@@ -47,6 +47,8 @@ counts! {
     full_injected,
     /// Writes read when posted, and completed before the last packet landed.
     completed_early,
+    /// Writes whose acknowledgement was lost, and which completed late.
+    completed_late,
     /// NICs brought to a stop.
     stops,
     /// Packets that waited for a stopped NIC.

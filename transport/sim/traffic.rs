@@ -239,6 +239,7 @@ impl State {
         let at_ns = self.now_ns + self.jitter();
         self.again(due, at_ns, Step::Deliver);
         let at_ns = self.now_ns + self.config.nics[flight.nic].latency_ns() + self.lateness();
+        let at_ns = at_ns + self.config.lost_acknowledgement(&mut self.random, &mut self.counts);
         self.again(due, at_ns, Step::Done);
     }
 

@@ -430,6 +430,8 @@ impl Outbound {
         } else if taken {
             let latency_ns = core.config.nics[nic].latency_ns();
             let at_ns = core.unstamp(answer.stamp_ns).saturating_add(latency_ns).saturating_add(core.lateness());
+            let late_ns = core.config.lost_acknowledgement(&mut core.random, &mut core.counts);
+            let at_ns = at_ns.saturating_add(late_ns);
             core.schedule(at_ns, Step::Done(id));
         } else {
             free_eager(self.links.get_mut(&peer), flight);
