@@ -26,7 +26,7 @@ TY_DEVICE bool exchange(const ty_context &c, u64 epoch) {
   if (!relay_staging(c, TY_LANE_BARRIER, epoch)) return false;
   for (u32 link = 0; link < l.targets; ++link) {
     tell_chunks(c, TY_LANE_BARRIER, epoch, link, 0);
-    write_wire_head(staging_of(c, TY_LANE_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, 0, c.rank);
+    write_wire_head(staging_of(c, TY_LANE_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, c.rank);
     count_packed(c, TY_LANE_BARRIER, epoch, link, {0, 0}, 0, packed_head);
   }
   return relay_landed(c, TY_LANE_BARRIER, epoch, [](u32) { return 0u; });

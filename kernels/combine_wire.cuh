@@ -27,7 +27,7 @@ TY_DEVICE bool pack_weights(const ty_combine_args &a, const Team &team, u64 call
   }
   if (team_thread(team) == 0) {
     tell_chunks(c, TY_LANE_WEIGHTS, call, link, rows);
-    write_wire_head(message, call, TY_STATUS_OK, {rows, rows}, 0, c.rank);
+    write_wire_head(message, call, TY_STATUS_OK, {rows, rows}, c.rank);
   }
   team_barrier(team);
   if (team_thread(team) == 0) count_packed(c, TY_LANE_WEIGHTS, call, link, {rows, rows}, 0, packed_head);
@@ -82,8 +82,7 @@ TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shar
   if (lane_index() != 0) return;
   bool missing = rank < c.node_ranks;
   write_wire_head(staging_of(c, TY_LANE_COMBINE, wave.epoch, j), wave.epoch,
-                  missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK, {rows, 0}, range.first,
-                  missing ? world_rank(c, rank) : 0);
+                  missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK, {rows, 0}, missing ? world_rank(c, rank) : 0);
   count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, 0, packed_head);
 }
 

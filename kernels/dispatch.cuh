@@ -22,7 +22,7 @@ TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, const Wave &wave) {
   const ty_context &c = a.context;
   if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_LANE_DISPATCH, wave.epoch)) return;
   if (a.phases & TY_PHASE_RECEIVE)
-    relay_landed(c, TY_LANE_DISPATCH, wave.epoch, [&](u32 j) { return landed_wave(c, wave.epoch, j).shape.rows; });
+    relay_landed(c, TY_LANE_DISPATCH, wave.epoch, [&](u32 j) { return landed_rows(c, wave.epoch, j).rows; });
 }
 
 // Whether this rank has so few tokens that its warps have a part of one row each at the most.
@@ -99,7 +99,7 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
       Quotient place = divide(slot, c.ranks, c.ranks_inverse);
       source = place.rest;
       slot = place.whole;
-      if (slot >= wave_tokens_of(c, shared, source)) continue;
+      if (slot >= wave_tokens_of(shared, source)) continue;
       token = load(&shared.source_first[source]) + slot;
       RowFrom where = RowFrom::inbox;
       if (direct && source == c.rank) where = RowFrom::own;
@@ -296,7 +296,7 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
       if (forwards) {
         carried = wait_chunk(c, wave_in(kept), j, 0);
         if (!carried) break;
-        WireWave landed = landed_wave(c, load(&kept.epoch), j);
+        WireWave landed = landed_wave(a, wave_in(kept), j);
         pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
       }
       if (far) keep_pass(kept.pass, pass);

@@ -40,10 +40,9 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
   return !team_any(team, failed);
 }
 
-// Tokens of a source in this wave; none where what another node's home says of them does not fit.
-TY_DEVICE u32 wave_tokens_of(const ty_context &c, const PlaceShared &shared, u32 source) {
-  u32 tokens = load(&shared.source_end[source]) - load(&shared.source_first[source]);
-  return tokens <= c.wave_tokens ? tokens : 0;
+// Tokens of a source in this wave. What rails tell of another node's home fits, whatever that said (landed_wave).
+TY_DEVICE u32 wave_tokens_of(const PlaceShared &shared, u32 source) {
+  return load(&shared.source_end[source]) - load(&shared.source_first[source]);
 }
 
 // Rows a placing warp from which on warps that have sent help: with fewer it would be through before they come.
@@ -69,7 +68,7 @@ TY_DEVICE void plan_segments(const ty_dispatch_args &a, const Team &team, PlaceS
   }
   u32 most = 0, tokens = 0;
   for (u32 s = lane_index(); s < c.ranks; s += warp_size) {
-    u32 here = wave_tokens_of(c, shared, s);
+    u32 here = wave_tokens_of(shared, s);
     most = here > most ? here : most;
     tokens += here;
   }

@@ -192,7 +192,7 @@ TY_DEVICE void pack_head(const ty_dispatch_args &a, const Choices &in, const Wav
   block_barrier();
   if (thread_index() == 0) {
     u32 status = faulty ? TY_STATUS_BAD_INPUT : TY_STATUS_OK;
-    write_wire_head(message, wave.epoch, status, own.shape, own.rows.first, c.rank);
+    write_wire_head(message, wave.epoch, status, own.shape, c.rank);
     if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);
     count_packed(c, TY_LANE_DISPATCH, wave.epoch, link, own.shape, 0, packed_head);
   }
@@ -245,14 +245,25 @@ TY_DEVICE void count_row(const ty_context &c, const Wave &wave, u32 tokens, u32 
 
 // ---- rail: forwarding ------------------------------------------------------------------------------------------
 
+// Where waves begin in the rows of served home j.
+TY_DEVICE u32 *rail_starts(const ty_dispatch_args &a, u32 j) {
+  return pointer<u32>(a.handle.rail_rows) + static_cast<u64>(j) * (a.context.waves + 1);
+}
+
 // What the head of a message says, once its chunk 0 has landed. What a peer wrote is not trusted to fit.
-TY_DEVICE WireWave landed_wave(const ty_context &c, u64 epoch, u32 j) {
+TY_DEVICE WireRows landed_rows(const ty_context &c, u64 epoch, u32 j) {
   const ty_wire_head *head = wire_head(c, TY_LANE_DISPATCH, epoch, j);
-  u32 rows = load(&head->rows), headers = load(&head->headers), first = load(&head->first);
-  if (rows > c.wave_tokens) rows = c.wave_tokens;
-  if (headers > c.max_tokens) headers = c.max_tokens;
-  if (first > c.max_tokens - rows) first = c.max_tokens - rows;
-  return {{first, first + rows}, {rows, headers}};
+  u32 rows = load(&head->rows), headers = load(&head->headers);
+  return {rows < c.wave_tokens ? rows : c.wave_tokens, headers < c.max_tokens ? headers : c.max_tokens};
+}
+
+// The same wave among the rows of its call: it begins where the one before ended, of which an earlier launch took note.
+TY_DEVICE WireWave landed_wave(const ty_dispatch_args &a, const Wave &wave, u32 j) {
+  const ty_context &c = a.context;
+  WireRows shape = landed_rows(c, wave.epoch, j);
+  u32 first = wave.number == 0 ? 0 : load(rail_starts(a, j) + wave.number), left = c.max_tokens - first;
+  if (shape.rows > left) shape.rows = left;
+  return {{first, first + shape.rows}, shape};
 }
 
 // The choices that came with a call's first message; unusable, if the home says so.
@@ -265,7 +276,7 @@ TY_DEVICE Choices wire_choices(const ty_context &c, u64 epoch, u32 j) {
           l.header_bytes,
           l.header_bytes,
           4,
-          landed_wave(c, epoch, j).shape.headers,
+          landed_rows(c, epoch, j).headers,
           served_home(c, j),
           load(&wire_head(c, TY_LANE_DISPATCH, epoch, j)->status) == TY_STATUS_BAD_INPUT,
           false,
@@ -287,15 +298,14 @@ TY_DEVICE bool wait_head(const ty_context &c, const Team &team, const Wave &wave
 TY_DEVICE void forward_numbers(const ty_dispatch_args &a, const Team &team, const Wave &wave, const Choices &in, u32 j,
                                u32 destination, u32 tile) {
   const ty_context &c = a.context;
-  WireWave landed = landed_wave(c, wave.epoch, j);
+  Range rows = landed_wave(a, wave, j).rows;
   u32 source = served_home(c, j);
   Meta meta = meta_of(c, destination, source, wave.call);
   bool leads = team_thread(team) == 0 && tile == 0, keeps = destination == c.local;
-  if (leads)
-    store_relaxed_sys(meta.counts + c.max_local_experts + 1 + wave.number, meta_word(wave.call, landed.rows.end));
-  u32 *starts = pointer<u32>(a.handle.rail_rows) + j * (c.waves + 1) + wave.number;
+  if (leads) store_relaxed_sys(meta.counts + c.max_local_experts + 1 + wave.number, meta_word(wave.call, rows.end));
+  u32 *starts = rail_starts(a, j) + wave.number;
   if (leads && keeps && wave.number == 0) store(starts, 0u);
-  if (leads && keeps) store(starts + 1, landed.rows.end);
+  if (leads && keeps) store(starts + 1, rows.end);
   if (wave.number != 0) return;
   Tile own = tile_at(c, in, destination, tile);
   for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {

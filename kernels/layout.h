@@ -167,8 +167,7 @@ typedef struct ty_wire_head {
   uint32_t rows;    // rows that follow
   uint32_t rank;    // with TY_STATUS_INCOMPLETE: whose rows are missing
   uint32_t headers; // row headers that come first: of all rows of the call, in its first wave
-  uint32_t first;   // number of the first row among those of the call
-  uint32_t reserved;
+  uint32_t reserved[2];
 } ty_wire_head;
 
 // One direction between nodes, as proxy/wire.rs lays it out. A message is a head, then rows headers of header_bytes,

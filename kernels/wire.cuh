@@ -146,13 +146,12 @@ TY_DEVICE void count_packed(const ty_context &c, u32 lane, u64 epoch, u32 link, 
 }
 
 // Writes the head of a message. By one thread.
-TY_DEVICE void write_wire_head(char *message, u64 epoch, u32 status, const WireRows &shape, u32 first, u32 rank) {
+TY_DEVICE void write_wire_head(char *message, u64 epoch, u32 status, const WireRows &shape, u32 rank) {
   ty_wire_head *head = reinterpret_cast<ty_wire_head *>(message);
   store(&head->epoch, epoch);
   store(&head->status, status);
   store(&head->rows, shape.rows);
   store(&head->headers, shape.headers);
-  store(&head->first, first);
   store(&head->rank, rank);
 }
 

@@ -48,6 +48,7 @@ fn unusable_nodes_and_networks_are_named_with_what_would_do() {
         ("verify --device cpu --replay world=4,nodes=4+0", "--ranks-per-node is `4,0`", "agree"),
         ("verify --device cpu --replay nodes=two", "--replay is `nodes=two`", "3+5"),
         ("verify --device cpu --replay nics=5", "nics is `5`", "1 to 4"),
+        ("verify --device cpu --replay fault=forged", "fault is `forged`", "world_mode=one-thread"),
         ("verify --device cpu --replay network=rough", "--replay is `network=rough`", "calm or hostile"),
         ("verify --device cpu --replay link=fast", "--replay is `link=fast`", "cx7"),
         ("verify --device cpu --replay transport=tcp", "--replay is `transport=tcp`", "libfabric:PROVIDER"),

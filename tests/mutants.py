@@ -158,6 +158,9 @@ MUTANTS = [
     ("placed before its chunk landed", RECEIVE, "chunk_of_row(l, slot));", "0);"),
     ("placed from another source's message", TO_NODES, "source - (source > c.rank ? 1 : 0)", "source - (source > 1 ? 1 : 0)"),
     ("place in a message without its headers", DISPATCH, "load(&kept.wave) == 0 ? load(&shared.source_rows[source]) : 0", "0"),
+    ("headers of a head taken on trust", TO_NODES, "headers < c.max_tokens ? headers : c.max_tokens", "headers"),
+    ("experts of a header taken on trust", META, "return static_cast<u32>(expert) < c.experts;", "return expert >= 0;"),
+    ("waves of another node begin anew", TO_NODES, "wave.number == 0 ? 0 : load(rail_starts(a, j) + wave.number), left", "0, left"),
     ("token number of the home lost", TO_NODES, "load(pointer<const u32>(in.idx - 4 + static_cast<u64>(row) * in.idx_pitch))", "row"),
     ("weights forwarded before they landed", FROM_NODES, "team_thread(team) == 0 && !wait_landed(c, TY_LANE_WEIGHTS, call, j, 0);",
      "false && !wait_landed(c, TY_LANE_WEIGHTS, call, j, 0);"),
@@ -217,6 +220,7 @@ class Worker:
             ("several tiles", [program, "verify", "--replay", TILES]),
             ("blocks apart", [program, "verify", "--timeout-ms", "4000", "--replay", APART]),
             ("late completions", [program, "verify", "--timeout-ms", "4000", "--replay", LATE]),
+            ("messages tampered with", [program, "verify", "--timeout-ms", "300", "--schedules", "200", "--forge"]),
         ]
         # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]

@@ -213,6 +213,10 @@ pub struct VerifyArgs {
     /// Every configuration that is drawn quantises bf16 rows to fp8 as they are sent, not some of them
     #[arg(long)]
     pub quantize: bool,
+    /// Every schedule is of several nodes, and messages between them are tampered with: results may be wrong and calls end with
+    /// errors then, but nothing else may happen
+    #[arg(long, requires = "schedules")]
+    pub forge: bool,
     /// Models' full sizes too
     #[arg(long)]
     pub full: bool,

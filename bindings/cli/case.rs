@@ -453,6 +453,10 @@ impl Case {
             let advice = "the world is one node and has no such link; leave it out, or give fewer --ranks-per-node";
             return Err(Refusal::of("--link", self.link, advice));
         }
+        if self.fault == FaultWord::Forged && !(self.several_nodes() && self.world_mode == WorldMode::OneThread) {
+            let advice = "messages are tampered with between nodes, of worlds on one thread; give nodes and world_mode=one-thread";
+            return Err(Refusal::of("fault", self.fault.name(), advice));
+        }
         if let Some(nics) = self.nics.filter(|nics| !(1..=MAX_NICS).contains(nics)) {
             return Err(Refusal::of("nics", nics, format!("give 1 to {MAX_NICS}")));
         }

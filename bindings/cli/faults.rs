@@ -65,7 +65,7 @@ impl Planned {
         }
         let ranks = (0..case.world).map(|i| (first + i) % case.world);
         match case.fault {
-            FaultWord::None => Planned::default(),
+            FaultWord::None | FaultWord::Forged => Planned::default(),
             FaultWord::Routing => spoil(case, spec, sources, ranks, &mut dice),
             FaultWord::Overflow => shrink(case, spec, sources, ranks, &mut dice),
         }

@@ -16,6 +16,7 @@ mod doctor;
 mod doctor_gpu;
 mod draw;
 mod faults;
+mod forge;
 mod hold;
 mod inputs;
 mod launch;

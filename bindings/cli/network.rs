@@ -19,9 +19,10 @@ use tokenyard::transport::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimC
 use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
 
 use super::case::Case;
+use super::forge::Forger;
 use super::meeting::Meeting;
 use super::rank::Job;
-use super::words::{ArenaWord, DeviceWord, NetworkWord};
+use super::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord};
 
 /// When a silent peer counts as lost: many ranks may share few cores here.
 const SILENCE_NS: u64 = 10_000_000_000;
@@ -185,12 +186,16 @@ fn threads_of(world: &World) -> ThreadConfig {
 ///
 /// # Errors
 /// Whatever the library answers.
-pub fn fiber(network: &Network, world: &World) -> Result<(Proxy, ProxyFiber)> {
+pub fn fiber(network: &Network, world: &World, case: &Case) -> Result<(Proxy, ProxyFiber)> {
     let clock = {
         let network = network.clone();
         Box::new(move || network.now_ns())
     };
-    let (proxy, turns) = Proxy::with_loop(world, endpoint(network, world)?, Liveness::default(), clock)?;
+    let mut endpoint = endpoint(network, world)?;
+    if case.fault == FaultWord::Forged {
+        endpoint = Box::new(Forger::new(endpoint, world.rank(), case.seed));
+    }
+    let (proxy, turns) = Proxy::with_loop(world, endpoint, Liveness::default(), clock)?;
     Ok((proxy, ProxyFiber { turns, network: network.clone() }))
 }
 

@@ -283,7 +283,7 @@ impl<'a> RankRun<'a> {
 
     /// Errors are wrong where none were planned, and where others were.
     fn judge_errors(&mut self, turns: &[Turn], errors: Vec<Error>, result: &mut RankResult) -> Result<()> {
-        if self.case.fault == FaultWord::None {
+        if matches!(self.case.fault, FaultWord::None | FaultWord::Forged) {
             return errors.into_iter().next().map_or(Ok(()), Err);
         }
         let planned: Vec<(&Planned, &[SourceRank])> =

@@ -7,13 +7,14 @@ use std::collections::BTreeSet;
 
 use tokenyard::transport::sim::Counts;
 
+use super::args::VerifyArgs;
 use super::case::Case;
-use super::draw::{draw_small, quantized};
+use super::draw::{draw_small, forged, quantized};
 use super::report::Progress;
 use super::sample::Verdict;
 use super::tally::Tally;
 use super::team::Schedule;
-use super::verify::{ENOUGH, Judge, Judged, Outcome};
+use super::verify::{ENOUGH, Harm, Judge, Judged, Outcome};
 
 /// Every so many schedules one is run twice.
 const TWICE: usize = 50;
@@ -31,6 +32,8 @@ struct Sum {
     host_loads: u64,
     hashes: BTreeSet<u64>,
     network: Counts,
+    /// Where messages were tampered with: worlds whose outputs were wrong, and worlds that ended with an error.
+    harmed: [usize; 2],
 }
 
 impl Sum {
@@ -44,8 +47,8 @@ impl Sum {
         self.network += *network;
     }
 
-    /// Disturbances that never happened, though so many schedules must have met them.
-    fn missed(&self) -> Vec<&'static str> {
+    /// Disturbances that never happened, though so many schedules must have met them; and harm, where messages were tampered with.
+    fn missed(&self, forge: bool) -> Vec<&'static str> {
         let n = &self.network;
         let disturbances = [
             ("writes overtaken", n.reordered),
@@ -57,8 +60,9 @@ impl Sum {
             ("links that stop", n.stops),
             ("packets that wait for them", n.stalled),
         ];
-        let never = disturbances.into_iter().filter(|(_, times)| *times == 0 && self.run >= ALL_MET);
-        never.map(|(what, _)| what).collect()
+        let harm = [("wrong outputs", self.harmed[0] as u64), ("errors", self.harmed[1] as u64)];
+        let demanded = disturbances.into_iter().chain(harm.into_iter().filter(|_| forge));
+        demanded.filter(|(_, times)| *times == 0 && self.run >= ALL_MET).map(|(what, _)| what).collect()
     }
 
     fn print(&self, tally: &Tally) {
@@ -72,6 +76,10 @@ impl Sum {
         );
         println!("{} loads of host memory, all of a kernel's by one thread", self.host_loads);
         println!("networks: {}", self.network);
+        if self.harmed != [0; 2] {
+            let [outputs, ended] = self.harmed;
+            println!("messages tampered with: {outputs} worlds with wrong outputs, {ended} ended with an error");
+        }
         println!("{}", tally.nodes_line());
     }
 }
@@ -94,16 +102,17 @@ fn flaws(i: usize, case: &Case, schedule: Option<&Schedule>, judge: &Judge, sum:
     flaws
 }
 
-/// Runs `count` schedules, on request with rows that are all quantised; whether all were right. Stops once enough have
-/// failed.
-pub fn schedules(count: usize, first: u64, quantize: bool, judge: &Judge) -> bool {
+/// Runs `count` schedules, on request with rows that are all quantised, or with messages that are tampered with; whether all
+/// were right. Stops once enough have failed.
+pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> bool {
     let bar = Progress::new();
     let (mut verdict, mut tally, mut sum) = (Verdict::new(), Tally::default(), Sum::default());
     let mut failures = 0;
     for i in 0..count {
         bar.show("schedules", i, count);
         let drawn = draw_small(first.wrapping_add(i as u64));
-        let case = if quantize { quantized(drawn) } else { drawn };
+        let drawn = if args.quantize { quantized(drawn) } else { drawn };
+        let case = if args.forge { forged(drawn) } else { drawn };
         let Judged { outcome, schedule } = judge.judge(&case);
         tally.count(&case, matches!(outcome, Outcome::Refused(_)));
         sum.add(&case, schedule.as_ref());
@@ -113,7 +122,11 @@ pub fn schedules(count: usize, first: u64, quantize: bool, judge: &Judge) -> boo
                 verdict.merge(found);
                 continue;
             }
-            Outcome::Right(_) => flaws,
+            Outcome::Harmed(harm) if flaws.is_empty() => {
+                sum.harmed[usize::from(matches!(harm, Harm::Ended(_)))] += 1;
+                continue;
+            }
+            Outcome::Right(_) | Outcome::Harmed(_) => flaws,
             Outcome::Refused(error) => vec![error.to_string()],
             Outcome::Wrong(sentences) => sentences,
         };
@@ -126,7 +139,7 @@ pub fn schedules(count: usize, first: u64, quantize: bool, judge: &Judge) -> boo
     }
     bar.clear();
     sum.print(&tally);
-    let missed = sum.missed();
+    let missed = sum.missed(args.forge);
     if !missed.is_empty() {
         println!("never met: {}", missed.join(", "));
     }

@@ -154,7 +154,7 @@ impl Fibers {
         let network = network::virtual_time(case)?;
         if let Some(network) = &network {
             for world in &worlds {
-                let (proxy, driver) = network::fiber(network, world)?;
+                let (proxy, driver) = network::fiber(network, world, case)?;
                 proxies.push(Some(proxy));
                 drivers.push(Some(driver));
             }

@@ -19,7 +19,7 @@ use super::schedules::schedules;
 use super::tally::Tally;
 use super::team::{self, Schedule};
 use super::usage::Refusal;
-use super::words::{ArenaWord, DeviceWord, Launch, Word};
+use super::words::{ArenaWord, DeviceWord, FaultWord, Launch, Word};
 
 /// Configurations by default.
 const SEEDS: usize = 100;
@@ -87,7 +87,7 @@ pub fn verify(args: &VerifyArgs) -> Result<ExitCode, Refusal> {
     let first = args.seed.unwrap_or(1);
     let mut right = true;
     if let Some(count) = args.schedules {
-        right &= schedules(count, first, args.quantize, &Judge { device: DeviceWord::Cpu, ..judge });
+        right &= schedules(count, first, args, &Judge { device: DeviceWord::Cpu, ..judge });
     }
     if !only_schedules {
         right &= seeds(args, first, judge)?;
@@ -135,11 +135,16 @@ fn replay(text: &str, judge: &Judge) -> Result<ExitCode, Refusal> {
     if case.refused_by_design().is_none() {
         case.check()?;
     }
+    if case.fault == FaultWord::Forged && judge.device == DeviceWord::Cuda {
+        let advice = "only worlds on one thread tamper with messages; give cpu";
+        return Err(Refusal::of("--device", DeviceWord::Cuda.name(), advice));
+    }
     note_sharing(judge.device, case.world);
     let Judged { outcome, schedule } = judge.judge(&case);
     match &outcome {
         Outcome::Right(verdict) => println!("right: {} elements compared", verdict.compared),
         Outcome::Refused(error) => println!("refused by design: {error}"),
+        Outcome::Harmed(harm) => println!("harmed by what was tampered with: {harm:?}"),
         Outcome::Wrong(sentences) => sentences.iter().for_each(|s| println!("wrong: {s}")),
     }
     if let Some(schedule) = schedule {
@@ -169,7 +174,7 @@ impl Session {
         self.tally.count(case, matches!(outcome, Outcome::Refused(_)));
         match outcome {
             Outcome::Right(verdict) => self.verdict.merge(verdict),
-            Outcome::Refused(_) => {}
+            Outcome::Refused(_) | Outcome::Harmed(_) => {}
             Outcome::Wrong(sentences) => {
                 self.failures += 1;
                 self.bar.clear();
@@ -197,7 +202,18 @@ pub enum Outcome {
     Right(Verdict),
     /// Refused as it must be.
     Refused(Error),
+    /// Messages were tampered with, and it shows; as it may.
+    Harmed(Harm),
     Wrong(Vec<String>),
+}
+
+/// How it shows that messages were tampered with.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Harm {
+    /// Outputs are wrong.
+    Outputs,
+    /// A call ended with an error.
+    Ended(Error),
 }
 
 /// What became of a configuration, and its schedule where it had one.
@@ -230,6 +246,9 @@ impl Judge {
         };
         let job = Job { case: case.clone(), warmup: 0, check, timeout, arena, measured: false, stages: false };
         let (result, schedule) = team::run_reported(&job, self.device, &|_| {});
+        if case.fault == FaultWord::Forged {
+            return Judged { outcome: harmed(result), schedule };
+        }
         let mut outcome = match (result, case.refused_by_design()) {
             (Err(error), Some(field)) if names(&error, field) => Outcome::Refused(error),
             (Err(error), _) => Outcome::Wrong(vec![error.to_string()]),
@@ -237,8 +256,7 @@ impl Judge {
                 Outcome::Wrong(vec![format!("it ran, but should have been refused for its {field}")])
             }
             (Ok(ranks), None) => {
-                let mut verdict = Verdict::new();
-                ranks.iter().for_each(|rank| verdict.merge(rank.verdict.clone()));
+                let mut verdict = verdict_of(&ranks);
                 let compared = |rank: &RankResult| rank.verdict.iterations == case.iters as u64;
                 if ranks.len() != case.world || !ranks.iter().all(compared) {
                     verdict.mismatches += 1;
@@ -267,6 +285,25 @@ impl Judge {
         let arena = self.arena.map_or_else(String::new, |arena| format!(" --arena {}", arena.name()));
         println!("FAILED: tokenyard verify --device {}{arena}{deadline} --replay '{case}'", self.device.name());
         sentences.iter().for_each(|sentence| println!("  {sentence}"));
+    }
+}
+
+/// What all ranks found.
+fn verdict_of(ranks: &[RankResult]) -> Verdict {
+    let mut verdict = Verdict::new();
+    ranks.iter().for_each(|rank| verdict.merge(rank.verdict.clone()));
+    verdict
+}
+
+/// Where messages were tampered with, all is well but a defect; what has crashed or hangs does not come here.
+fn harmed(result: tokenyard::Result<Vec<RankResult>>) -> Outcome {
+    match result.map(|ranks| verdict_of(&ranks)) {
+        Ok(verdict) if verdict.ok() => Outcome::Right(verdict),
+        Ok(_) => Outcome::Harmed(Harm::Outputs),
+        Err(error @ (Error::Device { .. } | Error::Config { .. } | Error::Argument { .. })) => {
+            Outcome::Wrong(vec![error.to_string()])
+        }
+        Err(error) => Outcome::Harmed(Harm::Ended(error)),
     }
 }
 
