@@ -43,8 +43,10 @@ TY_DEVICE void report_rails(const ty_combine_args &a, const Team &team, const Wa
   for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_COMBINE).sources; link += team_threads(team)) {
     if (!wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, 0)) return;
     const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, wave.epoch, link);
-    if (load(&head->status) == TY_STATUS_INCOMPLETE)
-      keep_fault({TY_ERROR_INCOMPLETE, 0, load(&head->rank), wave.epoch, 0, 0, 0});
+    if (load(&head->status) != TY_STATUS_INCOMPLETE) continue;
+    u32 rank = load(&head->rank);
+    if (rank >= c.ranks) rank = peer_of_source(c, TY_LANE_COMBINE, link);
+    keep_fault({TY_ERROR_INCOMPLETE, 0, rank, wave.epoch, 0, 0, 0});
   }
 }
 
@@ -274,7 +276,7 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   u64 freed = far ? ask_free(c, c.regions.combine_free) : 0;
   TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
   u32 handle_state = load(&head_of(a)->state);
-  u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
   if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
       keep_fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});

@@ -378,20 +378,25 @@ TY_DEVICE TurnWords ask_turn(const ty_context &c, u32 direction) {
 // The epoch whose phases a launch may do, or 0: nothing.
 //
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
-// sent has been received; one with only the receive phase finishes the epoch in flight. All blocks decide alike, each
-// by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE u64 begin_turn(const ty_context &c, const TurnWords &turn, u32 phases, u32 order_send, u32 order_receive) {
+// sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
+// comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
+// blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
+TY_DEVICE u64 begin_turn(const ty_context &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
+                         u32 order_receive) {
   u64 sent = turn.sent, received = turn.received, launches = turn.launches;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
-  u64 epoch = closed || !follows ? 0 : sends ? sent + 1 : sent;
+  u64 epoch = sends ? sent + 1 : sent;
+  bool in_turn = c.waves == 1 || wave_of(c, epoch).number == wave;
+  if (closed || !follows || !in_turn) epoch = 0;
   begin_faults();
   if (leads) {
     keep_turn(epoch);
     store(&block_shared<LaunchShared>().launches, launches);
   }
-  if (!closed && !follows && leads && block_index() == 0)
-    keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, sends ? order_send : order_receive, sent, received});
+  u32 order = follows ? TY_ORDER_WAVE : sends ? order_send : order_receive;
+  if (!closed && epoch == 0 && !(follows && wave != 0) && leads && block_index() == 0)
+    keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, order, sent, received});
   return epoch;
 }
 

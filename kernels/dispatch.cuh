@@ -321,7 +321,7 @@ template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
   // What is loaded again behind an acquisition is a trip to memory.
   i32 found = a.phases & TY_PHASE_SEND ? find_count(a) : 0;
   Teams teams = teams_of<far>(c, a.phases, own_choices(a, found).tokens);
-  u64 epoch = begin_turn(c, turn, a.phases, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
   Wave wave = wave_of(c, epoch);
   if (far && epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);

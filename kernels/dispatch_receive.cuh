@@ -40,7 +40,7 @@ TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &s
   return !team_any(team, failed);
 }
 
-// Tokens of a source in this wave. What rails tell of another node's home fits, whatever that said (landed_wave).
+// Tokens of a source in this wave. What rails tell of other nodes' homes fits, whatever those said (landed_wave).
 TY_DEVICE u32 wave_tokens_of(const PlaceShared &shared, u32 source) {
   return load(&shared.source_end[source]) - load(&shared.source_first[source]);
 }
@@ -374,7 +374,6 @@ TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const Pla
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
   for (u32 s = team_thread(team); s < c.ranks; s += team_threads(team)) {
     u32 *starts = pointer<u32>(a.handle.source_tokens) + s * (c.waves + 1) + wave.number;
-    if (wave.number == 0) store(starts, 0u);
     store(starts + 1, load(&shared.source_end[s]));
   }
   if (team_thread(team) != 0) return;

@@ -303,15 +303,13 @@ TY_DEVICE void forward_numbers(const ty_dispatch_args &a, const Team &team, cons
   Meta meta = meta_of(c, destination, source, wave.call);
   bool leads = team_thread(team) == 0 && tile == 0, keeps = destination == c.local;
   if (leads) store_relaxed_sys(meta.counts + c.max_local_experts + 1 + wave.number, meta_word(wave.call, rows.end));
-  u32 *starts = rail_starts(a, j) + wave.number;
-  if (leads && keeps && wave.number == 0) store(starts, 0u);
-  if (leads && keeps) store(starts + 1, rows.end);
+  if (leads && keeps) store(rail_starts(a, j) + wave.number + 1, rows.end);
   if (wave.number != 0) return;
   Tile own = tile_at(c, in, destination, tile);
   for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {
-    store_relaxed_sys(
-        meta.homes + row,
-        meta_word(wave.call, load(pointer<const u32>(in.idx - 4 + static_cast<u64>(row) * in.idx_pitch))));
+    u32 token = load(pointer<const u32>(in.idx - 4 + static_cast<u64>(row) * in.idx_pitch));
+    // Callers may use it as an index.
+    store_relaxed_sys(meta.homes + row, meta_word(wave.call, token < c.max_tokens ? token : 0));
   }
   u32 refreshed = refreshed_token(c, wave.call);
   if (leads && refreshed >= in.tokens) store_relaxed_sys(meta.homes + refreshed, meta_word(wave.call, 0));

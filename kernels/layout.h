@@ -86,6 +86,7 @@
 #define TY_ORDER_COMBINE_SEND 3
 #define TY_ORDER_COMBINE_RECEIVE 4
 #define TY_ORDER_HANDLE_EMPTY 5
+#define TY_ORDER_WAVE 6
 
 // Wait sites: every wait on the device has one.
 #define TY_SITE_META 1
@@ -329,12 +330,13 @@ typedef struct ty_handle {
   uint64_t rows; // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
   uint64_t weights;       // float [ranks][max_tokens][top_k]
   uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
-  uint64_t source_tokens; // uint32 [ranks][waves + 1]: where waves begin in each source's tokens, as numbered here
+  uint64_t source_tokens; // uint32 [ranks][waves + 1]: where waves begin in each source's tokens, as numbered here; the
+                          // first at 0
   uint64_t rank_mask;     // uint64 [max_tokens]: ranks of the own node that each own token went to
   uint64_t wire_row;      // int32 [links][max_tokens]: which row of the message to that node, -1 none
   uint64_t wire_rows;     // uint32 [links][waves + 1]: where waves begin in those rows
   uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served home went to
-  uint64_t rail_rows;     // uint32 [served][waves + 1]: where waves begin in the rows of each served home
+  uint64_t rail_rows; // uint32 [served][waves + 1]: where waves begin in the rows of each served home; the first at 0
 } ty_handle;
 
 typedef struct ty_tokens {
@@ -376,7 +378,7 @@ typedef struct ty_dispatch_args {
   ty_tokens tokens;
   ty_output output;
   uint32_t phases;
-  uint32_t reserved;
+  uint32_t wave; // of the call
 } ty_dispatch_args;
 
 typedef struct ty_combine_args {
@@ -391,6 +393,8 @@ typedef struct ty_combine_args {
   uint32_t accumulate;
   uint32_t layout;
   uint32_t phases;
+  uint32_t wave; // of the call
+  uint32_t reserved;
 } ty_combine_args;
 
 typedef struct ty_barrier_args {

@@ -145,8 +145,8 @@ impl AllToAll {
         let input = tokens.check(&self.shape)?;
         let out = self.check_output(output)?;
         let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
-        for _ in 0..self.plan.waves {
-            self.launch_dispatch(stream, phases, lease.raw(), input, Some(out))?;
+        for wave in 0..self.plan.waves {
+            self.launch_dispatch(stream, phases, wave, lease.raw(), input, Some(out))?;
         }
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, tokens, input)?, output))
@@ -167,12 +167,13 @@ impl AllToAll {
         self.check()?;
         let lease = self.pool.take()?;
         let input = tokens.check(&self.shape)?;
-        self.launch_dispatch(stream, raw::TY_PHASE_SEND, lease.raw(), input, None)?;
+        self.launch_dispatch(stream, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, tokens, input)
     }
 
-    /// The receiving half of [`dispatch`](Self::dispatch). After an error it may be called again with the same `sent`.
+    /// The receiving half of [`dispatch`](Self::dispatch). After an error of its arguments it may be called again with the same
+    /// `sent`.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch).
@@ -180,10 +181,10 @@ impl AllToAll {
         self.check()?;
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
-        self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, sent.lease.raw(), sent.tokens, Some(out))?;
+        self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
         let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
-        for _ in 1..self.plan.waves {
-            self.launch_dispatch(stream, phases, sent.lease.raw(), sent.tokens, Some(out))?;
+        for wave in 1..self.plan.waves {
+            self.launch_dispatch(stream, phases, wave, sent.lease.raw(), sent.tokens, Some(out))?;
         }
         Ok(self.handle(sent, output))
     }
@@ -197,8 +198,8 @@ impl AllToAll {
         self.own("handle", handle.context)?;
         let rows = self.sent_rows(rows, handle)?;
         let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
-        for _ in 0..self.plan.waves {
-            self.launch_combine(stream, phases, handle, rows, Some(out))?;
+        for wave in 0..self.plan.waves {
+            self.launch_combine(stream, phases, wave, handle, rows, Some(out))?;
         }
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -213,7 +214,7 @@ impl AllToAll {
         self.check()?;
         self.own("handle", handle.context)?;
         let rows = self.sent_rows(rows, handle)?;
-        self.launch_combine(stream, raw::TY_PHASE_SEND, handle, rows, None)?;
+        self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, rows, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(CombineSent { handle, rows })
     }
@@ -224,10 +225,10 @@ impl AllToAll {
     /// As for [`dispatch`](Self::dispatch).
     pub fn combine_recv(&self, stream: &Stream, sent: &CombineSent<'_>, out: &Combined) -> Result<()> {
         self.check()?;
-        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, sent.handle, sent.rows, Some(out))?;
+        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, sent.handle, sent.rows, Some(out))?;
         let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
-        for _ in 1..self.plan.waves {
-            self.launch_combine(stream, phases, sent.handle, sent.rows, Some(out))?;
+        for wave in 1..self.plan.waves {
+            self.launch_combine(stream, phases, wave, sent.handle, sent.rows, Some(out))?;
         }
         Ok(())
     }
@@ -371,6 +372,7 @@ impl AllToAll {
         &self,
         stream: &Stream,
         phases: u32,
+        wave: usize,
         handle: raw::ty_handle,
         tokens: raw::ty_tokens,
         output: Option<raw::ty_output>,
@@ -381,7 +383,7 @@ impl AllToAll {
             tokens,
             output: output.unwrap_or_default(),
             phases,
-            reserved: 0,
+            wave: wave as u32,
         };
         let (kernel, shared) = self.of_world(
             ("ty_dispatch", raw::TY_DISPATCH_SHARED_BYTES),
@@ -394,6 +396,7 @@ impl AllToAll {
         &self,
         stream: &Stream,
         phases: u32,
+        wave: usize,
         handle: &Handle,
         rows: SentRows,
         out: Option<&Combined>,
@@ -411,6 +414,8 @@ impl AllToAll {
             accumulate: out.map_or(0, |out| u32::from(out.accumulate)),
             layout: handle.layout.code(),
             phases,
+            wave: wave as u32,
+            reserved: 0,
         };
         let (one_node, nodes) = match (self.shape.combine_dtype, self.shape.partial) {
             (Dtype::Fp16, Partial::Same) => ("ty_combine_fp16", "ty_combine_fp16_nodes"),

@@ -178,6 +178,9 @@ fn order_problem(record: &raw::ty_error_record) -> String {
         raw::TY_ORDER_DISPATCH_RECEIVE => format!("dispatch {received} was the last sent, so none can be received"),
         raw::TY_ORDER_COMBINE_SEND => format!("combine {sent} was sent and not received, so another cannot be sent"),
         raw::TY_ORDER_COMBINE_RECEIVE => format!("combine {received} was the last sent, so none can be received"),
+        raw::TY_ORDER_WAVE => {
+            format!("launch {sent} was not the last of its call, of which waves are missing; build the context anew")
+        }
         _ => "combine was given a handle whose dispatch has not been received".to_owned(),
     }
 }

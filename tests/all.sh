@@ -96,7 +96,7 @@ verify() {
   say "schedules"
   target/release/tokenyard verify --schedules 2000
   say "messages that are tampered with"
-  target/release/tokenyard verify --schedules 500 --forge --timeout-ms 300
+  target/release/tokenyard verify --schedules 500 --forge --timeout-ms 1000
 }
 
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer.
@@ -106,7 +106,7 @@ sanitize() {
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --seeds 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-    target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 300
+    target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 1000
   # More ranks than the command line takes.
   TOKENYARD_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
     cargo test --no-default-features --target-dir target/coverage --test wide

@@ -169,7 +169,7 @@ fn processes_verify_over_nodes() {
 }
 
 fn replay(case: &str) -> String {
-    let output = command("verify --device cpu --timeout-ms 4000 --replay").arg(case).output().unwrap();
+    let output = command("verify --device cpu --replay").arg(case).output().unwrap();
     assert!(output.status.success(), "{case}: {}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
 }

@@ -129,6 +129,7 @@ MUTANTS = [
     ("incomplete rank's row added", FROM_NODES, "count = popcount64(parts.present);", "count = popcount64(parts.ranks);"),
     ("barrier lets go early", BARRIER, "u64 number = load(&own->received) + 1;", "u64 number = load(&own->received) + 1 - (c.rank == 0);"),
     ("handle marked received by send", DISPATCH, "if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;", "if (ended == 0) return;"),
+    ("launches of any wave taken for the next", CONTEXT, "c.waves == 1 || wave_of(c, epoch).number == wave;", "true;"),
     ("free flag ignored", CONTEXT, "  if (c.free_flags == 0 || epoch == c.first_epoch) return true;", "  if (c.first_epoch != 0) return true;"),
     ("free flag of the epoch before", CONTEXT, "word, epoch - 1,", "word, epoch - 2,"),
     ("NIC: completed before all parts are copied", NIC, "!= group.blocks - 1) return;", "!= 0) return;"),
@@ -217,10 +218,11 @@ class Worker:
             ("schedules", [program, "verify", "--schedules", "80", "--timeout-ms", "4000"]),
             ("seeds", [program, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
             ("tests/faults.rs", [*test, "faults"]),
+            ("tests/nodes.rs", [*test, "nodes", "waves"]),
             ("several tiles", [program, "verify", "--replay", TILES]),
             ("blocks apart", [program, "verify", "--timeout-ms", "4000", "--replay", APART]),
             ("late completions", [program, "verify", "--timeout-ms", "4000", "--replay", LATE]),
-            ("messages tampered with", [program, "verify", "--timeout-ms", "300", "--schedules", "200", "--forge"]),
+            ("messages tampered with", [program, "verify", "--timeout-ms", "1000", "--schedules", "200", "--forge"]),
         ]
         # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]

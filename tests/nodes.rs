@@ -111,6 +111,51 @@ fn every_rank_of_every_node_hears_who_refused_its_routing() {
     }
 }
 
+/// What `check` says once the stream is through.
+fn order_problem(rig: &Rig) -> String {
+    rig.stream.synchronize(PATIENCE).unwrap();
+    let error = rig.ep.check().unwrap_err();
+    assert!(matches!(error, Error::Order { .. }), "{error:?}");
+    rig.ep.check().unwrap();
+    error.to_string()
+}
+
+#[test]
+fn calls_of_several_waves_are_refused_whole() {
+    on_nodes(&[2, 1], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let builder = |b: AllToAllBuilder| b.proxy(&proxy).chunk_rows(1).timeout(DEADLINE).wave_tokens(1).handles(3);
+        let rig = Rig::with(&world, builder);
+        exchange(&rig, 0, |_| true).unwrap();
+        let choices = choices(rig.rank, 1);
+        rig.route(&choices, 1);
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let sent = rig.ep.dispatch_send(&rig.stream, &tokens).unwrap();
+        // One rank alone makes mistakes, of which the others notice nothing.
+        let culprit = rig.rank == 1;
+        if culprit {
+            let extra = rig.ep.dispatch_send(&rig.stream, &tokens).unwrap();
+            assert!(order_problem(&rig).contains("dispatch 5 was sent and not received"));
+            drop(extra);
+            let _extra = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+            assert!(order_problem(&rig).contains("dispatch 5 was sent and not received"));
+        }
+        let handle = rig.ep.dispatch_recv(&rig.stream, &sent, &output).unwrap();
+        if culprit {
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let again = rig.ep.dispatch_recv(&rig.stream, &sent, &output).unwrap();
+            assert!(order_problem(&rig).contains("dispatch 8 was the last sent"));
+            drop(again);
+        }
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        (0..MAX_TOKENS).for_each(|token| assert_eq!(rig.sum(token), rig.row(token, 1), "token {token}"));
+        (2..5).for_each(|salt| exchange(&rig, salt, |_| true).unwrap());
+        world.barrier("all done").unwrap();
+    });
+}
+
 #[test]
 fn a_world_of_several_nodes_without_a_proxy_is_refused() {
     on_nodes(&[1, 1], |world, _| {

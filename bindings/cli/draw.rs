@@ -339,6 +339,14 @@ mod tests {
     }
 
     #[test]
+    fn messages_of_every_schedule_can_be_tampered_with() {
+        for case in (1..=300).map(|seed| forged(draw_small(seed))) {
+            assert!(case.several_nodes() && case.fault == FaultWord::Forged, "{case}");
+            assert!(case.refused_by_design().is_some() || case.check().is_ok(), "{case}: {:?}", case.check());
+        }
+    }
+
+    #[test]
     fn a_world_is_cut_into_nodes_of_every_kind() {
         let mut dice = Dice(Counter::new(1, Use::Choice, 0, 0, 0));
         let mut sizes = std::collections::BTreeSet::new();

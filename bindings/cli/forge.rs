@@ -12,7 +12,7 @@ use super::inputs::{Counter, Use};
 const PERMILLE: usize = 40;
 /// Most words of a write that are.
 const WORDS: usize = 3;
-/// Words at the front of a write, where heads and headers are: half of what is changed is there.
+/// Words at the front of a write, where heads and headers are: at least half of what is changed is there.
 const FRONT: usize = 16;
 /// A word's bytes. Messages and their parts are multiples.
 const WORD: usize = 4;

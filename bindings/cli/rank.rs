@@ -97,12 +97,12 @@ pub fn run(
     if job.measured && !gpu {
         result.link_rate = link::rate(&world)? / turns(job, device, world.size());
     }
-    let mut i = 0;
-    while i < job.iterations() {
-        let count = job.case.ahead.clamp(1, job.iterations() - i);
-        rank.iterations(i, count, &mut result)?;
-        i += count;
-        progress(i);
+    let ran = rank.all_iterations(&mut result, progress);
+    // The others would wait in vain for one that failed, whose error says more than theirs would.
+    let failed = world.all_gather("iterations", &[u8::from(ran.is_err())]);
+    ran?;
+    if failed?.iter().any(|failed| failed != &[0]) {
+        return Ok(result);
     }
     if job.measured && gpu {
         let rows: Vec<u64> = rank.traffic.rows().iter().map(|rows| rows / result.iterations.max(1)).collect();
@@ -206,6 +206,18 @@ impl<'a> RankRun<'a> {
             capacity: turn.planned.capacity(self.case, self.rank),
         };
         turns.iter().map(given).collect()
+    }
+
+    /// Runs all iterations; `progress` hears how many are done.
+    fn all_iterations(&mut self, result: &mut RankResult, progress: &dyn Fn(usize)) -> Result<()> {
+        let mut i = 0;
+        while i < self.job.iterations() {
+            let count = self.case.ahead.clamp(1, self.job.iterations() - i);
+            self.iterations(i, count, result)?;
+            i += count;
+            progress(i);
+        }
+        Ok(())
     }
 
     /// Runs `count` iterations, each with buffers of its own, without a wait between their calls.

@@ -3,6 +3,7 @@
 //! On the main thread; each configuration's ranks run on threads, or all on one under a seeded schedule. What a
 //! configuration is follows from its seed alone; a failure prints it whole, so that it can be run again and changed.
 
+use std::fmt;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -144,7 +145,7 @@ fn replay(text: &str, judge: &Judge) -> Result<ExitCode, Refusal> {
     match &outcome {
         Outcome::Right(verdict) => println!("right: {} elements compared", verdict.compared),
         Outcome::Refused(error) => println!("refused by design: {error}"),
-        Outcome::Harmed(harm) => println!("harmed by what was tampered with: {harm:?}"),
+        Outcome::Harmed(harm) => println!("harmed by what was tampered with: {harm}"),
         Outcome::Wrong(sentences) => sentences.iter().for_each(|s| println!("wrong: {s}")),
     }
     if let Some(schedule) = schedule {
@@ -214,6 +215,15 @@ pub enum Harm {
     Outputs,
     /// A call ended with an error.
     Ended(Error),
+}
+
+impl fmt::Display for Harm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Harm::Outputs => write!(f, "outputs are wrong"),
+            Harm::Ended(error) => error.fmt(f),
+        }
+    }
 }
 
 /// What became of a configuration, and its schedule where it had one.
