@@ -23,6 +23,8 @@ use std::time::Duration;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
+/// A launch that sends and receives.
+const BOTH_PHASES: u32 = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
 /// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each block
 /// has little to do then beside what it costs to begin (docs/performance.md).
 const META_TILE: usize = 256;
@@ -144,9 +146,8 @@ impl AllToAll {
         let lease = self.pool.take()?;
         let input = tokens.check(&self.shape)?;
         let out = self.check_output(output)?;
-        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
         for wave in 0..self.plan.waves {
-            self.launch_dispatch(stream, phases, wave, lease.raw(), input, Some(out))?;
+            self.launch_dispatch(stream, BOTH_PHASES, wave, lease.raw(), input, Some(out))?;
         }
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, tokens, input)?, output))
@@ -172,8 +173,7 @@ impl AllToAll {
         self.sent(lease, tokens, input)
     }
 
-    /// The receiving half of [`dispatch`](Self::dispatch). After an error of its arguments it may be called again with the same
-    /// `sent`.
+    /// The receiving half of [`dispatch`](Self::dispatch). After an error of its arguments `sent` may be given again.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch).
@@ -182,9 +182,8 @@ impl AllToAll {
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
         self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
-        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
         for wave in 1..self.plan.waves {
-            self.launch_dispatch(stream, phases, wave, sent.lease.raw(), sent.tokens, Some(out))?;
+            self.launch_dispatch(stream, BOTH_PHASES, wave, sent.lease.raw(), sent.tokens, Some(out))?;
         }
         Ok(self.handle(sent, output))
     }
@@ -197,9 +196,8 @@ impl AllToAll {
         self.check()?;
         self.own("handle", handle.context)?;
         let rows = self.sent_rows(rows, handle)?;
-        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
         for wave in 0..self.plan.waves {
-            self.launch_combine(stream, phases, wave, handle, rows, Some(out))?;
+            self.launch_combine(stream, BOTH_PHASES, wave, handle, rows, Some(out))?;
         }
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -226,9 +224,8 @@ impl AllToAll {
     pub fn combine_recv(&self, stream: &Stream, sent: &CombineSent<'_>, out: &Combined) -> Result<()> {
         self.check()?;
         self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, sent.handle, sent.rows, Some(out))?;
-        let phases = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
         for wave in 1..self.plan.waves {
-            self.launch_combine(stream, phases, wave, sent.handle, sent.rows, Some(out))?;
+            self.launch_combine(stream, BOTH_PHASES, wave, sent.handle, sent.rows, Some(out))?;
         }
         Ok(())
     }
