@@ -179,7 +179,7 @@ fn order_problem(record: &raw::ty_error_record) -> String {
         raw::TY_ORDER_COMBINE_SEND => format!("combine {sent} was sent and not received, so another cannot be sent"),
         raw::TY_ORDER_COMBINE_RECEIVE => format!("combine {received} was the last sent, so none can be received"),
         raw::TY_ORDER_WAVE => {
-            format!("launch {sent} was not the last of its call, of which waves are missing; build the context anew")
+            format!("launch {sent} was not the last of its call, of which one has failed, so this context cannot go on")
         }
         _ => "combine was given a handle whose dispatch has not been received".to_owned(),
     }
@@ -194,6 +194,13 @@ mod tests {
         let record = reports.memory.host_ptr().cast::<raw::ty_error_record>().wrapping_add(number);
         // SAFETY: the buffer holds RECORDS records, `number` is below that, and nothing else looks at them meanwhile.
         unsafe { record.write(raw::ty_error_record { sequence: 2, kind, ..Default::default() }) };
+    }
+
+    #[test]
+    fn a_call_that_was_cut_short_is_named() {
+        let wave = raw::ty_error_record { a: raw::TY_ORDER_WAVE.into(), b: 7, c: 7, ..Default::default() };
+        let problem = order_problem(&wave);
+        assert!(problem.contains("launch 7 ") && problem.contains("cannot go on"), "{problem}");
     }
 
     #[test]
