@@ -91,7 +91,7 @@ fn refuse_stale_bindings() {
 /// The executor and the kernels, by the host compiler.
 fn build_for_cpu() {
     let mut build = cc::Build::new();
-    build.cpp(true).std("c++17").opt_level(2).warnings(true).extra_warnings(true);
+    build.cpp(true).std("c++20").opt_level(2).warnings(true).extra_warnings(true);
     build.flag("-ffp-contract=off").include("kernels").include("kernels/cpu");
     build.warnings_into_errors(set("TOKENYARD_STRICT").is_some_and(|value| value == "1"));
     if let Some(kinds) = set("TOKENYARD_SANITIZE") {
@@ -167,7 +167,7 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
     for code in GPU_CODE {
         command.args(["-gencode", code]);
     }
-    command.args(["-std=c++17", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
+    command.args(["-std=c++20", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
     // All architectures side by side.
     command.args(["--threads", "0"]);
     command.arg("-o").arg(fatbin).arg(KERNELS);

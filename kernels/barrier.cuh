@@ -9,7 +9,7 @@ namespace ty {
 
 // Node peers meet. By the block. A rank may be one meeting ahead, never two: flags alternate between two slots, and
 // equality suffices.
-TY_DEVICE bool meet(const ty_context &c, u64 meeting) {
+TY_DEVICE bool meet(const Context auto &c, u64 meeting) {
   bool failed = false;
   for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads())
     store_release_sys(in_arena<u64>(c, peer, c.regions.barrier_flags, meeting, c.local), meeting);
@@ -21,7 +21,7 @@ TY_DEVICE bool meet(const ty_context &c, u64 meeting) {
 }
 
 // Every linked pair exchanges a head. By thread 0, which polls host memory here. False once a deadline passed.
-TY_DEVICE bool exchange(const ty_context &c, u64 epoch) {
+TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
   const ty_lane &l = lane_of(c, TY_LANE_BARRIER);
   if (!relay_staging(c, TY_LANE_BARRIER, epoch)) return false;
   for (u32 link = 0; link < l.targets; ++link) {
@@ -34,7 +34,7 @@ TY_DEVICE bool exchange(const ty_context &c, u64 epoch) {
 
 // One block.
 TY_KERNEL(ty_barrier, ty_barrier_args) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   ty_turn *own = turn_of(c, TY_DIRECTION_BARRIER);
   u64 number = load(&own->received) + 1;
   begin_faults();

@@ -22,14 +22,14 @@ namespace ty {
 
 // ---- receive -------------------------------------------------------------------------------------------------
 
-template <u32 n> TY_DEVICE void store_out(const ty_combine_args &a, char *row, u64 g, const Floats<n> &sum) {
+template <u32 n> TY_DEVICE void store_out(const CombineArgs auto &a, char *row, u64 g, const Floats<n> &sum) {
   u32 columns = a.context.hidden;
   if (a.out_dtype == TY_BF16) store_group<Bf16, n>(row, g, columns, sum);
   else if (a.out_dtype == TY_FP16) store_group<Fp16, n>(row, g, columns, sum);
   else store_group<Fp32, n>(row, g, columns, sum);
 }
 
-template <u32 n> TY_DEVICE Floats<n> load_out(const ty_combine_args &a, const char *row, u64 g) {
+template <u32 n> TY_DEVICE Floats<n> load_out(const CombineArgs auto &a, const char *row, u64 g) {
   u32 columns = a.context.hidden;
   if (a.out_dtype == TY_BF16) return load_group<Bf16, n>(row, g, columns);
   if (a.out_dtype == TY_FP16) return load_group<Fp16, n>(row, g, columns);
@@ -37,8 +37,8 @@ template <u32 n> TY_DEVICE Floats<n> load_out(const ty_combine_args &a, const ch
 }
 
 // Reports what every rail says of its node, once a call. By a team of block 0.
-TY_DEVICE void report_rails(const ty_combine_args &a, const Team &team, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE void report_rails(const CombineArgs auto &a, const Team &team, const Wave &wave) {
+  const auto &c = a.context;
   if (!is_last(c, wave)) return;
   for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_COMBINE).sources; link += team_threads(team)) {
     if (!wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, 0)) return;
@@ -51,8 +51,8 @@ TY_DEVICE void report_rails(const ty_combine_args &a, const Team &team, const Wa
 }
 
 // Reports own tokens' ranks of this node that send no rows, once a call. By a warp of block 0.
-TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &shared, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE void report_missing(const CombineArgs auto &a, const CombineShared &shared, const Wave &wave) {
+  const auto &c = a.context;
   const ty_handle_head *head = head_of(a);
   if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave)) return;
   u32 rank = first_missing(c, shared, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
@@ -61,7 +61,7 @@ TY_DEVICE void report_missing(const ty_combine_args &a, const CombineShared &sha
 }
 
 // Which row of the call's messages to a node an own token is; -1 for none.
-TY_DEVICE i32 wire_row_of(const ty_combine_args &a, u32 link, u32 token) {
+TY_DEVICE i32 wire_row_of(const CombineArgs auto &a, u32 link, u32 token) {
   return load(pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * a.context.max_tokens + token);
 }
 
@@ -74,13 +74,13 @@ struct HomeRows {
 };
 
 // Which row of the wave's message from a link is a token's sum, if it is a row of the call's.
-TY_DEVICE u32 row_of_sum(const ty_combine_args &a, const Wave &wave, u32 link, i32 row) {
+TY_DEVICE u32 row_of_sum(const CombineArgs auto &a, const Wave &wave, u32 link, i32 row) {
   return static_cast<u32>(row) - wave_range(a.context, a.handle.wire_rows, link, wave).first;
 }
 
 // Lists the sums of other nodes, a link a lane, around the partial rows of the own one. By a warp.
-TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 own_rows) {
-  const ty_context &c = a.context;
+TY_DEVICE HomeRows list_sums(const CombineArgs auto &a, Terms &terms, const Wave &wave, u32 token, u32 own_rows) {
+  const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
   HomeRows list{0, own_rows, own_rows};
   for (u32 first = 0; first < l.sources; first += warp_size) {
@@ -103,8 +103,8 @@ TY_DEVICE HomeRows list_sums(const ty_combine_args &a, Terms &terms, const Wave 
 }
 
 // The calling lane's share of waiting for them. True once a deadline passed.
-TY_DEVICE bool sums_fail(const ty_combine_args &a, const Wave &wave, u32 token) {
-  const ty_context &c = a.context;
+TY_DEVICE bool sums_fail(const CombineArgs auto &a, const Wave &wave, u32 token) {
+  const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_COMBINE);
   bool failed = false;
   for (u32 link = lane_index(); link < l.sources; link += warp_size) {
@@ -117,9 +117,9 @@ TY_DEVICE bool sums_fail(const ty_combine_args &a, const Wave &wave, u32 token) 
 
 // Everything of one own token, listed once it is here. By a warp. False once a deadline passed.
 template <bool far>
-TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, const Wave &wave, u32 token, u32 n,
+TY_DEVICE bool gather_token(const CombineArgs auto &a, Terms &terms, const Wave &wave, u32 token, u32 n,
                             const Parts &parts, HomeRows &list) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   u32 own_rows = popcount64(parts.present);
   list = {0, own_rows, own_rows};
   if (far) list = list_sums(a, terms, wave, token, own_rows);
@@ -131,9 +131,9 @@ TY_DEVICE bool gather_token(const ty_combine_args &a, Terms &terms, const Wave &
 
 // A token's sum over nodes, in node order: of listed rows, stored in the output. By a warp.
 template <typename Partial, bool far>
-TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const HomeRows &list, u32 token,
+TY_DEVICE void sum_token(const CombineArgs auto &a, const Terms &terms, const HomeRows &list, u32 token,
                          const Columns &columns) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   constexpr u32 groups = groups_at_home<Partial>;
   using Group = Floats<Partial::group>;
   char *out = pointer<char>(a.out) + token * a.out_pitch;
@@ -158,10 +158,9 @@ TY_DEVICE void sum_token(const ty_combine_args &a, const Terms &terms, const Hom
 
 // Sums of all own tokens, behind begin_sums. By warps of a block, so many of them.
 template <typename Partial, bool far>
-TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, u32 warps, const Wave &wave, bool bad,
+TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared, u32 warps, const Wave &wave, bool bad,
                                const Range &range) {
-  const ty_context &c = a.context;
-  u64 missing = missing_ranks(c, shared);
+  const auto &c = a.context;
   Terms &terms = shared.terms[warp_index()];
   auto there = [](u32) { return true; };
   share_out(c, &shared.taken, warps, range.end - range.first, false, there, [&](u32 n, u32, u32, const Piece &piece) {
@@ -169,7 +168,8 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
     HomeRows list{};
     if (!bad) {
       u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
-      if (!gather_token<far>(a, terms, wave, token, n, Parts{ranks, ranks & ~missing}, list)) return false;
+      if (!gather_token<far>(a, terms, wave, token, n, Parts{ranks, ranks & ~missing_ranks(c, shared)}, list))
+        return false;
     }
     sum_token<Partial, far>(a, terms, list, token, columns_of<Partial>(c, piece));
     warp_barrier(); // the list is read
@@ -180,8 +180,8 @@ TY_DEVICE void combine_receive(const ty_combine_args &a, CombineShared &shared, 
 // ---- the kernels ---------------------------------------------------------------------------------------------
 
 // What the relay does while the others work. By its thread 0.
-TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE void relay_combine(const CombineArgs auto &a, const Wave &wave) {
+  const auto &c = a.context;
   bool weighs = wave.number == 0; // weights go ahead of the call's first wave
   if (a.phases & TY_PHASE_SEND) {
     if (weighs && !relay_staging(c, TY_LANE_WEIGHTS, wave.call)) return;
@@ -197,8 +197,8 @@ TY_DEVICE void relay_combine(const ty_combine_args &a, const Wave &wave) {
 
 // What comes before sums of own tokens, the rail's sums among it. By the summing team. False once a deadline passed.
 template <typename Partial, bool far>
-TY_DEVICE bool begin_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE bool begin_sums(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave) {
+  const auto &c = a.context;
   bool receives = (a.phases & TY_PHASE_RECEIVE) != 0, leads = team_thread(team) == 0;
   bool serves = far && (a.phases & TY_PHASE_SEND) != 0;
   if (serves) clear_counts(team, shared.sums);
@@ -218,8 +218,8 @@ TY_DEVICE bool begin_sums(const ty_combine_args &a, CombineShared &shared, const
 // What waits for partial rows: the rail's sums, then those of own tokens, where the block's other warps help once they
 // have sent. By all warps of a block, of which a team is for this alone.
 template <typename Partial, bool far>
-TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave) {
+  const auto &c = a.context;
   bool member = is_member(team), shares = is_one_of_two(team) && (a.phases & TY_PHASE_RECEIVE) != 0;
   // Before flags are acquired, behind which nothing is in caches.
   bool bad = load(&head_of(a)->own_bad) != 0;
@@ -249,15 +249,15 @@ TY_DEVICE void sum_partials(const ty_combine_args &a, CombineShared &shared, con
 
 // Warps of a block that send where others sum at the same time: three of four, but half where rows are so few that more
 // would have none. A block has two warps at least.
-TY_DEVICE u32 senders_of(const ty_combine_args &a) {
-  const ty_context &c = a.context;
+TY_DEVICE u32 senders_of(const CombineArgs auto &a) {
+  const auto &c = a.context;
   u32 rows = load(&head_of(a)->most_tokens) * c.ranks;
   return rows <= 2 * worker_count(c) ? block_warps() / 2 : block_warps() * 3 / 4;
 }
 
 template <typename Row, typename Partial, bool far>
-TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave, u64 freed) {
-  const ty_context &c = a.context;
+TY_DEVICE void work_combine(const CombineArgs auto &a, const Wave &wave, u64 freed, const Looked &ahead) {
+  const auto &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = far || (a.phases & TY_PHASE_RECEIVE) != 0;
   if (far && sends && !wait_free(c, whole_block(), c.regions.combine_free, wave.epoch, freed)) return;
@@ -265,17 +265,19 @@ TY_DEVICE void work_combine(const ty_combine_args &a, const Wave &wave, u64 free
   u32 first = sends && sums ? sending : 0; // that sums
   bool two = sends && sums;
   Team senders{two ? 1u : 0u, 0, sending}, summers{two ? 2u : 0u, first, block_warps() - first};
-  if (sends && is_member(senders)) combine_send<Row, Partial, far>(a, shared, senders, wave);
+  if (sends && is_member(senders)) combine_send<Row, Partial, far>(a, shared, senders, wave, ahead);
   if (sums) sum_partials<Partial, far>(a, shared, summers, wave);
 }
 
 // `far` as in dispatch.
-template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const ty_combine_args &a) {
-  const ty_context &c = a.context;
+template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const CombineArgs auto &a) {
+  const auto &c = a.context;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
   u64 freed = far ? ask_free(c, c.regions.combine_free) : 0;
   TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
   u32 handle_state = load(&head_of(a)->state);
+  Looked ahead{};
+  if (looks_ahead(c)) ahead = look_ahead(a);
   u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
   if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
@@ -287,7 +289,7 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   if (far && epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_combine(a, wave);
   } else if (epoch != 0) {
-    work_combine<Row, Partial, far>(a, wave, freed);
+    work_combine<Row, Partial, far>(a, wave, freed, ahead);
   }
   u64 ended = end_turn(c, TY_DIRECTION_COMBINE, a.phases);
   if (far && ended != 0 && (a.phases & TY_PHASE_RECEIVE))
@@ -311,5 +313,13 @@ TY_KERNEL(ty_combine_fp16_fp8, ty_combine_args) { combine<Fp16, Fp8, false>(a); 
 TY_KERNEL(ty_combine_fp16_fp8_nodes, ty_combine_args) { combine<Fp16, Fp8, true>(a); }
 TY_KERNEL(ty_combine_fp32_fp8, ty_combine_args) { combine<Fp32, Fp8, false>(a); }
 TY_KERNEL(ty_combine_fp32_fp8_nodes, ty_combine_args) { combine<Fp32, Fp8, true>(a); }
+
+// Plain calls, by what the experts' rows are: one a choice, or in the token layout one a token.
+template <bool far> using PlainChoices = PlainCombineArgs<far, TY_LAYOUT_CONTIGUOUS>;
+template <bool far> using PlainTokens = PlainCombineArgs<far, TY_LAYOUT_TOKEN>;
+TY_KERNEL(ty_combine_plain, PlainChoices<false>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_nodes, PlainChoices<true>) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_plain_token, PlainTokens<false>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_token_nodes, PlainTokens<true>) { combine<Bf16, Bf16, true>(a); }
 
 } // namespace ty

@@ -52,8 +52,8 @@ struct RowOrder {
 // Shared memory of a combine block.
 struct CombineShared {
   LaunchShared turn;
-  u32 incomplete[TY_MAX_NODE_RANKS]; // 1 where the rank of this node sends no rows; by the team that waits for flags
-  Terms terms[TY_MAX_BLOCK_THREADS / warp_size];    // by warp
+  u32 missing[TY_MAX_NODE_RANKS / warp_size];    // ranks of this node that send no rows, a bit each: see missing_ranks
+  Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
   u32 helped;                                       // 1: warps that have sent help to sum own tokens
   u32 taken;                                        // pieces of those that some warp has taken
@@ -61,33 +61,40 @@ struct CombineShared {
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 
-TY_DEVICE const ty_handle_head *head_of(const ty_combine_args &a) {
+TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &a) {
   return pointer<const ty_handle_head>(a.handle.head);
 }
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------
 
 // Waits for the flag of every rank of the node. By a team. False once a deadline passed.
-TY_DEVICE bool wait_flags(const ty_context &c, CombineShared &shared, const Team &team, u64 epoch) {
+TY_DEVICE bool wait_flags(const Context auto &c, CombineShared &shared, const Team &team, u64 epoch) {
   bool failed = false;
-  for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team)) {
-    const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
-    failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
-    note_heard(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
-    store(&shared.incomplete[rank], static_cast<u32>(load_relaxed_sys(flag)) == TY_STATUS_INCOMPLETE ? 1u : 0u);
+  for (u32 first = team_warp(team) * warp_size; first < c.node_ranks; first += team_threads(team)) {
+    u32 rank = first + lane_index();
+    bool incomplete = false;
+    if (rank < c.node_ranks) {
+      const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
+      failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
+      note_heard(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
+      incomplete = static_cast<u32>(load_relaxed_sys(flag)) == TY_STATUS_INCOMPLETE;
+    }
+    u32 missing = warp_ballot(incomplete);
+    if (lane_index() == 0) store(&shared.missing[first / warp_size], missing);
   }
   return !team_any(team, failed);
 }
 
 // Ranks of this node that send no rows, a bit each, behind wait_flags.
-TY_DEVICE u64 missing_ranks(const ty_context &c, const CombineShared &shared) {
-  u64 missing = 0;
-  for (u32 rank = 0; rank < c.node_ranks; ++rank) missing |= static_cast<u64>(load(&shared.incomplete[rank])) << rank;
+TY_DEVICE u64 missing_ranks(const Context auto &c, const CombineShared &shared) {
+  static_assert(TY_MAX_NODE_RANKS == 2 * warp_size, "two words");
+  u64 missing = load(&shared.missing[0]);
+  if (c.node_ranks > warp_size) missing |= static_cast<u64>(load(&shared.missing[1])) << warp_size;
   return missing;
 }
 
 // The first rank of this node that sends no rows though one of `count` masks has it; node_ranks for none. By a warp.
-TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, const u64 *masks, u32 count) {
+TY_DEVICE u32 first_missing(const Context auto &c, const CombineShared &shared, const u64 *masks, u32 count) {
   u64 missing = missing_ranks(c, shared);
   for (u32 rank = 0; rank < c.node_ranks; ++rank) {
     if (!((missing >> rank) & 1)) continue;
@@ -101,8 +108,8 @@ TY_DEVICE u32 first_missing(const ty_context &c, const CombineShared &shared, co
 // ---- flags and weights -----------------------------------------------------------------------------------------
 
 // Tells every rank of the node that this epoch's rows are coming or missing. By a team of one block.
-TY_DEVICE void announce(const ty_combine_args &a, const Team &team, u64 epoch) {
-  const ty_context &c = a.context;
+TY_DEVICE void announce(const CombineArgs auto &a, const Team &team, u64 epoch) {
+  const auto &c = a.context;
   u32 status = load(&head_of(a)->incomplete) ? TY_STATUS_INCOMPLETE : TY_STATUS_OK;
   // N3: acquired by wait_flags.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
@@ -112,8 +119,8 @@ TY_DEVICE void announce(const ty_combine_args &a, const Team &team, u64 epoch) {
 // Weights of a source, for all ranks of the node: block b serves ranks b, b + workers, ... `row(i)` is where those of
 // its token i begin. By a team.
 template <typename Row>
-TY_DEVICE void push_weights(const ty_combine_args &a, const Team &team, u64 call, u32 source, u32 count, Row row) {
-  const ty_context &c = a.context;
+TY_DEVICE void push_weights(const CombineArgs auto &a, const Team &team, u64 call, u32 source, u32 count, Row row) {
+  const auto &c = a.context;
   for (u32 rank = block_index(); rank < c.node_ranks; rank += worker_count(c)) {
     float *ahead = in_arena<float>(c, rank, c.regions.ahead_weights, call, source);
     for (u32 i = team_thread(team); i < count * c.top_k; i += team_threads(team))
@@ -126,8 +133,8 @@ TY_DEVICE void push_weights(const ty_combine_args &a, const Team &team, u64 call
 }
 
 // Waits until the weights of a source are here. By a warp. False once a deadline passed.
-TY_DEVICE bool wait_weights(const ty_context &c, u64 call, u32 source) {
-  if (c.weights != TY_WEIGHTS_COMBINE) return true;
+TY_DEVICE bool wait_weights(const Context auto &c, u64 call, u32 source) {
+  if (!weighs_late(c)) return true;
   bool failed = false;
   if (lane_index() == 0) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.ahead_flags, call, source);
@@ -139,9 +146,9 @@ TY_DEVICE bool wait_weights(const ty_context &c, u64 call, u32 source) {
 }
 
 // The weights that apply to one (source, token), behind wait_weights.
-TY_DEVICE const float *weights_of(const ty_combine_args &a, u64 call, u32 source, u32 token) {
-  const ty_context &c = a.context;
-  if (c.weights == TY_WEIGHTS_COMBINE)
+TY_DEVICE const float *weights_of(const CombineArgs auto &a, u64 call, u32 source, u32 token) {
+  const auto &c = a.context;
+  if (weighs_late(c))
     return in_arena<const float>(c, c.local, c.regions.ahead_weights, call, source) + static_cast<u64>(token) * c.top_k;
   return pointer<const float>(a.handle.weights) + (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
 }
@@ -158,13 +165,10 @@ struct Piece {
   u32 parts;
 };
 
-TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
-TY_DEVICE constexpr u32 larger(u32 x, u32 y) { return x > y ? x : y; }
-
-// Bit number n of those that are set, counted from 0.
-TY_DEVICE u32 nth_bit(u64 mask, u32 n) {
-  for (; n; --n) mask &= mask - 1;
-  return lowest_bit(mask);
+// Bit number n of those that are set, counted from 0. By a warp.
+TY_DEVICE u32 nth_bit(u32 mask, u32 n) {
+  u32 before = popcount(mask & ((1u << lane_index()) - 1));
+  return lowest_bit(warp_ballot(((mask >> lane_index()) & 1) != 0 && before == n));
 }
 
 // How often rows are halved where so many warps have so many before them: while they have no more pieces than warps, or
@@ -201,21 +205,21 @@ TY_DEVICE bool is_row_whole(Counts &counts, u32 row, const Piece &piece) {
 // `in_turn`: one row after the other, each by all those warps, so that what comes first is done first. Rows of more
 // numbers than are counted go whole to a warp.
 template <typename There, typename Carry>
-TY_DEVICE bool share_out(const ty_context &c, u32 *taken, u32 warps, u32 numbers, bool in_turn, There there,
+TY_DEVICE bool share_out(const Context auto &c, u32 *taken, u32 warps, u32 numbers, bool in_turn, There there,
                          Carry carry) {
   u32 blocks = worker_count(c), before = 0; // pieces of the numbers before
   bool counted = numbers <= blocks * counted_rows;
   u32 next = take_next(taken);
   TY_ROLLED
-  for (u32 first = block_index(), row = 0; first < numbers; first += blocks * warp_size, row += warp_size) {
-    u32 mine = first + lane_index() * blocks;
+  for (u32 row = 0; block_index() + row * blocks < numbers; row += warp_size) {
+    u32 mine = block_index() + (row + lane_index()) * blocks;
     u32 rows = warp_ballot(mine < numbers && there(mine));
     u32 cut = counted ? cut_of_pieces(in_turn ? 1 : popcount(rows), warps) : 0, pieces = popcount(rows) << cut;
     TY_ROLLED
     for (; next - before < pieces; next = take_next(taken)) {
       u32 i = next - before, lane = nth_bit(rows, i >> cut), parts = row_parts >> cut;
       Piece piece{(i & ((1u << cut) - 1)) * parts, parts};
-      if (!carry(first + lane * blocks, lane, row + lane, piece)) return false;
+      if (!carry(block_index() + (row + lane) * blocks, lane, row + lane, piece)) return false;
     }
     before += pieces;
   }
@@ -230,7 +234,7 @@ constexpr u32 longest_run = 32;
 
 // Chunk by chunk of so many messages of sums, of which none has more than `most` rows, so that the first of one is soon
 // whole; row by row within runs where chunks are longer than those.
-TY_DEVICE RowOrder chunk_by_chunk(const ty_context &c, u32 messages, u32 most) {
+TY_DEVICE RowOrder chunk_by_chunk(const Context auto &c, u32 messages, u32 most) {
   u32 run = smaller(smaller(lane_of(c, TY_LANE_COMBINE).chunk_rows, longest_run), most);
   if (messages == 0 || most == 0) return {0, 1, 0, 0, 0};
   return {messages, run, ~0u / messages, ~0u / run, ~0u / (messages * run)};
@@ -261,7 +265,7 @@ struct Columns {
 };
 
 // The columns of a piece, in groups of partial rows: whole blocks of them.
-template <typename Partial> TY_DEVICE Columns columns_of(const ty_context &c, const Piece &piece) {
+template <typename Partial> TY_DEVICE Columns columns_of(const Context auto &c, const Piece &piece) {
   constexpr u32 groups = Partial::block / Partial::group;
   u32 blocks = (c.hidden + Partial::block - 1) / Partial::block;
   return {blocks * piece.first / row_parts * groups, blocks * (piece.first + piece.parts) / row_parts * groups};
@@ -304,7 +308,7 @@ constexpr u32 groups_at_home = smaller(loads_at_home / (rows_at_home * vectors_o
 // Adds the rows of a list, up to `end`, to sums of groups g, g + 32, ... of a row: one after the other, loaded
 // rows_at_once together, by add(i, group g + 32 i of a row, its number in the list).
 template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Add>
-TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 end, u32 g, u32 g_end, Add add) {
+TY_DEVICE void add_terms(const Context auto &c, const Terms &terms, u32 end, u32 g, u32 g_end, Add add) {
   for (u32 first = 0; first < end; first += rows_at_once) {
     Raw<T, n> data[rows_at_once][groups];
     for (u32 r = 0; r < rows_at_once; ++r) {
@@ -322,23 +326,23 @@ TY_DEVICE void add_terms(const ty_context &c, const Terms &terms, u32 end, u32 g
 // ---- a rail's messages of sums -----------------------------------------------------------------------------------
 
 // A wave's rows of served home j, among those of the call.
-TY_DEVICE Range rail_rows(const ty_combine_args &a, const Wave &wave, u32 j) {
+TY_DEVICE Range rail_rows(const CombineArgs auto &a, const Wave &wave, u32 j) {
   return wave_range(a.context, a.handle.rail_rows, j, wave);
 }
 
 // Whether partial rows for other nodes are their node's sums, since it has no other rank: they then go into the message
 // at once.
-TY_DEVICE bool sends_sums(const ty_combine_args &a) {
+TY_DEVICE bool sends_sums(const CombineArgs auto &a) {
   return a.context.node_ranks == 1 && !load(&head_of(a)->incomplete);
 }
 
 // Where the node's sum of a wave's row of served home j goes, behind wait_stagings.
-TY_DEVICE char *sum_in_message(const ty_context &c, const Wave &wave, u32 j, u32 row) {
+TY_DEVICE char *sum_in_message(const Context auto &c, const Wave &wave, u32 j, u32 row) {
   return staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(lane_of(c, TY_LANE_COMBINE), 0, row);
 }
 
 // It is there, of a message of so many rows. By a warp, behind is_row_whole.
-TY_DEVICE void count_sum(const ty_context &c, const Wave &wave, u32 j, u32 rows, u32 row) {
+TY_DEVICE void count_sum(const Context auto &c, const Wave &wave, u32 j, u32 rows, u32 row) {
   u32 chunk = chunk_of_row(lane_of(c, TY_LANE_COMBINE), row);
   if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk, packed_row);
 }
@@ -352,7 +356,7 @@ struct Owner {
 };
 
 // Where the partial rows of a source's tokens go.
-TY_DEVICE Owner owner_of(const ty_context &c, u32 source) {
+TY_DEVICE Owner owner_of(const Context auto &c, u32 source) {
   if (c.nodes == 1) return {0, source, 0};
   u64 packed = load(pointer<const u64>(c.source_owner) + source);
   return {static_cast<u32>(packed & 0xffffu), static_cast<u32>(packed >> 16 & 0xffffu), static_cast<u32>(packed >> 32)};
@@ -360,8 +364,8 @@ TY_DEVICE Owner owner_of(const ty_context &c, u32 source) {
 
 // This rank's rows of a token, in top-k order, a choice a lane, of which the first `bytes` are wanted soon. By a warp.
 // Returns how many there are.
-TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 source, u32 token, u32 bytes) {
-  const ty_context &c = a.context;
+TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 bytes) {
+  const auto &c = a.context;
   u64 choices = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
   u32 k = lane_index();
   i32 row = k < c.top_k ? load(pointer<const i32>(a.handle.rows) + choices + k) : -1;
@@ -379,7 +383,7 @@ TY_DEVICE u32 list_rows(const ty_combine_args &a, Terms &terms, u64 call, u32 so
 
 // Stores the sums of groups g, g + 32, ... of a partial row. By a warp.
 template <typename Partial, u32 groups>
-TY_DEVICE void store_partials(const ty_context &c, char *out, u32 g, u32 g_end,
+TY_DEVICE void store_partials(const Context auto &c, char *out, u32 g, u32 g_end,
                               const Floats<Partial::group> (&sums)[groups]) {
   for (u32 i = 0; i < groups; ++i) {
     bool there = g + i * warp_size < g_end;
@@ -390,8 +394,8 @@ TY_DEVICE void store_partials(const ty_context &c, char *out, u32 g, u32 g_end,
 
 // The sum of a list of this rank's rows, stored at `out`. By a warp.
 template <typename Row, typename Partial>
-TY_DEVICE void sum_rows(const ty_combine_args &a, const Terms &terms, u32 count, const Columns &columns, char *out) {
-  const ty_context &c = a.context;
+TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count, const Columns &columns, char *out) {
+  const auto &c = a.context;
   constexpr u32 groups = groups_at_expert<Row, Partial>;
   using Group = Floats<Partial::group>;
   u32 end = last_turn<Partial>(columns);
@@ -411,7 +415,7 @@ TY_DEVICE void sum_rows(const ty_combine_args &a, const Terms &terms, u32 count,
 }
 
 // The slot of this rank's partial row of a token at the owner, negative for none.
-TY_DEVICE i32 slot_of(const ty_combine_args &a, u32 source, u32 token) {
+TY_DEVICE i32 slot_of(const CombineArgs auto &a, u32 source, u32 token) {
   return load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token);
 }
 
@@ -436,12 +440,12 @@ TY_DEVICE void raise_tags(HeldTags &held, u64 epoch) {
 // A piece of one partial row to its owner, or into the message if it is the node's sum: of the wave's token number n,
 // the block's row number `row`. Its tag may be held back. By a warp. False once a deadline passed.
 template <typename Row, typename Partial, bool far>
-TY_DEVICE bool send_partial(const ty_combine_args &a, CombineShared &shared, Counts &counts, const Wave &wave,
+TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Counts &counts, const Wave &wave,
                             u32 source, u32 token, u32 slot, u32 n, u32 row, const Piece &piece, HeldTags &held) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   u64 call = wave.call;
   // Nothing that is there waits for another rank's weights.
-  if (c.weights == TY_WEIGHTS_COMBINE) raise_tags(held, wave.epoch);
+  if (weighs_late(c)) raise_tags(held, wave.epoch);
   if (!wait_weights(c, call, source)) return false;
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];
@@ -449,17 +453,19 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, CombineShared &shared, Cou
   // memory has enough to do, and what comes early is gone again.
   u32 bytes = piece.parts == row_parts && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
   u32 count = list_rows(a, terms, call, source, token, bytes);
-  u64 place = static_cast<u64>(n) * c.slots + slot;
-  char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) + place * c.partial_bytes;
+  u32 place = n * c.slots + slot; // fits: TY_MAX_TOKENS * TY_MAX_TOP_K
+  char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) +
+              static_cast<u64>(place) * c.partial_bytes;
   bool sums = far && owner.part != 0 && sends_sums(a);
-  Range rows{0, 0};
+  u32 rows = 0; // of the message
   if (sums) {
     out = sum_in_message(c, wave, owner.part - 1, n);
-    rows = rail_rows(a, wave, owner.part - 1);
+    Range range = rail_rows(a, wave, owner.part - 1);
+    rows = range.end - range.first;
   }
   sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
   if (!is_row_whole(counts, row, piece)) return true;
-  if (sums) return count_sum(c, wave, owner.part - 1, rows.end - rows.first, n), true;
+  if (sums) return count_sum(c, wave, owner.part - 1, rows, n), true;
   if (lane_index() == held.count)
     held.own = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place;
   ++held.count;
@@ -467,46 +473,67 @@ TY_DEVICE bool send_partial(const ty_combine_args &a, CombineShared &shared, Cou
   return true;
 }
 
+// What a lane looks up of a number: which partial row it is, and whether it is one.
+struct Looked {
+  u32 source;
+  u32 token;
+  u32 place; // of the wave's tokens
+  u32 end;   // of them
+  i32 slot;  // as slot_of
+
+  TY_DEVICE bool there() const { return token < end && slot >= 0; }
+};
+
+// `own`: of partial rows for the own node. Those for others go to homes of the nodes behind it first, lest all nodes
+// send to the same.
+TY_DEVICE Looked look_up(const CombineArgs auto &a, const Wave &wave, const RowOrder &order, bool own, u32 n) {
+  const auto &c = a.context;
+  RowOrder::Place at = order.at(n);
+  // Of its own node each token begins with another source, lest a block's rows all go to one.
+  u32 turned = order.turned(at.list, own ? at.row : c.node_first);
+  u32 source = own ? c.node_first + turned : turned < c.node_first ? turned : turned + c.node_ranks;
+  Range range = wave_range(c, a.handle.source_tokens, source, wave);
+  u32 token = range.first + at.row;
+  // Looked up even if there is no such token, so that both loads are under way together.
+  return {source, token, at.row, range.end, token < c.max_tokens ? slot_of(a, source, token) : -1};
+}
+
+// What its first number is, looked up as a launch begins, beside what it begins with. In plain calls of one node.
+TY_DEVICE Looked look_ahead(const CombineArgs auto &a) {
+  const auto &c = a.context;
+  u32 n = block_index() + lane_index() * worker_count(c);
+  return look_up(a, {0, 0, 0}, row_by_row(c.node_ranks, c.ranks_inverse), true, n);
+}
+
 // This rank's partial rows for homes of its node, token by token, or for those of all others, chunk by chunk: so that
 // what comes first at home is sent first. Those that cross the network one after the other, as it takes long over them,
-// and can begin with the first. By a team's warps, each for itself. False once a deadline passed.
+// and can begin with the first. `ahead`: look_ahead's. By a team's warps, each for itself. False once a deadline
+// passed.
 template <typename Row, typename Partial, bool far>
-TY_DEVICE bool send_partials(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave,
-                             bool own) {
-  const ty_context &c = a.context;
+TY_DEVICE bool send_partials(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave,
+                             bool own, const Looked &ahead) {
+  const auto &c = a.context;
   const ty_handle_head *head = head_of(a);
   u32 sources = own ? c.node_ranks : c.ranks - c.node_ranks;
   if (sources == 0 || load(&head->incomplete)) return true;
-  // Those that cross the network go to homes of the nodes behind the own one first, lest all nodes send to the same.
   RowOrder &kept = shared.order[warp_index()];
   u32 most = load(&head->most_tokens);
   if (far) keep_order(kept, own ? row_by_row(sources, ~0u / sources) : chunk_by_chunk(c, sources, most));
   auto load_own = [&] { return far ? load_order(kept) : row_by_row(sources, c.ranks_inverse); };
-  auto range_of = [&](u32 source) { return wave_range(c, a.handle.source_tokens, source, wave); };
   // What the lane's number is.
-  u32 source = 0, token = 0, place = 0;
-  i32 slot = -1;
+  Looked looked = ahead;
   auto there = [&](u32 n) {
-    RowOrder order = load_own();
-    RowOrder::Place at = order.at(n);
-    place = at.row;
-    // Of its own node each token begins with another source, lest a block's rows all go to one.
-    u32 turned = order.turned(at.list, own ? place : c.node_first);
-    source = own ? c.node_first + turned : turned < c.node_first ? turned : turned + c.node_ranks;
-    Range range = range_of(source);
-    token = range.first + place;
-    // Looked up even if there is no such token, so that both loads are under way together.
-    slot = token < c.max_tokens ? slot_of(a, source, token) : -1;
-    return token < range.end && slot >= 0;
+    if (!looks_ahead(c) || n >= worker_count(c) * warp_size) looked = look_up(a, wave, load_own(), own, n);
+    return looked.there();
   };
   // Fits: META of a token takes more than 24 bytes a source, twice.
   u32 numbers = load_own().numbers(most);
   Counts &counts = own ? shared.near : shared.far;
   HeldTags held{nullptr, 0};
   auto carry = [&](u32, u32 lane, u32 row, const Piece &piece) {
-    return send_partial<Row, Partial, far>(a, shared, counts, wave, shuffle(source, lane), shuffle(token, lane),
-                                           static_cast<u32>(shuffle(slot, lane)), shuffle(place, lane), row, piece,
-                                           held);
+    return send_partial<Row, Partial, far>(a, shared, counts, wave, shuffle(looked.source, lane),
+                                           shuffle(looked.token, lane), static_cast<u32>(shuffle(looked.slot, lane)),
+                                           shuffle(looked.place, lane), row, piece, held);
   };
   if (!share_out(c, &counts.taken, team.warps, numbers, !own, there, carry)) return false;
   raise_tags(held, wave.epoch);
@@ -521,20 +548,23 @@ struct Parts {
   u64 present;
 };
 
-// Lists the partial rows of a wave's token in rank order, from place `at` on, a slot a lane, and waits for them: the
+// Lists the partial rows of a wave's token in rank order, from place `at` on, a rank a lane, and waits for them: the
 // calling lane's share of both. True once a deadline passed.
-TY_DEVICE bool partials_fail(const ty_context &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
+TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
                              const Parts &parts) {
-  u32 slot = lane_index();
-  if (slot >= popcount64(parts.ranks)) return false;
-  u32 rank = nth_bit(parts.ranks, slot);
-  if (!((parts.present >> rank) & 1)) return false;
-  const char *rows = in_arena<const char>(c, c.local, c.regions.partials, epoch, part);
-  u64 place = static_cast<u64>(token) * c.slots + slot;
-  store(&terms.row[at + popcount64(bits_below(parts.present, rank))],
-        reinterpret_cast<u64>(rows + place * c.partial_bytes));
-  const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
-  return !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
+  bool failed = false;
+  TY_ROLLED
+  for (u32 first = 0; first < c.node_ranks; first += warp_size) {
+    u32 rank = first + lane_index();
+    if (!((parts.present >> rank) & 1)) continue;
+    const char *rows = in_arena<const char>(c, c.local, c.regions.partials, epoch, part);
+    u64 place = static_cast<u64>(token) * c.slots + popcount64(bits_below(parts.ranks, rank));
+    store(&terms.row[at + popcount64(bits_below(parts.present, rank))],
+          reinterpret_cast<u64>(rows + place * c.partial_bytes));
+    const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
+    failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
+  }
+  return failed;
 }
 
 // Behind a warp's waiting and listing. Its lanes acquired tags of their own, and the barrier orders the loads of all

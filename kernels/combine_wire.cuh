@@ -9,8 +9,8 @@ namespace ty {
 
 // Home: the weights of the tokens that went to a node, in the order of the dispatch's message. By a team. False once a
 // deadline passed.
-TY_DEVICE bool pack_weights(const ty_combine_args &a, const Team &team, u64 call, u32 link) {
-  const ty_context &c = a.context;
+TY_DEVICE bool pack_weights(const CombineArgs auto &a, const Team &team, u64 call, u32 link) {
+  const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
   bool stuck = team_thread(team) == 0 && !wait_staging(c, TY_LANE_WEIGHTS, call, link);
   if (team_any(team, stuck)) return false;
@@ -35,8 +35,8 @@ TY_DEVICE bool pack_weights(const ty_combine_args &a, const Team &team, u64 call
 }
 
 // Rail: the weights of a served home, to every rank of the node. By a team. False once a deadline passed.
-TY_DEVICE bool forward_weights(const ty_combine_args &a, const Team &team, u64 call, u32 j) {
-  const ty_context &c = a.context;
+TY_DEVICE bool forward_weights(const CombineArgs auto &a, const Team &team, u64 call, u32 j) {
+  const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
   bool failed = team_thread(team) == 0 && !wait_landed(c, TY_LANE_WEIGHTS, call, j, 0);
   if (team_any(team, failed)) return false;
@@ -48,8 +48,8 @@ TY_DEVICE bool forward_weights(const ty_combine_args &a, const Team &team, u64 c
 }
 
 // Weights that come with combine, all their ways. By a team. False once a deadline passed.
-TY_DEVICE bool send_weights(const ty_combine_args &a, const Team &team, u64 call) {
-  const ty_context &c = a.context;
+TY_DEVICE bool send_weights(const CombineArgs auto &a, const Team &team, u64 call) {
+  const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_WEIGHTS);
   for (u32 link = block_index(); link < l.targets; link += worker_count(c))
     if (!pack_weights(a, team, call, link)) return false;
@@ -65,15 +65,15 @@ TY_DEVICE bool send_weights(const ty_combine_args &a, const Team &team, u64 call
 // ---- rail: sums of the node ----------------------------------------------------------------------------------------
 
 // The ranks of the node that have rows of what served home j sent, by its rows of the call.
-TY_DEVICE const u64 *rail_masks(const ty_combine_args &a, u32 j) {
+TY_DEVICE const u64 *rail_masks(const CombineArgs auto &a, u32 j) {
   return pointer<const u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
 }
 
 // Head of the message to served home j. By a warp, behind wait_flags of the whole node: no message of an epoch may
 // leave before, since it lets the home go on to overwrite what a slower rank of this node still reads. Chunks behind
 // the first may be rung for, as the proxy posts a link's in order.
-TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shared, const Wave &wave, u32 j) {
-  const ty_context &c = a.context;
+TY_DEVICE void pack_sum_head(const CombineArgs auto &a, const CombineShared &shared, const Wave &wave, u32 j) {
+  const auto &c = a.context;
   Range range = rail_rows(a, wave, j);
   u32 rows = range.end - range.first;
   if (lane_index() == 0) tell_chunks(c, TY_LANE_COMBINE, wave.epoch, j, rows);
@@ -88,9 +88,9 @@ TY_DEVICE void pack_sum_head(const ty_combine_args &a, const CombineShared &shar
 
 // The heads of all messages of sums, by the last warps of the last blocks, which get rows last where there are few. By
 // a team.
-TY_DEVICE void pack_sum_heads(const ty_combine_args &a, const CombineShared &shared, const Team &team,
+TY_DEVICE void pack_sum_heads(const CombineArgs auto &a, const CombineShared &shared, const Team &team,
                               const Wave &wave) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   if (team_warp(team) + 1 != team.warps) return;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
   for (u32 j = worker_count(c) - 1 - block_index(); j < targets; j += worker_count(c))
@@ -100,12 +100,13 @@ TY_DEVICE void pack_sum_heads(const ty_combine_args &a, const CombineShared &sha
 // A piece of one row of the message to served home j, the block's number `counted`. By a warp. False once a deadline
 // passed.
 template <typename Partial>
-TY_DEVICE bool pack_sum(const ty_combine_args &a, CombineShared &shared, u64 missing, const Wave &wave, u32 j, u32 row,
-                        u32 counted, const Piece &piece) {
-  const ty_context &c = a.context;
-  Range rows = rail_rows(a, wave, j);
-  u64 ranks = load(rail_masks(a, j) + rows.first + row);
-  Parts parts{ranks, ranks & ~missing};
+TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const Wave &wave, u32 j, u32 row, u32 counted,
+                        const Piece &piece) {
+  const auto &c = a.context;
+  Range range = rail_rows(a, wave, j);
+  u32 rows = range.end - range.first;
+  u64 ranks = load(rail_masks(a, j) + range.first + row);
+  Parts parts{ranks, ranks & ~missing_ranks(c, shared)};
   Terms &terms = shared.terms[warp_index()];
   if (!gathered(partials_fail(c, terms, 0, wave.epoch, 1 + j, row, parts))) return false;
   u32 count = popcount64(parts.present);
@@ -120,7 +121,7 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, CombineShared &shared, u64 mis
     add_terms<Partial, rows_at_rail, groups, Partial::group>(c, terms, count, g, columns.end, add);
     store_partials<Partial>(c, out, g, columns.end, sums);
   }
-  if (is_row_whole(shared.sums, counted, piece)) count_sum(c, wave, j, rows.end - rows.first, row);
+  if (is_row_whole(shared.sums, counted, piece)) count_sum(c, wave, j, rows, row);
   return true;
 }
 
@@ -128,12 +129,11 @@ TY_DEVICE bool pack_sum(const ty_combine_args &a, CombineShared &shared, u64 mis
 // Chunk by chunk of all of them, in the order in which partial rows are sent. By a team. False once a deadline passed,
 // in some warps perhaps.
 template <typename Partial>
-TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE bool send_sums(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave) {
+  const auto &c = a.context;
   u32 targets = lane_of(c, TY_LANE_COMBINE).targets;
   pack_sum_heads(a, shared, team, wave);
   if (sends_sums(a)) return true;
-  u64 missing = missing_ranks(c, shared);
   u32 most = 0, begin = 0;
   auto rows_of = [&](u32 j) {
     Range range = rail_rows(a, wave, j);
@@ -158,8 +158,8 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
   };
   return share_out(c, &shared.sums.taken, team.warps, load_order(kept).numbers(most), true, there,
                    [&](u32, u32 lane, u32 counted, const Piece &piece) {
-                     return pack_sum<Partial>(a, shared, missing, wave, shuffle(target, lane), shuffle(row, lane),
-                                              counted, piece);
+                     return pack_sum<Partial>(a, shared, wave, shuffle(target, lane), shuffle(row, lane), counted,
+                                              piece);
                    });
 }
 
@@ -168,21 +168,22 @@ TY_DEVICE bool send_sums(const ty_combine_args &a, CombineShared &shared, const 
 // All but the rail's sums, which a rank that is alone in its node makes here, too. What crosses the wire goes first,
 // and nothing here waits for partial rows. By a team.
 template <typename Row, typename Partial, bool far>
-TY_DEVICE void combine_send(const ty_combine_args &a, CombineShared &shared, const Team &team, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE void combine_send(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave,
+                            const Looked &ahead) {
+  const auto &c = a.context;
   if (far) clear_counts(team, shared.far);
   clear_counts(team, shared.near);
   team_barrier(team);
   // A block that mostly gets no rows where there are few.
   if (block_index() + 1 == worker_count(c)) announce(a, team, wave.epoch);
-  if (c.weights == TY_WEIGHTS_COMBINE && wave.number == 0 && !send_weights(a, team, wave.call)) return;
+  if (weighs_late(c) && wave.number == 0 && !send_weights(a, team, wave.call)) return;
   if (far && sends_sums(a) && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return;
   bool leads = team_thread(team) == 0;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_PUBLISHED, leads);
   // What crosses the network first, by the same code.
   TY_ROLLED
   for (u32 stage = far ? TY_STAGE_FAR : TY_STAGE_NEAR; stage <= TY_STAGE_NEAR; ++stage) {
-    bool failed = !send_partials<Row, Partial, far>(a, shared, team, wave, stage == TY_STAGE_NEAR);
+    bool failed = !send_partials<Row, Partial, far>(a, shared, team, wave, stage == TY_STAGE_NEAR, ahead);
     // The block's fences wait for all of its stores: those of the own node's rows come behind the last of the others'.
     if (stage == TY_STAGE_FAR) failed = team_any(team, failed);
     if (failed) return;

@@ -1,8 +1,7 @@
 // What every kernel of the data path shares: addresses in arenas, named waits with deadlines, error
 // records, and the begin and end of a phase. Runs on the device; never traps, never waits without a deadline.
 #pragma once
-#include "layout.h"
-#include "prim.cuh"
+#include "plain.cuh"
 
 namespace ty {
 
@@ -10,25 +9,22 @@ namespace ty {
 
 // Start of `region` for `source` in the arena of the node's rank `owner`, for the parity of `epoch`.
 template <typename T>
-TY_DEVICE T *in_arena(const ty_context &c, u32 owner, const ty_region &region, u64 epoch, u32 source) {
+TY_DEVICE T *in_arena(const Context auto &c, u32 owner, const ty_region &region, u64 epoch, u32 source) {
   return reinterpret_cast<T *>(c.peer_base[owner] + region.offset + (epoch & 1) * region.parity_stride +
                                source * region.source_stride);
 }
 
 template <typename T> TY_DEVICE T *pointer(u64 address) { return reinterpret_cast<T *>(address); }
 
-TY_DEVICE ty_state *state_of(const ty_context &c) { return pointer<ty_state>(c.state); }
+TY_DEVICE ty_state *state_of(const Context auto &c) { return pointer<ty_state>(c.state); }
 
 // The calling block's words of a direction.
-TY_DEVICE ty_turn *turn_of(const ty_context &c, u32 direction) {
+TY_DEVICE ty_turn *turn_of(const Context auto &c, u32 direction) {
   return pointer<ty_turn>(c.state + sizeof(ty_state)) + direction * c.blocks + block_index();
 }
 
-// Whether a rank of the world is of this node.
-TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
-
 // The rank in the world of a rank of this node.
-TY_DEVICE u32 world_rank(const ty_context &c, u32 local) { return c.node_first + local; }
+TY_DEVICE u32 world_rank(const Context auto &c, u32 local) { return c.node_first + local; }
 
 // Bits below `bit`.
 TY_DEVICE u64 bits_below(u64 mask, u32 bit) { return mask & ((1ull << bit) - 1); }
@@ -43,6 +39,9 @@ TY_DEVICE Quotient divide(u32 n, u32 d, u32 inverse) {
   u32 whole = static_cast<u32>(static_cast<u64>(n) * inverse >> 32), rest = n - whole * d;
   return rest < d ? Quotient{whole, rest} : Quotient{whole + 1, rest - d};
 }
+
+TY_DEVICE constexpr u32 smaller(u32 x, u32 y) { return x < y ? x : y; }
+TY_DEVICE constexpr u32 larger(u32 x, u32 y) { return x > y ? x : y; }
 
 TY_DEVICE u32 lowest_bit(u64 mask) { return popcount64((mask & (~mask + 1)) - 1); }
 TY_DEVICE u32 lowest_bit(u32 mask) { return popcount((mask & (~mask + 1)) - 1); }
@@ -90,7 +89,7 @@ TY_DEVICE void begin_faults() {
 
 // Writes an error record, once a launch: whoever claims it first. The host reads it under the record's sequence, so a
 // record is seen whole or not at all.
-TY_DEVICE void report(const ty_context &c, u32 direction, u32 fatal, const Fault &found) {
+TY_DEVICE void report(const Context auto &c, u32 direction, u32 fatal, const Fault &found) {
   u32 number = fatal * TY_DIRECTIONS + direction;
   ty_state *state = state_of(c);
   u32 launch = static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
@@ -113,7 +112,7 @@ TY_DEVICE void report(const ty_context &c, u32 direction, u32 fatal, const Fault
 
 // Reports what warps of the block kept: of either kind that of the first warp with one. By warp 0, behind a barrier of
 // the block.
-TY_DEVICE void report_faults(const ty_context &c, u32 direction) {
+TY_DEVICE void report_faults(const Context auto &c, u32 direction) {
   const LaunchShared &shared = block_shared<LaunchShared>();
   TY_ROLLED
   for (u32 fatal = 0; fatal < 2; ++fatal) {
@@ -123,7 +122,7 @@ TY_DEVICE void report_faults(const ty_context &c, u32 direction) {
 }
 
 // Writes down that a source's routing was unusable: news for the host, and no error of this rank's. By one thread.
-TY_DEVICE void note_refused(const ty_context &c, u32 source, u64 call) {
+TY_DEVICE void note_refused(const Context auto &c, u32 source, u64 call) {
   store_relaxed_sys(pointer<u64>(c.refused) + source, call);
 }
 
@@ -134,23 +133,33 @@ TY_DEVICE u32 take_next(u32 *taken) { return shuffle(lane_index() == 0 ? atomic_
 // ... or of all blocks', counted in global memory: in lane 0, so that the answer can be waited for later.
 TY_DEVICE u32 ask_next_of_all(u32 *taken) { return lane_index() == 0 ? atomic_next_gpu(taken, 1) : 0; }
 
-// Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. By a
-// warp.
-TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align) {
+// Neighbours that a lane of scan adds up by itself.
+constexpr u32 scan_run = 4;
+
+// Exclusive sums of `in`, each rounded up to a multiple of `align`, into `out`; the sum of all in every lane. `inverse`
+// is align's, as divide() takes it. By a warp.
+TY_DEVICE u32 scan(u32 *out, const u32 *in, u32 count, u32 align = 1, u32 inverse = ~0u) {
   u32 carry = 0;
-  for (u32 first = 0; first < count; first += warp_size) {
-    u32 i = first + lane_index();
-    u32 own = i < count ? load(in + i) : 0;
-    own += align - 1;
-    own -= (align & (align - 1)) == 0 ? own & (align - 1) : own % align;
-    u32 sum = own;
-    for (u32 step = 1; step < warp_size && step < count - first; step *= 2) {
+  TY_ROLLED
+  for (u32 first = 0; first < count; first += scan_run * warp_size) {
+    u32 begin = first + scan_run * lane_index(), own[scan_run], run = 0;
+    TY_UNROLL
+    for (u32 i = 0; i < scan_run; ++i) {
+      own[i] = begin + i < count ? divide(load(in + begin + i) + align - 1, align, inverse).whole * align : 0;
+      run += own[i];
+    }
+    u32 sum = run;
+    TY_ROLLED
+    for (u32 step = 1; step < warp_size && scan_run * step < count - first; step *= 2) {
       u32 other = shuffle(sum, lane_index() - step);
       if (lane_index() >= step) sum += other;
     }
-    if (i < count) store(out + i, carry + sum - own);
-    u32 last = count - first < warp_size ? count - first : warp_size;
-    carry += shuffle(sum, last - 1);
+    u32 at = carry + sum - run;
+    TY_UNROLL
+    for (u32 i = 0; i < scan_run; at += own[i], ++i)
+      if (begin + i < count) store(out + begin + i, at);
+    u32 lanes = (count - first + scan_run - 1) / scan_run;
+    carry += shuffle(sum, (lanes < warp_size ? lanes : warp_size) - 1);
   }
   return carry;
 }
@@ -165,13 +174,13 @@ struct Wave {
   u32 number; // of the wave in its call
 };
 
-TY_DEVICE Wave wave_of(const ty_context &c, u64 epoch) {
+TY_DEVICE Wave wave_of(const Context auto &c, u64 epoch) {
   if (c.waves == 1) return {epoch, epoch, 0};
   u64 launches = epoch - c.first_epoch;
   return {epoch, c.first_epoch + launches / c.waves, static_cast<u32>(launches % c.waves)};
 }
 
-TY_DEVICE bool is_last(const ty_context &c, const Wave &wave) { return wave.number + 1 == c.waves; }
+TY_DEVICE bool is_last(const Context auto &c, const Wave &wave) { return wave.number + 1 == c.waves; }
 
 // A wave's part of a run of rows or tokens.
 struct Range {
@@ -180,40 +189,40 @@ struct Range {
 };
 
 // A wave's part of a rank's own tokens.
-TY_DEVICE Range own_range(const ty_context &c, const Wave &wave, u32 tokens) {
+TY_DEVICE Range own_range(const Context auto &c, const Wave &wave, u32 tokens) {
   u32 first = wave.number * c.wave_tokens, end = first + c.wave_tokens;
   return {first < tokens ? first : tokens, end < tokens ? end : tokens};
 }
 
 // Of the starts that a handle keeps for row `i` of a table: uint32 [..][waves + 1]. The first is known to be 0, so that
 // what is looked up by it need not wait.
-TY_DEVICE Range wave_range(const ty_context &c, u64 table, u32 i, const Wave &wave) {
+TY_DEVICE Range wave_range(const Context auto &c, u64 table, u32 i, const Wave &wave) {
   const u32 *starts = pointer<const u32>(table) + i * (c.waves + 1) + wave.number;
   return {wave.number == 0 ? 0 : load(starts), load(starts + 1)};
 }
 
 // All rows that the same table counts.
-TY_DEVICE u32 all_rows(const ty_context &c, u64 table, u32 i) {
+TY_DEVICE u32 all_rows(const Context auto &c, u64 table, u32 i) {
   return load(pointer<const u32>(table) + i * (c.waves + 1) + c.waves);
 }
 
 // ---- statistics ------------------------------------------------------------------------------------------
 // Nothing but a test of a word where they are off. Stores to host memory do not hold a thread up.
 
-TY_DEVICE void note(const ty_context &c, u64 word, u64 value) {
+TY_DEVICE void note(const Context auto &c, u64 word, u64 value) {
   store_relaxed_sys(pointer<u64>(c.stats) + word, value);
 }
 
 // A block is through with a stage. By any number of its threads, of which one leads.
-TY_DEVICE void note_stage(const ty_context &c, u32 direction, u32 stage, bool leads) {
+TY_DEVICE void note_stage(const Context auto &c, u32 direction, u32 stage, bool leads) {
   if (c.stats && leads) note(c, (direction * c.blocks + block_index()) * TY_STAGES + stage, now_ns());
 }
 
-TY_DEVICE void note_heard(const ty_context &c, u32 direction, u32 peer) {
+TY_DEVICE void note_heard(const Context auto &c, u32 direction, u32 peer) {
   if (c.stats && block_index() == 0) note(c, 2 * c.blocks * TY_STAGES + direction * TY_MAX_RANKS + peer, now_ns());
 }
 
-TY_DEVICE void note_rows(const ty_context &c, u32 peer, u32 rows) {
+TY_DEVICE void note_rows(const Context auto &c, u32 peer, u32 rows) {
   if (c.stats) note(c, 2 * c.blocks * TY_STAGES + 2 * TY_MAX_RANKS + peer, rows);
 }
 
@@ -233,7 +242,7 @@ struct Wait {
 // Looks at deadline and closed word in the given turn of a wait loop. `start` is 0 before the first, which sets it:
 // most waits are over before the clock is read. False, and the context closed, once the deadline passed here or
 // anywhere else on this rank.
-TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
+TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
   if (turn % turns_between_checks != 0) return true;
   ty_state *state = state_of(c);
   if (load_relaxed_gpu(&state->closed) != 0) return false;
@@ -247,7 +256,7 @@ TY_DEVICE bool may_wait(const ty_context &c, const Wait &wait, u32 turn, u64 &st
 }
 
 // Waits until the word's bits above `shift` equal `expected`; acquires at system scope. False once a deadline passed.
-TY_DEVICE bool wait_word(const ty_context &c, const Wait &wait, const u64 *word, u32 shift, u64 expected,
+TY_DEVICE bool wait_word(const Context auto &c, const Wait &wait, const u64 *word, u32 shift, u64 expected,
                          const char *name) {
   u64 seen = load_relaxed_sys(word), start = 0;
   for (u32 turn = 1;; ++turn) {
@@ -261,18 +270,18 @@ TY_DEVICE bool wait_word(const ty_context &c, const Wait &wait, const u64 *word,
 
 // A flag is {epoch, 32 bits; status, 32 bits}. Equality suffices: a peer cannot be two epochs ahead (the grammar),
 // and the slot's former value is older by an even number of epochs.
-TY_DEVICE bool wait_flag(const ty_context &c, const u64 *flag, u64 epoch, u32 site, u32 peer, const char *name) {
+TY_DEVICE bool wait_flag(const Context auto &c, const u64 *flag, u64 epoch, u32 site, u32 peer, const char *name) {
   return wait_word(c, Wait{site, peer, epoch, 0}, flag, 32, epoch & 0xffffffffu, name);
 }
 
 // A tag is the whole 64-bit epoch: a slot may stay unwritten for any number of epochs and still never be taken
 // for a new one.
-TY_DEVICE bool wait_tag(const ty_context &c, const u64 *tag, u64 epoch, u32 site, u32 peer, const char *name) {
+TY_DEVICE bool wait_tag(const Context auto &c, const u64 *tag, u64 epoch, u32 site, u32 peer, const char *name) {
   return wait_word(c, Wait{site, peer, epoch, 0}, tag, 0, epoch, name);
 }
 
 // Waits until a word that only grows has reached `least`.
-TY_DEVICE bool wait_least(const ty_context &c, const Wait &wait, const u64 *word, u64 least, const char *name) {
+TY_DEVICE bool wait_least(const Context auto &c, const Wait &wait, const u64 *word, u64 least, const char *name) {
   u64 seen = load_acquire_sys(word);
   if (seen >= least) return true;
   u64 start = 0;
@@ -302,12 +311,12 @@ TY_DEVICE bool meta_value(u64 epoch, u64 seen, u32 &value) {
 }
 
 // Who is waited for at META of a source. Rails pass on that of other nodes' sources.
-TY_DEVICE Wait meta_wait(const ty_context &c, u64 epoch, u32 source) {
+TY_DEVICE Wait meta_wait(const Context auto &c, u64 epoch, u32 source) {
   return {TY_SITE_META, source, epoch, is_node_peer(c, source) ? 0 : c.timeout_ns / 16};
 }
 
 // Waits for a META word and takes its value. False once a deadline passed.
-TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, const u64 *word, u32 &value) {
+TY_DEVICE bool wait_meta(const Context auto &c, u64 epoch, u32 source, const u64 *word, u32 &value) {
   u64 start = 0;
   TY_ROLLED
   for (u32 turn = 0;; ++turn) {
@@ -322,19 +331,19 @@ TY_DEVICE bool wait_meta(const ty_context &c, u64 epoch, u32 source, const u64 *
 // ---- reuse of regions that exist once ------------------------------------------------------------------------
 
 // The last epoch whose rows a node peer has read of what this rank stored.
-TY_DEVICE const u64 *free_word(const ty_context &c, const ty_region &region, u32 peer) {
+TY_DEVICE const u64 *free_word(const Context auto &c, const ty_region &region, u32 peer) {
   return in_arena<const u64>(c, c.local, region, 0, peer);
 }
 
 // What wait_free of a whole block looks at first, asked for ahead of it.
-TY_DEVICE u64 ask_free(const ty_context &c, const ty_region &region) {
+TY_DEVICE u64 ask_free(const Context auto &c, const ty_region &region) {
   return c.free_flags != 0 && thread_index() < c.node_ranks ? load_acquire_sys(free_word(c, region, thread_index()))
                                                             : 0;
 }
 
 // Before the first store of `epoch` into node peers' inboxes: waits until they have read the epoch before. `asked`: of
 // the thread's first peer, if it was asked for. By a team. False once a deadline passed.
-TY_DEVICE bool wait_free(const ty_context &c, const Team &team, const ty_region &region, u64 epoch, u64 asked = 0) {
+TY_DEVICE bool wait_free(const Context auto &c, const Team &team, const ty_region &region, u64 epoch, u64 asked = 0) {
   if (c.free_flags == 0 || epoch == c.first_epoch) return true;
   bool failed = false;
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team), asked = 0) {
@@ -347,7 +356,7 @@ TY_DEVICE bool wait_free(const ty_context &c, const Team &team, const ty_region 
 
 // Tells node peers that this rank has read its inbox of `epoch`, if the calling block is the last to come here. By
 // thread 0 of a block that reads no more.
-TY_DEVICE void publish_free(const ty_context &c, u32 direction, const ty_region &region, u64 epoch) {
+TY_DEVICE void publish_free(const Context auto &c, u32 direction, const ty_region &region, u64 epoch) {
   if (c.free_flags == 0) return;
   ty_state *state = state_of(c);
   // All loads of the other blocks happened before: what was acquired with their counts.
@@ -370,7 +379,7 @@ struct TurnWords {
   u32 closed;
 };
 
-TY_DEVICE TurnWords ask_turn(const ty_context &c, u32 direction) {
+TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
   const ty_turn *own = turn_of(c, direction);
   return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
 }
@@ -381,7 +390,7 @@ TY_DEVICE TurnWords ask_turn(const ty_context &c, u32 direction) {
 // sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
 // comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
 // blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE u64 begin_turn(const ty_context &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
+TY_DEVICE u64 begin_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
                          u32 order_receive) {
   u64 sent = turn.sent, received = turn.received, launches = turn.launches;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
@@ -402,7 +411,7 @@ TY_DEVICE u64 begin_turn(const ty_context &c, const TurnWords &turn, u32 phases,
 
 // Ends a block's launch. In its thread 0 the epoch whose phases are over; 0 in the block's other threads, and if the
 // launch might do nothing.
-TY_DEVICE u64 end_turn(const ty_context &c, u32 direction, u32 phases) {
+TY_DEVICE u64 end_turn(const Context auto &c, u32 direction, u32 phases) {
   block_barrier();
   if (warp_index() == 0) report_faults(c, direction);
   if (thread_index() != 0) return 0;

@@ -18,15 +18,15 @@
 namespace ty {
 
 // What the relay does while the others work. By its thread 0.
-TY_DEVICE void relay_dispatch(const ty_dispatch_args &a, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE void relay_dispatch(const DispatchArgs auto &a, const Wave &wave) {
+  const auto &c = a.context;
   if ((a.phases & TY_PHASE_SEND) && !relay_staging(c, TY_LANE_DISPATCH, wave.epoch)) return;
   if (a.phases & TY_PHASE_RECEIVE)
     relay_landed(c, TY_LANE_DISPATCH, wave.epoch, [&](u32 j) { return landed_rows(c, wave.epoch, j).rows; });
 }
 
 // Whether this rank has so few tokens that its warps have a part of one row each at the most.
-TY_DEVICE bool has_few(const ty_context &c, u32 tokens) {
+TY_DEVICE bool has_few(const Context auto &c, u32 tokens) {
   return tokens * c.ranks <= worker_count(c) * block_warps() / 8;
 }
 
@@ -43,19 +43,24 @@ struct Teams {
 // place rows; 0: every block does both. What a multiprocessor stores to other GPUs, as fast as the links take it, holds
 // up what it stores to its own memory; where blocks are few and ranks many, both take long, and none can be spared to
 // wait. A third of the blocks fills the links (docs/performance.md, "Large calls").
-template <bool far> TY_DEVICE u32 senders_apart(const ty_context &c, u32 phases, u32 tokens) {
+template <bool far> TY_DEVICE u32 senders_apart(const Context auto &c, u32 phases, u32 tokens) {
   if (far || !places_own(phases) || !has_few_blocks(c) || c.node_ranks <= 4) return 0;
   return tokens > worker_count(c) * block_warps() / 2 ? worker_count(c) / 3 : 0;
 }
 
-// Few rows leave sooner by more warps. Many are held up by the links, and their receivers by memory; but where blocks
+// Few rows leave sooner by many warps. Many are held up by the links, and their receivers by memory; but where blocks
 // are few, both are held up by what a block can store, unless there are so many ranks that the links are scarce again.
-template <bool far> TY_DEVICE Teams teams_of(const ty_context &c, u32 phases, u32 tokens) {
+template <bool far> TY_DEVICE Teams teams_of(const Context auto &c, u32 phases, u32 tokens) {
   u32 warps = block_warps();
   if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0, 0};
   if (u32 apart = senders_apart<far>(c, phases, tokens)) return {0, apart};
-  bool half = has_few(c, tokens) || (has_few_blocks(c) && (far || c.node_ranks <= 2));
-  return {half ? warps / 2 : warps < 4 ? 1 : warps / 4, 0};
+  if (has_few(c, tokens)) {
+    // Others listen: all wait for the counts, which come soonest with a thread for each word.
+    u32 listening = (counted_words(c) * c.ranks + warp_size - 1) / warp_size;
+    return {warps - smaller(larger(listening, warps / 2), warps - larger(warps / 4, 1)), 0};
+  }
+  bool half = has_few_blocks(c) && (far || c.node_ranks <= 2);
+  return {half ? warps / 2 : larger(warps / 4, 1), 0};
 }
 
 // Who goes through a pass.
@@ -68,14 +73,14 @@ TY_DEVICE Team team_in(const Kept &kept, u32 kind) {
 // Which rank of the node gets part i of all rows first, of those that a warp's lanes hold at once: each part's is
 // another, lest all ranks store to the same one at once. In one node; the kernel of several has no register left for
 // it, and waits for the wire. Fibonacci hashing: Knuth, The Art of Computer Programming 3, 6.4.
-TY_DEVICE u32 first_peer(const ty_context &c, u32 i) {
+TY_DEVICE u32 first_peer(const Context auto &c, u32 i) {
   return (i * 2654435769u >> 16) * (c.node_ranks < warp_size ? c.node_ranks : warp_size) >> 16;
 }
 
 // Carries the items of a pass. By a warp. False once a deadline passed.
 template <bool far>
-TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 kind, const Kept &kept) {
-  const ty_context &c = a.context;
+TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 kind, const Kept &kept) {
+  const auto &c = a.context;
   const Pass &pass = kept.pass;
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
   bool direct = places_own(a.phases);
@@ -153,9 +158,9 @@ TY_DEVICE bool carry_items(const ty_dispatch_args &a, PlaceShared &shared, u32 k
 // other blocks have in hand by then or this one has behind it. By a team. False once a deadline passed.
 // `apart`: of the last blocks, which send rows and do not call this.
 template <bool far>
-TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared &shared, const Wave &wave, i32 found,
+TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared &shared, const Wave &wave, i32 found,
                         bool refused, bool forwards, u32 apart) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   bool begins = wave.number == 0;
   u32 links = far && !forwards ? l.targets : 0, pairs = forwards ? l.sources * c.node_ranks : c.node_ranks;
@@ -195,8 +200,8 @@ TY_DEVICE bool announce(const ty_dispatch_args &a, const Team &team, MetaShared 
 
 // What comes before messages to other nodes: staging is free, and it is known which tokens go to each. `refused` is set
 // if a choice is faulty. By a whole block. False once a deadline passed.
-TY_DEVICE bool begin_messages(const ty_dispatch_args &a, const Wave &wave, i32 found, u32 &refused) {
-  const ty_context &c = a.context;
+TY_DEVICE bool begin_messages(const DispatchArgs auto &a, const Wave &wave, i32 found, u32 &refused) {
+  const auto &c = a.context;
   // By the warp that marks last, while the others do.
   bool stuck = warp_index() + 1 == block_warps() &&
                !wait_staging_share(c, TY_LANE_DISPATCH, wave.epoch, lane_index(), warp_size);
@@ -205,7 +210,7 @@ TY_DEVICE bool begin_messages(const ty_dispatch_args &a, const Wave &wave, i32 f
 }
 
 // What comes before the items of a sending pass. By a team. False if there is nothing to do, or a deadline passed.
-template <bool far> TY_DEVICE bool begin_sending(const ty_context &c, const Team &team, const Wave &wave, u32 kind) {
+template <bool far> TY_DEVICE bool begin_sending(const Context auto &c, const Team &team, const Wave &wave, u32 kind) {
   if (!far || kind == pass_announce || kind == pass_pack) return true;
   if (!wait_free(c, team, c.regions.dispatch_free, wave.epoch)) return false;
   return kind != pass_forward || lane_of(c, TY_LANE_DISPATCH).sources != 0;
@@ -216,7 +221,7 @@ static_assert(TY_STAGE_FAR == TY_STAGE_PUBLISHED + pass_pack && TY_STAGE_NEAR ==
               "by pass");
 
 // What comes behind. By a team.
-TY_DEVICE void end_sending(const ty_context &c, const Team &team, u32 kind) {
+TY_DEVICE void end_sending(const Context auto &c, const Team &team, u32 kind) {
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_PUBLISHED + kind, team_thread(team) == 0);
 }
 
@@ -228,8 +233,8 @@ template <bool far> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
 }
 
 template <bool far>
-TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 found, const Teams &teams) {
-  const ty_context &c = a.context;
+TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 found, const Teams &teams) {
+  const auto &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
   u32 tokens = own_choices(a, found).tokens, apart = far ? 0 : teams.apart;
   u32 first_sender = apart ? worker_count(c) - apart : 0;
@@ -314,8 +319,8 @@ TY_DEVICE void work_dispatch(const ty_dispatch_args &a, const Wave &wave, i32 fo
 
 // `far`: there are several nodes. Kernels of one node are without what goes on between nodes: code that is not there is
 // not fetched either.
-template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
-  const ty_context &c = a.context;
+template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
+  const auto &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
   TurnWords turn = ask_turn(c, TY_DIRECTION_DISPATCH);
   // What is loaded again behind an acquisition is a trip to memory.
@@ -339,5 +344,16 @@ template <bool far> TY_DEVICE void dispatch(const ty_dispatch_args &a) {
 
 TY_KERNEL(ty_dispatch, ty_dispatch_args) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_nodes, ty_dispatch_args) { dispatch<true>(a); }
+
+// Plain calls, by layout of the output.
+template <bool far> using PlainContiguous = PlainDispatchArgs<far, TY_LAYOUT_CONTIGUOUS>;
+template <bool far> using PlainMasked = PlainDispatchArgs<far, TY_LAYOUT_MASKED>;
+template <bool far> using PlainToken = PlainDispatchArgs<far, TY_LAYOUT_TOKEN>;
+TY_KERNEL(ty_dispatch_plain_contiguous, PlainContiguous<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_plain_contiguous_nodes, PlainContiguous<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_plain_masked, PlainMasked<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_plain_masked_nodes, PlainMasked<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_plain_token, PlainToken<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_plain_token_nodes, PlainToken<true>) { dispatch<true>(a); }
 
 } // namespace ty

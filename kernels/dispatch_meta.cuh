@@ -45,20 +45,20 @@ TY_DEVICE float weight_at(const Choices &in, u32 token, u32 k) {
 }
 
 // The caller's, but for how many they are.
-TY_DEVICE Choices caller_choices(const ty_dispatch_args &a) {
-  const ty_tokens &t = a.tokens;
+TY_DEVICE Choices caller_choices(const DispatchArgs auto &a) {
+  const auto &t = a.tokens;
   u32 k = a.context.top_k;
   return {t.topk_idx, t.topk_weight, k * t.index_bytes, k * 4, t.index_bytes, 0, a.context.rank, false, true, 0};
 }
 
 // How many tokens the caller says there are.
-TY_DEVICE i32 find_count(const ty_dispatch_args &a) {
-  const ty_tokens &t = a.tokens;
+TY_DEVICE i32 find_count(const DispatchArgs auto &a) {
+  const auto &t = a.tokens;
   return t.count_ptr ? load(pointer<const i32>(t.count_ptr)) : static_cast<i32>(t.count);
 }
 
 // The caller's, so many of them found.
-TY_DEVICE Choices own_choices(const ty_dispatch_args &a, i32 found) {
+TY_DEVICE Choices own_choices(const DispatchArgs auto &a, i32 found) {
   Choices in = caller_choices(a);
   in.found = found;
   in.bad = found < 0 || static_cast<u32>(found) > a.context.max_tokens;
@@ -73,8 +73,8 @@ struct ExpertHome {
   TY_DEVICE u32 rank() const { return place >> 16; }
 };
 
-TY_DEVICE ExpertHome home_of(const ty_context &c, i32 expert) {
-  if (c.even_experts != 0) {
+TY_DEVICE ExpertHome home_of(const Context auto &c, i32 expert) {
+  if (is_even(c)) {
     // Reckoned, since the table would be a second trip to memory behind the choice itself.
     u32 rank = static_cast<u32>(static_cast<u64>(expert) * c.even_inverse >> 32);
     u32 node = static_cast<u32>(static_cast<u64>(rank) * c.even_nodes >> 32);
@@ -84,10 +84,10 @@ TY_DEVICE ExpertHome home_of(const ty_context &c, i32 expert) {
   return {static_cast<u32>(packed), static_cast<u32>(packed >> 32)};
 }
 
-TY_DEVICE bool is_expert(const ty_context &c, i32 expert) { return static_cast<u32>(expert) < c.experts; }
+TY_DEVICE bool is_expert(const Context auto &c, i32 expert) { return static_cast<u32>(expert) < c.experts; }
 
 // The rank of this node that choice k leads to, a bit. Unusable experts lead nowhere; META tells of them.
-TY_DEVICE u64 rank_of(const ty_context &c, const Choices &in, u32 token, u32 k) {
+TY_DEVICE u64 rank_of(const Context auto &c, const Choices &in, u32 token, u32 k) {
   i32 expert = choice_at(in, token, k);
   if (!is_expert(c, expert)) return 0;
   ExpertHome home = home_of(c, expert);
@@ -101,7 +101,7 @@ TY_DEVICE u64 warp_or_mask(u64 mask, u32 bits) {
 }
 
 // By a warp, a lane a choice.
-TY_DEVICE u64 warp_ranks_of(const ty_context &c, const Choices &in, u32 token) {
+TY_DEVICE u64 warp_ranks_of(const Context auto &c, const Choices &in, u32 token) {
   u32 k = lane_index();
   return warp_or_mask(k < c.top_k ? rank_of(c, in, token, k) : 0, c.node_ranks);
 }
@@ -109,7 +109,7 @@ TY_DEVICE u64 warp_ranks_of(const ty_context &c, const Choices &in, u32 token) {
 // ---- META --------------------------------------------------------------------------------------------------
 
 // What is wrong with choice k of a token: TY_ERROR_NONE, or the kind.
-TY_DEVICE u32 fault_of_choice(const ty_context &c, const Choices &in, u32 token, u32 k, i32 expert) {
+TY_DEVICE u32 fault_of_choice(const Context auto &c, const Choices &in, u32 token, u32 k, i32 expert) {
   if (expert == -1 || !in.own) return TY_ERROR_NONE;
   if (!is_expert(c, expert)) return TY_ERROR_ROUTING_RANGE;
   bool twice = false;
@@ -118,7 +118,7 @@ TY_DEVICE u32 fault_of_choice(const ty_context &c, const Choices &in, u32 token,
 }
 
 // Finds the first faulty choice again, slowly, and reports it. One thread of the rank.
-TY_DEVICE void report_routing(const ty_context &c, const Choices &in, u64 epoch) {
+TY_DEVICE void report_routing(const Context auto &c, const Choices &in, u64 epoch) {
   for (u32 token = 0; token < in.tokens; ++token)
     for (u32 k = 0; k < c.top_k; ++k) {
       u32 kind = fault_of_choice(c, in, token, k, choice_at(in, token, k));
@@ -148,7 +148,7 @@ struct Meta {
   u64 *counts, *tokens, *homes, *choices, *weights;
 };
 
-TY_DEVICE Meta meta_of(const ty_context &c, u32 owner, u32 source, u64 epoch) {
+TY_DEVICE Meta meta_of(const Context auto &c, u32 owner, u32 source, u64 epoch) {
   const ty_regions &r = c.regions;
   return {in_arena<u64>(c, owner, r.meta_counts, epoch, source), in_arena<u64>(c, owner, r.meta_tokens, epoch, source),
           in_arena<u64>(c, owner, r.meta_homes, epoch, source), in_arena<u64>(c, owner, r.meta_choices, epoch, source),
@@ -183,7 +183,7 @@ struct ChoiceLane {
   u32 k;
 };
 
-TY_DEVICE ChoiceLane choice_lane(const ty_context &c) {
+TY_DEVICE ChoiceLane choice_lane(const Context auto &c) {
   u32 tokens = warp_size * c.choice_inverse >> 16, token = lane_index() * c.choice_inverse >> 16;
   return {tokens, token, lane_index() - token * c.top_k};
 }
@@ -202,7 +202,7 @@ struct Choice {
 // turns from warp `first` of the team on. All lanes of a warp call use together, those without a choice, too. Calls
 // ready() once before, while the first are being loaded. `weighed`: with the weights, loaded beside the choices.
 template <bool weighed, typename Ready, typename Use>
-TY_DEVICE void for_choices(const ty_context &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
+TY_DEVICE void for_choices(const Context auto &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
                            Ready ready, Use use) {
   ChoiceLane lane = choice_lane(c);
   u32 begin = team_warp(team) < first ? team_warp(team) + team.warps - first : team_warp(team) - first;
@@ -226,7 +226,7 @@ TY_DEVICE bool is_there(const Tile &tile, const ExpertHome &home) { return home.
 
 // Whether a lane's choice, of those that for_choices gives a warp, is unusable; only the caller's are looked at. As
 // fault_of_choice. By a warp.
-TY_DEVICE bool is_choice_faulty(const ty_context &c, const Choices &in, const Choice &choice) {
+TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const Choice &choice) {
   if (!in.own) return false;
   bool twice = false;
   TY_ROLLED
@@ -241,7 +241,7 @@ TY_DEVICE bool is_choice_faulty(const ty_context &c, const Choices &in, const Ch
 }
 
 // Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty.
-TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
+TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
                          const Tile &tile) {
   bool faulty = false;
   auto clear = [&] {
@@ -261,24 +261,30 @@ TY_DEVICE bool mark_tile(const ty_context &c, const Team &team, const Choices &i
 
 // Words that no routing has used for long must not come to look new: each epoch writes those of one token, in turn.
 // 31 bits of the epoch do: a turn is over long before they begin anew, and then it begins anew.
-TY_DEVICE u32 refreshed_token(const ty_context &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
+TY_DEVICE u32 refreshed_token(const Context auto &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
 
 // Ranks of this node that a lane's token goes to, of the choices that for_choices gives a warp. By a warp.
-TY_DEVICE u64 token_ranks(const ty_context &c, const Choice &choice) {
-  u64 ranks = 0;
+TY_DEVICE u64 token_ranks(const Context auto &c, const Choice &choice) {
+  u64 own = choice.home.node() == c.node ? 1ull << choice.home.rank() : 0, ranks = 0;
+  // By halves, of which few nodes have a second.
   TY_ROLLED
-  for (u32 first = 0; first < c.top_k; first += group_choices) {
-    TY_UNROLL
-    for (u32 j = 0; j < group_choices; ++j) {
-      ExpertHome home{shuffle(choice.home.place, lane_index() - choice.k + first + j), 0};
-      if (first + j < c.top_k && home.node() == c.node) ranks |= 1ull << home.rank();
+  for (u32 shift = 0; shift < c.node_ranks; shift += 32) {
+    u32 half = static_cast<u32>(own >> shift), all = 0;
+    TY_ROLLED
+    for (u32 first = 0; first < c.top_k; first += group_choices) {
+      TY_UNROLL
+      for (u32 j = 0; j < group_choices; ++j) {
+        u32 other = shuffle(half, lane_index() - choice.k + first + j);
+        if (first + j < c.top_k) all |= other;
+      }
     }
+    ranks |= static_cast<u64>(all) << shift;
   }
   return ranks;
 }
 
 // The same tile, marked: words of its tokens and choices; and the ranks of each token, if they are to be kept.
-TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared,
+TY_DEVICE void write_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
                           const Meta &meta, u64 epoch, const Tile &tile, u64 *masks) {
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
@@ -309,7 +315,7 @@ TY_DEVICE void write_tile(const ty_context &c, const Team &team, const Choices &
 }
 
 // Words of the token in turn, if it has none of this epoch.
-TY_DEVICE void refresh_words(const ty_context &c, const Team &team, const Meta &meta, u64 epoch, u32 tokens) {
+TY_DEVICE void refresh_words(const Context auto &c, const Team &team, const Meta &meta, u64 epoch, u32 tokens) {
   u32 token = refreshed_token(c, epoch);
   if (token < tokens) return;
   u64 first = static_cast<u64>(token) * c.top_k;
@@ -321,27 +327,27 @@ TY_DEVICE void refresh_words(const ty_context &c, const Team &team, const Meta &
 }
 
 // Words of a tile, of so many tokens.
-TY_DEVICE u32 tile_words(const ty_context &c, u32 tokens) {
+TY_DEVICE u32 tile_words(const Context auto &c, u32 tokens) {
   u32 all = (tokens + 31) / 32;
   return all < c.tile_words ? all : c.tile_words;
 }
 
 // Tiles of so many tokens; no tokens make one, too, which says so.
-TY_DEVICE u32 tile_count(const ty_context &c, u32 tokens) {
+TY_DEVICE u32 tile_count(const Context auto &c, u32 tokens) {
   u32 tile = c.tile_words * 32, count = 1;
   TY_ROLLED
   for (u32 end = tile; end < tokens; end += tile) ++count;
   return count;
 }
 
-TY_DEVICE Tile tile_at(const ty_context &c, const Choices &in, u32 destination, u32 number) {
+TY_DEVICE Tile tile_at(const Context auto &c, const Choices &in, u32 destination, u32 number) {
   u32 words = tile_words(c, in.tokens), first = number * words * 32, left = in.tokens - first;
   u32 count = left < words * 32 ? left : words * 32;
   return {destination << 16 | c.node, c.max_local_experts, first, count, words};
 }
 
 // Counts of a source for one rank of this node, and where its waves end, all tokens being marked. By a team.
-TY_DEVICE void publish_counts(const ty_context &c, const Team &team, const Choices &in, const MetaShared &shared,
+TY_DEVICE void publish_counts(const Context auto &c, const Team &team, const Choices &in, const MetaShared &shared,
                               const Meta &meta, u64 epoch, const Tile &last, bool faulty) {
   u32 experts = last.experts;
   for (u32 e = team_thread(team); e <= experts; e += team_threads(team)) {
@@ -367,7 +373,7 @@ struct TileRows {
   u64 *tag;
 };
 
-TY_DEVICE TileRows tile_rows(const ty_context &c, u32 part, u32 destination, u32 number) {
+TY_DEVICE TileRows tile_rows(const Context auto &c, u32 part, u32 destination, u32 number) {
   u64 tile = static_cast<u64>(part * c.node_ranks + destination) * c.max_tiles + number;
   return {pointer<u32>(c.tile_rows) + tile * (c.max_local_experts + 1), pointer<u64>(c.tile_tags) + tile};
 }
@@ -375,7 +381,7 @@ TY_DEVICE TileRows tile_rows(const ty_context &c, u32 part, u32 destination, u32
 // A tile's rows for those behind it, and those of the ones before it, which are other blocks' or earlier work of this
 // one, into `start`, which is zero. By a team, whose members have marked the tile. `faulty` is set if a choice in a
 // tile before is. False once a deadline passed.
-TY_DEVICE bool add_tiles(const ty_context &c, const Team &team, MetaShared &shared, u64 epoch, const Tile &tile,
+TY_DEVICE bool add_tiles(const Context auto &c, const Team &team, MetaShared &shared, u64 epoch, const Tile &tile,
                          u32 part, u32 number, bool &faulty) {
   u32 words = tile.experts + 1;
   TileRows own = tile_rows(c, part, tile.destination(), number);
@@ -411,7 +417,7 @@ TY_DEVICE bool is_last_tile(const Choices &in, const Tile &tile) { return tile.f
 // its positions go on from the tiles before. By a team. `faulty`: whether a choice of the tile is, and then whether one
 // up to its end is. Every destination's counts come from all tokens, so that a single fault anywhere makes all of them
 // say "nothing"; words of tiles are then not looked at. `masks`: as of write_tile. False once a deadline passed.
-TY_DEVICE bool publish_tile(const ty_context &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
+TY_DEVICE bool publish_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
                             const Tile &tile, u32 part, u32 number, bool &faulty, u64 *masks) {
   bool last = is_last_tile(in, tile);
   if (number != 0 || !last) {
@@ -426,8 +432,8 @@ TY_DEVICE bool publish_tile(const ty_context &c, const Team &team, const Choices
 
 // What this rank alone keeps of its call, or reports, behind the last tile for itself: its block has heard of all
 // tokens. By a thread.
-TY_DEVICE void keep_own(const ty_dispatch_args &a, const Choices &in, const Wave &wave, bool faulty) {
-  const ty_context &c = a.context;
+TY_DEVICE void keep_own(const DispatchArgs auto &a, const Choices &in, const Wave &wave, bool faulty) {
+  const auto &c = a.context;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
   // A launch that also receives the whole call says so as it ends, by another block.
   if (!(a.phases & TY_PHASE_RECEIVE) || !is_last(c, wave)) store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));

@@ -7,18 +7,21 @@ namespace ty {
 // ---- receive: where rows go ----------------------------------------------------------------------------------
 
 // How many rows a source has, from its META. By the thread that waited for the word.
-TY_DEVICE u32 rows_heard(const ty_context &c, const Wave &wave, u32 source, u32 value) {
+TY_DEVICE u32 rows_heard(const Context auto &c, const Wave &wave, u32 source, u32 value) {
   if (value != meta_refused) return value;
   // The source has reported it to its own host.
   if (block_index() == 0 && source != c.rank) note_refused(c, source, wave.call);
   return 0;
 }
 
+// What is waited for of each source: rows of each expert, rows of all, where the wave ends, and where it begins.
+TY_DEVICE u32 counted_words(const Context auto &c) { return c.local_experts + 3; }
+
 // Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team.
 // False once a deadline passed.
-TY_DEVICE bool wait_counts(const ty_context &c, const Team &team, PlaceShared &shared, const Wave &wave) {
+TY_DEVICE bool wait_counts(const Context auto &c, const Team &team, PlaceShared &shared, const Wave &wave) {
   bool failed = false;
-  u32 words = c.local_experts + 3;
+  u32 words = counted_words(c);
   for (u32 i = team_thread(team); i < words * c.ranks; i += team_threads(team)) {
     auto [source, e] = divide(i, words, c.counts_inverse);
     u32 value = 0;
@@ -50,21 +53,21 @@ constexpr u32 rows_to_help = 2;
 
 // Where segments start, from the counts, how many tokens the wave has, and whether the other team is to help. By a warp
 // of the placing team.
-TY_DEVICE void plan_segments(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
-  const ty_context &c = a.context;
+TY_DEVICE void plan_segments(const DispatchArgs auto &a, const Team &team, PlaceShared &shared) {
+  const auto &c = a.context;
   u32 needed = 0, used = 0;
   if (a.output.layout == TY_LAYOUT_CONTIGUOUS) {
-    needed = used = scan(shared.start, shared.rows, c.local_experts, a.output.align);
+    needed = used = scan(shared.start, shared.rows, c.local_experts, a.output.align, a.output.align_inverse);
     if (lane_index() == 0) store(&shared.start[c.local_experts], needed);
   } else if (a.output.layout == TY_LAYOUT_MASKED) {
-    used = scan(shared.start, shared.rows, c.local_experts, 1);
+    used = scan(shared.start, shared.rows, c.local_experts);
     for (u32 e = lane_index(); e < c.local_experts; e += warp_size) {
       u32 rows = load(&shared.rows[e]);
       needed = rows > needed ? rows : needed;
     }
     needed = warp_max(needed);
   } else {
-    needed = used = scan(shared.source_start, shared.source_rows, c.ranks, 1);
+    needed = used = scan(shared.source_start, shared.source_rows, c.ranks);
   }
   u32 most = 0, tokens = 0;
   for (u32 s = lane_index(); s < c.ranks; s += warp_size) {
@@ -87,10 +90,10 @@ TY_DEVICE void plan_segments(const ty_dispatch_args &a, const Team &team, PlaceS
 // Sources whose counts are looked up at once.
 constexpr u32 sources_ahead = 4;
 
-// Rows of every expert, and those of them from sources before. By a warp; plan_segments gives
-// each lane what it wrote here itself.
-TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
-  for (u32 e = lane_index(); e < c.local_experts; e += warp_size) {
+// Rows of every expert, and those of them from sources before. By a team, whose members are to meet behind it.
+TY_DEVICE void add_sources(const Context auto &c, const Team &team, PlaceShared &shared) {
+  TY_ROLLED
+  for (u32 e = team_thread(team); e < c.local_experts; e += team_threads(team)) {
     u32 sum = 0;
     TY_ROLLED
     for (u32 first = 0; first < c.ranks; first += sources_ahead) {
@@ -106,21 +109,20 @@ TY_DEVICE void add_sources(const ty_context &c, PlaceShared &shared) {
 }
 
 // Behind wait_counts. By a team.
-TY_DEVICE void plan_output(const ty_dispatch_args &a, const Team &team, PlaceShared &shared) {
-  if (team_warp(team) == 0) {
-    add_sources(a.context, shared);
-    plan_segments(a, team, shared);
-  }
+TY_DEVICE void plan_output(const DispatchArgs auto &a, const Team &team, PlaceShared &shared) {
+  add_sources(a.context, team, shared);
+  team_barrier(team);
+  if (team_warp(team) == 0) plan_segments(a, team, shared);
   team_barrier(team);
 }
 
 // Whether the output has room, once it is planned.
-TY_DEVICE bool fits(const ty_dispatch_args &a, const PlaceShared &shared) {
+TY_DEVICE bool fits(const DispatchArgs auto &a, const PlaceShared &shared) {
   return load(&shared.needed) <= a.output.capacity;
 }
 
 // First output row of a local expert.
-TY_DEVICE u64 segment_start(const ty_dispatch_args &a, const PlaceShared &shared, u32 expert) {
+TY_DEVICE u64 segment_start(const DispatchArgs auto &a, const PlaceShared &shared, u32 expert) {
   if (a.output.layout == TY_LAYOUT_MASKED) return expert * a.output.capacity;
   return load(&shared.start[expert]);
 }
@@ -128,10 +130,10 @@ TY_DEVICE u64 segment_start(const ty_dispatch_args &a, const PlaceShared &shared
 // ---- receive: rows -------------------------------------------------------------------------------------------
 
 // Words from one scale of an output row to the next.
-TY_DEVICE u32 scale_stride(const ty_dispatch_args &a) { return a.output.scale_leading ? a.output.scale_leading : 1; }
+TY_DEVICE u32 scale_stride(const DispatchArgs auto &a) { return a.output.scale_leading ? a.output.scale_leading : 1; }
 
 // An output row. Its scales: [row][word], or [word][row], in the masked layout by expert.
-TY_DEVICE RowTo output_row(const ty_dispatch_args &a, u64 row) {
+TY_DEVICE RowTo output_row(const DispatchArgs auto &a, u64 row) {
   u64 words = a.context.scale_words, first = row;
   u32 leading = a.output.scale_leading, capacity = static_cast<u32>(a.output.capacity);
   if (leading == 0) {
@@ -145,8 +147,8 @@ TY_DEVICE RowTo output_row(const ty_dispatch_args &a, u64 row) {
 }
 
 // Says what an output row is. By a thread. `source` is a rank of this world, or -1: callers get to see its name.
-TY_DEVICE void describe_row(const ty_dispatch_args &a, u64 row, i32 expert, i32 source, i32 token) {
-  const ty_output &out = a.output;
+TY_DEVICE void describe_row(const DispatchArgs auto &a, u64 row, i32 expert, i32 source, i32 token) {
+  const auto &out = a.output;
   if (out.row_expert) store(pointer<i32>(out.row_expert) + row, expert);
   if (!out.source) return;
   const i32 *names = pointer<const i32>(a.context.rank_names);
@@ -165,8 +167,8 @@ struct TokenMeta {
 // Waits for META of a token: this lane's share of it. All words are asked for before any is looked at, and meanwhile
 // peek() is called, once. False once a deadline passed.
 template <typename Peek>
-TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch, u32 source, u32 token, TokenMeta &said,
-                               Peek peek) {
+TY_DEVICE bool wait_token_meta(const Context auto &c, const Meta &meta, u64 epoch, u32 source, u32 token,
+                               TokenMeta &said, Peek peek) {
   said = {0, 0, 0.0f, token};
   // Tokens of other nodes' sources are here without those that have nothing to do here.
   bool waits = lane_index() < c.top_k, foreign = !is_node_peer(c, source);
@@ -194,8 +196,8 @@ TY_DEVICE bool wait_token_meta(const ty_context &c, const Meta &meta, u64 epoch,
 }
 
 // The output row of this lane's choice, -1 for none.
-TY_DEVICE i32 row_of_choice(const ty_dispatch_args &a, const PlaceShared &shared, u32 source, const TokenMeta &said) {
-  const ty_context &c = a.context;
+TY_DEVICE i32 row_of_choice(const DispatchArgs auto &a, const PlaceShared &shared, u32 source, const TokenMeta &said) {
+  const auto &c = a.context;
   if (a.output.layout == TY_LAYOUT_TOKEN) {
     u32 first = load(&shared.source_start[source]) + ((said.token - 1) >> meta_slot_bits);
     return lane_index() == 0 ? static_cast<i32>(first) : -1;
@@ -207,9 +209,9 @@ TY_DEVICE i32 row_of_choice(const ty_dispatch_args &a, const PlaceShared &shared
 }
 
 // Writes down what this lane's choice is, in the output and in the handle.
-TY_DEVICE void describe_choice(const ty_dispatch_args &a, u32 source, u32 token, const TokenMeta &said, i32 row) {
-  const ty_context &c = a.context;
-  const ty_output &out = a.output;
+TY_DEVICE void describe_choice(const DispatchArgs auto &a, u32 source, u32 token, const TokenMeta &said, i32 row) {
+  const auto &c = a.context;
+  const auto &out = a.output;
   u32 k = lane_index();
   i32 expert = said.choice ? static_cast<i32>((said.choice - 1) & ((1u << meta_expert_bits) - 1)) : -1;
   if (out.layout == TY_LAYOUT_TOKEN) {
@@ -238,7 +240,7 @@ struct RowNews {
   u32 site;
 };
 
-TY_DEVICE RowNews row_news(const ty_context &c, u64 epoch, u32 source, u32 slot, u32 slice, RowFrom from) {
+TY_DEVICE RowNews row_news(const Context auto &c, u64 epoch, u32 source, u32 slot, u32 slice, RowFrom from) {
   if (from == RowFrom::own) return {nullptr, TY_SITE_ROW};
   if (from == RowFrom::inbox)
     return {in_arena<const u64>(c, c.local, c.regions.row_tags, epoch, source) + slot * TY_SLICES + slice, TY_SITE_ROW};
@@ -249,9 +251,9 @@ TY_DEVICE RowNews row_news(const ty_context &c, u64 epoch, u32 source, u32 slot,
 
 // Waits for slices of one (source, token of the wave), and what META says of it; with the first of them writes down the
 // slot at its owner. By a warp. Absent is also what is not wanted, the output having no room.
-TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 source, u32 token, u32 slot_index,
+TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Wave &wave, u32 source, u32 token, u32 slot_index,
                            const Slices &slices, bool room, RowFrom from, TokenMeta &said) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   u32 slice = slices.first + lane_index();
   RowNews news = row_news(c, wave.epoch, source, slot_index, slice, from);
   bool carries = room && slice < slices.end && news.word, pushed = false;
@@ -269,7 +271,7 @@ TY_DEVICE Arrival wait_row(const ty_dispatch_args &a, const Wave &wave, u32 sour
 }
 
 // The rows that are to be placed, shared out: every (token of the wave, source).
-TY_DEVICE Work place_work(const ty_context &c, const Team &team, const PlaceShared &shared, const Kept &kept) {
+TY_DEVICE Work place_work(const Context auto &c, const Team &team, const PlaceShared &shared, const Kept &kept) {
   u32 all = load(&shared.most) * c.ranks;
   if (load(&kept.apart)) return {0, all, 0, 0};
   if (load(&shared.helped)) return {block_index(), all, 0, 0};
@@ -281,19 +283,18 @@ TY_DEVICE Work place_work(const ty_context &c, const Team &team, const PlaceShar
 // ---- receive: what surrounds the rows --------------------------------------------------------------------------
 
 // Marks an output row that no token got. By a thread.
-TY_DEVICE void mark_unused(const ty_dispatch_args &a, u64 row) {
-  const ty_output &out = a.output;
+TY_DEVICE void mark_unused(const DispatchArgs auto &a, u64 row) {
+  const auto &out = a.output;
   describe_row(a, row, -1, -1, -1);
-  if (out.layout != TY_LAYOUT_TOKEN) return;
-  for (u64 i = row * a.context.top_k; i < (row + 1) * a.context.top_k; ++i) {
+  for (u64 i = row * a.context.top_k; out.layout == TY_LAYOUT_TOKEN && i < (row + 1) * a.context.top_k; ++i) {
     if (out.token_experts) store(pointer<i32>(out.token_experts) + i, -1);
     if (out.token_weights) store(pointer<float>(out.token_weights) + i, 0.0f);
   }
 }
 
 // Zeroes an output row. By a warp.
-TY_DEVICE void zero_row(const ty_dispatch_args &a, u64 row) {
-  const ty_context &c = a.context;
+TY_DEVICE void zero_row(const DispatchArgs auto &a, u64 row) {
+  const auto &c = a.context;
   RowTo out = output_row(a, row);
   for (u32 v = lane_index(); v < c.row_bytes / 16; v += warp_size)
     store16(pointer<char>(out.payload) + v * 16, Vec16{{0, 0, 0, 0}});
@@ -305,17 +306,17 @@ TY_DEVICE void zero_row(const ty_dispatch_args &a, u64 row) {
 TY_DEVICE u64 worker_thread(const Team &team) {
   return static_cast<u64>(block_index()) * team_threads(team) + team_thread(team);
 }
-TY_DEVICE u64 worker_threads(const ty_context &c, const Team &team) {
+TY_DEVICE u64 worker_threads(const Context auto &c, const Team &team) {
   return static_cast<u64>(worker_count(c)) * team_threads(team);
 }
 
-TY_DEVICE void mark_rest(const ty_dispatch_args &a, const Team &team, u64 first, u64 end) {
+TY_DEVICE void mark_rest(const DispatchArgs auto &a, const Team &team, u64 first, u64 end) {
   for (u64 row = first + worker_thread(team); row < end; row += worker_threads(a.context, team)) mark_unused(a, row);
 }
 
 // The contiguous layout: rows between an expert's last and the next segment, a warp an expert; zeroed on request, since
 // a grouped GEMM reads them.
-TY_DEVICE void pad_segments(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared) {
+TY_DEVICE void pad_segments(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared) {
   u32 warps = worker_count(a.context) * team.warps;
   for (u32 e = block_index() * team.warps + team_warp(team); e < a.context.local_experts; e += warps) {
     u64 first = load(&shared.start[e]) + load(&shared.rows[e]), end = load(&shared.start[e + 1]);
@@ -325,15 +326,15 @@ TY_DEVICE void pad_segments(const ty_dispatch_args &a, const Team &team, const P
 }
 
 // The masked layout: rows behind each expert's last.
-TY_DEVICE void mark_masked(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared) {
+TY_DEVICE void mark_masked(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared) {
   u64 capacity = a.output.capacity, rows = capacity * a.context.local_experts;
   for (u64 row = worker_thread(team); row < rows; row += worker_threads(a.context, team))
     if (row % capacity >= load(&shared.rows[row / capacity])) mark_unused(a, row);
 }
 
 // Every row that no token got: alignment padding, the unused part of a masked segment, the rest of the output.
-TY_DEVICE void pad_output(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared) {
-  const ty_output &out = a.output;
+TY_DEVICE void pad_output(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared) {
+  const auto &out = a.output;
   bool masked = out.layout == TY_LAYOUT_MASKED;
   if (!fits(a, shared)) {
     mark_rest(a, team, 0, masked ? out.capacity * a.context.local_experts : out.capacity);
@@ -347,9 +348,9 @@ TY_DEVICE void pad_output(const ty_dispatch_args &a, const Team &team, const Pla
 
 // Counts and offsets; all zero if the output overflowed, so that nothing downstream reads rows that are not there.
 // By a team of one block.
-TY_DEVICE void write_counts(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, u64 epoch) {
-  const ty_context &c = a.context;
-  const ty_output &out = a.output;
+TY_DEVICE void write_counts(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared, u64 epoch) {
+  const auto &c = a.context;
+  const auto &out = a.output;
   bool room = fits(a, shared);
   for (u32 e = team_thread(team); e <= c.local_experts; e += team_threads(team)) {
     bool is_end = e == c.local_experts;
@@ -369,8 +370,8 @@ TY_DEVICE void write_counts(const ty_dispatch_args &a, const Team &team, const P
 }
 
 // What combine needs to know of the whole dispatch. By a team of one block.
-TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE void write_head(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared, const Wave &wave) {
+  const auto &c = a.context;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
   for (u32 s = team_thread(team); s < c.ranks; s += team_threads(team)) {
     u32 *starts = pointer<u32>(a.handle.source_tokens) + s * (c.waves + 1) + wave.number;
@@ -386,7 +387,7 @@ TY_DEVICE void write_head(const ty_dispatch_args &a, const Team &team, const Pla
 
 // Waits until every node peer has said that it read its inbox of the epoch before: from the next epoch but one on this
 // rank writes there again. By a team of one block. False once a deadline passed.
-TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
+TY_DEVICE bool wait_round(const Context auto &c, const Team &team, u64 epoch) {
   bool failed = false;
   for (u32 peer = team_thread(team); peer < c.node_ranks; peer += team_threads(team)) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.meta_flags, epoch, peer);
@@ -396,8 +397,8 @@ TY_DEVICE bool wait_round(const ty_context &c, const Team &team, u64 epoch) {
 }
 
 // What comes before rows are placed. By the placing team. False once a deadline passed.
-TY_DEVICE bool begin_placing(const ty_dispatch_args &a, const Team &team, PlaceShared &shared, const Wave &wave) {
-  const ty_context &c = a.context;
+TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Wave &wave) {
+  const auto &c = a.context;
   bool heard = wait_counts(c, team, shared, wave);
   if (heard) {
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
@@ -412,9 +413,9 @@ TY_DEVICE bool begin_placing(const ty_dispatch_args &a, const Team &team, PlaceS
 }
 
 // What goes with the rows: counts, what combine needs, what is no row. By a team of each block.
-TY_DEVICE void describe_output(const ty_dispatch_args &a, const Team &team, const PlaceShared &shared,
+TY_DEVICE void describe_output(const DispatchArgs auto &a, const Team &team, const PlaceShared &shared,
                                const Wave &wave) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   // A block with neither META nor the first rows.
   if (block_index() == worker_count(c) / 2) {
     if (wave.number == 0) write_counts(a, team, shared, wave.epoch);
@@ -424,8 +425,8 @@ TY_DEVICE void describe_output(const ty_dispatch_args &a, const Team &team, cons
 }
 
 // What comes behind. By a team; `placed` is each warp's own.
-TY_DEVICE void end_placing(const ty_dispatch_args &a, const Team &team, const Wave &wave, bool placed) {
-  const ty_context &c = a.context;
+TY_DEVICE void end_placing(const DispatchArgs auto &a, const Team &team, const Wave &wave, bool placed) {
+  const auto &c = a.context;
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_ROWS, team_thread(team) == 0);
   // A warp that failed is one of a team that must meet.
   if (block_index() == 0 && !team_any(team, !placed)) (void)wait_round(c, team, wave.epoch);

@@ -146,7 +146,7 @@ TY_DEVICE void store_batch(char *to, const Batch &batch, u32 first, u32 end) {
 }
 
 // Where the scale words of slice s begin: those of its vectors.
-TY_DEVICE u32 scale_begin(const ty_context &c, u32 s) {
+TY_DEVICE u32 scale_begin(const Context auto &c, u32 s) {
   return s == TY_SLICES ? c.scale_words : slice_begin(c.row_bytes / 16, s, warp_size) >> c.scale_shift;
 }
 
@@ -157,13 +157,13 @@ struct RowTo {
 };
 
 // A row with its scales behind it.
-TY_DEVICE RowTo row_to(const ty_context &c, const char *at) {
+TY_DEVICE RowTo row_to(const Context auto &c, const char *at) {
   u64 payload = reinterpret_cast<u64>(at);
   return {payload, payload + c.row_bytes};
 }
 
 // The slot of a source's row at a rank of this node.
-TY_DEVICE RowTo inbox_row(const ty_context &c, u32 owner, u64 epoch, u32 source, u32 slot) {
+TY_DEVICE RowTo inbox_row(const Context auto &c, u32 owner, u64 epoch, u32 source, u32 slot) {
   return row_to(c,
                 in_arena<const char>(c, owner, c.regions.rows, epoch, source) + static_cast<u64>(slot) * c.slot_bytes);
 }
@@ -178,7 +178,7 @@ TY_DEVICE u32 rotated(u32 bits, u32 turn) { return bits >> turn | bits << ((warp
 // A kernel has one call of it: rows are packed, pushed, forwarded and placed by the same code, which the first to come
 // fetches for all.
 template <typename MaskOf, typename PlaceOf>
-TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &slices, u32 to_stride, u32 turn,
+TY_DEVICE u64 carry_row(const Context auto &c, const RowAt &from, const Slices &slices, u32 to_stride, u32 turn,
                         MaskOf mask_of, PlaceOf place_of) {
   u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
   u32 begin = slice_begin(vectors, slices.first, warp_size);
@@ -241,7 +241,7 @@ TY_DEVICE u64 carry_row(const ty_context &c, const RowAt &from, const Slices &sl
 }
 
 // Raises the tags of slices of a source's row at every rank of the mask, behind the row. By a warp.
-TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
+TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
   warp_barrier();
   // N2: the warp's stores happen before this fence; wait_row acquires.
   if (mask) fence_acq_rel_sys();
@@ -258,21 +258,21 @@ TY_DEVICE void raise_tags(const ty_context &c, u64 mask, u64 epoch, u32 source, 
 // more.
 TY_DEVICE bool places_own(u32 phases) { return phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE); }
 
-TY_DEVICE RowAt own_row(const ty_dispatch_args &a, u32 token) {
-  const ty_tokens &t = a.tokens;
+TY_DEVICE RowAt own_row(const DispatchArgs auto &a, u32 token) {
+  const auto &t = a.tokens;
   return {t.x + token * t.x_pitch, t.scales + 4 * token * t.scale_row_stride, t.scale_column_stride,
           a.context.quantize};
 }
 
 // Tells every node peer that this rank's reads of the epoch before are over. By the team of one block.
-TY_DEVICE void raise_round(const ty_context &c, const Team &team, u64 epoch) {
+TY_DEVICE void raise_round(const Context auto &c, const Team &team, u64 epoch) {
   // N1: acquired by wait_round.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
     store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, TY_STATUS_OK));
 }
 
 // Blocks that build META and heads of messages for a call of so many tokens: the first of the grid.
-TY_DEVICE u32 busy_blocks(const ty_context &c, const Wave &wave, u32 phases, u32 tokens) {
+TY_DEVICE u32 busy_blocks(const Context auto &c, const Wave &wave, u32 phases, u32 tokens) {
   if (!(phases & TY_PHASE_SEND)) return 0;
   u32 links = spans_nodes(c) ? lane_of(c, TY_LANE_DISPATCH).targets : 0;
   return links + (wave.number == 0 ? tile_count(c, tokens) * c.node_ranks : 0);
@@ -286,7 +286,7 @@ struct Share {
 
 // A team's warps on all workers; but where rows are few, on those that are not busy with something else. Neighbours are
 // in different blocks, from the far end of the grid, so that busy blocks get their rows last.
-TY_DEVICE Share share_of(const ty_context &c, const Team &team, u32 busy, u32 rows) {
+TY_DEVICE Share share_of(const Context auto &c, const Team &team, u32 busy, u32 rows) {
   u32 workers = worker_count(c), block = block_index();
   if (2 * busy <= workers && rows <= (workers - busy) * team.warps) {
     workers -= busy;
@@ -313,7 +313,7 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
 
 // So many rows, shared out, and cut for warps or for blocks. Each part of a row that is sent inside the node costs a
 // fence, which waits for what all warps of the block send.
-TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 rows, bool for_blocks) {
+TY_DEVICE Work share_rows(const Context auto &c, const Team &team, u32 busy, u32 rows, bool for_blocks) {
   Share share = share_of(c, team, busy, rows);
   u32 cut = cut_for(rows, for_blocks ? share.warps / team.warps : share.warps);
   return {share.own, rows << cut, share.warps, cut};
@@ -321,7 +321,7 @@ TY_DEVICE Work share_rows(const ty_context &c, const Team &team, u32 busy, u32 r
 
 // The same of rows to send, which warps come for where there are more than one for each, or where senders are apart;
 // again from the far end of the grid. By a team.
-TY_DEVICE Work share_sent(const ty_context &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
+TY_DEVICE Work share_sent(const Context auto &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
                           u32 rows) {
   if (load(&kept.apart) == 0) {
     Work work = share_rows(c, team, load(&kept.busy), rows, kind == pass_push);

@@ -25,16 +25,16 @@ struct NodesShared {
 };
 static_assert(sizeof(NodesShared) <= TY_DISPATCH_NODES_SHARED_BYTES, "layout.h tells the launcher");
 
-TY_DEVICE u32 nodes_word(const ty_context &c, u32 node, u32 token) {
+TY_DEVICE u32 nodes_word(const Context auto &c, u32 node, u32 token) {
   return node * (c.max_tokens / 32 + 1) + token / 32;
 }
 
-TY_DEVICE bool goes_to(const ty_context &c, u32 node, u32 token) {
+TY_DEVICE bool goes_to(const Context auto &c, u32 node, u32 token) {
   return (load(&block_shared<NodesShared>().bitmap[nodes_word(c, node, token)]) >> (token % 32)) & 1;
 }
 
 // Rows to a node of the tokens before one, which may be the one behind the last.
-TY_DEVICE u32 rows_before(const ty_context &c, u32 node, u32 token) {
+TY_DEVICE u32 rows_before(const Context auto &c, u32 node, u32 token) {
   const NodesShared &shared = block_shared<NodesShared>();
   u32 word = nodes_word(c, node, token);
   return load(&shared.before[word]) + popcount(load(&shared.bitmap[word]) & ((1u << (token % 32)) - 1));
@@ -48,7 +48,7 @@ struct ChoiceGroup {
   ExpertHome homes[group_choices];
 };
 
-TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token, u32 first) {
+TY_DEVICE ChoiceGroup look_up(const Context auto &c, const Choices &in, u32 token, u32 first) {
   ChoiceGroup loaded;
   loaded.first = first;
   bool there = token < in.tokens;
@@ -72,7 +72,7 @@ TY_DEVICE ChoiceGroup look_up(const ty_context &c, const Choices &in, u32 token,
 }
 
 // Whether a choice of the group is unusable; only the caller's are looked at. As fault_of_choice.
-TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
+TY_DEVICE bool is_faulty(const Context auto &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
   if (!in.own) return false;
   bool faulty = false;
   TY_UNROLL
@@ -97,7 +97,7 @@ TY_DEVICE bool is_faulty(const ty_context &c, const Choices &in, u32 token, cons
 // rows. If a choice is faulty, which is the answer, no token goes anywhere. By a whole block, a thread a token: a lane
 // a choice, as META does, would be eight times the instructions, of all tokens of a call in every block. Its threads
 // meet behind it.
-TY_DEVICE bool mark_nodes(const ty_context &c, const Choices &in) {
+TY_DEVICE bool mark_nodes(const Context auto &c, const Choices &in) {
   NodesShared &shared = block_shared<NodesShared>();
   u32 words = in.tokens / 32 + 1;
   bool faulty = in.bad;
@@ -128,15 +128,15 @@ TY_DEVICE bool mark_nodes(const ty_context &c, const Choices &in) {
       store(&shared.before[row + word], 0u);
     }
     warp_barrier();
-    (void)scan(&shared.before[row], &shared.before[row], words, 1);
+    (void)scan(&shared.before[row], &shared.before[row], words);
   }
   return faulty;
 }
 
 // What combine and its rails need to know of the messages to a node: which row of theirs each token of the call is, and
 // where waves begin among them. By a whole block.
-TY_DEVICE void number_rows(const ty_dispatch_args &a, const Choices &in, u32 link) {
-  const ty_context &c = a.context;
+TY_DEVICE void number_rows(const DispatchArgs auto &a, const Choices &in, u32 link) {
+  const auto &c = a.context;
   u32 node = node_of_link(c, link);
   u32 *starts = pointer<u32>(a.handle.wire_rows) + link * (c.waves + 1);
   for (u32 wave = thread_index(); wave <= c.waves; wave += block_threads()) {
@@ -149,8 +149,8 @@ TY_DEVICE void number_rows(const ty_dispatch_args &a, const Choices &in, u32 lin
 }
 
 // The headers of the rows to a node. By a whole block.
-TY_DEVICE void write_headers(const ty_dispatch_args &a, const Choices &in, char *message, u32 link) {
-  const ty_context &c = a.context;
+TY_DEVICE void write_headers(const DispatchArgs auto &a, const Choices &in, char *message, u32 link) {
+  const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u32 node = node_of_link(c, link);
   for_choices<true>(
@@ -174,7 +174,7 @@ struct WireWave {
 };
 
 // Of so many own tokens.
-TY_DEVICE WireWave wire_wave(const ty_context &c, u32 node, const Wave &wave, u32 tokens) {
+TY_DEVICE WireWave wire_wave(const Context auto &c, u32 node, const Wave &wave, u32 tokens) {
   Range range = own_range(c, wave, tokens);
   Range rows{rows_before(c, node, range.first), rows_before(c, node, range.end)};
   return {rows, {rows.end - rows.first, wave.number == 0 ? rows_before(c, node, tokens) : 0}};
@@ -182,8 +182,8 @@ TY_DEVICE WireWave wire_wave(const ty_context &c, u32 node, const Wave &wave, u3
 
 // Head of the message to one node, with the headers where it is the call's first. By a whole block, behind
 // begin_messages.
-TY_DEVICE void pack_head(const ty_dispatch_args &a, const Choices &in, const Wave &wave, u32 link, bool faulty) {
-  const ty_context &c = a.context;
+TY_DEVICE void pack_head(const DispatchArgs auto &a, const Choices &in, const Wave &wave, u32 link, bool faulty) {
+  const auto &c = a.context;
   bool begins = wave.number == 0;
   char *message = staging_of(c, TY_LANE_DISPATCH, wave.epoch, link);
   WireWave own = wire_wave(c, node_of_link(c, link), wave, in.tokens);
@@ -200,7 +200,7 @@ TY_DEVICE void pack_head(const ty_dispatch_args &a, const Choices &in, const Wav
 }
 
 // Nodes that a token's row is packed for. By a warp.
-TY_DEVICE u64 packed_nodes(const ty_context &c, u32 token) {
+TY_DEVICE u64 packed_nodes(const Context auto &c, u32 token) {
   u64 nodes = 0;
   TY_ROLLED
   for (u32 first = 0; first < c.nodes; first += warp_size) {
@@ -218,20 +218,20 @@ struct WirePlace {
 };
 
 // Of so many own tokens.
-TY_DEVICE WirePlace wire_place(const ty_context &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
+TY_DEVICE WirePlace wire_place(const Context auto &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
   WireWave own = wire_wave(c, node, wave, tokens);
   return {own.shape, rows_before(c, node, token) - own.rows.first};
 }
 
 // Where it goes.
-TY_DEVICE RowTo staging_row(const ty_context &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
+TY_DEVICE RowTo staging_row(const Context auto &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
   WirePlace at = wire_place(c, wave, tokens, token, node);
   return row_to(c, staging_of(c, TY_LANE_DISPATCH, wave.epoch, link_of_node(c, node)) +
                        row_offset(lane_of(c, TY_LANE_DISPATCH), at.shape.headers, at.row));
 }
 
 // Counts slices of a token's row in the messages to all nodes of the mask, behind the packing. By a warp.
-TY_DEVICE void count_row(const ty_context &c, const Wave &wave, u32 tokens, u32 token, u64 nodes,
+TY_DEVICE void count_row(const Context auto &c, const Wave &wave, u32 tokens, u32 token, u64 nodes,
                          const Slices &slices) {
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   warp_barrier();
@@ -246,20 +246,20 @@ TY_DEVICE void count_row(const ty_context &c, const Wave &wave, u32 tokens, u32 
 // ---- rail: forwarding ------------------------------------------------------------------------------------------
 
 // Where waves begin in the rows of served home j.
-TY_DEVICE u32 *rail_starts(const ty_dispatch_args &a, u32 j) {
+TY_DEVICE u32 *rail_starts(const DispatchArgs auto &a, u32 j) {
   return pointer<u32>(a.handle.rail_rows) + static_cast<u64>(j) * (a.context.waves + 1);
 }
 
 // What the head of a message says, once its chunk 0 has landed. What a peer wrote is not trusted to fit.
-TY_DEVICE WireRows landed_rows(const ty_context &c, u64 epoch, u32 j) {
+TY_DEVICE WireRows landed_rows(const Context auto &c, u64 epoch, u32 j) {
   const ty_wire_head *head = wire_head(c, TY_LANE_DISPATCH, epoch, j);
   u32 rows = load(&head->rows), headers = load(&head->headers);
   return {rows < c.wave_tokens ? rows : c.wave_tokens, headers < c.max_tokens ? headers : c.max_tokens};
 }
 
 // The same wave among the rows of its call: it begins where the one before ended, of which an earlier launch took note.
-TY_DEVICE WireWave landed_wave(const ty_dispatch_args &a, const Wave &wave, u32 j) {
-  const ty_context &c = a.context;
+TY_DEVICE WireWave landed_wave(const DispatchArgs auto &a, const Wave &wave, u32 j) {
+  const auto &c = a.context;
   WireRows shape = landed_rows(c, wave.epoch, j);
   u32 first = wave.number == 0 ? 0 : load(rail_starts(a, j) + wave.number), left = c.max_tokens - first;
   if (shape.rows > left) shape.rows = left;
@@ -267,7 +267,7 @@ TY_DEVICE WireWave landed_wave(const ty_dispatch_args &a, const Wave &wave, u32 
 }
 
 // The choices that came with a call's first message; unusable, if the home says so.
-TY_DEVICE Choices wire_choices(const ty_context &c, u64 epoch, u32 j) {
+TY_DEVICE Choices wire_choices(const Context auto &c, u64 epoch, u32 j) {
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   u64 headers = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, epoch, j)) + TY_WIRE_HEAD_BYTES;
   u64 weights = c.weights == TY_WEIGHTS_DISPATCH ? headers + 4 + 4 * c.top_k : 0;
@@ -283,21 +283,21 @@ TY_DEVICE Choices wire_choices(const ty_context &c, u64 epoch, u32 j) {
           0};
 }
 
-TY_DEVICE u64 *rail_masks(const ty_dispatch_args &a, u32 j) {
+TY_DEVICE u64 *rail_masks(const DispatchArgs auto &a, u32 j) {
   return pointer<u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
 }
 
 // Waits until the head of source j's message is here. By a team. False once a deadline passed.
-TY_DEVICE bool wait_head(const ty_context &c, const Team &team, const Wave &wave, u32 j) {
+TY_DEVICE bool wait_head(const Context auto &c, const Team &team, const Wave &wave, u32 j) {
   bool failed = team_thread(team) == 0 && !wait_landed(c, TY_LANE_DISPATCH, wave.epoch, j, 0);
   return !team_any(team, failed);
 }
 
 // What goes with META of a tile of source j's rows for one rank of this node, behind wait_head: where the wave ends,
 // and with the call's first message the rows' numbers at their home. By a team.
-TY_DEVICE void forward_numbers(const ty_dispatch_args &a, const Team &team, const Wave &wave, const Choices &in, u32 j,
+TY_DEVICE void forward_numbers(const DispatchArgs auto &a, const Team &team, const Wave &wave, const Choices &in, u32 j,
                                u32 destination, u32 tile) {
-  const ty_context &c = a.context;
+  const auto &c = a.context;
   Range rows = landed_wave(a, wave, j).rows;
   u32 source = served_home(c, j);
   Meta meta = meta_of(c, destination, source, wave.call);
@@ -316,27 +316,27 @@ TY_DEVICE void forward_numbers(const ty_dispatch_args &a, const Team &team, cons
 }
 
 // Waits for a chunk of a wave from source j. By a warp. False once a deadline passed.
-TY_DEVICE bool wait_chunk(const ty_context &c, const Wave &wave, u32 j, u32 chunk) {
+TY_DEVICE bool wait_chunk(const Context auto &c, const Wave &wave, u32 j, u32 chunk) {
   bool failed = lane_index() == 0 && !wait_landed(c, TY_LANE_DISPATCH, wave.epoch, j, chunk);
   warp_barrier();
   return warp_ballot(failed) == 0;
 }
 
 // One row of a wave from source j, as it landed.
-TY_DEVICE RowAt landed_row(const ty_context &c, u32 headers, const Wave &wave, u32 j, u32 row) {
+TY_DEVICE RowAt landed_row(const Context auto &c, u32 headers, const Wave &wave, u32 j, u32 row) {
   u64 from = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, wave.epoch, j)) +
              row_offset(lane_of(c, TY_LANE_DISPATCH), headers, row);
   return {from, from + c.row_bytes, 1, TY_QUANTIZE_NONE};
 }
 
 // Whether rows of other nodes' sources are placed from where they landed: the node has no other rank to forward to.
-TY_DEVICE bool places_landed(const ty_context &c) { return c.node_ranks == 1; }
+TY_DEVICE bool places_landed(const Context auto &c) { return c.node_ranks == 1; }
 
 // Which of the sources that then send to this rank another rank is: all of them do, in order.
-TY_DEVICE u32 served_source(const ty_context &c, u32 source) { return source - (source > c.rank ? 1 : 0); }
+TY_DEVICE u32 served_source(const Context auto &c, u32 source) { return source - (source > c.rank ? 1 : 0); }
 
 // Ranks of this node that need it; it is number `call_row` among the call's. By a warp.
-TY_DEVICE u64 landed_ranks(const ty_dispatch_args &a, const Wave &wave, u32 j, u32 row, u32 call_row) {
+TY_DEVICE u64 landed_ranks(const DispatchArgs auto &a, const Wave &wave, u32 j, u32 row, u32 call_row) {
   // Headers come once; the masks of later waves were kept.
   if (wave.number != 0) return load(rail_masks(a, j) + call_row);
   return warp_ranks_of(a.context, wire_choices(a.context, wave.epoch, j), row);
@@ -350,7 +350,7 @@ struct Served {
   u32 sharing; // the calling one's number among the warps that share a source
 };
 
-TY_DEVICE Served served_by(const ty_context &c, const Team &team) {
+TY_DEVICE Served served_by(const Context auto &c, const Team &team) {
   u32 sources = lane_of(c, TY_LANE_DISPATCH).sources;
   auto [warps, warp] = share_of(c, team, 0, ~0u);
   if (sources == 0 || warps < sources) return {warp, warps, 0};
@@ -358,7 +358,7 @@ TY_DEVICE Served served_by(const ty_context &c, const Team &team) {
 }
 
 // The rows of one of them.
-TY_DEVICE Work served_rows(const ty_context &c, const Served &served, u32 j, u32 rows) {
+TY_DEVICE Work served_rows(const Context auto &c, const Served &served, u32 j, u32 rows) {
   u32 sources = lane_of(c, TY_LANE_DISPATCH).sources, warps = served.step;
   u32 shared_by = warps < sources ? 1 : (warps - j + sources - 1) / sources;
   u32 cut = cut_for(rows, shared_by);

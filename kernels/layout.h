@@ -369,6 +369,7 @@ typedef struct ty_output {
   uint32_t scale_leading; // column-major scales: words from one column to the next; 0: row-major
   uint32_t layout;        // TY_LAYOUT_*
   uint32_t align;
+  uint32_t align_inverse; // floor((2^32 - 1) / align), as divide() takes it
   uint32_t zero_padding;
 } ty_output;
 

@@ -71,6 +71,8 @@ template <typename To, typename From> TY_DEVICE To same_bits(From from) {
 #if defined(__CUDACC__)
 // ---------------------------------------------------------------------------------------- GPU half
 
+#pragma nv_diag_suppress 186 // comparisons that a constant decides (plain.cuh)
+
 // Defines a kernel: TY_KERNEL(name, Args) { body uses a }. At most 512 threads a block.
 #define TY_KERNEL(name, Args) extern "C" __global__ void __launch_bounds__(512, 1) name(const __grid_constant__ Args a)
 // Lists every kernel of the build once, at the end of kernels.cu (used by the CPU build alone).

@@ -26,38 +26,37 @@ static_assert(sizeof(RelayShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells th
 static_assert(sizeof(RelayShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 static_assert(sizeof(ty_wire_head) == TY_WIRE_HEAD_BYTES, "proxy/plan.rs reckons with it");
 
-TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
-TY_DEVICE u32 worker_count(const ty_context &c) { return block_count() - (spans_nodes(c) ? 1 : 0); }
-TY_DEVICE bool is_relay(const ty_context &c) { return block_index() == worker_count(c); }
+TY_DEVICE u32 worker_count(const Context auto &c) { return block_count() - (spans_nodes(c) ? 1 : 0); }
+TY_DEVICE bool is_relay(const Context auto &c) { return block_index() == worker_count(c); }
 
 // Whether they are so few that what a block's warps have under way, and not memory or links, holds up a large call.
 // Measured with 24 and 132 blocks (docs/performance.md, "24 SMs"); where between them it turns is not known.
-TY_DEVICE bool has_few_blocks(const ty_context &c) { return worker_count(c) <= 48; }
+TY_DEVICE bool has_few_blocks(const Context auto &c) { return worker_count(c) <= 48; }
 
-TY_DEVICE const ty_lane &lane_of(const ty_context &c, u32 lane) { return c.wire.lanes[lane]; }
+TY_DEVICE const ty_lane &lane_of(const Context auto &c, u32 lane) { return c.wire.lanes[lane]; }
 
 // The node behind a link: links are in node order, without the own.
-TY_DEVICE u32 node_of_link(const ty_context &c, u32 link) { return link + (link >= c.node ? 1 : 0); }
-TY_DEVICE u32 link_of_node(const ty_context &c, u32 node) { return node - (node > c.node ? 1 : 0); }
-TY_DEVICE u32 rail_of_link(const ty_context &c, u32 link) { return load(pointer<const u32>(c.wire.rails) + link); }
-TY_DEVICE u32 served_home(const ty_context &c, u32 j) { return load(pointer<const u32>(c.wire.served) + j); }
+TY_DEVICE u32 node_of_link(const Context auto &c, u32 link) { return link + (link >= c.node ? 1 : 0); }
+TY_DEVICE u32 link_of_node(const Context auto &c, u32 node) { return node - (node > c.node ? 1 : 0); }
+TY_DEVICE u32 rail_of_link(const Context auto &c, u32 link) { return load(pointer<const u32>(c.wire.rails) + link); }
+TY_DEVICE u32 served_home(const Context auto &c, u32 j) { return load(pointer<const u32>(c.wire.served) + j); }
 
 // Who is behind a source, or a link, of a lane: rails on one side, the homes they serve on the other.
-TY_DEVICE u32 peer_of_source(const ty_context &c, u32 lane, u32 source) {
+TY_DEVICE u32 peer_of_source(const Context auto &c, u32 lane, u32 source) {
   return lane == TY_LANE_COMBINE ? rail_of_link(c, source) : served_home(c, source);
 }
-TY_DEVICE u32 peer_of_link(const ty_context &c, u32 lane, u32 link) {
+TY_DEVICE u32 peer_of_link(const Context auto &c, u32 lane, u32 link) {
   return lane == TY_LANE_COMBINE ? served_home(c, link) : rail_of_link(c, link);
 }
 
 // ---- where messages lie ------------------------------------------------------------------------------------------
 
-TY_DEVICE char *staging_of(const ty_context &c, u32 lane, u64 epoch, u32 link) {
+TY_DEVICE char *staging_of(const Context auto &c, u32 lane, u64 epoch, u32 link) {
   const ty_lane &l = lane_of(c, lane);
   return pointer<char>(c.peer_base[c.local] + l.staging + (epoch & 1) * l.staging_parity + link * l.staging_link);
 }
 
-TY_DEVICE const char *inbox_of(const ty_context &c, u32 lane, u64 epoch, u32 source) {
+TY_DEVICE const char *inbox_of(const Context auto &c, u32 lane, u64 epoch, u32 source) {
   const ty_lane &l = lane_of(c, lane);
   return pointer<const char>(c.peer_base[c.local] + l.inbox + (epoch & 1) * l.inbox_parity + source * l.inbox_source);
 }
@@ -88,7 +87,7 @@ TY_DEVICE u32 link_word(const ty_lane &l, u64 epoch, u32 link) {
 }
 
 // Waits until the network has read this parity's former message. By a thread. False once a deadline passed.
-TY_DEVICE bool wait_staging(const ty_context &c, u32 lane, u64 epoch, u32 link) {
+TY_DEVICE bool wait_staging(const Context auto &c, u32 lane, u64 epoch, u32 link) {
   if (epoch - c.first_epoch < 2) return true;
   const u64 *word = pointer<const u64>(c.wire.free) + link_word(lane_of(c, lane), epoch, link);
   // Mostly it is.
@@ -97,14 +96,14 @@ TY_DEVICE bool wait_staging(const ty_context &c, u32 lane, u64 epoch, u32 link) 
 }
 
 // The same of links `first`, first + step, ...: a thread's share of all.
-TY_DEVICE bool wait_staging_share(const ty_context &c, u32 lane, u64 epoch, u32 first, u32 step) {
+TY_DEVICE bool wait_staging_share(const Context auto &c, u32 lane, u64 epoch, u32 first, u32 step) {
   bool stuck = false;
   for (u32 link = first; link < lane_of(c, lane).targets; link += step) stuck |= !wait_staging(c, lane, epoch, link);
   return !stuck;
 }
 
 // The same of all links. By a team.
-TY_DEVICE bool wait_stagings(const ty_context &c, const Team &team, u32 lane, u64 epoch) {
+TY_DEVICE bool wait_stagings(const Context auto &c, const Team &team, u32 lane, u64 epoch) {
   return !team_any(team, !wait_staging_share(c, lane, epoch, team_thread(team), team_threads(team)));
 }
 
@@ -120,7 +119,7 @@ constexpr u32 packed_row = TY_SLICES, packed_head = 1;
 // Tells the proxy how many chunks a message has, which it reads with chunk 0's doorbell. By one thread, behind
 // wait_staging and before it counts the head: the earlier the better, since the fence behind waits for what is still on
 // its way to host memory.
-TY_DEVICE void tell_chunks(const ty_context &c, u32 lane, u64 epoch, u32 link, u32 rows) {
+TY_DEVICE void tell_chunks(const Context auto &c, u32 lane, u64 epoch, u32 link, u32 rows) {
   const ty_lane &l = lane_of(c, lane);
   store_relaxed_sys(pointer<u64>(c.wire.chunk_counts) + link_word(l, epoch, link),
                     static_cast<u64>(chunks_of(l, rows)));
@@ -128,7 +127,7 @@ TY_DEVICE void tell_chunks(const ty_context &c, u32 lane, u64 epoch, u32 link, u
 
 // `packed` of a chunk's things are packed. By one thread, behind the barrier that follows the packing. Whoever packed
 // the last rings for the chunk.
-TY_DEVICE void count_packed(const ty_context &c, u32 lane, u64 epoch, u32 link, const WireRows &message, u32 chunk,
+TY_DEVICE void count_packed(const Context auto &c, u32 lane, u64 epoch, u32 link, const WireRows &message, u32 chunk,
                             u32 packed) {
   u32 rows = message.rows;
   const ty_lane &l = lane_of(c, lane);
@@ -162,19 +161,19 @@ TY_DEVICE u32 landed_word(const ty_lane &l, u64 epoch, u32 source, u32 chunk) {
 }
 
 // Waits until the relay has seen a chunk. By a thread. False once a deadline passed.
-TY_DEVICE bool wait_landed(const ty_context &c, u32 lane, u64 epoch, u32 source, u32 chunk) {
+TY_DEVICE bool wait_landed(const Context auto &c, u32 lane, u64 epoch, u32 source, u32 chunk) {
   const u64 *word = pointer<const u64>(c.wire.landed) + landed_word(lane_of(c, lane), epoch, source, chunk);
   return wait_tag(c, word, epoch, TY_SITE_LANDED, peer_of_source(c, lane, source), "chunk");
 }
 
-TY_DEVICE const ty_wire_head *wire_head(const ty_context &c, u32 lane, u64 epoch, u32 source) {
+TY_DEVICE const ty_wire_head *wire_head(const Context auto &c, u32 lane, u64 epoch, u32 source) {
   return reinterpret_cast<const ty_wire_head *>(inbox_of(c, lane, epoch, source));
 }
 
 // ---- the relay ---------------------------------------------------------------------------------------------------
 
 // As may_wait, and looks whether the proxy has lost a peer. By the relay's thread 0.
-TY_DEVICE bool may_relay(const ty_context &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
+TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 turn, u64 &start, u64 expected, u64 seen) {
   if (turn % turns_between_checks != 0) return true;
   u64 lost = load_relaxed_sys(pointer<const u64>(c.wire.host_lost));
   if (lost == 0) return may_wait(c, wait, turn, start, expected, seen);
@@ -206,7 +205,7 @@ TY_DEVICE u32 relay_words(u64 host, u64 device, const u32 *words, u32 count, u64
 
 // Lists up to relay_batch links, from `link` on, whose free staging is not passed on yet; answers how many. A word that
 // is may be another by now where the proxy writes: its link's blocks waited for nothing, and the message may be sent.
-TY_DEVICE u32 list_staging(const ty_context &c, RelayShared &shared, const ty_lane &l, u64 epoch, u32 &link) {
+TY_DEVICE u32 list_staging(const Context auto &c, RelayShared &shared, const ty_lane &l, u64 epoch, u32 &link) {
   u32 count = 0;
   for (; link < l.targets && count < relay_batch; ++link) {
     u32 word = link_word(l, epoch, link);
@@ -219,7 +218,7 @@ TY_DEVICE u32 list_staging(const ty_context &c, RelayShared &shared, const ty_la
 
 // Passes on that staging is free, for every link of a lane; or looks once, `ahead` of the epoch, so that its launch
 // need not wait for a trip over PCIe. By the relay's thread 0. False once a deadline passed.
-TY_DEVICE bool relay_staging(const ty_context &c, u32 lane, u64 epoch, bool ahead = false) {
+TY_DEVICE bool relay_staging(const Context auto &c, u32 lane, u64 epoch, bool ahead = false) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0 || epoch - c.first_epoch < 2) return true;
   RelayShared &shared = block_shared<RelayShared>();
@@ -240,7 +239,7 @@ TY_DEVICE bool relay_staging(const ty_context &c, u32 lane, u64 epoch, bool ahea
 }
 
 // Looks at the words of what is on the list, and notes what has landed.
-TY_DEVICE void relay_list(const ty_context &c, RelayShared &shared, u64 epoch, u32 count) {
+TY_DEVICE void relay_list(const Context auto &c, RelayShared &shared, u64 epoch, u32 count) {
   for (u32 first = 0; first < count; first += relay_batch) {
     u32 left = count - first < relay_batch ? count - first : relay_batch;
     u32 there = relay_words(c.wire.host_landed, c.wire.landed, &shared.words[first], left, epoch);
@@ -254,7 +253,7 @@ TY_DEVICE void relay_list(const ty_context &c, RelayShared &shared, u64 epoch, u
 
 // Passes on all chunks of an epoch. `rows_of(source)` says how many rows a message has, once its chunk 0 has landed.
 // By the relay's thread 0. False once a deadline passed.
-template <typename RowsOf> TY_DEVICE bool relay_landed(const ty_context &c, u32 lane, u64 epoch, RowsOf rows_of) {
+template <typename RowsOf> TY_DEVICE bool relay_landed(const Context auto &c, u32 lane, u64 epoch, RowsOf rows_of) {
   const ty_lane &l = lane_of(c, lane);
   if (l.chunks == 0) return true;
   RelayShared &shared = block_shared<RelayShared>();

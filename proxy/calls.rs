@@ -1,6 +1,7 @@
 //! What a call is given: views of device memory with their shapes, and the checks before anything is enqueued.
 
 use super::config::Shape;
+use super::context::inverse;
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::View;
@@ -335,6 +336,7 @@ impl Output {
             scale_leading: stride("capacity", leading)?,
             layout: self.layout.code(),
             align: align as u32,
+            align_inverse: inverse(align as u32),
             zero_padding: u32::from(self.zero_padding),
         })
     }

@@ -2,16 +2,17 @@
 
 use super::budget::Budget;
 use super::calls::{Combined, Output, Rows, Tokens};
-use super::config::{AllToAllBuilder, ArenaPlace, Partial, Scales, Shape, Weights, config};
+use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
 use super::driver::Kept;
 use super::handle::{CombineSent, Handle, Lease, Pool, Sent, SentRows};
+use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
 use super::service::{FlagPlace, Number, Opening, Proxy, SharedWords};
 use super::statistics::{CallStatistics, Statistics};
 use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, SourceIdx, Wire};
-use crate::base::{Dtype, Error, Rank, Result};
+use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
 use crate::transport::link::{DeviceNeeds, Span};
@@ -23,8 +24,6 @@ use std::time::Duration;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
-/// A launch that sends and receives.
-const BOTH_PHASES: u32 = raw::TY_PHASE_SEND | raw::TY_PHASE_RECEIVE;
 /// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each block
 /// has little to do then beside what it costs to begin (docs/performance.md).
 const META_TILE: usize = 256;
@@ -382,10 +381,7 @@ impl AllToAll {
             phases,
             wave: wave as u32,
         };
-        let (kernel, shared) = self.of_world(
-            ("ty_dispatch", raw::TY_DISPATCH_SHARED_BYTES),
-            ("ty_dispatch_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES),
-        );
+        let (kernel, shared) = pick::dispatch(&args);
         self.launch(stream, kernel, self.sms, self.block, shared, &args)
     }
 
@@ -414,23 +410,8 @@ impl AllToAll {
             wave: wave as u32,
             reserved: 0,
         };
-        let (one_node, nodes) = match (self.shape.combine_dtype, self.shape.partial) {
-            (Dtype::Fp16, Partial::Same) => ("ty_combine_fp16", "ty_combine_fp16_nodes"),
-            (Dtype::Fp16, Partial::Fp32) => ("ty_combine_fp16_fp32", "ty_combine_fp16_fp32_nodes"),
-            (Dtype::Fp16, Partial::Fp8) => ("ty_combine_fp16_fp8", "ty_combine_fp16_fp8_nodes"),
-            (Dtype::Fp32, Partial::Same | Partial::Fp32) => ("ty_combine_fp32", "ty_combine_fp32_nodes"),
-            (Dtype::Fp32, Partial::Fp8) => ("ty_combine_fp32_fp8", "ty_combine_fp32_fp8_nodes"),
-            (_, Partial::Same) => ("ty_combine_bf16", "ty_combine_bf16_nodes"),
-            (_, Partial::Fp32) => ("ty_combine_bf16_fp32", "ty_combine_bf16_fp32_nodes"),
-            (_, Partial::Fp8) => ("ty_combine_bf16_fp8", "ty_combine_bf16_fp8_nodes"),
-        };
-        let kernel = self.of_world(one_node, nodes);
+        let kernel = pick::combine(&args, self.shape.combine_dtype, self.shape.partial);
         self.launch(stream, kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
-    }
-
-    /// The kernel for this world: those of one node are without what goes on between nodes.
-    fn of_world<T>(&self, one_node: T, nodes: T) -> T {
-        if self.context.nodes > 1 { nodes } else { one_node }
     }
 
     fn launch<A: KernelArgs>(
@@ -859,7 +840,7 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
 }
 
 /// What kernels multiply by instead of dividing by `divisor`: see `divide` in kernels/context.cuh.
-fn inverse(divisor: u32) -> u32 {
+pub(super) fn inverse(divisor: u32) -> u32 {
     u32::MAX / divisor.max(1)
 }
 

@@ -15,6 +15,7 @@ pub mod driver;
 pub mod gpu_nic;
 mod handle;
 pub mod machine;
+mod pick;
 mod placement;
 mod plan;
 mod report;

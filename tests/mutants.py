@@ -27,7 +27,7 @@ QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
-WATCHES, NIC = "proxy/machine/watches.rs", "kernels/nic.cuh"
+WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -40,6 +40,9 @@ APART = ("world=6,sms=4,hidden=128,experts=24,top_k=4,tokens=70,max_tokens=70,me
 # Completions that are later than whole messages, of which the seed has many, and a lane whose messages go link by link.
 LATE = ("world=8,nodes=1+1+1+1+1+1+1+1,hidden=16,experts=8,top_k=1,weights=combine,tokens=2,max_tokens=2,sms=2,iters=24,"
         "world_mode=one-thread,seed=1")
+# Dispatches ahead of their combines, of rows that are kept once: nothing else says when those may be overwritten.
+KEPT_ONCE = ("world=4,nodes=2+2,ahead=2,hidden=32,experts=16,top_k=4,tokens=24,max_tokens=24,sms=2,iters=8,"
+             "double_buffer=no,world_mode=one-thread,hold_stores=yes,seed=1")
 MUTANTS = [
     ("row tag without release", SEND,
      "  if (mask) fence_acq_rel_sys();\n", ""),
@@ -93,14 +96,16 @@ MUTANTS = [
      "store(rows + i * c.local_experts, sum);", "store(rows + i * c.local_experts, sum + own[i]);"),
     ("row tag not waited for", RECEIVE, "failed = !wait_tag(c, news.word, wave.epoch", "failed = false && !wait_tag(c, news.word, wave.epoch"),
     ("segment starts read too early", RECEIVE,
-     "    plan_segments(a, team, shared);\n  }\n  team_barrier(team);", "    plan_segments(a, team, shared);\n  }"),
+     "plan_segments(a, team, shared);\n  team_barrier(team);", "plan_segments(a, team, shared);"),
+    ("sums over sources read too early", RECEIVE,
+     "  team_barrier(team);\n  if (team_warp(team) == 0) plan_segments", "  if (team_warp(team) == 0) plan_segments"),
     ("first token of a wave forgotten", DISPATCH, "token = load(&shared.source_first[source]) + slot;", "token = slot;"),
     ("counts read too early", RECEIVE,
      "  return !team_any(team, failed);\n}\n\n// Tokens of a source", "  return !failed;\n}\n\n// Tokens of a source"),
-    ("alignment forgotten", CONTEXT, "own -= (align & (align - 1)) == 0 ? own & (align - 1) : own % align;", "own -= align - 1;"),
+    ("alignment forgotten", CONTEXT, "divide(load(in + begin + i) + align - 1, align, inverse).whole * align", "load(in + begin + i)"),
     ("node of an expert reckoned, and its rank in the world", META, "(rank - node * c.node_ranks) << 16", "rank << 16"),
-    ("alignment to no power of two", CONTEXT, ": own % align;", ": own & (align - 1);"),
-    ("ranks of the next token counted", META, "if (first + j < c.top_k && home.node() == c.node)", "if (home.node() == c.node)"),
+    ("segments rounded down", CONTEXT, "divide(load(in + begin + i) + align - 1,", "divide(load(in + begin + i),"),
+    ("ranks of the next token counted", META, "if (first + j < c.top_k) all |= other;", "all |= other;"),
     ("overflow not noticed", RECEIVE, "load(&shared.needed) <= a.output.capacity", "load(&shared.needed) <= a.output.capacity + 1"),
     ("partial row tag without release", PARTIAL,
      "(TY_SITE_PARTIAL) acquires.\n  fence_acq_rel_sys();\n", "(TY_SITE_PARTIAL) acquires.\n"),
@@ -121,11 +126,19 @@ MUTANTS = [
     ("lanes behind a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial>) return columns.end;", "if (Partial::block != 0) return columns.end;"),
     ("flag of weights before the weights", PARTIAL,
      "    team_barrier(team);\n    // N10: the weights happen", "    // N10: the weights happen"),
-    ("partial rows not waited for", PARTIAL, "return !wait_tag(c, tag, epoch, TY_SITE_PARTIAL", "return false && !wait_tag(c, tag, epoch, TY_SITE_PARTIAL"),
+    ("partial rows not waited for", PARTIAL, "failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL", "failed |= false && !wait_tag(c, tag, epoch, TY_SITE_PARTIAL"),
     ("weight of the wrong choice", PARTIAL, "load(weights_of(a, call, source, token) + k)", "load(weights_of(a, call, source, token) + c.top_k - 1 - k)"),
     ("a missing choice summed", PARTIAL, "  u32 here = warp_ballot(row >= 0);", "  if (k < c.top_k && row < 0) row = 0;\n  u32 here = warp_ballot(row >= 0);"),
     ("old value forgotten when accumulating", COMBINE, "add_to(old, sums[i]);", "old = sums[i];"),
-    ("incomplete rank's row waited for", PARTIAL, "  if (!((parts.present >> rank) & 1)) return false;\n", ""),
+    ("another row taken for the one that comes next", PARTIAL, "& 1) != 0 && before == n", "& 1) != 0 && before <= n"),
+    ("later rows taken for those that were looked up ahead", PARTIAL,
+     "if (!looks_ahead(c) || n >= worker_count(c) * warp_size)", "if (!looks_ahead(c))"),
+    ("a call of several waves taken for a plain one", PICK, "        && context.waves == 1\n", ""),
+    ("rows kept once taken for those of plain calls", PICK, "        && context.free_flags == 0\n", ""),
+    ("experts placed anyhow taken for even ones", PICK, "        && context.even_experts != 0\n", ""),
+    ("plain sums where old values are to be added", PICK, "\n        && args.accumulate == 0;", ";"),
+    ("plain sums before weights are there", PICK, "        && args.context.weights != raw::TY_WEIGHTS_COMBINE\n", ""),
+    ("incomplete rank's row waited for", PARTIAL, "if (!((parts.present >> rank) & 1)) continue;", "if (!((parts.ranks >> rank) & 1)) continue;"),
     ("incomplete rank's row added", FROM_NODES, "count = popcount64(parts.present);", "count = popcount64(parts.ranks);"),
     ("barrier lets go early", BARRIER, "u64 number = load(&own->received) + 1;", "u64 number = load(&own->received) + 1 - (c.rank == 0);"),
     ("handle marked received by send", DISPATCH, "if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;", "if (ended == 0) return;"),
@@ -221,6 +234,7 @@ class Worker:
             ("tests/nodes.rs", [*test, "nodes", "waves"]),
             ("several tiles", [program, "verify", "--replay", TILES]),
             ("blocks apart", [program, "verify", "--timeout-ms", "4000", "--replay", APART]),
+            ("rows kept once", [program, "verify", "--timeout-ms", "4000", "--replay", KEPT_ONCE]),
             ("late completions", [program, "verify", "--timeout-ms", "4000", "--replay", LATE]),
             ("messages tampered with", [program, "verify", "--timeout-ms", "1000", "--schedules", "200", "--forge"]),
         ]
@@ -229,13 +243,13 @@ class Worker:
         nic = [("tests/gpu_nic.rs", [*test, "gpu_nic"])]
         if not file:
             return worlds + proxy + nic
-        return proxy if file.startswith("proxy/") else nic if file == NIC else worlds
+        return worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        return [] if file.startswith("proxy/") or file == NIC else schedules
+        return [] if file.startswith("proxy/") and file != PICK or file == NIC else schedules
 
     def caught_by(self, checks):
         """The name of the check that fails, with its last line, or None."""

@@ -1,0 +1,84 @@
+// What kernels know of their launches when they are compiled. A call steps over all code that comes to nothing in it,
+// and that costs it more than what it does (docs/performance.md, "Fewer jumps"). So calls of the usual kind have
+// kernels of their own, without what other calls need; proxy/pick.rs says which calls are plain.
+//
+// A fact is a constant that hides the member of its name. Functions take a context, or arguments, of any such type, and
+// so know what the kernel knows.
+#pragma once
+#include "layout.h"
+#include "prim.cuh"
+
+namespace ty {
+
+template <typename T>
+concept Context = __is_base_of(ty_context, T);
+template <typename T>
+concept DispatchArgs = requires(const T &a) {
+  a.output.rows;
+};
+template <typename T>
+concept CombineArgs = requires(const T &a) {
+  a.out_pitch;
+};
+
+// Calls are one launch, of both phases. `far`: of a world of several nodes.
+template <bool far> struct PlainContext : ty_context {
+  static constexpr u32 waves = 1, quantize = TY_QUANTIZE_NONE, free_flags = 0;
+  static constexpr u64 stats = 0, rank_names = 0;
+};
+template <> struct PlainContext<false> : PlainContext<true> {
+  static constexpr u32 nodes = 1, node = 0, node_first = 0;
+};
+
+template <u32 is_layout> struct PlainOutput : ty_output { static constexpr u32 layout = is_layout, zero_padding = 0; };
+
+template <bool far, u32 layout> struct PlainDispatchArgs {
+  PlainContext<far> context;
+  ty_handle handle;
+  ty_tokens tokens;
+  PlainOutput<layout> output;
+  u32 unused[2];
+  static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, wave = 0;
+};
+static_assert(sizeof(PlainDispatchArgs<false, 0>) == sizeof(ty_dispatch_args), "the same bytes");
+static_assert(__builtin_offsetof(PlainDispatchArgs<false, 0>, output) == __builtin_offsetof(ty_dispatch_args, output),
+              "the same bytes");
+
+// Of bf16 rows and sums.
+template <bool far, u32 is_layout> struct PlainCombineArgs {
+  PlainContext<far> context;
+  ty_handle handle;
+  u64 rows, rows_pitch, topk_weight, out, out_pitch;
+  u32 unused[6];
+  static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
+  static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, wave = 0;
+};
+static_assert(sizeof(PlainCombineArgs<false, 0>) == sizeof(ty_combine_args), "the same bytes");
+static_assert(__builtin_offsetof(PlainCombineArgs<false, 0>, out_pitch) ==
+                  __builtin_offsetof(ty_combine_args, out_pitch),
+              "the same bytes");
+
+// Facts of which more is to be known than a value.
+
+// Whether homes of experts are reckoned.
+TY_DEVICE bool is_even(const ty_context &c) { return c.even_experts != 0; }
+TY_DEVICE constexpr bool is_even(const PlainContext<true> &) { return true; }
+
+// Whether weights come with combine.
+TY_DEVICE bool weighs_late(const ty_context &c) { return c.weights == TY_WEIGHTS_COMBINE; }
+TY_DEVICE constexpr bool weighs_late(const PlainContext<true> &) { return false; }
+
+TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
+TY_DEVICE constexpr bool spans_nodes(const PlainContext<true> &) { return true; }
+TY_DEVICE constexpr bool spans_nodes(const PlainContext<false> &) { return false; }
+
+// Whether combine looks up its first rows before it knows which epoch it is: there is nothing else that says which they
+// are.
+TY_DEVICE constexpr bool looks_ahead(const ty_context &) { return false; }
+TY_DEVICE constexpr bool looks_ahead(const PlainContext<false> &) { return true; }
+
+// Whether a rank of the world is of this node.
+TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
+TY_DEVICE constexpr bool is_node_peer(const PlainContext<false> &, u32) { return true; }
+
+} // namespace ty
