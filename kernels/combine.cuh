@@ -182,7 +182,7 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
 // What the relay does while the others work. By its thread 0.
 TY_DEVICE void relay_combine(const CombineArgs auto &a, const Wave &wave) {
   const auto &c = a.context;
-  bool weighs = wave.number == 0; // weights go ahead of the call's first wave
+  bool weighs = weighs_late(c) && wave.number == 0; // weights go ahead of the call's first wave
   if (a.phases & TY_PHASE_SEND) {
     if (weighs && !relay_staging(c, TY_LANE_WEIGHTS, wave.call)) return;
     if (!relay_staging(c, TY_LANE_COMBINE, wave.epoch)) return;
