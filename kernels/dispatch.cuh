@@ -44,7 +44,7 @@ struct Teams {
 // up what it stores to its own memory; where blocks are few and ranks many, both take long, and none can be spared to
 // wait. A third of the blocks fills the links (docs/performance.md, "Large calls").
 template <bool far> TY_DEVICE u32 senders_apart(const Context auto &c, u32 phases, u32 tokens) {
-  if (far || !places_own(phases) || !has_few_blocks(c) || c.node_ranks <= 4) return 0;
+  if (far || phases != (TY_PHASE_SEND | TY_PHASE_RECEIVE) || !has_few_blocks(c) || c.node_ranks <= 4) return 0;
   return tokens > worker_count(c) * block_warps() / 2 ? worker_count(c) / 3 : 0;
 }
 
@@ -83,7 +83,7 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
   const auto &c = a.context;
   const Pass &pass = kept.pass;
   bool places = kind == pass_place, packs = far && kind == pass_pack, forwards = far && kind == pass_forward;
-  bool direct = places_own(a.phases);
+  bool direct = places_own(a);
   u32 *placed = &state_of(c)->placed[load(&kept.epoch) & 1];
   u32 apart = far ? 0 : load(&kept.apart), blocks = apart ? apart : worker_count(c);
   bool of_all = places && apart;

@@ -255,8 +255,10 @@ TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source
 }
 
 // Whether own rows are placed from where the caller has them. A launch that only receives may come when he has them no
-// more.
-TY_DEVICE bool places_own(u32 phases) { return phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE); }
+// more; and to quantise rows takes long, which is done before it is known where they go.
+TY_DEVICE bool places_own(const DispatchArgs auto &a) {
+  return a.phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE) && a.context.quantize == TY_QUANTIZE_NONE;
+}
 
 TY_DEVICE RowAt own_row(const DispatchArgs auto &a, u32 token) {
   const auto &t = a.tokens;

@@ -51,7 +51,7 @@ MUTANTS = [
     ("the round is raised by a block that does not send", DISPATCH, "block_index() == first_sender) raise_round",
      "block_index() == 0) raise_round"),
     ("own rows looked for where the caller had them", SEND,
-     "return phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE);", "return (phases & TY_PHASE_RECEIVE) != 0;"),
+     "return a.phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE) &&", "return (a.phases & TY_PHASE_RECEIVE) != 0 &&"),
     ("rows to place counted over two dispatches", DISPATCH, "store(&state_of(c)->placed[(ended + 1) & 1], 0u);", "(void)0;"),
     ("some rows are for blocks that only place", DISPATCH, "blocks = apart ? apart : worker_count(c);", "blocks = worker_count(c);"),
     ("row tag raised in the wrong slot", SEND, "slot * TY_SLICES + slice, epoch);", "slot / 2 * TY_SLICES + slice, epoch);"),

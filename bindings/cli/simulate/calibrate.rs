@@ -63,14 +63,14 @@ type Measured = (&'static str, usize, usize, usize, f64, f64);
 const ONE_NODE: &str = "tokenyard, one node of H200";
 const TWO_NODES: &str = "tokenyard, emulated NICs";
 
-/// On 2 H200s: benches/results/h200-x2, decode-2.json and decode-1x2-cx7.json (commit 4e0c474).
+/// On 2 H200s: benches/results/h200-x2, decode-2.json and decode-1x2-cx7.json (commit 6ac5175).
 const MEASURED: [Measured; 6] = [
-    (ONE_NODE, 1, 2, 1, 13.3, 13.2),
-    (ONE_NODE, 1, 2, 16, 14.0, 14.6),
-    (ONE_NODE, 1, 2, 128, 18.1, 20.1),
-    (TWO_NODES, 2, 1, 1, 34.2, 28.5),
-    (TWO_NODES, 2, 1, 16, 35.6, 33.4),
-    (TWO_NODES, 2, 1, 128, 47.0, 59.6),
+    (ONE_NODE, 1, 2, 1, 12.1, 11.1),
+    (ONE_NODE, 1, 2, 16, 12.5, 12.3),
+    (ONE_NODE, 1, 2, 128, 16.1, 18.0),
+    (TWO_NODES, 2, 1, 1, 31.4, 26.3),
+    (TWO_NODES, 2, 1, 16, 34.0, 31.7),
+    (TWO_NODES, 2, 1, 128, 44.4, 58.2),
 ];
 /// The emulated NIC: ConnectX-7's rate. A small write takes it 7.5 us, in which the link's own 2 are contained; of many
 /// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the link.

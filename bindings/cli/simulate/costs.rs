@@ -6,6 +6,9 @@
 //! says "fitted", it makes times without statistics come out (decode-2.json, decode-1x2-cx7.json), which `tokenyard simulate
 //! --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such. Times are in ns,
 //! rates in bytes per ns (GB/s).
+//!
+//! Calls without statistics are plain and have kernels of their own (kernels/plain.cuh), which are faster than those whose
+//! stages can be seen: so what stages say is more than they take, and where the two differ a cost is fitted to less.
 
 /// The costs that every projection shares.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,17 +17,18 @@ pub struct Costs {
     /// of 1 token in one node. How the two share them is assumed, and changes no time.
     pub launch_ns: u64,
     /// Which nodes each token goes to, and its place in each message: until rows can be packed. Stages: blocks without
-    /// anything to announce are through at 2.3 (1 token) and 3.0 (128).
+    /// anything to announce are through at 2.3 (1 token) and 3.0 (128). Fitted, with `pack_ns`: 31.4 for 1 token in two nodes.
     pub route_ns: u64,
     /// Counts of one source for one node: checks, bitmap; and so much more per token of it. Stages: counts are heard at
-    /// 3.5 of 1 token and 6.1 of 128, an NVLink trip later.
+    /// 3.5 of 1 token and 6.1 of 128, an NVLink trip later. Fitted: 16.1 for 128 tokens.
     pub meta_ns: u64,
     /// See `meta_ns`.
     pub meta_token_ns: u64,
     /// From a source's counts to the words of its tokens, without which none can be placed. Stages:
     /// a block with META is through with it at 3.2 (1 token) and 5.7 (128), which is 1.0 behind its counts.
     pub words_ns: u64,
-    /// Starts of segments, from the counts of all sources. Stamps: 2.9 to 4.2 (1 token).
+    /// Starts of segments, from the counts of all sources. Stamps: 2.9 to 4.2 (1 token), of kernels in which one warp found
+    /// them. Fitted, with `pad_ns`: 12.1 for 1 token.
     pub scan_ns: u64,
     /// The same per source. Assumed, of kernels that sum counts source by source, a load from shared memory behind a store
     /// each; since commit 747a15f four sources are loaded at once.
@@ -32,7 +36,7 @@ pub struct Costs {
     /// One row read and written: the time until the first is through. Stamps: a lone row from 1.6 to 3.1, without its tags.
     pub row_ns: u64,
     /// Packing for the wire, until the slowest block has packed its row of a chunk. Stages: marked at 3.0, the last of 128
-    /// rows packed at 12.1; of 1 at 2.3 and 8.3, doorbells within.
+    /// rows packed at 12.1; of 1 at 2.3 and 8.3, doorbells within. Fitted to less; see `route_ns`.
     pub pack_ns: u64,
     /// A rail's additions, from the last partial row of a chunk to the last sum. Stamps of four ranks on two H200s as two
     /// nodes: a lone partial row is there at 8.2, its sum counted at 10.8; those of 128 tokens at 25.1 and 28.6, bytes within.
@@ -45,19 +49,19 @@ pub struct Costs {
     /// Pushing partial sums, which are made meanwhile. Stages: 58.5 MB of 4096 tokens until 209, as fast as bare stores
     /// (347) if what stays local is streamed beside them.
     pub partial_rate: f64,
-    /// Placing rows at their experts. Fitted: 18.1 for 128 tokens, 14.0 for 16.
+    /// Placing rows at their experts. Fitted: 16.1 for 128 tokens, 12.5 for 16.
     pub place_rate: f64,
     /// From the last row placed to the last block's end: padding, and blocks with META, which plan and place last. Fitted:
-    /// 13.3 for 1 token.
+    /// 12.1 for 1 token.
     pub pad_ns: u64,
-    /// Flags of the node's ranks, and the first partial row. Fitted: 13.2 for 1 token, 20.1 for 128. (In stages of earlier
+    /// Flags of the node's ranks, and the first partial row. Fitted: 11.1 for 1 token, 18.0 for 128. (In stages of earlier
     /// kernels a lone partial row was sent at 7.0; who sends it is left to chance since, so that stages do not show it.)
     pub sum_ns: u64,
     /// The last additions at home, of rows that warps wait for already. Stages of those kernels: 7.0 to 9.1, less an NVLink
     /// trip.
     pub add_ns: u64,
     /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stamps: passed on at 21.0, summed at
-    /// 23.9 of a lone row, at 54.1 and 57.5 of 128 tokens.
+    /// 23.9 of a lone row, at 54.1 and 57.5 of 128 tokens. Fitted to less: 26.3 for 1 token.
     pub far_add_ns: u64,
     /// From the last block's end to the end that is timed; see `launch_ns`.
     pub end_ns: u64,
@@ -85,23 +89,23 @@ impl Costs {
     /// Of an H200 and a proxy beside it.
     pub const H200: Costs = Costs {
         launch_ns: 3_800,
-        route_ns: 2_700,
+        route_ns: 2_400,
         meta_ns: 2_200,
-        meta_token_ns: 20,
+        meta_token_ns: 14,
         words_ns: 1_000,
-        scan_ns: 1_300,
+        scan_ns: 1_000,
         scan_source_ns: 20,
         row_ns: 1_500,
-        pack_ns: 4_700,
+        pack_ns: 4_000,
         rail_ns: 3_000,
         stream_rate: 1_500.0,
         push_rate: 300.0,
         partial_rate: 340.0,
-        place_rate: 2_200.0,
-        pad_ns: 1_500,
-        sum_ns: 6_000,
+        place_rate: 3_000.0,
+        pad_ns: 700,
+        sum_ns: 3_900,
         add_ns: 700,
-        far_add_ns: 3_000,
+        far_add_ns: 2_600,
         end_ns: 1_600,
         nvlink_ns: 1_300,
         fence_ns: 1_800,
