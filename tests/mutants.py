@@ -120,7 +120,7 @@ MUTANTS = [
     ("sums that are in the message made again", FROM_NODES, "if (sends_sums(a)) return true;", "if (false && sends_sums(a)) return true;"),
     ("E10: sums in staging that the network still reads", FROM_NODES, "if (far && sends_sums(a) && !wait_stagings(", "if (false && sends_sums(a) && !wait_stagings("),
     ("staging that was passed on a launch ahead waited for again", NODES, "== epoch - 2) continue;", "== epoch - 2 && false) continue;"),
-    ("tag of another slot", PARTIAL, "c.regions.partial_tags, epoch, part) + place;", "c.regions.partial_tags, epoch, part) + place - slot;"),
+    ("tag of another slot", PARTIAL, "c.regions.partial_tags, epoch, part) + place;", "c.regions.partial_tags, epoch, part) + place - place % c.slots;"),
     ("parts of a row not summed", PARTIAL, "blocks * (piece.first + piece.parts) / row_parts", "blocks * (piece.first + 1) / row_parts"),
     ("scale of another block of a partial row", NUMBERS, "+ g * n / Fp8::block);", "+ g * n / Fp8::block / 2);"),
     ("lanes behind a partial row's end leave their block", PARTIAL, "if (!lanes_share_blocks<Partial>) return columns.end;", "if (Partial::block != 0) return columns.end;"),
