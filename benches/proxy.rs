@@ -53,8 +53,8 @@ fn now_ns() -> u64 {
 
 /// One rank a node; dispatch, combine and barrier, as a context without weights ahead has them.
 fn wire(peers: u32) -> Wire {
-    let lane = Lane { head_bytes: 64, chunk_bytes: 256 << 10, chunks: 4 };
-    let (unused, barrier) = (Lane { chunks: 0, ..lane }, Lane { head_bytes: 0, chunk_bytes: 16, chunks: 1 });
+    let lane = Lane { first_bytes: 64 + (256 << 10), chunk_bytes: 256 << 10, chunks: 4 };
+    let (unused, barrier) = (Lane { chunks: 0, ..lane }, Lane { first_bytes: 16, chunk_bytes: 16, chunks: 1 });
     let nodes = Nodes::consecutive(&vec![1; peers as usize + 1]).unwrap();
     let lanes = [lane, lane, unused, barrier];
     Wire::new(WireInput { nodes, nics: 1, lanes, staging_offset: 0, inbox_offset: 1 << 40 }).unwrap()

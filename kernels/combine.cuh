@@ -93,7 +93,7 @@ TY_DEVICE HomeRows list_sums(const CombineArgs auto &a, Terms &terms, const Wave
       u32 n = row_of_sum(a, wave, link, row);
       u32 place = list.count + popcount64(bits_below(there, lane_index())) - (lane_index() < before ? own_rows : 0);
       store(&terms.row[place],
-            reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, 0, n)));
+            reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, n)));
     }
     list.own += earlier;
     list.after += earlier;

@@ -338,7 +338,7 @@ TY_DEVICE bool sends_sums(const CombineArgs auto &a) {
 
 // Where the node's sum of a wave's row of served home j goes, behind wait_stagings.
 TY_DEVICE char *sum_in_message(const Context auto &c, const Wave &wave, u32 j, u32 row) {
-  return staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(lane_of(c, TY_LANE_COMBINE), 0, row);
+  return staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(lane_of(c, TY_LANE_COMBINE), row);
 }
 
 // It is there, of a message of so many rows. By a warp, behind is_row_whole.

@@ -115,15 +115,12 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
       RowTo at = inbox_row(c, c.local, load(&kept.epoch), source, slot);
       from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
       if (where == RowFrom::own) from = own_row(a, token);
-      // Headers are those of the rows that META tells of.
-      u32 headers = load(&kept.wave) == 0 ? load(&shared.source_rows[source]) : 0;
-      if (where == RowFrom::landed) from = landed_row(c, headers, wave_in(kept), served_source(c, source), slot);
+      if (where == RowFrom::landed) from = landed_row(c, wave_in(kept), served_source(c, source), slot);
     } else if (forwards) {
       source = served_home(c, load(&pass.served));
       u32 chunk = chunk_of_row(lane_of(c, TY_LANE_DISPATCH), slot);
-      // The first is here, as the message's head is.
-      if (chunk != 0 && !wait_chunk(c, wave_in(kept), load(&pass.served), chunk)) return false;
-      from = landed_row(c, load(&pass.headers), wave_in(kept), load(&pass.served), slot);
+      if (!wait_chunk(c, wave_in(kept), load(&pass.served), chunk)) return false;
+      from = landed_row(c, wave_in(kept), load(&pass.served), slot);
     } else {
       from = own_row(a, token);
     }
@@ -302,7 +299,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 f
         carried = wait_chunk(c, wave_in(kept), j, 0);
         if (!carried) break;
         WireWave landed = landed_wave(a, wave_in(kept), j);
-        pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j, landed.shape.headers};
+        pass = {served_rows(c, served, j, landed.shape.rows), landed.rows.first, j};
       }
       if (far) keep_pass(kept.pass, pass);
       else kept.pass = pass;

@@ -41,9 +41,8 @@ struct Work {
 // What a warp carries in a pass.
 struct Pass {
   Work work;
-  u32 first;   // number of the wave's first row among the call's: own tokens, or those of the source that is forwarded
-  u32 served;  // which source that is
-  u32 headers; // of its message
+  u32 first;  // number of the wave's first row among the call's: own tokens, or those of the source that is forwarded
+  u32 served; // which source that is
 };
 
 // What a warp keeps from pass to pass: between nodes in shared memory, since registers are few.
@@ -308,7 +307,6 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
     store(&kept.work.cut, pass.work.cut);
     store(&kept.first, pass.first);
     store(&kept.served, pass.served);
-    store(&kept.headers, pass.headers);
   }
   warp_barrier();
 }

@@ -227,7 +227,7 @@ TY_DEVICE WirePlace wire_place(const Context auto &c, const Wave &wave, u32 toke
 TY_DEVICE RowTo staging_row(const Context auto &c, const Wave &wave, u32 tokens, u32 token, u32 node) {
   WirePlace at = wire_place(c, wave, tokens, token, node);
   return row_to(c, staging_of(c, TY_LANE_DISPATCH, wave.epoch, link_of_node(c, node)) +
-                       row_offset(lane_of(c, TY_LANE_DISPATCH), at.shape.headers, at.row));
+                       row_offset(lane_of(c, TY_LANE_DISPATCH), at.row));
 }
 
 // Counts slices of a token's row in the messages to all nodes of the mask, behind the packing. By a warp.
@@ -323,9 +323,9 @@ TY_DEVICE bool wait_chunk(const Context auto &c, const Wave &wave, u32 j, u32 ch
 }
 
 // One row of a wave from source j, as it landed.
-TY_DEVICE RowAt landed_row(const Context auto &c, u32 headers, const Wave &wave, u32 j, u32 row) {
+TY_DEVICE RowAt landed_row(const Context auto &c, const Wave &wave, u32 j, u32 row) {
   u64 from = reinterpret_cast<u64>(inbox_of(c, TY_LANE_DISPATCH, wave.epoch, j)) +
-             row_offset(lane_of(c, TY_LANE_DISPATCH), headers, row);
+             row_offset(lane_of(c, TY_LANE_DISPATCH), row);
   return {from, from + c.row_bytes, 1, TY_QUANTIZE_NONE};
 }
 

@@ -129,6 +129,11 @@
 
 // Bytes at the head of every message between nodes: ty_wire_head.
 #define TY_WIRE_HEAD_BYTES 32
+// A landing, with which the proxy tells that a chunk is in the inbox: epoch << 21 | source << 10 | chunk. What is left
+// of the epoch does not wrap in the life of a machine (2^43 calls), since its word can stay unwritten for any number of
+// them.
+#define TY_LANDING_CHUNK_BITS 10
+#define TY_LANDING_SOURCE_BITS 11
 
 // A region of the arena: address = base + offset + parity * parity_stride + source * source_stride + index * unit.
 // Tokens of rows and partial rows are counted from the wave's first, those of META from the call's.
@@ -180,9 +185,9 @@ typedef struct ty_lane {
   uint64_t inbox; // the same for what arrives, by source
   uint64_t inbox_parity;
   uint64_t inbox_source;
-  uint32_t head_bytes;
-  uint32_t chunk_bytes;
+  uint32_t rows_offset; // from a message's start to its rows
   uint32_t chunk_rows;
+  uint32_t chunk_shift;  // row r is in chunk (r + chunk_shift) / chunk_rows
   uint32_t header_bytes; // 0: rows have no headers
   uint32_t row_bytes;    // 0: headers are all
   uint32_t chunks;       // most of a message; 0: the direction is not used
@@ -203,14 +208,16 @@ typedef struct ty_wire {
   ty_lane lanes[TY_LANES];
   uint64_t doorbells;    // host memory, [doorbell]: {epoch's low half, bytes}, by the device
   uint64_t chunk_counts; // host memory, [link word]: chunks of the message, by the device
-  uint64_t host_landed;  // host memory, [landed]: epochs, by the proxy; polled by one thread alone
-  uint64_t host_free;    // host memory, [link word]: epochs, by the proxy; polled by the same thread
-  uint64_t host_lost;    // host memory, one word by the proxy: one more than a lost rank; polled likewise
-  uint64_t landed;       // device memory: what that thread saw, for all others
-  uint64_t free;         // the same
-  uint64_t counters;     // device memory, uint32: things packed of a chunk
-  uint64_t rails;        // const uint32_t *: rank behind each link of dispatch, node by node without the own
-  uint64_t served;       // const uint32_t *: rank behind each source of dispatch
+  uint64_t host_landed; // host memory, [first_landed + parity * inboxes * chunks + n]: the n-th landing of an epoch, by
+                        // the proxy; polled by one thread alone
+  uint64_t host_free;   // host memory, [link word]: epochs, by the proxy; polled by the same thread
+  uint64_t host_lost;   // host memory, one word by the proxy: one more than a lost rank; polled likewise
+  uint64_t landed;      // device memory, [first_landed + (parity * inboxes + source) * chunks + chunk]: epochs, by that
+                        // thread for all others
+  uint64_t free;        // device memory, [link word]: the same of host_free
+  uint64_t counters;    // device memory, uint32: things packed of a chunk
+  uint64_t rails;       // const uint32_t *: rank behind each link of dispatch, node by node without the own
+  uint64_t served;      // const uint32_t *: rank behind each source of dispatch
 } ty_wire;
 
 // Where a direction stands, in every block's own words: read as a launch begins, written as the block ends. All blocks

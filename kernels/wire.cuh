@@ -1,7 +1,10 @@
 // What travels between nodes: where messages lie, doorbells, and the one thread that looks at host memory.
 //
 //   packers ── rows ──▶ staging ── count of the chunk ──▶ the last one rings (E1) ──▶ proxy ──▶ network
-//   network ──▶ inbox, proxy ──▶ landed word (E5) ──▶ relay (E6) ──▶ landed word in device memory ──▶ all blocks
+//   network ──▶ inbox, proxy ──▶ landing (E5) ──▶ relay (E6) ──▶ landed word in device memory ──▶ all blocks
+//
+// The proxy lists what has landed in an epoch, of whichever source, one landing behind the other: the relay reads on
+// where it stopped, and so has news of any number of sources in one trip over PCIe.
 //
 // With several nodes the last block of every grid is the relay: its thread 0 alone polls host memory, since every
 // further poller slows the host's stores. The other blocks are workers.
@@ -10,18 +13,17 @@
 
 namespace ty {
 
-// Chunks of each source looked at in a turn.
-constexpr u32 relay_window = 8;
-// Words that a relay has on its list in a turn at the most.
-constexpr u32 relay_listed = 64;
+// Words of host memory that a relay looks at together: one round trip over PCIe for all of them.
+constexpr u32 relay_batch = 8;
 
 // Messages under way that a relay looks at, in shared memory.
 struct RelayShared {
   LaunchShared turn;
-  u32 sources[TY_MAX_RANKS]; // next << relay_window | seen: chunks before next have landed; bit i: next + i has, too
-  u32 words[relay_listed];
-  u32 entries[relay_listed]; // source * relay_window + bit
+  u32 sources[TY_MAX_RANKS]; // chunks of a message << 16, once its chunk 0 has landed | how many have landed
+  u32 words[relay_batch];
+  u32 entries[relay_batch]; // links behind the words, or landings without their epoch
 };
+static_assert(TY_LANDING_CHUNK_BITS < 16, "a source's chunks are counted in 16 bits");
 static_assert(sizeof(RelayShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 static_assert(sizeof(RelayShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
 static_assert(sizeof(ty_wire_head) == TY_WIRE_HEAD_BYTES, "proxy/plan.rs reckons with it");
@@ -61,24 +63,24 @@ TY_DEVICE const char *inbox_of(const Context auto &c, u32 lane, u64 epoch, u32 s
   return pointer<const char>(c.peer_base[c.local] + l.inbox + (epoch & 1) * l.inbox_parity + source * l.inbox_source);
 }
 
-// The chunk of a row, and its place in there.
-TY_DEVICE Quotient chunk_place(const ty_lane &l, u32 row) { return divide(row, l.chunk_rows, l.chunk_inverse); }
-TY_DEVICE u32 chunk_of_row(const ty_lane &l, u32 row) { return chunk_place(l, row).whole; }
+// The chunk of a row: those of messages with headers begin with chunk 1, so that META is under way before any is
+// packed.
+TY_DEVICE u32 chunk_of_row(const ty_lane &l, u32 row) {
+  return divide(row + l.chunk_shift, l.chunk_rows, l.chunk_inverse).whole;
+}
 
 // Chunks of a message of `rows` rows; a head alone is one.
 TY_DEVICE u32 chunks_of(const ty_lane &l, u32 rows) {
-  return rows == 0 || l.row_bytes == 0 ? 1 : chunk_of_row(l, rows + l.chunk_rows - 1);
+  return rows == 0 || l.row_bytes == 0 ? 1 : chunk_of_row(l, rows - 1) + 1;
 }
 
-// Bytes before the rows of chunk 0.
-TY_DEVICE u32 head_and_headers(const ty_lane &l, u32 headers) { return TY_WIRE_HEAD_BYTES + headers * l.header_bytes; }
-
-// Bytes from the start of a message with `headers` row headers to one of its rows.
-TY_DEVICE u64 row_offset(const ty_lane &l, u32 headers, u32 row) {
-  auto [chunk, place] = chunk_place(l, row);
-  u64 start = chunk == 0 ? head_and_headers(l, headers) : l.head_bytes + static_cast<u64>(chunk) * l.chunk_bytes;
-  return start + static_cast<u64>(place) * l.row_bytes;
+// How many of so many rows of a message are before a chunk.
+TY_DEVICE u32 rows_before_chunk(const ty_lane &l, u32 rows, u32 chunk) {
+  return chunk == 0 ? 0 : smaller(chunk * l.chunk_rows - l.chunk_shift, rows);
 }
+
+// Bytes from the start of a message to one of its rows.
+TY_DEVICE u64 row_offset(const ty_lane &l, u32 row) { return l.rows_offset + static_cast<u64>(row) * l.row_bytes; }
 
 // ---- sending -----------------------------------------------------------------------------------------------------
 
@@ -131,13 +133,12 @@ TY_DEVICE void count_packed(const Context auto &c, u32 lane, u64 epoch, u32 link
                             u32 packed) {
   u32 rows = message.rows;
   const ty_lane &l = lane_of(c, lane);
-  u32 left = rows - chunk * l.chunk_rows;
-  u32 rows_here = l.row_bytes == 0 ? 0 : left < l.chunk_rows ? left : l.chunk_rows;
+  u32 rows_here = l.row_bytes == 0 ? 0 : rows_before_chunk(l, rows, chunk + 1) - rows_before_chunk(l, rows, chunk);
   u32 all = rows_here * packed_row + (chunk == 0 ? packed_head : 0);
   u32 *counter = pointer<u32>(c.wire.counters) + l.first_counter + link * l.chunks + chunk;
   if (atomic_add_gpu(counter, packed) + packed != all) return;
   store(counter, 0u);
-  u32 bytes = rows_here * l.row_bytes + (chunk == 0 ? head_and_headers(l, message.headers) : 0);
+  u32 bytes = rows_here * l.row_bytes + (chunk == 0 ? TY_WIRE_HEAD_BYTES + message.headers * l.header_bytes : 0);
   u32 doorbell = l.first_doorbell + (static_cast<u32>(epoch & 1) * l.chunks + chunk) * l.links + link;
   // E1: all packers' stores happen before their count, and so before this; the proxy acquires, then the NIC reads.
   fence_acq_rel_sys();
@@ -159,6 +160,10 @@ TY_DEVICE void write_wire_head(char *message, u64 epoch, u32 status, const WireR
 TY_DEVICE u32 landed_word(const ty_lane &l, u64 epoch, u32 source, u32 chunk) {
   return l.first_landed + (static_cast<u32>(epoch & 1) * l.inboxes + source) * l.chunks + chunk;
 }
+
+// What a landing names, without its epoch.
+TY_DEVICE u32 source_of_landing(u32 name) { return name >> TY_LANDING_CHUNK_BITS; }
+TY_DEVICE u32 chunk_of_landing(u32 name) { return name & ((1u << TY_LANDING_CHUNK_BITS) - 1); }
 
 // Waits until the relay has seen a chunk. By a thread. False once a deadline passed.
 TY_DEVICE bool wait_landed(const Context auto &c, u32 lane, u64 epoch, u32 source, u32 chunk) {
@@ -182,9 +187,6 @@ TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 turn, u64 
   store_release_gpu(&state_of(c)->closed, 1u);
   return false;
 }
-
-// Words looked at together: one round trip over PCIe for all of them.
-constexpr u32 relay_batch = 8;
 
 // Looks at up to relay_batch words and passes on those that show `expected`; answers which, a bit each. E6: acquires at
 // system scope, releases to this device. By the relay's thread 0.
@@ -238,18 +240,38 @@ TY_DEVICE bool relay_staging(const Context auto &c, u32 lane, u64 epoch, bool ah
   return true;
 }
 
-// Looks at the words of what is on the list, and notes what has landed.
-TY_DEVICE void relay_list(const Context auto &c, RelayShared &shared, u64 epoch, u32 count) {
-  for (u32 first = 0; first < count; first += relay_batch) {
-    u32 left = count - first < relay_batch ? count - first : relay_batch;
-    u32 there = relay_words(c.wire.host_landed, c.wire.landed, &shared.words[first], left, epoch);
-    for (; there; there &= there - 1) {
-      u32 entry = load(&shared.entries[first + lowest_bit(there)]);
-      u32 *source = &shared.sources[entry / relay_window];
-      store(source, load(source) | 1u << entry % relay_window);
-    }
+// Looks at the landings of an epoch behind the first `next`, and passes on those that are there, in their order: to the
+// landed words that all blocks look at, and to the shared entries. Answers how many. E6, as relay_words. By the relay's
+// thread 0.
+TY_DEVICE u32 relay_landings(const Context auto &c, RelayShared &shared, u32 lane, u64 epoch, u32 next) {
+  constexpr u32 name_bits = TY_LANDING_CHUNK_BITS + TY_LANDING_SOURCE_BITS;
+  const ty_lane &l = lane_of(c, lane);
+  u32 most = l.inboxes * l.chunks;
+  u64 first = c.wire.host_landed + (l.first_landed + static_cast<u32>(epoch & 1) * most + next) * sizeof(u64);
+  u64 names[relay_batch];
+  TY_UNROLL
+  for (u32 i = 0; i < relay_batch; ++i)
+    names[i] = (next + i < most ? load_relaxed_sys(pointer<const u64>(first) + i) : ~(epoch << name_bits)) ^
+               (epoch << name_bits);
+  u32 there = 0;
+  TY_UNROLL
+  for (u32 i = 0; i < relay_batch; ++i) there |= (names[i] >> name_bits == 0 ? 1u : 0u) << i;
+  // Loads are not made in their order: what stands behind a gap is left for the next time.
+  u32 count = lowest_bit(~there);
+  if (count == 0) return 0;
+  fence_acq_rel_sys();
+  TY_UNROLL
+  for (u32 i = 0; i < relay_batch; ++i) store(&shared.entries[i], static_cast<u32>(names[i]));
+  TY_ROLLED
+  for (u32 i = 0; i < count; ++i) {
+    u32 name = load(&shared.entries[i]), word = landed_word(l, epoch, source_of_landing(name), chunk_of_landing(name));
+    store_relaxed_gpu(pointer<u64>(c.wire.landed) + word, epoch);
   }
+  return count;
 }
+
+// Whether as many chunks of a source have landed as its message has.
+TY_DEVICE bool has_landed(u32 source) { return source >> 16 != 0 && (source & 0xffff) >= source >> 16; }
 
 // Passes on all chunks of an epoch. `rows_of(source)` says how many rows a message has, once its chunk 0 has landed.
 // By the relay's thread 0. False once a deadline passed.
@@ -261,28 +283,21 @@ template <typename RowsOf> TY_DEVICE bool relay_landed(const Context auto &c, u3
   // While the first chunks are on their way.
   (void)relay_staging(c, lane, epoch + 1, true);
   u64 start = now_ns();
+  u32 next = 0, missing = 0;
   for (u32 turn = 1;; ++turn) {
-    u32 missing = l.sources, listed = 0;
-    for (u32 i = 0; i < l.sources; ++i) {
-      // From another source on in each turn, so that none stays off the list.
-      u32 source = (i + turn * relay_window) % l.sources;
-      u32 state = load(&shared.sources[source]);
-      u32 next = state >> relay_window, seen = state & ((1u << relay_window) - 1);
-      for (; seen & 1; seen >>= 1) ++next;
-      store(&shared.sources[source], next << relay_window | seen);
-      u32 chunks = next > 0 ? chunks_of(l, rows_of(source)) : 1;
-      if (next < chunks) missing = source;
-      for (u32 ahead = 0; ahead < relay_window && next + ahead < chunks && listed < relay_listed; ++ahead) {
-        if ((seen >> ahead) & 1) continue;
-        store(&shared.words[listed], landed_word(l, epoch, source, next + ahead));
-        store(&shared.entries[listed++], source * relay_window + ahead);
-      }
+    u32 count = relay_landings(c, shared, lane, epoch, next);
+    TY_ROLLED
+    for (u32 i = 0; i < count; ++i) {
+      u32 name = load(&shared.entries[i]), source = source_of_landing(name);
+      u32 chunks = chunk_of_landing(name) == 0 ? chunks_of(l, rows_of(source)) : 0;
+      store(&shared.sources[source], (load(&shared.sources[source]) | chunks << 16) + 1);
     }
+    next += count;
+    while (missing < l.sources && has_landed(load(&shared.sources[missing]))) ++missing;
     if (missing == l.sources) return true;
-    relay_list(c, shared, epoch, listed);
     spin_pause("chunk");
     Wait wait{TY_SITE_LANDED, peer_of_source(c, lane, missing), epoch, 0};
-    if (!may_relay(c, wait, turn, start, epoch, load(&shared.sources[missing]) >> relay_window)) return false;
+    if (!may_relay(c, wait, turn, start, epoch, load(&shared.sources[missing]) & 0xffff)) return false;
   }
 }
 

@@ -11,7 +11,7 @@ use super::plan::{Message, Plan};
 use super::report::Reports;
 use super::service::{FlagPlace, Number, Opening, Proxy, SharedWords};
 use super::statistics::{CallStatistics, Statistics};
-use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, SourceIdx, Wire};
+use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, Wire};
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
@@ -812,7 +812,7 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
     if lane.chunks == 0 {
         return raw::ty_lane::default();
     }
-    let (link, source, chunk) = (LinkIdx(0), SourceIdx(0), ChunkIdx(0));
+    let (link, chunk) = (LinkIdx(0), ChunkIdx(0));
     raw::ty_lane {
         staging: staging.base,
         staging_parity: staging.parity,
@@ -820,9 +820,9 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
         inbox: inbox.base,
         inbox_parity: inbox.parity,
         inbox_source: inbox.slot,
-        head_bytes: lane.head_bytes,
-        chunk_bytes: lane.chunk_bytes,
+        rows_offset: message.rows_offset,
         chunk_rows: message.chunk_rows,
+        chunk_shift: message.chunk_shift,
         header_bytes: message.header_bytes,
         row_bytes: message.row_bytes,
         chunks: u32::from(lane.chunks),
@@ -832,7 +832,7 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
         inboxes: wire.inboxes(direction) as u32,
         first_doorbell: wire.doorbell_word(direction, 0, link, chunk) as u32,
         first_link_word: wire.chunks_word(direction, 0, link) as u32,
-        first_landed: wire.landed_word(direction, 0, source, chunk) as u32,
+        first_landed: wire.landing_word(direction, 0, 0) as u32,
         first_counter,
         chunk_inverse: inverse(message.chunk_rows),
         reserved: 0,

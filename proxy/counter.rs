@@ -1,4 +1,5 @@
-//! Counts immediates: which shards of which chunk of which source have landed, in two epochs at a time.
+//! Counts immediates: which shards of which chunk of which source have landed, in two epochs at a time, and as which of
+//! its epoch's chunks each has.
 //!
 //! Place in the data path: between a completion and the `landed` flag. Runs on the proxy thread. Never blocks,
 //! allocates (after construction) or trusts what arrives: a duplicate or an impossible immediate is an answer.
@@ -14,6 +15,9 @@
 //!
 //! Nothing older than M−1 can be under way: X(M) was sent after the source saw that we had begun X(M−1), after our
 //! receive of X(M−2). So epoch mod 4 names one of these four, and the two parities of a slot hold all that is open.
+//!
+//! That receive was of all sources. So once X(M+2) of any source begins to land, X(M) of every source has, and was seen: the
+//! list of what landed in an epoch may begin anew two epochs later, for all sources together.
 
 use super::wire::{ChunkIdx, NicIdx, SourceIdx};
 
@@ -26,6 +30,8 @@ pub enum Counted {
     Landed {
         /// Whole number of the epoch.
         epoch: u64,
+        /// How many chunks of that epoch, of any source, have landed before.
+        place: u32,
     },
     /// The shard had been counted before, or belongs to an epoch from before the context.
     Duplicate,
@@ -50,6 +56,26 @@ pub struct ImmCounter {
     open: Vec<u16>,
     /// By (parity, source, chunk): `epoch << 4 | NICs counted`. An entry of an older epoch is reset by its first shard.
     entries: Vec<u64>,
+    /// By parity.
+    lists: [List; 2],
+}
+
+/// What has landed in the newest epoch of a parity.
+#[derive(Debug, Clone, Copy)]
+struct List {
+    epoch: u64,
+    chunks: u32,
+}
+
+impl List {
+    /// Of an epoch; `None` if a later one has begun.
+    fn of(self, epoch: u64) -> Option<List> {
+        match epoch.wrapping_sub(self.epoch) {
+            0 => Some(self),
+            ahead if ahead < 1 << 63 => Some(List { epoch, chunks: 0 }),
+            _ => None,
+        }
+    }
 }
 
 impl ImmCounter {
@@ -57,15 +83,16 @@ impl ImmCounter {
     pub fn new(sources: usize, chunks: usize, nics: u8, first_epoch: u64) -> ImmCounter {
         let full = (1 << nics.min(MASK_BITS as u8)) - 1;
         // Epochs from before the context are complete, so that their late shards are duplicates.
-        let complete = |parity: u64| {
+        let last = |parity: u64| {
             let last = first_epoch.wrapping_sub(1);
-            let epoch = if last & 1 == parity { last } else { last.wrapping_sub(1) };
-            tag(epoch) | full
+            if last & 1 == parity { last } else { last.wrapping_sub(1) }
         };
+        let complete = |parity: u64| tag(last(parity)) | full;
         let mut entries = vec![complete(0); sources * chunks];
         entries.resize(2 * sources * chunks, complete(1));
         let newest = vec![first_epoch.wrapping_sub(1); sources];
-        ImmCounter { sources, chunks, full, newest, open: vec![0; 2 * sources], entries }
+        let lists = [0, 1].map(|parity| List { epoch: last(parity), chunks: 0 });
+        ImmCounter { sources, chunks, full, newest, open: vec![0; 2 * sources], entries, lists }
     }
 
     /// Counts one shard. `epoch_bits` is the epoch modulo 4. Indices beyond the configured ones are `Impossible`.
@@ -90,13 +117,20 @@ impl ImmCounter {
         if before & bit != 0 {
             return Counted::Duplicate;
         }
+        let Some(mut list) = self.lists[(epoch & 1) as usize].of(epoch) else { return Counted::Impossible };
         let now = before | bit;
         *entry = tag(epoch) | now;
         if later {
             self.newest[source.index()] = epoch;
         }
         self.open[slot] = self.open[slot] + u16::from(before == 0) - u16::from(now == self.full);
-        if now == self.full { Counted::Landed { epoch } } else { Counted::Partial }
+        if now != self.full {
+            return Counted::Partial;
+        }
+        let place = list.chunks;
+        list.chunks += 1;
+        self.lists[(epoch & 1) as usize] = list;
+        Counted::Landed { epoch, place }
     }
 }
 
@@ -121,9 +155,9 @@ mod tests {
         assert_eq!(count(&mut c, 1, 1, 2), Counted::Partial);
         assert_eq!(count(&mut c, 1, 0, 0), Counted::Partial);
         assert_eq!(count(&mut c, 1, 1, 0), Counted::Partial);
-        assert_eq!(count(&mut c, 1, 1, 1), Counted::Landed { epoch: 1 });
+        assert_eq!(count(&mut c, 1, 1, 1), Counted::Landed { epoch: 1, place: 0 });
         assert_eq!(count(&mut c, 1, 0, 2), Counted::Partial);
-        assert_eq!(count(&mut c, 1, 0, 1), Counted::Landed { epoch: 1 });
+        assert_eq!(count(&mut c, 1, 0, 1), Counted::Landed { epoch: 1, place: 1 });
     }
 
     #[test]
@@ -134,19 +168,38 @@ mod tests {
             for e in first..first + 9 {
                 // The next epoch arrives in whole or in part before this one is complete, or even begun.
                 assert_eq!(count(&mut c, e + 1, 0, 1), Counted::Partial, "early shard of {}", e + 1);
-                assert_eq!(count(&mut c, e, 0, if e == first { 1 } else { 0 }), Counted::Landed { epoch: e });
+                assert_eq!(count(&mut c, e, 0, if e == first { 1 } else { 0 }), Counted::Landed { epoch: e, place: 0 });
             }
         }
     }
 
     #[test]
+    fn chunks_of_all_sources_of_an_epoch_are_numbered_together() {
+        let mut c = ImmCounter::new(2, 2, 1, 5);
+        let mut lands = |source: u16, epoch: u64, chunk: u16| match c.count(
+            SourceIdx(source),
+            (epoch & 3) as u8,
+            ChunkIdx(chunk),
+            NicIdx(0),
+        ) {
+            Counted::Landed { epoch: counted, place } if counted == epoch => Some(place),
+            Counted::Impossible => None,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!([lands(1, 5, 1), lands(0, 5, 0), lands(1, 6, 0), lands(1, 5, 0)], [0, 1, 0, 2].map(Some));
+        // Two epochs on the list begins anew, and what the epoch before it still lacks cannot come any more.
+        assert_eq!([lands(0, 5, 1), lands(1, 7, 0), lands(0, 7, 1)], [3, 0, 1].map(Some));
+        assert_eq!([lands(1, 6, 1), lands(1, 8, 0), lands(0, 6, 0)], [Some(1), Some(0), None]);
+    }
+
+    #[test]
     fn two_epochs_on_arrives_before_any_of_the_next() {
         let mut c = ImmCounter::new(1, 1, 1, 5);
-        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5 });
-        assert_eq!(count(&mut c, 7, 0, 0), Counted::Landed { epoch: 7 });
-        assert_eq!(count(&mut c, 6, 0, 0), Counted::Landed { epoch: 6 });
+        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5, place: 0 });
+        assert_eq!(count(&mut c, 7, 0, 0), Counted::Landed { epoch: 7, place: 0 });
+        assert_eq!(count(&mut c, 6, 0, 0), Counted::Landed { epoch: 6, place: 0 });
         assert_eq!(count(&mut c, 6, 0, 0), Counted::Duplicate);
-        assert_eq!(count(&mut c, 8, 0, 0), Counted::Landed { epoch: 8 });
+        assert_eq!(count(&mut c, 8, 0, 0), Counted::Landed { epoch: 8, place: 0 });
     }
 
     #[test]
@@ -161,6 +214,6 @@ mod tests {
         assert_eq!(count(&mut c, 5, 2, 0), Counted::Impossible);
         assert_eq!(count(&mut c, 5, 0, 2), Counted::Impossible);
         assert_eq!(c.count(SourceIdx(1), 1, ChunkIdx(0), NicIdx(0)), Counted::Impossible);
-        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5 });
+        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5, place: 0 });
     }
 }

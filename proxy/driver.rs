@@ -20,7 +20,7 @@ mod words;
 
 use crate::base::{Error, Rank, Result, wait};
 use crate::proxy::machine::{Answer, ContextConfig, Flag, Group, Input, Machine, Outputs, Report, WatchId};
-use crate::proxy::wire::{ContextIdx, Wire};
+use crate::proxy::wire::{ContextIdx, Wire, landing};
 use crate::transport::imm::MAX_CONTEXTS;
 use crate::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 pub use remote::{ProxyThread, Remote, ThreadConfig};
@@ -121,16 +121,16 @@ impl<T: Transport> Outputs for Hands<'_, T> {
     fn flag(&mut self, flag: Flag) {
         let (Flag::Landed { context, .. } | Flag::StagingFree { context, .. }) = flag;
         let Some(Bound { memory, wire }) = self.contexts.get(context.index()).and_then(Option::as_ref) else { return };
-        let (words, at, epoch) = match flag {
-            Flag::Landed { direction, source, chunk, epoch, .. } => {
-                (&memory.landed, wire.landed_word(direction, epoch, source, chunk), epoch)
+        let (words, at, word) = match flag {
+            Flag::Landed { direction, source, chunk, epoch, place, .. } => {
+                (&memory.landed, wire.landing_word(direction, epoch, place), landing(epoch, source, chunk))
             }
             Flag::StagingFree { direction, link, epoch, .. } => {
                 (&memory.staging_free, wire.staging_free_word(direction, epoch, link), epoch)
             }
         };
         // E5, E10: acquired by the one device thread that polls these words.
-        words.publish(at, epoch);
+        words.publish(at, word);
     }
 
     fn report(&mut self, report: Report) {

@@ -120,7 +120,7 @@ pub enum Answer {
     Refused,
 }
 
-/// A word that the device waits for. Its value is the whole 64-bit epoch, because a chunk's word can stay unwritten for
+/// A word that the device waits for. Its value holds an epoch that does not wrap, because a word can stay unwritten for
 /// any number of epochs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Flag {
@@ -136,6 +136,8 @@ pub enum Flag {
         chunk: ChunkIdx,
         /// Of which epoch.
         epoch: u64,
+        /// How many chunks of that epoch have landed before, whoever sent them.
+        place: u32,
     },
     /// All posts of a message completed: its staging may be packed again.
     StagingFree {
@@ -587,11 +589,11 @@ impl Machine {
         };
         match counted {
             Counted::Partial => self.stats.immediates += 1,
-            Counted::Landed { epoch } => {
+            Counted::Landed { epoch, place } => {
                 self.stats.immediates += 1;
                 self.stats.landed += 1;
                 let (context, chunk) = (ContextIdx(fields.context), ChunkIdx(fields.chunk));
-                out.flag(Flag::Landed { context, direction, source, chunk, epoch });
+                out.flag(Flag::Landed { context, direction, source, chunk, epoch, place });
             }
             Counted::Duplicate => self.stats.duplicates += 1,
             Counted::Impossible => self.stats.impossible += 1,

@@ -8,16 +8,13 @@
 //! sent only after its receive of X(e) was through. The same holds with several nodes while the arena is small; in a
 //! larger one the big node-local regions (rows, partial rows) exist once, behind free flags.
 
-use super::wire::{Direction, Lane, Nodes, Wire, WireInput, most_chunks};
+use super::wire::{Direction, Lane, Nodes, Wire, WireInput, most_chunks, rows_of_chunk};
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
 use crate::transport::imm;
 
 /// Bytes that regions and flags are aligned to: two 64-byte lines, since lines are prefetched in pairs.
 const ALIGN: u64 = 128;
-/// Bytes of rows that a chunk between nodes has about, unless it is asked for: large enough that a write's fixed cost
-/// (below 1 us) is a small part of its time at 50 GB/s, small enough that forwarding overlaps with it.
-const CHUNK_BYTES: usize = 128 << 10;
 /// Arena of several nodes that larger waves would exceed, where they are chosen.
 const ARENA_BYTES: u64 = 2 << 30;
 /// Tokens of a wave that are never cut further to save memory: a launch would cost more than it sends.
@@ -72,7 +69,11 @@ pub(crate) struct Message {
     pub header_bytes: u32,
     /// Pitch of a row; 0 where headers are all.
     pub row_bytes: u32,
+    /// From a message's start to its rows.
+    pub rows_offset: u32,
     pub chunk_rows: u32,
+    /// Row r is in chunk (r + chunk_shift) / chunk_rows.
+    pub chunk_shift: u32,
 }
 
 /// One buffer of the arena.
@@ -287,28 +288,33 @@ fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Resul
     };
     let header = header.next_multiple_of(16);
     let used = direction != Direction::Weights || input.weights_with_combine;
+    // Headers have chunk 0 to themselves.
+    let before_rows = usize::from(header > 0);
     let (chunk_rows, chunks) = if row_bytes == 0 {
         (1, usize::from(used))
     } else {
-        let most = most_chunks(RECEIVE_QUEUE, peers.max(input.nodes.most_served())).max(1);
-        let asked = input.chunk_rows.unwrap_or_else(|| CHUNK_BYTES.div_ceil(row_bytes).max(1));
-        let rows = match input.chunk_rows {
-            Some(rows) => rows,
-            None => asked.max(wave_tokens.div_ceil(most)),
-        };
-        (rows, wave_tokens.div_ceil(rows.max(1)))
+        let most = most_chunks(RECEIVE_QUEUE, peers.max(input.nodes.most_served()));
+        let rows = input.chunk_rows.unwrap_or_else(|| {
+            let least = wave_tokens.div_ceil(most.saturating_sub(before_rows).max(1));
+            rows_of_chunk(direction, row_bytes, input.nics).max(least)
+        });
+        (rows, before_rows + wave_tokens.div_ceil(rows.max(1)))
     };
     imm::check_counts(0, chunks, 0, 0)?;
-    let heads = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;
-    let head_bytes = u32::try_from(heads).map_err(|_| too_large("the headers"))?;
+    let rows_offset = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;
+    let rows_offset = u32::try_from(rows_offset).map_err(|_| too_large("the headers"))?;
     let chunk_bytes = (chunk_rows * row_bytes).max(16);
     let chunk_bytes = u32::try_from(chunk_bytes).map_err(|_| too_large("the rows of a chunk"))?;
-    let chunks = u16::try_from(chunks).unwrap_or(u16::MAX);
+    let rows_first = if row_bytes > 0 && before_rows == 0 { chunk_bytes } else { 0 };
+    let first_bytes = rows_offset.checked_add(rows_first).ok_or_else(|| too_large("the rows of a chunk"))?;
+    let chunk_rows = u32::try_from(chunk_rows).map_err(|_| too_large("the rows of a chunk"))?;
     Ok(Message {
-        lane: Lane { head_bytes, chunk_bytes, chunks },
+        lane: Lane { first_bytes, chunk_bytes, chunks: u16::try_from(chunks).unwrap_or(u16::MAX) },
         header_bytes: header as u32,
         row_bytes: row_bytes as u32,
-        chunk_rows: u32::try_from(chunk_rows).map_err(|_| too_large("the rows of a chunk"))?,
+        rows_offset,
+        chunk_rows,
+        chunk_shift: chunk_rows * before_rows as u32,
     })
 }
 

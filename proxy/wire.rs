@@ -12,7 +12,7 @@
 //!  │ link 0       │ link 1       │       │    │ link 0       │        (inbox: source 0, source 1, …)
 //!  └──────────────┴──────────────┴── … ──┴────┴──────────────┴── …
 //!   └┬───────────┘
-//!    ├─ chunk 0: head (META), then rows ─┬─ chunk 1: rows ─┬─ …        chunk 0 holds head_bytes more than the others
+//!    ├─ chunk 0: head, headers or rows ─┬─ chunk 1: rows ─┬─ …         chunk 0 has a length of its own
 //!    └─ shards by NIC: multiples of 16 bytes, of all NICs together the chunk
 //! ```
 //!
@@ -21,7 +21,8 @@
 //! later would hide the earlier. Words of a slot are rewritten two epochs later at the soonest, when all is over.
 
 use crate::base::{Error, Rank, Result};
-use crate::transport::imm::{self, Kind, MAX_CHUNKS};
+use crate::ffi::layout as raw;
+use crate::transport::imm::{self, Kind, MAX_CHUNKS, MAX_RANKS};
 
 /// Directions, each with links, epochs, staging and inbox of its own.
 pub const DIRECTIONS: usize = 4;
@@ -259,9 +260,9 @@ impl Nodes {
 /// The shape of one direction's messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Lane {
-    /// Bytes that chunk 0 may hold beyond the others: META.
-    pub head_bytes: u32,
-    /// Bytes of rows that a chunk may hold.
+    /// Bytes that chunk 0 may hold: the head, and either headers of rows or rows.
+    pub first_bytes: u32,
+    /// Bytes of rows that any other chunk may hold.
     pub chunk_bytes: u32,
     /// Most chunks of one message; 0 for a direction that is not used.
     pub chunks: u16,
@@ -270,23 +271,18 @@ pub struct Lane {
 impl Lane {
     /// Where a chunk starts in its slot.
     pub fn chunk_offset(&self, chunk: ChunkIdx) -> u64 {
-        let head = if chunk.0 == 0 { 0 } else { self.head_bytes };
-        u64::from(head) + u64::from(chunk.0) * u64::from(self.chunk_bytes)
+        let before = chunk.0.checked_sub(1);
+        before.map_or(0, |chunks| u64::from(self.first_bytes) + u64::from(chunks) * u64::from(self.chunk_bytes))
     }
 
     /// The most bytes of a chunk.
     pub fn chunk_capacity(&self, chunk: ChunkIdx) -> u32 {
-        if chunk.0 == 0 { self.head_bytes + self.chunk_bytes } else { self.chunk_bytes }
+        if chunk.0 == 0 { self.first_bytes } else { self.chunk_bytes }
     }
 
     /// Bytes of one message's slot.
     pub fn slot_bytes(&self) -> u64 {
-        (u64::from(self.head_bytes) + u64::from(self.chunks) * u64::from(self.chunk_bytes)).next_multiple_of(SLOT_ALIGN)
-    }
-
-    /// How many chunks a message of `row_bytes` bytes of rows has. META alone is one.
-    pub fn chunks_for(&self, row_bytes: u64) -> u64 {
-        row_bytes.div_ceil(u64::from(self.chunk_bytes.max(1))).max(1)
+        self.chunk_offset(ChunkIdx(self.chunks)).next_multiple_of(SLOT_ALIGN)
     }
 }
 
@@ -376,7 +372,7 @@ pub struct WordCounts {
     pub doorbells: usize,
     /// Chunks of the message, by device for proxy, before the doorbell of chunk 0.
     pub chunks: usize,
-    /// Epochs, by proxy for device.
+    /// Landings, by proxy for device; and the epochs that its relay makes of them.
     pub landed: usize,
     /// Epochs, by proxy for device.
     pub staging_free: usize,
@@ -506,13 +502,40 @@ impl Wire {
         self.chunks_word(direction, epoch, link)
     }
 
-    /// The flag that a chunk has landed.
-    pub fn landed_word(&self, direction: Direction, epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> usize {
+    /// The word of an epoch's landing number `place`, which holds a `landing`: chunks are listed as they land, so that the
+    /// device's relay finds those of any source in one read.
+    pub fn landing_word(&self, direction: Direction, epoch: u64, place: u32) -> usize {
         let d = direction.index();
-        let slot = (epoch & 1) as usize * self.sources[d] + source.index();
-        self.words[d].landed + slot * usize::from(self.input.lanes[d].chunks) + chunk.index()
+        let most = self.sources[d] * usize::from(self.input.lanes[d].chunks);
+        self.words[d].landed + (epoch & 1) as usize * most + place as usize
     }
 }
+
+/// Bytes of rows that a chunk has about: large enough that a write's fixed cost (below 1 us) is a small part of its time at
+/// 50 GB/s, small enough that forwarding overlaps with it. Chosen with docs/simulate.md.
+const CHUNK_BYTES: usize = 128 << 10;
+/// The same of sums for each NIC of several: those are EFA's, whose writes are taken to cost 0.3 us each, and nothing is
+/// forwarded behind sums.
+const SUMS_BYTES: usize = 256 << 10;
+
+/// How many rows of so many bytes a chunk has, unless it is asked for.
+pub fn rows_of_chunk(direction: Direction, row_bytes: usize, nics: u8) -> usize {
+    let bytes = match direction {
+        Direction::Combine if nics > 1 => SUMS_BYTES * usize::from(nics),
+        _ => CHUNK_BYTES,
+    };
+    bytes.div_ceil(row_bytes.max(1))
+}
+
+/// Bits of a landing below its epoch.
+pub const LANDING_BITS: u32 = raw::TY_LANDING_CHUNK_BITS + raw::TY_LANDING_SOURCE_BITS;
+
+/// The word that tells that a chunk has landed: epoch, source and chunk (layout.h).
+pub fn landing(epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> u64 {
+    epoch << LANDING_BITS | u64::from(source.0) << raw::TY_LANDING_CHUNK_BITS | u64::from(chunk.0)
+}
+
+const _: () = assert!(1 << raw::TY_LANDING_CHUNK_BITS >= MAX_CHUNKS && 1 << raw::TY_LANDING_SOURCE_BITS >= MAX_RANKS);
 
 /// Slots of all directions, one after the other, and where they end.
 fn regions(
@@ -542,19 +565,10 @@ fn check(input: &WireInput) -> Result<()> {
         if lane.chunks == 0 {
             continue;
         }
-        if lane.chunk_bytes == 0
-            || !lane.chunk_bytes.is_multiple_of(SHARD_UNIT)
-            || !lane.head_bytes.is_multiple_of(SHARD_UNIT)
-        {
-            let value = format!("{} + {}", lane.head_bytes, lane.chunk_bytes);
-            return Err(config("chunk_bytes", value, "must be a multiple of 16, and chunks not empty"));
-        }
-        if lane.head_bytes.checked_add(lane.chunk_bytes).is_none() {
-            return Err(config(
-                "chunk_bytes",
-                lane.chunk_bytes,
-                "a chunk's bytes must fit 32 bits; use smaller chunks",
-            ));
+        for (name, bytes) in [("first_bytes", lane.first_bytes), ("chunk_bytes", lane.chunk_bytes)] {
+            if bytes == 0 || !bytes.is_multiple_of(SHARD_UNIT) {
+                return Err(config(name, bytes, "must be a multiple of 16, and chunks not empty"));
+            }
         }
     }
     Ok(())
@@ -574,8 +588,8 @@ mod tests {
     }
 
     fn wire(sizes: &[u32], nics: u8) -> Wire {
-        let lane = Lane { head_bytes: 48, chunk_bytes: 160, chunks: 3 };
-        let weights = Lane { head_bytes: 0, chunk_bytes: 16, chunks: 1 };
+        let lane = Lane { first_bytes: 48, chunk_bytes: 160, chunks: 3 };
+        let weights = Lane { first_bytes: 16, chunk_bytes: 16, chunks: 1 };
         let lanes = [lane, Lane { chunks: 2, ..lane }, weights, weights];
         Wire::new(WireInput { nodes: nodes(sizes), nics, lanes, staging_offset: 256, inbox_offset: 1 << 20 }).unwrap()
     }
@@ -637,7 +651,8 @@ mod tests {
                 for source in (0..wire.sources[d.index()]).map(|s| SourceIdx(s as u16)) {
                     for chunk in (0..lane.chunks).map(ChunkIdx) {
                         inbox.push((wire.inbox_offset(d, epoch, source, chunk), lane.chunk_capacity(chunk)));
-                        landed.push(wire.landed_word(d, epoch, source, chunk));
+                        let place = u32::from(source.0) * u32::from(lane.chunks) + u32::from(chunk.0);
+                        landed.push(wire.landing_word(d, epoch, place));
                     }
                 }
             }
@@ -667,7 +682,7 @@ mod tests {
         refused(&|i| i.nics = 0, "nics");
         refused(&|i| i.lanes[0].chunks = 1025, "chunks");
         refused(&|i| i.lanes[1].chunk_bytes = 8, "chunk_bytes");
-        refused(&|i| i.lanes[1].head_bytes = u32::MAX - 15, "chunk_bytes");
+        refused(&|i| i.lanes[1].first_bytes = 0, "first_bytes");
         refused(&|i| i.staging_offset = u64::MAX - 8, "max_tokens");
         assert!(Nodes::new(vec![vec![Rank(2048)]]).unwrap_err().to_string().contains("ranks"));
         assert!(Nodes::new(vec![vec![Rank(1)], vec![Rank(1)]]).is_err());
@@ -678,7 +693,8 @@ mod tests {
     fn chunk_counts_fit_the_receive_queue() {
         assert_eq!(most_chunks(1024, 7), 35);
         assert_eq!(most_chunks(8, 7), 0);
-        let lane = Lane { head_bytes: 64, chunk_bytes: 1024, chunks: 4 };
-        assert_eq!((lane.chunks_for(0), lane.chunks_for(1024), lane.chunks_for(1025)), (1, 1, 2));
+        let lane = Lane { first_bytes: 64, chunk_bytes: 1024, chunks: 4 };
+        let offsets = [0, 1, 3].map(|chunk| lane.chunk_offset(ChunkIdx(chunk)));
+        assert_eq!((offsets, lane.slot_bytes()), ([0, 64, 64 + 2 * 1024], 3200));
     }
 }

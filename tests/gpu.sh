@@ -191,12 +191,10 @@ section_sweep() {
 }
 
 section_nodes() {
-  if [ "$gpus" -lt 2 ]; then
-    note nodes skipped "needs 2 GPUs"
-    return
-  fi
-  local place halves=(--world "$gpus" --ranks-per-node "$((gpus / 2)),$((gpus - gpus / 2))")
-  local alone=(--world "$gpus" --ranks-per-node 1)
+  # Two ranks share a GPU that is alone.
+  local world=$((gpus < 2 ? 2 : gpus)) place
+  local halves=(--world "$world" --ranks-per-node "$((world / 2)),$((world - world / 2))")
+  local alone=(--world "$world" --ranks-per-node 1)
   # The processor moves what goes between them, then emulated NICs do.
   for place in host device; do
     checked "nodes-$place" "${halves[@]}" --arena "$place" --tokens 64 --iters 20 --warmup 2
@@ -205,6 +203,11 @@ section_nodes() {
   checked nodes-single "${halves[@]}" --single-buffer --tokens 64 --iters 20 --warmup 2
   checked nodes-alone "${alone[@]}" --tokens 64 --iters 20 --warmup 2
   checked waves "${halves[@]}" --tokens 500 --wave-tokens 150 --iters 10 --warmup 2
+  checked nodes-shared --world "$((2 * world))" --ranks-per-node "$world" --tokens 64 --iters 20 --warmup 2
+  if [ "$gpus" -lt 2 ]; then
+    note figures skipped "needs 2 GPUs: ranks that share one mean little"
+    return
+  fi
   figure "decode-nodes-$gpus" "${halves[@]}" --tokens 1,16,128
   figure "decode-nodes-cx7-$gpus" "${halves[@]}" --tokens 1,16,128 --link cx7
   figure "decode-${gpus}x1-cx7" "${alone[@]}" --tokens 1,16,128 --link cx7

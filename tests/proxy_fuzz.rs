@@ -124,7 +124,7 @@ const OPENED: [usize; 2] = [0, 2];
 fn layouts() -> [Wire; 2] {
     let of = |members: &[&[u32]], chunks: [u16; 4]| {
         let members = members.iter().map(|ranks| ranks.iter().copied().map(Rank).collect()).collect();
-        let lanes = chunks.map(|chunks| Lane { head_bytes: 64, chunk_bytes: 192, chunks });
+        let lanes = chunks.map(|chunks| Lane { first_bytes: 256, chunk_bytes: 192, chunks });
         let nodes = Nodes::new(members).unwrap();
         Wire::new(WireInput { nodes, nics: 3, lanes, staging_offset: 0, inbox_offset: 1 << 20 }).unwrap()
     };
@@ -411,12 +411,13 @@ fn refused<T>(outcome: Result<T>) -> (&'static str, String, String) {
 
 #[test]
 fn counts_beyond_an_immediate_say_which_and_how_many() {
-    let fine = PlanInput { chunk_rows: Some(1), max_tokens: 1024, ..plan_of(&[2, 2], 4) };
+    // Headers have a chunk of their own.
+    let fine = PlanInput { chunk_rows: Some(1), max_tokens: 1023, ..plan_of(&[2, 2], 4) };
     Plan::new(&fine).unwrap();
     for (input, name, value, most) in [
-        (PlanInput { max_tokens: 100_000, ..fine.clone() }, "chunks", "100000", "1024"),
-        (PlanInput { max_tokens: 1025, ..fine.clone() }, "chunks", "1025", "1024"),
-        (PlanInput { max_tokens: 100_000, chunk_rows: Some(97), ..fine.clone() }, "chunks", "1031", "1024"),
+        (PlanInput { max_tokens: 100_000, ..fine.clone() }, "chunks", "100001", "1024"),
+        (PlanInput { max_tokens: 1024, ..fine.clone() }, "chunks", "1025", "1024"),
+        (PlanInput { max_tokens: 100_000, chunk_rows: Some(97), ..fine.clone() }, "chunks", "1032", "1024"),
         (PlanInput { nics: 5, ..fine.clone() }, "nics", "5", "4"),
     ] {
         let (named, given, advice) = refused(Plan::new(&input));
@@ -439,9 +440,9 @@ fn a_context_refuses_chunks_that_an_immediate_cannot_number() {
         let world = World::threads(2).remove(0).with_nodes(&[1, 1]).unwrap();
         AllToAll::builder(&world).hidden(128).experts(4).top_k(2).max_tokens(max_tokens).chunk_rows(rows)
     };
-    builder(1024, 1).plan().unwrap();
+    builder(1023, 1).plan().unwrap();
     let (name, value, advice) = refused(builder(100_000, 1).plan());
-    assert_eq!((name, &*value), ("chunks", "100000"), "{advice}");
+    assert_eq!((name, &*value), ("chunks", "100001"), "{advice}");
     assert!(advice.contains("1024") && advice.contains("larger chunks"), "{advice}");
-    assert_eq!(refused(builder(1024, 0).plan()).0, "chunk_rows");
+    assert_eq!(refused(builder(1023, 0).plan()).0, "chunk_rows");
 }

@@ -37,7 +37,7 @@ const LIVENESS: Liveness =
     Liveness { heartbeat_ns: 100_000, silence_ns: 600_000_000_000, first_contact_ns: 600_000_000_000 };
 
 fn wire() -> Wire {
-    let lane = |chunks| Lane { head_bytes: 64, chunk_bytes: 1024, chunks };
+    let lane = |chunks| Lane { first_bytes: 1088, chunk_bytes: 1024, chunks };
     let nodes = Nodes::consecutive(&[1, 1]).unwrap();
     let lanes = [lane(4), lane(3), lane(0), lane(1)];
     Wire::new(WireInput { nodes, nics: NICS, lanes, staging_offset: 0, inbox_offset: 1 << 20 }).unwrap()

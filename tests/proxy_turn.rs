@@ -33,7 +33,7 @@ impl Carrier for Ledger {
 #[test]
 fn a_turn_finds_every_doorbell_however_far_apart_the_links_are() {
     const PEERS: u16 = 19;
-    let lane = Lane { head_bytes: 64, chunk_bytes: 192, chunks: 3 };
+    let lane = Lane { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
     let nodes = Nodes::consecutive(&[1; PEERS as usize + 1]).unwrap();
     let lanes = [lane, Lane { chunks: 2, ..lane }, Lane { chunks: 0, ..lane }, Lane { chunks: 1, ..lane }];
     let wire = Wire::new(WireInput { nodes, nics: 1, lanes, staging_offset: 0, inbox_offset: 1 << 20 }).unwrap();

@@ -37,7 +37,11 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         (&format!("{world} --chunk-rows 0"), "--chunk-rows is `0`", "whole number"),
         (&format!("{world} --iters 0"), "--iters is `0`", "whole number"),
         (&format!("{world} --seed one"), "--seed is `one`", "whole number"),
-        (&format!("{world} --without luck"), "--without is `luck`", "wide-poll, early-sums or spread-meta"),
+        (
+            &format!("{world} --without luck"),
+            "--without is `luck`",
+            "landing-list, meta-ahead, early-sums or spread-meta",
+        ),
         (&format!("{world} --json /no/such/folder/a.json"), "--json is `/no/such/folder/a.json`", "folder that exists"),
         (&format!("{world} --calibrate"), "--nodes is `2`", "leave it out"),
     ] {

@@ -242,11 +242,11 @@ pub struct SimulateArgs {
     /// Tokens of each rank; a list sweeps [default: 128]
     #[arg(long, value_name = "T[,T...]", value_parser = tokens)]
     pub tokens: Option<List>,
-    /// Rows of a chunk between nodes [default: as many as make 128 KiB of dispatched rows]
+    /// Rows of a chunk between nodes, both ways [default: as the library chooses, 128 KiB over one NIC]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub chunk_rows: Option<usize>,
     /// Assumptions that are not made, see docs/simulate.md
-    #[arg(long, value_name = "wide-poll|early-sums|spread-meta", value_delimiter = ',', value_parser = word::<Assumption>)]
+    #[arg(long, value_name = "landing-list|meta-ahead|early-sums|spread-meta", value_delimiter = ',', value_parser = word::<Assumption>)]
     pub without: Option<Vec<Assumption>>,
     /// Iterations, each with routing of its own [default: 3 to 50, fewer for more ranks]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]

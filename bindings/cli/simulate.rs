@@ -121,7 +121,7 @@ fn project(config: &Config) -> Outcome<()> {
     let mut results = Vec::new();
     for &tokens in &config.tokens {
         let shape = Shape { tokens, ..config.shape };
-        let plan = Plan::new(shape, config.order, config.chunk_rows);
+        let plan = Plan::new(shape, config.link.nics, config.order, config.chunk_rows);
         let show = |done: usize| bar.show(&format!("{tokens} tokens"), done, config.about.iters);
         let samples = run(&plan, &config.link, Costs::H200, config.about.iters, &show);
         bar.clear();

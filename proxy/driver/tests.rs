@@ -22,7 +22,7 @@ struct Side {
 
 fn wire() -> Wire {
     let nodes = Nodes::new(vec![vec![Rank(0)], vec![Rank(1)]]).unwrap();
-    let lane = Lane { head_bytes: 64, chunk_bytes: 192, chunks: 3 };
+    let lane = Lane { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
     let unused = Lane { chunks: 0, ..lane };
     let lanes = [lane, lane, unused, unused];
     Wire::new(WireInput { nodes, nics: 2, lanes, staging_offset: 0, inbox_offset: 1 << 14 }).unwrap()
@@ -61,7 +61,7 @@ impl Side {
     fn send(&self, wire: &Wire, direction: Direction, epoch: u64, chunks: u16) {
         if epoch > 2 {
             let word = wire.staging_free_word(direction, epoch, LinkIdx(0));
-            wait_for("staging", &self.memory.staging_free, word, epoch - 2);
+            wait_for("staging", &self.memory.staging_free, word, &[epoch - 2]);
         }
         let count = wire.chunks_word(direction, epoch, LinkIdx(0));
         self.memory.chunks.get(count).unwrap().store(u64::from(chunks), Ordering::Relaxed);
@@ -80,9 +80,11 @@ impl Side {
 
     fn receive(&self, wire: &Wire, direction: Direction, epoch: u64, chunks: u16) {
         let peer = Rank(1 - self.rank.0);
-        for chunk in (0..chunks).map(ChunkIdx) {
-            let word = wire.landed_word(direction, epoch, SourceIdx(0), chunk);
-            wait_for("landed", &self.memory.landed, word, epoch);
+        let mut left: Vec<ChunkIdx> = (0..chunks).map(ChunkIdx).collect();
+        for place in 0..u32::from(chunks) {
+            let word = wire.landing_word(direction, epoch, place);
+            let any = left.iter().map(|chunk| landing(epoch, SourceIdx(0), *chunk)).collect::<Vec<_>>();
+            let chunk = left.swap_remove(wait_for("landed", &self.memory.landed, word, &any));
             let start = wire.inbox_offset(direction, epoch, SourceIdx(0), chunk) / 8;
             for at in 0..u64::from(wire.lane(direction).chunk_capacity(chunk) / 8) {
                 let seen = self.arena.get((start + at) as usize).unwrap().load(Ordering::Relaxed);
@@ -92,9 +94,13 @@ impl Side {
     }
 }
 
-fn wait_for(what: &'static str, words: &Words, at: usize, epoch: u64) {
-    let seen = wait::poll(what, PATIENCE, || (words.get(at).unwrap().load(Ordering::Acquire) == epoch).then_some(()));
-    assert!(seen.is_some(), "{what} of epoch {epoch} never comes");
+/// Waits until a word is any of these, and answers which.
+fn wait_for(what: &'static str, words: &Words, at: usize, any: &[u64]) -> usize {
+    let which = || {
+        let word = words.get(at).unwrap().load(Ordering::Acquire);
+        any.iter().position(|value| *value == word)
+    };
+    wait::poll(what, PATIENCE, which).unwrap_or_else(|| panic!("{what}: none of {any:?} ever comes"))
 }
 
 #[test]

@@ -96,7 +96,7 @@ pub struct ContextMemory {
     pub doorbells: Words,
     /// By device: how many chunks a message has.
     pub chunks: Words,
-    /// By proxy: a chunk has landed.
+    /// By proxy: landings, in the order in which chunks land.
     pub landed: Words,
     /// By proxy: staging may be packed again.
     pub staging_free: Words,

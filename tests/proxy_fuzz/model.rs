@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use tokenyard::Rank;
 use tokenyard::proxy::driver::ContextMemory;
 use tokenyard::proxy::machine::MachineStats;
-use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire};
+use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire, landing};
 use tokenyard::transport::link::{RegionId, WriteImm};
 
 /// Whose proxy it is.
@@ -40,7 +40,7 @@ enum Verdict {
 }
 
 impl Source {
-    fn count(&mut self, epoch_bits: u32, chunk: u32, nic: u32, full: u8) -> Verdict {
+    fn count(&mut self, epoch_bits: u32, chunk: u32, nic: u32, full: u8, lists: &[(i64, u32); 2]) -> Verdict {
         let is_partial = |(_, mask): &(i64, u8)| *mask != 0 && *mask != full;
         let named = |epoch: &i64| epoch.rem_euclid(4) == i64::from(epoch_bits);
         let epoch = (self.newest - 1..=self.newest + 2).find(named).unwrap();
@@ -53,6 +53,9 @@ impl Source {
         let seen = if entry.0 == epoch { entry.1 } else { 0 };
         if seen >> nic & 1 == 1 {
             return Verdict::Duplicate;
+        }
+        if epoch < lists[(epoch & 1) as usize].0 {
+            return Verdict::Impossible;
         }
         *entry = (epoch, seen | 1 << nic);
         self.newest = self.newest.max(epoch);
@@ -67,6 +70,8 @@ pub struct Open {
     pub memory: ContextMemory,
     pub links: Vec<Link>,
     sources: [Vec<Source>; 4],
+    /// By direction and parity: the newest epoch of which something has landed, and how many chunks of it.
+    lists: [[(i64, u32); 2]; 4],
     landed: Vec<u64>,
     staging_free: Vec<u64>,
     /// Writes that have not completed, by token: link and parity.
@@ -103,6 +108,7 @@ impl Open {
             memory: ContextMemory::owned(counts),
             links: links.collect(),
             sources,
+            lists: [[0, 1].map(|parity| (of_parity(parity), 0)); 4],
             landed: vec![0; counts.landed],
             staging_free: vec![0; counts.staging_free],
             tokens: HashMap::new(),
@@ -135,7 +141,7 @@ impl Open {
         let first = link.chunk == 0;
         let chunks = load(&self.memory.chunks, count);
         let in_use = first && link.under_way[(link.epoch & 1) as usize] != (0, None);
-        let most = lane.chunk_bytes + if first { lane.head_bytes } else { 0 };
+        let most = if first { lane.first_bytes } else { lane.chunk_bytes };
         if in_use || first && !(1..=u64::from(lane.chunks)).contains(&chunks) || bytes > most {
             link.stopped = true;
             return Some(Err(()));
@@ -208,10 +214,16 @@ impl Open {
         let (rank, chunk) = (bits >> 12 & 0x7ff, bits >> 2 & 0x3ff);
         let sources = &mut self.sources[direction.index()];
         let Some(at) = sources.iter().position(|source| source.rank == rank) else { return Verdict::Impossible };
-        let verdict = sources[at].count(bits >> 23 & 3, chunk, bits & 3, full);
+        let lists = &mut self.lists[direction.index()];
+        let verdict = sources[at].count(bits >> 23 & 3, chunk, bits & 3, full, lists);
         if let Verdict::Landed(epoch) = verdict {
-            let word = self.wire.landed_word(direction, epoch, SourceIdx(at as u16), ChunkIdx(chunk as u16));
-            self.landed[word] = epoch;
+            let list = &mut lists[(epoch & 1) as usize];
+            if list.0 != epoch as i64 {
+                *list = (epoch as i64, 0);
+            }
+            let word = self.wire.landing_word(direction, epoch, list.1);
+            self.landed[word] = landing(epoch, SourceIdx(at as u16), ChunkIdx(chunk as u16));
+            list.1 += 1;
         }
         verdict
     }

@@ -5,7 +5,7 @@
 use super::draw::Phase;
 use super::world::{Message, Shared};
 use tokenyard::Rank;
-use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx};
+use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, landing};
 
 /// Flags between ranks of a node, and what rails relay; by rank.
 pub struct NodeFlags {
@@ -199,8 +199,11 @@ impl Stream {
         let epoch = self.epoch(direction);
         let message = Message { context: self.context, direction, from, to: self.rank, epoch };
         let chunk = pick(left, shared.draw.below(u64::from(left.count_ones())));
-        let word = shared.wire(self.context).landed_word(direction, epoch, source, chunk);
-        if shared.sides[self.context][self.rank].words.landed[word] != epoch {
+        let words = &shared.sides[self.context][self.rank].words.landed;
+        let wire = shared.wire(self.context);
+        let most = (wire.inboxes(direction) * usize::from(wire.lane(direction).chunks)) as u32;
+        let mut landings = (0..most).map(|place| words[wire.landing_word(direction, epoch, place)]);
+        if !landings.any(|word| word == landing(epoch, source, chunk)) {
             return false;
         }
         assert_eq!(shared.inbox_differs(message, source, chunk), None, "{message:?} {chunk:?} overwritten before read");

@@ -63,7 +63,7 @@ impl Outputs for Hands {
 }
 
 fn wire(ranks: u32, nics: u8) -> Wire {
-    let lane = Lane { head_bytes: 64, chunk_bytes: 1024, chunks: 4 };
+    let lane = Lane { first_bytes: 1088, chunk_bytes: 1024, chunks: 4 };
     let nodes = Nodes::new((0..ranks).map(|rank| vec![Rank(rank)]).collect()).unwrap();
     let unused = Lane { chunks: 0, ..lane };
     let lanes = [lane, lane, unused, unused];

@@ -114,7 +114,7 @@ fn program(draw: &mut Draw, length: usize) -> Vec<Phase> {
 
 fn lane(draw: &mut Draw) -> Lane {
     let chunks = draw.within(1, 4) as u16;
-    Lane { head_bytes: 16 * draw.below(4) as u32, chunk_bytes: 16 * draw.within(1, 6) as u32, chunks }
+    Lane { first_bytes: 16 * draw.within(1, 9) as u32, chunk_bytes: 16 * draw.within(1, 6) as u32, chunks }
 }
 
 pub fn plan(draw: &mut Draw, members: &[Vec<Rank>], generation: u8) -> Plan {

@@ -6,7 +6,9 @@ use std::collections::HashMap;
 use std::ops::Range;
 use tokenyard::Rank;
 use tokenyard::proxy::machine::{Answer, Flag, Outputs, Report};
-use tokenyard::proxy::wire::{ChunkIdx, ContextIdx, DIRECTIONS, Direction, LinkIdx, SourceIdx, Wire};
+use tokenyard::proxy::wire::{
+    ChunkIdx, ContextIdx, DIRECTIONS, Direction, LANDING_BITS, LinkIdx, SourceIdx, Wire, landing,
+};
 use tokenyard::transport::link::{RegionId, WriteImm};
 
 /// One message: everything of one epoch from one rank to another in one direction.
@@ -182,21 +184,26 @@ impl Shared {
         direction: Direction,
         at: (SourceIdx, ChunkIdx),
         epoch: u64,
+        place: u32,
     ) {
         let (source, chunk) = at;
         let wire = self.wire(context.index());
         let from = wire.sources(direction, Rank(rank as u32))[source.index()].index();
         let message = Message { context: context.index(), direction, from, to: rank, epoch };
         assert!(chunk.0 < message.chunks(wire), "{message:?} has no chunk {chunk:?} that could land");
-        let (nics, word) = (wire.nics(), wire.landed_word(direction, epoch, source, chunk));
+        let nics = wire.nics();
+        let words = |place: u32| wire.landing_word(direction, epoch, place);
+        let (word, before) = (words(place), place.checked_sub(1).map(words));
         let shards = self.tally(message).shards[chunk.index()];
         assert_eq!(shards, nics, "{message:?} {chunk:?} flagged after {shards} of {nics} shards");
         let differs = self.inbox_differs(message, source, chunk);
         assert_eq!(differs, None, "{message:?} {chunk:?} flagged before that byte landed");
         self.tally(message).landed += 1;
         let words = &mut self.sides[context.index()][rank].words.landed;
-        assert_ne!(words[word], epoch, "{message:?} {chunk:?} flagged twice");
-        words[word] = epoch;
+        let epoch_at = |word: usize| words[word] >> LANDING_BITS;
+        assert_ne!(epoch_at(word), epoch, "{message:?} {chunk:?} flagged where another of its epoch stands");
+        assert!(before.is_none_or(|before| epoch_at(before) == epoch), "{message:?} {chunk:?} flagged behind a gap");
+        words[word] = landing(epoch, source, chunk);
     }
 
     fn freed(&mut self, rank: usize, context: ContextIdx, direction: Direction, link: LinkIdx, epoch: u64) {
@@ -292,8 +299,8 @@ impl Outputs for Hands<'_> {
 
     fn flag(&mut self, flag: Flag) {
         match flag {
-            Flag::Landed { context, direction, source, chunk, epoch } => {
-                self.shared.landed(self.rank, context, direction, (source, chunk), epoch);
+            Flag::Landed { context, direction, source, chunk, epoch, place } => {
+                self.shared.landed(self.rank, context, direction, (source, chunk), epoch, place);
             }
             Flag::StagingFree { context, direction, link, epoch } => {
                 self.shared.freed(self.rank, context, direction, link, epoch);

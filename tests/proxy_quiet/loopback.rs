@@ -9,7 +9,7 @@ use super::stub::Carrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use tokenyard::proxy::driver::{ContextMemory, Words};
-use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire};
+use tokenyard::proxy::wire::{ChunkIdx, Direction, LANDING_BITS, LinkIdx, Wire};
 use tokenyard::transport::imm::ImmValue;
 use tokenyard::transport::link::{Event, Posted, WriteImm};
 use tokenyard::{Rank, Result};
@@ -137,8 +137,9 @@ impl Stream {
             *sent = epoch;
         }
         let (epoch, landed) = (self.received + 1, &self.memory.landed);
-        let word = |chunk| self.wire.landed_word(direction, epoch, SourceIdx(0), ChunkIdx(chunk));
-        if self.sent == epoch && (0..self.chunks(epoch)).all(|chunk| load(landed, word(chunk)) == epoch) {
+        let word = |place| load(landed, self.wire.landing_word(direction, epoch, place));
+        let mut places = 0..u32::from(self.chunks(epoch));
+        if self.sent == epoch && places.all(|place| word(place) >> LANDING_BITS == epoch) {
             self.received = epoch;
         }
     }

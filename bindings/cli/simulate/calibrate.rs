@@ -76,8 +76,10 @@ const MEASURED: [Measured; 6] = [
 /// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the link.
 const EMULATED: &str = "400:7.2:0.3";
 const EMULATED_STREAM: &str = "400:2.2:0.3";
-/// Rows of a chunk in those worlds: 128 KiB.
-const MEASURED_ROWS: Pair<usize> = Pair { dispatch: 18, combine: 10 };
+/// Tokens up to which a message of those worlds is little more than one chunk.
+const FEW_TOKENS: usize = 18;
+/// How those worlds did things.
+const MEASURED_ORDER: Order = Order { landing_list: false, meta_ahead: false, ..Order::DESIGN };
 
 /// One known latency and its projection.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -197,14 +199,13 @@ fn published(system: System, place: Place, ranks: usize, combine: bool, known_us
     Ok(Point::new(name, ranks, 128, combine, known_us, peers::project(&site)?))
 }
 
-/// Medians of a world of this project's, with the chunks that it had.
+/// Medians of a world of this project's.
 fn own(shape: Shape) -> Outcome<Pair<f64>> {
-    let emulated = if shape.tokens <= MEASURED_ROWS.dispatch { EMULATED } else { EMULATED_STREAM };
+    let emulated = if shape.tokens <= FEW_TOKENS { EMULATED } else { EMULATED_STREAM };
     let link = models::parse(if shape.nodes > 1 { emulated } else { "none" }).map_err(|error| error.to_string())?;
-    let run = |rows| super::run(&Plan::new(shape, Order::DESIGN, Some(rows)), &link, Costs::H200, 20, &|_| {});
+    let plan = Plan::new(shape, link.nics, MEASURED_ORDER, None);
+    let (dispatch, combine) = super::run(&plan, &link, Costs::H200, 20, &|_| {})?;
     let median = |us: Vec<f64>| Percentiles::of(us).map_or(0.0, |p| p.p50);
-    let (dispatch, _) = run(MEASURED_ROWS.dispatch)?;
-    let (_, combine) = run(MEASURED_ROWS.combine)?;
     Ok(Pair { dispatch: median(dispatch.us), combine: median(combine.us) })
 }
 

@@ -105,17 +105,17 @@ impl<'a> Combine<'a> {
     fn sums_of_node(&mut self, node: usize, ranks: &mut Node) -> Vec<Staged> {
         let shape = self.plan.shape;
         let mut staged = Vec::new();
-        for chunk in 0..self.plan.chunks(shape.tokens) {
+        for chunk in 0..self.plan.chunks(C, shape.tokens) {
             for step in 1..shape.nodes {
                 let to = (node + step) % shape.nodes;
                 let part = |rail| {
                     let home = shape.rank(to, rail);
-                    (home, self.plan.rows_in(self.workload.rows(home, node).len(), chunk))
+                    (home, self.plan.rows_in(C, self.workload.rows(home, node).len(), chunk))
                 };
                 let parts: Vec<(usize, Range<usize>)> = (0..shape.per_node).map(part).collect();
                 let there_ns = self.push(node, ranks, &parts);
                 for (rail, (home, rows)) in parts.into_iter().enumerate() {
-                    if chunk < self.plan.chunks(self.workload.rows(home, node).len()) {
+                    if chunk < self.plan.chunks(C, self.workload.rows(home, node).len()) {
                         let at_ns = self.add(node, &mut ranks.add[rail], home, rows, there_ns[rail]);
                         staged.push(Staged { at_ns, rail, home, chunk });
                     }
@@ -144,7 +144,7 @@ impl<'a> Combine<'a> {
         let &Staged { at_ns, rail, home, chunk } = staged;
         let (rank, to) = (shape.rank(node, rail), shape.node_of(home));
         let rows = self.workload.rows(home, node).len();
-        let (chunks, bytes) = (self.plan.chunks(rows) as u16, self.plan.chunk_bytes(C, rows, chunk));
+        let (chunks, bytes) = (self.plan.chunks(C, rows) as u16, self.plan.chunk_bytes(C, rows, chunk));
         self.homes[home].missing += 1;
         self.traffic.wire(rank, home, bytes);
         let link = (to - usize::from(to > node)) as u16;
@@ -171,8 +171,8 @@ impl<'a> Combine<'a> {
         let node = shape.node_of(rank);
         let from = source + usize::from(source >= node);
         let rows = self.workload.rows(rank, from).len();
-        let bytes = self.plan.rows_in(rows, chunk).len() as u64 * shape.sum_bytes();
-        let seen_ns = now_ns + self.plan.relay_ns(&costs);
+        let bytes = self.plan.rows_in(C, rows, chunk).len() as u64 * shape.sum_bytes();
+        let seen_ns = now_ns + self.plan.relay_ns(C, &costs);
         let home = &mut self.homes[rank];
         let loaded_ns = home.add.serve(seen_ns, at_rate(bytes, costs.stream_rate));
         if bytes > 0 {

@@ -17,6 +17,8 @@ use super::result::Traffic;
 use super::workload::{Row, Workload};
 use super::world::{Events, Phase, What};
 
+const D: Direction = Direction::Dispatch;
+
 /// Rows of the own node that are pushed together.
 const BLOCK_ROWS: usize = 32;
 
@@ -98,11 +100,14 @@ impl<'a> Dispatch<'a> {
             .collect();
         for (link, node) in others().enumerate() {
             let rows = self.workload.rows(source, node);
-            let chunks = self.plan.chunks(rows.len());
+            let chunks = self.plan.chunks(D, rows.len());
             for chunk in 0..chunks {
-                let last = self.plan.rows_in(rows.len(), chunk).last();
-                let at_ns = last.map_or(begin_ns, |row| packed_ns[rows[row].token as usize]);
-                let bytes = self.plan.chunk_bytes(Direction::Dispatch, rows.len(), chunk);
+                let last = self.plan.rows_in(D, rows.len(), chunk).last();
+                let packed_ns = last.map_or(0, |row| packed_ns[rows[row].token as usize]);
+                // Headers are made of the same choices as META of the own node.
+                let head_ns = if chunk == 0 { begin_ns + self.counts_ns(rows.len()) } else { 0 };
+                let at_ns = packed_ns.max(head_ns);
+                let bytes = self.plan.chunk_bytes(D, rows.len(), chunk);
                 self.traffic.wire(source, shape.rank(node, shape.local_of(source)), bytes);
                 let what = What::Bell {
                     rank: source as u32,
@@ -168,7 +173,7 @@ impl<'a> Dispatch<'a> {
         let home = shape.rank(from, shape.local_of(rank));
         let workload = self.workload;
         let rows = workload.rows(home, node);
-        let seen_ns = now_ns + self.plan.relay_ns(&costs);
+        let seen_ns = now_ns + self.plan.relay_ns(D, &costs);
         if chunk == 0 {
             let (counts_ns, words_ns) = (self.counts_ns(rows.len()), costs.words_ns);
             let counted_ns = if self.plan.order.spread_meta {
@@ -178,7 +183,7 @@ impl<'a> Dispatch<'a> {
             };
             self.tell(node, counted_ns, events);
         }
-        let here = self.plan.rows_in(rows.len(), chunk);
+        let here = self.plan.rows_in(D, rows.len(), chunk);
         // A rank that is alone in its node places rows from where they landed.
         let copied_ns = if shape.per_node == 1 { 0 } else { costs.row_ns };
         self.forward(rank, &rows[here], seen_ns + copied_ns, events);
@@ -231,7 +236,7 @@ impl<'a> Dispatch<'a> {
 
 impl Phase for Dispatch<'_> {
     fn direction(&self) -> Direction {
-        Direction::Dispatch
+        D
     }
 
     fn begin(&mut self, now_ns: u64, events: &mut Events) {

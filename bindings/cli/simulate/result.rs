@@ -90,7 +90,7 @@ pub struct Projection {
     pub routing: &'static str,
     pub iters: usize,
     pub seed: u64,
-    pub chunk_rows: usize,
+    pub chunk_rows: Pair<usize>,
     pub without: Vec<&'static str>,
     pub dispatch_us: Percentiles,
     pub combine_us: Percentiles,

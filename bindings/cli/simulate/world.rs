@@ -106,7 +106,7 @@ impl World {
         let refused = |error: tokenyard::Error| error.to_string();
         let nodes =
             (0..shape.nodes).map(|node| (0..shape.per_node).map(|l| Rank(shape.rank(node, l) as u32)).collect());
-        let mut lanes = [Lane { head_bytes: 0, chunk_bytes: 0, chunks: 0 }; DIRECTIONS];
+        let mut lanes = [Lane { first_bytes: 0, chunk_bytes: 0, chunks: 0 }; DIRECTIONS];
         lanes[Direction::Dispatch.index()] = plan.lane(Direction::Dispatch);
         lanes[Direction::Combine.index()] = plan.lane(Direction::Combine);
         let nodes = Nodes::new(nodes.collect()).map_err(refused)?;
