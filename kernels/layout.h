@@ -134,6 +134,9 @@
 // them.
 #define TY_LANDING_CHUNK_BITS 10
 #define TY_LANDING_SOURCE_BITS 11
+// Words of host memory that a device polls lie so many words apart, in a 32-byte sector each: a GPU's loads from one
+// sector are made one after the other, each a trip over PCIe (H200: eight of a line take 7 us, of eight sectors 1.2).
+#define TY_POLLED_PITCH 4
 
 // A region of the arena: address = base + offset + parity * parity_stride + source * source_stride + index * unit.
 // Tokens of rows and partial rows are counted from the wave's first, those of META from the call's.
@@ -177,7 +180,8 @@ typedef struct ty_wire_head {
 } ty_wire_head;
 
 // One direction between nodes, as proxy/wire.rs lays it out. A message is a head, then rows headers of header_bytes,
-// then rows of row_bytes, chunk_rows to a chunk; chunk k > 0 starts at head_bytes + k * chunk_bytes.
+// then, rows_offset from its start, rows of row_bytes, chunk_rows to a chunk. With headers, chunk 0 ends before the
+// rows.
 typedef struct ty_lane {
   uint64_t staging; // bytes from the own arena's start, of link 0 and parity 0
   uint64_t staging_parity;
@@ -208,9 +212,9 @@ typedef struct ty_wire {
   ty_lane lanes[TY_LANES];
   uint64_t doorbells;    // host memory, [doorbell]: {epoch's low half, bytes}, by the device
   uint64_t chunk_counts; // host memory, [link word]: chunks of the message, by the device
-  uint64_t host_landed; // host memory, [first_landed + parity * inboxes * chunks + n]: the n-th landing of an epoch, by
-                        // the proxy; polled by one thread alone
-  uint64_t host_free;   // host memory, [link word]: epochs, by the proxy; polled by the same thread
+  uint64_t host_landed; // host memory, [first_landed + parity * inboxes * chunks + n] of polled words: the n-th landing
+                        // of an epoch, by the proxy; polled by one thread alone
+  uint64_t host_free;   // host memory, [link word] of polled words: epochs, by the proxy; polled by the same thread
   uint64_t host_lost;   // host memory, one word by the proxy: one more than a lost rank; polled likewise
   uint64_t landed;      // device memory, [first_landed + (parity * inboxes + source) * chunks + chunk]: epochs, by that
                         // thread for all others

@@ -188,13 +188,18 @@ TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 turn, u64 
   return false;
 }
 
+// A word of host memory that is polled.
+TY_DEVICE const u64 *polled_word(u64 host, u32 word) {
+  return pointer<const u64>(host) + static_cast<u64>(word) * TY_POLLED_PITCH;
+}
+
 // Looks at up to relay_batch words and passes on those that show `expected`; answers which, a bit each. E6: acquires at
 // system scope, releases to this device. By the relay's thread 0.
 TY_DEVICE u32 relay_words(u64 host, u64 device, const u32 *words, u32 count, u64 expected) {
   u64 seen[relay_batch];
   TY_UNROLL
   for (u32 i = 0; i < relay_batch; ++i)
-    seen[i] = i < count ? load_relaxed_sys(pointer<const u64>(host) + load(words + i)) : ~expected;
+    seen[i] = i < count ? load_relaxed_sys(polled_word(host, load(words + i))) : ~expected;
   u32 there = 0;
   TY_UNROLL
   for (u32 i = 0; i < relay_batch; ++i) there |= (seen[i] == expected ? 1u : 0u) << i;
@@ -240,18 +245,19 @@ TY_DEVICE bool relay_staging(const Context auto &c, u32 lane, u64 epoch, bool ah
   return true;
 }
 
-// Looks at the landings of an epoch behind the first `next`, and passes on those that are there, in their order: to the
-// landed words that all blocks look at, and to the shared entries. Answers how many. E6, as relay_words. By the relay's
-// thread 0.
-TY_DEVICE u32 relay_landings(const Context auto &c, RelayShared &shared, u32 lane, u64 epoch, u32 next) {
+// Looks at up to `wide` landings of an epoch behind the first `next`, and passes on those that are there, in their
+// order: to the landed words that all blocks look at, and to the shared entries. Answers how many. E6, as relay_words.
+// By the relay's thread 0.
+TY_DEVICE u32 relay_landings(const Context auto &c, RelayShared &shared, u32 lane, u64 epoch, u32 next, u32 wide) {
   constexpr u32 name_bits = TY_LANDING_CHUNK_BITS + TY_LANDING_SOURCE_BITS;
   const ty_lane &l = lane_of(c, lane);
   u32 most = l.inboxes * l.chunks;
-  u64 first = c.wire.host_landed + (l.first_landed + static_cast<u32>(epoch & 1) * most + next) * sizeof(u64);
+  u32 first = l.first_landed + static_cast<u32>(epoch & 1) * most + next;
+  u32 words = smaller(most - next, wide);
   u64 names[relay_batch];
   TY_UNROLL
   for (u32 i = 0; i < relay_batch; ++i)
-    names[i] = (next + i < most ? load_relaxed_sys(pointer<const u64>(first) + i) : ~(epoch << name_bits)) ^
+    names[i] = (i < words ? load_relaxed_sys(polled_word(c.wire.host_landed, first + i)) : ~(epoch << name_bits)) ^
                (epoch << name_bits);
   u32 there = 0;
   TY_UNROLL
@@ -283,9 +289,10 @@ template <typename RowsOf> TY_DEVICE bool relay_landed(const Context auto &c, u3
   // While the first chunks are on their way.
   (void)relay_staging(c, lane, epoch + 1, true);
   u64 start = now_ns();
-  u32 next = 0, missing = 0;
+  // A chunk of each source may land about now, and behind as many of them any number: each further word takes time.
+  u32 narrow = smaller(l.sources, relay_batch), wide = narrow, next = 0, missing = 0;
   for (u32 turn = 1;; ++turn) {
-    u32 count = relay_landings(c, shared, lane, epoch, next);
+    u32 count = relay_landings(c, shared, lane, epoch, next, wide);
     TY_ROLLED
     for (u32 i = 0; i < count; ++i) {
       u32 name = load(&shared.entries[i]), source = source_of_landing(name);
@@ -293,6 +300,7 @@ template <typename RowsOf> TY_DEVICE bool relay_landed(const Context auto &c, u3
       store(&shared.sources[source], (load(&shared.sources[source]) | chunks << 16) + 1);
     }
     next += count;
+    wide = count == wide ? relay_batch : narrow;
     while (missing < l.sources && has_landed(load(&shared.sources[missing]))) ++missing;
     if (missing == l.sources) return true;
     spin_pause("chunk");

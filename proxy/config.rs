@@ -390,6 +390,7 @@ impl AllToAllBuilder {
     }
 
     /// Number of the first epoch, the same on all ranks. Default 1; tests start just below 2^32 to see flags wrap.
+    /// At most 2^42.
     pub fn first_epoch(mut self, epoch: u64) -> Self {
         self.first_epoch = epoch;
         self
@@ -487,6 +488,11 @@ impl AllToAllBuilder {
         if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
             return Err(config("max_tokens", self.max_tokens, advice));
+        }
+        // Landings keep 43 bits of an epoch, and fresh memory holds one of epoch 0: 2^42 calls are left at the least.
+        if self.first_epoch > 1 << 42 {
+            let advice = "epochs are counted to 2^43; start at 2^42 at the most".into();
+            return Err(config("first_epoch", self.first_epoch, advice));
         }
         // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.
         if self.first_epoch as u32 == 0 || self.first_epoch as u32 == u32::MAX {

@@ -298,7 +298,9 @@ fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Resul
             let least = wave_tokens.div_ceil(most.saturating_sub(before_rows).max(1));
             rows_of_chunk(direction, row_bytes, input.nics).max(least)
         });
-        (rows, before_rows + wave_tokens.div_ceil(rows.max(1)))
+        // No more than a wave has, for which slots have room.
+        let rows = rows.clamp(1, wave_tokens.max(1));
+        (rows, before_rows + wave_tokens.div_ceil(rows))
     };
     imm::check_counts(0, chunks, 0, 0)?;
     let rows_offset = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;

@@ -12,6 +12,7 @@ use super::driver::{Clock, ContextMemory, Driver, Kept, ProxyThread, Remote, Thr
 use super::machine::{ContextConfig, Liveness, Machine, MachineConfig};
 use super::wire::{ContextIdx, Direction, Wire, WordCounts};
 use crate::base::{Error, Rank, Result, wait};
+use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
 use crate::transport::imm::{MAX_CONTEXTS, generation_bits};
@@ -203,6 +204,8 @@ pub(crate) struct SharedWords {
 
 /// Words of one array are apart from those of the next, so that a line has one writer.
 const LINE_WORDS: usize = 16;
+/// Pitch of words that the device polls (layout.h).
+const POLLED_PITCH: usize = raw::TY_POLLED_PITCH as usize;
 
 /// Zeroed memory that a device and this process share.
 struct Space {
@@ -248,16 +251,16 @@ impl Space {
         }
     }
 
-    /// Cuts words of these lengths off, a line apart, and tells the device's addresses of them.
-    fn cut<const N: usize>(&self, lengths: [usize; N]) -> Result<([Words; N], [u64; N])> {
+    /// Cuts arrays of these lengths off, a line apart, of every `pitch`th word, and tells the device's addresses of them.
+    fn cut<const N: usize>(&self, lengths: [usize; N], pitch: usize) -> Result<([Words; N], [u64; N])> {
         let mut at = 0;
         let mut addresses = [0; N];
         let mut words = Vec::with_capacity(N);
-        for (length, address) in lengths.into_iter().zip(&mut addresses) {
+        for (length, address) in lengths.map(|length| length * pitch).into_iter().zip(&mut addresses) {
             *address = self.device + 8 * at as u64;
             // SAFETY: `length` zeroed words inside the memory of `words_of`, which `keep` holds; device and proxy access
             // them atomically and in words of this size.
-            let cut = unsafe { Words::from_raw(self.host.add(at), length, self.keep.clone())? };
+            let cut = unsafe { Words::from_raw(self.host.add(at), length, self.keep.clone())? }.every(pitch);
             words.push(if self.place == FlagPlace::Device { cut.combined() } else { cut });
             at += length.next_multiple_of(LINE_WORDS);
         }
@@ -270,8 +273,8 @@ impl Space {
 }
 
 /// Words that `Space::cut` needs for these lengths.
-fn words_of<const N: usize>(lengths: [usize; N]) -> usize {
-    lengths.into_iter().map(|length| length.next_multiple_of(LINE_WORDS)).sum()
+fn words_of<const N: usize>(lengths: [usize; N], pitch: usize) -> usize {
+    lengths.into_iter().map(|length| (length * pitch).next_multiple_of(LINE_WORDS)).sum()
 }
 
 impl SharedWords {
@@ -280,14 +283,14 @@ impl SharedWords {
     /// # Errors
     /// `Device` where memory is lacking, or GDRCopy where it is required.
     pub fn allocate(device: &Device, counts: WordCounts, gdrcopy: GdrCopy) -> Result<SharedWords> {
-        let flags = Space::for_flags(device, words_of(flag_lengths(counts)), gdrcopy)?;
+        let flags = Space::for_flags(device, words_of(flag_lengths(counts), POLLED_PITCH), gdrcopy)?;
         SharedWords::with_flags(device, counts, &flags)
     }
 
     fn with_flags(device: &Device, counts: WordCounts, flags: &Space) -> Result<SharedWords> {
         let bells = [counts.doorbells, counts.chunks];
-        let ([doorbells, chunks], [bell, chunk]) = Space::in_host(device, words_of(bells))?.cut(bells)?;
-        let ([landed, staging_free, lost], [land, free, loss]) = flags.cut(flag_lengths(counts))?;
+        let ([doorbells, chunks], [bell, chunk]) = Space::in_host(device, words_of(bells, 1))?.cut(bells, 1)?;
+        let ([landed, staging_free, lost], [land, free, loss]) = flags.cut(flag_lengths(counts), POLLED_PITCH)?;
         let memory = ContextMemory { doorbells, chunks, landed, staging_free, lost };
         Ok(SharedWords { memory, addresses: [bell, chunk, land, free, loss], place: flags.place })
     }
@@ -478,24 +481,25 @@ mod tests {
     fn check(words: &SharedWords) {
         let ContextMemory { doorbells, chunks, landed, staging_free, lost } = &words.memory;
         let arrays = [doorbells, chunks, landed, staging_free, lost];
+        let pitches = [1, 1, POLLED_PITCH, POLLED_PITCH, POLLED_PITCH].map(|words| 8 * words as u64);
+        let places = || arrays.into_iter().zip(words.addresses).zip(pitches).enumerate();
         let mut lines: Vec<u64> = Vec::new();
-        for (number, (array, address)) in arrays.into_iter().zip(words.addresses).enumerate() {
+        for (number, ((array, address), pitch)) in places() {
             for at in 0..array.len() {
-                assert_eq!(seen(address + 8 * at as u64), 0, "array {number} is not zeroed");
+                assert_eq!(seen(address + pitch * at as u64), 0, "array {number} is not zeroed");
                 array.publish(at, (number * 100 + at) as u64);
             }
             array.publish(array.len(), 7);
-            lines.extend(
-                (0..array.len() as u64).map(|at| (address + 8 * at) / 128).collect::<std::collections::BTreeSet<_>>(),
-            );
+            let touched = |at| (address + pitch * at) / 128;
+            lines.extend((0..array.len() as u64).map(touched).collect::<std::collections::BTreeSet<_>>());
         }
         let all = lines.len();
         lines.sort_unstable();
         lines.dedup();
         assert_eq!(lines.len(), all, "two arrays share a line");
-        for (number, (array, address)) in arrays.into_iter().zip(words.addresses).enumerate() {
+        for (number, ((array, address), pitch)) in places() {
             for at in 0..array.len() {
-                assert_eq!(seen(address + 8 * at as u64), (number * 100 + at) as u64);
+                assert_eq!(seen(address + pitch * at as u64), (number * 100 + at) as u64);
             }
         }
     }
@@ -513,7 +517,7 @@ mod tests {
     fn mapped_flags_are_seen_by_the_device_and_unmapped_with_the_last_words() {
         let Some(fake) = Fake::build() else { return };
         let device = Device::cpu().unwrap();
-        let flags = Space::in_device(&device, words_of(flag_lengths(COUNTS)), fake.library()).unwrap();
+        let flags = Space::in_device(&device, words_of(flag_lengths(COUNTS), POLLED_PITCH), fake.library()).unwrap();
         let words = SharedWords::with_flags(&device, COUNTS, &flags).unwrap();
         drop(flags);
         assert_eq!(words.place, FlagPlace::Device);

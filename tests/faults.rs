@@ -474,6 +474,7 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().handles(0), &["handles is 0"]);
     refused(base().first_epoch(0), &["first_epoch is 0", "fresh memory"]);
     refused(base().first_epoch((1 << 32) - 1), &["first_epoch is 4294967295"]);
+    refused(base().first_epoch((1 << 43) - 3), &["first_epoch is 8796093022205", "2^42"]);
 }
 
 #[test]

@@ -13,7 +13,7 @@
 #            shapes     128 tokens of each model; skewed and recorded routing
 #            sweep      1 to 8192 tokens, with a plot
 #            nodes      GPUs as two nodes, and as nodes of one: correctness in several ways, then figures
-#            copies     what blocks can move at all, in two ways
+#            copies     what blocks can move at all, in two ways, and what a look at host memory takes
 #            long       many iterations, small and large
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            figures    decode, prefill, modes, shapes and sweep
@@ -39,18 +39,20 @@ build() {
     --test arena --test contexts --test gpu_nic --test wide 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
-  local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit
+  local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
   strip -o "$dir/tokenyard" "$target/release/tokenyard"
   # The nvcc that the kernels were built with, as build.rs noted it.
   nvcc=$( (ls -t "$target"/release/build/tokenyard-*/out/kernels.key 2>/dev/null || true) | head -n 1 | xargs -r cut -d ' ' -f 2-)
   commit=$(git -C "$root" rev-parse --short=12 HEAD)
-  rm -f "$dir/copies"
+  rm -f "$dir/copies" "$dir/polls"
   if [ -z "$nvcc" ]; then
-    echo "tests/gpu.sh: copies is left out, as the kernels were built without nvcc" >&2
+    echo "tests/gpu.sh: copies and polls are left out, as the kernels were built without nvcc" >&2
     return
   fi
-  "$nvcc" -O3 -std=c++17 -arch=sm_90a "-DCOMMIT=\"$commit\"" -L "$(dirname "$nvcc")/../lib" \
-    -o "$dir/copies" "$root/benches/copies.cu"
+  for name in copies polls; do
+    "$nvcc" -O3 -std=c++20 -arch=sm_90a "-DCOMMIT=\"$commit\"" -L "$(dirname "$nvcc")/../lib" \
+      -o "$dir/$name" "$root/benches/$name.cu"
+  done
 }
 
 # A row of the table, kept at once, so that a run that is cut short still has those before.
@@ -215,15 +217,18 @@ section_nodes() {
 }
 
 section_copies() {
-  local name=copies-$gpus
-  if [ ! -x "$dir/copies" ]; then
-    note "$name" skipped "needs the program copies, which is built where nvcc is"
-  elif rm -f "$out/$name.json" && bounded "$name" "$dir/copies" && grep -q '"way"' "$out/$name.log"; then
-    cp "$out/$name.log" "$out/$name.json"
-    note "$name" passed "$(grep -c '"way"' "$out/$name.json") rows in $name.json"
-  else
-    note "$name" FAILED "$(last_line "$name")"
-  fi
+  local program name
+  for program in copies polls; do
+    name=$program-$gpus
+    if [ ! -x "$dir/$program" ]; then
+      note "$name" skipped "needs the program $program, which is built where nvcc is"
+    elif rm -f "$out/$name.json" && bounded "$name" "$dir/$program" && grep -q '"way"' "$out/$name.log"; then
+      cp "$out/$name.log" "$out/$name.json"
+      note "$name" passed "$(grep -c '"way"' "$out/$name.json") rows in $name.json"
+    else
+      note "$name" FAILED "$(last_line "$name")"
+    fi
+  done
 }
 
 section_long() {

@@ -88,7 +88,7 @@ pub const USER_VALUES: u32 = PAYLOAD.max() + 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// Rows (and, in chunk 0, META) on their way to the experts.
+    /// META, and rows, on their way to the experts.
     Dispatch = 0,
     /// Partial sums on their way home.
     Combine = 1,

@@ -461,7 +461,8 @@ impl Case {
             return Err(Refusal::of("nics", nics, format!("give 1 to {MAX_NICS}")));
         }
         let wave = self.wave_tokens.unwrap_or(self.max_tokens).clamp(1, self.max_tokens.max(1));
-        let least = wave.div_ceil(MAX_CHUNKS).max(1);
+        // META has a chunk of its own.
+        let least = wave.div_ceil(MAX_CHUNKS - 1).max(1);
         if let Some(rows) = self.chunk_rows.filter(|rows| self.several_nodes() && *rows < least) {
             let advice = format!("a message has at most {MAX_CHUNKS} chunks; give at least {least}, or leave it out");
             return Err(Refusal::of("--chunk-rows", rows, advice));
@@ -745,7 +746,7 @@ mod tests {
             assert!(refused.contains(says), "{refused}");
         }
         assert!(base.check().is_ok() && fp8.check().is_ok() && Case { quantize: true, ..fp8 }.check().is_ok());
-        let far = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2049, ..base };
+        let far = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2047, ..base };
         let chunked = Case { chunk_rows: Some(2), ..far.clone() };
         if SEVERAL_NODES {
             assert!(far.check().is_ok() && Case { chunk_rows: Some(3), ..far }.check().is_ok());

@@ -11,7 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// An array of shared 64-bit words, and what keeps its memory alive.
 pub struct Words {
     base: NonNull<AtomicU64>,
+    /// Words of the memory; every `pitch`th of them is one of the array.
     len: usize,
+    pitch: usize,
     /// The processor combines writes to them; see `transport/memory/gdr.rs`.
     combined: bool,
     _memory: Arc<dyn Any + Send + Sync>,
@@ -27,7 +29,7 @@ impl Words {
     pub fn owned(len: usize) -> Words {
         let memory: Arc<Vec<AtomicU64>> = Arc::new((0..len).map(|_| AtomicU64::new(0)).collect());
         let base = NonNull::new(memory.as_ptr().cast_mut()).unwrap_or(NonNull::dangling());
-        Words { base, len, combined: false, _memory: memory }
+        Words { base, len, pitch: 1, combined: false, _memory: memory }
     }
 
     /// Words at `base`, kept alive by `memory`.
@@ -40,7 +42,7 @@ impl Words {
     /// and be accessed atomically by everyone.
     pub unsafe fn from_raw(base: *mut u64, len: usize, memory: Arc<dyn Any + Send + Sync>) -> Result<Words> {
         match NonNull::new(base.cast::<AtomicU64>()) {
-            Some(base) if base.is_aligned() => Ok(Words { base, len, combined: false, _memory: memory }),
+            Some(base) if base.is_aligned() => Ok(Words { base, len, pitch: 1, combined: false, _memory: memory }),
             _ => Err(Error::Argument {
                 name: "base",
                 value: format!("{base:p}"),
@@ -54,9 +56,14 @@ impl Words {
         Words { combined: true, ..self }
     }
 
+    /// Every `pitch`th of the same words alone, from the first on.
+    pub fn every(self, pitch: usize) -> Words {
+        Words { pitch: self.pitch.saturating_mul(pitch.max(1)), ..self }
+    }
+
     /// A second handle of the same words.
     pub fn share(&self) -> Words {
-        Words { base: self.base, len: self.len, combined: self.combined, _memory: Arc::clone(&self._memory) }
+        Words { _memory: Arc::clone(&self._memory), ..*self }
     }
 
     /// Writes a word that the device polls: everything that this thread wrote or saw before is visible first.
@@ -70,20 +77,20 @@ impl Words {
 
     /// Their number.
     pub fn len(&self) -> usize {
-        self.len
+        self.len / self.pitch
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
     /// One word.
     pub fn get(&self, at: usize) -> Option<&AtomicU64> {
-        self.all().get(at)
+        self.all().get(at.checked_mul(self.pitch)?)
     }
 
-    /// All of them.
+    /// All words of the memory, those between the array's included.
     pub fn all(&self) -> &[AtomicU64] {
         // SAFETY: `len` words at `base` are valid as long as `_memory`, which `self` holds; they are atomic.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }

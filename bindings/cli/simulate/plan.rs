@@ -135,7 +135,7 @@ impl Plan {
         let chunk_bytes = bytes(self.chunk_rows(direction) as u64 * self.row_bytes(direction));
         let rows_first = if self.before_rows(direction) == 0 { chunk_bytes } else { 0 };
         Lane {
-            first_bytes: bytes(self.head_bytes(direction, self.shape.tokens)) + rows_first,
+            first_bytes: bytes(self.head_bytes(direction, self.shape.tokens)).saturating_add(rows_first),
             chunk_bytes,
             chunks: self.chunks(direction, self.shape.tokens) as u16,
         }
