@@ -63,7 +63,8 @@ def line(result):
 def gpus(result):
     """How many GPUs of which kind, and how they were cut into nodes."""
     world, per_node = result["world"], result["ranks_per_node"]
-    text = f"{world} × {result['device_name']}"
+    shared = result.get("ranks_per_gpu")
+    text = f"{world} ranks, {shared} a {result['device_name']}" if shared else f"{world} × {result['device_name']}"
     return text if per_node == world else f"{text}, nodes of {per_node}"
 
 

@@ -12,7 +12,8 @@
 #            modes      128 tokens: graph, split, types, layouts, weights, processes; and the stages of calls
 #            shapes     128 tokens of each model; skewed and recorded routing
 #            sweep      1 to 8192 tokens, with a plot
-#            nodes      GPUs as two nodes, and as nodes of one: correctness in several ways, then figures
+#            nodes      GPUs as two nodes, and as nodes of one: correctness in several ways, then figures; a GPU that is
+#                       alone is shared by four ranks
 #            copies     what blocks can move at all, in two ways, and what a look at host memory takes
 #            long       many iterations, small and large
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
@@ -193,8 +194,8 @@ section_sweep() {
 }
 
 section_nodes() {
-  # Two ranks share a GPU that is alone.
-  local world=$((gpus < 2 ? 2 : gpus)) place
+  # Four ranks share a GPU that is alone.
+  local world=$((gpus < 2 ? 4 : gpus)) place
   local halves=(--world "$world" --ranks-per-node "$((world / 2)),$((world - world / 2))")
   local alone=(--world "$world" --ranks-per-node 1)
   # The processor moves what goes between them, then emulated NICs do.
@@ -205,15 +206,10 @@ section_nodes() {
   checked nodes-single "${halves[@]}" --single-buffer --tokens 64 --iters 20 --warmup 2
   checked nodes-alone "${alone[@]}" --tokens 64 --iters 20 --warmup 2
   checked waves "${halves[@]}" --tokens 500 --wave-tokens 150 --iters 10 --warmup 2
-  checked nodes-shared --world "$((2 * world))" --ranks-per-node "$world" --tokens 64 --iters 20 --warmup 2
-  if [ "$gpus" -lt 2 ]; then
-    note figures skipped "needs 2 GPUs: ranks that share one mean little"
-    return
-  fi
-  figure "decode-nodes-$gpus" "${halves[@]}" --tokens 1,16,128
-  figure "decode-nodes-cx7-$gpus" "${halves[@]}" --tokens 1,16,128 --link cx7
-  figure "decode-${gpus}x1-cx7" "${alone[@]}" --tokens 1,16,128 --link cx7
-  figure "stages-nodes-cx7-$gpus" "${halves[@]}" --tokens 1,128 --iters 40 --link cx7 --stages
+  figure "decode-nodes-$world" "${halves[@]}" --tokens 1,16,128
+  figure "decode-nodes-cx7-$world" "${halves[@]}" --tokens 1,16,128 --link cx7
+  figure "decode-${world}x1-cx7" "${alone[@]}" --tokens 1,16,128 --link cx7
+  figure "stages-nodes-cx7-$world" "${halves[@]}" --tokens 1,128 --iters 40 --link cx7 --stages
 }
 
 section_copies() {

@@ -137,10 +137,7 @@ fn gbps(bytes: u64, us: f64) -> f64 {
 
 fn title(results: &[RunResult]) -> String {
     results.first().map_or("no results".to_string(), |r| {
-        format!(
-            "{}: {} x {}, {} out, {} back, {}, {}",
-            r.preset, r.world, r.device_name, r.dtype, r.combine_dtype, r.layout, r.mode
-        )
+        format!("{}: {}, {} out, {} back, {}, {}", r.preset, r.machine(), r.dtype, r.combine_dtype, r.layout, r.mode)
     })
 }
 

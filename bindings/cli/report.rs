@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::case::Case;
-use super::config::Config;
+use super::config::{Config, sharing};
 use super::network;
 use super::sample::{RankResult, Verdict};
-use super::words::{ArenaWord, PartialWord, Word};
+use super::words::{ArenaWord, DeviceWord, PartialWord, Word};
 
 /// A distribution of times.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -98,6 +98,9 @@ pub struct RunResult {
     pub device: &'static str,
     pub device_name: String,
     pub world: usize,
+    /// Where ranks share GPUs, which their times say little of.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ranks_per_gpu: Option<usize>,
     pub ranks_per_node: PerNode,
     pub transport: String,
     pub link: String,
@@ -157,6 +160,15 @@ pub struct RunResult {
 }
 
 impl RunResult {
+    /// Ranks and what they run on.
+    pub fn machine(&self) -> String {
+        let RunResult { world, device_name, .. } = self;
+        match self.ranks_per_gpu {
+            Some(ranks) => format!("{world} ranks, {ranks} on each {device_name}"),
+            None => format!("{world} x {device_name}"),
+        }
+    }
+
     /// Merges the ranks' results of one run.
     pub fn merge(config: &Config, case: &Case, ranks: &[RankResult]) -> RunResult {
         let all =
@@ -175,6 +187,7 @@ impl RunResult {
             device: config.device.name(),
             device_name: first.device_name,
             world: case.world,
+            ranks_per_gpu: (config.device == DeviceWord::Cuda).then(|| sharing(case.world)).filter(|ranks| *ranks > 1),
             ranks_per_node: PerNode::of(case),
             transport: case.transport.to_string(),
             link: case.link.to_string(),
@@ -404,11 +417,10 @@ pub fn bench_table(results: &[RunResult]) -> String {
         PerNode::Uneven(list) => format!(" in nodes of {list}, {}, link {}{}", r.transport, r.link, emulated(r)),
     };
     format!(
-        "{} x {} ({}{nodes}), {}: hidden {}, {} experts, top-{}, {} out, {} back{}, {} layout, {} routing, {}; {} SMs; \
+        "{} ({}{nodes}), {}: hidden {}, {} experts, top-{}, {} out, {} back{}, {} layout, {} routing, {}; {} SMs; \
          arena {:.1} MiB{}; \
          times in us\n{}",
-        r.world,
-        r.device_name,
+        r.machine(),
         r.launch,
         r.preset,
         r.hidden,
