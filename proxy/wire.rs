@@ -514,14 +514,14 @@ impl Wire {
 /// Bytes of rows that a chunk has about: large enough that a write's fixed cost (below 1 us) is a small part of its time at
 /// 50 GB/s, small enough that forwarding overlaps with it. Chosen with docs/simulate.md.
 const CHUNK_BYTES: usize = 128 << 10;
-/// The same of sums for each NIC of several: those are EFA's, whose writes are taken to cost 0.3 us each, and nothing is
-/// forwarded behind sums.
-const SUMS_BYTES: usize = 256 << 10;
+/// The same of sums where there are several NICs: those are EFA's, whose writes are taken to cost 0.3 us each, and nothing
+/// is forwarded behind sums.
+const SUMS_BYTES: usize = 640 << 10;
 
 /// How many rows of so many bytes a chunk has, unless it is asked for.
 pub fn rows_of_chunk(direction: Direction, row_bytes: usize, nics: u8) -> usize {
     let bytes = match direction {
-        Direction::Combine if nics > 1 => SUMS_BYTES * usize::from(nics),
+        Direction::Combine if nics > 1 => SUMS_BYTES,
         _ => CHUNK_BYTES,
     };
     bytes.div_ceil(row_bytes.max(1))
