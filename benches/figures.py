@@ -69,15 +69,15 @@ def gpus(result):
 
 
 def kept():
-    """Path and result of everything that was kept of GPUs, in order; but not bare copies, and not runs that had the device
-    note its stages, which are for performance.md."""
+    """Path and result of everything that was kept of GPUs, in order; but not bare copies, and neither runs that had the
+    device note its stages nor those of ranks that share GPUs, which are for performance.md."""
     found = []
     for folder in sorted(os.listdir(RESULTS)):
         place = os.path.join(RESULTS, folder)
         names = sorted(os.listdir(place)) if os.path.isdir(place) else []
         for name in (name for name in names if name.endswith(".json")):
             for result in results_of(os.path.join(place, name)):
-                if "stages_us" in result or "rows" in result:
+                if any(field in result for field in ("stages_us", "rows", "ranks_per_gpu")):
                     continue
                 if not result["verified"]:
                     sys.exit(f"{place}/{name} was not verified; keep only results that are right")
