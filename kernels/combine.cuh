@@ -278,17 +278,16 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   u32 handle_state = load(&head_of(a)->state);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
-  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
+  Wave wave = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  if (wave.epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
-      keep_fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
-    epoch = 0;
-    if (thread_index() == 0) keep_turn(epoch);
+      keep_fault({TY_ERROR_ORDER, 0, c.rank, wave.epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
+    wave.epoch = 0;
+    if (thread_index() == 0) keep_turn(0);
   }
-  Wave wave = wave_of(c, epoch);
-  if (far && epoch != 0 && is_relay(c)) {
+  if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_combine(a, wave);
-  } else if (epoch != 0) {
+  } else if (wave.epoch != 0) {
     work_combine<Row, Partial, far>(a, wave, freed, ahead);
   }
   u64 ended = end_turn(c, TY_DIRECTION_COMBINE, a.phases);

@@ -64,11 +64,6 @@ TY_DEVICE bool send_weights(const CombineArgs auto &a, const Team &team, u64 cal
 
 // ---- rail: sums of the node ----------------------------------------------------------------------------------------
 
-// The ranks of the node that have rows of what served home j sent, by its rows of the call.
-TY_DEVICE const u64 *rail_masks(const CombineArgs auto &a, u32 j) {
-  return pointer<const u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
-}
-
 // Head of the message to served home j. By a warp, behind wait_flags of the whole node: no message of an epoch may
 // leave before, since it lets the home go on to overwrite what a slower rank of this node still reads. Chunks behind
 // the first may be rung for, as the proxy posts a link's in order.
@@ -78,7 +73,7 @@ TY_DEVICE void pack_sum_head(const CombineArgs auto &a, const CombineShared &sha
   u32 rows = range.end - range.first;
   if (lane_index() == 0) tell_chunks(c, TY_LANE_COMBINE, wave.epoch, j, rows);
   // Of the whole call, since home reports it once.
-  u32 rank = first_missing(c, shared, rail_masks(a, j), all_rows(c, a.handle.rail_rows, j));
+  u32 rank = first_missing(c, shared, rail_masks(c, a.handle, j), all_rows(c, a.handle.rail_rows, j));
   if (lane_index() != 0) return;
   bool missing = rank < c.node_ranks;
   write_wire_head(staging_of(c, TY_LANE_COMBINE, wave.epoch, j), wave.epoch,
@@ -105,7 +100,7 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
   const auto &c = a.context;
   Range range = rail_rows(a, wave, j);
   u32 rows = range.end - range.first;
-  u64 ranks = load(rail_masks(a, j) + range.first + row);
+  u64 ranks = load(rail_masks(c, a.handle, j) + range.first + row);
   Parts parts{ranks, ranks & ~missing_ranks(c, shared)};
   Terms &terms = shared.terms[warp_index()];
   if (!gathered(partials_fail(c, terms, 0, wave.epoch, 1 + j, row, parts))) return false;

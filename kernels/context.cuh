@@ -194,16 +194,21 @@ TY_DEVICE Range own_range(const Context auto &c, const Wave &wave, u32 tokens) {
   return {first < tokens ? first : tokens, end < tokens ? end : tokens};
 }
 
-// Of the starts that a handle keeps for row `i` of a table: uint32 [..][waves + 1]. The first is known to be 0, so that
-// what is looked up by it need not wait.
+// Where waves begin in row `i` of a handle's table: uint32 [..][waves + 1].
+TY_DEVICE u32 *wave_starts(const Context auto &c, u64 table, u32 i) { return pointer<u32>(table) + i * (c.waves + 1); }
+
+// A wave's part of it. The first start is known to be 0, so that what is looked up by it need not wait.
 TY_DEVICE Range wave_range(const Context auto &c, u64 table, u32 i, const Wave &wave) {
-  const u32 *starts = pointer<const u32>(table) + i * (c.waves + 1) + wave.number;
+  const u32 *starts = wave_starts(c, table, i) + wave.number;
   return {wave.number == 0 ? 0 : load(starts), load(starts + 1)};
 }
 
 // All rows that the same table counts.
-TY_DEVICE u32 all_rows(const Context auto &c, u64 table, u32 i) {
-  return load(pointer<const u32>(table) + i * (c.waves + 1) + c.waves);
+TY_DEVICE u32 all_rows(const Context auto &c, u64 table, u32 i) { return load(wave_starts(c, table, i) + c.waves); }
+
+// The ranks of the node that have rows of what served home j sent, by its rows of the call.
+TY_DEVICE u64 *rail_masks(const Context auto &c, const ty_handle &handle, u32 j) {
+  return pointer<u64>(handle.rail_mask) + static_cast<u64>(j) * c.max_tokens;
 }
 
 // ---- statistics ------------------------------------------------------------------------------------------
@@ -384,29 +389,28 @@ TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
   return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
 }
 
-// The epoch whose phases a launch may do, or 0: nothing.
+// The wave whose phases a launch may do; its epoch is 0 if it may do nothing.
 //
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
 // sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
 // comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
 // blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE u64 begin_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
-                         u32 order_receive) {
+TY_DEVICE Wave begin_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
+                          u32 order_receive) {
   u64 sent = turn.sent, received = turn.received, launches = turn.launches;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
-  u64 epoch = sends ? sent + 1 : sent;
-  bool in_turn = c.waves == 1 || wave_of(c, epoch).number == wave;
-  if (closed || !follows || !in_turn) epoch = 0;
+  Wave next = wave_of(c, sends ? sent + 1 : sent);
+  if (closed || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
   begin_faults();
   if (leads) {
-    keep_turn(epoch);
+    keep_turn(next.epoch);
     store(&block_shared<LaunchShared>().launches, launches);
   }
   u32 order = follows ? TY_ORDER_WAVE : sends ? order_send : order_receive;
-  if (!closed && epoch == 0 && !(follows && wave != 0) && leads && block_index() == 0)
+  if (!closed && next.epoch == 0 && !(follows && wave != 0) && leads && block_index() == 0)
     keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, order, sent, received});
-  return epoch;
+  return next;
 }
 
 // Ends a block's launch. In its thread 0 the epoch whose phases are over; 0 in the block's other threads, and if the

@@ -185,7 +185,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       Tile tile = tile_at(c, in, pair, number);
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
       bool faulty = mark_tile(c, team, in, shared, tile) || in.bad;
-      u64 *masks = far && forwards && pair == c.local ? rail_masks(a, j) : nullptr;
+      u64 *masks = far && forwards && pair == c.local ? rail_masks(c, a.handle, j) : nullptr;
       if (!publish_tile(c, team, in, shared, wave.call, tile, forwards ? 1 + j : 0, number, faulty, masks))
         return false;
       if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, wave, faulty);
@@ -323,11 +323,10 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   // What is loaded again behind an acquisition is a trip to memory.
   i32 found = a.phases & TY_PHASE_SEND ? find_count(a) : 0;
   Teams teams = teams_of<far>(c, a.phases, own_choices(a, found).tokens);
-  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
-  Wave wave = wave_of(c, epoch);
-  if (far && epoch != 0 && is_relay(c)) {
+  Wave wave = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);
-  } else if (epoch != 0) {
+  } else if (wave.epoch != 0) {
     work_dispatch<far>(a, wave, found, teams);
   }
   u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases);

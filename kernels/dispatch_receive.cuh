@@ -374,8 +374,7 @@ TY_DEVICE void write_head(const DispatchArgs auto &a, const Team &team, const Pl
   const auto &c = a.context;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
   for (u32 s = team_thread(team); s < c.ranks; s += team_threads(team)) {
-    u32 *starts = pointer<u32>(a.handle.source_tokens) + s * (c.waves + 1) + wave.number;
-    store(starts + 1, load(&shared.source_end[s]));
+    store(wave_starts(c, a.handle.source_tokens, s) + wave.number + 1, load(&shared.source_end[s]));
   }
   if (team_thread(team) != 0) return;
   u32 most = load(&shared.most), before = wave.number == 0 ? 0 : load(&head->most_tokens);

@@ -138,7 +138,7 @@ TY_DEVICE bool mark_nodes(const Context auto &c, const Choices &in) {
 TY_DEVICE void number_rows(const DispatchArgs auto &a, const Choices &in, u32 link) {
   const auto &c = a.context;
   u32 node = node_of_link(c, link);
-  u32 *starts = pointer<u32>(a.handle.wire_rows) + link * (c.waves + 1);
+  u32 *starts = wave_starts(c, a.handle.wire_rows, link);
   for (u32 wave = thread_index(); wave <= c.waves; wave += block_threads()) {
     u64 token = static_cast<u64>(wave) * c.wave_tokens;
     store(starts + wave, rows_before(c, node, token < in.tokens ? static_cast<u32>(token) : in.tokens));
@@ -245,11 +245,6 @@ TY_DEVICE void count_row(const Context auto &c, const Wave &wave, u32 tokens, u3
 
 // ---- rail: forwarding ------------------------------------------------------------------------------------------
 
-// Where waves begin in the rows of served home j.
-TY_DEVICE u32 *rail_starts(const DispatchArgs auto &a, u32 j) {
-  return pointer<u32>(a.handle.rail_rows) + static_cast<u64>(j) * (a.context.waves + 1);
-}
-
 // What the head of a message says, once its chunk 0 has landed. What a peer wrote is not trusted to fit.
 TY_DEVICE WireRows landed_rows(const Context auto &c, u64 epoch, u32 j) {
   const ty_wire_head *head = wire_head(c, TY_LANE_DISPATCH, epoch, j);
@@ -261,7 +256,8 @@ TY_DEVICE WireRows landed_rows(const Context auto &c, u64 epoch, u32 j) {
 TY_DEVICE WireWave landed_wave(const DispatchArgs auto &a, const Wave &wave, u32 j) {
   const auto &c = a.context;
   WireRows shape = landed_rows(c, wave.epoch, j);
-  u32 first = wave.number == 0 ? 0 : load(rail_starts(a, j) + wave.number), left = c.max_tokens - first;
+  u32 first = wave.number == 0 ? 0 : load(wave_starts(c, a.handle.rail_rows, j) + wave.number);
+  u32 left = c.max_tokens - first;
   if (shape.rows > left) shape.rows = left;
   return {{first, first + shape.rows}, shape};
 }
@@ -283,10 +279,6 @@ TY_DEVICE Choices wire_choices(const Context auto &c, u64 epoch, u32 j) {
           0};
 }
 
-TY_DEVICE u64 *rail_masks(const DispatchArgs auto &a, u32 j) {
-  return pointer<u64>(a.handle.rail_mask) + static_cast<u64>(j) * a.context.max_tokens;
-}
-
 // Waits until the head of source j's message is here. By a team. False once a deadline passed.
 TY_DEVICE bool wait_head(const Context auto &c, const Team &team, const Wave &wave, u32 j) {
   bool failed = team_thread(team) == 0 && !wait_landed(c, TY_LANE_DISPATCH, wave.epoch, j, 0);
@@ -303,7 +295,7 @@ TY_DEVICE void forward_numbers(const DispatchArgs auto &a, const Team &team, con
   Meta meta = meta_of(c, destination, source, wave.call);
   bool leads = team_thread(team) == 0 && tile == 0, keeps = destination == c.local;
   if (leads) store_relaxed_sys(meta.counts + c.max_local_experts + 1 + wave.number, meta_word(wave.call, rows.end));
-  if (leads && keeps) store(rail_starts(a, j) + wave.number + 1, rows.end);
+  if (leads && keeps) store(wave_starts(c, a.handle.rail_rows, j) + wave.number + 1, rows.end);
   if (wave.number != 0) return;
   Tile own = tile_at(c, in, destination, tile);
   for (u32 row = own.first + team_thread(team); row < own.first + own.count; row += team_threads(team)) {
@@ -338,7 +330,7 @@ TY_DEVICE u32 served_source(const Context auto &c, u32 source) { return source -
 // Ranks of this node that need it; it is number `call_row` among the call's. By a warp.
 TY_DEVICE u64 landed_ranks(const DispatchArgs auto &a, const Wave &wave, u32 j, u32 row, u32 call_row) {
   // Headers come once; the masks of later waves were kept.
-  if (wave.number != 0) return load(rail_masks(a, j) + call_row);
+  if (wave.number != 0) return load(rail_masks(a.context, a.handle, j) + call_row);
   return warp_ranks_of(a.context, wire_choices(a.context, wave.epoch, j), row);
 }
 
