@@ -278,13 +278,14 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   u32 handle_state = load(&head_of(a)->state);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
-  Wave wave = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (wave.epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
+  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
     if (block_index() == 0 && thread_index() == 0)
-      keep_fault({TY_ERROR_ORDER, 0, c.rank, wave.epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
-    wave.epoch = 0;
-    if (thread_index() == 0) keep_turn(0);
+      keep_fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
+    epoch = 0;
+    if (thread_index() == 0) keep_turn(epoch);
   }
+  Wave wave = wave_of(c, epoch);
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_combine(a, wave);
   } else if (wave.epoch != 0) {
@@ -314,11 +315,14 @@ TY_KERNEL(ty_combine_fp32_fp8, ty_combine_args) { combine<Fp32, Fp8, false>(a); 
 TY_KERNEL(ty_combine_fp32_fp8_nodes, ty_combine_args) { combine<Fp32, Fp8, true>(a); }
 
 // Plain calls, by what the experts' rows are: one a choice, or in the token layout one a token.
-template <bool far> using PlainChoices = PlainCombineArgs<far, TY_LAYOUT_CONTIGUOUS>;
-template <bool far> using PlainTokens = PlainCombineArgs<far, TY_LAYOUT_TOKEN>;
+template <bool far> using PlainChoices = PlainCombineArgs<far, Plain::nothing_else, TY_LAYOUT_CONTIGUOUS>;
+template <bool far> using PlainTokens = PlainCombineArgs<far, Plain::nothing_else, TY_LAYOUT_TOKEN>;
+template <bool far> using LateChoices = PlainCombineArgs<far, Plain::weighs_late, TY_LAYOUT_CONTIGUOUS>;
 TY_KERNEL(ty_combine_plain, PlainChoices<false>) { combine<Bf16, Bf16, false>(a); }
 TY_KERNEL(ty_combine_plain_nodes, PlainChoices<true>) { combine<Bf16, Bf16, true>(a); }
 TY_KERNEL(ty_combine_plain_token, PlainTokens<false>) { combine<Bf16, Bf16, false>(a); }
 TY_KERNEL(ty_combine_plain_token_nodes, PlainTokens<true>) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_plain_late, LateChoices<false>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_late_nodes, LateChoices<true>) { combine<Bf16, Bf16, true>(a); }
 
 } // namespace ty

@@ -389,14 +389,14 @@ TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
   return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
 }
 
-// The wave whose phases a launch may do; its epoch is 0 if it may do nothing.
+// The epoch whose phases a launch may do, or 0: nothing. (Its wave is reckoned anew: kept, it is a register too many.)
 //
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
 // sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
 // comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
 // blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE Wave begin_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
-                          u32 order_receive) {
+TY_DEVICE u64 begin_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
+                         u32 order_receive) {
   u64 sent = turn.sent, received = turn.received, launches = turn.launches;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
@@ -410,7 +410,7 @@ TY_DEVICE Wave begin_turn(const Context auto &c, const TurnWords &turn, u32 phas
   u32 order = follows ? TY_ORDER_WAVE : sends ? order_send : order_receive;
   if (!closed && next.epoch == 0 && !(follows && wave != 0) && leads && block_index() == 0)
     keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, order, sent, received});
-  return next;
+  return next.epoch;
 }
 
 // Ends a block's launch. In its thread 0 the epoch whose phases are over; 0 in the block's other threads, and if the

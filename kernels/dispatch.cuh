@@ -323,7 +323,8 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   // What is loaded again behind an acquisition is a trip to memory.
   i32 found = a.phases & TY_PHASE_SEND ? find_count(a) : 0;
   Teams teams = teams_of<far>(c, a.phases, own_choices(a, found).tokens);
-  Wave wave = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  Wave wave = wave_of(c, epoch);
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);
   } else if (wave.epoch != 0) {
@@ -342,14 +343,20 @@ TY_KERNEL(ty_dispatch, ty_dispatch_args) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_nodes, ty_dispatch_args) { dispatch<true>(a); }
 
 // Plain calls, by layout of the output.
-template <bool far> using PlainContiguous = PlainDispatchArgs<far, TY_LAYOUT_CONTIGUOUS>;
-template <bool far> using PlainMasked = PlainDispatchArgs<far, TY_LAYOUT_MASKED>;
-template <bool far> using PlainToken = PlainDispatchArgs<far, TY_LAYOUT_TOKEN>;
+template <bool far> using PlainContiguous = PlainDispatchArgs<far, Plain::nothing_else, TY_LAYOUT_CONTIGUOUS>;
+template <bool far> using PlainMasked = PlainDispatchArgs<far, Plain::nothing_else, TY_LAYOUT_MASKED>;
+template <bool far> using PlainToken = PlainDispatchArgs<far, Plain::nothing_else, TY_LAYOUT_TOKEN>;
+template <bool far> using QuantizeContiguous = PlainDispatchArgs<far, Plain::quantizes, TY_LAYOUT_CONTIGUOUS>;
+template <bool far> using QuantizeMasked = PlainDispatchArgs<far, Plain::quantizes, TY_LAYOUT_MASKED>;
 TY_KERNEL(ty_dispatch_plain_contiguous, PlainContiguous<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_plain_contiguous_nodes, PlainContiguous<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_plain_masked, PlainMasked<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_plain_masked_nodes, PlainMasked<true>) { dispatch<true>(a); }
 TY_KERNEL(ty_dispatch_plain_token, PlainToken<false>) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_plain_token_nodes, PlainToken<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_quantize_contiguous, QuantizeContiguous<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_quantize_contiguous_nodes, QuantizeContiguous<true>) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_quantize_masked, QuantizeMasked<false>) { dispatch<false>(a); }
+TY_KERNEL(ty_dispatch_quantize_masked_nodes, QuantizeMasked<true>) { dispatch<true>(a); }
 
 } // namespace ty

@@ -256,13 +256,13 @@ TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source
 // Whether own rows are placed from where the caller has them. A launch that only receives may come when he has them no
 // more; and to quantise rows takes long, which is done before it is known where they go.
 TY_DEVICE bool places_own(const DispatchArgs auto &a) {
-  return a.phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE) && a.context.quantize == TY_QUANTIZE_NONE;
+  return a.phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE) && quantization(a.context) == TY_QUANTIZE_NONE;
 }
 
 TY_DEVICE RowAt own_row(const DispatchArgs auto &a, u32 token) {
   const auto &t = a.tokens;
   return {t.x + token * t.x_pitch, t.scales + 4 * token * t.scale_row_stride, t.scale_column_stride,
-          a.context.quantize};
+          quantization(a.context)};
 }
 
 // Tells every node peer that this rank's reads of the epoch before are over. By the team of one block.

@@ -21,64 +21,77 @@ concept CombineArgs = requires(const T &a) {
   a.out_pitch;
 };
 
+// What a plain call does that not all do.
+enum class Plain { nothing_else, quantizes, weighs_late };
+
 // Calls are one launch, of both phases. `far`: of a world of several nodes.
-template <bool far> struct PlainContext : ty_context {
-  static constexpr u32 waves = 1, quantize = TY_QUANTIZE_NONE, free_flags = 0;
+template <bool far, Plain does> struct PlainContext : ty_context {
+  static constexpr u32 waves = 1, free_flags = 0;
   static constexpr u64 stats = 0, rank_names = 0;
 };
-template <> struct PlainContext<false> : PlainContext<true> {
+template <Plain does> struct PlainContext<false, does> : PlainContext<true, does> {
   static constexpr u32 nodes = 1, node = 0, node_first = 0;
 };
 
 template <u32 is_layout> struct PlainOutput : ty_output { static constexpr u32 layout = is_layout, zero_padding = 0; };
 
-template <bool far, u32 layout> struct PlainDispatchArgs {
-  PlainContext<far> context;
+template <bool far, Plain does, u32 layout> struct PlainDispatchArgs {
+  PlainContext<far, does> context;
   ty_handle handle;
   ty_tokens tokens;
   PlainOutput<layout> output;
   u32 unused[2];
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, wave = 0;
 };
-static_assert(sizeof(PlainDispatchArgs<false, 0>) == sizeof(ty_dispatch_args), "the same bytes");
-static_assert(__builtin_offsetof(PlainDispatchArgs<false, 0>, output) == __builtin_offsetof(ty_dispatch_args, output),
+using SomeDispatchArgs = PlainDispatchArgs<false, Plain::nothing_else, 0>;
+static_assert(sizeof(SomeDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
+static_assert(__builtin_offsetof(SomeDispatchArgs, output) == __builtin_offsetof(ty_dispatch_args, output),
               "the same bytes");
 
 // Of bf16 rows and sums.
-template <bool far, u32 is_layout> struct PlainCombineArgs {
-  PlainContext<far> context;
+template <bool far, Plain does, u32 is_layout> struct PlainCombineArgs {
+  PlainContext<far, does> context;
   ty_handle handle;
   u64 rows, rows_pitch, topk_weight, out, out_pitch;
   u32 unused[6];
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, wave = 0;
 };
-static_assert(sizeof(PlainCombineArgs<false, 0>) == sizeof(ty_combine_args), "the same bytes");
-static_assert(__builtin_offsetof(PlainCombineArgs<false, 0>, out_pitch) ==
-                  __builtin_offsetof(ty_combine_args, out_pitch),
+using SomeCombineArgs = PlainCombineArgs<false, Plain::nothing_else, 0>;
+static_assert(sizeof(SomeCombineArgs) == sizeof(ty_combine_args), "the same bytes");
+static_assert(__builtin_offsetof(SomeCombineArgs, out_pitch) == __builtin_offsetof(ty_combine_args, out_pitch),
               "the same bytes");
 
 // Facts of which more is to be known than a value.
 
 // Whether homes of experts are reckoned.
 TY_DEVICE bool is_even(const ty_context &c) { return c.even_experts != 0; }
-TY_DEVICE constexpr bool is_even(const PlainContext<true> &) { return true; }
+template <Plain does> TY_DEVICE constexpr bool is_even(const PlainContext<true, does> &) { return true; }
+
+// What rows become as they are sent: TY_QUANTIZE_*.
+TY_DEVICE u32 quantization(const ty_context &c) { return c.quantize; }
+template <Plain does> TY_DEVICE u32 quantization(const PlainContext<true, does> &c) {
+  if (does != Plain::quantizes) return TY_QUANTIZE_NONE;
+  return c.quantize == TY_QUANTIZE_UE8M0 ? TY_QUANTIZE_UE8M0 : TY_QUANTIZE_F32;
+}
 
 // Whether weights come with combine.
 TY_DEVICE bool weighs_late(const ty_context &c) { return c.weights == TY_WEIGHTS_COMBINE; }
-TY_DEVICE constexpr bool weighs_late(const PlainContext<true> &) { return false; }
+template <Plain does> TY_DEVICE constexpr bool weighs_late(const PlainContext<true, does> &) {
+  return does == Plain::weighs_late;
+}
 
 TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
-TY_DEVICE constexpr bool spans_nodes(const PlainContext<true> &) { return true; }
-TY_DEVICE constexpr bool spans_nodes(const PlainContext<false> &) { return false; }
+template <Plain does> TY_DEVICE constexpr bool spans_nodes(const PlainContext<true, does> &) { return true; }
+template <Plain does> TY_DEVICE constexpr bool spans_nodes(const PlainContext<false, does> &) { return false; }
 
 // Whether combine looks up its first rows before it knows which epoch it is: there is nothing else that says which they
 // are.
 TY_DEVICE constexpr bool looks_ahead(const ty_context &) { return false; }
-TY_DEVICE constexpr bool looks_ahead(const PlainContext<false> &) { return true; }
+template <Plain does> TY_DEVICE constexpr bool looks_ahead(const PlainContext<false, does> &) { return true; }
 
 // Whether a rank of the world is of this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
-TY_DEVICE constexpr bool is_node_peer(const PlainContext<false> &, u32) { return true; }
+template <Plain does> TY_DEVICE constexpr bool is_node_peer(const PlainContext<false, does> &, u32) { return true; }
 
 } // namespace ty

@@ -17,7 +17,13 @@ type Pair = (&'static str, &'static str);
 /// Dispatch's kernel for a launch, and the shared memory that a block of it has, in bytes.
 pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
     let plain = is_plain(&args.context, args.phases) && args.output.zero_padding == 0;
+    let quantizes = plain && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let kernel = match args.output.layout {
+        raw::TY_LAYOUT_CONTIGUOUS if quantizes => {
+            ("ty_dispatch_quantize_contiguous", "ty_dispatch_quantize_contiguous_nodes")
+        }
+        raw::TY_LAYOUT_MASKED if quantizes => ("ty_dispatch_quantize_masked", "ty_dispatch_quantize_masked_nodes"),
+        _ if quantizes => ("ty_dispatch", "ty_dispatch_nodes"),
         raw::TY_LAYOUT_CONTIGUOUS if plain => ("ty_dispatch_plain_contiguous", "ty_dispatch_plain_contiguous_nodes"),
         raw::TY_LAYOUT_MASKED if plain => ("ty_dispatch_plain_masked", "ty_dispatch_plain_masked_nodes"),
         raw::TY_LAYOUT_TOKEN if plain => ("ty_dispatch_plain_token", "ty_dispatch_plain_token_nodes"),
@@ -29,20 +35,22 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
 
 /// Combine's kernel for a launch, where the experts' rows are of `dtype`.
 pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partial) -> &'static str {
-    let plain = is_plain(&args.context, args.phases)
-        && args.context.weights != raw::TY_WEIGHTS_COMBINE
-        && args.out_dtype == raw::TY_BF16
-        && args.accumulate == 0;
+    let plain = is_plain(&args.context, args.phases) && args.out_dtype == raw::TY_BF16 && args.accumulate == 0;
+    let late = args.context.weights == raw::TY_WEIGHTS_COMBINE;
     let kernel: Pair = match (dtype, partial) {
         (Dtype::Fp16, Partial::Same) => ("ty_combine_fp16", "ty_combine_fp16_nodes"),
         (Dtype::Fp16, Partial::Fp32) => ("ty_combine_fp16_fp32", "ty_combine_fp16_fp32_nodes"),
         (Dtype::Fp16, Partial::Fp8) => ("ty_combine_fp16_fp8", "ty_combine_fp16_fp8_nodes"),
         (Dtype::Fp32, Partial::Same | Partial::Fp32) => ("ty_combine_fp32", "ty_combine_fp32_nodes"),
         (Dtype::Fp32, Partial::Fp8) => ("ty_combine_fp32_fp8", "ty_combine_fp32_fp8_nodes"),
-        (_, Partial::Same) if plain && args.layout == raw::TY_LAYOUT_TOKEN => {
+        // In the token layout weights never come late.
+        (_, Partial::Same) if plain && late && args.layout != raw::TY_LAYOUT_TOKEN => {
+            ("ty_combine_plain_late", "ty_combine_plain_late_nodes")
+        }
+        (_, Partial::Same) if plain && !late && args.layout == raw::TY_LAYOUT_TOKEN => {
             ("ty_combine_plain_token", "ty_combine_plain_token_nodes")
         }
-        (_, Partial::Same) if plain => ("ty_combine_plain", "ty_combine_plain_nodes"),
+        (_, Partial::Same) if plain && !late => ("ty_combine_plain", "ty_combine_plain_nodes"),
         (_, Partial::Same) => ("ty_combine_bf16", "ty_combine_bf16_nodes"),
         (_, Partial::Fp32) => ("ty_combine_bf16_fp32", "ty_combine_bf16_fp32_nodes"),
         (_, Partial::Fp8) => ("ty_combine_bf16_fp8", "ty_combine_bf16_fp8_nodes"),
@@ -54,7 +62,6 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
 fn is_plain(context: &raw::ty_context, phases: u32) -> bool {
     phases == BOTH_PHASES
         && context.waves == 1
-        && context.quantize == raw::TY_QUANTIZE_NONE
         && context.free_flags == 0
         && context.even_experts != 0
         && context.stats == 0
@@ -83,7 +90,6 @@ mod tests {
         let plain = context();
         let spoilt = [
             raw::ty_context { waves: 2, ..plain },
-            raw::ty_context { quantize: raw::TY_QUANTIZE_F32, ..plain },
             raw::ty_context { free_flags: 1, ..plain },
             raw::ty_context { even_experts: 0, ..plain },
             raw::ty_context { stats: 64, ..plain },
@@ -117,13 +123,11 @@ mod tests {
             assert_eq!(dispatched(raw::ty_dispatch_args { phases, ..plain }), "ty_dispatch");
         }
         let plain = raw::ty_combine_args { context: context(), phases: BOTH_PHASES, ..Default::default() };
-        let late = raw::ty_context { weights: raw::TY_WEIGHTS_COMBINE, ..context() };
         for other in [
             raw::ty_combine_args { phases: raw::TY_PHASE_SEND, ..plain },
             raw::ty_combine_args { phases: raw::TY_PHASE_RECEIVE, ..plain },
             raw::ty_combine_args { out_dtype: raw::TY_FP32, ..plain },
             raw::ty_combine_args { accumulate: 1, ..plain },
-            raw::ty_combine_args { context: late, ..plain },
         ] {
             assert_eq!(combine(&other, Dtype::Bf16, Partial::Same), "ty_combine_bf16");
         }
@@ -135,5 +139,35 @@ mod tests {
         }
         assert_eq!(combine(&plain, Dtype::Fp16, Partial::Same), "ty_combine_fp16");
         assert_eq!(combine(&plain, Dtype::Bf16, Partial::Fp8), "ty_combine_bf16_fp8");
+    }
+
+    #[test]
+    fn calls_that_quantise_or_weigh_late_have_kernels_of_their_own() {
+        let quantizes = raw::ty_context { quantize: raw::TY_QUANTIZE_UE8M0, ..context() };
+        let plain = raw::ty_dispatch_args { context: quantizes, phases: BOTH_PHASES, ..Default::default() };
+        for (layout, kernel) in [
+            (raw::TY_LAYOUT_CONTIGUOUS, "ty_dispatch_quantize_contiguous"),
+            (raw::TY_LAYOUT_MASKED, "ty_dispatch_quantize_masked"),
+            (raw::TY_LAYOUT_TOKEN, "ty_dispatch"),
+        ] {
+            let output = raw::ty_output { layout, ..Default::default() };
+            assert_eq!(dispatched(raw::ty_dispatch_args { output, ..plain }), kernel);
+        }
+        assert_eq!(dispatched(raw::ty_dispatch_args { phases: raw::TY_PHASE_SEND, ..plain }), "ty_dispatch");
+        // Combine has nothing to quantise.
+        let plain = raw::ty_combine_args { context: quantizes, phases: BOTH_PHASES, ..Default::default() };
+        assert_eq!(combine(&plain, Dtype::Bf16, Partial::Same), "ty_combine_plain");
+        let late = raw::ty_context { weights: raw::TY_WEIGHTS_COMBINE, ..context() };
+        let plain = raw::ty_combine_args { context: late, phases: BOTH_PHASES, ..Default::default() };
+        for (layout, kernel) in [
+            (raw::TY_LAYOUT_CONTIGUOUS, "ty_combine_plain_late"),
+            (raw::TY_LAYOUT_MASKED, "ty_combine_plain_late"),
+            (raw::TY_LAYOUT_TOKEN, "ty_combine_bf16"),
+        ] {
+            let args = raw::ty_combine_args { layout, ..plain };
+            assert_eq!(combine(&args, Dtype::Bf16, Partial::Same), kernel);
+        }
+        let dispatch = raw::ty_dispatch_args { context: late, phases: BOTH_PHASES, ..Default::default() };
+        assert_eq!(dispatched(dispatch), "ty_dispatch_plain_contiguous");
     }
 }
