@@ -312,7 +312,7 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
 }
 
 // So many rows, shared out, and cut for warps or for blocks. Each part of a row that is sent inside the node costs a
-// fence, which waits for what all warps of the block send.
+// fence, which waits for what all warps of the block send; to quantise a row takes a warp longer than that.
 TY_DEVICE Work share_rows(const Context auto &c, const Team &team, u32 busy, u32 rows, bool for_blocks) {
   Share share = share_of(c, team, busy, rows);
   u32 cut = cut_for(rows, for_blocks ? share.warps / team.warps : share.warps);
@@ -324,7 +324,8 @@ TY_DEVICE Work share_rows(const Context auto &c, const Team &team, u32 busy, u32
 TY_DEVICE Work share_sent(const Context auto &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
                           u32 rows) {
   if (load(&kept.apart) == 0) {
-    Work work = share_rows(c, team, load(&kept.busy), rows, kind == pass_push);
+    bool for_blocks = kind == pass_push && quantization(c) == TY_QUANTIZE_NONE;
+    Work work = share_rows(c, team, load(&kept.busy), rows, for_blocks);
     if (rows <= work.step) return work;
   }
   if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
