@@ -402,7 +402,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: about 128 KiB.
+    /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: 128 KiB, or 640 KiB
+    /// of combine where there are several NICs, and more where rows of a message would be more than 1023 chunks.
     pub fn chunk_rows(mut self, rows: usize) -> Self {
         self.chunk_rows = Some(rows);
         self

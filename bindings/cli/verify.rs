@@ -257,7 +257,7 @@ impl Judge {
         let job = Job { case: case.clone(), warmup: 0, check, timeout, arena, measured: false, stages: false };
         let (result, schedule) = team::run_reported(&job, self.device, &|_| {});
         if case.fault == FaultWord::Forged {
-            return Judged { outcome: harmed(result), schedule };
+            return Judged { outcome: harmed(result, case), schedule };
         }
         let mut outcome = match (result, case.refused_by_design()) {
             (Err(error), Some(field)) if names(&error, field) => Outcome::Refused(error),
@@ -267,10 +267,9 @@ impl Judge {
             }
             (Ok(ranks), None) => {
                 let mut verdict = verdict_of(&ranks);
-                let compared = |rank: &RankResult| rank.verdict.iterations == case.iters as u64;
-                if ranks.len() != case.world || !ranks.iter().all(compared) {
+                if !compared_all(&ranks, case) {
                     verdict.mismatches += 1;
-                    verdict.sentences.push("not every rank compared every iteration".to_string());
+                    verdict.sentences.push(NOT_COMPARED.to_string());
                 }
                 if verdict.ok() { Outcome::Right(verdict) } else { Outcome::Wrong(verdict.sentences) }
             }
@@ -305,11 +304,20 @@ fn verdict_of(ranks: &[RankResult]) -> Verdict {
     verdict
 }
 
+const NOT_COMPARED: &str = "not every rank compared every iteration";
+
+fn compared_all(ranks: &[RankResult], case: &Case) -> bool {
+    ranks.len() == case.world && ranks.iter().all(|rank| rank.verdict.iterations == case.iters as u64)
+}
+
 /// Where messages were tampered with, all is well but a defect; what has crashed or hangs does not come here.
-fn harmed(result: tokenyard::Result<Vec<RankResult>>) -> Outcome {
-    match result.map(|ranks| verdict_of(&ranks)) {
-        Ok(verdict) if verdict.ok() => Outcome::Right(verdict),
-        Ok(_) => Outcome::Harmed(Harm::Outputs),
+fn harmed(result: tokenyard::Result<Vec<RankResult>>, case: &Case) -> Outcome {
+    match result {
+        Ok(ranks) if !compared_all(&ranks, case) => Outcome::Wrong(vec![NOT_COMPARED.to_string()]),
+        Ok(ranks) => match verdict_of(&ranks) {
+            verdict if verdict.ok() => Outcome::Right(verdict),
+            _ => Outcome::Harmed(Harm::Outputs),
+        },
         Err(error @ (Error::Device { .. } | Error::Config { .. } | Error::Argument { .. })) => {
             Outcome::Wrong(vec![error.to_string()])
         }
