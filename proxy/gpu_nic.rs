@@ -34,25 +34,24 @@
 //!    └─▶ the model's end passed? ─▶ Sent
 //! ```
 
-mod address;
 mod engine;
 mod overhead;
 mod seat;
 
 use crate::base::{Error, Rank, Result, wait};
 use crate::kernels::{Device, DeviceKind};
+use crate::transport::address::{Address, number};
 use crate::transport::imm::{ImmValue, MAX_NICS, MAX_RANKS};
 use crate::transport::link::{
     DeviceNeeds, Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, Transport, WriteImm,
 };
 use crate::transport::regions::{Regions, fits};
 use crate::transport::sim::LinkModel;
-use address::Address;
 use engine::{Engine, GPU_BLOCKS, SLOTS, stuck};
 pub use overhead::overhead;
 use seat::{Content, Mail, Seat, lock};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -81,12 +80,6 @@ impl std::fmt::Debug for GpuNetwork {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "GpuNetwork({} ranks, {} NICs of {:?})", self.shared.seats.len(), self.shared.nics, self.shared.model)
     }
-}
-
-/// Numbers networks and endpoints of this process: none is used twice.
-fn number() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl GpuNetwork {

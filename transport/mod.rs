@@ -4,8 +4,8 @@
 //! collectives carry configurations, addresses and file descriptors while a context is built, and it
 //! watches for peers that die. `memory` maps the arenas of node peers, through which kernels then store
 //! rows without any call into this layer. For worlds of several nodes, `link` is the trait that every
-//! network keeps, `imm` its 32-bit immediates, and `sim` a network in memory that lies about order; what
-//! would post to it (the proxy) is not connected yet.
+//! network keeps, `imm` its 32-bit immediates, and `sim` a network in memory that lies about order, to
+//! which proxies post; endpoints of one process tell each other their `address`.
 //!
 //! Threads: collectives run on the caller's thread (or host fiber) and wait through `base::wait`. In a
 //! world of processes, one background thread per process owns all sockets.
@@ -30,6 +30,7 @@ pub mod link;
 pub mod memory;
 pub mod sim;
 
+pub(crate) mod address;
 mod admit;
 pub mod bootstrap;
 mod conn;

@@ -18,7 +18,6 @@
 //!                                                └──▶ bytes move (memory.rs)
 //! ```
 
-mod address;
 mod config;
 mod counts;
 mod memory;
@@ -33,10 +32,10 @@ pub use config::{Clock, DeadPeers, LinkModel, SimConfig};
 pub use counts::Counts;
 pub use process::{ProcessEndpoint, Refused};
 
+use super::address::{self, Address};
 use super::imm::MAX_RANKS;
 use super::link::{DeviceNeeds, Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use crate::base::{Error, Rank, Result};
-use address::Address;
 use seat::Pending;
 use state::State;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -89,7 +88,7 @@ impl Network {
             return Err(Error::Config { name: "ranks", value: ranks.to_string(), advice });
         }
         let shared = Shared {
-            number: address::network_number(),
+            number: address::number(),
             ranks,
             nics: config.nics.len(),
             clock: config.clock,

@@ -1,6 +1,5 @@
 //! The whole network, under its one lock: who is there, and what is asked of it. What moves is in `traffic.rs`.
 
-use super::address::Address;
 use super::config::{DeadPeers, SimConfig};
 use super::counts::Counts;
 use super::memory::Source;
@@ -8,6 +7,7 @@ use super::random::Random;
 use super::seat::{Lane, Miss, Pending, Port, Seat, Slot};
 use super::traffic::{Cargo, Due, Flight, Step};
 use crate::base::{Rank, Result};
+use crate::transport::address::Address;
 use crate::transport::link::{Posted, RegionId, Released, WriteImm};
 use std::collections::BinaryHeap;
 

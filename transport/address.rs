@@ -1,44 +1,46 @@
-//! What endpoints tell each other: little end first, versioned, its length checked, with a checksum.
+//! What endpoints of one process tell each other: little end first, versioned, its length checked, with a checksum. Of the
+//! simulated network and of emulated NICs; which network it is, the number says.
 //!
 //! ```text
-//! byte  0      4        8        16   24    28    32       34    40               40+8n
-//!       magic  version  network  key  rank  nics  regions  zero  bytes of each …  checksum
+//! byte  0      4        8        16   24    28    32    36       38    40               40+8n
+//!       magic  version  network  key  rank  zero  nics  regions  zero  bytes of each …  checksum
 //! ```
 //!
-//! Place: while a context is built, on the proxy's thread.
+//! Place: while a context is built, on the caller's or the proxy's thread.
 
 use crate::base::Rank;
 use crate::base::checksum::fnv1a;
 
-const MAGIC: [u8; 4] = *b"tyGN";
+const MAGIC: [u8; 4] = *b"tyEP";
 const VERSION: u32 = 1;
 const HEAD: usize = 40;
 const SUM: usize = 8;
 
 /// An endpoint as its peers know it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Address {
+pub(crate) struct Address {
     /// Which network of this process.
-    pub network: u64,
+    pub(crate) network: u64,
     /// Which endpoint, since which reset; never used twice.
-    pub key: u64,
-    pub rank: Rank,
-    pub nics: u32,
+    pub(crate) key: u64,
+    pub(crate) rank: Rank,
+    pub(crate) nics: u32,
     /// Lengths of the registered spans; 0 of one that was taken back.
-    pub regions: Vec<u64>,
+    pub(crate) regions: Vec<u64>,
 }
 
 impl Address {
-    pub fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEAD + 8 * self.regions.len() + SUM);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
         out.extend(self.network.to_le_bytes());
         out.extend(self.key.to_le_bytes());
         out.extend(self.rank.0.to_le_bytes());
+        out.extend([0; 4]);
         out.extend(self.nics.to_le_bytes());
         out.extend((self.regions.len() as u16).to_le_bytes());
-        out.extend([0; 6]);
+        out.extend([0; 2]);
         self.regions.iter().for_each(|bytes| out.extend(bytes.to_le_bytes()));
         let sum = fnv1a(&out);
         out.extend(sum.to_le_bytes());
@@ -46,10 +48,10 @@ impl Address {
     }
 
     /// What is wrong with the bytes, if anything.
-    pub fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
         let body = bytes.len().checked_sub(SUM).filter(|body| *body >= HEAD).ok_or("is too short")?;
         if bytes[..4] != MAGIC {
-            return Err("is not of an emulated NIC");
+            return Err("is not of an endpoint of this process");
         }
         if read_u32(bytes, 4) != Some(VERSION) {
             return Err("is of another version");
@@ -57,7 +59,7 @@ impl Address {
         if read_u64(bytes, body) != Some(fnv1a(&bytes[..body])) {
             return Err("has a wrong checksum");
         }
-        let regions = usize::from(u16::from_le_bytes([bytes[32], bytes[33]]));
+        let regions = usize::from(u16::from_le_bytes([bytes[36], bytes[37]]));
         if body != HEAD + 8 * regions {
             return Err("has a wrong length");
         }
@@ -66,7 +68,7 @@ impl Address {
                 network: read_u64(bytes, 8)?,
                 key: read_u64(bytes, 16)?,
                 rank: Rank(read_u32(bytes, 24)?),
-                nics: read_u32(bytes, 28)?,
+                nics: read_u32(bytes, 32)?,
                 regions: (0..regions).map(|at| read_u64(bytes, HEAD + 8 * at)).collect::<Option<_>>()?,
             })
         };
@@ -80,6 +82,13 @@ fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
 
 fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
+}
+
+/// A number that no other network, or endpoint, of this process has.
+pub(crate) fn number() -> u64 {
+    use std::sync::atomic::{AtomicU64, Ordering};
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 #[cfg(test)]
