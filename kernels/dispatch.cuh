@@ -59,7 +59,7 @@ template <bool far> TY_DEVICE Teams teams_of(const Context auto &c, u32 phases, 
     u32 listening = (counted_words(c) * c.ranks + warp_size - 1) / warp_size;
     return {warps - smaller(larger(listening, warps / 2), warps - larger(warps / 4, 1)), 0};
   }
-  bool half = has_few_blocks(c) && (far || c.node_ranks <= 2);
+  bool half = quantization(c) != TY_QUANTIZE_NONE || (has_few_blocks(c) && (far || c.node_ranks <= 2));
   return {half ? warps / 2 : larger(warps / 4, 1), 0};
 }
 
