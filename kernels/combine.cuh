@@ -2,7 +2,7 @@
 // home's rail in this node, and home adds.
 //
 //   Cs  flag to every rank of the node (and the weights, if they come with combine)
-//       block per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot -> tag (N4)
+//       block per (source, token): sum over this rank's choices, top-k order, fp32 fmaf -> owner's slot (N4)
 //       rail, block per (served home, row): the node's partial rows in rank order -> a row in wire staging -> doorbell
 //       (a rank that is alone in its node: its partial row is that sum, and goes there at once)
 //   Cr  every block: flags of the node's ranks
@@ -123,21 +123,25 @@ TY_DEVICE bool gather_token(const CombineArgs auto &a, Terms &terms, const Wave 
   u32 own_rows = popcount64(parts.present);
   list = {0, own_rows, own_rows};
   if (far) list = list_sums(a, terms, wave, token, own_rows);
-  bool failed = partials_fail(c, terms, list.own, wave.epoch, 0, n, parts);
+  bool failed = partials_fail<far>(c, terms, list.own, wave.epoch, 0, n, parts);
   // What comes last is waited for last, so that nothing but the sum is left to do behind it.
   if (far) failed |= sums_fail(a, wave, token);
   return gathered(failed);
 }
 
-// A token's sum over nodes, in node order: of listed rows, stored in the output. By a warp.
+// A token's sum over nodes, in node order: of listed rows, stored in the output. By a warp. False once a deadline
+// passed.
 template <typename Partial, bool far>
-TY_DEVICE void sum_token(const CombineArgs auto &a, const Terms &terms, const HomeRows &list, u32 token,
+TY_DEVICE bool sum_token(const CombineArgs auto &a, const Terms &terms, const HomeRows &list, u32 token,
                          const Columns &columns) {
   const auto &c = a.context;
   constexpr u32 groups = groups_at_home<Partial>;
   using Group = Floats<Partial::group>;
   char *out = pointer<char>(a.out) + token * a.out_pitch;
-  for (u32 g = columns.begin + lane_index(); g < columns.end; g += groups * warp_size) {
+  bool arrives = arrive<far>(c), well = true;
+  // Lanes meet in clear_terms.
+  u32 end = arrives ? last_turn<Partial>(columns) : columns.end;
+  for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {}, own[groups] = {};
     auto add = [&](u32 i, const Group &row, u32 n) {
       if (far && n == list.after) add_to(sums[i], own[i]);
@@ -145,7 +149,8 @@ TY_DEVICE void sum_token(const CombineArgs auto &a, const Terms &terms, const Ho
       else add_to(sums[i], row);
     };
     // One run over all nodes' rows, so that those of several are loaded together.
-    add_terms<Partial, rows_at_home, groups, Partial::group>(c, terms, list.count, g, columns.end, add);
+    well &=
+        add_terms<Partial, rows_at_home, groups, Partial::group>(c, terms, list.count, g, columns.end, arrives, add);
     for (u32 i = 0; list.after == list.count && i < groups; ++i) add_to(sums[i], own[i]);
     for (u32 i = 0; a.accumulate && i < groups && g + i * warp_size < columns.end; ++i) {
       Group old = load_out<Partial::group>(a, out, g + i * warp_size);
@@ -153,7 +158,10 @@ TY_DEVICE void sum_token(const CombineArgs auto &a, const Terms &terms, const Ho
       sums[i] = old;
     }
     for (u32 i = 0; i < groups && g + i * warp_size < columns.end; ++i) store_out(a, out, g + i * warp_size, sums[i]);
+    if (arrives) clear_terms<Partial, groups, Partial::group>(c, terms, list.count, g, columns.end);
   }
+  warp_barrier(); // the list is read
+  return !arrives || warp_ballot(!well) == 0;
 }
 
 // Sums of all own tokens, behind begin_sums. By warps of a block, so many of them.
@@ -171,9 +179,7 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
       if (!gather_token<far>(a, terms, wave, token, n, Parts{ranks, ranks & ~missing_ranks(c, shared)}, list))
         return false;
     }
-    sum_token<Partial, far>(a, terms, list, token, columns_of<Partial>(c, piece));
-    warp_barrier(); // the list is read
-    return true;
+    return sum_token<Partial, far>(a, terms, list, token, columns_of<Partial>(c, piece));
   });
 }
 
@@ -314,15 +320,22 @@ TY_KERNEL(ty_combine_fp16_fp8_nodes, ty_combine_args) { combine<Fp16, Fp8, true>
 TY_KERNEL(ty_combine_fp32_fp8, ty_combine_args) { combine<Fp32, Fp8, false>(a); }
 TY_KERNEL(ty_combine_fp32_fp8_nodes, ty_combine_args) { combine<Fp32, Fp8, true>(a); }
 
-// Plain calls, by what the experts' rows are: one a choice, or in the token layout one a token.
-template <bool far> using PlainChoices = PlainCombineArgs<far, Plain::nothing_else, TY_LAYOUT_CONTIGUOUS>;
-template <bool far> using PlainTokens = PlainCombineArgs<far, Plain::nothing_else, TY_LAYOUT_TOKEN>;
-template <bool far> using LateChoices = PlainCombineArgs<far, Plain::weighs_late, TY_LAYOUT_CONTIGUOUS>;
-TY_KERNEL(ty_combine_plain, PlainChoices<false>) { combine<Bf16, Bf16, false>(a); }
-TY_KERNEL(ty_combine_plain_nodes, PlainChoices<true>) { combine<Bf16, Bf16, true>(a); }
-TY_KERNEL(ty_combine_plain_token, PlainTokens<false>) { combine<Bf16, Bf16, false>(a); }
-TY_KERNEL(ty_combine_plain_token_nodes, PlainTokens<true>) { combine<Bf16, Bf16, true>(a); }
-TY_KERNEL(ty_combine_plain_late, LateChoices<false>) { combine<Bf16, Bf16, false>(a); }
-TY_KERNEL(ty_combine_plain_late_nodes, LateChoices<true>) { combine<Bf16, Bf16, true>(a); }
+// Plain calls, by what the experts' rows are, one a choice, or in the token layout one a token; and in one node by
+// whether partial rows arrive.
+enum class Way { arrive, tagged, nodes };
+template <Way way, Plain does, u32 layout>
+using PlainArgs = PlainCombineArgs<way == Way::nodes, does, layout, way == Way::arrive>;
+template <Way way> using PlainChoices = PlainArgs<way, Plain::nothing_else, TY_LAYOUT_CONTIGUOUS>;
+template <Way way> using PlainTokens = PlainArgs<way, Plain::nothing_else, TY_LAYOUT_TOKEN>;
+template <Way way> using LateChoices = PlainArgs<way, Plain::weighs_late, TY_LAYOUT_CONTIGUOUS>;
+TY_KERNEL(ty_combine_plain, PlainChoices<Way::arrive>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_tagged, PlainChoices<Way::tagged>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_nodes, PlainChoices<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_plain_token, PlainTokens<Way::arrive>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_token_tagged, PlainTokens<Way::tagged>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_token_nodes, PlainTokens<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
+TY_KERNEL(ty_combine_plain_late, LateChoices<Way::arrive>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_late_tagged, LateChoices<Way::tagged>) { combine<Bf16, Bf16, false>(a); }
+TY_KERNEL(ty_combine_plain_late_nodes, LateChoices<Way::nodes>) { combine<Bf16, Bf16, true>(a); }
 
 } // namespace ty

@@ -17,6 +17,7 @@ struct Counts {
 
 // Rows to add up, in the order of addition: a warp's.
 struct Terms {
+  u64 senders;           // ranks of the node, of whose rows the list has one each in the order of their bits
   u64 row[TY_MAX_TOP_K]; // addresses
   float weight[TY_MAX_TOP_K];
 };
@@ -305,21 +306,73 @@ template <typename Partial>
 constexpr u32 groups_at_home = smaller(loads_at_home / (rows_at_home * vectors_of<Partial, Partial::group>),
                                        columns_at_home / Partial::group);
 
+// Whether partial rows arrive; between nodes they do not.
+template <bool far> TY_DEVICE bool arrive(const Context auto &c) { return !far && partials_arrive(c); }
+
 // Adds the rows of a list, up to `end`, to sums of groups g, g + 32, ... of a row: one after the other, loaded
-// rows_at_once together, by add(i, group g + 32 i of a row, its number in the list).
+// rows_at_once together, by add(i, group g + 32 i of a row, its number in the list). Rows that arrive, one of each of
+// the list's senders, are waited for: false once a deadline passed, in the lane that saw it.
 template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Add>
-TY_DEVICE void add_terms(const Context auto &c, const Terms &terms, u32 end, u32 g, u32 g_end, Add add) {
+TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32 g, u32 g_end, bool arrives, Add add) {
+  bool well = true;
   for (u32 first = 0; first < end; first += rows_at_once) {
     Raw<T, n> data[rows_at_once][groups];
-    for (u32 r = 0; r < rows_at_once; ++r) {
-      const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
-      for (u32 i = 0; i < groups; ++i) {
-        bool there = first + r < end && g + i * warp_size < g_end;
-        data[r][i] = there ? load_raw<T, n>(row, g + i * warp_size, c.hidden) : Raw<T, n>{};
+    auto load_all = [&](auto load_one) {
+      for (u32 r = 0; r < rows_at_once; ++r) {
+        const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
+        for (u32 i = 0; i < groups; ++i) {
+          bool there = first + r < end && g + i * warp_size < g_end;
+          data[r][i] = there ? load_one(row, g + i * warp_size) : Raw<T, n>{};
+        }
+      }
+    };
+    if (!arrives) {
+      load_all([&](const char *row, u64 at) { return load_raw<T, n>(row, at, c.hidden); });
+    } else {
+      constexpr u32 none = ~0u;
+      u32 missing = none; // a row's number and a group's, one of which a part has not come
+      u64 start = 0;
+      TY_ROLLED
+      for (u32 turn = 1;; ++turn) {
+        const char *row = pointer<const char>(load(&terms.row[missing == none ? 0 : missing / groups]));
+        u64 at = g + missing % groups * warp_size;
+        // Its first word is looked at alone until it is there.
+        if (missing == none || load_relaxed_sys(first_word<T, n>(row, at)) != 0) {
+          load_all([&](const char *row, u64 at) { return look_at_raw<T, n>(row, at, c.hidden); });
+          missing = none;
+          for (u32 r = 0; r < rows_at_once; ++r)
+            for (u32 i = 0; i < groups; ++i)
+              if (first + r < end && g + i * warp_size < g_end &&
+                  !is_whole<T, n>(data[r][i], g + i * warp_size, c.hidden))
+                missing = (first + r) * groups + i;
+          if (missing == none) break;
+        }
+        spin_pause("partial row");
+        if (turn % turns_between_checks != 0) continue;
+        u64 left = load(&terms.senders), epoch = load(&block_shared<LaunchShared>().epoch);
+        TY_ROLLED
+        for (u32 i = 0; i < missing / groups; ++i) left &= left - 1;
+        if (may_wait(c, {TY_SITE_PARTIAL, world_rank(c, lowest_bit(left)), epoch, 0}, turn, start, epoch, 0)) continue;
+        well = false;
+        break;
       }
     }
     for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
       for (u32 i = 0; i < groups; ++i) add(i, widen<T, n>(data[r][i]), first + r);
+  }
+  return well;
+}
+
+// Leaves zeros in groups g, g + 32, ... of a list of rows that have arrived. By a warp.
+template <typename T, u32 groups, u32 n>
+TY_DEVICE void clear_terms(const Context auto &c, const Terms &terms, u32 count, u32 g, u32 g_end) {
+  // Lanes that share a scale have all looked at it.
+  if (lanes_share_blocks<T>) warp_barrier();
+  TY_ROLLED
+  for (u32 r = 0; r < count; ++r) {
+    char *row = pointer<char>(load(&terms.row[r]));
+    for (u32 i = 0; i < groups; ++i)
+      if (g + i * warp_size < g_end) clear_raw<T, n>(row, g + i * warp_size, c.hidden);
   }
 }
 
@@ -381,20 +434,21 @@ TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 s
   return popcount(here);
 }
 
-// Stores the sums of groups g, g + 32, ... of a partial row. By a warp.
+// Stores the sums of groups g, g + 32, ... of a partial row, which `arrives` or not. By a warp.
 template <typename Partial, u32 groups>
 TY_DEVICE void store_partials(const Context auto &c, char *out, u32 g, u32 g_end,
-                              const Floats<Partial::group> (&sums)[groups]) {
+                              const Floats<Partial::group> (&sums)[groups], bool arrives) {
   for (u32 i = 0; i < groups; ++i) {
     bool there = g + i * warp_size < g_end;
     if (!there && !lanes_share_blocks<Partial>) return;
-    store_partial<Partial>(out, g + i * warp_size, there, c.hidden, sums[i]);
+    store_partial<Partial>(out, g + i * warp_size, there, c.hidden, sums[i], arrives);
   }
 }
 
-// The sum of a list of this rank's rows, stored at `out`. By a warp.
+// The sum of a list of this rank's rows, stored at `out`, where it `arrives` or not. By a warp.
 template <typename Row, typename Partial>
-TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count, const Columns &columns, char *out) {
+TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count, const Columns &columns, char *out,
+                        bool arrives) {
   const auto &c = a.context;
   constexpr u32 groups = groups_at_expert<Row, Partial>;
   using Group = Floats<Partial::group>;
@@ -409,8 +463,8 @@ TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count
         for (u32 j = 0; j < Partial::group; ++j) sums[i].v[j] = fma_rn(weight, y.v[j], sums[i].v[j]);
       }
     };
-    add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, add);
-    store_partials<Partial>(c, out, g, columns.end, sums);
+    add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, false, add);
+    store_partials<Partial>(c, out, g, columns.end, sums, arrives);
   }
 }
 
@@ -428,12 +482,13 @@ struct HeldTags {
 // Of whole rows, as measured best (docs/performance.md, "Large calls").
 constexpr u32 most_held_tags = 2;
 
-// By a warp, behind is_row_whole of each.
-TY_DEVICE void raise_tags(HeldTags &held, u64 epoch) {
+// By a warp, behind is_row_whole of each. Of rows that arrive there are none; the fence orders nothing then, but a warp
+// that waits for it sends nothing, and so its multiprocessor has no more under way than links take.
+template <bool far> TY_DEVICE void raise_tags(const Context auto &c, HeldTags &held, u64 epoch) {
   if (held.count == 0) return;
   // N4: all pieces' stores happen before this fence; wait_tag(TY_SITE_PARTIAL) acquires.
   fence_acq_rel_sys();
-  if (lane_index() < held.count) store_relaxed_sys(held.own, epoch);
+  if (!arrive<far>(c) && lane_index() < held.count) store_relaxed_sys(held.own, epoch);
   held.count = 0;
 }
 
@@ -445,7 +500,7 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
   const auto &c = a.context;
   u64 call = wave.call;
   // Nothing that is there waits for another rank's weights.
-  if (weighs_late(c)) raise_tags(held, wave.epoch);
+  if (weighs_late(c)) raise_tags<far>(c, held, wave.epoch);
   if (!wait_weights(c, call, source)) return false;
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];
@@ -463,13 +518,18 @@ TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Co
     Range range = rail_rows(a, wave, owner.part - 1);
     rows = range.end - range.first;
   }
-  sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out);
+  sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out, arrive<far>(c));
+  if (arrive<far>(c)) {
+    warp_barrier(); // the list is read
+    if (piece.parts == row_parts && ++held.count == most_held_tags) raise_tags<far>(c, held, wave.epoch);
+    return true;
+  }
   if (!is_row_whole(counts, row, piece)) return true;
   if (sums) return count_sum(c, wave, owner.part - 1, rows, n), true;
   if (lane_index() == held.count)
     held.own = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place;
   ++held.count;
-  if (piece.parts != row_parts || held.count == most_held_tags) raise_tags(held, wave.epoch);
+  if (piece.parts != row_parts || held.count == most_held_tags) raise_tags<far>(c, held, wave.epoch);
   return true;
 }
 
@@ -536,7 +596,7 @@ TY_DEVICE bool send_partials(const CombineArgs auto &a, CombineShared &shared, c
                                            shuffle(looked.place, lane), row, piece, held);
   };
   if (!share_out(c, &counts.taken, team.warps, numbers, !own, there, carry)) return false;
-  raise_tags(held, wave.epoch);
+  if (!arrive<far>(c)) raise_tags<far>(c, held, wave.epoch);
   return true;
 }
 
@@ -548,11 +608,13 @@ struct Parts {
   u64 present;
 };
 
-// Lists the partial rows of a wave's token in rank order, from place `at` on, a rank a lane, and waits for them: the
-// calling lane's share of both. True once a deadline passed.
+// Lists the partial rows of a wave's token in rank order, from place `at` on, a rank a lane, and waits for them, unless
+// they arrive: the calling lane's share of both. True once a deadline passed.
+template <bool far>
 TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
                              const Parts &parts) {
   bool failed = false;
+  if (arrive<far>(c) && lane_index() == 0) store(&terms.senders, parts.present);
   TY_ROLLED
   for (u32 first = 0; first < c.node_ranks; first += warp_size) {
     u32 rank = first + lane_index();
@@ -561,6 +623,7 @@ TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 ep
     u64 place = static_cast<u64>(token) * c.slots + popcount64(bits_below(parts.ranks, rank));
     store(&terms.row[at + popcount64(bits_below(parts.present, rank))],
           reinterpret_cast<u64>(rows + place * c.partial_bytes));
+    if (arrive<far>(c)) continue;
     const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
     failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
   }

@@ -103,7 +103,7 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
   u64 ranks = load(rail_masks(c, a.handle, j) + range.first + row);
   Parts parts{ranks, ranks & ~missing_ranks(c, shared)};
   Terms &terms = shared.terms[warp_index()];
-  if (!gathered(partials_fail(c, terms, 0, wave.epoch, 1 + j, row, parts))) return false;
+  if (!gathered(partials_fail<true>(c, terms, 0, wave.epoch, 1 + j, row, parts))) return false;
   u32 count = popcount64(parts.present);
   char *out = sum_in_message(c, wave, j, row);
   constexpr u32 groups = groups_at_rail<Partial>;
@@ -113,8 +113,8 @@ TY_DEVICE bool pack_sum(const CombineArgs auto &a, CombineShared &shared, const 
   for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {};
     auto add = [&](u32 i, const Group &part, u32) { add_to(sums[i], part); };
-    add_terms<Partial, rows_at_rail, groups, Partial::group>(c, terms, count, g, columns.end, add);
-    store_partials<Partial>(c, out, g, columns.end, sums);
+    add_terms<Partial, rows_at_rail, groups, Partial::group>(c, terms, count, g, columns.end, false, add);
+    store_partials<Partial>(c, out, g, columns.end, sums, false);
   }
   if (is_row_whole(shared.sums, counted, piece)) count_sum(c, wave, j, rows, row);
   return true;

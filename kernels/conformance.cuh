@@ -27,14 +27,15 @@ typedef struct ty_conformance_args {
   uint64_t arithmetic;  // out, uint32_t[triple_count][5]: fma_rn(x, y, z), add_rn, mul_rn, div_rn and the larger
                         // magnitude of x and y
   uint64_t threads;     // out, uint32_t[128][35] by block * 64 + thread; the words are named below
-  uint64_t vectors;     // out, uint32_t[2][128][4], aligned to 16: input line t % 4; the same by way of shared memory
-  uint64_t stores8;     // out, uint64_t[128]: 0x100000001 * t + 7
-  uint64_t stores2;     // out, uint16_t[128]: 257 * t + 3
-  uint64_t stores1;     // out, uint8_t[128]: 255 - t
-  uint64_t messages;    // out, uint32_t[16], zeroed by the host; see messages()
-  uint64_t rows;        // const uint16_t[row_count][TY_CONFORMANCE_COLUMNS], aligned to 16: bf16 rows
-  uint64_t quantized;   // out, uint32_t[2][row_count][TY_CONFORMANCE_QUANTIZED_WORDS]: e4m3, then words of fp32 or of
-                        // UE8M0 scales; what is behind those is untouched
+  uint64_t vectors;   // out, uint32_t[3][128][4], aligned to 16: input line t % 4; the same by way of shared memory; by
+                      // relaxed accesses
+  uint64_t stores8;   // out, uint64_t[128]: 0x100000001 * t + 7
+  uint64_t stores2;   // out, uint16_t[128]: 257 * t + 3
+  uint64_t stores1;   // out, uint8_t[128]: 255 - t
+  uint64_t messages;  // out, uint32_t[16], zeroed by the host; see messages()
+  uint64_t rows;      // const uint16_t[row_count][TY_CONFORMANCE_COLUMNS], aligned to 16: bf16 rows
+  uint64_t quantized; // out, uint32_t[2][row_count][TY_CONFORMANCE_QUANTIZED_WORDS]: e4m3, then words of fp32 or of
+                      // UE8M0 scales; what is behind those is untouched
   uint32_t float_count;
   uint32_t triple_count;
   uint32_t row_count;
@@ -165,6 +166,8 @@ TY_DEVICE void shared_memory(const ty_conformance_args &a, u32 *row) {
   prefetch(at<const u8>(a.input), 64); // which nothing shows but that the load behind it is right
   const Vec16 line = load16(at<const u8>(a.input) + 16 * (t % 4));
   store16(at<u8>(a.vectors) + 16 * t, line);
+  store16_relaxed_sys(at<u8>(a.vectors) + 16 * (2 * TY_CONFORMANCE_THREADS + t),
+                      load16_relaxed_sys(at<const u8>(a.input) + 16 * (t % 4)));
   store16(&shared.lines[thread], line);
   store(&shared.by_block[thread], 3 * thread + 1);
   if (thread == 0) store(&shared.counter, 0u);

@@ -2,7 +2,8 @@
 // experts; Dr places the rows expert by expert.
 //
 //   Ds  block b: META of (tile, rank) pairs b, b + blocks, ... -> META words     a quarter of the warps, or half where
-//       rows or blocks are few (teams_of): rows -> inbox[me][token] on each other rank -> tags (release, N2)
+//       rows or blocks are few, or rows are quantised (teams_of): rows -> inbox[me][token] on each other rank -> tags
+//       (release, N2)
 //   Dr  the other warps, and of many rows those that have sent: counts of all sources -> starts of all segments
 //       warp per (source, token), or a part of its row: META words, tag (acquire) -> copies to final positions ->
 //       handle
@@ -50,6 +51,7 @@ template <bool far> TY_DEVICE u32 senders_apart(const Context auto &c, u32 phase
 
 // Few rows leave sooner by many warps. Many are held up by the links, and their receivers by memory; but where blocks
 // are few, both are held up by what a block can store, unless there are so many ranks that the links are scarce again.
+// Rows that are quantised on the way take their warps longer than any link.
 template <bool far> TY_DEVICE Teams teams_of(const Context auto &c, u32 phases, u32 tokens) {
   u32 warps = block_warps();
   if (!(phases & TY_PHASE_RECEIVE) || (!(phases & TY_PHASE_SEND) && !far) || warps < 2) return {0, 0};

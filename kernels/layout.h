@@ -109,6 +109,9 @@
 // takes the other's place.
 #define TY_RECORDS 6
 
+// Blocks of which there are few: see has_few_blocks in kernels/wire.cuh.
+#define TY_FEW_BLOCKS 48
+
 // Stages of a kernel: when a block came to the end of each. See struct ty_context: stats.
 #define TY_STAGE_BEGIN 0
 #define TY_STAGE_PUBLISHED 1 // dispatch: META and heads of messages; combine: flags and weights
@@ -160,7 +163,7 @@ typedef struct ty_regions {
   ty_region meta_choices; // [parity][source][token][top_k]: 0 not here, else 1 + (position << 11 | local expert)
   ty_region meta_weights; // [parity][source][token][top_k]: bits of a float, where the choice is here
   ty_region partials;     // [part][token][slot] rows of partial_bytes; part 0: own tokens, 1 + j: of served home j
-  ty_region partial_tags; // [part][token][slot] uint64 epoch
+  ty_region partial_tags; // [part][token][slot] uint64 epoch, unless they arrive
   ty_region combine_flags; // [parity][local rank] uint64 flag
   ty_region ahead_weights; // [parity][source][token][top_k] float: weights that come with combine
   ty_region ahead_flags;   // [parity][source] uint64 flag: they are there

@@ -55,13 +55,61 @@ template <typename T, u32 n> TY_DEVICE bool is_within(u64 g, u32 i, u32 columns)
   return T::bytes < 4 || i == 0 || g * n + i * (sizeof(Vec16) / T::bytes) < columns;
 }
 
+// Calls vector(i, offset) for the 16-byte vectors of group g of a row of `columns` elements.
+template <typename T, u32 n, typename Vector> TY_DEVICE void each_vector(u64 g, u32 columns, Vector vector) {
+  for (u32 i = 0; i < vectors_of<T, n>; ++i)
+    if (is_within<T, n>(g, i, columns)) vector(i, (g * vectors_of<T, n> + i) * sizeof(Vec16));
+}
+
 // Loads group g of a row of `columns` elements.
 template <typename T, u32 n> TY_DEVICE Raw<T, n> load_raw(const char *row, u64 g, u32 columns) {
   Raw<T, n> raw{};
-  for (u32 i = 0; i < vectors_of<T, n>; ++i)
-    if (is_within<T, n>(g, i, columns)) raw.part[i] = load16(row + (g * vectors_of<T, n> + i) * sizeof(Vec16));
+  each_vector<T, n>(g, columns, [&](u32 i, u64 offset) { raw.part[i] = load16(row + offset); });
   if constexpr (T::bytes == Fp8::bytes) raw.scale = load(partial_scales(row, columns) + g * n / Fp8::block);
   return raw;
+}
+
+// ---- rows that arrive ----------------------------------------------------------------------------------------
+//
+// A row that another rank stores while it is looked at: a word of it that is 0 has not come yet. So its stores need no
+// fence and no tag behind them, and whoever reads it leaves zeros for the next. Sums have no such words: +0 goes as -0,
+// which adds up to the same. (What is added up begins with +0.)
+
+// Stores words of a sum, in a row that `arrives` or in another.
+TY_DEVICE void store_words(char *at, Vec16 data, bool arrives) {
+  if (!arrives) return store16(at, data);
+  for (u32 w = 0; w < 4; ++w) data.w[w] = data.w[w] == 0 ? 1u << 31 : data.w[w];
+  store16_relaxed_sys(at, data);
+}
+
+// The same as load_raw, of a row that arrives.
+template <typename T, u32 n> TY_DEVICE Raw<T, n> look_at_raw(const char *row, u64 g, u32 columns) {
+  Raw<T, n> raw{};
+  each_vector<T, n>(g, columns, [&](u32 i, u64 offset) { raw.part[i] = load16_relaxed_sys(row + offset); });
+  if constexpr (T::bytes == Fp8::bytes) raw.scale = load_relaxed_sys(partial_scales(row, columns) + g * n / Fp8::block);
+  return raw;
+}
+
+template <typename T, u32 n> TY_DEVICE const u32 *first_word(const char *row, u64 g) {
+  return reinterpret_cast<const u32 *>(row + g * vectors_of<T, n> * sizeof(Vec16));
+}
+
+// Whether all of it has come.
+template <typename T, u32 n> TY_DEVICE bool is_whole(const Raw<T, n> &raw, u64 g, u32 columns) {
+  bool whole = true;
+  each_vector<T, n>(g, columns, [&](u32 i, u64) {
+    for (u32 w = 0; w < 4; ++w) whole &= raw.part[i].w[w] != 0;
+  });
+  if constexpr (T::bytes == Fp8::bytes) whole &= same_bits<u32>(raw.scale) != 0;
+  return whole;
+}
+
+// Leaves zeros where it was. Lanes that share a block have all looked at its scale.
+template <typename T, u32 n> TY_DEVICE void clear_raw(char *row, u64 g, u32 columns) {
+  each_vector<T, n>(g, columns, [&](u32, u64 offset) { store16(row + offset, Vec16{}); });
+  if constexpr (T::bytes == Fp8::bytes) {
+    if (g % block_vectors == 0) store(partial_scales(row, columns) + g / block_vectors, 0.0f);
+  }
 }
 
 template <typename T, u32 n> TY_DEVICE Floats<n> widen(const Raw<T, n> &raw) {
@@ -89,7 +137,8 @@ template <typename T, u32 n> TY_DEVICE Floats<n> load_group(const char *row, u64
 }
 
 // Stores group g of a row of `columns` elements of 2 or 4 bytes.
-template <typename T, u32 n> TY_DEVICE void store_group(char *row, u64 g, u32 columns, const Floats<n> &in) {
+template <typename T, u32 n>
+TY_DEVICE void store_group(char *row, u64 g, u32 columns, const Floats<n> &in, bool arrives = false) {
   constexpr u32 each = sizeof(Vec16) / T::bytes;
   for (u32 i = 0; i < vectors_of<T, n>; ++i) {
     if (!is_within<T, n>(g, i, columns)) return;
@@ -98,22 +147,25 @@ template <typename T, u32 n> TY_DEVICE void store_group(char *row, u64 g, u32 co
       if constexpr (T::bytes == 4) data.w[w] = same_bits<u32>(in.v[i * each + w]);
       else data.w[w] = T::narrow(in.v[i * each + 2 * w]) | T::narrow(in.v[i * each + 2 * w + 1]) << 16;
     }
-    store16(row + (g * vectors_of<T, n> + i) * sizeof(Vec16), data);
+    store_words(row + (g * vectors_of<T, n> + i) * sizeof(Vec16), data, arrives);
   }
 }
 
 // Stores group g of a partial row, where it is `there`. By a warp, whose lanes hold consecutive groups from the start
 // of a block on; a block is there as a whole or not at all.
 template <typename T>
-TY_DEVICE void store_partial(char *row, u64 g, bool there, u32 columns, const Floats<T::group> &in) {
+TY_DEVICE void store_partial(char *row, u64 g, bool there, u32 columns, const Floats<T::group> &in, bool arrives) {
   if constexpr (T::bytes == Fp8::bytes) {
     auto at = [&](u32 i) { return in.v[i]; };
     BlockScale scale = scale_of(TY_QUANTIZE_F32, amax_of(at));
     if (!there) return;
-    store16(row + g * sizeof(Vec16), to_e4m3(at, scale.inverse));
-    if (g % block_vectors == 0) store(partial_scales(row, columns) + g / block_vectors, same_bits<float>(scale.bits));
+    store_words(row + g * sizeof(Vec16), to_e4m3(at, scale.inverse), arrives);
+    if (g % block_vectors != 0) return;
+    float *scales = partial_scales(row, columns) + g / block_vectors, value = same_bits<float>(scale.bits);
+    if (arrives) store_relaxed_sys(scales, value);
+    else store(scales, value);
   } else if (there) {
-    store_group<T, T::group>(row, g, columns, in);
+    store_group<T, T::group>(row, g, columns, in, arrives);
   }
 }
 

@@ -24,12 +24,12 @@ concept CombineArgs = requires(const T &a) {
 // What a plain call does that not all do.
 enum class Plain { nothing_else, quantizes, weighs_late };
 
-// Calls are one launch, of both phases. `far`: of a world of several nodes.
-template <bool far, Plain does> struct PlainContext : ty_context {
+// Calls are one launch, of both phases. `far`: of a world of several nodes. `arrive`: as partials_arrive.
+template <bool far, Plain does, bool arrive = false> struct PlainContext : ty_context {
   static constexpr u32 waves = 1, free_flags = 0;
   static constexpr u64 stats = 0, rank_names = 0;
 };
-template <Plain does> struct PlainContext<false, does> : PlainContext<true, does> {
+template <Plain does, bool arrive> struct PlainContext<false, does, arrive> : PlainContext<true, does, arrive> {
   static constexpr u32 nodes = 1, node = 0, node_first = 0;
 };
 
@@ -49,15 +49,15 @@ static_assert(__builtin_offsetof(SomeDispatchArgs, output) == __builtin_offsetof
               "the same bytes");
 
 // Of bf16 rows and sums.
-template <bool far, Plain does, u32 is_layout> struct PlainCombineArgs {
-  PlainContext<far, does> context;
+template <bool far, Plain does, u32 is_layout, bool arrive> struct PlainCombineArgs {
+  PlainContext<far, does, arrive> context;
   ty_handle handle;
   u64 rows, rows_pitch, topk_weight, out, out_pitch;
   u32 unused[6];
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, wave = 0;
 };
-using SomeCombineArgs = PlainCombineArgs<false, Plain::nothing_else, 0>;
+using SomeCombineArgs = PlainCombineArgs<false, Plain::nothing_else, 0, true>;
 static_assert(sizeof(SomeCombineArgs) == sizeof(ty_combine_args), "the same bytes");
 static_assert(__builtin_offsetof(SomeCombineArgs, out_pitch) == __builtin_offsetof(ty_combine_args, out_pitch),
               "the same bytes");
@@ -66,32 +66,50 @@ static_assert(__builtin_offsetof(SomeCombineArgs, out_pitch) == __builtin_offset
 
 // Whether homes of experts are reckoned.
 TY_DEVICE bool is_even(const ty_context &c) { return c.even_experts != 0; }
-template <Plain does> TY_DEVICE constexpr bool is_even(const PlainContext<true, does> &) { return true; }
+template <Plain does, bool arrive> TY_DEVICE constexpr bool is_even(const PlainContext<true, does, arrive> &) {
+  return true;
+}
 
 // What rows become as they are sent: TY_QUANTIZE_*.
 TY_DEVICE u32 quantization(const ty_context &c) { return c.quantize; }
-template <Plain does> TY_DEVICE u32 quantization(const PlainContext<true, does> &c) {
+template <Plain does, bool arrive> TY_DEVICE u32 quantization(const PlainContext<true, does, arrive> &c) {
   if (does != Plain::quantizes) return TY_QUANTIZE_NONE;
   return c.quantize == TY_QUANTIZE_UE8M0 ? TY_QUANTIZE_UE8M0 : TY_QUANTIZE_F32;
 }
 
 // Whether weights come with combine.
 TY_DEVICE bool weighs_late(const ty_context &c) { return c.weights == TY_WEIGHTS_COMBINE; }
-template <Plain does> TY_DEVICE constexpr bool weighs_late(const PlainContext<true, does> &) {
+template <Plain does, bool arrive> TY_DEVICE constexpr bool weighs_late(const PlainContext<true, does, arrive> &) {
   return does == Plain::weighs_late;
 }
 
+// Whether partial rows arrive as they are stored (numbers.cuh): there are no tags for them then. In one node, of few
+// tokens.
+TY_DEVICE bool partials_arrive(const ty_context &c) { return c.regions.partial_tags.source_stride == 0; }
+template <Plain does, bool arrive> TY_DEVICE constexpr bool partials_arrive(const PlainContext<true, does, arrive> &) {
+  return arrive;
+}
+
 TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
-template <Plain does> TY_DEVICE constexpr bool spans_nodes(const PlainContext<true, does> &) { return true; }
-template <Plain does> TY_DEVICE constexpr bool spans_nodes(const PlainContext<false, does> &) { return false; }
+template <Plain does, bool arrive> TY_DEVICE constexpr bool spans_nodes(const PlainContext<true, does, arrive> &) {
+  return true;
+}
+template <Plain does, bool arrive> TY_DEVICE constexpr bool spans_nodes(const PlainContext<false, does, arrive> &) {
+  return false;
+}
 
 // Whether combine looks up its first rows before it knows which epoch it is: there is nothing else that says which they
 // are.
 TY_DEVICE constexpr bool looks_ahead(const ty_context &) { return false; }
-template <Plain does> TY_DEVICE constexpr bool looks_ahead(const PlainContext<false, does> &) { return true; }
+template <Plain does, bool arrive> TY_DEVICE constexpr bool looks_ahead(const PlainContext<false, does, arrive> &) {
+  return true;
+}
 
 // Whether a rank of the world is of this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
-template <Plain does> TY_DEVICE constexpr bool is_node_peer(const PlainContext<false, does> &, u32) { return true; }
+template <Plain does, bool arrive>
+TY_DEVICE constexpr bool is_node_peer(const PlainContext<false, does, arrive> &, u32) {
+  return true;
+}
 
 } // namespace ty

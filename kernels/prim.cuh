@@ -129,6 +129,20 @@ TY_DEVICE Vec16 load16(const void *p) {
   return Vec16{{v.x, v.y, v.z, v.w}};
 }
 TY_DEVICE void store16(void *p, Vec16 v) { *static_cast<uint4 *>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
+// The same of memory that other ranks access meanwhile: each word by itself is seen whole, in no order.
+TY_DEVICE Vec16 load16_relaxed_sys(const void *p) {
+  Vec16 v;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+               : "l"(__cvta_generic_to_global(p))
+               : "memory");
+  return v;
+}
+TY_DEVICE void store16_relaxed_sys(void *p, Vec16 v) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]),
+               "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+               : "memory");
+}
 
 // Brings global memory, [p, p + bytes), near (into L2), for loads that come soon. Both multiples of 16.
 TY_DEVICE void prefetch(const void *p, u32 bytes) {
@@ -389,6 +403,29 @@ TY_CPU_STORE(store_release_sys, __ATOMIC_RELEASE, cpu::Scope::sys)
 TY_CPU_STORE(store_release_gpu, __ATOMIC_RELEASE, cpu::Scope::gpu)
 #undef TY_CPU_LOAD
 #undef TY_CPU_STORE
+
+// Two words at a time, which is more than a GPU promises and finer than a lane's vectors.
+TY_DEVICE Vec16 load16_relaxed_sys(const void *p) {
+  if (__builtin_expect(!cpu::seeded, 1)) {
+    if (__builtin_expect(--cpu::turn_left < 0, 0)) (void)cpu::end_of_turn();
+  }
+  Vec16 value;
+  for (u32 i = 0; i < 2; ++i) {
+    const u64 pair = load_relaxed_sys(static_cast<const u64 *>(p) + i);
+    __builtin_memcpy(&value.w[2 * i], &pair, sizeof pair);
+  }
+  return value;
+}
+TY_DEVICE void store16_relaxed_sys(void *p, Vec16 value) {
+  if (__builtin_expect(!cpu::seeded, 1)) {
+    if (__builtin_expect(--cpu::turn_left < 0, 0)) (void)cpu::end_of_turn();
+  }
+  for (u32 i = 0; i < 2; ++i) {
+    u64 pair;
+    __builtin_memcpy(&pair, &value.w[2 * i], sizeof pair);
+    store_relaxed_sys(static_cast<u64 *>(p) + i, pair);
+  }
+}
 
 TY_DEVICE void fence_acq_rel_sys() {
   __atomic_thread_fence(__ATOMIC_ACQ_REL);

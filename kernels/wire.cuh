@@ -33,7 +33,7 @@ TY_DEVICE bool is_relay(const Context auto &c) { return block_index() == worker_
 
 // Whether they are so few that what a block's warps have under way, and not memory or links, holds up a large call.
 // Measured with 24 and 132 blocks (docs/performance.md, "24 SMs"); where between them it turns is not known.
-TY_DEVICE bool has_few_blocks(const Context auto &c) { return worker_count(c) <= 48; }
+TY_DEVICE bool has_few_blocks(const Context auto &c) { return worker_count(c) <= TY_FEW_BLOCKS; }
 
 TY_DEVICE const ty_lane &lane_of(const Context auto &c, u32 lane) { return c.wire.lanes[lane]; }
 

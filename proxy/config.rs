@@ -75,6 +75,7 @@ pub(crate) struct Shape {
     pub nics: u8,
     pub chunk_rows: Option<usize>,
     pub double_buffer_bytes: u64,
+    pub arriving_tokens: Option<usize>,
     pub wave_tokens: Option<usize>,
     pub arena: ArenaPlace,
     pub hidden: usize,
@@ -173,6 +174,7 @@ impl Shape {
             nics: self.nics,
             chunk_rows: self.chunk_rows,
             double_buffer_bytes: self.double_buffer_bytes,
+            arriving_tokens: self.arriving_tokens.unwrap_or(0),
         }
     }
 
@@ -184,7 +186,7 @@ impl Shape {
         let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
-            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} arena={:?} hidden={} experts={} top_k={} \
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} arriving_tokens={} arena={:?} hidden={} experts={} top_k={} \
              max_tokens={} wave_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
              partial={:?} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
@@ -194,6 +196,7 @@ impl Shape {
             self.nics,
             self.chunk_rows.unwrap_or(0),
             self.double_buffer_bytes,
+            self.arriving_tokens.map_or("default".into(), |tokens| tokens.to_string()),
             self.arena,
             self.hidden,
             self.experts,
@@ -233,6 +236,7 @@ pub struct AllToAllBuilder {
     pub(crate) proxy: Option<Proxy>,
     pub(crate) chunk_rows: Option<usize>,
     pub(crate) double_buffer_bytes: u64,
+    pub(crate) arriving_tokens: Option<usize>,
     pub(crate) wave_tokens: Option<usize>,
     pub(crate) meta_tile: Option<usize>,
     pub(crate) arena: ArenaPlace,
@@ -263,6 +267,7 @@ impl AllToAllBuilder {
             proxy: None,
             chunk_rows: None,
             double_buffer_bytes: DOUBLE_BUFFER_BYTES,
+            arriving_tokens: None,
             wave_tokens: None,
             meta_tile: None,
             arena: ArenaPlace::Device,
@@ -417,6 +422,15 @@ impl AllToAllBuilder {
         self
     }
 
+    /// With one node: where a wave has up to so many tokens of a rank, each word of a partial row tells that it has come,
+    /// and neither fence nor tag stands behind the row; home leaves zeros in its place. Where blocks are few, or tokens
+    /// many and ranks few, that takes longer than a fence; the same on all ranks. Default: 256, and 0, which is never,
+    /// where a rank has at most 48 blocks.
+    pub fn arriving_tokens(mut self, tokens: usize) -> Self {
+        self.arriving_tokens = Some(tokens);
+        self
+    }
+
     /// Tokens whose META (see docs/design.md) one block builds, rounded up to a multiple of 32, and as many as shared memory
     /// has room for; of larger calls other blocks build that of the others. Default: 256.
     pub fn meta_tile(mut self, tokens: usize) -> Self {
@@ -525,6 +539,7 @@ impl AllToAllBuilder {
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),
             chunk_rows: self.chunk_rows,
             double_buffer_bytes: self.double_buffer_bytes,
+            arriving_tokens: self.arriving_tokens,
             wave_tokens: self.wave_tokens,
             arena: match self.device_kind() {
                 DeviceKind::Cpu => ArenaPlace::Host,

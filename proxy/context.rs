@@ -74,6 +74,10 @@ pub struct AllToAll {
     _budget: Option<Budget<'static>>,
 }
 
+/// Tokens up to which partial rows arrive, in one node of ranks with many blocks (docs/performance.md, "Rows that
+/// arrive").
+const ARRIVING_TOKENS: usize = 256;
+
 /// Tells contexts of one process apart, so that a handle of another is refused.
 static NEXT_CONTEXT: AtomicU64 = AtomicU64::new(1);
 
@@ -86,8 +90,10 @@ impl AllToAll {
     pub(crate) fn build(builder: AllToAllBuilder) -> Result<AllToAll> {
         let world = builder.world.clone();
         let checked = builder.check();
-        agree(&world, &checked, builder.first_epoch)?;
-        let (shape, placement) = checked?;
+        let few_blocks = builder.device.as_ref().is_none_or(|gpu| sms_of(&builder, gpu) <= raw::TY_FEW_BLOCKS);
+        let some_have_few = agree(&world, &checked, builder.first_epoch, few_blocks)?;
+        let (mut shape, placement) = checked?;
+        shape.arriving_tokens.get_or_insert(if some_have_few { 0 } else { ARRIVING_TOKENS });
         let plan = Plan::new(&shape.plan_input())?;
 
         // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
@@ -844,12 +850,17 @@ pub(super) fn inverse(divisor: u32) -> u32 {
     u32::MAX / divisor.max(1)
 }
 
-/// All ranks must have the same configuration, and each one a usable one.
-fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64) -> Result<()> {
+/// All ranks must have the same configuration, and each one a usable one. Answers whether any has few blocks, in which
+/// they may differ.
+fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64, few_blocks: bool) -> Result<bool> {
     let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch, world.generation()));
     world.agree("configuration of a context", own.as_ref().err().copied())?;
-    let Ok(own) = own else { return Ok(()) };
-    for (rank, theirs) in world.all_gather("configuration", own.as_bytes())?.iter().enumerate() {
+    let Ok(own) = own else { return Ok(few_blocks) };
+    let said = [&[u8::from(few_blocks)], own.as_bytes()].concat();
+    let mut some_have_few = false;
+    for (rank, said) in world.all_gather("configuration", &said)?.iter().enumerate() {
+        let (few, theirs) = said.split_first().unwrap_or((&1, &[]));
+        some_have_few |= *few != 0;
         let theirs = String::from_utf8_lossy(theirs);
         let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
         if let Some((mine, theirs)) = differs {
@@ -857,7 +868,7 @@ fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64) 
             return Err(config("of this rank", mine, advice));
         }
     }
-    Ok(())
+    Ok(some_have_few)
 }
 
 #[cfg(test)]

@@ -37,6 +37,8 @@ pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
 pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partial) -> &'static str {
     let plain = is_plain(&args.context, args.phases) && args.out_dtype == raw::TY_BF16 && args.accumulate == 0;
     let late = args.context.weights == raw::TY_WEIGHTS_COMBINE;
+    // There are no tags then.
+    let arrive = args.context.regions.partial_tags.source_stride == 0;
     let kernel: Pair = match (dtype, partial) {
         (Dtype::Fp16, Partial::Same) => ("ty_combine_fp16", "ty_combine_fp16_nodes"),
         (Dtype::Fp16, Partial::Fp32) => ("ty_combine_fp16_fp32", "ty_combine_fp16_fp32_nodes"),
@@ -44,13 +46,17 @@ pub(super) fn combine(args: &raw::ty_combine_args, dtype: Dtype, partial: Partia
         (Dtype::Fp32, Partial::Same | Partial::Fp32) => ("ty_combine_fp32", "ty_combine_fp32_nodes"),
         (Dtype::Fp32, Partial::Fp8) => ("ty_combine_fp32_fp8", "ty_combine_fp32_fp8_nodes"),
         // In the token layout weights never come late.
-        (_, Partial::Same) if plain && late && args.layout != raw::TY_LAYOUT_TOKEN => {
-            ("ty_combine_plain_late", "ty_combine_plain_late_nodes")
+        (_, Partial::Same) if plain && late && args.layout != raw::TY_LAYOUT_TOKEN => (
+            if arrive { "ty_combine_plain_late" } else { "ty_combine_plain_late_tagged" },
+            "ty_combine_plain_late_nodes",
+        ),
+        (_, Partial::Same) if plain && !late && args.layout == raw::TY_LAYOUT_TOKEN => (
+            if arrive { "ty_combine_plain_token" } else { "ty_combine_plain_token_tagged" },
+            "ty_combine_plain_token_nodes",
+        ),
+        (_, Partial::Same) if plain && !late => {
+            (if arrive { "ty_combine_plain" } else { "ty_combine_plain_tagged" }, "ty_combine_plain_nodes")
         }
-        (_, Partial::Same) if plain && !late && args.layout == raw::TY_LAYOUT_TOKEN => {
-            ("ty_combine_plain_token", "ty_combine_plain_token_nodes")
-        }
-        (_, Partial::Same) if plain && !late => ("ty_combine_plain", "ty_combine_plain_nodes"),
         (_, Partial::Same) => ("ty_combine_bf16", "ty_combine_bf16_nodes"),
         (_, Partial::Fp32) => ("ty_combine_bf16_fp32", "ty_combine_bf16_fp32_nodes"),
         (_, Partial::Fp8) => ("ty_combine_bf16_fp8", "ty_combine_bf16_fp8_nodes"),
@@ -139,6 +145,22 @@ mod tests {
         }
         assert_eq!(combine(&plain, Dtype::Fp16, Partial::Same), "ty_combine_fp16");
         assert_eq!(combine(&plain, Dtype::Bf16, Partial::Fp8), "ty_combine_bf16_fp8");
+    }
+
+    #[test]
+    fn partial_rows_with_tags_have_kernels_of_their_own() {
+        let mut context = context();
+        context.regions.partial_tags.source_stride = 64;
+        let late = raw::ty_context { weights: raw::TY_WEIGHTS_COMBINE, ..context };
+        let combined = |context, layout| {
+            let args = raw::ty_combine_args { context, layout, phases: BOTH_PHASES, ..Default::default() };
+            combine(&args, Dtype::Bf16, Partial::Same)
+        };
+        assert_eq!(combined(context, raw::TY_LAYOUT_CONTIGUOUS), "ty_combine_plain_tagged");
+        assert_eq!(combined(context, raw::TY_LAYOUT_TOKEN), "ty_combine_plain_token_tagged");
+        assert_eq!(combined(late, raw::TY_LAYOUT_CONTIGUOUS), "ty_combine_plain_late_tagged");
+        let nodes = raw::ty_context { nodes: 2, ..context };
+        assert_eq!(combined(nodes, raw::TY_LAYOUT_CONTIGUOUS), "ty_combine_plain_nodes");
     }
 
     #[test]

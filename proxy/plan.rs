@@ -52,6 +52,8 @@ pub struct PlanInput {
     pub chunk_rows: Option<usize>,
     /// With several nodes: up to which size of the arena, in bytes, received rows and partial rows are kept twice.
     pub double_buffer_bytes: u64,
+    /// With one node: up to how many tokens of a wave partial rows arrive without tags.
+    pub arriving_tokens: usize,
 }
 
 impl PlanInput {
@@ -186,6 +188,7 @@ impl Plan {
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
         let home_tokens = if several { tokens.checked_mul(8)? } else { 0 };
         let free = if copies == 1 { 8 } else { 0 };
+        let arrive = !several && wave_tokens <= input.arriving_tokens;
         let c = cursor;
         Some(raw::ty_regions {
             rows: c.region("dispatch rows", copies, ranks, wave.checked_mul(input.slot_bytes() as u64)?)?,
@@ -197,7 +200,12 @@ impl Plan {
             meta_choices: c.region("META choices", 2, ranks, choices.checked_mul(8)?)?,
             meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(8)?)?,
             partials: c.region("partial rows", copies, parts, places.checked_mul(input.partial_bytes as u64)?)?,
-            partial_tags: c.region("partial row tags", copies, parts, places.checked_mul(8)?)?,
+            partial_tags: c.region(
+                "partial row tags",
+                copies,
+                parts,
+                if arrive { 0 } else { places.checked_mul(8)? },
+            )?,
             combine_flags: c.region("combine flags", 2, node_ranks, 8)?,
             ahead_weights: c.region("weights sent ahead", 2, ranks, ahead)?,
             ahead_flags: c.region("flags of weights sent ahead", 2, ranks, ahead.min(8))?,
@@ -339,6 +347,7 @@ mod tests {
             nics: 1,
             chunk_rows: None,
             double_buffer_bytes: 256 << 20,
+            arriving_tokens: 256,
         }
     }
 
@@ -381,6 +390,16 @@ mod tests {
         assert!(plan.explain(&input).contains(&format!("{} waves of {} tokens", plan.waves, plan.wave_tokens)));
         let whole = Plan::new(&PlanInput { wave_tokens: Some(4096), ..input }).unwrap();
         assert!(whole.waves == 1 && whole.arena_bytes() > 4 << 30);
+    }
+
+    #[test]
+    fn partial_rows_that_arrive_have_no_tags() {
+        let tags = |input: &PlanInput| Plan::new(input).unwrap().regions.partial_tags.source_stride;
+        assert_eq!(tags(&v3(256)), 0);
+        assert_ne!(tags(&v3(257)), 0);
+        assert_ne!(tags(&PlanInput { arriving_tokens: 0, ..v3(1) }), 0);
+        assert_eq!(tags(&PlanInput { wave_tokens: Some(256), ..v3(4096) }), 0);
+        assert_ne!(tags(&v3_of_nodes(1, &[8; 2])), 0, "a rail's are tagged");
     }
 
     #[test]

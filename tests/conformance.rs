@@ -220,7 +220,7 @@ impl<'a> Bench<'a> {
             arithmetic: output("arithmetic", case.arithmetic.len() * 4),
             quantized: output("quantized", case.quantized.len() * 4),
             threads: output("threads", threads * threads::WORDS * 4),
-            vectors: output("vectors", 2 * threads * 16),
+            vectors: output("vectors", 3 * threads * 16),
             stores8: output("stores8", threads * 8),
             stores2: output("stores2", threads * 2),
             stores1: output("stores1", threads),
@@ -311,7 +311,7 @@ impl<'a> Bench<'a> {
     fn check_stores(&self, label: &str) {
         let lines = words_of(&self.case.input);
         let line = |i: usize| lines[i / 4 % 4 * 4 + i % 4];
-        let wanted: Vec<u32> = (0..2 * THREADS as usize * 4).map(line).collect();
+        let wanted: Vec<u32> = (0..3 * THREADS as usize * 4).map(line).collect();
         self.vectors.expect(label, &wanted, |i| format!("thread {}", i / 4 % THREADS as usize));
         let words = |bytes: Vec<u8>| words_of(&bytes);
         let threads = 0..u64::from(THREADS);

@@ -397,6 +397,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         nics,
         chunk_rows: None,
         double_buffer_bytes: 0,
+        arriving_tokens: 0,
         wave_tokens: None,
     }
 }

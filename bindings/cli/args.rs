@@ -85,6 +85,10 @@ pub struct BenchArgs {
     /// Keep what is received between nodes once, however small a second copy is
     #[arg(long)]
     pub single_buffer: bool,
+    /// In one node: tokens of a rank up to which partial rows arrive without fences and tags; 0 for never [default: chosen
+    /// by the library]
+    #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 0, MAX_TOKENS))]
+    pub arriving_tokens: Option<usize>,
     /// Tokens of each rank that a call sends at once; a larger call goes in waves [default: chosen by the library]
     #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub wave_tokens: Option<usize>,

@@ -47,6 +47,8 @@ pub struct Case {
     pub chunk_rows: Option<usize>,
     /// Received rows and partial rows between nodes are kept twice, if a second copy is not too large.
     pub double_buffer: bool,
+    /// In one node, tokens up to which partial rows arrive without tags, where the library does not choose.
+    pub arriving_tokens: Option<usize>,
     /// Tokens of each rank that a call sends at once, where the library does not choose.
     pub wave_tokens: Option<usize>,
     /// Tokens whose META one block builds, where the library does not choose.
@@ -119,6 +121,7 @@ impl Default for Case {
             nics: None,
             chunk_rows: None,
             double_buffer: true,
+            arriving_tokens: None,
             wave_tokens: None,
             meta_tile: None,
             hidden: 128,
@@ -582,6 +585,7 @@ fields! {
     nics: optional, read_optional;
     chunk_rows: optional, read_optional;
     double_buffer: flag, read_flag;
+    arriving_tokens: optional, read_optional;
     wave_tokens: optional, read_optional;
     meta_tile: optional, read_optional;
     hidden: show, read_number;
@@ -671,6 +675,7 @@ mod tests {
             nics: Some(3),
             chunk_rows: Some(2),
             double_buffer: false,
+            arriving_tokens: Some(9),
             wave_tokens: Some(7),
             dtype: Dtype::Fp8E4m3,
             scales: ScaleKind::Ue8m0,

@@ -108,6 +108,7 @@ impl Config {
             network: or_default(args.network, NetworkWord::Calm),
             chunk_rows: args.chunk_rows,
             double_buffer: !args.single_buffer,
+            arriving_tokens: args.arriving_tokens,
             wave_tokens: args.wave_tokens,
             hidden: args.hidden.unwrap_or(preset.hidden),
             experts: args.experts.unwrap_or(preset.experts),

@@ -234,6 +234,7 @@ fn draw_nodes(case: &mut Case) {
     case.wave_tokens = dice.once_in(3).then(|| case.max_tokens.div_ceil(1 + dice.below(4)).max(1));
     if !case.several_nodes() {
         case.nodes.clear();
+        case.arriving_tokens = [None, Some(0), Some(case.max_tokens)][dice.below(3)];
         return;
     }
     // A chunk a row makes messages of many chunks, and one chunk is what a decode step has.

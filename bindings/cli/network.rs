@@ -236,6 +236,9 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
     if !case.double_buffer {
         builder = builder.double_buffer_bytes(0);
     }
+    if let Some(tokens) = case.arriving_tokens {
+        builder = builder.arriving_tokens(tokens);
+    }
     if let Some(tokens) = case.meta_tile {
         builder = builder.meta_tile(tokens);
     }
