@@ -309,6 +309,53 @@ constexpr u32 groups_at_home = smaller(loads_at_home / (rows_at_home * vectors_o
 // Whether partial rows arrive; between nodes they do not.
 template <bool far> TY_DEVICE bool arrive(const Context auto &c) { return !far && partials_arrive(c); }
 
+// What there is of a batch of `rows` rows: a bit for each of groups g, g + 32, ... below g_end, row by row.
+template <u32 rows_at_once, u32 groups> TY_DEVICE u32 batch_of(u32 rows, u32 g, u32 g_end) {
+  u32 here = 0, batch = 0;
+  for (u32 i = 0; i < groups; ++i) here |= static_cast<u32>(g + i * warp_size < g_end) << i;
+  for (u32 r = 0; r < rows_at_once; ++r) batch |= r < rows ? here << r * groups : 0;
+  return batch;
+}
+
+// Waits for a batch of rows that arrive, numbers `first` and on of the list, and loads groups g, g + 32, ... of them
+// below g_end; what there is not, is all ones. False once a deadline passed.
+template <typename T, u32 rows_at_once, u32 groups, u32 n>
+TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, u32 first, u32 rows, u32 g, u32 g_end,
+                           Raw<T, n> (&data)[rows_at_once][groups]) {
+  constexpr u32 row_bits = (1u << groups) - 1;
+  for (u32 r = 0; r < rows_at_once; ++r)
+    for (u32 i = 0; i < groups; ++i) data[r][i] = all_ones<T, n>();
+  u32 missing = batch_of<rows_at_once, groups>(rows, g, g_end), wanted = missing;
+  u64 start = 0;
+  TY_ROLLED
+  for (u32 turn = 1;; ++turn) {
+    for (u32 r = 0; r < rows_at_once; ++r) {
+      u32 of_row = wanted >> r * groups & row_bits;
+      const char *row = pointer<const char>(load(&terms.row[first + (of_row ? r : 0)]));
+      for (u32 i = 0; i < groups; ++i)
+        if (of_row >> i & 1) data[r][i] = look_at_raw<T, n>(row, g + i * warp_size, c.hidden);
+    }
+    // One condition for all of it: with more, the last loads would wait until predicates are free again.
+    u32 least = ~0u, was_missing = missing;
+    for (u32 r = 0; r < rows_at_once; ++r)
+      for (u32 i = 0; i < groups; ++i) least = smaller(least, least_word<T, n>(data[r][i]));
+    if (least != 0) return true;
+    missing = 0;
+    for (u32 r = 0; r < rows_at_once; ++r)
+      for (u32 i = 0; i < groups; ++i)
+        missing |= static_cast<u32>(least_word<T, n>(data[r][i]) == 0) << (r * groups + i);
+    // The first row that is missing is looked at alone until it is there, and then all that still are.
+    u32 row = lowest_bit(missing) / groups;
+    wanted = missing != was_missing ? missing : missing & row_bits << row * groups;
+    spin_pause("partial row");
+    if (turn % turns_between_checks != 0) continue;
+    u64 left = load(&terms.senders), epoch = load(&block_shared<LaunchShared>().epoch);
+    TY_ROLLED
+    for (u32 i = 0; i < first + row; ++i) left &= left - 1;
+    if (!may_wait(c, {TY_SITE_PARTIAL, world_rank(c, lowest_bit(left)), epoch, 0}, turn, start, epoch, 0)) return false;
+  }
+}
+
 // Adds the rows of a list, up to `end`, to sums of groups g, g + 32, ... of a row: one after the other, loaded
 // rows_at_once together, by add(i, group g + 32 i of a row, its number in the list). Rows that arrive, one of each of
 // the list's senders, are waited for: false once a deadline passed, in the lane that saw it.
@@ -317,46 +364,14 @@ TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32
   bool well = true;
   for (u32 first = 0; first < end; first += rows_at_once) {
     Raw<T, n> data[rows_at_once][groups];
-    auto load_all = [&](auto load_one) {
-      for (u32 r = 0; r < rows_at_once; ++r) {
-        const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
-        for (u32 i = 0; i < groups; ++i) {
-          bool there = first + r < end && g + i * warp_size < g_end;
-          data[r][i] = there ? load_one(row, g + i * warp_size) : Raw<T, n>{};
-        }
-      }
-    };
-    if (!arrives) {
-      load_all([&](const char *row, u64 at) { return load_raw<T, n>(row, at, c.hidden); });
-    } else {
-      constexpr u32 none = ~0u;
-      u32 missing = none; // a row's number and a group's, one of which a part has not come
-      u64 start = 0;
-      TY_ROLLED
-      for (u32 turn = 1;; ++turn) {
-        const char *row = pointer<const char>(load(&terms.row[missing == none ? 0 : missing / groups]));
-        u64 at = g + missing % groups * warp_size;
-        // Its first word is looked at alone until it is there.
-        if (missing == none || load_relaxed_sys(first_word<T, n>(row, at)) != 0) {
-          load_all([&](const char *row, u64 at) { return look_at_raw<T, n>(row, at, c.hidden); });
-          missing = none;
-          for (u32 r = 0; r < rows_at_once; ++r)
-            for (u32 i = 0; i < groups; ++i)
-              if (first + r < end && g + i * warp_size < g_end &&
-                  !is_whole<T, n>(data[r][i], g + i * warp_size, c.hidden))
-                missing = (first + r) * groups + i;
-          if (missing == none) break;
-        }
-        spin_pause("partial row");
-        if (turn % turns_between_checks != 0) continue;
-        u64 left = load(&terms.senders), epoch = load(&block_shared<LaunchShared>().epoch);
-        TY_ROLLED
-        for (u32 i = 0; i < missing / groups; ++i) left &= left - 1;
-        if (may_wait(c, {TY_SITE_PARTIAL, world_rank(c, lowest_bit(left)), epoch, 0}, turn, start, epoch, 0)) continue;
-        well = false;
-        break;
+    for (u32 r = 0; r < rows_at_once; ++r) {
+      const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
+      for (u32 i = 0; i < groups; ++i) {
+        bool there = !arrives && first + r < end && g + i * warp_size < g_end;
+        data[r][i] = there ? load_raw<T, n>(row, g + i * warp_size, c.hidden) : Raw<T, n>{};
       }
     }
+    if (arrives) well &= await_terms<T, rows_at_once, groups, n>(c, terms, first, end - first, g, g_end, data);
     for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
       for (u32 i = 0; i < groups; ++i) add(i, widen<T, n>(data[r][i]), first + r);
   }

@@ -275,9 +275,8 @@ TY_DEVICE Work place_work(const Context auto &c, const Team &team, const PlaceSh
   u32 all = load(&shared.most) * c.ranks;
   if (load(&kept.apart)) return {0, all, 0, 0};
   if (load(&shared.helped)) return {block_index(), all, 0, 0};
-  Work work = share_rows(c, team, load(&kept.busy), load(&shared.tokens), false);
-  work.end = all << work.cut;
-  return work;
+  // Cut so that a warp gets one part, whatever it is of: absent tokens have numbers, too.
+  return share_rows(c, team, load(&kept.busy), all, false);
 }
 
 // ---- receive: what surrounds the rows --------------------------------------------------------------------------

@@ -82,26 +82,29 @@ TY_DEVICE void store_words(char *at, Vec16 data, bool arrives) {
   store16_relaxed_sys(at, data);
 }
 
-// The same as load_raw, of a row that arrives.
+// A group of which everything has come.
+template <typename T, u32 n> TY_DEVICE Raw<T, n> all_ones() {
+  Raw<T, n> raw;
+  for (u32 i = 0; i < vectors_of<T, n>; ++i) raw.part[i] = Vec16{{~0u, ~0u, ~0u, ~0u}};
+  if constexpr (T::bytes == Fp8::bytes) raw.scale = same_bits<float>(~0u);
+  return raw;
+}
+
+// The same as load_raw, of a row that arrives; all ones beyond its columns.
 template <typename T, u32 n> TY_DEVICE Raw<T, n> look_at_raw(const char *row, u64 g, u32 columns) {
-  Raw<T, n> raw{};
+  Raw<T, n> raw = all_ones<T, n>();
   each_vector<T, n>(g, columns, [&](u32 i, u64 offset) { raw.part[i] = load16_relaxed_sys(row + offset); });
   if constexpr (T::bytes == Fp8::bytes) raw.scale = load_relaxed_sys(partial_scales(row, columns) + g * n / Fp8::block);
   return raw;
 }
 
-template <typename T, u32 n> TY_DEVICE const u32 *first_word(const char *row, u64 g) {
-  return reinterpret_cast<const u32 *>(row + g * vectors_of<T, n> * sizeof(Vec16));
-}
-
-// Whether all of it has come.
-template <typename T, u32 n> TY_DEVICE bool is_whole(const Raw<T, n> &raw, u64 g, u32 columns) {
-  bool whole = true;
-  each_vector<T, n>(g, columns, [&](u32 i, u64) {
-    for (u32 w = 0; w < 4; ++w) whole &= raw.part[i].w[w] != 0;
-  });
-  if constexpr (T::bytes == Fp8::bytes) whole &= same_bits<u32>(raw.scale) != 0;
-  return whole;
+// Of a group: 0 until all of it has come.
+template <typename T, u32 n> TY_DEVICE u32 least_word(const Raw<T, n> &raw) {
+  u32 least = ~0u;
+  for (u32 i = 0; i < vectors_of<T, n>; ++i)
+    for (u32 w = 0; w < 4; ++w) least = smaller(least, raw.part[i].w[w]);
+  if constexpr (T::bytes == Fp8::bytes) least = smaller(least, same_bits<u32>(raw.scale));
+  return least;
 }
 
 // Leaves zeros where it was. Lanes that share a block have all looked at its scale.
