@@ -63,7 +63,7 @@ fn wire(peers: u32) -> Wire {
 fn machine(peers: u32) -> Machine {
     // Beats would be sent in the middle of a measurement.
     let never = u64::MAX / 4;
-    let liveness = Liveness { heartbeat_ns: never, silence_ns: never, first_contact_ns: never };
+    let liveness = Liveness { heartbeat_ns: never / 2, silence_ns: never, first_contact_ns: never };
     Machine::new(&MachineConfig { rank: Rank(0), world: peers as usize + 1, liveness }).unwrap()
 }
 

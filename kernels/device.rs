@@ -179,7 +179,7 @@ impl Device {
     ///
     /// # Safety
     /// `cu_stream` must be a live stream of this device's primary context (0 is the legacy default stream) and
-    /// outlive the returned stream and its clones.
+    /// outlive the returned stream and its clones; contexts that were used on it keep one until they are dropped.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
             Backend::Cpu(_) => Err(Error::Argument {

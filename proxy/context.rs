@@ -61,11 +61,11 @@ pub struct AllToAll {
     statistics: Option<Statistics>,
     counters: Counters,
     id: u64,
-    /// Streams with work of this context, on the CPU device: drained before the arena goes.
+    /// Streams with work of this context: drained before it closes.
     streams: Mutex<Vec<Stream>>,
     /// Kernels read and write these as long as the context lives. Freeing a GPU's tables waits for its kernels, so
     /// they go before the arena.
-    _tables: Tables,
+    tables: Option<Tables>,
     flags: Option<FlagPlace>,
     /// Closed before the arena goes.
     opening: Option<Opening>,
@@ -134,7 +134,7 @@ impl AllToAll {
             counters: Counters::default(),
             id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
             streams: Mutex::default(),
-            _tables: tables,
+            tables: Some(tables),
             flags,
             opening,
             peers: Some(peers),
@@ -245,14 +245,15 @@ impl AllToAll {
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
-    /// What the device or a peer found since the last look, the oldest unread error first. Never waits. An error
+    /// What the device, the proxy or a peer found since the last look, the oldest unread error first. Never waits. An error
     /// that closed the context comes back every time; any other once, and the next correct call works.
     ///
     /// # Errors
-    /// `Routing`, `Capacity`, `Incomplete`, `Order`, `Timeout`, `PeerLost`.
+    /// `Routing`, `Capacity`, `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Transport` and `Device` where this rank's own
+    /// proxy cannot go on.
     pub fn check(&self) -> Result<()> {
-        let lost = || self.lost_peers();
-        self.reports.check(&self.world, &lost).inspect_err(|_| {
+        let own = self.opening.as_ref().and_then(Opening::failure);
+        self.reports.check(&self.world, own, &|| self.losses()).inspect_err(|_| {
             self.counters.errors.fetch_add(1, Ordering::Relaxed);
         })
     }
@@ -267,12 +268,17 @@ impl AllToAll {
 
     /// Ranks that are gone, as bootstrap and proxy know, by their ranks in the first generation; sorted.
     pub fn lost_peers(&self) -> Vec<Rank> {
-        let mut lost: Vec<Rank> = self.world.lost_peers().into_iter().map(|rank| self.world.original(rank)).collect();
-        if let Some(opening) = &self.opening {
-            lost.extend(opening.lost_peers());
-        }
+        let mut lost: Vec<Rank> = self.losses().into_iter().map(|(rank, _)| rank).collect();
         lost.sort_unstable();
         lost.dedup();
+        lost
+    }
+
+    /// The same, each with how that was noticed, as the proxy has it where both know.
+    fn losses(&self) -> Vec<(Rank, String)> {
+        let mut lost = self.opening.as_ref().map(Opening::losses).unwrap_or_default();
+        let gone = |rank| (self.world.original(rank), "whose connection for bootstrap has ended".to_owned());
+        lost.extend(self.world.lost_peers().into_iter().map(gone));
         lost
     }
 
@@ -429,24 +435,23 @@ impl AllToAll {
         shared: u32,
         args: &A,
     ) -> Result<()> {
-        if self.device.kind() == DeviceKind::Cpu {
-            let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-            if !streams.iter().any(|known| known.raw() == stream.raw()) {
-                streams.push(stream.clone());
-            }
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if !streams.iter().any(|known| known.raw() == stream.raw()) {
+            streams.push(stream.clone());
         }
+        drop(streams);
         stream.launch(kernel, grid, block, shared, args)
     }
 }
 
 impl Drop for AllToAll {
-    /// Waits for enqueued work, at most a little longer than its own deadlines; what still runs then keeps its arena.
+    /// Waits for enqueued work, at most a little longer than its own deadlines; what still runs then keeps its memory, as
+    /// does what is still being captured. Of a graph only what was launched through its streams is known.
     fn drop(&mut self) {
         let patience = Duration::from_nanos(self.context.timeout_ns).saturating_add(Duration::from_secs(5));
         let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
         if streams.iter().any(|stream| stream.synchronize(patience).is_err()) {
-            std::mem::forget(self.peers.take());
-            std::mem::forget(self._budget.take());
+            std::mem::forget((self.peers.take(), self.tables.take(), self._budget.take()));
         }
         // Takes the arena back from the network: from then on peers' late writes miss it.
         self.opening = None;
@@ -768,7 +773,8 @@ fn device_context(
         counts_inverse: inverse(shape.local_experts as u32 + 3),
         choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
         free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
-        timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX),
+        // What some waits add to it must not make it small.
+        timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
         first_epoch: builder.first_epoch,
         state: tables.state.view().ptr,
         errors: reports.records_address(),

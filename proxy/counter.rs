@@ -95,6 +95,11 @@ impl ImmCounter {
         ImmCounter { sources, chunks, full, newest, open: vec![0; 2 * sources], entries, lists }
     }
 
+    /// Whether anything of an epoch, or of a later one, has come from a source.
+    pub fn has_begun(&self, source: SourceIdx, epoch: u64) -> bool {
+        self.newest.get(source.index()).is_some_and(|newest| newest.wrapping_sub(epoch) < 1 << 63)
+    }
+
     /// Counts one shard. `epoch_bits` is the epoch modulo 4. Indices beyond the configured ones are `Impossible`.
     pub fn count(&mut self, source: SourceIdx, epoch_bits: u8, chunk: ChunkIdx, nic: NicIdx) -> Counted {
         let bit = 1u64 << (nic.0 & 63) & self.full;

@@ -79,6 +79,7 @@ struct Hands<'a, T: Transport> {
     transport: Option<&'a mut T>,
     contexts: &'a [Option<Bound>; MAX_CONTEXTS],
     shared: &'a Shared<T>,
+    own: Rank,
 }
 
 impl<T: Transport> Hands<'_, T> {
@@ -94,13 +95,12 @@ impl<T: Transport> Hands<'_, T> {
     }
 }
 
-impl<T: Transport> Hands<'_, T> {
-    /// Ends the waits of all devices whose context the peer belongs to.
-    fn tell_devices(&self, peer: Rank) {
-        for Bound { memory, wire } in self.contexts.iter().flatten() {
-            if wire.nodes().node_of(peer).is_some() {
-                memory.lost.publish(0, u64::from(peer.0) + 1);
-            }
+/// Ends the waits of the devices of some contexts, on account of a rank: a peer that is lost, or the own one, whose proxy
+/// cannot go on.
+fn tell_devices(contexts: &[Option<Bound>], rank: Rank, concerns: impl Fn(&Wire) -> bool) {
+    for Bound { memory, wire } in contexts.iter().flatten() {
+        if concerns(wire) {
+            memory.lost.publish(0, u64::from(rank.0) + 1);
         }
     }
 }
@@ -134,8 +134,14 @@ impl<T: Transport> Outputs for Hands<'_, T> {
     }
 
     fn report(&mut self, report: Report) {
-        if let Report::PeerLost { peer, .. } = report {
-            self.tell_devices(peer);
+        match report {
+            Report::PeerLost { peer, .. } => {
+                tell_devices(self.contexts, peer, |wire| wire.nodes().node_of(peer).is_some())
+            }
+            Report::BadDoorbell { context, .. } => {
+                let stopped = self.contexts.get(context.index()).map_or(&[][..], std::slice::from_ref);
+                tell_devices(stopped, self.own, |_| true);
+            }
         }
         self.shared.report(report);
     }
@@ -257,7 +263,15 @@ impl<T: Transport + 'static> Driver<T> {
         Ok(())
     }
 
-    /// Closes a context. Its staging belongs to the transport until `Machine::under_way` is 0, and its inbox to its peers
+    /// Posts what a context's device has rung by now. Whether nothing of it is left to be posted.
+    pub fn settle(&mut self, index: ContextIdx) -> bool {
+        let rung = self.doorbells_of(index);
+        let now_ns = self.now_ns;
+        self.step(Input::Time { now_ns });
+        !rung && self.machine.is_settled(index)
+    }
+
+    /// Closes a context: what is not posted by then never is ([`settle`](Self::settle)). Its staging belongs to the transport until `Machine::under_way` is 0, and its inbox to its peers
     /// until its arena is taken back.
     pub fn close(&mut self, index: ContextIdx) {
         self.machine.close(index);
@@ -306,6 +320,10 @@ impl<T: Transport + 'static> Driver<T> {
     /// Looks at everything once. False if there was nothing to do.
     pub fn turn(&mut self) -> bool {
         let mut busy = self.requests();
+        if self.broken {
+            // Peers are not to be blamed for what does not come.
+            return busy;
+        }
         busy |= self.doorbells();
         busy |= self.events();
         if self.look_in == 0 || !busy {
@@ -324,7 +342,8 @@ impl<T: Transport + 'static> Driver<T> {
 
     fn step(&mut self, input: Input<'_>) {
         let Driver { machine, transport, contexts, shared, .. } = self;
-        machine.step(input, &mut Hands { transport: Some(transport), contexts, shared });
+        let own = machine.rank();
+        machine.step(input, &mut Hands { transport: Some(transport), contexts, shared, own });
     }
 
     fn requests(&mut self) -> bool {
@@ -337,23 +356,24 @@ impl<T: Transport + 'static> Driver<T> {
         any
     }
 
-    /// Gives each doorbell that is rung to the machine, which posts it before the next is looked for.
     fn doorbells(&mut self) -> bool {
+        (0..MAX_CONTEXTS as u8).fold(false, |any, context| any | self.doorbells_of(ContextIdx(context)))
+    }
+
+    /// Gives each doorbell of a context that is rung to the machine, which posts it before the next is looked for.
+    fn doorbells_of(&mut self, context: ContextIdx) -> bool {
         let Driver { machine, transport, contexts, shared, .. } = self;
-        let mut hands = Hands { transport: Some(transport), contexts, shared };
-        let mut any = false;
-        for (bound, context) in contexts.iter().zip(0..) {
-            let Some(Bound { memory, .. }) = bound else { continue };
-            let context = ContextIdx(context);
-            let mut from = 0;
-            while let Some(group) = scan::next_group(machine.groups(context), from, memory.doorbells.all()) {
-                let watches = machine.groups(context).get(group).map_or(0..0, Group::range);
-                for index in watches {
-                    any |= ring(machine, WatchId { context, index: index as u16 }, memory, &mut hands);
-                }
-                machine.even_out(context, group);
-                from = group + 1;
+        let Some(Bound { memory, .. }) = contexts.get(context.index()).and_then(Option::as_ref) else { return false };
+        let own = machine.rank();
+        let mut hands = Hands { transport: Some(transport), contexts, shared, own };
+        let (mut any, mut from) = (false, 0);
+        while let Some(group) = scan::next_group(machine.groups(context), from, memory.doorbells.all()) {
+            let watches = machine.groups(context).get(group).map_or(0..0, Group::range);
+            for index in watches {
+                any |= ring(machine, WatchId { context, index: index as u16 }, memory, &mut hands);
             }
+            machine.even_out(context, group);
+            from = group + 1;
         }
         any
     }
@@ -364,16 +384,23 @@ impl<T: Transport + 'static> Driver<T> {
             return false;
         }
         let Driver { machine, transport, contexts, shared, .. } = self;
-        let mut hands = Hands { transport: None, contexts, shared };
+        let own = machine.rank();
+        let mut hands = Hands { transport: None, contexts, shared, own };
         let polled = transport.poll(&mut |event| machine.step(input(event), &mut hands));
         match polled {
             Ok(count) => count > 0,
             Err(error) => {
-                self.shared.fail(error);
-                self.broken = true;
+                self.give_up(error);
                 false
             }
         }
+    }
+
+    /// Nothing comes or goes any more: the own devices are told, lest they wait, and callers hear why.
+    fn give_up(&mut self, error: Error) {
+        self.broken = true;
+        self.shared.give_up(error);
+        tell_devices(&self.contexts, self.machine.rank(), |_| true);
     }
 }
 

@@ -119,7 +119,8 @@ pub struct Sent {
 }
 
 /// A received dispatch: what combine needs to bring the rows back. May be combined later, also after further
-/// dispatches. Keep it alive as long as a captured graph that uses it.
+/// dispatches. Keep it alive as long as a captured graph that uses it; where a context's calls go on several streams, also until
+/// its combine's has passed it, since the next dispatch on another stream may take its memory.
 pub struct Handle {
     pub(crate) lease: Arc<Lease>,
     /// Own tokens for which combine's output must have room.

@@ -29,7 +29,9 @@
 //!   immediate ── generation, context, kind, source, chunk, NIC in order? ── ImmCounter ──▶ flag Landed
 //!   message ──▶ sign of life (peers.rs)      time ──▶ heartbeats, silence, retries
 //!   failed write, refused post, silence ──▶ peer lost: one report, its links discard, all others go on
-//!   dropped write ──▶ the peer has closed the context: that one's links to it discard, and nothing is reported
+//!   dropped write, or failed to a peer that has left ──▶ the peer has closed the context: that one's links to it
+//!                                                        discard, and nothing is reported
+//!   silence of a peer that has left and owes a message ──▶ peer lost
 //! ```
 
 mod control;
@@ -45,7 +47,7 @@ use crate::transport::imm::{Decoded, ImmFields, ImmValue, MAX_CONTEXTS, MAX_RANK
 use crate::transport::link::{RegionId, WriteImm};
 use control::Control;
 use links::{Context, Outcome};
-use peers::{Peers, State};
+use peers::{Peers, Silent, State};
 use std::collections::VecDeque;
 use token::Token;
 
@@ -180,19 +182,28 @@ pub enum Report {
 }
 
 /// How a loss was noticed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Cause {
     /// It was heard before, and then not for this long.
+    #[error("which gave no sign of life for {} ms", silent_ns / 1_000_000)]
     Silent {
         /// So long.
         silent_ns: u64,
     },
     /// It was never heard since a context named it.
+    #[error("of which nothing was heard for {} ms", silent_ns / 1_000_000)]
     NeverHeard {
         /// So long.
         silent_ns: u64,
     },
+    /// It left in good order, and owes a message.
+    #[error("which left {} ms ago", silent_ns / 1_000_000)]
+    Left {
+        /// So long ago.
+        silent_ns: u64,
+    },
     /// A write to it failed.
+    #[error("to which a write failed ({what}; context {}, {direction:?}, chunk {}, NIC {})", context.0, chunk.0, nic.0)]
     WriteFailed {
         /// Of which context.
         context: ContextIdx,
@@ -208,13 +219,15 @@ pub enum Cause {
         what: &'static str,
     },
     /// The transport refuses writes to it.
+    #[error("to which the transport refuses writes")]
     Refused,
 }
 
 /// What can be wrong with a doorbell.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum BadDoorbell {
     /// More than a chunk holds.
+    #[error("{bytes} bytes, where a chunk holds {capacity}")]
     Bytes {
         /// As rung.
         bytes: u32,
@@ -222,6 +235,7 @@ pub enum BadDoorbell {
         capacity: u32,
     },
     /// No chunks, or more than a message has.
+    #[error("{chunks} chunks, where a message has 1 to {most}")]
     Chunks {
         /// As given.
         chunks: u32,
@@ -229,6 +243,7 @@ pub enum BadDoorbell {
         most: u16,
     },
     /// The message two epochs ago has not left this staging yet.
+    #[error("staging that {posts} posts still read")]
     StagingInUse {
         /// Posts that have not completed.
         posts: u32,
@@ -406,6 +421,14 @@ impl Machine {
         if world > MAX_RANKS || rank.index() >= world {
             return Err(config("rank", rank, "must be below the world's size, which is at most 2048"));
         }
+        if liveness.heartbeat_ns >= liveness.silence_ns.min(liveness.first_contact_ns) {
+            let value = format!("{liveness:?}");
+            return Err(config(
+                "liveness",
+                value,
+                "peers are lost between two heartbeats; beat several times as often",
+            ));
+        }
         Ok(Machine {
             rank,
             world,
@@ -479,6 +502,17 @@ impl Machine {
         &self.stats
     }
 
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Whether all of a context's messages that were rung, as far as the machine was told, are posted; also if it is not
+    /// open.
+    pub fn is_settled(&self, index: ContextIdx) -> bool {
+        self.contexts.get(index.index()).and_then(Option::as_ref).is_none_or(|context| context.is_settled())
+    }
+
     /// Whether a peer has been lost, and no context that names it opened since.
     pub fn is_lost(&self, peer: Rank) -> bool {
         self.peers.state(peer) == State::Lost
@@ -529,6 +563,7 @@ impl Machine {
         match outcome {
             Outcome::Posted => {}
             Outcome::Full => self.blocked.push_back((watch, self.serials[slot])),
+            Outcome::Refused { peer } if self.peers.state(peer) == State::Left => self.let_go(peer, out),
             Outcome::Refused { peer } => self.lose(peer, Cause::Refused, out),
         }
     }
@@ -558,12 +593,12 @@ impl Machine {
         self.stats.completions += 1;
         match ending {
             Ending::Sent => {}
-            Ending::Failed(what) => {
+            Ending::Failed(what) if self.peers.state(peer) != State::Left => {
                 let Token { context, direction, parity, chunk, nic, .. } = token;
                 self.lose(peer, Cause::WriteFailed { context, direction, parity, chunk, nic, what }, out);
             }
-            Ending::Dropped => {
-                // The peer is well, and other contexts go on with it.
+            Ending::Failed(_) | Ending::Dropped => {
+                // The peer is well or has left, and other contexts go on.
                 self.stats.dropped += 1;
                 context.discard(peer, &mut self.stats, out);
             }
@@ -614,12 +649,20 @@ impl Machine {
     fn time(&mut self, now_ns: u64, out: &mut impl Outputs) {
         self.peers.advance(now_ns);
         while let Some(silent) = self.peers.check() {
-            let silent_ns = silent.silent_ns;
-            let cause = if silent.never_heard { Cause::NeverHeard { silent_ns } } else { Cause::Silent { silent_ns } };
-            self.lose(silent.peer, cause, out);
+            let Silent { peer, silent_ns, state } = silent;
+            match state {
+                State::Left if !self.is_owed_by(peer) => {}
+                State::Left => self.lose(peer, Cause::Left { silent_ns }, out),
+                State::Expected => self.lose(peer, Cause::NeverHeard { silent_ns }, out),
+                State::Unlinked | State::Alive | State::Lost => self.lose(peer, Cause::Silent { silent_ns }, out),
+            }
         }
         self.stats.beats += self.peers.beat(out);
         self.retry(out);
+    }
+
+    fn is_owed_by(&self, peer: Rank) -> bool {
+        self.contexts.iter().flatten().any(|context| context.is_owed_by(peer))
     }
 
     /// Each blocked link tries once more; those still refused go to the end, so that the first room is not always
@@ -635,12 +678,17 @@ impl Machine {
         }
     }
 
-    /// Declares a peer lost. Its links let go of what they have; all others go on.
+    /// Declares a peer lost; all others go on.
     fn lose(&mut self, peer: Rank, cause: Cause, out: &mut impl Outputs) {
         if self.peers.lose(peer) {
             self.stats.lost += 1;
             out.report(Report::PeerLost { peer, cause });
         }
+        self.let_go(peer, out);
+    }
+
+    /// A peer's links let go of what they have.
+    fn let_go(&mut self, peer: Rank, out: &mut impl Outputs) {
         for context in self.contexts.iter_mut().flatten() {
             context.discard(peer, &mut self.stats, out);
         }

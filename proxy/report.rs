@@ -59,24 +59,31 @@ impl Reports {
     }
 
     /// The oldest unread error. One that closed the context is returned every time, any other once.
-    /// `lost` answers which ranks are gone.
-    pub fn check(&self, world: &World, lost: &dyn Fn() -> Vec<Rank>) -> Result<()> {
+    /// `own` is why this rank's proxy cannot go on, which closes the context, too, and explains what its device waited for in
+    /// vain; `lost` answers which other ranks are gone, and how that was noticed.
+    pub fn check(&self, world: &World, own: Option<Error>, lost: &dyn Fn() -> Vec<(Rank, String)>) -> Result<()> {
         if let Some(error) = self.fatal.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Err(error);
         }
+        let close = |error: &Error| *self.fatal.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
         // Whoever has heard that the context is closed needs no other news.
         for number in (DIRECTIONS..RECORDS).chain(0..DIRECTIONS) {
             let Some(record) = self.read(number) else { continue };
             if self.seen[number].swap(record.sequence, Ordering::Relaxed) == record.sequence {
                 continue;
             }
-            let error = describe(&record, number % DIRECTIONS, world, lost);
-            if matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST) {
-                *self.fatal.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
+            let closes = matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST);
+            let error = own.clone().filter(|_| closes);
+            let error = error.unwrap_or_else(|| describe(&record, number % DIRECTIONS, world, lost));
+            if closes {
+                close(&error);
             }
             return Err(error);
         }
-        Ok(())
+        own.map_or(Ok(()), |error| {
+            close(&error);
+            Err(error)
+        })
     }
 
     /// One record, whole; `None` while there is none or the device is writing it (then a later look finds it).
@@ -114,7 +121,12 @@ fn site_name(site: u32) -> &'static str {
     }
 }
 
-fn describe(record: &raw::ty_error_record, direction: usize, world: &World, lost: &dyn Fn() -> Vec<Rank>) -> Error {
+fn describe(
+    record: &raw::ty_error_record,
+    direction: usize,
+    world: &World,
+    lost: &dyn Fn() -> Vec<(Rank, String)>,
+) -> Error {
     let rank = world.original(world.rank());
     // The proxy names ranks as the first generation did, kernels as this one does.
     let peer = match record.kind {
@@ -145,7 +157,11 @@ fn describe(record: &raw::ty_error_record, direction: usize, world: &World, lost
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
         raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost()),
-        raw::TY_ERROR_PEER_LOST => Error::PeerLost { rank, peer, site: site_name(record.site), epoch },
+        raw::TY_ERROR_PEER_LOST => {
+            let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
+            let cause = cause.unwrap_or_else(|| "as its proxy says".to_owned());
+            Error::PeerLost { rank, peer, cause, site: site_name(record.site), epoch }
+        }
         other => Error::Device {
             what: format!("error record {direction} has unknown kind {other}"),
             advice: "kernels and library are of different builds; rebuild".into(),
@@ -154,11 +170,10 @@ fn describe(record: &raw::ty_error_record, direction: usize, world: &World, lost
 }
 
 /// A lost rank holds up others too, which then hold this one up: it is named even where another was waited for.
-fn timeout(record: &raw::ty_error_record, rank: Rank, waited_for: Rank, lost: &[Rank]) -> Error {
+fn timeout(record: &raw::ty_error_record, rank: Rank, waited_for: Rank, lost: &[(Rank, String)]) -> Error {
     let (site, epoch) = (site_name(record.site), record.epoch);
-    let cause = if lost.contains(&waited_for) { Some(&waited_for) } else { lost.first() };
-    match cause {
-        Some(&peer) => Error::PeerLost { rank, peer, site, epoch },
+    match lost.iter().find(|(gone, _)| *gone == waited_for).or(lost.first()) {
+        Some((peer, cause)) => Error::PeerLost { rank, peer: *peer, cause: cause.clone(), site, epoch },
         None => Error::Timeout {
             rank,
             site,
@@ -207,7 +222,7 @@ mod tests {
     fn what_closed_the_context_is_told_again_and_again_whatever_else_is_reported() {
         let world = World::threads(1).remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
-        let check = || reports.check(&world, &Vec::new);
+        let check = || reports.check(&world, None, &Vec::new);
         check().unwrap();
         let combine = raw::TY_DIRECTION_COMBINE as usize;
         write(&reports, combine, raw::TY_ERROR_INCOMPLETE);
@@ -222,7 +237,42 @@ mod tests {
         let world = World::threads(1).remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
         write(&reports, raw::TY_DIRECTION_COMBINE as usize, raw::TY_ERROR_INCOMPLETE);
-        assert!(matches!(reports.check(&world, &Vec::new), Err(Error::Incomplete { .. })));
-        reports.check(&world, &Vec::new).unwrap();
+        assert!(matches!(reports.check(&world, None, &Vec::new), Err(Error::Incomplete { .. })));
+        reports.check(&world, None, &Vec::new).unwrap();
+    }
+
+    #[test]
+    fn what_ended_the_own_proxy_is_told_and_no_peer_blamed() {
+        let world = World::threads(1).remove(0);
+        let ended = Error::Transport { what: "gone".into(), advice: "restart".into() };
+        let lost = || vec![(Rank(0), "which is slow".to_owned())];
+        for kind in [raw::TY_ERROR_TIMEOUT, raw::TY_ERROR_PEER_LOST] {
+            let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
+            write(&reports, DIRECTIONS, kind);
+            assert_eq!(reports.check(&world, Some(ended.clone()), &lost), Err(ended.clone()));
+            assert_eq!(reports.check(&world, None, &lost), Err(ended.clone()), "the context is closed");
+        }
+        // Before any call waited for it, too; what a context survives comes first.
+        let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
+        write(&reports, 0, raw::TY_ERROR_INCOMPLETE);
+        assert!(matches!(reports.check(&world, Some(ended.clone()), &lost), Err(Error::Incomplete { .. })));
+        assert_eq!(reports.check(&world, Some(ended.clone()), &lost), Err(ended.clone()));
+        assert_eq!(reports.check(&world, None, &lost), Err(ended));
+    }
+
+    #[test]
+    fn a_lost_peer_is_named_with_its_cause() {
+        let world = World::threads(1).remove(0);
+        let lost = || vec![(Rank(3), "which left".to_owned()), (Rank(0), "which is slow".to_owned())];
+        for (kind, waited_for, expected) in [
+            (raw::TY_ERROR_TIMEOUT, 0, "lost rank 0, which is slow, "),
+            (raw::TY_ERROR_PEER_LOST, 3, "lost rank 3, which left, "),
+        ] {
+            let record = raw::ty_error_record { kind, peer: waited_for, ..Default::default() };
+            let text = describe(&record, 0, &world, &lost).to_string();
+            assert!(text.contains(expected), "{text}");
+        }
+        let text = timeout(&raw::ty_error_record::default(), Rank(0), Rank(7), &lost()).to_string();
+        assert!(text.contains("lost rank 3, which left, "), "whoever is gone holds the others up: {text}");
     }
 }

@@ -9,7 +9,7 @@
 //! ```
 
 use super::driver::{Clock, ContextMemory, Driver, Kept, ProxyThread, Remote, ThreadConfig, Words, system_clock};
-use super::machine::{ContextConfig, Liveness, Machine, MachineConfig};
+use super::machine::{Cause, ContextConfig, Liveness, Machine, MachineConfig, Report};
 use super::wire::{ContextIdx, Direction, Wire, WordCounts};
 use crate::base::{Error, Rank, Result, wait};
 use crate::ffi::layout as raw;
@@ -369,7 +369,7 @@ impl Opening {
         let cards = world.all_gather("proxy addresses", card)?;
         let (registered, _) = registered?;
         let peers = read_cards(&cards, number.index)?;
-        let earlier = remote.reports().len();
+        let earlier = remote.reported();
         let shared = words.share();
         let outcome = connect(world, &remote, wire, &peers).and_then(|()| {
             let mut arenas = vec![RegionId(0); world.first_size()];
@@ -393,17 +393,47 @@ impl Opening {
 }
 
 impl Opening {
-    /// Ranks that the proxy has lost.
-    pub fn lost_peers(&self) -> Vec<Rank> {
-        self.number.proxy.remote().lost_peers_since(self.earlier)
+    /// Ranks that the proxy has lost, and how that was noticed.
+    pub fn losses(&self) -> Vec<(Rank, String)> {
+        let remote = self.number.proxy.remote();
+        let lost = remote.reports_since(self.earlier).into_iter().filter_map(|report| match report {
+            Report::PeerLost { peer, cause: Cause::Refused } => {
+                let why = remote.failure().map(|error| format!(" ({error})"));
+                Some((peer, format!("{}{}", Cause::Refused, why.unwrap_or_default())))
+            }
+            Report::PeerLost { peer, cause } => Some((peer, cause.to_string())),
+            Report::BadDoorbell { .. } => None,
+        });
+        lost.collect()
+    }
+
+    /// Why this rank's proxy cannot go on with the context, if so.
+    pub fn failure(&self) -> Option<Error> {
+        let remote = self.number.proxy.remote();
+        remote.end().or_else(|| remote.reports_since(self.earlier).into_iter().find_map(|report| self.stopped(report)))
+    }
+
+    /// What a report of the own device says.
+    fn stopped(&self, report: Report) -> Option<Error> {
+        let Report::BadDoorbell { context, direction, peer, epoch, chunk, problem } = report else { return None };
+        (context == self.number.index).then(|| Error::Device {
+            what: format!("a doorbell of {direction:?} {epoch} to rank {peer}, chunk {}, tells of {problem}", chunk.0),
+            advice: "something overwrote the context's memory, or this is a defect of the library; please report it"
+                .into(),
+        })
     }
 }
 
 impl Drop for Opening {
+    /// What the device has rung is posted first, since peers wait for it: its kernels have ended, but a queue may have been
+    /// full. What is under way completes before the arena is taken back.
     fn drop(&mut self) {
-        // What is under way completes before the arena is taken back.
-        let index = self.number.index;
-        let _ = self.number.proxy.remote().ask(move |driver| driver.close(index));
+        let (remote, index) = (self.number.proxy.remote(), self.number.index);
+        wait::poll("messages of a closing context", REST, || {
+            let settled = remote.ask(move |driver| driver.settle(index));
+            settled.map_or(Some(()), |settled| settled.then_some(()))
+        });
+        let _ = remote.ask(move |driver| driver.close(index));
     }
 }
 

@@ -31,10 +31,13 @@ fn rig(world: &World, proxy: &Proxy) -> Rig {
 /// Runs `body` as every rank of a world whose nodes have these sizes.
 fn on_nodes(sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
     let ranks = sizes.iter().sum();
-    let network = network(ranks, 7);
+    on_network(&network(ranks, 7), ranks, sizes, body);
+}
+
+fn on_network(network: &Network, ranks: usize, sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
     std::thread::scope(|scope| {
         for world in World::threads(ranks) {
-            let (network, body) = (&network, &body);
+            let body = &body;
             scope.spawn(move || body(world.with_nodes(sizes).unwrap(), network));
         }
     });
@@ -221,6 +224,31 @@ fn a_context_that_goes_first_is_hit_by_nothing_and_holds_up_nobody() {
 }
 
 #[test]
+fn a_context_that_closes_at_once_has_sent_what_it_owed() {
+    // A queue that is full with one write.
+    let config = SimConfig { clock: Clock::Real, nic_queue: 1, ..SimConfig::hostile(7) };
+    on_network(&Network::new(2, config).unwrap(), 2, &[1, 1], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let rig = rig(&world, &proxy);
+        exchange(&rig, 0, |_| true).unwrap();
+        world.barrier("met").unwrap();
+        rig.route(&choices(rig.rank, 1), 1);
+        if world.rank() == Rank(1) {
+            (0..2).for_each(|nic| network.stop(Rank(1), nic, 200_000_000));
+            let _sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            drop(rig);
+            world.barrier("received").unwrap();
+        } else {
+            let _received = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            world.barrier("received").unwrap();
+        }
+    });
+}
+
+#[test]
 fn a_barrier_crosses_nodes() {
     use std::sync::atomic::{AtomicUsize, Ordering};
     let arrived = AtomicUsize::new(0);
@@ -260,6 +288,8 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
             met.wait();
             if own == Rank(lost) {
                 network.kill(own);
+                let ended = tokenyard::base::wait::poll("its own end", PATIENCE, || before.ep.check().err());
+                assert!(matches!(ended, Some(Error::Transport { .. })), "{ended:?}");
                 drop((before, first));
             } else {
                 let start = Instant::now();

@@ -99,13 +99,15 @@ pub enum Error {
     },
     /// A peer is gone; the context is closed.
     #[error(
-        "rank {rank} lost rank {peer} while waiting for {site} in epoch {epoch}; restart it, or build a new context without it"
+        "rank {rank} lost rank {peer}, {cause}, while waiting for {site} in epoch {epoch}; restart it, or build a new context without it"
     )]
     PeerLost {
         /// The rank that reports.
         rank: Rank,
         /// The other rank.
         peer: Rank,
+        /// How that was noticed.
+        cause: String,
         /// The wait.
         site: &'static str,
         /// Number of the dispatch or combine.

@@ -1,23 +1,26 @@
 //! The other threads' side of a proxy: its thread, requests to it, and what it reported.
 //!
 //! A request is a closure that the driver runs between two turns; the driver looks at one flag a turn, and locks only
-//! where a request waits. Reports go into slots that are written once, so that reporting never locks.
+//! where a request waits, or something went wrong and is reported.
 
 use super::{Driver, REQUEST_TIMEOUT};
 use crate::base::{Error, Rank, Result, wait};
 use crate::proxy::machine::Report;
 use crate::proxy::wire::ContextIdx;
+use crate::transport::imm::MAX_RANKS;
 use crate::transport::link::Transport;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::Pid;
+use std::any::Any;
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Reports kept; a world has few peers a rank, and each is lost once a generation.
-const REPORTS: usize = 256;
+/// Reports kept; each peer is lost once in a generation.
+const REPORTS: usize = 2 * MAX_RANKS;
 
 /// Proxy threads of this process.
 static LIVE: AtomicUsize = AtomicUsize::new(0);
@@ -30,10 +33,18 @@ pub(super) struct Shared<T: Transport> {
     requests: Mutex<VecDeque<Request<T>>>,
     stop: AtomicBool,
     ended: AtomicBool,
-    reports: Box<[OnceLock<Report>]>,
-    reported: AtomicUsize,
+    reports: Mutex<Reports>,
     /// The first error of the transport itself.
     failure: OnceLock<Error>,
+    /// Why nothing comes or goes any more.
+    end: OnceLock<Error>,
+}
+
+/// The newest reports; a proxy that serves many generations forgets the oldest.
+struct Reports {
+    /// How many are forgotten.
+    forgotten: usize,
+    list: VecDeque<Report>,
 }
 
 impl<T: Transport> Shared<T> {
@@ -43,9 +54,9 @@ impl<T: Transport> Shared<T> {
             requests: Mutex::new(VecDeque::new()),
             stop: AtomicBool::new(false),
             ended: AtomicBool::new(false),
-            reports: (0..REPORTS).map(|_| OnceLock::new()).collect(),
-            reported: AtomicUsize::new(0),
+            reports: Mutex::new(Reports { forgotten: 0, list: VecDeque::with_capacity(REPORTS) }),
             failure: OnceLock::new(),
+            end: OnceLock::new(),
         }
     }
 
@@ -68,16 +79,21 @@ impl<T: Transport> Shared<T> {
     }
 
     pub fn report(&self, report: Report) {
-        let at = self.reported.load(Ordering::Relaxed);
-        if let Some(slot) = self.reports.get(at) {
-            // The driver alone reports, so the slot is empty.
-            let _ = slot.set(report);
-            self.reported.store(at + 1, Ordering::Release);
+        let mut reports = self.reports.lock().unwrap_or_else(PoisonError::into_inner);
+        if reports.list.len() == REPORTS {
+            reports.list.pop_front();
+            reports.forgotten += 1;
         }
+        reports.list.push_back(report);
     }
 
     pub fn fail(&self, error: Error) {
         let _ = self.failure.set(error);
+    }
+
+    pub fn give_up(&self, error: Error) {
+        let _ = self.end.set(error.clone());
+        self.fail(error);
     }
 
     pub fn is_stopped(&self) -> bool {
@@ -110,20 +126,35 @@ impl<T: Transport + 'static> Remote<T> {
     /// # Errors
     /// `Transport` if the driver has ended or does not answer.
     pub fn ask<R: Send + 'static>(&self, request: impl FnOnce(&mut Driver<T>) -> R + Send + 'static) -> Result<R> {
+        self.ask_within(REQUEST_TIMEOUT, request)
+    }
+
+    pub(super) fn ask_within<R: Send + 'static>(
+        &self,
+        timeout: Duration,
+        request: impl FnOnce(&mut Driver<T>) -> R + Send + 'static,
+    ) -> Result<R> {
         let answer = Arc::new(Mutex::new(None));
-        let slot = Arc::clone(&answer);
+        // Whoever takes it out runs it or drops it: what nobody waits for any more is not done.
+        let request = Arc::new(Mutex::new(Some(request)));
+        let (slot, taken) = (Arc::clone(&answer), Arc::clone(&request));
         self.shared.enqueue(Box::new(move |driver| {
+            let request = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let Some(request) = request else { return };
             let done = request(driver);
             *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
         }));
-        let taken = wait::poll("the proxy's answer", REQUEST_TIMEOUT, || {
+        let taken = wait::poll("the proxy's answer", timeout, || {
             let ended = self.shared.ended.load(Ordering::Acquire);
             let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
             if answer.is_none() && ended { Some(None) } else { answer.map(Some) }
         });
-        taken.flatten().ok_or_else(|| Error::Transport {
-            what: "the proxy thread does not answer".into(),
-            advice: "it has ended, or its core is taken by something else; see the first error, and pin it".into(),
+        taken.flatten().ok_or_else(|| {
+            drop(request.lock().unwrap_or_else(PoisonError::into_inner).take());
+            self.end().unwrap_or_else(|| Error::Transport {
+                what: "the proxy thread does not answer".into(),
+                advice: "it has ended, or its core is taken by something else; see the first error, and pin it".into(),
+            })
         })
     }
 
@@ -150,27 +181,38 @@ impl<T: Transport + 'static> Remote<T> {
 
     /// Everything reported so far, oldest first.
     pub fn reports(&self) -> Vec<Report> {
-        let count = self.shared.reported.load(Ordering::Acquire);
-        self.shared.reports.iter().take(count).filter_map(|slot| slot.get().copied()).collect()
+        self.reports_since(0)
+    }
+
+    /// How many reports there have been so far.
+    pub fn reported(&self) -> usize {
+        let reports = self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner);
+        reports.forgotten + reports.list.len()
+    }
+
+    /// Everything reported but for the first `earlier`, oldest first.
+    pub fn reports_since(&self, earlier: usize) -> Vec<Report> {
+        let reports = self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner);
+        reports.list.iter().skip(earlier.saturating_sub(reports.forgotten)).copied().collect()
     }
 
     /// Peers reported as lost so far. A context opened later may have brought some of them back.
     pub fn lost_peers(&self) -> Vec<Rank> {
-        self.lost_peers_since(0)
-    }
-
-    /// Peers reported as lost, but for the first `earlier` reports.
-    pub fn lost_peers_since(&self, earlier: usize) -> Vec<Rank> {
-        let lost = self.reports().into_iter().skip(earlier).filter_map(|report| match report {
+        let lost = self.reports().into_iter().filter_map(|report| match report {
             Report::PeerLost { peer, .. } => Some(peer),
             Report::BadDoorbell { .. } => None,
         });
         lost.collect()
     }
 
-    /// The first error of the transport itself.
+    /// The first error of the transport itself, after which it may have gone on.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.get().cloned()
+    }
+
+    /// Why nothing comes or goes any more, if so.
+    pub fn end(&self) -> Option<Error> {
+        self.shared.end.get().cloned()
     }
 
     /// Asks the driver to tell its peers and to end.
@@ -213,7 +255,12 @@ impl<T: Transport + 'static> ProxyThread<T> {
                 return driver.shared.end();
             }
             LIVE.fetch_add(1, Ordering::Relaxed);
-            driver.run(|| config.spinners.max(LIVE.load(Ordering::Relaxed)) > cores);
+            let yields = || config.spinners.max(LIVE.load(Ordering::Relaxed)) > cores;
+            // A defect must not leave devices and callers to their deadlines. The driver is not used any more but to tell them.
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| driver.run(yields))) {
+                driver.give_up(panicked(panic.as_ref()));
+                driver.shared.end();
+            }
             LIVE.fetch_sub(1, Ordering::Relaxed);
         };
         let thread =
@@ -244,6 +291,15 @@ impl<T: Transport + 'static> Drop for ProxyThread<T> {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
+    }
+}
+
+/// What callers hear of a proxy thread that panicked.
+fn panicked(panic: &(dyn Any + Send)) -> Error {
+    let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    Error::Transport {
+        what: format!("the proxy thread panicked: {}", said.unwrap_or("it did not say why")),
+        advice: "this is a defect of the library or of its transport; please report it, and restart the process".into(),
     }
 }
 

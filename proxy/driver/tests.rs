@@ -29,7 +29,11 @@ fn wire() -> Wire {
 }
 
 fn pair(seed: u64, wire: &Wire) -> (Network, Vec<Side>) {
-    let network = Network::new(2, SimConfig { clock: SimClock::Real, ..SimConfig::hostile(seed) }).unwrap();
+    pair_over(SimConfig::hostile(seed), wire)
+}
+
+fn pair_over(config: SimConfig, wire: &Wire) -> (Network, Vec<Side>) {
+    let network = Network::new(2, SimConfig { clock: SimClock::Real, ..config }).unwrap();
     let mut drivers = Vec::new();
     for rank in [Rank(0), Rank(1)] {
         let machine = Machine::new(&MachineConfig { rank, world: 2, liveness: LIVENESS }).unwrap();
@@ -149,8 +153,10 @@ fn a_killed_peer_is_reported_by_name_and_one_that_leaves_is_not() {
     let Some(Report::PeerLost { peer: Rank(1), cause: Cause::Silent { silent_ns } }) = lost else { panic!("{lost:?}") };
     assert!(silent_ns > LIVENESS.silence_ns);
     assert_eq!(sides[0].proxy.remote().lost_peers(), [Rank(1)]);
-    // What the killed one sees is its own endpoint's end.
-    assert!(sides[1].proxy.remote().failure().is_some());
+    // What the killed one sees is its own endpoint's end, as does its device.
+    assert!(sides[1].proxy.remote().end().is_some() && sides[1].proxy.remote().failure().is_some());
+    assert_eq!(sides[1].memory.lost.get(0).unwrap().load(Ordering::Acquire), 2);
+    assert_eq!(sides[0].proxy.remote().end(), None);
     sides.clear();
 
     let (_network, mut sides) = pair(9, &wire);
@@ -159,6 +165,74 @@ fn a_killed_peer_is_reported_by_name_and_one_that_leaves_is_not() {
     sides.clear();
     std::thread::sleep(Duration::from_nanos(2 * LIVENESS.silence_ns));
     assert_eq!(stays.proxy.remote().reports(), []);
+}
+
+#[test]
+fn what_was_rung_before_a_context_closes_is_posted_though_its_queue_is_full() {
+    let wire = wire();
+    let (network, sides) = pair_over(SimConfig { nic_queue: 2, ..SimConfig::hostile(13) }, &wire);
+    let [first, second] = &sides[..] else { panic!("{} sides", sides.len()) };
+    // The proxy finds the doorbells only when it is asked to close, and its NICs' queues full.
+    (0..2).for_each(|nic| network.stop(Rank(0), nic, 100_000_000));
+    let remote = first.proxy.remote();
+    let blocked = std::thread::scope(|scope| {
+        let asked = scope.spawn(|| remote.ask(|_| std::thread::sleep(Duration::from_millis(20))));
+        for epoch in 1..3 {
+            for direction in [Direction::Dispatch, Direction::Combine] {
+                first.send(&wire, direction, epoch, 3);
+            }
+        }
+        asked.join().unwrap().unwrap();
+        remote.ask(|driver| !driver.settle(CONTEXT)).unwrap()
+    });
+    assert!(blocked, "nothing was left to be posted, so this shows nothing");
+    let settled =
+        wait::poll("messages", PATIENCE, || remote.ask(|driver| driver.settle(CONTEXT)).unwrap().then_some(()));
+    assert!(settled.is_some());
+    remote.close(CONTEXT, PATIENCE).unwrap();
+    for epoch in 1..3 {
+        for direction in [Direction::Dispatch, Direction::Combine] {
+            second.receive(&wire, direction, epoch, 3);
+        }
+    }
+    drop(sides);
+}
+
+#[test]
+fn a_proxy_that_panics_tells_its_device_and_whoever_asks() {
+    let wire = wire();
+    let (_network, mut sides) = pair(14, &wire);
+    let side = sides.swap_remove(0);
+    let remote = side.proxy.remote();
+    let error = remote.ask(|_| panic!("as told")).unwrap_err().to_string();
+    assert!(error.contains("the proxy thread panicked: as told"), "{error}");
+    assert_eq!(remote.ask(|_| ()).unwrap_err().to_string(), error);
+    assert_eq!(side.memory.lost.get(0).unwrap().load(Ordering::Acquire), 1);
+}
+
+#[test]
+fn a_request_that_nobody_waits_for_any_more_is_not_done() {
+    let network = Network::new(1, SimConfig::calm()).unwrap();
+    let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 1, liveness: LIVENESS }).unwrap();
+    let mut driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), system_clock());
+    let done = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let flag = Arc::clone(&done);
+    let error = driver.remote().ask_within(Duration::from_millis(5), move |_| flag.store(true, Ordering::Relaxed));
+    assert!(error.unwrap_err().to_string().contains("does not answer"));
+    assert_eq!(Arc::strong_count(&done), 1, "what it captured is gone");
+    driver.turn();
+    assert!(!done.load(Ordering::Relaxed));
+}
+
+#[test]
+fn the_newest_reports_are_kept_and_all_are_counted() {
+    let shared = Arc::new(Shared::<SimEndpoint>::new());
+    let remote = Remote::new(Arc::clone(&shared));
+    let report = |rank| Report::PeerLost { peer: Rank(rank), cause: Cause::Refused };
+    (0..5000).for_each(|rank| shared.report(report(rank)));
+    assert_eq!((remote.reported(), remote.reports().last().copied()), (5000, Some(report(4999))));
+    assert_eq!(remote.reports_since(4998), [report(4998), report(4999)]);
+    assert!(remote.reports_since(5000).is_empty() && remote.reports().len() >= 2047, "a world's worth is kept");
 }
 
 #[test]

@@ -184,6 +184,23 @@ impl Context {
         self.links.get(usize::from(index)).is_some_and(|link| matches!(link.state, LinkState::Blocked { .. }))
     }
 
+    /// Whether no message is posted in part.
+    pub fn is_settled(&self) -> bool {
+        let between = |link: &Link| link.chunk.0 == 0 && !matches!(link.state, LinkState::Blocked { .. });
+        self.links.iter().all(|link| between(link) || link.state == LinkState::Stopped)
+    }
+
+    /// Whether a peer owes a message: this rank has begun to send an epoch of which that one has sent nothing. In every
+    /// epoch of a direction messages go from all sources.
+    pub fn is_owed_by(&self, peer: Rank) -> bool {
+        Direction::ALL.into_iter().zip(&self.arrivals).any(|(direction, arrivals)| {
+            let begun = self.links.iter().filter(|link| link.direction == direction).filter_map(Link::begun).max();
+            let source = arrivals.source_of.get(peer.index()).copied().filter(|source| *source != NOBODY);
+            let (Some(epoch), Some(source)) = (begun, source) else { return false };
+            !arrivals.counter.has_begun(SourceIdx(source), epoch)
+        })
+    }
+
     /// Takes a doorbell. True if there is now something to post.
     pub fn rung(&mut self, index: u16, bytes: u32, chunks: u32) -> std::result::Result<bool, Report> {
         let Some(link) = self.links.get_mut(usize::from(index)) else { return Ok(false) };
@@ -294,6 +311,12 @@ impl Link {
     /// Has the driver look for what comes next; `at` is the link's place among all.
     fn rewatch(&self, at: usize, common: &Common, watches: &mut Watches) {
         watches.set(self.direction.index(), self.index.index(), at, self.watch(common));
+    }
+
+    /// The newest epoch that was rung, if any was.
+    fn begun(&self) -> Option<u64> {
+        let newest = self.under_way[0].epoch.max(self.under_way[1].epoch);
+        (newest != 0).then_some(newest)
     }
 
     /// Checks a doorbell, and notes what it says.

@@ -6,8 +6,9 @@
 //!      │                                    │                                                  ▲
 //!      │ silent for first_contact_ns, a write failed                                           │
 //!      └───────────────────────────────────────────────────────────────────────────────────────┘
-//!                                           │ Leave
-//!                                           └────────▶ Left: its silence means nothing
+//!                                           │ Leave                                            │
+//!                                           └────────▶ Left ───────────────────────────────────┘
+//!                                                           silent for silence_ns, and it owes a message
 //! ```
 //!
 //! Opening a context that names a peer brings it back to Expected, unless it is alive. Nothing is sent to a lost peer,
@@ -44,8 +45,8 @@ struct Peer {
 pub(super) struct Silent {
     pub peer: Rank,
     pub silent_ns: u64,
-    /// Whether it had never been heard.
-    pub never_heard: bool,
+    /// What it was until then: expected, alive, or gone in good order.
+    pub state: State,
 }
 
 /// All peers that open contexts name.
@@ -160,7 +161,8 @@ impl Peers {
         self.now_ns = self.now_ns.max(now_ns);
     }
 
-    /// The next peer whose turn has come, if it was silent for too long. To be called until `None`.
+    /// The next peer whose turn has come, if it was silent for too long, as one that left is from some time on. To be called
+    /// until `None`.
     pub fn check(&mut self) -> Option<Silent> {
         for _ in 0..self.linked.len() {
             if self.now_ns < self.next_ns {
@@ -168,8 +170,8 @@ impl Peers {
             }
             let count = self.linked.len() as u64;
             // A long gap is not made up for by several rounds.
-            self.next_ns = self.next_ns.max(self.now_ns.saturating_sub(self.liveness.heartbeat_ns))
-                + (self.liveness.heartbeat_ns / count).max(1);
+            let not_before = self.now_ns.saturating_sub(self.liveness.heartbeat_ns);
+            self.next_ns = self.next_ns.max(not_before).saturating_add((self.liveness.heartbeat_ns / count).max(1));
             self.next = (self.next + 1) % self.linked.len();
             let rank = self.linked[self.next];
             if !self.leaving {
@@ -185,11 +187,11 @@ impl Peers {
         let peer = self.table.get(rank.index())?;
         let limit = match peer.state {
             State::Expected => self.liveness.first_contact_ns,
-            State::Alive => self.liveness.silence_ns,
-            State::Unlinked | State::Left | State::Lost => return None,
+            State::Alive | State::Left => self.liveness.silence_ns,
+            State::Unlinked | State::Lost => return None,
         };
         let silent_ns = self.now_ns.saturating_sub(peer.heard_ns);
-        (silent_ns > limit).then_some(Silent { peer: rank, silent_ns, never_heard: peer.state == State::Expected })
+        (silent_ns > limit).then_some(Silent { peer: rank, silent_ns, state: peer.state })
     }
 
     fn enqueue(&mut self, rank: Rank) {

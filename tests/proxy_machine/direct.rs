@@ -111,10 +111,29 @@ impl Bench {
     }
 
     fn beat_from(&mut self, peer: u32) {
-        // A heartbeat as rank `peer` would send it to rank 0: what this one sends, under the other's name.
-        let mut beat = *b"tyhb\x01\x01\0\0\0\0\0\0";
-        beat[8..].copy_from_slice(&peer.to_le_bytes());
-        self.step(Input::Message { peer: Rank(peer), bytes: &beat });
+        self.hear(peer, 1);
+    }
+
+    fn leave_from(&mut self, peer: u32) {
+        self.beat_from(peer);
+        self.hear(peer, 2);
+    }
+
+    /// A control message as rank `peer` would send it to rank 0: what this one sends, under the other's name.
+    fn hear(&mut self, peer: u32, kind: u8) {
+        let mut message = *b"tyhb\x01\0\0\0\0\0\0\0";
+        message[5] = kind;
+        message[8..].copy_from_slice(&peer.to_le_bytes());
+        self.step(Input::Message { peer: Rank(peer), bytes: &message });
+    }
+
+    /// Lets time pass, in which rank 2 lives.
+    fn pass(&mut self, from: f64, to: f64) {
+        let tenths = |seconds: f64| (seconds * 10.0) as u32;
+        for tenth in tenths(from)..=tenths(to) {
+            self.beat_from(2);
+            self.time(f64::from(tenth) / 10.0);
+        }
     }
 }
 
@@ -273,6 +292,68 @@ fn a_peer_that_closed_one_context_is_not_lost_to_the_others() {
 }
 
 #[test]
+fn a_peer_that_left_is_lost_once_it_owes_a_message() {
+    let lost =
+        |b: &Bench| matches!(b.hands.reports[..], [Report::PeerLost { peer: Rank(1), cause: Cause::Left { .. } }]);
+    let mut b = Bench::new(3, 1);
+    b.leave_from(1);
+    b.pass(0.0, 3.0);
+    assert_eq!(b.hands.reports, [], "nobody waits for it");
+    // Its message may have left before it did, and come later.
+    b.ring(2, 100, 1);
+    b.step(Input::Immediate { imm: imm(1, 1, 0, 0) });
+    b.pass(3.0, 6.0);
+    assert_eq!(b.hands.reports, [], "its message is here");
+    b.ring(2, 100, 1);
+    assert_eq!(b.hands.reports, [], "not before its silence has lasted");
+    b.pass(6.0, 8.0);
+    assert!(lost(&b), "{:?}", b.hands.reports);
+    // As well where it is known by its own link that the epoch has begun.
+    let mut b = Bench::new(3, 1);
+    b.leave_from(1);
+    b.ring(1, 100, 1);
+    b.pass(0.0, 0.9);
+    assert_eq!(b.hands.reports, []);
+    b.pass(0.9, 2.0);
+    assert!(lost(&b), "{:?}", b.hands.reports);
+}
+
+#[test]
+fn writes_that_fail_to_a_peer_that_has_left_do_not_lose_it() {
+    let mut b = Bench::new(3, 1);
+    b.ring(1, 100, 1);
+    b.leave_from(1);
+    let token = b.hands.posts[0].token;
+    b.step(Input::Failed { token, what: "as told" });
+    b.hands.refused.insert(1);
+    b.ring(1, 100, 1);
+    assert_eq!((b.hands.reports.len(), b.machine.is_lost(Rank(1))), (0, false));
+    assert_eq!((b.machine.stats().dropped, b.hands.flags.len()), (1, 2), "both stagings are free");
+    let mut b = Bench::new(3, 1);
+    b.leave_from(1);
+    b.hands.refused.insert(1);
+    b.ring(1, 100, 2);
+    b.ring(1, 100, 0);
+    assert_eq!((b.hands.reports.len(), b.hands.flags.len()), (0, 1), "refused first");
+}
+
+#[test]
+fn messages_are_settled_once_all_of_them_are_posted() {
+    let mut b = Bench::new(3, 2);
+    assert!(b.machine.is_settled(C) && b.machine.is_settled(ContextIdx(3)));
+    b.ring(1, 100, 2);
+    assert!(!b.machine.is_settled(C), "a chunk is to come");
+    b.hands.room = Some(1);
+    b.ring(1, 100, 0);
+    assert!(!b.machine.is_settled(C), "a shard is refused");
+    b.hands.room = None;
+    b.time(0.1);
+    assert!(b.machine.is_settled(C) && b.machine.under_way(C) == 4);
+    b.ring(2, 5000, 1);
+    assert!(b.machine.is_settled(C), "a link that has stopped posts nothing any more");
+}
+
+#[test]
 fn a_doorbell_that_cannot_be_stops_its_link_alone() {
     for (bytes, chunks) in [(1089, 1), (100, 0), (100, 5)] {
         let mut b = Bench::new(3, 1);
@@ -391,6 +472,16 @@ fn what_cannot_be_opened_is_a_configuration_error() {
     assert!(b.machine.open(ContextIdx(4), &good).is_err());
     let config = MachineConfig { rank: Rank(2), world: 2, liveness: Liveness::default() };
     assert!(Machine::new(&config).is_err());
+    for (heartbeat_ns, silence_ns, first_contact_ns) in [(5, 5, 9), (9, 10, 9), (u64::MAX, u64::MAX, u64::MAX)] {
+        let liveness = Liveness { heartbeat_ns, silence_ns, first_contact_ns };
+        assert!(Machine::new(&MachineConfig { rank: Rank(0), world: 2, liveness }).is_err(), "{liveness:?}");
+    }
+    let rarely = Liveness { heartbeat_ns: u64::MAX - 1, silence_ns: u64::MAX, first_contact_ns: u64::MAX };
+    let mut machine = Machine::new(&MachineConfig { rank: Rank(0), world: 2, liveness: rarely }).unwrap();
+    machine.open(C, &ContextConfig { generation: 0, first_epoch: 1, wire: &wire(2, 1), arenas: &arenas }).unwrap();
+    for now_ns in [1, u64::MAX / 2, u64::MAX] {
+        machine.step(Input::Time { now_ns }, &mut b.hands);
+    }
 }
 
 /// Counts this thread's allocations.
