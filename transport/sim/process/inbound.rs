@@ -21,7 +21,7 @@ use super::shared::{Core, Step};
 use super::socket::{self, Door, Receipt, Sending};
 use crate::base::Rank;
 use crate::transport::imm::{ImmValue, MAX_RANKS};
-use crate::transport::link::RegionId;
+use crate::transport::link::{Place, RegionId};
 use crate::transport::sim::seat::Pending;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -40,11 +40,13 @@ const MAX_PARTIAL: usize = 1 << 16;
 /// Most events that wait for the caller to poll.
 pub(super) const MAX_INBOX: usize = 8192;
 
-/// A write or message that arrives, by its connection and its sender's number.
+/// A write or message that arrives, by its connection and its sender's number. A sender can use a number again; what is
+/// still on its way of the former bearer must not be taken for the new one's, so each has a serial of this endpoint's.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Arrival {
     guest: u64,
     number: u64,
+    serial: u64,
 }
 
 /// A part of a write on its way from the NIC to memory.
@@ -62,12 +64,14 @@ pub(super) struct Packet {
 
 #[derive(Debug)]
 enum Cargo {
-    Write { imm: ImmValue, region: RegionId, target: u64 },
+    Write { imm: ImmValue, target: Place },
     Message(Box<[u8]>),
 }
 
 #[derive(Debug)]
 struct Incoming {
+    /// See [`Arrival`].
+    serial: u64,
     nic: usize,
     cargo: Cargo,
     total: u32,
@@ -81,7 +85,7 @@ struct Incoming {
 
 impl Incoming {
     fn is_landing_in(&self, wanted: RegionId) -> bool {
-        !self.whole && matches!(self.cargo, Cargo::Write { region, .. } if region == wanted)
+        !self.whole && matches!(self.cargo, Cargo::Write { target, .. } if target.region == wanted)
     }
 }
 
@@ -337,11 +341,11 @@ impl Inbound {
             Frame::Message { number, .. } if guest.arrivals.contains_key(&number) => core.refused.out_of_turn += 1,
             Frame::Message { number, bytes } => {
                 let cargo = Cargo::Message(bytes.into());
-                guest.arrivals.insert(number, Incoming { cargo, ..Incoming::new(0, 0) });
+                let serial = core.number();
+                guest.arrivals.insert(number, Incoming { cargo, ..Incoming::new(serial, 0, 0) });
                 guest.ready += 1;
-                let piece = Arc::default();
-                let packet =
-                    Packet { arrival: Arrival { guest: id, number }, piece, at: 0, start: 0, len: 0, taken_in: false };
+                let arrival = Arrival { guest: id, number, serial };
+                let packet = Packet { arrival, piece: Arc::default(), at: 0, start: 0, len: 0, taken_in: false };
                 let at_ns = core.unstamp(head.stamp_ns).saturating_add(core.config.nics[0].latency_ns());
                 let at_ns = at_ns.saturating_add(core.lateness());
                 core.schedule(at_ns, Step::Packet(packet));
@@ -352,9 +356,9 @@ impl Inbound {
 
     /// A packet passes its NIC, or lands.
     pub(super) fn packet(&mut self, core: &mut Core, mut packet: Packet, at_ns: u64) {
-        let Arrival { guest: id, number } = packet.arrival;
+        let Arrival { guest: id, number, serial } = packet.arrival;
         let Some(guest) = self.guests.get_mut(&id) else { return };
-        let Some(incoming) = guest.arrivals.get_mut(&number) else {
+        let Some(incoming) = guest.arrivals.get_mut(&number).filter(|incoming| incoming.serial == serial) else {
             guest.held -= packet.len as usize;
             return;
         };
@@ -375,9 +379,12 @@ impl Inbound {
         }
         if let Cargo::Write { target, .. } = incoming.cargo {
             let bytes = &packet.piece[packet.start as usize..(packet.start + packet.len) as usize];
-            // SAFETY: `take_piece` found the whole write inside a region of this endpoint, which would have taken this
-            // arrival with it, and this packet is a part of the write.
-            unsafe { memory::land(bytes, target + u64::from(packet.at)) };
+            let place = Place { offset: target.offset.saturating_add(packet.at.into()), ..target };
+            // A region takes its arrivals with it, so this one's is there.
+            if let Some(address) = core.seat.regions.locate(place, packet.len) {
+                // SAFETY: `locate` has just found all of it inside a region of this endpoint that is there.
+                unsafe { memory::land(bytes, address) };
+            }
         }
         guest.held -= packet.len as usize;
         core.counts.packets += 1;
@@ -398,6 +405,7 @@ impl Inbound {
     /// Hands out what is here in full.
     pub(super) fn deliver(&mut self, core: &mut Core, arrival: Arrival) {
         let Some(guest) = self.guests.get_mut(&arrival.guest) else { return };
+        // What is whole keeps its number until now.
         let Some(incoming) = guest.arrivals.remove(&arrival.number) else { return };
         guest.ready -= 1;
         core.counts.reordered += u64::from(arrival.number < guest.delivered);
@@ -414,15 +422,15 @@ impl Inbound {
 }
 
 impl Incoming {
-    fn new(nic: u8, total: u32) -> Incoming {
+    fn new(serial: u64, nic: u8, total: u32) -> Incoming {
         let cargo = Cargo::Message(Box::default());
-        Incoming { nic: usize::from(nic), cargo, total, received: 0, landed: 0, furthest: 0, whole: false }
+        Incoming { serial, nic: usize::from(nic), cargo, total, received: 0, landed: 0, furthest: 0, whole: false }
     }
 }
 
 /// Takes a piece of a write of a NIC that there is, and schedules its packets.
 fn take_piece(core: &mut Core, id: u64, guest: &mut Guest, head: Head, piece: Piece, payload: &[u8]) {
-    let Some(address) = core.seat.regions.locate(piece.target, piece.total) else {
+    if core.seat.regions.locate(piece.target, piece.total).is_none() {
         // Of a write that was dropped when its first piece had come, the others say nothing new.
         let first = u64::from(piece.at == 0);
         let verdict = if core.seat.regions.is_gone(piece.target.region) {
@@ -436,18 +444,20 @@ fn take_piece(core: &mut Core, id: u64, guest: &mut Guest, head: Head, piece: Pi
             guest.answer(piece.number, core.stamp(core.now_ns), verdict);
         }
         return;
-    };
+    }
     let partial = guest.arrivals.len() - guest.ready;
     if piece.at == 0 && partial < MAX_PARTIAL && !guest.arrivals.contains_key(&piece.number) {
         core.maybe_stop(usize::from(piece.nic));
-        let cargo = Cargo::Write { imm: piece.imm, region: piece.target.region, target: address };
-        guest.arrivals.insert(piece.number, Incoming { cargo, ..Incoming::new(piece.nic, piece.total) });
+        let cargo = Cargo::Write { imm: piece.imm, target: piece.target };
+        let serial = core.number();
+        guest.arrivals.insert(piece.number, Incoming { cargo, ..Incoming::new(serial, piece.nic, piece.total) });
     } else if piece.at == 0 {
         core.refused.out_of_turn += 1;
         return;
     }
     let next = |incoming: &&mut Incoming| {
-        let same = matches!(incoming.cargo, Cargo::Write { imm, target, .. } if imm == piece.imm && target == address);
+        let same =
+            matches!(incoming.cargo, Cargo::Write { imm, target, .. } if imm == piece.imm && target == piece.target);
         same && (incoming.nic, incoming.total, incoming.received) == (usize::from(piece.nic), piece.total, piece.at)
     };
     let Some(incoming) = guest.arrivals.get_mut(&piece.number).filter(next) else {
@@ -457,7 +467,8 @@ fn take_piece(core: &mut Core, id: u64, guest: &mut Guest, head: Head, piece: Pi
     incoming.received += payload.len() as u32;
     guest.ready += usize::from(incoming.received == incoming.total);
     guest.held += payload.len();
-    schedule_packets(core, Arrival { guest: id, number: piece.number }, head, piece, payload);
+    let arrival = Arrival { guest: id, number: piece.number, serial: incoming.serial };
+    schedule_packets(core, arrival, head, piece, payload);
 }
 
 /// Cuts a piece into packets, each of which arrives when its last byte does, and later by its own chance.

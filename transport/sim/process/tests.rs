@@ -590,6 +590,51 @@ fn a_region_taken_back_between_two_pieces_of_a_write() {
 }
 
 #[test]
+fn packets_of_a_region_taken_back_that_meet_a_write_of_the_same_number() {
+    // All of a write but its last bytes is on its way when its region goes, and its number is used again: for a write to
+    // a region that is too short for those packets, and for a message.
+    let (mut nodes, guest) = host(SimConfig { packet_bytes: 64, ..SimConfig::calm() });
+    let long = Piece {
+        number: 1,
+        nic: 0,
+        target: Place { region: RegionId(0), offset: 0 },
+        imm: ImmValue::from_bits(5),
+        total: BYTES as u32,
+        at: 0,
+    };
+    for number in [1, 2] {
+        hear(&mut nodes, guest, Piece { number, ..long }, &[1; BYTES - 1]);
+    }
+    let other = Box::leak(vec![GUARD; 2 * BYTES].into_boxed_slice()).as_mut_ptr();
+    let span = Span { base: other.expose_provenance() as u64, bytes: 16 };
+    // SAFETY: leaked, and accessed through the pointer only.
+    let region = unsafe { nodes[0].endpoint.register(span) }.unwrap();
+    let short = Piece { target: Place { region, offset: 8 }, imm: ImmValue::from_bits(6), total: 8, ..long };
+    // One that goes on, and keeps the guest.
+    let third = Piece { number: 3, target: Place { region, offset: 0 }, ..short };
+    hear(&mut nodes, guest, third, &[4; 4]);
+    assert_eq!(nodes[0].endpoint.deregister(RegionId(0)), Ok(Released::Done));
+    nodes[0].fill(7);
+    hear(&mut nodes, guest, short, &[4; 4]);
+    let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
+    let mut bytes = Vec::new();
+    encode(&mut bytes, Head { key: core.seat.key, stamp_ns: 0 }, &Frame::Message { number: 2, bytes: b"again" });
+    inbound.take(core, guest, &bytes);
+    pump(&mut nodes, 100);
+    assert!(nodes[0].imms.is_empty(), "half of a write, and its immediate is here");
+    for piece in [short, third] {
+        hear(&mut nodes, guest, Piece { at: 4, ..piece }, &[4; 4]);
+    }
+    pump(&mut nodes, 100);
+    // SAFETY: inside the leaked memory.
+    let byte = |at: usize| unsafe { other.add(at).read_volatile() };
+    let wrong = (0..2 * BYTES).find(|at| byte(*at) != if *at < 16 { 4 } else { GUARD });
+    assert_eq!((wrong, nodes[0].is_filled(7)), (None, true));
+    assert_eq!((&nodes[0].imms[..], &nodes[0].messages[..]), (&[6, 6][..], &[b"again".to_vec()][..]));
+    assert_eq!((nodes[0].endpoint.inbound.held(), nodes[0].endpoint.refused().total()), (0, 0));
+}
+
+#[test]
 fn a_network_between_processes_that_carries_no_payload() {
     let config = SimConfig { payload: false, ..SimConfig::calm() };
     let error = ProcessEndpoint::open(Rank(0), TOKEN, config).map(drop).unwrap_err();
