@@ -118,6 +118,26 @@ fn host() -> String {
     format!("{} {network}", boot.trim())
 }
 
+/// Whether descriptors or the kernel's memory have run out. That may be another part of the process, and pass.
+pub(super) fn is_shortage(errno: Errno) -> bool {
+    matches!(errno, Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)
+}
+
+#[cfg(test)]
+thread_local! {
+    /// Tests let descriptors run out for their own thread alone.
+    pub(super) static SHORT_HERE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Asked before each socket is opened; fails in tests alone.
+pub(super) fn may_open() -> nix::Result<()> {
+    #[cfg(test)]
+    if SHORT_HERE.get() {
+        return Err(Errno::EMFILE);
+    }
+    Ok(())
+}
+
 struct Listener {
     fd: OwnedFd,
     name: String,

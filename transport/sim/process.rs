@@ -60,16 +60,19 @@ use super::config::{Clock, SimConfig};
 use super::counts::Counts;
 use super::seat::Pending;
 use crate::base::{Error, Rank, Result};
+use crate::transport::fds::is_shortage;
 use crate::transport::imm::MAX_RANKS;
 use crate::transport::link::{DeviceNeeds, Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use address::Address;
 use frame::{MAX_FRAME, MAX_TOKEN};
 use inbound::Inbound;
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use outbound::Outbound;
 use shared::{Core, Step};
 use socket::Door;
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 /// What an endpoint dropped because it was not what a connected member of its job sends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -241,10 +244,16 @@ impl ProcessEndpoint {
         if door_opens || stranger_speaks {
             inbound.meet(core, buffer);
         }
-        welcomed.map_err(|errno| Error::Transport {
-            what: format!("endpoint of rank {} cannot take a connection ({errno})", core.rank),
-            advice: "raise the limit on open files".into(),
-        })
+        let short = match welcomed {
+            Err(errno) if !is_shortage(errno) => {
+                return Err(Error::Transport {
+                    what: format!("endpoint of rank {} cannot take connections ({errno})", core.rank),
+                    advice: "form a new world; its endpoints open new sockets".into(),
+                });
+            }
+            outcome => outcome.err(),
+        };
+        inbound.shortage.note(short).map_err(|lasting| too_short(core.rank, "take", lasting))
     }
 
     /// Lets everything happen that is due by now.
@@ -257,6 +266,14 @@ impl ProcessEndpoint {
                 Step::Deliver(arrival) => self.inbound.deliver(&mut self.core, arrival),
             }
         }
+    }
+}
+
+/// The error of a shortage that lasts.
+fn too_short(rank: Rank, verb: &str, (lasted, errno): (Duration, Errno)) -> Error {
+    Error::Transport {
+        what: format!("endpoint of rank {rank} could not {verb} a connection for {} ms ({errno})", lasted.as_millis()),
+        advice: "raise the limit on open files (ulimit -n), or see what holds so many".into(),
     }
 }
 
@@ -325,8 +342,9 @@ impl Transport for ProcessEndpoint {
         self.core.tick();
         self.hear()?;
         self.run_due();
-        self.outbound.talk(&mut self.core);
+        let talked = self.outbound.talk(&mut self.core);
         self.inbound.talk(&self.core);
+        talked.map_err(|lasting| too_short(self.core.rank, "open", lasting))?;
         let mut batch = std::mem::take(&mut self.batch);
         batch.clear();
         batch.extend(std::iter::from_fn(|| self.core.seat.take()).take(self.core.config.poll_batch));

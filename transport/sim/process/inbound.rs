@@ -18,7 +18,7 @@ use super::intake::Intake;
 use super::memory;
 use super::outbound::READS_PER_POLL;
 use super::shared::{Core, Step};
-use super::socket::{self, Door, Receipt, Sending};
+use super::socket::{self, Door, Receipt, Sending, Shortage};
 use crate::base::Rank;
 use crate::transport::imm::{ImmValue, MAX_RANKS};
 use crate::transport::link::{Place, RegionId};
@@ -142,6 +142,8 @@ pub(super) struct Inbound {
     /// By NIC.
     intakes: Vec<Intake>,
     buffer: Vec<u8>,
+    /// Of taking connections.
+    pub(super) shortage: Shortage,
 }
 
 impl Inbound {
@@ -177,7 +179,8 @@ impl Inbound {
 
     // ---- who comes
 
-    /// Lets in who has come. Fails if this process can open no more descriptors.
+    /// Lets in who has come. Fails if this process can open no more descriptors; who waits at the door is still there
+    /// for the next try.
     pub(super) fn welcome(&mut self, core: &mut Core, door: &Door) -> nix::Result<()> {
         for _ in 0..MAX_STRANGERS {
             let Some(fd) = door.accept()? else { return Ok(()) };

@@ -16,13 +16,16 @@ use super::address::Address;
 use super::frame::{self, Answer, Frame, Head, Hello, MAX_PIECE, Piece, Verdict};
 use super::memory;
 use super::shared::{Core, Step};
-use super::socket::{self, Nonce, Receipt, Sending};
+use super::socket::{self, Nonce, Receipt, Sending, Shortage};
 use crate::base::{Rank, Result};
+use crate::transport::fds::is_shortage;
 use crate::transport::link::{Posted, WriteImm};
 use crate::transport::sim::config::DeadPeers;
 use crate::transport::sim::seat::{Lane, Miss, Pending, Slot};
+use nix::errno::Errno;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 /// Most bytes of one peer's writes that are read when posted; the rest is read when it leaves.
 const MAX_EAGER: usize = 1 << 20;
@@ -95,7 +98,7 @@ impl Flight {
 
 #[derive(Debug)]
 enum Wire {
-    /// So many waited at the peer's door that this endpoint must come back.
+    /// So many waited at the peer's door, or descriptors were so short, that this endpoint must come back.
     Dialling,
     Up(OwnedFd),
     /// The peer has gone.
@@ -123,6 +126,9 @@ pub(super) struct Outbound {
     links: BTreeMap<Rank, Link>,
     flights: BTreeMap<FlightId, Flight>,
     buffer: Vec<u8>,
+    /// Of connecting, and whether `talk` has met one.
+    pub(super) shortage: Shortage,
+    short: Option<Errno>,
 }
 
 impl Outbound {
@@ -132,6 +138,8 @@ impl Outbound {
             links: BTreeMap::new(),
             flights: BTreeMap::new(),
             buffer: Vec::with_capacity(frame::MAX_FRAME),
+            shortage: Shortage::default(),
+            short: None,
         }
     }
 
@@ -178,7 +186,15 @@ impl Outbound {
     }
 
     fn dial(&mut self, core: &Core, nonce: &Nonce, key: u64) -> nix::Result<Wire> {
-        let Some(fd) = socket::dial(nonce)? else { return Ok(Wire::Dialling) };
+        let fd = match socket::dial(nonce) {
+            Ok(Some(fd)) => fd,
+            Ok(None) => return Ok(Wire::Dialling),
+            Err(errno) if is_shortage(errno) => {
+                self.short = Some(errno);
+                return Ok(Wire::Dialling);
+            }
+            Err(errno) => return Err(errno),
+        };
         let nics = core.config.nics.len() as u32;
         let hello = Hello { rank: core.rank, nics, key: core.seat.key, token: &self.token };
         let head = Head { key, stamp_ns: core.stamp(core.now_ns) };
@@ -186,7 +202,7 @@ impl Outbound {
         match socket::send_frame(&fd, &self.buffer) {
             Sending::Sent => Ok(Wire::Up(fd)),
             Sending::Full => Ok(Wire::Dialling),
-            Sending::Closed | Sending::Broken => Err(nix::errno::Errno::ECONNREFUSED),
+            Sending::Closed | Sending::Broken => Err(Errno::ECONNREFUSED),
         }
     }
 
@@ -474,8 +490,10 @@ impl Outbound {
         }
     }
 
-    /// Gives the sockets what they take, and tries doors at which too many waited.
-    pub(super) fn talk(&mut self, core: &mut Core) {
+    /// Gives the sockets what they take, and tries again the doors that could not be entered. Fails if connecting has
+    /// failed for long for want of descriptors or memory.
+    pub(super) fn talk(&mut self, core: &mut Core) -> std::result::Result<(), (Duration, Errno)> {
+        self.short = None;
         let peers: Vec<Rank> = self.links.keys().copied().collect();
         for peer in peers {
             let Some(link) = self.links.get(&peer) else { continue };
@@ -489,6 +507,7 @@ impl Outbound {
             }
             while self.send_next(core, peer) {}
         }
+        self.shortage.note(self.short)
     }
 
     /// Sends one frame to a peer; false if there is none, or if its socket takes none.

@@ -4,6 +4,7 @@
 //! behind an abstract name with a nonce in it, so that nothing is left in a file system and nobody finds it by chance;
 //! and neither end speaks to a process of another user.
 
+use crate::transport::fds::may_open;
 use nix::errno::Errno;
 use nix::sys::socket::{
     AddressFamily, Backlog, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind, connect, getsockopt, listen, recv,
@@ -12,12 +13,42 @@ use nix::sys::socket::{
 use std::fs::File;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 /// The part of a door's name that nobody can guess.
 pub(super) type Nonce = [u8; 16];
 
 /// How often in a row a socket may say that it was reset before that is believed; see [`receive`].
 const RESETS: usize = 3;
+
+/// How long a shortage may last before it is an error: well below the time after which peers take an endpoint that they
+/// have not heard yet for lost, so that the cause is told first.
+const SHORTAGE_PATIENCE: Duration = Duration::from_secs(10);
+
+/// For how long one step has failed at every try because of a shortage.
+#[derive(Debug)]
+pub(super) struct Shortage {
+    since: Option<Instant>,
+    pub(super) patience: Duration,
+}
+
+impl Default for Shortage {
+    fn default() -> Shortage {
+        Shortage { since: None, patience: SHORTAGE_PATIENCE }
+    }
+}
+
+impl Shortage {
+    /// The step was tried or was not needed. Fails with how long the shortage has lasted, if that is too long.
+    pub(super) fn note(&mut self, short: Option<Errno>) -> Result<(), (Duration, Errno)> {
+        let Some(errno) = short else {
+            self.since = None;
+            return Ok(());
+        };
+        let lasted = self.since.get_or_insert_with(Instant::now).elapsed();
+        if lasted >= self.patience { Err((lasted, errno)) } else { Ok(()) }
+    }
+}
 
 /// Where an endpoint listens, and the key that those who were told of it must show.
 #[derive(Debug)]
@@ -39,6 +70,7 @@ impl Door {
 
     /// Whoever has come; `None` if nobody has.
     pub(super) fn accept(&self) -> nix::Result<Option<OwnedFd>> {
+        may_open()?;
         match accept4(self.fd.as_raw_fd(), SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC) {
             // SAFETY: accept4 has just made this descriptor, and nothing else owns it.
             Ok(raw) => Ok(Some(unsafe { OwnedFd::from_raw_fd(raw) })),
@@ -67,6 +99,7 @@ fn door_of(nonce: &Nonce) -> nix::Result<UnixAddr> {
 }
 
 fn unix_socket() -> nix::Result<OwnedFd> {
+    may_open()?;
     let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
     socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)
 }

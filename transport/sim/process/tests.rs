@@ -4,6 +4,7 @@
 use super::frame::tests::{Dice, samples};
 use super::frame::{Frame, Head, Hello, Piece, encode};
 use super::*;
+use crate::transport::fds::SHORT_HERE;
 use crate::transport::imm::ImmValue;
 use crate::transport::link::Place;
 use crate::transport::sim::config::{DeadPeers, LinkModel};
@@ -298,6 +299,37 @@ fn settings_that_make_no_sense() {
         assert!(matches!(&outcome, Err(Error::Config { name, .. }) if *name == wanted), "{wanted}: {outcome:?}");
     }
     assert_eq!(open(MAX_RANKS as u32 - 1, &[0; MAX_TOKEN], SimConfig::calm()), Ok(()));
+}
+
+// ---- no descriptors left
+
+/// Whether a poll reports that descriptors are short, in words that lead to the limit.
+fn complains(node: &mut Node) -> bool {
+    let polled = node.endpoint.poll(&mut |_| ());
+    let named = |what: &str, advice: &str| what.contains("EMFILE") && advice.contains("open files");
+    polled.is_err_and(|error| matches!(&error, Error::Transport { what, advice } if named(what, advice)))
+}
+
+#[test]
+fn a_shortage_of_descriptors_that_ends_an_endpoint() {
+    let mut nodes: Vec<_> = (0..2).map(|rank| Node::new(rank, BYTES, SimConfig::calm())).collect();
+    SHORT_HERE.set(true);
+    connect(&mut nodes);
+    assert_eq!(nodes[0].post(1, 1, 8), Posted::Accepted);
+    pump(&mut nodes, 50);
+    nodes[0].endpoint.outbound.shortage.patience = Duration::ZERO;
+    assert!(complains(&mut nodes[0]), "nothing is said of connections that cannot be opened");
+    // Now it knocks, and is not let in.
+    SHORT_HERE.set(false);
+    nodes[0].poll();
+    SHORT_HERE.set(true);
+    pump(&mut nodes, 50);
+    nodes[1].endpoint.inbound.shortage.patience = Duration::ZERO;
+    assert!(complains(&mut nodes[1]), "nothing is said of connections that cannot be taken");
+    assert!(nodes[0].failed.is_empty() && nodes[1].imms.is_empty());
+    SHORT_HERE.set(false);
+    pump_until(&mut nodes, "a write after the shortage", |nodes| nodes[1].imms == [1] && nodes[0].sent == [1]);
+    assert_eq!(nodes.iter().map(|node| node.endpoint.counts().deaths).sum::<u64>(), 0);
 }
 
 // ---- frames that no member sends

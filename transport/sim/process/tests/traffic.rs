@@ -129,7 +129,7 @@ fn send_only(node: &mut Node) {
             outbound.depart(core, id, due.at_ns);
         }
     }
-    outbound.talk(core);
+    outbound.talk(core).unwrap();
 }
 
 #[test]
