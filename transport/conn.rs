@@ -14,10 +14,12 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{setsockopt, sockopt};
 
-use super::wire::{Frame, FrameReader, Malformed};
+use super::wire::{Frame, FrameReader, HEADER_BYTES, MAX_HELLO_BODY, Malformed};
 
 /// Bytes taken from the kernel per read.
 const READ_BYTES: usize = 64 << 10;
+/// Most bytes taken from a connection before it is admitted: a hello, and one that tells whether more came.
+const FIRST_BYTES: usize = HEADER_BYTES + MAX_HELLO_BODY + 1;
 /// Reads per turn, so that one busy peer cannot hold up the others.
 const READS_PER_TURN: usize = 64;
 /// Seconds between keep-alive probes, and probes without answer until a silent host counts as gone.
@@ -126,6 +128,27 @@ impl Conn {
         Ok(())
     }
 
+    /// The first frame, once all of it has come, and whether anything came behind it. Nothing is known of who sends it:
+    /// so nothing is read beyond the longest hello and one byte more, however much there is.
+    pub(super) fn receive_first(&mut self) -> Result<Option<(Frame, bool)>, Ended> {
+        let mut buffer = [0; FIRST_BYTES];
+        let mut closed = false;
+        while !closed && self.reader.held() < FIRST_BYTES {
+            match self.stream.read(&mut buffer[self.reader.held()..]) {
+                Ok(0) => closed = true,
+                Ok(n) => {
+                    let from = self.reader.held();
+                    self.reader.push(&buffer[from..from + n]);
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(_) => closed = true,
+            }
+        }
+        let first = self.reader.next_frame().map_err(Ended::Malformed)?;
+        if closed { Err(Ended::Closed) } else { Ok(first.map(|frame| (frame, self.reader.held() > 0))) }
+    }
+
     /// Reads and forgets; true when the peer has closed.
     fn drained(&mut self) -> bool {
         let mut buffer = [0; 4096];
@@ -208,7 +231,56 @@ pub(super) fn wait_ready(fds: &mut [PollFd], until: Instant) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::wire::{self, Message};
     use super::*;
+    use std::net::TcpListener;
+
+    /// Both ends of a connection; this one takes frames of strangers.
+    fn pair() -> (Conn, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let theirs = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (Conn::new(listener.accept().unwrap().0, MAX_HELLO_BODY).unwrap(), theirs)
+    }
+
+    /// What the first frame is, once something is known of it.
+    fn first(conn: &mut Conn) -> Result<(u16, bool), Ended> {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(10) {
+            if let Some((frame, more)) = conn.receive_first()? {
+                return Ok((frame.kind, more));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        panic!("no first frame");
+    }
+
+    #[test]
+    fn a_stranger_who_is_read_to_the_end() {
+        let hello = Message::Hello { token: vec![7; 256], rank: 1, world: 2, host: String::new() };
+        let (hello, goodbye) = (wire::encode(&hello).unwrap(), wire::encode(&Message::Goodbye).unwrap());
+        let (mut conn, mut theirs) = pair();
+        theirs.set_nonblocking(true).unwrap();
+        let mut flood = hello.clone();
+        (0..100_000).for_each(|_| flood.extend(&goodbye));
+        let sent = theirs.write(&flood).unwrap();
+        assert!(sent > 2 * FIRST_BYTES, "{sent}");
+        assert_eq!(first(&mut conn), Ok((1, true)));
+        assert!(conn.reader.held() + hello.len() <= FIRST_BYTES, "{} bytes of a stranger", conn.reader.held());
+        // A hello with nothing behind it, in two parts; one cut short; and what is none.
+        let (mut conn, mut theirs) = pair();
+        theirs.write_all(&hello[..20]).unwrap();
+        assert!(matches!(conn.receive_first(), Ok(None)));
+        theirs.write_all(&hello[20..]).unwrap();
+        assert_eq!(first(&mut conn), Ok((1, false)));
+        let (mut conn, mut theirs) = pair();
+        theirs.write_all(&hello[..20]).unwrap();
+        drop(theirs);
+        assert_eq!(first(&mut conn), Err(Ended::Closed));
+        let (mut conn, mut theirs) = pair();
+        theirs.write_all(b"GET / HTTP/1.0\r\n\r\n").unwrap();
+        drop(theirs);
+        assert_eq!(first(&mut conn), Err(Ended::Malformed(Malformed::Magic)));
+    }
 
     #[test]
     fn a_loopback_address_told_to_other_hosts() {

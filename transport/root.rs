@@ -164,19 +164,14 @@ impl Root {
     /// Judges the connections whose first frame has come.
     fn greet(&mut self) {
         for mut pending in std::mem::take(&mut self.pending) {
-            let mut frames = Vec::new();
-            pending.conn.flush();
-            let end = pending.conn.receive(&mut frames);
-            match (frames.first(), end) {
-                (_, Err(Ended::Malformed(malformed))) => self.refused(&pending.conn.peer, &malformed.to_string()),
-                (_, Err(Ended::Closed)) => {
-                    self.refused(&pending.conn.peer, "a connection closed before it was admitted")
-                }
-                (Some(first), Ok(())) => self.judge(pending.conn, first, frames.len() > 1),
-                (None, Ok(())) if Instant::now() >= pending.deadline => {
+            match pending.conn.receive_first() {
+                Err(Ended::Malformed(malformed)) => self.refused(&pending.conn.peer, &malformed.to_string()),
+                Err(Ended::Closed) => self.refused(&pending.conn.peer, "a connection closed before it was admitted"),
+                Ok(Some((first, more))) => self.judge(pending.conn, &first, more),
+                Ok(None) if Instant::now() >= pending.deadline => {
                     self.refused(&pending.conn.peer, "no hello in time");
                 }
-                (None, Ok(())) => self.pending.push(pending),
+                Ok(None) => self.pending.push(pending),
             }
             if !matches!(self.stage, Stage::Forming) {
                 return;
@@ -191,7 +186,7 @@ impl Root {
         }
         let judgement = admit::judge(&self.job, first, &conn.peer, |rank| self.members[rank.index()].is_some());
         match judgement {
-            Judgement::Admit(..) if more => self.refused(&conn.peer, "frames right behind a hello"),
+            Judgement::Admit(..) if more => self.refused(&conn.peer, "bytes right behind a hello"),
             Judgement::Admit(rank, host) => {
                 self.hosts[rank.index()] = host.unwrap_or_else(|| conn.host());
                 self.members[rank.index()] = Some(conn);

@@ -93,13 +93,16 @@ pub(super) struct Frame {
 #[derive(Debug)]
 pub(super) struct FrameReader {
     bytes: Vec<u8>,
+    /// Of these, how many belong to frames that were handed out. They go when more come, all at once: one by one, many
+    /// small frames would each move all that is behind them.
+    taken: usize,
     limit: usize,
 }
 
 impl FrameReader {
     /// A reader that refuses bodies longer than `limit`.
     pub(super) fn new(limit: usize) -> FrameReader {
-        FrameReader { bytes: Vec::new(), limit }
+        FrameReader { bytes: Vec::new(), taken: 0, limit }
     }
 
     /// Changes the longest body accepted from now on.
@@ -109,29 +112,36 @@ impl FrameReader {
 
     /// Appends received bytes.
     pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.bytes.drain(..std::mem::take(&mut self.taken));
         self.bytes.extend_from_slice(bytes);
+    }
+
+    /// Bytes that were pushed and not handed out.
+    pub(super) fn held(&self) -> usize {
+        self.bytes.len() - self.taken
     }
 
     /// The next whole frame, `None` if more bytes must come first.
     pub(super) fn next_frame(&mut self) -> Result<Option<Frame>, Malformed> {
-        let seen = self.bytes.len().min(MAGIC.len());
-        if self.bytes[..seen] != MAGIC[..seen] {
+        let bytes = &self.bytes[self.taken..];
+        let seen = bytes.len().min(MAGIC.len());
+        if bytes[..seen] != MAGIC[..seen] {
             return Err(Malformed::Magic);
         }
-        if self.bytes.len() < HEADER_BYTES {
+        if bytes.len() < HEADER_BYTES {
             return Ok(None);
         }
-        let mut header = Cursor { rest: &self.bytes[MAGIC.len()..HEADER_BYTES] };
+        let mut header = Cursor { rest: &bytes[MAGIC.len()..HEADER_BYTES] };
         let (version, kind, announced) = (header.u16()?, header.u16()?, header.u32()? as usize);
         if announced > self.limit {
             return Err(Malformed::Length { announced, limit: self.limit });
         }
         let end = HEADER_BYTES + announced;
-        if self.bytes.len() < end {
+        if bytes.len() < end {
             return Ok(None);
         }
-        let body = self.bytes[HEADER_BYTES..end].to_vec();
-        self.bytes.drain(..end);
+        let body = bytes[HEADER_BYTES..end].to_vec();
+        self.taken += end;
         Ok(Some(Frame { version, kind, body }))
     }
 }

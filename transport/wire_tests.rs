@@ -65,6 +65,22 @@ fn frames_torn_or_joined_by_tcp() {
 }
 
 #[test]
+fn small_frames_that_cost_the_square_of_their_number() {
+    let goodbye = encode(&Message::Goodbye).unwrap();
+    let mut reader = FrameReader::new(MAX_HELLO_BODY);
+    reader.push(&goodbye.repeat(400_000));
+    let start = std::time::Instant::now();
+    for number in 0..400_000 {
+        assert_eq!(reader.next_frame().unwrap().map(|frame| frame.kind), Some(10), "frame {number}");
+        // Moving what is behind each frame would take a quarter of a minute.
+        assert!(start.elapsed() < std::time::Duration::from_secs(2), "only {number} frames after 2 s");
+    }
+    assert_eq!((reader.next_frame(), reader.held()), (Ok(None), 0));
+    reader.push(&goodbye);
+    assert_eq!(reader.next_frame().unwrap().map(|frame| frame.kind), Some(10), "what was taken is not what came");
+}
+
+#[test]
 fn a_truncated_or_padded_body_taken_for_whole() {
     for message in samples() {
         let frame = only_frame(&encode(&message).unwrap());
