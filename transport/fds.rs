@@ -215,7 +215,7 @@ impl Exchange {
 
     fn run(mut self, world: &World, own: BorrowedFd<'_>) -> std::result::Result<Vec<Option<OwnedFd>>, String> {
         // Less than the collectives' deadline, so that the outcome is told before the others give up.
-        let timeout = world.timeout() * 3 / 4;
+        let timeout = world.timeout() - world.timeout() / 4;
         let finished = wait::poll(SITE, timeout, || match self.step(own) {
             Err(problem) => Some(Err(problem)),
             Ok(()) => match world.lost_peers().first() {
@@ -330,4 +330,37 @@ fn same_user(fd: &OwnedFd) -> bool {
 
 fn same_key(theirs: &Key, ours: &Key) -> bool {
     theirs.iter().zip(ours).fold(0u8, |acc, (a, b)| std::hint::black_box(acc | (a ^ b))) == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::Bootstrap;
+    use std::os::fd::AsFd;
+    use std::time::Duration;
+
+    fn alone() -> World {
+        let bootstrap = Bootstrap {
+            rank: Rank(0),
+            world: 1,
+            local_rank: 0,
+            addr: "127.0.0.1".into(),
+            port: 1,
+            token: "alone".into(),
+            timeout: Duration::from_secs(20),
+            nodes: None,
+            generation: 0,
+            members: None,
+            first_nodes: None,
+            own_addr: None,
+        };
+        World::join(&bootstrap).unwrap()
+    }
+
+    #[test]
+    fn a_deadline_that_never_comes_too_long_to_reckon_with() {
+        let world = alone().with_timeout(Duration::MAX);
+        let own = File::open("/dev/null").unwrap();
+        assert!(matches!(world.exchange_fds(own.as_fd()).as_deref(), Ok([None])));
+    }
 }

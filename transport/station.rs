@@ -167,7 +167,7 @@ impl Station {
                 None => inbox.formed.then_some(Ok(())),
             }
         };
-        wait::poll("world formed", timeout + ANSWER_GRACE, formed).unwrap_or_else(|| {
+        wait::poll("world formed", timeout.saturating_add(ANSWER_GRACE), formed).unwrap_or_else(|| {
             let what = format!("the world did not form within {} ms", timeout.as_millis());
             Err(Failure::new(what, "check that names resolve and that this process gets processor time").error())
         })
