@@ -1,13 +1,14 @@
 //! Who a process is in its job and where rank 0 waits: read from the environment, checked, and turned
 //! into a membership.
 //!
-//! Place in the data path: none. Runs on the caller's thread. It never waits: what can take time is done
-//! by the bootstrap thread.
+//! Place in the data path: none. Runs on the caller's thread. What can take time is done by the bootstrap thread, but
+//! for looking up a name that must mean this host, and for a port that is held: both are short waits.
 
 use std::fmt;
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
+use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant};
 
 use super::admit::{Job, is_host};
@@ -27,6 +28,8 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 pub const MAX_WORLD: usize = 16_384;
 /// How long rank 0 tries for a port that is held.
 const BIND_PATIENCE: Duration = Duration::from_secs(1);
+/// How long this host's own name may take to look up: it needs no more than a file.
+const LOOKUP_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest deadline: a day.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
 
@@ -197,7 +200,7 @@ impl Bootstrap {
             let value = format!("{} bytes long", self.token.len());
             return Err(config("TOKENYARD_TOKEN", &value, &format!("use a token of at most {MAX_TOKEN} bytes")));
         }
-        if self.token.is_empty() && !self.is_loopback(&self.addr) {
+        if self.token.is_empty() && !self.is_loopback()? {
             let advice = format!(
                 "set it to the same random string on all ranks; without one, MASTER_ADDR must be a loopback address, \
                  and it is {}",
@@ -208,10 +211,27 @@ impl Bootstrap {
         Ok(())
     }
 
-    /// Whether an address can mean this host alone.
-    fn is_loopback(&self, addr: &str) -> bool {
-        let found = (addr, self.port).to_socket_addrs().map(|addrs| addrs.collect::<Vec<_>>());
-        found.is_ok_and(|addrs| !addrs.is_empty() && addrs.iter().all(|addr| addr.ip().is_loopback()))
+    /// Whether the address of rank 0 can mean this host alone. A name that does not resolve does not.
+    fn is_loopback(&self) -> Result<bool> {
+        match self.look_up() {
+            Ok(addrs) => Ok(!addrs.is_empty() && addrs.iter().all(|addr| addr.ip().is_loopback())),
+            Err(error) if error.kind() == ErrorKind::TimedOut => Err(self.cannot_look_up(&error).error()),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// What the address of rank 0 means here, soon.
+    fn look_up(&self) -> std::io::Result<Vec<SocketAddr>> {
+        if let Ok(ip) = self.addr.parse::<IpAddr>() {
+            return Ok(vec![SocketAddr::new(ip, self.port)]);
+        }
+        let place = (self.addr.clone(), self.port);
+        within(LOOKUP_PATIENCE.min(self.timeout), move || Ok(place.to_socket_addrs()?.collect()))
+    }
+
+    fn cannot_look_up(&self, error: &std::io::Error) -> Failure {
+        let advice = "mend this host's name resolution, or set MASTER_ADDR to an address in numbers";
+        Failure::new(format!("the name {} of rank 0's host could not be looked up ({error})", self.addr), advice)
     }
 
     /// Starts this process's bootstrap thread and waits until all ranks have joined.
@@ -251,9 +271,15 @@ impl Bootstrap {
 
     /// Binds; tries for a moment longer while the port is held, as by a predecessor that is just ending.
     fn listen(&self) -> std::result::Result<Vec<TcpListener>, Failure> {
+        let literal = self.addr.parse::<IpAddr>().is_ok();
+        let own = if literal || self.token.is_empty() || self.addr == "localhost" {
+            self.look_up().map_err(|error| self.cannot_look_up(&error))?
+        } else {
+            Vec::new()
+        };
         let mut last = Err(ErrorKind::AddrInUse.into());
         wait::poll("port of rank 0", BIND_PATIENCE.min(self.timeout), || {
-            last = self.listen_once();
+            last = self.listen_once(&own);
             (!matches!(&last, Err(error) if error.kind() == ErrorKind::AddrInUse)).then_some(())
         });
         last.map_err(|error| self.cannot_listen(&error))
@@ -261,12 +287,8 @@ impl Bootstrap {
 
     /// Binds where the others will look. A host's own name may resolve to another address at home than
     /// abroad, and an address may be a gateway's: then rank 0 listens on all addresses, behind the token.
-    fn listen_once(&self) -> std::io::Result<Vec<TcpListener>> {
-        let literal = self.addr.parse::<IpAddr>().is_ok();
-        let mut bound = Vec::new();
-        if literal || self.token.is_empty() || self.addr == "localhost" {
-            bound = bind_each((self.addr.as_str(), self.port).to_socket_addrs()?)?;
-        }
+    fn listen_once(&self, own: &[SocketAddr]) -> std::io::Result<Vec<TcpListener>> {
+        let mut bound = bind_each(own.iter().copied())?;
         for any in [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)] {
             if bound.is_empty() && !self.token.is_empty() {
                 bound = bind_each([SocketAddr::new(any, self.port)].into_iter())?;
@@ -303,6 +325,24 @@ fn bind_each(addrs: impl Iterator<Item = SocketAddr>) -> std::io::Result<Vec<Tcp
         }
     }
     Ok(bound)
+}
+
+/// Waits for what the system may take any time for, on a thread of its own. One that comes too late ends by itself.
+fn within<T: Send + 'static>(
+    patience: Duration,
+    work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
+) -> std::io::Result<T> {
+    let (tell, told) = mpsc::channel();
+    std::thread::Builder::new().name("ty-lookup".into()).spawn(move || tell.send(work()))?;
+    let answer = wait::poll("host name", patience, || match told.try_recv() {
+        Err(TryRecvError::Empty) => None,
+        Err(TryRecvError::Disconnected) => Some(Err(std::io::Error::other("the look-up ended without an answer"))),
+        Ok(answer) => Some(answer),
+    });
+    answer.unwrap_or_else(|| {
+        let what = format!("no answer within {} ms", patience.as_millis());
+        Err(std::io::Error::new(ErrorKind::TimedOut, what))
+    })
 }
 
 fn config(name: &'static str, value: &str, advice: &str) -> Error {
@@ -375,6 +415,22 @@ mod tests {
         for addr in ["127.0.0.1", "127.8.9.10", "::1"] {
             assert!(with("MASTER_ADDR", addr).is_ok(), "{addr}");
         }
+    }
+
+    #[test]
+    fn a_name_server_that_never_answers_waited_for() {
+        let (hold, held) = mpsc::channel::<()>();
+        let late = within(Duration::from_millis(20), move || Ok(held.recv_timeout(Duration::from_secs(5)).is_ok()));
+        assert!(late.is_err_and(|error| error.kind() == ErrorKind::TimedOut));
+        drop(hold);
+        assert_eq!(within(DEFAULT_TIMEOUT, || Ok(7)).ok(), Some(7));
+        let dead = within::<()>(DEFAULT_TIMEOUT, || Err(ErrorKind::NotFound.into()));
+        assert!(dead.is_err_and(|error| error.kind() == ErrorKind::NotFound));
+    }
+
+    #[test]
+    fn a_name_that_means_this_host_refused_without_a_token() {
+        assert!(with("MASTER_ADDR", "localhost").is_ok());
     }
 
     #[test]
