@@ -7,8 +7,10 @@
 //!
 //! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
 //!
-//! - **P1 payload before immediate.** When an [`Event::Imm`] is handed out, all bytes of that write are in place and
-//!   visible to the thread that polls. Nothing is promised about any other write.
+//! - **P1 payload before immediate.** When an [`Event::Imm`] is handed out, all bytes of that write are in place: visible
+//!   to the thread that polls, and to the device that owns the region once it has acquired what that thread releases from
+//!   then on (E3, E5 and E6 in `docs/design.md`). A NIC that writes into a GPU's memory past the processor may need a flush
+//!   for that; it is the backend's to make. Nothing is promised about any other write.
 //! - **P2 no order.** Writes overtake each other, and so do the packets of one write: until its immediate, any part of
 //!   its target may be old or new. Immediates, completions and messages come in any order, too; a completion says
 //!   nothing about arrival, nor arrival about completion.
