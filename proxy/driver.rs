@@ -263,8 +263,11 @@ impl<T: Transport + 'static> Driver<T> {
         Ok(())
     }
 
-    /// Posts what a context's device has rung by now. Whether nothing of it is left to be posted.
+    /// Posts what a context's device has rung by now. Whether nothing of it is left that could be posted.
     pub fn settle(&mut self, index: ContextIdx) -> bool {
+        if self.broken {
+            return true;
+        }
         let rung = self.doorbells_of(index);
         let now_ns = self.now_ns;
         self.step(Input::Time { now_ns });

@@ -238,7 +238,10 @@ impl Told {
     fn lost(&self, victim: usize, sites: &[&str], epoch: usize) {
         let wanted = |site: &&str| {
             let rank = self.rank;
-            format!("PeerLost {{ rank: Rank({rank}), peer: Rank({victim}), site: {site:?}, epoch: {epoch} }}")
+            let cause = "whose connection for bootstrap has ended";
+            format!(
+                "PeerLost {{ rank: Rank({rank}), peer: Rank({victim}), cause: {cause:?}, site: {site:?}, epoch: {epoch} }}"
+            )
         };
         assert!(sites.iter().any(|site| wanted(site) == self.error), "{self:?}; due: {:?}", wanted(&sites[0]));
         assert!(self.after >= DEADLINE, "{self:?}");
