@@ -1,8 +1,9 @@
-"""Results of `tokenyard bench` as text: lines for the table of tests/gpu.sh, and the table of README.md.
+"""Results of `tokenyard bench` as text: lines for the table of tests/gpu.sh, and the tables of README.md, which is short,
+and of docs/figures.md, which has every result that is kept.
 
     python3 benches/figures.py lines FILE.json    a line for each result of a file
-    python3 benches/figures.py readme             renews README.md's table from benches/results/*/*.json
-    python3 benches/figures.py readme --check     says whether it is in step with them; status 1 if it is not
+    python3 benches/figures.py readme             renews both tables from benches/results/*/*.json
+    python3 benches/figures.py readme --check     says whether they are in step with them; status 1 if one is not
 
 Nothing but the standard library.
 """
@@ -12,10 +13,21 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-README = os.path.join(ROOT, "README.md")
 RESULTS = os.path.join(ROOT, "benches", "results")
 BEGIN = "<!-- Made by `python3 benches/figures.py readme` from benches/results/*/*.json: do not edit. -->\n"
 END = "<!-- End of what benches/figures.py made. -->\n"
+
+# What README.md shows: runs and their tokens.
+HEADLINES = [
+    ("h200-x2/decode-2", (1, 128)),
+    ("h200-x2/prefill-2", (4096,)),
+    ("h200-x4/decode-4", (1, 128)),
+    ("h200-x4/prefill-4", (4096,)),
+    ("h200-x2/decode-1x2-cx7", (1, 128)),
+    ("h200-x2/prefill-1x2-cx7", (4096,)),
+    ("h200-x4/decode-2x2-cx7", (1, 128)),
+    ("h200-x4/decode-4x1-cx7", (1, 128)),
+]
 
 # Calls of so many tokens at the most are decode steps, whose p99 should stay near their p50.
 DECODE_TOKENS = 128
@@ -85,12 +97,21 @@ def kept():
     return found
 
 
-def table():
+def headlines():
+    """Path and result of what README.md shows, in its order."""
+    found = {(name, result["tokens"]): result for name, result in kept()}
+    for key in ((name, tokens) for name, all_tokens in HEADLINES for tokens in all_tokens):
+        if key not in found:
+            sys.exit(f"{key[0]} of {key[1]} tokens is not kept; take it out of HEADLINES in benches/figures.py")
+        yield key[0], found[key]
+
+
+def table(results):
     rows = [
         "| run | GPUs | tokens | dispatch | floor | × | combine | floor | × | commit |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, result in kept():
+    for name, result in results:
         cells = [name, gpus(result), str(result["tokens"])]
         for way in ("dispatch", "combine"):
             times, floor = result[f"{way}_us"], result["floor_us"][way]
@@ -100,25 +121,31 @@ def table():
     return "\n".join(rows) + "\n"
 
 
-def renewed(text):
-    """README.md's text with the table as it should be."""
+# Which results each file's table has.
+TABLES = {"README.md": headlines, "docs/figures.md": kept}
+
+
+def renewed(file, text):
+    """The file's text with the table as it should be."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        sys.exit(f"README.md lacks its markers; put back these lines:\n{BEGIN}{END}")
-    return before + BEGIN + "\n" + table() + "\n" + END + after
+        sys.exit(f"{file} lacks its markers; put back these lines:\n{BEGIN}{END}")
+    return before + BEGIN + "\n" + table(TABLES[file]()) + "\n" + END + after
 
 
 def readme(check):
-    with open(README, encoding="utf-8") as file:
-        text = file.read()
-    wanted = renewed(text)
-    if text == wanted:
-        return
-    if check:
-        sys.exit("README.md is not in step with benches/results; run python3 benches/figures.py readme")
-    with open(README, "w", encoding="utf-8") as file:
-        file.write(wanted)
+    for name in TABLES:
+        path = os.path.join(ROOT, name)
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        wanted = renewed(name, text)
+        if text == wanted:
+            continue
+        if check:
+            sys.exit(f"{name} is not in step with benches/results; run python3 benches/figures.py readme")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(wanted)
 
 
 def main():

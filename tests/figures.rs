@@ -1,5 +1,5 @@
-//! What benches/figures.py makes of results, for README.md among others, and that tests/gpu.sh, which shows them, says
-//! what it cannot do.
+//! What benches/figures.py makes of results, for README.md and docs/figures.md among others, and that tests/gpu.sh, which
+//! shows them, says what it cannot do.
 
 #[path = "cli/rig.rs"]
 mod rig;
@@ -45,7 +45,7 @@ fn each_result_becomes_a_line_and_decode_steps_a_word_on_their_p99() {
 }
 
 #[test]
-fn readme_shows_the_results_that_are_kept() {
+fn readme_and_figures_show_the_results_that_are_kept() {
     let Some(output) = interpret("python3", "benches/figures.py", &["readme", "--check"]) else { return };
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
