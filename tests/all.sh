@@ -107,7 +107,7 @@ sanitize() {
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
     target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 1000
-  # More ranks than the command line takes.
+  # More ranks of a node than verify draws.
   TOKENYARD_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
     cargo test --no-default-features --target-dir target/coverage --test wide
 }

@@ -12,9 +12,11 @@ use serde_json::Value;
 fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
     // What is typed; the argument and its value in the sentence; what would do.
     for (typed, named, advice) in [
-        ("bench --world 0", "--world is `0`", "from 1 to 16"),
-        ("bench --world 17", "--world is `17`", "from 1 to 16"),
-        ("bench --world many", "--world is `many`", "from 1 to 16"),
+        ("bench --world 0", "--world is `0`", "from 1 to 512"),
+        ("bench --world 513", "--world is `513`", "from 1 to 512"),
+        ("bench --device cpu --world 65", "--world is `65`", "1 to 64, or plan"),
+        ("plan --world 66 --ranks-per-node 1", "--ranks-per-node is `1,1", "64 nodes"),
+        ("bench --world many", "--world is `many`", "from 1 to 512"),
         ("bench --device gpu", "--device is `gpu`", "cpu or cuda"),
         ("bench --launch fork", "--launch is `fork`", "threads or processes"),
         ("bench --preset v4", "--preset is `v4`", "kimi-k2"),
@@ -24,6 +26,8 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --preset gpt-oss-120b --dtype fp8", "--hidden is `2880`", "multiple of 128"),
         ("bench --experts 0", "--experts is `0`", "whole number"),
         ("bench --experts 20000 --world 2", "--experts is `20000`", "2047"),
+        ("bench --device cpu --experts 16000 --world 8", "--experts is `16000`", "must not exceed 8192"),
+        ("bench --world 2 --ranks-per-node 1 --max-tokens 1000000", "--max-tokens is `1000000`", "use 1 to"),
         ("bench --top-k 33", "--top-k is `33`", "from 1 to 32"),
         ("bench --experts 4 --top-k 5", "--top-k is `5`", "1 to 4"),
         ("bench --dtype int8", "--dtype is `int8`", "fp8, bf16, fp16 or fp32"),
@@ -70,12 +74,14 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --ranks-per-node 9", "--ranks-per-node is `9`", "at most"),
         ("bench --transport tcp", "--transport is `tcp`", "libfabric:PROVIDER"),
         ("bench --link fast", "--link is `fast`", "cx7"),
+        ("plan --trace a.json", "--trace is `a.json`", "run bench"),
         ("plan --hidden 100", "--hidden is `100`", "multiple of 128"),
         ("verify --seeds 0", "--seeds is `0`", "whole number"),
         ("verify --schedules 0", "--schedules is `0`", "whole number"),
         ("verify --schedules 1 --device cuda", "--device is `cuda`", "give cpu"),
         ("verify --timeout-ms 0", "--timeout-ms is `0`", "whole number"),
         ("verify --replay ahead=0", "ahead is `0`", "1 to 8"),
+        ("verify --replay ahead=2 --seeds 3", "--replay is `ahead=2`", "leave --seeds out"),
         ("verify --replay color=red", "--replay is `color=red`", "name=value"),
         ("simulate --nodes 2", "--link", "give it"),
         ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate or doctor"),
@@ -121,6 +127,15 @@ fn plan_lists_every_buffer_without_gaps() {
     assert_eq!(plan.as_object().unwrap().len(), 2);
     // 128 tokens of the V3 shape.
     assert!(next <= 256 << 20);
+    let bytes = |options: &str| {
+        let plan = object(&format!("plan --device cpu --ranks-per-node 4 --json - {options}"));
+        plan["arena_bytes"].as_u64().unwrap()
+    };
+    assert!(bytes("--wave-tokens 32") < bytes("") && bytes("--single-buffer") < bytes(""));
+    for (tokens, most) in [(128, 256 << 20), (4096, 2u64 << 30)] {
+        let plan = object(&format!("plan --device cpu --world 64 --ranks-per-node 8 --tokens {tokens} --json -"));
+        assert!(plan["arena_bytes"].as_u64().is_some_and(|bytes| bytes <= most), "{tokens}: {}", plan["arena_bytes"]);
+    }
     let shown = text(&run("plan --device cpu").stdout);
     assert!(shown.contains(&next.to_string()) && shown.contains("parities"), "{shown}");
 }

@@ -96,7 +96,7 @@ fn one_node_runs_with_a_network_that_it_does_not_need() {
     let bytes = &result["bytes_per_rank"];
     assert_eq!((&bytes["dispatch_wire"], &bytes["combine_wire"]), (&Value::from(0), &Value::from(0)));
     let plan = text(&run(&format!("plan {SMALL} --ranks-per-node 5")).stdout);
-    assert!(plan.contains("5 ranks in nodes of 5"), "{plan}");
+    assert!(plan.contains("5 ranks in one node"), "{plan}");
 }
 
 #[test]

@@ -139,7 +139,7 @@ section_checks() {
     checked "bench-partial-$dtype" --world "$ranks" --combine-dtype "$dtype" --partial fp8 --tokens 64 --iters 20 --warmup 2
   done
   checked processes --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5
-  # The program's worlds have at most 16 ranks.
+  # A run on GPUs has at most 16 ranks.
   [ "$shared" -le 16 ] || shared=16
   # Few blocks and many ranks: some blocks send apart from the others.
   CUDA_DEVICE_MAX_CONNECTIONS=32 checked apart --world 8 --sms 12 --tokens 256 --iters 10 --warmup 2

@@ -15,8 +15,12 @@ use super::words::{
     scale_kind, summed, word,
 };
 
-/// Ranks of one node at the most: no host links more GPUs than 16.
-pub const MAX_WORLD: u64 = 16;
+/// Ranks at the most: what a block keeps words for.
+pub const MAX_WORLD: u64 = 512;
+/// Ranks of one node at the most, and nodes: masks of them have 64 bits.
+pub const MAX_NODE: u64 = 64;
+/// Ranks of a projected node at the most: no host links more GPUs than 16.
+const MAX_PROJECTED_NODE: u64 = 16;
 /// Choices of a token at the most: a warp's lanes hold one each.
 pub const MAX_TOP_K: u64 = 32;
 /// NICs of a rank at the most: an immediate numbers them in two bits.
@@ -67,7 +71,7 @@ pub struct BenchArgs {
     /// Ranks [default: all GPUs; 8 on cpu]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_WORLD))]
     pub world: Option<usize>,
-    /// Ranks that share memory; a list where nodes are uneven [default: cuda N; cpu N, and 4 once several nodes are built]
+    /// Ranks that share memory; a list where nodes are uneven [default: cuda N, one node; cpu 4, and what is left]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
     /// Between nodes: sim, libfabric:PROVIDER or verbs[:DEVICE] [default: sim]
@@ -235,7 +239,7 @@ pub struct SimulateArgs {
     #[arg(long, value_name = "N", required_unless_present = "calibrate", value_parser = |t: &str| number(t, 1, 2048))]
     pub nodes: Option<usize>,
     /// Ranks of each node
-    #[arg(long, value_name = "G", required_unless_present = "calibrate", value_parser = |t: &str| number(t, 1, MAX_WORLD))]
+    #[arg(long, value_name = "G", required_unless_present = "calibrate", value_parser = |t: &str| number(t, 1, MAX_PROJECTED_NODE))]
     pub ranks_per_node: Option<usize>,
     /// Link model: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US
     #[arg(long, value_name = "MODEL", required_unless_present = "calibrate", value_parser = link)]
@@ -320,7 +324,7 @@ fn tokens(text: &str) -> Result<List, String> {
 }
 
 fn nodes(text: &str) -> Result<List, String> {
-    list(text, 1, MAX_WORLD, "8 or 3,5")
+    list(text, 1, MAX_NODE, "8 or 3,5")
 }
 
 fn check(text: &str) -> Result<Check, String> {

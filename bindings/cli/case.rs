@@ -8,7 +8,7 @@ use std::fmt;
 
 use tokenyard::base::Dtype;
 
-use super::args::{MAX_NICS, MAX_TOP_K, MAX_WORLD};
+use super::args::{MAX_NICS, MAX_NODE, MAX_TOP_K, MAX_WORLD};
 use super::config::SEVERAL_NODES;
 use super::inputs::{Counter, Inputs, ScaleKind, Use};
 use super::links::{Link, TransportChoice};
@@ -22,6 +22,8 @@ use super::words::{
 
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
 pub const MAX_LOCAL_EXPERTS: usize = 2047;
+/// Ranks times experts of one rank at the most: their counts do, too.
+const MAX_COUNTS: usize = 8192;
 /// Bytes that rows are multiples of.
 const ROW_QUANTUM: usize = 16;
 /// Columns of one scale.
@@ -406,6 +408,13 @@ impl Case {
             let advice = format!("{most} would live on one rank; give at most {MAX_LOCAL_EXPERTS} for each rank");
             return refuse("--experts", self.experts.to_string(), advice);
         }
+        if self.world * most > MAX_COUNTS {
+            let advice = format!(
+                "{most} would live on one of {} ranks, and ranks times those must not exceed {MAX_COUNTS}; give fewer",
+                self.world
+            );
+            return refuse("--experts", self.experts.to_string(), advice);
+        }
         let quantum = self.hidden_quantum();
         if self.hidden == 0 || !self.hidden.is_multiple_of(quantum) {
             let why = match (self.dtype, self.partial) {
@@ -438,6 +447,12 @@ impl Case {
         let sum: usize = self.node_sizes().iter().sum();
         if sum != self.world || self.nodes.contains(&0) {
             let advice = format!("the nodes sum to {sum} and the world has {} ranks; make them agree", self.world);
+            return Err(Refusal::of("--ranks-per-node", nodes, advice));
+        }
+        let sizes = self.node_sizes();
+        let largest = sizes.iter().copied().max().unwrap_or(0);
+        if sizes.len().max(largest) as u64 > MAX_NODE {
+            let advice = format!("give at most {MAX_NODE} nodes of at most {MAX_NODE} ranks");
             return Err(Refusal::of("--ranks-per-node", nodes, advice));
         }
         if self.transport != TransportChoice::Sim {
@@ -496,10 +511,15 @@ impl Case {
         let capacity = self.capacity();
         let experts =
             if self.layout == LayoutWord::Masked { self.local_counts().into_iter().max().unwrap_or(1) } else { 1 };
-        if capacity == 0 || capacity.saturating_mul(experts) > i32::MAX as usize {
-            let (name, value) =
-                if self.capacity.is_some() { ("--capacity", capacity) } else { ("--align", self.align) };
-            let advice = format!("row numbers have 32 bits; stay below {} rows in all", i32::MAX);
+        let all = capacity.saturating_mul(experts);
+        if capacity == 0 || all > i32::MAX as usize {
+            // The worst case follows from the others.
+            let (name, value, instead) = match (self.capacity, self.layout) {
+                (Some(_), _) => ("--capacity", capacity, ""),
+                (None, LayoutWord::Contiguous) => ("--align", self.align, ""),
+                (None, _) => ("--max-tokens", self.max_tokens, ", or give a --capacity"),
+            };
+            let advice = format!("row numbers have 32 bits; stay below {} rows in all, not {all}{instead}", i32::MAX);
             return refuse(name, value.to_string(), advice);
         }
         Ok(())
@@ -651,7 +671,10 @@ impl Case {
         for field in text.split(',').filter(|field| !field.is_empty()) {
             let (name, value) = field.split_once('=').unwrap_or((field, ""));
             match case.set(name, value) {
-                None => return Err(Refusal::of("--replay", field, "give name=value pairs as a failure printed them")),
+                None => {
+                    let advice = format!("there is no `{name}`; give name=value pairs as a failure printed them");
+                    return Err(Refusal::of("--replay", field, advice));
+                }
                 Some(Err(advice)) => return Err(Refusal::of("--replay", field, advice)),
                 Some(Ok(())) => {}
             }
@@ -739,6 +762,11 @@ mod tests {
             (Case { max_tokens: 1 << 30, ..base.clone() }, "--max-tokens is `1073741824`"),
             (Case { align: 1 << 30, max_tokens: 9, ..base.clone() }, "--align is `1073741824`"),
             (Case { capacity: Some(0), ..base.clone() }, "--capacity is `0`"),
+            (
+                Case { layout: LayoutWord::Masked, experts: 3000, max_tokens: 1 << 20, ..base.clone() },
+                "--max-tokens is `1048576`: row numbers have 32 bits",
+            ),
+            (Case { world: 65, ..base.clone() }, "--ranks-per-node is `65`: give at most 64 nodes of at most 64"),
             (Case { nodes: vec![1, 2], ..base.clone() }, "--ranks-per-node is `1,2`: the nodes sum to 3"),
             (Case { nodes: vec![2, 0], ..base.clone() }, "--ranks-per-node is `2,0`"),
             (Case { nics: Some(5), ..base.clone() }, "nics is `5`: give 1 to 4"),

@@ -13,6 +13,7 @@ use super::args::{BenchArgs, Check, List, or_default};
 use super::case::Case;
 use super::inputs::ScaleKind;
 use super::links::{Link, TransportChoice};
+use super::plan;
 use super::presets;
 use super::routing::Routing;
 use super::usage::Refusal;
@@ -27,6 +28,9 @@ const PROCESS_NETWORK: bool = true;
 /// Ranks of the CPU device by default, and of its nodes.
 const CPU_WORLD: usize = 8;
 const CPU_NODE: usize = 4;
+/// Ranks of a run at the most, on GPUs, which ranks may share, and on the CPU device. Plans may have more.
+const CUDA_RANKS: usize = 16;
+const CPU_RANKS: usize = 64;
 /// Tokens by default: a decode step.
 const TOKENS: usize = 128;
 /// On a GPU every so many iterations are compared with the reference: the comparison takes far longer than the run.
@@ -142,6 +146,7 @@ impl Config {
             return Err(Refusal::of("--sms", 1, "the CPU device needs two blocks; give at least 2"));
         }
         case.check()?;
+        plan::planned(&case, device)?;
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
         check_outputs(&outputs)?;
         Ok(Config {
@@ -269,6 +274,11 @@ fn world(
     if run_on_gpus && world > gpus && launch == Launch::Processes {
         let advice =
             format!("processes cannot share a GPU; give at most {gpus}, or --launch threads, whose ranks share them");
+        return Err(Refusal::of("--world", world, advice));
+    }
+    let most = if device == DeviceWord::Cuda { CUDA_RANKS } else { CPU_RANKS };
+    if purpose == Purpose::Run && world > most {
+        let advice = format!("a run has at most {most} ranks on one host; give 1 to {most}, or plan or simulate more");
         return Err(Refusal::of("--world", world, advice));
     }
     Ok(world)

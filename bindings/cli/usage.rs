@@ -57,7 +57,7 @@ fn sentence(error: &clap::Error) -> String {
         ErrorKind::InvalidValue => format!("argument {named} is `{value}`: {}", valid(error)),
         ErrorKind::UnknownArgument => match text(ContextKind::SuggestedArg) {
             Some(near) => format!("argument `{named}` is not known: did you mean {near}"),
-            None => format!("argument `{named}` is not known: see tokenyard --help for those that are"),
+            None => format!("argument `{named}` is not known: see --help of its command for those that are"),
         },
         ErrorKind::TooManyValues => {
             format!("argument {named} is `{value}`: it takes no value there; leave the value out")

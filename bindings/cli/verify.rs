@@ -83,6 +83,16 @@ pub fn verify(args: &VerifyArgs) -> Result<ExitCode, Refusal> {
     let timeout = args.timeout_ms.map_or(TIMEOUT, |ms| Duration::from_millis(ms as u64));
     let judge = Judge { device, timeout, arena: args.arena };
     if let Some(text) = &args.replay {
+        let drawn = [
+            ("--seeds", args.seeds.is_some()),
+            ("--schedules", args.schedules.is_some()),
+            ("--seed", args.seed.is_some()),
+            ("--quantize", args.quantize),
+            ("--full", args.full),
+        ];
+        if let Some((name, _)) = drawn.iter().find(|(_, given)| *given) {
+            return Err(Refusal::of("--replay", text, format!("it says all of what runs; leave {name} out")));
+        }
         return replay(text, &judge);
     }
     let first = args.seed.unwrap_or(1);
