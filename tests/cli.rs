@@ -53,6 +53,12 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --layout rows", "--layout is `rows`", "contiguous, masked or token"),
         ("bench --align 0", "--align is `0`", "whole number"),
         ("bench --layout masked --align 128", "--align is `128`", "leave it out"),
+        ("bench --device cpu --capacity 2147483647", "--capacity is `2147483647`", "give fewer"),
+        (
+            "bench --device cpu --world 4 --max-tokens 1000000 --hidden 1048576",
+            "--max-tokens is `1000000`",
+            "--capacity",
+        ),
         ("bench --capacity 0", "--capacity is `0`", "whole number"),
         ("bench --mode eager", "--mode is `eager`", "fused, split or graph"),
         ("bench --device cpu --sms 1", "--sms is `1`", "at least 2"),
@@ -202,6 +208,15 @@ fn bench_prints_the_object_of_the_contract_and_nothing_else() {
     let printed = text(&run(&format!("bench {SMALL} --json -")).stdout);
     let places: Vec<Option<usize>> = FIELDS.iter().map(|f| printed.find(&format!("\"{f}\":"))).collect();
     assert!(places.is_sorted() && places[0].is_some(), "{printed}");
+}
+
+#[test]
+fn results_name_the_options_that_no_other_field_shows() {
+    let options = |typed: &str| object(&format!("bench {SMALL} --json - {typed}"))["options"].clone();
+    assert_eq!(options(""), Value::Null);
+    let typed = "--scales ue8m0 --weights none --accumulate --ragged --align 8 --capacity 200 --max-tokens 9 --warmup 0 --check 2";
+    let listed: Vec<Value> = typed.split(" --").map(|o| format!("--{}", o.trim_start_matches("--")).into()).collect();
+    assert_eq!(options(typed), Value::Array(listed));
 }
 
 #[test]

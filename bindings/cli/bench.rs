@@ -5,6 +5,7 @@
 use std::process::ExitCode;
 
 use super::args::BenchArgs;
+use super::buffers;
 use super::config::{Config, Purpose, note_arena, note_sharing};
 use super::launch;
 use super::plot;
@@ -14,7 +15,7 @@ use super::sample::RankResult;
 use super::team;
 use super::trace;
 use super::usage::Refusal;
-use super::words::Launch;
+use super::words::{DeviceWord, Launch};
 
 /// Runs the bench. Success: everything ran and every comparison was right.
 ///
@@ -25,6 +26,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode, Refusal> {
     if args.as_rank {
         return Ok(launch::run_as_rank(&config));
     }
+    check_memory(&config)?;
     note_sharing(config.device, config.case.world);
     note_arena(args.arena, config.arena);
     let runs = match run(&config) {
@@ -51,6 +53,27 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode, Refusal> {
     }
     let right = written.is_ok() && results.iter().all(|r| r.verified);
     Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Refuses ranks of the CPU device whose buffers together are larger than what is free: the system would end the program.
+fn check_memory(config: &Config) -> Result<(), Refusal> {
+    let case = &config.case;
+    let need = case.world.saturating_mul(buffers::bytes(case));
+    let free = free_memory().filter(|free| config.device == DeviceWord::Cpu && need > *free);
+    let Some(free) = free else { return Ok(()) };
+    let (name, value, instead) = match case.capacity {
+        Some(rows) => ("--capacity", rows, "fewer"),
+        None => ("--max-tokens", case.max_tokens, "fewer, or a --capacity"),
+    };
+    let advice = format!("buffers of all ranks take {need} bytes, and {free} bytes of memory are free; give {instead}");
+    Err(Refusal::of(name, value, advice))
+}
+
+/// Bytes, where the system says so.
+fn free_memory() -> Option<usize> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)
 }
 
 /// What every rank of one point of the sweep is told.

@@ -348,6 +348,13 @@ fn x_pitch(case: &Case) -> usize {
     case.inputs(0).row_bytes() + case.gap
 }
 
+/// Bytes of a rank's largest buffers: rows in and out.
+pub fn bytes(case: &Case) -> usize {
+    let local = case.local_counts().into_iter().max().unwrap_or(0);
+    let tokens = case.max_tokens.saturating_mul(x_pitch(case) + out_pitch(case));
+    case.output_rows(local).saturating_mul(rows_pitch(case) + y_pitch(case)).saturating_add(tokens)
+}
+
 /// Bytes from one dispatched row to the next.
 fn rows_pitch(case: &Case) -> usize {
     case.hidden * case.dtype.bytes() + case.gap

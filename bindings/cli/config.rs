@@ -85,6 +85,44 @@ impl Config {
         Case { tokens, ..self.case.clone() }
     }
 
+    /// The options that are not as by default, and that no other field of a result shows, as they are typed.
+    pub fn further_options(&self) -> Vec<String> {
+        let case = &self.case;
+        let mut options = Vec::new();
+        let mut add = |differs: bool, text: String| {
+            if differs {
+                options.push(text);
+            }
+        };
+        add(case.scales == ScaleKind::Ue8m0, format!("--scales {}", case.scales.name()));
+        add(case.weights != WeightsWord::Dispatch, format!("--weights {}", case.weights.name()));
+        add(case.accumulate, "--accumulate".to_string());
+        add(case.ragged, "--ragged".to_string());
+        add(case.align != 1, format!("--align {}", case.align));
+        let largest = self.tokens.iter().copied().max().unwrap_or(0).max(1);
+        let numbers = [
+            ("--capacity", case.capacity),
+            ("--max-tokens", Some(case.max_tokens).filter(|most| *most != largest)),
+            ("--chunk-rows", case.chunk_rows),
+            ("--arriving-tokens", case.arriving_tokens),
+            ("--wave-tokens", case.wave_tokens),
+            ("--warmup", Some(self.warmup).filter(|warmup| *warmup != warmups(self.device))),
+        ];
+        for (name, number) in numbers {
+            add(number.is_some(), format!("{name} {}", number.unwrap_or_default()));
+        }
+        add(!case.double_buffer, "--single-buffer".to_string());
+        add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
+        add(case.world_mode != WorldMode::Threads, format!("--world-mode {}", case.world_mode.name()));
+        let check = match self.check {
+            Check::All => "all".to_string(),
+            Check::First => "first".to_string(),
+            Check::Every(n) => n.to_string(),
+        };
+        add(self.check != checks(self.device), format!("--check {check}"));
+        options
+    }
+
     /// Fills in and checks.
     ///
     /// # Errors
@@ -156,13 +194,23 @@ impl Config {
             preset: preset.name,
             case,
             tokens,
-            warmup: args.warmup.unwrap_or(if cuda { 100 } else { 1 }),
-            check: args.check.unwrap_or(if cuda { Check::Every(CUDA_CHECK) } else { Check::All }),
+            warmup: args.warmup.unwrap_or_else(|| warmups(device)),
+            check: args.check.unwrap_or_else(|| checks(device)),
             timeout: Duration::from_millis(args.timeout_ms.unwrap_or(TIMEOUT_MS) as u64),
             stages: args.stages || args.trace.is_some(),
             outputs,
         })
     }
+}
+
+/// Iterations before the timed ones, by default.
+fn warmups(device: DeviceWord) -> usize {
+    if device == DeviceWord::Cuda { 100 } else { 1 }
+}
+
+/// What is compared by default.
+fn checks(device: DeviceWord) -> Check {
+    if device == DeviceWord::Cuda { Check::Every(CUDA_CHECK) } else { Check::All }
 }
 
 /// The device that was asked for, or the best that is here.

@@ -124,6 +124,9 @@ pub struct RunResult {
     pub sms: u32,
     pub iters: usize,
     pub seed: u64,
+    /// What else was asked for, as it is typed.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub options: Vec<String>,
     pub verified: bool,
     pub mismatches: u64,
     /// Null: a NaN was seen.
@@ -207,6 +210,7 @@ impl RunResult {
             sms: first.sms,
             iters: case.iters,
             seed: case.seed,
+            options: config.further_options(),
             verified: verdict.ok() && ranks.iter().all(|rank| rank.verdict.ok()),
             mismatches: verdict.mismatches,
             max_rel_err: verdict.max_rel_err,
