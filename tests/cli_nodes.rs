@@ -6,24 +6,8 @@ mod rig;
 use rig::{command, object, refusal, run, text};
 use serde_json::Value;
 
-/// Small enough for a debug build, with nodes to come.
+/// Small enough for a debug build, whose nodes are said.
 const SMALL: &str = "--device cpu --world 5 --hidden 128 --experts 11 --top-k 4 --tokens 6 --iters 3";
-
-/// Whether contexts span several nodes; where not, that is said and what needs them is left out.
-fn built() -> bool {
-    let sentence = text(&run(&format!("plan {SMALL} --ranks-per-node 2,3")).stderr);
-    let built = !sentence.contains("not built yet: worlds of several nodes");
-    if !built {
-        println!("skipped: worlds of several nodes are not built");
-    }
-    built
-}
-
-/// Whether ranks that are processes have a network between nodes.
-fn processes_built() -> bool {
-    let sentence = text(&run(&format!("plan {SMALL} --ranks-per-node 2,3 --launch processes")).stderr);
-    built() && !sentence.contains("--launch is `processes`: not built yet")
-}
 
 #[test]
 fn unusable_nodes_and_networks_are_named_with_what_would_do() {
@@ -61,27 +45,13 @@ fn unusable_nodes_and_networks_are_named_with_what_would_do() {
 
 #[test]
 fn what_is_not_built_between_nodes_says_so() {
-    let mut typed = vec![
+    for typed in [
         "bench --device cpu --transport libfabric:tcp",
         "bench --device cpu --transport verbs",
         "bench --device cpu --transport verbs:mlx5_0",
         "plan --device cpu --transport verbs",
         "verify --device cpu --replay world=2,transport=libfabric:efa",
-    ];
-    if !built() {
-        typed.extend([
-            "bench --device cpu --ranks-per-node 4",
-            "bench --device cpu --ranks-per-node 3,5",
-            "bench --device cpu --ranks-per-node 4 --launch processes",
-            "bench --device cpu --link cx7",
-            "bench --device cpu --link 400:5:0.2",
-            "plan --device cpu --ranks-per-node 4",
-            "verify --device cpu --replay world=4,nodes=2+2",
-        ]);
-    } else if !processes_built() {
-        typed.push("bench --device cpu --ranks-per-node 4 --launch processes");
-    }
-    for typed in typed {
+    ] {
         let sentence = refusal(typed);
         assert!(sentence.contains("not built yet: "), "{typed}: {sentence}");
     }
@@ -101,9 +71,6 @@ fn one_node_runs_with_a_network_that_it_does_not_need() {
 
 #[test]
 fn every_mode_layout_and_schedule_verifies_over_nodes() {
-    if !built() {
-        return;
-    }
     for options in [
         "--ranks-per-node 2,3",
         "--ranks-per-node 2,3 --mode split --layout masked --scales ue8m0 --quantize --network hostile --chunk-rows 1",
@@ -124,9 +91,6 @@ fn every_mode_layout_and_schedule_verifies_over_nodes() {
 
 #[test]
 fn a_run_over_nodes_reports_them_and_the_floor_of_its_link() {
-    if !built() {
-        return;
-    }
     let result = object(&format!("bench {SMALL} --ranks-per-node 2,3 --link 8:900:0 --json -"));
     assert_eq!((&result["ranks_per_node"], &result["link"]), (&Value::from("2,3"), &Value::from("8:900:0")));
     for way in ["dispatch", "combine"] {
@@ -153,15 +117,11 @@ fn by_default_the_cpu_device_has_nodes_of_four() {
     let shape = "--device cpu --hidden 128 --experts 16 --top-k 4 --tokens 2 --iters 1 --warmup 0";
     let result = object(&format!("bench {shape} --json -"));
     assert_eq!((&result["world"], &result["verified"]), (&Value::from(8), &Value::Bool(true)));
-    assert_eq!(result["ranks_per_node"], if built() { 4 } else { 8 });
+    assert_eq!(result["ranks_per_node"], 4);
 }
 
 #[test]
 fn processes_verify_over_nodes() {
-    if !processes_built() {
-        println!("skipped: processes have no network between nodes");
-        return;
-    }
     for options in ["--ranks-per-node 2,3", "--ranks-per-node 1 --network hostile --chunk-rows 1 --mode split"] {
         let result = object(&format!("bench {SMALL} {options} --launch processes --json -"));
         assert_eq!((&result["verified"], &result["launch"]), (&Value::Bool(true), &Value::from("processes")));
@@ -176,9 +136,6 @@ fn replay(case: &str) -> String {
 
 #[test]
 fn verify_draws_nodes_and_replays_them() {
-    if !built() {
-        return;
-    }
     let said = text(&run("verify --device cpu --seeds 12 --seed 5").stdout);
     assert!(said.contains("nodes: 1 in ") && said.contains(" uneven)") && said.contains(" 0 failed"), "{said}");
     let faults = "hidden=64,experts=9,top_k=3,tokens=5,max_tokens=5,chunk_rows=1,iters=4";
@@ -201,9 +158,6 @@ fn verify_draws_nodes_and_replays_them() {
 /// another's of before is not. Weights go link by link.
 #[test]
 fn a_relay_knows_what_it_has_passed_on_however_late_completions_come() {
-    if !built() {
-        return;
-    }
     let shape =
         "hidden=16,experts=8,top_k=1,weights=combine,tokens=2,max_tokens=2,sms=2,iters=24,world_mode=one-thread";
     for seed in [1, 5] {

@@ -9,7 +9,6 @@ use std::fmt;
 use tokenyard::base::Dtype;
 
 use super::args::{MAX_NICS, MAX_NODE, MAX_TOP_K, MAX_WORLD};
-use super::config::SEVERAL_NODES;
 use super::inputs::{Counter, Inputs, ScaleKind, Use};
 use super::links::{Link, TransportChoice};
 use super::reference::{self, Elem};
@@ -459,14 +458,6 @@ impl Case {
             let what = "transports between nodes; leave it out, for the simulated one";
             return Err(Refusal::not_built("--transport", &self.transport, what));
         }
-        if self.several_nodes() && !SEVERAL_NODES {
-            let what = format!("worlds of several nodes; give {}, or leave it out, for one node", self.world);
-            return Err(Refusal::not_built("--ranks-per-node", nodes, &what));
-        }
-        if self.link != Link::None && !SEVERAL_NODES {
-            let what = "link models between nodes; leave it out, for one node";
-            return Err(Refusal::not_built("--link", self.link, what));
-        }
         if self.link != Link::None && !self.several_nodes() {
             let advice = "the world is one node and has no such link; leave it out, or give fewer --ranks-per-node";
             return Err(Refusal::of("--link", self.link, advice));
@@ -781,13 +772,8 @@ mod tests {
         assert!(base.check().is_ok() && fp8.check().is_ok() && Case { quantize: true, ..fp8 }.check().is_ok());
         let far = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2047, ..base };
         let chunked = Case { chunk_rows: Some(2), ..far.clone() };
-        if SEVERAL_NODES {
-            assert!(far.check().is_ok() && Case { chunk_rows: Some(3), ..far }.check().is_ok());
-            let refused = chunked.check().unwrap_err().to_string();
-            assert!(refused.contains("--chunk-rows is `2`") && refused.contains("at least 3"), "{refused}");
-        } else {
-            let refused = far.check().unwrap_err().to_string();
-            assert!(refused.contains("--ranks-per-node is `1,1`: not built yet"), "{refused}");
-        }
+        assert!(far.check().is_ok() && Case { chunk_rows: Some(3), ..far }.check().is_ok());
+        let refused = chunked.check().unwrap_err().to_string();
+        assert!(refused.contains("--chunk-rows is `2`") && refused.contains("at least 3"), "{refused}");
     }
 }

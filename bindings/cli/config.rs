@@ -21,10 +21,6 @@ use super::words::{
     ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, WeightsWord, Word, WorldMode,
 };
 
-/// Whether contexts span several nodes. While they do not, every world is one node, and more are refused.
-pub const SEVERAL_NODES: bool = true;
-/// Whether ranks that are processes have a network between nodes.
-const PROCESS_NETWORK: bool = true;
 /// Ranks of the CPU device by default, and of its nodes.
 const CPU_WORLD: usize = 8;
 const CPU_NODE: usize = 4;
@@ -134,7 +130,6 @@ impl Config {
         let world = world(args, device, launch, gpus, purpose)?;
         let nodes = nodes(args, device, world)?;
         let world_mode = world_mode(args, device, launch)?;
-        check_launch(launch, &nodes)?;
         let preset = presets::find(args.preset.as_deref().unwrap_or(presets::PRESETS[0].name))
             .map_err(|error| Refusal::from_error(&error))?;
         let dtype = args.dtype.unwrap_or(preset.dtype);
@@ -335,7 +330,7 @@ fn world(
 /// Ranks of each node; empty for one node. Whether they fit the world, and are built, is for the case to say.
 fn nodes(args: &BenchArgs, device: DeviceWord, world: usize) -> Result<Vec<usize>, Refusal> {
     let sizes = match &args.ranks_per_node {
-        None if SEVERAL_NODES && device == DeviceWord::Cpu => cut(world, CPU_NODE),
+        None if device == DeviceWord::Cpu => cut(world, CPU_NODE),
         None => vec![world],
         Some(List(nodes)) => match nodes.as_slice() {
             [one] if *one > world => {
@@ -352,15 +347,6 @@ fn nodes(args: &BenchArgs, device: DeviceWord, world: usize) -> Result<Vec<usize
         },
     };
     Ok(if sizes == [world] { Vec::new() } else { sizes })
-}
-
-/// Refuses ranks of several nodes that are processes, while those have no network between them.
-fn check_launch(launch: Launch, nodes: &[usize]) -> Result<(), Refusal> {
-    if nodes.len() > 1 && launch == Launch::Processes && SEVERAL_NODES && !PROCESS_NETWORK {
-        let what = "a network between nodes of processes; give threads, or one node";
-        return Err(Refusal::not_built("--launch", launch.name(), what));
-    }
-    Ok(())
 }
 
 /// Tokens of each point, and the capacity for all of them.
@@ -462,8 +448,7 @@ mod tests {
         }
         assert!(of(Some(&[3]), DeviceWord::Cpu, 8).is_err_and(|why| why.contains("uneven nodes give 3,3,2")));
         assert!(of(Some(&[9]), DeviceWord::Cpu, 8).is_err_and(|why| why.contains("at most")));
-        let default = if SEVERAL_NODES { vec![4, 4] } else { Vec::new() };
-        assert_eq!(of(None, DeviceWord::Cpu, 8), Ok(default));
+        assert_eq!(of(None, DeviceWord::Cpu, 8), Ok(vec![4, 4]));
         assert_eq!(of(None, DeviceWord::Cuda, 8), Ok(Vec::new()));
         assert_eq!((cut(6, 4), cut(4, 4), cut(3, 4)), (vec![4, 2], vec![4], vec![3]));
     }

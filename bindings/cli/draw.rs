@@ -6,7 +6,6 @@ use tokenyard::base::Dtype;
 
 use super::args::MAX_NICS;
 use super::case::Case;
-use super::config::SEVERAL_NODES;
 use super::inputs::{Counter, ScaleKind, Use};
 use super::links::Link;
 use super::routing::Routing;
@@ -16,13 +15,13 @@ use super::words::{
 };
 
 /// Ranks of a configuration at the most.
-pub const RANKS: usize = if SEVERAL_NODES { 12 } else { 8 };
+pub const RANKS: usize = 12;
 /// Nodes of a configuration at the most.
 pub const NODES: usize = 4;
 /// Elements that a configuration dispatches at the most; larger draws get fewer tokens.
 const ELEMENTS: usize = 2 << 20;
 /// Ranks, columns and tokens of a schedule at the most.
-const SMALL_RANKS: usize = if SEVERAL_NODES { 6 } else { 4 };
+const SMALL_RANKS: usize = 6;
 const SMALL_HIDDEN: usize = 128;
 const SMALL_TOKENS: usize = 6;
 
@@ -221,9 +220,6 @@ fn draw_order(case: &mut Case, dice: &mut Dice) {
 
 /// The nodes of a world, and what is between them. From a stream of its own, so that the rest does not depend on it.
 fn draw_nodes(case: &mut Case) {
-    if !SEVERAL_NODES {
-        return;
-    }
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 6, 0, 0));
     let dice = &mut dice;
     let count = 1 + dice.below(NODES.min(case.world));
@@ -366,14 +362,10 @@ mod tests {
     }
 
     #[test]
-    fn draws_have_up_to_four_nodes_where_several_are_built() {
+    fn draws_have_up_to_four_nodes() {
         let cases: Vec<Case> = (1..=400).map(|seed| draw(seed, DeviceWord::Cpu)).collect();
         let share = |what: fn(&Case) -> bool| cases.iter().filter(|case| what(case)).count();
         let several = share(Case::several_nodes);
-        if !SEVERAL_NODES {
-            assert_eq!(several, 0);
-            return;
-        }
         assert!((200..380).contains(&several), "{several}");
         assert!((2..=NODES).all(|n| cases.iter().filter(|c| c.nodes.len() == n).count() > 30));
         assert!(share(Case::uneven_nodes) > 100 && share(|c| c.several_nodes() && !c.uneven_nodes()) > 60);

@@ -8,17 +8,13 @@ use std::collections::BTreeMap;
 use tokenyard::base::Dtype;
 
 use super::case::Case;
-use super::config::SEVERAL_NODES;
 use super::inputs::ScaleKind;
 use super::report::table;
 use super::words::{LayoutWord, Mode, PartialWord, SUMMED, WeightsWord, Word};
 
-/// What is paired; nodes only where worlds may have several.
-const DIMENSIONS: &[&str] = if SEVERAL_NODES {
-    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial", "nodes"]
-} else {
-    &["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial"]
-};
+/// What is paired.
+const DIMENSIONS: [&str; 9] =
+    ["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial", "nodes"];
 /// Whether rows are quantised.
 const QUANTIZE: [&str; 2] = ["no", "yes"];
 /// How a world's ranks are on nodes.

@@ -11,7 +11,7 @@ use tokenyard::Error;
 
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
-use super::config::{self, SEVERAL_NODES, note_sharing, or_here};
+use super::config::{self, note_sharing, or_here};
 use super::draw::{RANKS, draw, quantized};
 use super::rank::Job;
 use super::report::Progress;
@@ -120,7 +120,7 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge) -> Result<bool, Refusal> {
     if all_pairs {
         session.run_missing_pairs(first.wrapping_add(count as u64));
     }
-    for text in full_sizes().filter(|_| args.full) {
+    for text in FULL.iter().chain(&FULL_NODES).filter(|_| args.full) {
         let case = Case::parse(text)?;
         session.bar.clear();
         println!("full size: {case}");
@@ -133,12 +133,6 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge) -> Result<bool, Refusal> {
     let missing = if all_pairs { session.tally.missing() } else { Vec::new() };
     missing.iter().for_each(|pair| println!("never drawn: {pair}"));
     Ok(session.failures == 0 && missing.is_empty())
-}
-
-/// Those that can run.
-fn full_sizes() -> impl Iterator<Item = &'static str> {
-    let several: &[&str] = if SEVERAL_NODES { &FULL_NODES } else { &[] };
-    FULL.iter().chain(several).copied()
 }
 
 fn replay(text: &str, judge: &Judge) -> Result<ExitCode, Refusal> {
@@ -347,7 +341,7 @@ mod tests {
 
     #[test]
     fn full_sizes_are_usable() {
-        for text in full_sizes() {
+        for text in FULL.iter().chain(&FULL_NODES) {
             let case = Case::parse(text).unwrap();
             assert!(case.check().is_ok(), "{text}: {:?}", case.check());
         }
