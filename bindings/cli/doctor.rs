@@ -130,7 +130,8 @@ fn numbers(list: &str) -> BTreeSet<u32> {
 /// Whether every rank's proxy, which polls, finds a core beside that of the rank itself.
 fn proxy_cores(cores: usize, ranks: usize) -> Finding {
     let spare = cores.saturating_sub(ranks);
-    let what = format!("{spare} of {cores} usable cores are spare beside those of {ranks} ranks, for as many proxies");
+    let what =
+        format!("{spare} of {cores} usable cores are spare beside one for each rank ({ranks}), for as many proxies");
     if spare >= ranks {
         return Finding::has("proxy cores", what);
     }
