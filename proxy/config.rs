@@ -74,6 +74,8 @@ pub(crate) struct Shape {
     pub nodes: Nodes,
     pub nics: u8,
     pub chunk_rows: Option<usize>,
+    /// Receives of a NIC that are meant for this context.
+    pub receives: usize,
     pub double_buffer_bytes: u64,
     pub arriving_tokens: Option<usize>,
     pub wave_tokens: Option<usize>,
@@ -173,6 +175,7 @@ impl Shape {
             weights_with_combine: self.weights_with_combine(),
             nics: self.nics,
             chunk_rows: self.chunk_rows,
+            receives: self.receives,
             double_buffer_bytes: self.double_buffer_bytes,
             arriving_tokens: self.arriving_tokens.unwrap_or(0),
         }
@@ -408,7 +411,9 @@ impl AllToAllBuilder {
     }
 
     /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: 128 KiB, or 640 KiB
-    /// of combine where there are several NICs, and more where rows of a message would be more than 1023 chunks.
+    /// of combine where there are several NICs, and more where rows of a message would be more than 1023 chunks, or the
+    /// context need more than a quarter of the network's receives. [`build`](Self::build) refuses a context that needs more
+    /// than the others of its proxy leave.
     pub fn chunk_rows(mut self, rows: usize) -> Self {
         self.chunk_rows = Some(rows);
         self
@@ -538,6 +543,7 @@ impl AllToAllBuilder {
             nodes,
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),
             chunk_rows: self.chunk_rows,
+            receives: self.proxy.as_ref().map_or(usize::MAX, Proxy::receives_of_a_context),
             double_buffer_bytes: self.double_buffer_bytes,
             arriving_tokens: self.arriving_tokens,
             wave_tokens: self.wave_tokens,

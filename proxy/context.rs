@@ -91,9 +91,11 @@ impl AllToAll {
         let world = builder.world.clone();
         let checked = builder.check();
         let few_blocks = builder.device.as_ref().is_none_or(|gpu| sms_of(&builder, gpu) <= raw::TY_FEW_BLOCKS);
-        let some_have_few = agree(&world, &checked, builder.first_epoch, few_blocks)?;
+        let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
+        let agreed = agree(&world, &checked, builder.first_epoch, Differing { few_blocks, receives })?;
         let (mut shape, placement) = checked?;
-        shape.arriving_tokens.get_or_insert(if some_have_few { 0 } else { ARRIVING_TOKENS });
+        shape.arriving_tokens.get_or_insert(if agreed.few_blocks { 0 } else { ARRIVING_TOKENS });
+        shape.receives = agreed.receives;
         let plan = Plan::new(&shape.plan_input())?;
 
         // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
@@ -544,7 +546,7 @@ impl Local {
         let proxied = match (&plan.wire, &builder.proxy) {
             (None, _) => None,
             (Some((wire, _)), Some(proxy)) => Some(Proxied {
-                number: proxy.take_number()?,
+                number: proxy.take_number(wire)?,
                 words: {
                     let gdrcopy = builder.gdrcopy.map_or_else(GdrCopy::from_env, Ok)?;
                     SharedWords::allocate(&device, wire.word_counts(), gdrcopy)?
@@ -857,17 +859,49 @@ pub(super) fn inverse(divisor: u32) -> u32 {
     u32::MAX / divisor.max(1)
 }
 
-/// All ranks must have the same configuration, and each one a usable one. Answers whether any has few blocks, in which
-/// they may differ.
-fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64, few_blocks: bool) -> Result<bool> {
+/// In what ranks may differ, and still do alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Differing {
+    few_blocks: bool,
+    /// Receives that the network has for one context.
+    receives: usize,
+}
+
+impl Differing {
+    const BYTES: usize = 5;
+
+    fn encode(self) -> [u8; Differing::BYTES] {
+        let receives = u32::try_from(self.receives).unwrap_or(u32::MAX);
+        let [a, b, c, d] = receives.to_le_bytes();
+        [u8::from(self.few_blocks), a, b, c, d]
+    }
+
+    fn decode([few, receives @ ..]: [u8; Differing::BYTES]) -> Differing {
+        Differing { few_blocks: few != 0, receives: u32::from_le_bytes(receives) as usize }
+    }
+
+    /// What all of them have in common with another rank.
+    fn with(self, other: Differing) -> Differing {
+        let few_blocks = self.few_blocks || other.few_blocks;
+        Differing { few_blocks, receives: self.receives.min(other.receives) }
+    }
+}
+
+/// All ranks must have the same configuration, and each one a usable one. Answers by what they all go where they differ.
+fn agree(
+    world: &World,
+    checked: &Result<(Shape, Placement)>,
+    first_epoch: u64,
+    differing: Differing,
+) -> Result<Differing> {
     let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch, world.generation()));
     world.agree("configuration of a context", own.as_ref().err().copied())?;
-    let Ok(own) = own else { return Ok(few_blocks) };
-    let said = [&[u8::from(few_blocks)], own.as_bytes()].concat();
-    let mut some_have_few = false;
+    let Ok(own) = own else { return Ok(differing) };
+    let said = [&differing.encode(), own.as_bytes()].concat();
+    let mut agreed = differing;
     for (rank, said) in world.all_gather("configuration", &said)?.iter().enumerate() {
-        let (few, theirs) = said.split_first().unwrap_or((&1, &[]));
-        some_have_few |= *few != 0;
+        let (head, theirs) = said.split_first_chunk().unwrap_or((&[0; Differing::BYTES], &[]));
+        agreed = agreed.with(Differing::decode(*head));
         let theirs = String::from_utf8_lossy(theirs);
         let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
         if let Some((mine, theirs)) = differs {
@@ -875,7 +909,7 @@ fn agree(world: &World, checked: &Result<(Shape, Placement)>, first_epoch: u64, 
             return Err(config("of this rank", mine, advice));
         }
     }
-    Ok(some_have_few)
+    Ok(agreed)
 }
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ use crate::kernels::{Device, DeviceKind};
 use crate::transport::address::{Address, number};
 use crate::transport::imm::{ImmValue, MAX_NICS, MAX_RANKS};
 use crate::transport::link::{
-    DeviceNeeds, Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, Transport, WriteImm,
+    DeviceNeeds, Event, Limits, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, Transport, WriteImm,
 };
 use crate::transport::regions::{Regions, fits};
 use crate::transport::sim::LinkModel;
@@ -351,6 +351,10 @@ enum Start {
 impl Transport for GpuNicEndpoint {
     fn nics(&self) -> usize {
         self.network.shared.nics
+    }
+
+    fn limits(&self) -> Limits {
+        Limits { posts: SLOTS as u32, ..Limits::NONE }
     }
 
     fn device_needs(&self) -> DeviceNeeds {

@@ -19,8 +19,8 @@ const ALIGN: u64 = 128;
 const ARENA_BYTES: u64 = 2 << 30;
 /// Tokens of a wave that are never cut further to save memory: a launch would cost more than it sends.
 const LEAST_WAVE: usize = 256;
-/// Entries of a receive queue that backends offer at least.
-const RECEIVE_QUEUE: usize = 8192;
+/// Receives that messages are cut for, unless they are asked to be cut finer: no NIC need offer more to a context.
+const RECEIVES: usize = 8192;
 
 /// What the plan depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,6 +50,9 @@ pub struct PlanInput {
     pub nics: u8,
     /// Rows of a chunk between nodes; `None` to choose.
     pub chunk_rows: Option<usize>,
+    /// Receives of a NIC that are meant for one context: where rows of a chunk are to be chosen, they are so many that
+    /// messages do with these.
+    pub receives: usize,
     /// With several nodes: up to which size of the arena, in bytes, received rows and partial rows are kept twice.
     pub double_buffer_bytes: u64,
     /// With one node: up to how many tokens of a wave partial rows arrive without tags.
@@ -301,7 +304,7 @@ fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Resul
     let (chunk_rows, chunks) = if row_bytes == 0 {
         (1, usize::from(used))
     } else {
-        let most = most_chunks(RECEIVE_QUEUE, peers.max(input.nodes.most_served()));
+        let most = most_chunks(RECEIVES.min(input.receives), peers.max(input.nodes.most_served()));
         let rows = input.chunk_rows.unwrap_or_else(|| {
             let least = wave_tokens.div_ceil(most.saturating_sub(before_rows).max(1));
             rows_of_chunk(direction, row_bytes, input.nics).max(least)
@@ -331,6 +334,7 @@ fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::base::Rank;
 
     fn v3(tokens: usize) -> PlanInput {
         PlanInput {
@@ -346,6 +350,7 @@ mod tests {
             weights_with_combine: true,
             nics: 1,
             chunk_rows: None,
+            receives: usize::MAX,
             double_buffer_bytes: 256 << 20,
             arriving_tokens: 256,
         }
@@ -390,6 +395,23 @@ mod tests {
         assert!(plan.explain(&input).contains(&format!("{} waves of {} tokens", plan.waves, plan.wave_tokens)));
         let whole = Plan::new(&PlanInput { wave_tokens: Some(4096), ..input }).unwrap();
         assert!(whole.waves == 1 && whole.arena_bytes() > 4 << 30);
+    }
+
+    #[test]
+    fn chunks_are_larger_where_the_network_has_few_receives() {
+        let input = v3_of_nodes(256, &[8; 8]);
+        let rank = Rank(9);
+        let of = |input: &PlanInput| Plan::new(input).unwrap().wire.unwrap().0.receives(rank);
+        let unbounded = of(&input);
+        // 7 peers, 2 epochs: head and rows of dispatch, rows of combine, the barrier; no weights.
+        let least = 2 * 7 * (2 + 1 + 1);
+        for receives in [unbounded as usize - 1, 300, 100, 60] {
+            assert!((least..=receives as u64).contains(&of(&PlanInput { receives, ..input.clone() })), "{receives}");
+        }
+        // What cannot be is as little as can be, and for others to refuse; what is asked for is done.
+        assert_eq!(of(&PlanInput { receives: 0, ..input.clone() }), least);
+        let asked = PlanInput { receives: 60, chunk_rows: Some(8), ..input };
+        assert_eq!(of(&asked), 2 * 7 * (1 + 32 + 32 + 1));
     }
 
     #[test]

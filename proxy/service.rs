@@ -16,9 +16,9 @@ use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
 use crate::transport::imm::{MAX_CONTEXTS, generation_bits};
-use crate::transport::link::{DeviceNeeds, RegionId, Span, Transport};
+use crate::transport::link::{DeviceNeeds, Limits, RegionId, Span, Transport};
 use crate::transport::memory::gdr::{self, GdrCopy};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Any network.
@@ -43,10 +43,8 @@ struct Inner {
     remote: Remote<AnyTransport>,
     /// In the first generation.
     rank: Rank,
-    nics: u8,
-    needs: DeviceNeeds,
-    /// Numbers of contexts in use.
-    contexts: Mutex<[bool; MAX_CONTEXTS]>,
+    traits: Traits,
+    contexts: Mutex<Contexts>,
     _thread: Option<ProxyThread<AnyTransport>>,
 }
 
@@ -58,7 +56,7 @@ impl Drop for Inner {
 
 impl std::fmt::Debug for Proxy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Proxy(rank {}, {} NICs)", self.shared.rank, self.shared.nics)
+        write!(f, "Proxy(rank {}, {} NICs)", self.shared.rank, self.shared.traits.nics)
     }
 }
 
@@ -112,22 +110,32 @@ impl Proxy {
     fn new(
         world: &World,
         remote: Remote<AnyTransport>,
-        Traits { nics, needs }: Traits,
+        traits: Traits,
         thread: Option<ProxyThread<AnyTransport>>,
     ) -> Proxy {
-        let contexts = Mutex::new([false; MAX_CONTEXTS]);
+        let contexts = Mutex::default();
         let rank = world.original(world.rank());
-        Proxy { shared: Arc::new(Inner { remote, rank, nics, needs, contexts, _thread: thread }) }
+        Proxy { shared: Arc::new(Inner { remote, rank, traits, contexts, _thread: thread }) }
     }
 
     /// NICs of this rank.
     pub fn nics(&self) -> u8 {
-        self.shared.nics
+        self.shared.traits.nics
     }
 
     /// What its transport needs of GPUs.
     pub fn device_needs(&self) -> DeviceNeeds {
-        self.shared.needs
+        self.shared.traits.needs
+    }
+
+    /// What its transport can have at once; all contexts share it.
+    pub fn limits(&self) -> Limits {
+        self.shared.traits.limits
+    }
+
+    /// Receives of a NIC that each context may have if there are as many as can be.
+    pub(crate) fn receives_of_a_context(&self) -> usize {
+        self.limits().receives as usize / MAX_CONTEXTS
     }
 
     /// For requests, and what was reported.
@@ -135,18 +143,17 @@ impl Proxy {
         &self.shared.remote
     }
 
-    /// A number that no other context of this proxy has; the caller checks that all ranks got the same.
-    pub(crate) fn take_number(&self) -> Result<Number> {
-        let mut used = self.shared.contexts.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(free) = used.iter().position(|used| !used) else {
-            return Err(Error::Config {
-                name: "contexts",
-                value: format!("{MAX_CONTEXTS} in use"),
-                advice: "a proxy serves four contexts at a time, as many as an immediate can tell; drop one".into(),
-            });
-        };
-        used[free] = true;
-        Ok(Number { proxy: self.clone(), index: ContextIdx(free as u8) })
+    /// A number that no other context of this proxy has, and what a context over this wire needs of the transport; the
+    /// caller checks that all ranks got the same number.
+    pub(crate) fn take_number(&self, wire: &Wire) -> Result<Number> {
+        let (limits, needs) = (self.limits(), Needs::of(wire, self.shared.rank));
+        let mut contexts = self.contexts();
+        let index = contexts.admit(&limits, needs)?;
+        Ok(Number { proxy: self.clone(), index })
+    }
+
+    fn contexts(&self) -> MutexGuard<'_, Contexts> {
+        self.shared.contexts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -158,9 +165,70 @@ pub(crate) struct Number {
 
 impl Drop for Number {
     fn drop(&mut self) {
-        let mut used = self.proxy.shared.contexts.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(used) = used.get_mut(self.index.index()) {
-            *used = false;
+        self.proxy.contexts().let_go(self.index);
+    }
+}
+
+/// What a context needs of the transport.
+#[derive(Debug, Clone, Copy)]
+struct Needs {
+    receives: u64,
+    write_bytes: u32,
+}
+
+impl Needs {
+    fn of(wire: &Wire, rank: Rank) -> Needs {
+        Needs { receives: wire.receives(rank), write_bytes: wire.largest_write() }
+    }
+}
+
+/// The contexts of a proxy, by number, and what they have of the transport.
+#[derive(Debug, Default)]
+struct Contexts {
+    /// Receives that an open context has; `None` of a number that is free.
+    receives: [Option<u64>; MAX_CONTEXTS],
+    /// Contexts so far, each of which has registered an arena.
+    registered: u32,
+}
+
+impl Contexts {
+    /// Takes a number and what the context needs, if the transport has that left.
+    fn admit(&mut self, limits: &Limits, needs: Needs) -> Result<ContextIdx> {
+        let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
+        let Some(free) = self.receives.iter().position(Option::is_none) else {
+            let advice = "a proxy serves four contexts at a time, as many as an immediate can tell; drop one";
+            return refuse("contexts", format!("{MAX_CONTEXTS} in use"), advice.into());
+        };
+        let others: u64 = self.receives.iter().flatten().sum();
+        if others + needs.receives > u64::from(limits.receives) {
+            let value = format!("{}, and {others} of other contexts", needs.receives);
+            let advice = format!(
+                "the network between nodes has {} for each NIC of a rank, one for a chunk that may be on its way: give a \
+                 larger chunk_rows, fewer tokens a wave, or drop a context",
+                limits.receives
+            );
+            return refuse("receives", value, advice);
+        }
+        if needs.write_bytes > limits.write_bytes {
+            let value = format!("{} bytes", needs.write_bytes);
+            let advice = format!(
+                "the network between nodes writes at most {} bytes at once: give a smaller chunk_rows, or fewer max_tokens",
+                limits.write_bytes
+            );
+            return refuse("largest chunk", value, advice);
+        }
+        if self.registered >= limits.regions {
+            let advice = "so many arenas can be registered with an endpoint in its life: start another proxy";
+            return refuse("contexts", format!("{} so far", self.registered), advice.into());
+        }
+        self.registered += 1;
+        self.receives[free] = Some(needs.receives);
+        Ok(ContextIdx(free as u8))
+    }
+
+    fn let_go(&mut self, index: ContextIdx) {
+        if let Some(receives) = self.receives.get_mut(index.index()) {
+            *receives = None;
         }
     }
 }
@@ -169,12 +237,13 @@ impl Drop for Number {
 struct Traits {
     nics: u8,
     needs: DeviceNeeds,
+    limits: Limits,
 }
 
 impl Traits {
     fn of(transport: &dyn Transport) -> Traits {
         let nics = u8::try_from(transport.nics()).unwrap_or(u8::MAX);
-        Traits { nics, needs: transport.device_needs() }
+        Traits { nics, needs: transport.device_needs(), limits: transport.limits() }
     }
 }
 
@@ -506,6 +575,27 @@ mod tests {
         let word = std::ptr::with_exposed_provenance_mut::<u64>(address as usize);
         // SAFETY: an address of live words of the test that calls.
         unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Acquire)
+    }
+
+    #[test]
+    fn contexts_that_a_transport_has_no_room_for_are_refused_and_change_nothing() {
+        let limits = Limits { posts: 1, receives: 100, regions: 5, write_bytes: 4096 };
+        let mut contexts = Contexts::default();
+        let mut admit = |receives, write_bytes| contexts.admit(&limits, Needs { receives, write_bytes });
+        assert_eq!([admit(60, 4096), admit(40, 1), admit(0, 0)], [0, 1, 2].map(|index| Ok(ContextIdx(index))));
+        for (receives, write_bytes, name) in [(1, 1, "receives"), (0, 4097, "largest chunk")] {
+            let Err(Error::Config { name: refused, value, .. }) = admit(receives, write_bytes) else {
+                panic!("{name}")
+            };
+            assert_eq!(refused, name);
+            assert!(name != "receives" || value == "1, and 100 of other contexts", "{value}");
+        }
+        contexts.let_go(ContextIdx(1));
+        assert_eq!(contexts.admit(&limits, Needs { receives: 40, write_bytes: 1 }), Ok(ContextIdx(1)));
+        assert_eq!(contexts.admit(&limits, Needs { receives: 0, write_bytes: 1 }), Ok(ContextIdx(3)));
+        contexts.let_go(ContextIdx(0));
+        let full = contexts.admit(&limits, Needs { receives: 1, write_bytes: 1 }).unwrap_err().to_string();
+        assert!(full.contains("5 so far") && full.contains("another proxy"), "{full}");
     }
 
     fn check(words: &SharedWords) {

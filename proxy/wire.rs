@@ -433,6 +433,21 @@ impl Wire {
         if self.lane(direction).chunks == 0 { Vec::new() } else { self.nodes().sources(direction, rank) }
     }
 
+    /// Receives that `rank` needs on each of its NICs: of each source, two epochs of every direction may be on their way or
+    /// not looked at, since it begins X(e+2) only once this rank has all of X(e).
+    pub fn receives(&self, rank: Rank) -> u64 {
+        let of = |d: Direction| self.sources(d, rank).len() as u64 * u64::from(self.lane(d).chunks);
+        2 * Direction::ALL.into_iter().map(of).sum::<u64>()
+    }
+
+    /// Bytes of the largest write: a NIC's share of a chunk.
+    pub fn largest_write(&self) -> u32 {
+        let chunks = self.input.lanes.iter().filter(|lane| lane.chunks > 0);
+        let bytes = chunks.map(|lane| lane.first_bytes.max(if lane.chunks > 1 { lane.chunk_bytes } else { 0 }));
+        let shards = |bytes| (0..self.nics()).map(move |nic| shard(bytes, self.nics(), NicIdx(nic)).bytes);
+        bytes.flat_map(shards).max().unwrap_or(0)
+    }
+
     /// Bytes of wire staging.
     pub fn staging_bytes(&self) -> u64 {
         self.staging_bytes

@@ -28,6 +28,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
+SERVICE = "proxy/service.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -221,6 +222,7 @@ MUTANTS = [
     ("a peer that left and owes a message not lost", MACHINE, "State::Left if !self.is_owed_by(peer)", "State::Left if !self.is_owed_by(self.rank)"),
     ("a peer that left lost by a failed write", MACHINE, "Ending::Failed(what) if self.peers.state(peer) != State::Left", "Ending::Failed(what) if self.peers.state(peer) != State::Lost"),
     ("settled between two chunks", LINKS, "|link: &Link| link.chunk.0 == 0 && !matches!", "|link: &Link| link.chunk.0 != 9 && !matches!"),
+    ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
 ]
 
@@ -266,9 +268,11 @@ class Worker:
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]
         pick = [("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "pick"])]
         nic = [("tests/gpu_nic.rs", [*test, "gpu_nic"])]
+        # What a context and its proxy agree on as it is built.
+        service = [("tests/nodes.rs", [*test, "nodes"])]
         if not file:
-            return worlds + proxy + nic
-        return pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
+            return worlds + proxy + nic + service
+        return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""

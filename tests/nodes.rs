@@ -348,3 +348,62 @@ fn a_rank_that_is_late_but_lives_is_a_timeout_and_no_loss() {
         world.barrier("all done").unwrap();
     });
 }
+
+/// Receives that one context of two nodes of a rank each needs, with chunks of a row: of each peer two epochs of head and 4
+/// rows, of 4 sums, and of a barrier.
+const RECEIVES: u32 = 2 * (1 + 4 + 4 + 1);
+
+#[test]
+fn a_context_does_with_the_receives_that_it_asks_for() {
+    for sizes in [&[1, 1][..], &[2, 2], &[1, 1, 1]] {
+        let ranks = sizes.iter().sum();
+        let peers = sizes.len() as u32 - 1;
+        let config = SimConfig { clock: Clock::Real, receives: peers * RECEIVES, ..SimConfig::hostile(21) };
+        let network = Network::new(ranks, config).unwrap();
+        on_network(&network, ranks, sizes, |world, network| {
+            let proxy = proxy(network, &world, 10_000);
+            let rig = rig(&world, &proxy);
+            (0..20).for_each(|salt| exchange(&rig, salt, |_| true).unwrap());
+            rig.ep.barrier(&rig.stream).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            world.barrier("all done").unwrap();
+        });
+        assert_eq!(network.counts().unready, 0, "{sizes:?}: a write found no receive");
+    }
+}
+
+#[test]
+fn contexts_that_need_more_receives_together_than_there_are_are_refused_until_one_goes() {
+    let config = SimConfig { clock: Clock::Real, receives: 2 * RECEIVES - 1, ..SimConfig::hostile(22) };
+    let network = Network::new(2, config).unwrap();
+    on_network(&network, 2, &[1, 1], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let builder = || rig::builder(&world, &test_device(&world)).proxy(&proxy);
+        let refusal = |builder: AllToAllBuilder| builder.build().err().map(|why| why.to_string()).unwrap_or_default();
+        let first = rig(&world, &proxy);
+        let why = refusal(builder().chunk_rows(1));
+        let limit = format!("has {} for each NIC", 2 * RECEIVES - 1);
+        for part in [&format!("{RECEIVES}, and {RECEIVES} of other contexts"), &limit, "larger chunk_rows"] {
+            assert!(why.contains(part), "{why}");
+        }
+        // By default chunks are as large as it takes, so that four contexts fit.
+        let by_default = builder().build().unwrap();
+        exchange(&first, 1, |_| true).unwrap();
+        drop((first, by_default));
+        let again = rig(&world, &proxy);
+        exchange(&again, 2, |_| true).unwrap();
+        world.barrier("all done").unwrap();
+    });
+}
+
+#[test]
+fn chunks_that_the_network_does_not_write_at_once_are_refused() {
+    let config = SimConfig { clock: Clock::Real, write_bytes: 64, ..SimConfig::hostile(23) };
+    let network = Network::new(2, config).unwrap();
+    on_network(&network, 2, &[1, 1], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let builder = rig::builder(&world, &test_device(&world)).proxy(&proxy);
+        let why = builder.build().err().map(|why| why.to_string()).unwrap_or_default();
+        assert!(why.contains("largest chunk") && why.contains("at most 64 bytes"), "{why}");
+    });
+}

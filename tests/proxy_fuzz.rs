@@ -396,6 +396,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         weights_with_combine: false,
         nics,
         chunk_rows: None,
+        receives: usize::MAX,
         double_buffer_bytes: 0,
         arriving_tokens: 0,
         wave_tokens: None,

@@ -83,6 +83,13 @@ contract!(
     Processes(SimConfig { clock: Clock::Real, nics: uneven_nics(), ..SimConfig::hostile(9) })
 );
 
+// Receives and bytes of a write that are few, for the promises that do with them.
+contract!(@ bounded, Sim(SimConfig { receives: 40, write_bytes: 3000, ..SimConfig::hostile(10) }), limits_that_are_not_so);
+contract!(@ short_writes, Sim(SimConfig { write_bytes: 900, ..SimConfig::hostile(11) }),
+    immediate_before_its_payload, write_outside_a_region_let_through, limits_that_are_not_so);
+contract!(@ short_writes_between_processes, Processes(SimConfig { write_bytes: 900, ..hostile_processes(12) }),
+    immediate_before_its_payload, write_outside_a_region_let_through, limits_that_are_not_so);
+
 #[test]
 fn disturbances_that_never_happened() {
     let mut sum = Counts::default();

@@ -24,7 +24,7 @@
 //! - **P6 zero bytes** may be written; the immediate arrives as for any other write.
 //! - **P7 NICs.** A write posted on NIC i leaves by NIC i and arrives by the peer's NIC i. All ranks have equally many.
 //! - **P8 refusals.** What is outside a registered region (of either side), or names an unknown NIC, peer or region, is
-//!   refused by `post` with `Argument`, and nothing of it is done.
+//!   refused by `post` with `Argument`, and nothing of it is done; so is a write of more bytes than the limit (P14).
 //! - **P9 messages** arrive whole, once, in any order, with their sender's rank. They have no completion; one that is
 //!   lost is lost because its peer is.
 //! - **P10 addresses** are untrusted bytes: `connect` answers what it cannot use with `Transport` and keeps what it
@@ -38,6 +38,9 @@
 //!   handed out (those of writes that had landed in full may be). A dropped write completes as `Dropped`, unless it had
 //!   completed before, and nothing else suffers from it: not the peer, nor its other writes. While own writes from the
 //!   region have not completed, the answer is [`Released::Busy`], and nothing was done.
+//! - **P14 limits.** What [`Transport::limits`] says never changes, and is neither more nor less than the endpoint can do.
+//!   Writes to a rank that leave no more immediates on their way to one of its NICs than it has receives find one; what is
+//!   posted beyond may fail. Who opens contexts keeps to it: each takes its part of the receives for as long as it lives.
 
 use super::imm::ImmValue;
 use crate::base::{Rank, Result};
@@ -155,6 +158,30 @@ pub struct DeviceNeeds {
     pub host_memory: bool,
 }
 
+/// What an endpoint can have at once, or ever (P14). Where nothing but memory bounds it: the type's largest value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Writes of one NIC to one peer that may be outstanding: posted, and their completion not handed out. An endpoint may
+    /// be full with fewer, if it has others outstanding.
+    pub posts: u32,
+    /// Immediates that may be on their way to one NIC of this endpoint, from all peers together, or have arrived and not
+    /// been handed out. Where a network takes a posted receive for each: so many are posted besides those for messages.
+    pub receives: u32,
+    /// Regions that may be registered in its life, since numbers are not used again.
+    pub regions: u32,
+    /// Bytes of one write.
+    pub write_bytes: u32,
+}
+
+impl Limits {
+    /// Nothing is bounded but what a backend sets besides.
+    pub const NONE: Limits =
+        Limits { posts: u32::MAX, receives: u32::MAX, regions: MAX_REGIONS, write_bytes: u32::MAX };
+}
+
+/// Regions that have a number.
+pub const MAX_REGIONS: u32 = u16::MAX as u32;
+
 /// One rank's endpoint. The promises are in the module's documentation.
 ///
 /// ```text
@@ -169,6 +196,9 @@ pub struct DeviceNeeds {
 pub trait Transport: Send {
     /// NICs of this rank, and of every other; at most [`MAX_NICS`](super::imm::MAX_NICS).
     fn nics(&self) -> usize;
+
+    /// What it can have at once (P14).
+    fn limits(&self) -> Limits;
 
     /// What it needs of GPUs.
     fn device_needs(&self) -> DeviceNeeds {
@@ -237,6 +267,10 @@ pub trait Transport: Send {
 impl<T: Transport + ?Sized> Transport for Box<T> {
     fn nics(&self) -> usize {
         (**self).nics()
+    }
+
+    fn limits(&self) -> Limits {
+        (**self).limits()
     }
 
     fn device_needs(&self) -> DeviceNeeds {

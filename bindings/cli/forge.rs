@@ -3,7 +3,7 @@
 //! Between a proxy and its endpoint, on the proxy's fiber. Rows and sums may come out wrong then, and calls may end with an
 //! error; but nothing may be touched that is not theirs, and no call may last beyond its deadline.
 
-use tokenyard::transport::link::{DeviceNeeds, Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::transport::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use tokenyard::{Rank, Result};
 
 use super::inputs::{Counter, Use};
@@ -62,6 +62,10 @@ fn changed(dice: &mut Counter, old: u32) -> u32 {
 impl<T: Transport> Transport for Forger<T> {
     fn nics(&self) -> usize {
         self.inner.nics()
+    }
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
     }
 
     fn device_needs(&self) -> DeviceNeeds {

@@ -35,6 +35,7 @@ macro_rules! contract {
             dead_peer_holds_everyone_up,
             late_write_after_reset,
             region_touched_after_it_was_taken_back,
+            limits_that_are_not_so,
             threads_that_share_a_network,
         );
     };
@@ -464,6 +465,102 @@ pub fn region_touched_after_it_was_taken_back(backend: &impl Backend) {
         drop(taken);
         refuse_what_is_gone(&mut cluster, region, &older);
     }
+}
+
+/// P14: an endpoint can do what it says, and no more.
+pub fn limits_that_are_not_so(backend: &impl Backend) {
+    count_posts(backend);
+    count_receives(backend);
+    count_regions(backend);
+    measure_a_write(backend);
+}
+
+/// Writes of an endpoint that nobody polls.
+fn count_posts(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 2);
+    let limits = cluster.endpoint(0).limits();
+    let most = limits.posts.min(1 << 17);
+    let (mut accepted, mut refused) = (0, 0);
+    while accepted < most && refused < 20 {
+        match cluster.endpoint(0).post(&write(1, accepted, 0, 8)).unwrap() {
+            Posted::Accepted => (accepted, refused) = (accepted + 1, 0),
+            Posted::Full => refused += 1,
+        }
+    }
+    assert_eq!(accepted, most, "it is full earlier than {limits:?}");
+    if most == limits.posts {
+        assert_eq!(
+            cluster.endpoint(0).post(&write(1, accepted, 0, 8)),
+            Ok(Posted::Full),
+            "it takes more than {limits:?}"
+        );
+    }
+    assert_eq!(cluster.endpoint(0).limits(), limits);
+}
+
+/// Immediates on their way to an endpoint that nobody polls, as many as it has receives for or queues have room for.
+fn count_receives(backend: &impl Backend) {
+    const RANKS: usize = 4;
+    const ROUNDS_WITHOUT_ROOM: u32 = 200;
+    let mut cluster = Cluster::new(backend, RANKS);
+    let most = cluster.endpoint(0).limits().receives.min(3000);
+    let mut log = Log::default();
+    let (mut posted, mut full) = (0, 0);
+    while posted < most && full < ROUNDS_WITHOUT_ROOM {
+        let from = 1 + posted as usize % (RANKS - 1);
+        match cluster.endpoint(from).post(&write(0, posted, posted as usize % SLOTS, 8)).unwrap() {
+            Posted::Accepted => (posted, full) = (posted + 1, 0),
+            Posted::Full => full += 1,
+        }
+        for rank in 1..RANKS {
+            cluster.endpoint(rank).poll(&mut |event| log.note(rank, event)).unwrap();
+        }
+    }
+    cluster.pump_until("immediates that waited", &mut log, |log| log.imms.len() >= posted as usize);
+    cluster.settle(&mut log);
+    assert!(log.failed.is_empty() && log.dropped.is_empty(), "some found no receive: {log:?}");
+    assert!(log.imms.values().chain(log.sent.values()).all(|times| *times == 1));
+    assert_eq!(log.sent.len(), posted as usize);
+}
+
+fn count_regions(backend: &impl Backend) {
+    // Before the cluster, which uses it.
+    let memory = Memory::new(SLOT);
+    let mut cluster = Cluster::new(backend, 2);
+    let limits = cluster.endpoint(0).limits();
+    for number in 2..limits.regions {
+        // SAFETY: accessed through raw pointers only, and dropped after the cluster.
+        let region = unsafe { cluster.endpoint(0).register(memory.span()) };
+        assert_eq!(region.map(|region| u32::from(region.0)), Ok(number), "{limits:?}");
+    }
+    // SAFETY: as above.
+    let refused = unsafe { cluster.endpoint(0).register(memory.span()) };
+    assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+}
+
+/// The longest write, if it is one that memory can be spared for.
+fn measure_a_write(backend: &impl Backend) {
+    const SPARE: usize = 1 << 20;
+    let memory = [(); 2].map(|()| Memory::new(SPARE + 1));
+    let mut cluster = Cluster::new(backend, 2);
+    let most = cluster.endpoint(0).limits().write_bytes as usize;
+    for (rank, memory) in memory.iter().enumerate() {
+        // SAFETY: accessed through raw pointers only, and dropped after the cluster.
+        assert_eq!(unsafe { cluster.endpoint(rank).register(memory.span()) }, Ok(RegionId(2)));
+    }
+    cluster.connect();
+    let bytes = most.min(SPARE);
+    let place = Place { region: RegionId(2), offset: 0 };
+    let longest = WriteImm { source: place, target: place, ..write(1, 7, 0, bytes) };
+    if most <= SPARE {
+        let refused = cluster.endpoint(0).post(&WriteImm { bytes: most as u32 + 1, ..longest });
+        assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
+    }
+    memory[0].write(0, &pattern(7, bytes));
+    let mut log = Log::default();
+    cluster.post(0, &longest, &mut log);
+    cluster.pump_until("the longest write", &mut log, |log| log.imms.contains_key(&(1, 7)));
+    assert!(memory[1].read(0, bytes) == pattern(7, bytes) && memory[1].read(bytes, 1) == [GUARD]);
 }
 
 fn refuse_what_is_gone<E: Transport>(cluster: &mut Cluster<E>, region: RegionId, older: &[u8]) {

@@ -1,6 +1,6 @@
 //! A transport of which a test says what comes of posts and polls; all else succeeds and does nothing.
 
-use tokenyard::transport::link::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::transport::link::{Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use tokenyard::{Rank, Result};
 
 /// What a stub makes of what it is asked for, as [`Transport`]'s functions of the same names.
@@ -23,6 +23,10 @@ pub struct Stub<C>(pub C);
 impl<C: Carrier> Transport for Stub<C> {
     fn nics(&self) -> usize {
         self.0.nics()
+    }
+
+    fn limits(&self) -> Limits {
+        Limits::NONE
     }
 
     unsafe fn register(&mut self, _: Span) -> Result<RegionId> {

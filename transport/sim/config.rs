@@ -4,6 +4,7 @@ use super::counts::Counts;
 use super::random::Random;
 use crate::base::{Error, Result};
 use crate::transport::imm::MAX_NICS;
+use crate::transport::link::{Limits, MAX_REGIONS};
 
 /// Where the network's time comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -99,6 +100,11 @@ pub struct SimConfig {
     pub peer_queue: u32,
     /// Control messages to one peer that may be on their way.
     pub message_queue: u32,
+    /// Receives of one NIC: each write to it takes one when it is posted, and its immediate gives it back when it is handed
+    /// out. A write that finds none fails. `u32::MAX`: no bound, and the only choice between processes.
+    pub receives: u32,
+    /// Most bytes of a write; longer ones are refused.
+    pub write_bytes: u32,
     /// How many posts and sends are answered `Full` though there is room.
     pub full_permille: u32,
     /// How many accepted writes fail; nothing of them reaches the peer.
@@ -137,6 +143,8 @@ impl SimConfig {
             nic_queue: 1024,
             peer_queue: 1024,
             message_queue: 64,
+            receives: u32::MAX,
+            write_bytes: u32::MAX,
             full_permille: 0,
             fail_permille: 0,
             eager_permille: 0,
@@ -174,6 +182,12 @@ impl SimConfig {
         }
     }
 
+    /// What endpoints say of themselves.
+    pub(super) fn limits(&self) -> Limits {
+        let posts = self.nic_queue.min(self.peer_queue);
+        Limits { posts, receives: self.receives, regions: MAX_REGIONS, write_bytes: self.write_bytes }
+    }
+
     /// By how much a completion is late besides.
     pub(super) fn lost_acknowledgement(&self, random: &mut Random, counts: &mut Counts) -> u64 {
         if !random.permille(self.late_permille) {
@@ -203,6 +217,8 @@ impl SimConfig {
             ("nic_queue", self.nic_queue),
             ("peer_queue", self.peer_queue),
             ("message_queue", self.message_queue),
+            ("receives", self.receives),
+            ("write_bytes", self.write_bytes),
             ("poll_batch", self.poll_batch.min(1) as u32),
         ];
         if let Some((name, value)) = sizes.into_iter().find(|(_, value)| *value == 0) {

@@ -55,6 +55,8 @@ counts! {
     stalled,
     /// Writes failed by chance or by order.
     failed,
+    /// Writes that failed because their receiver had no receive left.
+    unready,
     /// Writes that failed or fell silent because their peer was dead, had been reset, or had not connected.
     unreachable,
     /// Writes and messages cut off on the way, by a death or a reset at either end.

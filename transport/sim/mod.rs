@@ -34,7 +34,7 @@ pub use process::{ProcessEndpoint, Refused};
 
 use super::address::{self, Address};
 use super::imm::MAX_RANKS;
-use super::link::{DeviceNeeds, Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use super::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use crate::base::{Error, Rank, Result};
 use seat::Pending;
 use state::State;
@@ -55,6 +55,7 @@ struct Shared {
     number: u64,
     ranks: usize,
     nics: usize,
+    limits: Limits,
     clock: Clock,
     poll_batch: usize,
     start: Instant,
@@ -91,6 +92,7 @@ impl Network {
             number: address::number(),
             ranks,
             nics: config.nics.len(),
+            limits: config.limits(),
             clock: config.clock,
             poll_batch: config.poll_batch,
             start: Instant::now(),
@@ -203,6 +205,10 @@ impl SimEndpoint {
 impl Transport for SimEndpoint {
     fn nics(&self) -> usize {
         self.network.shared.nics
+    }
+
+    fn limits(&self) -> Limits {
+        self.network.shared.limits
     }
 
     fn device_needs(&self) -> DeviceNeeds {

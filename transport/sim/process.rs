@@ -62,7 +62,7 @@ use super::seat::Pending;
 use crate::base::{Error, Rank, Result};
 use crate::transport::fds::is_shortage;
 use crate::transport::imm::MAX_RANKS;
-use crate::transport::link::{DeviceNeeds, Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use crate::transport::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use address::Address;
 use frame::{MAX_FRAME, MAX_TOKEN};
 use inbound::Inbound;
@@ -139,6 +139,10 @@ impl ProcessEndpoint {
         if config.clock == (Clock::Virtual { tick_ns: 0 }) {
             let advice = "time must pass between processes: give a poll some, or take the real clock";
             return refuse("clock", format!("{:?}", config.clock), advice.into());
+        }
+        if config.receives != u32::MAX {
+            let advice = "senders of other processes do not see a receiver's queue: leave it without a bound";
+            return refuse("receives", config.receives.to_string(), advice.into());
         }
         if rank.index() >= MAX_RANKS {
             return refuse(
@@ -287,6 +291,10 @@ fn open_door() -> Result<Door> {
 impl Transport for ProcessEndpoint {
     fn nics(&self) -> usize {
         self.core.config.nics.len()
+    }
+
+    fn limits(&self) -> Limits {
+        self.core.config.limits()
     }
 
     fn device_needs(&self) -> DeviceNeeds {

@@ -36,6 +36,8 @@ pub(super) struct Port {
     pub(super) stopped_until_ns: u64,
     /// Writes outstanding.
     pub(super) outstanding: u32,
+    /// Receives taken: by writes on their way here, and by immediates that were not handed out.
+    pub(super) receives: u32,
 }
 
 /// Which queue slots a completion frees.
@@ -62,7 +64,7 @@ pub(super) enum Miss {
 pub(super) enum Pending {
     Sent { token: u64, slot: Slot },
     Missed { token: u64, slot: Slot, miss: Miss },
-    Imm(ImmValue),
+    Imm { imm: ImmValue, nic: usize },
     Message { peer: Rank, bytes: Box<[u8]> },
 }
 
@@ -71,7 +73,7 @@ impl Pending {
     pub(super) fn slot(&self) -> Option<Slot> {
         match self {
             Pending::Sent { slot, .. } | Pending::Missed { slot, .. } => Some(*slot),
-            Pending::Imm(_) | Pending::Message { .. } => None,
+            Pending::Imm { .. } | Pending::Message { .. } => None,
         }
     }
 
@@ -82,7 +84,7 @@ impl Pending {
                 Event::Failed { token: *token, peer: slot.peer, what }
             }
             Pending::Missed { token, slot, miss: Miss::Dropped } => Event::Dropped { token: *token, peer: slot.peer },
-            Pending::Imm(imm) => Event::Imm { imm: *imm },
+            Pending::Imm { imm, .. } => Event::Imm { imm: *imm },
             Pending::Message { peer, bytes } => Event::Message { peer: *peer, bytes },
         }
     }
@@ -116,7 +118,17 @@ impl Seat {
         if let Some(slot) = pending.slot() {
             self.free(slot);
         }
+        if let Pending::Imm { nic, .. } = pending {
+            self.give_receive_back(nic);
+        }
         Some(pending)
+    }
+
+    /// A NIC has one receive more.
+    pub(super) fn give_receive_back(&mut self, nic: usize) {
+        if let Some(port) = self.ports.get_mut(nic) {
+            port.receives = port.receives.saturating_sub(1);
+        }
     }
 
     fn free(&mut self, slot: Slot) {
@@ -129,11 +141,14 @@ impl Seat {
         }
     }
 
-    /// The address of a write's source, if everything about the write is something that could be done.
-    pub(super) fn admit(&self, write: &WriteImm) -> Result<u64> {
+    /// The address of a write's source, if it has at most so many bytes and everything about the write is something that could be done.
+    pub(super) fn admit(&self, write: &WriteImm, most: u32) -> Result<u64> {
         if usize::from(write.nic) >= self.ports.len() {
             let advice = format!("there are {} NICs, counted from 0", self.ports.len());
             return Err(argument("nic", write.nic.to_string(), advice));
+        }
+        if write.bytes > most {
+            return Err(argument("bytes", write.bytes.to_string(), format!("a write has at most {most}; cut it")));
         }
         let lane = self.lane(write.peer)?;
         let Some(source) = self.regions.locate(write.source, write.bytes) else {

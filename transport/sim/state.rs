@@ -97,7 +97,7 @@ impl State {
 
     pub(super) fn post(&mut self, rank: Rank, write: &WriteImm) -> Result<Posted> {
         let seat = &self.seats[rank.index()];
-        let address = seat.admit(write)?;
+        let address = seat.admit(write, self.config.write_bytes)?;
         let nic = usize::from(write.nic);
         let Some(lane) = seat.lanes.get(&write.peer) else { return Ok(Posted::Full) };
         let room =
@@ -140,6 +140,11 @@ impl State {
                 let after_ns = self.config.nics[nic].latency_ns();
                 self.miss_later(slot, Some(after_ns), Miss::Dropped);
             }
+            Reach::Open if !self.take_receive(slot) => {
+                self.counts.unready += 1;
+                let after_ns = self.config.nics[nic].latency_ns();
+                self.miss_later(slot, Some(after_ns), Miss::Failed("its peer had no receive left"));
+            }
             Reach::Open => self.launch(slot),
             Reach::Closed => {
                 self.counts.unreachable += 1;
@@ -173,6 +178,15 @@ impl State {
         let slot = self.board(rank, peer, 0, 1, Cargo::Message(message.into()));
         self.launch(slot);
         Ok(Posted::Accepted)
+    }
+
+    /// Takes a receive for a write that is about to leave; false if its receiver has none.
+    fn take_receive(&mut self, slot: u32) -> bool {
+        let Some(flight) = self.flights[slot as usize].as_mut() else { return false };
+        let Some(port) = self.seats[flight.to.index()].ports.get_mut(flight.nic) else { return false };
+        flight.holds_receive = port.receives < self.config.receives;
+        port.receives += u32::from(flight.holds_receive);
+        flight.holds_receive
     }
 
     /// Whether to answer `Full`.
@@ -238,6 +252,7 @@ impl State {
             packets_left: packets,
             furthest: 0,
             sum: 0,
+            holds_receive: false,
             arrived: false,
             completed,
             missing: None,
@@ -261,6 +276,7 @@ impl State {
             flight.missing = Some(miss);
             flight.arrived = true;
         }
+        self.give_receive_back(slot);
         if let Some(at_ns) = at_ns {
             self.schedule(at_ns, slot, Step::Done);
         }
@@ -293,6 +309,7 @@ impl State {
         seat.key = key;
         seat.lanes.clear();
         seat.inbox.retain(|pending| pending.slot().is_some());
+        seat.ports.iter_mut().for_each(|port| port.receives = 0);
     }
 
     /// Takes a region of `rank` back, and drops what is on its way there.
@@ -366,7 +383,16 @@ impl State {
         }
     }
 
+    /// A flight that will not deliver an immediate needs no receive.
+    fn give_receive_back(&mut self, slot: u32) {
+        let Some(flight) = self.flights[slot as usize].as_mut() else { return };
+        if std::mem::take(&mut flight.holds_receive) {
+            self.seats[flight.to.index()].give_receive_back(flight.nic);
+        }
+    }
+
     pub(super) fn remove(&mut self, slot: u32) {
+        self.give_receive_back(slot);
         self.flights[slot as usize] = None;
         self.free.push(slot);
     }

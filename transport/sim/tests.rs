@@ -395,3 +395,28 @@ fn a_region_taken_back_in_the_middle_of_a_write() {
     assert_eq!((&nodes[0].sent[..], &nodes[0].failed[..]), (&[2][..], &[(1, "dropped"), (3, "dropped")][..]));
     assert_eq!((network.counts().dropped, network.counts().unreachable, network.counts().cut), (2, 0, 0));
 }
+
+#[test]
+fn writes_take_receives_until_their_immediates_are_handed_out() {
+    let config = SimConfig { receives: 3, clock: Clock::Virtual { tick_ns: 0 }, ..SimConfig::calm() };
+    let (network, mut nodes) = world(3, BYTES, config);
+    let post = |nodes: &mut [Node], from: usize, numbers: std::ops::Range<u32>| {
+        numbers.for_each(|number| assert_eq!(nodes[from].post(2, number, 8), Posted::Accepted));
+        network.advance_ns(1_000_000);
+        nodes[from].poll();
+    };
+    // Of both peers together; the fourth finds none.
+    post(&mut nodes, 0, 0..2);
+    post(&mut nodes, 1, 2..4);
+    assert_eq!((nodes[0].sent.len(), nodes[1].sent.len(), nodes[1].failed.len()), (2, 1, 1));
+    assert_eq!(network.counts().unready, 1);
+    nodes[2].poll();
+    assert_eq!(nodes[2].imms, [0, 1, 2]);
+    post(&mut nodes, 0, 4..7);
+    assert_eq!((nodes[0].sent.len(), nodes[0].failed.len()), (5, 0));
+    // What a reset throws away holds none.
+    nodes[2].endpoint.reset().unwrap();
+    connect(&mut nodes);
+    post(&mut nodes, 0, 7..10);
+    assert_eq!((nodes[0].sent.len(), nodes[0].failed.len(), network.counts().unready), (8, 0, 1));
+}

@@ -47,6 +47,8 @@ pub(super) struct Flight {
     pub(super) furthest: u32,
     /// Of what has landed, where sources are watched.
     pub(super) sum: u64,
+    /// It has taken a receive of its receiver's NIC.
+    pub(super) holds_receive: bool,
     /// Its immediate or message was delivered, or never will be.
     pub(super) arrived: bool,
     /// Its completion was queued; messages have none.
@@ -254,7 +256,11 @@ impl State {
         }
         let to = &mut self.seats[flight.to.index()];
         match &mut flight.cargo {
-            Cargo::Write { write, .. } => to.inbox.push_back(Pending::Imm(write.imm)),
+            Cargo::Write { write, .. } => {
+                // The receive is the immediate's from now on.
+                flight.holds_receive = false;
+                to.inbox.push_back(Pending::Imm { imm: write.imm, nic: flight.nic });
+            }
             Cargo::Message(bytes) => {
                 to.inbox.push_back(Pending::Message { peer: flight.from, bytes: std::mem::take(bytes) });
             }

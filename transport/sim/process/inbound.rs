@@ -414,7 +414,7 @@ impl Inbound {
         core.counts.reordered += u64::from(arrival.number < guest.delivered);
         guest.delivered = guest.delivered.max(arrival.number);
         core.seat.inbox.push_back(match incoming.cargo {
-            Cargo::Write { imm, .. } => Pending::Imm(imm),
+            Cargo::Write { imm, .. } => Pending::Imm { imm, nic: incoming.nic },
             Cargo::Message(bytes) => {
                 guest.answer(arrival.number, core.stamp(core.now_ns), Verdict::Taken);
                 Pending::Message { peer: guest.rank, bytes }

@@ -232,7 +232,7 @@ impl Outbound {
     // ---- posting
 
     pub(super) fn post(&mut self, core: &mut Core, write: &WriteImm) -> Result<Posted> {
-        let address = core.seat.admit(write)?;
+        let address = core.seat.admit(write, core.config.write_bytes)?;
         let nic = usize::from(write.nic);
         let (Some(lane), Some(link)) = (core.seat.lanes.get(&write.peer), self.links.get_mut(&write.peer)) else {
             return Ok(Posted::Full);
