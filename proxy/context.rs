@@ -112,8 +112,7 @@ impl AllToAll {
         let flags = proxied.as_ref().map(|proxied| proxied.words.place);
         let opening = match (proxied, &plan.wire) {
             (Some(proxied), Some((wire, _))) => {
-                let span = Span { base: peers.own().network_base(), bytes: peers.own().bytes() };
-                let arena: (Span, Kept) = (span, peers.clone());
+                let arena: (Span, Kept) = (peers.own().span(), peers.clone());
                 let words = proxied.words.memory;
                 Some(Opening::establish(&world, proxied.number, arena, wire, words, builder.first_epoch)?)
             }

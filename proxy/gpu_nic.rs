@@ -359,13 +359,16 @@ impl Transport for GpuNicEndpoint {
 
     fn device_needs(&self) -> DeviceNeeds {
         match self.device.kind() {
-            DeviceKind::Cpu => DeviceNeeds::default(),
+            DeviceKind::Cpu => DeviceNeeds { host_memory: true, ..DeviceNeeds::default() },
             DeviceKind::Cuda => DeviceNeeds { blocks: GPU_BLOCKS, access: true, host_memory: false },
         }
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        let region = self.regions.register(span)?;
+        let region = match self.device.kind() {
+            DeviceKind::Cpu => self.regions.register_host(span)?,
+            DeviceKind::Cuda => self.regions.register(span)?,
+        };
         if let Some(seat) = self.network.shared.seat(self.rank) {
             // The same table but for what is outstanding, so the same answer.
             seat.lock().regions.register(span)?;

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use tokenyard::base::Rank;
 use tokenyard::kernels::{SeededConfig, seeded_world};
-use tokenyard::transport::memory::{Arena, PeerMap};
+use tokenyard::transport::link::{Span, SpanMemory};
+use tokenyard::transport::memory::{Arena, PeerMap, dma_buf};
 use tokenyard::{Device, Stream, View, World};
 
 const CHILD: &str = "TOKENYARD_TEST_MEMORY_CHILD";
@@ -53,7 +54,7 @@ fn place(world: &World, on: On) -> (Device, Arena) {
 /// What a network would do: the processor looks at the arena, in host memory.
 fn look_from_the_host(world: &World, map: &PeerMap) {
     let first = world.rank().0 as u8 + 1;
-    let at = (map.own().network_base() as usize + BYTES - SLOT) as *const u8;
+    let at = (map.own().span().base as usize + BYTES - SLOT) as *const u8;
     // SAFETY: inside the own arena, in host memory; nobody writes now.
     assert_eq!(unsafe { at.read() }, first, "mark of rank 0");
 }
@@ -211,6 +212,30 @@ fn ranks_of_one_gpu_share_arenas_in_host_memory() {
     if !no_gpu() {
         threads(2, On { gpus: 1, host: true });
         processes(2, On { gpus: 1, host: true });
+    }
+}
+
+#[test]
+fn networks_learn_whose_memory_an_arena_is() {
+    let host = Arena::cpu(5000).unwrap();
+    assert_eq!(host.span(), Span::host(host.base(), 5000));
+    let why = dma_buf(&host.span()).unwrap_err().to_string();
+    assert!(why.contains("by its address"), "{why}");
+    if no_gpu() {
+        return;
+    }
+    let pinned = Arena::cuda_host(0, 5000).unwrap();
+    assert_eq!((pinned.span().memory, pinned.span().bytes), (SpanMemory::Host, 5000));
+    let arena = Arena::cuda(0, 5000).unwrap();
+    let span = arena.span();
+    let SpanMemory::Gpu { ordinal: 0, allocation } = span.memory else { panic!("{span:?}") };
+    assert!(
+        (span.base, span.bytes) == (arena.base(), 5000) && allocation.bytes >= 5000 && allocation.base <= span.base
+    );
+    assert!(dma_buf(&Span { bytes: allocation.bytes + 1, ..span }).is_err());
+    match dma_buf(&Span { base: span.base + 4096, bytes: 8, ..span }) {
+        Ok(buffer) => assert_eq!(buffer.offset, span.base + 4096 - allocation.base),
+        Err(why) => println!("skipped: no dma-buf is made here: {why}"),
     }
 }
 

@@ -51,10 +51,43 @@ pub const MAX_MESSAGE: usize = 256;
 /// Memory of this process, or of its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
+    /// Address of the first byte: the processor's of host memory, the GPU's of a GPU's.
+    pub base: u64,
+    /// Length.
+    pub bytes: usize,
+    /// Whose memory it is.
+    pub memory: SpanMemory,
+}
+
+/// What a span is part of, which decides how a backend registers it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpanMemory {
+    /// Pages of this process, which processor and NICs reach by its address. Kernels may use them, too.
+    Host,
+    /// A GPU's own memory. A NIC reaches it by a dma-buf of its allocation ([`dma_buf`](super::memory::dma_buf)), or by the
+    /// address itself where the driver has a peer-memory client; the processor does not.
+    Gpu {
+        /// The GPU, as this process counts them.
+        ordinal: usize,
+        /// All of the allocation that it lies in.
+        allocation: Allocation,
+    },
+}
+
+/// An allocation of a GPU's memory, which begins and ends at the GPU's pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Allocation {
     /// Address of the first byte.
     pub base: u64,
     /// Length.
     pub bytes: usize,
+}
+
+impl Span {
+    /// Host memory.
+    pub const fn host(base: u64, bytes: usize) -> Span {
+        Span { base, bytes, memory: SpanMemory::Host }
+    }
 }
 
 /// A registered span: its number among those of the rank that registered it, counted from 0.
@@ -154,7 +187,8 @@ pub struct DeviceNeeds {
     pub blocks: u32,
     /// Whether kernels on other GPUs of this process store into what is registered, so that these need access to it.
     pub access: bool,
-    /// Whether what is registered must be host memory: the processor moves the bytes, and it would fault on a GPU's.
+    /// Whether what is registered must be host memory: the processor moves the bytes, and it would fault on a GPU's. Then
+    /// `register` refuses any other.
     pub host_memory: bool,
 }
 
@@ -208,7 +242,8 @@ pub trait Transport: Send {
     /// Makes a span usable as source and as target. Peers that connect with an address taken later can write there.
     ///
     /// # Errors
-    /// `Argument` for a span that is empty or wraps, or one too many; `Transport` if the backend cannot.
+    /// `Argument` for a span that is empty or wraps, one too many, or memory that it does not reach
+    /// ([`DeviceNeeds::host_memory`]); `Transport` if the backend cannot.
     ///
     /// # Safety
     /// The span is memory that this endpoint's backend may read and write at any time until the region is taken back or

@@ -21,6 +21,7 @@ mod host;
 #[cfg(feature = "cuda")]
 mod pinned;
 
+use super::link::{Span, SpanMemory};
 use super::world::World;
 use crate::base::{Error, Rank, Result};
 use std::collections::HashMap;
@@ -50,12 +51,18 @@ impl Memory {
         }
     }
 
-    /// Where networks find it.
-    fn network_base(&self) -> u64 {
+    /// What networks register of it.
+    fn span(&self, bytes: usize) -> Span {
         match self {
+            Memory::Host(memory) => Span::host(memory.base(), bytes),
             #[cfg(feature = "cuda")]
-            Memory::Pinned(memory) => memory.host_base(),
-            _ => self.base(),
+            Memory::Cuda(memory) => Span {
+                base: memory.base(),
+                bytes,
+                memory: SpanMemory::Gpu { ordinal: memory.ordinal(), allocation: memory.allocation() },
+            },
+            #[cfg(feature = "cuda")]
+            Memory::Pinned(memory) => Span::host(memory.host_base(), bytes),
         }
     }
 
@@ -123,9 +130,9 @@ impl Arena {
         self.memory.base()
     }
 
-    /// Its address for networks: where host memory lies in this process, and for other memory its address on its device.
-    pub fn network_base(&self) -> u64 {
-        self.memory.network_base()
+    /// What networks register: all of it. Host memory lies where this process finds it, and any other where its GPU does.
+    pub fn span(&self) -> Span {
+        self.memory.span(self.bytes)
     }
 
     /// Lets every GPU of this process that can reach it store into it: for networks whose own kernels move bytes between
@@ -179,6 +186,48 @@ impl Arena {
             Memory::Pinned(memory) => (Kind::Pinned, memory.ordinal() as u32, memory.bus_id()),
         };
         Card { kind, shareable, ordinal, bytes: self.bytes as u64, ticket, bus_id }
+    }
+}
+
+/// A descriptor of an allocation of GPU memory, by which NICs reach it, and where in it a span begins.
+#[derive(Debug)]
+pub struct DmaBuf {
+    /// What a backend registers (`ibv_reg_dmabuf_mr`, `FI_MR_DMABUF`); it may be closed once that is done.
+    pub fd: OwnedFd,
+    /// Bytes from the start of the dma-buf to the span.
+    pub offset: u64,
+}
+
+/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach that. This has met no NIC so far: there is none
+/// on the machines that it was written on.
+///
+/// # Errors
+/// `Argument` for host memory, which is registered by its address; `Device` if the GPU or its driver makes none.
+pub fn dma_buf(span: &Span) -> Result<DmaBuf> {
+    match span.memory {
+        #[cfg(feature = "cuda")]
+        SpanMemory::Gpu { ordinal, allocation } => {
+            let offset = span.base.checked_sub(allocation.base);
+            let inside = offset.is_some_and(|at| at.saturating_add(span.bytes as u64) <= allocation.bytes as u64);
+            let Some(offset) = offset.filter(|_| inside) else {
+                return Err(Error::Argument {
+                    name: "span",
+                    value: format!("{span:?}"),
+                    advice: "give a span inside its allocation".into(),
+                });
+            };
+            Ok(DmaBuf { fd: cuda::dma_buf(ordinal, allocation)?, offset })
+        }
+        #[cfg(not(feature = "cuda"))]
+        SpanMemory::Gpu { ordinal, .. } => Err(Error::Device {
+            what: format!("a dma-buf of memory of GPU {ordinal} was asked for and this build has no GPU part"),
+            advice: "build with the feature cuda".into(),
+        }),
+        SpanMemory::Host => Err(Error::Argument {
+            name: "span",
+            value: "host memory".into(),
+            advice: "register host memory by its address".into(),
+        }),
     }
 }
 

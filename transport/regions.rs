@@ -10,7 +10,7 @@
 //! A number is never used again because peers may still have an address that tells of the former region: a late write
 //! to that must not meet a newer one.
 
-use super::link::{Place, RegionId, Released, Span};
+use super::link::{Place, RegionId, Released, Span, SpanMemory};
 use crate::base::{Error, Result};
 
 #[derive(Debug, Clone, Default)]
@@ -50,6 +50,18 @@ impl Regions {
         }
         self.slots.push(Slot { span: Some(span), outstanding: 0 });
         Ok(RegionId(number))
+    }
+
+    /// The same where the processor moves bytes, or other hands that do not reach a GPU's memory.
+    ///
+    /// # Errors
+    /// As `register`; `Argument` for any other memory than the host's.
+    pub fn register_host(&mut self, span: Span) -> Result<RegionId> {
+        if let SpanMemory::Gpu { ordinal, .. } = span.memory {
+            let advice = "this network reaches host memory alone: register that, or use a network that reaches GPUs";
+            return Err(argument("span", format!("memory of GPU {ordinal}"), advice));
+        }
+        self.register(span)
     }
 
     /// Takes a region back, unless writes from it are outstanding.
@@ -124,7 +136,7 @@ mod tests {
     #[test]
     fn a_region_that_is_gone_is_nowhere_and_its_number_is_not_used_again() {
         let mut regions = Regions::default();
-        let span = |bytes| Span { base: 4096, bytes };
+        let span = |bytes| Span::host(4096, bytes);
         assert_eq!([regions.register(span(10)), regions.register(span(20))], [Ok(RegionId(0)), Ok(RegionId(1))]);
         let told = regions.lengths();
         regions.posted(RegionId(0));
@@ -144,9 +156,9 @@ mod tests {
     #[test]
     fn numbers_end() {
         let mut regions = Regions::default();
-        let taken = (0..u16::MAX).filter(|_| regions.register(Span { base: 1, bytes: 1 }).is_ok()).count();
+        let taken = (0..u16::MAX).filter(|_| regions.register(Span::host(1, 1)).is_ok()).count();
         assert_eq!(taken, usize::from(u16::MAX));
-        assert!(regions.register(Span { base: 1, bytes: 1 }).is_err());
+        assert!(regions.register(Span::host(1, 1)).is_err());
         assert!(fits(5, 5, 0) && !fits(0, 0, 0) && !fits(5, u64::MAX, 1));
     }
 }

@@ -41,7 +41,7 @@ fn pair_over(config: SimConfig, wire: &Wire) -> (Network, Vec<Side>) {
         let mut driver = Driver::new(machine, network.endpoint(rank).unwrap(), system_clock());
         let base = arena.get(0).unwrap().as_ptr() as u64;
         // SAFETY: the arena is dropped after the proxy, and only accessed as atomic words or while nothing is under way.
-        unsafe { driver.transport().register(Span { base, bytes: 1 << 15 }) }.unwrap();
+        unsafe { driver.transport().register(Span::host(base, 1 << 15)) }.unwrap();
         drivers.push((driver, arena, ContextMemory::owned(wire.word_counts())));
     }
     let addresses: Vec<Vec<u8>> = drivers.iter_mut().map(|(driver, ..)| driver.transport().address()).collect();
@@ -276,7 +276,7 @@ fn an_arena_is_freed_once_its_writes_have_left_and_not_before() {
     let (network, sides) = pair(12, &wire);
     let [first, second] = &sides[..] else { panic!("{} sides", sides.len()) };
     let memory = Arc::new(vec![0u64; 512]);
-    let span = Span { base: memory.as_ptr() as u64, bytes: 4096 };
+    let span = Span::host(memory.as_ptr() as u64, 4096);
     let (freed, keep): (_, Kept) = (Arc::downgrade(&memory), memory);
     // SAFETY: nothing but the network accesses the words, which `keep` holds.
     let region = first.proxy.remote().ask(move |driver| unsafe { driver.register(span, keep) }).unwrap().unwrap();

@@ -7,7 +7,7 @@ use crate::base::{Error, Rank, Result};
 use crate::kernels::Device;
 use crate::transport::Arena;
 use crate::transport::imm::ImmValue;
-use crate::transport::link::{Event, Place, RegionId, Span, Transport, WriteImm};
+use crate::transport::link::{Event, Place, RegionId, Transport, WriteImm};
 use crate::transport::sim::LinkModel;
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,7 @@ pub fn overhead(source: &Device, target: &Device) -> Result<f64> {
     let mut ends = [network.endpoint(Rank(0), source)?, network.endpoint(Rank(1), target)?];
     for (end, arena) in ends.iter_mut().zip(&arenas) {
         // SAFETY: the arena outlives the endpoint, and nobody else uses it.
-        unsafe { end.register(Span { base: arena.network_base(), bytes: arena.bytes() })? };
+        unsafe { end.register(arena.span())? };
     }
     let addresses = [ends[0].address(), ends[1].address()];
     ends[0].connect(Rank(1), &addresses[1])?;

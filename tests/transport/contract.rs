@@ -11,7 +11,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Instant;
 use tokenyard::base::{Error, Rank};
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Transport, WriteImm};
+use tokenyard::transport::link::{
+    Allocation, Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, SpanMemory, Transport, WriteImm,
+};
 
 /// Makes a module with one test for each promise.
 #[macro_export]
@@ -36,6 +38,7 @@ macro_rules! contract {
             late_write_after_reset,
             region_touched_after_it_was_taken_back,
             limits_that_are_not_so,
+            memory_of_a_gpu_for_the_processor_to_move,
             threads_that_share_a_network,
         );
     };
@@ -465,6 +468,26 @@ pub fn region_touched_after_it_was_taken_back(backend: &impl Backend) {
         drop(taken);
         refuse_what_is_gone(&mut cluster, region, &older);
     }
+}
+
+/// Memory that a backend does not reach is refused, whatever its address, and takes no number.
+pub fn memory_of_a_gpu_for_the_processor_to_move(backend: &impl Backend) {
+    // Before the cluster, which uses it.
+    let memory = Memory::new(SLOT);
+    let mut cluster = Cluster::new(backend, 2);
+    if !cluster.endpoint(0).device_needs().host_memory {
+        println!("this one reaches GPUs");
+        return;
+    }
+    let Span { base, bytes, .. } = memory.span();
+    let allocation = Allocation { base, bytes };
+    let of_a_gpu = Span { memory: SpanMemory::Gpu { ordinal: 3, allocation }, ..memory.span() };
+    // SAFETY: it is refused.
+    let refused = unsafe { cluster.endpoint(0).register(of_a_gpu) };
+    let Err(Error::Argument { value, .. }) = &refused else { panic!("{refused:?}") };
+    assert!(value.contains("GPU 3"), "{value}");
+    // SAFETY: accessed through raw pointers only, and dropped after the cluster.
+    assert_eq!(unsafe { cluster.endpoint(0).register(memory.span()) }, Ok(RegionId(2)));
 }
 
 /// P14: an endpoint can do what it says, and no more.

@@ -65,7 +65,7 @@ impl Memory {
     }
 
     pub fn span(&self) -> Span {
-        Span { base: self.base as u64, bytes: self.bytes }
+        Span::host(self.base as u64, self.bytes)
     }
 
     pub fn fill(&self, offset: usize, len: usize, byte: u8) {

@@ -6,6 +6,7 @@
 use super::BUS_ID_BYTES;
 use crate::base::cuda::{self as driver, PrimaryContext, check, error, failure};
 use crate::base::{Error, Result};
+use crate::transport::link::Allocation as SpanAllocation;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUmemAllocationHandleType as HandleType, CUresult};
 use std::collections::BTreeSet;
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -139,6 +140,11 @@ impl CudaMemory {
         self.mapping.base
     }
 
+    /// All of it, which is rounded up to the GPU's pages.
+    pub(super) fn allocation(&self) -> SpanAllocation {
+        SpanAllocation { base: self.mapping.base, bytes: self.mapping.bytes }
+    }
+
     pub(super) fn ordinal(&self) -> usize {
         self.ordinal
     }
@@ -186,6 +192,32 @@ impl Drop for Mapping {
             let _ = sys::cuMemAddressFree(self.base, self.bytes);
         }
     }
+}
+
+/// A descriptor of an allocation of GPU `ordinal`, for NICs.
+pub(super) fn dma_buf(ordinal: usize, allocation: SpanAllocation) -> Result<OwnedFd> {
+    let context = PrimaryContext::retain(ordinal)?;
+    let _current = context.enter()?;
+    if driver::attribute(context.device(), Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)? == 0 {
+        return Err(error(
+            format!("GPU {ordinal} makes no dma-bufs"),
+            "use the driver's open kernel modules, or a NIC that registers by address (nvidia-peermem)",
+        ));
+    }
+    let mut fd: c_int = -1;
+    let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+    let SpanAllocation { base, bytes } = allocation;
+    // SAFETY: the driver stores a descriptor, an int, at the address, and refuses a range that is none of its own.
+    let code = unsafe {
+        let out: *mut c_int = &mut fd;
+        sys::cuMemGetHandleForAddressRange(out.cast(), base, bytes, kind, 0)
+    };
+    check(code, &format!("making a dma-buf of {bytes} bytes of GPU {ordinal}"))?;
+    if fd < 0 {
+        return Err(error("making a dma-buf gave no descriptor", "update the driver"));
+    }
+    // SAFETY: the driver made this descriptor for us; nobody else closes it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 fn location(device: sys::CUdevice) -> sys::CUmemLocation {

@@ -249,7 +249,7 @@ mod tests {
         let mut ends: Vec<SimEndpoint> = (0..2).map(|rank| network.endpoint(Rank(rank)).unwrap()).collect();
         for (end, base) in ends.iter_mut().zip(bases) {
             // SAFETY: a span that lives as long as the test, or one of a network that moves no payload.
-            unsafe { end.register(Span { base, bytes: 10_000 }).unwrap() };
+            unsafe { end.register(Span::host(base, 10_000)).unwrap() };
         }
         let addresses: Vec<Vec<u8>> = ends.iter().map(Transport::address).collect();
         ends[0].connect(Rank(1), &addresses[1]).unwrap();

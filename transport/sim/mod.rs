@@ -216,7 +216,7 @@ impl Transport for SimEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        self.state()?.seats[self.rank.index()].regions.register(span)
+        self.state()?.seats[self.rank.index()].regions.register_host(span)
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {

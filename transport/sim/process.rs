@@ -302,7 +302,7 @@ impl Transport for ProcessEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        self.core.seat.regions.register(span)
+        self.core.seat.regions.register_host(span)
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {

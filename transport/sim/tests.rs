@@ -21,7 +21,7 @@ impl Node {
         let base = Box::leak(vec![0u8; bytes].into_boxed_slice()).as_mut_ptr();
         let mut endpoint = network.endpoint(Rank(rank)).unwrap();
         // SAFETY: leaked, and accessed through the pointer only.
-        unsafe { endpoint.register(Span { base: base as u64, bytes }) }.unwrap();
+        unsafe { endpoint.register(Span::host(base as u64, bytes)) }.unwrap();
         Node { endpoint, base, sent: vec![], failed: vec![], imms: vec![], messages: 0 }
     }
 

@@ -283,7 +283,7 @@ fn connect(site: &Site) -> tokenyard::Result<(Network, Vec<SimEndpoint>)> {
         (0..ranks).map(|rank| network.endpoint(Rank(rank as u32))).collect::<tokenyard::Result<Vec<_>>>()?;
     for endpoint in &mut endpoints {
         // SAFETY: this network moves no payload, so nothing ever reads or writes the span.
-        unsafe { endpoint.register(Span { base: 1 << 16, bytes: 1 << 32 })? };
+        unsafe { endpoint.register(Span::host(1 << 16, 1 << 32))? };
     }
     let addresses: Vec<Vec<u8>> = endpoints.iter().map(Transport::address).collect();
     for (rank, endpoint) in endpoints.iter_mut().enumerate() {

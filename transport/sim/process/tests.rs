@@ -38,7 +38,7 @@ impl Node {
         let mut node = Node { endpoint, base, bytes, sent: vec![], failed: vec![], imms: vec![], messages: vec![] };
         node.fill(0);
         // SAFETY: leaked, and accessed through the pointer only.
-        unsafe { node.endpoint.register(Span { base: base.expose_provenance() as u64, bytes }) }.unwrap();
+        unsafe { node.endpoint.register(Span::host(base.expose_provenance() as u64, bytes)) }.unwrap();
         node
     }
 
@@ -202,7 +202,7 @@ fn a_crowd_of_silent_strangers_that_keeps_members_out() {
 fn a_peer_with_another_token_that_reaches_memory() {
     let mut nodes = vec![Node::new(0, BYTES, SimConfig::calm()), Node::new(1, BYTES, SimConfig::calm())];
     nodes[1].endpoint = ProcessEndpoint::open(Rank(1), b"another job", SimConfig::calm()).unwrap();
-    let span = Span { base: nodes[1].base.expose_provenance() as u64, bytes: BYTES };
+    let span = Span::host(nodes[1].base.expose_provenance() as u64, BYTES);
     // SAFETY: leaked, and accessed through the pointer only.
     unsafe { nodes[1].endpoint.register(span) }.unwrap();
     connect(&mut nodes);
@@ -602,7 +602,7 @@ fn a_region_taken_back_between_two_pieces_of_a_write() {
     hear(&mut nodes, guest, piece(1, 0), &[1; 80]);
     // A part of a write to another region, which goes on.
     let other = Box::leak(vec![GUARD; BYTES].into_boxed_slice()).as_mut_ptr();
-    let span = Span { base: other.expose_provenance() as u64, bytes: BYTES };
+    let span = Span::host(other.expose_provenance() as u64, BYTES);
     // SAFETY: leaked, and accessed through the pointer only.
     let region = unsafe { nodes[0].endpoint.register(span) }.unwrap();
     let there = |at| Piece { target: Place { region, offset: 0 }, ..piece(3, at) };
@@ -638,7 +638,7 @@ fn packets_of_a_region_taken_back_that_meet_a_write_of_the_same_number() {
         hear(&mut nodes, guest, Piece { number, ..long }, &[1; BYTES - 1]);
     }
     let other = Box::leak(vec![GUARD; 2 * BYTES].into_boxed_slice()).as_mut_ptr();
-    let span = Span { base: other.expose_provenance() as u64, bytes: 16 };
+    let span = Span::host(other.expose_provenance() as u64, 16);
     // SAFETY: leaked, and accessed through the pointer only.
     let region = unsafe { nodes[0].endpoint.register(span) }.unwrap();
     let short = Piece { target: Place { region, offset: 8 }, imm: ImmValue::from_bits(6), total: 8, ..long };
