@@ -426,7 +426,7 @@ fn ring<T: Transport>(machine: &mut Machine, watch: WatchId, memory: &ContextMem
 fn input(event: Event<'_>) -> Input<'_> {
     match event {
         Event::Sent { token } => Input::Sent { token },
-        Event::Failed { token, what, .. } => Input::Failed { token, what },
+        Event::Failed { token, failure, .. } => Input::Failed { token, failure },
         Event::Dropped { token, .. } => Input::Dropped { token },
         Event::Imm { imm } => Input::Immediate { imm },
         Event::Message { peer, bytes } => Input::Message { peer, bytes },

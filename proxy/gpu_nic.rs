@@ -43,7 +43,7 @@ use crate::kernels::{Device, DeviceKind};
 use crate::transport::address::{Address, number};
 use crate::transport::imm::{ImmValue, MAX_NICS, MAX_RANKS};
 use crate::transport::link::{
-    DeviceNeeds, Event, Limits, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, Transport, WriteImm,
+    DeviceNeeds, Event, Limits, MAX_MESSAGE, Place, Posted, Reason, RegionId, Released, Span, Transport, WriteImm,
 };
 use crate::transport::regions::{Regions, fits};
 use crate::transport::sim::LinkModel;
@@ -174,7 +174,7 @@ struct Flight {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Miss {
-    Failed(&'static str),
+    Failed(Reason),
     /// Its target was taken back.
     Dropped,
 }
@@ -252,14 +252,14 @@ impl GpuNicEndpoint {
 
     /// Has the kernel copy a write, unless the peer is not there any more. `None`: the ring is full.
     fn copy(&self, write: &WriteImm, key: u64, source: u64) -> Result<Option<Start>> {
-        let failed = |what| Ok(Some(Start::Missed(Miss::Failed(what))));
-        let Some(seat) = self.network.shared.seat(write.peer) else { return failed("it has no peer") };
+        let failed = |reason| Ok(Some(Start::Missed(Miss::Failed(reason))));
+        let Some(seat) = self.network.shared.seat(write.peer) else { return failed(Reason::Unreachable) };
         let inner = seat.lock();
         if inner.key == 0 {
-            return failed("its peer is gone");
+            return failed(Reason::Unreachable);
         }
         if inner.key != key || inner.peers.get(&self.rank) != Some(&self.key) {
-            return failed("its peer was reset or has not connected");
+            return failed(Reason::Unreachable);
         }
         let Some(target) = inner.regions.locate(write.target, write.bytes) else {
             return Ok(Some(Start::Missed(Miss::Dropped)));
@@ -289,7 +289,7 @@ impl GpuNicEndpoint {
                 continue;
             }
             if inner.key != flight.key || inner.peers.get(&self.rank) != Some(&self.key) {
-                flight.missed = Some(Miss::Failed("its peer was reset"));
+                flight.missed = Some(Miss::Failed(Reason::Unreachable));
                 continue;
             }
             let takes_ps = flight.bytes * shared.model.ps_per_byte();
@@ -329,7 +329,7 @@ impl GpuNicEndpoint {
         self.arrived.clear();
         for flight in self.flights.iter_mut().filter(|flight| !flight.delivered) {
             flight.delivered = true;
-            flight.missed = flight.missed.or(Some(Miss::Failed("this endpoint was reset")));
+            flight.missed = flight.missed.or(Some(Miss::Failed(Reason::Flushed)));
         }
         self.drain_all()
     }
@@ -489,7 +489,7 @@ impl Transport for GpuNicEndpoint {
             let Some(Flight { token, to: peer, region, missed, .. }) = self.flights.remove(at) else { break };
             self.regions.completed(region);
             on_event(match missed {
-                Some(Miss::Failed(what)) => Event::Failed { token, peer, what },
+                Some(Miss::Failed(reason)) => Event::Failed { token, peer, failure: reason.into() },
                 Some(Miss::Dropped) => Event::Dropped { token, peer },
                 None => Event::Sent { token },
             });

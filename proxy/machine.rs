@@ -44,7 +44,7 @@ use crate::base::{Error, Rank, Result};
 use crate::proxy::counter::Counted;
 use crate::proxy::wire::{ChunkIdx, ContextIdx, Direction, LinkIdx, NicIdx, SourceIdx, Wire};
 use crate::transport::imm::{Decoded, ImmFields, ImmValue, MAX_CONTEXTS, MAX_RANKS};
-use crate::transport::link::{RegionId, WriteImm};
+use crate::transport::link::{Failure, RegionId, WriteImm};
 use control::Control;
 use links::{Context, Outcome};
 use peers::{Peers, Silent, State};
@@ -73,7 +73,7 @@ pub enum Input<'a> {
         /// As posted.
         token: u64,
         /// The transport's reason.
-        what: &'static str,
+        failure: Failure,
     },
     /// A write completed without arriving: its peer has closed the context and taken its arena back.
     Dropped {
@@ -203,7 +203,7 @@ pub enum Cause {
         silent_ns: u64,
     },
     /// A write to it failed.
-    #[error("to which a write failed ({what}; context {}, {direction:?}, chunk {}, NIC {})", context.0, chunk.0, nic.0)]
+    #[error("to which a write failed ({failure}; context {}, {direction:?}, chunk {}, NIC {})", context.0, chunk.0, nic.0)]
     WriteFailed {
         /// Of which context.
         context: ContextIdx,
@@ -216,7 +216,7 @@ pub enum Cause {
         /// On which NIC.
         nic: NicIdx,
         /// The transport's reason.
-        what: &'static str,
+        failure: Failure,
     },
     /// The transport refuses writes to it.
     #[error("to which the transport refuses writes")]
@@ -533,7 +533,7 @@ impl Machine {
         match input {
             Input::Doorbell { watch, bytes, chunks } => self.doorbell(watch, bytes, chunks, out),
             Input::Sent { token } => self.completed(token, Ending::Sent, out),
-            Input::Failed { token, what } => self.completed(token, Ending::Failed(what), out),
+            Input::Failed { token, failure } => self.completed(token, Ending::Failed(failure), out),
             Input::Dropped { token } => self.completed(token, Ending::Dropped, out),
             Input::Immediate { imm } => self.immediate(imm, out),
             Input::Message { peer, bytes } => self.message(peer, bytes),
@@ -593,9 +593,9 @@ impl Machine {
         self.stats.completions += 1;
         match ending {
             Ending::Sent => {}
-            Ending::Failed(what) if self.peers.state(peer) != State::Left => {
+            Ending::Failed(failure) if self.peers.state(peer) != State::Left => {
                 let Token { context, direction, parity, chunk, nic, .. } = token;
-                self.lose(peer, Cause::WriteFailed { context, direction, parity, chunk, nic, what }, out);
+                self.lose(peer, Cause::WriteFailed { context, direction, parity, chunk, nic, failure }, out);
             }
             Ending::Failed(_) | Ending::Dropped => {
                 // The peer is well or has left, and other contexts go on.
@@ -699,7 +699,7 @@ impl Machine {
 #[derive(Debug, Clone, Copy)]
 enum Ending {
     Sent,
-    Failed(&'static str),
+    Failed(Failure),
     Dropped,
 }
 

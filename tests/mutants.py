@@ -220,7 +220,7 @@ MUTANTS = [
      "Some(write) if write.bytes == 0 => Answer::Accepted,\n                Some(write) => out.post(&write),"),
     ("link left in its row when it moves", WATCHES, ".row = None;", ".row.is_none();"),
     ("a peer that left and owes a message not lost", MACHINE, "State::Left if !self.is_owed_by(peer)", "State::Left if !self.is_owed_by(self.rank)"),
-    ("a peer that left lost by a failed write", MACHINE, "Ending::Failed(what) if self.peers.state(peer) != State::Left", "Ending::Failed(what) if self.peers.state(peer) != State::Lost"),
+    ("a peer that left lost by a failed write", MACHINE, "Ending::Failed(failure) if self.peers.state(peer) != State::Left", "Ending::Failed(failure) if self.peers.state(peer) != State::Lost"),
     ("settled between two chunks", LINKS, "|link: &Link| link.chunk.0 == 0 && !matches!", "|link: &Link| link.chunk.0 != 9 && !matches!"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),

@@ -407,3 +407,19 @@ fn chunks_that_the_network_does_not_write_at_once_are_refused() {
         assert!(why.contains("largest chunk") && why.contains("at most 64 bytes"), "{why}");
     });
 }
+
+#[test]
+fn a_write_that_fails_says_why_in_the_error_of_the_call() {
+    on_nodes(&[1, 1], |world, network| {
+        let proxy = proxy(network, &world, 10_000);
+        let rig = rig(&world, &proxy);
+        exchange(&rig, 1, |_| true).unwrap();
+        world.barrier("one good round").unwrap();
+        if world.rank() == Rank(0) {
+            network.fail_next(Rank(0), 1);
+            let why = exchange(&rig, 2, |_| true).unwrap_err().to_string();
+            assert!(why.contains("a write failed (the network gave a reason of its own, code 0x51"), "{why}");
+        }
+        world.barrier("all done").unwrap();
+    });
+}

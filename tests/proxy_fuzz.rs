@@ -23,7 +23,7 @@ use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig}
 use tokenyard::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
 use tokenyard::proxy::{Plan, PlanInput};
 use tokenyard::transport::imm::{ImmValue, check_counts};
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, RegionId, WriteImm};
+use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, Reason, RegionId, WriteImm};
 use tokenyard::{AllToAll, Error, Rank, Result, World};
 
 const WORLD: usize = 8;
@@ -96,7 +96,7 @@ impl Carrier for Dictated {
                 Given::Imm(bits) => Event::Imm { imm: ImmValue::from_bits(*bits) },
                 Given::Message(peer, bytes) => Event::Message { peer: *peer, bytes },
                 Given::Sent(token) => Event::Sent { token: *token },
-                Given::Failed(token) => Event::Failed { token: *token, peer: Rank(1), what: "made up" },
+                Given::Failed(token) => Event::Failed { token: *token, peer: Rank(1), failure: Reason::Other.into() },
             });
         }
         Ok(given.len())

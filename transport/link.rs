@@ -44,6 +44,7 @@
 
 use super::imm::ImmValue;
 use crate::base::{Rank, Result};
+use std::fmt;
 
 /// Longest control message in bytes.
 pub const MAX_MESSAGE: usize = 256;
@@ -142,6 +143,62 @@ pub enum Released {
     Busy,
 }
 
+/// Why a write failed: what a completion's status says, whatever the network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Failure {
+    /// In terms that all networks share.
+    pub reason: Reason,
+    /// The vendor's own code, for those who know its manuals; 0 for none.
+    pub code: u32,
+}
+
+/// See [`Failure`]. Backends for verbs and libfabric find theirs in the table of statuses of each.
+///
+/// | reason | ibverbs (`IBV_WC_…`) | libfabric (`FI_…`) |
+/// |---|---|---|
+/// | `Flushed` | `WR_FLUSH_ERR` | `ECANCELED` |
+/// | `Unreachable` | `RETRY_EXC_ERR`, `REM_ABORT_ERR` | `EHOSTUNREACH`, `ETIMEDOUT`, `ECONNRESET` |
+/// | `NotReady` | `RNR_RETRY_EXC_ERR` | `ENORX` |
+/// | `RemoteAccess` | `REM_ACCESS_ERR`, `REM_INV_REQ_ERR`, `REM_OP_ERR` | `EACCES`, `EINVAL` of the remote side |
+/// | `Local` | `LOC_…_ERR`, `MW_BIND_ERR` | `ETRUNC`, `EIO` |
+/// | `Other` | all others | all others |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Reason {
+    /// Its connection was closed before it was carried out, by this side or for another write's sake.
+    #[error("it was cut off, as its connection was closed")]
+    Flushed,
+    /// Nobody answered, however often it was sent: the peer, or the way there, is gone.
+    #[error("the peer does not answer")]
+    Unreachable,
+    /// The peer answered that it had no receive for the immediate (P14).
+    #[error("the peer had no receive left for it")]
+    NotReady,
+    /// The peer's side refused it: no such memory, or none that this side may write.
+    #[error("the peer refused access to its memory")]
+    RemoteAccess,
+    /// This side could not carry it out: memory, length or state of the connection.
+    #[error("this side could not carry it out")]
+    Local,
+    /// Anything else; the code says what.
+    #[error("the network gave a reason of its own")]
+    Other,
+}
+
+impl From<Reason> for Failure {
+    fn from(reason: Reason) -> Failure {
+        Failure { reason, code: 0 }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure { reason, code: 0 } => write!(f, "{reason}"),
+            Failure { reason, code } => write!(f, "{reason}, code {code:#x}"),
+        }
+    }
+}
+
 /// What a poll hands out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<'a> {
@@ -156,8 +213,8 @@ pub enum Event<'a> {
         token: u64,
         /// To whom it was posted.
         peer: Rank,
-        /// Why, in a few words.
-        what: &'static str,
+        /// Why.
+        failure: Failure,
     },
     /// A write completed without arriving: the peer has taken its target back (P13). The peer itself is well.
     Dropped {

@@ -9,11 +9,13 @@ use tokenyard::Rank;
 use tokenyard::proxy::machine::*;
 use tokenyard::proxy::wire::*;
 use tokenyard::transport::imm::{Decoded, ImmFields, ImmValue};
-use tokenyard::transport::link::{RegionId, WriteImm};
+use tokenyard::transport::link::{Failure, Reason, RegionId, WriteImm};
 
 const C: ContextIdx = ContextIdx(0);
 const D: Direction = Direction::Dispatch;
 const SECOND: u64 = 1_000_000_000;
+/// Why writes fail here, with a vendor's code.
+const AS_TOLD: Failure = Failure { reason: Reason::RemoteAccess, code: 0x88 };
 
 /// Rank 0 of a world with one rank a node.
 struct Bench {
@@ -247,10 +249,13 @@ fn a_peer_lost_by_a_failed_write_is_reported_once_and_not_posted_to() {
     b.ring(2, 100, 1);
     let tokens: Vec<(u32, u64)> = b.hands.posts.iter().map(|write| (write.peer.0, write.token)).collect();
     for (peer, token) in tokens {
-        let failed = Input::Failed { token, what: "as told" };
+        let failed = Input::Failed { token, failure: AS_TOLD };
         b.step(if peer == 1 { failed } else { Input::Sent { token } });
     }
-    assert_eq!(b.hands.reports.len(), 1);
+    let [Report::PeerLost { cause, .. }] = b.hands.reports[..] else { panic!("{:?}", b.hands.reports) };
+    assert!(matches!(cause, Cause::WriteFailed { failure: AS_TOLD, .. }), "{cause:?}");
+    let said = cause.to_string();
+    assert!(said.contains("refused access to its memory, code 0x88;"), "{said}");
     assert!(b.machine.is_lost(Rank(1)) && !b.machine.is_lost(Rank(2)));
     assert_eq!(b.hands.flags.len(), 2, "both stagings are free");
     b.hands.posts.clear();
@@ -324,7 +329,7 @@ fn writes_that_fail_to_a_peer_that_has_left_do_not_lose_it() {
     b.ring(1, 100, 1);
     b.leave_from(1);
     let token = b.hands.posts[0].token;
-    b.step(Input::Failed { token, what: "as told" });
+    b.step(Input::Failed { token, failure: AS_TOLD });
     b.hands.refused.insert(1);
     b.ring(1, 100, 1);
     assert_eq!((b.hands.reports.len(), b.machine.is_lost(Rank(1))), (0, false));

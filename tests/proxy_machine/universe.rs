@@ -8,6 +8,7 @@ use tokenyard::Rank;
 use tokenyard::proxy::machine::*;
 use tokenyard::proxy::wire::{ContextIdx, Direction, NicIdx};
 use tokenyard::transport::imm::{Decoded, ImmFields, ImmValue};
+use tokenyard::transport::link::Reason;
 
 pub const LIVENESS: Liveness = Liveness { heartbeat_ns: 200_000, silence_ns: 2_000_000, first_contact_ns: 5_000_000 };
 /// How late a loss may be noticed beyond the deadline: writes of stopped links that still arrive are signs of life,
@@ -353,7 +354,7 @@ impl Universe {
                 self.shared.tally(message).completed += 1;
                 let token = self.net.ops[op].write.token;
                 if matches!(arrival, Arrival::Failed(_)) {
-                    self.step(rank, Input::Failed { token, what: "by draw" });
+                    self.step(rank, Input::Failed { token, failure: Reason::Other.into() });
                 } else {
                     self.step(rank, Input::Sent { token });
                 }
@@ -371,7 +372,7 @@ impl Universe {
                 self.step(rank, Input::Immediate { imm });
             }
             Arrival::Stray(imm) => self.step(rank, Input::Immediate { imm }),
-            Arrival::Late { token } => self.step(rank, Input::Failed { token, what: "reset" }),
+            Arrival::Late { token } => self.step(rank, Input::Failed { token, failure: Reason::Flushed.into() }),
             Arrival::Message { peer, bytes } => self.step(rank, Input::Message { peer, bytes: &bytes }),
         }
     }

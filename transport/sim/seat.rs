@@ -2,9 +2,12 @@
 
 use crate::base::{Error, Rank, Result};
 use crate::transport::imm::{ImmValue, MAX_NICS};
-use crate::transport::link::{Event, MAX_MESSAGE, RegionId, WriteImm};
+use crate::transport::link::{Event, Failure, MAX_MESSAGE, Reason, RegionId, WriteImm};
 use crate::transport::regions::{Regions, fits};
 use std::collections::{BTreeMap, VecDeque};
+
+/// The code of writes that fail by chance or by order.
+pub(super) const INJECTED: u32 = 0x51;
 
 /// A peer, as the address that was connected described it.
 #[derive(Debug, Default)]
@@ -54,9 +57,20 @@ pub(super) struct Slot {
 /// Why a write completes without having arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Miss {
-    Failed(&'static str),
+    Failed(Failure),
     /// Its target was taken back.
     Dropped,
+}
+
+impl From<Reason> for Miss {
+    fn from(reason: Reason) -> Miss {
+        Miss::Failed(reason.into())
+    }
+}
+
+impl Miss {
+    /// Of a write that fails by chance or by order.
+    pub(super) const INJECTED: Miss = Miss::Failed(Failure { reason: Reason::Other, code: INJECTED });
 }
 
 /// What a poll will hand out.
@@ -80,8 +94,8 @@ impl Pending {
     pub(super) fn event(&self) -> Event<'_> {
         match self {
             Pending::Sent { token, .. } => Event::Sent { token: *token },
-            Pending::Missed { token, slot, miss: Miss::Failed(what) } => {
-                Event::Failed { token: *token, peer: slot.peer, what }
+            Pending::Missed { token, slot, miss: Miss::Failed(failure) } => {
+                Event::Failed { token: *token, peer: slot.peer, failure: *failure }
             }
             Pending::Missed { token, slot, miss: Miss::Dropped } => Event::Dropped { token: *token, peer: slot.peer },
             Pending::Imm { imm, .. } => Event::Imm { imm: *imm },

@@ -8,7 +8,7 @@ use super::seat::{Lane, Miss, Pending, Port, Seat, Slot};
 use super::traffic::{Cargo, Due, Flight, Step};
 use crate::base::{Rank, Result};
 use crate::transport::address::Address;
-use crate::transport::link::{Posted, RegionId, Released, WriteImm};
+use crate::transport::link::{Posted, Reason, RegionId, Released, WriteImm};
 use std::collections::BinaryHeap;
 
 #[derive(Debug)]
@@ -90,7 +90,7 @@ impl State {
             lane.regions = address.regions;
         } else {
             *lane = Lane { key: address.key, id, regions: address.regions, ..Lane::default() };
-            self.fail_outgoing(rank, |flight| flight.to == peer, "its peer was replaced");
+            self.fail_outgoing(rank, |flight| flight.to == peer, Reason::Flushed);
         }
         Ok(())
     }
@@ -133,7 +133,7 @@ impl State {
             _ if fails => {
                 self.counts.failed += 1;
                 let after_ns = self.config.nics[nic].latency_ns();
-                self.miss_later(slot, Some(after_ns), Miss::Failed("injected"));
+                self.miss_later(slot, Some(after_ns), Miss::INJECTED);
             }
             Reach::Open if target.is_none() => {
                 self.counts.dropped += 1;
@@ -143,12 +143,12 @@ impl State {
             Reach::Open if !self.take_receive(slot) => {
                 self.counts.unready += 1;
                 let after_ns = self.config.nics[nic].latency_ns();
-                self.miss_later(slot, Some(after_ns), Miss::Failed("its peer had no receive left"));
+                self.miss_later(slot, Some(after_ns), Reason::NotReady.into());
             }
             Reach::Open => self.launch(slot),
             Reach::Closed => {
                 self.counts.unreachable += 1;
-                self.miss_later(slot, Some(0), Miss::Failed("its peer was reset or has not connected"));
+                self.miss_later(slot, Some(0), Reason::Unreachable.into());
             }
             Reach::Dead => {
                 self.counts.unreachable += 1;
@@ -287,7 +287,7 @@ impl State {
             DeadPeers::Fail { after_ns } => Some(after_ns),
             DeadPeers::Silent => None,
         };
-        self.miss_later(slot, after_ns, Miss::Failed("its peer is gone"));
+        self.miss_later(slot, after_ns, Reason::Unreachable.into());
     }
 
     pub(super) fn kill(&mut self, rank: Rank) {
@@ -334,7 +334,7 @@ impl State {
 
     /// Ends everything on its way that would still touch the memory of `rank`, or be handed out to it.
     fn part(&mut self, rank: Rank, how: Parting) {
-        self.fail_outgoing(rank, |_| true, "this endpoint was reset");
+        self.fail_outgoing(rank, |_| true, Reason::Flushed);
         for slot in 0..self.flights.len() {
             let Some(flight) = self.flights[slot].as_mut().filter(|flight| flight.to == rank) else { continue };
             if flight.arrived {
@@ -355,13 +355,13 @@ impl State {
             } else if how == Parting::Death {
                 self.fail_dead(slot as u32);
             } else {
-                self.miss_later(slot as u32, Some(0), Miss::Failed("its peer was reset"));
+                self.miss_later(slot as u32, Some(0), Reason::Unreachable.into());
             }
         }
     }
 
     /// Completes what `rank` has outstanding as failed. What no longer needs its memory may arrive all the same.
-    fn fail_outgoing(&mut self, rank: Rank, which: impl Fn(&Flight) -> bool, what: &'static str) {
+    fn fail_outgoing(&mut self, rank: Rank, which: impl Fn(&Flight) -> bool, reason: Reason) {
         for slot in 0..self.flights.len() {
             let chosen = |flight: &&mut Flight| flight.from == rank && which(flight);
             let Some(flight) = self.flights[slot].as_mut().filter(chosen) else { continue };
@@ -370,7 +370,7 @@ impl State {
             if !flight.completed {
                 let region = write.source.region;
                 let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane, region };
-                let pending = Pending::Missed { token: write.token, slot, miss: Miss::Failed(what) };
+                let pending = Pending::Missed { token: write.token, slot, miss: reason.into() };
                 self.seats[rank.index()].complete(pending);
                 flight.completed = true;
             }

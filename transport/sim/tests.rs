@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::transport::imm::ImmValue;
-use crate::transport::link::Place;
+use crate::transport::link::{Failure, Place, Reason};
 
 const BYTES: usize = 4096;
 
@@ -11,7 +11,8 @@ struct Node {
     endpoint: SimEndpoint,
     base: *mut u8,
     sent: Vec<u64>,
-    failed: Vec<(u64, &'static str)>,
+    /// `None` of those that were dropped.
+    failed: Vec<(u64, Option<Failure>)>,
     imms: Vec<u32>,
     messages: usize,
 }
@@ -29,8 +30,8 @@ impl Node {
         let Node { endpoint, sent, failed, imms, messages, .. } = self;
         let on_event = &mut |event: Event<'_>| match event {
             Event::Sent { token } => sent.push(token),
-            Event::Failed { token, what, .. } => failed.push((token, what)),
-            Event::Dropped { token, .. } => failed.push((token, "dropped")),
+            Event::Failed { token, failure, .. } => failed.push((token, Some(failure))),
+            Event::Dropped { token, .. } => failed.push((token, None)),
             Event::Imm { imm } => imms.push(imm.bits()),
             Event::Message { .. } => *messages += 1,
         };
@@ -208,7 +209,10 @@ fn a_failed_write_of_which_something_arrives() {
     (0..3).for_each(|number| _ = nodes[0].post(1, number, if number == 2 { 64 } else { BYTES }));
     network.advance_ns(100_000);
     nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
-    assert_eq!(nodes[0].failed, [(0, "injected"), (1, "injected")]);
+    assert_eq!(
+        nodes[0].failed,
+        [0, 1].map(|token| (token, Some(Failure { reason: Reason::Other, code: seat::INJECTED })))
+    );
     assert_eq!((&nodes[0].sent[..], &nodes[1].imms[..]), (&[2][..], &[2][..]));
     assert!(nodes[1].byte(63) == 9 && nodes[1].byte(64) == 0);
 }
@@ -241,12 +245,12 @@ fn a_silent_peer_whose_writes_never_end() {
     // By a reset, or when the peer is replaced.
     nodes[0].endpoint.reset().unwrap();
     nodes[0].poll();
-    assert_eq!(nodes[0].failed, [(1, "this endpoint was reset"), (3, "this endpoint was reset")]);
+    assert_eq!(nodes[0].failed, [1, 3].map(|token| (token, Some(Reason::Flushed.into()))));
     nodes[1] = Node::new(&network, 1, BYTES);
     let address = nodes[1].endpoint.address();
     nodes[2].endpoint.connect(Rank(1), &address).unwrap();
     nodes[2].poll();
-    assert_eq!(nodes[2].failed, [(2, "its peer was replaced"), (4, "its peer was replaced")]);
+    assert_eq!(nodes[2].failed, [2, 4].map(|token| (token, Some(Reason::Flushed.into()))));
     assert_eq!((nodes[2].post(1, 5, 8), network.counts().unreachable), (Posted::Accepted, 3));
 }
 
@@ -305,7 +309,7 @@ fn a_source_that_changes_before_its_completion_fails_the_write() {
         nodes[0].poll();
         let (sent, failed) = (&nodes[0].sent[..], &nodes[0].failed[..]);
         match changes && watch_sources {
-            true => assert_eq!((sent, failed), (&[][..], &[(1, "its source was changed before it completed")][..])),
+            true => assert_eq!((sent, failed), (&[][..], &[(1, Some(Reason::Local.into()))][..])),
             false => assert_eq!((sent, failed), (&[1][..], &[][..])),
         }
         assert_eq!(nodes[1].byte(BYTES - 1), 1);
@@ -392,7 +396,7 @@ fn a_region_taken_back_in_the_middle_of_a_write() {
     network.advance_ns(1 << 20);
     nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
     assert_eq!((landed(&nodes[1]), nodes[1].imms.len(), &nodes[2].imms[..]), (0, 0, &[2][..]));
-    assert_eq!((&nodes[0].sent[..], &nodes[0].failed[..]), (&[2][..], &[(1, "dropped"), (3, "dropped")][..]));
+    assert_eq!((&nodes[0].sent[..], &nodes[0].failed[..]), (&[2][..], &[(1, None), (3, None)][..]));
     assert_eq!((network.counts().dropped, network.counts().unreachable, network.counts().cut), (2, 0, 0));
 }
 
@@ -409,6 +413,7 @@ fn writes_take_receives_until_their_immediates_are_handed_out() {
     post(&mut nodes, 0, 0..2);
     post(&mut nodes, 1, 2..4);
     assert_eq!((nodes[0].sent.len(), nodes[1].sent.len(), nodes[1].failed.len()), (2, 1, 1));
+    assert_eq!(nodes[1].failed, [(3, Some(Reason::NotReady.into()))]);
     assert_eq!(network.counts().unready, 1);
     nodes[2].poll();
     assert_eq!(nodes[2].imms, [0, 1, 2]);

@@ -15,7 +15,7 @@ use super::memory::Source;
 use super::seat::{Miss, Pending, Slot};
 use super::state::State;
 use crate::base::Rank;
-use crate::transport::link::{RegionId, WriteImm};
+use crate::transport::link::{Reason, RegionId, WriteImm};
 use std::cmp::Ordering;
 
 #[derive(Debug)]
@@ -270,7 +270,8 @@ impl State {
     fn done(&mut self, flight: &mut Flight) {
         flight.completed = true;
         if flight.missing.is_none() && self.has_changed(flight) {
-            flight.missing = Some(Miss::Failed("its source was changed before it completed"));
+            // Its source was changed before it completed.
+            flight.missing = Some(Reason::Local.into());
         }
         let Cargo::Write { write: WriteImm { token, source, .. }, .. } = flight.cargo else { return };
         self.note(flight, u64::MAX - 1);

@@ -159,7 +159,7 @@ impl Proxy {
 fn input(event: Event<'_>) -> Input<'_> {
     match event {
         Event::Sent { token } => Input::Sent { token },
-        Event::Failed { token, what, .. } => Input::Failed { token, what },
+        Event::Failed { token, failure, .. } => Input::Failed { token, failure },
         Event::Dropped { token, .. } => Input::Dropped { token },
         Event::Imm { imm } => Input::Immediate { imm },
         Event::Message { peer, bytes } => Input::Message { peer, bytes },

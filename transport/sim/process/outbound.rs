@@ -19,7 +19,7 @@ use super::shared::{Core, Step};
 use super::socket::{self, Nonce, Receipt, Sending, Shortage};
 use crate::base::{Rank, Result};
 use crate::transport::fds::is_shortage;
-use crate::transport::link::{Posted, WriteImm};
+use crate::transport::link::{Posted, Reason, WriteImm};
 use crate::transport::sim::config::DeadPeers;
 use crate::transport::sim::seat::{Lane, Miss, Pending, Slot};
 use nix::errno::Errno;
@@ -176,7 +176,7 @@ impl Outbound {
         let wire = self.dial(core, &address.nonce, key).map_err(|errno| format!("cannot be reached ({errno})"))?;
         let lane = core.number();
         if let Some(old) = self.links.remove(&peer) {
-            self.fail_lane(core, old.lane, "its peer was replaced");
+            self.fail_lane(core, old.lane, Reason::Flushed);
         }
         let link =
             Link { lane, key, nonce: address.nonce, wire, waiting: VecDeque::new(), blocked: false, eager_bytes: 0 };
@@ -209,13 +209,13 @@ impl Outbound {
     /// Forgets all peers, and completes all that was posted to them.
     pub(super) fn reset(&mut self, core: &mut Core) {
         let lanes: Vec<u64> = self.links.values().map(|link| link.lane).collect();
-        lanes.into_iter().for_each(|lane| self.fail_lane(core, lane, "this endpoint was reset"));
+        lanes.into_iter().for_each(|lane| self.fail_lane(core, lane, Reason::Flushed));
         self.links.clear();
         core.seat.lanes.clear();
     }
 
     /// Completes what was posted in a lane as failed, at once, and forgets it. What its socket has taken may arrive.
-    fn fail_lane(&mut self, core: &mut Core, lane: u64, what: &'static str) {
+    fn fail_lane(&mut self, core: &mut Core, lane: u64, reason: Reason) {
         let first = FlightId { lane, number: 0 };
         let after = FlightId { lane: lane + 1, number: 0 };
         let mut posted = self.flights.split_off(&first);
@@ -224,7 +224,7 @@ impl Outbound {
             core.counts.cut += u64::from(!flight.gone && flight.missing.is_none());
             if let (false, Cargo::Write { write, .. }) = (flight.completed, &flight.cargo) {
                 let slot = Slot { nic: flight.nic(), peer: flight.peer, lane, region: write.source.region };
-                core.seat.complete(Pending::Missed { token: write.token, slot, miss: Miss::Failed(what) });
+                core.seat.complete(Pending::Missed { token: write.token, slot, miss: reason.into() });
             }
         }
     }
@@ -267,7 +267,7 @@ impl Outbound {
         if fails {
             core.counts.failed += 1;
             let after_ns = core.config.nics[nic].latency_ns();
-            self.miss(core, id, Some(after_ns), Miss::Failed("injected"));
+            self.miss(core, id, Some(after_ns), Miss::INJECTED);
         } else if gone {
             core.counts.unreachable += 1;
             self.fail_dead(core, id);
@@ -377,7 +377,7 @@ impl Outbound {
             DeadPeers::Fail { after_ns } => Some(after_ns),
             DeadPeers::Silent => None,
         };
-        self.miss(core, id, after_ns, Miss::Failed("its peer is gone, or was reset"));
+        self.miss(core, id, after_ns, Reason::Unreachable.into());
     }
 
     // ---- the sockets
@@ -453,8 +453,8 @@ impl Outbound {
             free_eager(self.links.get_mut(&peer), flight);
             let miss = match answer.verdict {
                 Verdict::Dropped => Miss::Dropped,
-                Verdict::Unconnected => Miss::Failed("its peer has not connected"),
-                Verdict::Outside | Verdict::Taken => Miss::Failed("its peer has no such region"),
+                Verdict::Unconnected => Reason::Unreachable.into(),
+                Verdict::Outside | Verdict::Taken => Reason::RemoteAccess.into(),
             };
             core.counts.unreachable += u64::from(miss != Miss::Dropped);
             self.miss(core, id, Some(0), miss);

@@ -6,8 +6,9 @@ use super::frame::{Frame, Head, Hello, Piece, encode};
 use super::*;
 use crate::transport::fds::SHORT_HERE;
 use crate::transport::imm::ImmValue;
-use crate::transport::link::Place;
+use crate::transport::link::{Failure, Place, Reason};
 use crate::transport::sim::config::{DeadPeers, LinkModel};
+use crate::transport::sim::seat;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -25,7 +26,8 @@ struct Node {
     base: *mut u8,
     bytes: usize,
     sent: Vec<u64>,
-    failed: Vec<(u64, &'static str)>,
+    /// `None` of those that were dropped.
+    failed: Vec<(u64, Option<Failure>)>,
     imms: Vec<u32>,
     messages: Vec<Vec<u8>>,
 }
@@ -46,8 +48,8 @@ impl Node {
         let Node { endpoint, sent, failed, imms, messages, .. } = self;
         let on_event = &mut |event: Event<'_>| match event {
             Event::Sent { token } => sent.push(token),
-            Event::Failed { token, what, .. } => failed.push((token, what)),
-            Event::Dropped { token, .. } => failed.push((token, "dropped")),
+            Event::Failed { token, failure, .. } => failed.push((token, Some(failure))),
+            Event::Dropped { token, .. } => failed.push((token, None)),
             Event::Imm { imm } => imms.push(imm.bits()),
             Event::Message { bytes, .. } => messages.push(bytes.into()),
         };
@@ -224,7 +226,7 @@ fn a_peer_that_has_not_connected_back() {
     assert_eq!(nodes[0].endpoint.send(Rank(1), b"anyone?"), Ok(Posted::Accepted));
     pump_until(&mut nodes, "a failure", |nodes| !nodes[0].failed.is_empty());
     pump(&mut nodes, 100);
-    assert_eq!(nodes[0].failed, [(1, "its peer has not connected")]);
+    assert_eq!(nodes[0].failed, [(1, Some(Reason::Unreachable.into()))]);
     assert!(nodes[1].imms.is_empty() && nodes[1].messages.is_empty() && nodes[1].is_filled(0));
     assert_eq!((nodes[1].endpoint.refused().unconnected, nodes[0].endpoint.counts().unreachable), (2, 1));
     // Nothing of it comes up later, and what is posted later arrives.
@@ -277,8 +279,8 @@ fn a_write_beyond_the_regions_of_its_receiver() {
     assert_eq!(nodes[0].post(1, 4, BYTES), Posted::Accepted);
     pump_until(&mut nodes, "all ends", |nodes| nodes[0].failed.len() + nodes[0].sent.len() == 4);
     pump(&mut nodes, 100);
-    nodes[0].failed.sort();
-    assert_eq!(nodes[0].failed, [1, 2, 3].map(|token| (token, "its peer has no such region")));
+    nodes[0].failed.sort_by_key(|(token, _)| *token);
+    assert_eq!(nodes[0].failed, [1, 2, 3].map(|token| (token, Some(Reason::RemoteAccess.into()))));
     assert_eq!((&nodes[0].sent[..], &nodes[1].imms[..]), (&[4][..], &[4][..]));
     assert!(nodes[1].is_filled(3) && nodes[1].margins_are_untouched());
     assert!(nodes[1].endpoint.refused().outside >= 3);

@@ -146,7 +146,7 @@ fn answers_that_are_unread_when_a_write_finds_the_peer_dead() {
     assert_eq!(arrived, 3 * outbound::READS_PER_POLL);
     assert_eq!(nodes[0].post(1, 1000, 64), Posted::Accepted);
     pump_until(&mut nodes, "all completions", |nodes| nodes[0].sent.len() + nodes[0].failed.len() == arrived + 1);
-    assert_eq!(nodes[0].failed, [(1000, "its peer is gone, or was reset")]);
+    assert_eq!(nodes[0].failed, [(1000, Some(Reason::Unreachable.into()))]);
 }
 
 #[test]
@@ -212,8 +212,8 @@ fn answers_of_the_dead_lost_with_their_socket() {
     nodes.remove(1);
     pump_until(&mut nodes, "all completions", |nodes| nodes[0].sent.len() + nodes[0].failed.len() == 8);
     nodes[0].sent.sort();
-    nodes[0].failed.sort();
-    let failed = [5, 6, 7].map(|token| (token, "its peer is gone, or was reset"));
+    nodes[0].failed.sort_by_key(|(token, _)| *token);
+    let failed = [5, 6, 7].map(|token| (token, Some(Reason::Unreachable.into())));
     assert_eq!((&nodes[0].sent[..], &nodes[0].failed[..]), (&[0, 1, 2, 3, 4][..], &failed[..]));
 }
 
@@ -263,7 +263,7 @@ fn completions_of_a_former_peer_that_make_room_in_the_queue_of_the_new_one() {
     connect(&mut nodes);
     assert_eq!([3, 4, 5].map(|n| nodes[0].post(1, n, 8)), [Posted::Accepted, Posted::Accepted, Posted::Full]);
     nodes[0].poll();
-    assert_eq!(nodes[0].failed, [1, 2].map(|token| (token, "its peer was replaced")));
+    assert_eq!(nodes[0].failed, [1, 2].map(|token| (token, Some(Reason::Flushed.into()))));
     assert_eq!(nodes[0].post(1, 6, 8), Posted::Full);
     pump_until(&mut nodes, "the new peer", |nodes| nodes[0].sent.len() == 2 && nodes[1].imms.len() == 2);
     assert_eq!(nodes[0].post(1, 7, 8), Posted::Accepted);
@@ -276,7 +276,10 @@ fn a_failed_write_of_which_something_arrives() {
     nodes[0].endpoint.fail_next(2);
     (0..3).for_each(|number| _ = nodes[0].post(1, number, if number == 2 { 64 } else { BYTES }));
     settle(&mut nodes);
-    assert_eq!(nodes[0].failed, [(0, "injected"), (1, "injected")]);
+    assert_eq!(
+        nodes[0].failed,
+        [0, 1].map(|token| (token, Some(Failure { reason: Reason::Other, code: seat::INJECTED })))
+    );
     assert_eq!((&nodes[0].sent[..], &nodes[1].imms[..]), (&[2][..], &[2][..]));
     assert!(nodes[1].byte(63) == 9 && nodes[1].byte(64) == 0);
 }
