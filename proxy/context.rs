@@ -1,5 +1,6 @@
 //! A context: one set of buffers and counters, and the calls that enqueue its kernels.
 
+use super::agreement::{Differing, agree};
 use super::budget::Budget;
 use super::calls::{Combined, Output, Rows, Tokens};
 use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
@@ -856,59 +857,6 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
 /// What kernels multiply by instead of dividing by `divisor`: see `divide` in kernels/context.cuh.
 pub(super) fn inverse(divisor: u32) -> u32 {
     u32::MAX / divisor.max(1)
-}
-
-/// In what ranks may differ, and still do alike.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Differing {
-    few_blocks: bool,
-    /// Receives that the network has for one context.
-    receives: usize,
-}
-
-impl Differing {
-    const BYTES: usize = 5;
-
-    fn encode(self) -> [u8; Differing::BYTES] {
-        let receives = u32::try_from(self.receives).unwrap_or(u32::MAX);
-        let [a, b, c, d] = receives.to_le_bytes();
-        [u8::from(self.few_blocks), a, b, c, d]
-    }
-
-    fn decode([few, receives @ ..]: [u8; Differing::BYTES]) -> Differing {
-        Differing { few_blocks: few != 0, receives: u32::from_le_bytes(receives) as usize }
-    }
-
-    /// What all of them have in common with another rank.
-    fn with(self, other: Differing) -> Differing {
-        let few_blocks = self.few_blocks || other.few_blocks;
-        Differing { few_blocks, receives: self.receives.min(other.receives) }
-    }
-}
-
-/// All ranks must have the same configuration, and each one a usable one. Answers by what they all go where they differ.
-fn agree(
-    world: &World,
-    checked: &Result<(Shape, Placement)>,
-    first_epoch: u64,
-    differing: Differing,
-) -> Result<Differing> {
-    let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch, world.generation()));
-    world.agree("configuration of a context", own.as_ref().err().copied())?;
-    let Ok(own) = own else { return Ok(differing) };
-    let said = [&differing.encode(), own.as_bytes()].concat();
-    let mut agreed = differing;
-    for (rank, said) in world.all_gather("configuration", &said)?.iter().enumerate() {
-        let (head, theirs) = said.split_first_chunk().unwrap_or((&[0; Differing::BYTES], &[]));
-        agreed = agreed.with(Differing::decode(*head));
-        let theirs = String::from_utf8_lossy(theirs);
-        let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
-        if let Some((mine, theirs)) = differs {
-            let advice = format!("rank {rank} has {theirs}; give all ranks the same configuration");
-            return Err(config("of this rank", mine, advice));
-        }
-    }
-    Ok(agreed)
 }
 
 #[cfg(test)]

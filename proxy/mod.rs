@@ -6,6 +6,7 @@
 //!
 //! Runs on the caller's thread. Calls never wait on the host; only building a context does, with deadlines.
 
+mod agreement;
 mod budget;
 mod calls;
 mod config;
