@@ -11,6 +11,9 @@
 //!          time ─▶ step ─▶ retries, heartbeats
 //! ```
 //!
+//! Requests that take long (to register memory, to connect) stop the thread, and all contexts of it: peers are told so before
+//! (`begin_busy`), lest they take it for dead.
+//!
 //! Between generations, through `Remote::ask`: close all contexts, reset the transport, exchange addresses, connect, open
 //! the contexts anew, and only after a barrier let the devices ring.
 
@@ -33,6 +36,8 @@ pub use words::{ContextMemory, Words};
 
 /// Turns between looks at the clock while there is work: a look costs as much as a post.
 const TURNS_PER_LOOK: u32 = 64;
+/// Looks at the queues, and polls behind them, until what was told to peers counts as sent.
+const TURNS_TO_TELL: u32 = 4;
 /// How long a proxy that stops tries to tell its peers.
 const LEAVE_TIMEOUT_NS: u64 = 100_000_000;
 
@@ -71,6 +76,8 @@ pub struct Driver<T: Transport> {
     /// Regions of closed contexts, from which writes were outstanding when they were to be taken back.
     leaving: Vec<RegionId>,
     generation: u32,
+    /// Callers that have something done that takes long.
+    busy: u32,
 }
 
 /// The machine's hands on memory and transport.
@@ -164,6 +171,7 @@ impl<T: Transport + 'static> Driver<T> {
             kept: Vec::new(),
             leaving: Vec::new(),
             generation: 0,
+            busy: 0,
         }
     }
 
@@ -195,6 +203,33 @@ impl<T: Transport + 'static> Driver<T> {
         self.transport.reset()?;
         self.generation = generation;
         Ok(())
+    }
+
+    /// Tells peers that this rank may be silent for a while, as what comes next takes the thread; until as many
+    /// [`end_busy`](Self::end_busy).
+    pub fn begin_busy(&mut self) {
+        self.busy += 1;
+        self.machine.set_busy(true);
+    }
+
+    /// Whether peers have been told, as far as their queues had room: nothing of it waits for another turn.
+    pub fn has_told(&mut self) -> bool {
+        for _ in 0..TURNS_TO_TELL {
+            let now_ns = self.now_ns;
+            self.step(Input::Time { now_ns });
+            // An endpoint that nobody polls may not send.
+            self.events();
+        }
+        self.machine.has_told() || self.broken
+    }
+
+    /// Tells peers that this rank is back, if nobody else has something done.
+    pub fn end_busy(&mut self) {
+        self.busy = self.busy.saturating_sub(1);
+        if self.busy == 0 {
+            self.tick();
+            self.machine.set_busy(false);
+        }
     }
 
     /// Registers memory, and keeps it alive until it is taken back or the transport is gone.

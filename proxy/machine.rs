@@ -257,7 +257,8 @@ pub struct Liveness {
     pub heartbeat_ns: u64,
     /// A peer that was heard, and then not for so long, is lost. Noticed at most a heartbeat later.
     pub silence_ns: u64,
-    /// The same for a peer that has not been heard since a context named it: others may be slower to build theirs.
+    /// The same for a peer that has not been heard since a context named it, as others may be slower to build theirs, and for
+    /// one that has said that it is busy ([`Machine::set_busy`]).
     pub first_contact_ns: u64,
 }
 
@@ -523,6 +524,17 @@ impl Machine {
         self.peers.leave();
     }
 
+    /// Tells all peers that this rank is busy, and may give no sign of life for as long as `Liveness::first_contact_ns`, or
+    /// that it is back; with the next turns of time, see `has_told`.
+    pub fn set_busy(&mut self, busy: bool) {
+        self.peers.set_busy(busy);
+    }
+
+    /// Whether everyone has been told whose queue had room.
+    pub fn has_told(&self) -> bool {
+        self.peers.has_told()
+    }
+
     /// Whether everyone whose queue had room has been told.
     pub fn has_left(&self) -> bool {
         self.peers.has_left()
@@ -640,8 +652,8 @@ impl Machine {
         match (Control::decode(bytes, peer), self.peers.state(peer)) {
             (None, _) => self.stats.bad_messages += 1,
             (Some(_), State::Unlinked) => self.stats.strange_messages += 1,
-            (Some(control), State::Expected | State::Alive | State::Left | State::Lost) => {
-                self.peers.control(peer, control);
+            (Some((control, turn)), State::Expected | State::Alive | State::Left | State::Lost) => {
+                self.peers.control(peer, control, turn);
             }
         }
     }

@@ -373,6 +373,31 @@ fn flag_lengths(counts: WordCounts) -> [usize; 3] {
 /// may never do.
 const REST: Duration = Duration::from_secs(1);
 
+/// How long peers whose queues are full may hold up what takes long.
+const TELL: Duration = Duration::from_millis(100);
+
+/// Something that takes long is done by the proxy's thread, and its peers know; until dropped.
+struct Busy<'a> {
+    remote: &'a Remote<AnyTransport>,
+}
+
+impl Busy<'_> {
+    fn begin(remote: &Remote<AnyTransport>) -> Busy<'_> {
+        // A proxy that does not answer says so when it is asked for more.
+        let _ = remote.ask(Driver::begin_busy);
+        wait::poll("peers that are told", TELL, || {
+            remote.ask(Driver::has_told).map_or(Some(()), |told| told.then_some(()))
+        });
+        Busy { remote }
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        let _ = self.remote.ask(Driver::end_busy);
+    }
+}
+
 /// A registered arena; taken back when dropped.
 struct Registered {
     remote: Remote<AnyTransport>,
@@ -383,6 +408,7 @@ impl Drop for Registered {
     /// Where writes stay outstanding, the proxy keeps the arena, and takes it back when a later context comes or goes.
     fn drop(&mut self) {
         let region = self.region;
+        let _busy = Busy::begin(&self.remote);
         if self.remote.ask(move |driver| driver.release(region)).is_err() {
             return;
         }
@@ -422,6 +448,7 @@ impl Opening {
         let remote = number.proxy.remote().clone();
         let (span, keep) = arena;
         let generation = world.generation();
+        let busy = Busy::begin(&remote);
         let registered = remote.ask(move |driver| {
             driver.enter_generation(generation)?;
             let freed = driver.take_back();
@@ -455,6 +482,7 @@ impl Opening {
             };
             remote.ask(open)?
         });
+        drop(busy);
         let opening = Opening { _registered: registered, _words: words, number, earlier };
         told_all(world, outcome)?;
         Ok(opening)
@@ -532,20 +560,19 @@ fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
     Ok(peers)
 }
 
-/// Connects to everyone with whom there is a link, in either direction.
+/// Connects to everyone with whom there is a link, in either direction: one in a turn, so that all else goes on in between.
 fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[PeerCard<'_>]) -> Result<()> {
     let own = world.original(world.rank());
     let mut linked: Vec<Rank> =
         Direction::ALL.iter().flat_map(|d| [wire.targets(*d, own), wire.sources(*d, own)]).flatten().collect();
     linked.sort_unstable();
     linked.dedup();
-    let addresses: Vec<(Rank, Vec<u8>)> = linked
-        .into_iter()
-        .filter_map(|rank| Some((rank, peers.get(wire.nodes().index_of(rank)?)?.address.to_vec())))
-        .collect();
-    remote.ask(move |driver| {
-        addresses.iter().try_for_each(|(rank, address)| driver.transport().connect(*rank, address))
-    })?
+    let addresses =
+        linked.into_iter().filter_map(|rank| Some((rank, peers.get(wire.nodes().index_of(rank)?)?.address.to_vec())));
+    for (rank, address) in addresses {
+        remote.ask(move |driver| driver.transport().connect(rank, &address))??;
+    }
+    Ok(())
 }
 
 /// Collective: all succeed, or all fail; the rank itself with its error, the others with one that names it.

@@ -28,7 +28,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
-SERVICE = "proxy/service.rs"
+SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -222,6 +222,10 @@ MUTANTS = [
     ("a peer that left and owes a message not lost", MACHINE, "State::Left if !self.is_owed_by(peer)", "State::Left if !self.is_owed_by(self.rank)"),
     ("a peer that left lost by a failed write", MACHINE, "Ending::Failed(failure) if self.peers.state(peer) != State::Left", "Ending::Failed(failure) if self.peers.state(peer) != State::Lost"),
     ("settled between two chunks", LINKS, "|link: &Link| link.chunk.0 == 0 && !matches!", "|link: &Link| link.chunk.0 != 9 && !matches!"),
+    ("busy peers lost like others", PEERS, "State::Alive if peer.turn.is_some_and(Turn::is_busy)", "State::Alive if false"),
+    ("word of an earlier turn taken for news", PEERS, "turn.is_after(before)", "turn != before"),
+    ("turns of a former process remembered", PEERS, "(State::Expected, self.now_ns, None)", "(State::Expected, self.now_ns, peer.turn)"),
+    ("peers not told that a rank is busy", SERVICE, "let _ = remote.ask(Driver::begin_busy);", ""),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
 ]

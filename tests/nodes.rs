@@ -4,10 +4,12 @@ mod rig;
 
 use rig::{MAX_TOKENS, PATIENCE, Rig, test_device};
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use tokenyard::proxy::driver::ThreadConfig;
 use tokenyard::proxy::machine::Liveness;
-use tokenyard::transport::sim::{Clock, Network, SimConfig};
+use tokenyard::transport::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::transport::sim::{Clock, Network, SimConfig, SimEndpoint};
 use tokenyard::*;
 
 /// Of any wait on the device.
@@ -422,4 +424,95 @@ fn a_write_that_fails_says_why_in_the_error_of_the_call() {
         }
         world.barrier("all done").unwrap();
     });
+}
+
+/// An endpoint that takes its time to register memory, to connect and to take memory back, as real ones do.
+struct Slow<'a> {
+    inner: SimEndpoint,
+    delay: Duration,
+    /// How often it took it.
+    delays: &'a AtomicU32,
+}
+
+impl Slow<'_> {
+    fn wait(&self) {
+        self.delays.fetch_add(1, Ordering::Relaxed);
+        std::thread::sleep(self.delay);
+    }
+}
+
+impl Transport for Slow<'_> {
+    fn nics(&self) -> usize {
+        self.inner.nics()
+    }
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        self.inner.device_needs()
+    }
+
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
+        self.wait();
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.register(span) }
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        self.wait();
+        self.inner.deregister(region)
+    }
+
+    fn address(&self) -> Vec<u8> {
+        self.inner.address()
+    }
+
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
+        self.wait();
+        self.inner.connect(peer, address)
+    }
+
+    fn post(&mut self, write: &WriteImm) -> Result<Posted> {
+        self.inner.post(write)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
+        self.inner.send(peer, message)
+    }
+
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        self.inner.poll(on_event)
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.inner.reset()
+    }
+}
+
+#[test]
+fn a_rank_that_registers_or_connects_for_longer_than_the_silence_limit_is_not_lost() {
+    const SILENCE_MS: u64 = 400;
+    static DELAYS: AtomicU32 = AtomicU32::new(0);
+    on_nodes(&[1, 1, 1], |world, network| {
+        // Rank 0 is slow, and the others' contexts go on meanwhile.
+        let delay = Duration::from_millis(if world.rank() == Rank(0) { 2 * SILENCE_MS } else { 0 });
+        let inner = network.endpoint(world.rank()).unwrap();
+        let liveness = Liveness { silence_ns: SILENCE_MS * 1_000_000, ..Liveness::default() };
+        let config = ProxyConfig { liveness, thread: ThreadConfig { core: None, spinners: 64 } };
+        let proxy = Proxy::spawn(&world, Box::new(Slow { inner, delay, delays: &DELAYS }), config).unwrap();
+        let build = || Rig::with(&world, |builder| builder.proxy(&proxy).chunk_rows(1).timeout(PATIENCE));
+        let first = build();
+        let lost = |when: &str| assert_eq!(first.ep.lost_peers(), [], "{when}");
+        exchange(&first, 1, |_| true).unwrap();
+        let second = build();
+        lost("while it built");
+        exchange(&second, 2, |_| true).unwrap();
+        drop(second);
+        exchange(&first, 3, |_| true).unwrap();
+        lost("while it closed");
+        world.barrier("all done").unwrap();
+    });
+    assert!(DELAYS.load(Ordering::Relaxed) >= 15, "it was not asked for much");
 }

@@ -173,7 +173,7 @@ impl Fuzzed {
             0 => draw.next() as u32,
             _ => draw.below(WORLD as u64 + 1) as u32,
         };
-        let mut bytes = *b"tyhb\x01\x01\0\0\0\0\0\0";
+        let mut bytes = *b"tyhb\x02\x01\0\0\0\0\0\0";
         bytes[8..].copy_from_slice(&peer.to_le_bytes());
         let mut bytes = bytes.to_vec();
         match draw.below(10) {
@@ -309,7 +309,7 @@ impl Fuzzed {
         let machine = self.driver.machine();
         self.model.check(machine.stats(), |context| machine.under_way(ContextIdx(context as u8)));
         for (peer, bytes) in self.wires.lock().unwrap().sends.drain(..) {
-            assert_eq!((bytes, (2..=5).contains(&peer.0)), (b"tyhb\x01\x01\0\0\0\0\0\0".to_vec(), true), "to {peer}");
+            assert_eq!((bytes, (2..=5).contains(&peer.0)), (b"tyhb\x02\x01\0\0\0\0\0\0".to_vec(), true), "to {peer}");
         }
     }
 

@@ -3,7 +3,8 @@
 //! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for what has
 //! become of them and for what has arrived. One endpoint belongs to each rank and is used by one thread at a time. After
 //! [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block, allocate, lock
-//! or log, unless they return an error.
+//! or log, unless they return an error. `register`, `deregister`, `connect` and `reset` may take their time: the proxy tells its
+//! peers before that it will be silent, but posts and polls for nobody meanwhile.
 //!
 //! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
 //!

@@ -11,10 +11,13 @@
 //!                                                           silent for silence_ns, and it owes a message
 //! ```
 //!
+//! A peer that is **busy**, as it said itself, has `first_contact_ns`: its thread registers memory or connects, and cannot beat
+//! meanwhile. Each message has the sender's turn (control.rs), and of two the later turn holds, whichever comes last.
+//!
 //! Opening a context that names a peer brings it back to Expected, unless it is alive. Nothing is sent to a lost peer,
 //! so that a loss seen by one side is soon seen by both.
 
-use super::control::Control;
+use super::control::{Control, Turn};
 use super::{Answer, Liveness, Outputs};
 use crate::base::Rank;
 use std::collections::VecDeque;
@@ -36,6 +39,8 @@ pub(super) enum State {
 struct Peer {
     state: State,
     heard_ns: u64,
+    /// Its latest, if it said one since a context named it anew.
+    turn: Option<Turn>,
     /// Whether it is queued for a beat.
     due: bool,
 }
@@ -64,6 +69,8 @@ pub(super) struct Peers {
     /// Beats that are due, each peer at most once; a peer whose queue is full goes to the end.
     due: VecDeque<Rank>,
     leaving: bool,
+    /// Whether this rank is busy, and how often it was.
+    turn: Turn,
 }
 
 impl Peers {
@@ -72,12 +79,13 @@ impl Peers {
             own,
             liveness,
             now_ns: 0,
-            table: vec![Peer { state: State::Unlinked, heard_ns: 0, due: false }; world],
+            table: vec![Peer { state: State::Unlinked, heard_ns: 0, turn: None, due: false }; world],
             linked: Vec::with_capacity(world),
             next: 0,
             next_ns: 0,
             due: VecDeque::with_capacity(world),
             leaving: false,
+            turn: Turn::default(),
         }
     }
 
@@ -100,7 +108,8 @@ impl Peers {
             if let Some(peer) = self.table.get_mut(rank.index())
                 && peer.state != State::Alive
             {
-                (peer.state, peer.heard_ns) = (State::Expected, self.now_ns);
+                // It may be another process, whose turns begin anew.
+                (peer.state, peer.heard_ns, peer.turn) = (State::Expected, self.now_ns, None);
             }
         }
     }
@@ -119,9 +128,12 @@ impl Peers {
     }
 
     /// A control message of a linked peer.
-    pub fn control(&mut self, rank: Rank, control: Control) {
+    pub fn control(&mut self, rank: Rank, control: Control, turn: Turn) {
         self.heard(rank);
         let Some(peer) = self.table.get_mut(rank.index()) else { return };
+        if peer.turn.is_none_or(|before| turn.is_after(before)) {
+            peer.turn = Some(turn);
+        }
         // Messages overtake each other: a heartbeat from before the leave may come after it and changes nothing.
         if control == Control::Leave && peer.state == State::Alive {
             peer.state = State::Left;
@@ -147,6 +159,21 @@ impl Peers {
     /// Whether everyone who can be told has been told.
     pub fn has_left(&self) -> bool {
         self.leaving && self.due.is_empty()
+    }
+
+    /// From now on tells peers, with every beat and at once, that this rank is busy, or that it is back.
+    pub fn set_busy(&mut self, busy: bool) {
+        if self.turn.is_busy() != busy {
+            self.turn = self.turn.next();
+            for at in 0..self.linked.len() {
+                self.enqueue(self.linked[at]);
+            }
+        }
+    }
+
+    /// Whether no beat is due that a queue had no room for.
+    pub fn has_told(&self) -> bool {
+        self.due.is_empty()
     }
 
     /// Moves the clock. A gap between two turns that could itself be taken for silence is this thread's, not the
@@ -187,6 +214,9 @@ impl Peers {
         let peer = self.table.get(rank.index())?;
         let limit = match peer.state {
             State::Expected => self.liveness.first_contact_ns,
+            State::Alive if peer.turn.is_some_and(Turn::is_busy) => {
+                self.liveness.first_contact_ns.max(self.liveness.silence_ns)
+            }
             State::Alive | State::Left => self.liveness.silence_ns,
             State::Unlinked | State::Lost => return None,
         };
@@ -210,7 +240,7 @@ impl Peers {
             let state = self.state(rank);
             let control = if self.leaving { Control::Leave } else { Control::Heartbeat };
             let wanted = matches!(state, State::Expected | State::Alive);
-            if wanted && out.send(rank, &control.encode(self.own)) == Answer::Full {
+            if wanted && out.send(rank, &control.encode(self.own, self.turn)) == Answer::Full {
                 self.due.push_back(rank);
                 continue;
             }

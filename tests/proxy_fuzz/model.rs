@@ -294,7 +294,7 @@ impl Model {
     pub fn message(&mut self, peer: u32, bytes: &[u8]) {
         self.messages += 1;
         let good =
-            matches!(bytes, [b't', b'y', b'h', b'b', 1, 1 | 2, 0, 0, sender @ ..] if *sender == peer.to_le_bytes());
+            matches!(bytes, [b't', b'y', b'h', b'b', 2, 1 | 2, _, _, sender @ ..] if *sender == peer.to_le_bytes());
         let known = self.contexts.iter().flatten().any(|open| open.names(peer));
         match (good, known) {
             (false, _) => self.counted.bad_messages += 1,

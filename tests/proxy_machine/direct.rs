@@ -51,6 +51,9 @@ impl Outputs for Hands {
     }
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Answer {
+        if self.full.contains(&peer.0) {
+            return Answer::Full;
+        }
         self.sends.push((peer, message.to_vec()));
         Answer::Accepted
     }
@@ -113,18 +116,19 @@ impl Bench {
     }
 
     fn beat_from(&mut self, peer: u32) {
-        self.hear(peer, 1);
+        self.hear(peer, 1, 0);
     }
 
     fn leave_from(&mut self, peer: u32) {
         self.beat_from(peer);
-        self.hear(peer, 2);
+        self.hear(peer, 2, 0);
     }
 
     /// A control message as rank `peer` would send it to rank 0: what this one sends, under the other's name.
-    fn hear(&mut self, peer: u32, kind: u8) {
-        let mut message = *b"tyhb\x01\0\0\0\0\0\0\0";
+    fn hear(&mut self, peer: u32, kind: u8, turn: u16) {
+        let mut message = *b"tyhb\x02\0\0\0\0\0\0\0";
         message[5] = kind;
+        message[6..8].copy_from_slice(&turn.to_le_bytes());
         message[8..].copy_from_slice(&peer.to_le_bytes());
         self.step(Input::Message { peer: Rank(peer), bytes: &message });
     }
@@ -398,6 +402,57 @@ fn own_pause_is_not_a_peers_silence() {
     // Now this thread runs, and the peer is silent indeed.
     (1..30).for_each(|tenth| b.time(9.0 + f64::from(tenth) / 10.0));
     assert!(matches!(b.hands.reports[..], [Report::PeerLost { peer: Rank(1), cause: Cause::Silent { .. } }]));
+}
+
+#[test]
+fn a_peer_that_says_it_is_busy_may_be_silent_for_longer_until_it_is_back() {
+    let mut b = Bench::new(3, 1);
+    let limit = Liveness::default().first_contact_ns as f64 / 1e9;
+    b.hear(1, 1, 1);
+    // One that was sent before, and is late.
+    b.hear(1, 1, 0);
+    b.pass(0.0, limit - 1.0);
+    assert!(b.hands.reports.is_empty(), "{:?}", b.hands.reports);
+    // Back, and late word of being busy: the usual time again.
+    b.hear(1, 1, 2);
+    b.hear(1, 1, 1);
+    b.pass(limit - 0.9, limit + 1.0);
+    let [Report::PeerLost { peer: Rank(1), cause: Cause::Silent { silent_ns } }] = b.hands.reports[..] else {
+        panic!("{:?}", b.hands.reports)
+    };
+    assert!(silent_ns < 2 * SECOND, "{silent_ns}");
+    // A busy one is not waited for for ever, and whoever takes its place begins with turns of its own.
+    b.machine.close(C);
+    b.open(1, 7);
+    b.hear(1, 1, 0);
+    b.hear(1, 1, 1);
+    b.pass(limit + 1.1, 2.0 * limit + 2.0);
+    assert!(matches!(b.hands.reports[1..], [Report::PeerLost { peer: Rank(1), .. }]), "{:?}", b.hands.reports);
+}
+
+#[test]
+fn busy_is_told_at_once_and_again_with_every_beat() {
+    let mut b = Bench::new(4, 1);
+    let turns = |b: &mut Bench| {
+        let sends = std::mem::take(&mut b.hands.sends);
+        sends.into_iter().map(|(peer, bytes)| (peer.0, bytes[6])).collect::<HashSet<(u32, u8)>>()
+    };
+    b.time(0.01);
+    b.hands.sends.clear();
+    b.machine.set_busy(true);
+    assert!(!b.machine.has_told());
+    b.hands.full.insert(2);
+    b.time(0.01);
+    assert_eq!((turns(&mut b), b.machine.has_told()), (HashSet::from([(1, 1), (3, 1)]), false), "a queue is full");
+    b.hands.full.clear();
+    b.time(0.01);
+    assert_eq!((turns(&mut b), b.machine.has_told()), (HashSet::from([(2, 1)]), true));
+    (2..=24).for_each(|hundredth| b.time(f64::from(hundredth) / 100.0));
+    assert_eq!(turns(&mut b), HashSet::from([(1, 1), (2, 1), (3, 1)]));
+    b.machine.set_busy(true);
+    b.machine.set_busy(false);
+    b.time(0.24);
+    assert_eq!(turns(&mut b), HashSet::from([(1, 2), (2, 2), (3, 2)]));
 }
 
 #[test]
