@@ -5,6 +5,7 @@
 
 use super::config::{Shape, config};
 use super::placement::Placement;
+use super::service::Offer;
 use crate::base::Result;
 use crate::transport::World;
 
@@ -14,25 +15,29 @@ pub(super) struct Differing {
     pub few_blocks: bool,
     /// Receives that the network has for one context.
     pub receives: usize,
+    /// Numbers that the context may have at the proxy.
+    pub numbers: Offer,
 }
 
 impl Differing {
-    const BYTES: usize = 5;
+    const BYTES: usize = 9;
 
     fn encode(self) -> [u8; Differing::BYTES] {
         let receives = u32::try_from(self.receives).unwrap_or(u32::MAX);
-        let [a, b, c, d] = receives.to_le_bytes();
-        [u8::from(self.few_blocks), a, b, c, d]
+        let ([a, b, c, d], [e, f, g, h]) = (receives.to_le_bytes(), self.numbers.0);
+        [u8::from(self.few_blocks), a, b, c, d, e, f, g, h]
     }
 
-    fn decode([few, receives @ ..]: [u8; Differing::BYTES]) -> Differing {
-        Differing { few_blocks: few != 0, receives: u32::from_le_bytes(receives) as usize }
+    fn decode([few, a, b, c, d, numbers @ ..]: [u8; Differing::BYTES]) -> Differing {
+        let receives = u32::from_le_bytes([a, b, c, d]) as usize;
+        Differing { few_blocks: few != 0, receives, numbers: Offer(numbers) }
     }
 
     /// What all of them have in common with another rank.
     fn with(self, other: Differing) -> Differing {
         let few_blocks = self.few_blocks || other.few_blocks;
-        Differing { few_blocks, receives: self.receives.min(other.receives) }
+        let (receives, numbers) = (self.receives.min(other.receives), self.numbers.with(other.numbers));
+        Differing { few_blocks, receives, numbers }
     }
 }
 

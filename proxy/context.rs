@@ -10,7 +10,7 @@ use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
-use super::service::{FlagPlace, Number, Opening, Proxy, SharedWords};
+use super::service::{FlagPlace, Number, Offer, Opening, Proxy, SharedWords};
 use super::statistics::{CallStatistics, Statistics};
 use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, Wire};
 use crate::base::{Error, Rank, Result};
@@ -93,14 +93,15 @@ impl AllToAll {
         let checked = builder.check();
         let few_blocks = builder.device.as_ref().is_none_or(|gpu| sms_of(&builder, gpu) <= raw::TY_FEW_BLOCKS);
         let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
-        let agreed = agree(&world, &checked, builder.first_epoch, Differing { few_blocks, receives })?;
+        let numbers = builder.proxy.as_ref().map_or(Offer::ANY, |proxy| proxy.offer(world.generation()));
+        let agreed = agree(&world, &checked, builder.first_epoch, Differing { few_blocks, receives, numbers })?;
         let (mut shape, placement) = checked?;
         shape.arriving_tokens.get_or_insert(if agreed.few_blocks { 0 } else { ARRIVING_TOKENS });
         shape.receives = agreed.receives;
         let plan = Plan::new(&shape.plan_input())?;
 
         // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
-        let local = Local::allocate(&builder, &shape, &placement, &plan);
+        let local = Local::allocate(&builder, &shape, &placement, &plan, agreed.numbers);
         world.agree("memory of a context", local.as_ref().err())?;
         let Local { device, arena, tables, reports, statistics, pool, proxied, budget } = local?;
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
@@ -527,7 +528,13 @@ struct Proxied {
 }
 
 impl Local {
-    fn allocate(builder: &AllToAllBuilder, shape: &Shape, placement: &Placement, plan: &Plan) -> Result<Local> {
+    fn allocate(
+        builder: &AllToAllBuilder,
+        shape: &Shape,
+        placement: &Placement,
+        plan: &Plan,
+        numbers: Offer,
+    ) -> Result<Local> {
         let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
         if let Some(proxy) = builder.proxy.as_ref().filter(|_| plan.wire.is_some()) {
             check_reach(proxy.device_needs(), device.ordinal(), shape.arena)?;
@@ -546,7 +553,7 @@ impl Local {
         let proxied = match (&plan.wire, &builder.proxy) {
             (None, _) => None,
             (Some((wire, _)), Some(proxy)) => Some(Proxied {
-                number: proxy.take_number(wire)?,
+                number: proxy.take_number(numbers, wire)?,
                 words: {
                     let gdrcopy = builder.gdrcopy.map_or_else(GdrCopy::from_env, Ok)?;
                     SharedWords::allocate(&device, wire.word_counts(), gdrcopy)?

@@ -38,6 +38,8 @@ pub use words::{ContextMemory, Words};
 const TURNS_PER_LOOK: u32 = 64;
 /// Looks at the queues, and polls behind them, until what was told to peers counts as sent.
 const TURNS_TO_TELL: u32 = 4;
+/// How long an endpoint that always finds more is drained: much longer than what can have been there takes.
+const DRAIN_NS: u64 = 1_000_000_000;
 /// How long a proxy that stops tries to tell its peers.
 const LEAVE_TIMEOUT_NS: u64 = 100_000_000;
 
@@ -232,6 +234,18 @@ impl<T: Transport + 'static> Driver<T> {
         }
     }
 
+    /// Hands out what has arrived by now, for a second at most: immediates that are left of closed contexts, which no context
+    /// is there to count.
+    pub fn drain(&mut self) {
+        let until = (self.clock)().saturating_add(DRAIN_NS);
+        while self.events() && (self.clock)() < until {}
+    }
+
+    /// The generation that it has entered.
+    pub fn generation(&self) -> u32 {
+        self.generation
+    }
+
     /// Registers memory, and keeps it alive until it is taken back or the transport is gone.
     ///
     /// # Errors
@@ -255,6 +269,11 @@ impl<T: Transport + 'static> Driver<T> {
     /// Whether a region that was released is still to be taken back.
     pub fn is_leaving(&self, region: RegionId) -> bool {
         self.leaving.contains(&region)
+    }
+
+    /// Whether a region is not taken back, or could not be.
+    pub fn is_registered(&self, region: RegionId) -> bool {
+        self.kept.iter().any(|(kept, _)| *kept == region)
     }
 
     /// Takes back what was released and has come to rest. Answers the memory, for the caller to drop: freeing it may wait

@@ -161,6 +161,8 @@ struct Flight {
     token: u64,
     /// Where it comes from.
     region: RegionId,
+    /// Of the peer: where it goes.
+    target: RegionId,
     bytes: u64,
     /// The request that copies it; `None` if nothing does.
     request: Option<u64>,
@@ -292,10 +294,14 @@ impl GpuNicEndpoint {
                 flight.missed = Some(Miss::Failed(Reason::Unreachable));
                 continue;
             }
+            if inner.regions.is_gone(flight.target) {
+                flight.missed = Some(Miss::Dropped);
+                continue;
+            }
             let takes_ps = flight.bytes * shared.model.ps_per_byte();
             let due_ps = inner.take_in(flight.nic, flight.sent_ps, takes_ps);
             let due_ns = due_ps.div_ceil(1000) + shared.model.latency_ns();
-            seat.deliver(&mut inner, Mail { due_ns, content: Content::Imm(flight.imm) });
+            seat.deliver(&mut inner, Mail { due_ns, content: Content::Imm { imm: flight.imm, region: flight.target } });
         }
         Ok(())
     }
@@ -382,8 +388,12 @@ impl Transport for GpuNicEndpoint {
             return Ok(released);
         }
         if let Some(seat) = self.network.shared.seat(self.rank) {
-            let _ = seat.lock().regions.take_back(region)?;
+            let mut inner = seat.lock();
+            let _ = inner.regions.take_back(region)?;
+            inner.forget(region);
         }
+        // What has landed there and is not due yet: its number may soon mean something else.
+        self.arrived.retain(|mail| !mail.is_of(region));
         // What others had begun to copy before ends now.
         self.drain_all().map(|()| released)
     }
@@ -445,10 +455,24 @@ impl Transport for GpuNicEndpoint {
         if missed.is_none() {
             self.free_ps[nic] = sent_ps;
         }
-        let (to, imm, token, region) = (write.peer, write.imm, write.token, write.source.region);
+        let (to, imm, token, region, target) =
+            (write.peer, write.imm, write.token, write.source.region, write.target.region);
         self.regions.posted(region);
         let delivered = false;
-        self.flights.push_back(Flight { to, key, nic, imm, token, region, bytes, request, sent_ps, delivered, missed });
+        self.flights.push_back(Flight {
+            to,
+            key,
+            nic,
+            imm,
+            token,
+            region,
+            target,
+            bytes,
+            request,
+            sent_ps,
+            delivered,
+            missed,
+        });
         Ok(Posted::Accepted)
     }
 
@@ -497,7 +521,7 @@ impl Transport for GpuNicEndpoint {
         }
         while events < BATCH && self.arrived.peek().is_some_and(|mail| mail.due_ns <= now_ns) {
             match self.arrived.pop().map(|mail| mail.content) {
-                Some(Content::Imm(imm)) => on_event(Event::Imm { imm }),
+                Some(Content::Imm { imm, .. }) => on_event(Event::Imm { imm }),
                 Some(Content::Message { peer, bytes }) => {
                     seat.messages.fetch_sub(1, Ordering::Relaxed);
                     on_event(Event::Message { peer, bytes: &bytes });

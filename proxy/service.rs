@@ -143,13 +143,29 @@ impl Proxy {
         &self.shared.remote
     }
 
-    /// A number that no other context of this proxy has, and what a context over this wire needs of the transport; the
-    /// caller checks that all ranks got the same number.
-    pub(crate) fn take_number(&self, wire: &Wire) -> Result<Number> {
+    /// What this rank says of numbers for a context of a generation, for all ranks to choose one.
+    pub(crate) fn offer(&self, generation: u32) -> Offer {
+        let leaving = self.contexts().leaving();
+        let gone = self.remote().ask(move |driver| {
+            let freed = driver.take_back();
+            // Entering a generation completes all writes of those before.
+            let resets = driver.generation() != generation;
+            let gone = leaving.into_iter().filter(|region| resets || !driver.is_registered(*region));
+            (gone.collect::<Vec<_>>(), freed)
+        });
+        let mut contexts = self.contexts();
+        if let Ok((gone, _freed)) = gone {
+            contexts.have_left(&gone);
+        }
+        contexts.offer()
+    }
+
+    /// The number that ranks agreed on, and what a context over this wire needs of the transport.
+    pub(crate) fn take_number(&self, agreed: Offer, wire: &Wire) -> Result<Number> {
         let (limits, needs) = (self.limits(), Needs::of(wire, self.shared.rank));
         let mut contexts = self.contexts();
-        let index = contexts.admit(&limits, needs)?;
-        Ok(Number { proxy: self.clone(), index })
+        let index = contexts.admit(agreed, &limits, needs)?;
+        Ok(Number { proxy: self.clone(), index, region: None })
     }
 
     fn contexts(&self) -> MutexGuard<'_, Contexts> {
@@ -161,11 +177,13 @@ impl Proxy {
 pub(crate) struct Number {
     proxy: Proxy,
     pub index: ContextIdx,
+    /// Where its writes come from, once that is registered.
+    region: Option<RegionId>,
 }
 
 impl Drop for Number {
     fn drop(&mut self) {
-        self.proxy.contexts().let_go(self.index);
+        self.proxy.contexts().let_go(self.index, self.region);
     }
 }
 
@@ -182,24 +200,75 @@ impl Needs {
     }
 }
 
+/// A number for contexts, as its immediates have it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Slot {
+    #[default]
+    Free,
+    /// Of a context with so many receives.
+    Taken { receives: u64 },
+    /// Of a context that closed: its writes come from this region, and until that is taken back some may be outstanding.
+    Leaving { region: RegionId },
+}
+
 /// The contexts of a proxy, by number, and what they have of the transport.
 #[derive(Debug, Default)]
 struct Contexts {
-    /// Receives that an open context has; `None` of a number that is free.
-    receives: [Option<u64>; MAX_CONTEXTS],
+    slots: [Slot; MAX_CONTEXTS],
+    /// Which context so far was the last of each number, counted from 1.
+    last: [u32; MAX_CONTEXTS],
     /// Contexts so far, each of which has registered an arena.
     registered: u32,
 }
 
+/// What a rank says of numbers: 0 of one that it cannot give to another context, or else one more than how many numbers it
+/// has given later, and the most that can be of one that it never gave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Offer(pub [u8; MAX_CONTEXTS]);
+
+impl Offer {
+    /// Of a rank that has no say.
+    pub const ANY: Offer = Offer([u8::MAX; MAX_CONTEXTS]);
+
+    /// What two ranks can give, by the one to which it is the newer.
+    pub fn with(self, other: Offer) -> Offer {
+        let mut both = self;
+        both.0.iter_mut().zip(other.0).for_each(|(own, theirs)| *own = theirs.min(*own));
+        both
+    }
+
+    /// The number that all can give, and gave longest ago.
+    fn choice(self) -> Option<ContextIdx> {
+        let free = (0u8..).zip(self.0).filter(|(_, age)| *age > 0);
+        // Of several the first.
+        free.min_by_key(|(_, age)| std::cmp::Reverse(*age)).map(|(index, _)| ContextIdx(index))
+    }
+}
+
 impl Contexts {
-    /// Takes a number and what the context needs, if the transport has that left.
-    fn admit(&mut self, limits: &Limits, needs: Needs) -> Result<ContextIdx> {
+    fn offer(&self) -> Offer {
+        let mut offer = Offer([0; MAX_CONTEXTS]);
+        for ((age, slot), last) in offer.0.iter_mut().zip(self.slots).zip(self.last) {
+            let later = self.last.iter().filter(|other| **other > last).count() as u8;
+            *age = match slot {
+                Slot::Free if last == 0 => u8::MAX,
+                Slot::Free => 1 + later,
+                Slot::Taken { .. } | Slot::Leaving { .. } => 0,
+            };
+        }
+        offer
+    }
+
+    /// Takes the number that was agreed on and what the context needs, if the transport has that left.
+    fn admit(&mut self, agreed: Offer, limits: &Limits, needs: Needs) -> Result<ContextIdx> {
         let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
-        let Some(free) = self.receives.iter().position(Option::is_none) else {
-            let advice = "a proxy serves four contexts at a time, as many as an immediate can tell; drop one";
+        let Some(index) = agreed.choice().filter(|index| self.slots[index.index()] == Slot::Free) else {
+            let advice = "a proxy serves four contexts at a time, as many as an immediate can tell, and a number is free again \
+                          once all ranks have closed its context and what they sent has completed: drop one, on every rank";
             return refuse("contexts", format!("{MAX_CONTEXTS} in use"), advice.into());
         };
-        let others: u64 = self.receives.iter().flatten().sum();
+        let receives = |slot: &Slot| if let Slot::Taken { receives } = slot { *receives } else { 0 };
+        let others: u64 = self.slots.iter().map(receives).sum();
         if others + needs.receives > u64::from(limits.receives) {
             let value = format!("{}, and {others} of other contexts", needs.receives);
             let advice = format!(
@@ -222,13 +291,30 @@ impl Contexts {
             return refuse("contexts", format!("{} so far", self.registered), advice.into());
         }
         self.registered += 1;
-        self.receives[free] = Some(needs.receives);
-        Ok(ContextIdx(free as u8))
+        self.slots[index.index()] = Slot::Taken { receives: needs.receives };
+        self.last[index.index()] = self.registered;
+        Ok(index)
     }
 
-    fn let_go(&mut self, index: ContextIdx) {
-        if let Some(receives) = self.receives.get_mut(index.index()) {
-            *receives = None;
+    /// A context has gone; `region` is where its writes came from, if it came so far.
+    fn let_go(&mut self, index: ContextIdx, region: Option<RegionId>) {
+        if let Some(slot) = self.slots.get_mut(index.index()) {
+            *slot = region.map_or(Slot::Free, |region| Slot::Leaving { region });
+        }
+    }
+
+    /// Regions of contexts that have gone.
+    fn leaving(&self) -> Vec<RegionId> {
+        let leaving = |slot: &Slot| if let Slot::Leaving { region } = slot { Some(*region) } else { None };
+        self.slots.iter().filter_map(leaving).collect()
+    }
+
+    /// Nothing of these regions is outstanding.
+    fn have_left(&mut self, regions: &[RegionId]) {
+        for slot in &mut self.slots {
+            if matches!(slot, Slot::Leaving { region } if regions.contains(region)) {
+                *slot = Slot::Free;
+            }
         }
     }
 }
@@ -439,7 +525,7 @@ impl Opening {
     /// `Transport` and `Config` of this rank; `Bootstrap` that names the rank that failed.
     pub fn establish(
         world: &World,
-        number: Number,
+        mut number: Number,
         arena: (Span, Kept),
         wire: &Wire,
         words: ContextMemory,
@@ -458,6 +544,7 @@ impl Opening {
             Ok((region, driver.transport().address(), freed))
         });
         let registered = registered.and_then(|inner| inner).map(|(region, address, _freed)| {
+            number.region = Some(region);
             let card = card(region, number.index, &address);
             (Registered { remote: remote.clone(), region }, card)
         });
@@ -478,6 +565,8 @@ impl Opening {
             let generation = generation_bits(generation);
             let open = move |driver: &mut Driver<AnyTransport>| {
                 let config = ContextConfig { generation, first_epoch, wire: &wire, arenas: &arenas };
+                // All ranks offered this number, so what they sent under it has completed, and ends with this.
+                driver.drain();
                 driver.open(index, &config, shared)
             };
             remote.ask(open)?
@@ -608,21 +697,61 @@ mod tests {
     fn contexts_that_a_transport_has_no_room_for_are_refused_and_change_nothing() {
         let limits = Limits { posts: 1, receives: 100, regions: 5, write_bytes: 4096 };
         let mut contexts = Contexts::default();
-        let mut admit = |receives, write_bytes| contexts.admit(&limits, Needs { receives, write_bytes });
-        assert_eq!([admit(60, 4096), admit(40, 1), admit(0, 0)], [0, 1, 2].map(|index| Ok(ContextIdx(index))));
+        let admit = |contexts: &mut Contexts, receives, write_bytes| {
+            contexts.admit(contexts.offer(), &limits, Needs { receives, write_bytes })
+        };
+        for (index, needs) in (0..).zip([(60, 4096), (40, 1), (0, 0)]) {
+            assert_eq!(admit(&mut contexts, needs.0, needs.1), Ok(ContextIdx(index)));
+        }
         for (receives, write_bytes, name) in [(1, 1, "receives"), (0, 4097, "largest chunk")] {
-            let Err(Error::Config { name: refused, value, .. }) = admit(receives, write_bytes) else {
-                panic!("{name}")
-            };
+            let refused = admit(&mut contexts, receives, write_bytes);
+            let Err(Error::Config { name: refused, value, .. }) = refused else { panic!("{name}") };
             assert_eq!(refused, name);
             assert!(name != "receives" || value == "1, and 100 of other contexts", "{value}");
         }
-        contexts.let_go(ContextIdx(1));
-        assert_eq!(contexts.admit(&limits, Needs { receives: 40, write_bytes: 1 }), Ok(ContextIdx(1)));
-        assert_eq!(contexts.admit(&limits, Needs { receives: 0, write_bytes: 1 }), Ok(ContextIdx(3)));
-        contexts.let_go(ContextIdx(0));
-        let full = contexts.admit(&limits, Needs { receives: 1, write_bytes: 1 }).unwrap_err().to_string();
+        contexts.let_go(ContextIdx(1), None);
+        assert_eq!(admit(&mut contexts, 40, 1), Ok(ContextIdx(3)));
+        assert_eq!(admit(&mut contexts, 0, 1), Ok(ContextIdx(1)));
+        contexts.let_go(ContextIdx(0), None);
+        let full = admit(&mut contexts, 1, 1).unwrap_err().to_string();
         assert!(full.contains("5 so far") && full.contains("another proxy"), "{full}");
+    }
+
+    #[test]
+    fn numbers_go_round_and_are_given_again_once_nobody_writes_under_them() {
+        let needs = Needs { receives: 0, write_bytes: 0 };
+        let mut ranks = [Contexts::default(), Contexts::default()];
+        fn agreed(ranks: &[Contexts; 2]) -> Offer {
+            ranks[0].offer().with(ranks[1].offer())
+        }
+        let take = |ranks: &mut [Contexts; 2]| {
+            let agreed = agreed(ranks);
+            let [one, other] = ranks.each_mut().map(|rank| rank.admit(agreed, &Limits::NONE, needs).map(|i| i.0).ok());
+            assert_eq!(one, other);
+            one
+        };
+        // A context at a time: all numbers in turn.
+        for round in 0..9 {
+            let index = take(&mut ranks).unwrap();
+            assert_eq!(index, round % 4);
+            ranks.iter_mut().for_each(|rank| rank.let_go(ContextIdx(index), None));
+        }
+        // The oldest is 1; one of the ranks has not closed it, or writes under it have not completed.
+        let alone = Offer([0, 1, 0, 0]);
+        assert_eq!(ranks[1].admit(alone, &Limits::NONE, needs), Ok(ContextIdx(1)));
+        assert_eq!(take(&mut ranks), Some(2));
+        ranks[1].let_go(ContextIdx(1), Some(RegionId(7)));
+        assert_eq!((take(&mut ranks), take(&mut ranks), take(&mut ranks)), (Some(3), Some(0), None));
+        assert_eq!(ranks[1].leaving(), [RegionId(7)]);
+        ranks[1].have_left(&[RegionId(6)]);
+        assert_eq!(take(&mut ranks), None);
+        ranks[1].have_left(&[RegionId(7)]);
+        assert_eq!(take(&mut ranks), Some(1));
+        // Of a rank that is new, all numbers are as good as any; what the others gave last is given last.
+        let mut ranks = [Contexts::default(), Contexts::default()];
+        let first = ranks[0].admit(ranks[0].offer(), &Limits::NONE, needs).unwrap();
+        ranks[0].let_go(first, None);
+        assert_eq!((first.0, take(&mut ranks)), (0, Some(1)));
     }
 
     fn check(words: &SharedWords) {

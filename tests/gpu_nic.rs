@@ -15,7 +15,7 @@ use tokenyard::base::{Error, Rank};
 use tokenyard::proxy::driver::ThreadConfig;
 use tokenyard::proxy::gpu_nic::{GpuNetwork, GpuNicEndpoint, overhead};
 use tokenyard::proxy::machine::Liveness;
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Transport};
+use tokenyard::transport::link::{Event, MAX_MESSAGE, Released, Transport};
 use tokenyard::transport::sim::{Clock, LinkModel, Network, SimConfig};
 use tokenyard::transport::{Arena, PeerMap};
 use tokenyard::{ArenaPlace, Device, Proxy, ProxyConfig};
@@ -76,6 +76,27 @@ fn completions_of_a_slow_link_come_before_its_source_may_change() {
     cluster.post(0, &write(1, 1, 0, 900), &mut log);
     cluster.pump_until("a completion", &mut log, |log| log.completed(0, [1]));
     assert!(start.elapsed() >= Duration::from_micros(900), "completed at {:?}", start.elapsed());
+}
+
+#[test]
+fn an_immediate_that_is_not_due_is_forgotten_with_its_region() {
+    let model = LinkModel { gbps: 100.0, latency_us: 20_000.0, per_message_us: 0.0 };
+    for receiver_has_looked in [false, true] {
+        let mut cluster = Cluster::new(&Nics(model, 1), 2);
+        let mut log = Log::default();
+        cluster.post(0, &write(1, 1, 0, 8), &mut log);
+        let start = Instant::now();
+        while !log.completed(0, [1]) {
+            assert!(start.elapsed() < rig::PATIENCE, "the write does not complete");
+            cluster.endpoint(0).poll(&mut |event| log.note(0, event)).unwrap();
+        }
+        if receiver_has_looked {
+            assert_eq!(cluster.endpoint(1).poll(&mut |_| {}), Ok(0), "a link of 20 ms");
+        }
+        assert_eq!(cluster.endpoint(1).deregister(rig::INBOX), Ok(Released::Done));
+        std::thread::sleep(Duration::from_millis(40));
+        assert_eq!(cluster.endpoint(1).poll(&mut |_| {}), Ok(0), "its number may mean something else by now");
+    }
 }
 
 #[test]

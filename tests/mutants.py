@@ -226,6 +226,9 @@ MUTANTS = [
     ("word of an earlier turn taken for news", PEERS, "turn.is_after(before)", "turn != before"),
     ("turns of a former process remembered", PEERS, "(State::Expected, self.now_ns, None)", "(State::Expected, self.now_ns, peer.turn)"),
     ("peers not told that a rank is busy", SERVICE, "let _ = remote.ask(Driver::begin_busy);", ""),
+    ("a context opens before what is left of others is handed out", SERVICE, "                driver.drain();", ""),
+    ("a number given again at once", SERVICE, "std::cmp::Reverse(*age)", "0 * *age"),
+    ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
 ]
@@ -273,7 +276,10 @@ class Worker:
         pick = [("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "pick"])]
         nic = [("tests/gpu_nic.rs", [*test, "gpu_nic"])]
         # What a context and its proxy agree on as it is built.
-        service = [("tests/nodes.rs", [*test, "nodes"])]
+        service = [
+            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
+            ("tests/nodes.rs", [*test, "nodes"]),
+        ]
         if not file:
             return worlds + proxy + nic + service
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds

@@ -3,11 +3,12 @@
 mod rig;
 
 use rig::{MAX_TOKENS, PATIENCE, Rig, test_device};
+use std::collections::VecDeque;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use tokenyard::proxy::driver::ThreadConfig;
 use tokenyard::proxy::machine::Liveness;
+use tokenyard::transport::imm::ImmValue;
 use tokenyard::transport::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use tokenyard::transport::sim::{Clock, Network, SimConfig, SimEndpoint};
 use tokenyard::*;
@@ -426,22 +427,40 @@ fn a_write_that_fails_says_why_in_the_error_of_the_call() {
     });
 }
 
-/// An endpoint that takes its time to register memory, to connect and to take memory back, as real ones do.
-struct Slow<'a> {
-    inner: SimEndpoint,
-    delay: Duration,
-    /// How often it took it.
-    delays: &'a AtomicU32,
+/// Immediates that a network hands out late: those of a context that was closed, again, as if they were of other writes to
+/// it that its peer had posted before it closed.
+struct Late {
+    /// From when a connection is made, which is just before a context opens.
+    after: Duration,
+    /// How many each time.
+    most: usize,
+    seen: VecDeque<ImmValue>,
+    closed: Vec<ImmValue>,
+    waiting: Vec<ImmValue>,
+    from: Option<Instant>,
 }
 
-impl Slow<'_> {
-    fn wait(&self) {
-        self.delays.fetch_add(1, Ordering::Relaxed);
-        std::thread::sleep(self.delay);
+impl Late {
+    fn new(after: Duration, most: usize) -> Late {
+        Late { after, most, seen: VecDeque::new(), closed: Vec::new(), waiting: Vec::new(), from: None }
+    }
+
+    /// One of those that are due.
+    fn next(&mut self) -> Option<ImmValue> {
+        self.from.filter(|from| from.elapsed() >= self.after)?;
+        self.waiting.pop()
     }
 }
 
-impl Transport for Slow<'_> {
+/// An endpoint with the manners of real ones: it takes its time to register memory, to connect and to take memory back, and
+/// hands out immediates of a region that it has taken back.
+struct Real {
+    inner: SimEndpoint,
+    delay: Duration,
+    late: Late,
+}
+
+impl Transport for Real {
     fn nics(&self) -> usize {
         self.inner.nics()
     }
@@ -455,13 +474,14 @@ impl Transport for Slow<'_> {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        self.wait();
+        std::thread::sleep(self.delay);
         // SAFETY: passed on to the caller.
         unsafe { self.inner.register(span) }
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
-        self.wait();
+        std::thread::sleep(self.delay);
+        self.late.closed = self.late.seen.drain(..).collect();
         self.inner.deregister(region)
     }
 
@@ -470,7 +490,9 @@ impl Transport for Slow<'_> {
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
-        self.wait();
+        std::thread::sleep(self.delay);
+        self.late.waiting.append(&mut self.late.closed);
+        self.late.from = Some(Instant::now());
         self.inner.connect(peer, address)
     }
 
@@ -483,7 +505,18 @@ impl Transport for Slow<'_> {
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
-        self.inner.poll(on_event)
+        let Real { inner, late, .. } = self;
+        if let Some(imm) = late.next() {
+            on_event(Event::Imm { imm });
+            return Ok(1);
+        }
+        inner.poll(&mut |event| {
+            if let Event::Imm { imm } = event {
+                late.seen.push_back(imm);
+                late.seen.drain(..late.seen.len().saturating_sub(late.most));
+            }
+            on_event(event);
+        })
     }
 
     fn reset(&mut self) -> Result<()> {
@@ -491,22 +524,27 @@ impl Transport for Slow<'_> {
     }
 }
 
+/// A proxy over such an endpoint.
+fn real_proxy(network: &Network, world: &World, silence_ms: u64, delay: Duration, late: Late) -> Proxy {
+    let inner = network.endpoint(world.rank()).unwrap();
+    let liveness = Liveness { silence_ns: silence_ms * 1_000_000, ..Liveness::default() };
+    let config = ProxyConfig { liveness, thread: ThreadConfig { core: None, spinners: 64 } };
+    Proxy::spawn(world, Box::new(Real { inner, delay, late }), config).unwrap()
+}
+
 #[test]
 fn a_rank_that_registers_or_connects_for_longer_than_the_silence_limit_is_not_lost() {
     const SILENCE_MS: u64 = 400;
-    static DELAYS: AtomicU32 = AtomicU32::new(0);
     on_nodes(&[1, 1, 1], |world, network| {
         // Rank 0 is slow, and the others' contexts go on meanwhile.
         let delay = Duration::from_millis(if world.rank() == Rank(0) { 2 * SILENCE_MS } else { 0 });
-        let inner = network.endpoint(world.rank()).unwrap();
-        let liveness = Liveness { silence_ns: SILENCE_MS * 1_000_000, ..Liveness::default() };
-        let config = ProxyConfig { liveness, thread: ThreadConfig { core: None, spinners: 64 } };
-        let proxy = Proxy::spawn(&world, Box::new(Slow { inner, delay, delays: &DELAYS }), config).unwrap();
+        let proxy = real_proxy(network, &world, SILENCE_MS, delay, Late::new(Duration::ZERO, 0));
         let build = || Rig::with(&world, |builder| builder.proxy(&proxy).chunk_rows(1).timeout(PATIENCE));
         let first = build();
         let lost = |when: &str| assert_eq!(first.ep.lost_peers(), [], "{when}");
         exchange(&first, 1, |_| true).unwrap();
-        let second = build();
+        let (start, second) = (Instant::now(), build());
+        assert!(start.elapsed() > Duration::from_millis(4 * SILENCE_MS), "rank 0 was not slow");
         lost("while it built");
         exchange(&second, 2, |_| true).unwrap();
         drop(second);
@@ -514,5 +552,35 @@ fn a_rank_that_registers_or_connects_for_longer_than_the_silence_limit_is_not_lo
         lost("while it closed");
         world.barrier("all done").unwrap();
     });
-    assert!(DELAYS.load(Ordering::Relaxed) >= 15, "it was not asked for much");
+}
+
+/// A context, and another behind it, while so many others are open; what is late of the first is none of the second's.
+fn late_immediates(others: usize, after: Duration) {
+    const MOST: usize = 60;
+    on_nodes(&[1, 1], |world, network| {
+        let proxy = real_proxy(network, &world, 10_000, Duration::ZERO, Late::new(after, MOST));
+        let kept: Vec<Rig> = (0..others).map(|_| rig(&world, &proxy)).collect();
+        for round in 0..6 {
+            let rig = rig(&world, &proxy);
+            // What comes after the context has opened.
+            std::thread::sleep(after);
+            (0..6).for_each(|salt| exchange(&rig, salt + round, |_| true).unwrap());
+        }
+        let stats = proxy.remote().ask(|driver| *driver.machine().stats()).unwrap();
+        assert!(stats.stale_immediates >= 4 * MOST as u64, "{stats:?}");
+        assert_eq!((stats.duplicates, stats.impossible), (0, 0), "{stats:?}");
+        drop(kept);
+        world.barrier("all done").unwrap();
+    });
+}
+
+#[test]
+fn immediates_that_are_left_of_a_closed_context_do_not_reach_the_next_of_its_number() {
+    // The three others leave one number.
+    late_immediates(3, Duration::ZERO);
+}
+
+#[test]
+fn immediates_of_a_closed_context_that_come_late_find_no_context_of_its_number() {
+    late_immediates(0, Duration::from_millis(60));
 }

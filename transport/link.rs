@@ -36,7 +36,9 @@
 //!   memory or be handed out, and all that this endpoint had posted completes.
 //! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes that are on their way to
 //!   it are dropped where they are, and so are those that peers post later by an older address; their immediates are not
-//!   handed out (those of writes that had landed in full may be). A dropped write completes as `Dropped`, unless it had
+//!   handed out. A network that cannot tell them from others, as it leads late writes to memory of the backend's, hands them
+//!   out no later than with polls that begin after the write has completed at its sender, up to the first that finds
+//!   nothing; and so may any network those of writes that had landed in full. A dropped write completes as `Dropped`, unless it had
 //!   completed before, and nothing else suffers from it: not the peer, nor its other writes. While own writes from the
 //!   region have not completed, the answer is [`Released::Busy`], and nothing was done.
 //! - **P14 limits.** What [`Transport::limits`] says never changes, and is neither more nor less than the endpoint can do.

@@ -7,6 +7,7 @@ use super::engine::Engine;
 use crate::base::Rank;
 use crate::kernels::Device;
 use crate::transport::imm::{ImmValue, MAX_NICS};
+use crate::transport::link::RegionId;
 use crate::transport::regions::Regions;
 use std::cmp::Ordering as Order;
 use std::collections::BTreeMap;
@@ -71,6 +72,11 @@ impl Seat {
 }
 
 impl Inner {
+    /// Throws away what is in the inbox of writes to a region.
+    pub fn forget(&mut self, region: RegionId) {
+        self.inbox.retain(|mail| !mail.is_of(region));
+    }
+
     /// When a write is in that would be in at `arrives_ps` if this NIC had nothing else to take in. A NIC that is idle
     /// takes a write in while it arrives.
     pub fn take_in(&mut self, nic: usize, arrives_ps: u64, takes_ps: u64) -> u64 {
@@ -88,8 +94,22 @@ pub(super) struct Mail {
 
 /// See [`Mail`].
 pub(super) enum Content {
-    Imm(ImmValue),
-    Message { peer: Rank, bytes: Box<[u8]> },
+    /// `region` is where the write went.
+    Imm {
+        imm: ImmValue,
+        region: RegionId,
+    },
+    Message {
+        peer: Rank,
+        bytes: Box<[u8]>,
+    },
+}
+
+impl Mail {
+    /// Whether it is the immediate of a write to a region.
+    pub fn is_of(&self, wanted: RegionId) -> bool {
+        matches!(self.content, Content::Imm { region, .. } if region == wanted)
+    }
 }
 
 // In a heap, the earliest comes first.

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Release};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokenyard::base::{Error, Rank};
 use tokenyard::transport::link::{
     Allocation, Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, SpanMemory, Transport, WriteImm,
@@ -37,6 +37,7 @@ macro_rules! contract {
             dead_peer_holds_everyone_up,
             late_write_after_reset,
             region_touched_after_it_was_taken_back,
+            immediate_of_a_region_taken_back_comes_late,
             limits_that_are_not_so,
             memory_of_a_gpu_for_the_processor_to_move,
             threads_that_share_a_network,
@@ -584,6 +585,41 @@ fn measure_a_write(backend: &impl Backend) {
     cluster.post(0, &longest, &mut log);
     cluster.pump_until("the longest write", &mut log, |log| log.imms.contains_key(&(1, 7)));
     assert!(memory[1].read(0, bytes) == pattern(7, bytes) && memory[1].read(bytes, 1) == [GUARD]);
+}
+
+/// P13: whoever hears that writes to a region that was taken back have completed, and then polls until nothing is found, has
+/// seen the last of their immediates.
+pub fn immediate_of_a_region_taken_back_comes_late(backend: &impl Backend) {
+    const WRITES: u32 = 6;
+    // Before the cluster, which a failing test drops first.
+    let taken = Memory::new(SLOT);
+    let mut cluster = Cluster::new(backend, 2);
+    let mut log = Log::default();
+    for round in 0..120 {
+        // SAFETY: accessed through raw pointers only, and dropped after the cluster.
+        let region = unsafe { cluster.endpoint(1).register(taken.span()) }.unwrap();
+        let address = cluster.endpoint(1).address();
+        cluster.endpoint(0).connect(Rank(1), &address).unwrap();
+        let numbers = round * WRITES..(round + 1) * WRITES;
+        for number in numbers.clone() {
+            let target = Place { region, offset: 0 };
+            cluster.post(0, &WriteImm { target, ..write(1, number, number as usize % SLOTS, 8) }, &mut log);
+        }
+        (0..round % 40).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
+        assert_eq!(cluster.endpoint(1).deregister(region), Ok(Released::Done), "round {round}");
+        let start = Instant::now();
+        while !log.completed(0, numbers.clone().map(u64::from)) {
+            assert!(start.elapsed() < PATIENCE, "round {round}: writes do not complete");
+            cluster.pump(&mut |rank, _, event| log.note(rank, event));
+        }
+        while cluster.endpoint(1).poll(&mut |event| log.note(1, event)).unwrap() > 0 {}
+        let of_the_round = |log: &Log| numbers.clone().filter(|number| log.imms.contains_key(&(1, *number))).count();
+        let seen = of_the_round(&log);
+        (0..200).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
+        std::thread::sleep(Duration::from_micros(60));
+        (0..20).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
+        assert_eq!(of_the_round(&log), seen, "round {round}: an immediate came later than it may");
+    }
 }
 
 fn refuse_what_is_gone<E: Transport>(cluster: &mut Cluster<E>, region: RegionId, older: &[u8]) {

@@ -319,11 +319,16 @@ impl State {
             return Ok(released);
         }
         for slot in 0..self.flights.len() {
-            let landing = |flight: &&mut Flight| flight.to == rank && flight.is_landing_in(region);
-            let Some(flight) = self.flights[slot].as_mut().filter(landing) else { continue };
-            self.counts.dropped += 1;
+            let bound = |flight: &&mut Flight| flight.to == rank && flight.is_bound_for(region);
+            let Some(flight) = self.flights[slot].as_mut().filter(bound) else { continue };
             flight.arrived = true;
-            if flight.completed {
+            let landed = flight.packets_left == 0;
+            let completed = flight.completed;
+            self.counts.dropped += u64::from(!landed);
+            if landed && !completed {
+                // It completes as sent, and its immediate is not handed out.
+                self.give_receive_back(slot as u32);
+            } else if completed {
                 self.remove(slot as u32);
             } else {
                 self.miss_later(slot as u32, Some(0), Miss::Dropped);

@@ -58,10 +58,10 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    /// Whether it will still write to a region of its receiver.
-    pub(super) fn is_landing_in(&self, region: RegionId) -> bool {
+    /// Whether it will still write to a region of its receiver, or tell that it has.
+    pub(super) fn is_bound_for(&self, region: RegionId) -> bool {
         let there = matches!(&self.cargo, Cargo::Write { write, .. } if write.target.region == region);
-        there && !self.arrived && self.packets_left > 0
+        there && !self.arrived
     }
 }
 

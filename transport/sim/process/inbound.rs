@@ -84,8 +84,8 @@ struct Incoming {
 }
 
 impl Incoming {
-    fn is_landing_in(&self, wanted: RegionId) -> bool {
-        !self.whole && matches!(self.cargo, Cargo::Write { target, .. } if target.region == wanted)
+    fn is_bound_for(&self, wanted: RegionId) -> bool {
+        matches!(self.cargo, Cargo::Write { target, .. } if target.region == wanted)
     }
 }
 
@@ -162,11 +162,14 @@ impl Inbound {
     pub(super) fn drop_arriving(&mut self, core: &mut Core, region: RegionId) {
         let now = core.stamp(core.now_ns);
         for guest in self.guests.values_mut() {
-            let dropped = guest.arrivals.extract_if(.., |_, incoming| incoming.is_landing_in(region));
+            let dropped = guest.arrivals.extract_if(.., |_, incoming| incoming.is_bound_for(region));
             for (number, incoming) in dropped.collect::<Vec<_>>() {
-                core.counts.dropped += 1;
                 guest.ready -= usize::from(incoming.received == incoming.total);
-                guest.answer(number, now, Verdict::Dropped);
+                // One that has landed was answered; its immediate is not handed out.
+                if !incoming.whole {
+                    core.counts.dropped += 1;
+                    guest.answer(number, now, Verdict::Dropped);
+                }
             }
         }
         self.guests.retain(|_, guest| !guest.is_over());
