@@ -427,7 +427,10 @@ fn a_peer_that_says_it_is_busy_may_be_silent_for_longer_until_it_is_back() {
     b.hear(1, 1, 0);
     b.hear(1, 1, 1);
     b.pass(limit + 1.1, 2.0 * limit + 2.0);
-    assert!(matches!(b.hands.reports[1..], [Report::PeerLost { peer: Rank(1), .. }]), "{:?}", b.hands.reports);
+    let [_, Report::PeerLost { peer: Rank(1), cause: Cause::Silent { silent_ns } }] = b.hands.reports[..] else {
+        panic!("{:?}", b.hands.reports)
+    };
+    assert!(silent_ns > Liveness::default().first_contact_ns, "{silent_ns}");
 }
 
 #[test]
