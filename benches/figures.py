@@ -2,6 +2,7 @@
 and of docs/figures.md, which has every result that is kept.
 
     python3 benches/figures.py lines FILE.json    a line for each result of a file
+    python3 benches/figures.py merge TO FROM...   results of several files in one
     python3 benches/figures.py readme             renews both tables from benches/results/*/*.json
     python3 benches/figures.py readme --check     says whether they are in step with them; status 1 if one is not
 
@@ -81,13 +82,13 @@ def gpus(result):
 
 
 def kept():
-    """Path and result of everything that was kept of GPUs, in order; but not bare copies, and neither runs that had the
-    device note its stages nor those of ranks that share GPUs, which are for performance.md."""
+    """Path and result of everything that was kept of GPUs, in order; but what is for performance.md: bare copies, runs
+    that had the device note its stages, ranks that share GPUs, and one call with ever more multiprocessors."""
     found = []
     for folder in sorted(os.listdir(RESULTS)):
         place = os.path.join(RESULTS, folder)
         names = sorted(os.listdir(place)) if os.path.isdir(place) else []
-        for name in (name for name in names if name.endswith(".json")):
+        for name in (name for name in names if name.endswith(".json") and not name.startswith("sms-")):
             for result in results_of(os.path.join(place, name)):
                 if any(field in result for field in ("stages_us", "rows", "ranks_per_gpu")):
                     continue
@@ -134,6 +135,14 @@ def renewed(file, text):
     return before + BEGIN + "\n" + table(TABLES[file]()) + "\n" + END + after
 
 
+def merge(to, files):
+    """Results of several files, in one."""
+    results = [result for file in files for result in results_of(file)]
+    with open(to, "w", encoding="utf-8") as file:
+        json.dump({"results": results}, file, indent=2)
+        file.write("\n")
+
+
 def readme(check):
     for name in TABLES:
         path = os.path.join(ROOT, name)
@@ -153,6 +162,8 @@ def main():
     if len(arguments) == 2 and arguments[0] == "lines":
         for result in results_of(arguments[1]):
             print(line(result))
+    elif len(arguments) > 2 and arguments[0] == "merge":
+        merge(arguments[1], arguments[2:])
     elif arguments in (["readme"], ["readme", "--check"]):
         readme(check=len(arguments) == 2)
     else:

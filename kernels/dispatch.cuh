@@ -12,9 +12,10 @@
 // the caller has them; in two they go by the own inbox. Between nodes: dispatch_wire.cuh, by the sending warps. A warp
 // goes through its passes one after the other, and carries what there is in each by the same code (carry_row). Rows
 // leave without waiting for counts: a row's inbox slot is (source, token), and counts decide only its final position.
-// Receive order is (source rank, token) within each expert.
+// With an output in the arena they wait, and there is no inbox: dispatch_in_place.cuh. Receive order is (source rank,
+// token) within each expert.
 #pragma once
-#include "dispatch_receive.cuh"
+#include "dispatch_in_place.cuh"
 
 namespace ty {
 
@@ -127,6 +128,21 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
       from = own_row(a, token);
     }
     i32 mine = -1; // output row of this lane's choice
+    auto find_places = [&]() -> u64 {
+      mine = row_of_choice(a, shared, source, said);
+      if (slices.first == 0) describe_choice(a, source, token, said, mine);
+      return warp_ballot(mine >= 0);
+    };
+    // The first place of a peer's row is where it lies.
+    bool lies = in_place(c) && places && source != c.rank, stuck = false;
+    u64 others = 0;
+    if (lies) {
+      u64 all = find_places();
+      others = all & (all - 1);
+      if (others == 0) continue;
+      RowTo first = output_row(a, static_cast<u64>(shuffle(mine, lowest_bit(all))));
+      from = {first.payload, first.scales, 1, TY_QUANTIZE_NONE};
+    }
     u64 mask = carry_row(
         c, from, slices, places ? scale_stride(a) : 1,
         places || far ? 0 : first_peer(c, slot * TY_SLICES + slices.first),
@@ -136,17 +152,18 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
           if (!places) {
             u64 ranks = warp_ranks_of(c, caller_choices(a), token);
             if (slices.first == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + token, ranks);
+            if (in_place(c)) ranks &= find_targets(a, load(&kept.epoch), token, stuck);
             return direct ? ranks & ~(1ull << c.local) : ranks;
           }
-          mine = row_of_choice(a, shared, source, said);
-          if (slices.first == 0) describe_choice(a, source, token, said, mine);
-          return warp_ballot(mine >= 0);
+          return lies ? others : find_places();
         },
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
+          if (in_place(c)) return target_row(c, bit);
           return packs ? staging_row(c, wave_in(kept), load(&kept.tokens), token, bit)
                        : inbox_row(c, bit, load(&kept.epoch), source, slot);
         });
+    if (stuck) return false;
     if (packs) count_row(c, wave_in(kept), load(&kept.tokens), token, mask, slices);
     else if (!places) raise_tags(c, mask, load(&kept.epoch), source, slot, slices);
   }
@@ -244,6 +261,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 f
     if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false, apart)) return;
     end_sending(c, whole_block(), pass_announce);
   }
+  if (in_place(c) && (!apart || apart_sends) && !plan_targets(a, wave.epoch)) return;
   u32 busy = busy_blocks(c, wave, a.phases, tokens), refused = 0;
   bool begins = far && (a.phases & TY_PHASE_SEND) != 0;
   if (begins && !begin_messages(a, wave, found, refused)) return;
@@ -343,6 +361,7 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
 
 TY_KERNEL(ty_dispatch, ty_dispatch_args) { dispatch<false>(a); }
 TY_KERNEL(ty_dispatch_nodes, ty_dispatch_args) { dispatch<true>(a); }
+TY_KERNEL(ty_dispatch_in_place, InPlaceDispatchArgs) { dispatch<false>(a); }
 
 // Plain calls, by layout of the output.
 template <bool far> using PlainContiguous = PlainDispatchArgs<far, Plain::nothing_else, TY_LAYOUT_CONTIGUOUS>;

@@ -259,6 +259,18 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
   return team_any(team, faulty);
 }
 
+// ---- what an output in the arena needs beside it ----------------------------------------------------------------
+
+// META words of a source's rows for each expert of a rank of this node, and of all, kept by `owner` for one of all.
+TY_DEVICE u64 *all_counts(const Context auto &c, u32 owner, u32 source, u32 rank, u64 epoch) {
+  return in_arena<u64>(c, owner, c.regions.all_counts, epoch, source) + rank * (c.max_local_experts + 1);
+}
+
+// META word of an own choice, wherever it leads.
+TY_DEVICE u64 *own_choice(const Context auto &c, u64 place) {
+  return in_arena<u64>(c, c.local, c.regions.own_choices, 0, 0) + place;
+}
+
 // Words that no routing has used for long must not come to look new: each epoch writes those of one token, in turn.
 // 31 bits of the epoch do: a turn is over long before they begin anew, and then it begins anew.
 TY_DEVICE u32 refreshed_token(const Context auto &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
@@ -302,6 +314,9 @@ TY_DEVICE void write_tile(const Context auto &c, const Team &team, const Choices
           value = 1 + (position << meta_expert_bits | local);
         }
         store_relaxed_sys(meta.choices + place, meta_word(epoch, value));
+        // Of a choice that leads nowhere the own rank's block says so.
+        if (in_place(c) && (there || (choice.home.node() != c.node && tile.destination() == c.local)))
+          store_relaxed_gpu(own_choice(c, place), meta_word(epoch, value));
         if (there || token == refreshed)
           store_relaxed_sys(meta.weights + place, meta_word(epoch, weight_bits(choice.weight)));
         if (choice.k != 0) return;
@@ -322,6 +337,7 @@ TY_DEVICE void refresh_words(const Context auto &c, const Team &team, const Meta
   for (u32 k = team_thread(team); k < c.top_k; k += team_threads(team)) {
     store_relaxed_sys(meta.choices + first + k, meta_word(epoch, 0));
     store_relaxed_sys(meta.weights + first + k, meta_word(epoch, 0));
+    if (in_place(c)) store_relaxed_gpu(own_choice(c, first + k), meta_word(epoch, 0));
   }
   if (team_thread(team) == 0) store_relaxed_sys(meta.tokens + token, meta_word(epoch, 0));
 }
@@ -350,11 +366,16 @@ TY_DEVICE Tile tile_at(const Context auto &c, const Choices &in, u32 destination
 TY_DEVICE void publish_counts(const Context auto &c, const Team &team, const Choices &in, const MetaShared &shared,
                               const Meta &meta, u64 epoch, const Tile &last, bool faulty) {
   u32 experts = last.experts;
+  // N13: what this rank's stream did with its output happens before these words.
+  if (in_place(c)) fence_acq_rel_sys();
   for (u32 e = team_thread(team); e <= experts; e += team_threads(team)) {
     u32 rows = load(&shared.start[e]);
     if (in.tokens != 0) rows += all_in_row(&shared.bitmap[e * last.words], last.words);
     if (faulty) rows = 0;
-    store_relaxed_sys(meta.counts + e, meta_word(epoch, faulty && e == experts ? meta_refused : rows));
+    u64 word = meta_word(epoch, faulty && e == experts ? meta_refused : rows);
+    store_relaxed_sys(meta.counts + e, word);
+    for (u32 rank = 0; in_place(c) && rank < c.node_ranks; ++rank)
+      store_relaxed_sys(all_counts(c, rank, in.source, last.destination(), epoch) + e, word);
     if (in.own && e == experts) note_rows(c, world_rank(c, last.destination()), rows);
   }
   // Where waves end is known for own tokens; a rail says it of others' as their messages land.

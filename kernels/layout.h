@@ -33,6 +33,7 @@
 // Shared memory of a block, asserted where the structs are defined.
 #define TY_DISPATCH_SHARED_BYTES 100352
 #define TY_DISPATCH_NODES_SHARED_BYTES 168192
+#define TY_DISPATCH_IN_PLACE_SHARED_BYTES 172032
 #define TY_COMBINE_SHARED_BYTES 12288
 
 // Phases of a launch, or-ed for a fused call.
@@ -170,6 +171,12 @@ typedef struct ty_regions {
   ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
   ty_region dispatch_free; // [local rank] uint64: the last dispatch whose inbox that rank has read
   ty_region combine_free;  // [local rank] uint64: the same of combine
+                           // In one node, with an output in the arena, into which peers store rows where they belong:
+  ty_region own_rows;      // its rows, row_bytes apart; source_stride 0: there is none
+  ty_region own_scales;    // their scale words, [row][scale_words]
+  ty_region all_counts;    // [parity][source][local rank][max_local_experts + 1] META words: as the first of
+                           // meta_counts, of every rank
+  ty_region own_choices; // [token][top_k] META words: as meta_choices, of own tokens and whatever rank; read here alone
 } ty_regions;
 
 // The first bytes of a message between nodes.

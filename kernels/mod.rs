@@ -24,6 +24,7 @@ use crate::ffi::layout;
 pub const KERNELS: &[&str] = &[
     "ty_dispatch",
     "ty_dispatch_nodes",
+    "ty_dispatch_in_place",
     "ty_dispatch_plain_contiguous",
     "ty_dispatch_plain_contiguous_nodes",
     "ty_dispatch_plain_masked",

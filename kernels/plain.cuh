@@ -62,7 +62,28 @@ static_assert(sizeof(SomeCombineArgs) == sizeof(ty_combine_args), "the same byte
 static_assert(__builtin_offsetof(SomeCombineArgs, out_pitch) == __builtin_offsetof(ty_combine_args, out_pitch),
               "the same bytes");
 
+// A world of one node whose ranks have their output in the arena: calls are as plain ones, of the contiguous layout.
+struct InPlaceContext : ty_context {
+  static constexpr u32 waves = 1, free_flags = 0, nodes = 1, node = 0, node_first = 0;
+};
+struct InPlaceOutput : ty_output {
+  static constexpr u32 layout = TY_LAYOUT_CONTIGUOUS;
+};
+struct InPlaceDispatchArgs {
+  InPlaceContext context;
+  ty_handle handle;
+  ty_tokens tokens;
+  InPlaceOutput output;
+  u32 unused[2];
+  static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, wave = 0;
+};
+static_assert(sizeof(InPlaceDispatchArgs) == sizeof(ty_dispatch_args), "the same bytes");
+
 // Facts of which more is to be known than a value.
+
+// Whether rows are stored where they belong, in the output that each rank has in its arena (dispatch_in_place.cuh).
+TY_DEVICE constexpr bool in_place(const ty_context &) { return false; }
+TY_DEVICE constexpr bool in_place(const InPlaceContext &) { return true; }
 
 // Whether homes of experts are reckoned.
 TY_DEVICE bool is_even(const ty_context &c) { return c.even_experts != 0; }
@@ -72,6 +93,7 @@ template <Plain does, bool arrive> TY_DEVICE constexpr bool is_even(const PlainC
 
 // What rows become as they are sent: TY_QUANTIZE_*.
 TY_DEVICE u32 quantization(const ty_context &c) { return c.quantize; }
+TY_DEVICE constexpr u32 quantization(const InPlaceContext &) { return TY_QUANTIZE_NONE; }
 template <Plain does, bool arrive> TY_DEVICE u32 quantization(const PlainContext<true, does, arrive> &c) {
   if (does != Plain::quantizes) return TY_QUANTIZE_NONE;
   return c.quantize == TY_QUANTIZE_UE8M0 ? TY_QUANTIZE_UE8M0 : TY_QUANTIZE_F32;
@@ -91,6 +113,7 @@ template <Plain does, bool arrive> TY_DEVICE constexpr bool partials_arrive(cons
 }
 
 TY_DEVICE bool spans_nodes(const ty_context &c) { return c.nodes > 1; }
+TY_DEVICE constexpr bool spans_nodes(const InPlaceContext &) { return false; }
 template <Plain does, bool arrive> TY_DEVICE constexpr bool spans_nodes(const PlainContext<true, does, arrive> &) {
   return true;
 }
@@ -107,6 +130,7 @@ template <Plain does, bool arrive> TY_DEVICE constexpr bool looks_ahead(const Pl
 
 // Whether a rank of the world is of this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
+TY_DEVICE constexpr bool is_node_peer(const InPlaceContext &, u32) { return true; }
 template <Plain does, bool arrive>
 TY_DEVICE constexpr bool is_node_peer(const PlainContext<false, does, arrive> &, u32) {
   return true;

@@ -1,7 +1,7 @@
 //! What a call is given: views of device memory with their shapes, and the checks before anything is enqueued.
 
 use super::config::Shape;
-use super::context::inverse;
+use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::View;
@@ -144,6 +144,36 @@ pub struct Output {
     pub zero_padding: bool,
     /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is over.
     pub host_counts: Option<View>,
+}
+
+/// A context's output in its arena: what [`Output`] has to say there, scales being row by row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct OwnOutput {
+    /// Contiguous.
+    pub layout: Layout,
+    /// Rows of the context's dtype.
+    pub rows: View,
+    /// Bytes from one row to the next.
+    pub rows_pitch: usize,
+    /// Scales of the rows, where the context has them.
+    pub scales: Option<View>,
+}
+
+impl OwnOutput {
+    /// Refuses an output that is not this one.
+    pub(crate) fn check(&self, output: &Output) -> Result<()> {
+        let given = OwnOutput {
+            layout: output.layout,
+            rows: View { bytes: self.rows.bytes, ..output.rows },
+            rows_pitch: output.rows_pitch,
+            scales: output.scales.map(|view| View { bytes: self.scales.map_or(0, |own| own.bytes), ..view }),
+        };
+        if given == *self && output.scale_order == ScaleOrder::RowMajor {
+            return Ok(());
+        }
+        let advice = "this context has an output in its arena; give what own_output() says".into();
+        Err(argument("output", format!("{:?} at {:#x}", output.layout, output.rows.ptr), advice))
+    }
 }
 
 /// The experts' outputs, in the layout dispatched.
@@ -294,9 +324,9 @@ impl Output {
         };
         let local = shape.local_experts;
         let rows = self.layout.rows(local).filter(|&rows| rows <= i32::MAX as usize);
-        let (Some(rows), true) = (rows, align <= i32::MAX as usize) else {
-            let advice = "rows are counted in int32; ask for fewer".into();
-            return Err(argument("layout", format!("{:?}", self.layout), advice));
+        let (Some(rows), true) = (rows, shape.is_counted(local, align)) else {
+            let advice = "rows are counted in int32, those by which experts' starts are aligned, too; ask for fewer";
+            return Err(argument("layout", format!("{:?}", self.layout), advice.into()));
         };
         need("rows", self.rows, rows_span("rows_pitch", rows, self.rows_pitch, shape.row_bytes)?, 16)?;
         need("expert_count", self.expert_count, Some(4 * local), 4)?;

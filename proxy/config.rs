@@ -4,6 +4,7 @@ use super::context::AllToAll;
 use super::placement::Placement;
 use super::plan::PlanInput;
 use super::service::Proxy;
+use super::sms::{Traffic, sms_available};
 use super::wire::Nodes;
 use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
@@ -79,6 +80,8 @@ pub(crate) struct Shape {
     pub double_buffer_bytes: u64,
     pub arriving_tokens: Option<usize>,
     pub wave_tokens: Option<usize>,
+    /// Rows and alignment of an output in the arena.
+    pub own_output: Option<(usize, usize)>,
     pub arena: ArenaPlace,
     pub hidden: usize,
     pub experts: usize,
@@ -103,6 +106,12 @@ impl Shape {
 
     pub fn weights_with_combine(&self) -> bool {
         self.weights == Weights::Combine
+    }
+
+    /// Whether kernels can number the rows of so many experts, of any routing, with starts that are aligned so.
+    pub fn is_counted(&self, experts: usize, align: usize) -> bool {
+        let rows = self.ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k);
+        rows.saturating_add(experts.saturating_mul(align)) <= i32::MAX as usize
     }
 
     pub fn weights_sentence(&self) -> &'static str {
@@ -178,6 +187,7 @@ impl Shape {
             receives: self.receives,
             double_buffer_bytes: self.double_buffer_bytes,
             arriving_tokens: self.arriving_tokens.unwrap_or(0),
+            own_rows: self.own_output.map_or(0, |(rows, _)| rows),
         }
     }
 
@@ -189,7 +199,7 @@ impl Shape {
         let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
-            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} arriving_tokens={} arena={:?} hidden={} experts={} top_k={} \
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} arriving_tokens={} own_output={} arena={:?} hidden={} experts={} top_k={} \
              max_tokens={} wave_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
              partial={:?} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
@@ -200,6 +210,7 @@ impl Shape {
             self.chunk_rows.unwrap_or(0),
             self.double_buffer_bytes,
             self.arriving_tokens.map_or("default".into(), |tokens| tokens.to_string()),
+            self.own_output.map_or("none".into(), |(rows, align)| format!("{rows}:{align}")),
             self.arena,
             self.hidden,
             self.experts,
@@ -241,6 +252,7 @@ pub struct AllToAllBuilder {
     pub(crate) double_buffer_bytes: u64,
     pub(crate) arriving_tokens: Option<usize>,
     pub(crate) wave_tokens: Option<usize>,
+    pub(crate) own_output: Option<(usize, usize)>,
     pub(crate) meta_tile: Option<usize>,
     pub(crate) arena: ArenaPlace,
     pub(crate) statistics: bool,
@@ -272,6 +284,7 @@ impl AllToAllBuilder {
             double_buffer_bytes: DOUBLE_BUFFER_BYTES,
             arriving_tokens: None,
             wave_tokens: None,
+            own_output: None,
             meta_tile: None,
             arena: ArenaPlace::Device,
             statistics: false,
@@ -374,7 +387,10 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Blocks of a kernel. Default: all multiprocessors, less those that the network's own kernels need.
+    /// Blocks of a kernel. Default, on a GPU: of its multiprocessors, less those that the network's own kernels need, all for
+    /// contexts of few tokens, and for large ones the fewest by which calls take no more than a percent longer, by a model of
+    /// the bytes that they move ([`explain_plan`](Self::explain_plan) tells; docs/performance.md, "As many multiprocessors as
+    /// it takes"). On the CPU device all.
     ///
     /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks must
     /// fit on it at once: give each such context a budget. [`build`](Self::build) refuses the one by which the budgets of
@@ -382,6 +398,19 @@ impl AllToAllBuilder {
     /// Contexts with the default are not counted: their calls must follow one another, on one stream or by events.
     pub fn sms(mut self, sms: u32) -> Self {
         self.sms = Some(sms);
+        self
+    }
+
+    /// Gives the context an output in its arena, the same on all ranks: `rows` rows in the contiguous layout, starts of
+    /// experts at multiples of `align` rows, scales row by row. Peers then store a row where its first expert wants it, and
+    /// no inbox lies between: of eight ranks each moves less than half of what it does otherwise, and the arena lacks the
+    /// inbox. But no row leaves before all counts are here. For large calls with few multiprocessors
+    /// (docs/performance.md, "Rows stored in place"). Default: none.
+    ///
+    /// Every [`dispatch`](AllToAll::dispatch) then goes to [`AllToAll::own_output`], whose rows are there until the next one
+    /// begins; calls are not split. In worlds of one node of at most 32 ranks, without quantisation.
+    pub fn own_output(mut self, rows: usize, align: usize) -> Self {
+        self.own_output = Some((rows, align));
         self
     }
 
@@ -489,8 +518,11 @@ impl AllToAllBuilder {
     /// # Errors
     /// As [`plan`](Self::plan).
     pub fn explain_plan(&self) -> Result<String> {
-        let input = self.check()?.0.plan_input();
-        Ok(super::Plan::new(&input)?.explain(&input))
+        let shape = self.check()?.0;
+        let input = shape.plan_input();
+        let gpu = self.device.as_ref().filter(|device| device.kind() == DeviceKind::Cuda);
+        let gpu = gpu.map(|gpu| sms_available(gpu, self.proxy.as_ref()));
+        Ok(format!("{}\n{}", super::Plan::new(&input)?.explain(&input), Traffic::of(&shape).explain(gpu)))
     }
 
     /// Checks everything that can be seen on one rank.
@@ -519,6 +551,7 @@ impl AllToAllBuilder {
             let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds".into();
             return Err(config("first_epoch", self.first_epoch, advice));
         }
+        self.check_own_output(&nodes)?;
         let placement = match &self.placement {
             Some(placement) => placement.clone(),
             None => Placement::even(self.experts, first_ranks)?,
@@ -547,6 +580,7 @@ impl AllToAllBuilder {
             double_buffer_bytes: self.double_buffer_bytes,
             arriving_tokens: self.arriving_tokens,
             wave_tokens: self.wave_tokens,
+            own_output: self.own_output,
             arena: match self.device_kind() {
                 DeviceKind::Cpu => ArenaPlace::Host,
                 DeviceKind::Cuda => self.arena,
@@ -571,7 +605,32 @@ impl AllToAllBuilder {
             max_local_experts: placement.max_local_experts(),
         };
         self.check_rows(&shape)?;
+        if let Some((_, align)) =
+            self.own_output.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
+        {
+            let advice =
+                "rows are counted in int32, those by which experts' starts are aligned, too; align by less".into();
+            return Err(config("own_output align", align, advice));
+        }
         Ok((shape, placement))
+    }
+
+    fn check_own_output(&self, nodes: &Nodes) -> Result<()> {
+        let Some((rows, align)) = self.own_output else { return Ok(()) };
+        within("own_output rows", rows, 1, i32::MAX as usize, "rows")?;
+        within("own_output align", align, 1, i32::MAX as usize, "rows")?;
+        let why = if nodes.members().len() > 1 {
+            "an output in the arena is for worlds of one node; leave it out between nodes"
+        } else if nodes.largest() > 32 {
+            "an output in the arena is for nodes of 32 ranks at the most; leave it out"
+        } else if self.quantize {
+            "rows that are quantised as they are sent have no output in the arena; leave one of them out"
+        } else if self.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
+            "calls with an output in the arena go in one wave; leave wave_tokens out"
+        } else {
+            return Ok(());
+        };
+        Err(config("own_output", format!("{rows} rows"), why.into()))
     }
 
     fn check_nodes(&self) -> Result<Nodes> {

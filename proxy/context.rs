@@ -2,7 +2,7 @@
 
 use super::agreement::{Differing, agree};
 use super::budget::Budget;
-use super::calls::{Combined, Output, Rows, Tokens};
+use super::calls::{Combined, Layout, Output, OwnOutput, Rows, Tokens};
 use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
 use super::driver::Kept;
 use super::handle::{CombineSent, Handle, Lease, Pool, Sent, SentRows};
@@ -10,12 +10,14 @@ use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
-use super::service::{FlagPlace, Number, Offer, Opening, Proxy, SharedWords};
+use super::service::{FlagPlace, Number, Offer, Opening, SharedWords};
+use super::sms::{Traffic, sms_available};
 use super::statistics::{CallStatistics, Statistics};
-use super::wire::{ChunkIdx, Direction, LinkIdx, Nodes, Wire};
+use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words};
+use super::wire::{ChunkIdx, Direction, LinkIdx, Wire};
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream};
+use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream, View};
 use crate::transport::link::{DeviceNeeds, Span};
 use crate::transport::memory::gdr::GdrCopy;
 use crate::transport::{Arena, PeerMap, World};
@@ -91,7 +93,10 @@ impl AllToAll {
     pub(crate) fn build(builder: AllToAllBuilder) -> Result<AllToAll> {
         let world = builder.world.clone();
         let checked = builder.check();
-        let few_blocks = builder.device.as_ref().is_none_or(|gpu| sms_of(&builder, gpu) <= raw::TY_FEW_BLOCKS);
+        let few_blocks = match (&builder.device, &checked) {
+            (Some(gpu), Ok((shape, _))) => sms_of(&builder, shape, gpu) <= raw::TY_FEW_BLOCKS,
+            _ => true,
+        };
         let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
         let numbers = builder.proxy.as_ref().map_or(Offer::ANY, |proxy| proxy.offer(world.generation()));
         let agreed = agree(&world, &checked, builder.first_epoch, Differing { few_blocks, receives, numbers })?;
@@ -107,7 +112,7 @@ impl AllToAll {
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
-        let sms = sms_of(&builder, &device);
+        let sms = sms_of(&builder, &shape, &device);
         let shared =
             Shared { tables: &tables, reports: &reports, statistics: statistics.as_ref(), proxied: proxied.as_ref() };
         let context = device_context(&builder, &shape, &plan, &peers, &shared, sms);
@@ -174,6 +179,7 @@ impl AllToAll {
     /// As for [`dispatch`](Self::dispatch).
     pub fn dispatch_send(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
         self.check()?;
+        self.check_split()?;
         let lease = self.pool.take()?;
         let input = tokens.check(&self.shape)?;
         self.launch_dispatch(stream, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
@@ -345,17 +351,46 @@ impl AllToAll {
         self.flags
     }
 
+    /// The output in the arena, into which every dispatch goes; `None` unless the context was built with
+    /// [`own_output`](AllToAllBuilder::own_output). What is there stays until the next dispatch begins.
+    pub fn own_output(&self) -> Option<OwnOutput> {
+        let (capacity, align) = self.shape.own_output?;
+        let base = *self.context.peer_base.get(self.context.local as usize)?;
+        let view =
+            |region: &raw::ty_region, row_bytes: usize| View { ptr: base + region.offset, bytes: capacity * row_bytes };
+        let regions = &self.plan.regions;
+        Some(OwnOutput {
+            layout: Layout::Contiguous { align, capacity },
+            rows: view(&regions.own_rows, self.shape.row_bytes),
+            rows_pitch: self.shape.row_bytes,
+            scales: (self.shape.scale_words > 0).then(|| view(&regions.own_scales, 4 * self.shape.scale_words)),
+        })
+    }
+
     /// Blocks of a kernel.
     pub fn sms(&self) -> u32 {
         self.sms
     }
 
     fn check_output(&self, output: &Output) -> Result<raw::ty_output> {
-        if matches!(output.layout, super::Layout::Token { .. }) && self.shape.weights_with_combine() {
+        if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch".into();
             return Err(config("layout", "token", advice));
         }
+        if let Some(own) = self.own_output() {
+            own.check(output)?;
+        }
         output.check(&self.shape)
+    }
+
+    /// Refuses halves of a call where rows leave once counts are here.
+    fn check_split(&self) -> Result<()> {
+        if self.shape.own_output.is_none() {
+            return Ok(());
+        }
+        let advice = "with an output in the arena rows leave once all counts are here, so that a call has no halves; use \
+                      dispatch, or a context without own_output";
+        Err(config("own_output", "of a split dispatch", advice.into()))
     }
 
     fn own(&self, name: &'static str, context: u64) -> Result<()> {
@@ -462,15 +497,17 @@ impl Drop for AllToAll {
     }
 }
 
-/// Blocks of a kernel.
-fn sms_of(builder: &AllToAllBuilder, device: &Device) -> u32 {
-    builder.sms.unwrap_or_else(|| default_sms(device, builder.proxy.as_ref()))
-}
-
-/// All multiprocessors but those that the network needs; two at least, one of which watches the proxy's words.
-fn default_sms(device: &Device, proxy: Option<&Proxy>) -> u32 {
-    let (blocks, all) = (proxy.map_or(0, |proxy| proxy.device_needs().blocks), device.multiprocessors());
-    if blocks == 0 { all } else { all.saturating_sub(blocks).max(2) }
+/// Blocks of a kernel: the budget, or what is chosen of the multiprocessors that there are. The CPU device has none to spare
+/// anybody.
+fn sms_of(builder: &AllToAllBuilder, shape: &Shape, device: &Device) -> u32 {
+    if let Some(sms) = builder.sms {
+        return sms;
+    }
+    let available = sms_available(device, builder.proxy.as_ref());
+    match device.kind() {
+        DeviceKind::Cpu => available,
+        DeviceKind::Cuda => Traffic::of(shape).choose(available),
+    }
 }
 
 /// Refuses an arena in memory of a GPU that the network does not reach.
@@ -567,7 +604,7 @@ impl Local {
         let index = |rank: &Rank| shape.nodes.index_of(*rank).unwrap_or(0) as u64;
         let indices = |ranks: Vec<Rank>| pack_words(&ranks.iter().map(index).collect::<Vec<_>>());
         let names: Vec<u64> = shape.nodes.ranks().map(|rank| u64::from(rank.0)).collect();
-        let blocks = sms_of(builder, &device);
+        let blocks = sms_of(builder, shape, &device);
         let tiling = Tiling::of(builder, shape);
         let tables = Tables {
             state: upload(&device, &state_words(builder.first_epoch, blocks))?,
@@ -647,77 +684,6 @@ fn upload(device: &Device, words: &[u64]) -> Result<DeviceBuffer> {
     let buffer = device.alloc(bytes.len())?;
     buffer.write(0, &bytes)?;
     Ok(buffer)
-}
-
-/// A `ty_state`, and behind it the words of so many blocks, about to start `first_epoch` of dispatch and combine and the
-/// first barrier.
-fn state_words(first_epoch: u64, blocks: u32) -> Vec<u64> {
-    const { assert!(size_of::<raw::ty_turn>() == 32 && std::mem::offset_of!(raw::ty_turn, received) == 8) };
-    let mut words = vec![0; size_of::<raw::ty_state>() / 8];
-    for direction in 0..raw::TY_DIRECTIONS {
-        let last = if direction == raw::TY_DIRECTION_BARRIER { 0 } else { first_epoch - 1 };
-        words.extend((0..blocks).flat_map(|_| [last, last, 0, 0]));
-    }
-    words
-}
-
-/// `ty_expert_home` of every expert: node, rank in it, local index.
-fn home_words(placement: &Placement, nodes: &Nodes) -> Vec<u64> {
-    let home = |expert: usize| {
-        let rank = Rank(placement.rank_of(expert)?);
-        let (node, local) = (nodes.node_of(rank)? as u64, nodes.local_of(rank)? as u64);
-        Some(node | local << 16 | u64::from(placement.local_index(expert)?) << 32)
-    };
-    // A node that does not exist gets nothing.
-    (0..placement.experts()).map(|expert| home(expert).unwrap_or(u64::from(u16::MAX))).collect()
-}
-
-/// Experts of every rank, where rank r has those from r times this, in nodes of equal size, so that kernels can reckon
-/// homes; else 0.
-fn even_experts(placement: &Placement, nodes: &Nodes) -> u32 {
-    let (experts, ranks) = (placement.experts(), nodes.ranks().count());
-    let first = nodes.members().first().map_or(0, Vec::len);
-    if ranks == 0 || !experts.is_multiple_of(ranks) || nodes.members().iter().any(|node| node.len() != first) {
-        return 0;
-    }
-    let each = experts / ranks;
-    let follows = |expert: usize| {
-        let (rank, local) = ((expert / each) as u32, (expert % each) as u32);
-        placement.rank_of(expert) == Some(rank) && placement.local_index(expert) == Some(local)
-    };
-    if (0..experts).all(follows) && nobody_left(nodes) { each as u32 } else { 0 }
-}
-
-/// Whether all ranks have the numbers that they had in the first generation: those that went leave gaps.
-fn nobody_left(nodes: &Nodes) -> bool {
-    nodes.ranks().enumerate().all(|(i, rank)| rank.index() == i)
-}
-
-/// Numbers as uint32, two to a word.
-fn pack_words(numbers: &[u64]) -> Vec<u64> {
-    let pair = |pair: &[u64]| pair[0] | pair.get(1).copied().unwrap_or(0) << 32;
-    let words: Vec<u64> = numbers.chunks(2).map(pair).collect();
-    if words.is_empty() { vec![0] } else { words }
-}
-
-/// `ty_source_owner` of every rank, for a rank's node: who takes the partial rows of its tokens there.
-fn owner_words(nodes: &Nodes, rank: Rank) -> Vec<u64> {
-    let own = nodes.node_of(rank);
-    let owner = |source: Rank| {
-        let node = nodes.node_of(source)?;
-        if Some(node) == own {
-            return Some(node as u64 | (nodes.local_of(source)? as u64) << 16);
-        }
-        let rail = nodes.rail(source, own?)?;
-        let part = 1 + nodes.sources(Direction::Dispatch, rail).iter().position(|home| *home == source)?;
-        Some(node as u64 | (nodes.local_of(rail)? as u64) << 16 | (part as u64) << 32)
-    };
-    nodes.ranks().map(|source| owner(source).unwrap_or(u64::from(u16::MAX))).collect()
-}
-
-/// What kernels multiply by to divide numbers below 2^16 by `divisor`, the upper half of the product being the quotient.
-fn reciprocal(divisor: u64) -> u64 {
-    (1 << 32) / divisor.max(1) + 1
 }
 
 fn device_context(
@@ -859,11 +825,6 @@ fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank,
         chunk_inverse: inverse(message.chunk_rows),
         reserved: 0,
     }
-}
-
-/// What kernels multiply by instead of dividing by `divisor`: see `divide` in kernels/context.cuh.
-pub(super) fn inverse(divisor: u32) -> u32 {
-    u32::MAX / divisor.max(1)
 }
 
 #[cfg(test)]

@@ -21,10 +21,12 @@ mod placement;
 mod plan;
 mod report;
 mod service;
+mod sms;
 mod statistics;
+mod tables;
 pub mod wire;
 
-pub use calls::{Combined, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
+pub use calls::{Combined, IndexType, Layout, Output, OwnOutput, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use config::{AllToAllBuilder, ArenaPlace, Partial, Scales, Weights};
 pub use context::{AllToAll, Stats};
 pub use handle::{CombineSent, Handle, Sent};

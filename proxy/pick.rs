@@ -16,6 +16,9 @@ type Pair = (&'static str, &'static str);
 
 /// Dispatch's kernel for a launch, and the shared memory that a block of it has, in bytes.
 pub(super) fn dispatch(args: &raw::ty_dispatch_args) -> (&'static str, u32) {
+    if args.context.regions.own_rows.source_stride != 0 {
+        return ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES);
+    }
     let plain = is_plain(&args.context, args.phases) && args.output.zero_padding == 0;
     let quantizes = plain && args.context.quantize != raw::TY_QUANTIZE_NONE;
     let kernel = match args.output.layout {

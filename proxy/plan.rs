@@ -57,6 +57,8 @@ pub struct PlanInput {
     pub double_buffer_bytes: u64,
     /// With one node: up to how many tokens of a wave partial rows arrive without tags.
     pub arriving_tokens: usize,
+    /// With one node: rows of an output in the arena, into which peers store rows where they belong; 0 for none.
+    pub own_rows: usize,
 }
 
 impl PlanInput {
@@ -192,9 +194,12 @@ impl Plan {
         let home_tokens = if several { tokens.checked_mul(8)? } else { 0 };
         let free = if copies == 1 { 8 } else { 0 };
         let arrive = !several && wave_tokens <= input.arriving_tokens;
+        // Rows that are stored where they belong have no inbox.
+        let own_rows = input.own_rows as u64;
+        let (inbox, own) = if own_rows == 0 { (wave, 0) } else { (0, 1) };
         let c = cursor;
         Some(raw::ty_regions {
-            rows: c.region("dispatch rows", copies, ranks, wave.checked_mul(input.slot_bytes() as u64)?)?,
+            rows: c.region("dispatch rows", copies, ranks, inbox.checked_mul(input.slot_bytes() as u64)?)?,
             row_tags: c.region("dispatch row tags", copies, ranks, wave.checked_mul(8 * u64::from(raw::TY_SLICES))?)?,
             meta_flags: c.region("META flags", 2, node_ranks, 8)?,
             meta_counts: c.region("META counts", 2, ranks, (input.max_local_experts as u64 + 1 + waves) * 8)?,
@@ -215,6 +220,15 @@ impl Plan {
             barrier_flags: c.region("barrier flags", 2, node_ranks, 8)?,
             dispatch_free: c.region("free flags of dispatch", 1, node_ranks, free)?,
             combine_free: c.region("free flags of combine", 1, node_ranks, free)?,
+            own_rows: c.region("output rows", 1, 1, own_rows.checked_mul(input.row_bytes as u64)?)?,
+            own_scales: c.region("output scales", 1, 1, own_rows.checked_mul(4 * input.scale_words as u64)?)?,
+            all_counts: c.region(
+                "META counts of all ranks",
+                2,
+                ranks * own,
+                node_ranks * (input.max_local_experts as u64 + 1) * 8,
+            )?,
+            own_choices: c.region("META own choices", 1, own, choices.checked_mul(8)?)?,
         })
     }
 
@@ -261,6 +275,13 @@ impl Plan {
         };
         let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.ranks().count());
         let slots = format!("min(top-k {}, ranks of a node {largest})", input.top_k);
+        if input.own_rows > 0 {
+            let (rows, row) = (input.own_rows, input.row_bytes + 4 * input.scale_words);
+            return format!(
+                "one node, an output in the arena and no inbox: {rows} rows x {row} B + 2 parities x {tokens} tokens x {slots} \
+                 x {c} B a partial row, plus flags, tags and META; {waves}"
+            );
+        }
         if nodes == 1 {
             return format!(
                 "one node, any routing: 2 parities x {tokens} tokens x ({ranks} ranks x {d} B a row + {slots} x {c} B a \
@@ -353,6 +374,7 @@ mod tests {
             receives: usize::MAX,
             double_buffer_bytes: 256 << 20,
             arriving_tokens: 256,
+            own_rows: 0,
         }
     }
 

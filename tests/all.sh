@@ -95,6 +95,7 @@ verify() {
   target/release/tokenyard verify --seeds 1 --full
   say "schedules"
   target/release/tokenyard verify --schedules 2000
+  target/release/tokenyard verify --schedules 500 --own-output
   say "messages that are tampered with"
   target/release/tokenyard verify --schedules 500 --forge --timeout-ms 1000
 }
@@ -105,6 +106,8 @@ sanitize() {
   TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --target-dir target/coverage
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --seeds 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+    target/coverage/debug/tokenyard verify --schedules 60 --own-output
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
     target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 1000
   # More ranks of a node than verify draws.

@@ -12,6 +12,7 @@
 #            modes      128 tokens: graph, split, types, layouts, weights, processes; and the stages of calls
 #            shapes     128 tokens of each model; skewed and recorded routing
 #            sweep      1 to 8192 tokens, with a plot
+#            sms        large calls with 8 to all multiprocessors
 #            nodes      GPUs as two nodes, and as nodes of one: correctness in several ways, then figures; a GPU that is
 #                       alone is shared by four ranks
 #            copies     what blocks can move at all, in two ways, and what a look at host memory takes
@@ -25,10 +26,10 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
 FIGURES=(decode prefill modes shapes sweep)
-SECTIONS=(checks verify "${FIGURES[@]}" nodes copies long sanitizer)
+SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long sanitizer)
 # Seconds: each fits in ten minutes.
 declare -A LIMITS=(
-  [checks]=540 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [nodes]=480 [copies]=60 [long]=540
+  [checks]=540 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
   [sanitizer]=480
 )
 
@@ -37,7 +38,7 @@ build() {
   mkdir -p "$dir"
   (cd "$root" && cargo build --release)
   (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
-    --test arena --test contexts --test gpu_nic --test wide 2>&1) |
+    --test arena --test contexts --test gpu_nic --test own_output --test wide 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
@@ -127,6 +128,7 @@ section_checks() {
     note wide skipped "needs 2 GPUs: one has fewer queues than the test has ranks"
   fi
   check contexts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/contexts" --test-threads=1
+  check own_output env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/own_output" --test-threads=1
   check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/gpu_nic" contexts arenas --test-threads=1
   if [ "$gpus" -ge 3 ]; then check kills "$dir/kills" --test-threads=1; else note kills skipped "needs 3 GPUs"; fi
   local dtype layout shared=$((2 * gpus))
@@ -143,6 +145,7 @@ section_checks() {
   [ "$shared" -le 16 ] || shared=16
   # Few blocks and many ranks: some blocks send apart from the others.
   CUDA_DEVICE_MAX_CONNECTIONS=32 checked apart --world 8 --sms 12 --tokens 256 --iters 10 --warmup 2
+  CUDA_DEVICE_MAX_CONNECTIONS=32 checked own-output --world 8 --sms 12 --tokens 256 --own-output --iters 10 --warmup 2
   checked shared --world "$shared" --tokens 128 --iters 20 --warmup 2
 }
 
@@ -160,6 +163,9 @@ section_prefill() {
   local n
   for n in $(worlds); do figure "prefill-$n" --world "$n" --tokens 4096 --iters 100 --warmup 10; done
   figure "prefill-sms24-$ranks" --world "$ranks" --tokens 4096 --sms 24 --iters 100 --warmup 10
+  figure "prefill-sms24-own-$ranks" --world "$ranks" --tokens 4096 --sms 24 --own-output --iters 100 --warmup 10
+  # All that an H100 or H200 has: by itself the library takes what is as fast.
+  figure "prefill-sms132-$ranks" --world "$ranks" --tokens 4096 --sms 132 --iters 100 --warmup 10
 }
 
 section_modes() {
@@ -191,6 +197,17 @@ section_shapes() {
 section_sweep() {
   figure "sweep-$ranks" --world "$ranks" --tokens 1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192 --iters 100 --warmup 10 \
     --check first --plot "$out/sweep-$ranks.svg"
+}
+
+# Of one rank, with all choices of a token and with as few as a rank of eight has of it. What is kept is one file.
+section_sms() {
+  local sms large=(--world 1 --iters 60 --warmup 10 --check first) parts=()
+  for sms in 8 16 24 48 96 132; do
+    figure "sms$sms-v3" "${large[@]}" --tokens 4096 --sms "$sms"
+    figure "sms$sms-few" "${large[@]}" --tokens 16384 --experts 32 --top-k 2 --sms "$sms"
+    parts+=("$out/sms$sms-v3.json" "$out/sms$sms-few.json")
+  done
+  python3 "$root/benches/figures.py" merge "$out/sms-1.json" "${parts[@]}" && rm -f "${parts[@]}"
 }
 
 section_nodes() {

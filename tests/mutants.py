@@ -24,6 +24,7 @@ META, SEND, RECEIVE = (
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
     "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
 QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
+IN_PLACE = "kernels/dispatch_in_place.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
@@ -58,6 +59,14 @@ MUTANTS = [
      "return a.phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE) &&", "return (a.phases & TY_PHASE_RECEIVE) != 0 &&"),
     ("rows to place counted over two dispatches", DISPATCH, "store(&state_of(c)->placed[(ended + 1) & 1], 0u);", "(void)0;"),
     ("some rows are for blocks that only place", DISPATCH, "blocks = apart ? apart : worker_count(c);", "blocks = worker_count(c);"),
+    ("own rows counted among those before them", IN_PLACE, "before += source < c.rank", "before += source <= c.rank"),
+    ("an output without room stored into", IN_PLACE, "&& needed <= a.output.capacity;", ";"),
+    ("rows of refused routing stored in outputs", IN_PLACE, "bool room = load(&shared.refused) == 0 &&", "bool room ="),
+    ("a row stored where its last expert wants it", IN_PLACE, "if (j <= k && other == rank) first = false;", "(void)other;"),
+    ("segments of other ranks not aligned", IN_PLACE, "experts, a.output.align, a.output.align_inverse);", "experts);"),
+    ("row of the first choice looked for at the first lane", DISPATCH, "shuffle(mine, lowest_bit(all))", "shuffle(mine, 0)"),
+    ("first place of own rows taken for stored", DISPATCH, "bool lies = in_place(c) && places && source != c.rank,", "bool lies = in_place(c) && places,"),
+    ("counts of other ranks not told", META, "in_place(c) && rank < c.node_ranks; ++rank)", "in_place(c) && rank < 1; ++rank)"),
     ("row tag raised in the wrong slot", SEND, "slot * TY_SLICES + slice, epoch);", "slot / 2 * TY_SLICES + slice, epoch);"),
     ("tag of the last slice forgotten", SEND, "i >> shift < c.node_ranks;", "(i + 1) >> shift < c.node_ranks;"),
     ("last slice of a row not carried", SEND, "slice_begin(vectors, slices.end, warp_size);",
@@ -68,7 +77,7 @@ MUTANTS = [
     ("unused exponents not zero", QUANTIZE, "u32 word = there ? ", "u32 word = true ? "),
     ("forwarded rows quantised again", TO_NODES, "from + c.row_bytes, 1, TY_QUANTIZE_NONE}", "from + c.row_bytes, 1, c.quantize}"),
     ("no barrier between marking and counting", META,
-     "  return team_any(team, faulty);\n}\n\n// Words that no routing", "  return faulty;\n}\n\n// Words that no routing"),
+     "  return team_any(team, faulty);\n}\n\n// ---- what an output", "  return faulty;\n}\n\n// ---- what an output"),
     ("a rank without tokens says nothing", META,
      "  bool last = is_last_tile(in, tile);", "  if (in.tokens == 0) return true;\n  bool last = is_last_tile(in, tile);"),
     ("refused routing looks like no tokens", META, "faulty && e == experts ? meta_refused : rows", "rows"),
@@ -271,6 +280,11 @@ class Worker:
             ("late completions", [program, "verify", "--timeout-ms", "4000", "--replay", LATE]),
             ("messages tampered with", [program, "verify", "--timeout-ms", "1000", "--schedules", "200", "--forge"]),
         ]
+        in_place = [
+            ("outputs in the arena", [program, "verify", "--schedules", "120", "--own-output", "--timeout-ms", "4000"]),
+            ("tests/own_output.rs", [*test, "own_output"]),
+        ]
+        worlds = in_place + worlds if file == IN_PLACE else worlds + in_place
         # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
         proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]
         pick = [("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "pick"])]

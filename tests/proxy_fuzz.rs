@@ -399,6 +399,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         receives: usize::MAX,
         double_buffer_bytes: 0,
         arriving_tokens: 0,
+        own_rows: 0,
         wave_tokens: None,
     }
 }

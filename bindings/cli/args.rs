@@ -157,10 +157,14 @@ pub struct BenchArgs {
     /// Rows of the output; of each expert's in the masked layout [default: the worst case]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, i32::MAX as u64))]
     pub capacity: Option<usize>,
+
+    /// The output lies in the arena, and peers store rows where they belong there (contiguous, in one node)
+    #[arg(long)]
+    pub own_output: bool,
     /// One call each way, send and receive apart, or captured and replayed [default: fused]
     #[arg(long, value_name = "fused|split|graph", value_parser = word::<Mode>)]
     pub mode: Option<Mode>,
-    /// SM budget of a kernel [default: all, less those of an emulated NIC]
+    /// SM budget of a kernel [default: chosen by a model of bytes: all for few tokens, else as few as are as fast]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, 1024))]
     pub sms: Option<usize>,
     /// Timed iterations [default: cpu 5, cuda 1000]
@@ -221,6 +225,9 @@ pub struct VerifyArgs {
     /// Every configuration that is drawn quantises bf16 rows to fp8 as they are sent, not some of them
     #[arg(long)]
     pub quantize: bool,
+    /// Every configuration that is drawn has its output in the arena, not some of them
+    #[arg(long, conflicts_with_all = ["quantize", "forge"])]
+    pub own_output: bool,
     /// Every schedule is of several nodes, and messages between them are tampered with: results may be wrong and calls end with
     /// errors then, but nothing else may happen
     #[arg(long, requires = "schedules")]

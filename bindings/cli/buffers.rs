@@ -5,8 +5,8 @@
 
 use tokenyard::kernels::bench::ExpertCall;
 use tokenyard::{
-    Combined, Device, DeviceBuffer, HostBuffer, IndexType, Layout, Output, Result, Rows, ScaleOrder, ScaleView, Stream,
-    TokenCount, Tokens, View,
+    Combined, Device, DeviceBuffer, HostBuffer, IndexType, Layout, Output, OwnOutput, Result, Rows, ScaleOrder,
+    ScaleView, Stream, TokenCount, Tokens, View,
 };
 
 use super::case::Case;
@@ -31,8 +31,10 @@ pub struct Buffers {
     topk_idx: DeviceBuffer,
     topk_weight: DeviceBuffer,
     count: DeviceBuffer,
+    /// Dispatched rows and their scales; of an output in the arena a copy, to be compared.
     rows: DeviceBuffer,
     scales: DeviceBuffer,
+    own: Option<OwnOutput>,
     expert_count: DeviceBuffer,
     expert_offset: DeviceBuffer,
     row_expert: DeviceBuffer,
@@ -65,7 +67,7 @@ pub struct Observed {
 
 impl Buffers {
     /// Allocates for the largest call of the case.
-    pub fn new(case: &Case, rank: usize, device: &Device) -> Result<Buffers> {
+    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<OwnOutput>) -> Result<Buffers> {
         let mine = case.local_experts(rank);
         let local = mine.len();
         let rows = case.output_rows(local);
@@ -96,6 +98,7 @@ impl Buffers {
             y: alloc(rows * y_pitch(case))?,
             out: alloc((case.max_tokens + 1) * out_pitch(case))?,
             old: Vec::new(),
+            own,
             rank,
             case: case.clone(),
         };
@@ -143,6 +146,9 @@ impl Buffers {
     pub fn poison(&mut self, stream: &Stream, inputs: &Inputs) -> Result<()> {
         for buffer in self.poisoned() {
             stream.fill(buffer.view(), POISON)?;
+        }
+        for view in self.own.iter().flat_map(|own| [Some(own.rows), own.scales]).flatten() {
+            stream.fill(view, POISON)?;
         }
         stream.fill(self.y.view(), NAN_BYTE)?;
         write_host(&self.host_counts, POISON);
@@ -222,10 +228,26 @@ impl Buffers {
         }
     }
 
+    /// Where dispatch puts rows, and their scales.
+    fn row_views(&self) -> (View, Option<View>) {
+        let rows = self.case.output_rows(self.local);
+        let copy = View { ptr: self.rows.view().ptr, bytes: rows * rows_pitch(&self.case) };
+        let scales = (self.case.scale_words() > 0).then(|| self.scales.view());
+        self.own.map_or((copy, scales), |own| (own.rows, own.scales))
+    }
+
+    /// Copies what lies in the arena, in stream order, for [`read`](Self::read).
+    pub fn pull(&self, stream: &Stream) -> Result<()> {
+        let Some(own) = self.own else { return Ok(()) };
+        let part = |buffer: &DeviceBuffer, view: View| View { bytes: view.bytes, ..buffer.view() };
+        stream.copy(part(&self.rows, own.rows), own.rows)?;
+        own.scales.map_or(Ok(()), |scales| stream.copy(part(&self.scales, scales), scales))
+    }
+
     /// Where dispatch writes, said to have room for `capacity` rows (masked: of each expert).
     pub fn output(&self, capacity: usize) -> Output {
         let case = &self.case;
-        let rows = case.output_rows(self.local);
+        let (rows, scales) = self.row_views();
         let token_layout = case.layout == LayoutWord::Token;
         let only_token = |buffer: &DeviceBuffer| token_layout.then(|| buffer.view());
         Output {
@@ -234,9 +256,9 @@ impl Buffers {
                 LayoutWord::Masked => Layout::Masked { per_expert: capacity },
                 LayoutWord::Token => Layout::Token { capacity },
             },
-            rows: View { ptr: self.rows.view().ptr, bytes: rows * rows_pitch(case) },
+            rows,
             rows_pitch: rows_pitch(case),
-            scales: (case.scale_words() > 0).then(|| self.scales.view()),
+            scales,
             scale_order: match case.scale_order {
                 OrderWord::Row => ScaleOrder::RowMajor,
                 OrderWord::Column => ScaleOrder::ColumnMajor,
@@ -258,12 +280,12 @@ impl Buffers {
         let case = &self.case;
         let column = case.scale_order == OrderWord::Column;
         let token_layout = case.layout == LayoutWord::Token;
-        let words = case.scale_words();
+        let (rows, scales) = self.row_views();
         ExpertCall {
-            rows: self.rows.view(),
+            rows,
             rows_pitch: rows_pitch(case),
-            scales: (words > 0).then(|| self.scales.view()),
-            scale_words: words,
+            scales,
+            scale_words: case.scale_words(),
             scale_leading: if column { case.capacity().next_multiple_of(4) } else { 0 },
             rows_per_block: if column && case.layout == LayoutWord::Masked { case.capacity() } else { 0 },
             ue8m0: case.scales == ScaleKind::Ue8m0,

@@ -6,7 +6,8 @@
 use std::cell::{OnceCell, RefCell};
 
 use tokenyard::{
-    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, Result, Sent, Stream, kernels::bench,
+    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, OwnOutput, Result, Sent, Stream,
+    kernels::bench,
 };
 
 use super::buffers::Buffers;
@@ -29,8 +30,8 @@ pub struct Lane {
 }
 
 impl Lane {
-    pub fn new(case: &Case, rank: usize, device: &Device) -> Result<Lane> {
-        Ok(Lane { buffers: Buffers::new(case, rank, device)?, graphs: None })
+    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<OwnOutput>) -> Result<Lane> {
+        Ok(Lane { buffers: Buffers::new(case, rank, device, own)?, graphs: None })
     }
 }
 

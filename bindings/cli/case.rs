@@ -19,6 +19,8 @@ use super::words::{
     WorldMode, word,
 };
 
+/// Ranks of a node whose output may lie in the arena.
+const MAX_OWN_OUTPUT_RANKS: usize = 32;
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
 pub const MAX_LOCAL_EXPERTS: usize = 2047;
 /// Ranks times experts of one rank at the most: their counts do, too.
@@ -73,6 +75,8 @@ pub struct Case {
     pub align: usize,
     /// Rows of the output (masked: of each expert's); the worst case where none is given.
     pub capacity: Option<usize>,
+    /// Whether dispatch's output lies in the arena, and peers store rows where they belong there.
+    pub own_output: bool,
     /// Order of dispatched scales.
     pub scale_order: OrderWord,
     /// Order of the scales that are dispatched.
@@ -139,6 +143,7 @@ impl Default for Case {
             layout: LayoutWord::Contiguous,
             align: 1,
             capacity: None,
+            own_output: false,
             scale_order: OrderWord::Row,
             input_scales: OrderWord::Row,
             index: IndexWord::I64,
@@ -343,6 +348,23 @@ impl Case {
         }
     }
 
+    /// Why the output cannot lie in the arena, if there is a reason.
+    pub fn why_no_own_output(&self) -> Option<&'static str> {
+        let reasons = [
+            (self.layout != LayoutWord::Contiguous, "its layout is contiguous"),
+            (self.several_nodes(), "it is for worlds of one node"),
+            (self.world > MAX_OWN_OUTPUT_RANKS, "it is for at most 32 ranks"),
+            (self.quantize, "rows that are quantised have none"),
+            (self.mode == Mode::Split, "a dispatch to it has no halves"),
+            (self.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens), "calls to it go in one wave"),
+            (self.scale_order != OrderWord::Row, "its scales are row by row"),
+            (self.ahead > 1, "the next dispatch overwrites it"),
+            (self.gap > 0, "its rows lie side by side"),
+            (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
+        ];
+        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
+    }
+
     /// Rows of the output of a rank, all experts together.
     pub fn output_rows(&self, local: usize) -> usize {
         if self.layout == LayoutWord::Masked { self.capacity() * local } else { self.capacity() }
@@ -485,6 +507,9 @@ impl Case {
             let advice = "only the contiguous layout aligns, to 1 row or more; leave it out".to_string();
             return refuse("--align", self.align.to_string(), advice);
         }
+        if let Some(why) = self.why_no_own_output().filter(|_| self.own_output) {
+            return refuse("--own-output", "given".to_string(), format!("{why}; leave it out"));
+        }
         if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
             let advice = "in the token layout the caller sums a rank's experts, and needs the weights at dispatch; give \
                           dispatch or none, or another --layout";
@@ -613,6 +638,7 @@ fields! {
     layout: show_word, word;
     align: show, read_number;
     capacity: optional, read_optional;
+    own_output: flag, read_flag;
     scale_order: show_word, word;
     input_scales: show_word, word;
     index: show_word, word;
@@ -697,6 +723,7 @@ mod tests {
             partial: PartialWord::Fp8,
             layout: LayoutWord::Masked,
             capacity: Some(77),
+            own_output: true,
             first_epoch: Some(u64::from(u32::MAX)),
             ragged: true,
             routing: Routing::Hot(3),

@@ -107,6 +107,7 @@ impl Config {
         for (name, number) in numbers {
             add(number.is_some(), format!("{name} {}", number.unwrap_or_default()));
         }
+        add(case.own_output, "--own-output".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(case.world_mode != WorldMode::Threads, format!("--world-mode {}", case.world_mode.name()));
@@ -160,6 +161,7 @@ impl Config {
             layout: or_default(args.layout, LayoutWord::Contiguous),
             align: args.align.unwrap_or(1),
             capacity: args.capacity,
+            own_output: args.own_output,
             accumulate: args.accumulate,
             ragged: args.ragged,
             // A replayed graph takes its count from where it can change.

@@ -67,6 +67,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_nodes(&mut case);
     draw_quantize(&mut case);
     draw_partial(&mut case);
+    draw_own_output(&mut case);
     case
 }
 
@@ -75,13 +76,33 @@ pub fn quantized(case: Case) -> Case {
     let drawn = if (case.seed / 2).is_multiple_of(2) { ScaleKind::F32 } else { ScaleKind::Ue8m0 };
     let scales = if case.scales == ScaleKind::None { drawn } else { case.scales };
     let case = Case { dtype: Dtype::Fp8E4m3, scales, quantize: true, ..case };
-    Case { hidden: case.hidden.next_multiple_of(case.hidden_quantum()), ..case }
+    Case { hidden: case.hidden.next_multiple_of(case.hidden_quantum()), own_output: false, ..case }
+}
+
+/// The same, in one node, with an output in the arena; the rest becomes such that there can be one.
+pub fn with_own_output(case: Case) -> Case {
+    let mode = if case.mode == Mode::Split { Mode::Fused } else { case.mode };
+    let fault = if case.fault == FaultWord::Overflow { FaultWord::None } else { case.fault };
+    let case = Case { nodes: Vec::new(), link: Link::None, nics: None, wave_tokens: None, ..case };
+    let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
+    Case { quantize: false, ahead: 1, own_output: true, ..case }
+}
+
+/// What the arguments of `verify` make of a draw.
+pub fn as_asked(case: Case, quantize: bool, own_output: bool) -> Case {
+    if quantize {
+        quantized(case)
+    } else if own_output {
+        with_own_output(case)
+    } else {
+        case
+    }
 }
 
 /// The same, of several nodes, between which messages are tampered with.
 pub fn forged(case: Case) -> Case {
     let nodes = if case.several_nodes() { case.nodes.clone() } else { vec![1, case.world.saturating_sub(1)] };
-    Case { nodes, fault: FaultWord::Forged, ..case }
+    Case { nodes, fault: FaultWord::Forged, own_output: false, ..case }
 }
 
 /// The configuration of a seeded schedule: a tiny world on one thread, in which much happens between ranks and little
@@ -122,6 +143,7 @@ pub fn draw_small(seed: u64) -> Case {
     case.iters = 3 + dice.below(2);
     case.world_mode = WorldMode::OneThread;
     case.hold_stores = seed % 2 == 1;
+    draw_own_output(&mut case);
     case
 }
 
@@ -248,6 +270,19 @@ fn draw_quantize(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 7, 0, 0));
     // Without scales it is refused; now and then that is looked at.
     case.quantize = dice.once_in(if case.scales == ScaleKind::None { 16 } else { 2 });
+}
+
+/// Whether the output lies in the arena, where it can, and then mostly in such cases as have one. From a stream of its own,
+/// as nodes are.
+fn draw_own_output(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 9, 0, 0));
+    if !dice.once_in(3) {
+        return;
+    }
+    let plain = Case { scale_order: OrderWord::Row, ahead: 1, gap: 0, wave_tokens: None, ..case.clone() };
+    if plain.why_no_own_output().is_none() {
+        *case = Case { own_output: true, ..plain };
+    }
 }
 
 /// Whether partial rows are fp8, and columns such that they can be. From a stream of its own, as nodes are.

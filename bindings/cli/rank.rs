@@ -169,13 +169,13 @@ impl<'a> RankRun<'a> {
         let hold = Hold::new(device, world.rank(), job.timeout)?;
         // What goes between nodes by emulated NICs takes the links of one.
         let linked = if seat.is_some() { world.clone().with_nodes(&[world.size()])? } else { world.clone() };
-        let lanes = case.ahead.min(job.iterations());
+        let (lanes, own) = (case.ahead.min(job.iterations()), ep.own_output());
         Ok(RankRun {
             job,
             case,
             rank,
             caller: Caller::new(case, ep, device, job.measured, hold, seat)?,
-            lanes: (0..lanes).map(|_| Lane::new(case, rank, device)).collect::<Result<_>>()?,
+            lanes: (0..lanes).map(|_| Lane::new(case, rank, device, own)).collect::<Result<_>>()?,
             wake: if job.measured { Wake::establish(&linked, device, job.arena)? } else { None },
             idled: true,
             refusing: BTreeSet::new(),
@@ -325,6 +325,8 @@ impl<'a> RankRun<'a> {
         let scales = self.case.quantize.then(|| self.case.reference_scales());
         let (rank, rows) = (self.rank, Made { inputs: turn.inputs, quantized: scales });
         let spec = turn.planned.spec(self.case, &self.spec, rank);
+        lane.buffers.pull(&self.caller.stream)?;
+        self.caller.stream.synchronize(self.job.patience())?;
         let seen = lane.buffers.read()?;
         let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &lane.buffers.dispatched(&seen));
         report.merge(check_combine(&spec, sources, &rows, faults, rank, &lane.buffers.summed(&seen)));
@@ -438,6 +440,9 @@ pub fn builder(case: &Case, world: &World) -> Result<tokenyard::AllToAllBuilder>
             WeightsWord::Combine => Weights::Combine,
             WeightsWord::None => Weights::None,
         });
+    if case.own_output {
+        builder = builder.own_output(case.capacity(), case.align);
+    }
     if let Some(sms) = case.sms {
         builder = builder.sms(sms as u32);
     }

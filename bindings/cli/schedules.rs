@@ -9,7 +9,7 @@ use tokenyard::transport::sim::Counts;
 
 use super::args::VerifyArgs;
 use super::case::Case;
-use super::draw::{draw_small, forged, quantized};
+use super::draw::{as_asked, draw_small, forged};
 use super::report::Progress;
 use super::sample::Verdict;
 use super::tally::Tally;
@@ -47,8 +47,9 @@ impl Sum {
         self.network += *network;
     }
 
-    /// Disturbances that never happened, though so many schedules must have met them; and harm, where messages were tampered with.
-    fn missed(&self, forge: bool) -> Vec<&'static str> {
+    /// Disturbances that never happened, though so many schedules of `nodes` must have met them; and harm, where messages were
+    /// tampered with.
+    fn missed(&self, nodes: bool, forge: bool) -> Vec<&'static str> {
         let n = &self.network;
         let disturbances = [
             ("writes overtaken", n.reordered),
@@ -61,7 +62,8 @@ impl Sum {
             ("packets that wait for them", n.stalled),
         ];
         let harm = [("wrong outputs", self.harmed[0] as u64), ("errors", self.harmed[1] as u64)];
-        let demanded = disturbances.into_iter().chain(harm.into_iter().filter(|_| forge));
+        let disturbances = disturbances.into_iter().filter(|_| nodes);
+        let demanded = disturbances.chain(harm.into_iter().filter(|_| forge));
         demanded.filter(|(_, times)| *times == 0 && self.run >= ALL_MET).map(|(what, _)| what).collect()
     }
 
@@ -111,7 +113,7 @@ pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> 
     for i in 0..count {
         bar.show("schedules", i, count);
         let drawn = draw_small(first.wrapping_add(i as u64));
-        let drawn = if args.quantize { quantized(drawn) } else { drawn };
+        let drawn = as_asked(drawn, args.quantize, args.own_output);
         let case = if args.forge { forged(drawn) } else { drawn };
         let Judged { outcome, schedule } = judge.judge(&case);
         tally.count(&case, matches!(outcome, Outcome::Refused(_)));
@@ -139,7 +141,7 @@ pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> 
     }
     bar.clear();
     sum.print(&tally);
-    let missed = sum.missed(args.forge);
+    let missed = sum.missed(!args.own_output, args.forge);
     if !missed.is_empty() {
         println!("never met: {}", missed.join(", "));
     }

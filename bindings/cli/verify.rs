@@ -12,7 +12,7 @@ use tokenyard::Error;
 use super::args::{Check, VerifyArgs};
 use super::case::Case;
 use super::config::{self, note_sharing, or_here};
-use super::draw::{RANKS, draw, quantized};
+use super::draw::{RANKS, as_asked, draw};
 use super::rank::Job;
 use super::report::Progress;
 use super::sample::{RankResult, Verdict};
@@ -88,6 +88,7 @@ pub fn verify(args: &VerifyArgs) -> Result<ExitCode, Refusal> {
             ("--schedules", args.schedules.is_some()),
             ("--seed", args.seed.is_some()),
             ("--quantize", args.quantize),
+            ("--own-output", args.own_output),
             ("--full", args.full),
         ];
         if let Some((name, _)) = drawn.iter().find(|(_, given)| *given) {
@@ -114,9 +115,9 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge) -> Result<bool, Refusal> {
     for i in 0..count {
         session.bar.show("verify", i, count);
         let drawn = draw(first.wrapping_add(i as u64), judge.device);
-        session.run(&if args.quantize { quantized(drawn) } else { drawn });
+        session.run(&as_asked(drawn, args.quantize, args.own_output));
     }
-    let all_pairs = count >= ALL_PAIRS && !args.quantize;
+    let all_pairs = count >= ALL_PAIRS && !args.quantize && !args.own_output;
     if all_pairs {
         session.run_missing_pairs(first.wrapping_add(count as u64));
     }

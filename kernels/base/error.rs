@@ -43,7 +43,8 @@ pub enum Error {
     },
     /// An output was too small; nothing was written beyond it.
     #[error(
-        "rank {rank}, epoch {epoch}: {what} needs {needed} rows and has {given}; pass an output of at least {needed} rows"
+        "rank {rank}, epoch {epoch}: {what} needs {needed} rows and has {given}; pass an output of at least \
+         {needed} rows, or build the context with that in own_output"
     )]
     Capacity {
         /// The rank that reports.
