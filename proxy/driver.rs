@@ -202,6 +202,7 @@ impl<T: Transport + 'static> Driver<T> {
             return Ok(());
         }
         (0..MAX_CONTEXTS as u8).for_each(|index| self.close(ContextIdx(index)));
+        self.machine.forget_parted();
         self.transport.reset()?;
         self.generation = generation;
         Ok(())

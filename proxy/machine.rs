@@ -519,6 +519,11 @@ impl Machine {
         self.peers.state(peer) == State::Lost
     }
 
+    /// Forgets peers that no open context names any more, which are sent beats until then.
+    pub fn forget_parted(&mut self) {
+        self.peers.forget_parted();
+    }
+
     /// Tells all peers that this rank leaves, with the next turns of time; see `has_left`.
     pub fn leave(&mut self) {
         self.peers.leave();
@@ -652,7 +657,7 @@ impl Machine {
         match (Control::decode(bytes, peer), self.peers.state(peer)) {
             (None, _) => self.stats.bad_messages += 1,
             (Some(_), State::Unlinked) => self.stats.strange_messages += 1,
-            (Some((control, turn)), State::Expected | State::Alive | State::Left | State::Lost) => {
+            (Some((control, turn)), State::Parted | State::Expected | State::Alive | State::Left | State::Lost) => {
                 self.peers.control(peer, control, turn);
             }
         }
@@ -666,7 +671,9 @@ impl Machine {
                 State::Left if !self.is_owed_by(peer) => {}
                 State::Left => self.lose(peer, Cause::Left { silent_ns }, out),
                 State::Expected => self.lose(peer, Cause::NeverHeard { silent_ns }, out),
-                State::Unlinked | State::Alive | State::Lost => self.lose(peer, Cause::Silent { silent_ns }, out),
+                State::Unlinked | State::Parted | State::Alive | State::Lost => {
+                    self.lose(peer, Cause::Silent { silent_ns }, out)
+                }
             }
         }
         self.stats.beats += self.peers.beat(out);

@@ -228,6 +228,8 @@ MUTANTS = [
     ("empty shard not posted", LINKS, "Some(write) => out.post(&write),",
      "Some(write) if write.bytes == 0 => Answer::Accepted,\n                Some(write) => out.post(&write),"),
     ("link left in its row when it moves", WATCHES, ".row = None;", ".row.is_none();"),
+    ("peers of a closed context are sent no beats", "proxy/machine/peers.rs", "State::Expected | State::Alive | State::Parted => State::Parted,", "State::Expected | State::Alive | State::Parted => State::Unlinked,"),
+    ("parted peers outlive a reset", "proxy/machine/peers.rs", "self.table.iter_mut().filter(|peer| peer.state == State::Parted)", "self.table.iter_mut().filter(|peer| peer.state == State::Left)"),
     ("a peer that left and owes a message not lost", MACHINE, "State::Left if !self.is_owed_by(peer)", "State::Left if !self.is_owed_by(self.rank)"),
     ("a peer that left lost by a failed write", MACHINE, "Ending::Failed(failure) if self.peers.state(peer) != State::Left", "Ending::Failed(failure) if self.peers.state(peer) != State::Lost"),
     ("settled between two chunks", LINKS, "|link: &Link| link.chunk.0 == 0 && !matches!", "|link: &Link| link.chunk.0 != 9 && !matches!"),

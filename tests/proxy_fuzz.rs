@@ -159,12 +159,12 @@ impl Fuzzed {
         let arenas: Vec<RegionId> = (0..WORLD as u16).map(RegionId).collect();
         let config = ContextConfig { generation, first_epoch, wire, arenas: &arenas };
         self.driver.open(ContextIdx(at as u8), &config, open.memory.share()).unwrap();
-        self.model.contexts[at] = Some(open);
+        self.model.set(at, Some(open));
     }
 
     fn close(&mut self, at: usize) {
         self.driver.close(ContextIdx(at as u8));
-        self.model.contexts[at] = None;
+        self.model.set(at, None);
     }
 
     fn message(&mut self) -> (Rank, Vec<u8>) {

@@ -11,6 +11,9 @@
 //!                                                           silent for silence_ns, and it owes a message
 //! ```
 //!
+//! A peer that no open context names any more is **Parted**: it may have one open still, and would miss this rank. So it is sent
+//! beats, until it leaves or has been silent for `first_contact_ns`; its own silence means nothing.
+//!
 //! A peer that is **busy**, as it said itself, has `first_contact_ns`: its thread registers memory or connects, and cannot beat
 //! meanwhile. Each message has the sender's turn (control.rs), and of two the later turn holds, whichever comes last.
 //!
@@ -29,6 +32,8 @@ const BEATS_PER_TURN: usize = 4;
 pub(super) enum State {
     /// No open context names it.
     Unlinked,
+    /// None does any more.
+    Parted,
     Expected,
     Alive,
     Left,
@@ -54,7 +59,7 @@ pub(super) struct Silent {
     pub state: State,
 }
 
-/// All peers that open contexts name.
+/// All peers that open contexts name, or did.
 #[derive(Debug)]
 pub(super) struct Peers {
     own: Rank,
@@ -100,8 +105,17 @@ impl Peers {
             }
         }
         for (rank, peer) in self.table.iter_mut().enumerate() {
-            if !self.linked.contains(&Rank(rank as u32)) && peer.state != State::Lost {
-                peer.state = State::Unlinked;
+            let rank = Rank(rank as u32);
+            if self.linked.contains(&rank) {
+                continue;
+            }
+            peer.state = match peer.state {
+                State::Expected | State::Alive | State::Parted => State::Parted,
+                State::Unlinked | State::Left => State::Unlinked,
+                State::Lost => State::Lost,
+            };
+            if peer.state == State::Parted {
+                self.linked.push(rank);
             }
         }
         for rank in fresh {
@@ -112,6 +126,15 @@ impl Peers {
                 (peer.state, peer.heard_ns, peer.turn) = (State::Expected, self.now_ns, None);
             }
         }
+    }
+
+    /// Forgets those that no open context names: the network does, too.
+    pub fn forget_parted(&mut self) {
+        for peer in self.table.iter_mut().filter(|peer| peer.state == State::Parted) {
+            peer.state = State::Unlinked;
+        }
+        self.linked.retain(|rank| self.table.get(rank.index()).is_some_and(|peer| peer.state != State::Unlinked));
+        self.next = 0;
     }
 
     pub fn state(&self, rank: Rank) -> State {
@@ -135,7 +158,7 @@ impl Peers {
             peer.turn = Some(turn);
         }
         // Messages overtake each other: a heartbeat from before the leave may come after it and changes nothing.
-        if control == Control::Leave && peer.state == State::Alive {
+        if control == Control::Leave && matches!(peer.state, State::Alive | State::Parted) {
             peer.state = State::Left;
         }
     }
@@ -204,16 +227,25 @@ impl Peers {
             if !self.leaving {
                 self.enqueue(rank);
             }
-            let Some(silent) = self.silent(rank) else { continue };
-            return Some(silent);
+            match self.silent(rank) {
+                Some(Silent { state: State::Parted, .. }) => self.set(rank, State::Unlinked),
+                Some(silent) => return Some(silent),
+                None => {}
+            }
         }
         None
+    }
+
+    fn set(&mut self, rank: Rank, state: State) {
+        if let Some(peer) = self.table.get_mut(rank.index()) {
+            peer.state = state;
+        }
     }
 
     fn silent(&self, rank: Rank) -> Option<Silent> {
         let peer = self.table.get(rank.index())?;
         let limit = match peer.state {
-            State::Expected => self.liveness.first_contact_ns,
+            State::Expected | State::Parted => self.liveness.first_contact_ns,
             State::Alive if peer.turn.is_some_and(Turn::is_busy) => {
                 self.liveness.first_contact_ns.max(self.liveness.silence_ns)
             }
@@ -239,7 +271,7 @@ impl Peers {
             let Some(rank) = self.due.pop_front() else { break };
             let state = self.state(rank);
             let control = if self.leaving { Control::Leave } else { Control::Heartbeat };
-            let wanted = matches!(state, State::Expected | State::Alive);
+            let wanted = matches!(state, State::Expected | State::Alive | State::Parted);
             if wanted && out.send(rank, &control.encode(self.own, self.turn)) == Answer::Full {
                 self.due.push_back(rank);
                 continue;

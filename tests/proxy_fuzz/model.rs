@@ -2,12 +2,15 @@
 //!
 //! It takes for granted where things lie (`Wire`), and nothing of the machine.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use tokenyard::Rank;
 use tokenyard::proxy::driver::ContextMemory;
 use tokenyard::proxy::machine::MachineStats;
 use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire, landing};
 use tokenyard::transport::link::{RegionId, WriteImm};
+
+/// Ranks.
+const WORLD: u32 = super::WORLD as u32;
 
 /// Whose proxy it is.
 pub const OWN: Rank = Rank(0);
@@ -246,11 +249,29 @@ pub struct Model {
     pub rung: u64,
     /// Messages that were as they should be.
     well_formed: u64,
+    /// Peers that contexts named that are closed now, which are known until they leave; and those that have left.
+    parted: HashSet<u32>,
+    left: HashSet<u32>,
     /// Completions of nothing: either stale or impossible.
     dropped_tokens: u64,
 }
 
 impl Model {
+    fn named(&self) -> HashSet<u32> {
+        (0..WORLD).filter(|peer| self.contexts.iter().flatten().any(|open| open.names(*peer))).collect()
+    }
+
+    /// A context is opened, whose peers begin anew, or closed.
+    pub fn set(&mut self, at: usize, context: Option<Open>) {
+        let before = self.named();
+        let fresh: HashSet<u32> = (0..WORLD).filter(|peer| context.as_ref().is_some_and(|c| c.names(*peer))).collect();
+        self.contexts[at] = context;
+        let named = self.named();
+        self.parted.extend(before);
+        self.parted.retain(|peer| !named.contains(peer) && !self.left.contains(peer));
+        self.left.retain(|peer| named.contains(peer) && !fresh.contains(peer));
+    }
+
     /// The doorbells of a turn, whose writes are `writes`.
     pub fn doorbells(&mut self, mut writes: &[WriteImm]) {
         for (context, open) in self.contexts.iter_mut().enumerate() {
@@ -295,7 +316,10 @@ impl Model {
         self.messages += 1;
         let good =
             matches!(bytes, [b't', b'y', b'h', b'b', 2, 1 | 2, _, _, sender @ ..] if *sender == peer.to_le_bytes());
-        let known = self.contexts.iter().flatten().any(|open| open.names(peer));
+        let known = self.parted.contains(&peer) || self.named().contains(&peer);
+        if good && known && bytes[5] == 2 {
+            self.left.insert(peer);
+        }
         match (good, known) {
             (false, _) => self.counted.bad_messages += 1,
             (true, false) => self.counted.strange_messages += 1,

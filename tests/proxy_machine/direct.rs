@@ -301,6 +301,37 @@ fn a_peer_that_closed_one_context_is_not_lost_to_the_others() {
 }
 
 #[test]
+fn a_peer_whose_context_is_still_open_is_sent_beats_when_the_own_one_is_closed() {
+    let beats = |b: &mut Bench, from: f64, to: f64| {
+        b.hands.sends.clear();
+        b.pass(from, to);
+        let to_each = |peer: u32| b.hands.sends.iter().filter(|(rank, _)| rank.0 == peer).count();
+        [to_each(1), to_each(2)]
+    };
+    let mut b = Bench::new(3, 1);
+    b.beat_from(1);
+    b.pass(0.0, 0.5);
+    b.machine.close(C);
+    // Rank 1 is silent, which is nobody's loss any more; rank 2 lives.
+    assert!(beats(&mut b, 0.6, 5.0).iter().all(|beats| *beats > 30), "{:?}", b.hands.sends.len());
+    assert_eq!((&b.hands.reports[..], b.machine.stats().strange_messages), (&[][..], 0));
+    // It is given up, and rank 2 leaves.
+    b.pass(5.0, 40.0);
+    let [given_up, living] = beats(&mut b, 40.0, 42.0);
+    assert!(given_up == 0 && living > 10, "{given_up} {living}");
+    b.leave_from(2);
+    b.hands.sends.clear();
+    (430..450).for_each(|tenth| b.time(f64::from(tenth) / 10.0));
+    assert_eq!((&b.hands.sends[..], &b.hands.reports[..]), (&[][..], &[][..]));
+    // One that is named anew is missed again, and a network that begins anew has nobody to send to.
+    b.open(1, 7);
+    b.pass(45.0, 46.0);
+    b.machine.close(C);
+    b.machine.forget_parted();
+    assert_eq!(beats(&mut b, 46.0, 48.0), [0, 0]);
+}
+
+#[test]
 fn a_peer_that_left_is_lost_once_it_owes_a_message() {
     let lost =
         |b: &Bench| matches!(b.hands.reports[..], [Report::PeerLost { peer: Rank(1), cause: Cause::Left { .. } }]);
