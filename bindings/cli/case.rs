@@ -405,6 +405,10 @@ impl Case {
         if !self.gap.is_multiple_of(ROW_QUANTUM) {
             return Err(Refusal::of("gap", self.gap, "give a multiple of 16"));
         }
+        if self.mode == Mode::Graph && self.ragged && !self.device_count {
+            let advice = "a captured call keeps the host's count, and these change; give device_count=yes";
+            return Err(Refusal::of("device_count", "no", advice));
+        }
         if !(1..=MAX_AHEAD).contains(&self.ahead) {
             return Err(Refusal::of("ahead", self.ahead, format!("give 1 to {MAX_AHEAD} dispatches")));
         }
@@ -768,6 +772,7 @@ mod tests {
             (Case { hidden: 192, partial: PartialWord::Fp8, ..base.clone() }, "fp8 partial rows have a scale"),
             (Case { top_k: 9, ..base.clone() }, "--top-k is `9`: give 1 to 8"),
             (Case { scales: ScaleKind::F32, ..base.clone() }, "--scales is `f32`"),
+            (Case { mode: Mode::Graph, ragged: true, ..base.clone() }, "device_count is `no`"),
             (Case { quantize: true, ..base.clone() }, "--quantize is `given`: it makes fp8 rows"),
             (Case { quantize: true, scales: ScaleKind::None, ..fp8.clone() }, "--quantize is `given`"),
             (Case { experts: 5000, ..base.clone() }, "--experts is `5000`"),
