@@ -432,8 +432,9 @@ fn a_write_that_fails_says_why_in_the_error_of_the_call() {
 struct Late {
     /// From when a connection is made, which is just before a context opens.
     after: Duration,
-    /// How many each time.
+    /// How many each time, and how often each.
     most: usize,
+    times: usize,
     seen: VecDeque<ImmValue>,
     closed: Vec<ImmValue>,
     waiting: Vec<ImmValue>,
@@ -441,8 +442,8 @@ struct Late {
 }
 
 impl Late {
-    fn new(after: Duration, most: usize) -> Late {
-        Late { after, most, seen: VecDeque::new(), closed: Vec::new(), waiting: Vec::new(), from: None }
+    fn new(after: Duration, most: usize, times: usize) -> Late {
+        Late { after, most, times, seen: VecDeque::new(), closed: Vec::new(), waiting: Vec::new(), from: None }
     }
 
     /// One of those that are due.
@@ -491,7 +492,8 @@ impl Transport for Real {
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
         std::thread::sleep(self.delay);
-        self.late.waiting.append(&mut self.late.closed);
+        let closed = std::mem::take(&mut self.late.closed);
+        (0..self.late.times).for_each(|_| self.late.waiting.extend(&closed));
         self.late.from = Some(Instant::now());
         self.inner.connect(peer, address)
     }
@@ -538,7 +540,7 @@ fn a_rank_that_registers_or_connects_for_longer_than_the_silence_limit_is_not_lo
     on_nodes(&[1, 1, 1], |world, network| {
         // Rank 0 is slow, and the others' contexts go on meanwhile.
         let delay = Duration::from_millis(if world.rank() == Rank(0) { 2 * SILENCE_MS } else { 0 });
-        let proxy = real_proxy(network, &world, SILENCE_MS, delay, Late::new(Duration::ZERO, 0));
+        let proxy = real_proxy(network, &world, SILENCE_MS, delay, Late::new(Duration::ZERO, 0, 0));
         let build = || Rig::with(&world, |builder| builder.proxy(&proxy).chunk_rows(1).timeout(PATIENCE));
         let first = build();
         let lost = |when: &str| assert_eq!(first.ep.lost_peers(), [], "{when}");
@@ -555,10 +557,11 @@ fn a_rank_that_registers_or_connects_for_longer_than_the_silence_limit_is_not_lo
 }
 
 /// A context, and another behind it, while so many others are open; what is late of the first is none of the second's.
-fn late_immediates(others: usize, after: Duration) {
+/// `times`: how often each immediate comes.
+fn late_immediates(others: usize, after: Duration, times: usize) {
     const MOST: usize = 60;
     on_nodes(&[1, 1], |world, network| {
-        let proxy = real_proxy(network, &world, 10_000, Duration::ZERO, Late::new(after, MOST));
+        let proxy = real_proxy(network, &world, 10_000, Duration::ZERO, Late::new(after, MOST, times));
         let kept: Vec<Rig> = (0..others).map(|_| rig(&world, &proxy)).collect();
         for round in 0..6 {
             let rig = rig(&world, &proxy);
@@ -576,11 +579,11 @@ fn late_immediates(others: usize, after: Duration) {
 
 #[test]
 fn immediates_that_are_left_of_a_closed_context_do_not_reach_the_next_of_its_number() {
-    // The three others leave one number.
-    late_immediates(3, Duration::ZERO);
+    // The three others leave one number. So many come that the turns between connecting and opening do not see them all.
+    late_immediates(3, Duration::ZERO, 1000);
 }
 
 #[test]
 fn immediates_of_a_closed_context_that_come_late_find_no_context_of_its_number() {
-    late_immediates(0, Duration::from_millis(60));
+    late_immediates(0, Duration::from_millis(60), 1);
 }
