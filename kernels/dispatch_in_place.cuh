@@ -25,6 +25,7 @@ struct InPlaceShared {
   u32 refused;                                             // 1: this rank's own routing is
   u32 room;                                                // ranks whose output has room, a bit each; none then
 };
+static_assert(TY_MAX_IN_PLACE_RANKS <= warp_size, "a lane and a bit each");
 static_assert(sizeof(InPlaceShared) <= TY_DISPATCH_IN_PLACE_SHARED_BYTES, "layout.h tells the launcher");
 
 // Rows of an expert of a rank of this node: of all sources, and of those before this rank. By a thread. False once a

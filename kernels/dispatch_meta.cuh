@@ -314,7 +314,8 @@ TY_DEVICE void write_tile(const Context auto &c, const Team &team, const Choices
           value = 1 + (position << meta_expert_bits | local);
         }
         store_relaxed_sys(meta.choices + place, meta_word(epoch, value));
-        // Of a choice that leads nowhere the own rank's block says so.
+        // Every choice's word is some block's in every epoch, lest it grow old; of one that leads nowhere the own
+        // rank's.
         if (in_place(c) && (there || (choice.home.node() != c.node && tile.destination() == c.local)))
           store_relaxed_gpu(own_choice(c, place), meta_word(epoch, value));
         if (there || token == refreshed)

@@ -25,6 +25,9 @@
 #define TY_NODES_BITMAP_WORDS 8256
 // Ranks times experts of one rank: their counts are in shared memory (32 KiB).
 #define TY_MAX_COUNTS 8192
+// Ranks of a node with outputs in the arena: a lane of a warp each keeps where a row goes, and a bit of 32 whether
+// there is room.
+#define TY_MAX_IN_PLACE_RANKS 32
 // Slices of a dispatched row: each may be carried by a warp of its own, and has a tag of its own.
 #define TY_SLICES 8
 // Threads of a block on a GPU at the most (the launch bound of every kernel).

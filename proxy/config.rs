@@ -621,7 +621,7 @@ impl AllToAllBuilder {
         within("own_output align", align, 1, i32::MAX as usize, "rows")?;
         let why = if nodes.members().len() > 1 {
             "an output in the arena is for worlds of one node; leave it out between nodes"
-        } else if nodes.largest() > 32 {
+        } else if nodes.largest() > raw::TY_MAX_IN_PLACE_RANKS as usize {
             "an output in the arena is for nodes of 32 ranks at the most; leave it out"
         } else if self.quantize {
             "rows that are quantised as they are sent have no output in the arena; leave one of them out"

@@ -28,19 +28,8 @@ fn round(rig: &Rig, count: usize) -> Result<()> {
     rig.ep.check()
 }
 
-/// Tokens for the experts behind this rank's, other ones in each round.
-fn route(rig: &Rig, salt: usize) {
-    let choices: Vec<[i32; TOP_K]> = (0..MAX_TOKENS)
-        .map(|token| {
-            let first = (rig.rank + token * 3 + salt) % EXPERTS;
-            [first as i32, ((first + 1 + token) % EXPERTS) as i32]
-        })
-        .collect();
-    rig.route(&choices, salt);
-}
-
 fn good_round(rig: &Rig, salt: usize) {
-    route(rig, salt);
+    rig.route_all(salt);
     round(rig, MAX_TOKENS).unwrap();
     rig.expect_own_rows(MAX_TOKENS, salt);
 }
@@ -120,7 +109,7 @@ fn bad_routing_sends_nothing_and_the_others_go_on() {
     on_ranks(RANKS, |world| {
         let rig = own_rig(&world, 64, 1);
         good_round(&rig, 1);
-        route(&rig, 2);
+        rig.route_all(2);
         if rig.rank == 1 {
             rig.route(&[[0, 1], [2, 3], [4, 4], [5, 6]], 2);
         }

@@ -148,8 +148,8 @@ impl Rig {
         self.ep.check()
     }
 
-    /// A whole correct round with results checked.
-    pub fn good_round(&self, salt: usize) {
+    /// Puts in as many tokens as there may be, for the experts behind this rank's, other ones in each round.
+    pub fn route_all(&self, salt: usize) {
         let choices: Vec<[i32; TOP_K]> = (0..MAX_TOKENS)
             .map(|t| {
                 let first = (self.rank + t * 3 + salt) % EXPERTS;
@@ -157,6 +157,11 @@ impl Rig {
             })
             .collect();
         self.route(&choices, salt);
+    }
+
+    /// A whole correct round with results checked.
+    pub fn good_round(&self, salt: usize) {
+        self.route_all(salt);
         self.round(MAX_TOKENS, self.capacity).unwrap();
         self.expect_own_rows(MAX_TOKENS, salt);
     }
