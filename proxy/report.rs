@@ -156,7 +156,7 @@ fn describe(
         }
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
         raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
-        raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost()),
+        raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
             let cause = cause.unwrap_or_else(|| "as its proxy says".to_owned());
@@ -169,8 +169,25 @@ fn describe(
     }
 }
 
+/// What else may hold a wait up. Between nodes, combine-send waits for the combine-send of every rank of the node, and
+/// dispatch-receive for rows that ranks of the node forward in theirs.
+fn other_cause(site: u32, nodes: usize) -> &'static str {
+    let crosses = matches!(site, raw::TY_SITE_COMBINE_FLAG | raw::TY_SITE_META | raw::TY_SITE_ROW);
+    if nodes > 1 && crosses {
+        "; between nodes, all ranks of a node must enqueue combine_send and dispatch_recv in the same order"
+    } else {
+        ""
+    }
+}
+
 /// A lost rank holds up others too, which then hold this one up: it is named even where another was waited for.
-fn timeout(record: &raw::ty_error_record, rank: Rank, waited_for: Rank, lost: &[(Rank, String)]) -> Error {
+fn timeout(
+    record: &raw::ty_error_record,
+    rank: Rank,
+    waited_for: Rank,
+    lost: &[(Rank, String)],
+    advice: &'static str,
+) -> Error {
     let (site, epoch) = (site_name(record.site), record.epoch);
     match lost.iter().find(|(gone, _)| *gone == waited_for).or(lost.first()) {
         Some((peer, cause)) => Error::PeerLost { rank, peer: *peer, cause: cause.clone(), site, epoch },
@@ -182,6 +199,7 @@ fn timeout(record: &raw::ty_error_record, rank: Rank, waited_for: Rank, lost: &[
             expected: record.a,
             seen: record.b,
             waited_ms: record.c / 1_000_000,
+            advice,
         },
     }
 }
@@ -272,7 +290,7 @@ mod tests {
             let text = describe(&record, 0, &world, &lost).to_string();
             assert!(text.contains(expected), "{text}");
         }
-        let text = timeout(&raw::ty_error_record::default(), Rank(0), Rank(7), &lost()).to_string();
+        let text = timeout(&raw::ty_error_record::default(), Rank(0), Rank(7), &lost(), "").to_string();
         assert!(text.contains("lost rank 3, which left, "), "whoever is gone holds the others up: {text}");
     }
 }

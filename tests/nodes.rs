@@ -352,6 +352,39 @@ fn a_rank_that_is_late_but_lives_is_a_timeout_and_no_loss() {
     });
 }
 
+/// A dispatch is under way while the one before is combined, its halves in an order that each rank chooses; the first error.
+fn overlapping(rig: &Rig, combine_first: bool) -> Result<()> {
+    rig.route_all(0);
+    let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity))?;
+    let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS))?;
+    let receive = || rig.ep.dispatch_recv(&rig.stream, &sent, &rig.output(rig.capacity));
+    let early = if combine_first { None } else { Some(receive()?) };
+    let combining = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows())?;
+    let _next = early.map_or_else(receive, Ok)?;
+    rig.ep.combine_recv(&rig.stream, &combining, &rig.combined())?;
+    rig.stream.synchronize(PATIENCE)?;
+    rig.ep.check()
+}
+
+#[test]
+fn halves_go_in_one_order_within_a_node_and_a_timeout_names_the_rule() {
+    // Whether combine comes first on each rank; ranks of different nodes may differ.
+    for (orders, works) in [([true, true, false], true), ([false, false, true], true), ([true, false, true], false)] {
+        on_nodes(&[2, 1], |world, network| {
+            let proxy = proxy(network, &world, 10_000);
+            let rig = rig(&world, &proxy);
+            let outcome = overlapping(&rig, orders[world.rank().index()]);
+            if works {
+                assert_eq!(outcome, Ok(()));
+            } else if world.node_peers().len() > 1 {
+                let text = outcome.unwrap_err().to_string();
+                assert!(text.contains("must enqueue combine_send and dispatch_recv in the same order"), "{text}");
+            }
+            world.barrier("all done").unwrap();
+        });
+    }
+}
+
 /// Receives that one context of two nodes of a rank each needs, with chunks of a row: of each peer two epochs of head and 4
 /// rows, of 4 sums, and of a barrier.
 const RECEIVES: u32 = 2 * (1 + 4 + 4 + 1);

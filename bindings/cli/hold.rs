@@ -82,7 +82,7 @@ pub fn word(words: &HostBuffer, at: usize) -> Option<&AtomicU64> {
 /// That a stream went on without waiting any longer for what it was held for, in its so many-th turn.
 pub fn gone_on(site: &'static str, rank: Rank, peer: Rank, turn: u64, timeout: Duration) -> Error {
     let waited_ms = timeout.as_millis() as u64;
-    Error::Timeout { rank, site, peer, epoch: turn, expected: turn, seen: 0, waited_ms }
+    Error::Timeout { rank, site, peer, epoch: turn, expected: turn, seen: 0, waited_ms, advice: "" }
 }
 
 #[cfg(test)]

@@ -80,7 +80,7 @@ pub enum Error {
     },
     /// A progress deadline passed; the context is closed.
     #[error(
-        "rank {rank} waited {waited_ms} ms for {site} of rank {peer} in epoch {epoch} (expected {expected:#x}, saw {seen:#x}); see what holds rank {peer} up, or raise the deadline"
+        "rank {rank} waited {waited_ms} ms for {site} of rank {peer} in epoch {epoch} (expected {expected:#x}, saw {seen:#x}); see what holds rank {peer} up, or raise the deadline{advice}"
     )]
     Timeout {
         /// The rank that reports.
@@ -97,6 +97,8 @@ pub enum Error {
         seen: u64,
         /// Time waited, in milliseconds.
         waited_ms: u64,
+        /// What else may be the cause: empty, or a clause that begins with a semicolon.
+        advice: &'static str,
     },
     /// A peer is gone; the context is closed.
     #[error(
