@@ -7,6 +7,7 @@ use std::cell::RefCell;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tokenyard::base::{Error, Rank, wait};
@@ -409,7 +410,7 @@ fn a_stranger_with_a_wrong_token_or_version_joins_or_stops_the_job() {
         let answer = talk(place, &hello(VERSION, "guess", 1, 2));
         assert!(answer.contains("token differs") && !answer.contains(TOKEN), "{answer}");
         let answer = talk(place, &hello(7, "guess", 1, 2));
-        assert!(answer.contains("version 7") && answer.contains("version 2"), "{answer}");
+        assert!(answer.contains("version 7") && answer.contains("version 3"), "{answer}");
         let mistaken = Bootstrap { token: "guess".into(), ..bootstrap(place, 1, 2) };
         assert!(bootstrap_text(World::join(&mistaken)).contains("token differs"));
     });
@@ -425,7 +426,7 @@ fn a_member_of_another_version_understood_by_halves() {
         std::thread::sleep(SHORT);
         let answer = talk(&place, &[&hello(7, TOKEN, 1, 3)[..], b""].concat());
         for text in [answer, root.join().unwrap(), other.join().unwrap()] {
-            assert!(text.contains("version 7") && text.contains("version 2"), "{text}");
+            assert!(text.contains("version 7") && text.contains("version 3"), "{text}");
         }
     });
 }
@@ -494,6 +495,70 @@ fn a_place_that_ended_before_the_world_formed_kept_taken() {
         scope.spawn(move || join(1));
         scope.spawn(move || join(3));
         join(2);
+    });
+}
+
+/// Joins a pair of which rank 1 was changed, and a rank 1 as rank 0 knows it if there is to be one: what both were told.
+fn differing(change: impl Fn(&mut Bootstrap), both: impl Fn(&mut Bootstrap)) -> [String; 2] {
+    let place = place();
+    let [root, mut member] = [0, 1].map(|rank| {
+        let mut b = bootstrap(&place, rank, 2);
+        both(&mut b);
+        b
+    });
+    change(&mut member);
+    let root = Bootstrap { timeout: SHORT * 2, ..root };
+    std::thread::scope(|scope| {
+        let root = scope.spawn(|| bootstrap_text(World::join(&root)));
+        let told = bootstrap_text(World::join(&member));
+        [root.join().unwrap(), told]
+    })
+}
+
+#[test]
+fn members_of_other_terms_form_a_world() {
+    let second = |b: &mut Bootstrap| {
+        (b.generation, b.nodes, b.first_nodes) = (2, Some(vec![1, 1]), Some(vec![2, 2]));
+        b.members = Some(vec![Rank(0), Rank(2)]);
+    };
+    let texts = [
+        // Of another job on a port beside this one's.
+        (differing(|b| b.generation = 1, second), "generation 1", "2"),
+        (differing(|b| b.members = Some(vec![Rank(0), Rank(3)]), second), "members 0,3", "0,2"),
+        (differing(|b| b.first_nodes = Some(vec![1, 3]), second), "(of 1,3 at first)", "1,1 (of 2,2 at first)"),
+        (differing(|b| b.nodes = Some(vec![1, 1]), |_| ()), "nodes 1,1", "2"),
+    ];
+    for (told, theirs, ours) in texts {
+        for text in told {
+            assert!(text.contains(theirs) && text.contains(&format!("and rank 0 has {ours}")), "{text}");
+        }
+    }
+}
+
+#[test]
+fn survivors_that_name_other_members_meet() {
+    let (place, told) = (place(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let (place, told) = (&place, &told);
+            scope.spawn(move || {
+                let world = World::join(&bootstrap(place, rank, 3)).unwrap();
+                world.barrier("up").unwrap();
+                if rank == 1 {
+                    // Not before the other: rank 0 listens until then.
+                    wait::poll("refusal", PATIENCE, || told.load(Ordering::Relaxed).then_some(())).unwrap();
+                }
+                let members = [Rank(0), Rank(rank.max(1))];
+                let next = world.regroup(1, &members);
+                if rank == 2 {
+                    let text = bootstrap_text(next);
+                    told.store(true, Ordering::Relaxed);
+                    assert!(text.contains("members 0,2") && text.contains("rank 0 has 0-1"), "{text}");
+                } else {
+                    next.unwrap().barrier("up").unwrap();
+                }
+            });
+        }
     });
 }
 

@@ -6,6 +6,7 @@
 use std::hint::black_box;
 
 use super::hub::Failure;
+use super::terms::Terms;
 use super::wire::{self, Frame, KIND_HELLO, Message, VERSION};
 use crate::base::Rank;
 
@@ -14,6 +15,7 @@ use crate::base::Rank;
 pub(super) struct Job {
     pub token: Vec<u8>,
     pub world: usize,
+    pub terms: Terms,
 }
 
 /// Longest name or address of a host.
@@ -31,6 +33,8 @@ pub(super) enum Judgement {
     Admit(Rank, Option<String>),
     /// Tell the peer why not, and go on without it.
     Refuse(Failure),
+    /// The same of a rank of this job that has other terms: rank 0 names it if the world does not form.
+    Differ(Failure),
     /// One of this job that cannot take part, whoever else comes: tell it and everyone.
     Stop(Failure),
     /// No member's first frame: close without a word.
@@ -57,18 +61,31 @@ pub(super) fn judge(job: &Job, frame: &Frame, peer: &str, taken: impl Fn(Rank) -
         ));
     }
     match wire::decode(frame) {
-        Ok(Message::Hello { rank, world, host, .. }) => place(job, rank, world, host, peer, taken),
+        Ok(Message::Hello { rank, world, host, terms, .. }) => match difference(job, rank, world, &terms, peer) {
+            Some(failure) => Judgement::Differ(failure),
+            None => place(job, rank, host, peer, taken),
+        },
         _ => Judgement::Drop("a malformed hello"),
     }
 }
 
-fn place(job: &Job, rank: u32, world: u32, host: String, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
-    let refuse = |what: String, advice: &str| Judgement::Refuse(Failure::new(what, advice));
-    if world as usize != job.world {
-        let what = format!("rank {rank} at {peer} has a world of {world} ranks and rank 0 one of {}", job.world);
-        return refuse(what, "set the same WORLD_SIZE on all ranks");
+/// What a rank and rank 0 disagree on. The generation comes first: another job's tells that it is another.
+fn difference(job: &Job, rank: u32, world: u32, terms: &Terms, peer: &str) -> Option<Failure> {
+    let generations = job.terms.generation == terms.generation;
+    if generations && world as usize != job.world {
+        let what = format!(
+            "rank {rank} at {peer} has a world of {world} ranks (members {}) and rank 0 one of {} (members {})",
+            terms.members, job.world, job.terms.members
+        );
+        return Some(Failure::new(what, "set the same WORLD_SIZE on all ranks, and regroup with the same members"));
     }
-    if rank >= world {
+    job.terms.difference(terms, rank, peer)
+}
+
+fn place(job: &Job, rank: u32, host: String, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
+    let refuse = |what: String, advice: &str| Judgement::Refuse(Failure::new(what, advice));
+    let world = job.world;
+    if rank as usize >= world {
         return refuse(format!("rank {rank} at {peer} is not below the world size {world}"), "correct its RANK");
     }
     if rank == 0 || taken(Rank(rank)) {
@@ -108,16 +125,23 @@ mod tests {
         reader.next_frame().unwrap().unwrap()
     }
 
+    fn terms(generation: u32) -> Terms {
+        Terms { generation, members: "0-3".into(), nodes: "4".into() }
+    }
+
     fn hello(token: &str, rank: u32, world: u32) -> Frame {
         from_host(token, rank, world, "")
     }
 
     fn from_host(token: &str, rank: u32, world: u32, host: &str) -> Frame {
-        frame(&wire::encode(&Message::Hello { token: token.into(), rank, world, host: host.into() }).unwrap())
+        frame(
+            &wire::encode(&Message::Hello { token: token.into(), rank, world, host: host.into(), terms: terms(1) })
+                .unwrap(),
+        )
     }
 
     fn ask(frame: &Frame) -> Judgement {
-        let job = Job { token: b"secret".to_vec(), world: 4 };
+        let job = Job { token: b"secret".to_vec(), world: 4, terms: terms(1) };
         judge(&job, frame, "there", |rank| rank == Rank(2))
     }
 
@@ -133,7 +157,10 @@ mod tests {
             ("", 1, 4),
             ("secrets", 1, 4),
         ] {
-            assert!(matches!(ask(&hello(token, rank, world)), Judgement::Refuse(_)), "{token} {rank} {world}");
+            let judgement = ask(&hello(token, rank, world));
+            let told =
+                matches!(judgement, Judgement::Refuse(_)) || world != 4 && matches!(judgement, Judgement::Differ(_));
+            assert!(told, "{token} {rank} {world}");
         }
         assert!(matches!(ask(&frame(&wire::encode(&Message::Goodbye).unwrap())), Judgement::Drop(_)));
     }

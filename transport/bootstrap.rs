@@ -16,8 +16,9 @@ use super::hub::Failure;
 use super::member::Member;
 use super::root::Root;
 use super::station::{Port, Station};
+use super::terms::Terms;
 use super::wire::MAX_TOKEN;
-use super::world::check_nodes;
+use super::world::{all_ranks, check_nodes};
 use crate::base::{Error, Rank, Result, wait};
 
 /// Port of rank 0 where none is given; not torchrun's 29500, which its own store may hold.
@@ -242,6 +243,17 @@ impl Bootstrap {
         Ok(station)
     }
 
+    /// By rank: its rank in the first generation.
+    pub(super) fn members(&self) -> Vec<Rank> {
+        self.members.clone().unwrap_or_else(|| all_ranks(self.world))
+    }
+
+    fn terms(&self) -> Terms {
+        let nodes = self.nodes.clone().unwrap_or_else(|| vec![self.world]);
+        let first_nodes = self.first_nodes.as_ref().unwrap_or(&nodes);
+        Terms::new(self.generation, &self.members(), &nodes, first_nodes)
+    }
+
     fn start(&self) -> std::result::Result<Station, Failure> {
         let port = Port::new().map_err(|error| {
             Failure::new(format!("no socket pair could be made ({error})"), "raise the limit on open files")
@@ -251,7 +263,8 @@ impl Bootstrap {
         let host = self.own_addr.clone().unwrap_or_default();
         if self.rank == Rank(0) {
             let listeners = if self.world == 1 { Vec::new() } else { self.listen()? };
-            let root = Root::new(port.clone(), Job { token, world: self.world }, host, listeners, self.timeout);
+            let job = Job { token, world: self.world, terms: self.terms() };
+            let root = Root::new(port.clone(), job, host, listeners, self.timeout);
             return Station::start(self.rank, port, move || root.run());
         }
         let member = Member {
@@ -259,6 +272,7 @@ impl Bootstrap {
             rank: self.rank,
             world: self.world,
             token,
+            terms: self.terms(),
             host,
             root: (self.addr.clone(), self.port),
             timeout: self.timeout,

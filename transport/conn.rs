@@ -256,7 +256,8 @@ mod tests {
 
     #[test]
     fn a_stranger_who_is_read_to_the_end() {
-        let hello = Message::Hello { token: vec![7; 256], rank: 1, world: 2, host: String::new() };
+        let hello =
+            Message::Hello { token: vec![7; 256], rank: 1, world: 2, host: String::new(), terms: Default::default() };
         let (hello, goodbye) = (wire::encode(&hello).unwrap(), wire::encode(&Message::Goodbye).unwrap());
         let (mut conn, mut theirs) = pair();
         theirs.set_nonblocking(true).unwrap();

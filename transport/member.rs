@@ -22,6 +22,7 @@ use super::conn::{Closing, Conn, Ended, interest, wait_ready};
 use super::hub::{Failure, have};
 use super::root::CLOSE_PATIENCE;
 use super::station::{Command, Port};
+use super::terms::Terms;
 use super::wire::{self, Frame, MAX_BODY, Message, VERSION};
 use crate::base::Rank;
 
@@ -42,6 +43,7 @@ pub(super) struct Member {
     pub rank: Rank,
     pub world: usize,
     pub token: Vec<u8>,
+    pub terms: Terms,
     /// Where this rank says that its host is reached, or empty.
     pub host: String,
     /// Host and port of rank 0.
@@ -105,8 +107,8 @@ impl Member {
 
     /// Says hello and serves the connection until it or the world ends.
     fn attend(&mut self, mut conn: Conn) -> Next {
-        let (token, host) = (self.token.clone(), self.host.clone());
-        send(&mut conn, &Message::Hello { token, rank: self.rank.0, world: self.world as u32, host });
+        let (token, host, terms) = (self.token.clone(), self.host.clone(), self.terms.clone());
+        send(&mut conn, &Message::Hello { token, rank: self.rank.0, world: self.world as u32, host, terms });
         let mut joined = false;
         loop {
             let give_up = if self.absent.is_some() { self.deadline + VERDICT_GRACE } else { self.deadline };

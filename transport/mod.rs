@@ -41,6 +41,7 @@ mod member;
 pub(crate) mod regions;
 mod root;
 mod station;
+mod terms;
 mod wire;
 pub mod world;
 

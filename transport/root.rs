@@ -63,6 +63,8 @@ pub(super) struct Root {
     closing: Vec<Closing>,
     hub: Hub,
     last_refusal: Option<String>,
+    /// The first rank of this job that was refused for its terms, and why.
+    differing: Option<Failure>,
     /// When the next Progress may go out, if membership changed since the last.
     progress_due: Option<Instant>,
 }
@@ -88,6 +90,7 @@ impl Root {
             closing: Vec::new(),
             hub: Hub::new(world),
             last_refusal: None,
+            differing: None,
             progress_due: None,
         }
     }
@@ -193,6 +196,11 @@ impl Root {
                 self.came[rank.index()] = true;
                 self.membership_changed();
             }
+            Judgement::Differ(failure) => {
+                self.refused(&conn.peer, &failure.what);
+                self.dismiss(conn, &fail(&failure));
+                self.differing.get_or_insert(failure);
+            }
             Judgement::Refuse(failure) => {
                 self.refused(&conn.peer, &failure.what);
                 self.dismiss(conn, &fail(&failure));
@@ -255,6 +263,9 @@ impl Root {
         let absent = self.absent();
         let mut what =
             format!("rank 0 waited {} ms and {} not joined", self.timeout.as_millis(), have(&absent, absent.len()));
+        if let Some(Failure { what: difference, advice }) = self.differing.take() {
+            return self.abandon(Failure::new(format!("{what}: {difference}"), advice));
+        }
         if let Some(refusal) = &self.last_refusal {
             what += &format!(" ({} connections refused, the last from {refusal})", self.port.inbox().refused);
         }

@@ -13,10 +13,12 @@
 //! Stable in all versions, so that two versions can tell each other apart in words: the header, and that a
 //! Hello has kind 1 and a body that starts with `u16 length, token`.
 
+use super::terms::Terms;
+
 /// First bytes of every frame.
 pub(super) const MAGIC: [u8; 4] = *b"TKYD";
 /// Version of the protocol spoken here; raised by any change to a message.
-pub(super) const VERSION: u16 = 2;
+pub(super) const VERSION: u16 = 3;
 /// Bytes before a body.
 pub(super) const HEADER_BYTES: usize = 12;
 /// Longest body between members: a gathered result of all ranks.
@@ -36,7 +38,7 @@ pub(super) const KIND_HELLO: u16 = 1;
 pub(super) enum Message {
     /// Member, first: asks to be a rank of the job. `host` says where others reach its host; empty, where rank 0 sees the
     /// connection come from.
-    Hello { token: Vec<u8>, rank: u32, world: u32, host: String },
+    Hello { token: Vec<u8>, rank: u32, world: u32, host: String, terms: Terms },
     /// Rank 0: refusal of a Hello, or the end of the job for all.
     Fail { what: String, advice: String },
     /// Rank 0, until the job is formed: how many ranks have not joined, and the first few of them.
@@ -165,7 +167,9 @@ pub(super) fn decode(frame: &Frame) -> Result<Message, Malformed> {
             let (token, rest) = hello_token(&frame.body)?;
             cursor.rest = rest;
             let (rank, world) = (cursor.u32()?, cursor.u32()?);
-            Message::Hello { token: token.to_vec(), rank, world, host: cursor.text()? }
+            let host = cursor.text()?;
+            let terms = Terms { generation: cursor.u32()?, members: cursor.text()?, nodes: cursor.text()? };
+            Message::Hello { token: token.to_vec(), rank, world, host, terms }
         }
         2 => Message::Fail { what: cursor.text()?, advice: cursor.text()? },
         3 => Message::Progress { absent: cursor.u32()?, first: cursor.list(4, Cursor::u32)? },
@@ -214,13 +218,16 @@ fn kind_of(message: &Message) -> u16 {
 
 fn put_body(out: &mut Vec<u8>, message: &Message) -> Result<(), Malformed> {
     match message {
-        Message::Hello { token, rank, world, host } => {
+        Message::Hello { token, rank, world, host, terms } => {
             let bytes = u16::try_from(token.len()).map_err(|_| Malformed::Body("token"))?;
             out.extend_from_slice(&bytes.to_le_bytes());
             out.extend_from_slice(token);
             out.extend_from_slice(&rank.to_le_bytes());
             out.extend_from_slice(&world.to_le_bytes());
             put_text(out, host);
+            out.extend_from_slice(&terms.generation.to_le_bytes());
+            put_text(out, &terms.members);
+            put_text(out, &terms.nodes);
         }
         Message::Fail { what, advice } => {
             put_text(out, what);

@@ -2,10 +2,14 @@
 
 use super::*;
 
+fn terms() -> Terms {
+    Terms { generation: 9, members: "0-7".into(), nodes: "4,4".into() }
+}
+
 fn samples() -> Vec<Message> {
     vec![
-        Message::Hello { token: b"job 17".to_vec(), rank: 3, world: 8, host: "node-3".into() },
-        Message::Hello { token: Vec::new(), rank: 0, world: 1, host: String::new() },
+        Message::Hello { token: b"job 17".to_vec(), rank: 3, world: 8, host: "node-3".into(), terms: terms() },
+        Message::Hello { token: Vec::new(), rank: 0, world: 1, host: String::new(), terms: Terms::default() },
         Message::Fail { what: "it broke".into(), advice: "mend it, à la carte".into() },
         Message::Progress { absent: 40, first: vec![1, 2, 9] },
         Message::Welcome { hosts: vec![String::new(), "10.0.0.2".into(), "fe80::1".into()] },

@@ -72,7 +72,7 @@ pub(super) fn check_nodes(sizes: &[usize], world: usize) -> Result<()> {
     Err(Error::Config { name: "nodes", value: format!("{sizes:?}"), advice })
 }
 
-fn all_ranks(count: usize) -> Vec<Rank> {
+pub(super) fn all_ranks(count: usize) -> Vec<Rank> {
     (0..count as u32).map(Rank).collect()
 }
 
@@ -138,7 +138,7 @@ impl World {
     fn join_knowing(b: &Bootstrap, mut hosts: BTreeMap<Rank, String>) -> Result<World> {
         let station = b.join()?;
         let nodes = b.nodes.clone().unwrap_or_else(|| vec![b.world]);
-        let members = b.members.clone().unwrap_or_else(|| all_ranks(b.world));
+        let members = b.members();
         let told = station.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
         hosts.extend(members.iter().copied().zip(told));
         let family = Family {

@@ -120,7 +120,7 @@ pub fn exchange_memfds(world: World) {
 }
 
 /// The version that wire.rs speaks.
-pub const VERSION: u16 = 2;
+pub const VERSION: u16 = 3;
 
 /// A frame as wire.rs documents it, put together by hand.
 pub fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
@@ -130,8 +130,11 @@ pub fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
 
 pub fn hello(version: u16, token: &str, rank: u32, world: u32) -> Vec<u8> {
     let length = (token.len() as u16).to_le_bytes();
-    // No host is said.
-    let body = [&length[..], token.as_bytes(), &rank.to_le_bytes(), &world.to_le_bytes(), &[0, 0]].concat();
+    // No host is said; all ranks are members, in one node.
+    let text = |text: String| [&(text.len() as u16).to_le_bytes()[..], text.as_bytes()].concat();
+    let (members, nodes) = (text(format!("0-{}", world - 1)), text(world.to_string()));
+    let place = [rank.to_le_bytes(), world.to_le_bytes()].concat();
+    let body = [&length[..], token.as_bytes(), &place, &[0, 0], &[0; 4], &members, &nodes].concat();
     frame(version, 1, &body)
 }
 
