@@ -22,7 +22,7 @@ use crate::transport::link::{DeviceNeeds, Span};
 use crate::transport::memory::gdr::GdrCopy;
 use crate::transport::{Arena, PeerMap, World};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
@@ -64,6 +64,8 @@ pub struct AllToAll {
     statistics: Option<Statistics>,
     counters: Counters,
     id: u64,
+    /// Held while the launches of one call are enqueued, so that calls of several threads do not mix theirs.
+    enqueuing: Mutex<()>,
     /// Streams with work of this context: drained before it closes.
     streams: Mutex<Vec<Stream>>,
     /// Kernels read and write these as long as the context lives. Freeing a GPU's tables waits for its kernels, so
@@ -92,6 +94,8 @@ impl AllToAll {
 
     pub(crate) fn build(builder: AllToAllBuilder) -> Result<AllToAll> {
         let world = builder.world.clone();
+        // Peers have left that world, too, so nobody would answer.
+        world.check_current()?;
         let checked = builder.check();
         let few_blocks = match (&builder.device, &checked) {
             (Some(gpu), Ok((shape, _))) => sms_of(&builder, shape, gpu) <= raw::TY_FEW_BLOCKS,
@@ -141,6 +145,7 @@ impl AllToAll {
             statistics,
             counters: Counters::default(),
             id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
+            enqueuing: Mutex::default(),
             streams: Mutex::default(),
             tables: Some(tables),
             flags,
@@ -159,6 +164,7 @@ impl AllToAll {
         let lease = self.pool.take()?;
         let input = tokens.check(&self.shape)?;
         let out = self.check_output(output)?;
+        let _call = self.begin_call();
         for wave in 0..self.plan.waves {
             self.launch_dispatch(stream, BOTH_PHASES, wave, lease.raw(), input, Some(out))?;
         }
@@ -182,6 +188,7 @@ impl AllToAll {
         self.check_split()?;
         let lease = self.pool.take()?;
         let input = tokens.check(&self.shape)?;
+        let _call = self.begin_call();
         self.launch_dispatch(stream, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, tokens, input)
@@ -195,6 +202,7 @@ impl AllToAll {
         self.check()?;
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
+        let _call = self.begin_call();
         self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
         for wave in 1..self.plan.waves {
             self.launch_dispatch(stream, BOTH_PHASES, wave, sent.lease.raw(), sent.tokens, Some(out))?;
@@ -210,6 +218,7 @@ impl AllToAll {
         self.check()?;
         self.own("handle", handle.context)?;
         let rows = self.sent_rows(rows, handle)?;
+        let _call = self.begin_call();
         for wave in 0..self.plan.waves {
             self.launch_combine(stream, BOTH_PHASES, wave, handle, rows, Some(out))?;
         }
@@ -226,6 +235,7 @@ impl AllToAll {
         self.check()?;
         self.own("handle", handle.context)?;
         let rows = self.sent_rows(rows, handle)?;
+        let _call = self.begin_call();
         self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, rows, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(CombineSent { handle, rows })
@@ -237,6 +247,8 @@ impl AllToAll {
     /// As for [`dispatch`](Self::dispatch).
     pub fn combine_recv(&self, stream: &Stream, sent: &CombineSent<'_>, out: &Combined) -> Result<()> {
         self.check()?;
+        self.own("sent", sent.handle.context)?;
+        let _call = self.begin_call();
         self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, sent.handle, sent.rows, Some(out))?;
         for wave in 1..self.plan.waves {
             self.launch_combine(stream, BOTH_PHASES, wave, sent.handle, sent.rows, Some(out))?;
@@ -250,6 +262,7 @@ impl AllToAll {
     /// Whatever [`check`](Self::check) finds, or a failed launch.
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
+        let _call = self.begin_call();
         let args = raw::ty_barrier_args { context: self.context };
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
@@ -258,9 +271,10 @@ impl AllToAll {
     /// that closed the context comes back every time; any other once, and the next correct call works.
     ///
     /// # Errors
-    /// `Routing`, `Capacity`, `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Transport` and `Device` where this rank's own
+    /// `Routing`, `Capacity`, `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Generation` once this rank has regrouped; `Transport` and `Device` where this rank's own
     /// proxy cannot go on.
     pub fn check(&self) -> Result<()> {
+        self.world.check_current()?;
         let own = self.opening.as_ref().and_then(Opening::failure);
         self.reports.check(&self.world, own, &|| self.losses()).inspect_err(|_| {
             self.counters.errors.fetch_add(1, Ordering::Relaxed);
@@ -391,6 +405,11 @@ impl AllToAll {
         let advice = "with an output in the arena rows leave once all counts are here, so that a call has no halves; use \
                       dispatch, or a context without own_output";
         Err(config("own_output", "of a split dispatch", advice.into()))
+    }
+
+    /// Until what it gives is dropped, launches are of the caller's call alone. Nothing is waited for meanwhile.
+    fn begin_call(&self) -> MutexGuard<'_, ()> {
+        self.enqueuing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn own(&self, name: &'static str, context: u64) -> Result<()> {

@@ -196,10 +196,14 @@ impl<T: Transport + 'static> Driver<T> {
     /// addresses anew.
     ///
     /// # Errors
-    /// `Transport` if the endpoint is broken.
+    /// `Generation` if a later one has begun; `Transport` if the endpoint is broken.
     pub fn enter_generation(&mut self, generation: u32) -> Result<()> {
         if self.generation == generation {
             return Ok(());
+        }
+        // To go back would close the contexts of the newer generation.
+        if generation < self.generation {
+            return Err(Error::Generation { rank: self.machine.rank(), generation, newest: self.generation });
         }
         (0..MAX_CONTEXTS as u8).for_each(|index| self.close(ContextIdx(index)));
         self.machine.forget_parted();

@@ -51,6 +51,64 @@ fn two_contexts_on_two_streams_run_at_once() {
 }
 
 #[test]
+fn a_context_of_a_past_generation_is_refused_at_once() {
+    on_ranks(2, |world| {
+        let before = Rig::new(&world);
+        before.good_round(0);
+        let next = world.regroup(1, &[Rank(0), Rank(1)]).unwrap();
+        let start = std::time::Instant::now();
+        let wanted = Error::Generation { rank: world.rank(), generation: 0, newest: 1 };
+        assert_eq!(before.ep.check(), Err(wanted.clone()));
+        assert_eq!(before.round(MAX_TOKENS, before.capacity), Err(wanted.clone()));
+        assert_eq!(AllToAll::builder(&world).build().err(), Some(wanted));
+        assert!(start.elapsed() < std::time::Duration::from_secs(5), "without waiting for anybody");
+        Rig::new(&next).good_round(1);
+        next.barrier("done").unwrap();
+    });
+}
+
+#[test]
+fn what_another_context_sent_is_refused() {
+    on_ranks(1, |world| {
+        let rigs = [Rig::new(&world), Rig::new(&world)];
+        rigs.iter().for_each(|rig| rig.route_all(0));
+        let [own, other] = &rigs;
+        let send =
+            |rig: &Rig| rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+        let (handle, strange) = (send(own), send(other));
+        let sent = own.ep.combine_send(&own.stream, &handle, &own.expert_rows()).unwrap();
+        let theirs = other.ep.combine_send(&other.stream, &strange, &other.expert_rows()).unwrap();
+        let error = own.ep.combine_recv(&own.stream, &theirs, &own.combined()).unwrap_err();
+        assert!(matches!(error, Error::Argument { name: "sent", .. }), "{error}");
+        for (rig, sent) in [(own, &sent), (other, &theirs)] {
+            rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
+            expect(rig, 0);
+        }
+    });
+}
+
+#[test]
+fn calls_of_two_threads_do_not_mix_their_launches() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |builder| builder.wave_tokens(1).handles(16));
+        rig.route_all(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..8 {
+                        let sent = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity));
+                        drop(sent.unwrap());
+                    }
+                });
+            }
+        });
+        rig.stream.synchronize(PATIENCE).unwrap();
+        assert_eq!(rig.ep.check(), Ok(()));
+        rig.good_round(1);
+    });
+}
+
+#[test]
 fn contexts_that_exceed_a_gpu_together_are_refused_until_one_goes() {
     on_ranks(1, |world| {
         let Some(device) = gpu(&world) else { return };

@@ -303,8 +303,11 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
                 assert_eq!(missing(&error), Some(Rank(lost)), "the context stays closed: {error}");
                 drop(before);
                 let members: Vec<Rank> = (0..5).map(Rank).filter(|rank| rank.0 != lost).collect();
-                let world = world.regroup(1, &members).unwrap();
+                let (past, world) = (world.clone(), world.regroup(1, &members).unwrap());
                 let after = rig(&world, &first);
+                // Building over the past world would close what is newer.
+                let error = AllToAll::builder(&past).proxy(&first).build().err();
+                assert_eq!(error, Some(Error::Generation { rank: own, generation: 0, newest: 1 }));
                 let mask = after.ep.mask();
                 assert_eq!((mask.len(), mask.iter().position(|there| !there)), (5, Some(lost as usize)));
                 let placement = after.ep.placement().clone();

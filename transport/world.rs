@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::bootstrap::{Bootstrap, DEFAULT_TIMEOUT};
@@ -34,6 +35,8 @@ pub struct World {
     /// Ranks of each node.
     nodes: Arc<[usize]>,
     family: Arc<Family>,
+    /// The newest generation that this rank has entered, shared by all worlds that grew out of its first one.
+    newest: Arc<AtomicU32>,
 }
 
 /// What a world has in common with those that it grew out of.
@@ -120,6 +123,7 @@ impl World {
             timeout: DEFAULT_TIMEOUT,
             nodes: Arc::new([n]),
             family: family.clone(),
+            newest: Arc::default(),
         };
         local::seats(n).into_iter().enumerate().map(world).collect()
     }
@@ -155,12 +159,33 @@ impl World {
             timeout: b.timeout,
             nodes: nodes.into(),
             family: Arc::new(family),
+            newest: Arc::new(AtomicU32::new(b.generation)),
         })
+    }
+
+    /// The same world, as one that grew out of an older one of this rank, which from then on is past.
+    fn succeeding(self, older: &World) -> World {
+        let newest = older.newest.clone();
+        newest.fetch_max(self.family.generation, Ordering::Release);
+        World { newest, ..self }
+    }
+
+    /// Refuses a world that this rank has left for one of a later generation.
+    ///
+    /// # Errors
+    /// `Generation`, with both numbers.
+    pub(crate) fn check_current(&self) -> Result<()> {
+        let (generation, newest) = (self.family.generation, self.newest.load(Ordering::Acquire));
+        if newest <= generation {
+            return Ok(());
+        }
+        Err(Error::Generation { rank: self.original(self.rank), generation, newest })
     }
 
     /// Collective of `members` alone: forms a later generation's world of them, be it without ranks that were lost or
     /// with ranks that come back. Members are named, in ascending order, by their ranks in the first generation, and all
-    /// of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together.
+    /// of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together. Once this
+    /// rank is in the new world, contexts of older ones answer every call with `Generation`.
     ///
     /// Processes meet at the host of the first member, which all have known since they joined together, on the port of the
     /// first generation plus the generation's number. So it needs nobody who is not a member, the first generation's rank
@@ -205,7 +230,7 @@ impl World {
                 first_nodes: Some(first_nodes),
                 ..(**bootstrap).clone()
             };
-            return World::join_knowing(&next, self.family.hosts.clone());
+            return Ok(World::join_knowing(&next, self.family.hosts.clone())?.succeeding(self));
         }
         let Link::Threads(seat) = &self.link else { return Err(not_a_member(own)) };
         let world = World {
@@ -216,9 +241,10 @@ impl World {
             timeout: self.timeout,
             nodes: nodes.into(),
             family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
+            newest: Arc::default(),
         };
         world.barrier("regroup")?;
-        Ok(world)
+        Ok(world.succeeding(self))
     }
 
     /// How often the job has regrouped.

@@ -78,6 +78,18 @@ pub enum Error {
         /// What is wrong, with values.
         problem: String,
     },
+    /// A context or a new one over a world of a past generation, which this rank has left; nothing was enqueued.
+    #[error(
+        "rank {rank}: this is of generation {generation}, which ended for this rank when it entered generation {newest}; build a context over the world that regroup returned last"
+    )]
+    Generation {
+        /// The rank that reports.
+        rank: Rank,
+        /// The generation of the world that was used.
+        generation: u32,
+        /// The newest generation that the rank has entered.
+        newest: u32,
+    },
     /// A progress deadline passed; the context is closed.
     #[error(
         "rank {rank} waited {waited_ms} ms for {site} of rank {peer} in epoch {epoch} (expected {expected:#x}, saw {seen:#x}); see what holds rank {peer} up, or raise the deadline{advice}"
