@@ -20,10 +20,13 @@ END = "<!-- End of what benches/figures.py made. -->\n"
 
 # What README.md shows: runs and their tokens.
 HEADLINES = [
+    ("h100-x2/decode-2", (1, 128)),
+    ("h100-x2/prefill-2", (4096,)),
     ("h200-x2/decode-2", (1, 128)),
     ("h200-x2/prefill-2", (4096,)),
     ("h200-x4/decode-4", (1, 128)),
     ("h200-x4/prefill-4", (4096,)),
+    ("h100-x2/decode-2x1-cx7", (1, 128)),
     ("h200-x2/decode-1x2-cx7", (1, 128)),
     ("h200-x2/prefill-1x2-cx7", (4096,)),
     ("h200-x4/decode-2x2-cx7", (1, 128)),
