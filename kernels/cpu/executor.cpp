@@ -173,7 +173,7 @@ uint64_t ty_stream_enqueued(const ty_stream *stream) { return stream->enqueued.l
 uint64_t ty_stream_completed(const ty_stream *stream) { return stream->completed.load(std::memory_order_acquire); }
 
 uint64_t ty_exec_now_ns(const ty_exec *exec) {
-  return exec->seeded ? exec->clock_ns.load(std::memory_order_relaxed) : monotonic_ns();
+  return exec->seeded ? exec->clock_ns.load(std::memory_order_relaxed) : exec->clock.now();
 }
 uint64_t ty_exec_trace_hash(const ty_exec *exec) { return exec->trace; }
 void ty_exec::note_load(const void *from) {

@@ -266,10 +266,12 @@ int ty_exec::run_free() {
   for (;;) {
     if (pump.load(std::memory_order_acquire)) pump_streams();
     if (ready.empty() && pollers.empty() && !polled.empty()) {
+  clock.resume();
       // Everyone who waits has had a turn.
       if (progress == round_progress) sched_yield();
       round_progress = progress;
       std::swap(pollers, polled);
+      (void)clock.look();
     }
     Fiber *next = pick();
     if (next != nullptr) {
@@ -296,6 +298,7 @@ int ty_exec::run_free() {
   }
 }
 
+    clock.resume();
 // Nobody is ready and all who wait have had a turn. False: nothing can ever move again.
 bool ty_exec::end_of_seeded_round() {
   if (polled_set.empty()) {

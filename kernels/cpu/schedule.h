@@ -144,6 +144,33 @@ struct Temper {
 
 uint64_t monotonic_ns();
 // For mistakes in a kernel and lack of memory under way; nothing could go on.
+
+// The clock of the free mode. A process may be stopped (SIGSTOP, a suspended virtual machine) while its threads wait:
+// what passes then is no peer's delay, and no deadline may count it. So between two looks the clock advances by one
+// step at most. The executor looks once a round of waiting fibers, far more often than once a step, so that in
+// a process that runs the clock keeps the time of day; where the system holds a thread back for longer than a step,
+// deadlines come later by the rest. Only the executor's thread looks.
+class RunningClock {
+public:
+  uint64_t look() { return at(monotonic_ns()); }
+  // Time without work is no gap: nothing waits, and the clocks of executors stay together.
+  void resume() { looked_ns_ = monotonic_ns(); }
+  // Any thread; without a look, so a stop that the executor has yet to see counts as time.
+  uint64_t now() const { return monotonic_ns() - skipped_ns_.load(std::memory_order_relaxed); }
+
+private:
+  static constexpr uint64_t step_ns_ = 100000000;
+  uint64_t at(uint64_t now_ns) {
+    const uint64_t gap_ns = now_ns - looked_ns_;
+    uint64_t skipped_ns = skipped_ns_.load(std::memory_order_relaxed);
+    if (gap_ns > step_ns_) skipped_ns_.store(skipped_ns += gap_ns - step_ns_, std::memory_order_relaxed);
+    looked_ns_ = now_ns;
+    return now_ns - skipped_ns;
+  }
+  uint64_t looked_ns_ = monotonic_ns();
+  std::atomic<uint64_t> skipped_ns_{0};
+};
+
 [[noreturn]] void fatal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 } // namespace cpu
 } // namespace ty
@@ -192,7 +219,8 @@ struct ty_exec {
   uint32_t accesses_left = 1;  // until the next preemption
   const ty::cpu::Block *starved = nullptr;
   uint32_t starve_left = 0;
-  std::atomic<uint64_t> clock_ns{0}; // virtual
+  std::atomic<uint64_t> clock_ns{0}; // virtual (seeded mode)
+  ty::cpu::RunningClock clock;       // free mode
   std::atomic<uint64_t> switches{0};
   uint64_t trace = 0xcbf29ce484222325ull;
   uint32_t next_id = 0;
