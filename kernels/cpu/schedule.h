@@ -81,6 +81,7 @@ struct Fiber : Thread {
   const char *site = nullptr; // of its last wait loop, nullptr when it has not waited
   bool started = false;
   bool polling = false; // on a poller list
+  bool ended = false;   // a host fiber that has returned
   uint32_t id = 0;      // by order of creation; what the trace hash is made of
   Context context;
   LineMap held;
@@ -143,7 +144,6 @@ struct Temper {
 };
 
 uint64_t monotonic_ns();
-// For mistakes in a kernel and lack of memory under way; nothing could go on.
 
 // The clock of the free mode. A process may be stopped (SIGSTOP, a suspended virtual machine) while its threads wait:
 // what passes then is no peer's delay, and no deadline may count it. So between two looks the clock advances by one
@@ -171,6 +171,7 @@ private:
   std::atomic<uint64_t> skipped_ns_{0};
 };
 
+// For mistakes in a kernel and lack of memory under way; nothing could go on.
 [[noreturn]] void fatal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 } // namespace cpu
 } // namespace ty
@@ -236,11 +237,13 @@ struct ty_exec {
   std::vector<std::unique_ptr<ty::cpu::Launch>> launches, spare_launches;
   std::vector<std::unique_ptr<ty::cpu::Fiber>> hosts;
   uint32_t hosts_live = 0;
+  bool ending = false; // seeded mode: the run hung, and host fibers are resumed one at a time to leave
   std::deque<ty::cpu::LineMap> rank_held;
 
   // schedule.cpp
   int run_free();
   int run_seeded();
+  void end_hosts();
   void make_ready(ty::cpu::Fiber *fiber);
   void make_ready(ty::cpu::Chain &chain); // empties it
   void end_turn();                        // free mode: the running fiber goes behind its warp's ready ones
