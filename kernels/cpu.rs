@@ -529,3 +529,46 @@ impl Drop for CpuStream {
         shelf.clear(self.exec.ended.load(Ordering::Acquire) != RUNNING);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// Says to this test program that no other test runs in it: stacks are counted for the process.
+    const ALONE: &str = "TOKENYARD_TEST_ALONE";
+    /// More executors than the process keeps chunks of stacks for the next.
+    const DEVICES: usize = 100;
+
+    /// Runs a kernel on so many devices at once, and answers how many stacks have a guard page after they have gone.
+    fn guarded_after_devices() -> u64 {
+        let devices: Vec<_> = (0..DEVICES).map(|_| crate::kernels::Device::cpu().unwrap()).collect();
+        for device in &devices {
+            let stream = device.new_stream().unwrap();
+            let word = device.alloc(64).unwrap();
+            let mut args = crate::ffi::layout::ty_push_args { source: word.view().ptr, ..Default::default() };
+            args.destination[0] = word.view().ptr;
+            args.destinations = 1;
+            stream.launch("ty_bench_push", 1, 32, 0, &args).unwrap();
+            stream.synchronize(Duration::from_secs(60)).unwrap();
+        }
+        drop(devices);
+        // SAFETY: open to any thread.
+        unsafe { ffi::ty_exec_guarded_stacks() }
+    }
+
+    #[test]
+    fn guard_pages_that_are_unmapped_are_counted_down() {
+        if std::env::var(ALONE).is_err() {
+            let name = "kernels::cpu::tests::guard_pages_that_are_unmapped_are_counted_down";
+            let mut alone = Command::new(std::env::current_exe().unwrap());
+            let alone = alone.args([name, "--exact", "--test-threads=1"]).env(ALONE, "1").output().unwrap();
+            let said = String::from_utf8_lossy(&alone.stdout);
+            assert!(alone.status.success() && said.contains("1 passed"), "{said}");
+            return;
+        }
+        let first = guarded_after_devices();
+        assert!(first > 0);
+        assert_eq!([guarded_after_devices(), guarded_after_devices()], [first; 2]);
+    }
+}

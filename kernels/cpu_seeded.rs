@@ -36,8 +36,8 @@ pub struct SeededReport {
     pub further_pollers: u64,
     /// Who waited where when nobody could go on, if that ever happened; device deadlines fire then.
     pub hang_report: Option<String>,
-    /// Why the run could not start or did not end by itself. Host closures that were then still waiting were
-    /// abandoned: their locals were not dropped.
+    /// Why the run could not start or did not end by itself. Host closures that were then still waiting were unwound from
+    /// their waits: their locals were dropped, and their scopes ended.
     pub failure: Option<Error>,
 }
 
@@ -55,9 +55,12 @@ unsafe extern "C" fn run_host(task: *mut c_void) {
     if let Some(device) = task.device.take() {
         // Unwinding must not leave the fiber: its caller is not Rust.
         let outcome = catch_unwind(AssertUnwindSafe(|| (task.host)(task.rank, device)));
-        task.panic.set(outcome.err());
+        task.panic.set(outcome.err().filter(|payload| !payload.is::<Left>()));
     }
 }
+
+/// What unwinds a host closure whose world hung.
+struct Left;
 
 /// The thread's way to wait while a seeded world runs on it. A wait that begins is progress: the one before it ended.
 fn yield_fiber(site: &'static str, turns: u32) {
@@ -68,6 +71,10 @@ fn yield_fiber(site: &'static str, turns: u32) {
                 ffi::ty_exec_note_progress();
             }
             ffi::ty_exec_host_yield(static_c_str(site).as_ptr());
+            // What waits while it unwinds, as destructors may, waits on, until its own deadline.
+            if ffi::ty_exec_ending() != 0 && !std::thread::panicking() {
+                resume_unwind(Box::new(Left));
+            }
         } else {
             std::thread::yield_now();
         }
@@ -131,7 +138,6 @@ fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)
     };
     let tasks: Vec<HostTask<'_>> = (0..ranks).map(task).collect();
     let code = spawn_and_run(exec, &tasks);
-    exec.set_ended(code);
     let report = exec.report();
     if let Some(payload) = tasks.iter().find_map(|task| task.panic.take()) {
         resume_unwind(payload);
@@ -154,12 +160,22 @@ fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
     let _hook = Hook::install();
     for task in tasks {
         let arg: *const HostTask<'_> = task;
-        // SAFETY: the executor is live; the task outlives the run below, and abandoned fibers never resume.
+        // SAFETY: the executor is live, and the task outlives the runs below.
         let code = unsafe { ffi::ty_exec_spawn_host(exec.raw(), Some(run_host), arg.cast_mut().cast()) };
         if code != ffi::TY_EXEC_OK as i32 {
+            exec.set_ended(code);
             return code;
         }
     }
     // SAFETY: the executor is live and no other thread runs it.
-    unsafe { ffi::ty_exec_run(exec.raw()) }
+    let code = unsafe { ffi::ty_exec_run(exec.raw()) };
+    exec.set_ended(code);
+    if code == ffi::TY_EXEC_HANG as i32 {
+        // No host fiber may be left where it waits. Its closure may have lent what lies on its stack, or what it borrowed of
+        // the caller, to threads of a scope, and only the scope's end makes sure that they are done with it; the caller's
+        // borrows end with this call, and the stack goes to another fiber. Device fibers are left: they borrow nothing.
+        // SAFETY: the run has ended on this thread; the fibers return to it, as nothing unwinds out of `run_host`.
+        unsafe { ffi::ty_exec_end_hosts(exec.raw()) };
+    }
+    code
 }

@@ -478,6 +478,10 @@ fn ring<T: Transport>(machine: &mut Machine, watch: WatchId, memory: &ContextMem
     let count = wanted.chunks_word.and_then(|at| memory.chunks.get(at as usize));
     let chunks = count.map_or(0, |word| word.load(Ordering::Relaxed));
     let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
+    if wanted.may_go_stale() {
+        // The device rings it again once staging is free at the earliest, which is published behind this.
+        doorbell.store(0, Ordering::Relaxed);
+    }
     machine.step(Input::Doorbell { watch, bytes: word as u32, chunks }, hands);
     true
 }

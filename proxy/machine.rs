@@ -322,6 +322,13 @@ impl Watch {
     pub fn is_rung(&self, word: u64) -> bool {
         !self.asleep && (word >> 32) as u32 == self.epoch && word as u32 != 0
     }
+
+    /// Whether the doorbell may stay unwritten for any number of epochs, and so must be cleared once it is taken, lest it
+    /// looks rung 2³² epochs later: that of every chunk but the first, as messages may be short for long. Chunk 0's, which
+    /// comes with the number of chunks, is written in every epoch of its parity.
+    pub fn may_go_stale(&self) -> bool {
+        self.chunks_word.is_none()
+    }
 }
 
 /// Most links of a group: a line's worth of doorbells.

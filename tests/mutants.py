@@ -30,6 +30,8 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
+DRIVER, FREE_MEMORY = "proxy/driver.rs", "kernels/base/memory.rs"
+SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -242,6 +244,14 @@ MUTANTS = [
     ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
+    ("doorbells of later chunks left as they were rung", MACHINE, "self.chunks_word.is_none()", "false"),
+    ("doorbells of later chunks not cleared", DRIVER, "doorbell.store(0, Ordering::Relaxed);", ""),
+    ("time counted while the process was stopped", SCHEDULE, "if (gap_ns > step_ns_)", "if (gap_ns > ~0ull - step_ns_)"),
+    ("guard pages not counted down", STACKS, "if (chunk.guarded) guards -= chunk.stacks;", ""),
+    ("host closures left where they waited", SEEDED, "if code == ffi::TY_EXEC_HANG as i32 {", "if false {"),
+    ("limits of outer control groups overlooked", FREE_MEMORY, "inner.chain([left(&top, &files)]).flatten().min()",
+     "inner.last().flatten().or(left(&top, &files))"),
+    ("control groups overlooked", FREE_MEMORY, ".chain(group_bytes(root)).min()", ".chain(None).min()"),
 ]
 
 # Seconds; some mutants never end.
@@ -296,15 +306,27 @@ class Worker:
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
+        lib = ["cargo", "test", "-q", *self.cargo, "--lib"]
+        own = {
+            MACHINE: proxy + [("unit tests", [*lib, "driver"])],
+            DRIVER: [("unit tests", [*lib, "driver"])],
+            FREE_MEMORY: [("unit tests", [*lib, "memory"])],
+            SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
+            STACKS: [("unit tests", [*lib, "guard_pages"])],
+            SEEDED: [("tests/device.rs", [*test, "device", "world"])],
+        }
         if not file:
-            return worlds + proxy + nic + service
+            return worlds + proxy + nic + service + [check for file in own if file != MACHINE for check in own[file]]
+        if file in own:
+            return own[file]
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        return [] if file.startswith("proxy/") and file != PICK or file == NIC else schedules
+        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED)
+        return [] if file.startswith("proxy/") and file != PICK or special else schedules
 
     def caught_by(self, checks):
         """The name of the check that fails, with its last line, or None."""

@@ -16,6 +16,7 @@ use super::team;
 use super::trace;
 use super::usage::Refusal;
 use super::words::{DeviceWord, Launch};
+use tokenyard::base::memory::available_bytes;
 
 /// Runs the bench. Success: everything ran and every comparison was right.
 ///
@@ -59,7 +60,7 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode, Refusal> {
 fn check_memory(config: &Config) -> Result<(), Refusal> {
     let case = &config.case;
     let need = case.world.saturating_mul(buffers::bytes(case));
-    let free = free_memory().filter(|free| config.device == DeviceWord::Cpu && need > *free);
+    let free = available_bytes().filter(|free| config.device == DeviceWord::Cpu && need as u64 > *free);
     let Some(free) = free else { return Ok(()) };
     let (name, value, instead) = match case.capacity {
         Some(rows) => ("--capacity", rows, "fewer"),
@@ -67,13 +68,6 @@ fn check_memory(config: &Config) -> Result<(), Refusal> {
     };
     let advice = format!("buffers of all ranks take {need} bytes, and {free} bytes of memory are free; give {instead}");
     Err(Refusal::of(name, value, advice))
-}
-
-/// Bytes, where the system says so.
-fn free_memory() -> Option<usize> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)
 }
 
 /// What every rank of one point of the sweep is told.

@@ -7,6 +7,7 @@ pub mod checksum;
 pub mod cuda;
 mod error;
 mod ids;
+pub mod memory;
 pub mod wait;
 
 pub use error::{Error, Result};

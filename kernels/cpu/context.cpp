@@ -50,14 +50,20 @@ StackPool::Chunk map_chunk(size_t stacks, size_t stack_bytes) {
       mmap(nullptr, span * stacks, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) return {};
   char *base = static_cast<char *>(mapped);
-  if (guards + stacks <= guards_limit) {
+  const bool guarded = guards + stacks <= guards_limit;
+  if (guarded) {
     guards += stacks;
     // A stack without its guard still works.
     for (size_t i = 0; i < stacks; ++i) (void)mprotect(base + i * span, page, PROT_NONE);
   }
-  return {base, stacks, stack_bytes};
+  return {base, stacks, stack_bytes, guarded};
 }
 } // namespace
+
+size_t guarded_stacks() {
+  std::lock_guard<std::mutex> lock(kept_mutex);
+  return guards;
+}
 
 StackPool::StackPool(size_t stack_bytes)
     : stack_bytes_((stack_bytes + page_bytes() - 1) / page_bytes() * page_bytes()) {}
@@ -74,6 +80,7 @@ StackPool::~StackPool() {
     __asan_unpoison_memory_region(chunk.base, bytes);
 #endif
     munmap(chunk.base, bytes);
+    if (chunk.guarded) guards -= chunk.stacks;
   }
 }
 

@@ -46,6 +46,7 @@ public:
     char *base = nullptr;
     size_t stacks = 0;
     size_t stack_bytes = 0;
+    bool guarded = false; // counted against the limit of guard pages
   };
 
 private:
@@ -55,6 +56,9 @@ private:
   std::vector<Chunk> chunks_;
   size_t next_chunk_ = 16; // stacks in the next new chunk; doubles up to a limit
 };
+
+// Stacks that have a guard page now, in all executors and in what is kept for the next.
+size_t guarded_stacks();
 
 // A suspended flow of control.
 struct Context {

@@ -151,7 +151,7 @@ bool end_of_turn() {
 
 void spin_pause(const char *site) { executor->poll(site); }
 
-uint64_t now_ns() { return seeded ? executor->clock_ns.load(std::memory_order_relaxed) : monotonic_ns(); }
+uint64_t now_ns() { return seeded ? executor->clock_ns.load(std::memory_order_relaxed) : executor->clock.look(); }
 
 uint64_t monotonic_ns() {
   timespec now;

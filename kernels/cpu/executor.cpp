@@ -108,6 +108,17 @@ void ty_exec_host_yield(const char *site) {
   }
 }
 
+void ty_exec_end_hosts(ty_exec *exec) {
+  if (!exec->seeded) return;
+  executor = exec;
+  seeded = true;
+  exec->end_hosts();
+  executor = nullptr;
+  seeded = false;
+}
+
+int ty_exec_ending(void) { return executor != nullptr && executor->ending ? 1 : 0; }
+
 int ty_exec_on_fiber(void) { return executor != nullptr && executor->running != nullptr ? 1 : 0; }
 
 void ty_exec_note_progress(void) {
@@ -173,7 +184,7 @@ uint64_t ty_stream_enqueued(const ty_stream *stream) { return stream->enqueued.l
 uint64_t ty_stream_completed(const ty_stream *stream) { return stream->completed.load(std::memory_order_acquire); }
 
 uint64_t ty_exec_now_ns(const ty_exec *exec) {
-  return exec->seeded ? exec->clock_ns.load(std::memory_order_relaxed) : monotonic_ns();
+  return exec->seeded ? exec->clock_ns.load(std::memory_order_relaxed) : exec->clock.now();
 }
 uint64_t ty_exec_trace_hash(const ty_exec *exec) { return exec->trace; }
 void ty_exec::note_load(const void *from) {
@@ -198,3 +209,4 @@ uint64_t ty_exec_further_pollers(const ty_exec *exec) { return exec->further_pol
 uint64_t ty_exec_switches(const ty_exec *exec) { return exec->switches.load(std::memory_order_relaxed); }
 const char *ty_exec_report(const ty_exec *exec) { return exec->report.c_str(); }
 int ty_kernel_exists(const char *kernel) { return find_kernel(kernel) != nullptr ? 1 : 0; }
+uint64_t ty_exec_guarded_stacks(void) { return guarded_stacks(); }

@@ -42,6 +42,11 @@ void ty_exec_stop(ty_exec *exec); // any thread
 int ty_exec_spawn_host(ty_exec *exec, void (*entry)(void *), void *arg);
 // From a host fiber: lets others run; `site` names the wait and must outlive the executor.
 void ty_exec_host_yield(const char *site);
+// After ty_exec_run answered TY_EXEC_HANG, on the same thread: resumes host fibers in turn, each until it yields again
+// or returns, until all have returned. They are to leave: entry unwinds from a yield that finds ty_exec_ending. Nothing
+// else runs any more.
+void ty_exec_end_hosts(ty_exec *exec);
+int ty_exec_ending(void); // 1 on a host fiber that ty_exec_end_hosts resumed, else 0
 // 1 on a fiber of an executor, else 0.
 int ty_exec_on_fiber(void);
 // From a host fiber: progress was made outside the executor's sight (so that this round is no hang).
@@ -59,7 +64,7 @@ int ty_stream_call(ty_stream *stream, void (*entry)(void *), void *arg);
 uint64_t ty_stream_enqueued(const ty_stream *stream);  // pieces of work so far
 uint64_t ty_stream_completed(const ty_stream *stream); // acquire
 
-uint64_t ty_exec_now_ns(const ty_exec *exec);     // monotonic (free) or virtual (seeded)
+uint64_t ty_exec_now_ns(const ty_exec *exec);     // less what the process was stopped (free); virtual (seeded)
 uint64_t ty_exec_trace_hash(const ty_exec *exec); // of every scheduling decision (seeded)
 uint64_t ty_exec_switches(const ty_exec *exec);
 // Says what host memory the kernels share with the host (or, with shared == 0, no longer do), so that loads of it can
@@ -70,6 +75,7 @@ uint64_t ty_exec_further_pollers(const ty_exec *exec);
 // The last hang report, or "": rank, block, thread and wait site of every waiting fiber, one a line.
 const char *ty_exec_report(const ty_exec *exec);
 int ty_kernel_exists(const char *kernel);
+uint64_t ty_exec_guarded_stacks(void); // fibers' stacks of this process that have a guard page
 
 #ifdef __cplusplus
 }

@@ -147,6 +147,7 @@ uint32_t ty_exec::choose_ready() {
 
 // The next fiber, off its list; nullptr sends the caller to the run loop.
 Fiber *ty_exec::pick_seeded() {
+  if (ending) return nullptr; // back to end_hosts
   const bool any_ready = !ready_set.empty();
   if (pump.load(std::memory_order_relaxed) && (!any_ready || random.below(8) == 0)) return nullptr;
   clock_ns.store(clock_ns.load(std::memory_order_relaxed) + step_ns, std::memory_order_relaxed);
@@ -203,6 +204,7 @@ void ty_exec::poll(const char *site) {
   if (self->launch == nullptr && self->site != site) ++progress;
   self->site = site;
   self->polling = true;
+  if (ending) return leave();
   if (seeded) {
     polled_set.push_back(self);
   } else {
@@ -222,6 +224,7 @@ void ty_exec::end_fiber(Fiber &fiber) {
   if (fiber.launch != nullptr) {
     end_thread(fiber);
   } else {
+    fiber.ended = true;
     --hosts_live;
   }
 }
@@ -263,10 +266,12 @@ void ty_exec::fiber_main() {
 
 int ty_exec::run_free() {
   uint32_t yields = 0;
+  clock.resume();
   for (;;) {
     if (pump.load(std::memory_order_acquire)) pump_streams();
     if (ready.empty() && pollers.empty() && !polled.empty()) {
       // Everyone who waits has had a turn.
+      (void)clock.look();
       if (progress == round_progress) sched_yield();
       round_progress = progress;
       std::swap(pollers, polled);
@@ -293,6 +298,7 @@ int ty_exec::run_free() {
     wake.wait(lock,
               [this] { return pump.load(std::memory_order_relaxed) || stopping.load(std::memory_order_relaxed); });
     sleeping = false;
+    clock.resume();
   }
 }
 
@@ -327,6 +333,23 @@ int ty_exec::run_seeded() {
       if (!end_of_seeded_round()) return TY_EXEC_HANG;
     }
   }
+}
+
+void ty_exec::end_hosts() {
+  ending = true;
+  const uint64_t scheduled = switches.load(std::memory_order_relaxed);
+  while (hosts_live != 0) {
+    bool any = false;
+    for (const auto &host : hosts) {
+      if (host->ended || !host->started) continue;
+      any = true;
+      go(thread, host.get(), false);
+    }
+    if (!any) break;
+    sched_yield(); // some wait as they leave, for their deadlines or for threads
+  }
+  switches.store(scheduled, std::memory_order_relaxed);
+  ending = false;
 }
 
 std::string ty_exec::waiting_report() const {

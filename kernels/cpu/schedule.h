@@ -81,6 +81,7 @@ struct Fiber : Thread {
   const char *site = nullptr; // of its last wait loop, nullptr when it has not waited
   bool started = false;
   bool polling = false; // on a poller list
+  bool ended = false;   // a host fiber that has returned
   uint32_t id = 0;      // by order of creation; what the trace hash is made of
   Context context;
   LineMap held;
@@ -143,6 +144,33 @@ struct Temper {
 };
 
 uint64_t monotonic_ns();
+
+// The clock of the free mode. A process may be stopped (SIGSTOP, a suspended virtual machine) while its threads wait:
+// what passes then is no peer's delay, and no deadline may count it. So between two looks the clock advances by one
+// step at most. The executor looks once a round of waiting fibers, far more often than once a step, so that in
+// a process that runs the clock keeps the time of day; where the system holds a thread back for longer than a step,
+// deadlines come later by the rest. Only the executor's thread looks.
+class RunningClock {
+public:
+  uint64_t look() { return at(monotonic_ns()); }
+  // Time without work is no gap: nothing waits, and the clocks of executors stay together.
+  void resume() { looked_ns_ = monotonic_ns(); }
+  // Any thread; without a look, so a stop that the executor has yet to see counts as time.
+  uint64_t now() const { return monotonic_ns() - skipped_ns_.load(std::memory_order_relaxed); }
+
+private:
+  static constexpr uint64_t step_ns_ = 100000000;
+  uint64_t at(uint64_t now_ns) {
+    const uint64_t gap_ns = now_ns - looked_ns_;
+    uint64_t skipped_ns = skipped_ns_.load(std::memory_order_relaxed);
+    if (gap_ns > step_ns_) skipped_ns_.store(skipped_ns += gap_ns - step_ns_, std::memory_order_relaxed);
+    looked_ns_ = now_ns;
+    return now_ns - skipped_ns;
+  }
+  uint64_t looked_ns_ = monotonic_ns();
+  std::atomic<uint64_t> skipped_ns_{0};
+};
+
 // For mistakes in a kernel and lack of memory under way; nothing could go on.
 [[noreturn]] void fatal(const char *format, ...) __attribute__((format(printf, 1, 2)));
 } // namespace cpu
@@ -192,7 +220,8 @@ struct ty_exec {
   uint32_t accesses_left = 1;  // until the next preemption
   const ty::cpu::Block *starved = nullptr;
   uint32_t starve_left = 0;
-  std::atomic<uint64_t> clock_ns{0}; // virtual
+  std::atomic<uint64_t> clock_ns{0}; // virtual (seeded mode)
+  ty::cpu::RunningClock clock;       // free mode
   std::atomic<uint64_t> switches{0};
   uint64_t trace = 0xcbf29ce484222325ull;
   uint32_t next_id = 0;
@@ -208,11 +237,13 @@ struct ty_exec {
   std::vector<std::unique_ptr<ty::cpu::Launch>> launches, spare_launches;
   std::vector<std::unique_ptr<ty::cpu::Fiber>> hosts;
   uint32_t hosts_live = 0;
+  bool ending = false; // seeded mode: the run hung, and host fibers are resumed one at a time to leave
   std::deque<ty::cpu::LineMap> rank_held;
 
   // schedule.cpp
   int run_free();
   int run_seeded();
+  void end_hosts();
   void make_ready(ty::cpu::Fiber *fiber);
   void make_ready(ty::cpu::Chain &chain); // empties it
   void end_turn();                        // free mode: the running fiber goes behind its warp's ready ones

@@ -305,3 +305,46 @@ fn an_arena_is_freed_once_its_writes_have_left_and_not_before() {
     assert_eq!((first.proxy.remote().failure(), second.proxy.remote().failure()), (None, None));
     drop(sides);
 }
+
+/// Of one driver, whose peer never answers: the doorbells alone matter.
+#[test]
+fn a_doorbell_of_2_to_the_32_epochs_ago_is_not_taken_for_one_that_rings() {
+    let wire = wire();
+    let network = Network::new(2, SimConfig { clock: SimClock::Real, ..SimConfig::hostile(11) }).unwrap();
+    let memory = ContextMemory::owned(wire.word_counts());
+    let arenas = [Words::owned((1 << 15) / 8), Words::owned((1 << 15) / 8)];
+    let mut ends = [Rank(0), Rank(1)].map(|rank| network.endpoint(rank).unwrap());
+    for (end, arena) in ends.iter_mut().zip(&arenas) {
+        let base = arena.get(0).unwrap().as_ptr() as u64;
+        // SAFETY: the arenas are dropped after the network's ends, and nothing else accesses them.
+        unsafe { end.register(Span::host(base, 1 << 15)) }.unwrap();
+    }
+    let address = ends[1].address();
+    let [mut end, _peer] = ends;
+    end.connect(Rank(1), &address).unwrap();
+    let liveness = Liveness { first_contact_ns: 60_000_000_000, ..LIVENESS };
+    let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 2, liveness }).unwrap();
+    let mut driver = Driver::new(machine, end, system_clock());
+    let direction = Direction::Dispatch;
+    let ring = |epoch: u64, chunk: u16| {
+        let bytes = u64::from(wire.lane(direction).chunk_capacity(ChunkIdx(chunk)));
+        let count = wire.chunks_word(direction, epoch, LinkIdx(0));
+        memory.chunks.get(count).unwrap().store(2, Ordering::Relaxed);
+        let bell = wire.doorbell_word(direction, epoch, LinkIdx(0), ChunkIdx(chunk));
+        memory.doorbells.get(bell).unwrap().store(epoch << 32 | bytes, Ordering::Release);
+    };
+    // All epochs between had one chunk, as far as anybody can tell: their words are those of the first context.
+    for (first_epoch, chunks, settled) in [((1 << 32) - 1, 2, true), ((1 << 33) - 1, 1, false)] {
+        let config = ContextConfig { generation: 0, first_epoch, wire: &wire, arenas: &[RegionId(0), RegionId(0)] };
+        driver.open(CONTEXT, &config, memory.share()).unwrap();
+        (0..chunks).for_each(|chunk| ring(first_epoch, chunk));
+        let taken = wait::poll("doorbells", if settled { PATIENCE } else { Duration::from_millis(200) }, || {
+            driver.turn();
+            (driver.settle(CONTEXT) && driver.machine().stats().posts > 0).then_some(())
+        });
+        assert_eq!(taken.is_some(), settled, "from epoch {first_epoch}: {:?}", driver.machine().stats());
+        wait::poll("writes", PATIENCE, || (!driver.turn() && driver.machine().under_way(CONTEXT) == 0).then_some(()));
+        driver.close(CONTEXT);
+    }
+    assert_eq!((driver.machine().stats().bad_doorbells, driver.broken), (0, false));
+}

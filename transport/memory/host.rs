@@ -3,6 +3,7 @@
 //! Place: what `memory` uses for the CPU device. Runs on the caller's thread and never waits. The file is sealed
 //! against shrinking, and an importer insists on that seal: nobody can take pages away from under a mapping.
 
+use crate::base::memory::available_bytes;
 use crate::base::{Error, Result};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -38,7 +39,7 @@ impl HostMemory {
         if let Some(free) = available_bytes().filter(|free| *free < bytes as u64) {
             return Err(Error::Device {
                 what: format!("an arena of {bytes} bytes was asked for and {free} bytes of host memory are free"),
-                advice: "plan for fewer tokens, or free memory".into(),
+                advice: "plan for fewer tokens, free memory, or raise the limit of its control group".into(),
             });
         }
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
@@ -99,14 +100,6 @@ fn failure(what: &str, bytes: usize, why: nix::errno::Errno) -> Error {
         what: format!("{what} of {bytes} bytes failed: {why}"),
         advice: "plan for fewer tokens, or raise the limits of memory and open files".into(),
     }
-}
-
-/// What the kernel says can be had without swapping; `None` where it does not say.
-fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    kib.checked_mul(1024)
 }
 
 #[cfg(test)]
