@@ -462,3 +462,46 @@ fn a_rank_that_dies_is_named_and_the_others_do_not_hang() {
     let sentence = text(&output.stderr);
     assert!(sentence.contains("rank 1 was ended by signal 9"), "{sentence}");
 }
+
+/// Commands that print to stdout, each with little work.
+const PRINTING: [&str; 9] = [
+    "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 1,2 --iters 1 --warmup 0",
+    "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 1 --iters 1 --warmup 0 --json -",
+    "plan --device cpu",
+    "doctor",
+    "doctor --json -",
+    "verify --device cpu --seeds 1",
+    "verify --schedules 2",
+    "simulate --nodes 2 --ranks-per-node 2 --link cx7 --tokens 8 --iters 3",
+    "--help",
+];
+
+#[test]
+fn a_reader_that_leaves_costs_neither_the_work_nor_its_status() {
+    let failing = format!("{} --plot /dev/full", PRINTING[0]);
+    for (typed, status) in PRINTING.iter().map(|typed| (*typed, 0)).chain([(failing.as_str(), 1)]) {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = command(typed).stdout(writer).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{typed}: {said}");
+        assert!(!said.contains("stdout") && !said.contains("panicked"), "{typed}: {said}");
+    }
+}
+
+#[test]
+fn a_full_disk_behind_stdout_is_one_sentence_and_status_1() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for typed in PRINTING {
+        let output = command(typed).stdout(full()).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{typed}: {said}");
+        assert_eq!(said.matches("stdout cannot be written").count(), 1, "{typed}: {said}");
+        assert!(said.contains("No space left") && !said.contains("panicked"), "{typed}: {said}");
+        // Nor does stderr end it.
+        let status = command(typed).stdout(full()).stderr(full()).status().unwrap();
+        assert_eq!(status.code(), Some(1), "{typed}");
+    }
+    let refused = command("bench --world 0").stderr(full()).status().unwrap();
+    assert_eq!(refused.code(), Some(2));
+}

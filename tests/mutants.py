@@ -30,6 +30,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
+OUT = "bindings/cli/out.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -242,6 +243,10 @@ MUTANTS = [
     ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
+    ("a reader that leaves fails the command", OUT, "first && error.kind() != ErrorKind::BrokenPipe", "first"),
+    ("a full disk behind stdout passed over", OUT, "        FAILED.store(true, Relaxed);\n", ""),
+    ("a full disk told with every line", OUT, "    if !ENDED.load(Relaxed) {\n", "    ENDED.store(false, Relaxed);\n    {\n"),
+    ("the status forgets what stdout lost", OUT, "if FAILED.load(Relaxed) && earned", "if false && earned"),
 ]
 
 # Seconds; some mutants never end.
@@ -296,15 +301,22 @@ class Worker:
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
+        # The program: what it does with its streams.
+        cli = [
+            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk"]),
+        ]
         if not file:
-            return worlds + proxy + nic + service
+            return worlds + proxy + nic + service + cli
+        if file.startswith("bindings/cli/"):
+            return cli
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        return [] if file.startswith("proxy/") and file != PICK or file == NIC else schedules
+        apart = file.startswith(("proxy/", "bindings/cli/")) and file != PICK or file == NIC
+        return [] if apart else schedules
 
     def caught_by(self, checks):
         """The name of the check that fails, with its last line, or None."""

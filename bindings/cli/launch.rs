@@ -8,7 +8,7 @@
 //! The parent runs on the main thread and reads on a thread for each rank. Ranks die with their parent; the parent ends
 //! no process but those.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
@@ -47,7 +47,7 @@ enum Line {
 /// Runs as one of the ranks: every point of the sweep, a line for each.
 pub fn run_as_rank(config: &Config) -> ExitCode {
     if let Err(sentence) = die_with_parent() {
-        eprintln!("tokenyard: {sentence}");
+        note!("tokenyard: {sentence}");
         return ExitCode::FAILURE;
     }
     let outcome = World::from_env().and_then(|world| network::place(world, &config.case)).and_then(|world| {
@@ -75,7 +75,7 @@ pub fn run_as_rank(config: &Config) -> ExitCode {
 fn print(line: &Line) {
     // A parent that does not listen any more has nothing to be told.
     if let Ok(text) = serde_json::to_string(line) {
-        let _ = writeln!(std::io::stdout().lock(), "{text}");
+        say!("{text}");
     }
 }
 
