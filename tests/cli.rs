@@ -434,6 +434,16 @@ fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
     assert!(shown.contains("looked at") && shown.contains("cores"), "{shown}");
 }
 
+#[test]
+fn ranks_as_processes_make_a_world_of_their_own_whatever_their_caller_belongs_to() {
+    // Two nodes, nodes of one rank, and a name that no rank could take.
+    for (name, value) in [("TOKENYARD_NODES", "1,2"), ("LOCAL_WORLD_SIZE", "1"), ("TOKENYARD_ADDR", "a b")] {
+        let typed = format!("bench {SMALL} --launch processes");
+        let output = command(&typed).env(name, value).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{name}={value}: {}", text(&output.stderr));
+    }
+}
+
 /// Processes that a process started.
 fn children(id: u32) -> Vec<i32> {
     let text = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();

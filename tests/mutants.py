@@ -30,7 +30,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
-OUT = "bindings/cli/out.rs"
+OUT, LAUNCH = "bindings/cli/out.rs", "bindings/cli/launch.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -247,6 +247,7 @@ MUTANTS = [
     ("a full disk behind stdout passed over", OUT, "        FAILED.store(true, Relaxed);\n", ""),
     ("a full disk told with every line", OUT, "    if !ENDED.load(Relaxed) {\n", "    ENDED.store(false, Relaxed);\n    {\n"),
     ("the status forgets what stdout lost", OUT, "if FAILED.load(Relaxed) && earned", "if false && earned"),
+    ("the caller's world left to ranks as processes", LAUNCH, "command.env_remove(name);", "let _ = name;"),
 ]
 
 # Seconds; some mutants never end.
@@ -301,9 +302,9 @@ class Worker:
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
-        # The program: what it does with its streams.
+        # The program: what it does with its streams, its ranks' environment.
         cli = [
-            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk"]),
+            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller"]),
         ]
         if not file:
             return worlds + proxy + nic + service + cli

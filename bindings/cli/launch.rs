@@ -1,7 +1,8 @@
 //! Ranks as processes: this program starts itself once for each rank and collects what they print.
 //!
 //! ```text
-//!   parent  --fork, exec-->  rank r: same arguments and --as-rank; RANK, WORLD_SIZE, TOKENYARD_* in its environment
+//!   parent  --fork, exec-->  rank r: same arguments and --as-rank; RANK, WORLD_SIZE, TOKENYARD_* in its environment,
+//!                                    and nothing of the world that the caller belongs to
 //!   parent  <----stdout----  a line of JSON for each point of the sweep, or one that says why not
 //! ```
 //!
@@ -28,6 +29,8 @@ use super::team;
 
 /// The parent's process id, so that a rank notices when it is an orphan already.
 const PARENT: &str = "TOKENYARD_PARENT";
+/// What the caller's own launcher may have set of a world, and which is not of the one that is made here.
+const CALLERS_WORLD: [&str; 3] = ["TOKENYARD_NODES", "LOCAL_WORLD_SIZE", "TOKENYARD_ADDR"];
 /// Time that ranks get to notice the death of another, beyond their own deadline.
 const GRACE: Duration = Duration::from_secs(15);
 /// Time between two looks at the ranks.
@@ -145,7 +148,11 @@ fn start_all(config: &Config) -> Result<Vec<RankProcess>, String> {
     let token = random_token()?;
     let port = free_port()?;
     let start = |rank: usize| {
-        let child = Command::new(&program)
+        let mut command = Command::new(&program);
+        for name in CALLERS_WORLD {
+            command.env_remove(name);
+        }
+        let child = command
             .args(std::env::args_os().skip(1))
             .arg("--as-rank")
             .env("RANK", rank.to_string())
