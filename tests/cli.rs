@@ -434,6 +434,51 @@ fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
     assert!(shown.contains("looked at") && shown.contains("cores"), "{shown}");
 }
 
+/// The program's refusal of a trace, which must come within a minute.
+fn trace_refused(path: &std::path::Path) -> String {
+    use std::process::Stdio;
+    let mut command = command(&format!("bench {SMALL} --routing file:{}", path.display()));
+    let mut program = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    while program.try_wait().unwrap().is_none() && started.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let _ = program.kill();
+    let output = program.wait_with_output().unwrap();
+    let sentence = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{}: {sentence}", path.display());
+    assert_eq!(sentence.trim_end().lines().count(), 1, "{sentence}");
+    sentence
+}
+
+#[test]
+fn a_trace_that_would_hang_or_fill_the_memory_is_refused() {
+    use std::os::unix::fs::FileExt;
+    let folder = tempfile::tempdir().unwrap();
+    let sparse = |name: &str, header: &[u8], header_bytes: u64, bytes: u64| {
+        let path = folder.path().join(name);
+        let file = std::fs::File::create(&path).unwrap();
+        file.write_all_at(&header_bytes.to_le_bytes(), 0).unwrap();
+        file.write_all_at(header, 8).unwrap();
+        file.set_len(bytes).unwrap();
+        path
+    };
+    // 2 TiB for each of the tensors.
+    let header = r#"{"topk_idx":{"dtype":"I32","shape":[3,61083979000,3],"data_offsets":[0,2199023244000]},"#
+        .to_owned()
+        + r#""topk_weight":{"dtype":"F32","shape":[3,61083979000,3],"data_offsets":[2199023244000,4398046488000]}}"#;
+    let header_bytes = header.len() as u64;
+    let sentence = trace_refused(&sparse("large", header.as_bytes(), header_bytes, 1 << 42));
+    assert!(sentence.contains("4398046511104 bytes") && sentence.contains("at most 268435456"), "{sentence}");
+
+    let sentence = trace_refused(&sparse("head", b"{", 98_000_000, 98_000_008));
+    assert!(sentence.contains("98000000 bytes") && sentence.contains("at most 1048576"), "{sentence}");
+
+    let fifo = folder.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    assert!(trace_refused(&fifo).contains("not a regular file"));
+}
+
 #[test]
 fn ranks_as_processes_make_a_world_of_their_own_whatever_their_caller_belongs_to() {
     // Two nodes, nodes of one rank, and a name that no rank could take.

@@ -30,7 +30,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
-OUT, LAUNCH = "bindings/cli/out.rs", "bindings/cli/launch.rs"
+OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -248,6 +248,11 @@ MUTANTS = [
     ("a full disk told with every line", OUT, "    if !ENDED.load(Relaxed) {\n", "    ENDED.store(false, Relaxed);\n    {\n"),
     ("the status forgets what stdout lost", OUT, "if FAILED.load(Relaxed) && earned", "if false && earned"),
     ("the caller's world left to ranks as processes", LAUNCH, "command.env_remove(name);", "let _ = name;"),
+    ("a FIFO waits for its writer", TRACE_FILE, "custom_flags(libc::O_NONBLOCK)", "custom_flags(0)"),
+    ("a trace file of any size read", TRACE_FILE, "if meta.len() > MAX_FILE_BYTES {", "if false {"),
+    ("a header of any size read", TRACE_FILE, "if length > MAX_HEADER_BYTES {", "if false {"),
+    ("the longest trace file refused", TRACE_FILE, "meta.len() > MAX_FILE", "meta.len() >= MAX_FILE"),
+    ("the longest header refused", TRACE_FILE, "length > MAX_HEADER", "length >= MAX_HEADER"),
 ]
 
 # Seconds; some mutants never end.
@@ -302,9 +307,10 @@ class Worker:
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
-        # The program: what it does with its streams, its ranks' environment.
+        # The program: what it does with its streams, its ranks' environment and files of its user.
         cli = [
-            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller"]),
+            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller", "trace"]),
+            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--bin", "tokenyard", "trace_file"]),
         ]
         if not file:
             return worlds + proxy + nic + service + cli
