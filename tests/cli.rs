@@ -434,6 +434,61 @@ fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
     assert!(shown.contains("looked at") && shown.contains("cores"), "{shown}");
 }
 
+/// The program's refusal of a trace, which must come within a minute.
+fn trace_refused(path: &std::path::Path) -> String {
+    use std::process::Stdio;
+    let mut command = command(&format!("bench {SMALL} --routing file:{}", path.display()));
+    let mut program = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    while program.try_wait().unwrap().is_none() && started.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let _ = program.kill();
+    let output = program.wait_with_output().unwrap();
+    let sentence = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{}: {sentence}", path.display());
+    assert_eq!(sentence.trim_end().lines().count(), 1, "{sentence}");
+    sentence
+}
+
+#[test]
+fn a_trace_that_would_hang_or_fill_the_memory_is_refused() {
+    use std::os::unix::fs::FileExt;
+    let folder = tempfile::tempdir().unwrap();
+    let sparse = |name: &str, header: &[u8], header_bytes: u64, bytes: u64| {
+        let path = folder.path().join(name);
+        let file = std::fs::File::create(&path).unwrap();
+        file.write_all_at(&header_bytes.to_le_bytes(), 0).unwrap();
+        file.write_all_at(header, 8).unwrap();
+        file.set_len(bytes).unwrap();
+        path
+    };
+    // 2 TiB for each of the tensors.
+    let header = r#"{"topk_idx":{"dtype":"I32","shape":[3,61083979000,3],"data_offsets":[0,2199023244000]},"#
+        .to_owned()
+        + r#""topk_weight":{"dtype":"F32","shape":[3,61083979000,3],"data_offsets":[2199023244000,4398046488000]}}"#;
+    let header_bytes = header.len() as u64;
+    let sentence = trace_refused(&sparse("large", header.as_bytes(), header_bytes, 1 << 42));
+    assert!(sentence.contains("4398046511104 bytes") && sentence.contains("at most 268435456"), "{sentence}");
+
+    let sentence = trace_refused(&sparse("head", b"{", 98_000_000, 98_000_008));
+    assert!(sentence.contains("98000000 bytes") && sentence.contains("at most 1048576"), "{sentence}");
+
+    let fifo = folder.path().join("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    assert!(trace_refused(&fifo).contains("not a regular file"));
+}
+
+#[test]
+fn ranks_as_processes_make_a_world_of_their_own_whatever_their_caller_belongs_to() {
+    // Two nodes, nodes of one rank, and a name that no rank could take.
+    for (name, value) in [("TOKENYARD_NODES", "1,2"), ("LOCAL_WORLD_SIZE", "1"), ("TOKENYARD_ADDR", "a b")] {
+        let typed = format!("bench {SMALL} --launch processes");
+        let output = command(&typed).env(name, value).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{name}={value}: {}", text(&output.stderr));
+    }
+}
+
 /// Processes that a process started.
 fn children(id: u32) -> Vec<i32> {
     let text = std::fs::read_to_string(format!("/proc/{id}/task/{id}/children")).unwrap_or_default();
@@ -461,4 +516,47 @@ fn a_rank_that_dies_is_named_and_the_others_do_not_hang() {
     assert_eq!(output.status.code(), Some(1));
     let sentence = text(&output.stderr);
     assert!(sentence.contains("rank 1 was ended by signal 9"), "{sentence}");
+}
+
+/// Commands that print to stdout, each with little work.
+const PRINTING: [&str; 9] = [
+    "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 1,2 --iters 1 --warmup 0",
+    "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 1 --iters 1 --warmup 0 --json -",
+    "plan --device cpu",
+    "doctor",
+    "doctor --json -",
+    "verify --device cpu --seeds 1",
+    "verify --schedules 2",
+    "simulate --nodes 2 --ranks-per-node 2 --link cx7 --tokens 8 --iters 3",
+    "--help",
+];
+
+#[test]
+fn a_reader_that_leaves_costs_neither_the_work_nor_its_status() {
+    let failing = format!("{} --plot /dev/full", PRINTING[0]);
+    for (typed, status) in PRINTING.iter().map(|typed| (*typed, 0)).chain([(failing.as_str(), 1)]) {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = command(typed).stdout(writer).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{typed}: {said}");
+        assert!(!said.contains("stdout") && !said.contains("panicked"), "{typed}: {said}");
+    }
+}
+
+#[test]
+fn a_full_disk_behind_stdout_is_one_sentence_and_status_1() {
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for typed in PRINTING {
+        let output = command(typed).stdout(full()).output().unwrap();
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{typed}: {said}");
+        assert_eq!(said.matches("stdout cannot be written").count(), 1, "{typed}: {said}");
+        assert!(said.contains("No space left") && !said.contains("panicked"), "{typed}: {said}");
+        // Nor does stderr end it.
+        let status = command(typed).stdout(full()).stderr(full()).status().unwrap();
+        assert_eq!(status.code(), Some(1), "{typed}");
+    }
+    let refused = command("bench --world 0").stderr(full()).status().unwrap();
+    assert_eq!(refused.code(), Some(2));
 }

@@ -32,6 +32,8 @@ WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
 DRIVER, FREE_MEMORY = "proxy/driver.rs", "kernels/base/memory.rs"
 SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
+OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
+CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -252,6 +254,23 @@ MUTANTS = [
     ("limits of outer control groups overlooked", FREE_MEMORY, "inner.chain([left(&top, &files)]).flatten().min()",
      "inner.last().flatten().or(left(&top, &files))"),
     ("control groups overlooked", FREE_MEMORY, ".chain(group_bytes(root)).min()", ".chain(None).min()"),
+    ("a reader that leaves fails the command", OUT, "first && error.kind() != ErrorKind::BrokenPipe", "first"),
+    ("a full disk behind stdout passed over", OUT, "        FAILED.store(true, Relaxed);\n", ""),
+    ("a full disk told with every line", OUT, "    if !ENDED.load(Relaxed) {\n", "    ENDED.store(false, Relaxed);\n    {\n"),
+    ("the status forgets what stdout lost", OUT, "if FAILED.load(Relaxed) && earned", "if false && earned"),
+    ("the caller's world left to ranks as processes", LAUNCH, "command.env_remove(name);", "let _ = name;"),
+    ("a FIFO waits for its writer", TRACE_FILE, "custom_flags(libc::O_NONBLOCK)", "custom_flags(0)"),
+    ("a trace file of any size read", TRACE_FILE, "if meta.len() > MAX_FILE_BYTES {", "if false {"),
+    ("a header of any size read", TRACE_FILE, "if length > MAX_HEADER_BYTES {", "if false {"),
+    ("the longest trace file refused", TRACE_FILE, "meta.len() > MAX_FILE", "meta.len() >= MAX_FILE"),
+    ("the longest header refused", TRACE_FILE, "length > MAX_HEADER", "length >= MAX_HEADER"),
+    ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
+    ("launches of two threads mixed", CALLS, "let _call = self.begin_call();\n        for wave in 0..self.plan.waves {\n            self.launch_dispatch",
+     "for wave in 0..self.plan.waves {\n            self.launch_dispatch"),
+    ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
+    ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
+    ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
+    ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
 ]
 
 # Seconds; some mutants never end.
@@ -307,6 +326,12 @@ class Worker:
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
         lib = ["cargo", "test", "-q", *self.cargo, "--lib"]
+        # The program: what it does with its streams, its ranks' environment and files of its user.
+        cli = [
+            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller", "trace"]),
+            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--bin", "tokenyard", "trace_file"]),
+        ]
+        contexts = [("tests/contexts.rs", [*test, "contexts"])]
         own = {
             MACHINE: proxy + [("unit tests", [*lib, "driver"])],
             DRIVER: [("unit tests", [*lib, "driver"])],
@@ -314,19 +339,25 @@ class Worker:
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
+            CALLS: contexts,
+            WORLD: contexts,
+            REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
         }
         if not file:
-            return worlds + proxy + nic + service + [check for file in own if file != MACHINE for check in own[file]]
+            return worlds + proxy + nic + service + cli + [check for file in own if file != MACHINE for check in own[file]]
         if file in own:
             return own[file]
+        if file.startswith("bindings/cli/"):
+            return cli
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED)
-        return [] if file.startswith("proxy/") and file != PICK or special else schedules
+        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, WORLD)
+        apart = file.startswith(("proxy/", "bindings/cli/")) and file != PICK or special
+        return [] if apart else schedules
 
     def caught_by(self, checks):
         """The name of the check that fails, with its last line, or None."""

@@ -33,24 +33,24 @@ pub fn bench(args: &BenchArgs) -> Result<ExitCode, Refusal> {
     let runs = match run(&config) {
         Ok(runs) => runs,
         Err(sentence) => {
-            eprintln!("tokenyard: {sentence}");
+            note!("tokenyard: {sentence}");
             return Ok(ExitCode::FAILURE);
         }
     };
     let results: Vec<RunResult> = runs.iter().map(|(tokens, ranks)| merged(&config, *tokens, ranks)).collect();
     let written = write(&config, &results, runs);
     if !config.outputs.quiet() {
-        println!("{}", report::bench_table(&results));
+        say!("{}", report::bench_table(&results));
         let stages = report::stages_table(&results);
         if !stages.is_empty() {
-            println!("\n{stages}");
+            say!("\n{stages}");
         }
     }
     for sentence in results.iter().flat_map(|r| &r.sentences) {
-        eprintln!("wrong: {sentence}");
+        note!("wrong: {sentence}");
     }
     if let Err(sentence) = &written {
-        eprintln!("tokenyard: {sentence}");
+        note!("tokenyard: {sentence}");
     }
     let right = written.is_ok() && results.iter().all(|r| r.verified);
     Ok(if right { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -236,7 +236,7 @@ pub fn sharing(world: usize) -> usize {
 /// Says on stderr that ranks share GPUs, where they do: times mean little then.
 pub fn note_sharing(device: DeviceWord, world: usize) {
     if device == DeviceWord::Cuda && sharing(world) > 1 {
-        eprintln!("tokenyard: {} ranks share a GPU", sharing(world));
+        note!("tokenyard: {} ranks share a GPU", sharing(world));
     }
 }
 
@@ -294,7 +294,7 @@ fn check_arena(
 /// Says on stderr that arenas are in host memory, where nobody asked for that.
 pub fn note_arena(given: Option<ArenaWord>, chosen: ArenaWord) {
     if given.is_none() && chosen == ArenaWord::Host {
-        eprintln!("tokenyard: arenas are in host memory, where the simulated network reaches them");
+        note!("tokenyard: arenas are in host memory, where the simulated network reaches them");
     }
 }
 

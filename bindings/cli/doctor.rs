@@ -65,12 +65,12 @@ pub fn doctor(args: &DoctorArgs) -> Result<ExitCode, Refusal> {
         written = text.map_err(|error| error.to_string()).and_then(|text| report::write(path, &text));
     }
     if args.json.as_deref() != Some("-") {
-        print!("{}", listing(&findings));
+        say!("{}", listing(&findings).trim_end());
     }
     Ok(match written {
         Ok(()) => ExitCode::SUCCESS,
         Err(sentence) => {
-            eprintln!("tokenyard: {sentence}");
+            note!("tokenyard: {sentence}");
             ExitCode::FAILURE
         }
     })

@@ -1,14 +1,15 @@
 //! Ranks as processes: this program starts itself once for each rank and collects what they print.
 //!
 //! ```text
-//!   parent  --fork, exec-->  rank r: same arguments and --as-rank; RANK, WORLD_SIZE, TOKENYARD_* in its environment
+//!   parent  --fork, exec-->  rank r: same arguments and --as-rank; RANK, WORLD_SIZE, TOKENYARD_* in its environment,
+//!                                    and nothing of the world that the caller belongs to
 //!   parent  <----stdout----  a line of JSON for each point of the sweep, or one that says why not
 //! ```
 //!
 //! The parent runs on the main thread and reads on a thread for each rank. Ranks die with their parent; the parent ends
 //! no process but those.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
@@ -28,6 +29,8 @@ use super::team;
 
 /// The parent's process id, so that a rank notices when it is an orphan already.
 const PARENT: &str = "TOKENYARD_PARENT";
+/// What the caller's own launcher may have set of a world, and which is not of the one that is made here.
+const CALLERS_WORLD: [&str; 3] = ["TOKENYARD_NODES", "LOCAL_WORLD_SIZE", "TOKENYARD_ADDR"];
 /// Time that ranks get to notice the death of another, beyond their own deadline.
 const GRACE: Duration = Duration::from_secs(15);
 /// Time between two looks at the ranks.
@@ -47,7 +50,7 @@ enum Line {
 /// Runs as one of the ranks: every point of the sweep, a line for each.
 pub fn run_as_rank(config: &Config) -> ExitCode {
     if let Err(sentence) = die_with_parent() {
-        eprintln!("tokenyard: {sentence}");
+        note!("tokenyard: {sentence}");
         return ExitCode::FAILURE;
     }
     let outcome = World::from_env().and_then(|world| network::place(world, &config.case)).and_then(|world| {
@@ -75,7 +78,7 @@ pub fn run_as_rank(config: &Config) -> ExitCode {
 fn print(line: &Line) {
     // A parent that does not listen any more has nothing to be told.
     if let Ok(text) = serde_json::to_string(line) {
-        let _ = writeln!(std::io::stdout().lock(), "{text}");
+        say!("{text}");
     }
 }
 
@@ -145,7 +148,11 @@ fn start_all(config: &Config) -> Result<Vec<RankProcess>, String> {
     let token = random_token()?;
     let port = free_port()?;
     let start = |rank: usize| {
-        let child = Command::new(&program)
+        let mut command = Command::new(&program);
+        for name in CALLERS_WORLD {
+            command.env_remove(name);
+        }
+        let child = command
             .args(std::env::args_os().skip(1))
             .arg("--as-rank")
             .env("RANK", rank.to_string())

@@ -1,10 +1,16 @@
 //! The program `tokenyard`: benchmark, verification, memory plan, and what a machine offers.
 //!
 //! Reads the command line, runs one command, and ends with its status: 0 if everything that was asked for ran and every
-//! comparison was right, 1 if not, 2 for unusable arguments, with one sentence on stderr.
+//! comparison was right, 1 if not or if stdout could not be written (`out`), 2 for unusable arguments, with one sentence
+//! on stderr.
 
 // A program has no readers of documentation but those of its source.
 #![allow(missing_docs)]
+// They panic where their stream is closed or full; `out` does not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
+#[macro_use]
+mod out;
 
 mod args;
 mod bench;
@@ -46,6 +52,7 @@ mod verify;
 mod wake;
 mod words;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -59,15 +66,15 @@ const UNUSABLE: u8 = 2;
 
 fn main() -> ExitCode {
     separate_streams();
-    match Cli::try_parse() {
+    let earned = match Cli::try_parse() {
         Ok(cli) => run(&cli.command).unwrap_or_else(|refusal| refuse(&refusal)),
         Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
-            // A closed stdout is no reason to fail.
-            let _ = error.print();
+            out::settle(error.print().and_then(|()| std::io::stdout().flush()));
             ExitCode::SUCCESS
         }
         Err(error) => refuse(&Refusal::from_parser(&error)),
-    }
+    };
+    out::status(earned)
 }
 
 /// Kernels of ranks that share a GPU wait for one another, so their streams must not share one of its queues, of which a
@@ -91,6 +98,6 @@ fn run(command: &Command) -> Result<ExitCode, Refusal> {
 }
 
 fn refuse(refusal: &Refusal) -> ExitCode {
-    eprintln!("tokenyard: {refusal}");
+    note!("tokenyard: {refusal}");
     ExitCode::from(UNUSABLE)
 }

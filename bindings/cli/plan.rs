@@ -90,15 +90,15 @@ pub fn plan(args: &BenchArgs) -> Result<ExitCode, Refusal> {
     if !config.outputs.quiet() {
         let rows: Vec<Vec<String>> =
             object.buffers.iter().map(|b| vec![b.name.clone(), b.offset.to_string(), b.bytes.to_string()]).collect();
-        println!("{}", table(&["buffer", "offset", "bytes"], &rows));
+        say!("{}", table(&["buffer", "offset", "bytes"], &rows));
         let mib = object.arena_bytes as f64 / f64::from(1 << 20);
-        println!("arena of a rank: {} bytes ({mib:.1} MiB)\n{explained}", object.arena_bytes);
-        println!("{}", nodes(&config.case));
+        say!("arena of a rank: {} bytes ({mib:.1} MiB)\n{explained}", object.arena_bytes);
+        say!("{}", nodes(&config.case));
     }
     Ok(match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(sentence) => {
-            eprintln!("tokenyard: {sentence}");
+            note!("tokenyard: {sentence}");
             ExitCode::FAILURE
         }
     })

@@ -347,13 +347,13 @@ pub fn json<T: Serialize>(results: &[T]) -> serde_json::Result<String> {
 /// Writes a text to a file, or to stdout where the path is `-`.
 ///
 /// # Errors
-/// A sentence that names the file.
+/// A sentence that names the file. Those of stdout are for [`super::out`].
 pub fn write(path: &str, text: &str) -> Result<(), String> {
-    let result = if path == "-" {
-        writeln!(std::io::stdout().lock(), "{text}")
-    } else {
-        std::fs::write(path, format!("{text}\n"))
-    };
+    if path == "-" {
+        say!("{text}");
+        return Ok(());
+    }
+    let result = std::fs::write(path, format!("{text}\n"));
     result.map_err(|error| format!("{path} cannot be written ({error}); free space there, or name another file"))
 }
 

@@ -68,7 +68,7 @@ impl Sum {
     }
 
     fn print(&self, tally: &Tally) {
-        println!(
+        say!(
             "{} schedules run, {} of them with held stores: {} distinct traces, {} switches, {} run twice",
             self.run,
             self.held,
@@ -76,13 +76,13 @@ impl Sum {
             self.switches,
             self.twice
         );
-        println!("{} loads of host memory, all of a kernel's by one thread", self.host_loads);
-        println!("networks: {}", self.network);
+        say!("{} loads of host memory, all of a kernel's by one thread", self.host_loads);
+        say!("networks: {}", self.network);
         if self.harmed != [0; 2] {
             let [outputs, ended] = self.harmed;
-            println!("messages tampered with: {outputs} worlds with wrong outputs, {ended} ended with an error");
+            say!("messages tampered with: {outputs} worlds with wrong outputs, {ended} ended with an error");
         }
-        println!("{}", tally.nodes_line());
+        say!("{}", tally.nodes_line());
     }
 }
 
@@ -143,8 +143,8 @@ pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> 
     sum.print(&tally);
     let missed = sum.missed(!args.own_output, args.forge);
     if !missed.is_empty() {
-        println!("never met: {}", missed.join(", "));
+        say!("never met: {}", missed.join(", "));
     }
-    println!("{} overflows, {} refused routings seen; {failures} failed", verdict.overflows, verdict.refusals);
+    say!("{} overflows, {} refused routings seen; {failures} failed", verdict.overflows, verdict.refusals);
     failures == 0 && missed.is_empty()
 }

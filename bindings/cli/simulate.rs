@@ -73,7 +73,7 @@ fn finish(outcome: Outcome<()>) -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(sentence) => {
-            eprintln!("tokenyard: {sentence}");
+            note!("tokenyard: {sentence}");
             ExitCode::FAILURE
         }
     }
@@ -132,7 +132,7 @@ fn project(config: &Config) -> Outcome<()> {
         report::write(path, &report::json(&results).map_err(|error| error.to_string())?)?;
     }
     if config.json.as_deref() != Some("-") {
-        println!("{}", result::projection_table(&results));
+        say!("{}", result::projection_table(&results));
     }
     Ok(())
 }

@@ -1,18 +1,26 @@
 //! Routing traces: a .safetensors file with `topk_idx` [ranks, tokens, K] i32 (-1: none) and `topk_weight` f32.
 //!
-//! Before the data path, on the thread that sets a run up. The file is input from outside: every length is checked
-//! before it is used, only the two tensors are read, and what is unusable is refused with its values.
+//! Before the data path, on the thread that sets a run up. The file is input from outside: opening it never waits, every
+//! length is checked before memory is taken for it, only the two tensors are read, and what is unusable is refused with
+//! its values.
 //!
 //! The format: eight bytes of header length (little end first), the header (a JSON object: name → dtype, shape,
 //! data_offsets), then the data that the offsets count from.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
 
 use tokenyard::base::{Error, Result};
 
-/// The longest header that the format allows.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
+/// The largest file, since every rank of a run holds what it routes: 2^25 choices are 65536 tokens of 8 choices for each of
+/// 64 ranks, the most that run.
+const MAX_FILE_BYTES: u64 = 1 << 28;
+/// The longest header. Two tensors take some 200 bytes and the rest is metadata; the format itself allows 100 MB, which
+/// take 1.6 GB once parsed.
+const MAX_HEADER_BYTES: u64 = 1 << 20;
+/// Bytes of a tensor that are read at once, whole elements.
+const PIECE_BYTES: usize = 1 << 14;
 /// Nesting in a header; the format needs 3.
 const MAX_DEPTH: u32 = 16;
 
@@ -80,8 +88,8 @@ fn read_trace(path: &str, run_ranks: usize, experts: usize, top_k: usize) -> std
     if ranks == 0 || tokens == 0 {
         return Err(format!("topk_idx has shape {:?}; give at least one rank and one token", ids.shape));
     }
-    let ids: Vec<i32> = ids.read(&mut file, data_start)?.into_iter().map(i32::from_le_bytes).collect();
-    let weights: Vec<f32> = weights.read(&mut file, data_start)?.into_iter().map(f32::from_le_bytes).collect();
+    let ids = ids.read(&mut file, data_start, i32::from_le_bytes)?;
+    let weights = weights.read(&mut file, data_start, f32::from_le_bytes)?;
     check_choices(&ids, &weights, [ranks, tokens, k], experts)?;
     Ok(TraceFile { ranks, tokens, top_k, ids, weights, turns: run_ranks.div_ceil(ranks).max(1) })
 }
@@ -89,7 +97,8 @@ fn read_trace(path: &str, run_ranks: usize, experts: usize, top_k: usize) -> std
 /// Opens the file and reads its header; also answers where the data starts.
 fn open(path: &str) -> std::result::Result<(File, Json, u64), Refusal> {
     let unreadable = |e: std::io::Error| format!("it cannot be read ({e}); give the path of a .safetensors file");
-    let mut file = File::open(path).map_err(unreadable)?;
+    // Without waiting: a FIFO would for its writer.
+    let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(unreadable)?;
     let meta = file.metadata().map_err(unreadable)?;
     if !meta.is_file() {
         return Err("it is not a regular file; give the path of a .safetensors file".to_string());
@@ -98,16 +107,27 @@ fn open(path: &str) -> std::result::Result<(File, Json, u64), Refusal> {
     if meta.len() < 8 {
         return Err(format!("its {} bytes are too few for a .safetensors file; give another", meta.len()));
     }
+    if meta.len() > MAX_FILE_BYTES {
+        return Err(format!(
+            "it has {} bytes, and at most {MAX_FILE_BYTES} are read; give a file of fewer tokens",
+            meta.len()
+        ));
+    }
     file.read_exact(&mut length).map_err(unreadable)?;
     let length = u64::from_le_bytes(length);
-    if length > MAX_HEADER_BYTES || length > meta.len() - 8 {
+    if length > meta.len() - 8 {
         return Err(format!(
             "its first eight bytes announce a header of {length} bytes in a file of {}; it is cut short or not a \
              .safetensors file: fetch or write it again",
             meta.len()
         ));
     }
-    // At most the file's own length, and at most 100 MB.
+    if length > MAX_HEADER_BYTES {
+        return Err(format!(
+            "its header has {length} bytes, and at most {MAX_HEADER_BYTES} are read; write it without metadata and other \
+             tensors"
+        ));
+    }
     let mut text = vec![0u8; length as usize];
     file.read_exact(&mut text).map_err(unreadable)?;
     let header = Json::parse(&text)
@@ -176,18 +196,25 @@ impl Tensor {
         Ok(Tensor { name, shape, offsets })
     }
 
-    fn read(&self, file: &mut File, data_start: u64) -> std::result::Result<Vec<[u8; 4]>, Refusal> {
-        let (name, length) = (self.name, file.metadata().map_or(0, |meta| meta.len()));
-        let end = self.offsets[1].checked_add(data_start).filter(|&end| end <= length);
-        let Some(end) = end else {
+    fn read<T>(&self, file: &mut File, start: u64, of_bytes: fn([u8; 4]) -> T) -> std::result::Result<Vec<T>, Refusal> {
+        let (name, length) = (self.name, file.metadata().map_or(0, |meta| meta.len().min(MAX_FILE_BYTES)));
+        let range = self.offsets.map(|offset| offset.checked_add(start).filter(|&at| at <= length));
+        let [Some(start), Some(end)] = range else {
             return Err(format!("its {name} ends behind the file's {length} bytes; it is cut short: fetch it again"));
         };
-        let start = data_start + self.offsets[0];
-        // The range lies inside the file, so this is at most the file's length.
-        let mut bytes = vec![0u8; (end - start) as usize];
-        let result = file.seek(SeekFrom::Start(start)).and_then(|_| file.read_exact(&mut bytes));
-        result.map_err(|e| format!("its {name} cannot be read ({e}); fetch the file again"))?;
-        Ok(bytes.as_chunks::<4>().0.to_vec())
+        let unreadable = |e: std::io::Error| format!("its {name} cannot be read ({e}); fetch the file again");
+        file.seek(SeekFrom::Start(start)).map_err(unreadable)?;
+        // The range lies inside the file, so this is at most `MAX_FILE_BYTES`. Elements are read a piece at a time.
+        let mut left = (end - start) as usize;
+        let mut elements = Vec::with_capacity(left / 4);
+        let mut piece = [0u8; PIECE_BYTES];
+        while left > 0 {
+            let piece = &mut piece[..left.min(PIECE_BYTES)];
+            file.read_exact(piece).map_err(unreadable)?;
+            elements.extend(piece.as_chunks::<4>().0.iter().map(|bytes| of_bytes(*bytes)));
+            left -= piece.len();
+        }
+        Ok(elements)
     }
 }
 
@@ -460,6 +487,23 @@ mod tests {
         assert!(refused.contains("cannot be read"), "{refused}");
         let refused = TraceFile::load("/", 2, 12, 2).unwrap_err().to_string();
         assert!(refused.contains("not a regular file"), "{refused}");
+    }
+
+    #[test]
+    fn files_and_headers_are_read_up_to_their_limits() {
+        let padded = |more: usize| {
+            let blanks = MAX_HEADER_BYTES as usize - HEADER.len() + more;
+            Temp::new("padded", &small(&format!("{HEADER}{}", " ".repeat(blanks)), IDS)).load(2, 12, 2)
+        };
+        assert!(padded(0).is_ok());
+        assert!(padded(1).unwrap_err().to_string().contains("1048577 bytes, and at most 1048576"));
+        let sparse = |bytes: u64| {
+            let file = Temp::new("sparse", &small(HEADER, IDS));
+            OpenOptions::new().write(true).open(&file.0).unwrap().set_len(bytes).unwrap();
+            file.load(2, 12, 2)
+        };
+        assert!(sparse(MAX_FILE_BYTES).is_ok());
+        assert!(sparse(MAX_FILE_BYTES + 1).unwrap_err().to_string().contains("268435457 bytes, and at most"));
     }
 
     #[test]

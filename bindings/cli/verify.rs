@@ -124,15 +124,15 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge) -> Result<bool, Refusal> {
     for text in FULL.iter().chain(&FULL_NODES).filter(|_| args.full) {
         let case = Case::parse(text)?;
         session.bar.clear();
-        println!("full size: {case}");
+        say!("full size: {case}");
         session.run(&case);
     }
     session.bar.clear();
-    println!("{}\n{}", session.tally.table(), session.tally.nodes_line());
-    println!("{} overflows, {} refused routings seen", session.verdict.overflows, session.verdict.refusals);
-    println!("{} configurations run on {}, {} failed", session.run, judge.device.name(), session.failures);
+    say!("{}\n{}", session.tally.table(), session.tally.nodes_line());
+    say!("{} overflows, {} refused routings seen", session.verdict.overflows, session.verdict.refusals);
+    say!("{} configurations run on {}, {} failed", session.run, judge.device.name(), session.failures);
     let missing = if all_pairs { session.tally.missing() } else { Vec::new() };
-    missing.iter().for_each(|pair| println!("never drawn: {pair}"));
+    missing.iter().for_each(|pair| say!("never drawn: {pair}"));
     Ok(session.failures == 0 && missing.is_empty())
 }
 
@@ -148,13 +148,13 @@ fn replay(text: &str, judge: &Judge) -> Result<ExitCode, Refusal> {
     note_sharing(judge.device, case.world);
     let Judged { outcome, schedule } = judge.judge(&case);
     match &outcome {
-        Outcome::Right(verdict) => println!("right: {} elements compared", verdict.compared),
-        Outcome::Refused(error) => println!("refused by design: {error}"),
-        Outcome::Harmed(harm) => println!("harmed by what was tampered with: {harm}"),
-        Outcome::Wrong(sentences) => sentences.iter().for_each(|s| println!("wrong: {s}")),
+        Outcome::Right(verdict) => say!("right: {} elements compared", verdict.compared),
+        Outcome::Refused(error) => say!("refused by design: {error}"),
+        Outcome::Harmed(harm) => say!("harmed by what was tampered with: {harm}"),
+        Outcome::Wrong(sentences) => sentences.iter().for_each(|s| say!("wrong: {s}")),
     }
     if let Some(schedule) = schedule {
-        println!("schedule {:016x}, {} switches", schedule.report.trace_hash, schedule.report.switches);
+        say!("schedule {:016x}, {} switches", schedule.report.trace_hash, schedule.report.switches);
     }
     Ok(if matches!(outcome, Outcome::Wrong(_)) { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
@@ -297,8 +297,8 @@ impl Judge {
             given => format!(" --timeout-ms {}", given.as_millis()),
         };
         let arena = self.arena.map_or_else(String::new, |arena| format!(" --arena {}", arena.name()));
-        println!("FAILED: tokenyard verify --device {}{arena}{deadline} --replay '{case}'", self.device.name());
-        sentences.iter().for_each(|sentence| println!("  {sentence}"));
+        say!("FAILED: tokenyard verify --device {}{arena}{deadline} --replay '{case}'", self.device.name());
+        sentences.iter().for_each(|sentence| say!("  {sentence}"));
     }
 }
 

@@ -154,7 +154,7 @@ pub fn run(json: Option<&str>) -> Outcome<()> {
         report::write(path, &text)?;
     }
     if json != Some("-") {
-        println!("{}", point_table(&points));
+        say!("{}", point_table(&points));
     }
     match points.iter().filter(|point| !point.is_near()).count() {
         0 => Ok(()),
