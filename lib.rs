@@ -89,8 +89,8 @@ pub use base::{Dtype, Error, Rank, Result};
 pub use kernels::{Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, Stream, View};
 pub use proxy::{
     AllToAll, AllToAllBuilder, ArenaPlace, Buffer, CallStatistics, CombineSent, Combined, FlagPlace, Handle, IndexType,
-    Layout, Output, OwnOutput, Partial, Placement, Plan, Proxy, ProxyConfig, Rows, ScaleOrder, ScaleView, Scales, Sent,
-    Stage, Stats, TokenCount, Tokens, Weights,
+    Layout, Output, OwnOutput, Partial, Placement, Plan, Proxy, ProxyConfig, Refused, Rows, ScaleOrder, ScaleView,
+    Scales, Sent, Stage, Stats, TokenCount, Tokens, Weights,
 };
 pub use transport::memory::gdr::GdrCopy;
 pub use transport::{Bootstrap, World};

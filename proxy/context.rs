@@ -5,7 +5,7 @@ use super::budget::Budget;
 use super::calls::{Combined, Layout, Output, OwnOutput, Rows, Tokens};
 use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
 use super::driver::Kept;
-use super::handle::{CombineSent, Handle, Lease, Pool, Sent, SentRows};
+use super::handle::{CombineSent, Handle, Lease, Pool, Refused, Sent, SentRows};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
@@ -194,11 +194,21 @@ impl AllToAll {
         self.sent(lease, tokens, input)
     }
 
-    /// The receiving half of [`dispatch`](Self::dispatch). After an error of its arguments `sent` may be given again.
+    /// The receiving half of [`dispatch`](Self::dispatch).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch).
-    pub fn dispatch_recv(&self, stream: &Stream, sent: &Sent, output: &Output) -> Result<Handle> {
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again.
+    pub fn dispatch_recv(
+        &self,
+        stream: &Stream,
+        sent: Sent,
+        output: &Output,
+    ) -> std::result::Result<Handle, Refused<Sent>> {
+        let received = self.receive_dispatch(stream, &sent, output);
+        received.map_err(|error| Refused { error, given: Box::new(sent) })
+    }
+
+    fn receive_dispatch(&self, stream: &Stream, sent: &Sent, output: &Output) -> Result<Handle> {
         self.check()?;
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
@@ -231,27 +241,37 @@ impl AllToAll {
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch).
-    pub fn combine_send<'a>(&self, stream: &Stream, handle: &'a Handle, rows: &Rows) -> Result<CombineSent<'a>> {
+    pub fn combine_send(&self, stream: &Stream, handle: &Handle, rows: &Rows) -> Result<CombineSent> {
         self.check()?;
         self.own("handle", handle.context)?;
         let rows = self.sent_rows(rows, handle)?;
         let _call = self.begin_call();
         self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, rows, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
-        Ok(CombineSent { handle, rows })
+        Ok(CombineSent { handle: handle.share(), rows })
     }
 
     /// The receiving half of [`combine`](Self::combine).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch).
-    pub fn combine_recv(&self, stream: &Stream, sent: &CombineSent<'_>, out: &Combined) -> Result<()> {
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again.
+    pub fn combine_recv(
+        &self,
+        stream: &Stream,
+        sent: CombineSent,
+        out: &Combined,
+    ) -> std::result::Result<(), Refused<CombineSent>> {
+        let received = self.receive_combine(stream, &sent, out);
+        received.map_err(|error| Refused { error, given: Box::new(sent) })
+    }
+
+    fn receive_combine(&self, stream: &Stream, sent: &CombineSent, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("sent", sent.handle.context)?;
         let _call = self.begin_call();
-        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, sent.handle, sent.rows, Some(out))?;
+        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, &sent.handle, sent.rows, Some(out))?;
         for wave in 1..self.plan.waves {
-            self.launch_combine(stream, BOTH_PHASES, wave, sent.handle, sent.rows, Some(out))?;
+            self.launch_combine(stream, BOTH_PHASES, wave, &sent.handle, sent.rows, Some(out))?;
         }
         Ok(())
     }

@@ -6,6 +6,7 @@ use super::wire::Direction;
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer};
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The device memory of one handle.
@@ -108,7 +109,38 @@ impl Drop for Lease {
     }
 }
 
-/// A dispatch whose rows are under way: [`AllToAll::dispatch_recv`](super::AllToAll::dispatch_recv) takes it.
+/// A call that took what is under way and was refused: the reason, and what it was given, which may be given again.
+/// Converts into [`Error`], so that `?` works where nobody wants it back.
+pub struct Refused<T> {
+    /// Why.
+    pub error: Error,
+    /// What the call was given.
+    pub given: Box<T>,
+}
+
+impl<T> fmt::Debug for Refused<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Refused").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<T> fmt::Display for Refused<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<T> std::error::Error for Refused<T> {}
+
+impl<T> From<Refused<T>> for Error {
+    fn from(refused: Refused<T>) -> Error {
+        refused.error
+    }
+}
+
+/// A dispatch whose rows are under way: [`AllToAll::dispatch_recv`](super::AllToAll::dispatch_recv) takes it. It owns what it
+/// refers to. Whoever drops it abandons the dispatch: the rank never receives it, so every later send of a dispatch of the
+/// context ends in `Order`, and peers that wait for this rank run into their deadlines. The context can only be dropped then.
 #[must_use = "a dispatch that is sent must be received before the next one"]
 pub struct Sent {
     pub(crate) lease: Arc<Lease>,
@@ -116,6 +148,12 @@ pub struct Sent {
     /// Input of the waves that are still to be sent.
     pub(crate) tokens: raw::ty_tokens,
     pub(crate) context: u64,
+}
+
+impl fmt::Debug for Sent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Sent(context {}, room for {} tokens)", self.context, self.room)
+    }
 }
 
 /// A received dispatch: what combine needs to bring the rows back. May be combined later, also after further
@@ -131,12 +169,32 @@ pub struct Handle {
     pub(crate) context: u64,
 }
 
-/// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it.
+impl fmt::Debug for Handle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Handle(context {}, {:?}, {} rows)", self.context, self.layout, self.rows)
+    }
+}
+
+impl Handle {
+    /// Another owner of the same memory.
+    pub(crate) fn share(&self) -> Handle {
+        Handle { lease: self.lease.clone(), ..*self }
+    }
+}
+
+/// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns what it
+/// refers to, the handle's memory included. Dropping it abandons the combine, as with [`Sent`].
 #[must_use = "a combine that is sent must be received before the next one"]
-pub struct CombineSent<'a> {
-    pub(crate) handle: &'a Handle,
+pub struct CombineSent {
+    pub(crate) handle: Handle,
     /// Rows of the waves that are still to be sent.
     pub(crate) rows: SentRows,
+}
+
+impl fmt::Debug for CombineSent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CombineSent({:?})", self.handle)
+    }
 }
 
 /// The experts' rows and their weights, as kernels take them.

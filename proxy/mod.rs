@@ -29,7 +29,7 @@ pub mod wire;
 pub use calls::{Combined, IndexType, Layout, Output, OwnOutput, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use config::{AllToAllBuilder, ArenaPlace, Partial, Scales, Weights};
 pub use context::{AllToAll, Stats};
-pub use handle::{CombineSent, Handle, Sent};
+pub use handle::{CombineSent, Handle, Refused, Sent};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
 pub use service::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};

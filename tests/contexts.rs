@@ -78,9 +78,9 @@ fn what_another_context_sent_is_refused() {
         let (handle, strange) = (send(own), send(other));
         let sent = own.ep.combine_send(&own.stream, &handle, &own.expert_rows()).unwrap();
         let theirs = other.ep.combine_send(&other.stream, &strange, &other.expert_rows()).unwrap();
-        let error = own.ep.combine_recv(&own.stream, &theirs, &own.combined()).unwrap_err();
-        assert!(matches!(error, Error::Argument { name: "sent", .. }), "{error}");
-        for (rig, sent) in [(own, &sent), (other, &theirs)] {
+        let refused = own.ep.combine_recv(&own.stream, theirs, &own.combined()).unwrap_err();
+        assert!(matches!(refused.error, Error::Argument { name: "sent", .. }), "{refused}");
+        for (rig, sent) in [(own, sent), (other, *refused.given)] {
             rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
             expect(rig, 0);
         }

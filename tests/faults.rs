@@ -123,17 +123,60 @@ fn a_second_send_before_the_receive_is_refused_and_harmless() {
         let error = rig.ep.check().unwrap_err();
         assert!(matches!(error, Error::Order { .. }) && error.to_string().contains("dispatch 1"), "{error}");
         drop(extra);
-        let handle = rig.ep.dispatch_recv(&rig.stream, &sent, &rig.output(rig.capacity)).unwrap();
+        let handle = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
         let combine = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
-        rig.ep.combine_recv(&rig.stream, &combine, &rig.combined()).unwrap();
+        // Types rule out that one is received twice, but a graph may be launched twice.
+        rig.stream.begin_capture().unwrap();
+        rig.ep.combine_recv(&rig.stream, combine, &rig.combined()).unwrap();
+        let graph = rig.stream.end_capture().unwrap();
+        graph.launch(&rig.stream).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
         rig.expect_own_rows(2, 1);
-        rig.ep.combine_recv(&rig.stream, &combine, &rig.combined()).unwrap();
+        graph.launch(&rig.stream).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         let error = rig.ep.check().unwrap_err();
         assert!(error.to_string().contains("combine 1 was the last sent"), "{error}");
         rig.good_round(2);
+    });
+}
+
+#[test]
+fn a_receive_that_is_refused_gives_back_what_it_took() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        rig.route(&GOOD, 1);
+        let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
+        let small = Output { rows_pitch: 0, ..rig.output(rig.capacity) };
+        let refused = rig.ep.dispatch_recv(&rig.stream, sent, &small).unwrap_err();
+        assert!(matches!(refused.error, Error::Argument { name: "rows_pitch", .. }), "{refused}");
+        let handle = rig.ep.dispatch_recv(&rig.stream, *refused.given, &rig.output(rig.capacity)).unwrap();
+        let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
+        // What is under way owns what it refers to.
+        drop(handle);
+        let narrow = Combined { pitch: 0, ..rig.combined() };
+        let refused = rig.ep.combine_recv(&rig.stream, sent, &narrow).unwrap_err();
+        assert!(matches!(refused.error, Error::Argument { name: "pitch of out", .. }), "{refused}");
+        rig.ep.combine_recv(&rig.stream, *refused.given, &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.expect_own_rows(2, 1);
+        rig.good_round(2);
+    });
+}
+
+#[test]
+fn a_dispatch_that_is_dropped_is_abandoned() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.route(&GOOD, 1);
+        drop(rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap());
+        for _ in 0..2 {
+            let _handle = rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity)).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let error = rig.ep.check().unwrap_err();
+            assert!(error.to_string().contains("dispatch 1 was sent and not received"), "{error}");
+        }
     });
 }
 
@@ -143,14 +186,17 @@ fn combine_of_a_dispatch_that_was_not_received_is_refused() {
         let rig = Rig::new(&world);
         rig.route(&GOOD, 1);
         let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
-        let graph_order_mistake = rig.ep.dispatch_recv(&rig.stream, &sent, &rig.output(rig.capacity)).unwrap();
+        let graph_order_mistake = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
         let again = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
         drop(graph_order_mistake);
         rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
-        // Receiving twice from one send: the second is out of order.
-        rig.ep.dispatch_recv(&rig.stream, &again, &rig.output(rig.capacity)).unwrap();
-        rig.ep.dispatch_recv(&rig.stream, &again, &rig.output(rig.capacity)).unwrap();
+        // Receiving twice from one send, as a graph can: the second is out of order.
+        rig.stream.begin_capture().unwrap();
+        let _received = rig.ep.dispatch_recv(&rig.stream, again, &rig.output(rig.capacity)).unwrap();
+        let graph = rig.stream.end_capture().unwrap();
+        graph.launch(&rig.stream).unwrap();
+        graph.launch(&rig.stream).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         assert!(rig.ep.check().unwrap_err().to_string().contains("dispatch 2 was the last sent"));
         rig.good_round(2);

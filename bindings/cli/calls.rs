@@ -3,11 +3,11 @@
 //! On the rank's thread; it enqueues and returns, and never waits for the device or for another rank. Errors that leave
 //! the context usable are kept for whoever compares results; the call that met one is made again.
 
-use std::cell::{OnceCell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 
 use tokenyard::{
-    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, OwnOutput, Result, Sent, Stream,
-    kernels::bench,
+    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, OwnOutput, Refused, Result, Sent,
+    Stream, kernels::bench,
 };
 
 use super::buffers::Buffers;
@@ -173,7 +173,7 @@ pub struct Caller {
 
 /// The calls under way that later ones need, by lane.
 struct UnderWay {
-    sent: Vec<OnceCell<Sent>>,
+    sent: Vec<Cell<Option<Sent>>>,
     handles: Vec<OnceCell<Handle>>,
 }
 
@@ -208,6 +208,21 @@ impl Caller {
                 outcome => return outcome,
             }
         }
+    }
+
+    /// As [`call`](Self::call), of one that takes what is under way, and gives it back where it is refused.
+    fn receive<S, T>(&self, given: S, call: impl Fn(S) -> std::result::Result<T, Refused<S>>) -> Result<T> {
+        let given = Cell::new(Some(given));
+        self.call(|| {
+            let Some(sent) = given.take() else {
+                let what = "a receive that gave nothing back".to_owned();
+                return Err(Error::Device { what, advice: "this is a defect of the program; please report it".into() });
+            };
+            call(sent).map_err(|refused| {
+                given.set(Some(*refused.given));
+                refused.error
+            })
+        })
     }
 
     /// The errors that were met since the last look; the stream must be idle.
@@ -248,9 +263,11 @@ impl Caller {
     }
 
     fn enqueue_all(&self, lanes: &[Lane], given: &[Given], steps: &[Step]) -> Result<Vec<Marks>> {
-        let cells = || given.iter().map(|_| OnceCell::new()).collect();
-        let under_way = UnderWay { sent: given.iter().map(|_| OnceCell::new()).collect(), handles: cells() };
-        let mut returning: Vec<Option<CombineSent<'_>>> = given.iter().map(|_| None).collect();
+        let under_way = UnderWay {
+            sent: given.iter().map(|_| Cell::default()).collect(),
+            handles: given.iter().map(|_| OnceCell::new()).collect(),
+        };
+        let mut returning: Vec<Option<CombineSent>> = given.iter().map(|_| None).collect();
         let mut marks: Vec<Marks> = given.iter().map(|_| Marks::default()).collect();
         for &step in steps {
             let (Step::SendDispatch(i)
@@ -267,7 +284,7 @@ impl Caller {
                     self.mark(marks, Point::Experts)?;
                 }
                 Step::SendCombine(_) => returning[i] = self.send_combine(lane, under_way.handles[i].get(), marks)?,
-                Step::ReceiveCombine(_) => self.receive_combine(lane, returning[i].as_ref(), marks)?,
+                Step::ReceiveCombine(_) => self.receive_combine(lane, returning[i].take(), marks)?,
             }
         }
         Ok(marks)
@@ -296,7 +313,7 @@ impl Caller {
             (Some(graphs), _) => graphs.dispatch.launch(stream)?,
             (None, Mode::Split) => {
                 let sent = self.call(|| self.ep.dispatch_send(stream, &buffers.tokens(given.tokens)))?;
-                let _ = way.sent[i].set(sent);
+                way.sent[i].set(Some(sent));
                 return self.mark(marks, Point::DispatchSent);
             }
             (None, _) => {
@@ -314,22 +331,17 @@ impl Caller {
     }
 
     fn receive_dispatch(&self, lane: &Lane, given: Given, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {
-        let Some(sent) = way.sent[i].get() else { return Ok(()) };
+        let Some(sent) = way.sent[i].take() else { return Ok(()) };
         if self.spoils() {
             lane.buffers.spoil_tokens(&self.stream)?;
         }
         let output = lane.buffers.output(given.capacity);
-        let handle = self.call(|| self.ep.dispatch_recv(&self.stream, sent, &output))?;
+        let handle = self.receive(sent, |sent| self.ep.dispatch_recv(&self.stream, sent, &output))?;
         let _ = way.handles[i].set(handle);
         self.mark(marks, Point::Dispatched)
     }
 
-    fn send_combine<'a>(
-        &self,
-        lane: &Lane,
-        handle: Option<&'a Handle>,
-        marks: &mut Marks,
-    ) -> Result<Option<CombineSent<'a>>> {
+    fn send_combine(&self, lane: &Lane, handle: Option<&Handle>, marks: &mut Marks) -> Result<Option<CombineSent>> {
         self.meet()?;
         self.mark(marks, Point::Combine)?;
         let (stream, buffers) = (&self.stream, &lane.buffers);
@@ -349,12 +361,12 @@ impl Caller {
         Ok(None)
     }
 
-    fn receive_combine(&self, lane: &Lane, sent: Option<&CombineSent<'_>>, marks: &mut Marks) -> Result<()> {
+    fn receive_combine(&self, lane: &Lane, sent: Option<CombineSent>, marks: &mut Marks) -> Result<()> {
         let Some(sent) = sent else { return Ok(()) };
         if self.spoils() {
             lane.buffers.spoil_expert_rows(&self.stream)?;
         }
-        self.call(|| self.ep.combine_recv(&self.stream, sent, &lane.buffers.combined()))?;
+        self.receive(sent, |sent| self.ep.combine_recv(&self.stream, sent, &lane.buffers.combined()))?;
         self.mark(marks, Point::Combined)
     }
 

@@ -175,11 +175,11 @@ impl Fate {
         } else {
             let sent = rig.ep.dispatch_send(&rig.stream, &tokens)?;
             self.pass(rig, AfterDispatchSend, number);
-            let handle = rig.ep.dispatch_recv(&rig.stream, &sent, &output)?;
+            let handle = rig.ep.dispatch_recv(&rig.stream, sent, &output)?;
             self.pass(rig, AfterDispatch, number);
             let sent = rig.ep.combine_send(&rig.stream, &handle, &rows)?;
             self.pass(rig, AfterCombineSend, number);
-            rig.ep.combine_recv(&rig.stream, &sent, &combined)?;
+            rig.ep.combine_recv(&rig.stream, sent, &combined)?;
         }
         rig.stream.synchronize(PATIENCE)?;
         rig.ep.check()?;
