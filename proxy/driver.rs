@@ -466,6 +466,13 @@ impl<T: Transport + 'static> Driver<T> {
     }
 }
 
+impl<T: Transport> Drop for Driver<T> {
+    /// However it ends, as when its loop is unwound or never run: whoever asks it is told, and does not wait for an answer.
+    fn drop(&mut self) {
+        self.shared.end();
+    }
+}
+
 /// Gives one doorbell to the machine, if it is rung.
 fn ring<T: Transport>(machine: &mut Machine, watch: WatchId, memory: &ContextMemory, hands: &mut Hands<'_, T>) -> bool {
     let Some(wanted) = machine.watches(watch.context).get(usize::from(watch.index)).copied() else { return false };

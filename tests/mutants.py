@@ -30,7 +30,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
-DRIVER, FREE_MEMORY = "proxy/driver.rs", "kernels/base/memory.rs"
+DRIVER, FREE_MEMORY, REGIONS = "proxy/driver.rs", "kernels/base/memory.rs", "transport/regions.rs"
 SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
 CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.rs"
@@ -248,6 +248,9 @@ MUTANTS = [
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
     ("doorbells of later chunks left as they were rung", MACHINE, "self.chunks_word.is_none()", "false"),
     ("doorbells of later chunks not cleared", DRIVER, "doorbell.store(0, Ordering::Relaxed);", ""),
+    ("callers wait for a driver that was dropped", DRIVER, "self.shared.end();\n    }\n}\n\n/// Gives one doorbell",
+     "}\n}\n\n/// Gives one doorbell"),
+    ("addresses tell of regions that are gone", REGIONS, "|(_, length)| **length > 0", "|_| true"),
     ("time counted while the process was stopped", SCHEDULE, "if (gap_ns > step_ns_)", "if (gap_ns > ~0ull - step_ns_)"),
     ("guard pages not counted down", STACKS, "if (chunk.guarded) guards -= chunk.stacks;", ""),
     ("host closures left where they waited", SEEDED, "if code == ffi::TY_EXEC_HANG as i32 {", "if false {"),
@@ -335,6 +338,7 @@ class Worker:
         own = {
             MACHINE: proxy + [("unit tests", [*lib, "driver"])],
             DRIVER: [("unit tests", [*lib, "driver"])],
+            REGIONS: [("unit tests", [*lib, "regions"])],
             FREE_MEMORY: [("unit tests", [*lib, "memory"])],
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
@@ -355,8 +359,8 @@ class Worker:
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, WORLD)
-        apart = file.startswith(("proxy/", "bindings/cli/")) and file != PICK or special
+        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED)
+        apart = file.startswith(("proxy/", "transport/", "bindings/cli/")) and file != PICK or special
         return [] if apart else schedules
 
     def caught_by(self, checks):

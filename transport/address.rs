@@ -2,18 +2,19 @@
 //! simulated network and of emulated NICs; which network it is, the number says.
 //!
 //! ```text
-//! byte  0      4        8        16   24    28    32    36       38    40               40+8n
-//!       magic  version  network  key  rank  zero  nics  regions  zero  bytes of each …  checksum
+//! byte  0      4        8        16   24    28    32    36                                   40+10n
+//!       magic  version  network  key  rank  zero  nics  regions, as `regions::tell_lengths`  checksum
 //! ```
 //!
 //! Place: while a context is built, on the caller's or the proxy's thread.
 
+use super::regions::{TOLD, lengths_told, tell_lengths};
 use crate::base::Rank;
 use crate::base::checksum::fnv1a;
 
 const MAGIC: [u8; 4] = *b"tyEP";
-const VERSION: u32 = 1;
-const HEAD: usize = 40;
+const VERSION: u32 = 2;
+const HEAD: usize = 36;
 const SUM: usize = 8;
 
 /// An endpoint as its peers know it.
@@ -31,7 +32,7 @@ pub(crate) struct Address {
 
 impl Address {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(HEAD + 8 * self.regions.len() + SUM);
+        let mut out = Vec::with_capacity(HEAD + 4 + TOLD * self.regions.len().min(8) + SUM);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
         out.extend(self.network.to_le_bytes());
@@ -39,9 +40,7 @@ impl Address {
         out.extend(self.rank.0.to_le_bytes());
         out.extend([0; 4]);
         out.extend(self.nics.to_le_bytes());
-        out.extend((self.regions.len() as u16).to_le_bytes());
-        out.extend([0; 2]);
-        self.regions.iter().for_each(|bytes| out.extend(bytes.to_le_bytes()));
+        tell_lengths(&mut out, &self.regions);
         let sum = fnv1a(&out);
         out.extend(sum.to_le_bytes());
         out
@@ -59,17 +58,14 @@ impl Address {
         if read_u64(bytes, body) != Some(fnv1a(&bytes[..body])) {
             return Err("has a wrong checksum");
         }
-        let regions = usize::from(u16::from_le_bytes([bytes[36], bytes[37]]));
-        if body != HEAD + 8 * regions {
-            return Err("has a wrong length");
-        }
+        let regions = lengths_told(&bytes[HEAD..body]).ok_or("has a wrong length")?;
         let read = || {
             Some(Address {
                 network: read_u64(bytes, 8)?,
                 key: read_u64(bytes, 16)?,
                 rank: Rank(read_u32(bytes, 24)?),
                 nics: read_u32(bytes, 32)?,
-                regions: (0..regions).map(|at| read_u64(bytes, HEAD + 8 * at)).collect::<Option<_>>()?,
+                regions,
             })
         };
         read().ok_or("is too short")

@@ -31,6 +31,40 @@ pub(crate) fn fits(length: u64, offset: u64, bytes: u32) -> bool {
     length > 0 && offset.checked_add(u64::from(bytes)).is_some_and(|end| end <= length)
 }
 
+/// Bytes that a region takes in an address.
+pub(crate) const TOLD: usize = 10;
+
+/// Appends lengths by number as addresses tell them: {numbers so far u16, regions that are there u16}, then of each of those
+/// {number u16, bytes u64}. An address is thus as long as what is registered now, however much was before.
+pub(crate) fn tell_lengths(out: &mut Vec<u8>, lengths: &[u64]) {
+    let there = || (0u16..).zip(lengths).filter(|(_, length)| **length > 0);
+    out.extend((lengths.len() as u16).to_le_bytes());
+    out.extend((there().count() as u16).to_le_bytes());
+    there().for_each(|(number, length)| {
+        out.extend(number.to_le_bytes());
+        out.extend(length.to_le_bytes());
+    });
+}
+
+/// What `tell_lengths` appended; `None` if it cannot have, or more follows.
+pub(crate) fn lengths_told(bytes: &[u8]) -> Option<Vec<u64>> {
+    let ([a, b, c, d], told) = bytes.split_first_chunk::<4>()?;
+    let mut lengths = vec![0; usize::from(u16::from_le_bytes([*a, *b]))];
+    let (told, rest) = told.as_chunks::<TOLD>();
+    if !rest.is_empty() || told.len() != usize::from(u16::from_le_bytes([*c, *d])) {
+        return None;
+    }
+    for [a, b, length @ ..] in told {
+        let slot = lengths.get_mut(usize::from(u16::from_le_bytes([*a, *b])))?;
+        let length = u64::from_le_bytes(*length);
+        if *slot != 0 || length == 0 {
+            return None;
+        }
+        *slot = length;
+    }
+    Some(lengths)
+}
+
 #[cold]
 fn argument(name: &'static str, value: String, advice: &str) -> Error {
     Error::Argument { name, value, advice: advice.to_owned() }
@@ -151,6 +185,31 @@ mod tests {
         assert_eq!((regions.lengths(), regions.length(RegionId(0))), (vec![0, 20, 30], None));
         assert!(regions.have_told(&told) && regions.have_told(&[0]) && regions.have_told(&[0, 20, 30]));
         assert!(!regions.have_told(&[0, 0]) && !regions.have_told(&[10, 21]) && !regions.have_told(&[0, 20, 30, 1]));
+    }
+
+    #[test]
+    fn addresses_are_as_long_as_what_is_registered_now() {
+        let mut regions = Regions::default();
+        let told = |regions: &Regions| {
+            let mut bytes = Vec::new();
+            tell_lengths(&mut bytes, &regions.lengths());
+            bytes
+        };
+        let kept = regions.register(Span::host(4096, 50)).unwrap();
+        for context in 1..1000 {
+            let region = regions.register(Span::host(4096, context)).unwrap();
+            let bytes = told(&regions);
+            assert_eq!(bytes.len(), 4 + 2 * TOLD, "context {context}");
+            assert_eq!(lengths_told(&bytes), Some(regions.lengths()));
+            assert_eq!(regions.take_back(region), Ok(Released::Done));
+        }
+        assert_eq!(regions.take_back(kept), Ok(Released::Done));
+        assert_eq!(lengths_told(&told(&regions)), Some(vec![0; 1000]));
+        for bad in [&[][..], &[1, 0, 0], &[1, 0, 0, 0, 7], &[1, 0, 1, 0]] {
+            assert_eq!(lengths_told(bad), None, "{bad:?}");
+        }
+        let bad = |number: u8, length: u8| [[1, 0, 1, 0, number, 0, length].to_vec(), vec![0; 7]].concat();
+        assert_eq!([bad(0, 9), bad(1, 9), bad(0, 0)].map(|bytes| lengths_told(&bytes)), [Some(vec![9]), None, None]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! The leaf that every layer may use: identifiers, errors, checksums, and waiting with a deadline.
+//! The leaf that every layer may use: identifiers, errors, checksums, free memory, and waiting with a deadline.
 //!
-//! It imports nothing of the crate, runs on any thread, and never allocates outside error paths.
+//! It imports nothing of the crate, runs on any thread, and never allocates outside error paths but to ask for free memory.
 
 pub mod checksum;
 #[cfg(feature = "cuda")]

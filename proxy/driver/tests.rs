@@ -348,3 +348,15 @@ fn a_doorbell_of_2_to_the_32_epochs_ago_is_not_taken_for_one_that_rings() {
     }
     assert_eq!((driver.machine().stats().bad_doorbells, driver.broken), (0, false));
 }
+
+#[test]
+fn a_driver_that_was_dropped_answers_nobody_and_keeps_nobody_waiting() {
+    let network = Network::new(2, SimConfig { clock: SimClock::Real, ..SimConfig::hostile(12) }).unwrap();
+    let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 2, liveness: LIVENESS }).unwrap();
+    let driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), system_clock());
+    let remote = driver.remote();
+    drop(driver);
+    let start = Instant::now();
+    assert!(remote.ask(|driver| driver.generation()).is_err());
+    assert!(start.elapsed() < REQUEST_TIMEOUT / 2, "{:?}", start.elapsed());
+}

@@ -2,17 +2,18 @@
 //! checked, with a checksum.
 //!
 //! ```text
-//! byte  0      4        8          24   32    36    40       42    44                   44+8n
-//!       magic  version  door's nonce  key  rank  nics  regions  zero  bytes of each …  checksum
+//! byte  0      4        8             24   32    36    40                                   44+10n
+//!       magic  version  door's nonce  key  rank  nics  regions, as `regions::tell_lengths`  checksum
 //! ```
 
 use super::frame::{Cursor, Malformed};
 use super::socket::Nonce;
 use crate::base::Rank;
 use crate::base::checksum::fnv1a;
+use crate::transport::regions::{lengths_told, tell_lengths};
 
 const MAGIC: [u8; 4] = *b"tyPA";
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 const SUM: usize = 8;
 
 /// An endpoint as its peers know it.
@@ -38,9 +39,7 @@ impl Address {
         out.extend(self.key.to_le_bytes());
         out.extend(self.rank.0.to_le_bytes());
         out.extend(self.nics.to_le_bytes());
-        out.extend((self.regions.len() as u16).to_le_bytes());
-        out.extend([0; 2]);
-        self.regions.iter().for_each(|bytes| out.extend(bytes.to_le_bytes()));
+        tell_lengths(&mut out, &self.regions);
         out.extend(fnv1a(&out).to_le_bytes());
         out
     }
@@ -64,12 +63,7 @@ impl Address {
         let key = cursor.u64().map_err(short)?;
         let rank = Rank(cursor.u32().map_err(short)?);
         let nics = cursor.u32().map_err(short)?;
-        let count = usize::from(cursor.u16().map_err(short)?);
-        let zero = cursor.u16().map_err(short)?;
-        if zero != 0 || cursor.0.len() != 8 * count {
-            return Err("has a wrong length");
-        }
-        let regions = (0..count).map(|_| cursor.u64().map_err(short)).collect::<Result<_, _>>()?;
+        let regions = lengths_told(cursor.0).ok_or("has a wrong length")?;
         Ok(Address { nonce, key, rank, nics, regions })
     }
 }
