@@ -15,6 +15,7 @@ use super::admit::{Job, is_host};
 use super::hub::Failure;
 use super::member::Member;
 use super::root::Root;
+use super::secret::Secret;
 use super::station::{Port, Station};
 use super::terms::Terms;
 use super::wire::MAX_TOKEN;
@@ -58,8 +59,10 @@ pub struct Bootstrap {
     pub addr: String,
     /// Port on which rank 0 listens until the world has formed.
     pub port: u16,
-    /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out; it travels in the
-    /// clear, so it does not protect from those who read the network. Empty only on loopback addresses.
+    /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out: rank 0 and each other rank prove to
+    /// each other that they know it, and it never travels. What follows travels in the clear, so it does not protect from
+    /// those who read or change what the network carries. A short one can be guessed by whoever takes the port of rank 0.
+    /// Empty only on loopback addresses, where a secret file of this user takes its place (`/tmp/tokenyard-UID`).
     pub token: String,
     /// Deadline to form, and of each collective.
     pub timeout: Duration,
@@ -104,7 +107,8 @@ impl Bootstrap {
     /// (default: this host as rank 0 sees it).
     ///
     /// Without `TOKENYARD_TOKEN` the run id that torchrun sets is the token, unless it is torchrun's
-    /// default `none`, which every job shares.
+    /// default `none`, which every job shares and which is no secret. Neither is a run id that stands on a command line
+    /// (`--rdzv-id`), where every user of the host can read it.
     ///
     /// Nodes: `TOKENYARD_NODES` (sizes, as in `4,4`), else `LOCAL_WORLD_SIZE` ranks each, where torchrun sets it and it
     /// divides the world, else one.
@@ -259,11 +263,12 @@ impl Bootstrap {
             Failure::new(format!("no socket pair could be made ({error})"), "raise the limit on open files")
         })?;
         let port = Arc::new(port);
-        let token = self.token.clone().into_bytes();
+        // Who is alone needs no secret.
+        let secret = if self.token.is_empty() && self.world > 1 { Secret::host()? } else { Secret::token(&self.token) };
         let host = self.own_addr.clone().unwrap_or_default();
         if self.rank == Rank(0) {
             let listeners = if self.world == 1 { Vec::new() } else { self.listen()? };
-            let job = Job { token, world: self.world, terms: self.terms() };
+            let job = Job { secret, world: self.world, terms: self.terms() };
             let root = Root::new(port.clone(), job, host, listeners, self.timeout);
             return Station::start(self.rank, port, move || root.run());
         }
@@ -271,7 +276,7 @@ impl Bootstrap {
             port: port.clone(),
             rank: self.rank,
             world: self.world,
-            token,
+            secret,
             terms: self.terms(),
             host,
             root: (self.addr.clone(), self.port),
