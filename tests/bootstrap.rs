@@ -106,6 +106,26 @@ fn clones_of_one_rank_in_a_collective_at_once() {
     });
 }
 
+#[test]
+fn a_regroup_of_threads_that_failed_never_tried_again() {
+    let tries = AtomicBool::new(false);
+    threaded(3, |world| {
+        let (rank, members) = (world.rank(), [Rank(0), Rank(2)]);
+        if rank == Rank(1) {
+            return;
+        }
+        if rank == Rank(2) {
+            // Late for the first try.
+            wait::poll("first try", PATIENCE, || tries.load(Ordering::Relaxed).then_some(())).unwrap();
+        } else {
+            let text = bootstrap_text(world.clone().with_timeout(SHORT / 4).regroup(1, &members));
+            assert!(text.contains("rank 1 has not arrived"), "{text}");
+            tries.store(true, Ordering::Relaxed);
+        }
+        exchange_many(world.regroup(1, &members).unwrap());
+    });
+}
+
 // ---- worlds of members that join over TCP
 
 #[test]
