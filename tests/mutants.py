@@ -30,6 +30,9 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
+ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
+    "transport/admit.rs", "transport/member.rs", "transport/secret.rs", "transport/terms.rs", "transport/root.rs")
+BOOTSTRAP, LOCAL = "transport/bootstrap.rs", "transport/local.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -242,6 +245,22 @@ MUTANTS = [
     ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
+    ("members of another generation let in", TERMS, "if self.generation != theirs.generation {", "if false {"),
+    ("other members let in", TERMS, "if self.members != theirs.members {", "if false {"),
+    ("other nodes let in", TERMS, "if self.nodes != theirs.nodes {", "if false {"),
+    ("rank 0 not told of other terms", ROOT_SIDE, "self.differing.get_or_insert(failure);", "drop(failure);"),
+    ("whoever joins knows the token", ADMIT, "    if !known {", "    if false {"),
+    ("whoever accepts is rank 0", MEMBER, "if self.secret.proved(Role::Root, nonces, said, &proof) {", "if proof != [0; 32] {"),
+    ("a member's proof proves rank 0", SECRET, 'b"tokenyard bootstrap: rank 0"', 'b"tokenyard bootstrap: member"'),
+    ("rank 0's nonce not proved", SECRET, "            .chain_update(nonces.root)\n", ""),
+    ("what a member says not proved", SECRET, "            .chain_update(said)\n", ""),
+    ("a secret that others can read taken", SECRET, "match about.mode() & 0o077 {", "match about.mode() & 0 {"),
+    ("a link followed to the secret", SECRET, "libc::O_NOFOLLOW | libc::O_NONBLOCK", "libc::O_NONBLOCK"),
+    ("a peer of another host challenged without a token", ADMIT, "if job.secret.own_host && !on_this_host {", "if false {"),
+    ("nodes that the members are not of", BOOTSTRAP, "Some(nodes) if *nodes != placed =>", "Some(nodes) if nodes.is_empty() =>"),
+    ("first nodes without ranks", BOOTSTRAP, "first_nodes.contains(&0) ||", "false ||"),
+    ("a failed regroup of threads kept", LOCAL, ".hub.failure().is_some() {", ".hub.failure().is_none() && false {"),
+    ("refused strangers kept", ROOT_SIDE, "        self.closing.drain(..surplus);\n", ""),
 ]
 
 # Seconds; some mutants never end.
@@ -296,15 +315,21 @@ class Worker:
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
+        bootstrap = [
+            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),
+            ("tests/bootstrap.rs", [*test, "bootstrap"]),
+        ]
         if not file:
-            return worlds + proxy + nic + service
+            return worlds + proxy + nic + service + bootstrap
+        if file.startswith("transport/"):
+            return bootstrap
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        return [] if file.startswith("proxy/") and file != PICK or file == NIC else schedules
+        return [] if file.startswith(("proxy/", "transport/")) and file != PICK or file == NIC else schedules
 
     def caught_by(self, checks):
         """The name of the check that fails, with its last line, or None."""

@@ -28,6 +28,8 @@ use crate::base::Rank;
 const HELLO_WAIT: Duration = Duration::from_secs(2);
 /// Connections that have not said hello; the oldest goes when one more comes.
 const PENDING_LIMIT: usize = 256;
+/// Refused connections that are told why; the oldest is cut off when one more comes. Each is for `CLOSE_PATIENCE` at most.
+const DISMISSED_LIMIT: usize = 64;
 /// How long a closing connection may take to send its last frames and be closed by its peer.
 pub(super) const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
 /// Least time between two Progress frames to one member: their sum over a joining world is quadratic.
@@ -433,6 +435,8 @@ impl Root {
         if let Ok(frame) = wire::encode(last) {
             conn.send(frame.into());
         }
+        let surplus = (self.closing.len() + 1).saturating_sub(DISMISSED_LIMIT);
+        self.closing.drain(..surplus);
         self.closing.push(Closing::new(conn, CLOSE_PATIENCE));
     }
 
@@ -447,4 +451,32 @@ impl Root {
 
 fn fail(failure: &Failure) -> Message {
     Message::Fail { what: failure.what.clone(), advice: failure.advice.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::secret::Secret;
+    use super::*;
+    use std::net::TcpStream;
+
+    #[test]
+    fn refused_strangers_kept_without_bound() {
+        let job = Job { secret: Secret::token("x"), world: 2, terms: Default::default() };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = listener.local_addr().unwrap();
+        let mut root = Root::new(Arc::new(Port::new().unwrap()), job, String::new(), Vec::new(), CLOSE_PATIENCE);
+        // They do not close, whatever they are told.
+        let strangers: Vec<_> = (0..3 * DISMISSED_LIMIT)
+            .map(|_| {
+                let stranger = TcpStream::connect(addr).unwrap();
+                let conn = Conn::new(listener.accept().unwrap().0, MAX_HELLO_BODY).unwrap();
+                root.dismiss(conn, &fail(&Failure::new("no", "go")));
+                stranger
+            })
+            .collect();
+        assert_eq!((root.closing.len(), strangers.len()), (DISMISSED_LIMIT, 3 * DISMISSED_LIMIT));
+        std::thread::sleep(CLOSE_PATIENCE);
+        root.closing.retain_mut(|closing| !closing.done());
+        assert!(root.closing.is_empty(), "{} are waited for", root.closing.len());
+    }
 }
