@@ -106,6 +106,26 @@ fn clones_of_one_rank_in_a_collective_at_once() {
     });
 }
 
+#[test]
+fn a_regroup_of_threads_that_failed_never_tried_again() {
+    let tries = AtomicBool::new(false);
+    threaded(3, |world| {
+        let (rank, members) = (world.rank(), [Rank(0), Rank(2)]);
+        if rank == Rank(1) {
+            return;
+        }
+        if rank == Rank(2) {
+            // Late for the first try.
+            wait::poll("first try", PATIENCE, || tries.load(Ordering::Relaxed).then_some(())).unwrap();
+        } else {
+            let text = bootstrap_text(world.clone().with_timeout(SHORT / 4).regroup(1, &members));
+            assert!(text.contains("rank 1 has not arrived"), "{text}");
+            tries.store(true, Ordering::Relaxed);
+        }
+        exchange_many(world.regroup(1, &members).unwrap());
+    });
+}
+
 // ---- worlds of members that join over TCP
 
 #[test]
@@ -351,16 +371,24 @@ fn garbage_on_the_port_stops_the_job() {
         talk(place, &noise);
         talk(place, b"GET / HTTP/1.1\r\n\r\n");
         // Half a frame, then closes.
-        drop(dial(place).write_all(&hello(VERSION, TOKEN, 1, 2)[..20]));
+        drop(dial(place).write_all(&hello(VERSION, false)[..20]));
         // A huge length, a length that only members may send, a first frame that is no hello.
         talk(place, &[&frame(VERSION, 1, b"")[..8], &u32::MAX.to_le_bytes()].concat());
         talk(place, &[&frame(VERSION, 1, b"")[..8], &(1u32 << 20).to_le_bytes()].concat());
         talk(place, &frame(VERSION, 5, &[0; 40]));
         // A hello with a token length beyond its end, and one with bytes behind it.
         talk(place, &frame(VERSION, 1, &[255, 0, 1]));
-        talk(place, &frame(VERSION, 1, &[&hello(VERSION, TOKEN, 1, 2)[12..], b"more"].concat()));
+        talk(place, &frame(VERSION, 1, &[&hello(VERSION, false)[12..], b"more"].concat()));
+        // Two hellos; what is proved and makes no sense; and a join that is cut short.
+        talk(place, &hello(VERSION, false).repeat(2));
+        rest_of(asking(place, VERSION, TOKEN, b"I am rank 1", false));
+        let mut stream = dial(place);
+        stream.write_all(&hello(VERSION, false)).unwrap();
+        stream.read_exact(&mut [0; 44]).unwrap();
+        stream.write_all(&frame(VERSION, 12, &[0; 31])).unwrap();
+        rest_of(stream);
     });
-    assert_eq!(refused, 9);
+    assert_eq!(refused, 12);
 }
 
 #[test]
@@ -388,7 +416,7 @@ fn a_slow_stranger_served_for_ever() {
     let refused = meddled(|place| {
         let mut stream = dial(place);
         stream.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-        let bytes = hello(VERSION, TOKEN, 1, 2);
+        let bytes = hello(VERSION, false);
         let start = Instant::now();
         for byte in bytes.iter().take(bytes.len() - 1).cycle() {
             // Ends when rank 0 has closed the connection.
@@ -407,9 +435,9 @@ fn a_slow_stranger_served_for_ever() {
 #[test]
 fn a_stranger_with_a_wrong_token_or_version_joins_or_stops_the_job() {
     let refused = meddled(|place| {
-        let answer = talk(place, &hello(VERSION, "guess", 1, 2));
+        let answer = ask(place, VERSION, "guess", 1, 2);
         assert!(answer.contains("token differs") && !answer.contains(TOKEN), "{answer}");
-        let answer = talk(place, &hello(7, "guess", 1, 2));
+        let answer = ask(place, 7, "guess", 1, 2);
         assert!(answer.contains("version 7") && answer.contains("version 3"), "{answer}");
         let mistaken = Bootstrap { token: "guess".into(), ..bootstrap(place, 1, 2) };
         assert!(bootstrap_text(World::join(&mistaken)).contains("token differs"));
@@ -424,7 +452,7 @@ fn a_member_of_another_version_understood_by_halves() {
         let root = scope.spawn(|| bootstrap_text(World::join(&bootstrap(&place, 0, 3))));
         let other = scope.spawn(|| bootstrap_text(World::join(&bootstrap(&place, 2, 3))));
         std::thread::sleep(SHORT);
-        let answer = talk(&place, &[&hello(7, TOKEN, 1, 3)[..], b""].concat());
+        let answer = ask(&place, 7, TOKEN, 1, 3);
         for text in [answer, root.join().unwrap(), other.join().unwrap()] {
             assert!(text.contains("version 7") && text.contains("version 3"), "{text}");
         }
@@ -486,9 +514,8 @@ fn a_place_that_ended_before_the_world_formed_kept_taken() {
         let join = |rank| World::join(&bootstrap(&place, rank, 4)).unwrap().barrier("up").unwrap();
         scope.spawn(move || join(0));
         // A hello whose sender has closed already, and a member that is told of its admission and dies.
-        dial(&place).write_all(&hello(VERSION, TOKEN, 1, 4)).unwrap();
-        let mut stream = dial(&place);
-        stream.write_all(&hello(VERSION, TOKEN, 2, 4)).unwrap();
+        drop(asking(&place, VERSION, TOKEN, &said(1, 4), false));
+        let mut stream = asking(&place, VERSION, TOKEN, &said(2, 4), false);
         stream.read_exact(&mut [0; 12]).unwrap();
         drop(stream);
         std::thread::sleep(Duration::from_millis(50));
@@ -496,6 +523,72 @@ fn a_place_that_ended_before_the_world_formed_kept_taken() {
         scope.spawn(move || join(3));
         join(2);
     });
+}
+
+#[test]
+fn another_user_of_the_host_joins_a_job_without_a_token() {
+    let place = place();
+    std::thread::scope(|scope| {
+        let join = |rank, token: &str| World::join(&Bootstrap { token: token.into(), ..bootstrap(&place, rank, 2) });
+        let root = scope.spawn(move || join(0, "").map(|world| world.barrier("up").unwrap()));
+        // One who does not know what only this user can read: nothing, an empty token, and one that he chose.
+        let answer = rest_of(asking(&place, VERSION, "", &said(1, 2), true));
+        assert!(answer.contains("not of one user and host"), "{answer}");
+        let answer = talk(&place, &hello(VERSION, false));
+        assert!(answer.contains("token differs from that of rank 0 (which has none)"), "{answer}");
+        assert!(bootstrap_text(join(1, "mine")).contains("which has none"));
+        join(1, "").unwrap().barrier("up").unwrap();
+        root.join().unwrap().unwrap();
+    });
+}
+
+/// What rank 1 makes of one who has taken rank 0's port, and all that the other heard. He answers each frame.
+fn squatted(answer: impl Fn(&[u8]) -> Vec<u8> + Send) -> (String, Vec<u8>) {
+    let place = place();
+    let listener = TcpListener::bind((place.0.as_str(), place.1)).unwrap();
+    std::thread::scope(|scope| {
+        let squatter = scope.spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut heard = Vec::new();
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = stream.read(&mut bytes) {
+                heard.extend(&bytes[..count]);
+                // Nothing is to be said to a goodbye.
+                if bytes[6] != 10 {
+                    let _ = stream.write_all(&answer(&bytes[..count]));
+                }
+            }
+            heard
+        });
+        let text = bootstrap_text(World::join(&bootstrap(&place, 1, 2)));
+        (text, squatter.join().unwrap())
+    })
+}
+
+#[test]
+fn a_squatter_on_the_port_of_rank_0_taken_for_it_or_told_the_token() {
+    let is_hello = |bytes: &[u8]| bytes[6] == 1;
+    let challenge = || frame(VERSION, 11, &[9; 32]);
+    let welcome = || frame(VERSION, 4, &[2, 0, 0, 0, 0, 0, 0, 0]);
+    let accepted = move |bytes: &[u8], proof: &[u8]| {
+        if is_hello(bytes) { challenge() } else { [frame(VERSION, 13, proof), welcome()].concat() }
+    };
+    let squatters = [
+        ("who echoes", squatted(<[u8]>::to_vec), "no proof"),
+        ("who says that all have joined", squatted(|_| welcome()), "no proof"),
+        ("who accepts without a proof", squatted(|b| if is_hello(b) { challenge() } else { welcome() }), "no proof"),
+        ("who gives back the proof", squatted(move |b| accepted(b, &b[12..44])), "a proof of another job token"),
+        ("who has another token", squatted(move |b| accepted(b, &foreign(b))), "a proof of another job token"),
+    ];
+    for (who, (text, heard), expected) in squatters {
+        assert!(text.contains(expected), "{who}: {text}");
+        assert!(!heard.windows(TOKEN.len()).any(|bytes| bytes == TOKEN.as_bytes()), "{who} heard the token");
+    }
+}
+
+/// The proof of a rank 0 that has another token.
+fn foreign(join: &[u8]) -> Vec<u8> {
+    proof("guess", "rank 0", &[9; 32], &join[44..])
 }
 
 /// Joins a pair of which rank 1 was changed, and a rank 1 as rank 0 knows it if there is to be one: what both were told.

@@ -34,6 +34,9 @@ DRIVER, FREE_MEMORY, REGIONS = "proxy/driver.rs", "kernels/base/memory.rs", "tra
 SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
 CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.rs"
+ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
+    "transport/admit.rs", "transport/member.rs", "transport/secret.rs", "transport/terms.rs", "transport/root.rs")
+BOOTSTRAP, LOCAL = "transport/bootstrap.rs", "transport/local.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -274,6 +277,22 @@ MUTANTS = [
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
     ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
+    ("members of another generation let in", TERMS, "if self.generation != theirs.generation {", "if false {"),
+    ("other members let in", TERMS, "if self.members != theirs.members {", "if false {"),
+    ("other nodes let in", TERMS, "if self.nodes != theirs.nodes {", "if false {"),
+    ("rank 0 not told of other terms", ROOT_SIDE, "self.differing.get_or_insert(failure);", "drop(failure);"),
+    ("whoever joins knows the token", ADMIT, "    if !known {", "    if false {"),
+    ("whoever accepts is rank 0", MEMBER, "if self.secret.proved(Role::Root, nonces, said, &proof) {", "if proof != [0; 32] {"),
+    ("a member's proof proves rank 0", SECRET, 'b"tokenyard bootstrap: rank 0"', 'b"tokenyard bootstrap: member"'),
+    ("rank 0's nonce not proved", SECRET, "            .chain_update(nonces.root)\n", ""),
+    ("what a member says not proved", SECRET, "            .chain_update(said)\n", ""),
+    ("a secret that others can read taken", SECRET, "match about.mode() & 0o077 {", "match about.mode() & 0 {"),
+    ("a link followed to the secret", SECRET, "libc::O_NOFOLLOW | libc::O_NONBLOCK", "libc::O_NONBLOCK"),
+    ("a peer of another host challenged without a token", ADMIT, "if job.secret.own_host && !on_this_host {", "if false {"),
+    ("nodes that the members are not of", BOOTSTRAP, "Some(nodes) if *nodes != placed =>", "Some(nodes) if nodes.is_empty() =>"),
+    ("first nodes without ranks", BOOTSTRAP, "first_nodes.contains(&0) ||", "false ||"),
+    ("a failed regroup of threads kept", LOCAL, ".hub.failure().is_some() {", ".hub.failure().is_none() && false {"),
+    ("refused strangers kept", ROOT_SIDE, "        self.closing.drain(..surplus);\n", ""),
 ]
 
 # Seconds; some mutants never end.
@@ -347,12 +366,18 @@ class Worker:
             WORLD: contexts,
             REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
         }
+        bootstrap = [
+            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),
+            ("tests/bootstrap.rs", [*test, "bootstrap"]),
+        ]
         if not file:
-            return worlds + proxy + nic + service + cli + [check for file in own if file != MACHINE for check in own[file]]
+            return worlds + proxy + nic + service + cli + bootstrap + [check for file in own if file != MACHINE for check in own[file]]
         if file in own:
             return own[file]
         if file.startswith("bindings/cli/"):
             return cli
+        if file.startswith("transport/"):
+            return bootstrap
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):

@@ -1,19 +1,18 @@
-//! Who may join: the judgement on the first frame of a connection to rank 0.
+//! Who may join: the judgement on the first two frames of a connection to rank 0.
 //!
 //! Place in the data path: none. Runs on rank 0's bootstrap thread, on bytes from anyone who can reach the
 //! port. Never panics, allocates by a stranger's length, or says more to a stranger than that he was refused.
 
-use std::hint::black_box;
-
 use super::hub::Failure;
+use super::secret::{self, Nonces, Role, Secret};
 use super::terms::Terms;
-use super::wire::{self, Frame, KIND_HELLO, Message, VERSION};
+use super::wire::{self, Frame, KIND_HELLO, KIND_JOIN, Message, VERSION};
 use crate::base::Rank;
 
 /// What rank 0 knows of its own job.
 #[derive(Clone)]
 pub(super) struct Job {
-    pub token: Vec<u8>,
+    pub secret: Secret,
     pub world: usize,
     pub terms: Terms,
 }
@@ -26,7 +25,7 @@ pub(super) fn is_host(text: &str) -> bool {
     !text.is_empty() && text.len() <= MAX_HOST && !text.chars().any(|c| c.is_whitespace() || c.is_control())
 }
 
-/// The judgement on a first frame.
+/// The judgement on a second frame.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Judgement {
     /// A member, and where it says that its host is reached, if it does.
@@ -37,36 +36,84 @@ pub(super) enum Judgement {
     Differ(Failure),
     /// One of this job that cannot take part, whoever else comes: tell it and everyone.
     Stop(Failure),
+    /// No member's frame: close without a word.
+    Drop(&'static str),
+}
+
+/// What to do about a first frame.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Greeting {
+    /// Send it rank 0's nonce.
+    Challenge(Nonces),
+    /// Tell the peer why not, and go on without it.
+    Refuse(Failure),
     /// No member's first frame: close without a word.
     Drop(&'static str),
 }
 
-/// Judges a connection's first frame; `taken` says which ranks have joined.
-pub(super) fn judge(job: &Job, frame: &Frame, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
-    if frame.kind != KIND_HELLO {
-        return Judgement::Drop("a first frame that is no hello");
+/// Looks at a connection's first frame; `on_this_host` says whether it comes from there.
+pub(super) fn challenge(job: &Job, hello: &Frame, peer: &str, on_this_host: bool) -> Greeting {
+    if hello.kind != KIND_HELLO {
+        return Greeting::Drop("a first frame that is no hello");
     }
-    let Ok((token, _)) = wire::hello_token(&frame.body) else {
-        return Judgement::Drop("a malformed hello");
+    if job.secret.own_host && !on_this_host {
+        return Greeting::Refuse(Failure::new(
+            format!("rank 0 has no job token, and {peer} is not known to be on its host"),
+            "set TOKENYARD_TOKEN to the same random string on all ranks; torchrun's default run id \"none\" is no secret",
+        ));
+    }
+    let nonce = match (wire::hello_nonce(&hello.body), wire::decode(hello)) {
+        (Ok((nonce, _)), _) if hello.version != VERSION => nonce,
+        (Err(_), _) if hello.version != VERSION => return Greeting::Refuse(other_version(peer, hello.version)),
+        (_, Ok(Message::Hello { nonce, own_host })) if own_host == job.secret.own_host => nonce,
+        (_, Ok(Message::Hello { own_host, .. })) => {
+            return Greeting::Refuse(token_differs(own_host, job.secret.own_host));
+        }
+        _ => return Greeting::Drop("a malformed hello"),
     };
-    let known = same_token(token, &job.token);
-    if frame.version != VERSION {
-        let failure = other_version(peer, frame.version);
+    match secret::nonce() {
+        Ok(root) => Greeting::Challenge(Nonces { member: nonce, root }),
+        Err(failure) => Greeting::Refuse(failure),
+    }
+}
+
+/// Judges the answer to a challenge; `taken` says which ranks have joined.
+pub(super) fn judge(job: &Job, join: &Frame, nonces: &Nonces, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
+    if join.kind != KIND_JOIN {
+        return Judgement::Drop("a second frame that proves nothing");
+    }
+    let Ok((proof, said)) = wire::first_bytes(&join.body) else {
+        return Judgement::Drop("a malformed proof");
+    };
+    let known = job.secret.proved(Role::Member, nonces, said, &proof);
+    if join.version != VERSION {
+        let failure = other_version(peer, join.version);
         return if known { Judgement::Stop(failure) } else { Judgement::Refuse(failure) };
     }
     if !known {
-        return Judgement::Refuse(Failure::new(
-            "the job token differs from that of rank 0",
-            "set the same TOKENYARD_TOKEN on all ranks, and another TOKENYARD_PORT for another job",
-        ));
+        return Judgement::Refuse(token_differs(job.secret.own_host, job.secret.own_host));
     }
-    match wire::decode(frame) {
-        Ok(Message::Hello { rank, world, host, terms, .. }) => match difference(job, rank, world, &terms, peer) {
+    match wire::decode(join) {
+        Ok(Message::Join { rank, world, host, terms, .. }) => match difference(job, rank, world, &terms, peer) {
             Some(failure) => Judgement::Differ(failure),
             None => place(job, rank, host, peer, taken),
         },
-        _ => Judgement::Drop("a malformed hello"),
+        _ => Judgement::Drop("a malformed proof"),
     }
+}
+
+/// Refusal of one that knows another secret; a secret is of a host where no token was set.
+fn token_differs(theirs_own_host: bool, ours_own_host: bool) -> Failure {
+    let whose = match (theirs_own_host, ours_own_host) {
+        (false, false) => "",
+        (true, true) => " (neither has one, and they are not of one user and host)",
+        (true, false) => " (this rank has none)",
+        (false, true) => " (which has none)",
+    };
+    Failure::new(
+        format!("the job token differs from that of rank 0{whose}"),
+        "set the same TOKENYARD_TOKEN on all ranks, and another TOKENYARD_PORT for another job",
+    )
 }
 
 /// What a rank and rank 0 disagree on. The generation comes first: another job's tells that it is another.
@@ -109,12 +156,6 @@ pub(super) fn other_version(peer: &str, theirs: u16) -> Failure {
     )
 }
 
-/// Compares in a time that depends on the lengths only, so that a token cannot be guessed byte by byte.
-fn same_token(theirs: &[u8], ours: &[u8]) -> bool {
-    let differing = theirs.iter().zip(ours).fold(0u8, |acc, (a, b)| black_box(acc | (a ^ b)));
-    theirs.len() == ours.len() && differing == 0
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -133,16 +174,26 @@ mod tests {
         from_host(token, rank, world, "")
     }
 
+    const NONCES: Nonces = Nonces { member: [1; 32], root: [2; 32] };
+
+    /// A Join with its proof, of any version.
+    fn proved(token: &str, version: u16, mut join: Frame) -> Frame {
+        let proof = Secret::token(token).prove(Role::Member, &NONCES, &join.body[32..]);
+        join.body[..32].copy_from_slice(&proof);
+        Frame { version, ..join }
+    }
+
     fn from_host(token: &str, rank: u32, world: u32, host: &str) -> Frame {
-        frame(
-            &wire::encode(&Message::Hello { token: token.into(), rank, world, host: host.into(), terms: terms(1) })
-                .unwrap(),
-        )
+        let join = Message::Join { proof: [0; 32], rank, world, host: host.into(), terms: terms(1) };
+        proved(token, VERSION, frame(&wire::encode(&join).unwrap()))
+    }
+
+    fn job(secret: Secret) -> Job {
+        Job { secret, world: 4, terms: terms(1) }
     }
 
     fn ask(frame: &Frame) -> Judgement {
-        let job = Job { token: b"secret".to_vec(), world: 4, terms: terms(1) };
-        judge(&job, frame, "there", |rank| rank == Rank(2))
+        judge(&job(Secret::token("secret")), frame, &NONCES, "there", |rank| rank == Rank(2))
     }
 
     #[test]
@@ -171,8 +222,8 @@ mod tests {
         stranger.version = VERSION + 1;
         assert!(matches!(ask(&stranger), Judgement::Refuse(_)));
         let mut member = hello("secret", 1, 4);
-        member.version = VERSION + 1;
         member.body.extend_from_slice(b"fields of the future");
+        let member = proved("secret", VERSION + 1, member);
         let Judgement::Stop(failure) = ask(&member) else { panic!("a member of another version went unnoticed") };
         let [own, theirs] = [VERSION, VERSION + 1].map(|version| format!("version {version}"));
         assert!(failure.what.contains(&own) && failure.what.contains(&theirs), "{}", failure.what);
@@ -182,6 +233,8 @@ mod tests {
     fn a_hello_with_too_much_behind_it_admitted() {
         let mut long = hello("secret", 1, 4);
         long.body.push(0);
+        assert!(matches!(ask(&long), Judgement::Refuse(_)), "what was said is not proved");
+        let long = proved("secret", VERSION, long);
         assert!(matches!(ask(&long), Judgement::Drop(_)));
     }
 
@@ -199,5 +252,43 @@ mod tests {
     #[test]
     fn a_token_in_the_text_of_a_refusal() {
         assert!(!format!("{:?}", ask(&hello("guess", 1, 4))).contains("secret"));
+    }
+
+    fn greet(job: &Job, own_host: bool, on_this_host: bool) -> Greeting {
+        let hello = wire::encode(&Message::Hello { nonce: [5; 32], own_host }).unwrap();
+        challenge(job, &frame(&hello), "10.0.0.7:5", on_this_host)
+    }
+
+    #[test]
+    fn a_peer_of_another_host_challenged_without_a_token() {
+        let (token, host) = (job(Secret::token("secret")), job(Secret::host().unwrap()));
+        let refusal = |greeting| match greeting {
+            Greeting::Refuse(failure) => failure.error().to_string(),
+            other => panic!("{other:?}"),
+        };
+        for own_host in [true, false] {
+            let text = refusal(greet(&host, own_host, false));
+            assert!(
+                text.contains("10.0.0.7") && text.contains("TOKENYARD_TOKEN") && text.contains("\"none\""),
+                "{text}"
+            );
+        }
+        assert!(refusal(greet(&token, true, false)).contains("this rank has none"));
+        assert!(refusal(greet(&host, false, true)).contains("which has none"));
+        assert!(matches!(greet(&host, true, true), Greeting::Challenge(_)));
+        let challenges = [0, 1].map(|_| greet(&token, false, false));
+        let roots = challenges.map(|greeting| match greeting {
+            Greeting::Challenge(Nonces { member, root }) if member == [5; 32] => root,
+            other => panic!("{other:?}"),
+        });
+        assert!(roots[0] != roots[1], "a nonce that comes again");
+    }
+
+    #[test]
+    fn a_version_that_shows_its_token_not_told_of_this_one() {
+        let body = [&6u16.to_le_bytes()[..], b"secret", &[1, 0, 0, 0, 4, 0, 0, 0, 0, 0]].concat();
+        let hello = Frame { version: 2, kind: KIND_HELLO, body };
+        let greeting = challenge(&job(Secret::token("secret")), &hello, "there", true);
+        assert!(matches!(greeting, Greeting::Refuse(failure) if failure.what.contains("version 2")));
     }
 }

@@ -15,10 +15,11 @@ use super::admit::{Job, is_host};
 use super::hub::Failure;
 use super::member::Member;
 use super::root::Root;
+use super::secret::Secret;
 use super::station::{Port, Station};
 use super::terms::Terms;
 use super::wire::MAX_TOKEN;
-use super::world::{all_ranks, check_nodes};
+use super::world::{all_ranks, check_nodes, place};
 use crate::base::{Error, Rank, Result, wait};
 
 /// Port of rank 0 where none is given; not torchrun's 29500, which its own store may hold.
@@ -58,8 +59,10 @@ pub struct Bootstrap {
     pub addr: String,
     /// Port on which rank 0 listens until the world has formed.
     pub port: u16,
-    /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out; it travels in the
-    /// clear, so it does not protect from those who read the network. Empty only on loopback addresses.
+    /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out: rank 0 and each other rank prove to
+    /// each other that they know it, and it never travels. What follows travels in the clear, so it does not protect from
+    /// those who read or change what the network carries. A short one can be guessed by whoever takes the port of rank 0.
+    /// Empty only on loopback addresses, where a secret file of this user takes its place (`/tmp/tokenyard-UID`).
     pub token: String,
     /// Deadline to form, and of each collective.
     pub timeout: Duration,
@@ -67,9 +70,9 @@ pub struct Bootstrap {
     pub nodes: Option<Vec<usize>>,
     /// How often the job has regrouped; 0 for its start. See [`World::regroup`](super::World::regroup).
     pub generation: u32,
-    /// By rank: its rank in the first generation. Default: the same.
+    /// By rank, ascending: its rank in the first generation. Default: the same.
     pub members: Option<Vec<Rank>>,
-    /// Nodes of the first generation. Default: `nodes`.
+    /// Nodes of the first generation, of which `nodes` must be the members'. Default: `nodes`.
     pub first_nodes: Option<Vec<usize>>,
     /// Name or address under which the others reach this process's host, where it may come to wait as rank 0 of a later
     /// generation. Default: the address from which rank 0 sees it come.
@@ -104,7 +107,8 @@ impl Bootstrap {
     /// (default: this host as rank 0 sees it).
     ///
     /// Without `TOKENYARD_TOKEN` the run id that torchrun sets is the token, unless it is torchrun's
-    /// default `none`, which every job shares.
+    /// default `none`, which every job shares and which is no secret. Neither is a run id that stands on a command line
+    /// (`--rdzv-id`), where every user of the host can read it.
     ///
     /// Nodes: `TOKENYARD_NODES` (sizes, as in `4,4`), else `LOCAL_WORLD_SIZE` ranks each, where torchrun sets it and it
     /// divides the world, else one.
@@ -182,6 +186,7 @@ impl Bootstrap {
         if self.members.as_ref().is_some_and(|members| members.len() != self.world) {
             return Err(config("members", "of another number", &format!("name all {} ranks", self.world)));
         }
+        self.layout()?;
         if self.port == 0 {
             return Err(config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));
         }
@@ -238,7 +243,7 @@ impl Bootstrap {
     /// Starts this process's bootstrap thread and waits until all ranks have joined.
     pub(super) fn join(&self) -> Result<Station> {
         self.check()?;
-        let station = self.start().map_err(|failure| failure.error())?;
+        let station = self.start(self.terms()?).map_err(|failure| failure.error())?;
         station.wait_formed(self.timeout)?;
         Ok(station)
     }
@@ -248,22 +253,52 @@ impl Bootstrap {
         self.members.clone().unwrap_or_else(|| all_ranks(self.world))
     }
 
-    fn terms(&self) -> Terms {
-        let nodes = self.nodes.clone().unwrap_or_else(|| vec![self.world]);
-        let first_nodes = self.first_nodes.as_ref().unwrap_or(&nodes);
-        Terms::new(self.generation, &self.members(), &nodes, first_nodes)
+    /// Ranks of each node, of this generation and of the first; an error if members, nodes and first nodes make no sense
+    /// together.
+    pub(super) fn layout(&self) -> Result<(Vec<usize>, Vec<usize>)> {
+        let Some(first_nodes) = self.first_nodes.clone().or_else(|| self.nodes.clone()) else {
+            return self.placed(vec![self.world]);
+        };
+        let sum = first_nodes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size));
+        if first_nodes.contains(&0) || sum.is_none_or(|sum| sum > MAX_WORLD || sum < self.world) {
+            let advice =
+                format!("give the first generation's sizes of at least 1, {} to {MAX_WORLD} together", self.world);
+            return Err(config("first_nodes", &format!("{first_nodes:?}"), &advice));
+        }
+        self.placed(first_nodes)
     }
 
-    fn start(&self) -> std::result::Result<Station, Failure> {
+    /// The members' nodes among the first ones, which must be those given.
+    fn placed(&self, first_nodes: Vec<usize>) -> Result<(Vec<usize>, Vec<usize>)> {
+        let members = self.members();
+        let own = members.get(self.rank.index()).copied().unwrap_or(self.rank);
+        let (_, placed) = place(&members, own, &first_nodes)?;
+        match &self.nodes {
+            Some(nodes) if *nodes != placed => {
+                let advice =
+                    format!("the members are {placed:?} of the first nodes {first_nodes:?}: give that, or none");
+                Err(config("nodes", &format!("{nodes:?}"), &advice))
+            }
+            _ => Ok((placed, first_nodes)),
+        }
+    }
+
+    fn terms(&self) -> Result<Terms> {
+        let (nodes, first_nodes) = self.layout()?;
+        Ok(Terms::new(self.generation, &self.members(), &nodes, &first_nodes))
+    }
+
+    fn start(&self, terms: Terms) -> std::result::Result<Station, Failure> {
         let port = Port::new().map_err(|error| {
             Failure::new(format!("no socket pair could be made ({error})"), "raise the limit on open files")
         })?;
         let port = Arc::new(port);
-        let token = self.token.clone().into_bytes();
+        // Who is alone needs no secret.
+        let secret = if self.token.is_empty() && self.world > 1 { Secret::host()? } else { Secret::token(&self.token) };
         let host = self.own_addr.clone().unwrap_or_default();
         if self.rank == Rank(0) {
             let listeners = if self.world == 1 { Vec::new() } else { self.listen()? };
-            let job = Job { token, world: self.world, terms: self.terms() };
+            let job = Job { secret, world: self.world, terms };
             let root = Root::new(port.clone(), job, host, listeners, self.timeout);
             return Station::start(self.rank, port, move || root.run());
         }
@@ -271,8 +306,8 @@ impl Bootstrap {
             port: port.clone(),
             rank: self.rank,
             world: self.world,
-            token,
-            terms: self.terms(),
+            secret,
+            terms,
             host,
             root: (self.addr.clone(), self.port),
             timeout: self.timeout,
@@ -454,6 +489,39 @@ mod tests {
         assert_eq!(with("TORCHELASTIC_RUN_ID", "a1b2").unwrap().token, "torchelastic:a1b2");
         let both = read(&[BASE[0], BASE[1], ("TORCHELASTIC_RUN_ID", "a1b2"), ("TOKENYARD_TOKEN", "mine")]);
         assert_eq!(both.unwrap().token, "mine");
+    }
+
+    #[test]
+    fn members_or_nodes_that_make_no_sense_believed() {
+        let error = |members: &[u32], nodes: Option<&[usize]>, first_nodes: Option<&[usize]>| {
+            let mut b = read(&BASE).unwrap();
+            (b.rank, b.world, b.generation) = (Rank(0), members.len(), 1);
+            b.members = Some(members.iter().copied().map(Rank).collect());
+            (b.nodes, b.first_nodes) = (nodes.map(<[usize]>::to_vec), first_nodes.map(<[usize]>::to_vec));
+            match b.check() {
+                Ok(()) => "",
+                Err(Error::Config { name, .. }) => name,
+                Err(other) => panic!("{other}"),
+            }
+        };
+        let first: Option<&[usize]> = Some(&[2, 2]);
+        assert_eq!(error(&[0, 1, 3], Some(&[2, 1]), first), "");
+        assert_eq!(error(&[0, 1, 3], None, first), "");
+        assert_eq!(error(&[0, 1, 2], None, None), "");
+        // Out of range, twice, descending; of the first generation that nobody told of.
+        for members in [[0, 1, 4], [0, 1, 1], [1, 0, 2]] {
+            assert_eq!(error(&members, Some(&[2, 1]), first), "members", "{members:?}");
+        }
+        assert_eq!(error(&[0, 1, 3], None, None), "members");
+        // Nodes that the members are not of, or that do not add up.
+        assert_eq!(error(&[0, 1, 3], Some(&[1, 2]), first), "nodes");
+        assert_eq!(error(&[0, 1, 3], Some(&[2, 2]), first), "nodes");
+        for first_nodes in [&[2, 0, 2][..], &[2], &[usize::MAX, 3], &[MAX_WORLD, 1]] {
+            assert_eq!(error(&[0, 1, 3], None, Some(first_nodes)), "first_nodes", "{first_nodes:?}");
+        }
+        let mut b = read(&BASE).unwrap();
+        b.first_nodes = Some(vec![1, 1]);
+        assert_eq!(b.layout().unwrap().0, [1, 1]);
     }
 
     #[test]

@@ -77,6 +77,11 @@ impl Conn {
         host_at(self.ip)
     }
 
+    /// Whether the other end is known to be on this host.
+    pub(super) fn on_this_host(&self) -> bool {
+        self.ip.is_some_and(|ip| ip.is_loopback())
+    }
+
     /// Queues one encoded frame and sends what the socket takes.
     pub(super) fn send(&mut self, frame: Arc<[u8]>) {
         self.out.push_back(frame);
@@ -128,7 +133,7 @@ impl Conn {
         Ok(())
     }
 
-    /// The first frame, once all of it has come, and whether anything came behind it. Nothing is known of who sends it:
+    /// The next frame of a stranger, once all of it has come, and whether anything came behind it. Nothing is known of who sends it:
     /// so nothing is read beyond the longest hello and one byte more, however much there is.
     pub(super) fn receive_first(&mut self) -> Result<Option<(Frame, bool)>, Ended> {
         let mut buffer = [0; FIRST_BYTES];
@@ -256,8 +261,7 @@ mod tests {
 
     #[test]
     fn a_stranger_who_is_read_to_the_end() {
-        let hello =
-            Message::Hello { token: vec![7; 256], rank: 1, world: 2, host: String::new(), terms: Default::default() };
+        let hello = Message::Hello { nonce: [7; 32], own_host: false };
         let (hello, goodbye) = (wire::encode(&hello).unwrap(), wire::encode(&Message::Goodbye).unwrap());
         let (mut conn, mut theirs) = pair();
         theirs.set_nonblocking(true).unwrap();

@@ -51,11 +51,16 @@ pub(super) fn seats(size: usize) -> Vec<Seat> {
 }
 
 impl Seat {
-    /// A place in the world of a later generation, which the first of its members to come makes.
+    /// A place in the world of a later generation, which the first of its members to come makes. One that has failed is
+    /// made anew, so that its members can try again.
     pub(super) fn regroup(&self, generation: u32, members: &[Rank], rank: Rank) -> Seat {
         let mut family = self.family.lock().unwrap_or_else(PoisonError::into_inner);
         let entry = family.entry((generation, members.to_vec()));
-        let table = entry.or_insert_with(|| table(members.len())).clone();
+        let made = entry.or_insert_with(|| table(members.len()));
+        if made.lock().unwrap_or_else(PoisonError::into_inner).hub.failure().is_some() {
+            *made = table(members.len());
+        }
+        let table = made.clone();
         Seat { rank, family: self.family.clone(), table, turn: Turn::default(), seq: AtomicU64::new(0) }
     }
 

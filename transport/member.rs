@@ -5,10 +5,10 @@
 //! connecting and name resolution, which is why callers never do so themselves.
 //!
 //! ```text
-//!   Dialing --connected--> Joining --Welcome--> Joined --Leave--> end
-//!      ^                      |                    |
-//!      +----- closed ---------+                    +--closed: rank 0 is lost
-//!      +--deadline, Fail, no bootstrap protocol there: failure
+//!   Dialing --connected--> Greeted --Challenge--> Proved --Accept--> Accepted --Welcome--> Joined --Leave--> end
+//!      ^                      |                     |                   |                    |
+//!      +----- closed ---------+---------------------+-------------------+                    +--closed: rank 0 is lost
+//!      +--deadline, Fail, no bootstrap protocol there, no proof that it is rank 0: failure
 //! ```
 
 use std::net::{TcpStream, ToSocketAddrs};
@@ -21,9 +21,10 @@ use super::admit;
 use super::conn::{Closing, Conn, Ended, interest, wait_ready};
 use super::hub::{Failure, have};
 use super::root::CLOSE_PATIENCE;
+use super::secret::{self, Nonce, Nonces, Role, Secret};
 use super::station::{Command, Port};
 use super::terms::Terms;
-use super::wire::{self, Frame, MAX_BODY, Message, VERSION};
+use super::wire::{self, Frame, KIND_CHALLENGE, MAX_BODY, Message, VERSION};
 use crate::base::Rank;
 
 /// First and longest pause between two attempts to connect.
@@ -42,7 +43,7 @@ pub(super) struct Member {
     pub port: Arc<Port>,
     pub rank: Rank,
     pub world: usize,
-    pub token: Vec<u8>,
+    pub secret: Secret,
     pub terms: Terms,
     /// Where this rank says that its host is reached, or empty.
     pub host: String,
@@ -54,6 +55,18 @@ pub(super) struct Member {
     pub absent: Option<(usize, Vec<Rank>)>,
     /// Why the last attempt failed.
     pub problem: String,
+}
+
+/// How far a connection is.
+enum Stage {
+    /// Hello with this nonce is said.
+    Greeted(Nonce),
+    /// Join is said, and what it said behind its proof.
+    Proved(Nonces, Vec<u8>),
+    /// The other side has proved that it is rank 0.
+    Accepted,
+    /// The world has formed.
+    Joined,
 }
 
 /// What follows a connection.
@@ -107,11 +120,19 @@ impl Member {
 
     /// Says hello and serves the connection until it or the world ends.
     fn attend(&mut self, mut conn: Conn) -> Next {
-        let (token, host, terms) = (self.token.clone(), self.host.clone(), self.terms.clone());
-        send(&mut conn, &Message::Hello { token, rank: self.rank.0, world: self.world as u32, host, terms });
-        let mut joined = false;
+        let nonce = match secret::nonce() {
+            Ok(nonce) => nonce,
+            Err(failure) => {
+                self.part(conn, failure);
+                return Next::End;
+            }
+        };
+        send(&mut conn, &Message::Hello { nonce, own_host: self.secret.own_host });
+        self.problem = "it does not answer".into();
+        let mut stage = Stage::Greeted(nonce);
         loop {
             let give_up = if self.absent.is_some() { self.deadline + VERDICT_GRACE } else { self.deadline };
+            let joined = matches!(stage, Stage::Joined);
             let until = if joined { Instant::now() + IDLE } else { give_up };
             let mut fds = [interest(&conn), PollFd::new(self.port.bell_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, until);
@@ -120,11 +141,12 @@ impl Member {
             let mut frames = Vec::new();
             let end = conn.receive(&mut frames);
             for frame in frames {
-                if let Err(failure) = self.obey(frame, &conn.peer, &mut joined) {
+                if let Err(failure) = self.obey(frame, &mut conn, &mut stage) {
                     self.part(conn, failure);
                     return Next::End;
                 }
             }
+            let joined = matches!(stage, Stage::Joined);
             while let Some(command) = self.port.next_command() {
                 match command {
                     Command::Gather { seq, what, payload } => {
@@ -150,15 +172,64 @@ impl Member {
         }
     }
 
-    /// Acts on one frame of rank 0; an error ends the membership.
-    fn obey(&mut self, frame: Frame, peer: &str, joined: &mut bool) -> Result<(), Failure> {
+    /// Acts on one frame of what should be rank 0; an error ends the membership.
+    fn obey(&mut self, frame: Frame, conn: &mut Conn, stage: &mut Stage) -> Result<(), Failure> {
+        match stage {
+            Stage::Greeted(member) if frame.kind == KIND_CHALLENGE => *stage = self.prove(&frame, conn, *member)?,
+            Stage::Greeted(_) => return Err(refusal(&frame, &conn.peer)),
+            Stage::Proved(nonces, said) => {
+                self.check_accept(&frame, &conn.peer, nonces, said)?;
+                *stage = Stage::Accepted;
+            }
+            Stage::Accepted | Stage::Joined => return self.follow(frame, &conn.peer, stage),
+        }
+        Ok(())
+    }
+
+    /// Answers a challenge: says who this is, and proves that it may join.
+    fn prove(&self, frame: &Frame, conn: &mut Conn, member: Nonce) -> Result<Stage, Failure> {
+        let malformed = |peer: &str, malformed: wire::Malformed| not_rank_0(peer, &malformed.to_string());
+        let (root, _) = wire::first_bytes(&frame.body).map_err(|error| malformed(&conn.peer, error))?;
+        let nonces = Nonces { member, root };
+        let join = |proof| Message::Join {
+            proof,
+            rank: self.rank.0,
+            world: self.world as u32,
+            host: self.host.clone(),
+            terms: self.terms.clone(),
+        };
+        let said = wire::said(&join([0; 32])).map_err(|error| malformed(&conn.peer, error))?;
+        send(conn, &join(self.secret.prove(Role::Member, &nonces, &said)));
+        // A rank 0 of another version learns who this is before both end, and tells everyone.
+        if frame.version != VERSION {
+            return Err(admit::other_version(&conn.peer, frame.version));
+        }
+        Ok(Stage::Proved(nonces, said))
+    }
+
+    /// Checks that who accepts knows the secret, too.
+    fn check_accept(&self, frame: &Frame, peer: &str, nonces: &Nonces, said: &[u8]) -> Result<(), Failure> {
+        match wire::decode(frame) {
+            Ok(Message::Accept { proof }) if frame.version == VERSION => {
+                if self.secret.proved(Role::Root, nonces, said, &proof) {
+                    return Ok(());
+                }
+                Err(not_rank_0(peer, "a proof of another job token"))
+            }
+            _ => Err(refusal(frame, peer)),
+        }
+    }
+
+    /// Acts on one frame of rank 0, which has proved that it is.
+    fn follow(&mut self, frame: Frame, peer: &str, stage: &mut Stage) -> Result<(), Failure> {
         if frame.version != VERSION {
             return Err(admit::other_version(peer, frame.version));
         }
+        let joined = matches!(stage, Stage::Joined);
         let message = wire::decode(&frame).map_err(|malformed| not_rank_0(peer, &malformed.to_string()))?;
         let mut inbox = self.port.inbox();
         match message {
-            Message::Fail { what, advice } if *joined => inbox.fail(Failure { what, advice }),
+            Message::Fail { what, advice } if joined => inbox.fail(Failure { what, advice }),
             Message::Fail { what, advice } => return Err(Failure { what, advice }),
             Message::Progress { absent, first } => {
                 self.absent = Some((absent as usize, first.into_iter().map(Rank).collect()));
@@ -168,10 +239,10 @@ impl Member {
                 if hosts.len() != self.world || !hosts.iter().all(usable) {
                     return Err(not_rank_0(peer, "a welcome of another world"));
                 }
-                *joined = true;
+                *stage = Stage::Joined;
                 inbox.form(hosts);
             }
-            Message::Gathered { seq, payloads } if *joined && payloads.len() == self.world => {
+            Message::Gathered { seq, payloads } if joined && payloads.len() == self.world => {
                 inbox.gathered = Some((seq, payloads));
             }
             Message::Lost { rank } if (rank as usize) < self.world => inbox.lose(Rank(rank)),
@@ -240,6 +311,18 @@ impl Member {
         while !closing.done() {
             wait_ready(&mut [interest(closing.conn())], closing.deadline());
         }
+    }
+}
+
+/// What to make of a frame of one who has not proved that it is rank 0: it may say why it refuses, and nothing else.
+fn refusal(frame: &Frame, peer: &str) -> Failure {
+    if frame.version != VERSION {
+        return admit::other_version(peer, frame.version);
+    }
+    match wire::decode(frame) {
+        Ok(Message::Fail { what, advice }) => Failure { what, advice },
+        Ok(_) => not_rank_0(peer, "no proof that it knows the job token"),
+        Err(malformed) => not_rank_0(peer, &malformed.to_string()),
     }
 }
 

@@ -40,6 +40,7 @@ mod local;
 mod member;
 pub(crate) mod regions;
 mod root;
+mod secret;
 mod station;
 mod terms;
 mod wire;

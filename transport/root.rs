@@ -16,9 +16,10 @@ use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags};
 
-use super::admit::{self, Job, Judgement};
+use super::admit::{self, Greeting, Job, Judgement};
 use super::conn::{Closing, Conn, Ended, interest, wait_ready};
 use super::hub::{Failure, Gone, Hub, RANKS_NAMED, Verdict, have};
+use super::secret::{NONCE, Nonces, Role};
 use super::station::{Command, Port};
 use super::wire::{self, Frame, MAX_BODY, MAX_HELLO_BODY, Message, VERSION};
 use crate::base::Rank;
@@ -27,6 +28,8 @@ use crate::base::Rank;
 const HELLO_WAIT: Duration = Duration::from_secs(2);
 /// Connections that have not said hello; the oldest goes when one more comes.
 const PENDING_LIMIT: usize = 256;
+/// Refused connections that are told why; the oldest is cut off when one more comes. Each is for `CLOSE_PATIENCE` at most.
+const DISMISSED_LIMIT: usize = 64;
 /// How long a closing connection may take to send its last frames and be closed by its peer.
 pub(super) const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
 /// Least time between two Progress frames to one member: their sum over a joining world is quadratic.
@@ -42,7 +45,10 @@ enum Stage {
 
 struct Pending {
     conn: Conn,
+    /// To have joined by; a challenge does not put it off.
     deadline: Instant,
+    /// Nonces, once it was challenged.
+    challenged: Option<Nonces>,
 }
 
 /// State of the thread.
@@ -146,7 +152,10 @@ impl Root {
             for _ in 0..PENDING_LIMIT {
                 match listener.accept() {
                     Ok((stream, _)) => match Conn::new(stream, MAX_HELLO_BODY) {
-                        Ok(conn) => self.pending.push(Pending { conn, deadline: Instant::now() + HELLO_WAIT }),
+                        Ok(conn) => {
+                            let deadline = Instant::now() + HELLO_WAIT;
+                            self.pending.push(Pending { conn, deadline, challenged: None });
+                        }
                         Err(_) => self.port.inbox().refused += 1,
                     },
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
@@ -164,13 +173,17 @@ impl Root {
         self.port.inbox().refused += self.pending.drain(..surplus).count() as u64;
     }
 
-    /// Judges the connections whose first frame has come.
+    /// Answers the connections whose next frame has come.
     fn greet(&mut self) {
         for mut pending in std::mem::take(&mut self.pending) {
             match pending.conn.receive_first() {
                 Err(Ended::Malformed(malformed)) => self.refused(&pending.conn.peer, &malformed.to_string()),
                 Err(Ended::Closed) => self.refused(&pending.conn.peer, "a connection closed before it was admitted"),
-                Ok(Some((first, more))) => self.judge(pending.conn, &first, more),
+                Ok(Some((_, true))) => self.refused(&pending.conn.peer, "bytes right behind a hello"),
+                Ok(Some((frame, false))) => match pending.challenged {
+                    None => self.challenge(pending, &frame),
+                    Some(nonces) => self.judge(pending.conn, &frame, &nonces),
+                },
                 Ok(None) if Instant::now() >= pending.deadline => {
                     self.refused(&pending.conn.peer, "no hello in time");
                 }
@@ -182,16 +195,38 @@ impl Root {
         }
     }
 
-    fn judge(&mut self, conn: Conn, first: &Frame, more: bool) {
+    /// Answers a hello.
+    fn challenge(&mut self, mut pending: Pending, hello: &Frame) {
+        match admit::challenge(&self.job, hello, &pending.conn.peer, pending.conn.on_this_host()) {
+            Greeting::Challenge(nonces) => {
+                if let Ok(frame) = wire::encode(&Message::Challenge { nonce: nonces.root }) {
+                    pending.conn.send(frame.into());
+                }
+                self.pending.push(Pending { challenged: Some(nonces), ..pending });
+            }
+            Greeting::Refuse(failure) => {
+                self.refused(&pending.conn.peer, &failure.what);
+                self.dismiss(pending.conn, &fail(&failure));
+            }
+            Greeting::Drop(why) => self.refused(&pending.conn.peer, why),
+        }
+    }
+
+    /// Acts on a frame that should prove that its sender may join.
+    fn judge(&mut self, mut conn: Conn, join: &Frame, nonces: &Nonces) {
         // The present holder of the place may have ended since this turn began.
-        if let Ok(Message::Hello { rank, .. }) = wire::decode(first) {
+        if let Ok(Message::Join { rank, .. }) = wire::decode(join) {
             self.serve(Rank(rank));
         }
-        let judgement = admit::judge(&self.job, first, &conn.peer, |rank| self.members[rank.index()].is_some());
+        let judgement = admit::judge(&self.job, join, nonces, &conn.peer, |rank| self.members[rank.index()].is_some());
         match judgement {
-            Judgement::Admit(..) if more => self.refused(&conn.peer, "bytes right behind a hello"),
             Judgement::Admit(rank, host) => {
                 self.hosts[rank.index()] = host.unwrap_or_else(|| conn.host());
+                let said = join.body.get(NONCE..).unwrap_or_default();
+                let proof = self.job.secret.prove(Role::Root, nonces, said);
+                if let Ok(frame) = wire::encode(&Message::Accept { proof }) {
+                    conn.send(frame.into());
+                }
                 self.members[rank.index()] = Some(conn);
                 self.came[rank.index()] = true;
                 self.membership_changed();
@@ -400,6 +435,8 @@ impl Root {
         if let Ok(frame) = wire::encode(last) {
             conn.send(frame.into());
         }
+        let surplus = (self.closing.len() + 1).saturating_sub(DISMISSED_LIMIT);
+        self.closing.drain(..surplus);
         self.closing.push(Closing::new(conn, CLOSE_PATIENCE));
     }
 
@@ -414,4 +451,32 @@ impl Root {
 
 fn fail(failure: &Failure) -> Message {
     Message::Fail { what: failure.what.clone(), advice: failure.advice.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::secret::Secret;
+    use super::*;
+    use std::net::TcpStream;
+
+    #[test]
+    fn refused_strangers_kept_without_bound() {
+        let job = Job { secret: Secret::token("x"), world: 2, terms: Default::default() };
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = listener.local_addr().unwrap();
+        let mut root = Root::new(Arc::new(Port::new().unwrap()), job, String::new(), Vec::new(), CLOSE_PATIENCE);
+        // They do not close, whatever they are told.
+        let strangers: Vec<_> = (0..3 * DISMISSED_LIMIT)
+            .map(|_| {
+                let stranger = TcpStream::connect(addr).unwrap();
+                let conn = Conn::new(listener.accept().unwrap().0, MAX_HELLO_BODY).unwrap();
+                root.dismiss(conn, &fail(&Failure::new("no", "go")));
+                stranger
+            })
+            .collect();
+        assert_eq!((root.closing.len(), strangers.len()), (DISMISSED_LIMIT, 3 * DISMISSED_LIMIT));
+        std::thread::sleep(CLOSE_PATIENCE);
+        root.closing.retain_mut(|closing| !closing.done());
+        assert!(root.closing.is_empty(), "{} are waited for", root.closing.len());
+    }
 }

@@ -10,9 +10,11 @@
 //! +--------+-------+-------+-------------+---------------- - -
 //! ```
 //!
-//! Stable in all versions, so that two versions can tell each other apart in words: the header, and that a
-//! Hello has kind 1 and a body that starts with `u16 length, token`.
+//! Stable in all versions from 3 on, so that two versions can tell each other apart in words: the header, the kinds of
+//! Hello, Challenge and Join, the nonces with which the first two begin (of a Hello behind `u16 length`, where older
+//! versions had the token), and that a Join begins with a proof of all that follows (secret.rs).
 
+use super::secret::{NONCE, Nonce, Proof};
 use super::terms::Terms;
 
 /// First bytes of every frame.
@@ -23,7 +25,7 @@ pub(super) const VERSION: u16 = 3;
 pub(super) const HEADER_BYTES: usize = 12;
 /// Longest body between members: a gathered result of all ranks.
 pub(super) const MAX_BODY: usize = 64 << 20;
-/// Longest body from a connection that has not shown the token yet.
+/// Longest body from a connection that has not proved that it knows the token.
 pub(super) const MAX_HELLO_BODY: usize = 4096;
 /// Longest job token.
 pub(super) const MAX_TOKEN: usize = 256;
@@ -32,13 +34,22 @@ const MAX_TEXT: usize = 4096;
 
 /// Kind of a Hello, which admission inspects before it decodes.
 pub(super) const KIND_HELLO: u16 = 1;
+/// Kinds of the next two.
+pub(super) const KIND_CHALLENGE: u16 = 11;
+pub(super) const KIND_JOIN: u16 = 12;
 
 /// One message; each says who sends it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Member, first: asks to be a rank of the job. `host` says where others reach its host; empty, where rank 0 sees the
-    /// connection come from.
-    Hello { token: Vec<u8>, rank: u32, world: u32, host: String, terms: Terms },
+    /// Member, first: its nonce, and whether its secret is its host's for want of a token.
+    Hello { nonce: Nonce, own_host: bool },
+    /// Rank 0, to a Hello: its own nonce.
+    Challenge { nonce: Nonce },
+    /// Member, to a Challenge: asks to be a rank of the job, and proves that it may. `host` says where others reach its
+    /// host; empty, where rank 0 sees the connection come from.
+    Join { proof: Proof, rank: u32, world: u32, host: String, terms: Terms },
+    /// Rank 0, to a Join: the member is in, and here is proof that this is rank 0.
+    Accept { proof: Proof },
     /// Rank 0: refusal of a Hello, or the end of the job for all.
     Fail { what: String, advice: String },
     /// Rank 0, until the job is formed: how many ranks have not joined, and the first few of them.
@@ -148,15 +159,26 @@ impl FrameReader {
     }
 }
 
-/// The part of a Hello that all versions share, and what follows it.
-pub(super) fn hello_token(body: &[u8]) -> Result<(&[u8], &[u8]), Malformed> {
+/// The nonce of a Hello of any version from 3 on, and what follows it.
+pub(super) fn hello_nonce(body: &[u8]) -> Result<(Nonce, &[u8]), Malformed> {
     let mut cursor = Cursor { rest: body };
-    let bytes = cursor.u16()? as usize;
-    if bytes > MAX_TOKEN {
-        return Err(Malformed::Body("token"));
+    if cursor.u16()? as usize != NONCE {
+        return Err(Malformed::Body("nonce"));
     }
-    let token = cursor.take(bytes)?;
-    Ok((token, cursor.rest))
+    Ok((cursor.array()?, cursor.rest))
+}
+
+/// The nonce of a Challenge, or the proof of a Join, of any version, and what follows it.
+pub(super) fn first_bytes(body: &[u8]) -> Result<([u8; NONCE], &[u8]), Malformed> {
+    let mut cursor = Cursor { rest: body };
+    Ok((cursor.array()?, cursor.rest))
+}
+
+/// What a Join says behind its proof.
+pub(super) fn said(join: &Message) -> Result<Vec<u8>, Malformed> {
+    let mut body = Vec::new();
+    put_body(&mut body, join)?;
+    Ok(first_bytes(&body)?.1.to_vec())
 }
 
 /// Decodes the body of a frame of this version.
@@ -164,12 +186,9 @@ pub(super) fn decode(frame: &Frame) -> Result<Message, Malformed> {
     let mut cursor = Cursor { rest: &frame.body };
     let message = match frame.kind {
         KIND_HELLO => {
-            let (token, rest) = hello_token(&frame.body)?;
+            let (nonce, rest) = hello_nonce(&frame.body)?;
             cursor.rest = rest;
-            let (rank, world) = (cursor.u32()?, cursor.u32()?);
-            let host = cursor.text()?;
-            let terms = Terms { generation: cursor.u32()?, members: cursor.text()?, nodes: cursor.text()? };
-            Message::Hello { token: token.to_vec(), rank, world, host, terms }
+            Message::Hello { nonce, own_host: cursor.flag()? }
         }
         2 => Message::Fail { what: cursor.text()?, advice: cursor.text()? },
         3 => Message::Progress { absent: cursor.u32()?, first: cursor.list(4, Cursor::u32)? },
@@ -180,6 +199,14 @@ pub(super) fn decode(frame: &Frame) -> Result<Message, Malformed> {
         8 => Message::Lost { rank: cursor.u32()? },
         9 => Message::Left { rank: cursor.u32()? },
         10 => Message::Goodbye,
+        KIND_CHALLENGE => Message::Challenge { nonce: cursor.array()? },
+        KIND_JOIN => {
+            let (proof, rank, world) = (cursor.array()?, cursor.u32()?, cursor.u32()?);
+            let host = cursor.text()?;
+            let terms = Terms { generation: cursor.u32()?, members: cursor.text()?, nodes: cursor.text()? };
+            Message::Join { proof, rank, world, host, terms }
+        }
+        13 => Message::Accept { proof: cursor.array()? },
         kind => return Err(Malformed::Kind(kind)),
     };
     if cursor.rest.is_empty() { Ok(message) } else { Err(Malformed::Body("end")) }
@@ -213,15 +240,22 @@ fn kind_of(message: &Message) -> u16 {
         Message::Lost { .. } => 8,
         Message::Left { .. } => 9,
         Message::Goodbye => 10,
+        Message::Challenge { .. } => KIND_CHALLENGE,
+        Message::Join { .. } => KIND_JOIN,
+        Message::Accept { .. } => 13,
     }
 }
 
 fn put_body(out: &mut Vec<u8>, message: &Message) -> Result<(), Malformed> {
     match message {
-        Message::Hello { token, rank, world, host, terms } => {
-            let bytes = u16::try_from(token.len()).map_err(|_| Malformed::Body("token"))?;
-            out.extend_from_slice(&bytes.to_le_bytes());
-            out.extend_from_slice(token);
+        Message::Hello { nonce, own_host } => {
+            out.extend_from_slice(&(NONCE as u16).to_le_bytes());
+            out.extend_from_slice(nonce);
+            out.push(u8::from(*own_host));
+        }
+        Message::Challenge { nonce: bytes } | Message::Accept { proof: bytes } => out.extend_from_slice(bytes),
+        Message::Join { proof, rank, world, host, terms } => {
+            out.extend_from_slice(proof);
             out.extend_from_slice(&rank.to_le_bytes());
             out.extend_from_slice(&world.to_le_bytes());
             put_text(out, host);
@@ -295,6 +329,13 @@ impl<'a> Cursor<'a> {
         let (head, tail) = self.rest.split_first_chunk::<N>().ok_or(Malformed::Body("length"))?;
         self.rest = tail;
         Ok(*head)
+    }
+
+    fn flag(&mut self) -> Result<bool, Malformed> {
+        match self.array()? {
+            [flag @ 0..=1] => Ok(flag == 1),
+            [_] => Err(Malformed::Body("flag")),
+        }
     }
 
     fn u16(&mut self) -> Result<u16, Malformed> {

@@ -8,8 +8,12 @@ fn terms() -> Terms {
 
 fn samples() -> Vec<Message> {
     vec![
-        Message::Hello { token: b"job 17".to_vec(), rank: 3, world: 8, host: "node-3".into(), terms: terms() },
-        Message::Hello { token: Vec::new(), rank: 0, world: 1, host: String::new(), terms: Terms::default() },
+        Message::Hello { nonce: [7; NONCE], own_host: true },
+        Message::Hello { nonce: [8; NONCE], own_host: false },
+        Message::Challenge { nonce: [9; NONCE] },
+        Message::Join { proof: [1; NONCE], rank: 3, world: 8, host: "node-3".into(), terms: terms() },
+        Message::Join { proof: [2; NONCE], rank: 0, world: 1, host: String::new(), terms: Terms::default() },
+        Message::Accept { proof: [3; NONCE] },
         Message::Fail { what: "it broke".into(), advice: "mend it, à la carte".into() },
         Message::Progress { absent: 40, first: vec![1, 2, 9] },
         Message::Welcome { hosts: vec![String::new(), "10.0.0.2".into(), "fe80::1".into()] },
@@ -140,9 +144,9 @@ fn a_panic_on_random_bytes() {
     for seed in 1..=3000u64 {
         let mut dice = Dice(seed);
         let body: Vec<u8> = (0..dice.below(64)).map(|_| dice.roll() as u8).collect();
-        let frame = Frame { version: VERSION, kind: dice.below(13) as u16, body };
+        let frame = Frame { version: VERSION, kind: dice.below(15) as u16, body };
         let _ = decode(&frame);
-        let _ = hello_token(&frame.body);
+        let _ = (hello_nonce(&frame.body), first_bytes(&frame.body));
         let mut reader = FrameReader::new(MAX_HELLO_BODY);
         reader.push(&frame.body);
         let _ = reader.next_frame();

@@ -91,7 +91,7 @@ fn not_a_member(own: Rank) -> Error {
 }
 
 /// A member's rank among the members, and the members of each node that has some.
-fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Result<(Rank, Vec<usize>)> {
+pub(super) fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Result<(Rank, Vec<usize>)> {
     let size: usize = first_nodes.iter().sum();
     let ascending = members.windows(2).all(|two| two[0] < two[1]);
     if !ascending || members.iter().any(|member| member.index() >= size) {
@@ -141,16 +141,11 @@ impl World {
     /// The same by one who knows where members of earlier generations were.
     fn join_knowing(b: &Bootstrap, mut hosts: BTreeMap<Rank, String>) -> Result<World> {
         let station = b.join()?;
-        let nodes = b.nodes.clone().unwrap_or_else(|| vec![b.world]);
+        let (nodes, first_nodes) = b.layout()?;
         let members = b.members();
         let told = station.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
         hosts.extend(members.iter().copied().zip(told));
-        let family = Family {
-            generation: b.generation,
-            members,
-            first_nodes: b.first_nodes.clone().unwrap_or_else(|| nodes.clone()),
-            hosts,
-        };
+        let family = Family { generation: b.generation, members, first_nodes, hosts };
         Ok(World {
             link: Link::Star(Arc::new(station), Arc::new(b.clone())),
             rank: b.rank,
@@ -195,7 +190,7 @@ impl World {
     /// # Errors
     /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, nothing is
     /// known of the first one's host, or the generation is not a later one; `Bootstrap`, naming the absent, if not all
-    /// come.
+    /// come: then the same members may try again.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         let own = self.original(self.rank);
         let (rank, nodes) = place(members, own, &self.family.first_nodes)?;

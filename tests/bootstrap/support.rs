@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use hmac::{Hmac, KeyInit, Mac};
+use sha2::{Digest, Sha256};
 use tokenyard::base::{Error, Rank, wait};
 use tokenyard::transport::{Bootstrap, World};
 
@@ -128,14 +130,47 @@ pub fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
     [b"TKYD", &version.to_le_bytes()[..], &kind.to_le_bytes(), &length, body].concat()
 }
 
-pub fn hello(version: u16, token: &str, rank: u32, world: u32) -> Vec<u8> {
-    let length = (token.len() as u16).to_le_bytes();
-    // No host is said; all ranks are members, in one node.
+/// A hello with a nonce of sevens, of one who has a token or has none.
+pub fn hello(version: u16, own_host: bool) -> Vec<u8> {
+    frame(version, 1, &[&[32, 0][..], &[7; 32], &[u8::from(own_host)]].concat())
+}
+
+/// What secret.rs documents as the proof of a role, of whoever has a token.
+pub fn proof(token: &str, role: &str, root: &[u8], said: &[u8]) -> Vec<u8> {
+    let mut key = [0; 64];
+    key[..32].copy_from_slice(&Sha256::digest([b"token\0", token.as_bytes()].concat()));
+    let mac = Hmac::<Sha256>::new(&key.into()).chain_update(format!("tokenyard bootstrap: {role}"));
+    mac.chain_update([7; 32]).chain_update(root).chain_update(said).finalize().into_bytes().to_vec()
+}
+
+/// What a member says of itself: no host, and that all ranks are members, in one node.
+pub fn said(rank: u32, world: u32) -> Vec<u8> {
     let text = |text: String| [&(text.len() as u16).to_le_bytes()[..], text.as_bytes()].concat();
     let (members, nodes) = (text(format!("0-{}", world - 1)), text(world.to_string()));
-    let place = [rank.to_le_bytes(), world.to_le_bytes()].concat();
-    let body = [&length[..], token.as_bytes(), &place, &[0, 0], &[0; 4], &members, &nodes].concat();
-    frame(version, 1, &body)
+    [&rank.to_le_bytes()[..], &world.to_le_bytes(), &[0, 0], &[0; 4], &members, &nodes].concat()
+}
+
+/// Says hello and answers the challenge with a proof, and `said`.
+pub fn asking(place: &(String, u16), version: u16, token: &str, said: &[u8], own_host: bool) -> TcpStream {
+    let mut stream = dial(place);
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(&hello(version, own_host)).unwrap();
+    let mut challenge = [0; 44];
+    stream.read_exact(&mut challenge).unwrap();
+    let join = [&proof(token, "member", &challenge[12..], said)[..], said].concat();
+    stream.write_all(&frame(version, 12, &join)).unwrap();
+    stream
+}
+
+/// The same, and all that comes back until the other side closes.
+pub fn ask(place: &(String, u16), version: u16, token: &str, rank: u32, world: u32) -> String {
+    rest_of(asking(place, version, token, &said(rank, world), false))
+}
+
+pub fn rest_of(mut stream: TcpStream) -> String {
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
 }
 
 pub fn dial(place: &(String, u16)) -> TcpStream {
@@ -147,9 +182,7 @@ pub fn talk(place: &(String, u16), bytes: &[u8]) -> String {
     let mut stream = dial(place);
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.write_all(bytes).unwrap();
-    let mut answer = Vec::new();
-    let _ = stream.read_to_end(&mut answer);
-    String::from_utf8_lossy(&answer).into_owned()
+    rest_of(stream)
 }
 
 /// Kills its process when dropped, so that a failing test leaves none behind.
