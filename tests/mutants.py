@@ -29,7 +29,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
-SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
+SERVICE, PEERS, HOST = "proxy/service.rs", "proxy/machine/peers.rs", "proxy/context.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -241,6 +241,7 @@ MUTANTS = [
     ("a number given again at once", SERVICE, "std::cmp::Reverse(*age)", "0 * *age"),
     ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
+    ("a context freed under what a capture came after", HOST, "stream.drain(patience).is_err()", "!stream.is_capturing().unwrap_or(false) && stream.drain(patience).is_err()"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
 ]
 
@@ -296,8 +297,11 @@ class Worker:
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
+        contexts = [("tests/contexts.rs", [*test, "contexts"])]
         if not file:
-            return worlds + proxy + nic + service
+            return worlds + proxy + nic + service + contexts
+        if file == HOST:
+            return contexts
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
     def thorough(self, file):
