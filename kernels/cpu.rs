@@ -498,6 +498,11 @@ impl CpuStream {
         if self.is_capturing() {
             return Err(error("synchronize on a stream that is capturing", "end the capture first"));
         }
+        self.drain(timeout)
+    }
+
+    /// As `synchronize`, also while the stream captures: what is recorded is not enqueued, so it is not waited for.
+    pub(super) fn drain(&self, timeout: Duration) -> Result<()> {
         let stream = self.raw.0.as_ptr();
         // SAFETY: the stream is live as long as self.
         let target = unsafe { ffi::ty_stream_enqueued(stream) };

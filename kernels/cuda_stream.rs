@@ -7,7 +7,7 @@
 use super::cuda::{CudaDevice, lock};
 use super::device::{Shape, View};
 use crate::base::cuda::{self as driver, check};
-use crate::base::{Error, Result};
+use crate::base::{Error, Result, wait};
 use cudarc::driver::sys::{self, CUstreamCaptureStatus as CaptureStatus};
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
@@ -20,6 +20,8 @@ pub(super) struct CudaStream {
     borrowed: bool,
     /// `Some` while a capture that this crate began goes on: the events it recorded.
     capture: Mutex<Option<Vec<Arc<CudaEvent>>>>,
+    /// `Some` while a capture that this crate began goes on: passed once the work enqueued before it is done.
+    before: Mutex<Option<Arc<CudaEvent>>>,
 }
 
 // SAFETY: streams may be used from any thread; the driver locks internally.
@@ -31,7 +33,13 @@ impl CudaStream {
     pub(super) fn new(device: &Arc<CudaDevice>) -> Result<CudaStream> {
         let _current = device.enter()?;
         let raw = driver::new_stream()?;
-        Ok(CudaStream { device: device.clone(), raw, borrowed: false, capture: Mutex::new(None) })
+        Ok(CudaStream {
+            device: device.clone(),
+            raw,
+            borrowed: false,
+            capture: Mutex::new(None),
+            before: Mutex::new(None),
+        })
     }
 
     /// # Safety
@@ -52,7 +60,13 @@ impl CudaStream {
                 advice: format!("pass a stream of GPU {}", device.ordinal()),
             });
         }
-        Ok(CudaStream { device: device.clone(), raw, borrowed: true, capture: Mutex::new(None) })
+        Ok(CudaStream {
+            device: device.clone(),
+            raw,
+            borrowed: true,
+            capture: Mutex::new(None),
+            before: Mutex::new(None),
+        })
     }
 
     /// # Safety
@@ -105,6 +119,22 @@ impl CudaStream {
         unsafe { driver::wait_stream(self.raw, "stream", timeout) }
     }
 
+    /// Waits for all work enqueued so far, or, while the stream captures, for what came before the capture: the driver
+    /// answers no query of a stream that captures.
+    pub(super) fn drain(&self, timeout: Duration) -> Result<()> {
+        if !self.is_capturing()? {
+            return self.synchronize(timeout);
+        }
+        let before = lock(&self.before).clone();
+        match before {
+            Some(event) => event.wait(timeout),
+            None => Err(driver::error(
+                "work enqueued before another library's capture cannot be waited for",
+                "end the capture before closing what is used on its stream",
+            )),
+        }
+    }
+
     pub(super) fn fill(&self, view: View, byte: u8) -> Result<()> {
         let _current = self.device.enter()?;
         // SAFETY: whoever made the view vouches for its memory.
@@ -119,18 +149,21 @@ impl CudaStream {
 
     pub(super) fn begin_capture(&self) -> Result<()> {
         let _current = self.device.enter()?;
+        let before = if self.is_capturing()? { None } else { Some(self.record()?) };
         let mut capture = lock(&self.capture);
         // Relaxed: other threads and libraries may go on allocating meanwhile, and any thread may end it.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the stream is live.
         check(unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) }, "beginning a capture")?;
         *capture = Some(Vec::new());
+        *lock(&self.before) = before;
         Ok(())
     }
 
     pub(super) fn end_capture(&self) -> Result<CudaGraph> {
         let _current = self.device.enter()?;
         let events = lock(&self.capture).take().unwrap_or_default();
+        *lock(&self.before) = None;
         let mut graph: sys::CUgraph = std::ptr::null_mut();
         // SAFETY: the stream is live; the graph is destroyed below.
         check(unsafe { sys::cuStreamEndCapture(self.raw, &mut graph) }, "ending a capture")?;
@@ -246,6 +279,25 @@ impl CudaEvent {
         // SAFETY: the context is current; destroyed in drop.
         check(unsafe { sys::cuEventCreate(&mut raw, flags) }, "creating an event")?;
         Ok(CudaEvent { device: device.clone(), raw })
+    }
+
+    /// Waits until the stream has passed the event; polls.
+    fn wait(&self, timeout: Duration) -> Result<()> {
+        let _current = self.device.enter()?;
+        let done = wait::poll("event", timeout, || {
+            // SAFETY: the event is live as long as self, and was recorded outside of any capture.
+            match unsafe { sys::cuEventQuery(self.raw) } {
+                sys::CUresult::CUDA_SUCCESS => Some(Ok(())),
+                sys::CUresult::CUDA_ERROR_NOT_READY => None,
+                code => Some(Err(driver::failure(code, "the work before an event"))),
+            }
+        });
+        done.unwrap_or_else(|| {
+            Err(driver::error(
+                format!("the work before an event did not finish within {} ms", timeout.as_millis()),
+                "see which kernel runs, and whether it waits for a peer; or pass a longer timeout",
+            ))
+        })
     }
 
     pub(super) fn elapsed_us(&self, since: &CudaEvent) -> Result<f64> {

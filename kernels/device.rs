@@ -463,6 +463,16 @@ impl Stream {
         }
     }
 
+    /// As `synchronize`, also while the stream captures: waits for what was enqueued before the capture began. An error
+    /// where an engine began the capture on a GPU, since the driver says nothing of that work then.
+    pub(crate) fn drain(&self, timeout: Duration) -> Result<()> {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => stream.drain(timeout),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.drain(timeout),
+        }
+    }
+
     /// Sets every byte of `view`, in stream order.
     pub fn fill(&self, view: View, byte: u8) -> Result<()> {
         match &self.backend {

@@ -523,12 +523,12 @@ impl AllToAll {
 
 impl Drop for AllToAll {
     /// Waits for enqueued work, at most a little longer than its own deadlines; what still runs then keeps its memory. Of a
-    /// graph only what was launched through its streams is known, and a stream that captures runs nothing.
+    /// graph only what was launched through its streams is known. Of a stream that captures, what was enqueued before is waited
+    /// for; where an engine began the capture, that cannot be known, and the memory is kept.
     fn drop(&mut self) {
         let patience = Duration::from_nanos(self.context.timeout_ns).saturating_add(Duration::from_secs(5));
         let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let captures = |stream: &Stream| stream.is_capturing().unwrap_or(false);
-        if streams.iter().any(|stream| !captures(stream) && stream.synchronize(patience).is_err()) {
+        if streams.iter().any(|stream| stream.drain(patience).is_err()) {
             std::mem::forget((self.peers.take(), self.tables.take(), self._budget.take()));
         }
         // Takes the arena back from the network: from then on peers' late writes miss it.

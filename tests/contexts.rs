@@ -4,6 +4,9 @@
 
 mod rig;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
 use rig::{MAX_TOKENS, PATIENCE, Rig, builder, on_ranks, test_device};
 use tokenyard::*;
 
@@ -133,6 +136,31 @@ fn a_context_can_be_built_while_an_own_capture_goes_on() {
         late.good_round(2);
         graph.launch(&early.stream).unwrap();
         expect(&early, 1);
+        drop(handle);
+        world.barrier("done").unwrap();
+    });
+}
+
+/// A stream that captures still runs what was enqueued before.
+#[test]
+fn a_context_dropped_during_a_capture_waits_for_what_came_before_it() {
+    let peer_came = AtomicBool::new(false);
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        if world.rank().index() == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+            peer_came.store(true, Ordering::SeqCst);
+            drop(enqueue(&rig, 1));
+            expect(&rig, 1);
+            world.barrier("done").unwrap();
+            return;
+        }
+        let handle = enqueue(&rig, 1);
+        rig.stream.begin_capture().unwrap();
+        let (context, stream) = (rig.ep, rig.stream);
+        drop(context);
+        assert!(peer_came.load(Ordering::SeqCst), "the context went while its kernels waited for the peer");
+        stream.end_capture().unwrap();
         drop(handle);
         world.barrier("done").unwrap();
     });

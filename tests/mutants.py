@@ -248,6 +248,7 @@ MUTANTS = [
     ("a number given again at once", SERVICE, "std::cmp::Reverse(*age)", "0 * *age"),
     ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
+    ("a context freed under what a capture came after", CALLS, "stream.drain(patience).is_err()", "!stream.is_capturing().unwrap_or(false) && stream.drain(patience).is_err()"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
     ("doorbells of later chunks left as they were rung", MACHINE, "self.chunks_word.is_none()", "false"),
     ("doorbells of later chunks not cleared", DRIVER, "doorbell.store(0, Ordering::Relaxed);", ""),
