@@ -238,6 +238,13 @@ pub(super) struct CudaGraph {
     _events: Vec<Arc<CudaEvent>>,
 }
 
+impl CudaGraph {
+    /// Of the GPU that it was captured on.
+    pub(super) fn ordinal(&self) -> usize {
+        self.device.ordinal()
+    }
+}
+
 // SAFETY: the driver locks graph launches; the handle is never changed.
 unsafe impl Send for CudaGraph {}
 // SAFETY: as above.

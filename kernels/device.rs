@@ -70,6 +70,31 @@ enum Backend {
     Cuda(Arc<cuda::CudaDevice>),
 }
 
+/// What tells devices apart for calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Host,
+    Gpu(usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Host => f.write_str("the CPU device"),
+            Place::Gpu(ordinal) => write!(f, "GPU {ordinal}"),
+        }
+    }
+}
+
+impl Place {
+    fn expect(self, name: &'static str, wanted: Place) -> Result<()> {
+        if self == wanted {
+            return Ok(());
+        }
+        Err(Error::Argument { name, value: format!("of {self}"), advice: format!("give one of {wanted}") })
+    }
+}
+
 /// A GPU or a CPU device. Clones share it; the last one dropped closes it.
 #[derive(Clone)]
 pub struct Device {
@@ -140,6 +165,22 @@ impl Device {
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => Some(device.ordinal()),
         }
+    }
+
+    /// Where its memory is: CPU devices of a process reach the same memory, each GPU has its own.
+    fn place(&self) -> Place {
+        match self.ordinal() {
+            Some(ordinal) => Place::Gpu(ordinal),
+            None => Place::Host,
+        }
+    }
+
+    /// Refuses what belongs to `other` where something of this device is needed.
+    ///
+    /// # Errors
+    /// `Argument`, with both devices.
+    pub(crate) fn expect_own(&self, name: &'static str, other: &Device) -> Result<()> {
+        other.place().expect(name, self.place())
     }
 
     /// Whether kernels of this device can be given access to memory of `other`, of the same process.
@@ -575,16 +616,26 @@ impl Graph {
                 advice: "end the capture before launching a graph on it".into(),
             });
         }
+        stream.device.place().expect("stream", self.place())?;
         match (&self.backend, &stream.backend) {
             (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => stream.replay(graph),
             #[cfg(feature = "cuda")]
             (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => graph.launch(stream),
             #[cfg(feature = "cuda")]
-            _ => Err(Error::Argument {
-                name: "stream",
-                value: format!("one of {}", stream.device.name()),
-                advice: "launch a graph on the kind of device it was captured on".into(),
-            }),
+            (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => {
+                stream.device.place().expect("stream", self.place())
+            }
+        }
+    }
+}
+
+impl Graph {
+    /// Where it was captured.
+    fn place(&self) -> Place {
+        match &self.backend {
+            GraphBackend::Cpu(_) => Place::Host,
+            #[cfg(feature = "cuda")]
+            GraphBackend::Cuda(graph) => Place::Gpu(graph.ordinal()),
         }
     }
 }
@@ -634,5 +685,25 @@ impl fmt::Debug for Event {
             #[cfg(feature = "cuda")]
             EventBackend::Cuda(_) => f.write_str("Event(CUDA)"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_of_another_device_is_refused_by_name() {
+        for (given, wanted) in
+            [(Place::Host, Place::Gpu(0)), (Place::Gpu(1), Place::Gpu(0)), (Place::Gpu(0), Place::Host)]
+        {
+            let error = given.expect("stream", wanted).unwrap_err().to_string();
+            assert_eq!(error, format!("argument stream is of {given}: give one of {wanted}"));
+        }
+        for place in [Place::Host, Place::Gpu(3)] {
+            place.expect("stream", place).unwrap();
+        }
+        // CPU devices reach one another's memory.
+        Device::cpu().unwrap().expect_own("stream", &Device::cpu().unwrap()).unwrap();
     }
 }

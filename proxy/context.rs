@@ -512,6 +512,7 @@ impl AllToAll {
         shared: u32,
         args: &A,
     ) -> Result<()> {
+        self.device.expect_own("stream", stream.device())?;
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         if !streams.iter().any(|known| known.raw() == stream.raw()) {
             streams.push(stream.clone());

@@ -125,6 +125,30 @@ fn contexts_that_exceed_a_gpu_together_are_refused_until_one_goes() {
 }
 
 #[test]
+fn a_stream_and_a_graph_of_another_device_are_refused_by_name() {
+    on_ranks(1, |world| {
+        let Some(device) = gpu(&world) else { return };
+        let rig = Rig::on(&world, device, |b| b);
+        let elsewhere = Device::cpu().unwrap().new_stream().unwrap();
+        let refused = |outcome: Result<()>| {
+            let why = outcome.unwrap_err().to_string();
+            assert!(why.starts_with("argument stream is of the CPU device: give one of GPU "), "{why}");
+        };
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        refused(rig.ep.dispatch(&elsewhere, &tokens, &output).map(drop));
+        refused(rig.ep.dispatch_send(&elsewhere, &tokens).map(drop));
+        refused(rig.ep.barrier(&elsewhere));
+        rig.stream.begin_capture().unwrap();
+        let handle = enqueue(&rig, 0);
+        let graph = rig.stream.end_capture().unwrap();
+        refused(graph.launch(&elsewhere));
+        refused(rig.ep.combine(&elsewhere, &handle, &rig.expert_rows(), &rig.combined()));
+        graph.launch(&rig.stream).unwrap();
+        expect(&rig, 0);
+    });
+}
+
+#[test]
 fn a_context_can_be_built_while_an_own_capture_goes_on() {
     on_ranks(2, |world| {
         let early = Rig::new(&world);

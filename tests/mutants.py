@@ -33,6 +33,7 @@ SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
 DRIVER, FREE_MEMORY, REGIONS = "proxy/driver.rs", "kernels/base/memory.rs", "transport/regions.rs"
 SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
+DEVICE = "kernels/device.rs"
 CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/admit.rs", "transport/member.rs", "transport/secret.rs", "transport/terms.rs", "transport/root.rs")
@@ -271,6 +272,7 @@ MUTANTS = [
     ("a header of any size read", TRACE_FILE, "if length > MAX_HEADER_BYTES {", "if false {"),
     ("the longest trace file refused", TRACE_FILE, "meta.len() > MAX_FILE", "meta.len() >= MAX_FILE"),
     ("the longest header refused", TRACE_FILE, "length > MAX_HEADER", "length >= MAX_HEADER"),
+    ("a stream of another device taken", DEVICE, "if self == wanted {", "if true {"),
     ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
     ("launches of two threads mixed", CALLS, "let _call = self.begin_call();\n        for wave in 0..self.plan.waves {\n            self.launch_dispatch",
      "for wave in 0..self.plan.waves {\n            self.launch_dispatch"),
@@ -364,6 +366,7 @@ class Worker:
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
             CALLS: contexts,
+            DEVICE: [("unit tests", [*lib, "kernels::device"])],
             WORLD: contexts,
             REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
         }
@@ -385,7 +388,7 @@ class Worker:
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED)
+        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE)
         apart = file.startswith(("proxy/", "transport/", "bindings/cli/")) and file != PICK or special
         return [] if apart else schedules
 

@@ -235,7 +235,7 @@ impl Fuzzed {
 
     /// Writes a doorbell word, and the word of the number of chunks.
     fn word(&mut self) {
-        let Some(open) = &self.model.contexts[OPENED[self.draw.below(2) as usize]] else { return };
+        let Some(open) = &mut self.model.contexts[OPENED[self.draw.below(2) as usize]] else { return };
         let draw = &mut self.draw;
         let at = draw.below(open.links.len() as u64) as usize;
         let link = &open.links[at];
@@ -260,6 +260,7 @@ impl Fuzzed {
         };
         open.memory.chunks.get(count).unwrap().store(chunks, Ordering::Relaxed);
         open.memory.doorbells.get(bell).unwrap().store(word, Ordering::Release);
+        open.doorbells[bell] = word;
     }
 
     /// Gives one turn's input to both, and compares.

@@ -71,6 +71,8 @@ pub struct Open {
     pub wire: Wire,
     pub generation: u8,
     pub memory: ContextMemory,
+    /// What the doorbell words in memory must hold: what was written, less those of later chunks that the proxy took.
+    pub doorbells: Vec<u64>,
     pub links: Vec<Link>,
     sources: [Vec<Source>; 4],
     /// By direction and parity: the newest epoch of which something has landed, and how many chunks of it.
@@ -109,6 +111,7 @@ impl Open {
             wire: wire.clone(),
             generation,
             memory: ContextMemory::owned(counts),
+            doorbells: vec![0; counts.doorbells],
             links: links.collect(),
             sources,
             lists: [[0, 1].map(|parity| (of_parity(parity), 0)); 4],
@@ -134,7 +137,7 @@ impl Open {
     /// it is a bad one.
     fn ring(&mut self, at: usize) -> Option<Result<u32, ()>> {
         let (bell, count) = self.words(at);
-        let word = load(&self.memory.doorbells, bell);
+        let word = self.doorbells[bell];
         let link = &mut self.links[at];
         let bytes = word as u32;
         if link.stopped || word >> 32 != link.epoch & 0xffff_ffff || bytes == 0 {
@@ -142,6 +145,9 @@ impl Open {
         }
         let lane = self.wire.lane(link.direction);
         let first = link.chunk == 0;
+        if !first {
+            self.doorbells[bell] = 0;
+        }
         let chunks = load(&self.memory.chunks, count);
         let in_use = first && link.under_way[(link.epoch & 1) as usize] != (0, None);
         let most = if first { lane.first_bytes } else { lane.chunk_bytes };
@@ -291,6 +297,10 @@ impl Model {
             }
         }
         assert!(writes.is_empty(), "posted without a doorbell: {writes:?}");
+        for open in self.contexts.iter().flatten() {
+            let there: Vec<u64> = (0..open.doorbells.len()).map(|at| load(&open.memory.doorbells, at)).collect();
+            assert_eq!(there, open.doorbells, "doorbells in memory");
+        }
     }
 
     pub fn immediate(&mut self, bits: u32) {
