@@ -87,7 +87,7 @@ impl fmt::Display for Place {
 }
 
 impl Place {
-    fn expect(self, name: &'static str, wanted: Place) -> Result<()> {
+    fn must_be(self, name: &'static str, wanted: Place) -> Result<()> {
         if self == wanted {
             return Ok(());
         }
@@ -180,7 +180,7 @@ impl Device {
     /// # Errors
     /// `Argument`, with both devices.
     pub(crate) fn expect_own(&self, name: &'static str, other: &Device) -> Result<()> {
-        other.place().expect(name, self.place())
+        other.place().must_be(name, self.place())
     }
 
     /// Whether kernels of this device can be given access to memory of `other`, of the same process.
@@ -616,14 +616,14 @@ impl Graph {
                 advice: "end the capture before launching a graph on it".into(),
             });
         }
-        stream.device.place().expect("stream", self.place())?;
+        stream.device.place().must_be("stream", self.place())?;
         match (&self.backend, &stream.backend) {
             (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => stream.replay(graph),
             #[cfg(feature = "cuda")]
             (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => graph.launch(stream),
             #[cfg(feature = "cuda")]
             (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => {
-                stream.device.place().expect("stream", self.place())
+                stream.device.place().must_be("stream", self.place())
             }
         }
     }
@@ -697,11 +697,11 @@ mod tests {
         for (given, wanted) in
             [(Place::Host, Place::Gpu(0)), (Place::Gpu(1), Place::Gpu(0)), (Place::Gpu(0), Place::Host)]
         {
-            let error = given.expect("stream", wanted).unwrap_err().to_string();
+            let error = given.must_be("stream", wanted).unwrap_err().to_string();
             assert_eq!(error, format!("argument stream is of {given}: give one of {wanted}"));
         }
         for place in [Place::Host, Place::Gpu(3)] {
-            place.expect("stream", place).unwrap();
+            place.must_be("stream", place).unwrap();
         }
         // CPU devices reach one another's memory.
         Device::cpu().unwrap().expect_own("stream", &Device::cpu().unwrap()).unwrap();

@@ -197,7 +197,8 @@ impl AllToAll {
     /// The receiving half of [`dispatch`](Self::dispatch).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again.
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst of a
+    /// call of several waves, that is out of order, and the next call says so.
     pub fn dispatch_recv(
         &self,
         stream: &Stream,
@@ -254,7 +255,8 @@ impl AllToAll {
     /// The receiving half of [`combine`](Self::combine).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again.
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst of a
+    /// call of several waves, that is out of order, and the next call says so.
     pub fn combine_recv(
         &self,
         stream: &Stream,
@@ -291,8 +293,8 @@ impl AllToAll {
     /// that closed the context comes back every time; any other once, and the next correct call works.
     ///
     /// # Errors
-    /// `Routing`, `Capacity`, `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Generation` once this rank has regrouped; `Transport` and `Device` where this rank's own
-    /// proxy cannot go on.
+    /// `Generation` once this rank has regrouped, whatever closed the context before; `Routing`, `Capacity`,
+    /// `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Transport` and `Device` where this rank's own proxy cannot go on.
     pub fn check(&self) -> Result<()> {
         self.world.check_current()?;
         let own = self.opening.as_ref().and_then(Opening::failure);
@@ -427,7 +429,8 @@ impl AllToAll {
         Err(config("own_output", "of a split dispatch", advice.into()))
     }
 
-    /// Until what it gives is dropped, launches are of the caller's call alone. Nothing is waited for meanwhile.
+    /// Until what it gives is dropped, launches are of the caller's call alone. No peer and no kernel is waited for meanwhile,
+    /// unless the driver's queue of launches is full.
     fn begin_call(&self) -> MutexGuard<'_, ()> {
         self.enqueuing.lock().unwrap_or_else(PoisonError::into_inner)
     }

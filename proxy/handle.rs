@@ -138,9 +138,11 @@ impl<T> From<Refused<T>> for Error {
     }
 }
 
-/// A dispatch whose rows are under way: [`AllToAll::dispatch_recv`](super::AllToAll::dispatch_recv) takes it. It owns what it
-/// refers to. Whoever drops it abandons the dispatch: the rank never receives it, so every later send of a dispatch of the
-/// context ends in `Order`, and peers that wait for this rank run into their deadlines. The context can only be dropped then.
+/// A dispatch whose rows are under way: [`AllToAll::dispatch_recv`](super::AllToAll::dispatch_recv) takes it. It owns
+/// what it refers to. Whoever drops it abandons the dispatch: the rank never receives it, so every later send of a
+/// dispatch of the context ends in `Order`, and peers that wait for this rank run into their deadlines. The context can
+/// only be dropped then. As with a [`Handle`], where calls go on several streams, drop it only once what was enqueued
+/// has run.
 #[must_use = "a dispatch that is sent must be received before the next one"]
 pub struct Sent {
     pub(crate) lease: Arc<Lease>,

@@ -166,16 +166,24 @@ fn a_receive_that_is_refused_gives_back_what_it_took() {
 }
 
 #[test]
-fn a_dispatch_that_is_dropped_is_abandoned() {
+fn a_call_whose_half_is_dropped_is_abandoned() {
+    fn is_send<T: Send>() {}
+    is_send::<(Sent, CombineSent, Handle)>();
     on_ranks(1, |world| {
         let rig = Rig::new(&world);
         rig.route(&GOOD, 1);
+        let handle = rig.enqueue(&rig.tokens(2), rig.capacity).unwrap();
+        drop(rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap());
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let error = rig.ep.check().unwrap_err();
+        assert!(error.to_string().contains("combine 2 was sent and not received"), "{error}");
         drop(rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap());
         for _ in 0..2 {
             let _handle = rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity)).unwrap();
             rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err();
-            assert!(error.to_string().contains("dispatch 1 was sent and not received"), "{error}");
+            assert!(error.to_string().contains("dispatch 2 was sent and not received"), "{error}");
         }
     });
 }
