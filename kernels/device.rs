@@ -616,20 +616,16 @@ impl Graph {
                 advice: "end the capture before launching a graph on it".into(),
             });
         }
-        stream.device.place().must_be("stream", self.place())?;
+        let placed = stream.device.place().must_be("stream", self.place());
         match (&self.backend, &stream.backend) {
-            (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => stream.replay(graph),
+            (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => placed.and_then(|()| stream.replay(graph)),
             #[cfg(feature = "cuda")]
-            (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => graph.launch(stream),
+            (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => placed.and_then(|()| graph.launch(stream)),
             #[cfg(feature = "cuda")]
-            (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => {
-                stream.device.place().must_be("stream", self.place())
-            }
+            (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => placed,
         }
     }
-}
 
-impl Graph {
     /// Where it was captured.
     fn place(&self) -> Place {
         match &self.backend {

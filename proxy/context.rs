@@ -429,8 +429,8 @@ impl AllToAll {
         Err(config("own_output", "of a split dispatch", advice.into()))
     }
 
-    /// Until what it gives is dropped, launches are of the caller's call alone. No peer and no kernel is waited for meanwhile,
-    /// unless the driver's queue of launches is full.
+    /// Until what it gives is dropped, launches are of the caller's call alone. No peer and no kernel is waited for
+    /// meanwhile, unless the driver's queue of launches is full.
     fn begin_call(&self) -> MutexGuard<'_, ()> {
         self.enqueuing.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -526,9 +526,9 @@ impl AllToAll {
 }
 
 impl Drop for AllToAll {
-    /// Waits for enqueued work, at most a little longer than its own deadlines; what still runs then keeps its memory. Of a
-    /// graph only what was launched through its streams is known. Of a stream that captures, what was enqueued before is waited
-    /// for; where an engine began the capture, that cannot be known, and the memory is kept.
+    /// Waits for enqueued work, at most a little longer than its own deadlines; what still runs then keeps its memory.
+    /// Of a graph only what was launched through its streams is known. Of a stream that captures, what was enqueued before
+    /// is waited for; where an engine began the capture, that cannot be known, and the memory is kept.
     fn drop(&mut self) {
         let patience = Duration::from_nanos(self.context.timeout_ns).saturating_add(Duration::from_secs(5));
         let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
