@@ -5,7 +5,7 @@
 
 use std::cell::RefCell;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -604,6 +604,9 @@ fn differing(change: impl Fn(&mut Bootstrap), both: impl Fn(&mut Bootstrap)) -> 
     std::thread::scope(|scope| {
         let root = scope.spawn(|| bootstrap_text(World::join(&root)));
         let told = bootstrap_text(World::join(&member));
+        // A stranger that comes later must not hide what a rank of the job was refused for.
+        let mut stranger = TcpStream::connect((place.0.as_str(), place.1)).unwrap();
+        stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
         [root.join().unwrap(), told]
     })
 }

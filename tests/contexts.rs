@@ -92,21 +92,24 @@ fn what_another_context_sent_is_refused() {
 
 #[test]
 fn calls_of_two_threads_do_not_mix_their_launches() {
+    const THREADS: usize = 2;
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |builder| builder.wave_tokens(1).handles(16));
+        let rig = Rig::with(&world, |builder| builder.wave_tokens(1));
         rig.route_all(0);
-        std::thread::scope(|scope| {
-            for _ in 0..4 {
-                scope.spawn(|| {
-                    for _ in 0..8 {
-                        let sent = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity));
-                        drop(sent.unwrap());
-                    }
-                });
-            }
-        });
-        rig.stream.synchronize(PATIENCE).unwrap();
-        assert_eq!(rig.ep.check(), Ok(()));
+        let together = std::sync::Barrier::new(THREADS);
+        for _ in 0..200 {
+            std::thread::scope(|scope| {
+                for _ in 0..THREADS {
+                    scope.spawn(|| {
+                        together.wait();
+                        let output = rig.output(rig.capacity);
+                        drop(rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap());
+                    });
+                }
+            });
+            rig.stream.synchronize(PATIENCE).unwrap();
+            assert_eq!(rig.ep.check(), Ok(()));
+        }
         rig.good_round(1);
     });
 }
