@@ -5,7 +5,8 @@
 //! calling thread (`seeded`). Callers may be on any thread or host fiber. Nothing here waits but `synchronize`:
 //! what is dropped while the executor may still use it goes on a shelf and is freed once the streams have drained.
 
-use super::device::{Shape, View};
+use super::device::Shape;
+use super::view::{Owner, Span};
 use crate::base::{Error, Result, wait};
 use crate::ffi::executor as ffi;
 use std::alloc::Layout;
@@ -68,6 +69,8 @@ pub(super) fn explain(code: i32, what: &str, report: &str) -> Error {
 /// An executor and what must not outlive or underlive it.
 pub(super) struct Executor {
     raw: NonNull<ffi::ty_exec>,
+    /// Tells executors of this process apart.
+    number: u64,
     /// What ty_exec_run returned, or RUNNING.
     ended: Arc<AtomicI32>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -86,6 +89,7 @@ struct Shelf {
     streams: Vec<StreamPtr>,
     dropped_streams: Vec<StreamPtr>,
     dropped_memory: Vec<(u64, Layout)>,
+    retired: Vec<Owner>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -104,8 +108,10 @@ impl StreamPtr {
 }
 
 impl Shelf {
-    /// Frees what nothing can be using any more.
-    fn clear(&mut self, stopped: bool) {
+    /// Frees what nothing can be using any more. The caller drops what this answers, once the shelf is unlocked: an owner
+    /// may free memory of this device.
+    #[must_use]
+    fn clear(&mut self, stopped: bool) -> Vec<Owner> {
         self.dropped_streams.retain(|stream| {
             let drained = stream.drained();
             if drained {
@@ -115,12 +121,14 @@ impl Shelf {
             !drained
         });
         let quiet = || self.streams.iter().chain(&self.dropped_streams).all(|stream| stream.drained());
-        if !self.dropped_memory.is_empty() && (stopped || quiet()) {
-            for (ptr, layout) in self.dropped_memory.drain(..) {
-                // SAFETY: allocated with this layout, dropped by its owner, and no stream has work left.
-                unsafe { std::alloc::dealloc(ptr as *mut u8, layout) };
-            }
+        if self.dropped_memory.is_empty() && self.retired.is_empty() || !(stopped || quiet()) {
+            return Vec::new();
         }
+        for (ptr, layout) in self.dropped_memory.drain(..) {
+            // SAFETY: allocated with this layout, dropped by its owner, and no stream has work left.
+            unsafe { std::alloc::dealloc(ptr as *mut u8, layout) };
+        }
+        std::mem::take(&mut self.retired)
     }
 }
 
@@ -129,8 +137,10 @@ impl Executor {
         // SAFETY: the config outlives the call; null is handled.
         let raw = NonNull::new(unsafe { ffi::ty_exec_create(config) });
         let raw = raw.ok_or_else(|| error("the CPU device's executor could not be made", "free memory"))?;
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Ok(Executor {
             raw,
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
             ended: Arc::new(AtomicI32::new(RUNNING)),
             thread: Mutex::new(None),
             shelf: Mutex::default(),
@@ -182,7 +192,8 @@ impl Executor {
     }
 
     fn clear_shelf(&self) {
-        lock(&self.shelf).clear(self.ended.load(Ordering::Acquire) != RUNNING);
+        let retired = lock(&self.shelf).clear(self.ended.load(Ordering::Acquire) != RUNNING);
+        drop(retired);
     }
 }
 
@@ -194,7 +205,8 @@ impl Drop for Executor {
             // The thread runs no Rust code that can panic.
             let _ = thread.join();
         }
-        lock(&self.shelf).clear(true);
+        let retired = lock(&self.shelf).clear(true);
+        drop(retired);
         // SAFETY: no stream and no device refers to it any more, and its thread has ended.
         unsafe { ffi::ty_exec_destroy(self.raw()) };
     }
@@ -219,6 +231,11 @@ impl CpuDevice {
     /// On an executor that others share.
     pub(super) fn shared(exec: Arc<Executor>, rank: u32) -> CpuDevice {
         CpuDevice { exec, rank }
+    }
+
+    /// Of its executor, in this process.
+    pub(super) fn number(&self) -> u64 {
+        self.exec.number
     }
 
     pub(super) fn new_stream(&self) -> Result<CpuStream> {
@@ -288,6 +305,12 @@ impl CpuDevice {
         }
     }
 
+    /// Drops the owner once no stream of the executor has work left.
+    pub(super) fn retire(&self, owner: Owner) {
+        lock(&self.exec.shelf).retired.push(owner);
+        self.exec.clear_shelf();
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         self.exec.alive("checking the CPU device")
     }
@@ -296,15 +319,15 @@ impl CpuDevice {
 /// A host-side piece of work, run by the executor in stream order.
 #[derive(Debug, Clone)]
 enum Call {
-    Fill { dst: View, byte: u8 },
-    Copy { dst: View, src: View },
+    Fill { dst: Span, byte: u8 },
+    Copy { dst: Span, src: Span },
     Stamp(Arc<AtomicU64>),
 }
 
 impl Call {
     fn run(self) {
         match self {
-            // SAFETY: whoever made the view vouches for its memory.
+            // SAFETY: a view's span, whose owner waits for the streams as it frees it.
             Call::Fill { dst, byte } => unsafe { std::ptr::write_bytes(dst.ptr as *mut u8, byte, dst.bytes) },
             // SAFETY: as above; the lengths were compared when it was enqueued.
             Call::Copy { dst, src } => unsafe {
@@ -346,6 +369,15 @@ impl fmt::Debug for Op {
 #[derive(Debug)]
 pub(super) struct CpuGraph {
     ops: Vec<Op>,
+    /// Of the executor that it was captured on.
+    number: u64,
+}
+
+impl CpuGraph {
+    /// Of the executor that it was captured on.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
 }
 
 /// The time at which a stream reached a point; 0 until then.
@@ -447,11 +479,11 @@ impl CpuStream {
         }
     }
 
-    pub(super) fn fill(&self, dst: View, byte: u8) -> Result<()> {
+    pub(super) fn fill(&self, dst: Span, byte: u8) -> Result<()> {
         self.submit(Call::Fill { dst, byte })
     }
 
-    pub(super) fn copy(&self, dst: View, src: View) -> Result<()> {
+    pub(super) fn copy(&self, dst: Span, src: Span) -> Result<()> {
         self.submit(Call::Copy { dst, src })
     }
 
@@ -487,7 +519,7 @@ impl CpuStream {
     pub(super) fn end_capture(&self) -> Result<CpuGraph> {
         let ops = lock(&self.capture).take();
         let ops = ops.ok_or_else(|| error("end_capture on a stream that is not capturing", "begin a capture first"))?;
-        Ok(CpuGraph { ops })
+        Ok(CpuGraph { ops, number: self.exec.number })
     }
 
     pub(super) fn is_capturing(&self) -> bool {
@@ -531,7 +563,9 @@ impl Drop for CpuStream {
         let mut shelf = lock(&self.exec.shelf);
         shelf.streams.retain(|stream| *stream != self.raw);
         shelf.dropped_streams.push(self.raw);
-        shelf.clear(self.exec.ended.load(Ordering::Acquire) != RUNNING);
+        let retired = shelf.clear(self.exec.ended.load(Ordering::Acquire) != RUNNING);
+        drop(shelf);
+        drop(retired);
     }
 }
 
@@ -551,10 +585,11 @@ mod tests {
         for device in &devices {
             let stream = device.new_stream().unwrap();
             let word = device.alloc(64).unwrap();
-            let mut args = crate::ffi::layout::ty_push_args { source: word.view().ptr, ..Default::default() };
-            args.destination[0] = word.view().ptr;
+            let mut args = crate::ffi::layout::ty_push_args { source: word.view().ptr(), ..Default::default() };
+            args.destination[0] = word.view().ptr();
             args.destinations = 1;
-            stream.launch("ty_bench_push", 1, 32, 0, &args).unwrap();
+            // SAFETY: it copies no bytes.
+            unsafe { stream.launch("ty_bench_push", 1, 32, 0, &args).unwrap() };
             stream.synchronize(Duration::from_secs(60)).unwrap();
         }
         drop(devices);

@@ -5,7 +5,8 @@
 //! polls.
 
 use super::cuda::{CudaDevice, lock};
-use super::device::{Shape, View};
+use super::device::Shape;
+use super::view::Span;
 use crate::base::cuda::{self as driver, check};
 use crate::base::{Error, Result, wait};
 use cudarc::driver::sys::{self, CUstreamCaptureStatus as CaptureStatus};
@@ -135,13 +136,13 @@ impl CudaStream {
         }
     }
 
-    pub(super) fn fill(&self, view: View, byte: u8) -> Result<()> {
+    pub(super) fn fill(&self, view: Span, byte: u8) -> Result<()> {
         let _current = self.device.enter()?;
-        // SAFETY: whoever made the view vouches for its memory.
+        // SAFETY: a view's span, whose owner's freeing waits for the GPU's work.
         check(unsafe { sys::cuMemsetD8Async(view.ptr, byte, view.bytes, self.raw) }, "filling device memory")
     }
 
-    pub(super) fn copy(&self, dst: View, src: View) -> Result<()> {
+    pub(super) fn copy(&self, dst: Span, src: Span) -> Result<()> {
         let _current = self.device.enter()?;
         // SAFETY: as in `fill`; the lengths are equal.
         check(unsafe { sys::cuMemcpyAsync(dst.ptr, src.ptr, dst.bytes, self.raw) }, "copying device memory")

@@ -5,6 +5,7 @@
 //! `fill` wait, each with a deadline. It never panics and knows nothing of ranks or peers.
 
 use super::cpu;
+use super::view::{Owner, Place, Span, View};
 #[cfg(feature = "cuda")]
 use super::{cuda, cuda_stream};
 use crate::base::{Error, Result};
@@ -34,65 +35,11 @@ pub enum DeviceKind {
 /// The type must be `repr(C)`, equal in layout to the C struct of every kernel it is launched with.
 pub unsafe trait KernelArgs: Copy {}
 
-/// A span of memory that the device can read and write. Whoever makes one vouches for the memory behind it:
-/// kernels, fills and copies trust it, as they trust every address in their arguments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct View {
-    /// Device-visible address.
-    pub ptr: u64,
-    /// Length in bytes.
-    pub bytes: usize,
-}
-
-impl View {
-    /// The `bytes` from `offset` on, if they lie inside.
-    pub fn slice(&self, offset: usize, bytes: usize) -> Result<View> {
-        check_span(offset, bytes, self.bytes)?;
-        Ok(View { ptr: self.ptr + offset as u64, bytes })
-    }
-}
-
-fn check_span(offset: usize, bytes: usize, len: usize) -> Result<()> {
-    match offset.checked_add(bytes) {
-        Some(end) if end <= len => Ok(()),
-        _ => Err(Error::Argument {
-            name: "offset",
-            value: format!("{offset} with {bytes} bytes"),
-            advice: format!("stay within the buffer's {len} bytes"),
-        }),
-    }
-}
-
 #[derive(Clone)]
 enum Backend {
     Cpu(cpu::CpuDevice),
     #[cfg(feature = "cuda")]
     Cuda(Arc<cuda::CudaDevice>),
-}
-
-/// What tells devices apart for calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Host,
-    Gpu(usize),
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Place::Host => f.write_str("the CPU device"),
-            Place::Gpu(ordinal) => write!(f, "GPU {ordinal}"),
-        }
-    }
-}
-
-impl Place {
-    fn must_be(self, name: &'static str, wanted: Place) -> Result<()> {
-        if self == wanted {
-            return Ok(());
-        }
-        Err(Error::Argument { name, value: format!("of {self}"), advice: format!("give one of {wanted}") })
-    }
 }
 
 /// A GPU or a CPU device. Clones share it; the last one dropped closes it.
@@ -167,11 +114,12 @@ impl Device {
         }
     }
 
-    /// Where its memory is: CPU devices of a process reach the same memory, each GPU has its own.
-    fn place(&self) -> Place {
-        match self.ordinal() {
-            Some(ordinal) => Place::Gpu(ordinal),
-            None => Place::Host,
+    /// What tells it apart from other devices: memory is freed once the work of its own device is done.
+    pub(crate) fn place(&self) -> Place {
+        match &self.backend {
+            Backend::Cpu(device) => Place::Cpu(device.number()),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(device) => Place::Gpu(device.ordinal()),
         }
     }
 
@@ -244,7 +192,7 @@ impl Device {
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.alloc(bytes)?,
         };
-        Ok(DeviceBuffer { device: self.clone(), ptr, bytes })
+        Ok(DeviceBuffer { memory: Arc::new(DeviceMemory { device: self.clone(), ptr, bytes }) })
     }
 
     /// Host memory, zeroed, that the device can read and write too.
@@ -257,7 +205,25 @@ impl Device {
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.alloc_host(bytes)?,
         };
-        Ok(HostBuffer { device: self.clone(), host, ptr, bytes })
+        Ok(HostBuffer { memory: Arc::new(HostMemory { device: self.clone(), host, ptr, bytes }) })
+    }
+
+    /// Drops `owner` once no work of this device can be using what it owns: on the CPU device later, on a GPU before this
+    /// returns. For memory whose own freeing does not wait, as that of arenas.
+    pub(crate) fn retire(&self, owner: Owner) {
+        match &self.backend {
+            Backend::Cpu(device) => device.retire(owner),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(device) => match device.alloc(1) {
+                Ok(ptr) => {
+                    // SAFETY: allocated above and used by nobody. The driver waits for all work of the GPU.
+                    unsafe { device.free(ptr) };
+                    drop(owner);
+                }
+                // Nothing tells when its work is over.
+                Err(_) => std::mem::forget(owner),
+            },
+        }
     }
 
     /// Binds a GPU's context to this thread. Other calls make it current for their own time only.
@@ -285,9 +251,15 @@ impl fmt::Debug for Device {
     }
 }
 
-/// Device memory; freed when dropped. On the CPU device that waits for the streams to drain.
+/// Device memory, freed when the buffer, its views and the graphs that use them are gone. Freeing waits for the device's
+/// work: on a GPU in the driver, on the CPU device by keeping the memory until its streams have drained.
 #[derive(Debug)]
 pub struct DeviceBuffer {
+    memory: Arc<DeviceMemory>,
+}
+
+#[derive(Debug)]
+struct DeviceMemory {
     device: Device,
     ptr: u64,
     bytes: usize,
@@ -296,7 +268,9 @@ pub struct DeviceBuffer {
 impl DeviceBuffer {
     /// The whole of it.
     pub fn view(&self) -> View {
-        View { ptr: self.ptr, bytes: self.bytes }
+        let DeviceMemory { device, ptr, bytes } = &*self.memory;
+        let owner: Owner = self.memory.clone();
+        View::owned(device.place(), Span { ptr: *ptr, bytes: *bytes }, owner)
     }
 
     /// A part of it.
@@ -306,18 +280,22 @@ impl DeviceBuffer {
 
     /// Length in bytes.
     pub fn len(&self) -> usize {
-        self.bytes
+        self.memory.bytes
     }
 
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.memory.bytes == 0
+    }
+
+    fn part(&self, offset: usize, bytes: usize) -> Result<Span> {
+        Span { ptr: self.memory.ptr, bytes: self.memory.bytes }.slice(offset, bytes)
     }
 
     /// Copies host bytes in and waits. For set-up: no kernel may be using these bytes.
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
-        let at = self.slice(offset, data.len())?;
-        match &self.device.backend {
+        let at = self.part(offset, data.len())?;
+        match &self.memory.device.backend {
             // SAFETY: `at` lies inside this allocation, which lives as long as self.
             Backend::Cpu(_) => unsafe { std::ptr::copy(data.as_ptr(), at.ptr as *mut u8, at.bytes) },
             #[cfg(feature = "cuda")]
@@ -328,8 +306,8 @@ impl DeviceBuffer {
 
     /// Copies bytes out and waits. For checks: no kernel may be writing these bytes.
     pub fn read(&self, offset: usize, data: &mut [u8]) -> Result<()> {
-        let at = self.slice(offset, data.len())?;
-        match &self.device.backend {
+        let at = self.part(offset, data.len())?;
+        match &self.memory.device.backend {
             // SAFETY: `at` lies inside this allocation, every byte of which was initialised by `alloc`.
             Backend::Cpu(_) => unsafe { std::ptr::copy(at.ptr as *const u8, data.as_mut_ptr(), at.bytes) },
             #[cfg(feature = "cuda")]
@@ -340,17 +318,18 @@ impl DeviceBuffer {
 
     /// Sets every byte and waits. For set-up: no kernel may be using the buffer.
     pub fn fill(&self, byte: u8) -> Result<()> {
-        match &self.device.backend {
+        let at = self.part(0, self.len())?;
+        match &self.memory.device.backend {
             // SAFETY: the whole allocation, which lives as long as self.
-            Backend::Cpu(_) => unsafe { std::ptr::write_bytes(self.ptr as *mut u8, byte, self.bytes) },
+            Backend::Cpu(_) => unsafe { std::ptr::write_bytes(at.ptr as *mut u8, byte, at.bytes) },
             #[cfg(feature = "cuda")]
-            Backend::Cuda(device) => device.fill(self.ptr, self.bytes, byte)?,
+            Backend::Cuda(device) => device.fill(at.ptr, at.bytes, byte)?,
         }
         Ok(())
     }
 }
 
-impl Drop for DeviceBuffer {
+impl Drop for DeviceMemory {
     fn drop(&mut self) {
         match &self.device.backend {
             // SAFETY: `ptr` came from this device's `alloc` with this length and is freed once.
@@ -362,9 +341,14 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Host memory that the device sees too; freed when dropped.
+/// Host memory that the device sees too; freed as a [`DeviceBuffer`] is.
 #[derive(Debug)]
 pub struct HostBuffer {
+    memory: Arc<HostMemory>,
+}
+
+#[derive(Debug)]
+struct HostMemory {
     device: Device,
     host: *mut u8,
     ptr: u64,
@@ -372,33 +356,35 @@ pub struct HostBuffer {
 }
 
 // SAFETY: it owns its memory and hands out addresses alone; whoever dereferences them vouches for the access.
-unsafe impl Send for HostBuffer {}
+unsafe impl Send for HostMemory {}
 // SAFETY: as above.
-unsafe impl Sync for HostBuffer {}
+unsafe impl Sync for HostMemory {}
 
 impl HostBuffer {
     /// The whole of it, as the device sees it.
     pub fn view(&self) -> View {
-        View { ptr: self.ptr, bytes: self.bytes }
+        let HostMemory { device, ptr, bytes, .. } = &*self.memory;
+        let owner: Owner = self.memory.clone();
+        View::owned(device.place(), Span { ptr: *ptr, bytes: *bytes }, owner)
     }
 
     /// Its first byte, as the host sees it.
     pub fn host_ptr(&self) -> *mut u8 {
-        self.host
+        self.memory.host
     }
 
     /// Length in bytes.
     pub fn len(&self) -> usize {
-        self.bytes
+        self.memory.bytes
     }
 
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.memory.bytes == 0
     }
 }
 
-impl Drop for HostBuffer {
+impl Drop for HostMemory {
     fn drop(&mut self) {
         match &self.device.backend {
             // SAFETY: `ptr` came from this device's `alloc` with this length and is freed once.
@@ -460,8 +446,12 @@ impl Stream {
     }
 
     /// Enqueues a kernel with `grid` blocks of `block` threads, all resident at once (a cooperative launch), or
-    /// records it when capturing. `args` is copied. Addresses in `args` must stay valid until the kernel is done.
-    pub fn launch<A: KernelArgs>(
+    /// records it when capturing. `args` is copied.
+    ///
+    /// # Safety
+    /// Every address in `args` must be of memory that the kernel may use as it does, of this stream's device, until it is
+    /// done; where it is recorded, until every replay is done.
+    pub unsafe fn launch<A: KernelArgs>(
         &self,
         kernel: &'static str,
         grid: u32,
@@ -474,7 +464,10 @@ impl Stream {
 
     /// As `launch`, of a kernel without shared memory in which no block waits for another: blocks run as they find room.
     /// A GPU whose other kernels wait for what comes behind this one may never have room for all at once.
-    pub(super) fn launch_independent<A: KernelArgs>(
+    ///
+    /// # Safety
+    /// As for `launch`.
+    pub(super) unsafe fn launch_independent<A: KernelArgs>(
         &self,
         kernel: &'static str,
         (grid, block): (u32, u32),
@@ -515,29 +508,38 @@ impl Stream {
     }
 
     /// Sets every byte of `view`, in stream order.
-    pub fn fill(&self, view: View, byte: u8) -> Result<()> {
+    ///
+    /// # Errors
+    /// `Argument` for a view of another device; `Device` if the driver refuses.
+    pub fn fill(&self, view: &View, byte: u8) -> Result<()> {
+        view.of("view", self.device.place())?;
         match &self.backend {
-            _ if view.bytes == 0 => Ok(()),
-            StreamBackend::Cpu(stream) => stream.fill(view, byte),
+            _ if view.is_empty() => Ok(()),
+            StreamBackend::Cpu(stream) => stream.fill(view.span(), byte),
             #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.fill(view, byte),
+            StreamBackend::Cuda(stream) => stream.fill(view.span(), byte),
         }
     }
 
-    /// Copies `src` to `dst`, of equal length, in stream order. They must not overlap.
-    pub fn copy(&self, dst: View, src: View) -> Result<()> {
-        if dst.bytes != src.bytes {
+    /// Copies `src` to `dst`, of equal length, in stream order. What both hold is unspecified where they overlap.
+    ///
+    /// # Errors
+    /// `Argument` for views of another device or of unequal length; `Device` if the driver refuses.
+    pub fn copy(&self, dst: &View, src: &View) -> Result<()> {
+        dst.of("dst", self.device.place())?;
+        src.of("src", self.device.place())?;
+        if dst.len() != src.len() {
             return Err(Error::Argument {
                 name: "dst",
-                value: format!("{} bytes", dst.bytes),
-                advice: format!("pass views of equal length; src has {} bytes", src.bytes),
+                value: format!("{} bytes", dst.len()),
+                advice: format!("pass views of equal length; src has {} bytes", src.len()),
             });
         }
         match &self.backend {
-            _ if dst.bytes == 0 => Ok(()),
-            StreamBackend::Cpu(stream) => stream.copy(dst, src),
+            _ if dst.is_empty() => Ok(()),
+            StreamBackend::Cpu(stream) => stream.copy(dst.span(), src.span()),
             #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.copy(dst, src),
+            StreamBackend::Cuda(stream) => stream.copy(dst.span(), src.span()),
         }
     }
 
@@ -629,7 +631,7 @@ impl Graph {
     /// Where it was captured.
     fn place(&self) -> Place {
         match &self.backend {
-            GraphBackend::Cpu(_) => Place::Host,
+            GraphBackend::Cpu(graph) => Place::Cpu(graph.number()),
             #[cfg(feature = "cuda")]
             GraphBackend::Cuda(graph) => Place::Gpu(graph.ordinal()),
         }
@@ -681,25 +683,5 @@ impl fmt::Debug for Event {
             #[cfg(feature = "cuda")]
             EventBackend::Cuda(_) => f.write_str("Event(CUDA)"),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_of_another_device_is_refused_by_name() {
-        for (given, wanted) in
-            [(Place::Host, Place::Gpu(0)), (Place::Gpu(1), Place::Gpu(0)), (Place::Gpu(0), Place::Host)]
-        {
-            let error = given.must_be("stream", wanted).unwrap_err().to_string();
-            assert_eq!(error, format!("argument stream is of {given}: give one of {wanted}"));
-        }
-        for place in [Place::Host, Place::Gpu(3)] {
-            place.must_be("stream", place).unwrap();
-        }
-        // CPU devices reach one another's memory.
-        Device::cpu().unwrap().expect_own("stream", &Device::cpu().unwrap()).unwrap();
     }
 }

@@ -11,12 +11,14 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_stream;
 pub mod device;
+mod view;
 
 pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
 pub use device::{
-    Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES,
-    Stream, View,
+    Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES, Stream,
 };
+pub use view::View;
+pub(crate) use view::{Owner, Place, Span};
 
 use crate::ffi::layout;
 

@@ -2,7 +2,7 @@
 
 use super::agreement::{Differing, agree};
 use super::budget::Budget;
-use super::calls::{Combined, Layout, Output, OwnOutput, Rows, Tokens};
+use super::calls::{Combined, Layout, Needs, Output, OwnOutput, Rows, Tokens};
 use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
 use super::driver::Kept;
 use super::handle::{CombineSent, Handle, Lease, Pool, Refused, Sent, SentRows};
@@ -17,7 +17,7 @@ use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words,
 use super::wire::{ChunkIdx, Direction, LinkIdx, Wire};
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Stream, View};
+use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Owner, Span as MemorySpan, Stream, View};
 use crate::transport::link::{DeviceNeeds, Span};
 use crate::transport::memory::gdr::GdrCopy;
 use crate::transport::{Arena, PeerMap, World};
@@ -75,6 +75,8 @@ pub struct AllToAll {
     /// Closed before the arena goes.
     opening: Option<Opening>,
     peers: Option<Arc<PeerMap>>,
+    /// Of an output in the arena: keeps it for views, which may be in use when the context has gone.
+    arena: Option<Owner>,
     /// Given back behind all that waits for kernels.
     _budget: Option<Budget<'static>>,
 }
@@ -131,6 +133,8 @@ impl AllToAll {
         };
         // Nobody rings before all have opened.
         world.barrier("context ready")?;
+        let keep = || Arc::new(InUse { device: device.clone(), memory: Some(peers.clone()) }) as Owner;
+        let arena = shape.own_output.is_some().then(keep);
         Ok(AllToAll {
             shape,
             placement,
@@ -151,6 +155,7 @@ impl AllToAll {
             flags,
             opening,
             peers: Some(peers),
+            arena,
             _budget: budget,
         })
     }
@@ -162,7 +167,7 @@ impl AllToAll {
     pub fn dispatch(&self, stream: &Stream, tokens: &Tokens, output: &Output) -> Result<Handle> {
         self.check()?;
         let lease = self.pool.take()?;
-        let input = tokens.check(&self.shape)?;
+        let input = tokens.check(self.needs())?;
         let out = self.check_output(output)?;
         let _call = self.begin_call();
         for wave in 0..self.plan.waves {
@@ -187,7 +192,7 @@ impl AllToAll {
         self.check()?;
         self.check_split()?;
         let lease = self.pool.take()?;
-        let input = tokens.check(&self.shape)?;
+        let input = tokens.check(self.needs())?;
         let _call = self.begin_call();
         self.launch_dispatch(stream, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
@@ -245,11 +250,12 @@ impl AllToAll {
     pub fn combine_send(&self, stream: &Stream, handle: &Handle, rows: &Rows) -> Result<CombineSent> {
         self.check()?;
         self.own("handle", handle.context)?;
-        let rows = self.sent_rows(rows, handle)?;
+        let sent = self.sent_rows(rows, handle)?;
         let _call = self.begin_call();
-        self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, rows, None)?;
+        self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
-        Ok(CombineSent { handle: handle.share(), rows })
+        let views = (self.plan.waves > 1).then(|| rows.clone());
+        Ok(CombineSent { handle: handle.share(), rows: sent, views })
     }
 
     /// The receiving half of [`combine`](Self::combine).
@@ -392,8 +398,11 @@ impl AllToAll {
     pub fn own_output(&self) -> Option<OwnOutput> {
         let (capacity, align) = self.shape.own_output?;
         let base = *self.context.peer_base.get(self.context.local as usize)?;
-        let view =
-            |region: &raw::ty_region, row_bytes: usize| View { ptr: base + region.offset, bytes: capacity * row_bytes };
+        let owner = self.arena.as_ref()?;
+        let view = |region: &raw::ty_region, row_bytes: usize| {
+            let span = MemorySpan { ptr: base + region.offset, bytes: capacity * row_bytes };
+            View::owned(self.device.place(), span, owner.clone())
+        };
         let regions = &self.plan.regions;
         Some(OwnOutput {
             layout: Layout::Contiguous { align, capacity },
@@ -408,6 +417,10 @@ impl AllToAll {
         self.sms
     }
 
+    fn needs(&self) -> Needs<'_> {
+        Needs { shape: &self.shape, place: self.device.place() }
+    }
+
     fn check_output(&self, output: &Output) -> Result<raw::ty_output> {
         if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch".into();
@@ -416,7 +429,7 @@ impl AllToAll {
         if let Some(own) = self.own_output() {
             own.check(output)?;
         }
-        output.check(&self.shape)
+        output.check(self.needs())
     }
 
     /// Refuses halves of a call where rows leave once counts are here.
@@ -443,12 +456,14 @@ impl AllToAll {
     }
 
     fn sent(&self, lease: Lease, tokens: &Tokens, input: raw::ty_tokens) -> Result<Sent> {
-        Ok(Sent { lease: Arc::new(lease), room: tokens.room(&self.shape)?, tokens: input, context: self.id })
+        let (lease, room) = (Arc::new(lease), tokens.room(&self.shape)?);
+        let views = (self.plan.waves > 1).then(|| tokens.clone());
+        Ok(Sent { lease, room, tokens: input, views, context: self.id })
     }
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle) -> Result<SentRows> {
-        let topk_weight = rows.check(&self.shape, handle.rows, handle.room)?;
-        Ok(SentRows { rows: rows.rows.ptr, pitch: rows.pitch as u64, topk_weight })
+        let topk_weight = rows.check(self.needs(), handle.rows, handle.room)?;
+        Ok(SentRows { rows: rows.rows.ptr(), pitch: rows.pitch as u64, topk_weight })
     }
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
@@ -486,14 +501,14 @@ impl AllToAll {
         rows: SentRows,
         out: Option<&Combined>,
     ) -> Result<()> {
-        let out_dtype = out.map_or(Ok(raw::TY_BF16), |out| out.check(&self.shape, handle.room))?;
+        let out_dtype = out.map_or(Ok(raw::TY_BF16), |out| out.check(self.needs(), handle.room))?;
         let args = raw::ty_combine_args {
             context: self.context,
             handle: handle.lease.raw(),
             rows: rows.rows,
             rows_pitch: rows.pitch,
             topk_weight: rows.topk_weight,
-            out: out.map_or(0, |out| out.out.ptr),
+            out: out.map_or(0, |out| out.out.ptr()),
             out_pitch: out.map_or(0, |out| out.pitch as u64),
             out_dtype,
             accumulate: out.map_or(0, |out| u32::from(out.accumulate)),
@@ -521,7 +536,9 @@ impl AllToAll {
             streams.push(stream.clone());
         }
         drop(streams);
-        stream.launch(kernel, grid, block, shared, args)
+        // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the rest is
+        // the context's memory, which waits for its streams as it goes.
+        unsafe { stream.launch(kernel, grid, block, shared, args) }
     }
 }
 
@@ -537,6 +554,20 @@ impl Drop for AllToAll {
         }
         // Takes the arena back from the network: from then on peers' late writes miss it.
         self.opening = None;
+    }
+}
+
+/// Memory that freeing alone would not keep until the device's work is done.
+struct InUse {
+    device: Device,
+    memory: Option<Owner>,
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.device.retire(memory);
+        }
     }
 }
 
@@ -795,15 +826,15 @@ fn device_context(
         // What some waits add to it must not make it small.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
         first_epoch: builder.first_epoch,
-        state: tables.state.view().ptr,
+        state: tables.state.view().ptr(),
         errors: reports.records_address(),
-        expert_home: tables.expert_home.view().ptr,
-        rank_names: if nobody_left(&shape.nodes) { 0 } else { tables.rank_names.view().ptr },
-        source_owner: tables.source_owner.view().ptr,
+        expert_home: tables.expert_home.view().ptr(),
+        rank_names: if nobody_left(&shape.nodes) { 0 } else { tables.rank_names.view().ptr() },
+        source_owner: tables.source_owner.view().ptr(),
         stats: statistics.map_or(0, Statistics::device_address),
         blocks: u64::from(blocks),
-        tile_rows: tables.tiles.view().ptr + 8 * tables.tiling.tags() as u64,
-        tile_tags: tables.tiles.view().ptr,
+        tile_rows: tables.tiles.view().ptr() + 8 * tables.tiling.tags() as u64,
+        tile_tags: tables.tiles.view().ptr(),
         refused: reports.refused_address(),
         regions: plan.regions,
         wire: device_wire(plan, shape.name, tables, proxied),
@@ -815,7 +846,7 @@ fn device_context(
 fn device_wire(plan: &Plan, rank: Rank, tables: &Tables, proxied: Option<&Proxied>) -> raw::ty_wire {
     let (Some((wire, messages)), Some(proxied)) = (&plan.wire, proxied) else { return raw::ty_wire::default() };
     let relay = Relay::of(plan);
-    let table = |word: usize| tables.relay.view().ptr + 8 * word as u64;
+    let table = |word: usize| tables.relay.view().ptr() + 8 * word as u64;
     let mut first_counter = 0;
     let lanes = Direction::ALL.map(|direction| {
         let lane = device_lane(wire, &messages[direction.index()], direction, rank, first_counter);
@@ -833,8 +864,8 @@ fn device_wire(plan: &Plan, rank: Rank, tables: &Tables, proxied: Option<&Proxie
         landed: table(0),
         free: table(relay.free),
         counters: table(relay.counters),
-        rails: tables.rails.view().ptr,
-        served: tables.served.view().ptr,
+        rails: tables.rails.view().ptr(),
+        served: tables.served.view().ptr(),
     }
 }
 

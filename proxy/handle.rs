@@ -1,6 +1,6 @@
 //! Handles: what combine needs of a dispatch, in device memory, from a pool that is allocated when the context is built.
 
-use super::calls::Layout;
+use super::calls::{Layout, Rows, Tokens};
 use super::config::Shape;
 use super::wire::Direction;
 use crate::base::{Error, Result};
@@ -71,7 +71,7 @@ impl Slot {
         let memory = device.alloc(bytes)?;
         memory.fill(0)?;
         let [head, rows, weights, slots, source_tokens, rank_mask, wire_row, wire_rows, rail_mask, rail_rows] =
-            offsets.map(|offset| memory.view().ptr + offset);
+            offsets.map(|offset| memory.view().ptr() + offset);
         let raw = raw::ty_handle {
             head,
             rows,
@@ -149,6 +149,8 @@ pub struct Sent {
     pub(crate) room: usize,
     /// Input of the waves that are still to be sent.
     pub(crate) tokens: raw::ty_tokens,
+    /// The same as views, which keep it; only where there are such waves.
+    pub(crate) views: Option<Tokens>,
     pub(crate) context: u64,
 }
 
@@ -191,6 +193,8 @@ pub struct CombineSent {
     pub(crate) handle: Handle,
     /// Rows of the waves that are still to be sent.
     pub(crate) rows: SentRows,
+    /// The same as views, which keep them; only where there are such waves.
+    pub(crate) views: Option<Rows>,
 }
 
 impl fmt::Debug for CombineSent {

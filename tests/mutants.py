@@ -33,7 +33,7 @@ SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
 DRIVER, FREE_MEMORY, REGIONS = "proxy/driver.rs", "kernels/base/memory.rs", "transport/regions.rs"
 SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
-DEVICE = "kernels/device.rs"
+VIEW, DEVICE, CPU = "kernels/view.rs", "kernels/device.rs", "kernels/cpu.rs"
 CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/admit.rs", "transport/member.rs", "transport/secret.rs", "transport/terms.rs", "transport/root.rs")
@@ -272,7 +272,9 @@ MUTANTS = [
     ("a header of any size read", TRACE_FILE, "if length > MAX_HEADER_BYTES {", "if false {"),
     ("the longest trace file refused", TRACE_FILE, "meta.len() > MAX_FILE", "meta.len() >= MAX_FILE"),
     ("the longest header refused", TRACE_FILE, "length > MAX_HEADER", "length >= MAX_HEADER"),
-    ("a stream of another device taken", DEVICE, "if self == wanted {", "if true {"),
+    ("a stream of another device taken", VIEW, "if self == wanted {", "if true {"),
+    ("a view of another device taken", VIEW, "self.place.must_be(name, place)", "self.place.must_be(name, self.place).or(place.must_be(name, place))"),
+    ("input of later waves freed under them", CALLS, "(self.plan.waves > 1).then(|| tokens.clone())", "None"),
     ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
     ("launches of two threads mixed", CALLS, "let _call = self.begin_call();\n        for wave in 0..self.plan.waves {\n            self.launch_dispatch",
      "for wave in 0..self.plan.waves {\n            self.launch_dispatch"),
@@ -357,6 +359,7 @@ class Worker:
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--bin", "tokenyard", "trace_file"]),
         ]
         contexts = [("tests/contexts.rs", [*test, "contexts"])]
+        ownership = [("tests/ownership.rs", [*test, "ownership"])]
         own = {
             MACHINE: proxy + [("unit tests", [*lib, "driver"])],
             DRIVER: [("unit tests", [*lib, "driver"])],
@@ -365,8 +368,10 @@ class Worker:
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
-            CALLS: contexts,
-            DEVICE: [("unit tests", [*lib, "kernels::device"])],
+            CALLS: contexts + ownership,
+            VIEW: [("unit tests", [*lib, "kernels::view"])] + ownership,
+            DEVICE: ownership,
+            CPU: ownership,
             WORLD: contexts,
             REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
         }

@@ -71,7 +71,7 @@ impl Engine {
         let host = device.alloc_host(size_of::<raw::ty_nic_host>())?;
         let memory = device.alloc(size_of::<raw::ty_nic_device>())?;
         memory.fill(0)?;
-        let (base, address) = (host.host_ptr().cast::<u64>(), host.view().ptr);
+        let (base, address) = (host.host_ptr().cast::<u64>(), host.view().ptr());
         // SAFETY: zeroed words inside the buffer, which is kept; host and device access them atomically, word by word.
         let words = unsafe { Words::from_raw(base, WORDS, Arc::new(host))? };
         Ok(Engine {
@@ -135,14 +135,16 @@ impl Engine {
         };
         let args = raw::ty_nic_args {
             host: self.host,
-            device: self.device.view().ptr,
+            device: self.device.view().ptr(),
             launch: self.launches + 1,
             begin,
             idle_ns: IDLE.as_nanos() as u64,
             group_blocks,
             reserved: 0,
         };
-        self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)?;
+        // SAFETY: both spans are this engine's, which keeps them until the kernel has ended; requests are of memory that
+        // the network's users registered.
+        unsafe { self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)? };
         self.launches += 1;
         Ok(())
     }
