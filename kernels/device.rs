@@ -4,7 +4,7 @@
 //! Launches, fills, copies and records enqueue and return; only `synchronize` and a buffer's `write`, `read` and
 //! `fill` wait, each with a deadline. It never panics and knows nothing of ranks or peers.
 
-use super::cpu;
+use super::cpu::{self, HostCopy};
 use super::view::{Owner, Place, Span, View};
 #[cfg(feature = "cuda")]
 use super::{cuda, cuda_stream};
@@ -292,36 +292,46 @@ impl DeviceBuffer {
         Span { ptr: self.memory.ptr, bytes: self.memory.bytes }.slice(offset, bytes)
     }
 
-    /// Copies host bytes in and waits. For set-up: no kernel may be using these bytes.
+    /// Copies host bytes in and waits, in no order with any stream: what a kernel sees of them that runs meanwhile is not
+    /// said. A kernel that waits for a peer does not hold the copy up.
+    ///
+    /// # Errors
+    /// `Argument` beyond the buffer; `Device` if the copy is not made within a minute.
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         let at = self.part(offset, data.len())?;
         match &self.memory.device.backend {
             // SAFETY: `at` lies inside this allocation, which lives as long as self.
-            Backend::Cpu(_) => unsafe { std::ptr::copy(data.as_ptr(), at.ptr as *mut u8, at.bytes) },
+            Backend::Cpu(device) => unsafe { device.transfer(HostCopy::Write { dst: at, data: data.as_ptr() })? },
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.write(at.ptr, data)?,
         }
         Ok(())
     }
 
-    /// Copies bytes out and waits. For checks: no kernel may be writing these bytes.
+    /// Copies bytes out and waits, as [`write`](Self::write).
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
     pub fn read(&self, offset: usize, data: &mut [u8]) -> Result<()> {
         let at = self.part(offset, data.len())?;
         match &self.memory.device.backend {
             // SAFETY: `at` lies inside this allocation, every byte of which was initialised by `alloc`.
-            Backend::Cpu(_) => unsafe { std::ptr::copy(at.ptr as *const u8, data.as_mut_ptr(), at.bytes) },
+            Backend::Cpu(device) => unsafe { device.transfer(HostCopy::Read { src: at, data: data.as_mut_ptr() })? },
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.read(at.ptr, data)?,
         }
         Ok(())
     }
 
-    /// Sets every byte and waits. For set-up: no kernel may be using the buffer.
+    /// Sets every byte and waits, as [`write`](Self::write).
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
     pub fn fill(&self, byte: u8) -> Result<()> {
         let at = self.part(0, self.len())?;
         match &self.memory.device.backend {
             // SAFETY: the whole allocation, which lives as long as self.
-            Backend::Cpu(_) => unsafe { std::ptr::write_bytes(at.ptr as *mut u8, byte, at.bytes) },
+            Backend::Cpu(device) => unsafe { device.transfer(HostCopy::Fill { dst: at, byte })? },
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.fill(at.ptr, at.bytes, byte)?,
         }

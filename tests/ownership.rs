@@ -3,7 +3,9 @@
 mod rig;
 
 use rig::{MAX_TOKENS, PATIENCE, Rig, on_ranks, test_device};
-use tokenyard::kernels::View;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+use tokenyard::kernels::{View, bench};
 use tokenyard::*;
 
 const fn is_send<T: Send>() {}
@@ -117,4 +119,44 @@ fn what_is_under_way_keeps_the_input_of_later_waves() {
         rig.expect_own_rows(MAX_TOKENS, 1);
         world.barrier("done").unwrap();
     });
+}
+
+// ---- copies that the host waits for
+
+/// A kernel copies a buffer while the host overwrites it: the copy is of one content or another, never of two.
+#[test]
+fn the_host_writes_between_kernels_and_not_during_one() {
+    const BYTES: usize = 1 << 20;
+    let device = Device::cpu().unwrap();
+    let stream = device.new_stream().unwrap();
+    let (a, b) = (device.alloc(BYTES).unwrap(), device.alloc(BYTES).unwrap());
+    a.fill(0).unwrap();
+    let mut seen = vec![0; BYTES];
+    for round in 0..100u8 {
+        bench::push(&stream, &a.view(), &[b.view()], &[BYTES]).unwrap();
+        match round % 2 {
+            0 => a.fill(round).unwrap(),
+            _ => a.write(0, &[round; BYTES]).unwrap(),
+        }
+        b.read(0, &mut seen).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        b.read(0, &mut seen).unwrap();
+        assert!(seen.iter().all(|byte| *byte == seen[0]), "round {round}: a copy of two contents");
+    }
+}
+
+#[test]
+fn copies_go_on_while_a_kernel_waits() {
+    let device = Device::cpu().unwrap();
+    let stream = device.new_stream().unwrap();
+    let (words, buffer) = (device.alloc_host(16).unwrap(), device.alloc(16).unwrap());
+    bench::hold(&stream, &words.view(), 1, PATIENCE).unwrap();
+    buffer.write(0, &[5; 16]).unwrap();
+    let mut seen = [0; 16];
+    buffer.read(0, &mut seen).unwrap();
+    assert_eq!(seen, [5; 16]);
+    assert!(stream.synchronize(Duration::from_millis(1)).is_err(), "the kernel was to wait still");
+    // SAFETY: an aligned word in memory that host and device share, accessed atomically by both.
+    unsafe { AtomicU64::from_ptr(words.host_ptr().cast()) }.store(1, Ordering::Release);
+    stream.synchronize(PATIENCE).unwrap();
 }
