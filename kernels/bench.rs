@@ -100,8 +100,11 @@ pub unsafe fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
         ue8m0: u32::from(call.ue8m0),
         reserved: 0,
     };
+    let views = [Some(&call.rows), Some(&call.global_expert), Some(&call.y)];
+    let optional = [&call.scales, &call.row_expert, &call.token_experts, &call.token_weights];
+    let views = views.into_iter().chain(optional.map(Option::as_ref)).flatten();
     // SAFETY: passed on to the caller.
-    unsafe { stream.launch_independent("ty_bench_expert", grid(stream), &args) }
+    stream.with(views, || unsafe { stream.launch_independent("ty_bench_expert", grid(stream), &args) })
 }
 
 /// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: what the links give.
@@ -135,7 +138,8 @@ pub fn push(stream: &Stream, source: &View, destinations: &[View], bytes: &[usiz
         args.bytes[i] = n as u64;
     }
     // SAFETY: the spans lie in views of this device, and no others are used.
-    unsafe { stream.launch_independent("ty_bench_push", (blocks, threads), &args) }
+    let launch = || unsafe { stream.launch_independent("ty_bench_push", (blocks, threads), &args) };
+    stream.with(destinations.iter().chain([source]), launch)
 }
 
 /// Holds the stream until the host lets `turn` go, or `timeout` passed: what is enqueued behind it starts together, with the
@@ -156,7 +160,7 @@ pub fn hold(stream: &Stream, words: &View, turn: u64, timeout: Duration) -> Resu
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
     let args = raw::ty_hold_args { words: words.ptr(), turn, timeout_ns };
     // SAFETY: the two words lie in a view of this device.
-    unsafe { stream.launch("ty_bench_hold", 1, 32, 0, &args) }
+    stream.with([words], || unsafe { stream.launch("ty_bench_hold", 1, 32, 0, &args) })
 }
 
 /// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
@@ -179,5 +183,5 @@ pub fn meet(stream: &Stream, words: &View, (rank, ranks): (usize, usize), turn: 
     let (rank, ranks) = (rank as u32, ranks as u32);
     let args = raw::ty_meet_args { words: words.ptr(), turn, timeout_ns, rank, ranks };
     // SAFETY: the words of all ranks lie in a view of this device.
-    unsafe { stream.launch("ty_bench_meet", 1, 32, 0, &args) }
+    stream.with([words], || unsafe { stream.launch("ty_bench_meet", 1, 32, 0, &args) })
 }

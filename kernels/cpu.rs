@@ -624,6 +624,19 @@ impl CpuStream {
         Ok(CpuEvent { ns })
     }
 
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far.
+    pub(super) fn wait_for(&self, after: &CpuStream) -> Result<()> {
+        self.exec.alive("ordering two streams")?;
+        // SAFETY: both streams are live.
+        let code = unsafe { ffi::ty_stream_wait(self.raw.0.as_ptr(), after.raw.0.as_ptr()) };
+        if code == ffi::TY_EXEC_OK as i32 { Ok(()) } else { Err(explain(code, "ordering two streams", "")) }
+    }
+
+    /// Whether nothing that was enqueued is left.
+    pub(super) fn is_idle(&self) -> bool {
+        self.raw.drained()
+    }
+
     pub(super) fn replay(&self, graph: &CpuGraph) -> Result<()> {
         let _in_order = lock(&self.capture);
         for op in &graph.ops {

@@ -210,6 +210,34 @@ impl CudaStream {
         Ok(event)
     }
 
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far. Neither captures.
+    pub(super) fn wait_for(&self, after: &CudaStream) -> Result<()> {
+        let _current = self.device.enter()?;
+        let mut event: sys::CUevent = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: the context is current; destroyed below.
+        check(unsafe { sys::cuEventCreate(&mut event, flags) }, "creating an event")?;
+        // SAFETY: both handles are live.
+        let recorded = check(unsafe { sys::cuEventRecord(event, after.raw) }, "recording an event");
+        // SAFETY: as above.
+        let waits = recorded
+            .and_then(|()| check(unsafe { sys::cuStreamWaitEvent(self.raw, event, 0) }, "ordering two streams"));
+        // SAFETY: created above; the driver keeps what streams still wait for.
+        let _ = unsafe { sys::cuEventDestroy_v2(event) };
+        waits
+    }
+
+    /// Whether nothing that was enqueued is left, as far as the driver says so.
+    pub(super) fn is_idle(&self) -> bool {
+        // A query would end a capture.
+        if self.is_capturing().unwrap_or(true) {
+            return false;
+        }
+        let Ok(_current) = self.device.enter() else { return false };
+        // SAFETY: the stream is live and does not capture.
+        unsafe { sys::cuStreamQuery(self.raw) == sys::CUresult::CUDA_SUCCESS }
+    }
+
     pub(super) fn raw(&self) -> u64 {
         self.raw as usize as u64
     }

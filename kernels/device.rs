@@ -5,13 +5,14 @@
 //! `fill` wait, each with a deadline. It never panics and knows nothing of ranks or peers.
 
 use super::cpu::{self, HostCopy};
+use super::recording::{Recording, note};
 use super::view::{Owner, Place, Span, View};
 #[cfg(feature = "cuda")]
 use super::{cuda, cuda_stream};
 use crate::base::{Error, Result};
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The most dynamic shared memory a block may ask for: what Hopper and Blackwell give. The CPU device refuses
@@ -161,14 +162,20 @@ impl Device {
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => StreamBackend::Cuda(Arc::new(cuda_stream::CudaStream::new(device)?)),
         };
-        Ok(Stream { device: self.clone(), backend })
+        Ok(Stream::new(self, backend))
     }
 
     /// An engine's CUDA stream, borrowed: it is not destroyed here.
     ///
     /// # Safety
     /// `cu_stream` must be a live stream of this device's primary context (0 is the legacy default stream) and
-    /// outlive the returned stream and its clones; contexts that were used on it keep one until they are dropped.
+    /// outlive the returned stream and its clones; contexts that were used on it, and graphs that were launched on it,
+    /// keep one until they are gone.
+    ///
+    /// What a capture records needs its memory at every replay. A capture that this crate begins, records and ends on
+    /// clones of one `Stream` keeps it. Where another library captures `cu_stream`, or where its capture is recorded
+    /// through another `Stream`, nobody keeps it: whoever captures then keeps every buffer, handle and context that was
+    /// used until the last replay is over, and launches replays in the contexts' order of calls.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
             Backend::Cpu(_) => Err(Error::Argument {
@@ -180,7 +187,7 @@ impl Device {
             Backend::Cuda(device) => {
                 // SAFETY: passed on to the caller.
                 let stream = unsafe { cuda_stream::CudaStream::borrow(device, cu_stream)? };
-                Ok(Stream { device: self.clone(), backend: StreamBackend::Cuda(Arc::new(stream)) })
+                Ok(Stream::new(self, StreamBackend::Cuda(Arc::new(stream))))
             }
         }
     }
@@ -416,8 +423,79 @@ enum StreamBackend {
 /// A queue of work, done in order. Clones are the same queue.
 #[derive(Clone)]
 pub struct Stream {
+    queue: Queue,
+    /// `Some` while a capture that this crate began goes on. Held while work is enqueued, so that none is recorded without
+    /// what it needs.
+    recording: Arc<Mutex<Option<Recording>>>,
+}
+
+/// A stream without what its capture keeps, so that who keeps a list of streams is not kept by it in turn.
+#[derive(Clone)]
+pub(crate) struct Queue {
     device: Device,
     backend: StreamBackend,
+}
+
+impl Queue {
+    /// Whether it is the same queue, under whatever name. Both are of one device.
+    pub fn same(&self, other: &Queue) -> bool {
+        self.raw() == other.raw()
+    }
+
+    pub fn raw(&self) -> u64 {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => stream.raw(),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.raw(),
+        }
+    }
+
+    pub fn is_capturing(&self) -> Result<bool> {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => Ok(stream.is_capturing()),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.is_capturing(),
+        }
+    }
+
+    /// Whether it does not capture and nothing that was enqueued is left.
+    pub fn is_idle(&self) -> bool {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => !stream.is_capturing() && stream.is_idle(),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.is_idle(),
+        }
+    }
+
+    /// As `synchronize`, also while the stream captures: waits for what was enqueued before the capture began. An error
+    /// where an engine began the capture on a GPU, since the driver says nothing of that work then.
+    pub fn drain(&self, timeout: Duration) -> Result<()> {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => stream.drain(timeout),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.drain(timeout),
+        }
+    }
+
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far. Neither captures.
+    pub fn wait_for(&self, after: &Queue) -> Result<()> {
+        match (&self.backend, &after.backend) {
+            (StreamBackend::Cpu(stream), StreamBackend::Cpu(after)) => stream.wait_for(after),
+            #[cfg(feature = "cuda")]
+            (StreamBackend::Cuda(stream), StreamBackend::Cuda(after)) => stream.wait_for(after),
+            #[cfg(feature = "cuda")]
+            _ => self.device.expect_own("stream", &after.device),
+        }
+    }
+
+    /// Sets every byte of `span`, in stream order; the caller keeps the memory.
+    pub fn fill(&self, span: Span, byte: u8) -> Result<()> {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => stream.fill(span, byte),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.fill(span, byte),
+        }
+    }
 }
 
 /// The shape of a launch.
@@ -450,9 +528,37 @@ impl Shape {
 }
 
 impl Stream {
+    fn new(device: &Device, backend: StreamBackend) -> Stream {
+        Stream { queue: Queue { device: device.clone(), backend }, recording: Arc::default() }
+    }
+
+    pub(crate) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Until what it gives is dropped, no capture of this stream begins or ends: `Some` of what it is to keep while one
+    /// goes on that this crate began.
+    pub(crate) fn enter(&self) -> MutexGuard<'_, Option<Recording>> {
+        // Nothing panics while it holds the lock.
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enqueues something that uses these views; a capture keeps them.
+    pub(super) fn with<'a>(
+        &self,
+        views: impl IntoIterator<Item = &'a View>,
+        enqueue: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let mut recording = self.enter();
+        if let Some(recording) = recording.as_mut() {
+            views.into_iter().for_each(|view| recording.keep_view(view));
+        }
+        enqueue()
+    }
+
     /// The device it belongs to.
     pub fn device(&self) -> &Device {
-        &self.device
+        &self.queue.device
     }
 
     /// Enqueues a kernel with `grid` blocks of `block` threads, all resident at once (a cooperative launch), or
@@ -489,7 +595,7 @@ impl Stream {
     fn launch_shape<A: KernelArgs>(&self, kernel: &'static str, shape: Shape, args: &A) -> Result<()> {
         let shape = shape.check()?;
         let args_ptr: *const c_void = std::ptr::from_ref(args).cast();
-        match &self.backend {
+        match &self.queue.backend {
             // SAFETY: `args_ptr` is valid for the size of A, and A is what the kernel takes (KernelArgs).
             StreamBackend::Cpu(stream) => unsafe { stream.launch(kernel, shape, args_ptr, size_of::<A>()) },
             #[cfg(feature = "cuda")]
@@ -500,20 +606,10 @@ impl Stream {
 
     /// Waits until all work enqueued so far is done; polls, so that host fibers can wait too.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        match &self.backend {
+        match &self.queue.backend {
             StreamBackend::Cpu(stream) => stream.synchronize(timeout),
             #[cfg(feature = "cuda")]
             StreamBackend::Cuda(stream) => stream.synchronize(timeout),
-        }
-    }
-
-    /// As `synchronize`, also while the stream captures: waits for what was enqueued before the capture began. An error
-    /// where an engine began the capture on a GPU, since the driver says nothing of that work then.
-    pub(crate) fn drain(&self, timeout: Duration) -> Result<()> {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => stream.drain(timeout),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.drain(timeout),
         }
     }
 
@@ -522,13 +618,8 @@ impl Stream {
     /// # Errors
     /// `Argument` for a view of another device; `Device` if the driver refuses.
     pub fn fill(&self, view: &View, byte: u8) -> Result<()> {
-        view.of("view", self.device.place())?;
-        match &self.backend {
-            _ if view.is_empty() => Ok(()),
-            StreamBackend::Cpu(stream) => stream.fill(view.span(), byte),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.fill(view.span(), byte),
-        }
+        view.of("view", self.queue.device.place())?;
+        if view.is_empty() { Ok(()) } else { self.with([view], || self.queue.fill(view.span(), byte)) }
     }
 
     /// Copies `src` to `dst`, of equal length, in stream order. What both hold is unspecified where they overlap.
@@ -536,8 +627,8 @@ impl Stream {
     /// # Errors
     /// `Argument` for views of another device or of unequal length; `Device` if the driver refuses.
     pub fn copy(&self, dst: &View, src: &View) -> Result<()> {
-        dst.of("dst", self.device.place())?;
-        src.of("src", self.device.place())?;
+        dst.of("dst", self.queue.device.place())?;
+        src.of("src", self.queue.device.place())?;
         if dst.len() != src.len() {
             return Err(Error::Argument {
                 name: "dst",
@@ -545,45 +636,49 @@ impl Stream {
                 advice: format!("pass views of equal length; src has {} bytes", src.len()),
             });
         }
-        match &self.backend {
+        self.with([dst, src], || match &self.queue.backend {
             _ if dst.is_empty() => Ok(()),
             StreamBackend::Cpu(stream) => stream.copy(dst.span(), src.span()),
             #[cfg(feature = "cuda")]
             StreamBackend::Cuda(stream) => stream.copy(dst.span(), src.span()),
-        }
+        })
     }
 
-    /// From here on work is recorded, not run, until `end_capture`.
+    /// From here on work is recorded, not run, until `end_capture`. What the recorded work uses is kept by the capture, and
+    /// then by its graph: views' memory, handles and whole contexts.
     pub fn begin_capture(&self) -> Result<()> {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => stream.begin_capture(),
+        let mut recording = self.enter();
+        match &self.queue.backend {
+            StreamBackend::Cpu(stream) => stream.begin_capture()?,
             #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.begin_capture(),
+            StreamBackend::Cuda(stream) => stream.begin_capture()?,
         }
+        *recording = Some(Recording::default());
+        Ok(())
     }
 
     /// What was recorded since `begin_capture`, ready to be launched any number of times.
     pub fn end_capture(&self) -> Result<Graph> {
-        let backend = match &self.backend {
-            StreamBackend::Cpu(stream) => GraphBackend::Cpu(stream.end_capture()?),
+        let mut recording = self.enter();
+        let backend = match &self.queue.backend {
+            StreamBackend::Cpu(stream) => stream.end_capture().map(GraphBackend::Cpu),
             #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => GraphBackend::Cuda(stream.end_capture()?),
+            StreamBackend::Cuda(stream) => stream.end_capture().map(GraphBackend::Cuda),
         };
-        Ok(Graph { backend })
+        let kept = recording.take().unwrap_or_default();
+        // What a capture that failed kept is freed once the stream is unlocked: a context may wait as it goes.
+        drop(recording);
+        Ok(Graph { backend: backend?, kept: Mutex::new(kept), launched: Mutex::default() })
     }
 
     /// Whether work is recorded now, be it for this crate or for an engine.
     pub fn is_capturing(&self) -> Result<bool> {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => Ok(stream.is_capturing()),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.is_capturing(),
-        }
+        self.queue.is_capturing()
     }
 
     /// A time stamp in stream order. Recorded into a graph when capturing; then each replay stamps it anew.
     pub fn record(&self) -> Result<Event> {
-        let backend = match &self.backend {
+        let backend = match &self.queue.backend {
             StreamBackend::Cpu(stream) => EventBackend::Cpu(stream.record()?),
             #[cfg(feature = "cuda")]
             StreamBackend::Cuda(stream) => EventBackend::Cuda(stream.record()?),
@@ -593,17 +688,13 @@ impl Stream {
 
     /// The CUDA stream's handle, or a number that tells CPU streams apart.
     pub fn raw(&self) -> u64 {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => stream.raw(),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.raw(),
-        }
+        self.queue.raw()
     }
 }
 
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stream").field("device", &self.device).field("raw", &self.raw()).finish()
+        f.debug_struct("Stream").field("device", &self.queue.device).field("raw", &self.raw()).finish()
     }
 }
 
@@ -613,29 +704,46 @@ enum GraphBackend {
     Cuda(cuda_stream::CudaGraph),
 }
 
-/// Recorded work. What it points to must outlive its last replay.
+/// Recorded work. It keeps what the work uses: memory of views, handles, and contexts, which stay open as long. Dropping it
+/// waits for the streams that it was launched on, 30 s or as long as its contexts' deadlines last and 5 s more; what then
+/// still runs keeps its memory for good.
 pub struct Graph {
     backend: GraphBackend,
+    kept: Mutex<Recording>,
+    /// On which it may run still.
+    launched: Mutex<Vec<Queue>>,
 }
 
+/// How long a dropped graph waits for its replays, at the least.
+const GRAPH_PATIENCE: Duration = Duration::from_secs(30);
+
 impl Graph {
-    /// Enqueues the recorded work once more, on a stream that is not itself capturing.
+    /// Enqueues the recorded work once more, on a stream that is not itself capturing. It runs behind the calls of its
+    /// contexts that were enqueued before, whichever stream they are on.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing()? {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let (chains, recording) = (kept.chains(), stream.enter());
+        if recording.is_some() || stream.is_capturing()? {
             return Err(Error::Argument {
                 name: "stream",
                 value: "capturing".into(),
                 advice: "end the capture before launching a graph on it".into(),
             });
         }
-        let placed = stream.device.place().must_be("stream", self.place());
-        match (&self.backend, &stream.backend) {
-            (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => placed.and_then(|()| stream.replay(graph)),
+        stream.queue.device.place().must_be("stream", self.place())?;
+        let chains = chains.follow(&stream.queue)?;
+        kept.begin_after(&stream.queue)?;
+        note(&mut self.launched.lock().unwrap_or_else(PoisonError::into_inner), &stream.queue);
+        let launched = match (&self.backend, &stream.queue.backend) {
+            (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => stream.replay(graph),
             #[cfg(feature = "cuda")]
-            (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => placed.and_then(|()| graph.launch(stream)),
+            (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => graph.launch(stream),
             #[cfg(feature = "cuda")]
-            (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => placed,
-        }
+            // One of them is of another device, which was refused.
+            (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => Ok(()),
+        };
+        drop(chains);
+        launched
     }
 
     /// Where it was captured.
@@ -644,6 +752,17 @@ impl Graph {
             GraphBackend::Cpu(graph) => Place::Cpu(graph.number()),
             #[cfg(feature = "cuda")]
             GraphBackend::Cuda(graph) => Place::Gpu(graph.ordinal()),
+        }
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let kept = self.kept.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let launched = self.launched.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let patience = kept.patience().max(GRAPH_PATIENCE);
+        if !kept.is_empty() && launched.iter().any(|queue| queue.drain(patience).is_err()) {
+            std::mem::forget(std::mem::take(kept));
         }
     }
 }

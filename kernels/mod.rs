@@ -11,12 +11,15 @@ mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_stream;
 pub mod device;
+mod recording;
 mod view;
 
 pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
+pub(crate) use device::Queue;
 pub use device::{
     Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES, Stream,
 };
+pub(crate) use recording::{Chains, Enqueued, Recording};
 pub use view::View;
 pub(crate) use view::{Owner, Place, Span};
 

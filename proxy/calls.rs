@@ -268,6 +268,15 @@ fn rows_span(name: &'static str, rows: usize, pitch: usize, row_bytes: usize) ->
 }
 
 impl Tokens {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        let count = match &self.count {
+            TokenCount::Host(_) => None,
+            TokenCount::Device(view) => Some(view),
+        };
+        let scales = self.scales.as_ref().map(|scales| &scales.view);
+        [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), count].into_iter().flatten()
+    }
+
     /// Tokens for which views must have room: the host's count, or the maximum where only the device knows.
     pub(crate) fn room(&self, shape: &Shape) -> Result<usize> {
         match self.count {
@@ -331,6 +340,20 @@ impl Tokens {
 }
 
 impl Output {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        let optional = [
+            &self.scales,
+            &self.expert_offset,
+            &self.row_expert,
+            &self.source,
+            &self.token_experts,
+            &self.token_weights,
+            &self.row_count,
+            &self.host_counts,
+        ];
+        [&self.rows, &self.expert_count].into_iter().chain(optional.into_iter().flatten())
+    }
+
     pub(crate) fn check(&self, needs: Needs<'_>) -> Result<raw::ty_output> {
         let shape = needs.shape;
         let (capacity, align) = match self.layout {
@@ -392,6 +415,10 @@ impl Output {
 }
 
 impl Rows {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        [Some(&self.rows), self.topk_weight.as_ref()].into_iter().flatten()
+    }
+
     /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` that of own tokens.
     pub(crate) fn check(&self, needs: Needs<'_>, rows: usize, room: usize) -> Result<u64> {
         let shape = needs.shape;

@@ -246,6 +246,7 @@ pub struct AllToAllBuilder {
     pub(crate) sms: Option<u32>,
     pub(crate) timeout: Duration,
     pub(crate) handles: usize,
+    pub(crate) ordered: bool,
     pub(crate) first_epoch: u64,
     pub(crate) proxy: Option<Proxy>,
     pub(crate) chunk_rows: Option<usize>,
@@ -278,6 +279,7 @@ impl AllToAllBuilder {
             sms: None,
             timeout: Duration::from_secs(30),
             handles: 4,
+            ordered: true,
             first_epoch: 1,
             proxy: None,
             chunk_rows: None,
@@ -420,9 +422,17 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Dispatches whose handles may be alive at once. Default 4.
+    /// Handles whose memory is allocated when the context is built: those of dispatches that are alive at once. More are
+    /// allocated on demand, but not while a stream captures. Default 4.
     pub fn handles(mut self, handles: usize) -> Self {
         self.handles = handles;
+        self
+    }
+
+    /// Calls on several streams in no order but that of their streams, for tests of what the device finds then.
+    #[doc(hidden)]
+    pub fn unordered(mut self) -> Self {
+        self.ordered = false;
         self
     }
 

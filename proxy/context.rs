@@ -6,6 +6,7 @@ use super::calls::{Combined, Layout, Needs, Output, OwnOutput, Rows, Tokens};
 use super::config::{AllToAllBuilder, ArenaPlace, Scales, Shape, Weights, config};
 use super::driver::Kept;
 use super::handle::{CombineSent, Handle, Lease, Pool, Refused, Sent, SentRows};
+use super::open::{Call, InUse, Memory, Open};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
@@ -17,13 +18,18 @@ use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words,
 use super::wire::{ChunkIdx, Direction, LinkIdx, Wire};
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Device, DeviceBuffer, DeviceKind, KernelArgs, Owner, Span as MemorySpan, Stream, View};
+use crate::kernels::{Chains, Device, DeviceBuffer, DeviceKind, KernelArgs, Owner, Span as MemorySpan, Stream, View};
 use crate::transport::link::{DeviceNeeds, Span};
 use crate::transport::memory::gdr::GdrCopy;
 use crate::transport::{Arena, PeerMap, World};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+/// Chains of calls.
+const DISPATCHES: usize = 0;
+const COMBINES: usize = 1;
+const BARRIERS: usize = 2;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
@@ -50,7 +56,15 @@ struct Counters {
 }
 
 /// Dispatch and combine over one world. See the crate's documentation for the order of calls.
+///
+/// A call of a kind (dispatch, combine or barrier, and their halves) runs behind those that were enqueued before it, on
+/// whichever stream these were. Where the stream changes, the call waits for all that the other stream holds by then. While
+/// one of the two captures no such order is made.
+///
+/// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context stays
+/// open as long as there is a graph of its calls.
 pub struct AllToAll {
+    open: Arc<Open>,
     shape: Shape,
     placement: Placement,
     plan: Plan,
@@ -59,34 +73,13 @@ pub struct AllToAll {
     sms: u32,
     block: u32,
     context: raw::ty_context,
-    pool: Arc<Pool>,
-    reports: Reports,
-    statistics: Option<Statistics>,
     counters: Counters,
-    id: u64,
-    /// Held while the launches of one call are enqueued, so that calls of several threads do not mix theirs.
-    enqueuing: Mutex<()>,
-    /// Streams with work of this context: drained before it closes.
-    streams: Mutex<Vec<Stream>>,
-    /// Kernels read and write these as long as the context lives. Freeing a GPU's tables waits for its kernels, so
-    /// they go before the arena.
-    tables: Option<Tables>,
     flags: Option<FlagPlace>,
-    /// Closed before the arena goes.
-    opening: Option<Opening>,
-    peers: Option<Arc<PeerMap>>,
-    /// Of an output in the arena: keeps it for views, which may be in use when the context has gone.
-    arena: Option<Owner>,
-    /// Given back behind all that waits for kernels.
-    _budget: Option<Budget<'static>>,
 }
 
 /// Tokens up to which partial rows arrive, in one node of ranks with many blocks (docs/performance.md, "Rows that
 /// arrive").
 const ARRIVING_TOKENS: usize = 256;
-
-/// Tells contexts of one process apart, so that a handle of another is refused.
-static NEXT_CONTEXT: AtomicU64 = AtomicU64::new(1);
 
 impl AllToAll {
     /// Starts the configuration of a context over `world`.
@@ -133,31 +126,14 @@ impl AllToAll {
         };
         // Nobody rings before all have opened.
         world.barrier("context ready")?;
-        let keep = || Arc::new(InUse { device: device.clone(), memory: Some(peers.clone()) }) as Owner;
+        let keep = || Arc::new(InUse::new(&device, peers.clone())) as Owner;
         let arena = shape.own_output.is_some().then(keep);
-        Ok(AllToAll {
-            shape,
-            placement,
-            plan,
-            world,
-            device,
-            sms,
-            block,
-            context,
-            pool,
-            reports,
-            statistics,
-            counters: Counters::default(),
-            id: NEXT_CONTEXT.fetch_add(1, Ordering::Relaxed),
-            enqueuing: Mutex::default(),
-            streams: Mutex::default(),
-            tables: Some(tables),
-            flags,
-            opening,
-            peers: Some(peers),
-            arena,
-            _budget: budget,
-        })
+        let patience = Duration::from_nanos(context.timeout_ns).saturating_add(Duration::from_secs(5));
+        let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
+        let chains = Arc::new(Chains::new(builder.ordered));
+        let open = Arc::new(Open { chains, pool, opening, memory, patience });
+        let counters = Counters::default();
+        Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, flags })
     }
 
     /// Sends this rank's tokens to the ranks of their experts and receives those for its own, in one kernel.
@@ -166,10 +142,11 @@ impl AllToAll {
     /// `Argument` for unusable views or counts, and whatever [`check`](Self::check) finds; nothing is enqueued then.
     pub fn dispatch(&self, stream: &Stream, tokens: &Tokens, output: &Output) -> Result<Handle> {
         self.check()?;
-        let lease = self.pool.take()?;
         let input = tokens.check(self.needs())?;
         let out = self.check_output(output)?;
-        let _call = self.begin_call();
+        let mut call = self.begin_call(stream, DISPATCHES)?;
+        let lease = call.take()?;
+        call.keep(tokens.views().chain(output.views()));
         for wave in 0..self.plan.waves {
             self.launch_dispatch(stream, BOTH_PHASES, wave, lease.raw(), input, Some(out))?;
         }
@@ -191,9 +168,10 @@ impl AllToAll {
     pub fn dispatch_send(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
         self.check()?;
         self.check_split()?;
-        let lease = self.pool.take()?;
         let input = tokens.check(self.needs())?;
-        let _call = self.begin_call();
+        let mut call = self.begin_call(stream, DISPATCHES)?;
+        let lease = call.take()?;
+        call.keep(tokens.views());
         self.launch_dispatch(stream, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, tokens, input)
@@ -218,7 +196,9 @@ impl AllToAll {
         self.check()?;
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
-        let _call = self.begin_call();
+        let mut call = self.begin_call(stream, DISPATCHES)?;
+        call.uses(&sent.lease);
+        call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
         self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
         for wave in 1..self.plan.waves {
             self.launch_dispatch(stream, BOTH_PHASES, wave, sent.lease.raw(), sent.tokens, Some(out))?;
@@ -233,10 +213,12 @@ impl AllToAll {
     pub fn combine(&self, stream: &Stream, handle: &Handle, rows: &Rows, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("handle", handle.context)?;
-        let rows = self.sent_rows(rows, handle)?;
-        let _call = self.begin_call();
+        let sent = self.sent_rows(rows, handle)?;
+        let mut call = self.begin_call(stream, COMBINES)?;
+        call.uses(&handle.lease);
+        call.keep(rows.views().chain([&out.out]));
         for wave in 0..self.plan.waves {
-            self.launch_combine(stream, BOTH_PHASES, wave, handle, rows, Some(out))?;
+            self.launch_combine(stream, BOTH_PHASES, wave, handle, sent, Some(out))?;
         }
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -251,7 +233,9 @@ impl AllToAll {
         self.check()?;
         self.own("handle", handle.context)?;
         let sent = self.sent_rows(rows, handle)?;
-        let _call = self.begin_call();
+        let mut call = self.begin_call(stream, COMBINES)?;
+        call.uses(&handle.lease);
+        call.keep(rows.views());
         self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.waves > 1).then(|| rows.clone());
@@ -276,7 +260,9 @@ impl AllToAll {
     fn receive_combine(&self, stream: &Stream, sent: &CombineSent, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("sent", sent.handle.context)?;
-        let _call = self.begin_call();
+        let mut call = self.begin_call(stream, COMBINES)?;
+        call.uses(&sent.handle.lease);
+        call.keep(sent.views.iter().flat_map(Rows::views).chain([&out.out]));
         self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, &sent.handle, sent.rows, Some(out))?;
         for wave in 1..self.plan.waves {
             self.launch_combine(stream, BOTH_PHASES, wave, &sent.handle, sent.rows, Some(out))?;
@@ -290,7 +276,7 @@ impl AllToAll {
     /// Whatever [`check`](Self::check) finds, or a failed launch.
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
-        let _call = self.begin_call();
+        let _call = self.begin_call(stream, BARRIERS)?;
         let args = raw::ty_barrier_args { context: self.context };
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
@@ -303,8 +289,8 @@ impl AllToAll {
     /// `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Transport` and `Device` where this rank's own proxy cannot go on.
     pub fn check(&self) -> Result<()> {
         self.world.check_current()?;
-        let own = self.opening.as_ref().and_then(Opening::failure);
-        self.reports.check(&self.world, own, &|| self.losses()).inspect_err(|_| {
+        let own = self.open.opening.as_ref().and_then(Opening::failure);
+        self.open.memory.reports.check(&self.world, own, &|| self.losses()).inspect_err(|_| {
             self.counters.errors.fetch_add(1, Ordering::Relaxed);
         })
     }
@@ -314,7 +300,7 @@ impl AllToAll {
     /// is no error of this rank's, so [`check`](Self::check) says nothing of it, and good dispatches that follow take
     /// nothing back. Never waits: what a call heard is there once the stream has passed it.
     pub fn refused_sources(&self) -> Vec<(Rank, u64)> {
-        self.reports.refused().map(|(rank, epoch)| (self.world.original(rank), epoch)).collect()
+        self.open.memory.reports.refused().map(|(rank, epoch)| (self.world.original(rank), epoch)).collect()
     }
 
     /// Ranks that are gone, as bootstrap and proxy know, by their ranks in the first generation; sorted.
@@ -327,7 +313,7 @@ impl AllToAll {
 
     /// The same, each with how that was noticed, as the proxy has it where both know.
     fn losses(&self) -> Vec<(Rank, String)> {
-        let mut lost = self.opening.as_ref().map(Opening::losses).unwrap_or_default();
+        let mut lost = self.open.opening.as_ref().map(Opening::losses).unwrap_or_default();
         let gone = |rank| (self.world.original(rank), "whose connection for bootstrap has ended".to_owned());
         lost.extend(self.world.lost_peers().into_iter().map(gone));
         lost
@@ -348,18 +334,18 @@ impl AllToAll {
     /// rank; without waiting for the device, so that a call under way may show in part. `None` unless the context was
     /// built with [`statistics`](AllToAllBuilder::statistics). Rows per expert: see [`Output::host_counts`].
     pub fn dispatch_statistics(&self) -> Option<CallStatistics> {
-        self.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_DISPATCH))
+        self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_DISPATCH))
     }
 
     /// As [`dispatch_statistics`](Self::dispatch_statistics), of combine.
     pub fn combine_statistics(&self) -> Option<CallStatistics> {
-        self.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_COMBINE))
+        self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_COMBINE))
     }
 
     /// Bytes of rows that the last dispatch sent to each rank of the node, and by each rail to the other nodes; `None` as
     /// [`dispatch_statistics`](Self::dispatch_statistics).
     pub fn dispatched_bytes(&self) -> Option<Vec<u64>> {
-        let statistics = self.statistics.as_ref()?;
+        let statistics = self.open.memory.statistics.as_ref()?;
         let bytes = self.plan.slot_bytes as u64;
         Some((0..self.world.size()).map(|rank| statistics.rows_to(Rank(rank as u32)) * bytes).collect())
     }
@@ -398,7 +384,7 @@ impl AllToAll {
     pub fn own_output(&self) -> Option<OwnOutput> {
         let (capacity, align) = self.shape.own_output?;
         let base = *self.context.peer_base.get(self.context.local as usize)?;
-        let owner = self.arena.as_ref()?;
+        let owner = self.open.memory.arena.as_ref()?;
         let view = |region: &raw::ty_region, row_bytes: usize| {
             let span = MemorySpan { ptr: base + region.offset, bytes: capacity * row_bytes };
             View::owned(self.device.place(), span, owner.clone())
@@ -442,23 +428,28 @@ impl AllToAll {
         Err(config("own_output", "of a split dispatch", advice.into()))
     }
 
-    /// Until what it gives is dropped, launches are of the caller's call alone. No peer and no kernel is waited for
-    /// meanwhile, unless the driver's queue of launches is full.
-    fn begin_call(&self) -> MutexGuard<'_, ()> {
-        self.enqueuing.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Until what it gives is dropped, launches are of the caller's call alone, behind earlier ones of the chain. No peer and
+    /// no kernel is waited for meanwhile, unless the driver's queue of launches is full.
+    fn begin_call<'a>(&'a self, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
+        self.device.expect_own("stream", stream.device())?;
+        Call::begin(&self.open, stream, chain)
+    }
+
+    fn id(&self) -> u64 {
+        self.open.chains.number()
     }
 
     fn own(&self, name: &'static str, context: u64) -> Result<()> {
-        if context == self.id {
+        if context == self.id() {
             return Ok(());
         }
         Err(Error::Argument { name, value: "of another context".into(), advice: "use it where it was made".into() })
     }
 
-    fn sent(&self, lease: Lease, tokens: &Tokens, input: raw::ty_tokens) -> Result<Sent> {
-        let (lease, room) = (Arc::new(lease), tokens.room(&self.shape)?);
+    fn sent(&self, lease: Arc<Lease>, tokens: &Tokens, input: raw::ty_tokens) -> Result<Sent> {
+        let room = tokens.room(&self.shape)?;
         let views = (self.plan.waves > 1).then(|| tokens.clone());
-        Ok(Sent { lease, room, tokens: input, views, context: self.id })
+        Ok(Sent { lease, room, tokens: input, views, context: self.id() })
     }
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle) -> Result<SentRows> {
@@ -468,7 +459,7 @@ impl AllToAll {
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
         let rows = output.layout.rows(self.shape.local_experts).unwrap_or(0);
-        Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id }
+        Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id() }
     }
 
     fn launch_dispatch(
@@ -530,44 +521,9 @@ impl AllToAll {
         shared: u32,
         args: &A,
     ) -> Result<()> {
-        self.device.expect_own("stream", stream.device())?;
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        if !streams.iter().any(|known| known.raw() == stream.raw()) {
-            streams.push(stream.clone());
-        }
-        drop(streams);
         // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the rest is
         // the context's memory, which waits for its streams as it goes.
         unsafe { stream.launch(kernel, grid, block, shared, args) }
-    }
-}
-
-impl Drop for AllToAll {
-    /// Waits for enqueued work, at most a little longer than its own deadlines; what still runs then keeps its memory.
-    /// Of a graph only what was launched through its streams is known. Of a stream that captures, what was enqueued before
-    /// is waited for; where an engine began the capture, that cannot be known, and the memory is kept.
-    fn drop(&mut self) {
-        let patience = Duration::from_nanos(self.context.timeout_ns).saturating_add(Duration::from_secs(5));
-        let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if streams.iter().any(|stream| stream.drain(patience).is_err()) {
-            std::mem::forget((self.peers.take(), self.tables.take(), self._budget.take()));
-        }
-        // Takes the arena back from the network: from then on peers' late writes miss it.
-        self.opening = None;
-    }
-}
-
-/// Memory that freeing alone would not keep until the device's work is done.
-struct InUse {
-    device: Device,
-    memory: Option<Owner>,
-}
-
-impl Drop for InUse {
-    fn drop(&mut self) {
-        if let Some(memory) = self.memory.take() {
-            self.device.retire(memory);
-        }
     }
 }
 
@@ -608,7 +564,7 @@ struct Local {
 }
 
 /// Tables in device memory.
-struct Tables {
+pub(super) struct Tables {
     state: DeviceBuffer,
     expert_home: DeviceBuffer,
     even_experts: u32,

@@ -16,6 +16,7 @@ pub mod driver;
 pub mod gpu_nic;
 mod handle;
 pub mod machine;
+mod open;
 mod pick;
 mod placement;
 mod plan;

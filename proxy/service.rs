@@ -579,6 +579,11 @@ impl Opening {
 }
 
 impl Opening {
+    /// Another owner of the words that device and proxy share.
+    pub fn words(&self) -> ContextMemory {
+        self._words.share()
+    }
+
     /// Ranks that the proxy has lost, and how that was noticed.
     pub fn losses(&self) -> Vec<(Rank, String)> {
         let remote = self.number.proxy.remote();

@@ -613,16 +613,26 @@ fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
 }
 
 #[test]
-fn handles_run_out_with_a_sentence_and_come_back() {
+fn handles_are_allocated_on_demand_but_not_while_a_stream_captures() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.handles(2));
+        let rig = Rig::with(&world, |b| b.handles(1));
         rig.route(&GOOD, 1);
         let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity));
-        let (first, _second) = (dispatch().unwrap(), dispatch().unwrap());
-        let error = dispatch().map(drop).unwrap_err();
-        assert!(error.to_string().contains("all 2 in use"), "{error}");
+        let (first, second) = (dispatch().unwrap(), dispatch().unwrap());
+        rig.stream.begin_capture().unwrap();
+        let error = dispatch().map(drop).unwrap_err().to_string();
+        assert!(error.contains("none free while the stream captures") && error.contains("handles"), "{error}");
         drop(first);
-        dispatch().unwrap();
+        let recorded = dispatch().unwrap();
+        let error = dispatch().map(drop).unwrap_err().to_string();
+        assert!(error.contains("none free"), "{error}");
+        let graph = rig.stream.end_capture().unwrap();
+        drop((recorded, second));
+        // Of three that were in use at once one is the graph's.
+        let _both = (dispatch().unwrap(), dispatch().unwrap());
+        graph.launch(&rig.stream).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
     });
 }
 

@@ -3,8 +3,8 @@
 mod rig;
 
 use rig::{MAX_TOKENS, PATIENCE, Rig, on_ranks, test_device};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use tokenyard::kernels::{View, bench};
 use tokenyard::*;
 
@@ -159,4 +159,277 @@ fn copies_go_on_while_a_kernel_waits() {
     // SAFETY: an aligned word in memory that host and device share, accessed atomically by both.
     unsafe { AtomicU64::from_ptr(words.host_ptr().cast()) }.store(1, Ordering::Release);
     stream.synchronize(PATIENCE).unwrap();
+}
+
+// ---- graphs
+
+/// Holds a stream until it is told to let go.
+struct Held {
+    words: HostBuffer,
+}
+
+impl Held {
+    fn hold(stream: &Stream) -> Held {
+        let words = stream.device().alloc_host(16).unwrap();
+        bench::hold(stream, &words.view(), 1, Duration::from_secs(60)).unwrap();
+        Held { words }
+    }
+
+    fn let_go(&self) {
+        // SAFETY: an aligned word in memory that host and device share, accessed atomically by both.
+        unsafe { AtomicU64::from_ptr(self.words.host_ptr().cast()) }.store(1, Ordering::Release);
+    }
+}
+
+const MOMENT: Duration = Duration::from_millis(100);
+
+fn is_held(stream: &Stream) -> bool {
+    stream.synchronize(MOMENT).is_err()
+}
+
+/// Memory that was freed would be given out again, and overwritten.
+fn overwrite_what_is_free(device: &Device) {
+    let lengths = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
+    let others: Vec<_> = (0..32).flat_map(|_| lengths.map(|bytes| device.alloc(bytes).unwrap())).collect();
+    others.iter().for_each(|other| other.fill(0xFF).unwrap());
+}
+
+#[test]
+fn a_graph_keeps_its_context_its_handles_and_its_buffers() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        rig.route_all(1);
+        rig.stream.begin_capture().unwrap();
+        let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
+        rig.count.write(0, &(MAX_TOKENS as i32).to_ne_bytes()).unwrap();
+        drop(rig.enqueue(&tokens, rig.capacity).unwrap());
+        let graph = rig.stream.end_capture().unwrap();
+        let wanted: Vec<u8> = (0..MAX_TOKENS).flat_map(|token| rig.row(token, 1)).collect();
+        let (device, sums) = (rig.ep.device().clone(), rig.out.view());
+        drop((rig, tokens));
+        overwrite_what_is_free(&device);
+        let stream = device.new_stream().unwrap();
+        let seen = device.alloc(wanted.len()).unwrap();
+        for _ in 0..3 {
+            stream.fill(&sums, 0xEE).unwrap();
+            graph.launch(&stream).unwrap();
+            stream.copy(&seen.view(), &sums).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
+            let mut bytes = vec![0; wanted.len()];
+            seen.read(0, &mut bytes).unwrap();
+            assert_eq!(bytes, wanted);
+        }
+        world.barrier("done").unwrap();
+    });
+}
+
+#[test]
+fn fills_and_copies_of_a_graph_keep_their_buffers() {
+    let device = Device::cpu().unwrap();
+    let stream = device.new_stream().unwrap();
+    let seen = device.alloc(512).unwrap();
+    let (from, pushed) = (device.alloc(512).unwrap(), device.alloc(512).unwrap());
+    from.fill(9).unwrap();
+    stream.begin_capture().unwrap();
+    bench::push(&stream, &from.view(), &[pushed.view()], &[512]).unwrap();
+    stream.copy(&seen.view(), &pushed.view()).unwrap();
+    let graph = stream.end_capture().unwrap();
+    drop((from, pushed));
+    overwrite_what_is_free(&device);
+    graph.launch(&stream).unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+    let mut bytes = [0; 512];
+    seen.read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [9; 512]);
+}
+
+#[test]
+fn a_dropped_graph_waits_for_its_replays() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        rig.stream.begin_capture().unwrap();
+        drop(rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap());
+        let graph = rig.stream.end_capture().unwrap();
+        let other = rig.ep.device().new_stream().unwrap();
+        let held = Held::hold(&other);
+        graph.launch(&other).unwrap();
+        let gone = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                drop(graph);
+                gone.store(true, Ordering::SeqCst);
+            });
+            std::thread::sleep(MOMENT);
+            assert!(!gone.load(Ordering::SeqCst), "the graph went while its kernels were to run");
+            held.let_go();
+        });
+        other.synchronize(PATIENCE).unwrap();
+        rig.good_round(1);
+    });
+}
+
+// ---- order between streams
+
+#[test]
+fn calls_of_a_kind_run_one_behind_the_other_on_whichever_stream() {
+    on_ranks(1, |world| {
+        for ordered in [true, false] {
+            let rig = Rig::with(&world, |b| if ordered { b } else { b.unordered() });
+            rig.good_round(0);
+            let device = rig.ep.device();
+            let [first, second, third] = [(); 3].map(|()| device.new_stream().unwrap());
+            let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+            let early = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let held = Held::hold(&first);
+            let handle = rig.ep.dispatch(&first, &tokens, &output).unwrap();
+            rig.ep.dispatch(&second, &tokens, &output).unwrap();
+            // Combines follow no dispatch by themselves.
+            rig.ep.combine(&third, &early, &rig.expert_rows(), &rig.combined()).unwrap();
+            third.synchronize(PATIENCE).unwrap();
+            assert_eq!((is_held(&first), is_held(&second)), (true, ordered));
+            rig.ep.combine(&first, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            rig.ep.combine(&third, &early, &rig.expert_rows(), &rig.combined()).unwrap();
+            rig.ep.barrier(&first).unwrap();
+            rig.ep.barrier(&second).unwrap();
+            assert_eq!((is_held(&third), is_held(&second)), (ordered, ordered));
+            held.let_go();
+            [&first, &second, &third].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+            rig.ep.check().unwrap();
+            rig.good_round(1);
+        }
+    });
+}
+
+#[test]
+fn replays_run_behind_eager_calls_and_these_behind_replays() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        let record = || {
+            rig.stream.begin_capture().unwrap();
+            let handle = rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap();
+            (rig.stream.end_capture().unwrap(), handle)
+        };
+        let (graph, _handle) = record();
+        let [first, second] = [(); 2].map(|()| rig.ep.device().new_stream().unwrap());
+        let dispatch = |stream: &Stream| {
+            drop(rig.ep.dispatch(stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap());
+        };
+        let held = Held::hold(&first);
+        dispatch(&first);
+        graph.launch(&second).unwrap();
+        assert!(is_held(&second), "a replay overtook a call");
+        // What is recorded is no call yet.
+        drop(record());
+        held.let_go();
+        second.synchronize(PATIENCE).unwrap();
+        let held = Held::hold(&second);
+        graph.launch(&second).unwrap();
+        dispatch(&first);
+        assert!(is_held(&first), "a call overtook a replay");
+        held.let_go();
+        first.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.good_round(1);
+    });
+}
+
+// ---- handles
+
+#[test]
+fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.handles(1).unordered());
+        rig.route_all(0);
+        let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let handle = rig.ep.dispatch(first, &tokens, &output).unwrap();
+        first.synchronize(PATIENCE).unwrap();
+        let held = Held::hold(first);
+        rig.ep.combine(first, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        drop(handle);
+        rig.ep.dispatch(&second, &tokens, &output).unwrap();
+        assert!(is_held(&second), "the handle was overwritten ahead of its combine");
+        held.let_go();
+        second.synchronize(PATIENCE).unwrap();
+        first.synchronize(PATIENCE).unwrap();
+        rig.expect_own_rows(MAX_TOKENS, 0);
+        rig.good_round(1);
+    });
+}
+
+/// The same where a capture takes it: its graph waits as it is launched.
+#[test]
+fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.handles(1).unordered());
+        rig.route_all(0);
+        let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let handle = rig.ep.dispatch(first, &tokens, &output).unwrap();
+        first.synchronize(PATIENCE).unwrap();
+        let held = Held::hold(first);
+        rig.ep.combine(first, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        drop(handle);
+        second.begin_capture().unwrap();
+        rig.ep.dispatch(&second, &tokens, &output).unwrap();
+        drop(second.end_capture().unwrap());
+        // A graph that is never launched has waited for nothing.
+        let third = rig.ep.device().new_stream().unwrap();
+        second.begin_capture().unwrap();
+        drop(rig.ep.dispatch(&second, &tokens, &output).unwrap());
+        let graph = second.end_capture().unwrap();
+        graph.launch(&third).unwrap();
+        assert!(is_held(&third), "the handle was overwritten ahead of its combine");
+        held.let_go();
+        third.synchronize(PATIENCE).unwrap();
+        first.synchronize(PATIENCE).unwrap();
+        rig.expect_own_rows(MAX_TOKENS, 0);
+    });
+}
+
+#[test]
+fn handles_and_halves_may_outlive_their_context() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.route_all(0);
+        let handle = rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap();
+        let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
+        let Rig { ep, stream, .. } = rig;
+        drop(ep);
+        drop(stream);
+        drop((handle, sent));
+    });
+}
+
+// ---- a context that cannot wait any longer
+
+#[test]
+fn a_context_whose_kernels_do_not_end_goes_and_leaves_them_their_memory() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(50)).statistics(true));
+        rig.good_round(0);
+        rig.route_all(1);
+        let held = Held::hold(&rig.stream);
+        let handle = rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap();
+        let Rig { ep, stream, out, .. } = rig;
+        let wanted = {
+            let device = ep.device().clone();
+            drop(handle);
+            let started = Instant::now();
+            drop(ep);
+            assert!(started.elapsed() < PATIENCE, "it waited for what does not end");
+            assert!(is_held(&stream));
+            overwrite_what_is_free(&device);
+            out.len()
+        };
+        held.let_go();
+        stream.synchronize(PATIENCE).unwrap();
+        let mut seen = vec![0; wanted];
+        out.read(0, &mut seen).unwrap();
+        assert!(seen.iter().any(|byte| *byte != 0xEE), "the kernels did not run");
+    });
 }
