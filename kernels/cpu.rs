@@ -387,7 +387,7 @@ impl CpuDevice {
 const COPY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A copy between host and device memory, or a fill.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(super) enum HostCopy {
     Write { dst: Span, data: *const u8 },
     Read { src: Span, data: *mut u8 },

@@ -562,7 +562,14 @@ impl Stream {
     }
 
     /// Enqueues a kernel with `grid` blocks of `block` threads, all resident at once (a cooperative launch), or
-    /// records it when capturing. `args` is copied.
+    /// records it when capturing. `args` is copied. Safe code cannot launch by hand:
+    ///
+    /// ```compile_fail,E0133
+    /// # use tokenyard::{Stream, kernels::KernelArgs};
+    /// fn launch<A: KernelArgs>(stream: &Stream, args: &A) {
+    ///     stream.launch("ty_barrier", 1, 32, 0, args);
+    /// }
+    /// ```
     ///
     /// # Safety
     /// Every address in `args` must be of memory that the kernel may use as it does, of this stream's device, until it is

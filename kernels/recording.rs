@@ -136,7 +136,8 @@ impl Recording {
 
     /// Locks the contexts that recorded calls.
     pub(super) fn chains(&self) -> Locked<'_> {
-        Locked(self.chains.iter().map(|(chains, bits)| (chains.lock(), *bits)).collect())
+        let mut each = self.chains.iter().map(|(chains, bits)| (chains.lock(), *bits));
+        Locked { first: each.next(), further: each.collect() }
     }
 
     /// Has the first launch, on `queue`, come behind what it must not overlap.
@@ -152,13 +153,16 @@ impl Recording {
     }
 }
 
-/// Contexts of a graph, of which no other call is enqueued meanwhile.
-pub(super) struct Locked<'a>(Vec<(MutexGuard<'a, Enqueued>, u8)>);
+/// Contexts of a graph, of which no other call is enqueued meanwhile. Most graphs have one, and then nothing is allocated.
+pub(super) struct Locked<'a> {
+    first: Option<(MutexGuard<'a, Enqueued>, u8)>,
+    further: Vec<(MutexGuard<'a, Enqueued>, u8)>,
+}
 
 impl Locked<'_> {
     /// Has the graph's calls, on `queue`, run behind those that came before.
     pub fn follow(mut self, queue: &Queue) -> Result<Self> {
-        for (enqueued, bits) in &mut self.0 {
+        for (enqueued, bits) in self.first.iter_mut().chain(&mut self.further) {
             for chain in (0..CHAINS).filter(|chain| *bits & (1 << chain) != 0) {
                 enqueued.follow(chain, queue)?;
             }
