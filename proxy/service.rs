@@ -15,9 +15,9 @@ use crate::base::{Error, Rank, Result, wait};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
-use crate::transport::imm::{MAX_CONTEXTS, generation_bits};
-use crate::transport::link::{DeviceNeeds, Limits, RegionId, Span, Transport};
 use crate::transport::memory::gdr::{self, GdrCopy};
+use crate::transport::network::imm::{MAX_CONTEXTS, generation_bits};
+use crate::transport::network::{DeviceNeeds, Limits, RegionId, Span, Transport};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 

@@ -43,8 +43,8 @@ setup() {
 format() {
   say "formatting"
   cargo fmt --check
-  .venv/bin/clang-format --dry-run -Werror kernels/*.cuh kernels/*.cu kernels/*.h kernels/cpu/*.cpp kernels/cpu/*.h \
-    benches/*.cu
+  find kernels benches -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp' |
+    xargs .venv/bin/clang-format --dry-run -Werror
 }
 
 # The kernels of GPUs take nvcc a minute, and are built once, with the release build.

@@ -554,7 +554,7 @@ fn a_rank_that_cannot_build_fails_all_by_name() {
     });
 }
 
-/// On the CPU device blocks always fit, and nothing is counted; `proxy/budget.rs` tests the sums themselves.
+/// On the CPU device blocks always fit, and nothing is counted; `kernels/device/budget.rs` tests the sums themselves.
 #[test]
 fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
     let on_one_gpu = |share: u32| {

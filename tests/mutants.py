@@ -20,24 +20,24 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "mutants"
 WORKERS = min(os.cpu_count() or 1, 4)
 META, SEND, RECEIVE = (
-    "kernels/dispatch_meta.cuh", "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh")
+    "kernels/dispatch/meta.cuh", "kernels/dispatch/send.cuh", "kernels/dispatch/receive.cuh")
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
-    "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
-QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
-IN_PLACE = "kernels/dispatch_in_place.cuh"
+    "kernels/combine/combine.cuh", "kernels/common/context.cuh", "kernels/dispatch/dispatch.cuh", "kernels/common/barrier.cuh")
+QUANTIZE, NUMBERS = "kernels/common/quantize.cuh", "kernels/common/numbers.cuh"
+IN_PLACE = "kernels/dispatch/in_place.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
-    "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
-COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
-WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
+    "kernels/combine/send.cuh", "kernels/common/wire.cuh", "kernels/dispatch/wire.cuh", "kernels/combine/wire.cuh")
+COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine/mod.rs", "proxy/wire.rs"
+WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic/nic.cuh", "bindings/api/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
-DRIVER, FREE_MEMORY, REGIONS = "proxy/driver.rs", "kernels/base/memory.rs", "transport/regions.rs"
-SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
+DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", "transport/network/regions.rs"
+SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
-DEVICE = "kernels/device.rs"
-CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.rs"
+DEVICE = "kernels/device/mod.rs"
+CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
-    "transport/admit.rs", "transport/member.rs", "transport/secret.rs", "transport/terms.rs", "transport/root.rs")
-BOOTSTRAP, LOCAL = "transport/bootstrap.rs", "transport/local.rs"
+    "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
+BOOTSTRAP, LOCAL = "transport/world/bootstrap.rs", "transport/world/local.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -95,7 +95,7 @@ MUTANTS = [
     ("N9: rows of earlier tiles read before they are there", META, "failed |= !wait_word(c, wait, tile_rows", "failed |= false && !wait_word(c, wait, tile_rows"),
     ("N9: a tile's rows kept without release", META, "store_release_gpu(own.tag, epoch)", "store_relaxed_gpu(own.tag, epoch)"),
     ("fault in an earlier tile forgotten", META, "refused |= earlier == meta_refused;", ""),
-    ("N11: helpers place rows by no plan", "kernels/prim.cuh", "TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }", "TY_DEVICE void take_over() { named_arrive(hand_over_id, block_threads()); }"),
+    ("N11: helpers place rows by no plan", "kernels/common/prim.cuh", "TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }", "TY_DEVICE void take_over() { named_arrive(hand_over_id, block_threads()); }"),
     ("an item taken twice", CONTEXT, "atomic_add_block(taken, 1) : 0, 0)", "atomic_add_block(taken, 1) / 2 : 0, 0)"),
     ("old META word taken for a new one", CONTEXT, "return (seen >> 32) == (epoch & 0xffffffffu) &&", "return (seen >> 32) != 0 &&"),
     ("off by one in a position", META, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
@@ -389,7 +389,7 @@ class Worker:
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
         special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE)
-        apart = file.startswith(("proxy/", "transport/", "bindings/cli/")) and file != PICK or special
+        apart = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if apart else schedules
 
     def caught_by(self, checks):

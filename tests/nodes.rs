@@ -6,11 +6,13 @@ use rig::{MAX_TOKENS, PATIENCE, Rig, test_device};
 use std::collections::VecDeque;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
-use tokenyard::proxy::driver::ThreadConfig;
-use tokenyard::proxy::machine::Liveness;
-use tokenyard::transport::imm::ImmValue;
-use tokenyard::transport::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
-use tokenyard::transport::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::proxy::driver::ThreadConfig;
+use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::transport::network::imm::ImmValue;
+use tokenyard::internals::transport::network::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::transport::network::{
+    DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm,
+};
 use tokenyard::*;
 
 /// Of any wait on the device.
@@ -297,7 +299,7 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
             met.wait();
             if own == Rank(lost) {
                 network.kill(own);
-                let ended = tokenyard::base::wait::poll("its own end", PATIENCE, || before.ep.check().err());
+                let ended = tokenyard::internals::base::wait::poll("its own end", PATIENCE, || before.ep.check().err());
                 assert!(matches!(ended, Some(Error::Transport { .. })), "{ended:?}");
                 drop((before, first));
             } else {

@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use stub::{Carrier, Stub};
-use tokenyard::proxy::driver::Driver;
-use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
-use tokenyard::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
-use tokenyard::proxy::{Plan, PlanInput};
-use tokenyard::transport::imm::{ImmValue, check_counts};
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, Reason, RegionId, WriteImm};
+use tokenyard::internals::api::{Plan, PlanInput};
+use tokenyard::internals::proxy::driver::Driver;
+use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
+use tokenyard::internals::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
+use tokenyard::internals::transport::network::imm::{ImmValue, check_counts};
+use tokenyard::internals::transport::network::{Event, MAX_MESSAGE, Posted, Reason, RegionId, WriteImm};
 use tokenyard::{AllToAll, Error, Rank, Result, World};
 
 const WORLD: usize = 8;

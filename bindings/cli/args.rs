@@ -4,7 +4,7 @@
 //! `usage`. Nothing here prints or exits.
 
 use clap::{Args, Parser, Subcommand};
-use tokenyard::base::Dtype;
+use tokenyard::internals::base::Dtype;
 
 use super::inputs::ScaleKind;
 use super::links::{Link, TransportChoice};
@@ -347,16 +347,16 @@ fn check(text: &str) -> Result<Check, String> {
 
 /// A link model as it was typed, for a command that reads it itself.
 fn link(text: &str) -> Result<String, String> {
-    match tokenyard::transport::sim::models::parse(text) {
+    match tokenyard::internals::transport::network::sim::models::parse(text) {
         Ok(_) => Ok(text.to_string()),
-        Err(tokenyard::base::Error::Argument { advice, .. }) => Err(advice),
+        Err(tokenyard::internals::base::Error::Argument { advice, .. }) => Err(advice),
         Err(other) => Err(other.to_string()),
     }
 }
 
 fn routing(text: &str) -> Result<Routing, String> {
     Routing::parse(text).map_err(|error| match error {
-        tokenyard::base::Error::Argument { advice, .. } => advice,
+        tokenyard::internals::base::Error::Argument { advice, .. } => advice,
         other => other.to_string(),
     })
 }

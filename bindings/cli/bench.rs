@@ -16,7 +16,7 @@ use super::team;
 use super::trace;
 use super::usage::Refusal;
 use super::words::{DeviceWord, Launch};
-use tokenyard::base::memory::available_bytes;
+use tokenyard::internals::base::memory::available_bytes;
 
 /// Runs the bench. Success: everything ran and every comparison was right.
 ///

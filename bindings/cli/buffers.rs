@@ -3,7 +3,7 @@
 //! Beside the data path, on the rank's thread. Uploads, poison and read-back wait; nothing here is timed. Every output
 //! is followed by memory that must stay untouched, and poisoned before each iteration that is compared.
 
-use tokenyard::kernels::bench::ExpertCall;
+use tokenyard::internals::kernels::bench::ExpertCall;
 use tokenyard::{
     Combined, Device, DeviceBuffer, HostBuffer, IndexType, Layout, Output, OwnOutput, Result, Rows, ScaleOrder,
     ScaleView, Stream, TokenCount, Tokens, View,

@@ -7,7 +7,7 @@ use std::cell::{Cell, OnceCell, RefCell};
 
 use tokenyard::{
     AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, OwnOutput, Refused, Result, Sent,
-    Stream, kernels::bench,
+    Stream, internals::kernels::bench,
 };
 
 use super::buffers::Buffers;

@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use tokenyard::base::Dtype;
+use tokenyard::internals::base::Dtype;
 
 use super::args::{MAX_NICS, MAX_NODE, MAX_TOP_K, MAX_WORLD};
 use super::inputs::{Counter, Inputs, ScaleKind, Use};
@@ -226,7 +226,7 @@ impl Case {
     ///
     /// # Errors
     /// If the routing is impossible in this shape, or its file is unusable.
-    pub fn router(&self) -> tokenyard::base::Result<Router> {
+    pub fn router(&self) -> tokenyard::internals::base::Result<Router> {
         let shape = RoutingShape {
             ranks: self.world,
             experts: self.experts,

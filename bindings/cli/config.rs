@@ -6,8 +6,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use tokenyard::base::Dtype;
-use tokenyard::kernels::Device;
+use tokenyard::internals::base::Dtype;
+use tokenyard::internals::kernels::Device;
 
 use super::args::{BenchArgs, Check, List, or_default};
 use super::case::Case;

@@ -26,7 +26,7 @@ mod with_driver {
     use std::ffi::{CStr, c_char, c_int};
 
     use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
-    use tokenyard::base::{Result, cuda};
+    use tokenyard::internals::base::{Result, cuda};
 
     use super::Finding;
 

@@ -2,7 +2,7 @@
 //!
 //! Before the data path; pure. What a configuration is follows from its seed alone.
 
-use tokenyard::base::Dtype;
+use tokenyard::internals::base::Dtype;
 
 use super::args::MAX_NICS;
 use super::case::Case;

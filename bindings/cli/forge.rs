@@ -3,7 +3,9 @@
 //! Between a proxy and its endpoint, on the proxy's fiber. Rows and sums may come out wrong then, and calls may end with an
 //! error; but nothing may be touched that is not theirs, and no call may last beyond its deadline.
 
-use tokenyard::transport::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::internals::transport::network::{
+    DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm,
+};
 use tokenyard::{Rank, Result};
 
 use super::inputs::{Counter, Use};

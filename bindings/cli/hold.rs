@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokenyard::kernels::bench;
+use tokenyard::internals::kernels::bench;
 use tokenyard::{Device, DeviceKind, Error, HostBuffer, Rank, Result, Stream};
 
 /// The words that a held stream waits for.

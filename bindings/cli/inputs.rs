@@ -3,7 +3,7 @@
 //!
 //! Before the data path, on any thread; it allocates nothing. One 64-bit mix makes eight bytes.
 
-use tokenyard::base::Dtype;
+use tokenyard::internals::base::Dtype;
 
 /// Step between counters: the odd number nearest to 2^64 divided by the golden ratio, so that neighbouring counters
 /// differ in about half of their bits before they are mixed.

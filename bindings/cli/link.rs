@@ -6,8 +6,8 @@
 
 use std::time::{Duration, Instant};
 
-use tokenyard::kernels::bench;
-use tokenyard::transport::{Arena, PeerMap};
+use tokenyard::internals::kernels::bench;
+use tokenyard::internals::transport::{Arena, PeerMap};
 use tokenyard::{Device, DeviceBuffer, Rank, Result, View, World};
 
 use super::calls::Caller;

@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use tokenyard::transport::sim::{LinkModel, models};
+use tokenyard::internals::transport::network::sim::{LinkModel, models};
 
 /// What carries bytes between nodes.
 #[derive(Debug, Clone, PartialEq, Eq)]

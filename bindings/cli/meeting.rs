@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokenyard::kernels::bench;
+use tokenyard::internals::kernels::bench;
 use tokenyard::{Device, HostBuffer, Rank, Result, Stream};
 
 use super::hold::{gone_on, word};

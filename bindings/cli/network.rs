@@ -10,12 +10,12 @@
 use std::fs::File;
 use std::io::Read;
 
-use tokenyard::proxy::driver::ThreadConfig;
-use tokenyard::proxy::gpu_nic::{self, GpuNetwork};
-use tokenyard::proxy::machine::Liveness;
-use tokenyard::proxy::{ProxyConfig, ProxyLoop};
-use tokenyard::transport::link::Transport;
-use tokenyard::transport::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimConfig};
+use tokenyard::internals::proxy::driver::ThreadConfig;
+use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::proxy::{ProxyConfig, ProxyLoop};
+use tokenyard::internals::transport::network::Transport;
+use tokenyard::internals::transport::network::emulated::{self, GpuNetwork};
+use tokenyard::internals::transport::network::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimConfig};
 use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
 
 use super::case::Case;
@@ -70,7 +70,7 @@ pub enum Shared {
     Sim(Network),
     /// A kernel on each GPU copies.
     Gpu {
-        network: GpuNetwork,
+        network: GpuNetwork<Device>,
         /// Where calls are timed.
         measured: Option<Measured>,
     },
@@ -132,7 +132,7 @@ pub fn real_time(
     let measured = if job.measured {
         // From a rank to one of another node.
         let (near, far) = (open_device(0)?, open_device(case.nodes.first().copied().unwrap_or(0))?);
-        Some(Measured { nic_us: gpu_nic::overhead(&near, &far)?, meeting: Meeting::new(&near, case.world)? })
+        Some(Measured { nic_us: emulated::overhead(&near, &far)?, meeting: Meeting::new(&near, case.world)? })
     } else {
         None
     };

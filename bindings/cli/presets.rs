@@ -1,6 +1,6 @@
 //! Shapes of published models, from their configurations. Plain data for the command line.
 
-use tokenyard::base::{Dtype, Error, Result};
+use tokenyard::internals::base::{Dtype, Error, Result};
 
 /// The shape of one model's expert layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use std::ffi::OsStr;
 use std::fmt;
 use std::path::Path;
 
-use tokenyard::base::{Dtype, Error, Result};
+use tokenyard::internals::base::{Dtype, Error, Result};
 
 use super::inputs::{Counter, Inputs, ScaleKind, Use};
 use super::trace_file::TraceFile;

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use tokenyard::transport::sim::Counts;
+use tokenyard::internals::transport::network::sim::Counts;
 
 use super::args::VerifyArgs;
 use super::case::Case;

@@ -18,8 +18,8 @@ mod world;
 
 use std::process::ExitCode;
 
-use tokenyard::transport::imm::MAX_RANKS;
-use tokenyard::transport::sim::models::{self, Link};
+use tokenyard::internals::transport::network::imm::MAX_RANKS;
+use tokenyard::internals::transport::network::sim::models::{self, Link};
 
 use super::args::{List, SimulateArgs};
 use super::config::check_output;

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use tokenyard::base::Dtype;
+use tokenyard::internals::base::Dtype;
 
 use super::case::Case;
 use super::inputs::ScaleKind;

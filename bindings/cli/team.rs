@@ -4,9 +4,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use tokenyard::kernels::{SeededConfig, SeededReport, seeded_world};
-use tokenyard::transport::link::Transport;
-use tokenyard::transport::sim::{Counts, Network};
+use tokenyard::internals::kernels::{SeededConfig, SeededReport, seeded_world};
+use tokenyard::internals::transport::network::Transport;
+use tokenyard::internals::transport::network::sim::{Counts, Network};
 use tokenyard::{Device, Error, Proxy, Result, World};
 
 use super::case::Case;

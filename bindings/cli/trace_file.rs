@@ -11,7 +11,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 
-use tokenyard::base::{Error, Result};
+use tokenyard::internals::base::{Error, Result};
 
 /// The largest file, since every rank of a run holds what it routes: 2^25 choices are 65536 tokens of 8 choices for each of
 /// 64 ranks, the most that run.

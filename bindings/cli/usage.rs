@@ -28,7 +28,7 @@ impl Refusal {
     }
 
     /// From a check of the library or of an input file.
-    pub fn from_error(error: &tokenyard::base::Error) -> Refusal {
+    pub fn from_error(error: &tokenyard::internals::base::Error) -> Refusal {
         Refusal(one_line(&error.to_string()))
     }
 

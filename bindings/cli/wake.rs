@@ -7,7 +7,7 @@
 //! On the rank's thread, ahead of the barrier that lets ranks go together. It enqueues and never allocates; a rank wakes
 //! its own links and waits for no other.
 
-use tokenyard::kernels::bench;
+use tokenyard::internals::kernels::bench;
 use tokenyard::{Device, DeviceKind, Result, Stream, View, World};
 
 use super::link::Slots;

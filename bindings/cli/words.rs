@@ -2,7 +2,7 @@
 //!
 //! Before the data path; pure functions on any thread.
 
-use tokenyard::base::Dtype;
+use tokenyard::internals::base::Dtype;
 
 use super::inputs::ScaleKind;
 

@@ -4,9 +4,9 @@
 use crate::rig::*;
 use std::io::Write;
 use std::time::{Duration, Instant};
-use tokenyard::proxy::driver::ThreadConfig;
-use tokenyard::proxy::machine::Liveness;
-use tokenyard::transport::sim::{Clock, ProcessEndpoint, SimConfig};
+use tokenyard::internals::proxy::driver::ThreadConfig;
+use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
 use tokenyard::*;
 
 /// Names the point; set in ranks alone.

@@ -1,4 +1,4 @@
-//! What every transport must pass: one function for each promise of `transport/link.rs`, for any backend.
+//! What every transport must pass: one function for each promise of `transport/network/mod.rs`, for any backend.
 //!
 //! A backend gives fresh endpoints of a world; `contract!` then makes a test of each function. Most drive all endpoints
 //! from one thread, so that memory can be looked at between polls; one gives each its own thread.
@@ -10,8 +10,8 @@ use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::{Duration, Instant};
-use tokenyard::base::{Error, Rank};
-use tokenyard::transport::link::{
+use tokenyard::internals::base::{Error, Rank};
+use tokenyard::internals::transport::network::{
     Allocation, Event, MAX_MESSAGE, Place, Posted, RegionId, Released, Span, SpanMemory, Transport, WriteImm,
 };
 

@@ -5,7 +5,7 @@
 
 use serde::Serialize;
 
-use tokenyard::transport::sim::models;
+use tokenyard::internals::transport::network::sim::models;
 
 use super::costs::Costs;
 use super::peers::{self, Site, System};

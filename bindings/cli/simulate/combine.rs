@@ -10,7 +10,7 @@
 
 use std::ops::Range;
 
-use tokenyard::proxy::wire::Direction;
+use tokenyard::internals::proxy::wire::Direction;
 
 use super::costs::{Costs, Server, at_rate};
 use super::plan::Plan;

@@ -9,7 +9,7 @@
 //!
 //! Work is taken to be spread evenly over the SMs, each part a server of its own.
 
-use tokenyard::proxy::wire::Direction;
+use tokenyard::internals::proxy::wire::Direction;
 
 use super::costs::{Costs, Server, at_rate};
 use super::plan::Plan;

@@ -14,10 +14,10 @@
 use std::collections::VecDeque;
 
 use tokenyard::Rank;
-use tokenyard::transport::imm::ImmValue;
-use tokenyard::transport::link::{Event, Place, Posted, RegionId, Span, Transport, WriteImm};
-use tokenyard::transport::sim::models::Link;
-use tokenyard::transport::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::transport::network::imm::ImmValue;
+use tokenyard::internals::transport::network::sim::models::Link;
+use tokenyard::internals::transport::network::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, Span, Transport, WriteImm};
 
 use super::costs::{Costs, at_rate};
 use super::workload::{Shape, Workload};

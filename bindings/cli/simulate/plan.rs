@@ -4,8 +4,8 @@
 
 use std::ops::Range;
 
-use tokenyard::proxy::wire::{Direction, Lane, rows_of_chunk};
-use tokenyard::transport::imm::MAX_CHUNKS;
+use tokenyard::internals::proxy::wire::{Direction, Lane, rows_of_chunk};
+use tokenyard::internals::transport::network::imm::MAX_CHUNKS;
 
 use super::costs::Costs;
 use super::result::Pair;
@@ -66,7 +66,7 @@ impl Assumption {
     }
 }
 
-/// Words that one read of the poller covers (kernels/wire.cuh: relay_batch).
+/// Words that one read of the poller covers (kernels/common/wire.cuh: relay_batch).
 const POLL_WORDS: u64 = 8;
 
 /// How messages are cut.

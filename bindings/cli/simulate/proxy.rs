@@ -3,11 +3,11 @@
 //!
 //! On the simulation's thread. It never looks at payload: the network moves none.
 
-use tokenyard::base::{Rank, Result};
-use tokenyard::proxy::machine::{Answer, Flag, Input, Machine, Outputs, Report, WatchId};
-use tokenyard::proxy::wire::ContextIdx;
-use tokenyard::transport::link::{Event, Posted, Transport, WriteImm};
-use tokenyard::transport::sim::SimEndpoint;
+use tokenyard::internals::base::{Rank, Result};
+use tokenyard::internals::proxy::machine::{Answer, Flag, Input, Machine, Outputs, Report, WatchId};
+use tokenyard::internals::proxy::wire::ContextIdx;
+use tokenyard::internals::transport::network::sim::SimEndpoint;
+use tokenyard::internals::transport::network::{Event, Posted, Transport, WriteImm};
 
 use super::costs::Costs;
 

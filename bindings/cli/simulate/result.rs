@@ -4,7 +4,7 @@
 
 use serde::Serialize;
 
-use tokenyard::transport::sim::models::Link;
+use tokenyard::internals::transport::network::sim::models::Link;
 
 use super::plan::Plan;
 use crate::report::{Bytes, Floor, Percentiles, table};

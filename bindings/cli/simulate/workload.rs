@@ -2,7 +2,7 @@
 //!
 //! Before the simulated data path; pure. Everything follows from shape, seed and iteration.
 
-use tokenyard::base::{Dtype, Result};
+use tokenyard::internals::base::{Dtype, Result};
 
 use crate::inputs::{Counter, Use};
 use crate::presets::Preset;

@@ -13,11 +13,11 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use tokenyard::Rank;
-use tokenyard::proxy::machine::{ContextConfig, Flag, Liveness, Machine, MachineConfig};
-use tokenyard::proxy::wire::{ChunkIdx, DIRECTIONS, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
-use tokenyard::transport::link::{RegionId, Span, Transport};
-use tokenyard::transport::sim::models::Link;
-use tokenyard::transport::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::proxy::machine::{ContextConfig, Flag, Liveness, Machine, MachineConfig};
+use tokenyard::internals::proxy::wire::{ChunkIdx, DIRECTIONS, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
+use tokenyard::internals::transport::network::sim::models::Link;
+use tokenyard::internals::transport::network::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::transport::network::{RegionId, Span, Transport};
 
 use super::costs::Costs;
 use super::plan::Plan;
