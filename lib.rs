@@ -19,8 +19,7 @@
 //!     .hidden(8)
 //!     .experts(2)
 //!     .top_k(1)
-//!     .max_tokens(2)
-//!     .dtype(Dtype::Bf16)
+//!     .max_tokens_per_rank(2)
 //!     .build()?;
 //!
 //! let (x, y, out) = (device.alloc(32)?, device.alloc(32)?, device.alloc(32)?);
@@ -93,7 +92,8 @@ pub use kernels::{Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, St
 
 // ---- contexts and their configuration
 pub use bindings::api::{
-    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, OwnOutput, Partial, Placement, Plan, Scales, Weights,
+    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, OwnOutput, Partial, Placement, Plan, RowFormat, Scales, Tuning,
+    Weights,
 };
 
 // ---- calls: what they are given, and what is under way

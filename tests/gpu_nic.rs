@@ -234,7 +234,7 @@ fn rounds_over_nodes(model: LinkModel, nics: usize, chunk_rows: Option<usize>) {
         let config = ProxyConfig { liveness: Liveness::default(), thread };
         let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();
         let rig = Rig::on(&world, device, |builder| match chunk_rows {
-            Some(rows) => builder.proxy(&proxy).chunk_rows(rows),
+            Some(rows) => builder.proxy(&proxy).tuning(|t| t.chunk_rows = Some(rows)),
             None => builder.proxy(&proxy),
         });
         for salt in 0..6 {
@@ -292,7 +292,7 @@ fn contexts_on_gpus_over_a_network_that_the_processor_moves_need_arenas_in_host_
         let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();
         let refused = context_rig::builder(&world, &device).proxy(&proxy).build().map(drop).unwrap_err().to_string();
         assert!(refused.contains("ArenaPlace::Host"), "{refused}");
-        let rig = Rig::on(&world, device, |builder| builder.proxy(&proxy).arena(ArenaPlace::Host));
+        let rig = Rig::on(&world, device, |builder| builder.proxy(&proxy).tuning(|t| t.arena = ArenaPlace::Host));
         rig.good_round(1);
         world.barrier("done").unwrap();
     });

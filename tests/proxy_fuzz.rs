@@ -442,7 +442,12 @@ fn counts_beyond_an_immediate_say_which_and_how_many() {
 fn a_context_refuses_chunks_that_an_immediate_cannot_number() {
     let builder = |max_tokens, rows: usize| {
         let world = World::threads(2).remove(0).with_nodes(&[1, 1]).unwrap();
-        AllToAll::builder(&world).hidden(128).experts(4).top_k(2).max_tokens(max_tokens).chunk_rows(rows)
+        AllToAll::builder(&world)
+            .hidden(128)
+            .experts(4)
+            .top_k(2)
+            .max_tokens_per_rank(max_tokens)
+            .tuning(|t| t.chunk_rows = Some(rows))
     };
     builder(1023, 1).plan().unwrap();
     let (name, value, advice) = refused(builder(100_000, 1).plan());

@@ -1,21 +1,21 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
+use super::format::{RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
-use super::shape::{ArenaPlace, Partial, SCALE_COLUMNS, Scales, Shape, Weights, config};
+use super::plan::Plan;
+use super::shape::{Partial, Shape, Weights, config};
 use super::sms::{Traffic, sms_available};
+use super::tuning::{ArenaPlace, Tuning};
 use crate::base::{Dtype, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceKind};
 use crate::proxy::Proxy;
 use crate::proxy::wire::Nodes;
 use crate::transport::World;
-use crate::transport::memory::gdr::GdrCopy;
 use std::time::Duration;
 
-/// Arenas up to which received rows and partial rows are kept twice, with several nodes.
-const DOUBLE_BUFFER_BYTES: u64 = 256 << 20;
-
-/// Collects what a context needs; see [`AllToAll::builder`](super::AllToAll::builder).
+/// Collects what a context needs; see [`AllToAll::builder`](super::AllToAll::builder). A context is an arena with limits:
+/// most tokens of a rank in a call, bytes of a row, experts of a token, experts in all.
 #[derive(Clone)]
 pub struct AllToAllBuilder {
     pub(crate) world: World,
@@ -24,27 +24,15 @@ pub struct AllToAllBuilder {
     pub(crate) experts: usize,
     pub(crate) top_k: usize,
     pub(crate) max_tokens: usize,
-    pub(crate) dtype: Dtype,
-    pub(crate) scales: Scales,
+    pub(crate) format: RowFormat,
     pub(crate) quantize: bool,
     pub(crate) combine_dtype: Dtype,
-    pub(crate) partial: Partial,
     pub(crate) placement: Option<Placement>,
     pub(crate) weights: Weights,
     pub(crate) sms: Option<u32>,
     pub(crate) timeout: Duration,
-    pub(crate) handles: usize,
-    pub(crate) first_epoch: u64,
     pub(crate) proxy: Option<Proxy>,
-    pub(crate) chunk_rows: Option<usize>,
-    pub(crate) double_buffer_bytes: u64,
-    pub(crate) arriving_tokens: Option<usize>,
-    pub(crate) wave_tokens: Option<usize>,
-    pub(crate) own_output: Option<(usize, usize)>,
-    pub(crate) meta_tile: Option<usize>,
-    pub(crate) arena: ArenaPlace,
-    pub(crate) statistics: bool,
-    pub(crate) gdrcopy: Option<GdrCopy>,
+    pub(crate) tuning: Tuning,
 }
 
 impl AllToAllBuilder {
@@ -56,35 +44,16 @@ impl AllToAllBuilder {
             experts: 0,
             top_k: 0,
             max_tokens: 0,
-            dtype: Dtype::Bf16,
-            scales: Scales::None,
+            format: RowFormat::BF16,
             quantize: false,
             combine_dtype: Dtype::Bf16,
-            partial: Partial::Same,
             placement: None,
             weights: Weights::Dispatch,
             sms: None,
             timeout: Duration::from_secs(30),
-            handles: 4,
-            first_epoch: 1,
             proxy: None,
-            chunk_rows: None,
-            double_buffer_bytes: DOUBLE_BUFFER_BYTES,
-            arriving_tokens: None,
-            wave_tokens: None,
-            own_output: None,
-            meta_tile: None,
-            arena: ArenaPlace::Device,
-            statistics: false,
-            gdrcopy: None,
+            tuning: Tuning::default(),
         }
-    }
-
-    /// Has the device write down when its blocks come through each stage of a call, and whom it heard of when; see
-    /// [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Default: off. It costs a few stores to host memory a block.
-    pub fn statistics(mut self, on: bool) -> Self {
-        self.statistics = on;
-        self
     }
 
     /// The device of this rank. Default: a CPU device of its own.
@@ -113,25 +82,19 @@ impl AllToAllBuilder {
 
     /// Most tokens of one rank in one call: 2^20 in one node; with N nodes a bitmap of them per node has to fit in a block's
     /// shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
-    pub fn max_tokens(mut self, max_tokens: usize) -> Self {
+    pub fn max_tokens_per_rank(mut self, max_tokens: usize) -> Self {
         self.max_tokens = max_tokens;
         self
     }
 
-    /// Type of the dispatched rows. Default bf16.
-    pub fn dtype(mut self, dtype: Dtype) -> Self {
-        self.dtype = dtype;
-        self
-    }
-
-    /// Scales that travel with fp8 rows. Default none.
-    pub fn scales(mut self, scales: Scales) -> Self {
-        self.scales = scales;
+    /// What dispatched rows travel as: type of their elements, and their scales. Default [`RowFormat::BF16`].
+    pub fn format(mut self, format: RowFormat) -> Self {
+        self.format = format;
         self
     }
 
     /// Whether tokens are given as bf16 rows without scales, and become fp8 rows with scales as they are sent. Needs an
-    /// fp8 [`dtype`](Self::dtype) and [`scales`](Self::scales), which say what travels and what comes out. Default no.
+    /// fp8 [`format`](Self::format) with scales, which says what travels and what comes out. Default no.
     ///
     /// Each block of 128 columns (DeepSeek-V3's 1x128 tiles of activations) is scaled by itself: amax is its largest
     /// magnitude, at least 1e-4. The scale is amax / 448, or with UE8M0 the smallest power of two that is not below it.
@@ -150,18 +113,6 @@ impl AllToAllBuilder {
         self
     }
 
-    /// What partial rows travel as. Default [`Partial::Same`].
-    ///
-    /// With [`Partial::Fp8`] each block of 128 columns becomes e4m3 elements with one fp32 scale, as a block with fp32
-    /// scales does that [`quantize`](Self::quantize) makes, and whoever adds the row multiplies elements with scale, all
-    /// of it fp32 arithmetic with one rounding an operation. It needs a hidden size that is a multiple of 128. Where amax
-    /// is the largest magnitude of the block's sums, and 1e-4 at least, an element x is off by at most |x| / 16 or
-    /// amax / 458000, whichever is larger, on each way that it goes: home or to a rail, and between nodes once more.
-    pub fn partial(mut self, partial: Partial) -> Self {
-        self.partial = partial;
-        self
-    }
-
     /// Which rank holds which expert, by ranks of the world's first generation; experts of ranks that are not there any
     /// more get no tokens. Default [`Placement::even`].
     pub fn placement(mut self, placement: Placement) -> Self {
@@ -177,7 +128,7 @@ impl AllToAllBuilder {
 
     /// Blocks of a kernel. Default, on a GPU: of its multiprocessors, less those that the network's own kernels need, all for
     /// contexts of few tokens, and for large ones the fewest by which calls take no more than a percent longer, by a model of
-    /// the bytes that they move ([`explain_plan`](Self::explain_plan) tells; docs/performance.md, "As many multiprocessors as
+    /// the bytes that they move ([`Plan::explain`](super::Plan::explain) tells; docs/performance.md, "As many multiprocessors as
     /// it takes"). On the CPU device all.
     ///
     /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks must
@@ -189,35 +140,9 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Gives the context an output in its arena, the same on all ranks: `rows` rows in the contiguous layout, starts of
-    /// experts at multiples of `align` rows, scales row by row. Peers then store a row where its first expert wants it, and
-    /// no inbox lies between: of eight ranks each moves less than half of what it does otherwise, and the arena lacks the
-    /// inbox. But no row leaves before all counts are here. For large calls with few multiprocessors
-    /// (docs/performance.md, "Rows stored in place"). Default: none.
-    ///
-    /// Every [`dispatch`](super::AllToAll::dispatch) then goes to [`AllToAll::own_output`](super::AllToAll::own_output), whose rows are there until the next one
-    /// begins; calls are not split. In worlds of one node of at most 32 ranks, without quantisation.
-    pub fn own_output(mut self, rows: usize, align: usize) -> Self {
-        self.own_output = Some((rows, align));
-        self
-    }
-
     /// Progress deadline of every wait on the device. Default 30 s.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
-        self
-    }
-
-    /// Dispatches whose handles may be alive at once. Default 4.
-    pub fn handles(mut self, handles: usize) -> Self {
-        self.handles = handles;
-        self
-    }
-
-    /// Number of the first epoch, the same on all ranks. Default 1; tests start just below 2^32 to see flags wrap.
-    /// At most 2^42.
-    pub fn first_epoch(mut self, epoch: u64) -> Self {
-        self.first_epoch = epoch;
         self
     }
 
@@ -227,80 +152,22 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: 128 KiB, or 640 KiB
-    /// of combine where there are several NICs, and more where rows of a message would be more than 1023 chunks, or the
-    /// context need more than a quarter of the network's receives. [`build`](Self::build) refuses a context that needs more
-    /// than the others of its proxy leave.
-    pub fn chunk_rows(mut self, rows: usize) -> Self {
-        self.chunk_rows = Some(rows);
+    /// Changes settings that contexts do without: `builder.tuning(|tuning| tuning.statistics = true)`. May be called again.
+    pub fn tuning(mut self, change: impl FnOnce(&mut Tuning)) -> Self {
+        change(&mut self.tuning);
         self
     }
 
-    /// With several nodes: received rows and partial rows are kept twice, so that no call waits until peers have read
-    /// those of the call before (2.3 µs on H200s), where the arena then takes up to so many bytes; the same on all ranks.
-    /// Default: 256 MiB, which 128 tokens of DeepSeek-V3 stay below with up to 32 ranks in nodes of 8. 0: always once.
-    pub fn double_buffer_bytes(mut self, bytes: u64) -> Self {
-        self.double_buffer_bytes = bytes;
-        self
-    }
-
-    /// With one node: where a wave has up to so many tokens of a rank, each word of a partial row tells that it has come,
-    /// and neither fence nor tag stands behind the row; home leaves zeros in its place. Where blocks are few, or tokens
-    /// many and ranks few, that takes longer than a fence; the same on all ranks. Default: 256, and 0, which is never,
-    /// where a rank has at most 48 blocks.
-    pub fn arriving_tokens(mut self, tokens: usize) -> Self {
-        self.arriving_tokens = Some(tokens);
-        self
-    }
-
-    /// Tokens whose META (see docs/design.md) one block builds, rounded up to a multiple of 32, and as many as shared memory
-    /// has room for; of larger calls other blocks build that of the others. Default: 256.
-    pub fn meta_tile(mut self, tokens: usize) -> Self {
-        self.meta_tile = Some(tokens);
-        self
-    }
-
-    /// Tokens of each rank that a call sends at once; a larger call goes in waves of so many, a launch each, and always
-    /// in as many as `max_tokens` needs. Rows' and partial rows' places in the arena are for one wave alone. Default: all
-    /// of them; with several nodes no more than keep the arena within 2 GiB. With several waves a call's halves need its
-    /// input until the receiving half is through.
-    pub fn wave_tokens(mut self, tokens: usize) -> Self {
-        self.wave_tokens = Some(tokens);
-        self
-    }
-
-    /// Where the arena lies. Default: in the GPU's own memory; the CPU device's is host memory whatever is given here.
-    pub fn arena(mut self, place: ArenaPlace) -> Self {
-        self.arena = place;
-        self
-    }
-
-    /// Whether GPU and proxy share flags in the GPU's memory, by way of GDRCopy. Default: as `TOKENYARD_GDRCOPY` says, and
-    /// `Auto` where it says nothing. The CPU device's flags lie in plain memory whatever is given here. Ranks may differ.
-    pub fn gdrcopy(mut self, gdrcopy: GdrCopy) -> Self {
-        self.gdrcopy = Some(gdrcopy);
-        self
-    }
-
-    /// What a rank of this configuration needs, without building it.
+    /// What a rank of this configuration needs, without building it; [`Plan::explain`](super::Plan::explain) has the
+    /// formula behind it.
     ///
     /// # Errors
     /// As [`build`](Self::build), for what can be seen on one rank.
-    pub fn plan(&self) -> Result<super::Plan> {
+    pub fn plan(&self) -> Result<Plan> {
         let (shape, _) = self.check()?;
-        super::Plan::new(&shape.plan_input())
-    }
-
-    /// The same as [`plan`](Self::plan), as the formula behind it.
-    ///
-    /// # Errors
-    /// As [`plan`](Self::plan).
-    pub fn explain_plan(&self) -> Result<String> {
-        let shape = self.check()?.0;
-        let input = shape.plan_input();
         let gpu = self.device.as_ref().filter(|device| device.kind() == DeviceKind::Cuda);
         let gpu = gpu.map(|gpu| sms_available(gpu, self.proxy.as_ref()));
-        Ok(format!("{}\n{}", super::Plan::new(&input)?.explain(&input), Traffic::of(&shape).explain(gpu)))
+        Ok(Plan::new(&shape.plan_input())?.with_traffic(&Traffic::of(&shape).explain(gpu)))
     }
 
     /// Checks everything that can be seen on one rank.
@@ -310,24 +177,24 @@ impl AllToAllBuilder {
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, 1 << 20, "experts")?;
         within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
-        within("max_tokens", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
-        within("handles", self.handles, 1, 1024, "handles")?;
-        if let Some(tokens) = self.wave_tokens {
+        within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
+        within("handles", self.tuning.handles, 1, 1024, "handles")?;
+        if let Some(tokens) = self.tuning.wave_tokens {
             within("wave_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a wave")?;
         }
         if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
-            return Err(config("max_tokens", self.max_tokens, advice));
+            return Err(config("max_tokens_per_rank", self.max_tokens, advice));
         }
         // Landings keep 43 bits of an epoch, and fresh memory holds one of epoch 0: 2^42 calls are left at the least.
-        if self.first_epoch > 1 << 42 {
+        if self.tuning.first_epoch > 1 << 42 {
             let advice = "epochs are counted to 2^43; start at 2^42 at the most".into();
-            return Err(config("first_epoch", self.first_epoch, advice));
+            return Err(config("first_epoch", self.tuning.first_epoch, advice));
         }
         // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.
-        if self.first_epoch as u32 == 0 || self.first_epoch as u32 == u32::MAX {
+        if self.tuning.first_epoch as u32 == 0 || self.tuning.first_epoch as u32 == u32::MAX {
             let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds".into();
-            return Err(config("first_epoch", self.first_epoch, advice));
+            return Err(config("first_epoch", self.tuning.first_epoch, advice));
         }
         self.check_own_output(&nodes)?;
         let placement = match &self.placement {
@@ -353,38 +220,33 @@ impl AllToAllBuilder {
             name,
             nodes,
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),
-            chunk_rows: self.chunk_rows,
+            chunk_rows: self.tuning.chunk_rows,
             receives: self.proxy.as_ref().map_or(usize::MAX, Proxy::receives_of_a_context),
-            double_buffer_bytes: self.double_buffer_bytes,
-            arriving_tokens: self.arriving_tokens,
-            wave_tokens: self.wave_tokens,
-            own_output: self.own_output,
+            double_buffer_bytes: self.tuning.double_buffer_bytes,
+            arriving_tokens: self.tuning.arriving_tokens,
+            wave_tokens: self.tuning.wave_tokens,
+            own_output: self.tuning.own_output,
             arena: match self.device_kind() {
                 DeviceKind::Cpu => ArenaPlace::Host,
-                DeviceKind::Cuda => self.arena,
+                DeviceKind::Cuda => self.tuning.arena,
             },
             hidden: self.hidden,
             experts: self.experts,
             top_k: self.top_k,
             max_tokens: self.max_tokens,
-            dtype: self.dtype,
-            scales: self.scales,
+            format: self.format,
             quantize: self.quantize,
             combine_dtype: self.combine_dtype,
-            partial: self.partial,
+            partial: self.tuning.partial,
             weights: self.weights,
-            row_bytes: self.hidden * self.dtype.bytes(),
-            scale_words: match self.scales {
-                Scales::None => 0,
-                Scales::F32 => self.hidden.div_ceil(SCALE_COLUMNS),
-                Scales::Ue8m0 => self.hidden.div_ceil(4 * SCALE_COLUMNS),
-            },
+            row_bytes: self.format.row_bytes(self.hidden),
+            scale_words: self.format.scale_bytes(self.hidden) / 4,
             local_experts: placement.local_experts(name.index()).len(),
             max_local_experts: placement.max_local_experts(),
         };
         self.check_rows(&shape)?;
         if let Some((_, align)) =
-            self.own_output.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
+            self.tuning.own_output.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
         {
             let advice =
                 "rows are counted in int32, those by which experts' starts are aligned, too; align by less".into();
@@ -394,7 +256,7 @@ impl AllToAllBuilder {
     }
 
     fn check_own_output(&self, nodes: &Nodes) -> Result<()> {
-        let Some((rows, align)) = self.own_output else { return Ok(()) };
+        let Some((rows, align)) = self.tuning.own_output else { return Ok(()) };
         within("own_output rows", rows, 1, i32::MAX as usize, "rows")?;
         within("own_output align", align, 1, i32::MAX as usize, "rows")?;
         let why = if nodes.members().len() > 1 {
@@ -403,7 +265,7 @@ impl AllToAllBuilder {
             "an output in the arena is for nodes of 32 ranks at the most; leave it out"
         } else if self.quantize {
             "rows that are quantised as they are sent have no output in the arena; leave one of them out"
-        } else if self.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
+        } else if self.tuning.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
             "calls with an output in the arena go in one wave; leave wave_tokens out"
         } else {
             return Ok(());
@@ -417,18 +279,24 @@ impl AllToAllBuilder {
         within("world", self.world.size(), 1, raw::TY_MAX_RANKS as usize, "ranks")?;
         within("nodes", count, 1, raw::TY_MAX_NODES as usize, "nodes")?;
         within("ranks of a node", nodes.largest(), 1, raw::TY_MAX_NODE_RANKS as usize, "ranks of one node")?;
-        if let Some(tokens) = self.meta_tile {
+        if let Some(tokens) = self.tuning.meta_tile {
             within("meta_tile", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens of a tile")?;
         }
         if count == 1 {
             return Ok(nodes);
         }
-        if let Some(rows) = self.chunk_rows {
+        if let Some(rows) = self.tuning.chunk_rows {
             within("chunk_rows", rows, 1, 1 << 20, "rows of a chunk")?;
         }
         // A row of the bitmap has a word beyond the last token's.
         let most = 32 * (raw::TY_NODES_BITMAP_WORDS as usize / count) - 1;
-        within("max_tokens", self.max_tokens, 1, most, "tokens a rank, of which a block keeps a bitmap per node")?;
+        within(
+            "max_tokens_per_rank",
+            self.max_tokens,
+            1,
+            most,
+            "tokens a rank, of which a block keeps a bitmap per node",
+        )?;
         if self.sms == Some(1) {
             return Err(config(
                 "sms",
@@ -445,22 +313,18 @@ impl AllToAllBuilder {
             return Err(config("hidden", self.hidden, advice));
         }
         let blocks = self.hidden.is_multiple_of(SCALE_COLUMNS);
-        if self.dtype == Dtype::Fp8E4m3 && !blocks {
+        if self.format.dtype == Dtype::Fp8E4m3 && !blocks {
             return Err(config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple".into()));
         }
-        if self.dtype != Dtype::Fp8E4m3 && self.scales != Scales::None {
-            let advice = format!("{} rows carry no scales; use none, or fp8 rows", self.dtype);
-            return Err(config("scales", format!("{:?}", self.scales), advice));
-        }
-        if self.quantize && (self.dtype != Dtype::Fp8E4m3 || self.scales == Scales::None) {
+        if self.quantize && (self.format.dtype != Dtype::Fp8E4m3 || self.format.scales == Scales::None) {
             let advice = format!(
                 "it makes fp8 rows with scales, and these are {} with scales {:?}; use fp8 with F32 or Ue8m0",
-                self.dtype, self.scales
+                self.format.dtype, self.format.scales
             );
             return Err(config("quantize", true, advice));
         }
         shape.float_code("combine_dtype", self.combine_dtype)?;
-        if self.partial == Partial::Fp8 && !blocks {
+        if self.tuning.partial == Partial::Fp8 && !blocks {
             let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows".into();
             return Err(config("hidden", self.hidden, advice));
         }

@@ -3,15 +3,17 @@
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
 use super::calls::{Combined, Layout, Output, OwnOutput, Rows, Tokens};
+use super::format::Scales;
 use super::handle::{CombineSent, Handle, Lease, Pool, Refused, Sent, SentRows};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
-use super::shape::{ArenaPlace, Scales, Shape, Weights, config};
+use super::shape::{Shape, Weights, config};
 use super::sms::{Traffic, sms_available};
 use super::statistics::{CallStatistics, Statistics};
 use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words};
+use super::tuning::ArenaPlace;
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::budget::Budget;
@@ -106,7 +108,7 @@ impl AllToAllBuilder {
         };
         let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
         let numbers = builder.proxy.as_ref().map_or(Offer::ANY, |proxy| proxy.offer(world.generation()));
-        let agreed = agree(&world, &checked, builder.first_epoch, Differing { few_blocks, receives, numbers })?;
+        let agreed = agree(&world, &checked, builder.tuning.first_epoch, Differing { few_blocks, receives, numbers })?;
         let (mut shape, placement) = checked?;
         shape.arriving_tokens.get_or_insert(if agreed.few_blocks { 0 } else { ARRIVING_TOKENS });
         shape.receives = agreed.receives;
@@ -128,7 +130,7 @@ impl AllToAllBuilder {
             (Some(proxied), Some((wire, _))) => {
                 let arena: (Span, Kept) = (peers.own().span(), peers.clone());
                 let words = proxied.words.memory;
-                Some(Opening::establish(&world, proxied.number, arena, wire, words, builder.first_epoch)?)
+                Some(Opening::establish(&world, proxied.number, arena, wire, words, builder.tuning.first_epoch)?)
             }
             _ => None,
         };
@@ -645,7 +647,7 @@ impl Local {
             (Some((wire, _)), Some(proxy)) => Some(Proxied {
                 number: proxy.take_number(numbers, wire)?,
                 words: {
-                    let gdrcopy = builder.gdrcopy.map_or_else(GdrCopy::from_env, Ok)?;
+                    let gdrcopy = builder.tuning.gdrcopy.map_or_else(GdrCopy::from_env, Ok)?;
                     SharedWords::allocate(&device, wire.word_counts(), gdrcopy)?
                 },
             }),
@@ -660,7 +662,7 @@ impl Local {
         let blocks = sms_of(builder, shape, &device);
         let tiling = Tiling::of(builder, shape);
         let tables = Tables {
-            state: upload(&device, &state_words(builder.first_epoch, blocks))?,
+            state: upload(&device, &state_words(builder.tuning.first_epoch, blocks))?,
             expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
             even_experts: even_experts(placement, &shape.nodes),
             tiling,
@@ -672,8 +674,9 @@ impl Local {
             relay: upload(&device, &vec![0; Relay::of(plan).words])?,
         };
         let reports = Reports::allocate(&device, shape.ranks)?;
-        let statistics = builder.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
-        let pool = Pool::new(&device, shape, plan.waves, builder.handles)?;
+        let statistics =
+            builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
+        let pool = Pool::new(&device, shape, plan.waves, builder.tuning.handles)?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
     }
 }
@@ -695,7 +698,7 @@ impl Tiling {
     fn of(builder: &AllToAllBuilder, shape: &Shape) -> Tiling {
         let counts = shape.max_local_experts + 1;
         let room = raw::TY_BITMAP_WORDS as usize / counts;
-        let words = builder.meta_tile.unwrap_or(META_TILE).div_ceil(32).clamp(1, room.max(1));
+        let words = builder.tuning.meta_tile.unwrap_or(META_TILE).div_ceil(32).clamp(1, room.max(1));
         let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
         Tiling {
             words: words as u32,
@@ -779,7 +782,7 @@ fn device_context(
         row_bytes: shape.row_bytes as u32,
         scale_words: shape.scale_words as u32,
         // Vectors of 16 elements; a scale is for 128 of those, and a word has one or four of them.
-        scale_shift: match shape.scales {
+        scale_shift: match shape.format.scales {
             Scales::None => 31,
             Scales::F32 => 3,
             Scales::Ue8m0 => 5,
@@ -790,7 +793,7 @@ fn device_context(
         max_local_experts: shape.max_local_experts as u32,
         tile_words: tables.tiling.words,
         max_tiles: tables.tiling.most,
-        quantize: match (shape.quantize, shape.scales) {
+        quantize: match (shape.quantize, shape.format.scales) {
             (true, Scales::F32) => raw::TY_QUANTIZE_F32,
             (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
             _ => raw::TY_QUANTIZE_NONE,
@@ -804,7 +807,7 @@ fn device_context(
         free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
         // What some waits add to it must not make it small.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
-        first_epoch: builder.first_epoch,
+        first_epoch: builder.tuning.first_epoch,
         state: tables.state.view().ptr,
         errors: reports.records_address(),
         expert_home: tables.expert_home.view().ptr,

@@ -5,7 +5,7 @@
 //!
 //! | what | file |
 //! |---|---|
-//! | settings of a context, and their checks | `builder`, `shape` |
+//! | settings of a context, and their checks | `builder`, `tuning`, `format`, `shape` |
 //! | the context: building it, its calls, its end | `context`, `agreement` |
 //! | arguments of calls, and their checks | `calls` |
 //! | what combine needs of a dispatch | `handle` |
@@ -18,6 +18,7 @@ mod agreement;
 mod builder;
 mod calls;
 mod context;
+mod format;
 mod handle;
 mod pick;
 mod placement;
@@ -27,12 +28,15 @@ mod shape;
 mod sms;
 mod statistics;
 mod tables;
+mod tuning;
 
 pub use builder::AllToAllBuilder;
 pub use calls::{Combined, IndexType, Layout, Output, OwnOutput, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use context::{AllToAll, Stats};
+pub use format::{RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
-pub use shape::{ArenaPlace, Partial, Scales, Weights};
+pub use shape::{Partial, Weights};
 pub use statistics::{CallStatistics, Stage};
+pub use tuning::{ArenaPlace, Tuning};

@@ -107,6 +107,7 @@ pub struct Plan {
     pub(crate) waves: usize,
     /// What lies between nodes, if there are several, and the messages by direction.
     pub(crate) wire: Option<(Wire, [Message; raw::TY_LANES as usize])>,
+    explanation: String,
 }
 
 /// Hands out consecutive aligned pieces of the arena.
@@ -155,7 +156,7 @@ impl Plan {
     /// With `copies` of received rows and partial rows.
     fn of_waves(input: &PlanInput, wave_tokens: usize, copies: u64) -> Result<Plan> {
         let overflow = || Error::Config {
-            name: "max_tokens",
+            name: "max_tokens_per_rank",
             value: input.max_tokens.to_string(),
             advice: format!(
                 "the arena of {} ranks and {} bytes a row would overflow 64 bits; lower it",
@@ -168,7 +169,7 @@ impl Plan {
         let regions = Self::regions(input, wave_tokens, copies, &mut cursor).ok_or_else(overflow)?;
         let wire =
             if input.nodes.members().len() > 1 { Some(Self::wire(input, wave_tokens, &mut cursor)?) } else { None };
-        Ok(Plan {
+        let plan = Plan {
             bytes: cursor.next,
             buffers: cursor.buffers,
             regions,
@@ -177,7 +178,22 @@ impl Plan {
             wave_tokens,
             waves,
             wire,
-        })
+            explanation: String::new(),
+        };
+        Ok(Plan { explanation: plan.formula(input), ..plan })
+    }
+
+    /// The same plan, whose explanation says how many SMs calls take, too.
+    pub(crate) fn with_traffic(mut self, traffic: &str) -> Plan {
+        self.explanation.push('\n');
+        self.explanation.push_str(traffic);
+        self
+    }
+
+    /// The assumption and the formula behind the total, for people; of a plan that a builder made, also how many SMs calls
+    /// take and why.
+    pub fn explain(&self) -> &str {
+        &self.explanation
     }
 
     fn regions(input: &PlanInput, wave_tokens: usize, copies: u64, cursor: &mut Cursor) -> Option<raw::ty_regions> {
@@ -247,7 +263,7 @@ impl Plan {
         };
         let sized = at(cursor.next, cursor.next)?;
         let overflow = || Error::Config {
-            name: "max_tokens",
+            name: "max_tokens_per_rank",
             value: input.max_tokens.to_string(),
             advice: "wire staging and inbox would overflow 64 bits; lower it".into(),
         };
@@ -266,8 +282,7 @@ impl Plan {
         self.bytes
     }
 
-    /// The assumption and the formula behind the total, for people.
-    pub fn explain(&self, input: &PlanInput) -> String {
+    fn formula(&self, input: &PlanInput) -> String {
         let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, self.wave_tokens);
         let waves = match self.waves {
             1 => "one wave".to_owned(),
@@ -302,7 +317,7 @@ impl Plan {
 /// The messages of one direction.
 fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Result<Message> {
     let too_large = |what: &str| Error::Config {
-        name: "max_tokens",
+        name: "max_tokens_per_rank",
         value: input.max_tokens.to_string(),
         advice: format!("{what} of a message between nodes do not fit 32 bits; lower it"),
     };
@@ -405,7 +420,7 @@ mod tests {
         let flags = [&twice, &once].map(|plan| plan.regions.dispatch_free.source_stride != 0);
         assert_eq!(flags, [false, true]);
         assert!(twice.regions.rows.parity_stride != 0 && once.regions.rows.parity_stride == 0);
-        assert!(twice.explain(&input).contains("2 x (32 ranks") && once.explain(&input).contains("1 x (32 ranks"));
+        assert!(twice.explain().contains("2 x (32 ranks") && once.explain().contains("1 x (32 ranks"));
     }
 
     #[test]
@@ -414,7 +429,7 @@ mod tests {
         let plan = Plan::new(&input).unwrap();
         assert!(plan.arena_bytes() <= 2 << 30, "{} MiB", plan.arena_bytes() >> 20);
         assert!(plan.waves > 1 && plan.waves * plan.wave_tokens >= 4096);
-        assert!(plan.explain(&input).contains(&format!("{} waves of {} tokens", plan.waves, plan.wave_tokens)));
+        assert!(plan.explain().contains(&format!("{} waves of {} tokens", plan.waves, plan.wave_tokens)));
         let whole = Plan::new(&PlanInput { wave_tokens: Some(4096), ..input }).unwrap();
         assert!(whole.waves == 1 && whole.arena_bytes() > 4 << 30);
     }
@@ -467,6 +482,6 @@ mod tests {
     #[test]
     fn an_arena_beyond_64_bits_is_refused() {
         let error = Plan::new(&PlanInput { max_tokens: usize::MAX / 2, ..v3(1) }).unwrap_err();
-        assert!(error.to_string().contains("max_tokens"), "{error}");
+        assert!(error.to_string().contains("max_tokens_per_rank"), "{error}");
     }
 }

@@ -1,21 +1,12 @@
 //! What a context was built for: the settings that its plan, its launches and the checks of its calls go by.
 
+use super::format::{RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
 use super::plan::PlanInput;
+use super::tuning::ArenaPlace;
 use crate::base::{Dtype, Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::proxy::wire::Nodes;
-
-/// Scales that travel with fp8 rows: one per 128 columns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Scales {
-    /// None; rows are their bytes alone.
-    None,
-    /// fp32, one word per 128 columns.
-    F32,
-    /// UE8M0 exponents, four to a 4-byte word, little end first; unused bytes zero.
-    Ue8m0,
-}
 
 /// Where the weights of combine's sums come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,19 +32,6 @@ pub enum Partial {
     Fp8,
 }
 
-/// Where a context's arena lies: what node peers store into, and what the network reads and writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum ArenaPlace {
-    /// In the GPU's own memory.
-    #[default]
-    Device,
-    /// In host memory, which GPUs reach over PCIe: for networks that cannot reach the memory of GPUs. Slow.
-    Host,
-}
-
-/// Columns of a scale.
-pub(crate) const SCALE_COLUMNS: usize = 128;
-
 /// What a context was built for.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
@@ -77,8 +55,7 @@ pub(crate) struct Shape {
     pub experts: usize,
     pub top_k: usize,
     pub max_tokens: usize,
-    pub dtype: Dtype,
-    pub scales: Scales,
+    pub format: RowFormat,
     pub quantize: bool,
     pub combine_dtype: Dtype,
     pub partial: Partial,
@@ -113,7 +90,7 @@ impl Shape {
     }
 
     pub fn scales_sentence(&self) -> &'static str {
-        match self.scales {
+        match self.format.scales {
             Scales::None => "this context's rows have no scales",
             _ => "this context's rows have scales",
         }
@@ -126,7 +103,7 @@ impl Shape {
 
     /// Whether rows are given with scales, and why.
     pub fn input_scales(&self) -> (bool, &'static str) {
-        match (self.quantize, self.scales) {
+        match (self.quantize, self.format.scales) {
             (true, _) => (false, "this context makes the scales as it quantises bf16 rows"),
             (false, scales) => (scales != Scales::None, self.scales_sentence()),
         }
@@ -207,8 +184,8 @@ impl Shape {
             self.top_k,
             self.max_tokens,
             self.wave_tokens.unwrap_or(0),
-            self.dtype,
-            self.scales,
+            self.format.dtype,
+            self.format.scales,
             self.quantize,
             self.combine_dtype,
             self.partial,

@@ -239,7 +239,10 @@ fn build(world: &World, device: Device, proxy: Option<&Proxy>) -> Result<Rig> {
     let mut builder = builder(world, &device).timeout(DEADLINE);
     if let Some(proxy) = proxy {
         // Where the network reaches them on GPUs, too.
-        builder = builder.proxy(proxy).chunk_rows(1).arena(ArenaPlace::Host);
+        builder = builder.proxy(proxy).tuning(|t| {
+            t.chunk_rows = Some(1);
+            t.arena = ArenaPlace::Host
+        });
     }
     let ep = builder.build()?;
     let capacity = world.size() * MAX_TOKENS * TOP_K;

@@ -20,6 +20,7 @@
 
 mod config;
 mod counts;
+mod flight;
 mod memory;
 pub mod models;
 mod process;

@@ -2,10 +2,10 @@
 
 use super::config::{DeadPeers, SimConfig};
 use super::counts::Counts;
+use super::flight::{Cargo, Due, Flight, Step};
 use super::memory::Source;
 use super::random::Random;
 use super::seat::{Lane, Miss, Pending, Port, Seat, Slot};
-use super::traffic::{Cargo, Due, Flight, Step};
 use crate::base::{Rank, Result};
 use crate::transport::network::address::Address;
 use crate::transport::network::{Posted, Reason, RegionId, Released, WriteImm};

@@ -16,8 +16,7 @@
 use super::frame::{self, Answer, Frame, Head, Hello, MAX_ANSWERS, Piece, Verdict};
 use super::intake::Intake;
 use super::memory;
-use super::outbound::READS_PER_POLL;
-use super::shared::{Core, Step};
+use super::shared::{Arrival, Core, Packet, READS_PER_POLL, Step};
 use super::socket::{self, Door, Receipt, Sending, Shortage};
 use crate::base::Rank;
 use crate::transport::network::imm::{ImmValue, MAX_RANKS};
@@ -39,28 +38,6 @@ const MAX_READY: usize = 4096;
 const MAX_PARTIAL: usize = 1 << 16;
 /// Most events that wait for the caller to poll.
 pub(super) const MAX_INBOX: usize = 8192;
-
-/// A write or message that arrives, by its connection and its sender's number. A sender can use a number again; what is
-/// still on its way of the former bearer must not be taken for the new one's, so each has a serial of this endpoint's.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Arrival {
-    guest: u64,
-    number: u64,
-    serial: u64,
-}
-
-/// A part of a write on its way from the NIC to memory.
-#[derive(Debug)]
-pub(super) struct Packet {
-    arrival: Arrival,
-    piece: Arc<[u8]>,
-    /// Where it begins in the write, and in its piece.
-    at: u32,
-    start: u32,
-    len: u32,
-    /// Its NIC has taken it in.
-    taken_in: bool,
-}
 
 #[derive(Debug)]
 enum Cargo {

@@ -15,7 +15,7 @@
 use super::address::Address;
 use super::frame::{self, Answer, Frame, Head, Hello, MAX_PIECE, Piece, Verdict};
 use super::memory;
-use super::shared::{Core, Step};
+use super::shared::{Core, FlightId, READS_PER_POLL, Step};
 use super::socket::{self, Nonce, Receipt, Sending, Shortage};
 use crate::base::{Rank, Result};
 use crate::transport::network::sim::config::DeadPeers;
@@ -29,15 +29,6 @@ use std::time::Duration;
 
 /// Most bytes of one peer's writes that are read when posted; the rest is read when it leaves.
 const MAX_EAGER: usize = 1 << 20;
-/// Frames read from one connection in a poll, so that one busy peer does not hold up the others.
-pub(super) const READS_PER_POLL: usize = 16;
-
-/// A write or message, by the lane in which it was posted and its number there.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct FlightId {
-    pub(super) lane: u64,
-    pub(super) number: u64,
-}
 
 /// Where a payload comes from.
 #[derive(Debug)]

@@ -4,8 +4,6 @@
 //! nothing of sockets and never touches registered memory.
 
 use super::Refused;
-use super::inbound::{Arrival, Packet};
-use super::outbound::FlightId;
 use crate::base::Rank;
 use crate::transport::network::sim::config::{Clock, SimConfig};
 use crate::transport::network::sim::counts::Counts;
@@ -14,9 +12,41 @@ use crate::transport::network::sim::seat::{Port, Seat};
 use nix::time::{ClockId, clock_gettime};
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
+use std::sync::Arc;
 
 /// Virtual time ends here, after some hundred days: enough, and far from overflowing.
 const END_NS: u64 = 1 << 53;
+/// Frames read from one connection in a poll, so that one busy peer does not hold up the others.
+pub(super) const READS_PER_POLL: usize = 16;
+
+/// A write or message, by the lane in which it was posted and its number there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct FlightId {
+    pub(super) lane: u64,
+    pub(super) number: u64,
+}
+
+/// A write or message that arrives, by its connection and its sender's number. A sender can use a number again; what is
+/// still on its way of the former bearer must not be taken for the new one's, so each has a serial of this endpoint's.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Arrival {
+    pub(super) guest: u64,
+    pub(super) number: u64,
+    pub(super) serial: u64,
+}
+
+/// A part of a write on its way from the NIC to memory.
+#[derive(Debug)]
+pub(super) struct Packet {
+    pub(super) arrival: Arrival,
+    pub(super) piece: Arc<[u8]>,
+    /// Where it begins in the write, and in its piece.
+    pub(super) at: u32,
+    pub(super) start: u32,
+    pub(super) len: u32,
+    /// Its NIC has taken it in.
+    pub(super) taken_in: bool,
+}
 
 /// Something that will happen.
 #[derive(Debug)]

@@ -112,7 +112,7 @@ fn what_the_dead_had_sent_lost_with_their_socket() {
     (0..10).for_each(|_| _ = nodes[0].poll());
     (0..2).for_each(|_| _ = nodes[1].poll());
     sent += nodes[0].sent.len();
-    assert!(sent > 2 * outbound::READS_PER_POLL, "{sent}: too few to be read in one poll");
+    assert!(sent > 2 * shared::READS_PER_POLL, "{sent}: too few to be read in one poll");
     // The dead one has a successor already.
     nodes[0] = Node::new(0, BYTES, eager());
     connect(&mut nodes);
@@ -136,14 +136,14 @@ fn send_only(node: &mut Node) {
 fn answers_that_are_unread_when_a_write_finds_the_peer_dead() {
     let mut nodes = world(2, BYTES, SimConfig::calm());
     // A frame of answers for each, and more frames than a poll reads.
-    for number in 0..3 * outbound::READS_PER_POLL as u32 {
+    for number in 0..3 * shared::READS_PER_POLL as u32 {
         assert_eq!(nodes[0].post(1, number, 64), Posted::Accepted);
         send_only(&mut nodes[0]);
         nodes[1].poll();
         nodes[1].poll();
     }
     let arrived = nodes.remove(1).imms.len();
-    assert_eq!(arrived, 3 * outbound::READS_PER_POLL);
+    assert_eq!(arrived, 3 * shared::READS_PER_POLL);
     assert_eq!(nodes[0].post(1, 1000, 64), Posted::Accepted);
     pump_until(&mut nodes, "all completions", |nodes| nodes[0].sent.len() + nodes[0].failed.len() == arrived + 1);
     assert_eq!(nodes[0].failed, [(1000, Some(Reason::Unreachable.into()))]);
