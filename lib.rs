@@ -76,9 +76,16 @@
 //! Layers: `bindings` use this file, which uses `proxy` (contexts, plans), which uses `kernels` (device code, devices)
 //! and `transport` (worlds, memory); all use the leaf `base`.
 
+// The program names the library as its users do.
+#[cfg(feature = "cli")]
+extern crate self as tokenyard;
+
 // The layers keep the places that docs/design.md gives them.
 #[path = "kernels/base/mod.rs"]
 pub mod base;
+#[cfg(feature = "cli")]
+#[path = "bindings/cli/mod.rs"]
+pub mod cli;
 #[path = "bindings/ffi/mod.rs"]
 mod ffi;
 pub mod kernels;
