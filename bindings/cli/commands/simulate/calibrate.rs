@@ -9,8 +9,7 @@ use tokenyard::transport::sim::models;
 
 use super::costs::Costs;
 use super::peers::{self, Site, System};
-use super::plan::{Order, Plan};
-use super::result::Pair;
+use super::plan::{Order, Pair, Plan};
 use super::workload::Shape;
 use super::world::Outcome;
 use crate::cli::args::SimulateArgs;

@@ -4,11 +4,11 @@
 
 use std::ops::Range;
 
+use serde::Serialize;
 use tokenyard::proxy::wire::{Direction, Lane, rows_of_chunk};
 use tokenyard::transport::imm::MAX_CHUNKS;
 
 use super::costs::Costs;
-use super::result::Pair;
 use super::workload::{HEAD_BYTES, Shape};
 use crate::cli::cases::words::Assumption;
 
@@ -45,6 +45,13 @@ impl Order {
 
 /// Words that one read of the poller covers (kernels/wire.cuh: relay_batch).
 const POLL_WORDS: u64 = 8;
+
+/// Something of each way.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Pair<T> {
+    pub dispatch: T,
+    pub combine: T,
+}
 
 /// How messages are cut.
 #[derive(Debug, Clone, Copy)]

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use tokenyard::transport::sim::models::Link;
 
-use super::plan::Plan;
+use super::plan::{Pair, Plan};
 use crate::cli::report::result::{Bytes, Floor, Percentiles};
 use crate::cli::report::table::table;
 
@@ -64,12 +64,6 @@ impl Samples {
     fn floor_us(&self, link: &Link) -> f64 {
         link.floor_us(self.mean(self.wire_bytes)).max(self.mean(self.nvlink_bytes) / NVLINK_RATE / 1e3)
     }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub struct Pair<T> {
-    pub dispatch: T,
-    pub combine: T,
 }
 
 /// The object of one projection.
