@@ -75,6 +75,10 @@
 //! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes), `kernels`
 //! (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the map.
 
+// The program names the library as its users do.
+#[cfg(feature = "cli")]
+extern crate self as tokenyard;
+
 mod bindings;
 mod kernels;
 mod proxy;
@@ -109,6 +113,10 @@ pub use bindings::api::{CallStatistics, Stage, Stats};
 // ---- networks between nodes
 pub use proxy::{FlagPlace, Proxy, ProxyConfig};
 pub use transport::memory::gdr::GdrCopy;
+
+// ---- the program
+#[cfg(feature = "cli")]
+pub use bindings::cli;
 
 /// What the crate's tests, benchmarks and program reach into. No part of the interface: it changes without notice.
 #[doc(hidden)]

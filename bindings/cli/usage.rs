@@ -22,11 +22,6 @@ impl Refusal {
         Refusal(one_line(&format!("argument {argument} is `{value}`: {advice}")))
     }
 
-    /// What the contract has and this version has not.
-    pub fn not_built(argument: &str, value: impl fmt::Display, what: &str) -> Refusal {
-        Refusal::of(argument, value, format!("not built yet: {what}"))
-    }
-
     /// From a check of the library or of an input file.
     pub fn from_error(error: &tokenyard::internals::base::Error) -> Refusal {
         Refusal(one_line(&error.to_string()))
