@@ -144,7 +144,8 @@ impl<T: Transport> Outputs for Hands<'_, T> {
 
     fn report(&mut self, report: Report) {
         match report {
-            Report::PeerLost { peer, .. } => {
+            Report::PeerLost { peer, ref cause } => {
+                log::warn!(target: crate::base::targets::PROXY, "rank {}: lost rank {peer}: {cause}", self.own);
                 tell_devices(self.contexts, peer, |wire| wire.nodes().node_of(peer).is_some())
             }
             Report::BadDoorbell { context, .. } => {

@@ -8,6 +8,7 @@ pub mod cuda;
 mod error;
 mod ids;
 pub mod memory;
+pub mod targets;
 pub mod wait;
 
 pub use error::{Error, Result};
