@@ -50,9 +50,11 @@ fn code(text: &str) -> String {
     while let Some(first) = rest.chars().next() {
         let length = if rest.starts_with("//") {
             rest.find('\n').unwrap_or(rest.len())
-        } else if rest.starts_with('"') {
+        } else if let Some(raw) = rest.strip_prefix("r#\"") {
+            raw.find("\"#").map_or(rest.len(), |end| end + 5)
+        } else if let Some(inner) = rest.strip_prefix('"') {
             let mut escaped = false;
-            let end = rest[1..].find(|c: char| {
+            let end = inner.find(|c: char| {
                 let ends = c == '"' && !escaped;
                 escaped = c == '\\' && !escaped;
                 ends
@@ -386,6 +388,8 @@ fn what_is_no_circle_is_none() {
         ),
     ];
     assert!(of(&in_tests).is_empty());
+    let quoted = [("src/a.rs", "const T: &str = r#\"say \" super::b::X\"#;"), ("src/b.rs", "use super::a::T;")];
+    assert!(of(&quoted).is_empty());
     let behind_tests = [("src/a.rs", "use super::b::X;"), ("src/b.rs", "#[cfg(test)]\nmod tests;\nuse super::a::Y;")];
     assert_eq!(of(&behind_tests).len(), 1);
     let mounted = [
