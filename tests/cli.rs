@@ -517,6 +517,43 @@ fn a_rank_that_dies_is_named_and_the_others_do_not_hang() {
     assert!(sentence.contains("rank 1 was ended by signal 9"), "{sentence}");
 }
 
+/// The lines of a log, which is all that goes to stderr.
+fn logged(typed: &str, levels: &str) -> Vec<String> {
+    let output = command(typed).env("TOKENYARD_LOG", levels).output().unwrap();
+    assert!(output.status.success(), "{typed}: {}", text(&output.stderr));
+    let _: Value = serde_json::from_str(&text(&output.stdout)).expect("nothing of it goes to stdout");
+    text(&output.stderr).lines().map(str::to_string).collect()
+}
+
+#[test]
+fn the_log_is_off_unless_asked_for_and_calls_write_nothing() {
+    let typed = format!("bench {SMALL} --ranks-per-node 1,2 --json -");
+    assert!(logged(&typed, "").is_empty());
+    let lines = logged(&typed, "debug");
+    let of = |target: &str| lines.iter().filter(|line| line.contains(&format!(" tokenyard::{target}: "))).count();
+    let built =
+        lines.iter().filter(|line| line.starts_with("info tokenyard::context: rank ") && line.contains("built"));
+    assert_eq!((built.count(), of("context"), of("proxy")), (3, 6, 6), "{lines:#?}");
+    assert!(of("world") > 0 && of("network") > 0 && of("memory") > 0, "{lines:#?}");
+    // More calls, not one line more.
+    assert_eq!(logged(&typed.replace("--iters 3", "--iters 40"), "debug").len(), lines.len());
+    let proxies = logged(&typed, "error,proxy=info");
+    assert!(proxies.len() == 6 && proxies.iter().all(|line| line.contains(" tokenyard::proxy: ")), "{proxies:#?}");
+    let processes = logged(&typed.replace("--json", "--launch processes --json"), "world=info");
+    assert_eq!(processes.iter().filter(|line| line.contains("joined generation 0")).count(), 3, "{processes:#?}");
+}
+
+#[test]
+fn an_unusable_log_level_is_refused_with_those_that_there_are() {
+    for (levels, typed) in [("loud", "plan --device cpu"), ("info,socks=debug", "doctor")] {
+        let output = command(typed).env("TOKENYARD_LOG", levels).output().unwrap();
+        let sentence = text(&output.stderr);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{sentence}");
+        assert!(sentence.contains(&format!("TOKENYARD_LOG is `{levels}`")), "{sentence}");
+        assert!(sentence.contains("error, warn, info or debug") && sentence.contains("proxy"), "{sentence}");
+    }
+}
+
 /// Commands that print to stdout, each with little work.
 const PRINTING: [&str; 9] = [
     "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 1,2 --iters 1 --warmup 0",

@@ -57,7 +57,7 @@ fn the_output_goes_to_the_writer_and_the_status_is_returned() {
 
     let (status, out, err) = ran("--help");
     assert_eq!((status, err.as_str()), (Status::Success, ""));
-    assert!(out.contains("Usage: tokenyard") || out.contains("bench"), "{out}");
+    assert!(out.contains("Usage: tokenyard <COMMAND>") && out.contains("bench"), "{out}");
 
     // The program's own name is no argument.
     let (status, _, err) = ran("tokenyard plan");
@@ -147,6 +147,17 @@ fn ranks_as_processes_need_a_program_that_hands_its_arguments_on() {
     let (status, _, err) = started("/nowhere/tokenyard");
     assert_eq!(status, Status::Failure);
     assert!(err.contains("/nowhere/tokenyard") && err.contains("rank 0"), "{err}");
+}
+
+#[test]
+fn a_rank_that_was_not_told_that_it_is_one_starts_no_ranks() {
+    let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tokenyard"));
+    let typed = format!("bench {SMALL} --launch processes");
+    program.args(words(&typed)).env("TOKENYARD_PARENT", std::process::id().to_string());
+    let output = program.output().unwrap();
+    let sentence = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{sentence}");
+    assert!(sentence.contains("this process is a rank") && sentence.contains("hand its arguments on"), "{sentence}");
 }
 
 #[test]

@@ -32,7 +32,8 @@ WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic/nic.cuh", "binding
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
 DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", "transport/network/regions.rs"
 SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
-OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
+OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
+LOGGING = "bindings/cli/logging.rs"
 DEVICE = "kernels/device/mod.rs"
 CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
@@ -262,11 +263,14 @@ MUTANTS = [
     ("limits of outer control groups overlooked", FREE_MEMORY, "inner.chain([left(&top, &files)]).flatten().min()",
      "inner.last().flatten().or(left(&top, &files))"),
     ("control groups overlooked", FREE_MEMORY, ".chain(group_bytes(root)).min()", ".chain(None).min()"),
-    ("a reader that leaves fails the command", OUT, "first && error.kind() != ErrorKind::BrokenPipe", "first"),
-    ("a full disk behind stdout passed over", OUT, "        FAILED.store(true, Relaxed);\n", ""),
-    ("a full disk told with every line", OUT, "    if !ENDED.load(Relaxed) {\n", "    ENDED.store(false, Relaxed);\n    {\n"),
-    ("the status forgets what stdout lost", OUT, "if FAILED.load(Relaxed) && earned", "if false && earned"),
+    ("a reader that leaves fails the command", OUT, "if error.kind() != ErrorKind::BrokenPipe {", "if true {"),
+    ("a full disk behind stdout passed over", OUT, "            lines.failed = true;\n", ""),
+    ("a full disk told with every line", OUT, "        if lines.ended {\n", "        if false {\n"),
+    ("the status forgets what stdout lost", OUT, "if held(&self.lines).failed && earned", "if false && earned"),
     ("the caller's world left to ranks as processes", LAUNCH, "command.env_remove(name);", "let _ = name;"),
+    ("a rank starts ranks of its own", LAUNCH, "        if is_rank() {\n            let here", "        if false {\n            let here"),
+    ("--as-rank taken from anybody", LAUNCH, "    if is_rank() {\n        let watched", "    if true {\n        let watched"),
+    ("any word taken for a level of the log", LOGGING, "_ => return Err(refused(text)),", "_ => {}"),
     ("a FIFO waits for its writer", TRACE_FILE, "custom_flags(libc::O_NONBLOCK)", "custom_flags(0)"),
     ("a trace file of any size read", TRACE_FILE, "if meta.len() > MAX_FILE_BYTES {", "if false {"),
     ("a header of any size read", TRACE_FILE, "if length > MAX_HEADER_BYTES {", "if false {"),
@@ -308,7 +312,7 @@ class Worker:
     def __init__(self, number):
         self.tree = PLACE / f"tree-{number}"
         self.target = PLACE / f"build-{number}"
-        self.cargo = ["--no-default-features", "--target-dir", str(self.target)]
+        self.cargo = ["--no-default-features", "--features", "cli", "--target-dir", str(self.target)]
         if self.tree.exists():
             shutil.rmtree(self.tree)
         # With new times: a build of an earlier run may be of a mutant that was written later than these files.
@@ -353,8 +357,9 @@ class Worker:
         lib = ["cargo", "test", "-q", *self.cargo, "--lib"]
         # The program: what it does with its streams, its ranks' environment and files of its user.
         cli = [
-            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller", "trace"]),
-            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--bin", "tokenyard", "trace_file"]),
+            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller", "trace", "log"]),
+            ("tests/cli_run.rs", [*test, "cli_run"]),
+            ("unit tests", [*lib, "cli::cases::trace_file"]),
         ]
         contexts = [("tests/contexts.rs", [*test, "contexts"])]
         own = {

@@ -136,6 +136,9 @@ impl AllToAllBuilder {
         };
         // Nobody rings before all have opened.
         world.barrier("context ready")?;
+        let (rank, bytes, waves) = (world.original(world.rank()), plan.arena_bytes(), plan.waves);
+        let sizes = format_args!("arena of {bytes} bytes, {sms} blocks, {waves} waves, words {flags:?}");
+        log::info!(target: crate::base::targets::CONTEXT, "rank {rank}: built, {sizes}");
         Ok(AllToAll {
             shape,
             placement,
@@ -542,6 +545,7 @@ impl Drop for AllToAll {
     /// Of a graph only what was launched through its streams is known. Of a stream that captures, what was enqueued before
     /// is waited for; where an engine began the capture, that cannot be known, and the memory is kept.
     fn drop(&mut self) {
+        log::info!(target: crate::base::targets::CONTEXT, "rank {}: closes", self.world.original(self.world.rank()));
         let patience = Duration::from_nanos(self.context.timeout_ns).saturating_add(Duration::from_secs(5));
         let streams = self.streams.get_mut().unwrap_or_else(PoisonError::into_inner);
         if streams.iter().any(|stream| stream.drain(patience).is_err()) {

@@ -30,7 +30,7 @@ const MAX_TIMEOUT_MS: u64 = 86_400_000;
 
 /// Expert-parallel dispatch and combine: benchmark, verification, memory plan, and what this machine offers.
 #[derive(Debug, Parser)]
-#[command(name = "tokenyard", version, no_binary_name = true)]
+#[command(name = "tokenyard", version)]
 pub struct Cli {
     #[command(subcommand)]
     pub command: Command,

@@ -1,10 +1,11 @@
 //! The program's output and its notes: the one way to both.
 //!
-//! On any thread, beside the data path. An [`Out`] belongs to one run and is handed down to whatever prints, so that runs in
-//! one process know nothing of each other. A stream that takes no more never ends a command, which would lose work that is
-//! under way:
+//! On any thread, beside the data path. An [`Out`] belongs to one run and is handed down to whatever prints, so that
+//! runs in one process know nothing of each other. A stream that takes no more never ends a command, which would lose
+//! work that is under way:
 //!
-//! - the output closed by its reader (`| head -1`): the command goes on in silence and ends with the status that it earned;
+//! - the output closed by its reader (`| head -1`): the command goes on in silence and ends with the status that it
+//!   earned;
 //! - any other error of the output (a full disk): one note, no further write, and status 1;
 //! - any error of the notes' stream: nothing, since nobody is left to be told.
 //!
@@ -47,7 +48,8 @@ enum Notes<'a> {
 }
 
 impl<'a> Out<'a> {
-    /// Notes go to stderr where no other stream is given. `bars`: they reach a terminal, which can show bars of progress.
+    /// Notes go to stderr where no other stream is given. `bars`: they reach a terminal, which can show bars of
+    /// progress.
     pub fn new(lines: &'a mut (dyn Write + Send), notes: Option<&'a mut (dyn Write + Send)>, bars: bool) -> Out<'a> {
         let lines = Lines { to: lines, ended: false, failed: false };
         Out { lines: Mutex::new(lines), notes: Mutex::new(notes.map_or(Notes::Stderr, Notes::Given)), bars }

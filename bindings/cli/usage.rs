@@ -22,6 +22,11 @@ impl Refusal {
         Refusal(one_line(&format!("argument {argument} is `{value}`: {advice}")))
     }
 
+    /// The same of a variable of the environment.
+    pub fn of_variable(name: &str, value: impl fmt::Display, advice: impl fmt::Display) -> Refusal {
+        Refusal(one_line(&format!("variable {name} is `{value}`: {advice}")))
+    }
+
     /// From a check of the library or of an input file.
     pub fn from_error(error: &tokenyard::internals::base::Error) -> Refusal {
         Refusal(one_line(&error.to_string()))

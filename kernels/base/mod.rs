@@ -11,6 +11,7 @@ pub mod cuda;
 mod error;
 mod ids;
 pub mod memory;
+pub mod targets;
 pub mod wait;
 
 pub use error::{Error, Result};

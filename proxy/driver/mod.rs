@@ -3,7 +3,7 @@
 //! Place in the data path: around the machine; one per rank. Runs on a thread of its own, pinned to a core where one was
 //! named, or on a host fiber of the one-thread world, which calls `run` or `turn` itself. After start a turn never
 //! blocks, allocates, locks, logs, formats or makes a system call; it locks once for each request of another thread, and
-//! an idle thread gives up its core where more threads spin than there are cores.
+//! an idle thread gives up its core where more threads spin than there are cores. It logs the loss of a peer, once.
 //!
 //! ```text
 //!   turn:  requests ─▶ doorbells ─▶ step ─▶ post        (Acquire: the device's rows are visible to the NIC before, E2)
@@ -144,7 +144,8 @@ impl<T: Transport> Outputs for Hands<'_, T> {
 
     fn report(&mut self, report: Report) {
         match report {
-            Report::PeerLost { peer, .. } => {
+            Report::PeerLost { peer, ref cause } => {
+                log::warn!(target: crate::base::targets::PROXY, "rank {}: lost rank {peer}: {cause}", self.own);
                 tell_devices(self.contexts, peer, |wire| wire.nodes().node_of(peer).is_some())
             }
             Report::BadDoorbell { context, .. } => {

@@ -286,6 +286,8 @@ impl PeerMap {
         let peers = agree(world, mapped)?;
         drop(ticket);
         let own = world.rank().index();
+        let (bytes, mapped) = (arena.bytes(), peers.iter().flatten().count());
+        log::debug!(target: crate::base::targets::MEMORY, "rank {own}: {bytes} bytes, {mapped} of peers mapped");
         let base = |(rank, peer): (usize, &Option<Mapped>)| match peer {
             _ if rank == own => arena.base(),
             Some(peer) => peer.base,

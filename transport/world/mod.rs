@@ -154,6 +154,7 @@ impl World {
             family: family.clone(),
             newest: Arc::default(),
         };
+        log::info!(target: crate::base::targets::WORLD, "{n} ranks in one process");
         local::seats(n).into_iter().enumerate().map(world).collect()
     }
 
@@ -175,6 +176,8 @@ impl World {
         let told = station.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
         hosts.extend(members.iter().copied().zip(told));
         let family = Family { generation: b.generation, members, first_nodes, hosts };
+        let (rank, world, generation) = (b.rank, b.world, b.generation);
+        log::info!(target: crate::base::targets::WORLD, "rank {rank} of {world}: joined generation {generation}");
         Ok(World {
             link: Link::Star(Arc::new(station), Arc::new(b.clone())),
             rank: b.rank,
@@ -268,6 +271,8 @@ impl World {
             newest: Arc::default(),
         };
         world.barrier("regroup")?;
+        let size = members.len();
+        log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
         Ok(world.succeeding(self))
     }
 

@@ -1,5 +1,5 @@
-//! What a configuration is, before anything runs: its words and limits, shapes, inputs, routing and links. Pure, but for
-//! the files of routing that it reads.
+//! What a configuration is, before anything runs: its words and limits, shapes, inputs, routing and links. Pure, but
+//! for the files of routing that it reads.
 
 pub mod case;
 pub mod draw;

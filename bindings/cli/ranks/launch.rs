@@ -6,8 +6,8 @@
 //!   parent  <----stdout----  a line of JSON for each point of the sweep, or one that says why not
 //! ```
 //!
-//! The parent runs on the thread that runs the program, and reads on a thread for each rank. Ranks die with that thread; it
-//! ends no process but those.
+//! The parent runs on the thread that runs the program, and reads on a thread for each rank. Ranks die with that
+//! thread; it ends no process but those.
 
 use std::ffi::OsString;
 use std::io::Read;

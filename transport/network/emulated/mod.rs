@@ -99,6 +99,7 @@ impl<D: CopyDevice> GpuNetwork<D> {
             return refuse("nics", nics.to_string(), format!("give a rank 1 to {MAX_NICS} NICs"));
         }
         model.check()?;
+        log::info!(target: crate::base::targets::NETWORK, "emulated between GPUs of {ranks} ranks, {nics} NICs each");
         let seats = (0..ranks).map(|_| Seat::default()).collect();
         Ok(GpuNetwork { shared: Arc::new(Shared { number: number(), nics, model, start: Instant::now(), seats }) })
     }

@@ -89,6 +89,8 @@ impl Network {
             let advice = format!("give 1 to {MAX_RANKS}");
             return Err(Error::Config { name: "ranks", value: ranks.to_string(), advice });
         }
+        let nics = config.nics.len();
+        log::info!(target: crate::base::targets::NETWORK, "simulated in this process: {ranks} ranks, {nics} NICs each");
         let shared = Shared {
             number: address::number(),
             ranks,

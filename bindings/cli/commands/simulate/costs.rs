@@ -7,7 +7,7 @@
 //! --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such. Times are in ns,
 //! rates in bytes per ns (GB/s).
 //!
-//! Calls without statistics are plain and have kernels of their own (kernels/plain.cuh), which are faster than those whose
+//! Calls without statistics are plain and have kernels of their own (kernels/common/plain.cuh), which are faster than those whose
 //! stages can be seen: so what stages say is more than they take, and where the two differ a cost is fitted to less.
 
 /// The costs that every projection shares.

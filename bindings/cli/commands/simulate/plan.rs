@@ -43,7 +43,7 @@ impl Order {
     }
 }
 
-/// Words that one read of the poller covers (kernels/wire.cuh: relay_batch).
+/// Words that one read of the poller covers (kernels/common/wire.cuh: relay_batch).
 const POLL_WORDS: u64 = 8;
 
 /// Something of each way.

@@ -1,5 +1,7 @@
 use super::workload::tests::v3;
 use super::*;
+use crate::cli::cases::words::Assumption;
+use crate::cli::report::result::Percentiles;
 
 /// One iteration: what each rank took, and what was moved.
 struct Iteration {
@@ -28,7 +30,7 @@ fn designed(shape: Shape, link: &str) -> Iteration {
 }
 
 fn median(us: &[f64]) -> f64 {
-    report::Percentiles::of(us.to_vec()).unwrap().p50
+    Percentiles::of(us.to_vec()).unwrap().p50
 }
 
 /// Medians of dispatch and combine.

@@ -155,6 +155,8 @@ impl ProcessEndpoint {
             let advice = format!("use a token of at most {MAX_TOKEN} bytes");
             return refuse("token", format!("{} bytes long", token.len()), advice);
         }
+        let nics = config.nics.len();
+        log::info!(target: crate::base::targets::NETWORK, "rank {rank}: simulated between processes, {nics} NICs");
         let door = open_door()?;
         Ok(ProcessEndpoint {
             inbound: Inbound::new(token, config.nics.len()),
