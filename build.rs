@@ -4,7 +4,7 @@
 //! compiler are errors), TOKENYARD_SANITIZE (such as `address,undefined`), TOKENYARD_REGENERATE=1 (stale bindings
 //! are about to be rewritten by tests/ffi.rs, so do not refuse them).
 
-#[path = "bindings/ffi/hash.rs"]
+#[path = "kernels/ffi/hash.rs"]
 mod hash;
 
 use std::env;
@@ -16,7 +16,7 @@ use std::time::Instant;
 
 /// The C headers and what bindgen made of them.
 const BINDINGS: [(&str, &str); 2] =
-    [("kernels/layout.h", "bindings/ffi/layout.rs"), ("kernels/cpu/executor.h", "bindings/ffi/executor.rs")];
+    [("kernels/ffi/layout.h", "kernels/ffi/layout.rs"), ("kernels/ffi/executor.h", "kernels/ffi/executor.rs")];
 const KERNELS: &str = "kernels/kernels.cu";
 /// SASS for Hopper and Blackwell, PTX for what comes later.
 const GPU_CODE: [&str; 3] =
@@ -30,7 +30,7 @@ fn main() {
     }
     println!("cargo::rustc-check-cfg=cfg(tokenyard_fatbin)");
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=bindings/ffi");
+    println!("cargo::rerun-if-changed=kernels/ffi");
     println!("cargo::rerun-if-changed=kernels/cpu");
     let sources = device_sources();
     for source in &sources {
@@ -58,9 +58,13 @@ fn set(name: &str) -> Option<String> {
     env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Everything that nvcc reads: the C++ files of kernels/.
+/// Folders of device code; `.` is kernels/ itself.
+const DEVICE_FOLDERS: [&str; 7] = [".", "ffi", "common", "dispatch", "combine", "nic", "bench"];
+
+/// Everything that nvcc reads: the C++ files of kernels/ but for the CPU device's.
 fn device_sources() -> Vec<PathBuf> {
-    files("kernels", &["cu", "cuh", "h"])
+    let folders = DEVICE_FOLDERS.iter().map(|folder| Path::new("kernels").join(folder));
+    folders.flat_map(|folder| files(&folder.to_string_lossy(), &["cu", "cuh", "h", "inc"])).collect()
 }
 
 fn files(folder: &str, extensions: &[&str]) -> Vec<PathBuf> {
@@ -118,7 +122,7 @@ fn sanitizer_runtime(kind: &str) -> Option<&'static str> {
     }
 }
 
-/// One fatbin, by nvcc, embedded by kernels/cuda.rs.
+/// One fatbin, by nvcc, embedded by kernels/device/cuda.rs.
 fn build_for_gpu(sources: &[PathBuf]) {
     let Some((nvcc, version)) = find_nvcc() else {
         println!(

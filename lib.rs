@@ -19,8 +19,7 @@
 //!     .hidden(8)
 //!     .experts(2)
 //!     .top_k(1)
-//!     .max_tokens(2)
-//!     .dtype(Dtype::Bf16)
+//!     .max_tokens_per_rank(2)
 //!     .build()?;
 //!
 //! let (x, y, out) = (device.alloc(32)?, device.alloc(32)?, device.alloc(32)?);
@@ -74,24 +73,73 @@
 //! behind the other, and so do combines (see [`AllToAll`]). The device checks the first rule; the
 //! `Timeout` that follows from a breach of the second names it.
 //!
-//! Layers: `bindings` use this file, which uses `proxy` (contexts, plans), which uses `kernels` (device code, devices)
-//! and `transport` (worlds, memory); all use the leaf `base`.
+//! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes), `kernels`
+//! (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the map.
 
-// The layers keep the places that docs/design.md gives them.
-#[path = "kernels/base/mod.rs"]
-pub mod base;
-#[path = "bindings/ffi/mod.rs"]
-mod ffi;
-pub mod kernels;
-pub mod proxy;
-pub mod transport;
+// The program names the library as its users do.
+#[cfg(feature = "cli")]
+extern crate self as tokenyard;
 
-pub use base::{Dtype, Error, Rank, Result};
-pub use kernels::{Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, Stream, View};
-pub use proxy::{
-    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, CallStatistics, CombineSent, Combined, FlagPlace, Handle, IndexType,
-    Layout, Output, OwnOutput, Partial, Placement, Plan, Proxy, ProxyConfig, Refused, Rows, ScaleOrder, ScaleView,
-    Scales, Sent, Stage, Stats, TokenCount, Tokens, Weights,
-};
-pub use transport::memory::gdr::GdrCopy;
+mod bindings;
+mod kernels;
+mod proxy;
+mod transport;
+
+// Every folder names the leaves by these.
+use kernels::{base, ffi};
+
+// ---- the world of ranks, and how it forms
 pub use transport::{Bootstrap, World};
+
+// ---- devices, memory, streams, graphs
+pub use base::{Dtype, Rank};
+pub use kernels::{Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, Stream, View};
+
+// ---- contexts and their configuration
+pub use bindings::api::{
+    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, OwnOutput, Partial, Placement, Plan, RowFormat, Scales, Tuning,
+    Weights,
+};
+
+// ---- calls: what they are given, and what is under way
+pub use bindings::api::{
+    CombineSent, Combined, Handle, IndexType, Layout, Output, Refused, Rows, ScaleOrder, ScaleView, Sent, TokenCount,
+    Tokens,
+};
+
+// ---- what a context tells
+pub use base::{Error, Result};
+pub use bindings::api::{CallStatistics, Stage, Stats};
+
+// ---- networks between nodes
+pub use proxy::{FlagPlace, Proxy, ProxyConfig};
+pub use transport::memory::gdr::GdrCopy;
+
+// ---- the program
+#[cfg(feature = "cli")]
+pub use bindings::cli;
+
+/// What the crate's tests, benchmarks and program reach into. No part of the interface: it changes without notice.
+#[doc(hidden)]
+pub mod internals {
+    /// Contexts from inside.
+    pub mod api {
+        pub use crate::bindings::api::*;
+    }
+    /// The leaf.
+    pub mod base {
+        pub use crate::kernels::base::*;
+    }
+    /// Devices from inside.
+    pub mod kernels {
+        pub use crate::kernels::*;
+    }
+    /// The host proxy.
+    pub mod proxy {
+        pub use crate::proxy::*;
+    }
+    /// Worlds, memory, networks.
+    pub mod transport {
+        pub use crate::transport::*;
+    }
+}

@@ -1,5 +1,5 @@
 // What it takes a GPU's thread to look at words of host memory: one, or eight at various distances. The source of
-// TY_POLLED_PITCH (kernels/layout.h); docs/performance.md, "Landings in a list, META ahead".
+// TY_POLLED_PITCH (kernels/ffi/layout.h); docs/performance.md, "Landings in a list, META ahead".
 //
 // tests/gpu.sh builds and runs it (section copies), which prints JSON: "look_us" is the mean of 2000 looks one after
 // the other, "back_us" the median from the processor's store of the first word to its sight of the GPU's answer.

@@ -23,13 +23,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use stub::{Carrier, Stub};
-use tokenyard::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
-use tokenyard::proxy::machine::{
+use tokenyard::internals::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
+use tokenyard::internals::proxy::machine::{
     Answer, ContextConfig, Flag, Input, Liveness, Machine, MachineConfig, Outputs, Report, WatchId,
 };
-use tokenyard::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
-use tokenyard::transport::imm::{ImmFields, ImmValue};
-use tokenyard::transport::link::{Event, Posted, RegionId, WriteImm};
+use tokenyard::internals::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
+use tokenyard::internals::transport::network::imm::{ImmFields, ImmValue};
+use tokenyard::internals::transport::network::{Event, Posted, RegionId, WriteImm};
 use tokenyard::{Rank, Result};
 
 const CONTEXT: ContextIdx = ContextIdx(0);

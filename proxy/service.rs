@@ -15,9 +15,9 @@ use crate::base::{Error, Rank, Result, wait};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
-use crate::transport::imm::{MAX_CONTEXTS, generation_bits};
-use crate::transport::link::{DeviceNeeds, Limits, RegionId, Span, Transport};
 use crate::transport::memory::gdr::{self, GdrCopy};
+use crate::transport::network::imm::{MAX_CONTEXTS, generation_bits};
+use crate::transport::network::{DeviceNeeds, Limits, RegionId, Span, Transport};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -50,6 +50,7 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        log::info!(target: crate::base::targets::PROXY, "rank {}: ends, as nobody uses it any more", self.rank);
         self.remote.stop();
     }
 }
@@ -115,6 +116,8 @@ impl Proxy {
     ) -> Proxy {
         let contexts = Mutex::default();
         let rank = world.original(world.rank());
+        let Traits { nics, limits, needs } = &traits;
+        log::info!(target: crate::base::targets::PROXY, "rank {rank}: started, {nics} NICs, {limits:?}, {needs:?}");
         Proxy { shared: Arc::new(Inner { remote, rank, traits, contexts, _thread: thread }) }
     }
 
@@ -401,7 +404,10 @@ impl Space {
             return Space::in_host(device, words);
         }
         match gdr::Library::find().and_then(|library| Space::in_device(device, words, library)) {
-            Err(_) if gdrcopy == GdrCopy::Auto => Space::in_host(device, words),
+            Err(error) if gdrcopy == GdrCopy::Auto => {
+                log::info!(target: crate::base::targets::MEMORY, "words of proxies lie in host memory: {error}");
+                Space::in_host(device, words)
+            }
             outcome => outcome,
         }
     }

@@ -22,7 +22,7 @@
 
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
-use crate::transport::imm::{self, Kind, MAX_CHUNKS, MAX_RANKS};
+use crate::transport::network::imm::{self, Kind, MAX_CHUNKS, MAX_RANKS};
 
 /// Directions, each with links, epochs, staging and inbox of its own.
 pub const DIRECTIONS: usize = 4;

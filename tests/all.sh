@@ -43,8 +43,8 @@ setup() {
 format() {
   say "formatting"
   cargo fmt --check
-  .venv/bin/clang-format --dry-run -Werror kernels/*.cuh kernels/*.cu kernels/*.h kernels/cpu/*.cpp kernels/cpu/*.h \
-    benches/*.cu
+  find kernels benches -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp' |
+    xargs .venv/bin/clang-format --dry-run -Werror
 }
 
 # The kernels of GPUs take nvcc a minute, and are built once, with the release build.
@@ -52,6 +52,13 @@ lint() {
   say "lints"
   TOKENYARD_NVCC=none cargo clippy --all-targets -- -D warnings
   cargo clippy --no-default-features --all-targets -- -D warnings
+  cargo clippy --no-default-features --features cli --all-targets -- -D warnings
+  local tree
+  tree=$(cargo tree -e normal --no-default-features --prefix none)
+  if grep -E '^(clap|serde|env_logger)' <<<"$tree"; then
+    echo "the library by itself depends on what the program alone needs" >&2
+    return 1
+  fi
   TOKENYARD_NVCC=none RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib
 }
 
@@ -75,7 +82,7 @@ unit() {
 # Builds without GPUs share a folder, and so what they depend on.
 documented() {
   say "documentation's tests"
-  cargo test --doc --no-default-features --target-dir target/coverage
+  cargo test --doc --no-default-features --features cli --target-dir target/coverage
 }
 
 # What the release program says of a driver that is too old, of which a C++ compiler makes all that is asked for.
@@ -103,7 +110,7 @@ verify() {
 # The CPU build of the kernels and the executor under AddressSanitizer and UndefinedBehaviorSanitizer.
 sanitize() {
   say "sanitizers"
-  TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --target-dir target/coverage
+  TOKENYARD_SANITIZE=address,undefined cargo build --no-default-features --features cli --target-dir target/coverage
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --seeds 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
@@ -112,7 +119,7 @@ sanitize() {
     target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 1000
   # More ranks of a node than verify draws.
   TOKENYARD_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-    cargo test --no-default-features --target-dir target/coverage --test wide
+    cargo test --no-default-features --features cli --target-dir target/coverage --test wide
 }
 
 # One of twenty-four, since CI has little time; python3 tests/mutants.py runs all.

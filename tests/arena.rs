@@ -9,7 +9,7 @@ use tokenyard::{ArenaPlace, DeviceKind};
 #[test]
 fn rounds_through_host_memory() {
     on_ranks(3, |world| {
-        let rig = Rig::with(&world, |builder| builder.arena(ArenaPlace::Host));
+        let rig = Rig::with(&world, |builder| builder.tuning(|t| t.arena = ArenaPlace::Host));
         (0..4).for_each(|salt| rig.good_round(salt));
         world.barrier("done").unwrap();
     });
@@ -20,7 +20,7 @@ fn ranks_that_differ_in_place_are_refused_before_anything_is_mapped() {
     on_ranks(2, |world| {
         let place = [ArenaPlace::Device, ArenaPlace::Host][world.rank().index()];
         let device = test_device(&world);
-        let built = builder(&world, &device).arena(place).build();
+        let built = builder(&world, &device).tuning(|t| t.arena = place).build();
         if device.kind() == DeviceKind::Cpu {
             assert!(built.is_ok(), "all memory of the CPU device is host memory: {:?}", built.err());
         } else {

@@ -10,8 +10,8 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use tokenyard::base::{Error, Rank, wait};
-use tokenyard::transport::{Bootstrap, World};
+use tokenyard::internals::base::{Error, Rank, wait};
+use tokenyard::internals::transport::{Bootstrap, World};
 
 #[path = "bootstrap/support.rs"]
 mod support;

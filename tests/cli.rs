@@ -78,7 +78,7 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench 7168", "`7168` is not known", "--help"),
         ("bench --ranks-per-node 3,6", "--ranks-per-node is `3,6`", "agree"),
         ("bench --ranks-per-node 9", "--ranks-per-node is `9`", "at most"),
-        ("bench --transport tcp", "--transport is `tcp`", "libfabric:PROVIDER"),
+        ("bench --transport tcp", "--transport is `tcp`", "give sim"),
         ("bench --link fast", "--link is `fast`", "cx7"),
         ("plan --trace a.json", "--trace is `a.json`", "run bench"),
         ("plan --hidden 100", "--hidden is `100`", "multiple of 128"),
@@ -422,8 +422,7 @@ fn an_unusable_trace_file_is_named_with_what_is_wrong() {
 fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
     let findings = object("doctor --json -");
     let findings = findings["findings"].as_array().unwrap();
-    let topics =
-        ["build", "driver", "GPUs", "transports", "NICs", "libfabric", "verbs", "RDMA nodes", "GDRCopy", "dma-buf"];
+    let topics = ["build", "driver", "GPUs", "transports", "NICs", "RDMA nodes", "GDRCopy", "dma-buf"];
     for topic in topics.into_iter().chain(["memlock", "huge pages", "cores", "proxy cores"]) {
         assert!(findings.iter().any(|f| f["topic"] == topic), "{topic}");
     }
@@ -516,6 +515,43 @@ fn a_rank_that_dies_is_named_and_the_others_do_not_hang() {
     assert_eq!(output.status.code(), Some(1));
     let sentence = text(&output.stderr);
     assert!(sentence.contains("rank 1 was ended by signal 9"), "{sentence}");
+}
+
+/// The lines of a log, which is all that goes to stderr.
+fn logged(typed: &str, levels: &str) -> Vec<String> {
+    let output = command(typed).env("TOKENYARD_LOG", levels).output().unwrap();
+    assert!(output.status.success(), "{typed}: {}", text(&output.stderr));
+    let _: Value = serde_json::from_str(&text(&output.stdout)).expect("nothing of it goes to stdout");
+    text(&output.stderr).lines().map(str::to_string).collect()
+}
+
+#[test]
+fn the_log_is_off_unless_asked_for_and_calls_write_nothing() {
+    let typed = format!("bench {SMALL} --ranks-per-node 1,2 --json -");
+    assert!(logged(&typed, "").is_empty());
+    let lines = logged(&typed, "debug");
+    let of = |target: &str| lines.iter().filter(|line| line.contains(&format!(" tokenyard::{target}: "))).count();
+    let built =
+        lines.iter().filter(|line| line.starts_with("info tokenyard::context: rank ") && line.contains("built"));
+    assert_eq!((built.count(), of("context"), of("proxy")), (3, 6, 6), "{lines:#?}");
+    assert!(of("world") > 0 && of("network") > 0 && of("memory") > 0, "{lines:#?}");
+    // More calls, not one line more.
+    assert_eq!(logged(&typed.replace("--iters 3", "--iters 40"), "debug").len(), lines.len());
+    let proxies = logged(&typed, "error,proxy=info");
+    assert!(proxies.len() == 6 && proxies.iter().all(|line| line.contains(" tokenyard::proxy: ")), "{proxies:#?}");
+    let processes = logged(&typed.replace("--json", "--launch processes --json"), "world=info");
+    assert_eq!(processes.iter().filter(|line| line.contains("joined generation 0")).count(), 3, "{processes:#?}");
+}
+
+#[test]
+fn an_unusable_log_level_is_refused_with_those_that_there_are() {
+    for (levels, typed) in [("loud", "plan --device cpu"), ("info,socks=debug", "doctor")] {
+        let output = command(typed).env("TOKENYARD_LOG", levels).output().unwrap();
+        let sentence = text(&output.stderr);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{sentence}");
+        assert!(sentence.contains(&format!("TOKENYARD_LOG is `{levels}`")), "{sentence}");
+        assert!(sentence.contains("error, warn, info or debug") && sentence.contains("proxy"), "{sentence}");
+    }
 }
 
 /// Commands that print to stdout, each with little work.

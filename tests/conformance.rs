@@ -1,11 +1,11 @@
 //! Every primitive of the kernels gives what it promises, bit for bit: on the CPU device, in seeded worlds and on a GPU.
 //!
-//! One kernel uses them all (kernels/conformance.cuh). What it must find is worked out here with integers, apart from
+//! One kernel uses them all (kernels/bench/conformance.cuh). What it must find is worked out here with integers, apart from
 //! both builds of the primitives.
 
 use std::sync::LazyLock;
 use std::time::Duration;
-use tokenyard::kernels::{KernelArgs, SeededConfig, seeded_world};
+use tokenyard::internals::kernels::{KernelArgs, SeededConfig, seeded_world};
 use tokenyard::{Device, DeviceBuffer};
 
 #[path = "conformance/inputs.rs"]
@@ -63,7 +63,7 @@ struct Args {
 
 const _: () = assert!(size_of::<Args>() == 152);
 
-// SAFETY: field by field ty_conformance_args of kernels/conformance.cuh; devices compare the sizes as well.
+// SAFETY: field by field ty_conformance_args of kernels/bench/conformance.cuh; devices compare the sizes as well.
 unsafe impl KernelArgs for Args {}
 
 /// Inputs, and the outputs that depend on them.

@@ -94,7 +94,7 @@ fn what_another_context_sent_is_refused() {
 fn calls_of_two_threads_do_not_mix_their_launches() {
     const THREADS: usize = 2;
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |builder| builder.wave_tokens(1));
+        let rig = Rig::with(&world, |builder| builder.tuning(|t| t.wave_tokens = Some(1)));
         rig.route_all(0);
         let together = std::sync::Barrier::new(THREADS);
         for _ in 0..200 {

@@ -8,7 +8,7 @@ import os
 import sys
 
 FOLDERS = ("bindings", "kernels", "proxy", "transport")
-LEFT_OUT = ("bindings/ffi/*", "bindings/cli/doctor_gpu.rs", "kernels/cuda*.rs", "kernels/base/cuda.rs",
+LEFT_OUT = ("kernels/ffi/*", "bindings/cli/commands/doctor/gpu.rs", "kernels/device/cuda*.rs", "kernels/base/cuda.rs",
             "transport/memory/cuda.rs", "*tests.rs", "*/tests/*")
 
 

@@ -19,7 +19,7 @@ printf '#!/bin/sh\nexec "$@" -C instrument-coverage\n' >"$wrapper"
 chmod +x "$wrapper"
 # Processes that end write what they counted into one of eight files a program.
 export RUSTC_WORKSPACE_WRAPPER=$wrapper LLVM_PROFILE_FILE=$target/profiles/%8m.profraw
-build=(cargo test --no-default-features --target-dir "$target" --lib --bins --tests)
+build=(cargo test --no-default-features --features cli --target-dir "$target" --lib --bins --tests)
 "${build[@]}"
 programs=$("${build[@]}" --no-run --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
 objects=("$target/debug/tokenyard")

@@ -5,8 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use tokenyard::base::wait;
-use tokenyard::kernels::{KernelArgs, SeededConfig, View, seeded_world};
+use tokenyard::internals::base::wait;
+use tokenyard::internals::kernels::{KernelArgs, SeededConfig, View, seeded_world};
 use tokenyard::{Device, DeviceKind, Error, Stream};
 
 /// Long enough for a loaded machine; a test that waits it out has found a hang.
@@ -23,7 +23,7 @@ struct Push {
     reserved: u32,
 }
 
-// SAFETY: field by field ty_push_args of kernels/layout.h; devices compare the sizes as well.
+// SAFETY: field by field ty_push_args of kernels/ffi/layout.h; devices compare the sizes as well.
 unsafe impl KernelArgs for Push {}
 
 fn push_args(source: View, destination: View) -> Push {

@@ -396,7 +396,7 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
 #[test]
 fn scales_of_the_wrong_shape_are_refused() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.hidden(256).dtype(Dtype::Fp8E4m3).scales(Scales::F32));
+        let rig = Rig::with(&world, |b| b.hidden(256).format(RowFormat::FP8_F32));
         let x = rig.ep.device().alloc(4 * 256).unwrap();
         let scales = rig.ep.device().alloc(4 * 2 * 4).unwrap();
         let given = |bytes: usize, row_stride: usize| {
@@ -422,7 +422,7 @@ fn scales_of_the_wrong_shape_are_refused() {
 #[test]
 fn a_context_that_quantizes_takes_bf16_rows_without_scales() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.hidden(256).dtype(Dtype::Fp8E4m3).scales(Scales::F32).quantize(true));
+        let rig = Rig::with(&world, |b| b.hidden(256).format(RowFormat::FP8_F32).quantize(true));
         let alloc = |bytes: usize| rig.ep.device().alloc(bytes).unwrap();
         let (x, rows, scales) = (alloc(4 * 512), alloc(8 * 256), alloc(8 * 2 * 4));
         let good = Tokens { x: x.view(), x_pitch: 512, scales: None, ..rig.tokens(4) };
@@ -463,7 +463,7 @@ fn a_context_that_quantizes_takes_bf16_rows_without_scales() {
 #[test]
 fn ranks_that_differ_in_quantizing_are_refused() {
     on_ranks(2, |world| {
-        let fp8 = builder(&world, &Device::cpu().unwrap()).hidden(128).dtype(Dtype::Fp8E4m3).scales(Scales::F32);
+        let fp8 = builder(&world, &Device::cpu().unwrap()).hidden(128).format(RowFormat::FP8_F32);
         let built = fp8.quantize(world.rank().index() == 1).build();
         let why = built.err().map(|why| why.to_string()).unwrap_or_default();
         assert!(why.contains("quantize=true") && why.contains("quantize=false"), "{why}");
@@ -474,7 +474,7 @@ fn ranks_that_differ_in_quantizing_are_refused() {
 fn ranks_that_differ_in_their_partial_rows_are_refused() {
     on_ranks(2, |world| {
         let partial = [Partial::Same, Partial::Fp8][world.rank().index()];
-        let built = builder(&world, &Device::cpu().unwrap()).hidden(128).partial(partial).build();
+        let built = builder(&world, &Device::cpu().unwrap()).hidden(128).tuning(|t| t.partial = partial).build();
         let why = built.err().map(|why| why.to_string()).unwrap_or_default();
         assert!(why.contains("partial=Same") && why.contains("partial=Fp8"), "{why}");
     });
@@ -485,7 +485,7 @@ fn partial_rows_of_fp8_take_a_byte_a_column_and_four_a_block() {
     let world = World::threads(2).remove(0);
     let device = Device::cpu().unwrap();
     let bytes = |hidden: usize, partial: Partial| {
-        let plan = builder(&world, &device).hidden(hidden).partial(partial).plan().unwrap();
+        let plan = builder(&world, &device).hidden(hidden).tuning(|t| t.partial = partial).plan().unwrap();
         plan.buffers().iter().find(|buffer| buffer.name == "partial rows").unwrap().bytes as usize
     };
     // Of MAX_TOKENS tokens and two ranks each, twice.
@@ -501,7 +501,7 @@ fn partial_rows_of_fp8_take_a_byte_a_column_and_four_a_block() {
 fn a_nan_stays_one_in_fp8_partial_rows_and_an_infinity_takes_its_block_along() {
     const COLUMNS: usize = 384;
     on_ranks(2, |world| {
-        let rig = Rig::with(&world, |b| b.hidden(COLUMNS).partial(Partial::Fp8));
+        let rig = Rig::with(&world, |b| b.hidden(COLUMNS).tuning(|t| t.partial = Partial::Fp8));
         let alloc = |rows: usize| rig.ep.device().alloc(rows * COLUMNS * 2).unwrap();
         let (x, rows, out) = (alloc(MAX_TOKENS), alloc(rig.capacity), alloc(MAX_TOKENS));
         // 448 and 7, whose scale is 1; a NaN, and in the next block an infinity.
@@ -538,29 +538,31 @@ fn shapes_that_cannot_be_served_are_refused() {
     };
     refused(base().hidden(0), &["hidden is 0"]);
     refused(base().hidden(65), &["hidden is 65", "130 bytes", "multiple of 16"]);
-    refused(base().hidden(136).dtype(Dtype::Fp8E4m3), &["136 bytes"]);
-    refused(base().hidden(144).dtype(Dtype::Fp8E4m3), &["hidden is 144", "128"]);
-    refused(base().hidden(4).dtype(Dtype::Fp32), &["combine_dtype is bf16", "4 bf16"]);
-    refused(base().scales(Scales::F32), &["scales is F32", "bf16"]);
+    refused(base().hidden(136).format(RowFormat::FP8), &["136 bytes"]);
+    refused(base().hidden(144).format(RowFormat::FP8), &["hidden is 144", "128"]);
+    refused(base().hidden(4).format(RowFormat::FP32), &["combine_dtype is bf16", "4 bf16"]);
     refused(base().quantize(true), &["quantize is true", "these are bf16"]);
-    let fp8 = || base().hidden(128).dtype(Dtype::Fp8E4m3);
+    let why = RowFormat::new(Dtype::Bf16, Scales::F32).unwrap_err().to_string();
+    assert!(why.contains("scales is F32") && why.contains("bf16"), "{why}");
+    assert_eq!(RowFormat::new(Dtype::Fp8E4m3, Scales::Ue8m0), Ok(RowFormat::FP8_UE8M0));
+    let fp8 = || base().hidden(128).format(RowFormat::FP8);
     refused(fp8().quantize(true), &["quantize is true", "scales None", "F32 or Ue8m0"]);
-    assert!(fp8().scales(Scales::Ue8m0).quantize(true).plan().is_ok());
-    refused(base().partial(Partial::Fp8), &["hidden is 64", "fp8 partial rows", "128"]);
-    assert!(base().hidden(128).partial(Partial::Fp8).plan().is_ok());
+    assert!(fp8().format(RowFormat::FP8_UE8M0).quantize(true).plan().is_ok());
+    refused(base().tuning(|t| t.partial = Partial::Fp8), &["hidden is 64", "fp8 partial rows", "128"]);
+    assert!(base().hidden(128).tuning(|t| t.partial = Partial::Fp8).plan().is_ok());
     refused(base().top_k(9), &["top_k is 9", "1 to 8"]);
     refused(base().experts(64).top_k(33), &["top_k is 33", "1 to 32"]);
     refused(base().experts(0), &["experts is 0"]);
     refused(base().experts(5000), &["2500 experts on a rank", "2047"]);
-    refused(base().max_tokens(0), &["max_tokens is 0"]);
-    refused(base().max_tokens(1 << 30), &["max_tokens"]);
+    refused(base().max_tokens_per_rank(0), &["max_tokens_per_rank is 0"]);
+    refused(base().max_tokens_per_rank(1 << 30), &["max_tokens"]);
     refused(base().combine_dtype(Dtype::Fp8E4m3), &["combine_dtype is fp8"]);
     refused(base().placement(Placement::even(7, 2).unwrap()), &["7 experts on 2 ranks", "8 on 2"]);
     refused(base().sms(1), &["sms is 1", "two blocks"]);
-    refused(base().handles(0), &["handles is 0"]);
-    refused(base().first_epoch(0), &["first_epoch is 0", "fresh memory"]);
-    refused(base().first_epoch((1 << 32) - 1), &["first_epoch is 4294967295"]);
-    refused(base().first_epoch((1 << 43) - 3), &["first_epoch is 8796093022205", "2^42"]);
+    refused(base().tuning(|t| t.handles = 0), &["handles is 0"]);
+    refused(base().tuning(|t| t.first_epoch = 0), &["first_epoch is 0", "fresh memory"]);
+    refused(base().tuning(|t| t.first_epoch = (1 << 32) - 1), &["first_epoch is 4294967295"]);
+    refused(base().tuning(|t| t.first_epoch = (1 << 43) - 3), &["first_epoch is 8796093022205", "2^42"]);
 }
 
 #[test]
@@ -586,7 +588,7 @@ fn a_rank_that_cannot_build_fails_all_by_name() {
     });
 }
 
-/// On the CPU device blocks always fit, and nothing is counted; `proxy/budget.rs` tests the sums themselves.
+/// On the CPU device blocks always fit, and nothing is counted; `kernels/device/budget.rs` tests the sums themselves.
 #[test]
 fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
     let on_one_gpu = |share: u32| {
@@ -615,7 +617,7 @@ fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
 #[test]
 fn handles_are_allocated_on_demand_but_not_while_a_stream_captures() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.handles(1));
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
         rig.route(&GOOD, 1);
         let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity));
         let (first, second) = (dispatch().unwrap(), dispatch().unwrap());
@@ -689,7 +691,7 @@ fn several_dispatches_before_their_combines_keep_their_rows_apart() {
 #[test]
 fn epochs_and_flags_wrap() {
     on_ranks(2, |world| {
-        let rig = Rig::with(&world, |b| b.first_epoch((1 << 32) - 3));
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.first_epoch = (1 << 32) - 3));
         (0..8).for_each(|salt| rig.good_round(salt));
     });
 }

@@ -2,7 +2,7 @@
 //!
 //! `TOKENYARD_REGENERATE=1 cargo test --test ffi` rewrites them. Needs libclang; says so where it is missing.
 
-#[path = "../bindings/ffi/hash.rs"]
+#[path = "../kernels/ffi/hash.rs"]
 #[allow(dead_code)]
 mod hash;
 
@@ -14,8 +14,8 @@ struct Binding {
 }
 
 const BINDINGS: [Binding; 2] = [
-    Binding { header: "kernels/layout.h", generated: "bindings/ffi/layout.rs" },
-    Binding { header: "kernels/cpu/executor.h", generated: "bindings/ffi/executor.rs" },
+    Binding { header: "kernels/ffi/layout.h", generated: "kernels/ffi/layout.rs" },
+    Binding { header: "kernels/ffi/executor.h", generated: "kernels/ffi/executor.rs" },
 ];
 
 fn root() -> PathBuf {

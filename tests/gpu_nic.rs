@@ -11,22 +11,22 @@ mod rig;
 use context_rig::{Rig, on_ranks, test_device};
 use rig::{Backend, Cluster, Log, SLOT, SLOTS, pattern, write};
 use std::time::{Duration, Instant};
-use tokenyard::base::{Error, Rank};
-use tokenyard::proxy::driver::ThreadConfig;
-use tokenyard::proxy::gpu_nic::{GpuNetwork, GpuNicEndpoint, overhead};
-use tokenyard::proxy::machine::Liveness;
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Released, Transport};
-use tokenyard::transport::sim::{Clock, LinkModel, Network, SimConfig};
-use tokenyard::transport::{Arena, PeerMap};
+use tokenyard::internals::base::{Error, Rank};
+use tokenyard::internals::proxy::driver::ThreadConfig;
+use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::transport::network::emulated::{GpuNetwork, GpuNicEndpoint, overhead};
+use tokenyard::internals::transport::network::sim::{Clock, LinkModel, Network, SimConfig};
+use tokenyard::internals::transport::network::{Event, MAX_MESSAGE, Released, Transport};
+use tokenyard::internals::transport::{Arena, PeerMap};
 use tokenyard::{ArenaPlace, Device, Proxy, ProxyConfig};
 
 /// Emulated networks of one link model.
 struct Nics(LinkModel, usize);
 
 impl Backend for Nics {
-    type Endpoint = GpuNicEndpoint;
+    type Endpoint = GpuNicEndpoint<Device>;
 
-    fn endpoints(&self, ranks: usize) -> Vec<GpuNicEndpoint> {
+    fn endpoints(&self, ranks: usize) -> Vec<GpuNicEndpoint<Device>> {
         let network = GpuNetwork::new(ranks, self.0, self.1).unwrap();
         (0..ranks as u32).map(|rank| network.endpoint(Rank(rank), &Device::cpu().unwrap()).unwrap()).collect()
     }
@@ -38,7 +38,7 @@ contract!(free_link, Nics(LinkModel::FREE, 1));
 contract!(four_slow_nics, Nics(SLOW, 4));
 
 /// Everything that one write of `bytes` takes until it is over, on both sides.
-fn elapsed(cluster: &mut Cluster<GpuNicEndpoint>, number: u32, bytes: usize) -> Duration {
+fn elapsed(cluster: &mut Cluster<GpuNicEndpoint<Device>>, number: u32, bytes: usize) -> Duration {
     let mut log = Log::default();
     cluster.regions(0).source.write(0, &pattern(number, bytes));
     let start = Instant::now();
@@ -125,7 +125,7 @@ fn a_kernel_that_went_idle_comes_back() {
 /// Two connected endpoints, of which the first writes from `source` into `inbox` of the second.
 struct Pair {
     // Before the memory, which they use.
-    ends: [GpuNicEndpoint; 2],
+    ends: [GpuNicEndpoint<Device>; 2],
     source: rig::Memory,
     inbox: rig::Memory,
 }
@@ -200,9 +200,9 @@ fn slots_of_requests_in_several_parts_come_around() {
 
 #[test]
 fn settings_that_make_no_sense_are_refused() {
-    assert!(GpuNetwork::new(0, LinkModel::FREE, 1).is_err());
-    assert!(GpuNetwork::new(2, LinkModel::FREE, 5).is_err());
-    assert!(GpuNetwork::new(2, LinkModel { gbps: 0.0, ..LinkModel::FREE }, 1).is_err());
+    assert!(GpuNetwork::<Device>::new(0, LinkModel::FREE, 1).is_err());
+    assert!(GpuNetwork::<Device>::new(2, LinkModel::FREE, 5).is_err());
+    assert!(GpuNetwork::<Device>::new(2, LinkModel { gbps: 0.0, ..LinkModel::FREE }, 1).is_err());
     let network = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap();
     let device = Device::cpu().unwrap();
     let mut first = network.endpoint(Rank(0), &device).unwrap();
@@ -234,7 +234,7 @@ fn rounds_over_nodes(model: LinkModel, nics: usize, chunk_rows: Option<usize>) {
         let config = ProxyConfig { liveness: Liveness::default(), thread };
         let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();
         let rig = Rig::on(&world, device, |builder| match chunk_rows {
-            Some(rows) => builder.proxy(&proxy).chunk_rows(rows),
+            Some(rows) => builder.proxy(&proxy).tuning(|t| t.chunk_rows = Some(rows)),
             None => builder.proxy(&proxy),
         });
         for salt in 0..6 {
@@ -292,7 +292,7 @@ fn contexts_on_gpus_over_a_network_that_the_processor_moves_need_arenas_in_host_
         let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();
         let refused = context_rig::builder(&world, &device).proxy(&proxy).build().map(drop).unwrap_err().to_string();
         assert!(refused.contains("ArenaPlace::Host"), "{refused}");
-        let rig = Rig::on(&world, device, |builder| builder.proxy(&proxy).arena(ArenaPlace::Host));
+        let rig = Rig::on(&world, device, |builder| builder.proxy(&proxy).tuning(|t| t.arena = ArenaPlace::Host));
         rig.good_round(1);
         world.barrier("done").unwrap();
     });

@@ -6,10 +6,10 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use tokenyard::base::Rank;
-use tokenyard::kernels::{SeededConfig, seeded_world};
-use tokenyard::transport::link::{Span, SpanMemory};
-use tokenyard::transport::memory::{Arena, PeerMap, dma_buf};
+use tokenyard::internals::base::Rank;
+use tokenyard::internals::kernels::{SeededConfig, seeded_world};
+use tokenyard::internals::transport::memory::{Arena, PeerMap, dma_buf};
+use tokenyard::internals::transport::network::{Span, SpanMemory};
 use tokenyard::{Device, Stream, View, World};
 
 const CHILD: &str = "TOKENYARD_TEST_MEMORY_CHILD";

@@ -20,25 +20,27 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "mutants"
 WORKERS = min(os.cpu_count() or 1, 4)
 META, SEND, RECEIVE = (
-    "kernels/dispatch_meta.cuh", "kernels/dispatch_send.cuh", "kernels/dispatch_receive.cuh")
+    "kernels/dispatch/meta.cuh", "kernels/dispatch/send.cuh", "kernels/dispatch/receive.cuh")
 COMBINE, CONTEXT, DISPATCH, BARRIER = (
-    "kernels/combine.cuh", "kernels/context.cuh", "kernels/dispatch.cuh", "kernels/barrier.cuh")
-QUANTIZE, NUMBERS = "kernels/quantize.cuh", "kernels/numbers.cuh"
-IN_PLACE = "kernels/dispatch_in_place.cuh"
+    "kernels/combine/combine.cuh", "kernels/common/context.cuh", "kernels/dispatch/dispatch.cuh", "kernels/common/barrier.cuh")
+QUANTIZE, NUMBERS = "kernels/common/quantize.cuh", "kernels/common/numbers.cuh"
+IN_PLACE = "kernels/dispatch/in_place.cuh"
 PARTIAL, NODES, TO_NODES, FROM_NODES = (
-    "kernels/combine_send.cuh", "kernels/wire.cuh", "kernels/dispatch_wire.cuh", "kernels/combine_wire.cuh")
-COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine.rs", "proxy/wire.rs"
-WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic.cuh", "proxy/pick.rs"
+    "kernels/combine/send.cuh", "kernels/common/wire.cuh", "kernels/dispatch/wire.cuh", "kernels/combine/wire.cuh")
+COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine/mod.rs", "proxy/wire.rs"
+WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic/nic.cuh", "bindings/api/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
-DRIVER, FREE_MEMORY, REGIONS = "proxy/driver.rs", "kernels/base/memory.rs", "transport/regions.rs"
-SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/cpu_seeded.rs"
-OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/launch.rs", "bindings/cli/trace_file.rs"
-VIEW, DEVICE, CPU, RECORDING = "kernels/view.rs", "kernels/device.rs", "kernels/cpu.rs", "kernels/recording.rs"
-OPEN, HANDLE, EXECUTOR = "proxy/open.rs", "proxy/handle.rs", "kernels/cpu/executor.cpp"
-CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.rs"
+DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", "transport/network/regions.rs"
+SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
+OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
+LOGGING = "bindings/cli/logging.rs"
+VIEW, DEVICE, CPU, RECORDING = (
+    "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
+OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
+CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
-    "transport/admit.rs", "transport/member.rs", "transport/secret.rs", "transport/terms.rs", "transport/root.rs")
-BOOTSTRAP, LOCAL = "transport/bootstrap.rs", "transport/local.rs"
+    "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
+BOOTSTRAP, LOCAL = "transport/world/bootstrap.rs", "transport/world/local.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -96,7 +98,7 @@ MUTANTS = [
     ("N9: rows of earlier tiles read before they are there", META, "failed |= !wait_word(c, wait, tile_rows", "failed |= false && !wait_word(c, wait, tile_rows"),
     ("N9: a tile's rows kept without release", META, "store_release_gpu(own.tag, epoch)", "store_relaxed_gpu(own.tag, epoch)"),
     ("fault in an earlier tile forgotten", META, "refused |= earlier == meta_refused;", ""),
-    ("N11: helpers place rows by no plan", "kernels/prim.cuh", "TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }", "TY_DEVICE void take_over() { named_arrive(hand_over_id, block_threads()); }"),
+    ("N11: helpers place rows by no plan", "kernels/common/prim.cuh", "TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }", "TY_DEVICE void take_over() { named_arrive(hand_over_id, block_threads()); }"),
     ("an item taken twice", CONTEXT, "atomic_add_block(taken, 1) : 0, 0)", "atomic_add_block(taken, 1) / 2 : 0, 0)"),
     ("old META word taken for a new one", CONTEXT, "return (seen >> 32) == (epoch & 0xffffffffu) &&", "return (seen >> 32) != 0 &&"),
     ("off by one in a position", META, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
@@ -263,11 +265,14 @@ MUTANTS = [
     ("limits of outer control groups overlooked", FREE_MEMORY, "inner.chain([left(&top, &files)]).flatten().min()",
      "inner.last().flatten().or(left(&top, &files))"),
     ("control groups overlooked", FREE_MEMORY, ".chain(group_bytes(root)).min()", ".chain(None).min()"),
-    ("a reader that leaves fails the command", OUT, "first && error.kind() != ErrorKind::BrokenPipe", "first"),
-    ("a full disk behind stdout passed over", OUT, "        FAILED.store(true, Relaxed);\n", ""),
-    ("a full disk told with every line", OUT, "    if !ENDED.load(Relaxed) {\n", "    ENDED.store(false, Relaxed);\n    {\n"),
-    ("the status forgets what stdout lost", OUT, "if FAILED.load(Relaxed) && earned", "if false && earned"),
+    ("a reader that leaves fails the command", OUT, "if error.kind() != ErrorKind::BrokenPipe {", "if true {"),
+    ("a full disk behind stdout passed over", OUT, "            lines.failed = true;\n", ""),
+    ("a full disk told with every line", OUT, "        if lines.ended {\n", "        if false {\n"),
+    ("the status forgets what stdout lost", OUT, "if held(&self.lines).failed && earned", "if false && earned"),
     ("the caller's world left to ranks as processes", LAUNCH, "command.env_remove(name);", "let _ = name;"),
+    ("a rank starts ranks of its own", LAUNCH, "        if is_rank() {\n            let here", "        if false {\n            let here"),
+    ("--as-rank taken from anybody", LAUNCH, "    if is_rank() {\n        let watched", "    if true {\n        let watched"),
+    ("any word taken for a level of the log", LOGGING, "_ => return Err(refused(text)),", "_ => {}"),
     ("a FIFO waits for its writer", TRACE_FILE, "custom_flags(libc::O_NONBLOCK)", "custom_flags(0)"),
     ("a trace file of any size read", TRACE_FILE, "if meta.len() > MAX_FILE_BYTES {", "if false {"),
     ("a header of any size read", TRACE_FILE, "if length > MAX_HEADER_BYTES {", "if false {"),
@@ -326,7 +331,7 @@ class Worker:
     def __init__(self, number):
         self.tree = PLACE / f"tree-{number}"
         self.target = PLACE / f"build-{number}"
-        self.cargo = ["--no-default-features", "--target-dir", str(self.target)]
+        self.cargo = ["--no-default-features", "--features", "cli", "--target-dir", str(self.target)]
         if self.tree.exists():
             shutil.rmtree(self.tree)
         # With new times: a build of an earlier run may be of a mutant that was written later than these files.
@@ -371,8 +376,9 @@ class Worker:
         lib = ["cargo", "test", "-q", *self.cargo, "--lib"]
         # The program: what it does with its streams, its ranks' environment and files of its user.
         cli = [
-            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller", "trace"]),
-            ("unit tests", ["cargo", "test", "-q", *self.cargo, "--bin", "tokenyard", "trace_file"]),
+            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller", "trace", "log"]),
+            ("tests/cli_run.rs", [*test, "cli_run"]),
+            ("unit tests", [*lib, "cli::cases::trace_file"]),
         ]
         contexts = [("tests/contexts.rs", [*test, "contexts"])]
         ownership = [("tests/ownership.rs", [*test, "ownership"])]
@@ -385,7 +391,7 @@ class Worker:
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
             CALLS: contexts + ownership,
-            VIEW: [("unit tests", [*lib, "kernels::view"])] + ownership,
+            VIEW: [("unit tests", [*lib, "device::view"])] + ownership,
             DEVICE: ownership,
             CPU: ownership + [("unit tests", [*lib, "given_up"])],
             RECORDING: ownership + contexts + [("unit tests", [*lib, "recording"])],
@@ -414,7 +420,7 @@ class Worker:
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
         special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE)
-        apart = file.startswith(("proxy/", "transport/", "bindings/cli/")) and file != PICK or special
+        apart = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if apart else schedules
 
     def caught_by(self, checks):

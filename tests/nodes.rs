@@ -6,11 +6,13 @@ use rig::{MAX_TOKENS, PATIENCE, Rig, test_device};
 use std::collections::VecDeque;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
-use tokenyard::proxy::driver::ThreadConfig;
-use tokenyard::proxy::machine::Liveness;
-use tokenyard::transport::imm::ImmValue;
-use tokenyard::transport::link::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
-use tokenyard::transport::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::proxy::driver::ThreadConfig;
+use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::transport::network::imm::ImmValue;
+use tokenyard::internals::transport::network::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::transport::network::{
+    DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm,
+};
 use tokenyard::*;
 
 /// Of any wait on the device.
@@ -28,7 +30,7 @@ fn proxy(network: &Network, world: &World, silence_ms: u64) -> Proxy {
 }
 
 fn rig(world: &World, proxy: &Proxy) -> Rig {
-    Rig::with(world, |builder| builder.proxy(proxy).chunk_rows(1).timeout(DEADLINE))
+    Rig::with(world, |builder| builder.proxy(proxy).tuning(|t| t.chunk_rows = Some(1)).timeout(DEADLINE))
 }
 
 /// Runs `body` as every rank of a world whose nodes have these sizes.
@@ -95,7 +97,12 @@ fn every_rank_of_every_node_hears_who_refused_its_routing() {
     for wave_tokens in [MAX_TOKENS, MAX_TOKENS / 2] {
         on_nodes(&[2, 3, 1], |world, network| {
             let proxy = proxy(network, &world, 10_000);
-            let builder = |builder: AllToAllBuilder| builder.proxy(&proxy).chunk_rows(1).wave_tokens(wave_tokens);
+            let builder = |builder: AllToAllBuilder| {
+                builder.proxy(&proxy).tuning(|t| {
+                    t.chunk_rows = Some(1);
+                    t.wave_tokens = Some(wave_tokens)
+                })
+            };
             let rig = Rig::with(&world, |b| builder(b).timeout(DEADLINE));
             let own = world.rank();
             // In nodes of 3 and of 2, so that rails of all sizes of nodes serve a culprit; the last one counts.
@@ -130,7 +137,13 @@ fn order_problem(rig: &Rig) -> String {
 fn calls_of_several_waves_are_refused_whole() {
     on_nodes(&[2, 1], |world, network| {
         let proxy = proxy(network, &world, 10_000);
-        let builder = |b: AllToAllBuilder| b.proxy(&proxy).chunk_rows(1).timeout(DEADLINE).wave_tokens(1).handles(3);
+        let builder = |b: AllToAllBuilder| {
+            b.proxy(&proxy).timeout(DEADLINE).tuning(|t| {
+                t.chunk_rows = Some(1);
+                t.wave_tokens = Some(1);
+                t.handles = 3;
+            })
+        };
         let rig = Rig::with(&world, builder);
         exchange(&rig, 0, |_| true).unwrap();
         let choices = choices(rig.rank, 1);
@@ -179,10 +192,10 @@ fn a_world_of_several_nodes_without_a_proxy_is_refused() {
 #[test]
 fn more_tokens_than_a_block_keeps_a_bitmap_of_are_refused() {
     on_nodes(&[1, 1], |world, _| {
-        let plan = |tokens| rig::builder(&world, &test_device(&world)).max_tokens(tokens).plan().map(drop);
+        let plan = |tokens| rig::builder(&world, &test_device(&world)).max_tokens_per_rank(tokens).plan().map(drop);
         plan(132_095).unwrap();
         let error = plan(132_096).unwrap_err().to_string();
-        let words = ["max_tokens is 132096", "1 to 132095", "bitmap"];
+        let words = ["max_tokens_per_rank is 132096", "1 to 132095", "bitmap"];
         words.iter().for_each(|w| assert!(error.contains(w), "«{error}» lacks «{w}»"));
     });
 }
@@ -297,7 +310,7 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
             met.wait();
             if own == Rank(lost) {
                 network.kill(own);
-                let ended = tokenyard::base::wait::poll("its own end", PATIENCE, || before.ep.check().err());
+                let ended = tokenyard::internals::base::wait::poll("its own end", PATIENCE, || before.ep.check().err());
                 assert!(matches!(ended, Some(Error::Transport { .. })), "{ended:?}");
                 drop((before, first));
             } else {
@@ -430,7 +443,7 @@ fn contexts_that_need_more_receives_together_than_there_are_are_refused_until_on
         let builder = || rig::builder(&world, &test_device(&world)).proxy(&proxy);
         let refusal = |builder: AllToAllBuilder| builder.build().err().map(|why| why.to_string()).unwrap_or_default();
         let first = rig(&world, &proxy);
-        let why = refusal(builder().chunk_rows(1));
+        let why = refusal(builder().tuning(|t| t.chunk_rows = Some(1)));
         let limit = format!("has {} for each NIC", 2 * RECEIVES - 1);
         for part in [&format!("{RECEIVES}, and {RECEIVES} of other contexts"), &limit, "larger chunk_rows"] {
             assert!(why.contains(part), "{why}");
@@ -587,7 +600,8 @@ fn a_rank_that_registers_or_connects_for_longer_than_the_silence_limit_is_not_lo
         // Rank 0 is slow, and the others' contexts go on meanwhile.
         let delay = Duration::from_millis(if world.rank() == Rank(0) { 2 * SILENCE_MS } else { 0 });
         let proxy = real_proxy(network, &world, SILENCE_MS, delay, Late::new(Duration::ZERO, 0, 0));
-        let build = || Rig::with(&world, |builder| builder.proxy(&proxy).chunk_rows(1).timeout(PATIENCE));
+        let build =
+            || Rig::with(&world, |builder| builder.proxy(&proxy).tuning(|t| t.chunk_rows = Some(1)).timeout(PATIENCE));
         let first = build();
         let lost = |when: &str| assert_eq!(first.ep.lost_peers(), [], "{when}");
         exchange(&first, 1, |_| true).unwrap();

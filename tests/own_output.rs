@@ -10,7 +10,7 @@ use tokenyard::*;
 const RANKS: usize = 3;
 
 fn own_rig(world: &World, rows: usize, align: usize) -> Rig {
-    Rig::with(world, |builder| builder.own_output(rows, align))
+    Rig::with(world, |builder| builder.tuning(|t| t.own_output = Some((rows, align))))
 }
 
 fn output(rig: &Rig) -> Output {
@@ -142,18 +142,18 @@ fn what_cannot_have_one_is_refused_with_the_reason() {
     let why = |change: &dyn Fn(AllToAllBuilder) -> AllToAllBuilder| {
         let world = World::threads(1).remove(0);
         let device = test_device(&world);
-        let built = change(builder(&world, &device).own_output(64, 1)).build();
+        let built = change(builder(&world, &device).tuning(|t| t.own_output = Some((64, 1)))).build();
         built.err().map(|why| why.to_string()).unwrap_or_default()
     };
-    let no_rows = why(&|builder| builder.own_output(0, 1));
+    let no_rows = why(&|builder| builder.tuning(|t| t.own_output = Some((0, 1))));
     assert!(no_rows.contains("own_output rows is 0"), "{no_rows}");
-    let no_align = why(&|builder| builder.own_output(64, 0));
+    let no_align = why(&|builder| builder.tuning(|t| t.own_output = Some((64, 0))));
     assert!(no_align.contains("own_output align is 0"), "{no_align}");
-    let wide = why(&|builder| builder.own_output(64, 1 << 30));
+    let wide = why(&|builder| builder.tuning(|t| t.own_output = Some((64, 1 << 30))));
     assert!(wide.contains("own_output align") && wide.contains("counted in int32"), "{wide}");
-    let waves = why(&|builder| builder.wave_tokens(2));
+    let waves = why(&|builder| builder.tuning(|t| t.wave_tokens = Some(2)));
     assert!(waves.contains("leave wave_tokens out"), "{waves}");
-    let quantised = why(&|b| b.hidden(2 * HIDDEN).dtype(Dtype::Fp8E4m3).scales(Scales::F32).quantize(true));
+    let quantised = why(&|b| b.hidden(2 * HIDDEN).format(RowFormat::FP8_F32).quantize(true));
     assert!(quantised.contains("quantised"), "{quantised}");
     let whole = why(&|builder| builder.timeout(Duration::from_secs(5)));
     assert!(whole.is_empty(), "{whole}");
@@ -161,7 +161,11 @@ fn what_cannot_have_one_is_refused_with_the_reason() {
     on_ranks(2, |world| {
         let device = test_device(&world);
         let align = 1 + world.rank().index();
-        let why = builder(&world, &device).own_output(64, align).build().err().map(|why| why.to_string());
+        let why = builder(&world, &device)
+            .tuning(|t| t.own_output = Some((64, align)))
+            .build()
+            .err()
+            .map(|why| why.to_string());
         assert!(why.as_deref().is_some_and(|why| why.contains("own_output=64:1")), "{why:?}");
     });
 }

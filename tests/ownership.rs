@@ -5,7 +5,7 @@ mod rig;
 use rig::{MAX_TOKENS, PATIENCE, Rig, on_ranks, test_device};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokenyard::kernels::{View, bench};
+use tokenyard::internals::kernels::bench;
 use tokenyard::*;
 
 const fn is_send<T: Send>() {}
@@ -84,7 +84,7 @@ fn a_view_keeps_the_memory_of_a_buffer_that_was_dropped() {
 #[test]
 fn what_is_under_way_keeps_the_input_of_later_waves() {
     on_ranks(2, |world| {
-        let rig = Rig::with(&world, |b| b.wave_tokens(MAX_TOKENS / 2));
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = Some(MAX_TOKENS / 2)));
         rig.route(&[[0, 4], [1, 5], [2, 6], [3, 7]], 1);
         let device = rig.ep.device();
         let copies = [&rig.x, &rig.idx, &rig.weight].map(|buffer| {
@@ -225,6 +225,37 @@ fn a_graph_keeps_its_context_its_handles_and_its_buffers() {
 }
 
 #[test]
+fn a_graph_keeps_the_handle_that_it_combines_with() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
+        rig.route_all(1);
+        let record = |calls: &dyn Fn() -> Option<Handle>| {
+            rig.stream.begin_capture().unwrap();
+            let handle = calls();
+            (rig.stream.end_capture().unwrap(), handle)
+        };
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let (dispatch, handle) = record(&|| Some(rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap()));
+        let (combine, _) = record(&|| {
+            let handle = handle.as_ref().unwrap();
+            rig.ep.combine(&rig.stream, handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            None
+        });
+        drop(handle);
+        dispatch.launch(&rig.stream).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        // Other rows, of fewer tokens, elsewhere.
+        let elsewhere = rig.ep.device().alloc(rig.rows.len()).unwrap();
+        let output = Output { rows: elsewhere.view(), ..output };
+        drop(rig.ep.dispatch(&rig.stream, &rig.tokens(1), &output).unwrap());
+        combine.launch(&rig.stream).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.expect_own_rows(MAX_TOKENS, 1);
+    });
+}
+
+#[test]
 fn fills_and_copies_of_a_graph_keep_their_buffers() {
     let device = Device::cpu().unwrap();
     let stream = device.new_stream().unwrap();
@@ -342,7 +373,7 @@ fn replays_run_behind_eager_calls_and_these_behind_replays() {
 #[test]
 fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.handles(1).unordered());
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1).unordered());
         rig.route_all(0);
         let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
@@ -365,7 +396,7 @@ fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
 #[test]
 fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.handles(1).unordered());
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1).unordered());
         rig.route_all(0);
         let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
@@ -410,7 +441,7 @@ fn handles_and_halves_may_outlive_their_context() {
 #[test]
 fn a_context_whose_kernels_do_not_end_goes_and_leaves_them_their_memory() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(50)).statistics(true));
+        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(50)).tuning(|t| t.statistics = true));
         rig.good_round(0);
         rig.route_all(1);
         let held = Held::hold(&rig.stream);

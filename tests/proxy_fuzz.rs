@@ -18,12 +18,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use stub::{Carrier, Stub};
-use tokenyard::proxy::driver::Driver;
-use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
-use tokenyard::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
-use tokenyard::proxy::{Plan, PlanInput};
-use tokenyard::transport::imm::{ImmValue, check_counts};
-use tokenyard::transport::link::{Event, MAX_MESSAGE, Posted, Reason, RegionId, WriteImm};
+use tokenyard::internals::api::{Plan, PlanInput};
+use tokenyard::internals::proxy::driver::Driver;
+use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
+use tokenyard::internals::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
+use tokenyard::internals::transport::network::imm::{ImmValue, check_counts};
+use tokenyard::internals::transport::network::{Event, MAX_MESSAGE, Posted, Reason, RegionId, WriteImm};
 use tokenyard::{AllToAll, Error, Rank, Result, World};
 
 const WORLD: usize = 8;
@@ -442,7 +442,12 @@ fn counts_beyond_an_immediate_say_which_and_how_many() {
 fn a_context_refuses_chunks_that_an_immediate_cannot_number() {
     let builder = |max_tokens, rows: usize| {
         let world = World::threads(2).remove(0).with_nodes(&[1, 1]).unwrap();
-        AllToAll::builder(&world).hidden(128).experts(4).top_k(2).max_tokens(max_tokens).chunk_rows(rows)
+        AllToAll::builder(&world)
+            .hidden(128)
+            .experts(4)
+            .top_k(2)
+            .max_tokens_per_rank(max_tokens)
+            .tuning(|t| t.chunk_rows = Some(rows))
     };
     builder(1023, 1).plan().unwrap();
     let (name, value, advice) = refused(builder(100_000, 1).plan());

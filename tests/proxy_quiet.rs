@@ -19,10 +19,10 @@ use std::thread::available_parallelism;
 use std::time::{Duration, Instant};
 use stub::Stub;
 use tokenyard::Rank;
-use tokenyard::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
-use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
-use tokenyard::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
-use tokenyard::transport::link::RegionId;
+use tokenyard::internals::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
+use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
+use tokenyard::internals::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
+use tokenyard::internals::transport::network::RegionId;
 
 #[global_allocator]
 static COUNTING: guard::Counting = guard::Counting;

@@ -5,10 +5,10 @@ mod stub;
 
 use std::sync::atomic::Ordering;
 use stub::{Carrier, Stub};
-use tokenyard::proxy::driver::{ContextMemory, Driver};
-use tokenyard::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
-use tokenyard::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
-use tokenyard::transport::link::{Event, Posted, RegionId, WriteImm};
+use tokenyard::internals::proxy::driver::{ContextMemory, Driver};
+use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
+use tokenyard::internals::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
+use tokenyard::internals::transport::network::{Event, Posted, RegionId, WriteImm};
 use tokenyard::{Rank, Result};
 
 /// Takes every write, and completes it with the next poll.

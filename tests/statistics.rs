@@ -22,7 +22,12 @@ fn names(call: &CallStatistics) -> Vec<&'static str> {
 fn a_call_tells_its_stages_whom_it_heard_of_and_what_it_sent() {
     on_ranks(3, |world| {
         for wave_tokens in [MAX_TOKENS, 1] {
-            let rig = Rig::with(&world, |builder| builder.statistics(true).wave_tokens(wave_tokens));
+            let rig = Rig::with(&world, |builder| {
+                builder.tuning(|t| {
+                    t.statistics = true;
+                    t.wave_tokens = Some(wave_tokens)
+                })
+            });
             assert_eq!(rig.ep.dispatched_bytes(), Some(vec![0; 3]), "nothing was sent yet");
             for (salt, choices) in [[[0, 7], [3, 4]], [[1, -1], [-1, -1]], [[6, 7], [7, 6]]].iter().enumerate() {
                 rig.route(choices, salt);

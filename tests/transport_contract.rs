@@ -8,8 +8,8 @@ mod processes;
 mod rig;
 
 use rig::{Backend, Cluster, Storm};
-use tokenyard::base::Rank;
-use tokenyard::transport::sim::{
+use tokenyard::internals::base::Rank;
+use tokenyard::internals::transport::network::sim::{
     Clock, Counts, DeadPeers, LinkModel, Network, ProcessEndpoint, SimConfig, SimEndpoint,
 };
 

@@ -4,27 +4,19 @@
 //! `usage`. Nothing here prints or exits.
 
 use clap::{Args, Parser, Subcommand};
-use tokenyard::base::Dtype;
+use tokenyard::internals::base::Dtype;
 
-use super::inputs::ScaleKind;
-use super::links::{Link, TransportChoice};
-use super::routing::Routing;
-use super::simulate::Assumption;
-use super::words::{
-    ArenaWord, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, WeightsWord, Word, WorldMode,
-    scale_kind, summed, word,
+use crate::cli::cases::inputs::ScaleKind;
+use crate::cli::cases::limits::{MAX_NODE, MAX_TOP_K, MAX_WORLD};
+use crate::cli::cases::links::Link;
+use crate::cli::cases::routing::Routing;
+use crate::cli::cases::words::{
+    ArenaWord, Assumption, Check, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, TransportWord,
+    WeightsWord, Word, WorldMode, scale_kind, summed, word,
 };
 
-/// Ranks at the most: what a block keeps words for.
-pub const MAX_WORLD: u64 = 512;
-/// Ranks of one node at the most, and nodes: masks of them have 64 bits.
-pub const MAX_NODE: u64 = 64;
 /// Ranks of a projected node at the most: no host links more GPUs than 16.
 const MAX_PROJECTED_NODE: u64 = 16;
-/// Choices of a token at the most: a warp's lanes hold one each.
-pub const MAX_TOP_K: u64 = 32;
-/// NICs of a rank at the most: an immediate numbers them in two bits.
-pub const MAX_NICS: usize = 4;
 /// Columns at the most: rows of 4 MiB in fp32, far beyond any model.
 const MAX_HIDDEN: u64 = 1 << 20;
 /// Experts at the most, over all ranks; what one rank may hold is checked against the world.
@@ -74,9 +66,9 @@ pub struct BenchArgs {
     /// Ranks that share memory; a list where nodes are uneven [default: cuda N, one node; cpu 4, and what is left]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
-    /// Between nodes: sim, libfabric:PROVIDER or verbs[:DEVICE] [default: sim]
-    #[arg(long, value_name = "KIND", value_parser = TransportChoice::parse)]
-    pub transport: Option<TransportChoice>,
+    /// What carries bytes between nodes: a simulated network [default: sim]
+    #[arg(long, value_name = "sim", value_parser = word::<TransportWord>)]
+    pub transport: Option<TransportWord>,
     /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
     #[arg(long, value_name = "MODEL", value_parser = Link::parse)]
     pub link: Option<Link>,
@@ -288,26 +280,6 @@ pub struct DoctorArgs {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct List(pub Vec<usize>);
 
-/// Which iterations are compared with the reference.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Check {
-    All,
-    First,
-    /// Those whose number is a multiple.
-    Every(usize),
-}
-
-impl Check {
-    /// Whether iteration `i` is compared, counted from 0, warm-up included.
-    pub fn covers(self, i: usize) -> bool {
-        match self {
-            Check::All => true,
-            Check::First => i == 0,
-            Check::Every(n) => i.is_multiple_of(n.max(1)),
-        }
-    }
-}
-
 /// Reads a whole number between two bounds.
 pub fn number(text: &str, least: u64, most: u64) -> Result<usize, String> {
     let value = text.parse::<u64>().ok().filter(|v| (least..=most).contains(v));
@@ -347,16 +319,16 @@ fn check(text: &str) -> Result<Check, String> {
 
 /// A link model as it was typed, for a command that reads it itself.
 fn link(text: &str) -> Result<String, String> {
-    match tokenyard::transport::sim::models::parse(text) {
+    match tokenyard::internals::transport::network::sim::models::parse(text) {
         Ok(_) => Ok(text.to_string()),
-        Err(tokenyard::base::Error::Argument { advice, .. }) => Err(advice),
+        Err(tokenyard::internals::base::Error::Argument { advice, .. }) => Err(advice),
         Err(other) => Err(other.to_string()),
     }
 }
 
 fn routing(text: &str) -> Result<Routing, String> {
     Routing::parse(text).map_err(|error| match error {
-        tokenyard::base::Error::Argument { advice, .. } => advice,
+        tokenyard::internals::base::Error::Argument { advice, .. } => advice,
         other => other.to_string(),
     })
 }

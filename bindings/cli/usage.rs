@@ -22,13 +22,13 @@ impl Refusal {
         Refusal(one_line(&format!("argument {argument} is `{value}`: {advice}")))
     }
 
-    /// What the contract has and this version has not.
-    pub fn not_built(argument: &str, value: impl fmt::Display, what: &str) -> Refusal {
-        Refusal::of(argument, value, format!("not built yet: {what}"))
+    /// The same of a variable of the environment.
+    pub fn of_variable(name: &str, value: impl fmt::Display, advice: impl fmt::Display) -> Refusal {
+        Refusal(one_line(&format!("variable {name} is `{value}`: {advice}")))
     }
 
     /// From a check of the library or of an input file.
-    pub fn from_error(error: &tokenyard::base::Error) -> Refusal {
+    pub fn from_error(error: &tokenyard::internals::base::Error) -> Refusal {
         Refusal(one_line(&error.to_string()))
     }
 

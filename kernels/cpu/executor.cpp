@@ -1,6 +1,6 @@
 // The C interface (executor.h): argument checks, and the handing over between threads. Streams that were not
 // destroyed go with their executor.
-#include "executor.h"
+#include "ffi/executor.h"
 
 #include <sched.h>
 #include <string.h>

@@ -17,7 +17,7 @@
 
 #include "context.h"
 #include "device.h"
-#include "executor.h"
+#include "ffi/executor.h"
 #include "hold.h"
 
 namespace ty {

@@ -4,8 +4,8 @@ use super::*;
 use crate::base::Rank;
 use crate::proxy::machine::{Cause, Liveness, MachineConfig};
 use crate::proxy::wire::{ChunkIdx, Direction, Lane, LinkIdx, Nodes, SourceIdx, WireInput};
-use crate::transport::link::{RegionId, Span};
-use crate::transport::sim::{Clock as SimClock, Network, SimConfig, SimEndpoint};
+use crate::transport::network::sim::{Clock as SimClock, Network, SimConfig, SimEndpoint};
+use crate::transport::network::{RegionId, Span};
 
 const CONTEXT: ContextIdx = ContextIdx(0);
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -281,8 +281,8 @@ fn an_arena_is_freed_once_its_writes_have_left_and_not_before() {
     // SAFETY: nothing but the network accesses the words, which `keep` holds.
     let region = first.proxy.remote().ask(move |driver| unsafe { driver.register(span, keep) }).unwrap().unwrap();
     network.stop(Rank(0), 0, 50_000_000);
-    let place = |region| crate::transport::link::Place { region, offset: 0 };
-    let imm = crate::transport::imm::ImmValue::user(0, 0, 1).unwrap();
+    let place = |region| crate::transport::network::Place { region, offset: 0 };
+    let imm = crate::transport::network::imm::ImmValue::user(0, 0, 1).unwrap();
     let (source, target) = (place(region), place(RegionId(0)));
     let write = WriteImm { nic: 0, peer: Rank(1), source, target, bytes: 8, imm, token: 0 };
     let take_back = move |driver: &mut Driver<SimEndpoint>| (driver.take_back(), driver.is_leaving(region));

@@ -8,8 +8,8 @@ use super::{Answer, BadDoorbell, ContextConfig, Flag, MachineStats, Outputs, Rep
 use crate::base::{Rank, Result};
 use crate::proxy::counter::{Counted, ImmCounter};
 use crate::proxy::wire::{self, ChunkIdx, ContextIdx, DIRECTIONS, Direction, LinkIdx, NicIdx, SourceIdx, Wire};
-use crate::transport::imm::{ImmFields, ImmValue};
-use crate::transport::link::{Place, RegionId, WriteImm};
+use crate::transport::network::imm::{ImmFields, ImmValue};
+use crate::transport::network::{Place, RegionId, WriteImm};
 
 /// Stands for "not linked" in a table of sources.
 const NOBODY: u16 = u16::MAX;

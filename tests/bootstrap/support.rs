@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
-use tokenyard::base::{Error, Rank, wait};
-use tokenyard::transport::{Bootstrap, World};
+use tokenyard::internals::base::{Error, Rank, wait};
+use tokenyard::internals::transport::{Bootstrap, World};
 
 pub const CHILD: &str = "TOKENYARD_TEST_CHILD";
 pub const TOKEN: &str = "token of this test";

@@ -4,9 +4,9 @@
 use crate::rig::*;
 use std::io::Write;
 use std::time::{Duration, Instant};
-use tokenyard::proxy::driver::ThreadConfig;
-use tokenyard::proxy::machine::Liveness;
-use tokenyard::transport::sim::{Clock, ProcessEndpoint, SimConfig};
+use tokenyard::internals::proxy::driver::ThreadConfig;
+use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
 use tokenyard::*;
 
 /// Names the point; set in ranks alone.
@@ -239,7 +239,10 @@ fn build(world: &World, device: Device, proxy: Option<&Proxy>) -> Result<Rig> {
     let mut builder = builder(world, &device).timeout(DEADLINE);
     if let Some(proxy) = proxy {
         // Where the network reaches them on GPUs, too.
-        builder = builder.proxy(proxy).chunk_rows(1).arena(ArenaPlace::Host);
+        builder = builder.proxy(proxy).tuning(|t| {
+            t.chunk_rows = Some(1);
+            t.arena = ArenaPlace::Host
+        });
     }
     let ep = builder.build()?;
     let capacity = world.size() * MAX_TOKENS * TOP_K;

@@ -4,10 +4,10 @@
 
 use std::collections::{HashMap, HashSet};
 use tokenyard::Rank;
-use tokenyard::proxy::driver::ContextMemory;
-use tokenyard::proxy::machine::MachineStats;
-use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire, landing};
-use tokenyard::transport::link::{RegionId, WriteImm};
+use tokenyard::internals::proxy::driver::ContextMemory;
+use tokenyard::internals::proxy::machine::MachineStats;
+use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire, landing};
+use tokenyard::internals::transport::network::{RegionId, WriteImm};
 
 /// Ranks.
 const WORLD: u32 = super::WORLD as u32;
@@ -239,7 +239,7 @@ impl Open {
 }
 
 /// What one of the device's or the proxy's words holds.
-pub fn load(words: &tokenyard::proxy::driver::Words, at: usize) -> u64 {
+pub fn load(words: &tokenyard::internals::proxy::driver::Words, at: usize) -> u64 {
     words.get(at).unwrap().load(std::sync::atomic::Ordering::Acquire)
 }
 

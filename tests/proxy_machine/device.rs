@@ -5,7 +5,7 @@
 use super::draw::Phase;
 use super::world::{Message, Shared};
 use tokenyard::Rank;
-use tokenyard::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, landing};
+use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, landing};
 
 /// Flags between ranks of a node, and what rails relay; by rank.
 pub struct NodeFlags {

@@ -6,10 +6,10 @@ use std::collections::HashSet;
 use std::hint::black_box;
 use std::time::Instant;
 use tokenyard::Rank;
-use tokenyard::proxy::machine::*;
-use tokenyard::proxy::wire::*;
-use tokenyard::transport::imm::{Decoded, ImmFields, ImmValue};
-use tokenyard::transport::link::{Failure, Reason, RegionId, WriteImm};
+use tokenyard::internals::proxy::machine::*;
+use tokenyard::internals::proxy::wire::*;
+use tokenyard::internals::transport::network::imm::{Decoded, ImmFields, ImmValue};
+use tokenyard::internals::transport::network::{Failure, Reason, RegionId, WriteImm};
 
 const C: ContextIdx = ContextIdx(0);
 const D: Direction = Direction::Dispatch;

@@ -1,7 +1,7 @@
 //! Seeded numbers, and the case that a seed draws.
 
 use tokenyard::Rank;
-use tokenyard::proxy::wire::{DIRECTIONS, Direction, Lane, Nodes, Wire, WireInput};
+use tokenyard::internals::proxy::wire::{DIRECTIONS, Direction, Lane, Nodes, Wire, WireInput};
 
 /// splitmix64.
 pub struct Draw(pub u64);

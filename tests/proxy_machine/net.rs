@@ -1,4 +1,4 @@
-//! The virtual network: keeps what `transport/link.rs` promises, and nothing more.
+//! The virtual network: keeps what `transport/network/mod.rs` promises, and nothing more.
 //!
 //! A write is read from its source in up to three parts at any times before its completion, each part is placed at any
 //! later time, and the immediate comes at any time after all parts. Completions come at any time after the last read.
@@ -7,8 +7,8 @@ use super::draw::{Case, Draw};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use tokenyard::Rank;
-use tokenyard::transport::imm::ImmValue;
-use tokenyard::transport::link::WriteImm;
+use tokenyard::internals::transport::network::WriteImm;
+use tokenyard::internals::transport::network::imm::ImmValue;
 
 /// Delivered to a rank, to be polled in any order.
 #[derive(Debug, Clone)]

@@ -5,10 +5,10 @@ use super::draw::{Case, Draw, Fault, Plan, plan};
 use super::net::{Arrival, Net};
 use super::world::{Hands, Message, Shared, region};
 use tokenyard::Rank;
-use tokenyard::proxy::machine::*;
-use tokenyard::proxy::wire::{ContextIdx, Direction, NicIdx};
-use tokenyard::transport::imm::{Decoded, ImmFields, ImmValue};
-use tokenyard::transport::link::Reason;
+use tokenyard::internals::proxy::machine::*;
+use tokenyard::internals::proxy::wire::{ContextIdx, Direction, NicIdx};
+use tokenyard::internals::transport::network::Reason;
+use tokenyard::internals::transport::network::imm::{Decoded, ImmFields, ImmValue};
 
 pub const LIVENESS: Liveness = Liveness { heartbeat_ns: 200_000, silence_ns: 2_000_000, first_contact_ns: 5_000_000 };
 /// How late a loss may be noticed beyond the deadline: writes of stopped links that still arrive are signs of life,

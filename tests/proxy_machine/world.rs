@@ -5,11 +5,11 @@ use super::net::{Memory, Net, Op};
 use std::collections::HashMap;
 use std::ops::Range;
 use tokenyard::Rank;
-use tokenyard::proxy::machine::{Answer, Flag, Outputs, Report};
-use tokenyard::proxy::wire::{
+use tokenyard::internals::proxy::machine::{Answer, Flag, Outputs, Report};
+use tokenyard::internals::proxy::wire::{
     ChunkIdx, ContextIdx, DIRECTIONS, Direction, LANDING_BITS, LinkIdx, SourceIdx, Wire, landing,
 };
-use tokenyard::transport::link::{RegionId, WriteImm};
+use tokenyard::internals::transport::network::{RegionId, WriteImm};
 
 /// One message: everything of one epoch from one rank to another in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -165,7 +165,7 @@ impl Shared {
 
     /// The message that a write belongs to: its epoch is one of the last two that were rung.
     pub fn message_of(&self, from: usize, write: &WriteImm) -> Message {
-        let Some(tokenyard::transport::imm::Decoded::Own(fields)) = write.imm.decode() else {
+        let Some(tokenyard::internals::transport::network::imm::Decoded::Own(fields)) = write.imm.decode() else {
             panic!("{:?} does not decode", write.imm);
         };
         let (context, to) = (usize::from(fields.context), write.peer.index());

@@ -8,10 +8,10 @@ use super::guard;
 use super::stub::Carrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use tokenyard::proxy::driver::{ContextMemory, Words};
-use tokenyard::proxy::wire::{ChunkIdx, Direction, LANDING_BITS, LinkIdx, Wire};
-use tokenyard::transport::imm::ImmValue;
-use tokenyard::transport::link::{Event, Posted, WriteImm};
+use tokenyard::internals::proxy::driver::{ContextMemory, Words};
+use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LANDING_BITS, LinkIdx, Wire};
+use tokenyard::internals::transport::network::imm::ImmValue;
+use tokenyard::internals::transport::network::{Event, Posted, WriteImm};
 use tokenyard::{Rank, Result};
 
 /// Room of a ring: small, so that queues are full at times.

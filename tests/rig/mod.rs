@@ -43,7 +43,7 @@ pub fn builder(world: &World, device: &Device) -> AllToAllBuilder {
         .hidden(HIDDEN)
         .experts(EXPERTS)
         .top_k(TOP_K)
-        .max_tokens(MAX_TOKENS)
+        .max_tokens_per_rank(MAX_TOKENS)
         .sms(2)
         .timeout(Duration::from_secs(10))
 }

@@ -13,11 +13,11 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use tokenyard::base::Rank;
-use tokenyard::transport::World;
-use tokenyard::transport::imm::{Decoded, ImmValue};
-use tokenyard::transport::link::{Event, Place, Posted, Transport, WriteImm};
-use tokenyard::transport::sim::{Clock, DeadPeers, ProcessEndpoint, SimConfig};
+use tokenyard::internals::base::Rank;
+use tokenyard::internals::transport::World;
+use tokenyard::internals::transport::network::imm::{Decoded, ImmValue};
+use tokenyard::internals::transport::network::sim::{Clock, DeadPeers, ProcessEndpoint, SimConfig};
+use tokenyard::internals::transport::network::{Event, Place, Posted, Transport, WriteImm};
 
 /// Set in ranks alone: the seed, and what becomes of writes to the dead.
 const STORM: &str = "TOKENYARD_TEST_STORM";

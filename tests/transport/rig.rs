@@ -3,9 +3,9 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
-use tokenyard::base::Rank;
-use tokenyard::transport::imm::{Decoded, ImmValue};
-use tokenyard::transport::link::{Event, Place, Posted, RegionId, Span, Transport, WriteImm};
+use tokenyard::internals::base::Rank;
+use tokenyard::internals::transport::network::imm::{Decoded, ImmValue};
+use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, Span, Transport, WriteImm};
 
 /// Makes worlds to test.
 pub trait Backend {

@@ -1,6 +1,6 @@
 //! A transport of which a test says what comes of posts and polls; all else succeeds and does nothing.
 
-use tokenyard::transport::link::{Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::internals::transport::network::{Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use tokenyard::{Rank, Result};
 
 /// What a stub makes of what it is asked for, as [`Transport`]'s functions of the same names.

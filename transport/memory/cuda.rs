@@ -6,7 +6,7 @@
 use super::BUS_ID_BYTES;
 use crate::base::cuda::{self as driver, PrimaryContext, check, error, failure};
 use crate::base::{Error, Result};
-use crate::transport::link::Allocation as SpanAllocation;
+use crate::transport::network::Allocation as SpanAllocation;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUmemAllocationHandleType as HandleType, CUresult};
 use std::collections::BTreeSet;
 use std::ffi::{CString, c_char, c_int, c_void};

@@ -1,0 +1,67 @@
+//! What ranks agree on before they build a context, so that all go on alike or none does.
+//!
+//! Place in the data path: none. Runs on the caller's thread or host fiber while a context is built, and waits only in the
+//! world's collectives.
+
+use super::placement::Placement;
+use super::shape::{Shape, config};
+use crate::base::Result;
+use crate::proxy::Offer;
+use crate::transport::World;
+
+/// In what ranks may differ, and still do alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Differing {
+    pub few_blocks: bool,
+    /// Receives that the network has for one context.
+    pub receives: usize,
+    /// Numbers that the context may have at the proxy.
+    pub numbers: Offer,
+}
+
+impl Differing {
+    const BYTES: usize = 9;
+
+    fn encode(self) -> [u8; Differing::BYTES] {
+        let receives = u32::try_from(self.receives).unwrap_or(u32::MAX);
+        let ([a, b, c, d], [e, f, g, h]) = (receives.to_le_bytes(), self.numbers.0);
+        [u8::from(self.few_blocks), a, b, c, d, e, f, g, h]
+    }
+
+    fn decode([few, a, b, c, d, numbers @ ..]: [u8; Differing::BYTES]) -> Differing {
+        let receives = u32::from_le_bytes([a, b, c, d]) as usize;
+        Differing { few_blocks: few != 0, receives, numbers: Offer(numbers) }
+    }
+
+    /// What all of them have in common with another rank.
+    fn with(self, other: Differing) -> Differing {
+        let few_blocks = self.few_blocks || other.few_blocks;
+        let (receives, numbers) = (self.receives.min(other.receives), self.numbers.with(other.numbers));
+        Differing { few_blocks, receives, numbers }
+    }
+}
+
+/// All ranks must have the same configuration, and each one a usable one. Answers by what they all go where they differ.
+pub(super) fn agree(
+    world: &World,
+    checked: &Result<(Shape, Placement)>,
+    first_epoch: u64,
+    differing: Differing,
+) -> Result<Differing> {
+    let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch, world.generation()));
+    world.agree("configuration of a context", own.as_ref().err().copied())?;
+    let Ok(own) = own else { return Ok(differing) };
+    let said = [&differing.encode(), own.as_bytes()].concat();
+    let mut agreed = differing;
+    for (rank, said) in world.all_gather("configuration", &said)?.iter().enumerate() {
+        let (head, theirs) = said.split_first_chunk().unwrap_or((&[0; Differing::BYTES], &[]));
+        agreed = agreed.with(Differing::decode(*head));
+        let theirs = String::from_utf8_lossy(theirs);
+        let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
+        if let Some((mine, theirs)) = differs {
+            let advice = format!("rank {rank} has {theirs}; give all ranks the same configuration");
+            return Err(config("of this rank", mine, advice));
+        }
+    }
+    Ok(agreed)
+}

@@ -1,0 +1,356 @@
+//! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
+
+use super::format::{RowFormat, SCALE_COLUMNS, Scales};
+use super::placement::Placement;
+use super::plan::Plan;
+use super::shape::{Partial, Shape, Weights, config};
+use super::sms::{Traffic, sms_available};
+use super::tuning::{ArenaPlace, Tuning};
+use crate::base::{Dtype, Result};
+use crate::ffi::layout as raw;
+use crate::kernels::{Device, DeviceKind};
+use crate::proxy::Proxy;
+use crate::proxy::wire::Nodes;
+use crate::transport::World;
+use std::time::Duration;
+
+/// Collects what a context needs; see [`AllToAll::builder`](super::AllToAll::builder). A context is an arena with limits:
+/// most tokens of a rank in a call, bytes of a row, experts of a token, experts in all.
+#[derive(Clone)]
+pub struct AllToAllBuilder {
+    pub(crate) world: World,
+    pub(crate) device: Option<Device>,
+    pub(crate) hidden: usize,
+    pub(crate) experts: usize,
+    pub(crate) top_k: usize,
+    pub(crate) max_tokens: usize,
+    pub(crate) format: RowFormat,
+    pub(crate) quantize: bool,
+    pub(crate) combine_dtype: Dtype,
+    pub(crate) placement: Option<Placement>,
+    pub(crate) weights: Weights,
+    pub(crate) sms: Option<u32>,
+    pub(crate) timeout: Duration,
+    pub(crate) ordered: bool,
+    pub(crate) proxy: Option<Proxy>,
+    pub(crate) tuning: Tuning,
+}
+
+impl AllToAllBuilder {
+    pub(crate) fn new(world: &World) -> Self {
+        AllToAllBuilder {
+            world: world.clone(),
+            device: None,
+            hidden: 0,
+            experts: 0,
+            top_k: 0,
+            max_tokens: 0,
+            format: RowFormat::BF16,
+            quantize: false,
+            combine_dtype: Dtype::Bf16,
+            placement: None,
+            weights: Weights::Dispatch,
+            sms: None,
+            timeout: Duration::from_secs(30),
+            ordered: true,
+            proxy: None,
+            tuning: Tuning::default(),
+        }
+    }
+
+    /// The device of this rank. Default: a CPU device of its own.
+    pub fn device(mut self, device: Device) -> Self {
+        self.device = Some(device);
+        self
+    }
+
+    /// Columns of a row.
+    pub fn hidden(mut self, hidden: usize) -> Self {
+        self.hidden = hidden;
+        self
+    }
+
+    /// Experts of the layer, over all ranks.
+    pub fn experts(mut self, experts: usize) -> Self {
+        self.experts = experts;
+        self
+    }
+
+    /// Experts a token may name, at most 32.
+    pub fn top_k(mut self, top_k: usize) -> Self {
+        self.top_k = top_k;
+        self
+    }
+
+    /// Most tokens of one rank in one call: 2^20 in one node; with N nodes a bitmap of them per node has to fit in a block's
+    /// shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
+    pub fn max_tokens_per_rank(mut self, max_tokens: usize) -> Self {
+        self.max_tokens = max_tokens;
+        self
+    }
+
+    /// Calls on several streams in no order but that of their streams, for tests of what the device finds then.
+    #[doc(hidden)]
+    pub fn unordered(mut self) -> Self {
+        self.ordered = false;
+        self
+    }
+
+    /// What dispatched rows travel as: type of their elements, and their scales. Default [`RowFormat::BF16`].
+    pub fn format(mut self, format: RowFormat) -> Self {
+        self.format = format;
+        self
+    }
+
+    /// Whether tokens are given as bf16 rows without scales, and become fp8 rows with scales as they are sent. Needs an
+    /// fp8 [`format`](Self::format) with scales, which says what travels and what comes out. Default no.
+    ///
+    /// Each block of 128 columns (DeepSeek-V3's 1x128 tiles of activations) is scaled by itself: amax is its largest
+    /// magnitude, at least 1e-4. The scale is amax / 448, or with UE8M0 the smallest power of two that is not below it.
+    /// The element is x times the inverse, which is 448 / amax or that power's reciprocal, rounded to e4m3. All of it is
+    /// fp32 arithmetic, each operation rounded once, to nearest even, so every device makes the same bits. A NaN stays
+    /// one, 0x7f, and does not count in amax; an infinity makes the whole block's scale infinite (UE8M0: 255, which is
+    /// NaN), so that no element of it can be read as a number.
+    pub fn quantize(mut self, on: bool) -> Self {
+        self.quantize = on;
+        self
+    }
+
+    /// Type of the experts' outputs: bf16 (default), fp16 or fp32.
+    pub fn combine_dtype(mut self, dtype: Dtype) -> Self {
+        self.combine_dtype = dtype;
+        self
+    }
+
+    /// Which rank holds which expert, by ranks of the world's first generation; experts of ranks that are not there any
+    /// more get no tokens. Default [`Placement::even`].
+    pub fn placement(mut self, placement: Placement) -> Self {
+        self.placement = Some(placement);
+        self
+    }
+
+    /// Where weights come from. Default: with dispatch.
+    pub fn weights(mut self, weights: Weights) -> Self {
+        self.weights = weights;
+        self
+    }
+
+    /// Blocks of a kernel. Default, on a GPU: of its multiprocessors, less those that the network's own kernels need, all for
+    /// contexts of few tokens, and for large ones the fewest by which calls take no more than a percent longer, by a model of
+    /// the bytes that they move ([`Plan::explain`](super::Plan::explain) tells; docs/performance.md, "As many multiprocessors as
+    /// it takes"). On the CPU device all.
+    ///
+    /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks must
+    /// fit on it at once: give each such context a budget. [`build`](Self::build) refuses the one by which the budgets of
+    /// this process's contexts on a GPU exceed its multiprocessors; a context gives its own back when it is dropped.
+    /// Contexts with the default are not counted: their calls must follow one another, on one stream or by events.
+    pub fn sms(mut self, sms: u32) -> Self {
+        self.sms = Some(sms);
+        self
+    }
+
+    /// Progress deadline of every wait on the device. Default 30 s.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// This rank's proxy, which a world of several nodes needs.
+    pub fn proxy(mut self, proxy: &Proxy) -> Self {
+        self.proxy = Some(proxy.clone());
+        self
+    }
+
+    /// Changes settings that contexts do without: `builder.tuning(|tuning| tuning.statistics = true)`. May be called again.
+    pub fn tuning(mut self, change: impl FnOnce(&mut Tuning)) -> Self {
+        change(&mut self.tuning);
+        self
+    }
+
+    /// What a rank of this configuration needs, without building it; [`Plan::explain`](super::Plan::explain) has the
+    /// formula behind it.
+    ///
+    /// # Errors
+    /// As [`build`](Self::build), for what can be seen on one rank.
+    pub fn plan(&self) -> Result<Plan> {
+        let (shape, _) = self.check()?;
+        let gpu = self.device.as_ref().filter(|device| device.kind() == DeviceKind::Cuda);
+        let gpu = gpu.map(|gpu| sms_available(gpu, self.proxy.as_ref()));
+        Ok(Plan::new(&shape.plan_input())?.with_traffic(&Traffic::of(&shape).explain(gpu)))
+    }
+
+    /// Checks everything that can be seen on one rank.
+    pub(crate) fn check(&self) -> Result<(Shape, Placement)> {
+        let (ranks, first_ranks) = (self.world.size(), self.world.first_size());
+        let nodes = self.check_nodes()?;
+        within("hidden", self.hidden, 1, 1 << 20, "columns")?;
+        within("experts", self.experts, 1, 1 << 20, "experts")?;
+        within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
+        within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
+        within("handles", self.tuning.handles, 1, 1024, "handles")?;
+        if let Some(tokens) = self.tuning.wave_tokens {
+            within("wave_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a wave")?;
+        }
+        if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
+            let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
+            return Err(config("max_tokens_per_rank", self.max_tokens, advice));
+        }
+        // Landings keep 43 bits of an epoch, and fresh memory holds one of epoch 0: 2^42 calls are left at the least.
+        if self.tuning.first_epoch > 1 << 42 {
+            let advice = "epochs are counted to 2^43; start at 2^42 at the most".into();
+            return Err(config("first_epoch", self.tuning.first_epoch, advice));
+        }
+        // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.
+        if self.tuning.first_epoch as u32 == 0 || self.tuning.first_epoch as u32 == u32::MAX {
+            let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds".into();
+            return Err(config("first_epoch", self.tuning.first_epoch, advice));
+        }
+        self.check_own_output(&nodes)?;
+        let placement = match &self.placement {
+            Some(placement) => placement.clone(),
+            None => Placement::even(self.experts, first_ranks)?,
+        };
+        if placement.experts() != self.experts || placement.ranks() != first_ranks {
+            let value = format!("{} experts on {} ranks", placement.experts(), placement.ranks());
+            return Err(config("placement", value, format!("this world has {} on {first_ranks}", self.experts)));
+        }
+        if placement.max_local_experts() > raw::TY_MAX_LOCAL_EXPERTS as usize {
+            let advice = format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS);
+            return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
+        }
+        if ranks * placement.max_local_experts() > raw::TY_MAX_COUNTS as usize {
+            let advice = format!("{ranks} ranks times that must not exceed {}; spread them", raw::TY_MAX_COUNTS);
+            return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
+        }
+        let name = self.world.original(self.world.rank());
+        let shape = Shape {
+            rank: self.world.rank().index(),
+            ranks,
+            name,
+            nodes,
+            nics: self.proxy.as_ref().map_or(1, Proxy::nics),
+            chunk_rows: self.tuning.chunk_rows,
+            receives: self.proxy.as_ref().map_or(usize::MAX, Proxy::receives_of_a_context),
+            double_buffer_bytes: self.tuning.double_buffer_bytes,
+            arriving_tokens: self.tuning.arriving_tokens,
+            wave_tokens: self.tuning.wave_tokens,
+            own_output: self.tuning.own_output,
+            arena: match self.device_kind() {
+                DeviceKind::Cpu => ArenaPlace::Host,
+                DeviceKind::Cuda => self.tuning.arena,
+            },
+            hidden: self.hidden,
+            experts: self.experts,
+            top_k: self.top_k,
+            max_tokens: self.max_tokens,
+            format: self.format,
+            quantize: self.quantize,
+            combine_dtype: self.combine_dtype,
+            partial: self.tuning.partial,
+            weights: self.weights,
+            row_bytes: self.format.row_bytes(self.hidden),
+            scale_words: self.format.scale_bytes(self.hidden) / 4,
+            local_experts: placement.local_experts(name.index()).len(),
+            max_local_experts: placement.max_local_experts(),
+        };
+        self.check_rows(&shape)?;
+        if let Some((_, align)) =
+            self.tuning.own_output.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
+        {
+            let advice =
+                "rows are counted in int32, those by which experts' starts are aligned, too; align by less".into();
+            return Err(config("own_output align", align, advice));
+        }
+        Ok((shape, placement))
+    }
+
+    fn check_own_output(&self, nodes: &Nodes) -> Result<()> {
+        let Some((rows, align)) = self.tuning.own_output else { return Ok(()) };
+        within("own_output rows", rows, 1, i32::MAX as usize, "rows")?;
+        within("own_output align", align, 1, i32::MAX as usize, "rows")?;
+        let why = if nodes.members().len() > 1 {
+            "an output in the arena is for worlds of one node; leave it out between nodes"
+        } else if nodes.largest() > raw::TY_MAX_IN_PLACE_RANKS as usize {
+            "an output in the arena is for nodes of 32 ranks at the most; leave it out"
+        } else if self.quantize {
+            "rows that are quantised as they are sent have no output in the arena; leave one of them out"
+        } else if self.tuning.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
+            "calls with an output in the arena go in one wave; leave wave_tokens out"
+        } else {
+            return Ok(());
+        };
+        Err(config("own_output", format!("{rows} rows"), why.into()))
+    }
+
+    fn check_nodes(&self) -> Result<Nodes> {
+        let nodes = Nodes::of_sizes(self.world.nodes(), self.world.members())?;
+        let count = nodes.members().len();
+        within("world", self.world.size(), 1, raw::TY_MAX_RANKS as usize, "ranks")?;
+        within("nodes", count, 1, raw::TY_MAX_NODES as usize, "nodes")?;
+        within("ranks of a node", nodes.largest(), 1, raw::TY_MAX_NODE_RANKS as usize, "ranks of one node")?;
+        if let Some(tokens) = self.tuning.meta_tile {
+            within("meta_tile", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens of a tile")?;
+        }
+        if count == 1 {
+            return Ok(nodes);
+        }
+        if let Some(rows) = self.tuning.chunk_rows {
+            within("chunk_rows", rows, 1, 1 << 20, "rows of a chunk")?;
+        }
+        // A row of the bitmap has a word beyond the last token's.
+        let most = 32 * (raw::TY_NODES_BITMAP_WORDS as usize / count) - 1;
+        within(
+            "max_tokens_per_rank",
+            self.max_tokens,
+            1,
+            most,
+            "tokens a rank, of which a block keeps a bitmap per node",
+        )?;
+        if self.sms == Some(1) {
+            return Err(config(
+                "sms",
+                1,
+                "with several nodes one block watches the proxy's words; use 2 or more".into(),
+            ));
+        }
+        Ok(nodes)
+    }
+
+    fn check_rows(&self, shape: &Shape) -> Result<()> {
+        if !shape.row_bytes.is_multiple_of(16) {
+            let advice = format!("a row of {} bytes is no multiple of 16; pad the hidden size", shape.row_bytes);
+            return Err(config("hidden", self.hidden, advice));
+        }
+        let blocks = self.hidden.is_multiple_of(SCALE_COLUMNS);
+        if self.format.dtype == Dtype::Fp8E4m3 && !blocks {
+            return Err(config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple".into()));
+        }
+        if self.quantize && (self.format.dtype != Dtype::Fp8E4m3 || self.format.scales == Scales::None) {
+            let advice = format!(
+                "it makes fp8 rows with scales, and these are {} with scales {:?}; use fp8 with F32 or Ue8m0",
+                self.format.dtype, self.format.scales
+            );
+            return Err(config("quantize", true, advice));
+        }
+        shape.float_code("combine_dtype", self.combine_dtype)?;
+        if self.tuning.partial == Partial::Fp8 && !blocks {
+            let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows".into();
+            return Err(config("hidden", self.hidden, advice));
+        }
+        if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
+            return Err(config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one".into()));
+        }
+        Ok(())
+    }
+
+    fn device_kind(&self) -> DeviceKind {
+        self.device.as_ref().map_or(DeviceKind::Cpu, Device::kind)
+    }
+}
+
+fn within(name: &'static str, value: usize, low: usize, high: usize, unit: &str) -> Result<()> {
+    if (low..=high).contains(&value) {
+        return Ok(());
+    }
+    Err(config(name, value, format!("use {low} to {high} {unit}")))
+}

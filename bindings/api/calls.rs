@@ -1,0 +1,444 @@
+//! What a call is given: views of device memory with their shapes, and the checks before anything is enqueued.
+
+use super::shape::Shape;
+use super::tables::inverse;
+use crate::base::{Dtype, Error, Result};
+use crate::ffi::layout as raw;
+use crate::kernels::{Place, View};
+
+/// Type of the routing indices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IndexType {
+    /// 32-bit signed.
+    I32,
+    /// 64-bit signed.
+    I64,
+}
+
+impl IndexType {
+    /// Size of one index in bytes.
+    pub fn bytes(self) -> usize {
+        match self {
+            IndexType::I32 => 4,
+            IndexType::I64 => 8,
+        }
+    }
+}
+
+/// How many tokens a rank dispatches.
+#[derive(Debug, Clone)]
+pub enum TokenCount {
+    /// Known on the host.
+    Host(usize),
+    /// An int32 in device memory, read when the kernel runs.
+    Device(View),
+}
+
+/// Scales of the input rows: 4-byte words, fp32 or four UE8M0 exponents each.
+#[derive(Debug, Clone)]
+pub struct ScaleView {
+    /// The memory.
+    pub view: View,
+    /// Words from one token to the next.
+    pub row_stride: usize,
+    /// Words from one scale of a token to the next.
+    pub col_stride: usize,
+}
+
+/// The tokens of this rank.
+#[derive(Debug, Clone)]
+pub struct Tokens {
+    /// Rows, [tokens, hidden] of the context's dtype, or of bf16 where the context quantises; 16-byte aligned.
+    pub x: View,
+    /// Bytes from one row to the next; a multiple of 16.
+    pub x_pitch: usize,
+    /// Scales, where the context has them and does not make them itself.
+    pub scales: Option<ScaleView>,
+    /// Experts of each token, [tokens, top_k]; -1 for none.
+    pub topk_idx: View,
+    /// Type of the indices.
+    pub index_type: IndexType,
+    /// Weights, fp32 `[tokens, top_k]`, where the context's weights come with dispatch.
+    pub topk_weight: Option<View>,
+    /// Number of tokens.
+    pub count: TokenCount,
+}
+
+/// Where received rows go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all.
+    Contiguous {
+        /// Rows; 1 for none, 128 for DeepGEMM's contiguous grouped GEMM.
+        align: usize,
+        /// Rows of the output.
+        capacity: usize,
+    },
+    /// `[local experts, per_expert, hidden]`.
+    Masked {
+        /// Rows of each expert.
+        per_expert: usize,
+    },
+    /// One row per (source rank, token), in that order.
+    Token {
+        /// Rows of the output.
+        capacity: usize,
+    },
+}
+
+impl Layout {
+    pub(crate) fn code(self) -> u32 {
+        match self {
+            Layout::Contiguous { .. } => raw::TY_LAYOUT_CONTIGUOUS,
+            Layout::Masked { .. } => raw::TY_LAYOUT_MASKED,
+            Layout::Token { .. } => raw::TY_LAYOUT_TOKEN,
+        }
+    }
+
+    /// Rows of the whole output; `None` where that overflows.
+    pub fn rows(self, local_experts: usize) -> Option<usize> {
+        match self {
+            Layout::Contiguous { capacity, .. } | Layout::Token { capacity } => Some(capacity),
+            Layout::Masked { per_expert } => per_expert.checked_mul(local_experts),
+        }
+    }
+}
+
+/// Order of the output scales.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScaleOrder {
+    /// `[rows, words]`.
+    RowMajor,
+    /// `[words, leading]`, `leading` = rows rounded up to 4 (16 bytes); in the masked layout one such block per expert.
+    ColumnMajor,
+}
+
+/// Where dispatch writes. Optional views are left out by `None`.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// Order and capacity of the rows.
+    pub layout: Layout,
+    /// Rows of the context's dtype; 16-byte aligned.
+    pub rows: View,
+    /// Bytes from one row to the next; a multiple of 16.
+    pub rows_pitch: usize,
+    /// Scales of the rows, where the context has them.
+    pub scales: Option<View>,
+    /// Order of the scales.
+    pub scale_order: ScaleOrder,
+    /// int32 `[local experts]`: rows of each expert.
+    pub expert_count: View,
+    /// int32 `[local experts + 1]`: first row of each expert, then the end.
+    pub expert_offset: Option<View>,
+    /// int32 `[rows]`: local expert of each row, -1 for padding. All -1 in the token layout.
+    pub row_expert: Option<View>,
+    /// int32 `[rows, 2]`: source rank and token of each row, -1 for padding.
+    pub source: Option<View>,
+    /// Token layout: int32 `[rows, top_k]`, local expert or -1.
+    pub token_experts: Option<View>,
+    /// Token layout: fp32 `[rows, top_k]`.
+    pub token_weights: Option<View>,
+    /// int32 `[1]`: rows used.
+    pub row_count: Option<View>,
+    /// Contiguous layout: whether the padding rows between segments are zeroed.
+    pub zero_padding: bool,
+    /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is over.
+    pub host_counts: Option<View>,
+}
+
+/// A context's output in its arena: what [`Output`] has to say there, scales being row by row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnOutput {
+    /// Contiguous.
+    pub layout: Layout,
+    /// Rows of the context's dtype.
+    pub rows: View,
+    /// Bytes from one row to the next.
+    pub rows_pitch: usize,
+    /// Scales of the rows, where the context has them.
+    pub scales: Option<View>,
+}
+
+impl OwnOutput {
+    /// Refuses an output that is not this one.
+    pub(crate) fn check(&self, output: &Output) -> Result<()> {
+        // What is given may be longer, never shorter: `Output::check` asks for as much.
+        let scales = match (&self.scales, &output.scales) {
+            (Some(own), Some(given)) => own.ptr() == given.ptr(),
+            (own, given) => own.is_none() && given.is_none(),
+        };
+        let rows = output.rows.ptr() == self.rows.ptr() && output.rows_pitch == self.rows_pitch;
+        if rows && scales && output.layout == self.layout && output.scale_order == ScaleOrder::RowMajor {
+            return Ok(());
+        }
+        let advice = "this context has an output in its arena; give what own_output() says".into();
+        Err(argument("output", format!("{:?} at {:#x}", output.layout, output.rows.ptr()), advice))
+    }
+}
+
+/// The experts' outputs, in the layout dispatched.
+#[derive(Debug, Clone)]
+pub struct Rows {
+    /// Rows, [rows, hidden] of the context's combine dtype; 16-byte aligned.
+    pub rows: View,
+    /// Bytes from one row to the next; a multiple of 16.
+    pub pitch: usize,
+    /// Weights of this rank's own tokens, fp32 `[tokens, top_k]`, where the context's weights come with combine.
+    pub topk_weight: Option<View>,
+}
+
+/// Where combine writes.
+#[derive(Debug, Clone)]
+pub struct Combined {
+    /// [tokens, hidden]; 16-byte aligned.
+    pub out: View,
+    /// Bytes from one row to the next; a multiple of 16.
+    pub pitch: usize,
+    /// bf16, fp16 or fp32.
+    pub dtype: Dtype,
+    /// Add to what `out` holds instead of overwriting it.
+    pub accumulate: bool,
+}
+
+fn argument(name: &'static str, value: String, advice: String) -> Error {
+    Error::Argument { name, value, advice }
+}
+
+/// Scale words from one column to the next, which the device keeps in 32 bits.
+fn stride(name: &'static str, words: usize) -> Result<u32> {
+    let advice = "columns of scales are at most 2^32 - 1 words apart; lay them out closer".into();
+    u32::try_from(words).map_err(|_| argument(name, words.to_string(), advice))
+}
+
+/// What views are held against: the context's shape, and its device.
+#[derive(Clone, Copy)]
+pub(crate) struct Needs<'a> {
+    pub shape: &'a Shape,
+    pub place: Place,
+}
+
+impl Needs<'_> {
+    /// Refuses a view that is of another device, too small or misaligned.
+    fn need(&self, name: &'static str, view: &View, bytes: Option<usize>, align: u64) -> Result<u64> {
+        view.of(name, self.place)?;
+        let Some(bytes) = bytes else {
+            return Err(argument(name, "beyond 64 bits".into(), "ask for fewer rows".into()));
+        };
+        if view.len() < bytes {
+            return Err(argument(name, format!("{} bytes", view.len()), format!("{bytes} bytes are needed")));
+        }
+        if bytes > 0 && view.ptr() == 0 {
+            return Err(argument(name, "a null pointer".into(), format!("{bytes} bytes are needed")));
+        }
+        if !view.ptr().is_multiple_of(align) {
+            return Err(argument(name, format!("address {:#x}", view.ptr()), format!("align it to {align} bytes")));
+        }
+        Ok(view.ptr())
+    }
+
+    /// Refuses an optional view that is missing where it is needed, given where it is unused, or unusable.
+    fn need_if(
+        &self,
+        name: &'static str,
+        wanted: bool,
+        why: &str,
+        view: Option<&View>,
+        bytes: Option<usize>,
+    ) -> Result<u64> {
+        match (wanted, view) {
+            (true, None) => Err(argument(name, "missing".into(), format!("{why}, so give it"))),
+            (false, Some(_)) => Err(argument(name, "given".into(), format!("{why}, so leave it out"))),
+            (true, Some(view)) => self.need(name, view, bytes, 4),
+            (false, None) => Ok(0),
+        }
+    }
+
+    fn optional(&self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
+        view.as_ref().map_or(Ok(0), |view| self.need(name, view, bytes, 4))
+    }
+}
+
+/// Bytes of `rows` rows of `row_bytes`, `pitch` apart; checks the pitch.
+fn rows_span(name: &'static str, rows: usize, pitch: usize, row_bytes: usize) -> Result<Option<usize>> {
+    if pitch < row_bytes || !pitch.is_multiple_of(16) {
+        let advice = format!("use a multiple of 16 that is at least {row_bytes}");
+        return Err(argument(name, format!("{pitch} bytes"), advice));
+    }
+    Ok(if rows == 0 { Some(0) } else { (rows - 1).checked_mul(pitch).and_then(|b| b.checked_add(row_bytes)) })
+}
+
+impl Tokens {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        let count = match &self.count {
+            TokenCount::Host(_) => None,
+            TokenCount::Device(view) => Some(view),
+        };
+        let scales = self.scales.as_ref().map(|scales| &scales.view);
+        [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), count].into_iter().flatten()
+    }
+
+    /// Tokens for which views must have room: the host's count, or the maximum where only the device knows.
+    pub(crate) fn room(&self, shape: &Shape) -> Result<usize> {
+        match self.count {
+            TokenCount::Host(count) if count > shape.max_tokens => Err(argument(
+                "count",
+                count.to_string(),
+                format!("this context was built for at most {} tokens a rank", shape.max_tokens),
+            )),
+            TokenCount::Host(count) => Ok(count),
+            TokenCount::Device(_) => Ok(shape.max_tokens),
+        }
+    }
+
+    pub(crate) fn check(&self, needs: Needs<'_>) -> Result<raw::ty_tokens> {
+        let shape = needs.shape;
+        let room = self.room(shape)?;
+        let choices = room.checked_mul(shape.top_k);
+        needs.need("x", &self.x, rows_span("x_pitch", room, self.x_pitch, shape.input_row_bytes())?, 16)?;
+        let index_bytes = self.index_type.bytes();
+        needs.need("topk_idx", &self.topk_idx, choices.and_then(|n| n.checked_mul(index_bytes)), index_bytes as u64)?;
+        let weights = needs.need_if(
+            "topk_weight",
+            shape.weights_with_dispatch(),
+            shape.weights_sentence(),
+            self.topk_weight.as_ref(),
+            choices.and_then(|n| n.checked_mul(4)),
+        )?;
+        let (count, count_ptr) = match &self.count {
+            TokenCount::Host(count) => (*count as u32, 0),
+            TokenCount::Device(view) => (0, needs.need("count", view, Some(4), 4)?),
+        };
+        let scales = self.check_scales(needs, room)?;
+        Ok(raw::ty_tokens {
+            x: self.x.ptr(),
+            x_pitch: self.x_pitch as u64,
+            scales: scales.map_or(0, |s| s.view.ptr()),
+            scale_row_stride: scales.map_or(0, |s| s.row_stride as u64),
+            topk_idx: self.topk_idx.ptr(),
+            topk_weight: weights,
+            count_ptr,
+            count,
+            index_bytes: index_bytes as u32,
+            scale_column_stride: scales.map_or(Ok(0), |s| stride("scales.col_stride", s.col_stride))?,
+            reserved: 0,
+        })
+    }
+
+    fn check_scales(&self, needs: Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {
+        let (shape, scales) = (needs.shape, self.scales.as_ref());
+        let span = scales.and_then(|s| {
+            let last = room.saturating_sub(1).checked_mul(s.row_stride)?;
+            let column = shape.scale_words.saturating_sub(1).checked_mul(s.col_stride)?;
+            let words = if room == 0 { 0 } else { last.checked_add(column)?.checked_add(1)? };
+            words.checked_mul(4)
+        });
+        let span = if scales.is_some() { span } else { Some(0) };
+        let (wanted, why) = shape.input_scales();
+        needs.need_if("scales", wanted, why, scales.map(|s| &s.view), span)?;
+        Ok(scales)
+    }
+}
+
+impl Output {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        let optional = [
+            &self.scales,
+            &self.expert_offset,
+            &self.row_expert,
+            &self.source,
+            &self.token_experts,
+            &self.token_weights,
+            &self.row_count,
+            &self.host_counts,
+        ];
+        [&self.rows, &self.expert_count].into_iter().chain(optional.into_iter().flatten())
+    }
+
+    pub(crate) fn check(&self, needs: Needs<'_>) -> Result<raw::ty_output> {
+        let shape = needs.shape;
+        let (capacity, align) = match self.layout {
+            Layout::Contiguous { align: 0, .. } => {
+                return Err(argument("align", "0".into(), "use 1 for no alignment".into()));
+            }
+            Layout::Contiguous { align, capacity } => (capacity, align),
+            Layout::Masked { per_expert } => (per_expert, 1),
+            Layout::Token { capacity } => (capacity, 1),
+        };
+        let local = shape.local_experts;
+        let rows = self.layout.rows(local).filter(|&rows| rows <= i32::MAX as usize);
+        let (Some(rows), true) = (rows, shape.is_counted(local, align)) else {
+            let advice = "rows are counted in int32, those by which experts' starts are aligned, too; ask for fewer";
+            return Err(argument("layout", format!("{:?}", self.layout), advice.into()));
+        };
+        needs.need("rows", &self.rows, rows_span("rows_pitch", rows, self.rows_pitch, shape.row_bytes)?, 16)?;
+        needs.need("expert_count", &self.expert_count, Some(4 * local), 4)?;
+        let leading = match self.scale_order {
+            ScaleOrder::RowMajor => 0,
+            ScaleOrder::ColumnMajor => capacity.next_multiple_of(4),
+        };
+        let scale_rows = match (self.scale_order, self.layout) {
+            (ScaleOrder::RowMajor, _) => Some(rows),
+            (ScaleOrder::ColumnMajor, Layout::Masked { .. }) => leading.checked_mul(local),
+            (ScaleOrder::ColumnMajor, _) => Some(leading),
+        };
+        let scale_bytes = scale_rows.and_then(|r| r.checked_mul(4 * shape.scale_words));
+        let (wanted, why) = (shape.scale_words > 0, shape.scales_sentence());
+        let scales = needs.need_if("output scales", wanted, why, self.scales.as_ref(), scale_bytes)?;
+        let is_token = matches!(self.layout, Layout::Token { .. });
+        let only_token = "only the token layout has it";
+        for (name, view) in [("token_experts", &self.token_experts), ("token_weights", &self.token_weights)] {
+            if !is_token && view.is_some() {
+                return Err(argument(name, "given".into(), format!("{only_token}, so leave it out")));
+            }
+        }
+        let per_choice = rows.checked_mul(4 * shape.top_k);
+        Ok(raw::ty_output {
+            rows: self.rows.ptr(),
+            rows_pitch: self.rows_pitch as u64,
+            scales,
+            expert_count: self.expert_count.ptr(),
+            expert_offset: needs.optional("expert_offset", &self.expert_offset, Some(4 * (local + 1)))?,
+            row_expert: needs.optional("row_expert", &self.row_expert, rows.checked_mul(4))?,
+            source: needs.optional("source", &self.source, rows.checked_mul(8))?,
+            token_experts: needs.optional("token_experts", &self.token_experts, per_choice)?,
+            token_weights: needs.optional("token_weights", &self.token_weights, per_choice)?,
+            row_count: needs.optional("row_count", &self.row_count, Some(4))?,
+            host_counts: needs.optional("host_counts", &self.host_counts, Some(4 * (local + 1)))?,
+            capacity: capacity as u64,
+            scale_leading: stride("capacity", leading)?,
+            layout: self.layout.code(),
+            align: align as u32,
+            align_inverse: inverse(align as u32),
+            zero_padding: u32::from(self.zero_padding),
+        })
+    }
+}
+
+impl Rows {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        [Some(&self.rows), self.topk_weight.as_ref()].into_iter().flatten()
+    }
+
+    /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` that of own tokens.
+    pub(crate) fn check(&self, needs: Needs<'_>, rows: usize, room: usize) -> Result<u64> {
+        let shape = needs.shape;
+        needs.need("rows", &self.rows, rows_span("pitch", rows, self.pitch, shape.combine_row_bytes())?, 16)?;
+        needs.need_if(
+            "topk_weight",
+            shape.weights_with_combine(),
+            shape.weights_sentence(),
+            self.topk_weight.as_ref(),
+            room.checked_mul(4 * shape.top_k),
+        )
+    }
+}
+
+impl Combined {
+    pub(crate) fn check(&self, needs: Needs<'_>, room: usize) -> Result<u32> {
+        let shape = needs.shape;
+        let code = shape.float_code("dtype of out", self.dtype)?;
+        let row_bytes = shape.hidden * self.dtype.bytes();
+        needs.need("out", &self.out, rows_span("pitch of out", room, self.pitch, row_bytes)?, 16)?;
+        Ok(code)
+    }
+}

@@ -1,0 +1,77 @@
+//! What a row is made of: its elements and its scales.
+
+use super::shape::config;
+use crate::base::{Dtype, Result};
+
+/// Scales that travel with fp8 rows: one per 128 columns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// None; rows are their bytes alone.
+    None,
+    /// fp32, one word per 128 columns.
+    F32,
+    /// UE8M0 exponents, four to a 4-byte word, little end first; unused bytes zero.
+    Ue8m0,
+}
+
+/// Columns of a scale.
+pub(crate) const SCALE_COLUMNS: usize = 128;
+
+/// What a row travels as: the type of its elements, and the scales that go with them. The formats that there are today are
+/// the constants; later versions may have more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RowFormat {
+    pub(crate) dtype: Dtype,
+    pub(crate) scales: Scales,
+}
+
+impl RowFormat {
+    /// bf16 elements.
+    pub const BF16: RowFormat = RowFormat { dtype: Dtype::Bf16, scales: Scales::None };
+    /// fp16 elements.
+    pub const FP16: RowFormat = RowFormat { dtype: Dtype::Fp16, scales: Scales::None };
+    /// fp32 elements.
+    pub const FP32: RowFormat = RowFormat { dtype: Dtype::Fp32, scales: Scales::None };
+    /// fp8 e4m3 elements without scales.
+    pub const FP8: RowFormat = RowFormat { dtype: Dtype::Fp8E4m3, scales: Scales::None };
+    /// fp8 e4m3 elements, and an fp32 scale per 128 columns.
+    pub const FP8_F32: RowFormat = RowFormat { dtype: Dtype::Fp8E4m3, scales: Scales::F32 };
+    /// fp8 e4m3 elements, and a UE8M0 exponent per 128 columns.
+    pub const FP8_UE8M0: RowFormat = RowFormat { dtype: Dtype::Fp8E4m3, scales: Scales::Ue8m0 };
+
+    /// The format of such elements with such scales.
+    ///
+    /// # Errors
+    /// `Config` if elements of that type have no scales.
+    pub fn new(dtype: Dtype, scales: Scales) -> Result<RowFormat> {
+        if dtype != Dtype::Fp8E4m3 && scales != Scales::None {
+            let advice = format!("{dtype} rows carry no scales; use none, or fp8 rows");
+            return Err(config("scales", format!("{scales:?}"), advice));
+        }
+        Ok(RowFormat { dtype, scales })
+    }
+
+    /// Type of an element.
+    pub fn dtype(self) -> Dtype {
+        self.dtype
+    }
+
+    /// Scales of a row.
+    pub fn scales(self) -> Scales {
+        self.scales
+    }
+
+    /// Bytes of the elements of a row of `hidden` columns.
+    pub fn row_bytes(self, hidden: usize) -> usize {
+        hidden.saturating_mul(self.dtype.bytes())
+    }
+
+    /// Bytes of the scales of a row of `hidden` columns.
+    pub fn scale_bytes(self, hidden: usize) -> usize {
+        4 * match self.scales {
+            Scales::None => 0,
+            Scales::F32 => hidden.div_ceil(SCALE_COLUMNS),
+            Scales::Ue8m0 => hidden.div_ceil(4 * SCALE_COLUMNS),
+        }
+    }
+}

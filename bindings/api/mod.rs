@@ -1,0 +1,43 @@
+//! The interface: contexts and their builder, calls and what these are given, handles, placement, plans, reports.
+//!
+//! Place in the data path: at its head. A call checks what it is given, enqueues kernels and returns. Runs on the caller's
+//! thread. Calls never wait on the host; only building and dropping a context does, with deadlines.
+//!
+//! | what | file |
+//! |---|---|
+//! | settings of a context, and their checks | `builder`, `tuning`, `format`, `shape` |
+//! | the context: building it, its calls, its end | `context`, `open`, `agreement` |
+//! | arguments of calls, and their checks | `calls` |
+//! | what combine needs of a dispatch | `handle` |
+//! | which rank holds which expert; tables of it for kernels | `placement`, `tables` |
+//! | offsets in the arena | `plan` |
+//! | how many SMs a call takes; which kernel it launches | `sms`, `pick` |
+//! | errors that devices and proxies report; statistics | `report`, `statistics` |
+
+mod agreement;
+mod builder;
+mod calls;
+mod context;
+mod format;
+mod handle;
+mod open;
+mod pick;
+mod placement;
+mod plan;
+mod report;
+mod shape;
+mod sms;
+mod statistics;
+mod tables;
+mod tuning;
+
+pub use builder::AllToAllBuilder;
+pub use calls::{Combined, IndexType, Layout, Output, OwnOutput, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
+pub use context::{AllToAll, Stats};
+pub use format::{RowFormat, Scales};
+pub use handle::{CombineSent, Handle, Refused, Sent};
+pub use placement::Placement;
+pub use plan::{Buffer, Plan, PlanInput};
+pub use shape::{Partial, Weights};
+pub use statistics::{CallStatistics, Stage};
+pub use tuning::{ArenaPlace, Tuning};

@@ -1,0 +1,487 @@
+//! The buffer plan: the one author of every offset in a rank's arena.
+//!
+//! Pure arithmetic, on the host, before anything is allocated. The plan is the same on every rank, so a rank can
+//! compute any address in a peer's arena from the peer's base.
+//!
+//! A world of one node keeps every region twice, by the parity of the epoch. Nothing else protects reuse: a rank
+//! writes X(e+2) into its peer only after its own receive of X(e+1), which needed the peer's X(e+1), which the peer
+//! sent only after its receive of X(e) was through. The same holds with several nodes while the arena is small; in a
+//! larger one the big node-local regions (rows, partial rows) exist once, behind free flags.
+
+use crate::base::{Error, Result};
+use crate::ffi::layout as raw;
+use crate::proxy::wire::{Direction, Lane, Nodes, Wire, WireInput, most_chunks, rows_of_chunk};
+use crate::transport::network::imm;
+
+/// Bytes that regions and flags are aligned to: two 64-byte lines, since lines are prefetched in pairs.
+const ALIGN: u64 = 128;
+/// Arena of several nodes that larger waves would exceed, where they are chosen.
+const ARENA_BYTES: u64 = 2 << 30;
+/// Tokens of a wave that are never cut further to save memory: a launch would cost more than it sends.
+const LEAST_WAVE: usize = 256;
+/// Receives that messages are cut for, unless they are asked to be cut finer: no NIC need offer more to a context.
+const RECEIVES: usize = 8192;
+
+/// What the plan depends on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlanInput {
+    /// Ranks by node.
+    pub nodes: Nodes,
+    /// Most tokens a rank dispatches in one call.
+    pub max_tokens: usize,
+    /// Tokens of each rank in a wave: what a call sends at once. `None` to choose: all of them, but with several nodes no
+    /// more than keep the arena within 2 GiB.
+    pub wave_tokens: Option<usize>,
+    /// Experts a token may name.
+    pub top_k: usize,
+    /// Bytes of a token row without its scales; a multiple of 16.
+    pub row_bytes: usize,
+    /// 4-byte scale words of a row.
+    pub scale_words: usize,
+    /// Bytes of a partial row; a multiple of 16.
+    pub partial_bytes: usize,
+    /// Most experts on one rank.
+    pub max_local_experts: usize,
+    /// Whether weights come with dispatch, and so in the headers between nodes.
+    pub weights_with_dispatch: bool,
+    /// Whether weights come with combine, which sends them ahead to the expert ranks.
+    pub weights_with_combine: bool,
+    /// NICs of each rank; 1 where there is one node.
+    pub nics: u8,
+    /// Rows of a chunk between nodes; `None` to choose.
+    pub chunk_rows: Option<usize>,
+    /// Receives of a NIC that are meant for one context: where rows of a chunk are to be chosen, they are so many that
+    /// messages do with these.
+    pub receives: usize,
+    /// With several nodes: up to which size of the arena, in bytes, received rows and partial rows are kept twice.
+    pub double_buffer_bytes: u64,
+    /// With one node: up to how many tokens of a wave partial rows arrive without tags.
+    pub arriving_tokens: usize,
+    /// With one node: rows of an output in the arena, into which peers store rows where they belong; 0 for none.
+    pub own_rows: usize,
+}
+
+impl PlanInput {
+    /// Pitch of a dispatched row in bytes.
+    fn slot_bytes(&self) -> usize {
+        (self.row_bytes + 4 * self.scale_words).next_multiple_of(16)
+    }
+}
+
+/// The shape of one direction's messages between nodes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Message {
+    pub lane: Lane,
+    /// Bytes of each row's header; 0 for none.
+    pub header_bytes: u32,
+    /// Pitch of a row; 0 where headers are all.
+    pub row_bytes: u32,
+    /// From a message's start to its rows.
+    pub rows_offset: u32,
+    pub chunk_rows: u32,
+    /// Row r is in chunk (r + chunk_shift) / chunk_rows.
+    pub chunk_shift: u32,
+}
+
+/// One buffer of the arena.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Buffer {
+    /// What it holds.
+    pub name: String,
+    /// Bytes from the arena's start.
+    pub offset: u64,
+    /// Its size in bytes, both parities.
+    pub bytes: u64,
+}
+
+/// Every buffer of a rank's arena.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    buffers: Vec<Buffer>,
+    bytes: u64,
+    pub(crate) regions: raw::ty_regions,
+    pub(crate) slot_bytes: usize,
+    pub(crate) slots: usize,
+    /// Tokens of each rank in a wave, and waves of a call.
+    pub(crate) wave_tokens: usize,
+    pub(crate) waves: usize,
+    /// What lies between nodes, if there are several, and the messages by direction.
+    pub(crate) wire: Option<(Wire, [Message; raw::TY_LANES as usize])>,
+    explanation: String,
+}
+
+/// Hands out consecutive aligned pieces of the arena.
+struct Cursor {
+    buffers: Vec<Buffer>,
+    next: u64,
+}
+
+impl Cursor {
+    /// A region of `sources` parts of `part_bytes` each, kept `copies` times: once, or once per parity.
+    fn region(&mut self, name: &str, copies: u64, sources: u64, part_bytes: u64) -> Option<raw::ty_region> {
+        let source_stride = part_bytes.checked_next_multiple_of(ALIGN)?;
+        let parity = source_stride.checked_mul(sources)?;
+        let offset = self.buffer(name, parity.checked_mul(copies)?)?;
+        Some(raw::ty_region { offset, parity_stride: if copies == 1 { 0 } else { parity }, source_stride })
+    }
+
+    fn buffer(&mut self, name: &str, bytes: u64) -> Option<u64> {
+        let offset = self.next;
+        self.next = offset.checked_add(bytes.checked_next_multiple_of(ALIGN)?)?;
+        self.buffers.push(Buffer { name: name.to_owned(), offset, bytes });
+        Some(offset)
+    }
+}
+
+impl Plan {
+    /// Plans the arena of one rank.
+    ///
+    /// # Errors
+    /// `Config` if the arena would not fit a 64-bit address space, or messages between nodes an immediate's fields.
+    pub fn new(input: &PlanInput) -> Result<Plan> {
+        let mut wave_tokens = input.wave_tokens.unwrap_or(input.max_tokens).clamp(1, input.max_tokens.max(1));
+        if input.nodes.members().len() == 1 {
+            return Plan::of_waves(input, wave_tokens, 2);
+        }
+        loop {
+            let plan = Plan::of_waves(input, wave_tokens, 1)?;
+            if input.wave_tokens.is_some() || plan.bytes <= ARENA_BYTES || wave_tokens <= LEAST_WAVE {
+                let twice = Plan::of_waves(input, wave_tokens, 2).ok();
+                return Ok(twice.filter(|twice| twice.bytes <= input.double_buffer_bytes).unwrap_or(plan));
+            }
+            wave_tokens = wave_tokens.div_ceil(2);
+        }
+    }
+
+    /// With `copies` of received rows and partial rows.
+    fn of_waves(input: &PlanInput, wave_tokens: usize, copies: u64) -> Result<Plan> {
+        let overflow = || Error::Config {
+            name: "max_tokens_per_rank",
+            value: input.max_tokens.to_string(),
+            advice: format!(
+                "the arena of {} ranks and {} bytes a row would overflow 64 bits; lower it",
+                input.nodes.ranks().count(),
+                input.row_bytes
+            ),
+        };
+        let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
+        let waves = input.max_tokens.div_ceil(wave_tokens);
+        let regions = Self::regions(input, wave_tokens, copies, &mut cursor).ok_or_else(overflow)?;
+        let wire =
+            if input.nodes.members().len() > 1 { Some(Self::wire(input, wave_tokens, &mut cursor)?) } else { None };
+        let plan = Plan {
+            bytes: cursor.next,
+            buffers: cursor.buffers,
+            regions,
+            slot_bytes: input.slot_bytes(),
+            slots: input.top_k.min(input.nodes.largest()),
+            wave_tokens,
+            waves,
+            wire,
+            explanation: String::new(),
+        };
+        Ok(Plan { explanation: plan.formula(input), ..plan })
+    }
+
+    /// The same plan, whose explanation says how many SMs calls take, too.
+    pub(crate) fn with_traffic(mut self, traffic: &str) -> Plan {
+        self.explanation.push('\n');
+        self.explanation.push_str(traffic);
+        self
+    }
+
+    /// The assumption and the formula behind the total, for people; of a plan that a builder made, also how many SMs calls
+    /// take and why.
+    pub fn explain(&self) -> &str {
+        &self.explanation
+    }
+
+    fn regions(input: &PlanInput, wave_tokens: usize, copies: u64, cursor: &mut Cursor) -> Option<raw::ty_regions> {
+        let ranks = input.nodes.ranks().count() as u64;
+        let node_ranks = input.nodes.largest() as u64;
+        let several = input.nodes.members().len() > 1;
+        let parts = 1 + input.nodes.most_served() as u64;
+        let tokens = input.max_tokens as u64;
+        let choices = tokens.checked_mul(input.top_k as u64)?;
+        let wave = wave_tokens as u64;
+        let waves = tokens.div_ceil(wave);
+        let places = wave.checked_mul((input.top_k as u64).min(node_ranks))?;
+        let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
+        let home_tokens = if several { tokens.checked_mul(8)? } else { 0 };
+        let free = if copies == 1 { 8 } else { 0 };
+        let arrive = !several && wave_tokens <= input.arriving_tokens;
+        // Rows that are stored where they belong have no inbox.
+        let own_rows = input.own_rows as u64;
+        let (inbox, own) = if own_rows == 0 { (wave, 0) } else { (0, 1) };
+        let c = cursor;
+        Some(raw::ty_regions {
+            rows: c.region("dispatch rows", copies, ranks, inbox.checked_mul(input.slot_bytes() as u64)?)?,
+            row_tags: c.region("dispatch row tags", copies, ranks, wave.checked_mul(8 * u64::from(raw::TY_SLICES))?)?,
+            meta_flags: c.region("META flags", 2, node_ranks, 8)?,
+            meta_counts: c.region("META counts", 2, ranks, (input.max_local_experts as u64 + 1 + waves) * 8)?,
+            meta_tokens: c.region("META tokens", 2, ranks, tokens * 8)?,
+            meta_homes: c.region("META home tokens", 2, ranks, home_tokens)?,
+            meta_choices: c.region("META choices", 2, ranks, choices.checked_mul(8)?)?,
+            meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(8)?)?,
+            partials: c.region("partial rows", copies, parts, places.checked_mul(input.partial_bytes as u64)?)?,
+            partial_tags: c.region(
+                "partial row tags",
+                copies,
+                parts,
+                if arrive { 0 } else { places.checked_mul(8)? },
+            )?,
+            combine_flags: c.region("combine flags", 2, node_ranks, 8)?,
+            ahead_weights: c.region("weights sent ahead", 2, ranks, ahead)?,
+            ahead_flags: c.region("flags of weights sent ahead", 2, ranks, ahead.min(8))?,
+            barrier_flags: c.region("barrier flags", 2, node_ranks, 8)?,
+            dispatch_free: c.region("free flags of dispatch", 1, node_ranks, free)?,
+            combine_free: c.region("free flags of combine", 1, node_ranks, free)?,
+            own_rows: c.region("output rows", 1, 1, own_rows.checked_mul(input.row_bytes as u64)?)?,
+            own_scales: c.region("output scales", 1, 1, own_rows.checked_mul(4 * input.scale_words as u64)?)?,
+            all_counts: c.region(
+                "META counts of all ranks",
+                2,
+                ranks * own,
+                node_ranks * (input.max_local_experts as u64 + 1) * 8,
+            )?,
+            own_choices: c.region("META own choices", 1, own, choices.checked_mul(8)?)?,
+        })
+    }
+
+    /// What lies between nodes: the messages' shapes, then staging and inbox behind everything else.
+    fn wire(
+        input: &PlanInput,
+        wave_tokens: usize,
+        cursor: &mut Cursor,
+    ) -> Result<(Wire, [Message; raw::TY_LANES as usize])> {
+        let messages = Direction::ALL.map(|direction| message(input, wave_tokens, direction));
+        let [dispatch, combine, weights, barrier] = messages;
+        let messages = [dispatch?, combine?, weights?, barrier?];
+        let lanes = messages.map(|message| message.lane);
+        let at = |staging_offset, inbox_offset| {
+            Wire::new(WireInput { nodes: input.nodes.clone(), nics: input.nics, lanes, staging_offset, inbox_offset })
+        };
+        let sized = at(cursor.next, cursor.next)?;
+        let overflow = || Error::Config {
+            name: "max_tokens_per_rank",
+            value: input.max_tokens.to_string(),
+            advice: "wire staging and inbox would overflow 64 bits; lower it".into(),
+        };
+        let staging = cursor.buffer("wire staging", sized.staging_bytes()).ok_or_else(overflow)?;
+        let inbox = cursor.buffer("wire inbox", sized.inbox_bytes()).ok_or_else(overflow)?;
+        Ok((at(staging, inbox)?, messages))
+    }
+
+    /// Every buffer, in the order of offsets.
+    pub fn buffers(&self) -> &[Buffer] {
+        &self.buffers
+    }
+
+    /// Size of a rank's arena in bytes.
+    pub fn arena_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn formula(&self, input: &PlanInput) -> String {
+        let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, self.wave_tokens);
+        let waves = match self.waves {
+            1 => "one wave".to_owned(),
+            waves => format!("{waves} waves of {tokens} tokens"),
+        };
+        let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.ranks().count());
+        let slots = format!("min(top-k {}, ranks of a node {largest})", input.top_k);
+        if input.own_rows > 0 {
+            let (rows, row) = (input.own_rows, input.row_bytes + 4 * input.scale_words);
+            return format!(
+                "one node, an output in the arena and no inbox: {rows} rows x {row} B + 2 parities x {tokens} tokens x {slots} \
+                 x {c} B a partial row, plus flags, tags and META; {waves}"
+            );
+        }
+        if nodes == 1 {
+            return format!(
+                "one node, any routing: 2 parities x {tokens} tokens x ({ranks} ranks x {d} B a row + {slots} x {c} B a \
+                 partial row), plus flags, tags and META; {waves}"
+            );
+        }
+        let parts = 1 + input.nodes.most_served();
+        let copies = if self.regions.rows.parity_stride == 0 { 1 } else { 2 };
+        format!(
+            "{nodes} nodes, any routing: {tokens} tokens x (2 parities x {} peers x 2 sides x ({d} + {c}) B on the wire + \
+             {copies} x ({ranks} ranks x {d} B a row + {parts} homes x {slots} x {c} B a partial row)), plus flags, tags, \
+             META and headers; {waves}",
+            parts - 1
+        )
+    }
+}
+
+/// The messages of one direction.
+fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Result<Message> {
+    let too_large = |what: &str| Error::Config {
+        name: "max_tokens_per_rank",
+        value: input.max_tokens.to_string(),
+        advice: format!("{what} of a message between nodes do not fit 32 bits; lower it"),
+    };
+    let peers = input.nodes.members().len() - 1;
+    let header = match direction {
+        Direction::Dispatch if input.weights_with_dispatch => 4 + 8 * input.top_k,
+        Direction::Dispatch => 4 + 4 * input.top_k,
+        Direction::Weights => 4 * input.top_k,
+        Direction::Combine | Direction::Barrier => 0,
+    };
+    let row_bytes = match direction {
+        Direction::Dispatch => input.slot_bytes(),
+        Direction::Combine => input.partial_bytes,
+        Direction::Weights | Direction::Barrier => 0,
+    };
+    let header = header.next_multiple_of(16);
+    let used = direction != Direction::Weights || input.weights_with_combine;
+    // Headers have chunk 0 to themselves.
+    let before_rows = usize::from(header > 0);
+    let (chunk_rows, chunks) = if row_bytes == 0 {
+        (1, usize::from(used))
+    } else {
+        let most = most_chunks(RECEIVES.min(input.receives), peers.max(input.nodes.most_served()));
+        let rows = input.chunk_rows.unwrap_or_else(|| {
+            let least = wave_tokens.div_ceil(most.saturating_sub(before_rows).max(1));
+            rows_of_chunk(direction, row_bytes, input.nics).max(least)
+        });
+        // No more than a wave has, for which slots have room.
+        let rows = rows.clamp(1, wave_tokens.max(1));
+        (rows, before_rows + wave_tokens.div_ceil(rows))
+    };
+    imm::check_counts(0, chunks, 0, 0)?;
+    let rows_offset = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;
+    let rows_offset = u32::try_from(rows_offset).map_err(|_| too_large("the headers"))?;
+    let chunk_bytes = (chunk_rows * row_bytes).max(16);
+    let chunk_bytes = u32::try_from(chunk_bytes).map_err(|_| too_large("the rows of a chunk"))?;
+    let rows_first = if row_bytes > 0 && before_rows == 0 { chunk_bytes } else { 0 };
+    let first_bytes = rows_offset.checked_add(rows_first).ok_or_else(|| too_large("the rows of a chunk"))?;
+    let chunk_rows = u32::try_from(chunk_rows).map_err(|_| too_large("the rows of a chunk"))?;
+    Ok(Message {
+        lane: Lane { first_bytes, chunk_bytes, chunks: u16::try_from(chunks).unwrap_or(u16::MAX) },
+        header_bytes: header as u32,
+        row_bytes: row_bytes as u32,
+        rows_offset,
+        chunk_rows,
+        chunk_shift: chunk_rows * before_rows as u32,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::Rank;
+
+    fn v3(tokens: usize) -> PlanInput {
+        PlanInput {
+            nodes: Nodes::consecutive(&[8]).unwrap(),
+            max_tokens: tokens,
+            wave_tokens: None,
+            top_k: 8,
+            row_bytes: 7168,
+            scale_words: 56,
+            partial_bytes: 14336,
+            max_local_experts: 32,
+            weights_with_dispatch: false,
+            weights_with_combine: true,
+            nics: 1,
+            chunk_rows: None,
+            receives: usize::MAX,
+            double_buffer_bytes: 256 << 20,
+            arriving_tokens: 256,
+            own_rows: 0,
+        }
+    }
+
+    fn v3_of_nodes(tokens: usize, sizes: &[usize]) -> PlanInput {
+        let nodes = Nodes::consecutive(sizes).unwrap();
+        PlanInput {
+            nodes,
+            max_local_experts: 4,
+            weights_with_dispatch: true,
+            weights_with_combine: false,
+            ..v3(tokens)
+        }
+    }
+
+    #[test]
+    fn ep64_arenas_stay_within_the_limits_of_the_design() {
+        let plan = Plan::new(&v3_of_nodes(128, &[8; 8])).unwrap();
+        assert!(plan.arena_bytes() <= 256 << 20, "{} MiB", plan.arena_bytes() >> 20);
+        assert_ne!(plan.regions.dispatch_free.source_stride, 0, "twice they would not fit");
+    }
+
+    #[test]
+    fn rows_are_kept_twice_where_the_arena_stays_small() {
+        let input = v3_of_nodes(128, &[8; 4]);
+        let twice = Plan::new(&input).unwrap();
+        let once = Plan::new(&PlanInput { double_buffer_bytes: twice.arena_bytes() - 1, ..input.clone() }).unwrap();
+        assert!(twice.arena_bytes() <= 256 << 20 && twice.arena_bytes() > once.arena_bytes() + (64 << 20));
+        let flags = [&twice, &once].map(|plan| plan.regions.dispatch_free.source_stride != 0);
+        assert_eq!(flags, [false, true]);
+        assert!(twice.regions.rows.parity_stride != 0 && once.regions.rows.parity_stride == 0);
+        assert!(twice.explain().contains("2 x (32 ranks") && once.explain().contains("1 x (32 ranks"));
+    }
+
+    #[test]
+    fn large_calls_over_nodes_go_in_waves() {
+        let input = v3_of_nodes(4096, &[8; 8]);
+        let plan = Plan::new(&input).unwrap();
+        assert!(plan.arena_bytes() <= 2 << 30, "{} MiB", plan.arena_bytes() >> 20);
+        assert!(plan.waves > 1 && plan.waves * plan.wave_tokens >= 4096);
+        assert!(plan.explain().contains(&format!("{} waves of {} tokens", plan.waves, plan.wave_tokens)));
+        let whole = Plan::new(&PlanInput { wave_tokens: Some(4096), ..input }).unwrap();
+        assert!(whole.waves == 1 && whole.arena_bytes() > 4 << 30);
+    }
+
+    #[test]
+    fn chunks_are_larger_where_the_network_has_few_receives() {
+        let input = v3_of_nodes(256, &[8; 8]);
+        let rank = Rank(9);
+        let of = |input: &PlanInput| Plan::new(input).unwrap().wire.unwrap().0.receives(rank);
+        let unbounded = of(&input);
+        // 7 peers, 2 epochs: head and rows of dispatch, rows of combine, the barrier; no weights.
+        let least = 2 * 7 * (2 + 1 + 1);
+        for receives in [unbounded as usize - 1, 300, 100, 60] {
+            assert!((least..=receives as u64).contains(&of(&PlanInput { receives, ..input.clone() })), "{receives}");
+        }
+        // What cannot be is as little as can be, and for others to refuse; what is asked for is done.
+        assert_eq!(of(&PlanInput { receives: 0, ..input.clone() }), least);
+        let asked = PlanInput { receives: 60, chunk_rows: Some(8), ..input };
+        assert_eq!(of(&asked), 2 * 7 * (1 + 32 + 32 + 1));
+    }
+
+    #[test]
+    fn partial_rows_that_arrive_have_no_tags() {
+        let tags = |input: &PlanInput| Plan::new(input).unwrap().regions.partial_tags.source_stride;
+        assert_eq!(tags(&v3(256)), 0);
+        assert_ne!(tags(&v3(257)), 0);
+        assert_ne!(tags(&PlanInput { arriving_tokens: 0, ..v3(1) }), 0);
+        assert_eq!(tags(&PlanInput { wave_tokens: Some(256), ..v3(4096) }), 0);
+        assert_ne!(tags(&v3_of_nodes(1, &[8; 2])), 0, "a rail's are tagged");
+    }
+
+    #[test]
+    fn buffers_neither_overlap_nor_leave_the_arena() {
+        let plan = Plan::new(&v3(128)).unwrap();
+        let mut next = 0;
+        for buffer in plan.buffers() {
+            assert_eq!(buffer.offset, next, "{} leaves a gap or overlaps", buffer.name);
+            assert_eq!(buffer.offset % ALIGN, 0);
+            next += buffer.bytes.next_multiple_of(ALIGN);
+        }
+        assert_eq!(next, plan.arena_bytes());
+    }
+
+    #[test]
+    fn v3_arenas_stay_within_the_limits_of_the_design() {
+        assert!(Plan::new(&v3(128)).unwrap().arena_bytes() <= 256 << 20);
+        assert!(Plan::new(&v3(4096)).unwrap().arena_bytes() <= 2 << 30);
+    }
+
+    #[test]
+    fn an_arena_beyond_64_bits_is_refused() {
+        let error = Plan::new(&PlanInput { max_tokens: usize::MAX / 2, ..v3(1) }).unwrap_err();
+        assert!(error.to_string().contains("max_tokens_per_rank"), "{error}");
+    }
+}

@@ -1,0 +1,199 @@
+//! What a context was built for: the settings that its plan, its launches and the checks of its calls go by.
+
+use super::format::{RowFormat, SCALE_COLUMNS, Scales};
+use super::placement::Placement;
+use super::plan::PlanInput;
+use super::tuning::ArenaPlace;
+use crate::base::{Dtype, Error, Rank, Result};
+use crate::ffi::layout as raw;
+use crate::proxy::wire::Nodes;
+
+/// Where the weights of combine's sums come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Weights {
+    /// With dispatch.
+    Dispatch,
+    /// With combine: sent ahead to the expert ranks.
+    Combine,
+    /// Nowhere: every weight is 1.
+    None,
+}
+
+/// What partial rows travel as: an expert rank's sum of its rows of a token, on its way home or to a rail, and between
+/// nodes the sum of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Partial {
+    /// The combine dtype: one rounding a level.
+    #[default]
+    Same,
+    /// fp32: no rounding, and twice the bytes of 16-bit rows.
+    Fp32,
+    /// fp8 e4m3 with an fp32 scale per 128 columns: about half the bytes of 16-bit rows.
+    Fp8,
+}
+
+/// What a context was built for.
+#[derive(Debug, Clone)]
+pub(crate) struct Shape {
+    /// This rank and the number of ranks, in this generation.
+    pub rank: usize,
+    pub ranks: usize,
+    /// This rank in the first generation, as nodes and placement name it.
+    pub name: Rank,
+    pub nodes: Nodes,
+    pub nics: u8,
+    pub chunk_rows: Option<usize>,
+    /// Receives of a NIC that are meant for this context.
+    pub receives: usize,
+    pub double_buffer_bytes: u64,
+    pub arriving_tokens: Option<usize>,
+    pub wave_tokens: Option<usize>,
+    /// Rows and alignment of an output in the arena.
+    pub own_output: Option<(usize, usize)>,
+    pub arena: ArenaPlace,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    pub max_tokens: usize,
+    pub format: RowFormat,
+    pub quantize: bool,
+    pub combine_dtype: Dtype,
+    pub partial: Partial,
+    pub weights: Weights,
+    pub row_bytes: usize,
+    pub scale_words: usize,
+    pub local_experts: usize,
+    pub max_local_experts: usize,
+}
+
+impl Shape {
+    pub fn weights_with_dispatch(&self) -> bool {
+        self.weights == Weights::Dispatch
+    }
+
+    pub fn weights_with_combine(&self) -> bool {
+        self.weights == Weights::Combine
+    }
+
+    /// Whether kernels can number the rows of so many experts, of any routing, with starts that are aligned so.
+    pub fn is_counted(&self, experts: usize, align: usize) -> bool {
+        let rows = self.ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k);
+        rows.saturating_add(experts.saturating_mul(align)) <= i32::MAX as usize
+    }
+
+    pub fn weights_sentence(&self) -> &'static str {
+        match self.weights {
+            Weights::Dispatch => "this context takes weights with dispatch",
+            Weights::Combine => "this context takes weights with combine",
+            Weights::None => "this context has no weights",
+        }
+    }
+
+    pub fn scales_sentence(&self) -> &'static str {
+        match self.format.scales {
+            Scales::None => "this context's rows have no scales",
+            _ => "this context's rows have scales",
+        }
+    }
+
+    /// Bytes of a row as the caller gives it.
+    pub fn input_row_bytes(&self) -> usize {
+        if self.quantize { self.hidden * Dtype::Bf16.bytes() } else { self.row_bytes }
+    }
+
+    /// Whether rows are given with scales, and why.
+    pub fn input_scales(&self) -> (bool, &'static str) {
+        match (self.quantize, self.format.scales) {
+            (true, _) => (false, "this context makes the scales as it quantises bf16 rows"),
+            (false, scales) => (scales != Scales::None, self.scales_sentence()),
+        }
+    }
+
+    pub fn combine_row_bytes(&self) -> usize {
+        self.hidden * self.combine_dtype.bytes()
+    }
+
+    /// Pitch of a partial row; one of fp8 has its scales behind its elements.
+    pub fn partial_bytes(&self) -> usize {
+        match self.partial {
+            Partial::Same => self.hidden * self.combine_dtype.bytes(),
+            Partial::Fp32 => self.hidden * 4,
+            Partial::Fp8 => (self.hidden + self.hidden.div_ceil(SCALE_COLUMNS) * 4).next_multiple_of(16),
+        }
+    }
+
+    /// Rounded rows of 16-bit and 32-bit floats; the error names `what`.
+    pub fn float_code(&self, what: &'static str, dtype: Dtype) -> Result<u32> {
+        let code = match dtype {
+            Dtype::Bf16 => raw::TY_BF16,
+            Dtype::Fp16 => raw::TY_FP16,
+            Dtype::Fp32 => raw::TY_FP32,
+            Dtype::Fp8E4m3 => return Err(config(what, dtype.name(), "use bf16, fp16 or fp32".into())),
+        };
+        if !(self.hidden * dtype.bytes()).is_multiple_of(16) {
+            let advice = format!("a row of {} {dtype} elements is no multiple of 16 bytes", self.hidden);
+            return Err(config(what, dtype.name(), advice));
+        }
+        Ok(code)
+    }
+
+    pub fn plan_input(&self) -> PlanInput {
+        PlanInput {
+            nodes: self.nodes.clone(),
+            max_tokens: self.max_tokens,
+            wave_tokens: self.wave_tokens,
+            top_k: self.top_k,
+            row_bytes: self.row_bytes,
+            scale_words: self.scale_words,
+            partial_bytes: self.partial_bytes(),
+            max_local_experts: self.max_local_experts,
+            weights_with_dispatch: self.weights_with_dispatch(),
+            weights_with_combine: self.weights_with_combine(),
+            nics: self.nics,
+            chunk_rows: self.chunk_rows,
+            receives: self.receives,
+            double_buffer_bytes: self.double_buffer_bytes,
+            arriving_tokens: self.arriving_tokens.unwrap_or(0),
+            own_rows: self.own_output.map_or(0, |(rows, _)| rows),
+        }
+    }
+
+    /// What must be equal on all ranks, as text.
+    pub fn fingerprint(&self, placement: &Placement, first_epoch: u64, generation: u32) -> String {
+        let table: u64 = (0..placement.experts()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, expert| {
+            (hash ^ u64::from(placement.rank_of(expert).unwrap_or(0))).wrapping_mul(0x0000_0100_0000_01b3)
+        });
+        let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
+        let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
+        format!(
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} arriving_tokens={} own_output={} arena={:?} hidden={} experts={} top_k={} \
+             max_tokens={} wave_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
+             partial={:?} weights={:?} placement={table:016x} first_epoch={first_epoch}",
+            env!("CARGO_PKG_VERSION"),
+            generation,
+            self.ranks,
+            sizes.join(","),
+            self.nics,
+            self.chunk_rows.unwrap_or(0),
+            self.double_buffer_bytes,
+            self.arriving_tokens.map_or("default".into(), |tokens| tokens.to_string()),
+            self.own_output.map_or("none".into(), |(rows, align)| format!("{rows}:{align}")),
+            self.arena,
+            self.hidden,
+            self.experts,
+            self.top_k,
+            self.max_tokens,
+            self.wave_tokens.unwrap_or(0),
+            self.format.dtype,
+            self.format.scales,
+            self.quantize,
+            self.combine_dtype,
+            self.partial,
+            self.weights,
+        )
+    }
+}
+
+pub(crate) fn config(name: &'static str, value: impl ToString, advice: String) -> Error {
+    Error::Config { name, value: value.to_string(), advice }
+}

@@ -1,0 +1,805 @@
+//! One run described completely: shape, types, layout, routing, mode and seed.
+//!
+//! Before the data path; pure. `bench` makes one from its options, `verify` draws them, and a case prints as a text from
+//! which it can be made again. The reference's view of it is made here, from the formats' definitions and not from the
+//! library's types.
+
+use std::fmt;
+
+use tokenyard::internals::base::Dtype;
+
+use super::inputs::{Counter, Inputs, ScaleKind, Use};
+use super::limits::{MAX_NICS, MAX_NODE, MAX_TOP_K, MAX_WORLD};
+use super::links::Link;
+use super::routing::{Router, Routing, RoutingShape};
+use super::words::{
+    FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord, TransportWord,
+    WeightsWord, Word, WorldMode, word,
+};
+use crate::cli::reference::{self, Elem};
+use crate::cli::usage::Refusal;
+
+/// Ranks of a node whose output may lie in the arena.
+const MAX_OWN_OUTPUT_RANKS: usize = 32;
+/// Experts of one rank at the most: their counts fit in a block's shared memory.
+pub const MAX_LOCAL_EXPERTS: usize = 2047;
+/// Ranks times experts of one rank at the most: their counts do, too.
+const MAX_COUNTS: usize = 8192;
+/// Bytes that rows are multiples of.
+const ROW_QUANTUM: usize = 16;
+/// Columns of one scale.
+const SCALE_COLUMNS: usize = 128;
+/// Dispatches before their combines at the most.
+pub const MAX_AHEAD: usize = 8;
+/// Chunks of a message at the most: an immediate numbers them in ten bits.
+pub const MAX_CHUNKS: usize = 1024;
+
+/// Everything that determines a run but the device.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Case {
+    pub world: usize,
+    /// Ranks of each node, in order; empty where all ranks are one node.
+    pub nodes: Vec<usize>,
+    /// What carries bytes between nodes; the rest, up to `hidden`, is of the simulated one.
+    pub transport: TransportWord,
+    pub link: Link,
+    pub network: NetworkWord,
+    /// NICs of a rank, where it is not the link model's own number.
+    pub nics: Option<usize>,
+    /// Rows of a chunk of a message between nodes, where the library does not choose.
+    pub chunk_rows: Option<usize>,
+    /// Received rows and partial rows between nodes are kept twice, if a second copy is not too large.
+    pub double_buffer: bool,
+    /// In one node, tokens up to which partial rows arrive without tags, where the library does not choose.
+    pub arriving_tokens: Option<usize>,
+    /// Tokens of each rank that a call sends at once, where the library does not choose.
+    pub wave_tokens: Option<usize>,
+    /// Tokens whose META one block builds, where the library does not choose.
+    pub meta_tile: Option<usize>,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    pub dtype: Dtype,
+    pub scales: ScaleKind,
+    /// Rows are given as bf16 and quantised as they are sent.
+    pub quantize: bool,
+    /// Type of the rows that experts return.
+    pub combine_dtype: Dtype,
+    /// Type of combine's output.
+    pub out_dtype: Dtype,
+    /// Type of partial rows.
+    pub partial: PartialWord,
+    pub placement: PlacementWord,
+    pub weights: WeightsWord,
+    pub layout: LayoutWord,
+    pub align: usize,
+    /// Rows of the output (masked: of each expert's); the worst case where none is given.
+    pub capacity: Option<usize>,
+    /// Whether dispatch's output lies in the arena, and peers store rows where they belong there.
+    pub own_output: bool,
+    /// Order of dispatched scales.
+    pub scale_order: OrderWord,
+    /// Order of the scales that are dispatched.
+    pub input_scales: OrderWord,
+    pub index: IndexWord,
+    pub zero_padding: bool,
+    pub accumulate: bool,
+    /// Each rank draws its own count in 0..=tokens.
+    pub ragged: bool,
+    /// The token count is read from device memory.
+    pub device_count: bool,
+    /// Counts are also written to host memory.
+    pub host_counts: bool,
+    /// Bytes between the end of a row and the next, in every table of rows; a multiple of 16.
+    pub gap: usize,
+    pub tokens: usize,
+    pub max_tokens: usize,
+    pub routing: Routing,
+    /// Chance in percent that a choice is -1.
+    pub none_percent: usize,
+    pub mode: Mode,
+    /// Dispatches that are enqueued before their combines are; then the combines follow in an order that the seed draws.
+    pub ahead: usize,
+    /// All ranks meet at a barrier on the device before every dispatch and every combine.
+    pub lockstep: bool,
+    /// What goes wrong in one iteration.
+    pub fault: FaultWord,
+    pub sms: Option<usize>,
+    pub world_mode: WorldMode,
+    /// One thread: plain stores stay hidden from other fibers until the next release.
+    pub hold_stores: bool,
+    pub iters: usize,
+    pub seed: u64,
+    /// Number of the first dispatch and combine, where it is not the library's own.
+    pub first_epoch: Option<u64>,
+}
+
+impl Default for Case {
+    fn default() -> Case {
+        Case {
+            world: 1,
+            nodes: Vec::new(),
+            transport: TransportWord::Sim,
+            link: Link::None,
+            // What verifies looks for trouble.
+            network: NetworkWord::Hostile,
+            nics: None,
+            chunk_rows: None,
+            double_buffer: true,
+            arriving_tokens: None,
+            wave_tokens: None,
+            meta_tile: None,
+            hidden: 128,
+            experts: 8,
+            top_k: 2,
+            dtype: Dtype::Bf16,
+            scales: ScaleKind::None,
+            quantize: false,
+            combine_dtype: Dtype::Bf16,
+            out_dtype: Dtype::Bf16,
+            partial: PartialWord::Same,
+            placement: PlacementWord::Even,
+            weights: WeightsWord::Dispatch,
+            layout: LayoutWord::Contiguous,
+            align: 1,
+            capacity: None,
+            own_output: false,
+            scale_order: OrderWord::Row,
+            input_scales: OrderWord::Row,
+            index: IndexWord::I64,
+            zero_padding: false,
+            accumulate: false,
+            ragged: false,
+            device_count: false,
+            host_counts: false,
+            gap: 0,
+            tokens: 1,
+            max_tokens: 1,
+            routing: Routing::Uniform,
+            none_percent: 0,
+            mode: Mode::Fused,
+            ahead: 1,
+            lockstep: false,
+            fault: FaultWord::None,
+            sms: None,
+            world_mode: WorldMode::Threads,
+            hold_stores: false,
+            iters: 1,
+            seed: 1,
+            first_epoch: None,
+        }
+    }
+}
+
+/// The reference's name of a type.
+pub fn elem(dtype: Dtype) -> Elem {
+    match dtype {
+        Dtype::Fp8E4m3 => Elem::E4m3,
+        Dtype::Bf16 => Elem::Bf16,
+        Dtype::Fp16 => Elem::Fp16,
+        Dtype::Fp32 => Elem::Fp32,
+    }
+}
+
+impl Case {
+    /// Ranks of each node, in order.
+    pub fn node_sizes(&self) -> Vec<usize> {
+        if self.nodes.is_empty() { vec![self.world] } else { self.nodes.clone() }
+    }
+
+    /// Whether ranks are on more than one node.
+    pub fn several_nodes(&self) -> bool {
+        self.nodes.len() > 1
+    }
+
+    /// Whether nodes have different numbers of ranks.
+    pub fn uneven_nodes(&self) -> bool {
+        self.nodes.windows(2).any(|pair| pair[0] != pair[1])
+    }
+
+    /// The ranks of each node as an argument: "8", "4,4" or "3,5".
+    pub fn nodes_text(&self) -> String {
+        self.node_sizes().iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+    }
+
+    /// Inputs of one iteration.
+    pub fn inputs(&self, iteration: u64) -> Inputs {
+        let (dtype, scales) = if self.quantize { (Dtype::Bf16, ScaleKind::None) } else { (self.dtype, self.scales) };
+        Inputs { seed: self.seed, iteration, hidden: self.hidden, dtype, scales, uneven: self.quantize }
+    }
+
+    /// 4-byte scale words of one dispatched row.
+    pub fn scale_words(&self) -> usize {
+        self.scales.words(self.hidden)
+    }
+
+    /// The reference's name of the scales.
+    pub fn reference_scales(&self) -> reference::Scales {
+        match self.scales {
+            ScaleKind::None => reference::Scales::None,
+            ScaleKind::F32 => reference::Scales::F32,
+            ScaleKind::Ue8m0 => reference::Scales::Ue8m0,
+        }
+    }
+
+    /// Draws the routing of every iteration.
+    ///
+    /// # Errors
+    /// If the routing is impossible in this shape, or its file is unusable.
+    pub fn router(&self) -> tokenyard::internals::base::Result<Router> {
+        let shape = RoutingShape {
+            ranks: self.world,
+            experts: self.experts,
+            top_k: self.top_k,
+            max_tokens: self.max_tokens,
+            none: self.none_percent as f64 / 100.0,
+            seed: self.seed,
+        };
+        Router::new(&self.routing, shape)
+    }
+
+    /// The rank of each expert.
+    pub fn expert_rank(&self) -> Vec<u32> {
+        match self.placement {
+            PlacementWord::Even => (0..self.experts).map(|e| (e * self.world / self.experts) as u32).collect(),
+            PlacementWord::Table => {
+                // A token number that no token has, so that placement and choices are unrelated.
+                let mut counter = Counter::new(self.seed, Use::Choice, u64::MAX - 1, 0, usize::MAX);
+                (0..self.experts).map(|_| counter.below(self.world) as u32).collect()
+            }
+        }
+    }
+
+    /// Experts of each rank.
+    pub fn local_counts(&self) -> Vec<usize> {
+        let mut counts = vec![0; self.world];
+        for rank in self.expert_rank() {
+            counts[rank as usize] += 1;
+        }
+        counts
+    }
+
+    /// Rows of the output of every rank (masked: of each expert's): what was asked for, or the worst case.
+    pub fn capacity(&self) -> usize {
+        self.capacity.unwrap_or_else(|| self.worst_case())
+    }
+
+    fn worst_case(&self) -> usize {
+        let sent = self.world.saturating_mul(self.max_tokens);
+        let local = self.local_counts().into_iter().max().unwrap_or(0);
+        let rows = match self.layout {
+            LayoutWord::Masked | LayoutWord::Token => sent,
+            LayoutWord::Contiguous => {
+                let rows = sent.saturating_mul(self.top_k.min(local));
+                // Every expert that has rows may waste all but one row of its last block.
+                let padded = rows.saturating_add(local.min(rows).saturating_mul(self.align - 1));
+                padded / self.align * self.align
+            }
+        };
+        rows.max(1)
+    }
+
+    /// Payload bytes of one dispatched row with its scales, and of one partial row.
+    pub fn row_bytes(&self) -> (u64, u64) {
+        let row = self.hidden * self.dtype.bytes() + 4 * self.scale_words();
+        let partial = match self.partial {
+            PartialWord::Same => self.hidden * self.combine_dtype.bytes(),
+            PartialWord::Fp32 => self.hidden * Dtype::Fp32.bytes(),
+            PartialWord::Fp8 => self.hidden + 4 * self.hidden.div_ceil(SCALE_COLUMNS),
+        };
+        (row as u64, partial as u64)
+    }
+
+    /// How the reference sees this run; `poison` is the fill byte of outputs.
+    pub fn spec(&self, poison: u8) -> reference::Spec {
+        reference::Spec {
+            ranks: self.world,
+            nodes: self.node_sizes(),
+            hidden: self.hidden,
+            experts: self.experts,
+            top_k: self.top_k,
+            expert_rank: self.expert_rank(),
+            dtype: elem(self.dtype),
+            scales: self.reference_scales(),
+            combine_dtype: elem(self.combine_dtype),
+            partial: match self.partial {
+                PartialWord::Same => reference::Partial::Same,
+                PartialWord::Fp32 => reference::Partial::Fp32,
+                PartialWord::Fp8 => reference::Partial::Fp8,
+            },
+            out_dtype: elem(self.out_dtype),
+            weights: match self.weights {
+                WeightsWord::Dispatch => reference::Weights::Dispatch,
+                WeightsWord::Combine => reference::Weights::Combine,
+                WeightsWord::None => reference::Weights::None,
+            },
+            layout: self.reference_layout(self.capacity()),
+            scale_order: match self.scale_order {
+                OrderWord::Row => reference::ScaleOrder::RowMajor,
+                OrderWord::Column => reference::ScaleOrder::ColumnMajor,
+            },
+            accumulate: self.accumulate,
+            zero_padding: self.zero_padding,
+            poison,
+        }
+    }
+
+    /// The layout, as the reference names it, of an output with that much room.
+    pub fn reference_layout(&self, capacity: usize) -> reference::Layout {
+        match self.layout {
+            LayoutWord::Contiguous => reference::Layout::Contiguous { align: self.align, capacity },
+            LayoutWord::Masked => reference::Layout::Masked { per_expert: capacity },
+            LayoutWord::Token => reference::Layout::Token { capacity },
+        }
+    }
+
+    /// What the library refuses by design about this case: the field that its error names.
+    pub fn refused_by_design(&self) -> Option<&'static str> {
+        if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
+            Some("scales")
+        } else if self.quantize && self.scales == ScaleKind::None {
+            Some("quantize")
+        } else if self.partial == PartialWord::Fp8 && !self.hidden.is_multiple_of(SCALE_COLUMNS) {
+            Some("hidden")
+        } else if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
+            Some("layout")
+        } else {
+            None
+        }
+    }
+
+    /// Why the output cannot lie in the arena, if there is a reason.
+    pub fn why_no_own_output(&self) -> Option<&'static str> {
+        let reasons = [
+            (self.layout != LayoutWord::Contiguous, "its layout is contiguous"),
+            (self.several_nodes(), "it is for worlds of one node"),
+            (self.world > MAX_OWN_OUTPUT_RANKS, "it is for at most 32 ranks"),
+            (self.quantize, "rows that are quantised have none"),
+            (self.mode == Mode::Split, "a dispatch to it has no halves"),
+            (self.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens), "calls to it go in one wave"),
+            (self.scale_order != OrderWord::Row, "its scales are row by row"),
+            (self.ahead > 1, "the next dispatch overwrites it"),
+            (self.gap > 0, "its rows lie side by side"),
+            (self.fault == FaultWord::Overflow, "it has as many rows in every call"),
+        ];
+        reasons.into_iter().find(|(holds, _)| *holds).map(|(_, why)| why)
+    }
+
+    /// Rows of the output of a rank, all experts together.
+    pub fn output_rows(&self, local: usize) -> usize {
+        if self.layout == LayoutWord::Masked { self.capacity() * local } else { self.capacity() }
+    }
+
+    /// Global ids of a rank's experts, ascending.
+    pub fn local_experts(&self, rank: usize) -> Vec<u32> {
+        let here = |&(_, &owner): &(usize, &u32)| owner as usize == rank;
+        self.expert_rank().iter().enumerate().filter(here).map(|(e, _)| e as u32).collect()
+    }
+
+    /// Columns come in multiples of this.
+    pub fn hidden_quantum(&self) -> usize {
+        let smallest =
+            [self.dtype, self.combine_dtype, self.out_dtype].map(Dtype::bytes).into_iter().min().unwrap_or(1);
+        if self.dtype == Dtype::Fp8E4m3 || self.partial == PartialWord::Fp8 {
+            SCALE_COLUMNS
+        } else {
+            ROW_QUANTUM / smallest
+        }
+    }
+
+    /// Refuses what cannot be run, naming the option.
+    ///
+    /// # Errors
+    /// The first thing that is unusable.
+    pub fn check(&self) -> Result<(), Refusal> {
+        self.check_shape()?;
+        self.check_nodes()?;
+        self.check_layout()?;
+        if self.max_tokens < self.tokens {
+            return Err(Refusal::of(
+                "--max-tokens",
+                self.max_tokens,
+                format!("give at least {}, the --tokens", self.tokens),
+            ));
+        }
+        if !self.gap.is_multiple_of(ROW_QUANTUM) {
+            return Err(Refusal::of("gap", self.gap, "give a multiple of 16"));
+        }
+        if self.mode == Mode::Graph && self.ragged && !self.device_count {
+            let advice = "a captured call keeps the host's count, and these change; give device_count=yes";
+            return Err(Refusal::of("device_count", "no", advice));
+        }
+        if !(1..=MAX_AHEAD).contains(&self.ahead) {
+            return Err(Refusal::of("ahead", self.ahead, format!("give 1 to {MAX_AHEAD} dispatches")));
+        }
+        self.router().map(|_| ()).map_err(|error| Refusal::from_error(&error))
+    }
+
+    fn check_shape(&self) -> Result<(), Refusal> {
+        let refuse = |name: &str, value: String, advice: String| Err(Refusal::of(name, value, advice));
+        if self.world == 0 || self.world as u64 > MAX_WORLD {
+            return refuse("--world", self.world.to_string(), format!("give 1 to {MAX_WORLD} ranks"));
+        }
+        if self.top_k == 0 || self.top_k as u64 > MAX_TOP_K || self.top_k > self.experts {
+            let most = self.experts.min(MAX_TOP_K as usize);
+            return refuse(
+                "--top-k",
+                self.top_k.to_string(),
+                format!("give 1 to {most}, with {} experts", self.experts),
+            );
+        }
+        let most = self.local_counts().into_iter().max().unwrap_or(0);
+        if most > MAX_LOCAL_EXPERTS {
+            let advice = format!("{most} would live on one rank; give at most {MAX_LOCAL_EXPERTS} for each rank");
+            return refuse("--experts", self.experts.to_string(), advice);
+        }
+        if self.world * most > MAX_COUNTS {
+            let advice = format!(
+                "{most} would live on one of {} ranks, and ranks times those must not exceed {MAX_COUNTS}; give fewer",
+                self.world
+            );
+            return refuse("--experts", self.experts.to_string(), advice);
+        }
+        let quantum = self.hidden_quantum();
+        if self.hidden == 0 || !self.hidden.is_multiple_of(quantum) {
+            let why = match (self.dtype, self.partial) {
+                (Dtype::Fp8E4m3, _) => "fp8 rows have a scale for 128 columns",
+                (_, PartialWord::Fp8) => "fp8 partial rows have a scale for 128 columns",
+                _ => "rows are multiples of 16 bytes",
+            };
+            let near = self.hidden.next_multiple_of(quantum).max(quantum);
+            return refuse(
+                "--hidden",
+                self.hidden.to_string(),
+                format!("{why}; give a multiple of {quantum}, say {near}"),
+            );
+        }
+        if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
+            let advice =
+                format!("only fp8 rows have scales and these are {}; leave it out or give --dtype fp8", self.dtype);
+            return refuse("--scales", self.scales.name().to_string(), advice);
+        }
+        if self.quantize && self.scales == ScaleKind::None {
+            let advice =
+                format!("it makes fp8 rows with scales and these are {}; leave it out or give --dtype fp8", self.dtype);
+            return refuse("--quantize", "given".to_string(), advice);
+        }
+        Ok(())
+    }
+
+    fn check_nodes(&self) -> Result<(), Refusal> {
+        let nodes = self.nodes_text();
+        let sum: usize = self.node_sizes().iter().sum();
+        if sum != self.world || self.nodes.contains(&0) {
+            let advice = format!("the nodes sum to {sum} and the world has {} ranks; make them agree", self.world);
+            return Err(Refusal::of("--ranks-per-node", nodes, advice));
+        }
+        let sizes = self.node_sizes();
+        let largest = sizes.iter().copied().max().unwrap_or(0);
+        if sizes.len().max(largest) as u64 > MAX_NODE {
+            let advice = format!("give at most {MAX_NODE} nodes of at most {MAX_NODE} ranks");
+            return Err(Refusal::of("--ranks-per-node", nodes, advice));
+        }
+        if self.link != Link::None && !self.several_nodes() {
+            let advice = "the world is one node and has no such link; leave it out, or give fewer --ranks-per-node";
+            return Err(Refusal::of("--link", self.link, advice));
+        }
+        if self.fault == FaultWord::Forged && !(self.several_nodes() && self.world_mode == WorldMode::OneThread) {
+            let advice = "messages are tampered with between nodes, of worlds on one thread; give nodes and world_mode=one-thread";
+            return Err(Refusal::of("fault", self.fault.name(), advice));
+        }
+        if let Some(nics) = self.nics.filter(|nics| !(1..=MAX_NICS).contains(nics)) {
+            return Err(Refusal::of("nics", nics, format!("give 1 to {MAX_NICS}")));
+        }
+        let wave = self.wave_tokens.unwrap_or(self.max_tokens).clamp(1, self.max_tokens.max(1));
+        // META has a chunk of its own.
+        let least = wave.div_ceil(MAX_CHUNKS - 1).max(1);
+        if let Some(rows) = self.chunk_rows.filter(|rows| self.several_nodes() && *rows < least) {
+            let advice = format!("a message has at most {MAX_CHUNKS} chunks; give at least {least}, or leave it out");
+            return Err(Refusal::of("--chunk-rows", rows, advice));
+        }
+        Ok(())
+    }
+
+    fn check_layout(&self) -> Result<(), Refusal> {
+        let refuse = |name: &str, value: String, advice: String| Err(Refusal::of(name, value, advice));
+        if self.align == 0 || (self.layout != LayoutWord::Contiguous && self.align != 1) {
+            let advice = "only the contiguous layout aligns, to 1 row or more; leave it out".to_string();
+            return refuse("--align", self.align.to_string(), advice);
+        }
+        if let Some(why) = self.why_no_own_output().filter(|_| self.own_output) {
+            return refuse("--own-output", "given".to_string(), format!("{why}; leave it out"));
+        }
+        if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
+            let advice = "in the token layout the caller sums a rank's experts, and needs the weights at dispatch; give \
+                          dispatch or none, or another --layout";
+            return refuse("--weights", self.weights.name().to_string(), advice.to_string());
+        }
+        let rows = self.world.saturating_mul(self.max_tokens).saturating_mul(self.top_k);
+        if rows > i32::MAX as usize {
+            let most = i32::MAX as usize / self.world / self.top_k;
+            let advice = format!(
+                "row numbers have 32 bits; give at most {most} with {} ranks and top-{}",
+                self.world, self.top_k
+            );
+            return refuse("--max-tokens", self.max_tokens.to_string(), advice);
+        }
+        let capacity = self.capacity();
+        let experts =
+            if self.layout == LayoutWord::Masked { self.local_counts().into_iter().max().unwrap_or(1) } else { 1 };
+        let all = capacity.saturating_mul(experts);
+        if capacity == 0 || all > i32::MAX as usize {
+            // The worst case follows from the others.
+            let (name, value, instead) = match (self.capacity, self.layout) {
+                (Some(_), _) => ("--capacity", capacity, ""),
+                (None, LayoutWord::Contiguous) => ("--align", self.align, ""),
+                (None, _) => ("--max-tokens", self.max_tokens, ", or give a --capacity"),
+            };
+            let advice = format!("row numbers have 32 bits; stay below {} rows in all, not {all}{instead}", i32::MAX);
+            return refuse(name, value.to_string(), advice);
+        }
+        Ok(())
+    }
+}
+
+fn flag(on: bool) -> String {
+    if on { "yes" } else { "no" }.to_string()
+}
+
+fn read_flag(text: &str) -> Result<bool, String> {
+    match text {
+        "yes" => Ok(true),
+        "no" => Ok(false),
+        _ => Err("give yes or no".to_string()),
+    }
+}
+
+fn read_number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| "give a whole number".to_string())
+}
+
+/// A number, or `-` for none.
+fn optional<T: fmt::Display>(value: Option<T>) -> String {
+    value.map_or("-".to_string(), |v| v.to_string())
+}
+
+fn read_optional<T: std::str::FromStr>(text: &str) -> Result<Option<T>, String> {
+    if text == "-" { Ok(None) } else { read_number(text).map(Some) }
+}
+
+/// Sizes joined by `+`, since fields are separated by commas; `-` for one node.
+fn show_nodes(nodes: Vec<usize>) -> String {
+    let sizes: Vec<String> = nodes.iter().map(usize::to_string).collect();
+    if sizes.is_empty() { "-".to_string() } else { sizes.join("+") }
+}
+
+fn read_nodes(text: &str) -> Result<Vec<usize>, String> {
+    if text == "-" {
+        return Ok(Vec::new());
+    }
+    let sizes: Option<Vec<usize>> = text.split('+').map(|size| size.parse().ok()).collect();
+    sizes.ok_or_else(|| "give the ranks of each node, say 3+5".to_string())
+}
+
+macro_rules! fields {
+    ($($field:ident: $show:expr, $read:expr;)+) => {
+        impl Case {
+            /// Every field by name, printed.
+            fn fields(&self) -> Vec<(&'static str, String)> {
+                vec![$((stringify!($field), $show(self.$field.clone()))),+]
+            }
+
+            /// Sets a field by its name; none if there is no such field.
+            fn set(&mut self, name: &str, text: &str) -> Option<Result<(), String>> {
+                match name {
+                    $(stringify!($field) => Some($read(text).map(|value| self.$field = value)),)+
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+fn show<T: fmt::Display>(value: T) -> String {
+    value.to_string()
+}
+
+fn show_word<T: Word>(value: T) -> String {
+    value.name().to_string()
+}
+
+fn read_routing(text: &str) -> Result<Routing, String> {
+    Routing::parse(text).map_err(|error| error.to_string())
+}
+
+fields! {
+    world: show, read_number;
+    nodes: show_nodes, read_nodes;
+    transport: show_word, word;
+    link: show, Link::parse;
+    network: show_word, word;
+    nics: optional, read_optional;
+    chunk_rows: optional, read_optional;
+    double_buffer: flag, read_flag;
+    arriving_tokens: optional, read_optional;
+    wave_tokens: optional, read_optional;
+    meta_tile: optional, read_optional;
+    hidden: show, read_number;
+    experts: show, read_number;
+    top_k: show, read_number;
+    dtype: show_word, word;
+    scales: show_word, word;
+    quantize: flag, read_flag;
+    combine_dtype: show_word, word;
+    out_dtype: show_word, word;
+    partial: show_word, word;
+    placement: show_word, word;
+    weights: show_word, word;
+    layout: show_word, word;
+    align: show, read_number;
+    capacity: optional, read_optional;
+    own_output: flag, read_flag;
+    scale_order: show_word, word;
+    input_scales: show_word, word;
+    index: show_word, word;
+    zero_padding: flag, read_flag;
+    accumulate: flag, read_flag;
+    ragged: flag, read_flag;
+    device_count: flag, read_flag;
+    host_counts: flag, read_flag;
+    gap: show, read_number;
+    tokens: show, read_number;
+    max_tokens: show, read_number;
+    routing: show, read_routing;
+    none_percent: show, read_number;
+    mode: show_word, word;
+    ahead: show, read_number;
+    lockstep: flag, read_flag;
+    fault: show_word, word;
+    sms: optional, read_optional;
+    world_mode: show_word, word;
+    hold_stores: flag, read_flag;
+    iters: show, read_number;
+    seed: show, read_number;
+    first_epoch: optional, read_optional;
+}
+
+/// Fields that are not the default's, `name=value`, separated by commas.
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut separator = "";
+        for ((name, value), (_, default)) in self.fields().into_iter().zip(Case::default().fields()) {
+            if value != default {
+                write!(f, "{separator}{name}={value}")?;
+                separator = ",";
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Case {
+    /// Reads what a case was printed as.
+    ///
+    /// # Errors
+    /// The first field that is not known or not usable.
+    pub fn parse(text: &str) -> Result<Case, Refusal> {
+        let mut case = Case::default();
+        for field in text.split(',').filter(|field| !field.is_empty()) {
+            let (name, value) = field.split_once('=').unwrap_or((field, ""));
+            match case.set(name, value) {
+                None => {
+                    let advice = format!("there is no `{name}`; give name=value pairs as a failure printed them");
+                    return Err(Refusal::of("--replay", field, advice));
+                }
+                Some(Err(advice)) => return Err(Refusal::of("--replay", field, advice)),
+                Some(Ok(())) => {}
+            }
+        }
+        Ok(case)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_case_is_read_as_it_is_printed() {
+        let case = Case {
+            world: 5,
+            nodes: vec![1, 4],
+            link: Link::EfaP5,
+            network: NetworkWord::Calm,
+            nics: Some(3),
+            chunk_rows: Some(2),
+            double_buffer: false,
+            arriving_tokens: Some(9),
+            wave_tokens: Some(7),
+            dtype: Dtype::Fp8E4m3,
+            scales: ScaleKind::Ue8m0,
+            quantize: true,
+            partial: PartialWord::Fp8,
+            layout: LayoutWord::Masked,
+            capacity: Some(77),
+            own_output: true,
+            first_epoch: Some(u64::from(u32::MAX)),
+            ragged: true,
+            routing: Routing::Hot(3),
+            ahead: 3,
+            lockstep: true,
+            fault: FaultWord::Overflow,
+            world_mode: WorldMode::OneThread,
+            seed: u64::MAX,
+            ..Case::default()
+        };
+        assert_eq!(Case::parse(&case.to_string()), Ok(case));
+        assert_eq!(Case::parse(""), Ok(Case::default()));
+        let refused = Case::parse("world=2,mode=eager").unwrap_err().to_string();
+        assert!(refused.contains("mode=eager") && refused.contains("fused, split or graph"), "{refused}");
+        assert!(Case::parse("color=red").is_err());
+    }
+
+    #[test]
+    fn even_placement_gives_floor_or_ceil_of_consecutive_experts() {
+        let case = Case { world: 3, experts: 8, ..Case::default() };
+        assert_eq!(case.expert_rank(), [0, 0, 0, 1, 1, 1, 2, 2]);
+        let few = Case { world: 8, experts: 3, ..Case::default() };
+        assert!(few.local_counts().iter().all(|&n| n <= 1));
+    }
+
+    #[test]
+    fn worst_case_holds_any_routing() {
+        let case = Case { world: 2, experts: 8, top_k: 3, max_tokens: 5, align: 4, ..Case::default() };
+        // 30 rows over 4 local experts: at worst each wastes 3 of its last block, in whole blocks.
+        assert_eq!(case.capacity(), 40);
+        assert_eq!(Case { layout: LayoutWord::Token, align: 1, ..case.clone() }.capacity(), 10);
+        assert_eq!(Case { layout: LayoutWord::Masked, align: 1, ..case }.capacity(), 10);
+    }
+
+    #[test]
+    fn unusable_shapes_name_the_option_and_what_would_do() {
+        let base = Case { world: 2, ..Case::default() };
+        let fp8 = Case { dtype: Dtype::Fp8E4m3, scales: ScaleKind::F32, ..base.clone() };
+        for (case, says) in [
+            (Case { hidden: 100, ..base.clone() }, "--hidden is `100`"),
+            (Case { hidden: 192, ..fp8.clone() }, "give a multiple of 128, say 256"),
+            (Case { hidden: 192, partial: PartialWord::Fp8, ..base.clone() }, "fp8 partial rows have a scale"),
+            (Case { top_k: 9, ..base.clone() }, "--top-k is `9`: give 1 to 8"),
+            (Case { scales: ScaleKind::F32, ..base.clone() }, "--scales is `f32`"),
+            (Case { mode: Mode::Graph, ragged: true, ..base.clone() }, "device_count is `no`"),
+            (Case { quantize: true, ..base.clone() }, "--quantize is `given`: it makes fp8 rows"),
+            (Case { quantize: true, scales: ScaleKind::None, ..fp8.clone() }, "--quantize is `given`"),
+            (Case { experts: 5000, ..base.clone() }, "--experts is `5000`"),
+            (Case { tokens: 4, ..base.clone() }, "--max-tokens is `1`: give at least 4"),
+            (
+                Case { layout: LayoutWord::Token, weights: WeightsWord::Combine, ..base.clone() },
+                "--weights is `combine`",
+            ),
+            (Case { layout: LayoutWord::Masked, align: 8, ..base.clone() }, "--align is `8`"),
+            (Case { max_tokens: 1 << 30, ..base.clone() }, "--max-tokens is `1073741824`"),
+            (Case { align: 1 << 30, max_tokens: 9, ..base.clone() }, "--align is `1073741824`"),
+            (Case { capacity: Some(0), ..base.clone() }, "--capacity is `0`"),
+            (
+                Case { layout: LayoutWord::Masked, experts: 3000, max_tokens: 1 << 20, ..base.clone() },
+                "--max-tokens is `1048576`: row numbers have 32 bits",
+            ),
+            (Case { world: 65, ..base.clone() }, "--ranks-per-node is `65`: give at most 64 nodes of at most 64"),
+            (Case { nodes: vec![1, 2], ..base.clone() }, "--ranks-per-node is `1,2`: the nodes sum to 3"),
+            (Case { nodes: vec![2, 0], ..base.clone() }, "--ranks-per-node is `2,0`"),
+            (Case { nics: Some(5), ..base.clone() }, "nics is `5`: give 1 to 4"),
+            (Case { link: Link::Cx7, ..base.clone() }, "--link is `cx7`"),
+            (Case { ahead: 0, ..base.clone() }, "ahead is `0`"),
+            (Case { routing: Routing::Hot(9), ..base.clone() }, "--routing is `hot:9`"),
+        ] {
+            let refused = case.check().unwrap_err().to_string();
+            assert!(refused.contains(says), "{refused}");
+        }
+        assert!(base.check().is_ok() && fp8.check().is_ok() && Case { quantize: true, ..fp8 }.check().is_ok());
+        let far = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2047, ..base };
+        let chunked = Case { chunk_rows: Some(2), ..far.clone() };
+        assert!(far.check().is_ok() && Case { chunk_rows: Some(3), ..far }.check().is_ok());
+        let refused = chunked.check().unwrap_err().to_string();
+        assert!(refused.contains("--chunk-rows is `2`") && refused.contains("at least 3"), "{refused}");
+    }
+}

@@ -1,0 +1,414 @@
+//! Configurations drawn from seeds: shapes, types, layouts, routings, and how calls follow each other.
+//!
+//! Before the data path; pure. What a configuration is follows from its seed alone.
+
+use tokenyard::internals::base::Dtype;
+
+use super::case::Case;
+use super::inputs::{Counter, ScaleKind, Use};
+use super::limits::MAX_NICS;
+use super::links::Link;
+use super::routing::Routing;
+use super::words::{
+    DeviceWord, FaultWord, IndexWord, LayoutWord, Mode, NetworkWord, OrderWord, PartialWord, PlacementWord, SUMMED,
+    WeightsWord, Word, WorldMode,
+};
+
+/// Ranks of a configuration at the most.
+pub const RANKS: usize = 12;
+/// Nodes of a configuration at the most.
+pub const NODES: usize = 4;
+/// Elements that a configuration dispatches at the most; larger draws get fewer tokens.
+const ELEMENTS: usize = 2 << 20;
+/// Ranks, columns and tokens of a schedule at the most.
+const SMALL_RANKS: usize = 6;
+const SMALL_HIDDEN: usize = 128;
+const SMALL_TOKENS: usize = 6;
+
+/// Draws from a stream of numbers.
+struct Dice(Counter);
+
+impl Dice {
+    /// 0 to `bound` − 1.
+    fn below(&mut self, bound: usize) -> usize {
+        self.0.below(bound)
+    }
+
+    /// True once in `n` times.
+    fn once_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+
+    /// 1 to `most`, small numbers more often.
+    fn small(&mut self, most: usize) -> usize {
+        1 + self.below(most).min(self.below(most))
+    }
+
+    fn of<T: Copy>(&mut self, choices: &[T], default: T) -> T {
+        choices.get(self.below(choices.len())).copied().unwrap_or(default)
+    }
+
+    fn word<T: Word>(&mut self, default: T) -> T {
+        self.of(T::ALL, default)
+    }
+}
+
+/// The configuration of a seed.
+pub fn draw(seed: u64, device: DeviceWord) -> Case {
+    let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 2, 0, 0));
+    let dice = &mut dice;
+    let mut case = Case { seed, world: 1 + dice.below(RANKS), ..Case::default() };
+    draw_types(&mut case, dice);
+    draw_layout(&mut case, dice);
+    draw_shape(&mut case, dice);
+    draw_routing(&mut case, dice);
+    draw_schedule(&mut case, dice, device);
+    draw_order(&mut case, dice);
+    draw_nodes(&mut case);
+    draw_quantize(&mut case);
+    draw_partial(&mut case);
+    draw_own_output(&mut case);
+    case
+}
+
+/// The same, with rows that are quantised; types, scales and columns become such that they can be.
+pub fn quantized(case: Case) -> Case {
+    let drawn = if (case.seed / 2).is_multiple_of(2) { ScaleKind::F32 } else { ScaleKind::Ue8m0 };
+    let scales = if case.scales == ScaleKind::None { drawn } else { case.scales };
+    let case = Case { dtype: Dtype::Fp8E4m3, scales, quantize: true, ..case };
+    Case { hidden: case.hidden.next_multiple_of(case.hidden_quantum()), own_output: false, ..case }
+}
+
+/// The same, in one node, with an output in the arena; the rest becomes such that there can be one.
+pub fn with_own_output(case: Case) -> Case {
+    let mode = if case.mode == Mode::Split { Mode::Fused } else { case.mode };
+    let fault = if case.fault == FaultWord::Overflow { FaultWord::None } else { case.fault };
+    let case = Case { nodes: Vec::new(), link: Link::None, nics: None, wave_tokens: None, ..case };
+    let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
+    Case { quantize: false, ahead: 1, own_output: true, ..case }
+}
+
+/// What the arguments of `verify` make of a draw.
+pub fn as_asked(case: Case, quantize: bool, own_output: bool) -> Case {
+    if quantize {
+        quantized(case)
+    } else if own_output {
+        with_own_output(case)
+    } else {
+        case
+    }
+}
+
+/// The same, of several nodes, between which messages are tampered with.
+pub fn forged(case: Case) -> Case {
+    let nodes = if case.several_nodes() { case.nodes.clone() } else { vec![1, case.world.saturating_sub(1)] };
+    Case { nodes, fault: FaultWord::Forged, own_output: false, ..case }
+}
+
+/// The configuration of a seeded schedule: a tiny world on one thread, in which much happens between ranks and little
+/// else. Every second one holds stores back.
+pub fn draw_small(seed: u64) -> Case {
+    let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 3, 0, 0));
+    let dice = &mut dice;
+    let mut case = Case { seed, world: 2 + dice.below(SMALL_RANKS - 1), ..Case::default() };
+    draw_types(&mut case, dice);
+    draw_layout(&mut case, dice);
+    // What is refused before anything runs has no schedule.
+    if case.dtype != Dtype::Fp8E4m3 {
+        case.scales = ScaleKind::None;
+    }
+    if case.layout == LayoutWord::Token && case.weights == WeightsWord::Combine {
+        case.weights = WeightsWord::Dispatch;
+    }
+    case.align = case.align.min(4);
+    let quantum = case.hidden_quantum();
+    let least = 32usize.div_ceil(quantum);
+    case.hidden = quantum * (least + dice.below(SMALL_HIDDEN / quantum - least + 1));
+    case.experts = 1 + dice.below(10);
+    case.top_k = dice.small(case.experts.min(4));
+    case.tokens = dice.below(SMALL_TOKENS + 1);
+    case.max_tokens = case.tokens.max(1) + dice.below(2);
+    case.ragged = !dice.once_in(3);
+    case.placement = dice.word(PlacementWord::Even);
+    draw_routing(&mut case, dice);
+    draw_schedule(&mut case, dice, DeviceWord::Cpu);
+    draw_order(&mut case, dice);
+    draw_nodes(&mut case);
+    draw_quantize(&mut case);
+    case.quantize &= case.scales != ScaleKind::None;
+    draw_partial(&mut case);
+    case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
+    // With three blocks and five ranks or more some send apart from the others.
+    case.sms = Some(if case.world > 4 && !case.several_nodes() { 3 } else { 2 });
+    case.iters = 3 + dice.below(2);
+    case.world_mode = WorldMode::OneThread;
+    case.hold_stores = seed % 2 == 1;
+    draw_own_output(&mut case);
+    case
+}
+
+fn draw_types(case: &mut Case, dice: &mut Dice) {
+    case.dtype = dice.word(Dtype::Bf16);
+    // Scales of rows that are not fp8 are refused; now and then that is looked at.
+    if case.dtype == Dtype::Fp8E4m3 || dice.once_in(8) {
+        case.scales = dice.word(ScaleKind::None);
+    }
+    case.combine_dtype = dice.of(SUMMED, Dtype::Bf16);
+    case.out_dtype = dice.of(SUMMED, Dtype::Bf16);
+    // fp8 is drawn apart, below.
+    case.partial = if dice.once_in(4) { PartialWord::Fp32 } else { PartialWord::Same };
+    case.weights = dice.word(WeightsWord::Dispatch);
+    case.index = dice.word(IndexWord::I64);
+    case.accumulate = dice.once_in(3);
+}
+
+fn draw_layout(case: &mut Case, dice: &mut Dice) {
+    case.layout = dice.word(LayoutWord::Contiguous);
+    let refused = case.layout == LayoutWord::Token && case.weights == WeightsWord::Combine;
+    if refused && !dice.once_in(4) {
+        case.weights = dice.of(&[WeightsWord::Dispatch, WeightsWord::None], WeightsWord::None);
+    }
+    if case.layout == LayoutWord::Contiguous {
+        case.align = dice.of(&[1, 1, 2, 3, 8, 16, 128], 1);
+        case.zero_padding = dice.once_in(2);
+    }
+    case.scale_order = dice.word(OrderWord::Row);
+    case.input_scales = dice.word(OrderWord::Row);
+    case.host_counts = dice.once_in(2);
+    case.gap = dice.of(&[0, 0, 16, 48], 0);
+}
+
+fn draw_shape(case: &mut Case, dice: &mut Dice) {
+    let quantum = case.hidden_quantum();
+    case.hidden = quantum * dice.small(1024 / quantum);
+    case.experts = match dice.below(8) {
+        0 => 1 + dice.below(300),
+        1 => dice.small(8),
+        _ => dice.small(64),
+    };
+    let most = case.experts.min(32);
+    case.top_k = if dice.once_in(6) { most } else { dice.small(most) };
+    case.tokens = match dice.below(8) {
+        0 => 0,
+        1 | 2 => 1 + dice.below(64),
+        _ => 1 + dice.below(12),
+    };
+    let elements = case.world * case.top_k * case.hidden;
+    case.tokens = case.tokens.min((ELEMENTS / elements).max(1));
+    case.max_tokens = case.tokens.max(1) + if dice.once_in(2) { dice.below(6) } else { 0 };
+    case.ragged = dice.once_in(2);
+    case.placement = dice.word(PlacementWord::Even);
+}
+
+fn draw_routing(case: &mut Case, dice: &mut Dice) {
+    let groups_fit = case.experts.is_multiple_of(8) && case.experts / 2 >= case.top_k;
+    case.routing = match dice.below(6) {
+        0 => Routing::Zipf(1.2),
+        1 => Routing::Hot(dice.small(case.experts - case.top_k + 1)),
+        2 if groups_fit => Routing::V3Groups,
+        _ => Routing::Uniform,
+    };
+    case.none_percent = dice.of(&[0, 0, 10, 60, 100], 0);
+}
+
+fn draw_schedule(case: &mut Case, dice: &mut Dice, device: DeviceWord) {
+    case.mode = dice.word(Mode::Fused);
+    // A replayed graph must find a changing count in device memory.
+    case.device_count = dice.once_in(3) || (case.mode == Mode::Graph && case.ragged);
+    case.iters = 3 + dice.below(3);
+    // Both parities are used once before flags wrap.
+    let near_wrap = u64::from(u32::MAX) - 1 - dice.below(3) as u64;
+    case.first_epoch = dice.once_in(6).then_some(near_wrap);
+    let (sms, one_thread, hold) = (2 + dice.below(5), dice.once_in(2), dice.once_in(2));
+    case.sms = dice.once_in(3).then_some(sms);
+    if device == DeviceWord::Cpu && one_thread {
+        case.world_mode = WorldMode::OneThread;
+        case.hold_stores = hold;
+    }
+}
+
+/// How calls follow each other, and what goes wrong.
+fn draw_order(case: &mut Case, dice: &mut Dice) {
+    case.ahead = if dice.once_in(3) { 2 + dice.below(2) } else { 1 };
+    // At a barrier before every call, no rank is ever ahead of another.
+    case.lockstep = case.ahead == 1 && dice.once_in(4);
+    case.fault = match dice.below(12) {
+        0 => FaultWord::Routing,
+        // The output of a captured call is fixed.
+        1..=3 if case.mode != Mode::Graph => FaultWord::Overflow,
+        _ => FaultWord::None,
+    };
+}
+
+/// The nodes of a world, and what is between them. From a stream of its own, so that the rest does not depend on it.
+fn draw_nodes(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 6, 0, 0));
+    let dice = &mut dice;
+    let count = 1 + dice.below(NODES.min(case.world));
+    case.nodes = if dice.once_in(2) { even(case.world, count) } else { uneven(case.world, count, dice) };
+    // The smallest there is, mostly, wherever it makes two of a call's tokens.
+    case.meta_tile = (case.max_tokens > 32 && !dice.once_in(8)).then_some(32);
+    // Up to four waves, the last one often shorter.
+    case.wave_tokens = dice.once_in(3).then(|| case.max_tokens.div_ceil(1 + dice.below(4)).max(1));
+    if !case.several_nodes() {
+        case.nodes.clear();
+        case.arriving_tokens = [None, Some(0), Some(case.max_tokens)][dice.below(3)];
+        return;
+    }
+    // A chunk a row makes messages of many chunks, and one chunk is what a decode step has.
+    case.chunk_rows = (!dice.once_in(4)).then(|| dice.small(8));
+    case.double_buffer = dice.once_in(2);
+    case.nics = dice.once_in(2).then(|| 1 + dice.below(MAX_NICS));
+    if dice.once_in(4) {
+        case.network = NetworkWord::Calm;
+        case.link = dice.of(&[Link::None, Link::Cx7, Link::EfaP5, Link::EfaP5en], Link::None);
+    }
+}
+
+/// Whether rows are quantised. From a stream of its own, as nodes are.
+fn draw_quantize(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 7, 0, 0));
+    // Without scales it is refused; now and then that is looked at.
+    case.quantize = dice.once_in(if case.scales == ScaleKind::None { 16 } else { 2 });
+}
+
+/// Whether the output lies in the arena, where it can, and then mostly in such cases as have one. From a stream of its own,
+/// as nodes are.
+fn draw_own_output(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 9, 0, 0));
+    if !dice.once_in(3) {
+        return;
+    }
+    let plain = Case { scale_order: OrderWord::Row, ahead: 1, gap: 0, wave_tokens: None, ..case.clone() };
+    if plain.why_no_own_output().is_none() {
+        *case = Case { own_output: true, ..plain };
+    }
+}
+
+/// Whether partial rows are fp8, and columns such that they can be. From a stream of its own, as nodes are.
+fn draw_partial(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 8, 0, 0));
+    if dice.once_in(3) {
+        case.partial = PartialWord::Fp8;
+        // Other columns are refused; now and then that is looked at.
+        if !dice.once_in(16) {
+            case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
+        }
+    }
+}
+
+/// Nodes that differ by a rank at the most.
+fn even(world: usize, count: usize) -> Vec<usize> {
+    (0..count).map(|node| (node + 1) * world / count - node * world / count).collect()
+}
+
+/// Nodes of any sizes: the world is cut at places that are drawn.
+fn uneven(world: usize, count: usize, dice: &mut Dice) -> Vec<usize> {
+    let mut cuts = vec![0, world];
+    while cuts.len() < count + 1 {
+        let cut = 1 + dice.below(world - 1);
+        if !cuts.contains(&cut) {
+            cuts.push(cut);
+        }
+    }
+    cuts.sort_unstable();
+    cuts.windows(2).map(|pair| pair[1] - pair[0]).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::report::tally::Tally;
+
+    #[test]
+    fn every_draw_is_usable_or_refused_by_design_and_replays() {
+        for seed in 0..3000 {
+            let case = draw(seed, DeviceWord::Cpu);
+            if case.refused_by_design().is_none() {
+                assert!(case.check().is_ok(), "{case}: {:?}", case.check());
+            }
+            assert_eq!(Case::parse(&case.to_string()), Ok(case));
+        }
+    }
+
+    #[test]
+    fn five_hundred_draws_leave_few_pairs_to_be_looked_for() {
+        let mut tally = Tally::default();
+        for seed in 1..=500 {
+            let case = draw(seed, DeviceWord::Cpu);
+            tally.count(&case, case.refused_by_design().is_some());
+        }
+        assert!(tally.missing().len() <= 3, "{:?}", tally.missing());
+    }
+
+    #[test]
+    fn schedules_are_usable_and_exercise_everything() {
+        let cases: Vec<Case> = (1..=400).map(draw_small).collect();
+        for case in &cases {
+            assert!(case.refused_by_design().is_none() && case.check().is_ok(), "{case}: {:?}", case.check());
+            assert_eq!(Case::parse(&case.to_string()), Ok(case.clone()));
+            assert!((2..=SMALL_RANKS).contains(&case.world) && case.iters >= 3 && (32..=128).contains(&case.hidden));
+        }
+        let share = |what: fn(&Case) -> bool| cases.iter().filter(|case| what(case)).count();
+        assert_eq!(share(|c| c.hold_stores), 200);
+        assert!(share(|c| c.ahead > 1) > 90 && share(|c| c.ahead > 1 && c.accumulate) > 20);
+        assert!(share(|c| c.fault == FaultWord::Overflow) > 20 && share(|c| c.fault == FaultWord::Routing) > 10);
+        assert!(share(|c| c.partial == PartialWord::Fp8) > 100 && share(|c| c.partial == PartialWord::Fp32) > 40);
+        assert!(share(|c| c.quantize && c.several_nodes()) > 10 && share(|c| c.quantize && !c.several_nodes()) > 3);
+        assert!(share(|c| c.sms == Some(3) && c.tokens > 3) > 10);
+        assert!(share(|c| c.tokens == 0) > 20 && share(|c| c.ragged) > 200 && share(|c| c.lockstep) > 30);
+        assert!(Mode::ALL.iter().all(|mode| cases.iter().any(|c| c.mode == *mode && c.ahead > 1)));
+    }
+
+    #[test]
+    fn every_draw_can_be_made_to_quantize() {
+        for seed in 0..400 {
+            for case in [draw(seed, DeviceWord::Cpu), draw_small(seed)].map(quantized) {
+                let refused = case.refused_by_design();
+                assert!(case.quantize && (refused == Some("layout") || case.check().is_ok()), "{case}: {refused:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn messages_of_every_schedule_can_be_tampered_with() {
+        for case in (1..=300).map(|seed| forged(draw_small(seed))) {
+            assert!(case.several_nodes() && case.fault == FaultWord::Forged, "{case}");
+            assert!(case.refused_by_design().is_some() || case.check().is_ok(), "{case}: {:?}", case.check());
+        }
+    }
+
+    #[test]
+    fn a_world_is_cut_into_nodes_of_every_kind() {
+        let mut dice = Dice(Counter::new(1, Use::Choice, 0, 0, 0));
+        let mut sizes = std::collections::BTreeSet::new();
+        for world in 1..=12 {
+            for count in 1..=NODES.min(world) {
+                let cut = even(world, count);
+                assert!(cut.iter().max().unwrap() - cut.iter().min().unwrap() <= 1, "{cut:?}");
+                for nodes in [cut, uneven(world, count, &mut dice)] {
+                    assert_eq!((nodes.len(), nodes.iter().sum::<usize>()), (count, world), "{nodes:?}");
+                    assert!(!nodes.contains(&0));
+                    sizes.extend(nodes);
+                }
+            }
+        }
+        assert!(sizes.len() > 8);
+    }
+
+    #[test]
+    fn draws_have_up_to_four_nodes() {
+        let cases: Vec<Case> = (1..=400).map(|seed| draw(seed, DeviceWord::Cpu)).collect();
+        let share = |what: fn(&Case) -> bool| cases.iter().filter(|case| what(case)).count();
+        let several = share(Case::several_nodes);
+        assert!((200..380).contains(&several), "{several}");
+        assert!((2..=NODES).all(|n| cases.iter().filter(|c| c.nodes.len() == n).count() > 30));
+        assert!(share(Case::uneven_nodes) > 100 && share(|c| c.several_nodes() && !c.uneven_nodes()) > 60);
+        assert!(share(|c| c.several_nodes() && c.network == NetworkWord::Hostile) > several / 2);
+        assert!(share(|c| c.wave_tokens.is_some_and(|tokens| tokens < c.max_tokens)) > 60);
+        let tiled = share(|c| c.meta_tile.is_some_and(|tokens| tokens < c.max_tokens));
+        let whole = share(|c| c.meta_tile.is_none() && c.max_tokens > 32);
+        assert!(tiled > 40 && whole > 2, "{tiled} {whole}");
+        assert!(share(|c| c.chunk_rows == Some(1)) > 20 && share(|c| c.link != Link::None) > 20);
+    }
+}

@@ -1,0 +1,46 @@
+//! Shapes of published models, from their configurations. Plain data for the command line.
+
+use tokenyard::internals::base::{Dtype, Error, Result};
+
+/// The shape of one model's expert layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Preset {
+    pub name: &'static str,
+    pub hidden: usize,
+    pub experts: usize,
+    pub top_k: usize,
+    /// Type of the dispatched rows; fp8 rows carry scales.
+    pub dtype: Dtype,
+}
+
+/// The presets of `--preset`; the first is the default.
+pub const PRESETS: [Preset; 5] = [
+    Preset { name: "v3", hidden: 7168, experts: 256, top_k: 8, dtype: Dtype::Fp8E4m3 },
+    Preset { name: "kimi-k2", hidden: 7168, experts: 384, top_k: 8, dtype: Dtype::Fp8E4m3 },
+    Preset { name: "qwen3-235b", hidden: 4096, experts: 128, top_k: 8, dtype: Dtype::Bf16 },
+    Preset { name: "gpt-oss-120b", hidden: 2880, experts: 128, top_k: 4, dtype: Dtype::Bf16 },
+    Preset { name: "mixtral-8x22b", hidden: 6144, experts: 8, top_k: 2, dtype: Dtype::Bf16 },
+];
+
+/// The preset of that name.
+pub fn find(name: &str) -> Result<&'static Preset> {
+    PRESETS.iter().find(|preset| preset.name == name).ok_or_else(|| Error::Argument {
+        name: "--preset",
+        value: format!("`{name}`"),
+        advice: format!("name one of {}", PRESETS.map(|preset| preset.name).join(", ")),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn presets_are_found_by_name_and_others_are_refused_with_the_list() {
+        for preset in &PRESETS {
+            assert_eq!(find(preset.name).ok(), Some(preset));
+        }
+        let refused = find("v4").unwrap_err().to_string();
+        assert!(refused.contains("--preset is `v4`") && refused.contains("kimi-k2"), "{refused}");
+    }
+}

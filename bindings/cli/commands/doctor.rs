@@ -1,0 +1,411 @@
+//! `tokenyard doctor`: what this machine offers and lacks, and for each lack what it costs and what to do.
+//!
+//! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing and opens no device.
+
+mod finding;
+mod gpu;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+
+use tokenyard::Device;
+
+use crate::cli::args::DoctorArgs;
+use crate::cli::files::{self, check_output};
+use crate::cli::out::Out;
+use crate::cli::status::Status;
+use crate::cli::usage::Refusal;
+use finding::Finding;
+
+/// Looks and tells.
+///
+/// # Errors
+/// Unusable arguments.
+pub fn doctor(args: &DoctorArgs, out: &Out) -> Result<Status, Refusal> {
+    check_output("--json", args.json.as_deref(), true)?;
+    let machine = Machine { root: PathBuf::from("/") };
+    let mut findings = vec![build()];
+    findings.push(machine.driver());
+    findings.extend(gpu::findings());
+    findings.extend(transports());
+    findings.extend(machine.nics());
+    findings.push(machine.rdma_nodes());
+    findings.push(machine.gdrcopy());
+    findings.push(machine.dma_buf());
+    findings.push(machine.memlock());
+    findings.push(machine.huge_pages());
+    findings.extend(machine.cores());
+    let mut written = Ok(());
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string_pretty(&serde_json::json!({ "findings": findings }));
+        written = text.map_err(|error| error.to_string()).and_then(|text| files::write(path, &text, out));
+    }
+    if args.json.as_deref() != Some("-") {
+        say!(out, "{}", listing(&findings).trim_end());
+    }
+    Ok(match written {
+        Ok(()) => Status::Success,
+        Err(sentence) => {
+            note!(out, "tokenyard: {sentence}");
+            Status::Failure
+        }
+    })
+}
+
+fn listing(findings: &[Finding]) -> String {
+    let mut text = String::new();
+    for finding in findings {
+        let mark = if finding.lacking { "lacks" } else { "has" };
+        text += &format!("{mark:<6} {:<13} {}\n", finding.topic, finding.what);
+        for (label, line) in [("costs", finding.cost), ("do", finding.remedy)] {
+            if let Some(line) = line {
+                text += &format!("{:20} {label}: {line}\n", "");
+            }
+        }
+    }
+    let lacks = findings.iter().filter(|f| f.lacking).count();
+    text + &format!("{} looked at, {lacks} lacking\n", findings.len())
+}
+
+fn build() -> Finding {
+    if Device::cuda_built() {
+        return Finding::has("build", "kernels for GPUs and for the CPU device");
+    }
+    Finding::lacks(
+        "build",
+        "kernels for the CPU device alone: nvcc was not found when this program was built",
+        "no GPU can be used",
+        "build again where nvcc is (PyPI: cuda-toolkit[nvcc,cudart,cccl]==13.0.*)",
+    )
+}
+
+/// Networks between nodes, and the lack of one between hosts.
+fn transports() -> [Finding; 2] {
+    let simulated = "simulated between threads of one process and between processes of one host; emulated between GPUs \
+                     of one process";
+    [
+        Finding::has("transports", simulated),
+        Finding::lacks(
+            "transports",
+            "no network between hosts in this release",
+            "ranks of several hosts cannot be linked, whatever NICs there are",
+            "nothing for one host; else wait for a release that has one",
+        ),
+    ]
+}
+
+/// Numbers of a list such as `0-3,8`.
+fn numbers(list: &str) -> BTreeSet<u32> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse::<u32>().ok()?..=last.trim().parse().ok()?)
+    };
+    list.split(',').filter_map(range).flatten().collect()
+}
+
+/// Whether every rank's proxy, which polls, finds a core beside that of the rank itself.
+fn proxy_cores(cores: usize, ranks: usize) -> Finding {
+    let spare = cores.saturating_sub(ranks);
+    let what =
+        format!("{spare} of {cores} usable cores are spare beside one for each rank ({ranks}), for as many proxies");
+    if spare >= ranks {
+        return Finding::has("proxy cores", what);
+    }
+    Finding::lacks(
+        "proxy cores",
+        what,
+        "between nodes a proxy without a core of its own yields, and answers when the scheduler lets it",
+        "nothing for one node; else give the process two cores for each rank, near its GPU and NIC",
+    )
+}
+
+/// The file system that is looked at; another root in tests.
+struct Machine {
+    root: PathBuf,
+}
+
+impl Machine {
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    fn text(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.path(path)).ok().map(|text| text.trim().to_string())
+    }
+
+    /// Names in a folder, sorted; none where it is not.
+    fn names(&self, path: &str) -> Vec<String> {
+        let Ok(entries) = fs::read_dir(self.path(path)) else { return Vec::new() };
+        let mut names: Vec<String> = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    /// The number behind `key` in a file of lines.
+    fn number(&self, path: &str, key: &str) -> Option<u64> {
+        let text = self.text(path)?;
+        let line = text.lines().find_map(|line| line.strip_prefix(key))?;
+        line.split_whitespace().next()?.parse().ok()
+    }
+
+    fn driver(&self) -> Finding {
+        let lack = |what: String| {
+            Finding::lacks("driver", what, "no GPU can be used", "install the NVIDIA driver, version 580 or later")
+        };
+        let Some(text) = self.text("/proc/driver/nvidia/version") else {
+            return lack("no NVIDIA kernel driver".to_string());
+        };
+        let words = text.lines().next().unwrap_or("").split_whitespace();
+        let version = words.filter(|w| w.contains('.')).find(|w| w.starts_with(|c: char| c.is_ascii_digit()));
+        let major = version.and_then(|v| v.split('.').next()).and_then(|v| v.parse::<u32>().ok());
+        match (version, major) {
+            (Some(version), Some(580..)) => Finding::has("driver", format!("NVIDIA {version}")),
+            (Some(version), _) => lack(format!("NVIDIA {version} is too old for CUDA 13.0")),
+            (None, _) => lack("an NVIDIA driver that does not tell its version".to_string()),
+        }
+    }
+
+    /// RDMA NICs.
+    fn nics(&self) -> Vec<Finding> {
+        let folder = "/sys/class/infiniband";
+        let names = self.names(folder);
+        if names.is_empty() {
+            return vec![Finding::lacks(
+                "NICs",
+                "no RDMA NIC",
+                "one node only: nothing links this one to others",
+                "nothing for one node; for several, a ConnectX or EFA NIC with its kernel driver",
+            )];
+        }
+        let nic = |name: &String| {
+            let base = format!("{folder}/{name}");
+            let driver = fs::read_link(self.path(&format!("{base}/device/driver")));
+            let driver = driver.ok().and_then(|d| d.file_name().map(|n| n.to_string_lossy().into_owned()));
+            let at = |file: &str| self.text(&format!("{base}/{file}")).unwrap_or_else(|| "unknown".to_string());
+            let (rate, state) = (at("ports/1/rate"), at("ports/1/state"));
+            let what = format!(
+                "{name}: {}, {rate}, port {state}, {}, NUMA node {}",
+                driver.as_deref().unwrap_or("no PCI driver"),
+                at("ports/1/link_layer"),
+                at("device/numa_node"),
+            );
+            if state.contains("ACTIVE") {
+                Finding::has("NICs", what)
+            } else {
+                Finding::lacks("NICs", what, "this NIC carries nothing", "bring its link up and look at the cable")
+            }
+        };
+        names.iter().map(nic).collect()
+    }
+
+    /// Where a library that is opened at run time lies.
+    fn library(&self, file: &str) -> Option<PathBuf> {
+        let usual = ["/opt/amazon/efa/lib", "/opt/amazon/efa/lib64", "/usr/local/lib", "/usr/lib/x86_64-linux-gnu"];
+        let more = ["/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/lib/x86_64-linux-gnu", "/lib64"];
+        let set = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        let set: Vec<PathBuf> = std::env::split_paths(&set).filter(|p| p.is_absolute()).collect();
+        let usual = usual.iter().chain(&more).map(|folder| self.path(folder));
+        set.into_iter().chain(usual).map(|folder| folder.join(file)).find(|path| path.exists())
+    }
+
+    /// The device nodes through which programs reach RDMA NICs.
+    fn rdma_nodes(&self) -> Finding {
+        let nodes = self.names("/dev/infiniband");
+        let devices = nodes.iter().filter(|name| name.starts_with("uverbs")).count();
+        if devices > 0 {
+            let manager = if nodes.iter().any(|name| name == "rdma_cm") { "and rdma_cm" } else { "no rdma_cm" };
+            return Finding::has("RDMA nodes", format!("{devices} uverbs in /dev/infiniband, {manager}"));
+        }
+        Finding::lacks(
+            "RDMA nodes",
+            "no /dev/infiniband/uverbs*",
+            "no program here reaches an RDMA NIC",
+            "nothing for one node; else load ib_uverbs, and pass /dev/infiniband into the container",
+        )
+    }
+
+    fn gdrcopy(&self) -> Finding {
+        let (library, node) = (self.library("libgdrapi.so.2"), self.path("/dev/gdrdrv").exists());
+        let lack = |what: &str, remedy| {
+            let cost = "flags from proxies lie in pinned host memory, which GPUs poll over PCIe: some 1 µs more for each \
+                        phase between nodes";
+            Finding::lacks("GDRCopy", what, cost, remedy)
+        };
+        match (library, node) {
+            (Some(library), true) => Finding::has("GDRCopy", format!("/dev/gdrdrv and {}", library.display())),
+            (Some(_), false) => {
+                lack("libgdrapi.so.2, but no /dev/gdrdrv", "nothing for one node; else load GDRCopy's module gdrdrv")
+            }
+            (None, true) => {
+                lack("/dev/gdrdrv, but libgdrapi.so.2 was not found", "install GDRCopy's library, version 2")
+            }
+            (None, false) => lack(
+                "no /dev/gdrdrv, and libgdrapi.so.2 was not found",
+                "nothing for one node; else install GDRCopy 2 and load its module gdrdrv",
+            ),
+        }
+    }
+
+    /// How a NIC can be shown GPU memory.
+    fn dma_buf(&self) -> Finding {
+        let release = self.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+        let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
+        let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        let peermem = self.path("/sys/module/nvidia_peermem").exists();
+        if version >= (5, 12) {
+            return Finding::has("dma-buf", format!("kernel {release} registers GPU memory by dma-buf"));
+        }
+        if peermem {
+            return Finding::has("dma-buf", format!("kernel {release} is too old, but nvidia_peermem is loaded"));
+        }
+        Finding::lacks(
+            "dma-buf",
+            format!("kernel {release} is older than 5.12 and nvidia_peermem is not loaded"),
+            "NICs cannot reach GPU memory: rows between nodes would go through host memory",
+            "nothing for one node; else a newer kernel, or modprobe nvidia_peermem",
+        )
+    }
+
+    fn memlock(&self) -> Finding {
+        let text = self.text("/proc/self/limits").unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("Max locked memory"));
+        let limit = line.and_then(|line| line.split_whitespace().next()).unwrap_or("unknown").to_string();
+        let bytes = limit.parse::<u64>().ok();
+        if limit == "unlimited" || bytes.is_some_and(|b| b >= 64 << 30) {
+            return Finding::has("memlock", format!("limit {limit}"));
+        }
+        Finding::lacks(
+            "memlock",
+            format!("limit {limit} bytes of locked memory"),
+            "a NIC can register no more than that; registering a larger arena fails",
+            "nothing for one node; else ulimit -l unlimited, or memlock in /etc/security/limits.conf",
+        )
+    }
+
+    fn huge_pages(&self) -> Finding {
+        let pages = self.number("/proc/meminfo", "HugePages_Free:").unwrap_or(0);
+        let kilobytes = self.number("/proc/meminfo", "Hugepagesize:").unwrap_or(0);
+        if pages > 0 {
+            return Finding::has("huge pages", format!("{pages} free pages of {kilobytes} KiB"));
+        }
+        let transparent = self.text("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
+        if transparent.contains("[always]") || transparent.contains("[madvise]") {
+            return Finding::has("huge pages", format!("none reserved; transparent ones: {transparent}"));
+        }
+        Finding::lacks(
+            "huge pages",
+            "none reserved, and no transparent ones",
+            "host arenas take longer to register, and their copies miss the TLB more often",
+            "sysctl vm.nr_hugepages=1024, or enable transparent_hugepage",
+        )
+    }
+
+    /// Cores by NUMA node, and whether there are enough of them.
+    fn cores(&self) -> Vec<Finding> {
+        let folder = "/sys/devices/system/node";
+        let is_node = |name: &String| name.strip_prefix("node").is_some_and(|n| n.parse::<u32>().is_ok());
+        let status = self.text("/proc/self/status").unwrap_or_default();
+        let allowed = status.lines().find_map(|l| l.strip_prefix("Cpus_allowed_list:")).map_or("unknown", str::trim);
+        let usable = numbers(allowed);
+        let node = |name: String| {
+            let cores = self.text(&format!("{folder}/{name}/cpulist")).unwrap_or_default();
+            let here = numbers(&cores).intersection(&usable).count();
+            Finding::has("cores", format!("{name}: {cores}, {here} of them usable"))
+        };
+        let mut findings: Vec<Finding> = self.names(folder).into_iter().filter(is_node).map(node).collect();
+        let available = std::thread::available_parallelism().map_or(1, usize::from);
+        findings.push(Finding::has("cores", format!("this process may use {allowed} ({available} at once)")));
+        findings.push(proxy_cores(available, Device::cuda_count().max(1)));
+        findings
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn machine(files: &[(&str, &str)]) -> (tempfile::TempDir, Machine) {
+        let folder = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = folder.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        let root = folder.path().to_path_buf();
+        (folder, Machine { root })
+    }
+
+    #[test]
+    fn an_empty_machine_lacks_everything_with_cost_and_remedy() {
+        let (_folder, machine) = machine(&[]);
+        let mut findings = vec![machine.driver(), machine.gdrcopy(), machine.dma_buf(), machine.memlock()];
+        findings.extend([machine.huge_pages(), machine.rdma_nodes()]);
+        findings.extend(machine.nics());
+        for finding in findings {
+            assert!(finding.lacking && finding.cost.is_some() && finding.remedy.is_some(), "{finding:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_there_is_found() {
+        let (_folder, machine) = machine(&[
+            ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\n"),
+            ("proc/sys/kernel/osrelease", "5.14.0-503.el9\n"),
+            ("proc/self/limits", "Limit   Soft\nMax locked memory   unlimited   unlimited  bytes\n"),
+            ("proc/meminfo", "HugePages_Free:      12\nHugepagesize:       2048 kB\n"),
+            ("sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n"),
+            ("sys/class/infiniband/mlx5_0/ports/1/rate", "400 Gb/sec (4X NDR)\n"),
+            ("dev/gdrdrv", ""),
+            ("usr/lib64/libgdrapi.so.2", ""),
+            ("dev/infiniband/uverbs0", ""),
+            ("dev/infiniband/uverbs1", ""),
+            ("proc/self/status", "Name: doctor\nCpus_allowed_list:\t2-5,8\n"),
+            ("sys/devices/system/node/node0/cpulist", "0-3\n"),
+            ("sys/devices/system/node/node1/cpulist", "4-9\n"),
+            ("sys/devices/system/node/possible", "0-1\n"),
+        ]);
+        let mut findings = vec![machine.driver(), machine.dma_buf(), machine.memlock(), machine.huge_pages()];
+        findings.extend([machine.gdrcopy(), machine.rdma_nodes()]);
+        for finding in findings {
+            assert!(!finding.lacking, "{finding:?}");
+        }
+        assert!(machine.rdma_nodes().what.contains("2 uverbs in /dev/infiniband, no rdma_cm"));
+        let cores: Vec<String> = machine.cores().into_iter().map(|finding| finding.what).collect();
+        assert_eq!(cores[..2], ["node0: 0-3, 2 of them usable", "node1: 4-9, 3 of them usable"]);
+        assert!(cores[2].contains("may use 2-5,8"), "{cores:?}");
+        let nics = machine.nics();
+        assert!(nics[0].what.contains("mlx5_0") && nics[0].what.contains("400 Gb/sec"), "{nics:?}");
+        assert!(machine.driver().what.contains("580.65.06"));
+    }
+
+    #[test]
+    fn half_of_gdrcopy_is_a_lack_that_names_the_other_half() {
+        let (_folder, node) = machine(&[("dev/gdrdrv", "")]);
+        assert!(node.gdrcopy().lacking && node.gdrcopy().what.starts_with("/dev/gdrdrv, but"));
+        let (_folder, library) = machine(&[("usr/lib/libgdrapi.so.2", "")]);
+        assert!(library.gdrcopy().lacking && library.gdrcopy().what.starts_with("libgdrapi.so.2, but"));
+    }
+
+    #[test]
+    fn each_proxy_needs_a_core_beside_that_of_its_rank() {
+        for (cores, ranks, lacking) in [(2, 1, false), (1, 1, true), (16, 8, false), (15, 8, true), (0, 1, true)] {
+            assert_eq!(proxy_cores(cores, ranks).lacking, lacking, "{cores} cores, {ranks} ranks");
+        }
+        assert_eq!(numbers("0-3,8, 10-11"), [0, 1, 2, 3, 8, 10, 11].into());
+        assert!(numbers("unknown").is_empty() && numbers("").is_empty() && numbers("3-1").is_empty());
+    }
+
+    #[test]
+    fn a_network_between_hosts_is_a_lack() {
+        let [there, lacking] = transports();
+        assert!(!there.lacking && there.what.contains("between processes of one host"));
+        assert!(lacking.lacking && lacking.what.contains("no network between hosts"));
+    }
+
+    #[test]
+    fn an_old_driver_is_a_lack() {
+        let (_folder, machine) = machine(&[("proc/driver/nvidia/version", "NVRM version: x  535.104.05  y\n")]);
+        assert!(machine.driver().lacking && machine.driver().what.contains("535.104.05"));
+    }
+}

@@ -1,0 +1,257 @@
+//! Virtual time: the network, all proxies, and what the devices do and see, in the order in which it happens.
+//!
+//! ```text
+//!   device (dispatch.rs, combine.rs) ── Bell ──▶ doorbell word ──▶ Proxy::step ──▶ machine ──▶ simulated network
+//!        ▲                                                                                        │
+//!        └──────── Landed, a crossing later ◀── flag ◀── machine ◀── Proxy::step ◀────────────────┘
+//! ```
+//!
+//! All in one thread; the same seed gives the same result. Proxies spin: each takes its turns without end, and every turn
+//! takes time. While none of them has anything to do, time leaps to what comes next.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use tokenyard::Rank;
+use tokenyard::internals::proxy::machine::{ContextConfig, Flag, Liveness, Machine, MachineConfig};
+use tokenyard::internals::proxy::wire::{ChunkIdx, DIRECTIONS, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
+use tokenyard::internals::transport::network::sim::models::Link;
+use tokenyard::internals::transport::network::sim::{Clock, Network, SimConfig, SimEndpoint};
+use tokenyard::internals::transport::network::{RegionId, Span, Transport};
+
+use super::costs::Costs;
+use super::plan::Plan;
+use super::proxy::{CONTEXT, Proxy, Raised};
+use super::workload::Shape;
+
+/// Why a simulation failed, as a sentence.
+pub type Outcome<T> = Result<T, String>;
+
+/// Packets of one phase and world at the most, about: larger ones make a large world affordable.
+const MOST_PACKETS: u64 = 1 << 19;
+const LEAST_PACKET: u64 = 4096;
+const LARGEST_PACKET: u64 = 1 << 16;
+/// Between two phases: all proxies are idle by then.
+const GAP_NS: u64 = 20_000;
+/// Where spans are said to lie; nobody looks.
+const NOWHERE: u64 = 1 << 16;
+/// Turns without anything due after which a world that is not done never will be.
+const STUCK_TURNS: usize = 4;
+
+/// What happens at a device, or becomes visible there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum What {
+    /// The proxy can see a doorbell.
+    Bell { rank: u32, link: u16, chunk: u16, chunks: u16, bytes: u32 },
+    /// The device can see that a chunk has landed.
+    Landed { rank: u32, source: u16, chunk: u16 },
+    /// Counts of one source have reached a node.
+    Meta { node: u32 },
+    /// Rows have reached a rank of their node: so many, for so many experts there.
+    Rows { rank: u32, rows: u32, copies: u32, pushed: bool },
+}
+
+/// What will happen, by time.
+#[derive(Debug, Default)]
+pub struct Events {
+    heap: BinaryHeap<Reverse<(u64, u64, What)>>,
+    /// Breaks ties in the order of scheduling.
+    number: u64,
+}
+
+impl Events {
+    pub fn at(&mut self, at_ns: u64, what: What) {
+        self.number += 1;
+        self.heap.push(Reverse((at_ns, self.number, what)));
+    }
+
+    fn next_ns(&self) -> Option<u64> {
+        self.heap.peek().map(|Reverse((at_ns, ..))| *at_ns)
+    }
+}
+
+/// The devices of all ranks in one phase.
+pub trait Phase {
+    fn direction(&self) -> Direction;
+    /// Begins at a time, all ranks together.
+    fn begin(&mut self, now_ns: u64, events: &mut Events);
+    /// Something other than a bell.
+    fn happen(&mut self, what: What, now_ns: u64, events: &mut Events);
+    /// Whether all ranks have what they need.
+    fn is_over(&self) -> bool;
+}
+
+/// A world in virtual time.
+pub struct World {
+    costs: Costs,
+    network: Network,
+    wire: Wire,
+    proxies: Vec<Proxy>,
+    events: Events,
+    /// When each proxy goes on.
+    turns: BinaryHeap<Reverse<(u64, u32)>>,
+    idle: Vec<bool>,
+    busy: usize,
+    now_ns: u64,
+    /// By direction.
+    epochs: [u64; DIRECTIONS],
+}
+
+impl World {
+    /// Opens a context on every rank, all connected. `packets` of a phase are about `bytes` bytes a rank.
+    ///
+    /// # Errors
+    /// A sentence: something does not fit the wire.
+    pub fn new(shape: &Shape, plan: &Plan, link: &Link, costs: Costs) -> Outcome<World> {
+        let refused = |error: tokenyard::Error| error.to_string();
+        let nodes =
+            (0..shape.nodes).map(|node| (0..shape.per_node).map(|l| Rank(shape.rank(node, l) as u32)).collect());
+        let mut lanes = [Lane { first_bytes: 0, chunk_bytes: 0, chunks: 0 }; DIRECTIONS];
+        lanes[Direction::Dispatch.index()] = plan.lane(Direction::Dispatch);
+        lanes[Direction::Combine.index()] = plan.lane(Direction::Combine);
+        let nodes = Nodes::new(nodes.collect()).map_err(refused)?;
+        let input = WireInput { nodes, nics: link.nics, lanes, staging_offset: 0, inbox_offset: 0 };
+        let sized = Wire::new(input.clone()).map_err(refused)?;
+        let wire = Wire::new(WireInput { inbox_offset: sized.staging_bytes(), ..input }).map_err(refused)?;
+        let network = Network::new(shape.ranks(), config(shape, link)).map_err(refused)?;
+        let proxies = open(shape, &wire, &network).map_err(refused)?;
+        let ranks = proxies.len();
+        Ok(World {
+            costs,
+            network,
+            wire,
+            proxies,
+            events: Events::default(),
+            turns: (0..ranks as u32).map(|rank| Reverse((u64::from(rank) % costs.turn_ns.max(1), rank))).collect(),
+            idle: vec![true; ranks],
+            busy: 0,
+            now_ns: 0,
+            epochs: [0; DIRECTIONS],
+        })
+    }
+
+    /// Writes that all proxies together have posted so far.
+    pub fn posts(&self) -> u64 {
+        self.proxies.iter().map(|proxy| proxy.machine.stats().posts).sum()
+    }
+
+    /// Runs a phase, and on until nothing is under way.
+    ///
+    /// # Errors
+    /// A sentence: a proxy reported something, or nothing goes on.
+    pub fn run(&mut self, phase: &mut impl Phase) -> Outcome<()> {
+        self.epochs[phase.direction().index()] += 1;
+        phase.begin(self.now_ns + GAP_NS, &mut self.events);
+        let mut nothing_due = 0;
+        loop {
+            let event_ns = self.events.next_ns();
+            if event_ns.is_none() && self.busy == 0 && self.network.next_due_ns().is_none() {
+                nothing_due += 1;
+                if phase.is_over() {
+                    return Ok(());
+                }
+                if nothing_due > STUCK_TURNS * self.proxies.len() {
+                    return Err(format!("{:?} is stuck at {} ns", phase.direction(), self.now_ns));
+                }
+            } else {
+                nothing_due = 0;
+            }
+            let Some(Reverse((turn_ns, rank))) = self.turns.peek().copied() else { return Ok(()) };
+            match event_ns {
+                Some(event_ns) if event_ns <= turn_ns => self.event(phase),
+                _ => {
+                    self.turns.pop();
+                    self.turn(rank, turn_ns, phase.direction())?;
+                }
+            }
+        }
+    }
+
+    fn event(&mut self, phase: &mut impl Phase) {
+        let Some(Reverse((at_ns, _, what))) = self.events.heap.pop() else { return };
+        self.now_ns = self.now_ns.max(at_ns);
+        match what {
+            What::Bell { rank, link, chunk, chunks, bytes } => {
+                let direction = phase.direction();
+                let epoch = self.epochs[direction.index()];
+                let proxy = &mut self.proxies[rank as usize];
+                let (link, chunk) = (LinkIdx(link), ChunkIdx(chunk));
+                if chunk.0 == 0 {
+                    proxy.chunks[self.wire.chunks_word(direction, epoch, link)] = u64::from(chunks);
+                }
+                let word = self.wire.doorbell_word(direction, epoch, link, chunk);
+                proxy.doorbells[word] = epoch << 32 | u64::from(bytes);
+            }
+            what => phase.happen(what, at_ns, &mut self.events),
+        }
+    }
+
+    fn turn(&mut self, rank: u32, at_ns: u64, direction: Direction) -> Outcome<()> {
+        self.network.advance_ns(at_ns.saturating_sub(self.network.now_ns()));
+        self.now_ns = self.now_ns.max(at_ns);
+        let mut flags: Vec<Raised> = Vec::new();
+        let step = self.proxies[rank as usize].step(at_ns, &self.costs, &mut flags)?;
+        for (after_ns, flag) in flags {
+            let Flag::Landed { direction: of, source, chunk, epoch, .. } = flag else { continue };
+            if of != direction || epoch != self.epochs[direction.index()] {
+                return Err(format!("rank {rank} sees a chunk of {of:?} {epoch} during another phase"));
+            }
+            let what = What::Landed { rank, source: source.0, chunk: chunk.0 };
+            self.events.at(at_ns + after_ns + self.costs.crossing_ns, what);
+        }
+        let was_idle = std::mem::replace(&mut self.idle[rank as usize], step.idle);
+        self.busy = self.busy + usize::from(was_idle && !step.idle) - usize::from(!was_idle && step.idle);
+        let next_ns = at_ns + step.cost_ns.max(1);
+        self.turns.push(Reverse((if self.busy == 0 { self.leap(next_ns) } else { next_ns }, rank)));
+        Ok(())
+    }
+
+    /// When a proxy that would go on at `next_ns` next has something to see, while all are idle.
+    fn leap(&self, next_ns: u64) -> u64 {
+        let due_ns = [self.events.next_ns(), self.network.next_due_ns()].into_iter().flatten().min();
+        due_ns.map_or(next_ns, |due_ns| next_ns.max(due_ns))
+    }
+}
+
+fn config(shape: &Shape, link: &Link) -> SimConfig {
+    let world_bytes = (shape.ranks() * shape.tokens * shape.preset.top_k) as u64 * shape.sum_bytes();
+    let packet = (world_bytes / MOST_PACKETS).next_power_of_two().clamp(LEAST_PACKET, LARGEST_PACKET);
+    SimConfig {
+        seed: shape.seed,
+        clock: Clock::Virtual { tick_ns: 0 },
+        nics: link.models(),
+        packet_bytes: packet as u32,
+        poll_batch: 16,
+        payload: false,
+        ..SimConfig::calm()
+    }
+}
+
+/// Endpoints, connected to all whom they post to or hear from, and machines with the context open.
+fn open(shape: &Shape, wire: &Wire, network: &Network) -> tokenyard::Result<Vec<Proxy>> {
+    let ranks = || (0..shape.ranks()).map(|rank| Rank(rank as u32));
+    let bytes = (wire.staging_bytes() + wire.inbox_bytes()).max(1) as usize;
+    let mut endpoints: Vec<SimEndpoint> = ranks().map(|rank| network.endpoint(rank)).collect::<Result<_, _>>()?;
+    for endpoint in &mut endpoints {
+        // SAFETY: this network moves no payload, so nothing ever reads or writes the span.
+        unsafe { endpoint.register(Span::host(NOWHERE, bytes))? };
+    }
+    let addresses: Vec<Vec<u8>> = endpoints.iter().map(Transport::address).collect();
+    let arenas = vec![RegionId(0); shape.ranks()];
+    let counts = wire.word_counts();
+    let mut proxies = Vec::new();
+    for (rank, mut endpoint) in ranks().zip(endpoints) {
+        let mut peers = wire.targets(Direction::Dispatch, rank);
+        peers.extend(wire.targets(Direction::Combine, rank));
+        peers.sort_unstable();
+        peers.dedup();
+        for peer in peers {
+            endpoint.connect(peer, &addresses[peer.index()])?;
+        }
+        let liveness = Liveness::default();
+        let mut machine = Machine::new(&MachineConfig { rank, world: shape.ranks(), liveness })?;
+        machine.open(CONTEXT, &ContextConfig { generation: 0, first_epoch: 1, wire, arenas: &arenas })?;
+        proxies.push(Proxy::new(machine, endpoint, counts.doorbells, counts.chunks));
+    }
+    Ok(proxies)
+}

@@ -1,0 +1,149 @@
+//! Runs one configuration and says what became of it, against the reference.
+//!
+//! On the main thread; the configuration's ranks run on threads, or all on one under a seeded schedule.
+
+use std::fmt;
+use std::time::Duration;
+
+use tokenyard::Error;
+
+use crate::cli::cases::case::Case;
+use crate::cli::cases::words::{ArenaWord, Check, DeviceWord, FaultWord, Launch, Word};
+use crate::cli::out::Out;
+use crate::cli::ranks::config;
+use crate::cli::ranks::job::Job;
+use crate::cli::ranks::sample::{RankResult, Verdict};
+use crate::cli::ranks::team::{self, Schedule};
+
+/// Progress deadline of a configuration: small runs that take longer hang.
+pub const TIMEOUT: Duration = Duration::from_secs(20);
+/// Failures after which no more is run: each may have waited for its deadline.
+pub const ENOUGH: usize = 5;
+
+/// What became of a configuration.
+pub enum Outcome {
+    Right(Verdict),
+    /// Refused as it must be.
+    Refused(Error),
+    /// Messages were tampered with, and it shows; as it may.
+    Harmed(Harm),
+    Wrong(Vec<String>),
+}
+
+/// How it shows that messages were tampered with.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Harm {
+    /// Outputs are wrong.
+    Outputs,
+    /// A call ended with an error.
+    Ended(Error),
+}
+
+impl fmt::Display for Harm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Harm::Outputs => write!(f, "outputs are wrong"),
+            Harm::Ended(error) => error.fmt(f),
+        }
+    }
+}
+
+/// What became of a configuration, and its schedule where it had one.
+pub struct Judged {
+    pub outcome: Outcome,
+    pub schedule: Option<Schedule>,
+}
+
+/// Runs configurations and says what became of them.
+#[derive(Clone, Copy)]
+pub struct Judge<'a, 'w> {
+    pub device: DeviceWord,
+    pub timeout: Duration,
+    /// Where arenas lie, if that was asked for.
+    pub arena: Option<ArenaWord>,
+    /// Where failures are told of.
+    pub out: &'a Out<'w>,
+}
+
+impl Judge<'_, '_> {
+    pub fn judge(&self, case: &Case) -> Judged {
+        let (check, timeout) = (Check::All, self.timeout);
+        let arena = match config::arena(self.arena, self.device, Launch::Threads, case) {
+            Ok(arena) => arena,
+            Err(refusal) => return Judged { outcome: Outcome::Wrong(vec![refusal.to_string()]), schedule: None },
+        };
+        let job = Job { case: case.clone(), warmup: 0, check, timeout, arena, measured: false, stages: false };
+        let (result, schedule) = team::run_reported(&job, self.device, &|_| {});
+        if case.fault == FaultWord::Forged {
+            return Judged { outcome: harmed(result, case), schedule };
+        }
+        let mut outcome = match (result, case.refused_by_design()) {
+            (Err(error), Some(field)) if names(&error, field) => Outcome::Refused(error),
+            (Err(error), _) => Outcome::Wrong(vec![error.to_string()]),
+            (Ok(_), Some(field)) => {
+                Outcome::Wrong(vec![format!("it ran, but should have been refused for its {field}")])
+            }
+            (Ok(ranks), None) => {
+                let mut verdict = verdict_of(&ranks);
+                if !compared_all(&ranks, case) {
+                    verdict.mismatches += 1;
+                    verdict.sentences.push(NOT_COMPARED.to_string());
+                }
+                if verdict.ok() { Outcome::Right(verdict) } else { Outcome::Wrong(verdict.sentences) }
+            }
+        };
+        // A world that came to a stand is wrong whatever became of it.
+        if let Some(report) = schedule.as_ref().and_then(|schedule| schedule.report.hang_report.as_ref()) {
+            let sentence = format!("nobody could go on: {}", report.lines().collect::<Vec<_>>().join("; "));
+            match &mut outcome {
+                Outcome::Wrong(sentences) => sentences.push(sentence),
+                _ => outcome = Outcome::Wrong(vec![sentence]),
+            }
+        }
+        Judged { outcome, schedule }
+    }
+
+    /// Prints how to run it again, and what was found.
+    pub fn print_failure(&self, case: &Case, sentences: &[String]) {
+        let deadline = match self.timeout {
+            TIMEOUT => String::new(),
+            given => format!(" --timeout-ms {}", given.as_millis()),
+        };
+        let arena = self.arena.map_or_else(String::new, |arena| format!(" --arena {}", arena.name()));
+        say!(self.out, "FAILED: tokenyard verify --device {}{arena}{deadline} --replay '{case}'", self.device.name());
+        sentences.iter().for_each(|sentence| say!(self.out, "  {sentence}"));
+    }
+}
+
+/// What all ranks found.
+fn verdict_of(ranks: &[RankResult]) -> Verdict {
+    let mut verdict = Verdict::new();
+    ranks.iter().for_each(|rank| verdict.merge(rank.verdict.clone()));
+    verdict
+}
+
+const NOT_COMPARED: &str = "not every rank compared every iteration";
+
+fn compared_all(ranks: &[RankResult], case: &Case) -> bool {
+    ranks.len() == case.world && ranks.iter().all(|rank| rank.verdict.iterations == case.iters as u64)
+}
+
+/// Where messages were tampered with, all is well but a defect; what has crashed or hangs does not come here.
+fn harmed(result: tokenyard::Result<Vec<RankResult>>, case: &Case) -> Outcome {
+    match result {
+        Ok(ranks) if !compared_all(&ranks, case) => Outcome::Wrong(vec![NOT_COMPARED.to_string()]),
+        Ok(ranks) => match verdict_of(&ranks) {
+            verdict if verdict.ok() => Outcome::Right(verdict),
+            _ => Outcome::Harmed(Harm::Outputs),
+        },
+        Err(error @ (Error::Device { .. } | Error::Config { .. } | Error::Argument { .. })) => {
+            Outcome::Wrong(vec![error.to_string()])
+        }
+        Err(error) => Outcome::Harmed(Harm::Ended(error)),
+    }
+}
+
+/// Whether it is the configuration error that names this field.
+fn names(error: &Error, field: &str) -> bool {
+    matches!(error, Error::Config { name, .. } if *name == field)
+}

@@ -1,0 +1,139 @@
+//! The program `tokenyard` as a function: benchmark, verification, memory plan, projection, and what a machine offers.
+//!
+//! [`run`] reads the arguments, runs one command on the caller's thread, and returns its [`Status`]. What goes to
+//! stdout goes to the caller's writer. Runs share nothing: a process may run the program many times, from several
+//! threads at once.
+//!
+//! ```
+//! use tokenyard::cli::{Host, Status, run};
+//!
+//! let mut out = Vec::new();
+//! let status = run(["plan", "--device", "cpu", "--world", "2", "--json", "-"], Host::new(&mut out));
+//! assert_eq!(status, Status::Success);
+//! assert!(out.starts_with(b"{"));
+//! ```
+//!
+//! The environment is the caller's: the function changes no variable. On GPUs that several ranks share, set
+//! `CUDA_DEVICE_MAX_CONNECTIONS=32` before the process's first CUDA call, as the program does in its `main`: kernels of
+//! such ranks wait for one another, and by default their streams share 8 queues.
+//!
+//! Files, each using what stands below it:
+//!
+//! | place | holds |
+//! |---|---|
+//! | `commands/` | a file for each command: bench, verify, plan, simulate, doctor |
+//! | `report/` | results as JSON, tables, plots, traces and files |
+//! | `ranks/` | what a run is told, its ranks as threads, fibers or processes, their calls and their comparison |
+//! | `args` | the command line as it is typed |
+//! | `cases/` | what a configuration is: words, limits, shapes, inputs, routing, links |
+//! | `files`, `progress`, `logging` | files of results, the bar, the log |
+//! | `out`, `usage`, `status` | streams, refusals, how a run ended |
+
+// They panic where their stream is closed or full; `out` does not.
+#![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
+
+#[macro_use]
+mod out;
+
+mod args;
+mod cases;
+mod commands;
+mod files;
+mod logging;
+mod progress;
+mod ranks;
+#[path = "../../tests/reference/mod.rs"]
+mod reference;
+mod report;
+mod status;
+mod usage;
+
+use std::ffi::OsString;
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+
+use args::{Cli, Command};
+use out::Out;
+use ranks::launch::Launcher;
+pub use status::Status;
+use usage::Refusal;
+
+/// What the program has of the process that it runs in.
+pub struct Host<'a> {
+    out: &'a mut (dyn Write + Send),
+    err: Option<&'a mut (dyn Write + Send)>,
+    bars: bool,
+    log: bool,
+    program: Option<PathBuf>,
+}
+
+impl<'a> Host<'a> {
+    /// A process of the caller's own. `out` gets what the program has on stdout; notes and refusals go to the process's
+    /// stderr, without bars of progress. There is no program to start ranks from, so `--launch processes` is refused.
+    /// The library's log goes to the caller's logger, if there is one.
+    pub fn new(out: &'a mut (dyn Write + Send)) -> Host<'a> {
+        Host { out, err: None, bars: false, log: false, program: None }
+    }
+
+    /// The process of the program itself: ranks are started from its own file, a terminal shows bars of progress on
+    /// stderr, and `TOKENYARD_LOG` installs a logger that writes there.
+    pub fn process(out: &'a mut (dyn Write + Send)) -> Host<'a> {
+        let program = std::env::current_exe().ok();
+        Host { bars: std::io::stderr().is_terminal(), log: true, program, ..Host::new(out) }
+    }
+
+    /// A writer of notes and refusals in place of the process's stderr. It gets no bars of progress. Ranks that are
+    /// processes keep the process's stderr.
+    pub fn err(self, err: &'a mut (dyn Write + Send)) -> Host<'a> {
+        Host { err: Some(err), bars: false, ..self }
+    }
+
+    /// The program that `--launch processes` starts for each rank. It gets the arguments of this run and `--as-rank`,
+    /// and must hand them to [`run`] with [`Host::process`], which is what the program `tokenyard` does.
+    pub fn program(self, path: impl Into<PathBuf>) -> Host<'a> {
+        Host { program: Some(path.into()), ..self }
+    }
+}
+
+/// Runs the program with these arguments, of which the first is the command: the program's own name is none of them.
+/// Waits for the command to end.
+///
+/// A writer that takes no more never ends a command. Where `out` fails with `BrokenPipe`, its reader has gone: the
+/// command goes on in silence and returns the status that it earned. After any other error the status is
+/// [`Status::Failure`]. Errors of the other writer are ignored.
+pub fn run<A: Into<OsString>>(args: impl IntoIterator<Item = A>, host: Host<'_>) -> Status {
+    let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
+    let out = Out::new(host.out, host.err, host.bars);
+    let named = std::iter::once("tokenyard".into()).chain(args.iter().cloned());
+    let earned = match Cli::try_parse_from(named) {
+        Ok(cli) => prepared(host.log).and_then(|()| command(&cli.command, Launcher::new(host.program, args), &out)),
+        Err(error) if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
+            say!(out, "{}", error.to_string().trim_end());
+            Ok(Status::Success)
+        }
+        Err(error) => Err(Refusal::from_parser(&error)),
+    };
+    let earned = earned.unwrap_or_else(|refusal| {
+        note!(out, "tokenyard: {refusal}");
+        Status::Unusable
+    });
+    out.status(earned)
+}
+
+/// What the environment asks for, before a command.
+fn prepared(log: bool) -> Result<(), Refusal> {
+    if log { logging::install() } else { Ok(()) }
+}
+
+fn command(command: &Command, launcher: Launcher, out: &Out) -> Result<Status, Refusal> {
+    match command {
+        Command::Bench(args) => commands::bench::bench(args, &launcher, out),
+        Command::Verify(args) => commands::verify::verify(args, out),
+        Command::Plan(args) => commands::plan::plan(args, out),
+        Command::Simulate(args) => commands::simulate::simulate(args, out),
+        Command::Doctor(args) => commands::doctor::doctor(args, out),
+    }
+}

@@ -1,0 +1,430 @@
+//! One rank's device buffers of a run: inputs, dispatched rows and what describes them, experts' rows, sums.
+//!
+//! Beside the data path, on the rank's thread. Uploads, poison and read-back wait; nothing here is timed. Every output
+//! is followed by memory that must stay untouched, and poisoned before each iteration that is compared.
+
+use tokenyard::internals::kernels::bench::ExpertCall;
+use tokenyard::{
+    Combined, Device, DeviceBuffer, HostBuffer, IndexType, Layout, Output, OwnOutput, Result, Rows, ScaleOrder,
+    ScaleView, Stream, TokenCount, Tokens, View,
+};
+
+use crate::cli::cases::case::Case;
+use crate::cli::cases::inputs::{Inputs, ScaleKind};
+use crate::cli::cases::words::{IndexWord, LayoutWord, OrderWord, WeightsWord};
+use crate::cli::reference::{ObservedCombine, ObservedDispatch, SourceRank};
+
+/// Fill byte of outputs. As an int32 it is negative, so that an untouched row has no expert.
+pub const POISON: u8 = 0xa5;
+/// Fill byte of experts' rows: a NaN in every type, so that a row that should not be read shows in a sum.
+const NAN_BYTE: u8 = 0xff;
+/// Fill byte of the gaps between input rows.
+const GAP_BYTE: u8 = 0xee;
+
+/// Everything that a rank's kernels read and write.
+pub struct Buffers {
+    case: Case,
+    rank: usize,
+    local: usize,
+    x: DeviceBuffer,
+    x_scales: DeviceBuffer,
+    topk_idx: DeviceBuffer,
+    topk_weight: DeviceBuffer,
+    count: DeviceBuffer,
+    /// Dispatched rows and their scales; of an output in the arena a copy, to be compared.
+    rows: DeviceBuffer,
+    scales: DeviceBuffer,
+    own: Option<OwnOutput>,
+    expert_count: DeviceBuffer,
+    expert_offset: DeviceBuffer,
+    row_expert: DeviceBuffer,
+    source: DeviceBuffer,
+    token_experts: DeviceBuffer,
+    token_weights: DeviceBuffer,
+    row_count: DeviceBuffer,
+    host_counts: HostBuffer,
+    global_expert: DeviceBuffer,
+    y: DeviceBuffer,
+    out: DeviceBuffer,
+    /// What stood in `out` before combine, in checked iterations that accumulate.
+    old: Vec<u8>,
+}
+
+/// Bytes read back from one rank.
+pub struct Observed {
+    rows: Vec<u8>,
+    scales: Vec<u8>,
+    expert_count: Vec<u8>,
+    expert_offset: Vec<u8>,
+    row_expert: Vec<u8>,
+    source: Vec<u8>,
+    token_experts: Vec<u8>,
+    token_weights: Vec<u8>,
+    row_count: Vec<u8>,
+    host_counts: Vec<u8>,
+    out: Vec<u8>,
+}
+
+/// The first bytes of a buffer, which has as many.
+fn first(buffer: &DeviceBuffer, bytes: usize) -> View {
+    buffer.slice(0, bytes).unwrap_or_else(|_| buffer.view())
+}
+
+impl Buffers {
+    /// Allocates for the largest call of the case.
+    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<OwnOutput>) -> Result<Buffers> {
+        let mine = case.local_experts(rank);
+        let local = mine.len();
+        let rows = case.output_rows(local);
+        let choices = case.max_tokens * case.top_k;
+        let inputs = case.inputs(0);
+        // An allocation of nothing has no address.
+        let alloc = |bytes: usize| device.alloc(bytes.max(16));
+        let per_choice = if case.layout == LayoutWord::Token { rows * case.top_k * 4 } else { 0 };
+        let buffers = Buffers {
+            local,
+            x: alloc(case.max_tokens * x_pitch(case))?,
+            x_scales: alloc(case.max_tokens * inputs.scale_words() * 4)?,
+            topk_idx: alloc(choices * 8)?,
+            topk_weight: alloc(choices * 4)?,
+            count: alloc(4)?,
+            // One row more than the library is told of.
+            rows: alloc((rows + 1) * rows_pitch(case))?,
+            scales: alloc(scale_words_out(case, local) * 4 + 16)?,
+            expert_count: alloc(local * 4)?,
+            expert_offset: alloc((local + 1) * 4)?,
+            row_expert: alloc(rows * 4)?,
+            source: alloc(rows * 8)?,
+            token_experts: alloc(per_choice)?,
+            token_weights: alloc(per_choice)?,
+            row_count: alloc(4)?,
+            host_counts: device.alloc_host((local + 1) * 4)?,
+            global_expert: alloc(local * 4)?,
+            y: alloc(rows * y_pitch(case))?,
+            out: alloc((case.max_tokens + 1) * out_pitch(case))?,
+            old: Vec::new(),
+            own,
+            rank,
+            case: case.clone(),
+        };
+        let ids: Vec<u8> = mine.iter().flat_map(|e| e.to_le_bytes()).collect();
+        buffers.global_expert.write(0, &ids)?;
+        for buffer in buffers.poisoned() {
+            buffer.fill(POISON)?;
+        }
+        buffers.y.fill(NAN_BYTE)?;
+        Ok(buffers)
+    }
+
+    /// Outputs of dispatch and combine.
+    fn poisoned(&self) -> [&DeviceBuffer; 10] {
+        [
+            &self.rows,
+            &self.scales,
+            &self.expert_count,
+            &self.expert_offset,
+            &self.row_expert,
+            &self.source,
+            &self.token_experts,
+            &self.token_weights,
+            &self.row_count,
+            &self.out,
+        ]
+    }
+
+    /// Overwrites what dispatch reads, in stream order.
+    pub fn spoil_tokens(&self, stream: &Stream) -> Result<()> {
+        for buffer in [&self.x, &self.x_scales, &self.topk_idx, &self.count] {
+            stream.fill(&buffer.view(), POISON)?;
+        }
+        // Those that come with combine are read by that.
+        if self.case.weights == WeightsWord::Dispatch { stream.fill(&self.topk_weight.view(), POISON) } else { Ok(()) }
+    }
+
+    /// Overwrites what combine reads, in stream order.
+    pub fn spoil_expert_rows(&self, stream: &Stream) -> Result<()> {
+        stream.fill(&self.y.view(), NAN_BYTE)?;
+        if self.case.weights == WeightsWord::Combine { stream.fill(&self.topk_weight.view(), POISON) } else { Ok(()) }
+    }
+
+    /// Fills every output before an iteration that is compared, in stream order.
+    pub fn poison(&mut self, stream: &Stream, inputs: &Inputs) -> Result<()> {
+        for buffer in self.poisoned() {
+            stream.fill(&buffer.view(), POISON)?;
+        }
+        for view in self.own.iter().flat_map(|own| [Some(&own.rows), own.scales.as_ref()]).flatten() {
+            stream.fill(view, POISON)?;
+        }
+        stream.fill(&self.y.view(), NAN_BYTE)?;
+        write_host(&self.host_counts, POISON);
+        if self.case.accumulate {
+            let pitch = out_pitch(&self.case);
+            let row = self.case.hidden * self.case.out_dtype.bytes();
+            self.old.clear();
+            self.old.resize(self.out.len(), POISON);
+            for (token, place) in self.old.chunks_exact_mut(pitch).take(self.case.max_tokens).enumerate() {
+                inputs.fill_old(self.case.out_dtype, self.rank, token, &mut place[..row]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts down what combine adds to; the stream must be idle.
+    pub fn write_old(&self) -> Result<()> {
+        if self.case.accumulate && !self.old.is_empty() { self.out.write(0, &self.old) } else { Ok(()) }
+    }
+
+    /// Writes the rows and scales of this rank's tokens.
+    pub fn upload_rows(&self, inputs: &Inputs, tokens: usize) -> Result<()> {
+        let (pitch, bytes) = (x_pitch(&self.case), inputs.row_bytes());
+        let mut x = vec![GAP_BYTE; tokens * pitch];
+        for (token, place) in x.chunks_exact_mut(pitch).enumerate() {
+            inputs.fill_row(self.rank, token, &mut place[..bytes]);
+        }
+        self.x.write(0, &x)?;
+        let words = inputs.scale_words();
+        let (row_stride, column_stride) = self.input_strides(words);
+        let mut scales = vec![0u32; self.case.max_tokens * words];
+        let mut of_token = vec![0u32; words];
+        for token in 0..tokens {
+            inputs.fill_scales(self.rank, token, &mut of_token);
+            for (word, &scale) in of_token.iter().enumerate() {
+                scales[token * row_stride + word * column_stride] = scale;
+            }
+        }
+        self.x_scales.write(0, &words_to_bytes(&scales))
+    }
+
+    /// Writes this rank's routing, weights and token count.
+    pub fn upload_routing(&self, source: &SourceRank) -> Result<()> {
+        let ids: Vec<u8> = match self.case.index {
+            IndexWord::I32 => source.topk_idx.iter().flat_map(|&id| (id as i32).to_le_bytes()).collect(),
+            IndexWord::I64 => source.topk_idx.iter().flat_map(|id| id.to_le_bytes()).collect(),
+        };
+        self.topk_idx.write(0, &ids)?;
+        let weights: Vec<u8> = source.topk_weight.iter().flat_map(|w| w.to_le_bytes()).collect();
+        self.topk_weight.write(0, &weights)?;
+        self.count.write(0, &(source.tokens as i32).to_le_bytes())
+    }
+
+    fn input_strides(&self, words: usize) -> (usize, usize) {
+        match self.case.input_scales {
+            OrderWord::Row => (words, 1),
+            OrderWord::Column => (1, self.case.max_tokens),
+        }
+    }
+
+    /// What dispatch is given.
+    pub fn tokens(&self, tokens: usize) -> Tokens {
+        let case = &self.case;
+        let words = case.inputs(0).scale_words();
+        let (row_stride, col_stride) = self.input_strides(words);
+        Tokens {
+            x: self.x.view(),
+            x_pitch: x_pitch(case),
+            scales: (words > 0).then(|| ScaleView { view: self.x_scales.view(), row_stride, col_stride }),
+            topk_idx: self.topk_idx.view(),
+            index_type: match case.index {
+                IndexWord::I32 => IndexType::I32,
+                IndexWord::I64 => IndexType::I64,
+            },
+            topk_weight: (case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()),
+            count: if case.device_count { TokenCount::Device(self.count.view()) } else { TokenCount::Host(tokens) },
+        }
+    }
+
+    /// Where dispatch puts rows, and their scales.
+    fn row_views(&self) -> (View, Option<View>) {
+        let rows = self.case.output_rows(self.local);
+        let scales = (self.case.scale_words() > 0).then(|| self.scales.view());
+        match &self.own {
+            Some(own) => (own.rows.clone(), own.scales.clone()),
+            None => (first(&self.rows, rows * rows_pitch(&self.case)), scales),
+        }
+    }
+
+    /// Copies what lies in the arena, in stream order, for [`read`](Self::read).
+    pub fn pull(&self, stream: &Stream) -> Result<()> {
+        let Some(own) = &self.own else { return Ok(()) };
+        stream.copy(&first(&self.rows, own.rows.len()), &own.rows)?;
+        own.scales.as_ref().map_or(Ok(()), |scales| stream.copy(&first(&self.scales, scales.len()), scales))
+    }
+
+    /// Where dispatch writes, said to have room for `capacity` rows (masked: of each expert).
+    pub fn output(&self, capacity: usize) -> Output {
+        let case = &self.case;
+        let (rows, scales) = self.row_views();
+        let token_layout = case.layout == LayoutWord::Token;
+        let only_token = |buffer: &DeviceBuffer| token_layout.then(|| buffer.view());
+        Output {
+            layout: match case.layout {
+                LayoutWord::Contiguous => Layout::Contiguous { align: case.align, capacity },
+                LayoutWord::Masked => Layout::Masked { per_expert: capacity },
+                LayoutWord::Token => Layout::Token { capacity },
+            },
+            rows,
+            rows_pitch: rows_pitch(case),
+            scales,
+            scale_order: match case.scale_order {
+                OrderWord::Row => ScaleOrder::RowMajor,
+                OrderWord::Column => ScaleOrder::ColumnMajor,
+            },
+            expert_count: self.expert_count.view(),
+            expert_offset: Some(self.expert_offset.view()),
+            row_expert: Some(self.row_expert.view()),
+            source: Some(self.source.view()),
+            token_experts: only_token(&self.token_experts),
+            token_weights: only_token(&self.token_weights),
+            row_count: Some(self.row_count.view()),
+            zero_padding: case.zero_padding,
+            host_counts: case.host_counts.then(|| self.host_counts.view()),
+        }
+    }
+
+    /// What the benchmark's experts are given.
+    pub fn experts(&self) -> ExpertCall {
+        let case = &self.case;
+        let column = case.scale_order == OrderWord::Column;
+        let token_layout = case.layout == LayoutWord::Token;
+        let (rows, scales) = self.row_views();
+        ExpertCall {
+            rows,
+            rows_pitch: rows_pitch(case),
+            scales,
+            scale_words: case.scale_words(),
+            scale_leading: if column { case.capacity().next_multiple_of(4) } else { 0 },
+            rows_per_block: if column && case.layout == LayoutWord::Masked { case.capacity() } else { 0 },
+            ue8m0: case.scales == ScaleKind::Ue8m0,
+            row_expert: (!token_layout).then(|| self.row_expert.view()),
+            token_experts: token_layout.then(|| self.token_experts.view()),
+            token_weights: token_layout.then(|| self.token_weights.view()),
+            global_expert: self.global_expert.view(),
+            y: self.y.view(),
+            y_pitch: y_pitch(case),
+            row_total: case.output_rows(self.local),
+            hidden: case.hidden,
+            top_k: case.top_k,
+            dtype: case.dtype,
+            combine_dtype: case.combine_dtype,
+        }
+    }
+
+    /// What combine is given.
+    pub fn expert_rows(&self) -> Rows {
+        Rows {
+            rows: self.y.view(),
+            pitch: y_pitch(&self.case),
+            topk_weight: (self.case.weights == WeightsWord::Combine).then(|| self.topk_weight.view()),
+        }
+    }
+
+    /// Where combine writes.
+    pub fn combined(&self) -> Combined {
+        let pitch = out_pitch(&self.case);
+        Combined {
+            out: first(&self.out, self.case.max_tokens * pitch),
+            pitch,
+            dtype: self.case.out_dtype,
+            accumulate: self.case.accumulate,
+        }
+    }
+
+    /// Copies every output to the host; the stream must be idle.
+    pub fn read(&self) -> Result<Observed> {
+        Ok(Observed {
+            rows: read_all(&self.rows)?,
+            scales: read_all(&self.scales)?,
+            expert_count: read_all(&self.expert_count)?,
+            expert_offset: read_all(&self.expert_offset)?,
+            row_expert: read_all(&self.row_expert)?,
+            source: read_all(&self.source)?,
+            token_experts: read_all(&self.token_experts)?,
+            token_weights: read_all(&self.token_weights)?,
+            row_count: read_all(&self.row_count)?,
+            host_counts: read_host(&self.host_counts),
+            out: read_all(&self.out)?,
+        })
+    }
+
+    /// What dispatch left behind, for the reference.
+    pub fn dispatched<'a>(&self, seen: &'a Observed) -> ObservedDispatch<'a> {
+        let token_layout = self.case.layout == LayoutWord::Token;
+        ObservedDispatch {
+            rows: &seen.rows,
+            rows_pitch: rows_pitch(&self.case),
+            scales: (self.case.scales != ScaleKind::None).then_some(seen.scales.as_slice()),
+            expert_count: Some(&seen.expert_count),
+            expert_offset: Some(&seen.expert_offset),
+            row_expert: Some(&seen.row_expert),
+            source: Some(&seen.source),
+            token_experts: token_layout.then_some(seen.token_experts.as_slice()),
+            token_weights: token_layout.then_some(seen.token_weights.as_slice()),
+            row_count: Some(&seen.row_count),
+            host_counts: self.case.host_counts.then_some(seen.host_counts.as_slice()),
+        }
+    }
+
+    /// What combine left behind, for the reference.
+    pub fn summed<'a>(&'a self, seen: &'a Observed) -> ObservedCombine<'a> {
+        let old = (self.case.accumulate && !self.old.is_empty()).then_some(self.old.as_slice());
+        ObservedCombine { out: &seen.out, pitch: out_pitch(&self.case), old }
+    }
+}
+
+/// Bytes from one row to the next as they are given.
+fn x_pitch(case: &Case) -> usize {
+    case.inputs(0).row_bytes() + case.gap
+}
+
+/// Bytes of a rank's largest buffers: rows in and out.
+pub fn bytes(case: &Case) -> usize {
+    let local = case.local_counts().into_iter().max().unwrap_or(0);
+    let tokens = case.max_tokens.saturating_mul(x_pitch(case) + out_pitch(case));
+    case.output_rows(local).saturating_mul(rows_pitch(case) + y_pitch(case)).saturating_add(tokens)
+}
+
+/// Bytes from one dispatched row to the next.
+fn rows_pitch(case: &Case) -> usize {
+    case.hidden * case.dtype.bytes() + case.gap
+}
+
+fn y_pitch(case: &Case) -> usize {
+    case.hidden * case.combine_dtype.bytes() + case.gap
+}
+
+fn out_pitch(case: &Case) -> usize {
+    case.hidden * case.out_dtype.bytes() + case.gap
+}
+
+/// 4-byte words of the dispatched scales.
+fn scale_words_out(case: &Case, local: usize) -> usize {
+    let capacity = case.capacity();
+    let rows = match (case.scale_order, case.layout) {
+        (OrderWord::Row, _) => case.output_rows(local),
+        (OrderWord::Column, LayoutWord::Masked) => capacity.next_multiple_of(4) * local,
+        (OrderWord::Column, _) => capacity.next_multiple_of(4),
+    };
+    rows * case.scale_words()
+}
+
+fn words_to_bytes(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+fn read_all(buffer: &DeviceBuffer) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; buffer.len()];
+    buffer.read(0, &mut bytes)?;
+    Ok(bytes)
+}
+
+fn write_host(buffer: &HostBuffer, byte: u8) {
+    // SAFETY: the pointer is valid for `len` bytes while the buffer lives; no kernel that writes them is enqueued yet.
+    unsafe { std::ptr::write_bytes(buffer.host_ptr(), byte, buffer.len()) }
+}
+
+fn read_host(buffer: &HostBuffer) -> Vec<u8> {
+    let mut bytes = vec![0; buffer.len()];
+    // SAFETY: both spans are valid for `len` bytes and apart; the stream is idle, so nothing writes them.
+    unsafe { std::ptr::copy_nonoverlapping(buffer.host_ptr(), bytes.as_mut_ptr(), bytes.len()) }
+    bytes
+}

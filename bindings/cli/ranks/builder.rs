@@ -1,0 +1,74 @@
+//! What the library is asked for: the builder of a case's context, and whether the library can serve it.
+//!
+//! Before the data path, on any thread; pure arithmetic of the library's plan.
+
+use tokenyard::{AllToAll, AllToAllBuilder, Error, Partial, Placement, Result, RowFormat, Scales, Weights, World};
+
+use super::network;
+use crate::cli::cases::case::Case;
+use crate::cli::cases::inputs::ScaleKind;
+use crate::cli::cases::words::{DeviceWord, PartialWord, PlacementWord, WeightsWord};
+use crate::cli::usage::Refusal;
+
+/// The library's view of a case.
+///
+/// # Errors
+/// If the placement is impossible.
+pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
+    let scales = match case.scales {
+        ScaleKind::None => Scales::None,
+        ScaleKind::F32 => Scales::F32,
+        ScaleKind::Ue8m0 => Scales::Ue8m0,
+    };
+    let partial = match case.partial {
+        PartialWord::Same => Partial::Same,
+        PartialWord::Fp32 => Partial::Fp32,
+        PartialWord::Fp8 => Partial::Fp8,
+    };
+    let mut builder = AllToAll::builder(world)
+        .hidden(case.hidden)
+        .experts(case.experts)
+        .top_k(case.top_k)
+        .max_tokens_per_rank(case.max_tokens)
+        .format(RowFormat::new(case.dtype, scales)?)
+        .quantize(case.quantize)
+        .combine_dtype(case.combine_dtype)
+        .placement(match case.placement {
+            PlacementWord::Even => Placement::even(case.experts, case.world)?,
+            PlacementWord::Table => Placement::table(case.expert_rank(), case.world)?,
+        })
+        .weights(match case.weights {
+            WeightsWord::Dispatch => Weights::Dispatch,
+            WeightsWord::Combine => Weights::Combine,
+            WeightsWord::None => Weights::None,
+        });
+    if let Some(sms) = case.sms {
+        builder = builder.sms(sms as u32);
+    }
+    Ok(builder.tuning(|tuning| {
+        tuning.partial = partial;
+        tuning.own_output = case.own_output.then(|| (case.capacity(), case.align));
+        tuning.first_epoch = case.first_epoch.unwrap_or(tuning.first_epoch);
+    }))
+}
+
+/// What the library is asked for on each rank, if it can serve that.
+///
+/// # Errors
+/// What it refuses, by the option that says so.
+pub fn planned(case: &Case, device: DeviceWord) -> std::result::Result<AllToAllBuilder, Refusal> {
+    let refused = |error: Error| match error {
+        Error::Config { name, value, advice } => {
+            Refusal::of(&format!("--{}", name.trim_end_matches("_per_rank").replace('_', "-")), value, advice)
+        }
+        other => Refusal::from_error(&other),
+    };
+    // Without a device it is the CPU's blocks that are looked at.
+    let case = &Case { sms: case.sms.filter(|_| device == DeviceWord::Cpu), ..case.clone() };
+    let first = World::threads(case.world).into_iter().next();
+    let world = first.ok_or_else(|| Refusal::of("--world", case.world, "give 1 at least"))?;
+    let world = network::place(world, case).map_err(refused)?;
+    let builder = network::attach(builder(case, &world).map_err(refused)?, None, case);
+    builder.plan().map_err(refused)?;
+    Ok(builder)
+}

@@ -1,0 +1,393 @@
+//! The library's calls of one or several dispatches and their combines, enqueued in a given order and timed.
+//!
+//! On the rank's thread; it enqueues and returns, and never waits for the device or for another rank. Errors that leave
+//! the context usable are kept for whoever compares results; the call that met one is made again.
+
+use std::cell::{Cell, OnceCell, RefCell};
+
+use tokenyard::{
+    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, OwnOutput, Refused, Result, Sent,
+    Stream, kernels::bench,
+};
+
+use super::buffers::Buffers;
+use super::faults::is_passing;
+use super::hold::Hold;
+use super::meeting::Seat;
+use super::sample::{Span, Times};
+use super::steps::Step;
+use super::wake::Wake;
+use crate::cli::cases::case::Case;
+use crate::cli::cases::words::Mode;
+
+/// Errors that are kept at the most; more are not met but by a broken library.
+const ERRORS: usize = 64;
+
+/// The buffers of one dispatch and its combine, and in graph mode what was captured of their calls.
+pub struct Lane {
+    pub buffers: Buffers,
+    graphs: Option<Graphs>,
+}
+
+impl Lane {
+    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<OwnOutput>) -> Result<Lane> {
+        Ok(Lane { buffers: Buffers::new(case, rank, device, own)?, graphs: None })
+    }
+}
+
+/// The captured calls of graph mode.
+struct Graphs {
+    dispatch: Graph,
+    combine: Graph,
+    /// The captured combine reads it at every replay.
+    _handle: Handle,
+}
+
+/// What one dispatch is given besides its buffers.
+#[derive(Debug, Clone, Copy)]
+pub struct Given {
+    pub tokens: usize,
+    /// Rows that the output is said to have room for.
+    pub capacity: usize,
+}
+
+/// Where a time stamp is taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Point {
+    Dispatch,
+    DispatchSent,
+    Dispatched,
+    Experts,
+    Combine,
+    CombineSent,
+    Combined,
+}
+
+/// Time stamps of one dispatch and its combine.
+#[derive(Default)]
+pub struct Marks([Option<Event>; 7]);
+
+impl Marks {
+    fn take(&mut self, stream: &Stream, point: Point) -> Result<()> {
+        self.0[point as usize] = Some(stream.record()?);
+        Ok(())
+    }
+
+    /// Time from one point to another; none where either was not taken.
+    fn between(&self, from: Point, to: Point) -> Result<Option<f64>> {
+        match (&self.0[from as usize], &self.0[to as usize]) {
+            (Some(from), Some(to)) => to.elapsed_us(from).map(Some),
+            _ => Ok(None),
+        }
+    }
+
+    /// Times of the calls; none where they were not timed.
+    pub fn times(&self) -> Result<Option<Times>> {
+        let dispatch = self.between(Point::Dispatch, Point::Dispatched)?;
+        let combine = self.between(Point::Combine, Point::Combined)?;
+        let parts = [
+            self.between(Point::Dispatch, Point::DispatchSent)?,
+            self.between(Point::DispatchSent, Point::Dispatched)?,
+            self.between(Point::Combine, Point::CombineSent)?,
+            self.between(Point::CombineSent, Point::Combined)?,
+        ];
+        let parts_us = match parts {
+            [Some(a), Some(b), Some(c), Some(d)] => Some([a, b, c, d]),
+            _ => None,
+        };
+        let times = dispatch.zip(combine);
+        Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us }))
+    }
+
+    /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each from the end of
+    /// the one before to its last block's end.
+    pub fn spans(&self, iteration: usize, base: f64, told: &[Option<CallStatistics>; 2]) -> Result<Vec<Span>> {
+        let split = self.0[Point::DispatchSent as usize].is_some();
+        let parts: &[(&str, Point, Point)] = if split {
+            &[
+                ("dispatch send", Point::Dispatch, Point::DispatchSent),
+                ("dispatch receive", Point::DispatchSent, Point::Dispatched),
+                ("experts", Point::Dispatched, Point::Experts),
+                ("combine send", Point::Combine, Point::CombineSent),
+                ("combine receive", Point::CombineSent, Point::Combined),
+            ]
+        } else {
+            &[
+                ("dispatch", Point::Dispatch, Point::Dispatched),
+                ("experts", Point::Dispatched, Point::Experts),
+                ("combine", Point::Combine, Point::Combined),
+            ]
+        };
+        let mut spans = Vec::new();
+        for &(name, from, to) in parts {
+            let times = self.between(Point::Dispatch, from)?.zip(self.between(from, to)?);
+            spans.extend(times.map(|(start, length_us)| Span {
+                name: name.to_string(),
+                iteration,
+                start_us: base + start,
+                length_us,
+            }));
+        }
+        for ((call, start), told) in [("dispatch", Point::Dispatch), ("combine", Point::Combine)].into_iter().zip(told)
+        {
+            let Some((start, told)) = self.between(Point::Dispatch, start)?.zip(told.as_ref()) else { continue };
+            let mut ends: Vec<(u64, &str)> = told.stages.iter().map(|stage| (stage.last_ns, stage.name)).collect();
+            ends.sort_unstable();
+            let mut from = 0.0;
+            for (end, name) in ends {
+                let end = end as f64 / 1000.0;
+                let name = format!("{call}: {name}");
+                spans.push(Span { name, iteration, start_us: base + start + from, length_us: end - from });
+                from = end;
+            }
+        }
+        Ok(spans)
+    }
+
+    /// Time from another event to the start of dispatch.
+    pub fn since(&self, event: &Event) -> Result<f64> {
+        self.0[Point::Dispatch as usize].as_ref().map_or(Ok(0.0), |start| start.elapsed_us(event))
+    }
+
+    /// The start of dispatch.
+    pub fn into_start(self) -> Option<Event> {
+        let [start, ..] = self.0;
+        start
+    }
+}
+
+/// A context and its stream, and how they are called.
+pub struct Caller {
+    pub ep: AllToAll,
+    pub stream: Stream,
+    mode: Mode,
+    lockstep: bool,
+    /// Whether time stamps are taken.
+    timed: bool,
+    hold: Hold,
+    /// Where the barrier does not let ranks go together.
+    seat: Option<Seat>,
+    /// Errors met that the context goes on after.
+    errors: RefCell<Vec<Error>>,
+}
+
+/// The calls under way that later ones need, by lane.
+struct UnderWay {
+    sent: Vec<Cell<Option<Sent>>>,
+    handles: Vec<OnceCell<Handle>>,
+}
+
+impl Caller {
+    pub fn new(
+        case: &Case,
+        ep: AllToAll,
+        device: &Device,
+        timed: bool,
+        hold: Hold,
+        seat: Option<Seat>,
+    ) -> Result<Caller> {
+        Ok(Caller {
+            stream: device.new_stream()?,
+            hold,
+            seat,
+            mode: case.mode,
+            lockstep: case.lockstep,
+            errors: RefCell::default(),
+            timed,
+            ep,
+        })
+    }
+
+    /// Makes a call until no earlier error is in its way.
+    fn call<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
+        loop {
+            match call() {
+                Err(error) if is_passing(&error) && self.errors.borrow().len() < ERRORS => {
+                    self.errors.borrow_mut().push(error);
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// As [`call`](Self::call), of one that takes what is under way, and gives it back where it is refused.
+    fn receive<S, T>(&self, given: S, call: impl Fn(S) -> std::result::Result<T, Refused<S>>) -> Result<T> {
+        let given = Cell::new(Some(given));
+        self.call(|| {
+            let Some(sent) = given.take() else {
+                let what = "a receive that gave nothing back".to_owned();
+                return Err(Error::Device { what, advice: "this is a defect of the program; please report it".into() });
+            };
+            call(sent).map_err(|refused| {
+                given.set(Some(*refused.given));
+                refused.error
+            })
+        })
+    }
+
+    /// The errors that were met since the last look; the stream must be idle.
+    pub fn take_errors(&self) -> Result<Vec<Error>> {
+        self.call(|| self.ep.check())?;
+        self.hold.check()?;
+        self.seat.as_ref().map_or(Ok(()), Seat::check)?;
+        Ok(self.errors.take())
+    }
+
+    /// Runs `enqueue` behind a held stream and a barrier, so that all ranks run what it enqueues at the same time.
+    pub fn together<T>(&self, enqueue: impl FnOnce() -> Result<T>) -> Result<T> {
+        let held = self.hold.hold(&self.stream)?;
+        let outcome = self.align().and_then(|()| enqueue());
+        drop(held);
+        outcome
+    }
+
+    /// Captures the calls of each lane, in graph mode. Instantiating a graph may wait for kernels of the same GPU, so no
+    /// rank may have launched one that waits for others: all capture, then they meet.
+    pub fn prepare(&self, lanes: &mut [Lane], given: &[Given]) -> Result<()> {
+        if self.mode == Mode::Graph {
+            for (lane, given) in lanes.iter_mut().zip(given) {
+                lane.graphs = Some(self.capture(&lane.buffers, *given)?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues the steps, behind what wakes the links if that is given; `given` has an entry for each lane that they name.
+    pub fn enqueue(&self, lanes: &[Lane], given: &[Given], steps: &[Step], wake: Option<&Wake>) -> Result<Vec<Marks>> {
+        let held = if self.timed { Some(self.hold.hold(&self.stream)?) } else { None };
+        // Behind the hold, so that the links are not idle again while the host enqueues the rest.
+        let woken = wake.map_or(Ok(()), |wake| wake.enqueue(&self.stream));
+        let marks = woken.and_then(|()| self.enqueue_all(lanes, given, steps));
+        drop(held);
+        marks
+    }
+
+    fn enqueue_all(&self, lanes: &[Lane], given: &[Given], steps: &[Step]) -> Result<Vec<Marks>> {
+        let under_way = UnderWay {
+            sent: given.iter().map(|_| Cell::default()).collect(),
+            handles: given.iter().map(|_| OnceCell::new()).collect(),
+        };
+        let mut returning: Vec<Option<CombineSent>> = given.iter().map(|_| None).collect();
+        let mut marks: Vec<Marks> = given.iter().map(|_| Marks::default()).collect();
+        for &step in steps {
+            let (Step::SendDispatch(i)
+            | Step::ReceiveDispatch(i)
+            | Step::Experts(i)
+            | Step::SendCombine(i)
+            | Step::ReceiveCombine(i)) = step;
+            let (lane, marks) = (&lanes[i], &mut marks[i]);
+            match step {
+                Step::SendDispatch(_) => self.send_dispatch(lane, given[i], &under_way, i, marks)?,
+                Step::ReceiveDispatch(_) => self.receive_dispatch(lane, given[i], &under_way, i, marks)?,
+                Step::Experts(_) => {
+                    // SAFETY: the buffers hold the output of a dispatch of their own case.
+                    unsafe { bench::expert(&self.stream, &lane.buffers.experts())? };
+                    self.mark(marks, Point::Experts)?;
+                }
+                Step::SendCombine(_) => returning[i] = self.send_combine(lane, under_way.handles[i].get(), marks)?,
+                Step::ReceiveCombine(_) => self.receive_combine(lane, returning[i].take(), marks)?,
+            }
+        }
+        Ok(marks)
+    }
+
+    fn mark(&self, marks: &mut Marks, point: Point) -> Result<()> {
+        if self.timed { marks.take(&self.stream, point) } else { Ok(()) }
+    }
+
+    /// The barrier before a call, where ranks go in lockstep.
+    fn meet(&self) -> Result<()> {
+        if self.lockstep { self.align() } else { Ok(()) }
+    }
+
+    /// Has the streams of all ranks go on together.
+    fn align(&self) -> Result<()> {
+        self.call(|| self.ep.barrier(&self.stream))?;
+        self.seat.as_ref().map_or(Ok(()), |seat| seat.meet(&self.stream))
+    }
+
+    fn send_dispatch(&self, lane: &Lane, given: Given, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {
+        self.meet()?;
+        self.mark(marks, Point::Dispatch)?;
+        let (stream, buffers) = (&self.stream, &lane.buffers);
+        match (&lane.graphs, self.mode) {
+            (Some(graphs), _) => graphs.dispatch.launch(stream)?,
+            (None, Mode::Split) => {
+                let sent = self.call(|| self.ep.dispatch_send(stream, &buffers.tokens(given.tokens)))?;
+                way.sent[i].set(Some(sent));
+                return self.mark(marks, Point::DispatchSent);
+            }
+            (None, _) => {
+                let output = buffers.output(given.capacity);
+                let handle = self.call(|| self.ep.dispatch(stream, &buffers.tokens(given.tokens), &output))?;
+                let _ = way.handles[i].set(handle);
+            }
+        }
+        self.mark(marks, Point::Dispatched)
+    }
+
+    /// Whether inputs are overwritten between the halves of a call, as callers may.
+    fn spoils(&self) -> bool {
+        !self.timed && self.ep.waves() == 1
+    }
+
+    fn receive_dispatch(&self, lane: &Lane, given: Given, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {
+        let Some(sent) = way.sent[i].take() else { return Ok(()) };
+        if self.spoils() {
+            lane.buffers.spoil_tokens(&self.stream)?;
+        }
+        let output = lane.buffers.output(given.capacity);
+        let handle = self.receive(sent, |sent| self.ep.dispatch_recv(&self.stream, sent, &output))?;
+        let _ = way.handles[i].set(handle);
+        self.mark(marks, Point::Dispatched)
+    }
+
+    fn send_combine(&self, lane: &Lane, handle: Option<&Handle>, marks: &mut Marks) -> Result<Option<CombineSent>> {
+        self.meet()?;
+        self.mark(marks, Point::Combine)?;
+        let (stream, buffers) = (&self.stream, &lane.buffers);
+        match (&lane.graphs, handle) {
+            (Some(graphs), _) => graphs.combine.launch(stream)?,
+            (None, Some(handle)) if self.mode == Mode::Split => {
+                let sent = self.call(|| self.ep.combine_send(stream, handle, &buffers.expert_rows()))?;
+                self.mark(marks, Point::CombineSent)?;
+                return Ok(Some(sent));
+            }
+            (None, Some(handle)) => {
+                self.call(|| self.ep.combine(stream, handle, &buffers.expert_rows(), &buffers.combined()))?;
+            }
+            (None, None) => {}
+        }
+        self.mark(marks, Point::Combined)?;
+        Ok(None)
+    }
+
+    fn receive_combine(&self, lane: &Lane, sent: Option<CombineSent>, marks: &mut Marks) -> Result<()> {
+        let Some(sent) = sent else { return Ok(()) };
+        if self.spoils() {
+            lane.buffers.spoil_expert_rows(&self.stream)?;
+        }
+        self.receive(sent, |sent| self.ep.combine_recv(&self.stream, sent, &lane.buffers.combined()))?;
+        self.mark(marks, Point::Combined)
+    }
+
+    /// Records one dispatch and one combine.
+    fn capture(&self, buffers: &Buffers, given: Given) -> Result<Graphs> {
+        let stream = &self.stream;
+        let output = buffers.output(given.capacity);
+        let (dispatch, handle) =
+            record(stream, || self.call(|| self.ep.dispatch(stream, &buffers.tokens(given.tokens), &output)))?;
+        let combine = || self.call(|| self.ep.combine(stream, &handle, &buffers.expert_rows(), &buffers.combined()));
+        let (combine, ()) = record(stream, combine)?;
+        Ok(Graphs { dispatch, combine, _handle: handle })
+    }
+}
+
+/// Captures what `calls` enqueues. The capture ends also where they fail.
+fn record<T>(stream: &Stream, calls: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+    stream.begin_capture()?;
+    let outcome = calls();
+    let graph = stream.end_capture();
+    let value = outcome?;
+    Ok((graph?, value))
+}

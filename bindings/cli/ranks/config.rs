@@ -1,0 +1,434 @@
+//! What options mean together: defaults that depend on the device, presets and their overrides, and everything that is
+//! refused before anything runs.
+//!
+//! On the main thread. It asks how many GPUs there are and touches nothing else.
+
+use std::time::Duration;
+
+use tokenyard::internals::base::Dtype;
+
+use super::builder;
+use super::gpus::{sharing, usable_gpus};
+use super::job::Job;
+use crate::cli::args::{BenchArgs, List, or_default};
+use crate::cli::cases::case::Case;
+use crate::cli::cases::inputs::ScaleKind;
+use crate::cli::cases::links::Link;
+use crate::cli::cases::presets;
+use crate::cli::cases::routing::Routing;
+use crate::cli::cases::words::{
+    ArenaWord, Check, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, TransportWord, WeightsWord, Word,
+    WorldMode,
+};
+use crate::cli::files::check_output;
+use crate::cli::out::Out;
+use crate::cli::usage::Refusal;
+
+/// Ranks of the CPU device by default, and of its nodes.
+const CPU_WORLD: usize = 8;
+const CPU_NODE: usize = 4;
+/// Ranks of a run at the most, on GPUs, which ranks may share, and on the CPU device. Plans may have more.
+const CUDA_RANKS: usize = 16;
+const CPU_RANKS: usize = 64;
+/// Tokens by default: a decode step.
+const TOKENS: usize = 128;
+/// On a GPU every so many iterations are compared with the reference: the comparison takes far longer than the run.
+const CUDA_CHECK: usize = 16;
+/// Progress deadline by default.
+const TIMEOUT_MS: usize = 30_000;
+
+/// A bench, with every default filled in.
+#[derive(Debug, Clone)]
+pub struct Config {
+    pub device: DeviceWord,
+    pub launch: Launch,
+    /// Where arenas lie.
+    pub arena: ArenaWord,
+    pub preset: &'static str,
+    /// The run, with the first count of `tokens`.
+    pub case: Case,
+    pub tokens: Vec<usize>,
+    pub warmup: usize,
+    pub check: Check,
+    pub timeout: Duration,
+    /// Whether the device notes the stages of its calls.
+    pub stages: bool,
+    pub outputs: Outputs,
+}
+
+/// Where results go.
+#[derive(Debug, Clone, Default)]
+pub struct Outputs {
+    pub json: Option<String>,
+    pub plot: Option<String>,
+    pub trace: Option<String>,
+}
+
+impl Outputs {
+    /// Whether stdout is for one object alone.
+    pub fn quiet(&self) -> bool {
+        self.json.as_deref() == Some("-")
+    }
+}
+
+/// Whether the bench is to run here, or only to be described.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    Run,
+    Plan,
+}
+
+impl Config {
+    /// The run of one point of the sweep.
+    pub fn point(&self, tokens: usize) -> Case {
+        Case { tokens, ..self.case.clone() }
+    }
+
+    /// What every rank of one point of the sweep is told.
+    pub fn job(&self, tokens: usize) -> Job {
+        Job {
+            case: self.point(tokens),
+            warmup: self.warmup,
+            check: self.check,
+            timeout: self.timeout,
+            arena: self.arena,
+            measured: true,
+            stages: self.stages,
+        }
+    }
+
+    /// The options that are not as by default, and that no other field of a result shows, as they are typed.
+    pub fn further_options(&self) -> Vec<String> {
+        let case = &self.case;
+        let mut options = Vec::new();
+        let mut add = |differs: bool, text: String| {
+            if differs {
+                options.push(text);
+            }
+        };
+        add(case.scales == ScaleKind::Ue8m0, format!("--scales {}", case.scales.name()));
+        add(case.weights != WeightsWord::Dispatch, format!("--weights {}", case.weights.name()));
+        add(case.accumulate, "--accumulate".to_string());
+        add(case.ragged, "--ragged".to_string());
+        add(case.align != 1, format!("--align {}", case.align));
+        let largest = self.tokens.iter().copied().max().unwrap_or(0).max(1);
+        let numbers = [
+            ("--capacity", case.capacity),
+            ("--max-tokens", Some(case.max_tokens).filter(|most| *most != largest)),
+            ("--chunk-rows", case.chunk_rows),
+            ("--arriving-tokens", case.arriving_tokens),
+            ("--wave-tokens", case.wave_tokens),
+            ("--warmup", Some(self.warmup).filter(|warmup| *warmup != warmups(self.device))),
+        ];
+        for (name, number) in numbers {
+            add(number.is_some(), format!("{name} {}", number.unwrap_or_default()));
+        }
+        add(case.own_output, "--own-output".to_string());
+        add(!case.double_buffer, "--single-buffer".to_string());
+        add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
+        add(case.world_mode != WorldMode::Threads, format!("--world-mode {}", case.world_mode.name()));
+        let check = match self.check {
+            Check::All => "all".to_string(),
+            Check::First => "first".to_string(),
+            Check::Every(n) => n.to_string(),
+        };
+        add(self.check != checks(self.device), format!("--check {check}"));
+        options
+    }
+
+    /// Fills in and checks.
+    ///
+    /// # Errors
+    /// The first thing that is unusable.
+    pub fn new(args: &BenchArgs, purpose: Purpose) -> Result<Config, Refusal> {
+        let gpus = usable_gpus();
+        let device = args.device.unwrap_or(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu });
+        let launch = or_default(args.launch, Launch::Threads);
+        let world = world(args, device, launch, gpus, purpose)?;
+        let nodes = nodes(args, device, world)?;
+        let world_mode = world_mode(args, device, launch)?;
+        let preset = presets::find(args.preset.as_deref().unwrap_or(presets::PRESETS[0].name))
+            .map_err(|error| Refusal::from_error(&error))?;
+        let dtype = args.dtype.unwrap_or(preset.dtype);
+        let combine_dtype = args.combine_dtype.unwrap_or(Dtype::Bf16);
+        let (tokens, max_tokens) = sweep(args)?;
+        let cuda = device == DeviceWord::Cuda;
+        let mode = or_default(args.mode, Mode::Fused);
+        let case = Case {
+            world,
+            nodes,
+            transport: or_default(args.transport, TransportWord::Sim),
+            link: args.link.unwrap_or(Link::None),
+            network: or_default(args.network, NetworkWord::Calm),
+            chunk_rows: args.chunk_rows,
+            double_buffer: !args.single_buffer,
+            arriving_tokens: args.arriving_tokens,
+            wave_tokens: args.wave_tokens,
+            hidden: args.hidden.unwrap_or(preset.hidden),
+            experts: args.experts.unwrap_or(preset.experts),
+            top_k: args.top_k.unwrap_or(preset.top_k),
+            dtype,
+            scales: args.scales.unwrap_or(if dtype == Dtype::Fp8E4m3 { ScaleKind::F32 } else { ScaleKind::None }),
+            quantize: args.quantize,
+            combine_dtype,
+            out_dtype: combine_dtype,
+            partial: or_default(args.partial, PartialWord::Same),
+            weights: or_default(args.weights, WeightsWord::Dispatch),
+            layout: or_default(args.layout, LayoutWord::Contiguous),
+            align: args.align.unwrap_or(1),
+            capacity: args.capacity,
+            own_output: args.own_output,
+            accumulate: args.accumulate,
+            ragged: args.ragged,
+            // A replayed graph takes its count from where it can change.
+            device_count: mode == Mode::Graph && args.ragged,
+            tokens: tokens.first().copied().unwrap_or(TOKENS),
+            max_tokens,
+            routing: args.routing.clone().unwrap_or(Routing::Uniform),
+            mode,
+            lockstep: true,
+            sms: args.sms,
+            world_mode,
+            iters: args.iters.unwrap_or(if cuda { 1000 } else { 5 }),
+            seed: args.seed.unwrap_or(1),
+            ..Case::default()
+        };
+        if device == DeviceWord::Cpu && case.sms == Some(1) {
+            return Err(Refusal::of("--sms", 1, "the CPU device needs two blocks; give at least 2"));
+        }
+        case.check()?;
+        builder::planned(&case, device)?;
+        let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
+        check_outputs(&outputs)?;
+        Ok(Config {
+            device,
+            launch,
+            arena: check_arena(args.arena, device, launch, &case)?,
+            preset: preset.name,
+            case,
+            tokens,
+            warmup: args.warmup.unwrap_or_else(|| warmups(device)),
+            check: args.check.unwrap_or_else(|| checks(device)),
+            timeout: Duration::from_millis(args.timeout_ms.unwrap_or(TIMEOUT_MS) as u64),
+            stages: args.stages || args.trace.is_some(),
+            outputs,
+        })
+    }
+}
+
+/// Iterations before the timed ones, by default.
+fn warmups(device: DeviceWord) -> usize {
+    if device == DeviceWord::Cuda { 100 } else { 1 }
+}
+
+/// What is compared by default.
+fn checks(device: DeviceWord) -> Check {
+    if device == DeviceWord::Cuda { Check::Every(CUDA_CHECK) } else { Check::All }
+}
+
+/// The device that was asked for, or the best that is here.
+///
+/// # Errors
+/// GPUs where there are none.
+pub fn or_here(given: Option<DeviceWord>) -> Result<DeviceWord, Refusal> {
+    let gpus = usable_gpus();
+    match given {
+        Some(DeviceWord::Cuda) if gpus == 0 => Err(no_gpu()),
+        Some(device) => Ok(device),
+        None => Ok(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu }),
+    }
+}
+
+/// Ranks of a GPU that have an emulated NIC each, at the most. A NIC takes 16 multiprocessors: of an H200's 132, four leave
+/// 17 for each rank's calls, and eight none.
+const NICS_OF_A_GPU: usize = 4;
+
+/// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them. Emulated NICs reach the
+/// GPUs' memory, within a process and if few ranks share a GPU; they do nothing hostile, whatever the case says.
+///
+/// # Errors
+/// A place that cannot be reached.
+pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case: &Case) -> Result<ArenaWord, Refusal> {
+    let far = device == DeviceWord::Cuda && case.several_nodes();
+    match given {
+        Some(ArenaWord::Device) if far && launch == Launch::Processes => {
+            let advice =
+                "between processes the simulated network copies with the processor, which cannot reach it; give host";
+            Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
+        }
+        Some(ArenaWord::Device) if far && sharing(case.world) > NICS_OF_A_GPU => {
+            let ranks = sharing(case.world);
+            let advice = format!(
+                "{ranks} ranks a GPU leave no room for an emulated NIC each, but {NICS_OF_A_GPU} do; give host"
+            );
+            Err(Refusal::of("--arena", ArenaWord::Device.name(), &advice))
+        }
+        Some(given) => Ok(given),
+        None if far
+            && (launch == Launch::Processes
+                || case.network == NetworkWord::Hostile
+                || sharing(case.world) > NICS_OF_A_GPU) =>
+        {
+            Ok(ArenaWord::Host)
+        }
+        None => Ok(ArenaWord::Device),
+    }
+}
+
+/// As [`arena`], where the network is what was asked for.
+fn check_arena(
+    given: Option<ArenaWord>,
+    device: DeviceWord,
+    launch: Launch,
+    case: &Case,
+) -> Result<ArenaWord, Refusal> {
+    let emulated = device == DeviceWord::Cuda && case.several_nodes() && given == Some(ArenaWord::Device);
+    if emulated && case.network == NetworkWord::Hostile {
+        let advice = "emulated NICs do their best; give calm, or --arena host";
+        return Err(Refusal::of("--network", case.network.name(), advice));
+    }
+    arena(given, device, launch, case)
+}
+
+/// Notes that arenas are in host memory, where nobody asked for that.
+pub fn note_arena(given: Option<ArenaWord>, chosen: ArenaWord, out: &Out) {
+    if given.is_none() && chosen == ArenaWord::Host {
+        note!(out, "tokenyard: arenas are in host memory, where the simulated network reaches them");
+    }
+}
+
+fn no_gpu() -> Refusal {
+    let advice = "no GPU can be used here; give cpu, and see tokenyard doctor for what is lacking";
+    Refusal::of("--device", DeviceWord::Cuda.name(), advice)
+}
+
+fn world(
+    args: &BenchArgs,
+    device: DeviceWord,
+    launch: Launch,
+    gpus: usize,
+    purpose: Purpose,
+) -> Result<usize, Refusal> {
+    let run_on_gpus = device == DeviceWord::Cuda && purpose == Purpose::Run;
+    if run_on_gpus && gpus == 0 {
+        return Err(no_gpu());
+    }
+    let default = if device == DeviceWord::Cuda && gpus > 0 { gpus } else { CPU_WORLD };
+    let world = args.world.unwrap_or(default);
+    if run_on_gpus && world > gpus && launch == Launch::Processes {
+        let advice =
+            format!("processes cannot share a GPU; give at most {gpus}, or --launch threads, whose ranks share them");
+        return Err(Refusal::of("--world", world, advice));
+    }
+    let most = if device == DeviceWord::Cuda { CUDA_RANKS } else { CPU_RANKS };
+    if purpose == Purpose::Run && world > most {
+        let advice = format!("a run has at most {most} ranks on one host; give 1 to {most}, or plan or simulate more");
+        return Err(Refusal::of("--world", world, advice));
+    }
+    Ok(world)
+}
+
+/// Ranks of each node; empty for one node. Whether they fit the world, and are built, is for the case to say.
+fn nodes(args: &BenchArgs, device: DeviceWord, world: usize) -> Result<Vec<usize>, Refusal> {
+    let sizes = match &args.ranks_per_node {
+        None if device == DeviceWord::Cpu => cut(world, CPU_NODE),
+        None => vec![world],
+        Some(List(nodes)) => match nodes.as_slice() {
+            [one] if *one > world => {
+                let advice = format!("the world has {world} ranks; give at most that");
+                return Err(Refusal::of("--ranks-per-node", one, advice));
+            }
+            [one] if world.is_multiple_of(*one) => cut(world, *one),
+            [one] => {
+                let list: Vec<String> = cut(world, *one).iter().map(usize::to_string).collect();
+                let advice = format!("{world} ranks are no multiple of it; for uneven nodes give {}", list.join(","));
+                return Err(Refusal::of("--ranks-per-node", one, advice));
+            }
+            _ => nodes.clone(),
+        },
+    };
+    Ok(if sizes == [world] { Vec::new() } else { sizes })
+}
+
+/// Tokens of each point, and the capacity for all of them.
+fn sweep(args: &BenchArgs) -> Result<(Vec<usize>, usize), Refusal> {
+    let tokens = args.tokens.clone().unwrap_or(List(vec![TOKENS])).0;
+    let most = tokens.iter().copied().max().unwrap_or(TOKENS);
+    let max_tokens = args.max_tokens.unwrap_or(most.max(1));
+    if max_tokens < most {
+        let advice = format!("give at least {most}, the largest of --tokens, or leave it out");
+        return Err(Refusal::of("--max-tokens", max_tokens, advice));
+    }
+    Ok((tokens, max_tokens))
+}
+
+/// Nodes of `size` ranks; the last may be smaller.
+fn cut(world: usize, size: usize) -> Vec<usize> {
+    (0..world.div_ceil(size.max(1))).map(|node| size.min(world - node * size)).collect()
+}
+
+fn world_mode(args: &BenchArgs, device: DeviceWord, launch: Launch) -> Result<WorldMode, Refusal> {
+    let mode = or_default(args.world_mode, WorldMode::Threads);
+    if let (Some(given), DeviceWord::Cuda) = (args.world_mode, device) {
+        let advice = "GPUs schedule themselves; give --device cpu, or leave it out";
+        return Err(Refusal::of("--world-mode", given.name(), advice));
+    }
+    if mode == WorldMode::OneThread && launch == Launch::Processes {
+        let advice = "one thread cannot be several processes; give --launch threads, or --world-mode threads";
+        return Err(Refusal::of("--world-mode", mode.name(), advice));
+    }
+    Ok(mode)
+}
+
+/// Refuses files that could not be written, before the run and not after it.
+fn check_outputs(outputs: &Outputs) -> Result<(), Refusal> {
+    check_output("--json", outputs.json.as_deref(), true)?;
+    check_output("--plot", outputs.plot.as_deref(), false)?;
+    check_output("--trace", outputs.trace.as_deref(), false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(ranks_per_node: Option<&[usize]>, device: DeviceWord, world: usize) -> Result<Vec<usize>, String> {
+        let args = BenchArgs { ranks_per_node: ranks_per_node.map(|list| List(list.to_vec())), ..BenchArgs::default() };
+        nodes(&args, device, world).map_err(|refusal| refusal.to_string())
+    }
+
+    #[test]
+    fn arenas_lie_where_the_network_reaches_them() {
+        let (device, host) = (ArenaWord::Device, ArenaWord::Host);
+        let calm = Case { world: 4, nodes: vec![2, 2], network: NetworkWord::Calm, ..Case::default() };
+        let hostile = Case { network: NetworkWord::Hostile, ..calm.clone() };
+        let one = Case { nodes: Vec::new(), ..calm.clone() };
+        let of =
+            |given, launch, case| check_arena(given, DeviceWord::Cuda, launch, case).map_err(|why| why.to_string());
+        assert_eq!(of(None, Launch::Threads, &calm), Ok(device));
+        assert_eq!(of(None, Launch::Processes, &calm), Ok(host));
+        assert_eq!(of(None, Launch::Threads, &hostile), Ok(host));
+        assert_eq!(of(None, Launch::Processes, &one), Ok(device));
+        assert_eq!(of(Some(host), Launch::Threads, &one), Ok(host));
+        assert!(of(Some(device), Launch::Processes, &calm).is_err_and(|why| why.contains("give host")));
+        assert!(of(Some(device), Launch::Threads, &hostile).is_err_and(|why| why.contains("--network is `hostile`")));
+        assert_eq!(check_arena(None, DeviceWord::Cpu, Launch::Threads, &hostile).ok(), Some(device));
+    }
+
+    #[test]
+    fn nodes_are_cut_as_asked_for() {
+        for (given, world, nodes) in [
+            (&[8][..], 8, &[][..]),
+            (&[4], 8, &[4, 4]),
+            (&[1], 3, &[1, 1, 1]),
+            (&[3, 5], 8, &[3, 5]),
+            (&[5, 3], 8, &[5, 3]),
+        ] {
+            assert_eq!(of(Some(given), DeviceWord::Cpu, world), Ok(nodes.to_vec()), "{given:?}");
+        }
+        assert!(of(Some(&[3]), DeviceWord::Cpu, 8).is_err_and(|why| why.contains("uneven nodes give 3,3,2")));
+        assert!(of(Some(&[9]), DeviceWord::Cpu, 8).is_err_and(|why| why.contains("at most")));
+        assert_eq!(of(None, DeviceWord::Cpu, 8), Ok(vec![4, 4]));
+        assert_eq!(of(None, DeviceWord::Cuda, 8), Ok(Vec::new()));
+        assert_eq!((cut(6, 4), cut(4, 4), cut(3, 4)), (vec![4, 2], vec![4], vec![3]));
+    }
+}

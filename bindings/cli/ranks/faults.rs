@@ -1,0 +1,255 @@
+//! What a verification lets go wrong: in one iteration one rank's output is too small, or its routing is unusable.
+//!
+//! Before and behind the data path; pure. Every rank derives the same fault from the case alone, so that each knows which
+//! errors the library must return to it, and which rows must be missing. All other iterations must be right.
+
+use std::collections::BTreeSet;
+
+use tokenyard::{Error, Rank};
+
+use crate::cli::cases::case::Case;
+use crate::cli::cases::inputs::{Counter, Use};
+use crate::cli::cases::words::{FaultWord, Mode};
+use crate::cli::reference::{Faults, Report, SourceRank, Spec, bad_routing, expected_dispatch};
+
+/// What goes wrong in one iteration, if anything.
+#[derive(Debug, Clone, Default)]
+pub struct Planned {
+    /// The reference's view of it.
+    pub faults: Faults,
+    /// The rank whose output is too small.
+    overflow: Option<Overflow>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Overflow {
+    rank: usize,
+    needed: usize,
+    given: usize,
+}
+
+/// An error that must come, without its words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Routing,
+    Capacity { needed: u64, given: u64 },
+    Incomplete { peer: usize },
+    Other,
+}
+
+impl Kind {
+    fn of(error: &Error) -> Kind {
+        match error {
+            Error::Routing { .. } => Kind::Routing,
+            Error::Capacity { needed, given, .. } => Kind::Capacity { needed: *needed, given: *given },
+            Error::Incomplete { peer, .. } => Kind::Incomplete { peer: peer.index() },
+            _ => Kind::Other,
+        }
+    }
+}
+
+/// Whether a context goes on after this error.
+pub fn is_passing(error: &Error) -> bool {
+    Kind::of(error) != Kind::Other
+}
+
+impl Planned {
+    /// Decides what goes wrong in this iteration; unusable routing is put into `sources`.
+    pub fn draw(case: &Case, spec: &Spec, sources: &mut [SourceRank], iteration: usize) -> Planned {
+        let mut dice = Counter::new(case.seed, Use::Choice, u64::MAX - 4, 0, 0);
+        // An iteration that has one behind it.
+        let at = dice.below(case.iters.saturating_sub(1));
+        let first = dice.below(case.world);
+        if iteration != at {
+            return Planned::default();
+        }
+        let ranks = (0..case.world).map(|i| (first + i) % case.world);
+        match case.fault {
+            FaultWord::None | FaultWord::Forged => Planned::default(),
+            FaultWord::Routing => spoil(case, spec, sources, ranks, &mut dice),
+            FaultWord::Overflow => shrink(case, spec, sources, ranks, &mut dice),
+        }
+    }
+
+    /// Room that a rank's output is said to have.
+    pub fn capacity(&self, case: &Case, rank: usize) -> usize {
+        self.overflow.filter(|o| o.rank == rank).map_or_else(|| case.capacity(), |o| o.given)
+    }
+
+    /// The reference's view of one rank's output.
+    pub fn spec(&self, case: &Case, spec: &Spec, rank: usize) -> Spec {
+        Spec { layout: case.reference_layout(self.capacity(case, rank)), ..spec.clone() }
+    }
+
+    /// The ranks whose routing is unusable.
+    pub fn refusing(&self) -> impl Iterator<Item = usize> + '_ {
+        self.faults.silent.iter().enumerate().filter(|(_, silent)| **silent).map(|(rank, _)| rank)
+    }
+
+    /// The errors that a rank must see.
+    fn expected(&self, spec: &Spec, sources: &[SourceRank], rank: usize) -> Vec<Kind> {
+        let mut kinds = Vec::new();
+        if self.faults.is_silent(rank) {
+            kinds.push(Kind::Routing);
+        }
+        if let Some(Overflow { rank: full, needed, given }) = self.overflow {
+            if full == rank {
+                kinds.push(Kind::Capacity { needed: needed as u64, given: given as u64 });
+            }
+            if sends_to(spec, &sources[rank], full) {
+                kinds.push(Kind::Incomplete { peer: full });
+            }
+        }
+        kinds
+    }
+}
+
+/// Compares the ranks of which a rank has heard that their routing was unusable, in the iterations so far, with those of
+/// which it must have: all but itself. `seen` is what the context tells, each with the epoch of its dispatch.
+pub fn check_refused(refusing: &BTreeSet<usize>, rank: usize, seen: &[(Rank, u64)]) -> Report {
+    let expected: Vec<usize> = refusing.iter().copied().filter(|&other| other != rank).collect();
+    let mut heard: Vec<usize> = seen.iter().filter(|(_, epoch)| *epoch != 0).map(|(other, _)| other.index()).collect();
+    heard.sort_unstable();
+    let mut report = Report { compared: expected.len() as u64, ..Report::default() };
+    if expected != heard {
+        report.mismatches = expected.len().max(heard.len()) as u64;
+        report.sentences =
+            vec![format!("rank {rank} should have heard refusals of the ranks {expected:?}, and heard {seen:?}")];
+    }
+    report
+}
+
+/// Compares the errors that a rank saw while these iterations ran with those that it must see.
+pub fn check_errors(planned: &[(&Planned, &[SourceRank])], spec: &Spec, rank: usize, seen: &[Error]) -> Report {
+    let mut expected: Vec<Kind> = planned.iter().flat_map(|(p, sources)| p.expected(spec, sources, rank)).collect();
+    let mut got: Vec<Kind> = seen.iter().map(Kind::of).collect();
+    expected.sort_unstable();
+    got.sort_unstable();
+    let mut report = Report { compared: expected.len() as u64, ..Report::default() };
+    if expected != got {
+        report.mismatches = expected.len().max(got.len()) as u64;
+        let words: Vec<String> = seen.iter().map(ToString::to_string).collect();
+        report.sentences = vec![format!("rank {rank} should have seen the errors {expected:?}, and saw {words:?}")];
+    }
+    report
+}
+
+fn sends_to(spec: &Spec, source: &SourceRank, rank: usize) -> bool {
+    let here = |token: usize, k: usize| source.expert(spec, token, k).and_then(|e| spec.rank_of(e)) == Some(rank);
+    (0..source.tokens).any(|token| (0..spec.top_k).any(|k| here(token, k)))
+}
+
+/// One rank that has tokens names an expert that does not exist, or one twice.
+fn spoil(
+    case: &Case,
+    spec: &Spec,
+    sources: &mut [SourceRank],
+    mut ranks: impl Iterator<Item = usize>,
+    dice: &mut Counter,
+) -> Planned {
+    let Some(rank) = ranks.find(|&rank| sources[rank].tokens > 0) else { return Planned::default() };
+    let source = &mut sources[rank];
+    let place = dice.below(source.tokens) * case.top_k;
+    let k = dice.below(case.top_k);
+    let other = place + (k + 1) % case.top_k;
+    source.topk_idx[place + k] = match dice.below(4) {
+        0 => -2,
+        1 if case.top_k > 1 && source.topk_idx[other] >= 0 => source.topk_idx[other],
+        2 => i64::from(i32::MAX),
+        _ => case.experts as i64,
+    };
+    let mut planned = Planned::default();
+    if bad_routing(spec, source).is_some() {
+        planned.faults.silent = (0..case.world).map(|r| r == rank).collect();
+    }
+    planned
+}
+
+/// One rank that needs rows is given fewer. A captured call cannot be: its output is fixed.
+fn shrink(
+    case: &Case,
+    spec: &Spec,
+    sources: &[SourceRank],
+    ranks: impl Iterator<Item = usize>,
+    dice: &mut Counter,
+) -> Planned {
+    if case.mode == Mode::Graph {
+        return Planned::default();
+    }
+    for rank in ranks {
+        let needed = expected_dispatch(spec, sources, &Faults::default(), rank).needed;
+        if needed > 0 {
+            // Most often one too few.
+            let given = (needed - 1).saturating_sub(dice.below(3) * dice.below(needed));
+            let overflowed = (0..case.world).map(|r| r == rank).collect();
+            let faults = Faults { overflowed, ..Faults::default() };
+            return Planned { faults, overflow: Some(Overflow { rank, needed, given }) };
+        }
+    }
+    Planned::default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sources(case: &Case, tokens: usize) -> Vec<SourceRank> {
+        let router = case.router().unwrap();
+        let of = |rank| {
+            let routed = router.draw(0, rank, tokens);
+            SourceRank { tokens, topk_idx: routed.topk_idx, topk_weight: routed.topk_weight }
+        };
+        (0..case.world).map(of).collect()
+    }
+
+    fn planned(case: &Case, tokens: usize) -> Vec<(Planned, Vec<SourceRank>)> {
+        let spec = case.spec(0);
+        let of = |i| {
+            let mut made = sources(case, tokens);
+            (Planned::draw(case, &spec, &mut made, i), made)
+        };
+        (0..case.iters).map(of).collect()
+    }
+
+    #[test]
+    fn a_fault_strikes_one_rank_in_one_iteration_that_is_not_the_last() {
+        for (seed, fault) in (0..60).flat_map(|seed| [(seed, FaultWord::Overflow), (seed, FaultWord::Routing)]) {
+            let case = Case { seed, fault, world: 3, iters: 4, max_tokens: 5, ..Case::default() };
+            let spec = case.spec(0);
+            let all = planned(&case, 5);
+            let errors = |i: usize| -> Vec<Vec<Kind>> {
+                (0..case.world).map(|rank| all[i].0.expected(&spec, &all[i].1, rank)).collect()
+            };
+            let struck: Vec<usize> = (0..case.iters).filter(|&i| errors(i).iter().any(|e| !e.is_empty())).collect();
+            assert_eq!(struck.len(), 1, "{seed} {fault:?}");
+            assert!(struck[0] + 1 < case.iters);
+            let own = |kinds: &&Vec<Kind>| kinds.iter().any(|k| matches!(k, Kind::Routing | Kind::Capacity { .. }));
+            assert_eq!(errors(struck[0]).iter().filter(own).count(), 1);
+        }
+    }
+
+    #[test]
+    fn without_tokens_nothing_goes_wrong_and_errors_that_come_all_the_same_are_counted() {
+        let case = Case { fault: FaultWord::Overflow, world: 2, iters: 2, ..Case::default() };
+        let all = planned(&case, 0);
+        let lists: Vec<(&Planned, &[SourceRank])> = all.iter().map(|(p, s)| (p, s.as_slice())).collect();
+        assert!(check_errors(&lists, &case.spec(0), 1, &[]).ok());
+        let error = Error::Incomplete { rank: tokenyard::Rank(1), epoch: 1, peer: tokenyard::Rank(0) };
+        let report = check_errors(&lists, &case.spec(0), 1, &[error]);
+        assert_eq!(report.mismatches, 1);
+        assert!(report.sentences[0].contains("rank 1 should have seen"), "{}", report.sentences[0]);
+    }
+
+    #[test]
+    fn refusals_must_be_heard_of_every_other_rank_that_refused_and_of_none_else() {
+        let refusing = BTreeSet::from([1, 3]);
+        let (one, three) = ((Rank(1), 7), (Rank(3), 9));
+        assert!(check_refused(&refusing, 0, &[three, one]).ok());
+        assert!(check_refused(&refusing, 3, &[one]).ok());
+        assert_eq!(check_refused(&BTreeSet::new(), 2, &[]).mismatches, 0);
+        for seen in [vec![one], vec![one, three, (Rank(2), 1)], vec![one, (Rank(3), 0)], Vec::new()] {
+            let report = check_refused(&refusing, 0, &seen);
+            assert!(report.mismatches > 0 && report.sentences[0].contains("the ranks [1, 3]"), "{seen:?}");
+        }
+    }
+}

@@ -1,0 +1,311 @@
+//! Ranks as processes: the program is started once for each rank, and what they print is collected.
+//!
+//! ```text
+//!   parent  --fork, exec-->  rank r: same arguments and --as-rank; RANK, WORLD_SIZE, TOKENYARD_* in its environment,
+//!                                    and nothing of the world that the caller belongs to
+//!   parent  <----stdout----  a line of JSON for each point of the sweep, or one that says why not
+//! ```
+//!
+//! The parent runs on the thread that runs the program, and reads on a thread for each rank. Ranks die with that
+//! thread; it ends no process but those.
+
+use std::ffi::OsString;
+use std::io::Read;
+use std::net::{Ipv4Addr, TcpListener};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::prctl;
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
+use tokenyard::World;
+
+use super::config::Config;
+use super::network;
+use super::sample::RankResult;
+use super::team;
+use crate::cli::out::Out;
+use crate::cli::progress::Progress;
+use crate::cli::status::Status;
+
+/// The parent's process id, so that a rank notices when it is an orphan already.
+const PARENT: &str = "TOKENYARD_PARENT";
+/// What the caller's own launcher may have set of a world, and which is not of the one that is made here.
+const CALLERS_WORLD: [&str; 3] = ["TOKENYARD_NODES", "LOCAL_WORLD_SIZE", "TOKENYARD_ADDR"];
+/// Time that ranks get to notice the death of another, beyond their own deadline.
+const GRACE: Duration = Duration::from_secs(15);
+/// Time between two looks at the ranks.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// What starts a rank's process.
+pub struct Launcher {
+    /// A program that runs this one with its own arguments.
+    program: Option<PathBuf>,
+    /// The arguments of this run.
+    args: Vec<OsString>,
+}
+
+impl Launcher {
+    /// For a run with these arguments. Without a program no ranks can be started.
+    pub fn new(program: Option<PathBuf>, args: Vec<OsString>) -> Launcher {
+        Launcher { program, args }
+    }
+
+    /// The program that a rank runs.
+    ///
+    /// # Errors
+    /// A sentence where there is none, or where this process is a rank's itself: each would start ranks of its own.
+    fn program(&self) -> Result<&Path, String> {
+        let advice = "name the program tokenyard to cli::Host::program, or give --launch threads";
+        if is_rank() {
+            let here = "this process is a rank that --launch processes started, and was not given its --as-rank";
+            return Err(format!("{here}: the program that is started must hand its arguments on; {advice}"));
+        }
+        self.program.as_deref().ok_or_else(|| format!("there is no program to start for --launch processes; {advice}"))
+    }
+}
+
+/// What a rank prints.
+#[derive(Debug, Serialize, Deserialize)]
+enum Line {
+    Result(Box<RankResult>),
+    Error {
+        sentence: String,
+        /// As `team::remoteness` has it.
+        remoteness: u8,
+    },
+}
+
+/// Runs as one of the ranks: every point of the sweep, a line for each.
+pub fn run_as_rank(config: &Config, out: &Out) -> Status {
+    if let Err(sentence) = die_with_parent() {
+        note!(out, "tokenyard: {sentence}");
+        return Status::Failure;
+    }
+    let outcome = World::from_env().and_then(|world| network::place(world, &config.case)).and_then(|world| {
+        let bar = if world.rank().index() == 0 { Progress::new(out) } else { Progress::hidden() };
+        for &tokens in &config.tokens {
+            let job = config.job(tokens);
+            let show = |done: usize| bar.show(&format!("{tokens} tokens"), done, job.iterations());
+            let endpoint =
+                job.case.several_nodes().then(|| network::process_endpoint(&world, &job.case)).transpose()?;
+            let result = team::run_own(&job, config.device, &world, endpoint, &show);
+            bar.clear();
+            print(out, &Line::Result(Box::new(result?)));
+        }
+        Ok(())
+    });
+    match outcome {
+        Ok(()) => Status::Success,
+        Err(error) => {
+            print(out, &Line::Error { sentence: error.to_string(), remoteness: team::remoteness(&error) });
+            Status::Failure
+        }
+    }
+}
+
+fn print(out: &Out, line: &Line) {
+    // A parent that does not listen any more has nothing to be told.
+    if let Ok(text) = serde_json::to_string(line) {
+        say!(out, "{text}");
+    }
+}
+
+/// Has the kernel end this process when its parent ends.
+fn die_with_parent() -> Result<(), String> {
+    // A process that nobody started as a rank is left as it is.
+    if is_rank() {
+        let watched = prctl::set_pdeathsig(Signal::SIGKILL);
+        watched.map_err(|error| format!("the parent's death cannot be watched ({error})"))?;
+        // It may have ended before it was watched.
+        if is_rank() {
+            return Ok(());
+        }
+    }
+    Err("--as-rank is for processes that --launch processes starts; leave it out".to_string())
+}
+
+/// Whether the parent of this process started it as a rank.
+fn is_rank() -> bool {
+    let parent = std::env::var(PARENT).ok().and_then(|id| id.parse::<u32>().ok());
+    parent == Some(std::os::unix::process::parent_id())
+}
+
+/// Runs the sweep with a process for each rank; for each point the ranks' results.
+///
+/// # Errors
+/// A sentence that names the ranks that failed, and how.
+pub fn run_processes(config: &Config, launcher: &Launcher) -> Result<Vec<Vec<RankResult>>, String> {
+    let mut ranks = start_all(config, launcher)?;
+    let texts = std::thread::scope(|scope| {
+        let readers: Vec<_> = ranks
+            .iter_mut()
+            .map(|rank| {
+                let stdout = rank.child.stdout.take();
+                scope.spawn(move || {
+                    let mut text = String::new();
+                    // What was cut off by a death is told by the exit status.
+                    let _ = stdout.map(|mut pipe| pipe.read_to_string(&mut text));
+                    text
+                })
+            })
+            .collect();
+        wait_all(&mut ranks, config.timeout);
+        readers.into_iter().map(|reader| reader.join().unwrap_or_default()).collect::<Vec<String>>()
+    });
+    let outputs: Vec<Output> = texts.iter().map(|text| Output::parse(text)).collect();
+    if let Some(sentence) = failure(&ranks, &outputs, config.tokens.len()) {
+        return Err(sentence);
+    }
+    let mut points: Vec<Vec<RankResult>> = config.tokens.iter().map(|_| Vec::new()).collect();
+    for output in outputs {
+        points.iter_mut().zip(output.results).for_each(|(point, result)| point.push(result));
+    }
+    Ok(points)
+}
+
+/// A rank's process; killed when dropped before it ended.
+struct RankProcess {
+    rank: usize,
+    child: Child,
+    status: Option<ExitStatus>,
+    killed: bool,
+}
+
+impl Drop for RankProcess {
+    fn drop(&mut self) {
+        if self.status.is_none() {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+fn start_all(config: &Config, launcher: &Launcher) -> Result<Vec<RankProcess>, String> {
+    let program = launcher.program()?;
+    let token = random_token()?;
+    let port = free_port()?;
+    let start = |rank: usize| {
+        let mut command = Command::new(program);
+        for name in CALLERS_WORLD {
+            command.env_remove(name);
+        }
+        let child = command
+            .args(&launcher.args)
+            .arg("--as-rank")
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("WORLD_SIZE", config.case.world.to_string())
+            .env("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string())
+            .env("TOKENYARD_PORT", port.to_string())
+            .env("TOKENYARD_TOKEN", &token)
+            .env("TOKENYARD_TIMEOUT_MS", config.timeout.as_millis().to_string())
+            .env(PARENT, std::process::id().to_string())
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|error| {
+                let program = program.display();
+                format!("{program}, the program of rank {rank}, cannot be started ({error}); free memory or processes")
+            })?;
+        Ok(RankProcess { rank, child, status: None, killed: false })
+    };
+    (0..config.case.world).map(start).collect()
+}
+
+/// 128 random bits: strangers on the port are turned away.
+fn random_token() -> Result<String, String> {
+    let mut bytes = [0u8; 16];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|error| format!("/dev/urandom cannot be read ({error})"))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// A port that nobody listens on now.
+fn free_port() -> Result<u16, String> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+    listener.map(|address| address.port()).map_err(|error| format!("no local port is free ({error})"))
+}
+
+/// Waits until all ranks ended; once one failed, the others get their deadline and some grace.
+fn wait_all(ranks: &mut [RankProcess], timeout: Duration) {
+    let mut deadline: Option<Instant> = None;
+    loop {
+        for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
+            rank.status = rank.child.try_wait().unwrap_or(None);
+            if rank.status.is_some_and(|status| !status.success()) && deadline.is_none() {
+                deadline = Some(Instant::now() + timeout + GRACE);
+            }
+        }
+        if ranks.iter().all(|rank| rank.status.is_some()) {
+            return;
+        }
+        if deadline.is_some_and(|at| Instant::now() >= at) {
+            for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
+                rank.killed = rank.child.kill().is_ok();
+                rank.status = rank.child.wait().ok();
+            }
+            return;
+        }
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// What one rank printed.
+#[derive(Default)]
+struct Output {
+    results: Vec<RankResult>,
+    error: Option<(u8, String)>,
+}
+
+impl Output {
+    fn parse(text: &str) -> Output {
+        let mut output = Output::default();
+        for line in text.lines() {
+            match serde_json::from_str(line) {
+                Ok(Line::Result(result)) => output.results.push(*result),
+                Ok(Line::Error { sentence, remoteness }) => output.error = Some((remoteness, sentence)),
+                // Cut off by a death.
+                Err(_) => {}
+            }
+        }
+        output
+    }
+}
+
+/// Why the run failed, if it did: deaths first, then the error nearest to the cause.
+fn failure(ranks: &[RankProcess], outputs: &[Output], points: usize) -> Option<String> {
+    let deaths: Vec<String> = ranks
+        .iter()
+        .zip(outputs)
+        .filter(|(rank, output)| !rank.killed && output.error.is_none() && output.results.len() < points)
+        .map(|(rank, _)| format!("rank {} {}", rank.rank, describe(rank.status)))
+        .collect();
+    let errors = outputs.iter().filter_map(|output| output.error.clone());
+    let nearest = errors.min_by_key(|(remoteness, _)| *remoteness).map(|(_, sentence)| sentence);
+    let killed = ranks.iter().filter(|rank| rank.killed).count();
+    let mut parts = deaths;
+    parts.extend(nearest);
+    if killed > 0 {
+        parts.push(format!("{killed} ranks did not end by themselves and were killed"));
+    }
+    (!parts.is_empty()).then(|| parts.join("; "))
+}
+
+fn describe(status: Option<ExitStatus>) -> String {
+    match status {
+        Some(status) => match (status.signal(), status.code()) {
+            (Some(signal), _) => format!("was ended by signal {signal}"),
+            (_, Some(0)) => {
+                "ended with status 0 before it was through: the program that is started must hand its arguments to \
+                 tokenyard::cli::run"
+                    .to_string()
+            }
+            (_, Some(code)) => format!("ended with status {code} before it was through"),
+            _ => "ended in an unknown way".to_string(),
+        },
+        None => "could not be waited for".to_string(),
+    }
+}

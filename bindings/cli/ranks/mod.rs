@@ -1,0 +1,22 @@
+//! A run and its ranks: what they are told, how they come to be, what each of them calls, times and compares.
+
+pub mod buffers;
+pub mod builder;
+pub mod calls;
+pub mod config;
+pub mod faults;
+pub mod forge;
+pub mod gpus;
+pub mod hold;
+pub mod job;
+pub mod launch;
+pub mod link;
+pub mod meeting;
+pub mod network;
+pub mod rank;
+pub mod sample;
+pub mod slots;
+pub mod steps;
+pub mod team;
+pub mod traffic;
+pub mod wake;

@@ -1,0 +1,275 @@
+//! What a run of several nodes has between them: a network, an endpoint for each rank, and who drives it.
+//!
+//! The network is simulated. Between ranks that are threads with GPUs, and arenas in the GPUs' memory, an emulated NIC on
+//! each GPU moves the bytes; else the processor does.
+//!
+//! Beside the data path, on the thread that starts the ranks and on their own. A world of one node has none of it. With a
+//! rank a thread, time is real and each rank's proxy is a thread; on one thread, time passes with every poll and each
+//! proxy is a fiber of its own, behind those of the ranks.
+
+use std::fs::File;
+use std::io::Read;
+
+use tokenyard::internals::proxy::driver::ThreadConfig;
+use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::proxy::{ProxyConfig, ProxyLoop};
+use tokenyard::internals::transport::network::Transport;
+use tokenyard::internals::transport::network::emulated::{self, GpuNetwork};
+use tokenyard::internals::transport::network::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimConfig};
+use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
+
+use super::forge::Forger;
+use super::job::Job;
+use super::meeting::Meeting;
+use crate::cli::cases::case::Case;
+use crate::cli::cases::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord};
+
+/// When a silent peer counts as lost: many ranks may share few cores here.
+const SILENCE_NS: u64 = 10_000_000_000;
+/// How much virtual time a poll takes.
+const TICK_NS: u64 = 100;
+/// A calm network is late by up to this, so that nothing may rely on order there either.
+const CALM_JITTER_NS: u64 = 200;
+/// NICs of a hostile network whose link model does not say.
+const HOSTILE_NICS: usize = 2;
+
+/// A proxy that has no thread, and runs on a fiber.
+pub struct ProxyFiber {
+    turns: ProxyLoop,
+    network: Network,
+}
+
+impl ProxyFiber {
+    /// Runs until its rank's proxy and contexts are gone. Time passes with every poll, so that there is progress as long as
+    /// something is under way.
+    pub fn run(self) {
+        let ProxyFiber { turns, network } = self;
+        turns.run(|| network.next_due_ns().is_some());
+    }
+}
+
+/// The NICs of every rank.
+pub fn nics(case: &Case) -> Vec<LinkModel> {
+    let own = case.link.nics();
+    let usual = if case.network == NetworkWord::Hostile { own.max(HOSTILE_NICS) } else { own };
+    vec![case.link.model(); case.nics.unwrap_or(usual)]
+}
+
+/// The simulated network that a case describes.
+pub fn config(case: &Case, clock: Clock) -> SimConfig {
+    let base = match case.network {
+        NetworkWord::Calm => SimConfig { seed: case.seed, jitter_ns: CALM_JITTER_NS, ..SimConfig::calm() },
+        NetworkWord::Hostile => SimConfig::hostile(case.seed),
+    };
+    SimConfig { clock, nics: nics(case), ..base }
+}
+
+/// What ranks that are threads share.
+pub enum Shared {
+    /// The processor copies.
+    Sim(Network),
+    /// A kernel on each GPU copies.
+    Gpu {
+        network: GpuNetwork<Device>,
+        /// Where calls are timed.
+        measured: Option<Measured>,
+    },
+}
+
+/// What timing calls over the emulation needs and finds.
+pub struct Measured {
+    /// What the emulation itself costs a small write, in µs.
+    nic_us: f64,
+    /// Where all ranks meet before what is timed.
+    meeting: Meeting,
+}
+
+impl Shared {
+    /// The endpoint of a rank.
+    ///
+    /// # Errors
+    /// `Argument` if the rank has one already; `Device` where memory is lacking.
+    pub fn endpoint(&self, world: &World, device: &Device) -> Result<Box<dyn Transport>> {
+        Ok(match self {
+            Shared::Sim(network) => endpoint(network, world)?,
+            Shared::Gpu { network, .. } => Box::new(network.endpoint(world.rank(), device)?),
+        })
+    }
+
+    /// What the emulation costs a small write, if it was measured.
+    pub fn nic_us(&self) -> Option<f64> {
+        self.measured().map(|measured| measured.nic_us)
+    }
+
+    /// Where ranks meet before what is timed, if the barrier alone does not let them go together.
+    pub fn meeting(&self) -> Option<&Meeting> {
+        self.measured().map(|measured| &measured.meeting)
+    }
+
+    fn measured(&self) -> Option<&Measured> {
+        match self {
+            Shared::Sim(_) => None,
+            Shared::Gpu { measured, .. } => measured.as_ref(),
+        }
+    }
+}
+
+/// The network that ranks which are threads share; none for one node. `open_device` opens the device of a rank.
+///
+/// # Errors
+/// `Config` if the case makes no sense; what the emulation's measurement answers.
+pub fn real_time(
+    job: &Job,
+    device: DeviceWord,
+    open_device: impl Fn(usize) -> Result<Device>,
+) -> Result<Option<Shared>> {
+    let case = &job.case;
+    if !case.several_nodes() || device == DeviceWord::Cpu || job.arena == ArenaWord::Host {
+        return Ok(open(case, Clock::Real)?.map(Shared::Sim));
+    }
+    let nics = nics(case);
+    let model = nics.first().copied().unwrap_or(LinkModel::FREE);
+    let measured = if job.measured {
+        // From a rank to one of another node.
+        let (near, far) = (open_device(0)?, open_device(case.nodes.first().copied().unwrap_or(0))?);
+        Some(Measured { nic_us: emulated::overhead(&near, &far)?, meeting: Meeting::new(&near, case.world)? })
+    } else {
+        None
+    };
+    Ok(Some(Shared::Gpu { network: GpuNetwork::new(case.world, model, nics.len())?, measured }))
+}
+
+/// The network of ranks that are all on one thread; none for one node.
+///
+/// # Errors
+/// `Config` if the case makes no sense.
+pub fn virtual_time(case: &Case) -> Result<Option<Network>> {
+    open(case, Clock::Virtual { tick_ns: TICK_NS })
+}
+
+fn open(case: &Case, clock: Clock) -> Result<Option<Network>> {
+    if case.several_nodes() { Network::new(case.world, config(case, clock)).map(Some) } else { Ok(None) }
+}
+
+/// The world, with its ranks on the case's nodes.
+///
+/// # Errors
+/// `Config` if they do not fit.
+pub fn place(world: World, case: &Case) -> Result<World> {
+    if case.several_nodes() { world.with_nodes(&case.nodes) } else { Ok(world) }
+}
+
+/// All ranks of this process, on their nodes.
+///
+/// # Errors
+/// As [`place`].
+pub fn worlds(case: &Case) -> Result<Vec<World>> {
+    World::threads(case.world).into_iter().map(|world| place(world, case)).collect()
+}
+
+/// A thread that drives a rank's endpoint.
+///
+/// # Errors
+/// Whatever the library answers.
+pub fn spawn(world: &World, endpoint: Box<dyn Transport>) -> Result<Proxy> {
+    let liveness = Liveness { silence_ns: SILENCE_NS, ..Liveness::default() };
+    Proxy::spawn(world, endpoint, ProxyConfig { thread: threads_of(world), liveness })
+}
+
+/// Every rank of this process has a proxy and an executor that spin.
+fn threads_of(world: &World) -> ThreadConfig {
+    let ranks = if world.same_process() { world.size() } else { 1 };
+    ThreadConfig { core: None, spinners: 2 * ranks }
+}
+
+/// As [`spawn`], for a fiber to run.
+///
+/// # Errors
+/// Whatever the library answers.
+pub fn fiber(network: &Network, world: &World, case: &Case) -> Result<(Proxy, ProxyFiber)> {
+    let clock = {
+        let network = network.clone();
+        Box::new(move || network.now_ns())
+    };
+    let mut endpoint = endpoint(network, world)?;
+    if case.fault == FaultWord::Forged {
+        endpoint = Box::new(Forger::new(endpoint, world.rank(), case.seed));
+    }
+    let (proxy, turns) = Proxy::with_loop(world, endpoint, Liveness::default(), clock)?;
+    Ok((proxy, ProxyFiber { turns, network: network.clone() }))
+}
+
+/// The endpoint of a rank that shares a network with the other ranks of its process.
+///
+/// # Errors
+/// `Argument` if the rank has one already.
+pub fn endpoint(network: &Network, world: &World) -> Result<Box<dyn Transport>> {
+    Ok(Box::new(network.endpoint(world.rank())?))
+}
+
+/// The endpoint of a rank that is a process. Collective.
+///
+/// # Errors
+/// If the network cannot be joined.
+pub fn process_endpoint(world: &World, case: &Case) -> Result<Box<dyn Transport>> {
+    let mut secret = [0u8; 16];
+    if world.rank().index() == 0 {
+        let read = File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut secret));
+        read.map_err(|error| Error::Bootstrap {
+            what: format!("/dev/urandom: {error}"),
+            advice: "the network between processes needs a random token".to_string(),
+        })?;
+    }
+    let tokens = world.all_gather("network token", &secret)?;
+    let token = tokens.first().map_or(&[][..], Vec::as_slice);
+    Ok(Box::new(ProcessEndpoint::open(world.rank(), token, config(case, Clock::Real))?))
+}
+
+/// Has a context use its rank's proxy.
+pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) -> AllToAllBuilder {
+    if let Some(proxy) = proxy {
+        builder = builder.proxy(proxy);
+    }
+    builder.tuning(|tuning| {
+        tuning.chunk_rows = case.chunk_rows;
+        if !case.double_buffer {
+            tuning.double_buffer_bytes = 0;
+        }
+        tuning.arriving_tokens = case.arriving_tokens;
+        tuning.meta_tile = case.meta_tile;
+        tuning.wave_tokens = case.wave_tokens;
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::cases::links::Link;
+    use crate::cli::cases::words::Check;
+
+    #[test]
+    fn a_network_is_what_its_case_says() {
+        let case = Case { world: 4, nodes: vec![2, 2], link: Link::EfaP5, seed: 9, ..Case::default() };
+        let hostile = config(&case, Clock::Real);
+        assert_eq!((hostile.seed, hostile.nics.len(), hostile.clock), (9, 4, Clock::Real));
+        assert!(hostile.full_permille > 0 && hostile.delay_permille > 0 && hostile.nics[0].gbps == 100.0);
+        let calm = config(&Case { network: NetworkWord::Calm, nics: Some(3), ..case.clone() }, Clock::Real);
+        assert!(calm.full_permille == 0 && calm.jitter_ns > 0 && calm.nics.len() == 3);
+        let free = config(&Case { link: Link::None, ..case.clone() }, Clock::Real);
+        assert_eq!(free.nics, vec![LinkModel::FREE; 2], "one NIC cannot overtake another");
+        assert!(virtual_time(&case).is_ok_and(|network| network.is_some()));
+        let job = |case| Job {
+            case,
+            warmup: 0,
+            check: Check::All,
+            timeout: std::time::Duration::from_secs(1),
+            arena: ArenaWord::Device,
+            measured: false,
+            stages: false,
+        };
+        let shared = |case, device| real_time(&job(case), device, |_| Device::cpu()).unwrap();
+        assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
+        assert!(matches!(shared(case.clone(), DeviceWord::Cpu), Some(Shared::Sim(_))));
+        assert!(matches!(shared(case, DeviceWord::Cuda), Some(Shared::Gpu { measured: None, .. })));
+    }
+}

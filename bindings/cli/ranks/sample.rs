@@ -1,0 +1,150 @@
+//! What one rank measured and found, and how ranks' results become one.
+//!
+//! Behind the data path. A rank of another process sends its result as a line of JSON; threads hand over the same type.
+
+use serde::{Deserialize, Serialize};
+
+use tokenyard::CallStatistics;
+
+use crate::cli::reference::Report;
+
+/// One thing that took time on a rank's stream.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Span {
+    pub name: String,
+    pub iteration: usize,
+    /// Since the rank's first timed iteration began.
+    pub start_us: f64,
+    pub length_us: f64,
+}
+
+/// When a call's blocks were through with a stage: one time an iteration, since the call's first block began.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct StageTimes {
+    pub name: String,
+    /// The first block's, the middle one's, the last one's.
+    pub us: [Vec<f64>; 3],
+}
+
+/// Times of one iteration.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Times {
+    pub dispatch_us: f64,
+    pub combine_us: f64,
+    /// dispatch send and receive, combine send and receive.
+    pub parts_us: Option<[f64; 4]>,
+}
+
+/// What the reference said, all iterations together.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Verdict {
+    /// Iterations that were compared.
+    pub iterations: u64,
+    pub compared: u64,
+    pub mismatches: u64,
+    /// None: a NaN was seen.
+    pub max_rel_err: Option<f64>,
+    /// Outputs that were planned to be too small, and were reported.
+    pub overflows: u64,
+    /// Routings that were planned to be unusable, and were reported.
+    pub refusals: u64,
+    /// The first findings.
+    pub sentences: Vec<String>,
+}
+
+/// Findings that are kept.
+const SENTENCES: usize = 12;
+
+impl Verdict {
+    /// Nothing compared yet.
+    pub fn new() -> Verdict {
+        Verdict { max_rel_err: Some(0.0), ..Verdict::default() }
+    }
+
+    /// Adds a comparison; `where_` is put before its sentences.
+    pub fn add(&mut self, report: Report, where_: &str) {
+        let finite = report.max_rel_err.is_finite().then_some(report.max_rel_err);
+        self.merge(Verdict {
+            compared: report.compared,
+            mismatches: report.mismatches,
+            max_rel_err: finite,
+            sentences: report.sentences.iter().map(|sentence| format!("{where_}: {sentence}")).collect(),
+            ..Verdict::default()
+        });
+    }
+
+    /// Adds what another rank found.
+    pub fn merge(&mut self, other: Verdict) {
+        self.iterations += other.iterations;
+        self.compared += other.compared;
+        self.mismatches += other.mismatches;
+        self.overflows += other.overflows;
+        self.refusals += other.refusals;
+        self.max_rel_err = self.max_rel_err.zip(other.max_rel_err).map(|(a, b)| a.max(b));
+        let room = SENTENCES.saturating_sub(self.sentences.len());
+        self.sentences.extend(other.sentences.into_iter().take(room));
+    }
+
+    /// Whether something was compared and all of it was right.
+    pub fn ok(&self) -> bool {
+        self.iterations > 0 && self.mismatches == 0
+    }
+}
+
+/// One rank's part of one run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankResult {
+    pub rank: usize,
+    pub device_name: String,
+    pub sms: u32,
+    pub arena_bytes: u64,
+    pub dispatch_us: Vec<f64>,
+    pub combine_us: Vec<f64>,
+    /// Split mode: dispatch send and receive, combine send and receive.
+    pub parts_us: [Vec<f64>; 4],
+    /// Timed iterations.
+    pub iterations: u64,
+    /// Payload of this rank's tokens that went between ranks of one node, all timed iterations together.
+    pub dispatch_bytes: u64,
+    /// The same of the partial rows that came back.
+    pub combine_bytes: u64,
+    /// Payload of this rank's tokens that went between nodes: rows out, and nodes' sums home.
+    pub wire_bytes: [u64; 2],
+    /// Bytes per µs that this rank can store into others' memory while all do; of the CPU device.
+    pub link_rate: f64,
+    /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch sends them and as combine does.
+    pub push_us: [Vec<f64>; 2],
+    /// What an emulated NIC adds to a small write by itself.
+    pub nic_us: Option<f64>,
+    pub verdict: Verdict,
+    pub spans: Vec<Span>,
+    /// Stages of calls, in the order of the first call that came to each.
+    pub stages: Vec<StageTimes>,
+}
+
+impl RankResult {
+    /// Adds the times of one timed iteration.
+    pub fn add_times(&mut self, times: &Times) {
+        self.iterations += 1;
+        self.dispatch_us.push(times.dispatch_us);
+        self.combine_us.push(times.combine_us);
+        if let Some(parts) = times.parts_us {
+            self.parts_us.iter_mut().zip(parts).for_each(|(all, us)| all.push(us));
+        }
+    }
+
+    /// Adds what the device said of one dispatch and its combine.
+    pub fn add_stages(&mut self, told: &[Option<CallStatistics>; 2]) {
+        for (call, told) in ["dispatch", "combine"].into_iter().zip(told) {
+            for stage in told.iter().flat_map(|told| &told.stages) {
+                let name = format!("{call}: {}", stage.name);
+                let place = self.stages.iter().position(|known| known.name == name).unwrap_or_else(|| {
+                    self.stages.push(StageTimes { name, ..StageTimes::default() });
+                    self.stages.len() - 1
+                });
+                let ns = [stage.first_ns, stage.median_ns, stage.last_ns];
+                self.stages[place].us.iter_mut().zip(ns).for_each(|(all, ns)| all.push(ns as f64 / 1000.0));
+            }
+        }
+    }
+}

@@ -1,0 +1,7 @@
+//! Results for machines and for people. Behind the data path, on the thread that runs the program.
+
+pub mod plot;
+pub mod result;
+pub mod table;
+pub mod tally;
+pub mod trace;

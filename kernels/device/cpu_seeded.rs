@@ -1,0 +1,182 @@
+//! A whole world on one thread, under one seeded schedule that replays exactly.
+//!
+//! Place: what tests and the simulator run instead of a thread per rank. Everything runs on the calling thread:
+//! each rank's host code on a host fiber, its kernels on device fibers of the same executor. While it runs, the
+//! thread's waits (`base::wait`) yield to the scheduler. It never starts a thread and reads no clock of its own.
+
+use super::Device;
+use super::cpu::{CpuDevice, Executor, RunsHere, explain, static_c_str};
+use crate::base::{Error, wait};
+use crate::ffi::executor as ffi;
+use std::any::Any;
+use std::cell::Cell;
+use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+/// What decides the schedule.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct SeededConfig {
+    /// The same seed gives the same schedule.
+    pub seed: u64,
+    /// Plain stores of a device fiber stay hidden from others until its next release, as a GPU may keep them.
+    pub hold_stores: bool,
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeededReport {
+    /// A hash of every scheduling decision: equal seeds and programs give equal hashes.
+    pub trace_hash: u64,
+    /// Switches between fibers.
+    pub switches: u64,
+    /// Loads of host memory by kernels.
+    pub host_loads: u64,
+    /// Those by others than the one thread of a kernel that looks at host memory.
+    pub further_pollers: u64,
+    /// Who waited where when nobody could go on, if that ever happened; device deadlines fire then.
+    pub hang_report: Option<String>,
+    /// Why the run could not start or did not end by itself. Host closures that were then still waiting were unwound from
+    /// their waits: their locals were dropped, and their scopes ended.
+    pub failure: Option<Error>,
+}
+
+/// One rank's host code, until it has returned.
+struct HostTask<'a> {
+    host: &'a (dyn Fn(usize, Device) + Sync),
+    rank: usize,
+    device: Cell<Option<Device>>,
+    panic: Cell<Option<Box<dyn Any + Send>>>,
+}
+
+unsafe extern "C" fn run_host(task: *mut c_void) {
+    // SAFETY: `seeded_world` passes a task that outlives the run, to one fiber.
+    let task = unsafe { &*task.cast::<HostTask<'_>>() };
+    if let Some(device) = task.device.take() {
+        // Unwinding must not leave the fiber: its caller is not Rust.
+        let outcome = catch_unwind(AssertUnwindSafe(|| (task.host)(task.rank, device)));
+        task.panic.set(outcome.err().filter(|payload| !payload.is::<Left>()));
+    }
+}
+
+/// What unwinds a host closure whose world hung.
+struct Left;
+
+/// The thread's way to wait while a seeded world runs on it. A wait that begins is progress: the one before it ended.
+fn yield_fiber(site: &'static str, turns: u32) {
+    // SAFETY: the question may be asked anywhere; the yield only on a fiber, with a name that lives for ever.
+    unsafe {
+        if ffi::ty_exec_on_fiber() != 0 {
+            if turns == 0 {
+                ffi::ty_exec_note_progress();
+            }
+            ffi::ty_exec_host_yield(static_c_str(site).as_ptr());
+            // What waits while it unwinds, as destructors may, waits on, until its own deadline.
+            if ffi::ty_exec_ending() != 0 && !std::thread::panicking() {
+                resume_unwind(Box::new(Left));
+            }
+        } else {
+            std::thread::yield_now();
+        }
+    }
+}
+
+/// Removes the hook, also when a panic is raised again.
+struct Hook;
+
+impl Hook {
+    fn install() -> Hook {
+        wait::set_relax_hook(Some(yield_fiber));
+        Hook
+    }
+}
+
+impl Drop for Hook {
+    fn drop(&mut self) {
+        wait::set_relax_hook(None);
+    }
+}
+
+/// Runs `host(rank, device)` for every rank below `ranks` on the calling thread, as `config` schedules them, until
+/// all have returned and their streams have drained. A panic of one rank is raised again when the run has ended.
+pub fn seeded_world(config: SeededConfig, ranks: usize, host: impl Fn(usize, Device) + Sync) -> SeededReport {
+    // SAFETY: the question may be asked anywhere.
+    if unsafe { ffi::ty_exec_on_fiber() } != 0 {
+        return failed(Error::Device {
+            what: "a seeded world was started inside another".into(),
+            advice: "run one after the other, or on threads of their own".into(),
+        });
+    }
+    match Executor::create(&ffi::ty_exec_config {
+        seed: config.seed,
+        mode: ffi::TY_EXEC_SEEDED,
+        hold_stores: u32::from(config.hold_stores),
+        ..Default::default()
+    }) {
+        Ok(exec) => run(&Arc::new(exec), ranks, &host),
+        Err(why) => failed(why),
+    }
+}
+
+fn failed(why: Error) -> SeededReport {
+    SeededReport {
+        trace_hash: 0,
+        switches: 0,
+        host_loads: 0,
+        further_pollers: 0,
+        hang_report: None,
+        failure: Some(why),
+    }
+}
+
+fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)) -> SeededReport {
+    let task = |rank| HostTask {
+        host,
+        rank,
+        device: Cell::new(Some(Device::from_cpu(CpuDevice::shared(exec.clone(), rank as u32)))),
+        panic: Cell::new(None),
+    };
+    let tasks: Vec<HostTask<'_>> = (0..ranks).map(task).collect();
+    let code = spawn_and_run(exec, &tasks);
+    let report = exec.report();
+    if let Some(payload) = tasks.iter().find_map(|task| task.panic.take()) {
+        resume_unwind(payload);
+    }
+    SeededReport {
+        // SAFETY: the executor is live.
+        trace_hash: unsafe { ffi::ty_exec_trace_hash(exec.raw()) },
+        // SAFETY: as above.
+        switches: unsafe { ffi::ty_exec_switches(exec.raw()) },
+        // SAFETY: as above.
+        host_loads: unsafe { ffi::ty_exec_host_loads(exec.raw()) },
+        // SAFETY: as above.
+        further_pollers: unsafe { ffi::ty_exec_further_pollers(exec.raw()) },
+        failure: (code != ffi::TY_EXEC_OK as i32).then(|| explain(code, "the seeded world", &report)),
+        hang_report: (!report.is_empty()).then_some(report),
+    }
+}
+
+fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
+    let _hook = Hook::install();
+    let _here = RunsHere::new(exec);
+    for task in tasks {
+        let arg: *const HostTask<'_> = task;
+        // SAFETY: the executor is live, and the task outlives the runs below.
+        let code = unsafe { ffi::ty_exec_spawn_host(exec.raw(), Some(run_host), arg.cast_mut().cast()) };
+        if code != ffi::TY_EXEC_OK as i32 {
+            exec.set_ended(code);
+            return code;
+        }
+    }
+    // SAFETY: the executor is live and no other thread runs it.
+    let code = unsafe { ffi::ty_exec_run(exec.raw()) };
+    exec.set_ended(code);
+    if code == ffi::TY_EXEC_HANG as i32 {
+        // No host fiber may be left where it waits. Its closure may have lent what lies on its stack, or what it borrowed of
+        // the caller, to threads of a scope, and only the scope's end makes sure that they are done with it; the caller's
+        // borrows end with this call, and the stack goes to another fiber. Device fibers are left: they borrow nothing.
+        // SAFETY: the run has ended on this thread; the fibers return to it, as nothing unwinds out of `run_host`.
+        unsafe { ffi::ty_exec_end_hosts(exec.raw()) };
+    }
+    code
+}

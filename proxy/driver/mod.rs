@@ -1,0 +1,511 @@
+//! Feeds the machine from real memory and a real transport.
+//!
+//! Place in the data path: around the machine; one per rank. Runs on a thread of its own, pinned to a core where one was
+//! named, or on a host fiber of the one-thread world, which calls `run` or `turn` itself. After start a turn never
+//! blocks, allocates, locks, logs, formats or makes a system call; it locks once for each request of another thread, and
+//! an idle thread gives up its core where more threads spin than there are cores. It logs the loss of a peer, once.
+//!
+//! ```text
+//!   turn:  requests ─▶ doorbells ─▶ step ─▶ post        (Acquire: the device's rows are visible to the NIC before, E2)
+//!          poll ─▶ step ─▶ flags                        (Release: E5, E10)
+//!          time ─▶ step ─▶ retries, heartbeats
+//! ```
+//!
+//! Requests that take long (to register memory, to connect) stop the thread, and all contexts of it: peers are told so before
+//! (`begin_busy`), lest they take it for dead.
+//!
+//! Between generations, through `Remote::ask`: close all contexts, reset the transport, exchange addresses, connect, open
+//! the contexts anew, and only after a barrier let the devices ring.
+
+mod remote;
+mod scan;
+mod words;
+
+use crate::base::{Error, Rank, Result, wait};
+use crate::proxy::machine::{Answer, ContextConfig, Flag, Group, Input, Machine, Outputs, Report, WatchId};
+use crate::proxy::wire::{ContextIdx, Wire, landing};
+use crate::transport::network::imm::MAX_CONTEXTS;
+use crate::transport::network::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+pub use remote::{ProxyThread, Remote, ThreadConfig};
+use remote::{Request, Shared};
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+pub use words::{ContextMemory, Words};
+
+/// Turns between looks at the clock while there is work: a look costs as much as a post.
+const TURNS_PER_LOOK: u32 = 64;
+/// Looks at the queues, and polls behind them, until what was told to peers counts as sent.
+const TURNS_TO_TELL: u32 = 4;
+/// How long an endpoint that always finds more is drained: much longer than what can have been there takes.
+const DRAIN_NS: u64 = 1_000_000_000;
+/// How long a proxy that stops tries to tell its peers.
+const LEAVE_TIMEOUT_NS: u64 = 100_000_000;
+
+/// A clock that never goes back, in nanoseconds.
+pub type Clock = Box<dyn Fn() -> u64 + Send>;
+
+/// The clock of the operating system.
+pub fn system_clock() -> Clock {
+    let start = Instant::now();
+    Box::new(move || u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// An open context's memory, and where in it things are.
+struct Bound {
+    memory: ContextMemory,
+    wire: Wire,
+}
+
+/// What keeps registered memory alive.
+pub type Kept = Arc<dyn Any + Send + Sync>;
+
+/// One rank's proxy.
+pub struct Driver<T: Transport> {
+    machine: Machine,
+    transport: T,
+    contexts: [Option<Bound>; MAX_CONTEXTS],
+    clock: Clock,
+    now_ns: u64,
+    /// Turns left until the next look at the clock.
+    look_in: u32,
+    /// The endpoint answered with an error; it is not asked again.
+    broken: bool,
+    shared: Arc<Shared<T>>,
+    /// What the transport has registered; dropped behind it.
+    kept: Vec<(RegionId, Kept)>,
+    /// Regions of closed contexts, from which writes were outstanding when they were to be taken back.
+    leaving: Vec<RegionId>,
+    generation: u32,
+    /// Callers that have something done that takes long.
+    busy: u32,
+}
+
+/// The machine's hands on memory and transport.
+struct Hands<'a, T: Transport> {
+    /// `None` while the transport hands out events; whatever is posted then is tried again with the next turn.
+    transport: Option<&'a mut T>,
+    contexts: &'a [Option<Bound>; MAX_CONTEXTS],
+    shared: &'a Shared<T>,
+    own: Rank,
+}
+
+impl<T: Transport> Hands<'_, T> {
+    fn answer(&self, posted: Result<Posted>) -> Answer {
+        match posted {
+            Ok(Posted::Accepted) => Answer::Accepted,
+            Ok(Posted::Full) => Answer::Full,
+            Err(error) => {
+                self.shared.fail(error);
+                Answer::Refused
+            }
+        }
+    }
+}
+
+/// Ends the waits of the devices of some contexts, on account of a rank: a peer that is lost, or the own one, whose proxy
+/// cannot go on.
+fn tell_devices(contexts: &[Option<Bound>], rank: Rank, concerns: impl Fn(&Wire) -> bool) {
+    for Bound { memory, wire } in contexts.iter().flatten() {
+        if concerns(wire) {
+            memory.lost.publish(0, u64::from(rank.0) + 1);
+        }
+    }
+}
+
+impl<T: Transport> Outputs for Hands<'_, T> {
+    fn post(&mut self, write: &WriteImm) -> Answer {
+        let Some(transport) = &mut self.transport else { return Answer::Full };
+        let posted = transport.post(write);
+        self.answer(posted)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Answer {
+        let Some(transport) = &mut self.transport else { return Answer::Full };
+        let posted = transport.send(peer, message);
+        self.answer(posted)
+    }
+
+    fn flag(&mut self, flag: Flag) {
+        let (Flag::Landed { context, .. } | Flag::StagingFree { context, .. }) = flag;
+        let Some(Bound { memory, wire }) = self.contexts.get(context.index()).and_then(Option::as_ref) else { return };
+        let (words, at, word) = match flag {
+            Flag::Landed { direction, source, chunk, epoch, place, .. } => {
+                (&memory.landed, wire.landing_word(direction, epoch, place), landing(epoch, source, chunk))
+            }
+            Flag::StagingFree { direction, link, epoch, .. } => {
+                (&memory.staging_free, wire.staging_free_word(direction, epoch, link), epoch)
+            }
+        };
+        // E5, E10: acquired by the one device thread that polls these words.
+        words.publish(at, word);
+    }
+
+    fn report(&mut self, report: Report) {
+        match report {
+            Report::PeerLost { peer, ref cause } => {
+                log::warn!(target: crate::base::targets::PROXY, "rank {}: lost rank {peer}: {cause}", self.own);
+                tell_devices(self.contexts, peer, |wire| wire.nodes().node_of(peer).is_some())
+            }
+            Report::BadDoorbell { context, .. } => {
+                let stopped = self.contexts.get(context.index()).map_or(&[][..], std::slice::from_ref);
+                tell_devices(stopped, self.own, |_| true);
+            }
+        }
+        self.shared.report(report);
+    }
+}
+
+impl<T: Transport + 'static> Driver<T> {
+    /// A proxy without contexts.
+    pub fn new(machine: Machine, transport: T, clock: Clock) -> Driver<T> {
+        let now_ns = clock();
+        let shared = Arc::new(Shared::new());
+        Driver {
+            machine,
+            transport,
+            contexts: Default::default(),
+            clock,
+            now_ns,
+            look_in: 0,
+            broken: false,
+            shared,
+            kept: Vec::new(),
+            leaving: Vec::new(),
+            generation: 0,
+            busy: 0,
+        }
+    }
+
+    /// For other threads (or fibers): requests, and what was reported.
+    pub fn remote(&self) -> Remote<T> {
+        Remote::new(Arc::clone(&self.shared))
+    }
+
+    /// The machine, to look at.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// The endpoint, to register memory and to connect.
+    pub fn transport(&mut self) -> &mut T {
+        &mut self.transport
+    }
+
+    /// Begins a generation, unless it has begun: closes all contexts and resets the transport, so that peers must exchange
+    /// addresses anew.
+    ///
+    /// # Errors
+    /// `Generation` if a later one has begun; `Transport` if the endpoint is broken.
+    pub fn enter_generation(&mut self, generation: u32) -> Result<()> {
+        if self.generation == generation {
+            return Ok(());
+        }
+        // To go back would close the contexts of the newer generation.
+        if generation < self.generation {
+            return Err(Error::Generation { rank: self.machine.rank(), generation, newest: self.generation });
+        }
+        (0..MAX_CONTEXTS as u8).for_each(|index| self.close(ContextIdx(index)));
+        self.machine.forget_parted();
+        self.transport.reset()?;
+        self.generation = generation;
+        Ok(())
+    }
+
+    /// Tells peers that this rank may be silent for a while, as what comes next takes the thread; until as many
+    /// [`end_busy`](Self::end_busy).
+    pub fn begin_busy(&mut self) {
+        self.busy += 1;
+        self.machine.set_busy(true);
+    }
+
+    /// Whether peers have been told, as far as their queues had room: nothing of it waits for another turn.
+    pub fn has_told(&mut self) -> bool {
+        for _ in 0..TURNS_TO_TELL {
+            let now_ns = self.now_ns;
+            self.step(Input::Time { now_ns });
+            // An endpoint that nobody polls may not send.
+            self.events();
+        }
+        self.machine.has_told() || self.broken
+    }
+
+    /// Tells peers that this rank is back, if nobody else has something done.
+    pub fn end_busy(&mut self) {
+        self.busy = self.busy.saturating_sub(1);
+        if self.busy == 0 {
+            self.tick();
+            self.machine.set_busy(false);
+        }
+    }
+
+    /// Hands out what has arrived by now, for a second at most: immediates that are left of closed contexts, which no context
+    /// is there to count.
+    pub fn drain(&mut self) {
+        let until = (self.clock)().saturating_add(DRAIN_NS);
+        while self.events() && (self.clock)() < until {}
+    }
+
+    /// The generation that it has entered.
+    pub fn generation(&self) -> u32 {
+        self.generation
+    }
+
+    /// Registers memory, and keeps it alive until it is taken back or the transport is gone.
+    ///
+    /// # Errors
+    /// As [`Transport::register`].
+    ///
+    /// # Safety
+    /// The span lives as long as `memory`, and is accessed through raw addresses alone.
+    pub unsafe fn register(&mut self, span: Span, memory: Kept) -> Result<RegionId> {
+        // SAFETY: the caller's promise; `memory` is kept until nothing touches the span any more.
+        let region = unsafe { self.transport.register(span) }?;
+        self.kept.push((region, memory));
+        Ok(region)
+    }
+
+    /// Has a region taken back as soon as nothing posted from it is outstanding: by the next
+    /// [`take_back`](Self::take_back) after that.
+    pub fn release(&mut self, region: RegionId) {
+        self.leaving.push(region);
+    }
+
+    /// Whether a region that was released is still to be taken back.
+    pub fn is_leaving(&self, region: RegionId) -> bool {
+        self.leaving.contains(&region)
+    }
+
+    /// Whether a region is not taken back, or could not be.
+    pub fn is_registered(&self, region: RegionId) -> bool {
+        self.kept.iter().any(|(kept, _)| *kept == region)
+    }
+
+    /// Takes back what was released and has come to rest. Answers the memory, for the caller to drop: freeing it may wait
+    /// for kernels, and these for this thread.
+    pub fn take_back(&mut self) -> Vec<Kept> {
+        let mut freed = Vec::new();
+        for region in std::mem::take(&mut self.leaving) {
+            match self.transport.deregister(region) {
+                Ok(Released::Busy) => self.leaving.push(region),
+                Ok(Released::Done) => {
+                    freed.extend(self.kept.extract_if(.., |(kept, _)| *kept == region).map(|(_, memory)| memory));
+                }
+                // Nobody knows what still touches it: it is kept until the transport is gone.
+                Err(error) => self.shared.fail(error),
+            }
+        }
+        freed
+    }
+
+    /// Opens a context. All its ranks must have done so before any of them rings.
+    ///
+    /// # Errors
+    /// `Config` if the machine refuses it, or the memory does not have the lengths that the wire asks for.
+    pub fn open(&mut self, index: ContextIdx, config: &ContextConfig<'_>, memory: ContextMemory) -> Result<()> {
+        let (asked, given) = (config.wire.word_counts(), memory.counts());
+        if asked != given {
+            return Err(Error::Config {
+                name: "shared words",
+                value: format!("{given:?}"),
+                advice: format!("the wire asks for {asked:?}"),
+            });
+        }
+        // Peers are given their time from now on.
+        self.tick();
+        let now_ns = self.now_ns;
+        self.step(Input::Time { now_ns });
+        self.machine.open(index, config)?;
+        if let Some(context) = self.contexts.get_mut(index.index()) {
+            *context = Some(Bound { memory, wire: config.wire.clone() });
+        }
+        Ok(())
+    }
+
+    /// Posts what a context's device has rung by now. Whether nothing of it is left that could be posted.
+    pub fn settle(&mut self, index: ContextIdx) -> bool {
+        if self.broken {
+            return true;
+        }
+        let rung = self.doorbells_of(index);
+        let now_ns = self.now_ns;
+        self.step(Input::Time { now_ns });
+        !rung && self.machine.is_settled(index)
+    }
+
+    /// Closes a context: what is not posted by then never is ([`settle`](Self::settle)). Its staging belongs to the transport until `Machine::under_way` is 0, and its inbox to its peers
+    /// until its arena is taken back.
+    pub fn close(&mut self, index: ContextIdx) {
+        self.machine.close(index);
+        if let Some(context) = self.contexts.get_mut(index.index()) {
+            *context = None;
+        }
+    }
+
+    /// Runs until `Remote::stop`, then tells the peers. Yields when idle if `yields` says so, by way of `base::wait`.
+    pub fn run(&mut self, yields: impl Fn() -> bool) {
+        let mut idle = 0u32;
+        while !self.shared.is_stopped() {
+            idle = if self.turn() { 0 } else { idle.saturating_add(1) };
+            match idle {
+                0 => {}
+                _ if yields() => wait::relax("proxy", idle),
+                _ => std::hint::spin_loop(),
+            }
+        }
+        self.leave(yields);
+        self.shared.end();
+    }
+
+    /// Whether nobody needs it any more.
+    pub fn is_stopped(&self) -> bool {
+        self.shared.is_stopped()
+    }
+
+    /// Tells the peers and ends, where `turn` is called instead of `run`.
+    pub fn finish(&mut self) {
+        self.leave(|| true);
+        self.shared.end();
+    }
+
+    fn leave(&mut self, yields: impl Fn() -> bool) {
+        self.machine.leave();
+        let until = (self.clock)().saturating_add(LEAVE_TIMEOUT_NS);
+        while !self.machine.has_left() && !self.broken && (self.clock)() < until {
+            self.turn();
+            if yields() {
+                wait::relax("proxy leaving", 0);
+            }
+        }
+    }
+
+    /// Looks at everything once. False if there was nothing to do.
+    pub fn turn(&mut self) -> bool {
+        let mut busy = self.requests();
+        if self.broken {
+            // Peers are not to be blamed for what does not come.
+            return busy;
+        }
+        busy |= self.doorbells();
+        busy |= self.events();
+        if self.look_in == 0 || !busy {
+            self.tick();
+        }
+        self.look_in -= 1;
+        let now_ns = self.now_ns;
+        self.step(Input::Time { now_ns });
+        busy
+    }
+
+    fn tick(&mut self) {
+        self.now_ns = (self.clock)();
+        self.look_in = TURNS_PER_LOOK;
+    }
+
+    fn step(&mut self, input: Input<'_>) {
+        let Driver { machine, transport, contexts, shared, .. } = self;
+        let own = machine.rank();
+        machine.step(input, &mut Hands { transport: Some(transport), contexts, shared, own });
+    }
+
+    fn requests(&mut self) -> bool {
+        let mut any = false;
+        while let Some(request) = self.shared.next_request() {
+            let request: Request<T> = request;
+            request(self);
+            any = true;
+        }
+        any
+    }
+
+    fn doorbells(&mut self) -> bool {
+        (0..MAX_CONTEXTS as u8).fold(false, |any, context| any | self.doorbells_of(ContextIdx(context)))
+    }
+
+    /// Gives each doorbell of a context that is rung to the machine, which posts it before the next is looked for.
+    fn doorbells_of(&mut self, context: ContextIdx) -> bool {
+        let Driver { machine, transport, contexts, shared, .. } = self;
+        let Some(Bound { memory, .. }) = contexts.get(context.index()).and_then(Option::as_ref) else { return false };
+        let own = machine.rank();
+        let mut hands = Hands { transport: Some(transport), contexts, shared, own };
+        let (mut any, mut from) = (false, 0);
+        while let Some(group) = scan::next_group(machine.groups(context), from, memory.doorbells.all()) {
+            let watches = machine.groups(context).get(group).map_or(0..0, Group::range);
+            for index in watches {
+                any |= ring(machine, WatchId { context, index: index as u16 }, memory, &mut hands);
+            }
+            machine.even_out(context, group);
+            from = group + 1;
+        }
+        any
+    }
+
+    /// Gives what the transport hands out to the machine.
+    fn events(&mut self) -> bool {
+        if self.broken {
+            return false;
+        }
+        let Driver { machine, transport, contexts, shared, .. } = self;
+        let own = machine.rank();
+        let mut hands = Hands { transport: None, contexts, shared, own };
+        let polled = transport.poll(&mut |event| machine.step(input(event), &mut hands));
+        match polled {
+            Ok(count) => count > 0,
+            Err(error) => {
+                self.give_up(error);
+                false
+            }
+        }
+    }
+
+    /// Nothing comes or goes any more: the own devices are told, lest they wait, and callers hear why.
+    fn give_up(&mut self, error: Error) {
+        self.broken = true;
+        self.shared.give_up(error);
+        tell_devices(&self.contexts, self.machine.rank(), |_| true);
+    }
+}
+
+impl<T: Transport> Drop for Driver<T> {
+    /// However it ends, as when its loop is unwound or never run: whoever asks it is told, and does not wait for an answer.
+    fn drop(&mut self) {
+        self.shared.end();
+    }
+}
+
+/// Gives one doorbell to the machine, if it is rung.
+fn ring<T: Transport>(machine: &mut Machine, watch: WatchId, memory: &ContextMemory, hands: &mut Hands<'_, T>) -> bool {
+    let Some(wanted) = machine.watches(watch.context).get(usize::from(watch.index)).copied() else { return false };
+    let Some(doorbell) = memory.doorbells.get(wanted.word as usize) else { return false };
+    // E1: the device released the rows, and the count of chunks, before the doorbell.
+    let word = doorbell.load(Ordering::Acquire);
+    if !wanted.is_rung(word) {
+        return false;
+    }
+    let count = wanted.chunks_word.and_then(|at| memory.chunks.get(at as usize));
+    let chunks = count.map_or(0, |word| word.load(Ordering::Relaxed));
+    let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
+    if wanted.may_go_stale() {
+        // The device rings it again once staging is free at the earliest, which is published behind this.
+        doorbell.store(0, Ordering::Relaxed);
+    }
+    machine.step(Input::Doorbell { watch, bytes: word as u32, chunks }, hands);
+    true
+}
+
+fn input(event: Event<'_>) -> Input<'_> {
+    match event {
+        Event::Sent { token } => Input::Sent { token },
+        Event::Failed { token, failure, .. } => Input::Failed { token, failure },
+        Event::Dropped { token, .. } => Input::Dropped { token },
+        Event::Imm { imm } => Input::Immediate { imm },
+        Event::Message { peer, bytes } => Input::Message { peer, bytes },
+    }
+}
+
+/// How long a request to a proxy may take: a turn, and what the request itself does.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+
+#[cfg(test)]
+mod tests;

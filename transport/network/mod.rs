@@ -1,0 +1,413 @@
+//! What carries bytes between nodes, and what may be relied upon.
+//!
+//! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for what has
+//! become of them and for what has arrived. One endpoint belongs to each rank and is used by one thread at a time. After
+//! [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block, allocate, lock
+//! or log, unless they return an error. `register`, `deregister`, `connect` and `reset` may take their time: the proxy tells its
+//! peers before that it will be silent, but posts and polls for nobody meanwhile.
+//!
+//! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
+//!
+//! - **P1 payload before immediate.** When an [`Event::Imm`] is handed out, all bytes of that write are in place: visible
+//!   to the thread that polls, and to the device that owns the region once it has acquired what that thread releases from
+//!   then on (E3, E5 and E6 in `docs/design.md`). A NIC that writes into a GPU's memory past the processor may need a flush
+//!   for that; it is the backend's to make. Nothing is promised about any other write.
+//! - **P2 no order.** Writes overtake each other, and so do the packets of one write: until its immediate, any part of
+//!   its target may be old or new. Immediates, completions and messages come in any order, too; a completion says
+//!   nothing about arrival, nor arrival about completion.
+//! - **P3 exactly once.** Each accepted write whose completion is `Sent` delivers its immediate once (but for P12 and
+//!   P13). One that failed delivers it at most once, and leaves any mixture of old and new bytes in its target and nowhere
+//!   else.
+//! - **P4 one completion.** Each accepted write completes once, as [`Event::Sent`], [`Event::Failed`] or
+//!   [`Event::Dropped`], with its token. Until then the source belongs to the transport, which may read it at any moment; from then on it may be reused.
+//! - **P5 a full queue is an answer.** [`Posted::Full`] means that nothing was done; post again after a poll. Some queue
+//!   of the endpoint is full, not necessarily those to other peers or NICs: try those. Queues are bounded.
+//! - **P6 zero bytes** may be written; the immediate arrives as for any other write.
+//! - **P7 NICs.** A write posted on NIC i leaves by NIC i and arrives by the peer's NIC i. All ranks have equally many.
+//! - **P8 refusals.** What is outside a registered region (of either side), or names an unknown NIC, peer or region, is
+//!   refused by `post` with `Argument`, and nothing of it is done; so is a write of more bytes than the limit (P14).
+//! - **P9 messages** arrive whole, once, in any order, with their sender's rank. They have no completion; one that is
+//!   lost is lost because its peer is.
+//! - **P10 addresses** are untrusted bytes: `connect` answers what it cannot use with `Transport` and keeps what it
+//!   had.
+//! - **P11 dead peers.** A write to a peer that has gone fails or stays outstanding; it never holds up writes to other
+//!   peers for good, except through a queue they share. Who needs to know sooner uses heartbeats.
+//! - **P12 reset.** After [`reset`](Transport::reset) nothing that was posted towards this endpoint before can touch its
+//!   memory or be handed out, and all that this endpoint had posted completes.
+//! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes that are on their way to
+//!   it are dropped where they are, and so are those that peers post later by an older address; their immediates are not
+//!   handed out. A network that cannot tell them from others, as it leads late writes to memory of the backend's, hands them
+//!   out no later than with polls that begin after the write has completed at its sender, up to the first that finds
+//!   nothing; and so may any network those of writes that had landed in full. A dropped write completes as `Dropped`, unless it had
+//!   completed before, and nothing else suffers from it: not the peer, nor its other writes. While own writes from the
+//!   region have not completed, the answer is [`Released::Busy`], and nothing was done.
+//! - **P14 limits.** What [`Transport::limits`] says never changes, and is neither more nor less than the endpoint can do.
+//!   Writes to a rank that leave no more immediates on their way to one of its NICs than it has receives find one; what is
+//!   posted beyond may fail. Who opens contexts keeps to it: each takes its part of the receives for as long as it lives.
+
+mod address;
+pub mod emulated;
+pub mod imm;
+mod regions;
+pub mod sim;
+
+use self::imm::ImmValue;
+use crate::base::{Rank, Result};
+use std::fmt;
+
+/// Longest control message in bytes.
+pub const MAX_MESSAGE: usize = 256;
+
+/// Memory of this process, or of its device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Address of the first byte: the processor's of host memory, the GPU's of a GPU's.
+    pub base: u64,
+    /// Length.
+    pub bytes: usize,
+    /// Whose memory it is.
+    pub memory: SpanMemory,
+}
+
+/// What a span is part of, which decides how a backend registers it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpanMemory {
+    /// Pages of this process, which processor and NICs reach by its address. Kernels may use them, too.
+    Host,
+    /// A GPU's own memory. A NIC reaches it by a dma-buf of its allocation ([`dma_buf`](super::memory::dma_buf)), or by the
+    /// address itself where the driver has a peer-memory client; the processor does not.
+    Gpu {
+        /// The GPU, as this process counts them.
+        ordinal: usize,
+        /// All of the allocation that it lies in.
+        allocation: Allocation,
+    },
+}
+
+/// An allocation of a GPU's memory, which begins and ends at the GPU's pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Allocation {
+    /// Address of the first byte.
+    pub base: u64,
+    /// Length.
+    pub bytes: usize,
+}
+
+impl Span {
+    /// Host memory.
+    pub const fn host(base: u64, bytes: usize) -> Span {
+        Span { base, bytes, memory: SpanMemory::Host }
+    }
+}
+
+/// A registered span: its number among those of the rank that registered it, counted from 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RegionId(pub u16);
+
+/// A place in a registered span.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The span: for a source one of this rank's, for a target one of the peer's.
+    pub region: RegionId,
+    /// Bytes from the start of the span.
+    pub offset: u64,
+}
+
+/// A write into a peer's memory, with an immediate that tells the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriteImm {
+    /// Which NIC, of both sides.
+    pub nic: u8,
+    /// Whose memory.
+    pub peer: Rank,
+    /// From where, in this rank's memory.
+    pub source: Place,
+    /// To where, in the peer's memory.
+    pub target: Place,
+    /// How much; may be 0, and the places must be valid all the same.
+    pub bytes: u32,
+    /// What the peer gets to see.
+    pub imm: ImmValue,
+    /// What the completion gives back; the transport makes nothing of it.
+    pub token: u64,
+}
+
+/// The answer to something posted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Posted {
+    /// It is on its way.
+    Accepted,
+    /// There was no room; nothing was done (P5).
+    Full,
+}
+
+/// The answer to taking a region back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Released {
+    /// Nothing touches it any more.
+    Done,
+    /// Writes from it have not completed; nothing was done. Try again after a poll.
+    Busy,
+}
+
+/// Why a write failed: what a completion's status says, whatever the network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Failure {
+    /// In terms that all networks share.
+    pub reason: Reason,
+    /// The vendor's own code, for those who know its manuals; 0 for none.
+    pub code: u32,
+}
+
+/// See [`Failure`]. Backends for verbs and libfabric find theirs in the table of statuses of each.
+///
+/// | reason | ibverbs (`IBV_WC_…`) | libfabric (`FI_…`) |
+/// |---|---|---|
+/// | `Flushed` | `WR_FLUSH_ERR` | `ECANCELED` |
+/// | `Unreachable` | `RETRY_EXC_ERR`, `REM_ABORT_ERR` | `EHOSTUNREACH`, `ETIMEDOUT`, `ECONNRESET` |
+/// | `NotReady` | `RNR_RETRY_EXC_ERR` | `ENORX` |
+/// | `RemoteAccess` | `REM_ACCESS_ERR`, `REM_INV_REQ_ERR`, `REM_OP_ERR` | `EACCES`, `EINVAL` of the remote side |
+/// | `Local` | `LOC_…_ERR`, `MW_BIND_ERR` | `ETRUNC`, `EIO` |
+/// | `Other` | all others | all others |
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Reason {
+    /// Its connection was closed before it was carried out, by this side or for another write's sake.
+    #[error("it was cut off, as its connection was closed")]
+    Flushed,
+    /// Nobody answered, however often it was sent: the peer, or the way there, is gone.
+    #[error("the peer does not answer")]
+    Unreachable,
+    /// The peer answered that it had no receive for the immediate (P14).
+    #[error("the peer had no receive left for it")]
+    NotReady,
+    /// The peer's side refused it: no such memory, or none that this side may write.
+    #[error("the peer refused access to its memory")]
+    RemoteAccess,
+    /// This side could not carry it out: memory, length or state of the connection.
+    #[error("this side could not carry it out")]
+    Local,
+    /// Anything else; the code says what.
+    #[error("the network gave a reason of its own")]
+    Other,
+}
+
+impl From<Reason> for Failure {
+    fn from(reason: Reason) -> Failure {
+        Failure { reason, code: 0 }
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Failure { reason, code: 0 } => write!(f, "{reason}"),
+            Failure { reason, code } => write!(f, "{reason}, code {code:#x}"),
+        }
+    }
+}
+
+/// What a poll hands out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// A write completed: its source may be reused (P4).
+    Sent {
+        /// Of the write.
+        token: u64,
+    },
+    /// A write completed and failed (P3, P4).
+    Failed {
+        /// Of the write.
+        token: u64,
+        /// To whom it was posted.
+        peer: Rank,
+        /// Why.
+        failure: Failure,
+    },
+    /// A write completed without arriving: the peer has taken its target back (P13). The peer itself is well.
+    Dropped {
+        /// Of the write.
+        token: u64,
+        /// To whom it was posted.
+        peer: Rank,
+    },
+    /// A peer's write is here in full (P1). Who wrote is for the immediate to say.
+    Imm {
+        /// As the peer posted it. Untrusted bits.
+        imm: ImmValue,
+    },
+    /// A peer's control message (P9).
+    Message {
+        /// Who sent it.
+        peer: Rank,
+        /// The message. Untrusted bytes, of any length up to [`MAX_MESSAGE`].
+        bytes: &'a [u8],
+    },
+}
+
+/// What a backend needs of GPUs and of arenas for them. Backends for NICs that reach GPUs' memory need nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct DeviceNeeds {
+    /// Blocks that it has on the rank's device while it runs. Contexts leave them free.
+    pub blocks: u32,
+    /// Whether kernels on other GPUs of this process store into what is registered, so that these need access to it.
+    pub access: bool,
+    /// Whether what is registered must be host memory: the processor moves the bytes, and it would fault on a GPU's. Then
+    /// `register` refuses any other.
+    pub host_memory: bool,
+}
+
+/// What an endpoint can have at once, or ever (P14). Where nothing but memory bounds it: the type's largest value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Writes of one NIC to one peer that may be outstanding: posted, and their completion not handed out. An endpoint may
+    /// be full with fewer, if it has others outstanding.
+    pub posts: u32,
+    /// Immediates that may be on their way to one NIC of this endpoint, from all peers together, or have arrived and not
+    /// been handed out. Where a network takes a posted receive for each: so many are posted besides those for messages.
+    pub receives: u32,
+    /// Regions that may be registered in its life, since numbers are not used again.
+    pub regions: u32,
+    /// Bytes of one write.
+    pub write_bytes: u32,
+}
+
+impl Limits {
+    /// Nothing is bounded but what a backend sets besides.
+    pub const NONE: Limits =
+        Limits { posts: u32::MAX, receives: u32::MAX, regions: MAX_REGIONS, write_bytes: u32::MAX };
+}
+
+/// Regions that have a number.
+pub const MAX_REGIONS: u32 = u16::MAX as u32;
+
+/// One rank's endpoint. The promises are in the module's documentation.
+///
+/// ```text
+///  register … ──▶ address ──▶ (exchange) ──▶ connect … ──▶ (barrier) ──▶ post, send, poll …
+///                    ▲                                                          │
+///                    ├────────────── reset: regions stay, peers do not ◀────────┤
+///                    └────────────── deregister: one region less ◀──────────────┘
+/// ```
+///
+/// Peers must have connected to each other, both ways, before either posts; what is posted earlier may fail or be
+/// lost. Dropping an endpoint stops it: its memory is not touched afterwards, and what is on the way is cut off.
+pub trait Transport: Send {
+    /// NICs of this rank, and of every other; at most [`MAX_NICS`](super::imm::MAX_NICS).
+    fn nics(&self) -> usize;
+
+    /// What it can have at once (P14).
+    fn limits(&self) -> Limits;
+
+    /// What it needs of GPUs.
+    fn device_needs(&self) -> DeviceNeeds {
+        DeviceNeeds::default()
+    }
+
+    /// Makes a span usable as source and as target. Peers that connect with an address taken later can write there.
+    ///
+    /// # Errors
+    /// `Argument` for a span that is empty or wraps, one too many, or memory that it does not reach
+    /// ([`DeviceNeeds::host_memory`]); `Transport` if the backend cannot.
+    ///
+    /// # Safety
+    /// The span is memory that this endpoint's backend may read and write at any time until the region is taken back or
+    /// the endpoint is dropped, and nothing holds a Rust reference to parts of it that are the target of a write in flight.
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId>;
+
+    /// Takes a region back (P13); its number is not used again. Addresses taken from now on do not have it, and older ones
+    /// are still good for the rest. May wait for what is being written to it at the moment.
+    ///
+    /// A backend whose network answers a write to nowhere by ending the connection has to let the key lead to memory of
+    /// its own instead.
+    ///
+    /// # Errors
+    /// `Argument` if there is no such region; `Transport` if the backend cannot tell that nothing touches it any more:
+    /// then it must stay as it is until the endpoint is dropped.
+    fn deregister(&mut self, region: RegionId) -> Result<Released>;
+
+    /// What peers need to connect to this endpoint and to reach the regions registered so far.
+    fn address(&self) -> Vec<u8>;
+
+    /// Learns a peer's address. Connecting again with a newer address of the same endpoint adds the regions registered
+    /// since and lets go of those taken back; with that of another endpoint or after its reset, it replaces the peer.
+    ///
+    /// # Errors
+    /// `Transport` if the address is malformed, of another version, of another rank or cannot be reached (P10).
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()>;
+
+    /// Posts a write.
+    ///
+    /// # Errors
+    /// `Argument` if it is not one that could be done (P8); `Transport` if this endpoint itself is broken.
+    fn post(&mut self, write: &WriteImm) -> Result<Posted>;
+
+    /// Sends a control message of at most [`MAX_MESSAGE`] bytes, which are copied.
+    ///
+    /// # Errors
+    /// As `post`.
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted>;
+
+    /// Hands out some of what has happened and answers how many events that were; 0 means nothing for now. Makes
+    /// progress: an endpoint that nobody polls may neither send nor receive.
+    ///
+    /// # Errors
+    /// `Transport` if this endpoint itself is broken.
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize>;
+
+    /// Closes a generation: forgets all peers, and makes what they still send to this endpoint miss (P12). Whatever this
+    /// endpoint had outstanding completes with the next polls. Regions stay; the address changes, so all ranks exchange
+    /// addresses and connect again.
+    ///
+    /// # Errors
+    /// `Transport` if this endpoint itself is broken.
+    fn reset(&mut self) -> Result<()>;
+}
+
+impl<T: Transport + ?Sized> Transport for Box<T> {
+    fn nics(&self) -> usize {
+        (**self).nics()
+    }
+
+    fn limits(&self) -> Limits {
+        (**self).limits()
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        (**self).device_needs()
+    }
+
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
+        // SAFETY: passed on to the caller.
+        unsafe { (**self).register(span) }
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        (**self).deregister(region)
+    }
+
+    fn address(&self) -> Vec<u8> {
+        (**self).address()
+    }
+
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
+        (**self).connect(peer, address)
+    }
+
+    fn post(&mut self, write: &WriteImm) -> Result<Posted> {
+        (**self).post(write)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
+        (**self).send(peer, message)
+    }
+
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        (**self).poll(on_event)
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        (**self).reset()
+    }
+}

@@ -1,0 +1,223 @@
+//! What an endpoint has registered, by number: the same table for every backend of this crate.
+//!
+//! Place in the data path: under `post`, which asks it where a place lies. Runs on the endpoint's thread, or under the
+//! lock of its network. Never waits; allocates in `register` and `lengths` alone.
+//!
+//! ```text
+//!   register ──▶ Some(span) ── take_back, nothing outstanding ──▶ None: for good, the number is not used again
+//! ```
+//!
+//! A number is never used again because peers may still have an address that tells of the former region: a late write
+//! to that must not meet a newer one.
+
+use super::{Place, RegionId, Released, Span, SpanMemory};
+use crate::base::{Error, Result};
+
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Regions {
+    slots: Vec<Slot>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    /// `None`: taken back.
+    span: Option<Span>,
+    /// Own writes from it that were accepted, and whose completion was not handed out.
+    outstanding: u32,
+}
+
+/// Whether `bytes` at `offset` are inside a region of that length; 0 is the length of one that was taken back.
+pub(crate) fn fits(length: u64, offset: u64, bytes: u32) -> bool {
+    length > 0 && offset.checked_add(u64::from(bytes)).is_some_and(|end| end <= length)
+}
+
+/// Bytes that a region takes in an address.
+pub(crate) const TOLD: usize = 10;
+
+/// Appends lengths by number as addresses tell them: {numbers so far u16, regions that are there u16}, then of each of those
+/// {number u16, bytes u64}. An address is thus as long as what is registered now, however much was before.
+pub(crate) fn tell_lengths(out: &mut Vec<u8>, lengths: &[u64]) {
+    let there = || (0u16..).zip(lengths).filter(|(_, length)| **length > 0);
+    out.extend((lengths.len() as u16).to_le_bytes());
+    out.extend((there().count() as u16).to_le_bytes());
+    there().for_each(|(number, length)| {
+        out.extend(number.to_le_bytes());
+        out.extend(length.to_le_bytes());
+    });
+}
+
+/// What `tell_lengths` appended; `None` if it cannot have, or more follows.
+pub(crate) fn lengths_told(bytes: &[u8]) -> Option<Vec<u64>> {
+    let ([a, b, c, d], told) = bytes.split_first_chunk::<4>()?;
+    let mut lengths = vec![0; usize::from(u16::from_le_bytes([*a, *b]))];
+    let (told, rest) = told.as_chunks::<TOLD>();
+    if !rest.is_empty() || told.len() != usize::from(u16::from_le_bytes([*c, *d])) {
+        return None;
+    }
+    for [a, b, length @ ..] in told {
+        let slot = lengths.get_mut(usize::from(u16::from_le_bytes([*a, *b])))?;
+        let length = u64::from_le_bytes(*length);
+        if *slot != 0 || length == 0 {
+            return None;
+        }
+        *slot = length;
+    }
+    Some(lengths)
+}
+
+#[cold]
+fn argument(name: &'static str, value: String, advice: &str) -> Error {
+    Error::Argument { name, value, advice: advice.to_owned() }
+}
+
+impl Regions {
+    /// # Errors
+    /// `Argument` for a span that is empty or wraps, or one too many.
+    pub fn register(&mut self, span: Span) -> Result<RegionId> {
+        if span.base == 0 || span.bytes == 0 || span.base.checked_add(span.bytes as u64).is_none() {
+            return Err(argument("span", format!("{span:?}"), "give memory that exists"));
+        }
+        let number = u16::try_from(self.slots.len()).unwrap_or(u16::MAX);
+        if number == u16::MAX {
+            let advice = "register fewer, larger spans; numbers of those taken back are not used again";
+            return Err(argument("regions", number.to_string(), advice));
+        }
+        self.slots.push(Slot { span: Some(span), outstanding: 0 });
+        Ok(RegionId(number))
+    }
+
+    /// The same where the processor moves bytes, or other hands that do not reach a GPU's memory.
+    ///
+    /// # Errors
+    /// As `register`; `Argument` for any other memory than the host's.
+    pub fn register_host(&mut self, span: Span) -> Result<RegionId> {
+        if let SpanMemory::Gpu { ordinal, .. } = span.memory {
+            let advice = "this network reaches host memory alone: register that, or use a network that reaches GPUs";
+            return Err(argument("span", format!("memory of GPU {ordinal}"), advice));
+        }
+        self.register(span)
+    }
+
+    /// Takes a region back, unless writes from it are outstanding.
+    ///
+    /// # Errors
+    /// `Argument` if there is no such region, or no more.
+    pub fn take_back(&mut self, region: RegionId) -> Result<Released> {
+        match self.slots.get_mut(usize::from(region.0)) {
+            Some(Slot { span: Some(_), outstanding: 1.. }) => Ok(Released::Busy),
+            Some(slot) if slot.span.is_some() => {
+                slot.span = None;
+                Ok(Released::Done)
+            }
+            _ => Err(argument("region", region.0.to_string(), "take back what is registered, and once")),
+        }
+    }
+
+    /// A write from a region was accepted.
+    pub fn posted(&mut self, region: RegionId) {
+        if let Some(slot) = self.slots.get_mut(usize::from(region.0)) {
+            slot.outstanding += 1;
+        }
+    }
+
+    /// The completion of a write from a region is handed out.
+    pub fn completed(&mut self, region: RegionId) {
+        if let Some(slot) = self.slots.get_mut(usize::from(region.0)) {
+            slot.outstanding = slot.outstanding.saturating_sub(1);
+        }
+    }
+
+    fn span(&self, region: RegionId) -> Option<Span> {
+        self.slots.get(usize::from(region.0))?.span
+    }
+
+    /// The length of a region that is there.
+    pub fn length(&self, region: RegionId) -> Option<u64> {
+        self.span(region).map(|span| span.bytes as u64)
+    }
+
+    /// Whether a region was there and was taken back.
+    pub fn is_gone(&self, region: RegionId) -> bool {
+        self.slots.get(usize::from(region.0)).is_some_and(|slot| slot.span.is_none())
+    }
+
+    /// The address of `bytes` at a place; `None` if they are not all inside a region that is there.
+    pub fn locate(&self, place: Place, bytes: u32) -> Option<u64> {
+        let span = self.span(place.region)?;
+        fits(span.bytes as u64, place.offset, bytes).then(|| span.base + place.offset)
+    }
+
+    /// Lengths by number, as addresses tell them.
+    pub fn lengths(&self) -> Vec<u64> {
+        self.slots.iter().map(|slot| slot.span.map_or(0, |span| span.bytes as u64)).collect()
+    }
+
+    /// Whether these can be lengths that were told earlier, before more was registered or taken back.
+    pub fn have_told(&self, lengths: &[u64]) -> bool {
+        let told = |(slot, length): (&Slot, &u64)| slot.span.is_none_or(|span| span.bytes as u64 == *length);
+        lengths.len() <= self.slots.len() && self.slots.iter().zip(lengths).all(told)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(region: u16, offset: u64) -> Place {
+        Place { region: RegionId(region), offset }
+    }
+
+    #[test]
+    fn a_region_that_is_gone_is_nowhere_and_its_number_is_not_used_again() {
+        let mut regions = Regions::default();
+        let span = |bytes| Span::host(4096, bytes);
+        assert_eq!([regions.register(span(10)), regions.register(span(20))], [Ok(RegionId(0)), Ok(RegionId(1))]);
+        let told = regions.lengths();
+        regions.posted(RegionId(0));
+        assert_eq!(regions.take_back(RegionId(0)), Ok(Released::Busy));
+        assert_eq!(regions.locate(place(0, 10), 0), Some(4106), "busy is not gone");
+        regions.completed(RegionId(0));
+        assert_eq!(regions.take_back(RegionId(0)), Ok(Released::Done));
+        assert_eq!([regions.locate(place(0, 0), 0), regions.locate(place(1, 0), 20)], [None, Some(4096)]);
+        assert!(regions.is_gone(RegionId(0)) && !regions.is_gone(RegionId(1)) && !regions.is_gone(RegionId(2)));
+        assert!(regions.take_back(RegionId(0)).is_err() && regions.take_back(RegionId(2)).is_err());
+        assert_eq!(regions.register(span(30)), Ok(RegionId(2)));
+        assert_eq!((regions.lengths(), regions.length(RegionId(0))), (vec![0, 20, 30], None));
+        assert!(regions.have_told(&told) && regions.have_told(&[0]) && regions.have_told(&[0, 20, 30]));
+        assert!(!regions.have_told(&[0, 0]) && !regions.have_told(&[10, 21]) && !regions.have_told(&[0, 20, 30, 1]));
+    }
+
+    #[test]
+    fn addresses_are_as_long_as_what_is_registered_now() {
+        let mut regions = Regions::default();
+        let told = |regions: &Regions| {
+            let mut bytes = Vec::new();
+            tell_lengths(&mut bytes, &regions.lengths());
+            bytes
+        };
+        let kept = regions.register(Span::host(4096, 50)).unwrap();
+        for context in 1..1000 {
+            let region = regions.register(Span::host(4096, context)).unwrap();
+            let bytes = told(&regions);
+            assert_eq!(bytes.len(), 4 + 2 * TOLD, "context {context}");
+            assert_eq!(lengths_told(&bytes), Some(regions.lengths()));
+            assert_eq!(regions.take_back(region), Ok(Released::Done));
+        }
+        assert_eq!(regions.take_back(kept), Ok(Released::Done));
+        assert_eq!(lengths_told(&told(&regions)), Some(vec![0; 1000]));
+        for bad in [&[][..], &[1, 0, 0], &[1, 0, 0, 0, 7], &[1, 0, 1, 0]] {
+            assert_eq!(lengths_told(bad), None, "{bad:?}");
+        }
+        let bad = |number: u8, length: u8| [[1, 0, 1, 0, number, 0, length].to_vec(), vec![0; 7]].concat();
+        assert_eq!([bad(0, 9), bad(1, 9), bad(0, 0)].map(|bytes| lengths_told(&bytes)), [Some(vec![9]), None, None]);
+    }
+
+    #[test]
+    fn numbers_end() {
+        let mut regions = Regions::default();
+        let taken = (0..u16::MAX).filter(|_| regions.register(Span::host(1, 1)).is_ok()).count();
+        assert_eq!(taken, usize::from(u16::MAX));
+        assert!(regions.register(Span::host(1, 1)).is_err());
+        assert!(fits(5, 5, 0) && !fits(0, 0, 0) && !fits(5, u64::MAX, 1));
+    }
+}

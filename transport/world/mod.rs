@@ -1,0 +1,426 @@
+//! The ranks of one job as one rank sees them.
+//!
+//! Place in the data path: none; a world is used while contexts are built, and to see who has died. Runs
+//! on the caller's thread or host fiber, waits through `base::wait` with a deadline, and never blocks the
+//! thread in the operating system while another rank must run on it.
+//!
+//! Collectives are called by all ranks in the same order. The first that fails, fails on every rank that
+//! is still there, and ends the world's collectives: survivors form a new world.
+//! A [`World`] is formed once, before any context exists; its collectives carry configurations, addresses and file
+//! descriptors while a context is built, and it watches for peers that die.
+//!
+//! Threads: collectives run on the caller's thread (or host fiber) and wait through `base::wait`. In a world of
+//! processes, one background thread per process owns all sockets.
+//!
+//! ```text
+//!            World (mod.rs)                        Bootstrap (bootstrap.rs): who and where
+//!            /              \                             |
+//!   Seat (local.rs)     Station (station.rs) <---- join --+
+//!   ranks of one        callers <-> thread
+//!   process                 |
+//!        \            Root (root.rs) <== TCP ==> Member (member.rs)
+//!         \            |      \                    |
+//!          Hub (hub.rs)   admit.rs            Conn (conn.rs), frames (wire.rs)
+//!          one collective                     fds (fds.rs): Unix sockets, node peers only
+//! ```
+
+mod admit;
+pub mod bootstrap;
+mod conn;
+pub(crate) mod fds;
+mod hub;
+mod local;
+mod member;
+mod root;
+mod secret;
+mod station;
+mod terms;
+mod wire;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use self::bootstrap::{Bootstrap, DEFAULT_TIMEOUT};
+use self::local::Seat;
+use self::station::Station;
+use self::wire::MAX_BODY;
+use crate::base::{Error, Rank, Result};
+
+/// Longest payload of one rank: a frame, less what describes it.
+const MAX_PAYLOAD: usize = MAX_BODY - (8 << 10);
+
+/// A rank's membership in a world; clones share it, and dropping the last one says goodbye to the others.
+#[derive(Clone)]
+pub struct World {
+    link: Link,
+    rank: Rank,
+    size: usize,
+    local_rank: usize,
+    timeout: Duration,
+    /// Ranks of each node.
+    nodes: Arc<[usize]>,
+    family: Arc<Family>,
+    /// The newest generation that this rank has entered, shared by all worlds that grew out of its first one.
+    newest: Arc<AtomicU32>,
+}
+
+/// What a world has in common with those that it grew out of.
+struct Family {
+    /// How often the job has regrouped.
+    generation: u32,
+    /// By rank: its rank in the first generation.
+    members: Vec<Rank>,
+    /// Nodes of the first generation.
+    first_nodes: Vec<usize>,
+    /// By rank in the first generation: where its host was reached last. Empty for ranks of one process.
+    hosts: BTreeMap<Rank, String>,
+}
+
+#[derive(Clone)]
+enum Link {
+    /// Ranks of this process.
+    Threads(Arc<Seat>),
+    /// Ranks are processes, in a star around rank 0.
+    Star(Arc<Station>, Arc<Bootstrap>),
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "World(rank {} of {}, local rank {})", self.rank, self.size, self.local_rank)
+    }
+}
+
+/// Refuses sizes of nodes that do not make up a world.
+pub(super) fn check_nodes(sizes: &[usize], world: usize) -> Result<()> {
+    let sum = sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size));
+    if sum == Some(world) && sizes.iter().all(|size| *size > 0) {
+        return Ok(());
+    }
+    let advice = format!("give sizes of at least 1 that add up to the {world} ranks of the world");
+    Err(Error::Config { name: "nodes", value: format!("{sizes:?}"), advice })
+}
+
+pub(super) fn all_ranks(count: usize) -> Vec<Rank> {
+    (0..count as u32).map(Rank).collect()
+}
+
+impl Family {
+    fn first(size: usize, nodes: &[usize]) -> Family {
+        let hosts = BTreeMap::new();
+        Family { generation: 0, members: all_ranks(size), first_nodes: nodes.to_vec(), hosts }
+    }
+}
+
+fn not_a_member(own: Rank) -> Error {
+    Error::Config { name: "members", value: "without this rank".into(), advice: format!("rank {own} must be one") }
+}
+
+/// A member's rank among the members, and the members of each node that has some.
+pub(super) fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Result<(Rank, Vec<usize>)> {
+    let size: usize = first_nodes.iter().sum();
+    let ascending = members.windows(2).all(|two| two[0] < two[1]);
+    if !ascending || members.iter().any(|member| member.index() >= size) {
+        let advice = format!("name ranks below {size} in ascending order");
+        return Err(Error::Config { name: "members", value: format!("{members:?}"), advice });
+    }
+    let rank = members.iter().position(|member| *member == own).ok_or_else(|| not_a_member(own))?;
+    let mut first = 0;
+    let mut nodes = Vec::new();
+    for node in first_nodes {
+        let here = members.iter().filter(|member| (first..first + node).contains(&member.index())).count();
+        first += node;
+        if here > 0 {
+            nodes.push(here);
+        }
+    }
+    Ok((Rank(rank as u32), nodes))
+}
+
+impl World {
+    /// `n` ranks in one process, to be moved to threads or host fibers; by rank.
+    pub fn threads(n: usize) -> Vec<World> {
+        let family = Arc::new(Family::first(n, &[n]));
+        let world = |(rank, seat)| World {
+            link: Link::Threads(Arc::new(seat)),
+            rank: Rank(rank as u32),
+            size: n,
+            local_rank: rank,
+            timeout: DEFAULT_TIMEOUT,
+            nodes: Arc::new([n]),
+            family: family.clone(),
+            newest: Arc::default(),
+        };
+        log::info!(target: crate::base::targets::WORLD, "{n} ranks in one process");
+        local::seats(n).into_iter().enumerate().map(world).collect()
+    }
+
+    /// Joins the job that the environment describes; see [`Bootstrap::from_env`].
+    pub fn from_env() -> Result<World> {
+        World::join(&Bootstrap::from_env()?)
+    }
+
+    /// Joins a job; returns when all ranks have joined, or an error on each within the deadline.
+    pub fn join(b: &Bootstrap) -> Result<World> {
+        World::join_knowing(b, BTreeMap::new())
+    }
+
+    /// The same by one who knows where members of earlier generations were.
+    fn join_knowing(b: &Bootstrap, mut hosts: BTreeMap<Rank, String>) -> Result<World> {
+        let station = b.join()?;
+        let (nodes, first_nodes) = b.layout()?;
+        let members = b.members();
+        let told = station.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
+        hosts.extend(members.iter().copied().zip(told));
+        let family = Family { generation: b.generation, members, first_nodes, hosts };
+        let (rank, world, generation) = (b.rank, b.world, b.generation);
+        log::info!(target: crate::base::targets::WORLD, "rank {rank} of {world}: joined generation {generation}");
+        Ok(World {
+            link: Link::Star(Arc::new(station), Arc::new(b.clone())),
+            rank: b.rank,
+            size: b.world,
+            local_rank: b.local_rank,
+            timeout: b.timeout,
+            nodes: nodes.into(),
+            family: Arc::new(family),
+            newest: Arc::new(AtomicU32::new(b.generation)),
+        })
+    }
+
+    /// The same world, as one that grew out of an older one of this rank, which from then on is past.
+    fn succeeding(self, older: &World) -> World {
+        let newest = older.newest.clone();
+        newest.fetch_max(self.family.generation, Ordering::Release);
+        World { newest, ..self }
+    }
+
+    /// Refuses a world that this rank has left for one of a later generation.
+    ///
+    /// # Errors
+    /// `Generation`, with both numbers.
+    pub(crate) fn check_current(&self) -> Result<()> {
+        let (generation, newest) = (self.family.generation, self.newest.load(Ordering::Acquire));
+        if newest <= generation {
+            return Ok(());
+        }
+        Err(Error::Generation { rank: self.original(self.rank), generation, newest })
+    }
+
+    /// Collective of `members` alone: forms a later generation's world of them, be it without ranks that were lost or
+    /// with ranks that come back. Members are named, in ascending order, by their ranks in the first generation, and all
+    /// of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together. Once this
+    /// rank is in the new world, contexts of older ones answer every call with `Generation`.
+    ///
+    /// Processes meet at the host of the first member, which all have known since they joined together, on the port of the
+    /// first generation plus the generation's number. So it needs nobody who is not a member, the first generation's rank
+    /// 0 included. A process that comes back joins with a [`Bootstrap`] that says that address and port, generation and
+    /// members.
+    ///
+    /// # Errors
+    /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, nothing is
+    /// known of the first one's host, or the generation is not a later one; `Bootstrap`, naming the absent, if not all
+    /// come: then the same members may try again.
+    pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
+        let own = self.original(self.rank);
+        let (rank, nodes) = place(members, own, &self.family.first_nodes)?;
+        if generation <= self.family.generation {
+            let advice = format!("this world is of generation {}; give a later one", self.family.generation);
+            return Err(Error::Config { name: "generation", value: generation.to_string(), advice });
+        }
+        let first_nodes = self.family.first_nodes.clone();
+        if let Link::Star(_, bootstrap) = &self.link {
+            let first_port = u32::from(bootstrap.port).wrapping_sub(bootstrap.generation);
+            let port = u16::try_from(first_port.wrapping_add(generation)).map_err(|_| Error::Config {
+                name: "generation",
+                value: generation.to_string(),
+                advice: format!(
+                    "its port would be {first_port} plus that; give a lower one, or start with a lower port"
+                ),
+            })?;
+            let first = members.first().copied().unwrap_or(own);
+            let addr = self.family.hosts.get(&first).cloned().ok_or_else(|| Error::Config {
+                name: "members",
+                value: format!("rank {first} first"),
+                advice: "its host is not known here, as it came back later; join with a Bootstrap that names it".into(),
+            })?;
+            let next = Bootstrap {
+                rank,
+                world: members.len(),
+                addr,
+                port,
+                nodes: Some(nodes),
+                generation,
+                members: Some(members.to_vec()),
+                first_nodes: Some(first_nodes),
+                ..(**bootstrap).clone()
+            };
+            return Ok(World::join_knowing(&next, self.family.hosts.clone())?.succeeding(self));
+        }
+        let Link::Threads(seat) = &self.link else { return Err(not_a_member(own)) };
+        let world = World {
+            link: Link::Threads(Arc::new(seat.regroup(generation, members, rank))),
+            rank,
+            size: members.len(),
+            local_rank: self.local_rank,
+            timeout: self.timeout,
+            nodes: nodes.into(),
+            family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
+            newest: Arc::default(),
+        };
+        world.barrier("regroup")?;
+        let size = members.len();
+        log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
+        Ok(world.succeeding(self))
+    }
+
+    /// How often the job has regrouped.
+    pub fn generation(&self) -> u32 {
+        self.family.generation
+    }
+
+    /// By rank of this world: its rank in the first generation.
+    pub fn members(&self) -> &[Rank] {
+        &self.family.members
+    }
+
+    /// What a rank of this world was in the first generation.
+    pub fn original(&self, rank: Rank) -> Rank {
+        self.family.members.get(rank.index()).copied().unwrap_or(rank)
+    }
+
+    /// Ranks of the first generation.
+    pub fn first_size(&self) -> usize {
+        self.family.first_nodes.iter().sum()
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    /// Number of ranks.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Index of this rank on its host.
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
+    }
+
+    /// Ranks of each node: the first node's are the first so many, and so on. One node, unless the environment or
+    /// [`with_nodes`](Self::with_nodes) says otherwise.
+    pub fn nodes(&self) -> &[usize] {
+        &self.nodes
+    }
+
+    /// Splits the world into nodes of the given sizes, the same on every rank. Ranks of different nodes never map each
+    /// other's memory.
+    ///
+    /// # Errors
+    /// `Config` if a node is empty or the sizes do not add up to the world's.
+    pub fn with_nodes(self, sizes: &[usize]) -> Result<World> {
+        check_nodes(sizes, self.size)?;
+        let family = match self.family.generation {
+            0 => Arc::new(Family::first(self.size, sizes)),
+            _ => self.family.clone(),
+        };
+        Ok(World { nodes: sizes.into(), family, ..self })
+    }
+
+    /// The ranks of this rank's node.
+    pub fn node_peers(&self) -> std::ops::Range<usize> {
+        let mut first = 0;
+        for size in self.nodes.iter() {
+            if self.rank.index() < first + size {
+                return first..first + size;
+            }
+            first += size;
+        }
+        self.rank.index()..self.rank.index() + 1
+    }
+
+    /// Whether all ranks live in this process and see its addresses.
+    pub fn same_process(&self) -> bool {
+        matches!(self.link, Link::Threads(_))
+    }
+
+    /// Changes the deadline of this handle's collectives. A deadline that passes ends the world's
+    /// collectives on all ranks.
+    pub fn with_timeout(mut self, timeout: Duration) -> World {
+        self.timeout = timeout;
+        self
+    }
+
+    /// The deadline of this handle's collectives.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Collective: every rank's payload, by rank. `what` names the step, in errors too; ranks that name
+    /// different steps get an error instead of each other's bytes.
+    pub fn all_gather(&self, what: &'static str, payload: &[u8]) -> Result<Vec<Vec<u8>>> {
+        if payload.len() > MAX_PAYLOAD {
+            let value = format!("{} bytes", payload.len());
+            let advice = format!("gather at most {MAX_PAYLOAD} bytes a rank, and {MAX_BODY} together");
+            return Err(Error::Argument { name: "payload", value, advice });
+        }
+        match &self.link {
+            Link::Threads(seat) => seat.gather(what, payload, self.timeout),
+            Link::Star(station, _) => station.gather(what, payload, self.timeout),
+        }
+    }
+
+    /// Collective: tells every rank of a failure on any, before a step that none can take alone. `what` names what was
+    /// done before it.
+    ///
+    /// # Errors
+    /// The rank's own failure, or `Bootstrap` that names the first rank that has one.
+    pub fn agree(&self, what: &'static str, failure: Option<&Error>) -> Result<()> {
+        let text = failure.map_or_else(String::new, Error::to_string);
+        let all = self.all_gather(what, text.as_bytes())?;
+        if let Some(error) = failure {
+            return Err(error.clone());
+        }
+        match all.iter().enumerate().find(|(_, text)| !text.is_empty()) {
+            None => Ok(()),
+            Some((rank, text)) => Err(Error::Bootstrap {
+                what: format!("rank {rank} failed in {what}: {}", String::from_utf8_lossy(text)),
+                advice: format!("mend rank {rank} and begin again on every rank"),
+            }),
+        }
+    }
+
+    /// Collective: returns when all ranks have called it.
+    pub fn barrier(&self, what: &'static str) -> Result<()> {
+        self.all_gather(what, &[]).map(drop)
+    }
+
+    /// Collective: every node peer's descriptor, by rank in the world, as this process's own duplicate; `None` for this
+    /// rank and for ranks of other nodes. The ranks of a node are on one host.
+    pub fn exchange_fds(&self, own: BorrowedFd<'_>) -> Result<Vec<Option<OwnedFd>>> {
+        if self.same_process() { fds::exchange_within(self, own) } else { fds::exchange_between(self, own) }
+    }
+
+    /// Peers whose process has gone, as seen now; sorted. Empty for ranks of one process. A peer that
+    /// dropped its world is not lost. News of others comes through rank 0, and ends when it is lost or leaves.
+    /// A process that a peer forked keeps the peer's connection open, and hides its death, until it ends too.
+    pub fn lost_peers(&self) -> Vec<Rank> {
+        match &self.link {
+            Link::Threads(_) => Vec::new(),
+            Link::Star(station, _) => station.lost(),
+        }
+    }
+
+    /// Connections and control messages that this rank dropped because they were malformed, not of this
+    /// job, or a duplicate.
+    pub fn refused(&self) -> u64 {
+        match &self.link {
+            Link::Threads(_) => 0,
+            Link::Star(station, _) => station.refused(),
+        }
+    }
+}
