@@ -383,14 +383,14 @@ struct Mapped {
 impl Space {
     fn in_host(device: &Device, words: usize) -> Result<Space> {
         let buffer = Arc::new(device.alloc_host(8 * words)?);
-        let (host, device) = (buffer.host_ptr().cast(), buffer.view().ptr);
+        let (host, device) = (buffer.host_ptr().cast(), buffer.view().ptr());
         Ok(Space { host, device, place: FlagPlace::Host, keep: buffer })
     }
 
     fn in_device(device: &Device, words: usize, library: gdr::Library) -> Result<Space> {
         let memory = device.alloc(gdr::room_for(8 * words))?;
         memory.fill(0)?;
-        let address = gdr::page_in(memory.view().ptr);
+        let address = gdr::page_in(memory.view().ptr());
         // SAFETY: `room_for` made room for the pages, and the buffer outlives the mapping by the order of the fields.
         let mapping = unsafe { gdr::Mapping::new(library, address, 8 * words)? };
         let mapped = Arc::new(Mapped { mapping, _memory: memory });
@@ -585,6 +585,11 @@ impl Opening {
 }
 
 impl Opening {
+    /// Another owner of the words that device and proxy share.
+    pub fn words(&self) -> ContextMemory {
+        self._words.share()
+    }
+
     /// Ranks that the proxy has lost, and how that was noticed.
     pub fn losses(&self) -> Vec<(Rank, String)> {
         let remote = self.number.proxy.remote();

@@ -148,7 +148,7 @@ impl Output {
     }
 
     fn address(&self) -> u64 {
-        self.buffer.view().ptr
+        self.buffer.view().ptr()
     }
 
     fn words(&self, label: &str) -> Vec<u32> {
@@ -253,10 +253,10 @@ impl<'a> Bench<'a> {
     fn args(&self) -> Args {
         let [input, floats, triples, rows] = &self.given;
         Args {
-            input: input.view().ptr,
-            floats: floats.view().ptr,
-            triples: triples.view().ptr,
-            work: self.work.view().ptr,
+            input: input.view().ptr(),
+            floats: floats.view().ptr(),
+            triples: triples.view().ptr(),
+            work: self.work.view().ptr(),
             timeout_ns: PATIENCE.as_nanos() as u64 / 2,
             conversions: self.conversions.address(),
             e4m3: self.e4m3.address(),
@@ -268,7 +268,7 @@ impl<'a> Bench<'a> {
             stores2: self.stores2.address(),
             stores1: self.stores1.address(),
             messages: self.messages.address(),
-            rows: rows.view().ptr,
+            rows: rows.view().ptr(),
             quantized: self.quantized.address(),
             float_count: self.case.floats.len() as u32,
             triple_count: self.case.triples.len() as u32,
@@ -333,7 +333,8 @@ fn launch_and_check(device: &Device, case: &Case, launches: usize, label: &str) 
     let bench = Bench::new(device, case);
     for _ in 0..launches {
         bench.prepare();
-        stream.launch("ty_conformance", GRID, BLOCK, SHARED_BYTES, &bench.args()).unwrap();
+        // SAFETY: the bench's own buffers, which outlive the work.
+        unsafe { stream.launch("ty_conformance", GRID, BLOCK, SHARED_BYTES, &bench.args()).unwrap() };
         stream.synchronize(PATIENCE).unwrap();
         bench.check(label);
     }

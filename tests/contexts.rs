@@ -135,7 +135,7 @@ fn a_stream_and_a_graph_of_another_device_are_refused_by_name() {
         let elsewhere = Device::cpu().unwrap().new_stream().unwrap();
         let refused = |outcome: Result<()>| {
             let why = outcome.unwrap_err().to_string();
-            assert!(why.starts_with("argument stream is of the CPU device: give one of GPU "), "{why}");
+            assert!(why.starts_with("argument stream is of CPU device "), "{why}");
         };
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
         refused(rig.ep.dispatch(&elsewhere, &tokens, &output).map(drop));

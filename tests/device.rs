@@ -27,14 +27,15 @@ struct Push {
 unsafe impl KernelArgs for Push {}
 
 fn push_args(source: View, destination: View) -> Push {
-    let mut args = Push { source: source.ptr, destination: [0; 64], bytes: [0; 64], destinations: 1, reserved: 0 };
-    args.destination[0] = destination.ptr;
-    args.bytes[0] = destination.bytes as u64;
+    let mut args = Push { source: source.ptr(), destination: [0; 64], bytes: [0; 64], destinations: 1, reserved: 0 };
+    args.destination[0] = destination.ptr();
+    args.bytes[0] = destination.len() as u64;
     args
 }
 
 fn push(stream: &Stream, source: View, destination: View) {
-    stream.launch("ty_bench_push", 2, 64, 0, &push_args(source, destination)).unwrap();
+    // SAFETY: buffers of this device, whose freeing waits for its work.
+    unsafe { stream.launch("ty_bench_push", 2, 64, 0, &push_args(source, destination)).unwrap() };
 }
 
 /// A GPU, or why there is none.
@@ -88,7 +89,7 @@ fn contents(buffer: &tokenyard::DeviceBuffer) -> Vec<u8> {
 fn buffers_hold_what_is_written_and_refuse_the_rest(device: Device) {
     // More than one chunk of the GPU's staging buffer, and no multiple of anything.
     let buffer = device.alloc((9 << 20) + 13).unwrap();
-    assert_eq!(buffer.view().ptr % 256, 0);
+    assert_eq!(buffer.view().ptr() % 256, 0);
     if device.kind() == DeviceKind::Cpu {
         assert!(contents(&buffer).iter().all(|byte| *byte == 0xA5), "fresh memory must not look zeroed");
     }
@@ -101,7 +102,7 @@ fn buffers_hold_what_is_written_and_refuse_the_rest(device: Device) {
     assert_eq!(part, [4, 1, 2, 3, 8]);
     buffer.fill(7).unwrap();
     assert!(contents(&buffer).iter().all(|byte| *byte == 7));
-    assert_eq!(buffer.slice(256, 10).unwrap().ptr, buffer.view().ptr + 256);
+    assert_eq!(buffer.slice(256, 10).unwrap().ptr(), buffer.view().ptr() + 256);
     for (offset, bytes) in [(buffer.len(), 1), (0, buffer.len() + 1), (usize::MAX, 2)] {
         assert!(matches!(buffer.slice(offset, bytes), Err(Error::Argument { .. })));
     }
@@ -118,17 +119,17 @@ fn work_of_a_stream_runs_in_order(device: Device) {
     let (a, b, c) = (device.alloc(4096).unwrap(), device.alloc(4096).unwrap(), device.alloc(4096).unwrap());
     for salt in 0..20 {
         a.write(0, &pattern(4096, salt)).unwrap();
-        stream.fill(b.view(), 0xFF).unwrap();
+        stream.fill(&b.view(), 0xFF).unwrap();
         push(&stream, a.view(), b.slice(0, 4080).unwrap());
-        stream.copy(c.view(), b.view()).unwrap();
-        stream.fill(c.slice(1, 2).unwrap(), 9).unwrap();
+        stream.copy(&c.view(), &b.view()).unwrap();
+        stream.fill(&c.slice(1, 2).unwrap(), 9).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         let mut expected = pattern(4096, salt);
         expected[4080..].fill(0xFF);
         expected[1..3].fill(9);
         assert_eq!(contents(&c), expected);
     }
-    let unequal = stream.copy(c.view(), b.slice(0, 4).unwrap());
+    let unequal = stream.copy(&c.view(), &b.slice(0, 4).unwrap());
     assert!(matches!(unequal, Err(Error::Argument { name: "dst", .. })));
     device.check().unwrap();
 }
@@ -157,10 +158,11 @@ fn graph_runs_nothing_at_capture_and_all_of_it_at_each_launch(device: Device) {
     {
         // The arguments' memory is gone when the graph runs.
         let args = Box::new(push_args(a.view(), b.view()));
-        stream.launch("ty_bench_push", 2, 64, 0, &*args).unwrap();
+        // SAFETY: both buffers outlive the graph's replays.
+        unsafe { stream.launch("ty_bench_push", 2, 64, 0, &*args).unwrap() };
     }
-    stream.copy(c.slice(16, 512).unwrap(), b.slice(0, 512).unwrap()).unwrap();
-    stream.fill(c.slice(0, 16).unwrap(), 5).unwrap();
+    stream.copy(&c.slice(16, 512).unwrap(), &b.slice(0, 512).unwrap()).unwrap();
+    stream.fill(&c.slice(0, 16).unwrap(), 5).unwrap();
     let graph = stream.end_capture().unwrap();
     assert!(!stream.is_capturing().unwrap());
     stream.synchronize(PATIENCE).unwrap();
@@ -219,18 +221,23 @@ fn launches_that_cannot_run_are_refused_and_harm_nothing(device: Device) {
     let buffer = device.alloc(64).unwrap();
     let args = push_args(buffer.view(), buffer.view());
     for (grid, block, shared) in [(0, 64, 0), (1, 0, 0), (1, 33, 0), (1, 1024, 0), (1, 64, 228 * 1024)] {
-        let refused = stream.launch("ty_bench_push", grid, block, shared, &args);
+        // SAFETY: nothing runs.
+        let refused = unsafe { stream.launch("ty_bench_push", grid, block, shared, &args) };
         assert!(matches!(refused, Err(Error::Argument { .. })), "{grid} x {block}, {shared}: {refused:?}");
     }
-    let unknown = stream.launch("ty_no_such_kernel", 1, 64, 0, &args).unwrap_err().to_string();
+    // SAFETY: as above.
+    let unknown = unsafe { stream.launch("ty_no_such_kernel", 1, 64, 0, &args) }.unwrap_err().to_string();
     assert!(unknown.contains("ty_no_such_kernel"), "{unknown}");
-    let wrong = stream.launch("ty_bench_push", 1, 64, 0, &Wrong(1)).unwrap_err().to_string();
+    // SAFETY: as above.
+    let wrong = unsafe { stream.launch("ty_bench_push", 1, 64, 0, &Wrong(1)) }.unwrap_err().to_string();
     assert!(wrong.contains("ty_bench_push") && wrong.contains("struct"), "{wrong}");
     if device.kind() == DeviceKind::Cuda {
-        let too_many = stream.launch("ty_bench_push", 1 << 20, 512, 0, &args).unwrap_err().to_string();
+        // SAFETY: as above.
+        let too_many = unsafe { stream.launch("ty_bench_push", 1 << 20, 512, 0, &args) }.unwrap_err().to_string();
         assert!(too_many.contains("CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE (720)"), "{too_many}");
     }
-    stream.launch("ty_bench_push", 1, 64, 227 * 1024, &args).unwrap();
+    // SAFETY: the buffer outlives the work that is waited for below.
+    unsafe { stream.launch("ty_bench_push", 1, 64, 227 * 1024, &args).unwrap() };
     stream.synchronize(PATIENCE).unwrap();
     device.check().unwrap();
 }
@@ -282,7 +289,7 @@ fn memory_and_streams_may_be_dropped_while_work_is_pending(device: Device) {
     let stream = device.new_stream().unwrap();
     let buffer = device.alloc(64).unwrap();
     drop(device);
-    stream.fill(buffer.view(), 1).unwrap();
+    stream.fill(&buffer.view(), 1).unwrap();
     stream.synchronize(PATIENCE).unwrap();
     assert_eq!(contents(&buffer), [1; 64]);
 }
@@ -331,7 +338,7 @@ fn an_engines_stream_can_be_borrowed() {
     owner.begin_capture().unwrap();
     assert!(borrowed.is_capturing().unwrap(), "a borrower sees the engine's capture");
     let stamp = borrowed.record().unwrap();
-    borrowed.fill(buffer.view(), 3).unwrap();
+    borrowed.fill(&buffer.view(), 3).unwrap();
     let graph = owner.end_capture().unwrap();
     graph.launch(&borrowed).unwrap();
     drop(borrowed);
@@ -354,7 +361,7 @@ fn opening_a_gpu_twice_shares_it_and_all_kernels_are_loaded() {
     drop(device);
     again.make_current().unwrap();
     let stream = again.new_stream().unwrap();
-    stream.fill(buffer.view(), 1).unwrap();
+    stream.fill(&buffer.view(), 1).unwrap();
     stream.synchronize(PATIENCE).unwrap();
 }
 
@@ -440,7 +447,7 @@ fn graphs_events_and_fills_work_on_host_fibers() {
         let end = stream.record().unwrap();
         let graph = stream.end_capture().unwrap();
         for round in 0..3 {
-            stream.fill(a.view(), (rank * 3 + round) as u8).unwrap();
+            stream.fill(&a.view(), (rank * 3 + round) as u8).unwrap();
             graph.launch(&stream).unwrap();
             stream.synchronize(PATIENCE).unwrap();
             assert_eq!(contents(&b), vec![(rank * 3 + round) as u8; 256]);
@@ -531,9 +538,10 @@ fn a_device_that_outlives_its_seeded_world_says_so() {
     let (device, stream, buffer) = escaped.into_inner().unwrap().unwrap();
     assert!(device.check().is_err());
     assert!(device.new_stream().is_err());
-    let why = stream.fill(buffer.view(), 0).unwrap_err().to_string();
+    let why = stream.fill(&buffer.view(), 0).unwrap_err().to_string();
     assert!(why.contains("has stopped"), "{why}");
-    assert!(stream.launch("ty_bench_push", 1, 32, 0, &push_args(buffer.view(), buffer.view())).is_err());
+    // SAFETY: nothing runs.
+    assert!(unsafe { stream.launch("ty_bench_push", 1, 32, 0, &push_args(buffer.view(), buffer.view())) }.is_err());
 }
 
 #[test]

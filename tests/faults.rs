@@ -319,35 +319,55 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
         let rig = Rig::new(&world);
         let good = rig.tokens(2);
         let out = rig.output(rig.capacity);
-        let short = |view: View, bytes: usize| View { bytes, ..view };
-        let odd = |view: View| View { ptr: view.ptr + 2, ..view };
+        let short = |view: &View, bytes: usize| view.slice(0, bytes).unwrap();
+        let odd = |view: &View| view.slice(2, view.len() - 2).unwrap();
         let refused = |tokens: Tokens, output: Output, words: &[&str]| {
             let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
-        refused(Tokens { count: TokenCount::Host(5), ..good }, out, &["count is 5", "at most 4"]);
-        refused(Tokens { x: short(good.x, 255), ..good }, out, &["x is 255 bytes", "256 bytes"]);
-        refused(Tokens { x: odd(good.x), ..good }, out, &["x is address", "16 bytes"]);
-        refused(Tokens { x_pitch: 100, ..good }, out, &["x_pitch is 100", "at least 128"]);
-        refused(Tokens { x_pitch: 136, ..good }, out, &["x_pitch is 136", "multiple of 16"]);
-        refused(Tokens { topk_idx: short(good.topk_idx, 15), ..good }, out, &["topk_idx is 15 bytes", "16 bytes"]);
+        refused(Tokens { count: TokenCount::Host(5), ..good.clone() }, out.clone(), &["count is 5", "at most 4"]);
+        refused(Tokens { x: short(&good.x, 255), ..good.clone() }, out.clone(), &["x is 255 bytes", "256 bytes"]);
+        refused(Tokens { x: odd(&good.x), ..good.clone() }, out.clone(), &["x is address", "16 bytes"]);
+        refused(Tokens { x_pitch: 100, ..good.clone() }, out.clone(), &["x_pitch is 100", "at least 128"]);
+        refused(Tokens { x_pitch: 136, ..good.clone() }, out.clone(), &["x_pitch is 136", "multiple of 16"]);
         refused(
-            Tokens { index_type: IndexType::I64, count: TokenCount::Host(4), ..good },
-            out,
+            Tokens { topk_idx: short(&good.topk_idx, 15), ..good.clone() },
+            out.clone(),
+            &["topk_idx is 15 bytes", "16 bytes"],
+        );
+        refused(
+            Tokens { index_type: IndexType::I64, count: TokenCount::Host(4), ..good.clone() },
+            out.clone(),
             &["topk_idx", "64 bytes"],
         );
-        refused(Tokens { topk_weight: None, ..good }, out, &["topk_weight is missing", "with dispatch"]);
-        let scales = Some(ScaleView { view: good.x, row_stride: 1, col_stride: 1 });
-        refused(Tokens { scales, ..good }, out, &["scales is given", "no scales"]);
+        refused(
+            Tokens { topk_weight: None, ..good.clone() },
+            out.clone(),
+            &["topk_weight is missing", "with dispatch"],
+        );
+        let scales = Some(ScaleView { view: good.x.clone(), row_stride: 1, col_stride: 1 });
+        refused(Tokens { scales, ..good.clone() }, out.clone(), &["scales is given", "no scales"]);
         let layout = Layout::Contiguous { align: 0, capacity: 4 };
-        refused(good, Output { layout, ..out }, &["align is 0"]);
+        refused(good.clone(), Output { layout, ..out.clone() }, &["align is 0"]);
         let layout = Layout::Contiguous { align: 1, capacity: rig.capacity + 1 };
-        refused(good, Output { layout, ..out }, &["rows is 1024 bytes", "1152 bytes"]);
+        refused(good.clone(), Output { layout, ..out.clone() }, &["rows is 1024 bytes", "1152 bytes"]);
         let layout = Layout::Masked { per_expert: usize::MAX };
-        refused(good, Output { layout, ..out }, &["layout is Masked", "fewer"]);
-        refused(good, Output { expert_count: short(out.expert_count, 31), ..out }, &["expert_count is 31", "32 bytes"]);
-        refused(good, Output { source: Some(short(out.rows, 8)), ..out }, &["source is 8 bytes", "64 bytes"]);
-        refused(good, Output { token_experts: Some(out.rows), ..out }, &["token_experts is given", "token layout"]);
+        refused(good.clone(), Output { layout, ..out.clone() }, &["layout is Masked", "fewer"]);
+        refused(
+            good.clone(),
+            Output { expert_count: short(&out.expert_count, 31), ..out.clone() },
+            &["expert_count is 31", "32 bytes"],
+        );
+        refused(
+            good.clone(),
+            Output { source: Some(short(&out.rows, 8)), ..out.clone() },
+            &["source is 8 bytes", "64 bytes"],
+        );
+        refused(
+            good.clone(),
+            Output { token_experts: Some(out.rows.clone()), ..out.clone() },
+            &["token_experts is given", "token layout"],
+        );
         rig.good_round(1);
 
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(0), &out).unwrap();
@@ -356,10 +376,18 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
         let (rows, combined) = (rig.expert_rows(), rig.combined());
-        refused(Rows { rows: short(rows.rows, 100), ..rows }, combined, &["rows is 100 bytes", "1024 bytes"]);
-        refused(Rows { topk_weight: Some(rows.rows), ..rows }, combined, &["topk_weight is given", "with dispatch"]);
-        refused(rows, Combined { dtype: Dtype::Fp8E4m3, ..combined }, &["dtype of out is fp8"]);
-        refused(rows, Combined { pitch: 0, ..combined }, &["pitch of out is 0"]);
+        refused(
+            Rows { rows: short(&rows.rows, 100), ..rows.clone() },
+            combined.clone(),
+            &["rows is 100 bytes", "1024 bytes"],
+        );
+        refused(
+            Rows { topk_weight: Some(rows.rows.clone()), ..rows.clone() },
+            combined.clone(),
+            &["topk_weight is given", "with dispatch"],
+        );
+        refused(rows.clone(), Combined { dtype: Dtype::Fp8E4m3, ..combined.clone() }, &["dtype of out is fp8"]);
+        refused(rows.clone(), Combined { pitch: 0, ..combined.clone() }, &["pitch of out is 0"]);
         rig.ep.combine(&rig.stream, &handle, &rows, &combined).unwrap();
         rig.good_round(2);
     });
@@ -372,7 +400,7 @@ fn scales_of_the_wrong_shape_are_refused() {
         let x = rig.ep.device().alloc(4 * 256).unwrap();
         let scales = rig.ep.device().alloc(4 * 2 * 4).unwrap();
         let given = |bytes: usize, row_stride: usize| {
-            Some(ScaleView { view: View { bytes, ..scales.view() }, row_stride, col_stride: 1 })
+            Some(ScaleView { view: scales.slice(0, bytes).unwrap(), row_stride, col_stride: 1 })
         };
         let refused = |scales: Option<ScaleView>, out_scales: Option<View>, words: &[&str]| {
             let tokens = Tokens { x: x.view(), x_pitch: 256, scales, ..rig.tokens(4) };
@@ -382,12 +410,12 @@ fn scales_of_the_wrong_shape_are_refused() {
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
         let out = Some(scales.view());
-        refused(None, out, &["scales is missing", "have scales"]);
-        refused(given(31, 2), out, &["scales is 31 bytes", "32 bytes"]);
-        refused(given(32, 3), out, &["scales is 32 bytes", "44 bytes"]);
+        refused(None, out.clone(), &["scales is missing", "have scales"]);
+        refused(given(31, 2), out.clone(), &["scales is 31 bytes", "32 bytes"]);
+        refused(given(32, 3), out.clone(), &["scales is 32 bytes", "44 bytes"]);
         refused(given(32, usize::MAX), out, &["scales is beyond 64 bits"]);
         refused(given(32, 2), None, &["output scales is missing"]);
-        refused(given(32, 2), Some(View { bytes: 28, ..scales.view() }), &["output scales is 28 bytes", "32 bytes"]);
+        refused(given(32, 2), Some(scales.slice(0, 28).unwrap()), &["output scales is 28 bytes", "32 bytes"]);
     });
 }
 
@@ -406,12 +434,16 @@ fn a_context_that_quantizes_takes_bf16_rows_without_scales() {
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
         let given = Some(ScaleView { view: scales.view(), row_stride: 2, col_stride: 1 });
-        refused(Tokens { scales: given, ..good }, out, &["scales is given", "makes the scales", "leave it out"]);
+        refused(
+            Tokens { scales: given, ..good.clone() },
+            out.clone(),
+            &["scales is given", "makes the scales", "leave it out"],
+        );
         // Rows of fp8.
-        refused(Tokens { x_pitch: 256, ..good }, out, &["x_pitch is 256", "at least 512"]);
-        let short = View { bytes: 4 * 512 - 1, ..x.view() };
-        refused(Tokens { x: short, ..good }, out, &["x is 2047 bytes", "2048 bytes"]);
-        refused(good, Output { scales: None, ..out }, &["output scales is missing", "have scales"]);
+        refused(Tokens { x_pitch: 256, ..good.clone() }, out.clone(), &["x_pitch is 256", "at least 512"]);
+        let short = x.slice(0, 4 * 512 - 1).unwrap();
+        refused(Tokens { x: short, ..good.clone() }, out.clone(), &["x is 2047 bytes", "2048 bytes"]);
+        refused(good.clone(), Output { scales: None, ..out.clone() }, &["output scales is missing", "have scales"]);
 
         // Columns of 7 and 448: the scale is 1, and 7 is 1.75 * 2^2 in e4m3.
         let row: Vec<u8> = (0..256).flat_map(|c| if c % 2 == 0 { 0x40e0u16 } else { 0x43e0 }.to_ne_bytes()).collect();
@@ -583,16 +615,26 @@ fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
 }
 
 #[test]
-fn handles_run_out_with_a_sentence_and_come_back() {
+fn handles_are_allocated_on_demand_but_not_while_a_stream_captures() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 2));
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
         rig.route(&GOOD, 1);
         let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(2), &rig.output(rig.capacity));
-        let (first, _second) = (dispatch().unwrap(), dispatch().unwrap());
-        let error = dispatch().map(drop).unwrap_err();
-        assert!(error.to_string().contains("all 2 in use"), "{error}");
+        let (first, second) = (dispatch().unwrap(), dispatch().unwrap());
+        rig.stream.begin_capture().unwrap();
+        let error = dispatch().map(drop).unwrap_err().to_string();
+        assert!(error.contains("none free while the stream captures") && error.contains("handles"), "{error}");
         drop(first);
-        dispatch().unwrap();
+        let recorded = dispatch().unwrap();
+        let error = dispatch().map(drop).unwrap_err().to_string();
+        assert!(error.contains("none free"), "{error}");
+        let graph = rig.stream.end_capture().unwrap();
+        drop((recorded, second));
+        // Of three that were in use at once one is the graph's.
+        let _both = (dispatch().unwrap(), dispatch().unwrap());
+        graph.launch(&rig.stream).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
     });
 }
 

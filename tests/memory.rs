@@ -59,8 +59,9 @@ fn look_from_the_host(world: &World, map: &PeerMap) {
     assert_eq!(unsafe { at.read() }, first, "mark of rank 0");
 }
 
-fn at(map: &PeerMap, rank: u32, offset: usize, bytes: usize) -> View {
-    View { ptr: map.base_of(Rank(rank)) + offset as u64, bytes }
+fn at(device: &Device, map: &PeerMap, rank: u32, offset: usize, bytes: usize) -> View {
+    // SAFETY: inside the arena of a rank of the same node, which is mapped as long as `map` lives: longer than the work.
+    unsafe { View::from_raw(device, map.base_of(Rank(rank)) + offset as u64, bytes) }
 }
 
 /// Every rank's device stores its mark at the end of every arena; every rank then finds all marks in its own.
@@ -70,7 +71,7 @@ fn exchange_marks(world: &World, device: &Device, stream: &Stream, arena: Arena,
     assert_eq!(map.base_of(Rank(own)), map.own().base());
     assert_eq!(map.own().bytes(), BYTES);
     let seen = device.alloc(BYTES).unwrap();
-    stream.copy(seen.view(), at(&map, own, 0, BYTES)).unwrap();
+    stream.copy(&seen.view(), &at(device, &map, own, 0, BYTES)).unwrap();
     stream.synchronize(PATIENCE).unwrap();
     let mut bytes = vec![1; BYTES];
     seen.read(0, &mut bytes).unwrap();
@@ -79,11 +80,11 @@ fn exchange_marks(world: &World, device: &Device, stream: &Stream, arena: Arena,
 
     for peer in 0..ranks {
         let offset = BYTES - SLOT * (own as usize + 1);
-        stream.fill(at(&map, peer, offset, SLOT), (10 * own + peer + 1) as u8).unwrap();
+        stream.fill(&at(device, &map, peer, offset, SLOT), (10 * own + peer + 1) as u8).unwrap();
     }
     stream.synchronize(PATIENCE).unwrap();
     world.barrier("stored").unwrap();
-    stream.copy(seen.view(), at(&map, own, 0, BYTES)).unwrap();
+    stream.copy(&seen.view(), &at(device, &map, own, 0, BYTES)).unwrap();
     stream.synchronize(PATIENCE).unwrap();
     seen.read(0, &mut bytes).unwrap();
     for peer in 0..ranks {

@@ -34,7 +34,9 @@ DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", 
 SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
 LOGGING = "bindings/cli/logging.rs"
-DEVICE = "kernels/device/mod.rs"
+VIEW, DEVICE, CPU, RECORDING = (
+    "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
+OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
 CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
@@ -250,7 +252,7 @@ MUTANTS = [
     ("a number given again at once", SERVICE, "std::cmp::Reverse(*age)", "0 * *age"),
     ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
-    ("a context freed under what a capture came after", CALLS, "stream.drain(patience).is_err()", "!stream.is_capturing().unwrap_or(false) && stream.drain(patience).is_err()"),
+    ("a context freed under what a capture came after", RECORDING, "queue.drain(patience).is_ok()", "queue.is_capturing().unwrap_or(false) || queue.drain(patience).is_ok()"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
     ("doorbells of later chunks left as they were rung", MACHINE, "self.chunks_word.is_none()", "false"),
     ("doorbells of later chunks not cleared", DRIVER, "doorbell.store(0, Ordering::Relaxed);", ""),
@@ -276,10 +278,27 @@ MUTANTS = [
     ("a header of any size read", TRACE_FILE, "if length > MAX_HEADER_BYTES {", "if false {"),
     ("the longest trace file refused", TRACE_FILE, "meta.len() > MAX_FILE", "meta.len() >= MAX_FILE"),
     ("the longest header refused", TRACE_FILE, "length > MAX_HEADER", "length >= MAX_HEADER"),
-    ("a stream of another device taken", DEVICE, "if self == wanted {", "if true {"),
+    ("a stream of another device taken", VIEW, "if self == wanted {", "if true {"),
+    ("a view of another device taken", VIEW, "self.place.must_be(name, place)", "place.must_be(name, place)"),
+    ("input of later waves freed under them", CALLS, "(self.plan.waves > 1).then(|| tokens.clone())", "None"),
+    ("rows of later waves freed under them", CALLS, "(self.plan.waves > 1).then(|| rows.clone())", "None"),
+    ("the host copies while a kernel runs", CPU, "if runs_here(self.exec.raw()) || ended() {", "if true {"),
+    ("a copy made once its caller has gone", CPU, "match lock(&transfer.copy).take() {", "match *lock(&transfer.copy) {"),
+    ("a graph's views not kept", RECORDING, "self.owners.extend(view.owner().cloned());", "let _ = view;"),
+    ("a graph's context not kept", RECORDING, "self.owners.push(context());", "let _ = context;"),
+    ("a graph's handles not kept", OPEN, "recording.keep(lease.clone()),", "drop(recording),"),
+    ("a graph dropped ahead of its replays", DEVICE, "!kept.is_empty() && launched", "kept.is_empty() && launched"),
+    ("calls of two streams not ordered", RECORDING, "            queue.wait_for(before)?;\n        }\n        *last", "            let _ = before;\n        }\n        *last"),
+    ("replays not ordered", RECORDING, "enqueued.follow(chain, queue)?;", "let _ = (&enqueued, chain, queue);"),
+    ("a handle given on under its last use", HANDLE, ".try_for_each(|used| queue.wait_for(used));", ".try_for_each(|_| Ok(()));"),
+    ("use of a handle on a further stream forgotten", HANDLE, "used.push(queue.clone());", "if used.is_empty() { used.push(queue.clone()); }"),
+    ("a recorded handle overwritten under its last use", RECORDING, "            after.push(queue.clone());", "            let _ = &after;"),
+    ("a graph that was never launched has waited", HANDLE, "slot.ok_or_else(none_free)?", "slot.ok_or_else(none_free).map(|slot| Slot { used: Vec::new(), ..slot })?"),
+    ("memory freed under kernels that do not end", OPEN, "forget((self.memory.clone(), self", "forget((self"),
+    ("idle streams kept for ever", RECORDING, "queues.retain(|known| !known.is_idle());", ""),
+    ("a stream behind another does not wait", EXECUTOR, "std::make_shared<bool>(false)", "std::make_shared<bool>(true)"),
     ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
-    ("launches of two threads mixed", CALLS, "let _call = self.begin_call();\n        for wave in 0..self.plan.waves {\n            self.launch_dispatch",
-     "for wave in 0..self.plan.waves {\n            self.launch_dispatch"),
+    ("launches of two threads mixed", CALLS, "call.keep(tokens.views().chain(output.views()));", "drop(call);"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
@@ -362,6 +381,7 @@ class Worker:
             ("unit tests", [*lib, "cli::cases::trace_file"]),
         ]
         contexts = [("tests/contexts.rs", [*test, "contexts"])]
+        ownership = [("tests/ownership.rs", [*test, "ownership"])]
         own = {
             MACHINE: proxy + [("unit tests", [*lib, "driver"])],
             DRIVER: [("unit tests", [*lib, "driver"])],
@@ -370,8 +390,14 @@ class Worker:
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
-            CALLS: contexts,
-            DEVICE: [("unit tests", [*lib, "kernels::device"])],
+            CALLS: contexts + ownership,
+            VIEW: [("unit tests", [*lib, "kernels::view"])] + ownership,
+            DEVICE: ownership,
+            CPU: ownership + [("unit tests", [*lib, "given_up"])],
+            RECORDING: ownership + contexts + [("unit tests", [*lib, "recording"])],
+            OPEN: ownership,
+            HANDLE: ownership,
+            EXECUTOR: ownership,
             WORLD: contexts,
             REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
         }

@@ -56,10 +56,10 @@ fn another_output_and_halves_are_refused_and_the_next_call_works() {
         let own = output(&rig);
         let others = [
             rig.output(64),
-            Output { layout: Layout::Contiguous { align: 2, capacity: 64 }, ..own },
-            Output { layout: Layout::Contiguous { align: 1, capacity: 63 }, ..own },
-            Output { rows_pitch: own.rows_pitch + 16, ..own },
-            Output { scale_order: ScaleOrder::ColumnMajor, ..own },
+            Output { layout: Layout::Contiguous { align: 2, capacity: 64 }, ..own.clone() },
+            Output { layout: Layout::Contiguous { align: 1, capacity: 63 }, ..own.clone() },
+            Output { rows_pitch: own.rows_pitch + 16, ..own.clone() },
+            Output { scale_order: ScaleOrder::ColumnMajor, ..own.clone() },
         ];
         for other in others {
             let why = rig.ep.dispatch(&rig.stream, &rig.tokens(1), &other).err().map(|why| why.to_string());
@@ -81,7 +81,7 @@ fn an_output_that_is_too_small_is_known_before_anything_is_stored_there() {
         good_round(&rig, 1);
         let own = output(&rig);
         rig.route(&[[0, 1]; MAX_TOKENS], 2);
-        rig.stream.fill(own.rows, 0xAB).unwrap();
+        rig.stream.fill(&own.rows, 0xAB).unwrap();
         let error = round(&rig, MAX_TOKENS).unwrap_err();
         match (rig.rank, &error) {
             (0, Error::Capacity { needed, given, .. }) => assert_eq!((*needed, *given), (24, 23)),
@@ -90,10 +90,10 @@ fn an_output_that_is_too_small_is_known_before_anything_is_stored_there() {
             (_, Error::Incomplete { .. }) => {}
             _ => panic!("{error}"),
         }
-        let copy = rig.ep.device().alloc(own.rows.bytes).unwrap();
-        rig.stream.copy(copy.view(), own.rows).unwrap();
+        let copy = rig.ep.device().alloc(own.rows.len()).unwrap();
+        rig.stream.copy(&copy.view(), &own.rows).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
-        let mut seen = vec![0; own.rows.bytes];
+        let mut seen = vec![0; own.rows.len()];
         copy.read(0, &mut seen).unwrap();
         assert!(seen.iter().all(|byte| *byte == 0xAB), "something was stored in an output without room");
         // Rank 0 has two records of it: the capacity, and what its own sums lack.

@@ -4,7 +4,7 @@ use super::shape::Shape;
 use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::View;
+use crate::kernels::{Place, View};
 
 /// Type of the routing indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +26,7 @@ impl IndexType {
 }
 
 /// How many tokens a rank dispatches.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub enum TokenCount {
     /// Known on the host.
     Host(usize),
@@ -35,7 +35,7 @@ pub enum TokenCount {
 }
 
 /// Scales of the input rows: 4-byte words, fp32 or four UE8M0 exponents each.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct ScaleView {
     /// The memory.
     pub view: View,
@@ -46,7 +46,7 @@ pub struct ScaleView {
 }
 
 /// The tokens of this rank.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Tokens {
     /// Rows, [tokens, hidden] of the context's dtype, or of bf16 where the context quantises; 16-byte aligned.
     pub x: View,
@@ -114,7 +114,7 @@ pub enum ScaleOrder {
 }
 
 /// Where dispatch writes. Optional views are left out by `None`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Output {
     /// Order and capacity of the rows.
     pub layout: Layout,
@@ -147,7 +147,7 @@ pub struct Output {
 }
 
 /// A context's output in its arena: what [`Output`] has to say there, scales being row by row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OwnOutput {
     /// Contiguous.
     pub layout: Layout,
@@ -162,22 +162,22 @@ pub struct OwnOutput {
 impl OwnOutput {
     /// Refuses an output that is not this one.
     pub(crate) fn check(&self, output: &Output) -> Result<()> {
-        let given = OwnOutput {
-            layout: output.layout,
-            rows: View { bytes: self.rows.bytes, ..output.rows },
-            rows_pitch: output.rows_pitch,
-            scales: output.scales.map(|view| View { bytes: self.scales.map_or(0, |own| own.bytes), ..view }),
+        // What is given may be longer, never shorter: `Output::check` asks for as much.
+        let scales = match (&self.scales, &output.scales) {
+            (Some(own), Some(given)) => own.ptr() == given.ptr(),
+            (own, given) => own.is_none() && given.is_none(),
         };
-        if given == *self && output.scale_order == ScaleOrder::RowMajor {
+        let rows = output.rows.ptr() == self.rows.ptr() && output.rows_pitch == self.rows_pitch;
+        if rows && scales && output.layout == self.layout && output.scale_order == ScaleOrder::RowMajor {
             return Ok(());
         }
         let advice = "this context has an output in its arena; give what own_output() says".into();
-        Err(argument("output", format!("{:?} at {:#x}", output.layout, output.rows.ptr), advice))
+        Err(argument("output", format!("{:?} at {:#x}", output.layout, output.rows.ptr()), advice))
     }
 }
 
 /// The experts' outputs, in the layout dispatched.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Rows {
     /// Rows, [rows, hidden] of the context's combine dtype; 16-byte aligned.
     pub rows: View,
@@ -188,7 +188,7 @@ pub struct Rows {
 }
 
 /// Where combine writes.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Combined {
     /// [tokens, hidden]; 16-byte aligned.
     pub out: View,
@@ -210,35 +210,52 @@ fn stride(name: &'static str, words: usize) -> Result<u32> {
     u32::try_from(words).map_err(|_| argument(name, words.to_string(), advice))
 }
 
-/// Refuses a view that is too small or misaligned.
-fn need(name: &'static str, view: View, bytes: Option<usize>, align: u64) -> Result<()> {
-    let Some(bytes) = bytes else {
-        return Err(argument(name, "beyond 64 bits".into(), "ask for fewer rows".into()));
-    };
-    if view.bytes < bytes {
-        return Err(argument(name, format!("{} bytes", view.bytes), format!("{bytes} bytes are needed")));
-    }
-    if bytes > 0 && view.ptr == 0 {
-        return Err(argument(name, "a null pointer".into(), format!("{bytes} bytes are needed")));
-    }
-    if !view.ptr.is_multiple_of(align) {
-        return Err(argument(name, format!("address {:#x}", view.ptr), format!("align it to {align} bytes")));
-    }
-    Ok(())
+/// What views are held against: the context's shape, and its device.
+#[derive(Clone, Copy)]
+pub(crate) struct Needs<'a> {
+    pub shape: &'a Shape,
+    pub place: Place,
 }
 
-/// Refuses an optional view that is missing where it is needed, given where it is unused, or unusable.
-fn need_if(name: &'static str, wanted: bool, why: &str, view: Option<View>, bytes: Option<usize>) -> Result<u64> {
-    match (wanted, view) {
-        (true, None) => Err(argument(name, "missing".into(), format!("{why}, so give it"))),
-        (false, Some(_)) => Err(argument(name, "given".into(), format!("{why}, so leave it out"))),
-        (true, Some(view)) => need(name, view, bytes, 4).map(|()| view.ptr),
-        (false, None) => Ok(0),
+impl Needs<'_> {
+    /// Refuses a view that is of another device, too small or misaligned.
+    fn need(&self, name: &'static str, view: &View, bytes: Option<usize>, align: u64) -> Result<u64> {
+        view.of(name, self.place)?;
+        let Some(bytes) = bytes else {
+            return Err(argument(name, "beyond 64 bits".into(), "ask for fewer rows".into()));
+        };
+        if view.len() < bytes {
+            return Err(argument(name, format!("{} bytes", view.len()), format!("{bytes} bytes are needed")));
+        }
+        if bytes > 0 && view.ptr() == 0 {
+            return Err(argument(name, "a null pointer".into(), format!("{bytes} bytes are needed")));
+        }
+        if !view.ptr().is_multiple_of(align) {
+            return Err(argument(name, format!("address {:#x}", view.ptr()), format!("align it to {align} bytes")));
+        }
+        Ok(view.ptr())
     }
-}
 
-fn optional(name: &'static str, view: Option<View>, bytes: Option<usize>) -> Result<u64> {
-    view.map_or(Ok(0), |view| need(name, view, bytes, 4).map(|()| view.ptr))
+    /// Refuses an optional view that is missing where it is needed, given where it is unused, or unusable.
+    fn need_if(
+        &self,
+        name: &'static str,
+        wanted: bool,
+        why: &str,
+        view: Option<&View>,
+        bytes: Option<usize>,
+    ) -> Result<u64> {
+        match (wanted, view) {
+            (true, None) => Err(argument(name, "missing".into(), format!("{why}, so give it"))),
+            (false, Some(_)) => Err(argument(name, "given".into(), format!("{why}, so leave it out"))),
+            (true, Some(view)) => self.need(name, view, bytes, 4),
+            (false, None) => Ok(0),
+        }
+    }
+
+    fn optional(&self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
+        view.as_ref().map_or(Ok(0), |view| self.need(name, view, bytes, 4))
+    }
 }
 
 /// Bytes of `rows` rows of `row_bytes`, `pitch` apart; checks the pitch.
@@ -251,6 +268,15 @@ fn rows_span(name: &'static str, rows: usize, pitch: usize, row_bytes: usize) ->
 }
 
 impl Tokens {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        let count = match &self.count {
+            TokenCount::Host(_) => None,
+            TokenCount::Device(view) => Some(view),
+        };
+        let scales = self.scales.as_ref().map(|scales| &scales.view);
+        [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), count].into_iter().flatten()
+    }
+
     /// Tokens for which views must have room: the host's count, or the maximum where only the device knows.
     pub(crate) fn room(&self, shape: &Shape) -> Result<usize> {
         match self.count {
@@ -264,30 +290,31 @@ impl Tokens {
         }
     }
 
-    pub(crate) fn check(&self, shape: &Shape) -> Result<raw::ty_tokens> {
+    pub(crate) fn check(&self, needs: Needs<'_>) -> Result<raw::ty_tokens> {
+        let shape = needs.shape;
         let room = self.room(shape)?;
         let choices = room.checked_mul(shape.top_k);
-        need("x", self.x, rows_span("x_pitch", room, self.x_pitch, shape.input_row_bytes())?, 16)?;
+        needs.need("x", &self.x, rows_span("x_pitch", room, self.x_pitch, shape.input_row_bytes())?, 16)?;
         let index_bytes = self.index_type.bytes();
-        need("topk_idx", self.topk_idx, choices.and_then(|n| n.checked_mul(index_bytes)), index_bytes as u64)?;
-        let weights = need_if(
+        needs.need("topk_idx", &self.topk_idx, choices.and_then(|n| n.checked_mul(index_bytes)), index_bytes as u64)?;
+        let weights = needs.need_if(
             "topk_weight",
             shape.weights_with_dispatch(),
             shape.weights_sentence(),
-            self.topk_weight,
+            self.topk_weight.as_ref(),
             choices.and_then(|n| n.checked_mul(4)),
         )?;
-        let (count, count_ptr) = match self.count {
-            TokenCount::Host(count) => (count as u32, 0),
-            TokenCount::Device(view) => need("count", view, Some(4), 4).map(|()| (0, view.ptr))?,
+        let (count, count_ptr) = match &self.count {
+            TokenCount::Host(count) => (*count as u32, 0),
+            TokenCount::Device(view) => (0, needs.need("count", view, Some(4), 4)?),
         };
-        let scales = self.check_scales(shape, room)?;
+        let scales = self.check_scales(needs, room)?;
         Ok(raw::ty_tokens {
-            x: self.x.ptr,
+            x: self.x.ptr(),
             x_pitch: self.x_pitch as u64,
-            scales: scales.map_or(0, |s| s.view.ptr),
+            scales: scales.map_or(0, |s| s.view.ptr()),
             scale_row_stride: scales.map_or(0, |s| s.row_stride as u64),
-            topk_idx: self.topk_idx.ptr,
+            topk_idx: self.topk_idx.ptr(),
             topk_weight: weights,
             count_ptr,
             count,
@@ -297,23 +324,38 @@ impl Tokens {
         })
     }
 
-    fn check_scales(&self, shape: &Shape, room: usize) -> Result<Option<ScaleView>> {
-        let span = self.scales.and_then(|s| {
+    fn check_scales(&self, needs: Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {
+        let (shape, scales) = (needs.shape, self.scales.as_ref());
+        let span = scales.and_then(|s| {
             let last = room.saturating_sub(1).checked_mul(s.row_stride)?;
             let column = shape.scale_words.saturating_sub(1).checked_mul(s.col_stride)?;
             let words = if room == 0 { 0 } else { last.checked_add(column)?.checked_add(1)? };
             words.checked_mul(4)
         });
-        let view = self.scales.map(|s| s.view);
-        let span = if self.scales.is_some() { span } else { Some(0) };
+        let span = if scales.is_some() { span } else { Some(0) };
         let (wanted, why) = shape.input_scales();
-        need_if("scales", wanted, why, view, span)?;
-        Ok(self.scales)
+        needs.need_if("scales", wanted, why, scales.map(|s| &s.view), span)?;
+        Ok(scales)
     }
 }
 
 impl Output {
-    pub(crate) fn check(&self, shape: &Shape) -> Result<raw::ty_output> {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        let optional = [
+            &self.scales,
+            &self.expert_offset,
+            &self.row_expert,
+            &self.source,
+            &self.token_experts,
+            &self.token_weights,
+            &self.row_count,
+            &self.host_counts,
+        ];
+        [&self.rows, &self.expert_count].into_iter().chain(optional.into_iter().flatten())
+    }
+
+    pub(crate) fn check(&self, needs: Needs<'_>) -> Result<raw::ty_output> {
+        let shape = needs.shape;
         let (capacity, align) = match self.layout {
             Layout::Contiguous { align: 0, .. } => {
                 return Err(argument("align", "0".into(), "use 1 for no alignment".into()));
@@ -328,8 +370,8 @@ impl Output {
             let advice = "rows are counted in int32, those by which experts' starts are aligned, too; ask for fewer";
             return Err(argument("layout", format!("{:?}", self.layout), advice.into()));
         };
-        need("rows", self.rows, rows_span("rows_pitch", rows, self.rows_pitch, shape.row_bytes)?, 16)?;
-        need("expert_count", self.expert_count, Some(4 * local), 4)?;
+        needs.need("rows", &self.rows, rows_span("rows_pitch", rows, self.rows_pitch, shape.row_bytes)?, 16)?;
+        needs.need("expert_count", &self.expert_count, Some(4 * local), 4)?;
         let leading = match self.scale_order {
             ScaleOrder::RowMajor => 0,
             ScaleOrder::ColumnMajor => capacity.next_multiple_of(4),
@@ -340,28 +382,28 @@ impl Output {
             (ScaleOrder::ColumnMajor, _) => Some(leading),
         };
         let scale_bytes = scale_rows.and_then(|r| r.checked_mul(4 * shape.scale_words));
-        let scales =
-            need_if("output scales", shape.scale_words > 0, shape.scales_sentence(), self.scales, scale_bytes)?;
+        let (wanted, why) = (shape.scale_words > 0, shape.scales_sentence());
+        let scales = needs.need_if("output scales", wanted, why, self.scales.as_ref(), scale_bytes)?;
         let is_token = matches!(self.layout, Layout::Token { .. });
         let only_token = "only the token layout has it";
-        for (name, view) in [("token_experts", self.token_experts), ("token_weights", self.token_weights)] {
+        for (name, view) in [("token_experts", &self.token_experts), ("token_weights", &self.token_weights)] {
             if !is_token && view.is_some() {
                 return Err(argument(name, "given".into(), format!("{only_token}, so leave it out")));
             }
         }
         let per_choice = rows.checked_mul(4 * shape.top_k);
         Ok(raw::ty_output {
-            rows: self.rows.ptr,
+            rows: self.rows.ptr(),
             rows_pitch: self.rows_pitch as u64,
             scales,
-            expert_count: self.expert_count.ptr,
-            expert_offset: optional("expert_offset", self.expert_offset, Some(4 * (local + 1)))?,
-            row_expert: optional("row_expert", self.row_expert, rows.checked_mul(4))?,
-            source: optional("source", self.source, rows.checked_mul(8))?,
-            token_experts: optional("token_experts", self.token_experts, per_choice)?,
-            token_weights: optional("token_weights", self.token_weights, per_choice)?,
-            row_count: optional("row_count", self.row_count, Some(4))?,
-            host_counts: optional("host_counts", self.host_counts, Some(4 * (local + 1)))?,
+            expert_count: self.expert_count.ptr(),
+            expert_offset: needs.optional("expert_offset", &self.expert_offset, Some(4 * (local + 1)))?,
+            row_expert: needs.optional("row_expert", &self.row_expert, rows.checked_mul(4))?,
+            source: needs.optional("source", &self.source, rows.checked_mul(8))?,
+            token_experts: needs.optional("token_experts", &self.token_experts, per_choice)?,
+            token_weights: needs.optional("token_weights", &self.token_weights, per_choice)?,
+            row_count: needs.optional("row_count", &self.row_count, Some(4))?,
+            host_counts: needs.optional("host_counts", &self.host_counts, Some(4 * (local + 1)))?,
             capacity: capacity as u64,
             scale_leading: stride("capacity", leading)?,
             layout: self.layout.code(),
@@ -373,24 +415,30 @@ impl Output {
 }
 
 impl Rows {
+    pub(crate) fn views(&self) -> impl Iterator<Item = &View> {
+        [Some(&self.rows), self.topk_weight.as_ref()].into_iter().flatten()
+    }
+
     /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` that of own tokens.
-    pub(crate) fn check(&self, shape: &Shape, rows: usize, room: usize) -> Result<u64> {
-        need("rows", self.rows, rows_span("pitch", rows, self.pitch, shape.combine_row_bytes())?, 16)?;
-        need_if(
+    pub(crate) fn check(&self, needs: Needs<'_>, rows: usize, room: usize) -> Result<u64> {
+        let shape = needs.shape;
+        needs.need("rows", &self.rows, rows_span("pitch", rows, self.pitch, shape.combine_row_bytes())?, 16)?;
+        needs.need_if(
             "topk_weight",
             shape.weights_with_combine(),
             shape.weights_sentence(),
-            self.topk_weight,
+            self.topk_weight.as_ref(),
             room.checked_mul(4 * shape.top_k),
         )
     }
 }
 
 impl Combined {
-    pub(crate) fn check(&self, shape: &Shape, room: usize) -> Result<u32> {
+    pub(crate) fn check(&self, needs: Needs<'_>, room: usize) -> Result<u32> {
+        let shape = needs.shape;
         let code = shape.float_code("dtype of out", self.dtype)?;
         let row_bytes = shape.hidden * self.dtype.bytes();
-        need("out", self.out, rows_span("pitch of out", room, self.pitch, row_bytes)?, 16)?;
+        needs.need("out", &self.out, rows_span("pitch of out", room, self.pitch, row_bytes)?, 16)?;
         Ok(code)
     }
 }

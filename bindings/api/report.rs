@@ -37,12 +37,12 @@ impl Reports {
 
     /// Of the records, as the device sees them.
     pub fn records_address(&self) -> u64 {
-        self.memory.view().ptr
+        self.memory.view().ptr()
     }
 
     /// Of the words about refused dispatches, as the device sees them.
     pub fn refused_address(&self) -> u64 {
-        self.memory.view().ptr + RECORDS_BYTES as u64
+        self.memory.view().ptr() + RECORDS_BYTES as u64
     }
 
     /// Other ranks that this one heard refuse to dispatch, each with the last time.

@@ -57,7 +57,7 @@ impl Statistics {
     }
 
     pub fn device_address(&self) -> u64 {
-        self.memory.view().ptr
+        self.memory.view().ptr()
     }
 
     fn word(&self, index: usize) -> u64 {

@@ -8,9 +8,7 @@ use crate::ffi::layout as raw;
 use std::time::Duration;
 
 /// One run of the benchmark's experts over dispatched rows; formulas in tests/reference/expert.rs.
-///
-/// The views are trusted: they must be the output of a dispatch of this shape.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct ExpertCall {
     /// Dispatched rows.
     pub rows: View,
@@ -59,8 +57,8 @@ fn code(dtype: Dtype) -> u32 {
     }
 }
 
-fn address(view: Option<View>) -> u64 {
-    view.map_or(0, |view| view.ptr)
+fn address(view: &Option<View>) -> u64 {
+    view.as_ref().map_or(0, View::ptr)
 }
 
 /// Blocks and threads that suit a kernel without waits.
@@ -75,18 +73,23 @@ fn grid(stream: &Stream) -> (u32, u32) {
 ///
 /// # Errors
 /// `Device` if the launch fails.
-pub fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
+///
+/// # Safety
+/// The views are of the stream's device, hold the output of a dispatch of this shape (`row_expert` and `token_experts`
+/// lead to `global_expert` unchecked), have room for `row_total` rows, and last until the launch or the last replay of its
+/// graph is done.
+pub unsafe fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
     let args = raw::ty_expert_args {
-        rows: call.rows.ptr,
+        rows: call.rows.ptr(),
         rows_pitch: call.rows_pitch as u64,
-        scales: address(call.scales),
+        scales: address(&call.scales),
         scale_leading: call.scale_leading as u64,
         scale_words: call.scale_words as u64,
-        row_expert: address(call.row_expert),
-        token_experts: address(call.token_experts),
-        token_weights: address(call.token_weights),
-        global_expert: call.global_expert.ptr,
-        y: call.y.ptr,
+        row_expert: address(&call.row_expert),
+        token_experts: address(&call.token_experts),
+        token_weights: address(&call.token_weights),
+        global_expert: call.global_expert.ptr(),
+        y: call.y.ptr(),
         y_pitch: call.y_pitch as u64,
         row_total: call.row_total as u64,
         rows_per_block: call.rows_per_block as u64,
@@ -97,18 +100,25 @@ pub fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
         ue8m0: u32::from(call.ue8m0),
         reserved: 0,
     };
-    stream.launch_independent("ty_bench_expert", grid(stream), &args)
+    let views = [Some(&call.rows), Some(&call.global_expert), Some(&call.y)];
+    let optional = [&call.scales, &call.row_expert, &call.token_experts, &call.token_weights];
+    let views = views.into_iter().chain(optional.map(Option::as_ref)).flatten();
+    // SAFETY: passed on to the caller.
+    stream.with(views, || unsafe { stream.launch_independent("ty_bench_expert", grid(stream), &args) })
 }
 
 /// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: what the links give.
 ///
 /// # Errors
-/// `Argument` for too many destinations or a span beyond its view; `Device` if the launch fails.
-pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize]) -> Result<()> {
+/// `Argument` for too many destinations, a view of another device or a span beyond its view; `Device` if the launch fails.
+pub fn push(stream: &Stream, source: &View, destinations: &[View], bytes: &[usize]) -> Result<()> {
+    let place = stream.device().place();
+    destinations.iter().try_for_each(|view| view.of("destinations", place))?;
+    source.of("source", place)?;
     let (blocks, threads) = grid(stream);
     let most = (raw::TY_MAX_NODE_RANKS).min(blocks) as usize;
     let fits = destinations.len() == bytes.len()
-        && destinations.iter().zip(bytes).all(|(view, &n)| n % 16 == 0 && n <= view.bytes && n <= source.bytes);
+        && destinations.iter().zip(bytes).all(|(view, &n)| n % 16 == 0 && n <= view.len() && n <= source.len());
     if destinations.is_empty() || destinations.len() > most || !fits {
         return Err(Error::Argument {
             name: "destinations",
@@ -117,17 +127,19 @@ pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize
         });
     }
     let mut args = raw::ty_push_args {
-        source: source.ptr,
+        source: source.ptr(),
         destination: [0; raw::TY_MAX_NODE_RANKS as usize],
         bytes: [0; raw::TY_MAX_NODE_RANKS as usize],
         destinations: destinations.len() as u32,
         reserved: 0,
     };
     for (i, (view, &n)) in destinations.iter().zip(bytes).enumerate() {
-        args.destination[i] = view.ptr;
+        args.destination[i] = view.ptr();
         args.bytes[i] = n as u64;
     }
-    stream.launch_independent("ty_bench_push", (blocks, threads), &args)
+    // SAFETY: the spans lie in views of this device, and no others are used.
+    let launch = || unsafe { stream.launch_independent("ty_bench_push", (blocks, threads), &args) };
+    stream.with(destinations.iter().chain([source]), launch)
 }
 
 /// Holds the stream until the host lets `turn` go, or `timeout` passed: what is enqueued behind it starts together, with the
@@ -136,16 +148,19 @@ pub fn push(stream: &Stream, source: View, destinations: &[View], bytes: &[usize
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.
-pub fn hold(stream: &Stream, words: View, turn: u64, timeout: Duration) -> Result<()> {
-    if words.bytes < 2 * size_of::<u64>() {
+pub fn hold(stream: &Stream, words: &View, turn: u64, timeout: Duration) -> Result<()> {
+    words.of("words", stream.device().place())?;
+    if words.len() < 2 * size_of::<u64>() {
         return Err(Error::Argument {
             name: "words",
-            value: format!("{} bytes", words.bytes),
+            value: format!("{} bytes", words.len()),
             advice: "give 16 bytes".into(),
         });
     }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-    stream.launch("ty_bench_hold", 1, 32, 0, &raw::ty_hold_args { words: words.ptr, turn, timeout_ns })
+    let args = raw::ty_hold_args { words: words.ptr(), turn, timeout_ns };
+    // SAFETY: the two words lie in a view of this device.
+    stream.with([words], || unsafe { stream.launch("ty_bench_hold", 1, 32, 0, &args) })
 }
 
 /// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
@@ -155,15 +170,18 @@ pub fn hold(stream: &Stream, words: View, turn: u64, timeout: Duration) -> Resul
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.
-pub fn meet(stream: &Stream, words: View, (rank, ranks): (usize, usize), turn: u64, timeout: Duration) -> Result<()> {
-    if rank >= ranks || words.bytes / (2 * size_of::<u64>()) < ranks {
+pub fn meet(stream: &Stream, words: &View, (rank, ranks): (usize, usize), turn: u64, timeout: Duration) -> Result<()> {
+    words.of("words", stream.device().place())?;
+    if rank >= ranks || words.len() / (2 * size_of::<u64>()) < ranks {
         return Err(Error::Argument {
             name: "words",
-            value: format!("{} bytes for rank {rank} of {ranks}", words.bytes),
+            value: format!("{} bytes for rank {rank} of {ranks}", words.len()),
             advice: "give 16 bytes for each rank, counted from 0".into(),
         });
     }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
     let (rank, ranks) = (rank as u32, ranks as u32);
-    stream.launch("ty_bench_meet", 1, 32, 0, &raw::ty_meet_args { words: words.ptr, turn, timeout_ns, rank, ranks })
+    let args = raw::ty_meet_args { words: words.ptr(), turn, timeout_ns, rank, ranks };
+    // SAFETY: the words of all ranks lie in a view of this device.
+    stream.with([words], || unsafe { stream.launch("ty_bench_meet", 1, 32, 0, &args) })
 }

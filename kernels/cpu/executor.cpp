@@ -180,6 +180,18 @@ int ty_stream_call(ty_stream *stream, void (*entry)(void *), void *arg) {
   }
 }
 
+int ty_stream_wait(ty_stream *stream, ty_stream *after) {
+  if (stream->exec != after->exec) return TY_EXEC_BAD_LAUNCH;
+  try {
+    Work passed, waits;
+    passed.opens = waits.waits = std::make_shared<bool>(false);
+    const int code = enqueue(after, std::move(passed));
+    return code == TY_EXEC_OK ? enqueue(stream, std::move(waits)) : code;
+  } catch (const std::bad_alloc &) {
+    return TY_EXEC_NO_MEMORY;
+  }
+}
+
 uint64_t ty_stream_enqueued(const ty_stream *stream) { return stream->enqueued.load(std::memory_order_relaxed); }
 uint64_t ty_stream_completed(const ty_stream *stream) { return stream->completed.load(std::memory_order_acquire); }
 

@@ -34,6 +34,8 @@ void ty_exec::pump_streams() {
   for (size_t i = 0; i < streams.size(); ++i) {
     ty_stream *stream = streams[i];
     if (stream->busy || stream->queue.empty()) continue;
+    const std::shared_ptr<bool> &gate = stream->queue.front().waits;
+    if (gate != nullptr && !*gate) continue; // whatever opens it pumps again
     if (seeded && random.below(4) != 0) { // work starts late as often as not
       again = true;
       continue;
@@ -46,9 +48,12 @@ void ty_exec::pump_streams() {
       start(stream, std::move(work));
       continue;
     }
-    lock.unlock();
-    work.call(work.call_arg);
-    lock.lock();
+    if (work.call != nullptr) {
+      lock.unlock();
+      work.call(work.call_arg);
+      lock.lock();
+    }
+    if (work.opens != nullptr) *work.opens = true;
     stream->busy = false;
     again = true; // it may have more; and streams may have come and gone meanwhile
     stream->completed.fetch_add(1, std::memory_order_release);

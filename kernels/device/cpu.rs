@@ -2,19 +2,21 @@
 //!
 //! Place: one backend of `device`. A free device runs its executor on a thread of its own, started here and joined
 //! when the last clone, stream and buffer are gone; the devices of a seeded world share the executor of the
-//! calling thread (`seeded`). Callers may be on any thread or host fiber. Nothing here waits but `synchronize`:
-//! what is dropped while the executor may still use it goes on a shelf and is freed once the streams have drained.
+//! calling thread (`seeded`). Callers may be on any thread or host fiber. Nothing here waits but `synchronize` and
+//! `transfer`, which copies on the executor's thread, so that no kernel runs meanwhile. What is dropped while the executor may still use it goes on a shelf and is freed once the streams have drained.
 
-use super::{Shape, View};
+use super::Shape;
+use super::view::{Owner, Span};
 use crate::base::{Error, Result, wait};
 use crate::ffi::executor as ffi;
 use std::alloc::Layout;
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
 use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -68,10 +70,14 @@ pub(super) fn explain(code: i32, what: &str, report: &str) -> Error {
 /// An executor and what must not outlive or underlive it.
 pub(super) struct Executor {
     raw: NonNull<ffi::ty_exec>,
+    /// Tells executors of this process apart.
+    number: u64,
     /// What ty_exec_run returned, or RUNNING.
     ended: Arc<AtomicI32>,
     thread: Mutex<Option<JoinHandle<()>>>,
     shelf: Mutex<Shelf>,
+    /// Of copies that the host waits for, once there was one. Goes with the executor.
+    copies: Mutex<Option<StreamPtr>>,
 }
 
 // SAFETY: the executor's functions used here are open to any thread (executor.h); ty_exec_run and
@@ -86,6 +92,7 @@ struct Shelf {
     streams: Vec<StreamPtr>,
     dropped_streams: Vec<StreamPtr>,
     dropped_memory: Vec<(u64, Layout)>,
+    retired: Vec<Owner>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -104,8 +111,10 @@ impl StreamPtr {
 }
 
 impl Shelf {
-    /// Frees what nothing can be using any more.
-    fn clear(&mut self, stopped: bool) {
+    /// Frees what nothing can be using any more. The caller drops what this answers, once the shelf is unlocked: an owner
+    /// may free memory of this device.
+    #[must_use]
+    fn clear(&mut self, stopped: bool) -> Vec<Owner> {
         self.dropped_streams.retain(|stream| {
             let drained = stream.drained();
             if drained {
@@ -115,12 +124,14 @@ impl Shelf {
             !drained
         });
         let quiet = || self.streams.iter().chain(&self.dropped_streams).all(|stream| stream.drained());
-        if !self.dropped_memory.is_empty() && (stopped || quiet()) {
-            for (ptr, layout) in self.dropped_memory.drain(..) {
-                // SAFETY: allocated with this layout, dropped by its owner, and no stream has work left.
-                unsafe { std::alloc::dealloc(ptr as *mut u8, layout) };
-            }
+        if self.dropped_memory.is_empty() && self.retired.is_empty() || !(stopped || quiet()) {
+            return Vec::new();
         }
+        for (ptr, layout) in self.dropped_memory.drain(..) {
+            // SAFETY: allocated with this layout, dropped by its owner, and no stream has work left.
+            unsafe { std::alloc::dealloc(ptr as *mut u8, layout) };
+        }
+        std::mem::take(&mut self.retired)
     }
 }
 
@@ -129,11 +140,14 @@ impl Executor {
         // SAFETY: the config outlives the call; null is handled.
         let raw = NonNull::new(unsafe { ffi::ty_exec_create(config) });
         let raw = raw.ok_or_else(|| error("the CPU device's executor could not be made", "free memory"))?;
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         Ok(Executor {
             raw,
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
             ended: Arc::new(AtomicI32::new(RUNNING)),
             thread: Mutex::new(None),
             shelf: Mutex::default(),
+            copies: Mutex::new(None),
         })
     }
 
@@ -181,8 +195,35 @@ impl Executor {
         }
     }
 
+    fn call(&self, stream: StreamPtr, call: Call) -> Result<()> {
+        self.alive("enqueueing on the CPU device")?;
+        let arg = Box::into_raw(Box::new(call)).cast::<c_void>();
+        // SAFETY: the stream is live; run_call takes the box back, once.
+        let code = unsafe { ffi::ty_stream_call(stream.0.as_ptr(), Some(run_call), arg) };
+        if code == ffi::TY_EXEC_OK as i32 {
+            return Ok(());
+        }
+        // SAFETY: it was not enqueued, so nobody else takes it.
+        drop(unsafe { Box::from_raw(arg.cast::<Call>()) });
+        Err(explain(code, "enqueueing on the CPU device", ""))
+    }
+
+    /// The stream of copies that the host waits for.
+    fn copies(&self) -> Result<StreamPtr> {
+        let mut copies = lock(&self.copies);
+        if let Some(stream) = *copies {
+            return Ok(stream);
+        }
+        // SAFETY: the executor is live and destroys the stream as it goes.
+        let raw = NonNull::new(unsafe { ffi::ty_stream_create(self.raw(), 0) });
+        let stream = StreamPtr(raw.ok_or_else(|| error("a stream could not be made", "free memory"))?);
+        *copies = Some(stream);
+        Ok(stream)
+    }
+
     fn clear_shelf(&self) {
-        lock(&self.shelf).clear(self.ended.load(Ordering::Acquire) != RUNNING);
+        let retired = lock(&self.shelf).clear(self.ended.load(Ordering::Acquire) != RUNNING);
+        drop(retired);
     }
 }
 
@@ -194,7 +235,8 @@ impl Drop for Executor {
             // The thread runs no Rust code that can panic.
             let _ = thread.join();
         }
-        lock(&self.shelf).clear(true);
+        let retired = lock(&self.shelf).clear(true);
+        drop(retired);
         // SAFETY: no stream and no device refers to it any more, and its thread has ended.
         unsafe { ffi::ty_exec_destroy(self.raw()) };
     }
@@ -219,6 +261,11 @@ impl CpuDevice {
     /// On an executor that others share.
     pub(super) fn shared(exec: Arc<Executor>, rank: u32) -> CpuDevice {
         CpuDevice { exec, rank }
+    }
+
+    /// Of its executor, in this process.
+    pub(super) fn number(&self) -> u64 {
+        self.exec.number
     }
 
     pub(super) fn new_stream(&self) -> Result<CpuStream> {
@@ -288,35 +335,151 @@ impl CpuDevice {
         }
     }
 
+    /// Makes a copy on the executor's thread, between rounds of its fibers, and waits for it. So no kernel of this device
+    /// runs meanwhile, and one that waits for a peer holds nothing up.
+    ///
+    /// # Safety
+    /// The host's bytes are the caller's during the call; the device's are an allocation's of this device.
+    pub(super) unsafe fn transfer(&self, copy: HostCopy) -> Result<()> {
+        // SAFETY: passed on to the caller.
+        unsafe { self.transfer_within(copy, COPY_TIMEOUT) }
+    }
+
+    /// # Safety
+    /// As for `transfer`.
+    unsafe fn transfer_within(&self, copy: HostCopy, timeout: Duration) -> Result<()> {
+        let ended = || self.exec.ended.load(Ordering::Acquire) != RUNNING;
+        if runs_here(self.exec.raw()) || ended() {
+            // On the executor's thread, or nothing runs any more.
+            copy.run();
+            return Ok(());
+        }
+        let transfer = Arc::new(Transfer { copy: Mutex::new(Some(copy)), done: AtomicBool::new(false) });
+        self.exec.call(self.exec.copies()?, Call::Transfer(transfer.clone()))?;
+        let done = || (transfer.done.load(Ordering::Acquire) || ended()).then_some(());
+        let _ = wait::poll("copy to or from device memory", timeout, done);
+        // Whoever takes it makes it or gives it up: after this the executor touches the host's bytes no more.
+        match lock(&transfer.copy).take() {
+            None => Ok(()),
+            Some(copy) if ended() => {
+                copy.run();
+                Ok(())
+            }
+            Some(_) => Err(error(
+                format!("a copy to or from device memory did not begin within {} ms", timeout.as_millis()),
+                "see which kernel runs without waiting for anything",
+            )),
+        }
+    }
+
+    /// Drops the owner once no stream of the executor has work left.
+    pub(super) fn retire(&self, owner: Owner) {
+        lock(&self.exec.shelf).retired.push(owner);
+        self.exec.clear_shelf();
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         self.exec.alive("checking the CPU device")
+    }
+}
+
+/// How long a copy that the host waits for may take to begin: as on a GPU.
+const COPY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A copy between host and device memory, or a fill.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum HostCopy {
+    Write { dst: Span, data: *const u8 },
+    Read { src: Span, data: *mut u8 },
+    Fill { dst: Span, byte: u8 },
+}
+
+// SAFETY: whoever makes one vouches for the bytes until it has run or was given up.
+unsafe impl Send for HostCopy {}
+
+impl HostCopy {
+    fn run(self) {
+        match self {
+            // SAFETY: both spans are valid, as `transfer` asks of its caller, who waits.
+            HostCopy::Write { dst, data } => unsafe { std::ptr::copy(data, dst.ptr as *mut u8, dst.bytes) },
+            // SAFETY: as above.
+            HostCopy::Read { src, data } => unsafe { std::ptr::copy(src.ptr as *const u8, data, src.bytes) },
+            // SAFETY: as above.
+            HostCopy::Fill { dst, byte } => unsafe { std::ptr::write_bytes(dst.ptr as *mut u8, byte, dst.bytes) },
+        }
+    }
+}
+
+/// A copy that the host waits for.
+#[derive(Debug)]
+struct Transfer {
+    /// None once somebody took it: the executor, which makes it under the lock, or a caller that gave up.
+    copy: Mutex<Option<HostCopy>>,
+    done: AtomicBool,
+}
+
+impl Transfer {
+    fn run(&self) {
+        let mut copy = lock(&self.copy);
+        if let Some(copy) = copy.take() {
+            copy.run();
+        }
+        drop(copy);
+        self.done.store(true, Ordering::Release);
+    }
+}
+
+thread_local! {
+    /// The executor of a seeded world that runs on this thread, or null.
+    static RUNS_HERE: Cell<*const ffi::ty_exec> = const { Cell::new(std::ptr::null()) };
+}
+
+fn runs_here(exec: *const ffi::ty_exec) -> bool {
+    RUNS_HERE.with(|here| here.get() == exec)
+}
+
+/// Until it is dropped, `exec` is what runs on this thread.
+pub(super) struct RunsHere;
+
+impl RunsHere {
+    pub(super) fn new(exec: &Executor) -> RunsHere {
+        RUNS_HERE.with(|here| here.set(exec.raw()));
+        RunsHere
+    }
+}
+
+impl Drop for RunsHere {
+    fn drop(&mut self) {
+        RUNS_HERE.with(|here| here.set(std::ptr::null()));
     }
 }
 
 /// A host-side piece of work, run by the executor in stream order.
 #[derive(Debug, Clone)]
 enum Call {
-    Fill { dst: View, byte: u8 },
-    Copy { dst: View, src: View },
+    Transfer(Arc<Transfer>),
+    Fill { dst: Span, byte: u8 },
+    Copy { dst: Span, src: Span },
     Stamp(Arc<AtomicU64>),
 }
 
 impl Call {
     fn run(self) {
         match self {
-            // SAFETY: whoever made the view vouches for its memory.
+            // SAFETY: a view's span, whose owner waits for the streams as it frees it.
             Call::Fill { dst, byte } => unsafe { std::ptr::write_bytes(dst.ptr as *mut u8, byte, dst.bytes) },
             // SAFETY: as above; the lengths were compared when it was enqueued.
             Call::Copy { dst, src } => unsafe {
                 std::ptr::copy(src.ptr as *const u8, dst.ptr as *mut u8, dst.bytes);
             },
             Call::Stamp(cell) => cell.store(now_ns(), Ordering::Release),
+            Call::Transfer(transfer) => transfer.run(),
         }
     }
 }
 
 unsafe extern "C" fn run_call(call: *mut c_void) {
-    // SAFETY: made by Box::into_raw in `CpuStream::enqueue` and run once.
+    // SAFETY: made by Box::into_raw in `Executor::call` and run once.
     let call = unsafe { Box::from_raw(call.cast::<Call>()) };
     call.run();
 }
@@ -346,6 +509,15 @@ impl fmt::Debug for Op {
 #[derive(Debug)]
 pub(super) struct CpuGraph {
     ops: Vec<Op>,
+    /// Of the executor that it was captured on.
+    number: u64,
+}
+
+impl CpuGraph {
+    /// Of the executor that it was captured on.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
 }
 
 /// The time at which a stream reached a point; 0 until then.
@@ -425,16 +597,7 @@ impl CpuStream {
     }
 
     fn enqueue_call(&self, call: Call) -> Result<()> {
-        self.exec.alive("enqueueing on the CPU device")?;
-        let arg = Box::into_raw(Box::new(call)).cast::<c_void>();
-        // SAFETY: the stream is live; run_call takes the box back, once.
-        let code = unsafe { ffi::ty_stream_call(self.raw.0.as_ptr(), Some(run_call), arg) };
-        if code == ffi::TY_EXEC_OK as i32 {
-            return Ok(());
-        }
-        // SAFETY: it was not enqueued, so nobody else takes it.
-        drop(unsafe { Box::from_raw(arg.cast::<Call>()) });
-        Err(explain(code, "enqueueing on the CPU device", ""))
+        self.exec.call(self.raw, call)
     }
 
     fn submit(&self, call: Call) -> Result<()> {
@@ -447,11 +610,11 @@ impl CpuStream {
         }
     }
 
-    pub(super) fn fill(&self, dst: View, byte: u8) -> Result<()> {
+    pub(super) fn fill(&self, dst: Span, byte: u8) -> Result<()> {
         self.submit(Call::Fill { dst, byte })
     }
 
-    pub(super) fn copy(&self, dst: View, src: View) -> Result<()> {
+    pub(super) fn copy(&self, dst: Span, src: Span) -> Result<()> {
         self.submit(Call::Copy { dst, src })
     }
 
@@ -459,6 +622,19 @@ impl CpuStream {
         let ns = Arc::new(AtomicU64::new(0));
         self.submit(Call::Stamp(ns.clone()))?;
         Ok(CpuEvent { ns })
+    }
+
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far.
+    pub(super) fn wait_for(&self, after: &CpuStream) -> Result<()> {
+        self.exec.alive("ordering two streams")?;
+        // SAFETY: both streams are live.
+        let code = unsafe { ffi::ty_stream_wait(self.raw.0.as_ptr(), after.raw.0.as_ptr()) };
+        if code == ffi::TY_EXEC_OK as i32 { Ok(()) } else { Err(explain(code, "ordering two streams", "")) }
+    }
+
+    /// Whether nothing that was enqueued is left.
+    pub(super) fn is_idle(&self) -> bool {
+        self.raw.drained()
     }
 
     pub(super) fn replay(&self, graph: &CpuGraph) -> Result<()> {
@@ -487,7 +663,7 @@ impl CpuStream {
     pub(super) fn end_capture(&self) -> Result<CpuGraph> {
         let ops = lock(&self.capture).take();
         let ops = ops.ok_or_else(|| error("end_capture on a stream that is not capturing", "begin a capture first"))?;
-        Ok(CpuGraph { ops })
+        Ok(CpuGraph { ops, number: self.exec.number })
     }
 
     pub(super) fn is_capturing(&self) -> bool {
@@ -531,7 +707,9 @@ impl Drop for CpuStream {
         let mut shelf = lock(&self.exec.shelf);
         shelf.streams.retain(|stream| *stream != self.raw);
         shelf.dropped_streams.push(self.raw);
-        shelf.clear(self.exec.ended.load(Ordering::Acquire) != RUNNING);
+        let retired = shelf.clear(self.exec.ended.load(Ordering::Acquire) != RUNNING);
+        drop(shelf);
+        drop(retired);
     }
 }
 
@@ -551,15 +729,34 @@ mod tests {
         for device in &devices {
             let stream = device.new_stream().unwrap();
             let word = device.alloc(64).unwrap();
-            let mut args = crate::ffi::layout::ty_push_args { source: word.view().ptr, ..Default::default() };
-            args.destination[0] = word.view().ptr;
+            let mut args = crate::ffi::layout::ty_push_args { source: word.view().ptr(), ..Default::default() };
+            args.destination[0] = word.view().ptr();
             args.destinations = 1;
-            stream.launch("ty_bench_push", 1, 32, 0, &args).unwrap();
+            // SAFETY: it copies no bytes.
+            unsafe { stream.launch("ty_bench_push", 1, 32, 0, &args).unwrap() };
             stream.synchronize(Duration::from_secs(60)).unwrap();
         }
         drop(devices);
         // SAFETY: open to any thread.
         unsafe { ffi::ty_exec_guarded_stacks() }
+    }
+
+    /// The executor never runs, as one whose kernel waits for nothing and never ends.
+    #[test]
+    fn a_copy_that_is_given_up_is_not_made_later() {
+        let config = ffi::ty_exec_config { mode: ffi::TY_EXEC_SEEDED, ..Default::default() };
+        let device = CpuDevice::shared(Arc::new(Executor::create(&config).unwrap()), 0);
+        let ptr = device.alloc(16, 1).unwrap();
+        let (src, mut host) = (Span { ptr, bytes: 16 }, [7u8; 16]);
+        let copy = HostCopy::Read { src, data: host.as_mut_ptr() };
+        // SAFETY: both spans live until the end of the test.
+        let why = unsafe { device.transfer_within(copy, Duration::from_millis(20)) }.unwrap_err().to_string();
+        assert!(why.contains("a copy to or from device memory did not begin within 20 ms"), "{why}");
+        // SAFETY: nobody else runs it.
+        assert_eq!(unsafe { ffi::ty_exec_run(device.exec.raw()) }, ffi::TY_EXEC_OK as i32);
+        assert_eq!(host, [7; 16]);
+        // SAFETY: allocated above; the copy was given up.
+        unsafe { device.free(ptr, 16) };
     }
 
     #[test]

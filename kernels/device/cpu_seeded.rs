@@ -5,7 +5,7 @@
 //! thread's waits (`base::wait`) yield to the scheduler. It never starts a thread and reads no clock of its own.
 
 use super::Device;
-use super::cpu::{CpuDevice, Executor, explain, static_c_str};
+use super::cpu::{CpuDevice, Executor, RunsHere, explain, static_c_str};
 use crate::base::{Error, wait};
 use crate::ffi::executor as ffi;
 use std::any::Any;
@@ -158,6 +158,7 @@ fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)
 
 fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
     let _hook = Hook::install();
+    let _here = RunsHere::new(exec);
     for task in tasks {
         let arg: *const HostTask<'_> = task;
         // SAFETY: the executor is live, and the task outlives the runs below.

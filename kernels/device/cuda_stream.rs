@@ -4,8 +4,9 @@
 //! other are cooperative: the driver refuses a grid whose blocks cannot all be resident. Only `synchronize` waits; it
 //! polls.
 
+use super::Shape;
 use super::cuda::{CudaDevice, lock};
-use super::{Shape, View};
+use super::view::Span;
 use crate::base::cuda::{self as driver, check};
 use crate::base::{Error, Result, wait};
 use cudarc::driver::sys::{self, CUstreamCaptureStatus as CaptureStatus};
@@ -135,13 +136,13 @@ impl CudaStream {
         }
     }
 
-    pub(super) fn fill(&self, view: View, byte: u8) -> Result<()> {
+    pub(super) fn fill(&self, view: Span, byte: u8) -> Result<()> {
         let _current = self.device.enter()?;
-        // SAFETY: whoever made the view vouches for its memory.
+        // SAFETY: a view's span, whose owner's freeing waits for the GPU's work.
         check(unsafe { sys::cuMemsetD8Async(view.ptr, byte, view.bytes, self.raw) }, "filling device memory")
     }
 
-    pub(super) fn copy(&self, dst: View, src: View) -> Result<()> {
+    pub(super) fn copy(&self, dst: Span, src: Span) -> Result<()> {
         let _current = self.device.enter()?;
         // SAFETY: as in `fill`; the lengths are equal.
         check(unsafe { sys::cuMemcpyAsync(dst.ptr, src.ptr, dst.bytes, self.raw) }, "copying device memory")
@@ -207,6 +208,34 @@ impl CudaStream {
             None => std::mem::forget(event.clone()),
         }
         Ok(event)
+    }
+
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far. Neither captures.
+    pub(super) fn wait_for(&self, after: &CudaStream) -> Result<()> {
+        let _current = self.device.enter()?;
+        let mut event: sys::CUevent = std::ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: the context is current; destroyed below.
+        check(unsafe { sys::cuEventCreate(&mut event, flags) }, "creating an event")?;
+        // SAFETY: both handles are live.
+        let recorded = check(unsafe { sys::cuEventRecord(event, after.raw) }, "recording an event");
+        // SAFETY: as above.
+        let waits = recorded
+            .and_then(|()| check(unsafe { sys::cuStreamWaitEvent(self.raw, event, 0) }, "ordering two streams"));
+        // SAFETY: created above; the driver keeps what streams still wait for.
+        let _ = unsafe { sys::cuEventDestroy_v2(event) };
+        waits
+    }
+
+    /// Whether nothing that was enqueued is left, as far as the driver says so.
+    pub(super) fn is_idle(&self) -> bool {
+        // A query would end a capture.
+        if self.is_capturing().unwrap_or(true) {
+            return false;
+        }
+        let Ok(_current) = self.device.enter() else { return false };
+        // SAFETY: the stream is live and does not capture.
+        unsafe { sys::cuStreamQuery(self.raw) == sys::CUresult::CUDA_SUCCESS }
     }
 
     pub(super) fn raw(&self) -> u64 {

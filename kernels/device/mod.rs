@@ -11,14 +11,19 @@ mod cpu_seeded;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_stream;
+pub(crate) mod recording;
+pub(crate) mod view;
 
 pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
 
+use self::cpu::HostCopy;
+use self::recording::{Recording, note};
+use self::view::{Owner, Place, Span, View};
 use crate::base::{Error, Result};
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// The most dynamic shared memory a block may ask for: what Hopper and Blackwell give. The CPU device refuses
@@ -42,65 +47,11 @@ pub enum DeviceKind {
 /// The type must be `repr(C)`, equal in layout to the C struct of every kernel it is launched with.
 pub unsafe trait KernelArgs: Copy {}
 
-/// A span of memory that the device can read and write. Whoever makes one vouches for the memory behind it:
-/// kernels, fills and copies trust it, as they trust every address in their arguments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct View {
-    /// Device-visible address.
-    pub ptr: u64,
-    /// Length in bytes.
-    pub bytes: usize,
-}
-
-impl View {
-    /// The `bytes` from `offset` on, if they lie inside.
-    pub fn slice(&self, offset: usize, bytes: usize) -> Result<View> {
-        check_span(offset, bytes, self.bytes)?;
-        Ok(View { ptr: self.ptr + offset as u64, bytes })
-    }
-}
-
-fn check_span(offset: usize, bytes: usize, len: usize) -> Result<()> {
-    match offset.checked_add(bytes) {
-        Some(end) if end <= len => Ok(()),
-        _ => Err(Error::Argument {
-            name: "offset",
-            value: format!("{offset} with {bytes} bytes"),
-            advice: format!("stay within the buffer's {len} bytes"),
-        }),
-    }
-}
-
 #[derive(Clone)]
 enum Backend {
     Cpu(cpu::CpuDevice),
     #[cfg(feature = "cuda")]
     Cuda(Arc<cuda::CudaDevice>),
-}
-
-/// What tells devices apart for calls.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Place {
-    Host,
-    Gpu(usize),
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Place::Host => f.write_str("the CPU device"),
-            Place::Gpu(ordinal) => write!(f, "GPU {ordinal}"),
-        }
-    }
-}
-
-impl Place {
-    fn must_be(self, name: &'static str, wanted: Place) -> Result<()> {
-        if self == wanted {
-            return Ok(());
-        }
-        Err(Error::Argument { name, value: format!("of {self}"), advice: format!("give one of {wanted}") })
-    }
 }
 
 /// A GPU or a CPU device. Clones share it; the last one dropped closes it.
@@ -175,11 +126,12 @@ impl Device {
         }
     }
 
-    /// Where its memory is: CPU devices of a process reach the same memory, each GPU has its own.
-    fn place(&self) -> Place {
-        match self.ordinal() {
-            Some(ordinal) => Place::Gpu(ordinal),
-            None => Place::Host,
+    /// What tells it apart from other devices: memory is freed once the work of its own device is done.
+    pub(crate) fn place(&self) -> Place {
+        match &self.backend {
+            Backend::Cpu(device) => Place::Cpu(device.number()),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(device) => Place::Gpu(device.ordinal()),
         }
     }
 
@@ -221,14 +173,20 @@ impl Device {
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => StreamBackend::Cuda(Arc::new(cuda_stream::CudaStream::new(device)?)),
         };
-        Ok(Stream { device: self.clone(), backend })
+        Ok(Stream::new(self, backend))
     }
 
     /// An engine's CUDA stream, borrowed: it is not destroyed here.
     ///
     /// # Safety
     /// `cu_stream` must be a live stream of this device's primary context (0 is the legacy default stream) and
-    /// outlive the returned stream and its clones; contexts that were used on it keep one until they are dropped.
+    /// outlive the returned stream and its clones; contexts that were used on it, and graphs that were launched on it,
+    /// keep one until they are gone.
+    ///
+    /// What a capture records needs its memory at every replay. A capture that this crate begins, records and ends on
+    /// clones of one `Stream` keeps it. Where another library captures `cu_stream`, or where its capture is recorded
+    /// through another `Stream`, nobody keeps it: whoever captures then keeps every buffer, handle and context that was
+    /// used until the last replay is over, and launches replays in the contexts' order of calls.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
             Backend::Cpu(_) => Err(Error::Argument {
@@ -240,7 +198,7 @@ impl Device {
             Backend::Cuda(device) => {
                 // SAFETY: passed on to the caller.
                 let stream = unsafe { cuda_stream::CudaStream::borrow(device, cu_stream)? };
-                Ok(Stream { device: self.clone(), backend: StreamBackend::Cuda(Arc::new(stream)) })
+                Ok(Stream::new(self, StreamBackend::Cuda(Arc::new(stream))))
             }
         }
     }
@@ -252,7 +210,7 @@ impl Device {
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.alloc(bytes)?,
         };
-        Ok(DeviceBuffer { device: self.clone(), ptr, bytes })
+        Ok(DeviceBuffer { memory: Arc::new(DeviceMemory { device: self.clone(), ptr, bytes }) })
     }
 
     /// Host memory, zeroed, that the device can read and write too.
@@ -265,7 +223,25 @@ impl Device {
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.alloc_host(bytes)?,
         };
-        Ok(HostBuffer { device: self.clone(), host, ptr, bytes })
+        Ok(HostBuffer { memory: Arc::new(HostMemory { device: self.clone(), host, ptr, bytes }) })
+    }
+
+    /// Drops `owner` once no work of this device can be using what it owns: on the CPU device later, on a GPU before this
+    /// returns. For memory whose own freeing does not wait, as that of arenas.
+    pub(crate) fn retire(&self, owner: Owner) {
+        match &self.backend {
+            Backend::Cpu(device) => device.retire(owner),
+            #[cfg(feature = "cuda")]
+            Backend::Cuda(device) => match device.alloc(1) {
+                Ok(ptr) => {
+                    // SAFETY: allocated above and used by nobody. The driver waits for all work of the GPU.
+                    unsafe { device.free(ptr) };
+                    drop(owner);
+                }
+                // Nothing tells when its work is over.
+                Err(_) => std::mem::forget(owner),
+            },
+        }
     }
 
     /// Binds a GPU's context to this thread. Other calls make it current for their own time only.
@@ -293,9 +269,15 @@ impl fmt::Debug for Device {
     }
 }
 
-/// Device memory; freed when dropped. On the CPU device that waits for the streams to drain.
+/// Device memory, freed when the buffer, its views and the graphs that use them are gone. Freeing waits for the device's
+/// work: on a GPU in the driver, on the CPU device by keeping the memory until its streams have drained.
 #[derive(Debug)]
 pub struct DeviceBuffer {
+    memory: Arc<DeviceMemory>,
+}
+
+#[derive(Debug)]
+struct DeviceMemory {
     device: Device,
     ptr: u64,
     bytes: usize,
@@ -304,7 +286,9 @@ pub struct DeviceBuffer {
 impl DeviceBuffer {
     /// The whole of it.
     pub fn view(&self) -> View {
-        View { ptr: self.ptr, bytes: self.bytes }
+        let DeviceMemory { device, ptr, bytes } = &*self.memory;
+        let owner: Owner = self.memory.clone();
+        View::owned(device.place(), Span { ptr: *ptr, bytes: *bytes }, owner)
     }
 
     /// A part of it.
@@ -314,51 +298,66 @@ impl DeviceBuffer {
 
     /// Length in bytes.
     pub fn len(&self) -> usize {
-        self.bytes
+        self.memory.bytes
     }
 
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.memory.bytes == 0
     }
 
-    /// Copies host bytes in and waits. For set-up: no kernel may be using these bytes.
+    fn part(&self, offset: usize, bytes: usize) -> Result<Span> {
+        Span { ptr: self.memory.ptr, bytes: self.memory.bytes }.slice(offset, bytes)
+    }
+
+    /// Copies host bytes in and waits, in no order with any stream: what a kernel sees of them that runs meanwhile is not
+    /// said. A kernel that waits for a peer does not hold the copy up.
+    ///
+    /// # Errors
+    /// `Argument` beyond the buffer; `Device` if the copy is not made within a minute.
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
-        let at = self.slice(offset, data.len())?;
-        match &self.device.backend {
+        let at = self.part(offset, data.len())?;
+        match &self.memory.device.backend {
             // SAFETY: `at` lies inside this allocation, which lives as long as self.
-            Backend::Cpu(_) => unsafe { std::ptr::copy(data.as_ptr(), at.ptr as *mut u8, at.bytes) },
+            Backend::Cpu(device) => unsafe { device.transfer(HostCopy::Write { dst: at, data: data.as_ptr() })? },
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.write(at.ptr, data)?,
         }
         Ok(())
     }
 
-    /// Copies bytes out and waits. For checks: no kernel may be writing these bytes.
+    /// Copies bytes out and waits, as [`write`](Self::write).
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
     pub fn read(&self, offset: usize, data: &mut [u8]) -> Result<()> {
-        let at = self.slice(offset, data.len())?;
-        match &self.device.backend {
+        let at = self.part(offset, data.len())?;
+        match &self.memory.device.backend {
             // SAFETY: `at` lies inside this allocation, every byte of which was initialised by `alloc`.
-            Backend::Cpu(_) => unsafe { std::ptr::copy(at.ptr as *const u8, data.as_mut_ptr(), at.bytes) },
+            Backend::Cpu(device) => unsafe { device.transfer(HostCopy::Read { src: at, data: data.as_mut_ptr() })? },
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => device.read(at.ptr, data)?,
         }
         Ok(())
     }
 
-    /// Sets every byte and waits. For set-up: no kernel may be using the buffer.
+    /// Sets every byte and waits, as [`write`](Self::write).
+    ///
+    /// # Errors
+    /// As for [`write`](Self::write).
     pub fn fill(&self, byte: u8) -> Result<()> {
-        match &self.device.backend {
+        let at = self.part(0, self.len())?;
+        match &self.memory.device.backend {
             // SAFETY: the whole allocation, which lives as long as self.
-            Backend::Cpu(_) => unsafe { std::ptr::write_bytes(self.ptr as *mut u8, byte, self.bytes) },
+            Backend::Cpu(device) => unsafe { device.transfer(HostCopy::Fill { dst: at, byte })? },
             #[cfg(feature = "cuda")]
-            Backend::Cuda(device) => device.fill(self.ptr, self.bytes, byte)?,
+            Backend::Cuda(device) => device.fill(at.ptr, at.bytes, byte)?,
         }
         Ok(())
     }
 }
 
-impl Drop for DeviceBuffer {
+impl Drop for DeviceMemory {
     fn drop(&mut self) {
         match &self.device.backend {
             // SAFETY: `ptr` came from this device's `alloc` with this length and is freed once.
@@ -370,9 +369,14 @@ impl Drop for DeviceBuffer {
     }
 }
 
-/// Host memory that the device sees too; freed when dropped.
+/// Host memory that the device sees too; freed as a [`DeviceBuffer`] is.
 #[derive(Debug)]
 pub struct HostBuffer {
+    memory: Arc<HostMemory>,
+}
+
+#[derive(Debug)]
+struct HostMemory {
     device: Device,
     host: *mut u8,
     ptr: u64,
@@ -380,40 +384,42 @@ pub struct HostBuffer {
 }
 
 // SAFETY: it owns its memory and hands out addresses alone; whoever dereferences them vouches for the access.
-unsafe impl Send for HostBuffer {}
+unsafe impl Send for HostMemory {}
 // SAFETY: as above.
-unsafe impl Sync for HostBuffer {}
+unsafe impl Sync for HostMemory {}
 
 impl HostBuffer {
     /// The whole of it, as the device sees it.
     pub fn view(&self) -> View {
-        View { ptr: self.ptr, bytes: self.bytes }
+        let HostMemory { device, ptr, bytes, .. } = &*self.memory;
+        let owner: Owner = self.memory.clone();
+        View::owned(device.place(), Span { ptr: *ptr, bytes: *bytes }, owner)
     }
 
     /// Its whole 64-bit words, which host and device access atomically. Zero at first.
     pub(crate) fn words(&self) -> &[AtomicU64] {
         // SAFETY: the buffer is aligned to a page, zeroed when made, and lives as long as `self`; kernels and hosts access
         // words that are shared like this atomically.
-        unsafe { std::slice::from_raw_parts(self.host.cast(), self.bytes / 8) }
+        unsafe { std::slice::from_raw_parts(self.memory.host.cast(), self.memory.bytes / 8) }
     }
 
     /// Its first byte, as the host sees it.
     pub fn host_ptr(&self) -> *mut u8 {
-        self.host
+        self.memory.host
     }
 
     /// Length in bytes.
     pub fn len(&self) -> usize {
-        self.bytes
+        self.memory.bytes
     }
 
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
-        self.bytes == 0
+        self.memory.bytes == 0
     }
 }
 
-impl Drop for HostBuffer {
+impl Drop for HostMemory {
     fn drop(&mut self) {
         match &self.device.backend {
             // SAFETY: `ptr` came from this device's `alloc` with this length and is freed once.
@@ -435,8 +441,79 @@ enum StreamBackend {
 /// A queue of work, done in order. Clones are the same queue.
 #[derive(Clone)]
 pub struct Stream {
+    queue: Queue,
+    /// `Some` while a capture that this crate began goes on. Held while work is enqueued, so that none is recorded without
+    /// what it needs.
+    recording: Arc<Mutex<Option<Recording>>>,
+}
+
+/// A stream without what its capture keeps, so that who keeps a list of streams is not kept by it in turn.
+#[derive(Clone)]
+pub(crate) struct Queue {
     device: Device,
     backend: StreamBackend,
+}
+
+impl Queue {
+    /// Whether it is the same queue, under whatever name. Both are of one device.
+    pub fn same(&self, other: &Queue) -> bool {
+        self.raw() == other.raw()
+    }
+
+    pub fn raw(&self) -> u64 {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => stream.raw(),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.raw(),
+        }
+    }
+
+    pub fn is_capturing(&self) -> Result<bool> {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => Ok(stream.is_capturing()),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.is_capturing(),
+        }
+    }
+
+    /// Whether it does not capture and nothing that was enqueued is left.
+    pub fn is_idle(&self) -> bool {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => !stream.is_capturing() && stream.is_idle(),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.is_idle(),
+        }
+    }
+
+    /// As `synchronize`, also while the stream captures: waits for what was enqueued before the capture began. An error
+    /// where an engine began the capture on a GPU, since the driver says nothing of that work then.
+    pub fn drain(&self, timeout: Duration) -> Result<()> {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => stream.drain(timeout),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.drain(timeout),
+        }
+    }
+
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far. Neither captures.
+    pub fn wait_for(&self, after: &Queue) -> Result<()> {
+        match (&self.backend, &after.backend) {
+            (StreamBackend::Cpu(stream), StreamBackend::Cpu(after)) => stream.wait_for(after),
+            #[cfg(feature = "cuda")]
+            (StreamBackend::Cuda(stream), StreamBackend::Cuda(after)) => stream.wait_for(after),
+            #[cfg(feature = "cuda")]
+            _ => self.device.expect_own("stream", &after.device),
+        }
+    }
+
+    /// Sets every byte of `span`, in stream order; the caller keeps the memory.
+    pub fn fill(&self, span: Span, byte: u8) -> Result<()> {
+        match &self.backend {
+            StreamBackend::Cpu(stream) => stream.fill(span, byte),
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.fill(span, byte),
+        }
+    }
 }
 
 /// The shape of a launch.
@@ -469,14 +546,53 @@ impl Shape {
 }
 
 impl Stream {
+    fn new(device: &Device, backend: StreamBackend) -> Stream {
+        Stream { queue: Queue { device: device.clone(), backend }, recording: Arc::default() }
+    }
+
+    pub(crate) fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Until what it gives is dropped, no capture of this stream begins or ends: `Some` of what it is to keep while one
+    /// goes on that this crate began.
+    pub(crate) fn enter(&self) -> MutexGuard<'_, Option<Recording>> {
+        // Nothing panics while it holds the lock.
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enqueues something that uses these views; a capture keeps them.
+    pub(super) fn with<'a>(
+        &self,
+        views: impl IntoIterator<Item = &'a View>,
+        enqueue: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let mut recording = self.enter();
+        if let Some(recording) = recording.as_mut() {
+            views.into_iter().for_each(|view| recording.keep_view(view));
+        }
+        enqueue()
+    }
+
     /// The device it belongs to.
     pub fn device(&self) -> &Device {
-        &self.device
+        &self.queue.device
     }
 
     /// Enqueues a kernel with `grid` blocks of `block` threads, all resident at once (a cooperative launch), or
-    /// records it when capturing. `args` is copied. Addresses in `args` must stay valid until the kernel is done.
-    pub fn launch<A: KernelArgs>(
+    /// records it when capturing. `args` is copied. Safe code cannot launch by hand:
+    ///
+    /// ```compile_fail,E0133
+    /// # use tokenyard::{Stream, kernels::KernelArgs};
+    /// fn launch<A: KernelArgs>(stream: &Stream, args: &A) {
+    ///     stream.launch("ty_barrier", 1, 32, 0, args);
+    /// }
+    /// ```
+    ///
+    /// # Safety
+    /// Every address in `args` must be of memory that the kernel may use as it does, of this stream's device, until it is
+    /// done; where it is recorded, until every replay is done.
+    pub unsafe fn launch<A: KernelArgs>(
         &self,
         kernel: &'static str,
         grid: u32,
@@ -489,7 +605,10 @@ impl Stream {
 
     /// As `launch`, of a kernel without shared memory in which no block waits for another: blocks run as they find room.
     /// A GPU whose other kernels wait for what comes behind this one may never have room for all at once.
-    pub(super) fn launch_independent<A: KernelArgs>(
+    ///
+    /// # Safety
+    /// As for `launch`.
+    pub(super) unsafe fn launch_independent<A: KernelArgs>(
         &self,
         kernel: &'static str,
         (grid, block): (u32, u32),
@@ -501,7 +620,7 @@ impl Stream {
     fn launch_shape<A: KernelArgs>(&self, kernel: &'static str, shape: Shape, args: &A) -> Result<()> {
         let shape = shape.check()?;
         let args_ptr: *const c_void = std::ptr::from_ref(args).cast();
-        match &self.backend {
+        match &self.queue.backend {
             // SAFETY: `args_ptr` is valid for the size of A, and A is what the kernel takes (KernelArgs).
             StreamBackend::Cpu(stream) => unsafe { stream.launch(kernel, shape, args_ptr, size_of::<A>()) },
             #[cfg(feature = "cuda")]
@@ -512,81 +631,79 @@ impl Stream {
 
     /// Waits until all work enqueued so far is done; polls, so that host fibers can wait too.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
-        match &self.backend {
+        match &self.queue.backend {
             StreamBackend::Cpu(stream) => stream.synchronize(timeout),
             #[cfg(feature = "cuda")]
             StreamBackend::Cuda(stream) => stream.synchronize(timeout),
         }
     }
 
-    /// As `synchronize`, also while the stream captures: waits for what was enqueued before the capture began. An error
-    /// where an engine began the capture on a GPU, since the driver says nothing of that work then.
-    pub(crate) fn drain(&self, timeout: Duration) -> Result<()> {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => stream.drain(timeout),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.drain(timeout),
-        }
-    }
-
     /// Sets every byte of `view`, in stream order.
-    pub fn fill(&self, view: View, byte: u8) -> Result<()> {
-        match &self.backend {
-            _ if view.bytes == 0 => Ok(()),
-            StreamBackend::Cpu(stream) => stream.fill(view, byte),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.fill(view, byte),
-        }
+    ///
+    /// # Errors
+    /// `Argument` for a view of another device; `Device` if the driver refuses.
+    pub fn fill(&self, view: &View, byte: u8) -> Result<()> {
+        view.of("view", self.queue.device.place())?;
+        if view.is_empty() { Ok(()) } else { self.with([view], || self.queue.fill(view.span(), byte)) }
     }
 
-    /// Copies `src` to `dst`, of equal length, in stream order. They must not overlap.
-    pub fn copy(&self, dst: View, src: View) -> Result<()> {
-        if dst.bytes != src.bytes {
+    /// Copies `src` to `dst`, of equal length, in stream order. What both hold is unspecified where they overlap.
+    ///
+    /// # Errors
+    /// `Argument` for views of another device or of unequal length; `Device` if the driver refuses.
+    pub fn copy(&self, dst: &View, src: &View) -> Result<()> {
+        dst.of("dst", self.queue.device.place())?;
+        src.of("src", self.queue.device.place())?;
+        if dst.len() != src.len() {
             return Err(Error::Argument {
                 name: "dst",
-                value: format!("{} bytes", dst.bytes),
-                advice: format!("pass views of equal length; src has {} bytes", src.bytes),
+                value: format!("{} bytes", dst.len()),
+                advice: format!("pass views of equal length; src has {} bytes", src.len()),
             });
         }
-        match &self.backend {
-            _ if dst.bytes == 0 => Ok(()),
-            StreamBackend::Cpu(stream) => stream.copy(dst, src),
+        self.with([dst, src], || match &self.queue.backend {
+            _ if dst.is_empty() => Ok(()),
+            StreamBackend::Cpu(stream) => stream.copy(dst.span(), src.span()),
             #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.copy(dst, src),
-        }
+            StreamBackend::Cuda(stream) => stream.copy(dst.span(), src.span()),
+        })
     }
 
-    /// From here on work is recorded, not run, until `end_capture`.
+    /// From here on work is recorded, not run, until `end_capture`. What the recorded work uses is kept by the capture, and
+    /// then by its graph: views' memory, handles and whole contexts.
     pub fn begin_capture(&self) -> Result<()> {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => stream.begin_capture(),
+        let mut recording = self.enter();
+        match &self.queue.backend {
+            StreamBackend::Cpu(stream) => stream.begin_capture()?,
             #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.begin_capture(),
+            StreamBackend::Cuda(stream) => stream.begin_capture()?,
         }
+        *recording = Some(Recording::default());
+        Ok(())
     }
 
     /// What was recorded since `begin_capture`, ready to be launched any number of times.
     pub fn end_capture(&self) -> Result<Graph> {
-        let backend = match &self.backend {
-            StreamBackend::Cpu(stream) => GraphBackend::Cpu(stream.end_capture()?),
+        let mut recording = self.enter();
+        let backend = match &self.queue.backend {
+            StreamBackend::Cpu(stream) => stream.end_capture().map(GraphBackend::Cpu),
             #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => GraphBackend::Cuda(stream.end_capture()?),
+            StreamBackend::Cuda(stream) => stream.end_capture().map(GraphBackend::Cuda),
         };
-        Ok(Graph { backend })
+        let kept = recording.take().unwrap_or_default();
+        // What a capture that failed kept is freed once the stream is unlocked: a context may wait as it goes.
+        drop(recording);
+        Ok(Graph { backend: backend?, kept: Mutex::new(kept), launched: Mutex::default() })
     }
 
     /// Whether work is recorded now, be it for this crate or for an engine.
     pub fn is_capturing(&self) -> Result<bool> {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => Ok(stream.is_capturing()),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.is_capturing(),
-        }
+        self.queue.is_capturing()
     }
 
     /// A time stamp in stream order. Recorded into a graph when capturing; then each replay stamps it anew.
     pub fn record(&self) -> Result<Event> {
-        let backend = match &self.backend {
+        let backend = match &self.queue.backend {
             StreamBackend::Cpu(stream) => EventBackend::Cpu(stream.record()?),
             #[cfg(feature = "cuda")]
             StreamBackend::Cuda(stream) => EventBackend::Cuda(stream.record()?),
@@ -596,17 +713,13 @@ impl Stream {
 
     /// The CUDA stream's handle, or a number that tells CPU streams apart.
     pub fn raw(&self) -> u64 {
-        match &self.backend {
-            StreamBackend::Cpu(stream) => stream.raw(),
-            #[cfg(feature = "cuda")]
-            StreamBackend::Cuda(stream) => stream.raw(),
-        }
+        self.queue.raw()
     }
 }
 
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Stream").field("device", &self.device).field("raw", &self.raw()).finish()
+        f.debug_struct("Stream").field("device", &self.queue.device).field("raw", &self.raw()).finish()
     }
 }
 
@@ -616,37 +729,65 @@ enum GraphBackend {
     Cuda(cuda_stream::CudaGraph),
 }
 
-/// Recorded work. What it points to must outlive its last replay.
+/// Recorded work. It keeps what the work uses: memory of views, handles, and contexts, which stay open as long. Dropping it
+/// waits for the streams that it was launched on, 30 s or as long as its contexts' deadlines last and 5 s more; what then
+/// still runs keeps its memory for good.
 pub struct Graph {
     backend: GraphBackend,
+    kept: Mutex<Recording>,
+    /// On which it may run still.
+    launched: Mutex<Vec<Queue>>,
 }
 
+/// How long a dropped graph waits for its replays, at the least.
+const GRAPH_PATIENCE: Duration = Duration::from_secs(30);
+
 impl Graph {
-    /// Enqueues the recorded work once more, on a stream that is not itself capturing.
+    /// Enqueues the recorded work once more, on a stream that is not itself capturing. It runs behind the calls of its
+    /// contexts that were enqueued before, whichever stream they are on.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        if stream.is_capturing()? {
+        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let (chains, recording) = (kept.chains(), stream.enter());
+        if recording.is_some() || stream.is_capturing()? {
             return Err(Error::Argument {
                 name: "stream",
                 value: "capturing".into(),
                 advice: "end the capture before launching a graph on it".into(),
             });
         }
-        let placed = stream.device.place().must_be("stream", self.place());
-        match (&self.backend, &stream.backend) {
-            (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => placed.and_then(|()| stream.replay(graph)),
+        stream.queue.device.place().must_be("stream", self.place())?;
+        let chains = chains.follow(&stream.queue)?;
+        kept.begin_after(&stream.queue)?;
+        note(&mut self.launched.lock().unwrap_or_else(PoisonError::into_inner), &stream.queue);
+        let launched = match (&self.backend, &stream.queue.backend) {
+            (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => stream.replay(graph),
             #[cfg(feature = "cuda")]
-            (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => placed.and_then(|()| graph.launch(stream)),
+            (GraphBackend::Cuda(graph), StreamBackend::Cuda(stream)) => graph.launch(stream),
             #[cfg(feature = "cuda")]
-            (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => placed,
-        }
+            // One of them is of another device, which was refused.
+            (GraphBackend::Cpu(_), StreamBackend::Cuda(_)) | (GraphBackend::Cuda(_), StreamBackend::Cpu(_)) => Ok(()),
+        };
+        drop(chains);
+        launched
     }
 
     /// Where it was captured.
     fn place(&self) -> Place {
         match &self.backend {
-            GraphBackend::Cpu(_) => Place::Host,
+            GraphBackend::Cpu(graph) => Place::Cpu(graph.number()),
             #[cfg(feature = "cuda")]
             GraphBackend::Cuda(graph) => Place::Gpu(graph.ordinal()),
+        }
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        let kept = self.kept.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let launched = self.launched.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let patience = kept.patience().max(GRAPH_PATIENCE);
+        if !kept.is_empty() && launched.iter().any(|queue| queue.drain(patience).is_err()) {
+            std::mem::forget(std::mem::take(kept));
         }
     }
 }
@@ -696,25 +837,5 @@ impl fmt::Debug for Event {
             #[cfg(feature = "cuda")]
             EventBackend::Cuda(_) => f.write_str("Event(CUDA)"),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_of_another_device_is_refused_by_name() {
-        for (given, wanted) in
-            [(Place::Host, Place::Gpu(0)), (Place::Gpu(1), Place::Gpu(0)), (Place::Gpu(0), Place::Host)]
-        {
-            let error = given.must_be("stream", wanted).unwrap_err().to_string();
-            assert_eq!(error, format!("argument stream is of {given}: give one of {wanted}"));
-        }
-        for place in [Place::Host, Place::Gpu(3)] {
-            place.must_be("stream", place).unwrap();
-        }
-        // CPU devices reach one another's memory.
-        Device::cpu().unwrap().expect_own("stream", &Device::cpu().unwrap()).unwrap();
     }
 }

@@ -61,6 +61,8 @@ int ty_stream_launch(ty_stream *stream, const char *kernel, uint32_t grid, uint3
                      const void *args, size_t args_bytes);
 // Enqueues a host function, run by the executor's thread in stream order.
 int ty_stream_call(ty_stream *stream, void (*entry)(void *), void *arg);
+// Enqueues a wait for all that `after`, of the same executor, has enqueued so far.
+int ty_stream_wait(ty_stream *stream, ty_stream *after);
 uint64_t ty_stream_enqueued(const ty_stream *stream);  // pieces of work so far
 uint64_t ty_stream_completed(const ty_stream *stream); // acquire
 

@@ -141,15 +141,17 @@ impl CopyEngine for Engine {
             DeviceKind::Cuda => (GPU_BLOCKS, GPU_THREADS, GPU_GROUP),
         };
         let args = raw::ty_nic_args {
-            host: self.host.view().ptr,
-            device: self.device.view().ptr,
+            host: self.host.view().ptr(),
+            device: self.device.view().ptr(),
             launch: self.launches + 1,
             begin,
             idle_ns: IDLE.as_nanos() as u64,
             group_blocks,
             reserved: 0,
         };
-        self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)?;
+        // SAFETY: both spans are this engine's, which keeps them until the kernel has ended; requests are of memory that
+        // the network's users registered.
+        unsafe { self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)? };
         self.launches += 1;
         Ok(())
     }

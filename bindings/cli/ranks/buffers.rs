@@ -65,6 +65,11 @@ pub struct Observed {
     out: Vec<u8>,
 }
 
+/// The first bytes of a buffer, which has as many.
+fn first(buffer: &DeviceBuffer, bytes: usize) -> View {
+    buffer.slice(0, bytes).unwrap_or_else(|_| buffer.view())
+}
+
 impl Buffers {
     /// Allocates for the largest call of the case.
     pub fn new(case: &Case, rank: usize, device: &Device, own: Option<OwnOutput>) -> Result<Buffers> {
@@ -130,27 +135,27 @@ impl Buffers {
     /// Overwrites what dispatch reads, in stream order.
     pub fn spoil_tokens(&self, stream: &Stream) -> Result<()> {
         for buffer in [&self.x, &self.x_scales, &self.topk_idx, &self.count] {
-            stream.fill(buffer.view(), POISON)?;
+            stream.fill(&buffer.view(), POISON)?;
         }
         // Those that come with combine are read by that.
-        if self.case.weights == WeightsWord::Dispatch { stream.fill(self.topk_weight.view(), POISON) } else { Ok(()) }
+        if self.case.weights == WeightsWord::Dispatch { stream.fill(&self.topk_weight.view(), POISON) } else { Ok(()) }
     }
 
     /// Overwrites what combine reads, in stream order.
     pub fn spoil_expert_rows(&self, stream: &Stream) -> Result<()> {
-        stream.fill(self.y.view(), NAN_BYTE)?;
-        if self.case.weights == WeightsWord::Combine { stream.fill(self.topk_weight.view(), POISON) } else { Ok(()) }
+        stream.fill(&self.y.view(), NAN_BYTE)?;
+        if self.case.weights == WeightsWord::Combine { stream.fill(&self.topk_weight.view(), POISON) } else { Ok(()) }
     }
 
     /// Fills every output before an iteration that is compared, in stream order.
     pub fn poison(&mut self, stream: &Stream, inputs: &Inputs) -> Result<()> {
         for buffer in self.poisoned() {
-            stream.fill(buffer.view(), POISON)?;
+            stream.fill(&buffer.view(), POISON)?;
         }
-        for view in self.own.iter().flat_map(|own| [Some(own.rows), own.scales]).flatten() {
+        for view in self.own.iter().flat_map(|own| [Some(&own.rows), own.scales.as_ref()]).flatten() {
             stream.fill(view, POISON)?;
         }
-        stream.fill(self.y.view(), NAN_BYTE)?;
+        stream.fill(&self.y.view(), NAN_BYTE)?;
         write_host(&self.host_counts, POISON);
         if self.case.accumulate {
             let pitch = out_pitch(&self.case);
@@ -231,17 +236,18 @@ impl Buffers {
     /// Where dispatch puts rows, and their scales.
     fn row_views(&self) -> (View, Option<View>) {
         let rows = self.case.output_rows(self.local);
-        let copy = View { ptr: self.rows.view().ptr, bytes: rows * rows_pitch(&self.case) };
         let scales = (self.case.scale_words() > 0).then(|| self.scales.view());
-        self.own.map_or((copy, scales), |own| (own.rows, own.scales))
+        match &self.own {
+            Some(own) => (own.rows.clone(), own.scales.clone()),
+            None => (first(&self.rows, rows * rows_pitch(&self.case)), scales),
+        }
     }
 
     /// Copies what lies in the arena, in stream order, for [`read`](Self::read).
     pub fn pull(&self, stream: &Stream) -> Result<()> {
-        let Some(own) = self.own else { return Ok(()) };
-        let part = |buffer: &DeviceBuffer, view: View| View { bytes: view.bytes, ..buffer.view() };
-        stream.copy(part(&self.rows, own.rows), own.rows)?;
-        own.scales.map_or(Ok(()), |scales| stream.copy(part(&self.scales, scales), scales))
+        let Some(own) = &self.own else { return Ok(()) };
+        stream.copy(&first(&self.rows, own.rows.len()), &own.rows)?;
+        own.scales.as_ref().map_or(Ok(()), |scales| stream.copy(&first(&self.scales, scales.len()), scales))
     }
 
     /// Where dispatch writes, said to have room for `capacity` rows (masked: of each expert).
@@ -316,7 +322,7 @@ impl Buffers {
     pub fn combined(&self) -> Combined {
         let pitch = out_pitch(&self.case);
         Combined {
-            out: View { ptr: self.out.view().ptr, bytes: self.case.max_tokens * pitch },
+            out: first(&self.out, self.case.max_tokens * pitch),
             pitch,
             dtype: self.case.out_dtype,
             accumulate: self.case.accumulate,

@@ -41,7 +41,7 @@ impl Hold {
     pub fn hold(&self, stream: &Stream) -> Result<Held<'_>> {
         self.turn.set(self.turn.get() + 1);
         if let Some(words) = &self.words {
-            bench::hold(stream, words.view(), self.turn.get(), self.timeout)?;
+            bench::hold(stream, &words.view(), self.turn.get(), self.timeout)?;
         }
         Ok(Held(self))
     }
@@ -72,7 +72,7 @@ impl Drop for Held<'_> {
 
 /// A word that host and devices share; `None` beyond the buffer.
 pub fn word(words: &HostBuffer, at: usize) -> Option<&AtomicU64> {
-    if at >= words.view().bytes / size_of::<u64>() {
+    if at >= words.len() / size_of::<u64>() {
         return None;
     }
     // SAFETY: inside the buffer, which is aligned and lives as long as the reference; devices load and store whole words.
@@ -118,7 +118,7 @@ mod tests {
             error.contains("rank 3 waited 30 ms for the host ahead of what is timed of rank 3 in epoch 1"),
             "{error}"
         );
-        let error = bench::hold(&stream, device.alloc_host(8).unwrap().view(), 1, PATIENCE).unwrap_err().to_string();
+        let error = bench::hold(&stream, &device.alloc_host(8).unwrap().view(), 1, PATIENCE).unwrap_err().to_string();
         assert!(error.contains("8 bytes"), "{error}");
     }
 

@@ -103,7 +103,7 @@ fn time(slots: &Slots, caller: &Caller, bytes: &[usize], patience: Duration) -> 
         let [start, end] = caller.together(|| {
             let start = stream.record()?;
             if !destinations.is_empty() {
-                bench::push(stream, slots.source(), &destinations, &bytes)?;
+                bench::push(stream, &slots.source(), &destinations, &bytes)?;
             }
             Ok([start, stream.record()?])
         })?;

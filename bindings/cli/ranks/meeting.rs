@@ -56,7 +56,7 @@ impl Seat {
     pub fn meet(&self, stream: &Stream) -> Result<()> {
         self.turn.set(self.turn.get() + 1);
         let Meeting { words, ranks } = &self.meeting;
-        bench::meet(stream, words.view(), (self.rank, *ranks), self.turn.get(), self.timeout)
+        bench::meet(stream, &words.view(), (self.rank, *ranks), self.turn.get(), self.timeout)
     }
 
     /// Whether all meetings came about; the stream must be idle.
@@ -122,7 +122,7 @@ mod tests {
             "{error}"
         );
         let words = device.alloc_host(24).unwrap();
-        let error = bench::meet(&stream, words.view(), (0, 2), 1, PATIENCE).unwrap_err().to_string();
+        let error = bench::meet(&stream, &words.view(), (0, 2), 1, PATIENCE).unwrap_err().to_string();
         assert!(error.contains("24 bytes for rank 0 of 2"), "{error}");
     }
 }

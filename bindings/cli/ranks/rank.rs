@@ -144,7 +144,7 @@ impl<'a> RankRun<'a> {
             case,
             rank,
             caller: Caller::new(case, ep, device, job.measured, hold, seat)?,
-            lanes: (0..lanes).map(|_| Lane::new(case, rank, device, own)).collect::<Result<_>>()?,
+            lanes: (0..lanes).map(|_| Lane::new(case, rank, device, own.clone())).collect::<Result<_>>()?,
             wake: if job.measured { Wake::establish(&linked, device, job.arena)? } else { None },
             idled: true,
             refusing: BTreeSet::new(),

@@ -15,6 +15,7 @@ pub struct Slots {
     bytes: usize,
     map: PeerMap,
     source: DeviceBuffer,
+    device: Device,
 }
 
 impl Slots {
@@ -37,7 +38,7 @@ impl Slots {
         world.agree("memory of link buffers", own.as_ref().err())?;
         let (arena, source) = own?;
         let map = PeerMap::establish(world, arena)?;
-        Ok(Slots { rank: world.rank().index(), ranks: world.size(), bytes, map, source })
+        Ok(Slots { rank: world.rank().index(), ranks: world.size(), bytes, map, source, device: device.clone() })
     }
 
     /// Each other rank of the node, and this rank's slot there.
@@ -45,7 +46,10 @@ impl Slots {
         let base = |peer: usize| self.map.base_of(Rank(peer as u32));
         let own = (self.rank * self.bytes) as u64;
         let others = (0..self.ranks).filter(|&peer| peer != self.rank && base(peer) != 0);
-        others.map(|peer| (peer, View { ptr: base(peer) + own, bytes: self.bytes })).collect()
+        // SAFETY: this rank's slot in the peer's arena, where no other rank writes. The map keeps it until this rank's work
+        // was waited for.
+        let slot = |peer| unsafe { View::from_raw(&self.device, base(peer) + own, self.bytes) };
+        others.map(|peer| (peer, slot(peer))).collect()
     }
 
     /// What is stored: a slot of it.

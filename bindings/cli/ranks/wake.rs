@@ -40,7 +40,7 @@ impl Wake {
     /// A rank whose node has no other wakes nothing: what goes between nodes is a NIC's.
     fn of(slots: Slots) -> Wake {
         let destinations: Vec<View> = slots.peers().into_iter().map(|(_, slot)| slot).collect();
-        let once = slots.source().bytes * destinations.len();
+        let once = slots.source().len() * destinations.len();
         let launches = if once == 0 { 0 } else { WAKE_BYTES.div_ceil(once) };
         Wake { slots, destinations, launches }
     }
@@ -50,8 +50,8 @@ impl Wake {
     /// # Errors
     /// `Device` if a launch fails.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
-        let bytes = vec![self.slots.source().bytes; self.destinations.len()];
-        (0..self.launches).try_for_each(|_| bench::push(stream, self.slots.source(), &self.destinations, &bytes))
+        let bytes = vec![self.slots.source().len(); self.destinations.len()];
+        (0..self.launches).try_for_each(|_| bench::push(stream, &self.slots.source(), &self.destinations, &bytes))
     }
 }
 

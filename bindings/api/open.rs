@@ -1,0 +1,123 @@
+//! What a context's kernels use, and its place at the proxy: open until the context and every graph of its calls are gone.
+//!
+//! Place: behind `context`, which makes it. It is dropped on the thread that drops the context or the last of these graphs,
+//! and then waits for the context's streams with a deadline.
+
+use super::device_memory::Tables;
+use super::handle::{Lease, Pool};
+use super::report::Reports;
+use super::statistics::Statistics;
+use crate::base::Result;
+use crate::kernels::budget::Budget;
+use crate::kernels::{Chains, Device, Enqueued, Owner, Recording, Stream, View};
+use crate::proxy::Opening;
+use crate::transport::PeerMap;
+use std::sync::{Arc, MutexGuard};
+use std::time::Duration;
+
+/// An open context.
+pub(crate) struct Open {
+    pub chains: Arc<Chains>,
+    pub pool: Arc<Pool>,
+    /// Closed before the arena goes.
+    pub opening: Option<Opening>,
+    pub memory: Arc<Memory>,
+    /// How long its kernels may take to end: their own deadline, and a little more.
+    pub patience: Duration,
+}
+
+/// What kernels read and write as long as the context is open. On a GPU freeing the first of it waits for all kernels.
+pub(crate) struct Memory {
+    pub _tables: Tables,
+    pub reports: Reports,
+    pub statistics: Option<Statistics>,
+    /// Of an output in the arena: keeps it for views, which may be in use when the context has gone.
+    pub arena: Option<Owner>,
+    pub _peers: Arc<PeerMap>,
+    /// Given back behind all that waits for kernels.
+    pub _budget: Option<Budget<'static>>,
+}
+
+impl Drop for Open {
+    /// Waits for enqueued work, at most a little longer than its own deadlines. What still runs then keeps all memory that
+    /// it may touch, for good: on a GPU freeing any would wait as long as it runs. Of a stream that captures, what was
+    /// enqueued before is waited for; where an engine began the capture, that cannot be known, and the memory is kept, too.
+    fn drop(&mut self) {
+        if !self.chains.lock().drain(self.patience) {
+            self.pool.abandon();
+            std::mem::forget((self.memory.clone(), self.opening.as_ref().map(Opening::words)));
+        }
+        // Takes the arena back from the network: from then on peers' late writes miss it.
+        self.opening = None;
+    }
+}
+
+/// A call that is being enqueued. Until it is dropped, no other call of the context is, and no capture of its stream begins
+/// or ends.
+pub(crate) struct Call<'a> {
+    open: &'a Open,
+    stream: &'a Stream,
+    _enqueued: MutexGuard<'a, Enqueued>,
+    /// Of the stream's capture.
+    recording: MutexGuard<'a, Option<Recording>>,
+}
+
+impl<'a> Call<'a> {
+    /// Has the call run behind the last one of its chain, or a capture keep the context.
+    pub fn begin(open: &'a Arc<Open>, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
+        let (mut enqueued, mut recording) = (open.chains.lock(), stream.enter());
+        match recording.as_mut() {
+            Some(recording) => recording.call(&open.chains, chain, || open.clone(), open.patience),
+            None => {
+                enqueued.follow(chain, stream.queue())?;
+                enqueued.note(stream.queue());
+            }
+        }
+        Ok(Call { open, stream, _enqueued: enqueued, recording })
+    }
+
+    /// Has a capture keep what the call was given.
+    pub fn keep<'v>(&mut self, views: impl Iterator<Item = &'v View>) {
+        if let Some(recording) = self.recording.as_mut() {
+            views.for_each(|view| recording.keep_view(view));
+        }
+    }
+
+    /// A handle for the call.
+    ///
+    /// # Errors
+    /// As [`Pool::take`].
+    pub fn take(&mut self) -> Result<Arc<Lease>> {
+        let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.as_mut())?);
+        self.uses(&lease);
+        Ok(lease)
+    }
+
+    /// Has the handle last until the call is over.
+    pub fn uses(&mut self, lease: &Arc<Lease>) {
+        match self.recording.as_mut() {
+            Some(recording) => recording.keep(lease.clone()),
+            None => lease.used_on(self.stream.queue()),
+        }
+    }
+}
+
+/// Memory that freeing alone would not keep until the device's work is done.
+pub(crate) struct InUse {
+    device: Device,
+    memory: Option<Owner>,
+}
+
+impl InUse {
+    pub fn new(device: &Device, memory: Owner) -> InUse {
+        InUse { device: device.clone(), memory: Some(memory) }
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.device.retire(memory);
+        }
+    }
+}

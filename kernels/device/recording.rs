@@ -1,0 +1,195 @@
+//! In which order work comes that is enqueued on several streams, and what a capture keeps for its graph.
+//!
+//! Place: beside `device`. Contexts say which of their calls follow one another (`Chains`). Callers may be on any thread.
+//! A lock is held while a call enqueues; nothing waits for a device.
+
+use super::Queue;
+use super::view::{Owner, View};
+use crate::base::Result;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Chains of calls that a context has: of dispatches, of combines and of barriers.
+pub(crate) const CHAINS: usize = 3;
+
+/// The calls of a context, wherever they are enqueued: each runs behind those of its own chain.
+pub(crate) struct Chains {
+    number: u64,
+    enqueued: Mutex<Enqueued>,
+}
+
+/// Where a context's calls were enqueued.
+pub(crate) struct Enqueued {
+    /// Of each chain: the queue of the last call; what came before on others is behind that one's earlier work.
+    last: [Option<Queue>; CHAINS],
+    /// Which may have work of the context still.
+    queues: Vec<Queue>,
+    ordered: bool,
+}
+
+impl Chains {
+    /// No call yet. Without `ordered` calls on several streams run in no order.
+    pub fn new(ordered: bool) -> Chains {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let enqueued = Enqueued { last: Default::default(), queues: Vec::new(), ordered };
+        Chains { number: NEXT.fetch_add(1, Ordering::Relaxed), enqueued: Mutex::new(enqueued) }
+    }
+
+    /// Tells contexts of one process apart.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Until what it gives is dropped, no other call of the context is enqueued.
+    pub fn lock(&self) -> MutexGuard<'_, Enqueued> {
+        self.enqueued.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Enqueued {
+    /// Has the next call of `chain`, on `queue`, run behind the last one. That costs an event where the queue changes: what
+    /// was enqueued on the other queue until now, the context's or not, is waited for. While either queue captures, no
+    /// order is made; and what an engine's capture records is no call yet.
+    ///
+    /// # Errors
+    /// `Device` if the driver refuses.
+    pub fn follow(&mut self, chain: usize, queue: &Queue) -> Result<()> {
+        let Some(last) = self.last.get_mut(chain).filter(|_| self.ordered) else { return Ok(()) };
+        if last.as_ref().is_some_and(|last| last.same(queue)) || queue.is_capturing()? {
+            return Ok(());
+        }
+        if let Some(before) = last.as_ref().filter(|before| !before.is_capturing().unwrap_or(true)) {
+            queue.wait_for(before)?;
+        }
+        *last = Some(queue.clone());
+        Ok(())
+    }
+
+    /// Remembers where work is enqueued, for `drain`.
+    pub fn note(&mut self, queue: &Queue) {
+        note(&mut self.queues, queue);
+    }
+
+    /// Waits for all that was enqueued. Whether it is over.
+    pub fn drain(&self, patience: Duration) -> bool {
+        self.queues.iter().all(|queue| queue.drain(patience).is_ok())
+    }
+}
+
+/// Adds a queue to those that may have work. Those that have none are forgotten as a new one comes.
+pub(super) fn note(queues: &mut Vec<Queue>, queue: &Queue) {
+    if !queues.iter().any(|known| known.same(queue)) {
+        queues.retain(|known| !known.is_idle());
+        queues.push(queue.clone());
+    }
+}
+
+/// What a capture keeps, and then its graph.
+#[derive(Default)]
+pub(crate) struct Recording {
+    owners: Vec<Owner>,
+    /// Of contexts, with a bit for each chain that has recorded calls; by their numbers, in which order they are locked.
+    chains: Vec<(Arc<Chains>, u8)>,
+    /// The first launch comes behind what these have enqueued until then.
+    after: Mutex<Vec<Queue>>,
+    patience: Duration,
+}
+
+impl Recording {
+    pub fn keep(&mut self, owner: Owner) {
+        self.owners.push(owner);
+    }
+
+    pub fn keep_view(&mut self, view: &View) {
+        self.owners.extend(view.owner().cloned());
+    }
+
+    /// That a call of a context was recorded. `context` is what it needs, `patience` how long its kernels may take to end.
+    pub fn call(&mut self, chains: &Arc<Chains>, chain: usize, context: impl FnOnce() -> Owner, patience: Duration) {
+        let bit = 1 << chain;
+        match self.chains.binary_search_by_key(&chains.number, |(known, _)| known.number) {
+            Ok(at) => self.chains.iter_mut().skip(at).take(1).for_each(|(_, bits)| *bits |= bit),
+            Err(at) => {
+                self.chains.insert(at, (chains.clone(), bit));
+                self.owners.push(context());
+                self.patience = self.patience.max(patience);
+            }
+        }
+    }
+
+    /// The graph's first launch is to come behind what `queue` has enqueued until then.
+    pub fn come_after(&mut self, queue: &Queue) {
+        let after = self.after.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !after.iter().any(|known| known.same(queue)) {
+            after.push(queue.clone());
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.owners.is_empty()
+    }
+
+    pub(super) fn patience(&self) -> Duration {
+        self.patience
+    }
+
+    /// Locks the contexts that recorded calls.
+    pub(super) fn chains(&self) -> Locked<'_> {
+        let mut each = self.chains.iter().map(|(chains, bits)| (chains.lock(), *bits));
+        Locked { first: each.next(), further: each.collect() }
+    }
+
+    /// Has the first launch, on `queue`, come behind what it must not overlap.
+    pub(super) fn begin_after(&self, queue: &Queue) -> Result<()> {
+        let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
+        for before in after.iter().filter(|before| !before.same(queue)) {
+            if !before.is_capturing()? {
+                queue.wait_for(before)?;
+            }
+        }
+        after.clear();
+        Ok(())
+    }
+}
+
+/// Contexts of a graph, of which no other call is enqueued meanwhile. Most graphs have one, and then nothing is allocated.
+pub(super) struct Locked<'a> {
+    first: Option<(MutexGuard<'a, Enqueued>, u8)>,
+    further: Vec<(MutexGuard<'a, Enqueued>, u8)>,
+}
+
+impl Locked<'_> {
+    /// Has the graph's calls, on `queue`, run behind those that came before.
+    pub fn follow(mut self, queue: &Queue) -> Result<Self> {
+        for (enqueued, bits) in self.first.iter_mut().chain(&mut self.further) {
+            for chain in (0..CHAINS).filter(|chain| *bits & (1 << chain) != 0) {
+                enqueued.follow(chain, queue)?;
+            }
+        }
+        Ok(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::Device;
+
+    #[test]
+    fn queues_without_work_are_forgotten_when_another_comes() {
+        let device = Device::cpu().unwrap();
+        let chains = Chains::new(true);
+        for _ in 0..100 {
+            let stream = device.new_stream().unwrap();
+            chains.lock().note(stream.queue());
+            chains.lock().note(stream.queue());
+        }
+        assert_eq!(chains.lock().queues.len(), 1);
+        let captures = device.new_stream().unwrap();
+        captures.begin_capture().unwrap();
+        chains.lock().note(captures.queue());
+        chains.lock().note(device.new_stream().unwrap().queue());
+        assert_eq!(chains.lock().queues.len(), 2, "a queue that captures is not idle");
+    }
+}

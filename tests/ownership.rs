@@ -1,0 +1,430 @@
+//! What safe code cannot do: hand kernels memory that goes while they use it.
+
+mod rig;
+
+use rig::{MAX_TOKENS, PATIENCE, Rig, on_ranks, test_device};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tokenyard::internals::kernels::{View, bench};
+use tokenyard::*;
+
+const fn is_send<T: Send>() {}
+const fn is_send_and_sync<T: Send + Sync>() {}
+const _: () = {
+    is_send::<Handle>();
+    is_send::<Sent>();
+    is_send::<CombineSent>();
+    is_send::<Graph>();
+    is_send_and_sync::<AllToAll>();
+    is_send_and_sync::<View>();
+    is_send_and_sync::<Stream>();
+};
+
+// ---- views
+
+/// Freeing a buffer waits for the work of its own device alone.
+#[test]
+fn views_of_another_device_are_refused_by_name() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        let other = Device::cpu().unwrap();
+        let (far, far_stream) = (other.alloc(1 << 16).unwrap(), other.new_stream().unwrap());
+        let refused = |outcome: Result<()>, name: &str| {
+            let why = outcome.unwrap_err().to_string();
+            let begins = why.starts_with(&format!("argument {name} is of CPU device "));
+            assert!(begins && why.contains(": give one of "), "{why}");
+        };
+        refused(rig.stream.fill(&far.view(), 0), "view");
+        let near = rig.out.slice(0, 16).unwrap();
+        let part = far.slice(0, 16).unwrap();
+        refused(rig.stream.copy(&near, &part), "src");
+        refused(rig.stream.copy(&part, &near), "dst");
+        let (tokens, output) = (|| rig.tokens(MAX_TOKENS), || rig.output(rig.capacity));
+        let dispatch = |tokens: Tokens, output: Output| rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop);
+        refused(dispatch(Tokens { x: far.view(), ..tokens() }, output()), "x");
+        refused(dispatch(Tokens { topk_idx: far.view(), ..tokens() }, output()), "topk_idx");
+        refused(dispatch(Tokens { topk_weight: Some(far.view()), ..tokens() }, output()), "topk_weight");
+        refused(dispatch(Tokens { count: TokenCount::Device(far.view()), ..tokens() }, output()), "count");
+        refused(dispatch(tokens(), Output { rows: far.view(), ..output() }), "rows");
+        refused(dispatch(tokens(), Output { expert_count: far.view(), ..output() }), "expert_count");
+        refused(dispatch(tokens(), Output { source: Some(far.view()), ..output() }), "source");
+        refused(dispatch(tokens(), Output { host_counts: Some(far.view()), ..output() }), "host_counts");
+        refused(rig.ep.dispatch(&far_stream, &tokens(), &output()).map(drop), "stream");
+        let handle = rig.ep.dispatch(&rig.stream, &tokens(), &output()).unwrap();
+        let combine = |rows: Rows, out: Combined| rig.ep.combine(&rig.stream, &handle, &rows, &out);
+        refused(combine(Rows { rows: far.view(), ..rig.expert_rows() }, rig.combined()), "rows");
+        refused(combine(rig.expert_rows(), Combined { out: far.view(), ..rig.combined() }), "out");
+        combine(rig.expert_rows(), rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+    });
+}
+
+#[test]
+fn a_view_keeps_the_memory_of_a_buffer_that_was_dropped() {
+    on_ranks(1, |world| {
+        let device = test_device(&world);
+        let stream = device.new_stream().unwrap();
+        let buffer = device.alloc(1 << 16).unwrap();
+        buffer.fill(7).unwrap();
+        let view = buffer.slice(1 << 15, 16).unwrap();
+        drop(buffer);
+        // Memory that was freed would be given out again, and overwritten.
+        let others: Vec<DeviceBuffer> = (0..64).map(|_| device.alloc(1 << 16).unwrap()).collect();
+        others.iter().for_each(|other| other.fill(1).unwrap());
+        let seen = device.alloc(16).unwrap();
+        stream.copy(&seen.view(), &view).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        let mut bytes = [0; 16];
+        seen.read(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [7; 16]);
+    });
+}
+
+/// The second wave reads its tokens in the receiving half.
+#[test]
+fn what_is_under_way_keeps_the_input_of_later_waves() {
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = Some(MAX_TOKENS / 2)));
+        rig.route(&[[0, 4], [1, 5], [2, 6], [3, 7]], 1);
+        let device = rig.ep.device();
+        let copies = [&rig.x, &rig.idx, &rig.weight].map(|buffer| {
+            let copy = device.alloc(buffer.len()).unwrap();
+            rig.stream.copy(&copy.view(), &buffer.view()).unwrap();
+            copy
+        });
+        let [x, idx, weight] = &copies;
+        let input = Tokens { x: x.view(), topk_idx: idx.view(), topk_weight: Some(weight.view()), ..rig.tokens(4) };
+        let sent = rig.ep.dispatch_send(&rig.stream, &input).unwrap();
+        let lengths = copies.each_ref().map(DeviceBuffer::len);
+        rig.stream.synchronize(PATIENCE).unwrap();
+        drop((copies, input));
+        // What was freed would be given out again.
+        let others: Vec<_> = (0..64).flat_map(|_| lengths.map(|bytes| device.alloc(bytes).unwrap())).collect();
+        others.iter().for_each(|other| other.fill(0).unwrap());
+        let handle = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
+        let rows = device.alloc(rig.rows.len()).unwrap();
+        rig.stream.copy(&rows.view(), &rig.rows.view()).unwrap();
+        let sent = {
+            let rows = Rows { rows: rows.view(), ..rig.expert_rows() };
+            rig.ep.combine_send(&rig.stream, &handle, &rows).unwrap()
+        };
+        let bytes = rows.len();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        drop(rows);
+        let others: Vec<_> = (0..64).map(|_| device.alloc(bytes).unwrap()).collect();
+        others.iter().for_each(|other| other.fill(0).unwrap());
+        rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.expect_own_rows(MAX_TOKENS, 1);
+        world.barrier("done").unwrap();
+    });
+}
+
+// ---- copies that the host waits for
+
+/// A kernel copies a buffer while the host overwrites it: the copy is of one content or another, never of two.
+#[test]
+fn the_host_writes_between_kernels_and_not_during_one() {
+    const BYTES: usize = 1 << 20;
+    let device = Device::cpu().unwrap();
+    let stream = device.new_stream().unwrap();
+    let (a, b) = (device.alloc(BYTES).unwrap(), device.alloc(BYTES).unwrap());
+    a.fill(0).unwrap();
+    let mut seen = vec![0; BYTES];
+    for round in 0..100u8 {
+        bench::push(&stream, &a.view(), &[b.view()], &[BYTES]).unwrap();
+        match round % 2 {
+            0 => a.fill(round).unwrap(),
+            _ => a.write(0, &[round; BYTES]).unwrap(),
+        }
+        b.read(0, &mut seen).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        b.read(0, &mut seen).unwrap();
+        assert!(seen.iter().all(|byte| *byte == seen[0]), "round {round}: a copy of two contents");
+    }
+}
+
+#[test]
+fn copies_go_on_while_a_kernel_waits() {
+    let device = Device::cpu().unwrap();
+    let stream = device.new_stream().unwrap();
+    let (words, buffer) = (device.alloc_host(16).unwrap(), device.alloc(16).unwrap());
+    bench::hold(&stream, &words.view(), 1, PATIENCE).unwrap();
+    buffer.write(0, &[5; 16]).unwrap();
+    let mut seen = [0; 16];
+    buffer.read(0, &mut seen).unwrap();
+    assert_eq!(seen, [5; 16]);
+    assert!(stream.synchronize(Duration::from_millis(1)).is_err(), "the kernel was to wait still");
+    // SAFETY: an aligned word in memory that host and device share, accessed atomically by both.
+    unsafe { AtomicU64::from_ptr(words.host_ptr().cast()) }.store(1, Ordering::Release);
+    stream.synchronize(PATIENCE).unwrap();
+}
+
+// ---- graphs
+
+/// Holds a stream until it is told to let go.
+struct Held {
+    words: HostBuffer,
+}
+
+impl Held {
+    fn hold(stream: &Stream) -> Held {
+        let words = stream.device().alloc_host(16).unwrap();
+        bench::hold(stream, &words.view(), 1, Duration::from_secs(60)).unwrap();
+        Held { words }
+    }
+
+    fn let_go(&self) {
+        // SAFETY: an aligned word in memory that host and device share, accessed atomically by both.
+        unsafe { AtomicU64::from_ptr(self.words.host_ptr().cast()) }.store(1, Ordering::Release);
+    }
+}
+
+const MOMENT: Duration = Duration::from_millis(100);
+
+fn is_held(stream: &Stream) -> bool {
+    stream.synchronize(MOMENT).is_err()
+}
+
+/// Memory that was freed would be given out again, and overwritten.
+fn overwrite_what_is_free(device: &Device) {
+    let lengths = [16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192];
+    let others: Vec<_> = (0..32).flat_map(|_| lengths.map(|bytes| device.alloc(bytes).unwrap())).collect();
+    others.iter().for_each(|other| other.fill(0xFF).unwrap());
+}
+
+#[test]
+fn a_graph_keeps_its_context_its_handles_and_its_buffers() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        rig.route_all(1);
+        rig.stream.begin_capture().unwrap();
+        let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
+        rig.count.write(0, &(MAX_TOKENS as i32).to_ne_bytes()).unwrap();
+        drop(rig.enqueue(&tokens, rig.capacity).unwrap());
+        let graph = rig.stream.end_capture().unwrap();
+        let wanted: Vec<u8> = (0..MAX_TOKENS).flat_map(|token| rig.row(token, 1)).collect();
+        let (device, sums) = (rig.ep.device().clone(), rig.out.view());
+        drop((rig, tokens));
+        overwrite_what_is_free(&device);
+        let stream = device.new_stream().unwrap();
+        let seen = device.alloc(wanted.len()).unwrap();
+        for _ in 0..3 {
+            stream.fill(&sums, 0xEE).unwrap();
+            graph.launch(&stream).unwrap();
+            stream.copy(&seen.view(), &sums).unwrap();
+            stream.synchronize(PATIENCE).unwrap();
+            let mut bytes = vec![0; wanted.len()];
+            seen.read(0, &mut bytes).unwrap();
+            assert_eq!(bytes, wanted);
+        }
+        world.barrier("done").unwrap();
+    });
+}
+
+#[test]
+fn fills_and_copies_of_a_graph_keep_their_buffers() {
+    let device = Device::cpu().unwrap();
+    let stream = device.new_stream().unwrap();
+    let seen = device.alloc(512).unwrap();
+    let (from, pushed) = (device.alloc(512).unwrap(), device.alloc(512).unwrap());
+    from.fill(9).unwrap();
+    stream.begin_capture().unwrap();
+    bench::push(&stream, &from.view(), &[pushed.view()], &[512]).unwrap();
+    stream.copy(&seen.view(), &pushed.view()).unwrap();
+    let graph = stream.end_capture().unwrap();
+    drop((from, pushed));
+    overwrite_what_is_free(&device);
+    graph.launch(&stream).unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+    let mut bytes = [0; 512];
+    seen.read(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [9; 512]);
+}
+
+#[test]
+fn a_dropped_graph_waits_for_its_replays() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        rig.stream.begin_capture().unwrap();
+        drop(rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap());
+        let graph = rig.stream.end_capture().unwrap();
+        let other = rig.ep.device().new_stream().unwrap();
+        let held = Held::hold(&other);
+        graph.launch(&other).unwrap();
+        let gone = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                drop(graph);
+                gone.store(true, Ordering::SeqCst);
+            });
+            std::thread::sleep(MOMENT);
+            assert!(!gone.load(Ordering::SeqCst), "the graph went while its kernels were to run");
+            held.let_go();
+        });
+        other.synchronize(PATIENCE).unwrap();
+        rig.good_round(1);
+    });
+}
+
+// ---- order between streams
+
+#[test]
+fn calls_of_a_kind_run_one_behind_the_other_on_whichever_stream() {
+    on_ranks(1, |world| {
+        for ordered in [true, false] {
+            let rig = Rig::with(&world, |b| if ordered { b } else { b.tuning(|t| t.ordered = false) });
+            rig.good_round(0);
+            let device = rig.ep.device();
+            let [first, second, third] = [(); 3].map(|()| device.new_stream().unwrap());
+            let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+            let early = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let held = Held::hold(&first);
+            let handle = rig.ep.dispatch(&first, &tokens, &output).unwrap();
+            rig.ep.dispatch(&second, &tokens, &output).unwrap();
+            // Combines follow no dispatch by themselves.
+            rig.ep.combine(&third, &early, &rig.expert_rows(), &rig.combined()).unwrap();
+            third.synchronize(PATIENCE).unwrap();
+            assert_eq!((is_held(&first), is_held(&second)), (true, ordered));
+            rig.ep.combine(&first, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            rig.ep.combine(&third, &early, &rig.expert_rows(), &rig.combined()).unwrap();
+            rig.ep.barrier(&first).unwrap();
+            rig.ep.barrier(&second).unwrap();
+            assert_eq!((is_held(&third), is_held(&second)), (ordered, ordered));
+            held.let_go();
+            [&first, &second, &third].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+            rig.ep.check().unwrap();
+            rig.good_round(1);
+        }
+    });
+}
+
+#[test]
+fn replays_run_behind_eager_calls_and_these_behind_replays() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        let record = || {
+            rig.stream.begin_capture().unwrap();
+            let handle = rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap();
+            (rig.stream.end_capture().unwrap(), handle)
+        };
+        let (graph, _handle) = record();
+        let [first, second] = [(); 2].map(|()| rig.ep.device().new_stream().unwrap());
+        let dispatch = |stream: &Stream| {
+            drop(rig.ep.dispatch(stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap());
+        };
+        let held = Held::hold(&first);
+        dispatch(&first);
+        graph.launch(&second).unwrap();
+        assert!(is_held(&second), "a replay overtook a call");
+        // What is recorded is no call yet.
+        drop(record());
+        held.let_go();
+        second.synchronize(PATIENCE).unwrap();
+        let held = Held::hold(&second);
+        graph.launch(&second).unwrap();
+        dispatch(&first);
+        assert!(is_held(&first), "a call overtook a replay");
+        held.let_go();
+        first.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.good_round(1);
+    });
+}
+
+// ---- handles
+
+#[test]
+fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.tuning(|t| (t.handles, t.ordered) = (1, false)));
+        rig.route_all(0);
+        let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let handle = rig.ep.dispatch(&second, &tokens, &output).unwrap();
+        second.synchronize(PATIENCE).unwrap();
+        let held = Held::hold(first);
+        rig.ep.combine(first, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        drop(handle);
+        rig.ep.dispatch(&second, &tokens, &output).unwrap();
+        assert!(is_held(&second), "the handle was overwritten ahead of its combine");
+        held.let_go();
+        second.synchronize(PATIENCE).unwrap();
+        first.synchronize(PATIENCE).unwrap();
+        rig.expect_own_rows(MAX_TOKENS, 0);
+        rig.good_round(1);
+    });
+}
+
+/// The same where a capture takes it: its graph waits as it is launched.
+#[test]
+fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.tuning(|t| (t.handles, t.ordered) = (1, false)));
+        rig.route_all(0);
+        let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let handle = rig.ep.dispatch(first, &tokens, &output).unwrap();
+        first.synchronize(PATIENCE).unwrap();
+        let held = Held::hold(first);
+        rig.ep.combine(first, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        drop(handle);
+        second.begin_capture().unwrap();
+        rig.ep.dispatch(&second, &tokens, &output).unwrap();
+        drop(second.end_capture().unwrap());
+        // A graph that is never launched has waited for nothing.
+        let third = rig.ep.device().new_stream().unwrap();
+        second.begin_capture().unwrap();
+        drop(rig.ep.dispatch(&second, &tokens, &output).unwrap());
+        let graph = second.end_capture().unwrap();
+        graph.launch(&third).unwrap();
+        assert!(is_held(&third), "the handle was overwritten ahead of its combine");
+        held.let_go();
+        third.synchronize(PATIENCE).unwrap();
+        first.synchronize(PATIENCE).unwrap();
+        rig.expect_own_rows(MAX_TOKENS, 0);
+    });
+}
+
+#[test]
+fn handles_and_halves_may_outlive_their_context() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.route_all(0);
+        let handle = rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap();
+        let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
+        let Rig { ep, stream, .. } = rig;
+        drop(ep);
+        drop(stream);
+        drop((handle, sent));
+    });
+}
+
+// ---- a context that cannot wait any longer
+
+#[test]
+fn a_context_whose_kernels_do_not_end_goes_and_leaves_them_their_memory() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(50)).tuning(|t| t.statistics = true));
+        rig.good_round(0);
+        rig.route_all(1);
+        let held = Held::hold(&rig.stream);
+        let handle = rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap();
+        let Rig { ep, stream, out, .. } = rig;
+        drop(handle);
+        let started = Instant::now();
+        drop(ep);
+        assert!(started.elapsed() < PATIENCE, "it waited for what does not end");
+        assert!(is_held(&stream));
+        held.let_go();
+        stream.synchronize(PATIENCE).unwrap();
+        let mut seen = vec![0; out.len()];
+        out.read(0, &mut seen).unwrap();
+        assert!(seen.iter().any(|byte| *byte != 0xEE), "the kernels did not run");
+    });
+}
