@@ -38,6 +38,7 @@ CALLS, WORLD, REPORT = "proxy/context.rs", "transport/world.rs", "proxy/report.r
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/admit.rs", "transport/member.rs", "transport/secret.rs", "transport/terms.rs", "transport/root.rs")
 BOOTSTRAP, LOCAL = "transport/bootstrap.rs", "transport/local.rs"
+PAIRS = "benches/pairs.py"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -296,6 +297,10 @@ MUTANTS = [
     ("first nodes without ranks", BOOTSTRAP, "first_nodes.contains(&0) ||", "false ||"),
     ("a failed regroup of threads kept", LOCAL, ".hub.failure().is_some() {", ".hub.failure().is_none() && false {"),
     ("refused strangers kept", ROOT_SIDE, "        self.closing.drain(..surplus);\n", ""),
+    ("a slower build passes", PAIRS, 'return bound, "faster" if change < 0 else "SLOWER"', 'return bound, "faster"'),
+    ("noise taken for a slower build", PAIRS, "if abs(change) <= noise:", "if False:"),
+    ("a kernel that spills passes", PAIRS, "worse = b[key][0] > a[key][0] or", "worse = b[key][0] > a[key][0]  #"),
+    ("runs that are missing pass", PAIRS, "if any(len(row[build]) < alternations for build in BUILDS):", "if False:"),
 ]
 
 # Seconds; some mutants never end.
@@ -369,6 +374,7 @@ class Worker:
             DEVICE: [("unit tests", [*lib, "kernels::device"])],
             WORLD: contexts,
             REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
+            PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
         }
         bootstrap = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),
@@ -388,7 +394,7 @@ class Worker:
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE)
+        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE, PAIRS)
         apart = file.startswith(("proxy/", "transport/", "bindings/cli/")) and file != PICK or special
         return [] if apart else schedules
 
