@@ -157,6 +157,9 @@ fn a_pair_runs_by_turns_on_the_cpu_device_and_is_compared() {
         assert_eq!(lines, if row == "prefill-2" { 2 } else { 4 }, "{table}");
     }
     assert_eq!(table, std::fs::read_to_string(format!("{out}/table-pair.txt")).unwrap());
+    let mut kept: Vec<_> = std::fs::read_dir(&out).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    kept.sort();
+    assert_eq!(kept, ["runs.tgz", "table-pair.txt"]);
 }
 
 #[test]
