@@ -15,7 +15,7 @@
 mod stub;
 
 use criterion::{BenchmarkId, Criterion, Throughput};
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use crossbeam_utils::CachePadded;
 use nix::unistd::{Pid, gettid};
 use serde::Serialize;
 use std::hint::{black_box, spin_loop};
@@ -226,15 +226,15 @@ fn ring(wire: &Wire, memory: &ContextMemory, epoch: u64, link: u16) {
 
 /// Two cores that this process may use, far apart; `None` if there are fewer.
 fn cores() -> Option<(usize, usize)> {
-    let set = sched_getaffinity(Pid::from_raw(0)).ok()?;
-    let mut usable = (0..CpuSet::count()).filter(|core| set.is_set(*core).unwrap_or(false));
+    let mut usable = core_affinity::get_core_ids()?.into_iter().map(|core| core.id);
     Some((usable.next()?, usable.next_back()?))
 }
 
 fn pin(core: usize) {
-    let mut set = CpuSet::new();
-    set.set(core).unwrap();
-    sched_setaffinity(Pid::from_raw(0), &set).unwrap();
+    assert!(
+        core_affinity::set_for_current(core_affinity::CoreId { id: core }),
+        "no thread can be pinned to core {core}"
+    );
 }
 
 /// How often a thread of this process was switched out.
@@ -327,18 +327,16 @@ fn doorbell_to_post(peers: u32, budget: (usize, Duration), core: usize) -> Sampl
 /// The same between two threads of which one does nothing but look at one word: what the machine itself takes.
 fn floor(budget: (usize, Duration), core: usize) -> Samples {
     // On lines of their own.
-    #[repr(align(128))]
-    #[derive(Default)]
-    struct Line(AtomicU64);
-    let (word, answer, id, stop) = (Line::default(), Line::default(), AtomicU64::new(0), AtomicBool::new(false));
+    let (word, answer) = (CachePadded::new(AtomicU64::new(0)), CachePadded::new(AtomicU64::new(0)));
+    let (id, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
             pin(core);
             id.store(gettid().as_raw() as u64, Ordering::Release);
             let mut next = 1;
             while !stop.load(Ordering::Relaxed) {
-                if word.0.load(Ordering::Acquire) == next {
-                    answer.0.store(now_ns(), Ordering::Release);
+                if word.load(Ordering::Acquire) == next {
+                    answer.store(now_ns(), Ordering::Release);
                     next += 1;
                 }
                 spin_loop();
@@ -348,7 +346,7 @@ fn floor(budget: (usize, Duration), core: usize) -> Samples {
             std::thread::yield_now();
         }
         let heard = Pid::from_raw(id.load(Ordering::Acquire) as i32);
-        let samples = ring_and_time(budget, heard, &answer.0, |epoch| word.0.store(epoch, Ordering::Release), |_| true);
+        let samples = ring_and_time(budget, heard, &answer, |epoch| word.store(epoch, Ordering::Release), |_| true);
         stop.store(true, Ordering::Relaxed);
         samples
     })

@@ -20,12 +20,14 @@ pub mod device;
 pub(crate) mod ffi;
 mod nic;
 
-pub(crate) use device::budget;
-pub(crate) use device::{Chains, Enqueued, Owner, Place, Queue, Recording, Span};
+pub(crate) use device::recording::{Chains, Enqueued, Recording};
+pub use device::view::View;
+pub(crate) use device::view::{Owner, Place, Span};
 pub use device::{
     Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, KernelArgs, MAX_BLOCK_THREADS, MAX_SHARED_BYTES,
-    SeededConfig, SeededReport, Stream, View, seeded_world,
+    SeededConfig, SeededReport, Stream, seeded_world,
 };
+pub(crate) use device::{Queue, budget};
 
 use crate::ffi::layout;
 

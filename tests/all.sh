@@ -85,6 +85,12 @@ documented() {
   cargo test --doc --no-default-features --features cli --target-dir target/coverage
 }
 
+# The flags between a proxy's thread and its callers, in all orders; coverage runs this test, too.
+model() {
+  say "loom's model of the proxy's mailbox"
+  cargo test --no-default-features --target-dir target/coverage --test loom
+}
+
 # What the release program says of a driver that is too old, of which a C++ compiler makes all that is asked for.
 driver() {
   say "a driver that is too old"
@@ -137,7 +143,7 @@ coverage() {
 setup
 # The Rust tests run once: under coverage, unless they are asked for alone.
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver coverage documented verify sanitize mutants); fi
-for step in format lint build driver unit coverage documented verify sanitize mutants; do
+for step in format lint build driver unit model coverage documented verify sanitize mutants; do
   if wanted "$step"; then "$step"; fi
 done
 say "all passed"

@@ -4,6 +4,11 @@
 #   tests/gpu.sh build DIR                    on the build machine: the program and the test programs, stripped, into DIR
 #   tests/gpu.sh run DIR [OUT [SECTION...]]   on the GPU machine: the sections (default: all), with JSON and logs in OUT,
 #                                             then one table of their rows, which OUT keeps too
+#   tests/gpu.sh program DIR [TREE]           on the build machine: the program alone, and its kernels' registers, into
+#                                             DIR; of another checkout of this repository if TREE names one
+#   tests/gpu.sh pair A B [PAIR...]           on the GPU machine: the programs of two such folders by turns, A's twice, then
+#                                             a table that compares them; the folder that the variable OUT names (default:
+#                                             B/pair) keeps it, and JSON and logs in runs.tgz
 #
 # Sections:  checks     the test programs; every dtype and layout, processes, ranks that share GPUs
 #            verify     random configurations, and models' full sizes
@@ -20,6 +25,16 @@
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            figures    decode, prefill, modes, shapes and sweep
 #
+# Pairs:     decode     1 and 128 tokens on all GPUs, eager and in a graph
+#            prefill    4096 tokens on all GPUs
+#            nodes      1 and 128 tokens between two nodes of one rank each, with emulated NICs; a GPU that is alone has
+#                       both
+#
+# pair's status is 0 if B's p50 is at most 1 % above A's (decode, prefill) or above A's by no more than A differs from
+# itself (nodes), and no kernel of B takes more registers or spills more. ROUNDS=N: alternations (7 by default, and at
+# least). Their order is mirrored each time, and each build is first, second and third equally often. All rounds have
+# SECTION_LIMIT seconds (540; two H100s take 470, of which decode 195: most of it is CUDA's start). DEVICE=cpu: tiny calls on the CPU device, to try the script itself.
+#
 # RANKS=N: ranks of the figures (default: the number of GPUs). A row has at most LIMIT seconds (240), and a section
 # SECTION_LIMIT (by section, below); what a section has no time left for fails. SEEDS=N: configurations of verify (200).
 set -euo pipefail
@@ -33,16 +48,25 @@ declare -A LIMITS=(
   [sanitizer]=480
 )
 
+program() {
+  local dir=${1:?the folder of the program} tree=${2:-$root} target report
+  mkdir -p "$dir"
+  (cd "$tree" && cargo build --release)
+  target=${CARGO_TARGET_DIR:-$tree/target}
+  strip -o "$dir/tokenyard" "$target/release/tokenyard"
+  rm -f "$dir/ptxas.txt"
+  report=$( (ls -t "$target"/release/build/tokenyard-*/out/ptxas.txt 2>/dev/null || true) | head -n 1)
+  [ -z "$report" ] || cp "$report" "$dir/ptxas.txt"
+}
+
 build() {
   local dir=${1:?the folder of the binaries}
-  mkdir -p "$dir"
-  (cd "$root" && cargo build --release)
+  program "$dir"
   (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
     --test arena --test contexts --test gpu_nic --test own_output --test ownership --test wide 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
-  strip -o "$dir/tokenyard" "$target/release/tokenyard"
   # The nvcc that the kernels were built with, as build.rs noted it.
   nvcc=$( (ls -t "$target"/release/build/tokenyard-*/out/kernels.key 2>/dev/null || true) | head -n 1 | xargs -r cut -d ' ' -f 2-)
   commit=$(git -C "$root" rev-parse --short=12 HEAD)
@@ -267,6 +291,75 @@ section_sanitizer() {
   fi
 }
 
+# The options of a pair's rows, a line each behind the row's name.
+pair_rows() {
+  local small="" many=4096 prefill="--iters 60 --warmup 10"
+  if [ "$device" = cpu ]; then small="--hidden 128 --experts 8 --top-k 2 --iters 3" many=64 prefill=""; fi
+  local decode="--tokens 1,128 --check first $small" name
+  for name in "$@"; do
+    case $name in
+      decode)
+        echo "decode-$ranks --world $ranks $decode"
+        echo "decode-graph-$ranks --world $ranks --mode graph $decode"
+        ;;
+      prefill) echo "prefill-$ranks --world $ranks --tokens $many --check first $prefill $small" ;;
+      nodes) echo "nodes-2x1-cx7 --world 2 --ranks-per-node 1 --link cx7 $decode" ;;
+      *)
+        echo "tests/gpu.sh: there is no pair $name; give some of decode, prefill, nodes" >&2
+        return 1
+        ;;
+    esac
+  done
+}
+
+# Two builds by turns, so that whatever drifts meanwhile is the same for both. Alternations are the outer loop.
+pair() {
+  local a=${1:?the folder of build A} b=${2:?the folder of build B} device=${DEVICE:-cuda} rounds=${ROUNDS:-7}
+  local orders=("a b e" "e b a" "b e a" "a e b" "e a b" "b a e") round row name options build from status=0
+  local section=pair deadline row_limit=${LIMIT:-60} gpus=2 ranks rows
+  shift 2
+  [ $# -gt 0 ] || set -- decode prefill nodes
+  if [ "$device" = cuda ]; then
+    if [ "$rounds" -lt 7 ]; then
+      echo "tests/gpu.sh: ROUNDS is $rounds: fewer than 7 alternations say too little; leave it, or set DEVICE=cpu" >&2
+      return 2
+    fi
+    gpus=$(nvidia-smi -L | wc -l)
+  fi
+  ranks=${RANKS:-$gpus}
+  rows=$(pair_rows "$@")
+  out=${OUT:-$b/pair}
+  mkdir -p "$out"
+  rm -f "$out"/*.[abe].json "$out"/*.[abe].log "$out/table-pair.txt" "$out/runs.tgz"
+  LIMITS[pair]=${SECTION_LIMIT:-540}
+  deadline=$((SECONDS + LIMITS[pair]))
+  # Ranks that share a GPU need a hardware queue for each of their streams.
+  export CUDA_DEVICE_MAX_CONNECTIONS=32
+  for round in $(seq "$rounds"); do
+    while read -r name options; do
+      for build in ${orders[$(((round - 1) % 6))]}; do
+        from=$a
+        [ "$build" != b ] || from=$b
+        row=$name.$round.$build
+        # shellcheck disable=SC2086
+        bounded "$row" "$from/tokenyard" bench --device "$device" --json "$out/$row.json" $options </dev/null ||
+          echo "$row FAILED: $(last_line "$row")"
+      done
+    done <<<"$rows"
+  done
+  {
+    echo "A: $a  B: $b  $rounds alternations, $SECONDS s"
+    [ "$device" != cuda ] || echo "$gpus x $(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
+    # The CPU device's kernels have no registers to count.
+    if [ "$device" = cuda ]; then set -- "$a/ptxas.txt" "$b/ptxas.txt"; else set --; fi
+    python3 "$root/benches/pairs.py" "$out" "$rounds" "$(cut -d ' ' -f 1 <<<"$rows" | paste -sd ,)" "$@"
+  } >"$out/table-pair.txt" || status=$?
+  cat "$out/table-pair.txt"
+  # What brings results back may take few files.
+  (cd "$out" && tar -czf runs.tgz -- *.[abe].* && rm -f -- *.[abe].json *.[abe].log)
+  return "$status"
+}
+
 # The sections that were asked for, groups spelt out; all of them by default.
 chosen() {
   local name
@@ -309,7 +402,7 @@ run() {
 }
 
 case ${1:-} in
-  build | run)
+  build | run | program | pair)
     mode=$1
     shift
     "$mode" "$@"

@@ -41,6 +41,8 @@ CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bin
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
 BOOTSTRAP, LOCAL = "transport/world/bootstrap.rs", "transport/world/local.rs"
+PAIRS, MAILBOX = "benches/pairs.py", "proxy/driver/mailbox.rs"
+REMOTE = "proxy/driver/remote.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -319,6 +321,22 @@ MUTANTS = [
     ("first nodes without ranks", BOOTSTRAP, "first_nodes.contains(&0) ||", "false ||"),
     ("a failed regroup of threads kept", LOCAL, ".hub.failure().is_some() {", ".hub.failure().is_none() && false {"),
     ("refused strangers kept", ROOT_SIDE, "        self.closing.drain(..surplus);\n", ""),
+    ("a slower build passes", PAIRS, 'return bound, "faster" if change < 0 else "SLOWER"', 'return bound, "faster"'),
+    ("noise taken for a slower build", PAIRS, "if abs(change) <= noise:", "if False:"),
+    ("a kernel that spills passes", PAIRS, "worse = b[key][0] > a[key][0] or", "worse = b[key][0] > a[key][0]  #"),
+    ("a request's flag cleared behind the lock", MAILBOX, "        if request.is_none() {\n",
+     "        drop(requests);\n        if request.is_none() {\n"),
+    ("a request's flag raised before the lock", MAILBOX,
+     "    pub fn put(&self, request: R) {\n        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);\n"
+     "        requests.push_back(request);\n        // Relaxed: what it announces lies behind the lock.\n"
+     "        self.waiting.store(true, Ordering::Relaxed);\n",
+     "    pub fn put(&self, request: R) {\n        self.waiting.store(true, Ordering::Relaxed);\n"
+     "        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);\n"
+     "        requests.push_back(request);\n"),
+    ("the end not released", MAILBOX, "self.ended.store(true, Ordering::Release);", "self.ended.store(true, Ordering::Relaxed);"),
+    ("the end not acquired", MAILBOX, "self.ended.load(Ordering::Acquire)", "self.ended.load(Ordering::Relaxed)"),
+    ("a core beyond the mask", REMOTE, "if core < libc::CPU_SETSIZE as usize && ", "if "),
+    ("runs that are missing pass", PAIRS, "if any(len(row[build]) < alternations for build in BUILDS):", "if False:"),
 ]
 
 # Seconds; some mutants never end.
@@ -400,6 +418,9 @@ class Worker:
             EXECUTOR: ownership,
             WORLD: contexts,
             REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
+            PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
+            MAILBOX: [("tests/loom.rs", [*test, "loom"])],
+            REMOTE: [("unit tests", [*lib, "driver"])],
         }
         bootstrap = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),
@@ -419,7 +440,7 @@ class Worker:
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE)
+        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE, PAIRS)
         apart = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if apart else schedules
 

@@ -5,7 +5,7 @@ mod rig;
 use rig::{MAX_TOKENS, PATIENCE, Rig, on_ranks, test_device};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tokenyard::internals::kernels::bench;
+use tokenyard::internals::kernels::{View, bench};
 use tokenyard::*;
 
 const fn is_send<T: Send>() {}
@@ -307,7 +307,7 @@ fn a_dropped_graph_waits_for_its_replays() {
 fn calls_of_a_kind_run_one_behind_the_other_on_whichever_stream() {
     on_ranks(1, |world| {
         for ordered in [true, false] {
-            let rig = Rig::with(&world, |b| if ordered { b } else { b.unordered() });
+            let rig = Rig::with(&world, |b| if ordered { b } else { b.tuning(|t| t.ordered = false) });
             rig.good_round(0);
             let device = rig.ep.device();
             let [first, second, third] = [(); 3].map(|()| device.new_stream().unwrap());
@@ -373,7 +373,7 @@ fn replays_run_behind_eager_calls_and_these_behind_replays() {
 #[test]
 fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1).unordered());
+        let rig = Rig::with(&world, |b| b.tuning(|t| (t.handles, t.ordered) = (1, false)));
         rig.route_all(0);
         let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
@@ -396,7 +396,7 @@ fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
 #[test]
 fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1).unordered());
+        let rig = Rig::with(&world, |b| b.tuning(|t| (t.handles, t.ordered) = (1, false)));
         rig.route_all(0);
         let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));

@@ -31,7 +31,6 @@ pub struct AllToAllBuilder {
     pub(crate) weights: Weights,
     pub(crate) sms: Option<u32>,
     pub(crate) timeout: Duration,
-    pub(crate) ordered: bool,
     pub(crate) proxy: Option<Proxy>,
     pub(crate) tuning: Tuning,
 }
@@ -52,7 +51,6 @@ impl AllToAllBuilder {
             weights: Weights::Dispatch,
             sms: None,
             timeout: Duration::from_secs(30),
-            ordered: true,
             proxy: None,
             tuning: Tuning::default(),
         }
@@ -86,13 +84,6 @@ impl AllToAllBuilder {
     /// shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
     pub fn max_tokens_per_rank(mut self, max_tokens: usize) -> Self {
         self.max_tokens = max_tokens;
-        self
-    }
-
-    /// Calls on several streams in no order but that of their streams, for tests of what the device finds then.
-    #[doc(hidden)]
-    pub fn unordered(mut self) -> Self {
-        self.ordered = false;
         self
     }
 

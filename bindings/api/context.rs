@@ -3,28 +3,21 @@
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
 use super::calls::{Combined, Layout, Needs, Output, OwnOutput, Rows, Tokens};
-use super::format::Scales;
-use super::handle::{CombineSent, Handle, Lease, Pool, Refused, Sent, SentRows};
+use super::device_memory::{Local, Shared, device_context, sms_of};
+use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows};
 use super::open::{Call, InUse, Memory, Open};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
-use super::plan::{Message, Plan};
-use super::report::Reports;
-use super::shape::{Shape, Weights, config};
-use super::sms::{Traffic, sms_available};
-use super::statistics::{CallStatistics, Statistics};
-use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words};
-use super::tuning::ArenaPlace;
+use super::plan::Plan;
+use super::shape::{Shape, config};
+use super::statistics::CallStatistics;
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::budget::Budget;
-use crate::kernels::{Chains, Device, DeviceBuffer, DeviceKind, KernelArgs, Owner, Span as MemorySpan, Stream, View};
+use crate::kernels::{Chains, Device, DeviceKind, KernelArgs, Owner, Span as MemorySpan, Stream, View};
 use crate::proxy::driver::Kept;
-use crate::proxy::wire::{ChunkIdx, Direction, LinkIdx, Wire};
-use crate::proxy::{FlagPlace, Number, Offer, Opening, SharedWords};
-use crate::transport::memory::gdr::GdrCopy;
-use crate::transport::network::{DeviceNeeds, Span};
-use crate::transport::{Arena, PeerMap, World};
+use crate::proxy::{FlagPlace, Offer, Opening};
+use crate::transport::network::Span;
+use crate::transport::{PeerMap, World};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -36,9 +29,6 @@ const BARRIERS: usize = 2;
 
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
-/// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each block
-/// has little to do then beside what it costs to begin (docs/performance.md).
-const META_TILE: usize = 256;
 
 /// Counts of what this rank has enqueued.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -131,16 +121,16 @@ impl AllToAllBuilder {
         };
         // Nobody rings before all have opened.
         world.barrier("context ready")?;
+        let (rank, bytes, waves) = (world.original(world.rank()), plan.arena_bytes(), plan.waves);
+        let sizes = format_args!("arena of {bytes} bytes, {sms} blocks, {waves} waves, words {flags:?}");
+        log::info!(target: crate::base::targets::CONTEXT, "rank {rank}: built, {sizes}");
         let keep = || Arc::new(InUse::new(&device, peers.clone())) as Owner;
         let arena = shape.own_output.is_some().then(keep);
         let patience = Duration::from_nanos(context.timeout_ns).saturating_add(Duration::from_secs(5));
         let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
-        let chains = Arc::new(Chains::new(builder.ordered));
-        let (rank, bytes, waves) = (world.original(world.rank()), plan.arena_bytes(), plan.waves);
-        let open = Arc::new(Open { rank, chains, pool, opening, memory, patience });
+        let chains = Arc::new(Chains::new(builder.tuning.ordered));
+        let open = Arc::new(Open { chains, pool, opening, memory, patience });
         let counters = Counters::default();
-        let sizes = format_args!("arena of {bytes} bytes, {sms} blocks, {waves} waves, words {flags:?}");
-        log::info!(target: crate::base::targets::CONTEXT, "rank {rank}: built, {sizes}");
         Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, flags })
     }
 }
@@ -539,355 +529,5 @@ impl AllToAll {
         // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the rest is
         // the context's memory, which waits for its streams as it goes.
         unsafe { stream.launch(kernel, grid, block, shared, args) }
-    }
-}
-
-/// Blocks of a kernel: the budget, or what is chosen of the multiprocessors that there are. The CPU device has none to spare
-/// anybody.
-fn sms_of(builder: &AllToAllBuilder, shape: &Shape, device: &Device) -> u32 {
-    if let Some(sms) = builder.sms {
-        return sms;
-    }
-    let available = sms_available(device, builder.proxy.as_ref());
-    match device.kind() {
-        DeviceKind::Cpu => available,
-        DeviceKind::Cuda => Traffic::of(shape).choose(available),
-    }
-}
-
-/// Refuses an arena in memory of a GPU that the network does not reach.
-fn check_reach(needs: DeviceNeeds, gpu: Option<usize>, place: ArenaPlace) -> Result<()> {
-    if !needs.host_memory || gpu.is_none() || place == ArenaPlace::Host {
-        return Ok(());
-    }
-    let advice = "the network between nodes moves bytes by the processor, which does not reach a GPU's memory: give \
-                  arena(ArenaPlace::Host), or a proxy over a network that reaches it";
-    Err(config("arena", "Device", advice.into()))
-}
-
-/// What a rank allocates for itself.
-struct Local {
-    device: Device,
-    arena: Arena,
-    tables: Tables,
-    reports: Reports,
-    statistics: Option<Statistics>,
-    pool: Arc<Pool>,
-    /// With several nodes.
-    proxied: Option<Proxied>,
-    budget: Option<Budget<'static>>,
-}
-
-/// Tables in device memory.
-pub(super) struct Tables {
-    state: DeviceBuffer,
-    expert_home: DeviceBuffer,
-    even_experts: u32,
-    tiling: Tiling,
-    /// Tags of tiles, then their rows.
-    tiles: DeviceBuffer,
-    source_owner: DeviceBuffer,
-    rank_names: DeviceBuffer,
-    /// Ranks behind links of dispatch, then behind its sources.
-    rails: DeviceBuffer,
-    served: DeviceBuffer,
-    /// What the relay passes on, counts of packed rows.
-    relay: DeviceBuffer,
-}
-
-/// What a rank's kernels find besides the arena.
-struct Shared<'a> {
-    tables: &'a Tables,
-    reports: &'a Reports,
-    statistics: Option<&'a Statistics>,
-    proxied: Option<&'a Proxied>,
-}
-
-/// A context's number at its proxy, and the words that they share.
-struct Proxied {
-    number: Number,
-    words: SharedWords,
-}
-
-impl Local {
-    fn allocate(
-        builder: &AllToAllBuilder,
-        shape: &Shape,
-        placement: &Placement,
-        plan: &Plan,
-        numbers: Offer,
-    ) -> Result<Local> {
-        let device = builder.device.clone().map_or_else(Device::cpu, Ok)?;
-        if let Some(proxy) = builder.proxy.as_ref().filter(|_| plan.wire.is_some()) {
-            check_reach(proxy.device_needs(), device.ordinal(), shape.arena)?;
-        }
-        let budget = Budget::take(&device, "sms", builder.sms)?;
-        let bytes = usize::try_from(plan.arena_bytes())
-            .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
-        let arena = match (device.ordinal(), shape.arena) {
-            (Some(ordinal), ArenaPlace::Device) => Arena::cuda(ordinal, bytes)?,
-            (Some(ordinal), ArenaPlace::Host) => Arena::cuda_host(ordinal, bytes)?,
-            (None, _) => Arena::cpu(bytes)?,
-        };
-        if builder.proxy.as_ref().is_some_and(|proxy| plan.wire.is_some() && proxy.device_needs().access) {
-            arena.grant_process()?;
-        }
-        let proxied = match (&plan.wire, &builder.proxy) {
-            (None, _) => None,
-            (Some((wire, _)), Some(proxy)) => Some(Proxied {
-                number: proxy.take_number(numbers, wire)?,
-                words: {
-                    let gdrcopy = builder.tuning.gdrcopy.map_or_else(GdrCopy::from_env, Ok)?;
-                    SharedWords::allocate(&device, wire.word_counts(), gdrcopy)?
-                },
-            }),
-            (Some(_), None) => {
-                let advice = "several nodes need a proxy on every rank: start one and pass it to the builder".into();
-                return Err(config("proxy", "missing", advice));
-            }
-        };
-        let index = |rank: &Rank| shape.nodes.index_of(*rank).unwrap_or(0) as u64;
-        let indices = |ranks: Vec<Rank>| pack_words(&ranks.iter().map(index).collect::<Vec<_>>());
-        let names: Vec<u64> = shape.nodes.ranks().map(|rank| u64::from(rank.0)).collect();
-        let blocks = sms_of(builder, shape, &device);
-        let tiling = Tiling::of(builder, shape);
-        let tables = Tables {
-            state: upload(&device, &state_words(builder.tuning.first_epoch, blocks))?,
-            expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
-            even_experts: even_experts(placement, &shape.nodes),
-            tiling,
-            tiles: upload(&device, &vec![0; tiling.tags() + tiling.row_words()])?,
-            source_owner: upload(&device, &owner_words(&shape.nodes, shape.name))?,
-            rails: upload(&device, &indices(shape.nodes.targets(Direction::Dispatch, shape.name)))?,
-            served: upload(&device, &indices(shape.nodes.sources(Direction::Dispatch, shape.name)))?,
-            rank_names: upload(&device, &pack_words(&names))?,
-            relay: upload(&device, &vec![0; Relay::of(plan).words])?,
-        };
-        let reports = Reports::allocate(&device, shape.ranks)?;
-        let statistics =
-            builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
-        let pool = Pool::new(&device, shape, plan.waves, builder.tuning.handles)?;
-        Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
-    }
-}
-
-/// How META of a call is cut: into tiles of tokens, which blocks of a rank build side by side.
-#[derive(Debug, Clone, Copy)]
-struct Tiling {
-    /// Of 32 tokens each, in a tile.
-    words: u32,
-    /// Tiles of a call at the most.
-    most: u32,
-    /// Pairs of a source, own or served, and a rank of the node.
-    pairs: usize,
-    /// Counts of a tile: experts of a rank at the most, and the rank.
-    counts: usize,
-}
-
-impl Tiling {
-    fn of(builder: &AllToAllBuilder, shape: &Shape) -> Tiling {
-        let counts = shape.max_local_experts + 1;
-        let room = raw::TY_BITMAP_WORDS as usize / counts;
-        let words = builder.tuning.meta_tile.unwrap_or(META_TILE).div_ceil(32).clamp(1, room.max(1));
-        let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
-        Tiling {
-            words: words as u32,
-            most: shape.max_tokens.div_ceil(32 * words) as u32,
-            pairs: (1 + served) * shape.nodes.largest(),
-            counts,
-        }
-    }
-
-    fn tags(&self) -> usize {
-        self.pairs * self.most as usize
-    }
-
-    /// Words of 64 bits that counts of 32 take.
-    fn row_words(&self) -> usize {
-        (self.tags() * self.counts).div_ceil(2)
-    }
-}
-
-/// Where things lie in the relay's table, in words.
-struct Relay {
-    free: usize,
-    counters: usize,
-    words: usize,
-}
-
-impl Relay {
-    fn of(plan: &Plan) -> Relay {
-        let Some((wire, _)) = &plan.wire else { return Relay { free: 0, counters: 0, words: 1 } };
-        let counts = wire.word_counts();
-        let free = counts.landed;
-        let counters = free + counts.staging_free;
-        Relay { free, counters, words: counters + counts.doorbells.div_ceil(2) + 1 }
-    }
-}
-
-fn upload(device: &Device, words: &[u64]) -> Result<DeviceBuffer> {
-    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-    let buffer = device.alloc(bytes.len())?;
-    buffer.write(0, &bytes)?;
-    Ok(buffer)
-}
-
-fn device_context(
-    builder: &AllToAllBuilder,
-    shape: &Shape,
-    plan: &Plan,
-    peers: &PeerMap,
-    shared: &Shared<'_>,
-    blocks: u32,
-) -> raw::ty_context {
-    let Shared { tables, reports, statistics, proxied } = *shared;
-    let node = shape.nodes.node_of(shape.name).unwrap_or(0);
-    let local = shape.nodes.local_of(shape.name).unwrap_or(0);
-    let node_ranks = shape.nodes.members().get(node).map_or(0, Vec::len);
-    let node_first = shape.rank - local;
-    let mut peer_base = [0u64; raw::TY_MAX_NODE_RANKS as usize];
-    for (peer, base) in peer_base.iter_mut().enumerate().take(node_ranks) {
-        *base = peers.base_of(Rank((node_first + peer) as u32));
-    }
-    raw::ty_context {
-        rank: shape.rank as u32,
-        ranks: shape.ranks as u32,
-        local: local as u32,
-        node_ranks: node_ranks as u32,
-        node_first: node_first as u32,
-        node: node as u32,
-        nodes: shape.nodes.members().len() as u32,
-        experts: shape.experts as u32,
-        local_experts: shape.local_experts as u32,
-        top_k: shape.top_k as u32,
-        max_tokens: shape.max_tokens as u32,
-        waves: plan.waves as u32,
-        wave_tokens: plan.wave_tokens as u32,
-        hidden: shape.hidden as u32,
-        weights: match shape.weights {
-            Weights::Dispatch => raw::TY_WEIGHTS_DISPATCH,
-            Weights::Combine => raw::TY_WEIGHTS_COMBINE,
-            Weights::None => raw::TY_WEIGHTS_NONE,
-        },
-        row_bytes: shape.row_bytes as u32,
-        scale_words: shape.scale_words as u32,
-        // Vectors of 16 elements; a scale is for 128 of those, and a word has one or four of them.
-        scale_shift: match shape.format.scales {
-            Scales::None => 31,
-            Scales::F32 => 3,
-            Scales::Ue8m0 => 5,
-        },
-        slot_bytes: plan.slot_bytes as u32,
-        partial_bytes: shape.partial_bytes() as u32,
-        slots: plan.slots as u32,
-        max_local_experts: shape.max_local_experts as u32,
-        tile_words: tables.tiling.words,
-        max_tiles: tables.tiling.most,
-        quantize: match (shape.quantize, shape.format.scales) {
-            (true, Scales::F32) => raw::TY_QUANTIZE_F32,
-            (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
-            _ => raw::TY_QUANTIZE_NONE,
-        },
-        even_experts: tables.even_experts,
-        even_inverse: reciprocal(u64::from(tables.even_experts)),
-        even_nodes: if shape.nodes.members().len() > 1 { reciprocal(node_ranks as u64) } else { 0 },
-        ranks_inverse: inverse(shape.ranks as u32),
-        counts_inverse: inverse(shape.local_experts as u32 + 3),
-        choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
-        free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
-        // What some waits add to it must not make it small.
-        timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
-        first_epoch: builder.tuning.first_epoch,
-        state: tables.state.view().ptr(),
-        errors: reports.records_address(),
-        expert_home: tables.expert_home.view().ptr(),
-        rank_names: if nobody_left(&shape.nodes) { 0 } else { tables.rank_names.view().ptr() },
-        source_owner: tables.source_owner.view().ptr(),
-        stats: statistics.map_or(0, Statistics::device_address),
-        blocks: u64::from(blocks),
-        tile_rows: tables.tiles.view().ptr() + 8 * tables.tiling.tags() as u64,
-        tile_tags: tables.tiles.view().ptr(),
-        refused: reports.refused_address(),
-        regions: plan.regions,
-        wire: device_wire(plan, shape.name, tables, proxied),
-        peer_base,
-    }
-}
-
-/// What lies between nodes, as the device needs it.
-fn device_wire(plan: &Plan, rank: Rank, tables: &Tables, proxied: Option<&Proxied>) -> raw::ty_wire {
-    let (Some((wire, messages)), Some(proxied)) = (&plan.wire, proxied) else { return raw::ty_wire::default() };
-    let relay = Relay::of(plan);
-    let table = |word: usize| tables.relay.view().ptr() + 8 * word as u64;
-    let mut first_counter = 0;
-    let lanes = Direction::ALL.map(|direction| {
-        let lane = device_lane(wire, &messages[direction.index()], direction, rank, first_counter);
-        first_counter += lane.links * lane.chunks;
-        lane
-    });
-    let [doorbells, chunk_counts, host_landed, host_free, host_lost] = proxied.words.addresses;
-    raw::ty_wire {
-        lanes,
-        doorbells,
-        chunk_counts,
-        host_landed,
-        host_free,
-        host_lost,
-        landed: table(0),
-        free: table(relay.free),
-        counters: table(relay.counters),
-        rails: tables.rails.view().ptr(),
-        served: tables.served.view().ptr(),
-    }
-}
-
-fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank, first_counter: u32) -> raw::ty_lane {
-    let (staging, inbox, lane) = (wire.staging(direction), wire.inbox(direction), wire.lane(direction));
-    if lane.chunks == 0 {
-        return raw::ty_lane::default();
-    }
-    let (link, chunk) = (LinkIdx(0), ChunkIdx(0));
-    raw::ty_lane {
-        staging: staging.base,
-        staging_parity: staging.parity,
-        staging_link: staging.slot,
-        inbox: inbox.base,
-        inbox_parity: inbox.parity,
-        inbox_source: inbox.slot,
-        rows_offset: message.rows_offset,
-        chunk_rows: message.chunk_rows,
-        chunk_shift: message.chunk_shift,
-        header_bytes: message.header_bytes,
-        row_bytes: message.row_bytes,
-        chunks: u32::from(lane.chunks),
-        targets: wire.targets(direction, rank).len() as u32,
-        sources: wire.sources(direction, rank).len() as u32,
-        links: wire.links(direction) as u32,
-        inboxes: wire.inboxes(direction) as u32,
-        first_doorbell: wire.doorbell_word(direction, 0, link, chunk) as u32,
-        first_link_word: wire.chunks_word(direction, 0, link) as u32,
-        first_landed: wire.landing_word(direction, 0, 0) as u32,
-        first_counter,
-        chunk_inverse: inverse(message.chunk_rows),
-        reserved: 0,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn arenas_that_the_network_does_not_reach_are_refused() {
-        let processor = DeviceNeeds { host_memory: true, ..DeviceNeeds::default() };
-        let error = check_reach(processor, Some(0), ArenaPlace::Device).unwrap_err().to_string();
-        assert!(error.contains("arena") && error.contains("ArenaPlace::Host"), "{error}");
-        for (needs, gpu, place) in [
-            (processor, None, ArenaPlace::Device),
-            (processor, Some(0), ArenaPlace::Host),
-            (DeviceNeeds::default(), Some(0), ArenaPlace::Device),
-        ] {
-            check_reach(needs, gpu, place).unwrap();
-        }
     }
 }

@@ -6,7 +6,7 @@
 //! | what | file |
 //! |---|---|
 //! | settings of a context, and their checks | `builder`, `tuning`, `format`, `shape` |
-//! | the context: building it, its calls, its end | `context`, `open`, `agreement` |
+//! | the context: building it, its calls, its end | `context`, `device_memory`, `agreement`, `open` |
 //! | arguments of calls, and their checks | `calls` |
 //! | what combine needs of a dispatch | `handle` |
 //! | which rank holds which expert; tables of it for kernels | `placement`, `tables` |
@@ -18,6 +18,7 @@ mod agreement;
 mod builder;
 mod calls;
 mod context;
+mod device_memory;
 mod format;
 mod handle;
 mod open;

@@ -3,11 +3,11 @@
 //! Place: behind `context`, which makes it. It is dropped on the thread that drops the context or the last of these graphs,
 //! and then waits for the context's streams with a deadline.
 
-use super::context::Tables;
+use super::device_memory::Tables;
 use super::handle::{Lease, Pool};
 use super::report::Reports;
 use super::statistics::Statistics;
-use crate::base::{Rank, Result};
+use crate::base::Result;
 use crate::kernels::budget::Budget;
 use crate::kernels::{Chains, Device, Enqueued, Owner, Recording, Stream, View};
 use crate::proxy::Opening;
@@ -17,8 +17,6 @@ use std::time::Duration;
 
 /// An open context.
 pub(crate) struct Open {
-    /// In the first generation.
-    pub rank: Rank,
     pub chains: Arc<Chains>,
     pub pool: Arc<Pool>,
     /// Closed before the arena goes.
@@ -45,7 +43,6 @@ impl Drop for Open {
     /// it may touch, for good: on a GPU freeing any would wait as long as it runs. Of a stream that captures, what was
     /// enqueued before is waited for; where an engine began the capture, that cannot be known, and the memory is kept, too.
     fn drop(&mut self) {
-        log::info!(target: crate::base::targets::CONTEXT, "rank {}: closes", self.rank);
         if !self.chains.lock().drain(self.patience) {
             self.pool.abandon();
             std::mem::forget((self.memory.clone(), self.opening.as_ref().map(Opening::words)));

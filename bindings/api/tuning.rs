@@ -44,7 +44,7 @@ pub struct Tuning {
     /// input until the receiving half is through.
     pub wave_tokens: Option<usize>,
     /// Handles whose memory is allocated when the context is built: those of dispatches that are alive at once. More are
-    /// allocated on demand, but not while a stream captures. Default 4.
+    /// allocated on demand, but not while a stream captures. Default: 4.
     pub handles: usize,
     /// Has the device write down when its blocks come through each stage of a call, and whom it heard of when; see
     /// [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Default: off. It costs a few stores to host memory a block.
@@ -74,6 +74,10 @@ pub struct Tuning {
     /// Number of the first epoch, the same on all ranks. Default 1; tests start just below 2^32 to see flags wrap.
     /// At most 2^42.
     pub first_epoch: u64,
+    /// Whether a call on another stream than the last of its direction waits for that one. Default: yes. No is for tests of
+    /// what the device finds then.
+    #[doc(hidden)]
+    pub ordered: bool,
 }
 
 impl Default for Tuning {
@@ -91,6 +95,7 @@ impl Default for Tuning {
             arriving_tokens: None,
             meta_tile: None,
             first_epoch: 1,
+            ordered: true,
         }
     }
 }

@@ -11,17 +11,15 @@ mod cpu_seeded;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_stream;
-mod recording;
-mod view;
+pub(crate) mod recording;
+pub(crate) mod view;
 
 pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
-pub(crate) use recording::{Chains, Enqueued, Recording};
-pub use view::View;
-pub(crate) use view::{Owner, Place, Span};
 
+use self::cpu::HostCopy;
+use self::recording::{Recording, note};
+use self::view::{Owner, Place, Span, View};
 use crate::base::{Error, Result};
-use cpu::HostCopy;
-use recording::note;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::atomic::AtomicU64;
@@ -585,7 +583,7 @@ impl Stream {
     /// records it when capturing. `args` is copied. Safe code cannot launch by hand:
     ///
     /// ```compile_fail,E0133
-    /// # use tokenyard::{Stream, internals::kernels::KernelArgs};
+    /// # use tokenyard::{Stream, kernels::KernelArgs};
     /// fn launch<A: KernelArgs>(stream: &Stream, args: &A) {
     ///     stream.launch("ty_barrier", 1, 32, 0, args);
     /// }

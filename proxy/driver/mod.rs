@@ -17,8 +17,10 @@
 //! Between generations, through `Remote::ask`: close all contexts, reset the transport, exchange addresses, connect, open
 //! the contexts anew, and only after a barrier let the devices ring.
 
+mod mailbox;
 mod remote;
 mod scan;
+mod sync;
 mod words;
 
 use crate::base::{Error, Rank, Result, wait};

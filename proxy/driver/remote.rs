@@ -3,14 +3,15 @@
 //! A request is a closure that the driver runs between two turns; the driver looks at one flag a turn, and locks only
 //! where a request waits, or something went wrong and is reported.
 
+use super::mailbox::{Mailbox, Slip};
 use super::{Driver, REQUEST_TIMEOUT};
 use crate::base::{Error, Rank, Result, wait};
 use crate::proxy::machine::Report;
 use crate::proxy::wire::ContextIdx;
 use crate::transport::network::Transport;
 use crate::transport::network::imm::MAX_RANKS;
-use nix::sched::{CpuSet, sched_setaffinity};
-use nix::unistd::Pid;
+use core_affinity::CoreId;
+use crossbeam_utils::CachePadded;
 use std::any::Any;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,15 +30,13 @@ pub(super) type Request<T> = Box<dyn FnOnce(&mut Driver<T>) + Send>;
 
 /// What driver and remotes share.
 pub(super) struct Shared<T: Transport> {
-    waiting: AtomicBool,
-    requests: Mutex<VecDeque<Request<T>>>,
-    stop: AtomicBool,
-    ended: AtomicBool,
+    /// Requests, and why nothing comes or goes any more.
+    mailbox: Mailbox<Request<T>, Error>,
+    /// On a line of its own: the driver loads it in each turn.
+    stop: CachePadded<AtomicBool>,
     reports: Mutex<Reports>,
     /// The first error of the transport itself.
     failure: OnceLock<Error>,
-    /// Why nothing comes or goes any more.
-    end: OnceLock<Error>,
 }
 
 /// The newest reports; a proxy that serves many generations forgets the oldest.
@@ -50,32 +49,15 @@ struct Reports {
 impl<T: Transport> Shared<T> {
     pub fn new() -> Shared<T> {
         Shared {
-            waiting: AtomicBool::new(false),
-            requests: Mutex::new(VecDeque::new()),
-            stop: AtomicBool::new(false),
-            ended: AtomicBool::new(false),
+            mailbox: Mailbox::new(),
+            stop: CachePadded::new(AtomicBool::new(false)),
             reports: Mutex::new(Reports { forgotten: 0, list: VecDeque::with_capacity(REPORTS) }),
             failure: OnceLock::new(),
-            end: OnceLock::new(),
         }
     }
 
     pub fn next_request(&self) -> Option<Request<T>> {
-        if !self.waiting.load(Ordering::Acquire) {
-            return None;
-        }
-        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        let request = requests.pop_front();
-        if request.is_none() {
-            self.waiting.store(false, Ordering::Release);
-        }
-        request
-    }
-
-    fn enqueue(&self, request: Request<T>) {
-        let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
-        requests.push_back(request);
-        self.waiting.store(true, Ordering::Release);
+        self.mailbox.take()
     }
 
     pub fn report(&self, report: Report) {
@@ -92,7 +74,7 @@ impl<T: Transport> Shared<T> {
     }
 
     pub fn give_up(&self, error: Error) {
-        let _ = self.end.set(error.clone());
+        self.mailbox.give_up(error.clone());
         self.fail(error);
     }
 
@@ -101,7 +83,7 @@ impl<T: Transport> Shared<T> {
     }
 
     pub fn end(&self) {
-        self.ended.store(true, Ordering::Release);
+        self.mailbox.end();
     }
 }
 
@@ -134,23 +116,14 @@ impl<T: Transport + 'static> Remote<T> {
         timeout: Duration,
         request: impl FnOnce(&mut Driver<T>) -> R + Send + 'static,
     ) -> Result<R> {
-        let answer = Arc::new(Mutex::new(None));
-        // Whoever takes it out runs it or drops it: what nobody waits for any more is not done.
-        let request = Arc::new(Mutex::new(Some(request)));
-        let (slot, taken) = (Arc::clone(&answer), Arc::clone(&request));
-        self.shared.enqueue(Box::new(move |driver| {
-            let request = taken.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let Some(request) = request else { return };
-            let done = request(driver);
-            *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(done);
-        }));
-        let taken = wait::poll("the proxy's answer", timeout, || {
-            let ended = self.shared.ended.load(Ordering::Acquire);
-            let answer = answer.lock().unwrap_or_else(PoisonError::into_inner).take();
-            if answer.is_none() && ended { Some(None) } else { answer.map(Some) }
-        });
-        taken.flatten().ok_or_else(|| {
-            drop(request.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let mailbox = &self.shared.mailbox;
+        let slip = Arc::new(Slip::new(request));
+        let taken = Arc::clone(&slip);
+        mailbox.put(Box::new(move |driver| taken.run(|request| request(driver))));
+        let answer = wait::poll("the proxy's answer", timeout, || slip.look(mailbox));
+        answer.flatten().ok_or_else(|| {
+            // What nobody waits for any more is not done.
+            slip.withdraw();
             self.end().unwrap_or_else(|| Error::Transport {
                 what: "the proxy thread does not answer".into(),
                 advice: "it has ended, or its core is taken by something else; see the first error, and pin it".into(),
@@ -212,7 +185,7 @@ impl<T: Transport + 'static> Remote<T> {
 
     /// Why nothing comes or goes any more, if so.
     pub fn end(&self) -> Option<Error> {
-        self.shared.end.get().cloned()
+        self.shared.mailbox.reason().cloned()
     }
 
     /// Asks the driver to tell its peers and to end.
@@ -306,10 +279,14 @@ fn panicked(panic: &(dyn Any + Send)) -> Error {
 /// Pins the calling thread.
 fn pin(core: Option<usize>) -> Result<()> {
     let Some(core) = core else { return Ok(()) };
-    let mut cores = CpuSet::new();
-    cores.set(core).and_then(|()| sched_setaffinity(Pid::from_raw(0), &cores)).map_err(|error| Error::Config {
+    // The crate would index its mask of CPU_SETSIZE cores without a look.
+    if core < libc::CPU_SETSIZE as usize && core_affinity::set_for_current(CoreId { id: core }) {
+        return Ok(());
+    }
+    let usable: Vec<usize> = core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).collect();
+    Err(Error::Config {
         name: "proxy core",
         value: core.to_string(),
-        advice: format!("cannot pin a thread there ({error}); name a core that this process may use"),
+        advice: format!("the system pins no thread there; the calling thread may use the cores {usable:?}"),
     })
 }

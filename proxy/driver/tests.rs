@@ -267,7 +267,9 @@ fn a_core_that_is_not_there_is_refused() {
     let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 1, liveness: LIVENESS }).unwrap();
     let driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), system_clock());
     let refused = ProxyThread::spawn(driver, ThreadConfig { core: Some(1 << 20), spinners: 0 });
-    assert!(refused.err().is_some_and(|error| error.to_string().contains("proxy core")));
+    let error = refused.err().unwrap().to_string();
+    let usable = format!("{:?}", core_affinity::get_core_ids().unwrap().iter().map(|core| core.id).collect::<Vec<_>>());
+    assert!(error.contains("proxy core is 1048576") && error.contains(&usable), "{error}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! GPU memory that the processor writes: mapped through GDRCopy, whose library is opened at run time.
+//! GPU memory that the processor writes: mapped through GDRCopy, whose library is opened at run time (`gdrcopy_sys.rs`).
 //!
 //! Place in the data path: under the words that a proxy writes and its GPU polls. In pinned host memory each look of the
 //! GPU crosses PCIe and comes back; here it stays on the GPU, and the proxy's store crosses once. The words' addresses
@@ -19,17 +19,11 @@
 //!       ▲ close ◀── unpin ◀────────── unmap ◀── dropped, or a later step failed
 //! ```
 
+pub use super::gdrcopy_sys::Library;
+use super::gdrcopy_sys::{GPU_PAGE_SIZE as GPU_PAGE, gdr_info_v2_t, gdr_mh_t, gdr_t};
 use crate::base::{Error, Result};
-use std::ffi::{CStr, CString, OsString, c_int, c_uint, c_ulong, c_void};
-use std::mem::transmute;
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::ffi::{OsString, c_int, c_ulong, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
-
-/// The library's name, of the interface that is called here.
-const LIBRARY: &str = "libgdrapi.so.2";
-/// What is pinned begins at a multiple of a GPU's page, and is as many whole pages.
-const GPU_PAGE: u64 = 1 << 16;
 
 /// Whether the words that a proxy writes lie in GPU memory, mapped by GDRCopy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -70,108 +64,8 @@ impl GdrCopy {
     }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Handle {
-    h: c_ulong,
-}
-
-/// `gdr_info_v2`; an older library fills a shorter one with the same beginning.
-#[repr(C)]
-#[derive(Default)]
-struct Info {
-    va: u64,
-    mapped_size: u64,
-    page_size: u32,
-    tm_cycles: u64,
-    cycles_per_ms: u32,
-    flags: c_uint,
-    mapping_type: c_uint,
-    /// Of fields that a later minor version may add.
-    room: [u64; 8],
-}
-
-type Gdr = *mut c_void;
-
-// As gdrapi.h declares them.
-type Open = unsafe extern "C" fn() -> Gdr;
-type Close = unsafe extern "C" fn(Gdr) -> c_int;
-type Pin = unsafe extern "C" fn(Gdr, c_ulong, usize, u64, u32, *mut Handle) -> c_int;
-type Unpin = unsafe extern "C" fn(Gdr, Handle) -> c_int;
-type Map = unsafe extern "C" fn(Gdr, Handle, *mut *mut c_void, usize) -> c_int;
-type Unmap = unsafe extern "C" fn(Gdr, Handle, *mut c_void, usize) -> c_int;
-type GetInfo = unsafe extern "C" fn(Gdr, Handle, *mut Info) -> c_int;
-
-/// The library's functions. It stays loaded to the end of the process.
-#[derive(Debug, Clone, Copy)]
-pub struct Library {
-    open: Open,
-    close: Close,
-    pin: Pin,
-    unpin: Unpin,
-    map: Map,
-    unmap: Unmap,
-    info: GetInfo,
-}
-
 fn error(what: String, advice: &str) -> Error {
     Error::Device { what, advice: advice.into() }
-}
-
-/// What `dlerror` says of the last call.
-fn reason() -> String {
-    // SAFETY: answers null or a C string that lives until this thread's next call.
-    let text = unsafe { libc::dlerror() };
-    if text.is_null() {
-        return "no reason given".into();
-    }
-    // SAFETY: as above.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
-}
-
-impl Library {
-    /// Finds the library where the system looks for libraries.
-    ///
-    /// # Errors
-    /// `Device` if it is not there, or lacks a function.
-    pub fn find() -> Result<Library> {
-        Library::at(Path::new(LIBRARY))
-    }
-
-    /// The library of that path, or of that name where it has no slash.
-    ///
-    /// # Errors
-    /// As [`find`](Self::find).
-    pub fn at(path: &Path) -> Result<Library> {
-        const { assert!(size_of::<usize>() == size_of::<u64>(), "addresses of GPUs are 64 bits") };
-        let advice = "install GDRCopy 2 (libgdrapi), or leave TOKENYARD_GDRCOPY at auto";
-        let name = CString::new(path.as_os_str().as_bytes())
-            .map_err(|_| error(format!("{path:?} is no path of a library"), advice))?;
-        // SAFETY: a C string; the library's initialisers are those of GDRCopy.
-        let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if library.is_null() {
-            return Err(error(format!("{} cannot be opened: {}", path.display(), reason()), advice));
-        }
-        let function = |name: &CStr| {
-            // SAFETY: an open library and a C string.
-            let found = unsafe { libc::dlsym(library, name.as_ptr()) };
-            let lack = || error(format!("{} has no {}", path.display(), name.to_string_lossy()), advice);
-            if found.is_null() { Err(lack()) } else { Ok(found) }
-        };
-        type Found = *mut c_void;
-        // SAFETY: each has the type that gdrapi.h of GDRCopy 2 declares, and the library is never unloaded.
-        unsafe {
-            Ok(Library {
-                open: transmute::<Found, Open>(function(c"gdr_open")?),
-                close: transmute::<Found, Close>(function(c"gdr_close")?),
-                pin: transmute::<Found, Pin>(function(c"gdr_pin_buffer")?),
-                unpin: transmute::<Found, Unpin>(function(c"gdr_unpin_buffer")?),
-                map: transmute::<Found, Map>(function(c"gdr_map")?),
-                unmap: transmute::<Found, Unmap>(function(c"gdr_unmap")?),
-                info: transmute::<Found, GetInfo>(function(c"gdr_get_info_v2")?),
-            })
-        }
-    }
 }
 
 /// Bytes to allocate on a GPU so that [`page_in`] finds `bytes` of whole pages in them.
@@ -187,26 +81,26 @@ pub fn page_in(address: u64) -> u64 {
 /// An open library; closed when dropped.
 struct Session {
     library: Library,
-    gdr: Gdr,
+    gdr: gdr_t,
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         // SAFETY: opened in `Mapping::new`, and closed once; nothing is pinned any more.
-        unsafe { (self.library.close)(self.gdr) };
+        unsafe { (self.library.gdr_close)(self.gdr) };
     }
 }
 
 /// Pinned memory; unpinned when dropped.
 struct Pinned {
     session: Session,
-    handle: Handle,
+    handle: gdr_mh_t,
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
         // SAFETY: pinned in `Mapping::new` with this session, unpinned once, and not mapped any more.
-        unsafe { (self.session.library.unpin)(self.session.gdr, self.handle) };
+        unsafe { (self.session.library.gdr_unpin_buffer)(self.session.gdr, self.handle) };
     }
 }
 
@@ -233,7 +127,7 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         let session = &self.pin.session;
         // SAFETY: mapped in `new` with this length, and unmapped once; whoever had the address is gone.
-        unsafe { (session.library.unmap)(session.gdr, self.pin.handle, self.va, self.bytes) };
+        unsafe { (session.library.gdr_unmap)(session.gdr, self.pin.handle, self.va, self.bytes) };
     }
 }
 
@@ -261,30 +155,30 @@ impl Mapping {
             error(what, "see the kernel's log and the GPU's free BAR1 memory, or set TOKENYARD_GDRCOPY=off")
         };
         // SAFETY: takes nothing.
-        let gdr = unsafe { (library.open)() };
+        let gdr = unsafe { (library.gdr_open)() };
         if gdr.is_null() {
             let advice = "load its kernel module and see who may open /dev/gdrdrv, or set TOKENYARD_GDRCOPY=off";
             return Err(error("GDRCopy's library is there and finds no driver".into(), advice));
         }
         // From here on, what is there is undone by dropping it.
         let session = Session { library, gdr };
-        let mut handle = Handle { h: 0 };
+        let mut handle = gdr_mh_t { h: 0 };
         // SAFETY: a live session; memory of a GPU by the caller's promise; the handle outlives the call.
-        let code = unsafe { (library.pin)(gdr, address as c_ulong, bytes, 0, 0, &mut handle) };
+        let code = unsafe { (library.gdr_pin_buffer)(gdr, address as c_ulong, bytes, 0, 0, &mut handle) };
         if code != 0 {
             return Err(failed("gdr_pin_buffer", code));
         }
         let pin = Pinned { session, handle };
         let mut va = std::ptr::null_mut();
         // SAFETY: pinned above with that length; the pointer outlives the call.
-        let code = unsafe { (library.map)(gdr, handle, &mut va, bytes) };
+        let code = unsafe { (library.gdr_map)(gdr, handle, &mut va, bytes) };
         if code != 0 || va.is_null() {
             return Err(failed("gdr_map", code));
         }
         let mut mapping = Mapping { pin, va, bytes, host: std::ptr::null_mut() };
-        let mut info = Info::default();
+        let mut info = gdr_info_v2_t::default();
         // SAFETY: mapped above; the struct is longer than what a library of this interface fills.
-        let code = unsafe { (library.info)(gdr, handle, &mut info) };
+        let code = unsafe { (library.gdr_get_info_v2)(gdr, handle, &mut info) };
         if code != 0 {
             return Err(failed("gdr_get_info", code));
         }

@@ -2,7 +2,10 @@
 //! called, and fails where it is told to.
 
 use super::*;
-use std::ffi::c_char;
+use std::ffi::{CStr, CString, c_char};
+use std::mem::transmute;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::process::Command;
 
 const SOURCE: &str = r#"

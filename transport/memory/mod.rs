@@ -17,6 +17,7 @@
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod gdr;
+mod gdrcopy_sys;
 mod host;
 #[cfg(feature = "cuda")]
 mod pinned;
