@@ -165,4 +165,5 @@ fn as_rank_is_refused_in_a_process_that_nobody_started_as_one() {
     let (status, out, err) = ran(&format!("bench {SMALL} --as-rank"));
     assert_eq!((status, out.as_str()), (Status::Failure, ""));
     assert!(err.contains("--as-rank is for processes"), "{err}");
+    assert_eq!(nix::sys::prctl::get_pdeathsig(), Ok(None), "this process now ends with its parent");
 }

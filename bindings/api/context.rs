@@ -398,7 +398,7 @@ impl AllToAll {
         Some(OwnOutput {
             layout: Layout::Contiguous { align, capacity },
             rows: view(&regions.own_rows, self.shape.row_bytes),
-            rows_pitch: self.shape.row_bytes,
+            pitch_bytes: self.shape.row_bytes,
             scales: (self.shape.scale_words > 0).then(|| view(&regions.own_scales, 4 * self.shape.scale_words)),
         })
     }
@@ -459,7 +459,7 @@ impl AllToAll {
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle) -> Result<SentRows> {
         let topk_weight = rows.check(self.needs(), handle.rows, handle.room)?;
-        Ok(SentRows { rows: rows.rows.ptr(), pitch: rows.pitch as u64, topk_weight })
+        Ok(SentRows { rows: rows.rows.ptr(), pitch: rows.pitch(&self.shape) as u64, topk_weight })
     }
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
@@ -505,7 +505,7 @@ impl AllToAll {
             rows_pitch: rows.pitch,
             topk_weight: rows.topk_weight,
             out: out.map_or(0, |out| out.out.ptr()),
-            out_pitch: out.map_or(0, |out| out.pitch as u64),
+            out_pitch: out.map_or(0, |out| out.pitch(&self.shape) as u64),
             out_dtype,
             accumulate: out.map_or(0, |out| u32::from(out.accumulate)),
             layout: handle.layout.code(),
