@@ -246,7 +246,7 @@ fn a_graph_keeps_the_handle_that_it_combines_with() {
         rig.stream.synchronize(PATIENCE).unwrap();
         // Other rows, of fewer tokens, elsewhere.
         let elsewhere = rig.ep.device().alloc(rig.rows.len()).unwrap();
-        let output = Output { rows: elsewhere.view(), ..output };
+        let output = output.rows(elsewhere.view());
         drop(rig.ep.dispatch(&rig.stream, &rig.tokens(1), &output).unwrap());
         combine.launch(&rig.stream).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
@@ -389,6 +389,37 @@ fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
         first.synchronize(PATIENCE).unwrap();
         rig.expect_own_rows(MAX_TOKENS, 0);
         rig.good_round(1);
+    });
+}
+
+/// What a handle held before could lead a combine out of its rows.
+#[test]
+fn a_combine_on_another_stream_runs_behind_its_dispatch_eager_or_replayed() {
+    on_ranks(1, |world| {
+        for replayed in [false, true] {
+            let rig = Rig::new(&world);
+            rig.route_all(0);
+            let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
+            let dispatch = || rig.ep.dispatch(first, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+            let (handle, held);
+            if replayed {
+                first.begin_capture().unwrap();
+                handle = dispatch();
+                let graph = first.end_capture().unwrap();
+                held = Held::hold(first);
+                graph.launch(first).unwrap();
+                std::mem::forget(graph);
+            } else {
+                held = Held::hold(first);
+                handle = dispatch();
+            }
+            rig.ep.combine(&second, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            assert!(is_held(&second), "a combine overtook its dispatch");
+            held.let_go();
+            second.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            rig.expect_own_rows(MAX_TOKENS, 0);
+        }
     });
 }
 

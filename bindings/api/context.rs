@@ -202,7 +202,7 @@ impl AllToAll {
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
-        call.uses(&sent.lease);
+        call.uses(&sent.lease)?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
         self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
         for wave in 1..self.plan.waves {
@@ -220,7 +220,7 @@ impl AllToAll {
         self.own("handle", handle.context)?;
         let sent = self.sent_rows(rows, handle)?;
         let mut call = self.begin_call(stream, COMBINES)?;
-        call.uses(&handle.lease);
+        call.uses(&handle.lease)?;
         call.keep(rows.views().chain([&out.out]));
         for wave in 0..self.plan.waves {
             self.launch_combine(stream, BOTH_PHASES, wave, handle, sent, Some(out))?;
@@ -239,7 +239,7 @@ impl AllToAll {
         self.own("handle", handle.context)?;
         let sent = self.sent_rows(rows, handle)?;
         let mut call = self.begin_call(stream, COMBINES)?;
-        call.uses(&handle.lease);
+        call.uses(&handle.lease)?;
         call.keep(rows.views());
         self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
@@ -266,7 +266,7 @@ impl AllToAll {
         self.check()?;
         self.own("sent", sent.handle.context)?;
         let mut call = self.begin_call(stream, COMBINES)?;
-        call.uses(&sent.handle.lease);
+        call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(Rows::views).chain([&out.out]));
         self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, &sent.handle, sent.rows, Some(out))?;
         for wave in 1..self.plan.waves {

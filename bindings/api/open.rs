@@ -86,19 +86,22 @@ impl<'a> Call<'a> {
     /// A handle for the call.
     ///
     /// # Errors
-    /// As [`Pool::take`].
+    /// As [`Pool::take`], and `Device` if the driver refuses.
     pub fn take(&mut self) -> Result<Arc<Lease>> {
-        let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.as_mut())?);
-        self.uses(&lease);
+        let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.is_some())?);
+        self.uses(&lease)?;
         Ok(lease)
     }
 
-    /// Has the handle last until the call is over.
-    pub fn uses(&mut self, lease: &Arc<Lease>) {
-        match self.recording.as_mut() {
-            Some(recording) => recording.keep(lease.clone()),
-            None => lease.used_on(self.stream.queue()),
-        }
+    /// Has the handle last until the call is over, and the call run behind the handle's last use.
+    ///
+    /// # Errors
+    /// `Device` if the driver refuses.
+    pub fn uses(&mut self, lease: &Arc<Lease>) -> Result<()> {
+        let Some(recording) = self.recording.as_mut() else { return lease.last_use().follow(self.stream.queue()) };
+        recording.uses(lease.last_use());
+        recording.keep(lease.clone());
+        Ok(())
     }
 }
 

@@ -757,7 +757,7 @@ impl Graph {
         }
         stream.queue.device.place().must_be("stream", self.place())?;
         let chains = chains.follow(&stream.queue)?;
-        kept.begin_after(&stream.queue)?;
+        kept.follow_uses(&stream.queue)?;
         note(&mut self.launched.lock().unwrap_or_else(PoisonError::into_inner), &stream.queue);
         let launched = match (&self.backend, &stream.queue.backend) {
             (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => stream.replay(graph),
