@@ -70,8 +70,11 @@
 //!
 //! Grammar, the same on all ranks of a context: the receive of a dispatch comes before the next dispatch is sent, and
 //! likewise for combine. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same
-//! order. Anything else is allowed, such as another dispatch before a combine. The device checks the first rule; the
-//! `Timeout` that follows from a breach of the second names it.
+//! order. Dispatches of a context run one after the other, and so do its combines and its barriers: enqueue them, and
+//! graphs that hold them, on one stream, or order their streams by events. Anything else is allowed, such as another
+//! dispatch before a combine, or a dispatch beside a combine. The device checks the first and the third rule, in graph
+//! replays too; the `Timeout` that follows from a breach of the second names it. Launches of one direction that run at the
+//! same time end in `Order`, which closes the context, and store nothing outside of what they were given.
 //!
 //! Layers: `bindings` use this file, which uses `proxy` (contexts, plans), which uses `kernels` (device code, devices)
 //! and `transport` (worlds, memory); all use the leaf `base`.

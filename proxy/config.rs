@@ -494,6 +494,12 @@ impl AllToAllBuilder {
         self
     }
 
+    /// Leaves calls of different streams without an order among them, for tests of what the device does then.
+    #[doc(hidden)]
+    pub fn unordered(self) -> Self {
+        self
+    }
+
     /// Builds the context. Collective: every rank of the world calls it with the same configuration.
     ///
     /// # Errors
