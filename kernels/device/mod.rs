@@ -128,10 +128,11 @@ impl Device {
 
     /// What tells it apart from other devices: memory is freed once the work of its own device is done.
     pub(crate) fn place(&self) -> Place {
-        match &self.backend {
-            Backend::Cpu(device) => Place::Cpu(device.number()),
+        match (self.ordinal(), &self.backend) {
+            (Some(ordinal), _) => Place::Gpu(ordinal),
+            (None, Backend::Cpu(device)) => Place::Cpu(device.number()),
             #[cfg(feature = "cuda")]
-            Backend::Cuda(device) => Place::Gpu(device.ordinal()),
+            (None, Backend::Cuda(device)) => Place::Gpu(device.ordinal()),
         }
     }
 
