@@ -44,8 +44,8 @@
 //!
 //! Grammar, the same on all ranks of a context: the receive of a dispatch comes before the next dispatch is sent, and
 //! likewise for combine. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same
-//! order. Anything else is allowed, such as another dispatch before a combine. Calls may go on any streams: dispatches run one
-//! behind the other, and so do combines (see [`AllToAll`]). The device checks the first rule; the
+//! order. Anything else is allowed, such as another dispatch before a combine. Calls may go on any streams: dispatches
+//! run one behind the other, and so do combines (see [`AllToAll`]). The device checks the first rule; the
 //! `Timeout` that follows from a breach of the second names it.
 //!
 //! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes), `kernels`
