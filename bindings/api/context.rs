@@ -51,11 +51,11 @@ struct Counters {
 /// Dispatch and combine over one world. See the crate's documentation for the order of calls.
 ///
 /// A call of a kind (dispatch, combine or barrier, and their halves) runs behind those that were enqueued before it, on
-/// whichever stream these were. Where the stream changes, the call waits for all that the other stream holds by then. While
-/// one of the two captures no such order is made.
+/// whichever stream these were. Where the stream changes, the call waits for all that the other stream holds by then.
+/// While one of the two captures no such order is made.
 ///
-/// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context stays
-/// open as long as there is a graph of its calls.
+/// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context
+/// stays open as long as there is a graph of its calls.
 pub struct AllToAll {
     open: Arc<Open>,
     shape: Shape,
@@ -439,8 +439,8 @@ impl AllToAll {
         Err(config("own_output", "of a split dispatch", advice.into()))
     }
 
-    /// Until what it gives is dropped, launches are of the caller's call alone, behind earlier ones of the chain. No peer and
-    /// no kernel is waited for meanwhile, unless the driver's queue of launches is full.
+    /// Until what it gives is dropped, launches are of the caller's call alone, behind earlier ones of the chain. No
+    /// peer and no kernel is waited for meanwhile, unless the driver's queue of launches is full.
     fn begin_call<'a>(&'a self, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
         self.device.expect_own("stream", stream.device())?;
         Call::begin(&self.open, stream, chain)
@@ -532,8 +532,8 @@ impl AllToAll {
         shared: u32,
         args: &A,
     ) -> Result<()> {
-        // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the rest is
-        // the context's memory, which waits for its streams as it goes.
+        // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the
+        // rest is the context's memory, which waits for its streams as it goes.
         unsafe { stream.launch(kernel, grid, block, shared, args) }
     }
 }

@@ -48,11 +48,12 @@ impl Pool {
         Ok(Arc::new(pool))
     }
 
-    /// Takes a handle for work on `queue`: one that was used there last, or else one whose last use the queue can wait for,
-    /// or a new one. Where work is `recorded`, any that is free: its graph waits as it is launched.
+    /// Takes a handle for work on `queue`: one that was used there last, or else one whose last use the queue can wait
+    /// for, or a new one. Where work is `recorded`, any that is free: its graph waits as it is launched.
     ///
     /// # Errors
-    /// `Argument` where the stream captures and no handle is free: memory is allocated before. `Device` if there is none.
+    /// `Argument` where the stream captures and no handle is free: memory is allocated before. `Device` if there is
+    /// none.
     pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool) -> Result<Lease> {
         let slot = if recorded { self.lock().slots.pop().ok_or_else(none_free)? } else { self.take_eager(queue)? };
         Ok(Lease { last: slot.last.clone(), slot: Some(slot), pool: self.clone() })
@@ -139,8 +140,8 @@ fn layout(shape: &Shape, waves: usize) -> ([u64; PARTS], usize) {
     (offsets, bytes)
 }
 
-/// A handle taken from the pool; goes back when dropped. Work that was enqueued with it before may use it still, and whoever
-/// takes it next follows its last use.
+/// A handle taken from the pool; goes back when dropped. Work that was enqueued with it before may use it still, and
+/// whoever takes it next follows its last use.
 pub(crate) struct Lease {
     slot: Option<Slot>,
     last: Arc<LastUse>,

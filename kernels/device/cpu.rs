@@ -112,8 +112,8 @@ impl StreamPtr {
 }
 
 impl Shelf {
-    /// Frees what nothing can be using any more. The caller drops what this answers, once the shelf is unlocked: an owner
-    /// may free memory of this device.
+    /// Frees what nothing can be using any more. The caller drops what this answers, once the shelf is unlocked: an
+    /// owner may free memory of this device.
     #[must_use]
     fn clear(&mut self, stopped: bool) -> Vec<Owner> {
         self.dropped_streams.retain(|stream| {
@@ -336,8 +336,8 @@ impl CpuDevice {
         }
     }
 
-    /// Makes a copy on the executor's thread, between rounds of its fibers, and waits for it. So no kernel of this device
-    /// runs meanwhile, and one that waits for a peer holds nothing up.
+    /// Makes a copy on the executor's thread, between rounds of its fibers, and waits for it. So no kernel of this
+    /// device runs meanwhile, and one that waits for a peer holds nothing up.
     ///
     /// # Safety
     /// The host's bytes are the caller's during the call; the device's are an allocation's of this device.

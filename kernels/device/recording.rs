@@ -1,7 +1,7 @@
 //! In which order work comes that is enqueued on several streams, and what a capture keeps for its graph.
 //!
-//! Place: beside `device`. Contexts say which of their calls follow one another (`Chains`). Callers may be on any thread.
-//! A lock is held while a call enqueues; nothing waits for a device.
+//! Place: beside `device`. Contexts say which of their calls follow one another (`Chains`). Callers may be on any
+//! thread. A lock is held while a call enqueues; nothing waits for a device.
 
 use super::Queue;
 use super::view::{Owner, View};
@@ -48,9 +48,9 @@ impl Chains {
 }
 
 impl Enqueued {
-    /// Has the next call of `chain`, on `queue`, run behind the last one. That costs an event where the queue changes: what
-    /// was enqueued on the other queue until now, the context's or not, is waited for. While either queue captures, no
-    /// order is made; and what an engine's capture records is no call yet.
+    /// Has the next call of `chain`, on `queue`, run behind the last one. That costs an event where the queue changes:
+    /// what was enqueued on the other queue until now, the context's or not, is waited for. While either queue
+    /// captures, no order is made; and what an engine's capture records is no call yet.
     ///
     /// # Errors
     /// `Device` if the driver refuses.
@@ -94,8 +94,8 @@ pub(crate) struct LastUse {
 }
 
 impl LastUse {
-    /// Has what is enqueued next, on `queue`, run behind the last use. While one of the two queues captures no order is made.
-    /// The caller holds its context's lock.
+    /// Has what is enqueued next, on `queue`, run behind the last use. While one of the two queues captures no order is
+    /// made. The caller holds its context's lock.
     ///
     /// # Errors
     /// `Device` if the driver refuses.
@@ -132,7 +132,8 @@ impl LastUse {
 #[derive(Default)]
 pub(crate) struct Recording {
     owners: Vec<Owner>,
-    /// Of contexts, with a bit for each chain that has recorded calls; by their numbers, in which order they are locked.
+    /// Of contexts, with a bit for each chain that has recorded calls; by their numbers, in which order they are
+    /// locked.
     chains: Vec<(Arc<Chains>, u8)>,
     /// Of what recorded work uses: a launch is a use.
     uses: Vec<Arc<LastUse>>,
@@ -148,7 +149,8 @@ impl Recording {
         self.owners.extend(view.owner().cloned());
     }
 
-    /// That a call of a context was recorded. `context` is what it needs, `patience` how long its kernels may take to end.
+    /// That a call of a context was recorded. `context` is what it needs, `patience` how long its kernels may take to
+    /// end.
     pub fn call(&mut self, chains: &Arc<Chains>, chain: usize, context: impl FnOnce() -> Owner, patience: Duration) {
         let bit = 1 << chain;
         match self.chains.binary_search_by_key(&chains.number, |(known, _)| known.number) {
@@ -188,7 +190,8 @@ impl Recording {
     }
 }
 
-/// Contexts of a graph, of which no other call is enqueued meanwhile. Most graphs have one, and then nothing is allocated.
+/// Contexts of a graph, of which no other call is enqueued meanwhile. Most graphs have one, and then nothing is
+/// allocated.
 pub(super) struct Locked<'a> {
     first: Option<(MutexGuard<'a, Enqueued>, u8)>,
     further: Vec<(MutexGuard<'a, Enqueued>, u8)>,
