@@ -1,9 +1,9 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
-use super::format::{RowFormat, SCALE_COLUMNS, Scales};
+use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
 use super::plan::Plan;
-use super::shape::{Partial, Shape, Weights, config};
+use super::shape::{Shape, Weights, config};
 use super::sms::{Traffic, sms_available};
 use super::tuning::{ArenaPlace, Tuning};
 use crate::base::{Dtype, Result};

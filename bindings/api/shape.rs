@@ -1,6 +1,6 @@
 //! What a context was built for: the settings that its plan, its launches and the checks of its calls go by.
 
-use super::format::{RowFormat, SCALE_COLUMNS, Scales};
+use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
 use super::plan::PlanInput;
 use super::tuning::ArenaPlace;
@@ -17,19 +17,6 @@ pub enum Weights {
     Combine,
     /// Nowhere: every weight is 1.
     None,
-}
-
-/// What partial rows travel as: an expert rank's sum of its rows of a token, on its way home or to a rail, and between
-/// nodes the sum of a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Partial {
-    /// The combine dtype: one rounding a level.
-    #[default]
-    Same,
-    /// fp32: no rounding, and twice the bytes of 16-bit rows.
-    Fp32,
-    /// fp8 e4m3 with an fp32 scale per 128 columns: about half the bytes of 16-bit rows.
-    Fp8,
 }
 
 /// What a context was built for.
