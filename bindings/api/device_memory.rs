@@ -153,7 +153,7 @@ impl Local {
         let reports = Reports::allocate(&device, shape.ranks)?;
         let statistics =
             builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
-        let pool = Pool::new(&device, shape, plan.waves, builder.tuning.handles)?;
+        let pool = Pool::new(&device, shape, plan.waves, (builder.tuning.handles, builder.tuning.ordered))?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
     }
 }
