@@ -425,9 +425,8 @@ impl Space {
             words.push(if self.place == FlagPlace::Device { cut.combined() } else { cut });
             at += length.next_multiple_of(LINE_WORDS);
         }
-        let words = <[Words; N]>::try_from(words).map_err(|_| Error::Device {
-            what: "shared words could not be laid out".into(),
-            advice: "this is a defect of the library; please report it".into(),
+        let words = <[Words; N]>::try_from(words).map_err(|_| {
+            Error::device("shared words could not be laid out", "this is a defect of the library; please report it")
         })?;
         Ok((words, addresses))
     }
@@ -613,10 +612,12 @@ impl Opening {
     /// What a report of the own device says.
     fn stopped(&self, report: Report) -> Option<Error> {
         let Report::BadDoorbell { context, direction, peer, epoch, chunk, problem } = report else { return None };
-        (context == self.number.index).then(|| Error::Device {
-            what: format!("a doorbell of {direction:?} {epoch} to rank {peer}, chunk {}, tells of {problem}", chunk.0),
-            advice: "something overwrote the context's memory, or this is a defect of the library; please report it"
-                .into(),
+        (context == self.number.index).then(|| {
+            Error::device(
+                format!("a doorbell of {direction:?} {epoch} to rank {peer}, chunk {}, tells of {problem}", chunk.0),
+                "something overwrote the context's memory, or this is a defect of the library; please report it",
+            )
+            .ending()
         })
     }
 }
@@ -645,7 +646,7 @@ struct PeerCard<'a> {
 }
 
 fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
-    let broken = |what: String| Error::Bootstrap { what, advice: "see that rank's own error".into() };
+    let broken = |what: String| Error::bootstrap(what, "see that rank's own error");
     let mut peers = Vec::with_capacity(cards.len());
     for (rank, bytes) in cards.iter().enumerate() {
         let Some(([a, b, c, d, e, f, _, _], address)) = bytes.split_first_chunk::<8>() else {
@@ -682,10 +683,10 @@ fn told_all(world: &World, outcome: Result<()>) -> Result<()> {
     outcome?;
     match all.iter().position(|text| !text.is_empty()) {
         None => Ok(()),
-        Some(rank) => Err(Error::Bootstrap {
-            what: format!("the proxy of rank {rank} could not connect: {}", String::from_utf8_lossy(&all[rank])),
-            advice: format!("mend rank {rank} and build again on every rank"),
-        }),
+        Some(rank) => Err(Error::bootstrap(
+            format!("the proxy of rank {rank} could not connect: {}", String::from_utf8_lossy(&all[rank])),
+            format!("mend rank {rank} and build again on every rank"),
+        )),
     }
 }
 

@@ -75,10 +75,10 @@ impl Device {
     /// GPU `ordinal`: this build has no GPU part, and says so.
     #[cfg(not(feature = "cuda"))]
     pub fn cuda(ordinal: usize) -> Result<Device> {
-        Err(Error::Device {
-            what: format!("GPU {ordinal} was asked for and this build has no GPU part"),
-            advice: "build with the feature cuda, or use the CPU device".into(),
-        })
+        Err(Error::device(
+            format!("GPU {ordinal} was asked for and this build has no GPU part"),
+            "build with the feature cuda, or use the CPU device",
+        ))
     }
 
     /// How many GPUs this process can see; 0 without a driver, with one too old, or without the feature `cuda`.

@@ -65,7 +65,7 @@ impl GdrCopy {
 }
 
 fn error(what: String, advice: &str) -> Error {
-    Error::Device { what, advice: advice.into() }
+    Error::device(what, advice)
 }
 
 /// Bytes to allocate on a GPU so that [`page_in`] finds `bytes` of whole pages in them.
@@ -153,6 +153,7 @@ impl Mapping {
             let why = std::io::Error::from_raw_os_error(code);
             let what = format!("GDRCopy's {step} of {bytes} bytes of GPU memory failed: {why}");
             error(what, "see the kernel's log and the GPU's free BAR1 memory, or set TOKENYARD_GDRCOPY=off")
+                .caused_by(why)
         };
         // SAFETY: takes nothing.
         let gdr = unsafe { (library.gdr_open)() };

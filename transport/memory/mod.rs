@@ -102,10 +102,10 @@ impl Arena {
     #[cfg(not(feature = "cuda"))]
     pub fn cuda(ordinal: usize, bytes: usize) -> Result<Arena> {
         check_bytes(bytes)?;
-        Err(Error::Device {
-            what: format!("an arena on GPU {ordinal} was asked for and this build has no GPU part"),
-            advice: "build with the feature cuda, or use the CPU device".into(),
-        })
+        Err(Error::device(
+            format!("an arena on GPU {ordinal} was asked for and this build has no GPU part"),
+            "build with the feature cuda, or use the CPU device",
+        ))
     }
 
     /// Host memory that GPU `ordinal` reaches over PCIe, and so do other GPUs and processes.
@@ -173,8 +173,11 @@ impl Arena {
             Memory::Pinned(memory) => memory.import(fd, self.bytes).map(Memory::Pinned),
         }
         .map_err(|why| {
-            let Error::Device { what, advice } = why else { return why };
-            Error::Device { what: format!("{what} (memory of {})", card.place()), advice }
+            let mut why = why;
+            if let Error::Device { what, .. } = &mut why {
+                *what = format!("{what} (memory of {})", card.place());
+            }
+            why
         })
     }
 
@@ -220,10 +223,10 @@ pub fn dma_buf(span: &Span) -> Result<DmaBuf> {
             Ok(DmaBuf { fd: cuda::dma_buf(ordinal, allocation)?, offset })
         }
         #[cfg(not(feature = "cuda"))]
-        SpanMemory::Gpu { ordinal, .. } => Err(Error::Device {
-            what: format!("a dma-buf of memory of GPU {ordinal} was asked for and this build has no GPU part"),
-            advice: "build with the feature cuda".into(),
-        }),
+        SpanMemory::Gpu { ordinal, .. } => Err(Error::device(
+            format!("a dma-buf of memory of GPU {ordinal} was asked for and this build has no GPU part"),
+            "build with the feature cuda",
+        )),
         SpanMemory::Host => Err(Error::Argument {
             name: "span",
             value: "host memory".into(),
@@ -260,7 +263,7 @@ fn check_bytes(bytes: usize) -> Result<()> {
 }
 
 fn mismatch(what: String, advice: &str) -> Error {
-    Error::Transport { what, advice: advice.into() }
+    Error::transport(what, advice)
 }
 
 /// The arenas of this rank's node as its device sees them. Keeps all of them mapped.

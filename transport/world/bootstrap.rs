@@ -221,7 +221,7 @@ impl Bootstrap {
     fn is_loopback(&self) -> Result<bool> {
         match self.look_up() {
             Ok(addrs) => Ok(!addrs.is_empty() && addrs.iter().all(|addr| addr.ip().is_loopback())),
-            Err(error) if error.kind() == ErrorKind::TimedOut => Err(self.cannot_look_up(&error).error()),
+            Err(error) if error.kind() == ErrorKind::TimedOut => Err(self.cannot_look_up(error).error()),
             Err(_) => Ok(false),
         }
     }
@@ -235,9 +235,10 @@ impl Bootstrap {
         within(LOOKUP_PATIENCE.min(self.timeout), move || Ok(place.to_socket_addrs()?.collect()))
     }
 
-    fn cannot_look_up(&self, error: &std::io::Error) -> Failure {
+    fn cannot_look_up(&self, error: std::io::Error) -> Failure {
         let advice = "mend this host's name resolution, or set MASTER_ADDR to an address in numbers";
         Failure::new(format!("the name {} of rank 0's host could not be looked up ({error})", self.addr), advice)
+            .caused_by(error)
     }
 
     /// Starts this process's bootstrap thread and waits until all ranks have joined.
@@ -291,6 +292,7 @@ impl Bootstrap {
     fn start(&self, terms: Terms) -> std::result::Result<Station, Failure> {
         let port = Port::new().map_err(|error| {
             Failure::new(format!("no socket pair could be made ({error})"), "raise the limit on open files")
+                .caused_by(error)
         })?;
         let port = Arc::new(port);
         // Who is alone needs no secret.
@@ -322,7 +324,7 @@ impl Bootstrap {
     fn listen(&self) -> std::result::Result<Vec<TcpListener>, Failure> {
         let literal = self.addr.parse::<IpAddr>().is_ok();
         let own = if literal || self.token.is_empty() || self.addr == "localhost" {
-            self.look_up().map_err(|error| self.cannot_look_up(&error))?
+            self.look_up().map_err(|error| self.cannot_look_up(error))?
         } else {
             Vec::new()
         };
@@ -331,7 +333,7 @@ impl Bootstrap {
             last = self.listen_once(&own);
             (!matches!(&last, Err(error) if error.kind() == ErrorKind::AddrInUse)).then_some(())
         });
-        last.map_err(|error| self.cannot_listen(&error))
+        last.map_err(|error| self.cannot_listen(error))
     }
 
     /// Binds where the others will look. A host's own name may resolve to another address at home than
@@ -346,7 +348,7 @@ impl Bootstrap {
         if bound.is_empty() { Err(ErrorKind::AddrNotAvailable.into()) } else { Ok(bound) }
     }
 
-    fn cannot_listen(&self, error: &std::io::Error) -> Failure {
+    fn cannot_listen(&self, error: std::io::Error) -> Failure {
         let advice = match self.generation {
             0 => {
                 "set MASTER_ADDR to a name or address of rank 0's host and TOKENYARD_PORT to a free port, on all ranks"
@@ -356,7 +358,7 @@ impl Bootstrap {
                  so that the ports behind it are free, one for each generation"
             }
         };
-        Failure::new(format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port), advice)
+        Failure::new(format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port), advice).caused_by(error)
     }
 }
 

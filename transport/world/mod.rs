@@ -270,7 +270,8 @@ impl World {
             family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
             newest: Arc::default(),
         };
-        world.barrier("regroup")?;
+        // The new world has ended and goes; this one has not.
+        world.barrier("regroup").map_err(Error::passing)?;
         let size = members.len();
         log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
         Ok(world.succeeding(self))
@@ -387,10 +388,10 @@ impl World {
         }
         match all.iter().enumerate().find(|(_, text)| !text.is_empty()) {
             None => Ok(()),
-            Some((rank, text)) => Err(Error::Bootstrap {
-                what: format!("rank {rank} failed in {what}: {}", String::from_utf8_lossy(text)),
-                advice: format!("mend rank {rank} and begin again on every rank"),
-            }),
+            Some((rank, text)) => Err(Error::bootstrap(
+                format!("rank {rank} failed in {what}: {}", String::from_utf8_lossy(text)),
+                format!("mend rank {rank} and begin again on every rank"),
+            )),
         }
     }
 

@@ -409,9 +409,11 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
-        let refuse = |why: &str| Error::Transport {
-            what: format!("address of rank {peer} ({} bytes) {why}", address.len()),
-            advice: "exchange the addresses anew, with the same version of tokenyard on all ranks".into(),
+        let refuse = |why: &str| {
+            Error::transport(
+                format!("address of rank {peer} ({} bytes) {why}", address.len()),
+                "exchange the addresses anew, with the same version of tokenyard on all ranks",
+            )
         };
         let shared = &self.network.shared;
         let address = Address::decode(address).map_err(refuse)?;
@@ -429,10 +431,10 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
         if let Some(device) = device
             && !self.device.can_store_into(&device)?
         {
-            return Err(Error::Transport {
-                what: format!("{:?} of rank {} cannot store into {device:?} of rank {peer}", self.device, self.rank),
-                advice: "the emulated NIC needs GPUs that reach each other; see nvidia-smi topo -m".into(),
-            });
+            return Err(Error::transport(
+                format!("{:?} of rank {} cannot store into {device:?} of rank {peer}", self.device, self.rank),
+                "the emulated NIC needs GPUs that reach each other; see nvidia-smi topo -m",
+            ));
         }
         if let Some(own) = shared.seat(self.rank) {
             own.lock().peers.insert(peer, address.key);
@@ -556,8 +558,8 @@ impl<D: CopyDevice> Drop for GpuNicEndpoint<D> {
 
 /// What a wait for copies that do not end says.
 fn stuck(what: &str) -> Error {
-    Error::Transport {
-        what: format!("{what}: the NIC kernel does not end its copies"),
-        advice: "see whether its GPU works, and whether other kernels leave it its blocks".into(),
-    }
+    Error::transport(
+        format!("{what}: the NIC kernel does not end its copies"),
+        "see whether its GPU works, and whether other kernels leave it its blocks",
+    )
 }

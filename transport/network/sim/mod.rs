@@ -186,10 +186,11 @@ impl SimEndpoint {
         if seat.alive && seat.life == self.life {
             return Ok(state);
         }
-        Err(Error::Transport {
-            what: format!("endpoint of rank {} was killed", self.rank),
-            advice: "take a new endpoint, and let its peers connect to it".into(),
-        })
+        Err(Error::transport(
+            format!("endpoint of rank {} was killed", self.rank),
+            "take a new endpoint, and let its peers connect to it",
+        )
+        .ending())
     }
 
     fn address_now(&self) -> Result<Address> {
@@ -238,9 +239,11 @@ impl Transport for SimEndpoint {
             Address { rank, .. } if rank != peer => Err("is of another rank"),
             address => state.connect(self.rank, address),
         });
-        outcome.map_err(|why| Error::Transport {
-            what: format!("address of rank {peer} ({} bytes) {why}", address.len()),
-            advice: "exchange the addresses anew, with the same version of tokenyard on all ranks".into(),
+        outcome.map_err(|why| {
+            Error::transport(
+                format!("address of rank {peer} ({} bytes) {why}", address.len()),
+                "exchange the addresses anew, with the same version of tokenyard on all ranks",
+            )
         })
     }
 

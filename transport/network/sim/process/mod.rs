@@ -252,10 +252,12 @@ impl ProcessEndpoint {
         }
         let short = match welcomed {
             Err(errno) if !is_shortage(errno) => {
-                return Err(Error::Transport {
-                    what: format!("endpoint of rank {} cannot take connections ({errno})", core.rank),
-                    advice: "form a new world; its endpoints open new sockets".into(),
-                });
+                return Err(Error::transport(
+                    format!("endpoint of rank {} cannot take connections ({errno})", core.rank),
+                    "form a new world; its endpoints open new sockets",
+                )
+                .ending()
+                .caused_by(errno));
             }
             outcome => outcome.err(),
         };
@@ -277,16 +279,17 @@ impl ProcessEndpoint {
 
 /// The error of a shortage that lasts.
 fn too_short(rank: Rank, verb: &str, (lasted, errno): (Duration, Errno)) -> Error {
-    Error::Transport {
-        what: format!("endpoint of rank {rank} could not {verb} a connection for {} ms ({errno})", lasted.as_millis()),
-        advice: "raise the limit on open files (ulimit -n), or see what holds so many".into(),
-    }
+    Error::transport(
+        format!("endpoint of rank {rank} could not {verb} a connection for {} ms ({errno})", lasted.as_millis()),
+        "raise the limit on open files (ulimit -n), or see what holds so many",
+    )
+    .caused_by(errno)
 }
 
 fn open_door() -> Result<Door> {
-    Door::open().map_err(|problem| Error::Transport {
-        what: format!("endpoint cannot listen: {problem}"),
-        advice: "raise the limit on open files".into(),
+    Door::open().map_err(|(lacking, error)| {
+        let what = format!("endpoint cannot listen: {lacking}: {error}");
+        Error::transport(what, "raise the limit on open files").caused_by(error)
     })
 }
 
@@ -329,12 +332,12 @@ impl Transport for ProcessEndpoint {
             Ok(Address { rank, .. }) if rank != peer => Err(format!("is of rank {rank}")),
             Ok(address) => self.outbound.connect(&mut self.core, address),
         };
-        outcome.map_err(|why| Error::Transport {
-            what: format!("address of rank {peer} ({} bytes) {why}", address.len()),
-            advice:
+        outcome.map_err(|why| {
+            Error::transport(
+                format!("address of rank {peer} ({} bytes) {why}", address.len()),
                 "exchange the addresses anew, between ranks of one host, user and network namespace, with the same \
-                     version of tokenyard and the same NICs"
-                    .into(),
+                     version of tokenyard and the same NICs",
+            )
         })
     }
 
