@@ -264,11 +264,10 @@ impl Contexts {
 
     /// Takes the number that was agreed on and what the context needs, if the transport has that left.
     fn admit(&mut self, agreed: Offer, limits: &Limits, needs: Needs) -> Result<ContextIdx> {
-        let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
         let Some(index) = agreed.choice().filter(|index| self.slots[index.index()] == Slot::Free) else {
             let advice = "a proxy serves four contexts at a time, as many as an immediate can tell, and a number is free again \
                           once all ranks have closed its context and what they sent has completed: drop one, on every rank";
-            return refuse("contexts", format!("{MAX_CONTEXTS} in use"), advice.into());
+            return Err(Error::config("contexts", format!("{MAX_CONTEXTS} in use"), advice));
         };
         let receives = |slot: &Slot| if let Slot::Taken { receives } = slot { *receives } else { 0 };
         let others: u64 = self.slots.iter().map(receives).sum();
@@ -279,7 +278,7 @@ impl Contexts {
                  larger chunk_rows, fewer tokens a wave, or drop a context",
                 limits.receives
             );
-            return refuse("receives", value, advice);
+            return Err(Error::config("receives", value, advice));
         }
         if needs.write_bytes > limits.write_bytes {
             let value = format!("{} bytes", needs.write_bytes);
@@ -287,11 +286,11 @@ impl Contexts {
                 "the network between nodes writes at most {} bytes at once: give a smaller chunk_rows, or fewer max_tokens",
                 limits.write_bytes
             );
-            return refuse("largest chunk", value, advice);
+            return Err(Error::config("largest chunk", value, advice));
         }
         if self.registered >= limits.regions {
             let advice = "so many arenas can be registered with an endpoint in its life: start another proxy";
-            return refuse("contexts", format!("{} so far", self.registered), advice.into());
+            return Err(Error::config("contexts", format!("{} so far", self.registered), advice));
         }
         self.registered += 1;
         self.slots[index.index()] = Slot::Taken { receives: needs.receives };

@@ -195,5 +195,5 @@ impl Shape {
 }
 
 pub(crate) fn config(name: &'static str, value: impl ToString, advice: String) -> Error {
-    Error::Config { name, value: value.to_string(), advice }
+    Error::config(name, value, advice)
 }

@@ -199,26 +199,31 @@ fn order_advice(fatal: bool) -> &'static str {
 
 impl Error {
     /// An argument `name` of value `value` that a call cannot take; `advice` says what it can.
+    #[cold]
     pub fn argument(name: &'static str, value: impl ToString, advice: impl Into<String>) -> Error {
         Error::Argument { name, value: value.to_string(), advice: advice.into() }
     }
 
     /// A setting `name` of value `value` with which nothing can be built; `advice` says what can.
+    #[cold]
     pub fn config(name: &'static str, value: impl ToString, advice: impl Into<String>) -> Error {
         Error::Config { name, value: value.to_string(), advice: advice.into() }
     }
 
     /// A failure of a transport that can go on; see [`ending`](Error::ending).
+    #[cold]
     pub fn transport(what: impl Into<String>, advice: impl Into<String>) -> Error {
         Error::Transport { what: what.into(), advice: advice.into(), fatal: false, source: None }
     }
 
     /// A failure of a device that can go on; see [`ending`](Error::ending).
+    #[cold]
     pub fn device(what: impl Into<String>, advice: impl Into<String>) -> Error {
         Error::Device { what: what.into(), advice: advice.into(), fatal: false, code: None, source: None }
     }
 
     /// A failure among ranks that leaves the world usable, if there is one; see [`ending`](Error::ending).
+    #[cold]
     pub fn bootstrap(what: impl Into<String>, advice: impl Into<String>) -> Error {
         Error::Bootstrap { what: what.into(), advice: advice.into(), fatal: false, source: None }
     }

@@ -291,9 +291,9 @@ fn pin(core: Option<usize>) -> Result<()> {
         return Ok(());
     }
     let usable: Vec<usize> = core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).collect();
-    Err(Error::Config {
-        name: "proxy core",
-        value: core.to_string(),
-        advice: format!("the system pins no thread there; the calling thread may use the cores {usable:?}"),
-    })
+    Err(Error::config(
+        "proxy core",
+        core,
+        format!("the system pins no thread there; the calling thread may use the cores {usable:?}"),
+    ))
 }

@@ -55,11 +55,7 @@ impl GdrCopy {
             Some("off") => Ok(GdrCopy::Off),
             Some("auto" | "") => Ok(GdrCopy::Auto),
             Some("require") => Ok(GdrCopy::Require),
-            _ => Err(Error::Config {
-                name: GdrCopy::VARIABLE,
-                value: format!("{value:?}"),
-                advice: "set it to off, auto or require".into(),
-            }),
+            _ => Err(Error::config(GdrCopy::VARIABLE, format!("{value:?}"), "set it to off, auto or require")),
         }
     }
 }
@@ -141,11 +137,11 @@ impl Mapping {
     /// The pages are memory of a GPU of this process, which outlives the mapping.
     pub unsafe fn new(library: Library, address: u64, bytes: usize) -> Result<Mapping> {
         if address == 0 || !address.is_multiple_of(GPU_PAGE) || bytes == 0 {
-            return Err(Error::Argument {
-                name: "address",
-                value: format!("{bytes} bytes at {address:#x}"),
-                advice: format!("give some bytes that begin at a multiple of {GPU_PAGE}"),
-            });
+            return Err(Error::argument(
+                "address",
+                format!("{bytes} bytes at {address:#x}"),
+                format!("give some bytes that begin at a multiple of {GPU_PAGE}"),
+            ));
         }
         barrier_is_known()?;
         let bytes = bytes.next_multiple_of(GPU_PAGE as usize);

@@ -214,11 +214,7 @@ pub fn dma_buf(span: &Span) -> Result<DmaBuf> {
             let offset = span.base.checked_sub(allocation.base);
             let inside = offset.is_some_and(|at| at.saturating_add(span.bytes as u64) <= allocation.bytes as u64);
             let Some(offset) = offset.filter(|_| inside) else {
-                return Err(Error::Argument {
-                    name: "span",
-                    value: format!("{span:?}"),
-                    advice: "give a span inside its allocation".into(),
-                });
+                return Err(Error::argument("span", format!("{span:?}"), "give a span inside its allocation"));
             };
             Ok(DmaBuf { fd: cuda::dma_buf(ordinal, allocation)?, offset })
         }
@@ -227,11 +223,7 @@ pub fn dma_buf(span: &Span) -> Result<DmaBuf> {
             format!("a dma-buf of memory of GPU {ordinal} was asked for and this build has no GPU part"),
             "build with the feature cuda",
         )),
-        SpanMemory::Host => Err(Error::Argument {
-            name: "span",
-            value: "host memory".into(),
-            advice: "register host memory by its address".into(),
-        }),
+        SpanMemory::Host => Err(Error::argument("span", "host memory", "register host memory by its address")),
     }
 }
 
@@ -255,11 +247,7 @@ fn check_bytes(bytes: usize) -> Result<()> {
     if bytes > 0 && isize::try_from(bytes).is_ok() {
         return Ok(());
     }
-    Err(Error::Argument {
-        name: "bytes",
-        value: bytes.to_string(),
-        advice: "take an arena's length from the plan".into(),
-    })
+    Err(Error::argument("bytes", bytes, "take an arena's length from the plan"))
 }
 
 fn mismatch(what: String, advice: &str) -> Error {

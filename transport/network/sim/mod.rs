@@ -87,7 +87,7 @@ impl Network {
         config.check()?;
         if ranks == 0 || ranks > MAX_RANKS {
             let advice = format!("give 1 to {MAX_RANKS}");
-            return Err(Error::Config { name: "ranks", value: ranks.to_string(), advice });
+            return Err(Error::config("ranks", ranks, advice));
         }
         let nics = config.nics.len();
         log::info!(target: crate::base::targets::NETWORK, "simulated in this process: {ranks} ranks, {nics} NICs each");
@@ -111,7 +111,7 @@ impl Network {
     pub fn endpoint(&self, rank: Rank) -> Result<SimEndpoint> {
         let Some(life) = self.shared.state().sit(rank) else {
             let advice = format!("take one endpoint for each of the {} ranks", self.shared.ranks);
-            return Err(Error::Argument { name: "rank", value: rank.to_string(), advice });
+            return Err(Error::argument("rank", rank, advice));
         };
         Ok(SimEndpoint { network: self.clone(), rank, life, batch: Vec::new() })
     }

@@ -130,30 +130,29 @@ impl ProcessEndpoint {
     /// `Config` if a setting makes no sense; `Transport` if no socket can be opened.
     pub fn open(rank: Rank, token: &[u8], config: SimConfig) -> Result<ProcessEndpoint> {
         config.check()?;
-        let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
         if !config.payload {
             let advice =
                 "between processes bytes are all that travels: carry payloads, or use a network of one process";
-            return refuse("payload", "false".into(), advice.into());
+            return Err(Error::config("payload", "false", advice));
         }
         if config.clock == (Clock::Virtual { tick_ns: 0 }) {
             let advice = "time must pass between processes: give a poll some, or take the real clock";
-            return refuse("clock", format!("{:?}", config.clock), advice.into());
+            return Err(Error::config("clock", format!("{:?}", config.clock), advice));
         }
         if config.receives != u32::MAX {
             let advice = "senders of other processes do not see a receiver's queue: leave it without a bound";
-            return refuse("receives", config.receives.to_string(), advice.into());
+            return Err(Error::config("receives", config.receives, advice));
         }
         if rank.index() >= MAX_RANKS {
-            return refuse(
+            return Err(Error::config(
                 "rank",
-                rank.to_string(),
+                rank,
                 format!("an immediate can tell {MAX_RANKS} apart; use fewer ranks"),
-            );
+            ));
         }
         if token.len() > MAX_TOKEN {
             let advice = format!("use a token of at most {MAX_TOKEN} bytes");
-            return refuse("token", format!("{} bytes long", token.len()), advice);
+            return Err(Error::config("token", format!("{} bytes long", token.len()), advice));
         }
         let nics = config.nics.len();
         log::info!(target: crate::base::targets::NETWORK, "rank {rank}: simulated between processes, {nics} NICs");
