@@ -43,6 +43,7 @@ ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
 BOOTSTRAP, LOCAL = "transport/world/bootstrap.rs", "transport/world/local.rs"
 PAIRS, MAILBOX = "benches/pairs.py", "proxy/driver/mailbox.rs"
 REMOTE = "proxy/driver/remote.rs"
+ERROR = "kernels/base/error.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -305,6 +306,12 @@ MUTANTS = [
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
     ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
+    ("a context goes on after its call was cut short", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "false;"),
+    ("a mistake in order closes the context", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "true;"),
+    ("a timeout is no fatal error", ERROR, "            Error::Generation { .. } | Error::Timeout { .. } | Error::PeerLost { .. } => true,",
+     "            Error::Timeout { .. } => false,\n            Error::Generation { .. } | Error::PeerLost { .. } => true,"),
+    ("the driver's code lost", ERROR, "Error::Device { code, .. } => *code,", "Error::Device { code, .. } => code.filter(|_| false),"),
+    ("a proxy ended by an error that its caller survives", REMOTE, "let error = error.ending();", "let error = error;"),
     ("members of another generation let in", TERMS, "if self.generation != theirs.generation {", "if false {"),
     ("other members let in", TERMS, "if self.members != theirs.members {", "if false {"),
     ("other nodes let in", TERMS, "if self.nodes != theirs.nodes {", "if false {"),
@@ -417,7 +424,8 @@ class Worker:
             HANDLE: ownership,
             EXECUTOR: ownership,
             WORLD: contexts,
-            REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"])],
+            REPORT: [("unit tests", [*lib, "report::"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"])],
+            ERROR: [("unit tests", [*lib, "error::"])],
             PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
             MAILBOX: [("tests/loom.rs", [*test, "loom"])],
             REMOTE: [("unit tests", [*lib, "driver"])],
