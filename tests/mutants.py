@@ -122,7 +122,7 @@ MUTANTS = [
     ("a launch that runs on the same block overlooked", CONTEXT, "bool own = (turn.begun - launches) << spare == 0;", "bool own = true;"),
     ("blocks that have not ended overlooked", CONTEXT, "return own && static_cast<i32>((turn.ended - launches * block_count()) << spare) >= 0;", "return own;"),
     ("an overlap leaves the context open", CONTEXT, "waits look at it, and end.\n  store_release_gpu(&state_of(c)->closed, 1u);", "waits look at it, and end."),
-    ("an overlap told once", REPORT, "waited || record.kind == raw::TY_ERROR_OVERLAP", "waited"),
+    ("an overlap told once", REPORT, "overlap_problem(record), fatal: true }", "overlap_problem(record), fatal: false }"),
     ("rows outside of the output stored", RECEIVE, "return row < output_rows(a) ? static_cast<i32>(row) : -1;", "return static_cast<i32>(row);"),
     ("tokens without a row described", RECEIVE, "bool there = k < c.top_k && own >= 0;", "bool there = k < c.top_k;"),
     ("rows behind a peer's output stored", IN_PLACE, "bool there = row < static_cast<u32>(a.output.capacity);", "bool there = row != ~0u;"),

@@ -1,7 +1,6 @@
 //! What a row is made of: its elements and its scales.
 
-use super::shape::config;
-use crate::base::{Dtype, Result};
+use crate::base::{Dtype, Error, Result};
 use std::fmt;
 
 /// Scales that travel with fp8 rows: one per 128 columns.
@@ -47,7 +46,7 @@ impl RowFormat {
     pub fn new(dtype: Dtype, scales: Scales) -> Result<RowFormat> {
         if dtype != Dtype::Fp8E4m3 && scales != Scales::None {
             let advice = format!("{dtype} rows carry no scales; use none, or fp8 rows");
-            return Err(config("scales", format!("{scales:?}"), advice));
+            return Err(Error::config("scales", format!("{scales:?}"), advice));
         }
         Ok(RowFormat { dtype, scales })
     }
