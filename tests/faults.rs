@@ -369,7 +369,7 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
             combined.clone(),
             &["topk_weight is given", "with dispatch"],
         );
-        refused(rows.clone(), combined.clone().format(RowFormat::FP8), &["dtype of out is fp8"]);
+        refused(rows.clone(), combined.clone().dtype(Dtype::Fp8E4m3), &["dtype of out is fp8"]);
         refused(rows.clone(), combined.clone().pitch_bytes(0), &["pitch_bytes of out is 0"]);
         rig.ep.combine(&rig.stream, &handle, &rows, &combined).unwrap();
         rig.good_round(2);
