@@ -284,9 +284,13 @@ mod tests {
     #[test]
     fn a_call_that_stays_unfinished_closes_the_context_and_any_other_mistake_in_order_does_not() {
         let world = World::threads(1).remove(0);
-        for (order, closes) in [(raw::TY_ORDER_WAVE, true), (raw::TY_ORDER_DISPATCH_SEND, false)] {
+        for (kind, a, closes) in [
+            (raw::TY_ERROR_ORDER, raw::TY_ORDER_WAVE, true),
+            (raw::TY_ERROR_ORDER, raw::TY_ORDER_DISPATCH_SEND, false),
+            (raw::TY_ERROR_OVERLAP, raw::TY_DIRECTION_DISPATCH, true),
+        ] {
             let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
-            write_with(&reports, 0, raw::TY_ERROR_ORDER, order);
+            write_with(&reports, 0, kind, a);
             let check = || reports.check(&world, None, &Vec::new);
             assert_eq!(
                 check().map_err(|error| (error.is_fatal(), matches!(error, Error::Order { .. }))),
