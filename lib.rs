@@ -86,7 +86,7 @@ pub use bindings::api::{
 };
 
 // ---- what a context tells
-pub use base::{Error, Result};
+pub use base::{Error, Result, Source};
 pub use bindings::api::{CallStatistics, Stage, Stats};
 
 // ---- networks between nodes

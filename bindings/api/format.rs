@@ -59,7 +59,7 @@ impl RowFormat {
     pub fn new(dtype: Dtype, scales: Scales) -> Result<RowFormat> {
         if dtype != Dtype::Fp8E4m3 && scales != Scales::None {
             let advice = format!("{dtype} rows carry no scales; use none, or fp8 rows");
-            return Err(Error::Config { name: "scales", value: format!("{scales:?}"), advice });
+            return Err(Error::config("scales", format!("{scales:?}"), advice));
         }
         Ok(RowFormat { dtype, scales })
     }

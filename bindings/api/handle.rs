@@ -109,11 +109,11 @@ impl Pool {
 }
 
 fn none_free() -> Error {
-    Error::Argument {
-        name: "handle",
-        value: "none free while the stream captures".into(),
-        advice: "allocate before capturing, e.g. by Tuning::handles, or drop handles that are no longer used".into(),
-    }
+    Error::argument(
+        "handle",
+        "none free while the stream captures",
+        "allocate before capturing, e.g. by Tuning::handles, or drop handles that are no longer used",
+    )
 }
 
 fn layout(shape: &Shape, waves: usize) -> ([u64; PARTS], usize) {

@@ -115,11 +115,11 @@ impl Shape {
             Dtype::Bf16 => raw::TY_BF16,
             Dtype::Fp16 => raw::TY_FP16,
             Dtype::Fp32 => raw::TY_FP32,
-            Dtype::Fp8E4m3 => return Err(config(what, dtype.name(), "use bf16, fp16 or fp32".into())),
+            Dtype::Fp8E4m3 => return Err(Error::config(what, dtype.name(), "use bf16, fp16 or fp32")),
         };
         if !(self.hidden * dtype.bytes()).is_multiple_of(16) {
             let advice = format!("a row of {} {dtype} elements is no multiple of 16 bytes", self.hidden);
-            return Err(config(what, dtype.name(), advice));
+            return Err(Error::config(what, dtype.name(), advice));
         }
         Ok(code)
     }
@@ -179,8 +179,4 @@ impl Shape {
             self.weights,
         )
     }
-}
-
-pub(crate) fn config(name: &'static str, value: impl ToString, advice: String) -> Error {
-    Error::Config { name, value: value.to_string(), advice }
 }

@@ -14,5 +14,5 @@ pub mod memory;
 pub mod targets;
 pub mod wait;
 
-pub use error::{Error, Result};
+pub use error::{Error, Result, Source};
 pub use ids::{Dtype, Rank};

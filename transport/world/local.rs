@@ -80,7 +80,8 @@ impl Seat {
         }
         // Either the round stands open and fails here, or it was completed since the last look.
         self.table().hub.give_up(self.rank, seq, timeout.as_millis() as u64);
-        self.outcome().unwrap_or_else(|| Err(Failure::new(format!("collective \"{what}\" timed out"), "retry").error()))
+        self.outcome()
+            .unwrap_or_else(|| Err(Failure::new(format!("collective \"{what}\" timed out"), "retry").ending()))
     }
 
     /// The finished round if there is one, else the failure if there is one.
@@ -90,7 +91,7 @@ impl Seat {
             drop(table);
             return Some(Ok(Arc::unwrap_or_clone(parts)));
         }
-        table.hub.failure().map(|failure| Err(failure.error()))
+        table.hub.failure().map(|failure| Err(failure.ending()))
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {

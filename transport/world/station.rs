@@ -121,12 +121,11 @@ pub(super) struct TurnTaken<'a>(&'a AtomicBool);
 impl Turn {
     pub(super) fn take(&self, what: &'static str, timeout: Duration) -> Result<TurnTaken<'_>> {
         let free = || (!self.0.swap(true, Ordering::Acquire)).then(|| TurnTaken(&self.0));
-        wait::poll(what, timeout, free).ok_or_else(|| Error::Bootstrap {
-            what: format!(
-                "collective \"{what}\" waited {} ms for another collective of this rank",
-                timeout.as_millis()
-            ),
-            advice: "call the collectives of one world from one thread".into(),
+        wait::poll(what, timeout, free).ok_or_else(|| {
+            Error::bootstrap(
+                format!("collective \"{what}\" waited {} ms for another collective of this rank", timeout.as_millis()),
+                "call the collectives of one world from one thread",
+            )
         })
     }
 }
@@ -154,6 +153,7 @@ impl Station {
     ) -> std::result::Result<Station, Failure> {
         let thread = std::thread::Builder::new().name(format!("ty-boot-{rank}")).spawn(run).map_err(|error| {
             Failure::new(format!("no bootstrap thread could start ({error})"), "raise the limit on threads")
+                .caused_by(error)
         })?;
         Ok(Station { port, thread: Some(thread), turn: Turn::default(), seq: AtomicU64::new(0) })
     }
@@ -177,7 +177,7 @@ impl Station {
     pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         let _turn = self.turn.take(what, timeout)?;
         if let Some(failure) = &self.port.inbox().failure {
-            return Err(failure.error());
+            return Err(failure.ending());
         }
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
         self.port.command(Command::Gather { seq, what, payload: payload.to_vec() });
@@ -190,7 +190,7 @@ impl Station {
             let what = format!("rank 0 did not answer within {waited_ms} ms in collective \"{what}\"");
             let failure = Failure::new(what, "see what holds rank 0 up, or raise the timeout");
             self.port.inbox().fail(failure.clone());
-            Err(failure.error())
+            Err(failure.ending())
         })
     }
 
@@ -213,7 +213,7 @@ impl Station {
         let mut inbox = self.port.inbox();
         match inbox.gathered.take_if(|(number, _)| *number == seq) {
             Some((_, payloads)) => Some(Ok(payloads)),
-            None => inbox.failure.as_ref().map(|failure| Err(failure.error())),
+            None => inbox.failure.as_ref().map(|failure| Err(failure.ending())),
         }
     }
 }
