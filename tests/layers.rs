@@ -48,8 +48,8 @@ fn assert_free_of(folder: &str, extensions: &[&str], skip: &[&str], words: &[&st
     assert!(found.is_empty(), "{}", found.join("\n"));
 }
 
-/// Folders, and what none of their files may import. A folder looks down only: bindings/cli, bindings/api, proxy, then kernels
-/// and transport side by side, then the leaves.
+/// Folders, and what none of their files may import. A folder looks down only: bindings/cli, bindings/api, proxy, then
+/// kernels and transport side by side, then the leaves.
 const DIRECTIONS: [(&str, &[&str]); 6] = [
     ("kernels/base", &["crate::kernels", "crate::transport", "crate::proxy", "crate::bindings", "crate::ffi"]),
     ("kernels/ffi", &["crate::", "super::"]),
