@@ -129,7 +129,7 @@ impl AllToAllBuilder {
         let patience = Duration::from_nanos(context.timeout_ns).saturating_add(Duration::from_secs(5));
         let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
         let chains = Arc::new(Chains::new(builder.tuning.ordered));
-        let open = Arc::new(Open { chains, pool, opening, memory, patience });
+        let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let counters = Counters::default();
         Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, flags })
     }

@@ -22,10 +22,9 @@
 //! A job's ranks exchange addresses by whatever they have; with a [`World`](crate::transport::World):
 //!
 //! ```no_run
-//! use tokenyard::base::{Rank, Result};
-//! use tokenyard::transport::network::Transport;
-//! use tokenyard::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
-//! use tokenyard::transport::World;
+//! use tokenyard::{Rank, Result, World};
+//! use tokenyard::internals::transport::network::Transport;
+//! use tokenyard::internals::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
 //!
 //! fn open(world: &World, token: &[u8]) -> Result<ProcessEndpoint> {
 //!     let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(1) };
