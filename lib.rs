@@ -47,9 +47,8 @@
 //! order. Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. Calls
 //! may go on any streams: dispatches of a context run one behind the other, and so do its combines and its barriers
 //! (see [`AllToAll`]). Only captures and replays of another library have to be ordered by the caller, by one stream or
-//! by events. The device checks the first rule, and that launches of one direction do not run at the same time, in
-//! graph replays too: such launches end in `Order`, which closes the context, and store nothing outside of what they
-//! were given. The `Timeout` that follows from a breach of the second rule names it.
+//! by events. The device checks the first rule, in graph replays too; the `Timeout` that follows from a breach of the
+//! second names it.
 //!
 //! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
 //! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
