@@ -89,7 +89,7 @@ mod transport;
 use kernels::{base, ffi};
 
 // ---- the world of ranks, and how it forms
-pub use transport::{Bootstrap, World};
+pub use transport::{AllGather, Bootstrap, World};
 
 // ---- devices, memory, streams, graphs
 pub use base::{Dtype, Rank};
@@ -107,8 +107,8 @@ pub use bindings::api::{
     Tokens,
 };
 
-// ---- what a context tells
-pub use base::{Error, Result};
+// ---- what a context tells, and how a wait is ended
+pub use base::{Error, Interrupt, Result};
 pub use bindings::api::{CallStatistics, Stage, Stats};
 
 // ---- networks between nodes

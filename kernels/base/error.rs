@@ -152,4 +152,12 @@ pub enum Error {
         /// What to try.
         advice: String,
     },
+    /// An [`Interrupt`](crate::Interrupt) that is in force for the calling thread was raised while the call waited.
+    #[error("interrupted in the wait \"{what}\": {left}")]
+    Interrupted {
+        /// The wait.
+        what: &'static str,
+        /// What state things are left in, and what to try.
+        left: &'static str,
+    },
 }

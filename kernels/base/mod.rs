@@ -10,9 +10,11 @@ pub mod copies;
 pub mod cuda;
 mod error;
 mod ids;
+pub mod interrupt;
 pub mod memory;
 pub mod targets;
 pub mod wait;
 
 pub use error::{Error, Result};
 pub use ids::{Dtype, Rank};
+pub use interrupt::Interrupt;
