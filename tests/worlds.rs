@@ -1,5 +1,5 @@
-//! Worlds over the caller's own all-gather: of threads that meet in a table, and of processes with sockets of this test.
-//! What the all-gather answers may be late, too little, another rank's or another step's.
+//! Worlds over the caller's own all-gather: of threads that meet in a table, and of processes with sockets of this
+//! test. What the all-gather answers may be late, too little, another rank's or another step's.
 
 mod rig;
 

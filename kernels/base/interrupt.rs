@@ -24,9 +24,9 @@ struct Shared {
 /// Ends waits of a thread: of [`Stream::synchronize`](crate::Stream::synchronize), of a world's collectives, and of all
 /// that is made of these, such as building a context. Clones are the same interrupt.
 ///
-/// An interrupt is in force for the thread that calls [`during`](Self::during), and for as long as that call lasts. A wait
-/// that finds it raised returns [`Error::Interrupted`](crate::Error::Interrupted). A wait whose event is there already
-/// returns that event. Waits of destructors are never interrupted: memory may depend on them.
+/// An interrupt is in force for the thread that calls [`during`](Self::during), and for as long as that call lasts. A
+/// wait that finds it raised returns [`Error::Interrupted`](crate::Error::Interrupted). A wait whose event is there
+/// already returns that event. Waits of destructors are never interrupted: memory may depend on them.
 ///
 /// ```
 /// use tokenyard::{Error, Interrupt, World};
@@ -79,15 +79,15 @@ impl Interrupt {
         Interrupt { shared: Arc::new(Shared { raised: AtomicBool::new(false), check: None }) }
     }
 
-    /// One that also asks `check`, on the thread that waits and about once a millisecond, whether it is raised, as Python's
-    /// `PyErr_CheckSignals` is to be asked. After the first yes it stays raised. A `check` that panics says yes. It may
-    /// make calls that wait; those are not interrupted.
+    /// One that also asks `check`, on the thread that waits and about once a millisecond, whether it is raised, as
+    /// Python's `PyErr_CheckSignals` is to be asked. After the first yes it stays raised. A `check` that panics says
+    /// yes. It may make calls that wait; those are not interrupted.
     pub fn asking(check: impl Fn() -> bool + Send + Sync + 'static) -> Interrupt {
         Interrupt { shared: Arc::new(Shared { raised: AtomicBool::new(false), check: Some(Box::new(check)) }) }
     }
 
-    /// Ends the waits under way for which it is in force, and those that begin later. May be called from any thread and from
-    /// a signal handler.
+    /// Ends the waits under way for which it is in force, and those that begin later. May be called from any thread
+    /// and from a signal handler.
     pub fn raise(&self) {
         self.shared.raised.store(true, Ordering::Release);
     }

@@ -51,8 +51,8 @@ pub fn poll<T>(site: &'static str, timeout: Duration, ready: impl FnMut() -> Opt
     }
 }
 
-/// As `poll`, unless an interrupt that is in force for this thread is raised. `left` is a clause that says what state things
-/// are left in then, and what to try.
+/// As `poll`, unless an interrupt that is in force for this thread is raised. `left` is a clause that says what state
+/// things are left in then, and what to try.
 ///
 /// # Errors
 /// `Interrupted`.

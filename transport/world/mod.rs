@@ -166,12 +166,13 @@ impl World {
     }
 
     /// Collective: `size` ranks that have an all-gather of their own, as engines do; nothing else is needed of the
-    /// environment. Contexts work over it as over any world: ranks of a node still pass their memory over Unix sockets,
-    /// so they are processes (or threads) of one host and user, each with a device of its own. `local_rank` is by default
-    /// `rank`.
+    /// environment. Contexts work over it as over any world: ranks of a node still pass their memory over Unix
+    /// sockets, so they are processes (or threads) of one host and user, each with a device of its own. `local_rank`
+    /// is by default `rank`.
     ///
-    /// Nobody watches the peers: [`lost_peers`](Self::lost_peers) stays empty, a rank that has gone shows as an error or
-    /// the deadline of `gather`, and while contexts run as the deadline of their calls. A dropped world tells nobody.
+    /// Nobody watches the peers: [`lost_peers`](Self::lost_peers) stays empty, a rank that has gone shows as an error
+    /// or the deadline of `gather`, and while contexts run as the deadline of their calls. A dropped world tells
+    /// nobody.
     ///
     /// ```
     /// use std::time::Duration;
@@ -503,9 +504,9 @@ impl World {
         if self.same_process() { fds::exchange_within(self, own) } else { fds::exchange_between(self, own) }
     }
 
-    /// Peers whose process has gone, as seen now; sorted. Empty for ranks of one process and over an all-gather. A peer that
-    /// dropped its world is not lost. News of others comes through rank 0, and ends when it is lost or leaves.
-    /// A process that a peer forked keeps the peer's connection open, and hides its death, until it ends too.
+    /// Peers whose process has gone, as seen now; sorted. Empty for ranks of one process and over an all-gather. A
+    /// peer that dropped its world is not lost. News of others comes through rank 0, and ends when it is lost or
+    /// leaves. A process that a peer forked keeps the peer's connection open, and hides its death, until it ends too.
     pub fn lost_peers(&self) -> Vec<Rank> {
         match &self.link {
             Link::Threads(_) | Link::Over(_) => Vec::new(),

@@ -1,8 +1,8 @@
 //! A world over an all-gather that the caller has already, as of torch.distributed, MPI or NCCL.
 //!
 //! Place in the data path: none. Runs on the callers, and waits in the caller's all-gather alone. It has no thread and
-//! no sockets, so nobody notices who has died. What the all-gather answers is not trusted: every part begins with a head
-//! that says of which rank, world and step it is.
+//! no sockets, so nobody notices who has died. What the all-gather answers is not trusted: every part begins with a
+//! head that says of which rank, world and step it is.
 //!
 //! ```text
 //!  0      3 4     5 6     7 8         11 12        15 16        19 20          27 28
@@ -26,19 +26,19 @@ const HEAD_BYTES: usize = 28;
 const ADVICE: &str =
     "see that all ranks give an all-gather of the same group, and call the same collectives in the same order";
 
-/// The caller's own collective, on which a [`World`](super::World) can stand: every engine has one. All ranks give one of
-/// the same group, in which they have the same ranks.
+/// The caller's own collective, on which a [`World`](super::World) can stand: every engine has one. All ranks give one
+/// of the same group, in which they have the same ranks.
 ///
 /// Closures implement it: `|what: &str, own: &[u8], timeout: Duration| -> Result<Vec<Vec<u8>>>`.
 pub trait AllGather: Send + Sync {
-    /// Collective of all ranks: `own` of each of them, by rank. Lengths differ from rank to rank and may be 0, so that an
-    /// all-gather of equal lengths has to gather these first. `what` names the step, for messages.
+    /// Collective of all ranks: `own` of each of them, by rank. Lengths differ from rank to rank and may be 0, so that
+    /// an all-gather of equal lengths has to gather these first. `what` names the step, for messages.
     ///
     /// A rank makes one call at a time, from whichever thread calls the library; a world makes none but in its own
     /// collectives and in what is said to be collective, such as building a context.
     ///
-    /// The deadline is the implementation's to keep: the library waits in this call for as long as it takes. One that waits
-    /// by itself looks at [`Interrupt::is_due`](crate::Interrupt::is_due), too.
+    /// The deadline is the implementation's to keep: the library waits in this call for as long as it takes. One that
+    /// waits by itself looks at [`Interrupt::is_due`](crate::Interrupt::is_due), too.
     ///
     /// # Errors
     /// What the implementation has, as [`Error::Bootstrap`]. The caller gets it as it is, and the world's collectives
