@@ -187,7 +187,7 @@ fn parts_that_are_too_few_another_ranks_or_another_steps() {
 
 #[test]
 fn an_answer_of_the_round_before_is_not_taken_for_this_one() {
-    let (table, last) = (Table::new(1), Mutex::new(Vec::new()));
+    let (table, last) = (Table::new(1), Mutex::new(Vec::<Vec<Vec<u8>>>::new()));
     let stale = move |what: &str, own: &[u8], timeout: Duration| {
         let parts = table.meet(0, what, own, timeout)?;
         let mut last = last.lock().unwrap();
