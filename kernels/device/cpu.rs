@@ -360,17 +360,19 @@ impl CpuDevice {
         let waited =
             wait::poll_unless("copy to or from device memory", timeout, "nothing was copied; copy again", done);
         // Whoever takes it makes it or gives it up: after this the executor touches the host's bytes no more.
-        match (lock(&transfer.copy).take(), waited) {
-            (None, _) => Ok(()),
-            (Some(copy), _) if ended() => {
+        match lock(&transfer.copy).take() {
+            None => Ok(()),
+            Some(copy) if ended() => {
                 copy.run();
                 Ok(())
             }
-            (Some(_), Err(interrupted)) => Err(interrupted),
-            (Some(_), Ok(_)) => Err(error(
-                format!("a copy to or from device memory did not begin within {} ms", timeout.as_millis()),
-                "see which kernel runs without waiting for anything",
-            )),
+            Some(_) => {
+                waited?;
+                Err(error(
+                    format!("a copy to or from device memory did not begin within {} ms", timeout.as_millis()),
+                    "see which kernel runs without waiting for anything",
+                ))
+            }
         }
     }
 

@@ -378,20 +378,16 @@ fn a_request_that_has_begun_is_waited_for_whatever_is_raised() {
     assert_eq!(raiser.during(|| sides[0].proxy.remote().ask(slow)), Ok(7));
     // Behind one that takes long, the next has not begun.
     std::thread::scope(|scope| {
-        let begun = std::sync::Barrier::new(2);
-        let busy = &begun;
         let remote = sides[0].proxy.remote();
-        let (first, wait) = (remote.clone(), std::sync::Arc::new(std::sync::Barrier::new(2)));
-        let inside = wait.clone();
+        let (first, inside) = (remote.clone(), std::sync::Arc::new(std::sync::Barrier::new(2)));
+        let here = inside.clone();
         scope.spawn(move || {
-            busy.wait();
             first.ask(move |_| {
-                inside.wait();
-                std::thread::sleep(Duration::from_millis(20));
+                here.wait();
+                std::thread::sleep(Duration::from_millis(50));
             })
         });
-        begun.wait();
-        wait.wait();
+        inside.wait();
         let outcome = interrupt.during(|| remote.ask(|_| ()));
         assert!(matches!(outcome, Err(Error::Interrupted { .. })), "{outcome:?}");
     });
