@@ -6,8 +6,7 @@
 //! stream and return; nothing waits on the host, and everything can be captured in a CUDA graph.
 //!
 //! ```
-//! use tokenyard::{AllToAll, Combined, IndexType, Layout, Output, Rows, ScaleOrder, TokenCount, Tokens, World};
-//! use tokenyard::{Device, Dtype};
+//! use tokenyard::{AllToAll, Combined, Device, Layout, Output, Rows, TokenCount, Tokens, World};
 //! use std::time::Duration;
 //!
 //! // One rank that holds two experts; each of its two tokens goes to one of them.
@@ -28,35 +27,11 @@
 //! idx.write(0, &[1i32, 0].map(i32::to_ne_bytes).concat())?;
 //! weight.write(0, &[0.5f32, 2.0].map(f32::to_ne_bytes).concat())?;
 //!
-//! let tokens = Tokens {
-//!     x: x.view(),
-//!     x_pitch: 16,
-//!     scales: None,
-//!     topk_idx: idx.view(),
-//!     index_type: IndexType::I32,
-//!     topk_weight: Some(weight.view()),
-//!     count: TokenCount::Host(2),
-//! };
-//! let output = Output {
-//!     layout: Layout::Contiguous { align: 1, capacity: 2 },
-//!     rows: y.view(),
-//!     rows_pitch: 16,
-//!     scales: None,
-//!     scale_order: ScaleOrder::RowMajor,
-//!     expert_count: count.view(),
-//!     expert_offset: None,
-//!     row_expert: None,
-//!     source: None,
-//!     token_experts: None,
-//!     token_weights: None,
-//!     row_count: None,
-//!     zero_padding: false,
-//!     host_counts: None,
-//! };
+//! let tokens = Tokens::new(x.view(), idx.view(), TokenCount::Host(2)).topk_weight(weight.view());
+//! let output = Output::new(Layout::Contiguous { align: 1, capacity: 2 }, y.view(), count.view());
 //! let handle = ep.dispatch(&stream, &tokens, &output)?;
 //! // The experts would run here; these ones return what they get.
-//! let rows = Rows { rows: y.view(), pitch: 16, topk_weight: None };
-//! ep.combine(&stream, &handle, &rows, &Combined { out: out.view(), pitch: 16, dtype: Dtype::Bf16, accumulate: false })?;
+//! ep.combine(&stream, &handle, &Rows::new(y.view()), &Combined::new(out.view()))?;
 //! stream.synchronize(Duration::from_secs(10))?;
 //! ep.check()?;
 //!
@@ -69,9 +44,12 @@
 //!
 //! Grammar, the same on all ranks of a context: the receive of a dispatch comes before the next dispatch is sent, and
 //! likewise for combine. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same
-//! order. Anything else is allowed, such as another dispatch before a combine. Calls may go on any streams: dispatches run one
-//! behind the other, and so do combines (see [`AllToAll`]). The device checks the first rule; the
-//! `Timeout` that follows from a breach of the second names it.
+//! order. Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. Calls may go
+//! on any streams: dispatches of a context run one behind the other, and so do its combines and its barriers (see
+//! [`AllToAll`]). Only captures and replays of another library have to be ordered by the caller, by one stream or by events.
+//! The device checks the first rule, and that launches of one direction do not run at the same time, in graph replays too:
+//! such launches end in `Order`, which closes the context, and store nothing outside of what they were given. The `Timeout`
+//! that follows from a breach of the second rule names it.
 //!
 //! # Waits
 //!

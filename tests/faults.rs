@@ -58,7 +58,7 @@ fn device_count_beyond_the_maximum_is_reported() {
         for (found, allowed, heard) in [(MAX_TOKENS as i32 + 1, false, 1), (-1, false, 2), (2, true, 2)] {
             rig.count.write(0, &(if rig.rank == 0 { found } else { 2 }).to_ne_bytes()).unwrap();
             rig.route(&GOOD, 5);
-            let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
+            let tokens = rig.tokens(0).count(TokenCount::Device(rig.count.view()));
             let handle = rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
             rig.stream.synchronize(PATIENCE).unwrap();
             let outcome = rig.ep.check();
@@ -147,14 +147,14 @@ fn a_receive_that_is_refused_gives_back_what_it_took() {
         let rig = Rig::new(&world);
         rig.route(&GOOD, 1);
         let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(2)).unwrap();
-        let small = Output { rows_pitch: 0, ..rig.output(rig.capacity) };
+        let small = rig.output(rig.capacity).pitch_bytes(0);
         let refused = rig.ep.dispatch_recv(&rig.stream, sent, &small).unwrap_err();
-        assert!(matches!(refused.error, Error::Argument { name: "rows_pitch", .. }), "{refused}");
+        assert!(matches!(refused.error, Error::Argument { name: "pitch_bytes of rows", .. }), "{refused}");
         let handle = rig.ep.dispatch_recv(&rig.stream, *refused.given, &rig.output(rig.capacity)).unwrap();
         let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
         // What is under way owns what it refers to.
         drop(handle);
-        let narrow = Combined { pitch: 0, ..rig.combined() };
+        let narrow = rig.combined().pitch_bytes(0);
         let refused = rig.ep.combine_recv(&rig.stream, sent, &narrow).unwrap_err();
         assert!(matches!(refused.error, Error::Argument { name: "pitch of out", .. }), "{refused}");
         rig.ep.combine_recv(&rig.stream, *refused.given, &rig.combined()).unwrap();
@@ -325,49 +325,33 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
             let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
-        refused(Tokens { count: TokenCount::Host(5), ..good.clone() }, out.clone(), &["count is 5", "at most 4"]);
-        refused(Tokens { x: short(&good.x, 255), ..good.clone() }, out.clone(), &["x is 255 bytes", "256 bytes"]);
-        refused(Tokens { x: odd(&good.x), ..good.clone() }, out.clone(), &["x is address", "16 bytes"]);
-        refused(Tokens { x_pitch: 100, ..good.clone() }, out.clone(), &["x_pitch is 100", "at least 128"]);
-        refused(Tokens { x_pitch: 136, ..good.clone() }, out.clone(), &["x_pitch is 136", "multiple of 16"]);
+        refused(good.clone().count(TokenCount::Host(5)), out.clone(), &["count is 5", "at most 4"]);
+        refused(good.clone().x(short(&good.x, 255)), out.clone(), &["x is 255 bytes", "256 bytes"]);
+        refused(good.clone().x(odd(&good.x)), out.clone(), &["x is address", "16 bytes"]);
+        refused(good.clone().pitch_bytes(100), out.clone(), &["pitch_bytes of x is 100", "at least 128"]);
+        refused(good.clone().pitch_bytes(136), out.clone(), &["pitch_bytes of x is 136", "multiple of 16"]);
+        refused(good.clone().topk_idx(short(&good.topk_idx, 15)), out.clone(), &["topk_idx is 15 bytes", "16 bytes"]);
         refused(
-            Tokens { topk_idx: short(&good.topk_idx, 15), ..good.clone() },
-            out.clone(),
-            &["topk_idx is 15 bytes", "16 bytes"],
-        );
-        refused(
-            Tokens { index_type: IndexType::I64, count: TokenCount::Host(4), ..good.clone() },
+            good.clone().index_type(IndexType::I64).count(TokenCount::Host(4)),
             out.clone(),
             &["topk_idx", "64 bytes"],
         );
-        refused(
-            Tokens { topk_weight: None, ..good.clone() },
-            out.clone(),
-            &["topk_weight is missing", "with dispatch"],
-        );
-        let scales = Some(ScaleView { view: good.x.clone(), row_stride: 1, col_stride: 1 });
-        refused(Tokens { scales, ..good.clone() }, out.clone(), &["scales is given", "no scales"]);
+        refused(good.clone().topk_weight(None), out.clone(), &["topk_weight is missing", "with dispatch"]);
+        let scales = Some(ScaleView::new(good.x.clone(), 4, 4));
+        refused(good.clone().scales(scales), out.clone(), &["scales is given", "no scales"]);
         let layout = Layout::Contiguous { align: 0, capacity: 4 };
-        refused(good.clone(), Output { layout, ..out.clone() }, &["align is 0"]);
+        refused(good.clone(), out.clone().layout(layout), &["align is 0"]);
         let layout = Layout::Contiguous { align: 1, capacity: rig.capacity + 1 };
-        refused(good.clone(), Output { layout, ..out.clone() }, &["rows is 1024 bytes", "1152 bytes"]);
+        refused(good.clone(), out.clone().layout(layout), &["rows is 1024 bytes", "1152 bytes"]);
         let layout = Layout::Masked { per_expert: usize::MAX };
-        refused(good.clone(), Output { layout, ..out.clone() }, &["layout is Masked", "fewer"]);
+        refused(good.clone(), out.clone().layout(layout), &["layout is Masked", "fewer"]);
         refused(
             good.clone(),
-            Output { expert_count: short(&out.expert_count, 31), ..out.clone() },
+            out.clone().expert_count(short(&out.expert_count, 31)),
             &["expert_count is 31", "32 bytes"],
         );
-        refused(
-            good.clone(),
-            Output { source: Some(short(&out.rows, 8)), ..out.clone() },
-            &["source is 8 bytes", "64 bytes"],
-        );
-        refused(
-            good.clone(),
-            Output { token_experts: Some(out.rows.clone()), ..out.clone() },
-            &["token_experts is given", "token layout"],
-        );
+        refused(good.clone(), out.clone().source(short(&out.rows, 8)), &["source is 8 bytes", "64 bytes"]);
+        refused(good.clone(), out.clone().token_experts(out.rows.clone()), &["token_experts is given", "token layout"]);
         rig.good_round(1);
 
         let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(0), &out).unwrap();
@@ -376,18 +360,14 @@ fn unusable_views_and_counts_are_refused_before_anything_is_enqueued() {
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
         let (rows, combined) = (rig.expert_rows(), rig.combined());
+        refused(rows.clone().rows(short(&rows.rows, 100)), combined.clone(), &["rows is 100 bytes", "1024 bytes"]);
         refused(
-            Rows { rows: short(&rows.rows, 100), ..rows.clone() },
-            combined.clone(),
-            &["rows is 100 bytes", "1024 bytes"],
-        );
-        refused(
-            Rows { topk_weight: Some(rows.rows.clone()), ..rows.clone() },
+            rows.clone().topk_weight(rows.rows.clone()),
             combined.clone(),
             &["topk_weight is given", "with dispatch"],
         );
-        refused(rows.clone(), Combined { dtype: Dtype::Fp8E4m3, ..combined.clone() }, &["dtype of out is fp8"]);
-        refused(rows.clone(), Combined { pitch: 0, ..combined.clone() }, &["pitch of out is 0"]);
+        refused(rows.clone(), combined.clone().format(RowFormat::FP8), &["dtype of out is fp8"]);
+        refused(rows.clone(), combined.clone().pitch_bytes(0), &["pitch_bytes of out is 0"]);
         rig.ep.combine(&rig.stream, &handle, &rows, &combined).unwrap();
         rig.good_round(2);
     });
@@ -399,13 +379,12 @@ fn scales_of_the_wrong_shape_are_refused() {
         let rig = Rig::with(&world, |b| b.hidden(256).format(RowFormat::FP8_F32));
         let x = rig.ep.device().alloc(4 * 256).unwrap();
         let scales = rig.ep.device().alloc(4 * 2 * 4).unwrap();
-        let given = |bytes: usize, row_stride: usize| {
-            Some(ScaleView { view: scales.slice(0, bytes).unwrap(), row_stride, col_stride: 1 })
-        };
+        let given =
+            |bytes: usize, row_stride: usize| Some(ScaleView::new(scales.slice(0, bytes).unwrap(), 4 * row_stride, 4));
         let refused = |scales: Option<ScaleView>, out_scales: Option<View>, words: &[&str]| {
-            let tokens = Tokens { x: x.view(), x_pitch: 256, scales, ..rig.tokens(4) };
+            let tokens = rig.tokens(4).x(x.view()).pitch_bytes(256).scales(scales);
             let layout = Layout::Contiguous { align: 1, capacity: 4 };
-            let output = Output { layout, rows: x.view(), rows_pitch: 256, scales: out_scales, ..rig.output(4) };
+            let output = rig.output(4).layout(layout).rows(x.view()).pitch_bytes(256).scales(out_scales);
             let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
@@ -425,25 +404,21 @@ fn a_context_that_quantizes_takes_bf16_rows_without_scales() {
         let rig = Rig::with(&world, |b| b.hidden(256).format(RowFormat::FP8_F32).quantize(true));
         let alloc = |bytes: usize| rig.ep.device().alloc(bytes).unwrap();
         let (x, rows, scales) = (alloc(4 * 512), alloc(8 * 256), alloc(8 * 2 * 4));
-        let good = Tokens { x: x.view(), x_pitch: 512, scales: None, ..rig.tokens(4) };
+        let good = rig.tokens(4).x(x.view()).pitch_bytes(512).scales(None);
         let layout = Layout::Contiguous { align: 1, capacity: 8 };
-        let out = Output { layout, rows: rows.view(), rows_pitch: 256, scales: Some(scales.view()), ..rig.output(8) };
+        let out = rig.output(8).layout(layout).rows(rows.view()).pitch_bytes(256).scales(scales.view());
         let refused = |tokens: Tokens, output: Output, words: &[&str]| {
             let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
             assert!(matches!(error, Error::Argument { .. }), "{error:?}");
             words.iter().for_each(|w| assert!(error.to_string().contains(w), "«{error}» lacks «{w}»"));
         };
-        let given = Some(ScaleView { view: scales.view(), row_stride: 2, col_stride: 1 });
-        refused(
-            Tokens { scales: given, ..good.clone() },
-            out.clone(),
-            &["scales is given", "makes the scales", "leave it out"],
-        );
+        let given = Some(ScaleView::new(scales.view(), 8, 4));
+        refused(good.clone().scales(given), out.clone(), &["scales is given", "makes the scales", "leave it out"]);
         // Rows of fp8.
-        refused(Tokens { x_pitch: 256, ..good.clone() }, out.clone(), &["x_pitch is 256", "at least 512"]);
+        refused(good.clone().pitch_bytes(256), out.clone(), &["pitch_bytes of x is 256", "at least 512"]);
         let short = x.slice(0, 4 * 512 - 1).unwrap();
-        refused(Tokens { x: short, ..good.clone() }, out.clone(), &["x is 2047 bytes", "2048 bytes"]);
-        refused(good.clone(), Output { scales: None, ..out.clone() }, &["output scales is missing", "have scales"]);
+        refused(good.clone().x(short), out.clone(), &["x is 2047 bytes", "2048 bytes"]);
+        refused(good.clone(), out.clone().scales(None), &["output scales is missing", "have scales"]);
 
         // Columns of 7 and 448: the scale is 1, and 7 is 1.75 * 2^2 in e4m3.
         let row: Vec<u8> = (0..256).flat_map(|c| if c % 2 == 0 { 0x40e0u16 } else { 0x43e0 }.to_ne_bytes()).collect();
@@ -510,11 +485,11 @@ fn a_nan_stays_one_in_fp8_partial_rows_and_an_infinity_takes_its_block_along() {
         x.write(0, &row.iter().flat_map(|x| x.to_ne_bytes()).collect::<Vec<u8>>().repeat(MAX_TOKENS)).unwrap();
         // Experts of the first rank alone: its sum is the row.
         rig.idx.write(0, &[0i32, 1].map(i32::to_ne_bytes).concat().repeat(MAX_TOKENS)).unwrap();
-        let tokens = Tokens { x: x.view(), x_pitch: COLUMNS * 2, ..rig.tokens(MAX_TOKENS) };
-        let output = Output { rows: rows.view(), rows_pitch: COLUMNS * 2, ..rig.output(rig.capacity) };
+        let tokens = rig.tokens(MAX_TOKENS).x(x.view()).pitch_bytes(COLUMNS * 2);
+        let output = rig.output(rig.capacity).rows(rows.view()).pitch_bytes(COLUMNS * 2);
         let handle = rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
-        let returned = Rows { rows: rows.view(), pitch: COLUMNS * 2, topk_weight: None };
-        let combined = Combined { out: out.view(), pitch: COLUMNS * 2, ..rig.combined() };
+        let returned = Rows::new(rows.view()).pitch_bytes(COLUMNS * 2);
+        let combined = rig.combined().out(out.view()).pitch_bytes(COLUMNS * 2);
         rig.ep.combine(&rig.stream, &handle, &returned, &combined).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
@@ -653,8 +628,8 @@ fn a_handle_of_another_context_is_refused() {
 fn token_layout_with_weights_at_combine_is_refused_with_the_reason() {
     on_ranks(1, |world| {
         let rig = Rig::with(&world, |b| b.weights(Weights::Combine));
-        let output = Output { layout: Layout::Token { capacity: 4 }, ..rig.output(4) };
-        let tokens = Tokens { topk_weight: None, ..rig.tokens(2) };
+        let output = rig.output(4).layout(Layout::Token { capacity: 4 });
+        let tokens = rig.tokens(2).topk_weight(None);
         let error = rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop).unwrap_err();
         assert!(matches!(error, Error::Config { .. }) && error.to_string().contains("token"), "{error}");
     });
@@ -671,7 +646,7 @@ fn several_dispatches_before_their_combines_keep_their_rows_apart() {
             .enumerate()
             .map(|(salt, rows)| {
                 rig.route(&GOOD, salt);
-                let output = Output { rows: rows.view(), ..rig.output(rig.capacity) };
+                let output = rig.output(rig.capacity).rows(rows.view());
                 let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(2), &output).unwrap();
                 rig.stream.synchronize(PATIENCE).unwrap();
                 handle
@@ -679,7 +654,7 @@ fn several_dispatches_before_their_combines_keep_their_rows_apart() {
             .collect();
         for salt in [2, 0, 1] {
             rig.out.fill(0xEE).unwrap();
-            let rows = Rows { rows: buffers[salt].view(), ..rig.expert_rows() };
+            let rows = rig.expert_rows().rows(buffers[salt].view());
             rig.ep.combine(&rig.stream, &handles[salt], &rows, &rig.combined()).unwrap();
             rig.stream.synchronize(PATIENCE).unwrap();
             rig.ep.check().unwrap();
@@ -702,7 +677,7 @@ fn a_captured_sequence_replays_with_new_routing_and_mixes_with_eager_calls() {
         let rig = Rig::new(&world);
         rig.good_round(0);
         rig.stream.begin_capture().unwrap();
-        let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
+        let tokens = rig.tokens(0).count(TokenCount::Device(rig.count.view()));
         let handle = rig.enqueue(&tokens, rig.capacity).unwrap();
         let graph = rig.stream.end_capture().unwrap();
         for salt in 1..6 {

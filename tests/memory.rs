@@ -60,7 +60,8 @@ fn look_from_the_host(world: &World, map: &PeerMap) {
 }
 
 fn at(device: &Device, map: &PeerMap, rank: u32, offset: usize, bytes: usize) -> View {
-    // SAFETY: inside the arena of a rank of the same node, which is mapped as long as `map` lives: longer than the work.
+    // SAFETY: inside the arena of a rank of the same node, which is mapped as long as `map` lives: longer than the
+    // work.
     unsafe { View::from_raw(device, map.base_of(Rank(rank)) + offset as u64, bytes) }
 }
 

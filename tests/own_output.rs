@@ -15,14 +15,14 @@ fn own_rig(world: &World, rows: usize, align: usize) -> Rig {
 
 fn output(rig: &Rig) -> Output {
     let own = rig.ep.own_output().expect("the context was built with one");
-    Output { layout: own.layout, rows: own.rows, rows_pitch: own.rows_pitch, scales: own.scales, ..rig.output(0) }
+    rig.output(0).layout(own.layout).rows(own.rows).pitch_bytes(own.pitch_bytes).scales(own.scales)
 }
 
 /// A dispatch and a combine whose experts return what they get, where it lies.
 fn round(rig: &Rig, count: usize) -> Result<()> {
     let output = output(rig);
     let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(count), &output)?;
-    let rows = Rows { rows: output.rows, pitch: output.rows_pitch, topk_weight: None };
+    let rows = Rows::new(output.rows).pitch_bytes(output.pitch_bytes);
     rig.ep.combine(&rig.stream, &handle, &rows, &rig.combined())?;
     rig.stream.synchronize(PATIENCE)?;
     rig.ep.check()
@@ -56,10 +56,10 @@ fn another_output_and_halves_are_refused_and_the_next_call_works() {
         let own = output(&rig);
         let others = [
             rig.output(64),
-            Output { layout: Layout::Contiguous { align: 2, capacity: 64 }, ..own.clone() },
-            Output { layout: Layout::Contiguous { align: 1, capacity: 63 }, ..own.clone() },
-            Output { rows_pitch: own.rows_pitch + 16, ..own.clone() },
-            Output { scale_order: ScaleOrder::ColumnMajor, ..own.clone() },
+            own.clone().layout(Layout::Contiguous { align: 2, capacity: 64 }),
+            own.clone().layout(Layout::Contiguous { align: 1, capacity: 63 }),
+            own.clone().pitch_bytes(own.pitch_bytes.unwrap() + 16),
+            own.clone().scale_order(ScaleOrder::ColumnMajor),
         ];
         for other in others {
             let why = rig.ep.dispatch(&rig.stream, &rig.tokens(1), &other).err().map(|why| why.to_string());
@@ -130,7 +130,7 @@ fn bad_routing_sends_nothing_and_the_others_go_on() {
 fn starts_that_are_aligned_beyond_int32_are_refused_in_any_output() {
     on_ranks(1, |world| {
         let rig = Rig::new(&world);
-        let output = Output { layout: Layout::Contiguous { align: 1 << 29, capacity: 8 }, ..rig.output(8) };
+        let output = rig.output(8).layout(Layout::Contiguous { align: 1 << 29, capacity: 8 });
         let why = rig.ep.dispatch(&rig.stream, &rig.tokens(1), &output).err().map(|why| why.to_string());
         assert!(why.as_deref().is_some_and(|why| why.contains("counted in int32")), "{why:?}");
         rig.good_round(1);

@@ -41,19 +41,19 @@ fn views_of_another_device_are_refused_by_name() {
         refused(rig.stream.copy(&part, &near), "dst");
         let (tokens, output) = (|| rig.tokens(MAX_TOKENS), || rig.output(rig.capacity));
         let dispatch = |tokens: Tokens, output: Output| rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop);
-        refused(dispatch(Tokens { x: far.view(), ..tokens() }, output()), "x");
-        refused(dispatch(Tokens { topk_idx: far.view(), ..tokens() }, output()), "topk_idx");
-        refused(dispatch(Tokens { topk_weight: Some(far.view()), ..tokens() }, output()), "topk_weight");
-        refused(dispatch(Tokens { count: TokenCount::Device(far.view()), ..tokens() }, output()), "count");
-        refused(dispatch(tokens(), Output { rows: far.view(), ..output() }), "rows");
-        refused(dispatch(tokens(), Output { expert_count: far.view(), ..output() }), "expert_count");
-        refused(dispatch(tokens(), Output { source: Some(far.view()), ..output() }), "source");
-        refused(dispatch(tokens(), Output { host_counts: Some(far.view()), ..output() }), "host_counts");
+        refused(dispatch(tokens().x(far.view()), output()), "x");
+        refused(dispatch(tokens().topk_idx(far.view()), output()), "topk_idx");
+        refused(dispatch(tokens().topk_weight(far.view()), output()), "topk_weight");
+        refused(dispatch(tokens().count(TokenCount::Device(far.view())), output()), "count");
+        refused(dispatch(tokens(), output().rows(far.view())), "rows");
+        refused(dispatch(tokens(), output().expert_count(far.view())), "expert_count");
+        refused(dispatch(tokens(), output().source(far.view())), "source");
+        refused(dispatch(tokens(), output().host_counts(far.view())), "host_counts");
         refused(rig.ep.dispatch(&far_stream, &tokens(), &output()).map(drop), "stream");
         let handle = rig.ep.dispatch(&rig.stream, &tokens(), &output()).unwrap();
         let combine = |rows: Rows, out: Combined| rig.ep.combine(&rig.stream, &handle, &rows, &out);
-        refused(combine(Rows { rows: far.view(), ..rig.expert_rows() }, rig.combined()), "rows");
-        refused(combine(rig.expert_rows(), Combined { out: far.view(), ..rig.combined() }), "out");
+        refused(combine(rig.expert_rows().rows(far.view()), rig.combined()), "rows");
+        refused(combine(rig.expert_rows(), rig.combined().out(far.view())), "out");
         combine(rig.expert_rows(), rig.combined()).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
     });
@@ -93,7 +93,7 @@ fn what_is_under_way_keeps_the_input_of_later_waves() {
             copy
         });
         let [x, idx, weight] = &copies;
-        let input = Tokens { x: x.view(), topk_idx: idx.view(), topk_weight: Some(weight.view()), ..rig.tokens(4) };
+        let input = rig.tokens(4).x(x.view()).topk_idx(idx.view()).topk_weight(weight.view());
         let sent = rig.ep.dispatch_send(&rig.stream, &input).unwrap();
         let lengths = copies.each_ref().map(DeviceBuffer::len);
         rig.stream.synchronize(PATIENCE).unwrap();
@@ -105,7 +105,7 @@ fn what_is_under_way_keeps_the_input_of_later_waves() {
         let rows = device.alloc(rig.rows.len()).unwrap();
         rig.stream.copy(&rows.view(), &rig.rows.view()).unwrap();
         let sent = {
-            let rows = Rows { rows: rows.view(), ..rig.expert_rows() };
+            let rows = rig.expert_rows().rows(rows.view());
             rig.ep.combine_send(&rig.stream, &handle, &rows).unwrap()
         };
         let bytes = rows.len();
@@ -201,7 +201,7 @@ fn a_graph_keeps_its_context_its_handles_and_its_buffers() {
         rig.good_round(0);
         rig.route_all(1);
         rig.stream.begin_capture().unwrap();
-        let tokens = Tokens { count: TokenCount::Device(rig.count.view()), ..rig.tokens(0) };
+        let tokens = rig.tokens(0).count(TokenCount::Device(rig.count.view()));
         rig.count.write(0, &(MAX_TOKENS as i32).to_ne_bytes()).unwrap();
         drop(rig.enqueue(&tokens, rig.capacity).unwrap());
         let graph = rig.stream.end_capture().unwrap();
@@ -221,6 +221,37 @@ fn a_graph_keeps_its_context_its_handles_and_its_buffers() {
             assert_eq!(bytes, wanted);
         }
         world.barrier("done").unwrap();
+    });
+}
+
+#[test]
+fn a_graph_keeps_the_handle_that_it_combines_with() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
+        rig.route_all(1);
+        let record = |calls: &dyn Fn() -> Option<Handle>| {
+            rig.stream.begin_capture().unwrap();
+            let handle = calls();
+            (rig.stream.end_capture().unwrap(), handle)
+        };
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let (dispatch, handle) = record(&|| Some(rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap()));
+        let (combine, _) = record(&|| {
+            let handle = handle.as_ref().unwrap();
+            rig.ep.combine(&rig.stream, handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            None
+        });
+        drop(handle);
+        dispatch.launch(&rig.stream).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        // Other rows, of fewer tokens, elsewhere.
+        let elsewhere = rig.ep.device().alloc(rig.rows.len()).unwrap();
+        let output = output.rows(elsewhere.view());
+        drop(rig.ep.dispatch(&rig.stream, &rig.tokens(1), &output).unwrap());
+        combine.launch(&rig.stream).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.expect_own_rows(MAX_TOKENS, 1);
     });
 }
 
@@ -358,6 +389,37 @@ fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
         first.synchronize(PATIENCE).unwrap();
         rig.expect_own_rows(MAX_TOKENS, 0);
         rig.good_round(1);
+    });
+}
+
+/// What a handle held before could lead a combine out of its rows.
+#[test]
+fn a_combine_on_another_stream_runs_behind_its_dispatch_eager_or_replayed() {
+    on_ranks(1, |world| {
+        for replayed in [false, true] {
+            let rig = Rig::new(&world);
+            rig.route_all(0);
+            let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
+            let dispatch = || rig.ep.dispatch(first, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+            let (handle, held);
+            if replayed {
+                first.begin_capture().unwrap();
+                handle = dispatch();
+                let graph = first.end_capture().unwrap();
+                held = Held::hold(first);
+                graph.launch(first).unwrap();
+                std::mem::forget(graph);
+            } else {
+                held = Held::hold(first);
+                handle = dispatch();
+            }
+            rig.ep.combine(&second, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            assert!(is_held(&second), "a combine overtook its dispatch");
+            held.let_go();
+            second.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            rig.expect_own_rows(MAX_TOKENS, 0);
+        }
     });
 }
 

@@ -1,5 +1,6 @@
 //! What a call is given: views of device memory with their shapes, and the checks before anything is enqueued.
 
+use super::format::RowFormat;
 use super::shape::Shape;
 use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
@@ -36,25 +37,44 @@ pub enum TokenCount {
 
 /// Scales of the input rows: 4-byte words, fp32 or four UE8M0 exponents each.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct ScaleView {
     /// The memory.
     pub view: View,
-    /// Words from one token to the next.
-    pub row_stride: usize,
-    /// Words from one scale of a token to the next.
-    pub col_stride: usize,
+    /// Bytes from one token to the next; a multiple of 4.
+    pub row_stride_bytes: usize,
+    /// Bytes from one word of a token to the next; a multiple of 4.
+    pub col_stride_bytes: usize,
 }
 
-/// The tokens of this rank.
+impl ScaleView {
+    /// Scales of which a token's lie `row_stride_bytes` behind those of the token before, and a token's words
+    /// `col_stride_bytes` apart, both multiples of 4.
+    pub fn new(view: View, row_stride_bytes: usize, col_stride_bytes: usize) -> ScaleView {
+        ScaleView { view, row_stride_bytes, col_stride_bytes }
+    }
+}
+
+/// The tokens of this rank: made by [`Tokens::new`], and changed field by field.
+///
+/// What rows are made of is the call's to say. As yet a call is refused whose [`format`](Self::format),
+/// [`hidden`](Self::hidden) or [`quantize`](Self::quantize) differs from what the context was built for.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Tokens {
-    /// Rows, [tokens, hidden] of the context's dtype, or of bf16 where the context quantises; 16-byte aligned.
+    /// Rows, `[tokens, hidden]` of the format's dtype, or of bf16 where the call quantises; 16-byte aligned.
     pub x: View,
-    /// Bytes from one row to the next; a multiple of 16.
-    pub x_pitch: usize,
+    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    pub pitch_bytes: Option<usize>,
+    /// What rows travel as. `None`: what the context was built for.
+    pub format: Option<RowFormat>,
+    /// Columns of a row. `None`: as many as the context was built for.
+    pub hidden: Option<usize>,
+    /// Whether `x` is bf16 and becomes rows of the format as it is sent. `None`: as the context was built.
+    pub quantize: Option<bool>,
     /// Scales, where the context has them and does not make them itself.
     pub scales: Option<ScaleView>,
-    /// Experts of each token, [tokens, top_k]; -1 for none.
+    /// Experts of each token, `[tokens, top_k]`; -1 for none.
     pub topk_idx: View,
     /// Type of the indices.
     pub index_type: IndexType,
@@ -113,15 +133,16 @@ pub enum ScaleOrder {
     ColumnMajor,
 }
 
-/// Where dispatch writes. Optional views are left out by `None`.
+/// Where dispatch writes: made by [`Output::new`], and changed field by field. Optional views are left out by `None`.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Output {
     /// Order and capacity of the rows.
     pub layout: Layout,
-    /// Rows of the context's dtype; 16-byte aligned.
+    /// Rows of the dispatch's format; 16-byte aligned.
     pub rows: View,
-    /// Bytes from one row to the next; a multiple of 16.
-    pub rows_pitch: usize,
+    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    pub pitch_bytes: Option<usize>,
     /// Scales of the rows, where the context has them.
     pub scales: Option<View>,
     /// Order of the scales.
@@ -148,13 +169,14 @@ pub struct Output {
 
 /// A context's output in its arena: what [`Output`] has to say there, scales being row by row.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OwnOutput {
     /// Contiguous.
     pub layout: Layout,
     /// Rows of the context's dtype.
     pub rows: View,
     /// Bytes from one row to the next.
-    pub rows_pitch: usize,
+    pub pitch_bytes: usize,
     /// Scales of the rows, where the context has them.
     pub scales: Option<View>,
 }
@@ -167,7 +189,8 @@ impl OwnOutput {
             (Some(own), Some(given)) => own.ptr() == given.ptr(),
             (own, given) => own.is_none() && given.is_none(),
         };
-        let rows = output.rows.ptr() == self.rows.ptr() && output.rows_pitch == self.rows_pitch;
+        let rows =
+            output.rows.ptr() == self.rows.ptr() && output.pitch_bytes.unwrap_or(self.pitch_bytes) == self.pitch_bytes;
         if rows && scales && output.layout == self.layout && output.scale_order == ScaleOrder::RowMajor {
             return Ok(());
         }
@@ -176,32 +199,256 @@ impl OwnOutput {
     }
 }
 
-/// The experts' outputs, in the layout dispatched.
+/// The experts' outputs, in the layout dispatched: made by [`Rows::new`], and changed field by field.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Rows {
-    /// Rows, [rows, hidden] of the context's combine dtype; 16-byte aligned.
+    /// Rows, `[rows, hidden]` of the combine dtype; 16-byte aligned.
     pub rows: View,
-    /// Bytes from one row to the next; a multiple of 16.
-    pub pitch: usize,
+    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    pub pitch_bytes: Option<usize>,
+    /// Type of the elements. `None`: the combine dtype that the context was built for, which it must be as yet.
+    pub dtype: Option<Dtype>,
     /// Weights of this rank's own tokens, fp32 `[tokens, top_k]`, where the context's weights come with combine.
     pub topk_weight: Option<View>,
 }
 
-/// Where combine writes.
+/// Where combine writes: made by [`Combined::new`], and changed field by field.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Combined {
-    /// [tokens, hidden]; 16-byte aligned.
+    /// `[tokens, hidden]`; 16-byte aligned.
     pub out: View,
-    /// Bytes from one row to the next; a multiple of 16.
-    pub pitch: usize,
+    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    pub pitch_bytes: Option<usize>,
     /// bf16, fp16 or fp32.
     pub dtype: Dtype,
     /// Add to what `out` holds instead of overwriting it.
     pub accumulate: bool,
 }
 
+impl Tokens {
+    /// `count` tokens with their rows and int32 expert indices, `[tokens, hidden]` and `[tokens, top_k]`, both row behind row;
+    /// no scales, no weights.
+    pub fn new(x: View, topk_idx: View, count: TokenCount) -> Tokens {
+        Tokens {
+            x,
+            pitch_bytes: None,
+            format: None,
+            hidden: None,
+            quantize: None,
+            scales: None,
+            topk_idx,
+            index_type: IndexType::I32,
+            topk_weight: None,
+            count,
+        }
+    }
+
+    /// Sets [`x`](#structfield.x).
+    pub fn x(self, x: View) -> Tokens {
+        Tokens { x, ..self }
+    }
+
+    /// Sets [`pitch_bytes`](#structfield.pitch_bytes).
+    pub fn pitch_bytes(self, pitch_bytes: impl Into<Option<usize>>) -> Tokens {
+        Tokens { pitch_bytes: pitch_bytes.into(), ..self }
+    }
+
+    /// Sets [`format`](#structfield.format).
+    pub fn format(self, format: impl Into<Option<RowFormat>>) -> Tokens {
+        Tokens { format: format.into(), ..self }
+    }
+
+    /// Sets [`hidden`](#structfield.hidden).
+    pub fn hidden(self, hidden: impl Into<Option<usize>>) -> Tokens {
+        Tokens { hidden: hidden.into(), ..self }
+    }
+
+    /// Sets [`quantize`](#structfield.quantize).
+    pub fn quantize(self, quantize: impl Into<Option<bool>>) -> Tokens {
+        Tokens { quantize: quantize.into(), ..self }
+    }
+
+    /// Sets [`scales`](#structfield.scales).
+    pub fn scales(self, scales: impl Into<Option<ScaleView>>) -> Tokens {
+        Tokens { scales: scales.into(), ..self }
+    }
+
+    /// Sets [`topk_idx`](#structfield.topk_idx).
+    pub fn topk_idx(self, topk_idx: View) -> Tokens {
+        Tokens { topk_idx, ..self }
+    }
+
+    /// Sets [`index_type`](#structfield.index_type).
+    pub fn index_type(self, index_type: IndexType) -> Tokens {
+        Tokens { index_type, ..self }
+    }
+
+    /// Sets [`topk_weight`](#structfield.topk_weight).
+    pub fn topk_weight(self, topk_weight: impl Into<Option<View>>) -> Tokens {
+        Tokens { topk_weight: topk_weight.into(), ..self }
+    }
+
+    /// Sets [`count`](#structfield.count).
+    pub fn count(self, count: TokenCount) -> Tokens {
+        Tokens { count, ..self }
+    }
+}
+
+impl Output {
+    /// Rows in a layout, row behind row, and the rows of each expert; nothing else.
+    pub fn new(layout: Layout, rows: View, expert_count: View) -> Output {
+        Output {
+            layout,
+            rows,
+            pitch_bytes: None,
+            scales: None,
+            scale_order: ScaleOrder::RowMajor,
+            expert_count,
+            expert_offset: None,
+            row_expert: None,
+            source: None,
+            token_experts: None,
+            token_weights: None,
+            row_count: None,
+            zero_padding: false,
+            host_counts: None,
+        }
+    }
+
+    /// Sets [`layout`](#structfield.layout).
+    pub fn layout(self, layout: Layout) -> Output {
+        Output { layout, ..self }
+    }
+
+    /// Sets [`rows`](#structfield.rows).
+    pub fn rows(self, rows: View) -> Output {
+        Output { rows, ..self }
+    }
+
+    /// Sets [`pitch_bytes`](#structfield.pitch_bytes).
+    pub fn pitch_bytes(self, pitch_bytes: impl Into<Option<usize>>) -> Output {
+        Output { pitch_bytes: pitch_bytes.into(), ..self }
+    }
+
+    /// Sets [`scales`](#structfield.scales).
+    pub fn scales(self, scales: impl Into<Option<View>>) -> Output {
+        Output { scales: scales.into(), ..self }
+    }
+
+    /// Sets [`scale_order`](#structfield.scale_order).
+    pub fn scale_order(self, scale_order: ScaleOrder) -> Output {
+        Output { scale_order, ..self }
+    }
+
+    /// Sets [`expert_count`](#structfield.expert_count).
+    pub fn expert_count(self, expert_count: View) -> Output {
+        Output { expert_count, ..self }
+    }
+
+    /// Sets [`expert_offset`](#structfield.expert_offset).
+    pub fn expert_offset(self, expert_offset: impl Into<Option<View>>) -> Output {
+        Output { expert_offset: expert_offset.into(), ..self }
+    }
+
+    /// Sets [`row_expert`](#structfield.row_expert).
+    pub fn row_expert(self, row_expert: impl Into<Option<View>>) -> Output {
+        Output { row_expert: row_expert.into(), ..self }
+    }
+
+    /// Sets [`source`](#structfield.source).
+    pub fn source(self, source: impl Into<Option<View>>) -> Output {
+        Output { source: source.into(), ..self }
+    }
+
+    /// Sets [`token_experts`](#structfield.token_experts).
+    pub fn token_experts(self, token_experts: impl Into<Option<View>>) -> Output {
+        Output { token_experts: token_experts.into(), ..self }
+    }
+
+    /// Sets [`token_weights`](#structfield.token_weights).
+    pub fn token_weights(self, token_weights: impl Into<Option<View>>) -> Output {
+        Output { token_weights: token_weights.into(), ..self }
+    }
+
+    /// Sets [`row_count`](#structfield.row_count).
+    pub fn row_count(self, row_count: impl Into<Option<View>>) -> Output {
+        Output { row_count: row_count.into(), ..self }
+    }
+
+    /// Sets [`zero_padding`](#structfield.zero_padding).
+    pub fn zero_padding(self, zero_padding: bool) -> Output {
+        Output { zero_padding, ..self }
+    }
+
+    /// Sets [`host_counts`](#structfield.host_counts).
+    pub fn host_counts(self, host_counts: impl Into<Option<View>>) -> Output {
+        Output { host_counts: host_counts.into(), ..self }
+    }
+}
+
+impl Rows {
+    /// Rows, row behind row, of the combine dtype, without weights.
+    pub fn new(rows: View) -> Rows {
+        Rows { rows, pitch_bytes: None, dtype: None, topk_weight: None }
+    }
+
+    /// Sets [`rows`](#structfield.rows).
+    pub fn rows(self, rows: View) -> Rows {
+        Rows { rows, ..self }
+    }
+
+    /// Sets [`pitch_bytes`](#structfield.pitch_bytes).
+    pub fn pitch_bytes(self, pitch_bytes: impl Into<Option<usize>>) -> Rows {
+        Rows { pitch_bytes: pitch_bytes.into(), ..self }
+    }
+
+    /// Sets [`dtype`](#structfield.dtype).
+    pub fn dtype(self, dtype: impl Into<Option<Dtype>>) -> Rows {
+        Rows { dtype: dtype.into(), ..self }
+    }
+
+    /// Sets [`topk_weight`](#structfield.topk_weight).
+    pub fn topk_weight(self, topk_weight: impl Into<Option<View>>) -> Rows {
+        Rows { topk_weight: topk_weight.into(), ..self }
+    }
+}
+
+impl Combined {
+    /// bf16 rows, row behind row, that overwrite what `out` holds.
+    pub fn new(out: View) -> Combined {
+        Combined { out, pitch_bytes: None, dtype: Dtype::Bf16, accumulate: false }
+    }
+
+    /// Sets [`out`](#structfield.out).
+    pub fn out(self, out: View) -> Combined {
+        Combined { out, ..self }
+    }
+
+    /// Sets [`pitch_bytes`](#structfield.pitch_bytes).
+    pub fn pitch_bytes(self, pitch_bytes: impl Into<Option<usize>>) -> Combined {
+        Combined { pitch_bytes: pitch_bytes.into(), ..self }
+    }
+
+    /// Sets [`dtype`](#structfield.dtype).
+    pub fn dtype(self, dtype: Dtype) -> Combined {
+        Combined { dtype, ..self }
+    }
+
+    /// Sets [`accumulate`](#structfield.accumulate).
+    pub fn accumulate(self, accumulate: bool) -> Combined {
+        Combined { accumulate, ..self }
+    }
+}
+
 fn argument(name: &'static str, value: String, advice: String) -> Error {
     Error::Argument { name, value, advice }
+}
+
+/// Refuses what differs from a context's own.
+fn built_for(name: &'static str, given: String, own: String) -> Error {
+    argument(name, given, format!("this context was built for {own}; give that, or build a context for the other"))
 }
 
 /// Scale words from one column to the next, which the device keeps in 32 bits.
@@ -294,7 +541,9 @@ impl Tokens {
         let shape = needs.shape;
         let room = self.room(shape)?;
         let choices = room.checked_mul(shape.top_k);
-        needs.need("x", &self.x, rows_span("x_pitch", room, self.x_pitch, shape.input_row_bytes())?, 16)?;
+        self.check_kind(shape)?;
+        let pitch = self.pitch_bytes.unwrap_or(shape.input_row_bytes());
+        needs.need("x", &self.x, rows_span("pitch_bytes of x", room, pitch, shape.input_row_bytes())?, 16)?;
         let index_bytes = self.index_type.bytes();
         needs.need("topk_idx", &self.topk_idx, choices.and_then(|n| n.checked_mul(index_bytes)), index_bytes as u64)?;
         let weights = needs.need_if(
@@ -311,15 +560,16 @@ impl Tokens {
         let scales = self.check_scales(needs, room)?;
         Ok(raw::ty_tokens {
             x: self.x.ptr(),
-            x_pitch: self.x_pitch as u64,
+            x_pitch: pitch as u64,
             scales: scales.map_or(0, |s| s.view.ptr()),
-            scale_row_stride: scales.map_or(0, |s| s.row_stride as u64),
+            scale_row_stride: scales.map_or(0, |s| (s.row_stride_bytes / 4) as u64),
             topk_idx: self.topk_idx.ptr(),
             topk_weight: weights,
             count_ptr,
             count,
             index_bytes: index_bytes as u32,
-            scale_column_stride: scales.map_or(Ok(0), |s| stride("scales.col_stride", s.col_stride))?,
+            scale_column_stride: scales
+                .map_or(Ok(0), |s| stride("col_stride_bytes of scales", s.col_stride_bytes / 4))?,
             reserved: 0,
         })
     }
@@ -327,15 +577,35 @@ impl Tokens {
     fn check_scales(&self, needs: Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {
         let (shape, scales) = (needs.shape, self.scales.as_ref());
         let span = scales.and_then(|s| {
-            let last = room.saturating_sub(1).checked_mul(s.row_stride)?;
-            let column = shape.scale_words.saturating_sub(1).checked_mul(s.col_stride)?;
-            let words = if room == 0 { 0 } else { last.checked_add(column)?.checked_add(1)? };
-            words.checked_mul(4)
+            let last = room.saturating_sub(1).checked_mul(s.row_stride_bytes)?;
+            let column = shape.scale_words.saturating_sub(1).checked_mul(s.col_stride_bytes)?;
+            if room == 0 { Some(0) } else { last.checked_add(column)?.checked_add(4) }
         });
         let span = if scales.is_some() { span } else { Some(0) };
         let (wanted, why) = shape.input_scales();
         needs.need_if("scales", wanted, why, scales.map(|s| &s.view), span)?;
+        for (name, bytes) in scales.iter().flat_map(|s| {
+            [("row_stride_bytes of scales", s.row_stride_bytes), ("col_stride_bytes of scales", s.col_stride_bytes)]
+        }) {
+            if !bytes.is_multiple_of(4) {
+                return Err(argument(name, format!("{bytes} bytes"), "use a multiple of 4: scales are words".into()));
+            }
+        }
         Ok(scales)
+    }
+
+    /// Refuses rows of another kind than the context was built for.
+    fn check_kind(&self, shape: &Shape) -> Result<()> {
+        if let Some(format) = self.format.filter(|format| *format != shape.format) {
+            return Err(built_for("format", format.to_string(), shape.format.to_string()));
+        }
+        if let Some(hidden) = self.hidden.filter(|hidden| *hidden != shape.hidden) {
+            return Err(built_for("hidden", hidden.to_string(), shape.hidden.to_string()));
+        }
+        match self.quantize.filter(|quantize| *quantize != shape.quantize) {
+            Some(quantize) => Err(built_for("quantize", quantize.to_string(), shape.quantize.to_string())),
+            None => Ok(()),
+        }
     }
 }
 
@@ -370,7 +640,8 @@ impl Output {
             let advice = "rows are counted in int32, those by which experts' starts are aligned, too; ask for fewer";
             return Err(argument("layout", format!("{:?}", self.layout), advice.into()));
         };
-        needs.need("rows", &self.rows, rows_span("rows_pitch", rows, self.rows_pitch, shape.row_bytes)?, 16)?;
+        let pitch = self.pitch_bytes.unwrap_or(shape.row_bytes);
+        needs.need("rows", &self.rows, rows_span("pitch_bytes of rows", rows, pitch, shape.row_bytes)?, 16)?;
         needs.need("expert_count", &self.expert_count, Some(4 * local), 4)?;
         let leading = match self.scale_order {
             ScaleOrder::RowMajor => 0,
@@ -394,7 +665,7 @@ impl Output {
         let per_choice = rows.checked_mul(4 * shape.top_k);
         Ok(raw::ty_output {
             rows: self.rows.ptr(),
-            rows_pitch: self.rows_pitch as u64,
+            rows_pitch: pitch as u64,
             scales,
             expert_count: self.expert_count.ptr(),
             expert_offset: needs.optional("expert_offset", &self.expert_offset, Some(4 * (local + 1)))?,
@@ -419,10 +690,20 @@ impl Rows {
         [Some(&self.rows), self.topk_weight.as_ref()].into_iter().flatten()
     }
 
+    /// Bytes from one row to the next.
+    pub(crate) fn pitch(&self, shape: &Shape) -> usize {
+        self.pitch_bytes.unwrap_or(shape.combine_row_bytes())
+    }
+
     /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` that of own tokens.
     pub(crate) fn check(&self, needs: Needs<'_>, rows: usize, room: usize) -> Result<u64> {
         let shape = needs.shape;
-        needs.need("rows", &self.rows, rows_span("pitch", rows, self.pitch, shape.combine_row_bytes())?, 16)?;
+        if let Some(dtype) = self.dtype.filter(|dtype| *dtype != shape.combine_dtype) {
+            return Err(built_for("dtype of rows", dtype.to_string(), shape.combine_dtype.to_string()));
+        }
+        let row_bytes = shape.combine_row_bytes();
+        let span = rows_span("pitch_bytes of rows", rows, self.pitch(shape), row_bytes)?;
+        needs.need("rows", &self.rows, span, 16)?;
         needs.need_if(
             "topk_weight",
             shape.weights_with_combine(),
@@ -438,7 +719,13 @@ impl Combined {
         let shape = needs.shape;
         let code = shape.float_code("dtype of out", self.dtype)?;
         let row_bytes = shape.hidden * self.dtype.bytes();
-        needs.need("out", &self.out, rows_span("pitch of out", room, self.pitch, row_bytes)?, 16)?;
+        let pitch = self.pitch(shape);
+        needs.need("out", &self.out, rows_span("pitch_bytes of out", room, pitch, row_bytes)?, 16)?;
         Ok(code)
+    }
+
+    /// Bytes from one row to the next.
+    pub(crate) fn pitch(&self, shape: &Shape) -> usize {
+        self.pitch_bytes.unwrap_or(shape.hidden * self.dtype.bytes())
     }
 }

@@ -51,11 +51,11 @@ struct Counters {
 /// Dispatch and combine over one world. See the crate's documentation for the order of calls.
 ///
 /// A call of a kind (dispatch, combine or barrier, and their halves) runs behind those that were enqueued before it, on
-/// whichever stream these were. Where the stream changes, the call waits for all that the other stream holds by then. While
-/// one of the two captures no such order is made.
+/// whichever stream these were. Where the stream changes, the call waits for all that the other stream holds by then.
+/// While one of the two captures no such order is made.
 ///
-/// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context stays
-/// open as long as there is a graph of its calls.
+/// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context
+/// stays open as long as there is a graph of its calls.
 pub struct AllToAll {
     open: Arc<Open>,
     shape: Shape,
@@ -202,7 +202,7 @@ impl AllToAll {
         self.own("sent", sent.context)?;
         let out = self.check_output(output)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
-        call.uses(&sent.lease);
+        call.uses(&sent.lease)?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
         self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
         for wave in 1..self.plan.waves {
@@ -220,7 +220,7 @@ impl AllToAll {
         self.own("handle", handle.context)?;
         let sent = self.sent_rows(rows, handle)?;
         let mut call = self.begin_call(stream, COMBINES)?;
-        call.uses(&handle.lease);
+        call.uses(&handle.lease)?;
         call.keep(rows.views().chain([&out.out]));
         for wave in 0..self.plan.waves {
             self.launch_combine(stream, BOTH_PHASES, wave, handle, sent, Some(out))?;
@@ -239,7 +239,7 @@ impl AllToAll {
         self.own("handle", handle.context)?;
         let sent = self.sent_rows(rows, handle)?;
         let mut call = self.begin_call(stream, COMBINES)?;
-        call.uses(&handle.lease);
+        call.uses(&handle.lease)?;
         call.keep(rows.views());
         self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
@@ -266,7 +266,7 @@ impl AllToAll {
         self.check()?;
         self.own("sent", sent.handle.context)?;
         let mut call = self.begin_call(stream, COMBINES)?;
-        call.uses(&sent.handle.lease);
+        call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(Rows::views).chain([&out.out]));
         self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, &sent.handle, sent.rows, Some(out))?;
         for wave in 1..self.plan.waves {
@@ -398,7 +398,7 @@ impl AllToAll {
         Some(OwnOutput {
             layout: Layout::Contiguous { align, capacity },
             rows: view(&regions.own_rows, self.shape.row_bytes),
-            rows_pitch: self.shape.row_bytes,
+            pitch_bytes: self.shape.row_bytes,
             scales: (self.shape.scale_words > 0).then(|| view(&regions.own_scales, 4 * self.shape.scale_words)),
         })
     }
@@ -410,6 +410,12 @@ impl AllToAll {
 
     fn needs(&self) -> Needs<'_> {
         Needs { shape: &self.shape, place: self.device.place() }
+    }
+
+    /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call leaves.
+    #[doc(hidden)]
+    pub fn addresses(&self) -> Option<[u64; 2]> {
+        Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])
     }
 
     fn check_output(&self, output: &Output) -> Result<raw::ty_output> {
@@ -433,8 +439,8 @@ impl AllToAll {
         Err(config("own_output", "of a split dispatch", advice.into()))
     }
 
-    /// Until what it gives is dropped, launches are of the caller's call alone, behind earlier ones of the chain. No peer and
-    /// no kernel is waited for meanwhile, unless the driver's queue of launches is full.
+    /// Until what it gives is dropped, launches are of the caller's call alone, behind earlier ones of the chain. No
+    /// peer and no kernel is waited for meanwhile, unless the driver's queue of launches is full.
     fn begin_call<'a>(&'a self, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
         self.device.expect_own("stream", stream.device())?;
         Call::begin(&self.open, stream, chain)
@@ -459,7 +465,7 @@ impl AllToAll {
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle) -> Result<SentRows> {
         let topk_weight = rows.check(self.needs(), handle.rows, handle.room)?;
-        Ok(SentRows { rows: rows.rows.ptr(), pitch: rows.pitch as u64, topk_weight })
+        Ok(SentRows { rows: rows.rows.ptr(), pitch: rows.pitch(&self.shape) as u64, topk_weight })
     }
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
@@ -505,7 +511,7 @@ impl AllToAll {
             rows_pitch: rows.pitch,
             topk_weight: rows.topk_weight,
             out: out.map_or(0, |out| out.out.ptr()),
-            out_pitch: out.map_or(0, |out| out.pitch as u64),
+            out_pitch: out.map_or(0, |out| out.pitch(&self.shape) as u64),
             out_dtype,
             accumulate: out.map_or(0, |out| u32::from(out.accumulate)),
             layout: handle.layout.code(),
@@ -526,8 +532,8 @@ impl AllToAll {
         shared: u32,
         args: &A,
     ) -> Result<()> {
-        // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the rest is
-        // the context's memory, which waits for its streams as it goes.
+        // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the
+        // rest is the context's memory, which waits for its streams as it goes.
         unsafe { stream.launch(kernel, grid, block, shared, args) }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::shape::config;
 use crate::base::{Dtype, Result};
+use std::fmt;
 
 /// Scales that travel with fp8 rows: one per 128 columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -72,6 +73,15 @@ impl RowFormat {
             Scales::None => 0,
             Scales::F32 => hidden.div_ceil(SCALE_COLUMNS),
             Scales::Ue8m0 => hidden.div_ceil(4 * SCALE_COLUMNS),
+        }
+    }
+}
+
+impl fmt::Display for RowFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.scales {
+            Scales::None => write!(f, "{} rows", self.dtype),
+            scales => write!(f, "{} rows with scales {scales:?}", self.dtype),
         }
     }
 }

@@ -4,18 +4,16 @@ use super::calls::{Layout, Rows, Tokens};
 use super::shape::Shape;
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Device, DeviceBuffer, Queue, Recording};
+use crate::kernels::{Device, DeviceBuffer, LastUse, Queue};
 use crate::proxy::wire::Direction;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The device memory of one handle.
 pub(crate) struct Slot {
     _memory: DeviceBuffer,
     raw: raw::ty_handle,
-    /// Streams whose work may use it still.
-    used: Vec<Queue>,
+    last: Arc<LastUse>,
 }
 
 /// Handles that are free. Held by the context and by every handle in use.
@@ -50,46 +48,27 @@ impl Pool {
         Ok(Arc::new(pool))
     }
 
-    /// Takes a handle for work on `queue`: one that was used there alone, or else one that the queue then waits for, or a
-    /// new one. What a capture records waits as its graph is first launched.
+    /// Takes a handle for work on `queue`: one that was used there last, or else one whose last use the queue can wait
+    /// for, or a new one. Where work is `recorded`, any that is free: its graph waits as it is launched.
     ///
     /// # Errors
-    /// `Argument` where the stream captures and no handle is free: memory is allocated before. `Device` if there is none.
-    pub fn take(self: &Arc<Pool>, queue: &Queue, recording: Option<&mut Recording>) -> Result<Lease> {
-        let mut slot = match recording {
-            Some(recording) => {
-                let slot = self.lock().slots.pop();
-                slot.iter().flat_map(|slot| &slot.used).for_each(|used| recording.come_after(used));
-                // It is still used there: the graph may never be launched.
-                slot.ok_or_else(none_free)?
-            }
-            None => {
-                let mut slot = self.take_eager(queue)?;
-                slot.used.clear();
-                slot
-            }
-        };
-        let used = std::mem::take(&mut slot.used);
-        Ok(Lease { slot: Some(slot), pool: self.clone(), first: AtomicU64::new(0), used: Mutex::new(used) })
+    /// `Argument` where the stream captures and no handle is free: memory is allocated before. `Device` if there is
+    /// none.
+    pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool) -> Result<Lease> {
+        let slot = if recorded { self.lock().slots.pop().ok_or_else(none_free)? } else { self.take_eager(queue)? };
+        Ok(Lease { last: slot.last.clone(), slot: Some(slot), pool: self.clone() })
     }
 
     fn take_eager(&self, queue: &Queue) -> Result<Slot> {
         let mut free = self.lock();
-        if let Some(at) = free.slots.iter().rposition(|slot| slot.used.iter().all(|used| used.same(queue))) {
+        if let Some(at) = free.slots.iter().rposition(|slot| slot.last.is_on(queue)) {
             return Ok(free.slots.swap_remove(at));
         }
         if queue.is_capturing()? {
             return Err(none_free());
         }
-        let waited_for = |slot: &Slot| !slot.used.iter().any(|used| used.is_capturing().unwrap_or(true));
-        if let Some(at) = free.slots.iter().position(waited_for) {
-            let slot = free.slots.swap_remove(at);
-            let ordered = slot.used.iter().filter(|used| !used.same(queue)).try_for_each(|used| queue.wait_for(used));
-            if let Err(why) = ordered {
-                free.slots.push(slot);
-                return Err(why);
-            }
-            return Ok(slot);
+        if let Some(at) = free.slots.iter().position(|slot| slot.last.can_be_followed()) {
+            return Ok(free.slots.swap_remove(at));
         }
         drop(free);
         let slot = self.make()?;
@@ -113,7 +92,7 @@ impl Pool {
             rail_mask,
             rail_rows,
         };
-        Ok(Slot { _memory: memory, raw, used: Vec::new() })
+        Ok(Slot { _memory: memory, raw, last: Arc::default() })
     }
 
     /// Has all handles keep their memory for good, those in use as they come back: kernels that do not end may use it.
@@ -132,8 +111,7 @@ fn none_free() -> Error {
     Error::Argument {
         name: "handle",
         value: "none free while the stream captures".into(),
-        advice: "allocate before capturing, e.g. by AllToAllBuilder::handles, or drop handles that are no longer used"
-            .into(),
+        advice: "allocate before capturing, e.g. by Tuning::handles, or drop handles that are no longer used".into(),
     }
 }
 
@@ -162,13 +140,12 @@ fn layout(shape: &Shape, waves: usize) -> ([u64; PARTS], usize) {
     (offsets, bytes)
 }
 
-/// A handle taken from the pool; goes back when dropped, with the streams whose work may use it still.
+/// A handle taken from the pool; goes back when dropped. Work that was enqueued with it before may use it still, and
+/// whoever takes it next follows its last use.
 pub(crate) struct Lease {
     slot: Option<Slot>,
+    last: Arc<LastUse>,
     pool: Arc<Pool>,
-    /// One more than the first stream's number, or 0: most handles are used on one stream, without the lock.
-    first: AtomicU64,
-    used: Mutex<Vec<Queue>>,
 }
 
 impl Lease {
@@ -176,25 +153,14 @@ impl Lease {
         self.slot.as_ref().map_or_else(raw::ty_handle::default, |slot| slot.raw)
     }
 
-    /// Remembers where work that uses it is enqueued.
-    pub fn used_on(&self, queue: &Queue) {
-        let number = queue.raw().wrapping_add(1);
-        if self.first.load(Ordering::Relaxed) == number {
-            return;
-        }
-        let mut used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        if !used.iter().any(|known| known.same(queue)) {
-            used.push(queue.clone());
-        }
-        // Relaxed: who sees it saw the queue pushed, or pushes it again under the lock.
-        let _ = self.first.compare_exchange(0, number, Ordering::Relaxed, Ordering::Relaxed);
+    pub fn last_use(&self) -> &Arc<LastUse> {
+        &self.last
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        let Some(mut slot) = self.slot.take() else { return };
-        slot.used = std::mem::take(self.used.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let Some(slot) = self.slot.take() else { return };
         let mut free = self.pool.lock();
         if free.abandoned {
             std::mem::forget(slot);

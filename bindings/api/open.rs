@@ -1,7 +1,8 @@
-//! What a context's kernels use, and its place at the proxy: open until the context and every graph of its calls are gone.
+//! What a context's kernels use, and its place at the proxy: open until the context and every graph of its calls are
+//! gone.
 //!
-//! Place: behind `context`, which makes it. It is dropped on the thread that drops the context or the last of these graphs,
-//! and then waits for the context's streams with a deadline.
+//! Place: behind `context`, which makes it. It is dropped on the thread that drops the context or the last of these
+//! graphs, and then waits for the context's streams with a deadline.
 
 use super::device_memory::Tables;
 use super::handle::{Lease, Pool};
@@ -39,9 +40,10 @@ pub(crate) struct Memory {
 }
 
 impl Drop for Open {
-    /// Waits for enqueued work, at most a little longer than its own deadlines. What still runs then keeps all memory that
-    /// it may touch, for good: on a GPU freeing any would wait as long as it runs. Of a stream that captures, what was
-    /// enqueued before is waited for; where an engine began the capture, that cannot be known, and the memory is kept, too.
+    /// Waits for enqueued work, at most a little longer than its own deadlines. What still runs then keeps all memory
+    /// that it may touch, for good: on a GPU freeing any would wait as long as it runs. Of a stream that captures, what
+    /// was enqueued before is waited for; where an engine began the capture, that cannot be known, and the memory is
+    /// kept, too.
     fn drop(&mut self) {
         if !self.chains.lock().drain(self.patience) {
             self.pool.abandon();
@@ -52,8 +54,8 @@ impl Drop for Open {
     }
 }
 
-/// A call that is being enqueued. Until it is dropped, no other call of the context is, and no capture of its stream begins
-/// or ends.
+/// A call that is being enqueued. Until it is dropped, no other call of the context is, and no capture of its stream
+/// begins or ends.
 pub(crate) struct Call<'a> {
     open: &'a Open,
     stream: &'a Stream,
@@ -86,19 +88,22 @@ impl<'a> Call<'a> {
     /// A handle for the call.
     ///
     /// # Errors
-    /// As [`Pool::take`].
+    /// As [`Pool::take`], and `Device` if the driver refuses.
     pub fn take(&mut self) -> Result<Arc<Lease>> {
-        let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.as_mut())?);
-        self.uses(&lease);
+        let lease = Arc::new(self.open.pool.take(self.stream.queue(), self.recording.is_some())?);
+        self.uses(&lease)?;
         Ok(lease)
     }
 
-    /// Has the handle last until the call is over.
-    pub fn uses(&mut self, lease: &Arc<Lease>) {
-        match self.recording.as_mut() {
-            Some(recording) => recording.keep(lease.clone()),
-            None => lease.used_on(self.stream.queue()),
-        }
+    /// Has the handle last until the call is over, and the call run behind the handle's last use.
+    ///
+    /// # Errors
+    /// `Device` if the driver refuses.
+    pub fn uses(&mut self, lease: &Arc<Lease>) -> Result<()> {
+        let Some(recording) = self.recording.as_mut() else { return lease.last_use().follow(self.stream.queue()) };
+        recording.uses(lease.last_use());
+        recording.keep(lease.clone());
+        Ok(())
     }
 }
 

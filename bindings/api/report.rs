@@ -72,8 +72,9 @@ impl Reports {
             if self.seen[number].swap(record.sequence, Ordering::Relaxed) == record.sequence {
                 continue;
             }
-            let closes = matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST);
-            let error = own.clone().filter(|_| closes);
+            let waited = matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST);
+            let closes = waited || record.kind == raw::TY_ERROR_OVERLAP;
+            let error = own.clone().filter(|_| waited);
             let error = error.unwrap_or_else(|| describe(&record, number % DIRECTIONS, world, lost));
             if closes {
                 close(&error);
@@ -156,6 +157,7 @@ fn describe(
         }
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
         raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
+        raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record) },
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
@@ -204,6 +206,20 @@ fn timeout(
     }
 }
 
+fn overlap_problem(record: &raw::ty_error_record) -> String {
+    let what = match record.a as u32 {
+        raw::TY_DIRECTION_DISPATCH => "dispatch",
+        raw::TY_DIRECTION_COMBINE => "combine",
+        _ => "barrier",
+    };
+    let (sent, received) = (record.b, record.c);
+    format!(
+        "two launches of {what} ran at the same time ({what} {sent} was the last sent, {received} the last received), so \
+         this context is closed; enqueue a context's calls, and graphs that hold them, on one stream, or order their \
+         streams by events"
+    )
+}
+
 fn order_problem(record: &raw::ty_error_record) -> String {
     let (sent, received) = (record.b, record.c);
     match record.a as u32 {
@@ -234,6 +250,14 @@ mod tests {
         let wave = raw::ty_error_record { a: raw::TY_ORDER_WAVE.into(), b: 7, c: 7, ..Default::default() };
         let problem = order_problem(&wave);
         assert!(problem.contains("launch 7 ") && problem.contains("cannot go on"), "{problem}");
+    }
+
+    #[test]
+    fn launches_that_overlap_are_named_with_what_to_do() {
+        let combine = raw::TY_DIRECTION_COMBINE.into();
+        let problem = overlap_problem(&raw::ty_error_record { a: combine, b: 7, c: 6, ..Default::default() });
+        let words = ["two launches of combine", "combine 7 was the last sent, 6 the", "closed", "by events"];
+        words.iter().for_each(|word| assert!(problem.contains(word), "«{problem}» lacks «{word}»"));
     }
 
     #[test]

@@ -10,11 +10,16 @@ use crate::proxy::wire::{Direction, Nodes};
 /// A `ty_state`, and behind it the words of so many blocks, about to start `first_epoch` of dispatch and combine and the
 /// first barrier.
 pub(super) fn state_words(first_epoch: u64, blocks: u32) -> Vec<u64> {
-    const { assert!(size_of::<raw::ty_turn>() == 32 && std::mem::offset_of!(raw::ty_turn, received) == 8) };
+    const { assert!(size_of::<raw::ty_turn>() == 16 && std::mem::offset_of!(raw::ty_turn, stands) == 0) };
+    const { assert!(size_of::<raw::ty_state>() == 128 && std::mem::offset_of!(raw::ty_state, ended) == 96) };
+    // As if so many launches had been: the count wraps in a context's first calls, and so in every test.
+    let launches = (1u64 << raw::TY_TURN_LAUNCH_BITS) - 2;
+    let ended = |blocks: u32| (launches as u32).wrapping_mul(blocks);
     let mut words = vec![0; size_of::<raw::ty_state>() / 8];
+    words[12..14].copy_from_slice(&[u64::from(ended(blocks)) << 32 | u64::from(ended(blocks)), u64::from(ended(1))]);
     for direction in 0..raw::TY_DIRECTIONS {
         let last = if direction == raw::TY_DIRECTION_BARRIER { 0 } else { first_epoch - 1 };
-        words.extend((0..blocks).flat_map(|_| [last, last, 0, 0]));
+        words.extend((0..blocks).flat_map(|_| [last << raw::TY_TURN_EPOCH_SHIFT | launches, launches]));
     }
     words
 }

@@ -43,8 +43,8 @@ pub struct Tuning {
     /// of them; with several nodes no more than keep the arena within 2 GiB. With several waves a call's halves need its
     /// input until the receiving half is through.
     pub wave_tokens: Option<usize>,
-    /// Handles whose memory is allocated when the context is built: those of dispatches that are alive at once. More are
-    /// allocated on demand, but not while a stream captures. Default: 4.
+    /// Handles whose memory is allocated when the context is built: those of dispatches that are alive at once. More
+    /// are allocated on demand, but not while a stream captures. Default: 4.
     pub handles: usize,
     /// Has the device write down when its blocks come through each stage of a call, and whom it heard of when; see
     /// [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Default: off. It costs a few stores to host memory a block.

@@ -76,8 +76,8 @@ fn grid(stream: &Stream) -> (u32, u32) {
 ///
 /// # Safety
 /// The views are of the stream's device, hold the output of a dispatch of this shape (`row_expert` and `token_experts`
-/// lead to `global_expert` unchecked), have room for `row_total` rows, and last until the launch or the last replay of its
-/// graph is done.
+/// lead to `global_expert` unchecked), have room for `row_total` rows, and last until the launch or the last replay of
+/// its graph is done.
 pub unsafe fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
     let args = raw::ty_expert_args {
         rows: call.rows.ptr(),
@@ -110,7 +110,8 @@ pub unsafe fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
 /// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: what the links give.
 ///
 /// # Errors
-/// `Argument` for too many destinations, a view of another device or a span beyond its view; `Device` if the launch fails.
+/// `Argument` for too many destinations, a view of another device or a span beyond its view; `Device` if the launch
+/// fails.
 pub fn push(stream: &Stream, source: &View, destinations: &[View], bytes: &[usize]) -> Result<()> {
     let place = stream.device().place();
     destinations.iter().try_for_each(|view| view.of("destinations", place))?;

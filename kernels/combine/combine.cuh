@@ -75,7 +75,10 @@ struct HomeRows {
 
 // Which row of the wave's message from a link is a token's sum, if it is a row of the call's.
 TY_DEVICE u32 row_of_sum(const CombineArgs auto &a, const Wave &wave, u32 link, i32 row) {
-  return static_cast<u32>(row) - wave_range(a.context, a.handle.wire_rows, link, wave).first;
+  const auto &c = a.context;
+  u32 n = static_cast<u32>(row) - wave_range(c, a.handle.wire_rows, link, wave).first;
+  // Else of another call's handle: see "Calls that overlap" in docs/design.md.
+  return c.waves == 1 ? n : smaller(n, c.wave_tokens - 1);
 }
 
 // Lists the sums of other nodes, a link a lane, around the partial rows of the own one. By a warp.
@@ -92,13 +95,17 @@ TY_DEVICE HomeRows list_sums(const CombineArgs auto &a, Terms &terms, const Wave
     if (row >= 0) {
       u32 n = row_of_sum(a, wave, link, row);
       u32 place = list.count + popcount64(bits_below(there, lane_index())) - (lane_index() < before ? own_rows : 0);
-      store(&terms.row[place],
-            reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, n)));
+      if (place < TY_MAX_TOP_K)
+        store(&terms.row[place],
+              reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, n)));
     }
     list.own += earlier;
-    list.after += earlier;
     list.count += popcount(there);
   }
+  // More than there are only if the handle is written meanwhile; what is listed then is known to be rows.
+  list.own = smaller(list.own, TY_MAX_TOP_K - own_rows);
+  list.after = list.own + own_rows;
+  list.count = smaller(list.count, TY_MAX_TOP_K);
   return list;
 }
 
@@ -281,16 +288,13 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
   u64 freed = far ? ask_free(c, c.regions.combine_free) : 0;
   TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
-  u32 handle_state = load(&head_of(a)->state);
+  HandleWords handle = ask_handle(a);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
-  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
-    if (block_index() == 0 && thread_index() == 0)
-      keep_fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
-    epoch = 0;
-    if (thread_index() == 0) keep_turn(epoch);
-  }
+  u64 epoch = begin_turn(c, turn, TY_DIRECTION_COMBINE, [&] {
+    bool usable = keep_handle(handle);
+    return decide_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE, usable);
+  });
   Wave wave = wave_of(c, epoch);
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_combine(a, wave);

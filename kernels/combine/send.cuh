@@ -53,6 +53,7 @@ struct RowOrder {
 // Shared memory of a combine block.
 struct CombineShared {
   LaunchShared turn;
+  ty_handle_head head;                           // but for its epoch and state
   u32 missing[TY_MAX_NODE_RANKS / warp_size];    // ranks of this node that send no rows, a bit each: see missing_ranks
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
@@ -62,8 +63,30 @@ struct CombineShared {
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 
-TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &a) {
-  return pointer<const ty_handle_head>(a.handle.head);
+// The head of the handle, as a launch found it.
+TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &) { return &block_shared<CombineShared>().head; }
+
+// What a launch reads of it as it begins, beside what it begins with (TurnWords). By thread 0 alone, too: a dispatch
+// into the same handle may run meanwhile, and what teams and their barriers are made of must be one value for a block.
+struct HandleWords {
+  u32 state, incomplete, own_tokens, own_bad, most_tokens;
+};
+
+TY_DEVICE HandleWords ask_handle(const CombineArgs auto &a) {
+  if (thread_index() != 0) return {};
+  const ty_handle_head *head = pointer<const ty_handle_head>(a.handle.head);
+  return {load(&head->state), load(&head->incomplete), load(&head->own_tokens), load(&head->own_bad),
+          load(&head->most_tokens)};
+}
+
+// By thread 0. Whether the handle's dispatch has been received.
+TY_DEVICE bool keep_handle(const HandleWords &words) {
+  ty_handle_head &head = block_shared<CombineShared>().head;
+  store(&head.incomplete, words.incomplete);
+  store(&head.own_tokens, words.own_tokens);
+  store(&head.own_bad, words.own_bad);
+  store(&head.most_tokens, words.most_tokens);
+  return words.state == TY_HANDLE_RECEIVED;
 }
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------

@@ -61,7 +61,10 @@ struct Fault {
 // when all else is done. Errors by whether they close the context, and by warp.
 struct LaunchShared {
   u64 epoch;                                       // of the launch's phases; 0, which no epoch is: it may do nothing
-  u64 launches;                                    // that ended before
+  u64 stood;                                       // ty_turn.stands as it began, or `overlaps`
+  u32 number;                                      // of the launch, from 1
+  u32 sending, apart;                              // of dispatch: who does what (Teams), ...
+  i32 found;                                       // ... and tokens that the caller says there are
   u32 faults[2][TY_MAX_BLOCK_THREADS / warp_size]; // how often a warp came upon one
   Fault first[2][TY_MAX_BLOCK_THREADS / warp_size];
 };
@@ -69,7 +72,8 @@ struct LaunchShared {
 // Keeps an error until the launch ends: what reports it is code that all launches would step over at every wait.
 TY_DEVICE void keep_fault(const Fault &found) {
   LaunchShared &shared = block_shared<LaunchShared>();
-  u32 fatal = found.kind == TY_ERROR_TIMEOUT || found.kind == TY_ERROR_PEER_LOST ? 1 : 0;
+  u32 fatal =
+      found.kind == TY_ERROR_TIMEOUT || found.kind == TY_ERROR_OVERLAP || found.kind == TY_ERROR_PEER_LOST ? 1 : 0;
   if (atomic_add_block(&shared.faults[fatal][warp_index()], 1) != 0) return;
   Fault &first = shared.first[fatal][warp_index()];
   store(&first.kind, found.kind);
@@ -87,12 +91,13 @@ TY_DEVICE void begin_faults() {
   warp_barrier();
 }
 
-// Writes an error record, once a launch: whoever claims it first. The host reads it under the record's sequence, so a
-// record is seen whole or not at all.
+// Writes an error record, once a launch: whoever claims it first. What closes the context is written once, since
+// launches that overlap would write together. The host reads it under the record's sequence, so a record is seen whole
+// or not at all.
 TY_DEVICE void report(const Context auto &c, u32 direction, u32 fatal, const Fault &found) {
   u32 number = fatal * TY_DIRECTIONS + direction;
   ty_state *state = state_of(c);
-  u32 launch = static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
+  u32 launch = fatal ? 1 : load(&block_shared<LaunchShared>().number);
   u32 last = load_relaxed_gpu(&state->error_claim[number]);
   if (last == launch || atomic_cas_gpu(&state->error_claim[number], last, launch) != last) return;
   ty_error_record *record = pointer<ty_error_record>(c.errors) + number;
@@ -197,10 +202,13 @@ TY_DEVICE Range own_range(const Context auto &c, const Wave &wave, u32 tokens) {
 // Where waves begin in row `i` of a handle's table: uint32 [..][waves + 1].
 TY_DEVICE u32 *wave_starts(const Context auto &c, u64 table, u32 i) { return pointer<u32>(table) + i * (c.waves + 1); }
 
-// A wave's part of it. The first start is known to be 0, so that what is looked up by it need not wait.
+// A wave's part of it. The first start is known to be 0, so that what is looked up by it need not wait. Starts of two
+// calls that overlap make no part.
 TY_DEVICE Range wave_range(const Context auto &c, u64 table, u32 i, const Wave &wave) {
   const u32 *starts = wave_starts(c, table, i) + wave.number;
-  return {wave.number == 0 ? 0 : load(starts), load(starts + 1)};
+  Range range{wave.number == 0 ? 0 : load(starts), load(starts + 1)};
+  if (c.waves > 1 && range.end - range.first > c.wave_tokens) range.end = range.first;
+  return range;
 }
 
 // All rows that the same table counts.
@@ -375,42 +383,96 @@ TY_DEVICE void publish_free(const Context auto &c, u32 direction, const ty_regio
 
 // ---- begin and end of a phase ------------------------------------------------------------------------------
 
-// By thread 0.
-TY_DEVICE void keep_turn(u64 epoch) { store(&block_shared<LaunchShared>().epoch, epoch); }
+// In the place of where the direction stood: the launch overlaps another, and leaves no word behind.
+constexpr u64 overlaps = ~0ull;
 
-// What a launch begins with, a trip to memory: asked for first, and looked at behind what does not depend on it.
+// What a launch begins with, a trip to memory: asked for first, and looked at behind what does not depend on it. By
+// thread 0 alone, which decides for its block: other launches may change these words meanwhile, and warps that decided
+// differently would wait for each other at barriers for ever.
 struct TurnWords {
-  u64 sent, received, launches; // as the calling block's own
-  u32 closed;
+  u64 stands; // as the calling block's own
+  u32 begun, ended, closed;
 };
 
 TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
-  const ty_turn *own = turn_of(c, direction);
-  return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
+  TurnWords turn{};
+  if (thread_index() != 0) return turn;
+  ty_turn *own = turn_of(c, direction);
+  const ty_state *state = state_of(c);
+  turn.begun = atomic_next_gpu(&own->begun, 1);
+  turn.stands = load_relaxed_gpu(&own->stands);
+  turn.ended = load_relaxed_gpu(&state->ended[direction]);
+  turn.closed = load_relaxed_gpu(&state->closed);
+  return turn;
 }
 
-// The epoch whose phases a launch may do, or 0: nothing. (Its wave is reckoned anew: kept, it is a register too many.)
+TY_DEVICE u64 sent_of(const TurnWords &turn) { return turn.stands >> TY_TURN_EPOCH_SHIFT; }
+TY_DEVICE u64 received_of(const TurnWords &turn) { return sent_of(turn) - ((turn.stands & TY_TURN_PENDING) != 0); }
+
+// Whether no other launch of the direction is under way: on this block as many have ended as have begun, and all blocks
+// have ended as many ("Calls that overlap" in docs/design.md says why that suffices). Numbers are compared in their low
+// 20 bits.
+TY_DEVICE bool is_alone(const TurnWords &turn) {
+  constexpr u32 spare = 32 - TY_TURN_LAUNCH_BITS;
+  u32 launches = static_cast<u32>(turn.stands);
+  bool own = (turn.begun - launches) << spare == 0;
+  return own && static_cast<i32>((turn.ended - launches * block_count()) << spare) >= 0;
+}
+
+// Keeps what thread 0 decided: the epoch that the block's launch does, 0 for none. A launch that overlaps another does
+// none, and closes the context at once, so that the other one ends, too. By thread 0, behind begin_faults.
+TY_DEVICE void keep_turn(const Context auto &c, const TurnWords &turn, u32 direction, u64 epoch) {
+  LaunchShared &shared = block_shared<LaunchShared>();
+  bool alone = is_alone(turn);
+  store(&shared.epoch, alone ? epoch : 0);
+  store(&shared.stood, alone ? turn.stands : overlaps);
+  store(&shared.number, turn.begun + 1);
+  if (alone || turn.closed != 0) return;
+  keep_fault({TY_ERROR_OVERLAP, 0, c.rank, sent_of(turn), direction, sent_of(turn), received_of(turn)});
+  // N7: waits look at it, and end.
+  store_release_gpu(&state_of(c)->closed, 1u);
+}
+
+// The epoch whose phases a launch may do, or 0: nothing. By thread 0. (Its wave is reckoned anew: kept, it is a
+// register too many.) `usable`: whether the rest of what the launch was given is; otherwise `order` says what is not.
 //
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
 // sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
 // comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
 // blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE u64 begin_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
-                         u32 order_receive) {
-  u64 sent = turn.sent, received = turn.received, launches = turn.launches;
+TY_DEVICE u64 decide_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
+                          u32 order_receive, bool usable) {
+  u64 sent = sent_of(turn), received = received_of(turn);
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
-  bool follows = sends == (sent == received), leads = thread_index() == 0;
+  bool follows = sends == (sent == received);
   Wave next = wave_of(c, sends ? sent + 1 : sent);
-  if (closed || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
+  bool fits = follows && (c.waves == 1 || next.number == wave);
+  if (closed || (fits && usable)) return closed ? 0 : next.epoch;
+  u32 order = fits ? TY_ORDER_HANDLE_EMPTY : follows ? TY_ORDER_WAVE : sends ? order_send : order_receive;
+  bool told = !fits && follows && wave != 0;
+  if (!told && block_index() == 0 && is_alone(turn))
+    keep_fault({TY_ERROR_ORDER, 0, c.rank, fits ? next.epoch : sent, order, fits ? 0 : sent, fits ? 0 : received});
+  return 0;
+}
+
+// Begins a launch; what decide() and keep() of thread 0 leave in shared memory is there behind it. Answers the epoch
+// that decide() answered, or 0, in all threads. By a whole block.
+template <typename Decide>
+TY_DEVICE u64 begin_turn(const Context auto &c, const TurnWords &turn, u32 direction, Decide decide) {
   begin_faults();
-  if (leads) {
-    keep_turn(next.epoch);
-    store(&block_shared<LaunchShared>().launches, launches);
-  }
-  u32 order = follows ? TY_ORDER_WAVE : sends ? order_send : order_receive;
-  if (!closed && next.epoch == 0 && !(follows && wave != 0) && leads && block_index() == 0)
-    keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, order, sent, received});
-  return next.epoch;
+  if (thread_index() == 0) keep_turn(c, turn, direction, decide());
+  block_barrier();
+  return load(&block_shared<LaunchShared>().epoch);
+}
+
+// Writes where the direction stands now, and counts the block. By thread 0. `epoch` 0: nothing was done.
+TY_DEVICE void leave_turn(const Context auto &c, u32 direction, u64 epoch, bool received) {
+  u64 stood = load(&block_shared<LaunchShared>().stood);
+  if (stood == overlaps) return;
+  constexpr u64 counted = TY_TURN_PENDING - 1;
+  u64 stands = epoch == 0 ? stood & ~counted : epoch << TY_TURN_EPOCH_SHIFT | (received ? 0 : TY_TURN_PENDING);
+  store_relaxed_gpu(&turn_of(c, direction)->stands, stands | ((stood + 1) & counted));
+  (void)atomic_next_gpu(&state_of(c)->ended[direction], 1);
 }
 
 // Ends a block's launch. In its thread 0 the epoch whose phases are over; 0 in the block's other threads, and if the
@@ -420,14 +482,9 @@ TY_DEVICE u64 end_turn(const Context auto &c, u32 direction, u32 phases) {
   if (warp_index() == 0) report_faults(c, direction);
   if (thread_index() != 0) return 0;
   note_stage(c, direction, TY_STAGE_DONE, true);
-  const LaunchShared &kept = block_shared<LaunchShared>();
-  ty_turn *own = turn_of(c, direction);
-  store(&own->launches, load(&kept.launches) + 1);
-  u64 epoch = load(&kept.epoch);
-  if (epoch == 0) return 0;
+  u64 epoch = load(&block_shared<LaunchShared>().epoch);
   // Of a context that was closed meanwhile nobody asks.
-  store(&own->sent, epoch);
-  if (phases & TY_PHASE_RECEIVE) store(&own->received, epoch);
+  leave_turn(c, direction, epoch, (phases & TY_PHASE_RECEIVE) != 0);
   return epoch;
 }
 

@@ -94,9 +94,9 @@ struct alignas(64) ArgsUnit {
   uint8_t bytes[64];
 };
 
-// One piece of a stream's work: a kernel, or where kernel == nullptr a host function, or where call == nullptr, too, nothing
-// but its gate. It begins once the gate that it waits for is open, and opens its own as it is done (gates are guarded by
-// the executor's mutex).
+// One piece of a stream's work: a kernel, or where kernel == nullptr a host function, or where call == nullptr, too,
+// nothing but its gate. It begins once the gate that it waits for is open, and opens its own as it is done (gates are
+// guarded by the executor's mutex).
 struct Work {
   std::shared_ptr<bool> waits;
   std::shared_ptr<bool> opens;

@@ -3,7 +3,8 @@
 //! Place: one backend of `device`. A free device runs its executor on a thread of its own, started here and joined
 //! when the last clone, stream and buffer are gone; the devices of a seeded world share the executor of the
 //! calling thread (`seeded`). Callers may be on any thread or host fiber. Nothing here waits but `synchronize` and
-//! `transfer`, which copies on the executor's thread, so that no kernel runs meanwhile. What is dropped while the executor may still use it goes on a shelf and is freed once the streams have drained.
+//! `transfer`, which copies on the executor's thread, so that no kernel runs meanwhile. What is dropped while the executor
+//! may still use it goes on a shelf and is freed once the streams have drained.
 
 use super::Shape;
 use super::view::{Owner, Span};
@@ -111,8 +112,8 @@ impl StreamPtr {
 }
 
 impl Shelf {
-    /// Frees what nothing can be using any more. The caller drops what this answers, once the shelf is unlocked: an owner
-    /// may free memory of this device.
+    /// Frees what nothing can be using any more. The caller drops what this answers, once the shelf is unlocked: an
+    /// owner may free memory of this device.
     #[must_use]
     fn clear(&mut self, stopped: bool) -> Vec<Owner> {
         self.dropped_streams.retain(|stream| {
@@ -335,8 +336,8 @@ impl CpuDevice {
         }
     }
 
-    /// Makes a copy on the executor's thread, between rounds of its fibers, and waits for it. So no kernel of this device
-    /// runs meanwhile, and one that waits for a peer holds nothing up.
+    /// Makes a copy on the executor's thread, between rounds of its fibers, and waits for it. So no kernel of this
+    /// device runs meanwhile, and one that waits for a peer holds nothing up.
     ///
     /// # Safety
     /// The host's bytes are the caller's during the call; the device's are an allocation's of this device.
@@ -771,7 +772,7 @@ mod tests {
     #[test]
     fn guard_pages_that_are_unmapped_are_counted_down() {
         if std::env::var(ALONE).is_err() {
-            let name = "kernels::cpu::tests::guard_pages_that_are_unmapped_are_counted_down";
+            let name = "kernels::device::cpu::tests::guard_pages_that_are_unmapped_are_counted_down";
             let mut alone = Command::new(std::env::current_exe().unwrap());
             let alone = alone.args([name, "--exact", "--test-threads=1"]).env(ALONE, "1").output().unwrap();
             let said = String::from_utf8_lossy(&alone.stdout);

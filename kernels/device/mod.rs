@@ -129,10 +129,11 @@ impl Device {
 
     /// What tells it apart from other devices: memory is freed once the work of its own device is done.
     pub(crate) fn place(&self) -> Place {
-        match &self.backend {
-            Backend::Cpu(device) => Place::Cpu(device.number()),
+        match (self.ordinal(), &self.backend) {
+            (Some(ordinal), _) => Place::Gpu(ordinal),
+            (None, Backend::Cpu(device)) => Place::Cpu(device.number()),
             #[cfg(feature = "cuda")]
-            Backend::Cuda(device) => Place::Gpu(device.ordinal()),
+            (None, Backend::Cuda(device)) => Place::Gpu(device.ordinal()),
         }
     }
 
@@ -227,8 +228,8 @@ impl Device {
         Ok(HostBuffer { memory: Arc::new(HostMemory { device: self.clone(), host, ptr, bytes }) })
     }
 
-    /// Drops `owner` once no work of this device can be using what it owns: on the CPU device later, on a GPU before this
-    /// returns. For memory whose own freeing does not wait, as that of arenas.
+    /// Drops `owner` once no work of this device can be using what it owns: on the CPU device later, on a GPU before
+    /// this returns. For memory whose own freeing does not wait, as that of arenas.
     pub(crate) fn retire(&self, owner: Owner) {
         match &self.backend {
             Backend::Cpu(device) => device.retire(owner),
@@ -270,8 +271,8 @@ impl fmt::Debug for Device {
     }
 }
 
-/// Device memory, freed when the buffer, its views and the graphs that use them are gone. Freeing waits for the device's
-/// work: on a GPU in the driver, on the CPU device by keeping the memory until its streams have drained.
+/// Device memory, freed when the buffer, its views and the graphs that use them are gone. Freeing waits for the
+/// device's work: on a GPU in the driver, on the CPU device by keeping the memory until its streams have drained.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     memory: Arc<DeviceMemory>,
@@ -311,8 +312,8 @@ impl DeviceBuffer {
         Span { ptr: self.memory.ptr, bytes: self.memory.bytes }.slice(offset, bytes)
     }
 
-    /// Copies host bytes in and waits, in no order with any stream: what a kernel sees of them that runs meanwhile is not
-    /// said. A kernel that waits for a peer does not hold the copy up.
+    /// Copies host bytes in and waits, in no order with any stream: what a kernel sees of them that runs meanwhile is
+    /// not said. A kernel that waits for a peer does not hold the copy up.
     ///
     /// # Errors
     /// `Argument` beyond the buffer; `Device` if the copy is not made within a minute.
@@ -443,8 +444,8 @@ enum StreamBackend {
 #[derive(Clone)]
 pub struct Stream {
     queue: Queue,
-    /// `Some` while a capture that this crate began goes on. Held while work is enqueued, so that none is recorded without
-    /// what it needs.
+    /// `Some` while a capture that this crate began goes on. Held while work is enqueued, so that none is recorded
+    /// without what it needs.
     recording: Arc<Mutex<Option<Recording>>>,
 }
 
@@ -592,8 +593,8 @@ impl Stream {
     /// ```
     ///
     /// # Safety
-    /// Every address in `args` must be of memory that the kernel may use as it does, of this stream's device, until it is
-    /// done; where it is recorded, until every replay is done.
+    /// Every address in `args` must be of memory that the kernel may use as it does, of this stream's device, until it
+    /// is done; where it is recorded, until every replay is done.
     pub unsafe fn launch<A: KernelArgs>(
         &self,
         kernel: &'static str,
@@ -671,8 +672,8 @@ impl Stream {
         })
     }
 
-    /// From here on work is recorded, not run, until `end_capture`. What the recorded work uses is kept by the capture, and
-    /// then by its graph: views' memory, handles and whole contexts.
+    /// From here on work is recorded, not run, until `end_capture`. What the recorded work uses is kept by the capture,
+    /// and then by its graph: views' memory, handles and whole contexts.
     pub fn begin_capture(&self) -> Result<()> {
         let mut recording = self.enter();
         match &self.queue.backend {
@@ -731,9 +732,9 @@ enum GraphBackend {
     Cuda(cuda_stream::CudaGraph),
 }
 
-/// Recorded work. It keeps what the work uses: memory of views, handles, and contexts, which stay open as long. Dropping it
-/// waits for the streams that it was launched on, 30 s or as long as its contexts' deadlines last and 5 s more; what then
-/// still runs keeps its memory for good.
+/// Recorded work. It keeps what the work uses: memory of views, handles, and contexts, which stay open as long.
+/// Dropping it waits for the streams that it was launched on, 30 s or as long as its contexts' deadlines last and 5 s
+/// more; what then still runs keeps its memory for good.
 pub struct Graph {
     backend: GraphBackend,
     kept: Mutex<Recording>,
@@ -759,7 +760,7 @@ impl Graph {
         }
         stream.queue.device.place().must_be("stream", self.place())?;
         let chains = chains.follow(&stream.queue)?;
-        kept.begin_after(&stream.queue)?;
+        kept.follow_uses(&stream.queue)?;
         note(&mut self.launched.lock().unwrap_or_else(PoisonError::into_inner), &stream.queue);
         let launched = match (&self.backend, &stream.queue.backend) {
             (GraphBackend::Cpu(graph), StreamBackend::Cpu(stream)) => stream.replay(graph),

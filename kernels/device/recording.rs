@@ -1,7 +1,7 @@
 //! In which order work comes that is enqueued on several streams, and what a capture keeps for its graph.
 //!
-//! Place: beside `device`. Contexts say which of their calls follow one another (`Chains`). Callers may be on any thread.
-//! A lock is held while a call enqueues; nothing waits for a device.
+//! Place: beside `device`. Contexts say which of their calls follow one another (`Chains`). Callers may be on any
+//! thread. A lock is held while a call enqueues; nothing waits for a device.
 
 use super::Queue;
 use super::view::{Owner, View};
@@ -48,9 +48,9 @@ impl Chains {
 }
 
 impl Enqueued {
-    /// Has the next call of `chain`, on `queue`, run behind the last one. That costs an event where the queue changes: what
-    /// was enqueued on the other queue until now, the context's or not, is waited for. While either queue captures, no
-    /// order is made; and what an engine's capture records is no call yet.
+    /// Has the next call of `chain`, on `queue`, run behind the last one. That costs an event where the queue changes:
+    /// what was enqueued on the other queue until now, the context's or not, is waited for. While either queue
+    /// captures, no order is made; and what an engine's capture records is no call yet.
     ///
     /// # Errors
     /// `Device` if the driver refuses.
@@ -85,14 +85,58 @@ pub(super) fn note(queues: &mut Vec<Queue>, queue: &Queue) {
     }
 }
 
+/// The stream on which something was used last, which is used by one piece of work after the other, as a handle is.
+#[derive(Default)]
+pub(crate) struct LastUse {
+    /// One more than the queue's number, or 0: most uses are on the same queue, and take no lock.
+    number: AtomicU64,
+    queue: Mutex<Option<Queue>>,
+}
+
+impl LastUse {
+    /// Has what is enqueued next, on `queue`, run behind the last use. While one of the two queues captures no order is
+    /// made. The caller holds its context's lock.
+    ///
+    /// # Errors
+    /// `Device` if the driver refuses.
+    pub fn follow(&self, queue: &Queue) -> Result<()> {
+        let number = queue.raw().wrapping_add(1);
+        if self.number.load(Ordering::Relaxed) == number || queue.is_capturing()? {
+            return Ok(());
+        }
+        let mut last = self.lock();
+        if let Some(before) = last.as_ref().filter(|before| !before.is_capturing().unwrap_or(true)) {
+            queue.wait_for(before)?;
+        }
+        *last = Some(queue.clone());
+        self.number.store(number, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether work on `queue` comes behind it by itself.
+    pub fn is_on(&self, queue: &Queue) -> bool {
+        self.lock().as_ref().is_none_or(|last| last.same(queue))
+    }
+
+    /// Whether another queue can wait for it now.
+    pub fn can_be_followed(&self) -> bool {
+        self.lock().as_ref().is_none_or(|last| !last.is_capturing().unwrap_or(true))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Queue>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// What a capture keeps, and then its graph.
 #[derive(Default)]
 pub(crate) struct Recording {
     owners: Vec<Owner>,
-    /// Of contexts, with a bit for each chain that has recorded calls; by their numbers, in which order they are locked.
+    /// Of contexts, with a bit for each chain that has recorded calls; by their numbers, in which order they are
+    /// locked.
     chains: Vec<(Arc<Chains>, u8)>,
-    /// The first launch comes behind what these have enqueued until then.
-    after: Mutex<Vec<Queue>>,
+    /// Of what recorded work uses: a launch is a use.
+    uses: Vec<Arc<LastUse>>,
     patience: Duration,
 }
 
@@ -105,7 +149,8 @@ impl Recording {
         self.owners.extend(view.owner().cloned());
     }
 
-    /// That a call of a context was recorded. `context` is what it needs, `patience` how long its kernels may take to end.
+    /// That a call of a context was recorded. `context` is what it needs, `patience` how long its kernels may take to
+    /// end.
     pub fn call(&mut self, chains: &Arc<Chains>, chain: usize, context: impl FnOnce() -> Owner, patience: Duration) {
         let bit = 1 << chain;
         match self.chains.binary_search_by_key(&chains.number, |(known, _)| known.number) {
@@ -118,11 +163,10 @@ impl Recording {
         }
     }
 
-    /// The graph's first launch is to come behind what `queue` has enqueued until then.
-    pub fn come_after(&mut self, queue: &Queue) {
-        let after = self.after.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if !after.iter().any(|known| known.same(queue)) {
-            after.push(queue.clone());
+    /// That recorded work uses what this is of.
+    pub fn uses(&mut self, last: &Arc<LastUse>) {
+        if !self.uses.iter().any(|known| Arc::ptr_eq(known, last)) {
+            self.uses.push(last.clone());
         }
     }
 
@@ -140,20 +184,14 @@ impl Recording {
         Locked { first: each.next(), further: each.collect() }
     }
 
-    /// Has the first launch, on `queue`, come behind what it must not overlap.
-    pub(super) fn begin_after(&self, queue: &Queue) -> Result<()> {
-        let mut after = self.after.lock().unwrap_or_else(PoisonError::into_inner);
-        for before in after.iter().filter(|before| !before.same(queue)) {
-            if !before.is_capturing()? {
-                queue.wait_for(before)?;
-            }
-        }
-        after.clear();
-        Ok(())
+    /// Has a launch, on `queue`, run behind the last use of all that it uses.
+    pub(super) fn follow_uses(&self, queue: &Queue) -> Result<()> {
+        self.uses.iter().try_for_each(|last| last.follow(queue))
     }
 }
 
-/// Contexts of a graph, of which no other call is enqueued meanwhile. Most graphs have one, and then nothing is allocated.
+/// Contexts of a graph, of which no other call is enqueued meanwhile. Most graphs have one, and then nothing is
+/// allocated.
 pub(super) struct Locked<'a> {
     first: Option<(MutexGuard<'a, Enqueued>, u8)>,
     further: Vec<(MutexGuard<'a, Enqueued>, u8)>,

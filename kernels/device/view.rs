@@ -83,10 +83,10 @@ impl View {
     /// A view of foreign memory, such as a tensor of an engine.
     ///
     /// # Safety
-    /// `device` can read and write the `bytes` from `ptr` on, each byte of which has a value, as long as any work that was
-    /// given this view or a part of it is not done. That is the work of calls, also on other ranks where the call hands
-    /// rows to peers in place, and of every replay of graphs whose capture was given it. Until then nothing else writes
-    /// these bytes, or reads what that work writes, except in stream order behind or before it.
+    /// `device` can read and write the `bytes` from `ptr` on, each byte of which has a value, as long as any work that
+    /// was given this view or a part of it is not done. That is the work of calls, also on other ranks where the call
+    /// hands rows to peers in place, and of every replay of graphs whose capture was given it. Until then nothing else
+    /// writes these bytes, or reads what that work writes, except in stream order behind or before it.
     pub unsafe fn from_raw(device: &Device, ptr: u64, bytes: usize) -> View {
         View { span: Span { ptr, bytes }, place: device.place(), owner: None }
     }

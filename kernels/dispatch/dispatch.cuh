@@ -343,7 +343,16 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   // What is loaded again behind an acquisition is a trip to memory.
   i32 found = a.phases & TY_PHASE_SEND ? find_count(a) : 0;
   Teams teams = teams_of<far>(c, a.phases, own_choices(a, found).tokens);
-  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  LaunchShared &kept = block_shared<LaunchShared>();
+  u64 epoch = begin_turn(c, turn, TY_DIRECTION_DISPATCH, [&] {
+    // The caller's count may change, too.
+    store(&kept.found, found);
+    store(&kept.sending, teams.sending);
+    store(&kept.apart, teams.apart);
+    return decide_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE, true);
+  });
+  found = load(&kept.found);
+  teams = {load(&kept.sending), load(&kept.apart)};
   Wave wave = wave_of(c, epoch);
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);

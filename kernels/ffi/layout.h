@@ -83,6 +83,7 @@
 #define TY_ERROR_ORDER 6             // a: TY_ORDER_*, b and c: epochs sent and received
 #define TY_ERROR_TIMEOUT 7           // site, peer, a: expected, b: seen, c: nanoseconds waited; fatal
 #define TY_ERROR_PEER_LOST 8         // site, peer: the proxy lost it; fatal
+#define TY_ERROR_OVERLAP 9           // a: direction, b and c: as of TY_ERROR_ORDER; fatal
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1
@@ -237,22 +238,31 @@ typedef struct ty_wire {
   uint64_t served;      // const uint32_t *: rank behind each source of dispatch
 } ty_wire;
 
-// Where a direction stands, in every block's own words: read as a launch begins, written as the block ends. All blocks
-// write alike.
+// Where a direction stands, one word, so that it is seen whole: {epoch of the last one sent, 43 bits, or of barriers
+// how many were passed; 1 bit: it is not received yet; launches that have ended, 20 bits}. Contexts begin at epoch 2^42
+// at the most. Of launches that overlap fewer than 2^20 have begun, and of their blocks fewer than 2^19.
+#define TY_TURN_LAUNCH_BITS 20
+#define TY_TURN_PENDING (1u << TY_TURN_LAUNCH_BITS)
+#define TY_TURN_EPOCH_SHIFT (TY_TURN_LAUNCH_BITS + 1)
+
+// A block's own words of a direction. All blocks write alike.
 typedef struct ty_turn {
-  uint64_t sent;     // epoch of the last one sent
-  uint64_t received; // epoch of the last one received: equals `sent` or is one behind; of barriers, those passed
-  uint64_t launches; // kernels of the direction that have ended
-  uint64_t reserved;
+  uint64_t stands; // as above: read as a launch begins, written as the block ends
+  uint32_t begun;  // launches that have begun; more than have ended: another one runs
+  uint32_t reserved;
 } ty_turn;
 
 // Device-local control block of a context. Behind it: ty_turn [TY_DIRECTIONS][blocks].
 typedef struct ty_state {
   uint64_t error_sequence[TY_RECORDS]; // even; what the error record's sequence holds when at rest
   uint32_t blocks_done[TY_DIRECTIONS]; // with free flags: blocks of the running kernel that are through
-  uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported
+  uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported; 1 for good in
+                                       // records of what closes a context
   uint32_t placed[2];                  // by parity of dispatch's epoch: rows to place that warps have come for
-  uint32_t closed;                     // 1: a deadline passed; no kernel of this context does anything more
+  uint32_t closed;                     // 1: a deadline passed, or launches overlapped; no kernel of this context does
+                                       // anything more
+  uint32_t ended[TY_DIRECTIONS];       // blocks that have ended, of all launches of the direction
+  uint32_t reserved[5];                // the blocks' words begin at a line
 } ty_state;
 
 // In host memory; a sequence lock: odd while the device writes, even and larger afterwards.

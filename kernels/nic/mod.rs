@@ -150,8 +150,8 @@ impl CopyEngine for Engine {
             group_blocks,
             reserved: 0,
         };
-        // SAFETY: both spans are this engine's, which keeps them until the kernel has ended; requests are of memory that
-        // the network's users registered.
+        // SAFETY: both spans are this engine's, which keeps them until the kernel has ended; requests are of memory
+        // that the network's users registered.
         unsafe { self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)? };
         self.launches += 1;
         Ok(())

@@ -96,42 +96,22 @@ impl Rig {
     }
 
     pub fn tokens(&self, count: usize) -> Tokens {
-        Tokens {
-            x: self.x.view(),
-            x_pitch: PITCH,
-            scales: None,
-            topk_idx: self.idx.view(),
-            index_type: IndexType::I32,
-            topk_weight: Some(self.weight.view()),
-            count: TokenCount::Host(count),
-        }
+        Tokens::new(self.x.view(), self.idx.view(), TokenCount::Host(count))
+            .pitch_bytes(PITCH)
+            .topk_weight(self.weight.view())
     }
 
     pub fn output(&self, capacity: usize) -> Output {
-        Output {
-            layout: Layout::Contiguous { align: 1, capacity },
-            rows: self.rows.view(),
-            rows_pitch: PITCH,
-            scales: None,
-            scale_order: ScaleOrder::RowMajor,
-            expert_count: self.expert_count.view(),
-            expert_offset: None,
-            row_expert: None,
-            source: None,
-            token_experts: None,
-            token_weights: None,
-            row_count: None,
-            zero_padding: false,
-            host_counts: None,
-        }
+        Output::new(Layout::Contiguous { align: 1, capacity }, self.rows.view(), self.expert_count.view())
+            .pitch_bytes(PITCH)
     }
 
     pub fn expert_rows(&self) -> Rows {
-        Rows { rows: self.rows.view(), pitch: PITCH, topk_weight: None }
+        Rows::new(self.rows.view()).pitch_bytes(PITCH)
     }
 
     pub fn combined(&self) -> Combined {
-        Combined { out: self.out.view(), pitch: PITCH, dtype: Dtype::Bf16, accumulate: false }
+        Combined::new(self.out.view()).pitch_bytes(PITCH)
     }
 
     /// Enqueues a dispatch of the routed tokens, and their combine.

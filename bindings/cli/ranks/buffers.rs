@@ -219,18 +219,15 @@ impl Buffers {
         let case = &self.case;
         let words = case.inputs(0).scale_words();
         let (row_stride, col_stride) = self.input_strides(words);
-        Tokens {
-            x: self.x.view(),
-            x_pitch: x_pitch(case),
-            scales: (words > 0).then(|| ScaleView { view: self.x_scales.view(), row_stride, col_stride }),
-            topk_idx: self.topk_idx.view(),
-            index_type: match case.index {
+        let count = if case.device_count { TokenCount::Device(self.count.view()) } else { TokenCount::Host(tokens) };
+        Tokens::new(self.x.view(), self.topk_idx.view(), count)
+            .pitch_bytes(x_pitch(case))
+            .scales((words > 0).then(|| ScaleView::new(self.x_scales.view(), 4 * row_stride, 4 * col_stride)))
+            .index_type(match case.index {
                 IndexWord::I32 => IndexType::I32,
                 IndexWord::I64 => IndexType::I64,
-            },
-            topk_weight: (case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()),
-            count: if case.device_count { TokenCount::Device(self.count.view()) } else { TokenCount::Host(tokens) },
-        }
+            })
+            .topk_weight((case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()))
     }
 
     /// Where dispatch puts rows, and their scales.
@@ -256,29 +253,26 @@ impl Buffers {
         let (rows, scales) = self.row_views();
         let token_layout = case.layout == LayoutWord::Token;
         let only_token = |buffer: &DeviceBuffer| token_layout.then(|| buffer.view());
-        Output {
-            layout: match case.layout {
-                LayoutWord::Contiguous => Layout::Contiguous { align: case.align, capacity },
-                LayoutWord::Masked => Layout::Masked { per_expert: capacity },
-                LayoutWord::Token => Layout::Token { capacity },
-            },
-            rows,
-            rows_pitch: rows_pitch(case),
-            scales,
-            scale_order: match case.scale_order {
+        let layout = match case.layout {
+            LayoutWord::Contiguous => Layout::Contiguous { align: case.align, capacity },
+            LayoutWord::Masked => Layout::Masked { per_expert: capacity },
+            LayoutWord::Token => Layout::Token { capacity },
+        };
+        Output::new(layout, rows, self.expert_count.view())
+            .pitch_bytes(rows_pitch(case))
+            .scales(scales)
+            .scale_order(match case.scale_order {
                 OrderWord::Row => ScaleOrder::RowMajor,
                 OrderWord::Column => ScaleOrder::ColumnMajor,
-            },
-            expert_count: self.expert_count.view(),
-            expert_offset: Some(self.expert_offset.view()),
-            row_expert: Some(self.row_expert.view()),
-            source: Some(self.source.view()),
-            token_experts: only_token(&self.token_experts),
-            token_weights: only_token(&self.token_weights),
-            row_count: Some(self.row_count.view()),
-            zero_padding: case.zero_padding,
-            host_counts: case.host_counts.then(|| self.host_counts.view()),
-        }
+            })
+            .expert_offset(self.expert_offset.view())
+            .row_expert(self.row_expert.view())
+            .source(self.source.view())
+            .token_experts(only_token(&self.token_experts))
+            .token_weights(only_token(&self.token_weights))
+            .row_count(self.row_count.view())
+            .zero_padding(case.zero_padding)
+            .host_counts(case.host_counts.then(|| self.host_counts.view()))
     }
 
     /// What the benchmark's experts are given.
@@ -311,22 +305,18 @@ impl Buffers {
 
     /// What combine is given.
     pub fn expert_rows(&self) -> Rows {
-        Rows {
-            rows: self.y.view(),
-            pitch: y_pitch(&self.case),
-            topk_weight: (self.case.weights == WeightsWord::Combine).then(|| self.topk_weight.view()),
-        }
+        Rows::new(self.y.view())
+            .pitch_bytes(y_pitch(&self.case))
+            .topk_weight((self.case.weights == WeightsWord::Combine).then(|| self.topk_weight.view()))
     }
 
     /// Where combine writes.
     pub fn combined(&self) -> Combined {
         let pitch = out_pitch(&self.case);
-        Combined {
-            out: first(&self.out, self.case.max_tokens * pitch),
-            pitch,
-            dtype: self.case.out_dtype,
-            accumulate: self.case.accumulate,
-        }
+        Combined::new(first(&self.out, self.case.max_tokens * pitch))
+            .pitch_bytes(pitch)
+            .dtype(self.case.out_dtype)
+            .accumulate(self.case.accumulate)
     }
 
     /// Copies every output to the host; the stream must be idle.

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokenyard::internals::kernels::bench;
-use tokenyard::{Device, HostBuffer, Rank, Result, Stream};
+use tokenyard::{Device, HostBuffer, Rank, Result, Stream, View};
 
 use super::hold::{gone_on, word};
 
@@ -39,7 +39,10 @@ impl Meeting {
     /// # Errors
     /// `Device` where memory is lacking.
     pub fn new(device: &Device, ranks: usize) -> Result<Meeting> {
-        Ok(Meeting { words: Arc::new(device.alloc_host(2 * ranks * size_of::<u64>())?), ranks })
+        let words = Arc::new(device.alloc_host(2 * ranks * size_of::<u64>())?);
+        // Freeing waits for the work of its own device, not for that of the other ranks': a few words are kept for good.
+        std::mem::forget(words.clone());
+        Ok(Meeting { words, ranks })
     }
 
     /// The place of a rank, which waits for the others no longer than `timeout`.
@@ -56,7 +59,9 @@ impl Seat {
     pub fn meet(&self, stream: &Stream) -> Result<()> {
         self.turn.set(self.turn.get() + 1);
         let Meeting { words, ranks } = &self.meeting;
-        bench::meet(stream, &words.view(), (self.rank, *ranks), self.turn.get(), self.timeout)
+        // SAFETY: memory that the devices of all ranks reach and that is never freed.
+        let words = unsafe { View::from_raw(stream.device(), words.view().ptr(), words.len()) };
+        bench::meet(stream, &words, (self.rank, *ranks), self.turn.get(), self.timeout)
     }
 
     /// Whether all meetings came about; the stream must be idle.

@@ -46,8 +46,8 @@ impl Slots {
         let base = |peer: usize| self.map.base_of(Rank(peer as u32));
         let own = (self.rank * self.bytes) as u64;
         let others = (0..self.ranks).filter(|&peer| peer != self.rank && base(peer) != 0);
-        // SAFETY: this rank's slot in the peer's arena, where no other rank writes. The map keeps it until this rank's work
-        // was waited for.
+        // SAFETY: this rank's slot in the peer's arena, where no other rank writes. The map keeps it until this rank's
+        // work was waited for.
         let slot = |peer| unsafe { View::from_raw(&self.device, base(peer) + own, self.bytes) };
         others.map(|peer| (peer, slot(peer))).collect()
     }
