@@ -304,7 +304,7 @@ pub const MAX_REGIONS: u32 = u16::MAX as u32;
 /// Peers must have connected to each other, both ways, before either posts; what is posted earlier may fail or be
 /// lost. Dropping an endpoint stops it: its memory is not touched afterwards, and what is on the way is cut off.
 pub trait Transport: Send {
-    /// NICs of this rank, and of every other; at most [`MAX_NICS`](super::imm::MAX_NICS).
+    /// NICs of this rank, and of every other; at most [`MAX_NICS`](imm::MAX_NICS).
     fn nics(&self) -> usize;
 
     /// What it can have at once (P14).
