@@ -106,7 +106,7 @@ pub use bindings::api::{
 };
 
 // ---- what a context tells, and how a wait is ended
-pub use base::{Error, Interrupt, Result};
+pub use base::{Error, Interrupt, Result, Source};
 pub use bindings::api::{CallStatistics, Stage, Stats};
 
 // ---- networks between nodes

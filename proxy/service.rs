@@ -265,11 +265,10 @@ impl Contexts {
 
     /// Takes the number that was agreed on and what the context needs, if the transport has that left.
     fn admit(&mut self, agreed: Offer, limits: &Limits, needs: Needs) -> Result<ContextIdx> {
-        let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
         let Some(index) = agreed.choice().filter(|index| self.slots[index.index()] == Slot::Free) else {
             let advice = "a proxy serves four contexts at a time, as many as an immediate can tell, and a number is free again \
                           once all ranks have closed its context and what they sent has completed: drop one, on every rank";
-            return refuse("contexts", format!("{MAX_CONTEXTS} in use"), advice.into());
+            return Err(Error::config("contexts", format!("{MAX_CONTEXTS} in use"), advice));
         };
         let receives = |slot: &Slot| if let Slot::Taken { receives } = slot { *receives } else { 0 };
         let others: u64 = self.slots.iter().map(receives).sum();
@@ -280,7 +279,7 @@ impl Contexts {
                  larger chunk_rows, fewer tokens a wave, or drop a context",
                 limits.receives
             );
-            return refuse("receives", value, advice);
+            return Err(Error::config("receives", value, advice));
         }
         if needs.write_bytes > limits.write_bytes {
             let value = format!("{} bytes", needs.write_bytes);
@@ -288,11 +287,11 @@ impl Contexts {
                 "the network between nodes writes at most {} bytes at once: give a smaller chunk_rows, or fewer max_tokens",
                 limits.write_bytes
             );
-            return refuse("largest chunk", value, advice);
+            return Err(Error::config("largest chunk", value, advice));
         }
         if self.registered >= limits.regions {
             let advice = "so many arenas can be registered with an endpoint in its life: start another proxy";
-            return refuse("contexts", format!("{} so far", self.registered), advice.into());
+            return Err(Error::config("contexts", format!("{} so far", self.registered), advice));
         }
         self.registered += 1;
         self.slots[index.index()] = Slot::Taken { receives: needs.receives };
@@ -426,9 +425,8 @@ impl Space {
             words.push(if self.place == FlagPlace::Device { cut.combined() } else { cut });
             at += length.next_multiple_of(LINE_WORDS);
         }
-        let words = <[Words; N]>::try_from(words).map_err(|_| Error::Device {
-            what: "shared words could not be laid out".into(),
-            advice: "this is a defect of the library; please report it".into(),
+        let words = <[Words; N]>::try_from(words).map_err(|_| {
+            Error::device("shared words could not be laid out", "this is a defect of the library; please report it")
         })?;
         Ok((words, addresses))
     }
@@ -616,10 +614,12 @@ impl Opening {
     /// What a report of the own device says.
     fn stopped(&self, report: Report) -> Option<Error> {
         let Report::BadDoorbell { context, direction, peer, epoch, chunk, problem } = report else { return None };
-        (context == self.number.index).then(|| Error::Device {
-            what: format!("a doorbell of {direction:?} {epoch} to rank {peer}, chunk {}, tells of {problem}", chunk.0),
-            advice: "something overwrote the context's memory, or this is a defect of the library; please report it"
-                .into(),
+        (context == self.number.index).then(|| {
+            Error::device(
+                format!("a doorbell of {direction:?} {epoch} to rank {peer}, chunk {}, tells of {problem}", chunk.0),
+                "something overwrote the context's memory, or this is a defect of the library; please report it",
+            )
+            .ending()
         })
     }
 }
@@ -650,7 +650,7 @@ struct PeerCard<'a> {
 }
 
 fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
-    let broken = |what: String| Error::Bootstrap { what, advice: "see that rank's own error".into() };
+    let broken = |what: String| Error::bootstrap(what, "see that rank's own error");
     let mut peers = Vec::with_capacity(cards.len());
     for (rank, bytes) in cards.iter().enumerate() {
         let Some(([a, b, c, d, e, f, _, _], address)) = bytes.split_first_chunk::<8>() else {
@@ -687,10 +687,10 @@ fn told_all(world: &World, outcome: Result<()>) -> Result<()> {
     outcome?;
     match all.iter().position(|text| !text.is_empty()) {
         None => Ok(()),
-        Some(rank) => Err(Error::Bootstrap {
-            what: format!("the proxy of rank {rank} could not connect: {}", String::from_utf8_lossy(&all[rank])),
-            advice: format!("mend rank {rank} and build again on every rank"),
-        }),
+        Some(rank) => Err(Error::bootstrap(
+            format!("the proxy of rank {rank} could not connect: {}", String::from_utf8_lossy(&all[rank])),
+            format!("mend rank {rank} and build again on every rank"),
+        )),
     }
 }
 

@@ -109,10 +109,6 @@ macro_rules! as_index {
 }
 as_index!(ContextIdx, LinkIdx, SourceIdx, ChunkIdx, NicIdx);
 
-fn config(name: &'static str, value: impl ToString, advice: impl Into<String>) -> Error {
-    Error::Config { name, value: value.to_string(), advice: advice.into() }
-}
-
 /// Which ranks make up each node, and so who sends to whom.
 ///
 /// The rail of rank s on node m is local index `local(s) mod size(m)` there. Dispatch goes from a rank to its rail on
@@ -136,11 +132,11 @@ impl Nodes {
         let mut places = vec![None; world];
         for (node, ranks) in members.iter().enumerate() {
             if ranks.is_empty() {
-                return Err(config("nodes", node, "this node has no rank; leave it out"));
+                return Err(Error::config("nodes", node, "this node has no rank; leave it out"));
             }
             for (local, rank) in ranks.iter().enumerate() {
                 if places[rank.index()].replace((node, local)).is_some() {
-                    return Err(config("nodes", node, format!("rank {rank} stands in two places")));
+                    return Err(Error::config("nodes", node, format!("rank {rank} stands in two places")));
                 }
             }
         }
@@ -387,7 +383,8 @@ impl Wire {
     /// `Config` if something does not fit the fields of an immediate or 64 bits; it says which.
     pub fn new(input: WireInput) -> Result<Wire> {
         check(&input)?;
-        let overflow = || config("max_tokens", "too large", "wire staging and inbox would overflow 64 bits; lower it");
+        let overflow =
+            || Error::config("max_tokens", "too large", "wire staging and inbox would overflow 64 bits; lower it");
         let links = Direction::ALL.map(|d| input.nodes.most(|rank| input.nodes.targets(d, rank)));
         let sources = Direction::ALL.map(|d| input.nodes.most(|rank| input.nodes.sources(d, rank)));
         let (staging, end) = regions(&input.lanes, &links, input.staging_offset).ok_or_else(overflow)?;
@@ -573,7 +570,7 @@ fn regions(
 
 fn check(input: &WireInput) -> Result<()> {
     if input.nics == 0 {
-        return Err(config("nics", 0, "a rank of several nodes needs a NIC"));
+        return Err(Error::config("nics", 0, "a rank of several nodes needs a NIC"));
     }
     for lane in &input.lanes {
         imm::check_counts(0, usize::from(lane.chunks), usize::from(input.nics), 0)?;
@@ -582,7 +579,7 @@ fn check(input: &WireInput) -> Result<()> {
         }
         for (name, bytes) in [("first_bytes", lane.first_bytes), ("chunk_bytes", lane.chunk_bytes)] {
             if bytes == 0 || !bytes.is_multiple_of(SHARD_UNIT) {
-                return Err(config(name, bytes, "must be a multiple of 16, and chunks not empty"));
+                return Err(Error::config(name, bytes, "must be a multiple of 16, and chunks not empty"));
             }
         }
     }

@@ -37,8 +37,9 @@ fn threads_wait_for_an_absent_rank_without_naming_it() {
         for world in worlds {
             scope.spawn(move || {
                 let world = world.with_timeout(SHORT);
-                let text = bootstrap_text(world.barrier("gate"));
-                assert!(text.contains("\"gate\" and rank 1 has not arrived"), "{text}");
+                let error = bootstrap_error(world.barrier("gate"));
+                let text = error.to_string();
+                assert!(text.contains("\"gate\" and rank 1 has not arrived") && error.is_fatal(), "{error:?}");
                 assert_eq!(bootstrap_text(world.barrier("next")), text, "a failed world starts another round");
             });
         }
@@ -118,8 +119,8 @@ fn a_regroup_of_threads_that_failed_never_tried_again() {
             // Late for the first try.
             wait::poll("first try", PATIENCE, || tries.load(Ordering::Relaxed).then_some(())).unwrap();
         } else {
-            let text = bootstrap_text(world.clone().with_timeout(SHORT / 4).regroup(1, &members));
-            assert!(text.contains("rank 1 has not arrived"), "{text}");
+            let error = bootstrap_error(world.clone().with_timeout(SHORT / 4).regroup(1, &members));
+            assert!(error.to_string().contains("rank 1 has not arrived") && !error.is_fatal(), "{error:?}");
             tries.store(true, Ordering::Relaxed);
         }
         exchange_many(world.regroup(1, &members).unwrap());
@@ -150,8 +151,8 @@ fn a_part_larger_than_a_socket_buffer_torn() {
 #[test]
 fn parts_too_large_together_hang_instead_of_failing() {
     joined(2, |world| {
-        let text = bootstrap_text(world.all_gather("large", &vec![0; 40 << 20]));
-        assert!(text.contains("exceed"), "{text}");
+        let error = bootstrap_error(world.all_gather("large", &vec![0; 40 << 20]));
+        assert!(error.to_string().contains("exceed") && error.is_fatal(), "{error:?}");
     });
     let one = World::threads(1).remove(0).all_gather("large", &vec![0; 65 << 20]);
     assert!(matches!(one, Err(Error::Argument { name: "payload", .. })));
@@ -503,8 +504,11 @@ fn a_port_in_use_waited_for_in_silence() {
     let place = place();
     let _holder = TcpListener::bind((place.0.as_str(), place.1)).unwrap();
     let start = Instant::now();
-    let text = bootstrap_text(World::join(&bootstrap(&place, 0, 2)));
-    assert!(text.contains("cannot listen") && start.elapsed() < PATIENCE / 2, "{text}");
+    let error = bootstrap_error(World::join(&bootstrap(&place, 0, 2)));
+    assert!(error.to_string().contains("cannot listen") && start.elapsed() < PATIENCE / 2, "{error}");
+    let cause = std::error::Error::source(&error).and_then(|cause| cause.downcast_ref::<std::io::Error>());
+    assert_eq!(cause.map(std::io::Error::kind), Some(std::io::ErrorKind::AddrInUse), "{error:?}");
+    assert!(!error.is_fatal(), "no world was formed");
 }
 
 #[test]

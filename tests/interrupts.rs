@@ -26,7 +26,11 @@ fn interrupted<T: std::fmt::Debug>(work: impl FnOnce() -> Result<T>) -> String {
     });
     assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
     match outcome {
-        Err(error @ Error::Interrupted { .. }) => error.to_string(),
+        // A collective takes the world with it, unless the world was only there for that call.
+        Err(error @ Error::Interrupted { left, .. }) => {
+            assert_eq!(error.is_fatal(), left.contains("the world's collectives end"), "{error:?}");
+            error.to_string()
+        }
         other => panic!("an interrupt was due, not {other:?}"),
     }
 }

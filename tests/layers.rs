@@ -48,13 +48,128 @@ fn assert_free_of(folder: &str, extensions: &[&str], skip: &[&str], words: &[&st
     assert!(found.is_empty(), "{}", found.join("\n"));
 }
 
+/// Folders, and what none of their files may import. A folder looks down only: bindings/cli, bindings/api, proxy, then kernels
+/// and transport side by side, then the leaves.
+const DIRECTIONS: [(&str, &[&str]); 6] = [
+    ("kernels/base", &["crate::kernels", "crate::transport", "crate::proxy", "crate::bindings", "crate::ffi"]),
+    ("kernels/ffi", &["crate::", "super::"]),
+    ("kernels", &["crate::transport", "crate::proxy", "crate::bindings", "crate::World", "crate::AllToAll"]),
+    (
+        "transport",
+        &["crate::kernels", "crate::ffi", "crate::proxy", "crate::bindings", "crate::Device", "crate::AllToAll"],
+    ),
+    ("proxy", &["crate::bindings", "crate::AllToAll", "crate::Tokens", "crate::Plan", "clap", "serde"]),
+    ("bindings/api", &["crate::bindings::cli", "crate::cli", "clap", "serde"]),
+];
+
 #[test]
-fn layers_only_look_down() {
-    assert_free_of("kernels/base", &["rs"], &[], &["crate::kernels", "crate::transport", "crate::proxy", "crate::ffi"]);
-    assert_free_of("kernels/ffi", &["rs"], &[], &["crate::", "super::"]);
-    assert_free_of("kernels", &["rs"], &[], &["crate::transport", "crate::proxy", "crate::World", "crate::AllToAll"]);
-    assert_free_of("transport", &["rs"], &[], &["crate::kernels", "crate::proxy", "crate::Device", "crate::AllToAll"]);
-    assert_free_of("proxy", &["rs"], &[], &["bindings", "clap", "serde_json"]);
+fn folders_only_look_down() {
+    for (folder, words) in DIRECTIONS {
+        assert_free_of(folder, &["rs"], &[], words);
+    }
+    // By relative paths no file leaves its folder.
+    for (folder, _) in DIRECTIONS {
+        for (name, text) in files(folder, &["rs"]) {
+            let depth =
+                name.matches('/').count() - folder.matches('/').count() - usize::from(name.ends_with("/mod.rs"));
+            let out = "super::".repeat(depth + 1);
+            for (number, line) in code(&text) {
+                assert!(!line.contains(&out), "{name}:{number} leaves {folder}: {}", line.trim());
+            }
+        }
+    }
+}
+
+/// Edges that docs/design.md, "Ordering edges", names: the first word of each row of its table.
+fn edges() -> Vec<String> {
+    let text = fs::read_to_string(root().join("docs/design.md")).unwrap();
+    let (_, section) = text.split_once("## Ordering edges").unwrap();
+    let table = section.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
+    let rows = table.take_while(|line| line.starts_with('|'));
+    rows.filter_map(|row| row.trim_start_matches("| ").split(' ').next().map(str::to_owned)).collect()
+}
+
+#[test]
+fn every_release_and_acquire_of_a_kernel_names_its_edge() {
+    const ORDERS: [&str; 7] = [
+        "store_release_",
+        "load_acquire_",
+        "fence_acq_rel_",
+        "atomic_add_gpu(",
+        "atomic_count_block(",
+        "atomic_cas_gpu(",
+        "named_arrive(hand_over",
+    ];
+    let edges = edges();
+    assert!(edges.len() > 15 && edges.contains(&"N14".to_owned()), "{edges:?}");
+    let names = |line: &str| {
+        let words = line.split(|c: char| !c.is_ascii_alphanumeric());
+        words.filter(|word| edges.iter().any(|edge| edge == word)).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (mut unnamed, mut named) = (Vec::new(), Vec::new());
+    for folder in ["kernels/common", "kernels/dispatch", "kernels/combine", "kernels/nic"] {
+        for (name, text) in files(folder, &["cuh"]) {
+            let lines: Vec<&str> = text.lines().collect();
+            for (number, line) in code(&text).filter(|_| !name.ends_with("prim.cuh")) {
+                if !ORDERS.iter().any(|order| line.contains(order)) {
+                    continue;
+                }
+                // On the line, or in what stands before it.
+                let found: Vec<String> =
+                    lines[number.saturating_sub(5)..number].iter().flat_map(|l| names(l)).collect();
+                if found.is_empty() {
+                    unnamed.push(format!("{name}:{number} names no edge of docs/design.md: {}", line.trim()));
+                }
+                named.extend(found);
+            }
+        }
+    }
+    assert!(unnamed.is_empty(), "{}", unnamed.join("\n"));
+    for edge in ["N1", "N2", "N3", "N4", "N6", "N7", "N8", "N9", "N10", "N12", "N13", "N14", "E1", "E6", "E10", "C1"] {
+        assert!(named.iter().any(|name| name == edge), "no release or acquire names {edge}");
+    }
+}
+
+#[test]
+fn every_kernel_stands_in_the_one_list() {
+    let list = fs::read_to_string(root().join("kernels/kernels.inc")).unwrap();
+    let entries = list.lines().filter_map(|line| line.strip_prefix("TY_KERNEL_ENTRY(")?.strip_suffix(')'));
+    let mut listed: Vec<&str> = entries.collect();
+    let sources = files("kernels", &["cuh"]);
+    let mut defined: Vec<&str> = Vec::new();
+    for (_, text) in sources.iter().filter(|(name, _)| !name.ends_with("prim.cuh")) {
+        defined.extend(text.lines().filter_map(|line| line.strip_prefix("TY_KERNEL(")?.split(',').next()));
+    }
+    listed.sort_unstable();
+    defined.sort_unstable();
+    assert_eq!(listed, defined);
+    // What launches name.
+    for (name, text) in
+        ["kernels", "bindings/api", "proxy", "transport"].iter().flat_map(|folder| files(folder, &["rs"]))
+    {
+        for (number, line) in code(&text).filter(|_| !name.starts_with("kernels/ffi")) {
+            let quoted = line.split('"').skip(1).step_by(2);
+            let known =
+                |word: &&str| word.starts_with("ty_") && !word.contains(|c: char| !c.is_alphanumeric() && c != '_');
+            for kernel in quoted.filter(known) {
+                assert!(listed.contains(&kernel), "{name}:{number} launches {kernel}, which kernels.inc does not list");
+            }
+        }
+    }
+}
+
+#[test]
+fn lines_and_comments_end_at_120_columns() {
+    let folders = ["bindings", "kernels", "proxy", "transport", "tests", "benches"];
+    let mut long = Vec::new();
+    for (name, text) in folders.iter().flat_map(|folder| files(folder, &["rs", "cuh", "cu", "cpp", "h"])) {
+        if name.starts_with("kernels/ffi/") && name.ends_with(".rs") {
+            continue;
+        }
+        let wide = text.lines().enumerate().filter(|(_, line)| line.chars().count() > 120);
+        long.extend(wide.map(|(at, line)| format!("{name}:{} has {} columns", at + 1, line.chars().count())));
+    }
+    assert!(long.is_empty(), "{}", long.join("\n"));
 }
 
 #[test]

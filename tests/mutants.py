@@ -45,6 +45,7 @@ PAIRS, MAILBOX = "benches/pairs.py", "proxy/driver/mailbox.rs"
 REMOTE = "proxy/driver/remote.rs"
 OVER, STATION, WAIT, INTERRUPT = (
     "transport/world/over.rs", "transport/world/station.rs", "kernels/base/wait.rs", "kernels/base/interrupt.rs")
+ERROR = "kernels/base/error.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
 QUICK = os.environ | {"CARGO_PROFILE_DEV_OPT_LEVEL": "0", "CARGO_PROFILE_DEV_DEBUG": "0",
@@ -123,7 +124,7 @@ MUTANTS = [
     ("a launch that runs on the same block overlooked", CONTEXT, "bool own = (turn.begun - launches) << spare == 0;", "bool own = true;"),
     ("blocks that have not ended overlooked", CONTEXT, "return own && static_cast<i32>((turn.ended - launches * block_count()) << spare) >= 0;", "return own;"),
     ("an overlap leaves the context open", CONTEXT, "waits look at it, and end.\n  store_release_gpu(&state_of(c)->closed, 1u);", "waits look at it, and end."),
-    ("an overlap told once", REPORT, "waited || record.kind == raw::TY_ERROR_OVERLAP", "waited"),
+    ("an overlap told once", REPORT, "overlap_problem(record), fatal: true }", "overlap_problem(record), fatal: false }"),
     ("rows outside of the output stored", RECEIVE, "return row < output_rows(a) ? static_cast<i32>(row) : -1;", "return static_cast<i32>(row);"),
     ("tokens without a row described", RECEIVE, "bool there = k < c.top_k && own >= 0;", "bool there = k < c.top_k;"),
     ("rows behind a peer's output stored", IN_PLACE, "bool there = row < static_cast<u32>(a.output.capacity);", "bool there = row != ~0u;"),
@@ -314,6 +315,12 @@ MUTANTS = [
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
     ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
+    ("a context goes on after its call was cut short", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "false;"),
+    ("a mistake in order closes the context", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "true;"),
+    ("a timeout is no fatal error", ERROR, "            Error::Generation { .. } | Error::Timeout { .. } | Error::PeerLost { .. } => true,",
+     "            Error::Timeout { .. } => false,\n            Error::Generation { .. } | Error::PeerLost { .. } => true,"),
+    ("the driver's code lost", ERROR, "Error::Device { code, .. } => *code,", "Error::Device { code, .. } => code.filter(|_| false),"),
+    ("a proxy ended by an error that its caller survives", REMOTE, "let error = error.ending();", "let error = error;"),
     ("members of another generation let in", TERMS, "if self.generation != theirs.generation {", "if false {"),
     ("other members let in", TERMS, "if self.members != theirs.members {", "if false {"),
     ("other nodes let in", TERMS, "if self.nodes != theirs.nodes {", "if false {"),
@@ -441,7 +448,9 @@ class Worker:
             HANDLE: ownership,
             EXECUTOR: ownership,
             WORLD: contexts,
-            REPORT: [("tests/nodes.rs", [*test, "nodes", "halves_go"]), ("tests/overlap.rs", [*test, "overlap"])],
+            REPORT: [("unit tests", [*lib, "report::"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"]),
+                     ("tests/overlap.rs", [*test, "overlap"])],
+            ERROR: [("unit tests", [*lib, "error::"])],
             PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
             MAILBOX: [("tests/loom.rs", [*test, "loom"])],
             REMOTE: [("unit tests", [*lib, "driver"])],

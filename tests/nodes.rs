@@ -326,7 +326,8 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
                 let after = rig(&world, &first);
                 // Building over the past world would close what is newer.
                 let error = AllToAll::builder(&past).proxy(&first).build().err();
-                assert_eq!(error, Some(Error::Generation { rank: own, generation: 0, newest: 1 }));
+                let Some(Error::Generation { rank, generation: 0, newest: 1, .. }) = error else { panic!("{error:?}") };
+                assert_eq!(rank, own);
                 let mask = after.ep.mask();
                 assert_eq!((mask.len(), mask.iter().position(|there| !there)), (5, Some(lost as usize)));
                 let placement = after.ep.placement().clone();

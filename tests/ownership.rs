@@ -373,7 +373,7 @@ fn replays_run_behind_eager_calls_and_these_behind_replays() {
 #[test]
 fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.tuning(|t| (t.handles, t.ordered) = (1, false)));
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
         rig.route_all(0);
         let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
@@ -427,12 +427,14 @@ fn a_combine_on_another_stream_runs_behind_its_dispatch_eager_or_replayed() {
 #[test]
 fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |b| b.tuning(|t| (t.handles, t.ordered) = (1, false)));
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
         rig.route_all(0);
         let (first, second) = (&rig.stream, rig.ep.device().new_stream().unwrap());
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
-        let handle = rig.ep.dispatch(first, &tokens, &output).unwrap();
-        first.synchronize(PATIENCE).unwrap();
+        // Dispatches follow the last one, which is on the stream of the launch.
+        let third = rig.ep.device().new_stream().unwrap();
+        let handle = rig.ep.dispatch(&third, &tokens, &output).unwrap();
+        third.synchronize(PATIENCE).unwrap();
         let held = Held::hold(first);
         rig.ep.combine(first, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
         drop(handle);
@@ -440,7 +442,6 @@ fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {
         rig.ep.dispatch(&second, &tokens, &output).unwrap();
         drop(second.end_capture().unwrap());
         // A graph that is never launched has waited for nothing.
-        let third = rig.ep.device().new_stream().unwrap();
         second.begin_capture().unwrap();
         drop(rig.ep.dispatch(&second, &tokens, &output).unwrap());
         let graph = second.end_capture().unwrap();

@@ -408,7 +408,7 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
 /// Name, value and advice of a configuration error.
 fn refused<T>(outcome: Result<T>) -> (&'static str, String, String) {
     match outcome.map(|_| ()) {
-        Err(Error::Config { name, value, advice }) => (name, value, advice),
+        Err(Error::Config { name, value, advice, .. }) => (name, value, advice),
         other => panic!("no configuration error: {other:?}"),
     }
 }

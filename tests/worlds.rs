@@ -48,8 +48,8 @@ impl Table {
         }
         let (round, _) = self.over.wait_timeout_while(round, timeout, |round| round.number == number).unwrap();
         if round.number == number {
-            let (what, advice) = (format!("nobody else came to \"{what}\""), "of this test".into());
-            return Err(Error::Bootstrap { what, advice });
+            let (what, advice) = (format!("nobody else came to \"{what}\""), "of this test");
+            return Err(Error::bootstrap(what, advice));
         }
         Ok(round.last.clone())
     }
@@ -132,23 +132,23 @@ fn ranks_and_sizes_that_cannot_be() {
 
 #[test]
 fn an_all_gather_that_fails_ends_the_collectives_with_its_own_error() {
-    let fails = |_: &str, _: &[u8], _: Duration| Err(Error::Transport { what: "of mine".into(), advice: "x".into() });
+    let fails = |_: &str, _: &[u8], _: Duration| Err(Error::transport("of mine", "x"));
     let error = World::over(0, 2, None, fails).unwrap_err();
-    assert_eq!(error, Error::Transport { what: "of mine".into(), advice: "x".into() });
+    assert_eq!(error, Error::transport("of mine", "x"));
     let table = Table::new(1);
     let second_fails = {
         let calls = Mutex::new(0);
         move |what: &str, own: &[u8], timeout: Duration| {
             *calls.lock().unwrap() += 1;
             if *calls.lock().unwrap() == 2 {
-                return Err(Error::Transport { what: "of mine".into(), advice: "x".into() });
+                return Err(Error::transport("of mine", "x"));
             }
             table.meet(0, what, own, timeout)
         }
     };
     let world = World::over(0, 1, Some(7), second_fails).unwrap();
     assert_eq!(world.local_rank(), 7);
-    assert!(matches!(world.barrier("first"), Err(Error::Transport { .. })));
+    assert_eq!(world.barrier("first"), Err(Error::transport("of mine", "x").ending()));
     let later = text(world.barrier("later"));
     assert!(later.contains("\"first\" failed") && later.contains("of mine"), "{later}");
 }
@@ -335,7 +335,7 @@ impl Star {
 
 impl AllGather for Star {
     fn all_gather(&self, what: &str, own: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        let failed = |error| Error::Bootstrap { what: format!("{what}: {error}"), advice: "see the peers".into() };
+        let failed = |error| Error::bootstrap(format!("{what}: {error}"), "see the peers");
         self.gather(own, timeout).map_err(failed)
     }
 }

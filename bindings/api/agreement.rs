@@ -4,8 +4,8 @@
 //! world's collectives.
 
 use super::placement::Placement;
-use super::shape::{Shape, config};
-use crate::base::Result;
+use super::shape::Shape;
+use crate::base::{Error, Result};
 use crate::proxy::Offer;
 use crate::transport::World;
 
@@ -60,7 +60,7 @@ pub(super) fn agree(
         let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
         if let Some((mine, theirs)) = differs {
             let advice = format!("rank {rank} has {theirs}; give all ranks the same configuration");
-            return Err(config("of this rank", mine, advice));
+            return Err(Error::config("of this rank", mine, advice));
         }
     }
     Ok(agreed)

@@ -1,12 +1,12 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
-use super::format::{RowFormat, SCALE_COLUMNS, Scales};
+use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
 use super::plan::Plan;
-use super::shape::{Partial, Shape, Weights, config};
+use super::shape::{Shape, Weights};
 use super::sms::{Traffic, sms_available};
 use super::tuning::{ArenaPlace, Tuning};
-use crate::base::{Dtype, Result};
+use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceKind};
 use crate::proxy::Proxy;
@@ -184,17 +184,17 @@ impl AllToAllBuilder {
         }
         if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
-            return Err(config("max_tokens_per_rank", self.max_tokens, advice));
+            return Err(Error::config("max_tokens_per_rank", self.max_tokens, advice));
         }
         // Landings keep 43 bits of an epoch, and fresh memory holds one of epoch 0: 2^42 calls are left at the least.
         if self.tuning.first_epoch > 1 << 42 {
-            let advice = "epochs are counted to 2^43; start at 2^42 at the most".into();
-            return Err(config("first_epoch", self.tuning.first_epoch, advice));
+            let advice = "epochs are counted to 2^43; start at 2^42 at the most";
+            return Err(Error::config("first_epoch", self.tuning.first_epoch, advice));
         }
         // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.
         if self.tuning.first_epoch as u32 == 0 || self.tuning.first_epoch as u32 == u32::MAX {
-            let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds".into();
-            return Err(config("first_epoch", self.tuning.first_epoch, advice));
+            let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds";
+            return Err(Error::config("first_epoch", self.tuning.first_epoch, advice));
         }
         self.check_own_output(&nodes)?;
         let placement = match &self.placement {
@@ -203,15 +203,23 @@ impl AllToAllBuilder {
         };
         if placement.experts() != self.experts || placement.ranks() != first_ranks {
             let value = format!("{} experts on {} ranks", placement.experts(), placement.ranks());
-            return Err(config("placement", value, format!("this world has {} on {first_ranks}", self.experts)));
+            return Err(Error::config("placement", value, format!("this world has {} on {first_ranks}", self.experts)));
         }
         if placement.max_local_experts() > raw::TY_MAX_LOCAL_EXPERTS as usize {
             let advice = format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS);
-            return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
+            return Err(Error::config(
+                "placement",
+                format!("{} experts on a rank", placement.max_local_experts()),
+                advice,
+            ));
         }
         if ranks * placement.max_local_experts() > raw::TY_MAX_COUNTS as usize {
             let advice = format!("{ranks} ranks times that must not exceed {}; spread them", raw::TY_MAX_COUNTS);
-            return Err(config("placement", format!("{} experts on a rank", placement.max_local_experts()), advice));
+            return Err(Error::config(
+                "placement",
+                format!("{} experts on a rank", placement.max_local_experts()),
+                advice,
+            ));
         }
         let name = self.world.original(self.world.rank());
         let shape = Shape {
@@ -248,9 +256,8 @@ impl AllToAllBuilder {
         if let Some((_, align)) =
             self.tuning.own_output.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
         {
-            let advice =
-                "rows are counted in int32, those by which experts' starts are aligned, too; align by less".into();
-            return Err(config("own_output align", align, advice));
+            let advice = "rows are counted in int32, those by which experts' starts are aligned, too; align by less";
+            return Err(Error::config("own_output align", align, advice));
         }
         Ok((shape, placement))
     }
@@ -270,7 +277,7 @@ impl AllToAllBuilder {
         } else {
             return Ok(());
         };
-        Err(config("own_output", format!("{rows} rows"), why.into()))
+        Err(Error::config("own_output", format!("{rows} rows"), why))
     }
 
     fn check_nodes(&self) -> Result<Nodes> {
@@ -298,10 +305,10 @@ impl AllToAllBuilder {
             "tokens a rank, of which a block keeps a bitmap per node",
         )?;
         if self.sms == Some(1) {
-            return Err(config(
+            return Err(Error::config(
                 "sms",
                 1,
-                "with several nodes one block watches the proxy's words; use 2 or more".into(),
+                "with several nodes one block watches the proxy's words; use 2 or more",
             ));
         }
         Ok(nodes)
@@ -310,26 +317,26 @@ impl AllToAllBuilder {
     fn check_rows(&self, shape: &Shape) -> Result<()> {
         if !shape.row_bytes.is_multiple_of(16) {
             let advice = format!("a row of {} bytes is no multiple of 16; pad the hidden size", shape.row_bytes);
-            return Err(config("hidden", self.hidden, advice));
+            return Err(Error::config("hidden", self.hidden, advice));
         }
         let blocks = self.hidden.is_multiple_of(SCALE_COLUMNS);
         if self.format.dtype == Dtype::Fp8E4m3 && !blocks {
-            return Err(config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple".into()));
+            return Err(Error::config("hidden", self.hidden, "fp8 rows have a scale per 128 columns; use a multiple"));
         }
         if self.quantize && (self.format.dtype != Dtype::Fp8E4m3 || self.format.scales == Scales::None) {
             let advice = format!(
                 "it makes fp8 rows with scales, and these are {} with scales {:?}; use fp8 with F32 or Ue8m0",
                 self.format.dtype, self.format.scales
             );
-            return Err(config("quantize", true, advice));
+            return Err(Error::config("quantize", true, advice));
         }
         shape.float_code("combine_dtype", self.combine_dtype)?;
         if self.tuning.partial == Partial::Fp8 && !blocks {
-            let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows".into();
-            return Err(config("hidden", self.hidden, advice));
+            let advice = "fp8 partial rows have a scale per 128 columns; use a multiple, or other partial rows";
+            return Err(Error::config("hidden", self.hidden, advice));
         }
         if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
-            return Err(config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one".into()));
+            return Err(Error::config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one"));
         }
         Ok(())
     }
@@ -343,5 +350,5 @@ fn within(name: &'static str, value: usize, low: usize, high: usize, unit: &str)
     if (low..=high).contains(&value) {
         return Ok(());
     }
-    Err(config(name, value, format!("use {low} to {high} {unit}")))
+    Err(Error::config(name, value, format!("use {low} to {high} {unit}")))
 }

@@ -194,8 +194,8 @@ impl OwnOutput {
         if rows && scales && output.layout == self.layout && output.scale_order == ScaleOrder::RowMajor {
             return Ok(());
         }
-        let advice = "this context has an output in its arena; give what own_output() says".into();
-        Err(argument("output", format!("{:?} at {:#x}", output.layout, output.rows.ptr()), advice))
+        let advice = "this context has an output in its arena; give what own_output() says";
+        Err(Error::argument("output", format!("{:?} at {:#x}", output.layout, output.rows.ptr()), advice))
     }
 }
 
@@ -442,19 +442,19 @@ impl Combined {
     }
 }
 
-fn argument(name: &'static str, value: String, advice: String) -> Error {
-    Error::Argument { name, value, advice }
-}
-
 /// Refuses what differs from a context's own.
 fn built_for(name: &'static str, given: String, own: String) -> Error {
-    argument(name, given, format!("this context was built for {own}; give that, or build a context for the other"))
+    Error::argument(
+        name,
+        given,
+        format!("this context was built for {own}; give that, or build a context for the other"),
+    )
 }
 
 /// Scale words from one column to the next, which the device keeps in 32 bits.
 fn stride(name: &'static str, words: usize) -> Result<u32> {
-    let advice = "columns of scales are at most 2^32 - 1 words apart; lay them out closer".into();
-    u32::try_from(words).map_err(|_| argument(name, words.to_string(), advice))
+    let advice = "columns of scales are at most 2^32 - 1 words apart; lay them out closer";
+    u32::try_from(words).map_err(|_| Error::argument(name, words, advice))
 }
 
 /// What views are held against: the context's shape, and its device.
@@ -469,16 +469,20 @@ impl Needs<'_> {
     fn need(&self, name: &'static str, view: &View, bytes: Option<usize>, align: u64) -> Result<u64> {
         view.of(name, self.place)?;
         let Some(bytes) = bytes else {
-            return Err(argument(name, "beyond 64 bits".into(), "ask for fewer rows".into()));
+            return Err(Error::argument(name, "beyond 64 bits", "ask for fewer rows"));
         };
         if view.len() < bytes {
-            return Err(argument(name, format!("{} bytes", view.len()), format!("{bytes} bytes are needed")));
+            return Err(Error::argument(name, format!("{} bytes", view.len()), format!("{bytes} bytes are needed")));
         }
         if bytes > 0 && view.ptr() == 0 {
-            return Err(argument(name, "a null pointer".into(), format!("{bytes} bytes are needed")));
+            return Err(Error::argument(name, "a null pointer", format!("{bytes} bytes are needed")));
         }
         if !view.ptr().is_multiple_of(align) {
-            return Err(argument(name, format!("address {:#x}", view.ptr()), format!("align it to {align} bytes")));
+            return Err(Error::argument(
+                name,
+                format!("address {:#x}", view.ptr()),
+                format!("align it to {align} bytes"),
+            ));
         }
         Ok(view.ptr())
     }
@@ -493,8 +497,8 @@ impl Needs<'_> {
         bytes: Option<usize>,
     ) -> Result<u64> {
         match (wanted, view) {
-            (true, None) => Err(argument(name, "missing".into(), format!("{why}, so give it"))),
-            (false, Some(_)) => Err(argument(name, "given".into(), format!("{why}, so leave it out"))),
+            (true, None) => Err(Error::argument(name, "missing", format!("{why}, so give it"))),
+            (false, Some(_)) => Err(Error::argument(name, "given", format!("{why}, so leave it out"))),
             (true, Some(view)) => self.need(name, view, bytes, 4),
             (false, None) => Ok(0),
         }
@@ -509,7 +513,7 @@ impl Needs<'_> {
 fn rows_span(name: &'static str, rows: usize, pitch: usize, row_bytes: usize) -> Result<Option<usize>> {
     if pitch < row_bytes || !pitch.is_multiple_of(16) {
         let advice = format!("use a multiple of 16 that is at least {row_bytes}");
-        return Err(argument(name, format!("{pitch} bytes"), advice));
+        return Err(Error::argument(name, format!("{pitch} bytes"), advice));
     }
     Ok(if rows == 0 { Some(0) } else { (rows - 1).checked_mul(pitch).and_then(|b| b.checked_add(row_bytes)) })
 }
@@ -527,9 +531,9 @@ impl Tokens {
     /// Tokens for which views must have room: the host's count, or the maximum where only the device knows.
     pub(crate) fn room(&self, shape: &Shape) -> Result<usize> {
         match self.count {
-            TokenCount::Host(count) if count > shape.max_tokens => Err(argument(
+            TokenCount::Host(count) if count > shape.max_tokens => Err(Error::argument(
                 "count",
-                count.to_string(),
+                count,
                 format!("this context was built for at most {} tokens a rank", shape.max_tokens),
             )),
             TokenCount::Host(count) => Ok(count),
@@ -588,7 +592,7 @@ impl Tokens {
             [("row_stride_bytes of scales", s.row_stride_bytes), ("col_stride_bytes of scales", s.col_stride_bytes)]
         }) {
             if !bytes.is_multiple_of(4) {
-                return Err(argument(name, format!("{bytes} bytes"), "use a multiple of 4: scales are words".into()));
+                return Err(Error::argument(name, format!("{bytes} bytes"), "use a multiple of 4: scales are words"));
             }
         }
         Ok(scales)
@@ -628,7 +632,7 @@ impl Output {
         let shape = needs.shape;
         let (capacity, align) = match self.layout {
             Layout::Contiguous { align: 0, .. } => {
-                return Err(argument("align", "0".into(), "use 1 for no alignment".into()));
+                return Err(Error::argument("align", "0", "use 1 for no alignment"));
             }
             Layout::Contiguous { align, capacity } => (capacity, align),
             Layout::Masked { per_expert } => (per_expert, 1),
@@ -638,7 +642,7 @@ impl Output {
         let rows = self.layout.rows(local).filter(|&rows| rows <= i32::MAX as usize);
         let (Some(rows), true) = (rows, shape.is_counted(local, align)) else {
             let advice = "rows are counted in int32, those by which experts' starts are aligned, too; ask for fewer";
-            return Err(argument("layout", format!("{:?}", self.layout), advice.into()));
+            return Err(Error::argument("layout", format!("{:?}", self.layout), advice));
         };
         let pitch = self.pitch_bytes.unwrap_or(shape.row_bytes);
         needs.need("rows", &self.rows, rows_span("pitch_bytes of rows", rows, pitch, shape.row_bytes)?, 16)?;
@@ -659,7 +663,7 @@ impl Output {
         let only_token = "only the token layout has it";
         for (name, view) in [("token_experts", &self.token_experts), ("token_weights", &self.token_weights)] {
             if !is_token && view.is_some() {
-                return Err(argument(name, "given".into(), format!("{only_token}, so leave it out")));
+                return Err(Error::argument(name, "given", format!("{only_token}, so leave it out")));
             }
         }
         let per_choice = rows.checked_mul(4 * shape.top_k);

@@ -9,7 +9,7 @@ use super::open::{Call, InUse, Memory, Open};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::Plan;
-use super::shape::{Shape, config};
+use super::shape::Shape;
 use super::statistics::CallStatistics;
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
@@ -420,8 +420,8 @@ impl AllToAll {
 
     fn check_output(&self, output: &Output) -> Result<raw::ty_output> {
         if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
-            let advice = "the caller sums a token's rows before combine, so weights must come with dispatch".into();
-            return Err(config("layout", "token", advice));
+            let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";
+            return Err(Error::config("layout", "token", advice));
         }
         if let Some(own) = self.own_output() {
             own.check(output)?;
@@ -436,7 +436,7 @@ impl AllToAll {
         }
         let advice = "with an output in the arena rows leave once all counts are here, so that a call has no halves; use \
                       dispatch, or a context without own_output";
-        Err(config("own_output", "of a split dispatch", advice.into()))
+        Err(Error::config("own_output", "of a split dispatch", advice))
     }
 
     /// Until what it gives is dropped, launches are of the caller's call alone, behind earlier ones of the chain. No
@@ -454,7 +454,7 @@ impl AllToAll {
         if context == self.id() {
             return Ok(());
         }
-        Err(Error::Argument { name, value: "of another context".into(), advice: "use it where it was made".into() })
+        Err(Error::argument(name, "of another context", "use it where it was made"))
     }
 
     fn sent(&self, lease: Arc<Lease>, tokens: &Tokens, input: raw::ty_tokens) -> Result<Sent> {

@@ -9,12 +9,12 @@ use super::handle::Pool;
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
-use super::shape::{Shape, Weights, config};
+use super::shape::{Shape, Weights};
 use super::sms::{Traffic, sms_available};
 use super::statistics::Statistics;
 use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words};
 use super::tuning::ArenaPlace;
-use crate::base::{Rank, Result};
+use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::budget::Budget;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind};
@@ -49,7 +49,7 @@ fn check_reach(needs: DeviceNeeds, gpu: Option<usize>, place: ArenaPlace) -> Res
     }
     let advice = "the network between nodes moves bytes by the processor, which does not reach a GPU's memory: give \
                   arena(ArenaPlace::Host), or a proxy over a network that reaches it";
-    Err(config("arena", "Device", advice.into()))
+    Err(Error::config("arena", "Device", advice))
 }
 
 /// What a rank allocates for itself.
@@ -110,7 +110,7 @@ impl Local {
         }
         let budget = Budget::take(&device, "sms", builder.sms)?;
         let bytes = usize::try_from(plan.arena_bytes())
-            .map_err(|_| config("max_tokens", shape.max_tokens, "the arena exceeds the address space".into()))?;
+            .map_err(|_| Error::config("max_tokens", shape.max_tokens, "the arena exceeds the address space"))?;
         let arena = match (device.ordinal(), shape.arena) {
             (Some(ordinal), ArenaPlace::Device) => Arena::cuda(ordinal, bytes)?,
             (Some(ordinal), ArenaPlace::Host) => Arena::cuda_host(ordinal, bytes)?,
@@ -129,8 +129,8 @@ impl Local {
                 },
             }),
             (Some(_), None) => {
-                let advice = "several nodes need a proxy on every rank: start one and pass it to the builder".into();
-                return Err(config("proxy", "missing", advice));
+                let advice = "several nodes need a proxy on every rank: start one and pass it to the builder";
+                return Err(Error::config("proxy", "missing", advice));
             }
         };
         let index = |rank: &Rank| shape.nodes.index_of(*rank).unwrap_or(0) as u64;
@@ -153,7 +153,7 @@ impl Local {
         let reports = Reports::allocate(&device, shape.ranks)?;
         let statistics =
             builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
-        let pool = Pool::new(&device, shape, plan.waves, builder.tuning.handles)?;
+        let pool = Pool::new(&device, shape, plan.waves, (builder.tuning.handles, builder.tuning.ordered))?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
     }
 }

@@ -1,7 +1,6 @@
 //! What a row is made of: its elements and its scales.
 
-use super::shape::config;
-use crate::base::{Dtype, Result};
+use crate::base::{Dtype, Error, Result};
 use std::fmt;
 
 /// Scales that travel with fp8 rows: one per 128 columns.
@@ -13,6 +12,19 @@ pub enum Scales {
     F32,
     /// UE8M0 exponents, four to a 4-byte word, little end first; unused bytes zero.
     Ue8m0,
+}
+
+/// What partial rows travel as: an expert rank's sum of its rows of a token, on its way home or to a rail, and between
+/// nodes the sum of a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Partial {
+    /// The combine dtype: one rounding a level.
+    #[default]
+    Same,
+    /// fp32: no rounding, and twice the bytes of 16-bit rows.
+    Fp32,
+    /// fp8 e4m3 with an fp32 scale per 128 columns: about half the bytes of 16-bit rows.
+    Fp8,
 }
 
 /// Columns of a scale.
@@ -47,7 +59,7 @@ impl RowFormat {
     pub fn new(dtype: Dtype, scales: Scales) -> Result<RowFormat> {
         if dtype != Dtype::Fp8E4m3 && scales != Scales::None {
             let advice = format!("{dtype} rows carry no scales; use none, or fp8 rows");
-            return Err(config("scales", format!("{scales:?}"), advice));
+            return Err(Error::config("scales", format!("{scales:?}"), advice));
         }
         Ok(RowFormat { dtype, scales })
     }

@@ -19,6 +19,7 @@ pub(crate) struct Slot {
 /// Handles that are free. Held by the context and by every handle in use.
 pub(crate) struct Pool {
     device: Device,
+    ordered: bool,
     /// Where the parts of a handle lie in its memory, and the memory's length.
     offsets: [u64; PARTS],
     bytes: usize,
@@ -36,10 +37,10 @@ struct Free {
 
 impl Pool {
     /// Allocates `count` handles.
-    pub fn new(device: &Device, shape: &Shape, waves: usize, count: usize) -> Result<Arc<Pool>> {
+    pub fn new(device: &Device, shape: &Shape, waves: usize, (count, ordered): (usize, bool)) -> Result<Arc<Pool>> {
         let (offsets, bytes) = layout(shape, waves);
         let free = Mutex::new(Free { slots: Vec::with_capacity(count), abandoned: false });
-        let pool = Pool { device: device.clone(), offsets, bytes, free };
+        let pool = Pool { device: device.clone(), ordered, offsets, bytes, free };
         for _ in 0..count {
             let slot = pool.make()?;
             slot._memory.fill(0)?;
@@ -92,7 +93,7 @@ impl Pool {
             rail_mask,
             rail_rows,
         };
-        Ok(Slot { _memory: memory, raw, last: Arc::default() })
+        Ok(Slot { _memory: memory, raw, last: Arc::new(LastUse::new(self.ordered)) })
     }
 
     /// Has all handles keep their memory for good, those in use as they come back: kernels that do not end may use it.
@@ -108,11 +109,11 @@ impl Pool {
 }
 
 fn none_free() -> Error {
-    Error::Argument {
-        name: "handle",
-        value: "none free while the stream captures".into(),
-        advice: "allocate before capturing, e.g. by Tuning::handles, or drop handles that are no longer used".into(),
-    }
+    Error::argument(
+        "handle",
+        "none free while the stream captures",
+        "allocate before capturing, e.g. by Tuning::handles, or drop handles that are no longer used",
+    )
 }
 
 fn layout(shape: &Shape, waves: usize) -> ([u64; PARTS], usize) {

@@ -4,7 +4,7 @@
 //! code that is not there is neither fetched nor stepped over. What they take for granted is written down in
 //! kernels/common/plain.cuh; here is asked whether it holds. Ranks of one epoch may take different ones.
 
-use super::shape::Partial;
+use super::format::Partial;
 use crate::base::Dtype;
 use crate::ffi::layout as raw;
 

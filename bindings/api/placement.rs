@@ -27,14 +27,14 @@ impl Placement {
     /// `Config` if the table is empty or names a rank outside the world.
     pub fn table(table: Vec<u32>, ranks: usize) -> Result<Placement> {
         if table.is_empty() {
-            return Err(config("placement", "empty".into(), "give one rank per expert".into()));
+            return Err(Error::config("placement", "empty", "give one rank per expert"));
         }
         let mut local_experts = vec![Vec::new(); ranks];
         let mut local_index = Vec::with_capacity(table.len());
         for (expert, &rank) in table.iter().enumerate() {
             let Some(list) = local_experts.get_mut(rank as usize) else {
                 let advice = format!("expert {expert} must lie on a rank below {ranks}");
-                return Err(config("placement", format!("rank {rank}"), advice));
+                return Err(Error::config("placement", format!("rank {rank}"), advice));
             };
             local_index.push(list.len() as u32);
             list.push(expert as u32);
@@ -71,10 +71,6 @@ impl Placement {
     pub fn max_local_experts(&self) -> usize {
         self.local_experts.iter().map(Vec::len).max().unwrap_or(0)
     }
-}
-
-fn config(name: &'static str, value: String, advice: String) -> Error {
-    Error::Config { name, value, advice }
 }
 
 #[cfg(test)]

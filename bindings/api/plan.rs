@@ -155,14 +155,16 @@ impl Plan {
 
     /// With `copies` of received rows and partial rows.
     fn of_waves(input: &PlanInput, wave_tokens: usize, copies: u64) -> Result<Plan> {
-        let overflow = || Error::Config {
-            name: "max_tokens_per_rank",
-            value: input.max_tokens.to_string(),
-            advice: format!(
-                "the arena of {} ranks and {} bytes a row would overflow 64 bits; lower it",
-                input.nodes.ranks().count(),
-                input.row_bytes
-            ),
+        let overflow = || {
+            Error::config(
+                "max_tokens_per_rank",
+                input.max_tokens,
+                format!(
+                    "the arena of {} ranks and {} bytes a row would overflow 64 bits; lower it",
+                    input.nodes.ranks().count(),
+                    input.row_bytes
+                ),
+            )
         };
         let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
         let waves = input.max_tokens.div_ceil(wave_tokens);
@@ -262,10 +264,12 @@ impl Plan {
             Wire::new(WireInput { nodes: input.nodes.clone(), nics: input.nics, lanes, staging_offset, inbox_offset })
         };
         let sized = at(cursor.next, cursor.next)?;
-        let overflow = || Error::Config {
-            name: "max_tokens_per_rank",
-            value: input.max_tokens.to_string(),
-            advice: "wire staging and inbox would overflow 64 bits; lower it".into(),
+        let overflow = || {
+            Error::config(
+                "max_tokens_per_rank",
+                input.max_tokens,
+                "wire staging and inbox would overflow 64 bits; lower it",
+            )
         };
         let staging = cursor.buffer("wire staging", sized.staging_bytes()).ok_or_else(overflow)?;
         let inbox = cursor.buffer("wire inbox", sized.inbox_bytes()).ok_or_else(overflow)?;
@@ -316,10 +320,12 @@ impl Plan {
 
 /// The messages of one direction.
 fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Result<Message> {
-    let too_large = |what: &str| Error::Config {
-        name: "max_tokens_per_rank",
-        value: input.max_tokens.to_string(),
-        advice: format!("{what} of a message between nodes do not fit 32 bits; lower it"),
+    let too_large = |what: &str| {
+        Error::config(
+            "max_tokens_per_rank",
+            input.max_tokens,
+            format!("{what} of a message between nodes do not fit 32 bits; lower it"),
+        )
     };
     let peers = input.nodes.members().len() - 1;
     let header = match direction {

@@ -73,10 +73,9 @@ impl Reports {
                 continue;
             }
             let waited = matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST);
-            let closes = waited || record.kind == raw::TY_ERROR_OVERLAP;
             let error = own.clone().filter(|_| waited);
             let error = error.unwrap_or_else(|| describe(&record, number % DIRECTIONS, world, lost));
-            if closes {
+            if error.is_fatal() {
                 close(&error);
             }
             return Err(error);
@@ -156,18 +155,22 @@ fn describe(
             Error::Capacity { rank, epoch, what, needed: record.a, given: record.b }
         }
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
-        raw::TY_ERROR_ORDER => Error::Order { rank, problem: order_problem(record) },
-        raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record) },
+        raw::TY_ERROR_ORDER => {
+            let fatal = record.a as u32 == raw::TY_ORDER_WAVE;
+            Error::Order { rank, problem: order_problem(record), fatal }
+        }
+        raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record), fatal: true },
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
             let cause = cause.unwrap_or_else(|| "as its proxy says".to_owned());
             Error::PeerLost { rank, peer, cause, site: site_name(record.site), epoch }
         }
-        other => Error::Device {
-            what: format!("error record {direction} has unknown kind {other}"),
-            advice: "kernels and library are of different builds; rebuild".into(),
-        },
+        other => Error::device(
+            format!("error record {direction} has unknown kind {other}"),
+            "kernels and library are of different builds; rebuild",
+        )
+        .ending(),
     }
 }
 
@@ -228,7 +231,7 @@ fn order_problem(record: &raw::ty_error_record) -> String {
         raw::TY_ORDER_COMBINE_SEND => format!("combine {sent} was sent and not received, so another cannot be sent"),
         raw::TY_ORDER_COMBINE_RECEIVE => format!("combine {received} was the last sent, so none can be received"),
         raw::TY_ORDER_WAVE => {
-            format!("launch {sent} was not the last of its call, of which one has failed, so this context cannot go on")
+            format!("launch {sent} was not the last of its call, of which one has failed")
         }
         _ => "combine was given a handle whose dispatch has not been received".to_owned(),
     }
@@ -240,16 +243,20 @@ mod tests {
 
     /// As a device writes a record.
     fn write(reports: &Reports, number: usize, kind: u32) {
+        write_with(reports, number, kind, 0);
+    }
+
+    fn write_with(reports: &Reports, number: usize, kind: u32, a: u32) {
         let record = reports.memory.host_ptr().cast::<raw::ty_error_record>().wrapping_add(number);
         // SAFETY: the buffer holds RECORDS records, `number` is below that, and nothing else looks at them meanwhile.
-        unsafe { record.write(raw::ty_error_record { sequence: 2, kind, ..Default::default() }) };
+        unsafe { record.write(raw::ty_error_record { sequence: 2, kind, a: a.into(), ..Default::default() }) };
     }
 
     #[test]
     fn a_call_that_was_cut_short_is_named() {
         let wave = raw::ty_error_record { a: raw::TY_ORDER_WAVE.into(), b: 7, c: 7, ..Default::default() };
         let problem = order_problem(&wave);
-        assert!(problem.contains("launch 7 ") && problem.contains("cannot go on"), "{problem}");
+        assert!(problem.contains("launch 7 ") && problem.contains("one has failed"), "{problem}");
     }
 
     #[test]
@@ -275,6 +282,25 @@ mod tests {
     }
 
     #[test]
+    fn a_call_that_stays_unfinished_closes_the_context_and_any_other_mistake_in_order_does_not() {
+        let world = World::threads(1).remove(0);
+        for (kind, a, closes) in [
+            (raw::TY_ERROR_ORDER, raw::TY_ORDER_WAVE, true),
+            (raw::TY_ERROR_ORDER, raw::TY_ORDER_DISPATCH_SEND, false),
+            (raw::TY_ERROR_OVERLAP, raw::TY_DIRECTION_DISPATCH, true),
+        ] {
+            let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
+            write_with(&reports, 0, kind, a);
+            let check = || reports.check(&world, None, &Vec::new);
+            assert_eq!(
+                check().map_err(|error| (error.is_fatal(), matches!(error, Error::Order { .. }))),
+                Err((closes, true))
+            );
+            assert_eq!(check().is_err(), closes);
+        }
+    }
+
+    #[test]
     fn what_a_context_survives_is_told_once() {
         let world = World::threads(1).remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
@@ -286,7 +312,7 @@ mod tests {
     #[test]
     fn what_ended_the_own_proxy_is_told_and_no_peer_blamed() {
         let world = World::threads(1).remove(0);
-        let ended = Error::Transport { what: "gone".into(), advice: "restart".into() };
+        let ended = Error::transport("gone", "restart").ending();
         let lost = || vec![(Rank(0), "which is slow".to_owned())];
         for kind in [raw::TY_ERROR_TIMEOUT, raw::TY_ERROR_PEER_LOST] {
             let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();

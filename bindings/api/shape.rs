@@ -1,6 +1,6 @@
 //! What a context was built for: the settings that its plan, its launches and the checks of its calls go by.
 
-use super::format::{RowFormat, SCALE_COLUMNS, Scales};
+use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
 use super::plan::PlanInput;
 use super::tuning::ArenaPlace;
@@ -17,19 +17,6 @@ pub enum Weights {
     Combine,
     /// Nowhere: every weight is 1.
     None,
-}
-
-/// What partial rows travel as: an expert rank's sum of its rows of a token, on its way home or to a rail, and between
-/// nodes the sum of a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Partial {
-    /// The combine dtype: one rounding a level.
-    #[default]
-    Same,
-    /// fp32: no rounding, and twice the bytes of 16-bit rows.
-    Fp32,
-    /// fp8 e4m3 with an fp32 scale per 128 columns: about half the bytes of 16-bit rows.
-    Fp8,
 }
 
 /// What a context was built for.
@@ -128,11 +115,11 @@ impl Shape {
             Dtype::Bf16 => raw::TY_BF16,
             Dtype::Fp16 => raw::TY_FP16,
             Dtype::Fp32 => raw::TY_FP32,
-            Dtype::Fp8E4m3 => return Err(config(what, dtype.name(), "use bf16, fp16 or fp32".into())),
+            Dtype::Fp8E4m3 => return Err(Error::config(what, dtype.name(), "use bf16, fp16 or fp32")),
         };
         if !(self.hidden * dtype.bytes()).is_multiple_of(16) {
             let advice = format!("a row of {} {dtype} elements is no multiple of 16 bytes", self.hidden);
-            return Err(config(what, dtype.name(), advice));
+            return Err(Error::config(what, dtype.name(), advice));
         }
         Ok(code)
     }
@@ -192,8 +179,4 @@ impl Shape {
             self.weights,
         )
     }
-}
-
-pub(crate) fn config(name: &'static str, value: impl ToString, advice: String) -> Error {
-    Error::Config { name, value: value.to_string(), advice }
 }

@@ -1,6 +1,6 @@
 //! Settings of a context that most do without: what each is for stands at its field.
 
-use super::shape::Partial;
+use super::format::Partial;
 use crate::transport::memory::gdr::GdrCopy;
 
 /// Arenas up to which received rows and partial rows are kept twice, with several nodes.

@@ -17,7 +17,7 @@ const SETUP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A device error made of its parts.
 pub fn error(what: impl Into<String>, advice: impl Into<String>) -> Error {
-    Error::Device { what: what.into(), advice: advice.into() }
+    Error::device(what, advice)
 }
 
 /// Turns the driver's answer to `what` into a result that names the CUDA error and what to try.
@@ -27,7 +27,13 @@ pub fn check(code: CUresult, what: &str) -> Result<()> {
 
 /// The error for a call `what` that answered `code`.
 pub fn failure(code: CUresult, what: &str) -> Error {
-    error(format!("{what} failed with {}", describe(code)), advice(code))
+    named_failure(code, &describe(code), what)
+}
+
+fn named_failure(code: CUresult, name: &str, what: &str) -> Error {
+    let what = format!("{what} failed with {name}");
+    let advice = advice(code).to_owned();
+    Error::Device { what, advice, fatal: is_lost(code), code: Some(code as i32), source: None }
 }
 
 /// Such as `CUDA_ERROR_OUT_OF_MEMORY (2)`.
@@ -41,6 +47,28 @@ fn describe(code: CUresult) -> String {
     // SAFETY: on success the pointer is a static C string of the driver.
     let name = unsafe { CStr::from_ptr(name) }.to_string_lossy();
     format!("{name} ({})", code as u32)
+}
+
+/// Whether the process cannot use the GPU any more.
+fn is_lost(code: CUresult) -> bool {
+    matches!(
+        code,
+        CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+            | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+            | CUresult::CUDA_ERROR_ASSERT
+            | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+            | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+            | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+            | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+            | CUresult::CUDA_ERROR_INVALID_PC
+            | CUresult::CUDA_ERROR_LAUNCH_FAILED
+            | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_NVLINK_UNCORRECTABLE
+            | CUresult::CUDA_ERROR_CONTAINED
+            | CUresult::CUDA_ERROR_EXTERNAL_DEVICE
+            | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+            | CUresult::CUDA_ERROR_DEINITIALIZED
+    )
 }
 
 fn advice(code: CUresult) -> &'static str {
@@ -256,4 +284,24 @@ pub unsafe fn wait_stream(stream: sys::CUstream, site: &'static str, timeout: Du
 pub unsafe fn wait_setup(stream: sys::CUstream) -> Result<()> {
     // SAFETY: passed on to the caller.
     wait::uninterrupted(|| unsafe { wait_stream(stream, "set-up stream", SETUP_TIMEOUT) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_driver_answered_is_told_with_its_code_and_whether_the_gpu_is_lost() {
+        for (code, number, lost) in [
+            (CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, 700, true),
+            (CUresult::CUDA_ERROR_LAUNCH_FAILED, 719, true),
+            (CUresult::CUDA_ERROR_OUT_OF_MEMORY, 2, false),
+            (CUresult::CUDA_ERROR_STREAM_CAPTURE_IMPLICIT, 906, false),
+        ] {
+            let error = named_failure(code, "CUDA_ERROR_X (9)", "a copy");
+            assert_eq!((error.driver_code(), error.is_fatal()), (Some(number), lost), "{error}");
+            assert!(error.to_string().starts_with("device: a copy failed with CUDA_ERROR_X (9): "), "{error}");
+        }
+        assert_eq!(super::error("no driver", "install one").driver_code(), None);
+    }
 }

@@ -15,6 +15,6 @@ pub mod memory;
 pub mod targets;
 pub mod wait;
 
-pub use error::{Error, Result};
+pub use error::{Error, Result, Source};
 pub use ids::{Dtype, Rank};
 pub use interrupt::Interrupt;

@@ -73,7 +73,7 @@ pub fn poll_unless<T>(
     match poll_until(site, timeout, due, ready) {
         Waited::Ready(value) => Ok(Some(value)),
         Waited::TimedOut => Ok(None),
-        Waited::Interrupted => Err(Error::Interrupted { what: site, left }),
+        Waited::Interrupted => Err(Error::interrupted(site, left)),
     }
 }
 

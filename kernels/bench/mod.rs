@@ -121,11 +121,11 @@ pub fn push(stream: &Stream, source: &View, destinations: &[View], bytes: &[usiz
     let fits = destinations.len() == bytes.len()
         && destinations.iter().zip(bytes).all(|(view, &n)| n % 16 == 0 && n <= view.len() && n <= source.len());
     if destinations.is_empty() || destinations.len() > most || !fits {
-        return Err(Error::Argument {
-            name: "destinations",
-            value: format!("{} of {bytes:?} bytes", destinations.len()),
-            advice: format!("give 1 to {most}, each within its view and a multiple of 16 bytes"),
-        });
+        return Err(Error::argument(
+            "destinations",
+            format!("{} of {bytes:?} bytes", destinations.len()),
+            format!("give 1 to {most}, each within its view and a multiple of 16 bytes"),
+        ));
     }
     let mut args = raw::ty_push_args {
         source: source.ptr(),
@@ -152,11 +152,7 @@ pub fn push(stream: &Stream, source: &View, destinations: &[View], bytes: &[usiz
 pub fn hold(stream: &Stream, words: &View, turn: u64, timeout: Duration) -> Result<()> {
     words.of("words", stream.device().place())?;
     if words.len() < 2 * size_of::<u64>() {
-        return Err(Error::Argument {
-            name: "words",
-            value: format!("{} bytes", words.len()),
-            advice: "give 16 bytes".into(),
-        });
+        return Err(Error::argument("words", format!("{} bytes", words.len()), "give 16 bytes"));
     }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
     let args = raw::ty_hold_args { words: words.ptr(), turn, timeout_ns };
@@ -174,11 +170,11 @@ pub fn hold(stream: &Stream, words: &View, turn: u64, timeout: Duration) -> Resu
 pub fn meet(stream: &Stream, words: &View, (rank, ranks): (usize, usize), turn: u64, timeout: Duration) -> Result<()> {
     words.of("words", stream.device().place())?;
     if rank >= ranks || words.len() / (2 * size_of::<u64>()) < ranks {
-        return Err(Error::Argument {
-            name: "words",
-            value: format!("{} bytes for rank {rank} of {ranks}", words.len()),
-            advice: "give 16 bytes for each rank, counted from 0".into(),
-        });
+        return Err(Error::argument(
+            "words",
+            format!("{} bytes for rank {rank} of {ranks}", words.len()),
+            "give 16 bytes for each rank, counted from 0",
+        ));
     }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
     let (rank, ranks) = (rank as u32, ranks as u32);

@@ -11,6 +11,7 @@ namespace ty {
 // equality suffices.
 TY_DEVICE bool meet(const Context auto &c, u64 meeting) {
   bool failed = false;
+  // N14: acquired by wait_tag below, in the peer.
   for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads())
     store_release_sys(in_arena<u64>(c, peer, c.regions.barrier_flags, meeting, c.local), meeting);
   for (u32 peer = thread_index(); peer < c.node_ranks; peer += block_threads()) {

@@ -99,9 +99,11 @@ TY_DEVICE void report(const Context auto &c, u32 direction, u32 fatal, const Fau
   ty_state *state = state_of(c);
   u32 launch = fatal ? 1 : load(&block_shared<LaunchShared>().number);
   u32 last = load_relaxed_gpu(&state->error_claim[number]);
+  // N6: one block of a launch reports. The host copies the record, and reads its sequence again.
   if (last == launch || atomic_cas_gpu(&state->error_claim[number], last, launch) != last) return;
   ty_error_record *record = pointer<ty_error_record>(c.errors) + number;
   u64 sequence = load(&state->error_sequence[number]);
+  // N6: odd before any field is.
   store_relaxed_sys(&record->sequence, sequence + 1);
   fence_acq_rel_sys();
   store_relaxed_sys(&record->kind, load(&found.kind));
@@ -111,6 +113,7 @@ TY_DEVICE void report(const Context auto &c, u32 direction, u32 fatal, const Fau
   store_relaxed_sys(&record->a, load(&found.a));
   store_relaxed_sys(&record->b, load(&found.b));
   store_relaxed_sys(&record->c, load(&found.d));
+  // N6: all fields before; the host acquires.
   store_release_sys(&record->sequence, sequence + 2);
   store(&state->error_sequence[number], sequence + 2);
 }
@@ -264,6 +267,7 @@ TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 turn, u64 &
   u64 waited = now - start;
   if (waited <= c.timeout_ns + wait.grace_ns) return true;
   keep_fault({TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited});
+  // N7: seen by every wait loop and every kernel's start.
   store_release_gpu(&state->closed, 1u);
   return false;
 }
@@ -273,7 +277,8 @@ TY_DEVICE bool wait_word(const Context auto &c, const Wait &wait, const u64 *wor
                          const char *name) {
   u64 seen = load_relaxed_sys(word), start = 0;
   for (u32 turn = 1;; ++turn) {
-    // Acquired once, as each acquisition takes the multiprocessor's first cache from all of its warps.
+    // The caller's edge (N1 to N4, N9, N10, N14, E6), acquired once: each acquisition takes the multiprocessor's first
+    // cache from all of its warps.
     if ((seen >> shift) == expected) return (void)load_acquire_sys(word), true;
     spin_pause(name);
     seen = load_relaxed_sys(word);
@@ -295,11 +300,13 @@ TY_DEVICE bool wait_tag(const Context auto &c, const u64 *tag, u64 epoch, u32 si
 
 // Waits until a word that only grows has reached `least`.
 TY_DEVICE bool wait_least(const Context auto &c, const Wait &wait, const u64 *word, u64 least, const char *name) {
+  // N8, the one edge by such words.
   u64 seen = load_acquire_sys(word);
   if (seen >= least) return true;
   u64 start = 0;
   for (u32 turn = 1;; ++turn) {
     spin_pause(name);
+    // N8 again.
     seen = load_acquire_sys(word);
     if (seen >= least) return true;
     if (!may_wait(c, wait, turn, start, least, seen)) return false;
@@ -348,7 +355,7 @@ TY_DEVICE const u64 *free_word(const Context auto &c, const ty_region &region, u
   return in_arena<const u64>(c, c.local, region, 0, peer);
 }
 
-// What wait_free of a whole block looks at first, asked for ahead of it.
+// What wait_free of a whole block looks at first (N8), asked for ahead of it.
 TY_DEVICE u64 ask_free(const Context auto &c, const ty_region &region) {
   return c.free_flags != 0 && thread_index() < c.node_ranks ? load_acquire_sys(free_word(c, region, thread_index()))
                                                             : 0;
@@ -372,7 +379,7 @@ TY_DEVICE bool wait_free(const Context auto &c, const Team &team, const ty_regio
 TY_DEVICE void publish_free(const Context auto &c, u32 direction, const ty_region &region, u64 epoch) {
   if (c.free_flags == 0) return;
   ty_state *state = state_of(c);
-  // All loads of the other blocks happened before: what was acquired with their counts.
+  // N8: all loads of the other blocks happened before, as their counts are acquired.
   if (atomic_add_gpu(&state->blocks_done[direction], 1u) + 1 != block_count()) return;
   store(&state->blocks_done[direction], 0u);
   if (load_relaxed_gpu(&state->closed) != 0) return;

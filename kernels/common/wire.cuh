@@ -92,7 +92,7 @@ TY_DEVICE u32 link_word(const ty_lane &l, u64 epoch, u32 link) {
 TY_DEVICE bool wait_staging(const Context auto &c, u32 lane, u64 epoch, u32 link) {
   if (epoch - c.first_epoch < 2) return true;
   const u64 *word = pointer<const u64>(c.wire.free) + link_word(lane_of(c, lane), epoch, link);
-  // Mostly it is.
+  // E10. Mostly it has.
   if (load_acquire_sys(word) == epoch - 2) return true;
   return wait_tag(c, word, epoch - 2, TY_SITE_STAGING, peer_of_link(c, lane, link), "wire staging");
 }
@@ -136,6 +136,7 @@ TY_DEVICE void count_packed(const Context auto &c, u32 lane, u64 epoch, u32 link
   u32 rows_here = l.row_bytes == 0 ? 0 : rows_before_chunk(l, rows, chunk + 1) - rows_before_chunk(l, rows, chunk);
   u32 all = rows_here * packed_row + (chunk == 0 ? packed_head : 0);
   u32 *counter = pointer<u32>(c.wire.counters) + l.first_counter + link * l.chunks + chunk;
+  // E1: the last packer's count follows all others'.
   if (atomic_add_gpu(counter, packed) + packed != all) return;
   store(counter, 0u);
   u32 bytes = rows_here * l.row_bytes + (chunk == 0 ? TY_WIRE_HEAD_BYTES + message.headers * l.header_bytes : 0);
@@ -184,6 +185,7 @@ TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 turn, u64 
   if (lost == 0) return may_wait(c, wait, turn, start, expected, seen);
   u32 peer = static_cast<u32>(lost - 1);
   keep_fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
+  // N7: as in may_wait.
   store_release_gpu(&state_of(c)->closed, 1u);
   return false;
 }
@@ -204,6 +206,7 @@ TY_DEVICE u32 relay_words(u64 host, u64 device, const u32 *words, u32 count, u64
   TY_UNROLL
   for (u32 i = 0; i < relay_batch; ++i) there |= (seen[i] == expected ? 1u : 0u) << i;
   if (there == 0) return 0;
+  // E6, E10: what the words announce is visible to whoever sees the words that follow.
   fence_acq_rel_sys();
   for (u32 i = 0; i < count; ++i)
     if ((there >> i) & 1) store_relaxed_gpu(pointer<u64>(device) + load(words + i), expected);
@@ -265,6 +268,7 @@ TY_DEVICE u32 relay_landings(const Context auto &c, RelayShared &shared, u32 lan
   // Loads are not made in their order: what stands behind a gap is left for the next time.
   u32 count = lowest_bit(~there);
   if (count == 0) return 0;
+  // E6: rows that landed are visible to whoever sees the words that follow.
   fence_acq_rel_sys();
   TY_UNROLL
   for (u32 i = 0; i < relay_batch; ++i) store(&shared.entries[i], static_cast<u32>(names[i]));

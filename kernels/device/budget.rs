@@ -51,7 +51,7 @@ impl Budgets {
         let others = promised.get(&gpu).copied().unwrap_or(0);
         let sum = others + u64::from(sms);
         if sum > u64::from(all) {
-            return Err(Error::Config { name, value: sms.to_string(), advice: advice(gpu, all, others, sum) });
+            return Err(Error::config(name, sms, advice(gpu, all, others, sum)));
         }
         promised.insert(gpu, sum);
         Ok(Budget { budgets: self, gpu, sms: u64::from(sms) })

@@ -34,7 +34,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 fn error(what: impl Into<String>, advice: impl Into<String>) -> Error {
-    Error::Device { what: what.into(), advice: advice.into() }
+    Error::device(what, advice)
 }
 
 /// A C string of a static name, made once for each name: the executor keeps names for as long as it lives.
@@ -49,7 +49,7 @@ pub(super) fn static_c_str(name: &'static str) -> &'static CStr {
 /// What a failed call or a returned executor means. `what` is what was being done.
 pub(super) fn explain(code: i32, what: &str, report: &str) -> Error {
     match u32::try_from(code).unwrap_or(u32::MAX) {
-        ffi::TY_EXEC_OK => error(format!("{what}: the CPU device has stopped"), "make a new device"),
+        ffi::TY_EXEC_OK => error(format!("{what}: the CPU device has stopped"), "make a new device").ending(),
         ffi::TY_EXEC_HANG => error(
             format!("{what}: every fiber of the CPU device waited and none could go on: {}", report.trim_end()),
             "see the wait sites; a peer that fails or returns early leaves the others waiting",
@@ -172,8 +172,9 @@ impl Executor {
             ended.store(code, Ordering::Release);
         };
         let thread = std::thread::Builder::new().name("tokenyard-cpu".into()).spawn(body);
-        let thread = thread
-            .map_err(|e| error(format!("starting the CPU device's thread: {e}"), "raise the limit of threads"))?;
+        let thread = thread.map_err(|e| {
+            error(format!("starting the CPU device's thread: {e}"), "raise the limit of threads").caused_by(e)
+        })?;
         *lock(&self.thread) = Some(thread);
         Ok(())
     }
@@ -192,7 +193,7 @@ impl Executor {
     fn alive(&self, what: &str) -> Result<()> {
         match self.ended.load(Ordering::Acquire) {
             RUNNING => Ok(()),
-            code => Err(explain(code, what, &self.report())),
+            code => Err(explain(code, what, &self.report()).ending()),
         }
     }
 

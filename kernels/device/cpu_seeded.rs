@@ -102,10 +102,10 @@ impl Drop for Hook {
 pub fn seeded_world(config: SeededConfig, ranks: usize, host: impl Fn(usize, Device) + Sync) -> SeededReport {
     // SAFETY: the question may be asked anywhere.
     if unsafe { ffi::ty_exec_on_fiber() } != 0 {
-        return failed(Error::Device {
-            what: "a seeded world was started inside another".into(),
-            advice: "run one after the other, or on threads of their own".into(),
-        });
+        return failed(Error::device(
+            "a seeded world was started inside another",
+            "run one after the other, or on threads of their own",
+        ));
     }
     match Executor::create(&ffi::ty_exec_config {
         seed: config.seed,
@@ -151,7 +151,7 @@ fn run(exec: &Arc<Executor>, ranks: usize, host: &(dyn Fn(usize, Device) + Sync)
         host_loads: unsafe { ffi::ty_exec_host_loads(exec.raw()) },
         // SAFETY: as above.
         further_pollers: unsafe { ffi::ty_exec_further_pollers(exec.raw()) },
-        failure: (code != ffi::TY_EXEC_OK as i32).then(|| explain(code, "the seeded world", &report)),
+        failure: (code != ffi::TY_EXEC_OK as i32).then(|| explain(code, "the seeded world", &report).ending()),
         hang_report: (!report.is_empty()).then_some(report),
     }
 }

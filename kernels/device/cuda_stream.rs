@@ -55,11 +55,11 @@ impl CudaStream {
         // SAFETY: the device's context is current; the variable outlives the call.
         check(unsafe { sys::cuCtxGetCurrent(&mut of_device) }, "asking the current context")?;
         if of_stream != of_device {
-            return Err(Error::Argument {
-                name: "cu_stream",
-                value: format!("{handle:#x}, of another context"),
-                advice: format!("pass a stream of GPU {}", device.ordinal()),
-            });
+            return Err(Error::argument(
+                "cu_stream",
+                format!("{handle:#x}, of another context"),
+                format!("pass a stream of GPU {}", device.ordinal()),
+            ));
         }
         Ok(CudaStream {
             device: device.clone(),

@@ -76,10 +76,10 @@ impl Device {
     /// GPU `ordinal`: this build has no GPU part, and says so.
     #[cfg(not(feature = "cuda"))]
     pub fn cuda(ordinal: usize) -> Result<Device> {
-        Err(Error::Device {
-            what: format!("GPU {ordinal} was asked for and this build has no GPU part"),
-            advice: "build with the feature cuda, or use the CPU device".into(),
-        })
+        Err(Error::device(
+            format!("GPU {ordinal} was asked for and this build has no GPU part"),
+            "build with the feature cuda, or use the CPU device",
+        ))
     }
 
     /// How many GPUs this process can see; 0 without a driver, with one too old, or without the feature `cuda`.
@@ -191,11 +191,11 @@ impl Device {
     /// used until the last replay is over, and launches replays in the contexts' order of calls.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
-            Backend::Cpu(_) => Err(Error::Argument {
-                name: "cu_stream",
-                value: format!("{cu_stream:#x}"),
-                advice: "the CPU device has no CUDA streams; use new_stream".into(),
-            }),
+            Backend::Cpu(_) => Err(Error::argument(
+                "cu_stream",
+                format!("{cu_stream:#x}"),
+                "the CPU device has no CUDA streams; use new_stream",
+            )),
             #[cfg(feature = "cuda")]
             Backend::Cuda(device) => {
                 // SAFETY: passed on to the caller.
@@ -532,17 +532,18 @@ pub(super) struct Shape {
 
 impl Shape {
     fn check(self) -> Result<Shape> {
-        let refuse = |name, value: u32, advice: &str| {
-            Err(Error::Argument { name, value: value.to_string(), advice: advice.into() })
-        };
         if self.grid == 0 {
-            return refuse("grid", self.grid, "launch at least one block");
+            return Err(Error::argument("grid", self.grid, "launch at least one block"));
         }
         if self.block == 0 || self.block > MAX_BLOCK_THREADS || !self.block.is_multiple_of(32) {
-            return refuse("block", self.block, "use a multiple of 32 threads, 512 at the most");
+            return Err(Error::argument("block", self.block, "use a multiple of 32 threads, 512 at the most"));
         }
         if self.shared_bytes > MAX_SHARED_BYTES {
-            return refuse("shared_bytes", self.shared_bytes, "a block has 232448 bytes of shared memory at the most");
+            return Err(Error::argument(
+                "shared_bytes",
+                self.shared_bytes,
+                "a block has 232448 bytes of shared memory at the most",
+            ));
         }
         Ok(self)
     }
@@ -658,11 +659,11 @@ impl Stream {
         dst.of("dst", self.queue.device.place())?;
         src.of("src", self.queue.device.place())?;
         if dst.len() != src.len() {
-            return Err(Error::Argument {
-                name: "dst",
-                value: format!("{} bytes", dst.len()),
-                advice: format!("pass views of equal length; src has {} bytes", src.len()),
-            });
+            return Err(Error::argument(
+                "dst",
+                format!("{} bytes", dst.len()),
+                format!("pass views of equal length; src has {} bytes", src.len()),
+            ));
         }
         self.with([dst, src], || match &self.queue.backend {
             _ if dst.is_empty() => Ok(()),
@@ -752,11 +753,7 @@ impl Graph {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let (chains, recording) = (kept.chains(), stream.enter());
         if recording.is_some() || stream.is_capturing()? {
-            return Err(Error::Argument {
-                name: "stream",
-                value: "capturing".into(),
-                advice: "end the capture before launching a graph on it".into(),
-            });
+            return Err(Error::argument("stream", "capturing", "end the capture before launching a graph on it"));
         }
         stream.queue.device.place().must_be("stream", self.place())?;
         let chains = chains.follow(&stream.queue)?;
@@ -824,11 +821,7 @@ impl Event {
             #[cfg(feature = "cuda")]
             (EventBackend::Cuda(end), EventBackend::Cuda(start)) => end.elapsed_us(start),
             #[cfg(feature = "cuda")]
-            _ => Err(Error::Argument {
-                name: "since",
-                value: "an event of another kind of device".into(),
-                advice: "compare events of one device".into(),
-            }),
+            _ => Err(Error::argument("since", "an event of another kind of device", "compare events of one device")),
         }
     }
 }

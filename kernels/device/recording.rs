@@ -86,14 +86,20 @@ pub(super) fn note(queues: &mut Vec<Queue>, queue: &Queue) {
 }
 
 /// The stream on which something was used last, which is used by one piece of work after the other, as a handle is.
-#[derive(Default)]
 pub(crate) struct LastUse {
+    /// As of the context's calls: without it uses run in no order.
+    ordered: bool,
     /// One more than the queue's number, or 0: most uses are on the same queue, and take no lock.
     number: AtomicU64,
     queue: Mutex<Option<Queue>>,
 }
 
 impl LastUse {
+    /// No use yet.
+    pub fn new(ordered: bool) -> LastUse {
+        LastUse { ordered, number: AtomicU64::new(0), queue: Mutex::default() }
+    }
+
     /// Has what is enqueued next, on `queue`, run behind the last use. While one of the two queues captures no order is
     /// made. The caller holds its context's lock.
     ///
@@ -101,7 +107,7 @@ impl LastUse {
     /// `Device` if the driver refuses.
     pub fn follow(&self, queue: &Queue) -> Result<()> {
         let number = queue.raw().wrapping_add(1);
-        if self.number.load(Ordering::Relaxed) == number || queue.is_capturing()? {
+        if !self.ordered || self.number.load(Ordering::Relaxed) == number || queue.is_capturing()? {
             return Ok(());
         }
         let mut last = self.lock();

@@ -34,7 +34,7 @@ impl Place {
         if self == wanted {
             return Ok(());
         }
-        Err(Error::Argument { name, value: format!("of {self}"), advice: format!("give one of {wanted}") })
+        Err(Error::argument(name, format!("of {self}"), format!("give one of {wanted}")))
     }
 }
 
@@ -49,11 +49,11 @@ impl Span {
     pub fn slice(self, offset: usize, bytes: usize) -> Result<Span> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(Span { ptr: self.ptr + offset as u64, bytes }),
-            _ => Err(Error::Argument {
-                name: "offset",
-                value: format!("{offset} with {bytes} bytes"),
-                advice: format!("stay within the buffer's {} bytes", self.bytes),
-            }),
+            _ => Err(Error::argument(
+                "offset",
+                format!("{offset} with {bytes} bytes"),
+                format!("stay within the buffer's {} bytes", self.bytes),
+            )),
         }
     }
 }

@@ -271,6 +271,7 @@ TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Wave &wave, u32 sou
   u32 slice = slices.first + lane_index();
   RowNews news = row_news(c, wave.epoch, source, slot_index, slice, from);
   bool carries = room && slice < slices.end && news.word, pushed = false;
+  // N2, or E6 of a row that is placed from where it landed.
   bool failed = !wait_token_meta(c, meta_of(c, c.local, source, wave.call), wave.call, source, token, said,
                                  [&] { pushed = carries && load_acquire_sys(news.word) == wave.epoch; });
   if (!failed && said.token && carries && !pushed)

@@ -66,7 +66,7 @@ TY_DEVICE void pass_on(const ty_nic_args &a, u64 first, u32 count) {
     store(reinterpret_cast<u64 *>(nic_device(a)->requests) + at, load_relaxed_sys(from));
   }
   warp_barrier();
-  // Acquired by follow.
+  // C1: acquired by follow.
   if (lane_index() == 0) store_release_gpu(&nic_device(a)->relayed, first + count);
 }
 
@@ -75,7 +75,7 @@ TY_DEVICE void relay(const ty_nic_args &a) {
   u64 relayed = a.begin, since = now_ns();
   bool leads = lane_index() == 0;
   for (u32 turn = 1;; ++turn) {
-    // Released by the host, behind the requests; the barrier orders the other lanes' loads behind it.
+    // C1: released by the host, behind the requests; the barrier orders the other lanes' loads behind it.
     u64 word = shuffle(leads ? load_acquire_sys(&nic_host(a)->posted) : 0, 0);
     warp_barrier();
     u64 posted = word & ~TY_NIC_STOP;
@@ -91,7 +91,7 @@ TY_DEVICE void relay(const ty_nic_args &a) {
     if (warp_ballot(looks && now_ns() - since > a.idle_ns) != 0) break;
     spin_pause("network request");
   }
-  // Acquired by follow, which then sees the last request that was passed on.
+  // C1: acquired by follow, which then sees the last request that was passed on.
   if (leads) store_release_gpu(&nic_device(a)->ending, a.launch);
 }
 
@@ -101,7 +101,7 @@ TY_DEVICE void relay(const ty_nic_args &a) {
 // thread 0.
 TY_DEVICE u64 follow(const ty_nic_args &a, u64 next) {
   for (;;) {
-    // In this order: who sees the end sees all that was passed on before it.
+    // C1, in this order: who sees the end sees all that was passed on before it.
     u64 ending = load_acquire_gpu(&nic_device(a)->ending);
     u64 relayed = load_acquire_gpu(&nic_device(a)->relayed);
     if (relayed > next || ending == a.launch) return relayed;
@@ -156,20 +156,23 @@ TY_DEVICE void carry_out(const ty_nic_args &a, const NicGroup &group, u64 number
   if (group.place < parts) copy_part(r, group.place, parts);
   block_barrier();
   if (thread_index() != 0) return;
+  // C2: each block's part before its count, all parts before the last block's word.
   if (group.place < parts) fence_acq_rel_sys();
   u32 *counted = &device->counted[number % TY_NIC_SLOTS];
   if (atomic_add_gpu(counted, 1u) != group.blocks - 1) return;
   store(counted, 0u);
-  // Acquired by the host: the payload is in place.
+  // C2: acquired by the host: the payload is in place.
   store_release_sys(&nic_host(a)->completed[number % TY_NIC_SLOTS], number + 1);
 }
 
 // The last block of a launch tells the host that it has ended. By thread 0.
 TY_DEVICE void leave(const ty_nic_args &a) {
   ty_nic_device *device = nic_device(a);
+  // C3: no block reads a request any more.
   if (atomic_add_gpu(&device->leaving, 1u) != block_count() - 1) return;
   store(&device->leaving, 0u);
   store_relaxed_sys(&nic_host(a)->relayed, load_relaxed_gpu(&device->relayed));
+  // C3: acquired by the host, which may launch anew.
   store_release_sys(&nic_host(a)->ended, a.launch);
 }
 

@@ -308,11 +308,7 @@ impl<T: Transport + 'static> Driver<T> {
     pub fn open(&mut self, index: ContextIdx, config: &ContextConfig<'_>, memory: ContextMemory) -> Result<()> {
         let (asked, given) = (config.wire.word_counts(), memory.counts());
         if asked != given {
-            return Err(Error::Config {
-                name: "shared words",
-                value: format!("{given:?}"),
-                advice: format!("the wire asks for {asked:?}"),
-            });
+            return Err(Error::config("shared words", format!("{given:?}"), format!("the wire asks for {asked:?}")));
         }
         // Peers are given their time from now on.
         self.tick();

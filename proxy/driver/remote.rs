@@ -73,7 +73,9 @@ impl<T: Transport> Shared<T> {
         let _ = self.failure.set(error);
     }
 
+    /// Ends the proxy; callers hear of a fatal error, whatever the transport returned.
     pub fn give_up(&self, error: Error) {
+        let error = ended(error);
         self.mailbox.give_up(error.clone());
         self.fail(error);
     }
@@ -130,9 +132,11 @@ impl<T: Transport + 'static> Remote<T> {
         answer.flatten().ok_or_else(|| {
             // What nobody waits for any more is not done.
             slip.withdraw();
-            self.end().unwrap_or_else(|| Error::Transport {
-                what: "the proxy thread does not answer".into(),
-                advice: "it has ended, or its core is taken by something else; see the first error, and pin it".into(),
+            self.end().unwrap_or_else(|| {
+                Error::transport(
+                    "the proxy thread does not answer",
+                    "it has ended, or its core is taken by something else; see the first error, and pin it",
+                )
             })
         })
     }
@@ -151,10 +155,10 @@ impl<T: Transport + 'static> Remote<T> {
             }
         });
         drained.unwrap_or_else(|| {
-            Err(Error::Transport {
-                what: format!("writes of context {} are under way after {} ms", context.0, timeout.as_millis()),
-                advice: "a peer is gone; reset or drop the transport before the memory".into(),
-            })
+            Err(Error::transport(
+                format!("writes of context {} are under way after {} ms", context.0, timeout.as_millis()),
+                "a peer is gone; reset or drop the transport before the memory",
+            ))
         })
     }
 
@@ -242,19 +246,12 @@ impl<T: Transport + 'static> ProxyThread<T> {
             }
             LIVE.fetch_sub(1, Ordering::Relaxed);
         };
-        let thread =
-            std::thread::Builder::new().name("tokenyard proxy".into()).spawn(body).map_err(|error| Error::Device {
-                what: format!("no thread for a proxy: {error}"),
-                advice: "raise the limit on threads".into(),
-            })?;
+        let thread = std::thread::Builder::new().name("tokenyard proxy".into()).spawn(body).map_err(|error| {
+            Error::device(format!("no thread for a proxy: {error}"), "raise the limit on threads").caused_by(error)
+        })?;
         let thread = ProxyThread { remote, thread: Some(thread) };
         let started = wait::poll("the proxy thread's start", REQUEST_TIMEOUT, || pinned.get().cloned());
-        started.unwrap_or_else(|| {
-            Err(Error::Device {
-                what: "the proxy thread does not start".into(),
-                advice: "see what holds its core".into(),
-            })
-        })?;
+        started.unwrap_or_else(|| Err(Error::device("the proxy thread does not start", "see what holds its core")))?;
         Ok(thread)
     }
 
@@ -273,13 +270,23 @@ impl<T: Transport + 'static> Drop for ProxyThread<T> {
     }
 }
 
+/// The error as one that ends the proxy.
+fn ended(error: Error) -> Error {
+    let error = error.ending();
+    if error.is_fatal() {
+        return error;
+    }
+    let advice = "this is a defect of the library or of its transport; please report it, and make a new proxy";
+    Error::transport(format!("has ended: {error}"), advice).caused_by(error).ending()
+}
+
 /// What callers hear of a proxy thread that panicked.
 fn panicked(panic: &(dyn Any + Send)) -> Error {
     let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    Error::Transport {
-        what: format!("the proxy thread panicked: {}", said.unwrap_or("it did not say why")),
-        advice: "this is a defect of the library or of its transport; please report it, and restart the process".into(),
-    }
+    Error::transport(
+        format!("the proxy thread panicked: {}", said.unwrap_or("it did not say why")),
+        "this is a defect of the library or of its transport; please report it, and restart the process",
+    )
 }
 
 /// Pins the calling thread.
@@ -290,9 +297,9 @@ fn pin(core: Option<usize>) -> Result<()> {
         return Ok(());
     }
     let usable: Vec<usize> = core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).collect();
-    Err(Error::Config {
-        name: "proxy core",
-        value: core.to_string(),
-        advice: format!("the system pins no thread there; the calling thread may use the cores {usable:?}"),
-    })
+    Err(Error::config(
+        "proxy core",
+        core,
+        format!("the system pins no thread there; the calling thread may use the cores {usable:?}"),
+    ))
 }

@@ -154,7 +154,8 @@ fn a_killed_peer_is_reported_by_name_and_one_that_leaves_is_not() {
     assert!(silent_ns > LIVENESS.silence_ns);
     assert_eq!(sides[0].proxy.remote().lost_peers(), [Rank(1)]);
     // What the killed one sees is its own endpoint's end, as does its device.
-    assert!(sides[1].proxy.remote().end().is_some() && sides[1].proxy.remote().failure().is_some());
+    assert!(sides[1].proxy.remote().end().is_some_and(|error| error.is_fatal()));
+    assert!(sides[1].proxy.remote().failure().is_some());
     assert_eq!(sides[1].memory.lost.get(0).unwrap().load(Ordering::Acquire), 2);
     assert_eq!(sides[0].proxy.remote().end(), None);
     sides.clear();
@@ -204,7 +205,9 @@ fn a_proxy_that_panics_tells_its_device_and_whoever_asks() {
     let (_network, mut sides) = pair(14, &wire);
     let side = sides.swap_remove(0);
     let remote = side.proxy.remote();
-    let error = remote.ask(|_| panic!("as told")).unwrap_err().to_string();
+    let error = remote.ask(|_| panic!("as told")).unwrap_err();
+    assert!(error.is_fatal(), "{error:?}");
+    let error = error.to_string();
     assert!(error.contains("the proxy thread panicked: as told"), "{error}");
     assert_eq!(remote.ask(|_| ()).unwrap_err().to_string(), error);
     assert_eq!(side.memory.lost.get(0).unwrap().load(Ordering::Acquire), 1);
@@ -222,6 +225,19 @@ fn a_request_that_nobody_waits_for_any_more_is_not_done() {
     assert_eq!(Arc::strong_count(&done), 1, "what it captured is gone");
     driver.turn();
     assert!(!done.load(Ordering::Relaxed));
+}
+
+#[test]
+fn whatever_ends_a_proxy_is_a_fatal_error() {
+    for (error, same) in [(Error::device("NIC 3", "restart"), true), (Error::argument("bytes", 9, "give 8"), false)] {
+        let shared = Arc::new(Shared::<SimEndpoint>::new());
+        shared.give_up(error.clone());
+        let told = Remote::new(shared).end().unwrap();
+        assert!(told.is_fatal() && told.to_string().contains(&error.to_string()), "{told:?}");
+        assert_eq!(told == error.clone().ending(), same);
+        let source = std::error::Error::source(&told).map(ToString::to_string);
+        assert_eq!(source, (!same).then(|| error.to_string()));
+    }
 }
 
 #[test]

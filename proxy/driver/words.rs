@@ -43,11 +43,11 @@ impl Words {
     pub unsafe fn from_raw(base: *mut u64, len: usize, memory: Arc<dyn Any + Send + Sync>) -> Result<Words> {
         match NonNull::new(base.cast::<AtomicU64>()) {
             Some(base) if base.is_aligned() => Ok(Words { base, len, pitch: 1, combined: false, _memory: memory }),
-            _ => Err(Error::Argument {
-                name: "base",
-                value: format!("{base:p}"),
-                advice: "shared words need an address that is aligned to 8 bytes".into(),
-            }),
+            _ => Err(Error::argument(
+                "base",
+                format!("{base:p}"),
+                "shared words need an address that is aligned to 8 bytes",
+            )),
         }
     }
 

@@ -4,8 +4,8 @@
 
 use super::token::Token;
 use super::watches::Watches;
-use super::{Answer, BadDoorbell, ContextConfig, Flag, MachineStats, Outputs, Report, Watch, config};
-use crate::base::{Rank, Result};
+use super::{Answer, BadDoorbell, ContextConfig, Flag, MachineStats, Outputs, Report, Watch};
+use crate::base::{Error, Rank, Result};
 use crate::proxy::counter::{Counted, ImmCounter};
 use crate::proxy::wire::{self, ChunkIdx, ContextIdx, DIRECTIONS, Direction, LinkIdx, NicIdx, SourceIdx, Wire};
 use crate::transport::network::imm::{ImmFields, ImmValue};
@@ -103,17 +103,17 @@ impl Context {
     pub fn new(rank: Rank, index: ContextIdx, serial: u32, config_: &ContextConfig<'_>) -> Result<Context> {
         let ContextConfig { generation, first_epoch, wire, arenas } = *config_;
         if generation > 3 {
-            return Err(config("generation", generation, "is its low two bits"));
+            return Err(Error::config("generation", generation, "is its low two bits"));
         }
         if first_epoch as u32 == 0 {
-            return Err(config(
+            return Err(Error::config(
                 "first_epoch",
                 first_epoch,
                 "its low half would look like memory that was never written",
             ));
         }
         let (Some(region), true) = (arenas.get(rank.index()), wire.nodes().node_of(rank).is_some()) else {
-            return Err(config("rank", rank, "is in none of the context's nodes"));
+            return Err(Error::config("rank", rank, "is in none of the context's nodes"));
         };
         let common = Common { rank, index, serial, generation, region: *region, wire: wire.clone() };
         let mut links = Vec::new();

@@ -415,10 +415,6 @@ pub struct Machine {
     stats: MachineStats,
 }
 
-fn config(name: &'static str, value: impl ToString, advice: &str) -> Error {
-    Error::Config { name, value: value.to_string(), advice: advice.to_owned() }
-}
-
 impl Machine {
     /// A machine with no contexts.
     ///
@@ -427,11 +423,11 @@ impl Machine {
     pub fn new(config_: &MachineConfig) -> Result<Machine> {
         let MachineConfig { rank, world, liveness } = *config_;
         if world > MAX_RANKS || rank.index() >= world {
-            return Err(config("rank", rank, "must be below the world's size, which is at most 2048"));
+            return Err(Error::config("rank", rank, "must be below the world's size, which is at most 2048"));
         }
         if liveness.heartbeat_ns >= liveness.silence_ns.min(liveness.first_contact_ns) {
             let value = format!("{liveness:?}");
-            return Err(config(
+            return Err(Error::config(
                 "liveness",
                 value,
                 "peers are lost between two heartbeats; beat several times as often",
@@ -455,10 +451,18 @@ impl Machine {
     /// `Config` if the context is open already, or something does not fit.
     pub fn open(&mut self, index: ContextIdx, config_: &ContextConfig<'_>) -> Result<()> {
         if self.contexts.get(index.index()).is_none_or(Option::is_some) {
-            return Err(config("context", index.0, "is open, or beyond the four that an immediate can tell; close it"));
+            return Err(Error::config(
+                "context",
+                index.0,
+                "is open, or beyond the four that an immediate can tell; close it",
+            ));
         }
         if config_.wire.nodes().world() > self.world || config_.arenas.len() < config_.wire.nodes().world() {
-            return Err(config("nodes", config_.wire.nodes().world(), "names ranks beyond the world or its arenas"));
+            return Err(Error::config(
+                "nodes",
+                config_.wire.nodes().world(),
+                "names ranks beyond the world or its arenas",
+            ));
         }
         let serial = self.serials[index.index()].wrapping_add(1);
         let context = Box::new(Context::new(self.rank, index, serial, config_)?);

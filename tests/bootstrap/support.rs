@@ -77,8 +77,12 @@ pub fn threaded<T: Send>(size: usize, body: impl Fn(World) -> T + Sync) -> Vec<T
 }
 
 pub fn bootstrap_text<T: std::fmt::Debug>(outcome: Result<T, Error>) -> String {
+    bootstrap_error(outcome).to_string()
+}
+
+pub fn bootstrap_error<T: std::fmt::Debug>(outcome: Result<T, Error>) -> Error {
     match outcome {
-        Err(error @ Error::Bootstrap { .. }) => error.to_string(),
+        Err(error @ Error::Bootstrap { .. }) => error,
         other => panic!("a Bootstrap error was due, not {other:?}"),
     }
 }

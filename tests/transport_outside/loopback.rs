@@ -45,7 +45,7 @@ pub struct Endpoint {
 }
 
 fn argument(name: &'static str, value: impl std::fmt::Debug) -> Error {
-    Error::Argument { name, value: format!("{value:?}"), advice: "register and connect first".into() }
+    Error::argument(name, format!("{value:?}"), "register and connect first")
 }
 
 /// Where a write begins or ends, if all of it lies in the region. The inner `None`: the region was taken back.
@@ -108,8 +108,7 @@ impl Transport for Endpoint {
         let life = address.split_first_chunk::<4>().and_then(|(rank, life)| {
             (u32::from_le_bytes(*rank) == peer.0).then_some(u64::from_le_bytes(life.try_into().ok()?))
         });
-        let refused =
-            || Error::Transport { what: format!("no address of rank {peer}"), advice: "exchange them".into() };
+        let refused = || Error::transport(format!("no address of rank {peer}"), "exchange them");
         self.peers.insert(peer, life.ok_or_else(refused)?);
         Ok(())
     }

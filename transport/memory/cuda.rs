@@ -290,11 +290,9 @@ fn granularity(properties: &sys::CUmemAllocationProp) -> Result<usize> {
 }
 
 fn round_up(bytes: usize, unit: usize) -> Result<usize> {
-    bytes.checked_next_multiple_of(unit).ok_or_else(|| Error::Argument {
-        name: "bytes",
-        value: bytes.to_string(),
-        advice: "take an arena's length from the plan".into(),
-    })
+    bytes
+        .checked_next_multiple_of(unit)
+        .ok_or_else(|| Error::argument("bytes", bytes, "take an arena's length from the plan"))
 }
 
 /// The GPU's context must be current.

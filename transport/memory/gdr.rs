@@ -55,17 +55,13 @@ impl GdrCopy {
             Some("off") => Ok(GdrCopy::Off),
             Some("auto" | "") => Ok(GdrCopy::Auto),
             Some("require") => Ok(GdrCopy::Require),
-            _ => Err(Error::Config {
-                name: GdrCopy::VARIABLE,
-                value: format!("{value:?}"),
-                advice: "set it to off, auto or require".into(),
-            }),
+            _ => Err(Error::config(GdrCopy::VARIABLE, format!("{value:?}"), "set it to off, auto or require")),
         }
     }
 }
 
 fn error(what: String, advice: &str) -> Error {
-    Error::Device { what, advice: advice.into() }
+    Error::device(what, advice)
 }
 
 /// Bytes to allocate on a GPU so that [`page_in`] finds `bytes` of whole pages in them.
@@ -141,11 +137,11 @@ impl Mapping {
     /// The pages are memory of a GPU of this process, which outlives the mapping.
     pub unsafe fn new(library: Library, address: u64, bytes: usize) -> Result<Mapping> {
         if address == 0 || !address.is_multiple_of(GPU_PAGE) || bytes == 0 {
-            return Err(Error::Argument {
-                name: "address",
-                value: format!("{bytes} bytes at {address:#x}"),
-                advice: format!("give some bytes that begin at a multiple of {GPU_PAGE}"),
-            });
+            return Err(Error::argument(
+                "address",
+                format!("{bytes} bytes at {address:#x}"),
+                format!("give some bytes that begin at a multiple of {GPU_PAGE}"),
+            ));
         }
         barrier_is_known()?;
         let bytes = bytes.next_multiple_of(GPU_PAGE as usize);
@@ -153,6 +149,7 @@ impl Mapping {
             let why = std::io::Error::from_raw_os_error(code);
             let what = format!("GDRCopy's {step} of {bytes} bytes of GPU memory failed: {why}");
             error(what, "see the kernel's log and the GPU's free BAR1 memory, or set TOKENYARD_GDRCOPY=off")
+                .caused_by(why)
         };
         // SAFETY: takes nothing.
         let gdr = unsafe { (library.gdr_open)() };

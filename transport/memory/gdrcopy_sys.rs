@@ -99,7 +99,7 @@ impl Library {
     /// As [`find`](Self::find).
     pub fn at(path: &Path) -> Result<Library> {
         let advice = "install GDRCopy 2 (libgdrapi), or leave TOKENYARD_GDRCOPY at auto";
-        let error = |what: String| Error::Device { what, advice: advice.into() };
+        let error = |what: String| Error::device(what, advice);
         let name = CString::new(path.as_os_str().as_bytes());
         let name = name.map_err(|_| error(format!("{path:?} is no path of a library")))?;
         // SAFETY: a C string; the library's initialisers are those of GDRCopy.

@@ -37,10 +37,10 @@ impl HostMemory {
     /// Zeroed memory.
     pub(super) fn create(bytes: usize) -> Result<HostMemory> {
         if let Some(free) = available_bytes().filter(|free| *free < bytes as u64) {
-            return Err(Error::Device {
-                what: format!("an arena of {bytes} bytes was asked for and {free} bytes of host memory are free"),
-                advice: "plan for fewer tokens, free memory, or raise the limit of its control group".into(),
-            });
+            return Err(Error::device(
+                format!("an arena of {bytes} bytes was asked for and {free} bytes of host memory are free"),
+                "plan for fewer tokens, free memory, or raise the limit of its control group",
+            ));
         }
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let file =
@@ -59,10 +59,10 @@ impl HostMemory {
         let seals = fcntl(&file, FcntlArg::F_GET_SEALS).map_err(|e| failure("asking a peer's seals", bytes, e))?;
         let sealed = SealFlag::from_bits_truncate(seals).contains(SealFlag::F_SEAL_SHRINK);
         if u64::try_from(length).unwrap_or(0) < bytes as u64 || !sealed {
-            return Err(Error::Device {
-                what: format!("a peer passed a file of {length} bytes, sealed: {sealed}, as an arena of {bytes}"),
-                advice: "run the same version of tokenyard on all ranks".into(),
-            });
+            return Err(Error::device(
+                format!("a peer passed a file of {length} bytes, sealed: {sealed}, as an arena of {bytes}"),
+                "run the same version of tokenyard on all ranks",
+            ));
         }
         let mapping = Mapping::of(&file, bytes)?;
         Ok(HostMemory { mapping, file })
@@ -96,10 +96,11 @@ impl Drop for Mapping {
 }
 
 fn failure(what: &str, bytes: usize, why: nix::errno::Errno) -> Error {
-    Error::Device {
-        what: format!("{what} of {bytes} bytes failed: {why}"),
-        advice: "plan for fewer tokens, or raise the limits of memory and open files".into(),
-    }
+    Error::device(
+        format!("{what} of {bytes} bytes failed: {why}"),
+        "plan for fewer tokens, or raise the limits of memory and open files",
+    )
+    .caused_by(why)
 }
 
 #[cfg(test)]

@@ -102,10 +102,10 @@ impl Arena {
     #[cfg(not(feature = "cuda"))]
     pub fn cuda(ordinal: usize, bytes: usize) -> Result<Arena> {
         check_bytes(bytes)?;
-        Err(Error::Device {
-            what: format!("an arena on GPU {ordinal} was asked for and this build has no GPU part"),
-            advice: "build with the feature cuda, or use the CPU device".into(),
-        })
+        Err(Error::device(
+            format!("an arena on GPU {ordinal} was asked for and this build has no GPU part"),
+            "build with the feature cuda, or use the CPU device",
+        ))
     }
 
     /// Host memory that GPU `ordinal` reaches over PCIe, and so do other GPUs and processes.
@@ -173,8 +173,11 @@ impl Arena {
             Memory::Pinned(memory) => memory.import(fd, self.bytes).map(Memory::Pinned),
         }
         .map_err(|why| {
-            let Error::Device { what, advice } = why else { return why };
-            Error::Device { what: format!("{what} (memory of {})", card.place()), advice }
+            let mut why = why;
+            if let Error::Device { what, .. } = &mut why {
+                *what = format!("{what} (memory of {})", card.place());
+            }
+            why
         })
     }
 
@@ -211,24 +214,16 @@ pub fn dma_buf(span: &Span) -> Result<DmaBuf> {
             let offset = span.base.checked_sub(allocation.base);
             let inside = offset.is_some_and(|at| at.saturating_add(span.bytes as u64) <= allocation.bytes as u64);
             let Some(offset) = offset.filter(|_| inside) else {
-                return Err(Error::Argument {
-                    name: "span",
-                    value: format!("{span:?}"),
-                    advice: "give a span inside its allocation".into(),
-                });
+                return Err(Error::argument("span", format!("{span:?}"), "give a span inside its allocation"));
             };
             Ok(DmaBuf { fd: cuda::dma_buf(ordinal, allocation)?, offset })
         }
         #[cfg(not(feature = "cuda"))]
-        SpanMemory::Gpu { ordinal, .. } => Err(Error::Device {
-            what: format!("a dma-buf of memory of GPU {ordinal} was asked for and this build has no GPU part"),
-            advice: "build with the feature cuda".into(),
-        }),
-        SpanMemory::Host => Err(Error::Argument {
-            name: "span",
-            value: "host memory".into(),
-            advice: "register host memory by its address".into(),
-        }),
+        SpanMemory::Gpu { ordinal, .. } => Err(Error::device(
+            format!("a dma-buf of memory of GPU {ordinal} was asked for and this build has no GPU part"),
+            "build with the feature cuda",
+        )),
+        SpanMemory::Host => Err(Error::argument("span", "host memory", "register host memory by its address")),
     }
 }
 
@@ -252,15 +247,11 @@ fn check_bytes(bytes: usize) -> Result<()> {
     if bytes > 0 && isize::try_from(bytes).is_ok() {
         return Ok(());
     }
-    Err(Error::Argument {
-        name: "bytes",
-        value: bytes.to_string(),
-        advice: "take an arena's length from the plan".into(),
-    })
+    Err(Error::argument("bytes", bytes, "take an arena's length from the plan"))
 }
 
 fn mismatch(what: String, advice: &str) -> Error {
-    Error::Transport { what, advice: advice.into() }
+    Error::transport(what, advice)
 }
 
 /// The arenas of this rank's node as its device sees them. Keeps all of them mapped.

@@ -282,7 +282,7 @@ fn place(field: Field, name: &'static str, value: u32) -> Result<u32> {
 
 #[cold]
 fn overflow(name: &'static str, value: String, advice: String) -> Error {
-    Error::Config { name, value, advice }
+    Error::config(name, value, advice)
 }
 
 #[cfg(test)]

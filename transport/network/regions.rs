@@ -65,22 +65,17 @@ pub(crate) fn lengths_told(bytes: &[u8]) -> Option<Vec<u64>> {
     Some(lengths)
 }
 
-#[cold]
-fn argument(name: &'static str, value: String, advice: &str) -> Error {
-    Error::Argument { name, value, advice: advice.to_owned() }
-}
-
 impl Regions {
     /// # Errors
     /// `Argument` for a span that is empty or wraps, or one too many.
     pub fn register(&mut self, span: Span) -> Result<RegionId> {
         if span.base == 0 || span.bytes == 0 || span.base.checked_add(span.bytes as u64).is_none() {
-            return Err(argument("span", format!("{span:?}"), "give memory that exists"));
+            return Err(Error::argument("span", format!("{span:?}"), "give memory that exists"));
         }
         let number = u16::try_from(self.slots.len()).unwrap_or(u16::MAX);
         if number == u16::MAX {
             let advice = "register fewer, larger spans; numbers of those taken back are not used again";
-            return Err(argument("regions", number.to_string(), advice));
+            return Err(Error::argument("regions", number, advice));
         }
         self.slots.push(Slot { span: Some(span), outstanding: 0 });
         Ok(RegionId(number))
@@ -93,7 +88,7 @@ impl Regions {
     pub fn register_host(&mut self, span: Span) -> Result<RegionId> {
         if let SpanMemory::Gpu { ordinal, .. } = span.memory {
             let advice = "this network reaches host memory alone: register that, or use a network that reaches GPUs";
-            return Err(argument("span", format!("memory of GPU {ordinal}"), advice));
+            return Err(Error::argument("span", format!("memory of GPU {ordinal}"), advice));
         }
         self.register(span)
     }
@@ -109,7 +104,7 @@ impl Regions {
                 slot.span = None;
                 Ok(Released::Done)
             }
-            _ => Err(argument("region", region.0.to_string(), "take back what is registered, and once")),
+            _ => Err(Error::argument("region", region.0, "take back what is registered, and once")),
         }
     }
 

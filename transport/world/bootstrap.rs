@@ -38,7 +38,8 @@ const MAX_TIMEOUT_MS: u64 = 86_400_000;
 /// Sizes of nodes, as in `4,4`.
 fn node_sizes(text: &str) -> Result<Vec<usize>> {
     let sizes: Option<Vec<usize>> = text.split(',').map(|size| size.trim().parse().ok()).collect();
-    sizes.ok_or_else(|| config("TOKENYARD_NODES", &format!("\"{text}\""), "set it to the nodes' sizes, as in 4,4"))
+    sizes
+        .ok_or_else(|| Error::config("TOKENYARD_NODES", format!("\"{text}\""), "set it to the nodes' sizes, as in 4,4"))
 }
 
 /// Nodes of `each` ranks, if they make up the world and are several.
@@ -116,7 +117,7 @@ impl Bootstrap {
         Bootstrap::from_vars(|name| match std::env::var(name) {
             Ok(value) => Ok(Some(value)),
             Err(std::env::VarError::NotPresent) => Ok(None),
-            Err(std::env::VarError::NotUnicode(_)) => Err(config(name, "not Unicode", "set it to plain text")),
+            Err(std::env::VarError::NotUnicode(_)) => Err(Error::config(name, "not Unicode", "set it to plain text")),
         })
     }
 
@@ -125,14 +126,14 @@ impl Bootstrap {
         let number = |name: &'static str, range: std::ops::RangeInclusive<u64>, default: Option<u64>| {
             let Some(text) = var(name)? else {
                 return default.ok_or_else(|| {
-                    config(name, "not set", "start with torchrun, or set RANK and WORLD_SIZE for each process")
+                    Error::config(name, "not set", "start with torchrun, or set RANK and WORLD_SIZE for each process")
                 });
             };
             text.trim().parse().ok().filter(|n| range.contains(n)).ok_or_else(|| {
-                config(
+                Error::config(
                     name,
-                    &format!("\"{text}\""),
-                    &format!("set it to a number from {} to {}", range.start(), range.end()),
+                    format!("\"{text}\""),
+                    format!("set it to a number from {} to {}", range.start(), range.end()),
                 )
             })
         };
@@ -174,37 +175,37 @@ impl Bootstrap {
     /// Checks everything that needs no peer.
     fn check(&self) -> Result<()> {
         if self.world == 0 || self.world > MAX_WORLD {
-            return Err(config("WORLD_SIZE", &self.world.to_string(), &format!("use 1 to {MAX_WORLD} ranks")));
+            return Err(Error::config("WORLD_SIZE", self.world, format!("use 1 to {MAX_WORLD} ranks")));
         }
         if self.rank.index() >= self.world {
             let advice = format!("use a rank below the world size {}", self.world);
-            return Err(config("RANK", &self.rank.to_string(), &advice));
+            return Err(Error::config("RANK", self.rank, advice));
         }
         if let Some(nodes) = &self.nodes {
             check_nodes(nodes, self.world)?;
         }
         if self.members.as_ref().is_some_and(|members| members.len() != self.world) {
-            return Err(config("members", "of another number", &format!("name all {} ranks", self.world)));
+            return Err(Error::config("members", "of another number", format!("name all {} ranks", self.world)));
         }
         self.layout()?;
         if self.port == 0 {
-            return Err(config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));
+            return Err(Error::config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));
         }
         if !is_host(&self.addr) {
             let advice = "set it to the host name or address of rank 0";
-            return Err(config("MASTER_ADDR", &format!("{:?}", self.addr), advice));
+            return Err(Error::config("MASTER_ADDR", format!("{:?}", self.addr), advice));
         }
         if let Some(own) = self.own_addr.as_ref().filter(|own| !is_host(own)) {
             let advice = "set it to the host name or address of this process, or not at all";
-            return Err(config("TOKENYARD_ADDR", &format!("{own:?}"), advice));
+            return Err(Error::config("TOKENYARD_ADDR", format!("{own:?}"), advice));
         }
         if self.timeout.is_zero() || self.timeout > Duration::from_millis(MAX_TIMEOUT_MS) {
             let value = format!("{} ms", self.timeout.as_millis());
-            return Err(config("TOKENYARD_TIMEOUT_MS", &value, &format!("use 1 to {MAX_TIMEOUT_MS}")));
+            return Err(Error::config("TOKENYARD_TIMEOUT_MS", &value, format!("use 1 to {MAX_TIMEOUT_MS}")));
         }
         if self.token.len() > MAX_TOKEN {
             let value = format!("{} bytes long", self.token.len());
-            return Err(config("TOKENYARD_TOKEN", &value, &format!("use a token of at most {MAX_TOKEN} bytes")));
+            return Err(Error::config("TOKENYARD_TOKEN", &value, format!("use a token of at most {MAX_TOKEN} bytes")));
         }
         if self.token.is_empty() && !self.is_loopback()? {
             let advice = format!(
@@ -212,7 +213,7 @@ impl Bootstrap {
                  and it is {}",
                 self.addr
             );
-            return Err(config("TOKENYARD_TOKEN", "not set", &advice));
+            return Err(Error::config("TOKENYARD_TOKEN", "not set", advice));
         }
         Ok(())
     }
@@ -221,7 +222,7 @@ impl Bootstrap {
     fn is_loopback(&self) -> Result<bool> {
         match self.look_up() {
             Ok(addrs) => Ok(!addrs.is_empty() && addrs.iter().all(|addr| addr.ip().is_loopback())),
-            Err(error) if error.kind() == ErrorKind::TimedOut => Err(self.cannot_look_up(&error).error()),
+            Err(error) if error.kind() == ErrorKind::TimedOut => Err(self.cannot_look_up(error).error()),
             Err(_) => Ok(false),
         }
     }
@@ -235,9 +236,10 @@ impl Bootstrap {
         within(LOOKUP_PATIENCE.min(self.timeout), move || Ok(place.to_socket_addrs()?.collect()))
     }
 
-    fn cannot_look_up(&self, error: &std::io::Error) -> Failure {
+    fn cannot_look_up(&self, error: std::io::Error) -> Failure {
         let advice = "mend this host's name resolution, or set MASTER_ADDR to an address in numbers";
         Failure::new(format!("the name {} of rank 0's host could not be looked up ({error})", self.addr), advice)
+            .caused_by(error)
     }
 
     /// Starts this process's bootstrap thread and waits until all ranks have joined.
@@ -263,7 +265,7 @@ impl Bootstrap {
         if first_nodes.contains(&0) || sum.is_none_or(|sum| sum > MAX_WORLD || sum < self.world) {
             let advice =
                 format!("give the first generation's sizes of at least 1, {} to {MAX_WORLD} together", self.world);
-            return Err(config("first_nodes", &format!("{first_nodes:?}"), &advice));
+            return Err(Error::config("first_nodes", format!("{first_nodes:?}"), advice));
         }
         self.placed(first_nodes)
     }
@@ -277,7 +279,7 @@ impl Bootstrap {
             Some(nodes) if *nodes != placed => {
                 let advice =
                     format!("the members are {placed:?} of the first nodes {first_nodes:?}: give that, or none");
-                Err(config("nodes", &format!("{nodes:?}"), &advice))
+                Err(Error::config("nodes", format!("{nodes:?}"), advice))
             }
             _ => Ok((placed, first_nodes)),
         }
@@ -291,6 +293,7 @@ impl Bootstrap {
     fn start(&self, terms: Terms) -> std::result::Result<Station, Failure> {
         let port = Port::new().map_err(|error| {
             Failure::new(format!("no socket pair could be made ({error})"), "raise the limit on open files")
+                .caused_by(error)
         })?;
         let port = Arc::new(port);
         // Who is alone needs no secret.
@@ -322,7 +325,7 @@ impl Bootstrap {
     fn listen(&self) -> std::result::Result<Vec<TcpListener>, Failure> {
         let literal = self.addr.parse::<IpAddr>().is_ok();
         let own = if literal || self.token.is_empty() || self.addr == "localhost" {
-            self.look_up().map_err(|error| self.cannot_look_up(&error))?
+            self.look_up().map_err(|error| self.cannot_look_up(error))?
         } else {
             Vec::new()
         };
@@ -331,7 +334,7 @@ impl Bootstrap {
             last = self.listen_once(&own);
             (!matches!(&last, Err(error) if error.kind() == ErrorKind::AddrInUse)).then_some(())
         });
-        last.map_err(|error| self.cannot_listen(&error))
+        last.map_err(|error| self.cannot_listen(error))
     }
 
     /// Binds where the others will look. A host's own name may resolve to another address at home than
@@ -346,7 +349,7 @@ impl Bootstrap {
         if bound.is_empty() { Err(ErrorKind::AddrNotAvailable.into()) } else { Ok(bound) }
     }
 
-    fn cannot_listen(&self, error: &std::io::Error) -> Failure {
+    fn cannot_listen(&self, error: std::io::Error) -> Failure {
         let advice = match self.generation {
             0 => {
                 "set MASTER_ADDR to a name or address of rank 0's host and TOKENYARD_PORT to a free port, on all ranks"
@@ -356,7 +359,7 @@ impl Bootstrap {
                  so that the ports behind it are free, one for each generation"
             }
         };
-        Failure::new(format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port), advice)
+        Failure::new(format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port), advice).caused_by(error)
     }
 }
 
@@ -392,10 +395,6 @@ fn within<T: Send + 'static>(
         let what = format!("no answer within {} ms", patience.as_millis());
         Err(std::io::Error::new(ErrorKind::TimedOut, what))
     })
-}
-
-fn config(name: &'static str, value: &str, advice: &str) -> Error {
-    Error::Config { name, value: value.into(), advice: advice.into() }
 }
 
 #[cfg(test)]

@@ -101,7 +101,7 @@ pub(super) fn exchange_between(world: &World, own: BorrowedFd<'_>) -> Result<Vec
     let exchanged = listener.and_then(|listener| Exchange::new(world, listener, &offers)?.run(world, own));
     let received = exchanged.map_err(|stopped| match stopped {
         Stopped::Problem(problem) => problem,
-        Stopped::Interrupted(error) => interrupted.insert(error).to_string(),
+        Stopped::Interrupted(error) => interrupted.insert(error.ending()).to_string(),
     });
     agree(world, received).map_err(|error| interrupted.unwrap_or(error))
 }

@@ -13,23 +13,36 @@
 //! A failure is for good because ranks could no longer agree on which round they are in; survivors form a
 //! new world.
 
-use crate::base::{Error, Rank};
+use crate::base::{Error, Rank, Source};
 
 /// What to tell a caller, on whichever rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Failure {
     pub what: String,
     pub advice: String,
+    /// The system's error behind it; peers hear of its text alone.
+    pub source: Option<Source>,
 }
 
 impl Failure {
     pub(super) fn new(what: impl Into<String>, advice: impl Into<String>) -> Failure {
-        Failure { what: what.into(), advice: advice.into() }
+        Failure { what: what.into(), advice: advice.into(), source: None }
     }
 
-    /// The failure as the crate's error.
+    pub(super) fn caused_by(self, cause: std::io::Error) -> Failure {
+        Failure { source: Some(Source::new(cause)), ..self }
+    }
+
+    /// The failure as the crate's error, where there is no world yet or the world goes on.
     pub(super) fn error(&self) -> Error {
-        Error::Bootstrap { what: self.what.clone(), advice: self.advice.clone() }
+        let mut error = Error::bootstrap(self.what.clone(), self.advice.clone());
+        error.set_source(self.source.clone());
+        error
+    }
+
+    /// The same, where the world can hold no further collective.
+    pub(super) fn ending(&self) -> Error {
+        self.error().ending()
     }
 }
 

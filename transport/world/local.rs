@@ -84,9 +84,9 @@ impl Seat {
         self.table().hub.give_up(self.rank, seq, waited.as_ref().map_or(INTERRUPTED, |waited_ms| *waited_ms));
         match (self.outcome(), waited) {
             (Some(Ok(parts)), _) => Ok(parts),
-            (_, Err(interrupted)) => Err(interrupted),
+            (_, Err(interrupted)) => Err(interrupted.ending()),
             (Some(failed), Ok(_)) => failed,
-            (None, Ok(_)) => Err(Failure::new(format!("collective \"{what}\" timed out"), "retry").error()),
+            (None, Ok(_)) => Err(Failure::new(format!("collective \"{what}\" timed out"), "retry").ending()),
         }
     }
 
@@ -97,7 +97,7 @@ impl Seat {
             drop(table);
             return Some(Ok(Arc::unwrap_or_clone(parts)));
         }
-        table.hub.failure().map(|failure| Err(failure.error()))
+        table.hub.failure().map(|failure| Err(failure.ending()))
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {

@@ -229,8 +229,8 @@ impl Member {
         let message = wire::decode(&frame).map_err(|malformed| not_rank_0(peer, &malformed.to_string()))?;
         let mut inbox = self.port.inbox();
         match message {
-            Message::Fail { what, advice } if joined => inbox.fail(Failure { what, advice }),
-            Message::Fail { what, advice } => return Err(Failure { what, advice }),
+            Message::Fail { what, advice } if joined => inbox.fail(Failure::new(what, advice)),
+            Message::Fail { what, advice } => return Err(Failure::new(what, advice)),
             Message::Progress { absent, first } => {
                 self.absent = Some((absent as usize, first.into_iter().map(Rank).collect()));
             }
@@ -320,7 +320,7 @@ fn refusal(frame: &Frame, peer: &str) -> Failure {
         return admit::other_version(peer, frame.version);
     }
     match wire::decode(frame) {
-        Ok(Message::Fail { what, advice }) => Failure { what, advice },
+        Ok(Message::Fail { what, advice }) => Failure::new(what, advice),
         Ok(_) => not_rank_0(peer, "no proof that it knows the job token"),
         Err(malformed) => not_rank_0(peer, &malformed.to_string()),
     }

@@ -108,7 +108,7 @@ pub(super) fn check_nodes(sizes: &[usize], world: usize) -> Result<()> {
         return Ok(());
     }
     let advice = format!("give sizes of at least 1 that add up to the {world} ranks of the world");
-    Err(Error::Config { name: "nodes", value: format!("{sizes:?}"), advice })
+    Err(Error::config("nodes", format!("{sizes:?}"), advice))
 }
 
 pub(super) fn all_ranks(count: usize) -> Vec<Rank> {
@@ -123,7 +123,7 @@ impl Family {
 }
 
 fn not_a_member(own: Rank) -> Error {
-    Error::Config { name: "members", value: "without this rank".into(), advice: format!("rank {own} must be one") }
+    Error::config("members", "without this rank", format!("rank {own} must be one"))
 }
 
 /// A member's rank among the members, and the members of each node that has some.
@@ -132,7 +132,7 @@ pub(super) fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Resul
     let ascending = members.windows(2).all(|two| two[0] < two[1]);
     if !ascending || members.iter().any(|member| member.index() >= size) {
         let advice = format!("name ranks below {size} in ascending order");
-        return Err(Error::Config { name: "members", value: format!("{members:?}"), advice });
+        return Err(Error::config("members", format!("{members:?}"), advice));
     }
     let rank = members.iter().position(|member| *member == own).ok_or_else(|| not_a_member(own))?;
     let mut first = 0;
@@ -195,11 +195,11 @@ impl World {
     ) -> Result<World> {
         if size > MAX_WORLD {
             let advice = format!("give at most {MAX_WORLD}");
-            return Err(Error::Config { name: "size", value: size.to_string(), advice });
+            return Err(Error::config("size", size, advice));
         }
         if rank >= size {
             let advice = format!("ranks of {size} are below that");
-            return Err(Error::Config { name: "rank", value: rank.to_string(), advice });
+            return Err(Error::config("rank", rank, advice));
         }
         let rank = Rank(rank as u32);
         let world = World {
@@ -212,7 +212,7 @@ impl World {
             family: Arc::new(Family::first(size, &[size])),
             newest: Arc::default(),
         };
-        world.barrier("world over an all-gather")?;
+        world.barrier("world over an all-gather").map_err(Error::passing)?;
         log::info!(target: crate::base::targets::WORLD, "rank {rank} of {size}: over the caller's all-gather");
         Ok(world)
     }
@@ -286,28 +286,26 @@ impl World {
         if let Link::Over(_) = &self.link {
             let advice =
                 "its all-gather reaches all ranks of this one; make one of the members alone and call regroup_over";
-            return Err(Error::Config {
-                name: "regroup",
-                value: "of a world over an all-gather".into(),
-                advice: advice.into(),
-            });
+            return Err(Error::config("regroup", "of a world over an all-gather", advice));
         }
         let (own, rank, nodes) = self.next_place(generation, members)?;
         let first_nodes = self.family.first_nodes.clone();
         if let Link::Star(_, bootstrap) = &self.link {
             let first_port = u32::from(bootstrap.port).wrapping_sub(bootstrap.generation);
-            let port = u16::try_from(first_port.wrapping_add(generation)).map_err(|_| Error::Config {
-                name: "generation",
-                value: generation.to_string(),
-                advice: format!(
-                    "its port would be {first_port} plus that; give a lower one, or start with a lower port"
-                ),
+            let port = u16::try_from(first_port.wrapping_add(generation)).map_err(|_| {
+                Error::config(
+                    "generation",
+                    generation,
+                    format!("its port would be {first_port} plus that; give a lower one, or start with a lower port"),
+                )
             })?;
             let first = members.first().copied().unwrap_or(own);
-            let addr = self.family.hosts.get(&first).cloned().ok_or_else(|| Error::Config {
-                name: "members",
-                value: format!("rank {first} first"),
-                advice: "its host is not known here, as it came back later; join with a Bootstrap that names it".into(),
+            let addr = self.family.hosts.get(&first).cloned().ok_or_else(|| {
+                Error::config(
+                    "members",
+                    format!("rank {first} first"),
+                    "its host is not known here, as it came back later; join with a Bootstrap that names it",
+                )
             })?;
             let next = Bootstrap {
                 rank,
@@ -333,7 +331,8 @@ impl World {
             family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
             newest: Arc::default(),
         };
-        world.barrier("regroup")?;
+        // The new world has ended and goes; this one has not.
+        world.barrier("regroup").map_err(Error::passing)?;
         let size = members.len();
         log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
         Ok(world.succeeding(self))
@@ -358,7 +357,7 @@ impl World {
             family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
             newest: Arc::default(),
         };
-        over::check_terms(&world, "regroup")?;
+        over::check_terms(&world, "regroup").map_err(Error::passing)?;
         log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
         Ok(world.succeeding(self))
     }
@@ -369,7 +368,7 @@ impl World {
         let (rank, nodes) = place(members, own, &self.family.first_nodes)?;
         if generation <= self.family.generation {
             let advice = format!("this world is of generation {}; give a later one", self.family.generation);
-            return Err(Error::Config { name: "generation", value: generation.to_string(), advice });
+            return Err(Error::config("generation", generation, advice));
         }
         Ok((own, rank, nodes))
     }
@@ -464,7 +463,7 @@ impl World {
         if payload.len() > MAX_PAYLOAD {
             let value = format!("{} bytes", payload.len());
             let advice = format!("gather at most {MAX_PAYLOAD} bytes a rank, and {MAX_BODY} together");
-            return Err(Error::Argument { name: "payload", value, advice });
+            return Err(Error::argument("payload", value, advice));
         }
         match &self.link {
             Link::Threads(seat) => seat.gather(what, payload, self.timeout),
@@ -486,10 +485,10 @@ impl World {
         }
         match all.iter().enumerate().find(|(_, text)| !text.is_empty()) {
             None => Ok(()),
-            Some((rank, text)) => Err(Error::Bootstrap {
-                what: format!("rank {rank} failed in {what}: {}", String::from_utf8_lossy(text)),
-                advice: format!("mend rank {rank} and begin again on every rank"),
-            }),
+            Some((rank, text)) => Err(Error::bootstrap(
+                format!("rank {rank} failed in {what}: {}", String::from_utf8_lossy(text)),
+                format!("mend rank {rank} and begin again on every rank"),
+            )),
         }
     }
 

@@ -41,8 +41,8 @@ pub trait AllGather: Send + Sync {
     /// waits by itself looks at [`Interrupt::is_due`](crate::Interrupt::is_due), too.
     ///
     /// # Errors
-    /// What the implementation has, as [`Error::Bootstrap`]. The caller gets it as it is, and the world's collectives
-    /// have ended on this rank.
+    /// What the implementation has, as by [`Error::bootstrap`] or [`Error::interrupted`]. The caller gets it as fatal
+    /// ([`Error::is_fatal`]), as the world's collectives have ended on this rank.
     fn all_gather(&self, what: &str, own: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>>;
 }
 
@@ -127,9 +127,9 @@ impl Over {
     pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         let _turn = self.turn.take(what, timeout)?;
         if let Some(failure) = &*self.failure.lock().unwrap_or_else(PoisonError::into_inner) {
-            return Err(failure.error());
+            return Err(failure.ending());
         }
-        let outcome = self.round(what, payload, timeout);
+        let outcome = self.round(what, payload, timeout).map_err(Error::ending);
         if let Err(error) = &outcome {
             let what = format!("collective \"{what}\" failed ({error}), and with it all later ones");
             self.fail(Failure::new(what, "form a new world"));
@@ -204,9 +204,9 @@ pub(super) fn check_terms(world: &super::World, what: &'static str) -> Result<()
     let all = world.all_gather(what, own.as_bytes())?;
     match all.iter().position(|theirs| theirs != own.as_bytes()) {
         None => Ok(()),
-        Some(rank) => Err(Error::Bootstrap {
-            what: format!("rank {rank} names {}, and rank {} {own}", String::from_utf8_lossy(&all[rank]), world.rank()),
-            advice: "name the same members on all ranks".into(),
-        }),
+        Some(rank) => Err(Error::bootstrap(
+            format!("rank {rank} names {}, and rank {} {own}", String::from_utf8_lossy(&all[rank]), world.rank()),
+            "name the same members on all ranks",
+        )),
     }
 }

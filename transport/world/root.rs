@@ -298,7 +298,7 @@ impl Root {
         let absent = self.absent();
         let mut what =
             format!("rank 0 waited {} ms and {} not joined", self.timeout.as_millis(), have(&absent, absent.len()));
-        if let Some(Failure { what: difference, advice }) = self.differing.take() {
+        if let Some(Failure { what: difference, advice, .. }) = self.differing.take() {
             return self.abandon(Failure::new(format!("{what}: {difference}"), advice));
         }
         if let Some(refusal) = &self.last_refusal {

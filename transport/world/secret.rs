@@ -66,7 +66,7 @@ impl Secret {
         let dir = format!("/tmp/tokenyard-{}", nix::unistd::geteuid());
         let secret = host_secret(Path::new(&dir)).map_err(|error| {
             let advice = format!("set TOKENYARD_TOKEN to the same random string on all ranks, or mend or remove {dir}");
-            Failure::new(format!("no secret of this user can be kept in {dir} ({error})"), advice)
+            Failure::new(format!("no secret of this user can be kept in {dir} ({error})"), advice).caused_by(error)
         })?;
         Ok(Secret::new("own host", &secret, true))
     }
@@ -103,7 +103,9 @@ impl Secret {
 
 /// A number that nobody can foretell.
 pub(super) fn nonce() -> std::result::Result<Nonce, Failure> {
-    random().map_err(|error| Failure::new(format!("the system gives no random numbers ({error})"), "see getrandom(2)"))
+    random().map_err(|error| {
+        Failure::new(format!("the system gives no random numbers ({error})"), "see getrandom(2)").caused_by(error)
+    })
 }
 
 fn random() -> Result<Nonce> {

@@ -122,12 +122,11 @@ impl Turn {
     pub(super) fn take(&self, what: &'static str, timeout: Duration) -> Result<TurnTaken<'_>> {
         let free = || (!self.0.swap(true, Ordering::Acquire)).then(|| TurnTaken(&self.0));
         let free = wait::poll_unless(what, timeout, "the collective has not begun; call it again", free)?;
-        free.ok_or_else(|| Error::Bootstrap {
-            what: format!(
-                "collective \"{what}\" waited {} ms for another collective of this rank",
-                timeout.as_millis()
-            ),
-            advice: "call the collectives of one world from one thread".into(),
+        free.ok_or_else(|| {
+            Error::bootstrap(
+                format!("collective \"{what}\" waited {} ms for another collective of this rank", timeout.as_millis()),
+                "call the collectives of one world from one thread",
+            )
         })
     }
 }
@@ -155,6 +154,7 @@ impl Station {
     ) -> std::result::Result<Station, Failure> {
         let thread = std::thread::Builder::new().name(format!("ty-boot-{rank}")).spawn(run).map_err(|error| {
             Failure::new(format!("no bootstrap thread could start ({error})"), "raise the limit on threads")
+                .caused_by(error)
         })?;
         Ok(Station { port, thread: Some(thread), turn: Turn::default(), seq: AtomicU64::new(0) })
     }
@@ -179,7 +179,7 @@ impl Station {
     pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
         let _turn = self.turn.take(what, timeout)?;
         if let Some(failure) = &self.port.inbox().failure {
-            return Err(failure.error());
+            return Err(failure.ending());
         }
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
         self.port.command(Command::Gather { seq, what, payload: payload.to_vec() });
@@ -195,9 +195,9 @@ impl Station {
             let what = format!("rank 0 did not answer within {waited_ms} ms in collective \"{what}\"");
             let failure = Failure::new(what, "see what holds rank 0 up, or raise the timeout");
             self.port.inbox().fail(failure.clone());
-            Err(failure.error())
+            Err(failure.ending())
         });
-        outcome.map_err(|failed| interrupted.unwrap_or(failed))
+        outcome.map_err(|failed| interrupted.map_or(failed, Error::ending))
     }
 
     /// By rank: where its host is reached; empty where rank 0's is.
@@ -219,7 +219,7 @@ impl Station {
         let mut inbox = self.port.inbox();
         match inbox.gathered.take_if(|(number, _)| *number == seq) {
             Some((_, payloads)) => Some(Ok(payloads)),
-            None => inbox.failure.as_ref().map(|failure| Err(failure.error())),
+            None => inbox.failure.as_ref().map(|failure| Err(failure.ending())),
         }
     }
 }

@@ -24,10 +24,12 @@ pub const PRESETS: [Preset; 5] = [
 
 /// The preset of that name.
 pub fn find(name: &str) -> Result<&'static Preset> {
-    PRESETS.iter().find(|preset| preset.name == name).ok_or_else(|| Error::Argument {
-        name: "--preset",
-        value: format!("`{name}`"),
-        advice: format!("name one of {}", PRESETS.map(|preset| preset.name).join(", ")),
+    PRESETS.iter().find(|preset| preset.name == name).ok_or_else(|| {
+        Error::argument(
+            "--preset",
+            format!("`{name}`"),
+            format!("name one of {}", PRESETS.map(|preset| preset.name).join(", ")),
+        )
     })
 }
 

@@ -39,11 +39,7 @@ pub enum Routing {
 impl Routing {
     /// Reads the argument of `--routing`.
     pub fn parse(text: &str) -> Result<Routing> {
-        let refuse = |advice: &str| Error::Argument {
-            name: "--routing",
-            value: format!("`{text}`"),
-            advice: advice.to_string(),
-        };
+        let refuse = |advice: &str| Error::argument("--routing", format!("`{text}`"), advice.to_string());
         match text.split_once(':') {
             None if text == "uniform" => Ok(Routing::Uniform),
             None if text == "v3-groups" => Ok(Routing::V3Groups),
@@ -118,13 +114,12 @@ impl Router {
     /// Checks that the routing is possible in this shape, and reads its file if it has one.
     pub fn new(routing: &Routing, shape: RoutingShape) -> Result<Router> {
         let RoutingShape { experts, top_k, ranks, .. } = shape;
-        let refuse = |name: &'static str, value: String, advice: String| Err(Error::Argument { name, value, advice });
         if top_k == 0 || top_k > experts {
             let advice = format!("choose 1 to {experts}, the number of experts");
-            return refuse("--top-k", top_k.to_string(), advice);
+            return Err(Error::argument("--top-k", top_k, advice));
         }
         if !(0.0..=1.0).contains(&shape.none) {
-            return refuse("the chance of a dropped choice", shape.none.to_string(), "choose 0 to 1".to_string());
+            return Err(Error::argument("the chance of a dropped choice", shape.none, "choose 0 to 1"));
         }
         let mut router = Router { routing: routing.clone(), shape, chances: Vec::new(), trace: None };
         match routing {
@@ -137,18 +132,18 @@ impl Router {
                          make --experts a multiple of {GROUPS} and at least {}, or take uniform",
                         (top_k.div_ceil(GROUPS_OF_TOKEN)) * GROUPS
                     );
-                    return refuse("--routing", "`v3-groups`".to_string(), advice);
+                    return Err(Error::argument("--routing", "`v3-groups`", advice));
                 }
             }
             Routing::Zipf(s) => router.chances = zipf_chances(shape.seed, experts, *s),
             Routing::Hot(n) => {
                 let others = experts.saturating_sub(*n);
                 if *n > experts || top_k - top_k.min(*n) > others {
-                    return refuse(
+                    return Err(Error::argument(
                         "--routing",
                         format!("`{routing}`"),
                         format!("choose at most {experts} hot experts"),
-                    );
+                    ));
                 }
             }
             Routing::File(path) => router.trace = Some(TraceFile::load(path, ranks, experts, top_k)?),

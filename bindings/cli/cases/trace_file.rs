@@ -39,11 +39,8 @@ pub struct TraceFile {
 impl TraceFile {
     /// Reads a trace for a run of `run_ranks` ranks, and checks that it fits the run's experts and top-k.
     pub fn load(path: &str, run_ranks: usize, experts: usize, top_k: usize) -> Result<TraceFile> {
-        read_trace(path, run_ranks, experts, top_k).map_err(|advice| Error::Argument {
-            name: "--routing",
-            value: format!("`file:{path}`"),
-            advice,
-        })
+        read_trace(path, run_ranks, experts, top_k)
+            .map_err(|advice| Error::argument("--routing", format!("`file:{path}`"), advice))
     }
 
     /// Copies the routing of one token of a run.

@@ -216,7 +216,7 @@ impl Caller {
         self.call(|| {
             let Some(sent) = given.take() else {
                 let what = "a receive that gave nothing back".to_owned();
-                return Err(Error::Device { what, advice: "this is a defect of the program; please report it".into() });
+                return Err(Error::device(what, "this is a defect of the program; please report it"));
             };
             call(sent).map_err(|refused| {
                 given.set(Some(*refused.given));

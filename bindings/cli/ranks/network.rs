@@ -215,9 +215,9 @@ pub fn process_endpoint(world: &World, case: &Case) -> Result<Box<dyn Transport>
     let mut secret = [0u8; 16];
     if world.rank().index() == 0 {
         let read = File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut secret));
-        read.map_err(|error| Error::Bootstrap {
-            what: format!("/dev/urandom: {error}"),
-            advice: "the network between processes needs a random token".to_string(),
+        read.map_err(|error| {
+            Error::bootstrap(format!("/dev/urandom: {error}"), "the network between processes needs a random token")
+                .caused_by(error)
         })?;
     }
     let tokens = world.all_gather("network token", &secret)?;

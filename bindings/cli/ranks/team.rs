@@ -211,5 +211,5 @@ fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Resul
 }
 
 fn broken(what: &str) -> Error {
-    Error::Device { what: what.to_string(), advice: "this is a defect of the program; please report it".to_string() }
+    Error::device(what.to_string(), "this is a defect of the program; please report it")
 }

@@ -91,12 +91,11 @@ impl<D: CopyDevice> GpuNetwork<D> {
     /// # Errors
     /// `Config` if a setting makes no sense.
     pub fn new(ranks: usize, model: LinkModel, nics: usize) -> Result<GpuNetwork<D>> {
-        let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
         if ranks == 0 || ranks > MAX_RANKS {
-            return refuse("ranks", ranks.to_string(), format!("give 1 to {MAX_RANKS}"));
+            return Err(Error::config("ranks", ranks, format!("give 1 to {MAX_RANKS}")));
         }
         if nics == 0 || nics > MAX_NICS {
-            return refuse("nics", nics.to_string(), format!("give a rank 1 to {MAX_NICS} NICs"));
+            return Err(Error::config("nics", nics, format!("give a rank 1 to {MAX_NICS} NICs")));
         }
         model.check()?;
         log::info!(target: crate::base::targets::NETWORK, "emulated between GPUs of {ranks} ranks, {nics} NICs each");
@@ -109,10 +108,12 @@ impl<D: CopyDevice> GpuNetwork<D> {
     /// # Errors
     /// `Argument` if the rank is outside the world or has one; `Device` where memory is lacking.
     pub fn endpoint(&self, rank: Rank, device: &D) -> Result<GpuNicEndpoint<D>> {
-        let refuse = || Error::Argument {
-            name: "rank",
-            value: rank.to_string(),
-            advice: format!("take one endpoint for each of the {} ranks", self.shared.seats.len()),
+        let refuse = || {
+            Error::argument(
+                "rank",
+                rank,
+                format!("take one endpoint for each of the {} ranks", self.shared.seats.len()),
+            )
         };
         let seat = self.shared.seats.get(rank.index()).ok_or_else(refuse)?;
         let engine = Arc::new(Mutex::new(device.engine()?));
@@ -209,11 +210,6 @@ impl<D: CopyDevice> std::fmt::Debug for GpuNicEndpoint<D> {
 }
 
 #[cold]
-fn argument(name: &'static str, value: String, advice: String) -> Error {
-    Error::Argument { name, value, advice }
-}
-
-#[cold]
 fn outside(name: &'static str, place: Place, bytes: u32, length: Option<u64>) -> Error {
     let value = format!("{bytes} bytes at {} of region {}", place.offset, place.region.0);
     let advice = match length {
@@ -222,7 +218,7 @@ fn outside(name: &'static str, place: Place, bytes: u32, length: Option<u64>) ->
             "no such region is known, or no more; register it before the address is taken, and connect again".to_owned()
         }
     };
-    argument(name, value, advice)
+    Error::argument(name, value, advice)
 }
 
 impl<D: CopyDevice> GpuNicEndpoint<D> {
@@ -232,9 +228,7 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
     }
 
     fn lane(&self, peer: Rank) -> Result<&Lane> {
-        self.lanes
-            .get(&peer)
-            .ok_or_else(|| argument("peer", peer.to_string(), "connect to it with its address first".into()))
+        self.lanes.get(&peer).ok_or_else(|| Error::argument("peer", peer, "connect to it with its address first"))
     }
 
     /// The address of a write's source, if everything about the write is something that could be done.
@@ -242,7 +236,7 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
         let nics = self.network.shared.nics;
         if usize::from(write.nic) >= nics {
             let advice = format!("there are {nics} NICs, counted from 0");
-            return Err(argument("nic", write.nic.to_string(), advice));
+            return Err(Error::argument("nic", write.nic, advice));
         }
         let lane = self.lane(write.peer)?;
         let Some(source) = self.regions.locate(write.source, write.bytes) else {
@@ -409,9 +403,11 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
-        let refuse = |why: &str| Error::Transport {
-            what: format!("address of rank {peer} ({} bytes) {why}", address.len()),
-            advice: "exchange the addresses anew, with the same version of tokenyard on all ranks".into(),
+        let refuse = |why: &str| {
+            Error::transport(
+                format!("address of rank {peer} ({} bytes) {why}", address.len()),
+                "exchange the addresses anew, with the same version of tokenyard on all ranks",
+            )
         };
         let shared = &self.network.shared;
         let address = Address::decode(address).map_err(refuse)?;
@@ -429,10 +425,10 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
         if let Some(device) = device
             && !self.device.can_store_into(&device)?
         {
-            return Err(Error::Transport {
-                what: format!("{:?} of rank {} cannot store into {device:?} of rank {peer}", self.device, self.rank),
-                advice: "the emulated NIC needs GPUs that reach each other; see nvidia-smi topo -m".into(),
-            });
+            return Err(Error::transport(
+                format!("{:?} of rank {} cannot store into {device:?} of rank {peer}", self.device, self.rank),
+                "the emulated NIC needs GPUs that reach each other; see nvidia-smi topo -m",
+            ));
         }
         if let Some(own) = shared.seat(self.rank) {
             own.lock().peers.insert(peer, address.key);
@@ -484,7 +480,7 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
         let key = self.lane(peer)?.key;
         if message.len() > MAX_MESSAGE {
             let advice = format!("send at most {MAX_MESSAGE} bytes at once");
-            return Err(argument("message", format!("{} bytes", message.len()), advice));
+            return Err(Error::argument("message", format!("{} bytes", message.len()), advice));
         }
         let shared = &self.network.shared;
         let Some(seat) = shared.seat(peer) else { return Ok(Posted::Accepted) };
@@ -556,8 +552,8 @@ impl<D: CopyDevice> Drop for GpuNicEndpoint<D> {
 
 /// What a wait for copies that do not end says.
 fn stuck(what: &str) -> Error {
-    Error::Transport {
-        what: format!("{what}: the NIC kernel does not end its copies"),
-        advice: "see whether its GPU works, and whether other kernels leave it its blocks".into(),
-    }
+    Error::transport(
+        format!("{what}: the NIC kernel does not end its copies"),
+        "see whether its GPU works, and whether other kernels leave it its blocks",
+    )
 }

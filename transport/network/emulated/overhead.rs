@@ -75,10 +75,10 @@ fn time<D: CopyDevice>(ends: &mut [GpuNicEndpoint<D>; 2], number: u32) -> Result
             }
         })?;
         if start.elapsed() > PATIENCE {
-            return Err(Error::Transport {
-                what: format!("write {number} of the emulated NIC did not arrive within {} s", PATIENCE.as_secs()),
-                advice: "see whether other work holds all multiprocessors of its GPU".into(),
-            });
+            return Err(Error::transport(
+                format!("write {number} of the emulated NIC did not arrive within {} s", PATIENCE.as_secs()),
+                "see whether other work holds all multiprocessors of its GPU",
+            ));
         }
         // The CPU device's kernels need a core, too.
         if from.device.ordinal().is_some() { std::hint::spin_loop() } else { std::thread::yield_now() }

@@ -63,7 +63,7 @@ impl LinkModel {
         if self.is_sane() {
             return Ok(());
         }
-        refuse("nics", format!("{self:?}"), "give at least 0.001 Gb/s, and times from 0 to a second")
+        Err(Error::config("nics", format!("{self:?}"), "give at least 0.001 Gb/s, and times from 0 to a second"))
     }
 
     pub(super) fn is_sane(&self) -> bool {
@@ -207,10 +207,10 @@ impl SimConfig {
             ("stop_permille", self.stop_permille),
         ];
         if let Some((name, value)) = chances.into_iter().find(|(_, value)| *value > 1000) {
-            return refuse(name, value, "give a chance in thousandths");
+            return Err(Error::config(name, value, "give a chance in thousandths"));
         }
         if self.full_permille == 1000 {
-            return refuse("full_permille", self.full_permille, "leave some posts a chance");
+            return Err(Error::config("full_permille", self.full_permille, "leave some posts a chance"));
         }
         let sizes = [
             ("packet_bytes", self.packet_bytes),
@@ -222,17 +222,13 @@ impl SimConfig {
             ("poll_batch", self.poll_batch.min(1) as u32),
         ];
         if let Some((name, value)) = sizes.into_iter().find(|(_, value)| *value == 0) {
-            return refuse(name, value, "give at least 1");
+            return Err(Error::config(name, value, "give at least 1"));
         }
         if self.nics.is_empty() || self.nics.len() > MAX_NICS {
-            return refuse("nics", self.nics.len(), "give a rank 1 to 4 NICs");
+            return Err(Error::config("nics", self.nics.len(), "give a rank 1 to 4 NICs"));
         }
         self.nics.iter().try_for_each(LinkModel::check)
     }
-}
-
-fn refuse(name: &'static str, value: impl ToString, advice: &str) -> Result<()> {
-    Err(Error::Config { name, value: value.to_string(), advice: advice.into() })
 }
 
 #[cfg(test)]

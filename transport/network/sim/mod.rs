@@ -87,7 +87,7 @@ impl Network {
         config.check()?;
         if ranks == 0 || ranks > MAX_RANKS {
             let advice = format!("give 1 to {MAX_RANKS}");
-            return Err(Error::Config { name: "ranks", value: ranks.to_string(), advice });
+            return Err(Error::config("ranks", ranks, advice));
         }
         let nics = config.nics.len();
         log::info!(target: crate::base::targets::NETWORK, "simulated in this process: {ranks} ranks, {nics} NICs each");
@@ -111,7 +111,7 @@ impl Network {
     pub fn endpoint(&self, rank: Rank) -> Result<SimEndpoint> {
         let Some(life) = self.shared.state().sit(rank) else {
             let advice = format!("take one endpoint for each of the {} ranks", self.shared.ranks);
-            return Err(Error::Argument { name: "rank", value: rank.to_string(), advice });
+            return Err(Error::argument("rank", rank, advice));
         };
         Ok(SimEndpoint { network: self.clone(), rank, life, batch: Vec::new() })
     }
@@ -186,10 +186,11 @@ impl SimEndpoint {
         if seat.alive && seat.life == self.life {
             return Ok(state);
         }
-        Err(Error::Transport {
-            what: format!("endpoint of rank {} was killed", self.rank),
-            advice: "take a new endpoint, and let its peers connect to it".into(),
-        })
+        Err(Error::transport(
+            format!("endpoint of rank {} was killed", self.rank),
+            "take a new endpoint, and let its peers connect to it",
+        )
+        .ending())
     }
 
     fn address_now(&self) -> Result<Address> {
@@ -238,9 +239,11 @@ impl Transport for SimEndpoint {
             Address { rank, .. } if rank != peer => Err("is of another rank"),
             address => state.connect(self.rank, address),
         });
-        outcome.map_err(|why| Error::Transport {
-            what: format!("address of rank {peer} ({} bytes) {why}", address.len()),
-            advice: "exchange the addresses anew, with the same version of tokenyard on all ranks".into(),
+        outcome.map_err(|why| {
+            Error::transport(
+                format!("address of rank {peer} ({} bytes) {why}", address.len()),
+                "exchange the addresses anew, with the same version of tokenyard on all ranks",
+            )
         })
     }
 

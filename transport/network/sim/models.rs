@@ -80,7 +80,7 @@ pub fn parse(text: &str) -> Result<Link> {
     if let Some(named) = NAMED.iter().find(|named| named.name == text) {
         return Ok(named.link);
     }
-    let refuse = |advice: &str| Error::Argument { name: "link", value: format!("`{text}`"), advice: advice.to_owned() };
+    let refuse = |advice: &str| Error::argument("link", format!("`{text}`"), advice);
     let numbers: Option<Vec<f64>> = text.split(':').map(|number| number.parse().ok()).collect();
     let Some([gbps, latency_us, per_message_us]) = numbers.as_deref() else {
         return Err(refuse("give none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US, say 400:5:0.2"));

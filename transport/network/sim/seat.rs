@@ -159,10 +159,10 @@ impl Seat {
     pub(super) fn admit(&self, write: &WriteImm, most: u32) -> Result<u64> {
         if usize::from(write.nic) >= self.ports.len() {
             let advice = format!("there are {} NICs, counted from 0", self.ports.len());
-            return Err(argument("nic", write.nic.to_string(), advice));
+            return Err(Error::argument("nic", write.nic, advice));
         }
         if write.bytes > most {
-            return Err(argument("bytes", write.bytes.to_string(), format!("a write has at most {most}; cut it")));
+            return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
         }
         let lane = self.lane(write.peer)?;
         let Some(source) = self.regions.locate(write.source, write.bytes) else {
@@ -179,21 +179,14 @@ impl Seat {
         self.lane(peer)?;
         if message.len() > MAX_MESSAGE {
             let advice = format!("send at most {MAX_MESSAGE} bytes at once");
-            return Err(argument("message", format!("{} bytes", message.len()), advice));
+            return Err(Error::argument("message", format!("{} bytes", message.len()), advice));
         }
         Ok(())
     }
 
     fn lane(&self, peer: Rank) -> Result<&Lane> {
-        self.lanes
-            .get(&peer)
-            .ok_or_else(|| argument("peer", peer.to_string(), "connect to it with its address first".into()))
+        self.lanes.get(&peer).ok_or_else(|| Error::argument("peer", peer, "connect to it with its address first"))
     }
-}
-
-#[cold]
-fn argument(name: &'static str, value: String, advice: String) -> Error {
-    Error::Argument { name, value, advice }
 }
 
 #[cold]
@@ -209,5 +202,5 @@ fn outside(name: &'static str, write: &WriteImm, length: Option<u64>) -> Error {
             "no such region is known, or no more; register it before the address is taken, and connect again".to_owned()
         }
     };
-    argument(name, value, advice)
+    Error::argument(name, value, advice)
 }

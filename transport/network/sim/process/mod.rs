@@ -129,30 +129,29 @@ impl ProcessEndpoint {
     /// `Config` if a setting makes no sense; `Transport` if no socket can be opened.
     pub fn open(rank: Rank, token: &[u8], config: SimConfig) -> Result<ProcessEndpoint> {
         config.check()?;
-        let refuse = |name, value: String, advice: String| Err(Error::Config { name, value, advice });
         if !config.payload {
             let advice =
                 "between processes bytes are all that travels: carry payloads, or use a network of one process";
-            return refuse("payload", "false".into(), advice.into());
+            return Err(Error::config("payload", "false", advice));
         }
         if config.clock == (Clock::Virtual { tick_ns: 0 }) {
             let advice = "time must pass between processes: give a poll some, or take the real clock";
-            return refuse("clock", format!("{:?}", config.clock), advice.into());
+            return Err(Error::config("clock", format!("{:?}", config.clock), advice));
         }
         if config.receives != u32::MAX {
             let advice = "senders of other processes do not see a receiver's queue: leave it without a bound";
-            return refuse("receives", config.receives.to_string(), advice.into());
+            return Err(Error::config("receives", config.receives, advice));
         }
         if rank.index() >= MAX_RANKS {
-            return refuse(
+            return Err(Error::config(
                 "rank",
-                rank.to_string(),
+                rank,
                 format!("an immediate can tell {MAX_RANKS} apart; use fewer ranks"),
-            );
+            ));
         }
         if token.len() > MAX_TOKEN {
             let advice = format!("use a token of at most {MAX_TOKEN} bytes");
-            return refuse("token", format!("{} bytes long", token.len()), advice);
+            return Err(Error::config("token", format!("{} bytes long", token.len()), advice));
         }
         let nics = config.nics.len();
         log::info!(target: crate::base::targets::NETWORK, "rank {rank}: simulated between processes, {nics} NICs");
@@ -251,10 +250,12 @@ impl ProcessEndpoint {
         }
         let short = match welcomed {
             Err(errno) if !is_shortage(errno) => {
-                return Err(Error::Transport {
-                    what: format!("endpoint of rank {} cannot take connections ({errno})", core.rank),
-                    advice: "form a new world; its endpoints open new sockets".into(),
-                });
+                return Err(Error::transport(
+                    format!("endpoint of rank {} cannot take connections ({errno})", core.rank),
+                    "form a new world; its endpoints open new sockets",
+                )
+                .ending()
+                .caused_by(errno));
             }
             outcome => outcome.err(),
         };
@@ -276,16 +277,17 @@ impl ProcessEndpoint {
 
 /// The error of a shortage that lasts.
 fn too_short(rank: Rank, verb: &str, (lasted, errno): (Duration, Errno)) -> Error {
-    Error::Transport {
-        what: format!("endpoint of rank {rank} could not {verb} a connection for {} ms ({errno})", lasted.as_millis()),
-        advice: "raise the limit on open files (ulimit -n), or see what holds so many".into(),
-    }
+    Error::transport(
+        format!("endpoint of rank {rank} could not {verb} a connection for {} ms ({errno})", lasted.as_millis()),
+        "raise the limit on open files (ulimit -n), or see what holds so many",
+    )
+    .caused_by(errno)
 }
 
 fn open_door() -> Result<Door> {
-    Door::open().map_err(|problem| Error::Transport {
-        what: format!("endpoint cannot listen: {problem}"),
-        advice: "raise the limit on open files".into(),
+    Door::open().map_err(|(lacking, error)| {
+        let what = format!("endpoint cannot listen: {lacking}: {error}");
+        Error::transport(what, "raise the limit on open files").caused_by(error)
     })
 }
 
@@ -328,12 +330,12 @@ impl Transport for ProcessEndpoint {
             Ok(Address { rank, .. }) if rank != peer => Err(format!("is of rank {rank}")),
             Ok(address) => self.outbound.connect(&mut self.core, address),
         };
-        outcome.map_err(|why| Error::Transport {
-            what: format!("address of rank {peer} ({} bytes) {why}", address.len()),
-            advice:
+        outcome.map_err(|why| {
+            Error::transport(
+                format!("address of rank {peer} ({} bytes) {why}", address.len()),
                 "exchange the addresses anew, between ranks of one host, user and network namespace, with the same \
-                     version of tokenyard and the same NICs"
-                    .into(),
+                     version of tokenyard and the same NICs",
+            )
         })
     }
 

@@ -59,12 +59,14 @@ pub(super) struct Door {
 }
 
 impl Door {
-    pub(super) fn open() -> Result<Door, String> {
-        let problem = |error: std::io::Error| format!("/dev/urandom: {error}");
+    /// # Errors
+    /// What could not be had, with the system's error.
+    pub(super) fn open() -> Result<Door, (&'static str, std::io::Error)> {
+        let problem = |error: std::io::Error| ("/dev/urandom", error);
         let (mut nonce, mut key) = (Nonce::default(), [0; 8]);
         let mut random = File::open("/dev/urandom").map_err(problem)?;
         random.read_exact(&mut nonce).and_then(|()| random.read_exact(&mut key)).map_err(problem)?;
-        let fd = listening(&nonce).map_err(|errno| format!("a Unix socket: {errno}"))?;
+        let fd = listening(&nonce).map_err(|errno| ("a Unix socket", errno.into()))?;
         Ok(Door { fd, nonce, key: u64::from_le_bytes(key) })
     }
 

@@ -309,7 +309,7 @@ fn settings_that_make_no_sense() {
 fn complains(node: &mut Node) -> bool {
     let polled = node.endpoint.poll(&mut |_| ());
     let named = |what: &str, advice: &str| what.contains("EMFILE") && advice.contains("open files");
-    polled.is_err_and(|error| matches!(&error, Error::Transport { what, advice } if named(what, advice)))
+    polled.is_err_and(|error| matches!(&error, Error::Transport { what, advice, .. } if named(what, advice)))
 }
 
 #[test]
