@@ -44,12 +44,12 @@
 //!
 //! Grammar, the same on all ranks of a context: the receive of a dispatch comes before the next dispatch is sent, and
 //! likewise for combine. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same
-//! order. Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. Calls may go
-//! on any streams: dispatches of a context run one behind the other, and so do its combines and its barriers (see
-//! [`AllToAll`]). Only captures and replays of another library have to be ordered by the caller, by one stream or by events.
-//! The device checks the first rule, and that launches of one direction do not run at the same time, in graph replays too:
-//! such launches end in `Order`, which closes the context, and store nothing outside of what they were given. The `Timeout`
-//! that follows from a breach of the second rule names it.
+//! order. Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. Calls
+//! may go on any streams: dispatches of a context run one behind the other, and so do its combines and its barriers
+//! (see [`AllToAll`]). Only captures and replays of another library have to be ordered by the caller, by one stream or
+//! by events. The device checks the first rule, and that launches of one direction do not run at the same time, in
+//! graph replays too: such launches end in `Order`, which closes the context, and store nothing outside of what they
+//! were given. The `Timeout` that follows from a breach of the second rule names it.
 //!
 //! # Waits
 //!
@@ -71,8 +71,9 @@
 //! `non_exhaustive`. Texts of errors and of the log may change at any time; variants and fields of [`Error`] do not.
 //! The oldest Rust that builds the crate is 1.91 (`rust-version` in Cargo.toml); raising it raises the minor version.
 //!
-//! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes), `kernels`
-//! (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the map.
+//! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
+//! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
+//! map.
 
 // The program names the library as its users do.
 #[cfg(feature = "cli")]

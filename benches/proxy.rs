@@ -2,7 +2,8 @@
 //! scatter to many peers.
 //!
 //! Criterion tells the means of the latter two. Percentiles are measured apart, and go to
-//! `benches/results/proxy-<cpu>.json` unless `--quick` is given, which runs all in less than a minute and writes nothing:
+//! `benches/results/proxy-<cpu>.json` unless `--quick` is given, which runs all in less than a minute and writes
+//! nothing:
 //!
 //! ```text
 //! cargo bench --bench proxy [-- --quick]

@@ -16,8 +16,8 @@
 //! Nothing older than M−1 can be under way: X(M) was sent after the source saw that we had begun X(M−1), after our
 //! receive of X(M−2). So epoch mod 4 names one of these four, and the two parities of a slot hold all that is open.
 //!
-//! That receive was of all sources. So once X(M+2) of any source begins to land, X(M) of every source has, and was seen: the
-//! list of what landed in an epoch may begin anew two epochs later, for all sources together.
+//! That receive was of all sources. So once X(M+2) of any source begins to land, X(M) of every source has, and was
+//! seen: the list of what landed in an epoch may begin anew two epochs later, for all sources together.
 
 use super::wire::{ChunkIdx, NicIdx, SourceIdx};
 

@@ -4,7 +4,7 @@
 //! fiber while a context is built or dropped; they wait through `base::wait`, with deadlines.
 //!
 //! ```text
-//!  AllToAll::build ── register arena ─▶ gather addresses ─▶ connect to all peers ─▶ open ─▶ barrier ─▶ devices may ring
+//!  AllToAll::build ─ register arena ─▶ gather addresses ─▶ connect to all peers ─▶ open ─▶ barrier ─▶ devices may ring
 //!  drop            ── close ─▶ until nothing of it is under way ─▶ take the arena back: late writes are dropped (P13)
 //! ```
 
@@ -86,7 +86,8 @@ impl Proxy {
     /// Starts a proxy on a thread of its own.
     ///
     /// # Errors
-    /// `Config` for a world that is too large or a core that cannot be had; `Device` if the system has no thread to give.
+    /// `Config` for a world that is too large or a core that cannot be had; `Device` if the system has no thread to
+    /// give.
     pub fn spawn(world: &World, transport: AnyTransport, config: ProxyConfig) -> Result<Proxy> {
         let traits = Traits::of(&*transport);
         let driver = driver(world, transport, config.liveness, system_clock())?;
@@ -211,7 +212,8 @@ enum Slot {
     Free,
     /// Of a context with so many receives.
     Taken { receives: u64 },
-    /// Of a context that closed: its writes come from this region, and until that is taken back some may be outstanding.
+    /// Of a context that closed: its writes come from this region, and until that is taken back some may be
+    /// outstanding.
     Leaving { region: RegionId },
 }
 
@@ -225,8 +227,8 @@ struct Contexts {
     registered: u32,
 }
 
-/// What a rank says of numbers: 0 of one that it cannot give to another context, or else one more than how many numbers it
-/// has given later, and the most that can be of one that it never gave.
+/// What a rank says of numbers: 0 of one that it cannot give to another context, or else one more than how many numbers
+/// it has given later, and the most that can be of one that it never gave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Offer(pub [u8; MAX_CONTEXTS]);
 
@@ -412,15 +414,16 @@ impl Space {
         }
     }
 
-    /// Cuts arrays of these lengths off, a line apart, of every `pitch`th word, and tells the device's addresses of them.
+    /// Cuts arrays of these lengths off, a line apart, of every `pitch`th word, and tells the device's addresses of
+    /// them.
     fn cut<const N: usize>(&self, lengths: [usize; N], pitch: usize) -> Result<([Words; N], [u64; N])> {
         let mut at = 0;
         let mut addresses = [0; N];
         let mut words = Vec::with_capacity(N);
         for (length, address) in lengths.map(|length| length * pitch).into_iter().zip(&mut addresses) {
             *address = self.device + 8 * at as u64;
-            // SAFETY: `length` zeroed words inside the memory of `words_of`, which `keep` holds; device and proxy access
-            // them atomically and in words of this size.
+            // SAFETY: `length` zeroed words inside the memory of `words_of`, which `keep` holds; device and proxy
+            // access them atomically and in words of this size.
             let cut = unsafe { Words::from_raw(self.host.add(at), length, self.keep.clone())? }.every(pitch);
             words.push(if self.place == FlagPlace::Device { cut.combined() } else { cut });
             at += length.next_multiple_of(LINE_WORDS);
@@ -625,8 +628,8 @@ impl Opening {
 }
 
 impl Drop for Opening {
-    /// What the device has rung is posted first, since peers wait for it: its kernels have ended, but a queue may have been
-    /// full. What is under way completes before the arena is taken back.
+    /// What the device has rung is posted first, since peers wait for it: its kernels have ended, but a queue may have
+    /// been full. What is under way completes before the arena is taken back.
     fn drop(&mut self) {
         let (remote, index) = (self.number.proxy.remote(), self.number.index);
         uninterrupted(|| {
@@ -665,7 +668,8 @@ fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
     Ok(peers)
 }
 
-/// Connects to everyone with whom there is a link, in either direction: one in a turn, so that all else goes on in between.
+/// Connects to everyone with whom there is a link, in either direction: one in a turn, so that all else goes on in
+/// between.
 fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[PeerCard<'_>]) -> Result<()> {
     let own = world.original(world.rank());
     let mut linked: Vec<Rank> =

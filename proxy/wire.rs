@@ -430,8 +430,8 @@ impl Wire {
         if self.lane(direction).chunks == 0 { Vec::new() } else { self.nodes().sources(direction, rank) }
     }
 
-    /// Receives that `rank` needs on each of its NICs: of each source, two epochs of every direction may be on their way or
-    /// not looked at, since it begins X(e+2) only once this rank has all of X(e).
+    /// Receives that `rank` needs on each of its NICs: of each source, two epochs of every direction may be on their
+    /// way or not looked at, since it begins X(e+2) only once this rank has all of X(e).
     pub fn receives(&self, rank: Rank) -> u64 {
         let of = |d: Direction| self.sources(d, rank).len() as u64 * u64::from(self.lane(d).chunks);
         2 * Direction::ALL.into_iter().map(of).sum::<u64>()
@@ -514,8 +514,8 @@ impl Wire {
         self.chunks_word(direction, epoch, link)
     }
 
-    /// The word of an epoch's landing number `place`, which holds a `landing`: chunks are listed as they land, so that the
-    /// device's relay finds those of any source in one read.
+    /// The word of an epoch's landing number `place`, which holds a `landing`: chunks are listed as they land, so that
+    /// the device's relay finds those of any source in one read.
     pub fn landing_word(&self, direction: Direction, epoch: u64, place: u32) -> usize {
         let d = direction.index();
         let most = self.sources[d] * usize::from(self.input.lanes[d].chunks);
@@ -523,11 +523,11 @@ impl Wire {
     }
 }
 
-/// Bytes of rows that a chunk has about: large enough that a write's fixed cost (below 1 us) is a small part of its time at
-/// 50 GB/s, small enough that forwarding overlaps with it. Chosen with docs/simulate.md.
+/// Bytes of rows that a chunk has about: large enough that a write's fixed cost (below 1 us) is a small part of its
+/// time at 50 GB/s, small enough that forwarding overlaps with it. Chosen with docs/simulate.md.
 const CHUNK_BYTES: usize = 128 << 10;
-/// The same of sums where there are several NICs: those are EFA's, whose writes are taken to cost 0.3 us each, and nothing
-/// is forwarded behind sums.
+/// The same of sums where there are several NICs: those are EFA's, whose writes are taken to cost 0.3 us each, and
+/// nothing is forwarded behind sums.
 const SUMS_BYTES: usize = 640 << 10;
 
 /// How many rows of so many bytes a chunk has, unless it is asked for.

@@ -1,4 +1,5 @@
-//! Contexts whose arenas lie in host memory. On the CPU device that is no choice; `TOKENYARD_TEST_DEVICE=cuda` makes it one.
+//! Contexts whose arenas lie in host memory. On the CPU device that is no choice; `TOKENYARD_TEST_DEVICE=cuda` makes it
+//! one.
 
 #[path = "rig/mod.rs"]
 mod rig;

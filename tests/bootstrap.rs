@@ -595,7 +595,8 @@ fn foreign(join: &[u8]) -> Vec<u8> {
     proof("guess", "rank 0", &[9; 32], &join[44..])
 }
 
-/// Joins a pair of which rank 1 was changed, and a rank 1 as rank 0 knows it if there is to be one: what both were told.
+/// Joins a pair of which rank 1 was changed, and a rank 1 as rank 0 knows it if there is to be one: what both were
+/// told.
 fn differing(change: impl Fn(&mut Bootstrap), both: impl Fn(&mut Bootstrap)) -> [String; 2] {
     let place = place();
     let [root, mut member] = [0, 1].map(|rank| {

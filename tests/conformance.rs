@@ -1,7 +1,8 @@
-//! Every primitive of the kernels gives what it promises, bit for bit: on the CPU device, in seeded worlds and on a GPU.
+//! Every primitive of the kernels gives what it promises, bit for bit: on the CPU device, in seeded worlds and on a
+//! GPU.
 //!
-//! One kernel uses them all (kernels/bench/conformance.cuh). What it must find is worked out here with integers, apart from
-//! both builds of the primitives.
+//! One kernel uses them all (kernels/bench/conformance.cuh). What it must find is worked out here with integers, apart
+//! from both builds of the primitives.
 
 use std::sync::LazyLock;
 use std::time::Duration;

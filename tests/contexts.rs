@@ -1,5 +1,5 @@
-//! Several contexts of a rank side by side, and contexts that are built while something is captured. On the CPU device or,
-//! with `TOKENYARD_TEST_DEVICE=cuda`, on GPUs, which ranks share where there are fewer; there one test at a time
+//! Several contexts of a rank side by side, and contexts that are built while something is captured. On the CPU device
+//! or, with `TOKENYARD_TEST_DEVICE=cuda`, on GPUs, which ranks share where there are fewer; there one test at a time
 //! (`--test-threads=1`), since a framework's capture and budgets concern the whole process.
 
 mod rig;

@@ -1,5 +1,5 @@
-//! The emulated NIC under the contract of transports and under whole contexts, on CPU devices: the same kernel as on GPUs.
-//! The contexts' test runs on GPUs with `TOKENYARD_TEST_DEVICE=cuda`.
+//! The emulated NIC under the contract of transports and under whole contexts, on CPU devices: the same kernel as on
+//! GPUs. The contexts' test runs on GPUs with `TOKENYARD_TEST_DEVICE=cuda`.
 
 #[path = "rig/mod.rs"]
 mod context_rig;
@@ -178,8 +178,8 @@ fn large_and_crooked_writes_arrive_whole() {
 
 #[test]
 fn slots_of_requests_in_several_parts_come_around() {
-    // Behind one another, so that groups work side by side, and small ones are over before the large; the last is large, so
-    // that a part of it that comes late is missed.
+    // Behind one another, so that groups work side by side, and small ones are over before the large; the last is
+    // large, so that a part of it that comes late is missed.
     const SIZES: [usize; 5] = [24_000, 16, 8_000, 1, 40_000];
     const BYTES: usize = 72_017;
     let mut pair = Pair::new(BYTES);

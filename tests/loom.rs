@@ -1,5 +1,5 @@
-//! proxy/driver/mailbox.rs, the file itself, under loom: every order of its threads' steps, and every value that the memory
-//! model lets their loads see. `sync` below takes the place of proxy/driver/sync.rs.
+//! proxy/driver/mailbox.rs, the file itself, under loom: every order of its threads' steps, and every value that the
+//! memory model lets their loads see. `sync` below takes the place of proxy/driver/sync.rs.
 
 #[path = "../proxy/driver/mailbox.rs"]
 mod mailbox;

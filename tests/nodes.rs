@@ -375,7 +375,8 @@ fn a_rank_that_is_late_but_lives_is_a_timeout_and_no_loss() {
     });
 }
 
-/// A dispatch is under way while the one before is combined, its halves in an order that each rank chooses; the first error.
+/// A dispatch is under way while the one before is combined, its halves in an order that each rank chooses; the first
+/// error.
 fn overlapping(rig: &Rig, combine_first: bool) -> Result<()> {
     rig.route_all(0);
     let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity))?;
@@ -412,8 +413,8 @@ fn halves_go_in_one_order_within_a_node_and_a_timeout_names_the_rule() {
     }
 }
 
-/// Receives that one context of two nodes of a rank each needs, with chunks of a row: of each peer two epochs of head and 4
-/// rows, of 4 sums, and of a barrier.
+/// Receives that one context of two nodes of a rank each needs, with chunks of a row: of each peer two epochs of head
+/// and 4 rows, of 4 sums, and of a barrier.
 const RECEIVES: u32 = 2 * (1 + 4 + 4 + 1);
 
 #[test]
@@ -487,8 +488,8 @@ fn a_write_that_fails_says_why_in_the_error_of_the_call() {
     });
 }
 
-/// Immediates that a network hands out late: those of a context that was closed, again, as if they were of other writes to
-/// it that its peer had posted before it closed.
+/// Immediates that a network hands out late: those of a context that was closed, again, as if they were of other writes
+/// to it that its peer had posted before it closed.
 struct Late {
     /// From when a connection is made, which is just before a context opens.
     after: Duration,
@@ -513,8 +514,8 @@ impl Late {
     }
 }
 
-/// An endpoint with the manners of real ones: it takes its time to register memory, to connect and to take memory back, and
-/// hands out immediates of a region that it has taken back.
+/// An endpoint with the manners of real ones: it takes its time to register memory, to connect and to take memory back,
+/// and hands out immediates of a region that it has taken back.
 struct Real {
     inner: SimEndpoint,
     delay: Duration,
@@ -640,7 +641,8 @@ fn late_immediates(others: usize, after: Duration, times: usize) {
 
 #[test]
 fn immediates_that_are_left_of_a_closed_context_do_not_reach_the_next_of_its_number() {
-    // The three others leave one number. So many come that the turns between connecting and opening do not see them all.
+    // The three others leave one number. So many come that the turns between connecting and opening do not see them
+    // all.
     late_immediates(3, Duration::ZERO, 1000);
 }
 

@@ -1,6 +1,6 @@
 //! Launches of one direction that run at the same time, on streams that nothing orders: no store goes outside what the
-//! calls were given, a launch ends in `Order`, and whoever else ends names the rank. On the CPU device alone, whose seeded
-//! schedules begin the blocks of two launches in any order.
+//! calls were given, a launch ends in `Order`, and whoever else ends names the rank. On the CPU device alone, whose
+//! seeded schedules begin the blocks of two launches in any order.
 
 use std::cell::RefCell;
 use std::sync::Mutex;
@@ -203,8 +203,8 @@ fn errors(ep: &AllToAll) -> Vec<Error> {
     all
 }
 
-/// Whether a rank's errors are what it may see: of its own launches, or one that names rank 0; besides, an output that is
-/// too small is told, as without an overlap.
+/// Whether a rank's errors are what it may see: of its own launches, or one that names rank 0; besides, an output that
+/// is too small is told, as without an overlap.
 fn expect_allowed(rank: usize, errors: &[Error]) {
     for error in errors {
         let allowed = match error {
@@ -286,7 +286,8 @@ fn combines(world: &World, device: &Device, shape: Shape, salt: usize, waves: bo
     found
 }
 
-/// A graph of a dispatch and its combine, launched on two streams at once by rank 0, and one after the other by the other.
+/// A graph of a dispatch and its combine, launched on two streams at once by rank 0, and one after the other by the
+/// other.
 fn graphs(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
     let rank = world.rank().index();
     let ep = contexts(world, device, shape, waves);
@@ -454,13 +455,13 @@ fn calls_between_nodes_that_overlap_store_nothing_elsewhere() {
 
 /// A word of memory that kernels on the CPU device read.
 fn forge<T>(address: u64, word: T) {
-    // SAFETY: within the arena or the state of a context that is alive, at an aligned address; kernels look at such words
-    // while others write them.
+    // SAFETY: within the arena or the state of a context that is alive, at an aligned address; kernels look at such
+    // words while others write them.
     unsafe { (address as *mut T).write_volatile(word) };
 }
 
-/// Of `TY_STATE`'s fields: its bytes, where `ended` lies in it, and the bytes of a block's words, of which `begun` is the
-/// third half.
+/// Of `TY_STATE`'s fields: its bytes, where `ended` lies in it, and the bytes of a block's words, of which `begun` is
+/// the third half.
 const STATE: [u64; 4] = [128, 96, 16, 8];
 
 /// A launch that has not ended on another block, and one that runs on the same.

@@ -282,7 +282,8 @@ impl Fuzzed {
         }
         for _ in 0..2 {
             let token = self.token();
-            // A failure of a real write is a loss, which is not malformed: failures are of openings long ago or to come.
+            // A failure of a real write is a loss, which is not malformed: failures are of openings long ago or to
+            // come.
             let other_opening = token | 1 << (40 + self.draw.below(24));
             let failed = self.draw.below(4) == 0;
             given.push(if failed { Given::Failed(other_opening) } else { Given::Sent(token) });

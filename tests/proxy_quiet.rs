@@ -206,14 +206,14 @@ fn what_a_proxy_must_not_do_is_noticed() {
 #[test]
 fn nothing_that_a_turn_runs_names_a_lock() {
     let turn = [
-        "machine.rs",
+        "machine/mod.rs",
         "machine/links.rs",
         "machine/peers.rs",
         "machine/token.rs",
         "machine/watches.rs",
         "machine/control.rs",
         "counter.rs",
-        "driver.rs",
+        "driver/mod.rs",
         "driver/scan.rs",
         "driver/words.rs",
     ];

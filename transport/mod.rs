@@ -1,7 +1,7 @@
 //! How ranks find each other, reach each other's memory, and send between nodes.
 //!
-//! Place in the data path: beside it, but for `network`, to which proxies post. It never imports `kernels`, never unpickles
-//! or trusts unauthenticated bytes, and never waits without a name and a deadline.
+//! Place in the data path: beside it, but for `network`, to which proxies post. It never imports `kernels`, never
+//! unpickles or trusts unauthenticated bytes, and never waits without a name and a deadline.
 //!
 //! | folder | what |
 //! |---|---|

@@ -1,7 +1,7 @@
 //! What ranks agree on before they build a context, so that all go on alike or none does.
 //!
-//! Place in the data path: none. Runs on the caller's thread or host fiber while a context is built, and waits only in the
-//! world's collectives.
+//! Place in the data path: none. Runs on the caller's thread or host fiber while a context is built, and waits only in
+//! the world's collectives.
 
 use super::placement::Placement;
 use super::shape::Shape;
@@ -41,7 +41,8 @@ impl Differing {
     }
 }
 
-/// All ranks must have the same configuration, and each one a usable one. Answers by what they all go where they differ.
+/// All ranks must have the same configuration, and each one a usable one. Answers by what they all go where they
+/// differ.
 pub(super) fn agree(
     world: &World,
     checked: &Result<(Shape, Placement)>,

@@ -14,8 +14,8 @@ use crate::proxy::wire::Nodes;
 use crate::transport::World;
 use std::time::Duration;
 
-/// Collects what a context needs; see [`AllToAll::builder`](super::AllToAll::builder). A context is an arena with limits:
-/// most tokens of a rank in a call, bytes of a row, experts of a token, experts in all.
+/// Collects what a context needs; see [`AllToAll::builder`](super::AllToAll::builder). A context is an arena with
+/// limits: most tokens of a rank in a call, bytes of a row, experts of a token, experts in all.
 #[derive(Clone)]
 pub struct AllToAllBuilder {
     pub(crate) world: World,
@@ -80,8 +80,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Most tokens of one rank in one call: 2^20 in one node; with N nodes a bitmap of them per node has to fit in a block's
-    /// shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
+    /// Most tokens of one rank in one call: 2^20 in one node; with N nodes a bitmap of them per node has to fit in a
+    /// block's shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
     pub fn max_tokens_per_rank(mut self, max_tokens: usize) -> Self {
         self.max_tokens = max_tokens;
         self
@@ -98,10 +98,10 @@ impl AllToAllBuilder {
     ///
     /// Each block of 128 columns (DeepSeek-V3's 1x128 tiles of activations) is scaled by itself: amax is its largest
     /// magnitude, at least 1e-4. The scale is amax / 448, or with UE8M0 the smallest power of two that is not below it.
-    /// The element is x times the inverse, which is 448 / amax or that power's reciprocal, rounded to e4m3. All of it is
-    /// fp32 arithmetic, each operation rounded once, to nearest even, so every device makes the same bits. A NaN stays
-    /// one, 0x7f, and does not count in amax; an infinity makes the whole block's scale infinite (UE8M0: 255, which is
-    /// NaN), so that no element of it can be read as a number.
+    /// The element is x times the inverse, which is 448 / amax or that power's reciprocal, rounded to e4m3. All of it
+    /// is fp32 arithmetic, each operation rounded once, to nearest even, so every device makes the same bits. A NaN
+    /// stays one, 0x7f, and does not count in amax; an infinity makes the whole block's scale infinite (UE8M0: 255,
+    /// which is NaN), so that no element of it can be read as a number.
     pub fn quantize(mut self, on: bool) -> Self {
         self.quantize = on;
         self
@@ -126,15 +126,16 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Blocks of a kernel. Default, on a GPU: of its multiprocessors, less those that the network's own kernels need, all for
-    /// contexts of few tokens, and for large ones the fewest by which calls take no more than a percent longer, by a model of
-    /// the bytes that they move ([`Plan::explain`](super::Plan::explain) tells; docs/performance.md, "As many multiprocessors as
-    /// it takes"). On the CPU device all.
+    /// Blocks of a kernel. Default, on a GPU: of its multiprocessors, less those that the network's own kernels need,
+    /// all for contexts of few tokens, and for large ones the fewest by which calls take no more than a percent longer,
+    /// by a model of the bytes that they move ([`Plan::explain`](super::Plan::explain) tells; docs/performance.md, "As
+    /// many multiprocessors as it takes"). On the CPU device all.
     ///
-    /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks must
-    /// fit on it at once: give each such context a budget. [`build`](Self::build) refuses the one by which the budgets of
-    /// this process's contexts on a GPU exceed its multiprocessors; a context gives its own back when it is dropped.
-    /// Contexts with the default are not counted: their calls must follow one another, on one stream or by events.
+    /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks
+    /// must fit on it at once: give each such context a budget. [`build`](Self::build) refuses the one by which the
+    /// budgets of this process's contexts on a GPU exceed its multiprocessors; a context gives its own back when it is
+    /// dropped. Contexts with the default are not counted: their calls must follow one another, on one stream or by
+    /// events.
     pub fn sms(mut self, sms: u32) -> Self {
         self.sms = Some(sms);
         self
@@ -152,7 +153,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Changes settings that contexts do without: `builder.tuning(|tuning| tuning.statistics = true)`. May be called again.
+    /// Changes settings that contexts do without: `builder.tuning(|tuning| tuning.statistics = true)`. May be called
+    /// again.
     pub fn tuning(mut self, change: impl FnOnce(&mut Tuning)) -> Self {
         change(&mut self.tuning);
         self

@@ -163,7 +163,8 @@ pub struct Output {
     pub row_count: Option<View>,
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
-    /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is over.
+    /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is
+    /// over.
     pub host_counts: Option<View>,
 }
 
@@ -228,8 +229,8 @@ pub struct Combined {
 }
 
 impl Tokens {
-    /// `count` tokens with their rows and int32 expert indices, `[tokens, hidden]` and `[tokens, top_k]`, both row behind row;
-    /// no scales, no weights.
+    /// `count` tokens with their rows and int32 expert indices, `[tokens, hidden]` and `[tokens, top_k]`, both row
+    /// behind row; no scales, no weights.
     pub fn new(x: View, topk_idx: View, count: TokenCount) -> Tokens {
         Tokens {
             x,

@@ -129,7 +129,7 @@ impl AllToAllBuilder {
         let patience = Duration::from_nanos(context.timeout_ns).saturating_add(Duration::from_secs(5));
         let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
         let chains = Arc::new(Chains::new(builder.tuning.ordered));
-        let open = Arc::new(Open { chains, pool, opening, memory, patience });
+        let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let counters = Counters::default();
         Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, flags })
     }
@@ -165,8 +165,8 @@ impl AllToAll {
         self.plan.waves
     }
 
-    /// The sending half of [`dispatch`](Self::dispatch). The input may be reused once the stream has passed this call, or,
-    /// where calls go in several waves, the receiving half.
+    /// The sending half of [`dispatch`](Self::dispatch). The input may be reused once the stream has passed this call,
+    /// or, where calls go in several waves, the receiving half.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch).
@@ -185,8 +185,8 @@ impl AllToAll {
     /// The receiving half of [`dispatch`](Self::dispatch).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst of a
-    /// call of several waves, that is out of order, and the next call says so.
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst
+    /// of a call of several waves, that is out of order, and the next call says so.
     pub fn dispatch_recv(
         &self,
         stream: &Stream,
@@ -250,8 +250,8 @@ impl AllToAll {
     /// The receiving half of [`combine`](Self::combine).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst of a
-    /// call of several waves, that is out of order, and the next call says so.
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst
+    /// of a call of several waves, that is out of order, and the next call says so.
     pub fn combine_recv(
         &self,
         stream: &Stream,
@@ -286,8 +286,8 @@ impl AllToAll {
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
-    /// What the device, the proxy or a peer found since the last look, the oldest unread error first. Never waits. An error
-    /// that closed the context comes back every time; any other once, and the next correct call works.
+    /// What the device, the proxy or a peer found since the last look, the oldest unread error first. Never waits. An
+    /// error that closed the context comes back every time; any other once, and the next correct call works.
     ///
     /// # Errors
     /// `Generation` once this rank has regrouped, whatever closed the context before; `Routing`, `Capacity`,
@@ -300,10 +300,10 @@ impl AllToAll {
         })
     }
 
-    /// Other ranks whose routing was unusable, by their ranks in the first generation, each with the epoch of its last such
-    /// dispatch that this rank received: the one that the rank's own `Routing` error names. It sent no tokens in it. That
-    /// is no error of this rank's, so [`check`](Self::check) says nothing of it, and good dispatches that follow take
-    /// nothing back. Never waits: what a call heard is there once the stream has passed it.
+    /// Other ranks whose routing was unusable, by their ranks in the first generation, each with the epoch of its last
+    /// such dispatch that this rank received: the one that the rank's own `Routing` error names. It sent no tokens in
+    /// it. That is no error of this rank's, so [`check`](Self::check) says nothing of it, and good dispatches that
+    /// follow take nothing back. Never waits: what a call heard is there once the stream has passed it.
     pub fn refused_sources(&self) -> Vec<(Rank, u64)> {
         self.open.memory.reports.refused().map(|(rank, epoch)| (self.world.original(rank), epoch)).collect()
     }
@@ -347,8 +347,8 @@ impl AllToAll {
         self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_COMBINE))
     }
 
-    /// Bytes of rows that the last dispatch sent to each rank of the node, and by each rail to the other nodes; `None` as
-    /// [`dispatch_statistics`](Self::dispatch_statistics).
+    /// Bytes of rows that the last dispatch sent to each rank of the node, and by each rail to the other nodes; `None`
+    /// as [`dispatch_statistics`](Self::dispatch_statistics).
     pub fn dispatched_bytes(&self) -> Option<Vec<u64>> {
         let statistics = self.open.memory.statistics.as_ref()?;
         let bytes = self.plan.slot_bytes as u64;
@@ -412,7 +412,8 @@ impl AllToAll {
         Needs { shape: &self.shape, place: self.device.place() }
     }
 
-    /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call leaves.
+    /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call
+    /// leaves.
     #[doc(hidden)]
     pub fn addresses(&self) -> Option<[u64; 2]> {
         Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])

@@ -1,7 +1,8 @@
-//! What a context has besides its arena: tables, words and handles in device memory, and what kernels are told of all that.
+//! What a context has besides its arena: tables, words and handles in device memory, and what kernels are told of all
+//! that.
 //!
-//! Beside the data path: runs on the caller's thread while a context is built. Whatever fails here fails on one rank, before
-//! the exchange that tells the others.
+//! Beside the data path: runs on the caller's thread while a context is built. Whatever fails here fails on one rank,
+//! before the exchange that tells the others.
 
 use super::builder::AllToAllBuilder;
 use super::format::Scales;
@@ -25,12 +26,12 @@ use crate::transport::network::DeviceNeeds;
 use crate::transport::{Arena, PeerMap};
 use std::sync::Arc;
 
-/// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each block
-/// has little to do then beside what it costs to begin (docs/performance.md).
+/// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each
+/// block has little to do then beside what it costs to begin (docs/performance.md).
 const META_TILE: usize = 256;
 
-/// Blocks of a kernel: the budget, or what is chosen of the multiprocessors that there are. The CPU device has none to spare
-/// anybody.
+/// Blocks of a kernel: the budget, or what is chosen of the multiprocessors that there are. The CPU device has none to
+/// spare anybody.
 pub fn sms_of(builder: &AllToAllBuilder, shape: &Shape, device: &Device) -> u32 {
     if let Some(sms) = builder.sms {
         return sms;

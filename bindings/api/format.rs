@@ -30,8 +30,8 @@ pub enum Partial {
 /// Columns of a scale.
 pub(crate) const SCALE_COLUMNS: usize = 128;
 
-/// What a row travels as: the type of its elements, and the scales that go with them. The formats that there are today are
-/// the constants; later versions may have more.
+/// What a row travels as: the type of its elements, and the scales that go with them. The formats that there are today
+/// are the constants; later versions may have more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RowFormat {
     pub(crate) dtype: Dtype,

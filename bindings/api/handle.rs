@@ -255,8 +255,8 @@ impl Handle {
     }
 }
 
-/// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns what it
-/// refers to, the handle's memory included. Dropping it abandons the combine, as with [`Sent`].
+/// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns what
+/// it refers to, the handle's memory included. Dropping it abandons the combine, as with [`Sent`].
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent {
     pub(crate) handle: Handle,

@@ -1,7 +1,7 @@
 //! The interface: contexts and their builder, calls and what these are given, handles, placement, plans, reports.
 //!
-//! Place in the data path: at its head. A call checks what it is given, enqueues kernels and returns. Runs on the caller's
-//! thread. Calls never wait on the host; only building and dropping a context does, with deadlines.
+//! Place in the data path: at its head. A call checks what it is given, enqueues kernels and returns. Runs on the
+//! caller's thread. Calls never wait on the host; only building and dropping a context does, with deadlines.
 //!
 //! | what | file |
 //! |---|---|

@@ -8,7 +8,7 @@ use super::device_memory::Tables;
 use super::handle::{Lease, Pool};
 use super::report::Reports;
 use super::statistics::Statistics;
-use crate::base::Result;
+use crate::base::{Rank, Result};
 use crate::kernels::budget::Budget;
 use crate::kernels::{Chains, Device, Enqueued, Owner, Recording, Stream, View};
 use crate::proxy::Opening;
@@ -25,6 +25,8 @@ pub(crate) struct Open {
     pub memory: Arc<Memory>,
     /// How long its kernels may take to end: their own deadline, and a little more.
     pub patience: Duration,
+    /// The rank whose context it is, in the first generation.
+    pub rank: Rank,
 }
 
 /// What kernels read and write as long as the context is open. On a GPU freeing the first of it waits for all kernels.
@@ -45,6 +47,7 @@ impl Drop for Open {
     /// was enqueued before is waited for; where an engine began the capture, that cannot be known, and the memory is
     /// kept, too.
     fn drop(&mut self) {
+        log::info!(target: crate::base::targets::CONTEXT, "rank {}: closes", self.rank);
         if !self.chains.lock().drain(self.patience) {
             self.pool.abandon();
             std::mem::forget((self.memory.clone(), self.opening.as_ref().map(Opening::words)));

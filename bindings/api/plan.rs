@@ -29,8 +29,8 @@ pub struct PlanInput {
     pub nodes: Nodes,
     /// Most tokens a rank dispatches in one call.
     pub max_tokens: usize,
-    /// Tokens of each rank in a wave: what a call sends at once. `None` to choose: all of them, but with several nodes no
-    /// more than keep the arena within 2 GiB.
+    /// Tokens of each rank in a wave: what a call sends at once. `None` to choose: all of them, but with several nodes
+    /// no more than keep the arena within 2 GiB.
     pub wave_tokens: Option<usize>,
     /// Experts a token may name.
     pub top_k: usize,
@@ -192,8 +192,8 @@ impl Plan {
         self
     }
 
-    /// The assumption and the formula behind the total, for people; of a plan that a builder made, also how many SMs calls
-    /// take and why.
+    /// The assumption and the formula behind the total, for people; of a plan that a builder made, also how many SMs
+    /// calls take and why.
     pub fn explain(&self) -> &str {
         &self.explanation
     }

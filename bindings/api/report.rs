@@ -59,8 +59,8 @@ impl Reports {
     }
 
     /// The oldest unread error. One that closed the context is returned every time, any other once.
-    /// `own` is why this rank's proxy cannot go on, which closes the context, too, and explains what its device waited for in
-    /// vain; `lost` answers which other ranks are gone, and how that was noticed.
+    /// `own` is why this rank's proxy cannot go on, which closes the context, too, and explains what its device waited
+    /// for in vain; `lost` answers which other ranks are gone, and how that was noticed.
     pub fn check(&self, world: &World, own: Option<Error>, lost: &dyn Fn() -> Vec<(Rank, String)>) -> Result<()> {
         if let Some(error) = self.fatal.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Err(error);

@@ -2,8 +2,8 @@
 //! all but as fast as with all of them, so that what else runs on the GPU keeps the rest.
 //!
 //! Beside the data path: reckoned while a context is built, from its shape alone. The model is one of bytes. Of a mean
-//! rank, with uniform routing, what a call loads, stores and sends is known; each of the four things that carry it needs so
-//! long for its own part:
+//! rank, with uniform routing, what a call loads, stores and sends is known; each of the four things that carry it
+//! needs so long for its own part:
 //!
 //! ```text
 //!  multiprocessors  (loaded / load rate + stored / store rate + pushed / push rate) / how many there are
@@ -14,10 +14,10 @@
 //!  a call           LAUNCH_US + (the sum of their cubes)^(1/3)
 //! ```
 //!
-//! They work side by side, but not wholly: what one waits for holds up another. With the third power the model is within a
-//! fifth of everything that was measured on one and two GPUs (benches/results, docs/performance.md, "As many
-//! multiprocessors as it takes"). Calls of few tokens wait for trips to memory, not for bytes, and take all; so do large ones
-//! that would leave but a few.
+//! They work side by side, but not wholly: what one waits for holds up another. With the third power the model is
+//! within a fifth of everything that was measured on one and two GPUs (benches/results, docs/performance.md, "As many
+//! multiprocessors as it takes"). Calls of few tokens wait for trips to memory, not for bytes, and take all; so do
+//! large ones that would leave but a few.
 
 use super::shape::Shape;
 use crate::kernels::Device;
@@ -63,7 +63,8 @@ struct Rates {
 }
 
 /// Of dispatch and of combine, fitted to calls of 4096 and 16 384 tokens with 8 to 132 multiprocessors of one H200
-/// (benches/results/h200-x1/sms-1.json); a push, to what a block reaches at the most (docs/performance.md, "Large calls").
+/// (benches/results/h200-x1/sms-1.json); a push, to what a block reaches at the most (docs/performance.md, "Large
+/// calls").
 const DISPATCH: Rates = Rates { load: 55e3, store: 57e3, push: 45e3, memory: 3.0e6 };
 const COMBINE: Rates = Rates { load: 110e3, store: 40e3, push: 40e3, memory: 3.85e6 };
 
@@ -77,8 +78,8 @@ const LAUNCH_US: f64 = 8.0;
 const LOSS: f64 = 1.01;
 /// Multiprocessors of an H100 or H200, where no GPU is given.
 const OF_AN_H200: u32 = 132;
-/// Of the multiprocessors as many must be left, or all are taken: contexts for large calls have small ones, too, which would
-/// rather have all.
+/// Of the multiprocessors as many must be left, or all are taken: contexts for large calls have small ones, too, which
+/// would rather have all.
 const LEFT: u32 = 4;
 /// Tokens of a call for each multiprocessor below which trips to memory are what it waits for.
 const TOKENS_OF_FEW: usize = 16;
@@ -157,8 +158,8 @@ impl Traffic {
         [time_us(&self.dispatch(), &DISPATCH, sms), time_us(&self.combine(), &COMBINE, sms)]
     }
 
-    /// How many of `available` multiprocessors its kernels take: the fewest by which neither call takes more than a percent
-    /// longer than with all of them, if that leaves a quarter.
+    /// How many of `available` multiprocessors its kernels take: the fewest by which neither call takes more than a
+    /// percent longer than with all of them, if that leaves a quarter.
     pub fn choose(&self, available: u32) -> u32 {
         if self.tokens < TOKENS_OF_FEW * available as usize {
             return available;
@@ -222,7 +223,8 @@ mod tests {
         );
     }
 
-    /// Results of `tokenyard bench` in a file under benches/results: tokens, experts a token, ranks, multiprocessors, times.
+    /// Results of `tokenyard bench` in a file under benches/results: tokens, experts a token, ranks, multiprocessors,
+    /// times.
     fn measured(file: &str) -> Vec<(Traffic, u32, [f64; 2])> {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("benches/results").join(file);
         let found: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();

@@ -1,8 +1,8 @@
 //! What the device says of its own calls: when each block came through each stage, when peers were heard of, how many
 //! rows went to whom.
 //!
-//! In host memory that the device writes as it goes, so that reading needs no synchronisation; what is read while a call
-//! runs may be of two calls.
+//! In host memory that the device writes as it goes, so that reading needs no synchronisation; what is read while a
+//! call runs may be of two calls.
 
 use crate::base::{Rank, Result};
 use crate::ffi::layout as raw;
@@ -62,8 +62,8 @@ impl Statistics {
 
     fn word(&self, index: usize) -> u64 {
         let words = self.memory.host_ptr().cast::<u64>();
-        // SAFETY: callers stay below what `allocate` made room for; words are 8-byte aligned, live as long as the buffer,
-        // and are written atomically by the device.
+        // SAFETY: callers stay below what `allocate` made room for; words are 8-byte aligned, live as long as the
+        // buffer, and are written atomically by the device.
         unsafe { AtomicU64::from_ptr(words.add(index)) }.load(Ordering::Relaxed)
     }
 

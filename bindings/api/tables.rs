@@ -1,4 +1,5 @@
-//! Words of a context's tables in device memory, as kernels/ffi/layout.h has them, and the numbers that kernels divide by.
+//! Words of a context's tables in device memory, as kernels/ffi/layout.h has them, and the numbers that kernels divide
+//! by.
 //!
 //! Beside the data path: pure arithmetic, reckoned while a context is built.
 
@@ -7,8 +8,8 @@ use crate::base::Rank;
 use crate::ffi::layout as raw;
 use crate::proxy::wire::{Direction, Nodes};
 
-/// A `ty_state`, and behind it the words of so many blocks, about to start `first_epoch` of dispatch and combine and the
-/// first barrier.
+/// A `ty_state`, and behind it the words of so many blocks, about to start `first_epoch` of dispatch and combine and
+/// the first barrier.
 pub(super) fn state_words(first_epoch: u64, blocks: u32) -> Vec<u64> {
     const { assert!(size_of::<raw::ty_turn>() == 16 && std::mem::offset_of!(raw::ty_turn, stands) == 0) };
     const { assert!(size_of::<raw::ty_state>() == 128 && std::mem::offset_of!(raw::ty_state, ended) == 96) };
@@ -78,7 +79,8 @@ pub(super) fn owner_words(nodes: &Nodes, rank: Rank) -> Vec<u64> {
     nodes.ranks().map(|source| owner(source).unwrap_or(u64::from(u16::MAX))).collect()
 }
 
-/// What kernels multiply by to divide numbers below 2^16 by `divisor`, the upper half of the product being the quotient.
+/// What kernels multiply by to divide numbers below 2^16 by `divisor`, the upper half of the product being the
+/// quotient.
 pub(super) fn reciprocal(divisor: u64) -> u64 {
     (1 << 32) / divisor.max(1) + 1
 }

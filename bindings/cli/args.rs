@@ -81,8 +81,8 @@ pub struct BenchArgs {
     /// Keep what is received between nodes once, however small a second copy is
     #[arg(long)]
     pub single_buffer: bool,
-    /// In one node: tokens of a rank up to which partial rows arrive without fences and tags; 0 for never [default: chosen
-    /// by the library]
+    /// In one node: tokens of a rank up to which partial rows arrive without fences and tags; 0 for never [default:
+    /// chosen by the library]
     #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 0, MAX_TOKENS))]
     pub arriving_tokens: Option<usize>,
     /// Tokens of each rank that a call sends at once; a larger call goes in waves [default: chosen by the library]
@@ -220,8 +220,8 @@ pub struct VerifyArgs {
     /// Every configuration that is drawn has its output in the arena, not some of them
     #[arg(long, conflicts_with_all = ["quantize", "forge"])]
     pub own_output: bool,
-    /// Every schedule is of several nodes, and messages between them are tampered with: results may be wrong and calls end with
-    /// errors then, but nothing else may happen
+    /// Every schedule is of several nodes, and messages between them are tampered with: results may be wrong and calls
+    /// end with errors then, but nothing else may happen
     #[arg(long, requires = "schedules")]
     pub forge: bool,
     /// Models' full sizes too

@@ -35,8 +35,8 @@ pub trait CopyEngine: Send + 'static {
     /// Copies that may be outstanding.
     const SLOTS: u64;
 
-    /// Posts a copy of `bytes` from address `source` to address `target` and returns its number, counted from 0; `None` if
-    /// the queue is full. Never waits.
+    /// Posts a copy of `bytes` from address `source` to address `target` and returns its number, counted from 0; `None`
+    /// if the queue is full. Never waits.
     ///
     /// # Errors
     /// `Device` if the driver refuses.

@@ -10,8 +10,9 @@ pub type Result<T> = std::result::Result<T, Error>;
 
 /// What can go wrong. Every variant carries its values; its text is one sentence with advice.
 ///
-/// [`is_fatal`](Error::is_fatal) tells what to do next: after an error that is not fatal the next correct call works; after
-/// a fatal one the context, world, proxy or device that returned it cannot go on, and says so again at every call.
+/// [`is_fatal`](Error::is_fatal) tells what to do next: after an error that is not fatal the next correct call works;
+/// after a fatal one the context, world, proxy or device that returned it cannot go on, and says so again at every
+/// call.
 ///
 /// Implementations of `Transport` make theirs by [`Error::argument`], [`Error::transport`] and [`Error::device`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -177,8 +178,8 @@ pub enum Error {
         /// The error behind it.
         source: Option<Source>,
     },
-    /// Ranks could not find, understand or wait for each other. Fatal where the world can hold no further collective; not
-    /// where no world was formed, or where a peer reports a failure of its own.
+    /// Ranks could not find, understand or wait for each other. Fatal where the world can hold no further collective;
+    /// not where no world was formed, or where a peer reports a failure of its own.
     #[error("bootstrap: {what}: {advice}")]
     #[non_exhaustive]
     Bootstrap {
@@ -191,8 +192,8 @@ pub enum Error {
         /// The error behind it.
         source: Option<Source>,
     },
-    /// An [`Interrupt`](crate::Interrupt) that is in force for the calling thread was raised while the call waited. Fatal
-    /// where it ended the world's collectives.
+    /// An [`Interrupt`](crate::Interrupt) that is in force for the calling thread was raised while the call waited.
+    /// Fatal where it ended the world's collectives.
     #[error("interrupted in the wait \"{what}\": {left}")]
     #[non_exhaustive]
     Interrupted {
@@ -240,8 +241,8 @@ impl Error {
         Error::Bootstrap { what: what.into(), advice: advice.into(), fatal: false, source: None }
     }
 
-    /// The wait `what` ended as an [`Interrupt`](crate::Interrupt) was raised; `left` says what state things are left in,
-    /// and what to try. See [`ending`](Error::ending).
+    /// The wait `what` ended as an [`Interrupt`](crate::Interrupt) was raised; `left` says what state things are left
+    /// in, and what to try. See [`ending`](Error::ending).
     #[cold]
     pub fn interrupted(what: &'static str, left: &'static str) -> Error {
         Error::Interrupted { what, left, fatal: false }
@@ -274,8 +275,8 @@ impl Error {
         self
     }
 
-    /// The same with the error behind it, which [`source`](std::error::Error::source) then returns. Changes `Transport`,
-    /// `Device` and `Bootstrap`; the other variants have none.
+    /// The same with the error behind it, which [`source`](std::error::Error::source) then returns. Changes
+    /// `Transport`, `Device` and `Bootstrap`; the other variants have none.
     #[must_use]
     pub fn caused_by(mut self, cause: impl std::error::Error + Send + Sync + 'static) -> Error {
         self.set_source(Some(Source::new(cause)));
@@ -358,7 +359,8 @@ mod tests {
     const OWN: Rank = Rank(71);
     const PEER: Rank = Rank(72);
 
-    /// One of each variant, with whether it is fatal as it is and whether it can be made so, and what its text must say.
+    /// One of each variant, with whether it is fatal as it is and whether it can be made so, and what its text must
+    /// say.
     fn all() -> Vec<(Error, bool, bool, &'static [&'static str])> {
         let order = Error::Order { rank: OWN, problem: "dispatch 9 twice".into(), fatal: false };
         let timeout = Error::Timeout {

@@ -3,8 +3,9 @@
 //! Place: asked before arenas and buffers in host memory are made, since the system grants more than there is and later
 //! ends the process. Reads a few small files; never waits.
 //!
-//! A container's limit is that of its control group or of any group around it, whichever leaves least. Files that only cache
-//! a disk's count as used there, but go when memory is asked for: they are counted as free, as `MemAvailable` counts them.
+//! A container's limit is that of its control group or of any group around it, whichever leaves least. Files that only
+//! cache a disk's count as used there, but go when memory is asked for: they are counted as free, as `MemAvailable`
+//! counts them.
 
 use std::path::{Component, Path};
 
@@ -52,7 +53,8 @@ fn least_of_line(root: &Path, line: &str) -> Option<u64> {
         _ if controllers.split(',').any(|name| name == "memory") => (V1, root.join("sys/fs/cgroup/memory")),
         _ => return None,
     };
-    // A container may see its own group as the top, and the path as its host sees it: folders that are not there say nothing.
+    // A container may see its own group as the top, and the path as its host sees it: folders that are not there say
+    // nothing.
     let names = Path::new(path).components().filter(|part| matches!(part, Component::Normal(_)));
     let mut folder = top.clone();
     let inner = names.map(|name| {

@@ -1,7 +1,7 @@
 //! Targets of the library's log, by the facade of the crate `log`.
 //!
-//! Events are written where something is made, ends, is lost or falls back on something else: never in a call, and never in
-//! a proxy's loop but for the peers that it loses.
+//! Events are written where something is made, ends, is lost or falls back on something else: never in a call, and
+//! never in a proxy's loop but for the peers that it loses.
 
 /// Worlds that are formed, and those that regroup.
 pub const WORLD: &str = "tokenyard::world";

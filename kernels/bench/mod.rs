@@ -143,9 +143,9 @@ pub fn push(stream: &Stream, source: &View, destinations: &[View], bytes: &[usiz
     stream.with(destinations.iter().chain([source]), launch)
 }
 
-/// Holds the stream until the host lets `turn` go, or `timeout` passed: what is enqueued behind it starts together, with the
-/// host's launches out of the way. `words` are in host memory, `uint64 [2]`, zeroed: the turn that the host lets go, and the
-/// last one that was given up, or 0; `turn` is 1 or more and greater each time.
+/// Holds the stream until the host lets `turn` go, or `timeout` passed: what is enqueued behind it starts together,
+/// with the host's launches out of the way. `words` are in host memory, `uint64 [2]`, zeroed: the turn that the host
+/// lets go, and the last one that was given up, or 0; `turn` is 1 or more and greater each time.
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.
@@ -161,9 +161,9 @@ pub fn hold(stream: &Stream, words: &View, turn: u64, timeout: Duration) -> Resu
 }
 
 /// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
-/// host memory that the devices of all of them reach, `uint64 [2][ranks]`, zeroed: the last turn that each rank came to, and
-/// {turn, peer that was missing} of the last one that it gave up, or 0; `turn` is 1 or more, below 2^32, and greater with
-/// each meeting.
+/// host memory that the devices of all of them reach, `uint64 [2][ranks]`, zeroed: the last turn that each rank came
+/// to, and {turn, peer that was missing} of the last one that it gave up, or 0; `turn` is 1 or more, below 2^32, and
+/// greater with each meeting.
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.

@@ -36,7 +36,7 @@ void ty_exec::pump_streams() {
     if (stream->busy || stream->queue.empty()) continue;
     const std::shared_ptr<bool> &gate = stream->queue.front().waits;
     if (gate != nullptr && !*gate) continue; // whatever opens it pumps again
-    if (seeded && random.below(4) != 0) { // work starts late as often as not
+    if (seeded && random.below(4) != 0) {    // work starts late as often as not
       again = true;
       continue;
     }

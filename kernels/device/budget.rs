@@ -1,9 +1,9 @@
 //! The multiprocessors of each GPU that contexts and emulated NICs of this process were promised.
 //!
-//! Blocks of a kernel wait for blocks of other ranks', so where calls of several contexts overlap, all of their blocks must
-//! be resident at once: a block that waits for a multiprocessor may wait for the very kernel that waits for it. Beside the
-//! data path: asked while a context, or an emulated NIC, is built and told when it goes, on the caller's thread. The lock is
-//! held for a few additions.
+//! Blocks of a kernel wait for blocks of other ranks', so where calls of several contexts overlap, all of their blocks
+//! must be resident at once: a block that waits for a multiprocessor may wait for the very kernel that waits for it.
+//! Beside the data path: asked while a context, or an emulated NIC, is built and told when it goes, on the caller's
+//! thread. The lock is held for a few additions.
 
 use super::Device;
 use crate::base::{Error, Result};
@@ -24,9 +24,9 @@ pub(crate) struct Budget<'a> {
 }
 
 impl Budget<'static> {
-    /// Takes what a context was given explicitly, or a NIC takes; `name` says which of them. None for a context that was
-    /// given nothing, whose calls are meant to follow the others', and on the CPU device, whose blocks are fibers and
-    /// always fit.
+    /// Takes what a context was given explicitly, or a NIC takes; `name` says which of them. None for a context that
+    /// was given nothing, whose calls are meant to follow the others', and on the CPU device, whose blocks are fibers
+    /// and always fit.
     ///
     /// # Errors
     /// `Config` if the GPU has not so many left.

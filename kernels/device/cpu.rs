@@ -3,8 +3,8 @@
 //! Place: one backend of `device`. A free device runs its executor on a thread of its own, started here and joined
 //! when the last clone, stream and buffer are gone; the devices of a seeded world share the executor of the
 //! calling thread (`seeded`). Callers may be on any thread or host fiber. Nothing here waits but `synchronize` and
-//! `transfer`, which copies on the executor's thread, so that no kernel runs meanwhile. What is dropped while the executor
-//! may still use it goes on a shelf and is freed once the streams have drained.
+//! `transfer`, which copies on the executor's thread, so that no kernel runs meanwhile. What is dropped while the
+//! executor may still use it goes on a shelf and is freed once the streams have drained.
 
 use super::Shape;
 use super::view::{Owner, Span};
@@ -303,8 +303,8 @@ impl CpuDevice {
         Ok(ptr as u64)
     }
 
-    /// Host memory that kernels share with the host, zeroed. On this device it is memory as any other, but loads of it are
-    /// counted in a seeded world.
+    /// Host memory that kernels share with the host, zeroed. On this device it is memory as any other, but loads of it
+    /// are counted in a seeded world.
     pub(super) fn alloc_host(&self, bytes: usize) -> Result<u64> {
         let ptr = self.alloc(bytes, 0)?;
         self.share_host(ptr, bytes, true);

@@ -36,8 +36,8 @@ pub struct SeededReport {
     pub further_pollers: u64,
     /// Who waited where when nobody could go on, if that ever happened; device deadlines fire then.
     pub hang_report: Option<String>,
-    /// Why the run could not start or did not end by itself. Host closures that were then still waiting were unwound from
-    /// their waits: their locals were dropped, and their scopes ended.
+    /// Why the run could not start or did not end by itself. Host closures that were then still waiting were unwound
+    /// from their waits: their locals were dropped, and their scopes ended.
     pub failure: Option<Error>,
 }
 
@@ -172,10 +172,11 @@ fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
     let code = unsafe { ffi::ty_exec_run(exec.raw()) };
     exec.set_ended(code);
     if code == ffi::TY_EXEC_HANG as i32 {
-        // No host fiber may be left where it waits. Its closure may have lent what lies on its stack, or what it borrowed of
-        // the caller, to threads of a scope, and only the scope's end makes sure that they are done with it; the caller's
-        // borrows end with this call, and the stack goes to another fiber. Device fibers are left: they borrow nothing.
-        // SAFETY: the run has ended on this thread; the fibers return to it, as nothing unwinds out of `run_host`.
+        // No host fiber may be left where it waits. Its closure may have lent what lies on its stack, or what it
+        // borrowed of the caller, to threads of a scope, and only the scope's end makes sure that they are done with
+        // it; the caller's borrows end with this call, and the stack goes to another fiber. Device fibers are left:
+        // they borrow nothing. SAFETY: the run has ended on this thread; the fibers return to it, as nothing unwinds
+        // out of `run_host`.
         unsafe { ffi::ty_exec_end_hosts(exec.raw()) };
     }
     code

@@ -400,8 +400,8 @@ impl HostBuffer {
 
     /// Its whole 64-bit words, which host and device access atomically. Zero at first.
     pub(crate) fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the buffer is aligned to a page, zeroed when made, and lives as long as `self`; kernels and hosts access
-        // words that are shared like this atomically.
+        // SAFETY: the buffer is aligned to a page, zeroed when made, and lives as long as `self`; kernels and hosts
+        // access words that are shared like this atomically.
         unsafe { std::slice::from_raw_parts(self.memory.host.cast(), self.memory.bytes / 8) }
     }
 
@@ -607,8 +607,8 @@ impl Stream {
         self.launch_shape(kernel, Shape { grid, block, shared_bytes, resident: true }, args)
     }
 
-    /// As `launch`, of a kernel without shared memory in which no block waits for another: blocks run as they find room.
-    /// A GPU whose other kernels wait for what comes behind this one may never have room for all at once.
+    /// As `launch`, of a kernel without shared memory in which no block waits for another: blocks run as they find
+    /// room. A GPU whose other kernels wait for what comes behind this one may never have room for all at once.
     ///
     /// # Safety
     /// As for `launch`.

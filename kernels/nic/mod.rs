@@ -1,8 +1,8 @@
 //! The NIC kernel of one endpoint, as its host side sees it: requests in, a word for each that is carried out.
 //!
-//! Place: between the endpoint (transport/network/emulated), which says what to copy and when, and nic.cuh, which copies. Runs on whichever
-//! thread polls or resets, under the endpoint's lock. Posting and looking never wait; draining and dropping wait until
-//! what was posted is copied.
+//! Place: between the endpoint (transport/network/emulated), which says what to copy and when, and nic.cuh, which
+//! copies. Runs on whichever thread polls or resets, under the endpoint's lock. Posting and looking never wait;
+//! draining and dropping wait until what was posted is copied.
 //!
 //! ```text
 //!   post ─▶ requests[n], posted = n + 1 ─▶ kernel ─▶ completed[n] = n + 1
@@ -21,8 +21,8 @@ use std::time::Duration;
 
 /// Requests that may be outstanding.
 const SLOTS: u64 = raw::TY_NIC_SLOTS as u64;
-/// Blocks of the kernel on a GPU: one passes requests on, and the others are so many that chunks go faster than by a NIC
-/// of 400 Gb/s (docs/performance.md, "Groups of GPUs as nodes").
+/// Blocks of the kernel on a GPU: one passes requests on, and the others are so many that chunks go faster than by a
+/// NIC of 400 Gb/s (docs/performance.md, "Groups of GPUs as nodes").
 const GPU_BLOCKS: u32 = 16;
 /// Its threads. They take a good half of a multiprocessor's registers, so kernels without waits find room beside them.
 const GPU_THREADS: u32 = 512;

@@ -1,7 +1,7 @@
 //! What a proxy's thread and its callers hand each other: requests, the flag that says so, answers, and the end.
 //!
-//! Place in the data path: the proxy's thread loads one flag here in each pass of its loop. It locks only where a request
-//! waits. Callers lock for a few instructions. Nobody waits while it holds a lock.
+//! Place in the data path: the proxy's thread loads one flag here in each pass of its loop. It locks only where a
+//! request waits. Callers lock for a few instructions. Nobody waits while it holds a lock.
 //!
 //! ```text
 //!   caller                                          proxy's thread
@@ -10,10 +10,11 @@
 //!   reason                            ◀────── give_up: the reason is set; end: `ended` = true
 //! ```
 //!
-//! - `waiting` is looked at without a lock. It is written under the lock of the queue alone, so it is true whenever the queue
-//!   has something and nobody holds the lock. It orders nothing: what it announces lies behind the lock.
-//! - `ended` is looked at without a lock, too. It is released after everything that the thread did. Whoever acquires it finds the reason, and the answer if
-//!   there is one, but must look for the answer afterwards: before, it may not have been there.
+//! - `waiting` is looked at without a lock. It is written under the lock of the queue alone, so it is true whenever the
+//!   queue has something and nobody holds the lock. It orders nothing: what it announces lies behind the lock.
+//! - `ended` is looked at without a lock, too. It is released after everything that the thread did. Whoever acquires it
+//!   finds the reason, and the answer if there is one, but must look for the answer afterwards: before, it may not have
+//!   been there.
 //!
 //! `tests/loom.rs` runs this file over all orders of two and three threads, with the memory model's stale loads.
 

@@ -1,9 +1,9 @@
 //! Feeds the machine from real memory and a real transport.
 //!
-//! Place in the data path: around the machine; one per rank. Runs on a thread of its own, pinned to a core where one was
-//! named, or on a host fiber of the one-thread world, which calls `run` or `turn` itself. After start a turn never
-//! blocks, allocates, locks, logs, formats or makes a system call; it locks once for each request of another thread, and
-//! an idle thread gives up its core where more threads spin than there are cores. It logs the loss of a peer, once.
+//! Place in the data path: around the machine; one per rank. Runs on a thread of its own, pinned to a core where one
+//! was named, or on a host fiber of the one-thread world, which calls `run` or `turn` itself. After start a turn never
+//! blocks, allocates, locks, logs, formats or makes a system call; it locks once for each request of another thread,
+//! and an idle thread gives up its core where more threads spin than there are cores. It logs the loss of a peer, once.
 //!
 //! ```text
 //!   turn:  requests ─▶ doorbells ─▶ step ─▶ post        (Acquire: the device's rows are visible to the NIC before, E2)
@@ -11,11 +11,11 @@
 //!          time ─▶ step ─▶ retries, heartbeats
 //! ```
 //!
-//! Requests that take long (to register memory, to connect) stop the thread, and all contexts of it: peers are told so before
-//! (`begin_busy`), lest they take it for dead.
+//! Requests that take long (to register memory, to connect) stop the thread, and all contexts of it: peers are told so
+//! before (`begin_busy`), lest they take it for dead.
 //!
-//! Between generations, through `Remote::ask`: close all contexts, reset the transport, exchange addresses, connect, open
-//! the contexts anew, and only after a barrier let the devices ring.
+//! Between generations, through `Remote::ask`: close all contexts, reset the transport, exchange addresses, connect,
+//! open the contexts anew, and only after a barrier let the devices ring.
 
 mod mailbox;
 mod remote;
@@ -106,8 +106,8 @@ impl<T: Transport> Hands<'_, T> {
     }
 }
 
-/// Ends the waits of the devices of some contexts, on account of a rank: a peer that is lost, or the own one, whose proxy
-/// cannot go on.
+/// Ends the waits of the devices of some contexts, on account of a rank: a peer that is lost, or the own one, whose
+/// proxy cannot go on.
 fn tell_devices(contexts: &[Option<Bound>], rank: Rank, concerns: impl Fn(&Wire) -> bool) {
     for Bound { memory, wire } in contexts.iter().flatten() {
         if concerns(wire) {
@@ -195,8 +195,8 @@ impl<T: Transport + 'static> Driver<T> {
         &mut self.transport
     }
 
-    /// Begins a generation, unless it has begun: closes all contexts and resets the transport, so that peers must exchange
-    /// addresses anew.
+    /// Begins a generation, unless it has begun: closes all contexts and resets the transport, so that peers must
+    /// exchange addresses anew.
     ///
     /// # Errors
     /// `Generation` if a later one has begun; `Transport` if the endpoint is broken.
@@ -242,8 +242,8 @@ impl<T: Transport + 'static> Driver<T> {
         }
     }
 
-    /// Hands out what has arrived by now, for a second at most: immediates that are left of closed contexts, which no context
-    /// is there to count.
+    /// Hands out what has arrived by now, for a second at most: immediates that are left of closed contexts, which no
+    /// context is there to count.
     pub fn drain(&mut self) {
         let until = (self.clock)().saturating_add(DRAIN_NS);
         while self.events() && (self.clock)() < until {}
@@ -284,8 +284,8 @@ impl<T: Transport + 'static> Driver<T> {
         self.kept.iter().any(|(kept, _)| *kept == region)
     }
 
-    /// Takes back what was released and has come to rest. Answers the memory, for the caller to drop: freeing it may wait
-    /// for kernels, and these for this thread.
+    /// Takes back what was released and has come to rest. Answers the memory, for the caller to drop: freeing it may
+    /// wait for kernels, and these for this thread.
     pub fn take_back(&mut self) -> Vec<Kept> {
         let mut freed = Vec::new();
         for region in std::mem::take(&mut self.leaving) {
@@ -332,8 +332,8 @@ impl<T: Transport + 'static> Driver<T> {
         !rung && self.machine.is_settled(index)
     }
 
-    /// Closes a context: what is not posted by then never is ([`settle`](Self::settle)). Its staging belongs to the transport until `Machine::under_way` is 0, and its inbox to its peers
-    /// until its arena is taken back.
+    /// Closes a context: what is not posted by then never is ([`settle`](Self::settle)). Its staging belongs to the
+    /// transport until `Machine::under_way` is 0, and its inbox to its peers until its arena is taken back.
     pub fn close(&mut self, index: ContextIdx) {
         self.machine.close(index);
         if let Some(context) = self.contexts.get_mut(index.index()) {
@@ -466,7 +466,8 @@ impl<T: Transport + 'static> Driver<T> {
 }
 
 impl<T: Transport> Drop for Driver<T> {
-    /// However it ends, as when its loop is unwound or never run: whoever asks it is told, and does not wait for an answer.
+    /// However it ends, as when its loop is unwound or never run: whoever asks it is told, and does not wait for an
+    /// answer.
     fn drop(&mut self) {
         self.shared.end();
     }

@@ -209,8 +209,8 @@ impl<T: Transport + 'static> Remote<T> {
 pub struct ThreadConfig {
     /// The core it is pinned to.
     pub core: Option<usize>,
-    /// Threads of this host that spin, as far as the caller knows: proxies, and the CPU device's executors. With more of
-    /// them than cores, an idle proxy yields.
+    /// Threads of this host that spin, as far as the caller knows: proxies, and the CPU device's executors. With more
+    /// of them than cores, an idle proxy yields.
     pub spinners: usize,
 }
 
@@ -239,7 +239,8 @@ impl<T: Transport + 'static> ProxyThread<T> {
             }
             LIVE.fetch_add(1, Ordering::Relaxed);
             let yields = || config.spinners.max(LIVE.load(Ordering::Relaxed)) > cores;
-            // A defect must not leave devices and callers to their deadlines. The driver is not used any more but to tell them.
+            // A defect must not leave devices and callers to their deadlines. The driver is not used any more but to
+            // tell them.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| driver.run(yields))) {
                 driver.give_up(panicked(panic.as_ref()));
                 driver.shared.end();

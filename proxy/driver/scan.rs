@@ -1,9 +1,9 @@
 //! Finds doorbells that may be rung among hundreds that are not.
 //!
-//! Place in the data path: every turn of the proxy's thread begins here, so a doorbell waits for half of this on average.
-//! A group in a row is eight neighbouring loads, none of which waits for another or for anything of the machine's. What is
-//! found is looked at again, one by one and with Acquire (E1): a scan may take a doorbell for rung that is not, and must
-//! miss none.
+//! Place in the data path: every turn of the proxy's thread begins here, so a doorbell waits for half of this on
+//! average. A group in a row is eight neighbouring loads, none of which waits for another or for anything of the
+//! machine's. What is found is looked at again, one by one and with Acquire (E1): a scan may take a doorbell for rung
+//! that is not, and must miss none.
 
 use crate::proxy::machine::{GROUP_LINKS, Group, Row};
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -40,7 +40,8 @@ fn pair_over(config: SimConfig, wire: &Wire) -> (Network, Vec<Side>) {
         let arena = Words::owned((1 << 15) / 8);
         let mut driver = Driver::new(machine, network.endpoint(rank).unwrap(), system_clock());
         let base = arena.get(0).unwrap().as_ptr() as u64;
-        // SAFETY: the arena is dropped after the proxy, and only accessed as atomic words or while nothing is under way.
+        // SAFETY: the arena is dropped after the proxy, and only accessed as atomic words or while nothing is under
+        // way.
         unsafe { driver.transport().register(Span::host(base, 1 << 15)) }.unwrap();
         drivers.push((driver, arena, ContextMemory::owned(wire.word_counts())));
     }

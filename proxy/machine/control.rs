@@ -5,8 +5,8 @@
 //!       | magic  | version | kind |  turn   | sender   |        little end first
 //! ```
 //!
-//! The turn counts how often the sender has become busy or come back: while it is odd, the sender is busy. As every message
-//! has it, one that is lost or late is made up for by the next, and one that was overtaken is known by it.
+//! The turn counts how often the sender has become busy or come back: while it is odd, the sender is busy. As every
+//! message has it, one that is lost or late is made up for by the next, and one that was overtaken is known by it.
 
 use crate::base::Rank;
 

@@ -262,8 +262,8 @@ impl Context {
         Some((source, counted))
     }
 
-    /// From now on takes the doorbells of a peer's links, which is lost or has closed the context, and posts nothing, so
-    /// that their staging becomes free.
+    /// From now on takes the doorbells of a peer's links, which is lost or has closed the context, and posts nothing,
+    /// so that their staging becomes free.
     pub fn discard(&mut self, peer: Rank, stats: &mut MachineStats, out: &mut impl Outputs) {
         for (at, link) in self.links.iter_mut().enumerate().filter(|(_, link)| link.peer == peer) {
             match link.state {

@@ -257,8 +257,8 @@ pub struct Liveness {
     pub heartbeat_ns: u64,
     /// A peer that was heard, and then not for so long, is lost. Noticed at most a heartbeat later.
     pub silence_ns: u64,
-    /// The same for a peer that has not been heard since a context named it, as others may be slower to build theirs, and for
-    /// one that has said that it is busy ([`Machine::set_busy`]).
+    /// The same for a peer that has not been heard since a context named it, as others may be slower to build theirs,
+    /// and for one that has said that it is busy ([`Machine::set_busy`]).
     pub first_contact_ns: u64,
 }
 
@@ -323,9 +323,9 @@ impl Watch {
         !self.asleep && (word >> 32) as u32 == self.epoch && word as u32 != 0
     }
 
-    /// Whether the doorbell may stay unwritten for any number of epochs, and so must be cleared once it is taken, lest it
-    /// looks rung 2³² epochs later: that of every chunk but the first, as messages may be short for long. Chunk 0's, which
-    /// comes with the number of chunks, is written in every epoch of its parity.
+    /// Whether the doorbell may stay unwritten for any number of epochs, and so must be cleared once it is taken, lest
+    /// it looks rung 2³² epochs later: that of every chunk but the first, as messages may be short for long. Chunk 0's,
+    /// which comes with the number of chunks, is written in every epoch of its parity.
     pub fn may_go_stale(&self) -> bool {
         self.chunks_word.is_none()
     }
@@ -519,8 +519,8 @@ impl Machine {
         self.rank
     }
 
-    /// Whether all of a context's messages that were rung, as far as the machine was told, are posted; also if it is not
-    /// open.
+    /// Whether all of a context's messages that were rung, as far as the machine was told, are posted; also if it is
+    /// not open.
     pub fn is_settled(&self, index: ContextIdx) -> bool {
         self.contexts.get(index.index()).and_then(Option::as_ref).is_none_or(|context| context.is_settled())
     }
@@ -540,8 +540,8 @@ impl Machine {
         self.peers.leave();
     }
 
-    /// Tells all peers that this rank is busy, and may give no sign of life for as long as `Liveness::first_contact_ns`, or
-    /// that it is back; with the next turns of time, see `has_told`.
+    /// Tells all peers that this rank is busy, and may give no sign of life for as long as
+    /// `Liveness::first_contact_ns`, or that it is back; with the next turns of time, see `has_told`.
     pub fn set_busy(&mut self, busy: bool) {
         self.peers.set_busy(busy);
     }

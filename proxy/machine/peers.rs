@@ -11,11 +11,12 @@
 //!                                                           silent for silence_ns, and it owes a message
 //! ```
 //!
-//! A peer that no open context names any more is **Parted**: it may have one open still, and would miss this rank. So it is sent
-//! beats, until it leaves or has been silent for `first_contact_ns`; its own silence means nothing.
+//! A peer that no open context names any more is **Parted**: it may have one open still, and would miss this rank. So
+//! it is sent beats, until it leaves or has been silent for `first_contact_ns`; its own silence means nothing.
 //!
-//! A peer that is **busy**, as it said itself, has `first_contact_ns`: its thread registers memory or connects, and cannot beat
-//! meanwhile. Each message has the sender's turn (control.rs), and of two the later turn holds, whichever comes last.
+//! A peer that is **busy**, as it said itself, has `first_contact_ns`: its thread registers memory or connects, and
+//! cannot beat meanwhile. Each message has the sender's turn (control.rs), and of two the later turn holds, whichever
+//! comes last.
 //!
 //! Opening a context that names a peer brings it back to Expected, unless it is alive. Nothing is sent to a lost peer,
 //! so that a loss seen by one side is soon seen by both.
@@ -211,8 +212,8 @@ impl Peers {
         self.now_ns = self.now_ns.max(now_ns);
     }
 
-    /// The next peer whose turn has come, if it was silent for too long, as one that left is from some time on. To be called
-    /// until `None`.
+    /// The next peer whose turn has come, if it was silent for too long, as one that left is from some time on. To be
+    /// called until `None`.
     pub fn check(&mut self) -> Option<Silent> {
         for _ in 0..self.linked.len() {
             if self.now_ns < self.next_ns {

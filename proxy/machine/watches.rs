@@ -1,4 +1,5 @@
-//! The doorbells that come next: one a link, and the same in groups, since every turn of the driver looks at all of them.
+//! The doorbells that come next: one a link, and the same in groups, since every turn of the driver looks at all of
+//! them.
 //!
 //! Place in the data path: the machine's tables, read by the driver. Allocates in `new` alone.
 //!
@@ -44,8 +45,8 @@ impl Turn {
 }
 
 impl Watches {
-    /// Of links that stand direction by direction; `first_link` says where each begins, and `begins` which of its links is
-    /// looked at first.
+    /// Of links that stand direction by direction; `first_link` says where each begins, and `begins` which of its links
+    /// is looked at first.
     pub fn new(list: Vec<Watch>, first_link: &[usize; DIRECTIONS], begins: &[usize; DIRECTIONS]) -> Watches {
         let mut groups: Vec<Group> = Vec::new();
         let mut turns = [Turn::default(); DIRECTIONS];

@@ -54,8 +54,8 @@ pub fn ask() {
     ASKS.fetch_add(1, Ordering::Release);
 }
 
-/// Begins to guard the calling thread, if it asked and so did all `threads`. A guarded thread that stops might hold what
-/// another needs to ask.
+/// Begins to guard the calling thread, if it asked and so did all `threads`. A guarded thread that stops might hold
+/// what another needs to ask.
 pub fn begin_if_asked(threads: u32) {
     if !ASKED.with(Cell::get) || ASKS.load(Ordering::Acquire) < threads {
         return;
@@ -107,7 +107,8 @@ extern "C" fn trapped(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::
 
 /// Has SIGSYS noted; for the process, before any thread is guarded.
 pub fn prepare() {
-    // SAFETY: zeroed is a valid sigaction; `trapped` is async-signal-safe and has the signature that SA_SIGINFO asks for.
+    // SAFETY: zeroed is a valid sigaction; `trapped` is async-signal-safe and has the signature that SA_SIGINFO asks
+    // for.
     let done = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = trapped as *const () as usize;

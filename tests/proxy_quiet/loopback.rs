@@ -1,8 +1,8 @@
 //! A network of two ranks in memory that is itself quiet, and the device behind each of them.
 //!
 //! Rings of words with one writer and one reader take immediates and messages across; nothing is copied. The device is
-//! played in `poll`, so that a rank is one thread: it rings an epoch's chunks once it has the peer's of the epoch before
-//! and its staging is free.
+//! played in `poll`, so that a rank is one thread: it rings an epoch's chunks once it has the peer's of the epoch
+//! before and its staging is free.
 
 use super::guard;
 use super::stub::Carrier;

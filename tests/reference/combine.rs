@@ -1,14 +1,15 @@
-//! Compares combined rows with sums formed at f64, within a bound that follows from the order of roundings, and with the
-//! bits that this order gives.
+//! Compares combined rows with sums formed at f64, within a bound that follows from the order of roundings, and with
+//! the bits that this order gives.
 //!
 //! # The order
 //! What the library computes for one element of a token with choices k, experts on R ranks of N nodes, weights w_k and
 //! expert rows y_k (known exactly here: `expert` says how they are rounded):
 //!
 //! 1. on each rank r, p_r = Σ w_k·y_k in top-k order, in f32, one fmaf each, from 0;
-//! 2. p_r is rounded to the combine dtype, or, with fp8 partials, becomes what `carried_by_fp8` makes of its row, unless
-//!    partials travel as f32;
-//! 3. for each node m, s_m = Σ p_r in rank order, in f32, from 0: at home for home's own node, on a rank of m for another;
+//! 2. p_r is rounded to the combine dtype, or, with fp8 partials, becomes what `carried_by_fp8` makes of its row,
+//!    unless partials travel as f32;
+//! 3. for each node m, s_m = Σ p_r in rank order, in f32, from 0: at home for home's own node, on a rank of m for
+//!    another;
 //! 4. s_m of another node is rounded as p_r was; that of home's own node is not;
 //! 5. at home, Σ s_m in node order, in f32, from 0; then old + that, when accumulating;
 //! 6. the result is rounded to the out dtype.
@@ -19,10 +20,10 @@
 //! other bits within the bound below is called what it is: summed in another order.
 //!
 //! # The bound
-//! With S = Σ|w_k·y_k| (+ |old|), u the unit roundoffs (bf16 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`), h half the
-//! smallest subnormals, which bound the rounding error below the normal range, and ρ(v) the most that steps 2 and 4 change
-//! v by: max(u_c · |v|, h_c) of the combine dtype, 0 with f32 partials, and with fp8 max(2^−4 · |v|, amax / 458000), where
-//! amax is of the block of the row that travels (`fp8_error` derives it) and u_c is 2^−4:
+//! With S = Σ|w_k·y_k| (+ |old|), u the unit roundoffs (bf16 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`), h half
+//! the smallest subnormals, which bound the rounding error below the normal range, and ρ(v) the most that steps 2 and 4
+//! change v by: max(u_c · |v|, h_c) of the combine dtype, 0 with f32 partials, and with fp8 max(2^−4 · |v|, amax /
+//! 458000), where amax is of the block of the row that travels (`fp8_error` derives it) and u_c is 2^−4:
 //!
 //! ```text
 //! f       = (K + R + 2) · (2^−24 · S + 2^−150)            steps 1, 3 and 5; see below
@@ -135,8 +136,8 @@ impl Way {
     }
 }
 
-/// Exact sum; sum of the magnitudes of terms; what may change on their ways: ranks' partials, and the sums of nodes that
-/// are not home's.
+/// Exact sum; sum of the magnitudes of terms; what may change on their ways: ranks' partials, and the sums of nodes
+/// that are not home's.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sum {
     pub exact: f64,

@@ -11,8 +11,9 @@
 //! r_e   =  (e · 7919 + 1) mod H                           in 32-bit unsigned arithmetic
 //! ```
 //!
-//! 5063 is odd, so the magnitudes 1 + n/8192 are distinct for 8192 experts in a row, halved ones too; with 14 significant
-//! bits a_e is exact in f32. 7919 is prime, so the shifts of H experts in a row are distinct unless 7919 divides H.
+//! 5063 is odd, so the magnitudes 1 + n/8192 are distinct for 8192 experts in a row, halved ones too; with 14
+//! significant bits a_e is exact in f32. 7919 is prime, so the shifts of H experts in a row are distinct unless 7919
+//! divides H.
 //!
 //! In the token layout an expert rank returns, for each row it received, the sum over that token's local experts in
 //! top-k order, with the terms not rounded one by one:

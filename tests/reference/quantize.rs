@@ -1,8 +1,9 @@
-//! What a rank that quantises must send, and what is left of a partial row that travels as fp8: by the definition, at f64.
+//! What a rank that quantises must send, and what is left of a partial row that travels as fp8: by the definition, at
+//! f64.
 //!
 //! The definition is of docs/design.md, Quantisation; it follows DeepSeek-V3's 1x128 tiles of activations. Each step is
-//! rounded to f32. At f64 the product of two f32 is exact, and a quotient is close enough to be rounded once more to f32
-//! without harm (53 bits are more than twice 24), so each step here is one rounding of the exact result.
+//! rounded to f32. At f64 the product of two f32 is exact, and a quotient is close enough to be rounded once more to
+//! f32 without harm (53 bits are more than twice 24), so each step here is one rounding of the exact result.
 
 use super::elem::{Elem, decode_e4m3, encode_e4m3, pow2};
 use super::spec::Scales;
@@ -84,8 +85,8 @@ pub fn carried_by_fp8(row: &mut [f32]) {
 /// The most by which [`carried_by_fp8`] changes `x` in a block of that amax, 1e-4 at least.
 ///
 /// With u = 2^-24, t = x * inverse and the scale differ from x * 448 / amax and amax / 448 by factors of (1 +- u)^2 and
-/// 1 +- u. The code nearest to t is off by t / 17 at most where t is normal (half a unit in the last of four places), and
-/// by 2^-10 below 2^-6; t beyond 448 is so by rounding alone. Times the scale, rounded once more:
+/// 1 +- u. The code nearest to t is off by t / 17 at most where t is normal (half a unit in the last of four places),
+/// and by 2^-10 below 2^-6; t beyond 448 is so by rounding alone. Times the scale, rounded once more:
 ///
 /// ```text
 /// t normal      |x| * (1/17 * (1 + u)^4 + (1 + u)^4 - 1)          < |x| / 16

@@ -58,8 +58,8 @@ pub enum ScaleOrder {
 #[derive(Debug, Clone)]
 pub struct Spec {
     pub ranks: usize,
-    /// Ranks of each node, in order; their sum is `ranks`. What combine sums in which order depends on it, dispatch does
-    /// not.
+    /// Ranks of each node, in order; their sum is `ranks`. What combine sums in which order depends on it, dispatch
+    /// does not.
     pub nodes: Vec<usize>,
     pub hidden: usize,
     pub experts: usize,

@@ -587,8 +587,8 @@ fn measure_a_write(backend: &impl Backend) {
     assert!(memory[1].read(0, bytes) == pattern(7, bytes) && memory[1].read(bytes, 1) == [GUARD]);
 }
 
-/// P13: whoever hears that writes to a region that was taken back have completed, and then polls until nothing is found, has
-/// seen the last of their immediates.
+/// P13: whoever hears that writes to a region that was taken back have completed, and then polls until nothing is
+/// found, has seen the last of their immediates.
 pub fn immediate_of_a_region_taken_back_comes_late(backend: &impl Backend) {
     const WRITES: u32 = 6;
     // Before the cluster, which a failing test drops first.

@@ -123,8 +123,8 @@ impl Transport for Endpoint {
         match target {
             Some(None) => return Err(argument("target", write.target)),
             Some(Some((Some(target), seat))) => {
-                // SAFETY: both places are inside registered spans, whose owners have said that they may be read and written
-                // until they are taken back, which takes the lock that is held here.
+                // SAFETY: both places are inside registered spans, whose owners let them be read and written
+                // until they are taken back, and that takes the lock that is held here.
                 unsafe { std::ptr::copy(source, target, write.bytes as usize) };
                 seat.arrived.push_back(Arrived::Imm(write.imm));
                 self.completed.push_back(Completed::Sent(write.token));

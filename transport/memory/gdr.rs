@@ -1,18 +1,20 @@
-//! GPU memory that the processor writes: mapped through GDRCopy, whose library is opened at run time (`gdrcopy_sys.rs`).
+//! GPU memory that the processor writes: mapped through GDRCopy, whose library is opened at run time
+//! (`gdrcopy_sys.rs`).
 //!
-//! Place in the data path: under the words that a proxy writes and its GPU polls. In pinned host memory each look of the
-//! GPU crosses PCIe and comes back; here it stays on the GPU, and the proxy's store crosses once. The words' addresses
-//! are all that differs. Mapped while a context is built, on the caller's thread; stored to by the proxy's thread.
+//! Place in the data path: under the words that a proxy writes and its GPU polls. In pinned host memory each look of
+//! the GPU crosses PCIe and comes back; here it stays on the GPU, and the proxy's store crosses once. The words'
+//! addresses are all that differs. Mapped while a context is built, on the caller's thread; stored to by the proxy's
+//! thread.
 //!
 //! **It has not run on hardware**: where it was written there is no GDRCopy. Its calls, errors and unwinding are tested
 //! against a stand-in for the library that maps host memory.
 //!
 //! The mapping combines writes: a store may wait in the processor for others to the same line, and pass or be passed by
 //! stores to other memory. So a word is written between two [`write_barrier`]s: the first lets nothing pass that came
-//! before, the second sends the word off (without it GDRCopy's authors saw a millisecond go by). GDRCopy promises nothing
-//! about words torn or reordered on their way to a kernel that runs already; what is relied upon here is that an aligned
-//! store of 8 bytes arrives whole, and that words need no order among each other. A NIC's payload is a matter of its own
-//! backend, which sees to it that the GPU has it before its immediate is handed out (P1).
+//! before, the second sends the word off (without it GDRCopy's authors saw a millisecond go by). GDRCopy promises
+//! nothing about words torn or reordered on their way to a kernel that runs already; what is relied upon here is that
+//! an aligned store of 8 bytes arrives whole, and that words need no order among each other. A NIC's payload is a
+//! matter of its own backend, which sees to it that the GPU has it before its immediate is handed out (P1).
 //!
 //! ```text
 //!   gdr_open ─▶ gdr_pin_buffer ─▶ gdr_map ─▶ gdr_get_info: where is it?

@@ -1,5 +1,5 @@
-//! GDRCopy against a stand-in for its library, which a C compiler makes for each test: it maps host memory, notes what is
-//! called, and fails where it is told to.
+//! GDRCopy against a stand-in for its library, which a C compiler makes for each test: it maps host memory, notes what
+//! is called, and fails where it is told to.
 
 use super::*;
 use std::ffi::{CStr, CString, c_char};

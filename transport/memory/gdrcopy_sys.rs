@@ -1,9 +1,10 @@
-//! GDRCopy's C interface as it is: raw bindings of `gdrapi.h` 2 (2.5 is the newest that they were compared with), as far as
-//! `gdr.rs` needs them. Names, types and numbers are the header's.
+//! GDRCopy's C interface as it is: raw bindings of `gdrapi.h` 2 (2.5 is the newest that they were compared with), as
+//! far as `gdr.rs` needs them. Names, types and numbers are the header's.
 //!
-//! Place in the data path: none; `gdr.rs` calls these functions on the caller's thread while a context is built or dropped.
-//! Nothing here is safe to call without what the header asks for. There is no crate of these bindings. The library is opened
-//! at run time, so that nothing needs it to build or to start, and its header need not be there either.
+//! Place in the data path: none; `gdr.rs` calls these functions on the caller's thread while a context is built or
+//! dropped. Nothing here is safe to call without what the header asks for. There is no crate of these bindings. The
+//! library is opened at run time, so that nothing needs it to build or to start, and its header need not be there
+//! either.
 
 #![allow(non_camel_case_types)]
 

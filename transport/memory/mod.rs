@@ -131,13 +131,14 @@ impl Arena {
         self.memory.base()
     }
 
-    /// What networks register: all of it. Host memory lies where this process finds it, and any other where its GPU does.
+    /// What networks register: all of it. Host memory lies where this process finds it, and any other where its GPU
+    /// does.
     pub fn span(&self) -> Span {
         self.memory.span(self.bytes)
     }
 
-    /// Lets every GPU of this process that can reach it store into it: for networks whose own kernels move bytes between
-    /// GPUs. Nobody learns its address by that; see [`PeerMap::base_of`].
+    /// Lets every GPU of this process that can reach it store into it: for networks whose own kernels move bytes
+    /// between GPUs. Nobody learns its address by that; see [`PeerMap::base_of`].
     ///
     /// # Errors
     /// `Device` if the driver refuses.
@@ -202,8 +203,8 @@ pub struct DmaBuf {
     pub offset: u64,
 }
 
-/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach that. This has met no NIC so far: there is none
-/// on the machines that it was written on.
+/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach that. This has met no NIC so far: there is
+/// none on the machines that it was written on.
 ///
 /// # Errors
 /// `Argument` for host memory, which is registered by its address; `Device` if the GPU or its driver makes none.

@@ -1,8 +1,8 @@
 //! Host memory that GPUs reach too: the file of `host`, registered with the driver.
 //!
 //! Place: what `memory` uses for GPUs whose arenas lie in host memory. Kernels reach it over PCIe; a network that moves
-//! bytes with the processor reaches it as it does memory of the CPU device. Runs on the caller's thread and never waits.
-//! Ownership is teardown order: the registration goes before the mapping.
+//! bytes with the processor reaches it as it does memory of the CPU device. Runs on the caller's thread and never
+//! waits. Ownership is teardown order: the registration goes before the mapping.
 //!
 //! A mapping is registered once in a process, for all its GPUs (portable). A peer of another process maps the file
 //! anew and registers that.

@@ -1,5 +1,5 @@
-//! What endpoints of one process tell each other: little end first, versioned, its length checked, with a checksum. Of the
-//! simulated network and of emulated NICs; which network it is, the number says.
+//! What endpoints of one process tell each other: little end first, versioned, its length checked, with a checksum. Of
+//! the simulated network and of emulated NICs; which network it is, the number says.
 //!
 //! ```text
 //! byte  0      4        8        16   24    28    32    36                                   40+10n

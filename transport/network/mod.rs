@@ -4,27 +4,28 @@
 //! versioning does not cover it.
 //!
 //! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for what has
-//! become of them and for what has arrived. One endpoint belongs to each rank and is used by one thread at a time. After
-//! [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block, allocate, lock
-//! or log, unless they return an error. `register`, `deregister`, `connect` and `reset` may take their time: the proxy tells its
-//! peers before that it will be silent, but posts and polls for nobody meanwhile.
+//! become of them and for what has arrived. One endpoint belongs to each rank and is used by one thread at a time.
+//! After [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block,
+//! allocate, lock or log, unless they return an error. `register`, `deregister`, `connect` and `reset` may take their
+//! time: the proxy tells its peers before that it will be silent, but posts and polls for nobody meanwhile.
 //!
 //! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
 //!
-//! - **P1 payload before immediate.** When an [`Event::Imm`] is handed out, all bytes of that write are in place: visible
-//!   to the thread that polls, and to the device that owns the region once it has acquired what that thread releases from
-//!   then on (E3, E5 and E6 in `docs/design.md`). A NIC that writes into a GPU's memory past the processor may need a flush
-//!   for that; it is the backend's to make. Nothing is promised about any other write.
+//! - **P1 payload before immediate.** When an [`Event::Imm`] is handed out, all bytes of that write are in place:
+//!   visible to the thread that polls, and to the device that owns the region once it has acquired what that thread
+//!   releases from then on (E3, E5 and E6 in `docs/design.md`). A NIC that writes into a GPU's memory past the
+//!   processor may need a flush for that; it is the backend's to make. Nothing is promised about any other write.
 //! - **P2 no order.** Writes overtake each other, and so do the packets of one write: until its immediate, any part of
 //!   its target may be old or new. Immediates, completions and messages come in any order, too; a completion says
 //!   nothing about arrival, nor arrival about completion.
 //! - **P3 exactly once.** Each accepted write whose completion is `Sent` delivers its immediate once (but for P12 and
-//!   P13). One that failed delivers it at most once, and leaves any mixture of old and new bytes in its target and nowhere
-//!   else.
+//!   P13). One that failed delivers it at most once, and leaves any mixture of old and new bytes in its target and
+//!   nowhere else.
 //! - **P4 one completion.** Each accepted write completes once, as [`Event::Sent`], [`Event::Failed`] or
-//!   [`Event::Dropped`], with its token. Until then the source belongs to the transport, which may read it at any moment; from then on it may be reused.
-//! - **P5 a full queue is an answer.** [`Posted::Full`] means that nothing was done; post again after a poll. Some queue
-//!   of the endpoint is full, not necessarily those to other peers or NICs: try those. Queues are bounded.
+//!   [`Event::Dropped`], with its token. Until then the source belongs to the transport, which may read it at any
+//!   moment; from then on it may be reused.
+//! - **P5 a full queue is an answer.** [`Posted::Full`] means that nothing was done; post again after a poll. Some
+//!   queue of the endpoint is full, not necessarily those to other peers or NICs: try those. Queues are bounded.
 //! - **P6 zero bytes** may be written; the immediate arrives as for any other write.
 //! - **P7 NICs.** A write posted on NIC i leaves by NIC i and arrives by the peer's NIC i. All ranks have equally many.
 //! - **P8 refusals.** What is outside a registered region (of either side), or names an unknown NIC, peer or region, is
@@ -35,18 +36,19 @@
 //!   had.
 //! - **P11 dead peers.** A write to a peer that has gone fails or stays outstanding; it never holds up writes to other
 //!   peers for good, except through a queue they share. Who needs to know sooner uses heartbeats.
-//! - **P12 reset.** After [`reset`](Transport::reset) nothing that was posted towards this endpoint before can touch its
-//!   memory or be handed out, and all that this endpoint had posted completes.
-//! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes that are on their way to
-//!   it are dropped where they are, and so are those that peers post later by an older address; their immediates are not
-//!   handed out. A network that cannot tell them from others, as it leads late writes to memory of the backend's, hands them
-//!   out no later than with polls that begin after the write has completed at its sender, up to the first that finds
-//!   nothing; and so may any network those of writes that had landed in full. A dropped write completes as `Dropped`, unless it had
-//!   completed before, and nothing else suffers from it: not the peer, nor its other writes. While own writes from the
-//!   region have not completed, the answer is [`Released::Busy`], and nothing was done.
-//! - **P14 limits.** What [`Transport::limits`] says never changes, and is neither more nor less than the endpoint can do.
-//!   Writes to a rank that leave no more immediates on their way to one of its NICs than it has receives find one; what is
-//!   posted beyond may fail. Who opens contexts keeps to it: each takes its part of the receives for as long as it lives.
+//! - **P12 reset.** After [`reset`](Transport::reset) nothing that was posted towards this endpoint before can touch
+//!   its memory or be handed out, and all that this endpoint had posted completes.
+//! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes that are on their way
+//!   to it are dropped where they are, and so are those that peers post later by an older address; their immediates are
+//!   not handed out. A network that cannot tell them from others, as it leads late writes to memory of the backend's,
+//!   hands them out no later than with polls that begin after the write has completed at its sender, up to the first
+//!   that finds nothing; and so may any network those of writes that had landed in full. A dropped write completes as
+//!   `Dropped`, unless it had completed before, and nothing else suffers from it: not the peer, nor its other writes.
+//!   While own writes from the region have not completed, the answer is [`Released::Busy`], and nothing was done.
+//! - **P14 limits.** What [`Transport::limits`] says never changes, and is neither more nor less than the endpoint can
+//!   do. Writes to a rank that leave no more immediates on their way to one of its NICs than it has receives find one;
+//!   what is posted beyond may fail. Who opens contexts keeps to it: each takes its part of the receives for as long as
+//!   it lives.
 //!
 //! A whole network between the ranks of a process, over which contexts run (`tests/transport_outside.rs`):
 //!
@@ -84,8 +86,8 @@ pub struct Span {
 pub enum SpanMemory {
     /// Pages of this process, which processor and NICs reach by its address. Kernels may use them, too.
     Host,
-    /// A GPU's own memory. A NIC reaches it by a dma-buf of its allocation ([`dma_buf`](super::memory::dma_buf)), or by the
-    /// address itself where the driver has a peer-memory client; the processor does not.
+    /// A GPU's own memory. A NIC reaches it by a dma-buf of its allocation ([`dma_buf`](super::memory::dma_buf)), or by
+    /// the address itself where the driver has a peer-memory client; the processor does not.
     Gpu {
         /// The GPU, as this process counts them.
         ordinal: usize,
@@ -263,19 +265,20 @@ pub struct DeviceNeeds {
     pub blocks: u32,
     /// Whether kernels on other GPUs of this process store into what is registered, so that these need access to it.
     pub access: bool,
-    /// Whether what is registered must be host memory: the processor moves the bytes, and it would fault on a GPU's. Then
-    /// `register` refuses any other.
+    /// Whether what is registered must be host memory: the processor moves the bytes, and it would fault on a GPU's.
+    /// Then `register` refuses any other.
     pub host_memory: bool,
 }
 
 /// What an endpoint can have at once, or ever (P14). Where nothing but memory bounds it: the type's largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Writes of one NIC to one peer that may be outstanding: posted, and their completion not handed out. An endpoint may
-    /// be full with fewer, if it has others outstanding.
+    /// Writes of one NIC to one peer that may be outstanding: posted, and their completion not handed out. An endpoint
+    /// may be full with fewer, if it has others outstanding.
     pub posts: u32,
-    /// Immediates that may be on their way to one NIC of this endpoint, from all peers together, or have arrived and not
-    /// been handed out. Where a network takes a posted receive for each: so many are posted besides those for messages.
+    /// Immediates that may be on their way to one NIC of this endpoint, from all peers together, or have arrived and
+    /// not been handed out. Where a network takes a posted receive for each: so many are posted besides those for
+    /// messages.
     pub receives: u32,
     /// Regions that may be registered in its life, since numbers are not used again.
     pub regions: u32,
@@ -323,11 +326,12 @@ pub trait Transport: Send {
     ///
     /// # Safety
     /// The span is memory that this endpoint's backend may read and write at any time until the region is taken back or
-    /// the endpoint is dropped, and nothing holds a Rust reference to parts of it that are the target of a write in flight.
+    /// the endpoint is dropped, and nothing holds a Rust reference to parts of it that are the target of a write in
+    /// flight.
     unsafe fn register(&mut self, span: Span) -> Result<RegionId>;
 
-    /// Takes a region back (P13); its number is not used again. Addresses taken from now on do not have it, and older ones
-    /// are still good for the rest. May wait for what is being written to it at the moment.
+    /// Takes a region back (P13); its number is not used again. Addresses taken from now on do not have it, and older
+    /// ones are still good for the rest. May wait for what is being written to it at the moment.
     ///
     /// A backend whose network answers a write to nowhere by ending the connection has to let the key lead to memory of
     /// its own instead.
@@ -366,9 +370,9 @@ pub trait Transport: Send {
     /// `Transport` if this endpoint itself is broken.
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize>;
 
-    /// Closes a generation: forgets all peers, and makes what they still send to this endpoint miss (P12). Whatever this
-    /// endpoint had outstanding completes with the next polls. Regions stay; the address changes, so all ranks exchange
-    /// addresses and connect again.
+    /// Closes a generation: forgets all peers, and makes what they still send to this endpoint miss (P12). Whatever
+    /// this endpoint had outstanding completes with the next polls. Regions stay; the address changes, so all ranks
+    /// exchange addresses and connect again.
     ///
     /// # Errors
     /// `Transport` if this endpoint itself is broken.

@@ -34,8 +34,8 @@ pub(crate) fn fits(length: u64, offset: u64, bytes: u32) -> bool {
 /// Bytes that a region takes in an address.
 pub(crate) const TOLD: usize = 10;
 
-/// Appends lengths by number as addresses tell them: {numbers so far u16, regions that are there u16}, then of each of those
-/// {number u16, bytes u64}. An address is thus as long as what is registered now, however much was before.
+/// Appends lengths by number as addresses tell them: {numbers so far u16, regions that are there u16}, then of each of
+/// those {number u16, bytes u64}. An address is thus as long as what is registered now, however much was before.
 pub(crate) fn tell_lengths(out: &mut Vec<u8>, lengths: &[u64]) {
     let there = || (0u16..).zip(lengths).filter(|(_, length)| **length > 0);
     out.extend((lengths.len() as u16).to_le_bytes());

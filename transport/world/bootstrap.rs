@@ -60,10 +60,11 @@ pub struct Bootstrap {
     pub addr: String,
     /// Port on which rank 0 listens until the world has formed.
     pub port: u16,
-    /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out: rank 0 and each other rank prove to
-    /// each other that they know it, and it never travels. What follows travels in the clear, so it does not protect from
-    /// those who read or change what the network carries. A short one can be guessed by whoever takes the port of rank 0.
-    /// Empty only on loopback addresses, where a secret file of this user takes its place (`/tmp/tokenyard-UID`).
+    /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out: rank 0 and each other rank
+    /// prove to each other that they know it, and it never travels. What follows travels in the clear, so it does not
+    /// protect from those who read or change what the network carries. A short one can be guessed by whoever takes the
+    /// port of rank 0. Empty only on loopback addresses, where a secret file of this user takes its place
+    /// (`/tmp/tokenyard-UID`).
     pub token: String,
     /// Deadline to form, and of each collective.
     pub timeout: Duration,
@@ -255,8 +256,8 @@ impl Bootstrap {
         self.members.clone().unwrap_or_else(|| all_ranks(self.world))
     }
 
-    /// Ranks of each node, of this generation and of the first; an error if members, nodes and first nodes make no sense
-    /// together.
+    /// Ranks of each node, of this generation and of the first; an error if members, nodes and first nodes make no
+    /// sense together.
     pub(super) fn layout(&self) -> Result<(Vec<usize>, Vec<usize>)> {
         let Some(first_nodes) = self.first_nodes.clone().or_else(|| self.nodes.clone()) else {
             return self.placed(vec![self.world]);

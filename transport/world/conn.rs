@@ -133,8 +133,8 @@ impl Conn {
         Ok(())
     }
 
-    /// The next frame of a stranger, once all of it has come, and whether anything came behind it. Nothing is known of who sends it:
-    /// so nothing is read beyond the longest hello and one byte more, however much there is.
+    /// The next frame of a stranger, once all of it has come, and whether anything came behind it. Nothing is known of
+    /// who sends it: so nothing is read beyond the longest hello and one byte more, however much there is.
     pub(super) fn receive_first(&mut self) -> Result<Option<(Frame, bool)>, Ended> {
         let mut buffer = [0; FIRST_BYTES];
         let mut closed = false;

@@ -341,8 +341,8 @@ impl Exchange {
     }
 }
 
-/// Connects and sends; `EAGAIN` if the peer's queue is full for now, `EPERM` if it runs as another user. The kernel keeps
-/// message and descriptor for the receiver when this end closes.
+/// Connects and sends; `EAGAIN` if the peer's queue is full for now, `EPERM` if it runs as another user. The kernel
+/// keeps message and descriptor for the receiver when this end closes.
 fn send_to(addr: &UnixAddr, key: &Key, rank: Rank, own: BorrowedFd<'_>) -> nix::Result<()> {
     let fd = unix_socket()?;
     connect(fd.as_raw_fd(), addr)?;
@@ -355,8 +355,8 @@ fn send_to(addr: &UnixAddr, key: &Key, rank: Rank, own: BorrowedFd<'_>) -> nix::
     sendmsg::<UnixAddr>(fd.as_raw_fd(), &[IoSlice::new(&hello)], &rights, MsgFlags::MSG_NOSIGNAL, None).map(drop)
 }
 
-/// One message, `None` if it is not a hello with one descriptor; that is `None` if it was sent, and the kernel could not
-/// make it one of this process. All that came are owned, so that surplus ones are closed.
+/// One message, `None` if it is not a hello with one descriptor; that is `None` if it was sent, and the kernel could
+/// not make it one of this process. All that came are owned, so that surplus ones are closed.
 fn receive_one(fd: &OwnedFd, control: &mut [u64]) -> nix::Result<Option<(Key, Rank, Option<OwnedFd>)>> {
     let mut hello = [0u8; HELLO_BYTES + 1];
     let Message { bytes, mut passed, cut } = receive_message(fd, &mut hello, control)?;

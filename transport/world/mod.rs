@@ -269,14 +269,14 @@ impl World {
     }
 
     /// Collective of `members` alone: forms a later generation's world of them, be it without ranks that were lost or
-    /// with ranks that come back. Members are named, in ascending order, by their ranks in the first generation, and all
-    /// of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together. Once this
-    /// rank is in the new world, contexts of older ones answer every call with `Generation`.
+    /// with ranks that come back. Members are named, in ascending order, by their ranks in the first generation, and
+    /// all of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together.
+    /// Once this rank is in the new world, contexts of older ones answer every call with `Generation`.
     ///
-    /// Processes meet at the host of the first member, which all have known since they joined together, on the port of the
-    /// first generation plus the generation's number. So it needs nobody who is not a member, the first generation's rank
-    /// 0 included. A process that comes back joins with a [`Bootstrap`] that says that address and port, generation and
-    /// members.
+    /// Processes meet at the host of the first member, which all have known since they joined together, on the port of
+    /// the first generation plus the generation's number. So it needs nobody who is not a member, the first
+    /// generation's rank 0 included. A process that comes back joins with a [`Bootstrap`] that says that address and
+    /// port, generation and members.
     ///
     /// # Errors
     /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, nothing is

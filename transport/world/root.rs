@@ -28,7 +28,8 @@ use crate::base::Rank;
 const HELLO_WAIT: Duration = Duration::from_secs(2);
 /// Connections that have not said hello; the oldest goes when one more comes.
 const PENDING_LIMIT: usize = 256;
-/// Refused connections that are told why; the oldest is cut off when one more comes. Each is for `CLOSE_PATIENCE` at most.
+/// Refused connections that are told why; the oldest is cut off when one more comes. Each is for `CLOSE_PATIENCE` at
+/// most.
 const DISMISSED_LIMIT: usize = 64;
 /// How long a closing connection may take to send its last frames and be closed by its peer.
 pub(super) const CLOSE_PATIENCE: Duration = Duration::from_millis(500);

@@ -1,8 +1,8 @@
 //! One run described completely: shape, types, layout, routing, mode and seed.
 //!
-//! Before the data path; pure. `bench` makes one from its options, `verify` draws them, and a case prints as a text from
-//! which it can be made again. The reference's view of it is made here, from the formats' definitions and not from the
-//! library's types.
+//! Before the data path; pure. `bench` makes one from its options, `verify` draws them, and a case prints as a text
+//! from which it can be made again. The reference's view of it is made here, from the formats' definitions and not from
+//! the library's types.
 
 use std::fmt;
 
@@ -98,7 +98,8 @@ pub struct Case {
     /// Chance in percent that a choice is -1.
     pub none_percent: usize,
     pub mode: Mode,
-    /// Dispatches that are enqueued before their combines are; then the combines follow in an order that the seed draws.
+    /// Dispatches that are enqueued before their combines are; then the combines follow in an order that the seed
+    /// draws.
     pub ahead: usize,
     /// All ranks meet at a barrier on the device before every dispatch and every combine.
     pub lockstep: bool,

@@ -272,8 +272,8 @@ fn draw_quantize(case: &mut Case) {
     case.quantize = dice.once_in(if case.scales == ScaleKind::None { 16 } else { 2 });
 }
 
-/// Whether the output lies in the arena, where it can, and then mostly in such cases as have one. From a stream of its own,
-/// as nodes are.
+/// Whether the output lies in the arena, where it can, and then mostly in such cases as have one. From a stream of its
+/// own, as nodes are.
 fn draw_own_output(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 9, 0, 0));
     if !dice.once_in(3) {

@@ -129,8 +129,8 @@ impl Inputs {
         fill_elements(counter, dtype, out);
     }
 
-    /// Writes the scale words of a token. f32: positive, in [2^-3, 2^3), no powers of two. UE8M0: exponents 2^-3 to 2^3,
-    /// four to a word, little end first, unused bytes zero.
+    /// Writes the scale words of a token. f32: positive, in [2^-3, 2^3), no powers of two. UE8M0: exponents 2^-3 to
+    /// 2^3, four to a word, little end first, unused bytes zero.
     pub fn fill_scales(&self, rank: usize, token: usize, out: &mut [u32]) {
         let counter = Counter::new(self.seed, Use::Scale, self.iteration, rank, token);
         match self.scales {

@@ -40,7 +40,8 @@ impl Link {
         named.ok_or_else(|| advice.to_string())
     }
 
-    /// Three numbers: a rate of 0.001 Gb/s at least, and times of a second at most, as the simulated network takes them.
+    /// Three numbers: a rate of 0.001 Gb/s at least, and times of a second at most, as the simulated network takes
+    /// them.
     fn given(text: &str) -> Option<Link> {
         let numbers: Option<Vec<f64>> = text.split(':').map(|n| n.parse().ok()).collect();
         let &[gbps, latency_us, per_message_us] = numbers?.as_slice() else { return None };

@@ -1,8 +1,8 @@
 //! Routing traces: a .safetensors file with `topk_idx` [ranks, tokens, K] i32 (-1: none) and `topk_weight` f32.
 //!
-//! Before the data path, on the thread that sets a run up. The file is input from outside: opening it never waits, every
-//! length is checked before memory is taken for it, only the two tensors are read, and what is unusable is refused with
-//! its values.
+//! Before the data path, on the thread that sets a run up. The file is input from outside: opening it never waits,
+//! every length is checked before memory is taken for it, only the two tensors are read, and what is unusable is
+//! refused with its values.
 //!
 //! The format: eight bytes of header length (little end first), the header (a JSON object: name → dtype, shape,
 //! data_offsets), then the data that the offsets count from.
@@ -13,8 +13,8 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use tokenyard::internals::base::{Error, Result};
 
-/// The largest file, since every rank of a run holds what it routes: 2^25 choices are 65536 tokens of 8 choices for each of
-/// 64 ranks, the most that run.
+/// The largest file, since every rank of a run holds what it routes: 2^25 choices are 65536 tokens of 8 choices for
+/// each of 64 ranks, the most that run.
 const MAX_FILE_BYTES: u64 = 1 << 28;
 /// The longest header. Two tensors take some 200 bytes and the rest is metadata; the format itself allows 100 MB, which
 /// take 1.6 GB once parsed.

@@ -65,8 +65,8 @@ words! {
     OrderWord { Row = "row", Column = "column" }
     /// How experts are placed on ranks.
     PlacementWord { Even = "even", Table = "table" }
-    /// What goes wrong: an output that is too small or routing that is refused, each in one iteration and on one rank; or
-    /// messages between nodes that are tampered with.
+    /// What goes wrong: an output that is too small or routing that is refused, each in one iteration and on one rank;
+    /// or messages between nodes that are tampered with.
     FaultWord { None = "none", Overflow = "overflow", Routing = "routing", Forged = "forged" }
     /// Where arenas lie: in the GPUs' memory, or in the host's.
     ArenaWord { Device = "device", Host = "host" }

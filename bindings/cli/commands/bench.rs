@@ -58,7 +58,8 @@ pub fn bench(args: &BenchArgs, launcher: &Launcher, out: &Out) -> Result<Status,
     Ok(right.into())
 }
 
-/// Refuses ranks of the CPU device whose buffers together are larger than what is free: the system would end the program.
+/// Refuses ranks of the CPU device whose buffers together are larger than what is free: the system would end the
+/// program.
 fn check_memory(config: &Config) -> Result<(), Refusal> {
     let case = &config.case;
     let need = case.world.saturating_mul(buffers::bytes(case));

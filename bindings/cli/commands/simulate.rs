@@ -1,8 +1,8 @@
 //! `tokenyard simulate`: projects dispatch and combine of a world of several nodes.
 //!
 //! On the main thread, in virtual time: one real proxy machine a rank (`proxy.rs`), the simulated network with a link
-//! model between them, and the devices as servers with measured costs (`dispatch.rs`, `combine.rs`, `costs.rs`). Nothing
-//! here moves a row. `--calibrate` gives the same network the messages of systems whose latencies are published
+//! model between them, and the devices as servers with measured costs (`dispatch.rs`, `combine.rs`, `costs.rs`).
+//! Nothing here moves a row. `--calibrate` gives the same network the messages of systems whose latencies are published
 //! (`peers.rs`), and the same devices the worlds that were measured.
 
 mod calibrate;

@@ -99,8 +99,8 @@ impl Marks {
         Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us }))
     }
 
-    /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each from the end of
-    /// the one before to its last block's end.
+    /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each from the end
+    /// of the one before to its last block's end.
     pub fn spans(&self, iteration: usize, base: f64, told: &[Option<CallStatistics>; 2]) -> Result<Vec<Span>> {
         let split = self.0[Point::DispatchSent as usize].is_some();
         let parts: &[(&str, Point, Point)] = if split {
@@ -241,8 +241,8 @@ impl Caller {
         outcome
     }
 
-    /// Captures the calls of each lane, in graph mode. Instantiating a graph may wait for kernels of the same GPU, so no
-    /// rank may have launched one that waits for others: all capture, then they meet.
+    /// Captures the calls of each lane, in graph mode. Instantiating a graph may wait for kernels of the same GPU, so
+    /// no rank may have launched one that waits for others: all capture, then they meet.
     pub fn prepare(&self, lanes: &mut [Lane], given: &[Given]) -> Result<()> {
         if self.mode == Mode::Graph {
             for (lane, given) in lanes.iter_mut().zip(given) {
@@ -252,7 +252,8 @@ impl Caller {
         Ok(())
     }
 
-    /// Enqueues the steps, behind what wakes the links if that is given; `given` has an entry for each lane that they name.
+    /// Enqueues the steps, behind what wakes the links if that is given; `given` has an entry for each lane that they
+    /// name.
     pub fn enqueue(&self, lanes: &[Lane], given: &[Given], steps: &[Step], wake: Option<&Wake>) -> Result<Vec<Marks>> {
         let held = if self.timed { Some(self.hold.hold(&self.stream)?) } else { None };
         // Behind the hold, so that the links are not idle again while the host enqueues the rest.

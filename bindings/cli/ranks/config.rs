@@ -239,12 +239,13 @@ pub fn or_here(given: Option<DeviceWord>) -> Result<DeviceWord, Refusal> {
     }
 }
 
-/// Ranks of a GPU that have an emulated NIC each, at the most. A NIC takes 16 multiprocessors: of an H200's 132, four leave
-/// 17 for each rank's calls, and eight none.
+/// Ranks of a GPU that have an emulated NIC each, at the most. A NIC takes 16 multiprocessors: of an H200's 132, four
+/// leave 17 for each rank's calls, and eight none.
 const NICS_OF_A_GPU: usize = 4;
 
-/// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them. Emulated NICs reach the
-/// GPUs' memory, within a process and if few ranks share a GPU; they do nothing hostile, whatever the case says.
+/// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them. Emulated NICs
+/// reach the GPUs' memory, within a process and if few ranks share a GPU; they do nothing hostile, whatever the case
+/// says.
 ///
 /// # Errors
 /// A place that cannot be reached.

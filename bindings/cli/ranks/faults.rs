@@ -1,7 +1,7 @@
 //! What a verification lets go wrong: in one iteration one rank's output is too small, or its routing is unusable.
 //!
-//! Before and behind the data path; pure. Every rank derives the same fault from the case alone, so that each knows which
-//! errors the library must return to it, and which rows must be missing. All other iterations must be right.
+//! Before and behind the data path; pure. Every rank derives the same fault from the case alone, so that each knows
+//! which errors the library must return to it, and which rows must be missing. All other iterations must be right.
 
 use std::collections::BTreeSet;
 
@@ -104,8 +104,8 @@ impl Planned {
     }
 }
 
-/// Compares the ranks of which a rank has heard that their routing was unusable, in the iterations so far, with those of
-/// which it must have: all but itself. `seen` is what the context tells, each with the epoch of its dispatch.
+/// Compares the ranks of which a rank has heard that their routing was unusable, in the iterations so far, with those
+/// of which it must have: all but itself. `seen` is what the context tells, each with the epoch of its dispatch.
 pub fn check_refused(refusing: &BTreeSet<usize>, rank: usize, seen: &[(Rank, u64)]) -> Report {
     let expected: Vec<usize> = refusing.iter().copied().filter(|&other| other != rank).collect();
     let mut heard: Vec<usize> = seen.iter().filter(|(_, epoch)| *epoch != 0).map(|(other, _)| other.index()).collect();

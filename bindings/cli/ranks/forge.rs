@@ -1,7 +1,8 @@
-//! Messages between nodes that say what no rank of this program would: what a peer of another build might send, or a broken one.
+//! Messages between nodes that say what no rank of this program would: what a peer of another build might send, or a
+//! broken one.
 //!
-//! Between a proxy and its endpoint, on the proxy's fiber. Rows and sums may come out wrong then, and calls may end with an
-//! error; but nothing may be touched that is not theirs, and no call may last beyond its deadline.
+//! Between a proxy and its endpoint, on the proxy's fiber. Rows and sums may come out wrong then, and calls may end
+//! with an error; but nothing may be touched that is not theirs, and no call may last beyond its deadline.
 
 use tokenyard::internals::transport::network::{
     DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm,
@@ -42,8 +43,8 @@ impl<T: Transport> Forger<T> {
         for _ in 0..1 + self.dice.below(WORDS) {
             let among = if self.dice.below(2) == 0 { words.min(FRONT) } else { words };
             let word = (base + write.source.offset + (WORD * self.dice.below(among)) as u64) as *mut u32;
-            // SAFETY: it lies in a region that `register` was given, which its endpoint may use, and in wire staging, which the
-            // kernels leave alone from the doorbell until the write has completed. It has not been posted.
+            // SAFETY: it lies in a region that `register` was given, which its endpoint may use, and in wire staging,
+            // which the kernels leave alone from the doorbell until the write has completed. It has not been posted.
             unsafe { word.write_unaligned(changed(&mut self.dice, word.read_unaligned())) };
         }
     }

@@ -75,7 +75,8 @@ pub fn word(words: &HostBuffer, at: usize) -> Option<&AtomicU64> {
     if at >= words.len() / size_of::<u64>() {
         return None;
     }
-    // SAFETY: inside the buffer, which is aligned and lives as long as the reference; devices load and store whole words.
+    // SAFETY: inside the buffer, which is aligned and lives as long as the reference; devices load and store whole
+    // words.
     Some(unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(at)) })
 }
 

@@ -48,8 +48,8 @@ pub fn rate(world: &World) -> Result<f64> {
 }
 
 /// Times, in µs, of bare stores between GPUs of an iteration's bytes: those that dispatch sends and those that combine
-/// does. `rows` went from each rank to each other in a mean iteration, of this rank's tokens; `row_bytes` is the payload of
-/// a row and of a partial row. None without peers in its node.
+/// does. `rows` went from each rank to each other in a mean iteration, of this rank's tokens; `row_bytes` is the
+/// payload of a row and of a partial row. None without peers in its node.
 ///
 /// # Errors
 /// Whatever the device or a peer answers.

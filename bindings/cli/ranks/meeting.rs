@@ -1,12 +1,12 @@
 //! Lets GPUs of different nodes, which share this process, go on at the same time.
 //!
-//! Where ranks of different nodes meet by the library's barrier alone, each leaves it as the last message reaches it: the
-//! first to come leaves a network's latency behind the last, and what is timed next takes that much longer on one side and
-//! less on the other. So all of them then meet once more in host memory, which every GPU of the process reads within a
-//! microsecond.
+//! Where ranks of different nodes meet by the library's barrier alone, each leaves it as the last message reaches it:
+//! the first to come leaves a network's latency behind the last, and what is timed next takes that much longer on one
+//! side and less on the other. So all of them then meet once more in host memory, which every GPU of the process reads
+//! within a microsecond.
 //!
-//! On the rank's thread, behind the barrier and ahead of what is timed. It enqueues and never waits. Nothing of it reaches
-//! what is measured: payload, doorbells and flags go by the NIC.
+//! On the rank's thread, behind the barrier and ahead of what is timed. It enqueues and never waits. Nothing of it
+//! reaches what is measured: payload, doorbells and flags go by the NIC.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -40,7 +40,8 @@ impl Meeting {
     /// `Device` where memory is lacking.
     pub fn new(device: &Device, ranks: usize) -> Result<Meeting> {
         let words = Arc::new(device.alloc_host(2 * ranks * size_of::<u64>())?);
-        // Freeing waits for the work of its own device, not for that of the other ranks': a few words are kept for good.
+        // Freeing waits for the work of its own device, not for that of the other ranks': a few words are kept for
+        // good.
         std::mem::forget(words.clone());
         Ok(Meeting { words, ranks })
     }

@@ -1,10 +1,10 @@
 //! What a run of several nodes has between them: a network, an endpoint for each rank, and who drives it.
 //!
-//! The network is simulated. Between ranks that are threads with GPUs, and arenas in the GPUs' memory, an emulated NIC on
-//! each GPU moves the bytes; else the processor does.
+//! The network is simulated. Between ranks that are threads with GPUs, and arenas in the GPUs' memory, an emulated NIC
+//! on each GPU moves the bytes; else the processor does.
 //!
-//! Beside the data path, on the thread that starts the ranks and on their own. A world of one node has none of it. With a
-//! rank a thread, time is real and each rank's proxy is a thread; on one thread, time passes with every poll and each
+//! Beside the data path, on the thread that starts the ranks and on their own. A world of one node has none of it. With
+//! a rank a thread, time is real and each rank's proxy is a thread; on one thread, time passes with every poll and each
 //! proxy is a fiber of its own, behind those of the ranks.
 
 use std::fs::File;
@@ -40,8 +40,8 @@ pub struct ProxyFiber {
 }
 
 impl ProxyFiber {
-    /// Runs until its rank's proxy and contexts are gone. Time passes with every poll, so that there is progress as long as
-    /// something is under way.
+    /// Runs until its rank's proxy and contexts are gone. Time passes with every poll, so that there is progress as
+    /// long as something is under way.
     pub fn run(self) {
         let ProxyFiber { turns, network } = self;
         turns.run(|| network.next_due_ns().is_some());

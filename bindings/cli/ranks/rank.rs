@@ -193,8 +193,8 @@ impl<'a> RankRun<'a> {
     fn iterations(&mut self, first: usize, count: usize, result: &mut RankResult) -> Result<()> {
         let turns: Vec<Turn> = (first..first + count).map(|i| self.draw(i)).collect();
         self.upload(&turns)?;
-        // The host is long with an iteration that is compared: before it with poison and all ranks' inputs, behind it with
-        // the reference.
+        // The host is long with an iteration that is compared: before it with poison and all ranks' inputs, behind it
+        // with the reference.
         let compared = turns.iter().any(|turn| turn.checked);
         let wake = self.wake.as_ref().filter(|_| compared || self.idled);
         self.idled = compared;
@@ -371,8 +371,8 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
     });
     let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
     if case.sms.is_none() && sharers > 1 {
-        // Blocks wait for other ranks' blocks, so those of all must fit at once, beside the small kernels that other ranks
-        // run before theirs.
+        // Blocks wait for other ranks' blocks, so those of all must fit at once, beside the small kernels that other
+        // ranks run before theirs.
         let nic = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
         let room = device.multiprocessors().saturating_sub(SPARE_MULTIPROCESSORS) / sharers as u32;
         builder = builder.sms(room.saturating_sub(nic).max(2));

@@ -112,7 +112,8 @@ pub struct RankResult {
     pub wire_bytes: [u64; 2],
     /// Bytes per µs that this rank can store into others' memory while all do; of the CPU device.
     pub link_rate: f64,
-    /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch sends them and as combine does.
+    /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch sends them and as combine
+    /// does.
     pub push_us: [Vec<f64>; 2],
     /// What an emulated NIC adds to a small write by itself.
     pub nic_us: Option<f64>,

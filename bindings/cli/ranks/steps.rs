@@ -17,8 +17,8 @@ pub enum Step {
     ReceiveCombine(usize),
 }
 
-/// The steps of `count` dispatches, numbered from 0, and their combines. Combines come in an order that is drawn: half of
-/// the time behind all dispatches, else as soon as chance will have it.
+/// The steps of `count` dispatches, numbered from 0, and their combines. Combines come in an order that is drawn: half
+/// of the time behind all dispatches, else as soon as chance will have it.
 pub fn steps(case: &Case, group: usize, count: usize) -> Vec<Step> {
     let mut dice = Counter::new(case.seed, Use::Choice, u64::MAX - 5, group, 0);
     let mut back: Vec<usize> = (0..count).collect();

@@ -7,8 +7,8 @@
 //! - from there once to each other rank of that node that has one.
 //!
 //! Combine mirrors it: a partial row for each of the first and third kind, a node's sum for each of the second. So rows
-//! count the same both ways. Every rank counts its own tokens, those that a rail passes on too: means over ranks are the
-//! same, and `rows` says between whom they go.
+//! count the same both ways. Every rank counts its own tokens, those that a rail passes on too: means over ranks are
+//! the same, and `rows` says between whom they go.
 
 use crate::cli::reference::{SourceRank, Spec};
 

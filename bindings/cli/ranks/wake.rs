@@ -1,11 +1,11 @@
 //! Brings the links between GPUs up before what is timed, where the GPU has waited for the host.
 //!
-//! A link that was idle for some milliseconds, as behind a comparison, is slow for its first bytes: some 100 µs, which the
-//! next timed dispatch would show in place of its own time. Calls in a model have other work right before them. So bytes
-//! that nobody reads go to every peer of the node first, into memory of their own.
+//! A link that was idle for some milliseconds, as behind a comparison, is slow for its first bytes: some 100 µs, which
+//! the next timed dispatch would show in place of its own time. Calls in a model have other work right before them. So
+//! bytes that nobody reads go to every peer of the node first, into memory of their own.
 //!
-//! On the rank's thread, ahead of the barrier that lets ranks go together. It enqueues and never allocates; a rank wakes
-//! its own links and waits for no other.
+//! On the rank's thread, ahead of the barrier that lets ranks go together. It enqueues and never allocates; a rank
+//! wakes its own links and waits for no other.
 
 use tokenyard::internals::kernels::bench;
 use tokenyard::{Device, DeviceKind, Result, Stream, View, World};

@@ -270,8 +270,8 @@ pub fn stages_table(results: &[RunResult]) -> String {
     }
 }
 
-/// Payload of an iteration between ranks of a node, and between nodes, mean over ranks and iterations. What a rail passes
-/// on within its node counts too, at the token's home; the mean is the same.
+/// Payload of an iteration between ranks of a node, and between nodes, mean over ranks and iterations. What a rail
+/// passes on within its node counts too, at the token's home; the mean is the same.
 fn bytes_per_rank(ranks: &[RankResult]) -> Bytes {
     let iterations = ranks.iter().map(|r| r.iterations).sum::<u64>().max(1);
     Bytes {
@@ -289,8 +289,8 @@ fn floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>, case: &Case) ->
     Floor { dispatch: near.dispatch.max(far(bytes.dispatch_wire)), combine: near.combine.max(far(bytes.combine_wire)) }
 }
 
-/// The median of bare stores where they were timed; else the time that those bytes need at the rate that was measured, 0
-/// where none could be.
+/// The median of bare stores where they were timed; else the time that those bytes need at the rate that was measured,
+/// 0 where none could be.
 fn near_floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
     if let Some(push) = push {
         return Floor { dispatch: push.dispatch.p50, combine: push.combine.p50 };
@@ -299,8 +299,8 @@ fn near_floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
     Floor { dispatch: time(bytes.dispatch_nvlink), combine: time(bytes.combine_nvlink) }
 }
 
-/// By the link model: the bytes at the rate of all NICs, and one latency, which a message without rows has too. Without a
-/// model the bytes are copied, at the rate that was measured.
+/// By the link model: the bytes at the rate of all NICs, and one latency, which a message without rows has too. Without
+/// a model the bytes are copied, at the rate that was measured.
 fn far_floor(bytes: u64, ranks: &[RankResult], case: &Case) -> f64 {
     if !case.several_nodes() {
         return 0.0;

@@ -1,7 +1,7 @@
 //! Which pairs of values a verification has covered.
 //!
-//! On the main thread. Things that interact in the kernels, two at a time: a defect that needs a particular pair is met by
-//! some configuration.
+//! On the main thread. Things that interact in the kernels, two at a time: a defect that needs a particular pair is met
+//! by some configuration.
 
 use std::collections::BTreeMap;
 

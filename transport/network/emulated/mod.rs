@@ -1,31 +1,31 @@
 //! An emulated network between GPUs of one process, for timed runs of several nodes on one host.
 //!
-//! Place in the data path: where libfabric or verbs would be, under the proxies. Each rank's endpoint has a NIC kernel on
-//! the rank's own device (`base::copies`: kernels/nic, on a stream of its own), which copies payload from the rank's memory into the
-//! peer's, over NVLink where there are GPUs. Calls of an endpoint come from one thread, its proxy's; endpoints meet in
-//! `Seat`s, whose locks are held for a few instructions. `post`, `send` and `poll` never wait; `reset`, `deregister`,
-//! and dropping an endpoint, wait until copies that still touch its memory have ended.
+//! Place in the data path: where libfabric or verbs would be, under the proxies. Each rank's endpoint has a NIC kernel
+//! on the rank's own device (`base::copies`: kernels/nic, on a stream of its own), which copies payload from the rank's
+//! memory into the peer's, over NVLink where there are GPUs. Calls of an endpoint come from one thread, its proxy's;
+//! endpoints meet in `Seat`s, whose locks are held for a few instructions. `post`, `send` and `poll` never wait;
+//! `reset`, `deregister`, and dropping an endpoint, wait until copies that still touch its memory have ended.
 //!
 //! It is an emulator in three respects, which whoever reads its figures should know:
 //!
-//! - **Blocks.** The kernel takes [`DeviceNeeds::blocks`](crate::transport::network::DeviceNeeds) multiprocessors, which
-//!   contexts leave to it by default. A NIC takes none.
-//! - **Time.** The kernel copies as fast as it can, and the host says when a write is over: `poll` hands out a completion
-//!   no earlier than the copy's end and than the model's, which is max(post, NIC free) + per_message + bytes / rate; and
-//!   the immediate a latency later, and no earlier than the receiving NIC has taken in what came before, at the same
-//!   rate. That is as good as slow copies, because nobody looks at bytes before their immediate: kernels wait for the
-//!   flag that the proxy stores then, and for the flag of the completion before they pack again. What differs is when the
-//!   GPUs' memory is busy: a little earlier, and for a shorter time. A link faster than the kernel is as fast as the
-//!   kernel.
-//! - **Overhead.** The ring crosses PCIe twice, and two threads hand the immediate over: [`overhead`] measures that, from
-//!   the post of a small write to its immediate over a link without a model. Where it exceeds the model's own latency,
-//!   times are too long by the difference.
+//! - **Blocks.** The kernel takes [`DeviceNeeds::blocks`](crate::transport::network::DeviceNeeds) multiprocessors,
+//!   which contexts leave to it by default. A NIC takes none.
+//! - **Time.** The kernel copies as fast as it can, and the host says when a write is over: `poll` hands out a
+//!   completion no earlier than the copy's end and than the model's, which is max(post, NIC free) + per_message + bytes
+//!   / rate; and the immediate a latency later, and no earlier than the receiving NIC has taken in what came before, at
+//!   the same rate. That is as good as slow copies, because nobody looks at bytes before their immediate: kernels wait
+//!   for the flag that the proxy stores then, and for the flag of the completion before they pack again. What differs
+//!   is when the GPUs' memory is busy: a little earlier, and for a shorter time. A link faster than the kernel is as
+//!   fast as the kernel.
+//! - **Overhead.** The ring crosses PCIe twice, and two threads hand the immediate over: [`overhead`] measures that,
+//!   from the post of a small write to its immediate over a link without a model. Where it exceeds the model's own
+//!   latency, times are too long by the difference.
 //!
-//! GPUs are given access to all arenas of the process, for the NIC kernels alone: contexts do not learn the addresses of
-//! other nodes' arenas (`PeerMap::base_of` stays 0 for them). A launch of the kernel ends by itself when nothing was
+//! GPUs are given access to all arenas of the process, for the NIC kernels alone: contexts do not learn the addresses
+//! of other nodes' arenas (`PeerMap::base_of` stays 0 for them). A launch of the kernel ends by itself when nothing was
 //! posted for 20 ms, and the next post launches it again, so whatever has to wait for the GPU to come to rest waits for
-//! no longer; with the endpoint it ends for good. Ranks that share a GPU need a hardware queue for each of their streams, or
-//! kernels wait for others that wait for them: set CUDA_DEVICE_MAX_CONNECTIONS=32 there.
+//! no longer; with the endpoint it ends for good. Ranks that share a GPU need a hardware queue for each of their
+//! streams, or kernels wait for others that wait for them: set CUDA_DEVICE_MAX_CONNECTIONS=32 there.
 //!
 //! ```text
 //!  post ─▶ engine: ring ─▶ NIC kernel ─▶ bytes in the peer's memory

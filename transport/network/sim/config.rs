@@ -89,8 +89,8 @@ pub struct SimConfig {
     pub delay_permille: u32,
     /// See `delay_permille`.
     pub delay_ns: u64,
-    /// How many completions are late by up to `late_ns` besides, as if their acknowledgements were lost: longer than a whole
-    /// exchange with another rank takes.
+    /// How many completions are late by up to `late_ns` besides, as if their acknowledgements were lost: longer than a
+    /// whole exchange with another rank takes.
     pub late_permille: u32,
     /// See `late_permille`.
     pub late_ns: u64,
@@ -100,8 +100,8 @@ pub struct SimConfig {
     pub peer_queue: u32,
     /// Control messages to one peer that may be on their way.
     pub message_queue: u32,
-    /// Receives of one NIC: each write to it takes one when it is posted, and its immediate gives it back when it is handed
-    /// out. A write that finds none fails. `u32::MAX`: no bound, and the only choice between processes.
+    /// Receives of one NIC: each write to it takes one when it is posted, and its immediate gives it back when it is
+    /// handed out. A write that finds none fails. `u32::MAX`: no bound, and the only choice between processes.
     pub receives: u32,
     /// Most bytes of a write; longer ones are refused.
     pub write_bytes: u32,
@@ -111,8 +111,8 @@ pub struct SimConfig {
     pub fail_permille: u32,
     /// How many accepted writes are read when posted, and so may complete before anything arrives.
     pub eager_permille: u32,
-    /// Whether a write fails whose source has changed when it completes: until then a NIC may have to send it again. Between
-    /// ranks of one process; endpoints of processes do not look.
+    /// Whether a write fails whose source has changed when it completes: until then a NIC may have to send it again.
+    /// Between ranks of one process; endpoints of processes do not look.
     pub watch_sources: bool,
     /// How many posts bring the sender's or the receiver's NIC to a stop, for up to `stop_ns`.
     pub stop_permille: u32,
@@ -122,8 +122,8 @@ pub struct SimConfig {
     pub dead_peers: DeadPeers,
     /// Most events of one poll.
     pub poll_batch: usize,
-    /// Whether bytes move. Without, a run costs only what its packets' times do, and registered spans are never touched:
-    /// they need not be memory. For projections of large worlds.
+    /// Whether bytes move. Without, a run costs only what its packets' times do, and registered spans are never
+    /// touched: they need not be memory. For projections of large worlds.
     pub payload: bool,
 }
 

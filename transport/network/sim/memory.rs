@@ -11,8 +11,8 @@ use crate::base::checksum::{fnv1a, fnv1a_more};
 /// Where a write's payload comes from.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// Registered memory, read when each packet lands, and once more at completion where sources are watched: what its owner
-    /// changes too early shows at the target, or fails the write.
+    /// Registered memory, read when each packet lands, and once more at completion where sources are watched: what its
+    /// owner changes too early shows at the target, or fails the write.
     Memory(u64),
     /// Read already; the owner was told that it may reuse its memory.
     Taken(Box<[u8]>),
@@ -30,8 +30,8 @@ impl Source {
         Source::Taken(taken)
     }
 
-    /// A sum over `bytes` from `offset` of a payload in registered memory, by which it is known again; 0 of one that was
-    /// read already.
+    /// A sum over `bytes` from `offset` of a payload in registered memory, by which it is known again; 0 of one that
+    /// was read already.
     ///
     /// # Safety
     /// As for [`Source::copy`], of the source.

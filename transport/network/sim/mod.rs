@@ -5,11 +5,11 @@
 //! promises of [the trait](super) leave open, it does: chances, queues and speeds are a [`SimConfig`]'s, every draw
 //! comes from its seed, and every disturbance is counted.
 //!
-//! Two ways to run it. With [`Clock::Virtual`] and all ranks on one thread (or its host fibers), everything that happens
-//! follows from the seed and from the calls; [`Network::trace_hash`] is equal when it was equal. With [`Clock::Real`] (or
-//! virtual ticks) ranks are threads, and no two runs are alike. There is no thread of its own: whoever polls moves
-//! everyone's packets, under one lock. It allocates and locks in `post` and `poll`, unlike a real backend; it never
-//! blocks, and calls nobody back while it holds the lock.
+//! Two ways to run it. With [`Clock::Virtual`] and all ranks on one thread (or its host fibers), everything that
+//! happens follows from the seed and from the calls; [`Network::trace_hash`] is equal when it was equal. With
+//! [`Clock::Real`] (or virtual ticks) ranks are threads, and no two runs are alike. There is no thread of its own:
+//! whoever polls moves everyone's packets, under one lock. It allocates and locks in `post` and `poll`, unlike a real
+//! backend; it never blocks, and calls nobody back while it holds the lock.
 //!
 //! ```text
 //!  SimEndpoint ── post, send ──▶ State (state.rs): admitted? room? reachable? ──▶ Flight in its slot

@@ -1,7 +1,7 @@
 //! Named link models: the NICs of one rank on networks that people have, each number with where it comes from.
 //!
-//! Place in the data path: beside the simulated network, which they make timed; a word of the command line becomes one of
-//! them. Pure data and parsing, on any thread; nothing here does I/O.
+//! Place in the data path: beside the simulated network, which they make timed; a word of the command line becomes one
+//! of them. Pure data and parsing, on any thread; nothing here does I/O.
 
 use super::config::LinkModel;
 use crate::base::{Error, Result};

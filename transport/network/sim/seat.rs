@@ -155,7 +155,8 @@ impl Seat {
         }
     }
 
-    /// The address of a write's source, if it has at most so many bytes and everything about the write is something that could be done.
+    /// The address of a write's source, if it has at most so many bytes and everything about the write is something
+    /// that could be done.
     pub(super) fn admit(&self, write: &WriteImm, most: u32) -> Result<u64> {
         if usize::from(write.nic) >= self.ports.len() {
             let advice = format!("there are {} NICs, counted from 0", self.ports.len());

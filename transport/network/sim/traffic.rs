@@ -209,8 +209,9 @@ impl State {
             return false;
         }
         let sum_of = |index: u32| {
-            // SAFETY: `post` found the source inside a region of the sender, which it keeps until the completion is handed out;
-            // where it went away, this flight was completed or removed. The lock that taking it back takes is held.
+            // SAFETY: `post` found the source inside a region of the sender, which it keeps until the completion is
+            // handed out; where it went away, this flight was completed or removed. The lock that taking it back takes
+            // is held.
             unsafe { source.sum(index * self.config.packet_bytes, self.packet_len(write.bytes, index)) }
         };
         (0..flight.packets).map(sum_of).fold(0, u64::wrapping_add) != flight.sum

@@ -1,7 +1,7 @@
 //! `tokenyard simulate --calibrate`: projections of what is known, beside what is known.
 //!
-//! On the main thread. Two sorts: latencies that others have published of their own systems, which judge network and link
-//! models; and what this project measured, which judges the devices' costs.
+//! On the main thread. Two sorts: latencies that others have published of their own systems, which judge network and
+//! link models; and what this project measured, which judges the devices' costs.
 
 use serde::Serialize;
 
@@ -76,7 +76,8 @@ const MEASURED: [Measured; 6] = [
     (TWO_NODES, 2, 1, 128, 44.4, 58.2),
 ];
 /// The emulated NIC: ConnectX-7's rate. A small write takes it 7.5 us, in which the link's own 2 are contained; of many
-/// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the link.
+/// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the
+/// link.
 const EMULATED: &str = "400:7.2:0.3";
 const EMULATED_STREAM: &str = "400:2.2:0.3";
 /// Tokens up to which a message of those worlds is little more than one chunk.

@@ -1,23 +1,25 @@
 //! What everything but the network costs: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
 //! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
-//! `bench --stages` showed (benches/results/h200-x2: stages-2.json in one node, stages-1x2-cx7.json in two; medians of first,
-//! middle and last block, microseconds from the call's first block), or off stamps between them (docs/performance.md); where it
-//! says "fitted", it makes times without statistics come out (decode-2.json, decode-1x2-cx7.json), which `tokenyard simulate
-//! --calibrate` shows; the rest are measured figures of one host, or assumptions that are marked as such. Times are in ns,
-//! rates in bytes per ns (GB/s).
+//! `bench --stages` showed (benches/results/h200-x2: stages-2.json in one node, stages-1x2-cx7.json in two; medians of
+//! first, middle and last block, microseconds from the call's first block), or off stamps between them
+//! (docs/performance.md); where it says "fitted", it makes times without statistics come out (decode-2.json,
+//! decode-1x2-cx7.json), which `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or
+//! assumptions that are marked as such. Times are in ns, rates in bytes per ns (GB/s).
 //!
-//! Calls without statistics are plain and have kernels of their own (kernels/common/plain.cuh), which are faster than those whose
-//! stages can be seen: so what stages say is more than they take, and where the two differ a cost is fitted to less.
+//! Calls without statistics are plain and have kernels of their own (kernels/common/plain.cuh), which are faster than
+//! those whose stages can be seen: so what stages say is more than they take, and where the two differ a cost is fitted
+//! to less.
 
 /// The costs that every projection shares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
-    /// From the start that is timed to the first block's begin. With `end_ns` 5.4 us, fitted: what stages leave over of calls
-    /// of 1 token in one node. How the two share them is assumed, and changes no time.
+    /// From the start that is timed to the first block's begin. With `end_ns` 5.4 us, fitted: what stages leave over of
+    /// calls of 1 token in one node. How the two share them is assumed, and changes no time.
     pub launch_ns: u64,
     /// Which nodes each token goes to, and its place in each message: until rows can be packed. Stages: blocks without
-    /// anything to announce are through at 2.3 (1 token) and 3.0 (128). Fitted, with `pack_ns`: 31.4 for 1 token in two nodes.
+    /// anything to announce are through at 2.3 (1 token) and 3.0 (128). Fitted, with `pack_ns`: 31.4 for 1 token in two
+    /// nodes.
     pub route_ns: u64,
     /// Counts of one source for one node: checks, bitmap; and so much more per token of it. Stages: counts are heard at
     /// 3.5 of 1 token and 6.1 of 128, an NVLink trip later. Fitted: 16.1 for 128 tokens.
@@ -27,19 +29,21 @@ pub struct Costs {
     /// From a source's counts to the words of its tokens, without which none can be placed. Stages:
     /// a block with META is through with it at 3.2 (1 token) and 5.7 (128), which is 1.0 behind its counts.
     pub words_ns: u64,
-    /// Starts of segments, from the counts of all sources. Stamps: 2.9 to 4.2 (1 token), of kernels in which one warp found
-    /// them. Fitted, with `pad_ns`: 12.1 for 1 token.
+    /// Starts of segments, from the counts of all sources. Stamps: 2.9 to 4.2 (1 token), of kernels in which one warp
+    /// found them. Fitted, with `pad_ns`: 12.1 for 1 token.
     pub scan_ns: u64,
-    /// The same per source. Assumed, of kernels that sum counts source by source, a load from shared memory behind a store
-    /// each; since commit 747a15f four sources are loaded at once.
+    /// The same per source. Assumed, of kernels that sum counts source by source, a load from shared memory behind a
+    /// store each; since commit 747a15f four sources are loaded at once.
     pub scan_source_ns: u64,
-    /// One row read and written: the time until the first is through. Stamps: a lone row from 1.6 to 3.1, without its tags.
+    /// One row read and written: the time until the first is through. Stamps: a lone row from 1.6 to 3.1, without its
+    /// tags.
     pub row_ns: u64,
-    /// Packing for the wire, until the slowest block has packed its row of a chunk. Stages: marked at 3.0, the last of 128
-    /// rows packed at 12.1; of 1 at 2.3 and 8.3, doorbells within. Fitted to less; see `route_ns`.
+    /// Packing for the wire, until the slowest block has packed its row of a chunk. Stages: marked at 3.0, the last of
+    /// 128 rows packed at 12.1; of 1 at 2.3 and 8.3, doorbells within. Fitted to less; see `route_ns`.
     pub pack_ns: u64,
-    /// A rail's additions, from the last partial row of a chunk to the last sum. Stamps of four ranks on two H200s as two
-    /// nodes: a lone partial row is there at 8.2, its sum counted at 10.8; those of 128 tokens at 25.1 and 28.6, bytes within.
+    /// A rail's additions, from the last partial row of a chunk to the last sum. Stamps of four ranks on two H200s as
+    /// two nodes: a lone partial row is there at 8.2, its sum counted at 10.8; those of 128 tokens at 25.1 and 28.6,
+    /// bytes within.
     pub rail_ns: u64,
     /// Packing rows for the wire, and a rail's additions: rows streamed through local memory. At least: 1024 rows of
     /// 14 KB are summed within a microsecond of the time for 8 (kernels of before the stages).
@@ -51,23 +55,25 @@ pub struct Costs {
     pub partial_rate: f64,
     /// Placing rows at their experts. Fitted: 16.1 for 128 tokens, 12.5 for 16.
     pub place_rate: f64,
-    /// From the last row placed to the last block's end: padding, and blocks with META, which plan and place last. Fitted:
-    /// 12.1 for 1 token.
+    /// From the last row placed to the last block's end: padding, and blocks with META, which plan and place last.
+    /// Fitted: 12.1 for 1 token.
     pub pad_ns: u64,
-    /// Flags of the node's ranks, and the first partial row. Fitted: 11.1 for 1 token, 18.0 for 128. (In stages of earlier
-    /// kernels a lone partial row was sent at 7.0; who sends it is left to chance since, so that stages do not show it.)
+    /// Flags of the node's ranks, and the first partial row. Fitted: 11.1 for 1 token, 18.0 for 128. (In stages of
+    /// earlier kernels a lone partial row was sent at 7.0; who sends it is left to chance since, so that stages do not
+    /// show it.)
     pub sum_ns: u64,
-    /// The last additions at home, of rows that warps wait for already. Stages of those kernels: 7.0 to 9.1, less an NVLink
-    /// trip.
+    /// The last additions at home, of rows that warps wait for already. Stages of those kernels: 7.0 to 9.1, less an
+    /// NVLink trip.
     pub add_ns: u64,
-    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stamps: passed on at 21.0, summed at
-    /// 23.9 of a lone row, at 54.1 and 57.5 of 128 tokens. Fitted to less: 26.3 for 1 token.
+    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stamps: passed on at 21.0, summed
+    /// at 23.9 of a lone row, at 54.1 and 57.5 of 128 tokens. Fitted to less: 26.3 for 1 token.
     pub far_add_ns: u64,
     /// From the last block's end to the end that is timed; see `launch_ns`.
     pub end_ns: u64,
     /// A flag or the last bytes of a row over NVLink (measured: half of a round trip of 2.65 us).
     pub nvlink_ns: u64,
-    /// System-scope fence before a doorbell. Stamps: 1.5 of 1 token, up to 2.4 of 128 (3.4 where 132 blocks have one at once).
+    /// System-scope fence before a doorbell. Stamps: 1.5 of 1 token, up to 2.4 of 128 (3.4 where 132 blocks have one at
+    /// once).
     pub fence_ns: u64,
     /// A word between GPU and CPU through pinned host memory, one way (measured: half of a round trip of 3.55 us).
     pub crossing_ns: u64,
@@ -137,8 +143,8 @@ impl Server {
         self.free_ns
     }
 
-    /// When something is through that takes `for_ns` and whose last part comes at `now_ns`: at once, unless other things
-    /// came meanwhile.
+    /// When something is through that takes `for_ns` and whose last part comes at `now_ns`: at once, unless other
+    /// things came meanwhile.
     pub fn absorb(&mut self, now_ns: u64, for_ns: u64) -> u64 {
         self.free_ns = (self.free_ns + for_ns).max(now_ns);
         self.free_ns

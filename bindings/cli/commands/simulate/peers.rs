@@ -1,8 +1,8 @@
 //! Other systems: their messages over the same simulated network, so that what is projected can be compared with what
 //! they have published.
 //!
-//! In virtual time, on the main thread. They have no proxy machine of ours (one posts from the GPU, the other has a proxy
-//! that posts when all rows are packed), so messages go to the network as their sources show them:
+//! In virtual time, on the main thread. They have no proxy machine of ours (one posts from the GPU, the other has a
+//! proxy that posts when all rows are packed), so messages go to the network as their sources show them:
 //!
 //! ```text
 //!  DeepEP V1, low latency: every (token, expert) of another node is a write of its own, then a count for every expert;
@@ -44,8 +44,8 @@ pub enum System {
 }
 
 impl System {
-    /// What a phase costs besides messages, copies and crossings, in ns: launch, casts, indices, and how far apart ranks
-    /// begin. One number a system for all sizes and both phases, fitted.
+    /// What a phase costs besides messages, copies and crossings, in ns: launch, casts, indices, and how far apart
+    /// ranks begin. One number a system for all sizes and both phases, fitted.
     fn fixed_ns(self) -> u64 {
         match self {
             System::DeepEp => 20_000,

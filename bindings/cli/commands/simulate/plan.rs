@@ -23,8 +23,8 @@ pub struct Order {
     /// Partial rows for other nodes are summed before those of the own node, and a rail adds up a chunk as soon as its
     /// partial rows are there, not behind all partial rows of its own.
     pub early_sums: bool,
-    /// A rail builds META of all its sources at once, on blocks of their own, not source after source on one block for each
-    /// rank of its node.
+    /// A rail builds META of all its sources at once, on blocks of their own, not source after source on one block for
+    /// each rank of its node.
     pub spread_meta: bool,
 }
 
@@ -125,9 +125,9 @@ impl Plan {
         }
     }
 
-    /// From a landing in host memory to the device's blocks. The poller reads on in one list of all sources; without, it
-    /// looks at the next words of every source in each round, of which half of a mean message's have landed on the mean,
-    /// and finds a word half a round late.
+    /// From a landing in host memory to the device's blocks. The poller reads on in one list of all sources; without,
+    /// it looks at the next words of every source in each round, of which half of a mean message's have landed on the
+    /// mean, and finds a word half a round late.
     pub fn relay_ns(&self, direction: Direction, costs: &Costs) -> u64 {
         let Shape { nodes, tokens, preset, .. } = self.shape;
         if self.order.landing_list {

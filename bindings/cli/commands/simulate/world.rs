@@ -6,8 +6,8 @@
 //!        └──────── Landed, a crossing later ◀── flag ◀── machine ◀── Proxy::step ◀────────────────┘
 //! ```
 //!
-//! All in one thread; the same seed gives the same result. Proxies spin: each takes its turns without end, and every turn
-//! takes time. While none of them has anything to do, time leaps to what comes next.
+//! All in one thread; the same seed gives the same result. Proxies spin: each takes its turns without end, and every
+//! turn takes time. While none of them has anything to do, time leaps to what comes next.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

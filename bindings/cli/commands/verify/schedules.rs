@@ -48,8 +48,8 @@ impl Sum {
         self.network += *network;
     }
 
-    /// Disturbances that never happened, though so many schedules of `nodes` must have met them; and harm, where messages were
-    /// tampered with.
+    /// Disturbances that never happened, though so many schedules of `nodes` must have met them; and harm, where
+    /// messages were tampered with.
     fn missed(&self, nodes: bool, forge: bool) -> Vec<&'static str> {
         let n = &self.network;
         let disturbances = [
@@ -106,8 +106,8 @@ fn flaws(i: usize, case: &Case, schedule: Option<&Schedule>, judge: &Judge, sum:
     flaws
 }
 
-/// Runs `count` schedules, on request with rows that are all quantised, or with messages that are tampered with; whether all
-/// were right. Stops once enough have failed.
+/// Runs `count` schedules, on request with rows that are all quantised, or with messages that are tampered with;
+/// whether all were right. Stops once enough have failed.
 pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> bool {
     let out = judge.out;
     let bar = Progress::new(out);

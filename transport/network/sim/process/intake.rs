@@ -2,9 +2,9 @@
 //!
 //! Place in the data path: at the receiver, between a packet's arrival and its landing. Pure arithmetic.
 //!
-//! Packets arrive by their stamps, but are seen when somebody polls: a sender that was held up brings packets that arrived
-//! before others which were seen already. Those find the time that the NIC was idle meanwhile, so that a link is as fast
-//! on a busy machine as on an idle one.
+//! Packets arrive by their stamps, but are seen when somebody polls: a sender that was held up brings packets that
+//! arrived before others which were seen already. Those find the time that the NIC was idle meanwhile, so that a link
+//! is as fast on a busy machine as on an idle one.
 
 use std::collections::VecDeque;
 

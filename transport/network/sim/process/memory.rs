@@ -3,8 +3,8 @@
 //! The argument for its `unsafe`, once for all: an address comes from a region of this endpoint, whose registrar
 //! promised to keep it readable and writable until it is taken back or the endpoint dropped, and `locate` has found the
 //! whole length inside. Only the endpoint's own calls copy, so they end before that: a region from which writes are
-//! outstanding is not taken back, and with one that is go all writes that would still land there. What other processes send is copied here, by the
-//! process that owns the memory; no address ever leaves it.
+//! outstanding is not taken back, and with one that is go all writes that would still land there. What other processes
+//! send is copied here, by the process that owns the memory; no address ever leaves it.
 
 /// Appends registered memory to a buffer.
 ///

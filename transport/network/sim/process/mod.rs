@@ -2,9 +2,10 @@
 //!
 //! Place in the data path: where libfabric or verbs would be, as its parent, which is for the ranks of one process. An
 //! endpoint sends from its own registered memory and writes into its own registered memory; what lies between are Unix
-//! sockets. It lies about order as much as the promises of [the trait](crate::transport::network) leave open: the receiver
-//! cuts each write into packets, lets them land in any order at later polls, and hands out the immediate when all have.
-//! Chances, queues and speeds are a [`SimConfig`]'s; each endpoint draws from the seed and its rank, and counts what it
+//! sockets. It lies about order as much as the promises of [the trait](crate::transport::network) leave open: the
+//! receiver cuts each write into packets, lets them land in any order at later polls, and hands out the immediate when
+//! all have. Chances, queues and speeds are a [`SimConfig`]'s; each endpoint draws from the seed and its rank, and
+//! counts what it
 //! did in [`Counts`].
 //!
 //! Runs on the caller's thread, and has none of its own: an endpoint that nobody polls neither sends nor receives. It

@@ -558,8 +558,8 @@ fn put_frame(out: &mut Vec<u8>, head: Head, number: u64, flight: &Flight) {
             frame::encode(out, head, &Frame::Write(Piece { number, nic, target, imm, total, at }, &[]));
             match source {
                 Source::Taken(taken) => out.extend(&taken[at as usize..at as usize + bytes]),
-                // SAFETY: `post` found the source inside a region of this endpoint, which cannot be taken back before this
-                // write has completed, and the piece is a part of it.
+                // SAFETY: `post` found the source inside a region of this endpoint, which cannot be taken back before
+                // this write has completed, and the piece is a part of it.
                 Source::Memory(address) => unsafe { memory::append(out, address + u64::from(at), bytes) },
             }
         }

@@ -625,8 +625,8 @@ fn a_region_taken_back_between_two_pieces_of_a_write() {
 
 #[test]
 fn packets_of_a_region_taken_back_that_meet_a_write_of_the_same_number() {
-    // All of a write but its last bytes is on its way when its region goes, and its number is used again: for a write to
-    // a region that is too short for those packets, and for a message.
+    // All of a write but its last bytes is on its way when its region goes, and its number is used again: for a write
+    // to a region that is too short for those packets, and for a message.
     let (mut nodes, guest) = host(SimConfig { packet_bytes: 64, ..SimConfig::calm() });
     let long = Piece {
         number: 1,
