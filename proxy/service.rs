@@ -4,7 +4,7 @@
 //! fiber while a context is built or dropped; they wait through `base::wait`, with deadlines.
 //!
 //! ```text
-//!  AllToAll::build ─ register arena ─▶ gather addresses ─▶ connect to all peers ─▶ open ─▶ barrier ─▶ devices may ring
+//!  AllToAll::build ── register arena ─▶ gather addresses ─▶ connect to all peers ─▶ open ─▶ barrier ─▶ devices ring
 //!  drop            ── close ─▶ until nothing of it is under way ─▶ take the arena back: late writes are dropped (P13)
 //! ```
 

@@ -556,8 +556,8 @@ fn rows_that_lie_outside_of_an_output_by_what_meta_says_are_not_stored() {
             [1, 1, 1, 8].iter().enumerate().for_each(|(i, value)| forger.meta("META counts", i as u64, *value));
             for token in 0..8u32 {
                 let at = u64::from(token);
-                forger.meta("META tokens", at, 1 + (20 * token << 5));
-                forger.meta("META choices", 2 * at, 1 + (20 * token << 11 | 1));
+                forger.meta("META tokens", at, 1 + ((20 * token) << 5));
+                forger.meta("META choices", 2 * at, 1 + (((20 * token) << 11) | 1));
                 forger.meta("META choices", 2 * at + 1, 0);
                 (0..2).for_each(|k| forger.meta("META weights", 2 * at + k, 0x3f00_0000));
                 (0..8).for_each(|slice| forge(forger.place("dispatch row tags", 0, 1, 8 * at + slice), 1u64));

@@ -160,7 +160,7 @@ impl AllToAll {
     }
 
     /// Launches that each call takes, one after the other; 1 unless its tokens go in waves
-    /// ([`wave_tokens`](AllToAllBuilder::wave_tokens)).
+    /// ([`wave_tokens`](super::Tuning::wave_tokens)).
     pub fn waves(&self) -> usize {
         self.plan.waves
     }
@@ -337,7 +337,7 @@ impl AllToAll {
 
     /// What the device said of its last dispatch: when its blocks came through each stage, and when it heard of each
     /// rank; without waiting for the device, so that a call under way may show in part. `None` unless the context was
-    /// built with [`statistics`](AllToAllBuilder::statistics). Rows per expert: see [`Output::host_counts`].
+    /// built with [`statistics`](super::Tuning::statistics). Rows per expert: see [`Output::host_counts`].
     pub fn dispatch_statistics(&self) -> Option<CallStatistics> {
         self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_DISPATCH))
     }
@@ -385,7 +385,7 @@ impl AllToAll {
     }
 
     /// The output in the arena, into which every dispatch goes; `None` unless the context was built with
-    /// [`own_output`](AllToAllBuilder::own_output). What is there stays until the next dispatch begins.
+    /// [`own_output`](super::Tuning::own_output). What is there stays until the next dispatch begins.
     pub fn own_output(&self) -> Option<OwnOutput> {
         let (capacity, align) = self.shape.own_output?;
         let base = *self.context.peer_base.get(self.context.local as usize)?;

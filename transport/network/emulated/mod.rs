@@ -17,7 +17,7 @@
 //!   for the flag that the proxy stores then, and for the flag of the completion before they pack again. What differs
 //!   is when the GPUs' memory is busy: a little earlier, and for a shorter time. A link faster than the kernel is as
 //!   fast as the kernel.
-//! - **Overhead.** The ring crosses PCIe twice, and two threads hand the immediate over: [`overhead`] measures that,
+//! - **Overhead.** The ring crosses PCIe twice, and two threads hand the immediate over: `overhead` measures that,
 //!   from the post of a small write to its immediate over a link without a model. Where it exceeds the model's own
 //!   latency, times are too long by the difference.
 //!

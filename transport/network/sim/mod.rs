@@ -2,7 +2,7 @@
 //!
 //! Place in the data path: where libfabric or verbs would be. It copies payloads into registered memory packet by
 //! packet, in any order and at any moment, and hands out the immediate only when all of them have landed. What the
-//! promises of [the trait](super) leave open, it does: chances, queues and speeds are a [`SimConfig`]'s, every draw
+//! promises of the [network](super) leave open, it does: chances, queues and speeds are a [`SimConfig`]'s, every draw
 //! comes from its seed, and every disturbance is counted.
 //!
 //! Two ways to run it. With [`Clock::Virtual`] and all ranks on one thread (or its host fibers), everything that
