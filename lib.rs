@@ -50,6 +50,26 @@
 //! by events. The device checks the first rule, in graph replays too; the `Timeout` that follows from a breach of the
 //! second names it.
 //!
+//! # Waits
+//!
+//! Every wait of the host has a name and a deadline. An [`Interrupt`] ends those of a thread earlier, as for a signal.
+//! docs/design.md lists all waits.
+//!
+//! # Stability
+//!
+//! Semantic versioning covers everything at the crate's root but:
+//!
+//! - [`network`], which is unstable until real networks have used it: the trait [`Transport`](network::Transport),
+//!   what it is called with, and the simulated and emulated networks. What at the root refers to it is as stable as it
+//!   is: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`], [`Proxy::remote`], [`Proxy::device_needs`].
+//! - `internals`, which is hidden and changes without notice.
+//! - `cli`: the options and exit statuses of the program are stable, its functions, texts and the JSON's further fields
+//!   are not.
+//!
+//! Before version 1.0 a breaking change raises the minor version. Enumerations and structures that may grow are
+//! `non_exhaustive`. Texts of errors and of the log may change at any time; variants and fields of [`Error`] do not.
+//! The oldest Rust that builds the crate is 1.91 (`rust-version` in Cargo.toml); raising it raises the minor version.
+//!
 //! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
 //! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
 //! map.
@@ -67,7 +87,7 @@ mod transport;
 use kernels::{base, ffi};
 
 // ---- the world of ranks, and how it forms
-pub use transport::{Bootstrap, World};
+pub use transport::{AllGather, Bootstrap, World};
 
 // ---- devices, memory, streams, graphs
 pub use base::{Dtype, Rank};
@@ -85,13 +105,16 @@ pub use bindings::api::{
     Tokens,
 };
 
-// ---- what a context tells
-pub use base::{Error, Result, Source};
+// ---- what a context tells, and how a wait is ended
+pub use base::{Error, Interrupt, Result, Source};
 pub use bindings::api::{CallStatistics, Stage, Stats};
 
 // ---- networks between nodes
-pub use proxy::{FlagPlace, Proxy, ProxyConfig};
+pub use proxy::driver::ThreadConfig;
+pub use proxy::machine::Liveness;
+pub use proxy::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};
 pub use transport::memory::gdr::GdrCopy;
+pub use transport::network;
 
 // ---- the program
 #[cfg(feature = "cli")]

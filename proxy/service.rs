@@ -11,6 +11,7 @@
 use super::driver::{Clock, ContextMemory, Driver, Kept, ProxyThread, Remote, ThreadConfig, Words, system_clock};
 use super::machine::{Cause, ContextConfig, Liveness, Machine, MachineConfig, Report};
 use super::wire::{ContextIdx, Direction, Wire, WordCounts};
+use crate::base::wait::uninterrupted;
 use crate::base::{Error, Rank, Result, wait};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind};
@@ -487,7 +488,7 @@ impl Busy<'_> {
 
 impl Drop for Busy<'_> {
     fn drop(&mut self) {
-        let _ = self.remote.ask(Driver::end_busy);
+        let _ = uninterrupted(|| self.remote.ask(Driver::end_busy));
     }
 }
 
@@ -500,15 +501,17 @@ struct Registered {
 impl Drop for Registered {
     /// Where writes stay outstanding, the proxy keeps the arena, and takes it back when a later context comes or goes.
     fn drop(&mut self) {
-        let region = self.region;
-        let _busy = Busy::begin(&self.remote);
-        if self.remote.ask(move |driver| driver.release(region)).is_err() {
-            return;
-        }
-        wait::poll("writes of a closed context", REST, || {
-            let asked = self.remote.ask(move |driver| (driver.take_back(), driver.is_leaving(region)));
-            // Freed memory is dropped here, on the caller's thread.
-            asked.map_or(Some(()), |(_freed, leaving)| (!leaving).then_some(()))
+        uninterrupted(|| {
+            let region = self.region;
+            let _busy = Busy::begin(&self.remote);
+            if self.remote.ask(move |driver| driver.release(region)).is_err() {
+                return;
+            }
+            wait::poll("writes of a closed context", REST, || {
+                let asked = self.remote.ask(move |driver| (driver.take_back(), driver.is_leaving(region)));
+                // Freed memory is dropped here, on the caller's thread.
+                asked.map_or(Some(()), |(_freed, leaving)| (!leaving).then_some(()))
+            });
         });
     }
 }
@@ -629,11 +632,13 @@ impl Drop for Opening {
     /// been full. What is under way completes before the arena is taken back.
     fn drop(&mut self) {
         let (remote, index) = (self.number.proxy.remote(), self.number.index);
-        wait::poll("messages of a closing context", REST, || {
-            let settled = remote.ask(move |driver| driver.settle(index));
-            settled.map_or(Some(()), |settled| settled.then_some(()))
+        uninterrupted(|| {
+            wait::poll("messages of a closing context", REST, || {
+                let settled = remote.ask(move |driver| driver.settle(index));
+                settled.map_or(Some(()), |settled| settled.then_some(()))
+            });
+            let _ = remote.ask(move |driver| driver.close(index));
         });
-        let _ = remote.ask(move |driver| driver.close(index));
     }
 }
 

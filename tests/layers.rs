@@ -237,3 +237,39 @@ fn files_stay_small_enough_to_find_things_in() {
         }
     }
 }
+
+/// Names of waits in a line of code: literals behind a call that waits.
+fn waits(line: &str) -> Vec<&str> {
+    let calls = ["poll(\"", "poll_unless(\"", "relax(\""];
+    let behind = calls.iter().flat_map(|call| line.match_indices(call).map(|(at, _)| &line[at + call.len()..]));
+    behind.filter_map(|rest| rest.split('"').next()).collect()
+}
+
+#[test]
+fn every_wait_of_the_host_is_in_the_table_of_waits() {
+    let design = fs::read_to_string(root().join("docs/design.md")).unwrap();
+    let table = design.split("\n## Waits\n").nth(1).and_then(|rest| rest.split("\n## ").next()).unwrap();
+    let mut named = 0;
+    for (name, text) in
+        ["kernels", "bindings/api", "proxy", "transport"].iter().flat_map(|folder| files(folder, &["rs"]))
+    {
+        if name.contains("tests") {
+            continue;
+        }
+        for (number, line) in code(&text) {
+            for wait in waits(line) {
+                named += 1;
+                assert!(table.contains(&format!("\"{wait}\"")), "{name}:{number}: \"{wait}\" is not in the table");
+            }
+        }
+    }
+    assert!(named >= 12, "{named} waits found");
+}
+
+#[test]
+fn the_oldest_rust_is_the_one_that_is_documented() {
+    let manifest = fs::read_to_string(root().join("Cargo.toml")).unwrap();
+    let version = manifest.split("rust-version = \"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
+    let crate_docs = fs::read_to_string(root().join("lib.rs")).unwrap();
+    assert!(crate_docs.contains(&format!("crate is {version} (`rust-version`")), "lib.rs does not name {version}");
+}

@@ -43,6 +43,8 @@ ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
 BOOTSTRAP, LOCAL = "transport/world/bootstrap.rs", "transport/world/local.rs"
 PAIRS, MAILBOX = "benches/pairs.py", "proxy/driver/mailbox.rs"
 REMOTE = "proxy/driver/remote.rs"
+OVER, STATION, WAIT, INTERRUPT = (
+    "transport/world/over.rs", "transport/world/station.rs", "kernels/base/wait.rs", "kernels/base/interrupt.rs")
 ERROR = "kernels/base/error.rs"
 
 # Rust and C++ without optimisation or debug information: most of the time goes into building.
@@ -315,6 +317,19 @@ MUTANTS = [
     ("other members let in", TERMS, "if self.members != theirs.members {", "if false {"),
     ("other nodes let in", TERMS, "if self.nodes != theirs.nodes {", "if false {"),
     ("rank 0 not told of other terms", ROOT_SIDE, "self.differing.get_or_insert(failure);", "drop(failure);"),
+    ("parts of another rank or step taken", OVER, "Some((head, begin)) if head == self.head(rank, seq, what) => begin,",
+     "Some((_, begin)) if begin > 0 => begin,"),
+    ("as many parts as come are taken", OVER, "if parts.len() != self.world {", "if false {"),
+    ("members that disagree form a world", OVER, "all.iter().position(|theirs| theirs != own.as_bytes())",
+     "all.iter().position(|theirs| theirs.is_empty())"),
+    ("an interrupt not looked at", WAIT, "if due(now) {", "if false && due(now) {"),
+    ("a fiber interrupted for another", WAIT, "uninterrupted(|| yield_fiber(site, turns))", "yield_fiber(site, turns)"),
+    ("destructors are interrupted", INTERRUPT,
+     "    let _restored = Restored(IN_FORCE.take());\n    work()", "    work()"),
+    ("an interrupted request's outcome lost", REMOTE, "Err(interrupted) if slip.withdraw() =>",
+     "Err(interrupted) if slip.withdraw() || true =>"),
+    ("an interrupted collective told as a deadline", STATION,
+     "if interrupted.is_some() { INTERRUPTED } else { waited_ms }", "waited_ms"),
     ("whoever joins knows the token", ADMIT, "    if !known {", "    if false {"),
     ("whoever accepts is rank 0", MEMBER, "if self.secret.proved(Role::Root, nonces, said, &proof) {", "if proof != [0; 32] {"),
     ("a member's proof proves rank 0", SECRET, 'b"tokenyard bootstrap: rank 0"', 'b"tokenyard bootstrap: member"'),
@@ -406,6 +421,7 @@ class Worker:
         ]
         contexts = [("tests/contexts.rs", [*test, "contexts"])]
         ownership = [("tests/ownership.rs", [*test, "ownership"])]
+        interrupts = [("tests/interrupts.rs", [*test, "interrupts"]), ("unit tests", [*lib, "base::"])]
         own = {
             MACHINE: proxy + [("unit tests", [*lib, "driver"])],
             DRIVER: [("unit tests", [*lib, "driver"])],
@@ -428,10 +444,14 @@ class Worker:
             PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
             MAILBOX: [("tests/loom.rs", [*test, "loom"])],
             REMOTE: [("unit tests", [*lib, "driver"])],
+            OVER: [("tests/worlds.rs", [*test, "worlds"])],
+            WAIT: interrupts,
+            INTERRUPT: interrupts,
         }
         bootstrap = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),
             ("tests/bootstrap.rs", [*test, "bootstrap"]),
+            ("tests/interrupts.rs", [*test, "interrupts"]),
         ]
         if not file:
             return worlds + proxy + nic + service + cli + bootstrap + [check for file in own if file != MACHINE for check in own[file]]
@@ -447,7 +467,7 @@ class Worker:
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE, PAIRS)
+        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE, PAIRS, WAIT, INTERRUPT)
         apart = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if apart else schedules
 

@@ -14,5 +14,5 @@ pub mod network;
 pub mod world;
 
 pub use memory::{Arena, PeerMap};
-pub use world::World;
 pub use world::bootstrap::Bootstrap;
+pub use world::{AllGather, World};

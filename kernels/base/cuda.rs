@@ -256,12 +256,12 @@ pub fn new_stream() -> Result<sys::CUstream> {
     Ok(stream)
 }
 
-/// Polls until all work of `stream` is done.
+/// Polls until all work of `stream` is done; ends where an interrupt is raised.
 ///
 /// # Safety
 /// `stream` must be a live stream that is not being captured.
 pub unsafe fn wait_stream(stream: sys::CUstream, site: &'static str, timeout: Duration) -> Result<()> {
-    let done = wait::poll(site, timeout, || {
+    let done = wait::poll_unless(site, timeout, wait::STREAM_LEFT, || {
         // SAFETY: the caller vouches for the stream.
         match unsafe { sys::cuStreamQuery(stream) } {
             CUresult::CUDA_SUCCESS => Some(Ok(())),
@@ -269,7 +269,7 @@ pub unsafe fn wait_stream(stream: sys::CUstream, site: &'static str, timeout: Du
             code => Some(Err(failure(code, "the stream's work"))),
         }
     });
-    done.unwrap_or_else(|| {
+    done?.unwrap_or_else(|| {
         Err(error(
             format!("the {site} did not finish within {} ms", timeout.as_millis()),
             "see which kernel runs, and whether it waits for a peer; or pass a longer timeout",
@@ -277,13 +277,13 @@ pub unsafe fn wait_stream(stream: sys::CUstream, site: &'static str, timeout: Du
     })
 }
 
-/// As `wait_stream`, for copies and fills of set-up.
+/// As `wait_stream`, for copies and fills of set-up, whose memory depends on it: is not interrupted.
 ///
 /// # Safety
 /// As `wait_stream`.
 pub unsafe fn wait_setup(stream: sys::CUstream) -> Result<()> {
     // SAFETY: passed on to the caller.
-    unsafe { wait_stream(stream, "set-up stream", SETUP_TIMEOUT) }
+    wait::uninterrupted(|| unsafe { wait_stream(stream, "set-up stream", SETUP_TIMEOUT) })
 }
 
 #[cfg(test)]

@@ -192,6 +192,18 @@ pub enum Error {
         /// The error behind it.
         source: Option<Source>,
     },
+    /// An [`Interrupt`](crate::Interrupt) that is in force for the calling thread was raised while the call waited.
+    /// Fatal where it ended the world's collectives.
+    #[error("interrupted in the wait \"{what}\": {left}")]
+    #[non_exhaustive]
+    Interrupted {
+        /// The wait.
+        what: &'static str,
+        /// What state things are left in, and what to try.
+        left: &'static str,
+        /// Whether the world's collectives have ended.
+        fatal: bool,
+    },
 }
 
 fn order_advice(fatal: bool) -> &'static str {
@@ -229,15 +241,23 @@ impl Error {
         Error::Bootstrap { what: what.into(), advice: advice.into(), fatal: false, source: None }
     }
 
-    /// The same, where whatever returns it cannot go on. Changes `Order`, `Transport`, `Device` and `Bootstrap`; of the
-    /// other variants each is always fatal or never.
+    /// The wait `what` ended as an [`Interrupt`](crate::Interrupt) was raised; `left` says what state things are left
+    /// in, and what to try. See [`ending`](Error::ending).
+    #[cold]
+    pub fn interrupted(what: &'static str, left: &'static str) -> Error {
+        Error::Interrupted { what, left, fatal: false }
+    }
+
+    /// The same, where whatever returns it cannot go on. Changes `Order`, `Transport`, `Device`, `Bootstrap` and
+    /// `Interrupted`; of the other variants each is always fatal or never.
     #[must_use]
     pub fn ending(mut self) -> Error {
         match &mut self {
             Error::Order { fatal, .. }
             | Error::Transport { fatal, .. }
             | Error::Device { fatal, .. }
-            | Error::Bootstrap { fatal, .. } => *fatal = true,
+            | Error::Bootstrap { fatal, .. }
+            | Error::Interrupted { fatal, .. } => *fatal = true,
             _ => {}
         }
         self
@@ -245,8 +265,12 @@ impl Error {
 
     /// The same, where whoever called can go on: what ended was only there for that call.
     pub(crate) fn passing(mut self) -> Error {
-        if let Error::Bootstrap { fatal, .. } = &mut self {
-            *fatal = false;
+        match &mut self {
+            Error::Transport { fatal, .. }
+            | Error::Device { fatal, .. }
+            | Error::Bootstrap { fatal, .. }
+            | Error::Interrupted { fatal, .. } => *fatal = false,
+            _ => {}
         }
         self
     }
@@ -281,7 +305,8 @@ impl Error {
             Error::Order { fatal, .. }
             | Error::Transport { fatal, .. }
             | Error::Device { fatal, .. }
-            | Error::Bootstrap { fatal, .. } => *fatal,
+            | Error::Bootstrap { fatal, .. }
+            | Error::Interrupted { fatal, .. } => *fatal,
         }
     }
 
@@ -387,6 +412,7 @@ mod tests {
             (Error::transport("write 6", "reconnect"), false, true, &["transport write 6: reconnect"]),
             (Error::device("GPU 8", "reboot"), false, true, &["device: GPU 8: reboot"]),
             (Error::bootstrap("rank 2", "start it"), false, true, &["bootstrap: rank 2: start it"]),
+            (Error::interrupted("gate", "go on"), false, true, &["the wait \"gate\": go on"]),
         ]
     }
 

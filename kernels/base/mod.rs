@@ -11,9 +11,11 @@ pub mod copies;
 pub mod cuda;
 mod error;
 mod ids;
+pub mod interrupt;
 pub mod memory;
 pub mod targets;
 pub mod wait;
 
 pub use error::{Error, Result, Source};
 pub use ids::{Dtype, Rank};
+pub use interrupt::Interrupt;

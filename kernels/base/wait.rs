@@ -2,9 +2,22 @@
 //!
 //! On an ordinary thread `relax` yields to the operating system. On a host fiber of the one-thread
 //! CPU world it yields to the fiber scheduler instead; the executor installs that hook for its thread.
+//!
+//! `poll` waits whatever happens: for destructors, and where memory depends on the event. `poll_unless` ends where an
+//! interrupt is raised (`interrupt.rs`). docs/design.md, "Waits", lists them.
 
+use super::interrupt;
+use super::{Error, Result};
 use std::cell::Cell;
 use std::time::{Duration, Instant};
+
+pub use super::interrupt::uninterrupted;
+
+/// How often checks of interrupts are asked, which may take a lock of an interpreter.
+const ASK: Duration = Duration::from_millis(1);
+
+/// What an interrupted wait for a stream leaves.
+pub const STREAM_LEFT: &str = "the stream's work goes on; synchronize again before its memory is used";
 
 /// Yields at a named wait, which has yielded so many times before.
 type RelaxHook = fn(&'static str, u32);
@@ -22,25 +35,119 @@ pub fn set_relax_hook(hook: Option<fn(&'static str, u32)>) {
 /// Lets others run once; `site` names the wait.
 pub fn relax(site: &'static str, turns: u32) {
     match HOOK.with(Cell::get) {
-        Some(yield_fiber) => yield_fiber(site, turns),
+        // What is in force is this fiber's.
+        Some(yield_fiber) => uninterrupted(|| yield_fiber(site, turns)),
         None if turns < 64 => std::hint::spin_loop(),
         None if turns < 256 => std::thread::yield_now(),
         None => std::thread::sleep(Duration::from_micros(50)),
     }
 }
 
-/// Polls `ready` until it answers `Some`, or until `timeout` passed, then answers `None`.
-pub fn poll<T>(site: &'static str, timeout: Duration, mut ready: impl FnMut() -> Option<T>) -> Option<T> {
+/// Polls `ready` until it answers `Some`, or until `timeout` passed, then answers `None`. Is not interrupted.
+pub fn poll<T>(site: &'static str, timeout: Duration, ready: impl FnMut() -> Option<T>) -> Option<T> {
+    match poll_until(site, timeout, |_| false, ready) {
+        Waited::Ready(value) => Some(value),
+        Waited::TimedOut | Waited::Interrupted => None,
+    }
+}
+
+/// As `poll`, unless an interrupt that is in force for this thread is raised. `left` is a clause that says what state
+/// things are left in then, and what to try.
+///
+/// # Errors
+/// `Interrupted`.
+pub fn poll_unless<T>(
+    site: &'static str,
+    timeout: Duration,
+    left: &'static str,
+    ready: impl FnMut() -> Option<T>,
+) -> Result<Option<T>> {
+    let mut asked = Instant::now();
+    let due = |now: Instant| {
+        let ask = now.duration_since(asked) >= ASK;
+        if ask {
+            asked = now;
+        }
+        interrupt::due(ask)
+    };
+    match poll_until(site, timeout, due, ready) {
+        Waited::Ready(value) => Ok(Some(value)),
+        Waited::TimedOut => Ok(None),
+        Waited::Interrupted => Err(Error::interrupted(site, left)),
+    }
+}
+
+enum Waited<T> {
+    Ready(T),
+    TimedOut,
+    Interrupted,
+}
+
+fn poll_until<T>(
+    site: &'static str,
+    timeout: Duration,
+    mut due: impl FnMut(Instant) -> bool,
+    mut ready: impl FnMut() -> Option<T>,
+) -> Waited<T> {
     let start = Instant::now();
     let mut turns = 0u32;
     loop {
         if let Some(value) = ready() {
-            return Some(value);
+            return Waited::Ready(value);
         }
-        if start.elapsed() >= timeout {
-            return None;
+        let now = Instant::now();
+        if now.duration_since(start) >= timeout {
+            return Waited::TimedOut;
+        }
+        if due(now) {
+            return Waited::Interrupted;
         }
         relax(site, turns);
         turns = turns.saturating_add(1);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::interrupt::Interrupt;
+
+    #[test]
+    fn a_wait_that_is_over_is_not_interrupted_and_one_for_memory_never_is() {
+        let interrupt = Interrupt::new();
+        interrupt.raise();
+        let never = || None::<()>;
+        interrupt.during(|| {
+            assert_eq!(poll_unless("a", Duration::ZERO, "b", || Some(7)), Ok(Some(7)));
+            assert_eq!(poll_unless("a", Duration::ZERO, "b", never), Ok(None), "its deadline has passed");
+            let why = poll_unless("gate", Duration::MAX, "nothing was done; go on", never).unwrap_err();
+            assert_eq!(why.to_string(), "interrupted in the wait \"gate\": nothing was done; go on");
+            let mut looks = 0;
+            let memory = poll("memory", Duration::from_secs(20), || {
+                looks += 1;
+                (looks == 300).then_some(())
+            });
+            assert_eq!(memory, Some(()));
+            assert_eq!(uninterrupted(|| poll_unless("a", Duration::from_millis(2), "b", never)), Ok(None));
+        });
+    }
+
+    #[test]
+    fn other_fibers_of_the_thread_are_not_interrupted_for_this_one() {
+        set_relax_hook(Some(|_, _| assert!(!Interrupt::is_due())));
+        let interrupt = Interrupt::new();
+        let mut looks = 0;
+        let outcome = interrupt.during(|| {
+            poll_unless("fiber", Duration::from_secs(20), "", || {
+                looks += 1;
+                if looks == 3 {
+                    interrupt.raise();
+                }
+                relax("another fiber", 1);
+                None::<()>
+            })
+        });
+        set_relax_hook(None);
+        assert!(outcome.is_err() && looks == 3, "{looks} looks");
     }
 }

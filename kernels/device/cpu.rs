@@ -359,7 +359,8 @@ impl CpuDevice {
         let transfer = Arc::new(Transfer { copy: Mutex::new(Some(copy)), done: AtomicBool::new(false) });
         self.exec.call(self.exec.copies()?, Call::Transfer(transfer.clone()))?;
         let done = || (transfer.done.load(Ordering::Acquire) || ended()).then_some(());
-        let _ = wait::poll("copy to or from device memory", timeout, done);
+        let waited =
+            wait::poll_unless("copy to or from device memory", timeout, "nothing was copied; copy again", done);
         // Whoever takes it makes it or gives it up: after this the executor touches the host's bytes no more.
         match lock(&transfer.copy).take() {
             None => Ok(()),
@@ -367,10 +368,13 @@ impl CpuDevice {
                 copy.run();
                 Ok(())
             }
-            Some(_) => Err(error(
-                format!("a copy to or from device memory did not begin within {} ms", timeout.as_millis()),
-                "see which kernel runs without waiting for anything",
-            )),
+            Some(_) => {
+                waited?;
+                Err(error(
+                    format!("a copy to or from device memory did not begin within {} ms", timeout.as_millis()),
+                    "see which kernel runs without waiting for anything",
+                ))
+            }
         }
     }
 
@@ -684,14 +688,14 @@ impl CpuStream {
         let stream = self.raw.0.as_ptr();
         // SAFETY: the stream is live as long as self.
         let target = unsafe { ffi::ty_stream_enqueued(stream) };
-        let done = wait::poll("stream", timeout, || {
+        let done = wait::poll_unless("stream", timeout, wait::STREAM_LEFT, || {
             // SAFETY: as above.
             if unsafe { ffi::ty_stream_completed(stream) } >= target {
                 return Some(Ok(()));
             }
             self.exec.alive("waiting for the stream").err().map(Err)
         });
-        done.unwrap_or_else(|| {
+        done?.unwrap_or_else(|| {
             Err(error(
                 format!("the stream did not finish within {} ms", timeout.as_millis()),
                 "see which kernel runs, and whether it waits for a peer; or pass a longer timeout",
@@ -754,6 +758,11 @@ mod tests {
         // SAFETY: both spans live until the end of the test.
         let why = unsafe { device.transfer_within(copy, Duration::from_millis(20)) }.unwrap_err().to_string();
         assert!(why.contains("a copy to or from device memory did not begin within 20 ms"), "{why}");
+        let (interrupt, copy) = (crate::base::Interrupt::new(), HostCopy::Read { src, data: host.as_mut_ptr() });
+        interrupt.raise();
+        // SAFETY: as above.
+        let why = interrupt.during(|| unsafe { device.transfer(copy) }).unwrap_err().to_string();
+        assert!(why.contains("\"copy to or from device memory\": nothing was copied"), "{why}");
         // SAFETY: nobody else runs it.
         assert_eq!(unsafe { ffi::ty_exec_run(device.exec.raw()) }, ffi::TY_EXEC_OK as i32);
         assert_eq!(host, [7; 16]);

@@ -19,6 +19,7 @@ pub use cpu_seeded::{SeededConfig, SeededReport, seeded_world};
 use self::cpu::HostCopy;
 use self::recording::{Recording, note};
 use self::view::{Owner, Place, Span, View};
+use crate::base::wait::uninterrupted;
 use crate::base::{Error, Result};
 use std::ffi::c_void;
 use std::fmt;
@@ -487,13 +488,14 @@ impl Queue {
     }
 
     /// As `synchronize`, also while the stream captures: waits for what was enqueued before the capture began. An error
-    /// where an engine began the capture on a GPU, since the driver says nothing of that work then.
+    /// where an engine began the capture on a GPU, since the driver says nothing of that work then. Is not interrupted:
+    /// who drains frees memory.
     pub fn drain(&self, timeout: Duration) -> Result<()> {
-        match &self.backend {
+        uninterrupted(|| match &self.backend {
             StreamBackend::Cpu(stream) => stream.drain(timeout),
             #[cfg(feature = "cuda")]
             StreamBackend::Cuda(stream) => stream.drain(timeout),
-        }
+        })
     }
 
     /// What is enqueued from here on runs behind all that `after` has enqueued so far. Neither captures.

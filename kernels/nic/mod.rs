@@ -13,6 +13,7 @@ use super::budget::Budget;
 use super::{Device, DeviceBuffer, DeviceKind, HostBuffer, Stream};
 use crate::base::Result;
 use crate::base::copies::{CopyDevice, CopyEngine};
+use crate::base::wait::uninterrupted;
 use crate::ffi::layout as raw;
 use std::mem::{ManuallyDrop, offset_of};
 use std::sync::atomic::Ordering;
@@ -162,7 +163,7 @@ impl Drop for Engine {
     fn drop(&mut self) {
         let launched = self.keep_running();
         self.store(POSTED, self.posted | STOP, Ordering::Release);
-        if launched.and_then(|()| self.stream.synchronize(END)).is_ok() {
+        if launched.and_then(|()| uninterrupted(|| self.stream.synchronize(END))).is_ok() {
             // SAFETY: dropped once, here; the kernel has ended, and nothing of it is used below.
             unsafe {
                 ManuallyDrop::drop(&mut self.host);

@@ -122,7 +122,13 @@ impl<T: Transport + 'static> Remote<T> {
         let slip = Arc::new(Slip::new(request));
         let taken = Arc::clone(&slip);
         mailbox.put(Box::new(move |driver| taken.run(|request| request(driver))));
-        let answer = wait::poll("the proxy's answer", timeout, || slip.look(mailbox));
+        let left = "the request was not begun; ask again";
+        let answer = match wait::poll_unless("the proxy's answer", timeout, left, || slip.look(mailbox)) {
+            Ok(answer) => answer,
+            Err(interrupted) if slip.withdraw() => return Err(interrupted),
+            // It has begun: what it makes is for this caller to keep or to undo.
+            Err(_) => wait::poll("the proxy's answer", timeout, || slip.look(mailbox)),
+        };
         answer.flatten().ok_or_else(|| {
             // What nobody waits for any more is not done.
             slip.withdraw();

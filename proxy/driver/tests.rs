@@ -1,7 +1,7 @@
 //! Two proxies on threads of their own over the simulated network; the test plays both devices.
 
 use super::*;
-use crate::base::Rank;
+use crate::base::{Interrupt, Rank};
 use crate::proxy::machine::{Cause, Liveness, MachineConfig};
 use crate::proxy::wire::{ChunkIdx, Direction, Lane, LinkIdx, Nodes, SourceIdx, WireInput};
 use crate::transport::network::sim::{Clock as SimClock, Network, SimConfig, SimEndpoint};
@@ -378,4 +378,34 @@ fn a_driver_that_was_dropped_answers_nobody_and_keeps_nobody_waiting() {
     let start = Instant::now();
     assert!(remote.ask(|driver| driver.generation()).is_err());
     assert!(start.elapsed() < REQUEST_TIMEOUT / 2, "{:?}", start.elapsed());
+}
+
+/// What a request makes is lost, and nobody undoes it, if its caller does not wait for it.
+#[test]
+fn a_request_that_has_begun_is_waited_for_whatever_is_raised() {
+    let (_network, sides) = pair(1, &wire());
+    let (interrupt, raiser) = (Interrupt::new(), Interrupt::new());
+    interrupt.raise();
+    let begun = raiser.clone();
+    let slow = move |_: &mut Driver<_>| {
+        begun.raise();
+        std::thread::sleep(Duration::from_millis(20));
+        7
+    };
+    assert_eq!(raiser.during(|| sides[0].proxy.remote().ask(slow)), Ok(7));
+    // Behind one that takes long, the next has not begun.
+    std::thread::scope(|scope| {
+        let remote = sides[0].proxy.remote();
+        let (first, inside) = (remote.clone(), std::sync::Arc::new(std::sync::Barrier::new(2)));
+        let here = inside.clone();
+        scope.spawn(move || {
+            first.ask(move |_| {
+                here.wait();
+                std::thread::sleep(Duration::from_millis(50));
+            })
+        });
+        inside.wait();
+        let outcome = interrupt.during(|| remote.ask(|_| ()));
+        assert!(matches!(outcome, Err(Error::Interrupted { .. })), "{outcome:?}");
+    });
 }

@@ -1,5 +1,8 @@
 //! What carries bytes between nodes, and what may be relied upon.
 //!
+//! **Unstable**: everything in this module may change with any version, until real networks have used it. Semantic
+//! versioning does not cover it.
+//!
 //! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for what has
 //! become of them and for what has arrived. One endpoint belongs to each rank and is used by one thread at a time.
 //! After [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block,
@@ -46,6 +49,13 @@
 //!   do. Writes to a rank that leave no more immediates on their way to one of its NICs than it has receives find one;
 //!   what is posted beyond may fail. Who opens contexts keeps to it: each takes its part of the receives for as long as
 //!   it lives.
+//!
+//! A whole network between the ranks of a process, over which contexts run (`tests/transport_outside.rs`):
+//!
+//! ```
+#![doc = include_str!("../../tests/transport_outside/loopback.rs")]
+//! # fn main() {}
+//! ```
 
 mod address;
 pub mod emulated;
@@ -285,7 +295,7 @@ impl Limits {
 /// Regions that have a number.
 pub const MAX_REGIONS: u32 = u16::MAX as u32;
 
-/// One rank's endpoint. The promises are in the module's documentation.
+/// One rank's endpoint. The promises are in the module's documentation. **Unstable**, as all of the module.
 ///
 /// ```text
 ///  register … ──▶ address ──▶ (exchange) ──▶ connect … ──▶ (barrier) ──▶ post, send, poll …

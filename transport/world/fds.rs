@@ -28,8 +28,8 @@ use nix::sys::socket::{
 };
 
 use super::World;
-use super::hub::{Failure, have};
-use crate::base::{Rank, Result, wait};
+use super::hub::{COLLECTIVE_LEFT, Failure, have};
+use crate::base::{Error, Rank, Result, wait};
 
 const SITE: &str = "exchange_fds";
 const KEY_BYTES: usize = 32;
@@ -94,11 +94,28 @@ pub(super) fn exchange_between(world: &World, own: BorrowedFd<'_>) -> Result<Vec
     // A rank that cannot take part says so in the collective, so that nobody waits for it.
     let (offer, listener) = match Listener::open(world.rank()) {
         Ok(listener) => (encode_offer(&listener), Ok(listener)),
-        Err(problem) => (problem.clone().into_bytes(), Err(problem)),
+        Err(problem) => (problem.clone().into_bytes(), Err(Stopped::Problem(problem))),
     };
     let offers = world.all_gather(SITE, &offer)?;
-    let received = listener.and_then(|listener| Exchange::new(world, listener, &offers)?.run(world, own));
-    agree(world, received)
+    let mut interrupted = None;
+    let exchanged = listener.and_then(|listener| Exchange::new(world, listener, &offers)?.run(world, own));
+    let received = exchanged.map_err(|stopped| match stopped {
+        Stopped::Problem(problem) => problem,
+        Stopped::Interrupted(error) => interrupted.insert(error.ending()).to_string(),
+    });
+    agree(world, received).map_err(|error| interrupted.unwrap_or(error))
+}
+
+/// Why an exchange ended.
+enum Stopped {
+    Problem(String),
+    Interrupted(Error),
+}
+
+impl From<String> for Stopped {
+    fn from(problem: String) -> Stopped {
+        Stopped::Problem(problem)
+    }
 }
 
 /// Closing collective: all ranks succeed or all name who did not, and why.
@@ -224,19 +241,19 @@ impl Exchange {
         Ok(Exchange { rank, peers, listener, unsent, accepted: Vec::new(), received, shortage: None })
     }
 
-    fn run(mut self, world: &World, own: BorrowedFd<'_>) -> std::result::Result<Vec<Option<OwnedFd>>, String> {
+    fn run(mut self, world: &World, own: BorrowedFd<'_>) -> std::result::Result<Vec<Option<OwnedFd>>, Stopped> {
         // Less than the collectives' deadline, so that the outcome is told before the others give up.
         let timeout = world.timeout() - world.timeout() / 4;
-        let finished = wait::poll(SITE, timeout, || match self.step(own) {
+        let finished = wait::poll_unless(SITE, timeout, COLLECTIVE_LEFT, || match self.step(own) {
             Err(problem) => Some(Err(problem)),
             Ok(()) => match world.lost_peers().first() {
                 Some(peer) => Some(Err(format!("rank {peer} is lost"))),
                 None => (self.unsent.iter().all(Option::is_none) && self.absent().is_empty()).then_some(Ok(())),
             },
         });
-        match finished {
-            Some(outcome) => outcome.map(|()| self.received),
-            None => Err(self.too_late(timeout)),
+        match finished.map_err(Stopped::Interrupted)? {
+            Some(outcome) => Ok(outcome.map(|()| self.received)?),
+            None => Err(self.too_late(timeout).into()),
         }
     }
 

@@ -46,6 +46,13 @@ impl Failure {
     }
 }
 
+/// Takes the place of the milliseconds that a rank waited before it gave up: it was interrupted.
+pub(super) const INTERRUPTED: u64 = u64::MAX;
+
+/// What an interrupted collective leaves.
+pub(super) const COLLECTIVE_LEFT: &str =
+    "the world's collectives end on all ranks, as they could not agree which one is next; form a new world";
+
 /// How a rank is no longer there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Gone {
@@ -113,17 +120,19 @@ impl Hub {
         self.check_gone()
     }
 
-    /// Rank `rank` waited out its deadline in round `seq`; stale if that round is over.
+    /// Rank `rank` waited out its deadline in round `seq`, or was interrupted in it; stale if that round is over.
     pub(super) fn give_up(&mut self, rank: Rank, seq: u64, waited_ms: u64) -> Verdict {
         if self.failure.is_some() || seq != self.seq {
             return Verdict::Open;
         }
         let absent: Vec<Rank> = ranks(self.parts.len()).filter(|r| self.parts[r.index()].is_none()).collect();
         let name = self.name.as_ref().map_or("", |(_, name)| name);
-        let what = format!(
-            "rank {rank} waited {waited_ms} ms in collective \"{name}\" and {} not arrived",
-            have(&absent, absent.len())
-        );
+        let absent = have(&absent, absent.len());
+        if waited_ms == INTERRUPTED {
+            let what = format!("rank {rank} was interrupted in collective \"{name}\" while {absent} not arrived");
+            return self.fail(Failure::new(what, "form a new world, or end"));
+        }
+        let what = format!("rank {rank} waited {waited_ms} ms in collective \"{name}\" and {absent} not arrived");
         self.fail(Failure::new(what, "see what holds them up, or raise the timeout"))
     }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::hub::{Failure, Gone, Hub, Verdict};
+use super::hub::{COLLECTIVE_LEFT, Failure, Gone, Hub, INTERRUPTED, Verdict};
 use super::station::Turn;
 use crate::base::{Rank, Result, wait};
 
@@ -75,13 +75,19 @@ impl Seat {
                 table.ready.iter_mut().for_each(|queue| queue.push_back(parts.clone()));
             }
         }
-        if let Some(outcome) = wait::poll(what, timeout, || self.outcome()) {
-            return outcome;
-        }
+        let waited = match wait::poll_unless(what, timeout, COLLECTIVE_LEFT, || self.outcome()) {
+            Ok(Some(outcome)) => return outcome,
+            Ok(None) => Ok(timeout.as_millis() as u64),
+            Err(interrupted) => Err(interrupted),
+        };
         // Either the round stands open and fails here, or it was completed since the last look.
-        self.table().hub.give_up(self.rank, seq, timeout.as_millis() as u64);
-        self.outcome()
-            .unwrap_or_else(|| Err(Failure::new(format!("collective \"{what}\" timed out"), "retry").ending()))
+        self.table().hub.give_up(self.rank, seq, waited.as_ref().map_or(INTERRUPTED, |waited_ms| *waited_ms));
+        match (self.outcome(), waited) {
+            (Some(Ok(parts)), _) => Ok(parts),
+            (_, Err(interrupted)) => Err(interrupted.ending()),
+            (Some(failed), Ok(_)) => failed,
+            (None, Ok(_)) => Err(Failure::new(format!("collective \"{what}\" timed out"), "retry").ending()),
+        }
     }
 
     /// The finished round if there is one, else the failure if there is one.

@@ -13,6 +13,8 @@
 //! processes, one background thread per process owns all sockets.
 //!
 //! ```text
+//!   Over (over.rs): the caller's own all-gather
+//!                  \
 //!            World (mod.rs)                        Bootstrap (bootstrap.rs): who and where
 //!            /              \                             |
 //!   Seat (local.rs)     Station (station.rs) <---- join --+
@@ -31,6 +33,7 @@ pub(crate) mod fds;
 mod hub;
 mod local;
 mod member;
+mod over;
 mod root;
 mod secret;
 mod station;
@@ -44,8 +47,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use self::bootstrap::{Bootstrap, DEFAULT_TIMEOUT};
+use self::bootstrap::{Bootstrap, DEFAULT_TIMEOUT, MAX_WORLD};
 use self::local::Seat;
+pub use self::over::AllGather;
+use self::over::Over;
 use self::station::Station;
 use self::wire::MAX_BODY;
 use crate::base::{Error, Rank, Result};
@@ -86,6 +91,8 @@ enum Link {
     Threads(Arc<Seat>),
     /// Ranks are processes, in a star around rank 0.
     Star(Arc<Station>, Arc<Bootstrap>),
+    /// Ranks are wherever the caller's all-gather reaches them.
+    Over(Arc<Over>),
 }
 
 impl fmt::Debug for World {
@@ -158,6 +165,58 @@ impl World {
         local::seats(n).into_iter().enumerate().map(world).collect()
     }
 
+    /// Collective: `size` ranks that have an all-gather of their own, as engines do; nothing else is needed of the
+    /// environment. Contexts work over it as over any world: ranks of a node still pass their memory over Unix
+    /// sockets, so they are processes (or threads) of one host and user, each with a device of its own. `local_rank`
+    /// is by default `rank`.
+    ///
+    /// Nobody watches the peers: [`lost_peers`](Self::lost_peers) stays empty, a rank that has gone shows as an error
+    /// or the deadline of `gather`, and while contexts run as the deadline of their calls. A dropped world tells
+    /// nobody.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tokenyard::{Result, World};
+    ///
+    /// let alone = |_what: &str, own: &[u8], _timeout: Duration| -> Result<Vec<Vec<u8>>> { Ok(vec![own.to_vec()]) };
+    /// let world = World::over(0, 1, None, alone)?;
+    /// assert_eq!(world.all_gather("greeting", b"hello")?, [b"hello"]);
+    /// # Ok::<(), tokenyard::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Config` for a rank that is not below `size`, or more ranks than a world has; what `gather` answers; `Bootstrap`
+    /// where its parts are too few or too many, or are not those of the same step of the same ranks.
+    pub fn over(
+        rank: usize,
+        size: usize,
+        local_rank: Option<usize>,
+        gather: impl AllGather + 'static,
+    ) -> Result<World> {
+        if size > MAX_WORLD {
+            let advice = format!("give at most {MAX_WORLD}");
+            return Err(Error::config("size", size, advice));
+        }
+        if rank >= size {
+            let advice = format!("ranks of {size} are below that");
+            return Err(Error::config("rank", rank, advice));
+        }
+        let rank = Rank(rank as u32);
+        let world = World {
+            link: Link::Over(Arc::new(Over::new(Box::new(gather), rank, size, 0))),
+            rank,
+            size,
+            local_rank: local_rank.unwrap_or(rank.index()),
+            timeout: DEFAULT_TIMEOUT,
+            nodes: Arc::new([size]),
+            family: Arc::new(Family::first(size, &[size])),
+            newest: Arc::default(),
+        };
+        world.barrier("world over an all-gather").map_err(Error::passing)?;
+        log::info!(target: crate::base::targets::WORLD, "rank {rank} of {size}: over the caller's all-gather");
+        Ok(world)
+    }
+
     /// Joins the job that the environment describes; see [`Bootstrap::from_env`].
     pub fn from_env() -> Result<World> {
         World::join(&Bootstrap::from_env()?)
@@ -224,12 +283,12 @@ impl World {
     /// known of the first one's host, or the generation is not a later one; `Bootstrap`, naming the absent, if not all
     /// come: then the same members may try again.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
-        let own = self.original(self.rank);
-        let (rank, nodes) = place(members, own, &self.family.first_nodes)?;
-        if generation <= self.family.generation {
-            let advice = format!("this world is of generation {}; give a later one", self.family.generation);
-            return Err(Error::config("generation", generation, advice));
+        if let Link::Over(_) = &self.link {
+            let advice =
+                "its all-gather reaches all ranks of this one; make one of the members alone and call regroup_over";
+            return Err(Error::config("regroup", "of a world over an all-gather", advice));
         }
+        let (own, rank, nodes) = self.next_place(generation, members)?;
         let first_nodes = self.family.first_nodes.clone();
         if let Link::Star(_, bootstrap) = &self.link {
             let first_port = u32::from(bootstrap.port).wrapping_sub(bootstrap.generation);
@@ -277,6 +336,41 @@ impl World {
         let size = members.len();
         log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
         Ok(world.succeeding(self))
+    }
+
+    /// As [`regroup`](Self::regroup), over an all-gather of the members alone, in which each has its place among
+    /// `members` as its rank. This world may be of any kind.
+    ///
+    /// # Errors
+    /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, or the
+    /// generation is not a later one; as [`over`](Self::over); `Bootstrap` where ranks name different members.
+    pub fn regroup_over(&self, generation: u32, members: &[Rank], gather: impl AllGather + 'static) -> Result<World> {
+        let (own, rank, nodes) = self.next_place(generation, members)?;
+        let (size, first_nodes) = (members.len(), self.family.first_nodes.clone());
+        let world = World {
+            link: Link::Over(Arc::new(Over::new(Box::new(gather), rank, size, generation))),
+            rank,
+            size,
+            local_rank: self.local_rank,
+            timeout: self.timeout,
+            nodes: nodes.into(),
+            family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
+            newest: Arc::default(),
+        };
+        over::check_terms(&world, "regroup").map_err(Error::passing)?;
+        log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
+        Ok(world.succeeding(self))
+    }
+
+    /// This rank's number in the first generation, its rank in a later one of `members`, and the members of each node.
+    fn next_place(&self, generation: u32, members: &[Rank]) -> Result<(Rank, Rank, Vec<usize>)> {
+        let own = self.original(self.rank);
+        let (rank, nodes) = place(members, own, &self.family.first_nodes)?;
+        if generation <= self.family.generation {
+            let advice = format!("this world is of generation {}; give a later one", self.family.generation);
+            return Err(Error::config("generation", generation, advice));
+        }
+        Ok((own, rank, nodes))
     }
 
     /// How often the job has regrouped.
@@ -346,7 +440,7 @@ impl World {
         self.rank.index()..self.rank.index() + 1
     }
 
-    /// Whether all ranks live in this process and see its addresses.
+    /// Whether all ranks live in this process and see its addresses. False over an all-gather, wherever the ranks are.
     pub fn same_process(&self) -> bool {
         matches!(self.link, Link::Threads(_))
     }
@@ -374,6 +468,7 @@ impl World {
         match &self.link {
             Link::Threads(seat) => seat.gather(what, payload, self.timeout),
             Link::Star(station, _) => station.gather(what, payload, self.timeout),
+            Link::Over(over) => over.gather(what, payload, self.timeout),
         }
     }
 
@@ -408,12 +503,12 @@ impl World {
         if self.same_process() { fds::exchange_within(self, own) } else { fds::exchange_between(self, own) }
     }
 
-    /// Peers whose process has gone, as seen now; sorted. Empty for ranks of one process. A peer that
-    /// dropped its world is not lost. News of others comes through rank 0, and ends when it is lost or leaves.
-    /// A process that a peer forked keeps the peer's connection open, and hides its death, until it ends too.
+    /// Peers whose process has gone, as seen now; sorted. Empty for ranks of one process and over an all-gather. A
+    /// peer that dropped its world is not lost. News of others comes through rank 0, and ends when it is lost or
+    /// leaves. A process that a peer forked keeps the peer's connection open, and hides its death, until it ends too.
     pub fn lost_peers(&self) -> Vec<Rank> {
         match &self.link {
-            Link::Threads(_) => Vec::new(),
+            Link::Threads(_) | Link::Over(_) => Vec::new(),
             Link::Star(station, _) => station.lost(),
         }
     }
@@ -422,7 +517,7 @@ impl World {
     /// job, or a duplicate.
     pub fn refused(&self) -> u64 {
         match &self.link {
-            Link::Threads(_) => 0,
+            Link::Threads(_) | Link::Over(_) => 0,
             Link::Star(station, _) => station.refused(),
         }
     }

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::hub::Failure;
+use super::hub::{COLLECTIVE_LEFT, Failure, INTERRUPTED};
 use crate::base::{Error, Rank, Result, wait};
 
 /// How long rank 0 may take to answer that a deadline has passed, beyond that deadline.
@@ -121,7 +121,8 @@ pub(super) struct TurnTaken<'a>(&'a AtomicBool);
 impl Turn {
     pub(super) fn take(&self, what: &'static str, timeout: Duration) -> Result<TurnTaken<'_>> {
         let free = || (!self.0.swap(true, Ordering::Acquire)).then(|| TurnTaken(&self.0));
-        wait::poll(what, timeout, free).ok_or_else(|| {
+        let free = wait::poll_unless(what, timeout, "the collective has not begun; call it again", free)?;
+        free.ok_or_else(|| {
             Error::bootstrap(
                 format!("collective \"{what}\" waited {} ms for another collective of this rank", timeout.as_millis()),
                 "call the collectives of one world from one thread",
@@ -167,7 +168,8 @@ impl Station {
                 None => inbox.formed.then_some(Ok(())),
             }
         };
-        wait::poll("world formed", timeout.saturating_add(ANSWER_GRACE), formed).unwrap_or_else(|| {
+        let left = "this rank has left, and the others wait for it until their deadline; join again";
+        wait::poll_unless("world formed", timeout.saturating_add(ANSWER_GRACE), left, formed)?.unwrap_or_else(|| {
             let what = format!("the world did not form within {} ms", timeout.as_millis());
             Err(Failure::new(what, "check that names resolve and that this process gets processor time").error())
         })
@@ -181,17 +183,21 @@ impl Station {
         }
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
         self.port.command(Command::Gather { seq, what, payload: payload.to_vec() });
-        if let Some(outcome) = wait::poll(what, timeout, || self.outcome(seq)) {
-            return outcome;
-        }
+        let interrupted = match wait::poll_unless(what, timeout, COLLECTIVE_LEFT, || self.outcome(seq)) {
+            Ok(Some(outcome)) => return outcome,
+            Ok(None) => None,
+            Err(interrupted) => Some(interrupted),
+        };
         let waited_ms = timeout.as_millis() as u64;
-        self.port.command(Command::GiveUp { seq, waited_ms });
-        wait::poll(what, ANSWER_GRACE, || self.outcome(seq)).unwrap_or_else(|| {
+        let told = if interrupted.is_some() { INTERRUPTED } else { waited_ms };
+        self.port.command(Command::GiveUp { seq, waited_ms: told });
+        let outcome = wait::poll(what, ANSWER_GRACE, || self.outcome(seq)).unwrap_or_else(|| {
             let what = format!("rank 0 did not answer within {waited_ms} ms in collective \"{what}\"");
             let failure = Failure::new(what, "see what holds rank 0 up, or raise the timeout");
             self.port.inbox().fail(failure.clone());
             Err(failure.ending())
-        })
+        });
+        outcome.map_err(|failed| interrupted.map_or(failed, Error::ending))
     }
 
     /// By rank: where its host is reached; empty where rank 0's is.

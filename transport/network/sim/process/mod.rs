@@ -2,9 +2,10 @@
 //!
 //! Place in the data path: where libfabric or verbs would be, as its parent, which is for the ranks of one process. An
 //! endpoint sends from its own registered memory and writes into its own registered memory; what lies between are Unix
-//! sockets. It lies about order as much as the promises of [`link`](crate::transport::network) leave open: the receiver
-//! cuts each write into packets, lets them land in any order at later polls, and hands out the immediate when all have.
-//! Chances, queues and speeds are a [`SimConfig`]'s; each endpoint draws from the seed and its rank, and counts what it
+//! sockets. It lies about order as much as the promises of [the trait](crate::transport::network) leave open: the
+//! receiver cuts each write into packets, lets them land in any order at later polls, and hands out the immediate when
+//! all have. Chances, queues and speeds are a [`SimConfig`]'s; each endpoint draws from the seed and its rank, and
+//! counts what it
 //! did in [`Counts`].
 //!
 //! Runs on the caller's thread, and has none of its own: an endpoint that nobody polls neither sends nor receives. It
@@ -22,9 +23,9 @@
 //! A job's ranks exchange addresses by whatever they have; with a [`World`](crate::transport::World):
 //!
 //! ```no_run
+//! use tokenyard::network::Transport;
+//! use tokenyard::network::sim::{Clock, ProcessEndpoint, SimConfig};
 //! use tokenyard::{Rank, Result, World};
-//! use tokenyard::internals::transport::network::Transport;
-//! use tokenyard::internals::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
 //!
 //! fn open(world: &World, token: &[u8]) -> Result<ProcessEndpoint> {
 //!     let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(1) };

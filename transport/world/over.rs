@@ -1,0 +1,212 @@
+//! A world over an all-gather that the caller has already, as of torch.distributed, MPI or NCCL.
+//!
+//! Place in the data path: none. Runs on the callers, and waits in the caller's all-gather alone. It has no thread and
+//! no sockets, so nobody notices who has died. What the all-gather answers is not trusted: every part begins with a
+//! head that says of which rank, world and step it is.
+//!
+//! ```text
+//!  0      3 4     5 6     7 8         11 12        15 16        19 20          27 28
+//! +--------+-------+-------+------------+------------+------------+--------------+------ - -+-------- - -
+//! | "TKYG" |version| name  | rank       | world      | generation | number of    | name     | payload
+//! |        |       | bytes |            |            |            | the step     |          |
+//! +--------+-------+-------+------------+------------+------------+--------------+------ - -+-------- - -
+//! ```
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::hub::Failure;
+use super::station::Turn;
+use crate::base::{Error, Rank, Result};
+
+const MAGIC: [u8; 4] = *b"TKYG";
+const VERSION: u16 = 1;
+const HEAD_BYTES: usize = 28;
+const ADVICE: &str =
+    "see that all ranks give an all-gather of the same group, and call the same collectives in the same order";
+
+/// The caller's own collective, on which a [`World`](super::World) can stand: every engine has one. All ranks give one
+/// of the same group, in which they have the same ranks.
+///
+/// Closures implement it: `|what: &str, own: &[u8], timeout: Duration| -> Result<Vec<Vec<u8>>>`.
+pub trait AllGather: Send + Sync {
+    /// Collective of all ranks: `own` of each of them, by rank. Lengths differ from rank to rank and may be 0, so that
+    /// an all-gather of equal lengths has to gather these first. `what` names the step, for messages.
+    ///
+    /// A rank makes one call at a time, from whichever thread calls the library; a world makes none but in its own
+    /// collectives and in what is said to be collective, such as building a context.
+    ///
+    /// The deadline is the implementation's to keep: the library waits in this call for as long as it takes. One that
+    /// waits by itself looks at [`Interrupt::is_due`](crate::Interrupt::is_due), too.
+    ///
+    /// # Errors
+    /// What the implementation has, as by [`Error::bootstrap`] or [`Error::interrupted`]. The caller gets it as fatal
+    /// ([`Error::is_fatal`]), as the world's collectives have ended on this rank.
+    fn all_gather(&self, what: &str, own: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>>;
+}
+
+impl<F> AllGather for F
+where
+    F: Fn(&str, &[u8], Duration) -> Result<Vec<Vec<u8>>> + Send + Sync,
+{
+    fn all_gather(&self, what: &str, own: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        self(what, own, timeout)
+    }
+}
+
+/// One rank's use of its all-gather.
+pub(super) struct Over {
+    gather: Box<dyn AllGather>,
+    rank: Rank,
+    world: usize,
+    generation: u32,
+    turn: Turn,
+    seq: AtomicU64,
+    /// Why no collective can succeed any more.
+    failure: Mutex<Option<Failure>>,
+}
+
+/// What a part says of itself.
+#[derive(PartialEq, Eq)]
+struct Head<'a> {
+    version: u16,
+    rank: u32,
+    world: u32,
+    generation: u32,
+    seq: u64,
+    what: &'a [u8],
+}
+
+impl<'a> Head<'a> {
+    fn encode(&self, payload: &[u8]) -> Vec<u8> {
+        let name_bytes = self.what.len() as u16;
+        [
+            &MAGIC[..],
+            &self.version.to_le_bytes(),
+            &name_bytes.to_le_bytes(),
+            &self.rank.to_le_bytes(),
+            &self.world.to_le_bytes(),
+            &self.generation.to_le_bytes(),
+            &self.seq.to_le_bytes(),
+            self.what,
+            payload,
+        ]
+        .concat()
+    }
+
+    /// The head, and where the payload begins; `None` for what is none.
+    fn decode(part: &'a [u8]) -> Option<(Head<'a>, usize)> {
+        let (magic, rest) = part.split_first_chunk::<4>()?;
+        let (version, rest) = rest.split_first_chunk::<2>()?;
+        let (name_bytes, rest) = rest.split_first_chunk::<2>()?;
+        let (rank, rest) = rest.split_first_chunk::<4>()?;
+        let (world, rest) = rest.split_first_chunk::<4>()?;
+        let (generation, rest) = rest.split_first_chunk::<4>()?;
+        let (seq, rest) = rest.split_first_chunk::<8>()?;
+        let name_bytes = usize::from(u16::from_le_bytes(*name_bytes));
+        let head = Head {
+            version: u16::from_le_bytes(*version),
+            rank: u32::from_le_bytes(*rank),
+            world: u32::from_le_bytes(*world),
+            generation: u32::from_le_bytes(*generation),
+            seq: u64::from_le_bytes(*seq),
+            what: rest.get(..name_bytes)?,
+        };
+        (*magic == MAGIC).then_some((head, HEAD_BYTES + name_bytes))
+    }
+}
+
+impl Over {
+    pub(super) fn new(gather: Box<dyn AllGather>, rank: Rank, world: usize, generation: u32) -> Over {
+        let (turn, seq, failure) = (Turn::default(), AtomicU64::new(0), Mutex::new(None));
+        Over { gather, rank, world, generation, turn, seq, failure }
+    }
+
+    /// All ranks' payloads, by rank.
+    pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let _turn = self.turn.take(what, timeout)?;
+        if let Some(failure) = &*self.failure.lock().unwrap_or_else(PoisonError::into_inner) {
+            return Err(failure.ending());
+        }
+        let outcome = self.round(what, payload, timeout).map_err(Error::ending);
+        if let Err(error) = &outcome {
+            let what = format!("collective \"{what}\" failed ({error}), and with it all later ones");
+            self.fail(Failure::new(what, "form a new world"));
+        }
+        outcome
+    }
+
+    fn round(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+        let seq = self.seq.fetch_add(1, Ordering::Relaxed);
+        let own = self.head(self.rank.index(), seq, what);
+        let mut parts = self.gather.all_gather(what, &own.encode(payload), timeout)?;
+        let fail = |problem| Err(Failure::new(format!("collective \"{what}\": {problem}"), ADVICE).error());
+        if parts.len() != self.world {
+            return fail(format!("the all-gather gave {} parts for {} ranks", parts.len(), self.world));
+        }
+        for (rank, part) in parts.iter_mut().enumerate() {
+            let begin = match Head::decode(part) {
+                Some((head, begin)) if head == self.head(rank, seq, what) => begin,
+                Some((head, _)) => return fail(self.misfit(rank, seq, &head)),
+                None => {
+                    return fail(format!("{} bytes that this library did not send are rank {rank}'s part", part.len()));
+                }
+            };
+            part.drain(..begin);
+        }
+        // It may be another round's where ranks and names alike fit.
+        if parts.get(self.rank.index()).is_none_or(|part| part != payload) {
+            return fail("this rank's own part came back with other bytes".into());
+        }
+        Ok(parts)
+    }
+
+    fn head(&self, rank: usize, seq: u64, what: &'static str) -> Head<'static> {
+        let (world, generation) = (self.world as u32, self.generation);
+        let name = what.as_bytes();
+        // As much as its length can say.
+        let what = name.get(..usize::from(u16::MAX)).unwrap_or(name);
+        Head { version: VERSION, rank: rank as u32, world, generation, seq, what }
+    }
+
+    /// What is wrong with a part that is not the one of `rank` in this round.
+    fn misfit(&self, rank: usize, seq: u64, head: &Head<'_>) -> String {
+        let Head { version, rank: theirs, world, generation, seq: number, what } = head;
+        if *version != VERSION {
+            return format!("rank {rank} has version {version} of this protocol, and rank {} has {VERSION}", self.rank);
+        }
+        if *theirs as usize != rank {
+            return format!("the all-gather gave rank {theirs}'s part in the place of rank {rank}'s");
+        }
+        if (*world as usize, *generation) != (self.world, self.generation) {
+            let (own, own_world, own_generation) = (self.rank, self.world, self.generation);
+            return format!(
+                "rank {rank} is of {world} ranks in generation {generation}, and rank {own} of {own_world} in \
+                 generation {own_generation}"
+            );
+        }
+        let name = String::from_utf8_lossy(what);
+        format!(
+            "rank {rank} calls \"{name}\", its collective number {number}, during number {seq} of rank {}",
+            self.rank
+        )
+    }
+
+    fn fail(&self, failure: Failure) {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
+    }
+}
+
+/// What ranks must agree about where a world forms.
+pub(super) fn check_terms(world: &super::World, what: &'static str) -> Result<()> {
+    let own = format!("members {:?} of nodes {:?}", world.members(), world.family.first_nodes);
+    let all = world.all_gather(what, own.as_bytes())?;
+    match all.iter().position(|theirs| theirs != own.as_bytes()) {
+        None => Ok(()),
+        Some(rank) => Err(Error::bootstrap(
+            format!("rank {rank} names {}, and rank {} {own}", String::from_utf8_lossy(&all[rank]), world.rank()),
+            "name the same members on all ranks",
+        )),
+    }
+}
