@@ -1,9 +1,16 @@
 //! The host proxy between nodes: one rank's thread that turns doorbells of kernels into writes over a network, and
 //! completions into flags that kernels poll.
 //!
-//! `service` owns a rank's proxy and its thread; `driver` runs `machine`, the state machine (doorbells and completions
-//! in, posts and flags out), over a transport; `counter` counts immediates; `wire` authors the offsets of messages. It
-//! knows nothing of the interface in `bindings`.
+//! It knows nothing of the interface in `bindings`.
+//!
+//! | what | file |
+//! |---|---|
+//! | a rank's proxy and its thread, as contexts use it | `service` |
+//! | the loop over a transport: looks at doorbells, polls, stores flags | `driver`, `driver/scan` |
+//! | the state machine: doorbells and completions in, writes and flags out | `machine` |
+//! | a doorbell becomes a write | `machine/links` (`Link::post`) |
+//! | immediates become landings | `counter` |
+//! | offsets of messages and words | `wire` |
 
 pub mod counter;
 pub mod driver;

@@ -3,13 +3,14 @@
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
 use super::calls::{Combined, Layout, Needs, Output, OwnOutput, Rows, Tokens};
-use super::device_memory::{Local, Shared, device_context, sms_of};
+use super::device_memory::{Local, Shared, device_context};
 use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows};
 use super::open::{Call, InUse, Memory, Open};
 use super::pick::{self, BOTH_PHASES};
 use super::placement::Placement;
 use super::plan::Plan;
 use super::shape::Shape;
+use super::sms::sms_of;
 use super::statistics::CallStatistics;
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
@@ -88,7 +89,9 @@ impl AllToAllBuilder {
         world.check_current()?;
         let checked = builder.check();
         let few_blocks = match (&builder.device, &checked) {
-            (Some(gpu), Ok((shape, _))) => sms_of(&builder, shape, gpu) <= raw::TY_FEW_BLOCKS,
+            (Some(gpu), Ok((shape, _))) => {
+                sms_of(builder.sms, shape, gpu, builder.proxy.as_ref()) <= raw::TY_FEW_BLOCKS
+            }
             _ => true,
         };
         let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
@@ -106,7 +109,7 @@ impl AllToAllBuilder {
         let peers = Arc::new(PeerMap::establish(&world, arena)?);
 
         let block = if device.kind() == DeviceKind::Cpu { CPU_BLOCK } else { raw::TY_MAX_BLOCK_THREADS };
-        let sms = sms_of(&builder, &shape, &device);
+        let sms = sms_of(builder.sms, &shape, &device, builder.proxy.as_ref());
         let shared =
             Shared { tables: &tables, reports: &reports, statistics: statistics.as_ref(), proxied: proxied.as_ref() };
         let context = device_context(&builder, &shape, &plan, &peers, &shared, sms);

@@ -11,14 +11,14 @@ use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
 use super::shape::{Shape, Weights};
-use super::sms::{Traffic, sms_available};
+use super::sms::sms_of;
 use super::statistics::Statistics;
 use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words};
 use super::tuning::ArenaPlace;
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::budget::Budget;
-use crate::kernels::{Device, DeviceBuffer, DeviceKind};
+use crate::kernels::{Device, DeviceBuffer};
 use crate::proxy::wire::{ChunkIdx, Direction, LinkIdx, Wire};
 use crate::proxy::{Number, Offer, SharedWords};
 use crate::transport::memory::gdr::GdrCopy;
@@ -29,19 +29,6 @@ use std::sync::Arc;
 /// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each
 /// block has little to do then beside what it costs to begin (docs/performance.md).
 const META_TILE: usize = 256;
-
-/// Blocks of a kernel: the budget, or what is chosen of the multiprocessors that there are. The CPU device has none to
-/// spare anybody.
-pub fn sms_of(builder: &AllToAllBuilder, shape: &Shape, device: &Device) -> u32 {
-    if let Some(sms) = builder.sms {
-        return sms;
-    }
-    let available = sms_available(device, builder.proxy.as_ref());
-    match device.kind() {
-        DeviceKind::Cpu => available,
-        DeviceKind::Cuda => Traffic::of(shape).choose(available),
-    }
-}
 
 /// Refuses an arena in memory of a GPU that the network does not reach.
 fn check_reach(needs: DeviceNeeds, gpu: Option<usize>, place: ArenaPlace) -> Result<()> {
@@ -137,7 +124,7 @@ impl Local {
         let index = |rank: &Rank| shape.nodes.index_of(*rank).unwrap_or(0) as u64;
         let indices = |ranks: Vec<Rank>| pack_words(&ranks.iter().map(index).collect::<Vec<_>>());
         let names: Vec<u64> = shape.nodes.ranks().map(|rank| u64::from(rank.0)).collect();
-        let blocks = sms_of(builder, shape, &device);
+        let blocks = sms_of(builder.sms, shape, &device, builder.proxy.as_ref());
         let tiling = Tiling::of(builder, shape);
         let tables = Tables {
             state: upload(&device, &state_words(builder.tuning.first_epoch, blocks))?,

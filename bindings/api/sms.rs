@@ -20,8 +20,21 @@
 //! large ones that would leave but a few.
 
 use super::shape::Shape;
-use crate::kernels::Device;
+use crate::kernels::{Device, DeviceKind};
 use crate::proxy::Proxy;
+
+/// Blocks of a context's kernels: the budget that it was `given`, or what is chosen of the multiprocessors that there
+/// are. The CPU device has none to spare anybody.
+pub(super) fn sms_of(given: Option<u32>, shape: &Shape, device: &Device, proxy: Option<&Proxy>) -> u32 {
+    if let Some(sms) = given {
+        return sms;
+    }
+    let available = sms_available(device, proxy);
+    match device.kind() {
+        DeviceKind::Cpu => available,
+        DeviceKind::Cuda => Traffic::of(shape).choose(available),
+    }
+}
 
 /// Where a context's calls move bytes, of a mean rank.
 #[derive(Debug, Clone, Copy)]
