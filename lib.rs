@@ -70,6 +70,9 @@
 //! `non_exhaustive`. Texts of errors and of the log may change at any time; variants and fields of [`Error`] do not.
 //! The oldest Rust that builds the crate is 1.91 (`rust-version` in Cargo.toml); raising it raises the minor version.
 //!
+//! Cargo features, both on by default: `cuda`, without which there is the CPU device alone, and `cli`, which is the
+//! program and its dependencies.
+//!
 //! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
 //! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
 //! map.

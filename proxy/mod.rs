@@ -6,7 +6,7 @@
 //! | what | file |
 //! |---|---|
 //! | a rank's proxy and its thread, as contexts use it | `service` |
-//! | the loop over a transport: looks at doorbells, polls, stores flags | `driver`, `driver/scan` |
+//! | the loop over a transport: looks at doorbells, posts, polls, stores flags | `driver`, `driver/scan` |
 //! | the state machine: doorbells and completions in, writes and flags out | `machine` |
 //! | a doorbell becomes a write | `machine/links` (`Link::post`) |
 //! | immediates become landings | `counter` |

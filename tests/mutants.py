@@ -42,7 +42,7 @@ ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
 BOOTSTRAP, LOCAL = "transport/world/bootstrap.rs", "transport/world/local.rs"
 PAIRS, MAILBOX = "benches/pairs.py", "proxy/driver/mailbox.rs"
-REMOTE = "proxy/driver/remote.rs"
+REMOTE = "proxy/driver/thread.rs"
 OVER, STATION, WAIT, INTERRUPT = (
     "transport/world/over.rs", "transport/world/station.rs", "kernels/base/wait.rs", "kernels/base/interrupt.rs")
 ERROR = "kernels/base/error.rs"

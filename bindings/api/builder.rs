@@ -62,26 +62,26 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Columns of a row.
+    /// Columns of a row: 1 to 2^20, so many that a row is a multiple of 16 bytes. Mandatory.
     pub fn hidden(mut self, hidden: usize) -> Self {
         self.hidden = hidden;
         self
     }
 
-    /// Experts of the layer, over all ranks.
+    /// Experts of the layer, over all ranks: 1 to 2^20. Mandatory.
     pub fn experts(mut self, experts: usize) -> Self {
         self.experts = experts;
         self
     }
 
-    /// Experts a token may name, at most 32.
+    /// Experts a token may name, at most 32. Mandatory.
     pub fn top_k(mut self, top_k: usize) -> Self {
         self.top_k = top_k;
         self
     }
 
-    /// Most tokens of one rank in one call: 2^20 in one node; with N nodes a bitmap of them per node has to fit in a
-    /// block's shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
+    /// Most tokens of one rank in one call. Mandatory. The most is 2^20 in one node; with N nodes a bitmap of them per
+    /// node has to fit in a block's shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
     pub fn max_tokens_per_rank(mut self, max_tokens: usize) -> Self {
         self.max_tokens = max_tokens;
         self

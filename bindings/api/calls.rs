@@ -74,7 +74,8 @@ pub struct Tokens {
     pub quantize: Option<bool>,
     /// Scales, where the context has them and does not make them itself.
     pub scales: Option<ScaleView>,
-    /// Experts of each token, `[tokens, top_k]`; -1 for none.
+    /// Experts of each token, `[tokens, top_k]`; -1 for none. A token that names an expert twice, or one that there is
+    /// not, makes the dispatch send nothing and end in `Routing`, which [`check`](super::AllToAll::check) returns.
     pub topk_idx: View,
     /// Type of the indices.
     pub index_type: IndexType,
@@ -87,14 +88,18 @@ pub struct Tokens {
 /// Where received rows go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
-    /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all.
+    /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all. A token has a row at
+    /// each of its experts here. Rows of one expert are in the order of (source rank, token), whatever the schedule.
+    ///
+    /// Room for any routing is ranks · tokens · min(top_k, local experts) rows, and `align` - 1 more for each local
+    /// expert: every expert's segment is rounded up to `align`, the last one, too.
     Contiguous {
         /// Rows; 1 for none, 128 for DeepGEMM's contiguous grouped GEMM.
         align: usize,
         /// Rows of the output.
         capacity: usize,
     },
-    /// `[local experts, per_expert, hidden]`.
+    /// `[local experts, per_expert, hidden]`; rows of one expert are in the order of (source rank, token).
     Masked {
         /// Rows of each expert.
         per_expert: usize,
@@ -149,17 +154,18 @@ pub struct Output {
     pub scale_order: ScaleOrder,
     /// int32 `[local experts]`: rows of each expert.
     pub expert_count: View,
-    /// int32 `[local experts + 1]`: first row of each expert, then the end.
+    /// int32 `[local experts + 1]`: first row of each expert, then the end of the last one's segment, padding included.
     pub expert_offset: Option<View>,
-    /// int32 `[rows]`: local expert of each row, -1 for padding. All -1 in the token layout.
+    /// int32 `[rows of the layout]`: local expert of each row, -1 for padding and for what is behind the last segment.
+    /// All -1 in the token layout.
     pub row_expert: Option<View>,
-    /// int32 `[rows, 2]`: source rank and token of each row, -1 for padding.
+    /// int32 `[rows of the layout, 2]`: source rank and token of each row, -1 as in `row_expert`.
     pub source: Option<View>,
     /// Token layout: int32 `[rows, top_k]`, local expert or -1.
     pub token_experts: Option<View>,
     /// Token layout: fp32 `[rows, top_k]`.
     pub token_weights: Option<View>,
-    /// int32 `[1]`: rows used.
+    /// int32 `[1]`: rows used, padding between and behind segments included.
     pub row_count: Option<View>,
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
@@ -200,7 +206,9 @@ impl OwnOutput {
     }
 }
 
-/// The experts' outputs, in the layout dispatched: made by [`Rows::new`], and changed field by field.
+/// The experts' outputs, in the layout dispatched: made by [`Rows::new`], and changed field by field. Experts do not
+/// apply weights: combine multiplies each row by its token's weight, in fp32, and adds in top-k order within a rank,
+/// then in the order of ranks, then of nodes, so that the same input gives the same bits. Padding rows are not read.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Rows {
@@ -222,7 +230,7 @@ pub struct Combined {
     pub out: View,
     /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
     pub pitch_bytes: Option<usize>,
-    /// bf16, fp16 or fp32.
+    /// bf16, fp16 or fp32, whatever the experts' rows are.
     pub dtype: Dtype,
     /// Add to what `out` holds instead of overwriting it.
     pub accumulate: bool,

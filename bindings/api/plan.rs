@@ -138,6 +138,7 @@ impl Plan {
     ///
     /// # Errors
     /// `Config` if the arena would not fit a 64-bit address space, or messages between nodes an immediate's fields.
+    #[doc(hidden)]
     pub fn new(input: &PlanInput) -> Result<Plan> {
         let mut wave_tokens = input.wave_tokens.unwrap_or(input.max_tokens).clamp(1, input.max_tokens.max(1));
         if input.nodes.members().len() == 1 {

@@ -11,9 +11,9 @@ use crate::proxy::wire::Nodes;
 /// Where the weights of combine's sums come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Weights {
-    /// With dispatch.
+    /// With dispatch ([`Tokens::topk_weight`](super::Tokens::topk_weight)), whose call is refused without them.
     Dispatch,
-    /// With combine: sent ahead to the expert ranks.
+    /// With combine ([`Rows::topk_weight`](super::Rows::topk_weight)): sent ahead to the expert ranks.
     Combine,
     /// Nowhere: every weight is 1.
     None,

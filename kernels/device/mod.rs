@@ -587,7 +587,7 @@ impl Stream {
     /// records it when capturing. `args` is copied. Safe code cannot launch by hand:
     ///
     /// ```compile_fail,E0133
-    /// # use tokenyard::{Stream, kernels::KernelArgs};
+    /// # use tokenyard::{Stream, internals::kernels::KernelArgs};
     /// fn launch<A: KernelArgs>(stream: &Stream, args: &A) {
     ///     stream.launch("ty_barrier", 1, 32, 0, args);
     /// }
@@ -596,6 +596,7 @@ impl Stream {
     /// # Safety
     /// Every address in `args` must be of memory that the kernel may use as it does, of this stream's device, until it
     /// is done; where it is recorded, until every replay is done.
+    #[doc(hidden)]
     pub unsafe fn launch<A: KernelArgs>(
         &self,
         kernel: &'static str,
@@ -633,7 +634,12 @@ impl Stream {
         }
     }
 
-    /// Waits until all work enqueued so far is done; polls, so that host fibers can wait too.
+    /// Waits until all work enqueued so far is done; polls, so that host fibers can wait too. It says nothing of calls
+    /// that ended with an error: see [`AllToAll::check`](crate::AllToAll::check).
+    ///
+    /// # Errors
+    /// `Device` once `timeout` has passed, after which work goes on and may be waited for again, or if the device
+    /// failed; `Interrupted`.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         match &self.queue.backend {
             StreamBackend::Cpu(stream) => stream.synchronize(timeout),

@@ -18,9 +18,9 @@
 //! open the contexts anew, and only after a barrier let the devices ring.
 
 mod mailbox;
-mod remote;
 mod scan;
 mod sync;
+mod thread;
 mod words;
 
 use crate::base::{Error, Rank, Result, wait};
@@ -28,12 +28,12 @@ use crate::proxy::machine::{Answer, ContextConfig, Flag, Group, Input, Machine, 
 use crate::proxy::wire::{ContextIdx, Wire, landing};
 use crate::transport::network::imm::MAX_CONTEXTS;
 use crate::transport::network::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
-pub use remote::{ProxyThread, Remote, ThreadConfig};
-use remote::{Request, Shared};
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+pub use thread::{ProxyThread, Remote, ThreadConfig};
+use thread::{Request, Shared};
 pub use words::{ContextMemory, Words};
 
 /// Turns between looks at the clock while there is work: a look costs as much as a post.

@@ -1,4 +1,4 @@
-//! One open context: its links with their cursors, and its counters.
+//! One open context: its links with their cursors, and its counters. Here a doorbell becomes a write (`Link::post`).
 //!
 //! Place in the data path: the machine's tables. Allocates in `new` alone.
 

@@ -1,7 +1,7 @@
 //! The proxy's state machine, sans-IO: what is seen goes in by `step`, what is to be done comes out by `Outputs`.
 //!
 //! Place in the data path: between the device's doorbells and the network, and between the network and the device's
-//! flags. Runs on the proxy thread (`driver.rs`), or under a test's virtual network and clock. It never blocks and,
+//! flags. Runs on the proxy thread (`driver`), or under a test's virtual network and clock. It never blocks and,
 //! except in `new`, `open` and `close`, never allocates; it never locks, logs, formats or makes a system call.
 //!
 //! Outgoing, every link (a direction and a rank that this one posts to) goes through its chunks in order:
