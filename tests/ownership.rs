@@ -94,6 +94,7 @@ fn what_is_under_way_keeps_the_input_of_later_waves() {
         });
         let [x, idx, weight] = &copies;
         let input = rig.tokens(4).x(x.view()).topk_idx(idx.view()).topk_weight(weight.view());
+        let rows = device.alloc(rig.rows.len()).unwrap();
         let sent = rig.ep.dispatch_send(&rig.stream, &input).unwrap();
         let lengths = copies.each_ref().map(DeviceBuffer::len);
         rig.stream.synchronize(PATIENCE).unwrap();
@@ -101,8 +102,9 @@ fn what_is_under_way_keeps_the_input_of_later_waves() {
         // What was freed would be given out again.
         let others: Vec<_> = (0..64).flat_map(|_| lengths.map(|bytes| device.alloc(bytes).unwrap())).collect();
         others.iter().for_each(|other| other.fill(0).unwrap());
+        // On a GPU that ranks share, memory is allocated once no kernel waits for a peer.
+        world.barrier("dispatch has its memory").unwrap();
         let handle = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
-        let rows = device.alloc(rig.rows.len()).unwrap();
         rig.stream.copy(&rows.view(), &rig.rows.view()).unwrap();
         let sent = {
             let rows = rig.expert_rows().rows(rows.view());
@@ -113,6 +115,7 @@ fn what_is_under_way_keeps_the_input_of_later_waves() {
         drop(rows);
         let others: Vec<_> = (0..64).map(|_| device.alloc(bytes).unwrap()).collect();
         others.iter().for_each(|other| other.fill(0).unwrap());
+        world.barrier("combine has its memory").unwrap();
         rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         rig.ep.check().unwrap();
@@ -211,6 +214,8 @@ fn a_graph_keeps_its_context_its_handles_and_its_buffers() {
         overwrite_what_is_free(&device);
         let stream = device.new_stream().unwrap();
         let seen = device.alloc(wanted.len()).unwrap();
+        // On a GPU that ranks share, memory is allocated and freed while no kernel waits for a peer.
+        world.barrier("what is free is overwritten").unwrap();
         for _ in 0..3 {
             stream.fill(&sums, 0xEE).unwrap();
             graph.launch(&stream).unwrap();
