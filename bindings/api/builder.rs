@@ -340,6 +340,10 @@ impl AllToAllBuilder {
         if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
             return Err(Error::config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one"));
         }
+        // GPUs have fewer, which the budget says with their number.
+        if let (Some(sms), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
+            within("sms", sms as usize, 2, MAX_CPU_BLOCKS, "blocks, of 64 threads each")?;
+        }
         Ok(())
     }
 
@@ -347,6 +351,9 @@ impl AllToAllBuilder {
         self.device.as_ref().map_or(DeviceKind::Cpu, Device::kind)
     }
 }
+
+/// Blocks of 64 threads that the CPU device launches at once (`thread_limit` of kernels/cpu/executor.cpp).
+const MAX_CPU_BLOCKS: usize = (1 << 20) / 64;
 
 fn within(name: &'static str, value: usize, low: usize, high: usize, unit: &str) -> Result<()> {
     if (low..=high).contains(&value) {
