@@ -95,6 +95,31 @@ fn what_another_context_sent_is_refused() {
     });
 }
 
+/// A rank without experts has an output of no rows, whatever room it names for each expert.
+#[test]
+fn columns_of_scales_that_no_number_counts_are_refused_where_a_rank_has_no_experts() {
+    let mut worlds = World::threads(2);
+    let (other, world) = (worlds.remove(1), worlds.remove(0));
+    let build = |world: &World, device: &Device| {
+        let placement = Placement::table(vec![0; rig::EXPERTS], 2).unwrap();
+        builder(world, device).hidden(128).format(RowFormat::FP8_F32).placement(placement).build().unwrap()
+    };
+    let peer = std::thread::spawn(move || drop(build(&world, &test_device(&world))));
+    let device = test_device(&other);
+    let (ep, stream) = (build(&other, &device), device.new_stream().unwrap());
+    let memory = device.alloc(4096).unwrap();
+    let scales = ScaleView::new(memory.view(), 4, 4);
+    let tokens = Tokens::new(memory.view(), memory.view(), TokenCount::Host(1));
+    let tokens = tokens.topk_weight(memory.view()).scales(scales);
+    for per_expert in [usize::MAX, usize::MAX - 3, 1 << 32] {
+        let output = Output::new(Layout::Masked { per_expert }, memory.view(), memory.view());
+        let output = output.scales(memory.view()).scale_order(ScaleOrder::ColumnMajor);
+        let why = ep.dispatch(&stream, &tokens, &output).unwrap_err().to_string();
+        assert!(why.contains("at most 2^32 - 1 words apart"), "{why}");
+    }
+    peer.join().unwrap();
+}
+
 #[test]
 fn calls_of_two_threads_do_not_mix_their_launches() {
     const THREADS: usize = 2;

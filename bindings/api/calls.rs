@@ -658,7 +658,8 @@ impl Output {
         needs.need("expert_count", &self.expert_count, Some(4 * local), 4)?;
         let leading = match self.scale_order {
             ScaleOrder::RowMajor => 0,
-            ScaleOrder::ColumnMajor => capacity.next_multiple_of(4),
+            // What is beyond 64 bits is beyond the stride's 32, too: refused below.
+            ScaleOrder::ColumnMajor => capacity.checked_next_multiple_of(4).unwrap_or(usize::MAX),
         };
         let scale_rows = match (self.scale_order, self.layout) {
             (ScaleOrder::RowMajor, _) => Some(rows),
