@@ -118,6 +118,7 @@ MUTANTS = [
      "if ((seen >> shift) == expected) return (void)", "if ((seen >> shift) != 0) return (void)"),
     ("rows lost to ranks before the first in turn", SEND, "| bits << ((", "| 0 * bits << (("),
     ("inbox said to be free by every block", CONTEXT, "1u) + 1 != block_count()) return;", "1u) + 1 == 0) return;"),
+    ("a handle whose dispatch never ran combined", COMBINE, "handle_state != a.handle.serial", "handle_state == TY_HANDLE_EMPTY"),
     ("a launch not counted", CONTEXT, "load(&kept.launches) + 1);\n  u64 epoch", "load(&kept.launches));\n  u64 epoch"),
     ("an epoch received too early", CONTEXT, "  if (phases & TY_PHASE_RECEIVE) store(&own->received", "  store(&own->received"),
     ("order not checked", CONTEXT, "bool follows = sends == (sent == received),", "bool follows = sends || sent != received,"),

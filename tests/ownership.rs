@@ -496,3 +496,28 @@ fn a_context_whose_kernels_do_not_end_goes_and_leaves_them_their_memory() {
         assert!(seen.iter().any(|byte| *byte != 0xEE), "the kernels did not run");
     });
 }
+
+/// A handle's memory held a larger dispatch before; its own dispatch never runs, so combine must not go by that one.
+#[test]
+fn a_handle_whose_dispatch_never_ran_is_not_combined_by_what_its_memory_held() {
+    on_ranks(1, |world| {
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
+        rig.good_round(0);
+        let small = rig.ep.device().alloc(128).unwrap();
+        rig.stream.begin_capture().unwrap();
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(1), &rig.output(2)).unwrap();
+        let graph = rig.stream.end_capture().unwrap();
+        let rows = Rows::new(rig.rows.view().slice(0, 256).unwrap());
+        rig.ep.combine(&rig.stream, &handle, &rows, &Combined::new(small.view())).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let error = rig.ep.check().unwrap_err();
+        assert!(matches!(error, Error::Order { fatal: false, .. }), "{error}");
+        // Once it has run, the handle is as good as any.
+        rig.route_all(1);
+        graph.launch(&rig.stream).unwrap();
+        rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        rig.ep.check().unwrap();
+        rig.expect_own_rows(1, 1);
+    });
+}

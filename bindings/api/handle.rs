@@ -56,7 +56,12 @@ impl Pool {
     /// `Argument` where the stream captures and no handle is free: memory is allocated before. `Device` if there is
     /// none.
     pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool) -> Result<Lease> {
-        let slot = if recorded { self.lock().slots.pop().ok_or_else(none_free)? } else { self.take_eager(queue)? };
+        let mut slot = if recorded { self.lock().slots.pop().ok_or_else(none_free)? } else { self.take_eager(queue)? };
+        // Combine refuses what an earlier dispatch left in this memory, if this handle's own never runs.
+        slot.raw.serial = match slot.raw.serial.wrapping_add(1) {
+            raw::TY_HANDLE_EMPTY => 1,
+            serial => serial,
+        };
         Ok(Lease { last: slot.last.clone(), slot: Some(slot), pool: self.clone() })
     }
 
@@ -92,6 +97,8 @@ impl Pool {
             wire_rows,
             rail_mask,
             rail_rows,
+            serial: raw::TY_HANDLE_EMPTY,
+            reserved: 0,
         };
         Ok(Slot { _memory: memory, raw, last: Arc::new(LastUse::new(self.ordered)) })
     }

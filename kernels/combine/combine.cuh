@@ -285,7 +285,8 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
   u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (epoch != 0 && handle_state != TY_HANDLE_RECEIVED) {
+  // The memory may hold what an earlier handle's dispatch left there, if this one's never ran.
+  if (epoch != 0 && handle_state != a.handle.serial) {
     if (block_index() == 0 && thread_index() == 0)
       keep_fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
     epoch = 0;

@@ -356,7 +356,7 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   // Used by the epoch before, and by the one behind.
   if (!far && block_index() == 0) store(&state_of(c)->placed[(ended + 1) & 1], 0u);
   if (block_index() == 0 && is_last(c, wave_of(c, ended)))
-    store(&pointer<ty_handle_head>(a.handle.head)->state, static_cast<u32>(TY_HANDLE_RECEIVED));
+    store(&pointer<ty_handle_head>(a.handle.head)->state, a.handle.serial);
 }
 
 TY_KERNEL(ty_dispatch, ty_dispatch_args) { dispatch<false>(a); }

@@ -69,9 +69,8 @@
 #define TY_STATUS_BAD_INPUT 1  // dispatch: the source's routing was unusable, it sends nothing
 #define TY_STATUS_INCOMPLETE 2 // combine: the expert rank's output overflowed, it sends no rows
 
-// State of a handle.
+// State of a handle that holds no received dispatch; else it is the serial of the handle whose dispatch was received.
 #define TY_HANDLE_EMPTY 0
-#define TY_HANDLE_RECEIVED 1
 
 // Error kinds in an error record.
 #define TY_ERROR_NONE 0
@@ -341,7 +340,7 @@ typedef struct ty_context {
 // What combine needs of a dispatch; lives in device memory, written by dispatch.
 typedef struct ty_handle_head {
   uint64_t epoch;       // of the dispatch
-  uint32_t state;       // TY_HANDLE_*
+  uint32_t state;       // TY_HANDLE_EMPTY, or the serial of the handle whose dispatch was received
   uint32_t incomplete;  // 1: this rank's output overflowed
   uint32_t own_tokens;  // tokens this rank dispatched
   uint32_t own_bad;     // 1: this rank's routing was unusable; its sums are zero
@@ -361,6 +360,8 @@ typedef struct ty_handle {
   uint64_t wire_rows;     // uint32 [links][waves + 1]: where waves begin in those rows
   uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served home went to
   uint64_t rail_rows; // uint32 [served][waves + 1]: where waves begin in the rows of each served home; the first at 0
+  uint32_t serial;    // not TY_HANDLE_EMPTY; another one each time that the memory is given to a dispatch
+  uint32_t reserved;
 } ty_handle;
 
 typedef struct ty_tokens {
