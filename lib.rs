@@ -47,8 +47,9 @@
 //! order. Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. Calls
 //! may go on any streams: dispatches of a context run one behind the other, and so do its combines and its barriers
 //! (see [`AllToAll`]). Only captures and replays of another library have to be ordered by the caller, by one stream or
-//! by events. The device checks the first rule, in graph replays too; the `Timeout` that follows from a breach of the
-//! second names it.
+//! by events: from the first such capture on the device finds out which launches overlap; they end in `Order`, which
+//! closes the context, and store nothing outside of what they were given. The device checks the first rule, in graph
+//! replays too; the `Timeout` that follows from a breach of the second names it.
 //!
 //! # Waits
 //!

@@ -63,7 +63,7 @@ build() {
   local dir=${1:?the folder of the binaries}
   program "$dir"
   (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
-    --test arena --test contexts --test gpu_nic --test own_output --test ownership --test wide 2>&1) |
+    --test arena --test contexts --test gpu_nic --test own_output --test ownership --test overlap --test wide 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
@@ -154,6 +154,7 @@ section_checks() {
   check contexts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/contexts" --test-threads=1
   check own_output env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/own_output" --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/ownership" --test-threads=1
+  check overlap "$dir/overlap" another_library
   check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/gpu_nic" contexts arenas --test-threads=1
   if [ "$gpus" -ge 3 ]; then check kills "$dir/kills" --test-threads=1; else note kills skipped "needs 3 GPUs"; fi
   local dtype layout shared=$((2 * gpus))

@@ -156,7 +156,7 @@ impl AllToAll {
         let lease = call.take()?;
         call.keep(tokens.views().chain(output.views()));
         for wave in 0..self.plan.waves {
-            self.launch_dispatch(stream, BOTH_PHASES, wave, lease.raw(), input, Some(out))?;
+            self.launch_dispatch(&call, BOTH_PHASES, wave, lease.raw(), input, Some(out))?;
         }
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, tokens, input)?, output))
@@ -180,7 +180,7 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take()?;
         call.keep(tokens.views());
-        self.launch_dispatch(stream, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
+        self.launch_dispatch(&call, raw::TY_PHASE_SEND, 0, lease.raw(), input, None)?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         self.sent(lease, tokens, input)
     }
@@ -207,9 +207,9 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.lease)?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
-        self.launch_dispatch(stream, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
+        self.launch_dispatch(&call, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
         for wave in 1..self.plan.waves {
-            self.launch_dispatch(stream, BOTH_PHASES, wave, sent.lease.raw(), sent.tokens, Some(out))?;
+            self.launch_dispatch(&call, BOTH_PHASES, wave, sent.lease.raw(), sent.tokens, Some(out))?;
         }
         Ok(self.handle(sent, output))
     }
@@ -226,7 +226,7 @@ impl AllToAll {
         call.uses(&handle.lease)?;
         call.keep(rows.views().chain([&out.out]));
         for wave in 0..self.plan.waves {
-            self.launch_combine(stream, BOTH_PHASES, wave, handle, sent, Some(out))?;
+            self.launch_combine(&call, BOTH_PHASES, wave, handle, sent, Some(out))?;
         }
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
@@ -244,7 +244,7 @@ impl AllToAll {
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views());
-        self.launch_combine(stream, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
+        self.launch_combine(&call, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.waves > 1).then(|| rows.clone());
         Ok(CombineSent { handle: handle.share(), rows: sent, views })
@@ -271,9 +271,9 @@ impl AllToAll {
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(Rows::views).chain([&out.out]));
-        self.launch_combine(stream, raw::TY_PHASE_RECEIVE, 0, &sent.handle, sent.rows, Some(out))?;
+        self.launch_combine(&call, raw::TY_PHASE_RECEIVE, 0, &sent.handle, sent.rows, Some(out))?;
         for wave in 1..self.plan.waves {
-            self.launch_combine(stream, BOTH_PHASES, wave, &sent.handle, sent.rows, Some(out))?;
+            self.launch_combine(&call, BOTH_PHASES, wave, &sent.handle, sent.rows, Some(out))?;
         }
         Ok(())
     }
@@ -284,8 +284,8 @@ impl AllToAll {
     /// Whatever [`check`](Self::check) finds, or a failed launch.
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
-        let _call = self.begin_call(stream, BARRIERS)?;
-        let args = raw::ty_barrier_args { context: self.context };
+        let call = self.begin_call(stream, BARRIERS)?;
+        let args = raw::ty_barrier_args { context: call.context(&self.context) };
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
@@ -415,6 +415,13 @@ impl AllToAll {
         Needs { shape: &self.shape, place: self.device.place() }
     }
 
+    /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call
+    /// leaves.
+    #[doc(hidden)]
+    pub fn addresses(&self) -> Option<[u64; 2]> {
+        Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])
+    }
+
     fn check_output(&self, output: &Output) -> Result<raw::ty_output> {
         if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";
@@ -472,7 +479,7 @@ impl AllToAll {
 
     fn launch_dispatch(
         &self,
-        stream: &Stream,
+        call: &Call<'_>,
         phases: u32,
         wave: usize,
         handle: raw::ty_handle,
@@ -480,7 +487,7 @@ impl AllToAll {
         output: Option<raw::ty_output>,
     ) -> Result<()> {
         let args = raw::ty_dispatch_args {
-            context: self.context,
+            context: call.context(&self.context),
             handle,
             tokens,
             output: output.unwrap_or_default(),
@@ -488,12 +495,12 @@ impl AllToAll {
             wave: wave as u32,
         };
         let (kernel, shared) = pick::dispatch(&args);
-        self.launch(stream, kernel, self.sms, self.block, shared, &args)
+        self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
     }
 
     fn launch_combine(
         &self,
-        stream: &Stream,
+        call: &Call<'_>,
         phases: u32,
         wave: usize,
         handle: &Handle,
@@ -502,7 +509,7 @@ impl AllToAll {
     ) -> Result<()> {
         let out_dtype = out.map_or(Ok(raw::TY_BF16), |out| out.check(self.needs(), handle.room))?;
         let args = raw::ty_combine_args {
-            context: self.context,
+            context: call.context(&self.context),
             handle: handle.lease.raw(),
             rows: rows.rows,
             rows_pitch: rows.pitch,
@@ -514,10 +521,10 @@ impl AllToAll {
             layout: handle.layout.code(),
             phases,
             wave: wave as u32,
-            reserved: 0,
+            tokens: handle.room as u32,
         };
         let kernel = pick::combine(&args, self.shape.combine_dtype, self.shape.partial);
-        self.launch(stream, kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
+        self.launch(call.stream(), kernel, self.sms, self.block, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
     fn launch<A: KernelArgs>(

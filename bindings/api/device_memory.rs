@@ -270,6 +270,8 @@ pub fn device_context(
         counts_inverse: inverse(shape.local_experts as u32 + 3),
         choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
         free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
+        guarded: 0, // the call says so
+        reserved: 0,
         // What some waits add to it must not make it small.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
         first_epoch: builder.tuning.first_epoch,

@@ -11,7 +11,7 @@
 //! | what combine needs of a dispatch | `handle` |
 //! | which rank holds which expert; tables of it for kernels | `placement`, `tables` |
 //! | offsets in the arena | `plan` |
-//! | how many SMs a call takes; which kernel it launches | `sms`, `pick` |
+//! | how many SMs a context's calls take; which kernel a call launches | `sms`, `pick` |
 //! | errors that devices and proxies report; statistics | `report`, `statistics` |
 
 mod agreement;

@@ -9,6 +9,7 @@ use super::handle::{Lease, Pool};
 use super::report::Reports;
 use super::statistics::Statistics;
 use crate::base::{Rank, Result};
+use crate::ffi::layout as raw;
 use crate::kernels::budget::Budget;
 use crate::kernels::{Chains, Device, Enqueued, Owner, Recording, Stream, View};
 use crate::proxy::Opening;
@@ -63,6 +64,8 @@ pub(crate) struct Call<'a> {
     open: &'a Open,
     stream: &'a Stream,
     _enqueued: MutexGuard<'a, Enqueued>,
+    /// Whether the call's launches are to find out which overlap them.
+    guarded: bool,
     /// Of the stream's capture.
     recording: MutexGuard<'a, Option<Recording>>,
 }
@@ -71,14 +74,25 @@ impl<'a> Call<'a> {
     /// Has the call run behind the last one of its chain, or a capture keep the context.
     pub fn begin(open: &'a Arc<Open>, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
         let (mut enqueued, mut recording) = (open.chains.lock(), stream.enter());
+        let guarded = enqueued.guard(recording.is_none() && stream.is_capturing()?);
         match recording.as_mut() {
-            Some(recording) => recording.call(&open.chains, chain, || open.clone(), open.patience),
+            Some(recording) => recording.call(&open.chains, chain, guarded, || open.clone(), open.patience),
             None => {
                 enqueued.follow(chain, stream.queue())?;
                 enqueued.note(stream.queue());
             }
         }
-        Ok(Call { open, stream, _enqueued: enqueued, recording })
+        Ok(Call { open, stream, _enqueued: enqueued, guarded, recording })
+    }
+
+    /// Where it is enqueued.
+    pub fn stream(&self) -> &Stream {
+        self.stream
+    }
+
+    /// The context, as the call's launches are given it.
+    pub fn context(&self, context: &raw::ty_context) -> raw::ty_context {
+        raw::ty_context { guarded: self.guarded.into(), ..*context }
     }
 
     /// Has a capture keep what the call was given.

@@ -159,6 +159,7 @@ fn describe(
             let fatal = record.a as u32 == raw::TY_ORDER_WAVE;
             Error::Order { rank, problem: order_problem(record), fatal }
         }
+        raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record), fatal: true },
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
@@ -208,6 +209,20 @@ fn timeout(
     }
 }
 
+fn overlap_problem(record: &raw::ty_error_record) -> String {
+    let what = match record.a as u32 {
+        raw::TY_DIRECTION_DISPATCH => "dispatch",
+        raw::TY_DIRECTION_COMBINE => "combine",
+        _ => "barrier",
+    };
+    let (sent, received) = (record.b, record.c);
+    format!(
+        "two launches of {what} ran at the same time ({what} {sent} was the last sent, {received} the last received), so \
+         this context is closed; enqueue a context's calls, and graphs that hold them, on one stream, or order their \
+         streams by events"
+    )
+}
+
 fn order_problem(record: &raw::ty_error_record) -> String {
     let (sent, received) = (record.b, record.c);
     match record.a as u32 {
@@ -245,6 +260,14 @@ mod tests {
     }
 
     #[test]
+    fn launches_that_overlap_are_named_with_what_to_do() {
+        let combine = raw::TY_DIRECTION_COMBINE.into();
+        let problem = overlap_problem(&raw::ty_error_record { a: combine, b: 7, c: 6, ..Default::default() });
+        let words = ["two launches of combine", "combine 7 was the last sent, 6 the", "closed", "by events"];
+        words.iter().for_each(|word| assert!(problem.contains(word), "«{problem}» lacks «{word}»"));
+    }
+
+    #[test]
     fn what_closed_the_context_is_told_again_and_again_whatever_else_is_reported() {
         let world = World::threads(1).remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
@@ -261,9 +284,11 @@ mod tests {
     #[test]
     fn a_call_that_stays_unfinished_closes_the_context_and_any_other_mistake_in_order_does_not() {
         let world = World::threads(1).remove(0);
-        for (kind, a, closes) in
-            [(raw::TY_ERROR_ORDER, raw::TY_ORDER_WAVE, true), (raw::TY_ERROR_ORDER, raw::TY_ORDER_DISPATCH_SEND, false)]
-        {
+        for (kind, a, closes) in [
+            (raw::TY_ERROR_ORDER, raw::TY_ORDER_WAVE, true),
+            (raw::TY_ERROR_ORDER, raw::TY_ORDER_DISPATCH_SEND, false),
+            (raw::TY_ERROR_OVERLAP, raw::TY_DIRECTION_DISPATCH, true),
+        ] {
             let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
             write_with(&reports, 0, kind, a);
             let check = || reports.check(&world, None, &Vec::new);

@@ -11,11 +11,18 @@ use crate::proxy::wire::{Direction, Nodes};
 /// A `ty_state`, and behind it the words of so many blocks, about to start `first_epoch` of dispatch and combine and
 /// the first barrier.
 pub(super) fn state_words(first_epoch: u64, blocks: u32) -> Vec<u64> {
-    const { assert!(size_of::<raw::ty_turn>() == 32 && std::mem::offset_of!(raw::ty_turn, received) == 8) };
+    const { assert!(size_of::<raw::ty_turn>() == 32 && std::mem::offset_of!(raw::ty_turn, ended) == 24) };
+    const { assert!(size_of::<raw::ty_state>() == 128 && std::mem::offset_of!(raw::ty_state, ended) == 96) };
     let mut words = vec![0; size_of::<raw::ty_state>() / 8];
+    // As if so many guarded launches had been: the counts wrap in a context's first calls, and so in every test.
+    let guarded = u32::MAX - 1;
+    let [many, one] = [blocks, 1].map(|blocks| u64::from(guarded.wrapping_mul(blocks)));
+    for (word, blocks) in words.iter_mut().skip(12).zip([many << 32 | many, one]) {
+        *word = blocks;
+    }
     for direction in 0..raw::TY_DIRECTIONS {
         let last = if direction == raw::TY_DIRECTION_BARRIER { 0 } else { first_epoch - 1 };
-        words.extend((0..blocks).flat_map(|_| [last, last, 0, 0]));
+        words.extend((0..blocks).flat_map(|_| [last, last, 0, u64::from(guarded) << 32 | u64::from(guarded)]));
     }
     words
 }

@@ -55,7 +55,7 @@ TY_DEVICE void report_missing(const CombineArgs auto &a, const CombineShared &sh
   const auto &c = a.context;
   const ty_handle_head *head = head_of(a);
   if (missing_ranks(c, shared) == 0 || load(&head->own_bad) || !is_last(c, wave)) return;
-  u32 rank = first_missing(c, shared, pointer<const u64>(a.handle.rank_mask), load(&head->own_tokens));
+  u32 rank = first_missing(c, shared, pointer<const u64>(a.handle.rank_mask), own_tokens_of(a));
   if (lane_index() == 0 && rank < c.node_ranks)
     keep_fault({TY_ERROR_INCOMPLETE, 0, world_rank(c, rank), wave.epoch, 0, 0, 0});
 }
@@ -75,7 +75,10 @@ struct HomeRows {
 
 // Which row of the wave's message from a link is a token's sum, if it is a row of the call's.
 TY_DEVICE u32 row_of_sum(const CombineArgs auto &a, const Wave &wave, u32 link, i32 row) {
-  return static_cast<u32>(row) - wave_range(a.context, a.handle.wire_rows, link, wave).first;
+  const auto &c = a.context;
+  u32 n = static_cast<u32>(row) - wave_range(c, a.handle.wire_rows, link, wave).first;
+  // Else of another call's handle: see "Calls that overlap" in docs/design.md.
+  return c.waves == 1 ? n : smaller(n, c.wave_tokens - 1);
 }
 
 // Lists the sums of other nodes, a link a lane, around the partial rows of the own one. By a warp.
@@ -92,13 +95,17 @@ TY_DEVICE HomeRows list_sums(const CombineArgs auto &a, Terms &terms, const Wave
     if (row >= 0) {
       u32 n = row_of_sum(a, wave, link, row);
       u32 place = list.count + popcount64(bits_below(there, lane_index())) - (lane_index() < before ? own_rows : 0);
-      store(&terms.row[place],
-            reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, n)));
+      if (place < TY_MAX_TOP_K)
+        store(&terms.row[place],
+              reinterpret_cast<u64>(inbox_of(c, TY_LANE_COMBINE, wave.epoch, link) + row_offset(l, n)));
     }
     list.own += earlier;
-    list.after += earlier;
     list.count += popcount(there);
   }
+  // More than there are only if the handle is written meanwhile; what is listed then is known to be rows.
+  list.own = smaller(list.own, TY_MAX_TOP_K - own_rows);
+  list.after = list.own + own_rows;
+  list.count = smaller(list.count, TY_MAX_TOP_K);
   return list;
 }
 
@@ -229,7 +236,7 @@ TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, co
   bool member = is_member(team), shares = is_one_of_two(team) && (a.phases & TY_PHASE_RECEIVE) != 0;
   // Before flags are acquired, behind which nothing is in caches.
   bool bad = load(&head_of(a)->own_bad) != 0;
-  Range range = own_range(c, wave, load(&head_of(a)->own_tokens));
+  Range range = own_range(c, wave, own_tokens_of(a));
   if (member) {
     // Its members meet in begin_sums.
     if (team_thread(team) == 0) store(&shared.taken, 0u);
@@ -257,7 +264,8 @@ TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, co
 // would have none. A block has two warps at least.
 TY_DEVICE u32 senders_of(const CombineArgs auto &a) {
   const auto &c = a.context;
-  u32 rows = load(&head_of(a)->most_tokens) * c.ranks;
+  u32 most = c.guarded ? load(&block_shared<CombineShared>().most_tokens) : load(&head_of(a)->most_tokens);
+  u32 rows = most * c.ranks;
   return rows <= 2 * worker_count(c) ? block_warps() / 2 : block_warps() * 3 / 4;
 }
 
@@ -281,10 +289,13 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
   u64 freed = far ? ask_free(c, c.regions.combine_free) : 0;
   TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
-  u32 handle_state = load(&head_of(a)->state);
+  if (c.guarded && thread_index() == 0) keep_head(a);
+  u32 handle_state = c.guarded ? 0 : load(&head_of(a)->state);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
-  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  u64 epoch =
+      begin_turn(c, turn, TY_DIRECTION_COMBINE, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
+  if (c.guarded) handle_state = load(&block_shared<CombineShared>().state);
   // The memory may hold what an earlier handle's dispatch left there, if this one's never ran.
   if (epoch != 0 && handle_state != a.handle.serial) {
     if (block_index() == 0 && thread_index() == 0)

@@ -53,6 +53,7 @@ struct RowOrder {
 // Shared memory of a combine block.
 struct CombineShared {
   LaunchShared turn;
+  u32 state, most_tokens;                        // of the handle's head, as thread 0 of a guarded launch found it
   u32 missing[TY_MAX_NODE_RANKS / warp_size];    // ranks of this node that send no rows, a bit each: see missing_ranks
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
@@ -64,6 +65,19 @@ static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells 
 
 TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &a) {
   return pointer<const ty_handle_head>(a.handle.head);
+}
+
+// This rank's tokens. Never more than the call has room for: the head may be another dispatch's into the same memory,
+// if another library's graphs overlap.
+TY_DEVICE u32 own_tokens_of(const CombineArgs auto &a) { return smaller(load(&head_of(a)->own_tokens), a.tokens); }
+
+// What a guarded launch reads of the head once a block, since a dispatch into the same memory may run meanwhile, and
+// what teams and their barriers are made of must be one value for a block. There behind entered_turn. By thread 0.
+TY_DEVICE void keep_head(const CombineArgs auto &a) {
+  CombineShared &shared = block_shared<CombineShared>();
+  u32 state = load(&head_of(a)->state), most_tokens = load(&head_of(a)->most_tokens);
+  store(&shared.state, state);
+  store(&shared.most_tokens, most_tokens);
 }
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------

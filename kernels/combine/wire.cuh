@@ -18,7 +18,7 @@ TY_DEVICE bool pack_weights(const CombineArgs auto &a, const Team &team, u64 cal
   const i32 *wire_row = pointer<const i32>(a.handle.wire_row) + static_cast<u64>(link) * c.max_tokens;
   const float *weights = pointer<const float>(a.topk_weight);
   char *message = staging_of(c, TY_LANE_WEIGHTS, call, link);
-  u32 choices = rows == 0 ? 0 : load(&head_of(a)->own_tokens) * c.top_k;
+  u32 choices = rows == 0 ? 0 : own_tokens_of(a) * c.top_k;
   for (u32 i = team_thread(team); i < choices; i += team_threads(team)) {
     i32 row = load(wire_row + i / c.top_k);
     if (row < 0) continue;
@@ -54,7 +54,7 @@ TY_DEVICE bool send_weights(const CombineArgs auto &a, const Team &team, u64 cal
   for (u32 link = block_index(); link < l.targets; link += worker_count(c))
     if (!pack_weights(a, team, call, link)) return false;
   const ty_handle_head *head = head_of(a);
-  u32 tokens = load(&head->own_bad) ? 0 : load(&head->own_tokens);
+  u32 tokens = load(&head->own_bad) ? 0 : own_tokens_of(a);
   push_weights(a, team, call, c.rank, tokens,
                [&](u32 token) { return pointer<const float>(a.topk_weight) + static_cast<u64>(token) * c.top_k; });
   for (u32 j = 0; j < l.sources; ++j)

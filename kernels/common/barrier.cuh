@@ -37,18 +37,21 @@ TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
 TY_KERNEL(ty_barrier, ty_barrier_args) {
   const auto &c = a.context;
   ty_turn *own = turn_of(c, TY_DIRECTION_BARRIER);
-  u64 number = load(&own->received) + 1;
+  TurnWords turn = ask_turn(c, TY_DIRECTION_BARRIER);
+  if (c.guarded) turn = entered_turn();
+  u64 number = turn.received + 1;
   begin_faults();
-  if (load_relaxed_gpu(&state_of(c)->closed) != 0) return;
-  bool met = meet(c, spans_nodes(c) ? 2 * number : number);
-  if (spans_nodes(c)) {
+  refuse_overlap(c, turn, TY_DIRECTION_BARRIER);
+  bool goes = turn.closed == 0;
+  bool met = goes && meet(c, spans_nodes(c) ? 2 * number : number);
+  if (goes && spans_nodes(c)) {
     bool failed = met && thread_index() == 0 && !exchange(c, c.first_epoch + number - 1);
     met = !block_any(failed || !met) && meet(c, 2 * number + 1);
   }
-  // Meetings end with a barrier of the block.
+  // Meetings end with a barrier of the block, and so does what a guarded launch begins with.
   if (warp_index() == 0) report_faults(c, TY_DIRECTION_BARRIER);
-  if (thread_index() != 0) return;
-  store(&own->launches, load(&own->launches) + 1);
+  if (thread_index() != 0 || !leave_turn(c, TY_DIRECTION_BARRIER)) return;
+  store(&own->launches, turn.launches + 1);
   if (met) store(&own->received, number);
 }
 

@@ -60,8 +60,11 @@ struct Fault {
 // What a block keeps for the end of its launch: at the start of shared memory, so that nothing is looked up far away
 // when all else is done. Errors by whether they close the context, and by warp.
 struct LaunchShared {
-  u64 epoch;                                       // of the launch's phases; 0, which no epoch is: it may do nothing
-  u64 launches;                                    // that ended before
+  u64 epoch;          // of the launch's phases; 0, which no epoch is: it may do nothing
+  u64 launches;       // that ended before
+  u64 sent, received; // of a guarded launch: as TurnWords
+  u32 closed;
+  i32 found;                                       // of dispatch: tokens that the caller says there are
   u32 faults[2][TY_MAX_BLOCK_THREADS / warp_size]; // how often a warp came upon one
   Fault first[2][TY_MAX_BLOCK_THREADS / warp_size];
 };
@@ -69,7 +72,8 @@ struct LaunchShared {
 // Keeps an error until the launch ends: what reports it is code that all launches would step over at every wait.
 TY_DEVICE void keep_fault(const Fault &found) {
   LaunchShared &shared = block_shared<LaunchShared>();
-  u32 fatal = found.kind == TY_ERROR_TIMEOUT || found.kind == TY_ERROR_PEER_LOST ? 1 : 0;
+  u32 fatal =
+      found.kind == TY_ERROR_TIMEOUT || found.kind == TY_ERROR_OVERLAP || found.kind == TY_ERROR_PEER_LOST ? 1 : 0;
   if (atomic_add_block(&shared.faults[fatal][warp_index()], 1) != 0) return;
   Fault &first = shared.first[fatal][warp_index()];
   store(&first.kind, found.kind);
@@ -87,12 +91,13 @@ TY_DEVICE void begin_faults() {
   warp_barrier();
 }
 
-// Writes an error record, once a launch: whoever claims it first. The host reads it under the record's sequence, so a
-// record is seen whole or not at all.
+// Writes an error record, once a launch: whoever claims it first. What closes the context is written once, since
+// launches that overlap would write together. The host reads it under the record's sequence, so a record is seen whole
+// or not at all.
 TY_DEVICE void report(const Context auto &c, u32 direction, u32 fatal, const Fault &found) {
   u32 number = fatal * TY_DIRECTIONS + direction;
   ty_state *state = state_of(c);
-  u32 launch = static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
+  u32 launch = fatal ? 1 : static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
   u32 last = load_relaxed_gpu(&state->error_claim[number]);
   // N6: one block of a launch reports. The host copies the record, and reads its sequence again.
   if (last == launch || atomic_cas_gpu(&state->error_claim[number], last, launch) != last) return;
@@ -200,10 +205,13 @@ TY_DEVICE Range own_range(const Context auto &c, const Wave &wave, u32 tokens) {
 // Where waves begin in row `i` of a handle's table: uint32 [..][waves + 1].
 TY_DEVICE u32 *wave_starts(const Context auto &c, u64 table, u32 i) { return pointer<u32>(table) + i * (c.waves + 1); }
 
-// A wave's part of it. The first start is known to be 0, so that what is looked up by it need not wait.
+// A wave's part of it. The first start is known to be 0, so that what is looked up by it need not wait. Starts of two
+// calls that overlap make no part.
 TY_DEVICE Range wave_range(const Context auto &c, u64 table, u32 i, const Wave &wave) {
   const u32 *starts = wave_starts(c, table, i) + wave.number;
-  return {wave.number == 0 ? 0 : load(starts), load(starts + 1)};
+  Range range{wave.number == 0 ? 0 : load(starts), load(starts + 1)};
+  if (c.waves > 1 && range.end - range.first > c.wave_tokens) range.end = range.first;
+  return range;
 }
 
 // All rows that the same table counts.
@@ -388,12 +396,54 @@ TY_DEVICE void keep_turn(u64 epoch) { store(&block_shared<LaunchShared>().epoch,
 // What a launch begins with, a trip to memory: asked for first, and looked at behind what does not depend on it.
 struct TurnWords {
   u64 sent, received, launches; // as the calling block's own
-  u32 closed;
+  u32 closed;                   // or launch_overlaps, of a guarded launch
 };
+constexpr u32 launch_overlaps = 2;
 
-TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
+TY_DEVICE TurnWords look_at_turn(const Context auto &c, u32 direction) {
   const ty_turn *own = turn_of(c, direction);
   return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
+}
+
+// Counts a block of a guarded launch, and keeps what it begins with for all its threads. Other launches may change
+// these words meanwhile, and warps that decided differently would wait for each other at barriers for ever. It is alone
+// if on this block as many launches have ended as have begun, and as many on all others ("Calls that overlap" in
+// docs/design.md). By thread 0.
+TY_DEVICE void enter_turn(const Context auto &c, u32 direction) {
+  ty_state *state = state_of(c);
+  LaunchShared &shared = block_shared<LaunchShared>();
+  ty_turn *own = turn_of(c, direction);
+  u32 begun = atomic_next_gpu(&own->begun, 1), before = load_relaxed_gpu(&own->ended);
+  u32 ended = load_relaxed_gpu(&state->ended[direction]);
+  TurnWords turn = look_at_turn(c, direction);
+  store(&shared.sent, turn.sent);
+  store(&shared.received, turn.received);
+  store(&shared.launches, turn.launches);
+  bool others = static_cast<i32>(ended - before * block_count()) < 0;
+  u32 overlaps = begun == before && !others ? 0 : launch_overlaps;
+  store(&shared.closed, turn.closed != 0 ? 1 : overlaps);
+}
+
+TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
+  if (!c.guarded) return look_at_turn(c, direction);
+  if (thread_index() == 0) enter_turn(c, direction);
+  return {};
+}
+
+// What enter_turn kept. By a whole block.
+TY_DEVICE TurnWords entered_turn() {
+  block_barrier();
+  const LaunchShared &shared = block_shared<LaunchShared>();
+  return {load(&shared.sent), load(&shared.received), load(&shared.launches), load(&shared.closed)};
+}
+
+// Closes the context at once if a guarded launch overlaps another one, which then ends, too. By a block, behind
+// begin_faults.
+TY_DEVICE void refuse_overlap(const Context auto &c, const TurnWords &turn, u32 direction) {
+  if (!c.guarded || turn.closed != launch_overlaps || thread_index() != 0) return;
+  keep_fault({TY_ERROR_OVERLAP, 0, c.rank, turn.sent, direction, turn.sent, turn.received});
+  // N7: waits look at it, and end.
+  store_release_gpu(&state_of(c)->closed, 1u);
 }
 
 // The epoch whose phases a launch may do, or 0: nothing. (Its wave is reckoned anew: kept, it is a register too many.)
@@ -402,14 +452,16 @@ TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
 // sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
 // comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
 // blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE u64 begin_turn(const Context auto &c, const TurnWords &turn, u32 phases, u32 wave, u32 order_send,
+TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords turn, u32 direction, u32 phases, u32 wave, u32 order_send,
                          u32 order_receive) {
+  if (c.guarded) turn = entered_turn();
   u64 sent = turn.sent, received = turn.received, launches = turn.launches;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
   Wave next = wave_of(c, sends ? sent + 1 : sent);
-  if (closed || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
   begin_faults();
+  refuse_overlap(c, turn, direction);
+  if (closed || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
   if (leads) {
     keep_turn(next.epoch);
     store(&block_shared<LaunchShared>().launches, launches);
@@ -420,6 +472,17 @@ TY_DEVICE u64 begin_turn(const Context auto &c, const TurnWords &turn, u32 phase
   return next.epoch;
 }
 
+// Counts a block of a launch that has ended; of one that overlapped another no word is left. Whether there is one to
+// leave. By thread 0.
+TY_DEVICE bool leave_turn(const Context auto &c, u32 direction) {
+  if (!c.guarded) return true;
+  if (load(&block_shared<LaunchShared>().closed) == launch_overlaps) return false;
+  ty_turn *own = turn_of(c, direction);
+  store_relaxed_gpu(&own->ended, load_relaxed_gpu(&own->ended) + 1);
+  (void)atomic_next_gpu(&state_of(c)->ended[direction], 1);
+  return true;
+}
+
 // Ends a block's launch. In its thread 0 the epoch whose phases are over; 0 in the block's other threads, and if the
 // launch might do nothing.
 TY_DEVICE u64 end_turn(const Context auto &c, u32 direction, u32 phases) {
@@ -427,6 +490,7 @@ TY_DEVICE u64 end_turn(const Context auto &c, u32 direction, u32 phases) {
   if (warp_index() == 0) report_faults(c, direction);
   if (thread_index() != 0) return 0;
   note_stage(c, direction, TY_STAGE_DONE, true);
+  if (!leave_turn(c, direction)) return 0;
   const LaunchShared &kept = block_shared<LaunchShared>();
   ty_turn *own = turn_of(c, direction);
   store(&own->launches, load(&kept.launches) + 1);

@@ -188,7 +188,10 @@ impl Device {
     /// What a capture records needs its memory at every replay. A capture that this crate begins, records and ends on
     /// clones of one `Stream` keeps it. Where another library captures `cu_stream`, or where its capture is recorded
     /// through another `Stream`, nobody keeps it: whoever captures then keeps every buffer, handle and context that was
-    /// used until the last replay is over, and launches replays in the contexts' order of calls.
+    /// used until the last replay is over, and launches replays in the contexts' order of calls. Before the first
+    /// capture of a context's calls it waits for those that were enqueued (torch.cuda.graph does), since only what
+    /// comes behind is guarded: replays that overlap other calls of the same direction then end in `Order`, which
+    /// closes the context.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
             Backend::Cpu(_) => Err(Error::argument(

@@ -5,7 +5,7 @@
 
 use super::Queue;
 use super::view::{Owner, View};
-use crate::base::Result;
+use crate::base::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -26,13 +26,16 @@ pub(crate) struct Enqueued {
     /// Which may have work of the context still.
     queues: Vec<Queue>,
     ordered: bool,
+    /// Another library's capture has recorded calls, so that its replays may overlap what is enqueued here: from then
+    /// on the device looks for that itself.
+    guarded: bool,
 }
 
 impl Chains {
-    /// No call yet. Without `ordered` calls on several streams run in no order.
+    /// No call yet. Without `ordered` calls on several streams run in no order, and are guarded from the first on.
     pub fn new(ordered: bool) -> Chains {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let enqueued = Enqueued { last: Default::default(), queues: Vec::new(), ordered };
+        let enqueued = Enqueued { last: Default::default(), queues: Vec::new(), ordered, guarded: !ordered };
         Chains { number: NEXT.fetch_add(1, Ordering::Relaxed), enqueued: Mutex::new(enqueued) }
     }
 
@@ -64,6 +67,13 @@ impl Enqueued {
         }
         *last = Some(queue.clone());
         Ok(())
+    }
+
+    /// Whether launches count themselves, so that the device finds out which overlap. `recorded`: by another library's
+    /// capture.
+    pub fn guard(&mut self, recorded: bool) -> bool {
+        self.guarded |= recorded;
+        self.guarded
     }
 
     /// Remembers where work is enqueued, for `drain`.
@@ -134,12 +144,15 @@ impl LastUse {
     }
 }
 
+/// Beside the chains of a context's recorded calls: some of them are not guarded.
+const UNGUARDED: u8 = 1 << CHAINS;
+
 /// What a capture keeps, and then its graph.
 #[derive(Default)]
 pub(crate) struct Recording {
     owners: Vec<Owner>,
-    /// Of contexts, with a bit for each chain that has recorded calls; by their numbers, in which order they are
-    /// locked.
+    /// Of contexts, with a bit for each chain that has recorded calls, and `UNGUARDED`; by their numbers, in which
+    /// order they are locked.
     chains: Vec<(Arc<Chains>, u8)>,
     /// Of what recorded work uses: a launch is a use.
     uses: Vec<Arc<LastUse>>,
@@ -155,10 +168,17 @@ impl Recording {
         self.owners.extend(view.owner().cloned());
     }
 
-    /// That a call of a context was recorded. `context` is what it needs, `patience` how long its kernels may take to
-    /// end.
-    pub fn call(&mut self, chains: &Arc<Chains>, chain: usize, context: impl FnOnce() -> Owner, patience: Duration) {
-        let bit = 1 << chain;
+    /// That a call of a context was recorded, `guarded` or not. `context` is what it needs, `patience` how long its
+    /// kernels may take to end.
+    pub fn call(
+        &mut self,
+        chains: &Arc<Chains>,
+        chain: usize,
+        guarded: bool,
+        context: impl FnOnce() -> Owner,
+        patience: Duration,
+    ) {
+        let bit = 1 << chain | if guarded { 0 } else { UNGUARDED };
         match self.chains.binary_search_by_key(&chains.number, |(known, _)| known.number) {
             Ok(at) => self.chains.iter_mut().skip(at).take(1).for_each(|(_, bits)| *bits |= bit),
             Err(at) => {
@@ -205,7 +225,18 @@ pub(super) struct Locked<'a> {
 
 impl Locked<'_> {
     /// Has the graph's calls, on `queue`, run behind those that came before.
+    ///
+    /// # Errors
+    /// `Argument` if they are not guarded though another library's graphs have calls of the same context: nothing would
+    /// find out that the two overlap. `Device` if the driver refuses.
     pub fn follow(mut self, queue: &Queue) -> Result<Self> {
+        if self.first.iter().chain(&self.further).any(|(enqueued, bits)| enqueued.guarded && bits & UNGUARDED != 0) {
+            return Err(Error::argument(
+                "graph",
+                "recorded before another library's capture recorded calls of the same context",
+                "record it again, so that its launches are guarded against that library's",
+            ));
+        }
         for (enqueued, bits) in self.first.iter_mut().chain(&mut self.further) {
             for chain in (0..CHAINS).filter(|chain| *bits & (1 << chain) != 0) {
                 enqueued.follow(chain, queue)?;
@@ -219,6 +250,28 @@ impl Locked<'_> {
 mod tests {
     use super::*;
     use crate::kernels::Device;
+
+    /// Of another library's capture: its replays are enqueued unseen.
+    #[test]
+    fn a_graph_that_nothing_guards_is_refused_once_another_library_has_recorded_calls() {
+        let device = Device::cpu().unwrap();
+        let stream = device.new_stream().unwrap();
+        let chains = Arc::new(Chains::new(true));
+        let record = |guarded| {
+            let mut recording = Recording::default();
+            recording.call(&chains, 0, guarded, || Arc::new(()), Duration::ZERO);
+            recording.call(&chains, 1, true, || Arc::new(()), Duration::ZERO);
+            recording
+        };
+        let launch = |recording: &Recording| recording.chains().follow(stream.queue()).map(|_| ());
+        let (before, after) = (record(false), record(true));
+        assert!(!chains.lock().guard(false), "no capture of another library yet");
+        launch(&before).unwrap();
+        assert!(chains.lock().guard(true) && chains.lock().guard(false), "it stays");
+        let refused = launch(&before).unwrap_err();
+        assert!(refused.to_string().contains("record it again"), "{refused}");
+        launch(&after).unwrap();
+    }
 
     #[test]
     fn queues_without_work_are_forgotten_when_another_comes() {

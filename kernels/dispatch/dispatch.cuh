@@ -341,9 +341,10 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_BEGIN, thread_index() == 0);
   TurnWords turn = ask_turn(c, TY_DIRECTION_DISPATCH);
   // What is loaded again behind an acquisition is a trip to memory.
-  i32 found = a.phases & TY_PHASE_SEND ? find_count(a) : 0;
+  i32 found = a.phases & TY_PHASE_SEND ? agree_count(a, find_count(a)) : 0;
   Teams teams = teams_of<far>(c, a.phases, own_choices(a, found).tokens);
-  u64 epoch = begin_turn(c, turn, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  u64 epoch =
+      begin_turn(c, turn, TY_DIRECTION_DISPATCH, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
   Wave wave = wave_of(c, epoch);
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);

@@ -91,7 +91,8 @@ TY_DEVICE bool plan_targets(const DispatchArgs auto &a, u64 epoch) {
 }
 
 // Ranks of this node that an own token's row is to be stored on, and the row on each, for target_row. By a warp.
-// `stuck` is set once a deadline passed.
+// `stuck` is set once a deadline passed. A rank whose output has no such row gets none: the caller's choices may have
+// changed since they were counted.
 TY_DEVICE u64 find_targets(const DispatchArgs auto &a, u64 epoch, u32 token, bool &stuck) {
   const auto &c = a.context;
   InPlaceShared &shared = block_shared<InPlaceShared>();
@@ -112,9 +113,12 @@ TY_DEVICE u64 find_targets(const DispatchArgs auto &a, u64 epoch, u32 token, boo
     u32 other = shuffle(rank, lane_index() - j);
     if (j <= k && other == rank) first = false;
   }
+  u32 row = ~0u;
   if (first && value != 0)
-    store(&shared.target[warp_index()][rank],
-          load(&shared.base[rank * c.max_local_experts + local]) + ((value - 1) >> meta_expert_bits));
+    row = load(&shared.base[rank * c.max_local_experts + local]) + ((value - 1) >> meta_expert_bits);
+  bool there = row < static_cast<u32>(a.output.capacity);
+  if (there) store(&shared.target[warp_index()][rank], row);
+  room &= warp_or(there ? 1u << rank : 0);
   stuck = warp_ballot(failed) != 0;
   warp_barrier();
   return stuck ? 0 : room;

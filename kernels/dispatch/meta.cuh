@@ -57,6 +57,16 @@ TY_DEVICE i32 find_count(const DispatchArgs auto &a) {
   return t.count_ptr ? load(pointer<const i32>(t.count_ptr)) : static_cast<i32>(t.count);
 }
 
+// The count that thread 0 found, in all threads: one in memory may change meanwhile, and warps that count differently
+// would wait for each other at barriers for ever. By a whole block.
+TY_DEVICE i32 agree_count(const DispatchArgs auto &a, i32 found) {
+  if (!a.tokens.count_ptr) return found;
+  i32 &kept = block_shared<LaunchShared>().found;
+  if (thread_index() == 0) store(&kept, found);
+  block_barrier();
+  return load(&kept);
+}
+
 // The caller's, so many of them found.
 TY_DEVICE Choices own_choices(const DispatchArgs auto &a, i32 found) {
   Choices in = caller_choices(a);
@@ -324,7 +334,8 @@ TY_DEVICE void write_tile(const Context auto &c, const Team &team, const Choices
         if (masks) store(masks + tile.first + token, ranks);
         u32 slot = popcount64(bits_below(ranks, tile.destination()));
         value = 0;
-        if ((load(present + token / 32) >> (token % 32)) & 1)
+        // Both are asked, since the caller's choices may have changed since the tile was marked: then slots do not fit.
+        if ((load(present + token / 32) >> (token % 32)) & (ranks >> tile.destination()) & 1)
           value = 1 + ((load(&shared.start[tile.experts]) + earlier_in_row(present, token)) << meta_slot_bits | slot);
         store_relaxed_sys(meta.tokens + tile.first + token, meta_word(epoch, value));
       });

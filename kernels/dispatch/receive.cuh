@@ -71,6 +71,9 @@ TY_DEVICE void plan_segments(const DispatchArgs auto &a, const Team &team, Place
   }
   u32 most = 0, tokens = 0;
   for (u32 s = lane_index(); s < c.ranks; s += warp_size) {
+    // Ends of two waves that are two calls' make none: see "Calls that overlap" in docs/design.md.
+    if (c.waves > 1 && wave_tokens_of(shared, s) > c.wave_tokens)
+      store(&shared.source_end[s], load(&shared.source_first[s]));
     u32 here = wave_tokens_of(shared, s);
     most = here > most ? here : most;
     tokens += here;
@@ -195,17 +198,26 @@ TY_DEVICE bool wait_token_meta(const Context auto &c, const Meta &meta, u64 epoc
   }
 }
 
-// The output row of this lane's choice, -1 for none.
+// Rows of an output, numbered with 31 bits.
+TY_DEVICE u32 output_rows(const DispatchArgs auto &a) {
+  u32 rows = static_cast<u32>(a.output.capacity);
+  return a.output.layout == TY_LAYOUT_MASKED ? rows * a.context.local_experts : rows;
+}
+
+// The output row of this lane's choice, -1 for none. Counts and positions lead anywhere if the source's choices changed
+// meanwhile, or if they are of two calls that overlap: what is no row of the output is none.
 TY_DEVICE i32 row_of_choice(const DispatchArgs auto &a, const PlaceShared &shared, u32 source, const TokenMeta &said) {
   const auto &c = a.context;
+  u32 row = ~0u;
   if (a.output.layout == TY_LAYOUT_TOKEN) {
     u32 first = load(&shared.source_start[source]) + ((said.token - 1) >> meta_slot_bits);
-    return lane_index() == 0 ? static_cast<i32>(first) : -1;
+    if (lane_index() == 0) row = first;
+  } else if (said.choice != 0) {
+    u32 code = said.choice - 1, expert = code & ((1u << meta_expert_bits) - 1);
+    u32 position = load(&shared.before[source * c.local_experts + expert]) + (code >> meta_expert_bits);
+    row = static_cast<u32>(segment_start(a, shared, expert)) + position;
   }
-  if (said.choice == 0) return -1;
-  u32 code = said.choice - 1, expert = code & ((1u << meta_expert_bits) - 1);
-  u32 position = load(&shared.before[source * c.local_experts + expert]) + (code >> meta_expert_bits);
-  return static_cast<i32>(segment_start(a, shared, expert) + position);
+  return row < output_rows(a) ? static_cast<i32>(row) : -1;
 }
 
 // Writes down what this lane's choice is, in the output and in the handle.
@@ -215,9 +227,11 @@ TY_DEVICE void describe_choice(const DispatchArgs auto &a, u32 source, u32 token
   u32 k = lane_index();
   i32 expert = said.choice ? static_cast<i32>((said.choice - 1) & ((1u << meta_expert_bits) - 1)) : -1;
   if (out.layout == TY_LAYOUT_TOKEN) {
-    u64 first = static_cast<u64>(shuffle(row, 0)) * c.top_k;
-    if (k < c.top_k && out.token_experts) store(pointer<i32>(out.token_experts) + first + k, expert);
-    if (k < c.top_k && out.token_weights) store(pointer<float>(out.token_weights) + first + k, said.weight);
+    i32 own = shuffle(row, 0);
+    u64 first = static_cast<u64>(own) * c.top_k;
+    bool there = k < c.top_k && own >= 0;
+    if (there && out.token_experts) store(pointer<i32>(out.token_experts) + first + k, expert);
+    if (there && out.token_weights) store(pointer<float>(out.token_weights) + first + k, said.weight);
     expert = -1;
   }
   if (row >= 0) describe_row(a, static_cast<u64>(row), expert, static_cast<i32>(source), static_cast<i32>(said.home));

@@ -82,6 +82,7 @@
 #define TY_ERROR_ORDER 6             // a: TY_ORDER_*, b and c: epochs sent and received
 #define TY_ERROR_TIMEOUT 7           // site, peer, a: expected, b: seen, c: nanoseconds waited; fatal
 #define TY_ERROR_PEER_LOST 8         // site, peer: the proxy lost it; fatal
+#define TY_ERROR_OVERLAP 9           // a: direction, b and c: as of TY_ERROR_ORDER; fatal
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1
@@ -242,16 +243,21 @@ typedef struct ty_turn {
   uint64_t sent;     // epoch of the last one sent
   uint64_t received; // epoch of the last one received: equals `sent` or is one behind; of barriers, those passed
   uint64_t launches; // kernels of the direction that have ended
-  uint64_t reserved;
+  uint32_t ended;    // of those, the guarded ones; modulo 2^32
+  uint32_t begun;    // guarded ones that have begun; more than have ended: another one runs
 } ty_turn;
 
 // Device-local control block of a context. Behind it: ty_turn [TY_DIRECTIONS][blocks].
 typedef struct ty_state {
   uint64_t error_sequence[TY_RECORDS]; // even; what the error record's sequence holds when at rest
   uint32_t blocks_done[TY_DIRECTIONS]; // with free flags: blocks of the running kernel that are through
-  uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported
+  uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported; 1 for good in
+                                       // records of what closes a context
   uint32_t placed[2];                  // by parity of dispatch's epoch: rows to place that warps have come for
-  uint32_t closed;                     // 1: a deadline passed; no kernel of this context does anything more
+  uint32_t closed;                     // 1: a deadline passed, or launches overlapped; no kernel of this context does
+                                       // anything more
+  uint32_t ended[TY_DIRECTIONS];       // blocks of all guarded launches that have ended, modulo 2^32
+  uint32_t reserved[5];                // the blocks' words begin at a line
 } ty_state;
 
 // In host memory; a sequence lock: odd while the device writes, even and larger afterwards.
@@ -318,6 +324,9 @@ typedef struct ty_context {
   uint32_t counts_inverse;    // the same of local_experts + 3
   uint32_t choice_inverse;    // floor(2^16 / top_k) + 1
   uint32_t free_flags;        // 1: rows and partial rows are kept once, and their readers say when they are free
+  uint32_t guarded; // of each call: 1: launches that overlap it are found out, since other libraries' graphs may
+                    // make some
+  uint32_t reserved;
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *
@@ -419,8 +428,8 @@ typedef struct ty_combine_args {
   uint32_t accumulate;
   uint32_t layout;
   uint32_t phases;
-  uint32_t wave; // of the call
-  uint32_t reserved;
+  uint32_t wave;   // of the call
+  uint32_t tokens; // for which `out` and `topk_weight` have room
 } ty_combine_args;
 
 typedef struct ty_barrier_args {
