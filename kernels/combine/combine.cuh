@@ -289,10 +289,10 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
   u64 freed = far ? ask_free(c, c.regions.combine_free) : 0;
   TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
-  if (c.guarded && thread_index() == 0) keep_head(a);
-  u32 handle_state = c.guarded ? 0 : load(&head_of(a)->state);
+  u32 handle_state = load(&head_of(a)->state);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
+  if (c.guarded && thread_index() == 0) keep_head(a);
   u64 epoch =
       begin_turn(c, turn, TY_DIRECTION_COMBINE, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
   if (c.guarded) handle_state = load(&block_shared<CombineShared>().state);

@@ -72,7 +72,7 @@ TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &a) {
 TY_DEVICE u32 own_tokens_of(const CombineArgs auto &a) { return smaller(load(&head_of(a)->own_tokens), a.tokens); }
 
 // What a guarded launch reads of the head once a block, since a dispatch into the same memory may run meanwhile, and
-// what teams and their barriers are made of must be one value for a block. There behind entered_turn. By thread 0.
+// what teams and their barriers are made of must be one value for a block. There behind begin_turn. By thread 0.
 TY_DEVICE void keep_head(const CombineArgs auto &a) {
   CombineShared &shared = block_shared<CombineShared>();
   u32 state = load(&head_of(a)->state), most_tokens = load(&head_of(a)->most_tokens);

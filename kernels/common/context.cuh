@@ -400,40 +400,30 @@ struct TurnWords {
 };
 constexpr u32 launch_overlaps = 2;
 
-TY_DEVICE TurnWords look_at_turn(const Context auto &c, u32 direction) {
+TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
   const ty_turn *own = turn_of(c, direction);
   return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
 }
 
-// Counts a block of a guarded launch, and keeps what it begins with for all its threads. Other launches may change
-// these words meanwhile, and warps that decided differently would wait for each other at barriers for ever. It is alone
-// if on this block as many launches have ended as have begun, and as many on all others ("Calls that overlap" in
-// docs/design.md). By thread 0.
-TY_DEVICE void enter_turn(const Context auto &c, u32 direction) {
-  ty_state *state = state_of(c);
+// Counts a block of a guarded launch, and asks anew, once for all its threads: other launches may change these words
+// meanwhile, and warps that decided differently would wait for each other at barriers for ever. The launch overlaps
+// another unless as many have ended on this block as have begun, and as many on all others ("Calls that overlap" in
+// docs/design.md). By a whole block.
+TY_DEVICE TurnWords enter_turn(const Context auto &c, u32 direction) {
   LaunchShared &shared = block_shared<LaunchShared>();
-  ty_turn *own = turn_of(c, direction);
-  u32 begun = atomic_next_gpu(&own->begun, 1), before = load_relaxed_gpu(&own->ended);
-  u32 ended = load_relaxed_gpu(&state->ended[direction]);
-  TurnWords turn = look_at_turn(c, direction);
-  store(&shared.sent, turn.sent);
-  store(&shared.received, turn.received);
-  store(&shared.launches, turn.launches);
-  bool others = static_cast<i32>(ended - before * block_count()) < 0;
-  u32 overlaps = begun == before && !others ? 0 : launch_overlaps;
-  store(&shared.closed, turn.closed != 0 ? 1 : overlaps);
-}
-
-TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
-  if (!c.guarded) return look_at_turn(c, direction);
-  if (thread_index() == 0) enter_turn(c, direction);
-  return {};
-}
-
-// What enter_turn kept. By a whole block.
-TY_DEVICE TurnWords entered_turn() {
+  if (thread_index() == 0) {
+    ty_turn *own = turn_of(c, direction);
+    u32 begun = atomic_next_gpu(&own->begun, 1), before = load_relaxed_gpu(&own->ended);
+    u32 ended = load_relaxed_gpu(&state_of(c)->ended[direction]);
+    TurnWords turn = ask_turn(c, direction);
+    bool others = static_cast<i32>(ended - before * block_count()) < 0;
+    u32 overlaps = begun == before && !others ? 0 : launch_overlaps;
+    store(&shared.sent, turn.sent);
+    store(&shared.received, turn.received);
+    store(&shared.launches, turn.launches);
+    store(&shared.closed, turn.closed != 0 ? 1 : overlaps);
+  }
   block_barrier();
-  const LaunchShared &shared = block_shared<LaunchShared>();
   return {load(&shared.sent), load(&shared.received), load(&shared.launches), load(&shared.closed)};
 }
 
@@ -454,7 +444,7 @@ TY_DEVICE void refuse_overlap(const Context auto &c, const TurnWords &turn, u32 
 // blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
 TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords turn, u32 direction, u32 phases, u32 wave, u32 order_send,
                          u32 order_receive) {
-  if (c.guarded) turn = entered_turn();
+  if (c.guarded) turn = enter_turn(c, direction);
   u64 sent = turn.sent, received = turn.received, launches = turn.launches;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
