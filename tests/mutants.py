@@ -306,6 +306,8 @@ MUTANTS = [
     ("launches of two threads mixed", CALLS, "call.keep(tokens.views().chain(output.views()));", "drop(call);"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
+    ("ports of later generations wrap", WORLD, "u16::try_from(port).map_err(|_| {", "Ok(port as u16).map_err(|_: ()| {"),
+    ("a world over an all-gather of nobody", WORLD, "if size == 0 || size > MAX_WORLD {", "if size > MAX_WORLD {"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
     ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
     ("a context goes on after its call was cut short", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "false;"),
@@ -439,7 +441,8 @@ class Worker:
             OPEN: ownership,
             HANDLE: ownership,
             EXECUTOR: ownership,
-            WORLD: contexts,
+            WORLD: contexts + [
+                ("tests/bootstrap.rs", [*test, "bootstrap", "ports"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
             REPORT: [("unit tests", [*lib, "report::"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"])],
             ERROR: [("unit tests", [*lib, "error::"])],
             PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
