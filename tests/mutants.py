@@ -306,6 +306,9 @@ MUTANTS = [
     ("launches of two threads mixed", CALLS, "call.keep(tokens.views().chain(output.views()));", "drop(call);"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
+    ("an address of any length is gathered", SERVICE, "if address.len() > MAX_ADDRESS {", "if address.len() > usize::MAX {"),
+    ("why a rank has no arena on the network is kept from the others", SERVICE,
+     "if index == NO_CONTEXT {", "if index == NO_CONTEXT && address.is_empty() {"),
     ("ports of later generations wrap", WORLD, "u16::try_from(port).map_err(|_| {", "Ok(port as u16).map_err(|_: ()| {"),
     ("a world over an all-gather of nobody", WORLD, "if size == 0 || size > MAX_WORLD {", "if size > MAX_WORLD {"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
@@ -413,6 +416,7 @@ class Worker:
         # What a context and its proxy agree on as it is built.
         service = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
+            ("tests/transport_outside.rs", [*test, "transport_outside", "gathered"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
         lib = ["cargo", "test", "-q", *self.cargo, "--lib"]

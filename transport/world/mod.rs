@@ -485,7 +485,7 @@ impl World {
     /// # Errors
     /// The rank's own failure, or `Bootstrap` that names the first rank that has one.
     pub fn agree(&self, what: &'static str, failure: Option<&Error>) -> Result<()> {
-        let text = failure.map_or_else(String::new, Error::to_string);
+        let text = failure.map_or_else(String::new, Error::told);
         let all = self.all_gather(what, text.as_bytes())?;
         if let Some(error) = failure {
             return Err(error.clone());
