@@ -37,6 +37,7 @@ LOGGING = "bindings/cli/logging.rs"
 VIEW, DEVICE, CPU, RECORDING = (
     "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
 OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
+VIEWS, SHAPE = "bindings/api/calls.rs", "bindings/api/shape.rs"
 CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
@@ -306,6 +307,15 @@ MUTANTS = [
     ("launches of two threads mixed", CALLS, "call.keep(tokens.views().chain(output.views()));", "drop(call);"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
+    ("outputs lie in inputs of their call", VIEWS, "for other in &used[..at] {", "for other in &used[self.read..at] {"),
+    ("outputs of a call lie in each other", VIEWS, "for other in &used[..at] {", "for other in &used[..self.read] {"),
+    ("memory that ends where other begins overlaps it", VIEWS, "written.begin < other.end &&", "written.begin <= other.end &&"),
+    ("sums written where later waves read", CALLS, "if let Some(rows) = &sent.views {", "if let (Some(rows), 1) = (&sent.views, self.plan.waves) {"),
+    ("rows written where later waves read", CALLS, "if let Some(tokens) = &sent.views {", "if let (Some(tokens), 1) = (&sent.views, self.plan.waves) {"),
+    ("an alignment is cut where there are no experts", SHAPE, "experts.max(1).saturating_mul(align)", "experts.saturating_mul(align)"),
+    ("a call that is half enqueued leaves its context open", CALLS, "if wave > 0 && !call.is_recorded()", "if wave > self.plan.waves && !call.is_recorded()"),
+    ("a call of which nothing is enqueued closes its context", CALLS, "if wave > 0 && !call.is_recorded()", "if !call.is_recorded()"),
+    ("a call that is half recorded closes its context", CALLS, "if wave > 0 && !call.is_recorded()", "if wave > 0"),
     ("an address of any length is gathered", SERVICE, "if address.len() > MAX_ADDRESS {", "if address.len() > usize::MAX {"),
     ("why a rank has no arena on the network is kept from the others", SERVICE,
      "if index == NO_CONTEXT {", "if index == NO_CONTEXT && address.is_empty() {"),
@@ -427,6 +437,7 @@ class Worker:
             ("unit tests", [*lib, "cli::cases::trace_file"]),
         ]
         contexts = [("tests/contexts.rs", [*test, "contexts"])]
+        overlaps = [("tests/overlaps.rs", [*test, "overlaps"])]
         ownership = [("tests/ownership.rs", [*test, "ownership"])]
         interrupts = [("tests/interrupts.rs", [*test, "interrupts"]), ("unit tests", [*lib, "base::"])]
         own = {
@@ -437,7 +448,9 @@ class Worker:
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
-            CALLS: contexts + ownership,
+            CALLS: contexts + overlaps + ownership + [("unit tests", [*lib, "context::"])],
+            VIEWS: overlaps + contexts,
+            SHAPE: contexts,
             VIEW: [("unit tests", [*lib, "device::view"])] + ownership,
             DEVICE: ownership,
             CPU: ownership + [("unit tests", [*lib, "given_up"])],
