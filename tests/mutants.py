@@ -306,7 +306,7 @@ MUTANTS = [
     ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
     ("launches of two threads mixed", CALLS, "call.keep(tokens.views().chain(output.views()));", "drop(call);"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
-    ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
+    ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        if let Some(ended)", "if let Some(ended)"),
     ("outputs lie in inputs of their call", VIEWS, "for other in &used[..at] {", "for other in &used[self.read..at] {"),
     ("outputs of a call lie in each other", VIEWS, "for other in &used[..at] {", "for other in &used[..self.read] {"),
     ("memory that ends where other begins overlaps it", VIEWS, "written.begin < other.end &&", "written.begin <= other.end &&"),
