@@ -173,7 +173,7 @@ pub struct Output {
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
     /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is
-    /// over.
+    /// over. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
     pub host_counts: Option<View>,
 }
 
