@@ -42,6 +42,68 @@
 //! # Ok::<(), tokenyard::Error>(())
 //! ```
 //!
+//! Two ranks with two experts each, which differ: expert `e` multiplies by `e + 1`. The counts of rows come to host
+//! memory, where no copy is needed to read them:
+//!
+//! ```
+//! use tokenyard::{
+//!     AllToAll, Combined, Device, Dtype, Layout, Output, Result, RowFormat, Rows, TokenCount, Tokens, World,
+//! };
+//! use std::time::Duration;
+//!
+//! fn run(world: World, value: f32, experts: [i32; 2]) -> Result<f32> {
+//!     let device = Device::cpu()?; // or Device::cuda(world.local_rank())?
+//!     let (stream, patience) = (device.new_stream()?, Duration::from_secs(10));
+//!     let ep = AllToAll::builder(&world)
+//!         .device(device.clone())
+//!         .hidden(4)
+//!         .experts(4)
+//!         .top_k(2)
+//!         .max_tokens_per_rank(1)
+//!         .format(RowFormat::FP32)
+//!         .combine_dtype(Dtype::Fp32)
+//!         .build()?;
+//!
+//!     // One token of each rank. There is room for both at both experts of a rank.
+//!     let (x, idx, weight, out) = (device.alloc(16)?, device.alloc(8)?, device.alloc(8)?, device.alloc(16)?);
+//!     x.write(0, &value.to_ne_bytes().repeat(4))?;
+//!     idx.write(0, &experts.map(i32::to_ne_bytes).concat())?;
+//!     weight.write(0, &[0.25f32, 0.75].map(f32::to_ne_bytes).concat())?;
+//!     let (y, count, host_counts) = (device.alloc(4 * 16)?, device.alloc(8)?, device.alloc_host(12)?);
+//!     let tokens = Tokens::new(x.view(), idx.view(), TokenCount::Host(1)).topk_weight(weight.view());
+//!     let output = Output::new(Layout::Contiguous { align: 1, capacity: 4 }, y.view(), count.view());
+//!     let handle = ep.dispatch(&stream, &tokens, &output.host_counts(host_counts.view()))?;
+//!
+//!     // The experts, on the host for once: rows lie expert by expert.
+//!     stream.synchronize(patience)?;
+//!     let (mut counts, mut row, mut at) = ([0; 2], [0; 16], 0);
+//!     host_counts.read_i32(0, &mut counts)?;
+//!     for (expert, rows) in ep.placement().local_experts(world.rank().index()).iter().zip(counts) {
+//!         for _ in 0..rows {
+//!             y.read(at, &mut row)?;
+//!             let [a, b, c, d, ..] = row;
+//!             let product = f32::from_ne_bytes([a, b, c, d]) * (expert + 1) as f32;
+//!             y.write(at, &product.to_ne_bytes().repeat(4))?;
+//!             at += 16;
+//!         }
+//!     }
+//!     ep.combine(&stream, &handle, &Rows::new(y.view()), &Combined::new(out.view()).dtype(Dtype::Fp32))?;
+//!     stream.synchronize(patience)?;
+//!     ep.check()?;
+//!     world.barrier("done")?; // see "Teardown"
+//!     let mut sum = [0; 4];
+//!     out.read(0, &mut sum)?;
+//!     Ok(f32::from_ne_bytes(sum))
+//! }
+//!
+//! // Ranks are threads here; as processes each has one world, of `World::from_env()?`.
+//! let [first, second] = World::threads(2).try_into().map_err(|_| "two ranks")?;
+//! let second = std::thread::spawn(|| run(second, 2.0, [1, 3]));
+//! assert_eq!(run(first, 1.0, [0, 3])?, 0.25 * 1.0 + 0.75 * 4.0);
+//! assert_eq!(second.join().map_err(|_| "a panic")??, 2.0 * (0.25 * 2.0 + 0.75 * 4.0));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Grammar, the same on all ranks of a context: the receive of a dispatch comes before the next dispatch is sent, and
 //! likewise for combine. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same
 //! order. Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. Calls
@@ -55,6 +117,22 @@
 //!
 //! Every wait of the host has a name and a deadline. An [`Interrupt`] ends those of a thread earlier, as for a signal.
 //! docs/design.md lists all waits.
+//!
+//! # Teardown
+//!
+//! On each rank: wait for the streams of the last calls ([`Stream::synchronize`]), look at [`AllToAll::check`], hold a
+//! [`World::barrier`], and drop everything in any order. A drop waits for no other rank, but a rank that goes without
+//! the barrier leaves peers whose calls or collectives need it to their deadlines or errors.
+//!
+//! | dropped | waits for |
+//! |---|---|
+//! | [`AllToAll`] | its calls on all streams, at most for its deadline and 5 s: what runs still then keeps its memory for good. Between nodes its messages and the writes to its arena, 1 s each. While there is a [`Graph`] of its calls nothing: it closes with the last one |
+//! | [`Graph`] | its replays, at most for the deadlines of its contexts and 5 s, 30 s at the least |
+//! | [`DeviceBuffer`], [`HostBuffer`] | nothing while a [`View`], graph or unfinished half of a call has it. Freeing waits for the GPU's work, in the driver and without a deadline; the CPU device frees later instead |
+//! | [`Handle`], [`Stream`] | nothing; what is enqueued goes on |
+//! | [`Sent`], [`CombineSent`] | nothing, but its call is abandoned and the context good for nothing else |
+//! | [`Proxy`] | with the last clone and context: the end of its thread, about 100 ms |
+//! | [`World`] | with the last clone and context, of processes: the end of its thread, at most 500 ms. Collectives that need this rank fail from then on, and with rank 0 all |
 //!
 //! # Stability
 //!

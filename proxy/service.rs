@@ -18,9 +18,12 @@ use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
 use crate::transport::memory::gdr::{self, GdrCopy};
 use crate::transport::network::imm::{MAX_CONTEXTS, generation_bits};
-use crate::transport::network::{DeviceNeeds, Limits, RegionId, Span, Transport};
+use crate::transport::network::{DeviceNeeds, Limits, MAX_ADDRESS, RegionId, Span, Transport};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+/// In the place of a context's number: there is none.
+const NO_CONTEXT: u32 = u32::MAX;
 
 /// Any network.
 pub type AnyTransport = Box<dyn Transport>;
@@ -553,12 +556,14 @@ impl Opening {
             let region = unsafe { driver.register(span, keep) }?;
             Ok((region, driver.transport().address(), freed))
         });
-        let registered = registered.and_then(|inner| inner).map(|(region, address, _freed)| {
+        let rank = world.original(world.rank());
+        let registered = registered.and_then(|inner| inner).and_then(|(region, address, _freed)| {
             number.region = Some(region);
-            let card = card(region, number.index, &address);
-            (Registered { remote: remote.clone(), region }, card)
+            let registered = Registered { remote: remote.clone(), region };
+            Ok((registered, card(rank, region, number.index, &address)?))
         });
-        let card = registered.as_ref().map_or(&[][..], |(_, card)| card);
+        let refusal = registered.as_ref().err().map(refusal_card).unwrap_or_default();
+        let card = registered.as_ref().map_or(&refusal, |(_, card)| card);
         let cards = world.all_gather("proxy addresses", card)?;
         let (registered, _) = registered?;
         let peers = read_cards(&cards, number.index)?;
@@ -643,8 +648,19 @@ impl Drop for Opening {
 }
 
 /// What a rank tells the others: {context u32, region u32, address}.
-fn card(region: RegionId, index: ContextIdx, address: &[u8]) -> Vec<u8> {
-    [&u32::from(index.0).to_le_bytes()[..], &u32::from(region.0).to_le_bytes(), address].concat()
+fn card(rank: Rank, region: RegionId, index: ContextIdx, address: &[u8]) -> Result<Vec<u8>> {
+    if address.len() > MAX_ADDRESS {
+        return Err(Error::transport(
+            format!("endpoint of rank {rank} has an address of {} bytes", address.len()),
+            format!("peers take at most {MAX_ADDRESS}: have Transport::address give a shorter one"),
+        ));
+    }
+    Ok([&u32::from(index.0).to_le_bytes()[..], &u32::from(region.0).to_le_bytes(), address].concat())
+}
+
+/// In a card's place where a rank has none: {NO_CONTEXT u32, zero u32, why}.
+fn refusal_card(why: &Error) -> Vec<u8> {
+    [&NO_CONTEXT.to_le_bytes()[..], &[0; 4], why.told().as_bytes()].concat()
 }
 
 struct PeerCard<'a> {
@@ -657,9 +673,15 @@ fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
     let mut peers = Vec::with_capacity(cards.len());
     for (rank, bytes) in cards.iter().enumerate() {
         let Some(([a, b, c, d, e, f, _, _], address)) = bytes.split_first_chunk::<8>() else {
-            return Err(broken(format!("rank {rank} could not register its arena")));
+            return Err(broken(format!("rank {rank} told no address of its endpoint")));
         };
         let index = u32::from_le_bytes([*a, *b, *c, *d]);
+        if index == NO_CONTEXT {
+            return Err(Error::bootstrap(
+                format!("rank {rank} has no arena on the network: {}", String::from_utf8_lossy(address)),
+                format!("mend rank {rank} and build again on every rank"),
+            ));
+        }
         if index != u32::from(own.0) {
             return Err(broken(format!("rank {rank} opens context {index} where this rank opens {}", own.0)));
         }
@@ -686,7 +708,7 @@ fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[P
 
 /// Collective: all succeed, or all fail; the rank itself with its error, the others with one that names it.
 fn told_all(world: &World, outcome: Result<()>) -> Result<()> {
-    let said = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let said = outcome.as_ref().err().map(Error::told).unwrap_or_default();
     let all = world.all_gather("proxies connected", said.as_bytes())?;
     outcome?;
     match all.iter().position(|text| !text.is_empty()) {

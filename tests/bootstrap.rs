@@ -313,6 +313,32 @@ fn survivors_of_rank_0_that_meet_at_its_host() {
     });
 }
 
+/// Who is alone listens nowhere, whatever the port.
+#[test]
+fn ports_of_generations_that_wrap() {
+    let alone = |port, generation| {
+        let own = Bootstrap { port, generation, ..bootstrap(&place(), 0, 1) };
+        move |later| World::join(&own).unwrap().regroup(later, &[Rank(0)])
+    };
+    for (port, generation, last) in [(65_530, 0, 5), (65_530, 10, 15), (29_611, 0, 35_924)] {
+        for beyond in [last + 1, u32::MAX - 29_610, u32::MAX] {
+            match alone(port, generation)(beyond) {
+                Err(Error::Config { name: "generation", value, advice, .. }) => {
+                    assert_eq!(value, beyond.to_string());
+                    assert!(advice.contains(&format!("give at most {last},")), "{advice}");
+                    assert!(advice.contains(&format!("generation {generation} met on port {port}")), "{advice}");
+                    let wanted = u64::from(port) + u64::from(beyond - generation);
+                    assert!(advice.contains(&format!("on port {wanted}:")), "{advice}");
+                }
+                other => panic!("generation {beyond} behind {generation} on {port} gave {other:?}"),
+            }
+        }
+        assert_eq!(alone(port, generation)(last).unwrap().generation(), last);
+    }
+    // A port that is lower than its generation's number is nothing special: ports differ as generations do.
+    assert_eq!(alone(3, 7)(9).unwrap().generation(), 9);
+}
+
 #[test]
 fn a_member_that_comes_back_as_the_first_of_its_generation() {
     let place = place();

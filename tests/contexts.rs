@@ -120,6 +120,25 @@ fn columns_of_scales_that_no_number_counts_are_refused_where_a_rank_has_no_exper
     peer.join().unwrap();
 }
 
+/// As above: the alignment would be cut to 32 bits.
+#[test]
+fn starts_that_are_aligned_beyond_int32_are_refused_where_a_rank_has_no_experts() {
+    on_ranks(2, |world| {
+        let placement = Placement::table(vec![0; rig::EXPERTS], 2).unwrap();
+        let rig = Rig::with(&world, |builder| builder.placement(placement.clone()));
+        for align in [1 << 31, 1 << 32, (1 << 32) + 1, usize::MAX] {
+            let layout = Layout::Contiguous { align, capacity: rig.capacity };
+            let output = rig.output(rig.capacity).layout(layout);
+            let error = rig.ep.dispatch(&rig.stream, &rig.tokens(1), &output).unwrap_err();
+            let text = error.to_string();
+            let wanted = format!("argument layout is Contiguous {{ align: {align}, capacity: {} }}: ", rig.capacity);
+            assert!(text.starts_with(&wanted) && text.contains("counted in int32"), "{text}");
+        }
+        rig.good_round(1);
+        world.barrier("done").unwrap();
+    });
+}
+
 #[test]
 fn calls_of_two_threads_do_not_mix_their_launches() {
     const THREADS: usize = 2;

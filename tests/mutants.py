@@ -37,6 +37,7 @@ LOGGING = "bindings/cli/logging.rs"
 VIEW, DEVICE, CPU, RECORDING = (
     "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
 OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
+VIEWS, SHAPE = "bindings/api/calls.rs", "bindings/api/shape.rs"
 CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
@@ -313,7 +314,21 @@ MUTANTS = [
     ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
     ("launches of two threads mixed", CALLS, "call.keep(tokens.views().chain(output.views()));", "drop(call);"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
-    ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        let own", "let own"),
+    ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        if let Some(ended)", "if let Some(ended)"),
+    ("outputs lie in inputs of their call", VIEWS, "for other in &used[..at] {", "for other in &used[self.read..at] {"),
+    ("outputs of a call lie in each other", VIEWS, "for other in &used[..at] {", "for other in &used[..self.read] {"),
+    ("memory that ends where other begins overlaps it", VIEWS, "written.begin < other.end &&", "written.begin <= other.end &&"),
+    ("sums written where later waves read", CALLS, "if let Some(rows) = &sent.views {", "if let (Some(rows), 1) = (&sent.views, self.plan.waves) {"),
+    ("rows written where later waves read", CALLS, "if let Some(tokens) = &sent.views {", "if let (Some(tokens), 1) = (&sent.views, self.plan.waves) {"),
+    ("an alignment is cut where there are no experts", SHAPE, "experts.max(1).saturating_mul(align)", "experts.saturating_mul(align)"),
+    ("a call that is half enqueued leaves its context open", CALLS, "if wave > 0 && !call.is_recorded()", "if wave > self.plan.waves && !call.is_recorded()"),
+    ("a call of which nothing is enqueued closes its context", CALLS, "if wave > 0 && !call.is_recorded()", "if !call.is_recorded()"),
+    ("a call that is half recorded closes its context", CALLS, "if wave > 0 && !call.is_recorded()", "if wave > 0"),
+    ("an address of any length is gathered", SERVICE, "if address.len() > MAX_ADDRESS {", "if address.len() > usize::MAX {"),
+    ("why a rank has no arena on the network is kept from the others", SERVICE,
+     "if index == NO_CONTEXT {", "if index == NO_CONTEXT && address.is_empty() {"),
+    ("ports of later generations wrap", WORLD, "u16::try_from(port).map_err(|_| {", "Ok(port as u16).map_err(|_: ()| {"),
+    ("a world over an all-gather of nobody", WORLD, "if size == 0 || size > MAX_WORLD {", "if size > MAX_WORLD {"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
     ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
     ("a context goes on after its call was cut short", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "false;"),
@@ -420,6 +435,7 @@ class Worker:
         # What a context and its proxy agree on as it is built.
         service = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
+            ("tests/transport_outside.rs", [*test, "transport_outside", "gathered"]),
             ("tests/nodes.rs", [*test, "nodes"]),
         ]
         lib = ["cargo", "test", "-q", *self.cargo, "--lib"]
@@ -430,6 +446,7 @@ class Worker:
             ("unit tests", [*lib, "cli::cases::trace_file"]),
         ]
         contexts = [("tests/contexts.rs", [*test, "contexts"])]
+        overlaps = [("tests/aliasing.rs", [*test, "aliasing"])]
         ownership = [("tests/ownership.rs", [*test, "ownership"])]
         interrupts = [("tests/interrupts.rs", [*test, "interrupts"]), ("unit tests", [*lib, "base::"])]
         own = {
@@ -440,7 +457,9 @@ class Worker:
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
-            CALLS: contexts + ownership,
+            CALLS: contexts + overlaps + ownership + [("unit tests", [*lib, "context::"])],
+            VIEWS: overlaps + contexts,
+            SHAPE: contexts,
             VIEW: [("unit tests", [*lib, "device::view"])] + ownership,
             DEVICE: ownership,
             CPU: ownership + [("unit tests", [*lib, "given_up"])],
@@ -448,7 +467,8 @@ class Worker:
             OPEN: ownership,
             HANDLE: ownership,
             EXECUTOR: ownership,
-            WORLD: contexts,
+            WORLD: contexts + [
+                ("tests/bootstrap.rs", [*test, "bootstrap", "ports"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
             REPORT: [("unit tests", [*lib, "report::"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"]),
                      ("tests/overlap.rs", [*test, "overlap"])],
             ERROR: [("unit tests", [*lib, "error::"])],

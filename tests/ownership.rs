@@ -149,6 +149,34 @@ fn the_host_writes_between_kernels_and_not_during_one() {
 }
 
 #[test]
+fn counts_are_read_from_host_memory_without_unsafe_code() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        let local = rig::EXPERTS / 2;
+        let counts = rig.ep.device().alloc_host((local + 1) * 4).unwrap();
+        // Of each rank three tokens go to expert 0 and to this rank's second.
+        let second = (world.rank().index() * local + 1) as i32;
+        rig.route(&[[0, second], [0, second], [0, second]], 1);
+        let output = rig.output(rig.capacity).host_counts(counts.view());
+        rig.ep.dispatch(&rig.stream, &rig.tokens(3), &output).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let (mut all, mut last) = ([-1; 5], [-1; 1]);
+        counts.read_i32(0, &mut all).unwrap();
+        counts.read_i32(local, &mut last).unwrap();
+        let wanted = if world.rank() == Rank(0) { [6, 3, 0, 0, 9] } else { [0, 3, 0, 0, 3] };
+        assert_eq!((all, last), (wanted, [wanted[4]]));
+        for (first, numbers) in [(0, 6), (local + 1, 1), (usize::MAX, 2), (6, 0)] {
+            let error = counts.read_i32(first, &mut vec![0; numbers]).unwrap_err().to_string();
+            let value =
+                format!("argument first is {first}, with {numbers} from there: stay within the buffer's 5 numbers");
+            assert_eq!(error, value);
+        }
+        counts.read_i32(local + 1, &mut []).unwrap();
+        world.barrier("done").unwrap();
+    });
+}
+
+#[test]
 fn copies_go_on_while_a_kernel_waits() {
     let device = Device::cpu().unwrap();
     let stream = device.new_stream().unwrap();

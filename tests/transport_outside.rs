@@ -5,13 +5,16 @@ mod rig;
 #[path = "transport_outside/loopback.rs"]
 mod loopback;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use loopback::Loopback;
-use rig::{Rig, on_ranks};
-use tokenyard::network::Transport;
-use tokenyard::{AnyTransport, Liveness, Proxy, ProxyConfig, Rank, Result, ThreadConfig, World};
+use rig::{Rig, builder, on_ranks, test_device};
+use tokenyard::network::{
+    DeviceNeeds, Event, Limits, MAX_ADDRESS, Posted, RegionId, Released, Span, Transport, WriteImm,
+};
+use tokenyard::{AnyTransport, Error, Liveness, Proxy, ProxyConfig, Rank, Result, ThreadConfig, World};
 
 fn config() -> ProxyConfig {
     ProxyConfig { liveness: Liveness::default(), thread: ThreadConfig { core: None, spinners: 8 } }
@@ -55,6 +58,113 @@ fn contexts_between_nodes_over_an_all_gather_and_a_network_of_somebody_else() {
             };
             scope.spawn(move || use_it(World::over(rank, RANKS, None, gather).unwrap(), network, &[2, 1]));
         }
+    });
+}
+
+/// An endpoint that says more than anybody can gather.
+struct Wordy {
+    inner: loopback::Endpoint,
+    /// Bytes of its address, of which it needs the first 12; else those of its refusals to register or to connect.
+    address: Arc<AtomicUsize>,
+    register: Arc<AtomicUsize>,
+    connect: Arc<AtomicUsize>,
+}
+
+/// Fails with so long a text.
+fn at_length(bytes: &AtomicUsize) -> Result<()> {
+    match bytes.load(Ordering::Relaxed) {
+        0 => Ok(()),
+        bytes => Err(Error::transport("word ".repeat(bytes / 5), "be brief")),
+    }
+}
+
+impl Transport for Wordy {
+    fn nics(&self) -> usize {
+        self.inner.nics()
+    }
+
+    fn limits(&self) -> Limits {
+        self.inner.limits()
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        self.inner.device_needs()
+    }
+
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
+        at_length(&self.register)?;
+        // SAFETY: passed on to the caller.
+        unsafe { self.inner.register(span) }
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        self.inner.deregister(region)
+    }
+
+    fn address(&self) -> Vec<u8> {
+        let mut address = self.inner.address();
+        address.resize(self.address.load(Ordering::Relaxed).max(address.len()), 0);
+        address
+    }
+
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
+        at_length(&self.connect)?;
+        self.inner.connect(peer, address.get(..12).unwrap_or_default())
+    }
+
+    fn post(&mut self, write: &WriteImm) -> Result<Posted> {
+        self.inner.post(write)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
+        self.inner.send(peer, message)
+    }
+
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        self.inner.poll(on_event)
+    }
+
+    fn reset(&mut self) -> Result<()> {
+        self.inner.reset()
+    }
+}
+
+#[test]
+fn an_endpoint_that_says_more_than_can_be_gathered_is_refused_on_all_ranks_with_the_reason() {
+    const LONG: usize = 70_000_000;
+    let network = Loopback::default();
+    on_ranks(3, |world| {
+        let world = world.with_nodes(&[2, 1]).unwrap();
+        let [address, register, connect] = [(); 3].map(|()| Arc::new(AtomicUsize::new(0)));
+        let inner = network.endpoint(world.rank());
+        let knobs = [address.clone(), register.clone(), connect.clone()];
+        let proxy = Proxy::spawn(&world, Box::new(Wordy { inner, address, register, connect }), config()).unwrap();
+        let build = || builder(&world, &test_device(&world)).proxy(&proxy).build().map(drop);
+        let wordy = world.rank() == Rank(1);
+        // Which of them says how much, what rank 1 hears, and what the others do.
+        let cases = [
+            (0, LONG, "endpoint of rank 1 has an address of 70000000 bytes: peers take at most 65536"),
+            (0, MAX_ADDRESS + 1, "endpoint of rank 1 has an address of 65537 bytes: peers take at most 65536"),
+            (1, LONG, "word word"),
+            (2, LONG, "word word"),
+        ];
+        for (knob, bytes, why) in cases {
+            knobs[knob].store(if wordy { bytes } else { 0 }, Ordering::Relaxed);
+            let error = build().unwrap_err();
+            let text = error.to_string();
+            assert!(text.contains(why) && !error.is_fatal(), "{}", text.get(..400).unwrap_or(&text));
+            if wordy {
+                assert!(matches!(error, Error::Transport { .. }));
+            } else {
+                assert!(matches!(error, Error::Bootstrap { .. }) && text.contains("mend rank 1"), "{:.400}", text);
+                assert!(text.len() < 5000, "{} bytes", text.len());
+            }
+            knobs[knob].store(0, Ordering::Relaxed);
+        }
+        knobs[0].store(MAX_ADDRESS, Ordering::Relaxed);
+        let rig = Rig::with(&world, |builder| builder.proxy(&proxy));
+        (0..2).for_each(|salt| rig.good_round(salt));
+        world.barrier("used").unwrap();
     });
 }
 

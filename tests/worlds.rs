@@ -124,9 +124,15 @@ fn ranks_of_other_nodes_get_no_descriptors() {
 #[test]
 fn ranks_and_sizes_that_cannot_be() {
     let never = |_: &str, _: &[u8], _: Duration| -> Result<Vec<Vec<u8>>> { panic!("called") };
-    for (rank, size, name) in [(2, 2, "rank"), (0, 0, "rank"), (0, 1 << 20, "size")] {
+    let cases = [
+        (2, 2, "configuration rank is 2: ranks are counted from 0, so give one below the size 2"),
+        (0, 0, "configuration size is 0: give the number of ranks, 1 to 16384"),
+        (0, 16_385, "configuration size is 16385: give the number of ranks, 1 to 16384"),
+        (usize::MAX, usize::MAX, "configuration size is 18446744073709551615: give the number of ranks, 1 to 16384"),
+    ];
+    for (rank, size, expected) in cases {
         let error = World::over(rank, size, None, never).unwrap_err();
-        assert!(matches!(error, Error::Config { name: refused, .. } if refused == name), "{error}");
+        assert_eq!(error.to_string(), expected);
     }
 }
 

@@ -1,7 +1,7 @@
 //! Building a context: its shape, the checks, and the exchange after which every rank can address its peers.
 
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
-use super::placement::Placement;
+use super::placement::{MAX_EXPERTS, Placement};
 use super::plan::Plan;
 use super::shape::{Shape, Weights};
 use super::sms::{Traffic, sms_available};
@@ -177,7 +177,7 @@ impl AllToAllBuilder {
         let (ranks, first_ranks) = (self.world.size(), self.world.first_size());
         let nodes = self.check_nodes()?;
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
-        within("experts", self.experts, 1, 1 << 20, "experts")?;
+        within("experts", self.experts, 1, MAX_EXPERTS, "experts")?;
         within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
         within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
         within("handles", self.tuning.handles, 1, 1024, "handles")?;

@@ -6,6 +6,7 @@ use super::tables::inverse;
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::{Place, View};
+use std::fmt;
 
 /// Type of the routing indices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -139,6 +140,8 @@ pub enum ScaleOrder {
 }
 
 /// Where dispatch writes: made by [`Output::new`], and changed field by field. Optional views are left out by `None`.
+/// No view may overlap another of the call, be it one of [`Tokens`]: what counts is from the first byte that the call
+/// needs to the last.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Output {
@@ -170,7 +173,7 @@ pub struct Output {
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
     /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is
-    /// over.
+    /// over. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
     pub host_counts: Option<View>,
 }
 
@@ -222,7 +225,8 @@ pub struct Rows {
     pub topk_weight: Option<View>,
 }
 
-/// Where combine writes: made by [`Combined::new`], and changed field by field.
+/// Where combine writes: made by [`Combined::new`], and changed field by field. It may not overlap what the call is
+/// given in [`Rows`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Combined {
@@ -460,22 +464,76 @@ fn built_for(name: &'static str, given: String, own: String) -> Error {
     )
 }
 
+/// Refuses memory that lies in other memory of the call.
+#[cold]
+fn overlap(written: &Used, other: &Used) -> Error {
+    Error::argument(
+        written.name,
+        format!("{written}, where {} has {other}", other.name),
+        "give memory that overlaps none of the call's, as a call writes its outputs while it reads its inputs",
+    )
+}
+
 /// Scale words from one column to the next, which the device keeps in 32 bits.
 fn stride(name: &'static str, words: usize) -> Result<u32> {
     let advice = "columns of scales are at most 2^32 - 1 words apart; lay them out closer";
     u32::try_from(words).map_err(|_| Error::argument(name, words, advice))
 }
 
-/// What views are held against: the context's shape, and its device.
-#[derive(Clone, Copy)]
+/// Views that a call has at most, those of a dispatch.
+const MAX_VIEWS: usize = 15;
+
+/// Bytes that a call reads or writes, from the first to the last.
+#[derive(Clone, Copy, Default)]
+struct Used {
+    name: &'static str,
+    begin: u64,
+    end: u64,
+}
+
+impl fmt::Display for Used {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} bytes at {:#x}", self.end - self.begin, self.begin)
+    }
+}
+
+/// What views are held against: the context's shape, its device, and the call's other views.
 pub(crate) struct Needs<'a> {
     pub shape: &'a Shape,
     pub place: Place,
+    used: [Used; MAX_VIEWS],
+    count: usize,
+    /// Of these, how many are read alone.
+    read: usize,
 }
 
 impl Needs<'_> {
+    pub(crate) fn new(shape: &Shape, place: Place) -> Needs<'_> {
+        Needs { shape, place, used: [Used::default(); MAX_VIEWS], count: 0, read: 0 }
+    }
+
+    /// What is needed from here on the call writes.
+    pub(crate) fn written(mut self) -> Self {
+        self.read = self.count;
+        self
+    }
+
+    /// Refuses memory that the call writes where it lies in other memory of the call: it would read what it has
+    /// written, as experts or counts, and its peers with it.
+    pub(crate) fn check_apart(&self) -> Result<()> {
+        let used = self.used.get(..self.count).unwrap_or_default();
+        for (at, written) in used.iter().enumerate().skip(self.read) {
+            for other in &used[..at] {
+                if written.begin < other.end && other.begin < written.end {
+                    return Err(overlap(written, other));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Refuses a view that is of another device, too small or misaligned.
-    fn need(&self, name: &'static str, view: &View, bytes: Option<usize>, align: u64) -> Result<u64> {
+    fn need(&mut self, name: &'static str, view: &View, bytes: Option<usize>, align: u64) -> Result<u64> {
         view.of(name, self.place)?;
         let Some(bytes) = bytes else {
             return Err(Error::argument(name, "beyond 64 bits", "ask for fewer rows"));
@@ -493,12 +551,16 @@ impl Needs<'_> {
                 format!("align it to {align} bytes"),
             ));
         }
+        if let (true, Some(used)) = (bytes > 0, self.used.get_mut(self.count)) {
+            *used = Used { name, begin: view.ptr(), end: view.ptr().saturating_add(bytes as u64) };
+            self.count += 1;
+        }
         Ok(view.ptr())
     }
 
     /// Refuses an optional view that is missing where it is needed, given where it is unused, or unusable.
     fn need_if(
-        &self,
+        &mut self,
         name: &'static str,
         wanted: bool,
         why: &str,
@@ -513,7 +575,7 @@ impl Needs<'_> {
         }
     }
 
-    fn optional(&self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
+    fn optional(&mut self, name: &'static str, view: &Option<View>, bytes: Option<usize>) -> Result<u64> {
         view.as_ref().map_or(Ok(0), |view| self.need(name, view, bytes, 4))
     }
 }
@@ -550,7 +612,7 @@ impl Tokens {
         }
     }
 
-    pub(crate) fn check(&self, needs: Needs<'_>) -> Result<raw::ty_tokens> {
+    pub(crate) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_tokens> {
         let shape = needs.shape;
         let room = self.room(shape)?;
         let choices = room.checked_mul(shape.top_k);
@@ -587,7 +649,7 @@ impl Tokens {
         })
     }
 
-    fn check_scales(&self, needs: Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {
+    fn check_scales(&self, needs: &mut Needs<'_>, room: usize) -> Result<Option<&ScaleView>> {
         let (shape, scales) = (needs.shape, self.scales.as_ref());
         let span = scales.and_then(|s| {
             let last = room.saturating_sub(1).checked_mul(s.row_stride_bytes)?;
@@ -637,7 +699,7 @@ impl Output {
         [&self.rows, &self.expert_count].into_iter().chain(optional.into_iter().flatten())
     }
 
-    pub(crate) fn check(&self, needs: Needs<'_>) -> Result<raw::ty_output> {
+    pub(crate) fn check(&self, needs: &mut Needs<'_>) -> Result<raw::ty_output> {
         let shape = needs.shape;
         let (capacity, align) = match self.layout {
             Layout::Contiguous { align: 0, .. } => {
@@ -710,7 +772,7 @@ impl Rows {
     }
 
     /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` that of own tokens.
-    pub(crate) fn check(&self, needs: Needs<'_>, rows: usize, room: usize) -> Result<u64> {
+    pub(crate) fn check(&self, needs: &mut Needs<'_>, rows: usize, room: usize) -> Result<u64> {
         let shape = needs.shape;
         if let Some(dtype) = self.dtype.filter(|dtype| *dtype != shape.combine_dtype) {
             return Err(built_for("dtype of rows", dtype.to_string(), shape.combine_dtype.to_string()));
@@ -729,17 +791,21 @@ impl Rows {
 }
 
 impl Combined {
-    pub(crate) fn check(&self, needs: Needs<'_>, room: usize) -> Result<u32> {
+    pub(crate) fn check(&self, needs: &mut Needs<'_>, room: usize) -> Result<Sums> {
         let shape = needs.shape;
-        let code = shape.float_code("dtype of out", self.dtype)?;
+        let dtype = shape.float_code("dtype of out", self.dtype)?;
         let row_bytes = shape.hidden * self.dtype.bytes();
-        let pitch = self.pitch(shape);
-        needs.need("out", &self.out, rows_span("pitch_bytes of out", room, pitch, row_bytes)?, 16)?;
-        Ok(code)
+        let pitch = self.pitch_bytes.unwrap_or(row_bytes);
+        let out = needs.need("out", &self.out, rows_span("pitch_bytes of out", room, pitch, row_bytes)?, 16)?;
+        Ok(Sums { out, pitch: pitch as u64, dtype, accumulate: u32::from(self.accumulate) })
     }
+}
 
-    /// Bytes from one row to the next.
-    pub(crate) fn pitch(&self, shape: &Shape) -> usize {
-        self.pitch_bytes.unwrap_or(shape.hidden * self.dtype.bytes())
-    }
+/// Where sums go, as kernels take it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sums {
+    pub out: u64,
+    pub pitch: u64,
+    pub dtype: u32,
+    pub accumulate: u32,
 }

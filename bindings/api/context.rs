@@ -2,7 +2,7 @@
 
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
-use super::calls::{Combined, Layout, Needs, Output, OwnOutput, Rows, Tokens};
+use super::calls::{Combined, Layout, Needs, Output, OwnOutput, Rows, Sums, Tokens};
 use super::device_memory::{Local, Shared, device_context};
 use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows};
 use super::open::{Call, InUse, Memory, Open};
@@ -19,8 +19,8 @@ use crate::proxy::driver::Kept;
 use crate::proxy::{FlagPlace, Offer, Opening};
 use crate::transport::network::Span;
 use crate::transport::{PeerMap, World};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Chains of calls.
@@ -68,6 +68,8 @@ pub struct AllToAll {
     block: u32,
     context: raw::ty_context,
     counters: Counters,
+    /// A call that was half enqueued.
+    ended: OnceLock<Error>,
     flags: Option<FlagPlace>,
 }
 
@@ -133,9 +135,17 @@ impl AllToAllBuilder {
         let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
         let chains = Arc::new(Chains::new(builder.tuning.ordered));
         let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
-        let counters = Counters::default();
-        Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, flags })
+        let (counters, ended) = (Counters::default(), OnceLock::new());
+        Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, ended, flags })
     }
+}
+
+/// Where the sums of a combine go; `needs` has what it reads.
+fn check_sums(out: &Combined, handle: &Handle, needs: Needs<'_>) -> Result<Sums> {
+    let mut needs = needs.written();
+    let sums = out.check(&mut needs, handle.room)?;
+    needs.check_apart()?;
+    Ok(sums)
 }
 
 impl AllToAll {
@@ -147,17 +157,18 @@ impl AllToAll {
     /// Sends this rank's tokens to the ranks of their experts and receives those for its own, in one kernel.
     ///
     /// # Errors
-    /// `Argument` for unusable views or counts, and whatever [`check`](Self::check) finds; nothing is enqueued then.
+    /// `Argument` for unusable views or counts, views that overlap among them, and whatever [`check`](Self::check)
+    /// finds; nothing is enqueued then. `Device` where the driver refuses a launch: fatal in the midst of a call of
+    /// several [`waves`](Self::waves), which closes the context, since peers have the first of them.
     pub fn dispatch(&self, stream: &Stream, tokens: &Tokens, output: &Output) -> Result<Handle> {
         self.check()?;
-        let input = tokens.check(self.needs())?;
-        let out = self.check_output(output)?;
+        let mut needs = self.needs();
+        let input = tokens.check(&mut needs)?;
+        let out = self.check_output(output, needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take()?;
         call.keep(tokens.views().chain(output.views()));
-        for wave in 0..self.plan.waves {
-            self.launch_dispatch(&call, BOTH_PHASES, wave, lease.raw(), input, Some(out))?;
-        }
+        self.in_waves(&call, |wave| self.launch_dispatch(&call, BOTH_PHASES, wave, lease.raw(), input, Some(out)))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, tokens, input)?, output))
     }
@@ -176,7 +187,7 @@ impl AllToAll {
     pub fn dispatch_send(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
         self.check()?;
         self.check_split()?;
-        let input = tokens.check(self.needs())?;
+        let input = tokens.check(&mut self.needs())?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take()?;
         call.keep(tokens.views());
@@ -188,8 +199,7 @@ impl AllToAll {
     /// The receiving half of [`dispatch`](Self::dispatch).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst
-    /// of a call of several waves, that is out of order, and the next call says so.
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again unless the context is closed.
     pub fn dispatch_recv(
         &self,
         stream: &Stream,
@@ -203,14 +213,19 @@ impl AllToAll {
     fn receive_dispatch(&self, stream: &Stream, sent: &Sent, output: &Output) -> Result<Handle> {
         self.check()?;
         self.own("sent", sent.context)?;
-        let out = self.check_output(output)?;
+        let mut needs = self.needs();
+        // What is sent in one wave has been read.
+        if let Some(tokens) = &sent.views {
+            tokens.check(&mut needs)?;
+        }
+        let out = self.check_output(output, needs)?;
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.lease)?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
-        self.launch_dispatch(&call, raw::TY_PHASE_RECEIVE, 0, sent.lease.raw(), sent.tokens, Some(out))?;
-        for wave in 1..self.plan.waves {
-            self.launch_dispatch(&call, BOTH_PHASES, wave, sent.lease.raw(), sent.tokens, Some(out))?;
-        }
+        self.in_waves(&call, |wave| {
+            let phases = if wave == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
+            self.launch_dispatch(&call, phases, wave, sent.lease.raw(), sent.tokens, Some(out))
+        })?;
         Ok(self.handle(sent, output))
     }
 
@@ -221,13 +236,13 @@ impl AllToAll {
     pub fn combine(&self, stream: &Stream, handle: &Handle, rows: &Rows, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("handle", handle.context)?;
-        let sent = self.sent_rows(rows, handle)?;
+        let mut needs = self.needs();
+        let sent = self.sent_rows(rows, handle, &mut needs)?;
+        let sums = check_sums(out, handle, needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views().chain([&out.out]));
-        for wave in 0..self.plan.waves {
-            self.launch_combine(&call, BOTH_PHASES, wave, handle, sent, Some(out))?;
-        }
+        self.in_waves(&call, |wave| self.launch_combine(&call, BOTH_PHASES, wave, handle, sent, Some(sums)))?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
@@ -240,7 +255,7 @@ impl AllToAll {
     pub fn combine_send(&self, stream: &Stream, handle: &Handle, rows: &Rows) -> Result<CombineSent> {
         self.check()?;
         self.own("handle", handle.context)?;
-        let sent = self.sent_rows(rows, handle)?;
+        let sent = self.sent_rows(rows, handle, &mut self.needs())?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views());
@@ -253,8 +268,7 @@ impl AllToAll {
     /// The receiving half of [`combine`](Self::combine).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again. Where the driver fails in the midst
-    /// of a call of several waves, that is out of order, and the next call says so.
+    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again unless the context is closed.
     pub fn combine_recv(
         &self,
         stream: &Stream,
@@ -268,14 +282,19 @@ impl AllToAll {
     fn receive_combine(&self, stream: &Stream, sent: &CombineSent, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("sent", sent.handle.context)?;
+        let mut needs = self.needs();
+        // As in receive_dispatch.
+        if let Some(rows) = &sent.views {
+            self.sent_rows(rows, &sent.handle, &mut needs)?;
+        }
+        let sums = check_sums(out, &sent.handle, needs)?;
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(Rows::views).chain([&out.out]));
-        self.launch_combine(&call, raw::TY_PHASE_RECEIVE, 0, &sent.handle, sent.rows, Some(out))?;
-        for wave in 1..self.plan.waves {
-            self.launch_combine(&call, BOTH_PHASES, wave, &sent.handle, sent.rows, Some(out))?;
-        }
-        Ok(())
+        self.in_waves(&call, |wave| {
+            let phases = if wave == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
+            self.launch_combine(&call, phases, wave, &sent.handle, sent.rows, Some(sums))
+        })
     }
 
     /// A barrier of all ranks on their streams: nothing behind it runs before every rank's stream came here.
@@ -297,6 +316,10 @@ impl AllToAll {
     /// `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Transport` and `Device` where this rank's own proxy cannot go on.
     pub fn check(&self) -> Result<()> {
         self.world.check_current()?;
+        if let Some(ended) = self.ended.get() {
+            self.counters.errors.fetch_add(1, Ordering::Relaxed);
+            return Err(ended.clone());
+        }
         let own = self.open.opening.as_ref().and_then(Opening::failure);
         self.open.memory.reports.check(&self.world, own, &|| self.losses()).inspect_err(|_| {
             self.counters.errors.fetch_add(1, Ordering::Relaxed);
@@ -412,17 +435,11 @@ impl AllToAll {
     }
 
     fn needs(&self) -> Needs<'_> {
-        Needs { shape: &self.shape, place: self.device.place() }
+        Needs::new(&self.shape, self.device.place())
     }
 
-    /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call
-    /// leaves.
-    #[doc(hidden)]
-    pub fn addresses(&self) -> Option<[u64; 2]> {
-        Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])
-    }
-
-    fn check_output(&self, output: &Output) -> Result<raw::ty_output> {
+    /// `needs` has the call's inputs.
+    fn check_output(&self, output: &Output, needs: Needs<'_>) -> Result<raw::ty_output> {
         if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";
             return Err(Error::config("layout", "token", advice));
@@ -430,7 +447,10 @@ impl AllToAll {
         if let Some(own) = self.own_output() {
             own.check(output)?;
         }
-        output.check(self.needs())
+        let mut needs = needs.written();
+        let out = output.check(&mut needs)?;
+        needs.check_apart()?;
+        Ok(out)
     }
 
     /// Refuses halves of a call where rows leave once counts are here.
@@ -467,14 +487,38 @@ impl AllToAll {
         Ok(Sent { lease, room, tokens: input, views, context: self.id() })
     }
 
-    fn sent_rows(&self, rows: &Rows, handle: &Handle) -> Result<SentRows> {
-        let topk_weight = rows.check(self.needs(), handle.rows, handle.room)?;
+    fn sent_rows(&self, rows: &Rows, handle: &Handle, needs: &mut Needs<'_>) -> Result<SentRows> {
+        let topk_weight = rows.check(needs, handle.rows, handle.room)?;
         Ok(SentRows { rows: rows.rows.ptr(), pitch: rows.pitch(&self.shape) as u64, topk_weight })
     }
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
         let rows = output.layout.rows(self.shape.local_experts).unwrap_or(0);
         Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id() }
+    }
+
+    /// Launches a call wave by wave. Where the driver refuses a later one, the call is half enqueued for good, which
+    /// closes the context; but nothing of one that was to be recorded runs before its graph does.
+    fn in_waves(&self, call: &Call<'_>, launch: impl Fn(usize) -> Result<()>) -> Result<()> {
+        (0..self.plan.waves).try_for_each(|wave| {
+            launch(wave).map_err(|error| if wave > 0 && !call.is_recorded() { self.end(wave, error) } else { error })
+        })
+    }
+
+    /// Closes the context over a call that is half enqueued; answers why.
+    #[cold]
+    fn end(&self, wave: usize, error: Error) -> Error {
+        let waves = self.plan.waves;
+        let error = match error {
+            Error::Device { what, advice, code, source, .. } => {
+                let what = format!("{what} (launch {} of the {waves} of a call, of which it has {wave})", wave + 1);
+                let advice = format!("{advice}; the call stays unfinished, so build a new context on all ranks");
+                Error::Device { what, advice, fatal: true, code, source }
+            }
+            other => other.ending(),
+        };
+        self.counters.errors.fetch_add(1, Ordering::Relaxed);
+        self.ended.get_or_init(|| error).clone()
     }
 
     fn launch_dispatch(
@@ -505,19 +549,18 @@ impl AllToAll {
         wave: usize,
         handle: &Handle,
         rows: SentRows,
-        out: Option<&Combined>,
+        sums: Option<Sums>,
     ) -> Result<()> {
-        let out_dtype = out.map_or(Ok(raw::TY_BF16), |out| out.check(self.needs(), handle.room))?;
         let args = raw::ty_combine_args {
             context: call.context(&self.context),
             handle: handle.lease.raw(),
             rows: rows.rows,
             rows_pitch: rows.pitch,
             topk_weight: rows.topk_weight,
-            out: out.map_or(0, |out| out.out.ptr()),
-            out_pitch: out.map_or(0, |out| out.pitch(&self.shape) as u64),
-            out_dtype,
-            accumulate: out.map_or(0, |out| u32::from(out.accumulate)),
+            out: sums.map_or(0, |sums| sums.out),
+            out_pitch: sums.map_or(0, |sums| sums.pitch),
+            out_dtype: sums.map_or(raw::TY_BF16, |sums| sums.dtype),
+            accumulate: sums.map_or(0, |sums| sums.accumulate),
             layout: handle.layout.code(),
             phases,
             wave: wave as u32,
@@ -536,8 +579,14 @@ impl AllToAll {
         shared: u32,
         args: &A,
     ) -> Result<()> {
+        #[cfg(test)]
+        tests::launched()?;
         // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the
         // rest is the context's memory, which waits for its streams as it goes.
         unsafe { stream.launch(kernel, grid, block, shared, args) }
     }
 }
+
+#[cfg(test)]
+#[path = "context_tests.rs"]
+mod tests;

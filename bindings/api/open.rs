@@ -95,6 +95,11 @@ impl<'a> Call<'a> {
         raw::ty_context { guarded: self.guarded.into(), ..*context }
     }
 
+    /// Whether it runs with a graph alone. One that a capture of another library may have is taken for it.
+    pub fn is_recorded(&self) -> bool {
+        self.recording.is_some() || self.stream.is_capturing().unwrap_or(false)
+    }
+
     /// Has a capture keep what the call was given.
     pub fn keep<'v>(&mut self, views: impl Iterator<Item = &'v View>) {
         if let Some(recording) = self.recording.as_mut() {

@@ -1,6 +1,10 @@
 //! Which rank holds which expert.
 
 use crate::base::{Error, Result};
+use crate::transport::world::bootstrap::MAX_WORLD;
+
+/// Most experts of a placement.
+pub(crate) const MAX_EXPERTS: usize = 1 << 20;
 
 /// A table expert → rank. The experts of a rank are counted locally in the order of their global ids.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,8 +19,9 @@ impl Placement {
     /// Expert e lies on rank `floor(e · ranks / experts)`.
     ///
     /// # Errors
-    /// `Config` if `ranks` is 0.
+    /// `Config` if there are no ranks or experts, or more than there can be.
     pub fn even(experts: usize, ranks: usize) -> Result<Placement> {
+        check_sizes(experts, ranks)?;
         let table = (0..experts).map(|e| (e as u64 * ranks as u64 / experts as u64) as u32).collect();
         Placement::table(table, ranks)
     }
@@ -24,11 +29,10 @@ impl Placement {
     /// Any placement: `table[e]` is the rank of expert e. A replicated expert is several physical experts.
     ///
     /// # Errors
-    /// `Config` if the table is empty or names a rank outside the world.
+    /// `Config` if the table is empty or names a rank outside the world, or there are more experts or ranks than there
+    /// can be.
     pub fn table(table: Vec<u32>, ranks: usize) -> Result<Placement> {
-        if table.is_empty() {
-            return Err(Error::config("placement", "empty", "give one rank per expert"));
-        }
+        check_sizes(table.len(), ranks)?;
         let mut local_experts = vec![Vec::new(); ranks];
         let mut local_index = Vec::with_capacity(table.len());
         for (expert, &rank) in table.iter().enumerate() {
@@ -73,6 +77,18 @@ impl Placement {
     }
 }
 
+/// Refuses numbers of experts and ranks for which no table is made.
+fn check_sizes(experts: usize, ranks: usize) -> Result<()> {
+    if experts == 0 {
+        return Err(Error::config("placement", "empty", "give one rank per expert"));
+    }
+    if experts > MAX_EXPERTS || ranks == 0 || ranks > MAX_WORLD {
+        let advice = format!("give 1 to {MAX_EXPERTS} experts on 1 to {MAX_WORLD} ranks");
+        return Err(Error::config("placement", format!("{experts} experts on {ranks} ranks"), advice));
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -96,5 +112,17 @@ mod tests {
         assert_eq!((placement.local_experts(2), placement.local_index(2)), (&[0, 2][..], Some(1)));
         assert!(Placement::table(vec![0, 3], 3).unwrap_err().to_string().contains("expert 1"));
         assert!(Placement::table(vec![], 3).is_err());
+    }
+
+    #[test]
+    fn experts_and_ranks_beyond_what_a_table_counts_are_refused_with_both() {
+        for (experts, ranks) in [(usize::MAX, 1), ((1 << 20) + 1, 8), (8, usize::MAX), (8, 16_385), (8, 0)] {
+            let text = Placement::even(experts, ranks).unwrap_err().to_string();
+            let wanted = "give 1 to 1048576 experts on 1 to 16384 ranks";
+            assert_eq!(text, format!("configuration placement is {experts} experts on {ranks} ranks: {wanted}"));
+        }
+        assert!(Placement::table(vec![0], usize::MAX).unwrap_err().to_string().contains("1 to 16384 ranks"));
+        assert!(Placement::even(0, 8).is_err());
+        assert_eq!(Placement::even(1 << 20, 1 << 14).unwrap().max_local_experts(), 64);
     }
 }

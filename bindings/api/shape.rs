@@ -62,10 +62,11 @@ impl Shape {
         self.weights == Weights::Combine
     }
 
-    /// Whether kernels can number the rows of so many experts, of any routing, with starts that are aligned so.
+    /// Whether kernels can number the rows of so many experts, of any routing, with starts that are aligned so. The
+    /// alignment itself must be a number of theirs where there is no expert, too.
     pub fn is_counted(&self, experts: usize, align: usize) -> bool {
         let rows = self.ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k);
-        rows.saturating_add(experts.saturating_mul(align)) <= i32::MAX as usize
+        rows.saturating_add(experts.max(1).saturating_mul(align)) <= i32::MAX as usize
     }
 
     pub fn weights_sentence(&self) -> &'static str {

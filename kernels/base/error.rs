@@ -5,6 +5,9 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
+/// Longest text of an error that peers are told, in bytes.
+const MAX_TOLD: usize = 4096;
+
 /// Shorthand for results of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -290,6 +293,14 @@ impl Error {
             }
             _ => {}
         }
+    }
+
+    /// Its text, as much of it as peers are told: errors of a caller's own transport or all-gather are as long as these
+    /// make them.
+    pub(crate) fn told(&self) -> String {
+        let mut text = self.to_string();
+        text.truncate(text.floor_char_boundary(MAX_TOLD));
+        text
     }
 
     /// Whether the context, world, proxy or device that returned it cannot go on: it returns an error at every further

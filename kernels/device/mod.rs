@@ -23,7 +23,7 @@ use crate::base::wait::uninterrupted;
 use crate::base::{Error, Result};
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -406,6 +406,26 @@ impl HostBuffer {
         // SAFETY: the buffer is aligned to a page, zeroed when made, and lives as long as `self`; kernels and hosts
         // access words that are shared like this atomically.
         unsafe { std::slice::from_raw_parts(self.memory.host.cast(), self.memory.bytes / 8) }
+    }
+
+    /// The int32 numbers from number `first` on, as [`Output::host_counts`](crate::Output::host_counts) are. Never
+    /// waits: what a call wrote is there once its stream has passed it, and until then each number is an older or a
+    /// newer one.
+    ///
+    /// # Errors
+    /// `Argument` beyond the buffer.
+    pub fn read_i32(&self, first: usize, numbers: &mut [i32]) -> Result<()> {
+        let there = self.memory.bytes / size_of::<i32>();
+        // SAFETY: the buffer is aligned to more than 4 bytes, zeroed when made, and lives as long as `self`; the host
+        // accesses it atomically alone, and kernels store aligned words.
+        let words = unsafe { std::slice::from_raw_parts(self.memory.host.cast::<AtomicI32>(), there) };
+        let end = first.checked_add(numbers.len());
+        let Some(words) = end.and_then(|end| words.get(first..end)) else {
+            let value = format!("{first}, with {} from there", numbers.len());
+            return Err(Error::argument("first", value, format!("stay within the buffer's {there} numbers")));
+        };
+        numbers.iter_mut().zip(words).for_each(|(number, word)| *number = word.load(Ordering::Acquire));
+        Ok(())
     }
 
     /// Its first byte, as the host sees it.

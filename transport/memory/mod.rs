@@ -353,7 +353,7 @@ fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]
 
 /// Collective: if any rank could not map, all fail; that rank with its reason, the others naming it.
 fn agree<T>(world: &World, outcome: Result<T>) -> Result<T> {
-    let said = outcome.as_ref().err().map(ToString::to_string).unwrap_or_default();
+    let said = outcome.as_ref().err().map(Error::told).unwrap_or_default();
     let all = world.all_gather("arenas mapped", said.as_bytes())?;
     let value = outcome?;
     match all.iter().position(|text| !text.is_empty()) {

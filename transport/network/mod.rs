@@ -69,6 +69,8 @@ use std::fmt;
 
 /// Longest control message in bytes.
 pub const MAX_MESSAGE: usize = 256;
+/// Longest address of an endpoint in bytes: those of all ranks are gathered at once.
+pub const MAX_ADDRESS: usize = 64 << 10;
 
 /// Memory of this process, or of its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -341,7 +343,8 @@ pub trait Transport: Send {
     /// then it must stay as it is until the endpoint is dropped.
     fn deregister(&mut self, region: RegionId) -> Result<Released>;
 
-    /// What peers need to connect to this endpoint and to reach the regions registered so far.
+    /// What peers need to connect to this endpoint and to reach the regions registered so far: at most [`MAX_ADDRESS`]
+    /// bytes. A context is not built with a longer one, on any rank.
     fn address(&self) -> Vec<u8>;
 
     /// Learns a peer's address. Connecting again with a newer address of the same endpoint adds the regions registered

@@ -122,6 +122,20 @@ impl Family {
     }
 }
 
+/// Where a generation meets that is later than this one: as far behind its port.
+fn later_port(now: &Bootstrap, generation: u32) -> Result<u16> {
+    let port = u64::from(now.port) + u64::from(generation.saturating_sub(now.generation));
+    u16::try_from(port).map_err(|_| {
+        let last = now.generation.saturating_add(u32::from(u16::MAX - now.port));
+        let advice = format!(
+            "generation {} met on port {}, so that it would meet on port {port}: give at most {last}, or start the job \
+             with a lower TOKENYARD_PORT",
+            now.generation, now.port
+        );
+        Error::config("generation", generation, advice)
+    })
+}
+
 fn not_a_member(own: Rank) -> Error {
     Error::config("members", "without this rank", format!("rank {own} must be one"))
 }
@@ -185,20 +199,20 @@ impl World {
     /// ```
     ///
     /// # Errors
-    /// `Config` for a rank that is not below `size`, or more ranks than a world has; what `gather` answers; `Bootstrap`
-    /// where its parts are too few or too many, or are not those of the same step of the same ranks.
+    /// `Config` for no ranks or more than a world has, or a rank that is not below `size`; what `gather` answers;
+    /// `Bootstrap` where its parts are too few or too many, or are not those of the same step of the same ranks.
     pub fn over(
         rank: usize,
         size: usize,
         local_rank: Option<usize>,
         gather: impl AllGather + 'static,
     ) -> Result<World> {
-        if size > MAX_WORLD {
-            let advice = format!("give at most {MAX_WORLD}");
+        if size == 0 || size > MAX_WORLD {
+            let advice = format!("give the number of ranks, 1 to {MAX_WORLD}");
             return Err(Error::config("size", size, advice));
         }
         if rank >= size {
-            let advice = format!("ranks of {size} are below that");
+            let advice = format!("ranks are counted from 0, so give one below the size {size}");
             return Err(Error::config("rank", rank, advice));
         }
         let rank = Rank(rank as u32);
@@ -280,8 +294,8 @@ impl World {
     ///
     /// # Errors
     /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, nothing is
-    /// known of the first one's host, or the generation is not a later one; `Bootstrap`, naming the absent, if not all
-    /// come: then the same members may try again.
+    /// known of the first one's host, or the generation is not a later one or has no port up to 65535; `Bootstrap`,
+    /// naming the absent, if not all come: then the same members may try again.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         if let Link::Over(_) = &self.link {
             let advice =
@@ -291,14 +305,7 @@ impl World {
         let (own, rank, nodes) = self.next_place(generation, members)?;
         let first_nodes = self.family.first_nodes.clone();
         if let Link::Star(_, bootstrap) = &self.link {
-            let first_port = u32::from(bootstrap.port).wrapping_sub(bootstrap.generation);
-            let port = u16::try_from(first_port.wrapping_add(generation)).map_err(|_| {
-                Error::config(
-                    "generation",
-                    generation,
-                    format!("its port would be {first_port} plus that; give a lower one, or start with a lower port"),
-                )
-            })?;
+            let port = later_port(bootstrap, generation)?;
             let first = members.first().copied().unwrap_or(own);
             let addr = self.family.hosts.get(&first).cloned().ok_or_else(|| {
                 Error::config(
@@ -478,7 +485,7 @@ impl World {
     /// # Errors
     /// The rank's own failure, or `Bootstrap` that names the first rank that has one.
     pub fn agree(&self, what: &'static str, failure: Option<&Error>) -> Result<()> {
-        let text = failure.map_or_else(String::new, Error::to_string);
+        let text = failure.map_or_else(String::new, Error::told);
         let all = self.all_gather(what, text.as_bytes())?;
         if let Some(error) = failure {
             return Err(error.clone());

@@ -1,0 +1,142 @@
+//! Calls of which the driver takes some launches and refuses the next.
+
+use super::*;
+use crate::bindings::api::TokenCount;
+use std::cell::Cell;
+
+const WAVES: usize = 3;
+const PATIENCE: Duration = Duration::from_secs(10);
+const ALL: usize = usize::MAX;
+
+thread_local! {
+    /// How many more launches of this thread's calls the driver takes.
+    static TAKEN: Cell<usize> = const { Cell::new(ALL) };
+}
+
+/// Stands in for the driver, which refuses launches at will.
+pub(super) fn launched() -> Result<()> {
+    match TAKEN.get() {
+        ALL => Ok(()),
+        0 => Err(Error::device("ty_test could not be launched", "wait")),
+        left => {
+            TAKEN.set(left - 1);
+            Ok(())
+        }
+    }
+}
+
+/// Makes a call of which the driver takes so many launches.
+fn taking<T>(launches: usize, call: impl FnOnce() -> T) -> T {
+    TAKEN.set(launches);
+    let outcome = call();
+    TAKEN.set(ALL);
+    outcome
+}
+
+/// A rank by itself, whose calls go in three waves.
+struct Alone {
+    ep: AllToAll,
+    stream: Stream,
+    input: Tokens,
+    output: Output,
+    out: Combined,
+}
+
+impl Alone {
+    fn new() -> Alone {
+        let (world, device) = (World::threads(1).remove(0), Device::cpu().unwrap());
+        let ep = AllToAll::builder(&world).device(device.clone()).hidden(8).experts(2).top_k(1);
+        let ep = ep.max_tokens_per_rank(WAVES).tuning(|tuning| tuning.wave_tokens = Some(1)).timeout(PATIENCE);
+        let view = |bytes: usize| {
+            let buffer = device.alloc(bytes).unwrap();
+            buffer.fill(0).unwrap();
+            buffer.view()
+        };
+        let input = Tokens::new(view(16 * WAVES), view(4 * WAVES), TokenCount::Host(WAVES));
+        let layout = Layout::Contiguous { align: 1, capacity: WAVES };
+        let (ep, stream) = (ep.build().unwrap(), device.new_stream().unwrap());
+        assert_eq!(ep.waves(), WAVES);
+        let (input, output) = (input.topk_weight(view(4 * WAVES)), Output::new(layout, view(16 * WAVES), view(8)));
+        Alone { ep, stream, input, output, out: Combined::new(view(16 * WAVES)) }
+    }
+
+    /// Calls of which the driver takes so many launches of one, by its number.
+    fn call(&self, call: usize, launches: usize) -> Result<()> {
+        let Alone { ep, stream, input, output, out } = self;
+        let rows = Rows::new(output.rows.clone());
+        if call == 0 {
+            return taking(launches, || ep.dispatch(stream, input, output)).map(drop);
+        }
+        if call == 1 {
+            let sent = ep.dispatch_send(stream, input)?;
+            return match taking(launches, || ep.dispatch_recv(stream, sent, output)) {
+                Err(refused) if !refused.error.is_fatal() => {
+                    ep.dispatch_recv(stream, *refused.given, output)?;
+                    Err(refused.error)
+                }
+                outcome => Ok(outcome.map(drop)?),
+            };
+        }
+        let handle = ep.dispatch(stream, input, output)?;
+        if call == 2 {
+            return taking(launches, || ep.combine(stream, &handle, &rows, out));
+        }
+        let sent = ep.combine_send(stream, &handle, &rows)?;
+        match taking(launches, || ep.combine_recv(stream, sent, out)) {
+            Err(refused) if !refused.error.is_fatal() => {
+                ep.combine_recv(stream, *refused.given, out)?;
+                Err(refused.error)
+            }
+            outcome => Ok(outcome?),
+        }
+    }
+
+    fn good_calls(&self) {
+        (0..CALLS).for_each(|call| self.call(call, ALL).unwrap());
+        self.stream.synchronize(PATIENCE).unwrap();
+        self.ep.check().unwrap();
+    }
+}
+
+/// Fused and received dispatches and combines.
+const CALLS: usize = 4;
+
+#[test]
+fn a_call_that_is_half_enqueued_closes_its_context() {
+    for (call, launches) in (0..CALLS).flat_map(|call| (1..WAVES).map(move |launches| (call, launches))) {
+        let rank = Alone::new();
+        rank.good_calls();
+        let before = rank.ep.stats();
+        let error = rank.call(call, launches).unwrap_err();
+        assert!(error.is_fatal(), "call {call}: {error}");
+        let (text, launch) = (error.to_string(), format!("(launch {} of the 3 of a call", launches + 1));
+        assert!(text.contains("ty_test could not be launched") && text.contains(&launch), "{text}");
+        assert!(text.contains("build a new context on all ranks"), "{text}");
+        let closed = [rank.ep.check(), rank.call(0, ALL), rank.ep.barrier(&rank.stream)];
+        closed.into_iter().for_each(|later| assert_eq!(later, Err(error.clone()), "call {call}"));
+        assert_eq!(rank.ep.stats().errors, before.errors + 4);
+        rank.stream.synchronize(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn a_call_of_which_nothing_was_enqueued_leaves_the_context_open() {
+    for call in 0..CALLS {
+        let rank = Alone::new();
+        rank.good_calls();
+        let error = rank.call(call, 0).unwrap_err();
+        assert_eq!(error, Error::device("ty_test could not be launched", "wait"));
+        rank.good_calls();
+    }
+}
+
+#[test]
+fn a_call_that_is_half_recorded_leaves_the_context_open() {
+    let rank = Alone::new();
+    rank.good_calls();
+    rank.stream.begin_capture().unwrap();
+    let error = rank.call(0, 1).unwrap_err();
+    drop(rank.stream.end_capture().unwrap());
+    assert!(!error.is_fatal(), "{error}");
+    rank.good_calls();
+}
