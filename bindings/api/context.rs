@@ -439,6 +439,13 @@ impl AllToAll {
     }
 
     /// `needs` has the call's inputs.
+    /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call
+    /// leaves.
+    #[doc(hidden)]
+    pub fn addresses(&self) -> Option<[u64; 2]> {
+        Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])
+    }
+
     fn check_output(&self, output: &Output, needs: Needs<'_>) -> Result<raw::ty_output> {
         if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";
