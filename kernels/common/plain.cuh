@@ -53,7 +53,7 @@ template <bool far, Plain does, u32 is_layout, bool arrive> struct PlainCombineA
   PlainContext<far, does, arrive> context;
   ty_handle handle;
   u64 rows, rows_pitch, topk_weight, out, out_pitch;
-  u32 unused[5], tokens;
+  u32 tokens, unused[5];
   static constexpr u32 out_dtype = TY_BF16, accumulate = 0, layout = is_layout;
   static constexpr u32 phases = TY_PHASE_SEND | TY_PHASE_RECEIVE, wave = 0;
 };

@@ -358,7 +358,9 @@ typedef struct ty_handle_head {
 } ty_handle_head;
 
 typedef struct ty_handle {
-  uint64_t head; // ty_handle_head *
+  uint64_t head;   // ty_handle_head *
+  uint32_t serial; // not TY_HANDLE_EMPTY; another one each time that the memory is given to a dispatch
+  uint32_t reserved;
   uint64_t rows; // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
   uint64_t weights;       // float [ranks][max_tokens][top_k]
   uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
@@ -369,8 +371,6 @@ typedef struct ty_handle {
   uint64_t wire_rows;     // uint32 [links][waves + 1]: where waves begin in those rows
   uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served home went to
   uint64_t rail_rows; // uint32 [served][waves + 1]: where waves begin in the rows of each served home; the first at 0
-  uint32_t serial;    // not TY_HANDLE_EMPTY; another one each time that the memory is given to a dispatch
-  uint32_t reserved;
 } ty_handle;
 
 typedef struct ty_tokens {
@@ -424,12 +424,12 @@ typedef struct ty_combine_args {
   uint64_t topk_weight; // float [tokens][top_k] of this rank's own tokens, or 0
   uint64_t out;
   uint64_t out_pitch; // bytes
+  uint32_t tokens;    // for which `out` and `topk_weight` have room
   uint32_t out_dtype; // TY_BF16, TY_FP16 or TY_FP32
   uint32_t accumulate;
   uint32_t layout;
   uint32_t phases;
-  uint32_t wave;   // of the call
-  uint32_t tokens; // for which `out` and `topk_weight` have room
+  uint32_t wave; // of the call
 } ty_combine_args;
 
 typedef struct ty_barrier_args {
