@@ -72,6 +72,7 @@ fn is_plain(context: &raw::ty_context, phases: u32) -> bool {
     phases == BOTH_PHASES
         && context.waves == 1
         && context.free_flags == 0
+        && context.guarded == 0
         && context.even_experts != 0
         && context.stats == 0
         && context.rank_names == 0
@@ -100,6 +101,7 @@ mod tests {
         let spoilt = [
             raw::ty_context { waves: 2, ..plain },
             raw::ty_context { free_flags: 1, ..plain },
+            raw::ty_context { guarded: 1, ..plain },
             raw::ty_context { even_experts: 0, ..plain },
             raw::ty_context { stats: 64, ..plain },
             raw::ty_context { rank_names: 64, ..plain },

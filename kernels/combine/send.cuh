@@ -53,13 +53,13 @@ struct RowOrder {
 // Shared memory of a combine block.
 struct CombineShared {
   LaunchShared turn;
-  u32 state, most_tokens;                        // of the handle's head, as thread 0 of a guarded launch found it
   u32 missing[TY_MAX_NODE_RANKS / warp_size];    // ranks of this node that send no rows, a bit each: see missing_ranks
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
   u32 helped;                                       // 1: warps that have sent help to sum own tokens
   u32 taken;                                        // pieces of those that some warp has taken
   Counts far, near, sums; // of partial rows for other nodes, of those for the own one, of the rail's sums
+  u32 state, most_tokens; // of the handle's head, as thread 0 of a guarded launch found it
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 

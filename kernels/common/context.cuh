@@ -59,14 +59,14 @@ struct Fault {
 
 // What a block keeps for the end of its launch: at the start of shared memory, so that nothing is looked up far away
 // when all else is done. Errors by whether they close the context, and by warp.
-struct LaunchShared {
-  u64 epoch;          // of the launch's phases; 0, which no epoch is: it may do nothing
-  u64 launches;       // that ended before
-  u64 sent, received; // of a guarded launch: as TurnWords
-  u32 closed;
-  i32 found;                                       // of dispatch: tokens that the caller says there are
+struct alignas(16) LaunchShared {
+  u64 epoch;                                       // of the launch's phases; 0, which no epoch is: it may do nothing
+  u64 launches;                                    // that ended before
   u32 faults[2][TY_MAX_BLOCK_THREADS / warp_size]; // how often a warp came upon one
   Fault first[2][TY_MAX_BLOCK_THREADS / warp_size];
+  u64 sent, received; // of a guarded launch: as TurnWords
+  u32 closed;
+  i32 found; // of dispatch: tokens that the caller says there are
 };
 
 // Keeps an error until the launch ends: what reports it is code that all launches would step over at every wait.
@@ -449,9 +449,9 @@ TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords turn, u32 direction, u
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
   Wave next = wave_of(c, sends ? sent + 1 : sent);
+  if (closed || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
   begin_faults();
   refuse_overlap(c, turn, direction);
-  if (closed || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
   if (leads) {
     keep_turn(next.epoch);
     store(&block_shared<LaunchShared>().launches, launches);

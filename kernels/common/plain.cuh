@@ -26,7 +26,7 @@ enum class Plain { nothing_else, quantizes, weighs_late };
 
 // Calls are one launch, of both phases. `far`: of a world of several nodes. `arrive`: as partials_arrive.
 template <bool far, Plain does, bool arrive = false> struct PlainContext : ty_context {
-  static constexpr u32 waves = 1, free_flags = 0;
+  static constexpr u32 waves = 1, free_flags = 0, guarded = 0;
   static constexpr u64 stats = 0, rank_names = 0;
 };
 template <Plain does, bool arrive> struct PlainContext<false, does, arrive> : PlainContext<true, does, arrive> {
