@@ -456,6 +456,33 @@ fn a_combine_on_another_stream_runs_behind_its_dispatch_eager_or_replayed() {
     });
 }
 
+/// What was enqueued before a capture runs eagerly, and has its place in the order.
+#[test]
+fn calls_on_a_stream_that_captures_by_now_are_followed_all_the_same() {
+    on_ranks(1, |world| {
+        let rig = Rig::new(&world);
+        rig.good_round(0);
+        let device = rig.ep.device();
+        let (first, [second, third]) = (&rig.stream, [(); 2].map(|()| device.new_stream().unwrap()));
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let held = Held::hold(first);
+        let handle = rig.ep.dispatch(first, &tokens, &output).unwrap();
+        first.begin_capture().unwrap();
+        rig.ep.dispatch(&second, &tokens, &output).unwrap();
+        rig.ep.combine(&third, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+        assert_eq!((is_held(&second), is_held(&third)), (true, true), "a call overtook what came before the capture");
+        let recorded = rig.ep.dispatch(first, &tokens, &output).unwrap();
+        rig.ep.combine(first, &recorded, &rig.expert_rows(), &rig.combined()).unwrap();
+        let graph = first.end_capture().unwrap();
+        graph.launch(&second).unwrap();
+        assert!(is_held(&second), "a replay overtook what it follows");
+        held.let_go();
+        [first, &second, &third].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+        rig.ep.check().unwrap();
+        rig.good_round(1);
+    });
+}
+
 /// The same where a capture takes it: its graph waits as it is launched.
 #[test]
 fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {

@@ -53,7 +53,9 @@ struct Counters {
 ///
 /// A call of a kind (dispatch, combine or barrier, and their halves) runs behind those that were enqueued before it, on
 /// whichever stream these were. Where the stream changes, the call waits for all that the other stream holds by then.
-/// While one of the two captures no such order is made.
+/// Of a stream that captures by now, it waits for what was enqueued before the capture; where another library captures
+/// that stream, the call is refused, since the driver says nothing of that work. What a capture records has no such
+/// order: its replays do.
 ///
 /// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context
 /// stays open as long as there is a graph of its calls.

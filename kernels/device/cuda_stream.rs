@@ -163,11 +163,14 @@ impl CudaStream {
 
     pub(super) fn end_capture(&self) -> Result<CudaGraph> {
         let _current = self.device.enter()?;
-        let events = lock(&self.capture).take().unwrap_or_default();
+        // Held until the capture has ended, so that nobody takes it for another library's.
+        let mut capture = lock(&self.capture);
+        let events = capture.take().unwrap_or_default();
         *lock(&self.before) = None;
         let mut graph: sys::CUgraph = std::ptr::null_mut();
         // SAFETY: the stream is live; the graph is destroyed below.
         check(unsafe { sys::cuStreamEndCapture(self.raw, &mut graph) }, "ending a capture")?;
+        drop(capture);
         let mut exec: sys::CUgraphExec = std::ptr::null_mut();
         // SAFETY: the graph was just made; no flags.
         let made = check(unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0) }, "instantiating a graph");
@@ -210,21 +213,40 @@ impl CudaStream {
         Ok(event)
     }
 
-    /// What is enqueued from here on runs behind all that `after` has enqueued so far. Neither captures.
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far, or, while that one captures,
+    /// behind what it had enqueued before. This one does not capture.
     pub(super) fn wait_for(&self, after: &CudaStream) -> Result<()> {
+        // Held, so that no capture of this crate begins before the event is recorded.
+        let capture = lock(&after.capture);
+        let before = lock(&after.before).clone();
+        let event = match before.filter(|_| capture.is_some()) {
+            Some(before) => before,
+            None if after.is_capturing()? => {
+                return Err(Error::argument(
+                    "stream",
+                    "not the one of the last call, which another library captures",
+                    "end that capture first, or go on where it is recorded",
+                ));
+            }
+            None => after.record_now()?,
+        };
         let _current = self.device.enter()?;
-        let mut event: sys::CUevent = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: the context is current; destroyed below.
-        check(unsafe { sys::cuEventCreate(&mut event, flags) }, "creating an event")?;
+        // SAFETY: both handles are live; the driver keeps what streams still wait for.
+        check(unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) }, "ordering two streams")
+    }
+
+    /// Whether `wait_for` can tell what came before.
+    pub(super) fn can_be_waited_for(&self) -> bool {
+        lock(&self.before).is_some() || !self.is_capturing().unwrap_or(true)
+    }
+
+    /// An event without a time, on a stream that does not capture.
+    fn record_now(&self) -> Result<Arc<CudaEvent>> {
+        let _current = self.device.enter()?;
+        let event = Arc::new(CudaEvent::untimed(&self.device)?);
         // SAFETY: both handles are live.
-        let recorded = check(unsafe { sys::cuEventRecord(event, after.raw) }, "recording an event");
-        // SAFETY: as above.
-        let waits = recorded
-            .and_then(|()| check(unsafe { sys::cuStreamWaitEvent(self.raw, event, 0) }, "ordering two streams"));
-        // SAFETY: created above; the driver keeps what streams still wait for.
-        let _ = unsafe { sys::cuEventDestroy_v2(event) };
-        waits
+        check(unsafe { sys::cuEventRecord(event.raw, self.raw) }, "recording an event")?;
+        Ok(event)
     }
 
     /// Whether nothing that was enqueued is left, as far as the driver says so.
@@ -310,10 +332,18 @@ unsafe impl Sync for CudaEvent {}
 impl CudaEvent {
     /// The context must be current.
     fn new(device: &Arc<CudaDevice>) -> Result<CudaEvent> {
+        CudaEvent::with(device, sys::CUevent_flags::CU_EVENT_DEFAULT)
+    }
+
+    /// One that only orders. The context must be current.
+    fn untimed(device: &Arc<CudaDevice>) -> Result<CudaEvent> {
+        CudaEvent::with(device, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+    }
+
+    fn with(device: &Arc<CudaDevice>, flags: sys::CUevent_flags) -> Result<CudaEvent> {
         let mut raw: sys::CUevent = std::ptr::null_mut();
-        let flags = sys::CUevent_flags::CU_EVENT_DEFAULT as u32;
         // SAFETY: the context is current; destroyed in drop.
-        check(unsafe { sys::cuEventCreate(&mut raw, flags) }, "creating an event")?;
+        check(unsafe { sys::cuEventCreate(&mut raw, flags as u32) }, "creating an event")?;
         Ok(CudaEvent { device: device.clone(), raw })
     }
 

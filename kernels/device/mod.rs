@@ -501,6 +501,15 @@ impl Queue {
         }
     }
 
+    /// Whether `wait_for` finds what came before: always, but where another library captures it.
+    pub fn can_be_waited_for(&self) -> bool {
+        match &self.backend {
+            StreamBackend::Cpu(_) => true,
+            #[cfg(feature = "cuda")]
+            StreamBackend::Cuda(stream) => stream.can_be_waited_for(),
+        }
+    }
+
     /// Whether it does not capture and nothing that was enqueued is left.
     pub fn is_idle(&self) -> bool {
         match &self.backend {
@@ -521,7 +530,12 @@ impl Queue {
         })
     }
 
-    /// What is enqueued from here on runs behind all that `after` has enqueued so far. Neither captures.
+    /// What is enqueued from here on runs behind all that `after` has enqueued so far, or, while that one captures,
+    /// behind what it had enqueued before. This one does not capture.
+    ///
+    /// # Errors
+    /// `Argument` where another library captures `after`, since the driver says nothing of the work before then.
+    /// `Device` if the driver refuses.
     pub fn wait_for(&self, after: &Queue) -> Result<()> {
         match (&self.backend, &after.backend) {
             (StreamBackend::Cpu(stream), StreamBackend::Cpu(after)) => stream.wait_for(after),

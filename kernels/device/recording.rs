@@ -52,17 +52,17 @@ impl Chains {
 
 impl Enqueued {
     /// Has the next call of `chain`, on `queue`, run behind the last one. That costs an event where the queue changes:
-    /// what was enqueued on the other queue until now, the context's or not, is waited for. While either queue
-    /// captures, no order is made; and what an engine's capture records is no call yet.
+    /// what was enqueued on the other queue until now, the context's or not, is waited for; of one that captures, what
+    /// was enqueued before its capture. What a capture records is no call yet, and no order is made.
     ///
     /// # Errors
-    /// `Device` if the driver refuses.
+    /// As [`Queue::wait_for`].
     pub fn follow(&mut self, chain: usize, queue: &Queue) -> Result<()> {
         let Some(last) = self.last.get_mut(chain).filter(|_| self.ordered) else { return Ok(()) };
         if last.as_ref().is_some_and(|last| last.same(queue)) || queue.is_capturing()? {
             return Ok(());
         }
-        if let Some(before) = last.as_ref().filter(|before| !before.is_capturing().unwrap_or(true)) {
+        if let Some(before) = last.as_ref() {
             queue.wait_for(before)?;
         }
         *last = Some(queue.clone());
@@ -110,18 +110,18 @@ impl LastUse {
         LastUse { ordered, number: AtomicU64::new(0), queue: Mutex::default() }
     }
 
-    /// Has what is enqueued next, on `queue`, run behind the last use. While one of the two queues captures no order is
-    /// made. The caller holds its context's lock.
+    /// Has what is enqueued next, on `queue`, run behind the last use; while `queue` captures, no order is made. The
+    /// caller holds its context's lock.
     ///
     /// # Errors
-    /// `Device` if the driver refuses.
+    /// As [`Queue::wait_for`].
     pub fn follow(&self, queue: &Queue) -> Result<()> {
         let number = queue.raw().wrapping_add(1);
         if !self.ordered || self.number.load(Ordering::Relaxed) == number || queue.is_capturing()? {
             return Ok(());
         }
         let mut last = self.lock();
-        if let Some(before) = last.as_ref().filter(|before| !before.is_capturing().unwrap_or(true)) {
+        if let Some(before) = last.as_ref() {
             queue.wait_for(before)?;
         }
         *last = Some(queue.clone());
@@ -136,7 +136,7 @@ impl LastUse {
 
     /// Whether another queue can wait for it now.
     pub fn can_be_followed(&self) -> bool {
-        self.lock().as_ref().is_none_or(|last| !last.is_capturing().unwrap_or(true))
+        self.lock().as_ref().is_none_or(Queue::can_be_waited_for)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Queue>> {
