@@ -309,7 +309,6 @@ MUTANTS = [
     ("a graph that nothing guards launched", RECORDING, "enqueued.guarded && bits & UNGUARDED != 0", "enqueued.guarded && bits & UNGUARDED == 7"),
     ("another library's capture not noticed", RECORDING, "self.guarded |= recorded;", "let _ = recorded;"),
     ("a guarded call takes a plain kernel", PICK, "        && context.guarded == 0\n", ""),
-    ("a combine's room ignored", PARTIAL, "smaller(load(&head_of(a)->own_tokens), a.tokens)", "load(&head_of(a)->own_tokens)"),
     ("replays not ordered", RECORDING, "enqueued.follow(chain, queue)?;", "let _ = (&enqueued, chain, queue);"),
     ("a handle given on under its last use", OPEN, "return lease.last_use().follow(self.stream.queue()) };", "return Ok(()) };"),
     ("a graph overwrites a handle under its last use", RECORDING, "self.uses.iter().try_for_each(|last| last.follow(queue))", "Ok(()).map(|()| drop((&self.uses, queue)))"),
