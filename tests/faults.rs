@@ -537,9 +537,9 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().combine_dtype(Dtype::Fp8E4m3), &["combine_dtype is fp8"]);
     refused(base().placement(Placement::even(7, 2).unwrap()), &["7 experts on 2 ranks", "8 on 2"]);
     refused(base().sms(1), &["sms is 1", "two blocks"]);
-    refused(base().sms(16_385), &["sms is 16385", "2 to 16384 blocks"]);
-    refused(base().sms(u32::MAX), &["sms is 4294967295", "2 to 16384 blocks"]);
-    assert!(base().sms(16_384).plan().is_ok());
+    refused(base().sms(1025), &["sms is 1025", "2 to 1024 blocks", "stack"]);
+    refused(base().sms(u32::MAX), &["sms is 4294967295", "2 to 1024 blocks"]);
+    assert!(base().sms(1024).plan().is_ok());
     refused(base().tuning(|t| t.handles = 0), &["handles is 0"]);
     refused(base().tuning(|t| t.first_epoch = 0), &["first_epoch is 0", "fresh memory"]);
     refused(base().tuning(|t| t.first_epoch = (1 << 32) - 1), &["first_epoch is 4294967295"]);
