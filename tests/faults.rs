@@ -541,6 +541,11 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().sms(u32::MAX), &["sms is 4294967295", "2 to 1024 blocks"]);
     assert!(base().sms(1024).plan().is_ok());
     refused(base().tuning(|t| t.handles = 0), &["handles is 0"]);
+    let waves = |max: usize, tokens| base().max_tokens_per_rank(max).tuning(|t| t.wave_tokens = Some(tokens));
+    refused(waves(1 << 20, 1), &["wave_tokens is 1:", "1048576 waves", "4096 are the most", "at least 256"]);
+    refused(waves((1 << 20) - 1, 255), &["wave_tokens is 255:", "4113 waves", "at least 256"]);
+    refused(waves(4097, 1), &["wave_tokens is 1:", "4097 waves", "at least 2"]);
+    assert!(waves(4097, 2).plan().is_ok() && waves(4096, 1).plan().is_ok() && waves(1 << 20, 256).plan().is_ok());
     refused(base().tuning(|t| t.first_epoch = 0), &["first_epoch is 0", "fresh memory"]);
     refused(base().tuning(|t| t.first_epoch = (1 << 32) - 1), &["first_epoch is 4294967295"]);
     refused(base().tuning(|t| t.first_epoch = (1 << 43) - 3), &["first_epoch is 8796093022205", "2^42"]);

@@ -183,6 +183,16 @@ impl AllToAllBuilder {
         within("handles", self.tuning.handles, 1, 1024, "handles")?;
         if let Some(tokens) = self.tuning.wave_tokens {
             within("wave_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a wave")?;
+            let waves = self.max_tokens.div_ceil(tokens);
+            if waves > MAX_WAVES {
+                let least = self.max_tokens.div_ceil(MAX_WAVES);
+                let advice = format!(
+                    "a call of {} tokens would go in {waves} waves, a launch each, where {MAX_WAVES} are the most; \
+                     give at least {least}",
+                    self.max_tokens
+                );
+                return Err(Error::config("wave_tokens", tokens, advice));
+            }
         }
         if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
@@ -361,6 +371,10 @@ impl AllToAllBuilder {
 /// Blocks of a context of the CPU device: each thread of a launch has a stack, and where the system has no memory for
 /// the stacks of more blocks, the process ends.
 const MAX_CPU_BLOCKS: usize = 1024;
+
+/// Waves of a call: each is a launch, which the host enqueues before the call returns. Where wave_tokens is left out,
+/// no call has so many.
+const MAX_WAVES: usize = 4096;
 
 fn within(name: &'static str, value: usize, low: usize, high: usize, unit: &str) -> Result<()> {
     if (low..=high).contains(&value) {
