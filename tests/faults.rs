@@ -551,6 +551,17 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().tuning(|t| t.first_epoch = (1 << 43) - 3), &["first_epoch is 8796093022205", "2^42"]);
 }
 
+/// As the documentation of `World::threads` says.
+#[test]
+fn worlds_of_more_ranks_than_contexts_accept_are_refused() {
+    let device = Device::cpu().unwrap();
+    let planned = |ranks: usize| builder(&World::threads(ranks).remove(0), &device).experts(ranks).plan();
+    let refused = |ranks: usize| planned(ranks).unwrap_err().to_string();
+    assert!(planned(64).is_ok());
+    assert!(refused(65).contains("ranks of a node is 65: use 1 to 64"), "{}", refused(65));
+    assert!(refused(513).contains("world is 513: use 1 to 512"), "{}", refused(513));
+}
+
 #[test]
 fn ranks_with_different_configurations_are_told_so() {
     on_ranks(2, |world| {

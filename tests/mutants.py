@@ -322,6 +322,7 @@ MUTANTS = [
     ("rows written where later waves read", CALLS, "if let Some(tokens) = &sent.views {", "if let (Some(tokens), 1) = (&sent.views, self.plan.waves) {"),
     ("blocks of the CPU device beyond memory for their stacks", BUILDER, "MAX_CPU_BLOCKS: usize = 1024", "MAX_CPU_BLOCKS: usize = 1025"),
     ("calls of more waves than they may take", BUILDER, "if waves > MAX_WAVES {", "if waves > MAX_WAVES + 1 {"),
+    ("worlds of more ranks than a context has words for", BUILDER, 'raw::TY_MAX_RANKS as usize, "ranks")?;', 'usize::MAX, "ranks")?;'),
     ("an alignment is cut where there are no experts", SHAPE, "experts.max(1).saturating_mul(align)", "experts.saturating_mul(align)"),
     ("a call that is half enqueued leaves its context open", CALLS, "if wave > 0 && !call.is_recorded()", "if wave > self.plan.waves && !call.is_recorded()"),
     ("a call of which nothing is enqueued closes its context", CALLS, "if wave > 0 && !call.is_recorded()", "if !call.is_recorded()"),
