@@ -537,13 +537,29 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().combine_dtype(Dtype::Fp8E4m3), &["combine_dtype is fp8"]);
     refused(base().placement(Placement::even(7, 2).unwrap()), &["7 experts on 2 ranks", "8 on 2"]);
     refused(base().sms(1), &["sms is 1", "two blocks"]);
-    refused(base().sms(16_385), &["sms is 16385", "2 to 16384 blocks"]);
-    refused(base().sms(u32::MAX), &["sms is 4294967295", "2 to 16384 blocks"]);
-    assert!(base().sms(16_384).plan().is_ok());
+    refused(base().sms(1025), &["sms is 1025", "2 to 1024 blocks", "stack"]);
+    refused(base().sms(u32::MAX), &["sms is 4294967295", "2 to 1024 blocks"]);
+    assert!(base().sms(1024).plan().is_ok());
     refused(base().tuning(|t| t.handles = 0), &["handles is 0"]);
+    let waves = |max: usize, tokens| base().max_tokens_per_rank(max).tuning(|t| t.wave_tokens = Some(tokens));
+    refused(waves(1 << 20, 1), &["wave_tokens is 1:", "1048576 waves", "4096 are the most", "at least 256"]);
+    refused(waves((1 << 20) - 1, 255), &["wave_tokens is 255:", "4113 waves", "at least 256"]);
+    refused(waves(4097, 1), &["wave_tokens is 1:", "4097 waves", "at least 2"]);
+    assert!(waves(4097, 2).plan().is_ok() && waves(4096, 1).plan().is_ok() && waves(1 << 20, 256).plan().is_ok());
     refused(base().tuning(|t| t.first_epoch = 0), &["first_epoch is 0", "fresh memory"]);
     refused(base().tuning(|t| t.first_epoch = (1 << 32) - 1), &["first_epoch is 4294967295"]);
     refused(base().tuning(|t| t.first_epoch = (1 << 43) - 3), &["first_epoch is 8796093022205", "2^42"]);
+}
+
+/// As the documentation of `World::threads` says.
+#[test]
+fn worlds_of_more_ranks_than_contexts_accept_are_refused() {
+    let device = Device::cpu().unwrap();
+    let planned = |ranks: usize| builder(&World::threads(ranks).remove(0), &device).experts(ranks).plan();
+    let refused = |ranks: usize| planned(ranks).unwrap_err().to_string();
+    assert!(planned(64).is_ok());
+    assert!(refused(65).contains("ranks of a node is 65: use 1 to 64"), "{}", refused(65));
+    assert!(refused(513).contains("world is 513: use 1 to 512"), "{}", refused(513));
 }
 
 #[test]

@@ -37,7 +37,7 @@ LOGGING = "bindings/cli/logging.rs"
 VIEW, DEVICE, CPU, RECORDING = (
     "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
 OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
-VIEWS, SHAPE = "bindings/api/calls.rs", "bindings/api/shape.rs"
+VIEWS, SHAPE, BUILDER = "bindings/api/calls.rs", "bindings/api/shape.rs", "bindings/api/builder.rs"
 CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
@@ -325,6 +325,9 @@ MUTANTS = [
     ("memory that ends where other begins overlaps it", VIEWS, "written.begin < other.end &&", "written.begin <= other.end &&"),
     ("sums written where later waves read", CALLS, "if let Some(rows) = &sent.views {", "if let (Some(rows), 1) = (&sent.views, self.plan.waves) {"),
     ("rows written where later waves read", CALLS, "if let Some(tokens) = &sent.views {", "if let (Some(tokens), 1) = (&sent.views, self.plan.waves) {"),
+    ("blocks of the CPU device beyond memory for their stacks", BUILDER, "MAX_CPU_BLOCKS: usize = 1024", "MAX_CPU_BLOCKS: usize = 1025"),
+    ("calls of more waves than they may take", BUILDER, "if waves > MAX_WAVES {", "if waves > MAX_WAVES + 1 {"),
+    ("worlds of more ranks than a context has words for", BUILDER, 'raw::TY_MAX_RANKS as usize, "ranks")?;', 'usize::MAX, "ranks")?;'),
     ("an alignment is cut where there are no experts", SHAPE, "experts.max(1).saturating_mul(align)", "experts.saturating_mul(align)"),
     ("a call that is half enqueued leaves its context open", CALLS, "if wave > 0 && !call.is_recorded()", "if wave > self.plan.waves && !call.is_recorded()"),
     ("a call of which nothing is enqueued closes its context", CALLS, "if wave > 0 && !call.is_recorded()", "if !call.is_recorded()"),
@@ -465,6 +468,7 @@ class Worker:
             CALLS: contexts + overlaps + ownership + [("unit tests", [*lib, "context::"])],
             VIEWS: overlaps + contexts,
             SHAPE: contexts,
+            BUILDER: [("tests/faults.rs", [*test, "faults", "are_refused"])],
             VIEW: [("unit tests", [*lib, "device::view"])] + ownership,
             DEVICE: ownership,
             CPU: ownership + [("unit tests", [*lib, "given_up"])],

@@ -129,7 +129,7 @@ impl AllToAllBuilder {
     /// Blocks of a kernel. Default, on a GPU: of its multiprocessors, less those that the network's own kernels need,
     /// all for contexts of few tokens, and for large ones the fewest by which calls take no more than a percent longer,
     /// by a model of the bytes that they move ([`Plan::explain`](super::Plan::explain) tells; docs/performance.md, "As
-    /// many multiprocessors as it takes"). On the CPU device all.
+    /// many multiprocessors as it takes"). On the CPU device all; it takes 2 to 1024.
     ///
     /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks
     /// must fit on it at once: give each such context a budget. [`build`](Self::build) refuses the one by which the
@@ -183,6 +183,16 @@ impl AllToAllBuilder {
         within("handles", self.tuning.handles, 1, 1024, "handles")?;
         if let Some(tokens) = self.tuning.wave_tokens {
             within("wave_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a wave")?;
+            let waves = self.max_tokens.div_ceil(tokens);
+            if waves > MAX_WAVES {
+                let least = self.max_tokens.div_ceil(MAX_WAVES);
+                let advice = format!(
+                    "a call of {} tokens would go in {waves} waves, a launch each, where {MAX_WAVES} are the most; \
+                     give at least {least}",
+                    self.max_tokens
+                );
+                return Err(Error::config("wave_tokens", tokens, advice));
+            }
         }
         if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
@@ -342,7 +352,13 @@ impl AllToAllBuilder {
         }
         // GPUs have fewer, which the budget says with their number.
         if let (Some(sms), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
-            within("sms", sms as usize, 2, MAX_CPU_BLOCKS, "blocks, of 64 threads each")?;
+            within(
+                "sms",
+                sms as usize,
+                2,
+                MAX_CPU_BLOCKS,
+                "blocks on the CPU device, where each has 64 threads with a stack of their own",
+            )?;
         }
         Ok(())
     }
@@ -352,8 +368,13 @@ impl AllToAllBuilder {
     }
 }
 
-/// Blocks of 64 threads that the CPU device launches at once (`thread_limit` of kernels/cpu/executor.cpp).
-const MAX_CPU_BLOCKS: usize = (1 << 20) / 64;
+/// Blocks of a context of the CPU device: each thread of a launch has a stack, and where the system has no memory for
+/// the stacks of more blocks, the process ends.
+const MAX_CPU_BLOCKS: usize = 1024;
+
+/// Waves of a call: each is a launch, which the host enqueues before the call returns. Where wave_tokens is left out,
+/// no call has so many.
+const MAX_WAVES: usize = 4096;
 
 fn within(name: &'static str, value: usize, low: usize, high: usize, unit: &str) -> Result<()> {
     if (low..=high).contains(&value) {

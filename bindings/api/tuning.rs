@@ -42,9 +42,9 @@ pub struct Tuning {
     /// not split. In worlds of one node of at most 32 ranks, without quantisation.
     pub own_output: Option<(usize, usize)>,
     /// Tokens of each rank that a call sends at once; a larger call goes in waves of so many, a launch each, and always
-    /// in as many as `max_tokens_per_rank` needs. Rows' and partial rows' places in the arena are for one wave alone.
-    /// Default: all of them; with several nodes no more than keep the arena within 2 GiB. With several waves a call's
-    /// halves need its input until the receiving half is through.
+    /// in as many as `max_tokens_per_rank` needs, which must be no more than 4096. Rows' and partial rows' places in
+    /// the arena are for one wave alone. Default: all of them; with several nodes no more than keep the arena within
+    /// 2 GiB. With several waves a call's halves need its input until the receiving half is through.
     pub wave_tokens: Option<usize>,
     /// Handles whose memory is allocated when the context is built: those of dispatches that are alive at once. More
     /// are allocated on demand, but not while a stream captures. Default: 4.

@@ -163,6 +163,9 @@ pub(super) fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Resul
 
 impl World {
     /// `n` ranks in one process, to be moved to threads or host fibers; by rank.
+    ///
+    /// Each world takes memory, and `n` is not bounded here. Contexts accept 512 ranks at the most, and 64 in one node,
+    /// where all `n` are unless [`with_nodes`](Self::with_nodes) says otherwise.
     pub fn threads(n: usize) -> Vec<World> {
         let family = Arc::new(Family::first(n, &[n]));
         let world = |(rank, seat)| World {
