@@ -223,6 +223,15 @@ fn has_order(errors: &[Error]) -> bool {
     errors.iter().any(|error| matches!(error, Error::Order { problem, .. } if problem.contains("at the same time")))
 }
 
+/// What a context tells of once all that was enqueued is over, behind what calls were refused for. Nothing was stored
+/// outside of what the calls were given.
+fn settle(ep: &AllToAll, streams: &[Stream], calls: &[Call], mut found: Vec<Error>, what: &str) -> Vec<Error> {
+    streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+    found.extend(errors(ep));
+    calls.iter().for_each(|call| call.check(what));
+    found
+}
+
 /// Calls of rank 0 at once on streams of their own, and of the other rank one after the other.
 fn dispatches(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
     let rank = world.rank().index();
@@ -248,11 +257,7 @@ fn dispatches(world: &World, device: &Device, shape: Shape, salt: usize, waves: 
             stream.synchronize(PATIENCE).unwrap();
         }
     }
-    streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
-    found.extend(errors(&ep));
-    let what = format!("rank {rank}, {shape:?}, salt {salt}");
-    calls.iter().for_each(|call| call.check(&what));
-    found
+    settle(&ep, &streams, &calls, found, &format!("rank {rank}, {shape:?}, salt {salt}"))
 }
 
 /// Dispatches of all ranks one after the other; then combines of rank 0 at once.
@@ -280,11 +285,7 @@ fn combines(world: &World, device: &Device, shape: Shape, salt: usize, waves: bo
             stream.synchronize(PATIENCE).unwrap();
         }
     }
-    streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
-    found.extend(errors(&ep));
-    let what = format!("rank {rank}, combine of {shape:?}, salt {salt}");
-    calls.iter().for_each(|call| call.check(&what));
-    found
+    settle(&ep, &streams, &calls, found, &format!("rank {rank}, combine of {shape:?}, salt {salt}"))
 }
 
 /// A graph of a dispatch and its combine, launched on two streams at once by rank 0, and one after the other by the
@@ -305,10 +306,7 @@ fn graphs(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool
             stream.synchronize(PATIENCE).unwrap();
         }
     }
-    streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
-    let found = errors(&ep);
-    call.check(&format!("rank {rank}, graph of {shape:?}, salt {salt}"));
-    found
+    settle(&ep, &streams, &[call], Vec::new(), &format!("rank {rank}, graph of {shape:?}, salt {salt}"))
 }
 
 type Scenario = fn(&World, &Device, Shape, usize, bool) -> Vec<Error>;
@@ -512,11 +510,9 @@ fn changing(world: &World, device: &Device, shape: Shape, salt: usize, waves: bo
     let [stream, beside] = [device.new_stream().unwrap(), device.new_stream().unwrap()];
     let handle = call.dispatch(&ep, &stream, shape).unwrap();
     beside.copy(&call.idx.view(), &other.idx.view()).unwrap();
-    let mut found: Vec<Error> = call.combine(&ep, &stream, &handle, shape).err().into_iter().collect();
-    [&stream, &beside].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
-    found.extend(errors(&ep));
-    call.check(&format!("rank {}, changing choices of {shape:?}, salt {salt}", world.rank()));
-    found
+    let found = call.combine(&ep, &stream, &handle, shape).err().into_iter().collect();
+    let what = format!("rank {}, changing choices of {shape:?}, salt {salt}", world.rank());
+    settle(&ep, &[stream, beside], &[call, other], found, &what)
 }
 
 #[test]

@@ -66,7 +66,9 @@ pub(crate) struct Call<'a> {
     _enqueued: MutexGuard<'a, Enqueued>,
     /// Whether the call's launches are to find out which overlap them.
     guarded: bool,
-    /// Of the stream's capture.
+    /// Another library captures the stream: the call runs with that one's graph, of which nothing is known here.
+    foreign: bool,
+    /// Of the stream's own capture.
     recording: MutexGuard<'a, Option<Recording>>,
 }
 
@@ -74,15 +76,17 @@ impl<'a> Call<'a> {
     /// Has the call run behind the last one of its chain, or a capture keep the context.
     pub fn begin(open: &'a Arc<Open>, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
         let (mut enqueued, mut recording) = (open.chains.lock(), stream.enter());
-        let guarded = enqueued.guard(recording.is_none() && stream.is_capturing()?);
+        let foreign = recording.is_none() && stream.is_capturing()?;
+        let guarded = enqueued.guard(foreign);
         match recording.as_mut() {
             Some(recording) => recording.call(&open.chains, chain, guarded, || open.clone(), open.patience),
+            None if foreign => enqueued.note(stream.queue()),
             None => {
                 enqueued.follow(chain, stream.queue())?;
                 enqueued.note(stream.queue());
             }
         }
-        Ok(Call { open, stream, _enqueued: enqueued, guarded, recording })
+        Ok(Call { open, stream, _enqueued: enqueued, guarded, foreign, recording })
     }
 
     /// Where it is enqueued.
@@ -95,9 +99,9 @@ impl<'a> Call<'a> {
         raw::ty_context { guarded: self.guarded.into(), ..*context }
     }
 
-    /// Whether it runs with a graph alone. One that a capture of another library may have is taken for it.
+    /// Whether it runs with a graph alone.
     pub fn is_recorded(&self) -> bool {
-        self.recording.is_some() || self.stream.is_capturing().unwrap_or(false)
+        self.foreign || self.recording.is_some()
     }
 
     /// Has a capture keep what the call was given.
@@ -122,10 +126,15 @@ impl<'a> Call<'a> {
     /// # Errors
     /// `Device` if the driver refuses.
     pub fn uses(&mut self, lease: &Arc<Lease>) -> Result<()> {
-        let Some(recording) = self.recording.as_mut() else { return lease.last_use().follow(self.stream.queue()) };
-        recording.uses(lease.last_use());
-        recording.keep(lease.clone());
-        Ok(())
+        match self.recording.as_mut() {
+            Some(recording) => {
+                recording.uses(lease.last_use());
+                recording.keep(lease.clone());
+                Ok(())
+            }
+            None if self.foreign => Ok(()),
+            None => lease.last_use().follow(self.stream.queue()),
+        }
     }
 }
 

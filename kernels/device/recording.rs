@@ -51,15 +51,15 @@ impl Chains {
 }
 
 impl Enqueued {
-    /// Has the next call of `chain`, on `queue`, run behind the last one. That costs an event where the queue changes:
-    /// what was enqueued on the other queue until now, the context's or not, is waited for; of one that captures, what
-    /// was enqueued before its capture. What a capture records is no call yet, and no order is made.
+    /// Has the next call of `chain`, on `queue`, which does not capture, run behind the last one. That costs an event
+    /// where the queue changes: what was enqueued on the other queue until now, the context's or not, is waited for; of
+    /// one that captures, what was enqueued before its capture.
     ///
     /// # Errors
     /// As [`Queue::wait_for`].
     pub fn follow(&mut self, chain: usize, queue: &Queue) -> Result<()> {
         let Some(last) = self.last.get_mut(chain).filter(|_| self.ordered) else { return Ok(()) };
-        if last.as_ref().is_some_and(|last| last.same(queue)) || queue.is_capturing()? {
+        if last.as_ref().is_some_and(|last| last.same(queue)) {
             return Ok(());
         }
         if let Some(before) = last.as_ref() {
@@ -110,14 +110,14 @@ impl LastUse {
         LastUse { ordered, number: AtomicU64::new(0), queue: Mutex::default() }
     }
 
-    /// Has what is enqueued next, on `queue`, run behind the last use; while `queue` captures, no order is made. The
-    /// caller holds its context's lock.
+    /// Has what is enqueued next, on `queue`, which does not capture, run behind the last use. The caller holds its
+    /// context's lock.
     ///
     /// # Errors
     /// As [`Queue::wait_for`].
     pub fn follow(&self, queue: &Queue) -> Result<()> {
         let number = queue.raw().wrapping_add(1);
-        if !self.ordered || self.number.load(Ordering::Relaxed) == number || queue.is_capturing()? {
+        if !self.ordered || self.number.load(Ordering::Relaxed) == number {
             return Ok(());
         }
         let mut last = self.lock();

@@ -97,7 +97,7 @@ struct Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // SAFETY: pinned in `Mapping::new` with this session, unpinned once, and not mapped any more.
+        // SAFETY: pinned in `Mapping::new` by the same `gdr_t`, unpinned once, and not mapped any more.
         unsafe { (self.session.library.gdr_unpin_buffer)(self.session.gdr, self.handle) };
     }
 }
