@@ -543,13 +543,14 @@ fn forge<T>(address: u64, word: T) {
     unsafe { (address as *mut T).write_volatile(word) };
 }
 
-/// The bytes of `ty_state`, where `ended` lies in it, the bytes of a block's words, and where `begun` lies in those.
-const STATE: [u64; 4] = [128, 96, 32, 28];
+/// The bytes of `ty_state`, where `closed` and `ended` lie in it, the bytes of a block's words, and where `begun` lies
+/// in those.
+const STATE: [u64; 5] = [128, 92, 96, 32, 28];
 
 /// A launch that has not ended on another block, and one that runs on the same.
 #[test]
 fn a_launch_under_way_on_any_block_is_seen() {
-    let [size, ended, turn, begun] = STATE;
+    let [size, closed, ended, turn, begun] = STATE;
     // As many as contexts begin with, and blocks of them.
     let launches = u32::MAX - 1;
     let blocks = launches.wrapping_mul(4);
@@ -566,6 +567,9 @@ fn a_launch_under_way_on_any_block_is_seen() {
         let found = errors(&ep);
         assert_eq!(has_order(&found), word != blocks, "{found:?}");
         assert_eq!(found.len(), usize::from(word != blocks), "{found:?}");
+        // SAFETY: a word of the state of a context that is alive; its stream is idle.
+        let is_closed = unsafe { ((state + closed) as *const u32).read_volatile() };
+        assert_eq!(is_closed, u32::from(word != blocks), "launches that wait for nobody any more would wait on");
         call.check("the call");
         // The context stays closed.
         assert_eq!(call.dispatch(&ep, &stream, Shape::Contiguous).err(), found.first().cloned());

@@ -467,6 +467,10 @@ fn calls_on_a_stream_that_captures_by_now_are_followed_all_the_same() {
         let device = rig.ep.device();
         let (first, [second, third]) = (&rig.stream, [(); 2].map(|()| device.new_stream().unwrap()));
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        // The third stream has the last combine, so that only the handle orders its next one.
+        let early = rig.ep.dispatch(first, &tokens, &output).unwrap();
+        rig.ep.combine(&third, &early, &rig.expert_rows(), &rig.combined()).unwrap();
+        third.synchronize(PATIENCE).unwrap();
         let held = Held::hold(first);
         let handle = rig.ep.dispatch(first, &tokens, &output).unwrap();
         first.begin_capture().unwrap();
