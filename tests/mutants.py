@@ -310,7 +310,7 @@ MUTANTS = [
     ("another library's capture not noticed", RECORDING, "self.guarded |= recorded;", "let _ = recorded;"),
     ("a guarded call takes a plain kernel", PICK, "        && context.guarded == 0\n", ""),
     ("replays not ordered", RECORDING, "enqueued.follow(chain, queue)?;", "let _ = (&enqueued, chain, queue);"),
-    ("a handle given on under its last use", OPEN, "return lease.last_use().follow(self.stream.queue()) };", "return Ok(()) };"),
+    ("a handle given on under its last use", OPEN, "None => lease.last_use().follow(self.stream.queue()),", "None => Ok(()),"),
     ("a graph overwrites a handle under its last use", RECORDING, "self.uses.iter().try_for_each(|last| last.follow(queue))", "Ok(()).map(|()| drop((&self.uses, queue)))"),
     ("last use of a handle taken for its first", RECORDING, "            queue.wait_for(before)?;\n        }\n        *last = Some(queue.clone());\n        self.number", "            queue.wait_for(before)?;\n        }\n        last.get_or_insert(queue.clone());\n        self.number"),
     ("memory freed under kernels that do not end", OPEN, "forget((self.memory.clone(), self", "forget((self"),
