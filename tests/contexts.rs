@@ -139,6 +139,33 @@ fn starts_that_are_aligned_beyond_int32_are_refused_where_a_rank_has_no_experts(
     });
 }
 
+/// As after a combine that one rank alone was refused. Where rows arrive, and where they have tags.
+#[test]
+fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {
+    for arriving in [MAX_TOKENS, 0] {
+        on_ranks(3, |world| {
+            let rank = world.rank().index();
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.arriving_tokens = Some(arriving)));
+            rig.route_all(0);
+            let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+            let handles = [dispatch(), dispatch()];
+            world.barrier("all have dispatched").unwrap();
+            let handle = &handles[usize::from(rank != 1)];
+            rig.ep.combine(&rig.stream, handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let error = rig.ep.check().unwrap_err();
+            let text = error.to_string();
+            let said = match rank {
+                1 => "the handle of dispatch 1 here and that of dispatch 2 on rank ",
+                _ => "the handle of dispatch 2 here and that of dispatch 1 on rank 1,",
+            };
+            assert!(matches!(error, Error::Order { .. }) && error.is_fatal() && text.contains(said), "{text}");
+            assert_eq!(rig.ep.check().map_err(|again| again.to_string()), Err(text), "the context stays closed");
+            world.barrier("done").unwrap();
+        });
+    }
+}
+
 #[test]
 fn calls_of_two_threads_do_not_mix_their_launches() {
     const THREADS: usize = 2;

@@ -69,6 +69,24 @@ fn exchange(rig: &Rig, salt: usize, is_there: impl Fn(i32) -> bool) -> Result<()
 }
 
 #[test]
+fn a_node_that_combines_another_dispatch_is_refused_on_all_nodes() {
+    on_nodes(&[2, 2], |world, network| {
+        let proxy = proxy(network, &world, 1000);
+        let rig = rig(&world, &proxy);
+        rig.route(&choices(rig.rank, 0), 0);
+        let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+        let handles = [dispatch(), dispatch()];
+        let (own, other) = (1 + rig.rank / 2, 2 - rig.rank / 2);
+        rig.ep.combine(&rig.stream, &handles[own - 1], &rig.expert_rows(), &rig.combined()).unwrap();
+        rig.stream.synchronize(PATIENCE).unwrap();
+        let error = rig.ep.check().unwrap_err();
+        let (text, said) = (error.to_string(), format!("of dispatch {own} here and that of dispatch {other} on rank "));
+        assert!(matches!(error, Error::Order { .. }) && error.is_fatal() && text.contains(&said), "{text}");
+        world.barrier("done").unwrap();
+    });
+}
+
+#[test]
 fn rows_cross_nodes_of_any_sizes() {
     for sizes in [&[1, 1][..], &[2, 2], &[3, 1], &[1, 2, 3], &[1, 1, 1, 1]] {
         on_nodes(sizes, |world, network| {

@@ -209,7 +209,10 @@ fn errors(ep: &AllToAll) -> Vec<Error> {
 fn expect_allowed(rank: usize, errors: &[Error]) {
     for error in errors {
         let allowed = match error {
-            Error::Order { rank: own, .. } => rank == 0 && own.index() == 0,
+            // Rank 0's launches may have gone in another order than those of its peers.
+            Error::Order { rank: own, problem, .. } => {
+                (rank == 0 && own.index() == 0) || problem.contains(" on rank 0,")
+            }
             // Rank 0 forwards to rank 1 what rank 2, of another node, sends: who waits for that names the source.
             Error::Timeout { peer, .. } => rank != 0 && (peer.index() == 0 || (rank, peer.index()) == (1, 2)),
             Error::Capacity { .. } | Error::Incomplete { .. } => true,

@@ -160,6 +160,7 @@ fn describe(
             Error::Order { rank, problem: order_problem(record), fatal }
         }
         raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record), fatal: true },
+        raw::TY_ERROR_PAIRING => Error::Order { rank, problem: pairing_problem(record, peer), fatal: true },
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
@@ -220,6 +221,14 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
         "two launches of {what} ran at the same time ({what} {sent} was the last sent, {received} the last received), so \
          this context is closed; enqueue a context's calls, and graphs that hold them, on one stream, or order their \
          streams by events"
+    )
+}
+
+fn pairing_problem(record: &raw::ty_error_record, peer: Rank) -> String {
+    let (combine, own, theirs) = (record.epoch, record.a, record.b);
+    format!(
+        "combine {combine} was given the handle of dispatch {own} here and that of dispatch {theirs} on rank {peer}, so \
+         this context is closed; all ranks must combine the same dispatches in the same order"
     )
 }
 
@@ -288,6 +297,7 @@ mod tests {
             (raw::TY_ERROR_ORDER, raw::TY_ORDER_WAVE, true),
             (raw::TY_ERROR_ORDER, raw::TY_ORDER_DISPATCH_SEND, false),
             (raw::TY_ERROR_OVERLAP, raw::TY_DIRECTION_DISPATCH, true),
+            (raw::TY_ERROR_PAIRING, 1, true),
         ] {
             let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
             write_with(&reports, 0, kind, a);

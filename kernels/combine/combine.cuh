@@ -36,17 +36,21 @@ template <u32 n> TY_DEVICE Floats<n> load_out(const CombineArgs auto &a, const c
   return load_group<Fp32, n>(row, g, columns);
 }
 
-// Reports what every rail says of its node, once a call. By a team of block 0.
+// Reports what every rail says of its node, once a call: whose rows are missing, and that it combines another dispatch,
+// which closes the context. By a team of block 0.
 TY_DEVICE void report_rails(const CombineArgs auto &a, const Team &team, const Wave &wave) {
   const auto &c = a.context;
   if (!is_last(c, wave)) return;
   for (u32 link = team_thread(team); link < lane_of(c, TY_LANE_COMBINE).sources; link += team_threads(team)) {
     if (!wait_landed(c, TY_LANE_COMBINE, wave.epoch, link, 0)) return;
     const ty_wire_head *head = wire_head(c, TY_LANE_COMBINE, wave.epoch, link);
-    if (load(&head->status) != TY_STATUS_INCOMPLETE) continue;
+    u32 dispatch = load(&head->dispatch), peer = peer_of_source(c, TY_LANE_COMBINE, link), own = dispatch_number(a);
+    if (dispatch == own && load(&head->status) != TY_STATUS_INCOMPLETE) continue;
     u32 rank = load(&head->rank);
-    if (rank >= c.ranks) rank = peer_of_source(c, TY_LANE_COMBINE, link);
-    keep_fault({TY_ERROR_INCOMPLETE, 0, rank, wave.epoch, 0, 0, 0});
+    if (dispatch != own || rank >= c.ranks) rank = peer;
+    u32 kind = dispatch == own ? TY_ERROR_INCOMPLETE : TY_ERROR_PAIRING;
+    keep_fault({kind, 0, rank, wave.epoch, own, dispatch, 0});
+    if (dispatch != own) close(c);
   }
 }
 
@@ -217,7 +221,7 @@ TY_DEVICE bool begin_sums(const CombineArgs auto &a, CombineShared &shared, cons
   if (serves) clear_counts(team, shared.sums);
   // Ahead of the flags, which are waited for longer. Its members meet there.
   if (serves && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return false;
-  if (!wait_flags(c, shared, team, wave.epoch)) return false;
+  if (!wait_flags(a, shared, team, wave.epoch)) return false;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
   if (serves) {
     bool failed = !send_sums<Partial>(a, shared, team, wave);

@@ -82,9 +82,34 @@ TY_DEVICE void keep_head(const CombineArgs auto &a) {
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------
 
-// Waits for the flag of every rank of the node. By a team. False once a deadline passed.
-TY_DEVICE bool wait_flags(const Context auto &c, CombineShared &shared, const Team &team, u64 epoch) {
+// The low half of a combine flag: 1 if rows are missing, and above that the number of the dispatch that is combined.
+TY_DEVICE u32 dispatch_number(const CombineArgs auto &a) {
+  return static_cast<u32>(load(&head_of(a)->epoch)) << 1 >> 1;
+}
+TY_DEVICE u32 combine_status(const CombineArgs auto &a) {
+  return dispatch_number(a) << 1 | (load(&head_of(a)->incomplete) ? 1 : 0);
+}
+
+// Closes the context where a rank of the node combines another dispatch: rows would be added that are not of a token.
+// Behind the flags of all ranks, the own one among them, so that all hear of it. By a thread.
+TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
+  const auto &c = a.context;
+  TY_ROLLED
+  for (u32 rank = 0; rank < c.node_ranks; ++rank) {
+    u64 flag = load_relaxed_sys(in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank));
+    u32 theirs = static_cast<u32>(flag) >> 1;
+    if (flag >> 32 != (epoch & 0xffffffffu) || theirs == dispatch_number(a)) continue;
+    keep_fault({TY_ERROR_PAIRING, 0, world_rank(c, rank), epoch, dispatch_number(a), theirs, 0});
+    return close(c);
+  }
+}
+
+// Waits for the flag of every rank of the node. By a team. False once a deadline passed, or if a rank combines another
+// dispatch.
+TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, const Team &team, u64 epoch) {
+  const auto &c = a.context;
   bool failed = false;
+  u32 own = dispatch_number(a);
   for (u32 first = team_warp(team) * warp_size; first < c.node_ranks; first += team_threads(team)) {
     u32 rank = first + lane_index();
     bool incomplete = false;
@@ -92,12 +117,16 @@ TY_DEVICE bool wait_flags(const Context auto &c, CombineShared &shared, const Te
       const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
       failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
       note_heard(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
-      incomplete = static_cast<u32>(load_relaxed_sys(flag)) == TY_STATUS_INCOMPLETE;
+      u32 status = static_cast<u32>(load_relaxed_sys(flag));
+      incomplete = (status & 1) != 0;
+      failed |= status >> 1 != own;
     }
     u32 missing = warp_ballot(incomplete);
     if (lane_index() == 0) store(&shared.missing[first / warp_size], missing);
   }
-  return !team_any(team, failed);
+  if (!team_any(team, failed)) return true;
+  if (team_thread(team) == 0) refuse_pairing(a, epoch);
+  return false;
 }
 
 // Ranks of this node that send no rows, a bit each, behind wait_flags.
@@ -125,7 +154,7 @@ TY_DEVICE u32 first_missing(const Context auto &c, const CombineShared &shared, 
 // Tells every rank of the node that this epoch's rows are coming or missing. By a team of one block.
 TY_DEVICE void announce(const CombineArgs auto &a, const Team &team, u64 epoch) {
   const auto &c = a.context;
-  u32 status = load(&head_of(a)->incomplete) ? TY_STATUS_INCOMPLETE : TY_STATUS_OK;
+  u32 status = combine_status(a);
   // N3: acquired by wait_flags.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
     store_release_sys(in_arena<u64>(c, rank, c.regions.combine_flags, epoch, c.local), flag_value(epoch, status));

@@ -76,8 +76,10 @@ TY_DEVICE void pack_sum_head(const CombineArgs auto &a, const CombineShared &sha
   u32 rank = first_missing(c, shared, rail_masks(c, a.handle, j), all_rows(c, a.handle.rail_rows, j));
   if (lane_index() != 0) return;
   bool missing = rank < c.node_ranks;
-  write_wire_head(staging_of(c, TY_LANE_COMBINE, wave.epoch, j), wave.epoch,
-                  missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK, {rows, 0}, missing ? world_rank(c, rank) : 0);
+  char *message = staging_of(c, TY_LANE_COMBINE, wave.epoch, j);
+  store(&reinterpret_cast<ty_wire_head *>(message)->dispatch, dispatch_number(a));
+  write_wire_head(message, wave.epoch, missing ? TY_STATUS_INCOMPLETE : TY_STATUS_OK, {rows, 0},
+                  missing ? world_rank(c, rank) : 0);
   count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, 0, packed_head);
 }
 

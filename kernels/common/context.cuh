@@ -72,8 +72,11 @@ struct alignas(16) LaunchShared {
 // Keeps an error until the launch ends: what reports it is code that all launches would step over at every wait.
 TY_DEVICE void keep_fault(const Fault &found) {
   LaunchShared &shared = block_shared<LaunchShared>();
+  u32 kind = found.kind;
   u32 fatal =
-      found.kind == TY_ERROR_TIMEOUT || found.kind == TY_ERROR_OVERLAP || found.kind == TY_ERROR_PEER_LOST ? 1 : 0;
+      kind == TY_ERROR_TIMEOUT || kind == TY_ERROR_PEER_LOST || kind == TY_ERROR_OVERLAP || kind == TY_ERROR_PAIRING
+          ? 1
+          : 0;
   if (atomic_add_block(&shared.faults[fatal][warp_index()], 1) != 0) return;
   Fault &first = shared.first[fatal][warp_index()];
   store(&first.kind, found.kind);
@@ -247,6 +250,12 @@ TY_DEVICE void note_rows(const Context auto &c, u32 peer, u32 rows) {
 // Turns of a wait loop between two looks at the clock and at the closed word.
 constexpr u32 turns_between_checks = 32;
 
+// Closes the context of this rank: waits end, and launches do nothing.
+TY_DEVICE void close(const Context auto &c) {
+  // N7: seen by every wait loop and every kernel's start.
+  store_release_gpu(&state_of(c)->closed, 1u);
+}
+
 // What a wait is for: who is named when its deadline passes.
 struct Wait {
   u32 site;
@@ -267,8 +276,7 @@ TY_DEVICE bool may_wait(const Context auto &c, const Wait &wait, u32 turn, u64 &
   u64 waited = now - start;
   if (waited <= c.timeout_ns + wait.grace_ns) return true;
   keep_fault({TY_ERROR_TIMEOUT, wait.site, wait.peer, wait.epoch, expected, seen, waited});
-  // N7: seen by every wait loop and every kernel's start.
-  store_release_gpu(&state->closed, 1u);
+  close(c);
   return false;
 }
 
@@ -432,8 +440,7 @@ TY_DEVICE TurnWords enter_turn(const Context auto &c, u32 direction) {
 TY_DEVICE void refuse_overlap(const Context auto &c, const TurnWords &turn, u32 direction) {
   if (!c.guarded || turn.closed != launch_overlaps || thread_index() != 0) return;
   keep_fault({TY_ERROR_OVERLAP, 0, c.rank, turn.sent, direction, turn.sent, turn.received});
-  // N7: waits look at it, and end.
-  store_release_gpu(&state_of(c)->closed, 1u);
+  close(c);
 }
 
 // The epoch whose phases a launch may do, or 0: nothing. (Its wave is reckoned anew: kept, it is a register too many.)

@@ -185,8 +185,7 @@ TY_DEVICE bool may_relay(const Context auto &c, const Wait &wait, u32 turn, u64 
   if (lost == 0) return may_wait(c, wait, turn, start, expected, seen);
   u32 peer = static_cast<u32>(lost - 1);
   keep_fault({TY_ERROR_PEER_LOST, wait.site, peer, wait.epoch, 0, 0, now_ns() - start});
-  // N7: as in may_wait.
-  store_release_gpu(&state_of(c)->closed, 1u);
+  close(c);
   return false;
 }
 

@@ -64,7 +64,8 @@
 #define TY_FP32 2
 #define TY_FP8_E4M3 3
 
-// Low half of a flag: what the sender says of this epoch. The high half is the epoch's low 32 bits.
+// Low half of a flag, but a combine flag (combine_status in kernels/combine/send.cuh): what the sender says of this
+// epoch. The high half is the epoch's low 32 bits. The words of a message's head, too.
 #define TY_STATUS_OK 0
 #define TY_STATUS_BAD_INPUT 1  // dispatch: the source's routing was unusable, it sends nothing
 #define TY_STATUS_INCOMPLETE 2 // combine: the expert rank's output overflowed, it sends no rows
@@ -83,6 +84,7 @@
 #define TY_ERROR_TIMEOUT 7           // site, peer, a: expected, b: seen, c: nanoseconds waited; fatal
 #define TY_ERROR_PEER_LOST 8         // site, peer: the proxy lost it; fatal
 #define TY_ERROR_OVERLAP 9           // a: direction, b and c: as of TY_ERROR_ORDER; fatal
+#define TY_ERROR_PAIRING 10          // peer, a: the dispatch that this rank combines, b: that of the peer; fatal
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1
@@ -185,11 +187,12 @@ typedef struct ty_regions {
 // The first bytes of a message between nodes.
 typedef struct ty_wire_head {
   uint64_t epoch;
-  uint32_t status;  // TY_STATUS_*
-  uint32_t rows;    // rows that follow
-  uint32_t rank;    // with TY_STATUS_INCOMPLETE: whose rows are missing
-  uint32_t headers; // row headers that come first: of all rows of the call, in its first wave
-  uint32_t reserved[2];
+  uint32_t status;   // TY_STATUS_*
+  uint32_t rows;     // rows that follow
+  uint32_t rank;     // with TY_STATUS_INCOMPLETE: whose rows are missing
+  uint32_t headers;  // row headers that come first: of all rows of the call, in its first wave
+  uint32_t dispatch; // of sums: the dispatch that they answer, as combine flags say it
+  uint32_t reserved;
 } ty_wire_head;
 
 // One direction between nodes, as proxy/wire.rs lays it out. A message is a head, then rows headers of header_bytes,
