@@ -10,7 +10,7 @@
 //! use std::time::Duration;
 //!
 //! // One rank that holds two experts; each of its two tokens goes to one of them.
-//! let world = World::threads(1).remove(0);
+//! let world = World::threads(1)?.remove(0);
 //! let device = Device::cpu()?;
 //! let stream = device.new_stream()?;
 //! let ep = AllToAll::builder(&world)
@@ -97,7 +97,7 @@
 //! }
 //!
 //! // Ranks are threads here; as processes each has one world, of `World::from_env()?`.
-//! let [first, second] = World::threads(2).try_into().map_err(|_| "two ranks")?;
+//! let [first, second] = World::threads(2)?.try_into().map_err(|_| "two ranks")?;
 //! let second = std::thread::spawn(|| run(second, 2.0, [1, 3]));
 //! assert_eq!(run(first, 1.0, [0, 3])?, 0.25 * 1.0 + 0.75 * 4.0);
 //! assert_eq!(second.join().map_err(|_| "a panic")??, 2.0 * (0.25 * 2.0 + 0.75 * 4.0));

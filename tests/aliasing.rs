@@ -61,7 +61,7 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
         ("row_count", 4),
         ("host_counts", (rig::EXPERTS + 1) * 4),
     ];
-    let world = World::threads(1).remove(0);
+    let world = World::threads(1).unwrap().remove(0);
     let device = test_device(&world);
     let ep = builder(&world, &device).hidden(COLUMNS).format(RowFormat::FP8_F32).build().unwrap();
     let (stream, memory) = (device.new_stream().unwrap(), device.alloc((parts.len() + 1) * VIEW).unwrap());
@@ -94,7 +94,7 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
 fn sums_lie_in_nothing_that_their_combine_reads() {
     const PITCH: usize = HIDDEN * 2;
     let parts = [("rows", ROWS * PITCH), ("topk_weight", MAX_TOKENS * TOP_K * 4), ("out", MAX_TOKENS * PITCH)];
-    let world = World::threads(1).remove(0);
+    let world = World::threads(1).unwrap().remove(0);
     let rig = Rig::with(&world, |builder| builder.weights(Weights::Combine));
     rig.route(&[[-1; TOP_K]; MAX_TOKENS], 0);
     let tokens = rig.tokens(MAX_TOKENS).topk_weight(None);

@@ -31,7 +31,7 @@ fn threads_get_parts_of_the_wrong_round_or_rank() {
 
 #[test]
 fn threads_wait_for_an_absent_rank_without_naming_it() {
-    let mut worlds = World::threads(3);
+    let mut worlds = World::threads(3).unwrap();
     let _sleeper = worlds.remove(1);
     std::thread::scope(|scope| {
         for world in worlds {
@@ -88,7 +88,7 @@ fn a_lock_held_while_other_fibers_of_the_thread_run() {
         let parts = world.all_gather("fiber", &[world.rank().0 as u8]).unwrap();
         assert_eq!(parts, [[0], [1]]);
     }
-    let mut worlds = World::threads(2);
+    let mut worlds = World::threads(2).unwrap();
     OTHER.set(worlds.pop());
     wait::set_relax_hook(Some(run_other));
     exchange_one(&worlds[0]);
@@ -154,7 +154,7 @@ fn parts_too_large_together_hang_instead_of_failing() {
         let error = bootstrap_error(world.all_gather("large", &vec![0; 40 << 20]));
         assert!(error.to_string().contains("exceed") && error.is_fatal(), "{error:?}");
     });
-    let one = World::threads(1).remove(0).all_gather("large", &vec![0; 65 << 20]);
+    let one = World::threads(1).unwrap().remove(0).all_gather("large", &vec![0; 65 << 20]);
     assert!(matches!(one, Err(Error::Argument { name: "payload", .. })));
 }
 

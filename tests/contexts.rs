@@ -98,7 +98,7 @@ fn what_another_context_sent_is_refused() {
 /// A rank without experts has an output of no rows, whatever room it names for each expert.
 #[test]
 fn columns_of_scales_that_no_number_counts_are_refused_where_a_rank_has_no_experts() {
-    let mut worlds = World::threads(2);
+    let mut worlds = World::threads(2).unwrap();
     let (other, world) = (worlds.remove(1), worlds.remove(0));
     let build = |world: &World, device: &Device| {
         let placement = Placement::table(vec![0; rig::EXPERTS], 2).unwrap();

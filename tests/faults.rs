@@ -460,7 +460,7 @@ fn ranks_that_differ_in_their_partial_rows_are_refused() {
 
 #[test]
 fn partial_rows_of_fp8_take_a_byte_a_column_and_four_a_block() {
-    let world = World::threads(2).remove(0);
+    let world = World::threads(2).unwrap().remove(0);
     let device = Device::cpu().unwrap();
     let bytes = |hidden: usize, partial: Partial| {
         let plan = builder(&world, &device).hidden(hidden).tuning(|t| t.partial = partial).plan().unwrap();
@@ -506,7 +506,7 @@ fn a_nan_stays_one_in_fp8_partial_rows_and_an_infinity_takes_its_block_along() {
 
 #[test]
 fn shapes_that_cannot_be_served_are_refused() {
-    let world = World::threads(2).remove(0);
+    let world = World::threads(2).unwrap().remove(0);
     let device = Device::cpu().unwrap();
     let base = || builder(&world, &device);
     let refused = |builder: AllToAllBuilder, words: &[&str]| {
@@ -555,8 +555,14 @@ fn shapes_that_cannot_be_served_are_refused() {
 #[test]
 fn worlds_of_more_ranks_than_contexts_accept_are_refused() {
     let device = Device::cpu().unwrap();
-    let planned = |ranks: usize| builder(&World::threads(ranks).remove(0), &device).experts(ranks).plan();
+    let planned = |ranks: usize| builder(&World::threads(ranks).unwrap().remove(0), &device).experts(ranks).plan();
     let refused = |ranks: usize| planned(ranks).unwrap_err().to_string();
+    let worlds = |ranks: usize| World::threads(ranks).map(|worlds| worlds.len());
+    for ranks in [0, 16_385, usize::MAX] {
+        let text = worlds(ranks).unwrap_err().to_string();
+        assert!(text.contains(&format!("world is {ranks}: give the number of ranks, 1 to 16384")), "{text}");
+    }
+    assert_eq!(worlds(16_384), Ok(16_384));
     assert!(planned(64).is_ok());
     assert!(refused(65).contains("ranks of a node is 65: use 1 to 64"), "{}", refused(65));
     assert!(refused(513).contains("world is 513: use 1 to 512"), "{}", refused(513));
@@ -591,7 +597,7 @@ fn budgets_beyond_a_gpu_fail_on_all_ranks_by_name_and_come_back() {
     let on_one_gpu = |share: u32| {
         let outcomes = Mutex::new(Vec::new());
         on_ranks(2, |world| {
-            let device = test_device(&World::threads(1)[0]);
+            let device = test_device(&World::threads(1).unwrap()[0]);
             let built = builder(&world, &device).sms((device.multiprocessors() / share).max(2)).build();
             outcomes.lock().unwrap().push((built.as_ref().err().cloned(), device.kind()));
             world.barrier("budgets were asked for").unwrap();

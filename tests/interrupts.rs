@@ -60,7 +60,7 @@ fn a_stream_is_synchronized_again_behind_an_interrupt() {
 
 #[test]
 fn an_interrupt_that_a_check_finds_is_one() {
-    let worlds = World::threads(2);
+    let worlds = World::threads(2).unwrap();
     let start = Instant::now();
     let interrupt = Interrupt::asking(move || start.elapsed() > SOON);
     let outcome = interrupt.during(|| worlds[0].barrier("gate"));
@@ -102,7 +102,7 @@ fn free_port() -> u16 {
 
 #[test]
 fn an_interrupted_collective_ends_on_all_ranks() {
-    in_a_collective(World::threads(2));
+    in_a_collective(World::threads(2).unwrap());
     let port = free_port();
     let other = std::thread::spawn(move || World::join(&joining(port, 1)).unwrap());
     let first = World::join(&joining(port, 0)).unwrap();
@@ -127,7 +127,7 @@ fn joining_is_interrupted_and_can_be_tried_again() {
 
 #[test]
 fn building_a_context_whose_peer_does_not_come_is_interrupted() {
-    let worlds = World::threads(2);
+    let worlds = World::threads(2).unwrap();
     let device = test_device(&worlds[0]);
     let said = interrupted(|| rig::builder(&worlds[0], &device).build().map(drop));
     assert!(said.contains("configuration of a context"), "{said}");

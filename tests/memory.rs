@@ -106,7 +106,7 @@ fn run_rank(world: World, on: On) {
 
 fn threads(ranks: usize, on: On) {
     std::thread::scope(|scope| {
-        for world in World::threads(ranks) {
+        for world in World::threads(ranks).unwrap() {
             scope.spawn(move || run_rank(world, on));
         }
     });
@@ -160,7 +160,7 @@ fn cpu_ranks_that_are_processes_share_arenas() {
 
 #[test]
 fn ranks_on_host_fibers_share_arenas() {
-    let worlds = World::threads(3);
+    let worlds = World::threads(3).unwrap();
     let report = seeded_world(SeededConfig { seed: 2, hold_stores: false }, 3, |rank, device| {
         let stream = device.new_stream().unwrap();
         exchange_marks(&worlds[rank], &device, &stream, Arena::cpu(BYTES).unwrap(), true);
@@ -170,7 +170,7 @@ fn ranks_on_host_fibers_share_arenas() {
 
 #[test]
 fn host_waits_in_a_row_are_no_hang() {
-    let worlds = World::threads(3);
+    let worlds = World::threads(3).unwrap();
     let report = seeded_world(SeededConfig { seed: 1, hold_stores: false }, 3, |rank, _| {
         for _ in 0..300 {
             worlds[rank].barrier("again").unwrap();
@@ -256,7 +256,7 @@ fn an_arena_larger_than_the_gpu_says_what_is_needed_and_what_is_free() {
 #[test]
 fn different_settings_are_found_before_anything_is_mapped() {
     std::thread::scope(|scope| {
-        for world in World::threads(2) {
+        for world in World::threads(2).unwrap() {
             scope.spawn(move || {
                 let arena = Arena::cpu(4096 * (1 + world.rank().index())).unwrap();
                 let why = PeerMap::establish(&world, arena).unwrap_err().to_string();

@@ -340,7 +340,7 @@ MUTANTS = [
     ("why a rank has no arena on the network is kept from the others", SERVICE,
      "if index == NO_CONTEXT {", "if index == NO_CONTEXT && address.is_empty() {"),
     ("ports of later generations wrap", WORLD, "u16::try_from(port).map_err(|_| {", "Ok(port as u16).map_err(|_: ()| {"),
-    ("a world over an all-gather of nobody", WORLD, "if size == 0 || size > MAX_WORLD {", "if size > MAX_WORLD {"),
+    ("a world over an all-gather of nobody", WORLD, "if ranks == 0 || ranks > MAX_WORLD {", "if ranks > MAX_WORLD {"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
     ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
     ("a context goes on after its call was cut short", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "false;"),

@@ -41,7 +41,7 @@ fn on_nodes(sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
 
 fn on_network(network: &Network, ranks: usize, sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
     std::thread::scope(|scope| {
-        for world in World::threads(ranks) {
+        for world in World::threads(ranks).unwrap() {
             let body = &body;
             scope.spawn(move || body(world.with_nodes(sizes).unwrap(), network));
         }

@@ -318,7 +318,7 @@ type Scenario = fn(&World, &Device, Shape, usize, bool) -> Vec<Error>;
 fn schedules(scenario: Scenario, shape: Shape, waves: bool, seeds: std::ops::Range<u64>) -> usize {
     let mut overlaps = 0;
     for seed in seeds {
-        let worlds = World::threads(2);
+        let worlds = World::threads(2).unwrap();
         let outcomes = Outcomes::default();
         let config = SeededConfig { seed, hold_stores: seed % 2 == 1 };
         let report = seeded_world(config, 2, |rank, device| {
@@ -422,7 +422,7 @@ fn graphs_of_another_library_are_guarded() {
         return;
     }
     let device = Device::cuda(0).unwrap();
-    let world = World::threads(1).remove(0);
+    let world = World::threads(1).unwrap().remove(0);
     let builder = AllToAll::builder(&world).device(device.clone()).hidden(HIDDEN).experts(LOCAL_EXPERTS).top_k(TOP_K);
     // Few blocks, so that two launches fit side by side.
     let ep = builder.max_tokens_per_rank(MAX_TOKENS).sms(4).timeout(Duration::from_secs(2)).build().unwrap();
@@ -472,7 +472,7 @@ fn calls_between_nodes_that_overlap_store_nothing_elsewhere() {
             let network = Network::new(ranks, config).unwrap();
             let outcomes = Outcomes::default();
             std::thread::scope(|scope| {
-                for world in World::threads(ranks) {
+                for world in World::threads(ranks).unwrap() {
                     let (network, outcomes) = (&network, &outcomes);
                     scope.spawn(move || {
                         let world = world.with_nodes(sizes).unwrap();
@@ -522,7 +522,7 @@ fn changing(world: &World, device: &Device, shape: Shape, salt: usize, waves: bo
 fn choices_that_change_while_they_are_read_lead_to_no_row_outside_of_an_output() {
     for (i, shape) in [Shape::Contiguous, Shape::Masked, Shape::Token, Shape::InPlace].into_iter().enumerate() {
         for seed in 0..60 {
-            let worlds = World::threads(2);
+            let worlds = World::threads(2).unwrap();
             let config = SeededConfig { seed: 1000 * i as u64 + seed, hold_stores: seed % 2 == 1 };
             let report = seeded_world(config, 2, |rank, device| {
                 for error in changing(&worlds[rank], &device, shape, seed as usize, false) {
@@ -559,7 +559,7 @@ fn a_launch_under_way_on_any_block_is_seen() {
     let blocks = launches.wrapping_mul(4);
     for (at, word) in [(ended, blocks - 1), (size + 2 * turn + begun, launches + 1), (ended, blocks)] {
         let device = Device::cpu().unwrap();
-        let world = World::threads(1).remove(0);
+        let world = World::threads(1).unwrap().remove(0);
         let ep = contexts(&world, &device, Shape::Contiguous, false);
         let [_, state] = ep.addresses().unwrap();
         forge(state + at, word);
@@ -603,7 +603,7 @@ impl Forger<'_> {
 fn against_forged(shape: Shape, waves: bool, tokens: usize, forged: impl Fn(&Forger<'_>) + Sync) {
     let place = Mutex::new(None);
     std::thread::scope(|scope| {
-        for world in World::threads(2) {
+        for world in World::threads(2).unwrap() {
             let (place, forged) = (&place, &forged);
             scope.spawn(move || {
                 let device = Device::cpu().unwrap();

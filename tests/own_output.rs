@@ -140,7 +140,7 @@ fn starts_that_are_aligned_beyond_int32_are_refused_in_any_output() {
 #[test]
 fn what_cannot_have_one_is_refused_with_the_reason() {
     let why = |change: &dyn Fn(AllToAllBuilder) -> AllToAllBuilder| {
-        let world = World::threads(1).remove(0);
+        let world = World::threads(1).unwrap().remove(0);
         let device = test_device(&world);
         let built = change(builder(&world, &device).tuning(|t| t.own_output = Some((64, 1)))).build();
         built.err().map(|why| why.to_string()).unwrap_or_default()

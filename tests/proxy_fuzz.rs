@@ -442,7 +442,7 @@ fn counts_beyond_an_immediate_say_which_and_how_many() {
 #[test]
 fn a_context_refuses_chunks_that_an_immediate_cannot_number() {
     let builder = |max_tokens, rows: usize| {
-        let world = World::threads(2).remove(0).with_nodes(&[1, 1]).unwrap();
+        let world = World::threads(2).unwrap().remove(0).with_nodes(&[1, 1]).unwrap();
         AllToAll::builder(&world)
             .hidden(128)
             .experts(4)

@@ -231,8 +231,8 @@ impl AllToAll {
         Ok(self.handle(sent, output))
     }
 
-    /// Brings the experts' rows home and sums them there, in one kernel. All ranks combine the same dispatches in the same
-    /// order; a context in which they do not is closed by [`Error::Order`].
+    /// Brings the experts' rows home and sums them there, in one kernel. All ranks combine the same dispatches in the
+    /// same order; a context in which they do not is closed by [`Error::Order`].
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch).

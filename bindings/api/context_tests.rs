@@ -44,7 +44,7 @@ struct Alone {
 
 impl Alone {
     fn new() -> Alone {
-        let (world, device) = (World::threads(1).remove(0), Device::cpu().unwrap());
+        let (world, device) = (World::threads(1).unwrap().remove(0), Device::cpu().unwrap());
         let ep = AllToAll::builder(&world).device(device.clone()).hidden(8).experts(2).top_k(1);
         let ep = ep.max_tokens_per_rank(WAVES).tuning(|tuning| tuning.wave_tokens = Some(1)).timeout(PATIENCE);
         let view = |bytes: usize| {

@@ -278,7 +278,7 @@ mod tests {
 
     #[test]
     fn what_closed_the_context_is_told_again_and_again_whatever_else_is_reported() {
-        let world = World::threads(1).remove(0);
+        let world = World::threads(1).unwrap().remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
         let check = || reports.check(&world, None, &Vec::new);
         check().unwrap();
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn a_call_that_stays_unfinished_closes_the_context_and_any_other_mistake_in_order_does_not() {
-        let world = World::threads(1).remove(0);
+        let world = World::threads(1).unwrap().remove(0);
         for (kind, a, closes) in [
             (raw::TY_ERROR_ORDER, raw::TY_ORDER_WAVE, true),
             (raw::TY_ERROR_ORDER, raw::TY_ORDER_DISPATCH_SEND, false),
@@ -312,7 +312,7 @@ mod tests {
 
     #[test]
     fn what_a_context_survives_is_told_once() {
-        let world = World::threads(1).remove(0);
+        let world = World::threads(1).unwrap().remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
         write(&reports, raw::TY_DIRECTION_COMBINE as usize, raw::TY_ERROR_INCOMPLETE);
         assert!(matches!(reports.check(&world, None, &Vec::new), Err(Error::Incomplete { .. })));
@@ -321,7 +321,7 @@ mod tests {
 
     #[test]
     fn what_ended_the_own_proxy_is_told_and_no_peer_blamed() {
-        let world = World::threads(1).remove(0);
+        let world = World::threads(1).unwrap().remove(0);
         let ended = Error::transport("gone", "restart").ending();
         let lost = || vec![(Rank(0), "which is slow".to_owned())];
         for kind in [raw::TY_ERROR_TIMEOUT, raw::TY_ERROR_PEER_LOST] {
@@ -340,7 +340,7 @@ mod tests {
 
     #[test]
     fn a_lost_peer_is_named_with_its_cause() {
-        let world = World::threads(1).remove(0);
+        let world = World::threads(1).unwrap().remove(0);
         let lost = || vec![(Rank(3), "which left".to_owned()), (Rank(0), "which is slow".to_owned())];
         for (kind, waited_for, expected) in [
             (raw::TY_ERROR_TIMEOUT, 0, "lost rank 0, which is slow, "),

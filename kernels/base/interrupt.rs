@@ -36,10 +36,11 @@ struct Shared {
 /// let raiser = std::thread::spawn(move || raiser.raise());
 ///
 /// // Rank 1 never comes.
-/// let worlds = World::threads(2);
+/// let worlds = World::threads(2)?;
 /// let outcome = interrupt.during(|| worlds[0].barrier("start"));
 /// assert!(matches!(outcome, Err(Error::Interrupted { what: "start", .. })));
 /// # raiser.join().unwrap();
+/// # Ok::<(), Error>(())
 /// ```
 #[derive(Clone)]
 pub struct Interrupt {

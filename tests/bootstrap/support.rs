@@ -71,7 +71,8 @@ pub fn joined<T: Send>(size: usize, body: impl Fn(World) -> T + Sync) -> Vec<T> 
 pub fn threaded<T: Send>(size: usize, body: impl Fn(World) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let body = &body;
-        let threads: Vec<_> = World::threads(size).into_iter().map(|world| scope.spawn(move || body(world))).collect();
+        let threads: Vec<_> =
+            World::threads(size).unwrap().into_iter().map(|world| scope.spawn(move || body(world))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }

@@ -181,6 +181,7 @@ impl Rig {
 pub fn on_ranks(ranks: usize, rank_code: impl Fn(World) + Sync) {
     std::thread::scope(|scope| {
         let threads: Vec<_> = World::threads(ranks)
+            .unwrap()
             .into_iter()
             .map(|world| {
                 let rank_code = &rank_code;

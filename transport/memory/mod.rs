@@ -565,7 +565,7 @@ mod tests {
 
     #[test]
     fn threads_store_into_each_others_arenas() {
-        let worlds = World::threads(3);
+        let worlds = World::threads(3).unwrap();
         std::thread::scope(|scope| {
             for world in worlds {
                 scope.spawn(move || {
@@ -589,7 +589,7 @@ mod tests {
 
     #[test]
     fn memory_of_other_nodes_is_not_mapped() {
-        let worlds = World::threads(3);
+        let worlds = World::threads(3).unwrap();
         std::thread::scope(|scope| {
             for world in worlds {
                 scope.spawn(move || {
@@ -605,7 +605,7 @@ mod tests {
 
     #[test]
     fn arena_outlives_its_owners_map_while_a_peer_holds_it() {
-        let worlds = World::threads(2);
+        let worlds = World::threads(2).unwrap();
         std::thread::scope(|scope| {
             for world in worlds {
                 scope.spawn(move || {

@@ -161,12 +161,23 @@ pub(super) fn place(members: &[Rank], own: Rank, first_nodes: &[usize]) -> Resul
     Ok((Rank(rank as u32), nodes))
 }
 
+fn check_size(name: &'static str, ranks: usize) -> Result<()> {
+    if ranks == 0 || ranks > MAX_WORLD {
+        return Err(Error::config(name, ranks, format!("give the number of ranks, 1 to {MAX_WORLD}")));
+    }
+    Ok(())
+}
+
 impl World {
     /// `n` ranks in one process, to be moved to threads or host fibers; by rank.
     ///
-    /// Each world takes memory, and `n` is not bounded here. Contexts accept 512 ranks at the most, and 64 in one node,
-    /// where all `n` are unless [`with_nodes`](Self::with_nodes) says otherwise.
-    pub fn threads(n: usize) -> Vec<World> {
+    /// Contexts accept 512 ranks at the most, and 64 in one node, where all `n` are unless
+    /// [`with_nodes`](Self::with_nodes) says otherwise.
+    ///
+    /// # Errors
+    /// `Config` if `n` is 0 or above 16 384.
+    pub fn threads(n: usize) -> Result<Vec<World>> {
+        check_size("world", n)?;
         let family = Arc::new(Family::first(n, &[n]));
         let world = |(rank, seat)| World {
             link: Link::Threads(Arc::new(seat)),
@@ -179,7 +190,7 @@ impl World {
             newest: Arc::default(),
         };
         log::info!(target: crate::base::targets::WORLD, "{n} ranks in one process");
-        local::seats(n).into_iter().enumerate().map(world).collect()
+        Ok(local::seats(n).into_iter().enumerate().map(world).collect())
     }
 
     /// Collective: `size` ranks that have an all-gather of their own, as engines do; nothing else is needed of the
@@ -210,10 +221,7 @@ impl World {
         local_rank: Option<usize>,
         gather: impl AllGather + 'static,
     ) -> Result<World> {
-        if size == 0 || size > MAX_WORLD {
-            let advice = format!("give the number of ranks, 1 to {MAX_WORLD}");
-            return Err(Error::config("size", size, advice));
-        }
+        check_size("size", size)?;
         if rank >= size {
             let advice = format!("ranks are counted from 0, so give one below the size {size}");
             return Err(Error::config("rank", rank, advice));

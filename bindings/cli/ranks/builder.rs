@@ -65,9 +65,8 @@ pub fn planned(case: &Case, device: DeviceWord) -> std::result::Result<AllToAllB
     };
     // Without a device it is the CPU's blocks that are looked at.
     let case = &Case { sms: case.sms.filter(|_| device == DeviceWord::Cpu), ..case.clone() };
-    let first = World::threads(case.world).into_iter().next();
-    let world = first.ok_or_else(|| Refusal::of("--world", case.world, "give 1 at least"))?;
-    let world = network::place(world, case).map_err(refused)?;
+    let first = World::threads(case.world).map_err(refused)?.remove(0);
+    let world = network::place(first, case).map_err(refused)?;
     let builder = network::attach(builder(case, &world).map_err(refused)?, None, case);
     builder.plan().map_err(refused)?;
     Ok(builder)

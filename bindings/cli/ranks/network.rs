@@ -164,7 +164,7 @@ pub fn place(world: World, case: &Case) -> Result<World> {
 /// # Errors
 /// As [`place`].
 pub fn worlds(case: &Case) -> Result<Vec<World>> {
-    World::threads(case.world).into_iter().map(|world| place(world, case)).collect()
+    World::threads(case.world)?.into_iter().map(|world| place(world, case)).collect()
 }
 
 /// A thread that drives a rank's endpoint.

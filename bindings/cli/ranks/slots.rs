@@ -71,7 +71,7 @@ pub mod tests {
                 Slots::establish(&world, &device, ArenaWord::Device, bytes).map(drop).unwrap_err().to_string()
             };
             let ranks: Vec<_> =
-                World::threads(3).into_iter().map(|world| scope.spawn(move || establish(world))).collect();
+                World::threads(3).unwrap().into_iter().map(|world| scope.spawn(move || establish(world))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         for rank in [0, 2] {

@@ -74,7 +74,7 @@ mod tests {
 
     #[test]
     fn the_cpu_device_and_a_single_rank_have_no_links_to_wake() {
-        on_ranks(World::threads(2), |world, device| {
+        on_ranks(World::threads(2).unwrap(), |world, device| {
             assert!(Wake::establish(&world, &device, ArenaWord::Device).unwrap().is_none());
         });
     }
@@ -82,7 +82,7 @@ mod tests {
     #[test]
     fn bytes_go_to_every_peer_of_the_node_and_nowhere_else() {
         const BYTES: usize = 1 << 20;
-        let worlds = World::threads(4).into_iter().map(|world| world.with_nodes(&[1, 3]).unwrap());
+        let worlds = World::threads(4).unwrap().into_iter().map(|world| world.with_nodes(&[1, 3]).unwrap());
         on_ranks(worlds.collect(), |world, device| {
             let slots = Slots::establish(&world, &device, ArenaWord::Device, BYTES).unwrap();
             let (rank, stream) = (world.rank().index(), device.new_stream().unwrap());
