@@ -63,7 +63,7 @@ build() {
   local dir=${1:?the folder of the binaries}
   program "$dir"
   (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
-    --test arena --test contexts --test gpu_nic --test own_output --test ownership --test overlap --test wide 2>&1) |
+    --test aliasing --test arena --test contexts --test gpu_nic --test own_output --test ownership --test overlap --test wide 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
@@ -152,6 +152,7 @@ section_checks() {
     note wide skipped "needs 2 GPUs: one has fewer queues than the test has ranks"
   fi
   check contexts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/contexts" --test-threads=1
+  check aliasing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/aliasing" --test-threads=1
   check own_output env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/own_output" --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/ownership" --test-threads=1
   check overlap "$dir/overlap" another_library

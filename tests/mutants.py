@@ -3,7 +3,8 @@
 
 A mutant is a named (file, original text, mutated text). The text must occur exactly once, so that a mutant cannot rot
 in silence. Works on copies of the tree under target/mutants, one a core. Prints a table; exit status 0 only if all were caught.
-Arguments: names of mutants to run alone; or --one-in N for every Nth one, from a first that the files' contents decide.
+Arguments: names of mutants to run alone; or --one-in N for every Nth one, from a first that the files' contents decide;
+or --resume for all but those that an earlier run with --resume saw caught, unless they or their files have changed since.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "mutants"
+CAUGHT = PLACE / "caught.txt"
 WORKERS = min(os.cpu_count() or 1, 4)
 META, SEND, RECEIVE = (
     "kernels/dispatch/meta.cuh", "kernels/dispatch/send.cuh", "kernels/dispatch/receive.cuh")
@@ -560,8 +562,21 @@ def prepare():
     return [first] + [Worker(number) for number in range(1, WORKERS)]
 
 
+def fingerprint(mutant):
+    """Of a mutant and of the file that it changes."""
+    return hashlib.sha256(repr(mutant).encode() + (ROOT / mutant[1]).read_bytes()).hexdigest()[:16]
+
+
+def caught_before():
+    """The fingerprints of mutants that earlier runs with --resume saw caught."""
+    return {line.split()[0] for line in CAUGHT.read_text().splitlines()} if CAUGHT.exists() else set()
+
+
 def chosen(arguments):
     """The mutants that the arguments ask for."""
+    if arguments == ["--resume"]:
+        caught = caught_before()
+        return [mutant for mutant in MUTANTS if fingerprint(mutant) not in caught]
     if arguments[:1] == ["--one-in"]:
         parts = int(arguments[1])
         contents = b"".join((ROOT / file).read_bytes() for file in sorted({file for _, file, _, _ in MUTANTS}))
@@ -574,7 +589,7 @@ def main():
     waiting = queue.SimpleQueue()
     for mutant in chosen(sys.argv[1:]):
         waiting.put(mutant)
-    total, missed = waiting.qsize(), []
+    total, missed, resumes = waiting.qsize(), [], sys.argv[1:] == ["--resume"]
 
     def work(worker):
         while True:
@@ -587,6 +602,9 @@ def main():
             verdict = "SURVIVED" if result is None else f"caught by {result[0]}" if result[0] else result[1]
             if result is None or not result[0]:
                 missed.append(mutant[0])
+            elif resumes:
+                with CAUGHT.open("a") as caught:
+                    caught.write(f"{fingerprint(mutant)} {mutant[0]}\n")
             print(f"{mutant[0]:50} {verdict:32} {time.time() - start:5.1f} s", flush=True)
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in prepare()]

@@ -75,6 +75,8 @@ impl Rig {
             ep,
         };
         rig.weight.write(0, &0.5f32.to_ne_bytes().repeat(MAX_TOKENS * TOP_K)).unwrap();
+        // Allocating waits for whatever runs on a GPU, and a kernel of a rank that shares it may wait for this one.
+        world.barrier("all rigs have their memory").unwrap();
         rig
     }
 
