@@ -20,7 +20,7 @@ pub mod device;
 pub(crate) mod ffi;
 mod nic;
 
-pub(crate) use device::recording::{Chains, Enqueued, LastUse, Recording};
+pub(crate) use device::recording::{Chains, Enqueued, Half, LastUse, Recording};
 pub use device::view::View;
 pub(crate) use device::view::{Owner, Place, Span};
 pub use device::{

@@ -127,6 +127,19 @@ fn a_regroup_of_threads_that_failed_never_tried_again() {
     });
 }
 
+#[test]
+fn a_rank_that_regroups_again_alone_leaves_the_world_as_it_is() {
+    threaded(2, |world| {
+        let next = world.regroup(1, &[Rank(0), Rank(1)]).unwrap();
+        next.barrier("both are there").unwrap();
+        if world.rank() == Rank(0) {
+            let error = world.regroup(1, &[Rank(0), Rank(1)]).map(drop).unwrap_err();
+            assert!(error.to_string().contains("this rank is of generation 1; give a later one"), "{error}");
+        }
+        exchange_many(next);
+    });
+}
+
 // ---- worlds of members that join over TCP
 
 #[test]

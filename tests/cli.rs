@@ -3,6 +3,7 @@
 #[path = "cli/rig.rs"]
 mod rig;
 
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use rig::{SHAPE, SMALL, command, object, refusal, run, text};
@@ -578,6 +579,17 @@ fn a_reader_that_leaves_costs_neither_the_work_nor_its_status() {
         assert_eq!(output.status.code(), Some(status), "{typed}: {said}");
         assert!(!said.contains("stdout") && !said.contains("panicked"), "{typed}: {said}");
     }
+}
+
+/// A device thread has a stack of its own; there is no room for those of 1024 blocks.
+#[test]
+fn a_lack_of_memory_for_stacks_is_said() {
+    let typed = "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 2 --sms 1024 --iters 3";
+    let limited = format!("ulimit -v 1500000; exec {} {typed}", env!("CARGO_BIN_EXE_tokenyard"));
+    let output = Command::new("sh").args(["-c", &limited]).output().unwrap();
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(said.contains("the CPU device lacks memory: use fewer blocks"), "{said}");
 }
 
 #[test]

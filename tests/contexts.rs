@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rig::{MAX_TOKENS, PATIENCE, Rig, builder, on_ranks, test_device};
+use tokenyard::internals::kernels::{SeededConfig, seeded_world};
 use tokenyard::*;
 
 /// Enqueues a dispatch and a combine on the context's own stream.
@@ -163,6 +164,46 @@ fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {
             assert_eq!(rig.ep.check().map_err(|again| again.to_string()), Err(text), "the context stays closed");
             world.barrier("done").unwrap();
         });
+    }
+}
+
+/// Blocks of a launch, or of one beside it, may begin while another closes the context: those of their threads that saw
+/// it would be waited for by the others for ever.
+#[test]
+fn threads_of_a_block_agree_whether_their_context_is_closed() {
+    for seed in 0..120 {
+        let worlds = World::threads(2).unwrap();
+        let report = seeded_world(SeededConfig { seed, hold_stores: seed % 2 == 1 }, 2, |rank, device| {
+            let arriving = if seed % 4 < 2 { 0 } else { MAX_TOKENS };
+            let rig = Rig::on(&worlds[rank], device.clone(), |b| {
+                b.timeout(Duration::from_millis(500)).tuning(|t| t.arriving_tokens = Some(arriving))
+            });
+            rig.route_all(seed as usize);
+            let tokens = rig.tokens(MAX_TOKENS);
+            let dispatch = || rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
+            let handles = [dispatch(), dispatch()];
+            let (beside, rows) = (device.new_stream().unwrap(), device.alloc(rig.rows.len()).unwrap());
+            let counts = device.alloc(rig::EXPERTS * 4).unwrap();
+            let output = rig.output(rig.capacity).rows(rows.view()).expert_count(counts.view());
+            rig.stream.synchronize(PATIENCE).unwrap();
+            // A context that is closed by then refuses them.
+            let _other = match seed % 3 {
+                0 => rig.ep.dispatch(&beside, &tokens, &output).ok(),
+                1 => rig.ep.barrier(&beside).map(|()| None).unwrap_or_default(),
+                _ => None,
+            };
+            let (handle, rows) = (&handles[rank], rig.expert_rows());
+            if seed % 5 < 2 {
+                let sent = rig.ep.combine_send(&rig.stream, handle, &rows).unwrap();
+                let _ = rig.ep.combine_recv(&rig.stream, sent, &rig.combined());
+            } else {
+                rig.ep.combine(&rig.stream, handle, &rows, &rig.combined()).unwrap();
+            }
+            [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+            let error = rig.ep.check().unwrap_err();
+            assert!(matches!(error, Error::Order { .. }) && error.is_fatal(), "seed {seed}: {error}");
+        });
+        assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
     }
 }
 

@@ -33,7 +33,7 @@ COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "p
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic/nic.cuh", "bindings/api/pick.rs"
 SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
 DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", "transport/network/regions.rs"
-SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
+SCHEDULER, SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.cpp", "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
 LOGGING = "bindings/cli/logging.rs"
 VIEW, DEVICE, CPU, RECORDING = (
@@ -112,7 +112,7 @@ MUTANTS = [
     ("off by one in a position", META, "((1u << (token % 32)) - 1)", "((2u << (token % 32)) - 1)"),
     ("duplicate expert not seen", META, "twice |= first + j <= choice.k &&", "twice |= first + j < choice.k &&"),
     ("duplicate expert not seen across nodes", TO_NODES, "for (u32 i = 0; i < j; ++i) twice", "for (u32 i = 1; i < j; ++i) twice"),
-    ("errors of both kinds share a record", CONTEXT, "found.kind == TY_ERROR_PEER_LOST ? 1 : 0;", "found.kind == TY_ERROR_PEER_LOST ? 0 : 0;"),
+    ("errors of both kinds share a record", CONTEXT, "u32 fatal = closes ||", "closes = false;\n  u32 fatal = closes ||"),
     ("error of another warp reported", CONTEXT, "shared.first[fatal][lowest_bit(there)]", "shared.first[fatal][0]"),
     ("quotient too small by one", CONTEXT, ": Quotient{whole + 1, rest - d};", ": Quotient{whole, rest};"),
     ("home slot counted from the wrong rank", META, "bits_below(ranks, tile.destination())", "bits_below(ranks, tile.destination() + 1)"),
@@ -191,6 +191,16 @@ MUTANTS = [
     ("rows sent as they are that were to be quantised", PICK, "plain && args.context.quantize != raw::TY_QUANTIZE_NONE;", "false;"),
     ("incomplete rank's row waited for", PARTIAL, "if (!((parts.present >> rank) & 1)) continue;", "if (!((parts.ranks >> rank) & 1)) continue;"),
     ("incomplete rank's row added", FROM_NODES, "count = popcount64(parts.present);", "count = popcount64(parts.ranks);"),
+    ("a block's threads each look whether they are closed", CONTEXT, "turn.closed = block_any(turn.closed != 0) ? 1 : 0;", ";"),
+    ("a team's threads each look whether they are closed", CONTEXT, "return !team_any(team, closed);", "return team_any(team, false), !closed;"),
+    ("a summing thread waits though it is closed", PARTIAL, "bool failed = closed;", "if (closed) return false;\n  bool failed = false;"),
+    ("a placing thread waits though it is closed", RECEIVE, "bool failed = closed;", "if (closed) return false;\n  bool failed = false;"),
+    ("a sending warp's threads each look whether they are closed", SEND, "closed = agrees_late(c) && warp_ballot(closed) != 0;", ";"),
+    ("a closed context's launches go on", CONTEXT, "return agrees_late(c) && turn.closed != 0; }", "return agrees_late(c) && turn.closed == 7; }"),
+    ("a graph dispatches into a handle between a combine's halves", RECORDING, "last.halves.load(Ordering::Relaxed) != 0", "last.halves.load(Ordering::Relaxed) > 9"),
+    ("a half is never over", RECORDING, "self.0.halves.fetch_sub(1, Ordering::Relaxed);", ""),
+    ("a generation entered twice", WORLD, "self.newest.load(Ordering::Acquire).max(self.family.generation)", "self.family.generation"),
+    ("a fiber without a stack runs", SCHEDULER, "if (!next->started && !start(*next)) {", "if (!next->started && !start(*next) && seeded) {"),
     ("a node peer's combine of another dispatch", PARTIAL, "failed |= status >> 1 != own;", ""),
     ("another node's combine of another dispatch", COMBINE, "if (dispatch != own) close(c);", ""),
     ("another node's dispatch not told", FROM_NODES, "->dispatch, dispatch_number(a));", "->dispatch, dispatch_number(a) + (j == 0));"),
@@ -469,6 +479,7 @@ class Worker:
             DRIVER: [("unit tests", [*lib, "driver"])],
             REGIONS: [("unit tests", [*lib, "regions"])],
             FREE_MEMORY: [("unit tests", [*lib, "memory"])],
+            SCHEDULER: [("tests/cli.rs", [*test, "cli", "stacks"])],
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],
@@ -484,7 +495,7 @@ class Worker:
             HANDLE: ownership,
             EXECUTOR: ownership,
             WORLD: contexts + [
-                ("tests/bootstrap.rs", [*test, "bootstrap", "ports"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
+                ("tests/bootstrap.rs", [*test, "bootstrap", "--", "ports", "again"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
             REPORT: [("unit tests", [*lib, "report::"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"]),
                      ("tests/overlap.rs", [*test, "overlap"])],
             ERROR: [("unit tests", [*lib, "error::"])],
@@ -514,7 +525,7 @@ class Worker:
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
-        special = file in (NIC, FREE_MEMORY, SCHEDULE, STACKS, SEEDED, DEVICE, PAIRS, WAIT, INTERRUPT)
+        special = file in (NIC, FREE_MEMORY, SCHEDULER, SCHEDULE, STACKS, SEEDED, DEVICE, PAIRS, WAIT, INTERRUPT)
         apart = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if apart else schedules
 

@@ -310,6 +310,29 @@ fn fills_and_copies_of_a_graph_keep_their_buffers() {
     assert_eq!(bytes, [9; 512]);
 }
 
+/// It would dispatch into the handle that is being combined.
+#[test]
+fn a_graph_is_refused_between_the_halves_of_a_combine_with_its_handle() {
+    on_ranks(2, |world| {
+        let rig = Rig::new(&world);
+        rig.route_all(1);
+        rig.stream.begin_capture().unwrap();
+        let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+        let graph = rig.stream.end_capture().unwrap();
+        for _ in 0..2 {
+            graph.launch(&rig.stream).unwrap();
+            let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
+            let error = graph.launch(&rig.stream).unwrap_err();
+            assert!(error.to_string().contains("enqueue combine_recv first") && !error.is_fatal(), "{error}");
+            rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            rig.expect_own_rows(MAX_TOKENS, 1);
+        }
+        world.barrier("done").unwrap();
+    });
+}
+
 #[test]
 fn a_dropped_graph_waits_for_its_replays() {
     on_ranks(1, |world| {

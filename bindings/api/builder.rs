@@ -368,8 +368,8 @@ impl AllToAllBuilder {
     }
 }
 
-/// Blocks of a context of the CPU device: each thread of a launch has a stack, and where the system has no memory for
-/// the stacks of more blocks, the process ends.
+/// Blocks of a context of the CPU device: each thread of a launch has a stack. A device without memory for a stack ends
+/// with an error.
 const MAX_CPU_BLOCKS: usize = 1024;
 
 /// Waves of a call: each is a launch, which the host enqueues before the call returns. Where wave_tokens is left out,

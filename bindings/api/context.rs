@@ -265,7 +265,7 @@ impl AllToAll {
         self.launch_combine(&call, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         let views = (self.plan.waves > 1).then(|| rows.clone());
-        Ok(CombineSent { handle: handle.share(), rows: sent, views })
+        Ok(CombineSent { handle: handle.share(), rows: sent, views, _half: call.half(&handle.lease) })
     }
 
     /// The receiving half of [`combine`](Self::combine).

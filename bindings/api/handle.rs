@@ -4,7 +4,7 @@ use super::calls::{Layout, Rows, Tokens};
 use super::shape::Shape;
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
-use crate::kernels::{Device, DeviceBuffer, LastUse, Queue};
+use crate::kernels::{Device, DeviceBuffer, Half, LastUse, Queue};
 use crate::proxy::wire::Direction;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -263,7 +263,8 @@ impl Handle {
 }
 
 /// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns what
-/// it refers to, the handle's memory included. Dropping it abandons the combine, as with [`Sent`].
+/// it refers to, the handle's memory included: until then a graph that was recorded with the same handle is refused.
+/// Dropping it abandons the combine, as with [`Sent`].
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent {
     pub(crate) handle: Handle,
@@ -271,6 +272,8 @@ pub struct CombineSent {
     pub(crate) rows: SentRows,
     /// The same as views, which keep them; only where there are such waves.
     pub(crate) views: Option<Rows>,
+    /// Unless it was recorded.
+    pub(crate) _half: Option<Half>,
 }
 
 impl fmt::Debug for CombineSent {

@@ -11,7 +11,7 @@ use super::statistics::Statistics;
 use crate::base::{Rank, Result};
 use crate::ffi::layout as raw;
 use crate::kernels::budget::Budget;
-use crate::kernels::{Chains, Device, Enqueued, Owner, Recording, Stream, View};
+use crate::kernels::{Chains, Device, Enqueued, Half, Owner, Recording, Stream, View};
 use crate::proxy::Opening;
 use crate::transport::PeerMap;
 use std::sync::{Arc, MutexGuard};
@@ -135,6 +135,11 @@ impl<'a> Call<'a> {
             None if self.foreign => Ok(()),
             None => lease.last_use().follow(self.stream.queue()),
         }
+    }
+
+    /// That the call's second half, which uses the same handle, is to come; a recorded one comes with its graph.
+    pub fn half(&self, lease: &Lease) -> Option<Half> {
+        (!self.is_recorded()).then(|| lease.last_use().open())
     }
 }
 

@@ -225,7 +225,16 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
 }
 
 fn pairing_problem(record: &raw::ty_error_record, peer: Rank) -> String {
-    let (combine, own, theirs) = (record.epoch, record.a, record.b);
+    let (combine, own) = (record.epoch, record.a);
+    // Of the two numbers with the peer's 31 bits that are next to the own one, the nearer.
+    let ahead = ((record.b as u32).wrapping_sub(own as u32) << 1) as i32 >> 1;
+    let theirs = own.wrapping_add_signed(ahead.into());
+    if theirs == own {
+        return format!(
+            "the handle of combine {combine}, whose dispatch was {own}, was dispatched into again before the combine was \
+             over, so this context is closed; launch graphs that hold the dispatch behind the combine"
+        );
+    }
     format!(
         "combine {combine} was given the handle of dispatch {own} here and that of dispatch {theirs} on rank {peer}, so \
          this context is closed; all ranks must combine the same dispatches in the same order"
@@ -274,6 +283,20 @@ mod tests {
         let problem = overlap_problem(&raw::ty_error_record { a: combine, b: 7, c: 6, ..Default::default() });
         let words = ["two launches of combine", "combine 7 was the last sent, 6 the", "closed", "by events"];
         words.iter().for_each(|word| assert!(problem.contains(word), "«{problem}» lacks «{word}»"));
+    }
+
+    #[test]
+    fn dispatches_that_do_not_pair_are_named_by_their_whole_numbers() {
+        for (own, theirs) in
+            [(1, 2), (2, 1), ((1 << 31) - 1, 1 << 31), (1 << 31, (1 << 31) - 1), ((5 << 31) + 9, 5 << 31)]
+        {
+            let record = raw::ty_error_record { epoch: 3, a: own, b: theirs & 0x7fff_ffff, ..Default::default() };
+            let problem = pairing_problem(&record, Rank(4));
+            let words = format!("the handle of dispatch {own} here and that of dispatch {theirs} on rank 4, so");
+            assert!(problem.contains(&words), "«{problem}» lacks «{words}»");
+        }
+        let record = raw::ty_error_record { epoch: 3, a: 1 << 33, b: 0, ..Default::default() };
+        assert!(pairing_problem(&record, Rank(4)).contains("dispatched into again"));
     }
 
     #[test]

@@ -49,7 +49,7 @@ TY_DEVICE void report_rails(const CombineArgs auto &a, const Team &team, const W
     u32 rank = load(&head->rank);
     if (dispatch != own || rank >= c.ranks) rank = peer;
     u32 kind = dispatch == own ? TY_ERROR_INCOMPLETE : TY_ERROR_PAIRING;
-    keep_fault({kind, 0, rank, wave.epoch, own, dispatch, 0});
+    keep_fault({kind, 0, rank, wave.epoch, load(&head_of(a)->epoch), dispatch, 0});
     if (dispatch != own) close(c);
   }
 }
@@ -213,15 +213,17 @@ TY_DEVICE void relay_combine(const CombineArgs auto &a, const Wave &wave) {
 }
 
 // What comes before sums of own tokens, the rail's sums among it. By the summing team. False once a deadline passed.
+// `closed`: as finds_closed.
 template <typename Partial, bool far>
-TY_DEVICE bool begin_sums(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave) {
+TY_DEVICE bool begin_sums(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave,
+                          bool closed) {
   const auto &c = a.context;
   bool receives = (a.phases & TY_PHASE_RECEIVE) != 0, leads = team_thread(team) == 0;
   bool serves = far && (a.phases & TY_PHASE_SEND) != 0;
   if (serves) clear_counts(team, shared.sums);
   // Ahead of the flags, which are waited for longer. Its members meet there.
   if (serves && !wait_stagings(c, team, TY_LANE_COMBINE, wave.epoch)) return false;
-  if (!wait_flags(a, shared, team, wave.epoch)) return false;
+  if (!wait_flags(a, shared, team, wave.epoch, closed)) return false;
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_HEARD, leads);
   if (serves) {
     bool failed = !send_sums<Partial>(a, shared, team, wave);
@@ -235,7 +237,8 @@ TY_DEVICE bool begin_sums(const CombineArgs auto &a, CombineShared &shared, cons
 // What waits for partial rows: the rail's sums, then those of own tokens, where the block's other warps help once they
 // have sent. By all warps of a block, of which a team is for this alone.
 template <typename Partial, bool far>
-TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave) {
+TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave,
+                            bool closed) {
   const auto &c = a.context;
   bool member = is_member(team), shares = is_one_of_two(team) && (a.phases & TY_PHASE_RECEIVE) != 0;
   // Before flags are acquired, behind which nothing is in caches.
@@ -244,7 +247,7 @@ TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, co
   if (member) {
     // Its members meet in begin_sums.
     if (team_thread(team) == 0) store(&shared.taken, 0u);
-    bool well = begin_sums<Partial, far>(a, shared, team, wave);
+    bool well = begin_sums<Partial, far>(a, shared, team, wave, closed);
     if (team_thread(team) == 0) store(&shared.helped, well ? 1u : 0u);
     // For compute-sanitizer's racecheck, to which an arrival at a barrier orders nothing.
     if (shares) team_barrier(team);
@@ -274,7 +277,7 @@ TY_DEVICE u32 senders_of(const CombineArgs auto &a) {
 }
 
 template <typename Row, typename Partial, bool far>
-TY_DEVICE void work_combine(const CombineArgs auto &a, const Wave &wave, u64 freed, const Looked &ahead) {
+TY_DEVICE void work_combine(const CombineArgs auto &a, const Wave &wave, u64 freed, const Looked &ahead, bool closed) {
   const auto &c = a.context;
   CombineShared &shared = block_shared<CombineShared>();
   bool sends = (a.phases & TY_PHASE_SEND) != 0, sums = far || (a.phases & TY_PHASE_RECEIVE) != 0;
@@ -283,8 +286,8 @@ TY_DEVICE void work_combine(const CombineArgs auto &a, const Wave &wave, u64 fre
   u32 first = sends && sums ? sending : 0; // that sums
   bool two = sends && sums;
   Team senders{two ? 1u : 0u, 0, sending}, summers{two ? 2u : 0u, first, block_warps() - first};
-  if (sends && is_member(senders)) combine_send<Row, Partial, far>(a, shared, senders, wave, ahead);
-  if (sums) sum_partials<Partial, far>(a, shared, summers, wave);
+  if (sends && is_member(senders)) combine_send<Row, Partial, far>(a, shared, senders, wave, ahead, closed);
+  if (sums) sum_partials<Partial, far>(a, shared, summers, wave, closed);
 }
 
 // `far` as in dispatch.
@@ -311,7 +314,7 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_combine(a, wave);
   } else if (wave.epoch != 0) {
-    work_combine<Row, Partial, far>(a, wave, freed, ahead);
+    work_combine<Row, Partial, far>(a, wave, freed, ahead, finds_closed(c, turn));
   }
   u64 ended = end_turn(c, TY_DIRECTION_COMBINE, a.phases);
   if (far && ended != 0 && (a.phases & TY_PHASE_RECEIVE))

@@ -99,16 +99,16 @@ TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
     u64 flag = load_relaxed_sys(in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank));
     u32 theirs = static_cast<u32>(flag) >> 1;
     if (flag >> 32 != (epoch & 0xffffffffu) || theirs == dispatch_number(a)) continue;
-    keep_fault({TY_ERROR_PAIRING, 0, world_rank(c, rank), epoch, dispatch_number(a), theirs, 0});
+    keep_fault({TY_ERROR_PAIRING, 0, world_rank(c, rank), epoch, load(&head_of(a)->epoch), theirs, 0});
     return close(c);
   }
 }
 
 // Waits for the flag of every rank of the node. By a team. False once a deadline passed, or if a rank combines another
-// dispatch.
-TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, const Team &team, u64 epoch) {
+// dispatch. `closed`: as finds_closed.
+TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, const Team &team, u64 epoch, bool closed) {
   const auto &c = a.context;
-  bool failed = false;
+  bool failed = closed;
   u32 own = dispatch_number(a);
   for (u32 first = team_warp(team) * warp_size; first < c.node_ranks; first += team_threads(team)) {
     u32 rank = first + lane_index();

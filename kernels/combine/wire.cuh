@@ -163,14 +163,14 @@ TY_DEVICE bool send_sums(const CombineArgs auto &a, CombineShared &shared, const
 // ---- the sending phase ---------------------------------------------------------------------------------------------
 
 // All but the rail's sums, which a rank that is alone in its node makes here, too. What crosses the wire goes first,
-// and nothing here waits for partial rows. By a team.
+// and nothing here waits for partial rows. By a team. `closed`: as finds_closed.
 template <typename Row, typename Partial, bool far>
 TY_DEVICE void combine_send(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave,
-                            const Looked &ahead) {
+                            const Looked &ahead, bool closed) {
   const auto &c = a.context;
   if (far) clear_counts(team, shared.far);
   clear_counts(team, shared.near);
-  team_barrier(team);
+  if (!meet_open(c, team, closed)) return;
   // A block that mostly gets no rows where there are few.
   if (block_index() + 1 == worker_count(c)) announce(a, team, wave.epoch);
   if (weighs_late(c) && wave.number == 0 && !send_weights(a, team, wave.call)) return;

@@ -38,7 +38,7 @@ TY_KERNEL(ty_barrier, ty_barrier_args) {
   const auto &c = a.context;
   ty_turn *own = turn_of(c, TY_DIRECTION_BARRIER);
   TurnWords turn = ask_turn(c, TY_DIRECTION_BARRIER);
-  if (c.guarded) turn = enter_turn(c, TY_DIRECTION_BARRIER);
+  turn = agree_turn(c, turn, TY_DIRECTION_BARRIER);
   u64 number = turn.received + 1;
   begin_faults();
   refuse_overlap(c, turn, TY_DIRECTION_BARRIER);

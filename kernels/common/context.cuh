@@ -73,10 +73,8 @@ struct alignas(16) LaunchShared {
 TY_DEVICE void keep_fault(const Fault &found) {
   LaunchShared &shared = block_shared<LaunchShared>();
   u32 kind = found.kind;
-  u32 fatal =
-      kind == TY_ERROR_TIMEOUT || kind == TY_ERROR_PEER_LOST || kind == TY_ERROR_OVERLAP || kind == TY_ERROR_PAIRING
-          ? 1
-          : 0;
+  bool closes = kind == TY_ERROR_TIMEOUT || kind == TY_ERROR_PEER_LOST;
+  u32 fatal = closes || kind == TY_ERROR_OVERLAP || kind == TY_ERROR_PAIRING ? 1 : 0;
   if (atomic_add_block(&shared.faults[fatal][warp_index()], 1) != 0) return;
   Fault &first = shared.first[fatal][warp_index()];
   store(&first.kind, found.kind);
@@ -443,20 +441,40 @@ TY_DEVICE void refuse_overlap(const Context auto &c, const TurnWords &turn, u32 
   close(c);
 }
 
+// The words that all threads of a block go by. The context may be closed while a launch begins, by one that runs beside
+// it or by other blocks, and threads that decided differently would wait for each other at barriers for ever. By a
+// whole block.
+TY_DEVICE TurnWords agree_turn(const Context auto &c, TurnWords turn, u32 direction) {
+  if (c.guarded) return enter_turn(c, direction);
+  if (!agrees_late(c)) turn.closed = block_any(turn.closed != 0) ? 1 : 0;
+  return turn;
+}
+
+// Whether a thread found the context closed of which that is still to be agreed.
+TY_DEVICE bool finds_closed(const Context auto &c, const TurnWords &turn) { return agrees_late(c) && turn.closed != 0; }
+
+// A meeting of a team, behind which none goes on if one of its threads found the context closed. Whether they go on.
+TY_DEVICE bool meet_open(const Context auto &c, const Team &team, bool closed) {
+  if (agrees_late(c)) return !team_any(team, closed);
+  team_barrier(team);
+  return true;
+}
+
 // The epoch whose phases a launch may do, or 0: nothing. (Its wave is reckoned anew: kept, it is a register too many.)
 //
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
 // sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
 // comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
-// blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed.
-TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords turn, u32 direction, u32 phases, u32 wave, u32 order_send,
+// blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed. A
+// closed context has none, but where that is agreed late (finds_closed).
+TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords &turn, u32 direction, u32 phases, u32 wave, u32 order_send,
                          u32 order_receive) {
-  if (c.guarded) turn = enter_turn(c, direction);
+  turn = agree_turn(c, turn, direction);
   u64 sent = turn.sent, received = turn.received, launches = turn.launches;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
   Wave next = wave_of(c, sends ? sent + 1 : sent);
-  if (closed || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
+  if ((closed && !agrees_late(c)) || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
   begin_faults();
   refuse_overlap(c, turn, direction);
   if (leads) {

@@ -128,6 +128,14 @@ template <Plain does, bool arrive> TY_DEVICE constexpr bool looks_ahead(const Pl
   return true;
 }
 
+// Whether the threads of a block agree on whether the context is closed where each team first meets, and until then
+// send nothing by which a peer would go on: a meeting of the whole block takes 0.1 µs more (docs/performance.md, "A
+// block agrees"). Else they agree as the launch begins.
+TY_DEVICE constexpr bool agrees_late(const ty_context &) { return false; }
+template <Plain does, bool arrive> TY_DEVICE constexpr bool agrees_late(const PlainContext<false, does, arrive> &) {
+  return true;
+}
+
 // Whether a rank of the world is of this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
 TY_DEVICE constexpr bool is_node_peer(const InPlaceContext &, u32) { return true; }

@@ -174,7 +174,19 @@ inline Fiber *ty_exec::pick() {
   return fiber;
 }
 
-// Switches from `from` to next, or to the run loop where next is nullptr.
+// Gives a fiber a stack. False if there is no memory: then the run loop ends.
+bool ty_exec::start(Fiber &fiber) {
+  const Stack stack = fiber.launch != nullptr ? device_stacks.take() : host_stacks.take();
+  if (stack.low == nullptr) {
+    lacks_memory = true;
+    return false;
+  }
+  context_make(fiber.context, stack, fiber_main);
+  fiber.started = true;
+  return true;
+}
+
+// Switches from `from` to next, or to the run loop where next is nullptr, or has no stack.
 inline void ty_exec::go(Context &from, Fiber *next, bool ends) {
   running = next;
   current = next;
@@ -183,11 +195,11 @@ inline void ty_exec::go(Context &from, Fiber *next, bool ends) {
     context_switch(from, thread, ends);
     return;
   }
-  if (!next->started) {
-    const Stack stack = next->launch != nullptr ? device_stacks.take() : host_stacks.take();
-    if (stack.low == nullptr) fatal("no memory for a fiber's stack");
-    context_make(next->context, stack, fiber_main);
-    next->started = true;
+  if (!next->started && !start(*next)) {
+    running = nullptr;
+    current = nullptr;
+    if (&from != &thread) context_switch(from, thread, ends);
+    return;
   }
   context_switch(from, next->context, ends);
 }
@@ -252,13 +264,8 @@ void ty_exec::fiber_main() {
       continue;
     }
     Context dead;
-    if (next != nullptr && !next->started) {
-      // Lays the next one out before this stack is given back, so that it gets another.
-      const Stack fresh = next->launch != nullptr ? exec.device_stacks.take() : exec.host_stacks.take();
-      if (fresh.low == nullptr) fatal("no memory for a fiber's stack");
-      context_make(next->context, fresh, fiber_main);
-      next->started = true;
-    }
+    // Lays the next one out before this stack is given back, so that it gets another.
+    if (next != nullptr && !next->started && !exec.start(*next)) next = nullptr;
     (host ? exec.host_stacks : exec.device_stacks).give(stack);
     exec.go(dead, next, true);
   }
@@ -280,6 +287,7 @@ int ty_exec::run_free() {
     if (next != nullptr) {
       yields = 0;
       go(thread, next, false);
+      if (lacks_memory) return TY_EXEC_NO_MEMORY;
       continue;
     }
     if (!launches.empty()) {
@@ -329,6 +337,7 @@ int ty_exec::run_seeded() {
     Fiber *next = pick();
     if (next != nullptr) {
       go(thread, next, false);
+      if (lacks_memory) return TY_EXEC_NO_MEMORY;
     } else if (!pump.load(std::memory_order_relaxed) && ready_set.empty() && pollers_set.empty()) {
       if (!end_of_seeded_round()) return TY_EXEC_HANG;
     }

@@ -241,7 +241,8 @@ struct ty_exec {
   std::vector<std::unique_ptr<ty::cpu::Launch>> launches, spare_launches;
   std::vector<std::unique_ptr<ty::cpu::Fiber>> hosts;
   uint32_t hosts_live = 0;
-  bool ending = false; // seeded mode: the run hung, and host fibers are resumed one at a time to leave
+  bool lacks_memory = false; // a fiber has no stack: the run ends
+  bool ending = false;       // seeded mode: the run hung, and host fibers are resumed one at a time to leave
   std::deque<ty::cpu::LineMap> rank_held;
 
   // schedule.cpp
@@ -273,6 +274,7 @@ private:
   ty::cpu::Fiber *pick_seeded();
   ty::cpu::Fiber *take(std::vector<ty::cpu::Fiber *> &set, uint32_t index);
   uint32_t choose_ready();
+  bool start(ty::cpu::Fiber &fiber);
   void go(ty::cpu::Context &from, ty::cpu::Fiber *next, bool ends);
   bool end_of_seeded_round();
   static void fiber_main();

@@ -6,7 +6,7 @@
 use super::Queue;
 use super::view::{Owner, View};
 use crate::base::{Error, Result};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -102,12 +102,21 @@ pub(crate) struct LastUse {
     /// One more than the queue's number, or 0: most uses are on the same queue, and take no lock.
     number: AtomicU64,
     queue: Mutex<Option<Queue>>,
+    /// Calls of which one half was enqueued and the other was not.
+    halves: AtomicU32,
 }
 
 impl LastUse {
     /// No use yet.
     pub fn new(ordered: bool) -> LastUse {
-        LastUse { ordered, number: AtomicU64::new(0), queue: Mutex::default() }
+        LastUse { ordered, number: AtomicU64::new(0), queue: Mutex::default(), halves: AtomicU32::new(0) }
+    }
+
+    /// A call whose second half is to come: until what this gives is dropped, no graph that uses the same is launched.
+    /// The caller holds its context's lock.
+    pub fn open(self: &Arc<Self>) -> Half {
+        self.halves.fetch_add(1, Ordering::Relaxed);
+        Half(self.clone())
     }
 
     /// Has what is enqueued next, on `queue`, which does not capture, run behind the last use. The caller holds its
@@ -141,6 +150,15 @@ impl LastUse {
 
     fn lock(&self) -> MutexGuard<'_, Option<Queue>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A call's first half, as long as its second was not enqueued.
+pub(crate) struct Half(Arc<LastUse>);
+
+impl Drop for Half {
+    fn drop(&mut self) {
+        self.0.halves.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -211,7 +229,17 @@ impl Recording {
     }
 
     /// Has a launch, on `queue`, run behind the last use of all that it uses.
+    ///
+    /// # Errors
+    /// `Argument` between the halves of a call that uses the same: the graph may dispatch into its handle.
     pub(super) fn follow_uses(&self, queue: &Queue) -> Result<()> {
+        if self.uses.iter().any(|last| last.halves.load(Ordering::Relaxed) != 0) {
+            return Err(Error::argument(
+                "graph",
+                "recorded with the handle of a combine that is sent and not received",
+                "enqueue combine_recv first",
+            ));
+        }
         self.uses.iter().try_for_each(|last| last.follow(queue))
     }
 }

@@ -172,10 +172,10 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
 // What is said ahead of rows: heads of messages, whose way is the longest, and META of own tokens; as a rail, META of
 // what landed, of all sources side by side. Each is some block's, tile by tile: a tile waits for those before it, which
 // other blocks have in hand by then or this one has behind it. By a team. False once a deadline passed.
-// `apart`: of the last blocks, which send rows and do not call this.
+// `apart`: of the last blocks, which send rows and do not call this. `closed`: as mark_tile's.
 template <bool far>
 TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared &shared, const Wave &wave, i32 found,
-                        bool refused, bool forwards, u32 apart) {
+                        bool refused, bool forwards, u32 apart, bool &closed) {
   const auto &c = a.context;
   const ty_lane &l = lane_of(c, TY_LANE_DISPATCH);
   bool begins = wave.number == 0;
@@ -203,7 +203,8 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
     } else {
       Tile tile = tile_at(c, in, pair, number);
       for (u32 e = team_thread(team); e <= tile.experts; e += team_threads(team)) store(&shared.start[e], 0u);
-      bool faulty = mark_tile(c, team, in, shared, tile) || in.bad;
+      bool faulty = mark_tile(c, team, in, shared, tile, closed) || in.bad;
+      if (closed) return false;
       u64 *masks = far && forwards && pair == c.local ? rail_masks(c, a.handle, j) : nullptr;
       if (!publish_tile(c, team, in, shared, wave.call, tile, forwards ? 1 + j : 0, number, faulty, masks))
         return false;
@@ -248,8 +249,9 @@ template <bool far> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
   return (far || kind != pass_pack) && (phases & TY_PHASE_SEND) != 0;
 }
 
+// `closed`: as finds_closed.
 template <bool far>
-TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 found, const Teams &teams) {
+TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 found, const Teams &teams, bool closed) {
   const auto &c = a.context;
   DispatchShared &shared = block_shared<DispatchShared>();
   u32 tokens = own_choices(a, found).tokens, apart = far ? 0 : teams.apart;
@@ -258,7 +260,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 f
   // With one node nothing else is announced, and this is all of that code; it comes first in the kernel, where blocks
   // that have nothing to announce get by soonest.
   if (!far && !apart_sends && (a.phases & TY_PHASE_SEND)) {
-    if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false, apart)) return;
+    if (!announce<far>(a, whole_block(), shared.meta, wave, found, false, false, apart, closed)) return;
     end_sending(c, whole_block(), pass_announce);
   }
   if (in_place(c) && (!apart || apart_sends) && !plan_targets(a, wave.epoch)) return;
@@ -281,7 +283,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 f
     Team team = team_in(kept, kind);
     bool member = is_member(team);
     if (places) {
-      if (member && !begin_placing(a, team, shared.place, wave_in(kept))) return;
+      if (member && !begin_placing(a, team, shared.place, wave_in(kept), closed)) return;
       if (!member) take_over();
       // By those that have sent where there are two teams, as the others wait for rows.
       if (!(member && is_one_of_two(team)) && load(&shared.place.planned))
@@ -294,8 +296,8 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 f
       continue;
     }
     if (announces || forwards) {
-      bool said =
-          announce<far>(a, team, shared.meta, wave_in(kept), load(&kept.found), load(&kept.refused) != 0, forwards, 0);
+      bool said = announce<far>(a, team, shared.meta, wave_in(kept), load(&kept.found), load(&kept.refused) != 0,
+                                forwards, 0, closed);
       if (!said && announces) return;
       if (!said) continue;
     }
@@ -310,9 +312,9 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Wave &wave, i32 f
     } else {
       Range range = own_range(c, wave_in(kept), load(&kept.tokens));
       pass.first = range.first;
-      pass.work = share_sent(c, team, shared.place, kind, kept, range.end - range.first);
+      pass.work = share_sent(c, team, shared.place, kind, kept, range.end - range.first, closed);
     }
-    bool carried = true;
+    bool carried = !closed;
     TY_ROLLED
     for (u32 j = served.first; carried && j < sources; j += served.step) {
       if (forwards) {
@@ -349,7 +351,7 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);
   } else if (wave.epoch != 0) {
-    work_dispatch<far>(a, wave, found, teams);
+    work_dispatch<far>(a, wave, found, teams, finds_closed(c, turn));
   }
   u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;

@@ -250,14 +250,15 @@ TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const 
   return choice.expert != -1 && (twice || !is_expert(c, choice.expert));
 }
 
-// Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty.
+// Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty. `closed`:
+// as finds_closed, and then as agreed.
 TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
-                         const Tile &tile) {
+                         const Tile &tile, bool &closed) {
   bool faulty = false;
   auto clear = [&] {
     for (u32 i = team_thread(team); i < (tile.experts + 1) * tile.words; i += team_threads(team))
       store(&shared.bitmap[i], 0u);
-    team_barrier(team);
+    closed = !meet_open(c, team, closed);
   };
   for_choices<false>(c, team, in, tile, 0, clear, [&](const Choice &choice) {
     faulty |= is_choice_faulty(c, in, choice);

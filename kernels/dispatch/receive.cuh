@@ -18,9 +18,10 @@ TY_DEVICE u32 rows_heard(const Context auto &c, const Wave &wave, u32 source, u3
 TY_DEVICE u32 counted_words(const Context auto &c) { return c.local_experts + 3; }
 
 // Waits for the counts of every source, and where the wave begins and ends in its tokens, and keeps them. By a team.
-// False once a deadline passed.
-TY_DEVICE bool wait_counts(const Context auto &c, const Team &team, PlaceShared &shared, const Wave &wave) {
-  bool failed = false;
+// False once a deadline passed. `closed`: as finds_closed.
+TY_DEVICE bool wait_counts(const Context auto &c, const Team &team, PlaceShared &shared, const Wave &wave,
+                           bool closed) {
+  bool failed = closed;
   u32 words = counted_words(c);
   for (u32 i = team_thread(team); i < words * c.ranks; i += team_threads(team)) {
     auto [source, e] = divide(i, words, c.counts_inverse);
@@ -409,10 +410,11 @@ TY_DEVICE bool wait_round(const Context auto &c, const Team &team, u64 epoch) {
   return !team_any(team, failed);
 }
 
-// What comes before rows are placed. By the placing team. False once a deadline passed.
-TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Wave &wave) {
+// What comes before rows are placed. By the placing team. False once a deadline passed. `closed`: as finds_closed.
+TY_DEVICE bool begin_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Wave &wave,
+                             bool closed) {
   const auto &c = a.context;
-  bool heard = wait_counts(c, team, shared, wave);
+  bool heard = wait_counts(c, team, shared, wave, closed);
   if (heard) {
     note_stage(c, TY_DIRECTION_DISPATCH, TY_STAGE_HEARD, team_thread(team) == 0);
     plan_output(a, team, shared);

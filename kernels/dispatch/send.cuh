@@ -320,16 +320,20 @@ TY_DEVICE Work share_rows(const Context auto &c, const Team &team, u32 busy, u32
 }
 
 // The same of rows to send, which warps come for where there are more than one for each, or where senders are apart;
-// again from the far end of the grid. By a team.
+// again from the far end of the grid. By a team. `closed`: as finds_closed, and then as its warps agree, or as the
+// whole team where it has to meet: rows that no META tells of are looked at by nobody.
 TY_DEVICE Work share_sent(const Context auto &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
-                          u32 rows) {
+                          u32 rows, bool &closed) {
   if (load(&kept.apart) == 0) {
     bool for_blocks = kind == pass_push && quantization(c) == TY_QUANTIZE_NONE;
     Work work = share_rows(c, team, load(&kept.busy), rows, for_blocks);
-    if (rows <= work.step) return work;
+    if (rows <= work.step) {
+      closed = agrees_late(c) && warp_ballot(closed) != 0;
+      return work;
+    }
   }
   if (team_thread(team) == 0) store(&shared.taken[kind], 0u);
-  team_barrier(team);
+  closed = !meet_open(c, team, closed);
   return {worker_count(c) - 1 - block_index(), rows, 0, 0};
 }
 

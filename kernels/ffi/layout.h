@@ -84,7 +84,7 @@
 #define TY_ERROR_TIMEOUT 7           // site, peer, a: expected, b: seen, c: nanoseconds waited; fatal
 #define TY_ERROR_PEER_LOST 8         // site, peer: the proxy lost it; fatal
 #define TY_ERROR_OVERLAP 9           // a: direction, b and c: as of TY_ERROR_ORDER; fatal
-#define TY_ERROR_PAIRING 10          // peer, a: the dispatch that this rank combines, b: that of the peer; fatal
+#define TY_ERROR_PAIRING 10          // peer, a: the dispatch that this rank combines, b: 31 bits of the peer's; fatal
 
 // What was out of order.
 #define TY_ORDER_DISPATCH_SEND 1

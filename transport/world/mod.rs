@@ -384,8 +384,9 @@ impl World {
     fn next_place(&self, generation: u32, members: &[Rank]) -> Result<(Rank, Rank, Vec<usize>)> {
         let own = self.original(self.rank);
         let (rank, nodes) = place(members, own, &self.family.first_nodes)?;
-        if generation <= self.family.generation {
-            let advice = format!("this world is of generation {}; give a later one", self.family.generation);
+        let newest = self.newest.load(Ordering::Acquire).max(self.family.generation);
+        if generation <= newest {
+            let advice = format!("this rank is of generation {newest}; give a later one");
             return Err(Error::config("generation", generation, advice));
         }
         Ok((own, rank, nodes))
