@@ -167,44 +167,66 @@ fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {
     }
 }
 
+/// What goes on as ranks combine different dispatches, which closes their contexts.
+#[derive(Clone, Copy, PartialEq)]
+enum Meanwhile {
+    /// The same launch begins.
+    Nothing,
+    Halves,
+    Dispatches,
+    Barriers,
+}
+
+/// Two ranks combine different dispatches under a schedule.
+fn closed_meanwhile(seed: u64, meanwhile: Meanwhile) {
+    let worlds = World::threads(2).unwrap();
+    let report = seeded_world(SeededConfig { seed, hold_stores: false }, 2, |rank, device| {
+        let arriving = if seed % 2 == 0 { 0 } else { MAX_TOKENS };
+        let rig = Rig::on(&worlds[rank], device.clone(), |b| {
+            b.timeout(Duration::from_millis(500))
+                .sms(2 + 2 * (seed % 2) as u32)
+                .tuning(|t| t.arriving_tokens = Some(arriving))
+        });
+        rig.route_all(seed as usize);
+        let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        let dispatch = || rig.ep.dispatch(&rig.stream, &tokens, &output).unwrap();
+        let handles = [dispatch(), dispatch()];
+        let (beside, rows) = (device.new_stream().unwrap(), device.alloc(rig.rows.len()).unwrap());
+        let counts = device.alloc(rig::EXPERTS * 4).unwrap();
+        let mut others = Vec::new();
+        if matches!(meanwhile, Meanwhile::Dispatches | Meanwhile::Barriers) {
+            rig.stream.synchronize(PATIENCE).unwrap();
+        }
+        // A context that is closed by then refuses them.
+        match meanwhile {
+            Meanwhile::Dispatches => {
+                let output = rig.output(rig.capacity).rows(rows.view()).expert_count(counts.view());
+                others.extend((0..3).filter_map(|_| rig.ep.dispatch(&beside, &tokens, &output).ok()));
+            }
+            Meanwhile::Barriers => assert!((0..12).all(|_| rig.ep.barrier(&beside).is_ok())),
+            _ => {}
+        }
+        if meanwhile == Meanwhile::Halves {
+            let sent = rig.ep.combine_send(&rig.stream, &handles[rank], &rig.expert_rows()).unwrap();
+            let _ = rig.ep.combine_recv(&rig.stream, sent, &rig.combined());
+        } else {
+            rig.ep.combine(&rig.stream, &handles[rank], &rig.expert_rows(), &rig.combined()).unwrap();
+        }
+        [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+        let error = rig.ep.check().unwrap_err();
+        assert!(matches!(error, Error::Order { .. }) && error.is_fatal(), "seed {seed}: {error}");
+    });
+    assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
+}
+
 /// Blocks of a launch, or of one beside it, may begin while another closes the context: those of their threads that saw
 /// it would be waited for by the others for ever.
 #[test]
 fn threads_of_a_block_agree_whether_their_context_is_closed() {
-    for seed in 0..120 {
-        let worlds = World::threads(2).unwrap();
-        let report = seeded_world(SeededConfig { seed, hold_stores: seed % 2 == 1 }, 2, |rank, device| {
-            let arriving = if seed % 4 < 2 { 0 } else { MAX_TOKENS };
-            let rig = Rig::on(&worlds[rank], device.clone(), |b| {
-                b.timeout(Duration::from_millis(500)).tuning(|t| t.arriving_tokens = Some(arriving))
-            });
-            rig.route_all(seed as usize);
-            let tokens = rig.tokens(MAX_TOKENS);
-            let dispatch = || rig.ep.dispatch(&rig.stream, &tokens, &rig.output(rig.capacity)).unwrap();
-            let handles = [dispatch(), dispatch()];
-            let (beside, rows) = (device.new_stream().unwrap(), device.alloc(rig.rows.len()).unwrap());
-            let counts = device.alloc(rig::EXPERTS * 4).unwrap();
-            let output = rig.output(rig.capacity).rows(rows.view()).expert_count(counts.view());
-            rig.stream.synchronize(PATIENCE).unwrap();
-            // A context that is closed by then refuses them.
-            let _other = match seed % 3 {
-                0 => rig.ep.dispatch(&beside, &tokens, &output).ok(),
-                1 => rig.ep.barrier(&beside).map(|()| None).unwrap_or_default(),
-                _ => None,
-            };
-            let (handle, rows) = (&handles[rank], rig.expert_rows());
-            if seed % 5 < 2 {
-                let sent = rig.ep.combine_send(&rig.stream, handle, &rows).unwrap();
-                let _ = rig.ep.combine_recv(&rig.stream, sent, &rig.combined());
-            } else {
-                rig.ep.combine(&rig.stream, handle, &rows, &rig.combined()).unwrap();
-            }
-            [&rig.stream, &beside].iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
-            let error = rig.ep.check().unwrap_err();
-            assert!(matches!(error, Error::Order { .. }) && error.is_fatal(), "seed {seed}: {error}");
-        });
-        assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
-    }
+    (0..120).for_each(|seed| closed_meanwhile(seed, Meanwhile::Nothing));
+    (0..20).for_each(|seed| closed_meanwhile(seed, Meanwhile::Halves));
+    (0..300).for_each(|seed| closed_meanwhile(seed, Meanwhile::Dispatches));
+    (0..60).for_each(|seed| closed_meanwhile(seed, Meanwhile::Barriers));
 }
 
 #[test]

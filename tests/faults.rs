@@ -568,6 +568,28 @@ fn worlds_of_more_ranks_than_contexts_accept_are_refused() {
     assert!(refused(513).contains("world is 513: use 1 to 512"), "{}", refused(513));
 }
 
+/// Rank 1 comes after rank 0 has given up its first dispatch, behind which a second one was enqueued.
+#[test]
+fn a_rank_that_gave_up_sends_nothing_more() {
+    on_ranks(2, |world| {
+        let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(400)));
+        rig.route_all(1);
+        let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+        let both = || {
+            let _handles = [dispatch(), dispatch()];
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap_err()
+        };
+        let early = (world.rank() == Rank(0)).then(both);
+        world.barrier("rank 0 has given up").unwrap();
+        let error = early.unwrap_or_else(both);
+        let epoch = 1 + u64::from(world.rank().0);
+        let other = Rank(1 - world.rank().0);
+        assert!(matches!(error, Error::Timeout { peer, epoch: at, .. } if peer == other && at == epoch), "{error}");
+        world.barrier("done").unwrap();
+    });
+}
+
 #[test]
 fn ranks_with_different_configurations_are_told_so() {
     on_ranks(2, |world| {
