@@ -200,7 +200,7 @@ impl AllToAllBuilder {
         }
         // Landings keep 43 bits of an epoch, and fresh memory holds one of epoch 0: 2^42 calls are left at the least.
         if self.tuning.first_epoch > 1 << 42 {
-            let advice = "epochs are counted to 2^43; start at 2^42 at the most";
+            let advice = "epochs are counted to 2^43; start below 2^42";
             return Err(Error::config("first_epoch", self.tuning.first_epoch, advice));
         }
         // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.

@@ -78,7 +78,7 @@ pub struct Tuning {
     /// memory has room for; of larger calls other blocks build that of the others. Default: 256.
     pub meta_tile: Option<usize>,
     /// Number of the first epoch, the same on all ranks. Default 1; tests start just below 2^32 to see flags wrap.
-    /// At most 2^42.
+    /// Below 2^42, and with low 32 bits that are neither 0 nor 2^32 - 1.
     pub first_epoch: u64,
     /// Whether a call on another stream than the last of its direction waits for that one. Default: yes. No is for
     /// tests of what the device finds then.

@@ -289,7 +289,10 @@ fn failure(ranks: &[RankProcess], outputs: &[Output], points: usize) -> Option<S
     let mut parts = deaths;
     parts.extend(nearest);
     if killed > 0 {
-        parts.push(format!("{killed} ranks did not end by themselves and were killed"));
+        parts.push(match killed {
+            1 => "1 rank did not end by itself and was killed".to_owned(),
+            _ => format!("{killed} ranks did not end by themselves and were killed"),
+        });
     }
     (!parts.is_empty()).then(|| parts.join("; "))
 }
