@@ -181,7 +181,7 @@ enum Meanwhile {
 fn closed_meanwhile(seed: u64, meanwhile: Meanwhile) {
     let worlds = World::threads(2).unwrap();
     let report = seeded_world(SeededConfig { seed, hold_stores: false }, 2, |rank, device| {
-        let arriving = if seed % 2 == 0 { 0 } else { MAX_TOKENS };
+        let arriving = if seed.is_multiple_of(2) { 0 } else { MAX_TOKENS };
         let rig = Rig::on(&worlds[rank], device.clone(), |b| {
             b.timeout(Duration::from_millis(500))
                 .sms(2 + 2 * (seed % 2) as u32)

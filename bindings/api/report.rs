@@ -160,7 +160,7 @@ fn describe(
             Error::Order { rank, problem: order_problem(record), fatal }
         }
         raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record), fatal: true },
-        raw::TY_ERROR_PAIRING => Error::Order { rank, problem: pairing_problem(record, peer), fatal: true },
+        raw::TY_ERROR_PAIRING => Error::Order { rank, problem: pairing_problem(record, rank, peer), fatal: true },
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
@@ -224,12 +224,12 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
     )
 }
 
-fn pairing_problem(record: &raw::ty_error_record, peer: Rank) -> String {
+fn pairing_problem(record: &raw::ty_error_record, rank: Rank, peer: Rank) -> String {
     let (combine, own) = (record.epoch, record.a);
     // Of the two numbers with the peer's 31 bits that are next to the own one, the nearer.
     let ahead = ((record.b as u32).wrapping_sub(own as u32) << 1) as i32 >> 1;
     let theirs = own.wrapping_add_signed(ahead.into());
-    if theirs == own {
+    if peer == rank {
         return format!(
             "the handle of combine {combine}, whose dispatch was {own}, was dispatched into again before the combine was \
              over, so this context is closed; launch graphs that hold the dispatch behind the combine"
@@ -291,12 +291,12 @@ mod tests {
             [(1, 2), (2, 1), ((1 << 31) - 1, 1 << 31), (1 << 31, (1 << 31) - 1), ((5 << 31) + 9, 5 << 31)]
         {
             let record = raw::ty_error_record { epoch: 3, a: own, b: theirs & 0x7fff_ffff, ..Default::default() };
-            let problem = pairing_problem(&record, Rank(4));
+            let problem = pairing_problem(&record, Rank(0), Rank(4));
             let words = format!("the handle of dispatch {own} here and that of dispatch {theirs} on rank 4, so");
             assert!(problem.contains(&words), "«{problem}» lacks «{words}»");
         }
-        let record = raw::ty_error_record { epoch: 3, a: 1 << 33, b: 0, ..Default::default() };
-        assert!(pairing_problem(&record, Rank(4)).contains("dispatched into again"));
+        let record = raw::ty_error_record { epoch: 3, a: 9, b: 8, ..Default::default() };
+        assert!(pairing_problem(&record, Rank(4), Rank(4)).contains("dispatched into again"));
     }
 
     #[test]

@@ -305,7 +305,7 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   if (c.guarded) handle_state = load(&block_shared<CombineShared>().state);
   // The memory may hold what an earlier handle's dispatch left there, if this one's never ran.
   if (epoch != 0 && handle_state != a.handle.serial) {
-    if (block_index() == 0 && thread_index() == 0)
+    if (block_index() == 0 && thread_index() == 0 && turn.closed == 0)
       keep_fault({TY_ERROR_ORDER, 0, c.rank, epoch, TY_ORDER_HANDLE_EMPTY, 0, 0});
     epoch = 0;
     if (thread_index() == 0) keep_turn(epoch);

@@ -91,12 +91,16 @@ TY_DEVICE u32 combine_status(const CombineArgs auto &a) {
 }
 
 // Closes the context where a rank of the node combines another dispatch: rows would be added that are not of a token.
-// Behind the flags of all ranks, the own one among them, so that all hear of it. By a thread.
+// Once the own flag is raised, so that all hear of it: a closed launch raises none. By a thread.
 TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
   const auto &c = a.context;
+  auto flag_of = [&](u32 rank) {
+    return load_relaxed_sys(in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank));
+  };
+  if (flag_of(c.local) >> 32 != (epoch & 0xffffffffu)) return;
   TY_ROLLED
   for (u32 rank = 0; rank < c.node_ranks; ++rank) {
-    u64 flag = load_relaxed_sys(in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank));
+    u64 flag = flag_of(rank);
     u32 theirs = static_cast<u32>(flag) >> 1;
     if (flag >> 32 != (epoch & 0xffffffffu) || theirs == dispatch_number(a)) continue;
     keep_fault({TY_ERROR_PAIRING, 0, world_rank(c, rank), epoch, load(&head_of(a)->epoch), theirs, 0});

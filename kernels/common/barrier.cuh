@@ -37,10 +37,10 @@ TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
 TY_KERNEL(ty_barrier, ty_barrier_args) {
   const auto &c = a.context;
   ty_turn *own = turn_of(c, TY_DIRECTION_BARRIER);
-  TurnWords turn = ask_turn(c, TY_DIRECTION_BARRIER);
-  turn = agree_turn(c, turn, TY_DIRECTION_BARRIER);
-  u64 number = turn.received + 1;
+  // Ahead of a meeting, behind which warp 0 looks at all warps' faults.
   begin_faults();
+  TurnWords turn = agree_turn(c, ask_turn(c, TY_DIRECTION_BARRIER), TY_DIRECTION_BARRIER);
+  u64 number = turn.received + 1;
   refuse_overlap(c, turn, TY_DIRECTION_BARRIER);
   bool goes = turn.closed == 0;
   bool met = goes && meet(c, spans_nodes(c) ? 2 * number : number);
@@ -48,7 +48,7 @@ TY_KERNEL(ty_barrier, ty_barrier_args) {
     bool failed = met && thread_index() == 0 && !exchange(c, c.first_epoch + number - 1);
     met = !block_any(failed || !met) && meet(c, 2 * number + 1);
   }
-  // Meetings end with a barrier of the block, and so does what a guarded launch begins with.
+  // Meetings end with a barrier of the block, and what a launch begins with has one.
   if (warp_index() == 0) report_faults(c, TY_DIRECTION_BARRIER);
   if (thread_index() != 0 || !leave_turn(c, TY_DIRECTION_BARRIER)) return;
   store(&own->launches, turn.launches + 1);

@@ -171,7 +171,7 @@ fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
     // SAFETY: the executor is live and no other thread runs it.
     let code = unsafe { ffi::ty_exec_run(exec.raw()) };
     exec.set_ended(code);
-    if code == ffi::TY_EXEC_HANG as i32 {
+    if code != ffi::TY_EXEC_OK as i32 {
         // No host fiber may be left where it waits. Its closure may have lent what lies on its stack, or what it
         // borrowed of the caller, to threads of a scope, and only the scope's end makes sure that they are done with
         // it; the caller's borrows end with this call, and the stack goes to another fiber. Device fibers are left:

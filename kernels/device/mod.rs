@@ -799,6 +799,7 @@ impl Graph {
             return Err(Error::argument("stream", "capturing", "end the capture before launching a graph on it"));
         }
         stream.queue.device.place().must_be("stream", self.place())?;
+        kept.check_halves()?;
         let chains = chains.follow(&stream.queue)?;
         kept.follow_uses(&stream.queue)?;
         note(&mut self.launched.lock().unwrap_or_else(PoisonError::into_inner), &stream.queue);

@@ -228,11 +228,11 @@ impl Recording {
         Locked { first: each.next(), further: each.collect() }
     }
 
-    /// Has a launch, on `queue`, run behind the last use of all that it uses.
+    /// Whether its graph may be launched now.
     ///
     /// # Errors
     /// `Argument` between the halves of a call that uses the same: the graph may dispatch into its handle.
-    pub(super) fn follow_uses(&self, queue: &Queue) -> Result<()> {
+    pub(super) fn check_halves(&self) -> Result<()> {
         if self.uses.iter().any(|last| last.halves.load(Ordering::Relaxed) != 0) {
             return Err(Error::argument(
                 "graph",
@@ -240,6 +240,11 @@ impl Recording {
                 "enqueue combine_recv first",
             ));
         }
+        Ok(())
+    }
+
+    /// Has a launch, on `queue`, run behind the last use of all that it uses.
+    pub(super) fn follow_uses(&self, queue: &Queue) -> Result<()> {
         self.uses.iter().try_for_each(|last| last.follow(queue))
     }
 }

@@ -42,9 +42,9 @@ void ty_exec_stop(ty_exec *exec); // any thread
 int ty_exec_spawn_host(ty_exec *exec, void (*entry)(void *), void *arg);
 // From a host fiber: lets others run; `site` names the wait and must outlive the executor.
 void ty_exec_host_yield(const char *site);
-// After ty_exec_run answered TY_EXEC_HANG, on the same thread: resumes host fibers in turn, each until it yields again
-// or returns, until all have returned. They are to leave: entry unwinds from a yield that finds ty_exec_ending. Nothing
-// else runs any more.
+// After ty_exec_run answered anything but TY_EXEC_OK, on the same thread: resumes host fibers in turn, each until it
+// yields again or returns, until all have returned. They are to leave: entry unwinds from a yield that finds
+// ty_exec_ending. Nothing else runs any more.
 void ty_exec_end_hosts(ty_exec *exec);
 int ty_exec_ending(void); // 1 on a host fiber that ty_exec_end_hosts resumed, else 0
 // 1 on a fiber of an executor, else 0.

@@ -306,7 +306,8 @@ impl World {
     /// # Errors
     /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, nothing is
     /// known of the first one's host, or the generation is not a later one or has no port up to 65535; `Bootstrap`,
-    /// naming the absent, if not all come: then the same members may try again.
+    /// naming the absent, if not all come: then the same members may try again, with a later generation than any of
+    /// them has entered.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         if let Link::Over(_) = &self.link {
             let advice =
