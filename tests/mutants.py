@@ -293,7 +293,7 @@ MUTANTS = [
     ("addresses tell of regions that are gone", REGIONS, "|(_, length)| **length > 0", "|_| true"),
     ("time counted while the process was stopped", SCHEDULE, "if (gap_ns > step_ns_)", "if (gap_ns > ~0ull - step_ns_)"),
     ("guard pages not counted down", STACKS, "if (chunk.guarded) guards -= chunk.stacks;", ""),
-    ("host closures left where they waited", SEEDED, "if code != ffi::TY_EXEC_OK as i32 {", "if false {"),
+    ("host closures left where they waited", SEEDED, "if code != ffi::TY_EXEC_OK as i32 {\n        // No host", "if false {\n        // No host"),
     ("limits of outer control groups overlooked", FREE_MEMORY, "inner.chain([left(&top, &files)]).flatten().min()",
      "inner.last().flatten().or(left(&top, &files))"),
     ("control groups overlooked", FREE_MEMORY, ".chain(group_bytes(root)).min()", ".chain(None).min()"),
