@@ -229,6 +229,31 @@ fn threads_of_a_block_agree_whether_their_context_is_closed() {
     (0..60).for_each(|seed| closed_meanwhile(seed, Meanwhile::Barriers));
 }
 
+/// Where `closed` lies in `ty_state`.
+const CLOSED: u64 = 92;
+
+/// What closed the context is told; launches behind it do nothing, the general dispatch before the plain combine, too.
+#[test]
+fn launches_of_a_closed_context_tell_of_nothing() {
+    for seed in 0..600 {
+        let worlds = World::threads(1).unwrap();
+        let report = seeded_world(SeededConfig { seed, hold_stores: false }, 1, |rank, device| {
+            let rig = Rig::on(&worlds[rank], device, |b| b);
+            rig.route_all(1);
+            let [_, state] = rig.ep.addresses().unwrap();
+            // SAFETY: an aligned word of the state of a context that is alive, and whose streams are idle.
+            unsafe { ((state + CLOSED) as *mut u32).write_volatile(1) };
+            rig.ep.barrier(&rig.stream).unwrap();
+            let output = rig.output(rig.capacity).zero_padding(true);
+            let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap();
+            rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            assert_eq!(rig.ep.check(), Ok(()), "seed {seed}");
+        });
+        assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
+    }
+}
+
 #[test]
 fn calls_of_two_threads_do_not_mix_their_launches() {
     const THREADS: usize = 2;
