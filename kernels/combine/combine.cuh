@@ -271,8 +271,7 @@ TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, co
 // would have none. A block has two warps at least.
 TY_DEVICE u32 senders_of(const CombineArgs auto &a) {
   const auto &c = a.context;
-  u32 most = c.guarded ? load(&block_shared<CombineShared>().most_tokens) : load(&head_of(a)->most_tokens);
-  u32 rows = most * c.ranks;
+  u32 rows = load(&head_of(a)->most_tokens) * c.ranks;
   return rows <= 2 * worker_count(c) ? block_warps() / 2 : block_warps() * 3 / 4;
 }
 
@@ -296,13 +295,13 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   note_stage(c, TY_DIRECTION_COMBINE, TY_STAGE_BEGIN, thread_index() == 0);
   u64 freed = far ? ask_free(c, c.regions.combine_free) : 0;
   TurnWords turn = ask_turn(c, TY_DIRECTION_COMBINE);
-  u32 handle_state = load(&head_of(a)->state);
+  u32 handle_state = load(&live_head_of(a)->state);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
   if (c.guarded && thread_index() == 0) keep_head(a);
   u64 epoch =
       begin_turn(c, turn, TY_DIRECTION_COMBINE, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (c.guarded) handle_state = load(&block_shared<CombineShared>().state);
+  if (c.guarded) handle_state = load(&head_of(a)->state);
   // The memory may hold what an earlier handle's dispatch left there, if this one's never ran.
   if (epoch != 0 && handle_state != a.handle.serial) {
     if (block_index() == 0 && thread_index() == 0 && turn.closed == 0)
