@@ -329,7 +329,7 @@ MUTANTS = [
     ("a handle's use that came before a capture forgotten", RECORDING, "        if let Some(before) = last.as_ref() {\n            queue.wait_for(before)?;\n        }\n        *last = Some(queue.clone());\n        self.number", "        if let Some(before) = last.as_ref().filter(|before| !before.is_capturing().unwrap_or(true)) {\n            queue.wait_for(before)?;\n        }\n        *last = Some(queue.clone());\n        self.number"),
     ("a graph that nothing guards launched", RECORDING, "enqueued.guarded && bits & UNGUARDED != 0", "enqueued.guarded && bits & UNGUARDED == 7"),
     ("another library's capture not noticed", RECORDING, "self.guarded |= recorded;", "let _ = recorded;"),
-    ("threads of a guarded combine read the head for themselves", PARTIAL, "return a.context.guarded ? &block_shared<CombineShared>().head : live_head_of(a);", "return live_head_of(a);"),
+    ("threads of a guarded combine read the head for themselves", PARTIAL, "return keeps_head(a.context) ? &block_shared<CombineShared>().head : live_head_of(a);", "return live_head_of(a);"),
     ("a guarded call takes a plain kernel", PICK, "        && context.guarded == 0\n", ""),
     ("replays not ordered", RECORDING, "enqueued.follow(chain, queue)?;", "let _ = (&enqueued, chain, queue);"),
     ("a handle given on under its last use", OPEN, "None => lease.last_use().follow(self.stream.queue()),", "None => Ok(()),"),

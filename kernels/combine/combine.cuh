@@ -298,10 +298,10 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   u32 handle_state = load(&live_head_of(a)->state);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
-  if (c.guarded && thread_index() == 0) keep_head(a);
+  if (keeps_head(c) && thread_index() == 0) keep_head(a);
   u64 epoch =
       begin_turn(c, turn, TY_DIRECTION_COMBINE, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (c.guarded) handle_state = load(&head_of(a)->state);
+  if (keeps_head(c)) handle_state = load(&head_of(a)->state);
   // The memory may hold what an earlier handle's dispatch left there, if this one's never ran.
   if (epoch != 0 && handle_state != a.handle.serial) {
     if (block_index() == 0 && thread_index() == 0 && turn.closed == 0)

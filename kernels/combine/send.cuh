@@ -59,37 +59,41 @@ struct CombineShared {
   u32 helped;                                       // 1: warps that have sent help to sum own tokens
   u32 taken;                                        // pieces of those that some warp has taken
   Counts far, near, sums; // of partial rows for other nodes, of those for the own one, of the rail's sums
-  ty_handle_head head;    // the handle's, as thread 0 of a guarded launch found it
+  ty_handle_head head;    // the handle's, where the block keeps it
 };
 static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
 
-// The handle's head in device memory, which a dispatch into the same handle may write meanwhile if another library's
-// graphs overlap.
 TY_DEVICE const ty_handle_head *live_head_of(const CombineArgs auto &a) {
   return pointer<const ty_handle_head>(a.handle.head);
 }
 
-// What a guarded launch reads of the head once a block, since what teams, their barriers and ballots are made of must
-// be one value for all threads of a block. There behind begin_turn. By thread 0.
+// Copies the head (keeps_head): what teams, their barriers and ballots are made of must be one value for all threads of
+// a block. There behind begin_turn. By thread 0.
 TY_DEVICE void keep_head(const CombineArgs auto &a) {
   const ty_handle_head *live = live_head_of(a);
   ty_handle_head &kept = block_shared<CombineShared>().head;
-  store(&kept.epoch, load(&live->epoch));
-  store(&kept.state, load(&live->state));
-  store(&kept.incomplete, load(&live->incomplete));
-  store(&kept.own_tokens, load(&live->own_tokens));
-  store(&kept.own_bad, load(&live->own_bad));
-  store(&kept.most_tokens, load(&live->most_tokens));
+  u64 epoch = load(&live->epoch);
+  u32 state = load(&live->state), incomplete = load(&live->incomplete), own_tokens = load(&live->own_tokens);
+  u32 own_bad = load(&live->own_bad), most_tokens = load(&live->most_tokens);
+  store(&kept.epoch, epoch);
+  store(&kept.state, state);
+  store(&kept.incomplete, incomplete);
+  store(&kept.own_tokens, own_tokens);
+  store(&kept.own_bad, own_bad);
+  store(&kept.most_tokens, most_tokens);
 }
 
-// The handle's head, behind begin_turn: one for all threads of a block.
+// The handle's head, behind begin_turn.
 TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &a) {
-  return a.context.guarded ? &block_shared<CombineShared>().head : live_head_of(a);
+  return keeps_head(a.context) ? &block_shared<CombineShared>().head : live_head_of(a);
 }
 
 // This rank's tokens. Never more than the call has room for: the head may be another dispatch's into the same memory,
 // if another library's graphs overlap.
-TY_DEVICE u32 own_tokens_of(const CombineArgs auto &a) { return smaller(load(&head_of(a)->own_tokens), a.tokens); }
+TY_DEVICE u32 own_tokens_of(const CombineArgs auto &a) {
+  u32 tokens = load(&head_of(a)->own_tokens);
+  return keeps_head(a.context) ? smaller(tokens, a.tokens) : tokens;
+}
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------
 

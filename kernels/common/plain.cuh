@@ -136,6 +136,13 @@ template <Plain does, bool arrive> TY_DEVICE constexpr bool agrees_late(const Pl
   return true;
 }
 
+// Whether a combine goes by a copy of the handle's head that thread 0 of each block makes: a dispatch into the same
+// handle may write the head meanwhile, if calls are guarded. Plain calls are not.
+TY_DEVICE constexpr bool keeps_head(const ty_context &) { return true; }
+template <Plain does, bool arrive> TY_DEVICE constexpr bool keeps_head(const PlainContext<true, does, arrive> &) {
+  return false;
+}
+
 // Whether a rank of the world is of this node.
 TY_DEVICE bool is_node_peer(const ty_context &c, u32 rank) { return rank - c.node_first < c.node_ranks; }
 TY_DEVICE constexpr bool is_node_peer(const InPlaceContext &, u32) { return true; }
