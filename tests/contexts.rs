@@ -140,6 +140,94 @@ fn starts_that_are_aligned_beyond_int32_are_refused_where_a_rank_has_no_experts(
     });
 }
 
+/// The context tells of one half that was refused as another call's, and then of nothing.
+fn expect_another_call(rig: &Rig) {
+    rig.stream.synchronize(PATIENCE).unwrap();
+    let error = rig.ep.check().unwrap_err();
+    assert!(matches!(error, Error::Order { .. }) && !error.is_fatal(), "{error}");
+    assert!(error.to_string().contains("by another call"), "{error}");
+    rig.ep.check().unwrap();
+}
+
+/// A send that is refused as one too many; its half is received instead of the first one's, which then can still be.
+#[test]
+fn a_dispatch_that_another_call_sent_is_not_received() {
+    for (arriving, wave) in [(MAX_TOKENS, None), (0, None), (0, Some(1))] {
+        on_ranks(2, |world| {
+            let rig = Rig::with(&world, |b| b.tuning(|t| (t.arriving_tokens, t.wave_tokens) = (Some(arriving), wave)));
+            rig.route_all(1);
+            let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
+            let extra = rig.ep.dispatch_send(&rig.stream, &rig.tokens(1)).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let error = rig.ep.check().unwrap_err();
+            assert!(error.to_string().contains("another cannot be sent"), "{error}");
+            let stranger = rig.ep.dispatch_recv(&rig.stream, extra, &rig.output(rig.capacity)).unwrap();
+            expect_another_call(&rig);
+            let handle = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
+            rig.ep.combine(&rig.stream, &handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            expect(&rig, 1);
+            drop(stranger);
+            rig.good_round(2);
+            world.barrier("done").unwrap();
+        });
+    }
+}
+
+/// Of the same handle, so that only the call differs.
+#[test]
+fn a_combine_that_another_call_sent_is_not_received() {
+    for wave in [None, Some(1)] {
+        on_ranks(2, |world| {
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = wave));
+            rig.route_all(1);
+            let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+            let zeros = rig.ep.device().alloc(rig.rows.len()).unwrap();
+            let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
+            let pitch = rig.expert_rows().pitch_bytes.unwrap();
+            let extra = rig.ep.combine_send(&rig.stream, &handle, &Rows::new(zeros.view()).pitch_bytes(pitch)).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let error = rig.ep.check().unwrap_err();
+            assert!(error.to_string().contains("another cannot be sent"), "{error}");
+            rig.ep.combine_recv(&rig.stream, extra, &rig.combined()).unwrap();
+            expect_another_call(&rig);
+            rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
+            expect(&rig, 1);
+            rig.good_round(2);
+            world.barrier("done").unwrap();
+        });
+    }
+}
+
+/// Graphs of halves, launched in another order than their calls were made.
+#[test]
+fn a_graph_does_not_receive_what_another_call_sent() {
+    for arriving in [MAX_TOKENS, 0] {
+        on_ranks(2, |world| {
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.arriving_tokens = Some(arriving)));
+            rig.route_all(1);
+            let record = || {
+                rig.stream.begin_capture().unwrap();
+                let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
+                let send = rig.stream.end_capture().unwrap();
+                rig.stream.begin_capture().unwrap();
+                let handle = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
+                (send, rig.stream.end_capture().unwrap(), handle)
+            };
+            let (one, other) = (record(), record());
+            for salt in 1..4 {
+                rig.route_all(salt);
+                one.0.launch(&rig.stream).unwrap();
+                other.1.launch(&rig.stream).unwrap();
+                expect_another_call(&rig);
+                one.1.launch(&rig.stream).unwrap();
+                rig.ep.combine(&rig.stream, &one.2, &rig.expert_rows(), &rig.combined()).unwrap();
+                expect(&rig, salt);
+            }
+            world.barrier("done").unwrap();
+        });
+    }
+}
+
 /// As after a combine that one rank alone was refused. Where rows arrive, and where they have tags.
 #[test]
 fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {

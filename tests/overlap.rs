@@ -374,13 +374,16 @@ fn graphs_that_overlap_store_nothing_elsewhere() {
 }
 
 /// Rank 0 launches graphs of a dispatch and of its combine, and then that dispatch once more, of another number of
-/// tokens: it writes the handle's head while the combine reads it. The other rank has a handle for each.
+/// tokens and other choices: it writes the handle while the combine reads it. The other rank has a handle for each.
 fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
     let rank = world.rank().index();
     let ep = contexts(world, device, shape, waves);
     let capacity = 2 * capacity_of(shape, MAX_TOKENS);
-    let call = Call::new(device, world.size(), MAX_TOKENS, capacity, false, salt);
-    let counts = [96i32, 1].map(|count| {
+    let [call, changed] =
+        [salt, salt + 1].map(|salt| Call::new(device, world.size(), MAX_TOKENS, capacity, false, salt));
+    // Some of the same number of tokens, of other ranks.
+    let fewer = if salt.is_multiple_of(2) { 1 } else { 96 };
+    let counts = [96i32, fewer].map(|count| {
         let word = Guarded::new(device, 4);
         word.write(&count.to_ne_bytes());
         word
@@ -389,6 +392,10 @@ fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, waves: b
     let dispatch = |stream: &Stream| {
         let tokens = call.counted(TokenCount::Device(counts[0].view()));
         ep.dispatch(stream, &tokens, &call.output(&ep, shape))
+    };
+    let change = |stream: &Stream| {
+        stream.copy(&counts[0].view(), &counts[1].view()).unwrap();
+        stream.copy(&call.idx.view(), &changed.idx.view()).unwrap();
     };
     let mut found = Vec::new();
     if rank == 0 {
@@ -400,7 +407,7 @@ fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, waves: b
         let second = streams[0].end_capture().unwrap();
         first.launch(&streams[1]).unwrap();
         streams[1].synchronize(PATIENCE).unwrap();
-        streams[1].copy(&counts[0].view(), &counts[1].view()).unwrap();
+        change(&streams[1]);
         first.launch(&streams[1]).unwrap();
         second.launch(&streams[0]).unwrap();
         streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
@@ -415,7 +422,7 @@ fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, waves: b
                 call.combine(&ep, &streams[1], &handles[handles.len() - 1], shape)
             });
             found.extend(called.err());
-            streams[0].copy(&counts[0].view(), &counts[1].view()).unwrap();
+            change(&streams[0]);
         }
         streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
     }
@@ -429,7 +436,8 @@ fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, waves: b
 /// but threads of a block do not wait for each other.
 #[test]
 fn threads_of_a_combine_go_by_one_head() {
-    for seed in 0..200 {
+    // Seed 479 finds lanes of a warp that go by masks of their own.
+    for seed in (0..150).chain(440..500) {
         let worlds = World::threads(2).unwrap();
         let config = SeededConfig { seed, hold_stores: seed % 2 == 1 };
         let report = seeded_world(config, 2, |rank, device| {

@@ -499,7 +499,8 @@ impl AllToAll {
 
     fn sent_rows(&self, rows: &Rows, handle: &Handle, needs: &mut Needs<'_>) -> Result<SentRows> {
         let topk_weight = rows.check(needs, handle.rows, handle.room)?;
-        Ok(SentRows { rows: rows.rows.ptr(), pitch: rows.pitch(&self.shape) as u64, topk_weight })
+        let (rows, pitch) = (rows.rows.ptr(), rows.pitch(&self.shape) as u64);
+        Ok(SentRows { rows, pitch, topk_weight, call: self.open.pool.number() })
     }
 
     fn handle(&self, sent: &Sent, output: &Output) -> Handle {
@@ -563,7 +564,7 @@ impl AllToAll {
     ) -> Result<()> {
         let args = raw::ty_combine_args {
             context: call.context(&self.context),
-            handle: handle.lease.raw(),
+            handle: raw::ty_handle { call: rows.call, ..handle.lease.raw() },
             rows: rows.rows,
             rows_pitch: rows.pitch,
             topk_weight: rows.topk_weight,

@@ -7,6 +7,7 @@ use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, Half, LastUse, Queue};
 use crate::proxy::wire::Direction;
 use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The device memory of one handle.
@@ -24,6 +25,8 @@ pub(crate) struct Pool {
     offsets: [u64; PARTS],
     bytes: usize,
     free: Mutex<Free>,
+    /// What was last given to a dispatch or a combine.
+    numbers: AtomicU32,
 }
 
 /// Parts of a handle's memory.
@@ -40,7 +43,7 @@ impl Pool {
     pub fn new(device: &Device, shape: &Shape, waves: usize, (count, ordered): (usize, bool)) -> Result<Arc<Pool>> {
         let (offsets, bytes) = layout(shape, waves);
         let free = Mutex::new(Free { slots: Vec::with_capacity(count), abandoned: false });
-        let pool = Pool { device: device.clone(), ordered, offsets, bytes, free };
+        let pool = Pool { device: device.clone(), ordered, offsets, bytes, free, numbers: AtomicU32::new(0) };
         for _ in 0..count {
             let slot = pool.make()?;
             slot._memory.fill(0)?;
@@ -58,11 +61,17 @@ impl Pool {
     pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool) -> Result<Lease> {
         let mut slot = if recorded { self.lock().slots.pop().ok_or_else(none_free)? } else { self.take_eager(queue)? };
         // Combine refuses what an earlier dispatch left in this memory, if this handle's own never runs.
-        slot.raw.serial = match slot.raw.serial.wrapping_add(1) {
-            raw::TY_HANDLE_EMPTY => 1,
-            serial => serial,
-        };
+        slot.raw.serial = self.number();
+        slot.raw.call = slot.raw.serial;
         Ok(Lease { last: slot.last.clone(), slot: Some(slot), pool: self.clone() })
+    }
+
+    /// Of a dispatch or a combine: another one each time, modulo 2^32, and not TY_HANDLE_EMPTY.
+    pub fn number(&self) -> u32 {
+        match self.numbers.fetch_add(1, Ordering::Relaxed).wrapping_add(1) {
+            raw::TY_HANDLE_EMPTY => self.number(),
+            number => number,
+        }
     }
 
     fn take_eager(&self, queue: &Queue) -> Result<Slot> {
@@ -98,7 +107,7 @@ impl Pool {
             rail_mask,
             rail_rows,
             serial: raw::TY_HANDLE_EMPTY,
-            reserved: 0,
+            call: 0,
         };
         Ok(Slot { _memory: memory, raw, last: Arc::new(LastUse::new(self.ordered)) })
     }
@@ -288,4 +297,6 @@ pub(crate) struct SentRows {
     pub rows: u64,
     pub pitch: u64,
     pub topk_weight: u64,
+    /// The call's number: see `ty_handle.call`.
+    pub call: u32,
 }

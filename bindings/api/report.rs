@@ -248,6 +248,14 @@ fn order_problem(record: &raw::ty_error_record) -> String {
         raw::TY_ORDER_DISPATCH_RECEIVE => format!("dispatch {received} was the last sent, so none can be received"),
         raw::TY_ORDER_COMBINE_SEND => format!("combine {sent} was sent and not received, so another cannot be sent"),
         raw::TY_ORDER_COMBINE_RECEIVE => format!("combine {received} was the last sent, so none can be received"),
+        raw::TY_ORDER_DISPATCH_CALL => format!(
+            "dispatch {sent} was sent by another call than the one to be received; give dispatch_recv what dispatch_send \
+             returned last, and launch graphs of halves as their calls were made"
+        ),
+        raw::TY_ORDER_COMBINE_CALL => format!(
+            "combine {sent} was sent by another call than the one to be received; give combine_recv what combine_send \
+             returned last, and launch graphs of halves as their calls were made"
+        ),
         raw::TY_ORDER_WAVE => {
             format!("launch {sent} was not the last of its call, of which one has failed")
         }

@@ -186,7 +186,7 @@ TY_DEVICE void combine_receive(const CombineArgs auto &a, CombineShared &shared,
     u32 token = range.first + n;
     HomeRows list{};
     if (!bad) {
-      u64 ranks = load(pointer<const u64>(a.handle.rank_mask) + token);
+      u64 ranks = mask_for_warp(c, pointer<const u64>(a.handle.rank_mask) + token);
       if (!gather_token<far>(a, terms, wave, token, n, Parts{ranks, ranks & ~missing_ranks(c, shared)}, list))
         return false;
     }
@@ -298,10 +298,9 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   u32 handle_state = load(&live_head_of(a)->state);
   Looked ahead{};
   if (looks_ahead(c)) ahead = look_ahead(a);
-  if (keeps_head(c) && thread_index() == 0) keep_head(a);
-  u64 epoch =
-      begin_turn(c, turn, TY_DIRECTION_COMBINE, a.phases, a.wave, TY_ORDER_COMBINE_SEND, TY_ORDER_COMBINE_RECEIVE);
-  if (keeps_head(c)) handle_state = load(&head_of(a)->state);
+  if (handle_may_change(c) && thread_index() == 0) keep_head(a);
+  u64 epoch = begin_turn(c, turn, TY_DIRECTION_COMBINE, a.phases, a.wave, a.handle.call);
+  if (handle_may_change(c)) handle_state = load(&head_of(a)->state);
   // The memory may hold what an earlier handle's dispatch left there, if this one's never ran.
   if (epoch != 0 && handle_state != a.handle.serial) {
     if (block_index() == 0 && thread_index() == 0 && turn.closed == 0)
@@ -315,7 +314,7 @@ template <typename Row, typename Partial, bool far> TY_DEVICE void combine(const
   } else if (wave.epoch != 0) {
     work_combine<Row, Partial, far>(a, wave, freed, ahead, finds_closed(c, turn));
   }
-  u64 ended = end_turn(c, TY_DIRECTION_COMBINE, a.phases);
+  u64 ended = end_turn(c, TY_DIRECTION_COMBINE, a.phases, a.handle.call);
   if (far && ended != 0 && (a.phases & TY_PHASE_RECEIVE))
     publish_free(c, TY_DIRECTION_COMBINE, c.regions.combine_free, ended);
 }

@@ -67,8 +67,8 @@ TY_DEVICE const ty_handle_head *live_head_of(const CombineArgs auto &a) {
   return pointer<const ty_handle_head>(a.handle.head);
 }
 
-// Copies the head (keeps_head): what teams, their barriers and ballots are made of must be one value for all threads of
-// a block. There behind begin_turn. By thread 0.
+// Copies the head where the handle_may_change: what teams, their barriers and ballots are made of must be one value for
+// all threads of a block. There behind begin_turn. By thread 0.
 TY_DEVICE void keep_head(const CombineArgs auto &a) {
   const ty_handle_head *live = live_head_of(a);
   ty_handle_head &kept = block_shared<CombineShared>().head;
@@ -85,14 +85,21 @@ TY_DEVICE void keep_head(const CombineArgs auto &a) {
 
 // The handle's head, behind begin_turn.
 TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &a) {
-  return keeps_head(a.context) ? &block_shared<CombineShared>().head : live_head_of(a);
+  return handle_may_change(a.context) ? &block_shared<CombineShared>().head : live_head_of(a);
 }
 
 // This rank's tokens. Never more than the call has room for: the head may be another dispatch's into the same memory,
 // if another library's graphs overlap.
 TY_DEVICE u32 own_tokens_of(const CombineArgs auto &a) {
   u32 tokens = load(&head_of(a)->own_tokens);
-  return keeps_head(a.context) ? smaller(tokens, a.tokens) : tokens;
+  return handle_may_change(a.context) ? smaller(tokens, a.tokens) : tokens;
+}
+
+// A mask of ranks in a handle, one value for all lanes, which list rows by it. By a warp.
+TY_DEVICE u64 mask_for_warp(const Context auto &c, const u64 *mask) {
+  if (!handle_may_change(c)) return load(mask);
+  u64 seen = lane_index() == 0 ? load(mask) : 0;
+  return static_cast<u64>(shuffle(static_cast<u32>(seen >> 32), 0)) << 32 | shuffle(static_cast<u32>(seen), 0);
 }
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------

@@ -61,7 +61,8 @@ struct Fault {
 // when all else is done. Errors by whether they close the context, and by warp.
 struct alignas(16) LaunchShared {
   u64 epoch;                                       // of the launch's phases; 0, which no epoch is: it may do nothing
-  u64 launches;                                    // that ended before
+  u32 launches;                                    // that ended before
+  u32 call;                                        // of a guarded launch: as TurnWords
   u32 faults[2][TY_MAX_BLOCK_THREADS / warp_size]; // how often a warp came upon one
   Fault first[2][TY_MAX_BLOCK_THREADS / warp_size];
   u64 sent, received; // of a guarded launch: as TurnWords
@@ -98,7 +99,7 @@ TY_DEVICE void begin_faults() {
 TY_DEVICE void report(const Context auto &c, u32 direction, u32 fatal, const Fault &found) {
   u32 number = fatal * TY_DIRECTIONS + direction;
   ty_state *state = state_of(c);
-  u32 launch = fatal ? 1 : static_cast<u32>(load(&turn_of(c, direction)->launches)) + 1;
+  u32 launch = fatal ? 1 : load(&turn_of(c, direction)->launches) + 1;
   u32 last = load_relaxed_gpu(&state->error_claim[number]);
   // N6: one block of a launch reports. The host copies the record, and reads its sequence again.
   if (last == launch || atomic_cas_gpu(&state->error_claim[number], last, launch) != last) return;
@@ -401,14 +402,16 @@ TY_DEVICE void keep_turn(u64 epoch) { store(&block_shared<LaunchShared>().epoch,
 
 // What a launch begins with, a trip to memory: asked for first, and looked at behind what does not depend on it.
 struct TurnWords {
-  u64 sent, received, launches; // as the calling block's own
-  u32 closed;                   // or launch_overlaps, of a guarded launch
+  u64 sent, received; // as the calling block's own
+  u32 launches, call; // likewise
+  u32 closed;         // or launch_overlaps, of a guarded launch
 };
 constexpr u32 launch_overlaps = 2;
 
 TY_DEVICE TurnWords ask_turn(const Context auto &c, u32 direction) {
   const ty_turn *own = turn_of(c, direction);
-  return {load(&own->sent), load(&own->received), load(&own->launches), load_relaxed_gpu(&state_of(c)->closed)};
+  return {load(&own->sent), load(&own->received), load(&own->launches), load(&own->call),
+          load_relaxed_gpu(&state_of(c)->closed)};
 }
 
 // Counts a block of a guarded launch, and asks anew, once for all its threads: other launches may change these words
@@ -427,10 +430,11 @@ TY_DEVICE TurnWords enter_turn(const Context auto &c, u32 direction) {
     store(&shared.sent, turn.sent);
     store(&shared.received, turn.received);
     store(&shared.launches, turn.launches);
+    store(&shared.call, turn.call);
     store(&shared.closed, turn.closed != 0 ? 1 : overlaps);
   }
   block_barrier();
-  return {load(&shared.sent), load(&shared.received), load(&shared.launches), load(&shared.closed)};
+  return {load(&shared.sent), load(&shared.received), load(&shared.launches), load(&shared.call), load(&shared.closed)};
 }
 
 // Closes the context at once if a guarded launch overlaps another one, which then ends, too. By a block, behind
@@ -460,29 +464,39 @@ TY_DEVICE bool meet_open(const Context auto &c, const Team &team, bool closed) {
   return true;
 }
 
+// Why a launch may do nothing: TY_ORDER_*.
+TY_DEVICE u32 order_problem(u32 direction, bool follows, bool in_wave, bool sends) {
+  bool dispatches = direction == TY_DIRECTION_DISPATCH;
+  if (!follows && sends) return dispatches ? TY_ORDER_DISPATCH_SEND : TY_ORDER_COMBINE_SEND;
+  if (!follows) return dispatches ? TY_ORDER_DISPATCH_RECEIVE : TY_ORDER_COMBINE_RECEIVE;
+  if (!in_wave) return TY_ORDER_WAVE;
+  return dispatches ? TY_ORDER_DISPATCH_CALL : TY_ORDER_COMBINE_CALL;
+}
+
 // The epoch whose phases a launch may do, or 0: nothing. (Its wave is reckoned anew: kept, it is a register too many.)
 //
 // Grammar: receive(e) before send(e+1). A launch with the send phase starts epoch sent + 1 once all that was
 // sent has been received; one with only the receive phase finishes the epoch in flight. It has to be of the wave that
-// comes next: the waves of a call whose first was refused are none of another call's, and nothing is said of them. All
-// blocks decide alike, each by its own words: a launch that one of them ends, all do, unless the context is closed. A
-// closed context has none, but where that is agreed late (finds_closed).
-TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords &turn, u32 direction, u32 phases, u32 wave, u32 order_send,
-                         u32 order_receive) {
+// comes next, and all launches of a call behind its first have to be of that call: nothing is said of the waves of a
+// call whose first launch was refused. All blocks decide alike, each by its own words: a launch that one of them ends,
+// all do, unless the context is closed. A closed context has none, but where that is agreed late (finds_closed).
+TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords &turn, u32 direction, u32 phases, u32 wave, u32 call) {
   turn = agree_turn(c, turn, direction);
-  u64 sent = turn.sent, received = turn.received, launches = turn.launches;
+  u64 sent = turn.sent, received = turn.received;
   bool closed = turn.closed != 0, sends = (phases & TY_PHASE_SEND) != 0;
   bool follows = sends == (sent == received), leads = thread_index() == 0;
   Wave next = wave_of(c, sends ? sent + 1 : sent);
-  if ((closed && !agrees_late(c)) || !follows || (c.waves > 1 && next.number != wave)) next.epoch = 0;
+  bool in_wave = c.waves == 1 || next.number == wave, own = (sends && next.number == 0) || turn.call == call;
+  if ((closed && !agrees_late(c)) || !follows || !in_wave || !own) next.epoch = 0;
   begin_faults();
   refuse_overlap(c, turn, direction);
   if (leads) {
     keep_turn(next.epoch);
-    store(&block_shared<LaunchShared>().launches, launches);
+    store(&block_shared<LaunchShared>().launches, turn.launches);
   }
-  u32 order = follows ? TY_ORDER_WAVE : sends ? order_send : order_receive;
-  if (!closed && next.epoch == 0 && !(follows && wave != 0) && leads && block_index() == 0)
+  u32 order = order_problem(direction, follows, in_wave, sends);
+  bool told = wave != 0 && (follows || turn.call != call); // of the call's first launch
+  if (!closed && next.epoch == 0 && !told && leads && block_index() == 0)
     keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, order, sent, received});
   return next.epoch;
 }
@@ -500,7 +514,7 @@ TY_DEVICE bool leave_turn(const Context auto &c, u32 direction) {
 
 // Ends a block's launch. In its thread 0 the epoch whose phases are over; 0 in the block's other threads, and if the
 // launch might do nothing.
-TY_DEVICE u64 end_turn(const Context auto &c, u32 direction, u32 phases) {
+TY_DEVICE u64 end_turn(const Context auto &c, u32 direction, u32 phases, u32 call) {
   block_barrier();
   if (warp_index() == 0) report_faults(c, direction);
   if (thread_index() != 0) return 0;
@@ -513,6 +527,7 @@ TY_DEVICE u64 end_turn(const Context auto &c, u32 direction, u32 phases) {
   if (epoch == 0) return 0;
   // Of a context that was closed meanwhile nobody asks.
   store(&own->sent, epoch);
+  if (c.waves > 1 || phases != (TY_PHASE_SEND | TY_PHASE_RECEIVE)) store(&own->call, call);
   if (phases & TY_PHASE_RECEIVE) store(&own->received, epoch);
   return epoch;
 }

@@ -136,10 +136,11 @@ template <Plain does, bool arrive> TY_DEVICE constexpr bool agrees_late(const Pl
   return true;
 }
 
-// Whether a combine goes by a copy of the handle's head that thread 0 of each block makes: a dispatch into the same
-// handle may write the head meanwhile, if calls are guarded. Plain calls are not.
-TY_DEVICE constexpr bool keeps_head(const ty_context &) { return true; }
-template <Plain does, bool arrive> TY_DEVICE constexpr bool keeps_head(const PlainContext<true, does, arrive> &) {
+// Whether a dispatch may write the handle of a combine meanwhile, as if calls are guarded: plain calls are not. Then
+// thread 0 of a block reads the head for all threads, and lane 0 of a warp a mask for all lanes.
+TY_DEVICE constexpr bool handle_may_change(const ty_context &) { return true; }
+template <Plain does, bool arrive>
+TY_DEVICE constexpr bool handle_may_change(const PlainContext<true, does, arrive> &) {
   return false;
 }
 

@@ -345,15 +345,14 @@ template <bool far> TY_DEVICE void dispatch(const DispatchArgs auto &a) {
   // What is loaded again behind an acquisition is a trip to memory.
   i32 found = a.phases & TY_PHASE_SEND ? agree_count(a, find_count(a)) : 0;
   Teams teams = teams_of<far>(c, a.phases, own_choices(a, found).tokens);
-  u64 epoch =
-      begin_turn(c, turn, TY_DIRECTION_DISPATCH, a.phases, a.wave, TY_ORDER_DISPATCH_SEND, TY_ORDER_DISPATCH_RECEIVE);
+  u64 epoch = begin_turn(c, turn, TY_DIRECTION_DISPATCH, a.phases, a.wave, a.handle.call);
   Wave wave = wave_of(c, epoch);
   if (far && wave.epoch != 0 && is_relay(c)) {
     if (thread_index() == 0) relay_dispatch(a, wave);
   } else if (wave.epoch != 0) {
     work_dispatch<far>(a, wave, found, teams, finds_closed(c, turn));
   }
-  u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases);
+  u64 ended = end_turn(c, TY_DIRECTION_DISPATCH, a.phases, a.handle.call);
   if (ended == 0 || !(a.phases & TY_PHASE_RECEIVE)) return;
   if (far) publish_free(c, TY_DIRECTION_DISPATCH, c.regions.dispatch_free, ended);
   // Used by the epoch before, and by the one behind.

@@ -93,6 +93,8 @@
 #define TY_ORDER_COMBINE_RECEIVE 4
 #define TY_ORDER_HANDLE_EMPTY 5
 #define TY_ORDER_WAVE 6
+#define TY_ORDER_DISPATCH_CALL 7
+#define TY_ORDER_COMBINE_CALL 8
 
 // Wait sites: every wait on the device has one.
 #define TY_SITE_META 1
@@ -245,7 +247,8 @@ typedef struct ty_wire {
 typedef struct ty_turn {
   uint64_t sent;     // epoch of the last one sent
   uint64_t received; // epoch of the last one received: equals `sent` or is one behind; of barriers, those passed
-  uint64_t launches; // kernels of the direction that have ended
+  uint32_t launches; // kernels of the direction that have ended, modulo 2^32
+  uint32_t call;     // ty_handle.call of the last one, where calls have several launches
   uint32_t ended;    // of those, the guarded ones; modulo 2^32
   uint32_t begun;    // guarded ones that have begun; more than have ended: another one runs
 } ty_turn;
@@ -362,9 +365,9 @@ typedef struct ty_handle_head {
 
 typedef struct ty_handle {
   uint64_t head;   // ty_handle_head *
-  uint32_t serial; // not TY_HANDLE_EMPTY; another one each time that the memory is given to a dispatch
-  uint32_t reserved;
-  uint64_t rows; // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
+  uint32_t serial; // not TY_HANDLE_EMPTY; of each dispatch another one
+  uint32_t call;   // of each call another one, the same in its halves and waves
+  uint64_t rows;   // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
   uint64_t weights;       // float [ranks][max_tokens][top_k]
   uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
   uint64_t source_tokens; // uint32 [ranks][waves + 1]: where waves begin in each source's tokens, as numbered here; the
