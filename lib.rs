@@ -104,14 +104,93 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! Grammar, the same on all ranks of a context: the receive of a dispatch comes before the next dispatch is sent, and
-//! likewise for combine. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same
-//! order. Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. Calls
-//! may go on any streams: dispatches of a context run one behind the other, and so do its combines and its barriers
-//! (see [`AllToAll`]). Only captures and replays of another library have to be ordered by the caller, by one stream or
-//! by events: from the first such capture on the device finds out which launches overlap; they end in `Order`, which
-//! closes the context, and store nothing outside of what they were given. The device checks the first rule, in graph
-//! replays too; the `Timeout` that follows from a breach of the second names it.
+//! # Grammar
+//!
+//! These rules hold for the calls of a context, on all its ranks alike:
+//!
+//! 1. The receive of a dispatch comes before the next dispatch is sent, and likewise for combine. The device checks
+//!    this rule, in graph replays too: a call out of turn does nothing and ends in [`Error::Order`].
+//! 2. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same order. A breach
+//!    ends in an [`Error::Timeout`] that names this rule.
+//! 3. All ranks combine the same dispatches in the same order. A breach closes the context with an [`Error::Order`].
+//!
+//! Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. A dispatch may
+//! be combined once, several times or not at all. Calls may go on any streams: dispatches of a context run one behind
+//! the other, and so do its combines and its barriers (see [`AllToAll`]). Captures and replays of another library are
+//! the exception: the caller orders them (see [`Device::stream_from_raw`]).
+//!
+//! # Errors
+//!
+//! What the host can see (arguments, views, a closed context) is the returned error of the call itself, which then was
+//! not enqueued. What the device, a peer or the proxy finds while a call runs comes later: from [`AllToAll::check`], or
+//! from the next call, since every call looks at `check` first. [`Error::is_fatal`] says whether the context is closed.
+//!
+//! After these errors the context goes on, and outputs hold:
+//!
+//! | error | where | what outputs hold |
+//! |---|---|---|
+//! | [`Capacity`](Error::Capacity) | dispatch, on the rank whose output was too small | No row was written. `expert_count`, `row_count`, `host_counts` and the contiguous layout's `expert_offset` are 0; `row_expert` and `source` are -1. An output of `needed` rows would have had room |
+//! | [`Routing`](Error::Routing) | dispatch, on the rank whose routing was unusable | This rank sent no tokens; what the other ranks sent to it is there. This rank's combine of that dispatch adds up to zeros and reports no error. Where the device's token count was out of range, that combine writes nothing |
+//! | [`Incomplete`](Error::Incomplete) | combine, on each rank of which a token had a row at a rank without room | The sums hold the parts of the other ranks |
+//!
+//! After `Capacity` and `Routing` the dispatch took place, and its handle is good. The other ranks did not get the
+//! error. So this rank combines the handle as they do, or all ranks agree that none of them combines it. A rank that
+//! leaves a combine out on its own makes its peers wait for it until their deadline: a `Timeout`, which closes their
+//! contexts. [`AllToAll::refused_sources`] tells the peers of a rank whose routing was unusable.
+//!
+//! # Graphs
+//!
+//! Every call can be captured. A capture records the call and runs nothing. What a replay finds comes from
+//! [`AllToAll::check`], as for an eager call. This example records a dispatch, experts and a combine, and replays them
+//! with other tokens:
+//!
+//! ```
+//! # use tokenyard::{AllToAll, Combined, Device, Layout, Output, Rows, TokenCount, Tokens, World};
+//! # use std::time::Duration;
+//! # let world = World::threads(1)?.remove(0);
+//! # let device = Device::cpu()?;
+//! # let stream = device.new_stream()?;
+//! # let ep = AllToAll::builder(&world)
+//! #     .device(device.clone())
+//! #     .hidden(8)
+//! #     .experts(2)
+//! #     .top_k(1)
+//! #     .max_tokens_per_rank(2)
+//! #     .build()?;
+//! # let (x, y, out) = (device.alloc(32)?, device.alloc(32)?, device.alloc(32)?);
+//! # let (idx, weight, counts) = (device.alloc(8)?, device.alloc(8)?, device.alloc(8)?);
+//! # x.fill(0)?;
+//! # idx.fill(0)?;
+//! # weight.fill(0)?;
+//! let (count, host_counts) = (device.alloc(4)?, device.alloc_host(4 * (2 + 1))?); // of two local experts
+//! let tokens = Tokens::new(x.view(), idx.view(), TokenCount::Device(count.view())).topk_weight(weight.view());
+//! let output = Output::new(Layout::Contiguous { align: 1, capacity: 2 }, y.view(), counts.view());
+//!
+//! stream.begin_capture()?;
+//! let handle = ep.dispatch(&stream, &tokens, &output.host_counts(host_counts.view()))?;
+//! // The experts' kernels are recorded here; these experts return what they get.
+//! ep.combine(&stream, &handle, &Rows::new(y.view()), &Combined::new(out.view()))?;
+//! let graph = stream.end_capture()?;
+//!
+//! for now in [2i32, 0, 1] {
+//!     count.write(0, &now.to_ne_bytes())?; // and new rows, experts and weights where the old ones were
+//!     graph.launch(&stream)?;
+//!     stream.synchronize(Duration::from_secs(10))?;
+//!     ep.check()?;
+//!     let mut rows = [0; 3]; // of each expert, then in all
+//!     host_counts.read_i32(0, &mut rows)?;
+//!     assert_eq!(rows[2], now);
+//! }
+//! # Ok::<(), tokenyard::Error>(())
+//! ```
+//!
+//! - A replay reads and writes the views that were recorded. With [`TokenCount::Device`] the views have room for
+//!   `max_tokens_per_rank` tokens, and each replay reads its number of tokens from device memory.
+//! - Experts that run on the host, or that are launched by numbers in `host_counts`, stand between two graphs: one of
+//!   the dispatch, one of the combine, with the same handle.
+//! - A replay counts as the calls that it holds. A rank may replay while another rank makes the same calls eagerly.
+//! - A graph keeps what it uses: buffers, handles and the context. Each recorded dispatch takes one of the handles that
+//!   are free ([`Tuning::handles`]), since no memory is allocated while a stream captures.
 //!
 //! # Waits
 //!

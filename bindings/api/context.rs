@@ -31,14 +31,16 @@ const BARRIERS: usize = 2;
 /// Blocks of the CPU device: two full warps each, so that block and warp boundaries both exist.
 const CPU_BLOCK: u32 = 64;
 
-/// Counts of what this rank has enqueued.
+/// Counts of what this rank has enqueued and found.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Dispatches sent, fused ones included.
+    /// Dispatches sent, fused ones included. A captured one counts once, as it is recorded; replays do not count.
     pub dispatches: u64,
-    /// Combines sent, fused ones included.
+    /// Combines sent, fused ones included; captured ones as for `dispatches`.
     pub combines: u64,
-    /// Errors that `check` or a call returned.
+    /// Errors of the device, a peer or the proxy, as often as `check` or a call returned one: an error that closed the
+    /// context counts every time. `Argument`, `Config` and `Generation` do not count, nor does the `Device` error of a
+    /// call's first launch.
     pub errors: u64,
 }
 
@@ -51,11 +53,15 @@ struct Counters {
 
 /// Dispatch and combine over one world. See the crate's documentation for the order of calls.
 ///
-/// A call of a kind (dispatch, combine or barrier, and their halves) runs behind those that were enqueued before it, on
-/// whichever stream these were. Where the stream changes, the call waits for all that the other stream holds by then.
-/// Of a stream that captures by now, it waits for what was enqueued before the capture; where another library captures
-/// that stream, the call is refused, since the driver says nothing of that work. What a capture records has no such
-/// order: its replays do.
+/// Calls are of three kinds: dispatch, combine and barrier, halves included. They run in this order, on whichever
+/// streams they are:
+///
+/// - An eager call runs behind the eager calls and replays of its kind that were enqueued before it. Where the last of
+///   these was enqueued on another stream, the call waits for all that the other stream holds by then. If the other
+///   stream captures by now, the call waits for what that stream held as the capture began. If another library began
+///   that capture, the call is refused with `Argument`, since the driver tells nothing of that work.
+/// - A recorded call has no place in this order: it does not run.
+/// - A replay ([`Graph::launch`](crate::Graph::launch)) takes its place as an eager call of each kind that it holds.
 ///
 /// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context
 /// stays open as long as there is a graph of its calls.
@@ -160,8 +166,31 @@ impl AllToAll {
     ///
     /// # Errors
     /// `Argument` for unusable views or counts, views that overlap among them, and whatever [`check`](Self::check)
-    /// finds; nothing is enqueued then. `Device` where the driver refuses a launch: fatal in the midst of a call of
-    /// several [`waves`](Self::waves), which closes the context, since peers have the first of them.
+    /// finds; nothing is enqueued then. `Config` for the token layout where weights come with combine. `Device` where
+    /// the driver refuses a launch: fatal in the midst of a call of several [`waves`](Self::waves), which closes the
+    /// context, since peers have the first of them.
+    ///
+    /// Every call looks at `check` first. So an error of an earlier call may come back here, and then this call was
+    /// not enqueued. Unless the error [`is_fatal`](Error::is_fatal), make this call again, as the other ranks have made
+    /// theirs:
+    ///
+    /// ```
+    /// # use tokenyard::{AllToAll, Error, Handle, Output, Result, Stream, Tokens};
+    /// fn dispatch(ep: &AllToAll, stream: &Stream, tokens: &Tokens, output: &Output) -> Result<Handle> {
+    ///     loop {
+    ///         match ep.dispatch(stream, tokens, output) {
+    ///             // Of earlier calls, never of this one. Each comes back once, so the loop ends.
+    ///             Err(
+    ///                 earlier @ (Error::Routing { .. }
+    ///                 | Error::Capacity { .. }
+    ///                 | Error::Incomplete { .. }
+    ///                 | Error::Order { fatal: false, .. }),
+    ///             ) => eprintln!("{earlier}"),
+    ///             outcome => return outcome,
+    ///         }
+    ///     }
+    /// }
+    /// ```
     pub fn dispatch(&self, stream: &Stream, tokens: &Tokens, output: &Output) -> Result<Handle> {
         self.check()?;
         let mut needs = self.needs();
@@ -185,7 +214,8 @@ impl AllToAll {
     /// or, where calls go in several waves, the receiving half.
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch).
+    /// As for [`dispatch`](Self::dispatch), errors of earlier calls included. `Config` in a context with
+    /// [`own_output`](super::Tuning::own_output), whose dispatches have no halves.
     pub fn dispatch_send(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
         self.check()?;
         self.check_split()?;
@@ -201,7 +231,8 @@ impl AllToAll {
     /// The receiving half of [`dispatch`](Self::dispatch).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again unless the context is closed.
+    /// As for [`dispatch`](Self::dispatch), errors of earlier calls included. The error comes with `sent`: unless the
+    /// context is closed, give `sent` again.
     pub fn dispatch_recv(
         &self,
         stream: &Stream,
@@ -235,7 +266,8 @@ impl AllToAll {
     /// same order; a context in which they do not is closed by [`Error::Order`].
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch).
+    /// As for [`dispatch`](Self::dispatch). An error of the combined dispatch may come back here, and then this combine
+    /// was not enqueued: after [`Capacity` and `Routing`](crate#errors) make it again, as the other ranks wait for it.
     pub fn combine(&self, stream: &Stream, handle: &Handle, rows: &Rows, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("handle", handle.context)?;
@@ -254,7 +286,7 @@ impl AllToAll {
     /// where calls go in several waves, the receiving half.
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch).
+    /// As for [`combine`](Self::combine).
     pub fn combine_send(&self, stream: &Stream, handle: &Handle, rows: &Rows) -> Result<CombineSent> {
         self.check()?;
         self.own("handle", handle.context)?;
@@ -271,7 +303,7 @@ impl AllToAll {
     /// The receiving half of [`combine`](Self::combine).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), with `sent`, which may be given again unless the context is closed.
+    /// As for [`combine`](Self::combine). The error comes with `sent`: unless the context is closed, give `sent` again.
     pub fn combine_recv(
         &self,
         stream: &Stream,
@@ -303,7 +335,8 @@ impl AllToAll {
     /// A barrier of all ranks on their streams: nothing behind it runs before every rank's stream came here.
     ///
     /// # Errors
-    /// Whatever [`check`](Self::check) finds, or a failed launch.
+    /// Whatever [`check`](Self::check) finds, be it of an earlier call: then this barrier was not enqueued, as for
+    /// [`dispatch`](Self::dispatch). `Argument` for a stream of another device; `Device` where the driver refuses.
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
         let call = self.begin_call(stream, BARRIERS)?;
@@ -311,8 +344,17 @@ impl AllToAll {
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
-    /// What the device, the proxy or a peer found since the last look, the oldest unread error first. Never waits. An
-    /// error that closed the context comes back every time; any other once, and the next correct call works.
+    /// What the device, the proxy or a peer found since the last look. Never waits: what a call found is there once its
+    /// stream has passed the call.
+    ///
+    /// One look returns one error: first the one by which the device closed the context, then one of dispatch, then one
+    /// of combine, then what ended this rank's proxy. An error that closed the context comes back at every look, any
+    /// other once. Of errors that leave the context open, one a direction is kept, the newest: the error of a later
+    /// dispatch takes the place of an earlier dispatch's that nobody has read. Look after every call or replay whose
+    /// errors matter, until `check` returns `Ok` or a fatal error.
+    ///
+    /// [Errors](crate#errors) has what outputs hold after an error, and how to go on. [Epochs](Error#epochs) has which
+    /// call an error is of.
     ///
     /// # Errors
     /// `Generation` once this rank has regrouped, whatever closed the context before; `Routing`, `Capacity`,
@@ -329,10 +371,11 @@ impl AllToAll {
         })
     }
 
-    /// Other ranks whose routing was unusable, by their ranks in the first generation, each with the epoch of its last
-    /// such dispatch that this rank received: the one that the rank's own `Routing` error names. It sent no tokens in
-    /// it. That is no error of this rank's, so [`check`](Self::check) says nothing of it, and good dispatches that
-    /// follow take nothing back. Never waits: what a call heard is there once the stream has passed it.
+    /// Other ranks whose routing was unusable, by their ranks in the first generation. Each comes with the
+    /// [epoch](Error#epochs) of its last such dispatch that this rank received, which the other rank's own `Routing`
+    /// error names. The other rank sent no tokens in that dispatch. This rank has no error of it, so
+    /// [`check`](Self::check) does not tell of it. Good dispatches that follow do not remove an entry. Never waits:
+    /// what a call heard is there once the stream has passed the call.
     pub fn refused_sources(&self) -> Vec<(Rank, u64)> {
         self.open.memory.reports.refused().map(|(rank, epoch)| (self.world.original(rank), epoch)).collect()
     }
@@ -441,7 +484,6 @@ impl AllToAll {
         Needs::new(&self.shape, self.device.place())
     }
 
-    /// `needs` has the call's inputs.
     /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call
     /// leaves.
     #[doc(hidden)]
@@ -449,6 +491,7 @@ impl AllToAll {
         Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])
     }
 
+    /// `needs` has the call's inputs.
     fn check_output(&self, output: &Output, needs: Needs<'_>) -> Result<raw::ty_output> {
         if matches!(output.layout, Layout::Token { .. }) && self.shape.weights_with_combine() {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";

@@ -15,7 +15,15 @@ pub type Result<T> = std::result::Result<T, Error>;
 ///
 /// [`is_fatal`](Error::is_fatal) tells what to do next: after an error that is not fatal the next correct call works;
 /// after a fatal one the context, world, proxy or device that returned it cannot go on, and says so again at every
-/// call.
+/// call. The crate's page has what outputs hold after an error and how to go on: [Errors](crate#errors).
+///
+/// # Epochs
+///
+/// The epoch is the number of a call. Dispatches of a context, its combines and its barriers are counted apart, each
+/// from 1 ([`Tuning::first_epoch`](crate::Tuning::first_epoch)). A call takes the next number as it runs, eager or
+/// replayed, whatever error it ends in; only a call that was refused (`Argument`, `Order`) takes none. So ranks that
+/// make the same calls count alike. Where calls go in several [waves](crate::AllToAll::waves), `Routing` and
+/// [`refused_sources`](crate::AllToAll::refused_sources) count calls, and the other errors count waves.
 ///
 /// Implementations of `Transport` make theirs by [`Error::argument`], [`Error::transport`] and [`Error::device`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -43,7 +51,8 @@ pub enum Error {
         /// What to try.
         advice: String,
     },
-    /// The device found unusable routing input on this rank; nothing was sent in that epoch. Never fatal.
+    /// The device found unusable routing input on this rank, which sent no tokens in that dispatch. Never fatal. The
+    /// dispatch took place, and its handle is to be combined as on the other ranks: see [Errors](crate#errors).
     #[error(
         "rank {rank}, dispatch {epoch}: {problem}; nothing was sent and peers went on; correct the routing and call again"
     )]
@@ -51,12 +60,13 @@ pub enum Error {
     Routing {
         /// The rank that reports.
         rank: Rank,
-        /// Number of the dispatch or combine.
+        /// Number of the dispatch or combine: see [Epochs](Error#epochs).
         epoch: u64,
         /// What is wrong, with values.
         problem: String,
     },
-    /// An output was too small; nothing was written beyond it. Never fatal.
+    /// The output of a dispatch was too small on this rank. No row was written, and counts are 0. Never fatal. The
+    /// dispatch took place, and its handle is to be combined as on the other ranks: see [Errors](crate#errors).
     #[error(
         "rank {rank}, epoch {epoch}: {what} needs {needed} rows and has {given}; pass an output of at least \
          {needed} rows, or build the context with that in own_output"
@@ -65,16 +75,19 @@ pub enum Error {
     Capacity {
         /// The rank that reports.
         rank: Rank,
-        /// Number of the dispatch or combine.
+        /// Number of the dispatch or combine: see [Epochs](Error#epochs).
         epoch: u64,
         /// What failed or lacks room.
         what: &'static str,
-        /// Rows needed.
+        /// Rows that would have fitted this dispatch, as the layout counts its capacity: of the whole output, padding
+        /// included, or in the masked layout of the fullest expert.
         needed: u64,
-        /// Rows given.
+        /// Rows given: the layout's capacity, or `per_expert`.
         given: u64,
     },
-    /// A peer's output was too small, so its experts' contributions are missing from this rank's sums. Never fatal.
+    /// A rank's dispatch output was too small, so its experts' parts are missing from this rank's sums, which hold the
+    /// other ranks' parts. Never fatal. Every rank of which a token had a row there gets this error, also the rank with
+    /// the small output itself, where `peer` is that rank. Where several ranks are missing, one of them is named.
     #[error(
         "rank {rank}, combine {epoch}: the sums lack rank {peer}'s experts, whose dispatch output overflowed; give rank {peer} a larger output"
     )]
@@ -82,9 +95,9 @@ pub enum Error {
     Incomplete {
         /// The rank that reports.
         rank: Rank,
-        /// Number of the dispatch or combine.
+        /// Number of the dispatch or combine: see [Epochs](Error#epochs).
         epoch: u64,
-        /// The other rank.
+        /// The rank whose output was too small; this rank itself among them.
         peer: Rank,
     },
     /// Phases were called out of order; nothing was sent. Fatal only where a call stayed unfinished for good.
@@ -124,7 +137,7 @@ pub enum Error {
         site: &'static str,
         /// The other rank.
         peer: Rank,
-        /// Number of the dispatch or combine.
+        /// Number of the dispatch or combine: see [Epochs](Error#epochs).
         epoch: u64,
         /// Value waited for.
         expected: u64,
@@ -149,7 +162,7 @@ pub enum Error {
         cause: String,
         /// The wait.
         site: &'static str,
-        /// Number of the dispatch or combine.
+        /// Number of the dispatch or combine: see [Epochs](Error#epochs).
         epoch: u64,
     },
     /// The transport failed. Fatal where it ended this rank's endpoint or proxy, and so the contexts that use it.
