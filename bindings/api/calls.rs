@@ -30,9 +30,9 @@ impl IndexType {
 /// How many tokens a rank dispatches.
 #[derive(Debug, Clone)]
 pub enum TokenCount {
-    /// Known on the host.
+    /// Known on the host. With 0 tokens views of tokens may be empty.
     Host(usize),
-    /// An int32 in device memory, read when the kernel runs.
+    /// An int32 in device memory, read when the kernel runs. Views of tokens have room for `max_tokens_per_rank` then.
     Device(View),
 }
 
@@ -75,8 +75,9 @@ pub struct Tokens {
     pub quantize: Option<bool>,
     /// Scales, where the context has them and does not make them itself.
     pub scales: Option<ScaleView>,
-    /// Experts of each token, `[tokens, top_k]`; -1 for none. A token that names an expert twice, or one that there is
-    /// not, makes the dispatch send nothing and end in `Routing`, which [`check`](super::AllToAll::check) returns.
+    /// Experts of each token, `[tokens, top_k]`; -1 for none. A token that names an expert twice, or one that does not
+    /// exist, makes the dispatch send no tokens and end in [`Routing`](crate::Error::Routing), which
+    /// [`check`](super::AllToAll::check) returns.
     pub topk_idx: View,
     /// Type of the indices.
     pub index_type: IndexType,
@@ -92,12 +93,13 @@ pub enum Layout {
     /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all. A token has a row at
     /// each of its experts here. Rows of one expert are in the order of (source rank, token), whatever the schedule.
     ///
-    /// Room for any routing is ranks · tokens · min(top_k, local experts) rows, and `align` - 1 more for each local
-    /// expert: every expert's segment is rounded up to `align`, the last one, too.
+    /// Room for any routing is ranks · `max_tokens_per_rank` · min(top_k, local experts) rows, and `align` - 1 more for
+    /// each local expert: every expert's segment is rounded up to `align`, the last one, too. A smaller capacity is
+    /// allowed: a dispatch whose rows do not fit ends in [`Capacity`](crate::Error::Capacity).
     Contiguous {
         /// Rows; 1 for none, 128 for DeepGEMM's contiguous grouped GEMM.
         align: usize,
-        /// Rows of the output.
+        /// Rows of the output. [`Output::rows`] must hold as many, or the call is refused with `Argument`.
         capacity: usize,
     },
     /// `[local experts, per_expert, hidden]`; rows of one expert are in the order of (source rank, token).
@@ -105,7 +107,8 @@ pub enum Layout {
         /// Rows of each expert.
         per_expert: usize,
     },
-    /// One row per (source rank, token), in that order.
+    /// One row per (source rank, token), in that order. The caller sums a token's rows, with
+    /// [`Output::token_weights`], before combine, which then applies no weights.
     Token {
         /// Rows of the output.
         capacity: usize,
@@ -140,8 +143,8 @@ pub enum ScaleOrder {
 }
 
 /// Where dispatch writes: made by [`Output::new`], and changed field by field. Optional views are left out by `None`.
-/// No view may overlap another of the call, be it one of [`Tokens`]: what counts is from the first byte that the call
-/// needs to the last.
+/// None of its views may overlap another view of the call, those of [`Tokens`] included. What counts of a view is all
+/// from the first byte that the call needs to the last, so interleaved pitches overlap.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Output {
@@ -209,9 +212,13 @@ impl OwnOutput {
     }
 }
 
-/// The experts' outputs, in the layout dispatched: made by [`Rows::new`], and changed field by field. Experts do not
-/// apply weights: combine multiplies each row by its token's weight, in fp32, and adds in top-k order within a rank,
-/// then in the order of ranks, then of nodes, so that the same input gives the same bits. Padding rows are not read.
+/// The experts' outputs, in the layout dispatched: made by [`Rows::new`], and changed field by field. Padding rows are
+/// not read.
+///
+/// Experts do not apply weights; combine does, except in [`Layout::Token`]. Within a rank a token's rows are added in
+/// top-k order, from 0: each step is sum + weight · row as one fused multiply-add in fp32. The sum is rounded as
+/// [`Partial`](super::Partial) says. These partial rows are added in fp32 in the order of ranks, then of nodes, and the
+/// result is rounded once to the type of [`Combined`]. So the same input gives the same bits.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Rows {
@@ -226,11 +233,14 @@ pub struct Rows {
 }
 
 /// Where combine writes: made by [`Combined::new`], and changed field by field. It may not overlap what the call is
-/// given in [`Rows`].
+/// given in [`Rows`], from the first byte that the call needs to the last.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Combined {
-    /// `[tokens, hidden]`; 16-byte aligned.
+    /// `[tokens, hidden]`; 16-byte aligned. It has room for as many tokens as the dispatch's views of [`Tokens`].
+    ///
+    /// A token that names no expert gets zeros, or with [`accumulate`](#structfield.accumulate) has zeros added. Rows
+    /// behind the dispatch's number of tokens stay untouched. A rank without tokens may give an empty view.
     pub out: View,
     /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
     pub pitch_bytes: Option<usize>,

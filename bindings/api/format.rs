@@ -14,8 +14,9 @@ pub enum Scales {
     Ue8m0,
 }
 
-/// What partial rows travel as: an expert rank's sum of its rows of a token, on its way home or to a rail, and between
-/// nodes the sum of a node.
+/// What partial rows travel as. A partial row is an expert rank's sum of its rows of a token, on its way home or to a
+/// rail; between nodes also the sum of a node, on its way home. A rank's part of its own tokens is made and rounded in
+/// the same way. Only the sum of home's own node is not rounded before it is added to those of other nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Partial {
     /// The combine dtype: one rounding a level.
