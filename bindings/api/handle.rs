@@ -245,9 +245,13 @@ impl fmt::Debug for Sent {
     }
 }
 
-/// A received dispatch: what combine needs to bring the rows back. May be combined later, also after further
-/// dispatches. Its memory is used again once it was dropped and what was enqueued with it has run; a graph that was
-/// captured with it keeps it.
+/// A received dispatch: what combine needs to bring the rows back. A handle may be combined any number of times, the
+/// same on all ranks, and also after further dispatches. Its memory is used again once the handle was dropped and what
+/// was enqueued with it has run; a graph that was captured with it keeps it.
+///
+/// The handle of a captured dispatch stands for that dispatch of the newest replay. Before the first replay there is
+/// none: a combine of the handle is enqueued, returns `Ok`, does nothing, and ends in an [`Error::Order`] that is not
+/// fatal and comes from [`check`](super::AllToAll::check).
 pub struct Handle {
     pub(crate) lease: Arc<Lease>,
     /// Own tokens for which combine's output must have room.
@@ -272,8 +276,8 @@ impl Handle {
 }
 
 /// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns what
-/// it refers to, the handle's memory included: until then a graph that was recorded with the same handle is refused.
-/// Dropping it abandons the combine, as with [`Sent`].
+/// it refers to, the handle's memory included. Until it is received, launching a graph that dispatches into the same
+/// handle, or combines it, is refused. Dropping it abandons the combine, as with [`Sent`].
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent {
     pub(crate) handle: Handle,

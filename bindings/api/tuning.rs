@@ -47,7 +47,10 @@ pub struct Tuning {
     /// 2 GiB. With several waves a call's halves need its input until the receiving half is through.
     pub wave_tokens: Option<usize>,
     /// Handles whose memory is allocated when the context is built: those of dispatches that are alive at once. More
-    /// are allocated on demand, but not while a stream captures. Default: 4.
+    /// are allocated on demand, but not while a stream captures: a recorded dispatch takes a handle that is allocated
+    /// and free, or is refused with `Argument`. Its graph keeps that handle, also once the [`Handle`](super::Handle) is
+    /// dropped. So give at least the dispatches that all graphs record, and the handles that are alive beside them.
+    /// Default: 4.
     pub handles: usize,
     /// Has the device write down when its blocks come through each stage of a call, and whom it heard of when; see
     /// [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Default: off. It costs a few stores to
@@ -77,8 +80,8 @@ pub struct Tuning {
     /// Tokens whose META (see docs/design.md) one block builds, rounded up to a multiple of 32, and as many as shared
     /// memory has room for; of larger calls other blocks build that of the others. Default: 256.
     pub meta_tile: Option<usize>,
-    /// Number of the first epoch, the same on all ranks. Default 1; tests start just below 2^32 to see flags wrap.
-    /// Below 2^42, and with low 32 bits that are neither 0 nor 2^32 - 1.
+    /// Number of the first [epoch](crate::Error#epochs), the same on all ranks. Default 1; tests start just below 2^32
+    /// to see flags wrap. Below 2^42, and with low 32 bits that are neither 0 nor 2^32 - 1.
     pub first_epoch: u64,
     /// Whether a call on another stream than the last of its direction waits for that one. Default: yes. No is for
     /// tests of what the device finds then.

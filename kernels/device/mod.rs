@@ -186,12 +186,17 @@ impl Device {
     /// keep one until they are gone.
     ///
     /// What a capture records needs its memory at every replay. A capture that this crate begins, records and ends on
-    /// clones of one `Stream` keeps it. Where another library captures `cu_stream`, or where its capture is recorded
-    /// through another `Stream`, nobody keeps it: whoever captures then keeps every buffer, handle and context that was
-    /// used until the last replay is over, and launches replays in the contexts' order of calls. Before the first
-    /// capture of a context's calls it waits for those that were enqueued (torch.cuda.graph does), since only what
-    /// comes behind is guarded: replays that overlap other calls of the same direction then end in `Order`, which
-    /// closes the context.
+    /// clones of one `Stream` keeps that memory. Where another library captures `cu_stream`, or where the capture is
+    /// recorded through another `Stream`, nobody keeps it. Whoever captures then has three duties:
+    ///
+    /// - Keep every buffer, handle and context that was used until the last replay is over.
+    /// - Before the first capture of a context's calls, wait for the calls that were enqueued (torch.cuda.graph does):
+    ///   only what comes behind is guarded.
+    /// - Order replays against the other calls of their contexts, by one stream or by events: this crate does not see
+    ///   them. Dispatches of a context must not overlap each other, nor must its combines or its barriers.
+    ///
+    /// From the first such capture on, the device finds out which launches of a context overlap. These end in `Order`,
+    /// which closes the context, and store nothing outside of what they were given.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
             Backend::Cpu(_) => Err(Error::argument(
@@ -717,7 +722,11 @@ impl Stream {
     }
 
     /// From here on work is recorded, not run, until `end_capture`. What the recorded work uses is kept by the capture,
-    /// and then by its graph: views' memory, handles and whole contexts.
+    /// and then by its graph: views' memory, handles and whole contexts. The crate's page has a whole
+    /// [example](crate#graphs).
+    ///
+    /// # Errors
+    /// `Device` if the stream captures already, or if the driver refuses.
     pub fn begin_capture(&self) -> Result<()> {
         let mut recording = self.enter();
         match &self.queue.backend {
@@ -730,6 +739,10 @@ impl Stream {
     }
 
     /// What was recorded since `begin_capture`, ready to be launched any number of times.
+    ///
+    /// # Errors
+    /// `Device` if the stream does not capture, or if the driver refuses what was recorded. The capture is over then,
+    /// and nothing is kept.
     pub fn end_capture(&self) -> Result<Graph> {
         let mut recording = self.enter();
         let backend = match &self.queue.backend {
@@ -791,7 +804,13 @@ const GRAPH_PATIENCE: Duration = Duration::from_secs(30);
 
 impl Graph {
     /// Enqueues the recorded work once more, on a stream that is not itself capturing. It runs behind the calls of its
-    /// contexts that were enqueued before, whichever stream they are on.
+    /// contexts that were enqueued before and that are of the kinds it holds, whichever stream they are on. It does not
+    /// look at [`AllToAll::check`](crate::AllToAll::check): replays of a closed context run and do nothing.
+    ///
+    /// # Errors
+    /// `Argument` for a stream that captures or is of another device, between the halves of a combine with a handle of
+    /// this graph, and for a graph that was recorded before [another library's
+    /// capture](crate::Device::stream_from_raw) recorded calls of the same context. `Device` if the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let (chains, recording) = (kept.chains(), stream.enter());
