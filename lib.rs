@@ -1,9 +1,10 @@
 //! tokenyard moves tokens to experts and back in Mixture-of-Experts inference.
 //!
-//! Each rank (one GPU, or one worker of the CPU device) holds some experts. **Dispatch** sends every token's row to the
-//! ranks of the experts it names, laid out there expert by expert; **combine** brings the experts' outputs home and
-//! forms the weighted sum. Rows go once per (token, rank); sums are formed before the way back. All calls enqueue on a
-//! stream and return; nothing waits on the host, and everything can be captured in a CUDA graph.
+//! Each rank (one GPU, or one worker of the CPU device) holds some experts. **Dispatch** sends the row of every token
+//! to the ranks of the experts that the token names, and lays the rows out there expert by expert. **Combine** brings
+//! the experts' outputs back to the token's own rank, its home, as a weighted sum. A row goes to a rank once, however
+//! many of the token's experts are there, and that rank sums their outputs before it sends the sum back. Calls enqueue
+//! on a stream and return: they do not wait on the host, and each can be captured in a CUDA graph.
 //!
 //! ```
 //! use tokenyard::{AllToAll, Combined, Device, Layout, Output, Rows, TokenCount, Tokens, World};
@@ -42,8 +43,8 @@
 //! # Ok::<(), tokenyard::Error>(())
 //! ```
 //!
-//! Two ranks with two experts each, which differ: expert `e` multiplies by `e + 1`. The counts of rows come to host
-//! memory, where no copy is needed to read them:
+//! The next example has two ranks with two experts each. The experts differ: expert `e` multiplies by `e + 1`. Dispatch
+//! writes the number of rows of each expert to host memory, where the host reads it without a copy:
 //!
 //! ```
 //! use tokenyard::{
@@ -110,9 +111,10 @@
 //!
 //! 1. The receive of a dispatch comes before the next dispatch is sent, and likewise for combine. The device checks
 //!    this rule, in graph replays too: a call out of turn does nothing and ends in [`Error::Order`].
-//! 2. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same order. A breach
-//!    ends in an [`Error::Timeout`] that names this rule.
-//! 3. All ranks combine the same dispatches in the same order. A breach closes the context with an [`Error::Order`].
+//! 2. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same order; `combine`
+//!    and `dispatch` contain these halves. A breach ends in an [`Error::Timeout`] that names this rule.
+//! 3. All ranks combine the same dispatches in the same order. A breach closes the context: with an [`Error::Order`],
+//!    or between nodes with a `Timeout` that may come first.
 //!
 //! Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. A dispatch may
 //! be combined once, several times or not at all. Calls may go on any streams: dispatches of a context run one behind
@@ -121,16 +123,17 @@
 //!
 //! # Errors
 //!
-//! What the host can see (arguments, views, a closed context) is the returned error of the call itself, which then was
-//! not enqueued. What the device, a peer or the proxy finds while a call runs comes later: from [`AllToAll::check`], or
-//! from the next call, since every call looks at `check` first. [`Error::is_fatal`] says whether the context is closed.
+//! Errors that the host can see, in arguments and views, are returned by the call, which then was not enqueued. Errors
+//! that the device, a peer or the proxy finds while a call runs come later, from [`AllToAll::check`]. Every call looks
+//! at `check` first, so the next call may return an error of an earlier one. Then the next call was not enqueued,
+//! either: [`AllToAll::dispatch`] shows what to do. [`Error::is_fatal`] says whether the context is closed.
 //!
 //! After these errors the context goes on, and outputs hold:
 //!
 //! | error | where | what outputs hold |
 //! |---|---|---|
-//! | [`Capacity`](Error::Capacity) | dispatch, on the rank whose output was too small | No row was written. `expert_count`, `row_count`, `host_counts` and the contiguous layout's `expert_offset` are 0; `row_expert` and `source` are -1. An output of `needed` rows would have had room |
-//! | [`Routing`](Error::Routing) | dispatch, on the rank whose routing was unusable | This rank sent no tokens; what the other ranks sent to it is there. This rank's combine of that dispatch adds up to zeros and reports no error. Where the device's token count was out of range, that combine writes nothing |
+//! | [`Capacity`](Error::Capacity) | dispatch, on the rank whose output was too small | No row was written. `expert_count`, `row_count`, `host_counts` and the contiguous layout's `expert_offset` are 0; `row_expert` and `source` are -1. `needed` is the capacity that would have fitted |
+//! | [`Routing`](Error::Routing) | dispatch, on the rank whose routing was unusable | This rank sent no tokens; what the other ranks sent to it is there. This rank's combine of that dispatch gives sums of zeros and reports no error; where the token count in device memory was out of range, it writes no rows |
 //! | [`Incomplete`](Error::Incomplete) | combine, on each rank of which a token had a row at a rank without room | The sums hold the parts of the other ranks |
 //!
 //! After `Capacity` and `Routing` the dispatch took place, and its handle is good. The other ranks did not get the
@@ -194,32 +197,33 @@
 //!
 //! # Waits
 //!
-//! Every wait of the host has a name and a deadline. An [`Interrupt`] ends those of a thread earlier, as for a signal.
-//! docs/design.md lists all waits.
+//! Every wait of the host has a name and a deadline. An [`Interrupt`] ends a thread's waits before their deadlines, as
+//! for a signal. docs/design.md lists all waits.
 //!
 //! # Teardown
 //!
 //! On each rank: wait for the streams of the last calls ([`Stream::synchronize`]), look at [`AllToAll::check`], hold a
-//! [`World::barrier`], and drop everything in any order. A drop waits for no other rank, but a rank that goes without
-//! the barrier leaves peers whose calls or collectives need it to their deadlines or errors.
+//! [`World::barrier`], and drop everything in any order. A drop waits for no other rank. But where a rank goes without
+//! the barrier, peers whose calls or collectives still need that rank end in errors, some at their deadlines.
 //!
 //! | dropped | waits for |
 //! |---|---|
-//! | [`AllToAll`] | its calls on all streams, at most for its deadline and 5 s: what runs still then keeps its memory for good. Between nodes its messages and the writes to its arena, 1 s each. While there is a [`Graph`] of its calls nothing: it closes with the last one |
-//! | [`Graph`] | its replays, at most for the deadlines of its contexts and 5 s, 30 s at the least |
-//! | [`DeviceBuffer`], [`HostBuffer`] | nothing while a [`View`], graph or unfinished half of a call has it. Freeing waits for the GPU's work, in the driver and without a deadline; the CPU device frees later instead |
-//! | [`Handle`], [`Stream`] | nothing; what is enqueued goes on |
-//! | [`Sent`], [`CombineSent`] | nothing, but its call is abandoned and the context good for nothing else |
-//! | [`Proxy`] | with the last clone and context: the end of its thread, about 100 ms |
-//! | [`World`] | with the last clone and context, of processes: the end of its thread, at most 500 ms. Collectives that need this rank fail from then on, and with rank 0 all |
+//! | [`AllToAll`] | its calls on all streams, for its deadline and 5 s at most; calls that still run then keep their memory for good. Between nodes also its messages and its own writes, 1 s each at most. While there is a [`Graph`] of its calls, the drop waits for nothing: the context closes with the last such graph |
+//! | [`Graph`] | its replays, at most for the longest deadline of its contexts and 5 s, or for 30 s if that is longer |
+//! | [`DeviceBuffer`], [`HostBuffer`] | nothing while a [`View`], a graph or an unfinished half of a call keeps the memory. The last of these frees it. A GPU's driver then waits for the GPU's work, without a deadline; the CPU device frees later instead |
+//! | [`Handle`], [`Stream`] | nothing; enqueued work goes on |
+//! | [`Sent`], [`CombineSent`] | nothing; but the call is abandoned, and the context can only be dropped |
+//! | [`Proxy`] | the end of its thread, about 100 ms, once the last clone and the last context of the proxy are gone |
+//! | [`World`] | the end of its thread, 500 ms at most, once the last clone and the last context of the world are gone and where ranks are processes. From then on collectives that need this rank fail: all of them, if it is rank 0 |
 //!
 //! # Stability
 //!
 //! Semantic versioning covers everything at the crate's root but:
 //!
 //! - [`network`], which is unstable until real networks have used it: the trait [`Transport`](network::Transport),
-//!   what it is called with, and the simulated and emulated networks. What at the root refers to it is as stable as it
-//!   is: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`], [`Proxy::remote`], [`Proxy::device_needs`].
+//!   what the trait is called with, and the simulated and emulated networks. Items at the root that refer to `network`
+//!   are unstable, too: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`], [`Proxy::remote`],
+//!   [`Proxy::device_needs`].
 //! - `internals`, which is hidden and changes without notice.
 //! - `cli`: the options and exit statuses of the program are stable, its functions, texts and the JSON's further fields
 //!   are not.
@@ -228,8 +232,8 @@
 //! `non_exhaustive`. Texts of errors and of the log may change at any time; variants and fields of [`Error`] do not.
 //! The oldest Rust that builds the crate is 1.91 (`rust-version` in Cargo.toml); raising it raises the minor version.
 //!
-//! Cargo features, both on by default: `cuda`, without which there is the CPU device alone, and `cli`, which is the
-//! program and its dependencies.
+//! There are two Cargo features, both on by default. `cuda` has the GPUs; without it there is the CPU device alone.
+//! `cli` has the program and its dependencies.
 //!
 //! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
 //! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the

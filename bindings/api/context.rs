@@ -51,7 +51,7 @@ struct Counters {
     errors: AtomicU64,
 }
 
-/// Dispatch and combine over one world. See the crate's documentation for the order of calls.
+/// Dispatch and combine over one world. [Grammar](crate#grammar) has the order in which calls are allowed.
 ///
 /// Calls are of three kinds: dispatch, combine and barrier, halves included. They run in this order, on whichever
 /// streams they are:
@@ -263,7 +263,7 @@ impl AllToAll {
     }
 
     /// Brings the experts' rows home and sums them there, in one kernel. All ranks combine the same dispatches in the
-    /// same order; a context in which they do not is closed by [`Error::Order`].
+    /// same order; a context in which they do not is closed by [`Error::Order`], or between nodes perhaps by `Timeout`.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch). An error of the combined dispatch may come back here, and then this combine

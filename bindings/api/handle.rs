@@ -276,8 +276,9 @@ impl Handle {
 }
 
 /// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns what
-/// it refers to, the handle's memory included. Until it is received, launching a graph that dispatches into the same
-/// handle, or combines it, is refused. Dropping it abandons the combine, as with [`Sent`].
+/// it refers to, the handle's memory included. Until the combine is received, launching a graph that dispatches into
+/// the same handle, or combines that handle, is refused. Dropping a `CombineSent` abandons the combine, as with
+/// [`Sent`].
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent {
     pub(crate) handle: Handle,

@@ -790,8 +790,9 @@ enum GraphBackend {
 }
 
 /// Recorded work. It keeps what the work uses: memory of views, handles, and contexts, which stay open as long.
-/// Dropping it waits for the streams that it was launched on, 30 s or as long as its contexts' deadlines last and 5 s
-/// more; what then still runs keeps its memory for good.
+///
+/// Dropping a graph waits for the streams that it was launched on, at most for the longest deadline of its contexts and
+/// 5 s, or for 30 s if that is longer. Replays that still run then keep their memory for good.
 pub struct Graph {
     backend: GraphBackend,
     kept: Mutex<Recording>,
