@@ -58,9 +58,10 @@ impl Reports {
         heard.filter(|(_, epoch)| *epoch != 0)
     }
 
-    /// The oldest unread error. One that closed the context is returned every time, any other once.
-    /// `own` is why this rank's proxy cannot go on, which closes the context, too, and explains what its device waited
-    /// for in vain; `lost` answers which other ranks are gone, and how that was noticed.
+    /// An unread error: first one that closes the context, then direction by direction. One that closed the context is
+    /// returned every time, any other once; a record holds its newest error alone. `own` is why this rank's proxy
+    /// cannot go on, which closes the context, too, and explains what its device waited for in vain; `lost` answers
+    /// which other ranks are gone, and how that was noticed.
     pub fn check(&self, world: &World, own: Option<Error>, lost: &dyn Fn() -> Vec<(Rank, String)>) -> Result<()> {
         if let Some(error) = self.fatal.lock().unwrap_or_else(PoisonError::into_inner).clone() {
             return Err(error);
