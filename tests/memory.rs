@@ -6,11 +6,12 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use nix::sys::resource::{Resource, setrlimit};
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::kernels::{SeededConfig, seeded_world};
 use tokenyard::internals::transport::memory::{Arena, PeerMap, dma_buf};
 use tokenyard::internals::transport::network::{Span, SpanMemory};
-use tokenyard::{Device, Stream, View, World};
+use tokenyard::{Device, Error, Stream, View, World};
 
 const CHILD: &str = "TOKENYARD_TEST_MEMORY_CHILD";
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -146,6 +147,31 @@ fn child() {
     let (gpus, host) = on.split_once(' ').unwrap();
     run_rank(World::from_env().unwrap(), On { gpus: gpus.parse().unwrap(), host: host.parse().unwrap() });
     println!("marks found");
+}
+
+/// Of a process whose files may be no longer than a page: making one longer would end it.
+#[test]
+fn an_arena_longer_than_the_limit_on_files_is_refused() {
+    const NAME: &str = "an_arena_longer_than_the_limit_on_files_is_refused";
+    const LIMITED: &str = "TOKENYARD_TEST_MEMORY_LIMITED";
+    if std::env::var_os(LIMITED).is_some() {
+        setrlimit(Resource::RLIMIT_FSIZE, 4096, 4096).unwrap();
+        assert_eq!(Arena::cpu(4096).unwrap().bytes(), 4096);
+        let error = Arena::cpu(BYTES).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, Error::Device { .. }), "{error:?}");
+        assert!(text.contains(&format!("{BYTES} bytes")) && text.contains("may have 4096 bytes"), "{text}");
+        assert!(text.contains("ulimit -f"), "{text}");
+        println!("refused");
+        return;
+    }
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([NAME, "--exact", "--nocapture"])
+        .env(LIMITED, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout) + String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && text.contains("refused"), "{}: {text}", child.status);
 }
 
 #[test]

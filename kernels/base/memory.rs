@@ -1,4 +1,4 @@
-//! How much memory this process can still have.
+//! How much memory this process can still have, and how long its files may be.
 //!
 //! Place: asked before arenas and buffers in host memory are made, since the system grants more than there is and later
 //! ends the process. Reads a few small files; never waits.
@@ -7,6 +7,7 @@
 //! cache a disk's count as used there, but go when memory is asked for: they are counted as free, as `MemAvailable`
 //! counts them.
 
+use nix::sys::resource::{Resource, getrlimit};
 use std::path::{Component, Path};
 
 /// The names of a control group's files, by version.
@@ -25,6 +26,12 @@ const V2: Files = Files { limit: "memory.max", used: "memory.current", cached: "
 /// `None` where neither says.
 pub fn available_bytes() -> Option<u64> {
     available_under(Path::new("/"))
+}
+
+/// Bytes that a file of this process may have, anonymous ones included; `None` where nobody says. Who makes a longer
+/// one gets a signal that ends the process.
+pub fn longest_file() -> Option<u64> {
+    getrlimit(Resource::RLIMIT_FSIZE).ok().map(|(soft, _)| soft)
 }
 
 /// As `available_bytes`, of the machine whose files lie under `root`.

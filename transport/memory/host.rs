@@ -3,7 +3,7 @@
 //! Place: what `memory` uses for the CPU device. Runs on the caller's thread and never waits. The file is sealed
 //! against shrinking, and an importer insists on that seal: nobody can take pages away from under a mapping.
 
-use crate::base::memory::available_bytes;
+use crate::base::memory::{available_bytes, longest_file};
 use crate::base::{Error, Result};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -40,6 +40,12 @@ impl HostMemory {
             return Err(Error::device(
                 format!("an arena of {bytes} bytes was asked for and {free} bytes of host memory are free"),
                 "plan for fewer tokens, free memory, or raise the limit of its control group",
+            ));
+        }
+        if let Some(longest) = longest_file().filter(|longest| *longest < bytes as u64) {
+            return Err(Error::device(
+                format!("an arena of {bytes} bytes was asked for and a file of this process may have {longest} bytes"),
+                "raise its limit on the size of files (ulimit -f, or LimitFSIZE of its unit), or plan for fewer tokens",
             ));
         }
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;

@@ -23,6 +23,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
 use super::hub::Failure;
+use crate::base::memory::longest_file;
 
 /// Bytes of a nonce, of a proof and of a host's secret.
 pub(super) const NONCE: usize = 32;
@@ -159,6 +160,10 @@ fn read_secret(path: &Path) -> Result<Nonce> {
 
 /// Puts a whole secret in its place, unless another process was first.
 fn make_secret(dir: &Path, path: &Path) -> Result<()> {
+    if let Some(longest) = longest_file().filter(|longest| *longest < NONCE as u64) {
+        let what = format!("a file of this process may have {longest} bytes (ulimit -f), and a secret has {NONCE}");
+        return Err(Error::other(what));
+    }
     let [secret, name] = [random()?, random()?];
     let unfinished = dir.join(format!("unfinished-{:032x}", name.iter().fold(0u128, |n, b| n << 8 | u128::from(*b))));
     let write = || {
