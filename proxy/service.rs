@@ -12,7 +12,7 @@ use super::driver::{Clock, ContextMemory, Driver, Kept, ProxyThread, Remote, Thr
 use super::machine::{Cause, ContextConfig, Liveness, Machine, MachineConfig, Report};
 use super::wire::{ContextIdx, Direction, Wire, WordCounts};
 use crate::base::wait::uninterrupted;
-use crate::base::{Error, Rank, Result, wait};
+use crate::base::{Error, Rank, Result, quoted, wait};
 use crate::ffi::layout as raw;
 use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
@@ -566,7 +566,7 @@ impl Opening {
         let card = registered.as_ref().map_or(&refusal, |(_, card)| card);
         let cards = world.all_gather("proxy addresses", card)?;
         let (registered, _) = registered?;
-        let peers = read_cards(&cards, number.index)?;
+        let peers = read_cards(world, &cards, number.index)?;
         let earlier = remote.reported();
         let shared = words.share();
         let outcome = connect(world, &remote, wire, &peers).and_then(|()| {
@@ -668,17 +668,18 @@ struct PeerCard<'a> {
     address: &'a [u8],
 }
 
-fn read_cards(cards: &[Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'_>>> {
+fn read_cards<'a>(world: &World, cards: &'a [Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'a>>> {
     let broken = |what: String| Error::bootstrap(what, "see that rank's own error");
     let mut peers = Vec::with_capacity(cards.len());
-    for (rank, bytes) in cards.iter().enumerate() {
+    for (rank, bytes) in (0u32..).map(Rank).zip(cards) {
+        let rank = world.original(rank);
         let Some(([a, b, c, d, e, f, _, _], address)) = bytes.split_first_chunk::<8>() else {
             return Err(broken(format!("rank {rank} told no address of its endpoint")));
         };
         let index = u32::from_le_bytes([*a, *b, *c, *d]);
         if index == NO_CONTEXT {
             return Err(Error::bootstrap(
-                format!("rank {rank} has no arena on the network: {}", String::from_utf8_lossy(address)),
+                format!("rank {rank} has no arena on the network: {}", quoted(address)),
                 format!("mend rank {rank} and build again on every rank"),
             ));
         }
@@ -713,10 +714,13 @@ fn told_all(world: &World, outcome: Result<()>) -> Result<()> {
     outcome?;
     match all.iter().position(|text| !text.is_empty()) {
         None => Ok(()),
-        Some(rank) => Err(Error::bootstrap(
-            format!("the proxy of rank {rank} could not connect: {}", String::from_utf8_lossy(&all[rank])),
-            format!("mend rank {rank} and build again on every rank"),
-        )),
+        Some(rank) => {
+            let name = world.original(Rank(rank as u32));
+            Err(Error::bootstrap(
+                format!("the proxy of rank {name} could not connect: {}", quoted(&all[rank])),
+                format!("mend rank {name} and build again on every rank"),
+            ))
+        }
     }
 }
 

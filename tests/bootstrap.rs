@@ -120,7 +120,7 @@ fn a_regroup_of_threads_that_failed_never_tried_again() {
             wait::poll("first try", PATIENCE, || tries.load(Ordering::Relaxed).then_some(())).unwrap();
         } else {
             let error = bootstrap_error(world.clone().with_timeout(SHORT / 4).regroup(1, &members));
-            assert!(error.to_string().contains("rank 1 has not arrived") && !error.is_fatal(), "{error:?}");
+            assert!(error.to_string().contains("rank 2 has not arrived") && !error.is_fatal(), "{error:?}");
             tries.store(true, Ordering::Relaxed);
         }
         exchange_many(world.regroup(1, &members).unwrap());
@@ -140,7 +140,91 @@ fn a_rank_that_regroups_again_alone_leaves_the_world_as_it_is() {
     });
 }
 
+/// Of ranks 1, 2 and 3 of the first generation, which are 0, 1 and 2 of the later ones. What each is told in turn: that
+/// rank 3 failed; that it did not come to a collective; and that rank 1 has left.
+fn told_of_rank_3(world: &World) -> Option<[String; 3]> {
+    let members = [1, 2, 3].map(Rank);
+    // Who leaves before the others know that they have joined would end their joining.
+    world.barrier("up").unwrap();
+    if world.rank() == Rank(0) {
+        return None;
+    }
+    let (own, is_culprit) = (world.rank(), world.rank() == Rank(3));
+    let next = world.regroup(1, &members).unwrap();
+    let mine = is_culprit.then(|| Error::device("a fault", "of this test"));
+    let failed = next.agree("a step", mine.as_ref()).unwrap_err().to_string();
+    // The culprit keeps its world until the others have been told.
+    let absent =
+        if is_culprit { String::new() } else { bootstrap_text(next.clone().with_timeout(SHORT).barrier("gate")) };
+    let last = world.regroup(2, &members).unwrap();
+    last.barrier("up").unwrap();
+    drop(next);
+    if own == Rank(1) {
+        return Some([failed, absent, String::new()]);
+    }
+    Some([failed, absent, bootstrap_text(last.barrier("end"))])
+}
+
+fn assert_rank_3_is_named(told: &[Option<[String; 3]>]) {
+    let [_, Some(first), Some(second), Some(culprit)] = told else { panic!("{told:?}") };
+    assert!(culprit[0].contains("a fault"), "{told:?}");
+    for told in [first, second] {
+        assert!(told[0].contains("rank 3 failed in a step") && told[0].contains("mend rank 3 and"), "{told:?}");
+        let waited = [1, 2].map(|rank| format!("rank {rank} waited 400 ms in collective \"gate\" and rank 3 has not"));
+        assert!(waited.iter().any(|text| told[1].contains(text)), "{told:?}");
+    }
+    assert!([second, culprit].iter().all(|told| told[2].contains("rank 1 has left the world")), "{told:?}");
+}
+
+#[test]
+fn threads_of_a_later_generation_named_by_their_new_ranks() {
+    assert_rank_3_is_named(&threaded(4, |world| told_of_rank_3(&world)));
+    let texts = threaded(4, |world| {
+        (world.rank() > Rank(0)).then(|| {
+            let next = world.regroup(1, &[1, 2, 3].map(Rank)).unwrap();
+            let text = bootstrap_text(next.barrier(if world.rank() == Rank(3) { "left" } else { "right" }));
+            next.barrier("none leaves before").map(drop).unwrap_err();
+            text
+        })
+    });
+    let texts: Vec<String> = texts.into_iter().flatten().collect();
+    assert!(
+        texts.iter().all(|text| text == &texts[0] && text.contains("rank 3 calls") | text.contains("while rank 3"))
+    );
+}
+
 // ---- worlds of members that join over TCP
+
+#[test]
+fn members_of_a_later_generation_named_by_their_new_ranks() {
+    assert_rank_3_is_named(&joined(4, |world| told_of_rank_3(&world)));
+}
+
+/// Regroups that fail: rank 3 comes alone to one generation, and not to another.
+#[test]
+fn members_that_do_not_come_again_named_by_their_new_ranks() {
+    const FORMING: Duration = Duration::from_secs(3);
+    let place = place();
+    std::thread::scope(|scope| {
+        for rank in 0..4 {
+            let place = &place;
+            scope.spawn(move || {
+                let world = World::join(&Bootstrap { timeout: FORMING, ..bootstrap(place, rank, 4) }).unwrap();
+                world.barrier("up").unwrap();
+                let text = match rank {
+                    0 => return,
+                    3 => bootstrap_text(world.regroup(2, &[1, 3].map(Rank))),
+                    _ => bootstrap_text(world.regroup(1, &[1, 2, 3].map(Rank))),
+                };
+                let told = match rank {
+                    3 => "rank 3 waited 3000 ms for rank 1 at ",
+                    _ => "rank 1 waited 3000 ms and rank 3 has not joined",
+                };
+                assert!(text.contains(told) && (rank < 3 || text.contains("start rank 1 or see")), "{text}");
+            });
+        }
+    });
+}
 
 #[test]
 fn members_get_parts_of_the_wrong_round_or_rank() {

@@ -297,6 +297,71 @@ fn generations_that_differ_are_told_with_both_numbers() {
     assert!(texts.iter().all(|text| text.contains("generation 1") && text.contains("generation 2")), "{texts:?}");
 }
 
+/// Ranks 1 and 2 of three are 0 and 1 of the next generation.
+#[test]
+fn survivors_are_named_by_their_ranks_in_the_first_generation() {
+    let next = Table::new(2);
+    let texts = over(3, |world| {
+        let own = world.rank();
+        if own == Rank(0) {
+            return None;
+        }
+        let later = world.regroup_over(1, &[1, 2].map(Rank), next.of(own.index() - 1)).unwrap();
+        let fault = (own == Rank(2)).then(|| Error::device("a fault", "of this test"));
+        let failed = later.agree("a step", fault.as_ref()).unwrap_err().to_string();
+        let hidden = rig::builder(&later, &Device::cpu().unwrap()).hidden(64 * own.index());
+        let differs = hidden.build().map(drop).unwrap_err().to_string();
+        let steps = text(later.barrier(if own == Rank(1) { "left" } else { "right" }));
+        Some([failed, differs, steps])
+    });
+    let [None, Some(first), Some(second)] = &texts[..] else { panic!("{texts:?}") };
+    assert!(first[0].contains("rank 2 failed in a step"), "{first:?}");
+    assert!(first[1].contains("rank 2 has hidden=128") && second[1].contains("rank 1 has hidden=64"), "{texts:?}");
+    assert!(first[2].contains("rank 2 calls \"right\"") && first[2].contains("of rank 1"), "{first:?}");
+    assert!(second[2].contains("rank 1 calls \"left\"") && second[2].contains("of rank 2"), "{second:?}");
+}
+
+// ---- texts of others
+
+#[test]
+fn what_others_say_is_told_in_one_line_that_ends() {
+    const RED: &str = "\u{1b}[31m\r\n\0";
+    let long = RED.repeat(2000);
+    // What ranks hear of a configuration is not what the other one said.
+    let garbled = |what: &str, theirs: &mut Vec<u8>| {
+        if what == "configuration" {
+            theirs.truncate(28 + what.len() + 9);
+            theirs.extend(RED.repeat(2000).into_bytes());
+        }
+    };
+    let table = Table::new(2);
+    let texts = std::thread::scope(|scope| {
+        let ranks = [0, 1].map(|rank| {
+            let (table, long) = (table.clone(), &long);
+            scope.spawn(move || {
+                let gather = move |what: &str, own: &[u8], timeout: Duration| {
+                    let mut parts = table.meet(rank, what, own, timeout)?;
+                    garbled(what, &mut parts[1 - rank]);
+                    Ok(parts)
+                };
+                let world = World::over(rank, 2, None, gather).unwrap();
+                let fault = (rank == 1).then(|| Error::device(long.as_str(), "of this test"));
+                let failed = world.agree("a step", fault.as_ref()).map(drop);
+                let built = rig::builder(&world, &Device::cpu().unwrap()).build().map(drop);
+                let steps = world.clone().with_timeout(SHORT).barrier(if rank == 0 { "left" } else { RED });
+                [failed, built, steps].map(|outcome| outcome.map_or_else(|error| error.to_string(), |()| String::new()))
+            })
+        });
+        ranks.map(|rank| rank.join().unwrap())
+    });
+    let told = &texts[0];
+    assert!(told[0].contains("rank 1 failed in a step") && told[1].contains("same configuration"), "{told:?}");
+    for text in told {
+        assert!(!text.contains(char::is_control) && text.contains("\\u{1b}[31m\\r\\n\\0"), "{text:?}");
+        assert!(text.len() < 20_000, "{} bytes", text.len());
+    }
+}
+
 // ---- processes
 
 /// A star of sockets around rank 0, with lengths ahead of parts.

@@ -5,7 +5,7 @@
 
 use super::placement::Placement;
 use super::shape::Shape;
-use crate::base::{Error, Result};
+use crate::base::{Error, Rank, Result, quoted};
 use crate::proxy::Offer;
 use crate::transport::World;
 
@@ -57,12 +57,16 @@ pub(super) fn agree(
     for (rank, said) in world.all_gather("configuration", &said)?.iter().enumerate() {
         let (head, theirs) = said.split_first_chunk().unwrap_or((&[0; Differing::BYTES], &[]));
         agreed = agreed.with(Differing::decode(*head));
-        let theirs = String::from_utf8_lossy(theirs);
-        let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
-        if let Some((mine, theirs)) = differs {
-            let advice = format!("rank {rank} has {theirs}; give all ranks the same configuration");
-            return Err(Error::config("of this rank", mine, advice));
+        if theirs == own.as_bytes() {
+            continue;
         }
+        let theirs = quoted(theirs);
+        // One that ends early, or goes on, has no word of its own.
+        let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
+        let (mine, theirs) = differs.unwrap_or((&own, &theirs));
+        let name = world.original(Rank(rank as u32));
+        let advice = format!("rank {name} has {theirs}; give all ranks the same configuration");
+        return Err(Error::config("of this rank", mine, advice));
     }
     Ok(agreed)
 }

@@ -13,9 +13,11 @@ mod error;
 mod ids;
 pub mod interrupt;
 pub mod memory;
+mod quote;
 pub mod targets;
 pub mod wait;
 
 pub use error::{Error, Result, Source};
 pub use ids::{Dtype, Rank};
 pub use interrupt::Interrupt;
+pub use quote::quoted;

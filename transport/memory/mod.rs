@@ -24,7 +24,7 @@ mod pinned;
 
 use super::network::{Span, SpanMemory};
 use super::world::World;
-use crate::base::{Error, Rank, Result};
+use crate::base::{Error, Rank, Result, quoted};
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -251,6 +251,11 @@ fn check_bytes(bytes: usize) -> Result<()> {
     Err(Error::argument("bytes", bytes, "take an arena's length from the plan"))
 }
 
+/// What errors call a rank of the world.
+fn named(world: &World, rank: usize) -> Rank {
+    world.original(Rank(rank as u32))
+}
+
 fn mismatch(what: String, advice: &str) -> Error {
     Error::transport(what, advice)
 }
@@ -270,7 +275,7 @@ impl PeerMap {
         let handle = if world.same_process() { None } else { Some(arena.export()) };
         let shareable = handle.as_ref().is_none_or(Result::is_ok);
         let cards = world.all_gather("arena cards", &arena.card(ticket.number, shareable).encode())?;
-        let cards = read_cards(&cards)?;
+        let cards = read_cards(world, &cards)?;
         let mapped = match handle {
             None => map_within(world, &arena, &cards),
             // All cards said that they can be shared: see read_cards.
@@ -279,8 +284,9 @@ impl PeerMap {
         let peers = agree(world, mapped)?;
         drop(ticket);
         let own = world.rank().index();
-        let (bytes, mapped) = (arena.bytes(), peers.iter().flatten().count());
-        log::debug!(target: crate::base::targets::MEMORY, "rank {own}: {bytes} bytes, {mapped} of peers mapped");
+        let (name, bytes) = (world.original(world.rank()), arena.bytes());
+        let mapped = peers.iter().flatten().count();
+        log::debug!(target: crate::base::targets::MEMORY, "rank {name}: {bytes} bytes, {mapped} of peers mapped");
         let base = |(rank, peer): (usize, &Option<Mapped>)| match peer {
             _ if rank == own => arena.base(),
             Some(peer) => peer.base,
@@ -324,7 +330,8 @@ fn map_within(world: &World, arena: &Arena, cards: &[Card]) -> Result<Node> {
         if !world.node_peers().contains(&rank) {
             return Ok(None);
         }
-        let gone = || mismatch(format!("the arena of rank {rank} is gone"), "see why that rank gave up");
+        let gone =
+            || mismatch(format!("the arena of rank {} is gone", named(world, rank)), "see why that rank gave up");
         let memory = Ticket::redeem(card.ticket).ok_or_else(gone)?;
         Ok(Some(Mapped { base: memory.seen_by(&arena.memory)?, memory }))
     };
@@ -344,7 +351,7 @@ fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]
         None if rank == world.rank().index() => Ok(Some(mapped(arena.memory.clone()))),
         None if !world.node_peers().contains(&rank) => Ok(None),
         None => Err(mismatch(
-            format!("rank {rank} passed no descriptor of its arena"),
+            format!("rank {} passed no descriptor of its arena", named(world, rank)),
             "run the ranks of a node on one host",
         )),
     };
@@ -359,36 +366,36 @@ fn agree<T>(world: &World, outcome: Result<T>) -> Result<T> {
     match all.iter().position(|text| !text.is_empty()) {
         None => Ok(value),
         Some(rank) => Err(mismatch(
-            format!("rank {rank} could not map the arenas: {}", String::from_utf8_lossy(&all[rank])),
+            format!("rank {} could not map the arenas: {}", named(world, rank), quoted(&all[rank])),
             "mend it there and start all ranks again",
         )),
     }
 }
 
 /// Decodes the cards and refuses what cannot work. All ranks see the same cards, so all decide alike.
-fn read_cards(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
+fn read_cards(world: &World, cards: &[Vec<u8>]) -> Result<Vec<Card>> {
     let decode = |(rank, bytes): (usize, &Vec<u8>)| {
-        Card::decode(bytes)
-            .ok_or_else(|| mismatch(format!("rank {rank} described its arena in an unknown form"), SAME_VERSION))
+        let unknown = || format!("rank {} described its arena in an unknown form", named(world, rank));
+        Card::decode(bytes).ok_or_else(|| mismatch(unknown(), SAME_VERSION))
     };
     let cards: Vec<Card> = cards.iter().enumerate().map(decode).collect::<Result<_>>()?;
     for (rank, card) in cards.iter().enumerate() {
-        let first = &cards[0];
+        let (first, root, name) = (&cards[0], named(world, 0), named(world, rank));
         if card.kind != first.kind {
             return Err(mismatch(
-                format!("rank {rank} is on {} and rank 0 on {}", card.place(), first.place()),
+                format!("rank {name} is on {} and rank {root} on {}", card.place(), first.place()),
                 "use one kind of device on all ranks, and one place for their arenas",
             ));
         }
         if card.bytes != first.bytes {
             return Err(mismatch(
-                format!("the arena of rank {rank} has {} bytes and that of rank 0 {}", card.bytes, first.bytes),
+                format!("the arena of rank {name} has {} bytes and that of rank {root} {}", card.bytes, first.bytes),
                 "build all ranks with equal settings",
             ));
         }
         if !card.shareable {
             return Err(mismatch(
-                format!("the memory of rank {rank}, on {}, cannot be shared between processes", card.place()),
+                format!("the memory of rank {name}, on {}, cannot be shared between processes", card.place()),
                 "allow its container to export GPU memory, or run all ranks in one process",
             ));
         }
@@ -552,14 +559,16 @@ mod tests {
     #[test]
     fn arenas_of_unequal_length_are_refused_on_every_rank() {
         let other = Card { bytes: 4096, ..card() };
-        let why = read_cards(&[card().encode().to_vec(), other.encode().to_vec()]).unwrap_err();
+        let why = read_cards(&World::threads(2).unwrap()[0], &[card().encode().to_vec(), other.encode().to_vec()])
+            .unwrap_err();
         assert!(why.to_string().contains("rank 1 has 4096 bytes"), "{why}");
     }
 
     #[test]
     fn arenas_in_different_places_are_refused_on_every_rank() {
         let other = Card { kind: Kind::Pinned, ..card() };
-        let why = read_cards(&[card().encode().to_vec(), other.encode().to_vec()]).unwrap_err();
+        let why = read_cards(&World::threads(2).unwrap()[0], &[card().encode().to_vec(), other.encode().to_vec()])
+            .unwrap_err();
         assert!(why.to_string().contains("rank 1 is on host memory of GPU 3"), "{why}");
     }
 

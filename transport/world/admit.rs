@@ -4,6 +4,7 @@
 //! port. Never panics, allocates by a stranger's length, or says more to a stranger than that he was refused.
 
 use super::hub::Failure;
+use super::names::Names;
 use super::secret::{self, Nonces, Role, Secret};
 use super::terms::Terms;
 use super::wire::{self, Frame, KIND_HELLO, KIND_JOIN, Message, VERSION};
@@ -13,7 +14,8 @@ use crate::base::Rank;
 #[derive(Clone)]
 pub(super) struct Job {
     pub secret: Secret,
-    pub world: usize,
+    /// Of all ranks of the world.
+    pub names: Names,
     pub terms: Terms,
 }
 
@@ -58,7 +60,7 @@ pub(super) fn challenge(job: &Job, hello: &Frame, peer: &str, on_this_host: bool
     }
     if job.secret.own_host && !on_this_host {
         return Greeting::Refuse(Failure::new(
-            format!("rank 0 has no job token, and {peer} is not known to be on its host"),
+            format!("rank {} has no job token, and {peer} is not known to be on its host", job.names.root()),
             "set TOKENYARD_TOKEN to the same random string on all ranks; torchrun's default run id \"none\" is no secret",
         ));
     }
@@ -67,7 +69,7 @@ pub(super) fn challenge(job: &Job, hello: &Frame, peer: &str, on_this_host: bool
         (Err(_), _) if hello.version != VERSION => return Greeting::Refuse(other_version(peer, hello.version)),
         (_, Ok(Message::Hello { nonce, own_host })) if own_host == job.secret.own_host => nonce,
         (_, Ok(Message::Hello { own_host, .. })) => {
-            return Greeting::Refuse(token_differs(own_host, job.secret.own_host));
+            return Greeting::Refuse(token_differs(job, own_host));
         }
         _ => return Greeting::Drop("a malformed hello"),
     };
@@ -91,7 +93,7 @@ pub(super) fn judge(job: &Job, join: &Frame, nonces: &Nonces, peer: &str, taken:
         return if known { Judgement::Stop(failure) } else { Judgement::Refuse(failure) };
     }
     if !known {
-        return Judgement::Refuse(token_differs(job.secret.own_host, job.secret.own_host));
+        return Judgement::Refuse(token_differs(job, job.secret.own_host));
     }
     match wire::decode(join) {
         Ok(Message::Join { rank, world, host, terms, .. }) => match difference(job, rank, world, &terms, peer) {
@@ -103,15 +105,15 @@ pub(super) fn judge(job: &Job, join: &Frame, nonces: &Nonces, peer: &str, taken:
 }
 
 /// Refusal of one that knows another secret; a secret is of a host where no token was set.
-fn token_differs(theirs_own_host: bool, ours_own_host: bool) -> Failure {
-    let whose = match (theirs_own_host, ours_own_host) {
+fn token_differs(job: &Job, theirs_own_host: bool) -> Failure {
+    let whose = match (theirs_own_host, job.secret.own_host) {
         (false, false) => "",
         (true, true) => " (neither has one, and they are not of one user and host)",
         (true, false) => " (this rank has none)",
         (false, true) => " (which has none)",
     };
     Failure::new(
-        format!("the job token differs from that of rank 0{whose}"),
+        format!("the job token differs from that of rank {}{whose}", job.names.root()),
         "set the same TOKENYARD_TOKEN on all ranks, and another TOKENYARD_PORT for another job",
     )
 }
@@ -119,30 +121,31 @@ fn token_differs(theirs_own_host: bool, ours_own_host: bool) -> Failure {
 /// What a rank and rank 0 disagree on. The generation comes first: another job's tells that it is another.
 fn difference(job: &Job, rank: u32, world: u32, terms: &Terms, peer: &str) -> Option<Failure> {
     let generations = job.terms.generation == terms.generation;
-    if generations && world as usize != job.world {
+    let (who, root, own) = (terms.who(rank), job.names.root(), job.names.size());
+    if generations && world as usize != own {
         let what = format!(
-            "rank {rank} at {peer} has a world of {world} ranks (members {}) and rank 0 one of {} (members {})",
-            terms.members, job.world, job.terms.members
+            "{who} at {peer} has a world of {world} ranks (members {}) and rank {root} one of {own} (members {})",
+            terms.members, job.terms.members
         );
         return Some(Failure::new(what, "set the same WORLD_SIZE on all ranks, and regroup with the same members"));
     }
-    job.terms.difference(terms, rank, peer)
+    job.terms.difference(terms, (&who, peer), root)
 }
 
 fn place(job: &Job, rank: u32, host: String, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
     let refuse = |what: String, advice: &str| Judgement::Refuse(Failure::new(what, advice));
-    let world = job.world;
+    let (world, name) = (job.names.size(), job.names.of(Rank(rank)));
     if rank as usize >= world {
         return refuse(format!("rank {rank} at {peer} is not below the world size {world}"), "correct its RANK");
     }
     if rank == 0 || taken(Rank(rank)) {
         return refuse(
-            format!("rank {rank} has joined already and came again from {peer}"),
+            format!("rank {name} has joined already and came again from {peer}"),
             "give each process its own RANK",
         );
     }
     if !host.is_empty() && !is_host(&host) {
-        let what = format!("rank {rank} at {peer} says that its host is {host:?}");
+        let what = format!("rank {name} at {peer} says that its host is {host:?}");
         return refuse(what, "set its TOKENYARD_ADDR to a name or address of its host, or not at all");
     }
     Judgement::Admit(Rank(rank), Some(host).filter(|host| !host.is_empty()))
@@ -189,7 +192,7 @@ mod tests {
     }
 
     fn job(secret: Secret) -> Job {
-        Job { secret, world: 4, terms: terms(1) }
+        Job { secret, names: Names::all(4), terms: terms(1) }
     }
 
     fn ask(frame: &Frame) -> Judgement {

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use super::admit::{Job, is_host};
 use super::hub::Failure;
 use super::member::Member;
+use super::names::Names;
 use super::root::Root;
 use super::secret::Secret;
 use super::station::{Port, Station};
@@ -239,8 +240,9 @@ impl Bootstrap {
 
     fn cannot_look_up(&self, error: std::io::Error) -> Failure {
         let advice = "mend this host's name resolution, or set MASTER_ADDR to an address in numbers";
-        Failure::new(format!("the name {} of rank 0's host could not be looked up ({error})", self.addr), advice)
-            .caused_by(error)
+        let (addr, root) = (&self.addr, self.names().root());
+        let what = format!("the name {addr} of rank {root}'s host could not be looked up ({error})");
+        Failure::new(what, advice).caused_by(error)
     }
 
     /// Starts this process's bootstrap thread and waits until all ranks have joined.
@@ -254,6 +256,10 @@ impl Bootstrap {
     /// By rank: its rank in the first generation.
     pub(super) fn members(&self) -> Vec<Rank> {
         self.members.clone().unwrap_or_else(|| all_ranks(self.world))
+    }
+
+    fn names(&self) -> Names {
+        Names::new(&self.members())
     }
 
     /// Ranks of each node, of this generation and of the first; an error if members, nodes and first nodes make no
@@ -300,16 +306,18 @@ impl Bootstrap {
         // Who is alone needs no secret.
         let secret = if self.token.is_empty() && self.world > 1 { Secret::host()? } else { Secret::token(&self.token) };
         let host = self.own_addr.clone().unwrap_or_default();
+        let names = self.names();
+        let (name, root) = (names.of(self.rank), names.root());
         if self.rank == Rank(0) {
             let listeners = if self.world == 1 { Vec::new() } else { self.listen()? };
-            let job = Job { secret, world: self.world, terms };
-            let root = Root::new(port.clone(), job, host, listeners, self.timeout);
-            return Station::start(self.rank, port, move || root.run());
+            let job = Job { secret, names, terms };
+            let thread = Root::new(port.clone(), job, host, listeners, self.timeout);
+            return Station::start(name, root, port, move || thread.run());
         }
         let member = Member {
             port: port.clone(),
             rank: self.rank,
-            world: self.world,
+            names,
             secret,
             terms,
             host,
@@ -319,7 +327,7 @@ impl Bootstrap {
             absent: None,
             problem: String::from("not tried yet"),
         };
-        Station::start(self.rank, port, move || member.run())
+        Station::start(name, root, port, move || member.run())
     }
 
     /// Binds; tries for a moment longer while the port is held, as by a predecessor that is just ending.
@@ -360,7 +368,8 @@ impl Bootstrap {
                  so that the ports behind it are free, one for each generation"
             }
         };
-        Failure::new(format!("rank 0 cannot listen on {}:{} ({error})", self.addr, self.port), advice).caused_by(error)
+        let (root, addr, port) = (self.names().root(), &self.addr, self.port);
+        Failure::new(format!("rank {root} cannot listen on {addr}:{port} ({error})"), advice).caused_by(error)
     }
 }
 

@@ -29,7 +29,8 @@ use nix::sys::socket::{
 
 use super::World;
 use super::hub::{COLLECTIVE_LEFT, Failure, have};
-use crate::base::{Error, Rank, Result, wait};
+use super::names::Names;
+use crate::base::{Error, Rank, Result, quoted, wait};
 
 const SITE: &str = "exchange_fds";
 const KEY_BYTES: usize = 32;
@@ -125,8 +126,9 @@ fn agree(world: &World, received: std::result::Result<Vec<Option<OwnedFd>>, Stri
     match (received, problems.iter().position(|problem| !problem.is_empty())) {
         (Ok(fds), None) => Ok(fds),
         (_, at) => {
-            let (rank, text) = at.map_or((0, "".into()), |at| (at, String::from_utf8_lossy(&problems[at])));
-            let what = format!("rank {rank} could not exchange file descriptors: {text}");
+            let (rank, text) = at.map_or((0, String::new()), |at| (at, quoted(&problems[at])));
+            let name = world.original(Rank(rank as u32));
+            let what = format!("rank {name} could not exchange file descriptors: {text}");
             let advice = "run the ranks of a node on one host, as one user, in one network namespace, with room in their \
                           limit on open files (ulimit -n)";
             Err(Failure::new(what, advice).error())
@@ -209,6 +211,7 @@ fn decode_offer(offer: &[u8]) -> Option<(Key, &str, &str)> {
 /// One rank's side of the exchange between the two collectives.
 struct Exchange {
     rank: Rank,
+    names: Names,
     listener: Listener,
     /// By rank; `None` once sent, for this rank, and for those of other nodes.
     unsent: Vec<Option<(Key, UnixAddr)>>,
@@ -229,16 +232,17 @@ impl Exchange {
                 unsent.push(None);
                 continue;
             }
-            let (key, name, host) = decode_offer(offer)
-                .ok_or_else(|| format!("rank {rank} could not open a socket ({})", String::from_utf8_lossy(offer)))?;
+            let who = world.original(Rank(rank as u32));
+            let (key, name, host) =
+                decode_offer(offer).ok_or_else(|| format!("rank {who} could not open a socket ({})", quoted(offer)))?;
             if host != here {
-                return Err(format!("rank {rank} is on another host or in another network namespace"));
+                return Err(format!("rank {who} is on another host or in another network namespace"));
             }
             unsent.push(Some((key, UnixAddr::new_abstract(name.as_bytes()).map_err(text)?)));
         }
         let received = offers.iter().map(|_| None).collect();
-        let (rank, peers) = (world.rank(), world.node_peers());
-        Ok(Exchange { rank, peers, listener, unsent, accepted: Vec::new(), received, shortage: None })
+        let (rank, names, peers) = (world.rank(), world.family.names.clone(), world.node_peers());
+        Ok(Exchange { rank, names, peers, listener, unsent, accepted: Vec::new(), received, shortage: None })
     }
 
     fn run(mut self, world: &World, own: BorrowedFd<'_>) -> std::result::Result<Vec<Option<OwnedFd>>, Stopped> {
@@ -247,7 +251,7 @@ impl Exchange {
         let finished = wait::poll_unless(SITE, timeout, COLLECTIVE_LEFT, || match self.step(own) {
             Err(problem) => Some(Err(problem)),
             Ok(()) => match world.lost_peers().first() {
-                Some(peer) => Some(Err(format!("rank {peer} is lost"))),
+                Some(peer) => Some(Err(format!("rank {} is lost", self.names.of(*peer)))),
                 None => (self.unsent.iter().all(Option::is_none) && self.absent().is_empty()).then_some(Ok(())),
             },
         });
@@ -261,6 +265,7 @@ impl Exchange {
         let (absent, unsent) = (self.absent(), self.unsent.iter().flatten().count());
         let mut problem = format!("after {} ms", timeout.as_millis());
         if !absent.is_empty() {
+            let absent: Vec<Rank> = absent.iter().map(|rank| self.names.of(*rank)).collect();
             problem += &format!(" {} not sent theirs", have(&absent, absent.len()));
         }
         if unsent > 0 {
@@ -280,13 +285,14 @@ impl Exchange {
         self.shortage = None;
         for (rank, slot) in self.unsent.iter_mut().enumerate() {
             let Some((key, addr)) = slot else { continue };
+            let name = self.names.of(Rank(rank as u32));
             match send_to(addr, key, self.rank, own) {
                 Ok(()) => *slot = None,
                 // Its queue is full for now.
                 Err(Errno::EAGAIN | Errno::EINTR) => {}
-                Err(errno) if is_shortage(errno) => self.shortage = Some(format!("sending to rank {rank}: {errno}")),
-                Err(Errno::EPERM) => return Err(format!("sending to rank {rank}: it runs as another user")),
-                Err(errno) => return Err(format!("sending to rank {rank}: {errno}")),
+                Err(errno) if is_shortage(errno) => self.shortage = Some(format!("sending to rank {name}: {errno}")),
+                Err(Errno::EPERM) => return Err(format!("sending to rank {name}: it runs as another user")),
+                Err(errno) => return Err(format!("sending to rank {name}: {errno}")),
             }
         }
         self.accept();
@@ -333,7 +339,8 @@ impl Exchange {
             }
             if let Some(slot @ None) = self.received.get_mut(rank.index()) {
                 // Nobody sends it again.
-                let cut = || format!("the descriptor of rank {rank} came when this process could open no more");
+                let name = self.names.of(rank);
+                let cut = || format!("the descriptor of rank {name} came when this process could open no more");
                 *slot = Some(passed.ok_or_else(cut)?);
             }
         }
@@ -449,6 +456,7 @@ mod tests {
     fn exchange() -> Exchange {
         Exchange {
             rank: Rank(0),
+            names: Names::all(2),
             peers: 0..2,
             listener: Listener::open(Rank(0)).unwrap(),
             unsent: vec![None, None],

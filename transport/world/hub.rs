@@ -13,6 +13,7 @@
 //! A failure is for good because ranks could no longer agree on which round they are in; survivors form a
 //! new world.
 
+use super::names::Names;
 use crate::base::{Error, Rank, Source};
 
 /// What to tell a caller, on whichever rank.
@@ -76,6 +77,7 @@ pub(super) enum Verdict {
 /// State of the collectives of one world.
 #[derive(Debug)]
 pub(super) struct Hub {
+    names: Names,
     seq: u64,
     name: Option<(Rank, String)>,
     parts: Vec<Option<Vec<u8>>>,
@@ -84,9 +86,10 @@ pub(super) struct Hub {
 }
 
 impl Hub {
-    /// A hub for ranks `0..size`, in round 0.
-    pub(super) fn new(size: usize) -> Hub {
-        Hub { seq: 0, name: None, parts: vec![None; size], gone: vec![None; size], failure: None }
+    /// A hub for all ranks that have names, in round 0.
+    pub(super) fn new(names: Names) -> Hub {
+        let size = names.size();
+        Hub { names, seq: 0, name: None, parts: vec![None; size], gone: vec![None; size], failure: None }
     }
 
     /// Why no collective can succeed any more.
@@ -125,9 +128,10 @@ impl Hub {
         if self.failure.is_some() || seq != self.seq {
             return Verdict::Open;
         }
-        let absent: Vec<Rank> = ranks(self.parts.len()).filter(|r| self.parts[r.index()].is_none()).collect();
+        let absent = ranks(self.parts.len()).filter(|r| self.parts[r.index()].is_none());
+        let absent: Vec<Rank> = absent.map(|r| self.names.of(r)).collect();
         let name = self.name.as_ref().map_or("", |(_, name)| name);
-        let absent = have(&absent, absent.len());
+        let (rank, absent) = (self.names.of(rank), have(&absent, absent.len()));
         if waited_ms == INTERRUPTED {
             let what = format!("rank {rank} was interrupted in collective \"{name}\" while {absent} not arrived");
             return self.fail(Failure::new(what, "form a new world, or end"));
@@ -145,7 +149,9 @@ impl Hub {
 
     fn misfit(&self, rank: Rank, seq: u64, what: &str) -> Option<Failure> {
         let advice = "call the same collectives in the same order on all ranks";
-        match self.parts.get(rank.index()) {
+        let part = self.parts.get(rank.index());
+        let rank = self.names.of(rank);
+        match part {
             None => Some(Failure::new(format!("rank {rank} is not of this world"), advice)),
             Some(part) if seq != self.seq || part.is_some() => {
                 let problem = format!("rank {rank} brings collective number {seq} during number {}", self.seq);
@@ -153,6 +159,7 @@ impl Hub {
             }
             Some(_) => match &self.name {
                 Some((first, name)) if name != what => {
+                    let first = self.names.of(*first);
                     let problem =
                         format!("rank {rank} calls collective \"{what}\" while rank {first} calls \"{name}\"");
                     Some(Failure::new(problem, advice))
@@ -169,7 +176,7 @@ impl Hub {
         };
         let awaited = ranks(self.parts.len())
             .filter(|rank| self.parts[rank.index()].is_none())
-            .find_map(|rank| self.gone[rank.index()].map(|how| (rank, how)));
+            .find_map(|rank| self.gone[rank.index()].map(|how| (self.names.of(rank), how)));
         match awaited {
             None => Verdict::Open,
             Some((rank, Gone::Lost)) => {
@@ -216,7 +223,7 @@ mod tests {
 
     #[test]
     fn parts_handed_out_in_order_of_arrival() {
-        let mut hub = Hub::new(3);
+        let mut hub = Hub::new(Names::all(3));
         assert_eq!(hub.deposit(Rank(2), 0, "a", vec![2]), Verdict::Open);
         assert_eq!(hub.deposit(Rank(0), 0, "a", vec![]), Verdict::Open);
         assert_eq!(
@@ -228,7 +235,7 @@ mod tests {
 
     #[test]
     fn one_rank_arriving_twice_counted_as_two() {
-        let mut hub = Hub::new(2);
+        let mut hub = Hub::new(Names::all(2));
         hub.deposit(Rank(0), 0, "a", vec![]);
         assert!(problem(hub.deposit(Rank(0), 0, "a", vec![])).contains("rank 0 brings collective number 0"));
         assert!(problem(hub.deposit(Rank(1), 0, "a", vec![])).contains("rank 0"), "a failure is for good");
@@ -236,7 +243,7 @@ mod tests {
 
     #[test]
     fn different_collectives_taken_for_the_same() {
-        let mut hub = Hub::new(2);
+        let mut hub = Hub::new(Names::all(2));
         hub.deposit(Rank(1), 0, "left", vec![]);
         let text = problem(hub.deposit(Rank(0), 0, "right", vec![]));
         assert_eq!(text, "rank 0 calls collective \"right\" while rank 1 calls \"left\"");
@@ -244,7 +251,7 @@ mod tests {
 
     #[test]
     fn a_round_that_waits_for_the_dead() {
-        let mut hub = Hub::new(3);
+        let mut hub = Hub::new(Names::all(3));
         hub.deposit(Rank(2), 0, "a", vec![]);
         assert_eq!(hub.depart(Rank(2), Gone::Lost), Verdict::Open, "its part is here");
         hub.deposit(Rank(0), 0, "a", vec![]);
@@ -254,7 +261,7 @@ mod tests {
 
     #[test]
     fn a_stale_deadline_that_ends_the_next_round() {
-        let mut hub = Hub::new(2);
+        let mut hub = Hub::new(Names::all(2));
         hub.deposit(Rank(0), 0, "a", vec![]);
         hub.deposit(Rank(1), 0, "a", vec![]);
         assert_eq!(hub.give_up(Rank(0), 0, 10), Verdict::Open);
@@ -263,7 +270,7 @@ mod tests {
 
     #[test]
     fn a_deadline_that_names_those_who_came() {
-        let mut hub = Hub::new(4);
+        let mut hub = Hub::new(Names::all(4));
         hub.deposit(Rank(1), 0, "a", vec![]);
         let text = problem(hub.give_up(Rank(1), 0, 10));
         assert_eq!(text, "rank 1 waited 10 ms in collective \"a\" and ranks 0, 2, 3 have not arrived");

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use super::hub::{COLLECTIVE_LEFT, Failure, Gone, Hub, INTERRUPTED, Verdict};
+use super::names::Names;
 use super::station::Turn;
 use crate::base::{Rank, Result, wait};
 
@@ -33,13 +34,14 @@ pub(super) struct Seat {
     seq: AtomicU64,
 }
 
-fn table(size: usize) -> Arc<Mutex<Table>> {
-    Arc::new(Mutex::new(Table { hub: Hub::new(size), ready: vec![VecDeque::new(); size] }))
+fn table(names: Names) -> Arc<Mutex<Table>> {
+    let ready = vec![VecDeque::new(); names.size()];
+    Arc::new(Mutex::new(Table { hub: Hub::new(names), ready }))
 }
 
 /// Seats for ranks `0..size`.
 pub(super) fn seats(size: usize) -> Vec<Seat> {
-    let (table, family) = (table(size), Arc::new(Family::default()));
+    let (table, family) = (table(Names::all(size)), Arc::new(Family::default()));
     let seat = |rank| Seat {
         rank,
         family: family.clone(),
@@ -56,9 +58,9 @@ impl Seat {
     pub(super) fn regroup(&self, generation: u32, members: &[Rank], rank: Rank) -> Seat {
         let mut family = self.family.lock().unwrap_or_else(PoisonError::into_inner);
         let entry = family.entry((generation, members.to_vec()));
-        let made = entry.or_insert_with(|| table(members.len()));
+        let made = entry.or_insert_with(|| table(Names::new(members)));
         if made.lock().unwrap_or_else(PoisonError::into_inner).hub.failure().is_some() {
-            *made = table(members.len());
+            *made = table(Names::new(members));
         }
         let table = made.clone();
         Seat { rank, family: self.family.clone(), table, turn: Turn::default(), seq: AtomicU64::new(0) }

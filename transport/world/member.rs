@@ -20,12 +20,13 @@ use nix::poll::{PollFd, PollFlags};
 use super::admit;
 use super::conn::{Closing, Conn, Ended, interest, wait_ready};
 use super::hub::{Failure, have};
+use super::names::Names;
 use super::root::CLOSE_PATIENCE;
 use super::secret::{self, Nonce, Nonces, Role, Secret};
 use super::station::{Command, Port};
 use super::terms::Terms;
 use super::wire::{self, Frame, KIND_CHALLENGE, MAX_BODY, Message, VERSION};
-use crate::base::Rank;
+use crate::base::{Rank, quoted};
 
 /// First and longest pause between two attempts to connect.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
@@ -42,7 +43,8 @@ const IDLE: Duration = Duration::from_secs(30);
 pub(super) struct Member {
     pub port: Arc<Port>,
     pub rank: Rank,
-    pub world: usize,
+    /// Of all ranks of the world.
+    pub names: Names,
     pub secret: Secret,
     pub terms: Terms,
     /// Where this rank says that its host is reached, or empty.
@@ -51,7 +53,7 @@ pub(super) struct Member {
     pub root: (String, u16),
     pub timeout: Duration,
     pub deadline: Instant,
-    /// What rank 0 last said of ranks that have not joined: how many, and the first of them.
+    /// What rank 0 last said of ranks that have not joined: how many, and the names of the first of them.
     pub absent: Option<(usize, Vec<Rank>)>,
     /// Why the last attempt failed.
     pub problem: String,
@@ -176,7 +178,7 @@ impl Member {
     fn obey(&mut self, frame: Frame, conn: &mut Conn, stage: &mut Stage) -> Result<(), Failure> {
         match stage {
             Stage::Greeted(member) if frame.kind == KIND_CHALLENGE => *stage = self.prove(&frame, conn, *member)?,
-            Stage::Greeted(_) => return Err(refusal(&frame, &conn.peer)),
+            Stage::Greeted(_) => return Err(self.refusal(&frame, &conn.peer)),
             Stage::Proved(nonces, said) => {
                 self.check_accept(&frame, &conn.peer, nonces, said)?;
                 *stage = Stage::Accepted;
@@ -188,13 +190,13 @@ impl Member {
 
     /// Answers a challenge: says who this is, and proves that it may join.
     fn prove(&self, frame: &Frame, conn: &mut Conn, member: Nonce) -> Result<Stage, Failure> {
-        let malformed = |peer: &str, malformed: wire::Malformed| not_rank_0(peer, &malformed.to_string());
+        let malformed = |peer: &str, malformed: wire::Malformed| self.not_root(peer, &malformed.to_string());
         let (root, _) = wire::first_bytes(&frame.body).map_err(|error| malformed(&conn.peer, error))?;
         let nonces = Nonces { member, root };
         let join = |proof| Message::Join {
             proof,
             rank: self.rank.0,
-            world: self.world as u32,
+            world: self.names.size() as u32,
             host: self.host.clone(),
             terms: self.terms.clone(),
         };
@@ -214,9 +216,9 @@ impl Member {
                 if self.secret.proved(Role::Root, nonces, said, &proof) {
                     return Ok(());
                 }
-                Err(not_rank_0(peer, "a proof of another job token"))
+                Err(self.not_root(peer, "a proof of another job token"))
             }
-            _ => Err(refusal(frame, peer)),
+            _ => Err(self.refusal(frame, peer)),
         }
     }
 
@@ -226,34 +228,35 @@ impl Member {
             return Err(admit::other_version(peer, frame.version));
         }
         let joined = matches!(stage, Stage::Joined);
-        let message = wire::decode(&frame).map_err(|malformed| not_rank_0(peer, &malformed.to_string()))?;
+        let message = wire::decode(&frame).map_err(|malformed| self.not_root(peer, &malformed.to_string()))?;
         let mut inbox = self.port.inbox();
         match message {
             Message::Fail { what, advice } if joined => inbox.fail(Failure::new(what, advice)),
             Message::Fail { what, advice } => return Err(Failure::new(what, advice)),
             Message::Progress { absent, first } => {
-                self.absent = Some((absent as usize, first.into_iter().map(Rank).collect()));
+                let first = first.into_iter().map(|rank| self.names.of(Rank(rank))).collect();
+                self.absent = Some((absent as usize, first));
             }
             Message::Welcome { hosts } => {
                 let usable = |host: &String| host.is_empty() || admit::is_host(host);
-                if hosts.len() != self.world || !hosts.iter().all(usable) {
-                    return Err(not_rank_0(peer, "a welcome of another world"));
+                if hosts.len() != self.names.size() || !hosts.iter().all(usable) {
+                    return Err(self.not_root(peer, "a welcome of another world"));
                 }
                 *stage = Stage::Joined;
                 inbox.form(hosts);
             }
-            Message::Gathered { seq, payloads } if joined && payloads.len() == self.world => {
+            Message::Gathered { seq, payloads } if joined && payloads.len() == self.names.size() => {
                 inbox.gathered = Some((seq, payloads));
             }
-            Message::Lost { rank } if (rank as usize) < self.world => inbox.lose(Rank(rank)),
+            Message::Lost { rank } if (rank as usize) < self.names.size() => inbox.lose(Rank(rank)),
             Message::Left { .. } => {}
             Message::Goodbye => {
                 return Err(Failure::new(
-                    "rank 0 has left the world, and collectives go through it",
+                    format!("rank {} has left the world, and collectives go through it", self.names.root()),
                     "keep every rank's world until all collectives are done",
                 ));
             }
-            _ => return Err(not_rank_0(peer, "a message that only members send")),
+            _ => return Err(self.not_root(peer, "a message that only members send")),
         }
         Ok(())
     }
@@ -264,8 +267,9 @@ impl Member {
         if joined {
             inbox.refused += u64::from(matches!(ended, Ended::Malformed(_)));
             inbox.lose(Rank(0));
+            let root = self.names.root();
             inbox.fail(Failure::new(
-                "rank 0 is lost (its process or host has gone), and collectives go through it",
+                format!("rank {root} is lost (its process or host has gone), and collectives go through it"),
                 "restart it and form a new world",
             ));
             return Next::End;
@@ -277,14 +281,14 @@ impl Member {
                 Next::DialAgain
             }
             Ended::Malformed(malformed) => {
-                inbox.fail(not_rank_0(peer, &malformed.to_string()));
+                inbox.fail(self.not_root(peer, &malformed.to_string()));
                 Next::End
             }
         }
     }
 
     fn too_late(&self) -> Failure {
-        let (rank, waited) = (self.rank, self.timeout.as_millis());
+        let (rank, root, waited) = (self.names.of(self.rank), self.names.root(), self.timeout.as_millis());
         let (host, port) = &self.root;
         match &self.absent {
             Some((total, first)) if *total > 0 => Failure::new(
@@ -292,11 +296,36 @@ impl Member {
                 "start them or see why they ended; TOKENYARD_TIMEOUT_MS sets the deadline",
             ),
             _ => Failure::new(
-                format!("rank {rank} waited {waited} ms for rank 0 at {host}:{port} ({})", self.problem),
-                "start rank 0 or see why it ended; MASTER_ADDR and TOKENYARD_PORT say where it is, \
-                 TOKENYARD_TIMEOUT_MS sets the deadline",
+                format!("rank {rank} waited {waited} ms for rank {root} at {host}:{port} ({})", self.problem),
+                format!(
+                    "start rank {root} or see why it ended; MASTER_ADDR and TOKENYARD_PORT say where it is, \
+                     TOKENYARD_TIMEOUT_MS sets the deadline"
+                ),
             ),
         }
+    }
+
+    /// What to make of a frame of one who has not proved that it is rank 0: it may say why it refuses, and nothing
+    /// else.
+    fn refusal(&self, frame: &Frame, peer: &str) -> Failure {
+        if frame.version != VERSION {
+            return admit::other_version(peer, frame.version);
+        }
+        match wire::decode(frame) {
+            Ok(Message::Fail { what, advice }) => {
+                let [what, advice] = [what, advice].map(|text| quoted(text.as_bytes()));
+                Failure::new(what, advice)
+            }
+            Ok(_) => self.not_root(peer, "no proof that it knows the job token"),
+            Err(malformed) => self.not_root(peer, &malformed.to_string()),
+        }
+    }
+
+    fn not_root(&self, peer: &str, sent: &str) -> Failure {
+        Failure::new(
+            format!("{peer}, where rank {} should be, sent {sent}", self.names.root()),
+            "check MASTER_ADDR and TOKENYARD_PORT, and that nothing else listens there",
+        )
     }
 
     /// Ends the membership for a reason of this side's.
@@ -312,25 +341,6 @@ impl Member {
             wait_ready(&mut [interest(closing.conn())], closing.deadline());
         }
     }
-}
-
-/// What to make of a frame of one who has not proved that it is rank 0: it may say why it refuses, and nothing else.
-fn refusal(frame: &Frame, peer: &str) -> Failure {
-    if frame.version != VERSION {
-        return admit::other_version(peer, frame.version);
-    }
-    match wire::decode(frame) {
-        Ok(Message::Fail { what, advice }) => Failure::new(what, advice),
-        Ok(_) => not_rank_0(peer, "no proof that it knows the job token"),
-        Err(malformed) => not_rank_0(peer, &malformed.to_string()),
-    }
-}
-
-fn not_rank_0(peer: &str, sent: &str) -> Failure {
-    Failure::new(
-        format!("{peer}, where rank 0 should be, sent {sent}"),
-        "check MASTER_ADDR and TOKENYARD_PORT, and that nothing else listens there",
-    )
 }
 
 /// A message of a member always fits a frame: payloads are bounded where they enter.

@@ -33,6 +33,7 @@ pub(crate) mod fds;
 mod hub;
 mod local;
 mod member;
+mod names;
 mod over;
 mod root;
 mod secret;
@@ -49,11 +50,12 @@ use std::time::Duration;
 
 use self::bootstrap::{Bootstrap, DEFAULT_TIMEOUT, MAX_WORLD};
 use self::local::Seat;
+use self::names::Names;
 pub use self::over::AllGather;
 use self::over::Over;
 use self::station::Station;
 use self::wire::MAX_BODY;
-use crate::base::{Error, Rank, Result};
+use crate::base::{Error, Rank, Result, quoted};
 
 /// Longest payload of one rank: a frame, less what describes it.
 const MAX_PAYLOAD: usize = MAX_BODY - (8 << 10);
@@ -77,8 +79,7 @@ pub struct World {
 struct Family {
     /// How often the job has regrouped.
     generation: u32,
-    /// By rank: its rank in the first generation.
-    members: Vec<Rank>,
+    names: Names,
     /// Nodes of the first generation.
     first_nodes: Vec<usize>,
     /// By rank in the first generation: where its host was reached last. Empty for ranks of one process.
@@ -118,7 +119,7 @@ pub(super) fn all_ranks(count: usize) -> Vec<Rank> {
 impl Family {
     fn first(size: usize, nodes: &[usize]) -> Family {
         let hosts = BTreeMap::new();
-        Family { generation: 0, members: all_ranks(size), first_nodes: nodes.to_vec(), hosts }
+        Family { generation: 0, names: Names::all(size), first_nodes: nodes.to_vec(), hosts }
     }
 }
 
@@ -228,7 +229,7 @@ impl World {
         }
         let rank = Rank(rank as u32);
         let world = World {
-            link: Link::Over(Arc::new(Over::new(Box::new(gather), rank, size, 0))),
+            link: Link::Over(Arc::new(Over::new(Box::new(gather), rank, Names::all(size), 0))),
             rank,
             size,
             local_rank: local_rank.unwrap_or(rank.index()),
@@ -259,9 +260,10 @@ impl World {
         let members = b.members();
         let told = station.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
         hosts.extend(members.iter().copied().zip(told));
-        let family = Family { generation: b.generation, members, first_nodes, hosts };
-        let (rank, world, generation) = (b.rank, b.world, b.generation);
-        log::info!(target: crate::base::targets::WORLD, "rank {rank} of {world}: joined generation {generation}");
+        let names = Names::new(&members);
+        let (own, rank, world, generation) = (names.of(b.rank), b.rank, b.world, b.generation);
+        log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {world}, joined generation {generation}");
+        let family = Family { generation, names, first_nodes, hosts };
         Ok(World {
             link: Link::Star(Arc::new(station), Arc::new(b.clone())),
             rank: b.rank,
@@ -347,7 +349,7 @@ impl World {
             local_rank: self.local_rank,
             timeout: self.timeout,
             nodes: nodes.into(),
-            family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
+            family: Arc::new(Family { generation, names: Names::new(members), first_nodes, hosts: BTreeMap::new() }),
             newest: Arc::default(),
         };
         // The new world has ended and goes; this one has not.
@@ -365,15 +367,15 @@ impl World {
     /// generation is not a later one; as [`over`](Self::over); `Bootstrap` where ranks name different members.
     pub fn regroup_over(&self, generation: u32, members: &[Rank], gather: impl AllGather + 'static) -> Result<World> {
         let (own, rank, nodes) = self.next_place(generation, members)?;
-        let (size, first_nodes) = (members.len(), self.family.first_nodes.clone());
+        let (size, names, first_nodes) = (members.len(), Names::new(members), self.family.first_nodes.clone());
         let world = World {
-            link: Link::Over(Arc::new(Over::new(Box::new(gather), rank, size, generation))),
+            link: Link::Over(Arc::new(Over::new(Box::new(gather), rank, names.clone(), generation))),
             rank,
             size,
             local_rank: self.local_rank,
             timeout: self.timeout,
             nodes: nodes.into(),
-            family: Arc::new(Family { generation, members: members.to_vec(), first_nodes, hosts: BTreeMap::new() }),
+            family: Arc::new(Family { generation, names, first_nodes, hosts: BTreeMap::new() }),
             newest: Arc::default(),
         };
         over::check_terms(&world, "regroup").map_err(Error::passing)?;
@@ -400,12 +402,12 @@ impl World {
 
     /// By rank of this world: its rank in the first generation.
     pub fn members(&self) -> &[Rank] {
-        &self.family.members
+        self.family.names.members()
     }
 
     /// What a rank of this world was in the first generation.
     pub fn original(&self, rank: Rank) -> Rank {
-        self.family.members.get(rank.index()).copied().unwrap_or(rank)
+        self.family.names.of(rank)
     }
 
     /// Ranks of the first generation.
@@ -505,10 +507,13 @@ impl World {
         }
         match all.iter().enumerate().find(|(_, text)| !text.is_empty()) {
             None => Ok(()),
-            Some((rank, text)) => Err(Error::bootstrap(
-                format!("rank {rank} failed in {what}: {}", String::from_utf8_lossy(text)),
-                format!("mend rank {rank} and begin again on every rank"),
-            )),
+            Some((rank, text)) => {
+                let name = self.original(Rank(rank as u32));
+                Err(Error::bootstrap(
+                    format!("rank {name} failed in {what}: {}", quoted(text)),
+                    format!("mend rank {name} and begin again on every rank"),
+                ))
+            }
         }
     }
 
@@ -523,9 +528,10 @@ impl World {
         if self.same_process() { fds::exchange_within(self, own) } else { fds::exchange_between(self, own) }
     }
 
-    /// Peers whose process has gone, as seen now; sorted. Empty for ranks of one process and over an all-gather. A
-    /// peer that dropped its world is not lost. News of others comes through rank 0, and ends when it is lost or
-    /// leaves. A process that a peer forked keeps the peer's connection open, and hides its death, until it ends too.
+    /// Peers whose process has gone, as seen now, by their ranks in this world; sorted. Empty for ranks of one process
+    /// and over an all-gather. A peer that dropped its world is not lost. News of others comes through rank 0, and ends
+    /// when it is lost or leaves. A process that a peer forked keeps the peer's connection open, and hides its death,
+    /// until it ends too.
     pub fn lost_peers(&self) -> Vec<Rank> {
         match &self.link {
             Link::Threads(_) | Link::Over(_) => Vec::new(),

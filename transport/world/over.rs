@@ -17,8 +17,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use super::hub::Failure;
+use super::names::Names;
 use super::station::Turn;
-use crate::base::{Error, Rank, Result};
+use crate::base::{Error, Rank, Result, quoted};
 
 const MAGIC: [u8; 4] = *b"TKYG";
 const VERSION: u16 = 1;
@@ -59,7 +60,7 @@ where
 pub(super) struct Over {
     gather: Box<dyn AllGather>,
     rank: Rank,
-    world: usize,
+    names: Names,
     generation: u32,
     turn: Turn,
     seq: AtomicU64,
@@ -118,9 +119,9 @@ impl<'a> Head<'a> {
 }
 
 impl Over {
-    pub(super) fn new(gather: Box<dyn AllGather>, rank: Rank, world: usize, generation: u32) -> Over {
+    pub(super) fn new(gather: Box<dyn AllGather>, rank: Rank, names: Names, generation: u32) -> Over {
         let (turn, seq, failure) = (Turn::default(), AtomicU64::new(0), Mutex::new(None));
-        Over { gather, rank, world, generation, turn, seq, failure }
+        Over { gather, rank, names, generation, turn, seq, failure }
     }
 
     /// All ranks' payloads, by rank.
@@ -142,15 +143,17 @@ impl Over {
         let own = self.head(self.rank.index(), seq, what);
         let mut parts = self.gather.all_gather(what, &own.encode(payload), timeout)?;
         let fail = |problem| Err(Failure::new(format!("collective \"{what}\": {problem}"), ADVICE).error());
-        if parts.len() != self.world {
-            return fail(format!("the all-gather gave {} parts for {} ranks", parts.len(), self.world));
+        let world = self.names.size();
+        if parts.len() != world {
+            return fail(format!("the all-gather gave {} parts for {world} ranks", parts.len()));
         }
         for (rank, part) in parts.iter_mut().enumerate() {
             let begin = match Head::decode(part) {
                 Some((head, begin)) if head == self.head(rank, seq, what) => begin,
                 Some((head, _)) => return fail(self.misfit(rank, seq, &head)),
                 None => {
-                    return fail(format!("{} bytes that this library did not send are rank {rank}'s part", part.len()));
+                    let (bytes, name) = (part.len(), self.name(rank));
+                    return fail(format!("{bytes} bytes that this library did not send are rank {name}'s part"));
                 }
             };
             part.drain(..begin);
@@ -163,34 +166,37 @@ impl Over {
     }
 
     fn head(&self, rank: usize, seq: u64, what: &'static str) -> Head<'static> {
-        let (world, generation) = (self.world as u32, self.generation);
+        let (world, generation) = (self.names.size() as u32, self.generation);
         let name = what.as_bytes();
         // As much as its length can say.
         let what = name.get(..usize::from(u16::MAX)).unwrap_or(name);
         Head { version: VERSION, rank: rank as u32, world, generation, seq, what }
     }
 
+    fn name(&self, rank: usize) -> Rank {
+        self.names.of(Rank(rank as u32))
+    }
+
     /// What is wrong with a part that is not the one of `rank` in this round.
     fn misfit(&self, rank: usize, seq: u64, head: &Head<'_>) -> String {
         let Head { version, rank: theirs, world, generation, seq: number, what } = head;
+        let (name, own, own_world) = (self.name(rank), self.names.of(self.rank), self.names.size());
         if *version != VERSION {
-            return format!("rank {rank} has version {version} of this protocol, and rank {} has {VERSION}", self.rank);
+            return format!("rank {name} has version {version} of this protocol, and rank {own} has {VERSION}");
         }
-        if *theirs as usize != rank {
-            return format!("the all-gather gave rank {theirs}'s part in the place of rank {rank}'s");
-        }
-        if (*world as usize, *generation) != (self.world, self.generation) {
-            let (own, own_world, own_generation) = (self.rank, self.world, self.generation);
+        if (*world as usize, *generation) != (own_world, self.generation) {
             return format!(
-                "rank {rank} is of {world} ranks in generation {generation}, and rank {own} of {own_world} in \
-                 generation {own_generation}"
+                "rank {name} is of {world} ranks in generation {generation}, and rank {own} of {own_world} in \
+                 generation {}",
+                self.generation
             );
         }
-        let name = String::from_utf8_lossy(what);
-        format!(
-            "rank {rank} calls \"{name}\", its collective number {number}, during number {seq} of rank {}",
-            self.rank
-        )
+        if *theirs as usize != rank {
+            let theirs = self.name(*theirs as usize);
+            return format!("the all-gather gave rank {theirs}'s part in the place of rank {name}'s");
+        }
+        let what = quoted(what);
+        format!("rank {name} calls \"{what}\", its collective number {number}, during number {seq} of rank {own}")
     }
 
     fn fail(&self, failure: Failure) {
@@ -201,11 +207,13 @@ impl Over {
 /// What ranks must agree about where a world forms.
 pub(super) fn check_terms(world: &super::World, what: &'static str) -> Result<()> {
     let own = format!("members {:?} of nodes {:?}", world.members(), world.family.first_nodes);
-    let all = world.all_gather(what, own.as_bytes())?;
-    match all.iter().position(|theirs| theirs != own.as_bytes()) {
+    let name = world.original(world.rank());
+    // With the rank's own name, as those who name other members give it another.
+    let all = world.all_gather(what, format!("rank {name} names {own}").as_bytes())?;
+    match all.iter().find(|theirs| !theirs.ends_with(format!(" names {own}").as_bytes())) {
         None => Ok(()),
-        Some(rank) => Err(Error::bootstrap(
-            format!("rank {rank} names {}, and rank {} {own}", String::from_utf8_lossy(&all[rank]), world.rank()),
+        Some(theirs) => Err(Error::bootstrap(
+            format!("{}, and rank {name} {own}", quoted(theirs)),
             "name the same members on all ranks",
         )),
     }

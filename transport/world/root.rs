@@ -80,14 +80,15 @@ impl Root {
     /// Takes bound, non-blocking listeners; the deadline to form runs from now. `host` is where this rank says that its
     /// host is reached, or empty.
     pub(super) fn new(port: Arc<Port>, job: Job, host: String, listeners: Vec<TcpListener>, timeout: Duration) -> Root {
-        let world = job.world;
+        let world = job.names.size();
         let mut hosts = vec![String::new(); world];
         hosts[0] = host;
         Root {
             port,
-            job,
             timeout,
             deadline: Instant::now() + timeout,
+            hub: Hub::new(job.names.clone()),
+            job,
             stage: Stage::Forming,
             listeners,
             pending: Vec::new(),
@@ -95,7 +96,6 @@ impl Root {
             came: vec![false; world],
             hosts,
             closing: Vec::new(),
-            hub: Hub::new(world),
             last_refusal: None,
             differing: None,
             progress_due: None,
@@ -296,9 +296,10 @@ impl Root {
         if !matches!(self.stage, Stage::Forming) || Instant::now() < self.deadline {
             return;
         }
-        let absent = self.absent();
-        let mut what =
-            format!("rank 0 waited {} ms and {} not joined", self.timeout.as_millis(), have(&absent, absent.len()));
+        let names = &self.job.names;
+        let absent: Vec<Rank> = self.absent().into_iter().map(|rank| names.of(rank)).collect();
+        let (root, waited) = (names.root(), self.timeout.as_millis());
+        let mut what = format!("rank {root} waited {waited} ms and {} not joined", have(&absent, absent.len()));
         if let Some(Failure { what: difference, advice, .. }) = self.differing.take() {
             return self.abandon(Failure::new(format!("{what}: {difference}"), advice));
         }
@@ -409,7 +410,8 @@ impl Root {
                 Command::Gather { seq, what, payload } => self.hub.deposit(Rank(0), seq, what, payload),
                 Command::GiveUp { seq, waited_ms } => self.hub.give_up(Rank(0), seq, waited_ms),
                 Command::Leave if matches!(self.stage, Stage::Forming) => {
-                    return self.abandon(Failure::new("rank 0 gave up before the world formed", "see why it did"));
+                    let what = format!("rank {} gave up before the world formed", self.job.names.root());
+                    return self.abandon(Failure::new(what, "see why it did"));
                 }
                 Command::Leave => {
                     self.broadcast(&Message::Goodbye);
@@ -456,13 +458,14 @@ fn fail(failure: &Failure) -> Message {
 
 #[cfg(test)]
 mod tests {
+    use super::super::names::Names;
     use super::super::secret::Secret;
     use super::*;
     use std::net::TcpStream;
 
     #[test]
     fn refused_strangers_kept_without_bound() {
-        let job = Job { secret: Secret::token("x"), world: 2, terms: Default::default() };
+        let job = Job { secret: Secret::token("x"), names: Names::all(2), terms: Default::default() };
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let addr = listener.local_addr().unwrap();
         let mut root = Root::new(Arc::new(Port::new().unwrap()), job, String::new(), Vec::new(), CLOSE_PATIENCE);

@@ -139,6 +139,8 @@ impl Drop for TurnTaken<'_> {
 
 /// This process's membership in a world of processes; dropping it says goodbye and ends the thread.
 pub(super) struct Station {
+    /// What rank 0 is called.
+    root: Rank,
     port: Arc<Port>,
     thread: Option<JoinHandle<()>>,
     turn: Turn,
@@ -146,17 +148,18 @@ pub(super) struct Station {
 }
 
 impl Station {
-    /// Starts `run` on a named thread.
+    /// Starts `run` on a thread for the rank called `name`, in a world whose rank 0 is called `root`.
     pub(super) fn start(
-        rank: Rank,
+        name: Rank,
+        root: Rank,
         port: Arc<Port>,
         run: impl FnOnce() + Send + 'static,
     ) -> std::result::Result<Station, Failure> {
-        let thread = std::thread::Builder::new().name(format!("ty-boot-{rank}")).spawn(run).map_err(|error| {
+        let thread = std::thread::Builder::new().name(format!("ty-boot-{name}")).spawn(run).map_err(|error| {
             Failure::new(format!("no bootstrap thread could start ({error})"), "raise the limit on threads")
                 .caused_by(error)
         })?;
-        Ok(Station { port, thread: Some(thread), turn: Turn::default(), seq: AtomicU64::new(0) })
+        Ok(Station { root, port, thread: Some(thread), turn: Turn::default(), seq: AtomicU64::new(0) })
     }
 
     /// Waits until all ranks have joined. The thread keeps the deadline; the wait here is a little longer.
@@ -192,8 +195,9 @@ impl Station {
         let told = if interrupted.is_some() { INTERRUPTED } else { waited_ms };
         self.port.command(Command::GiveUp { seq, waited_ms: told });
         let outcome = wait::poll(what, ANSWER_GRACE, || self.outcome(seq)).unwrap_or_else(|| {
-            let what = format!("rank 0 did not answer within {waited_ms} ms in collective \"{what}\"");
-            let failure = Failure::new(what, "see what holds rank 0 up, or raise the timeout");
+            let root = self.root;
+            let what = format!("rank {root} did not answer within {waited_ms} ms in collective \"{what}\"");
+            let failure = Failure::new(what, format!("see what holds rank {root} up, or raise the timeout"));
             self.port.inbox().fail(failure.clone());
             Err(failure.ending())
         });

@@ -33,10 +33,27 @@ impl Terms {
         Terms { generation, members: shortened(ranges(members)), nodes: shortened(sizes) }
     }
 
-    /// What `rank` at `peer`, which has the terms `theirs`, and rank 0, which has these, disagree on.
-    pub(super) fn difference(&self, theirs: &Terms, rank: u32, peer: &str) -> Option<Failure> {
+    /// What to call the rank that has these terms and says that among their members it is number `rank`.
+    pub(super) fn who(&self, rank: u32) -> String {
+        let mut before = u64::from(rank);
+        // What is cut off, or of another version, ends the list.
+        for run in self.members.split(',') {
+            let ends = run.split_once('-').unwrap_or((run, run));
+            let (Ok(first), Ok(last)) = (ends.0.parse::<u32>(), ends.1.parse::<u32>()) else { break };
+            let Some(length) = u64::from(last).checked_sub(u64::from(first)).map(|more| more + 1) else { break };
+            if before < length {
+                return format!("rank {}", u64::from(first) + before);
+            }
+            before -= length;
+        }
+        format!("member number {rank}")
+    }
+
+    /// What a rank at an address, which has the terms `theirs`, and rank 0, which is called `root` and has these,
+    /// disagree on.
+    pub(super) fn difference(&self, theirs: &Terms, (who, peer): (&str, &str), root: Rank) -> Option<Failure> {
         let differ = |what: &str, theirs: &str, ours: &str, advice: &str| {
-            Some(Failure::new(format!("rank {rank} at {peer} has the {what} {theirs} and rank 0 has {ours}"), advice))
+            Some(Failure::new(format!("{who} at {peer} has the {what} {theirs} and rank {root} has {ours}"), advice))
         };
         if self.generation != theirs.generation {
             let (theirs, ours) = (theirs.generation.to_string(), self.generation.to_string());
@@ -107,13 +124,30 @@ mod tests {
     #[test]
     fn a_difference_told_without_both_values() {
         let ours = terms(&[0, 1], &[2]);
-        let told = |theirs: &Terms| ours.difference(theirs, 1, "there").map(|failure| failure.what);
+        let told =
+            |theirs: &Terms| ours.difference(theirs, (&theirs.who(1), "there"), Rank(0)).map(|failure| failure.what);
         assert_eq!(told(&ours), None);
         let other = Terms { generation: 7, ..ours.clone() };
         assert_eq!(told(&other).unwrap(), "rank 1 at there has the generation 7 and rank 0 has 1");
         let other = terms(&[0, 2], &[2]);
-        assert_eq!(told(&other).unwrap(), "rank 1 at there has the members 0,2 and rank 0 has 0-1");
+        assert_eq!(told(&other).unwrap(), "rank 2 at there has the members 0,2 and rank 0 has 0-1");
         let other = terms(&[0, 1], &[1, 1]);
         assert!(told(&other).unwrap().contains("nodes 1,1 (of 4,4 at first) and rank 0 has 2 (of 4,4 at first)"));
+    }
+
+    #[test]
+    fn a_rank_called_by_its_place_among_the_members() {
+        let who = |terms: &Terms, rank| terms.who(rank);
+        let some = terms(&[1, 2, 3, 6, 8, 9], &[1]);
+        assert_eq!([0, 2, 3, 5].map(|rank| who(&some, rank)), ["rank 1", "rank 3", "rank 6", "rank 9"]);
+        assert_eq!(who(&some, 6), "member number 6");
+        // A list that is cut short, and what another version may say.
+        let even: Vec<u32> = (0..16_384).step_by(2).collect();
+        let long = terms(&even, &[1]);
+        assert_eq!([who(&long, 99), who(&long, 8000)], ["rank 198", "member number 8000"]);
+        for odd in ["", "x", "7-2", "0-4294967295,1", "4294967296", "-3"] {
+            let told = who(&Terms { members: odd.into(), ..Terms::default() }, u32::MAX);
+            assert!(["member number 4294967295", "rank 4294967295"].contains(&told.as_str()), "{odd}: {told}");
+        }
     }
 }
