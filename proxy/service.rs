@@ -47,6 +47,8 @@ struct Inner {
     remote: Remote<AnyTransport>,
     /// In the first generation.
     rank: Rank,
+    /// Ranks of the first generation.
+    ranks: usize,
     traits: Traits,
     contexts: Mutex<Contexts>,
     _thread: Option<ProxyThread<AnyTransport>>,
@@ -120,10 +122,25 @@ impl Proxy {
         thread: Option<ProxyThread<AnyTransport>>,
     ) -> Proxy {
         let contexts = Mutex::default();
-        let rank = world.original(world.rank());
+        let (rank, ranks) = (world.original(world.rank()), world.first_size());
         let Traits { nics, limits, needs } = &traits;
         log::info!(target: crate::base::targets::PROXY, "rank {rank}: started, {nics} NICs, {limits:?}, {needs:?}");
-        Proxy { shared: Arc::new(Inner { remote, rank, traits, contexts, _thread: thread }) }
+        Proxy { shared: Arc::new(Inner { remote, rank, ranks, traits, contexts, _thread: thread }) }
+    }
+
+    /// Refuses a world in which this is another rank's proxy.
+    ///
+    /// # Errors
+    /// `Config` with both ranks and worlds.
+    pub(crate) fn check_world(&self, world: &World) -> Result<()> {
+        let (own, ranks) = (world.original(world.rank()), world.first_size());
+        let Inner { rank, ranks: others, .. } = &*self.shared;
+        if (*rank, *others) == (own, ranks) {
+            return Ok(());
+        }
+        let advice =
+            format!("this is rank {own} of {ranks}: give each rank the proxy that was started for its own world");
+        Err(Error::config("proxy", format!("that of rank {rank} of {others}"), advice))
     }
 
     /// NICs of this rank.

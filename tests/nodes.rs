@@ -4,7 +4,7 @@ mod rig;
 
 use rig::{MAX_TOKENS, PATIENCE, Rig, test_device};
 use std::collections::VecDeque;
-use std::sync::Barrier;
+use std::sync::{Barrier, Mutex};
 use std::time::{Duration, Instant};
 use tokenyard::internals::proxy::driver::ThreadConfig;
 use tokenyard::internals::proxy::machine::Liveness;
@@ -97,6 +97,43 @@ fn rows_cross_nodes_of_any_sizes() {
             world.barrier("all done").unwrap();
         });
     }
+}
+
+#[test]
+fn a_proxy_of_another_rank_or_world_is_refused_by_name() {
+    let (outside, kept) = (network(3, 5), [const { Mutex::new(None) }; 2]);
+    on_nodes(&[1, 1], |world, network| {
+        let own = world.rank().index();
+        let mine = proxy(network, &world, 10_000);
+        *kept[own].lock().unwrap() = Some(mine.clone());
+        world.barrier("all have one").unwrap();
+        let of = |rank: usize| kept[rank].lock().unwrap().clone().unwrap();
+        let build = |proxy: &Proxy| {
+            let start = Instant::now();
+            let built = rig::builder(&world, &test_device(&world)).proxy(proxy).timeout(DEADLINE).build();
+            let text = built.map(drop).unwrap_err().to_string();
+            assert!(start.elapsed() < world.timeout() / 2, "{text}");
+            text
+        };
+        let refused = |rank: usize, own: usize| {
+            format!("configuration proxy is that of rank {rank} of 2: this is rank {own} of 2: give each rank")
+        };
+        // Each other's.
+        let text = build(&of(1 - own));
+        assert!(text.starts_with(&refused(1 - own, own)), "{text}");
+        // The same on both.
+        let text = build(&of(0));
+        let told = format!("bootstrap: rank 1 failed in configuration of a context: {}", refused(0, 1));
+        assert!(text.starts_with(&if own == 0 { told } else { refused(0, 1) }), "{text}");
+        // The same rank's, of a world of three.
+        let third = World::threads(3).unwrap().into_iter().nth(own).unwrap();
+        let text = build(&proxy(&outside, &third, 10_000));
+        assert!(text.contains(&format!("that of rank {own} of 3: this is rank {own} of 2")), "{text}");
+        let rig = rig(&world, &mine);
+        exchange(&rig, 0, |_| true).unwrap();
+        world.barrier("all done").unwrap();
+        kept[own].lock().unwrap().take();
+    });
 }
 
 /// As `exchange`, but for a culprit, which names an expert that does not exist.

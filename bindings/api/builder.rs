@@ -147,7 +147,7 @@ impl AllToAllBuilder {
         self
     }
 
-    /// This rank's proxy, which a world of several nodes needs.
+    /// This rank's proxy, which a world of several nodes needs; another rank's is refused.
     pub fn proxy(mut self, proxy: &Proxy) -> Self {
         self.proxy = Some(proxy.clone());
         self
@@ -175,6 +175,7 @@ impl AllToAllBuilder {
     /// Checks everything that can be seen on one rank.
     pub(crate) fn check(&self) -> Result<(Shape, Placement)> {
         let (ranks, first_ranks) = (self.world.size(), self.world.first_size());
+        self.proxy.as_ref().map_or(Ok(()), |proxy| proxy.check_world(&self.world))?;
         let nodes = self.check_nodes()?;
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, MAX_EXPERTS, "experts")?;

@@ -105,7 +105,9 @@ impl AllToAllBuilder {
             _ => true,
         };
         let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
-        let numbers = builder.proxy.as_ref().map_or(Offer::ANY, |proxy| proxy.offer(world.generation()));
+        // Of a rank that is refused nobody hears numbers, and its proxy may be another's.
+        let proxy = builder.proxy.as_ref().filter(|_| checked.is_ok());
+        let numbers = proxy.map_or(Offer::ANY, |proxy| proxy.offer(world.generation()));
         let agreed = agree(&world, &checked, builder.tuning.first_epoch, Differing { few_blocks, receives, numbers })?;
         let (mut shape, placement) = checked?;
         shape.arriving_tokens.get_or_insert(if agreed.few_blocks { 0 } else { ARRIVING_TOKENS });
