@@ -44,6 +44,8 @@ CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bin
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
     "transport/world/admit.rs", "transport/world/member.rs", "transport/world/secret.rs", "transport/world/terms.rs", "transport/world/root.rs")
 BOOTSTRAP, LOCAL = "transport/world/bootstrap.rs", "transport/world/local.rs"
+HUB, NAMES, HOST = "transport/world/hub.rs", "transport/world/names.rs", "transport/memory/host.rs"
+AGREEMENT, QUOTE = "bindings/api/agreement.rs", "kernels/base/quote.rs"
 PAIRS, MAILBOX = "benches/pairs.py", "proxy/driver/mailbox.rs"
 REMOTE = "proxy/driver/thread.rs"
 OVER, STATION, WAIT, INTERRUPT = (
@@ -376,9 +378,17 @@ MUTANTS = [
     ("rank 0 not told of other terms", ROOT_SIDE, "self.differing.get_or_insert(failure);", "drop(failure);"),
     ("parts of another rank or step taken", OVER, "Some((head, begin)) if head == self.head(rank, seq, what) => begin,",
      "Some((_, begin)) if begin > 0 => begin,"),
-    ("as many parts as come are taken", OVER, "if parts.len() != self.world {", "if false {"),
-    ("members that disagree form a world", OVER, "all.iter().position(|theirs| theirs != own.as_bytes())",
-     "all.iter().position(|theirs| theirs.is_empty())"),
+    ("as many parts as come are taken", OVER, "if parts.len() != world {", "if false {"),
+    ("members that disagree form a world", OVER, "all.iter().find(|theirs| !theirs.ends_with(",
+     "all.iter().find(|theirs| !theirs.ends_with(&[]) && !theirs.ends_with("),
+    ("ranks of later generations called by their new numbers", NAMES, "self.0.get(rank.index()).copied().unwrap_or(rank)", "rank"),
+    ("absent ranks called by their new numbers", HUB, "absent.map(|r| self.names.of(r)).collect();", "absent.collect();"),
+    ("a rank that failed called by its new number", WORLD, "let name = self.original(Rank(rank as u32));", "let name = Rank(rank as u32);"),
+    ("a rank that differs called by its new number", AGREEMENT, "let name = world.original(Rank(rank as u32));",
+     "let name = Rank(rank as u32);"),
+    ("an arena longer than files may be", HOST, "filter(|longest| *longest < bytes as u64)", "filter(|_| false)"),
+    ("another rank's proxy taken", SERVICE, "if (*rank, *others) == (own, ranks) {", "if *others > 0 || *rank == own {"),
+    ("what others say told raw", QUOTE, '_ => write!(told, "{}", c.escape_debug()),', '_ => write!(told, "{c}"),'),
     ("an interrupt not looked at", WAIT, "if due(now) {", "if false && due(now) {"),
     ("a fiber interrupted for another", WAIT, "uninterrupted(|| yield_fiber(site, turns))", "yield_fiber(site, turns)"),
     ("destructors are interrupted", INTERRUPT,
@@ -504,7 +514,7 @@ class Worker:
             HANDLE: ownership,
             EXECUTOR: ownership,
             WORLD: contexts + [
-                ("tests/bootstrap.rs", [*test, "bootstrap", "--", "ports", "again"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
+                ("tests/bootstrap.rs", [*test, "bootstrap", "--", "ports", "again", "generation"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
             REPORT: [("unit tests", [*lib, "report::"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"]),
                      ("tests/overlap.rs", [*test, "overlap"])],
             ERROR: [("unit tests", [*lib, "error::"])],
@@ -512,6 +522,9 @@ class Worker:
             MAILBOX: [("tests/loom.rs", [*test, "loom"])],
             REMOTE: [("unit tests", [*lib, "driver"])],
             OVER: [("tests/worlds.rs", [*test, "worlds"])],
+            AGREEMENT: [("tests/worlds.rs", [*test, "worlds"])],
+            HOST: [("tests/memory.rs", [*test, "memory", "limit"])],
+            QUOTE: [("unit tests", [*lib, "quote"]), ("tests/worlds.rs", [*test, "worlds", "say"])],
             WAIT: interrupts,
             INTERRUPT: interrupts,
         }
