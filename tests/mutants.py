@@ -39,6 +39,7 @@ LOGGING = "bindings/cli/logging.rs"
 VIEW, DEVICE, CPU, RECORDING = (
     "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
 OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
+LAUNCHES = "kernels/cpu/launch.cpp"
 VIEWS, SHAPE, BUILDER = "bindings/api/calls.rs", "bindings/api/shape.rs", "bindings/api/builder.rs"
 CALLS, WORLD, REPORT = "bindings/api/context.rs", "transport/world/mod.rs", "bindings/api/report.rs"
 ADMIT, MEMBER, SECRET, TERMS, ROOT_SIDE = (
@@ -207,6 +208,7 @@ MUTANTS = [
     ("a graph dispatches into a handle between a combine's halves", RECORDING, "last.halves.load(Ordering::Relaxed) != 0", "last.halves.load(Ordering::Relaxed) > 9"),
     ("a half is never over", RECORDING, "self.0.halves.fetch_sub(1, Ordering::Relaxed);", ""),
     ("a generation entered twice", WORLD, "self.newest.load(Ordering::Acquire).max(self.family.generation)", "self.family.generation"),
+    ("a launch without memory runs", LAUNCHES, "shared_alignment, bytes) != 0) return false;", "shared_alignment, bytes) != 0) {}"),
     ("a fiber without a stack runs", SCHEDULER, "if (!next->started && !start(*next)) {", "if (!next->started && !start(*next) && seeded) {"),
     ("a node peer's combine of another dispatch", PARTIAL, "failed |= status >> 1 != own;", ""),
     ("another node's combine of another dispatch", COMBINE, "if (dispatch == own && load(&head->status)", "if (load(&head->status)"),
@@ -499,6 +501,7 @@ class Worker:
             REGIONS: [("unit tests", [*lib, "regions"])],
             FREE_MEMORY: [("unit tests", [*lib, "memory"])],
             SCHEDULER: [("tests/cli.rs", [*test, "cli", "stacks"])],
+            LAUNCHES: [("unit tests", [*lib, "lack_of_memory"])],
             SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
             SEEDED: [("tests/device.rs", [*test, "device", "world"])],

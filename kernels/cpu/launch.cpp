@@ -14,20 +14,22 @@ constexpr size_t spare_limit = 8;
 constexpr uint64_t shared_alignment = 128;
 constexpr uint8_t shared_fill = 0xa5; // shared memory starts with garbage, always the same
 
-void clean_shared(Block &block, uint64_t bytes) {
+// False if there is no memory for it.
+bool clean_shared(Block &block, uint64_t bytes) {
   if (block.shared_bytes != bytes) { // of the exact size, so that AddressSanitizer sees its end
     void *memory = nullptr;
-    if (bytes != 0 && posix_memalign(&memory, shared_alignment, bytes) != 0)
-      fatal("no memory for %llu bytes of shared memory", (unsigned long long)bytes);
+    if (bytes != 0 && posix_memalign(&memory, shared_alignment, bytes) != 0) return false;
     block.shared = {static_cast<uint8_t *>(memory), free};
     block.shared_bytes = bytes;
   }
   if (bytes != 0) memset(block.shared.get(), shared_fill, bytes);
+  return true;
 }
 } // namespace
 
 // Starts the head of every stream that is free. A host function runs here, on the OS thread's stack.
-void ty_exec::pump_streams() {
+// False if there is no memory for a launch: then the run loop ends.
+bool ty_exec::pump_streams() {
   pump.store(false, std::memory_order_relaxed);
   bool again = false;
   std::unique_lock<std::mutex> lock(mutex);
@@ -45,7 +47,7 @@ void ty_exec::pump_streams() {
     stream->busy = true;
     ++progress;
     if (work.kernel != nullptr) {
-      start(stream, std::move(work));
+      if (!start(stream, std::move(work))) return false;
       continue;
     }
     if (work.call != nullptr) {
@@ -59,9 +61,11 @@ void ty_exec::pump_streams() {
     stream->completed.fetch_add(1, std::memory_order_release);
   }
   if (again) pump.store(true, std::memory_order_relaxed);
+  return true;
 }
 
-void ty_exec::start(ty_stream *stream, Work work) {
+// Makes a launch of work. False if there is no memory for it.
+bool ty_exec::start(ty_stream *stream, Work work) try {
   std::unique_ptr<Launch> launch;
   if (spare_launches.empty()) {
     launch.reset(new Launch);
@@ -85,7 +89,7 @@ void ty_exec::start(ty_stream *stream, Work work) {
       gathering.arrived = 0;
       gathering.any[0] = gathering.any[1] = false;
     }
-    clean_shared(block, work.shared_bytes);
+    if (!clean_shared(block, work.shared_bytes)) return false;
   }
   for (Warp &warp : launch->warps) {
     warp.exited = 0;
@@ -112,6 +116,9 @@ void ty_exec::start(ty_stream *stream, Work work) {
   launch->work = std::move(work);
   launches.push_back(std::move(launch));
   make_ready(chain);
+  return true;
+} catch (const std::bad_alloc &) {
+  return false;
 }
 
 // A thread of a kernel has returned.

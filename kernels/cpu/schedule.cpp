@@ -275,7 +275,7 @@ int ty_exec::run_free() {
   uint32_t yields = 0;
   clock.resume();
   for (;;) {
-    if (pump.load(std::memory_order_acquire)) pump_streams();
+    if (pump.load(std::memory_order_acquire) && !pump_streams()) return TY_EXEC_NO_MEMORY;
     if (ready.empty() && pollers.empty() && !polled.empty()) {
       // Everyone who waits has had a turn.
       (void)clock.look();
@@ -332,7 +332,7 @@ bool ty_exec::end_of_seeded_round() {
 
 int ty_exec::run_seeded() {
   for (;;) {
-    if (pump.load(std::memory_order_relaxed)) pump_streams();
+    if (pump.load(std::memory_order_relaxed) && !pump_streams()) return TY_EXEC_NO_MEMORY;
     if (hosts_live == 0 && drained()) return TY_EXEC_OK;
     Fiber *next = pick();
     if (next != nullptr) {

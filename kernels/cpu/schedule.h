@@ -262,8 +262,8 @@ struct ty_exec {
   std::string waiting_report() const;
 
   // launch.cpp
-  void pump_streams();
-  void start(ty_stream *stream, ty::cpu::Work work);
+  bool pump_streams();
+  bool start(ty_stream *stream, ty::cpu::Work work);
   void end_thread(ty::cpu::Fiber &fiber);
   void finish(ty::cpu::Launch &launch);
   bool drained();

@@ -770,6 +770,35 @@ mod tests {
         unsafe { device.free(ptr, 16) };
     }
 
+    /// Blocks of a launch whose shared memory together is more than the process may have.
+    #[test]
+    fn a_lack_of_memory_for_a_launch_is_said() {
+        use nix::sys::resource::{Resource, setrlimit};
+        const ROOM: u64 = 128 << 20;
+        if std::env::var(ALONE).is_err() {
+            let name = "kernels::device::cpu::tests::a_lack_of_memory_for_a_launch_is_said";
+            let mut alone = Command::new(std::env::current_exe().unwrap());
+            let alone = alone.args([name, "--exact", "--test-threads=1"]).env(ALONE, "1").output().unwrap();
+            let said = String::from_utf8_lossy(&alone.stdout);
+            assert!(alone.status.success() && said.contains("1 passed"), "{}: {said}", alone.status);
+            return;
+        }
+        let device = crate::kernels::Device::cpu().unwrap();
+        let stream = device.new_stream().unwrap();
+        let word = device.alloc(64).unwrap();
+        let mut args = crate::ffi::layout::ty_push_args { source: word.view().ptr(), ..Default::default() };
+        args.destination[0] = word.view().ptr();
+        args.destinations = 1;
+        let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+        let pages: u64 = pages.split(' ').next().unwrap().parse().unwrap();
+        let most = 4096 * pages + ROOM;
+        setrlimit(Resource::RLIMIT_AS, most, most).unwrap();
+        // SAFETY: it copies no bytes.
+        unsafe { stream.launch("ty_bench_push", 1024, 32, 227 << 10, &args).unwrap() };
+        let why = stream.synchronize(Duration::from_secs(60)).unwrap_err().to_string();
+        assert!(why.contains("the CPU device lacks memory: use fewer blocks"), "{why}");
+    }
+
     #[test]
     fn guard_pages_that_are_unmapped_are_counted_down() {
         if std::env::var(ALONE).is_err() {
