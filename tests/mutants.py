@@ -36,6 +36,7 @@ DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", 
 SCHEDULER, SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.cpp", "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
 LOGGING = "bindings/cli/logging.rs"
+PROJECTION = "bindings/cli/commands/simulate/world.rs"
 VIEW, DEVICE, CPU, RECORDING = (
     "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
 OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
@@ -426,6 +427,11 @@ MUTANTS = [
     ("the end not released", MAILBOX, "self.ended.store(true, Ordering::Release);", "self.ended.store(true, Ordering::Relaxed);"),
     ("the end not acquired", MAILBOX, "self.ended.load(Ordering::Acquire)", "self.ended.load(Ordering::Relaxed)"),
     ("a core beyond the mask", REMOTE, "if core < libc::CPU_SETSIZE as usize && ", "if "),
+    ("a phase waits for beats", PROJECTION, "self.posted == self.completed", "self.network.next_due_ns().is_none()"),
+    ("a projected peer is lost", PROJECTION, "Liveness { heartbeat_ns, silence_ns: u64::MAX, first_contact_ns: u64::MAX }",
+     "Liveness { heartbeat_ns, ..default }"),
+    ("beats fill a slow link", PROJECTION, "default.heartbeat_ns.max((PHASES_A_BEAT * phase_us * 1e3) as u64)",
+     "default.heartbeat_ns"),
     ("runs that are missing pass", PAIRS, "if any(len(row[build]) < alternations for build in BUILDS):", "if False:"),
 ]
 
@@ -524,6 +530,7 @@ class Worker:
             PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
             MAILBOX: [("tests/loom.rs", [*test, "loom"])],
             REMOTE: [("unit tests", [*lib, "driver"])],
+            PROJECTION: [("unit tests", [*lib, "--", "simulate::tests::a_link", "simulate::tests::a_peer"])],
             OVER: [("tests/worlds.rs", [*test, "worlds"])],
             AGREEMENT: [("tests/worlds.rs", [*test, "worlds"])],
             HOST: [("tests/memory.rs", [*test, "memory", "limit"])],

@@ -1,3 +1,6 @@
+use std::sync::mpsc;
+use std::time::Duration;
+
 use super::workload::tests::v3;
 use super::*;
 use crate::cli::cases::words::Assumption;
@@ -169,6 +172,28 @@ fn a_link_that_is_slow_beyond_use_takes_no_longer_to_simulate() {
     let iteration = designed(Shape { tokens: 8, ..v3(2, 2) }, "0.01:1000:0");
     assert!(medians(&iteration)[0] > 10_000.0);
     assert!(start.elapsed() < std::time::Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_link_over_which_a_beat_is_always_under_way_ends_all_the_same() {
+    // Latencies of half the time between two beats and of a second, and as much for every message, beats among them.
+    for (link, latency_us) in [("1:50100:1", 50_100.0), ("400:1000000:0", 1e6), ("400:1000000:1000000", 2e6)] {
+        let (sent, received) = mpsc::channel();
+        // A defect never ends: it is left behind, as it would leave the test.
+        std::thread::spawn(move || sent.send(designed(Shape { tokens: 8, ..v3(2, 2) }, link)));
+        let iteration =
+            received.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|error| panic!("{link}: {error}"));
+        for us in medians(&iteration) {
+            assert!((latency_us..40.0 * latency_us).contains(&us), "{link}: {us}");
+        }
+    }
+}
+
+#[test]
+fn a_peer_that_a_slow_link_keeps_silent_is_not_lost() {
+    // Rows of more than a minute.
+    let iteration = designed(Shape { tokens: 32, ..v3(2, 2) }, "0.001:0:0");
+    assert!(medians(&iteration)[1] > 2e6, "{:?}", medians(&iteration));
 }
 
 #[test]

@@ -37,6 +37,10 @@ const GAP_NS: u64 = 20_000;
 const NOWHERE: u64 = 1 << 16;
 /// Turns without anything due after which a world that is not done never will be.
 const STUCK_TURNS: usize = 4;
+/// Virtual time at the most, about 52 days: half of what the network's clock holds.
+const LONGEST_NS: u64 = 1 << 52;
+/// From one beat to the next at the least, in phases: beats of a slow link would otherwise fill it.
+const PHASES_A_BEAT: f64 = 4.0;
 
 /// What happens at a device, or becomes visible there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -92,6 +96,9 @@ pub struct World {
     turns: BinaryHeap<Reverse<(u64, u32)>>,
     idle: Vec<bool>,
     busy: usize,
+    /// Writes that all proxies together have posted, and those of them that have completed.
+    posted: u64,
+    completed: u64,
     now_ns: u64,
     /// By direction.
     epochs: [u64; DIRECTIONS],
@@ -114,7 +121,7 @@ impl World {
         let sized = Wire::new(input.clone()).map_err(refused)?;
         let wire = Wire::new(WireInput { inbox_offset: sized.staging_bytes(), ..input }).map_err(refused)?;
         let network = Network::new(shape.ranks(), config(shape, link)).map_err(refused)?;
-        let proxies = open(shape, &wire, &network).map_err(refused)?;
+        let proxies = open(shape, &wire, &network, liveness(plan, link)).map_err(refused)?;
         let ranks = proxies.len();
         Ok(World {
             costs,
@@ -125,6 +132,8 @@ impl World {
             turns: (0..ranks as u32).map(|rank| Reverse((u64::from(rank) % costs.turn_ns.max(1), rank))).collect(),
             idle: vec![true; ranks],
             busy: 0,
+            posted: 0,
+            completed: 0,
             now_ns: 0,
             epochs: [0; DIRECTIONS],
         })
@@ -132,20 +141,20 @@ impl World {
 
     /// Writes that all proxies together have posted so far.
     pub fn posts(&self) -> u64 {
-        self.proxies.iter().map(|proxy| proxy.machine.stats().posts).sum()
+        self.posted
     }
 
-    /// Runs a phase, and on until nothing is under way.
+    /// Runs a phase, and on until nothing is under way but beats, of which there is always another over a slow link.
     ///
     /// # Errors
-    /// A sentence: a proxy reported something, or nothing goes on.
+    /// A sentence: a proxy reported something, nothing goes on, or time runs out.
     pub fn run(&mut self, phase: &mut impl Phase) -> Outcome<()> {
         self.epochs[phase.direction().index()] += 1;
         phase.begin(self.now_ns + GAP_NS, &mut self.events);
         let mut nothing_due = 0;
         loop {
             let event_ns = self.events.next_ns();
-            if event_ns.is_none() && self.busy == 0 && self.network.next_due_ns().is_none() {
+            if event_ns.is_none() && self.busy == 0 && self.posted == self.completed {
                 nothing_due += 1;
                 if phase.is_over() {
                     return Ok(());
@@ -155,6 +164,10 @@ impl World {
                 }
             } else {
                 nothing_due = 0;
+            }
+            if self.now_ns > LONGEST_NS {
+                let days = LONGEST_NS / 86_400_000_000_000;
+                return Err(format!("the projected world ran for {days} days; give fewer --iters, or a faster --link"));
             }
             let Some(Reverse((turn_ns, rank))) = self.turns.peek().copied() else { return Ok(()) };
             match event_ns {
@@ -190,7 +203,11 @@ impl World {
         self.network.advance_ns(at_ns.saturating_sub(self.network.now_ns()));
         self.now_ns = self.now_ns.max(at_ns);
         let mut flags: Vec<Raised> = Vec::new();
-        let step = self.proxies[rank as usize].step(at_ns, &self.costs, &mut flags)?;
+        let proxy = &mut self.proxies[rank as usize];
+        let (posts, completions) = (proxy.machine.stats().posts, proxy.machine.stats().completions);
+        let step = proxy.step(at_ns, &self.costs, &mut flags)?;
+        self.posted += proxy.machine.stats().posts - posts;
+        self.completed += proxy.machine.stats().completions - completions;
         for (after_ns, flag) in flags {
             let Flag::Landed { direction: of, source, chunk, epoch, .. } = flag else { continue };
             if of != direction || epoch != self.epochs[direction.index()] {
@@ -227,8 +244,20 @@ fn config(shape: &Shape, link: &Link) -> SimConfig {
     }
 }
 
+/// As on a real machine, but that nobody dies here: silence means nothing, and beats take little of the slowest link.
+fn liveness(plan: &Plan, link: &Link) -> Liveness {
+    let Shape { nodes, tokens, preset, .. } = plan.shape;
+    let peers = nodes.saturating_sub(1);
+    let messages = peers * plan.chunks(Direction::Dispatch, tokens).max(plan.chunks(Direction::Combine, tokens));
+    let bytes = (peers.min(preset.top_k) * tokens) as u64 * plan.shape.sum_bytes();
+    let phase_us = link.floor_us(bytes as f64) + link.nic.latency_us + messages as f64 * link.nic.per_message_us;
+    let default = Liveness::default();
+    let heartbeat_ns = default.heartbeat_ns.max((PHASES_A_BEAT * phase_us * 1e3) as u64);
+    Liveness { heartbeat_ns, silence_ns: u64::MAX, first_contact_ns: u64::MAX }
+}
+
 /// Endpoints, connected to all whom they post to or hear from, and machines with the context open.
-fn open(shape: &Shape, wire: &Wire, network: &Network) -> tokenyard::Result<Vec<Proxy>> {
+fn open(shape: &Shape, wire: &Wire, network: &Network, liveness: Liveness) -> tokenyard::Result<Vec<Proxy>> {
     let ranks = || (0..shape.ranks()).map(|rank| Rank(rank as u32));
     let bytes = (wire.staging_bytes() + wire.inbox_bytes()).max(1) as usize;
     let mut endpoints: Vec<SimEndpoint> = ranks().map(|rank| network.endpoint(rank)).collect::<Result<_, _>>()?;
@@ -248,7 +277,6 @@ fn open(shape: &Shape, wire: &Wire, network: &Network) -> tokenyard::Result<Vec<
         for peer in peers {
             endpoint.connect(peer, &addresses[peer.index()])?;
         }
-        let liveness = Liveness::default();
         let mut machine = Machine::new(&MachineConfig { rank, world: shape.ranks(), liveness })?;
         machine.open(CONTEXT, &ContextConfig { generation: 0, first_epoch: 1, wire, arenas: &arenas })?;
         proxies.push(Proxy::new(machine, endpoint, counts.doorbells, counts.chunks));
