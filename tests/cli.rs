@@ -73,6 +73,7 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench --timeout-ms 0", "--timeout-ms is `0`", "whole number"),
         ("bench --json /no/such/folder/a.json", "--json is `/no/such/folder/a.json`", "folder that exists"),
         ("bench --plot -", "--plot is `-`", "give a path"),
+        ("bench --json /dev/fd/999", "--json is `/dev/fd/999`", "cannot be written"),
         ("bench --hidden", "--hidden has no value", "give one"),
         ("bench --ragged=3", "--ragged is `3`", "leave the value out"),
         ("bench --hiden 7168", "`--hiden` is not known", "--hidden"),
@@ -322,6 +323,48 @@ fn assert_plotted_bandwidth(svg: &str, result: &Value) {
 #[test]
 fn a_world_of_one_rank_has_no_bandwidth_to_plot() {
     let folder = tempfile::tempdir().unwrap();
+#[test]
+fn files_that_would_block_or_overwrite_each_other_are_refused_before_the_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let pipe = at("pipe");
+    nix::unistd::mkfifo(pipe.as_str(), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for option in ["--json", "--plot", "--trace"] {
+        let sentence = refusal(&format!("bench {SMALL} {option} {pipe}"));
+        assert!(sentence.contains(&format!("{option} is `{pipe}`")) && sentence.contains("give a file"), "{sentence}");
+    }
+    for words in ["plan --device cpu", "doctor", "simulate --calibrate"] {
+        assert!(refusal(&format!("{words} --json {pipe}")).contains("give a file"), "{words}");
+    }
+    let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
+    assert!(refusal(&format!("bench {SMALL} --json {}", at("socket"))).contains("give a file"));
+
+    let twice = |first: &str, second: &str| {
+        let sentence = refusal(&format!("bench {SMALL} --json {first} --trace {second}"));
+        assert!(sentence.contains("--trace is") && sentence.contains("--json goes to the same file"), "{sentence}");
+    };
+    twice(&at("new"), &at("new"));
+    twice(&at("new"), &at("./new"));
+    assert!(!std::path::Path::new(&at("new")).exists(), "a refusal leaves nothing behind");
+    std::fs::write(at("old"), "kept").unwrap();
+    std::os::unix::fs::symlink(at("old"), at("link")).unwrap();
+    twice(&at("old"), &at("link"));
+    assert_eq!(std::fs::read_to_string(at("old")).unwrap(), "kept");
+}
+
+#[test]
+fn devices_and_pipes_that_the_program_was_handed_are_written() {
+    let output = run(&format!("bench {SMALL} --json /dev/null --plot /dev/null --trace /dev/null"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    // Its reader is this test.
+    let output = run("plan --device cpu --json /dev/stderr");
+    assert!(output.status.success() && text(&output.stdout).contains("arena of a rank"), "{}", text(&output.stderr));
+    assert!(serde_json::from_slice::<Value>(&output.stderr).is_ok(), "{}", text(&output.stderr));
+    let processes = format!("bench {SMALL} --launch processes --json /dev/stderr");
+    let output = run(&processes);
+    assert!(output.status.success() && serde_json::from_slice::<Value>(&output.stderr).is_ok(), "{processes}");
+}
+
     let plot = folder.path().join("r.svg").display().to_string();
     let output =
         run(&format!("bench --device cpu --world 1 --hidden 128 --experts 7 --top-k 3 --tokens 1,4 --plot {plot}"));

@@ -2,8 +2,12 @@
 //!
 //! On the thread that runs the program: before a run, whether a file can be written; behind it, the writing.
 
-use std::path::Path;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use serde::Serialize;
 
 use super::out::Out;
@@ -24,26 +28,63 @@ pub fn json<T: Serialize>(results: &[T]) -> serde_json::Result<String> {
     }
 }
 
-/// Refuses a file that could not be written, before the run and not after it. `-` is the output, where it may be that.
-pub fn check_output(name: &str, path: Option<&str>, stdout_too: bool) -> Result<(), Refusal> {
-    let Some(path) = path else { return Ok(()) };
-    if path == "-" {
-        let advice = "only --json can go to stdout; give a path";
-        return if stdout_too { Ok(()) } else { Err(Refusal::of(name, path, advice)) };
+/// Refuses files that could not be written, or would be written twice, before the run and not after it. `-` as `--json`
+/// is the output.
+pub fn check_outputs(json: Option<&str>, others: &[(&str, Option<&str>)]) -> Result<(), Refusal> {
+    let mut taken: Vec<(&str, Place)> = Vec::new();
+    let json = ("--json", json.filter(|path| *path != "-"));
+    for &(name, path) in std::iter::once(&json).chain(others) {
+        let Some(path) = path else { continue };
+        let Some(place) = place(name, path)? else { continue };
+        if let Some((other, _)) = taken.iter().find(|(_, before)| *before == place) {
+            return Err(Refusal::of(name, path, format!("{other} goes to the same file; give another")));
+        }
+        taken.push((name, place));
     }
+    Ok(())
+}
+
+/// Where a file lies, whatever it is called.
+#[derive(Debug, PartialEq, Eq)]
+enum Place {
+    /// Device and inode.
+    There(u64, u64),
+    /// One that does not exist yet.
+    New(PathBuf),
+}
+
+/// The place of a file that can be written; none of a device or pipe, which keeps all that is written to it.
+fn place(name: &str, path: &str) -> Result<Option<Place>, Refusal> {
+    let refused = |advice: &str| Refusal::of(name, path, advice);
+    if path == "-" {
+        return Err(refused("only --json can go to stdout; give a path"));
+    }
+    let unwritable = |error: io::Error| refused(&format!("it cannot be written ({error}); give another file"));
     let file = Path::new(path);
     let folder = match file.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
         _ => Path::new("."),
     };
-    if file.file_name().is_none() || file.is_dir() || !folder.is_dir() {
-        return Err(Refusal::of(
-            name,
-            path,
-            "there is no such folder, or it is one; give a file in a folder that exists",
-        ));
+    let Some(own) = file.file_name().filter(|_| !file.is_dir() && folder.is_dir()) else {
+        return Err(refused("there is no such folder, or it is one; give a file in a folder that exists"));
+    };
+    let Ok(about) = fs::metadata(file) else {
+        let folder = folder.canonicalize().map_err(unwritable)?;
+        // What a link to nothing would make is left to the writing.
+        if file.symlink_metadata().is_err() {
+            drop(OpenOptions::new().write(true).create_new(true).open(file).map_err(unwritable)?);
+            fs::remove_file(file).map_err(unwritable)?;
+        }
+        return Ok(Some(Place::New(folder.join(own))));
+    };
+    let kind = about.file_type();
+    // A pipe without a name was handed to this process, as stdout or by a shell's >(…): a look does not end it.
+    let handed = kind.is_fifo() && file.canonicalize().is_err();
+    if !(kind.is_file() || kind.is_char_device() || handed) {
+        return Err(refused("it is a pipe with a name, a socket or a disk; give a file"));
     }
-    Ok(())
+    drop(OpenOptions::new().write(true).custom_flags(libc::O_NONBLOCK).open(file).map_err(unwritable)?);
+    Ok(kind.is_file().then(|| Place::There(about.dev(), about.ino())))
 }
 
 /// Writes a text to a file, or to the output where the path is `-`.
@@ -55,6 +96,15 @@ pub fn write(path: &str, text: &str, out: &Out) -> Result<(), String> {
         say!(out, "{text}");
         return Ok(());
     }
-    let result = std::fs::write(path, format!("{text}\n"));
+    let result = opened(path).and_then(|mut file| file.write_all(format!("{text}\n").as_bytes()));
     result.map_err(|error| format!("{path} cannot be written ({error}); free space there, or name another file"))
+}
+
+/// Opens a file, emptied. A pipe whose reader has left is an error, and nothing to wait for.
+fn opened(path: &str) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    let file = options.write(true).create(true).truncate(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    // What is written waits for room all the same.
+    fcntl(&file, FcntlArg::F_SETFL(OFlag::empty()))?;
+    Ok(file)
 }

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use tokenyard::Device;
 
 use crate::cli::args::DoctorArgs;
-use crate::cli::files::{self, check_output};
+use crate::cli::files::{self, check_outputs};
 use crate::cli::out::Out;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
@@ -23,7 +23,7 @@ use finding::Finding;
 /// # Errors
 /// Unusable arguments.
 pub fn doctor(args: &DoctorArgs, out: &Out) -> Result<Status, Refusal> {
-    check_output("--json", args.json.as_deref(), true)?;
+    check_outputs(args.json.as_deref(), &[])?;
     let machine = Machine { root: PathBuf::from("/") };
     let mut findings = vec![build()];
     findings.push(machine.driver());

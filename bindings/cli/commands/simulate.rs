@@ -22,7 +22,7 @@ use tokenyard::internals::transport::network::sim::models::{self, Link};
 use crate::cli::args::{List, SimulateArgs};
 use crate::cli::cases::presets;
 use crate::cli::cases::words::Word;
-use crate::cli::files::{self, check_output};
+use crate::cli::files::{self, check_outputs};
 use crate::cli::out::Out;
 use crate::cli::progress::Progress;
 use crate::cli::status::Status;
@@ -59,7 +59,7 @@ struct Config {
 /// # Errors
 /// Unusable arguments.
 pub fn simulate(args: &SimulateArgs, out: &Out) -> Result<Status, Refusal> {
-    check_output("--json", args.json.as_deref(), true)?;
+    check_outputs(args.json.as_deref(), &[])?;
     if args.calibrate {
         calibrate::check(args)?;
         return Ok(finish(calibrate::run(args.json.as_deref(), out), out));

@@ -20,7 +20,7 @@ use crate::cli::cases::words::{
     ArenaWord, Check, DeviceWord, Launch, LayoutWord, Mode, NetworkWord, PartialWord, TransportWord, WeightsWord, Word,
     WorldMode,
 };
-use crate::cli::files::check_output;
+use crate::cli::files::check_outputs;
 use crate::cli::out::Out;
 use crate::cli::usage::Refusal;
 
@@ -199,7 +199,11 @@ impl Config {
         case.check()?;
         builder::planned(&case, device)?;
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
-        check_outputs(&outputs)?;
+        // A rank that is a process of its own writes none of them.
+        if !args.as_rank {
+            let drawn = [("--plot", outputs.plot.as_deref()), ("--trace", outputs.trace.as_deref())];
+            check_outputs(outputs.json.as_deref(), &drawn)?;
+        }
         Ok(Config {
             device,
             launch,
@@ -379,13 +383,6 @@ fn world_mode(args: &BenchArgs, device: DeviceWord, launch: Launch) -> Result<Wo
         return Err(Refusal::of("--world-mode", mode.name(), advice));
     }
     Ok(mode)
-}
-
-/// Refuses files that could not be written, before the run and not after it.
-fn check_outputs(outputs: &Outputs) -> Result<(), Refusal> {
-    check_output("--json", outputs.json.as_deref(), true)?;
-    check_output("--plot", outputs.plot.as_deref(), false)?;
-    check_output("--trace", outputs.trace.as_deref(), false)
 }
 
 #[cfg(test)]
