@@ -88,8 +88,26 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("verify --schedules 0", "--schedules is `0`", "whole number"),
         ("verify --schedules 1 --device cuda", "--device is `cuda`", "give cpu"),
         ("verify --timeout-ms 0", "--timeout-ms is `0`", "whole number"),
-        ("verify --replay ahead=0", "ahead is `0`", "1 to 8"),
+        ("verify --replay ahead=0", "--replay is `ahead=0`", "1 to 8"),
         ("verify --replay ahead=2 --seeds 3", "--replay is `ahead=2`", "leave --seeds out"),
+        ("verify --replay hidden=18446744073709551615", "`hidden=18446744073709551615`", "from 1 to 1048576"),
+        ("verify --replay experts=9223372036854775807", "`experts=9223372036854775807`", "from 1 to 32768"),
+        ("verify --replay experts=2147483647", "--replay is `experts=2147483647`", "from 1 to 32768"),
+        ("verify --replay gap=2147483648", "--replay is `gap=2147483648`", "from 0 to 65536"),
+        ("verify --replay sms=4294967296", "--replay is `sms=4294967296`", "from 1 to 1024"),
+        ("verify --device cpu --replay sms=1", "--sms is `1`", "at least 2"),
+        ("verify --replay iters=0", "--replay is `iters=0`", "from 1 to 10000000"),
+        ("verify --replay nodes=18446744073709551615+2", "--replay is `nodes=18446744073709551615+2`", "from 1 to 64"),
+        ("verify --replay hidden=128,hidden=256", "--replay is `hidden=256`", "give it once"),
+        ("verify --device cpu --replay world=65,nodes=32+33", "--world is `65`", "1 to 64"),
+        ("verify --device cpu --replay first_epoch=4294967295", "--first-epoch is `4294967295`", ""),
+        // What is refused by design is held to the rest.
+        ("verify --device cpu --replay scales=f32,nodes=1+4", "--ranks-per-node is `1,4`", "agree"),
+        (
+            "verify --device cpu --replay world=64,hidden=1048576,tokens=100000,max_tokens=100000,nodes=32+32",
+            "--max-tokens is `100000`",
+            "bytes of memory are free",
+        ),
         ("verify --replay color=red", "--replay is `color=red`", "name=value"),
         ("simulate --nodes 2", "--link", "give it"),
         ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate or doctor"),
@@ -305,24 +323,6 @@ fn a_sweep_has_a_result_for_each_count_and_writes_its_files() {
 }
 
 /// What each rank sent of one run over its time, and over the floor, must stand in the plot.
-fn assert_plotted_bandwidth(svg: &str, result: &Value) {
-    let number = |value: &Value| value.as_f64().unwrap();
-    for way in ["dispatch", "combine"] {
-        let bytes = &result["bytes_per_rank"];
-        let bytes = number(&bytes[format!("{way}_nvlink")]) + number(&bytes[format!("{way}_wire")]);
-        assert!(bytes > 0.0, "{result}");
-        for (at, us) in [("p50", &result[format!("{way}_us")]["p50"]), ("floor", &result["floor_us"][way])] {
-            let point = format!("<title>{way} at {at}, {} tokens: ", result["tokens"]);
-            let shown = svg.split(&point).nth(1).and_then(|rest| rest.split_once(" GB/s</title>")).unwrap().0;
-            let wanted = bytes / number(us) / 1000.0;
-            assert!((shown.parse::<f64>().unwrap() - wanted).abs() <= 1e-6, "{point}{shown}, and not {wanted}");
-        }
-    }
-}
-
-#[test]
-fn a_world_of_one_rank_has_no_bandwidth_to_plot() {
-    let folder = tempfile::tempdir().unwrap();
 #[test]
 fn files_that_would_block_or_overwrite_each_other_are_refused_before_the_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -365,6 +365,24 @@ fn devices_and_pipes_that_the_program_was_handed_are_written() {
     assert!(output.status.success() && serde_json::from_slice::<Value>(&output.stderr).is_ok(), "{processes}");
 }
 
+fn assert_plotted_bandwidth(svg: &str, result: &Value) {
+    let number = |value: &Value| value.as_f64().unwrap();
+    for way in ["dispatch", "combine"] {
+        let bytes = &result["bytes_per_rank"];
+        let bytes = number(&bytes[format!("{way}_nvlink")]) + number(&bytes[format!("{way}_wire")]);
+        assert!(bytes > 0.0, "{result}");
+        for (at, us) in [("p50", &result[format!("{way}_us")]["p50"]), ("floor", &result["floor_us"][way])] {
+            let point = format!("<title>{way} at {at}, {} tokens: ", result["tokens"]);
+            let shown = svg.split(&point).nth(1).and_then(|rest| rest.split_once(" GB/s</title>")).unwrap().0;
+            let wanted = bytes / number(us) / 1000.0;
+            assert!((shown.parse::<f64>().unwrap() - wanted).abs() <= 1e-6, "{point}{shown}, and not {wanted}");
+        }
+    }
+}
+
+#[test]
+fn a_world_of_one_rank_has_no_bandwidth_to_plot() {
+    let folder = tempfile::tempdir().unwrap();
     let plot = folder.path().join("r.svg").display().to_string();
     let output =
         run(&format!("bench --device cpu --world 1 --hidden 128 --experts 7 --top-k 3 --tokens 1,4 --plot {plot}"));

@@ -37,6 +37,7 @@ SCHEDULER, SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.cpp", "kernels/cpu/s
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
 LOGGING = "bindings/cli/logging.rs"
 PROJECTION = "bindings/cli/commands/simulate/world.rs"
+CASE, FILES, REPLAY = "bindings/cli/cases/case.rs", "bindings/cli/files.rs", "bindings/cli/commands/verify.rs"
 VIEW, DEVICE, CPU, RECORDING = (
     "kernels/device/view.rs", "kernels/device/mod.rs", "kernels/device/cpu.rs", "kernels/device/recording.rs")
 OPEN, HANDLE, EXECUTOR = "bindings/api/open.rs", "bindings/api/handle.rs", "kernels/cpu/executor.cpp"
@@ -432,6 +433,14 @@ MUTANTS = [
      "Liveness { heartbeat_ns, ..default }"),
     ("beats fill a slow link", PROJECTION, "default.heartbeat_ns.max((PHASES_A_BEAT * phase_us * 1e3) as u64)",
      "default.heartbeat_ns"),
+    ("a replayed size without a bound", CASE, "hidden: show, within::<1, MAX_HIDDEN>;", "hidden: show, within::<0, { u64::MAX }>;"),
+    ("a replayed field given twice", CASE, "if given.contains(&name) =>", "if false && given.contains(&name) =>"),
+    ("what is refused by design is held to nothing", REPLAY, "check_case(&usable, judge.device)?;",
+     "if case == usable { check_case(&usable, judge.device)?; }"),
+    ("a replay larger than the memory", REPLAY, "    check_memory(&usable, judge.device)?;\n", ""),
+    ("a pipe with a name is waited for", FILES, "kind.is_char_device() || handed)", "kind.is_char_device() || kind.is_fifo())"),
+    ("two results in one file", FILES, "*before == place)", "false && *before == place)"),
+    ("a look at a file leaves it", FILES, "            fs::remove_file(file).map_err(unwritable)?;\n", ""),
     ("runs that are missing pass", PAIRS, "if any(len(row[build]) < alternations for build in BUILDS):", "if False:"),
 ]
 
@@ -531,6 +540,9 @@ class Worker:
             MAILBOX: [("tests/loom.rs", [*test, "loom"])],
             REMOTE: [("unit tests", [*lib, "driver"])],
             PROJECTION: [("unit tests", [*lib, "--", "simulate::tests::a_link", "simulate::tests::a_peer"])],
+            CASE: [("unit tests", [*lib, "cli::cases::case"])],
+            FILES: [("tests/cli.rs", [*test, "cli", "files_that"])],
+            REPLAY: [("tests/cli.rs", [*test, "cli", "unusable_arguments"])],
             OVER: [("tests/worlds.rs", [*test, "worlds"])],
             AGREEMENT: [("tests/worlds.rs", [*test, "worlds"])],
             HOST: [("tests/memory.rs", [*test, "memory", "limit"])],

@@ -7,7 +7,9 @@ use clap::{Args, Parser, Subcommand};
 use tokenyard::internals::base::Dtype;
 
 use crate::cli::cases::inputs::ScaleKind;
-use crate::cli::cases::limits::{MAX_NODE, MAX_TOP_K, MAX_WORLD};
+use crate::cli::cases::limits::{
+    MAX_EXPERTS, MAX_HIDDEN, MAX_ITERS, MAX_NODE, MAX_ROWS, MAX_SMS, MAX_TOKENS, MAX_TOP_K, MAX_WORLD, number, seed,
+};
 use crate::cli::cases::links::Link;
 use crate::cli::cases::routing::Routing;
 use crate::cli::cases::words::{
@@ -17,14 +19,6 @@ use crate::cli::cases::words::{
 
 /// Ranks of a projected node at the most: no host links more GPUs than 16.
 const MAX_PROJECTED_NODE: u64 = 16;
-/// Columns at the most: rows of 4 MiB in fp32, far beyond any model.
-const MAX_HIDDEN: u64 = 1 << 20;
-/// Experts at the most, over all ranks; what one rank may hold is checked against the world.
-const MAX_EXPERTS: u64 = 1 << 15;
-/// Tokens of a call at the most: what a context may be built for.
-const MAX_TOKENS: u64 = 1 << 20;
-/// Iterations at the most: their samples fit in memory.
-const MAX_ITERS: u64 = 10_000_000;
 /// Longest deadline: a day.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
 
@@ -147,7 +141,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "A", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub align: Option<usize>,
     /// Rows of the output; of each expert's in the masked layout [default: the worst case]
-    #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, i32::MAX as u64))]
+    #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_ROWS))]
     pub capacity: Option<usize>,
 
     /// The output lies in the arena, and peers store rows where they belong there (contiguous, in one node)
@@ -157,7 +151,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "fused|split|graph", value_parser = word::<Mode>)]
     pub mode: Option<Mode>,
     /// SM budget of a kernel [default: chosen by a model of bytes: all for few tokens, else as few as are as fast]
-    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, 1024))]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_SMS))]
     pub sms: Option<usize>,
     /// Timed iterations [default: cpu 5, cuda 1000]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
@@ -279,17 +273,6 @@ pub struct DoctorArgs {
 /// Numbers separated by commas; at least one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct List(pub Vec<usize>);
-
-/// Reads a whole number between two bounds.
-pub fn number(text: &str, least: u64, most: u64) -> Result<usize, String> {
-    let value = text.parse::<u64>().ok().filter(|v| (least..=most).contains(v));
-    let value = value.and_then(|v| usize::try_from(v).ok());
-    value.ok_or_else(|| format!("give a whole number from {least} to {most}"))
-}
-
-fn seed(text: &str) -> Result<u64, String> {
-    text.parse().map_err(|_| format!("give a whole number from 0 to {}", u64::MAX))
-}
 
 fn list(text: &str, least: u64, most: u64, example: &str) -> Result<List, String> {
     let items: Result<Vec<usize>, String> = text.split(',').map(|item| number(item.trim(), least, most)).collect();

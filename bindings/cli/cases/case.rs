@@ -9,7 +9,10 @@ use std::fmt;
 use tokenyard::internals::base::Dtype;
 
 use super::inputs::{Counter, Inputs, ScaleKind, Use};
-use super::limits::{MAX_NICS, MAX_NODE, MAX_TOP_K, MAX_WORLD};
+use super::limits::{
+    MAX_AHEAD, MAX_EXPERTS, MAX_GAP, MAX_HIDDEN, MAX_ITERS, MAX_NICS, MAX_NODE, MAX_ROWS, MAX_SMS, MAX_TOKENS,
+    MAX_TOP_K, MAX_WORLD, number, seed,
+};
 use super::links::Link;
 use super::routing::{Router, Routing, RoutingShape};
 use super::words::{
@@ -29,8 +32,8 @@ const MAX_COUNTS: usize = 8192;
 const ROW_QUANTUM: usize = 16;
 /// Columns of one scale.
 const SCALE_COLUMNS: usize = 128;
-/// Dispatches before their combines at the most.
-pub const MAX_AHEAD: usize = 8;
+/// The last number that a first dispatch may have, as the library has it.
+const MAX_EPOCH: u64 = 1 << 42;
 /// Chunks of a message at the most: an immediate numbers them in ten bits.
 pub const MAX_CHUNKS: usize = 1024;
 
@@ -349,6 +352,21 @@ impl Case {
         }
     }
 
+    /// This case without what is refused by design: the rest must be usable all the same.
+    #[must_use]
+    pub fn without_refused(&self) -> Case {
+        let mut case = self.clone();
+        while let Some(field) = case.refused_by_design() {
+            match field {
+                "scales" => case.scales = ScaleKind::None,
+                "quantize" => case.quantize = false,
+                "hidden" => case.partial = PartialWord::Same,
+                _ => case.weights = WeightsWord::Dispatch,
+            }
+        }
+        case
+    }
+
     /// Why the output cannot lie in the arena, if there is a reason.
     pub fn why_no_own_output(&self) -> Option<&'static str> {
         let reasons = [
@@ -410,7 +428,7 @@ impl Case {
             let advice = "a captured call keeps the host's count, and these change; give device_count=yes";
             return Err(Refusal::of("device_count", "no", advice));
         }
-        if !(1..=MAX_AHEAD).contains(&self.ahead) {
+        if !(1..=MAX_AHEAD).contains(&(self.ahead as u64)) {
             return Err(Refusal::of("ahead", self.ahead, format!("give 1 to {MAX_AHEAD} dispatches")));
         }
         self.router().map(|_| ()).map_err(|error| Refusal::from_error(&error))
@@ -489,7 +507,7 @@ impl Case {
             let advice = "messages are tampered with between nodes, of worlds on one thread; give nodes and world_mode=one-thread";
             return Err(Refusal::of("fault", self.fault.name(), advice));
         }
-        if let Some(nics) = self.nics.filter(|nics| !(1..=MAX_NICS).contains(nics)) {
+        if let Some(nics) = self.nics.filter(|nics| !(1..=MAX_NICS).contains(&(*nics as u64))) {
             return Err(Refusal::of("nics", nics, format!("give 1 to {MAX_NICS}")));
         }
         let wave = self.wave_tokens.unwrap_or(self.max_tokens).clamp(1, self.max_tokens.max(1));
@@ -555,17 +573,22 @@ fn read_flag(text: &str) -> Result<bool, String> {
     }
 }
 
-fn read_number<T: std::str::FromStr>(text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| "give a whole number".to_string())
+fn within<const LEAST: u64, const MOST: u64>(text: &str) -> Result<usize, String> {
+    number(text, LEAST, MOST)
+}
+
+/// A number, or `-` for none.
+fn or_none<const LEAST: u64, const MOST: u64>(text: &str) -> Result<Option<usize>, String> {
+    if text == "-" { Ok(None) } else { number(text, LEAST, MOST).map(Some) }
+}
+
+fn read_epoch(text: &str) -> Result<Option<u64>, String> {
+    if text == "-" { Ok(None) } else { number(text, 1, MAX_EPOCH).map(|epoch| Some(epoch as u64)) }
 }
 
 /// A number, or `-` for none.
 fn optional<T: fmt::Display>(value: Option<T>) -> String {
     value.map_or("-".to_string(), |v| v.to_string())
-}
-
-fn read_optional<T: std::str::FromStr>(text: &str) -> Result<Option<T>, String> {
-    if text == "-" { Ok(None) } else { read_number(text).map(Some) }
 }
 
 /// Sizes joined by `+`, since fields are separated by commas; `-` for one node.
@@ -578,8 +601,8 @@ fn read_nodes(text: &str) -> Result<Vec<usize>, String> {
     if text == "-" {
         return Ok(Vec::new());
     }
-    let sizes: Option<Vec<usize>> = text.split('+').map(|size| size.parse().ok()).collect();
-    sizes.ok_or_else(|| "give the ranks of each node, say 3+5".to_string())
+    let sizes: Result<Vec<usize>, String> = text.split('+').map(|size| number(size, 1, MAX_NODE)).collect();
+    sizes.map_err(|advice| format!("{advice} for each node, say 3+5"))
 }
 
 macro_rules! fields {
@@ -614,20 +637,20 @@ fn read_routing(text: &str) -> Result<Routing, String> {
 }
 
 fields! {
-    world: show, read_number;
+    world: show, within::<1, MAX_WORLD>;
     nodes: show_nodes, read_nodes;
     transport: show_word, word;
     link: show, Link::parse;
     network: show_word, word;
-    nics: optional, read_optional;
-    chunk_rows: optional, read_optional;
+    nics: optional, or_none::<1, MAX_NICS>;
+    chunk_rows: optional, or_none::<1, MAX_TOKENS>;
     double_buffer: flag, read_flag;
-    arriving_tokens: optional, read_optional;
-    wave_tokens: optional, read_optional;
-    meta_tile: optional, read_optional;
-    hidden: show, read_number;
-    experts: show, read_number;
-    top_k: show, read_number;
+    arriving_tokens: optional, or_none::<0, MAX_TOKENS>;
+    wave_tokens: optional, or_none::<1, MAX_TOKENS>;
+    meta_tile: optional, or_none::<1, MAX_TOKENS>;
+    hidden: show, within::<1, MAX_HIDDEN>;
+    experts: show, within::<1, MAX_EXPERTS>;
+    top_k: show, within::<1, MAX_TOP_K>;
     dtype: show_word, word;
     scales: show_word, word;
     quantize: flag, read_flag;
@@ -637,8 +660,8 @@ fields! {
     placement: show_word, word;
     weights: show_word, word;
     layout: show_word, word;
-    align: show, read_number;
-    capacity: optional, read_optional;
+    align: show, within::<1, MAX_TOKENS>;
+    capacity: optional, or_none::<1, MAX_ROWS>;
     own_output: flag, read_flag;
     scale_order: show_word, word;
     input_scales: show_word, word;
@@ -648,21 +671,21 @@ fields! {
     ragged: flag, read_flag;
     device_count: flag, read_flag;
     host_counts: flag, read_flag;
-    gap: show, read_number;
-    tokens: show, read_number;
-    max_tokens: show, read_number;
+    gap: show, within::<0, MAX_GAP>;
+    tokens: show, within::<0, MAX_TOKENS>;
+    max_tokens: show, within::<1, MAX_TOKENS>;
     routing: show, read_routing;
-    none_percent: show, read_number;
+    none_percent: show, within::<0, 100>;
     mode: show_word, word;
-    ahead: show, read_number;
+    ahead: show, within::<1, MAX_AHEAD>;
     lockstep: flag, read_flag;
     fault: show_word, word;
-    sms: optional, read_optional;
+    sms: optional, or_none::<1, MAX_SMS>;
     world_mode: show_word, word;
     hold_stores: flag, read_flag;
-    iters: show, read_number;
-    seed: show, read_number;
-    first_epoch: optional, read_optional;
+    iters: show, within::<1, MAX_ITERS>;
+    seed: show, seed;
+    first_epoch: optional, read_epoch;
 }
 
 /// Fields that are not the default's, `name=value`, separated by commas.
@@ -683,9 +706,10 @@ impl Case {
     /// Reads what a case was printed as.
     ///
     /// # Errors
-    /// The first field that is not known or not usable.
+    /// The first field that is not known, not usable by itself, or given twice.
     pub fn parse(text: &str) -> Result<Case, Refusal> {
         let mut case = Case::default();
+        let mut given = Vec::new();
         for field in text.split(',').filter(|field| !field.is_empty()) {
             let (name, value) = field.split_once('=').unwrap_or((field, ""));
             match case.set(name, value) {
@@ -694,7 +718,14 @@ impl Case {
                     return Err(Refusal::of("--replay", field, advice));
                 }
                 Some(Err(advice)) => return Err(Refusal::of("--replay", field, advice)),
-                Some(Ok(())) => {}
+                Some(Ok(())) if given.contains(&name) => {
+                    return Err(Refusal::of(
+                        "--replay",
+                        field,
+                        format!("`{name}` is given more than once: give it once"),
+                    ));
+                }
+                Some(Ok(())) => given.push(name),
             }
         }
         Ok(case)
@@ -739,6 +770,38 @@ mod tests {
         let refused = Case::parse("world=2,mode=eager").unwrap_err().to_string();
         assert!(refused.contains("mode=eager") && refused.contains("fused, split or graph"), "{refused}");
         assert!(Case::parse("color=red").is_err());
+    }
+
+    #[test]
+    fn every_field_of_a_case_is_held_to_its_range() {
+        let fields = Case::default().fields();
+        for (name, usable) in &fields {
+            let again = Case::parse(&format!("{name}={usable},{name}={usable}")).unwrap_err().to_string();
+            assert!(again.contains(&format!("`{name}` is given more than once")), "{again}");
+            let outside = ["", "-1", "1.5", "nonsense", "18446744073709551616", "99999999999999999999999999"];
+            for value in outside {
+                let refused = Case::parse(&format!("{name}={value}")).unwrap_err().to_string();
+                assert!(refused.contains(&format!("--replay is `{name}={value}`: ")), "{refused}");
+            }
+            let mut taken = Vec::new();
+            for value in [0, 1, 1 << 16, 1 << 20, 1 << 31, u64::from(u32::MAX) + 1, u64::MAX] {
+                match Case::parse(&format!("{name}={value}")) {
+                    Ok(_) => taken.push(value),
+                    Err(refused) => assert!(refused.to_string().contains("give "), "{refused}"),
+                }
+            }
+            let most = match *name {
+                "seed" => u64::MAX,
+                "first_epoch" => u64::from(u32::MAX) + 1,
+                "hidden" | "chunk_rows" | "arriving_tokens" | "wave_tokens" | "meta_tile" | "align" | "tokens"
+                | "max_tokens" | "iters" | "capacity" => 1 << 20,
+                "gap" => 1 << 16,
+                _ => 1,
+            };
+            assert!(taken.iter().all(|value| *value <= most), "{name}: {taken:?}");
+            let may_be_0 = ["seed", "gap", "tokens", "arriving_tokens", "none_percent"].contains(name);
+            assert_eq!(taken.contains(&0), may_be_0, "{name}: {taken:?}");
+        }
     }
 
     #[test]

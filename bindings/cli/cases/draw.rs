@@ -258,7 +258,7 @@ fn draw_nodes(case: &mut Case) {
     // A chunk a row makes messages of many chunks, and one chunk is what a decode step has.
     case.chunk_rows = (!dice.once_in(4)).then(|| dice.small(8));
     case.double_buffer = dice.once_in(2);
-    case.nics = dice.once_in(2).then(|| 1 + dice.below(MAX_NICS));
+    case.nics = dice.once_in(2).then(|| 1 + dice.below(MAX_NICS as usize));
     if dice.once_in(4) {
         case.network = NetworkWord::Calm;
         case.link = dice.of(&[Link::None, Link::Cx7, Link::EfaP5, Link::EfaP5en], Link::None);

@@ -3,12 +3,11 @@
 //! On the main thread; the ranks run on threads, fibers or in processes of their own.
 
 use crate::cli::args::BenchArgs;
-use crate::cli::cases::words::{DeviceWord, Launch};
+use crate::cli::cases::words::Launch;
 use crate::cli::files;
 use crate::cli::out::Out;
 use crate::cli::progress::Progress;
-use crate::cli::ranks::buffers;
-use crate::cli::ranks::config::{Config, Purpose, note_arena};
+use crate::cli::ranks::config::{Config, Purpose, check_memory, note_arena};
 use crate::cli::ranks::gpus::note_sharing;
 use crate::cli::ranks::launch::{self, Launcher};
 use crate::cli::ranks::sample::RankResult;
@@ -18,7 +17,6 @@ use crate::cli::report::result::{self, RunResult};
 use crate::cli::report::trace;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
-use tokenyard::internals::base::memory::available_bytes;
 
 /// Runs the bench. Success: everything ran and every comparison was right.
 ///
@@ -29,7 +27,7 @@ pub fn bench(args: &BenchArgs, launcher: &Launcher, out: &Out) -> Result<Status,
     if args.as_rank {
         return Ok(launch::run_as_rank(&config, out));
     }
-    check_memory(&config)?;
+    check_memory(&config.case, config.device)?;
     note_sharing(config.device, config.case.world, out);
     note_arena(args.arena, config.arena, out);
     let runs = match run(&config, launcher, out) {
@@ -56,21 +54,6 @@ pub fn bench(args: &BenchArgs, launcher: &Launcher, out: &Out) -> Result<Status,
     }
     let right = written.is_ok() && results.iter().all(|r| r.verified);
     Ok(right.into())
-}
-
-/// Refuses ranks of the CPU device whose buffers together are larger than what is free: the system would end the
-/// program.
-fn check_memory(config: &Config) -> Result<(), Refusal> {
-    let case = &config.case;
-    let need = case.world.saturating_mul(buffers::bytes(case));
-    let free = available_bytes().filter(|free| config.device == DeviceWord::Cpu && need as u64 > *free);
-    let Some(free) = free else { return Ok(()) };
-    let (name, value, instead) = match case.capacity {
-        Some(rows) => ("--capacity", rows, "fewer"),
-        None => ("--max-tokens", case.max_tokens, "fewer, or a --capacity"),
-    };
-    let advice = format!("buffers of all ranks take {need} bytes, and {free} bytes of memory are free; give {instead}");
-    Err(Refusal::of(name, value, advice))
 }
 
 /// The ranks' results of each point.

@@ -14,7 +14,7 @@ use crate::cli::cases::draw::{RANKS, as_asked, draw};
 use crate::cli::cases::words::{DeviceWord, FaultWord, Word};
 use crate::cli::out::Out;
 use crate::cli::progress::Progress;
-use crate::cli::ranks::config::or_here;
+use crate::cli::ranks::config::{check_case, check_memory, check_ranks, or_here};
 use crate::cli::ranks::gpus::note_sharing;
 use crate::cli::ranks::sample::Verdict;
 use crate::cli::report::tally::Tally;
@@ -136,9 +136,10 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge<'_, '_>) -> Result<bool, Re
 
 fn replay(text: &str, judge: &Judge) -> Result<Status, Refusal> {
     let case = Case::parse(text)?;
-    if case.refused_by_design().is_none() {
-        case.check()?;
-    }
+    let usable = case.without_refused();
+    check_ranks(case.world, judge.device)?;
+    check_case(&usable, judge.device)?;
+    check_memory(&usable, judge.device)?;
     if case.fault == FaultWord::Forged && judge.device == DeviceWord::Cuda {
         let advice = "only worlds on one thread tamper with messages; give cpu";
         return Err(Refusal::of("--device", DeviceWord::Cuda.name(), advice));

@@ -6,7 +6,9 @@
 use std::time::Duration;
 
 use tokenyard::internals::base::Dtype;
+use tokenyard::internals::base::memory::available_bytes;
 
+use super::buffers;
 use super::builder;
 use super::gpus::{sharing, usable_gpus};
 use super::job::Job;
@@ -193,11 +195,7 @@ impl Config {
             seed: args.seed.unwrap_or(1),
             ..Case::default()
         };
-        if device == DeviceWord::Cpu && case.sms == Some(1) {
-            return Err(Refusal::of("--sms", 1, "the CPU device needs two blocks; give at least 2"));
-        }
-        case.check()?;
-        builder::planned(&case, device)?;
+        check_case(&case, device)?;
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
         // A rank that is a process of its own writes none of them.
         if !args.as_rank {
@@ -325,12 +323,52 @@ fn world(
             format!("processes cannot share a GPU; give at most {gpus}, or --launch threads, whose ranks share them");
         return Err(Refusal::of("--world", world, advice));
     }
+    if purpose == Purpose::Run {
+        check_ranks(world, device)?;
+    }
+    Ok(world)
+}
+
+/// Refuses more ranks than a run on one host has.
+///
+/// # Errors
+/// So many are unusable.
+pub fn check_ranks(world: usize, device: DeviceWord) -> Result<(), Refusal> {
     let most = if device == DeviceWord::Cuda { CUDA_RANKS } else { CPU_RANKS };
-    if purpose == Purpose::Run && world > most {
+    if world > most {
         let advice = format!("a run has at most {most} ranks on one host; give 1 to {most}, or plan or simulate more");
         return Err(Refusal::of("--world", world, advice));
     }
-    Ok(world)
+    Ok(())
+}
+
+/// Refuses a case that the device cannot run or the library cannot serve.
+///
+/// # Errors
+/// The first thing that is unusable.
+pub fn check_case(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
+    if device == DeviceWord::Cpu && case.sms == Some(1) {
+        return Err(Refusal::of("--sms", 1, "the CPU device needs two blocks; give at least 2"));
+    }
+    case.check()?;
+    builder::planned(case, device).map(|_| ())
+}
+
+/// Refuses ranks of the CPU device whose buffers together are larger than what is free: the system would end the
+/// program.
+///
+/// # Errors
+/// They are.
+pub fn check_memory(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
+    let need = case.world.saturating_mul(buffers::bytes(case));
+    let free = available_bytes().filter(|free| device == DeviceWord::Cpu && need as u64 > *free);
+    let Some(free) = free else { return Ok(()) };
+    let (name, value, instead) = match case.capacity {
+        Some(rows) => ("--capacity", rows, "fewer"),
+        None => ("--max-tokens", case.max_tokens, "fewer, or a --capacity"),
+    };
+    let advice = format!("buffers of all ranks take {need} bytes, and {free} bytes of memory are free; give {instead}");
+    Err(Refusal::of(name, value, advice))
 }
 
 /// Ranks of each node; empty for one node. Whether they fit the world, and are built, is for the case to say.
