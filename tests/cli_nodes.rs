@@ -136,17 +136,17 @@ fn replay(case: &str) -> String {
 fn verify_draws_nodes_and_replays_them() {
     let said = text(&run("verify --device cpu --seeds 12 --seed 5").stdout);
     assert!(said.contains("nodes: 1 in ") && said.contains(" uneven)") && said.contains(" 0 failed"), "{said}");
-    let faults = "hidden=64,experts=9,top_k=3,tokens=5,max_tokens=5,chunk_rows=1,iters=4";
+    let faults = "experts=9,top_k=3,tokens=5,max_tokens=5,chunk_rows=1,iters=4";
     for case in [
-        "world=5,nodes=2+3,seed=3,accumulate=yes,nics=3",
-        "world=6,nodes=1+2+3,seed=4,fault=overflow,mode=split,ahead=2",
-        "world=6,nodes=1+2+3,seed=8,fault=overflow,partial=fp8,hidden=128,wave_tokens=2",
-        "world=6,nodes=3+3,seed=5,fault=routing,weights=combine",
-        "world=4,nodes=1+1+1+1,seed=6,fault=overflow,layout=token,network=calm,link=cx7",
+        "hidden=64,world=5,nodes=2+3,seed=3,accumulate=yes,nics=3",
+        "hidden=64,world=6,nodes=1+2+3,seed=4,fault=overflow,mode=split,ahead=2",
+        "hidden=128,world=6,nodes=1+2+3,seed=8,fault=overflow,partial=fp8,wave_tokens=2",
+        "hidden=64,world=6,nodes=3+3,seed=5,fault=routing,weights=combine",
+        "hidden=64,world=4,nodes=1+1+1+1,seed=6,fault=overflow,layout=token,network=calm,link=cx7",
     ] {
         assert!(replay(&format!("{faults},{case}")).starts_with("right: "), "{case}");
     }
-    let one_thread = format!("world=5,nodes=2+3,sms=2,world_mode=one-thread,hold_stores=yes,seed=7,{faults}");
+    let one_thread = format!("hidden=64,world=5,nodes=2+3,sms=2,world_mode=one-thread,hold_stores=yes,seed=7,{faults}");
     let first = replay(&one_thread);
     assert!(first.contains("schedule "), "{first}");
     assert_eq!(replay(&one_thread), first);
