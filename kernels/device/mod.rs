@@ -722,8 +722,7 @@ impl Stream {
     }
 
     /// From here on work is recorded, not run, until `end_capture`. What the recorded work uses is kept by the capture,
-    /// and then by its graph: views' memory, handles and whole contexts. The crate's page has a whole
-    /// [example](crate#graphs).
+    /// and then by its graph: views' memory, handles and whole contexts ([example](crate#graphs)).
     ///
     /// # Errors
     /// `Device` if the stream captures already, or if the driver refuses.
