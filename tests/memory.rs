@@ -6,7 +6,7 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::kernels::{SeededConfig, seeded_world};
 use tokenyard::internals::transport::memory::{Arena, PeerMap, dma_buf};
@@ -155,13 +155,16 @@ fn an_arena_longer_than_the_limit_on_files_is_refused() {
     const NAME: &str = "an_arena_longer_than_the_limit_on_files_is_refused";
     const LIMITED: &str = "TOKENYARD_TEST_MEMORY_LIMITED";
     if std::env::var_os(LIMITED).is_some() {
-        setrlimit(Resource::RLIMIT_FSIZE, 4096, 4096).unwrap();
+        let (soft, hard) = getrlimit(Resource::RLIMIT_FSIZE).unwrap();
+        setrlimit(Resource::RLIMIT_FSIZE, 4096, hard).unwrap();
         assert_eq!(Arena::cpu(4096).unwrap().bytes(), 4096);
         let error = Arena::cpu(BYTES).unwrap_err();
         let text = error.to_string();
         assert!(matches!(error, Error::Device { .. }), "{error:?}");
         assert!(text.contains(&format!("{BYTES} bytes")) && text.contains("may have 4096 bytes"), "{text}");
         assert!(text.contains("ulimit -f"), "{text}");
+        // A test that coverage is counted of writes a longer file when it ends.
+        setrlimit(Resource::RLIMIT_FSIZE, soft, hard).unwrap();
         println!("refused");
         return;
     }

@@ -136,8 +136,8 @@ template <Plain does, bool arrive> TY_DEVICE constexpr bool agrees_late(const Pl
   return true;
 }
 
-// Whether a dispatch may write the handle of a combine meanwhile, as if calls are guarded: plain calls are not. Then
-// thread 0 of a block reads the head for all threads, and lane 0 of a warp a mask for all lanes.
+// Whether a dispatch may write the handle of a combine meanwhile: it may where calls are guarded, and plain calls are
+// not. Then thread 0 of a block reads the head for all threads, and lane 0 of a warp a mask for all lanes.
 TY_DEVICE constexpr bool handle_may_change(const ty_context &) { return true; }
 template <Plain does, bool arrive>
 TY_DEVICE constexpr bool handle_may_change(const PlainContext<true, does, arrive> &) {
