@@ -115,6 +115,10 @@
 //!    and `dispatch` contain these halves. A breach ends in an [`Error::Timeout`] that names this rule.
 //! 3. All ranks combine the same dispatches in the same order. A breach closes the context: with an [`Error::Order`],
 //!    or between nodes with a `Timeout` that may come first.
+//! 4. All ranks enqueue the calls of one stream in the same order: a fused call, a receive and a barrier wait for the
+//!    other ranks' sends, and hold up what the stream has behind them. If rank 0 combines before it dispatches and rank
+//!    1 dispatches before it combines, each on one stream, both wait until the deadline. On two streams they do not.
+//!    A breach ends in a `Timeout` that names this rule.
 //!
 //! Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. A dispatch may
 //! be combined once, several times or not at all. Calls may go on any streams: dispatches of a context run one behind

@@ -56,8 +56,9 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        log::info!(target: crate::base::targets::PROXY, "rank {}: ends, as nobody uses it any more", self.rank);
         self.remote.stop();
+        // Last: a logger may panic.
+        log::info!(target: crate::base::targets::PROXY, "rank {}: ends, as nobody uses it any more", self.rank);
     }
 }
 

@@ -653,6 +653,18 @@ fn a_lack_of_memory_for_stacks_is_said() {
     assert!(said.contains("the CPU device lacks memory: use fewer blocks"), "{said}");
 }
 
+/// Stacks that no address space has room for.
+#[test]
+fn a_lack_of_threads_is_one_sentence_and_status_1() {
+    for (launch, why) in [("threads", "no thread for a rank"), ("processes", "no thread to read a rank's output")] {
+        let words = format!("bench {SMALL} --launch {launch}");
+        let output = command(&words).env("RUST_MIN_STACK", (1u64 << 47).to_string()).output().unwrap();
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{launch}: {told}");
+        assert!(told.contains(why) && told.contains("raise the limit on threads"), "{launch}: {told}");
+    }
+}
+
 #[test]
 fn a_full_disk_behind_stdout_is_one_sentence_and_status_1() {
     let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();

@@ -228,6 +228,82 @@ fn a_graph_does_not_receive_what_another_call_sent() {
     }
 }
 
+/// A receiving half in waves whose handle is empty: the first wave is refused for that, and the others for no reason of
+/// their own.
+#[test]
+fn the_first_launch_of_a_call_in_waves_says_why_it_is_refused() {
+    for wave in [None, Some(1)] {
+        on_ranks(1, |world| {
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = wave));
+            rig.route_all(1);
+            rig.stream.begin_capture().unwrap();
+            let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
+            let send = rig.stream.end_capture().unwrap();
+            rig.stream.begin_capture().unwrap();
+            let handle = rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity)).unwrap();
+            let receive = rig.stream.end_capture().unwrap();
+            rig.stream.begin_capture().unwrap();
+            let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
+            let send_back = rig.stream.end_capture().unwrap();
+            rig.stream.begin_capture().unwrap();
+            rig.ep.combine_recv(&rig.stream, sent, &rig.combined()).unwrap();
+            let receive_back = rig.stream.end_capture().unwrap();
+            [&send, &receive, &send_back, &send].iter().for_each(|graph| graph.launch(&rig.stream).unwrap());
+            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.ep.check().unwrap();
+            receive_back.launch(&rig.stream).unwrap();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            let error = rig.ep.check().unwrap_err().to_string();
+            assert!(error.contains("a handle whose dispatch has not been received"), "{wave:?}: {error}");
+            rig.ep.check().unwrap();
+        });
+    }
+}
+
+/// A fused call holds up what its stream has behind it, until all ranks have made it.
+#[test]
+fn fused_calls_in_other_orders_need_streams_of_their_own_or_end_with_the_rule() {
+    for own_stream in [true, false] {
+        on_ranks(2, |world| {
+            let rig = Rig::with(&world, |b| b.timeout(if own_stream { PATIENCE } else { Duration::from_millis(700) }));
+            let second = rig.ep.device().new_stream().unwrap();
+            rig.route_all(1);
+            let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
+            let combine = |handle: &Handle| {
+                let stream = if own_stream { &second } else { &rig.stream };
+                rig.ep.combine(stream, handle, &rig.expert_rows(), &rig.combined()).unwrap();
+            };
+            let first = dispatch();
+            rig.stream.synchronize(PATIENCE).unwrap();
+            world.barrier("first dispatched").unwrap();
+            let scratch = rig.ep.device().alloc(rig.rows.len()).unwrap();
+            let output = rig.output(rig.capacity).rows(scratch.view());
+            let again = || rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &output).unwrap();
+            if world.rank() == Rank(0) {
+                combine(&first);
+                drop(again());
+            } else {
+                drop(again());
+                combine(&first);
+            }
+            rig.stream.synchronize(PATIENCE).unwrap();
+            second.synchronize(PATIENCE).unwrap();
+            if own_stream {
+                rig.ep.check().unwrap();
+                rig.expect_own_rows(MAX_TOKENS, 1);
+            } else {
+                let error = rig.ep.check().unwrap_err();
+                assert!(matches!(error, Error::Timeout { .. }), "{error}");
+                assert!(
+                    error.to_string().contains("all ranks must enqueue their calls on a stream in the same"),
+                    "{error}"
+                );
+            }
+            world.barrier("done").unwrap();
+        });
+    }
+}
+
 /// As after a combine that one rank alone was refused. Where rows arrive, and where they have tags.
 #[test]
 fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {

@@ -105,6 +105,7 @@ MUTANTS = [
     ("a rank without tokens says nothing", META,
      "  bool last = is_last_tile(in, tile);", "  if (in.tokens == 0) return true;\n  bool last = is_last_tile(in, tile);"),
     ("refused routing looks like no tokens", META, "faulty && e == experts ? meta_refused : rows", "rows"),
+    ("later launches of a call say why they are refused", CONTEXT, "next.epoch == 0 && wave == 0 && leads", "next.epoch == 0 && leads"),
     ("refusals not noted", RECEIVE, "source != c.rank) note_refused(c, source, wave.call);", "source != c.rank) note_refused(c, source, 0);"),
     ("own refusal noted like another's", RECEIVE, "block_index() == 0 && source != c.rank", "block_index() == 0"),
     ("earlier tiles of META not counted", META, "before = team_warp(team); before < number;", "before = team_warp(team) + 1; before < number;"),
@@ -369,7 +370,9 @@ MUTANTS = [
     ("ports of later generations wrap", WORLD, "u16::try_from(port).map_err(|_| {", "Ok(port as u16).map_err(|_: ()| {"),
     ("a world over an all-gather of nobody", WORLD, "if ranks == 0 || ranks > MAX_WORLD {", "if ranks > MAX_WORLD {"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
-    ("the order of halves between nodes not named", REPORT, "if nodes > 1 && crosses {", "if nodes > 64 && crosses {"),
+    ("the order of halves between nodes not named", REPORT, "raw::TY_SITE_ROW if nodes > 1 =>", "raw::TY_SITE_ROW if nodes > 64 =>"),
+    ("the order of a stream's calls not named", REPORT, "=> \"; all ranks must enqueue their calls on a stream in the same order\",", "=> \"\","),
+    ("an error given again", REPORT, "            given.sequences[number] = record.sequence;\n", ""),
     ("a context goes on after its call was cut short", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "false;"),
     ("a mistake in order closes the context", REPORT, "record.a as u32 == raw::TY_ORDER_WAVE;", "true;"),
     ("a timeout is no fatal error", ERROR, "            Error::Generation { .. } | Error::Timeout { .. } | Error::PeerLost { .. } => true,",
@@ -396,7 +399,7 @@ MUTANTS = [
     ("an interrupt not looked at", WAIT, "if due(now) {", "if false && due(now) {"),
     ("a fiber interrupted for another", WAIT, "uninterrupted(|| yield_fiber(site, turns))", "yield_fiber(site, turns)"),
     ("destructors are interrupted", INTERRUPT,
-     "    let _restored = Restored(IN_FORCE.take());\n    work()", "    work()"),
+     "    let _restored = Restored(take());\n    work()", "    work()"),
     ("an interrupted request's outcome lost", REMOTE, "Err(interrupted) if slip.withdraw() =>",
      "Err(interrupted) if slip.withdraw() || true =>"),
     ("an interrupted collective told as a deadline", STATION,
@@ -441,6 +444,8 @@ MUTANTS = [
     ("a pipe with a name is waited for", FILES, "kind.is_char_device() || handed)", "kind.is_char_device() || kind.is_fifo())"),
     ("two results in one file", FILES, "*before == place)", "false && *before == place)"),
     ("a look at a file leaves it", FILES, "            fs::remove_file(file).map_err(unwritable)?;\n", ""),
+    ("waits at a thread's end need its interrupts", INTERRUPT, "IN_FORCE.try_with(Cell::take).unwrap_or_default()", "IN_FORCE.take()"),
+    ("what a check panicked with is dropped", INTERRUPT, "        std::mem::forget(payload);\n", ""),
     ("runs that are missing pass", PAIRS, "if any(len(row[build]) < alternations for build in BUILDS):", "if False:"),
 ]
 
@@ -475,7 +480,7 @@ class Worker:
             ("seeds", [program, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
             ("tests/faults.rs", [*test, "faults"]),
             ("tests/nodes.rs", [*test, "nodes", "--", "waves", "another_dispatch"]),
-            ("tests/contexts.rs", [*test, "contexts", "--", "another_dispatch", "another_call", "threads_of_a_block", "closed_context"]),
+            ("tests/contexts.rs", [*test, "contexts", "--", "another_dispatch", "another_call", "threads_of_a_block", "closed_context", "the_first_launch"]),
             ("several tiles", [program, "verify", "--replay", TILES]),
             ("blocks apart", [program, "verify", "--timeout-ms", "4000", "--replay", APART]),
             ("rows kept once", [program, "verify", "--timeout-ms", "4000", "--replay", KEPT_ONCE]),
@@ -533,7 +538,7 @@ class Worker:
             EXECUTOR: ownership,
             WORLD: contexts + [
                 ("tests/bootstrap.rs", [*test, "bootstrap", "--", "ports", "again", "generation"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
-            REPORT: [("unit tests", [*lib, "report::"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"]),
+            REPORT: [("unit tests", [*lib, "report::"]), ("tests/contexts.rs", [*test, "contexts", "--", "other_orders"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"]),
                      ("tests/overlap.rs", [*test, "overlap"])],
             ERROR: [("unit tests", [*lib, "error::"])],
             PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
@@ -548,7 +553,7 @@ class Worker:
             HOST: [("tests/memory.rs", [*test, "memory", "limit"])],
             QUOTE: [("unit tests", [*lib, "quote"]), ("tests/worlds.rs", [*test, "worlds", "say"])],
             WAIT: interrupts,
-            INTERRUPT: interrupts,
+            INTERRUPT: interrupts + [("tests/ownership.rs", [*test, "ownership", "--", "own_storage"])],
         }
         bootstrap = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),

@@ -461,7 +461,7 @@ fn halves_go_in_one_order_within_a_node_and_a_timeout_names_the_rule() {
                 assert_eq!(outcome, Ok(()));
             } else if world.node_peers().len() > 1 {
                 let text = outcome.unwrap_err().to_string();
-                assert!(text.contains("must enqueue combine_send and dispatch_recv in the same order"), "{text}");
+                assert!(text.contains("all ranks of a node combine_send and dispatch_recv"), "{text}");
             }
             world.barrier("all done").unwrap();
         });

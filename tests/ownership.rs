@@ -605,3 +605,69 @@ fn a_handle_whose_dispatch_never_ran_is_not_combined_by_what_its_memory_held() {
         rig.expect_own_rows(1, 1);
     });
 }
+
+// ---- ends of threads, and loggers that panic
+
+thread_local! {
+    static KEPT: std::cell::RefCell<Option<(Rig, Graph)>> = const { std::cell::RefCell::new(None) };
+    static PANICS: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+/// Storage that was used first is dropped last, when whatever waits keep for the thread is gone.
+#[test]
+fn a_context_and_a_graph_in_a_threads_own_storage_are_dropped_with_the_thread() {
+    let thread = std::thread::spawn(|| {
+        KEPT.with_borrow(|kept| assert!(kept.is_none()));
+        let rig = Rig::new(&World::threads(1).unwrap().remove(0));
+        rig.good_round(0);
+        rig.stream.begin_capture().unwrap();
+        drop(rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap());
+        let graph = rig.stream.end_capture().unwrap();
+        graph.launch(&rig.stream).unwrap();
+        KEPT.set(Some((rig, graph)));
+    });
+    thread.join().unwrap();
+}
+
+/// Panics on threads that ask for it.
+struct Panicking;
+
+impl log::Log for Panicking {
+    fn enabled(&self, _: &log::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        assert!(!PANICS.get(), "a logger that panics at: {}", record.args());
+    }
+
+    fn flush(&self) {}
+}
+
+#[test]
+fn a_logger_that_panics_lets_a_context_wait_for_its_kernels_all_the_same() {
+    const HELD: Duration = Duration::from_millis(300);
+    log::set_logger(&Panicking).unwrap();
+    log::set_max_level(log::LevelFilter::Info);
+    let rig = Rig::new(&World::threads(1).unwrap().remove(0));
+    rig.route_all(1);
+    let held = Held::hold(&rig.stream);
+    drop(rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap());
+    let Rig { ep, stream, out, .. } = rig;
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(HELD);
+            held.let_go();
+        });
+        PANICS.set(true);
+        let dropped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| drop(ep)));
+        PANICS.set(false);
+        assert!(dropped.is_err(), "nothing was logged");
+        assert!(started.elapsed() >= HELD, "memory was freed under kernels");
+    });
+    stream.synchronize(PATIENCE).unwrap();
+    let mut seen = vec![0; out.len()];
+    out.read(0, &mut seen).unwrap();
+    assert!(seen.iter().any(|byte| *byte != 0xEE), "the kernels did not run");
+}

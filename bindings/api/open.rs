@@ -48,13 +48,14 @@ impl Drop for Open {
     /// was enqueued before is waited for; where an engine began the capture, that cannot be known, and the memory is
     /// kept, too.
     fn drop(&mut self) {
-        log::info!(target: crate::base::targets::CONTEXT, "rank {}: closes", self.rank);
         if !self.chains.lock().drain(self.patience) {
             self.pool.abandon();
             std::mem::forget((self.memory.clone(), self.opening.as_ref().map(Opening::words)));
         }
         // Takes the arena back from the network: from then on peers' late writes miss it.
         self.opening = None;
+        // Last: a logger may panic, and kernels would run on in memory that is freed.
+        log::info!(target: crate::base::targets::CONTEXT, "rank {}: closed", self.rank);
     }
 }
 

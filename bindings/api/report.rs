@@ -15,9 +15,17 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) struct Reports {
     memory: HostBuffer,
     ranks: usize,
-    seen: [AtomicU64; RECORDS],
+    given: Mutex<Given>,
+}
+
+/// What callers were given. Locked while one of them looks, so that an error is given once, and no caller goes on
+/// beside one who is given what closed the context.
+#[derive(Default)]
+struct Given {
+    /// Sequence of the newest error of each record.
+    sequences: [u64; RECORDS],
     /// The error that closed the context.
-    fatal: Mutex<Option<Error>>,
+    fatal: Option<Error>,
 }
 
 const DIRECTIONS: usize = raw::TY_DIRECTIONS as usize;
@@ -32,7 +40,7 @@ impl Reports {
     /// As [`Device::alloc_host`].
     pub fn allocate(device: &Device, ranks: usize) -> Result<Reports> {
         let memory = device.alloc_host(RECORDS_BYTES + ranks * 8)?;
-        Ok(Reports { memory, ranks, seen: Default::default(), fatal: Mutex::new(None) })
+        Ok(Reports { memory, ranks, given: Mutex::default() })
     }
 
     /// Of the records, as the device sees them.
@@ -63,28 +71,27 @@ impl Reports {
     /// cannot go on, which closes the context, too, and explains what its device waited for in vain; `lost` answers
     /// which other ranks are gone, and how that was noticed.
     pub fn check(&self, world: &World, own: Option<Error>, lost: &dyn Fn() -> Vec<(Rank, String)>) -> Result<()> {
-        if let Some(error) = self.fatal.lock().unwrap_or_else(PoisonError::into_inner).clone() {
-            return Err(error);
+        let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(error) = &given.fatal {
+            return Err(error.clone());
         }
-        let close = |error: &Error| *self.fatal.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.clone());
         // Whoever has heard that the context is closed needs no other news.
         for number in (DIRECTIONS..RECORDS).chain(0..DIRECTIONS) {
             let Some(record) = self.read(number) else { continue };
-            if self.seen[number].swap(record.sequence, Ordering::Relaxed) == record.sequence {
+            if given.sequences[number] == record.sequence {
                 continue;
             }
+            given.sequences[number] = record.sequence;
             let waited = matches!(record.kind, raw::TY_ERROR_TIMEOUT | raw::TY_ERROR_PEER_LOST);
             let error = own.clone().filter(|_| waited);
             let error = error.unwrap_or_else(|| describe(&record, number % DIRECTIONS, world, lost));
             if error.is_fatal() {
-                close(&error);
+                given.fatal = Some(error.clone());
             }
             return Err(error);
         }
-        own.map_or(Ok(()), |error| {
-            close(&error);
-            Err(error)
-        })
+        given.fatal.clone_from(&own);
+        own.map_or(Ok(()), Err)
     }
 
     /// One record, whole; `None` while there is none or the device is writing it (then a later look finds it).
@@ -176,14 +183,22 @@ fn describe(
     }
 }
 
-/// What else may hold a wait up. Between nodes, combine-send waits for the combine-send of every rank of the node, and
-/// dispatch-receive for rows that ranks of the node forward in theirs.
+/// What else may hold a wait up: another order of calls on the peer (rules 2 and 4 of the grammar). Between nodes,
+/// combine-send waits for the combine-send of every rank of the node, and dispatch-receive for rows that ranks of the
+/// node forward in theirs.
 fn other_cause(site: u32, nodes: usize) -> &'static str {
-    let crosses = matches!(site, raw::TY_SITE_COMBINE_FLAG | raw::TY_SITE_META | raw::TY_SITE_ROW);
-    if nodes > 1 && crosses {
-        "; between nodes, all ranks of a node must enqueue combine_send and dispatch_recv in the same order"
-    } else {
-        ""
+    match site {
+        raw::TY_SITE_COMBINE_FLAG | raw::TY_SITE_META | raw::TY_SITE_ROW if nodes > 1 => {
+            "; all ranks must enqueue their calls on a stream in the same order, and all ranks of a node combine_send \
+             and dispatch_recv"
+        }
+        raw::TY_SITE_COMBINE_FLAG
+        | raw::TY_SITE_META
+        | raw::TY_SITE_ROW
+        | raw::TY_SITE_PARTIAL
+        | raw::TY_SITE_BARRIER
+        | raw::TY_SITE_LANDED => "; all ranks must enqueue their calls on a stream in the same order",
+        _ => "",
     }
 }
 
@@ -349,6 +364,34 @@ mod tests {
         write(&reports, raw::TY_DIRECTION_COMBINE as usize, raw::TY_ERROR_INCOMPLETE);
         assert!(matches!(reports.check(&world, None, &Vec::new), Err(Error::Incomplete { .. })));
         reports.check(&world, None, &Vec::new).unwrap();
+    }
+
+    /// The device writes while several threads look: each error that one of them is given is another one.
+    #[test]
+    fn threads_that_look_together_are_given_an_error_once() {
+        const ERRORS: u64 = 20_000;
+        let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
+        let record = reports.memory.host_ptr().cast::<raw::ty_error_record>();
+        // SAFETY: the buffer's first record, whose sequence is 8-byte aligned and lives as long as the buffer.
+        let sequence = unsafe { AtomicU64::from_ptr(&raw mut (*record).sequence) };
+        write(&reports, 0, raw::TY_ERROR_CAPACITY);
+        let (reports, given) = (&reports, &AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                let world = World::threads(1).unwrap().remove(0);
+                scope.spawn(move || {
+                    while sequence.load(Ordering::Relaxed) < 2 * ERRORS {
+                        given.fetch_add(u64::from(reports.check(&world, None, &Vec::new).is_err()), Ordering::Relaxed);
+                    }
+                });
+            }
+            for number in 2..=ERRORS {
+                sequence.store(2 * number, Ordering::Release);
+                std::thread::yield_now();
+            }
+        });
+        let given = given.load(Ordering::Relaxed);
+        assert!((1..=ERRORS).contains(&given), "{given} errors of {ERRORS}");
     }
 
     #[test]

@@ -223,7 +223,7 @@ pub enum Error {
 }
 
 fn order_advice(fatal: bool) -> &'static str {
-    if fatal { "build a new context" } else { "finish the receive of an epoch before the next send of the same kind" }
+    if fatal { "build a new context" } else { "receive a dispatch before its combine, and each half before the next send of its kind" }
 }
 
 impl Error {

@@ -52,12 +52,21 @@ thread_local! {
     static IN_FORCE: Cell<Vec<Interrupt>> = const { Cell::new(Vec::new()) };
 }
 
+/// Takes what is in force. A thread that ends has none any more: its own values may be dropped later, and wait then.
+fn take() -> Vec<Interrupt> {
+    IN_FORCE.try_with(Cell::take).unwrap_or_default()
+}
+
+fn put(interrupts: Vec<Interrupt>) {
+    let _ = IN_FORCE.try_with(|cell| cell.set(interrupts));
+}
+
 /// What was in force; in force again when dropped.
 struct Restored(Vec<Interrupt>);
 
 impl Drop for Restored {
     fn drop(&mut self) {
-        IN_FORCE.set(std::mem::take(&mut self.0));
+        put(std::mem::take(&mut self.0));
     }
 }
 
@@ -105,10 +114,10 @@ impl Interrupt {
 
     /// Runs `work` with this interrupt in force for the calling thread, beside those that are in force already.
     pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
-        let outer = IN_FORCE.take();
+        let outer = take();
         let inner = outer.iter().chain([self]).cloned().collect();
         let _restored = Restored(outer);
-        IN_FORCE.set(inner);
+        put(inner);
         work()
     }
 
@@ -122,7 +131,7 @@ impl Interrupt {
         if !self.is_raised()
             && ask
             && let Some(check) = &self.shared.check
-            && catch_unwind(AssertUnwindSafe(check)).unwrap_or(true)
+            && asks(check)
         {
             self.raise();
         }
@@ -130,15 +139,24 @@ impl Interrupt {
     }
 }
 
+/// What a check answers; one that panics says yes. What it panicked with is kept for good: dropping it could panic, and
+/// unwind through a wait on which memory depends.
+fn asks(check: &Check) -> bool {
+    catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|payload| {
+        std::mem::forget(payload);
+        true
+    })
+}
+
 /// Whether one that is in force is raised. `ask` says whether to ask checks, during which none is in force.
 pub(super) fn due(ask: bool) -> bool {
-    let in_force = Restored(IN_FORCE.take());
+    let in_force = Restored(take());
     in_force.0.iter().any(|interrupt| interrupt.finds_raised(ask))
 }
 
 /// Runs `work` with no interrupt in force: memory depends on the waits in it, or other fibers run.
 pub fn uninterrupted<T>(work: impl FnOnce() -> T) -> T {
-    let _restored = Restored(IN_FORCE.take());
+    let _restored = Restored(take());
     work()
 }
 
@@ -185,5 +203,18 @@ mod tests {
         assert_eq!(asked.load(Ordering::Relaxed), 2);
         let panics = Interrupt::asking(|| panic!("on purpose"));
         panics.during(|| assert!(due(true)));
+    }
+
+    struct Bomb;
+
+    impl Drop for Bomb {
+        fn drop(&mut self) {
+            panic!("as it is dropped");
+        }
+    }
+
+    #[test]
+    fn a_panic_that_would_panic_as_it_is_dropped_does_not_unwind_through_a_wait() {
+        Interrupt::asking(|| std::panic::panic_any(Bomb)).during(|| assert!(due(true)));
     }
 }

@@ -495,8 +495,8 @@ TY_DEVICE u64 begin_turn(const Context auto &c, TurnWords &turn, u32 direction, 
     store(&block_shared<LaunchShared>().launches, turn.launches);
   }
   u32 order = order_problem(direction, follows, in_wave, sends);
-  bool told = wave != 0 && (follows || turn.call != call); // of the call's first launch
-  if (!closed && next.epoch == 0 && !told && leads && block_index() == 0)
+  // Of a call's launches the first is told of: later ones are refused for what befell it.
+  if (!closed && next.epoch == 0 && wave == 0 && leads && block_index() == 0)
     keep_fault({TY_ERROR_ORDER, 0, c.rank, sent, order, sent, received});
   return next.epoch;
 }

@@ -212,8 +212,13 @@ void ty_exec::note_load(const void *from) {
 
 void ty_exec_share_host(ty_exec *exec, const void *base, uint64_t bytes, int shared) {
   std::lock_guard<std::mutex> lock(exec->mutex);
-  if (shared) exec->host_spans[reinterpret_cast<uintptr_t>(base)] = bytes;
-  else exec->host_spans.erase(reinterpret_cast<uintptr_t>(base));
+  const uintptr_t first = reinterpret_cast<uintptr_t>(base);
+  try {
+    if (shared) exec->host_spans[first] = bytes;
+    else exec->host_spans.erase(first);
+  } catch (const std::bad_alloc &) {
+    // Loads of this memory are not counted.
+  }
 }
 
 uint64_t ty_exec_host_loads(const ty_exec *exec) { return exec->host_loads; }

@@ -359,6 +359,7 @@ impl CpuDevice {
         let transfer = Arc::new(Transfer { copy: Mutex::new(Some(copy)), done: AtomicBool::new(false) });
         self.exec.call(self.exec.copies()?, Call::Transfer(transfer.clone()))?;
         let done = || (transfer.done.load(Ordering::Acquire) || ended()).then_some(());
+        let _lent = Lent(&transfer);
         let waited =
             wait::poll_unless("copy to or from device memory", timeout, "nothing was copied; copy again", done);
         // Whoever takes it makes it or gives it up: after this the executor touches the host's bytes no more.
@@ -432,6 +433,15 @@ impl Transfer {
         }
         drop(copy);
         self.done.store(true, Ordering::Release);
+    }
+}
+
+/// A copy that an executor may make while this lives, however the wait for it ends.
+struct Lent<'a>(&'a Transfer);
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        lock(&self.0.copy).take();
     }
 }
 
@@ -645,14 +655,16 @@ impl CpuStream {
 
     pub(super) fn replay(&self, graph: &CpuGraph) -> Result<()> {
         let _in_order = lock(&self.capture);
-        for op in &graph.ops {
-            match op {
+        for (enqueued, op) in graph.ops.iter().enumerate() {
+            let outcome = match op {
                 // SAFETY: the copied arguments of a launch that `launch` vouched for.
                 Op::Launch { kernel, shape, args } => unsafe {
-                    self.enqueue_launch(kernel, *shape, args.as_ptr().cast(), args.len())?;
+                    self.enqueue_launch(kernel, *shape, args.as_ptr().cast(), args.len())
                 },
-                Op::Call(call) => self.enqueue_call(call.clone())?,
-            }
+                Op::Call(call) => self.enqueue_call(call.clone()),
+            };
+            // A graph of which a part is enqueued cannot be launched again.
+            outcome.map_err(|error| if enqueued > 0 { error.ending() } else { error })?;
         }
         Ok(())
     }

@@ -140,21 +140,27 @@ fn is_rank() -> bool {
 pub fn run_processes(config: &Config, launcher: &Launcher) -> Result<Vec<Vec<RankResult>>, String> {
     let mut ranks = start_all(config, launcher)?;
     let texts = std::thread::scope(|scope| {
-        let readers: Vec<_> = ranks
-            .iter_mut()
-            .map(|rank| {
-                let stdout = rank.child.stdout.take();
-                scope.spawn(move || {
-                    let mut text = String::new();
-                    // What was cut off by a death is told by the exit status.
-                    let _ = stdout.map(|mut pipe| pipe.read_to_string(&mut text));
-                    text
-                })
+        let read = |rank: &mut RankProcess| {
+            let stdout = rank.child.stdout.take();
+            std::thread::Builder::new().spawn_scoped(scope, move || {
+                let mut text = String::new();
+                // What was cut off by a death is told by the exit status.
+                let _ = stdout.map(|mut pipe| pipe.read_to_string(&mut text));
+                text
             })
-            .collect();
+        };
+        let readers: std::io::Result<Vec<_>> = ranks.iter_mut().map(read).collect();
+        let readers = match readers {
+            Ok(readers) => readers,
+            Err(error) => {
+                // Killed, so that the readers that there are come to an end.
+                ranks.clear();
+                return Err(format!("no thread to read a rank's output ({error}); raise the limit on threads"));
+            }
+        };
         wait_all(&mut ranks, config.timeout);
-        readers.into_iter().map(|reader| reader.join().unwrap_or_default()).collect::<Vec<String>>()
-    });
+        Ok(readers.into_iter().map(|reader| reader.join().unwrap_or_default()).collect::<Vec<String>>())
+    })?;
     let outputs: Vec<Output> = texts.iter().map(|text| Output::parse(text)).collect();
     if let Some(sentence) = failure(&ranks, &outputs, config.tokens.len()) {
         return Err(sentence);

@@ -121,7 +121,8 @@ fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync))
     let network = network.as_ref();
     Ok(std::thread::scope(|scope| {
         let start = |world: World| {
-            scope.spawn(move || {
+            // Where there is no thread, the rank's world is dropped, which the other ranks notice.
+            std::thread::Builder::new().spawn_scoped(scope, move || {
                 let quiet = |_: usize| {};
                 let progress: &dyn Fn(usize) = if world.rank().index() == 0 { &progress } else { &quiet };
                 let device = open(device, world.rank().index())?;
@@ -132,8 +133,12 @@ fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync))
             })
         };
         let threads: Vec<_> = worlds.into_iter().map(start).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Result<RankResult>>| {
-            thread.join().unwrap_or_else(|_| Err(broken("a rank's thread panicked")))
+        let join = |thread: std::io::Result<std::thread::ScopedJoinHandle<'_, Result<RankResult>>>| match thread {
+            Ok(thread) => thread.join().unwrap_or_else(|_| Err(broken("a rank's thread panicked"))),
+            Err(error) => Err(Error::device(
+                format!("no thread for a rank: {error}"),
+                "raise the limit on threads, or use fewer ranks",
+            )),
         };
         threads.into_iter().map(join).collect()
     }))
