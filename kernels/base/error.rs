@@ -223,7 +223,11 @@ pub enum Error {
 }
 
 fn order_advice(fatal: bool) -> &'static str {
-    if fatal { "build a new context" } else { "receive a dispatch before its combine, and each half before the next send of its kind" }
+    if fatal {
+        "build a new context"
+    } else {
+        "receive a dispatch before its combine, and each half before the next send of its kind"
+    }
 }
 
 impl Error {
