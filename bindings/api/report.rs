@@ -380,7 +380,9 @@ mod tests {
             for _ in 0..4 {
                 let world = World::threads(1).unwrap().remove(0);
                 scope.spawn(move || {
-                    while sequence.load(Ordering::Relaxed) < 2 * ERRORS {
+                    let mut over = false;
+                    while !over {
+                        over = sequence.load(Ordering::Relaxed) == 2 * ERRORS;
                         given.fetch_add(u64::from(reports.check(&world, None, &Vec::new).is_err()), Ordering::Relaxed);
                     }
                 });

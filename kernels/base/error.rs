@@ -423,7 +423,7 @@ mod tests {
                 false,
                 &["rank 71", "combine 5", "give rank 72 a larger output"],
             ),
-            (order, false, true, &["rank 71", "dispatch 9 twice", "finish the receive"]),
+            (order, false, true, &["rank 71", "dispatch 9 twice", "receive a dispatch before its combine"]),
             (
                 Error::Generation { rank: OWN, generation: 3, newest: 4 },
                 true,
