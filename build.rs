@@ -21,7 +21,7 @@ const KERNELS: &str = "kernels/kernels.cu";
 /// SASS for Hopper and Blackwell, PTX for what comes later.
 const GPU_CODE: [&str; 3] =
     ["arch=compute_90a,code=sm_90a", "arch=compute_100a,code=sm_100a", "arch=compute_90,code=compute_90"];
-/// The oldest nvcc that knows all of GPU_CODE.
+/// The oldest nvcc that supports all of GPU_CODE.
 const OLDEST_NVCC: (u32, u32) = (12, 8);
 
 fn main() {
@@ -95,20 +95,20 @@ fn refuse_stale_bindings() {
 /// The executor and the kernels, by the host compiler.
 fn build_for_cpu() {
     let mut build = cc::Build::new();
-    // Less where cargo is told to spend less on it, as by tests/mutants.py, where most of the time goes into building.
+    // Level 1 where cargo builds with opt-level 0, as for tests/mutants.py, which spends most of its time on building.
     let level = if env::var("OPT_LEVEL").is_ok_and(|level| level == "0") { 1 } else { 2 };
     build.cpp(true).std("c++20").opt_level(level).warnings(true).extra_warnings(true);
     build.flag("-ffp-contract=off").include("kernels").include("kernels/cpu");
     build.warnings_into_errors(set("TOKENYARD_STRICT").is_some_and(|value| value == "1"));
     if let Some(kinds) = set("TOKENYARD_SANITIZE") {
         build.flag(format!("-fsanitize={kinds}")).flag("-fno-omit-frame-pointer").debug(true);
-        // rustc links without the compiler's default libraries. These come first, as the runtimes demand.
+        // rustc links without the compiler's default libraries. The sanitizers' runtimes must come first.
         for library in kinds.split(',').filter_map(sanitizer_runtime) {
             println!("cargo::rustc-link-lib=dylib={library}");
         }
     }
     build.files(files("kernels/cpu", &["cpp"]));
-    // The compiler does not know the ending .cu; every input is C++.
+    // The compiler does not recognise the extension .cu; every input is C++.
     build.flag("-x").flag("c++").file(KERNELS);
     build.compile("tokenyard_cpu");
 }
@@ -155,7 +155,7 @@ fn write(path: &Path, text: &str) {
     }
 }
 
-/// Says whether the fatbin must be built again; cargo also runs this script for other reasons.
+/// The key of a fatbin: one with another key must be built again. Cargo also runs this script for other reasons.
 fn gpu_key(nvcc: &Path, version: &str, sources: &[PathBuf]) -> String {
     let mut sum = hash::fnv1a(version.as_bytes());
     for text in GPU_CODE {
@@ -174,7 +174,7 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
         command.args(["-gencode", code]);
     }
     command.args(["-std=c++20", "-O3", "--fmad=false", "-Xptxas", "-v", "--fatbin", "-I", "kernels"]);
-    // All architectures side by side.
+    // All architectures in parallel.
     command.args(["--threads", "0"]);
     command.arg("-o").arg(fatbin).arg(KERNELS);
     let start = Instant::now();
@@ -190,7 +190,7 @@ fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
     format!("{}nvcc_seconds {:.1}\n", ptxas_table(&text), start.elapsed().as_secs_f64())
 }
 
-/// One line a kernel and architecture out of what `ptxas -v` says.
+/// One line per kernel and architecture, from the output of `ptxas -v`.
 fn ptxas_table(text: &str) -> String {
     let mut table = String::from("kernel arch registers stack spill_stores spill_loads\n");
     let (mut kernel, mut frame) = (String::new(), [0u64; 3]);
@@ -216,7 +216,7 @@ fn spills(line: &str) -> bool {
     numbers.any(|word| word.parse::<u64>().is_ok_and(|bytes| bytes > 0))
 }
 
-/// The first nvcc that is new enough, and what it says of its version.
+/// The first nvcc that is new enough, and the text of its `--version`.
 fn find_nvcc() -> Option<(PathBuf, String)> {
     for name in ["CUDA_HOME", "VIRTUAL_ENV"] {
         println!("cargo::rerun-if-env-changed={name}");
@@ -242,7 +242,7 @@ fn find_nvcc() -> Option<(PathBuf, String)> {
 
 fn candidates() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = Vec::new();
-    folders.extend(set("CUDA_HOME").map(|home| Path::new(&home).join("bin")));
+    folders.extend(set("CUDA_HOME").map(|cuda| Path::new(&cuda).join("bin")));
     folders.extend(env::var_os("PATH").iter().flat_map(env::split_paths));
     let environments = set("VIRTUAL_ENV").map(PathBuf::from).into_iter().chain([PathBuf::from(".venv")]);
     folders.extend(environments.flat_map(|environment| wheel_folders(&environment)));
@@ -257,7 +257,7 @@ fn wheel_folders(environment: &Path) -> Vec<PathBuf> {
     pythons.map(|path| path.join("site-packages/nvidia/cu13/bin")).collect()
 }
 
-/// What nvcc says of its version, if that is new enough.
+/// The text of nvcc's `--version`, if the version is new enough.
 fn usable(nvcc: &Path) -> Result<String, String> {
     let output = Command::new(nvcc).arg("--version").output().map_err(|why| format!("it cannot be run: {why}"))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -268,7 +268,7 @@ fn usable(nvcc: &Path) -> Result<String, String> {
         return Ok(text);
     }
     let (major, minor) = OLDEST_NVCC;
-    Err(format!("it is release {release:?}, and {major}.{minor} is the oldest that knows these GPUs"))
+    Err(format!("it is release {release:?}, and {major}.{minor} is the oldest that supports these GPUs"))
 }
 
 /// The commit that results are reported with.

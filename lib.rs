@@ -2,9 +2,9 @@
 //!
 //! Each rank (one GPU, or one worker of the CPU device) holds some experts. **Dispatch** sends the row of every token
 //! to the ranks of the experts that the token names, and lays the rows out there expert by expert. **Combine** brings
-//! the experts' outputs back to the token's own rank, its home, as a weighted sum. A row goes to a rank once, however
-//! many of the token's experts are there, and that rank sums their outputs before it sends the sum back. Calls enqueue
-//! on a stream and return: they do not wait on the host, and each can be captured in a CUDA graph.
+//! the experts' outputs back to the token's source rank as a weighted sum. A row goes to a rank once, however many of
+//! the token's experts are there, and that rank sums their outputs before it sends the sum back. Calls enqueue work on
+//! a stream and return: they do not wait on the host, and each can be captured in a CUDA graph.
 //!
 //! ```
 //! use tokenyard::{AllToAll, Combined, Device, Layout, Output, Rows, TokenCount, Tokens, World};
@@ -75,7 +75,7 @@
 //!     let output = Output::new(Layout::Contiguous { align: 1, capacity: 4 }, y.view(), count.view());
 //!     let handle = ep.dispatch(&stream, &tokens, &output.host_counts(host_counts.view()))?;
 //!
-//!     // The experts, on the host for once: rows lie expert by expert.
+//!     // The experts, here on the host: rows lie expert by expert.
 //!     stream.synchronize(patience)?;
 //!     let (mut counts, mut row, mut at) = ([0; 2], [0; 16], 0);
 //!     host_counts.read_i32(0, &mut counts)?;
@@ -110,7 +110,7 @@
 //! These rules hold for the calls of a context, on all its ranks alike:
 //!
 //! 1. The receive of a dispatch comes before the next dispatch is sent, and likewise for combine. The device checks
-//!    this rule, in graph replays too: a call out of turn does nothing and ends in [`Error::Order`].
+//!    this rule, in graph replays too: a call out of order does nothing and ends in [`Error::Order`].
 //! 2. With several nodes, all ranks of a node enqueue `combine_send` and `dispatch_recv` in the same order; `combine`
 //!    and `dispatch` contain these halves. A breach ends in an [`Error::Timeout`] that names this rule.
 //! 3. All ranks combine the same dispatches in the same order. A breach closes the context: with an [`Error::Order`],
@@ -121,16 +121,16 @@
 //!    A breach ends in a `Timeout` that names this rule.
 //!
 //! Anything else is allowed, such as another dispatch before a combine, or a dispatch beside a combine. A dispatch may
-//! be combined once, several times or not at all. Calls may go on any streams: dispatches of a context run one behind
+//! be combined once, several times or not at all. Calls may go on any streams: dispatches of a context run one after
 //! the other, and so do its combines and its barriers (see [`AllToAll`]). Captures and replays of another library are
 //! the exception: the caller orders them (see [`Device::stream_from_raw`]).
 //!
 //! # Errors
 //!
-//! Errors that the host can see, in arguments and views, are returned by the call, which then was not enqueued. Errors
-//! that the device, a peer or the proxy finds while a call runs come later, from [`AllToAll::check`]. Every call looks
-//! at `check` first, so the next call may return an error of an earlier one. Then the next call was not enqueued,
-//! either: [`AllToAll::dispatch`] shows what to do. [`Error::is_fatal`] says whether the context is closed.
+//! A call returns the errors that the host can see, in arguments and views; such a call was not enqueued. Errors that
+//! the device, a peer or the proxy finds while a call runs come later, from [`AllToAll::check`]. Every call runs
+//! `check` first, so the next call may return the error of an earlier call. Then the next call was not enqueued,
+//! either: [`AllToAll::dispatch`] shows what to do. [`Error::is_fatal`] states whether the context is closed.
 //!
 //! After these errors the context goes on, and outputs hold:
 //!
@@ -138,16 +138,16 @@
 //! |---|---|---|
 //! | [`Capacity`](Error::Capacity) | dispatch, on the rank whose output was too small | No row was written. `expert_count`, `row_count`, `host_counts` and the contiguous layout's `expert_offset` are 0; `row_expert` and `source` are -1. `needed` is the capacity that would have fitted |
 //! | [`Routing`](Error::Routing) | dispatch, on the rank whose routing was unusable | This rank sent no tokens; what the other ranks sent to it is there. This rank's combine of that dispatch gives sums of zeros and reports no error; where the token count in device memory was out of range, it writes no rows |
-//! | [`Incomplete`](Error::Incomplete) | combine, on each rank of which a token had a row at a rank without room | The sums hold the parts of the other ranks |
+//! | [`Incomplete`](Error::Incomplete) | combine, on each rank with a token that had a row at a rank without room | The sums hold the parts of the other ranks |
 //!
 //! After `Capacity` and `Routing` the dispatch took place, and its handle is good. The other ranks did not get the
-//! error. So this rank combines the handle as they do, or all ranks agree that none of them combines it. A rank that
-//! leaves a combine out on its own makes its peers wait for it until their deadline: a `Timeout`, which closes their
-//! contexts. [`AllToAll::refused_sources`] tells the peers of a rank whose routing was unusable.
+//! error. So this rank combines the handle as they do, or all ranks agree that none of them combines it. If one rank
+//! alone leaves a combine out, its peers wait for it until their deadline: a `Timeout`, which closes their contexts.
+//! [`AllToAll::refused_sources`] names the ranks whose routing was unusable to their peers.
 //!
 //! # Graphs
 //!
-//! Every call can be captured. A capture records the call and runs nothing. What a replay finds comes from
+//! Every call can be captured. A capture records the call and runs nothing. Errors of a replay come from
 //! [`AllToAll::check`], as for an eager call. This example records a dispatch, experts and a combine, and replays them
 //! with other tokens:
 //!
@@ -193,8 +193,8 @@
 //!
 //! - A replay reads and writes the views that were recorded. With [`TokenCount::Device`] the views have room for
 //!   `max_tokens_per_rank` tokens, and each replay reads its number of tokens from device memory.
-//! - Experts that run on the host, or that are launched by numbers in `host_counts`, stand between two graphs: one of
-//!   the dispatch, one of the combine, with the same handle.
+//! - Experts that run on the host, or whose launch depends on `host_counts`, need two graphs with the same handle: one
+//!   of the dispatch, one of the combine. The experts run between the two.
 //! - A replay counts as the calls that it holds. A rank may replay while another rank makes the same calls eagerly.
 //! - A graph keeps what it uses: buffers, handles and the context. Each recorded dispatch takes one of the handles that
 //!   are free ([`Tuning::handles`]), since no memory is allocated while a stream captures.
@@ -206,9 +206,10 @@
 //!
 //! # Teardown
 //!
-//! On each rank: wait for the streams of the last calls ([`Stream::synchronize`]), look at [`AllToAll::check`], hold a
-//! [`World::barrier`], and drop everything in any order. A drop waits for no other rank. But where a rank goes without
-//! the barrier, peers whose calls or collectives still need that rank end in errors, some at their deadlines.
+//! On each rank: wait for the streams of the last calls ([`Stream::synchronize`]), call [`AllToAll::check`], hold a
+//! [`World::barrier`], and drop everything in any order. A drop waits for no other rank. But where a rank leaves
+//! without the barrier, calls and collectives of peers that still need that rank end in errors, some at their
+//! deadlines.
 //!
 //! | dropped | waits for |
 //! |---|---|
@@ -222,7 +223,7 @@
 //!
 //! # Stability
 //!
-//! Semantic versioning covers everything at the crate's root but:
+//! Semantic versioning covers everything at the crate's root except:
 //!
 //! - [`network`], which is unstable until real networks have used it: the trait [`Transport`](network::Transport),
 //!   what the trait is called with, and the simulated and emulated networks. Items at the root that refer to `network`
@@ -236,14 +237,14 @@
 //! `non_exhaustive`. Texts of errors and of the log may change at any time; variants and fields of [`Error`] do not.
 //! The oldest Rust that builds the crate is 1.91 (`rust-version` in Cargo.toml); raising it raises the minor version.
 //!
-//! There are two Cargo features, both on by default. `cuda` has the GPUs; without it there is the CPU device alone.
-//! `cli` has the program and its dependencies.
+//! There are two Cargo features, both on by default. `cuda` adds GPUs; without it the CPU device is the only one.
+//! `cli` adds the program and its dependencies.
 //!
 //! Folders: `bindings` (every way in; the interface is `bindings/api`), `proxy` (the host proxy between nodes),
 //! `kernels` (device code, devices, the leaf `base`), `transport` (worlds, memory, networks). docs/design.md has the
 //! map.
 
-// The program names the library as its users do.
+// The program refers to the library by the name that users write.
 #[cfg(feature = "cli")]
 extern crate self as tokenyard;
 
@@ -252,7 +253,7 @@ mod kernels;
 mod proxy;
 mod transport;
 
-// Every folder names the leaves by these.
+// Every folder refers to the leaves by these paths.
 use kernels::{base, ffi};
 
 // ---- the world of ranks, and how it forms
@@ -264,17 +265,17 @@ pub use kernels::{Device, DeviceBuffer, DeviceKind, Event, Graph, HostBuffer, St
 
 // ---- contexts and their configuration
 pub use bindings::api::{
-    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, OwnOutput, Partial, Placement, Plan, RowFormat, Scales, Tuning,
+    AllToAll, AllToAllBuilder, ArenaPlace, Buffer, InPlaceOutput, Partial, Placement, Plan, RowFormat, Scales, Tuning,
     Weights,
 };
 
-// ---- calls: what they are given, and what is under way
+// ---- calls: their arguments, and calls under way
 pub use bindings::api::{
     CombineSent, Combined, Handle, IndexType, Layout, Output, Refused, Rows, ScaleOrder, ScaleView, Sent, TokenCount,
     Tokens,
 };
 
-// ---- what a context tells, and how a wait is ended
+// ---- errors and statistics of a context, and how to end a wait
 pub use base::{Error, Interrupt, Result, Source};
 pub use bindings::api::{CallStatistics, Stage, Stats};
 
@@ -289,7 +290,12 @@ pub use transport::network;
 #[cfg(feature = "cli")]
 pub use bindings::cli;
 
-/// What the crate's tests, benchmarks and program reach into. No part of the interface: it changes without notice.
+// The guide's programs run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("docs/guide.md")]
+mod guide {}
+
+/// Internals for the crate's tests, benchmarks and program. No part of the interface: they change without notice.
 #[doc(hidden)]
 pub mod internals {
     /// Contexts from inside.

@@ -1,12 +1,13 @@
-// What a GPU's blocks can move, in bare copies and sums of rows in the two ways that there are: loads and stores of 16
-// bytes a lane, or bulk copies through shared memory (cp.async.bulk with mbarriers). The floor of large calls, and why
-// kernels/ has no bulk copies: docs/performance.md, "24 SMs".
+// How fast a GPU's blocks move bytes, in bare copies and sums of rows, in two ways: loads and stores of 16 bytes per
+// lane, or bulk copies through shared memory (cp.async.bulk with mbarriers). The floor of large calls, and why kernels/
+// has no bulk copies: docs/notebook.md, "24 SMs".
 //
 // tests/gpu.sh builds and runs it (section copies), which prints JSON.
 //
-// Rows of 7392 bytes (fp8 with scales, hidden 7168) are copied, to one place each or to four, in own memory ("near") or
-// a second GPU's ("far"); sums are of 4 rows of 7168 bf16 each. Medians of 20 launches, in microseconds; "gbs" counts
-// what is read and written. All rows are random: equal bits would cost the memory less.
+// Rows of 7392 bytes (fp8 with scales, hidden 7168) are copied, to one place each or to four, in the GPU's own memory
+// ("own", in older results "near") or a second GPU's ("peer", "far"); sums are of 4 rows of 7168 bf16 each. Medians of
+// 20 launches, in microseconds; "gbs" counts bytes read and written. All rows are random: equal bits would cost the
+// memory less.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -39,7 +40,7 @@ __device__ void barrier_init(uint64_t *barrier) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(in_shared(barrier)) : "memory");
 }
 
-// Asks for `bytes` of global memory, and the barrier to count them.
+// Starts a load of `bytes` of global memory that the barrier counts.
 __device__ void bulk_load(void *to, const void *from, uint32_t bytes, uint64_t *barrier) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(in_shared(barrier)), "r"(bytes) : "memory");
   asm volatile(
@@ -66,7 +67,7 @@ extern __shared__ __align__(128) unsigned char shared[];
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 
-// A warp a row, 7 vectors a lane under way, as kernels/ does.
+// A warp per row, 7 vectors per lane in flight, as in kernels/.
 __global__ void __launch_bounds__(threads, 1) copy_by_lanes(const char *from, char *to, uint32_t places, uint32_t) {
   constexpr uint32_t ahead = 7;
   uint32_t lane = threadIdx.x % 32;
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(threads, 1) copy_by_lanes(const char *from, ch
   }
 }
 
-// A warp a row, two rows of shared memory each; a lane a place.
+// A warp per row, two rows of shared memory each; a lane per place.
 __global__ void __launch_bounds__(threads, 1)
     copy_in_bulk(const char *from, char *to, uint32_t places, uint32_t warps) {
   constexpr uint32_t stages = 2, pitch = 7424;
@@ -139,7 +140,7 @@ __device__ uint4 rounded(const float (&sum)[8]) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A warp a sum, 8 vectors a lane under way: of 2 rows, as kernels/ does.
+// A warp per sum, 8 vectors per lane in flight: of 2 rows, as in kernels/.
 __global__ void __launch_bounds__(threads, 1) sum_by_lanes(const char *from, char *to, uint32_t, uint32_t warps) {
   constexpr uint32_t groups = 4;
   uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(threads, 1) sum_by_lanes(const char *from, cha
   }
 }
 
-// A warp a sum; pieces of its rows, a KiB each, in `slots` places of shared memory.
+// A warp per sum; pieces of its rows, 1 KiB each, in `slots` places of shared memory.
 template <uint32_t slots>
 __global__ void __launch_bounds__(threads, 1) sum_in_bulk(const char *from, char *to, uint32_t, uint32_t warps) {
   constexpr uint32_t piece = 1024, vectors = piece / 512, pieces = sum_bytes / piece * terms;
@@ -256,13 +257,13 @@ int main() {
   for (uint32_t blocks : {24u, static_cast<uint32_t>(device.multiProcessorCount)})
     for (const Way &way : ways)
       for (uint32_t copies : {1u, 4u})
-        for (int far = 0; far < 2; ++far) {
-          if (!places[far] || (copies > 1 && (far || way.sums))) continue;
+        for (int peer = 0; peer < 2; ++peer) {
+          if (!places[peer] || (copies > 1 && (peer || way.sums))) continue;
           check(cudaFuncSetAttribute(way.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), way.name);
           std::vector<float> times;
           for (int i = 0; i < 20; ++i) {
             check(cudaEventRecord(begin), "an event");
-            way.kernel<<<blocks, threads, shared_bytes>>>(from, places[far], copies, way.warps);
+            way.kernel<<<blocks, threads, shared_bytes>>>(from, places[peer], copies, way.warps);
             check(cudaGetLastError(), way.name);
             check(cudaEventRecord(end), "an event");
             check(cudaEventSynchronize(end), way.name);
@@ -275,7 +276,7 @@ int main() {
           double moved = way.sums ? double{rows} * sum_bytes * (terms + 1) : double{rows} * row_bytes * (1 + copies);
           printf("%s  {\"way\": \"%s\", \"blocks\": %u, \"warps\": %u, \"places\": %u, \"to\": \"%s\", \"us\": %.1f, "
                  "\"gbs\": %.0f}",
-                 separator, way.name, blocks, way.warps, copies, far ? "far" : "near", median, moved / median * 1e-3);
+                 separator, way.name, blocks, way.warps, copies, peer ? "peer" : "own", median, moved / median * 1e-3);
           separator = ",\n";
         }
   printf("\n]}\n");

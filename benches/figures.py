@@ -1,10 +1,10 @@
-"""Results of `tokenyard bench` as text: lines for the table of tests/gpu.sh, and the tables of README.md, which is short,
-and of docs/figures.md, which has every result that is kept.
+"""Results of `tokenyard bench` as text: lines for the table of tests/gpu.sh, and the tables of README.md (headlines) and
+docs/figures.md (every result that is kept).
 
     python3 benches/figures.py lines FILE.json    a line for each result of a file
     python3 benches/figures.py merge TO FROM...   results of several files in one
     python3 benches/figures.py readme             renews both tables from benches/results/*/*.json
-    python3 benches/figures.py readme --check     says whether they are in step with them; status 1 if one is not
+    python3 benches/figures.py readme --check     status 1 if one of the two tables differs from the results
 
 Nothing but the standard library.
 """
@@ -18,7 +18,7 @@ RESULTS = os.path.join(ROOT, "benches", "results")
 BEGIN = "<!-- Made by `python3 benches/figures.py readme` from benches/results/*/*.json: do not edit. -->\n"
 END = "<!-- End of what benches/figures.py made. -->\n"
 
-# What README.md shows: runs and their tokens.
+# Results that README.md shows: runs and their tokens.
 HEADLINES = [
     ("h100-x2/decode-2", (1, 128)),
     ("h100-x2/prefill-2", (4096,)),
@@ -33,7 +33,7 @@ HEADLINES = [
     ("h200-x4/decode-4x1-cx7", (1, 128)),
 ]
 
-# Calls of so many tokens at the most are decode steps, whose p99 should stay near their p50.
+# Calls of at most so many tokens are decode steps, whose p99 should stay close to their p50.
 DECODE_TOKENS = 128
 STEADY = 1.3
 
@@ -46,7 +46,7 @@ def results_of(path):
 
 
 def ratio(us, floor):
-    """How many times its floor something took."""
+    """A time as a multiple of its floor."""
     return f"{us / floor:.1f}" if floor > 0 else "–"
 
 
@@ -77,7 +77,7 @@ def line(result):
 
 
 def gpus(result):
-    """How many GPUs of which kind, and how they were cut into nodes."""
+    """Number and kind of GPUs, and their nodes."""
     world, per_node = result["world"], result["ranks_per_node"]
     shared = result.get("ranks_per_gpu")
     text = f"{world} ranks, {shared} a {result['device_name']}" if shared else f"{world} × {result['device_name']}"
@@ -85,8 +85,8 @@ def gpus(result):
 
 
 def kept():
-    """Path and result of everything that was kept of GPUs, in order; but what is for performance.md: bare copies, runs
-    that had the device note its stages, ranks that share GPUs, and one call with ever more multiprocessors."""
+    """Path and result of all kept GPU results, in order, except those for performance.md: bare copies, runs in which the
+    device recorded its stages, ranks that share GPUs, and one call with increasing numbers of SMs."""
     found = []
     for folder in sorted(os.listdir(RESULTS)):
         place = os.path.join(RESULTS, folder)
@@ -102,7 +102,7 @@ def kept():
 
 
 def headlines():
-    """Path and result of what README.md shows, in its order."""
+    """Path and result of each row of README.md, in its order."""
     found = {(name, result["tokens"]): result for name, result in kept()}
     for key in ((name, tokens) for name, all_tokens in HEADLINES for tokens in all_tokens):
         if key not in found:
@@ -125,12 +125,12 @@ def table(results):
     return "\n".join(rows) + "\n"
 
 
-# Which results each file's table has.
+# The results in each file's table.
 TABLES = {"README.md": headlines, "docs/figures.md": kept}
 
 
 def renewed(file, text):
-    """The file's text with the table as it should be."""
+    """The file's text with a new table."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

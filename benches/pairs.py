@@ -1,4 +1,4 @@
-"""Compares two builds that `tests/gpu.sh pair` ran by turns: a table of p50s, and of the GPU kernels' registers.
+"""Compares two builds that `tests/gpu.sh pair` ran alternately: a table of p50s, and of the GPU kernels' registers.
 
     python3 benches/pairs.py FOLDER ALTERNATIONS ROW[,ROW...] [PTXAS_A PTXAS_B]
 
@@ -18,9 +18,9 @@ import sys
 
 BUILDS = ("a", "b", "e")
 WAYS = ("dispatch", "combine")
-# What a call inside a node may take longer, in parts of A's median.
+# Largest slowdown of a call inside a node, in parts of A's median.
 BOUND = 0.01
-# All ways to deal the runs of the equal pair into two halves are tried up to this number, else as many random ones.
+# All ways to deal the runs of the equal pair into two halves are tried up to this number, else this many random ones.
 MOST_DEALS = 5000
 # The part of the deals that the spread covers.
 COVERED = 0.95
@@ -28,7 +28,7 @@ HEADER = ("row", "tokens", "way", "A", "B", "B/A", "A'/A", "spread", "bound", "v
 
 
 def read(folder, row, alternations):
-    """{build: {alternation: results}} of a row's files; what is not there, or was not written whole, is left out."""
+    """{build: {alternation: results}} of a row's files; missing and incomplete files are left out."""
     runs = {build: {} for build in BUILDS}
     for build, k in itertools.product(BUILDS, range(1, alternations + 1)):
         try:
@@ -64,7 +64,7 @@ def verdict(change, noise, is_nodes):
     if abs(change) <= bound:
         return bound, "within"
     if abs(change) <= noise:
-        # Two runs of one build differ as much: more alternations, or a quieter machine, would tell.
+        # Two runs of one build differ as much: it takes more alternations, or a quieter machine.
         return bound, "UNCLEAR"
     return bound, "faster" if change < 0 else "SLOWER"
 
@@ -97,13 +97,14 @@ def lines_of(name, row, alternations):
 
 
 def read_ptxas(path):
-    """{(kernel, architecture): (registers, stack, spilled stores, spilled loads)} of what build.rs noted."""
+    """{(kernel, architecture): (registers, stack, spilled stores, spilled loads)} from a ptxas.txt of build.rs. Older builds
+    name their specialised kernels ty_*_plain*."""
     found = {}
     with open(path, encoding="utf-8") as file:
         for line in file:
             words = line.split()
             if len(words) == 6 and words[2].isdigit():
-                found[(words[0], words[1])] = tuple(int(word) for word in words[2:])
+                found[(words[0].replace("_plain", "_specialised"), words[1])] = tuple(int(word) for word in words[2:])
     return found
 
 

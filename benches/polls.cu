@@ -1,8 +1,8 @@
-// What it takes a GPU's thread to look at words of host memory: one, or eight at various distances. The source of
-// TY_POLLED_PITCH (kernels/ffi/layout.h); docs/performance.md, "Landings in a list, META ahead".
+// Time in which a GPU's thread reads words of host memory: one, or eight at various distances. The source of
+// TY_POLLED_PITCH (kernels/ffi/layout.h); docs/notebook.md, "Arrivals in a list, metadata ahead".
 //
-// tests/gpu.sh builds and runs it (section copies), which prints JSON: "look_us" is the mean of 2000 looks one after
-// the other, "back_us" the median from the processor's store of the first word to its sight of the GPU's answer.
+// tests/gpu.sh builds and runs it (section copies), which prints JSON: "look_us" is the mean of 2000 reads one after
+// the other, "back_us" the median from the processor's store of the first word until it sees the GPU's answer.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -42,21 +42,21 @@ __device__ uint64_t now_ns() {
   return now;
 }
 
-// The first of `Count` words, `Pitch` words apart, of which all are loaded.
+// Loads `Count` words, `Pitch` words apart, and returns the first.
 template <uint32_t Count, uint32_t Pitch> __device__ Word look(const Word *words) {
   Word seen[Count], others = 0;
 #pragma unroll
   for (uint32_t i = 0; i < Count; ++i) seen[i] = load(words + i * Pitch);
 #pragma unroll
   for (uint32_t i = 1; i < Count; ++i) others |= seen[i];
-  // The others stay 0.
+  // The other words stay 0.
   return seen[0] | others;
 }
 
 template <uint32_t Count, uint32_t Pitch> __global__ void looks(const Word *words, Word *took_ns) {
   Word all = 0;
   uint64_t begin = now_ns();
-  // Each look begins when the one before is over, all of whose words are 0.
+  // Each read begins when the one before has ended; all its words are 0.
   for (uint32_t i = 0; i < rounds; ++i) all |= look<Count, Pitch>(words + all);
   *took_ns = (now_ns() - begin) | all;
 }
@@ -83,7 +83,7 @@ double back_us(const Way &way, Word *words, Word *answer) {
   way.answers<<<1, 1>>>(words, answer);
   check(cudaGetLastError(), "starting to answer");
   for (Word round = 1; round <= rounds; ++round) {
-    // At any time of a look.
+    // At any time within a read.
     auto pause = std::chrono::nanoseconds(2000 + round * 7919 % 3000);
     for (auto since = Clock::now(); Clock::now() - since < pause;) {
     }

@@ -1,16 +1,15 @@
-//! What a proxy costs on a CPU: the time from a doorbell to the post, its own code per post and completion, and a
-//! scatter to many peers.
+//! Costs of a proxy on a CPU: the time from a doorbell to the post, its own code per post and completion, and a scatter
+//! to many peers.
 //!
-//! Criterion tells the means of the latter two. Percentiles are measured apart, and go to
-//! `benches/results/proxy-<cpu>.json` unless `--quick` is given, which runs all in less than a minute and writes
-//! nothing:
+//! Criterion reports the means of the last two. Percentiles are measured separately and written to
+//! `benches/results/proxy-<cpu>.json`. With `--quick` everything runs in less than a minute and nothing is written:
 //!
 //! ```text
 //! cargo bench --bench proxy [-- --quick]
 //! ```
 //!
-//! A sample of the doorbell is disturbed if one of the two threads was switched out in its batch of 200; those of
-//! undisturbed batches are told apart, since the targets are for a core of one's own.
+//! A doorbell sample is disturbed if one of the two threads was switched out in its batch of 200. Samples of
+//! undisturbed batches are reported separately, since the targets are for a thread with its own core.
 
 #[path = "../tests/transport/stub.rs"]
 mod stub;
@@ -28,7 +27,9 @@ use tokenyard::internals::proxy::driver::{ContextMemory, Driver, ProxyThread, Th
 use tokenyard::internals::proxy::machine::{
     Answer, ContextConfig, Flag, Input, Liveness, Machine, MachineConfig, Outputs, Report, WatchId,
 };
-use tokenyard::internals::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
+use tokenyard::internals::proxy::wire::{
+    ChunkIdx, ContextIdx, Direction, LinkIdx, MessageShape, Nodes, Wire, WireInput,
+};
 use tokenyard::internals::transport::network::imm::{ImmFields, ImmValue};
 use tokenyard::internals::transport::network::{Event, Posted, RegionId, WriteImm};
 use tokenyard::{Rank, Result};
@@ -36,11 +37,11 @@ use tokenyard::{Rank, Result};
 const CONTEXT: ContextIdx = ContextIdx(0);
 const D: Direction = Direction::Dispatch;
 const PEERS: [u32; 3] = [7, 63, 255];
-/// What a chunk of this many bytes is does not matter: nothing is copied.
+/// Bytes of a chunk. The number does not matter: nothing is copied.
 const BYTES: u32 = 4096;
-/// Doorbells between looks at whether a thread was switched out.
+/// Doorbells between two checks whether a thread was switched out.
 const BATCH: u64 = 200;
-/// Rounds in which floor and doorbells take turns.
+/// Repetitions in which floor and doorbells alternate.
 const ROUNDS: usize = 5;
 
 const TARGETS: Targets =
@@ -52,17 +53,18 @@ fn now_ns() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// One rank a node; dispatch, combine and barrier, as a context without weights ahead has them.
+/// One rank per node; dispatch, combine and barrier, as in a context without weights sent ahead.
 fn wire(peers: u32) -> Wire {
-    let lane = Lane { first_bytes: 64 + (256 << 10), chunk_bytes: 256 << 10, chunks: 4 };
-    let (unused, barrier) = (Lane { chunks: 0, ..lane }, Lane { first_bytes: 16, chunk_bytes: 16, chunks: 1 });
+    let shape = MessageShape { first_bytes: 64 + (256 << 10), chunk_bytes: 256 << 10, chunks: 4 };
+    let (unused, barrier) =
+        (MessageShape { chunks: 0, ..shape }, MessageShape { first_bytes: 16, chunk_bytes: 16, chunks: 1 });
     let nodes = Nodes::consecutive(&vec![1; peers as usize + 1]).unwrap();
-    let lanes = [lane, lane, unused, barrier];
-    Wire::new(WireInput { nodes, nics: 1, lanes, staging_offset: 0, inbox_offset: 1 << 40 }).unwrap()
+    let shapes = [shape, shape, barrier, unused];
+    Wire::new(WireInput { nodes, nics: 1, shapes, staging_offset: 0, recv_buffer_offset: 1 << 40 }).unwrap()
 }
 
 fn machine(peers: u32) -> Machine {
-    // Beats would be sent in the middle of a measurement.
+    // Heartbeats would be sent in the middle of a measurement.
     let never = u64::MAX / 4;
     let liveness = Liveness { heartbeat_ns: never / 2, silence_ns: never, first_contact_ns: never };
     Machine::new(&MachineConfig { rank: Rank(0), world: peers as usize + 1, liveness }).unwrap()
@@ -73,7 +75,7 @@ fn with_config<R>(wire: &Wire, open: impl FnOnce(&ContextConfig<'_>) -> R) -> R 
     open(&ContextConfig { generation: 0, first_epoch: 1, wire, arenas: &arenas })
 }
 
-/// The machine alone, and what it is fed.
+/// The machine alone, and its inputs.
 struct Bare {
     machine: Machine,
     peers: u32,
@@ -105,7 +107,7 @@ impl Outputs for Sink {
     }
 }
 
-/// What one epoch with every peer took.
+/// Times of one epoch with every peer.
 #[derive(Clone, Copy, Default)]
 struct Took {
     posts: Duration,
@@ -151,7 +153,7 @@ fn imm(source: u32, epoch: u64) -> ImmValue {
     ImmValue::new(&ImmFields { generation, context, kind: D.kind(), epoch, source, chunk: 0, nic: 0 }).unwrap()
 }
 
-/// Takes every write, notes when the last one was posted, and completes it with the next poll if told to.
+/// Takes every write, notes when the last one was posted, and with `completes` completes it in the next poll.
 struct Counter {
     posted_ns: Arc<AtomicU64>,
     tokens: Vec<u64>,
@@ -178,7 +180,7 @@ impl Carrier for Counter {
     }
 }
 
-/// A driver with an open context, and its words as the device has them.
+/// A driver with an open context, and the words that the device writes.
 struct Whole {
     driver: Driver<Stub<Counter>>,
     wire: Wire,
@@ -198,24 +200,24 @@ impl Whole {
         Whole { driver, wire, memory, peers, epoch: 0 }
     }
 
-    /// The turn that finds a doorbell for every peer.
+    /// Time of the poll that finds a doorbell for every peer.
     fn scatter(&mut self) -> Duration {
         self.epoch += 1;
         (0..self.peers as u16).for_each(|link| ring(&self.wire, &self.memory, self.epoch, link));
         let start = Instant::now();
-        self.driver.turn();
+        self.driver.poll_once();
         let took = start.elapsed();
         assert_eq!(self.driver.transport().0.tokens.len(), self.peers as usize);
         self.driver.transport().0.completes = true;
-        self.driver.turn();
+        self.driver.poll_once();
         self.driver.transport().0.completes = false;
         took
     }
 
-    /// A turn that finds nothing.
+    /// Time of a poll that finds nothing.
     fn idle(&mut self) -> Duration {
         let start = Instant::now();
-        self.driver.turn();
+        self.driver.poll_once();
         start.elapsed()
     }
 }
@@ -225,7 +227,7 @@ fn ring(wire: &Wire, memory: &ContextMemory, epoch: u64, link: u16) {
     memory.doorbells.get(bell).unwrap().store(epoch << 32 | u64::from(BYTES), Ordering::Release);
 }
 
-/// Two cores that this process may use, far apart; `None` if there are fewer.
+/// The first and the last core that this process may use; `None` if there are fewer than two.
 fn cores() -> Option<(usize, usize)> {
     let mut usable = core_affinity::get_core_ids()?.into_iter().map(|core| core.id);
     Some((usable.next()?, usable.next_back()?))
@@ -263,11 +265,11 @@ impl Samples {
     }
 }
 
-/// Rings on the calling thread until there are enough samples or time is up; `heard` is the thread that answers by a
-/// time in `answer`, and `settled` says whether it is ready for the next.
+/// Rings on the calling thread until there are enough samples or time is up. The thread `answerer` writes a time to
+/// `answer`; `settled` returns whether it is ready for the next ring.
 fn ring_and_time(
     (enough, limit): (usize, Duration),
-    heard: Pid,
+    answerer: Pid,
     answer: &AtomicU64,
     mut ring: impl FnMut(u64),
     settled: impl Fn(u64) -> bool,
@@ -275,13 +277,13 @@ fn ring_and_time(
     let mut samples = Samples::default();
     let (own, start) = (gettid(), Instant::now());
     let (mut epoch, mut noise) = (0u64, 0x2545_f491_4f6c_dd1du64);
-    let mut switched = switches(own) + switches(heard);
+    let mut switched = switches(own) + switches(answerer);
     while samples.undisturbed.len() < enough && start.elapsed() < limit {
         let first = samples.all.len();
         for _ in 0..BATCH {
             epoch += 1;
             answer.store(0, Ordering::Relaxed);
-            // Up to a microsecond or so, or rings would come in step with the other's turns.
+            // Waits up to about a microsecond, or rings would come in step with the other thread's polls.
             noise ^= noise << 13;
             noise ^= noise >> 7;
             noise ^= noise << 17;
@@ -299,7 +301,7 @@ fn ring_and_time(
                 spin_loop();
             }
         }
-        let now = switches(own) + switches(heard);
+        let now = switches(own) + switches(answerer);
         samples.batches += 1;
         if now == switched {
             samples.undisturbed.extend_from_slice(&samples.all[first..]);
@@ -316,18 +318,18 @@ fn doorbell_to_post(peers: u32, budget: (usize, Duration), core: usize) -> Sampl
     let Whole { mut driver, wire, memory, .. } = Whole::new(peers, true);
     let posted_ns = Arc::clone(&driver.transport().0.posted_ns);
     let thread = ProxyThread::spawn(driver, ThreadConfig { core: Some(core), spinners: 0 }).unwrap();
-    let heard = thread.remote().ask(|_| gettid()).unwrap();
+    let answerer = thread.remote().ask(|_| gettid()).unwrap();
     let link = peers as u16 / 2;
     let is_free = |epoch: u64| {
         let word = memory.staging_free.get(wire.staging_free_word(D, epoch, LinkIdx(link))).unwrap();
         word.load(Ordering::Acquire) == epoch
     };
-    ring_and_time(budget, heard, &posted_ns, |epoch| ring(&wire, &memory, epoch, link), is_free)
+    ring_and_time(budget, answerer, &posted_ns, |epoch| ring(&wire, &memory, epoch, link), is_free)
 }
 
-/// The same between two threads of which one does nothing but look at one word: what the machine itself takes.
+/// The same between two threads, one of which only polls one word: the machine's own latency.
 fn floor(budget: (usize, Duration), core: usize) -> Samples {
-    // On lines of their own.
+    // Each on its own cache line.
     let (word, answer) = (CachePadded::new(AtomicU64::new(0)), CachePadded::new(AtomicU64::new(0)));
     let (id, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -346,8 +348,8 @@ fn floor(budget: (usize, Duration), core: usize) -> Samples {
         while id.load(Ordering::Acquire) == 0 {
             std::thread::yield_now();
         }
-        let heard = Pid::from_raw(id.load(Ordering::Acquire) as i32);
-        let samples = ring_and_time(budget, heard, &answer, |epoch| word.store(epoch, Ordering::Release), |_| true);
+        let answerer = Pid::from_raw(id.load(Ordering::Acquire) as i32);
+        let samples = ring_and_time(budget, answerer, &answer, |epoch| word.store(epoch, Ordering::Release), |_| true);
         stop.store(true, Ordering::Relaxed);
         samples
     })
@@ -414,7 +416,7 @@ struct OwnCode {
     sent_ns: Option<Percentiles>,
     immediate_ns: Option<Percentiles>,
     scatter_us: Option<Percentiles>,
-    idle_turn_ns: Option<Percentiles>,
+    idle_poll_ns: Option<Percentiles>,
 }
 
 #[derive(Serialize)]
@@ -432,7 +434,7 @@ struct Results {
     date: String,
 }
 
-/// Each sample is one epoch with all peers; per write where it says so.
+/// Each sample is one epoch with all peers, per write for posts, completions and immediates.
 fn own_code(peers: u32, epochs: usize) -> OwnCode {
     let (mut bare, mut whole) = (Bare::new(peers), Whole::new(peers, false));
     let mut samples: [Vec<f64>; 5] = std::array::from_fn(|_| Vec::with_capacity(epochs));
@@ -447,14 +449,14 @@ fn own_code(peers: u32, epochs: usize) -> OwnCode {
         let all = [each(took.posts), each(took.sent), each(took.immediates), scatter, idle];
         samples.iter_mut().zip(all).for_each(|(samples, one)| samples.push(one));
     }
-    let [post_ns, sent_ns, immediate_ns, scatter_us, idle_turn_ns] = samples.map(Percentiles::of);
-    OwnCode { peers, post_ns, sent_ns, immediate_ns, scatter_us, idle_turn_ns }
+    let [post_ns, sent_ns, immediate_ns, scatter_us, idle_poll_ns] = samples.map(Percentiles::of);
+    OwnCode { peers, post_ns, sent_ns, immediate_ns, scatter_us, idle_poll_ns }
 }
 
-/// In rounds, since what else the machine does, and on which of its cores these are, changes within seconds.
+/// In repetitions, since the machine's load, and the cores that the threads run on, change within seconds.
 fn latencies((enough, limit): (usize, Duration)) -> (Option<Latency>, Vec<Latency>) {
     let Some((mine, other)) = cores() else {
-        println!("skipped: from doorbell to post takes two cores");
+        println!("skipped: doorbell to post needs two cores");
         return (None, Vec::new());
     };
     pin(mine);
@@ -470,7 +472,7 @@ fn latencies((enough, limit): (usize, Duration)) -> (Option<Latency>, Vec<Latenc
     (Some(floor), doorbells.into_iter().map(|(peers, samples)| Latency::of(peers, samples)).collect())
 }
 
-/// Everything that has percentiles.
+/// All results with percentiles.
 fn percentiles(quick: bool) -> Results {
     let (epochs, budget) = match quick {
         true => (2_000, (20_000, Duration::from_secs(3))),
@@ -498,7 +500,7 @@ fn percentiles(quick: bool) -> Results {
     }
 }
 
-fn tell(results: &Results) {
+fn print(results: &Results) {
     let line = |name: String, samples: &Option<Percentiles>, unit: &str, target: &str| match samples {
         Some(s) => println!("{name:38} p50 {:8.1}  p99 {:8.1} {unit} of {} {target}", s.p50, s.p99, s.samples),
         None => println!("{name:38} no sample"),
@@ -520,11 +522,11 @@ fn tell(results: &Results) {
         line("  a completion".into(), &own.sent_ns, "ns", "(target 60)");
         line("  an immediate".into(), &own.immediate_ns, "ns", "(target 60)");
         line("  scatter to all".into(), &own.scatter_us, "us", "");
-        line("  a turn with nothing to do".into(), &own.idle_turn_ns, "ns", "");
+        line("  a poll with nothing to do".into(), &own.idle_poll_ns, "ns", "");
     }
 }
 
-/// One of the times that an epoch is made of.
+/// One of the times of an epoch.
 type Part = fn(Took) -> Duration;
 
 fn criterion_means(criterion: &mut Criterion) {
@@ -557,7 +559,7 @@ fn main() {
         return;
     }
     let results = percentiles(has("--quick"));
-    tell(&results);
+    print(&results);
     if has("--quick") {
         return;
     }

@@ -1,7 +1,7 @@
 //! Devices and what runs on them.
 //!
 //! Place: below the proxy, above the driver and the CPU executor. `device` is the front, with its backends. One kernel
-//! source (kernels.cu) is built for both. It knows nothing of transport.
+//! source (kernels.cu) is built for both. Nothing here depends on transport.
 //!
 //! | folder | what |
 //! |---|---|

@@ -1,10 +1,10 @@
-//! Counts immediates: which shards of which chunk of which source have landed, in two epochs at a time, and as which of
-//! its epoch's chunks each has.
+//! Counts immediates: per source and chunk, which shards have arrived, in two epochs at a time; and numbers the chunks
+//! of an epoch in order of arrival.
 //!
-//! Place in the data path: between a completion and the `landed` flag. Runs on the proxy thread. Never blocks,
-//! allocates (after construction) or trusts what arrives: a duplicate or an impossible immediate is an answer.
+//! Place in the data path: between a completion and the `arrived` flag. Runs on the proxy thread. Never blocks,
+//! allocates (after construction) or trusts its input: a duplicate or an impossible immediate is a return value.
 //!
-//! An immediate carries two bits of its epoch, and they are enough. Let M be the newest epoch seen of a source:
+//! An immediate carries the low two bits of its epoch, which are enough. Let M be the newest epoch seen of a source:
 //!
 //! ```text
 //!      M−1          M            M+1          M+2
@@ -13,27 +13,28 @@
 //!    way          way
 //! ```
 //!
-//! Nothing older than M−1 can be under way: X(M) was sent after the source saw that we had begun X(M−1), after our
-//! receive of X(M−2). So epoch mod 4 names one of these four, and the two parities of a slot hold all that is open.
+//! Nothing older than M−1 can be under way: the source sent X(M) after it saw that we had begun X(M−1), which we do
+//! after our receive of X(M−2). So epoch mod 4 names one of these four, and the two parities of a slot hold all open
+//! epochs.
 //!
-//! That receive was of all sources. So once X(M+2) of any source begins to land, X(M) of every source has, and was
-//! seen: the list of what landed in an epoch may begin anew two epochs later, for all sources together.
+//! That receive was of all sources. So once X(M+2) of any source begins to arrive, X(M) of every source has arrived and
+//! was seen: the list of an epoch's arrivals restarts two epochs later, for all sources together.
 
 use super::wire::{ChunkIdx, NicIdx, SourceIdx};
 
-/// What an immediate amounted to.
+/// The outcome of counting an immediate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Counted {
     /// Other shards of the chunk are under way.
     Partial,
     /// That was the chunk's last shard.
-    Landed {
-        /// Whole number of the epoch.
+    Arrived {
+        /// The full epoch number.
         epoch: u64,
-        /// How many chunks of that epoch, of any source, have landed before.
+        /// How many chunks of that epoch, from any source, arrived before.
         place: u32,
     },
-    /// The shard had been counted before, or belongs to an epoch from before the context.
+    /// The shard was counted before, or belongs to an epoch before the context's first.
     Duplicate,
     /// The shard's slot is still in use by an epoch that must have been over.
     Impossible,
@@ -60,7 +61,7 @@ pub struct ImmCounter {
     lists: [List; 2],
 }
 
-/// What has landed in the newest epoch of a parity.
+/// Arrivals in the newest epoch of a parity.
 #[derive(Debug, Clone, Copy)]
 struct List {
     epoch: u64,
@@ -68,7 +69,7 @@ struct List {
 }
 
 impl List {
-    /// Of an epoch; `None` if a later one has begun.
+    /// The list of an epoch; `None` if a later epoch has begun.
     fn of(self, epoch: u64) -> Option<List> {
         match epoch.wrapping_sub(self.epoch) {
             0 => Some(self),
@@ -95,7 +96,7 @@ impl ImmCounter {
         ImmCounter { sources, chunks, full, newest, open: vec![0; 2 * sources], entries, lists }
     }
 
-    /// Whether anything of an epoch, or of a later one, has come from a source.
+    /// Whether anything of `epoch`, or of a later one, has come from a source.
     pub fn has_begun(&self, source: SourceIdx, epoch: u64) -> bool {
         self.newest.get(source.index()).is_some_and(|newest| newest.wrapping_sub(epoch) < 1 << 63)
     }
@@ -135,7 +136,7 @@ impl ImmCounter {
         let place = list.chunks;
         list.chunks += 1;
         self.lists[(epoch & 1) as usize] = list;
-        Counted::Landed { epoch, place }
+        Counted::Arrived { epoch, place }
     }
 }
 
@@ -155,14 +156,14 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_lands_with_its_last_shard_in_any_order() {
+    fn a_chunk_arrives_with_its_last_shard_in_any_order() {
         let mut c = ImmCounter::new(1, 2, 3, 1);
         assert_eq!(count(&mut c, 1, 1, 2), Counted::Partial);
         assert_eq!(count(&mut c, 1, 0, 0), Counted::Partial);
         assert_eq!(count(&mut c, 1, 1, 0), Counted::Partial);
-        assert_eq!(count(&mut c, 1, 1, 1), Counted::Landed { epoch: 1, place: 0 });
+        assert_eq!(count(&mut c, 1, 1, 1), Counted::Arrived { epoch: 1, place: 0 });
         assert_eq!(count(&mut c, 1, 0, 2), Counted::Partial);
-        assert_eq!(count(&mut c, 1, 0, 1), Counted::Landed { epoch: 1, place: 1 });
+        assert_eq!(count(&mut c, 1, 0, 1), Counted::Arrived { epoch: 1, place: 1 });
     }
 
     #[test]
@@ -173,7 +174,10 @@ mod tests {
             for e in first..first + 9 {
                 // The next epoch arrives in whole or in part before this one is complete, or even begun.
                 assert_eq!(count(&mut c, e + 1, 0, 1), Counted::Partial, "early shard of {}", e + 1);
-                assert_eq!(count(&mut c, e, 0, if e == first { 1 } else { 0 }), Counted::Landed { epoch: e, place: 0 });
+                assert_eq!(
+                    count(&mut c, e, 0, if e == first { 1 } else { 0 }),
+                    Counted::Arrived { epoch: e, place: 0 }
+                );
             }
         }
     }
@@ -181,30 +185,30 @@ mod tests {
     #[test]
     fn chunks_of_all_sources_of_an_epoch_are_numbered_together() {
         let mut c = ImmCounter::new(2, 2, 1, 5);
-        let mut lands = |source: u16, epoch: u64, chunk: u16| match c.count(
+        let mut arrives = |source: u16, epoch: u64, chunk: u16| match c.count(
             SourceIdx(source),
             (epoch & 3) as u8,
             ChunkIdx(chunk),
             NicIdx(0),
         ) {
-            Counted::Landed { epoch: counted, place } if counted == epoch => Some(place),
+            Counted::Arrived { epoch: counted, place } if counted == epoch => Some(place),
             Counted::Impossible => None,
             other => panic!("{other:?}"),
         };
-        assert_eq!([lands(1, 5, 1), lands(0, 5, 0), lands(1, 6, 0), lands(1, 5, 0)], [0, 1, 0, 2].map(Some));
-        // Two epochs on the list begins anew, and what the epoch before it still lacks cannot come any more.
-        assert_eq!([lands(0, 5, 1), lands(1, 7, 0), lands(0, 7, 1)], [3, 0, 1].map(Some));
-        assert_eq!([lands(1, 6, 1), lands(1, 8, 0), lands(0, 6, 0)], [Some(1), Some(0), None]);
+        assert_eq!([arrives(1, 5, 1), arrives(0, 5, 0), arrives(1, 6, 0), arrives(1, 5, 0)], [0, 1, 0, 2].map(Some));
+        // The list restarts two epochs later, when the missing chunks of the former epoch can no longer come.
+        assert_eq!([arrives(0, 5, 1), arrives(1, 7, 0), arrives(0, 7, 1)], [3, 0, 1].map(Some));
+        assert_eq!([arrives(1, 6, 1), arrives(1, 8, 0), arrives(0, 6, 0)], [Some(1), Some(0), None]);
     }
 
     #[test]
     fn two_epochs_on_arrives_before_any_of_the_next() {
         let mut c = ImmCounter::new(1, 1, 1, 5);
-        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5, place: 0 });
-        assert_eq!(count(&mut c, 7, 0, 0), Counted::Landed { epoch: 7, place: 0 });
-        assert_eq!(count(&mut c, 6, 0, 0), Counted::Landed { epoch: 6, place: 0 });
+        assert_eq!(count(&mut c, 5, 0, 0), Counted::Arrived { epoch: 5, place: 0 });
+        assert_eq!(count(&mut c, 7, 0, 0), Counted::Arrived { epoch: 7, place: 0 });
+        assert_eq!(count(&mut c, 6, 0, 0), Counted::Arrived { epoch: 6, place: 0 });
         assert_eq!(count(&mut c, 6, 0, 0), Counted::Duplicate);
-        assert_eq!(count(&mut c, 8, 0, 0), Counted::Landed { epoch: 8, place: 0 });
+        assert_eq!(count(&mut c, 8, 0, 0), Counted::Arrived { epoch: 8, place: 0 });
     }
 
     #[test]
@@ -219,6 +223,6 @@ mod tests {
         assert_eq!(count(&mut c, 5, 2, 0), Counted::Impossible);
         assert_eq!(count(&mut c, 5, 0, 2), Counted::Impossible);
         assert_eq!(c.count(SourceIdx(1), 1, ChunkIdx(0), NicIdx(0)), Counted::Impossible);
-        assert_eq!(count(&mut c, 5, 0, 0), Counted::Landed { epoch: 5, place: 0 });
+        assert_eq!(count(&mut c, 5, 0, 0), Counted::Arrived { epoch: 5, place: 0 });
     }
 }

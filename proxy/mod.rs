@@ -1,7 +1,7 @@
-//! The host proxy between nodes: one rank's thread that turns doorbells of kernels into writes over a network, and
-//! completions into flags that kernels poll.
+//! The host proxy between nodes: one rank's thread that makes writes over a network of the kernels' doorbells, and
+//! flags that kernels poll of completions.
 //!
-//! It knows nothing of the interface in `bindings`.
+//! It does not depend on the interface in `bindings`.
 //!
 //! | what | file |
 //! |---|---|
@@ -9,7 +9,7 @@
 //! | the loop over a transport: looks at doorbells, posts, polls, stores flags | `driver`, `driver/scan` |
 //! | the state machine: doorbells and completions in, writes and flags out | `machine` |
 //! | a doorbell becomes a write | `machine/links` (`Link::post`) |
-//! | immediates become landings | `counter` |
+//! | immediates become arrivals | `counter` |
 //! | offsets of messages and words | `wire` |
 
 pub mod counter;

@@ -1,4 +1,4 @@
-//! One rank's proxy as contexts use it: they register their arena, meet their peers, and open.
+//! One rank's proxy as contexts use it: they register their arena, connect to their peers, and open.
 //!
 //! Place in the data path: none; it sets up what `driver.rs` then runs. Calls are made on the caller's thread or host
 //! fiber while a context is built or dropped; they wait through `base::wait`, with deadlines.
@@ -22,13 +22,13 @@ use crate::transport::network::{DeviceNeeds, Limits, MAX_ADDRESS, RegionId, Span
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// In the place of a context's number: there is none.
+/// In place of a context's number: the rank has none.
 const NO_CONTEXT: u32 = u32::MAX;
 
 /// Any network.
 pub type AnyTransport = Box<dyn Transport>;
 
-/// What a proxy is made with.
+/// The configuration of a proxy.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ProxyConfig {
     /// When peers count as lost.
@@ -45,7 +45,7 @@ pub struct Proxy {
 
 struct Inner {
     remote: Remote<AnyTransport>,
-    /// In the first generation.
+    /// This rank, in the first generation.
     rank: Rank,
     /// Ranks of the first generation.
     ranks: usize,
@@ -68,32 +68,32 @@ impl std::fmt::Debug for Proxy {
     }
 }
 
-/// The part of a proxy that somebody runs: on a thread of their choice, or on a host fiber of a one-thread world.
+/// The loop of a proxy, for the caller to run: on a thread of its choice, or on a host fiber of a one-thread world.
 pub struct ProxyLoop {
     driver: Driver<AnyTransport>,
 }
 
 impl ProxyLoop {
-    /// Runs until the proxy's last handle is dropped. When there is nothing to do, `idle` is asked to make something
-    /// happen, as to let virtual time pass, and answers whether it did; then others are let run.
+    /// Runs until the proxy's last handle is dropped. When there is nothing to do, calls `idle`, which may make
+    /// something happen, as letting virtual time pass, and returns whether it did; then lets others run.
     pub fn run(self, mut idle: impl FnMut() -> bool) {
         let mut driver = self.driver;
-        let mut turns = 0u32;
+        let mut polls = 0u32;
         while !driver.is_stopped() {
-            let progress = driver.turn() || idle();
-            turns = if progress { 0 } else { turns.saturating_add(1).max(1) };
-            wait::relax("proxy", turns);
+            let progress = driver.poll_once() || idle();
+            polls = if progress { 0 } else { polls.saturating_add(1).max(1) };
+            wait::relax("proxy", polls);
         }
         driver.finish();
     }
 }
 
 impl Proxy {
-    /// Starts a proxy on a thread of its own.
+    /// Starts a proxy on its own thread.
     ///
     /// # Errors
-    /// `Config` for a world that is too large or a core that cannot be had; `Device` if the system has no thread to
-    /// give.
+    /// `Config` for a world that is too large or a core that cannot be had; `Device` if the system cannot start a
+    /// thread.
     pub fn spawn(world: &World, transport: AnyTransport, config: ProxyConfig) -> Result<Proxy> {
         let traits = Traits::of(&*transport);
         let driver = driver(world, transport, config.liveness, system_clock())?;
@@ -154,27 +154,27 @@ impl Proxy {
         self.shared.traits.needs
     }
 
-    /// What its transport can have at once; all contexts share it.
+    /// The limits of its transport; all contexts share them.
     pub fn limits(&self) -> Limits {
         self.shared.traits.limits
     }
 
-    /// Receives of a NIC that each context may have if there are as many as can be.
+    /// Receives per NIC for each context if there are as many contexts as possible.
     pub(crate) fn receives_of_a_context(&self) -> usize {
         self.limits().receives as usize / MAX_CONTEXTS
     }
 
-    /// For requests, and what was reported.
+    /// The handle for requests and reports.
     pub fn remote(&self) -> &Remote<AnyTransport> {
         &self.shared.remote
     }
 
-    /// What this rank says of numbers for a context of a generation, for all ranks to choose one.
+    /// This rank's offer of numbers for a context of `generation`, from which all ranks choose one.
     pub(crate) fn offer(&self, generation: u32) -> Offer {
         let leaving = self.contexts().leaving();
         let gone = self.remote().ask(move |driver| {
             let freed = driver.take_back();
-            // Entering a generation completes all writes of those before.
+            // Entering a generation completes all writes of earlier ones.
             let resets = driver.generation() != generation;
             let gone = leaving.into_iter().filter(|region| resets || !driver.is_registered(*region));
             (gone.collect::<Vec<_>>(), freed)
@@ -186,7 +186,7 @@ impl Proxy {
         contexts.offer()
     }
 
-    /// The number that ranks agreed on, and what a context over this wire needs of the transport.
+    /// Takes the number that ranks agreed on, and what a context over this wire needs of the transport.
     pub(crate) fn take_number(&self, agreed: Offer, wire: &Wire) -> Result<Number> {
         let (limits, needs) = (self.limits(), Needs::of(wire, self.shared.rank));
         let mut contexts = self.contexts();
@@ -203,7 +203,7 @@ impl Proxy {
 pub(crate) struct Number {
     proxy: Proxy,
     pub index: ContextIdx,
-    /// Where its writes come from, once that is registered.
+    /// The region that its writes come from, once it is registered.
     region: Option<RegionId>,
 }
 
@@ -213,7 +213,7 @@ impl Drop for Number {
     }
 }
 
-/// What a context needs of the transport.
+/// A context's needs of the transport.
 #[derive(Debug, Clone, Copy)]
 struct Needs {
     receives: u64,
@@ -226,48 +226,48 @@ impl Needs {
     }
 }
 
-/// A number for contexts, as its immediates have it.
+/// The state of a context number, which is in its context's immediates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Slot {
     #[default]
     Free,
-    /// Of a context with so many receives.
+    /// In use, by a context with so many receives.
     Taken { receives: u64 },
-    /// Of a context that closed: its writes come from this region, and until that is taken back some may be
-    /// outstanding.
+    /// Of a closed context, whose writes come from this region: some may be outstanding until the region is taken
+    /// back.
     Leaving { region: RegionId },
 }
 
-/// The contexts of a proxy, by number, and what they have of the transport.
+/// The contexts of a proxy, by number, and their shares of the transport.
 #[derive(Debug, Default)]
 struct Contexts {
     slots: [Slot; MAX_CONTEXTS],
-    /// Which context so far was the last of each number, counted from 1.
+    /// By number: its last context so far, counted from 1; 0 if it had none.
     last: [u32; MAX_CONTEXTS],
     /// Contexts so far, each of which has registered an arena.
     registered: u32,
 }
 
-/// What a rank says of numbers: 0 of one that it cannot give to another context, or else one more than how many numbers
-/// it has given later, and the most that can be of one that it never gave.
+/// A rank's offer, by context number: 0 if the number is in use; 255 if it was never used; otherwise 1 + how many
+/// numbers were assigned since. Ranks take the minimum and choose the largest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Offer(pub [u8; MAX_CONTEXTS]);
 
 impl Offer {
-    /// Of a rank that has no say.
+    /// The offer of a rank without restrictions.
     pub const ANY: Offer = Offer([u8::MAX; MAX_CONTEXTS]);
 
-    /// What two ranks can give, by the one to which it is the newer.
+    /// The minimum of two ranks' offers, number by number.
     pub fn with(self, other: Offer) -> Offer {
         let mut both = self;
         both.0.iter_mut().zip(other.0).for_each(|(own, theirs)| *own = theirs.min(*own));
         both
     }
 
-    /// The number that all can give, and gave longest ago.
+    /// The number that is free on all ranks and was assigned longest ago.
     fn choice(self) -> Option<ContextIdx> {
         let free = (0u8..).zip(self.0).filter(|(_, age)| *age > 0);
-        // Of several the first.
+        // The first of several.
         free.min_by_key(|(_, age)| std::cmp::Reverse(*age)).map(|(index, _)| ContextIdx(index))
     }
 }
@@ -286,10 +286,10 @@ impl Contexts {
         offer
     }
 
-    /// Takes the number that was agreed on and what the context needs, if the transport has that left.
+    /// Takes the agreed number and what the context needs, if the transport has that left.
     fn admit(&mut self, agreed: Offer, limits: &Limits, needs: Needs) -> Result<ContextIdx> {
         let Some(index) = agreed.choice().filter(|index| self.slots[index.index()] == Slot::Free) else {
-            let advice = "a proxy serves four contexts at a time, as many as an immediate can tell, and a number is free again \
+            let advice = "a proxy serves four contexts at a time, as many as an immediate can name, and a number is free again \
                           once all ranks have closed its context and what they sent has completed: drop one, on every rank";
             return Err(Error::config("contexts", format!("{MAX_CONTEXTS} in use"), advice));
         };
@@ -299,7 +299,7 @@ impl Contexts {
             let value = format!("{}, and {others} of other contexts", needs.receives);
             let advice = format!(
                 "the network between nodes has {} for each NIC of a rank, one for a chunk that may be on its way: give a \
-                 larger chunk_rows, fewer tokens a wave, or drop a context",
+                 larger chunk_rows, fewer tokens a round, or drop a context",
                 limits.receives
             );
             return Err(Error::config("receives", value, advice));
@@ -322,7 +322,7 @@ impl Contexts {
         Ok(index)
     }
 
-    /// A context has gone; `region` is where its writes came from, if it came so far.
+    /// A context has gone; `region` is the source of its writes, if it was registered.
     fn let_go(&mut self, index: ContextIdx, region: Option<RegionId>) {
         if let Some(slot) = self.slots.get_mut(index.index()) {
             *slot = region.map_or(Slot::Free, |region| Slot::Leaving { region });
@@ -335,7 +335,7 @@ impl Contexts {
         self.slots.iter().filter_map(leaving).collect()
     }
 
-    /// Nothing of these regions is outstanding.
+    /// No write from these regions is outstanding.
     fn have_left(&mut self, regions: &[RegionId]) {
         for slot in &mut self.slots {
             if matches!(slot, Slot::Leaving { region } if regions.contains(region)) {
@@ -345,7 +345,7 @@ impl Contexts {
     }
 }
 
-/// What contexts ask about a transport.
+/// Properties of a transport that contexts ask for.
 struct Traits {
     nics: u8,
     needs: DeviceNeeds,
@@ -365,7 +365,7 @@ fn driver(world: &World, transport: AnyTransport, liveness: Liveness, clock: Clo
     Ok(Driver::new(machine, transport, clock))
 }
 
-/// Where the words lie that a proxy writes and its device polls.
+/// Memory of the words that a proxy writes and its device polls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FlagPlace {
     /// In host memory, which a GPU polls over PCIe.
@@ -377,13 +377,13 @@ pub enum FlagPlace {
 /// The words of a context that its device and its proxy see.
 pub(crate) struct SharedWords {
     pub memory: ContextMemory,
-    /// As the device sees them: doorbells, chunk counts, landed, staging free, lost.
+    /// As the device sees them: doorbells, chunk counts, arrived, staging free, lost.
     pub addresses: [u64; 5],
     /// Where the last three of them lie.
     pub place: FlagPlace,
 }
 
-/// Words of one array are apart from those of the next, so that a line has one writer.
+/// Arrays begin at multiples of so many words, so that a cache line has one writer.
 const LINE_WORDS: usize = 16;
 /// Pitch of words that the device polls (layout.h).
 const POLLED_PITCH: usize = raw::TY_POLLED_PITCH as usize;
@@ -421,7 +421,7 @@ impl Space {
         Ok(Space { host, device: address, place: FlagPlace::Device, keep: mapped })
     }
 
-    /// For what the proxy writes and the device polls.
+    /// Memory for words that the proxy writes and the device polls.
     fn for_flags(device: &Device, words: usize, gdrcopy: GdrCopy) -> Result<Space> {
         if device.kind() == DeviceKind::Cpu || gdrcopy == GdrCopy::Off {
             return Space::in_host(device, words);
@@ -435,8 +435,8 @@ impl Space {
         }
     }
 
-    /// Cuts arrays of these lengths off, a line apart, of every `pitch`th word, and tells the device's addresses of
-    /// them.
+    /// Cuts off arrays of these lengths, each on its own lines, of every `pitch`th word, and returns their device
+    /// addresses, too.
     fn cut<const N: usize>(&self, lengths: [usize; N], pitch: usize) -> Result<([Words; N], [u64; N])> {
         let mut at = 0;
         let mut addresses = [0; N];
@@ -474,34 +474,34 @@ impl SharedWords {
     fn with_flags(device: &Device, counts: WordCounts, flags: &Space) -> Result<SharedWords> {
         let bells = [counts.doorbells, counts.chunks];
         let ([doorbells, chunks], [bell, chunk]) = Space::in_host(device, words_of(bells, 1))?.cut(bells, 1)?;
-        let ([landed, staging_free, lost], [land, free, loss]) = flags.cut(flag_lengths(counts), POLLED_PITCH)?;
-        let memory = ContextMemory { doorbells, chunks, landed, staging_free, lost };
-        Ok(SharedWords { memory, addresses: [bell, chunk, land, free, loss], place: flags.place })
+        let ([arrived, staging_free, lost], [arrivals, free, loss]) = flags.cut(flag_lengths(counts), POLLED_PITCH)?;
+        let memory = ContextMemory { doorbells, chunks, arrived, staging_free, lost };
+        Ok(SharedWords { memory, addresses: [bell, chunk, arrivals, free, loss], place: flags.place })
     }
 }
 
 fn flag_lengths(counts: WordCounts) -> [usize; 3] {
-    [counts.landed, counts.staging_free, counts.lost]
+    [counts.arrived, counts.staging_free, counts.lost]
 }
 
-/// How long dropping a context waits for its own writes. Those to living peers complete much sooner; those to dead ones
-/// may never do.
+/// How long dropping a context waits for its own writes. Writes to living peers complete much sooner; writes to dead
+/// peers may never complete.
 const REST: Duration = Duration::from_secs(1);
 
-/// How long peers whose queues are full may hold up what takes long.
-const TELL: Duration = Duration::from_millis(100);
+/// How long peers whose queues are full may delay a long request.
+const NOTIFY: Duration = Duration::from_millis(100);
 
-/// Something that takes long is done by the proxy's thread, and its peers know; until dropped.
+/// While it lives, the proxy's thread runs a long request, and its peers are notified of that.
 struct Busy<'a> {
     remote: &'a Remote<AnyTransport>,
 }
 
 impl Busy<'_> {
     fn begin(remote: &Remote<AnyTransport>) -> Busy<'_> {
-        // A proxy that does not answer says so when it is asked for more.
+        // A proxy that does not answer returns an error for the next request, too.
         let _ = remote.ask(Driver::begin_busy);
-        wait::poll("peers that are told", TELL, || {
-            remote.ask(Driver::has_told).map_or(Some(()), |told| told.then_some(()))
+        wait::poll("peers to be notified", NOTIFY, || {
+            remote.ask(Driver::has_notified).map_or(Some(()), |notified| notified.then_some(()))
         });
         Busy { remote }
     }
@@ -520,7 +520,7 @@ struct Registered {
 }
 
 impl Drop for Registered {
-    /// Where writes stay outstanding, the proxy keeps the arena, and takes it back when a later context comes or goes.
+    /// If writes stay outstanding, the proxy keeps the arena, and takes it back when a later context comes or goes.
     fn drop(&mut self) {
         uninterrupted(|| {
             let region = self.region;
@@ -537,20 +537,20 @@ impl Drop for Registered {
     }
 }
 
-/// A context's place at the proxy; closed when dropped.
+/// A context's registration at the proxy; closed when dropped.
 pub(crate) struct Opening {
-    // Behind the closing, and before the number is free again.
+    // Dropped after the closing, and before the number is free again.
     _registered: Registered,
-    // Freed here and not by the proxy's thread: that may wait for kernels, and these for the proxy.
+    // Freed here and not by the proxy's thread: freeing may wait for kernels, which may wait for the proxy.
     _words: ContextMemory,
     number: Number,
-    /// Reports from before it opened, which are not about it.
+    /// Number of reports before it opened, which are not about it.
     earlier: usize,
 }
 
 impl Opening {
     /// Collective: registers the arena, exchanges addresses, connects all linked pairs and opens the context. The first
-    /// of a generation resets the transport, so that what was sent in earlier ones touches nothing.
+    /// context of a generation resets the transport, so that writes of earlier generations touch nothing.
     ///
     /// # Errors
     /// `Transport` and `Config` of this rank; `Bootstrap` that names the rank that failed.
@@ -598,7 +598,8 @@ impl Opening {
             let generation = generation_bits(generation);
             let open = move |driver: &mut Driver<AnyTransport>| {
                 let config = ContextConfig { generation, first_epoch, wire: &wire, arenas: &arenas };
-                // All ranks offered this number, so what they sent under it has completed, and ends with this.
+                // All ranks offered this number, so their writes under it have completed; this discards the last of
+                // them.
                 driver.drain();
                 driver.open(index, &config, shared)
             };
@@ -606,18 +607,18 @@ impl Opening {
         });
         drop(busy);
         let opening = Opening { _registered: registered, _words: words, number, earlier };
-        told_all(world, outcome)?;
+        agree_all(world, outcome)?;
         Ok(opening)
     }
 }
 
 impl Opening {
-    /// Another owner of the words that device and proxy share.
+    /// A second handle of the words that device and proxy share.
     pub fn words(&self) -> ContextMemory {
         self._words.share()
     }
 
-    /// Ranks that the proxy has lost, and how that was noticed.
+    /// Ranks that the proxy has lost, and how each loss was noticed.
     pub fn losses(&self) -> Vec<(Rank, String)> {
         let remote = self.number.proxy.remote();
         let lost = remote.reports_since(self.earlier).into_iter().filter_map(|report| match report {
@@ -637,12 +638,12 @@ impl Opening {
         remote.end().or_else(|| remote.reports_since(self.earlier).into_iter().find_map(|report| self.stopped(report)))
     }
 
-    /// What a report of the own device says.
+    /// The error for a report on this rank's own device.
     fn stopped(&self, report: Report) -> Option<Error> {
         let Report::BadDoorbell { context, direction, peer, epoch, chunk, problem } = report else { return None };
         (context == self.number.index).then(|| {
             Error::device(
-                format!("a doorbell of {direction:?} {epoch} to rank {peer}, chunk {}, tells of {problem}", chunk.0),
+                format!("a doorbell of {direction:?} {epoch} to rank {peer}, chunk {}, shows {problem}", chunk.0),
                 "something overwrote the context's memory, or this is a defect of the library; please report it",
             )
             .ending()
@@ -651,8 +652,8 @@ impl Opening {
 }
 
 impl Drop for Opening {
-    /// What the device has rung is posted first, since peers wait for it: its kernels have ended, but a queue may have
-    /// been full. What is under way completes before the arena is taken back.
+    /// Posts first what the device has rung, since peers wait for it: its kernels have ended, but a queue may have been
+    /// full. Writes under way complete before the arena is taken back.
     fn drop(&mut self) {
         let (remote, index) = (self.number.proxy.remote(), self.number.index);
         uninterrupted(|| {
@@ -665,7 +666,7 @@ impl Drop for Opening {
     }
 }
 
-/// What a rank tells the others: {context u32, region u32, address}.
+/// What a rank sends the others: {context u32, region u32, address}.
 fn card(rank: Rank, region: RegionId, index: ContextIdx, address: &[u8]) -> Result<Vec<u8>> {
     if address.len() > MAX_ADDRESS {
         return Err(Error::transport(
@@ -676,9 +677,9 @@ fn card(rank: Rank, region: RegionId, index: ContextIdx, address: &[u8]) -> Resu
     Ok([&u32::from(index.0).to_le_bytes()[..], &u32::from(region.0).to_le_bytes(), address].concat())
 }
 
-/// In a card's place where a rank has none: {NO_CONTEXT u32, zero u32, why}.
+/// In place of a card where a rank has none: {NO_CONTEXT u32, zero u32, reason}.
 fn refusal_card(why: &Error) -> Vec<u8> {
-    [&NO_CONTEXT.to_le_bytes()[..], &[0; 4], why.told().as_bytes()].concat()
+    [&NO_CONTEXT.to_le_bytes()[..], &[0; 4], why.text_for_peers().as_bytes()].concat()
 }
 
 struct PeerCard<'a> {
@@ -692,7 +693,7 @@ fn read_cards<'a>(world: &World, cards: &'a [Vec<u8>], own: ContextIdx) -> Resul
     for (rank, bytes) in (0u32..).map(Rank).zip(cards) {
         let rank = world.original(rank);
         let Some(([a, b, c, d, e, f, _, _], address)) = bytes.split_first_chunk::<8>() else {
-            return Err(broken(format!("rank {rank} told no address of its endpoint")));
+            return Err(broken(format!("rank {rank} sent no address of its endpoint")));
         };
         let index = u32::from_le_bytes([*a, *b, *c, *d]);
         if index == NO_CONTEXT {
@@ -709,7 +710,7 @@ fn read_cards<'a>(world: &World, cards: &'a [Vec<u8>], own: ContextIdx) -> Resul
     Ok(peers)
 }
 
-/// Connects to everyone with whom there is a link, in either direction: one in a turn, so that all else goes on in
+/// Connects to all ranks with a link to or from this one: one per request, so that the proxy's loop goes on in
 /// between.
 fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[PeerCard<'_>]) -> Result<()> {
     let own = world.original(world.rank());
@@ -725,10 +726,10 @@ fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[P
     Ok(())
 }
 
-/// Collective: all succeed, or all fail; the rank itself with its error, the others with one that names it.
-fn told_all(world: &World, outcome: Result<()>) -> Result<()> {
-    let said = outcome.as_ref().err().map(Error::told).unwrap_or_default();
-    let all = world.all_gather("proxies connected", said.as_bytes())?;
+/// Collective: all succeed, or all fail: the failed rank with its own error, the others with one that names it.
+fn agree_all(world: &World, outcome: Result<()>) -> Result<()> {
+    let reason = outcome.as_ref().err().map(Error::text_for_peers).unwrap_or_default();
+    let all = world.all_gather("proxies connected", reason.as_bytes())?;
     outcome?;
     match all.iter().position(|text| !text.is_empty()) {
         None => Ok(()),
@@ -748,9 +749,9 @@ mod tests {
     use crate::transport::memory::gdr::tests::Fake;
     use std::sync::atomic::{AtomicU64, Ordering};
 
-    const COUNTS: WordCounts = WordCounts { doorbells: 40, chunks: 3, landed: 33, staging_free: 5, lost: 1 };
+    const COUNTS: WordCounts = WordCounts { doorbells: 40, chunks: 3, arrived: 33, staging_free: 5, lost: 1 };
 
-    /// A word as the device, which is the CPU device here, sees it.
+    /// A word as the device, here the CPU device, sees it.
     fn seen(address: u64) -> u64 {
         let word = std::ptr::with_exposed_provenance_mut::<u64>(address as usize);
         // SAFETY: an address of live words of the test that calls.
@@ -794,13 +795,13 @@ mod tests {
             assert_eq!(one, other);
             one
         };
-        // A context at a time: all numbers in turn.
+        // A context at a time: all numbers one after the other.
         for round in 0..9 {
             let index = take(&mut ranks).unwrap();
             assert_eq!(index, round % 4);
             ranks.iter_mut().for_each(|rank| rank.let_go(ContextIdx(index), None));
         }
-        // The oldest is 1; one of the ranks has not closed it, or writes under it have not completed.
+        // The oldest is 1; one of the ranks has not closed its context, or writes under it have not completed.
         let alone = Offer([0, 1, 0, 0]);
         assert_eq!(ranks[1].admit(alone, &Limits::NONE, needs), Ok(ContextIdx(1)));
         assert_eq!(take(&mut ranks), Some(2));
@@ -811,7 +812,7 @@ mod tests {
         assert_eq!(take(&mut ranks), None);
         ranks[1].have_left(&[RegionId(7)]);
         assert_eq!(take(&mut ranks), Some(1));
-        // Of a rank that is new, all numbers are as good as any; what the others gave last is given last.
+        // A new rank offers all numbers alike; the number that the others assigned last is assigned last.
         let mut ranks = [Contexts::default(), Contexts::default()];
         let first = ranks[0].admit(ranks[0].offer(), &Limits::NONE, needs).unwrap();
         ranks[0].let_go(first, None);
@@ -819,8 +820,8 @@ mod tests {
     }
 
     fn check(words: &SharedWords) {
-        let ContextMemory { doorbells, chunks, landed, staging_free, lost } = &words.memory;
-        let arrays = [doorbells, chunks, landed, staging_free, lost];
+        let ContextMemory { doorbells, chunks, arrived, staging_free, lost } = &words.memory;
+        let arrays = [doorbells, chunks, arrived, staging_free, lost];
         let pitches = [1, 1, POLLED_PITCH, POLLED_PITCH, POLLED_PITCH].map(|words| 8 * words as u64);
         let places = || arrays.into_iter().zip(words.addresses).zip(pitches).enumerate();
         let mut lines: Vec<u64> = Vec::new();
@@ -845,7 +846,7 @@ mod tests {
     }
 
     #[test]
-    fn words_of_the_cpu_device_lie_in_plain_memory_whatever_is_asked() {
+    fn words_of_the_cpu_device_lie_in_host_memory_whatever_is_asked() {
         for gdrcopy in [GdrCopy::Off, GdrCopy::Auto, GdrCopy::Require] {
             let words = SharedWords::allocate(&Device::cpu().unwrap(), COUNTS, gdrcopy).unwrap();
             assert_eq!((words.place, words.memory.counts()), (FlagPlace::Host, COUNTS));

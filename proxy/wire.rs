@@ -1,15 +1,15 @@
 //! Where things lie on the wire: which ranks are linked, how bytes are cut into chunks and shards, and the offset of
-//! each piece in wire staging, wire inbox and the words that device and proxy share.
+//! each piece in wire staging, wire receive buffer and the words that device and proxy share.
 //!
 //! Place in the data path: none; pure arithmetic, the one author of these numbers. Kernels get bases and strides from
 //! here, the machine gets finished offsets. Runs on any thread when a context is built; never does I/O.
 //!
 //! ```text
-//!  one direction of the staging (or inbox) region:
+//!  one direction of the staging (or receive buffer) region:
 //!
 //!   parity 0                                   parity 1
 //!  ┌──────────────┬──────────────┬── … ──┬────┬──────────────┬── …
-//!  │ link 0       │ link 1       │       │    │ link 0       │        (inbox: source 0, source 1, …)
+//!  │ link 0       │ link 1       │       │    │ link 0       │        (receive buffer: source 0, source 1, …)
 //!  └──────────────┴──────────────┴── … ──┴────┴──────────────┴── …
 //!   └┬───────────┘
 //!    ├─ chunk 0: head, headers or rows ─┬─ chunk 1: rows ─┬─ …         chunk 0 has a length of its own
@@ -17,45 +17,46 @@
 //! ```
 //!
 //! Everything is kept twice, by the parity of the epoch, the shared words too. A rank's X(e+1) may be rung before its
-//! proxy has seen X(e), and a peer's X(e+2) may arrive while its X(e+1) is still under way; with one word a slot, the
-//! later would hide the earlier. Words of a slot are rewritten two epochs later at the soonest, when all is over.
+//! proxy has seen X(e), and a peer's X(e+2) may arrive while its X(e+1) is still under way; with one word per slot, the
+//! later would hide the earlier. Words of a slot are rewritten at the earliest two epochs later, when X(e) is over.
 
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
 use crate::transport::network::imm::{self, Kind, MAX_CHUNKS, MAX_RANKS};
 
-/// Directions, each with links, epochs, staging and inbox of its own.
+/// Directions, each with links, epochs, staging and receive buffer of its own.
 pub const DIRECTIONS: usize = 4;
-/// What shards are multiples of: the width of the device's widest store.
+/// Unit of shards, in bytes: the width of the device's widest store.
 const SHARD_UNIT: u32 = 16;
 /// Bytes that slots are aligned to: two 64-byte lines, since lines are prefetched in pairs.
 const SLOT_ALIGN: u64 = 128;
 
-/// What a message belongs to. Each direction has its own links and epochs.
+/// The direction of a message. Each direction has its own links and epochs. The numbers are the kernels'
+/// (`TY_DIRECTION_*` in kernels/ffi/layout.h).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Direction {
-    /// META and rows, from home to the rails of the other nodes.
+    /// Routing metadata and rows, from the source to the rails of the other nodes.
     Dispatch = 0,
-    /// Sums, back from each rail to the homes that it served.
+    /// Sums, back from each rail to the sources that it served.
     Combine = 1,
+    /// Only the notice that a rank's node has reached a barrier, along dispatch's links.
+    Barrier = 2,
     /// Weights that come with combine, sent ahead along dispatch's links, numbered as the combine.
-    Weights = 2,
-    /// Nothing but the news that a rank's node has come to a barrier, along dispatch's links.
-    Barrier = 3,
+    Weights = 3,
 }
 
 impl Direction {
     /// All of them, by index.
     pub const ALL: [Direction; DIRECTIONS] =
-        [Direction::Dispatch, Direction::Combine, Direction::Weights, Direction::Barrier];
+        [Direction::Dispatch, Direction::Combine, Direction::Barrier, Direction::Weights];
 
     /// The direction as an index into a table.
     pub fn index(self) -> usize {
         self as usize
     }
 
-    /// What its immediates say.
+    /// The kind in its immediates.
     pub fn kind(self) -> Kind {
         match self {
             Direction::Dispatch => Kind::Dispatch,
@@ -109,7 +110,7 @@ macro_rules! as_index {
 }
 as_index!(ContextIdx, LinkIdx, SourceIdx, ChunkIdx, NicIdx);
 
-/// Which ranks make up each node, and so who sends to whom.
+/// The ranks of each node, and so which ranks send to which.
 ///
 /// The rail of rank s on node m is local index `local(s) mod size(m)` there. Dispatch goes from a rank to its rail on
 /// every other node; combine comes back the same way. Among nodes of one size that is one link a node. Among nodes
@@ -197,7 +198,7 @@ impl Nodes {
         self.members.iter().map(Vec::len).max().unwrap_or(0)
     }
 
-    /// Most homes that one rank serves as their rail.
+    /// Most sources that one rank serves as their rail.
     pub fn most_served(&self) -> usize {
         self.most(|rank| self.served(rank))
     }
@@ -218,7 +219,7 @@ impl Nodes {
         Some(members[local % members.len()])
     }
 
-    /// Whom `rank` posts to, node by node. The place in this list is the `LinkIdx`.
+    /// The ranks that `rank` posts to, node by node. The index in this list is the `LinkIdx`.
     pub fn targets(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
         match direction {
             Direction::Dispatch | Direction::Weights | Direction::Barrier => self.rails(rank),
@@ -226,7 +227,7 @@ impl Nodes {
         }
     }
 
-    /// Who posts to `rank`, node by node. The place in this list is the `SourceIdx`.
+    /// The ranks that post to `rank`, node by node. The index in this list is the `SourceIdx`.
     pub fn sources(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
         match direction {
             Direction::Dispatch | Direction::Weights | Direction::Barrier => self.served(rank),
@@ -255,7 +256,7 @@ impl Nodes {
 
 /// The shape of one direction's messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lane {
+pub struct MessageShape {
     /// Bytes that chunk 0 may hold: the head, and either headers of rows or rows.
     pub first_bytes: u32,
     /// Bytes of rows that any other chunk may hold.
@@ -264,7 +265,7 @@ pub struct Lane {
     pub chunks: u16,
 }
 
-impl Lane {
+impl MessageShape {
     /// Where a chunk starts in its slot.
     pub fn chunk_offset(&self, chunk: ChunkIdx) -> u64 {
         let before = chunk.0.checked_sub(1);
@@ -306,7 +307,7 @@ pub fn most_chunks(queue: usize, peers: usize) -> usize {
     (queue / (4 * peers.max(1))).saturating_sub(1).min(MAX_CHUNKS)
 }
 
-/// What the wire's layout depends on.
+/// The inputs of the wire's layout.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WireInput {
     /// Ranks by node.
@@ -314,11 +315,11 @@ pub struct WireInput {
     /// NICs of each rank.
     pub nics: u8,
     /// By direction.
-    pub lanes: [Lane; DIRECTIONS],
+    pub shapes: [MessageShape; DIRECTIONS],
     /// Where wire staging starts in the arena.
     pub staging_offset: u64,
-    /// Where the wire inbox starts in the arena.
-    pub inbox_offset: u64,
+    /// Where the wire receive buffer starts in the arena.
+    pub recv_buffer_offset: u64,
 }
 
 /// A region or word array of one direction, by parity and slot.
@@ -344,9 +345,9 @@ impl Strides {
 pub struct Wire {
     input: WireInput,
     staging: [Strides; DIRECTIONS],
-    inbox: [Strides; DIRECTIONS],
+    recv_buffer: [Strides; DIRECTIONS],
     staging_bytes: u64,
-    inbox_bytes: u64,
+    recv_buffer_bytes: u64,
     links: [usize; DIRECTIONS],
     sources: [usize; DIRECTIONS],
     words: [WordBases; DIRECTIONS],
@@ -358,7 +359,7 @@ pub struct Wire {
 struct WordBases {
     doorbell: usize,
     per_link: usize,
-    landed: usize,
+    arrived: usize,
 }
 
 /// Lengths in words of the arrays that device and proxy share.
@@ -368,8 +369,8 @@ pub struct WordCounts {
     pub doorbells: usize,
     /// Chunks of the message, by device for proxy, before the doorbell of chunk 0.
     pub chunks: usize,
-    /// Landings, by proxy for device; and the epochs that its relay makes of them.
-    pub landed: usize,
+    /// Arrivals, by proxy for device; and the epochs that the device's relay makes of them.
+    pub arrived: usize,
     /// Epochs, by proxy for device.
     pub staging_free: usize,
     /// One more than the rank of a lost peer, by proxy for device; 0 while none is.
@@ -380,32 +381,33 @@ impl Wire {
     /// Lays the wire out.
     ///
     /// # Errors
-    /// `Config` if something does not fit the fields of an immediate or 64 bits; it says which.
+    /// `Config` if something does not fit the fields of an immediate or 64 bits; the error names it.
     pub fn new(input: WireInput) -> Result<Wire> {
         check(&input)?;
-        let overflow =
-            || Error::config("max_tokens", "too large", "wire staging and inbox would overflow 64 bits; lower it");
+        let overflow = || {
+            Error::config("max_tokens", "too large", "wire staging and receive buffer would overflow 64 bits; lower it")
+        };
         let links = Direction::ALL.map(|d| input.nodes.most(|rank| input.nodes.targets(d, rank)));
         let sources = Direction::ALL.map(|d| input.nodes.most(|rank| input.nodes.sources(d, rank)));
-        let (staging, end) = regions(&input.lanes, &links, input.staging_offset).ok_or_else(overflow)?;
+        let (staging, end) = regions(&input.shapes, &links, input.staging_offset).ok_or_else(overflow)?;
         let staging_bytes = end - input.staging_offset;
-        let (inbox, end) = regions(&input.lanes, &sources, input.inbox_offset).ok_or_else(overflow)?;
-        let inbox_bytes = end - input.inbox_offset;
+        let (recv_buffer, end) = regions(&input.shapes, &sources, input.recv_buffer_offset).ok_or_else(overflow)?;
+        let recv_buffer_bytes = end - input.recv_buffer_offset;
         let mut lengths = WordCounts { lost: 1, ..WordCounts::default() };
         let words = Direction::ALL.map(|d| {
-            let bases = WordBases { doorbell: lengths.doorbells, per_link: lengths.chunks, landed: lengths.landed };
-            let chunks = usize::from(input.lanes[d.index()].chunks);
+            let bases = WordBases { doorbell: lengths.doorbells, per_link: lengths.chunks, arrived: lengths.arrived };
+            let chunks = usize::from(input.shapes[d.index()].chunks);
             let per_link = if chunks == 0 { 0 } else { 2 * links[d.index()] };
             lengths.doorbells += per_link * chunks;
             lengths.chunks += per_link;
             lengths.staging_free += per_link;
-            lengths.landed += 2 * sources[d.index()] * chunks;
+            lengths.arrived += 2 * sources[d.index()] * chunks;
             bases
         });
-        Ok(Wire { input, staging, inbox, staging_bytes, inbox_bytes, links, sources, words, lengths })
+        Ok(Wire { input, staging, recv_buffer, staging_bytes, recv_buffer_bytes, links, sources, words, lengths })
     }
 
-    /// Who is linked with whom.
+    /// The nodes, and so which ranks are linked.
     pub fn nodes(&self) -> &Nodes {
         &self.input.nodes
     }
@@ -416,31 +418,31 @@ impl Wire {
     }
 
     /// The shape of a direction's messages.
-    pub fn lane(&self, direction: Direction) -> Lane {
-        self.input.lanes[direction.index()]
+    pub fn shape(&self, direction: Direction) -> MessageShape {
+        self.input.shapes[direction.index()]
     }
 
-    /// Whom `rank` posts to in a direction; nobody if the direction is not used.
+    /// The ranks that `rank` posts to in a direction; none if the direction is not used.
     pub fn targets(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
-        if self.lane(direction).chunks == 0 { Vec::new() } else { self.nodes().targets(direction, rank) }
+        if self.shape(direction).chunks == 0 { Vec::new() } else { self.nodes().targets(direction, rank) }
     }
 
-    /// Who posts to `rank` in a direction; nobody if the direction is not used.
+    /// The ranks that post to `rank` in a direction; none if the direction is not used.
     pub fn sources(&self, direction: Direction, rank: Rank) -> Vec<Rank> {
-        if self.lane(direction).chunks == 0 { Vec::new() } else { self.nodes().sources(direction, rank) }
+        if self.shape(direction).chunks == 0 { Vec::new() } else { self.nodes().sources(direction, rank) }
     }
 
-    /// Receives that `rank` needs on each of its NICs: of each source, two epochs of every direction may be on their
-    /// way or not looked at, since it begins X(e+2) only once this rank has all of X(e).
+    /// Receives that `rank` needs on each of its NICs: from each source, two epochs of every direction may be under way
+    /// or not polled yet, since the source begins X(e+2) only once this rank has all of X(e).
     pub fn receives(&self, rank: Rank) -> u64 {
-        let of = |d: Direction| self.sources(d, rank).len() as u64 * u64::from(self.lane(d).chunks);
+        let of = |d: Direction| self.sources(d, rank).len() as u64 * u64::from(self.shape(d).chunks);
         2 * Direction::ALL.into_iter().map(of).sum::<u64>()
     }
 
     /// Bytes of the largest write: a NIC's share of a chunk.
     pub fn largest_write(&self) -> u32 {
-        let chunks = self.input.lanes.iter().filter(|lane| lane.chunks > 0);
-        let bytes = chunks.map(|lane| lane.first_bytes.max(if lane.chunks > 1 { lane.chunk_bytes } else { 0 }));
+        let chunks = self.input.shapes.iter().filter(|shape| shape.chunks > 0);
+        let bytes = chunks.map(|shape| shape.first_bytes.max(if shape.chunks > 1 { shape.chunk_bytes } else { 0 }));
         let shards = |bytes| (0..self.nics()).map(move |nic| shard(bytes, self.nics(), NicIdx(nic)).bytes);
         bytes.flat_map(shards).max().unwrap_or(0)
     }
@@ -450,9 +452,9 @@ impl Wire {
         self.staging_bytes
     }
 
-    /// Bytes of the wire inbox.
-    pub fn inbox_bytes(&self) -> u64 {
-        self.inbox_bytes
+    /// Bytes of the wire receive buffer.
+    pub fn recv_buffer_bytes(&self) -> u64 {
+        self.recv_buffer_bytes
     }
 
     /// Staging slots of a direction, by link.
@@ -460,23 +462,23 @@ impl Wire {
         self.staging[direction.index()]
     }
 
-    /// Inbox slots of a direction, by source.
-    pub fn inbox(&self, direction: Direction) -> Strides {
-        self.inbox[direction.index()]
+    /// Receive buffer slots of a direction, by source.
+    pub fn recv_buffer(&self, direction: Direction) -> Strides {
+        self.recv_buffer[direction.index()]
     }
 
     /// Where a chunk is packed in this rank's arena.
     pub fn staging_offset(&self, direction: Direction, epoch: u64, link: LinkIdx, chunk: ChunkIdx) -> u64 {
-        self.staging(direction).at(epoch, link.index()) + self.lane(direction).chunk_offset(chunk)
+        self.staging(direction).at(epoch, link.index()) + self.shape(direction).chunk_offset(chunk)
     }
 
-    /// Where a chunk lands in the receiver's arena.
-    pub fn inbox_offset(&self, direction: Direction, epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> u64 {
-        self.inbox(direction).at(epoch, source.index()) + self.lane(direction).chunk_offset(chunk)
+    /// Where a chunk arrives in the receiver's arena.
+    pub fn recv_buffer_offset(&self, direction: Direction, epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> u64 {
+        self.recv_buffer(direction).at(epoch, source.index()) + self.shape(direction).chunk_offset(chunk)
     }
 
-    /// Which of `target`'s inbox slots `source` writes; `None` if they are not linked in this direction.
-    pub fn inbox_slot(&self, direction: Direction, target: Rank, source: Rank) -> Option<SourceIdx> {
+    /// Which of `target`'s receive buffer slots `source` writes; `None` if they are not linked in this direction.
+    pub fn recv_buffer_slot(&self, direction: Direction, target: Rank, source: Rank) -> Option<SourceIdx> {
         let slot = self.sources(direction, target).iter().position(|rank| *rank == source)?;
         u16::try_from(slot).ok().map(SourceIdx)
     }
@@ -492,18 +494,18 @@ impl Wire {
     }
 
     /// Most sources of any rank in a direction: the stride of words by source.
-    pub fn inboxes(&self, direction: Direction) -> usize {
+    pub fn recv_buffers(&self, direction: Direction) -> usize {
         self.sources[direction.index()]
     }
 
     /// The doorbell of a chunk. Links are adjacent, because the proxy mostly watches chunk 0 of all of them.
     pub fn doorbell_word(&self, direction: Direction, epoch: u64, link: LinkIdx, chunk: ChunkIdx) -> usize {
         let d = direction.index();
-        let row = (epoch & 1) as usize * usize::from(self.input.lanes[d].chunks) + chunk.index();
+        let row = (epoch & 1) as usize * usize::from(self.input.shapes[d].chunks) + chunk.index();
         self.words[d].doorbell + row * self.links[d] + link.index()
     }
 
-    /// The word that says how many chunks a message has.
+    /// The word with the number of a message's chunks.
     pub fn chunks_word(&self, direction: Direction, epoch: u64, link: LinkIdx) -> usize {
         let d = direction.index();
         self.words[d].per_link + (epoch & 1) as usize * self.links[d] + link.index()
@@ -514,23 +516,23 @@ impl Wire {
         self.chunks_word(direction, epoch, link)
     }
 
-    /// The word of an epoch's landing number `place`, which holds a `landing`: chunks are listed as they land, so that
-    /// the device's relay finds those of any source in one read.
-    pub fn landing_word(&self, direction: Direction, epoch: u64, place: u32) -> usize {
+    /// The word of an epoch's arrival number `place`, which holds an `arrival`: chunks are listed as they arrive, so
+    /// that the device's relay finds arrivals of any source in one read.
+    pub fn arrival_word(&self, direction: Direction, epoch: u64, place: u32) -> usize {
         let d = direction.index();
-        let most = self.sources[d] * usize::from(self.input.lanes[d].chunks);
-        self.words[d].landed + (epoch & 1) as usize * most + place as usize
+        let most = self.sources[d] * usize::from(self.input.shapes[d].chunks);
+        self.words[d].arrived + (epoch & 1) as usize * most + place as usize
     }
 }
 
-/// Bytes of rows that a chunk has about: large enough that a write's fixed cost (below 1 us) is a small part of its
+/// Approximate bytes of rows per chunk: large enough that a write's fixed cost (below 1 us) is a small part of its
 /// time at 50 GB/s, small enough that forwarding overlaps with it. Chosen with docs/simulate.md.
 const CHUNK_BYTES: usize = 128 << 10;
-/// The same of sums where there are several NICs: those are EFA's, whose writes are taken to cost 0.3 us each, and
-/// nothing is forwarded behind sums.
+/// The same for sums where there are several NICs. Several NICs are EFA's, whose writes are assumed to cost 0.3 us
+/// each; and sums are not forwarded.
 const SUMS_BYTES: usize = 640 << 10;
 
-/// How many rows of so many bytes a chunk has, unless it is asked for.
+/// Default rows per chunk, for rows of `row_bytes` bytes.
 pub fn rows_of_chunk(direction: Direction, row_bytes: usize, nics: u8) -> usize {
     let bytes = match direction {
         Direction::Combine if nics > 1 => SUMS_BYTES,
@@ -539,30 +541,30 @@ pub fn rows_of_chunk(direction: Direction, row_bytes: usize, nics: u8) -> usize 
     bytes.div_ceil(row_bytes.max(1))
 }
 
-/// Bits of a landing below its epoch.
-pub const LANDING_BITS: u32 = raw::TY_LANDING_CHUNK_BITS + raw::TY_LANDING_SOURCE_BITS;
+/// Bits of an arrival below its epoch.
+pub const ARRIVAL_BITS: u32 = raw::TY_ARRIVAL_CHUNK_BITS + raw::TY_ARRIVAL_SOURCE_BITS;
 
-/// The word that tells that a chunk has landed: epoch, source and chunk (layout.h).
-pub fn landing(epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> u64 {
-    epoch << LANDING_BITS | u64::from(source.0) << raw::TY_LANDING_CHUNK_BITS | u64::from(chunk.0)
+/// The word for a chunk that has arrived: epoch, source and chunk (layout.h).
+pub fn arrival(epoch: u64, source: SourceIdx, chunk: ChunkIdx) -> u64 {
+    epoch << ARRIVAL_BITS | u64::from(source.0) << raw::TY_ARRIVAL_CHUNK_BITS | u64::from(chunk.0)
 }
 
-const _: () = assert!(1 << raw::TY_LANDING_CHUNK_BITS >= MAX_CHUNKS && 1 << raw::TY_LANDING_SOURCE_BITS >= MAX_RANKS);
+const _: () = assert!(1 << raw::TY_ARRIVAL_CHUNK_BITS >= MAX_CHUNKS && 1 << raw::TY_ARRIVAL_SOURCE_BITS >= MAX_RANKS);
 
 /// Slots of all directions, one after the other, and where they end.
 fn regions(
-    lanes: &[Lane; DIRECTIONS],
+    shapes: &[MessageShape; DIRECTIONS],
     slots: &[usize; DIRECTIONS],
     start: u64,
 ) -> Option<([Strides; DIRECTIONS], u64)> {
     let mut next = start;
     let mut all = [Strides::default(); DIRECTIONS];
-    for ((strides, lane), slots) in all.iter_mut().zip(lanes).zip(slots) {
-        if lane.chunks == 0 {
+    for ((strides, shape), slots) in all.iter_mut().zip(shapes).zip(slots) {
+        if shape.chunks == 0 {
             continue;
         }
-        let parity = lane.slot_bytes().checked_mul(*slots as u64)?;
-        *strides = Strides { base: next, parity, slot: lane.slot_bytes() };
+        let parity = shape.slot_bytes().checked_mul(*slots as u64)?;
+        *strides = Strides { base: next, parity, slot: shape.slot_bytes() };
         next = next.checked_add(parity.checked_mul(2)?)?;
     }
     Some((all, next))
@@ -572,12 +574,12 @@ fn check(input: &WireInput) -> Result<()> {
     if input.nics == 0 {
         return Err(Error::config("nics", 0, "a rank of several nodes needs a NIC"));
     }
-    for lane in &input.lanes {
-        imm::check_counts(0, usize::from(lane.chunks), usize::from(input.nics), 0)?;
-        if lane.chunks == 0 {
+    for shape in &input.shapes {
+        imm::check_counts(0, usize::from(shape.chunks), usize::from(input.nics), 0)?;
+        if shape.chunks == 0 {
             continue;
         }
-        for (name, bytes) in [("first_bytes", lane.first_bytes), ("chunk_bytes", lane.chunk_bytes)] {
+        for (name, bytes) in [("first_bytes", shape.first_bytes), ("chunk_bytes", shape.chunk_bytes)] {
             if bytes == 0 || !bytes.is_multiple_of(SHARD_UNIT) {
                 return Err(Error::config(name, bytes, "must be a multiple of 16, and chunks not empty"));
             }
@@ -600,10 +602,11 @@ mod tests {
     }
 
     fn wire(sizes: &[u32], nics: u8) -> Wire {
-        let lane = Lane { first_bytes: 48, chunk_bytes: 160, chunks: 3 };
-        let weights = Lane { first_bytes: 16, chunk_bytes: 16, chunks: 1 };
-        let lanes = [lane, Lane { chunks: 2, ..lane }, weights, weights];
-        Wire::new(WireInput { nodes: nodes(sizes), nics, lanes, staging_offset: 256, inbox_offset: 1 << 20 }).unwrap()
+        let shape = MessageShape { first_bytes: 48, chunk_bytes: 160, chunks: 3 };
+        let weights = MessageShape { first_bytes: 16, chunk_bytes: 16, chunks: 1 };
+        let shapes = [shape, MessageShape { chunks: 2, ..shape }, weights, weights];
+        Wire::new(WireInput { nodes: nodes(sizes), nics, shapes, staging_offset: 256, recv_buffer_offset: 1 << 20 })
+            .unwrap()
     }
 
     #[test]
@@ -648,34 +651,37 @@ mod tests {
     #[test]
     fn no_two_chunks_share_bytes_and_no_two_words_an_index() {
         let wire = wire(&[4, 2, 1], 2);
-        let (mut staging, mut inbox) = (Vec::new(), Vec::new());
-        let (mut bells, mut counts, mut landed) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut staging, mut recv_buffer) = (Vec::new(), Vec::new());
+        let (mut bells, mut counts, mut arrived) = (Vec::new(), Vec::new(), Vec::new());
         for d in Direction::ALL {
-            let lane = wire.lane(d);
+            let shape = wire.shape(d);
             for epoch in [6, 7] {
                 for link in (0..wire.links[d.index()]).map(|l| LinkIdx(l as u16)) {
                     counts.push(wire.chunks_word(d, epoch, link));
-                    for chunk in (0..lane.chunks).map(ChunkIdx) {
-                        staging.push((wire.staging_offset(d, epoch, link, chunk), lane.chunk_capacity(chunk)));
+                    for chunk in (0..shape.chunks).map(ChunkIdx) {
+                        staging.push((wire.staging_offset(d, epoch, link, chunk), shape.chunk_capacity(chunk)));
                         bells.push(wire.doorbell_word(d, epoch, link, chunk));
                     }
                 }
                 for source in (0..wire.sources[d.index()]).map(|s| SourceIdx(s as u16)) {
-                    for chunk in (0..lane.chunks).map(ChunkIdx) {
-                        inbox.push((wire.inbox_offset(d, epoch, source, chunk), lane.chunk_capacity(chunk)));
-                        let place = u32::from(source.0) * u32::from(lane.chunks) + u32::from(chunk.0);
-                        landed.push(wire.landing_word(d, epoch, place));
+                    for chunk in (0..shape.chunks).map(ChunkIdx) {
+                        recv_buffer
+                            .push((wire.recv_buffer_offset(d, epoch, source, chunk), shape.chunk_capacity(chunk)));
+                        let place = u32::from(source.0) * u32::from(shape.chunks) + u32::from(chunk.0);
+                        arrived.push(wire.arrival_word(d, epoch, place));
                     }
                 }
             }
         }
-        for (mut spans, start, bytes) in [(staging, 256, wire.staging_bytes()), (inbox, 1 << 20, wire.inbox_bytes())] {
+        for (mut spans, start, bytes) in
+            [(staging, 256, wire.staging_bytes()), (recv_buffer, 1 << 20, wire.recv_buffer_bytes())]
+        {
             spans.sort_unstable();
             assert!(spans.windows(2).all(|two| two[0].0 + u64::from(two[0].1) <= two[1].0));
             assert!(spans[0].0 >= start && spans.last().unwrap().0 < start + bytes);
         }
         let lengths = wire.word_counts();
-        for (mut words, length) in [(bells, lengths.doorbells), (counts, lengths.chunks), (landed, lengths.landed)] {
+        for (mut words, length) in [(bells, lengths.doorbells), (counts, lengths.chunks), (arrived, lengths.arrived)] {
             words.sort_unstable();
             assert_eq!(words, (0..length).collect::<Vec<_>>(), "words overlap, or leave gaps");
         }
@@ -692,9 +698,9 @@ mod tests {
         };
         refused(&|i| i.nics = 5, "nics");
         refused(&|i| i.nics = 0, "nics");
-        refused(&|i| i.lanes[0].chunks = 1025, "chunks");
-        refused(&|i| i.lanes[1].chunk_bytes = 8, "chunk_bytes");
-        refused(&|i| i.lanes[1].first_bytes = 0, "first_bytes");
+        refused(&|i| i.shapes[0].chunks = 1025, "chunks");
+        refused(&|i| i.shapes[1].chunk_bytes = 8, "chunk_bytes");
+        refused(&|i| i.shapes[1].first_bytes = 0, "first_bytes");
         refused(&|i| i.staging_offset = u64::MAX - 8, "max_tokens");
         assert!(Nodes::new(vec![vec![Rank(2048)]]).unwrap_err().to_string().contains("ranks"));
         assert!(Nodes::new(vec![vec![Rank(1)], vec![Rank(1)]]).is_err());
@@ -705,8 +711,8 @@ mod tests {
     fn chunk_counts_fit_the_receive_queue() {
         assert_eq!(most_chunks(1024, 7), 35);
         assert_eq!(most_chunks(8, 7), 0);
-        let lane = Lane { first_bytes: 64, chunk_bytes: 1024, chunks: 4 };
-        let offsets = [0, 1, 3].map(|chunk| lane.chunk_offset(ChunkIdx(chunk)));
-        assert_eq!((offsets, lane.slot_bytes()), ([0, 64, 64 + 2 * 1024], 3200));
+        let shape = MessageShape { first_bytes: 64, chunk_bytes: 1024, chunks: 4 };
+        let offsets = [0, 1, 3].map(|chunk| shape.chunk_offset(ChunkIdx(chunk)));
+        assert_eq!((offsets, shape.slot_bytes()), ([0, 64, 64 + 2 * 1024], 3200));
     }
 }

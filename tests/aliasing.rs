@@ -1,4 +1,4 @@
-//! Memory of a call that lies in other memory of the call: refused where the call writes it, with both.
+//! Memory of a call that overlaps other memory of the call: refused where the call writes it, naming both.
 
 mod rig;
 
@@ -12,21 +12,22 @@ type Part = (&'static str, usize);
 const VIEW: usize = 4096;
 const ROWS: usize = MAX_TOKENS;
 
-/// Views far apart but for two: the last bytes that are needed of `first` are the first of `second`, or, where the two
-/// are `apart`, lie right before those.
-fn laid_out(memory: &View, parts: &[Part], first: usize, second: usize, apart: bool) -> Vec<View> {
+/// Separate views, but for two: the last needed bytes of `first` are the first of `second`, or, if `adjacent`, lie
+/// right before them.
+fn laid_out(memory: &View, parts: &[Part], first: usize, second: usize, adjacent: bool) -> Vec<View> {
     let mut places: Vec<usize> = (0..parts.len()).map(|number| number * VIEW).collect();
     let end = places[first] + parts[first].1.next_multiple_of(16);
-    places[second] = if apart { end } else { end - 16 };
+    places[second] = if adjacent { end } else { end - 16 };
     places.into_iter().map(|place| memory.slice(place, VIEW).unwrap()).collect()
 }
 
-/// Makes the call with each two of its views apart and not, in both orders. It writes all but the first `read`.
+/// Makes the call with each two of its views adjacent and overlapping, in both orders. It writes all but the first
+/// `read`.
 fn judge(memory: &View, parts: &[Part], read: usize, call: impl Fn(&[View]) -> Result<()>) {
     for (a, b) in (0..parts.len()).flat_map(|b| (0..b).map(move |a| (a, b))) {
-        for (first, second, apart) in [(a, b, true), (b, a, true), (a, b, false), (b, a, false)] {
-            let outcome = call(&laid_out(memory, parts, first, second, apart));
-            let ([(other, bytes), (written, own)], refused) = ([parts[a], parts[b]], !apart && b >= read);
+        for (first, second, adjacent) in [(a, b, true), (b, a, true), (a, b, false), (b, a, false)] {
+            let outcome = call(&laid_out(memory, parts, first, second, adjacent));
+            let ([(other, bytes), (written, own)], refused) = ([parts[a], parts[b]], !adjacent && b >= read);
             match outcome {
                 Ok(()) => assert!(!refused, "{written} overlaps {other} unnoticed"),
                 Err(Error::Argument { name, value, advice, .. }) if refused => {
@@ -35,7 +36,7 @@ fn judge(memory: &View, parts: &[Part], read: usize, call: impl Fn(&[View]) -> R
                     assert!(value.contains(&format!(", where {other} has {bytes} bytes at 0x")), "{name} {value}");
                     assert!(advice.contains("overlaps none of the call's"), "{advice}");
                 }
-                Err(error) => panic!("{other} and {written}, apart: {apart}: {error}"),
+                Err(error) => panic!("{other} and {written}, adjacent: {adjacent}: {error}"),
             }
         }
     }
@@ -71,7 +72,7 @@ fn outputs_of_a_dispatch_lie_in_no_other_memory_of_the_call() {
         let [experts, weights, row_count, host_counts] = output else { unreachable!() };
         // What overlaps among inputs alone may have been bad routing.
         let _ = ep.check();
-        // Tokens without experts, as many as the bytes of the count say.
+        // Tokens without experts, as many as the bytes of the count give.
         memory.fill(0).unwrap();
         memory.write((idx.ptr() - memory.view().ptr()) as usize, &[0xff; MAX_TOKENS * TOP_K * 4]).unwrap();
         let tokens = Tokens::new(x.clone(), idx.clone(), TokenCount::Device(count.clone()));
@@ -110,24 +111,24 @@ fn sums_lie_in_nothing_that_their_combine_reads() {
     rig.ep.check().unwrap();
 }
 
-/// What is sent in one wave has been read once its sending half is over, and what goes in several is read later.
+/// The sending half of a call of one round has read its input when it ends; a call of several rounds reads it later.
 #[test]
 fn what_a_half_has_read_may_be_written_by_the_other() {
-    for waves in [1, 2] {
+    for rounds in [1, 2] {
         on_ranks(2, |world| {
-            let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = Some(MAX_TOKENS / waves)));
-            assert_eq!(rig.ep.waves(), waves);
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.round_tokens = Some(MAX_TOKENS / rounds)));
+            assert_eq!(rig.ep.rounds(), rounds);
             let input = rig.ep.device().alloc(rig.rows.len()).unwrap();
             // On a GPU that ranks share, memory is allocated while no kernel waits for a peer.
             world.barrier("input has its memory").unwrap();
-            rig.route_all(waves);
+            rig.route_all(rounds);
             rig.stream.copy(&input.view().slice(0, rig.x.len()).unwrap(), &rig.x.view()).unwrap();
             let output = rig.output(rig.capacity).rows(input.view());
             let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS).x(input.view())).unwrap();
             let refused = |error: &Error, name: &str, other: &str| {
                 let text = error.to_string();
-                let is_told = text.starts_with(&format!("argument {name} is ")) && text.contains(other);
-                assert!(waves > 1 && is_told && !error.is_fatal(), "{text}");
+                let is_named = text.starts_with(&format!("argument {name} is ")) && text.contains(other);
+                assert!(rounds > 1 && is_named && !error.is_fatal(), "{text}");
             };
             let (handle, rows) = match rig.ep.dispatch_recv(&rig.stream, sent, &output) {
                 Ok(handle) => (handle, rig.expert_rows().rows(input.view())),
@@ -148,8 +149,12 @@ fn what_a_half_has_read_may_be_written_by_the_other() {
             }
             rig.stream.synchronize(PATIENCE).unwrap();
             rig.ep.check().unwrap();
-            rig.expect_own_rows(MAX_TOKENS, waves);
-            assert_eq!(waves == 1, rows.rows == input.view(), "a call of several waves that overwrites what it reads");
+            rig.expect_own_rows(MAX_TOKENS, rounds);
+            assert_eq!(
+                rounds == 1,
+                rows.rows == input.view(),
+                "a call of several rounds that overwrites what it reads"
+            );
             world.barrier("done").unwrap();
         });
     }
@@ -157,10 +162,10 @@ fn what_a_half_has_read_may_be_written_by_the_other() {
 
 /// Peers store into an output in the arena while this rank still reads.
 #[test]
-fn tokens_of_a_dispatch_lie_apart_from_the_output_in_the_arena() {
+fn tokens_of_a_dispatch_do_not_overlap_the_output_in_the_arena() {
     on_ranks(2, |world| {
-        let rig = Rig::with(&world, |builder| builder.tuning(|t| t.own_output = Some((64, 1))));
-        let own = rig.ep.own_output().unwrap();
+        let rig = Rig::with(&world, |builder| builder.tuning(|t| t.in_place = Some((64, 1))));
+        let own = rig.ep.in_place().unwrap();
         let output = rig.output(0).layout(own.layout).rows(own.rows.clone()).pitch_bytes(own.pitch_bytes);
         let inside = rig.tokens(MAX_TOKENS).x(own.rows.slice(HIDDEN * 2, rig.x.len()).unwrap());
         let text = rig.ep.dispatch(&rig.stream, &inside, &output).unwrap_err().to_string();

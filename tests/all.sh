@@ -15,7 +15,7 @@ wanted() {
   return 1
 }
 
-# Says what is missing, or installs it where it may.
+# Prints what is missing, or installs it where it may.
 need() {
   local command=$1 package=$2
   command -v "$command" >/dev/null && return 0
@@ -91,7 +91,7 @@ model() {
   cargo test --no-default-features --target-dir target/coverage --test loom
 }
 
-# What the release program says of a driver that is too old, of which a C++ compiler makes all that is asked for.
+# The release program with a driver that is too old: a C++ compiler makes a stand-in for the functions it needs.
 driver() {
   say "a driver that is too old"
   local folder=target/old-driver
@@ -108,7 +108,7 @@ verify() {
   target/release/tokenyard verify --seeds 1 --full
   say "schedules"
   target/release/tokenyard verify --schedules 2000
-  target/release/tokenyard verify --schedules 500 --own-output
+  target/release/tokenyard verify --schedules 500 --in-place
   say "messages that are tampered with"
   target/release/tokenyard verify --schedules 500 --forge --timeout-ms 1000
 }
@@ -120,7 +120,7 @@ sanitize() {
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --seeds 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 target/coverage/debug/tokenyard verify --schedules 60
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-    target/coverage/debug/tokenyard verify --schedules 60 --own-output
+    target/coverage/debug/tokenyard verify --schedules 60 --in-place
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
     target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 1000
   # More ranks of a node than verify draws.

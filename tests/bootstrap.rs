@@ -1,4 +1,4 @@
-//! Worlds form, agree, notice who has died, and withstand whoever else finds the port.
+//! Worlds form, agree, notice dead ranks, and withstand strangers at the port.
 //!
 //! Ranks are threads that share a `World`, threads that each join over TCP, or processes: then this test
 //! program starts itself again with `CHILD` set, and the test of that name plays the child.
@@ -79,7 +79,7 @@ fn threads_swap_each_others_descriptors() {
 fn a_lock_held_while_other_fibers_of_the_thread_run() {
     thread_local!(static OTHER: RefCell<Option<World>> = const { RefCell::new(None) });
     // Stands for the fiber scheduler: the first wait of rank 0 runs rank 1 on the same thread to its end.
-    fn run_other(_site: &'static str, _turns: u32) {
+    fn run_other(_site: &'static str, _switches: u32) {
         if let Some(world) = OTHER.take() {
             exchange_one(&world);
         }
@@ -140,11 +140,11 @@ fn a_rank_that_regroups_again_alone_leaves_the_world_as_it_is() {
     });
 }
 
-/// Of ranks 1, 2 and 3 of the first generation, which are 0, 1 and 2 of the later ones. What each is told in turn: that
-/// rank 3 failed; that it did not come to a collective; and that rank 1 has left.
-fn told_of_rank_3(world: &World) -> Option<[String; 3]> {
+/// For ranks 1, 2 and 3 of the first generation, which are 0, 1 and 2 of the later ones: the errors of each, which are
+/// that rank 3 failed, that rank 3 did not come to a collective, and that rank 1 has left.
+fn errors_naming_rank_3(world: &World) -> Option<[String; 3]> {
     let members = [1, 2, 3].map(Rank);
-    // Who leaves before the others know that they have joined would end their joining.
+    // A rank that leaves before the others are notified that all have joined would end their joining.
     world.barrier("up").unwrap();
     if world.rank() == Rank(0) {
         return None;
@@ -153,7 +153,7 @@ fn told_of_rank_3(world: &World) -> Option<[String; 3]> {
     let next = world.regroup(1, &members).unwrap();
     let mine = is_culprit.then(|| Error::device("a fault", "of this test"));
     let failed = next.agree("a step", mine.as_ref()).unwrap_err().to_string();
-    // The culprit keeps its world until the others have been told.
+    // The culprit keeps its world until the others have been notified.
     let absent =
         if is_culprit { String::new() } else { bootstrap_text(next.clone().with_timeout(SHORT).barrier("gate")) };
     let last = world.regroup(2, &members).unwrap();
@@ -165,20 +165,20 @@ fn told_of_rank_3(world: &World) -> Option<[String; 3]> {
     Some([failed, absent, bootstrap_text(last.barrier("end"))])
 }
 
-fn assert_rank_3_is_named(told: &[Option<[String; 3]>]) {
-    let [_, Some(first), Some(second), Some(culprit)] = told else { panic!("{told:?}") };
-    assert!(culprit[0].contains("a fault"), "{told:?}");
-    for told in [first, second] {
-        assert!(told[0].contains("rank 3 failed in a step") && told[0].contains("mend rank 3 and"), "{told:?}");
+fn assert_rank_3_is_named(errors: &[Option<[String; 3]>]) {
+    let [_, Some(first), Some(second), Some(culprit)] = errors else { panic!("{errors:?}") };
+    assert!(culprit[0].contains("a fault"), "{errors:?}");
+    for errors in [first, second] {
+        assert!(errors[0].contains("rank 3 failed in a step") && errors[0].contains("mend rank 3 and"), "{errors:?}");
         let waited = [1, 2].map(|rank| format!("rank {rank} waited 400 ms in collective \"gate\" and rank 3 has not"));
-        assert!(waited.iter().any(|text| told[1].contains(text)), "{told:?}");
+        assert!(waited.iter().any(|text| errors[1].contains(text)), "{errors:?}");
     }
-    assert!([second, culprit].iter().all(|told| told[2].contains("rank 1 has left the world")), "{told:?}");
+    assert!([second, culprit].iter().all(|errors| errors[2].contains("rank 1 has left the world")), "{errors:?}");
 }
 
 #[test]
 fn threads_of_a_later_generation_named_by_their_new_ranks() {
-    assert_rank_3_is_named(&threaded(4, |world| told_of_rank_3(&world)));
+    assert_rank_3_is_named(&threaded(4, |world| errors_naming_rank_3(&world)));
     let texts = threaded(4, |world| {
         (world.rank() > Rank(0)).then(|| {
             let next = world.regroup(1, &[1, 2, 3].map(Rank)).unwrap();
@@ -197,7 +197,7 @@ fn threads_of_a_later_generation_named_by_their_new_ranks() {
 
 #[test]
 fn members_of_a_later_generation_named_by_their_new_ranks() {
-    assert_rank_3_is_named(&joined(4, |world| told_of_rank_3(&world)));
+    assert_rank_3_is_named(&joined(4, |world| errors_naming_rank_3(&world)));
 }
 
 /// Regroups that fail: rank 3 comes alone to one generation, and not to another.
@@ -216,11 +216,11 @@ fn members_that_do_not_come_again_named_by_their_new_ranks() {
                     3 => bootstrap_text(world.regroup(2, &[1, 3].map(Rank))),
                     _ => bootstrap_text(world.regroup(1, &[1, 2, 3].map(Rank))),
                 };
-                let told = match rank {
+                let expected = match rank {
                     3 => "rank 3 waited 3000 ms for rank 1 at ",
                     _ => "rank 1 waited 3000 ms and rank 3 has not joined",
                 };
-                assert!(text.contains(told) && (rank < 3 || text.contains("start rank 1 or see")), "{text}");
+                assert!(text.contains(expected) && (rank < 3 || text.contains("start rank 1 or see")), "{text}");
             });
         }
     });
@@ -376,7 +376,7 @@ fn hold(addr: &str, port: u16) -> TcpListener {
 #[test]
 fn survivors_of_rank_0_that_meet_at_its_host() {
     let place = place();
-    // Rank 0's host is gone with it: what still answers there is nobody's.
+    // Rank 0's host is gone with it: listeners that still answer there belong to nobody.
     let _gone: Vec<_> = (1..=3).map(|generation| hold(&place.0, place.1 + generation)).collect();
     std::thread::scope(|scope| {
         for rank in 0..4 {
@@ -400,7 +400,7 @@ fn survivors_of_rank_0_that_meet_at_its_host() {
                 }
                 let third = second.regroup(2, &[2, 3].map(Rank)).unwrap();
                 exchange_many(third);
-                // An older world knows the way, too.
+                // An older world can regroup, too.
                 let again = second.regroup(3, &[2, 3].map(Rank)).unwrap();
                 again.barrier("again").unwrap();
                 let error = again.regroup(4, &[Rank(9)]).map(drop).unwrap_err();
@@ -410,7 +410,7 @@ fn survivors_of_rank_0_that_meet_at_its_host() {
     });
 }
 
-/// Who is alone listens nowhere, whatever the port.
+/// A world of one rank listens nowhere, whatever the port.
 #[test]
 fn ports_of_generations_that_wrap() {
     let alone = |port, generation| {
@@ -450,7 +450,7 @@ fn a_member_that_comes_back_as_the_first_of_its_generation() {
                 world.barrier("up").unwrap();
                 let next = if rank == 0 {
                     drop(world);
-                    // A new process, which knows where it is itself, and the port.
+                    // A new process, which is given its own address and the port.
                     World::join(&Bootstrap {
                         addr: own_addr(place, 0),
                         port: place.1 + 1,
@@ -470,7 +470,7 @@ fn a_member_that_comes_back_as_the_first_of_its_generation() {
 // ---- strangers, impostors and mistakes
 
 /// Starts rank 0 of 2, lets `meddle` at the port, then joins as rank 1; the job must form all the same.
-/// Answers how many connections rank 0 refused.
+/// Returns how many connections rank 0 refused.
 fn meddled(meddle: impl FnOnce(&(String, u16))) -> u64 {
     let place = place();
     std::thread::scope(|scope| {
@@ -500,10 +500,10 @@ fn garbage_on_the_port_stops_the_job() {
         talk(place, &[&frame(VERSION, 1, b"")[..8], &u32::MAX.to_le_bytes()].concat());
         talk(place, &[&frame(VERSION, 1, b"")[..8], &(1u32 << 20).to_le_bytes()].concat());
         talk(place, &frame(VERSION, 5, &[0; 40]));
-        // A hello with a token length beyond its end, and one with bytes behind it.
+        // A hello with a token length beyond its end, and one followed by bytes.
         talk(place, &frame(VERSION, 1, &[255, 0, 1]));
         talk(place, &frame(VERSION, 1, &[&hello(VERSION, false)[12..], b"more"].concat()));
-        // Two hellos; what is proved and makes no sense; and a join that is cut short.
+        // Two hellos; a proved join with impossible fields; and a join that is cut short.
         talk(place, &hello(VERSION, false).repeat(2));
         rest_of(asking(place, VERSION, TOKEN, b"I am rank 1", false));
         let mut stream = dial(place);
@@ -516,7 +516,7 @@ fn garbage_on_the_port_stops_the_job() {
 }
 
 #[test]
-fn a_connection_that_says_nothing_holds_up_the_others() {
+fn a_silent_connection_holds_up_the_others() {
     let mut silent = Vec::new();
     let start = Instant::now();
     meddled(|place| {
@@ -640,9 +640,9 @@ fn a_place_that_ended_before_the_world_formed_kept_taken() {
     std::thread::scope(|scope| {
         let join = |rank| World::join(&bootstrap(&place, rank, 4)).unwrap().barrier("up").unwrap();
         scope.spawn(move || join(0));
-        // A hello whose sender has closed already, and a member that is told of its admission and dies.
-        drop(asking(&place, VERSION, TOKEN, &said(1, 4), false));
-        let mut stream = asking(&place, VERSION, TOKEN, &said(2, 4), false);
+        // A hello whose sender has closed already, and a member that is notified of its admission and dies.
+        drop(asking(&place, VERSION, TOKEN, &join_fields(1, 4), false));
+        let mut stream = asking(&place, VERSION, TOKEN, &join_fields(2, 4), false);
         stream.read_exact(&mut [0; 12]).unwrap();
         drop(stream);
         std::thread::sleep(Duration::from_millis(50));
@@ -658,8 +658,8 @@ fn another_user_of_the_host_joins_a_job_without_a_token() {
     std::thread::scope(|scope| {
         let join = |rank, token: &str| World::join(&Bootstrap { token: token.into(), ..bootstrap(&place, rank, 2) });
         let root = scope.spawn(move || join(0, "").map(|world| world.barrier("up").unwrap()));
-        // One who does not know what only this user can read: nothing, an empty token, and one that he chose.
-        let answer = rest_of(asking(&place, VERSION, "", &said(1, 2), true));
+        // A peer without the secret that only this user can read: no token, an empty one, and one of its own.
+        let answer = rest_of(asking(&place, VERSION, "", &join_fields(1, 2), true));
         assert!(answer.contains("not of one user and host"), "{answer}");
         let answer = talk(&place, &hello(VERSION, false));
         assert!(answer.contains("token differs from that of rank 0 (which has none)"), "{answer}");
@@ -669,23 +669,23 @@ fn another_user_of_the_host_joins_a_job_without_a_token() {
     });
 }
 
-/// What rank 1 makes of one who has taken rank 0's port, and all that the other heard. He answers each frame.
+/// Rank 1's error for a squatter that has taken rank 0's port and answers each frame; and all that the squatter got.
 fn squatted(answer: impl Fn(&[u8]) -> Vec<u8> + Send) -> (String, Vec<u8>) {
     let place = place();
     let listener = TcpListener::bind((place.0.as_str(), place.1)).unwrap();
     std::thread::scope(|scope| {
         let squatter = scope.spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
-            let mut heard = Vec::new();
+            let mut received = Vec::new();
             let mut bytes = [0; 4096];
             while let Ok(count @ 1..) = stream.read(&mut bytes) {
-                heard.extend(&bytes[..count]);
-                // Nothing is to be said to a goodbye.
+                received.extend(&bytes[..count]);
+                // A goodbye is not answered.
                 if bytes[6] != 10 {
                     let _ = stream.write_all(&answer(&bytes[..count]));
                 }
             }
-            heard
+            received
         });
         let text = bootstrap_text(World::join(&bootstrap(&place, 1, 2)));
         (text, squatter.join().unwrap())
@@ -693,7 +693,7 @@ fn squatted(answer: impl Fn(&[u8]) -> Vec<u8> + Send) -> (String, Vec<u8>) {
 }
 
 #[test]
-fn a_squatter_on_the_port_of_rank_0_taken_for_it_or_told_the_token() {
+fn a_squatter_on_the_port_of_rank_0_taken_for_it_or_sent_the_token() {
     let is_hello = |bytes: &[u8]| bytes[6] == 1;
     let challenge = || frame(VERSION, 11, &[9; 32]);
     let welcome = || frame(VERSION, 4, &[2, 0, 0, 0, 0, 0, 0, 0]);
@@ -702,14 +702,14 @@ fn a_squatter_on_the_port_of_rank_0_taken_for_it_or_told_the_token() {
     };
     let squatters = [
         ("who echoes", squatted(<[u8]>::to_vec), "no proof"),
-        ("who says that all have joined", squatted(|_| welcome()), "no proof"),
+        ("who sends that all have joined", squatted(|_| welcome()), "no proof"),
         ("who accepts without a proof", squatted(|b| if is_hello(b) { challenge() } else { welcome() }), "no proof"),
         ("who gives back the proof", squatted(move |b| accepted(b, &b[12..44])), "a proof of another job token"),
         ("who has another token", squatted(move |b| accepted(b, &foreign(b))), "a proof of another job token"),
     ];
-    for (who, (text, heard), expected) in squatters {
+    for (who, (text, received), expected) in squatters {
         assert!(text.contains(expected), "{who}: {text}");
-        assert!(!heard.windows(TOKEN.len()).any(|bytes| bytes == TOKEN.as_bytes()), "{who} heard the token");
+        assert!(!received.windows(TOKEN.len()).any(|bytes| bytes == TOKEN.as_bytes()), "{who} got the token");
     }
 }
 
@@ -718,8 +718,7 @@ fn foreign(join: &[u8]) -> Vec<u8> {
     proof("guess", "rank 0", &[9; 32], &join[44..])
 }
 
-/// Joins a pair of which rank 1 was changed, and a rank 1 as rank 0 knows it if there is to be one: what both were
-/// told.
+/// Joins a pair of which rank 1 was changed; returns the errors of both.
 fn differing(change: impl Fn(&mut Bootstrap), both: impl Fn(&mut Bootstrap)) -> [String; 2] {
     let place = place();
     let [root, mut member] = [0, 1].map(|rank| {
@@ -731,11 +730,11 @@ fn differing(change: impl Fn(&mut Bootstrap), both: impl Fn(&mut Bootstrap)) -> 
     let root = Bootstrap { timeout: SHORT * 2, ..root };
     std::thread::scope(|scope| {
         let root = scope.spawn(|| bootstrap_text(World::join(&root)));
-        let told = bootstrap_text(World::join(&member));
-        // A stranger that comes later must not hide what a rank of the job was refused for.
+        let joined = bootstrap_text(World::join(&member));
+        // A stranger that comes later must not hide the reason for which a rank of the job was refused.
         let mut stranger = TcpStream::connect((place.0.as_str(), place.1)).unwrap();
         stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        [root.join().unwrap(), told]
+        [root.join().unwrap(), joined]
     })
 }
 
@@ -752,8 +751,8 @@ fn members_of_other_terms_form_a_world() {
         (differing(|b| b.first_nodes = Some(vec![1, 3]), second), "(of 1,3 at first)", "1,1 (of 2,2 at first)"),
         (differing(|b| b.nodes = Some(vec![1, 1]), |_| ()), "nodes 1,1", "2"),
     ];
-    for (told, theirs, ours) in texts {
-        for text in told {
+    for (errors, theirs, ours) in texts {
+        for text in errors {
             assert!(text.contains(theirs) && text.contains(&format!("and rank 0 has {ours}")), "{text}");
         }
     }
@@ -761,22 +760,22 @@ fn members_of_other_terms_form_a_world() {
 
 #[test]
 fn survivors_that_name_other_members_meet() {
-    let (place, told) = (place(), AtomicBool::new(false));
+    let (place, refused) = (place(), AtomicBool::new(false));
     std::thread::scope(|scope| {
         for rank in 0..3 {
-            let (place, told) = (&place, &told);
+            let (place, refused) = (&place, &refused);
             scope.spawn(move || {
                 let world = World::join(&bootstrap(place, rank, 3)).unwrap();
                 world.barrier("up").unwrap();
                 if rank == 1 {
                     // Not before the other: rank 0 listens until then.
-                    wait::poll("refusal", PATIENCE, || told.load(Ordering::Relaxed).then_some(())).unwrap();
+                    wait::poll("refusal", PATIENCE, || refused.load(Ordering::Relaxed).then_some(())).unwrap();
                 }
                 let members = [Rank(0), Rank(rank.max(1))];
                 let next = world.regroup(1, &members);
                 if rank == 2 {
                     let text = bootstrap_text(next);
-                    told.store(true, Ordering::Relaxed);
+                    refused.store(true, Ordering::Relaxed);
                     assert!(text.contains("members 0,2") && text.contains("rank 0 has 0-1"), "{text}");
                 } else {
                     next.unwrap().barrier("up").unwrap();

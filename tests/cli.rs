@@ -1,4 +1,4 @@
-//! The program as its users meet it: exit status, sentences, and the objects it prints. On the CPU device.
+//! The program as its users see it: exit status, sentences, and the objects it prints. On the CPU device.
 
 #[path = "cli/rig.rs"]
 mod rig;
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 #[test]
 fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
-    // What is typed; the argument and its value in the sentence; what would do.
+    // What is typed; the argument and its value in the sentence; the valid values.
     for (typed, named, advice) in [
         ("bench --world 0", "--world is `0`", "from 1 to 512"),
         ("bench --world 513", "--world is `513`", "from 1 to 512"),
@@ -101,7 +101,7 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("verify --replay hidden=128,hidden=256", "--replay is `hidden=256`", "give it once"),
         ("verify --device cpu --replay world=65,nodes=32+33", "--world is `65`", "1 to 64"),
         ("verify --device cpu --replay first_epoch=4294967295", "--first-epoch is `4294967295`", ""),
-        // What is refused by design is held to the rest.
+        // A case that is refused by design must be valid otherwise.
         ("verify --device cpu --replay scales=f32,nodes=1+4", "--ranks-per-node is `1,4`", "agree"),
         (
             "verify --device cpu --replay world=64,hidden=1048576,tokens=100000,max_tokens=100000,nodes=32+32",
@@ -122,10 +122,10 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
 }
 
 #[test]
-fn one_node_may_be_said() {
-    // What lies between nodes is looked at in cli_nodes.
-    let said = format!("bench {SMALL} --ranks-per-node 3 --transport sim --link none --json -");
-    assert_eq!(object(&said)["ranks_per_node"], 3);
+fn one_node_may_be_given() {
+    // Results over nodes are tested in cli_nodes.
+    let typed = format!("bench {SMALL} --ranks-per-node 3 --transport sim --link none --json -");
+    assert_eq!(object(&typed)["ranks_per_node"], 3);
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn plan_lists_every_buffer_without_gaps() {
         let plan = object(&format!("plan --device cpu --ranks-per-node 4 --json - {options}"));
         plan["arena_bytes"].as_u64().unwrap()
     };
-    assert!(bytes("--wave-tokens 32") < bytes("") && bytes("--single-buffer") < bytes(""));
+    assert!(bytes("--round-tokens 32") < bytes("") && bytes("--single-buffer") < bytes(""));
     for (tokens, most) in [(128, 256 << 20), (4096, 2u64 << 30)] {
         let plan = object(&format!("plan --device cpu --world 64 --ranks-per-node 8 --tokens {tokens} --json -"));
         assert!(plan["arena_bytes"].as_u64().is_some_and(|bytes| bytes <= most), "{tokens}: {}", plan["arena_bytes"]);
@@ -267,7 +267,7 @@ fn every_mode_layout_and_launch_verifies() {
 }
 
 #[test]
-fn partial_rows_of_fp8_bring_fewer_bytes_home() {
+fn partial_rows_of_fp8_bring_fewer_bytes_back() {
     let bytes = |partial: &str| {
         let small = SMALL.replace("--hidden 128", "--hidden 256");
         let result = object(&format!("bench {small} --partial {partial} --json -"));
@@ -322,7 +322,7 @@ fn a_sweep_has_a_result_for_each_count_and_writes_its_files() {
     assert!(events.iter().filter(|e| e["ph"] == "X").all(|e| e["ts"].is_number() && e["dur"].as_f64() >= Some(0.0)));
 }
 
-/// What each rank sent of one run over its time, and over the floor, must stand in the plot.
+/// The plot must show what each rank sent in one run over its time, and over the floor.
 #[test]
 fn files_that_would_block_or_overwrite_each_other_are_refused_before_the_run() {
     let folder = tempfile::tempdir().unwrap();
@@ -423,12 +423,12 @@ fn verify_draws_runs_and_replays() {
 #[test]
 fn seeded_schedules_are_distinct_verified_and_replay_exactly() {
     let output = run("verify --schedules 30 --seed 7");
-    let said = text(&output.stdout);
-    assert!(output.status.success(), "{said}{}", text(&output.stderr));
-    assert!(said.contains("30 schedules run, 15 of them with held stores: 30 distinct traces, "), "{said}");
-    assert!(said.contains(" switches, 1 run twice") && said.contains("0 failed"), "{said}");
-    assert!(!said.contains("configurations run"), "without --seeds these alone: {said}");
-    assert_eq!(text(&run("verify --schedules 30 --seed 7").stdout), said);
+    let printed = text(&output.stdout);
+    assert!(output.status.success(), "{printed}{}", text(&output.stderr));
+    assert!(printed.contains("30 schedules run, 15 of them with held stores: 30 distinct traces, "), "{printed}");
+    assert!(printed.contains(" switches, 1 run twice") && printed.contains("0 failed"), "{printed}");
+    assert!(!printed.contains("configurations run"), "without --seeds these alone: {printed}");
+    assert_eq!(text(&run("verify --schedules 30 --seed 7").stdout), printed);
 
     let replay = || {
         let case = "world=3,hidden=64,tokens=4,max_tokens=5,ragged=yes,mode=split,ahead=3,accumulate=yes,sms=2,\
@@ -453,8 +453,8 @@ fn planned_faults_are_reported_and_the_next_iteration_is_right() {
         "world=3,experts=6,tokens=4,max_tokens=4,fault=routing,iters=4,seed=10,world_mode=one-thread,lockstep=yes",
     ] {
         let output = command("verify --device cpu --timeout-ms 5000 --replay").arg(case).output().unwrap();
-        let said = text(&output.stdout);
-        assert!(output.status.success() && said.starts_with("right: "), "{case}: {said}{}", text(&output.stderr));
+        let printed = text(&output.stdout);
+        assert!(output.status.success() && printed.starts_with("right: "), "{case}: {printed}{}", text(&output.stderr));
     }
     let summary = text(&run("verify --schedules 60").stdout);
     let seen = summary.lines().find(|line| line.contains("refused routings seen")).unwrap_or_default();
@@ -481,7 +481,7 @@ fn an_unusable_trace_file_is_named_with_what_is_wrong() {
 }
 
 #[test]
-fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
+fn doctor_names_every_lack_with_its_cost_and_what_to_do() {
     let findings = object("doctor --json -");
     let findings = findings["findings"].as_array().unwrap();
     let topics = ["build", "driver", "GPUs", "transports", "NICs", "RDMA nodes", "GDRCopy", "dma-buf"];
@@ -492,7 +492,7 @@ fn doctor_tells_of_every_lack_what_it_costs_and_what_to_do() {
         assert!(finding["cost"].is_string() && finding["remedy"].is_string(), "{finding}");
     }
     let shown = text(&run("doctor").stdout);
-    assert!(shown.contains("looked at") && shown.contains("cores"), "{shown}");
+    assert!(shown.contains(" checked, ") && shown.contains("cores"), "{shown}");
 }
 
 /// The program's refusal of a trace, which must come within a minute.
@@ -636,21 +636,21 @@ fn a_reader_that_leaves_costs_neither_the_work_nor_its_status() {
         let (reader, writer) = std::io::pipe().unwrap();
         drop(reader);
         let output = command(typed).stdout(writer).output().unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(status), "{typed}: {said}");
-        assert!(!said.contains("stdout") && !said.contains("panicked"), "{typed}: {said}");
+        let printed = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{typed}: {printed}");
+        assert!(!printed.contains("stdout") && !printed.contains("panicked"), "{typed}: {printed}");
     }
 }
 
-/// A device thread has a stack of its own; there is no room for those of 1024 blocks.
+/// Each device thread has its own stack; there is no room for the stacks of 1024 blocks.
 #[test]
-fn a_lack_of_memory_for_stacks_is_said() {
+fn a_lack_of_memory_for_stacks_is_reported() {
     let typed = "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 2 --sms 1024 --iters 3";
     let limited = format!("ulimit -v 1500000; exec {} {typed}", env!("CARGO_BIN_EXE_tokenyard"));
     let output = Command::new("sh").args(["-c", &limited]).output().unwrap();
-    let said = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("the CPU device lacks memory: use fewer blocks"), "{said}");
+    let printed = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{printed}");
+    assert!(printed.contains("the CPU device lacks memory: use fewer blocks"), "{printed}");
 }
 
 /// Stacks that no address space has room for.
@@ -659,9 +659,9 @@ fn a_lack_of_threads_is_one_sentence_and_status_1() {
     for (launch, why) in [("threads", "no thread for a rank"), ("processes", "no thread to read a rank's output")] {
         let words = format!("bench {SMALL} --launch {launch}");
         let output = command(&words).env("RUST_MIN_STACK", (1u64 << 47).to_string()).output().unwrap();
-        let told = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{launch}: {told}");
-        assert!(told.contains(why) && told.contains("raise the limit on threads"), "{launch}: {told}");
+        let printed = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{launch}: {printed}");
+        assert!(printed.contains(why) && printed.contains("raise the limit on threads"), "{launch}: {printed}");
     }
 }
 
@@ -670,10 +670,10 @@ fn a_full_disk_behind_stdout_is_one_sentence_and_status_1() {
     let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
     for typed in PRINTING {
         let output = command(typed).stdout(full()).output().unwrap();
-        let said = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(1), "{typed}: {said}");
-        assert_eq!(said.matches("stdout cannot be written").count(), 1, "{typed}: {said}");
-        assert!(said.contains("No space left") && !said.contains("panicked"), "{typed}: {said}");
+        let printed = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{typed}: {printed}");
+        assert_eq!(printed.matches("stdout cannot be written").count(), 1, "{typed}: {printed}");
+        assert!(printed.contains("No space left") && !printed.contains("panicked"), "{typed}: {printed}");
         // Nor does stderr end it.
         let status = command(typed).stdout(full()).stderr(full()).status().unwrap();
         assert_eq!(status.code(), Some(1), "{typed}");

@@ -6,7 +6,7 @@ mod rig;
 use rig::{command, object, refusal, run, text};
 use serde_json::Value;
 
-/// Small enough for a debug build, whose nodes are said.
+/// Small enough for a debug build; the nodes are given by each test.
 const SMALL: &str = "--device cpu --world 5 --hidden 128 --experts 11 --top-k 4 --tokens 6 --iters 3";
 
 #[test]
@@ -96,7 +96,7 @@ fn a_run_over_nodes_reports_them_and_the_floor_of_its_link() {
         // A latency, and the bytes at 1000 a µs.
         let bytes = result["bytes_per_rank"][&format!("{way}_wire")].as_f64().unwrap();
         assert!((floor - 900.0 - bytes / 1000.0).abs() < 0.1, "{result}");
-        // The rank that begins first hears of no other sooner; one that begins late may find everything there.
+        // The rank that begins first waits at least that long; a rank that begins late may find everything arrived.
         assert!(result[&format!("{way}_us")]["max"].as_f64() >= Some(900.0), "{result}");
     }
     let even = object(&format!("bench {SMALL} --ranks-per-node 1 --json -"));
@@ -134,13 +134,16 @@ fn replay(case: &str) -> String {
 
 #[test]
 fn verify_draws_nodes_and_replays_them() {
-    let said = text(&run("verify --device cpu --seeds 12 --seed 5").stdout);
-    assert!(said.contains("nodes: 1 in ") && said.contains(" uneven)") && said.contains(" 0 failed"), "{said}");
+    let printed = text(&run("verify --device cpu --seeds 12 --seed 5").stdout);
+    assert!(
+        printed.contains("nodes: 1 in ") && printed.contains(" uneven)") && printed.contains(" 0 failed"),
+        "{printed}"
+    );
     let faults = "experts=9,top_k=3,tokens=5,max_tokens=5,chunk_rows=1,iters=4";
     for case in [
         "hidden=64,world=5,nodes=2+3,seed=3,accumulate=yes,nics=3",
         "hidden=64,world=6,nodes=1+2+3,seed=4,fault=overflow,mode=split,ahead=2",
-        "hidden=128,world=6,nodes=1+2+3,seed=8,fault=overflow,partial=fp8,wave_tokens=2",
+        "hidden=128,world=6,nodes=1+2+3,seed=8,fault=overflow,partial=fp8,round_tokens=2",
         "hidden=64,world=6,nodes=3+3,seed=5,fault=routing,weights=combine",
         "hidden=64,world=4,nodes=1+1+1+1,seed=6,fault=overflow,layout=token,network=calm,link=cx7",
     ] {
@@ -153,13 +156,13 @@ fn verify_draws_nodes_and_replays_them() {
 }
 
 /// Completions that are later than whole messages: a link's message may be sent, and its staging be free again, while
-/// another's of before is not. Weights go link by link.
+/// an earlier message's staging of another link is not. Weights go link by link.
 #[test]
-fn a_relay_knows_what_it_has_passed_on_however_late_completions_come() {
+fn a_relay_keeps_track_of_what_it_has_passed_on_however_late_completions_come() {
     let shape =
         "hidden=16,experts=8,top_k=1,weights=combine,tokens=2,max_tokens=2,sms=2,iters=24,world_mode=one-thread";
     for seed in [1, 5] {
-        let said = replay(&format!("world=8,nodes=1+1+1+1+1+1+1+1,seed={seed},{shape}"));
-        assert!(said.starts_with("right: "), "{said}");
+        let printed = replay(&format!("world=8,nodes=1+1+1+1+1+1+1+1,seed={seed},{shape}"));
+        assert!(printed.starts_with("right: "), "{printed}");
     }
 }

@@ -1,4 +1,4 @@
-//! The program as a function: runs that share a process, each with streams of its own.
+//! The program as a function: runs that share a process, each with its own streams.
 
 use std::ffi::OsString;
 use std::io::{self, ErrorKind, Write};
@@ -21,7 +21,7 @@ fn ran(typed: &str) -> (Status, String, String) {
     (status, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
 }
 
-/// Takes so many bytes and fails then, and counts what is tried afterwards.
+/// Takes so many bytes, then fails, and counts later attempts.
 struct Failing {
     room: usize,
     kind: ErrorKind,
@@ -95,7 +95,7 @@ fn a_writer_of_notes_that_fails_changes_nothing() {
 }
 
 #[test]
-fn runs_on_two_threads_at_once_keep_their_outputs_apart() {
+fn runs_on_two_threads_at_once_keep_their_outputs_separate() {
     let barrier = Barrier::new(3);
     let objects: Vec<(u64, Value)> = std::thread::scope(|scope| {
         let barrier = &barrier;
@@ -143,21 +143,21 @@ fn ranks_as_processes_need_a_program_that_hands_its_arguments_on() {
     // One that does something else, and one that is not there.
     let (status, _, err) = started("true");
     assert_eq!(status, Status::Failure);
-    assert!(err.contains("rank 0 ended with status 0") && err.contains("hand its arguments"), "{err}");
+    assert!(err.contains("rank 0 ended with status 0") && err.contains("pass its arguments"), "{err}");
     let (status, _, err) = started("/nowhere/tokenyard");
     assert_eq!(status, Status::Failure);
     assert!(err.contains("/nowhere/tokenyard") && err.contains("rank 0"), "{err}");
 }
 
 #[test]
-fn a_rank_that_was_not_told_that_it_is_one_starts_no_ranks() {
+fn a_rank_that_was_not_started_as_one_starts_no_ranks() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tokenyard"));
     let typed = format!("bench {SMALL} --launch processes");
     program.args(words(&typed)).env("TOKENYARD_PARENT", std::process::id().to_string());
     let output = program.output().unwrap();
     let sentence = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1), "{sentence}");
-    assert!(sentence.contains("this process is a rank") && sentence.contains("hand its arguments on"), "{sentence}");
+    assert!(sentence.contains("this process is a rank") && sentence.contains("pass its arguments on"), "{sentence}");
 }
 
 #[test]

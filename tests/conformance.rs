@@ -1,8 +1,7 @@
-//! Every primitive of the kernels gives what it promises, bit for bit: on the CPU device, in seeded worlds and on a
-//! GPU.
+//! Every primitive of the kernels keeps its promise, bit for bit: on the CPU device, in seeded worlds and on a GPU.
 //!
-//! One kernel uses them all (kernels/bench/conformance.cuh). What it must find is worked out here with integers, apart
-//! from both builds of the primitives.
+//! One kernel uses them all (kernels/bench/conformance.cuh). The expected results are computed here with integers,
+//! independently of both builds of the primitives.
 
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -26,16 +25,16 @@ const BLOCK: u32 = 64;
 const THREADS: u32 = GRID * BLOCK;
 const SHARED_BYTES: u32 = 2048;
 const WORK_BYTES: usize = 4096;
-/// What a 16-bit conversion makes of a NaN.
+/// The result of a 16-bit conversion of a NaN.
 const NARROW_NAN: u32 = 0x7fff;
 const E4M3_NAN: u32 = 0x7f;
 /// Long enough for a loaded machine; a test that waits it out has found a hang.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Bytes behind each output, which nothing may touch, and what they and the outputs hold before a launch.
+/// Bytes after each output, which nothing may touch; then the byte that fills them and the outputs before a launch.
 const GUARD: usize = 64;
 const BLANK: u8 = 0xEE;
 
-/// What `ty_conformance` takes.
+/// The arguments of `ty_conformance`.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Args {
@@ -137,7 +136,7 @@ fn bytes_of(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// Memory that a launch writes, with a guard behind it.
+/// Memory that a launch writes, with a guard after it.
 struct Output {
     name: &'static str,
     buffer: DeviceBuffer,
@@ -160,7 +159,7 @@ impl Output {
         bytes.chunks(4).map(|word| u32::from_ne_bytes(word.try_into().unwrap())).collect()
     }
 
-    /// Word by word; `origin` says what a word was made of.
+    /// Compares word by word; `origin` describes a word's inputs.
     fn expect(&self, label: &str, wanted: &[u32], origin: impl Fn(usize) -> String) {
         let seen = self.words(label);
         assert_eq!(seen.len(), wanted.len(), "{label}: {}", self.name);
@@ -306,7 +305,7 @@ impl<'a> Bench<'a> {
         wanted[7] = 1;
         wanted[13] = 2 * (1..=THREADS / 2).sum::<u32>();
         wanted[14] = 2;
-        self.messages.expect(label, &wanted, |_| "words that came, sums, last blocks and warps, timeouts".into());
+        self.messages.expect(label, &wanted, |_| "words received, sums, last blocks and warps, timeouts".into());
     }
 
     fn check_stores(&self, label: &str) {

@@ -21,7 +21,7 @@ fn enqueue(rig: &Rig, salt: usize) -> Handle {
     rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap()
 }
 
-/// The rank's GPU; says where there is none that this test is skipped.
+/// The rank's GPU; without one, prints that this test is skipped.
 fn gpu(world: &World) -> Option<Device> {
     let device = test_device(world);
     if device.ordinal().is_none() {
@@ -140,7 +140,7 @@ fn starts_that_are_aligned_beyond_int32_are_refused_where_a_rank_has_no_experts(
     });
 }
 
-/// The context tells of one half that was refused as another call's, and then of nothing.
+/// The context reports one half that was refused as another call's, and then nothing.
 fn expect_another_call(rig: &Rig) {
     rig.stream.synchronize(PATIENCE).unwrap();
     let error = rig.ep.check().unwrap_err();
@@ -152,9 +152,9 @@ fn expect_another_call(rig: &Rig) {
 /// A send that is refused as one too many; its half is received instead of the first one's, which then can still be.
 #[test]
 fn a_dispatch_that_another_call_sent_is_not_received() {
-    for (arriving, wave) in [(MAX_TOKENS, None), (0, None), (0, Some(1))] {
+    for (arriving, round) in [(MAX_TOKENS, None), (0, None), (0, Some(1))] {
         on_ranks(2, |world| {
-            let rig = Rig::with(&world, |b| b.tuning(|t| (t.arriving_tokens, t.wave_tokens) = (Some(arriving), wave)));
+            let rig = Rig::with(&world, |b| b.tuning(|t| (t.ll_tokens, t.round_tokens) = (Some(arriving), round)));
             rig.route_all(1);
             let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
             let extra = rig.ep.dispatch_send(&rig.stream, &rig.tokens(1)).unwrap();
@@ -176,9 +176,9 @@ fn a_dispatch_that_another_call_sent_is_not_received() {
 /// Of the same handle, so that only the call differs.
 #[test]
 fn a_combine_that_another_call_sent_is_not_received() {
-    for wave in [None, Some(1)] {
+    for round in [None, Some(1)] {
         on_ranks(2, |world| {
-            let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = wave));
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.round_tokens = round));
             rig.route_all(1);
             let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
             let zeros = rig.ep.device().alloc(rig.rows.len()).unwrap();
@@ -203,7 +203,7 @@ fn a_combine_that_another_call_sent_is_not_received() {
 fn a_graph_does_not_receive_what_another_call_sent() {
     for arriving in [MAX_TOKENS, 0] {
         on_ranks(2, |world| {
-            let rig = Rig::with(&world, |b| b.tuning(|t| t.arriving_tokens = Some(arriving)));
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.ll_tokens = Some(arriving)));
             rig.route_all(1);
             let record = || {
                 rig.stream.begin_capture().unwrap();
@@ -228,13 +228,12 @@ fn a_graph_does_not_receive_what_another_call_sent() {
     }
 }
 
-/// A receiving half in waves whose handle is empty: the first wave is refused for that, and the others for no reason of
-/// their own.
+/// A receiving half in rounds whose handle is empty: the first round reports that, and later rounds report nothing.
 #[test]
-fn the_first_launch_of_a_call_in_waves_says_why_it_is_refused() {
-    for wave in [None, Some(1)] {
+fn the_first_launch_of_a_call_in_rounds_reports_why_it_is_refused() {
+    for round in [None, Some(1)] {
         on_ranks(1, |world| {
-            let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = wave));
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.round_tokens = round));
             rig.route_all(1);
             rig.stream.begin_capture().unwrap();
             let sent = rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
@@ -254,7 +253,7 @@ fn the_first_launch_of_a_call_in_waves_says_why_it_is_refused() {
             receive_back.launch(&rig.stream).unwrap();
             rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err().to_string();
-            assert!(error.contains("a handle whose dispatch has not been received"), "{wave:?}: {error}");
+            assert!(error.contains("a handle whose dispatch has not been received"), "{round:?}: {error}");
             rig.ep.check().unwrap();
         });
     }
@@ -304,13 +303,13 @@ fn fused_calls_in_other_orders_need_streams_of_their_own_or_end_with_the_rule() 
     }
 }
 
-/// As after a combine that one rank alone was refused. Where rows arrive, and where they have tags.
+/// As after a combine that was refused on one rank alone. With LL rows, and with tagged rows.
 #[test]
 fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {
     for arriving in [MAX_TOKENS, 0] {
         on_ranks(3, |world| {
             let rank = world.rank().index();
-            let rig = Rig::with(&world, |b| b.tuning(|t| t.arriving_tokens = Some(arriving)));
+            let rig = Rig::with(&world, |b| b.tuning(|t| t.ll_tokens = Some(arriving)));
             rig.route_all(0);
             let dispatch = || rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
             let handles = [dispatch(), dispatch()];
@@ -320,18 +319,18 @@ fn a_combine_of_another_dispatch_than_the_peers_is_refused_on_all_ranks() {
             rig.stream.synchronize(PATIENCE).unwrap();
             let error = rig.ep.check().unwrap_err();
             let text = error.to_string();
-            let said = match rank {
+            let expected = match rank {
                 1 => "the handle of dispatch 1 here and that of dispatch 2 on rank ",
                 _ => "the handle of dispatch 2 here and that of dispatch 1 on rank 1,",
             };
-            assert!(matches!(error, Error::Order { .. }) && error.is_fatal() && text.contains(said), "{text}");
+            assert!(matches!(error, Error::Order { .. }) && error.is_fatal() && text.contains(expected), "{text}");
             assert_eq!(rig.ep.check().map_err(|again| again.to_string()), Err(text), "the context stays closed");
             world.barrier("done").unwrap();
         });
     }
 }
 
-/// What goes on as ranks combine different dispatches, which closes their contexts.
+/// What a rank does while ranks combine different dispatches, which closes their contexts.
 #[derive(Clone, Copy, PartialEq)]
 enum Meanwhile {
     /// The same launch begins.
@@ -349,7 +348,7 @@ fn closed_meanwhile(seed: u64, meanwhile: Meanwhile) {
         let rig = Rig::on(&worlds[rank], device.clone(), |b| {
             b.timeout(Duration::from_millis(500))
                 .sms(2 + 2 * (seed % 2) as u32)
-                .tuning(|t| t.arriving_tokens = Some(arriving))
+                .tuning(|t| t.ll_tokens = Some(arriving))
         });
         rig.route_all(seed as usize);
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
@@ -383,8 +382,8 @@ fn closed_meanwhile(seed: u64, meanwhile: Meanwhile) {
     assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
 }
 
-/// Blocks of a launch, or of one beside it, may begin while another closes the context: those of their threads that saw
-/// it would be waited for by the others for ever.
+/// Blocks of a launch, or of a concurrent one, may begin while another block closes the context. If only some threads
+/// of a block saw the closing, the others would wait for them for ever.
 #[test]
 fn threads_of_a_block_agree_whether_their_context_is_closed() {
     (0..120).for_each(|seed| closed_meanwhile(seed, Meanwhile::Nothing));
@@ -396,9 +395,10 @@ fn threads_of_a_block_agree_whether_their_context_is_closed() {
 /// Where `closed` lies in `ty_state`.
 const CLOSED: u64 = 92;
 
-/// What closed the context is told; launches behind it do nothing, the general dispatch before the plain combine, too.
+/// The error that closed the context is reported; later launches do nothing, the general dispatch before the
+/// specialised combine, too.
 #[test]
-fn launches_of_a_closed_context_tell_of_nothing() {
+fn launches_of_a_closed_context_report_nothing() {
     for seed in 0..600 {
         let worlds = World::threads(1).unwrap();
         let report = seeded_world(SeededConfig { seed, hold_stores: false }, 1, |rank, device| {
@@ -422,7 +422,7 @@ fn launches_of_a_closed_context_tell_of_nothing() {
 fn calls_of_two_threads_do_not_mix_their_launches() {
     const THREADS: usize = 2;
     on_ranks(1, |world| {
-        let rig = Rig::with(&world, |builder| builder.tuning(|t| t.wave_tokens = Some(1)));
+        let rig = Rig::with(&world, |builder| builder.tuning(|t| t.round_tokens = Some(1)));
         rig.route_all(0);
         let together = std::sync::Barrier::new(THREADS);
         for _ in 0..200 {
@@ -496,7 +496,7 @@ fn a_context_can_be_built_while_an_own_capture_goes_on() {
     });
 }
 
-/// A stream that captures still runs what was enqueued before.
+/// A stream that captures still runs earlier work.
 #[test]
 fn a_context_dropped_during_a_capture_waits_for_what_came_before_it() {
     let peer_came = AtomicBool::new(false);

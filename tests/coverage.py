@@ -1,6 +1,6 @@
 """Adds up the lines of the crate that tests reached: coverage.py LCOV LEAST. Exit status 1 below LEAST percent.
 
-Counted is what runs without a GPU, tests apart: of each file the lines before its test module.
+Counted is what runs without a GPU, without tests: of each file the lines before its test module.
 """
 
 import fnmatch

@@ -1,8 +1,8 @@
-//! Files do not import each other in circles, so that each can be read with what stands below it and nothing else.
+//! Files do not import each other in circles, so that a reader of a file needs only the files below it.
 //!
-//! [`cycles`] looks at a folder's files: at what they `use` and at other paths that begin with `crate`, `super` or
-//! `self`. A parent and its child may know each other. A name that a module re-exports counts as its own file's. Test
-//! modules do not count.
+//! [`cycles`] checks a folder's files: what they `use` and other paths that begin with `crate`, `super` or `self`. A
+//! parent and its child may import each other. A name that a module re-exports counts as its own file's. Test modules
+//! do not count.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -71,7 +71,7 @@ fn code(text: &str) -> String {
     code
 }
 
-/// The place behind the bracket that closes the first one of `text`.
+/// The place after the bracket that closes the first one of `text`.
 fn closed(text: &str) -> usize {
     let mut depth = 0usize;
     for (at, c) in text.char_indices() {
@@ -189,7 +189,7 @@ impl Graph {
     fn new(folder: &str, module: &str, texts: &[(String, String)]) -> Graph {
         let mut files: BTreeMap<String, String> =
             texts.iter().map(|(path, _)| (module_of(folder, module, path), path.clone())).collect();
-        // What is mounted from elsewhere imports nothing of these.
+        // Modules that are mounted from elsewhere import nothing of these.
         for (path, text) in texts {
             let mounts = text.split("#[path = \"").skip(1).filter_map(|behind| behind.split_once("\"]"));
             for (elsewhere, item) in mounts {
@@ -307,7 +307,7 @@ fn known(path: &str, files: &BTreeMap<String, String>) -> Option<String> {
     }
 }
 
-/// The circles of imports among the files of a folder, which is mounted as `module`, say `crate::cli`.
+/// The circles of imports among the files of a folder, which is mounted as `module`, as in `crate::cli`.
 fn cycles(folder: &str, module: &str) -> Vec<String> {
     Graph::new(folder, module, &read(folder)).cycles()
 }
@@ -327,8 +327,8 @@ fn files_import_each_other_in_one_direction() {
     }
 }
 
-/// Places of the program, each of which uses those behind it alone; those that share a line do not know each other, but
-/// for files of one folder.
+/// Parts of the program; each uses only later lines. Parts on one line do not use each other, except files of one
+/// folder.
 const LEVELS: [&[&str]; 6] = [
     &["commands"],
     &["report"],
@@ -354,7 +354,7 @@ fn the_program_s_folders_use_what_stands_below_them() {
     assert!(graph.imports.len() > 20 && wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// The circles among some files of `src`, of which each text is given.
+/// The circles among some files of `src`, whose texts are given.
 fn of(texts: &[(&str, &str)]) -> Vec<String> {
     let texts: Vec<(String, String)> = texts.iter().map(|(path, text)| (path.to_string(), text.to_string())).collect();
     Graph::new("src", "crate::top", &texts).cycles()

@@ -12,7 +12,7 @@ use tokenyard::{Device, DeviceKind, Error, Stream};
 /// Long enough for a loaded machine; a test that waits it out has found a hang.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What `ty_bench_push` takes: a kernel that copies 16 bytes a thread and step.
+/// The arguments of `ty_bench_push`: a kernel that copies 16 bytes per thread and step.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Push {
@@ -258,7 +258,7 @@ fn misuse_of_captures_is_an_error(device: Device) {
     device.check().unwrap();
 }
 
-/// Enough copying that it cannot be done when the host looks for the first time.
+/// Enough copying that it cannot be done at the host's first poll.
 fn long_work(device: &Device, stream: &Stream) -> Vec<tokenyard::DeviceBuffer> {
     let (bytes, times) = match device.kind() {
         DeviceKind::Cpu => (8 << 20, 4),
@@ -527,7 +527,7 @@ fn host_closures_of_a_world_that_hangs_are_unwound_and_their_scopes_end() {
 }
 
 #[test]
-fn a_device_that_outlives_its_seeded_world_says_so() {
+fn a_device_that_outlives_its_seeded_world_reports_it() {
     let escaped = Mutex::new(None);
     let report = seeded_world(SeededConfig::default(), 1, |_, device| {
         let stream = device.new_stream().unwrap();

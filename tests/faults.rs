@@ -10,7 +10,7 @@ use tokenyard::*;
 
 const GOOD: [[i32; TOP_K]; 2] = [[0, 7], [3, 4]];
 
-/// Rank 1 dispatches `bad` tokens; its own check must say `words`, the others must go on, and so must all afterwards.
+/// Rank 1 dispatches `bad` tokens: its own check must contain `words`, the others must go on, and so must all later.
 fn bad_routing_on_rank_1(bad: [[i32; TOP_K]; 2], words: &[&str]) {
     on_ranks(3, |world| {
         let rig = Rig::new(&world);
@@ -18,8 +18,8 @@ fn bad_routing_on_rank_1(bad: [[i32; TOP_K]; 2], words: &[&str]) {
         assert_eq!(rig.ep.refused_sources(), []);
         rig.route(if rig.rank == 1 { &bad } else { &GOOD }, 2);
         let outcome = rig.round(2, rig.capacity);
-        let heard = if rig.rank == 1 { vec![] } else { vec![(Rank(1), 2)] };
-        assert_eq!(rig.ep.refused_sources(), heard, "rank {}", rig.rank);
+        let noted = if rig.rank == 1 { vec![] } else { vec![(Rank(1), 2)] };
+        assert_eq!(rig.ep.refused_sources(), noted, "rank {}", rig.rank);
         if rig.rank == 1 {
             let error = outcome.unwrap_err();
             assert!(matches!(error, Error::Routing { .. }), "{error:?}");
@@ -32,7 +32,7 @@ fn bad_routing_on_rank_1(bad: [[i32; TOP_K]; 2], words: &[&str]) {
         rig.good_round(3);
         rig.good_round(4);
         assert_eq!(rig.ep.stats().errors, u64::from(rig.rank == 1));
-        assert_eq!(rig.ep.refused_sources(), heard, "good dispatches are not noted");
+        assert_eq!(rig.ep.refused_sources(), noted, "good dispatches are not noted");
     });
 }
 
@@ -55,7 +55,7 @@ fn expert_named_twice_is_reported() {
 fn device_count_beyond_the_maximum_is_reported() {
     on_ranks(2, |world| {
         let rig = Rig::new(&world);
-        for (found, allowed, heard) in [(MAX_TOKENS as i32 + 1, false, 1), (-1, false, 2), (2, true, 2)] {
+        for (found, allowed, noted) in [(MAX_TOKENS as i32 + 1, false, 1), (-1, false, 2), (2, true, 2)] {
             rig.count.write(0, &(if rig.rank == 0 { found } else { 2 }).to_ne_bytes()).unwrap();
             rig.route(&GOOD, 5);
             let tokens = rig.tokens(0).count(TokenCount::Device(rig.count.view()));
@@ -72,14 +72,14 @@ fn device_count_beyond_the_maximum_is_reported() {
                 outcome.unwrap();
                 rig.expect_own_rows(2, 5);
             }
-            let heard = if rig.rank == 0 { vec![] } else { vec![(Rank(0), heard)] };
-            assert_eq!(rig.ep.refused_sources(), heard, "rank {}", rig.rank);
+            let noted = if rig.rank == 0 { vec![] } else { vec![(Rank(0), noted)] };
+            assert_eq!(rig.ep.refused_sources(), noted, "rank {}", rig.rank);
         }
     });
 }
 
 #[test]
-fn too_small_output_writes_nothing_and_homes_learn_of_it() {
+fn too_small_output_writes_nothing_and_sources_are_notified() {
     on_ranks(2, |world| {
         let rig = Rig::new(&world);
         // All tokens of both ranks name experts 0 and 1, on rank 0: 8 rows, and there is room for 7.
@@ -155,7 +155,7 @@ fn a_receive_that_is_refused_gives_back_what_it_took() {
         assert!(matches!(refused.error, Error::Argument { name: "pitch_bytes of rows", .. }), "{refused}");
         let handle = rig.ep.dispatch_recv(&rig.stream, *refused.given, &rig.output(rig.capacity)).unwrap();
         let sent = rig.ep.combine_send(&rig.stream, &handle, &rig.expert_rows()).unwrap();
-        // What is under way owns what it refers to.
+        // A call under way owns the memory that it refers to.
         drop(handle);
         let narrow = rig.combined().pitch_bytes(0);
         let refused = rig.ep.combine_recv(&rig.stream, sent, &narrow).unwrap_err();
@@ -228,16 +228,16 @@ fn a_rank_that_never_comes_is_named_with_the_wait_within_the_deadline() {
         let error = rig.round(2, rig.capacity).unwrap_err();
         assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
         let Error::Timeout { peer, site, epoch, waited_ms, .. } = &error else { panic!("{error:?}") };
-        assert_eq!((*peer, *site, *epoch), (Rank(2), "META", 1));
+        assert_eq!((*peer, *site, *epoch), (Rank(2), "routing metadata", 1));
         assert!((300..1500).contains(waited_ms), "{waited_ms}");
         assert_eq!(rig.round(2, rig.capacity).unwrap_err(), error, "the context stays closed");
         assert_eq!(rig.ep.barrier(&rig.stream).unwrap_err(), error);
     });
 }
 
-/// Which block reports first is left to chance, so that one round could miss an error that hides the other.
+/// The block that reports first is random, so that one round could miss an error that hides the other.
 #[test]
-fn of_two_errors_in_a_launch_the_one_that_closes_the_context_is_told() {
+fn of_two_errors_in_a_launch_the_one_that_closes_the_context_is_reported() {
     on_ranks(2, |world| {
         for round in 0..8 {
             let rig = Rig::with(&world, |b| b.timeout(Duration::from_millis(100)));
@@ -541,17 +541,17 @@ fn shapes_that_cannot_be_served_are_refused() {
     refused(base().sms(u32::MAX), &["sms is 4294967295", "2 to 1024 blocks"]);
     assert!(base().sms(1024).plan().is_ok());
     refused(base().tuning(|t| t.handles = 0), &["handles is 0"]);
-    let waves = |max: usize, tokens| base().max_tokens_per_rank(max).tuning(|t| t.wave_tokens = Some(tokens));
-    refused(waves(1 << 20, 1), &["wave_tokens is 1:", "1048576 waves", "4096 are the most", "at least 256"]);
-    refused(waves((1 << 20) - 1, 255), &["wave_tokens is 255:", "4113 waves", "at least 256"]);
-    refused(waves(4097, 1), &["wave_tokens is 1:", "4097 waves", "at least 2"]);
-    assert!(waves(4097, 2).plan().is_ok() && waves(4096, 1).plan().is_ok() && waves(1 << 20, 256).plan().is_ok());
+    let rounds = |max: usize, tokens| base().max_tokens_per_rank(max).tuning(|t| t.round_tokens = Some(tokens));
+    refused(rounds(1 << 20, 1), &["round_tokens is 1:", "1048576 rounds", "4096 are the most", "at least 256"]);
+    refused(rounds((1 << 20) - 1, 255), &["round_tokens is 255:", "4113 rounds", "at least 256"]);
+    refused(rounds(4097, 1), &["round_tokens is 1:", "4097 rounds", "at least 2"]);
+    assert!(rounds(4097, 2).plan().is_ok() && rounds(4096, 1).plan().is_ok() && rounds(1 << 20, 256).plan().is_ok());
     refused(base().tuning(|t| t.first_epoch = 0), &["first_epoch is 0", "fresh memory"]);
     refused(base().tuning(|t| t.first_epoch = (1 << 32) - 1), &["first_epoch is 4294967295"]);
     refused(base().tuning(|t| t.first_epoch = (1 << 43) - 3), &["first_epoch is 8796093022205", "2^42"]);
 }
 
-/// As the documentation of `World::threads` says.
+/// As documented for `World::threads`.
 #[test]
 fn worlds_of_more_ranks_than_contexts_accept_are_refused() {
     let device = Device::cpu().unwrap();
@@ -568,7 +568,7 @@ fn worlds_of_more_ranks_than_contexts_accept_are_refused() {
     assert!(refused(513).contains("world is 513: use 1 to 512"), "{}", refused(513));
 }
 
-/// Rank 1 comes after rank 0 has given up its first dispatch, behind which a second one was enqueued.
+/// Rank 1 comes after rank 0 has given up its first dispatch, after which a second one was enqueued.
 #[test]
 fn a_rank_that_gave_up_sends_nothing_more() {
     on_ranks(2, |world| {
@@ -591,7 +591,7 @@ fn a_rank_that_gave_up_sends_nothing_more() {
 }
 
 #[test]
-fn ranks_with_different_configurations_are_told_so() {
+fn ranks_with_different_configurations_are_notified() {
     on_ranks(2, |world| {
         let device = Device::cpu().unwrap();
         let hidden = 64 + 64 * world.rank().index();
@@ -686,7 +686,7 @@ fn token_layout_with_weights_at_combine_is_refused_with_the_reason() {
 }
 
 #[test]
-fn several_dispatches_before_their_combines_keep_their_rows_apart() {
+fn several_dispatches_before_their_combines_keep_their_rows_separate() {
     on_ranks(3, |world| {
         let rig = Rig::new(&world);
         let buffers: Vec<DeviceBuffer> =

@@ -1,6 +1,6 @@
-//! The checked-in bindings equal what bindgen makes of the headers now.
+//! The checked-in bindings equal bindgen's present output for the headers.
 //!
-//! `TOKENYARD_REGENERATE=1 cargo test --test ffi` rewrites them. Needs libclang; says so where it is missing.
+//! `TOKENYARD_REGENERATE=1 cargo test --test ffi` rewrites them. Needs libclang; without it, prints that.
 
 #[path = "../kernels/ffi/hash.rs"]
 #[allow(dead_code)]

@@ -1,5 +1,5 @@
-//! What benches/figures.py makes of results, for README.md and docs/figures.md among others, and that tests/gpu.sh,
-//! which shows them, says what it cannot do.
+//! The output of benches/figures.py for results, for README.md and docs/figures.md among others; and tests/gpu.sh,
+//! which shows it, reports what it cannot do.
 
 #[path = "cli/rig.rs"]
 mod rig;

@@ -6,7 +6,7 @@
 #                                             then one table of their rows, which OUT keeps too
 #   tests/gpu.sh program DIR [TREE]           on the build machine: the program alone, and its kernels' registers, into
 #                                             DIR; of another checkout of this repository if TREE names one
-#   tests/gpu.sh pair A B [PAIR...]           on the GPU machine: the programs of two such folders by turns, A's twice, then
+#   tests/gpu.sh pair A B [PAIR...]           on the GPU machine: the programs of two such folders alternately, A's twice, then
 #                                             a table that compares them; the folder that the variable OUT names (default:
 #                                             B/pair) keeps it, and JSON and logs in runs.tgz
 #
@@ -20,7 +20,7 @@
 #            sms        large calls with 8 to all multiprocessors
 #            nodes      GPUs as two nodes, and as nodes of one: correctness in several ways, then figures; a GPU that is
 #                       alone is shared by four ranks
-#            copies     what blocks can move at all, in two ways, and what a look at host memory takes
+#            copies     what blocks can move at all, in two ways, and what a poll of host memory takes
 #            long       many iterations, small and large
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            figures    decode, prefill, modes, shapes and sweep
@@ -63,7 +63,7 @@ build() {
   local dir=${1:?the folder of the binaries}
   program "$dir"
   (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
-    --test aliasing --test arena --test contexts --test gpu_nic --test own_output --test ownership --test overlap --test wide 2>&1) |
+    --test aliasing --test arena --test contexts --test gpu_nic --test in_place --test ownership --test overlap --test wide 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
@@ -126,7 +126,7 @@ figure() {
   while read -r line; do note "$name" "$status" "$line"; done <<<"$lines"
 }
 
-# The same under one of compute-sanitizer's tools, whose summary must say that nothing was found.
+# The same under one of compute-sanitizer's tools, whose summary must report that nothing was found.
 sanitized() {
   local name=$1 tool=$2 summary=$3 start=$SECONDS status=passed
   shift 3
@@ -153,7 +153,7 @@ section_checks() {
   fi
   check contexts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/contexts" --test-threads=1
   check aliasing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/aliasing" --test-threads=1
-  check own_output env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/own_output" --test-threads=1
+  check in_place env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/in_place" --test-threads=1
   check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/ownership" --test-threads=1
   check overlap "$dir/overlap" another_library
   check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/gpu_nic" contexts arenas --test-threads=1
@@ -170,9 +170,9 @@ section_checks() {
   checked processes --world "$gpus" --launch processes --tokens 128 --iters 50 --warmup 5
   # A run on GPUs has at most 16 ranks.
   [ "$shared" -le 16 ] || shared=16
-  # Few blocks and many ranks: some blocks send apart from the others.
-  CUDA_DEVICE_MAX_CONNECTIONS=32 checked apart --world 8 --sms 12 --tokens 256 --iters 10 --warmup 2
-  CUDA_DEVICE_MAX_CONNECTIONS=32 checked own-output --world 8 --sms 12 --tokens 256 --own-output --iters 10 --warmup 2
+  # Few blocks and many ranks: some blocks are dedicated senders.
+  CUDA_DEVICE_MAX_CONNECTIONS=32 checked dedicated-senders --world 8 --sms 12 --tokens 256 --iters 10 --warmup 2
+  CUDA_DEVICE_MAX_CONNECTIONS=32 checked in-place --world 8 --sms 12 --tokens 256 --in-place --iters 10 --warmup 2
   checked shared --world "$shared" --tokens 128 --iters 20 --warmup 2
 }
 
@@ -190,7 +190,7 @@ section_prefill() {
   local n
   for n in $(worlds); do figure "prefill-$n" --world "$n" --tokens 4096 --iters 100 --warmup 10; done
   figure "prefill-sms24-$ranks" --world "$ranks" --tokens 4096 --sms 24 --iters 100 --warmup 10
-  figure "prefill-sms24-own-$ranks" --world "$ranks" --tokens 4096 --sms 24 --own-output --iters 100 --warmup 10
+  figure "prefill-sms24-own-$ranks" --world "$ranks" --tokens 4096 --sms 24 --in-place --iters 100 --warmup 10
   # All that an H100 or H200 has: by itself the library takes what is as fast.
   figure "prefill-sms132-$ranks" --world "$ranks" --tokens 4096 --sms 132 --iters 100 --warmup 10
 }
@@ -249,7 +249,7 @@ section_nodes() {
   # Rows between nodes kept once, as in large arenas; ranks that are alone in their node.
   checked nodes-single "${halves[@]}" --single-buffer --tokens 64 --iters 20 --warmup 2
   checked nodes-alone "${alone[@]}" --tokens 64 --iters 20 --warmup 2
-  checked waves "${halves[@]}" --tokens 500 --wave-tokens 150 --iters 10 --warmup 2
+  checked rounds "${halves[@]}" --tokens 500 --round-tokens 150 --iters 10 --warmup 2
   figure "decode-nodes-$world" "${halves[@]}" --tokens 1,16,128
   figure "decode-nodes-cx7-$world" "${halves[@]}" --tokens 1,16,128 --link cx7
   figure "decode-${world}x1-cx7" "${alone[@]}" --tokens 1,16,128 --link cx7
@@ -293,7 +293,7 @@ section_sanitizer() {
   fi
 }
 
-# The options of a pair's rows, a line each behind the row's name.
+# The options of a pair's rows, a line each after the row's name.
 pair_rows() {
   local small="" many=4096 prefill="--iters 60 --warmup 10"
   if [ "$device" = cpu ]; then small="--hidden 128 --experts 8 --top-k 2 --iters 3" many=64 prefill=""; fi
@@ -314,7 +314,7 @@ pair_rows() {
   done
 }
 
-# Two builds by turns, so that whatever drifts meanwhile is the same for both. Alternations are the outer loop.
+# Two builds alternately, so that whatever drifts meanwhile is the same for both. Alternations are the outer loop.
 pair() {
   local a=${1:?the folder of build A} b=${2:?the folder of build B} device=${DEVICE:-cuda} rounds=${ROUNDS:-7}
   local orders=("a b e" "e b a" "b e a" "a e b" "e a b" "b a e") round row name options build from status=0
@@ -323,7 +323,7 @@ pair() {
   [ $# -gt 0 ] || set -- decode prefill nodes
   if [ "$device" = cuda ]; then
     if [ "$rounds" -lt 7 ]; then
-      echo "tests/gpu.sh: ROUNDS is $rounds: fewer than 7 alternations say too little; leave it, or set DEVICE=cpu" >&2
+      echo "tests/gpu.sh: ROUNDS is $rounds: fewer than 7 alternations show too little; leave it, or set DEVICE=cpu" >&2
       return 2
     fi
     gpus=$(nvidia-smi -L | wc -l)

@@ -54,15 +54,15 @@ fn a_write_is_never_faster_than_its_model() {
     let mut cluster = Cluster::new(&Nics(model, 2), 2);
     assert!(elapsed(&mut cluster, 1, 900) >= Duration::from_micros(4900));
     assert!(elapsed(&mut cluster, 2, 0) >= Duration::from_micros(4000));
-    // Four writes on one NIC are behind each other, and so share one latency.
+    // Four writes on one NIC follow each other, and so share one latency.
     let mut log = Log::default();
     let start = Instant::now();
     for number in 10..14 {
         cluster.post(0, &write(1, number, number as usize % SLOTS, 500), &mut log);
     }
-    cluster.pump_until("writes behind each other", &mut log, |log| log.imms.len() == 4);
+    cluster.pump_until("writes one after the other", &mut log, |log| log.imms.len() == 4);
     assert!(start.elapsed() >= Duration::from_micros(4 * 1500 + 3000));
-    // The sender was polled before the receiver, perhaps before they were due, but one look is enough now.
+    // The sender was polled before the receiver, perhaps before they were due, but one poll is enough now.
     cluster.pump(&mut |rank, _, event| log.note(rank, event));
     assert!(log.completed(0, 10..14), "a write is sent before it has arrived");
 }
@@ -93,7 +93,7 @@ fn an_immediate_that_is_not_due_is_forgotten_with_its_region() {
         if receiver_has_looked {
             assert_eq!(cluster.endpoint(1).poll(&mut |_| {}), Ok(0), "a link of 20 ms");
         }
-        assert_eq!(cluster.endpoint(1).deregister(rig::INBOX), Ok(Released::Done));
+        assert_eq!(cluster.endpoint(1).deregister(rig::RECV_BUFFER), Ok(Released::Done));
         std::thread::sleep(Duration::from_millis(40));
         assert_eq!(cluster.endpoint(1).poll(&mut |_| {}), Ok(0), "its number may mean something else by now");
     }
@@ -117,30 +117,30 @@ fn a_kernel_that_went_idle_comes_back() {
     let mut cluster = Cluster::new(&Nics(LinkModel::FREE, 1), 2);
     for number in 0..6 {
         elapsed(&mut cluster, number, 700);
-        assert_eq!(cluster.regions(1).inbox.read(0, 700), pattern(number, 700));
+        assert_eq!(cluster.regions(1).recv_buffer.read(0, 700), pattern(number, 700));
         std::thread::sleep(Duration::from_millis(if number % 2 == 0 { 60 } else { 19 }));
     }
 }
 
-/// Two connected endpoints, of which the first writes from `source` into `inbox` of the second.
+/// Two connected endpoints; the first writes from its `source` into the second's `recv_buffer`.
 struct Pair {
     // Before the memory, which they use.
     ends: [GpuNicEndpoint<Device>; 2],
     source: rig::Memory,
-    inbox: rig::Memory,
+    recv_buffer: rig::Memory,
 }
 
 impl Pair {
     fn new(bytes: usize) -> Pair {
         let network = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap();
-        let (source, inbox) = (rig::Memory::new(bytes), rig::Memory::new(bytes));
+        let (source, recv_buffer) = (rig::Memory::new(bytes), rig::Memory::new(bytes));
         let mut ends = [0, 1].map(|rank| network.endpoint(Rank(rank), &Device::cpu().unwrap()).unwrap());
         // SAFETY: accessed through raw pointers only, and dropped after the endpoints.
-        unsafe { (ends[0].register(source.span()).unwrap(), ends[1].register(inbox.span()).unwrap()) };
+        unsafe { (ends[0].register(source.span()).unwrap(), ends[1].register(recv_buffer.span()).unwrap()) };
         let addresses = [ends[0].address(), ends[1].address()];
         ends[0].connect(Rank(1), &addresses[1]).unwrap();
         ends[1].connect(Rank(0), &addresses[0]).unwrap();
-        Pair { ends, source, inbox }
+        Pair { ends, source, recv_buffer }
     }
 
     fn post(&mut self, number: usize, from: usize, to: usize, bytes: usize) {
@@ -167,10 +167,10 @@ fn large_and_crooked_writes_arrive_whole() {
     pair.source.write(0, &pattern(1, BYTES));
     let cases = [(0, 0, BYTES), (3, 19, 500_001), (5, 6, 70_000), (8, 8, 65_537), (15, 31, 16), (9, 1, 3), (1, 17, 14)];
     for (number, (from, to, bytes)) in cases.into_iter().enumerate() {
-        pair.inbox.fill(0, BYTES, rig::GUARD);
+        pair.recv_buffer.fill(0, BYTES, rig::GUARD);
         pair.post(number, from, to, bytes);
         pair.arrive(1);
-        let seen = pair.inbox.all();
+        let seen = pair.recv_buffer.all();
         assert!(seen[to..to + bytes] == pattern(1, BYTES)[from..from + bytes], "case {number}");
         assert!(seen[..to].iter().chain(&seen[to + bytes..]).all(|byte| *byte == rig::GUARD), "case {number}");
     }
@@ -178,15 +178,15 @@ fn large_and_crooked_writes_arrive_whole() {
 
 #[test]
 fn slots_of_requests_in_several_parts_come_around() {
-    // Behind one another, so that groups work side by side, and small ones are over before the large; the last is
-    // large, so that a part of it that comes late is missed.
+    // One after the other, so that groups work side by side, and small writes are over before large ones; the last is
+    // large, so that a late part of it is noticed as missing.
     const SIZES: [usize; 5] = [24_000, 16, 8_000, 1, 40_000];
     const BYTES: usize = 72_017;
     let mut pair = Pair::new(BYTES);
     // More than twice the slots, so that each is used again.
     for round in 0..120 {
         pair.source.write(0, &pattern(round as u32, BYTES));
-        pair.inbox.fill(0, BYTES, rig::GUARD);
+        pair.recv_buffer.fill(0, BYTES, rig::GUARD);
         let mut from = 0;
         for (number, bytes) in SIZES.into_iter().enumerate() {
             pair.post(round * SIZES.len() + number, from, from, bytes);
@@ -194,7 +194,7 @@ fn slots_of_requests_in_several_parts_come_around() {
         }
         assert_eq!(from, BYTES);
         pair.arrive(SIZES.len());
-        assert!(pair.inbox.all() == pattern(round as u32, BYTES), "round {round}");
+        assert!(pair.recv_buffer.all() == pattern(round as u32, BYTES), "round {round}");
     }
 }
 
@@ -209,7 +209,7 @@ fn settings_that_make_no_sense_are_refused() {
     for rank in [0, 2] {
         assert!(matches!(network.endpoint(Rank(rank), &device), Err(Error::Argument { .. })));
     }
-    // An address of another network says so.
+    // An address of another network is refused as such.
     let other = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap().endpoint(Rank(1), &device).unwrap();
     let why = first.connect(Rank(1), &other.address()).unwrap_err().to_string();
     assert!(why.contains("another network"), "{why}");

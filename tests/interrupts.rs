@@ -1,4 +1,4 @@
-//! Waits end where an interrupt is raised, and leave what they say; destructors wait on.
+//! Waits end where an interrupt is raised, and leave the state that their error states; destructors wait on.
 
 mod rig;
 
@@ -36,7 +36,7 @@ fn interrupted<T: std::fmt::Debug>(work: impl FnOnce() -> Result<T>) -> String {
 }
 
 #[test]
-fn a_stream_is_synchronized_again_behind_an_interrupt() {
+fn a_stream_is_synchronized_again_after_an_interrupt() {
     let begun = Barrier::new(2);
     on_ranks(2, |world| {
         let rig = Rig::new(&world);
@@ -46,8 +46,8 @@ fn a_stream_is_synchronized_again_behind_an_interrupt() {
         }
         let handle = rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap();
         if rig.rank == 0 {
-            let said = interrupted(|| rig.stream.synchronize(PATIENCE));
-            assert!(said.contains("\"stream\"") && said.contains("goes on"), "{said}");
+            let message = interrupted(|| rig.stream.synchronize(PATIENCE));
+            assert!(message.contains("\"stream\"") && message.contains("goes on"), "{message}");
             begun.wait();
         }
         rig.stream.synchronize(PATIENCE).unwrap();
@@ -68,14 +68,14 @@ fn an_interrupt_that_a_check_finds_is_one() {
     assert!(interrupt.is_raised() && start.elapsed() < PATIENCE / 2);
 }
 
-/// What rank 0 of two hears when it is interrupted, and what rank 1 hears of it.
+/// The errors of rank 0 of two when it is interrupted, and of rank 1.
 fn in_a_collective(worlds: Vec<World>) {
-    let said = interrupted(|| worlds[0].barrier("gate"));
-    assert!(said.contains("\"gate\"") && said.contains("form a new world"), "{said}");
-    let told = "rank 0 was interrupted in collective \"gate\" while rank 1 has not arrived";
+    let message = interrupted(|| worlds[0].barrier("gate"));
+    assert!(message.contains("\"gate\"") && message.contains("form a new world"), "{message}");
+    let expected = "rank 0 was interrupted in collective \"gate\" while rank 1 has not arrived";
     for world in &worlds {
         let later = world.barrier("gate").unwrap_err();
-        assert!(later.to_string().contains(told), "{later}");
+        assert!(later.to_string().contains(expected), "{later}");
     }
 }
 
@@ -113,8 +113,8 @@ fn an_interrupted_collective_ends_on_all_ranks() {
 fn joining_is_interrupted_and_can_be_tried_again() {
     let port = free_port();
     for rank in [0, 1] {
-        let said = interrupted(|| World::join(&joining(port, rank)));
-        assert!(said.contains("world formed") && said.contains("join again"), "{said}");
+        let message = interrupted(|| World::join(&joining(port, rank)));
+        assert!(message.contains("world formed") && message.contains("join again"), "{message}");
     }
     let other = std::thread::spawn(move || World::join(&joining(port, 1)).unwrap());
     let first = World::join(&joining(port, 0)).unwrap();
@@ -129,8 +129,8 @@ fn joining_is_interrupted_and_can_be_tried_again() {
 fn building_a_context_whose_peer_does_not_come_is_interrupted() {
     let worlds = World::threads(2).unwrap();
     let device = test_device(&worlds[0]);
-    let said = interrupted(|| rig::builder(&worlds[0], &device).build().map(drop));
-    assert!(said.contains("configuration of a context"), "{said}");
+    let message = interrupted(|| rig::builder(&worlds[0], &device).build().map(drop));
+    assert!(message.contains("configuration of a context"), "{message}");
 }
 
 #[test]

@@ -22,11 +22,11 @@ use life::{DEADLINE, FATAL_ROUND};
 const RANKS: usize = 3;
 /// Deadline to join and of collectives where nobody is missing from the start: never waited out.
 const JOINING: Duration = Duration::from_secs(8);
-/// The same where a rank never joins: waited out.
+/// The deadline where a rank never joins: waited out.
 const JOINING_IN_VAIN: Duration = Duration::from_millis(1500);
-/// What a loaded machine may add to a deadline.
+/// Time that a loaded machine may add to a deadline.
 const SLACK: Duration = Duration::from_secs(3);
-/// What the next generation may take.
+/// Time that the next generation may take.
 const GOING_ON: Duration = Duration::from_secs(8);
 /// Beyond this a process hangs.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -44,7 +44,7 @@ fn place() -> (String, u16) {
     (addr, port)
 }
 
-/// Where a rank's host is reached, so that the next generation needs nothing of rank 0's.
+/// Address of a rank's host, so that the next generation needs nothing of rank 0's.
 fn own_addr(place: &(String, u16), rank: usize) -> String {
     let last = place.0.splitn(3, '.').last().unwrap();
     format!("127.{}.{last}", 251 + rank)
@@ -56,7 +56,7 @@ struct Blow {
     point: Point,
     victim: usize,
     delay: Duration,
-    /// Sizes of nodes, as the environment says them.
+    /// Sizes of nodes, as in the environment.
     nodes: &'static str,
 }
 
@@ -70,10 +70,10 @@ impl Blow {
     }
 }
 
-/// A process and what it says.
+/// A process and its output.
 struct Process {
     child: Child,
-    said: Arc<Mutex<String>>,
+    printed: Arc<Mutex<String>>,
     readers: Vec<JoinHandle<()>>,
     ended: Option<(ExitStatus, Instant)>,
 }
@@ -100,14 +100,14 @@ impl Process {
             .spawn()
             .unwrap();
         drop(guard);
-        let said = Arc::new(Mutex::new(String::new()));
+        let printed = Arc::new(Mutex::new(String::new()));
         let (out, err) = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
-        let readers = vec![listen(out, said.clone()), listen(err, said.clone())];
-        Process { child, said, readers, ended: None }
+        let readers = vec![listen(out, printed.clone()), listen(err, printed.clone())];
+        Process { child, printed, readers, ended: None }
     }
 
-    fn said(&self) -> String {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn printed(&self) -> String {
+        self.printed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Whether it has ended; notes when.
@@ -121,8 +121,8 @@ impl Process {
     }
 
     /// The rest of the line that begins with `word`.
-    fn told(&self, word: &str) -> Option<String> {
-        self.said().lines().find_map(|line| line.strip_prefix(word).map(|rest| rest.trim().to_owned()))
+    fn value_of(&self, word: &str) -> Option<String> {
+        self.printed().lines().find_map(|line| line.strip_prefix(word).map(|rest| rest.trim().to_owned()))
     }
 }
 
@@ -130,9 +130,9 @@ impl Process {
 fn listen(from: impl Read + Send + 'static, into: Arc<Mutex<String>>) -> JoinHandle<()> {
     std::thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
-            let mut said = into.lock().unwrap_or_else(PoisonError::into_inner);
-            said.push_str(&line);
-            said.push('\n');
+            let mut printed = into.lock().unwrap_or_else(PoisonError::into_inner);
+            printed.push_str(&line);
+            printed.push('\n');
         }
     })
 }
@@ -156,7 +156,7 @@ impl Drop for Team {
 
 /// A survivor's error.
 #[derive(Debug)]
-struct Told {
+struct Survivor {
     rank: usize,
     after: Duration,
     /// As `Debug` prints it.
@@ -177,24 +177,24 @@ impl Team {
     fn wait_for(&mut self, what: &str, wanted: impl Fn(&mut Process) -> bool) {
         let start = Instant::now();
         loop {
-            // Each is asked in each turn, so that the time of every end is noted.
+            // Each is checked in each pass, so that the time of every end is noted.
             let there = self.processes.iter_mut().map(&wanted).filter(|there| *there).count();
             if there == RANKS {
                 return;
             }
             let late = start.elapsed() >= PATIENCE;
-            assert!(!late, "{:?}: not all ranks {what}; they said\n{}", self.blow, self.transcript());
+            assert!(!late, "{:?}: not all ranks {what}; their output:\n{}", self.blow, self.transcript());
             std::thread::sleep(Duration::from_millis(1));
         }
     }
 
     fn transcript(&self) -> String {
-        let said = self.processes.iter().enumerate();
-        said.map(|(rank, process)| format!("-- rank {rank}\n{}", process.said())).collect()
+        let printed = self.processes.iter().enumerate();
+        printed.map(|(rank, process)| format!("-- rank {rank}\n{}", process.printed())).collect()
     }
 
-    /// What the survivors said. The victim must have been killed, and all others have ended well and in time.
-    fn finish(mut self) -> Vec<Told> {
+    /// The survivors' reports. The victim must have been killed, and all others have ended well and in time.
+    fn finish(mut self) -> Vec<Survivor> {
         self.wait_for("ended", Process::ended);
         for process in &mut self.processes {
             process.readers.drain(..).for_each(|reader| reader.join().unwrap());
@@ -209,20 +209,21 @@ impl Team {
             .map(|(rank, process)| {
                 let (status, ended) = process.ended.unwrap();
                 assert!(status.success(), "rank {rank}: {status}; {transcript}");
-                assert!(!process.said().contains("panicked"), "rank {rank} panicked; {transcript}");
+                assert!(!process.printed().contains("panicked"), "rank {rank} panicked; {transcript}");
                 let late = ended.saturating_duration_since(died);
                 assert!(late < limit + GOING_ON, "rank {rank} ended {late:?} after the victim; {transcript}");
-                let told = |word| process.told(word).unwrap_or_else(|| panic!("rank {rank}: no {word}; {transcript}"));
-                let after = Duration::from_millis(told("after").parse().unwrap());
+                let value =
+                    |word| process.value_of(word).unwrap_or_else(|| panic!("rank {rank}: no {word}; {transcript}"));
+                let after = Duration::from_millis(value("after").parse().unwrap());
                 assert!(after < limit, "rank {rank} saw the error {after:?} after its last step; {transcript}");
-                let masked = process.told("masked");
-                Told { rank, after, error: told("error"), sentence: told("sentence"), masked }
+                let masked = process.value_of("masked");
+                Survivor { rank, after, error: value("error"), sentence: value("sentence"), masked }
             })
             .collect()
     }
 }
 
-impl Told {
+impl Survivor {
     fn names(&self, victim: usize) -> bool {
         let peer = format!("peer: Rank({victim})");
         match self.error.split([' ', '(']).next() {
@@ -256,18 +257,18 @@ impl Told {
 
 /// Kills at a point of a round; survivors then wait at one of `sites` of number `epoch`.
 fn kill_in_round(point: Point, victim: usize, sites: &[&str], epoch: usize) {
-    for told in Team::start(Blow::at(point, victim)).finish() {
-        told.lost(victim, sites, epoch);
+    for survivor in Team::start(Blow::at(point, victim)).finish() {
+        survivor.lost(victim, sites, epoch);
     }
 }
 
 fn kill_in_rounds(victim: usize) {
     const RETURN: [&str; 2] = ["the combine flag", "a partial row"];
-    kill_in_round(AfterBuild, victim, &["META"], 1);
+    kill_in_round(AfterBuild, victim, &["routing metadata"], 1);
     kill_in_round(AfterDispatchSend, victim, &RETURN, FATAL_ROUND);
     kill_in_round(AfterDispatch, victim, &RETURN, FATAL_ROUND);
-    kill_in_round(AfterCombineSend, victim, &["META"], FATAL_ROUND + 1);
-    kill_in_round(AfterRound, victim, &["META"], FATAL_ROUND + 1);
+    kill_in_round(AfterCombineSend, victim, &["routing metadata"], FATAL_ROUND + 1);
+    kill_in_round(AfterRound, victim, &["routing metadata"], FATAL_ROUND + 1);
     kill_in_round(BeforeBarrier, victim, &["the barrier flag"], FATAL_ROUND);
 }
 
@@ -289,22 +290,22 @@ fn the_death_of_rank_0_in_a_round_that_survivors_wait_out_without_end() {
 #[test]
 fn a_death_behind_the_back_of_a_rank_that_is_only_late() {
     for victim in 0..RANKS {
-        kill_in_round(AfterRoundWhileOneIsLate, victim, &["META"], FATAL_ROUND + 1);
+        kill_in_round(AfterRoundWhileOneIsLate, victim, &["routing metadata"], FATAL_ROUND + 1);
     }
 }
 
 #[test]
 fn a_death_before_the_world_has_formed() {
     for victim in [0, 2] {
-        for told in Team::start(Blow::at(BeforeJoin, victim)).finish() {
-            assert!(told.error.starts_with("Bootstrap"), "{told:?}");
+        for survivor in Team::start(Blow::at(BeforeJoin, victim)).finish() {
+            assert!(survivor.error.starts_with("Bootstrap"), "{survivor:?}");
             let due = if victim == 0 { "for rank 0 at 127." } else { "and rank 2 has not joined" };
-            assert!(told.sentence.contains(due), "{told:?}");
+            assert!(survivor.sentence.contains(due), "{survivor:?}");
         }
-        for told in Team::start(Blow::at(AfterJoin, victim)).finish() {
-            assert!(told.error.starts_with("Bootstrap"), "{told:?}");
-            assert!(told.sentence.contains(&format!("rank {victim} is lost")), "{told:?}");
-            assert!(told.after < DEADLINE, "nobody waits for the dead: {told:?}");
+        for survivor in Team::start(Blow::at(AfterJoin, victim)).finish() {
+            assert!(survivor.error.starts_with("Bootstrap"), "{survivor:?}");
+            assert!(survivor.sentence.contains(&format!("rank {victim} is lost")), "{survivor:?}");
+            assert!(survivor.after < DEADLINE, "nobody waits for the dead: {survivor:?}");
         }
     }
 }
@@ -313,8 +314,8 @@ fn a_death_before_the_world_has_formed() {
 fn a_death_while_contexts_are_built() {
     for step in 0..8 {
         let blow = Blow { delay: Duration::from_micros(100 << step), ..Blow::at(DuringBuild, [1, 0][step % 2]) };
-        for told in Team::start(blow).finish() {
-            assert!(told.names(blow.victim), "{blow:?}: {told:?}");
+        for survivor in Team::start(blow).finish() {
+            assert!(survivor.names(blow.victim), "{blow:?}: {survivor:?}");
         }
     }
 }
@@ -325,11 +326,11 @@ fn a_death_at_any_moment_of_a_round() {
         let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let (victim, delay) = (seed as usize % RANKS, Duration::from_micros(random % 50_000));
         let mut team = Team::start(Blow { delay, ..Blow::at(Whenever, victim) });
-        team.wait_for("play", |process| process.told("up").is_some());
+        team.wait_for("play", |process| process.value_of("up").is_some());
         std::thread::sleep(delay);
         team.processes[victim].child.kill().unwrap();
-        for told in team.finish() {
-            assert!(told.names(victim), "seed {seed}, after {delay:?}: {told:?}");
+        for survivor in team.finish() {
+            assert!(survivor.names(victim), "seed {seed}, after {delay:?}: {survivor:?}");
         }
     }
 }
@@ -362,14 +363,14 @@ fn a_death_anywhere_on_one_two_and_three_nodes() {
         let blow = Blow { point, victim, delay, nodes };
         let mut team = Team::start(blow);
         if point == Whenever {
-            team.wait_for("play", |process| process.told("up").is_some());
+            team.wait_for("play", |process| process.value_of("up").is_some());
             std::thread::sleep(delay);
             team.processes[victim].child.kill().unwrap();
         }
-        for told in team.finish() {
-            assert!(told.names(victim), "seed {seed}: {blow:?}: {told:?}");
+        for survivor in team.finish() {
+            assert!(survivor.names(victim), "seed {seed}: {blow:?}: {survivor:?}");
             if !matches!(point, BeforeJoin | AfterJoin | DuringBuild) {
-                told.went_on();
+                survivor.went_on();
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Holds the rules that keep the code where a newcomer looks for it: layers, top level, one home for PTX, no panics.
+//! Checks the rules that keep the code where a newcomer looks for it: layers, top level, one file for PTX, no panics.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -48,8 +48,8 @@ fn assert_free_of(folder: &str, extensions: &[&str], skip: &[&str], words: &[&st
     assert!(found.is_empty(), "{}", found.join("\n"));
 }
 
-/// Folders, and what none of their files may import. A folder looks down only: bindings/cli, bindings/api, proxy, then
-/// kernels and transport side by side, then the leaves.
+/// Folders, and what none of their files may import. A folder imports from lower ones only: bindings/cli, bindings/api,
+/// proxy, then kernels and transport side by side, then the leaves.
 const DIRECTIONS: [(&str, &[&str]); 6] = [
     ("kernels/base", &["crate::kernels", "crate::transport", "crate::proxy", "crate::bindings", "crate::ffi"]),
     ("kernels/ffi", &["crate::", "super::"]),
@@ -199,7 +199,7 @@ fn asm_and_compiler_conditionals_live_in_one_header() {
 
 #[test]
 fn nothing_that_input_can_reach_panics() {
-    // A panic that no input, peer or device can reach says so in a comment on its own line or the one before.
+    // A panic that no input, peer or device can reach is marked by a comment on its line or the one before.
     for folder in ["kernels", "proxy", "transport", "bindings"] {
         for (name, text) in files(folder, &["rs"]) {
             if name.contains("tests") || name.starts_with("kernels/ffi") {
@@ -238,7 +238,7 @@ fn files_stay_small_enough_to_find_things_in() {
     }
 }
 
-/// Names of waits in a line of code: literals behind a call that waits.
+/// Names of waits in a line of code: literals after a call that waits.
 fn waits(line: &str) -> Vec<&str> {
     let calls = ["poll(\"", "poll_unless(\"", "relax(\""];
     let behind = calls.iter().flat_map(|call| line.match_indices(call).map(|(at, _)| &line[at + call.len()..]));
@@ -272,4 +272,55 @@ fn the_oldest_rust_is_the_one_that_is_documented() {
     let version = manifest.split("rust-version = \"").nth(1).and_then(|rest| rest.split('"').next()).unwrap();
     let crate_docs = fs::read_to_string(root().join("lib.rs")).unwrap();
     assert!(crate_docs.contains(&format!("crate is {version} (`rust-version`")), "lib.rs does not name {version}");
+}
+
+/// Words that others have taken the place of (docs/design.md, "Glossary"), also as parts of names.
+const GONE: &str = "home homes landed landing landings inbox inboxes wave waves seat seats station hub beat beats told \
+                    heard turn turns reckon reckons reckoned META";
+/// Likewise, of several words.
+const GONE_TOGETHER: [&str; 4] = ["OwnOutput", "own_output", "own-output", "rows that arrive "];
+/// Where old names are answered with the new ones, or were recorded.
+const ANSWERED: [&str; 4] =
+    ["bindings/cli/usage.rs", "bindings/cli/cases/case.rs", "docs/figures.md", "tests/layers.rs"];
+
+/// Words of a line, parts of names among them: `LandedRow` and `landed_row` are landed and row.
+fn words(line: &str) -> Vec<String> {
+    let mut words = vec![String::new()];
+    let mut before = ' ';
+    for c in line.chars() {
+        if !c.is_ascii_alphabetic() || c.is_ascii_uppercase() && before.is_ascii_lowercase() {
+            words.push(String::new());
+        }
+        if let Some(word) = words.last_mut().filter(|_| c.is_ascii_alphabetic()) {
+            word.push(c);
+        }
+        before = c;
+    }
+    // META was a word of its own; meta is the beginning of metadata. HOME is the environment's.
+    words.retain(|word| word != "HOME");
+    words.into_iter().map(|word| if word == "META" { word } else { word.to_ascii_lowercase() }).collect()
+}
+
+#[test]
+fn words_that_gave_way_to_others_do_not_come_back() {
+    let mut texts = Vec::new();
+    for folder in ["bindings", "proxy", "kernels", "transport", "tests", "benches", "docs"] {
+        texts.extend(files(folder, &["rs", "cuh", "h", "cu", "cpp", "inc", "py", "sh", "md"]));
+    }
+    for name in ["lib.rs", "build.rs", "README.md"] {
+        texts.push((name.to_owned(), fs::read_to_string(root().join(name)).unwrap()));
+    }
+    let gone: Vec<&str> = GONE.split_whitespace().collect();
+    assert!(gone.iter().all(|word| words(&format!("{word}_of(Row)")).contains(&(*word).to_owned())));
+    let mut found = Vec::new();
+    for (name, text) in texts.iter().filter(|(name, _)| !ANSWERED.contains(&name.as_str())) {
+        for (number, line) in text.lines().enumerate() {
+            // A recorded file's name.
+            let words = words(&line.replace("builds-by-turns", ""));
+            let alone = gone.iter().filter(|gone| words.iter().any(|word| word == *gone));
+            let together = GONE_TOGETHER.iter().filter(|gone| line.contains(**gone));
+            found.extend(alone.chain(together).map(|gone| format!("{name}:{} has «{gone}»", number + 1)));
+        }
+    }
+    assert!(found.is_empty(), "{}", found.join("\n"));
 }

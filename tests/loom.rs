@@ -4,7 +4,7 @@
 #[path = "../proxy/driver/mailbox.rs"]
 mod mailbox;
 
-/// What the mailbox is made of, by loom.
+/// Loom's parts for the mailbox.
 mod sync {
     pub use loom::sync::Mutex;
     pub use loom::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +40,7 @@ mod sync {
         value: UnsafeCell<Option<T>>,
     }
 
-    // SAFETY: the value is written once, by whoever moved the state from EMPTY, and read behind SET alone.
+    // SAFETY: the value is written once, by whoever moved the state from EMPTY, and read only after SET.
     unsafe impl<T: Send + Sync> Sync for OnceLock<T> {}
 
     impl<T> OnceLock<T> {

@@ -17,7 +17,7 @@ const CHILD: &str = "TOKENYARD_TEST_MEMORY_CHILD";
 const PATIENCE: Duration = Duration::from_secs(60);
 /// No multiple of a page.
 const BYTES: usize = 3 * (1 << 20) + 48;
-/// What a rank leaves in each arena.
+/// Bytes that a rank stores in each arena.
 const SLOT: usize = 16;
 
 fn no_gpu() -> bool {
@@ -31,7 +31,7 @@ fn no_gpu() -> bool {
     true
 }
 
-/// What the ranks of a test run on.
+/// The devices of a test's ranks.
 #[derive(Clone, Copy)]
 struct On {
     /// 0: the CPU device.
@@ -52,7 +52,7 @@ fn place(world: &World, on: On) -> (Device, Arena) {
     (Device::cuda(ordinal).unwrap(), arena.unwrap())
 }
 
-/// What a network would do: the processor looks at the arena, in host memory.
+/// As a network would: the processor reads the arena, in host memory.
 fn look_from_the_host(world: &World, map: &PeerMap) {
     let first = world.rank().0 as u8 + 1;
     let at = (map.own().span().base as usize + BYTES - SLOT) as *const u8;
@@ -149,7 +149,7 @@ fn child() {
     println!("marks found");
 }
 
-/// Of a process whose files may be no longer than a page: making one longer would end it.
+/// A process whose files may be no longer than a page: making one longer would end it.
 #[test]
 fn an_arena_longer_than_the_limit_on_files_is_refused() {
     const NAME: &str = "an_arena_longer_than_the_limit_on_files_is_refused";
@@ -271,14 +271,14 @@ fn networks_learn_whose_memory_an_arena_is() {
 }
 
 #[test]
-fn an_arena_larger_than_the_gpu_says_what_is_needed_and_what_is_free() {
+fn an_arena_larger_than_the_gpu_is_refused_with_what_is_needed_and_what_is_free() {
     if no_gpu() {
         return;
     }
     let why = Arena::cuda(0, 1 << 45).unwrap_err().to_string();
     assert!(why.contains("bytes"), "{why}");
     println!("{why}");
-    // The failure left nothing behind.
+    // The failure left no memory allocated.
     Arena::cuda(0, 1 << 20).unwrap();
 }
 

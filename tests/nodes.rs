@@ -1,4 +1,4 @@
-//! Several nodes in one process: what is lost, who is told, and how the others go on.
+//! Several nodes in one process: what is lost, which ranks are notified, and how the others go on.
 
 mod rig;
 
@@ -80,8 +80,9 @@ fn a_node_that_combines_another_dispatch_is_refused_on_all_nodes() {
         rig.ep.combine(&rig.stream, &handles[own - 1], &rig.expert_rows(), &rig.combined()).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
         let error = rig.ep.check().unwrap_err();
-        let (text, said) = (error.to_string(), format!("of dispatch {own} here and that of dispatch {other} on rank "));
-        assert!(matches!(error, Error::Order { .. }) && error.is_fatal() && text.contains(&said), "{text}");
+        let (text, expected) =
+            (error.to_string(), format!("of dispatch {own} here and that of dispatch {other} on rank "));
+        assert!(matches!(error, Error::Order { .. }) && error.is_fatal() && text.contains(&expected), "{text}");
         world.barrier("done").unwrap();
     });
 }
@@ -123,8 +124,8 @@ fn a_proxy_of_another_rank_or_world_is_refused_by_name() {
         assert!(text.starts_with(&refused(1 - own, own)), "{text}");
         // The same on both.
         let text = build(&of(0));
-        let told = format!("bootstrap: rank 1 failed in configuration of a context: {}", refused(0, 1));
-        assert!(text.starts_with(&if own == 0 { told } else { refused(0, 1) }), "{text}");
+        let reported = format!("bootstrap: rank 1 failed in configuration of a context: {}", refused(0, 1));
+        assert!(text.starts_with(&if own == 0 { reported } else { refused(0, 1) }), "{text}");
         // The same rank's, of a world of three.
         let third = World::threads(3).unwrap().into_iter().nth(own).unwrap();
         let text = build(&proxy(&outside, &third, 10_000));
@@ -148,38 +149,38 @@ fn exchange_but_for(rig: &Rig, is_culprit: bool, salt: usize, is_there: impl Fn(
 }
 
 #[test]
-fn every_rank_of_every_node_hears_who_refused_its_routing() {
-    for wave_tokens in [MAX_TOKENS, MAX_TOKENS / 2] {
+fn every_rank_of_every_node_is_notified_of_refused_routing() {
+    for round_tokens in [MAX_TOKENS, MAX_TOKENS / 2] {
         on_nodes(&[2, 3, 1], |world, network| {
             let proxy = proxy(network, &world, 10_000);
             let builder = |builder: AllToAllBuilder| {
                 builder.proxy(&proxy).tuning(|t| {
                     t.chunk_rows = Some(1);
-                    t.wave_tokens = Some(wave_tokens)
+                    t.round_tokens = Some(round_tokens)
                 })
             };
             let rig = Rig::with(&world, |b| builder(b).timeout(DEADLINE));
             let own = world.rank();
             // In nodes of 3 and of 2, so that rails of all sizes of nodes serve a culprit; the last one counts.
             let culprits = [None, Some(Rank(4)), Some(Rank(1)), None, None, Some(Rank(4)), None];
-            let heard = culprits.iter().enumerate().map(|(salt, culprit)| {
+            let reported = culprits.iter().enumerate().map(|(salt, culprit)| {
                 exchange_but_for(&rig, *culprit == Some(own), salt, |_| true);
                 rig.ep.refused_sources()
             });
-            let heard: Vec<_> = heard.collect();
-            // Whoever fails must not leave others waiting.
+            let reported: Vec<_> = reported.collect();
+            // A rank that fails must not leave others waiting.
             world.barrier("all done").unwrap();
             let others = |all: &[(u32, u64)]| -> Vec<(Rank, u64)> {
                 all.iter().map(|(rank, epoch)| (Rank(*rank), *epoch)).filter(|(rank, _)| *rank != own).collect()
             };
             let (one, two, again) = (others(&[(4, 2)]), others(&[(1, 3), (4, 2)]), others(&[(1, 3), (4, 6)]));
             let wanted = [vec![], one, two.clone(), two.clone(), two, again.clone(), again];
-            assert_eq!(heard, wanted, "rank {own}, {wave_tokens} tokens a wave");
+            assert_eq!(reported, wanted, "rank {own}, {round_tokens} tokens a round");
         });
     }
 }
 
-/// What `check` says once the stream is through.
+/// The error of `check` once the stream has ended.
 fn order_problem(rig: &Rig) -> String {
     rig.stream.synchronize(PATIENCE).unwrap();
     let error = rig.ep.check().unwrap_err();
@@ -189,13 +190,13 @@ fn order_problem(rig: &Rig) -> String {
 }
 
 #[test]
-fn calls_of_several_waves_are_refused_whole() {
+fn calls_of_several_rounds_are_refused_whole() {
     on_nodes(&[2, 1], |world, network| {
         let proxy = proxy(network, &world, 10_000);
         let builder = |b: AllToAllBuilder| {
             b.proxy(&proxy).timeout(DEADLINE).tuning(|t| {
                 t.chunk_rows = Some(1);
-                t.wave_tokens = Some(1);
+                t.round_tokens = Some(1);
                 t.handles = 3;
             })
         };
@@ -205,7 +206,7 @@ fn calls_of_several_waves_are_refused_whole() {
         rig.route(&choices, 1);
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
         let sent = rig.ep.dispatch_send(&rig.stream, &tokens).unwrap();
-        // One rank alone makes mistakes, of which the others notice nothing.
+        // One rank alone makes mistakes, which the others do not notice.
         let culprit = rig.rank == 1;
         if culprit {
             let extra = rig.ep.dispatch_send(&rig.stream, &tokens).unwrap();
@@ -344,7 +345,7 @@ fn a_barrier_crosses_nodes() {
     });
 }
 
-/// What an error says about who is missing.
+/// The rank that an error names as missing.
 fn missing(error: &Error) -> Option<Rank> {
     match error {
         Error::PeerLost { peer, .. } | Error::Timeout { peer, .. } => Some(*peer),
@@ -360,7 +361,7 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
             let own = world.rank();
             let first = proxy(network, &world, 1_500);
             let before = rig(&world, &first);
-            let (mut heard, mut refused) = (Vec::new(), Vec::new());
+            let (mut reported, mut refused) = (Vec::new(), Vec::new());
             (0..3).for_each(|salt| exchange(&before, salt, |_| true).unwrap());
             met.wait();
             if own == Rank(lost) {
@@ -379,7 +380,7 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
                 let members: Vec<Rank> = (0..5).map(Rank).filter(|rank| rank.0 != lost).collect();
                 let (past, world) = (world.clone(), world.regroup(1, &members).unwrap());
                 let after = rig(&world, &first);
-                // Building over the past world would close what is newer.
+                // Building over the past world would close the newer generation.
                 let error = AllToAll::builder(&past).proxy(&first).build().err();
                 let Some(Error::Generation { rank, generation: 0, newest: 1, .. }) = error else { panic!("{error:?}") };
                 assert_eq!(rank, own);
@@ -393,13 +394,13 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
                 }
                 let culprit = members[3];
                 exchange_but_for(&after, own == culprit, 5, is_there);
-                heard = after.ep.refused_sources();
+                reported = after.ep.refused_sources();
                 refused = (own != culprit).then_some((culprit, 6)).into_iter().collect();
                 world.barrier("masked").unwrap();
                 drop((after, first));
             }
             met.wait();
-            // Whoever was lost comes back; everyone takes new endpoints, as new processes would.
+            // The lost rank comes back; all ranks take new endpoints, as new processes would.
             let world = world.regroup(2, &(0..5).map(Rank).collect::<Vec<_>>()).unwrap();
             let second = proxy(network, &world, 10_000);
             let again = rig(&world, &second);
@@ -408,7 +409,7 @@ fn a_lost_rank_is_named_masked_and_comes_back() {
                 assert_eq!(outcome, Ok(()), "{:?}", second.remote().reports());
             }
             world.barrier("all back").unwrap();
-            assert_eq!(heard, refused, "by names of the first generation");
+            assert_eq!(reported, refused, "by names of the first generation");
         });
     }
 }
@@ -528,7 +529,7 @@ fn chunks_that_the_network_does_not_write_at_once_are_refused() {
 }
 
 #[test]
-fn a_write_that_fails_says_why_in_the_error_of_the_call() {
+fn a_write_that_fails_is_explained_in_the_error_of_the_call() {
     on_nodes(&[1, 1], |world, network| {
         let proxy = proxy(network, &world, 10_000);
         let rig = rig(&world, &proxy);
@@ -543,8 +544,8 @@ fn a_write_that_fails_says_why_in_the_error_of_the_call() {
     });
 }
 
-/// Immediates that a network hands out late: those of a context that was closed, again, as if they were of other writes
-/// to it that its peer had posted before it closed.
+/// Immediates that a network hands out late: immediates of a closed context, repeated as if they were of other writes
+/// that its peer had posted to it before it closed.
 struct Late {
     /// From when a connection is made, which is just before a context opens.
     after: Duration,
@@ -569,8 +570,8 @@ impl Late {
     }
 }
 
-/// An endpoint with the manners of real ones: it takes its time to register memory, to connect and to take memory back,
-/// and hands out immediates of a region that it has taken back.
+/// An endpoint that behaves as real ones: registering memory, connecting and taking memory back take long, and it hands
+/// out immediates of a region that it has taken back.
 struct Real {
     inner: SimEndpoint,
     delay: Duration,
@@ -673,8 +674,8 @@ fn a_rank_that_registers_or_connects_for_longer_than_the_silence_limit_is_not_lo
     });
 }
 
-/// A context, and another behind it, while so many others are open; what is late of the first is none of the second's.
-/// `times`: how often each immediate comes.
+/// A context, and another after it, while so many others are open: late immediates of the first must not count for the
+/// second. `times`: how often each immediate comes.
 fn late_immediates(others: usize, after: Duration, times: usize) {
     const MOST: usize = 60;
     on_nodes(&[1, 1], |world, network| {
@@ -696,7 +697,7 @@ fn late_immediates(others: usize, after: Duration, times: usize) {
 
 #[test]
 fn immediates_that_are_left_of_a_closed_context_do_not_reach_the_next_of_its_number() {
-    // The three others leave one number. So many come that the turns between connecting and opening do not see them
+    // The three others leave one number. So many come that the passes between connecting and opening do not see them
     // all.
     late_immediates(3, Duration::ZERO, 1000);
 }

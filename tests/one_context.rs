@@ -1,5 +1,5 @@
-//! One context, calls of two kinds: what engines write, against the types as they are. A call whose format is not the
-//! one that the context was built for is refused as yet, with the reason; nothing else about the program will change.
+//! One context, calls of two kinds: an engine's code, against the present types. A call of another format than the
+//! context's is refused as yet, with the reason; nothing else about the program will change.
 
 #[path = "rig/mod.rs"]
 mod rig;

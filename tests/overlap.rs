@@ -1,5 +1,5 @@
-//! Launches of one direction that run at the same time, on streams that nothing orders: no store goes outside what the
-//! calls were given, a launch ends in `Order`, and whoever else ends names the rank. On the CPU device, whose seeded
+//! Launches of one direction that run at the same time, on streams that nothing orders: no store goes outside the
+//! calls' memory, a launch ends in `Order`, and errors of other ranks name the rank. On the CPU device, whose seeded
 //! schedules begin the blocks of two launches in any order; and on a GPU, if there is one, for graphs that another
 //! library captures.
 
@@ -18,7 +18,7 @@ const PITCH: usize = HIDDEN * 2;
 const TOP_K: usize = 2;
 const MAX_TOKENS: usize = 96;
 const PATIENCE: Duration = Duration::from_secs(60);
-/// More than all rows of a call, so that no row that is misplaced by a call's counts lies behind it.
+/// More than all rows of a call, so that no row that is misplaced by a call's counts lies beyond it.
 const GUARD: usize = 4096;
 const FILL: u8 = 0xA5;
 
@@ -125,7 +125,7 @@ impl Call {
             .source(source.view())
             .token_experts(token.then(|| experts.view()))
             .token_weights(token.then(|| weights.view()));
-        match ep.own_output() {
+        match ep.in_place() {
             Some(own) => output.layout(own.layout).rows(own.rows).pitch_bytes(own.pitch_bytes),
             None => output,
         }
@@ -160,7 +160,7 @@ impl Call {
 const LOCAL_EXPERTS: usize = 2;
 const TOKENS: [usize; 3] = [40, 96, 7];
 
-fn contexts(world: &World, device: &Device, shape: Shape, waves: bool) -> AllToAll {
+fn contexts(world: &World, device: &Device, shape: Shape, rounds: bool) -> AllToAll {
     let builder = AllToAll::builder(world)
         .device(device.clone())
         .hidden(HIDDEN)
@@ -170,9 +170,9 @@ fn contexts(world: &World, device: &Device, shape: Shape, waves: bool) -> AllToA
         .sms(4)
         .timeout(Duration::from_secs(2))
         .tuning(|t| (t.meta_tile, t.handles, t.ordered) = (Some(32), 4, false));
-    let builder = if waves { builder.tuning(|t| t.wave_tokens = Some(MAX_TOKENS / 3)) } else { builder };
+    let builder = if rounds { builder.tuning(|t| t.round_tokens = Some(MAX_TOKENS / 3)) } else { builder };
     let builder = if shape == Shape::InPlace {
-        builder.tuning(|t| t.own_output = Some((capacity_of(shape, TOKENS[0]), 1)))
+        builder.tuning(|t| t.in_place = Some((capacity_of(shape, TOKENS[0]), 1)))
     } else {
         builder
     };
@@ -182,7 +182,7 @@ fn contexts(world: &World, device: &Device, shape: Shape, waves: bool) -> AllToA
 }
 
 thread_local! {
-    /// Of the rank whose thread this is, between nodes.
+    /// The proxy of this thread's rank, between nodes.
     static PROXY: RefCell<Option<Proxy>> = const { RefCell::new(None) };
 }
 
@@ -191,10 +191,10 @@ fn capacity_of(shape: Shape, tokens: usize) -> usize {
     if shape == Shape::Masked { tokens } else { 2 * tokens }
 }
 
-/// What became of a rank's calls.
+/// The outcomes of a rank's calls.
 type Outcomes = Mutex<Vec<(usize, Vec<Error>)>>;
 
-/// All errors that a context tells of, each once.
+/// All errors that a context reports, each once.
 fn errors(ep: &AllToAll) -> Vec<Error> {
     let mut all: Vec<Error> = Vec::new();
     while let Err(error) = ep.check() {
@@ -206,8 +206,8 @@ fn errors(ep: &AllToAll) -> Vec<Error> {
     all
 }
 
-/// Whether a rank's errors are what it may see: of its own launches, or one that names rank 0; besides, an output that
-/// is too small is told, as without an overlap.
+/// Asserts that a rank's errors are allowed: they are of its own launches, or name rank 0, or report an output that is
+/// too small, as without an overlap.
 fn expect_allowed(rank: usize, errors: &[Error]) {
     for error in errors {
         let allowed = match error {
@@ -215,7 +215,7 @@ fn expect_allowed(rank: usize, errors: &[Error]) {
             Error::Order { rank: own, problem, .. } => {
                 (rank == 0 && own.index() == 0) || problem.contains(" on rank 0,")
             }
-            // Rank 0 forwards to rank 1 what rank 2, of another node, sends: who waits for that names the source.
+            // Rank 0 forwards rows of rank 2, of another node, to rank 1: a wait for these names the source.
             Error::Timeout { peer, .. } => rank != 0 && (peer.index() == 0 || (rank, peer.index()) == (1, 2)),
             Error::Capacity { .. } | Error::Incomplete { .. } => true,
             _ => false,
@@ -228,8 +228,8 @@ fn has_order(errors: &[Error]) -> bool {
     errors.iter().any(|error| matches!(error, Error::Order { problem, .. } if problem.contains("at the same time")))
 }
 
-/// What a context tells of once all that was enqueued is over, behind what calls were refused for. Nothing was stored
-/// outside of what the calls were given.
+/// The errors of refused calls, then those that the context reports once all enqueued work is over. Nothing may be
+/// stored outside of the calls' memory.
 fn settle(ep: &AllToAll, streams: &[Stream], calls: &[Call], mut found: Vec<Error>, what: &str) -> Vec<Error> {
     streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
     found.extend(errors(ep));
@@ -238,9 +238,9 @@ fn settle(ep: &AllToAll, streams: &[Stream], calls: &[Call], mut found: Vec<Erro
 }
 
 /// Calls of rank 0 at once on streams of their own, and of the other rank one after the other.
-fn dispatches(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
+fn dispatches(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, waves);
+    let ep = contexts(world, device, shape, rounds);
     let calls: Vec<Call> = TOKENS
         .iter()
         .enumerate()
@@ -266,9 +266,9 @@ fn dispatches(world: &World, device: &Device, shape: Shape, salt: usize, waves: 
 }
 
 /// Dispatches of all ranks one after the other; then combines of rank 0 at once.
-fn combines(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
+fn combines(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, waves);
+    let ep = contexts(world, device, shape, rounds);
     let calls: Vec<Call> = TOKENS
         .iter()
         .enumerate()
@@ -295,9 +295,9 @@ fn combines(world: &World, device: &Device, shape: Shape, salt: usize, waves: bo
 
 /// A graph of a dispatch and its combine, launched on two streams at once by rank 0, and one after the other by the
 /// other.
-fn graphs(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
+fn graphs(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, waves);
+    let ep = contexts(world, device, shape, rounds);
     let capacity = capacity_of(shape, MAX_TOKENS) * 2;
     let call = Call::new(device, world.size(), TOKENS[rank.min(1)], capacity, shape == Shape::Masked, salt);
     let streams = [device.new_stream().unwrap(), device.new_stream().unwrap()];
@@ -316,15 +316,15 @@ fn graphs(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool
 
 type Scenario = fn(&World, &Device, Shape, usize, bool) -> Vec<Error>;
 
-/// Runs a scenario under so many schedules; answers in how many rank 0 found an overlap.
-fn schedules(scenario: Scenario, shape: Shape, waves: bool, seeds: std::ops::Range<u64>) -> usize {
+/// Runs a scenario under so many schedules; returns in how many rank 0 found an overlap.
+fn schedules(scenario: Scenario, shape: Shape, rounds: bool, seeds: std::ops::Range<u64>) -> usize {
     let mut overlaps = 0;
     for seed in seeds {
         let worlds = World::threads(2).unwrap();
         let outcomes = Outcomes::default();
         let config = SeededConfig { seed, hold_stores: seed % 2 == 1 };
         let report = seeded_world(config, 2, |rank, device| {
-            let found = scenario(&worlds[rank], &device, shape, seed as usize, waves);
+            let found = scenario(&worlds[rank], &device, shape, seed as usize, rounds);
             outcomes.lock().unwrap().push((rank, found));
         });
         assert_eq!(report.failure, None, "seed {seed}: {:?}", report.hang_report);
@@ -334,7 +334,7 @@ fn schedules(scenario: Scenario, shape: Shape, waves: bool, seeds: std::ops::Ran
         for (rank, errors) in &outcomes {
             expect_allowed(*rank, errors);
         }
-        // Whoever was held up was so by an overlap.
+        // Ranks were held up only by an overlap.
         let closed = outcomes.iter().flat_map(|(_, errors)| errors).any(|error| matches!(error, Error::Timeout { .. }));
         assert!(order || !closed, "seed {seed}: {outcomes:?}");
         overlaps += usize::from(order);
@@ -357,7 +357,7 @@ fn dispatches_that_overlap_store_nothing_elsewhere() {
 }
 
 #[test]
-fn dispatches_of_several_waves_that_overlap_store_nothing_elsewhere() {
+fn dispatches_of_several_rounds_that_overlap_store_nothing_elsewhere() {
     expect_most(schedules(dispatches, Shape::Contiguous, true, 500..540), 40);
 }
 
@@ -375,9 +375,9 @@ fn graphs_that_overlap_store_nothing_elsewhere() {
 
 /// Rank 0 launches graphs of a dispatch and of its combine, and then that dispatch once more, of another number of
 /// tokens and other choices: it writes the handle while the combine reads it. The other rank has a handle for each.
-fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
+fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
     let rank = world.rank().index();
-    let ep = contexts(world, device, shape, waves);
+    let ep = contexts(world, device, shape, rounds);
     let capacity = 2 * capacity_of(shape, MAX_TOKENS);
     let [call, changed] =
         [salt, salt + 1].map(|salt| Call::new(device, world.size(), MAX_TOKENS, capacity, false, salt));
@@ -432,8 +432,8 @@ fn recounted(world: &World, device: &Device, shape: Shape, salt: usize, waves: b
     found
 }
 
-/// Its blocks may go by heads of two dispatches, and then wait for rows that none of them sends, up to their deadline;
-/// but threads of a block do not wait for each other.
+/// Its blocks may use the heads of two dispatches, and then wait until their deadline for rows that none of these
+/// sends; but threads of a block do not wait for each other.
 #[test]
 fn threads_of_a_combine_go_by_one_head() {
     // Seed 479 finds lanes of a warp that go by masks of their own.
@@ -451,11 +451,11 @@ fn threads_of_a_combine_go_by_one_head() {
     }
 }
 
-/// Barriers have turns, too.
+/// Barriers are launches of one direction, too.
 #[test]
 fn barriers_that_overlap_are_refused() {
-    let barriers: Scenario = |world, device, shape, _, waves| {
-        let ep = contexts(world, device, shape, waves);
+    let barriers: Scenario = |world, device, shape, _, rounds| {
+        let ep = contexts(world, device, shape, rounds);
         let streams = [device.new_stream().unwrap(), device.new_stream().unwrap()];
         let mut found = Vec::new();
         for stream in &streams {
@@ -471,11 +471,11 @@ fn barriers_that_overlap_are_refused() {
     expect_most(schedules(barriers, Shape::Contiguous, false, 0..40), 40);
 }
 
-/// A dispatch beside a combine is allowed, and the next calls work.
+/// A dispatch concurrent with a combine is allowed, and the next calls work.
 #[test]
 fn a_dispatch_beside_a_combine_is_none() {
-    let beside: Scenario = |world, device, shape, salt, waves| {
-        let ep = contexts(world, device, shape, waves);
+    let beside: Scenario = |world, device, shape, salt, rounds| {
+        let ep = contexts(world, device, shape, rounds);
         let capacity = 2 * capacity_of(shape, MAX_TOKENS);
         let calls: Vec<Call> =
             (0..4).map(|i| Call::new(device, world.size(), TOKENS[i % 3], capacity, false, salt + i)).collect();
@@ -494,7 +494,7 @@ fn a_dispatch_beside_a_combine_is_none() {
     assert_eq!(schedules(beside, Shape::Contiguous, false, 0..20), 0);
 }
 
-/// A capture of `owner` that is recorded through a borrowed stream is another library's, as far as the crate knows.
+/// The crate takes a capture of `owner` that is recorded through a borrowed stream for another library's.
 #[test]
 fn graphs_of_another_library_are_guarded() {
     if Device::cuda_count() == 0 {
@@ -585,8 +585,8 @@ fn calls_between_nodes_that_overlap_store_nothing_elsewhere() {
 
 /// Choices that a copy on another stream overwrites while the dispatch reads them; then a combine. Calls may come to
 /// nothing, but store nothing elsewhere.
-fn changing(world: &World, device: &Device, shape: Shape, salt: usize, waves: bool) -> Vec<Error> {
-    let ep = contexts(world, device, shape, waves);
+fn changing(world: &World, device: &Device, shape: Shape, salt: usize, rounds: bool) -> Vec<Error> {
+    let ep = contexts(world, device, shape, rounds);
     let capacity = capacity_of(shape, TOKENS[0]);
     let [call, other] =
         [salt, salt + 1].map(|salt| Call::new(device, world.size(), TOKENS[0], capacity, shape == Shape::Masked, salt));
@@ -626,18 +626,18 @@ fn forge<T>(address: u64, word: T) {
     unsafe { (address as *mut T).write_volatile(word) };
 }
 
-/// The bytes of `ty_state`, where `closed` and `ended` lie in it, the bytes of a block's words, and where `begun` lies
-/// in those.
+/// The bytes of `ty_state`, the offsets of `closed` and `ended` in it, the bytes of a block's words, and the offset of
+/// `begun` in a block's words.
 const STATE: [u64; 5] = [128, 92, 96, 32, 28];
 
 /// A launch that has not ended on another block, and one that runs on the same.
 #[test]
 fn a_launch_under_way_on_any_block_is_seen() {
-    let [size, closed, ended, turn, begun] = STATE;
+    let [size, closed, ended, per_block, begun] = STATE;
     // As many as contexts begin with, and blocks of them.
     let launches = u32::MAX - 1;
     let blocks = launches.wrapping_mul(4);
-    for (at, word) in [(ended, blocks - 1), (size + 2 * turn + begun, launches + 1), (ended, blocks)] {
+    for (at, word) in [(ended, blocks - 1), (size + 2 * per_block + begun, launches + 1), (ended, blocks)] {
         let device = Device::cpu().unwrap();
         let world = World::threads(1).unwrap().remove(0);
         let ep = contexts(&world, &device, Shape::Contiguous, false);
@@ -659,7 +659,7 @@ fn a_launch_under_way_on_any_block_is_seen() {
     }
 }
 
-/// Rank 0's words in the arena of rank 1, of which it is known where they lie.
+/// Rank 0's words in the arena of rank 1, at known addresses.
 struct Forger<'a> {
     plan: &'a Plan,
     arena: u64,
@@ -678,16 +678,16 @@ impl Forger<'_> {
     }
 }
 
-/// Rank 1 dispatches `tokens`; rank 0 does not, but for what `forged` writes in its name before, and the flags by which
-/// rank 1 goes on.
-fn against_forged(shape: Shape, waves: bool, tokens: usize, forged: impl Fn(&Forger<'_>) + Sync) {
+/// Rank 1 dispatches `tokens`. Rank 0 does not dispatch: `forged` writes words in its name before, and it raises the
+/// flags by which rank 1 goes on.
+fn against_forged(shape: Shape, rounds: bool, tokens: usize, forged: impl Fn(&Forger<'_>) + Sync) {
     let place = Mutex::new(None);
     std::thread::scope(|scope| {
         for world in World::threads(2).unwrap() {
             let (place, forged) = (&place, &forged);
             scope.spawn(move || {
                 let device = Device::cpu().unwrap();
-                let ep = contexts(&world, &device, shape, waves);
+                let ep = contexts(&world, &device, shape, rounds);
                 let [arena, _] = ep.addresses().unwrap();
                 let own = Forger { plan: ep.plan(), arena };
                 if world.rank().index() == 1 {
@@ -705,12 +705,12 @@ fn against_forged(shape: Shape, waves: bool, tokens: usize, forged: impl Fn(&For
                     world.barrier("words are forged").unwrap();
                     let arena = place.lock().unwrap().unwrap();
                     let peer = Forger { plan: ep.plan(), arena };
-                    for epoch in 1..=ep.waves() as u64 {
-                        let came = own.place("META flags", 1, epoch, 0) as *const u64;
+                    for epoch in 1..=ep.rounds() as u64 {
+                        let came = own.place("metadata flags", 1, epoch, 0) as *const u64;
                         // SAFETY: a word of the own arena, which the peer's kernel writes.
                         let came = || (unsafe { came.read_volatile() } == epoch << 32).then_some(());
                         tokenyard::internals::base::wait::poll("the peer's flag", PATIENCE, came).unwrap();
-                        forge(peer.place("META flags", 0, epoch, 0), epoch << 32);
+                        forge(peer.place("metadata flags", 0, epoch, 0), epoch << 32);
                     }
                 }
                 world.barrier("done").unwrap();
@@ -721,38 +721,44 @@ fn against_forged(shape: Shape, waves: bool, tokens: usize, forged: impl Fn(&For
 
 /// Counts of a call of one token, and tokens, choices and positions of one of eight.
 #[test]
-fn rows_that_lie_outside_of_an_output_by_what_meta_says_are_not_stored() {
+fn rows_that_lie_outside_of_an_output_by_their_metadata_are_not_stored() {
     for shape in [Shape::Contiguous, Shape::Masked, Shape::Token] {
         against_forged(shape, false, 0, |forger| {
-            [1, 1, 1, 8].iter().enumerate().for_each(|(i, value)| forger.meta("META counts", i as u64, *value));
+            [1, 1, 1, 8]
+                .iter()
+                .enumerate()
+                .for_each(|(i, value)| forger.meta("routing metadata counts", i as u64, *value));
             for token in 0..8u32 {
                 let at = u64::from(token);
-                forger.meta("META tokens", at, 1 + ((20 * token) << 5));
-                forger.meta("META choices", 2 * at, 1 + (((20 * token) << 11) | 1));
-                forger.meta("META choices", 2 * at + 1, 0);
-                (0..2).for_each(|k| forger.meta("META weights", 2 * at + k, 0x3f00_0000));
+                forger.meta("routing metadata tokens", at, 1 + ((20 * token) << 5));
+                forger.meta("routing metadata choices", 2 * at, 1 + (((20 * token) << 11) | 1));
+                forger.meta("routing metadata choices", 2 * at + 1, 0);
+                (0..2).for_each(|k| forger.meta("routing metadata weights", 2 * at + k, 0x3f00_0000));
                 (0..8).for_each(|slice| forge(forger.place("dispatch row tags", 0, 1, 8 * at + slice), 1u64));
             }
         });
     }
 }
 
-/// Waves 1 and 2 end before they begin, and later than a wave may.
+/// Rounds 1 and 2 end before they begin, and later than a round may.
 #[test]
-fn waves_of_two_calls_have_no_tokens() {
+fn rounds_of_two_calls_have_no_tokens() {
     against_forged(Shape::Contiguous, true, 0, |forger| {
-        [0, 0, 0, 32, 7, 96].iter().enumerate().for_each(|(i, value)| forger.meta("META counts", i as u64, *value));
-        (0..96).for_each(|token| forger.meta("META tokens", token, 0));
+        [0, 0, 0, 32, 7, 96]
+            .iter()
+            .enumerate()
+            .for_each(|(i, value)| forger.meta("routing metadata counts", i as u64, *value));
+        (0..96).for_each(|token| forger.meta("routing metadata tokens", token, 0));
     });
 }
 
-/// Rows of rank 1 begin far behind the output of rank 0, which has room for all.
+/// Rows of rank 1 begin far beyond the output of rank 0, which has room for all.
 #[test]
-fn rows_are_not_stored_behind_a_peers_output() {
+fn rows_are_not_stored_beyond_a_peers_output() {
     against_forged(Shape::InPlace, false, 8, |forger| {
-        [0, 0, 0, 0].iter().enumerate().for_each(|(i, value)| forger.meta("META counts", i as u64, *value));
+        [0, 0, 0, 0].iter().enumerate().for_each(|(i, value)| forger.meta("routing metadata counts", i as u64, *value));
         for (i, value) in [0u32.wrapping_sub(64), 64, 0, 0, 0, 0].iter().enumerate() {
-            forger.meta("META counts of all ranks", i as u64, *value);
+            forger.meta("routing metadata counts of all ranks", i as u64, *value);
         }
     });
 }

@@ -1,4 +1,4 @@
-//! What safe code cannot do: hand kernels memory that goes while they use it.
+//! Safe code cannot hand kernels memory that is freed while they use it.
 
 mod rig;
 
@@ -28,32 +28,32 @@ fn views_of_another_device_are_refused_by_name() {
     on_ranks(1, |world| {
         let rig = Rig::new(&world);
         let other = Device::cpu().unwrap();
-        let (far, far_stream) = (other.alloc(1 << 16).unwrap(), other.new_stream().unwrap());
+        let (foreign, foreign_stream) = (other.alloc(1 << 16).unwrap(), other.new_stream().unwrap());
         let refused = |outcome: Result<()>, name: &str| {
             let why = outcome.unwrap_err().to_string();
             let begins = why.starts_with(&format!("argument {name} is of CPU device "));
             assert!(begins && why.contains(": give one of "), "{why}");
         };
-        refused(rig.stream.fill(&far.view(), 0), "view");
-        let near = rig.out.slice(0, 16).unwrap();
-        let part = far.slice(0, 16).unwrap();
-        refused(rig.stream.copy(&near, &part), "src");
-        refused(rig.stream.copy(&part, &near), "dst");
+        refused(rig.stream.fill(&foreign.view(), 0), "view");
+        let own = rig.out.slice(0, 16).unwrap();
+        let part = foreign.slice(0, 16).unwrap();
+        refused(rig.stream.copy(&own, &part), "src");
+        refused(rig.stream.copy(&part, &own), "dst");
         let (tokens, output) = (|| rig.tokens(MAX_TOKENS), || rig.output(rig.capacity));
         let dispatch = |tokens: Tokens, output: Output| rig.ep.dispatch(&rig.stream, &tokens, &output).map(drop);
-        refused(dispatch(tokens().x(far.view()), output()), "x");
-        refused(dispatch(tokens().topk_idx(far.view()), output()), "topk_idx");
-        refused(dispatch(tokens().topk_weight(far.view()), output()), "topk_weight");
-        refused(dispatch(tokens().count(TokenCount::Device(far.view())), output()), "count");
-        refused(dispatch(tokens(), output().rows(far.view())), "rows");
-        refused(dispatch(tokens(), output().expert_count(far.view())), "expert_count");
-        refused(dispatch(tokens(), output().source(far.view())), "source");
-        refused(dispatch(tokens(), output().host_counts(far.view())), "host_counts");
-        refused(rig.ep.dispatch(&far_stream, &tokens(), &output()).map(drop), "stream");
+        refused(dispatch(tokens().x(foreign.view()), output()), "x");
+        refused(dispatch(tokens().topk_idx(foreign.view()), output()), "topk_idx");
+        refused(dispatch(tokens().topk_weight(foreign.view()), output()), "topk_weight");
+        refused(dispatch(tokens().count(TokenCount::Device(foreign.view())), output()), "count");
+        refused(dispatch(tokens(), output().rows(foreign.view())), "rows");
+        refused(dispatch(tokens(), output().expert_count(foreign.view())), "expert_count");
+        refused(dispatch(tokens(), output().source(foreign.view())), "source");
+        refused(dispatch(tokens(), output().host_counts(foreign.view())), "host_counts");
+        refused(rig.ep.dispatch(&foreign_stream, &tokens(), &output()).map(drop), "stream");
         let handle = rig.ep.dispatch(&rig.stream, &tokens(), &output()).unwrap();
         let combine = |rows: Rows, out: Combined| rig.ep.combine(&rig.stream, &handle, &rows, &out);
-        refused(combine(rig.expert_rows().rows(far.view()), rig.combined()), "rows");
-        refused(combine(rig.expert_rows(), rig.combined().out(far.view())), "out");
+        refused(combine(rig.expert_rows().rows(foreign.view()), rig.combined()), "rows");
+        refused(combine(rig.expert_rows(), rig.combined().out(foreign.view())), "out");
         combine(rig.expert_rows(), rig.combined()).unwrap();
         rig.stream.synchronize(PATIENCE).unwrap();
     });
@@ -80,11 +80,11 @@ fn a_view_keeps_the_memory_of_a_buffer_that_was_dropped() {
     });
 }
 
-/// The second wave reads its tokens in the receiving half.
+/// The second round reads its tokens in the receiving half.
 #[test]
-fn what_is_under_way_keeps_the_input_of_later_waves() {
+fn what_is_under_way_keeps_the_input_of_later_rounds() {
     on_ranks(2, |world| {
-        let rig = Rig::with(&world, |b| b.tuning(|t| t.wave_tokens = Some(MAX_TOKENS / 2)));
+        let rig = Rig::with(&world, |b| b.tuning(|t| t.round_tokens = Some(MAX_TOKENS / 2)));
         rig.route(&[[0, 4], [1, 5], [2, 6], [3, 7]], 1);
         let device = rig.ep.device();
         let copies = [&rig.x, &rig.idx, &rig.weight].map(|buffer| {
@@ -99,7 +99,7 @@ fn what_is_under_way_keeps_the_input_of_later_waves() {
         let lengths = copies.each_ref().map(DeviceBuffer::len);
         rig.stream.synchronize(PATIENCE).unwrap();
         drop((copies, input));
-        // What was freed would be given out again.
+        // Freed memory would be given out again.
         let others: Vec<_> = (0..64).flat_map(|_| lengths.map(|bytes| device.alloc(bytes).unwrap())).collect();
         others.iter().for_each(|other| other.fill(0).unwrap());
         // On a GPU that ranks share, memory is allocated once no kernel waits for a peer.
@@ -196,7 +196,7 @@ fn copies_go_on_while_a_kernel_waits() {
 
 // ---- graphs
 
-/// Holds a stream until it is told to let go.
+/// Holds a stream until it is released.
 struct Held {
     words: HostBuffer,
 }
@@ -362,7 +362,7 @@ fn a_dropped_graph_waits_for_its_replays() {
 // ---- order between streams
 
 #[test]
-fn calls_of_a_kind_run_one_behind_the_other_on_whichever_stream() {
+fn calls_of_a_kind_run_one_after_the_other_on_whichever_stream() {
     on_ranks(1, |world| {
         for ordered in [true, false] {
             let rig = Rig::with(&world, |b| if ordered { b } else { b.tuning(|t| t.ordered = false) });
@@ -393,7 +393,7 @@ fn calls_of_a_kind_run_one_behind_the_other_on_whichever_stream() {
 }
 
 #[test]
-fn replays_run_behind_eager_calls_and_these_behind_replays() {
+fn replays_run_after_eager_calls_and_these_after_replays() {
     on_ranks(1, |world| {
         let rig = Rig::new(&world);
         rig.good_round(0);
@@ -411,7 +411,7 @@ fn replays_run_behind_eager_calls_and_these_behind_replays() {
         dispatch(&first);
         graph.launch(&second).unwrap();
         assert!(is_held(&second), "a replay overtook a call");
-        // What is recorded is no call yet.
+        // A recorded call is no call yet.
         drop(record());
         held.let_go();
         second.synchronize(PATIENCE).unwrap();
@@ -429,7 +429,7 @@ fn replays_run_behind_eager_calls_and_these_behind_replays() {
 // ---- handles
 
 #[test]
-fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
+fn a_handle_that_came_back_is_used_on_another_stream_after_its_last_use() {
     on_ranks(1, |world| {
         let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
         rig.route_all(0);
@@ -450,9 +450,9 @@ fn a_handle_that_came_back_is_used_on_another_stream_behind_its_last_use() {
     });
 }
 
-/// What a handle held before could lead a combine out of its rows.
+/// A handle's former contents could lead a combine out of its rows.
 #[test]
-fn a_combine_on_another_stream_runs_behind_its_dispatch_eager_or_replayed() {
+fn a_combine_on_another_stream_runs_after_its_dispatch_eager_or_replayed() {
     on_ranks(1, |world| {
         for replayed in [false, true] {
             let rig = Rig::new(&world);
@@ -481,7 +481,7 @@ fn a_combine_on_another_stream_runs_behind_its_dispatch_eager_or_replayed() {
     });
 }
 
-/// What was enqueued before a capture runs eagerly, and has its place in the order.
+/// Calls that were enqueued before a capture run eagerly, and have their place in the order.
 #[test]
 fn calls_on_a_stream_that_captures_by_now_are_followed_all_the_same() {
     on_ranks(1, |world| {
@@ -512,9 +512,9 @@ fn calls_on_a_stream_that_captures_by_now_are_followed_all_the_same() {
     });
 }
 
-/// The same where a capture takes it: its graph waits as it is launched.
+/// As above, where a capture takes the handle: its graph waits when it is launched.
 #[test]
-fn a_graph_that_took_a_handle_comes_behind_the_handles_last_use() {
+fn a_graph_that_took_a_handle_comes_after_the_handles_last_use() {
     on_ranks(1, |world| {
         let rig = Rig::with(&world, |b| b.tuning(|t| t.handles = 1));
         rig.route_all(0);
@@ -581,7 +581,7 @@ fn a_context_whose_kernels_do_not_end_goes_and_leaves_them_their_memory() {
     });
 }
 
-/// A handle's memory held a larger dispatch before; its own dispatch never runs, so combine must not go by that one.
+/// A handle's memory held a larger dispatch before; its own dispatch never runs, so combine must not use the old one.
 #[test]
 fn a_handle_whose_dispatch_never_ran_is_not_combined_by_what_its_memory_held() {
     on_ranks(1, |world| {

@@ -1,4 +1,5 @@
-//! What `tests/gpu.sh pair` says of two builds: benches/pairs.py on made-up numbers, and the whole on the CPU device.
+//! The verdicts of `tests/gpu.sh pair` on two builds: benches/pairs.py on made-up numbers, and the whole on the CPU
+//! device.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -82,7 +83,7 @@ fn a_build_is_judged_by_one_percent_in_a_node_and_by_the_equal_pair_between_node
     // One bad row among good ones decides.
     let (all, good) = table(folder.path(), "same,over,faster", &[]).unwrap();
     assert!(!good && all.lines().count() == 7, "{all}");
-    // The equal pair is what its own column says, and no part of B's.
+    // The equal pair is judged by its own column, and is no part of B's.
     write(folder.path(), "again", [QUIET, &times(QUIET, 1.02), QUIET], 2);
     let (again, good) = table(folder.path(), "again", &[]).unwrap();
     assert!(good && dispatch_of(&again, "again").contains(" +0.0 % +2.0 % "), "{again}");
@@ -137,7 +138,7 @@ fn kernels_are_compared_by_name_and_may_not_take_more() {
 }
 
 #[test]
-fn a_pair_runs_by_turns_on_the_cpu_device_and_is_compared() {
+fn a_pair_runs_alternately_on_the_cpu_device_and_is_compared() {
     let folder = tempfile::tempdir().unwrap();
     let places = ["a", "b"].map(|name| {
         let place = folder.path().join(name);

@@ -1,10 +1,10 @@
 //! Malformed input to a proxy: control messages, immediates, completion tokens, doorbell words and counts of chunks.
 //!
-//! A real driver over a transport that hands out whatever it is told to. Valid traffic goes on in between, so that the
-//! garbage meets every state. An independent account (`model.rs`) says what may come of each input: nothing panics,
-//! nothing is flagged or posted that should not be, and every input is in exactly one counter.
+//! A real driver over a transport that hands out what the test gives it. Valid traffic goes on in between, so that the
+//! garbage meets every state. An independent model (`model.rs`) gives the allowed effects of each input: nothing
+//! panics, nothing is flagged or posted that should not be, and every input is in exactly one counter.
 //!
-//! TOKENYARD_FUZZ_ROUNDS says how many rounds are run (500 unless told: a million messages and a million immediates),
+//! TOKENYARD_FUZZ_ROUNDS: number of rounds (default 500: a million messages and a million immediates).
 //! TOKENYARD_FUZZ_SEED replays one.
 
 #[path = "proxy_fuzz/model.rs"]
@@ -21,13 +21,13 @@ use stub::{Carrier, Stub};
 use tokenyard::internals::api::{Plan, PlanInput};
 use tokenyard::internals::proxy::driver::Driver;
 use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
-use tokenyard::internals::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
+use tokenyard::internals::proxy::wire::{ContextIdx, MessageShape, Nodes, Wire, WireInput};
 use tokenyard::internals::transport::network::imm::{ImmValue, check_counts};
 use tokenyard::internals::transport::network::{Event, MAX_MESSAGE, Posted, Reason, RegionId, WriteImm};
 use tokenyard::{AllToAll, Error, Rank, Result, World};
 
 const WORLD: usize = 8;
-const TURNS: usize = 250;
+const POLLS: usize = 250;
 
 /// A seeded generator (splitmix64).
 struct Draw(u64);
@@ -63,7 +63,7 @@ enum Given {
     Failed(u64),
 }
 
-/// What the test and its transport share.
+/// State that the test and its transport share.
 #[derive(Default)]
 struct Wires {
     given: Vec<Given>,
@@ -71,7 +71,7 @@ struct Wires {
     sends: Vec<(Rank, Vec<u8>)>,
 }
 
-/// Hands out what it is given, and takes everything.
+/// A transport that hands out the test's events, and accepts all posts.
 struct Dictated(Arc<Mutex<Wires>>);
 
 impl Carrier for Dictated {
@@ -103,7 +103,7 @@ impl Carrier for Dictated {
     }
 }
 
-/// A proxy of rank 0, and the account beside it.
+/// A proxy of rank 0, and its model.
 struct Fuzzed {
     draw: Draw,
     driver: Driver<Stub<Dictated>>,
@@ -124,9 +124,9 @@ const OPENED: [usize; 2] = [0, 2];
 fn layouts() -> [Wire; 2] {
     let of = |members: &[&[u32]], chunks: [u16; 4]| {
         let members = members.iter().map(|ranks| ranks.iter().copied().map(Rank).collect()).collect();
-        let lanes = chunks.map(|chunks| Lane { first_bytes: 256, chunk_bytes: 192, chunks });
+        let shapes = chunks.map(|chunks| MessageShape { first_bytes: 256, chunk_bytes: 192, chunks });
         let nodes = Nodes::new(members).unwrap();
-        Wire::new(WireInput { nodes, nics: 3, lanes, staging_offset: 0, inbox_offset: 1 << 20 }).unwrap()
+        Wire::new(WireInput { nodes, nics: 3, shapes, staging_offset: 0, recv_buffer_offset: 1 << 20 }).unwrap()
     };
     [of(&[&[0, 1], &[2], &[3, 4, 5]], [5, 3, 0, 1]), of(&[&[0], &[4]], [2, 2, 1, 1])]
 }
@@ -240,9 +240,9 @@ impl Fuzzed {
         let at = draw.below(open.links.len() as u64) as usize;
         let link = &open.links[at];
         let (bell, count) = open.words(at);
-        let lane = open.wire.lane(link.direction);
+        let shape = open.wire.shape(link.direction);
         let epoch = link.epoch << 32;
-        let good = epoch | (1 + draw.below(u64::from(lane.chunk_bytes)));
+        let good = epoch | (1 + draw.below(u64::from(shape.chunk_bytes)));
         let (bell, word) = match draw.below(16) {
             0 => (draw.below(open.memory.doorbells.len() as u64) as usize, draw.next()),
             1 => (bell, draw.next()),
@@ -255,16 +255,16 @@ impl Fuzzed {
         };
         let chunks = match draw.below(16) {
             0 => draw.next(),
-            1 => draw.pick(&[0, u64::from(lane.chunks) + 1, 1 << 16 | 1, 1 << 32 | 1, u64::MAX]).unwrap(),
-            _ => 1 + draw.below(u64::from(lane.chunks)),
+            1 => draw.pick(&[0, u64::from(shape.chunks) + 1, 1 << 16 | 1, 1 << 32 | 1, u64::MAX]).unwrap(),
+            _ => 1 + draw.below(u64::from(shape.chunks)),
         };
         open.memory.chunks.get(count).unwrap().store(chunks, Ordering::Relaxed);
         open.memory.doorbells.get(bell).unwrap().store(word, Ordering::Release);
         open.doorbells[bell] = word;
     }
 
-    /// Gives one turn's input to both, and compares.
-    fn turn(&mut self) {
+    /// Gives one poll's input to both, and compares.
+    fn poll_once(&mut self) {
         if self.draw.below(24) == 0 {
             let at = OPENED[self.draw.below(2) as usize];
             if self.model.contexts[at].is_some() { self.close(at) } else { self.open(at) }
@@ -295,7 +295,7 @@ impl Fuzzed {
 
     fn give(&mut self, given: Vec<Given>) {
         self.wires.lock().unwrap().given = given.clone();
-        self.driver.turn();
+        self.driver.poll_once();
         let posts = std::mem::take(&mut self.wires.lock().unwrap().posts);
         self.model.doorbells(&posts);
         for given in given {
@@ -316,7 +316,7 @@ impl Fuzzed {
     }
 
     fn run(mut self) -> Totals {
-        (0..TURNS).for_each(|_| self.turn());
+        (0..POLLS).for_each(|_| self.poll_once());
         let remote = self.driver.remote();
         assert_eq!(remote.failure(), None);
         let stats = *self.driver.machine().stats();
@@ -328,7 +328,7 @@ impl Fuzzed {
             ("of ranks that no context names", stats.strange_messages),
             ("immediates", immediates),
             ("of them counted", stats.immediates),
-            ("chunks landed", stats.landed),
+            ("chunks arrived", stats.arrived),
             ("stale immediates", stats.stale_immediates),
             ("duplicates", stats.duplicates),
             ("impossible immediates and tokens", stats.impossible),
@@ -400,9 +400,9 @@ fn plan_of(sizes: &[usize], nics: u8) -> PlanInput {
         chunk_rows: None,
         receives: usize::MAX,
         double_buffer_bytes: 0,
-        arriving_tokens: 0,
-        own_rows: 0,
-        wave_tokens: None,
+        ll_tokens: 0,
+        in_place_rows: 0,
+        round_tokens: None,
     }
 }
 
@@ -415,7 +415,7 @@ fn refused<T>(outcome: Result<T>) -> (&'static str, String, String) {
 }
 
 #[test]
-fn counts_beyond_an_immediate_say_which_and_how_many() {
+fn counts_beyond_an_immediate_are_refused_by_name_and_number() {
     // Headers have a chunk of their own.
     let fine = PlanInput { chunk_rows: Some(1), max_tokens: 1023, ..plan_of(&[2, 2], 4) };
     Plan::new(&fine).unwrap();

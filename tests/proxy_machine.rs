@@ -1,6 +1,6 @@
 //! The proxy's state machine alone: every rank of a drawn world against a virtual network, clock and device.
 //!
-//! TOKENYARD_MACHINE_SEEDS says how many seeds are run (1500 unless told), TOKENYARD_MACHINE_SEED replays one.
+//! TOKENYARD_MACHINE_SEEDS: number of seeds (default 1500). TOKENYARD_MACHINE_SEED replays one.
 
 #[path = "proxy_machine/device.rs"]
 mod device;

@@ -1,8 +1,8 @@
 //! After start a proxy thread neither allocates, nor waits for a lock, nor calls the system: ten thousand epochs of two
 //! ranks that talk, under an allocator that counts and a seccomp filter that stops a thread at its first call.
 //!
-//! A lock that nobody else holds makes no call and is not seen here; that no code of a turn names a lock is tested by
-//! its text. The filter stays on a thread until its process ends, so each run has a process of its own.
+//! A lock that nobody else holds makes no call and is not seen here; that the code of a poll names no lock is tested by
+//! its text. The filter stays on a thread until its process ends, so each run has its own process.
 
 #[path = "proxy_quiet/guard.rs"]
 mod guard;
@@ -21,7 +21,7 @@ use stub::Stub;
 use tokenyard::Rank;
 use tokenyard::internals::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
 use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
-use tokenyard::internals::proxy::wire::{ContextIdx, Lane, Nodes, Wire, WireInput};
+use tokenyard::internals::proxy::wire::{ContextIdx, MessageShape, Nodes, Wire, WireInput};
 use tokenyard::internals::transport::network::RegionId;
 
 #[global_allocator]
@@ -30,17 +30,17 @@ static COUNTING: guard::Counting = guard::Counting;
 const EPOCHS: u64 = 10_000;
 const NICS: u8 = 3;
 const MODE: &str = "TOKENYARD_QUIET_MODE";
-/// For a machine on which the two threads take turns by time slices.
+/// For a machine on which the two threads share a core by time slices.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Beats that come often, and a peer that waits for its time slice is not lost.
+/// Heartbeats come often, and a peer that waits for its time slice is not lost.
 const LIVENESS: Liveness =
     Liveness { heartbeat_ns: 100_000, silence_ns: 600_000_000_000, first_contact_ns: 600_000_000_000 };
 
 fn wire() -> Wire {
-    let lane = |chunks| Lane { first_bytes: 1088, chunk_bytes: 1024, chunks };
+    let shape = |chunks| MessageShape { first_bytes: 1088, chunk_bytes: 1024, chunks };
     let nodes = Nodes::consecutive(&[1, 1]).unwrap();
-    let lanes = [lane(4), lane(3), lane(0), lane(1)];
-    Wire::new(WireInput { nodes, nics: NICS, lanes, staging_offset: 0, inbox_offset: 1 << 20 }).unwrap()
+    let shapes = [shape(4), shape(3), shape(1), shape(0)];
+    Wire::new(WireInput { nodes, nics: NICS, shapes, staging_offset: 0, recv_buffer_offset: 1 << 20 }).unwrap()
 }
 
 /// Both ranks' proxies, with two contexts each.
@@ -62,7 +62,7 @@ fn drivers(shared: &Arc<Shared>, offence: Offence) -> [Driver<Stub<Endpoint>>; 2
     })
 }
 
-/// Runs in a process of its own, which it ends: tells what two proxies did wrong, if anything.
+/// Runs in its own process, which it ends: prints what two proxies did wrong, if anything.
 fn child(mode: &str) -> ! {
     // A guarded thread cannot be joined, so nothing may unwind.
     std::panic::set_hook(Box::new(|panic| {
@@ -123,14 +123,14 @@ fn own_threads(drivers: [Driver<Stub<Endpoint>>; 2]) -> Vec<ProxyThread<Stub<End
     threads
 }
 
-/// One thread that turns both, one after the other, and never yields.
+/// One thread that polls both, one after the other, and never yields.
 fn one(drivers: [Driver<Stub<Endpoint>>; 2]) -> Vec<ProxyThread<Stub<Endpoint>>> {
     let [mut a, mut b] = drivers;
     std::thread::spawn(move || {
         guard::ask();
         loop {
-            a.turn();
-            b.turn();
+            a.poll_once();
+            b.poll_once();
         }
     });
     Vec::new()
@@ -144,37 +144,37 @@ fn run_of_two_proxies() {
     }
 }
 
-/// What a run said; `None` if the machine does not allow it.
+/// The output of a run; `None` if the machine does not allow it.
 fn run(mode: &str) -> Option<String> {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["run_of_two_proxies", "--exact", "--nocapture", "--test-threads=1"])
         .env(MODE, mode)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     let lines: Vec<&str> =
-        said.lines().filter(|line| ["count", "verdict", "the clock"].iter().any(|w| line.starts_with(w))).collect();
+        printed.lines().filter(|line| ["count", "verdict", "the clock"].iter().any(|w| line.starts_with(w))).collect();
     println!("{mode}: {}", lines.join("; "));
-    if let Some(reason) = said.lines().find(|line| line.starts_with("no filter")) {
+    if let Some(reason) = printed.lines().find(|line| line.starts_with("no filter")) {
         println!("skipped: seccomp filters are not to be had here ({reason})");
         return None;
     }
-    let said_all = format!("{said}\n{}", String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && said.contains("verdict"), "{mode}: {} {said_all}", output.status);
-    Some(said)
+    let printed_all = format!("{printed}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && printed.contains("verdict"), "{mode}: {} {printed_all}", output.status);
+    Some(printed)
 }
 
 fn assert_quiet(mode: &str) {
-    let Some(said) = run(mode) else { return };
-    assert!(said.contains(": quiet"), "{mode}: {said}");
-    for line in said.lines().filter(|line| line.starts_with("count")) {
+    let Some(printed) = run(mode) else { return };
+    assert!(printed.contains(": quiet"), "{mode}: {printed}");
+    for line in printed.lines().filter(|line| line.starts_with("count")) {
         assert!(!line.starts_with("count 0 "), "{mode} does not show it: {line}");
     }
 }
 
 #[test]
-fn ten_thousand_epochs_of_two_proxies_in_turns_are_quiet() {
-    assert_quiet("turns None");
+fn ten_thousand_epochs_of_two_proxies_on_one_thread_are_quiet() {
+    assert_quiet("one None");
 }
 
 #[test]
@@ -198,14 +198,14 @@ fn what_a_proxy_must_not_do_is_noticed() {
         (Offence::Sleep, "nanosleep)"),
         (Offence::Print, "(write)"),
     ] {
-        let Some(said) = run(&format!("turns {offence:?}")) else { return };
-        assert!(said.contains(verdict), "{offence:?} is not noticed: {said}");
+        let Some(printed) = run(&format!("one {offence:?}")) else { return };
+        assert!(printed.contains(verdict), "{offence:?} is not noticed: {printed}");
     }
 }
 
 #[test]
-fn nothing_that_a_turn_runs_names_a_lock() {
-    let turn = [
+fn nothing_that_a_poll_runs_names_a_lock() {
+    let polled = [
         "machine/mod.rs",
         "machine/links.rs",
         "machine/peers.rs",
@@ -217,7 +217,7 @@ fn nothing_that_a_turn_runs_names_a_lock() {
         "driver/scan.rs",
         "driver/words.rs",
     ];
-    for file in turn {
+    for file in polled {
         let path = format!("{}/proxy/{file}", env!("CARGO_MANIFEST_DIR"));
         let text = std::fs::read_to_string(&path).unwrap();
         let code = text

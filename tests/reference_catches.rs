@@ -1,5 +1,5 @@
-//! The reference is itself tested: observations are built naively here, one thing in them is damaged, and the reference
-//! must say so, with the rank, the token and the column. It must also pass what is right, in every layout.
+//! Tests of the reference itself: observations are built naively here, one thing in them is damaged, and the reference
+//! must report it, with the rank, the token and the column. It must also pass right results, in every layout.
 
 mod reference;
 
@@ -11,7 +11,7 @@ const HIDDEN: usize = 256;
 const EXPERTS: usize = 12;
 const TOP_K: usize = 3;
 const FILL: u8 = 0xa5;
-/// Bytes between rows, and behind everything, that nobody may touch.
+/// Bytes between rows, and after everything, that nobody may touch.
 const GAP: usize = 16;
 
 /// Rows from a formula of the test's own.
@@ -187,7 +187,7 @@ impl Dispatched {
 
 /// The report must be wrong and one of its sentences must hold all parts.
 #[track_caller]
-fn says(report: &Report, mismatches: u64, parts: &[&str]) {
+fn assert_named(report: &Report, mismatches: u64, parts: &[&str]) {
     assert_eq!(report.mismatches, mismatches, "{:#?}", report.sentences);
     let found = report.sentences.iter().any(|s| parts.iter().all(|p| s.contains(p)));
     assert!(found, "no sentence holds {parts:?}: {:#?}", report.sentences);
@@ -215,7 +215,7 @@ fn flipped_bit_is_reported_with_its_column() {
     let (rank, token, expert, row) = made.placed[3];
     made.row(row)[255] ^= 0x10;
     let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token}): column 255 is 0x");
-    says(&made.check(&spec, 1), 1, &[&who, "1 of 256 columns differ"]);
+    assert_named(&made.check(&spec, 1), 1, &[&who, "1 of 256 columns differ"]);
 }
 
 #[test]
@@ -228,7 +228,7 @@ fn swapped_rows_are_recognised() {
     let report = made.check(&spec, 1);
     let here = format!("the row of another token (rank {}, token {}) stands here", b.0, b.1);
     let there = format!("stands at row {}: swapped", b.3);
-    says(&report, report.mismatches, &["rank 1 row 0", "column ", &here, &there]);
+    assert_named(&report, report.mismatches, &["rank 1 row 0", "column ", &here, &there]);
     assert!(report.mismatches > HIDDEN as u64);
 }
 
@@ -241,11 +241,11 @@ fn swapped_experts_are_reported() {
     made.swap_rows(a.3, b.3);
     let who = format!("rank 0 row {} (expert {}, from rank {} token {})", a.3, a.2, a.0, a.1);
     let report = made.check(&spec, 0);
-    says(&report, report.mismatches, &[&who, &format!("(rank {}, token {})", b.0, b.1), "column "]);
+    assert_named(&report, report.mismatches, &[&who, &format!("(rank {}, token {})", b.0, b.1), "column "]);
 
     let mut made = Dispatched::build(&spec, &sources(), 0);
     put(&mut made.row_expert, a.3, 1);
-    says(&made.check(&spec, 0), 1, &[&who, "row_expert is 1, expected 0"]);
+    assert_named(&made.check(&spec, 0), 1, &[&who, "row_expert is 1, expected 0"]);
 }
 
 #[test]
@@ -255,15 +255,15 @@ fn lost_row_is_called_lost_wherever_the_gap_shows() {
     let (rank, token, expert, row) = made.placed[2];
     made.row(row).fill(FILL);
     let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token}): column 0 is 0xa5");
-    says(&made.check(&spec, 1), 256, &[&who, "never written", "lost"]);
+    assert_named(&made.check(&spec, 1), 256, &[&who, "never written", "lost"]);
 
-    // The rows of the expert behind the lost one moved up.
+    // The rows of the expert after the lost one moved up.
     let mut made = Dispatched::build(&spec, &sources(), 1);
     let (lost, next) = (made.placed[0], made.placed[1]);
     made.swap_rows(lost.3, next.3);
     made.row(next.3).fill(FILL);
     let report = made.check(&spec, 1);
-    says(&report, report.mismatches, &[&format!("rank 1 row {}", lost.3), "another token", "lost", "column"]);
+    assert_named(&report, report.mismatches, &[&format!("rank 1 row {}", lost.3), "another token", "lost", "column"]);
 }
 
 #[test]
@@ -276,7 +276,7 @@ fn doubled_row_is_called_doubled() {
     let doubled = format!("also at row {} where it belongs: doubled", a.3);
     let report = made.check(&spec, 1);
     let who = format!("rank 1 row {} (expert {}, from rank {} token {})", b.3, b.2, b.0, b.1);
-    says(&report, report.mismatches, &[&who, &doubled, "lost", "column"]);
+    assert_named(&report, report.mismatches, &[&who, &doubled, "lost", "column"]);
 }
 
 #[test]
@@ -288,7 +288,7 @@ fn stale_output_is_never_taken_for_a_result() {
         part.fill(FILL);
     }
     let report = made.check(&spec, 2);
-    says(&report, report.mismatches, &["rank 2 row 0", "token", "column 0 is 0xa5", "never written"]);
+    assert_named(&report, report.mismatches, &["rank 2 row 0", "token", "column 0 is 0xa5", "never written"]);
     assert!(report.mismatches >= tokens * 256);
 }
 
@@ -301,16 +301,16 @@ fn wrong_scale_count_offset_and_source_are_reported() {
         let who = format!("rank 1 row {row} (expert {expert}, from rank {rank} token {token})");
         let mut made = good.clone();
         made.scales[scale_index(&spec, 48, row, 1) * 4] ^= 1;
-        says(&made.check(&spec, 1), 1, &[&who, "scale word 1 is 0x"]);
+        assert_named(&made.check(&spec, 1), 1, &[&who, "scale word 1 is 0x"]);
         let mut made = good.clone();
         put(&mut made.count, 2, 77);
-        says(&made.check(&spec, 1), 1, &["rank 1: expert_count of expert 6 (local 2) is 77, expected"]);
+        assert_named(&made.check(&spec, 1), 1, &["rank 1: expert_count of expert 6 (local 2) is 77, expected"]);
         let mut made = good.clone();
         put(&mut made.offset, 1, 3);
-        says(&made.check(&spec, 1), 1, &["rank 1: expert_offset[1] is 3, expected"]);
+        assert_named(&made.check(&spec, 1), 1, &["rank 1: expert_offset[1] is 3, expected"]);
         let mut made = good.clone();
         put(&mut made.source, row * 2 + 1, 99);
-        says(&made.check(&spec, 1), 1, &[&who, "source token is 99, expected"]);
+        assert_named(&made.check(&spec, 1), 1, &[&who, "source token is 99, expected"]);
     }
 }
 
@@ -326,12 +326,12 @@ fn writes_where_nothing_belongs_are_reported() {
     ] {
         let mut made = good.clone();
         made.rows[at] = 0;
-        says(&made.check(&spec, 1), 1, &[&what]);
+        assert_named(&made.check(&spec, 1), 1, &[&what]);
     }
     let padding = good.row_expert.chunks(4).position(|e| e == [255; 4]).unwrap();
     let mut made = good.clone();
     made.row(padding)[7] = 1;
-    says(&made.check(&spec, 1), 1, &[&format!("rank 1 row {padding} (padding): column 7 must be zero")]);
+    assert_named(&made.check(&spec, 1), 1, &[&format!("rank 1 row {padding} (padding): column 7 must be zero")]);
 }
 
 #[test]
@@ -350,7 +350,7 @@ fn too_small_output_must_stay_untouched() {
     assert!(!check(&wrong).ok());
     let mut behind = rows;
     behind.extend([0; 4]);
-    says(&check(&behind), 1, &["rank 1 row 8 (behind the capacity)"]);
+    assert_named(&check(&behind), 1, &["rank 1 row 8 (behind the capacity)"]);
 }
 
 #[test]
@@ -404,14 +404,18 @@ fn token_layout_keeps_choices_and_weights() {
     let row_count = row as i32;
     let report = check(&experts, &weights, row_count);
     assert!(report.ok(), "{:#?}", report.sentences);
-    says(&check(&experts, &weights, 3), 1, &["rank 1: row_count[0] is 3"]);
+    assert_named(&check(&experts, &weights, 3), 1, &["rank 1: row_count[0] is 3"]);
     let (row, rank, token, k) = first_choice.unwrap();
     let who = format!("rank 1 row {row} (from rank {rank} token {token})");
     let (mut wrong_experts, mut wrong_weights) = (experts.clone(), weights.clone());
     put(&mut wrong_experts, row * TOP_K + k, 5);
     put(&mut wrong_weights, row * TOP_K + k, 2.0f32.to_bits() as i32);
-    says(&check(&wrong_experts, &weights, row_count), 1, &[&who, &format!("local expert of choice {k} is 5")]);
-    says(&check(&experts, &wrong_weights, row_count), 1, &[&who, &format!("weight of choice {k} is 2, expected 0.")]);
+    assert_named(&check(&wrong_experts, &weights, row_count), 1, &[&who, &format!("local expert of choice {k} is 5")]);
+    assert_named(
+        &check(&experts, &wrong_weights, row_count),
+        1,
+        &[&who, &format!("weight of choice {k} is 2, expected 0.")],
+    );
 }
 
 /// One term of a token's sum: expert, rank, weight.
@@ -453,8 +457,8 @@ fn rank_row(spec: &Spec, x: &[f32], terms: &[Term], rank: usize) -> Vec<f32> {
     (0..HIDDEN).map(sum_at).collect()
 }
 
-/// The sums of nodes that reach rank `home`, in f32, in the documented order, rounded where documented.
-fn node_sums(spec: &Spec, home: usize, x: &[f32], terms: &[Term]) -> Vec<Vec<f32>> {
+/// The sums of nodes that reach rank `source_rank`, in f32, in the documented order, rounded where documented.
+fn node_sums(spec: &Spec, source_rank: usize, x: &[f32], terms: &[Term]) -> Vec<Vec<f32>> {
     let token_layout = matches!(spec.layout, Layout::Token { .. });
     let (mut sums, mut rank) = (Vec::new(), 0);
     for &size in &spec.nodes {
@@ -464,7 +468,7 @@ fn node_sums(spec: &Spec, home: usize, x: &[f32], terms: &[Term]) -> Vec<Vec<f32
             node.iter_mut().zip(partial).for_each(|(node, partial)| *node += partial);
             rank += 1;
         }
-        let own = (first..rank).contains(&home);
+        let own = (first..rank).contains(&source_rank);
         sums.push(if own { node } else { carried(spec, node, false) });
     }
     sums
@@ -477,32 +481,32 @@ fn dequantised(rank: usize, token: usize) -> Vec<f32> {
     (0..HIDDEN).map(|i| elem::decode_e4m3(row[i]) * f32::from_bits(words[i / 128])).collect()
 }
 
-/// What combine leaves at rank `home`, with terms changed by `change(token, terms)`.
-fn combine(spec: &Spec, home: usize, old: &[u8], change: impl Fn(usize, &mut Vec<Term>)) -> Vec<u8> {
-    combine_nodes(spec, home, old, change, |_, _, _| {})
+/// What combine leaves at rank `source_rank`, with terms changed by `change(token, terms)`.
+fn combine(spec: &Spec, source_rank: usize, old: &[u8], change: impl Fn(usize, &mut Vec<Term>)) -> Vec<u8> {
+    combine_nodes(spec, source_rank, old, change, |_, _, _| {})
 }
 
-/// As [`combine`], with the sums of nodes changed by `twist(token, sums, what stood there)` before home adds them.
+/// As [`combine`], with the sums of nodes changed by `twist(token, sums, old contents)` before the source adds them.
 fn combine_nodes(
     spec: &Spec,
-    home: usize,
+    source_rank: usize,
     old: &[u8],
     change: impl Fn(usize, &mut Vec<Term>),
     twist: impl Fn(usize, &mut Vec<f32>, f32),
 ) -> Vec<u8> {
-    let (source, size) = (&sources()[home], spec.out_dtype.bytes());
+    let (source, size) = (&sources()[source_rank], spec.out_dtype.bytes());
     let mut out = old.to_vec();
     for token in 0..source.tokens {
-        let (mut list, x) = (terms(spec, source, token), dequantised(home, token));
+        let (mut list, x) = (terms(spec, source, token), dequantised(source_rank, token));
         change(token, &mut list);
-        let rows = node_sums(spec, home, &x, &list);
+        let rows = node_sums(spec, source_rank, &x, &list);
         let start = token * (HIDDEN * size + GAP);
         for column in 0..HIDDEN {
             let at = start + column * size;
             let before = spec.out_dtype.decode(spec.out_dtype.bits_at(&old[at..], 0));
             let mut sums = rows.iter().map(|row| row[column]).collect();
             twist(token, &mut sums, before);
-            let sum = sums.iter().fold(0.0f32, |home, node| home + node);
+            let sum = sums.iter().fold(0.0f32, |source_rank, node| source_rank + node);
             let bits = spec.out_dtype.encode(if spec.accumulate { before + sum } else { sum });
             out[at..at + size].copy_from_slice(&bits.to_le_bytes()[..size]);
         }
@@ -510,15 +514,15 @@ fn combine_nodes(
     out
 }
 
-fn check(spec: &Spec, home: usize, out: &[u8], old: &[u8]) -> Report {
+fn check(spec: &Spec, source_rank: usize, out: &[u8], old: &[u8]) -> Report {
     let pitch = HIDDEN * spec.out_dtype.bytes() + GAP;
     let seen = ObservedCombine { out, pitch, old: spec.accumulate.then_some(old) };
-    check_combine(spec, &sources(), &Made, &Faults::default(), home, &seen)
+    check_combine(spec, &sources(), &Made, &Faults::default(), source_rank, &seen)
 }
 
-/// An output of rank `home` before combine: room for two tokens more than there are.
-fn blank(spec: &Spec, home: usize) -> Vec<u8> {
-    vec![FILL; (sources()[home].tokens + 2) * (HIDDEN * spec.out_dtype.bytes() + GAP)]
+/// An output of rank `source_rank` before combine: room for two tokens more than there are.
+fn blank(spec: &Spec, source_rank: usize) -> Vec<u8> {
+    vec![FILL; (sources()[source_rank].tokens + 2) * (HIDDEN * spec.out_dtype.bytes() + GAP)]
 }
 
 /// Every way to cut three ranks into nodes.
@@ -536,10 +540,12 @@ fn right_combines_pass_within_the_bound_in_every_type_and_on_any_nodes() {
             (token, Partial::Same, true),
             (token, Partial::Fp8, false),
         ] {
-            for (nodes, home) in NODES.iter().flat_map(|nodes| (0..RANKS).map(move |home| (nodes.to_vec(), home))) {
+            for (nodes, source_rank) in
+                NODES.iter().flat_map(|nodes| (0..RANKS).map(move |source_rank| (nodes.to_vec(), source_rank)))
+            {
                 let spec = Spec { combine_dtype, out_dtype, partial, accumulate, nodes, ..spec(layout) };
-                let old = blank(&spec, home);
-                let report = check(&spec, home, &combine(&spec, home, &old, |_, _| {}), &old);
+                let old = blank(&spec, source_rank);
+                let report = check(&spec, source_rank, &combine(&spec, source_rank, &old, |_, _| {}), &old);
                 assert!(report.ok(), "{spec:?}: {:#?}", report.sentences);
                 let rounded = if partial == Partial::Fp8 { Elem::E4m3 } else { combine_dtype };
                 let rough = out_dtype.unit_roundoff() + rounded.unit_roundoff() * 9.0;
@@ -561,7 +567,7 @@ fn a_node_that_is_lost_or_comes_twice_is_named() {
         let spec = Spec { nodes: vec![1, 2], ..spec(layout) };
         let (token, old) = (spread_token(&spec), blank(&spec, 0));
         type Twist = fn(&mut Vec<f32>);
-        // The sum never came; it came to home's own and was forgotten; a row came by two rails.
+        // The sum never came; the source's own sum was forgotten; a row came by two rails.
         let mistakes: [(&str, Twist); 3] = [
             ("node 1 had contributed nothing", |sums| sums[1] = 0.0),
             ("rank 0, weight", |sums| sums[0] = 0.0),
@@ -581,62 +587,75 @@ fn a_node_that_is_lost_or_comes_twice_is_named() {
             );
             let report = check(&spec, 0, &out, &old);
             assert!(report.mismatches > 100, "{cause}: {}", report.mismatches);
-            says(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), cause]);
+            assert_named(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), cause]);
         }
     }
 }
 
 #[test]
-fn sums_in_another_order_are_told_by_their_bits() {
+fn sums_in_another_order_are_recognised_by_their_bits() {
     let three = Spec { nodes: vec![1, 1, 1], out_dtype: Elem::Fp32, partial: Partial::Fp32, ..spec(CONTIGUOUS) };
     let (token, old) = (spread_token(&three), blank(&three, 0));
-    let says_order = |report: &Report| {
+    let assert_order_named = |report: &Report| {
         assert!(report.mismatches > 20, "{report:?}");
-        says(report, report.mismatches, &[&format!("rank 0 token {token}: column "), "in the documented order"]);
+        assert_named(
+            report,
+            report.mismatches,
+            &[&format!("rank 0 token {token}: column "), "in the documented order"],
+        );
     };
     let right = combine(&three, 0, &old, |_, _| {});
-    // Home adds the last node first; a rank takes its choices in another order.
-    says_order(&check(&three, 0, &combine_nodes(&three, 0, &old, |_, _| {}, |_, sums, _| sums.reverse()), &old));
+    // The source adds the last node first; a rank takes its choices in another order.
+    assert_order_named(&check(
+        &three,
+        0,
+        &combine_nodes(&three, 0, &old, |_, _| {}, |_, sums, _| sums.reverse()),
+        &old,
+    ));
     assert!(!check(&three, 0, &combine(&three, 0, &old, |_, list| list.reverse()), &old).ok());
     // Old is added first and not last.
     let adding = Spec { accumulate: true, ..three.clone() };
     let out = combine_nodes(&three, 0, &right, |_, _| {}, |_, sums, before| sums.insert(0, before));
-    says_order(&check(&adding, 0, &out, &right));
+    assert_order_named(&check(&adding, 0, &out, &right));
 }
 
 #[test]
-fn sums_rounded_where_they_must_not_be_or_not_rounded_are_told_by_their_bits() {
+fn sums_rounded_where_they_must_not_be_or_not_rounded_are_recognised_by_their_bits() {
     for out_dtype in [Elem::Fp32, Elem::Bf16] {
         let spec = Spec { nodes: vec![2, 1], out_dtype, ..spec(CONTIGUOUS) };
         let (old, round) = (blank(&spec, 0), |v: f32| Elem::Bf16.decode(Elem::Bf16.encode(v)));
         let own_too = combine_nodes(&spec, 0, &old, |_, _| {}, |_, sums, _| sums[0] = round(sums[0]));
-        says(&check(&spec, 0, &own_too, &old), check(&spec, 0, &own_too, &old).mismatches, &["documented order"]);
-        // As if all ranks were on one node: nothing is rounded between ranks and home. And as if each were alone.
-        let far = Spec { nodes: vec![1, 2], ..spec.clone() };
+        assert_named(
+            &check(&spec, 0, &own_too, &old),
+            check(&spec, 0, &own_too, &old).mismatches,
+            &["documented order"],
+        );
+        // As if all ranks were on one node: nothing is rounded between ranks and source. And as if each were alone.
+        let uneven = Spec { nodes: vec![1, 2], ..spec.clone() };
         for nodes in [vec![3], vec![1, 1, 1]] {
             let out = combine(&Spec { nodes, ..spec.clone() }, 0, &old, |_, _| {});
-            let report = check(&far, 0, &out, &old);
+            let report = check(&uneven, 0, &out, &old);
             assert!(report.mismatches > 20, "{report:?}");
-            says(&report, report.mismatches, &["rank 0 token ", "documented order", "within the bound"]);
+            assert_named(&report, report.mismatches, &["rank 0 token ", "documented order", "within the bound"]);
         }
     }
 }
 
 #[test]
-fn fp8_partials_made_otherwise_are_told_by_their_bits() {
+fn fp8_partials_made_otherwise_are_recognised_by_their_bits() {
     for out_dtype in [Elem::Fp32, Elem::Bf16] {
         let spec = Spec { nodes: vec![2, 1], out_dtype, partial: Partial::Fp8, ..spec(CONTIGUOUS) };
         let old = blank(&spec, 0);
-        let says_order = |out: &[u8], checked: &Spec| {
+        let assert_order_named = |out: &[u8], checked: &Spec| {
             let report = check(checked, 0, out, &old);
             assert!(report.mismatches > 20, "{report:?}");
-            says(&report, report.mismatches, &["rank 0 token ", "documented order", "within the bound"]);
+            assert_named(&report, report.mismatches, &["rank 0 token ", "documented order", "within the bound"]);
         };
-        // Not quantised at all, and by the node of home, too, or by no node.
-        says_order(&combine(&Spec { partial: Partial::Fp32, ..spec.clone() }, 0, &old, |_, _| {}), &spec);
-        let far = Spec { nodes: vec![1, 2], ..spec.clone() };
+        // Not quantised at all, and by the source's node, too, or by no node.
+        assert_order_named(&combine(&Spec { partial: Partial::Fp32, ..spec.clone() }, 0, &old, |_, _| {}), &spec);
+        let uneven = Spec { nodes: vec![1, 2], ..spec.clone() };
         for nodes in [vec![3], vec![1, 1, 1]] {
-            says_order(&combine(&Spec { nodes, ..spec.clone() }, 0, &old, |_, _| {}), &far);
+            assert_order_named(&combine(&Spec { nodes, ..spec.clone() }, 0, &old, |_, _| {}), &uneven);
         }
     }
     // A scale that is twice what it should be, of one block of one rank: beyond the bound.
@@ -650,7 +669,7 @@ fn fp8_partials_made_otherwise_are_told_by_their_bits() {
         out[at..at + 4].copy_from_slice(&sum.to_le_bytes());
     }
     let report = check(&spec, 0, &out, &old);
-    says(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), "within", "columns differ"]);
+    assert_named(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), "within", "columns differ"]);
     assert!(report.mismatches > 64, "{report:?}");
 }
 
@@ -678,7 +697,7 @@ fn damaged_combines_are_reported_with_their_cause() {
             });
             let report = check(&spec, 0, &out, &old);
             assert!(report.mismatches > 100, "{cause}: {}", report.mismatches);
-            says(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), cause]);
+            assert_named(&report, report.mismatches, &[&format!("rank 0 token {token}: column "), cause]);
         }
     }
 }
@@ -691,12 +710,20 @@ fn swapped_tokens_and_stale_rows_of_combine_are_recognised() {
     let mut swapped = good.clone();
     swapped[..HIDDEN * 2].copy_from_slice(&good[pitch..][..HIDDEN * 2]);
     let report = check(&spec, 1, &swapped, &old);
-    says(&report, report.mismatches, &["rank 1 token 0: column", "the sum of another token (token 1) stands here"]);
+    assert_named(
+        &report,
+        report.mismatches,
+        &["rank 1 token 0: column", "the sum of another token (token 1) stands here"],
+    );
     let report = check(&spec, 1, &old, &old);
-    says(&report, report.mismatches, &["rank 1 token 4: column 0 is", "0xa5a5", "expected 0e0", "never written"]);
+    assert_named(
+        &report,
+        report.mismatches,
+        &["rank 1 token 4: column 0 is", "0xa5a5", "expected 0e0", "never written"],
+    );
     let mut behind = good;
     behind[6 * pitch] = 0;
-    says(&check(&spec, 1, &behind, &old), 1, &["rank 1: byte 0 of the rows behind the last token was written"]);
+    assert_named(&check(&spec, 1, &behind, &old), 1, &["rank 1: byte 0 of the rows behind the last token was written"]);
 }
 
 #[test]
@@ -710,7 +737,7 @@ fn nan_and_wrong_last_column_never_pass() {
             let mut out = good.clone();
             out[at..at + size].copy_from_slice(&out_dtype.encode(value).to_le_bytes()[..size]);
             let report = check(&spec, 0, &out, &old);
-            says(&report, 1, &["rank 0 token 2: column 255 is", clause, "1 of 256 columns differ"]);
+            assert_named(&report, 1, &["rank 0 token 2: column 255 is", clause, "1 of 256 columns differ"]);
             assert!(report.max_rel_err > 0.1);
         }
     }
@@ -740,8 +767,8 @@ fn short_buffers_are_reported_and_not_indexed() {
     let spec = spec(CONTIGUOUS);
     let seen = ObservedDispatch { rows: &[0; 100], rows_pitch: PITCH, expert_count: Some(&[]), ..Default::default() };
     let report = check_dispatch(&spec, &sources(), &Made, &Faults::default(), 0, &seen);
-    says(&report, report.mismatches, &["rank 0: 100 bytes with pitch 272 cannot hold 48 rows"]);
-    says(&report, report.mismatches, &["expert_count of expert 0 (local 0) is missing"]);
+    assert_named(&report, report.mismatches, &["rank 0: 100 bytes with pitch 272 cannot hold 48 rows"]);
+    assert_named(&report, report.mismatches, &["expert_count of expert 0 (local 0) is missing"]);
     let report = check(&spec, 0, &[0; 10], &[]);
-    says(&report, 1, &["rank 0: 10 bytes", "cannot hold 9 rows"]);
+    assert_named(&report, 1, &["rank 0: 10 bytes", "cannot hold 9 rows"]);
 }

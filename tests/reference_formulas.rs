@@ -87,7 +87,7 @@ fn bf16_row(blocks: &[[f32; 3]]) -> Vec<u8> {
 }
 
 #[test]
-fn quantized_rows_are_what_the_definition_says() {
+fn quantized_rows_follow_the_definition() {
     let huge = f32::from_bits(0x7f7f_0000);
     let row = bf16_row(&[
         [448.0, -7.0, 0.0],
@@ -122,7 +122,7 @@ fn quantized_rows_are_what_the_definition_says() {
 }
 
 #[test]
-fn fp8_partials_are_what_the_definition_says() {
+fn fp8_partials_follow_the_definition() {
     let carried = |row: &[f32]| {
         let mut row = row.to_vec();
         carried_by_fp8(&mut row);
@@ -143,7 +143,7 @@ fn fp8_partials_are_what_the_definition_says() {
 }
 
 #[test]
-fn fp8_partials_stay_within_their_bound_and_come_near_it() {
+fn fp8_partials_stay_within_their_bound_and_nearly_reach_it() {
     let mut state = 1u64;
     let mut random = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -210,14 +210,14 @@ fn flipped_scale_or_element_of_a_quantized_row_is_found() {
         for bit in 0..8 {
             let mut flipped = rows.clone();
             flipped[384 + 128] ^= 1 << bit;
-            let (mismatches, said) = check(&flipped, &words);
-            assert!(mismatches == 1 && said.contains("row 1") && said.contains("column 128 is"), "{said}");
+            let (mismatches, report) = check(&flipped, &words);
+            assert!(mismatches == 1 && report.contains("row 1") && report.contains("column 128 is"), "{report}");
         }
         for bit in 0..words.len() * 8 {
             let mut flipped = words.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            let (mismatches, said) = check(&rows, &flipped);
-            assert!(mismatches == 1 && said.contains("scale word"), "bit {bit}: {said}");
+            let (mismatches, report) = check(&rows, &flipped);
+            assert!(mismatches == 1 && report.contains("scale word"), "bit {bit}: {report}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! `tokenyard simulate` as its users meet it: exit status, sentences, and the objects it prints.
+//! `tokenyard simulate` as its users see it: exit status, sentences, and the objects it prints.
 
 #[path = "cli/rig.rs"]
 mod rig;
@@ -40,7 +40,7 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         (
             &format!("{world} --without luck"),
             "--without is `luck`",
-            "landing-list, meta-ahead, early-sums or spread-meta",
+            "arrival-list, meta-ahead, early-sums or spread-meta",
         ),
         (&format!("{world} --json /no/such/folder/a.json"), "--json is `/no/such/folder/a.json`", "folder that exists"),
         (&format!("{world} --calibrate"), "--nodes is `2`", "leave it out"),
@@ -66,7 +66,7 @@ fn the_object_has_the_keys_of_the_contract() {
         assert!(floor > 2.0 && floor < at("min") && at("min") <= at("p50") && at("p50") <= at("p95"), "{found}");
         assert!(at("p95") <= at("p99") && at("p99") <= at("max"), "{found}");
         assert!(found["messages_per_rank"][phase].as_f64().expect("messages") >= 1.0, "{found}");
-        let bytes = |far: &str| found["bytes_per_rank"][format!("{phase}_{far}")].as_u64().expect("bytes");
+        let bytes = |path: &str| found["bytes_per_rank"][format!("{phase}_{path}")].as_u64().expect("bytes");
         assert!(bytes("wire") > 900_000 && bytes("nvlink") > 900_000, "{found}");
     }
 }

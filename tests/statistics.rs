@@ -1,4 +1,4 @@
-//! What the device says of its own calls: stages, peers heard of, bytes sent; and nothing where it was not asked.
+//! The device's statistics of its own calls: stages, peers' notices, bytes sent; and nothing where not requested.
 
 mod rig;
 
@@ -19,13 +19,13 @@ fn names(call: &CallStatistics) -> Vec<&'static str> {
 }
 
 #[test]
-fn a_call_tells_its_stages_whom_it_heard_of_and_what_it_sent() {
+fn a_call_reports_its_stages_its_peers_notices_and_what_it_sent() {
     on_ranks(3, |world| {
-        for wave_tokens in [MAX_TOKENS, 1] {
+        for round_tokens in [MAX_TOKENS, 1] {
             let rig = Rig::with(&world, |builder| {
                 builder.tuning(|t| {
                     t.statistics = true;
-                    t.wave_tokens = Some(wave_tokens)
+                    t.round_tokens = Some(round_tokens)
                 })
             });
             assert_eq!(rig.ep.dispatched_bytes(), Some(vec![0; 3]), "nothing was sent yet");
@@ -35,7 +35,7 @@ fn a_call_tells_its_stages_whom_it_heard_of_and_what_it_sent() {
                 assert_eq!(rig.ep.dispatched_bytes(), Some(bytes_by_rank(&rig.ep, 3, choices)));
                 let [dispatch, combine] = [rig.ep.dispatch_statistics().unwrap(), rig.ep.combine_statistics().unwrap()];
                 for call in [&dispatch, &combine] {
-                    assert!(call.heard_ns.len() == 3 && call.heard_ns.iter().all(Option::is_some), "{call:?}");
+                    assert!(call.notified_ns.len() == 3 && call.notified_ns.iter().all(Option::is_some), "{call:?}");
                     assert!(
                         call.stages.iter().all(|s| s.first_ns <= s.median_ns && s.median_ns <= s.last_ns),
                         "{call:?}"
@@ -44,15 +44,15 @@ fn a_call_tells_its_stages_whom_it_heard_of_and_what_it_sent() {
                     assert!(last.name == "done" && call.stages.iter().all(|s| s.last_ns <= last.last_ns), "{call:?}");
                 }
                 assert!(names(&dispatch).contains(&"rows placed") && names(&combine).contains(&"sums"));
-                let heard = dispatch.stages.iter().find(|stage| stage.name == "counts heard").unwrap();
-                assert!(dispatch.heard_ns.iter().flatten().all(|&ns| ns <= heard.last_ns), "{dispatch:?}");
+                let received = dispatch.stages.iter().find(|stage| stage.name == "counts received").unwrap();
+                assert!(dispatch.notified_ns.iter().flatten().all(|&ns| ns <= received.last_ns), "{dispatch:?}");
             }
         }
     });
 }
 
 #[test]
-fn a_context_that_was_not_asked_tells_nothing() {
+fn a_context_that_was_not_asked_reports_nothing() {
     on_ranks(1, |world| {
         let rig = Rig::new(&world);
         rig.good_round(1);

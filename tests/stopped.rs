@@ -9,38 +9,38 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Says to a test program that it is the process to be stopped.
+/// Set for a test program that is the process to be stopped.
 const PLAYS: &str = "TOKENYARD_TEST_STOPPED";
 const DEADLINE: Duration = Duration::from_secs(2);
 const STOPPED: Duration = Duration::from_secs(4);
-/// What a loaded machine may add to a deadline.
+/// Time that a loaded machine may add to a deadline.
 const SLACK: Duration = Duration::from_secs(6);
 
 #[test]
 fn time_in_which_the_process_was_stopped_counts_against_no_deadline() {
     let mut ranks = Ranks::start("late");
     ranks.stop_for(STOPPED);
-    ranks.tell("go");
+    ranks.send("go");
     ranks.carry_on();
     assert_eq!(ranks.word("outcome"), "completed");
 }
 
 #[test]
-fn a_stopped_process_still_reports_a_peer_that_never_comes_near_its_deadline() {
+fn a_stopped_process_still_reports_a_missing_peer_soon_after_its_deadline() {
     let mut ranks = Ranks::start("never");
     ranks.stop_for(STOPPED);
     let continued = Instant::now();
     ranks.carry_on();
     let outcome = ranks.word("outcome");
-    assert!(outcome.contains("rank 1") && outcome.contains("META"), "{outcome}");
+    assert!(outcome.contains("rank 1") && outcome.contains("routing metadata"), "{outcome}");
     assert!(continued.elapsed() < DEADLINE + SLACK, "{:?} after it went on", continued.elapsed());
-    ranks.tell("go");
+    ranks.send("go");
 }
 
 /// The process, which no failing test leaves behind.
 struct Ranks {
     child: Child,
-    said: BufReader<std::process::ChildStdout>,
+    printed: BufReader<std::process::ChildStdout>,
 }
 
 impl Ranks {
@@ -54,8 +54,8 @@ impl Ranks {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let said = BufReader::new(child.stdout.take().unwrap());
-        let mut ranks = Ranks { child, said };
+        let printed = BufReader::new(child.stdout.take().unwrap());
+        let mut ranks = Ranks { child, printed };
         assert_eq!(ranks.word("rank 0"), "waits");
         ranks
     }
@@ -73,20 +73,20 @@ impl Ranks {
         self.signal(nix::sys::signal::Signal::SIGCONT);
     }
 
-    fn tell(&mut self, word: &str) {
+    fn send(&mut self, word: &str) {
         writeln!(self.child.stdin.as_mut().unwrap(), "{word}").unwrap();
     }
 
     /// The rest of the next line that begins with `name: `.
     fn word(&mut self, name: &str) -> String {
         let mut line = String::new();
-        while self.said.read_line(&mut line).unwrap() > 0 {
+        while self.printed.read_line(&mut line).unwrap() > 0 {
             if let Some((_, rest)) = line.split_once(&format!("{name}: ")) {
                 return rest.trim().to_owned();
             }
             line.clear();
         }
-        panic!("the ranks ended and never said «{name}»");
+        panic!("the ranks ended and never printed «{name}»");
     }
 }
 

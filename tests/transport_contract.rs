@@ -1,4 +1,4 @@
-//! Every transport under the contract, and what the simulated one did to its users meanwhile.
+//! Every transport under the contract, and the disturbances of the simulated one meanwhile.
 
 #[path = "transport/contract.rs"]
 mod contract;

@@ -61,10 +61,10 @@ fn contexts_between_nodes_over_an_all_gather_and_a_network_of_somebody_else() {
     });
 }
 
-/// An endpoint that says more than anybody can gather.
+/// An endpoint whose texts are longer than can be gathered.
 struct Wordy {
     inner: loopback::Endpoint,
-    /// Bytes of its address, of which it needs the first 12; else those of its refusals to register or to connect.
+    /// Bytes of its address (the first 12 are needed); then of its refusals to register and to connect.
     address: Arc<AtomicUsize>,
     register: Arc<AtomicUsize>,
     connect: Arc<AtomicUsize>,
@@ -130,7 +130,7 @@ impl Transport for Wordy {
 }
 
 #[test]
-fn an_endpoint_that_says_more_than_can_be_gathered_is_refused_on_all_ranks_with_the_reason() {
+fn an_endpoint_with_more_text_than_can_be_gathered_is_refused_on_all_ranks_with_the_reason() {
     const LONG: usize = 70_000_000;
     let network = Loopback::default();
     on_ranks(3, |world| {
@@ -141,7 +141,7 @@ fn an_endpoint_that_says_more_than_can_be_gathered_is_refused_on_all_ranks_with_
         let proxy = Proxy::spawn(&world, Box::new(Wordy { inner, address, register, connect }), config()).unwrap();
         let build = || builder(&world, &test_device(&world)).proxy(&proxy).build().map(drop);
         let wordy = world.rank() == Rank(1);
-        // Which of them says how much, what rank 1 hears, and what the others do.
+        // Which text is how long, and a part of the error.
         let cases = [
             (0, LONG, "endpoint of rank 1 has an address of 70000000 bytes: peers take at most 65536"),
             (0, MAX_ADDRESS + 1, "endpoint of rank 1 has an address of 65537 bytes: peers take at most 65536"),

@@ -1,8 +1,8 @@
 //! A node of more ranks than a warp has lanes, on the CPU device or, with `TOKENYARD_TEST_DEVICE=cuda`, on GPUs that
 //! share them: two at least, since each rank needs a queue of its own.
 //!
-//! Shifts by more than a word has bits are what a processor makes of them, on x86 even what was meant: tests/all.sh
-//! runs this under UndefinedBehaviorSanitizer, too.
+//! Shifts by more than a word's bits are undefined, and on x86 may even give the intended result: tests/all.sh runs
+//! this under UndefinedBehaviorSanitizer, too.
 
 mod rig;
 

@@ -1,5 +1,5 @@
 //! Worlds over the caller's own all-gather: of threads that meet in a table, and of processes with sockets of this
-//! test. What the all-gather answers may be late, too little, another rank's or another step's.
+//! test. The all-gather's results may be late, too few, another rank's or another step's.
 
 mod rig;
 
@@ -25,7 +25,7 @@ struct Round {
     last: Vec<Vec<u8>>,
 }
 
-/// Where the ranks of one process meet.
+/// The meeting point of the ranks of one process.
 struct Table {
     round: Mutex<Round>,
     over: Condvar,
@@ -173,7 +173,7 @@ fn parts_that_are_too_few_another_ranks_or_another_steps() {
     ];
     for (change, expected) in cases {
         let table = Table::new(2);
-        let said = std::thread::scope(|scope| {
+        let message = std::thread::scope(|scope| {
             let peer = scope.spawn(|| World::over(1, 2, None, table.of(1)).unwrap());
             let gather = {
                 let table = table.clone();
@@ -183,11 +183,11 @@ fn parts_that_are_too_few_another_ranks_or_another_steps() {
                     Ok(parts)
                 }
             };
-            let said = text(World::over(0, 2, None, gather));
+            let message = text(World::over(0, 2, None, gather));
             peer.join().unwrap();
-            said
+            message
         });
-        assert!(said.contains(expected) && said.contains("world over an all-gather"), "{said}");
+        assert!(message.contains(expected) && message.contains("world over an all-gather"), "{message}");
     }
 }
 
@@ -205,12 +205,12 @@ fn an_answer_of_the_round_before_is_not_taken_for_this_one() {
     };
     let world = World::over(0, 1, None, stale).unwrap();
     world.all_gather("step", b"a").unwrap();
-    let said = text(world.all_gather("step", b"a"));
-    assert!(said.contains("rank 0 calls \"step\", its collective number 1, during number 2"), "{said}");
+    let message = text(world.all_gather("step", b"a"));
+    assert!(message.contains("rank 0 calls \"step\", its collective number 1, during number 2"), "{message}");
 }
 
 #[test]
-fn ranks_that_call_different_steps_all_hear_of_it() {
+fn ranks_that_call_different_steps_are_all_notified() {
     let texts = over(2, |world| {
         let what = if world.rank() == Rank(0) { "plan" } else { "arena" };
         text(world.all_gather(what, b"x"))
@@ -280,15 +280,15 @@ fn members_that_disagree_form_no_world() {
         let rank = usize::from(world.rank() != Rank(0));
         Some(text(world.regroup_over(1, &members, next.of(rank))))
     });
-    let told: Vec<String> = texts.into_iter().flatten().collect();
+    let messages: Vec<String> = texts.into_iter().flatten().collect();
     assert!(
-        told.len() == 2 && told.iter().all(|text| text.contains("Rank(1)") && text.contains("Rank(2)")),
-        "{told:?}"
+        messages.len() == 2 && messages.iter().all(|text| text.contains("Rank(1)") && text.contains("Rank(2)")),
+        "{messages:?}"
     );
 }
 
 #[test]
-fn generations_that_differ_are_told_with_both_numbers() {
+fn generations_that_differ_are_reported_with_both_numbers() {
     let next = Table::new(2);
     let texts = over(2, |world| {
         let generation = 1 + world.rank().0;
@@ -324,10 +324,10 @@ fn survivors_are_named_by_their_ranks_in_the_first_generation() {
 // ---- texts of others
 
 #[test]
-fn what_others_say_is_told_in_one_line_that_ends() {
+fn texts_of_others_are_shown_in_one_line_that_ends() {
     const RED: &str = "\u{1b}[31m\r\n\0";
     let long = RED.repeat(2000);
-    // What ranks hear of a configuration is not what the other one said.
+    // A configuration that ranks receive is not the one that the other rank sent.
     let garbled = |what: &str, theirs: &mut Vec<u8>| {
         if what == "configuration" {
             theirs.truncate(28 + what.len() + 9);
@@ -354,9 +354,12 @@ fn what_others_say_is_told_in_one_line_that_ends() {
         });
         ranks.map(|rank| rank.join().unwrap())
     });
-    let told = &texts[0];
-    assert!(told[0].contains("rank 1 failed in a step") && told[1].contains("same configuration"), "{told:?}");
-    for text in told {
+    let messages = &texts[0];
+    assert!(
+        messages[0].contains("rank 1 failed in a step") && messages[1].contains("same configuration"),
+        "{messages:?}"
+    );
+    for text in messages {
         assert!(!text.contains(char::is_control) && text.contains("\\u{1b}[31m\\r\\n\\0"), "{text:?}");
         assert!(text.len() < 20_000, "{} bytes", text.len());
     }
@@ -411,7 +414,7 @@ impl AllGather for Star {
     }
 }
 
-/// Kills what a failing test leaves.
+/// Kills the processes that a failing test leaves.
 struct Children(Vec<Child>);
 
 impl Drop for Children {

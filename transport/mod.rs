@@ -5,9 +5,9 @@
 //!
 //! | folder | what |
 //! |---|---|
-//! | `world` | the ranks of a job: bootstrap, collectives, who has died |
+//! | `world` | the ranks of a job: bootstrap, collectives, lost ranks |
 //! | `memory` | arenas, and how node peers map them |
-//! | `network` | the trait that every network between nodes keeps, immediates, and the networks |
+//! | `network` | the trait that every inter-node network implements, immediates, and the networks |
 
 pub mod memory;
 pub mod network;

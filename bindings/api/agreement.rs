@@ -1,4 +1,4 @@
-//! What ranks agree on before they build a context, so that all go on alike or none does.
+//! What ranks agree on before they build a context, so that all ranks continue or none does.
 //!
 //! Place in the data path: none. Runs on the caller's thread or host fiber while a context is built, and waits only in
 //! the world's collectives.
@@ -9,7 +9,7 @@ use crate::base::{Error, Rank, Result, quoted};
 use crate::proxy::Offer;
 use crate::transport::World;
 
-/// In what ranks may differ, and still do alike.
+/// Values in which ranks may differ; all ranks then use the same combination of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Differing {
     pub few_blocks: bool,
@@ -33,7 +33,7 @@ impl Differing {
         Differing { few_blocks: few != 0, receives, numbers: Offer(numbers) }
     }
 
-    /// What all of them have in common with another rank.
+    /// The combination with another rank's values.
     fn with(self, other: Differing) -> Differing {
         let few_blocks = self.few_blocks || other.few_blocks;
         let (receives, numbers) = (self.receives.min(other.receives), self.numbers.with(other.numbers));
@@ -41,7 +41,7 @@ impl Differing {
     }
 }
 
-/// All ranks must have the same configuration, and each one a usable one. Answers by what they all go where they
+/// Checks that all ranks have the same, usable configuration. Returns the combination of the values in which ranks may
 /// differ.
 pub(super) fn agree(
     world: &World,
@@ -52,16 +52,16 @@ pub(super) fn agree(
     let own = checked.as_ref().map(|(shape, placement)| shape.fingerprint(placement, first_epoch, world.generation()));
     world.agree("configuration of a context", own.as_ref().err().copied())?;
     let Ok(own) = own else { return Ok(differing) };
-    let said = [&differing.encode(), own.as_bytes()].concat();
+    let sent = [&differing.encode(), own.as_bytes()].concat();
     let mut agreed = differing;
-    for (rank, said) in world.all_gather("configuration", &said)?.iter().enumerate() {
-        let (head, theirs) = said.split_first_chunk().unwrap_or((&[0; Differing::BYTES], &[]));
+    for (rank, received) in world.all_gather("configuration", &sent)?.iter().enumerate() {
+        let (head, theirs) = received.split_first_chunk().unwrap_or((&[0; Differing::BYTES], &[]));
         agreed = agreed.with(Differing::decode(*head));
         if theirs == own.as_bytes() {
             continue;
         }
         let theirs = quoted(theirs);
-        // One that ends early, or goes on, has no word of its own.
+        // If one text is a prefix of the other, no word differs: the error quotes both texts.
         let differs = own.split(' ').zip(theirs.split(' ')).find(|(mine, theirs)| mine != theirs);
         let (mine, theirs) = differs.unwrap_or((&own, &theirs));
         let name = world.original(Rank(rank as u32));

@@ -62,7 +62,7 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Columns of a row: 1 to 2^20, so many that a row is a multiple of 16 bytes. Mandatory.
+    /// Columns of a row: 1 to 2^20. The bytes of a row must be a multiple of 16. Mandatory.
     pub fn hidden(mut self, hidden: usize) -> Self {
         self.hidden = hidden;
         self
@@ -80,21 +80,22 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Most tokens of one rank in one call. Mandatory. The most is 2^20 in one node; with N nodes a bitmap of them per
-    /// node has to fit in a block's shared memory, which ends at 32 floor(8256 / N) - 1 (132 095 with 2, 4127 with 64).
+    /// Most tokens of one rank in one call. Mandatory. The limit is 2^20 in one node. With N nodes a block keeps a
+    /// bitmap of the tokens per node in shared memory, so the limit is 32 floor(8256 / N) - 1 (132 095 with 2, 4127
+    /// with 64).
     pub fn max_tokens_per_rank(mut self, max_tokens: usize) -> Self {
         self.max_tokens = max_tokens;
         self
     }
 
-    /// What dispatched rows travel as: type of their elements, and their scales. Default [`RowFormat::BF16`].
+    /// Format in which dispatched rows travel: element type and scales. Default [`RowFormat::BF16`].
     pub fn format(mut self, format: RowFormat) -> Self {
         self.format = format;
         self
     }
 
-    /// Whether tokens are given as bf16 rows without scales, and become fp8 rows with scales as they are sent. Needs an
-    /// fp8 [`format`](Self::format) with scales, which says what travels and what comes out. Default no.
+    /// Whether dispatch quantises: the caller gives bf16 rows without scales, and dispatch sends fp8 rows with scales.
+    /// Needs an fp8 [`format`](Self::format) with scales, the format of the rows sent and received. Default no.
     ///
     /// Each block of 128 columns (DeepSeek-V3's 1x128 tiles of activations) is scaled by itself: amax is its largest
     /// magnitude, at least 1e-4. The scale is amax / 448, or with UE8M0 the smallest power of two that is not below it.
@@ -113,8 +114,8 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Which rank holds which expert, by ranks of the world's first generation; experts of ranks that are not there any
-    /// more get no tokens. Default [`Placement::even`].
+    /// Which rank holds which expert, by ranks of the world's first generation. Experts of ranks that are no longer in
+    /// the world get no tokens. Default [`Placement::even`].
     pub fn placement(mut self, placement: Placement) -> Self {
         self.placement = Some(placement);
         self
@@ -126,15 +127,15 @@ impl AllToAllBuilder {
         self
     }
 
-    /// Blocks of a kernel. Default, on a GPU: of its multiprocessors, less those that the network's own kernels need,
-    /// all for contexts of few tokens, and for large ones the fewest by which calls take no more than a percent longer,
-    /// by a model of the bytes that they move ([`Plan::explain`](super::Plan::explain) tells; docs/performance.md, "As
-    /// many multiprocessors as it takes"). On the CPU device all; it takes 2 to 1024.
+    /// Thread blocks per kernel. Default on a GPU: every SM that the network's own kernels do not need. For large
+    /// `max_tokens_per_rank`: the smallest count that a byte model predicts to be within 1 % of the fastest, if that
+    /// leaves a quarter of the SMs ([`Plan::explain`](super::Plan::explain) states the choice; docs/notebook.md, "As
+    /// many multiprocessors as it takes"). The CPU device takes 2 to 1024, by default all that it has.
     ///
-    /// Kernels wait for those of other ranks, so where calls of several contexts overlap on a GPU, all of their blocks
-    /// must fit on it at once: give each such context a budget. [`build`](Self::build) refuses the one by which the
-    /// budgets of this process's contexts on a GPU exceed its multiprocessors; a context gives its own back when it is
-    /// dropped. Contexts with the default are not counted: their calls must follow one another, on one stream or by
+    /// Kernels wait for kernels of other ranks. So where calls of several contexts overlap on a GPU, all their blocks
+    /// must fit on the GPU at once: give each such context a budget. [`build`](Self::build) refuses a context if the
+    /// budgets of this process's contexts on the GPU would exceed its SMs. A dropped context gives its budget back.
+    /// Contexts with the default are not counted: their calls must not overlap, so order them by one stream or by
     /// events.
     pub fn sms(mut self, sms: u32) -> Self {
         self.sms = Some(sms);
@@ -147,24 +148,23 @@ impl AllToAllBuilder {
         self
     }
 
-    /// This rank's proxy, which a world of several nodes needs; another rank's is refused.
+    /// This rank's proxy, mandatory in a world of several nodes. Another rank's proxy is refused.
     pub fn proxy(mut self, proxy: &Proxy) -> Self {
         self.proxy = Some(proxy.clone());
         self
     }
 
-    /// Changes settings that contexts do without: `builder.tuning(|tuning| tuning.statistics = true)`. May be called
-    /// again.
+    /// Changes optional settings: `builder.tuning(|tuning| tuning.statistics = true)`. May be called several times.
     pub fn tuning(mut self, change: impl FnOnce(&mut Tuning)) -> Self {
         change(&mut self.tuning);
         self
     }
 
-    /// What a rank of this configuration needs, without building it; [`Plan::explain`](super::Plan::explain) has the
-    /// formula behind it.
+    /// The arena that a rank of this configuration needs, without building the context.
+    /// [`Plan::explain`](super::Plan::explain) gives the formula.
     ///
     /// # Errors
-    /// As [`build`](Self::build), for what can be seen on one rank.
+    /// As [`build`](Self::build), for the checks that need no other rank.
     pub fn plan(&self) -> Result<Plan> {
         let (shape, _) = self.check()?;
         let gpu = self.device.as_ref().filter(|device| device.kind() == DeviceKind::Cuda);
@@ -172,7 +172,7 @@ impl AllToAllBuilder {
         Ok(Plan::new(&shape.plan_input())?.with_traffic(&Traffic::of(&shape).explain(gpu)))
     }
 
-    /// Checks everything that can be seen on one rank.
+    /// Runs the checks that need no other rank.
     pub(crate) fn check(&self) -> Result<(Shape, Placement)> {
         let (ranks, first_ranks) = (self.world.size(), self.world.first_size());
         self.proxy.as_ref().map_or(Ok(()), |proxy| proxy.check_world(&self.world))?;
@@ -182,24 +182,24 @@ impl AllToAllBuilder {
         within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
         within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
         within("handles", self.tuning.handles, 1, 1024, "handles")?;
-        if let Some(tokens) = self.tuning.wave_tokens {
-            within("wave_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a wave")?;
-            let waves = self.max_tokens.div_ceil(tokens);
-            if waves > MAX_WAVES {
-                let least = self.max_tokens.div_ceil(MAX_WAVES);
+        if let Some(tokens) = self.tuning.round_tokens {
+            within("round_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a round")?;
+            let rounds = self.max_tokens.div_ceil(tokens);
+            if rounds > MAX_ROUNDS {
+                let least = self.max_tokens.div_ceil(MAX_ROUNDS);
                 let advice = format!(
-                    "a call of {} tokens would go in {waves} waves, a launch each, where {MAX_WAVES} are the most; \
+                    "a call of {} tokens would go in {rounds} rounds, a launch each, where {MAX_ROUNDS} are the most; \
                      give at least {least}",
                     self.max_tokens
                 );
-                return Err(Error::config("wave_tokens", tokens, advice));
+                return Err(Error::config("round_tokens", tokens, advice));
             }
         }
         if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
             let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
             return Err(Error::config("max_tokens_per_rank", self.max_tokens, advice));
         }
-        // Landings keep 43 bits of an epoch, and fresh memory holds one of epoch 0: 2^42 calls are left at the least.
+        // Arrival words keep 43 bits of an epoch, and fresh memory reads as epoch 0: at least 2^42 calls are left.
         if self.tuning.first_epoch > 1 << 42 {
             let advice = "epochs are counted to 2^43; start below 2^42";
             return Err(Error::config("first_epoch", self.tuning.first_epoch, advice));
@@ -209,7 +209,7 @@ impl AllToAllBuilder {
             let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds";
             return Err(Error::config("first_epoch", self.tuning.first_epoch, advice));
         }
-        self.check_own_output(&nodes)?;
+        self.check_in_place(&nodes)?;
         let placement = match &self.placement {
             Some(placement) => placement.clone(),
             None => Placement::even(self.experts, first_ranks)?,
@@ -244,9 +244,9 @@ impl AllToAllBuilder {
             chunk_rows: self.tuning.chunk_rows,
             receives: self.proxy.as_ref().map_or(usize::MAX, Proxy::receives_of_a_context),
             double_buffer_bytes: self.tuning.double_buffer_bytes,
-            arriving_tokens: self.tuning.arriving_tokens,
-            wave_tokens: self.tuning.wave_tokens,
-            own_output: self.tuning.own_output,
+            ll_tokens: self.tuning.ll_tokens,
+            round_tokens: self.tuning.round_tokens,
+            in_place: self.tuning.in_place,
             arena: match self.device_kind() {
                 DeviceKind::Cpu => ArenaPlace::Host,
                 DeviceKind::Cuda => self.tuning.arena,
@@ -267,30 +267,30 @@ impl AllToAllBuilder {
         };
         self.check_rows(&shape)?;
         if let Some((_, align)) =
-            self.tuning.own_output.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
+            self.tuning.in_place.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
         {
-            let advice = "rows are counted in int32, those by which experts' starts are aligned, too; align by less";
-            return Err(Error::config("own_output align", align, advice));
+            let advice = "rows are counted in int32, padding for alignment included; align by less";
+            return Err(Error::config("in_place align", align, advice));
         }
         Ok((shape, placement))
     }
 
-    fn check_own_output(&self, nodes: &Nodes) -> Result<()> {
-        let Some((rows, align)) = self.tuning.own_output else { return Ok(()) };
-        within("own_output rows", rows, 1, i32::MAX as usize, "rows")?;
-        within("own_output align", align, 1, i32::MAX as usize, "rows")?;
+    fn check_in_place(&self, nodes: &Nodes) -> Result<()> {
+        let Some((rows, align)) = self.tuning.in_place else { return Ok(()) };
+        within("in_place rows", rows, 1, i32::MAX as usize, "rows")?;
+        within("in_place align", align, 1, i32::MAX as usize, "rows")?;
         let why = if nodes.members().len() > 1 {
-            "an output in the arena is for worlds of one node; leave it out between nodes"
+            "in-place output is for worlds of one node; leave it out with several nodes"
         } else if nodes.largest() > raw::TY_MAX_IN_PLACE_RANKS as usize {
-            "an output in the arena is for nodes of 32 ranks at the most; leave it out"
+            "in-place output is for nodes of at most 32 ranks; leave it out"
         } else if self.quantize {
-            "rows that are quantised as they are sent have no output in the arena; leave one of them out"
-        } else if self.tuning.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
-            "calls with an output in the arena go in one wave; leave wave_tokens out"
+            "in-place output is not for rows that are quantised in dispatch; leave one of them out"
+        } else if self.tuning.round_tokens.is_some_and(|tokens| tokens < self.max_tokens) {
+            "calls with in-place output go in one round; leave round_tokens out"
         } else {
             return Ok(());
         };
-        Err(Error::config("own_output", format!("{rows} rows"), why))
+        Err(Error::config("in_place", format!("{rows} rows"), why))
     }
 
     fn check_nodes(&self) -> Result<Nodes> {
@@ -315,7 +315,7 @@ impl AllToAllBuilder {
             self.max_tokens,
             1,
             most,
-            "tokens a rank, of which a block keeps a bitmap per node",
+            "tokens per rank, since a block keeps a bitmap of them per node",
         )?;
         if self.sms == Some(1) {
             return Err(Error::config(
@@ -351,7 +351,7 @@ impl AllToAllBuilder {
         if let (Some(0), _) | (Some(1), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
             return Err(Error::config("sms", self.sms.unwrap_or(0), "the CPU device needs two blocks, a GPU one"));
         }
-        // GPUs have fewer, which the budget says with their number.
+        // GPUs have fewer; the error of the budget states their number.
         if let (Some(sms), DeviceKind::Cpu) = (self.sms, self.device_kind()) {
             within(
                 "sms",
@@ -369,13 +369,13 @@ impl AllToAllBuilder {
     }
 }
 
-/// Blocks of a context of the CPU device: each thread of a launch has a stack. A device without memory for a stack ends
-/// with an error.
+/// Most blocks of a context on the CPU device: each thread of a launch has a stack. A device without memory for a stack
+/// ends with an error.
 const MAX_CPU_BLOCKS: usize = 1024;
 
-/// Waves of a call: each is a launch, which the host enqueues before the call returns. Where wave_tokens is left out,
-/// no call has so many.
-const MAX_WAVES: usize = 4096;
+/// Most rounds of a call: each is a launch, which the host enqueues before the call returns. Where round_tokens is left
+/// out, no call has so many.
+const MAX_ROUNDS: usize = 4096;
 
 fn within(name: &'static str, value: usize, low: usize, high: usize, unit: &str) -> Result<()> {
     if (low..=high).contains(&value) {

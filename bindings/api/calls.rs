@@ -1,4 +1,4 @@
-//! What a call is given: views of device memory with their shapes, and the checks before anything is enqueued.
+//! Arguments of calls: views of device memory with their shapes, and the checks before anything is enqueued.
 
 use super::format::RowFormat;
 use super::shape::Shape;
@@ -30,9 +30,9 @@ impl IndexType {
 /// How many tokens a rank dispatches.
 #[derive(Debug, Clone)]
 pub enum TokenCount {
-    /// Known on the host. With 0 tokens views of tokens may be empty.
+    /// Known on the host. With 0 tokens the views of tokens may be empty.
     Host(usize),
-    /// An int32 in device memory, read when the kernel runs. Views of tokens have room for `max_tokens_per_rank` then.
+    /// An int32 in device memory, read when the kernel runs. The views of tokens need room for `max_tokens_per_rank`.
     Device(View),
 }
 
@@ -49,8 +49,8 @@ pub struct ScaleView {
 }
 
 impl ScaleView {
-    /// Scales of which a token's lie `row_stride_bytes` behind those of the token before, and a token's words
-    /// `col_stride_bytes` apart, both multiples of 4.
+    /// Scales with `row_stride_bytes` from one token to the next and `col_stride_bytes` from one word of a token to the
+    /// next, both multiples of 4.
     pub fn new(view: View, row_stride_bytes: usize, col_stride_bytes: usize) -> ScaleView {
         ScaleView { view, row_stride_bytes, col_stride_bytes }
     }
@@ -58,30 +58,30 @@ impl ScaleView {
 
 /// The tokens of this rank: made by [`Tokens::new`], and changed field by field.
 ///
-/// What rows are made of is the call's to say. As yet a call is refused whose [`format`](Self::format),
+/// Each call may state the format of its rows. At present a call is refused if its [`format`](Self::format),
 /// [`hidden`](Self::hidden) or [`quantize`](Self::quantize) differs from what the context was built for.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Tokens {
     /// Rows, `[tokens, hidden]` of the format's dtype, or of bf16 where the call quantises; 16-byte aligned.
     pub x: View,
-    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
-    /// What rows travel as. `None`: what the context was built for.
+    /// Format in which rows travel. `None`: the format that the context was built for.
     pub format: Option<RowFormat>,
-    /// Columns of a row. `None`: as many as the context was built for.
+    /// Columns of a row. `None`: the number that the context was built for.
     pub hidden: Option<usize>,
-    /// Whether `x` is bf16 and becomes rows of the format as it is sent. `None`: as the context was built.
+    /// Whether dispatch quantises `x` from bf16 to the format. `None`: as the context was built.
     pub quantize: Option<bool>,
-    /// Scales, where the context has them and does not make them itself.
+    /// Scales, if the context's rows have scales and dispatch does not quantise.
     pub scales: Option<ScaleView>,
-    /// Experts of each token, `[tokens, top_k]`; -1 for none. A token that names an expert twice, or one that does not
-    /// exist, makes the dispatch send no tokens and end in [`Routing`](crate::Error::Routing), which
+    /// Experts of each token, `[tokens, top_k]`; -1 for none. If a token names an expert twice, or an expert that does
+    /// not exist, the dispatch sends no tokens and ends in [`Routing`](crate::Error::Routing), which
     /// [`check`](super::AllToAll::check) returns.
     pub topk_idx: View,
     /// Type of the indices.
     pub index_type: IndexType,
-    /// Weights, fp32 `[tokens, top_k]`, where the context's weights come with dispatch.
+    /// Weights, fp32 `[tokens, top_k]`, if the context's weights come with dispatch.
     pub topk_weight: Option<View>,
     /// Number of tokens.
     pub count: TokenCount,
@@ -91,15 +91,15 @@ pub struct Tokens {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all. A token has a row at
-    /// each of its experts here. Rows of one expert are in the order of (source rank, token), whatever the schedule.
+    /// each of its experts here. Rows of one expert are in the order of (source rank, token) in every schedule.
     ///
-    /// Room for any routing is ranks · `max_tokens_per_rank` · min(top_k, local experts) rows, and `align` - 1 more for
-    /// each local expert: every expert's segment is rounded up to `align`, the last one, too. A smaller capacity is
+    /// Any routing fits into ranks · `max_tokens_per_rank` · min(top_k, local experts) rows, plus `align` - 1 rows for
+    /// each local expert: every expert's segment, the last included, is rounded up to `align`. A smaller capacity is
     /// allowed: a dispatch whose rows do not fit ends in [`Capacity`](crate::Error::Capacity).
     Contiguous {
         /// Rows; 1 for none, 128 for DeepGEMM's contiguous grouped GEMM.
         align: usize,
-        /// Rows of the output. [`Output::rows`] must hold as many, or the call is refused with `Argument`.
+        /// Rows of the output. A call whose [`Output::rows`] holds fewer is refused with `Argument`.
         capacity: usize,
     },
     /// `[local experts, per_expert, hidden]`; rows of one expert are in the order of (source rank, token).
@@ -143,8 +143,8 @@ pub enum ScaleOrder {
 }
 
 /// Where dispatch writes: made by [`Output::new`], and changed field by field. Optional views are left out by `None`.
-/// None of its views may overlap another view of the call, those of [`Tokens`] included. What counts of a view is all
-/// from the first byte that the call needs to the last, so interleaved pitches overlap.
+/// None of its views may overlap another view of the call, the views of [`Tokens`] included. A view counts from the
+/// first to the last byte that the call needs of it, so views with interleaved pitches overlap.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Output {
@@ -152,7 +152,7 @@ pub struct Output {
     pub layout: Layout,
     /// Rows of the dispatch's format; 16-byte aligned.
     pub rows: View,
-    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
     /// Scales of the rows, where the context has them.
     pub scales: Option<View>,
@@ -162,8 +162,8 @@ pub struct Output {
     pub expert_count: View,
     /// int32 `[local experts + 1]`: first row of each expert, then the end of the last one's segment, padding included.
     pub expert_offset: Option<View>,
-    /// int32 `[rows of the layout]`: local expert of each row, -1 for padding and for what is behind the last segment.
-    /// All -1 in the token layout.
+    /// int32 `[rows of the layout]`: local expert of each row, -1 for padding and for rows after the last segment. All
+    /// -1 in the token layout.
     pub row_expert: Option<View>,
     /// int32 `[rows of the layout, 2]`: source rank and token of each row, -1 as in `row_expert`.
     pub source: Option<View>,
@@ -171,20 +171,21 @@ pub struct Output {
     pub token_experts: Option<View>,
     /// Token layout: fp32 `[rows, top_k]`.
     pub token_weights: Option<View>,
-    /// int32 `[1]`: rows used, padding between and behind segments included.
+    /// int32 `[1]`: rows used, padding between and after segments included.
     pub row_count: Option<View>,
     /// Contiguous layout: whether the padding rows between segments are zeroed.
     pub zero_padding: bool,
-    /// int32 `[local experts + 1]` in host memory the device can write: counts, then rows used; there once the call is
-    /// over. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
+    /// int32 `[local experts + 1]` in host memory the device can write: rows of each expert, then rows used. Written by
+    /// the end of the call. [`HostBuffer::read_i32`](crate::HostBuffer::read_i32) reads them.
     pub host_counts: Option<View>,
 }
 
-/// A context's output in its arena: what [`Output`] has to say there, scales being row by row.
+/// The in-place output of a context, in its arena. Every [`Output`] of such a context must have these values, with
+/// [`ScaleOrder::RowMajor`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct OwnOutput {
-    /// Contiguous.
+pub struct InPlaceOutput {
+    /// The contiguous layout of the context.
     pub layout: Layout,
     /// Rows of the context's dtype.
     pub rows: View,
@@ -194,10 +195,10 @@ pub struct OwnOutput {
     pub scales: Option<View>,
 }
 
-impl OwnOutput {
-    /// Refuses an output that is not this one.
+impl InPlaceOutput {
+    /// Refuses an output that differs from this in-place output.
     pub(crate) fn check(&self, output: &Output) -> Result<()> {
-        // What is given may be longer, never shorter: `Output::check` asks for as much.
+        // The caller's views may be longer, never shorter: `Output::check` refuses shorter ones.
         let scales = match (&self.scales, &output.scales) {
             (Some(own), Some(given)) => own.ptr() == given.ptr(),
             (own, given) => own.is_none() && given.is_none(),
@@ -207,7 +208,7 @@ impl OwnOutput {
         if rows && scales && output.layout == self.layout && output.scale_order == ScaleOrder::RowMajor {
             return Ok(());
         }
-        let advice = "this context has an output in its arena; give what own_output() says";
+        let advice = "this context has in-place output; give the output that in_place() returns";
         Err(Error::argument("output", format!("{:?} at {:#x}", output.layout, output.rows.ptr()), advice))
     }
 }
@@ -224,25 +225,25 @@ impl OwnOutput {
 pub struct Rows {
     /// Rows, `[rows, hidden]` of the combine dtype; 16-byte aligned.
     pub rows: View,
-    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
-    /// Type of the elements. `None`: the combine dtype that the context was built for, which it must be as yet.
+    /// Type of the elements. `None`: the combine dtype that the context was built for. At present no other is taken.
     pub dtype: Option<Dtype>,
-    /// Weights of this rank's own tokens, fp32 `[tokens, top_k]`, where the context's weights come with combine.
+    /// Weights of this rank's own tokens, fp32 `[tokens, top_k]`, if the context's weights come with combine.
     pub topk_weight: Option<View>,
 }
 
-/// Where combine writes: made by [`Combined::new`], and changed field by field. It may not overlap what the call is
-/// given in [`Rows`], from the first byte that the call needs to the last.
+/// Where combine writes: made by [`Combined::new`], and changed field by field. It may not overlap the views of the
+/// call's [`Rows`]. A view counts from the first to the last byte that the call needs of it.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Combined {
-    /// `[tokens, hidden]`; 16-byte aligned. It has room for as many tokens as the dispatch's views of [`Tokens`].
+    /// `[tokens, hidden]`; 16-byte aligned. It needs room for as many tokens as the dispatch's views of [`Tokens`].
     ///
-    /// A token that names no expert gets zeros, or with [`accumulate`](#structfield.accumulate) has zeros added. Rows
-    /// behind the dispatch's number of tokens stay untouched. A rank without tokens may give an empty view.
+    /// A token that names no expert gets zeros, or has zeros added with [`accumulate`](#structfield.accumulate). Rows
+    /// beyond the dispatch's number of tokens stay untouched. A rank without tokens may give an empty view.
     pub out: View,
-    /// Bytes from one row to the next; a multiple of 16. `None`: row behind row.
+    /// Bytes from one row to the next; a multiple of 16. `None`: rows without gaps.
     pub pitch_bytes: Option<usize>,
     /// bf16, fp16 or fp32, whatever the experts' rows are.
     pub dtype: Dtype,
@@ -251,8 +252,8 @@ pub struct Combined {
 }
 
 impl Tokens {
-    /// `count` tokens with their rows and int32 expert indices, `[tokens, hidden]` and `[tokens, top_k]`, both row
-    /// behind row; no scales, no weights.
+    /// `count` tokens with their rows and int32 expert indices, `[tokens, hidden]` and `[tokens, top_k]`, both without
+    /// gaps; no scales, no weights.
     pub fn new(x: View, topk_idx: View, count: TokenCount) -> Tokens {
         Tokens {
             x,
@@ -320,7 +321,7 @@ impl Tokens {
 }
 
 impl Output {
-    /// Rows in a layout, row behind row, and the rows of each expert; nothing else.
+    /// Rows in a layout, without gaps, and the rows of each expert; nothing else.
     pub fn new(layout: Layout, rows: View, expert_count: View) -> Output {
         Output {
             layout,
@@ -412,7 +413,7 @@ impl Output {
 }
 
 impl Rows {
-    /// Rows, row behind row, of the combine dtype, without weights.
+    /// Rows of the combine dtype, without gaps and without weights.
     pub fn new(rows: View) -> Rows {
         Rows { rows, pitch_bytes: None, dtype: None, topk_weight: None }
     }
@@ -439,7 +440,7 @@ impl Rows {
 }
 
 impl Combined {
-    /// bf16 rows, row behind row, that overwrite what `out` holds.
+    /// bf16 rows, without gaps, that overwrite what `out` holds.
     pub fn new(out: View) -> Combined {
         Combined { out, pitch_bytes: None, dtype: Dtype::Bf16, accumulate: false }
     }
@@ -490,7 +491,7 @@ fn stride(name: &'static str, words: usize) -> Result<u32> {
     u32::try_from(words).map_err(|_| Error::argument(name, words, advice))
 }
 
-/// Views that a call has at most, those of a dispatch.
+/// Most views of a call: the views of a dispatch.
 const MAX_VIEWS: usize = 15;
 
 /// Bytes that a call reads or writes, from the first to the last.
@@ -507,13 +508,13 @@ impl fmt::Display for Used {
     }
 }
 
-/// What views are held against: the context's shape, its device, and the call's other views.
+/// What views are checked against: the context's shape, its device, and the call's other views.
 pub(crate) struct Needs<'a> {
     pub shape: &'a Shape,
     pub place: Place,
     used: [Used; MAX_VIEWS],
     count: usize,
-    /// Of these, how many are read alone.
+    /// How many of them are only read.
     read: usize,
 }
 
@@ -522,14 +523,14 @@ impl Needs<'_> {
         Needs { shape, place, used: [Used::default(); MAX_VIEWS], count: 0, read: 0 }
     }
 
-    /// What is needed from here on the call writes.
+    /// Marks all views that follow as written by the call.
     pub(crate) fn written(mut self) -> Self {
         self.read = self.count;
         self
     }
 
-    /// Refuses memory that the call writes where it lies in other memory of the call: it would read what it has
-    /// written, as experts or counts, and its peers with it.
+    /// Refuses written views that overlap other views of the call: the call would read what it has written, for example
+    /// as experts or counts, and so would its peers.
     pub(crate) fn check_apart(&self) -> Result<()> {
         let used = self.used.get(..self.count).unwrap_or_default();
         for (at, written) in used.iter().enumerate().skip(self.read) {
@@ -609,7 +610,7 @@ impl Tokens {
         [Some(&self.x), scales, Some(&self.topk_idx), self.topk_weight.as_ref(), count].into_iter().flatten()
     }
 
-    /// Tokens for which views must have room: the host's count, or the maximum where only the device knows.
+    /// Tokens for which views must have room: the host's count, or the maximum if the count is in device memory.
     pub(crate) fn room(&self, shape: &Shape) -> Result<usize> {
         match self.count {
             TokenCount::Host(count) if count > shape.max_tokens => Err(Error::argument(
@@ -722,7 +723,7 @@ impl Output {
         let local = shape.local_experts;
         let rows = self.layout.rows(local).filter(|&rows| rows <= i32::MAX as usize);
         let (Some(rows), true) = (rows, shape.is_counted(local, align)) else {
-            let advice = "rows are counted in int32, those by which experts' starts are aligned, too; ask for fewer";
+            let advice = "rows are counted in int32, padding for alignment included; ask for fewer";
             return Err(Error::argument("layout", format!("{:?}", self.layout), advice));
         };
         let pitch = self.pitch_bytes.unwrap_or(shape.row_bytes);
@@ -730,7 +731,7 @@ impl Output {
         needs.need("expert_count", &self.expert_count, Some(4 * local), 4)?;
         let leading = match self.scale_order {
             ScaleOrder::RowMajor => 0,
-            // What is beyond 64 bits is beyond the stride's 32, too: refused below.
+            // Beyond 64 bits is beyond the stride's 32 bits, too: refused below.
             ScaleOrder::ColumnMajor => capacity.checked_next_multiple_of(4).unwrap_or(usize::MAX),
         };
         let scale_rows = match (self.scale_order, self.layout) {
@@ -781,7 +782,7 @@ impl Rows {
         self.pitch_bytes.unwrap_or(shape.combine_row_bytes())
     }
 
-    /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` that of own tokens.
+    /// Checks the experts' rows; `rows` is the handle's number of output rows, `room` the number of own tokens.
     pub(crate) fn check(&self, needs: &mut Needs<'_>, rows: usize, room: usize) -> Result<u64> {
         let shape = needs.shape;
         if let Some(dtype) = self.dtype.filter(|dtype| *dtype != shape.combine_dtype) {

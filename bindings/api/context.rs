@@ -2,7 +2,7 @@
 
 use super::agreement::{Differing, agree};
 use super::builder::AllToAllBuilder;
-use super::calls::{Combined, Layout, Needs, Output, OwnOutput, Rows, Sums, Tokens};
+use super::calls::{Combined, InPlaceOutput, Layout, Needs, Output, Rows, Sums, Tokens};
 use super::device_memory::{Local, Shared, device_context};
 use super::handle::{CombineSent, Handle, Lease, Refused, Sent, SentRows};
 use super::open::{Call, InUse, Memory, Open};
@@ -38,7 +38,7 @@ pub struct Stats {
     pub dispatches: u64,
     /// Combines sent, fused ones included; captured ones as for `dispatches`.
     pub combines: u64,
-    /// Errors of the device, a peer or the proxy, as often as `check` or a call returned one: an error that closed the
+    /// How often `check` or a call returned an error of the device, a peer or the proxy: an error that closed the
     /// context counts every time. `Argument`, `Config` and `Generation` do not count, nor does the `Device` error of a
     /// call's first launch.
     pub errors: u64,
@@ -53,18 +53,18 @@ struct Counters {
 
 /// Dispatch and combine over one world. [Grammar](crate#grammar) has the order in which calls are allowed.
 ///
-/// Calls are of three kinds: dispatch, combine and barrier, halves included. They run in this order, on whichever
-/// streams they are:
+/// Calls are of three kinds: dispatch, combine and barrier, halves included. Calls of one kind run in this order, on
+/// any streams:
 ///
-/// - An eager call runs behind the eager calls and replays of its kind that were enqueued before it. Where the last of
-///   these was enqueued on another stream, the call waits for all that the other stream holds by then. If the other
-///   stream captures by now, the call waits for what that stream held as the capture began. If another library began
-///   that capture, the call is refused with `Argument`, since the driver tells nothing of that work.
+/// - An eager call runs after the eager calls and replays of its kind that were enqueued before it. If the last of them
+///   is on another stream, the call waits for all work that the other stream holds by then. If the other stream is
+///   capturing, the call waits for the work that stream held when the capture began. If another library began that
+///   capture, the call is refused with `Argument`, since the driver cannot report that work.
 /// - A recorded call has no place in this order: it does not run.
-/// - A replay ([`Graph::launch`](crate::Graph::launch)) takes its place as an eager call of each kind that it holds.
+/// - A replay ([`Graph::launch`](crate::Graph::launch)) is ordered as one eager call of each kind that it holds.
 ///
-/// Dropping a context waits for its streams; what still runs after its deadlines keeps its memory for good. A context
-/// stays open as long as there is a graph of its calls.
+/// Dropping a context waits for its streams. Calls that still run after the deadlines keep their memory for good. A
+/// context stays open as long as a graph of its calls exists.
 pub struct AllToAll {
     open: Arc<Open>,
     shape: Shape,
@@ -81,21 +81,21 @@ pub struct AllToAll {
     flags: Option<FlagPlace>,
 }
 
-/// Tokens up to which partial rows arrive, in one node of ranks with many blocks (docs/performance.md, "Rows that
-/// arrive").
-const ARRIVING_TOKENS: usize = 256;
+/// Tokens of a round up to which partial rows are LL rows, in one node of ranks with many blocks (docs/notebook.md,
+/// "LL rows").
+const LL_TOKENS: usize = 256;
 
 impl AllToAllBuilder {
     /// Builds the context. Collective: every rank of the world calls it with the same configuration.
     ///
     /// # Errors
-    /// `Config` for a shape that cannot be served or that differs between ranks, and for a budget of
-    /// [`sms`](Self::sms) that its GPU does not have left; `Device` where memory or peer access
-    /// is lacking; `Bootstrap` where a rank does not come. A failure on one rank is an error on all.
+    /// `Config` for a shape that is not supported or that differs between ranks, and for a budget of
+    /// [`sms`](Self::sms) that exceeds what the GPU has left; `Device` where memory or peer access is lacking;
+    /// `Bootstrap` where a rank does not join. A failure on one rank is an error on all.
     pub fn build(self) -> Result<AllToAll> {
         let builder = self;
         let world = builder.world.clone();
-        // Peers have left that world, too, so nobody would answer.
+        // Peers have left an old world, too, so no rank would answer.
         world.check_current()?;
         let checked = builder.check();
         let few_blocks = match (&builder.device, &checked) {
@@ -105,16 +105,16 @@ impl AllToAllBuilder {
             _ => true,
         };
         let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
-        // Of a rank that is refused nobody hears numbers, and its proxy may be another's.
+        // A refused rank sends no numbers to anybody, and its proxy may be another rank's.
         let proxy = builder.proxy.as_ref().filter(|_| checked.is_ok());
         let numbers = proxy.map_or(Offer::ANY, |proxy| proxy.offer(world.generation()));
         let agreed = agree(&world, &checked, builder.tuning.first_epoch, Differing { few_blocks, receives, numbers })?;
         let (mut shape, placement) = checked?;
-        shape.arriving_tokens.get_or_insert(if agreed.few_blocks { 0 } else { ARRIVING_TOKENS });
+        shape.ll_tokens.get_or_insert(if agreed.few_blocks { 0 } else { LL_TOKENS });
         shape.receives = agreed.receives;
         let plan = Plan::new(&shape.plan_input())?;
 
-        // Everything that can fail on one rank alone comes before the next exchange, which tells the others.
+        // Everything that can fail on one rank alone comes before the next exchange, which notifies the others.
         let local = Local::allocate(&builder, &shape, &placement, &plan, agreed.numbers);
         world.agree("memory of a context", local.as_ref().err())?;
         let Local { device, arena, tables, reports, statistics, pool, proxied, budget } = local?;
@@ -136,11 +136,11 @@ impl AllToAllBuilder {
         };
         // Nobody rings before all have opened.
         world.barrier("context ready")?;
-        let (rank, bytes, waves) = (world.original(world.rank()), plan.arena_bytes(), plan.waves);
-        let sizes = format_args!("arena of {bytes} bytes, {sms} blocks, {waves} waves, words {flags:?}");
+        let (rank, bytes, rounds) = (world.original(world.rank()), plan.arena_bytes(), plan.rounds);
+        let sizes = format_args!("arena of {bytes} bytes, {sms} blocks, {rounds} rounds, words {flags:?}");
         log::info!(target: crate::base::targets::CONTEXT, "rank {rank}: built, {sizes}");
         let keep = || Arc::new(InUse::new(&device, peers.clone())) as Owner;
-        let arena = shape.own_output.is_some().then(keep);
+        let arena = shape.in_place.is_some().then(keep);
         let patience = Duration::from_nanos(context.timeout_ns).saturating_add(Duration::from_secs(5));
         let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
         let chains = Arc::new(Chains::new(builder.tuning.ordered));
@@ -150,7 +150,7 @@ impl AllToAllBuilder {
     }
 }
 
-/// Where the sums of a combine go; `needs` has what it reads.
+/// Where the sums of a combine go; `needs` has the memory that the call reads.
 fn check_sums(out: &Combined, handle: &Handle, needs: Needs<'_>) -> Result<Sums> {
     let mut needs = needs.written();
     let sums = out.check(&mut needs, handle.room)?;
@@ -164,16 +164,17 @@ impl AllToAll {
         AllToAllBuilder::new(world)
     }
 
-    /// Sends this rank's tokens to the ranks of their experts and receives those for its own, in one kernel.
+    /// Sends this rank's tokens to the ranks of their experts and receives the tokens for its own experts, in one
+    /// kernel.
     ///
     /// # Errors
-    /// `Argument` for unusable views or counts, views that overlap among them, and whatever [`check`](Self::check)
-    /// finds; nothing is enqueued then. `Config` for the token layout where weights come with combine. `Device` where
-    /// the driver refuses a launch: fatal in the midst of a call of several [`waves`](Self::waves), which closes the
-    /// context, since peers have the first of them.
+    /// `Argument` for unusable views or counts, overlapping views included. Whatever [`check`](Self::check) returns.
+    /// `Config` for the token layout where weights come with combine. After these errors nothing is enqueued. `Device`
+    /// where the driver refuses a launch: after the first of several [`rounds`](Self::rounds) of a call the error is
+    /// fatal and closes the context, since peers have the earlier rounds.
     ///
-    /// Every call looks at `check` first. So an error of an earlier call may come back here, and then this call was
-    /// not enqueued. Unless the error [`is_fatal`](Error::is_fatal), make this call again, as the other ranks have made
+    /// Every call runs `check` first. So this call may return the error of an earlier call, and then this call was not
+    /// enqueued. Unless the error [`is_fatal`](Error::is_fatal), make this call again, since the other ranks have made
     /// theirs:
     ///
     /// ```
@@ -201,23 +202,23 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         let lease = call.take()?;
         call.keep(tokens.views().chain(output.views()));
-        self.in_waves(&call, |wave| self.launch_dispatch(&call, BOTH_PHASES, wave, lease.raw(), input, Some(out)))?;
+        self.in_rounds(&call, |round| self.launch_dispatch(&call, BOTH_PHASES, round, lease.raw(), input, Some(out)))?;
         self.counters.dispatches.fetch_add(1, Ordering::Relaxed);
         Ok(self.handle(&self.sent(lease, tokens, input)?, output))
     }
 
-    /// Launches that each call takes, one after the other; 1 unless its tokens go in waves
-    /// ([`wave_tokens`](super::Tuning::wave_tokens)).
-    pub fn waves(&self) -> usize {
-        self.plan.waves
+    /// Rounds of each call, one launch each; 1 unless `max_tokens_per_rank` exceeds the tokens of a round
+    /// ([`round_tokens`](super::Tuning::round_tokens)).
+    pub fn rounds(&self) -> usize {
+        self.plan.rounds
     }
 
     /// The sending half of [`dispatch`](Self::dispatch). The input may be reused once the stream has passed this call,
-    /// or, where calls go in several waves, the receiving half.
+    /// or with several rounds, once it has passed the receiving half.
     ///
     /// # Errors
     /// As for [`dispatch`](Self::dispatch), errors of earlier calls included. `Config` in a context with
-    /// [`own_output`](super::Tuning::own_output), whose dispatches have no halves.
+    /// [`in_place`](super::Tuning::in_place), whose dispatches have no halves.
     pub fn dispatch_send(&self, stream: &Stream, tokens: &Tokens) -> Result<Sent> {
         self.check()?;
         self.check_split()?;
@@ -233,8 +234,8 @@ impl AllToAll {
     /// The receiving half of [`dispatch`](Self::dispatch).
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch), errors of earlier calls included. The error comes with `sent`: unless the
-    /// context is closed, give `sent` again.
+    /// As for [`dispatch`](Self::dispatch), errors of earlier calls included. The error returns `sent`: unless the
+    /// context is closed, call again with it.
     pub fn dispatch_recv(
         &self,
         stream: &Stream,
@@ -249,7 +250,7 @@ impl AllToAll {
         self.check()?;
         self.own("sent", sent.context)?;
         let mut needs = self.needs();
-        // What is sent in one wave has been read.
+        // The input of a call of one round has been read.
         if let Some(tokens) = &sent.views {
             tokens.check(&mut needs)?;
         }
@@ -257,19 +258,21 @@ impl AllToAll {
         let mut call = self.begin_call(stream, DISPATCHES)?;
         call.uses(&sent.lease)?;
         call.keep(sent.views.iter().flat_map(Tokens::views).chain(output.views()));
-        self.in_waves(&call, |wave| {
-            let phases = if wave == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_dispatch(&call, phases, wave, sent.lease.raw(), sent.tokens, Some(out))
+        self.in_rounds(&call, |round| {
+            let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
+            self.launch_dispatch(&call, phases, round, sent.lease.raw(), sent.tokens, Some(out))
         })?;
         Ok(self.handle(sent, output))
     }
 
-    /// Brings the experts' rows home and sums them there, in one kernel. All ranks combine the same dispatches in the
-    /// same order; a context in which they do not is closed by [`Error::Order`], or between nodes perhaps by `Timeout`.
+    /// Brings the experts' rows back to the tokens' source ranks and sums them there, in one kernel. All ranks combine
+    /// the same dispatches in the same order. A breach closes the context with [`Error::Order`], or between nodes with
+    /// a `Timeout` that may come first.
     ///
     /// # Errors
-    /// As for [`dispatch`](Self::dispatch). An error of the combined dispatch may come back here, and then this combine
-    /// was not enqueued: after [`Capacity` and `Routing`](crate#errors) make it again, as the other ranks wait for it.
+    /// As for [`dispatch`](Self::dispatch). This call may return an error of the combined dispatch, and then this
+    /// combine was not enqueued: after [`Capacity` and `Routing`](crate#errors) make it again, since the other ranks
+    /// wait for it.
     pub fn combine(&self, stream: &Stream, handle: &Handle, rows: &Rows, out: &Combined) -> Result<()> {
         self.check()?;
         self.own("handle", handle.context)?;
@@ -279,13 +282,13 @@ impl AllToAll {
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&handle.lease)?;
         call.keep(rows.views().chain([&out.out]));
-        self.in_waves(&call, |wave| self.launch_combine(&call, BOTH_PHASES, wave, handle, sent, Some(sums)))?;
+        self.in_rounds(&call, |round| self.launch_combine(&call, BOTH_PHASES, round, handle, sent, Some(sums)))?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
-    /// The sending half of [`combine`](Self::combine). The rows may be reused once the stream has passed this call, or,
-    /// where calls go in several waves, the receiving half.
+    /// The sending half of [`combine`](Self::combine). The rows may be reused once the stream has passed this call, or
+    /// with several rounds, once it has passed the receiving half.
     ///
     /// # Errors
     /// As for [`combine`](Self::combine).
@@ -298,14 +301,14 @@ impl AllToAll {
         call.keep(rows.views());
         self.launch_combine(&call, raw::TY_PHASE_SEND, 0, handle, sent, None)?;
         self.counters.combines.fetch_add(1, Ordering::Relaxed);
-        let views = (self.plan.waves > 1).then(|| rows.clone());
+        let views = (self.plan.rounds > 1).then(|| rows.clone());
         Ok(CombineSent { handle: handle.share(), rows: sent, views, _half: call.half(&handle.lease) })
     }
 
     /// The receiving half of [`combine`](Self::combine).
     ///
     /// # Errors
-    /// As for [`combine`](Self::combine). The error comes with `sent`: unless the context is closed, give `sent` again.
+    /// As for [`combine`](Self::combine). The error returns `sent`: unless the context is closed, call again with it.
     pub fn combine_recv(
         &self,
         stream: &Stream,
@@ -328,16 +331,16 @@ impl AllToAll {
         let mut call = self.begin_call(stream, COMBINES)?;
         call.uses(&sent.handle.lease)?;
         call.keep(sent.views.iter().flat_map(Rows::views).chain([&out.out]));
-        self.in_waves(&call, |wave| {
-            let phases = if wave == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
-            self.launch_combine(&call, phases, wave, &sent.handle, sent.rows, Some(sums))
+        self.in_rounds(&call, |round| {
+            let phases = if round == 0 { raw::TY_PHASE_RECEIVE } else { BOTH_PHASES };
+            self.launch_combine(&call, phases, round, &sent.handle, sent.rows, Some(sums))
         })
     }
 
-    /// A barrier of all ranks on their streams: nothing behind it runs before every rank's stream came here.
+    /// A barrier of all ranks on their streams: later work of a stream runs only after every rank's stream came here.
     ///
     /// # Errors
-    /// Whatever [`check`](Self::check) finds, be it of an earlier call: then this barrier was not enqueued, as for
+    /// Whatever [`check`](Self::check) returns, also of an earlier call: then this barrier was not enqueued, as for
     /// [`dispatch`](Self::dispatch). `Argument` for a stream of another device; `Device` where the driver refuses.
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
         self.check()?;
@@ -346,17 +349,17 @@ impl AllToAll {
         self.launch(stream, "ty_barrier", 1, CPU_BLOCK, raw::TY_COMBINE_SHARED_BYTES, &args)
     }
 
-    /// What the device, the proxy or a peer found since the last look. Never waits: what a call found is there once its
-    /// stream has passed the call.
+    /// Returns an error that the device, the proxy or a peer has reported since the last `check`. Never waits: the
+    /// errors of a call are there once the call's stream has passed the call.
     ///
-    /// One look returns one error: first the one by which the device closed the context, then one of dispatch, then one
-    /// of combine, then what ended this rank's proxy. An error that closed the context comes back at every look, any
-    /// other once. Of errors that leave the context open, one a direction is kept, the newest: the error of a later
-    /// dispatch takes the place of an earlier dispatch's that nobody has read. Look after every call or replay whose
-    /// errors matter, until `check` returns `Ok` or a fatal error.
+    /// `check` returns one error at a time: first the error with which the device closed the context, then one of
+    /// dispatch, then one of combine, then the error that ended this rank's proxy. Every `check` returns an error that
+    /// closed the context; any other error is returned once. Of errors that leave the context open, only the newest per
+    /// direction is kept: the error of a later dispatch replaces an unread error of an earlier dispatch. Call `check`
+    /// after every call or replay whose errors matter, until it returns `Ok` or a fatal error.
     ///
-    /// [Errors](crate#errors) has what outputs hold after an error, and how to go on. [Epochs](Error#epochs) has which
-    /// call an error is of.
+    /// [Errors](crate#errors) lists what outputs hold after an error, and how to go on. [Epochs](Error#epochs) explains
+    /// which call an error belongs to.
     ///
     /// # Errors
     /// `Generation` once this rank has regrouped, whatever closed the context before; `Routing`, `Capacity`,
@@ -376,13 +379,13 @@ impl AllToAll {
     /// Other ranks whose routing was unusable, by their ranks in the first generation. Each comes with the
     /// [epoch](Error#epochs) of its last such dispatch that this rank received, which the other rank's own `Routing`
     /// error names. The other rank sent no tokens in that dispatch. This rank has no error of it, so
-    /// [`check`](Self::check) does not tell of it. Good dispatches that follow do not remove an entry. Never waits:
-    /// what a call heard is there once the stream has passed the call.
+    /// [`check`](Self::check) does not report it. Later good dispatches do not remove an entry. Never waits: the
+    /// entries of a call are there once the stream has passed the call.
     pub fn refused_sources(&self) -> Vec<(Rank, u64)> {
         self.open.memory.reports.refused().map(|(rank, epoch)| (self.world.original(rank), epoch)).collect()
     }
 
-    /// Ranks that are gone, as bootstrap and proxy know, by their ranks in the first generation; sorted.
+    /// Lost ranks, as bootstrap and proxy have noticed, by their ranks in the first generation; sorted.
     pub fn lost_peers(&self) -> Vec<Rank> {
         let mut lost: Vec<Rank> = self.losses().into_iter().map(|(rank, _)| rank).collect();
         lost.sort_unstable();
@@ -390,7 +393,7 @@ impl AllToAll {
         lost
     }
 
-    /// The same, each with how that was noticed, as the proxy has it where both know.
+    /// Lost ranks, each with its cause: the proxy's where proxy and bootstrap both have noticed.
     fn losses(&self) -> Vec<(Rank, String)> {
         let mut lost = self.open.opening.as_ref().map(Opening::losses).unwrap_or_default();
         let gone = |rank| (self.world.original(rank), "whose connection for bootstrap has ended".to_owned());
@@ -398,7 +401,7 @@ impl AllToAll {
         lost
     }
 
-    /// By rank of the first generation: whether it takes part. Tokens for experts of one that does not are dropped.
+    /// By rank of the first generation: whether the rank takes part. Tokens for experts of other ranks are dropped.
     pub fn mask(&self) -> Vec<bool> {
         let mut mask = vec![false; self.world.first_size()];
         for member in self.world.members() {
@@ -409,14 +412,14 @@ impl AllToAll {
         mask
     }
 
-    /// What the device said of its last dispatch: when its blocks came through each stage, and when it heard of each
-    /// rank; without waiting for the device, so that a call under way may show in part. `None` unless the context was
-    /// built with [`statistics`](super::Tuning::statistics). Rows per expert: see [`Output::host_counts`].
+    /// Times of the device's last dispatch: when its blocks completed each stage, and when each rank's counts arrived.
+    /// Does not wait for the device, so a call under way may show in part. `None` unless the context was built with
+    /// [`statistics`](super::Tuning::statistics). Rows per expert: see [`Output::host_counts`].
     pub fn dispatch_statistics(&self) -> Option<CallStatistics> {
         self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_DISPATCH))
     }
 
-    /// As [`dispatch_statistics`](Self::dispatch_statistics), of combine.
+    /// As [`dispatch_statistics`](Self::dispatch_statistics), of combine and its flags.
     pub fn combine_statistics(&self) -> Option<CallStatistics> {
         self.open.memory.statistics.as_ref().map(|statistics| statistics.call(raw::TY_DIRECTION_COMBINE))
     }
@@ -429,7 +432,7 @@ impl AllToAll {
         Some((0..self.world.size()).map(|rank| statistics.rows_to(Rank(rank as u32)) * bytes).collect())
     }
 
-    /// Counts of what was enqueued and found.
+    /// Counts of the calls enqueued and the errors returned.
     pub fn stats(&self) -> Stats {
         Stats {
             dispatches: self.counters.dispatches.load(Ordering::Relaxed),
@@ -458,10 +461,10 @@ impl AllToAll {
         self.flags
     }
 
-    /// The output in the arena, into which every dispatch goes; `None` unless the context was built with
-    /// [`own_output`](super::Tuning::own_output). What is there stays until the next dispatch begins.
-    pub fn own_output(&self) -> Option<OwnOutput> {
-        let (capacity, align) = self.shape.own_output?;
+    /// The in-place output in the arena, to which every dispatch writes; `None` unless the context was built with
+    /// [`in_place`](super::Tuning::in_place). Its rows stay until the next dispatch begins.
+    pub fn in_place(&self) -> Option<InPlaceOutput> {
+        let (capacity, align) = self.shape.in_place?;
         let base = *self.context.peer_base.get(self.context.local as usize)?;
         let owner = self.open.memory.arena.as_ref()?;
         let view = |region: &raw::ty_region, row_bytes: usize| {
@@ -469,15 +472,15 @@ impl AllToAll {
             View::owned(self.device.place(), span, owner.clone())
         };
         let regions = &self.plan.regions;
-        Some(OwnOutput {
+        Some(InPlaceOutput {
             layout: Layout::Contiguous { align, capacity },
-            rows: view(&regions.own_rows, self.shape.row_bytes),
+            rows: view(&regions.in_place_rows, self.shape.row_bytes),
             pitch_bytes: self.shape.row_bytes,
-            scales: (self.shape.scale_words > 0).then(|| view(&regions.own_scales, 4 * self.shape.scale_words)),
+            scales: (self.shape.scale_words > 0).then(|| view(&regions.in_place_scales, 4 * self.shape.scale_words)),
         })
     }
 
-    /// Blocks of a kernel.
+    /// Thread blocks per kernel.
     pub fn sms(&self) -> u32 {
         self.sms
     }
@@ -486,8 +489,7 @@ impl AllToAll {
         Needs::new(&self.shape, self.device.place())
     }
 
-    /// Where this rank's arena and its kernels' `ty_state` lie, for tests of what kernels make of words that no call
-    /// leaves.
+    /// Addresses of this rank's arena and of its kernels' `ty_state`, for tests that write words which no call leaves.
     #[doc(hidden)]
     pub fn addresses(&self) -> Option<[u64; 2]> {
         Some([*self.context.peer_base.get(self.context.local as usize)?, self.context.state])
@@ -499,7 +501,7 @@ impl AllToAll {
             let advice = "the caller sums a token's rows before combine, so weights must come with dispatch";
             return Err(Error::config("layout", "token", advice));
         }
-        if let Some(own) = self.own_output() {
+        if let Some(own) = self.in_place() {
             own.check(output)?;
         }
         let mut needs = needs.written();
@@ -508,18 +510,18 @@ impl AllToAll {
         Ok(out)
     }
 
-    /// Refuses halves of a call where rows leave once counts are here.
+    /// Refuses halves of a call with in-place output, whose rows leave after all counts have arrived.
     fn check_split(&self) -> Result<()> {
-        if self.shape.own_output.is_none() {
+        if self.shape.in_place.is_none() {
             return Ok(());
         }
-        let advice = "with an output in the arena rows leave once all counts are here, so that a call has no halves; use \
-                      dispatch, or a context without own_output";
-        Err(Error::config("own_output", "of a split dispatch", advice))
+        let advice = "with in-place output rows leave after all counts have arrived, so a call has no halves; use \
+                      dispatch, or a context without in_place";
+        Err(Error::config("in_place", "of a split dispatch", advice))
     }
 
-    /// Until what it gives is dropped, launches are of the caller's call alone, behind earlier ones of the chain. No
-    /// peer and no kernel is waited for meanwhile, unless the driver's queue of launches is full.
+    /// Begins a call. Until the returned `Call` is dropped, all launches are of this call, after earlier calls of the
+    /// chain. The host waits for no peer and no kernel, unless the driver's queue of launches is full.
     fn begin_call<'a>(&'a self, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
         self.device.expect_own("stream", stream.device())?;
         Call::begin(&self.open, stream, chain)
@@ -538,7 +540,7 @@ impl AllToAll {
 
     fn sent(&self, lease: Arc<Lease>, tokens: &Tokens, input: raw::ty_tokens) -> Result<Sent> {
         let room = tokens.room(&self.shape)?;
-        let views = (self.plan.waves > 1).then(|| tokens.clone());
+        let views = (self.plan.rounds > 1).then(|| tokens.clone());
         Ok(Sent { lease, room, tokens: input, views, context: self.id() })
     }
 
@@ -553,21 +555,21 @@ impl AllToAll {
         Handle { lease: sent.lease.clone(), room: sent.room, rows, layout: output.layout, context: self.id() }
     }
 
-    /// Launches a call wave by wave. Where the driver refuses a later one, the call is half enqueued for good, which
-    /// closes the context; but nothing of one that was to be recorded runs before its graph does.
-    fn in_waves(&self, call: &Call<'_>, launch: impl Fn(usize) -> Result<()>) -> Result<()> {
-        (0..self.plan.waves).try_for_each(|wave| {
-            launch(wave).map_err(|error| if wave > 0 && !call.is_recorded() { self.end(wave, error) } else { error })
+    /// Launches a call round by round. If the driver refuses a later round, the call is half enqueued for good, which
+    /// closes the context. A recorded call does not close it: nothing of the call runs before its graph does.
+    fn in_rounds(&self, call: &Call<'_>, launch: impl Fn(usize) -> Result<()>) -> Result<()> {
+        (0..self.plan.rounds).try_for_each(|round| {
+            launch(round).map_err(|error| if round > 0 && !call.is_recorded() { self.end(round, error) } else { error })
         })
     }
 
-    /// Closes the context over a call that is half enqueued; answers why.
+    /// Closes the context because a call is half enqueued; returns the error.
     #[cold]
-    fn end(&self, wave: usize, error: Error) -> Error {
-        let waves = self.plan.waves;
+    fn end(&self, round: usize, error: Error) -> Error {
+        let rounds = self.plan.rounds;
         let error = match error {
             Error::Device { what, advice, code, source, .. } => {
-                let what = format!("{what} (launch {} of the {waves} of a call, of which it has {wave})", wave + 1);
+                let what = format!("{what} (launch {} of the {rounds} of a call, of which it has {round})", round + 1);
                 let advice = format!("{advice}; the call stays unfinished, so build a new context on all ranks");
                 Error::Device { what, advice, fatal: true, code, source }
             }
@@ -581,7 +583,7 @@ impl AllToAll {
         &self,
         call: &Call<'_>,
         phases: u32,
-        wave: usize,
+        round: usize,
         handle: raw::ty_handle,
         tokens: raw::ty_tokens,
         output: Option<raw::ty_output>,
@@ -592,7 +594,7 @@ impl AllToAll {
             tokens,
             output: output.unwrap_or_default(),
             phases,
-            wave: wave as u32,
+            round: round as u32,
         };
         let (kernel, shared) = pick::dispatch(&args);
         self.launch(call.stream(), kernel, self.sms, self.block, shared, &args)
@@ -602,7 +604,7 @@ impl AllToAll {
         &self,
         call: &Call<'_>,
         phases: u32,
-        wave: usize,
+        round: usize,
         handle: &Handle,
         rows: SentRows,
         sums: Option<Sums>,
@@ -619,7 +621,7 @@ impl AllToAll {
             accumulate: sums.map_or(0, |sums| sums.accumulate),
             layout: handle.layout.code(),
             phases,
-            wave: wave as u32,
+            round: round as u32,
             tokens: handle.room as u32,
         };
         let kernel = pick::combine(&args, self.shape.combine_dtype, self.shape.partial);
@@ -637,8 +639,8 @@ impl AllToAll {
     ) -> Result<()> {
         #[cfg(test)]
         tests::launched()?;
-        // SAFETY: the views in `args` were held against what the kernel does with them, and are of this device; the
-        // rest is the context's memory, which waits for its streams as it goes.
+        // SAFETY: the views in `args` were checked against what the kernel does with them, and are of this device; the
+        // rest is the context's memory, which waits for its streams before it is freed.
         unsafe { stream.launch(kernel, grid, block, shared, args) }
     }
 }

@@ -1,15 +1,15 @@
-//! Calls of which the driver takes some launches and refuses the next.
+//! Calls with some launches that the driver accepts and a next one that it refuses.
 
 use super::*;
 use crate::bindings::api::TokenCount;
 use std::cell::Cell;
 
-const WAVES: usize = 3;
+const ROUNDS: usize = 3;
 const PATIENCE: Duration = Duration::from_secs(10);
 const ALL: usize = usize::MAX;
 
 thread_local! {
-    /// How many more launches of this thread's calls the driver takes.
+    /// How many more launches of this thread's calls the driver accepts.
     static TAKEN: Cell<usize> = const { Cell::new(ALL) };
 }
 
@@ -25,7 +25,7 @@ pub(super) fn launched() -> Result<()> {
     }
 }
 
-/// Makes a call of which the driver takes so many launches.
+/// Makes a call; the driver accepts `launches` launches of it.
 fn taking<T>(launches: usize, call: impl FnOnce() -> T) -> T {
     TAKEN.set(launches);
     let outcome = call();
@@ -33,7 +33,7 @@ fn taking<T>(launches: usize, call: impl FnOnce() -> T) -> T {
     outcome
 }
 
-/// A rank by itself, whose calls go in three waves.
+/// A world of one rank, whose calls go in three rounds.
 struct Alone {
     ep: AllToAll,
     stream: Stream,
@@ -46,21 +46,21 @@ impl Alone {
     fn new() -> Alone {
         let (world, device) = (World::threads(1).unwrap().remove(0), Device::cpu().unwrap());
         let ep = AllToAll::builder(&world).device(device.clone()).hidden(8).experts(2).top_k(1);
-        let ep = ep.max_tokens_per_rank(WAVES).tuning(|tuning| tuning.wave_tokens = Some(1)).timeout(PATIENCE);
+        let ep = ep.max_tokens_per_rank(ROUNDS).tuning(|tuning| tuning.round_tokens = Some(1)).timeout(PATIENCE);
         let view = |bytes: usize| {
             let buffer = device.alloc(bytes).unwrap();
             buffer.fill(0).unwrap();
             buffer.view()
         };
-        let input = Tokens::new(view(16 * WAVES), view(4 * WAVES), TokenCount::Host(WAVES));
-        let layout = Layout::Contiguous { align: 1, capacity: WAVES };
+        let input = Tokens::new(view(16 * ROUNDS), view(4 * ROUNDS), TokenCount::Host(ROUNDS));
+        let layout = Layout::Contiguous { align: 1, capacity: ROUNDS };
         let (ep, stream) = (ep.build().unwrap(), device.new_stream().unwrap());
-        assert_eq!(ep.waves(), WAVES);
-        let (input, output) = (input.topk_weight(view(4 * WAVES)), Output::new(layout, view(16 * WAVES), view(8)));
-        Alone { ep, stream, input, output, out: Combined::new(view(16 * WAVES)) }
+        assert_eq!(ep.rounds(), ROUNDS);
+        let (input, output) = (input.topk_weight(view(4 * ROUNDS)), Output::new(layout, view(16 * ROUNDS), view(8)));
+        Alone { ep, stream, input, output, out: Combined::new(view(16 * ROUNDS)) }
     }
 
-    /// Calls of which the driver takes so many launches of one, by its number.
+    /// Makes the calls of number `call`; the driver accepts `launches` launches of one of them.
     fn call(&self, call: usize, launches: usize) -> Result<()> {
         let Alone { ep, stream, input, output, out } = self;
         let rows = Rows::new(output.rows.clone());
@@ -103,7 +103,7 @@ const CALLS: usize = 4;
 
 #[test]
 fn a_call_that_is_half_enqueued_closes_its_context() {
-    for (call, launches) in (0..CALLS).flat_map(|call| (1..WAVES).map(move |launches| (call, launches))) {
+    for (call, launches) in (0..CALLS).flat_map(|call| (1..ROUNDS).map(move |launches| (call, launches))) {
         let rank = Alone::new();
         rank.good_calls();
         let before = rank.ep.stats();

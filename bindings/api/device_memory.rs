@@ -1,8 +1,8 @@
-//! What a context has besides its arena: tables, words and handles in device memory, and what kernels are told of all
-//! that.
+//! Memory of a context besides its arena: tables, words and handles in device memory, and the `ty_context` that gives
+//! kernels their addresses.
 //!
-//! Beside the data path: runs on the caller's thread while a context is built. Whatever fails here fails on one rank,
-//! before the exchange that tells the others.
+//! Beside the data path: runs on the caller's thread while a context is built. A failure here is one rank's, before the
+//! exchange that notifies the others.
 
 use super::builder::AllToAllBuilder;
 use super::format::Scales;
@@ -13,7 +13,9 @@ use super::report::Reports;
 use super::shape::{Shape, Weights};
 use super::sms::sms_of;
 use super::statistics::Statistics;
-use super::tables::{even_experts, home_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words};
+use super::tables::{
+    even_experts, expert_owner_words, inverse, nobody_left, owner_words, pack_words, reciprocal, state_words,
+};
 use super::tuning::ArenaPlace;
 use crate::base::{Error, Rank, Result};
 use crate::ffi::layout as raw;
@@ -26,21 +28,21 @@ use crate::transport::network::DeviceNeeds;
 use crate::transport::{Arena, PeerMap};
 use std::sync::Arc;
 
-/// Tokens of a tile of META, where the caller does not choose: the fewer, the sooner its block is through, but each
-/// block has little to do then beside what it costs to begin (docs/performance.md).
-const META_TILE: usize = 256;
+/// Tokens of a tile of routing metadata, where the caller does not choose. A smaller tile is done sooner, but its block
+/// then has little work beside its fixed cost (docs/performance.md).
+const METADATA_TILE: usize = 256;
 
-/// Refuses an arena in memory of a GPU that the network does not reach.
+/// Refuses an arena in GPU memory that the network does not reach.
 fn check_reach(needs: DeviceNeeds, gpu: Option<usize>, place: ArenaPlace) -> Result<()> {
     if !needs.host_memory || gpu.is_none() || place == ArenaPlace::Host {
         return Ok(());
     }
-    let advice = "the network between nodes moves bytes by the processor, which does not reach a GPU's memory: give \
+    let advice = "the network between nodes copies with the processor, which does not reach a GPU's memory: give \
                   arena(ArenaPlace::Host), or a proxy over a network that reaches it";
     Err(Error::config("arena", "Device", advice))
 }
 
-/// What a rank allocates for itself.
+/// Memory that a rank allocates for itself.
 pub struct Local {
     pub device: Device,
     pub arena: Arena,
@@ -56,21 +58,22 @@ pub struct Local {
 /// Tables in device memory.
 pub struct Tables {
     state: DeviceBuffer,
-    expert_home: DeviceBuffer,
+    expert_owner: DeviceBuffer,
     even_experts: u32,
     tiling: Tiling,
     /// Tags of tiles, then their rows.
     tiles: DeviceBuffer,
     source_owner: DeviceBuffer,
     rank_names: DeviceBuffer,
-    /// Ranks behind links of dispatch, then behind its sources.
+    /// Target ranks of the links of dispatch.
     rails: DeviceBuffer,
+    /// Source ranks of the links of dispatch.
     served: DeviceBuffer,
-    /// What the relay passes on, counts of packed rows.
+    /// Words that the relay passes on, and counts of packed rows.
     relay: DeviceBuffer,
 }
 
-/// What a rank's kernels find besides the arena.
+/// Memory of a rank's kernels besides the arena.
 pub struct Shared<'a> {
     pub tables: &'a Tables,
     pub reports: &'a Reports,
@@ -78,7 +81,7 @@ pub struct Shared<'a> {
     pub proxied: Option<&'a Proxied>,
 }
 
-/// A context's number at its proxy, and the words that they share.
+/// A context's number at its proxy, and the words that kernels and proxy share.
 pub struct Proxied {
     pub number: Number,
     pub words: SharedWords,
@@ -128,7 +131,7 @@ impl Local {
         let tiling = Tiling::of(builder, shape);
         let tables = Tables {
             state: upload(&device, &state_words(builder.tuning.first_epoch, blocks))?,
-            expert_home: upload(&device, &home_words(placement, &shape.nodes))?,
+            expert_owner: upload(&device, &expert_owner_words(placement, &shape.nodes))?,
             even_experts: even_experts(placement, &shape.nodes),
             tiling,
             tiles: upload(&device, &vec![0; tiling.tags() + tiling.row_words()])?,
@@ -141,21 +144,21 @@ impl Local {
         let reports = Reports::allocate(&device, shape.ranks)?;
         let statistics =
             builder.tuning.statistics.then(|| Statistics::allocate(&device, blocks, shape.ranks)).transpose()?;
-        let pool = Pool::new(&device, shape, plan.waves, (builder.tuning.handles, builder.tuning.ordered))?;
+        let pool = Pool::new(&device, shape, plan.rounds, (builder.tuning.handles, builder.tuning.ordered))?;
         Ok(Local { device, arena, tables, reports, statistics, pool, proxied, budget })
     }
 }
 
-/// How META of a call is cut: into tiles of tokens, which blocks of a rank build side by side.
+/// Tiles of a call's routing metadata: blocks of a rank build tiles of tokens in parallel.
 #[derive(Debug, Clone, Copy)]
 struct Tiling {
-    /// Of 32 tokens each, in a tile.
+    /// Bitmap words of a tile, 32 tokens each.
     words: u32,
-    /// Tiles of a call at the most.
+    /// Most tiles of a call.
     most: u32,
     /// Pairs of a source, own or served, and a rank of the node.
     pairs: usize,
-    /// Counts of a tile: experts of a rank at the most, and the rank.
+    /// Counts of a tile: most experts of a rank, and one for the rank.
     counts: usize,
 }
 
@@ -163,7 +166,7 @@ impl Tiling {
     fn of(builder: &AllToAllBuilder, shape: &Shape) -> Tiling {
         let counts = shape.max_local_experts + 1;
         let room = raw::TY_BITMAP_WORDS as usize / counts;
-        let words = builder.tuning.meta_tile.unwrap_or(META_TILE).div_ceil(32).clamp(1, room.max(1));
+        let words = builder.tuning.meta_tile.unwrap_or(METADATA_TILE).div_ceil(32).clamp(1, room.max(1));
         let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
         Tiling {
             words: words as u32,
@@ -177,13 +180,13 @@ impl Tiling {
         self.pairs * self.most as usize
     }
 
-    /// Words of 64 bits that counts of 32 take.
+    /// 64-bit words that 32-bit counts take.
     fn row_words(&self) -> usize {
         (self.tags() * self.counts).div_ceil(2)
     }
 }
 
-/// Where things lie in the relay's table, in words.
+/// Offsets in the relay's table, in words.
 struct Relay {
     free: usize,
     counters: usize,
@@ -194,7 +197,7 @@ impl Relay {
     fn of(plan: &Plan) -> Relay {
         let Some((wire, _)) = &plan.wire else { return Relay { free: 0, counters: 0, words: 1 } };
         let counts = wire.word_counts();
-        let free = counts.landed;
+        let free = counts.arrived;
         let counters = free + counts.staging_free;
         Relay { free, counters, words: counters + counts.doorbells.div_ceil(2) + 1 }
     }
@@ -236,8 +239,8 @@ pub fn device_context(
         local_experts: shape.local_experts as u32,
         top_k: shape.top_k as u32,
         max_tokens: shape.max_tokens as u32,
-        waves: plan.waves as u32,
-        wave_tokens: plan.wave_tokens as u32,
+        rounds: plan.rounds as u32,
+        round_tokens: plan.round_tokens as u32,
         hidden: shape.hidden as u32,
         weights: match shape.weights {
             Weights::Dispatch => raw::TY_WEIGHTS_DISPATCH,
@@ -246,7 +249,7 @@ pub fn device_context(
         },
         row_bytes: shape.row_bytes as u32,
         scale_words: shape.scale_words as u32,
-        // Vectors of 16 elements; a scale is for 128 of those, and a word has one or four of them.
+        // From vectors of 16 elements to scale words: a scale covers 128 elements, and a word holds one or four scales.
         scale_shift: match shape.format.scales {
             Scales::None => 31,
             Scales::F32 => 3,
@@ -270,14 +273,14 @@ pub fn device_context(
         counts_inverse: inverse(shape.local_experts as u32 + 3),
         choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
         free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
-        guarded: 0, // the call says so
+        guarded: 0, // set by each call
         reserved: 0,
-        // What some waits add to it must not make it small.
+        // Some waits add to it, which must not overflow.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
         first_epoch: builder.tuning.first_epoch,
         state: tables.state.view().ptr(),
         errors: reports.records_address(),
-        expert_home: tables.expert_home.view().ptr(),
+        expert_owner: tables.expert_owner.view().ptr(),
         rank_names: if nobody_left(&shape.nodes) { 0 } else { tables.rank_names.view().ptr() },
         source_owner: tables.source_owner.view().ptr(),
         stats: statistics.map_or(0, Statistics::device_address),
@@ -291,26 +294,26 @@ pub fn device_context(
     }
 }
 
-/// What lies between nodes, as the device needs it.
+/// The wire between nodes, as kernels take it.
 fn device_wire(plan: &Plan, rank: Rank, tables: &Tables, proxied: Option<&Proxied>) -> raw::ty_wire {
     let (Some((wire, messages)), Some(proxied)) = (&plan.wire, proxied) else { return raw::ty_wire::default() };
     let relay = Relay::of(plan);
     let table = |word: usize| tables.relay.view().ptr() + 8 * word as u64;
     let mut first_counter = 0;
-    let lanes = Direction::ALL.map(|direction| {
-        let lane = device_lane(wire, &messages[direction.index()], direction, rank, first_counter);
-        first_counter += lane.links * lane.chunks;
-        lane
+    let layouts = Direction::ALL.map(|direction| {
+        let layout = wire_layout(wire, &messages[direction.index()], direction, rank, first_counter);
+        first_counter += layout.links * layout.chunks;
+        layout
     });
-    let [doorbells, chunk_counts, host_landed, host_free, host_lost] = proxied.words.addresses;
+    let [doorbells, chunk_counts, host_arrivals, host_free, host_lost] = proxied.words.addresses;
     raw::ty_wire {
-        lanes,
+        layouts,
         doorbells,
         chunk_counts,
-        host_landed,
+        host_arrivals,
         host_free,
         host_lost,
-        landed: table(0),
+        arrived: table(0),
         free: table(relay.free),
         counters: table(relay.counters),
         rails: tables.rails.view().ptr(),
@@ -318,32 +321,38 @@ fn device_wire(plan: &Plan, rank: Rank, tables: &Tables, proxied: Option<&Proxie
     }
 }
 
-fn device_lane(wire: &Wire, message: &Message, direction: Direction, rank: Rank, first_counter: u32) -> raw::ty_lane {
-    let (staging, inbox, lane) = (wire.staging(direction), wire.inbox(direction), wire.lane(direction));
-    if lane.chunks == 0 {
-        return raw::ty_lane::default();
+fn wire_layout(
+    wire: &Wire,
+    message: &Message,
+    direction: Direction,
+    rank: Rank,
+    first_counter: u32,
+) -> raw::ty_wire_layout {
+    let (staging, recv_buffer, shape) = (wire.staging(direction), wire.recv_buffer(direction), wire.shape(direction));
+    if shape.chunks == 0 {
+        return raw::ty_wire_layout::default();
     }
     let (link, chunk) = (LinkIdx(0), ChunkIdx(0));
-    raw::ty_lane {
+    raw::ty_wire_layout {
         staging: staging.base,
         staging_parity: staging.parity,
         staging_link: staging.slot,
-        inbox: inbox.base,
-        inbox_parity: inbox.parity,
-        inbox_source: inbox.slot,
+        recv_buffer: recv_buffer.base,
+        recv_buffer_parity: recv_buffer.parity,
+        recv_buffer_source: recv_buffer.slot,
         rows_offset: message.rows_offset,
         chunk_rows: message.chunk_rows,
         chunk_shift: message.chunk_shift,
         header_bytes: message.header_bytes,
         row_bytes: message.row_bytes,
-        chunks: u32::from(lane.chunks),
+        chunks: u32::from(shape.chunks),
         targets: wire.targets(direction, rank).len() as u32,
         sources: wire.sources(direction, rank).len() as u32,
         links: wire.links(direction) as u32,
-        inboxes: wire.inboxes(direction) as u32,
+        recv_buffers: wire.recv_buffers(direction) as u32,
         first_doorbell: wire.doorbell_word(direction, 0, link, chunk) as u32,
         first_link_word: wire.chunks_word(direction, 0, link) as u32,
-        first_landed: wire.landing_word(direction, 0, 0) as u32,
+        first_arrived: wire.arrival_word(direction, 0, 0) as u32,
         first_counter,
         chunk_inverse: inverse(message.chunk_rows),
         reserved: 0,

@@ -1,4 +1,4 @@
-//! What a row is made of: its elements and its scales.
+//! Formats of rows: elements and scales.
 
 use crate::base::{Dtype, Error, Result};
 use std::fmt;
@@ -6,20 +6,21 @@ use std::fmt;
 /// Scales that travel with fp8 rows: one per 128 columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// None; rows are their bytes alone.
+    /// None; rows are elements alone.
     None,
     /// fp32, one word per 128 columns.
     F32,
-    /// UE8M0 exponents, four to a 4-byte word, little end first; unused bytes zero.
+    /// UE8M0 exponents, four in a 4-byte word, in little-endian order; unused bytes are zero.
     Ue8m0,
 }
 
-/// What partial rows travel as. A partial row is an expert rank's sum of its rows of a token, on its way home or to a
-/// rail; between nodes also the sum of a node, on its way home. A rank's part of its own tokens is made and rounded in
-/// the same way. Only the sum of home's own node is not rounded before it is added to those of other nodes.
+/// Format in which partial rows travel. A partial row is an expert rank's sum of its rows of a token, sent back to the
+/// source rank or to a rail; between nodes also the sum of a node, sent back to the source rank. A rank's partial rows
+/// of its own tokens are computed and rounded in the same way. Only the sum of the source's own node is not rounded
+/// before it is added to the sums of other nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Partial {
-    /// The combine dtype: one rounding a level.
+    /// The combine dtype: one rounding per level.
     #[default]
     Same,
     /// fp32: no rounding, and twice the bytes of 16-bit rows.
@@ -28,11 +29,11 @@ pub enum Partial {
     Fp8,
 }
 
-/// Columns of a scale.
+/// Columns of one scale.
 pub(crate) const SCALE_COLUMNS: usize = 128;
 
-/// What a row travels as: the type of its elements, and the scales that go with them. The formats that there are today
-/// are the constants; later versions may have more.
+/// Format of a row: the type of its elements, and its scales. The constants are all formats at present; later versions
+/// may add more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RowFormat {
     pub(crate) dtype: Dtype,
@@ -53,10 +54,10 @@ impl RowFormat {
     /// fp8 e4m3 elements, and a UE8M0 exponent per 128 columns.
     pub const FP8_UE8M0: RowFormat = RowFormat { dtype: Dtype::Fp8E4m3, scales: Scales::Ue8m0 };
 
-    /// The format of such elements with such scales.
+    /// The format with these elements and scales.
     ///
     /// # Errors
-    /// `Config` if elements of that type have no scales.
+    /// `Config` if elements of that type cannot have scales.
     pub fn new(dtype: Dtype, scales: Scales) -> Result<RowFormat> {
         if dtype != Dtype::Fp8E4m3 && scales != Scales::None {
             let advice = format!("{dtype} rows carry no scales; use none, or fp8 rows");

@@ -1,4 +1,4 @@
-//! Handles: what combine needs of a dispatch, in device memory, from a pool that grows by what is in use at once.
+//! Handles: what combine needs of a dispatch, in device memory, from a pool that grows with the handles in use.
 
 use super::calls::{Layout, Rows, Tokens};
 use super::shape::Shape;
@@ -21,11 +21,11 @@ pub(crate) struct Slot {
 pub(crate) struct Pool {
     device: Device,
     ordered: bool,
-    /// Where the parts of a handle lie in its memory, and the memory's length.
+    /// Offsets of a handle's parts in its memory, and the memory's size in bytes.
     offsets: [u64; PARTS],
     bytes: usize,
     free: Mutex<Free>,
-    /// What was last given to a dispatch or a combine.
+    /// The number last given to a dispatch or a combine.
     numbers: AtomicU32,
 }
 
@@ -34,14 +34,14 @@ const PARTS: usize = 10;
 
 struct Free {
     slots: Vec<Slot>,
-    /// Kernels never ended: slots that come back are kept as they are.
+    /// Kernels never ended: returned slots keep their memory for good.
     abandoned: bool,
 }
 
 impl Pool {
     /// Allocates `count` handles.
-    pub fn new(device: &Device, shape: &Shape, waves: usize, (count, ordered): (usize, bool)) -> Result<Arc<Pool>> {
-        let (offsets, bytes) = layout(shape, waves);
+    pub fn new(device: &Device, shape: &Shape, rounds: usize, (count, ordered): (usize, bool)) -> Result<Arc<Pool>> {
+        let (offsets, bytes) = layout(shape, rounds);
         let free = Mutex::new(Free { slots: Vec::with_capacity(count), abandoned: false });
         let pool = Pool { device: device.clone(), ordered, offsets, bytes, free, numbers: AtomicU32::new(0) };
         for _ in 0..count {
@@ -52,12 +52,11 @@ impl Pool {
         Ok(Arc::new(pool))
     }
 
-    /// Takes a handle for work on `queue`: one that was used there last, or else one whose last use the queue can wait
-    /// for, or a new one. Where work is `recorded`, any that is free: its graph waits as it is launched.
+    /// Takes a handle for work on `queue`: a handle last used there, else one whose last use the queue can wait for,
+    /// else a new one. For `recorded` work any free handle: its graph waits when it is launched.
     ///
     /// # Errors
-    /// `Argument` where the stream captures and no handle is free: memory is allocated before. `Device` if there is
-    /// none.
+    /// `Argument` if the stream captures and no handle is free: a capture cannot allocate. `Device` without memory.
     pub fn take(self: &Arc<Pool>, queue: &Queue, recorded: bool) -> Result<Lease> {
         let mut slot = if recorded { self.lock().slots.pop().ok_or_else(none_free)? } else { self.take_eager(queue)? };
         // Combine refuses what an earlier dispatch left in this memory, if this handle's own never runs.
@@ -66,7 +65,7 @@ impl Pool {
         Ok(Lease { last: slot.last.clone(), slot: Some(slot), pool: self.clone() })
     }
 
-    /// Of a dispatch or a combine: another one each time, modulo 2^32, and not TY_HANDLE_EMPTY.
+    /// The next number of a dispatch or a combine, modulo 2^32, never TY_HANDLE_EMPTY.
     pub fn number(&self) -> u32 {
         match self.numbers.fetch_add(1, Ordering::Relaxed).wrapping_add(1) {
             raw::TY_HANDLE_EMPTY => self.number(),
@@ -112,7 +111,8 @@ impl Pool {
         Ok(Slot { _memory: memory, raw, last: Arc::new(LastUse::new(self.ordered)) })
     }
 
-    /// Has all handles keep their memory for good, those in use as they come back: kernels that do not end may use it.
+    /// Keeps the memory of all handles for good, also of handles in use when they come back: kernels that do not end
+    /// may use it.
     pub fn abandon(&self) {
         let mut free = self.lock();
         free.abandoned = true;
@@ -132,7 +132,7 @@ fn none_free() -> Error {
     )
 }
 
-fn layout(shape: &Shape, waves: usize) -> ([u64; PARTS], usize) {
+fn layout(shape: &Shape, rounds: usize) -> ([u64; PARTS], usize) {
     let tokens = shape.ranks * shape.max_tokens;
     let links = shape.nodes.members().len() - 1;
     let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
@@ -141,12 +141,12 @@ fn layout(shape: &Shape, waves: usize) -> ([u64; PARTS], usize) {
         tokens * shape.top_k * 4,
         tokens * shape.top_k * 4,
         tokens * 4,
-        shape.ranks * (waves + 1) * 4,
+        shape.ranks * (rounds + 1) * 4,
         shape.max_tokens * 8,
         links * shape.max_tokens * 4,
-        links * (waves + 1) * 4,
+        links * (rounds + 1) * 4,
         served * shape.max_tokens * 8,
-        served * (waves + 1) * 4,
+        served * (rounds + 1) * 4,
     ];
     let mut offsets = [0u64; PARTS];
     let mut bytes = 0usize;
@@ -157,8 +157,8 @@ fn layout(shape: &Shape, waves: usize) -> ([u64; PARTS], usize) {
     (offsets, bytes)
 }
 
-/// A handle taken from the pool; goes back when dropped. Work that was enqueued with it before may use it still, and
-/// whoever takes it next follows its last use.
+/// A handle taken from the pool; goes back when dropped. Work enqueued with it may then still use it, so the next call
+/// that takes it waits for its last use.
 pub(crate) struct Lease {
     slot: Option<Slot>,
     last: Arc<LastUse>,
@@ -187,8 +187,8 @@ impl Drop for Lease {
     }
 }
 
-/// A call that took what is under way and was refused: the reason, and what it was given, which may be given again.
-/// Converts into [`Error`], so that `?` works where nobody wants it back.
+/// A refused receiving half: the reason, and the [`Sent`] or [`CombineSent`] that the call was given, for another try.
+/// Converts into [`Error`], so that `?` works where it is not needed again.
 pub struct Refused<T> {
     /// Why.
     pub error: Error,
@@ -216,10 +216,10 @@ impl<T> From<Refused<T>> for Error {
     }
 }
 
-/// A dispatch whose rows are under way: [`AllToAll::dispatch_recv`](super::AllToAll::dispatch_recv) takes it. It owns
-/// what it refers to. Whoever drops it abandons the dispatch: the rank never receives it, so every later send of a
-/// dispatch of the context ends in `Order`, and peers that wait for this rank run into their deadlines. The context can
-/// only be dropped then. It can be received once:
+/// A dispatch in flight: [`AllToAll::dispatch_recv`](super::AllToAll::dispatch_recv) takes it. It owns the memory it
+/// refers to. Dropping a `Sent` abandons the dispatch: the rank never receives it, so every later send of a dispatch of
+/// the context ends in `Order`, and peers that wait for this rank reach their deadlines. The context can then only be
+/// dropped. A `Sent` can be received once:
 ///
 /// ```compile_fail,E0382
 /// # use tokenyard::{AllToAll, Output, Sent, Stream};
@@ -232,9 +232,9 @@ impl<T> From<Refused<T>> for Error {
 pub struct Sent {
     pub(crate) lease: Arc<Lease>,
     pub(crate) room: usize,
-    /// Input of the waves that are still to be sent.
+    /// Input of the later rounds.
     pub(crate) tokens: raw::ty_tokens,
-    /// The same as views, which keep it; only where there are such waves.
+    /// The same input as views, which keep its memory; only if there are later rounds.
     pub(crate) views: Option<Tokens>,
     pub(crate) context: u64,
 }
@@ -246,12 +246,12 @@ impl fmt::Debug for Sent {
 }
 
 /// A received dispatch: what combine needs to bring the rows back. A handle may be combined any number of times, the
-/// same on all ranks, and also after further dispatches. Its memory is used again once the handle was dropped and what
-/// was enqueued with it has run; a graph that was captured with it keeps it.
+/// same on all ranks, and also after further dispatches. Its memory is reused once the handle is dropped and the work
+/// enqueued with it has run; a graph that was captured with it keeps it.
 ///
-/// The handle of a captured dispatch stands for that dispatch of the newest replay. Before the first replay there is
-/// none: a combine of the handle is enqueued, returns `Ok`, does nothing, and ends in an [`Error::Order`] that is not
-/// fatal and comes from [`check`](super::AllToAll::check).
+/// The handle of a captured dispatch refers to that dispatch of the newest replay. Before the first replay a combine of
+/// the handle is enqueued, returns `Ok`, does nothing, and ends in an [`Error::Order`] that is not fatal and comes from
+/// [`check`](super::AllToAll::check).
 pub struct Handle {
     pub(crate) lease: Arc<Lease>,
     /// Own tokens for which combine's output must have room.
@@ -275,18 +275,18 @@ impl Handle {
     }
 }
 
-/// A combine whose rows are under way: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns what
-/// it refers to, the handle's memory included. Until the combine is received, launching a graph that dispatches into
+/// A combine in flight: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns the memory it
+/// refers to, the handle's memory included. Until the combine is received, the launch of a graph that dispatches into
 /// the same handle, or combines that handle, is refused. Dropping a `CombineSent` abandons the combine, as with
 /// [`Sent`].
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent {
     pub(crate) handle: Handle,
-    /// Rows of the waves that are still to be sent.
+    /// Rows of the later rounds.
     pub(crate) rows: SentRows,
-    /// The same as views, which keep them; only where there are such waves.
+    /// The same rows as views, which keep their memory; only if there are later rounds.
     pub(crate) views: Option<Rows>,
-    /// Unless it was recorded.
+    /// `None` if the call was recorded.
     pub(crate) _half: Option<Half>,
 }
 

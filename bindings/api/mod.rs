@@ -1,7 +1,7 @@
-//! The interface: contexts and their builder, calls and what these are given, handles, placement, plans, reports.
+//! The interface: contexts and their builder, calls and their arguments, handles, placement, plans, reports.
 //!
-//! Place in the data path: at its head. A call checks what it is given, enqueues kernels and returns. Runs on the
-//! caller's thread. Calls never wait on the host; only building and dropping a context does, with deadlines.
+//! Place in the data path: at its head. A call checks its arguments, enqueues kernels and returns. Runs on the caller's
+//! thread. Calls never wait on the host; building and dropping a context do, with deadlines.
 //!
 //! | what | file |
 //! |---|---|
@@ -33,7 +33,7 @@ mod tables;
 mod tuning;
 
 pub use builder::AllToAllBuilder;
-pub use calls::{Combined, IndexType, Layout, Output, OwnOutput, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
+pub use calls::{Combined, InPlaceOutput, IndexType, Layout, Output, Rows, ScaleOrder, ScaleView, TokenCount, Tokens};
 pub use context::{AllToAll, Stats};
 pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent};

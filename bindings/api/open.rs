@@ -1,8 +1,8 @@
-//! What a context's kernels use, and its place at the proxy: open until the context and every graph of its calls are
-//! gone.
+//! The memory that a context's kernels use, and the context's slot at the proxy. Both stay open until the context and
+//! every graph of its calls are dropped.
 //!
-//! Place: behind `context`, which makes it. It is dropped on the thread that drops the context or the last of these
-//! graphs, and then waits for the context's streams with a deadline.
+//! Place: inside `context`, which makes an `Open`. It is dropped on the thread that drops the context or the last of
+//! these graphs, and then waits for the context's streams with a deadline.
 
 use super::device_memory::Tables;
 use super::handle::{Lease, Pool};
@@ -21,60 +21,60 @@ use std::time::Duration;
 pub(crate) struct Open {
     pub chains: Arc<Chains>,
     pub pool: Arc<Pool>,
-    /// Closed before the arena goes.
+    /// Closed before the arena is freed.
     pub opening: Option<Opening>,
     pub memory: Arc<Memory>,
-    /// How long its kernels may take to end: their own deadline, and a little more.
+    /// How long its kernels may take to end: their own deadline and 5 s.
     pub patience: Duration,
     /// The rank whose context it is, in the first generation.
     pub rank: Rank,
 }
 
-/// What kernels read and write as long as the context is open. On a GPU freeing the first of it waits for all kernels.
+/// What kernels read and write while the context is open. On a GPU the first free of it waits for all kernels.
 pub(crate) struct Memory {
     pub _tables: Tables,
     pub reports: Reports,
     pub statistics: Option<Statistics>,
-    /// Of an output in the arena: keeps it for views, which may be in use when the context has gone.
+    /// Of an in-place output: keeps the arena for views, which may outlive the context.
     pub arena: Option<Owner>,
     pub _peers: Arc<PeerMap>,
-    /// Given back behind all that waits for kernels.
+    /// Given back after everything that waits for kernels.
     pub _budget: Option<Budget<'static>>,
 }
 
 impl Drop for Open {
-    /// Waits for enqueued work, at most a little longer than its own deadlines. What still runs then keeps all memory
-    /// that it may touch, for good: on a GPU freeing any would wait as long as it runs. Of a stream that captures, what
-    /// was enqueued before is waited for; where an engine began the capture, that cannot be known, and the memory is
-    /// kept, too.
+    /// Waits for enqueued work, at most `patience`. Kernels that still run then keep all memory that they may touch,
+    /// for good: on a GPU freeing any of it would wait for them. Of a stream that captures, the drop waits for the work
+    /// enqueued before the capture. Where an engine began the capture, that work is unknown, and the memory is kept,
+    /// too.
     fn drop(&mut self) {
         if !self.chains.lock().drain(self.patience) {
             self.pool.abandon();
             std::mem::forget((self.memory.clone(), self.opening.as_ref().map(Opening::words)));
         }
-        // Takes the arena back from the network: from then on peers' late writes miss it.
+        // Takes the arena back from the network: later writes of peers miss it.
         self.opening = None;
         // Last: a logger may panic, and kernels would run on in memory that is freed.
         log::info!(target: crate::base::targets::CONTEXT, "rank {}: closed", self.rank);
     }
 }
 
-/// A call that is being enqueued. Until it is dropped, no other call of the context is, and no capture of its stream
-/// begins or ends.
+/// A call that is being enqueued. Until it is dropped, no other call of the context is enqueued, and no capture of its
+/// stream begins or ends.
 pub(crate) struct Call<'a> {
     open: &'a Open,
     stream: &'a Stream,
     _enqueued: MutexGuard<'a, Enqueued>,
-    /// Whether the call's launches are to find out which overlap them.
+    /// Whether the call's launches check for launches that overlap them.
     guarded: bool,
-    /// Another library captures the stream: the call runs with that one's graph, of which nothing is known here.
+    /// Another library captures the stream: the call runs with that library's graph, which this crate cannot see.
     foreign: bool,
     /// Of the stream's own capture.
     recording: MutexGuard<'a, Option<Recording>>,
 }
 
 impl<'a> Call<'a> {
-    /// Has the call run behind the last one of its chain, or a capture keep the context.
+    /// Orders the call after the last call of its chain, or has the capture keep the context.
     pub fn begin(open: &'a Arc<Open>, stream: &'a Stream, chain: usize) -> Result<Call<'a>> {
         let (mut enqueued, mut recording) = (open.chains.lock(), stream.enter());
         let foreign = recording.is_none() && stream.is_capturing()?;
@@ -90,7 +90,7 @@ impl<'a> Call<'a> {
         Ok(Call { open, stream, _enqueued: enqueued, guarded, foreign, recording })
     }
 
-    /// Where it is enqueued.
+    /// The stream of the call.
     pub fn stream(&self) -> &Stream {
         self.stream
     }
@@ -100,12 +100,12 @@ impl<'a> Call<'a> {
         raw::ty_context { guarded: self.guarded.into(), ..*context }
     }
 
-    /// Whether it runs with a graph alone.
+    /// Whether the call runs only as part of a graph.
     pub fn is_recorded(&self) -> bool {
         self.foreign || self.recording.is_some()
     }
 
-    /// Has a capture keep what the call was given.
+    /// Has a capture keep the call's arguments.
     pub fn keep<'v>(&mut self, views: impl Iterator<Item = &'v View>) {
         if let Some(recording) = self.recording.as_mut() {
             views.for_each(|view| recording.keep_view(view));
@@ -122,7 +122,7 @@ impl<'a> Call<'a> {
         Ok(lease)
     }
 
-    /// Has the handle last until the call is over, and the call run behind the handle's last use.
+    /// Keeps the handle until the call is over, and orders the call after the handle's last use.
     ///
     /// # Errors
     /// `Device` if the driver refuses.
@@ -138,7 +138,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// That the call's second half, which uses the same handle, is to come; a recorded one comes with its graph.
+    /// Marks that the call's second half, with the same handle, is to come. A recorded half comes with its graph.
     pub fn half(&self, lease: &Lease) -> Option<Half> {
         (!self.is_recorded()).then(|| lease.last_use().open())
     }

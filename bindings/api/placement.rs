@@ -19,7 +19,7 @@ impl Placement {
     /// Expert e lies on rank `floor(e · ranks / experts)`.
     ///
     /// # Errors
-    /// `Config` if there are no ranks or experts, or more than there can be.
+    /// `Config` if there are no ranks or experts, more than 2^20 experts, or more than 16 384 ranks.
     pub fn even(experts: usize, ranks: usize) -> Result<Placement> {
         check_sizes(experts, ranks)?;
         let table = (0..experts).map(|e| (e as u64 * ranks as u64 / experts as u64) as u32).collect();
@@ -29,8 +29,8 @@ impl Placement {
     /// Any placement: `table[e]` is the rank of expert e. A replicated expert is several physical experts.
     ///
     /// # Errors
-    /// `Config` if the table is empty or names a rank outside the world, or there are more experts or ranks than there
-    /// can be.
+    /// `Config` if the table is empty or names a rank outside the world, or if there are more than 2^20 experts or more
+    /// than 16 384 ranks.
     pub fn table(table: Vec<u32>, ranks: usize) -> Result<Placement> {
         check_sizes(table.len(), ranks)?;
         let mut local_experts = vec![Vec::new(); ranks];
@@ -77,7 +77,7 @@ impl Placement {
     }
 }
 
-/// Refuses numbers of experts and ranks for which no table is made.
+/// Refuses numbers of experts and ranks outside the limits of a table.
 fn check_sizes(experts: usize, ranks: usize) -> Result<()> {
     if experts == 0 {
         return Err(Error::config("placement", "empty", "give one rank per expert"));

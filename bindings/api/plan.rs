@@ -5,33 +5,33 @@
 //!
 //! A world of one node keeps every region twice, by the parity of the epoch. Nothing else protects reuse: a rank
 //! writes X(e+2) into its peer only after its own receive of X(e+1), which needed the peer's X(e+1), which the peer
-//! sent only after its receive of X(e) was through. The same holds with several nodes while the arena is small; in a
-//! larger one the big node-local regions (rows, partial rows) exist once, behind free flags.
+//! sent only after its receive of X(e) was done. The same holds with several nodes while the arena is small. In a
+//! larger arena the big node-local regions (rows, partial rows) exist once, protected by free flags.
 
 use crate::base::{Error, Result};
 use crate::ffi::layout as raw;
-use crate::proxy::wire::{Direction, Lane, Nodes, Wire, WireInput, most_chunks, rows_of_chunk};
+use crate::proxy::wire::{Direction, MessageShape, Nodes, Wire, WireInput, most_chunks, rows_of_chunk};
 use crate::transport::network::imm;
 
 /// Bytes that regions and flags are aligned to: two 64-byte lines, since lines are prefetched in pairs.
 const ALIGN: u64 = 128;
-/// Arena of several nodes that larger waves would exceed, where they are chosen.
+/// Largest arena, with several nodes, for which the plan chooses larger rounds.
 const ARENA_BYTES: u64 = 2 << 30;
-/// Tokens of a wave that are never cut further to save memory: a launch would cost more than it sends.
-const LEAST_WAVE: usize = 256;
-/// Receives that messages are cut for, unless they are asked to be cut finer: no NIC need offer more to a context.
+/// Rounds of at most so many tokens are not halved to save memory: a launch would cost more than its rows.
+const LEAST_ROUND: usize = 256;
+/// Receives of a context that the default chunks fit into: no NIC need offer more to a context.
 const RECEIVES: usize = 8192;
 
-/// What the plan depends on.
+/// Everything that the plan depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanInput {
     /// Ranks by node.
     pub nodes: Nodes,
     /// Most tokens a rank dispatches in one call.
     pub max_tokens: usize,
-    /// Tokens of each rank in a wave: what a call sends at once. `None` to choose: all of them, but with several nodes
-    /// no more than keep the arena within 2 GiB.
-    pub wave_tokens: Option<usize>,
+    /// Tokens of each rank in a round. `None` to choose: all of them, but with several nodes halved until the arena is
+    /// within 2 GiB.
+    pub round_tokens: Option<usize>,
     /// Experts a token may name.
     pub top_k: usize,
     /// Bytes of a token row without its scales; a multiple of 16.
@@ -50,15 +50,14 @@ pub struct PlanInput {
     pub nics: u8,
     /// Rows of a chunk between nodes; `None` to choose.
     pub chunk_rows: Option<usize>,
-    /// Receives of a NIC that are meant for one context: where rows of a chunk are to be chosen, they are so many that
-    /// messages do with these.
+    /// Receives of a NIC that are meant for one context: chosen chunks are large enough for messages to need no more.
     pub receives: usize,
-    /// With several nodes: up to which size of the arena, in bytes, received rows and partial rows are kept twice.
+    /// With several nodes: the largest arena, in bytes, in which received rows and partial rows are kept twice.
     pub double_buffer_bytes: u64,
-    /// With one node: up to how many tokens of a wave partial rows arrive without tags.
-    pub arriving_tokens: usize,
-    /// With one node: rows of an output in the arena, into which peers store rows where they belong; 0 for none.
-    pub own_rows: usize,
+    /// With one node: most tokens of a round with which partial rows are LL rows, without tags.
+    pub ll_tokens: usize,
+    /// With one node: rows of an in-place output, into which peers store rows directly; 0 for none.
+    pub in_place_rows: usize,
 }
 
 impl PlanInput {
@@ -71,10 +70,10 @@ impl PlanInput {
 /// The shape of one direction's messages between nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Message {
-    pub lane: Lane,
+    pub shape: MessageShape,
     /// Bytes of each row's header; 0 for none.
     pub header_bytes: u32,
-    /// Pitch of a row; 0 where headers are all.
+    /// Pitch of a row; 0 if messages have headers only.
     pub row_bytes: u32,
     /// From a message's start to its rows.
     pub rows_offset: u32,
@@ -86,7 +85,7 @@ pub(crate) struct Message {
 /// One buffer of the arena.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Buffer {
-    /// What it holds.
+    /// What the buffer holds.
     pub name: String,
     /// Bytes from the arena's start.
     pub offset: u64,
@@ -102,11 +101,11 @@ pub struct Plan {
     pub(crate) regions: raw::ty_regions,
     pub(crate) slot_bytes: usize,
     pub(crate) slots: usize,
-    /// Tokens of each rank in a wave, and waves of a call.
-    pub(crate) wave_tokens: usize,
-    pub(crate) waves: usize,
-    /// What lies between nodes, if there are several, and the messages by direction.
-    pub(crate) wire: Option<(Wire, [Message; raw::TY_LANES as usize])>,
+    /// Tokens of each rank in a round, and rounds of a call.
+    pub(crate) round_tokens: usize,
+    pub(crate) rounds: usize,
+    /// The wire between nodes, if there are several, and the messages by direction.
+    pub(crate) wire: Option<(Wire, [Message; raw::TY_DIRECTIONS as usize])>,
     explanation: String,
 }
 
@@ -140,22 +139,22 @@ impl Plan {
     /// `Config` if the arena would not fit a 64-bit address space, or messages between nodes an immediate's fields.
     #[doc(hidden)]
     pub fn new(input: &PlanInput) -> Result<Plan> {
-        let mut wave_tokens = input.wave_tokens.unwrap_or(input.max_tokens).clamp(1, input.max_tokens.max(1));
+        let mut round_tokens = input.round_tokens.unwrap_or(input.max_tokens).clamp(1, input.max_tokens.max(1));
         if input.nodes.members().len() == 1 {
-            return Plan::of_waves(input, wave_tokens, 2);
+            return Plan::of_rounds(input, round_tokens, 2);
         }
         loop {
-            let plan = Plan::of_waves(input, wave_tokens, 1)?;
-            if input.wave_tokens.is_some() || plan.bytes <= ARENA_BYTES || wave_tokens <= LEAST_WAVE {
-                let twice = Plan::of_waves(input, wave_tokens, 2).ok();
+            let plan = Plan::of_rounds(input, round_tokens, 1)?;
+            if input.round_tokens.is_some() || plan.bytes <= ARENA_BYTES || round_tokens <= LEAST_ROUND {
+                let twice = Plan::of_rounds(input, round_tokens, 2).ok();
                 return Ok(twice.filter(|twice| twice.bytes <= input.double_buffer_bytes).unwrap_or(plan));
             }
-            wave_tokens = wave_tokens.div_ceil(2);
+            round_tokens = round_tokens.div_ceil(2);
         }
     }
 
     /// With `copies` of received rows and partial rows.
-    fn of_waves(input: &PlanInput, wave_tokens: usize, copies: u64) -> Result<Plan> {
+    fn of_rounds(input: &PlanInput, round_tokens: usize, copies: u64) -> Result<Plan> {
         let overflow = || {
             Error::config(
                 "max_tokens_per_rank",
@@ -168,113 +167,129 @@ impl Plan {
             )
         };
         let mut cursor = Cursor { buffers: Vec::new(), next: 0 };
-        let waves = input.max_tokens.div_ceil(wave_tokens);
-        let regions = Self::regions(input, wave_tokens, copies, &mut cursor).ok_or_else(overflow)?;
+        let rounds = input.max_tokens.div_ceil(round_tokens);
+        let regions = Self::regions(input, round_tokens, copies, &mut cursor).ok_or_else(overflow)?;
         let wire =
-            if input.nodes.members().len() > 1 { Some(Self::wire(input, wave_tokens, &mut cursor)?) } else { None };
+            if input.nodes.members().len() > 1 { Some(Self::wire(input, round_tokens, &mut cursor)?) } else { None };
         let plan = Plan {
             bytes: cursor.next,
             buffers: cursor.buffers,
             regions,
             slot_bytes: input.slot_bytes(),
             slots: input.top_k.min(input.nodes.largest()),
-            wave_tokens,
-            waves,
+            round_tokens,
+            rounds,
             wire,
             explanation: String::new(),
         };
         Ok(Plan { explanation: plan.formula(input), ..plan })
     }
 
-    /// The same plan, whose explanation says how many SMs calls take, too.
+    /// The same plan with the number of SMs in its explanation.
     pub(crate) fn with_traffic(mut self, traffic: &str) -> Plan {
         self.explanation.push('\n');
         self.explanation.push_str(traffic);
         self
     }
 
-    /// The assumption and the formula behind the total, for people; of a plan that a builder made, also how many SMs
-    /// calls take and why.
+    /// The assumption and the formula of the total, for people. For a plan of a builder, also the number of SMs of
+    /// calls and the reason.
     pub fn explain(&self) -> &str {
         &self.explanation
     }
 
-    fn regions(input: &PlanInput, wave_tokens: usize, copies: u64, cursor: &mut Cursor) -> Option<raw::ty_regions> {
+    fn regions(input: &PlanInput, round_tokens: usize, copies: u64, cursor: &mut Cursor) -> Option<raw::ty_regions> {
         let ranks = input.nodes.ranks().count() as u64;
         let node_ranks = input.nodes.largest() as u64;
         let several = input.nodes.members().len() > 1;
         let parts = 1 + input.nodes.most_served() as u64;
         let tokens = input.max_tokens as u64;
         let choices = tokens.checked_mul(input.top_k as u64)?;
-        let wave = wave_tokens as u64;
-        let waves = tokens.div_ceil(wave);
-        let places = wave.checked_mul((input.top_k as u64).min(node_ranks))?;
+        let round = round_tokens as u64;
+        let rounds = tokens.div_ceil(round);
+        let places = round.checked_mul((input.top_k as u64).min(node_ranks))?;
         let ahead = if input.weights_with_combine { choices.checked_mul(4)? } else { 0 };
-        let home_tokens = if several { tokens.checked_mul(8)? } else { 0 };
+        let source_token_bytes = if several { tokens.checked_mul(8)? } else { 0 };
         let free = if copies == 1 { 8 } else { 0 };
-        let arrive = !several && wave_tokens <= input.arriving_tokens;
-        // Rows that are stored where they belong have no inbox.
-        let own_rows = input.own_rows as u64;
-        let (inbox, own) = if own_rows == 0 { (wave, 0) } else { (0, 1) };
+        let ll = !several && round_tokens <= input.ll_tokens;
+        // In-place output needs no receive buffer for rows.
+        let in_place_rows = input.in_place_rows as u64;
+        let (recv_buffer, own) = if in_place_rows == 0 { (round, 0) } else { (0, 1) };
         let c = cursor;
         Some(raw::ty_regions {
-            rows: c.region("dispatch rows", copies, ranks, inbox.checked_mul(input.slot_bytes() as u64)?)?,
-            row_tags: c.region("dispatch row tags", copies, ranks, wave.checked_mul(8 * u64::from(raw::TY_SLICES))?)?,
-            meta_flags: c.region("META flags", 2, node_ranks, 8)?,
-            meta_counts: c.region("META counts", 2, ranks, (input.max_local_experts as u64 + 1 + waves) * 8)?,
-            meta_tokens: c.region("META tokens", 2, ranks, tokens * 8)?,
-            meta_homes: c.region("META home tokens", 2, ranks, home_tokens)?,
-            meta_choices: c.region("META choices", 2, ranks, choices.checked_mul(8)?)?,
-            meta_weights: c.region("META weights", 2, ranks, choices.checked_mul(8)?)?,
-            partials: c.region("partial rows", copies, parts, places.checked_mul(input.partial_bytes as u64)?)?,
-            partial_tags: c.region(
-                "partial row tags",
+            rows: c.region("dispatch rows", copies, ranks, recv_buffer.checked_mul(input.slot_bytes() as u64)?)?,
+            row_tags: c.region(
+                "dispatch row tags",
                 copies,
-                parts,
-                if arrive { 0 } else { places.checked_mul(8)? },
+                ranks,
+                round.checked_mul(8 * u64::from(raw::TY_SLICES))?,
             )?,
+            meta_flags: c.region("metadata flags", 2, node_ranks, 8)?,
+            meta_counts: c.region(
+                "routing metadata counts",
+                2,
+                ranks,
+                (input.max_local_experts as u64 + 1 + rounds) * 8,
+            )?,
+            meta_tokens: c.region("routing metadata tokens", 2, ranks, tokens * 8)?,
+            meta_source_tokens: c.region("routing metadata source tokens", 2, ranks, source_token_bytes)?,
+            meta_choices: c.region("routing metadata choices", 2, ranks, choices.checked_mul(8)?)?,
+            meta_weights: c.region("routing metadata weights", 2, ranks, choices.checked_mul(8)?)?,
+            partials: c.region("partial rows", copies, parts, places.checked_mul(input.partial_bytes as u64)?)?,
+            partial_tags: c.region("partial row tags", copies, parts, if ll { 0 } else { places.checked_mul(8)? })?,
             combine_flags: c.region("combine flags", 2, node_ranks, 8)?,
             ahead_weights: c.region("weights sent ahead", 2, ranks, ahead)?,
             ahead_flags: c.region("flags of weights sent ahead", 2, ranks, ahead.min(8))?,
             barrier_flags: c.region("barrier flags", 2, node_ranks, 8)?,
             dispatch_free: c.region("free flags of dispatch", 1, node_ranks, free)?,
             combine_free: c.region("free flags of combine", 1, node_ranks, free)?,
-            own_rows: c.region("output rows", 1, 1, own_rows.checked_mul(input.row_bytes as u64)?)?,
-            own_scales: c.region("output scales", 1, 1, own_rows.checked_mul(4 * input.scale_words as u64)?)?,
+            in_place_rows: c.region("output rows", 1, 1, in_place_rows.checked_mul(input.row_bytes as u64)?)?,
+            in_place_scales: c.region(
+                "output scales",
+                1,
+                1,
+                in_place_rows.checked_mul(4 * input.scale_words as u64)?,
+            )?,
             all_counts: c.region(
-                "META counts of all ranks",
+                "routing metadata counts of all ranks",
                 2,
                 ranks * own,
                 node_ranks * (input.max_local_experts as u64 + 1) * 8,
             )?,
-            own_choices: c.region("META own choices", 1, own, choices.checked_mul(8)?)?,
+            in_place_choices: c.region("routing metadata own choices", 1, own, choices.checked_mul(8)?)?,
         })
     }
 
-    /// What lies between nodes: the messages' shapes, then staging and inbox behind everything else.
+    /// The wire between nodes: the messages' shapes, then staging and receive buffer after everything else.
     fn wire(
         input: &PlanInput,
-        wave_tokens: usize,
+        round_tokens: usize,
         cursor: &mut Cursor,
-    ) -> Result<(Wire, [Message; raw::TY_LANES as usize])> {
-        let messages = Direction::ALL.map(|direction| message(input, wave_tokens, direction));
+    ) -> Result<(Wire, [Message; raw::TY_DIRECTIONS as usize])> {
+        let messages = Direction::ALL.map(|direction| message(input, round_tokens, direction));
         let [dispatch, combine, weights, barrier] = messages;
         let messages = [dispatch?, combine?, weights?, barrier?];
-        let lanes = messages.map(|message| message.lane);
-        let at = |staging_offset, inbox_offset| {
-            Wire::new(WireInput { nodes: input.nodes.clone(), nics: input.nics, lanes, staging_offset, inbox_offset })
+        let shapes = messages.map(|message| message.shape);
+        let at = |staging_offset, recv_buffer_offset| {
+            Wire::new(WireInput {
+                nodes: input.nodes.clone(),
+                nics: input.nics,
+                shapes,
+                staging_offset,
+                recv_buffer_offset,
+            })
         };
         let sized = at(cursor.next, cursor.next)?;
         let overflow = || {
             Error::config(
                 "max_tokens_per_rank",
                 input.max_tokens,
-                "wire staging and inbox would overflow 64 bits; lower it",
+                "wire staging and receive buffer would overflow 64 bits; lower it",
             )
         };
         let staging = cursor.buffer("wire staging", sized.staging_bytes()).ok_or_else(overflow)?;
-        let inbox = cursor.buffer("wire inbox", sized.inbox_bytes()).ok_or_else(overflow)?;
-        Ok((at(staging, inbox)?, messages))
+        let recv_buffer = cursor.buffer("wire receive buffer", sized.recv_buffer_bytes()).ok_or_else(overflow)?;
+        Ok((at(staging, recv_buffer)?, messages))
     }
 
     /// Every buffer, in the order of offsets.
@@ -288,39 +303,39 @@ impl Plan {
     }
 
     fn formula(&self, input: &PlanInput) -> String {
-        let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, self.wave_tokens);
-        let waves = match self.waves {
-            1 => "one wave".to_owned(),
-            waves => format!("{waves} waves of {tokens} tokens"),
+        let (d, c, tokens) = (input.slot_bytes(), input.partial_bytes, self.round_tokens);
+        let rounds = match self.rounds {
+            1 => "one round".to_owned(),
+            rounds => format!("{rounds} rounds of {tokens} tokens"),
         };
         let (nodes, largest, ranks) = (input.nodes.members().len(), input.nodes.largest(), input.nodes.ranks().count());
         let slots = format!("min(top-k {}, ranks of a node {largest})", input.top_k);
-        if input.own_rows > 0 {
-            let (rows, row) = (input.own_rows, input.row_bytes + 4 * input.scale_words);
+        if input.in_place_rows > 0 {
+            let (rows, row) = (input.in_place_rows, input.row_bytes + 4 * input.scale_words);
             return format!(
-                "one node, an output in the arena and no inbox: {rows} rows x {row} B + 2 parities x {tokens} tokens x {slots} \
-                 x {c} B a partial row, plus flags, tags and META; {waves}"
+                "one node, in-place output and no receive buffer: {rows} rows x {row} B + 2 parities x {tokens} tokens x \
+                 {slots} x {c} B a partial row, plus flags, tags and routing metadata; {rounds}"
             );
         }
         if nodes == 1 {
             return format!(
                 "one node, any routing: 2 parities x {tokens} tokens x ({ranks} ranks x {d} B a row + {slots} x {c} B a \
-                 partial row), plus flags, tags and META; {waves}"
+                 partial row), plus flags, tags and routing metadata; {rounds}"
             );
         }
         let parts = 1 + input.nodes.most_served();
         let copies = if self.regions.rows.parity_stride == 0 { 1 } else { 2 };
         format!(
             "{nodes} nodes, any routing: {tokens} tokens x (2 parities x {} peers x 2 sides x ({d} + {c}) B on the wire + \
-             {copies} x ({ranks} ranks x {d} B a row + {parts} homes x {slots} x {c} B a partial row)), plus flags, tags, \
-             META and headers; {waves}",
+             {copies} x ({ranks} ranks x {d} B a row + {parts} parts x {slots} x {c} B a partial row)), plus flags, tags, \
+             routing metadata and headers; {rounds}",
             parts - 1
         )
     }
 }
 
 /// The messages of one direction.
-fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Result<Message> {
+fn message(input: &PlanInput, round_tokens: usize, direction: Direction) -> Result<Message> {
     let too_large = |what: &str| {
         Error::config(
             "max_tokens_per_rank",
@@ -349,12 +364,12 @@ fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Resul
     } else {
         let most = most_chunks(RECEIVES.min(input.receives), peers.max(input.nodes.most_served()));
         let rows = input.chunk_rows.unwrap_or_else(|| {
-            let least = wave_tokens.div_ceil(most.saturating_sub(before_rows).max(1));
+            let least = round_tokens.div_ceil(most.saturating_sub(before_rows).max(1));
             rows_of_chunk(direction, row_bytes, input.nics).max(least)
         });
-        // No more than a wave has, for which slots have room.
-        let rows = rows.clamp(1, wave_tokens.max(1));
-        (rows, before_rows + wave_tokens.div_ceil(rows))
+        // No more than a round has, for which slots have room.
+        let rows = rows.clamp(1, round_tokens.max(1));
+        (rows, before_rows + round_tokens.div_ceil(rows))
     };
     imm::check_counts(0, chunks, 0, 0)?;
     let rows_offset = raw::TY_WIRE_HEAD_BYTES as usize + input.max_tokens * header;
@@ -365,7 +380,7 @@ fn message(input: &PlanInput, wave_tokens: usize, direction: Direction) -> Resul
     let first_bytes = rows_offset.checked_add(rows_first).ok_or_else(|| too_large("the rows of a chunk"))?;
     let chunk_rows = u32::try_from(chunk_rows).map_err(|_| too_large("the rows of a chunk"))?;
     Ok(Message {
-        lane: Lane { first_bytes, chunk_bytes, chunks: u16::try_from(chunks).unwrap_or(u16::MAX) },
+        shape: MessageShape { first_bytes, chunk_bytes, chunks: u16::try_from(chunks).unwrap_or(u16::MAX) },
         header_bytes: header as u32,
         row_bytes: row_bytes as u32,
         rows_offset,
@@ -383,7 +398,7 @@ mod tests {
         PlanInput {
             nodes: Nodes::consecutive(&[8]).unwrap(),
             max_tokens: tokens,
-            wave_tokens: None,
+            round_tokens: None,
             top_k: 8,
             row_bytes: 7168,
             scale_words: 56,
@@ -395,8 +410,8 @@ mod tests {
             chunk_rows: None,
             receives: usize::MAX,
             double_buffer_bytes: 256 << 20,
-            arriving_tokens: 256,
-            own_rows: 0,
+            ll_tokens: 256,
+            in_place_rows: 0,
         }
     }
 
@@ -431,14 +446,14 @@ mod tests {
     }
 
     #[test]
-    fn large_calls_over_nodes_go_in_waves() {
+    fn large_calls_over_nodes_go_in_rounds() {
         let input = v3_of_nodes(4096, &[8; 8]);
         let plan = Plan::new(&input).unwrap();
         assert!(plan.arena_bytes() <= 2 << 30, "{} MiB", plan.arena_bytes() >> 20);
-        assert!(plan.waves > 1 && plan.waves * plan.wave_tokens >= 4096);
-        assert!(plan.explain().contains(&format!("{} waves of {} tokens", plan.waves, plan.wave_tokens)));
-        let whole = Plan::new(&PlanInput { wave_tokens: Some(4096), ..input }).unwrap();
-        assert!(whole.waves == 1 && whole.arena_bytes() > 4 << 30);
+        assert!(plan.rounds > 1 && plan.rounds * plan.round_tokens >= 4096);
+        assert!(plan.explain().contains(&format!("{} rounds of {} tokens", plan.rounds, plan.round_tokens)));
+        let whole = Plan::new(&PlanInput { round_tokens: Some(4096), ..input }).unwrap();
+        assert!(whole.rounds == 1 && whole.arena_bytes() > 4 << 30);
     }
 
     #[test]
@@ -452,20 +467,20 @@ mod tests {
         for receives in [unbounded as usize - 1, 300, 100, 60] {
             assert!((least..=receives as u64).contains(&of(&PlanInput { receives, ..input.clone() })), "{receives}");
         }
-        // What cannot be is as little as can be, and for others to refuse; what is asked for is done.
+        // Too few receives give the fewest chunks, which the proxy refuses; given chunk_rows are kept.
         assert_eq!(of(&PlanInput { receives: 0, ..input.clone() }), least);
         let asked = PlanInput { receives: 60, chunk_rows: Some(8), ..input };
         assert_eq!(of(&asked), 2 * 7 * (1 + 32 + 32 + 1));
     }
 
     #[test]
-    fn partial_rows_that_arrive_have_no_tags() {
+    fn ll_rows_have_no_tags() {
         let tags = |input: &PlanInput| Plan::new(input).unwrap().regions.partial_tags.source_stride;
         assert_eq!(tags(&v3(256)), 0);
         assert_ne!(tags(&v3(257)), 0);
-        assert_ne!(tags(&PlanInput { arriving_tokens: 0, ..v3(1) }), 0);
-        assert_eq!(tags(&PlanInput { wave_tokens: Some(256), ..v3(4096) }), 0);
-        assert_ne!(tags(&v3_of_nodes(1, &[8; 2])), 0, "a rail's are tagged");
+        assert_ne!(tags(&PlanInput { ll_tokens: 0, ..v3(1) }), 0);
+        assert_eq!(tags(&PlanInput { round_tokens: Some(256), ..v3(4096) }), 0);
+        assert_ne!(tags(&v3_of_nodes(1, &[8; 2])), 0, "partial rows for a rail are tagged");
     }
 
     #[test]

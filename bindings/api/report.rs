@@ -1,4 +1,4 @@
-//! Reads what the device reports in host memory: error records, as typed errors, and who else refused to dispatch.
+//! Reads the device's reports in host memory: error records, as typed errors, and other ranks' refused dispatches.
 //!
 //! ```text
 //!   ty_error_record [TY_RECORDS] │ uint64 [ranks]: the last dispatch that each other rank refused, 0 for none
@@ -28,13 +28,13 @@ struct Given {
     fatal: Option<Error>,
 }
 
-const DIRECTIONS: usize = raw::TY_DIRECTIONS as usize;
-/// Those that close a context come behind the others, direction by direction.
+const DIRECTIONS: usize = raw::TY_CALL_DIRECTIONS as usize;
+/// Records of errors that close a context follow the others, direction by direction.
 const RECORDS: usize = raw::TY_RECORDS as usize;
 const RECORDS_BYTES: usize = size_of::<raw::ty_error_record>() * RECORDS;
 
 impl Reports {
-    /// Of a world of `ranks` ranks; nothing is reported yet.
+    /// Reports of a world of `ranks` ranks; nothing is reported yet.
     ///
     /// # Errors
     /// As [`Device::alloc_host`].
@@ -43,39 +43,39 @@ impl Reports {
         Ok(Reports { memory, ranks, given: Mutex::default() })
     }
 
-    /// Of the records, as the device sees them.
+    /// Device address of the records.
     pub fn records_address(&self) -> u64 {
         self.memory.view().ptr()
     }
 
-    /// Of the words about refused dispatches, as the device sees them.
+    /// Device address of the words about refused dispatches.
     pub fn refused_address(&self) -> u64 {
         self.memory.view().ptr() + RECORDS_BYTES as u64
     }
 
-    /// Other ranks that this one heard refuse to dispatch, each with the last time.
+    /// Other ranks whose refusal to dispatch has arrived here, each with the last refused epoch.
     pub fn refused(&self) -> impl Iterator<Item = (Rank, u64)> {
         let words = self.memory.host_ptr().wrapping_byte_add(RECORDS_BYTES).cast::<u64>();
-        let heard = (0..self.ranks).map(move |rank| {
+        let epochs = (0..self.ranks).map(move |rank| {
             // SAFETY: `ranks` words follow the records; they are 8-byte aligned, live as long as the buffer, and are
             // written atomically by the device.
             let epoch = unsafe { AtomicU64::from_ptr(words.add(rank)) }.load(Ordering::Relaxed);
             (Rank(rank as u32), epoch)
         });
         // No dispatch has the number 0.
-        heard.filter(|(_, epoch)| *epoch != 0)
+        epochs.filter(|(_, epoch)| *epoch != 0)
     }
 
-    /// An unread error: first one that closes the context, then direction by direction. One that closed the context is
-    /// returned every time, any other once; a record holds its newest error alone. `own` is why this rank's proxy
-    /// cannot go on, which closes the context, too, and explains what its device waited for in vain; `lost` answers
-    /// which other ranks are gone, and how that was noticed.
+    /// Returns an unread error: first an error that closes the context, then direction by direction. An error that
+    /// closed the context is returned every time, any other once; a record holds only its newest error. `own` is the
+    /// reason why this rank's proxy cannot go on: it closes the context, too, and takes the place of a timeout that it
+    /// caused. `lost` returns the other ranks that are lost, each with its cause.
     pub fn check(&self, world: &World, own: Option<Error>, lost: &dyn Fn() -> Vec<(Rank, String)>) -> Result<()> {
         let mut given = self.given.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(error) = &given.fatal {
             return Err(error.clone());
         }
-        // Whoever has heard that the context is closed needs no other news.
+        // An error that closes the context comes before all others.
         for number in (DIRECTIONS..RECORDS).chain(0..DIRECTIONS) {
             let Some(record) = self.read(number) else { continue };
             if given.sequences[number] == record.sequence {
@@ -94,7 +94,7 @@ impl Reports {
         own.map_or(Ok(()), Err)
     }
 
-    /// One record, whole; `None` while there is none or the device is writing it (then a later look finds it).
+    /// One whole record; `None` while there is none or the device is writing it (a later read finds it).
     fn read(&self, number: usize) -> Option<raw::ty_error_record> {
         let record = self.memory.host_ptr().cast::<raw::ty_error_record>().cast_const();
         // SAFETY: the buffer holds RECORDS records; `number` is below that.
@@ -115,15 +115,15 @@ impl Reports {
 
 fn site_name(site: u32) -> &'static str {
     match site {
-        raw::TY_SITE_META => "META",
+        raw::TY_SITE_METADATA => "routing metadata",
         raw::TY_SITE_ROW => "a dispatched row",
         raw::TY_SITE_COMBINE_FLAG => "the combine flag",
         raw::TY_SITE_PARTIAL => "a partial row",
         raw::TY_SITE_BARRIER => "the barrier flag",
-        raw::TY_SITE_LANDED => "a chunk from another node",
+        raw::TY_SITE_ARRIVED => "a chunk from another node",
         raw::TY_SITE_STAGING => "wire staging that the network still reads",
-        raw::TY_SITE_FREE => "the free flag of an inbox",
-        raw::TY_SITE_TILE => "META of earlier tokens",
+        raw::TY_SITE_FREE => "the free flag of a receive buffer",
+        raw::TY_SITE_TILE => "routing metadata of earlier tokens",
         raw::TY_SITE_AHEAD_WEIGHTS => "weights sent ahead",
         _ => "an unknown wait",
     }
@@ -136,7 +136,7 @@ fn describe(
     lost: &dyn Fn() -> Vec<(Rank, String)>,
 ) -> Error {
     let rank = world.original(world.rank());
-    // The proxy names ranks as the first generation did, kernels as this one does.
+    // The proxy numbers ranks as in the first generation, kernels as in this one.
     let peer = match record.kind {
         raw::TY_ERROR_PEER_LOST => Rank(record.peer),
         _ => world.original(Rank(record.peer)),
@@ -164,7 +164,7 @@ fn describe(
         }
         raw::TY_ERROR_INCOMPLETE => Error::Incomplete { rank, epoch, peer },
         raw::TY_ERROR_ORDER => {
-            let fatal = record.a as u32 == raw::TY_ORDER_WAVE;
+            let fatal = record.a as u32 == raw::TY_ORDER_ROUND;
             Error::Order { rank, problem: order_problem(record), fatal }
         }
         raw::TY_ERROR_OVERLAP => Error::Order { rank, problem: overlap_problem(record), fatal: true },
@@ -172,7 +172,7 @@ fn describe(
         raw::TY_ERROR_TIMEOUT => timeout(record, rank, peer, &lost(), other_cause(record.site, world.nodes().len())),
         raw::TY_ERROR_PEER_LOST => {
             let cause = lost().into_iter().find_map(|(gone, cause)| (gone == peer).then_some(cause));
-            let cause = cause.unwrap_or_else(|| "as its proxy says".to_owned());
+            let cause = cause.unwrap_or_else(|| "as its proxy reports".to_owned());
             Error::PeerLost { rank, peer, cause, site: site_name(record.site), epoch }
         }
         other => Error::device(
@@ -183,26 +183,26 @@ fn describe(
     }
 }
 
-/// What else may hold a wait up: another order of calls on the peer (rules 2 and 4 of the grammar). Between nodes,
-/// combine-send waits for the combine-send of every rank of the node, and dispatch-receive for rows that ranks of the
-/// node forward in theirs.
+/// Another cause of a timeout: another order of calls on the peer (rules 2 and 4 of the grammar). Between nodes,
+/// combine-send waits for the combine-send of every rank of the node, and dispatch-receive waits for rows that ranks of
+/// the node forward in their dispatch-receive.
 fn other_cause(site: u32, nodes: usize) -> &'static str {
     match site {
-        raw::TY_SITE_COMBINE_FLAG | raw::TY_SITE_META | raw::TY_SITE_ROW if nodes > 1 => {
+        raw::TY_SITE_COMBINE_FLAG | raw::TY_SITE_METADATA | raw::TY_SITE_ROW if nodes > 1 => {
             "; all ranks must enqueue their calls on a stream in the same order, and all ranks of a node combine_send \
              and dispatch_recv"
         }
         raw::TY_SITE_COMBINE_FLAG
-        | raw::TY_SITE_META
+        | raw::TY_SITE_METADATA
         | raw::TY_SITE_ROW
         | raw::TY_SITE_PARTIAL
         | raw::TY_SITE_BARRIER
-        | raw::TY_SITE_LANDED => "; all ranks must enqueue their calls on a stream in the same order",
+        | raw::TY_SITE_ARRIVED => "; all ranks must enqueue their calls on a stream in the same order",
         _ => "",
     }
 }
 
-/// A lost rank holds up others too, which then hold this one up: it is named even where another was waited for.
+/// A lost rank delays others, which then delay this one: the error names a lost rank even if the wait was for another.
 fn timeout(
     record: &raw::ty_error_record,
     rank: Rank,
@@ -242,13 +242,13 @@ fn overlap_problem(record: &raw::ty_error_record) -> String {
 
 fn pairing_problem(record: &raw::ty_error_record, rank: Rank, peer: Rank) -> String {
     let (combine, own) = (record.epoch, record.a);
-    // Of the two numbers with the peer's 31 bits that are next to the own one, the nearer.
+    // The number with the peer's 31 low bits that is nearest to the own number.
     let ahead = ((record.b as u32).wrapping_sub(own as u32) << 1) as i32 >> 1;
     let theirs = own.wrapping_add_signed(ahead.into());
     if peer == rank {
         return format!(
             "the handle of combine {combine}, whose dispatch was {own}, was dispatched into again before the combine was \
-             over, so this context is closed; launch graphs that hold the dispatch behind the combine"
+             over, so this context is closed; launch graphs that hold the dispatch after the combine"
         );
     }
     format!(
@@ -272,8 +272,8 @@ fn order_problem(record: &raw::ty_error_record) -> String {
             "combine {sent} was sent by another call than the one to be received; give combine_recv what combine_send \
              returned last, and launch graphs of halves as their calls were made"
         ),
-        raw::TY_ORDER_WAVE => {
-            format!("launch {sent} was not the last of its call, of which one has failed")
+        raw::TY_ORDER_ROUND => {
+            format!("launch {sent} was not the last of its call, and one has failed")
         }
         _ => "combine was given a handle whose dispatch has not been received".to_owned(),
     }
@@ -283,7 +283,7 @@ fn order_problem(record: &raw::ty_error_record) -> String {
 mod tests {
     use super::*;
 
-    /// As a device writes a record.
+    /// Writes a record as a device does.
     fn write(reports: &Reports, number: usize, kind: u32) {
         write_with(reports, number, kind, 0);
     }
@@ -296,8 +296,8 @@ mod tests {
 
     #[test]
     fn a_call_that_was_cut_short_is_named() {
-        let wave = raw::ty_error_record { a: raw::TY_ORDER_WAVE.into(), b: 7, c: 7, ..Default::default() };
-        let problem = order_problem(&wave);
+        let round = raw::ty_error_record { a: raw::TY_ORDER_ROUND.into(), b: 7, c: 7, ..Default::default() };
+        let problem = order_problem(&round);
         assert!(problem.contains("launch 7 ") && problem.contains("one has failed"), "{problem}");
     }
 
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn what_closed_the_context_is_told_again_and_again_whatever_else_is_reported() {
+    fn an_error_that_closed_the_context_is_returned_every_time_and_before_any_other() {
         let world = World::threads(1).unwrap().remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
         let check = || reports.check(&world, None, &Vec::new);
@@ -341,7 +341,7 @@ mod tests {
     fn a_call_that_stays_unfinished_closes_the_context_and_any_other_mistake_in_order_does_not() {
         let world = World::threads(1).unwrap().remove(0);
         for (kind, a, closes) in [
-            (raw::TY_ERROR_ORDER, raw::TY_ORDER_WAVE, true),
+            (raw::TY_ERROR_ORDER, raw::TY_ORDER_ROUND, true),
             (raw::TY_ERROR_ORDER, raw::TY_ORDER_DISPATCH_SEND, false),
             (raw::TY_ERROR_OVERLAP, raw::TY_DIRECTION_DISPATCH, true),
             (raw::TY_ERROR_PAIRING, 1, true),
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_context_survives_is_told_once() {
+    fn an_error_that_a_context_survives_is_returned_once() {
         let world = World::threads(1).unwrap().remove(0);
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
         write(&reports, raw::TY_DIRECTION_COMBINE as usize, raw::TY_ERROR_INCOMPLETE);
@@ -397,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ended_the_own_proxy_is_told_and_no_peer_blamed() {
+    fn the_end_of_the_own_proxy_is_returned_and_no_peer_blamed() {
         let world = World::threads(1).unwrap().remove(0);
         let ended = Error::transport("gone", "restart").ending();
         let lost = || vec![(Rank(0), "which is slow".to_owned())];
@@ -407,7 +407,7 @@ mod tests {
             assert_eq!(reports.check(&world, Some(ended.clone()), &lost), Err(ended.clone()));
             assert_eq!(reports.check(&world, None, &lost), Err(ended.clone()), "the context is closed");
         }
-        // Before any call waited for it, too; what a context survives comes first.
+        // Also before any call waited for the proxy; an error that a context survives comes first.
         let reports = Reports::allocate(&Device::cpu().unwrap(), 1).unwrap();
         write(&reports, 0, raw::TY_ERROR_INCOMPLETE);
         assert!(matches!(reports.check(&world, Some(ended.clone()), &lost), Err(Error::Incomplete { .. })));
@@ -428,6 +428,6 @@ mod tests {
             assert!(text.contains(expected), "{text}");
         }
         let text = timeout(&raw::ty_error_record::default(), Rank(0), Rank(7), &lost(), "").to_string();
-        assert!(text.contains("lost rank 3, which left, "), "whoever is gone holds the others up: {text}");
+        assert!(text.contains("lost rank 3, which left, "), "a lost rank delays the others: {text}");
     }
 }

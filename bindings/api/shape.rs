@@ -1,4 +1,4 @@
-//! What a context was built for: the settings that its plan, its launches and the checks of its calls go by.
+//! The shape that a context was built for: the settings that its plan, its launches and the checks of its calls use.
 
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::Placement;
@@ -13,13 +13,13 @@ use crate::proxy::wire::Nodes;
 pub enum Weights {
     /// With dispatch ([`Tokens::topk_weight`](super::Tokens::topk_weight)), whose call is refused without them.
     Dispatch,
-    /// With combine ([`Rows::topk_weight`](super::Rows::topk_weight)): sent ahead to the expert ranks.
+    /// With combine ([`Rows::topk_weight`](super::Rows::topk_weight)), which sends them ahead to the expert ranks.
     Combine,
     /// Nowhere: every weight is 1.
     None,
 }
 
-/// What a context was built for.
+/// The shape that a context was built for.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
     /// This rank and the number of ranks, in this generation.
@@ -33,10 +33,10 @@ pub(crate) struct Shape {
     /// Receives of a NIC that are meant for this context.
     pub receives: usize,
     pub double_buffer_bytes: u64,
-    pub arriving_tokens: Option<usize>,
-    pub wave_tokens: Option<usize>,
-    /// Rows and alignment of an output in the arena.
-    pub own_output: Option<(usize, usize)>,
+    pub ll_tokens: Option<usize>,
+    pub round_tokens: Option<usize>,
+    /// Rows and alignment of the in-place output.
+    pub in_place: Option<(usize, usize)>,
     pub arena: ArenaPlace,
     pub hidden: usize,
     pub experts: usize,
@@ -62,8 +62,8 @@ impl Shape {
         self.weights == Weights::Combine
     }
 
-    /// Whether kernels can number the rows of so many experts, of any routing, with starts that are aligned so. The
-    /// alignment itself must be a number of theirs where there is no expert, too.
+    /// Whether int32 can number the rows of so many experts, of any routing, with each expert's start aligned to
+    /// `align`. The alignment itself must fit int32 even if there is no expert.
     pub fn is_counted(&self, experts: usize, align: usize) -> bool {
         let rows = self.ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k);
         rows.saturating_add(experts.max(1).saturating_mul(align)) <= i32::MAX as usize
@@ -101,7 +101,7 @@ impl Shape {
         self.hidden * self.combine_dtype.bytes()
     }
 
-    /// Pitch of a partial row; one of fp8 has its scales behind its elements.
+    /// Pitch of a partial row; in an fp8 row the scales follow the elements.
     pub fn partial_bytes(&self) -> usize {
         match self.partial {
             Partial::Same => self.hidden * self.combine_dtype.bytes(),
@@ -110,7 +110,7 @@ impl Shape {
         }
     }
 
-    /// Rounded rows of 16-bit and 32-bit floats; the error names `what`.
+    /// Device code of a float type of 16 or 32 bits; the error names `what`.
     pub fn float_code(&self, what: &'static str, dtype: Dtype) -> Result<u32> {
         let code = match dtype {
             Dtype::Bf16 => raw::TY_BF16,
@@ -129,7 +129,7 @@ impl Shape {
         PlanInput {
             nodes: self.nodes.clone(),
             max_tokens: self.max_tokens,
-            wave_tokens: self.wave_tokens,
+            round_tokens: self.round_tokens,
             top_k: self.top_k,
             row_bytes: self.row_bytes,
             scale_words: self.scale_words,
@@ -141,12 +141,12 @@ impl Shape {
             chunk_rows: self.chunk_rows,
             receives: self.receives,
             double_buffer_bytes: self.double_buffer_bytes,
-            arriving_tokens: self.arriving_tokens.unwrap_or(0),
-            own_rows: self.own_output.map_or(0, |(rows, _)| rows),
+            ll_tokens: self.ll_tokens.unwrap_or(0),
+            in_place_rows: self.in_place.map_or(0, |(rows, _)| rows),
         }
     }
 
-    /// What must be equal on all ranks, as text.
+    /// All settings that must be equal on all ranks, as text.
     pub fn fingerprint(&self, placement: &Placement, first_epoch: u64, generation: u32) -> String {
         let table: u64 = (0..placement.experts()).fold(0xcbf2_9ce4_8422_2325, |hash: u64, expert| {
             (hash ^ u64::from(placement.rank_of(expert).unwrap_or(0))).wrapping_mul(0x0000_0100_0000_01b3)
@@ -154,8 +154,8 @@ impl Shape {
         let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
-            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} arriving_tokens={} own_output={} arena={:?} hidden={} experts={} top_k={} \
-             max_tokens={} wave_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} in_place={} arena={:?} hidden={} experts={} top_k={} \
+             max_tokens={} round_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
              partial={:?} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
             generation,
@@ -164,14 +164,14 @@ impl Shape {
             self.nics,
             self.chunk_rows.unwrap_or(0),
             self.double_buffer_bytes,
-            self.arriving_tokens.map_or("default".into(), |tokens| tokens.to_string()),
-            self.own_output.map_or("none".into(), |(rows, align)| format!("{rows}:{align}")),
+            self.ll_tokens.map_or("default".into(), |tokens| tokens.to_string()),
+            self.in_place.map_or("none".into(), |(rows, align)| format!("{rows}:{align}")),
             self.arena,
             self.hidden,
             self.experts,
             self.top_k,
             self.max_tokens,
-            self.wave_tokens.unwrap_or(0),
+            self.round_tokens.unwrap_or(0),
             self.format.dtype,
             self.format.scales,
             self.quantize,

@@ -1,9 +1,9 @@
-//! How many multiprocessors a context's kernels take where the caller gives no budget: as few as large calls need to be
-//! all but as fast as with all of them, so that what else runs on the GPU keeps the rest.
+//! How many SMs a context's kernels take if the caller gives no budget: the fewest with which large calls are almost as
+//! fast as with all, so that other work on the GPU keeps the rest.
 //!
-//! Beside the data path: reckoned while a context is built, from its shape alone. The model is one of bytes. Of a mean
-//! rank, with uniform routing, what a call loads, stores and sends is known; each of the four things that carry it
-//! needs so long for its own part:
+//! Beside the data path: computed while a context is built, from its shape alone. The model counts the bytes that a
+//! call of a mean rank loads, stores and sends with uniform routing. Each of the four resources that carry them needs
+//! this time for its own part:
 //!
 //! ```text
 //!  multiprocessors  (loaded / load rate + stored / store rate + pushed / push rate) / how many there are
@@ -14,17 +14,16 @@
 //!  a call           LAUNCH_US + (the sum of their cubes)^(1/3)
 //! ```
 //!
-//! They work side by side, but not wholly: what one waits for holds up another. With the third power the model is
-//! within a fifth of everything that was measured on one and two GPUs (benches/results, docs/performance.md, "As many
-//! multiprocessors as it takes"). Calls of few tokens wait for trips to memory, not for bytes, and take all; so do
-//! large ones that would leave but a few.
+//! The resources work in parallel, but not fully: a wait for one delays another. With the third power the model is
+//! within a fifth of everything that was measured on one and two GPUs (benches/results, docs/notebook.md, "As many
+//! multiprocessors as it takes"). Calls of few tokens wait for memory latency, not for bytes, and take all SMs; so do
+//! large calls that would leave less than a quarter.
 
 use super::shape::Shape;
 use crate::kernels::{Device, DeviceKind};
 use crate::proxy::Proxy;
 
-/// Blocks of a context's kernels: the budget that it was `given`, or what is chosen of the multiprocessors that there
-/// are. The CPU device has none to spare anybody.
+/// Blocks of a context's kernels: the budget `given`, or the choice among the available SMs. The CPU device takes all.
 pub(super) fn sms_of(given: Option<u32>, shape: &Shape, device: &Device, proxy: Option<&Proxy>) -> u32 {
     if let Some(sms) = given {
         return sms;
@@ -36,37 +35,37 @@ pub(super) fn sms_of(given: Option<u32>, shape: &Shape, device: &Device, proxy: 
     }
 }
 
-/// Where a context's calls move bytes, of a mean rank.
+/// The sizes that determine the bytes that a mean rank moves.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Traffic {
     /// Nodes, and ranks of the largest.
     pub nodes: usize,
     pub node_ranks: usize,
     pub top_k: usize,
-    /// Of a rank, in a call.
+    /// Tokens of a rank in a call.
     pub tokens: usize,
     /// A dispatched row with its scales; an expert's row; a partial row.
     pub row_bytes: usize,
     pub expert_bytes: usize,
     pub partial_bytes: usize,
-    /// Whether rows are stored where they belong, and no inbox lies between.
+    /// Whether the context has in-place output, and so no receive buffer for rows.
     pub in_place: bool,
 }
 
 /// What a call of a rank moves, in bytes.
 #[derive(Debug, Clone, Copy)]
 struct Moved {
-    /// From its GPU's memory.
+    /// Loaded from the memory of its GPU.
     loaded: f64,
-    /// To it, by its own multiprocessors.
+    /// Stored to that memory by its own SMs.
     stored: f64,
-    /// To other GPUs of its node.
+    /// Stored to other GPUs of its node.
     pushed: f64,
-    /// To other nodes.
+    /// Sent to other nodes.
     sent: f64,
 }
 
-/// What a multiprocessor moves in a microsecond, and what the memory does, in bytes.
+/// Bytes per microsecond of one SM, and of the GPU's memory.
 #[derive(Debug, Clone, Copy)]
 struct Rates {
     load: f64,
@@ -75,32 +74,32 @@ struct Rates {
     memory: f64,
 }
 
-/// Of dispatch and of combine, fitted to calls of 4096 and 16 384 tokens with 8 to 132 multiprocessors of one H200
-/// (benches/results/h200-x1/sms-1.json); a push, to what a block reaches at the most (docs/performance.md, "Large
+/// Rates of dispatch and combine, fitted to calls of 4096 and 16 384 tokens with 8 to 132 SMs of one H200
+/// (benches/results/h200-x1/sms-1.json); the push rate, to the most that a block reaches (docs/notebook.md, "Large
 /// calls").
 const DISPATCH: Rates = Rates { load: 55e3, store: 57e3, push: 45e3, memory: 3.0e6 };
 const COMBINE: Rates = Rates { load: 110e3, store: 40e3, push: 40e3, memory: 3.85e6 };
 
-/// NVLink of an H200, stores of all its multiprocessors to seven others: measured, bytes a microsecond.
+/// NVLink of an H200, stores of all its SMs to seven other GPUs: measured, bytes per microsecond.
 const NVLINK: f64 = 346e3;
-/// A network that no rank outdoes today, 800 Gb/s: where it is slower, fewer multiprocessors would do.
+/// The fastest network of a rank today, 800 Gb/s: over a slower network fewer SMs would do.
 const NETWORK: f64 = 100e3;
-/// What any call takes beside its bytes, as fitted: one token takes 9 to 10 on one H200, in which little overlaps.
+/// Fixed time of a call, as fitted: one token takes 9 to 10 on one H200, with little overlap.
 const LAUNCH_US: f64 = 8.0;
-/// What a call may take longer than with all multiprocessors: less than runs differ by.
+/// The most time of a call relative to all SMs: less than runs differ by.
 const LOSS: f64 = 1.01;
-/// Multiprocessors of an H100 or H200, where no GPU is given.
+/// SMs of an H100 or H200, if no GPU is given.
 const OF_AN_H200: u32 = 132;
-/// Of the multiprocessors as many must be left, or all are taken: contexts for large calls have small ones, too, which
-/// would rather have all.
+/// 1 / this of the SMs must be left, or all are taken: contexts for large calls also have small calls, which are faster
+/// with all.
 const LEFT: u32 = 4;
-/// Tokens of a call for each multiprocessor below which trips to memory are what it waits for.
+/// Tokens of a call per SM below which the call waits for memory latency.
 const TOKENS_OF_FEW: usize = 16;
-/// A choice is a multiple of this: multiprocessors come in pairs, and the last digit says nothing.
+/// A choice is a multiple of this: SMs come in pairs, and the model is no finer.
 const GRAIN: u32 = 4;
 
-/// Multiprocessors of a device that a context may take: all but those that its network needs; two at least then, one of
-/// which watches the proxy's words.
+/// SMs of a device that a context may take: all except those that its network needs, but at least two then, one of them
+/// to watch the proxy's words.
 pub(super) fn sms_available(device: &Device, proxy: Option<&Proxy>) -> u32 {
     let (needed, all) = (proxy.map_or(0, |proxy| proxy.device_needs().blocks), device.multiprocessors());
     if needed == 0 { all } else { all.saturating_sub(needed).max(2) }
@@ -116,11 +115,11 @@ impl Traffic {
             row_bytes: shape.row_bytes + 4 * shape.scale_words,
             expert_bytes: shape.combine_row_bytes(),
             partial_bytes: shape.partial_bytes(),
-            in_place: shape.own_output.is_some(),
+            in_place: shape.in_place.is_some(),
         }
     }
 
-    /// Rows of a token: ranks that it goes to, and other nodes.
+    /// Mean rows of a token: one per rank it goes to, and one per other node.
     fn spread(&self) -> (f64, f64) {
         let (nodes, ranks) = (self.nodes as f64, (self.nodes * self.node_ranks) as f64);
         let hit = |places: f64| places * (1.0 - (1.0 - 1.0 / places).powi(self.top_k as i32));
@@ -131,10 +130,10 @@ impl Traffic {
         let (ranks, nodes) = self.spread();
         let (row, k) = ((self.tokens * self.row_bytes) as f64, self.top_k as f64);
         let pushed = ranks * (1.0 - 1.0 / self.node_ranks as f64);
-        // Own rows are loaded to be sent, those that landed to be forwarded, those of the inbox to be placed.
+        // Loads: own rows to send, arrived rows to forward, rows of the receive buffer to place.
         let sends = if pushed + nodes > 0.0 { 1.0 } else { 0.0 };
         if self.in_place {
-            // Of others' rows those alone that several experts of a rank want.
+            // Of other ranks' rows only those for several experts of a rank.
             let (places, choices) = (self.node_ranks as f64, self.top_k as i32);
             let alone = choices as f64 * (1.0 - 1.0 / places).powi(choices - 1);
             let again = (ranks - alone).max(0.0) * (1.0 - 1.0 / places);
@@ -157,7 +156,7 @@ impl Traffic {
         let (ranks, nodes) = self.spread();
         let (expert, partial) = ((self.tokens * self.expert_bytes) as f64, (self.tokens * self.partial_bytes) as f64);
         let pushed = ranks * (1.0 - 1.0 / self.node_ranks as f64);
-        // Experts' rows, partial rows at rails and at home, sums of other nodes; and home's own sums.
+        // Experts' rows, partial rows at rails and sources, sums of other nodes; and the source's output.
         Moved {
             loaded: expert * self.top_k as f64 + partial * (ranks + nodes),
             stored: partial * (ranks - pushed + nodes) + expert,
@@ -166,18 +165,18 @@ impl Traffic {
         }
     }
 
-    /// Microseconds of dispatch and of combine with so many multiprocessors.
+    /// Microseconds of dispatch and of combine with `sms` SMs.
     pub fn times_us(&self, sms: u32) -> [f64; 2] {
         [time_us(&self.dispatch(), &DISPATCH, sms), time_us(&self.combine(), &COMBINE, sms)]
     }
 
-    /// How many of `available` multiprocessors its kernels take: the fewest by which neither call takes more than a
-    /// percent longer than with all of them, if that leaves a quarter.
+    /// How many of `available` SMs the kernels take: the fewest with which neither call takes more than 1 % longer than
+    /// with all, if that leaves a quarter.
     pub fn choose(&self, available: u32) -> u32 {
         if self.tokens < TOKENS_OF_FEW * available as usize {
             return available;
         }
-        // With several nodes one block watches the network alone.
+        // With several nodes one block only watches the network.
         let watching = u32::from(self.nodes > 1);
         let best = self.times_us(available - watching.min(available));
         let enough = |sms: u32| self.times_us(sms).iter().zip(best).all(|(time, best)| *time <= LOSS * best);
@@ -185,7 +184,7 @@ impl Traffic {
         (GRAIN..=worth).step_by(GRAIN as usize).find(|sms| enough(sms - watching)).unwrap_or(available)
     }
 
-    /// The choice among those of a GPU, or of an H200, and what it rests on, for people.
+    /// The choice among the SMs of a GPU, or of an H200, and its reason, for people.
     pub fn explain(&self, gpu: Option<u32>) -> String {
         let available = gpu.unwrap_or(OF_AN_H200);
         let sms = self.choose(available);
@@ -194,11 +193,11 @@ impl Traffic {
             format!("{dispatch:.0} and {combine:.0} us")
         };
         let why = if self.tokens < TOKENS_OF_FEW * available as usize {
-            format!("calls of up to {} tokens wait for trips to memory, not for bytes", self.tokens)
+            format!("calls of up to {} tokens wait for memory latency, not for bytes", self.tokens)
         } else if sms == available {
-            "with three quarters of them large calls would take more than a percent longer".into()
+            "with three quarters of them large calls would take more than 1 % longer".into()
         } else {
-            format!("dispatch and combine are reckoned to take {} with them, {} with all", times(sms), times(available))
+            format!("by the model dispatch and combine take {} with them, {} with all", times(sms), times(available))
         };
         format!("a GPU's kernels take {sms} of {available} multiprocessors unless sms is given: {why}")
     }
@@ -278,10 +277,10 @@ mod tests {
 
     #[test]
     fn the_slower_the_links_the_fewer() {
-        let [near, node, nodes] =
+        let [pair, node, nodes] =
             [(1, 2), (1, 8), (8, 8)].map(|(nodes, node_ranks)| Traffic { nodes, node_ranks, ..V3 });
         let in_place = Traffic { in_place: true, ..node };
-        let chosen = [near, node, in_place, nodes].map(|traffic| traffic.choose(132));
+        let chosen = [pair, node, in_place, nodes].map(|traffic| traffic.choose(132));
         assert!(chosen.is_sorted_by(|a, b| a >= b), "{chosen:?}");
         assert_eq!(chosen[0], 132, "a few fewer are no gain");
         assert!(node.choose(132) < 100 && nodes.choose(132) < 50, "{chosen:?}");
@@ -298,7 +297,7 @@ mod tests {
                 (some[0] / all[0]).max(some[1] / all[1])
             };
             assert!(loss(sms) <= LOSS, "{traffic:?}: {sms}");
-            // Where fewer do, three quarters are enough.
+            // If fewer are enough, three quarters are.
             assert!(sms == GRAIN || loss(sms.min(100) - GRAIN) > LOSS, "{traffic:?}: {sms}");
         }
     }

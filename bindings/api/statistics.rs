@@ -1,8 +1,8 @@
-//! What the device says of its own calls: when each block came through each stage, when peers were heard of, how many
-//! rows went to whom.
+//! Statistics that the device records of its own calls: when each block completed each stage, when peers' counts and
+//! flags arrived, how many rows went to each rank.
 //!
-//! In host memory that the device writes as it goes, so that reading needs no synchronisation; what is read while a
-//! call runs may be of two calls.
+//! The device writes them to host memory during the call, so reading needs no synchronisation. A read while a call runs
+//! may mix two calls.
 
 use crate::base::{Rank, Result};
 use crate::ffi::layout as raw;
@@ -11,38 +11,47 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const STAGES: usize = raw::TY_STAGES as usize;
 const PEERS: usize = raw::TY_MAX_RANKS as usize;
-/// Directions that are told of: dispatch and combine.
-const TOLD: usize = 2;
+/// Directions with statistics: dispatch and combine.
+const RECORDED: usize = 2;
 /// Names of the stages, in the order of layout.h.
-const NAMES: [[&str; STAGES]; TOLD] = [
-    ["begin", "META", "rows packed", "rows pushed", "forwarded", "counts heard", "rows placed", "done"],
-    ["begin", "announced", "partials sent far", "partials sent near", "node sums", "flags heard", "sums", "done"],
+const NAMES: [[&str; STAGES]; RECORDED] = [
+    ["begin", "routing metadata", "rows packed", "rows pushed", "forwarded", "counts received", "rows placed", "done"],
+    [
+        "begin",
+        "announced",
+        "partials sent inter-node",
+        "partials sent intra-node",
+        "node sums",
+        "flags received",
+        "sums",
+        "done",
+    ],
 ];
 
-/// A stage of a call: when its blocks came to the end of it, in nanoseconds since the first block began.
+/// A stage of a call: when blocks completed it, in nanoseconds since the first block began the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stage {
-    /// What was done.
+    /// Name of the stage.
     pub name: &'static str,
-    /// The first block's end.
+    /// When the first block completed it.
     pub first_ns: u64,
-    /// The middle block's.
+    /// When the median block completed it.
     pub median_ns: u64,
-    /// The last block's.
+    /// When the last block completed it.
     pub last_ns: u64,
 }
 
-/// One direction's last call, as far as it has come.
+/// The last call of one direction, as far as it has run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallStatistics {
-    /// Stages that the call came to, in order.
+    /// Stages that the call has reached, in order.
     pub stages: Vec<Stage>,
-    /// By rank: nanoseconds from the call's begin until this rank heard of it; `None` for a rank not heard of. Over
-    /// nodes, combine hears of rails.
-    pub heard_ns: Vec<Option<u64>>,
+    /// By rank: nanoseconds from the call's begin until that rank's counts (dispatch) or flag (combine) arrived here;
+    /// `None` if nothing has arrived. With several nodes, combine's flags come from rails.
+    pub notified_ns: Vec<Option<u64>>,
 }
 
-/// Where the device writes.
+/// Host memory that the device writes statistics to.
 pub(crate) struct Statistics {
     memory: HostBuffer,
     blocks: usize,
@@ -52,7 +61,7 @@ pub(crate) struct Statistics {
 impl Statistics {
     pub fn allocate(device: &Device, blocks: u32, ranks: usize) -> Result<Statistics> {
         let blocks = blocks as usize;
-        let words = TOLD * (blocks * STAGES + PEERS) + PEERS;
+        let words = RECORDED * (blocks * STAGES + PEERS) + PEERS;
         Ok(Statistics { memory: device.alloc_host(words * 8)?, blocks, ranks })
     }
 
@@ -67,7 +76,7 @@ impl Statistics {
         unsafe { AtomicU64::from_ptr(words.add(index)) }.load(Ordering::Relaxed)
     }
 
-    /// The last call of a direction, as far as it has come.
+    /// The last call of a direction, as far as it has run.
     pub fn call(&self, direction: u32) -> CallStatistics {
         let direction = direction as usize;
         let at = |block: usize, stage: usize| self.word((direction * self.blocks + block) * STAGES + stage);
@@ -87,18 +96,18 @@ impl Statistics {
                 last_ns: *ends.last()?,
             })
         };
-        let peers = TOLD * self.blocks * STAGES;
+        let peers = RECORDED * self.blocks * STAGES;
         CallStatistics {
             stages: (0..STAGES).filter_map(stage).collect(),
-            heard_ns: (0..self.ranks).map(|peer| since(self.word(peers + direction * PEERS + peer))).collect(),
+            notified_ns: (0..self.ranks).map(|peer| since(self.word(peers + direction * PEERS + peer))).collect(),
         }
     }
 
-    /// Rows that the last dispatch sent to a rank, or by its rail to the node of a rank.
+    /// Rows that the last dispatch sent to a rank of the node, or through a rail to the rail's node.
     pub fn rows_to(&self, rank: Rank) -> u64 {
         if rank.index() >= self.ranks {
             return 0;
         }
-        self.word(TOLD * (self.blocks * STAGES + PEERS) + rank.index())
+        self.word(RECORDED * (self.blocks * STAGES + PEERS) + rank.index())
     }
 }

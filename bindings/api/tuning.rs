@@ -1,90 +1,91 @@
-//! Settings of a context that most do without: what each is for stands at its field.
+//! Optional settings of a context, each documented at its field.
 
 use super::format::Partial;
 use crate::transport::memory::gdr::GdrCopy;
 
-/// Arenas up to which received rows and partial rows are kept twice, with several nodes.
+/// With several nodes: the largest arena, in bytes, in which received rows and partial rows are kept twice.
 const DOUBLE_BUFFER_BYTES: u64 = 256 << 20;
 
-/// Where a context's arena lies: what node peers store into, and what the network reads and writes.
+/// Where a context's arena lies: the memory that node peers store into and that the network reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum ArenaPlace {
     /// In the GPU's own memory.
     #[default]
     Device,
-    /// In host memory, which GPUs reach over PCIe: for networks that cannot reach the memory of GPUs. Slow.
+    /// In host memory, which GPUs reach over PCIe. Slow; for networks that cannot reach GPU memory.
     Host,
 }
 
-/// Settings of a context beyond those of [`AllToAllBuilder`](super::AllToAllBuilder), which hands them out to be
-/// changed: [`tuning`](super::AllToAllBuilder::tuning). Their defaults are meant for everybody; later versions may have
-/// more.
+/// Further settings of a context, changed through [`AllToAllBuilder::tuning`](super::AllToAllBuilder::tuning). Their
+/// defaults suit most uses. Later versions may add settings.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Tuning {
-    /// What partial rows travel as. Default [`Partial::Same`].
+    /// Format in which partial rows travel. Default [`Partial::Same`].
     ///
-    /// With [`Partial::Fp8`] each block of 128 columns becomes e4m3 elements with one fp32 scale, as a block with fp32
-    /// scales does that [`quantize`](super::AllToAllBuilder::quantize) makes, and whoever adds the row multiplies
-    /// elements with scale, all of it fp32 arithmetic with one rounding an operation. It needs a hidden size that is a
-    /// multiple of 128. Where amax is the largest magnitude of the block's sums, and 1e-4 at least, an element x is off
-    /// by at most |x| / 16 or amax / 458000, whichever is larger, on each way that it goes: home or to a rail, and
-    /// between nodes once more.
+    /// [`Partial::Fp8`]: each block of 128 columns becomes e4m3 elements with one fp32 scale, computed as by
+    /// [`quantize`](super::AllToAllBuilder::quantize) with fp32 scales. The rank that adds the row multiplies elements
+    /// by the scale. All of it is fp32 arithmetic with one rounding per operation. The hidden size must be a multiple
+    /// of 128. With amax the largest magnitude of the block's sums, at least 1e-4, the error of an element x is at most
+    /// |x| / 16 or amax / 458000, whichever is larger, per transfer: one transfer to the source rank or to a rail, and
+    /// one more between nodes.
     pub partial: Partial,
-    /// Gives the context an output in its arena, the same on all ranks: `rows` rows in the contiguous layout, starts of
-    /// experts at multiples of `align` rows, scales row by row. Peers then store a row where its first expert wants it,
-    /// and no inbox lies between: of eight ranks each moves less than half of what it does otherwise, and the arena
-    /// lacks the inbox. But no row leaves before all counts are here. For large calls with few multiprocessors
-    /// (docs/performance.md, "Rows stored in place"). Default: none.
+    /// In-place output `(rows, align)`: an output in the context's arena, the same on all ranks. It has `rows` rows in
+    /// the contiguous layout, each expert's first row at a multiple of `align` rows, and row-major scales. Peers store
+    /// a row directly at the place of its first expert, and the arena has no receive buffer for rows. Each of eight
+    /// ranks moves less than half the bytes that it moves otherwise. But no row leaves before all counts have arrived.
+    /// For large calls with few SMs (docs/notebook.md, "In-place output"). Default: none.
     ///
-    /// Every [`dispatch`](super::AllToAll::dispatch) then goes to
-    /// [`AllToAll::own_output`](super::AllToAll::own_output), whose rows are there until the next one begins; calls are
-    /// not split. In worlds of one node of at most 32 ranks, without quantisation.
-    pub own_output: Option<(usize, usize)>,
-    /// Tokens of each rank that a call sends at once; a larger call goes in waves of so many, a launch each, and always
-    /// in as many as `max_tokens_per_rank` needs, which must be no more than 4096. Rows' and partial rows' places in
-    /// the arena are for one wave alone. Default: all of them; with several nodes no more than keep the arena within
-    /// 2 GiB. With several waves a call's halves need its input until the receiving half is through.
-    pub wave_tokens: Option<usize>,
-    /// Handles whose memory is allocated when the context is built: those of dispatches that are alive at once. More
-    /// are allocated on demand, but not while a stream captures: a recorded dispatch takes a handle that is allocated
-    /// and free, or is refused with `Argument`. Its graph keeps that handle, also once the [`Handle`](super::Handle) is
-    /// dropped. So give at least the dispatches that all graphs record, and the handles that are alive beside them.
-    /// Default: 4.
+    /// Every [`dispatch`](super::AllToAll::dispatch) then writes to [`AllToAll::in_place`](super::AllToAll::in_place),
+    /// whose rows stay until the next dispatch begins. Calls have no halves. For worlds of one node of at most 32
+    /// ranks, without quantisation.
+    pub in_place: Option<(usize, usize)>,
+    /// Tokens of each rank in a round. A call of a larger context is sent in rounds, one launch each. Every call takes
+    /// as many rounds as `max_tokens_per_rank` needs, at most 4096. The arena has room for rows and partial rows of one
+    /// round. Default: all tokens in one round; with several nodes the rounds are halved until the arena is within 2
+    /// GiB or a round has at most 256 tokens. With several rounds a call's input must stay until the receiving half is
+    /// done.
+    pub round_tokens: Option<usize>,
+    /// Handles allocated when the context is built, 1 to 1024: one for each dispatch that is alive at the same time.
+    /// More are allocated on demand, but not while a stream captures: a recorded dispatch takes an allocated handle
+    /// that is free, or is refused with `Argument`. Its graph keeps that handle, also after the
+    /// [`Handle`](super::Handle) is dropped. So give at least the dispatches that all graphs record, plus the handles
+    /// that are alive beside them. Default: 4.
     pub handles: usize,
-    /// Has the device write down when its blocks come through each stage of a call, and whom it heard of when; see
-    /// [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Default: off. It costs a few stores to
-    /// host memory a block.
+    /// Whether the device records when its blocks complete each stage of a call, and when each rank's counts or flag
+    /// arrives; see [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Costs a few stores to host
+    /// memory per block. Default: off.
     pub statistics: bool,
-    /// Where the arena lies. Default: in the GPU's own memory; the CPU device's is host memory whatever is given here.
+    /// Where the arena lies. Default: in the GPU's own memory. The CPU device ignores this: its arena is host memory.
     pub arena: ArenaPlace,
-    /// Whether GPU and proxy share flags in the GPU's memory, by way of GDRCopy. Default: as `TOKENYARD_GDRCOPY` says,
-    /// and `Auto` where it says nothing. The CPU device's flags lie in plain memory whatever is given here. Ranks may
-    /// differ.
+    /// Whether GPU and proxy share flags in GPU memory, through GDRCopy. Default: the value of `TOKENYARD_GDRCOPY`, or
+    /// `Auto` if unset. The CPU device ignores this: its flags lie in host memory. Ranks may differ.
     pub gdrcopy: Option<GdrCopy>,
-    /// Rows of a chunk between nodes: a message is posted chunk by chunk, as each is packed. Default: 128 KiB, or 640
-    /// KiB of combine where there are several NICs, and more where rows of a message would be more than 1023 chunks, or
-    /// the context need more than a quarter of the network's receives. [`build`](super::AllToAllBuilder::build) refuses
-    /// a context that needs more than the others of its proxy leave.
+    /// Rows of a chunk between nodes: a message is posted chunk by chunk, each as soon as it is packed. Default: the
+    /// rows of 128 KiB, rounded up, or of 640 KiB for combine with several NICs. The default is larger if the rows of a
+    /// message would otherwise need more than 1023 chunks, or the context more than a quarter of the network's
+    /// receives. [`build`](super::AllToAllBuilder::build) refuses a context that needs more receives than the other
+    /// contexts of its proxy leave.
     pub chunk_rows: Option<usize>,
-    /// With several nodes: received rows and partial rows are kept twice, so that no call waits until peers have read
-    /// those of the call before (2.3 µs on H200s), where the arena then takes up to so many bytes; the same on all
-    /// ranks. Default: 256 MiB, which 128 tokens of DeepSeek-V3 stay below with up to 32 ranks in nodes of 8. 0: always
-    /// once.
+    /// With several nodes: the largest arena, in bytes, in which received rows and partial rows are kept twice; the
+    /// same on all ranks. With two copies no call waits until peers have read the rows of the call before (2.3 µs on
+    /// H200s). Default: 256 MiB, enough for 128 tokens of DeepSeek-V3 on up to 32 ranks in nodes of 8. 0: always one
+    /// copy.
     pub double_buffer_bytes: u64,
-    /// With one node: where a wave has up to so many tokens of a rank, each word of a partial row tells that it has
-    /// come, and neither fence nor tag stands behind the row; home leaves zeros in its place. Where blocks are few, or
-    /// tokens many and ranks few, that takes longer than a fence; the same on all ranks. Default: 256, and 0, which is
-    /// never, where a rank has at most 48 blocks.
-    pub arriving_tokens: Option<usize>,
-    /// Tokens whose META (see docs/design.md) one block builds, rounded up to a multiple of 32, and as many as shared
-    /// memory has room for; of larger calls other blocks build that of the others. Default: 256.
+    /// With one node: largest number of tokens of a rank in a round with which partial rows are LL rows; the same on
+    /// all ranks. In an LL row each word carries its own arrival flag (a word that is not 0 has arrived), so no fence
+    /// and no tag follows the row. The source rank zeroes the words after reading them. With few blocks, or with many
+    /// tokens on few ranks, zeroing takes longer than the fence. Default: 256, or 0 (never) if any rank has at most 48
+    /// blocks.
+    pub ll_tokens: Option<usize>,
+    /// Tokens whose routing metadata (see docs/design.md) one block builds: rounded up to a multiple of 32, and at most
+    /// as many as fit in shared memory. Other blocks build the routing metadata of further tokens. Default: 256.
     pub meta_tile: Option<usize>,
-    /// Number of the first [epoch](crate::Error#epochs), the same on all ranks. Default 1; tests start just below 2^32
-    /// to see flags wrap. Below 2^42, and with low 32 bits that are neither 0 nor 2^32 - 1.
+    /// Number of the first [epoch](crate::Error#epochs), the same on all ranks. At most 2^42, and its low 32 bits are
+    /// neither 0 nor 2^32 - 1. Default 1; tests start just below 2^32 to see flags wrap.
     pub first_epoch: u64,
-    /// Whether a call on another stream than the last of its direction waits for that one. Default: yes. No is for
-    /// tests of what the device finds then.
+    /// Whether a call on another stream than the last call of its kind waits for that call. Default: yes. No is for
+    /// tests of the device's own check.
     #[doc(hidden)]
     pub ordered: bool,
 }
@@ -93,15 +94,15 @@ impl Default for Tuning {
     fn default() -> Self {
         Tuning {
             partial: Partial::Same,
-            own_output: None,
-            wave_tokens: None,
+            in_place: None,
+            round_tokens: None,
             handles: 4,
             statistics: false,
             arena: ArenaPlace::Device,
             gdrcopy: None,
             chunk_rows: None,
             double_buffer_bytes: DOUBLE_BUFFER_BYTES,
-            arriving_tokens: None,
+            ll_tokens: None,
             meta_tile: None,
             first_epoch: 1,
             ordered: true,

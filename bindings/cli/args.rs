@@ -1,7 +1,7 @@
-//! The command line as it is typed: options, their help, and the reading of single values.
+//! The command line: options, their help, and the reading of single values.
 //!
-//! Before the data path, on the main thread. What options mean together is for `config`; how a refusal reads is for
-//! `usage`. Nothing here prints or exits.
+//! Before the data path, on the main thread. `config` checks how options combine; `usage` words refusals. Nothing here
+//! prints or exits.
 
 use clap::{Args, Parser, Subcommand};
 use tokenyard::internals::base::Dtype;
@@ -17,12 +17,12 @@ use crate::cli::cases::words::{
     WeightsWord, Word, WorldMode, scale_kind, summed, word,
 };
 
-/// Ranks of a projected node at the most: no host links more GPUs than 16.
+/// Most ranks of a projected node: no host links more GPUs than 16.
 const MAX_PROJECTED_NODE: u64 = 16;
 /// Longest deadline: a day.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
 
-/// Expert-parallel dispatch and combine: benchmark, verification, memory plan, and what this machine offers.
+/// Expert-parallel dispatch and combine: benchmark, verification, memory plan, projection, and a check of this machine.
 #[derive(Debug, Parser)]
 #[command(name = "tokenyard", version)]
 pub struct Cli {
@@ -44,7 +44,7 @@ pub enum Command {
     /// Projects a world of several nodes over a virtual clock
     #[command(allow_negative_numbers = true)]
     Simulate(SimulateArgs),
-    /// Tells what this machine offers and lacks
+    /// Shows what this machine offers and lacks
     Doctor(DoctorArgs),
 }
 
@@ -60,33 +60,33 @@ pub struct BenchArgs {
     /// Ranks that share memory; a list where nodes are uneven [default: cuda N, one node; cpu 4, and what is left]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
-    /// What carries bytes between nodes: a simulated network [default: sim]
+    /// Network between nodes: a simulated one [default: sim]
     #[arg(long, value_name = "sim", value_parser = word::<TransportWord>)]
     pub transport: Option<TransportWord>,
     /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
     #[arg(long, value_name = "MODEL", value_parser = Link::parse)]
     pub link: Option<Link>,
-    /// How sim behaves: as well as it can, or as badly as its interface allows [default: calm]
+    /// Behaviour of sim: as good as it can be, or as bad as its interface allows [default: calm]
     #[arg(long, value_name = "calm|hostile", value_parser = word::<NetworkWord>)]
     pub network: Option<NetworkWord>,
     /// Rows of a chunk of a message between nodes [default: chosen by the library]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub chunk_rows: Option<usize>,
-    /// Keep what is received between nodes once, however small a second copy is
+    /// Keep one copy of rows and partial rows received between nodes, however small a second copy is
     #[arg(long)]
     pub single_buffer: bool,
-    /// In one node: tokens of a rank up to which partial rows arrive without fences and tags; 0 for never [default:
-    /// chosen by the library]
+    /// In one node: tokens of a rank up to which partial rows are LL rows, without fences and tags; 0 for never
+    /// [default: chosen by the library]
     #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 0, MAX_TOKENS))]
-    pub arriving_tokens: Option<usize>,
-    /// Tokens of each rank that a call sends at once; a larger call goes in waves [default: chosen by the library]
+    pub ll_tokens: Option<usize>,
+    /// Tokens of each rank in a round; a larger call goes in several rounds [default: chosen by the library]
     #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
-    pub wave_tokens: Option<usize>,
-    /// Where arenas lie on GPUs: in host, the processor moves what goes between nodes; in device, emulated NICs
-    /// [default: device; host between nodes of processes, or of a hostile network]
+    pub round_tokens: Option<usize>,
+    /// Where arenas lie on GPUs: with host the processor copies between nodes, with device emulated NICs do [default:
+    /// device; host between nodes of processes, or with a hostile network]
     #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
     pub arena: Option<ArenaWord>,
-    /// Ranks as threads of one process or as a process each [default: threads]
+    /// Ranks as threads of one process or as processes [default: threads]
     #[arg(long, value_name = "threads|processes", value_parser = word::<Launch>)]
     pub launch: Option<Launch>,
     /// A published model's shape: v3, kimi-k2, qwen3-235b, gpt-oss-120b or mixtral-8x22b [default: v3]
@@ -107,19 +107,19 @@ pub struct BenchArgs {
     /// Scales of fp8 rows [default: f32]
     #[arg(long, value_name = "f32|ue8m0", value_parser = scale_kind)]
     pub scales: Option<ScaleKind>,
-    /// Tokens are bf16 rows, and become fp8 rows with scales as they are sent
+    /// Dispatch takes bf16 rows and quantises them to fp8 rows with scales
     #[arg(long)]
     pub quantize: bool,
     /// Type of the rows that come back [default: bf16]
     #[arg(long, value_name = "bf16|fp16|fp32", value_parser = summed)]
     pub combine_dtype: Option<Dtype>,
-    /// Type of partial rows, between an expert's rank, its rail and home [default: same, the combine dtype]
+    /// Type of partial rows, from an expert's rank to a rail or the source rank [default: same, the combine dtype]
     #[arg(long, value_name = "same|fp32|fp8", value_parser = word::<PartialWord>)]
     pub partial: Option<PartialWord>,
     /// Tokens of each rank; a list sweeps, one result each [default: 128]
     #[arg(long, value_name = "T[,T...]", value_parser = tokens)]
     pub tokens: Option<List>,
-    /// Capacity, where above T [default: the largest T]
+    /// Most tokens of each rank that the context is built for [default: the largest T]
     #[arg(long, value_name = "T", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub max_tokens: Option<usize>,
     /// Each rank draws its own count in 0..=T each iteration
@@ -131,38 +131,38 @@ pub struct BenchArgs {
     /// When the router's weights are given [default: dispatch]
     #[arg(long, value_name = "dispatch|combine|none", value_parser = word::<WeightsWord>)]
     pub weights: Option<WeightsWord>,
-    /// Combine adds to what stands in its output
+    /// Combine adds to the old contents of its output
     #[arg(long)]
     pub accumulate: bool,
-    /// Where dispatched rows stand [default: contiguous]
+    /// Layout of dispatched rows [default: contiguous]
     #[arg(long, value_name = "contiguous|masked|token", value_parser = word::<LayoutWord>)]
     pub layout: Option<LayoutWord>,
-    /// Rows that starts of experts are aligned to (contiguous) [default: 1]
+    /// Alignment of each expert's first row, in rows (contiguous) [default: 1]
     #[arg(long, value_name = "A", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub align: Option<usize>,
     /// Rows of the output; of each expert's in the masked layout [default: the worst case]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_ROWS))]
     pub capacity: Option<usize>,
 
-    /// The output lies in the arena, and peers store rows where they belong there (contiguous, in one node)
+    /// In-place output: peers store rows directly into an output in the arena (contiguous, in one node)
     #[arg(long)]
-    pub own_output: bool,
-    /// One call each way, send and receive apart, or captured and replayed [default: fused]
+    pub in_place: bool,
+    /// One call each way, separate send and receive calls, or captured and replayed calls [default: fused]
     #[arg(long, value_name = "fused|split|graph", value_parser = word::<Mode>)]
     pub mode: Option<Mode>,
-    /// SM budget of a kernel [default: chosen by a model of bytes: all for few tokens, else as few as are as fast]
+    /// SM budget of a kernel [default: chosen by a model of bytes: all for few tokens, else the fewest within 1 %]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_SMS))]
     pub sms: Option<usize>,
     /// Timed iterations [default: cpu 5, cuda 1000]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
     pub iters: Option<usize>,
-    /// Iterations before those [default: cpu 1, cuda 100]
+    /// Iterations before the timed ones [default: cpu 1, cuda 100]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 0, MAX_ITERS))]
     pub warmup: Option<usize>,
     /// Seed of inputs, routing and schedule [default: 1]
     #[arg(long, value_name = "S", value_parser = seed)]
     pub seed: Option<u64>,
-    /// On cpu: everything on one thread under one seeded schedule, or a thread a rank [default: threads]
+    /// On cpu: everything on one thread under one seeded schedule, or a thread per rank [default: threads]
     #[arg(long, value_name = "one-thread|threads", value_parser = word::<WorldMode>)]
     pub world_mode: Option<WorldMode>,
     /// Iterations that are compared with the reference: all, first, or every Nth [default: cpu all, cuda 16]
@@ -180,7 +180,7 @@ pub struct BenchArgs {
     /// A timeline that Perfetto opens
     #[arg(long, value_name = "PATH.json")]
     pub trace: Option<String>,
-    /// Also reports when a call's blocks came through each of its stages, as the device notes them
+    /// Also reports when the blocks of a call complete each stage, as the device records it
     #[arg(long)]
     pub stages: bool,
     /// This process is one rank that `--launch processes` started
@@ -193,10 +193,10 @@ pub struct VerifyArgs {
     /// Random configurations [default: 100]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
     pub seeds: Option<usize>,
-    /// Seeded schedules of tiny worlds on one thread, each another; without --seeds, these alone
+    /// Number of seeded schedules, each of another tiny world on one thread; without --seeds only schedules run
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
     pub schedules: Option<usize>,
-    /// The first one's seed; the others follow [default: 1]
+    /// Seed of the first configuration; the others have the seeds after it [default: 1]
     #[arg(long, value_name = "S", value_parser = seed)]
     pub seed: Option<u64>,
     /// What ranks run on [default: cuda where a GPU is found, else cpu]
@@ -208,20 +208,20 @@ pub struct VerifyArgs {
     /// Progress deadline of any wait [default: 20000]
     #[arg(long, value_name = "MS", value_parser = |t: &str| number(t, 1, MAX_TIMEOUT_MS))]
     pub timeout_ms: Option<usize>,
-    /// Every configuration that is drawn quantises bf16 rows to fp8 as they are sent, not some of them
+    /// Every configuration quantises bf16 rows to fp8 in dispatch, instead of some
     #[arg(long)]
     pub quantize: bool,
-    /// Every configuration that is drawn has its output in the arena, not some of them
+    /// Every configuration has in-place output, instead of some
     #[arg(long, conflicts_with_all = ["quantize", "forge"])]
-    pub own_output: bool,
-    /// Every schedule is of several nodes, and messages between them are tampered with: results may be wrong and calls
-    /// end with errors then, but nothing else may happen
+    pub in_place: bool,
+    /// Every schedule has several nodes, and messages between them are tampered with: results may be wrong and calls
+    /// may end with errors, but nothing else may happen
     #[arg(long, requires = "schedules")]
     pub forge: bool,
-    /// Models' full sizes too
+    /// Also the full sizes of models
     #[arg(long)]
     pub full: bool,
-    /// Runs one configuration again, as a failure printed it
+    /// Runs one configuration again, given as a failure printed it
     #[arg(long, value_name = "CONFIGURATION")]
     pub replay: Option<String>,
 }
@@ -246,8 +246,8 @@ pub struct SimulateArgs {
     /// Rows of a chunk between nodes, both ways [default: as the library chooses, 128 KiB over one NIC]
     #[arg(long, value_name = "ROWS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub chunk_rows: Option<usize>,
-    /// Assumptions that are not made, see docs/simulate.md
-    #[arg(long, value_name = "landing-list|meta-ahead|early-sums|spread-meta", value_delimiter = ',', value_parser = word::<Assumption>)]
+    /// Assumptions to switch off, see docs/simulate.md
+    #[arg(long, value_name = "arrival-list|meta-ahead|early-sums|spread-meta", value_delimiter = ',', value_parser = word::<Assumption>)]
     pub without: Option<Vec<Assumption>>,
     /// Iterations, each with routing of its own [default: 3 to 50, fewer for more ranks]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_ITERS))]
@@ -255,7 +255,7 @@ pub struct SimulateArgs {
     /// Seed of routing [default: 1]
     #[arg(long, value_name = "S", value_parser = seed)]
     pub seed: Option<u64>,
-    /// Projects what others have published, and what was measured of one node, and compares
+    /// Projects published results of others and measured results of one node, and compares
     #[arg(long)]
     pub calibrate: bool,
     /// Where results go; - is stdout
@@ -300,7 +300,7 @@ fn check(text: &str) -> Result<Check, String> {
     }
 }
 
-/// A link model as it was typed, for a command that reads it itself.
+/// A link model as typed, for a command that parses it itself.
 fn link(text: &str) -> Result<String, String> {
     match tokenyard::internals::transport::network::sim::models::parse(text) {
         Ok(_) => Ok(text.to_string()),
@@ -316,7 +316,7 @@ fn routing(text: &str) -> Result<Routing, String> {
     })
 }
 
-/// The name of a word for an option that was left out, or the word given.
+/// The word given for an option, or its default.
 pub fn or_default<T: Word>(given: Option<T>, default: T) -> T {
     given.unwrap_or(default)
 }

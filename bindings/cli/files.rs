@@ -1,6 +1,6 @@
 //! Results in files and on the output.
 //!
-//! On the thread that runs the program: before a run, whether a file can be written; behind it, the writing.
+//! On the thread that runs the program: before a run, the check that a file can be written; after it, the writing.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::out::Out;
 use super::usage::Refusal;
 
-/// The object: of one run or projection, or of a sweep.
+/// The JSON object of one run or projection, or of a sweep.
 ///
 /// # Errors
 /// The writer's error; none for these types.
@@ -44,16 +44,16 @@ pub fn check_outputs(json: Option<&str>, others: &[(&str, Option<&str>)]) -> Res
     Ok(())
 }
 
-/// Where a file lies, whatever it is called.
+/// A file's identity, independent of its path.
 #[derive(Debug, PartialEq, Eq)]
 enum Place {
     /// Device and inode.
     There(u64, u64),
-    /// One that does not exist yet.
+    /// A file that does not exist yet.
     New(PathBuf),
 }
 
-/// The place of a file that can be written; none of a device or pipe, which keeps all that is written to it.
+/// The place of a writable file; `None` for a device or pipe, to which several outputs may go.
 fn place(name: &str, path: &str) -> Result<Option<Place>, Refusal> {
     let refused = |advice: &str| Refusal::of(name, path, advice);
     if path == "-" {
@@ -70,7 +70,7 @@ fn place(name: &str, path: &str) -> Result<Option<Place>, Refusal> {
     };
     let Ok(about) = fs::metadata(file) else {
         let folder = folder.canonicalize().map_err(unwritable)?;
-        // What a link to nothing would make is left to the writing.
+        // The target of a dangling link is created only by the write.
         if file.symlink_metadata().is_err() {
             drop(OpenOptions::new().write(true).create_new(true).open(file).map_err(unwritable)?);
             fs::remove_file(file).map_err(unwritable)?;
@@ -78,7 +78,7 @@ fn place(name: &str, path: &str) -> Result<Option<Place>, Refusal> {
         return Ok(Some(Place::New(folder.join(own))));
     };
     let kind = about.file_type();
-    // A pipe without a name was handed to this process, as stdout or by a shell's >(…): a look does not end it.
+    // A pipe without a name was passed to this process, as stdout or by a shell's >(…): opening it does not end it.
     let handed = kind.is_fifo() && file.canonicalize().is_err();
     if !(kind.is_file() || kind.is_char_device() || handed) {
         return Err(refused("it is a pipe with a name, a socket or a disk; give a file"));
@@ -90,7 +90,7 @@ fn place(name: &str, path: &str) -> Result<Option<Place>, Refusal> {
 /// Writes a text to a file, or to the output where the path is `-`.
 ///
 /// # Errors
-/// A sentence that names the file. Those of the output are for [`Out`].
+/// A sentence that names the file. [`Out`] handles errors of the output.
 pub fn write(path: &str, text: &str, out: &Out) -> Result<(), String> {
     if path == "-" {
         say!(out, "{text}");
@@ -100,11 +100,11 @@ pub fn write(path: &str, text: &str, out: &Out) -> Result<(), String> {
     result.map_err(|error| format!("{path} cannot be written ({error}); free space there, or name another file"))
 }
 
-/// Opens a file, emptied. A pipe whose reader has left is an error, and nothing to wait for.
+/// Opens a file and empties it. A pipe without a reader is an error, not a wait.
 fn opened(path: &str) -> io::Result<File> {
     let mut options = OpenOptions::new();
     let file = options.write(true).create(true).truncate(true).custom_flags(libc::O_NONBLOCK).open(path)?;
-    // What is written waits for room all the same.
+    // Writes do wait for room.
     fcntl(&file, FcntlArg::F_SETFL(OFlag::empty()))?;
     Ok(file)
 }

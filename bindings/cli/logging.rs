@@ -1,4 +1,4 @@
-//! The program's log: what the library notes by the facade of the crate `log`, written to stderr on request.
+//! The program's log: the library's events of the crate `log`, written to stderr on request.
 //!
 //! On the thread that runs the program, once, before the command. Without `TOKENYARD_LOG` nothing is installed.
 
@@ -16,7 +16,7 @@ const VARIABLE: &str = "TOKENYARD_LOG";
 #[derive(Debug, PartialEq, Eq)]
 struct Levels(Vec<(&'static str, LevelFilter)>);
 
-/// What all targets begin with.
+/// The common prefix of all targets.
 const ALL: &str = "tokenyard";
 
 impl Levels {
@@ -36,7 +36,7 @@ impl Levels {
     }
 }
 
-/// A target of the library by its name, with or without the library's in front.
+/// A target of the library by its name, with or without the library's name before it.
 fn target(name: &str) -> Option<&'static str> {
     let short = |target: &'static str| target.trim_start_matches(ALL).trim_start_matches("::");
     targets::ALL.into_iter().find(|target| *target == name || short(target) == name)
@@ -50,13 +50,13 @@ fn level(word: &str) -> Option<LevelFilter> {
 fn refused(text: &str) -> Refusal {
     let names: Vec<&str> = targets::ALL.iter().filter_map(|target| target.split("::").nth(1)).collect();
     let advice = format!(
-        "give error, warn, info or debug, and more or less of a target as in warn,proxy=debug; targets are {}",
+        "give error, warn, info or debug, and a level per target as in warn,proxy=debug; targets are {}",
         names.join(", ")
     );
     Refusal::of_variable(VARIABLE, text, advice)
 }
 
-/// Installs a logger for this process, if the environment asks for one. Where the process has one, that stays.
+/// Installs a logger for this process, if the environment asks for one. A logger that the process already has stays.
 ///
 /// # Errors
 /// A value that is no level, or names no target.
@@ -71,7 +71,7 @@ pub fn install() -> Result<(), Refusal> {
         let level = record.level().as_str().to_ascii_lowercase();
         writeln!(line, "{level} {}: {}", record.target(), record.args())
     });
-    // It fails where the process has a logger, which then has every event.
+    // Fails if the process already has a logger, which then gets every event.
     let _ = builder.try_init();
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! The program `tokenyard` as a function: benchmark, verification, memory plan, projection, and what a machine offers.
+//! The program `tokenyard` as a function: benchmark, verification, memory plan, projection, and a check of the machine.
 //!
-//! [`run`] reads the arguments, runs one command on the caller's thread, and returns its [`Status`]. What goes to
+//! [`run`] reads the arguments, runs one command on the caller's thread, and returns its [`Status`]. The program's
 //! stdout goes to the caller's writer. Runs share nothing: a process may run the program many times, from several
 //! threads at once.
 //!
@@ -17,19 +17,19 @@
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32` before the process's first CUDA call, as the program does in its `main`: kernels of
 //! such ranks wait for one another, and by default their streams share 8 queues.
 //!
-//! Files, each using what stands below it:
+//! Files; each uses only files below it:
 //!
 //! | place | holds |
 //! |---|---|
 //! | `commands/` | a file for each command: bench, verify, plan, simulate, doctor |
 //! | `report/` | results as JSON, tables, plots, traces and files |
-//! | `ranks/` | what a run is told, its ranks as threads, fibers or processes, their calls and their comparison |
-//! | `args` | the command line as it is typed |
-//! | `cases/` | what a configuration is: words, limits, shapes, inputs, routing, links |
+//! | `ranks/` | settings of a run, its ranks as threads, fibers or processes, their calls and their comparison |
+//! | `args` | the command line: options and their help |
+//! | `cases/` | configurations: words, limits, shapes, inputs, routing, links |
 //! | `files`, `progress`, `logging` | files of results, the bar, the log |
-//! | `out`, `usage`, `status` | streams, refusals, how a run ended |
+//! | `out`, `usage`, `status` | streams, refusals, exit status |
 
-// They panic where their stream is closed or full; `out` does not.
+// These macros panic if their stream is closed or full; `out` does not.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 #[macro_use]
@@ -61,7 +61,7 @@ use ranks::launch::Launcher;
 pub use status::Status;
 use usage::Refusal;
 
-/// What the program has of the process that it runs in.
+/// The parts of a process that the program uses.
 pub struct Host<'a> {
     out: &'a mut (dyn Write + Send),
     err: Option<&'a mut (dyn Write + Send)>,
@@ -71,38 +71,38 @@ pub struct Host<'a> {
 }
 
 impl<'a> Host<'a> {
-    /// A process of the caller's own. `out` gets what the program has on stdout; notes and refusals go to the process's
-    /// stderr, without bars of progress. There is no program to start ranks from, so `--launch processes` is refused.
-    /// The library's log goes to the caller's logger, if there is one.
+    /// A process of the caller. `out` gets the program's stdout; notes and refusals go to the process's stderr, without
+    /// progress bars. There is no program to start ranks from, so `--launch processes` is refused. The library's log
+    /// goes to the caller's logger, if there is one.
     pub fn new(out: &'a mut (dyn Write + Send)) -> Host<'a> {
         Host { out, err: None, bars: false, log: false, program: None }
     }
 
-    /// The process of the program itself: ranks are started from its own file, a terminal shows bars of progress on
-    /// stderr, and `TOKENYARD_LOG` installs a logger that writes there.
+    /// The process of the program itself: ranks are started from its own file, stderr shows progress bars if it is a
+    /// terminal, and `TOKENYARD_LOG` installs a logger that writes to stderr.
     pub fn process(out: &'a mut (dyn Write + Send)) -> Host<'a> {
         let program = std::env::current_exe().ok();
         Host { bars: std::io::stderr().is_terminal(), log: true, program, ..Host::new(out) }
     }
 
-    /// A writer of notes and refusals in place of the process's stderr. It gets no bars of progress. Ranks that are
+    /// A writer of notes and refusals in place of the process's stderr. It gets no progress bars. Ranks that are
     /// processes keep the process's stderr.
     pub fn err(self, err: &'a mut (dyn Write + Send)) -> Host<'a> {
         Host { err: Some(err), bars: false, ..self }
     }
 
     /// The program that `--launch processes` starts for each rank. It gets the arguments of this run and `--as-rank`,
-    /// and must hand them to [`run`] with [`Host::process`], which is what the program `tokenyard` does.
+    /// and must pass them to [`run`] with [`Host::process`], as the program `tokenyard` does.
     pub fn program(self, path: impl Into<PathBuf>) -> Host<'a> {
         Host { program: Some(path.into()), ..self }
     }
 }
 
-/// Runs the program with these arguments, of which the first is the command: the program's own name is none of them.
-/// Waits for the command to end.
+/// Runs the program with these arguments and waits for the command to end. The first argument is the command, not the
+/// program's name.
 ///
-/// A writer that takes no more never ends a command. Where `out` fails with `BrokenPipe`, its reader has gone: the
-/// command goes on in silence and returns the status that it earned. After any other error the status is
+/// An error of a writer never ends a command. If `out` fails with `BrokenPipe`, its reader has closed it: the command
+/// continues without output and returns its own status. After any other error of `out` the status is
 /// [`Status::Failure`]. Errors of the other writer are ignored.
 pub fn run<A: Into<OsString>>(args: impl IntoIterator<Item = A>, host: Host<'_>) -> Status {
     let args: Vec<OsString> = args.into_iter().map(Into::into).collect();
@@ -123,7 +123,7 @@ pub fn run<A: Into<OsString>>(args: impl IntoIterator<Item = A>, host: Host<'_>)
     out.status(earned)
 }
 
-/// What the environment asks for, before a command.
+/// Applies the environment before a command.
 fn prepared(log: bool) -> Result<(), Refusal> {
     if log { logging::install() } else { Ok(()) }
 }

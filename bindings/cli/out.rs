@@ -1,15 +1,13 @@
-//! The program's output and its notes: the one way to both.
+//! The program's output and its notes: all printing goes through here.
 //!
-//! On any thread, beside the data path. An [`Out`] belongs to one run and is handed down to whatever prints, so that
-//! runs in one process know nothing of each other. A stream that takes no more never ends a command, which would lose
-//! work that is under way:
+//! On any thread, beside the data path. An [`Out`] belongs to one run and is passed to everything that prints, so that
+//! runs in one process do not mix. An error of a stream never ends a command, which would lose running work:
 //!
-//! - the output closed by its reader (`| head -1`): the command goes on in silence and ends with the status that it
-//!   earned;
+//! - output closed by its reader (`| head -1`): the command continues without output and returns its own status;
 //! - any other error of the output (a full disk): one note, no further write, and status 1;
-//! - any error of the notes' stream: nothing, since nobody is left to be told.
+//! - any error of the notes' stream: ignored, since there is nowhere to report it.
 //!
-//! `println!` and its kin panic there, so the program denies them.
+//! `println!` and its relatives panic on such errors, so the program denies them.
 
 use std::fmt::Arguments;
 use std::io::{self, ErrorKind, Write};
@@ -36,9 +34,9 @@ pub struct Out<'a> {
 
 struct Lines<'a> {
     to: &'a mut (dyn Write + Send),
-    /// Whether it takes no more; nothing is written then.
+    /// Whether a write has failed; nothing is written after that.
     ended: bool,
-    /// Whether it ended with an error that the status must show.
+    /// Whether the write failed with an error that the status must show.
     failed: bool,
 }
 
@@ -48,8 +46,7 @@ enum Notes<'a> {
 }
 
 impl<'a> Out<'a> {
-    /// Notes go to stderr where no other stream is given. `bars`: they reach a terminal, which can show bars of
-    /// progress.
+    /// Notes go to stderr if no other stream is given. `bars`: notes reach a terminal, which can show progress bars.
     pub fn new(lines: &'a mut (dyn Write + Send), notes: Option<&'a mut (dyn Write + Send)>, bars: bool) -> Out<'a> {
         let lines = Lines { to: lines, ended: false, failed: false };
         Out { lines: Mutex::new(lines), notes: Mutex::new(notes.map_or(Notes::Stderr, Notes::Given)), bars }
@@ -75,21 +72,21 @@ impl<'a> Out<'a> {
         self.draw(&format!("{text}\n"));
     }
 
-    /// Writes to the notes' stream as it is, for bars of progress.
+    /// Writes text unchanged to the notes' stream, for progress bars.
     pub fn draw(&self, text: &str) {
-        // Nobody is left to be told of an error.
+        // There is nowhere to report an error.
         let _ = match &mut *held(&self.notes) {
             Notes::Stderr => io::stderr().write_all(text.as_bytes()),
             Notes::Given(to) => to.write_all(text.as_bytes()).and_then(|()| to.flush()),
         };
     }
 
-    /// Whether bars of progress are shown.
+    /// Whether progress bars are shown.
     pub fn bars(&self) -> bool {
         self.bars
     }
 
-    /// The status of a command that earned `earned`: failure, if what it printed did not all reach an open stream.
+    /// The status of a command with status `earned`: failure, if a write to an open stream failed.
     pub fn status(&self, earned: Status) -> Status {
         if held(&self.lines).failed && earned == Status::Success { Status::Failure } else { earned }
     }

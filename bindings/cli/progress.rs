@@ -1,13 +1,13 @@
-//! The bar of progress.
+//! The progress bar.
 //!
-//! Beside the data path, on the thread of rank 0 or the main one. It goes to the notes' stream, and only to a terminal.
+//! Beside the data path, on the thread of rank 0 or the main thread. Drawn on the notes' stream, if that is a terminal.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use super::out::Out;
 
-/// A bar, where there is a terminal to show it.
+/// A bar, drawn if there is a terminal.
 pub struct Progress<'a, 'w> {
     shown: Option<&'a Out<'w>>,
     last: Mutex<Option<Instant>>,
@@ -27,7 +27,7 @@ impl<'a, 'w> Progress<'a, 'w> {
         Progress { shown: None, last: Mutex::new(None) }
     }
 
-    /// Draws `done` of `total`, not more often than the eye can follow.
+    /// Draws `done` of `total`, at most once per `REDRAW`.
     pub fn show(&self, what: &str, done: usize, total: usize) {
         let Some(out) = self.shown else { return };
         let Ok(mut last) = self.last.lock() else { return };

@@ -10,7 +10,7 @@ pub enum Status {
     Success = 0,
     /// Something did not run or was wrong, or the output could not be written.
     Failure = 1,
-    /// The arguments or the environment are unusable; one sentence says why.
+    /// The arguments or the environment are unusable; one sentence states why.
     Unusable = 2,
 }
 

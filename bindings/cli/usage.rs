@@ -1,6 +1,7 @@
-//! Refusals: one sentence that names the argument, its value, and what would do.
+//! Refusals: one sentence that names the argument, its value, and what to give instead.
 //!
-//! On the main thread, before anything runs. It turns the parser's several lines into that one sentence.
+//! On the main thread, before anything runs. It makes one sentence of the parser's several lines, and gives the new
+//! names of options, their words and replay fields that were renamed.
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::error::Error as _;
@@ -22,12 +23,12 @@ impl Refusal {
         Refusal(one_line(&format!("argument {argument} is `{value}`: {advice}")))
     }
 
-    /// The same of a variable of the environment.
+    /// The same for an environment variable.
     pub fn of_variable(name: &str, value: impl fmt::Display, advice: impl fmt::Display) -> Refusal {
         Refusal(one_line(&format!("variable {name} is `{value}`: {advice}")))
     }
 
-    /// From a check of the library or of an input file.
+    /// From an error of the library or of an input file.
     pub fn from_error(error: &tokenyard::internals::base::Error) -> Refusal {
         Refusal(one_line(&error.to_string()))
     }
@@ -36,6 +37,23 @@ impl Refusal {
     pub fn from_parser(error: &clap::Error) -> Refusal {
         Refusal(one_line(&sentence(error)))
     }
+}
+
+/// Options, words of options and replay fields that were renamed: old and new names.
+const RENAMED: [(&str, &str); 7] = [
+    ("--arriving-tokens", "--ll-tokens"),
+    ("--wave-tokens", "--round-tokens"),
+    ("--own-output", "--in-place"),
+    ("landing-list", "arrival-list"),
+    ("arriving_tokens", "ll_tokens"),
+    ("wave_tokens", "round_tokens"),
+    ("own_output", "in_place"),
+];
+
+/// The advice for an old name: "--own-output is called --in-place now".
+pub fn old_name(name: &str) -> Option<String> {
+    let renamed = RENAMED.iter().find(|(old, _)| *old == name);
+    renamed.map(|(old, new)| format!("{old} is called {new} now"))
 }
 
 fn one_line(text: &str) -> String {
@@ -50,15 +68,19 @@ fn sentence(error: &clap::Error) -> String {
     let value = text(ContextKind::InvalidValue).unwrap_or_default();
     match error.kind() {
         ErrorKind::ValueValidation => {
-            let advice = error.source().map_or("give another value".to_string(), ToString::to_string);
+            let advice = old_name(&value)
+                .unwrap_or_else(|| error.source().map_or("give another value".to_string(), ToString::to_string));
             format!("argument {named} is `{value}`: {advice}")
         }
-        ErrorKind::InvalidValue if value.is_empty() => format!("argument {named} has no value: give one behind it"),
+        ErrorKind::InvalidValue if value.is_empty() => format!("argument {named} has no value: give one after it"),
         ErrorKind::InvalidValue => format!("argument {named} is `{value}`: {}", valid(error)),
-        ErrorKind::UnknownArgument => match text(ContextKind::SuggestedArg) {
-            Some(near) => format!("argument `{named}` is not known: did you mean {near}"),
-            None => format!("argument `{named}` is not known: see --help of its command for those that are"),
-        },
+        ErrorKind::UnknownArgument => {
+            let advice = old_name(&named).unwrap_or_else(|| match text(ContextKind::SuggestedArg) {
+                Some(similar) => format!("did you mean {similar}"),
+                None => "see --help of its command for those that are".to_string(),
+            });
+            format!("argument `{named}` is not known: {advice}")
+        }
         ErrorKind::TooManyValues => {
             format!("argument {named} is `{value}`: it takes no value there; leave the value out")
         }
@@ -96,5 +118,46 @@ fn context(error: &clap::Error, kind: ContextKind) -> Option<String> {
         ContextValue::String(text) => Some(text.clone()),
         ContextValue::Strings(texts) => Some(texts.join(", ")),
         other => Some(other.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::args::Cli;
+    use clap::Parser;
+
+    fn refused(args: &[&str]) -> String {
+        let error = Cli::try_parse_from(["tokenyard"].iter().chain(args)).unwrap_err();
+        Refusal::from_parser(&error).to_string()
+    }
+
+    #[test]
+    fn an_old_name_is_refused_with_the_new_name() {
+        for (args, wanted) in [
+            (&["bench", "--own-output"][..], "`--own-output` is not known: --own-output is called --in-place now"),
+            (&["verify", "--own-output"], "--own-output is called --in-place now"),
+            (&["plan", "--wave-tokens", "9"], "--wave-tokens is called --round-tokens now"),
+            (&["bench", "--arriving-tokens=9"], "--arriving-tokens is called --ll-tokens now"),
+            (
+                &["simulate", "--calibrate", "--without", "early-sums,landing-list"],
+                "argument --without is `landing-list`: landing-list is called arrival-list now",
+            ),
+        ] {
+            let refused = refused(args);
+            assert!(refused.ends_with(wanted), "{refused}");
+        }
+    }
+
+    #[test]
+    fn every_new_name_is_taken_and_no_old_one() {
+        for (old, new) in RENAMED.iter().filter(|(old, _)| old.starts_with("--")) {
+            let value = if *new == "--in-place" { None } else { Some("9") };
+            for (name, taken) in [(new, true), (old, false)] {
+                let args = ["tokenyard", "bench", *name].into_iter().chain(value);
+                assert_eq!(Cli::try_parse_from(args).is_ok(), taken, "{name}");
+            }
+        }
+        assert_eq!(old_name("--in-place"), None);
     }
 }

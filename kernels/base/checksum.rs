@@ -1,5 +1,5 @@
-//! FNV-1a, 64 bits (Fowler, Noll and Vo, draft-eastlake-fnv). Against accidents and tests; it keeps out nobody who
-//! means harm.
+//! FNV-1a, 64 bits (Fowler, Noll and Vo, draft-eastlake-fnv). Against accidents and for tests; no protection against
+//! attackers.
 
 /// Of bytes.
 pub fn fnv1a(bytes: &[u8]) -> u64 {

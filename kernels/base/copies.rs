@@ -1,14 +1,14 @@
-//! What an emulated NIC needs of a device: something that copies while nobody waits.
+//! What an emulated NIC needs of a device: an engine that copies while nobody waits.
 //!
 //! The one seam between `transport`, which has the emulated NIC, and `kernels`, which has its copy kernel
-//! (`kernels/nic`): the two do not know each other.
+//! (`kernels/nic`): neither depends on the other.
 
 use super::Result;
 use std::fmt;
 
 /// A device that can copy between arenas on its own.
 pub trait CopyDevice: Clone + fmt::Debug + Send + Sync + Sized + 'static {
-    /// What copies.
+    /// The type of its engines.
     type Engine: CopyEngine;
 
     /// The number of the GPU; `None` for a device in host memory.
@@ -26,7 +26,7 @@ pub trait CopyDevice: Clone + fmt::Debug + Send + Sync + Sized + 'static {
     /// Whether engines of this device can store into memory of `other`.
     ///
     /// # Errors
-    /// `Device` if the driver cannot tell.
+    /// `Device` if the driver gives no answer.
     fn can_store_into(&self, other: &Self) -> Result<bool>;
 }
 
@@ -42,13 +42,13 @@ pub trait CopyEngine: Send + 'static {
     /// `Device` if the driver refuses.
     fn post(&mut self, source: u64, target: u64, bytes: u64) -> Result<Option<u64>>;
 
-    /// Copies posted since ever.
+    /// Copies posted since the beginning.
     fn posted(&self) -> u64;
 
     /// Copies carried out: all before this number. Their bytes are in place.
     fn completed(&mut self) -> u64;
 
-    /// Has the device go on, if copies are left that nothing carries out. Never waits.
+    /// Restarts the device's work if copies are left that nothing carries out. Never waits.
     ///
     /// # Errors
     /// `Device` if the driver refuses.

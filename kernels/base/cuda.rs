@@ -1,8 +1,8 @@
-//! The little that kernels and transport both need of the CUDA driver: is it there, did a call succeed, and
-//! which context is current.
+//! The little that kernels and transport both need of the CUDA driver: whether it is there, whether a call succeeded,
+//! and which context is current.
 //!
-//! Runs on any thread. It never panics: nothing of the driver is called before its library was found, and
-//! nothing but its version before that was found new enough. It never leaves a context current behind.
+//! Runs on any thread. It never panics: nothing of the driver is called before its library was found, and only its
+//! version before that was found new enough. It never leaves a context current.
 
 use super::{Error, Result, wait};
 use cudarc::driver::sys::{self, CUresult};
@@ -20,7 +20,7 @@ pub fn error(what: impl Into<String>, advice: impl Into<String>) -> Error {
     Error::device(what, advice)
 }
 
-/// Turns the driver's answer to `what` into a result that names the CUDA error and what to try.
+/// Makes the driver's answer to `what` a result whose error names the CUDA error and what to try.
 pub fn check(code: CUresult, what: &str) -> Result<()> {
     if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(code, what)) }
 }
@@ -133,7 +133,7 @@ fn find_driver() -> Result<()> {
     check(unsafe { sys::cuInit(0) }, "initialising the NVIDIA driver")
 }
 
-/// How many GPUs this process can see.
+/// How many GPUs are visible to this process.
 pub fn device_count() -> Result<usize> {
     ready()?;
     let mut count: c_int = 0;
@@ -142,7 +142,7 @@ pub fn device_count() -> Result<usize> {
     Ok(usize::try_from(count).unwrap_or(0))
 }
 
-/// The driver's handle of GPU `ordinal`, or an error that says how many there are.
+/// The driver's handle of GPU `ordinal`, or an error that names how many there are.
 pub fn device(ordinal: usize) -> Result<sys::CUdevice> {
     let count = device_count()?;
     if ordinal >= count {
@@ -225,7 +225,7 @@ impl PrimaryContext {
 
 impl Drop for PrimaryContext {
     fn drop(&mut self) {
-        // SAFETY: retained once in `retain`; a failure at teardown has nobody to tell.
+        // SAFETY: retained once in `retain`; at teardown nobody is left to report a failure to.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
@@ -251,7 +251,7 @@ impl Drop for Current {
 pub fn new_stream() -> Result<sys::CUstream> {
     let mut stream: sys::CUstream = std::ptr::null_mut();
     let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-    // SAFETY: a context is current (or the driver says so); the caller destroys the stream.
+    // SAFETY: a context is current (or the driver refuses); the caller destroys the stream.
     check(unsafe { sys::cuStreamCreate(&mut stream, flags) }, "creating a stream")?;
     Ok(stream)
 }
@@ -291,7 +291,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_driver_answered_is_told_with_its_code_and_whether_the_gpu_is_lost() {
+    fn what_the_driver_answered_is_reported_with_its_code_and_whether_the_gpu_is_lost() {
         for (code, number, lost) in [
             (CUresult::CUDA_ERROR_ILLEGAL_ADDRESS, 700, true),
             (CUresult::CUDA_ERROR_LAUNCH_FAILED, 719, true),

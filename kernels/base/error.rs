@@ -5,25 +5,25 @@ use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Longest text of an error that peers are told, in bytes.
-const MAX_TOLD: usize = 4096;
+/// Longest text of an error that peers are sent, in bytes.
+const MAX_PEER_TEXT: usize = 4096;
 
 /// Shorthand for results of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// What can go wrong. Every variant carries its values; its text is one sentence with advice.
 ///
-/// [`is_fatal`](Error::is_fatal) tells what to do next: after an error that is not fatal the next correct call works;
-/// after a fatal one the context, world, proxy or device that returned it cannot go on, and says so again at every
-/// call. The crate's page has what outputs hold after an error and how to go on: [Errors](crate#errors).
+/// [`is_fatal`](Error::is_fatal) shows how to go on: after an error that is not fatal the next correct call works;
+/// after a fatal one the context, world, proxy or device that returned it cannot go on, and returns an error at every
+/// call. The crate's page states what outputs hold after an error and how to go on: [Errors](crate#errors).
 ///
 /// # Epochs
 ///
-/// The epoch is the number of a call. Dispatches of a context, its combines and its barriers are counted apart, each
+/// The epoch is the number of a call. Dispatches, combines and barriers of a context are counted separately, each
 /// from 1 ([`Tuning::first_epoch`](crate::Tuning::first_epoch)). A call takes the next number as it runs, eager or
 /// replayed, whatever error it ends in; only a call that was refused (`Argument`, `Order`) takes none. So ranks that
-/// make the same calls count alike. Where calls go in several [waves](crate::AllToAll::waves), `Routing` and
-/// [`refused_sources`](crate::AllToAll::refused_sources) count calls, and the other errors count waves.
+/// make the same calls count alike. Where calls go in several [rounds](crate::AllToAll::rounds), `Routing` and
+/// [`refused_sources`](crate::AllToAll::refused_sources) count calls, and the other errors count rounds.
 ///
 /// Implementations of `Transport` make theirs by [`Error::argument`], [`Error::transport`] and [`Error::device`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -69,7 +69,7 @@ pub enum Error {
     /// dispatch took place, and its handle is to be combined as on the other ranks: see [Errors](crate#errors).
     #[error(
         "rank {rank}, epoch {epoch}: {what} needs {needed} rows and has {given}; pass an output of at least \
-         {needed} rows, or build the context with that in own_output"
+         {needed} rows, or build the context with in_place of that many rows"
     )]
     #[non_exhaustive]
     Capacity {
@@ -86,8 +86,8 @@ pub enum Error {
         given: u64,
     },
     /// A rank's dispatch output was too small, so its experts' parts are missing from this rank's sums, which hold the
-    /// other ranks' parts. Never fatal. Every rank of which a token had a row there gets this error, also the rank with
-    /// the small output itself, where `peer` is that rank. Where several ranks are missing, one of them is named.
+    /// other ranks' parts. Never fatal. Every rank with a token that has a row there gets this error; so does the rank
+    /// with the small output itself, where `peer` is that rank. Of several missing ranks, one is named.
     #[error(
         "rank {rank}, combine {epoch}: the sums lack rank {peer}'s experts, whose dispatch output overflowed; give rank {peer} a larger output"
     )]
@@ -175,7 +175,7 @@ pub enum Error {
         advice: String,
         /// Whether the endpoint or the proxy has ended.
         fatal: bool,
-        /// The error behind it.
+        /// The error that caused this one.
         source: Option<Source>,
     },
     /// The device or its driver failed or lacks something. Fatal where the device cannot be used any more, as after an
@@ -191,7 +191,7 @@ pub enum Error {
         fatal: bool,
         /// The driver's code: a CUresult.
         code: Option<i32>,
-        /// The error behind it.
+        /// The error that caused this one.
         source: Option<Source>,
     },
     /// Ranks could not find, understand or wait for each other. Fatal where the world can hold no further collective;
@@ -205,7 +205,7 @@ pub enum Error {
         advice: String,
         /// Whether the world's collectives have ended.
         fatal: bool,
-        /// The error behind it.
+        /// The error that caused this one.
         source: Option<Source>,
     },
     /// An [`Interrupt`](crate::Interrupt) that is in force for the calling thread was raised while the call waited.
@@ -215,7 +215,7 @@ pub enum Error {
     Interrupted {
         /// The wait.
         what: &'static str,
-        /// What state things are left in, and what to try.
+        /// The state in which things are left, and what to try.
         left: &'static str,
         /// Whether the world's collectives have ended.
         fatal: bool,
@@ -231,13 +231,13 @@ fn order_advice(fatal: bool) -> &'static str {
 }
 
 impl Error {
-    /// An argument `name` of value `value` that a call cannot take; `advice` says what it can.
+    /// An argument `name` of value `value` that a call cannot take; `advice` is what to give instead.
     #[cold]
     pub fn argument(name: &'static str, value: impl ToString, advice: impl Into<String>) -> Error {
         Error::Argument { name, value: value.to_string(), advice: advice.into() }
     }
 
-    /// A setting `name` of value `value` with which nothing can be built; `advice` says what can.
+    /// A setting `name` of value `value` with which nothing can be built; `advice` is what to set instead.
     #[cold]
     pub fn config(name: &'static str, value: impl ToString, advice: impl Into<String>) -> Error {
         Error::Config { name, value: value.to_string(), advice: advice.into() }
@@ -261,15 +261,15 @@ impl Error {
         Error::Bootstrap { what: what.into(), advice: advice.into(), fatal: false, source: None }
     }
 
-    /// The wait `what` ended as an [`Interrupt`](crate::Interrupt) was raised; `left` says what state things are left
-    /// in, and what to try. See [`ending`](Error::ending).
+    /// The wait `what` ended as an [`Interrupt`](crate::Interrupt) was raised; `left` names the state in which things
+    /// are left, and what to try. See [`ending`](Error::ending).
     #[cold]
     pub fn interrupted(what: &'static str, left: &'static str) -> Error {
         Error::Interrupted { what, left, fatal: false }
     }
 
-    /// The same, where whatever returns it cannot go on. Changes `Order`, `Transport`, `Device`, `Bootstrap` and
-    /// `Interrupted`; of the other variants each is always fatal or never.
+    /// The same error, fatal: whatever returns it cannot go on. Changes `Order`, `Transport`, `Device`, `Bootstrap` and
+    /// `Interrupted`; each of the other variants is always fatal or never.
     #[must_use]
     pub fn ending(mut self) -> Error {
         match &mut self {
@@ -283,7 +283,7 @@ impl Error {
         self
     }
 
-    /// The same, where whoever called can go on: what ended was only there for that call.
+    /// The same error, not fatal: the caller can go on, as what ended was only there for that call.
     pub(crate) fn passing(mut self) -> Error {
         match &mut self {
             Error::Transport { fatal, .. }
@@ -295,8 +295,8 @@ impl Error {
         self
     }
 
-    /// The same with the error behind it, which [`source`](std::error::Error::source) then returns. Changes
-    /// `Transport`, `Device` and `Bootstrap`; the other variants have none.
+    /// The same error with its cause, which [`source`](std::error::Error::source) then returns. Changes `Transport`,
+    /// `Device` and `Bootstrap`; the other variants have no cause.
     #[must_use]
     pub fn caused_by(mut self, cause: impl std::error::Error + Send + Sync + 'static) -> Error {
         self.set_source(Some(Source::new(cause)));
@@ -312,11 +312,11 @@ impl Error {
         }
     }
 
-    /// Its text, as much of it as peers are told: errors of a caller's own transport or all-gather are as long as these
-    /// make them.
-    pub(crate) fn told(&self) -> String {
+    /// The error's text, cut to what peers are sent: errors of a caller's own transport or all-gather may be of any
+    /// length.
+    pub(crate) fn text_for_peers(&self) -> String {
         let mut text = self.to_string();
-        text.truncate(text.floor_char_boundary(MAX_TOLD));
+        text.truncate(text.floor_char_boundary(MAX_PEER_TEXT));
         text
     }
 
@@ -347,7 +347,7 @@ impl Error {
     }
 }
 
-/// The error behind an [`Error`], such as a [`std::io::Error`]. Two are equal if their texts are.
+/// The cause of an [`Error`], such as a [`std::io::Error`]. Two are equal if their texts are.
 #[derive(Clone)]
 pub struct Source(Arc<dyn std::error::Error + Send + Sync + 'static>);
 
@@ -387,13 +387,13 @@ mod tests {
     const OWN: Rank = Rank(71);
     const PEER: Rank = Rank(72);
 
-    /// One of each variant, with whether it is fatal as it is and whether it can be made so, and what its text must
-    /// say.
+    /// One of each variant, with whether it is fatal as it is, whether it can be made so, and words that its text must
+    /// contain.
     fn all() -> Vec<(Error, bool, bool, &'static [&'static str])> {
         let order = Error::Order { rank: OWN, problem: "dispatch 9 twice".into(), fatal: false };
         let timeout = Error::Timeout {
             rank: OWN,
-            site: "META",
+            site: "routing metadata",
             peer: PEER,
             epoch: 5,
             expected: 0xabc,
@@ -401,7 +401,13 @@ mod tests {
             waited_ms: 1234,
             advice: "; mind the order",
         };
-        let lost = Error::PeerLost { rank: OWN, peer: PEER, cause: "which hung up".into(), site: "META", epoch: 5 };
+        let lost = Error::PeerLost {
+            rank: OWN,
+            peer: PEER,
+            cause: "which hung up".into(),
+            site: "routing metadata",
+            epoch: 5,
+        };
         vec![
             (Error::argument("pitch", 17, "give 16"), false, false, &["argument pitch is 17", "give 16"]),
             (Error::config("hidden", "65", "give 64"), false, false, &["configuration hidden is 65", "give 64"]),
@@ -434,9 +440,17 @@ mod tests {
                 timeout,
                 true,
                 false,
-                &["rank 71", "1234 ms", "META of rank 72", "epoch 5", "0xabc", "0xdef", "deadline; mind the order"],
+                &[
+                    "rank 71",
+                    "1234 ms",
+                    "routing metadata of rank 72",
+                    "epoch 5",
+                    "0xabc",
+                    "0xdef",
+                    "deadline; mind the order",
+                ],
             ),
-            (lost, true, false, &["rank 71", "rank 72, which hung up", "META", "epoch 5", "restart it"]),
+            (lost, true, false, &["rank 71", "rank 72, which hung up", "routing metadata", "epoch 5", "restart it"]),
             (Error::transport("write 6", "reconnect"), false, true, &["transport write 6: reconnect"]),
             (Error::device("GPU 8", "reboot"), false, true, &["device: GPU 8: reboot"]),
             (Error::bootstrap("rank 2", "start it"), false, true, &["bootstrap: rank 2: start it"]),
@@ -445,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn every_variant_says_its_values_and_what_to_try() {
+    fn every_variant_has_its_values_and_what_to_try() {
         for (error, _, _, words) in all() {
             let text = error.to_string();
             words.iter().for_each(|word| assert!(text.contains(word), "«{text}» lacks «{word}»"));
@@ -453,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ends_a_context_is_told_from_what_it_survives() {
+    fn errors_that_end_a_context_are_fatal_and_others_are_not() {
         for (error, fatal, settable, _) in all() {
             assert_eq!(error.is_fatal(), fatal, "{error}");
             let ending = error.clone().ending();
@@ -469,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_behind_is_found_with_its_type_and_compared_by_its_text() {
+    fn the_cause_is_found_with_its_type_and_compared_by_its_text() {
         let io = |text: &str| std::io::Error::new(std::io::ErrorKind::AddrInUse, text.to_owned());
         for (error, ..) in all() {
             assert!(error.source().is_none(), "{error}");

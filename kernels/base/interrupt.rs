@@ -1,7 +1,7 @@
 //! A way to end the calling thread's waits before their deadlines.
 //!
 //! Place in the data path: none; waits look here on the thread that waits. It never blocks or locks. A host fiber has
-//! interrupts of its own: they stay behind while other fibers of the thread run.
+//! interrupts of its own: they are not in force while other fibers of the thread run.
 //!
 //! ```text
 //!   during ── in force ──▶ a wait that is not over: raised? ── yes ──▶ Error::Interrupted
@@ -48,11 +48,12 @@ pub struct Interrupt {
 }
 
 thread_local! {
-    /// In force on this thread, the outermost first.
+    /// The interrupts in force on this thread, the outermost first.
     static IN_FORCE: Cell<Vec<Interrupt>> = const { Cell::new(Vec::new()) };
 }
 
-/// Takes what is in force. A thread that ends has none any more: its own values may be dropped later, and wait then.
+/// Takes what is in force. A thread that ends has no interrupts any more, although its own values may still be dropped,
+/// and wait.
 fn take() -> Vec<Interrupt> {
     IN_FORCE.try_with(Cell::take).unwrap_or_default()
 }
@@ -61,7 +62,7 @@ fn put(interrupts: Vec<Interrupt>) {
     let _ = IN_FORCE.try_with(|cell| cell.set(interrupts));
 }
 
-/// What was in force; in force again when dropped.
+/// The interrupts that were in force; in force again when this is dropped.
 struct Restored(Vec<Interrupt>);
 
 impl Drop for Restored {
@@ -90,8 +91,8 @@ impl Interrupt {
     }
 
     /// One that also asks `check`, on the thread that waits and about once a millisecond, whether it is raised, as
-    /// Python's `PyErr_CheckSignals` is to be asked. After the first yes it stays raised. A `check` that panics says
-    /// yes. It may make calls that wait; those are not interrupted.
+    /// Python's `PyErr_CheckSignals` must be asked. After the first yes it stays raised. A panic of `check` counts as
+    /// yes. `check` may make calls that wait; those are not interrupted.
     pub fn asking(check: impl Fn() -> bool + Send + Sync + 'static) -> Interrupt {
         Interrupt { shared: Arc::new(Shared { raised: AtomicBool::new(false), check: Some(Box::new(check)) }) }
     }
@@ -121,7 +122,7 @@ impl Interrupt {
         work()
     }
 
-    /// Whether an interrupt that is in force for the calling thread is raised; asks their checks. For an
+    /// Whether an interrupt that is in force for the calling thread is raised; asks its check. For an
     /// [`AllGather`](crate::AllGather) that waits by itself.
     pub fn is_due() -> bool {
         due(true)
@@ -139,7 +140,7 @@ impl Interrupt {
     }
 }
 
-/// What a check answers; one that panics says yes. What it panicked with is kept for good: dropping it could panic, and
+/// The answer of a check; a check that panics answers yes. The panic's payload is leaked: dropping it could panic, and
 /// unwind through a wait on which memory depends.
 fn asks(check: &Check) -> bool {
     catch_unwind(AssertUnwindSafe(check)).unwrap_or_else(|payload| {
@@ -148,7 +149,7 @@ fn asks(check: &Check) -> bool {
     })
 }
 
-/// Whether one that is in force is raised. `ask` says whether to ask checks, during which none is in force.
+/// Whether an interrupt in force is raised. `ask`: whether to ask checks, during which none is in force.
 pub(super) fn due(ask: bool) -> bool {
     let in_force = Restored(take());
     in_force.0.iter().any(|interrupt| interrupt.finds_raised(ask))
@@ -184,7 +185,7 @@ mod tests {
             assert!(!Interrupt::is_due());
         });
         outer.raise();
-        assert!(!Interrupt::is_due(), "in force behind its closure");
+        assert!(!Interrupt::is_due(), "in force after its closure");
         std::thread::spawn(|| assert!(!Interrupt::is_due())).join().unwrap();
     }
 

@@ -3,9 +3,9 @@
 //! Place: asked before arenas and buffers in host memory are made, since the system grants more than there is and later
 //! ends the process. Reads a few small files; never waits.
 //!
-//! A container's limit is that of its control group or of any group around it, whichever leaves least. Files that only
-//! cache a disk's count as used there, but go when memory is asked for: they are counted as free, as `MemAvailable`
-//! counts them.
+//! A container's limit is that of its control group or of any group around it, whichever leaves least. File pages that
+//! only cache a disk count as used there, but are dropped when memory is asked for: they are counted as free, as
+//! `MemAvailable` counts them.
 
 use nix::sys::resource::{Resource, getrlimit};
 use std::path::{Component, Path};
@@ -14,7 +14,7 @@ use std::path::{Component, Path};
 struct Files {
     limit: &'static str,
     used: &'static str,
-    /// The line of memory.stat that tells of file pages not used of late.
+    /// The line of memory.stat that counts file pages not used of late.
     cached: &'static str,
 }
 
@@ -23,13 +23,13 @@ const V1: Files =
 const V2: Files = Files { limit: "memory.max", used: "memory.current", cached: "inactive_file " };
 
 /// Bytes that can be had without swapping, by the system and by the control groups of this process, whichever is less;
-/// `None` where neither says.
+/// `None` where neither is known.
 pub fn available_bytes() -> Option<u64> {
     available_under(Path::new("/"))
 }
 
-/// Bytes that a file of this process may have, anonymous ones included; `None` where nobody says. Who makes a longer
-/// one gets a signal that ends the process.
+/// Bytes that a file of this process may have, anonymous files included; `None` where no limit is known. Making a
+/// longer file raises a signal that ends the process.
 pub fn longest_file() -> Option<u64> {
     getrlimit(Resource::RLIMIT_FSIZE).ok().map(|(soft, _)| soft)
 }
@@ -60,8 +60,8 @@ fn least_of_line(root: &Path, line: &str) -> Option<u64> {
         _ if controllers.split(',').any(|name| name == "memory") => (V1, root.join("sys/fs/cgroup/memory")),
         _ => return None,
     };
-    // A container may see its own group as the top, and the path as its host sees it: folders that are not there say
-    // nothing.
+    // A container may see its own group as the top, and the path as its host sees it: folders that are not there are
+    // skipped.
     let names = Path::new(path).components().filter(|part| matches!(part, Component::Normal(_)));
     let mut folder = top.clone();
     let inner = names.map(|name| {
@@ -71,7 +71,7 @@ fn least_of_line(root: &Path, line: &str) -> Option<u64> {
     inner.chain([left(&top, &files)]).flatten().min()
 }
 
-/// What one group has left; `None` if it has no limit, as version 2 says with the word `max`.
+/// What one group has left; `None` if it has no limit, for which version 2 has the word `max`.
 fn left(group: &Path, files: &Files) -> Option<u64> {
     let number = |name| std::fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, used) = (number(files.limit)?, number(files.used)?);
@@ -136,7 +136,7 @@ mod tests {
             ("sys/fs/cgroup/pod/app/memory.current", "1048576\n"),
         ];
         assert_eq!(available(&nested), Some(2 * MIB));
-        // The path as the host sees it, which the container does not.
+        // The path on the host, which the container does not see.
         let bare = [SYSTEM, nested[1], ("sys/fs/cgroup/memory.max", "2097152"), ("sys/fs/cgroup/memory.current", "0")];
         assert_eq!(available(&bare), Some(2 * MIB));
     }

@@ -2,7 +2,7 @@
 //!
 //! `copies` is what an emulated NIC asks of a device.
 //!
-//! It imports nothing of the crate, runs on any thread, and never allocates outside error paths but to ask for free
+//! It imports nothing of the crate, runs on any thread, and never allocates outside error paths, except to ask for free
 //! memory.
 
 pub mod checksum;

@@ -1,31 +1,31 @@
-//! Texts of others in this rank's own words.
+//! Texts of others, quoted safely in this rank's errors.
 //!
-//! Place: wherever an error tells what another rank or a stranger has sent.
+//! Place: wherever an error quotes what another rank or a stranger has sent.
 
 use std::fmt::Write;
 
-/// Most characters that are told of a text.
+/// Most characters of a text that are quoted.
 const MOST: usize = 2000;
 
-/// What a text of another says, in one line: control characters and what is not Unicode are spelled out, and of a long
-/// one the beginning stands. Quotation marks stay, as errors have them.
+/// A text of another rank in one line: control characters and what is not Unicode are spelled out, and a long text is
+/// cut. Quotation marks stay, as errors have them.
 pub fn quoted(bytes: &[u8]) -> String {
-    // Four bytes a character at the most, so that no more than that is looked at.
+    // A character has four bytes at the most: more bytes are not looked at.
     let text = String::from_utf8_lossy(bytes.get(..4 * MOST).unwrap_or(bytes));
-    let mut told = String::new();
+    let mut line = String::new();
     let mut shown = 0;
     for c in text.chars().take(MOST) {
         shown += c.len_utf8();
         // Writing to a string cannot fail.
         let _ = match c {
-            '"' | '\'' => write!(told, "{c}"),
-            _ => write!(told, "{}", c.escape_debug()),
+            '"' | '\'' => write!(line, "{c}"),
+            _ => write!(line, "{}", c.escape_debug()),
         };
     }
     if shown < text.len() || text.len() < bytes.len() && bytes.len() > 4 * MOST {
-        told += "...";
+        line += "...";
     }
-    told
+    line
 }
 
 #[cfg(test)]
@@ -39,8 +39,8 @@ mod tests {
         assert_eq!(quoted(b"\xff\xfe"), "\u{fffd}\u{fffd}");
         assert_eq!(quoted(&[b'x'; MOST]), "x".repeat(MOST));
         for long in [vec![b'x'; MOST + 1], vec![b'x'; 9 * MOST], "\u{10348}".repeat(MOST + 1).into_bytes()] {
-            let told = quoted(&long);
-            assert!(told.ends_with("...") && told.chars().count() == MOST + 3, "{}", told.chars().count());
+            let line = quoted(&long);
+            assert!(line.ends_with("...") && line.chars().count() == MOST + 3, "{}", line.chars().count());
         }
         assert_eq!(quoted(&[0xff; 5 * MOST]).chars().count(), MOST + 3);
     }

@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 
 pub use super::interrupt::uninterrupted;
 
-/// How often checks of interrupts are asked, which may take a lock of an interpreter.
+/// How often the checks of interrupts are asked; a check may take an interpreter's lock.
 const ASK: Duration = Duration::from_millis(1);
 
 /// What an interrupted wait for a stream leaves.
 pub const STREAM_LEFT: &str = "the stream's work goes on; synchronize again before its memory is used";
 
-/// Yields at a named wait, which has yielded so many times before.
+/// Yields at a named wait, which has yielded this many times before.
 type RelaxHook = fn(&'static str, u32);
 
 thread_local! {
@@ -27,23 +27,23 @@ thread_local! {
 }
 
 /// Installs (or, with `None`, removes) this thread's way to let others run. It is passed the wait's name and how often
-/// this wait has yielded before: 0 says that the caller got somewhere since its last wait.
+/// this wait has yielded before: 0 means that the caller made progress since its last wait.
 pub fn set_relax_hook(hook: Option<fn(&'static str, u32)>) {
     HOOK.with(|h| h.set(hook));
 }
 
-/// Lets others run once; `site` names the wait.
-pub fn relax(site: &'static str, turns: u32) {
+/// Lets others run once; `site` names the wait, which has polled `polls` times before.
+pub fn relax(site: &'static str, polls: u32) {
     match HOOK.with(Cell::get) {
-        // What is in force is this fiber's.
-        Some(yield_fiber) => uninterrupted(|| yield_fiber(site, turns)),
-        None if turns < 64 => std::hint::spin_loop(),
-        None if turns < 256 => std::thread::yield_now(),
+        // The interrupts in force are this fiber's.
+        Some(yield_fiber) => uninterrupted(|| yield_fiber(site, polls)),
+        None if polls < 64 => std::hint::spin_loop(),
+        None if polls < 256 => std::thread::yield_now(),
         None => std::thread::sleep(Duration::from_micros(50)),
     }
 }
 
-/// Polls `ready` until it answers `Some`, or until `timeout` passed, then answers `None`. Is not interrupted.
+/// Polls `ready` until it returns `Some`, or until `timeout` passed; then returns `None`. Is not interrupted.
 pub fn poll<T>(site: &'static str, timeout: Duration, ready: impl FnMut() -> Option<T>) -> Option<T> {
     match poll_until(site, timeout, |_| false, ready) {
         Waited::Ready(value) => Some(value),
@@ -51,8 +51,8 @@ pub fn poll<T>(site: &'static str, timeout: Duration, ready: impl FnMut() -> Opt
     }
 }
 
-/// As `poll`, unless an interrupt that is in force for this thread is raised. `left` is a clause that says what state
-/// things are left in then, and what to try.
+/// As `poll`, unless an interrupt that is in force for this thread is raised. `left` is a clause that names the state
+/// in which things are left then, and what to try.
 ///
 /// # Errors
 /// `Interrupted`.
@@ -90,7 +90,7 @@ fn poll_until<T>(
     mut ready: impl FnMut() -> Option<T>,
 ) -> Waited<T> {
     let start = Instant::now();
-    let mut turns = 0u32;
+    let mut polls = 0u32;
     loop {
         if let Some(value) = ready() {
             return Waited::Ready(value);
@@ -102,8 +102,8 @@ fn poll_until<T>(
         if due(now) {
             return Waited::Interrupted;
         }
-        relax(site, turns);
-        turns = turns.saturating_add(1);
+        relax(site, polls);
+        polls = polls.saturating_add(1);
     }
 }
 

@@ -82,7 +82,7 @@ TY_KERNEL(ty_bench_expert, ty_expert_args) {
   }
 }
 
-// Copies bytes[i] bytes (a multiple of 16) to destination i; blocks are dealt to destinations in turn.
+// Copies bytes[i] bytes (a multiple of 16) to destination i; blocks are dealt to destinations cyclically.
 TY_KERNEL(ty_bench_push, ty_push_args) {
   u32 destination = block_index() % a.destinations;
   u64 blocks = (block_count() - destination + a.destinations - 1) / a.destinations;
@@ -94,25 +94,26 @@ TY_KERNEL(ty_bench_push, ty_push_args) {
     store16(out + v * 16, load16(source + v * 16));
 }
 
-// One thread waits until the host has enqueued all that is timed; gives up after the deadline, and says so.
+// One thread waits until the host has enqueued all that is timed; after the deadline it gives up and reports that.
 TY_KERNEL(ty_bench_hold, ty_hold_args) {
   if (block_index() != 0 || thread_index() != 0) return;
   u64 *words = reinterpret_cast<u64 *>(a.words);
   u64 start = now_ns();
-  while (load_acquire_sys(words) < a.turn && now_ns() - start < a.timeout_ns) spin_pause("host");
-  // Read by the host behind the stream.
-  if (load_acquire_sys(words) < a.turn) store_relaxed_sys(words + 1, a.turn);
+  while (load_acquire_sys(words) < a.number && now_ns() - start < a.timeout_ns) spin_pause("host");
+  // Read by the host once the stream has passed.
+  if (load_acquire_sys(words) < a.number) store_relaxed_sys(words + 1, a.number);
 }
 
-// One warp says that its rank is here, and waits until all ranks are; gives up after the deadline, and says so.
+// One warp reports that its rank is here, and waits until all ranks are; after the deadline it gives up and reports
+// that.
 TY_KERNEL(ty_bench_meet, ty_meet_args) {
   u64 *words = reinterpret_cast<u64 *>(a.words);
-  if (thread_index() == 0) store_release_sys(words + a.rank, a.turn);
+  if (thread_index() == 0) store_release_sys(words + a.rank, a.number);
   u64 start = now_ns();
   for (u32 peer = thread_index(); peer < a.ranks; peer += block_threads()) {
-    while (load_acquire_sys(words + peer) < a.turn && now_ns() - start < a.timeout_ns) spin_pause("rank");
-    // Read by the host behind the stream.
-    if (load_acquire_sys(words + peer) < a.turn) store_relaxed_sys(words + a.ranks + a.rank, (a.turn << 32) | peer);
+    while (load_acquire_sys(words + peer) < a.number && now_ns() - start < a.timeout_ns) spin_pause("rank");
+    // Read by the host once the stream has passed.
+    if (load_acquire_sys(words + peer) < a.number) store_relaxed_sys(words + a.ranks + a.rank, (a.number << 32) | peer);
   }
 }
 

@@ -1,5 +1,5 @@
-// One kernel that uses every primitive of prim.cuh and writes down what each gave, so that a host test can
-// hold the CPU twin and the GPU to the same expectations, worked out apart from both.
+// One kernel that uses every primitive of prim.cuh and stores each result, so that a host test can hold the CPU twin
+// and the GPU to the same expectations, worked out separately from both.
 //
 // Launch: grid 2, block 64, shared memory TY_CONFORMANCE_SHARED_BYTES. Not on the data path.
 #pragma once
@@ -35,7 +35,7 @@ typedef struct ty_conformance_args {
   uint64_t messages;  // out, uint32_t[16], zeroed by the host; see messages()
   uint64_t rows;      // const uint16_t[row_count][TY_CONFORMANCE_COLUMNS], aligned to 16: bf16 rows
   uint64_t quantized; // out, uint32_t[2][row_count][TY_CONFORMANCE_QUANTIZED_WORDS]: e4m3, then words of fp32 or of
-                      // UE8M0 scales; what is behind those is untouched
+                      // UE8M0 scales; words after those are untouched
   uint32_t float_count;
   uint32_t triple_count;
   uint32_t row_count;
@@ -123,7 +123,7 @@ static_assert(sizeof(Work) <= TY_CONFORMANCE_WORK_BYTES, "the host passes too li
 template <typename T> TY_DEVICE T *at(u64 address) { return reinterpret_cast<T *>(address); }
 TY_DEVICE u32 grid_thread() { return block_index() * block_threads() + thread_index(); }
 
-// Where the thread stands, and what its warp and block say to one another.
+// Where the thread is in the grid, and what its warp and block exchange.
 TY_DEVICE void meetings(const ty_conformance_args &, u32 *row) {
   const u32 thread = thread_index(), block = block_index(), lane = lane_index();
   store(&row[TY_CONF_THREAD], thread);
@@ -163,7 +163,7 @@ TY_DEVICE void meetings(const ty_conformance_args &, u32 *row) {
 TY_DEVICE void shared_memory(const ty_conformance_args &a, u32 *row) {
   Shared &shared = block_shared<Shared>();
   const u32 thread = thread_index(), lane = lane_index(), t = grid_thread();
-  prefetch(at<const u8>(a.input), 64); // which nothing shows but that the load behind it is right
+  prefetch(at<const u8>(a.input), 64); // shown only by a correct load after it
   const Vec16 line = load16(at<const u8>(a.input) + 16 * (t % 4));
   store16(at<u8>(a.vectors) + 16 * t, line);
   store16_relaxed_sys(at<u8>(a.vectors) + 16 * (2 * TY_CONFORMANCE_THREADS + t),
@@ -305,7 +305,7 @@ TY_DEVICE void last_block(const ty_conformance_args &a) {
 }
 
 // The last warp of a block to finish sees what every thread of the block stored: messages[13] = 2 (1 + 2 + ... + 64) =
-// 4160 of both blocks, messages[14] counts last warps, 2. Behind a barrier of the block.
+// 4160 of both blocks, messages[14] counts last warps, 2. After a barrier of the block.
 TY_DEVICE void last_warp(const ty_conformance_args &a) {
   Work *work = at<Work>(a.work);
   u32 *counted = &work->counted[block_index() * block_threads()];

@@ -107,7 +107,7 @@ pub unsafe fn expert(stream: &Stream, call: &ExpertCall) -> Result<()> {
     stream.with(views, || unsafe { stream.launch_independent("ty_bench_expert", grid(stream), &args) })
 }
 
-/// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: what the links give.
+/// Copies `bytes[i]` bytes (a multiple of 16) from `source` to `destinations[i]`, all at once: the floor of the links.
 ///
 /// # Errors
 /// `Argument` for too many destinations, a view of another device or a span beyond its view; `Device` if the launch
@@ -143,31 +143,37 @@ pub fn push(stream: &Stream, source: &View, destinations: &[View], bytes: &[usiz
     stream.with(destinations.iter().chain([source]), launch)
 }
 
-/// Holds the stream until the host lets `turn` go, or `timeout` passed: what is enqueued behind it starts together,
-/// with the host's launches out of the way. `words` are in host memory, `uint64 [2]`, zeroed: the turn that the host
-/// lets go, and the last one that was given up, or 0; `turn` is 1 or more and greater each time.
+/// Holds the stream until the host releases `number`, or `timeout` passed. Work that is enqueued after it starts
+/// together, with the host's launches out of the way. `words` are in host memory, `uint64 [2]`, zeroed: the number that
+/// the host releases, and the last number that was given up, or 0; `number` is 1 or more and greater each time.
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.
-pub fn hold(stream: &Stream, words: &View, turn: u64, timeout: Duration) -> Result<()> {
+pub fn hold(stream: &Stream, words: &View, number: u64, timeout: Duration) -> Result<()> {
     words.of("words", stream.device().place())?;
     if words.len() < 2 * size_of::<u64>() {
         return Err(Error::argument("words", format!("{} bytes", words.len()), "give 16 bytes"));
     }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
-    let args = raw::ty_hold_args { words: words.ptr(), turn, timeout_ns };
+    let args = raw::ty_hold_args { words: words.ptr(), number, timeout_ns };
     // SAFETY: the two words lie in a view of this device.
     stream.with([words], || unsafe { stream.launch("ty_bench_hold", 1, 32, 0, &args) })
 }
 
-/// Has the stream say that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are in
-/// host memory that the devices of all of them reach, `uint64 [2][ranks]`, zeroed: the last turn that each rank came
-/// to, and {turn, peer that was missing} of the last one that it gave up, or 0; `turn` is 1 or more, below 2^32, and
-/// greater with each meeting.
+/// Has the stream report that `rank` is here, and wait until all of `ranks` are, or until `timeout` passed. `words` are
+/// in host memory that the devices of all ranks reach, `uint64 [2][ranks]`, zeroed: the last number that each rank
+/// reached, and {number, missing peer} of the last meeting that it gave up, or 0; `number` is 1 or more, below 2^32,
+/// and greater with each meeting.
 ///
 /// # Errors
 /// `Argument` if the words are too few; `Device` if the launch fails.
-pub fn meet(stream: &Stream, words: &View, (rank, ranks): (usize, usize), turn: u64, timeout: Duration) -> Result<()> {
+pub fn meet(
+    stream: &Stream,
+    words: &View,
+    (rank, ranks): (usize, usize),
+    number: u64,
+    timeout: Duration,
+) -> Result<()> {
     words.of("words", stream.device().place())?;
     if rank >= ranks || words.len() / (2 * size_of::<u64>()) < ranks {
         return Err(Error::argument(
@@ -178,7 +184,7 @@ pub fn meet(stream: &Stream, words: &View, (rank, ranks): (usize, usize), turn: 
     }
     let timeout_ns = u64::try_from(timeout.as_nanos()).unwrap_or(u64::MAX);
     let (rank, ranks) = (rank as u32, ranks as u32);
-    let args = raw::ty_meet_args { words: words.ptr(), turn, timeout_ns, rank, ranks };
+    let args = raw::ty_meet_args { words: words.ptr(), number, timeout_ns, rank, ranks };
     // SAFETY: the words of all ranks lie in a view of this device.
     stream.with([words], || unsafe { stream.launch("ty_bench_meet", 1, 32, 0, &args) })
 }

@@ -1,33 +1,33 @@
-// Combine, what Cs and Cr share, and the expert ranks' part of Cs: flags, weights sent ahead, partial rows.
+// Combine: what Cs and Cr share, and the expert ranks' part of Cs: flags, weights sent ahead, partial rows.
 #pragma once
 #include "common/numbers.cuh"
 #include "common/wire.cuh"
 
 namespace ty {
 
-// Rows of a block whose parts can be counted, so that they may be made by several warps: where it may have more, each
-// is a warp's.
+// Rows of a block whose parts can be counted, so that several warps may make one row. Where a block may have more rows,
+// each goes whole to a warp.
 constexpr u32 counted_rows = 256;
 
-// How far a block is with some rows.
+// A block's progress with its rows of one kind.
 struct Counts {
   u32 taken;               // pieces that some warp has taken
-  u32 parts[counted_rows]; // that are stored of each row, by the block's number of it
+  u32 parts[counted_rows]; // stored parts of each row, by the block's number of the row
 };
 
-// Rows to add up, in the order of addition: a warp's.
+// A warp's list of rows to add up, in the order of addition.
 struct Terms {
-  u64 senders;           // ranks of the node, of whose rows the list has one each in the order of their bits
+  u64 senders;           // ranks of the node: the list has one row of each, in the order of bits
   u64 row[TY_MAX_TOP_K]; // addresses
   float weight[TY_MAX_TOP_K];
 };
 
-// Numbers for the rows of several lists: so many of the first list, as many of the next, and so on, then the next of
-// the first.
+// Numbers the rows of several lists: `run` rows of the first list, as many of the next, and so on, then the next rows
+// of the first.
 struct RowOrder {
   u32 lists;
-  u32 run;                                      // rows of a list that follow one another
-  u32 lists_inverse, run_inverse, turn_inverse; // of lists, run, and their product, as divide() takes them
+  u32 run;                                       // rows of a list that follow one another
+  u32 lists_inverse, run_inverse, cycle_inverse; // of lists, run, and their product, as divide() takes them
 
   struct Place {
     u32 list;
@@ -35,14 +35,14 @@ struct RowOrder {
   };
 
   TY_DEVICE Place at(u32 n) const {
-    Quotient turn = divide(n, lists * run, turn_inverse);
-    if (run == 1) return {turn.rest, turn.whole};
-    Quotient list = divide(turn.rest, run, run_inverse);
-    return {list.whole, turn.whole * run + list.rest};
+    Quotient cycle = divide(n, lists * run, cycle_inverse);
+    if (run == 1) return {cycle.rest, cycle.whole};
+    Quotient list = divide(cycle.rest, run, run_inverse);
+    return {list.whole, cycle.whole * run + list.rest};
   }
 
   // List number `list` + `by`, where the first follows the last. Each is below 2^30.
-  TY_DEVICE u32 turned(u32 list, u32 by) const { return divide(list + by, lists, lists_inverse).rest; }
+  TY_DEVICE u32 rotated(u32 list, u32 by) const { return divide(list + by, lists, lists_inverse).rest; }
 
   // So many numbers, where no list has more than `most` rows.
   TY_DEVICE u32 numbers(u32 most) const {
@@ -52,23 +52,23 @@ struct RowOrder {
 
 // Shared memory of a combine block.
 struct CombineShared {
-  LaunchShared turn;
+  LaunchShared launch;
   u32 missing[TY_MAX_NODE_RANKS / warp_size];    // ranks of this node that send no rows, a bit each: see missing_ranks
   Terms terms[TY_MAX_BLOCK_THREADS / warp_size]; // by warp
   RowOrder order[TY_MAX_BLOCK_THREADS / warp_size]; // the same, between nodes
   u32 helped;                                       // 1: warps that have sent help to sum own tokens
-  u32 taken;                                        // pieces of those that some warp has taken
-  Counts far, near, sums; // of partial rows for other nodes, of those for the own one, of the rail's sums
-  ty_handle_head head;    // the handle's, where the block keeps it
+  u32 taken;                                        // pieces of own tokens that are taken
+  Counts inter_node, intra_node, sums; // of partial rows for other nodes, of those for the own one, of the rail's sums
+  ty_handle_head head;                 // the handle's, where the block keeps it
 };
-static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h tells the launcher");
+static_assert(sizeof(CombineShared) <= TY_COMBINE_SHARED_BYTES, "layout.h sizes the launch");
 
 TY_DEVICE const ty_handle_head *live_head_of(const CombineArgs auto &a) {
   return pointer<const ty_handle_head>(a.handle.head);
 }
 
-// Copies the head where the handle_may_change: what teams, their barriers and ballots are made of must be one value for
-// all threads of a block. There behind begin_turn. By thread 0.
+// Copies the head where the handle_may_change: what teams, their barriers and ballots depend on must be one value for
+// all threads of a block. Visible after begin_launch. By thread 0.
 TY_DEVICE void keep_head(const CombineArgs auto &a) {
   const ty_handle_head *live = live_head_of(a);
   ty_handle_head &kept = block_shared<CombineShared>().head;
@@ -83,13 +83,13 @@ TY_DEVICE void keep_head(const CombineArgs auto &a) {
   store(&kept.most_tokens, most_tokens);
 }
 
-// The handle's head, behind begin_turn.
+// The handle's head, after begin_launch.
 TY_DEVICE const ty_handle_head *head_of(const CombineArgs auto &a) {
   return handle_may_change(a.context) ? &block_shared<CombineShared>().head : live_head_of(a);
 }
 
-// This rank's tokens. Never more than the call has room for: the head may be another dispatch's into the same memory,
-// if another library's graphs overlap.
+// This rank's tokens. Never more than the call has room for: where another library's graphs overlap, the head may be
+// that of another dispatch into the same memory.
 TY_DEVICE u32 own_tokens_of(const CombineArgs auto &a) {
   u32 tokens = load(&head_of(a)->own_tokens);
   return handle_may_change(a.context) ? smaller(tokens, a.tokens) : tokens;
@@ -112,8 +112,8 @@ TY_DEVICE u32 combine_status(const CombineArgs auto &a) {
   return dispatch_number(a) << 1 | (load(&head_of(a)->incomplete) ? 1 : 0);
 }
 
-// Closes the context where a rank of the node combines another dispatch: rows would be added that are not of a token.
-// Once the own flag is raised, so that all hear of it: a closed launch raises none. By a thread.
+// Closes the context if a rank of the node combines another dispatch: rows of another token would be added. Only once
+// the own flag is raised, so that every rank is notified: a closed launch raises none. By a thread.
 TY_DEVICE void refuse_pairing(const CombineArgs auto &a, u64 epoch) {
   const auto &c = a.context;
   auto flag_of = [&](u32 rank) {
@@ -142,7 +142,7 @@ TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, cons
     if (rank < c.node_ranks) {
       const u64 *flag = in_arena<const u64>(c, c.local, c.regions.combine_flags, epoch, rank);
       failed |= !wait_flag(c, flag, epoch, TY_SITE_COMBINE_FLAG, world_rank(c, rank), "combine flag");
-      note_heard(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
+      note_notified(c, TY_DIRECTION_COMBINE, world_rank(c, rank));
       u32 status = static_cast<u32>(load_relaxed_sys(flag));
       incomplete = (status & 1) != 0;
       failed |= status >> 1 != own;
@@ -155,7 +155,7 @@ TY_DEVICE bool wait_flags(const CombineArgs auto &a, CombineShared &shared, cons
   return false;
 }
 
-// Ranks of this node that send no rows, a bit each, behind wait_flags.
+// The ranks of this node that send no rows, a bit each, after wait_flags.
 TY_DEVICE u64 missing_ranks(const Context auto &c, const CombineShared &shared) {
   static_assert(TY_MAX_NODE_RANKS == 2 * warp_size, "two words");
   u64 missing = load(&shared.missing[0]);
@@ -177,7 +177,7 @@ TY_DEVICE u32 first_missing(const Context auto &c, const CombineShared &shared, 
 
 // ---- flags and weights -----------------------------------------------------------------------------------------
 
-// Tells every rank of the node that this epoch's rows are coming or missing. By a team of one block.
+// Notifies every rank of the node that this epoch's rows are coming or missing. By a team of one block.
 TY_DEVICE void announce(const CombineArgs auto &a, const Team &team, u64 epoch) {
   const auto &c = a.context;
   u32 status = combine_status(a);
@@ -186,8 +186,8 @@ TY_DEVICE void announce(const CombineArgs auto &a, const Team &team, u64 epoch) 
     store_release_sys(in_arena<u64>(c, rank, c.regions.combine_flags, epoch, c.local), flag_value(epoch, status));
 }
 
-// Weights of a source, for all ranks of the node: block b serves ranks b, b + workers, ... `row(i)` is where those of
-// its token i begin. By a team.
+// Sends a source's weights to all ranks of the node: block b serves ranks b, b + workers, ... `row(i)` is where the
+// weights of its token i begin. By a team.
 template <typename Row>
 TY_DEVICE void push_weights(const CombineArgs auto &a, const Team &team, u64 call, u32 source, u32 count, Row row) {
   const auto &c = a.context;
@@ -210,12 +210,12 @@ TY_DEVICE bool wait_weights(const Context auto &c, u64 call, u32 source) {
     const u64 *flag = in_arena<const u64>(c, c.local, c.regions.ahead_flags, call, source);
     failed = !wait_flag(c, flag, call, TY_SITE_AHEAD_WEIGHTS, source, "weights");
   }
-  // Lane 0 acquired; the barrier orders the other lanes' loads behind it.
+  // Lane 0 acquired; the barrier orders the other lanes' loads after that.
   warp_barrier();
   return warp_ballot(failed) == 0;
 }
 
-// The weights that apply to one (source, token), behind wait_weights.
+// The weights that apply to one (source, token), after wait_weights.
 TY_DEVICE const float *weights_of(const CombineArgs auto &a, u64 call, u32 source, u32 token) {
   const auto &c = a.context;
   if (weighs_late(c))
@@ -225,7 +225,7 @@ TY_DEVICE const float *weights_of(const CombineArgs auto &a, u64 call, u32 sourc
 
 // ---- shares of the work ------------------------------------------------------------------------------------------
 
-// Parts of a row: as many as a block may have warps.
+// Parts of a row: as many as a block has warps at the most.
 constexpr u32 row_parts = TY_MAX_BLOCK_THREADS / warp_size;
 static_assert((row_parts & (row_parts - 1)) == 0, "halved to pieces");
 
@@ -235,14 +235,14 @@ struct Piece {
   u32 parts;
 };
 
-// Bit number n of those that are set, counted from 0. By a warp.
+// The position of set bit number n, counted from 0. By a warp.
 TY_DEVICE u32 nth_bit(u32 mask, u32 n) {
   u32 before = popcount(mask & ((1u << lane_index()) - 1));
   return lowest_bit(warp_ballot(((mask >> lane_index()) & 1) != 0 && before == n));
 }
 
-// How often rows are halved where so many warps have so many before them: while they have no more pieces than warps, or
-// two. A piece costs its warp trips to memory beside its bytes.
+// How often `rows` rows are halved for `warps` warps: as long as pieces do not outnumber the warps, or two. A piece
+// costs its warp trips to memory besides its bytes.
 TY_DEVICE u32 cut_of_pieces(u32 rows, u32 warps) {
   u32 cut = 0, most = warps < 2 ? 2 : warps;
   TY_ROLLED
@@ -250,32 +250,32 @@ TY_DEVICE u32 cut_of_pieces(u32 rows, u32 warps) {
   return cut;
 }
 
-// Before rows are counted. By a team, whose members are to meet behind it.
+// Before rows are counted. By a team, whose members meet afterwards.
 TY_DEVICE void clear_counts(const Team &team, Counts &counts) {
   for (u32 row = team_thread(team); row < counted_rows; row += team_threads(team)) store(&counts.parts[row], 0u);
   if (team_thread(team) == 0) store(&counts.taken, 0u);
 }
 
-// Counts a piece of row number `row` of this block, whose stores are over. By a warp. True for the one that finds the
-// row whole: it has the stores of all pieces behind it (N12).
+// Counts a stored piece of row number `row` of this block. By a warp. True for the warp that completes the row: the
+// stores of all pieces happen before (N12).
 TY_DEVICE bool is_row_whole(Counts &counts, u32 row, const Piece &piece) {
   warp_barrier();
   if (piece.parts == row_parts) return true;
   u32 before = lane_index() == 0 ? atomic_count_block(&counts.parts[row], piece.parts) : 0;
-  // Lane 0 acquired; the barrier orders what the other lanes do behind it.
+  // Lane 0 acquired; the barrier orders the other lanes after that.
   warp_barrier();
   return shuffle(before, 0) + piece.parts == row_parts;
 }
 
-// Shares rows out: number n to block n mod blocks, and there piece by piece to whichever of so many warps comes for the
-// next: pieces are numbered as `taken` counts them. A warp looks at 32 of its block's numbers at once, a lane each, and
-// so finds out for itself which are there(n). carry(n, lane, row, piece) is called in the order of numbers, with the
-// lane that found the number, which is the block's number `row`. By warps, each for itself. False once it was false.
+// Shares rows out: number n to block n mod blocks, and there piece by piece to whichever of `warps` warps takes the
+// next; `taken` counts the pieces taken. A warp looks at 32 of its block's numbers at once, a lane each, and finds out
+// for itself which are there(n). carry(n, lane, row, piece) is called in the order of numbers, with the lane that found
+// the number, which is the block's row number `row`. By warps, each for itself. False once carry returned false.
 //
-// `in_turn`: one row after the other, each by all those warps, so that what comes first is done first. Rows of more
-// numbers than are counted go whole to a warp.
+// `row_by_row`: one row after the other, each by all these warps, so that the first rows are done first. If rows
+// outnumber those that can be counted, each goes whole to a warp.
 template <typename There, typename Carry>
-TY_DEVICE bool share_out(const Context auto &c, u32 *taken, u32 warps, u32 numbers, bool in_turn, There there,
+TY_DEVICE bool share_out(const Context auto &c, u32 *taken, u32 warps, u32 numbers, bool row_by_row, There there,
                          Carry carry) {
   u32 blocks = worker_count(c), before = 0; // pieces of the numbers before
   bool counted = numbers <= blocks * counted_rows;
@@ -284,7 +284,7 @@ TY_DEVICE bool share_out(const Context auto &c, u32 *taken, u32 warps, u32 numbe
   for (u32 row = 0; block_index() + row * blocks < numbers; row += warp_size) {
     u32 mine = block_index() + (row + lane_index()) * blocks;
     u32 rows = warp_ballot(mine < numbers && there(mine));
-    u32 cut = counted ? cut_of_pieces(in_turn ? 1 : popcount(rows), warps) : 0, pieces = popcount(rows) << cut;
+    u32 cut = counted ? cut_of_pieces(row_by_row ? 1 : popcount(rows), warps) : 0, pieces = popcount(rows) << cut;
     TY_ROLLED
     for (; next - before < pieces; next = take_next(taken)) {
       u32 i = next - before, lane = nth_bit(rows, i >> cut), parts = row_parts >> cut;
@@ -296,16 +296,16 @@ TY_DEVICE bool share_out(const Context auto &c, u32 *taken, u32 warps, u32 numbe
   return true;
 }
 
-// Row by row of so many lists.
+// Row by row of `lists` lists.
 TY_DEVICE RowOrder row_by_row(u32 lists, u32 inverse) { return {lists, 1, inverse, ~0u, inverse}; }
 
-// Rows of a list at the most that follow one another: they are for one rank, while other blocks have those of others.
+// Most rows of a list that follow one another: they go to one rank, while other blocks have rows for others.
 constexpr u32 longest_run = 32;
 
-// Chunk by chunk of so many messages of sums, of which none has more than `most` rows, so that the first of one is soon
-// whole; row by row within runs where chunks are longer than those.
+// Chunk by chunk of `messages` messages of sums, none of more than `most` rows, so that the first chunk of a message is
+// soon whole; row by row within runs where chunks are longer than a run.
 TY_DEVICE RowOrder chunk_by_chunk(const Context auto &c, u32 messages, u32 most) {
-  u32 run = smaller(smaller(lane_of(c, TY_LANE_COMBINE).chunk_rows, longest_run), most);
+  u32 run = smaller(smaller(layout_of(c, TY_DIRECTION_COMBINE).chunk_rows, longest_run), most);
   if (messages == 0 || most == 0) return {0, 1, 0, 0, 0};
   return {messages, run, ~0u / messages, ~0u / run, ~0u / (messages * run)};
 }
@@ -318,14 +318,14 @@ TY_DEVICE void keep_order(RowOrder &kept, const RowOrder &order) {
     store(&kept.run, order.run);
     store(&kept.lists_inverse, order.lists_inverse);
     store(&kept.run_inverse, order.run_inverse);
-    store(&kept.turn_inverse, order.turn_inverse);
+    store(&kept.cycle_inverse, order.cycle_inverse);
   }
   warp_barrier();
 }
 
 TY_DEVICE RowOrder load_order(const RowOrder &kept) {
   return {load(&kept.lists), load(&kept.run), load(&kept.lists_inverse), load(&kept.run_inverse),
-          load(&kept.turn_inverse)};
+          load(&kept.cycle_inverse)};
 }
 
 // Groups [begin, end) of a row.
@@ -341,29 +341,30 @@ template <typename Partial> TY_DEVICE Columns columns_of(const Context auto &c, 
   return {blocks * piece.first / row_parts * groups, blocks * (piece.first + piece.parts) / row_parts * groups};
 }
 
-// Whether a block of a partial row is made by lanes together, so that none may leave before the others.
+// Whether lanes make a block of a partial row together, so that none may leave before the others.
 template <typename Partial> constexpr bool lanes_share_blocks = Partial::block > Partial::group;
 
-// Where a warp's turns over the columns of a partial row end: behind the last column, for all lanes in the same turn
-// where they share blocks.
-template <typename Partial> TY_DEVICE u32 last_turn(const Columns &columns) {
+// Where a warp's passes over the columns of a partial row end: past the last column; where lanes share blocks, for all
+// lanes in the same pass.
+template <typename Partial> TY_DEVICE u32 last_pass(const Columns &columns) {
   if (!lanes_share_blocks<Partial>) return columns.end;
   return columns.begin + (columns.end - columns.begin + warp_size - 1) / warp_size * warp_size;
 }
 
 // ---- sums of rows ------------------------------------------------------------------------------------------------
 
-// 16-byte loads that a thread has under way when it adds rows up, as many as its registers allow, and of how many rows
-// at once: a token has two or three rows on an expert rank, and more partial rows at its home.
+// 16-byte loads that a thread has under way when it adds rows up, as many as its registers allow, and over how many
+// rows at once: a token has two or three rows on an expert rank, and more partial rows at its source.
 constexpr u32 loads_at_expert = 8, rows_at_expert = 2;
-constexpr u32 loads_at_home = 8, rows_at_home = 4;
-// A rail has one or two partial rows of most tokens, the more nodes there are.
+constexpr u32 loads_at_source = 8, rows_at_source = 4;
+// A rail has one or two partial rows of most tokens: fewer, the more nodes there are.
 constexpr u32 loads_at_rail = 8, rows_at_rail = 2;
-// Columns whose sums it holds: fewer where it then quantises them; at home twice, those of all nodes and of its own.
+// Columns whose sums a thread holds: fewer where it then quantises them; at the source twice, the sum of all nodes and
+// that of its own node.
 template <typename Partial> constexpr u32 columns_at_expert = lanes_share_blocks<Partial> ? 16 : 32;
-constexpr u32 columns_at_home = 16;
+constexpr u32 columns_at_source = 16;
 
-// Groups of each row in those loads; as many as fit of an expert's row and of the partial row, whichever is larger.
+// Groups of each row in those loads: as many as fit of an expert's row and of the partial row, whichever is larger.
 template <typename Row, typename Partial>
 constexpr u32 groups_at_expert = smaller(
     loads_at_expert / (rows_at_expert * larger(vectors_of<Row, Partial::group>, vectors_of<Partial, Partial::group>)),
@@ -372,13 +373,13 @@ template <typename Partial>
 constexpr u32 groups_at_rail = smaller(loads_at_rail / (rows_at_rail * vectors_of<Partial, Partial::group>),
                                        columns_at_expert<Partial> / Partial::group);
 template <typename Partial>
-constexpr u32 groups_at_home = smaller(loads_at_home / (rows_at_home * vectors_of<Partial, Partial::group>),
-                                       columns_at_home / Partial::group);
+constexpr u32 groups_at_source = smaller(loads_at_source / (rows_at_source * vectors_of<Partial, Partial::group>),
+                                         columns_at_source / Partial::group);
 
-// Whether partial rows arrive; between nodes they do not.
-template <bool far> TY_DEVICE bool arrive(const Context auto &c) { return !far && partials_arrive(c); }
+// Whether partial rows are LL rows; between nodes they are not.
+template <bool inter_node> TY_DEVICE bool ll_rows(const Context auto &c) { return !inter_node && partials_are_ll(c); }
 
-// What there is of a batch of `rows` rows: a bit for each of groups g, g + 32, ... below g_end, row by row.
+// The groups present in a batch of `rows` rows: a bit for each of groups g, g + 32, ... below g_end, row by row.
 template <u32 rows_at_once, u32 groups> TY_DEVICE u32 batch_of(u32 rows, u32 g, u32 g_end) {
   u32 here = 0, batch = 0;
   for (u32 i = 0; i < groups; ++i) here |= static_cast<u32>(g + i * warp_size < g_end) << i;
@@ -386,8 +387,8 @@ template <u32 rows_at_once, u32 groups> TY_DEVICE u32 batch_of(u32 rows, u32 g, 
   return batch;
 }
 
-// Waits for a batch of rows that arrive, numbers `first` and on of the list, and loads groups g, g + 32, ... of them
-// below g_end; what there is not, is all ones. False once a deadline passed.
+// Waits for a batch of LL rows, from number `first` of the list on, and loads their groups g, g + 32, ... below g_end;
+// absent groups are all ones. False once a deadline passed.
 template <typename T, u32 rows_at_once, u32 groups, u32 n>
 TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, u32 first, u32 rows, u32 g, u32 g_end,
                            Raw<T, n> (&data)[rows_at_once][groups]) {
@@ -397,14 +398,14 @@ TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, u32 first,
   u32 missing = batch_of<rows_at_once, groups>(rows, g, g_end), wanted = missing;
   u64 start = 0;
   TY_ROLLED
-  for (u32 turn = 1;; ++turn) {
+  for (u32 poll = 1;; ++poll) {
     for (u32 r = 0; r < rows_at_once; ++r) {
       u32 of_row = wanted >> r * groups & row_bits;
       const char *row = pointer<const char>(load(&terms.row[first + (of_row ? r : 0)]));
       for (u32 i = 0; i < groups; ++i)
         if (of_row >> i & 1) data[r][i] = look_at_raw<T, n>(row, g + i * warp_size, c.hidden);
     }
-    // One condition for all of it: with more, the last loads would wait until predicates are free again.
+    // One condition for the whole batch: with more, the last loads would wait until predicates are free again.
     u32 least = ~0u, was_missing = missing;
     for (u32 r = 0; r < rows_at_once; ++r)
       for (u32 i = 0; i < groups; ++i) least = smaller(least, least_word<T, n>(data[r][i]));
@@ -413,44 +414,44 @@ TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, u32 first,
     for (u32 r = 0; r < rows_at_once; ++r)
       for (u32 i = 0; i < groups; ++i)
         missing |= static_cast<u32>(least_word<T, n>(data[r][i]) == 0) << (r * groups + i);
-    // The first row that is missing is looked at alone until it is there, and then all that still are.
+    // The first missing row is polled alone until it is there; then all rows that are still missing.
     u32 row = lowest_bit(missing) / groups;
     wanted = missing != was_missing ? missing : missing & row_bits << row * groups;
     spin_pause("partial row");
-    if (turn % turns_between_checks != 0) continue;
+    if (poll % polls_between_checks != 0) continue;
     u64 left = load(&terms.senders), epoch = load(&block_shared<LaunchShared>().epoch);
     TY_ROLLED
     for (u32 i = 0; i < first + row; ++i) left &= left - 1;
-    if (!may_wait(c, {TY_SITE_PARTIAL, world_rank(c, lowest_bit(left)), epoch, 0}, turn, start, epoch, 0)) return false;
+    if (!may_wait(c, {TY_SITE_PARTIAL, world_rank(c, lowest_bit(left)), epoch, 0}, poll, start, epoch, 0)) return false;
   }
 }
 
-// Adds the rows of a list, up to `end`, to sums of groups g, g + 32, ... of a row: one after the other, loaded
-// rows_at_once together, by add(i, group g + 32 i of a row, its number in the list). Rows that arrive, one of each of
-// the list's senders, are waited for: false once a deadline passed, in the lane that saw it.
+// Adds the rows of a list, up to `end`, to sums of groups g, g + 32, ...: one after the other, loaded rows_at_once
+// together, by add(i, group g + 32 i of a row, its number in the list). Waits for LL rows, one of each of the list's
+// senders: false once a deadline passed, in the lane that saw it.
 template <typename T, u32 rows_at_once, u32 groups, u32 n, typename Add>
-TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32 g, u32 g_end, bool arrives, Add add) {
+TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32 g, u32 g_end, bool ll, Add add) {
   bool well = true;
   for (u32 first = 0; first < end; first += rows_at_once) {
     Raw<T, n> data[rows_at_once][groups];
     for (u32 r = 0; r < rows_at_once; ++r) {
       const char *row = pointer<const char>(load(&terms.row[first + r < end ? first + r : first]));
       for (u32 i = 0; i < groups; ++i) {
-        bool there = !arrives && first + r < end && g + i * warp_size < g_end;
+        bool there = !ll && first + r < end && g + i * warp_size < g_end;
         data[r][i] = there ? load_raw<T, n>(row, g + i * warp_size, c.hidden) : Raw<T, n>{};
       }
     }
-    if (arrives) well &= await_terms<T, rows_at_once, groups, n>(c, terms, first, end - first, g, g_end, data);
+    if (ll) well &= await_terms<T, rows_at_once, groups, n>(c, terms, first, end - first, g, g_end, data);
     for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
       for (u32 i = 0; i < groups; ++i) add(i, widen<T, n>(data[r][i]), first + r);
   }
   return well;
 }
 
-// Leaves zeros in groups g, g + 32, ... of a list of rows that have arrived. By a warp.
+// Leaves zeros in groups g, g + 32, ... of a list of LL rows that have arrived. By a warp.
 template <typename T, u32 groups, u32 n>
 TY_DEVICE void clear_terms(const Context auto &c, const Terms &terms, u32 count, u32 g, u32 g_end) {
-  // Lanes that share a scale have all looked at it.
+  // Only after all lanes that share a scale have read it.
   if (lanes_share_blocks<T>) warp_barrier();
   TY_ROLLED
   for (u32 r = 0; r < count; ++r) {
@@ -462,26 +463,26 @@ TY_DEVICE void clear_terms(const Context auto &c, const Terms &terms, u32 count,
 
 // ---- a rail's messages of sums -----------------------------------------------------------------------------------
 
-// A wave's rows of served home j, among those of the call.
-TY_DEVICE Range rail_rows(const CombineArgs auto &a, const Wave &wave, u32 j) {
-  return wave_range(a.context, a.handle.rail_rows, j, wave);
+// A round's rows of served source j, among those of the call.
+TY_DEVICE Range rail_rows(const CombineArgs auto &a, const Round &round, u32 j) {
+  return round_range(a.context, a.handle.rail_rows, j, round);
 }
 
-// Whether partial rows for other nodes are their node's sums, since it has no other rank: they then go into the message
-// at once.
+// Whether partial rows for other nodes are already the node's sums, since the node has no other rank. They then go
+// directly into the message.
 TY_DEVICE bool sends_sums(const CombineArgs auto &a) {
   return a.context.node_ranks == 1 && !load(&head_of(a)->incomplete);
 }
 
-// Where the node's sum of a wave's row of served home j goes, behind wait_stagings.
-TY_DEVICE char *sum_in_message(const Context auto &c, const Wave &wave, u32 j, u32 row) {
-  return staging_of(c, TY_LANE_COMBINE, wave.epoch, j) + row_offset(lane_of(c, TY_LANE_COMBINE), row);
+// Where the node's sum of a round's row of served source j goes, after wait_stagings.
+TY_DEVICE char *sum_in_message(const Context auto &c, const Round &round, u32 j, u32 row) {
+  return staging_of(c, TY_DIRECTION_COMBINE, round.epoch, j) + row_offset(layout_of(c, TY_DIRECTION_COMBINE), row);
 }
 
-// It is there, of a message of so many rows. By a warp, behind is_row_whole.
-TY_DEVICE void count_sum(const Context auto &c, const Wave &wave, u32 j, u32 rows, u32 row) {
-  u32 chunk = chunk_of_row(lane_of(c, TY_LANE_COMBINE), row);
-  if (lane_index() == 0) count_packed(c, TY_LANE_COMBINE, wave.epoch, j, {rows, 0}, chunk, packed_row);
+// Counts a stored sum in its chunk of a message of `rows` rows. By a warp, after is_row_whole.
+TY_DEVICE void count_sum(const Context auto &c, const Round &round, u32 j, u32 rows, u32 row) {
+  u32 chunk = chunk_of_row(layout_of(c, TY_DIRECTION_COMBINE), row);
+  if (lane_index() == 0) count_packed(c, TY_DIRECTION_COMBINE, round.epoch, j, {rows, 0}, chunk, packed_row);
 }
 
 // ---- partial rows ------------------------------------------------------------------------------------------------
@@ -499,8 +500,8 @@ TY_DEVICE Owner owner_of(const Context auto &c, u32 source) {
   return {static_cast<u32>(packed & 0xffffu), static_cast<u32>(packed >> 16 & 0xffffu), static_cast<u32>(packed >> 32)};
 }
 
-// This rank's rows of a token, in top-k order, a choice a lane, of which the first `bytes` are wanted soon. By a warp.
-// Returns how many there are.
+// Lists this rank's rows of a token, in top-k order, a choice a lane, and prefetches the first `bytes` of each. By a
+// warp. Returns how many there are.
 TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 source, u32 token, u32 bytes) {
   const auto &c = a.context;
   u64 choices = (static_cast<u64>(source) * c.max_tokens + token) * c.top_k;
@@ -518,25 +519,25 @@ TY_DEVICE u32 list_rows(const CombineArgs auto &a, Terms &terms, u64 call, u32 s
   return popcount(here);
 }
 
-// Stores the sums of groups g, g + 32, ... of a partial row, which `arrives` or not. By a warp.
+// Stores the sums of groups g, g + 32, ... of a partial row, as an LL row (`ll`) or a tagged row. By a warp.
 template <typename Partial, u32 groups>
 TY_DEVICE void store_partials(const Context auto &c, char *out, u32 g, u32 g_end,
-                              const Floats<Partial::group> (&sums)[groups], bool arrives) {
+                              const Floats<Partial::group> (&sums)[groups], bool ll) {
   for (u32 i = 0; i < groups; ++i) {
     bool there = g + i * warp_size < g_end;
     if (!there && !lanes_share_blocks<Partial>) return;
-    store_partial<Partial>(out, g + i * warp_size, there, c.hidden, sums[i], arrives);
+    store_partial<Partial>(out, g + i * warp_size, there, c.hidden, sums[i], ll);
   }
 }
 
-// The sum of a list of this rank's rows, stored at `out`, where it `arrives` or not. By a warp.
+// Stores the sum of a list of this rank's rows at `out`, as an LL row (`ll`) or a tagged row. By a warp.
 template <typename Row, typename Partial>
 TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count, const Columns &columns, char *out,
-                        bool arrives) {
+                        bool ll) {
   const auto &c = a.context;
   constexpr u32 groups = groups_at_expert<Row, Partial>;
   using Group = Floats<Partial::group>;
-  u32 end = last_turn<Partial>(columns);
+  u32 end = last_pass<Partial>(columns);
   for (u32 g = columns.begin + lane_index(); g < end; g += groups * warp_size) {
     Group sums[groups] = {};
     auto add = [&](u32 i, const Group &y, u32 n) {
@@ -548,7 +549,7 @@ TY_DEVICE void sum_rows(const CombineArgs auto &a, const Terms &terms, u32 count
       }
     };
     add_terms<Row, rows_at_expert, groups, Partial::group>(c, terms, count, g, columns.end, false, add);
-    store_partials<Partial>(c, out, g, columns.end, sums, arrives);
+    store_partials<Partial>(c, out, g, columns.end, sums, ll);
   }
 }
 
@@ -557,104 +558,105 @@ TY_DEVICE i32 slot_of(const CombineArgs auto &a, u32 source, u32 token) {
   return load(pointer<const i32>(a.handle.slots) + static_cast<u64>(source) * a.context.max_tokens + token);
 }
 
-// Tags of partial rows that a warp holds back, a lane each, so that one fence stands before several.
+// Tags of partial rows that a warp holds back, a lane each, so that several share one fence.
 struct HeldTags {
   u64 *own; // this lane's
   u32 count;
 };
 
-// Of whole rows, as measured best (docs/performance.md, "Large calls").
+// Of whole rows; the best as measured (docs/notebook.md, "Large calls").
 constexpr u32 most_held_tags = 2;
 
-// By a warp, behind is_row_whole of each. Of rows that arrive there are none; the fence orders nothing then, but a warp
-// that waits for it sends nothing, and so its multiprocessor has no more under way than links take.
-template <bool far> TY_DEVICE void raise_tags(const Context auto &c, HeldTags &held, u64 epoch) {
+// Raises the tags that a warp holds, after is_row_whole of each row. LL rows have no tags, and the fence orders nothing
+// for them; but a warp that waits for a fence sends nothing, so its multiprocessor has no more under way than the links
+// take. By a warp.
+template <bool inter_node> TY_DEVICE void raise_tags(const Context auto &c, HeldTags &held, u64 epoch) {
   if (held.count == 0) return;
   // N4: all pieces' stores happen before this fence; wait_tag(TY_SITE_PARTIAL) acquires.
   fence_acq_rel_sys();
-  if (!arrive<far>(c) && lane_index() < held.count) store_relaxed_sys(held.own, epoch);
+  if (!ll_rows<inter_node>(c) && lane_index() < held.count) store_relaxed_sys(held.own, epoch);
   held.count = 0;
 }
 
-// A piece of one partial row to its owner, or into the message if it is the node's sum: of the wave's token number n,
-// the block's row number `row`. Its tag may be held back. By a warp. False once a deadline passed.
-template <typename Row, typename Partial, bool far>
-TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Counts &counts, const Wave &wave,
+// Sends a piece of one partial row to its owner, or into the message if it is the node's sum: for token number n of the
+// round; the row is the block's number `row`. Its tag may be held back. By a warp. False once a deadline passed.
+template <typename Row, typename Partial, bool inter_node>
+TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Counts &counts, const Round &round,
                             u32 source, u32 token, u32 slot, u32 n, u32 row, const Piece &piece, HeldTags &held) {
   const auto &c = a.context;
-  u64 call = wave.call;
-  // Nothing that is there waits for another rank's weights.
-  if (weighs_late(c)) raise_tags<far>(c, held, wave.epoch);
+  u64 call = round.call;
+  // No tag of a finished row may wait for another rank's weights.
+  if (weighs_late(c)) raise_tags<inter_node>(c, held, round.epoch);
   if (!wait_weights(c, call, source)) return false;
   Owner owner = owner_of(c, source);
   Terms &terms = shared.terms[warp_index()];
-  // A part of a row is loaded at once; a whole one takes turns, of which each would wait for memory. With many blocks
-  // memory has enough to do, and what comes early is gone again.
+  // A part of a row is loaded at once; a whole row takes several passes, each of which would wait for memory. With many
+  // blocks memory is busy enough, and prefetched bytes are evicted again.
   u32 bytes = piece.parts == row_parts && has_few_blocks(c) ? c.hidden * Row::bytes / 16 * 16 : 0;
   u32 count = list_rows(a, terms, call, source, token, bytes);
   u32 place = n * c.slots + slot; // fits: TY_MAX_TOKENS * TY_MAX_TOP_K
-  char *out = in_arena<char>(c, owner.rank, c.regions.partials, wave.epoch, owner.part) +
+  char *out = in_arena<char>(c, owner.rank, c.regions.partials, round.epoch, owner.part) +
               static_cast<u64>(place) * c.partial_bytes;
-  bool sums = far && owner.part != 0 && sends_sums(a);
+  bool sums = inter_node && owner.part != 0 && sends_sums(a);
   u32 rows = 0; // of the message
   if (sums) {
-    out = sum_in_message(c, wave, owner.part - 1, n);
-    Range range = rail_rows(a, wave, owner.part - 1);
+    out = sum_in_message(c, round, owner.part - 1, n);
+    Range range = rail_rows(a, round, owner.part - 1);
     rows = range.end - range.first;
   }
-  sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out, arrive<far>(c));
-  if (arrive<far>(c)) {
+  sum_rows<Row, Partial>(a, terms, count, columns_of<Partial>(c, piece), out, ll_rows<inter_node>(c));
+  if (ll_rows<inter_node>(c)) {
     warp_barrier(); // the list is read
-    if (piece.parts == row_parts && ++held.count == most_held_tags) raise_tags<far>(c, held, wave.epoch);
+    if (piece.parts == row_parts && ++held.count == most_held_tags) raise_tags<inter_node>(c, held, round.epoch);
     return true;
   }
   if (!is_row_whole(counts, row, piece)) return true;
-  if (sums) return count_sum(c, wave, owner.part - 1, rows, n), true;
+  if (sums) return count_sum(c, round, owner.part - 1, rows, n), true;
   if (lane_index() == held.count)
-    held.own = in_arena<u64>(c, owner.rank, c.regions.partial_tags, wave.epoch, owner.part) + place;
+    held.own = in_arena<u64>(c, owner.rank, c.regions.partial_tags, round.epoch, owner.part) + place;
   ++held.count;
-  if (piece.parts != row_parts || held.count == most_held_tags) raise_tags<far>(c, held, wave.epoch);
+  if (piece.parts != row_parts || held.count == most_held_tags) raise_tags<inter_node>(c, held, round.epoch);
   return true;
 }
 
-// What a lane looks up of a number: which partial row it is, and whether it is one.
+// The result of a lane's lookup of a number: which partial row it is, and whether there is such a row.
 struct Looked {
   u32 source;
   u32 token;
-  u32 place; // of the wave's tokens
+  u32 place; // of the round's tokens
   u32 end;   // of them
   i32 slot;  // as slot_of
 
   TY_DEVICE bool there() const { return token < end && slot >= 0; }
 };
 
-// `own`: of partial rows for the own node. Those for others go to homes of the nodes behind it first, lest all nodes
-// send to the same.
-TY_DEVICE Looked look_up(const CombineArgs auto &a, const Wave &wave, const RowOrder &order, bool own, u32 n) {
+// Looks up number n. `own`: of partial rows for the own node. Partial rows for other nodes go to sources of the next
+// nodes first, so that nodes do not all send to the same one.
+TY_DEVICE Looked look_up(const CombineArgs auto &a, const Round &round, const RowOrder &order, bool own, u32 n) {
   const auto &c = a.context;
   RowOrder::Place at = order.at(n);
-  // Of its own node each token begins with another source, lest a block's rows all go to one.
-  u32 turned = order.turned(at.list, own ? at.row : c.node_first);
-  u32 source = own ? c.node_first + turned : turned < c.node_first ? turned : turned + c.node_ranks;
-  Range range = wave_range(c, a.handle.source_tokens, source, wave);
+  // In the own node each token begins with another source, so that a block's rows do not all go to one.
+  u32 rotated = order.rotated(at.list, own ? at.row : c.node_first);
+  u32 source = own ? c.node_first + rotated : rotated < c.node_first ? rotated : rotated + c.node_ranks;
+  Range range = round_range(c, a.handle.source_tokens, source, round);
   u32 token = range.first + at.row;
-  // Looked up even if there is no such token, so that both loads are under way together.
+  // Slots are loaded even if there is no such token, so that both loads are under way together.
   return {source, token, at.row, range.end, token < c.max_tokens ? slot_of(a, source, token) : -1};
 }
 
-// What its first number is, looked up as a launch begins, beside what it begins with. In plain calls of one node.
+// Looks up a lane's first number as a launch begins, beside the launch's own words. In specialised calls of one node.
 TY_DEVICE Looked look_ahead(const CombineArgs auto &a) {
   const auto &c = a.context;
   u32 n = block_index() + lane_index() * worker_count(c);
   return look_up(a, {0, 0, 0}, row_by_row(c.node_ranks, c.ranks_inverse), true, n);
 }
 
-// This rank's partial rows for homes of its node, token by token, or for those of all others, chunk by chunk: so that
-// what comes first at home is sent first. Those that cross the network one after the other, as it takes long over them,
-// and can begin with the first. `ahead`: look_ahead's. By a team's warps, each for itself. False once a deadline
-// passed.
-template <typename Row, typename Partial, bool far>
-TY_DEVICE bool send_partials(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Wave &wave,
+// Sends this rank's partial rows: for sources of its node, token by token; or for all others, chunk by chunk, so that
+// what the source needs first is sent first. Rows that cross the network are made one after the other: the network
+// takes long, and can begin with the first. `ahead`: look_ahead's. By a team's warps, each for itself. False once a
+// deadline passed.
+template <typename Row, typename Partial, bool inter_node>
+TY_DEVICE bool send_partials(const CombineArgs auto &a, CombineShared &shared, const Team &team, const Round &round,
                              bool own, const Looked &ahead) {
   const auto &c = a.context;
   const ty_handle_head *head = head_of(a);
@@ -662,43 +664,43 @@ TY_DEVICE bool send_partials(const CombineArgs auto &a, CombineShared &shared, c
   if (sources == 0 || load(&head->incomplete)) return true;
   RowOrder &kept = shared.order[warp_index()];
   u32 most = load(&head->most_tokens);
-  if (far) keep_order(kept, own ? row_by_row(sources, ~0u / sources) : chunk_by_chunk(c, sources, most));
-  auto load_own = [&] { return far ? load_order(kept) : row_by_row(sources, c.ranks_inverse); };
-  // What the lane's number is.
+  if (inter_node) keep_order(kept, own ? row_by_row(sources, ~0u / sources) : chunk_by_chunk(c, sources, most));
+  auto load_own = [&] { return inter_node ? load_order(kept) : row_by_row(sources, c.ranks_inverse); };
+  // The lookup of the lane's number.
   Looked looked = ahead;
   auto there = [&](u32 n) {
-    if (!looks_ahead(c) || n >= worker_count(c) * warp_size) looked = look_up(a, wave, load_own(), own, n);
+    if (!looks_ahead(c) || n >= worker_count(c) * warp_size) looked = look_up(a, round, load_own(), own, n);
     return looked.there();
   };
-  // Fits: META of a token takes more than 24 bytes a source, twice.
+  // Cannot overflow: metadata of a token takes more than 24 bytes a source, twice.
   u32 numbers = load_own().numbers(most);
-  Counts &counts = own ? shared.near : shared.far;
+  Counts &counts = own ? shared.intra_node : shared.inter_node;
   HeldTags held{nullptr, 0};
   auto carry = [&](u32, u32 lane, u32 row, const Piece &piece) {
-    return send_partial<Row, Partial, far>(a, shared, counts, wave, shuffle(looked.source, lane),
-                                           shuffle(looked.token, lane), static_cast<u32>(shuffle(looked.slot, lane)),
-                                           shuffle(looked.place, lane), row, piece, held);
+    return send_partial<Row, Partial, inter_node>(
+        a, shared, counts, round, shuffle(looked.source, lane), shuffle(looked.token, lane),
+        static_cast<u32>(shuffle(looked.slot, lane)), shuffle(looked.place, lane), row, piece, held);
   };
   if (!share_out(c, &counts.taken, team.warps, numbers, !own, there, carry)) return false;
-  if (!arrive<far>(c)) raise_tags<far>(c, held, wave.epoch);
+  if (!ll_rows<inter_node>(c)) raise_tags<inter_node>(c, held, round.epoch);
   return true;
 }
 
 // ---- partial rows at their owner -----------------------------------------------------------------------------------
 
-// The ranks of this node that a token went to, and those of them that send its rows.
+// The ranks of this node that a token went to, and those among them that send its rows.
 struct Parts {
   u64 ranks;
   u64 present;
 };
 
-// Lists the partial rows of a wave's token in rank order, from place `at` on, a rank a lane, and waits for them, unless
-// they arrive: the calling lane's share of both. True once a deadline passed.
-template <bool far>
+// Lists the partial rows of a round's token in rank order, from place `at` on, a rank a lane, and waits for them,
+// unless they are LL rows: the calling lane's share. True once a deadline passed.
+template <bool inter_node>
 TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 epoch, u32 part, u32 token,
                              const Parts &parts) {
   bool failed = false;
-  if (arrive<far>(c) && lane_index() == 0) store(&terms.senders, parts.present);
+  if (ll_rows<inter_node>(c) && lane_index() == 0) store(&terms.senders, parts.present);
   TY_ROLLED
   for (u32 first = 0; first < c.node_ranks; first += warp_size) {
     u32 rank = first + lane_index();
@@ -707,15 +709,15 @@ TY_DEVICE bool partials_fail(const Context auto &c, Terms &terms, u32 at, u64 ep
     u64 place = static_cast<u64>(token) * c.slots + popcount64(bits_below(parts.ranks, rank));
     store(&terms.row[at + popcount64(bits_below(parts.present, rank))],
           reinterpret_cast<u64>(rows + place * c.partial_bytes));
-    if (arrive<far>(c)) continue;
+    if (ll_rows<inter_node>(c)) continue;
     const u64 *tag = in_arena<const u64>(c, c.local, c.regions.partial_tags, epoch, part) + place;
     failed |= !wait_tag(c, tag, epoch, TY_SITE_PARTIAL, world_rank(c, rank), "partial row");
   }
   return failed;
 }
 
-// Behind a warp's waiting and listing. Its lanes acquired tags of their own, and the barrier orders the loads of all
-// behind that. False if one failed.
+// After a warp's waiting and listing. Its lanes acquired tags of their own; the barrier orders the loads of all lanes
+// after that. False if one failed.
 TY_DEVICE bool gathered(bool failed) {
   warp_barrier();
   return warp_ballot(failed) == 0;

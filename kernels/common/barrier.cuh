@@ -1,7 +1,7 @@
-// A barrier of all ranks on their streams: no rank's stream goes on before every rank's stream came here.
+// A barrier of all ranks on their streams: no rank's stream goes on before every rank's stream has reached the barrier.
 //
-// Node peers meet, then every linked pair of ranks of different nodes exchanges a message, then node peers meet again:
-// whoever is through the last meeting knows that some rank of its node heard of every other node, whole.
+// Node peers meet, then every linked pair of ranks of different nodes exchanges a message, then node peers meet again.
+// A rank that leaves the second meeting has a node peer that received a message from every other node, whole.
 #pragma once
 #include "common/wire.cuh"
 
@@ -23,35 +23,35 @@ TY_DEVICE bool meet(const Context auto &c, u64 meeting) {
 
 // Every linked pair exchanges a head. By thread 0, which polls host memory here. False once a deadline passed.
 TY_DEVICE bool exchange(const Context auto &c, u64 epoch) {
-  const ty_lane &l = lane_of(c, TY_LANE_BARRIER);
-  if (!relay_staging(c, TY_LANE_BARRIER, epoch)) return false;
+  const ty_wire_layout &l = layout_of(c, TY_DIRECTION_BARRIER);
+  if (!relay_staging(c, TY_DIRECTION_BARRIER, epoch)) return false;
   for (u32 link = 0; link < l.targets; ++link) {
-    tell_chunks(c, TY_LANE_BARRIER, epoch, link, 0);
-    write_wire_head(staging_of(c, TY_LANE_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, c.rank);
-    count_packed(c, TY_LANE_BARRIER, epoch, link, {0, 0}, 0, packed_head);
+    publish_chunks(c, TY_DIRECTION_BARRIER, epoch, link, 0);
+    write_wire_head(staging_of(c, TY_DIRECTION_BARRIER, epoch, link), epoch, TY_STATUS_OK, {0, 0}, c.rank);
+    count_packed(c, TY_DIRECTION_BARRIER, epoch, link, {0, 0}, 0, packed_head);
   }
-  return relay_landed(c, TY_LANE_BARRIER, epoch, [](u32) { return 0u; });
+  return relay_arrived(c, TY_DIRECTION_BARRIER, epoch, [](u32) { return 0u; });
 }
 
 // One block.
 TY_KERNEL(ty_barrier, ty_barrier_args) {
   const auto &c = a.context;
-  ty_turn *own = turn_of(c, TY_DIRECTION_BARRIER);
-  // Ahead of a meeting, behind which warp 0 looks at all warps' faults.
+  ty_progress *own = progress_of(c, TY_DIRECTION_BARRIER);
+  // Before a meeting, after which warp 0 looks at all warps' faults.
   begin_faults();
-  TurnWords turn = agree_turn(c, ask_turn(c, TY_DIRECTION_BARRIER), TY_DIRECTION_BARRIER);
-  u64 number = turn.received + 1;
-  refuse_overlap(c, turn, TY_DIRECTION_BARRIER);
-  bool goes = turn.closed == 0;
+  Progress progress = agree_progress(c, ask_progress(c, TY_DIRECTION_BARRIER), TY_DIRECTION_BARRIER);
+  u64 number = progress.received + 1;
+  refuse_overlap(c, progress, TY_DIRECTION_BARRIER);
+  bool goes = progress.closed == 0;
   bool met = goes && meet(c, spans_nodes(c) ? 2 * number : number);
   if (goes && spans_nodes(c)) {
     bool failed = met && thread_index() == 0 && !exchange(c, c.first_epoch + number - 1);
     met = !block_any(failed || !met) && meet(c, 2 * number + 1);
   }
-  // Meetings end with a barrier of the block, and what a launch begins with has one.
+  // A meeting ends with a barrier of the block, and the begin of a launch has one.
   if (warp_index() == 0) report_faults(c, TY_DIRECTION_BARRIER);
-  if (thread_index() != 0 || !leave_turn(c, TY_DIRECTION_BARRIER)) return;
-  store(&own->launches, turn.launches + 1);
+  if (thread_index() != 0 || !leave_launch(c, TY_DIRECTION_BARRIER)) return;
+  store(&own->launches, progress.launches + 1);
   if (met) store(&own->received, number);
 }
 

@@ -4,8 +4,8 @@
 
 namespace ty {
 
-// The types of rows. `group` is the number of columns that a thread handles at a time where partial rows are of the
-// type, in a sum of rows of any; `block` that of which pieces hold whole multiples.
+// The types of rows. `group`: columns that a thread handles at a time where partial rows are of the type, in sums of
+// rows of any type. `block`: columns of which pieces hold whole multiples.
 struct Bf16 {
   static constexpr u32 bytes = 2, group = 8, block = 8;
   TY_DEVICE static float widen(u32 bits) { return bf16_to_float(static_cast<u16>(bits)); }
@@ -23,7 +23,7 @@ struct Fp32 {
   static constexpr u32 bytes = 4, group = 8, block = 8;
 };
 
-// e4m3 elements, then a float for each block of columns: its scale, as quantize.cuh makes it. Partial rows alone.
+// e4m3 elements, then a float scale for each block of columns, made as in quantize.cuh. Partial rows alone.
 struct Fp8 {
   static constexpr u32 bytes = 1, group = 16, block = group * block_vectors;
 };
@@ -69,20 +69,20 @@ template <typename T, u32 n> TY_DEVICE Raw<T, n> load_raw(const char *row, u64 g
   return raw;
 }
 
-// ---- rows that arrive ----------------------------------------------------------------------------------------
+// ---- LL rows ---------------------------------------------------------------------------------------------------
 //
-// A row that another rank stores while it is looked at: a word of it that is 0 has not come yet. So its stores need no
-// fence and no tag behind them, and whoever reads it leaves zeros for the next. Sums have no such words: +0 goes as -0,
-// which adds up to the same. (What is added up begins with +0.)
+// A reader looks at an LL row while another rank stores it: a word that is 0 has not arrived yet. So the stores need no
+// fence and no tag after them, and the reader leaves zeros for the next row. A sum stores no zero word: +0 is sent as
+// -0, which adds up to the same (additions begin with +0).
 
-// Stores words of a sum, in a row that `arrives` or in another.
-TY_DEVICE void store_words(char *at, Vec16 data, bool arrives) {
-  if (!arrives) return store16(at, data);
+// Stores words of a sum, into an LL row (`ll`) or into a tagged row.
+TY_DEVICE void store_words(char *at, Vec16 data, bool ll) {
+  if (!ll) return store16(at, data);
   for (u32 w = 0; w < 4; ++w) data.w[w] = data.w[w] == 0 ? 1u << 31 : data.w[w];
   store16_relaxed_sys(at, data);
 }
 
-// A group of which everything has come.
+// A group whose words have all arrived.
 template <typename T, u32 n> TY_DEVICE Raw<T, n> all_ones() {
   Raw<T, n> raw;
   for (u32 i = 0; i < vectors_of<T, n>; ++i) raw.part[i] = Vec16{{~0u, ~0u, ~0u, ~0u}};
@@ -90,7 +90,7 @@ template <typename T, u32 n> TY_DEVICE Raw<T, n> all_ones() {
   return raw;
 }
 
-// The same as load_raw, of a row that arrives; all ones beyond its columns.
+// As load_raw, of an LL row; all ones beyond the row's columns.
 template <typename T, u32 n> TY_DEVICE Raw<T, n> look_at_raw(const char *row, u64 g, u32 columns) {
   Raw<T, n> raw = all_ones<T, n>();
   each_vector<T, n>(g, columns, [&](u32 i, u64 offset) { raw.part[i] = load16_relaxed_sys(row + offset); });
@@ -98,7 +98,7 @@ template <typename T, u32 n> TY_DEVICE Raw<T, n> look_at_raw(const char *row, u6
   return raw;
 }
 
-// Of a group: 0 until all of it has come.
+// The least word of a group: 0 until all words have arrived.
 template <typename T, u32 n> TY_DEVICE u32 least_word(const Raw<T, n> &raw) {
   u32 least = ~0u;
   for (u32 i = 0; i < vectors_of<T, n>; ++i)
@@ -107,7 +107,7 @@ template <typename T, u32 n> TY_DEVICE u32 least_word(const Raw<T, n> &raw) {
   return least;
 }
 
-// Leaves zeros where it was. Lanes that share a block have all looked at its scale.
+// Replaces a group with zeros. Lanes that share a block must all have read its scale before.
 template <typename T, u32 n> TY_DEVICE void clear_raw(char *row, u64 g, u32 columns) {
   each_vector<T, n>(g, columns, [&](u32, u64 offset) { store16(row + offset, Vec16{}); });
   if constexpr (T::bytes == Fp8::bytes) {
@@ -141,7 +141,7 @@ template <typename T, u32 n> TY_DEVICE Floats<n> load_group(const char *row, u64
 
 // Stores group g of a row of `columns` elements of 2 or 4 bytes.
 template <typename T, u32 n>
-TY_DEVICE void store_group(char *row, u64 g, u32 columns, const Floats<n> &in, bool arrives = false) {
+TY_DEVICE void store_group(char *row, u64 g, u32 columns, const Floats<n> &in, bool ll = false) {
   constexpr u32 each = sizeof(Vec16) / T::bytes;
   for (u32 i = 0; i < vectors_of<T, n>; ++i) {
     if (!is_within<T, n>(g, i, columns)) return;
@@ -150,25 +150,25 @@ TY_DEVICE void store_group(char *row, u64 g, u32 columns, const Floats<n> &in, b
       if constexpr (T::bytes == 4) data.w[w] = same_bits<u32>(in.v[i * each + w]);
       else data.w[w] = T::narrow(in.v[i * each + 2 * w]) | T::narrow(in.v[i * each + 2 * w + 1]) << 16;
     }
-    store_words(row + (g * vectors_of<T, n> + i) * sizeof(Vec16), data, arrives);
+    store_words(row + (g * vectors_of<T, n> + i) * sizeof(Vec16), data, ll);
   }
 }
 
 // Stores group g of a partial row, where it is `there`. By a warp, whose lanes hold consecutive groups from the start
 // of a block on; a block is there as a whole or not at all.
 template <typename T>
-TY_DEVICE void store_partial(char *row, u64 g, bool there, u32 columns, const Floats<T::group> &in, bool arrives) {
+TY_DEVICE void store_partial(char *row, u64 g, bool there, u32 columns, const Floats<T::group> &in, bool ll) {
   if constexpr (T::bytes == Fp8::bytes) {
     auto at = [&](u32 i) { return in.v[i]; };
     BlockScale scale = scale_of(TY_QUANTIZE_F32, amax_of(at));
     if (!there) return;
-    store_words(row + g * sizeof(Vec16), to_e4m3(at, scale.inverse), arrives);
+    store_words(row + g * sizeof(Vec16), to_e4m3(at, scale.inverse), ll);
     if (g % block_vectors != 0) return;
     float *scales = partial_scales(row, columns) + g / block_vectors, value = same_bits<float>(scale.bits);
-    if (arrives) store_relaxed_sys(scales, value);
+    if (ll) store_relaxed_sys(scales, value);
     else store(scales, value);
   } else if (there) {
-    store_group<T, T::group>(row, g, columns, in, arrives);
+    store_group<T, T::group>(row, g, columns, in, ll);
   }
 }
 

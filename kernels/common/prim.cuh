@@ -5,7 +5,7 @@
 // (cpu/device.h), built by the host compiler. The two give the same bits; kernels/bench/conformance.cuh
 // is the test that runs on both.
 //
-// What a kernel must obey: every access that another thread can see goes through a primitive;
+// Rules for kernels: every access that another thread can see goes through a primitive;
 // spin_pause() in every wait loop; no lockstep assumed inside a warp; warp operations are called by
 // all 32 lanes; no memory order follows from a shuffle or a ballot; all blocks are resident.
 #ifndef TY_PRIM_CUH
@@ -14,10 +14,10 @@
 
 #if defined(__CUDACC__)
 #define TY_DEVICE __device__ __forceinline__
-// Before a loop whose turns are to be independent of one another, so that their loads are under way together.
+// Before a loop whose passes must be independent of one another, so that their loads are under way together.
 #define TY_UNROLL _Pragma("unroll")
-// Before a loop that is to stay one: code that runs once a call is fetched from far away, which takes longer than it
-// does.
+// Before a loop that must stay a loop: code that runs once a call is fetched from memory, which takes longer than
+// running it.
 #define TY_ROLLED _Pragma("unroll 1")
 #else
 #define TY_UNROLL
@@ -35,8 +35,8 @@ using i32 = int32_t;
 using i64 = int64_t;
 constexpr u32 warp_size = 32;
 
-// Sixteen-byte vectors of a row that a lane has on their way at once: as many as registers have room for, which is less
-// where the compiler needs more of them.
+// Sixteen-byte vectors of a row that a lane has under way at once: as many as registers have room for; fewer where the
+// compiler needs more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr u32 vectors_ahead = 3;
 #else
@@ -71,7 +71,7 @@ template <typename To, typename From> TY_DEVICE To same_bits(From from) {
 #if defined(__CUDACC__)
 // ---------------------------------------------------------------------------------------- GPU half
 
-#pragma nv_diag_suppress 186 // comparisons that a constant decides (plain.cuh)
+#pragma nv_diag_suppress 186 // comparisons that a constant decides (specialised.cuh)
 
 // Defines a kernel: TY_KERNEL(name, Args) { body uses a }. At most 512 threads a block.
 #define TY_KERNEL(name, Args) extern "C" __global__ void __launch_bounds__(512, 1) name(const __grid_constant__ Args a)
@@ -97,7 +97,7 @@ TY_DEVICE void warp_barrier() { __syncwarp(0xffffffffu); }
 TY_DEVICE void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Comes to a named barrier and goes on: what the caller did happens before whoever waits there goes on.
+// Arrives at a named barrier without waiting: the caller's earlier accesses happen before whoever waits there goes on.
 TY_DEVICE void named_arrive(u32 id, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -111,7 +111,7 @@ TY_DEVICE bool named_any(u32 id, u32 threads, bool predicate) {
   return any != 0;
 }
 
-// The value, which the compiler is not to take apart: an address that others are reckoned from by constants.
+// The value, opaque to the compiler: an address from which others are computed by constant offsets.
 TY_DEVICE u64 one_value(u64 value) {
   asm("" : "+l"(value));
   return value;
@@ -131,7 +131,7 @@ TY_DEVICE Vec16 load16(const void *p) {
   return Vec16{{v.x, v.y, v.z, v.w}};
 }
 TY_DEVICE void store16(void *p, Vec16 v) { *static_cast<uint4 *>(p) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]); }
-// The same of memory that other ranks access meanwhile: each word by itself is seen whole, in no order.
+// As load16, of memory that other ranks access meanwhile: each word is seen whole, in no order.
 TY_DEVICE Vec16 load16_relaxed_sys(const void *p) {
   Vec16 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -146,7 +146,7 @@ TY_DEVICE void store16_relaxed_sys(void *p, Vec16 v) {
                : "memory");
 }
 
-// Brings global memory, [p, p + bytes), near (into L2), for loads that come soon. Both multiples of 16.
+// Brings global memory, [p, p + bytes), into L2, for loads that come soon. Both multiples of 16.
 TY_DEVICE void prefetch(const void *p, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(bytes));
 }
@@ -190,7 +190,7 @@ TY_GPU_STORE(store_release_gpu, "release.gpu")
 TY_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 TY_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Atomics; each returns the value before. The *_gpu ones are for global memory, the *_block ones for shared.
+// Atomics; each returns the previous value. The *_gpu ones are for global memory, the *_block ones for shared.
 TY_DEVICE u32 atomic_cas_gpu(u32 *p, u32 expected, u32 desired) {
   u32 old;
   asm volatile("atom.acq_rel.gpu.global.cas.b32 %0, [%1], %2, %3;"
@@ -206,7 +206,7 @@ TY_DEVICE u32 atomic_cas_gpu(u32 *p, u32 expected, u32 desired) {
     return old;                                                                                                        \
   }
 TY_GPU_ATOMIC(atomic_add_gpu, global, "acq_rel.gpu.global.add.u32")
-// As atomic_add_gpu, and orders nothing.
+// As atomic_add_gpu, without any order.
 TY_GPU_ATOMIC(atomic_next_gpu, global, "relaxed.gpu.global.add.u32")
 TY_GPU_ATOMIC(atomic_or_block, shared, "relaxed.cta.shared.or.b32")
 TY_GPU_ATOMIC(atomic_add_block, shared, "relaxed.cta.shared.add.u32")
@@ -261,7 +261,7 @@ TY_DEVICE float div_rn(float x, float y) {
   asm("div.rn.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(y));
   return r;
 }
-// The larger of `most`, which is no NaN and not negative, and |x|; a NaN x counts for nothing.
+// The larger of `most`, which is no NaN and not negative, and |x|; a NaN x does not count.
 TY_DEVICE float max_magnitude(float most, float x) {
   float r;
   asm("{\n .reg .f32 magnitude;\n abs.f32 magnitude, %2;\n max.f32 %0, %1, magnitude;\n}"
@@ -308,7 +308,7 @@ TY_DEVICE u32 popcount64(u64 x) { return static_cast<u32>(__popcll(x)); }
 
 #else
 // ---------------------------------------------------------------------------------------- CPU half
-// A thread is a fiber. Free mode: accesses are the machine's own, behind one predictable test.
+// A thread is a fiber. Free mode: accesses are the machine's own, after one predictable test.
 // Seeded mode: each goes through the executor, which may run other fibers first.
 
 #define TY_KERNEL(name, Args)                                                                                          \
@@ -360,10 +360,10 @@ template <typename T> TY_DEVICE void store(T *p, T value) {
   }
 }
 TY_DEVICE void prefetch(const void *, u32) {}
-// Vector accesses also end a fiber's turn from time to time: lanes that share cache lines, and on a GPU
-// would run in step, then stay near one another in memory.
+// Vector accesses also end a fiber's time slice now and then: lanes that share cache lines, and that on a GPU would
+// run in step, then stay close to one another in memory.
 TY_DEVICE Vec16 load16(const void *p) {
-  if (__builtin_expect(--cpu::turn_left < 0, 0) && cpu::end_of_turn()) {
+  if (__builtin_expect(--cpu::time_slice_left < 0, 0) && cpu::end_time_slice()) {
     Vec16 value;
     cpu::seeded_load(p, &value, sizeof value);
     return value;
@@ -371,7 +371,7 @@ TY_DEVICE Vec16 load16(const void *p) {
   return *static_cast<const Vec16 *>(p);
 }
 TY_DEVICE void store16(void *p, Vec16 value) {
-  if (__builtin_expect(--cpu::turn_left < 0, 0) && cpu::end_of_turn()) {
+  if (__builtin_expect(--cpu::time_slice_left < 0, 0) && cpu::end_time_slice()) {
     const Vec16 copy = value; // whose address alone is taken: the fast path keeps its value in a register
     cpu::seeded_store(p, &copy, sizeof copy);
   } else {
@@ -413,7 +413,7 @@ TY_CPU_STORE(store_release_gpu, __ATOMIC_RELEASE, cpu::Scope::gpu)
 // Two words at a time, which is more than a GPU promises and finer than a lane's vectors.
 TY_DEVICE Vec16 load16_relaxed_sys(const void *p) {
   if (__builtin_expect(!cpu::seeded, 1)) {
-    if (__builtin_expect(--cpu::turn_left < 0, 0)) (void)cpu::end_of_turn();
+    if (__builtin_expect(--cpu::time_slice_left < 0, 0)) (void)cpu::end_time_slice();
   }
   Vec16 value;
   for (u32 i = 0; i < 2; ++i) {
@@ -424,7 +424,7 @@ TY_DEVICE Vec16 load16_relaxed_sys(const void *p) {
 }
 TY_DEVICE void store16_relaxed_sys(void *p, Vec16 value) {
   if (__builtin_expect(!cpu::seeded, 1)) {
-    if (__builtin_expect(--cpu::turn_left < 0, 0)) (void)cpu::end_of_turn();
+    if (__builtin_expect(--cpu::time_slice_left < 0, 0)) (void)cpu::end_time_slice();
   }
   for (u32 i = 0; i < 2; ++i) {
     u64 pair;
@@ -494,7 +494,7 @@ TY_DEVICE u32 warp_max(u32 value) {
 TY_DEVICE u64 now_ns() { return cpu::now_ns(); }
 TY_DEVICE void spin_pause(const char *site) { cpu::spin_pause(site); }
 
-// The GPU's arithmetic has one NaN; x86 and Arm hand on their operands'.
+// The GPU's arithmetic has one NaN; x86 and Arm pass on their operands' NaNs.
 TY_DEVICE float one_nan(float x) {
   if (__builtin_expect(x != x, 0)) {
     __asm__ volatile(""); // keeps this a branch; a conditional move would lengthen every sum's chain
@@ -587,8 +587,8 @@ TY_DEVICE u32 lane_index() { return thread_index() % warp_size; }
 TY_DEVICE u32 warp_index() { return thread_index() / warp_size; }
 TY_DEVICE u32 block_warps() { return block_threads() / warp_size; }
 
-// Consecutive warps of a block that work together, the same ones in every block: all of it, or one of two teams that
-// go about different things side by side.
+// Consecutive warps of a block that work together, the same ones in every block: the whole block, or one of two teams
+// that do different work side by side.
 struct Team {
   u32 id; // 0: the whole block; 1 or 2: its barrier's
   u32 first_warp;
@@ -598,10 +598,10 @@ struct Team {
 TY_DEVICE Team whole_block() { return {0, 0, block_warps()}; }
 TY_DEVICE bool is_member(const Team &team) { return warp_index() - team.first_warp < team.warps; }
 TY_DEVICE u32 team_threads(const Team &team) { return team.warps * warp_size; }
-// The calling member's number among them.
+// The calling thread's number in the team.
 TY_DEVICE u32 team_thread(const Team &team) { return thread_index() - team.first_warp * warp_size; }
 TY_DEVICE u32 team_warp(const Team &team) { return warp_index() - team.first_warp; }
-// Called by all members together; they order memory among them.
+// Called by all members together; orders memory among them.
 TY_DEVICE void team_barrier(const Team &team) {
   if (team.id == 0) block_barrier();
   else named_barrier(team.id, team_threads(team));
@@ -611,8 +611,8 @@ TY_DEVICE bool team_any(const Team &team, bool predicate) {
 }
 
 TY_DEVICE bool is_one_of_two(const Team &team) { return team.id != 0; }
-// Between two teams that are all of a block: every member of one hands over, once a launch, and goes on; every member
-// of the other takes over, which waits for that.
+// Between the two teams of a block, once a launch: every member of one hands over and goes on; every member of the
+// other takes over, which waits for all of the first team to hand over.
 constexpr u32 hand_over_id = 3;
 TY_DEVICE void hand_over() { named_arrive(hand_over_id, block_threads()); }
 TY_DEVICE void take_over() { named_barrier(hand_over_id, block_threads()); }

@@ -1,12 +1,12 @@
 // Quantisation of rows to fp8, while they are sent: one scale for each block of 128 columns. Of a bf16 row in dispatch,
 // and with fp32 scales of a partial row in combine (numbers.cuh).
 //
-// amax of a block is its largest magnitude, at least 1e-4; NaNs count for nothing. With fp32 scales, scale = amax / 448
+// amax of a block is its largest magnitude, at least 1e-4; NaNs do not count. With fp32 scales, scale = amax / 448
 // and inverse = 448 / amax; with UE8M0, scale is the smallest power of two that is not below amax / 448, and inverse
 // its reciprocal. An element becomes x * inverse as e4m3. Every step is exact or rounded once, to nearest even, so that
 // all devices agree on every bit (docs/design.md, Quantisation).
 //
-// A warp does it, 16 columns a lane: a block is 8 lanes. It writes nothing itself; the caller says where things go.
+// A warp quantises 16 columns a lane: a block is 8 lanes. It writes nothing itself; the caller passes where to store.
 #pragma once
 #include "ffi/layout.h"
 #include "common/prim.cuh"
@@ -75,20 +75,20 @@ template <typename At> TY_DEVICE Vec16 to_e4m3(At at, float inverse) {
   return out;
 }
 
-// Sixteen elements, and in the first lane of each word of scales that word.
+// Sixteen elements; in the first lane of each word of scales, that word too.
 struct Quantized {
   Vec16 data;
   u32 scale_word;
 };
 
 // Quantises 16 columns a lane; by a warp, whose lanes hold consecutive vectors from the start of a word of scales on.
-// A lane behind the row's end says so with `there`.
+// `there` is false in lanes past the row's end.
 TY_DEVICE Quantized quantize_vectors(u32 quantize, const WideVector &x, bool there) {
   auto at = [&](u32 i) { return wide_at(x, i); };
   BlockScale scale = scale_of(quantize, amax_of(at));
   Quantized out{to_e4m3(at, scale.inverse), scale.bits};
   if (quantize == TY_QUANTIZE_UE8M0) {
-    // Four blocks' exponents; bytes of blocks behind the end are zero.
+    // Four blocks' exponents; bytes of blocks past the end are zero.
     u32 word = there ? scale.bits << (lane_index() / block_vectors * 8) : 0;
     word |= shuffle(word, lane_index() ^ block_vectors);
     out.scale_word = word | shuffle(word, lane_index() ^ 2 * block_vectors);
@@ -97,9 +97,9 @@ TY_DEVICE Quantized quantize_vectors(u32 quantize, const WideVector &x, bool the
 }
 
 // Quantises the part of a row that becomes fp8 vectors [first, end), by a warp. All lanes together call store_vector(v,
-// data, there) for each of their vectors, and store_scale(word, bits, there) for the word of scales that it is in:
-// there where the row has such a vector, and where the word begins with it. `first` must be a multiple of
-// scale_word_vectors: 8, or 32 with UE8M0; `end` one, too, or the row's end.
+// data, there) for each of their vectors, and store_scale(word, bits, there) for the word of scales of that vector. A
+// vector is there where the row has one; a word is there where it begins with that vector. `first` must be a multiple
+// of scale_word_vectors (8, or 32 with UE8M0); `end` must be one, too, or the row's end.
 template <typename StoreVector, typename StoreScale>
 TY_DEVICE void quantize_row(u32 quantize, u64 row, u32 first, u32 end, StoreVector store_vector,
                             StoreScale store_scale) {

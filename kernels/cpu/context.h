@@ -1,6 +1,6 @@
 // Stacks and the switch between them: the machine-dependent part of the executor.
 //
-// Runs on the executor's thread. Knows nothing of schedules. x86-64 has a hand-written switch of a few
+// Runs on the executor's thread; independent of schedules. x86-64 has a hand-written switch of a few
 // nanoseconds; other processors use ucontext. Floating-point control words are not switched: all code
 // of a process runs under the default ones.
 #ifndef TY_CPU_CONTEXT_H

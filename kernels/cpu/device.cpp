@@ -9,11 +9,11 @@
 
 namespace ty {
 namespace cpu {
-TY_TLS int32_t turn_left = 0;
+TY_TLS int32_t time_slice_left = 0;
 
 namespace {
 // Some 1 KiB of a row's reads and writes by each lane: a few times a switch's cost, a fraction of a cache.
-constexpr int32_t turn_accesses = 64;
+constexpr int32_t time_slice_accesses = 64;
 } // namespace
 
 #if defined(__x86_64__)
@@ -35,14 +35,14 @@ namespace {
         self.thread, meeting_name(own, of_warp), of_warp ? "warp" : "block", meeting_name(met, of_warp));
 }
 
-// A barrier orders memory among its threads: what they held is from here on the block's to see.
+// A barrier orders memory among its threads: bytes that a thread held are visible to the block from here on.
 void arrive(Fiber &self, bool orders_memory) {
   if (__builtin_expect(!seeded, 1)) return;
   executor->access();
   if (orders_memory && executor->hold) self.held.move_to(self.block_of->held);
 }
 
-// Returns when `expected` threads are here, or at once if it does not wait; the result is the OR of `predicate`.
+// Returns when `expected` threads are here, or at once without `waits`; the result is the OR of `predicate`.
 bool meet(Gathering &gathering, uint32_t expected, Meeting meeting, bool predicate, bool waits) {
   Fiber &self = *running_fiber();
   arrive(self, true);
@@ -51,11 +51,11 @@ bool meet(Gathering &gathering, uint32_t expected, Meeting meeting, bool predica
   } else if (gathering.meeting != meeting) {
     mismatch(self, gathering.meeting, meeting, false);
   }
-  const uint32_t parity = gathering.turn & 1;
+  const uint32_t parity = gathering.meeting_number & 1;
   if (predicate) gathering.any[parity] = true;
   if (++gathering.arrived == expected) {
     gathering.arrived = 0;
-    gathering.any[++gathering.turn & 1] = false;
+    gathering.any[++gathering.meeting_number & 1] = false;
     executor->make_ready(gathering.waiting);
   } else if (waits) {
     gathering.waiting.push_front(&self);
@@ -75,12 +75,12 @@ bool meet_team(uint32_t id, uint32_t threads, Meeting meeting, bool predicate, b
   return meet(running_fiber()->block_of->gatherings[id], threads, meeting, predicate, waits);
 }
 
-// Returns, when all 32 lanes are here, the parity under which the warp keeps what they brought.
+// Waits for all 32 lanes. Returns the parity under which the warp keeps their values.
 uint32_t meet_warp(Warp &warp, Fiber &self, Meeting meeting) {
-  const uint32_t parity = warp.turn & 1;
+  const uint32_t parity = warp.meeting_number & 1;
   if (++warp.arrived == warp_lanes) {
     warp.arrived = 0;
-    warp.bits[++warp.turn & 1] = 0;
+    warp.bits[++warp.meeting_number & 1] = 0;
     executor->make_ready(warp.waiting);
   } else {
     warp.meeting = meeting;
@@ -115,12 +115,12 @@ void warp_barrier() {
 }
 
 namespace {
-// The OR of what all 32 lanes brought.
+// The OR of the values of all 32 lanes.
 uint32_t meet_or(uint32_t bits, Meeting meeting) {
   Fiber &self = *running_fiber();
   arrive(self, false);
   Warp &warp = check_warp(self, meeting);
-  warp.bits[warp.turn & 1] |= bits;
+  warp.bits[warp.meeting_number & 1] |= bits;
   return warp.bits[meet_warp(warp, self, meeting)];
 }
 } // namespace
@@ -135,17 +135,17 @@ uint64_t warp_shuffle(uint64_t bits, uint32_t lane) {
   Fiber &self = *running_fiber();
   arrive(self, false);
   Warp &warp = check_warp(self, Meeting::shuffle);
-  warp.value[warp.turn & 1][self.thread % warp_lanes] = bits;
+  warp.value[warp.meeting_number & 1][self.thread % warp_lanes] = bits;
   return warp.value[meet_warp(warp, self, Meeting::shuffle)][lane % warp_lanes];
 }
 
-bool end_of_turn() {
+bool end_time_slice() {
   if (seeded) {
-    turn_left = 0;
+    time_slice_left = 0;
     return true;
   }
-  turn_left = turn_accesses;
-  executor->end_turn();
+  time_slice_left = time_slice_accesses;
+  executor->end_time_slice();
   return false;
 }
 
@@ -209,7 +209,7 @@ void read(const View &view, const void *from, void *value, uint32_t bytes) {
   }
 }
 
-// Puts those bytes of a line that this fiber sees into memory: nothing of them stays behind.
+// Publishes the bytes of a line that this fiber sees to memory: no buffer holds them afterwards.
 void publish_bytes(const View &view, uintptr_t address, uint32_t mask) {
   for (LineMap *map : view.maps) {
     const Line *held = map->find(address);

@@ -16,7 +16,7 @@ struct Kernel {
   uint64_t args_bytes;
 };
 
-// Where a device fiber stands. The first part of the executor's own record of it.
+// A device fiber's place in its grid. The first part of the executor's own record of the fiber.
 struct Thread {
   uint32_t thread;
   uint32_t block_threads;
@@ -29,10 +29,11 @@ struct Thread {
 // How far a release reaches. `none` is relaxed.
 enum class Scope : uint32_t { none, block, gpu, sys };
 
-extern TY_TLS Thread *current;   // the running device fiber
-extern TY_TLS bool seeded;       // this OS thread runs a seeded schedule: every access may be preempted
-extern TY_TLS int32_t turn_left; // vector accesses until the fiber's turn ends; seeded: 0, so that each is seen
-extern const bool has_fma;       // the processor has a fused multiply-add that the build did not assume
+extern TY_TLS Thread *current; // the running device fiber
+extern TY_TLS bool seeded;     // this OS thread runs a seeded schedule: every access may be preempted
+extern TY_TLS int32_t
+    time_slice_left;       // vector accesses until the fiber's time slice ends; seeded: 0, so that each is seen
+extern const bool has_fma; // the processor has a fused multiply-add that the build did not assume
 
 [[noreturn]] void shared_too_small(uint64_t bytes);
 inline void *shared_memory(uint64_t bytes) {
@@ -53,7 +54,7 @@ uint64_t warp_shuffle(uint64_t bits, uint32_t lane);
 void spin_pause(const char *site);
 uint64_t now_ns();
 
-bool end_of_turn(); // seeded: true, and nothing else; free: lets the other ready fibers run, false
+bool end_time_slice(); // seeded: only returns true; free: lets the other ready fibers run, returns false
 void seeded_load(const void *from, void *value, uint32_t bytes);
 void seeded_store(void *to, const void *value, uint32_t bytes);
 void seeded_strong_load(const void *from, void *value, uint32_t bytes);

@@ -1,5 +1,5 @@
-// The C interface (executor.h): argument checks, and the handing over between threads. Streams that were not
-// destroyed go with their executor.
+// The C interface (executor.h): argument checks, and hand-overs between threads. Streams that were not
+// destroyed are destroyed with their executor.
 #include "ffi/executor.h"
 
 #include <sched.h>
@@ -66,7 +66,7 @@ void ty_exec_destroy(ty_exec *exec) { delete exec; }
 int ty_exec_run(ty_exec *exec) {
   executor = exec;
   seeded = exec->seeded;
-  turn_left = 0;
+  time_slice_left = 0;
   const int result = exec->seeded ? exec->run_seeded() : exec->run_free();
   executor = nullptr;
   seeded = false;

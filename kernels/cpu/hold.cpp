@@ -20,7 +20,7 @@ void write_line(const Line &line) { overlay(reinterpret_cast<uint8_t *>(line.add
 
 // The slot that holds `address`, or the free slot where it would go.
 size_t LineMap::slot_of(uintptr_t address) const {
-  size_t slot = home(address);
+  size_t slot = first_slot(address);
   while (slots_[slot] != 0 && lines_[slots_[slot] - 1].address != address) slot = (slot + 1) & (slots_.size() - 1);
   return slot;
 }
@@ -69,8 +69,8 @@ void LineMap::remove(size_t hole) {
   const size_t last = slots_.size() - 1;
   slots_[hole] = 0;
   for (size_t slot = (hole + 1) & last; slots_[slot] != 0; slot = (slot + 1) & last) {
-    const size_t from_home = (slot - home(lines_[slots_[slot] - 1].address)) & last;
-    if (from_home >= ((slot - hole) & last)) {
+    const size_t distance = (slot - first_slot(lines_[slots_[slot] - 1].address)) & last;
+    if (distance >= ((slot - hole) & last)) {
       slots_[hole] = slots_[slot];
       slots_[slot] = 0;
       hole = slot;

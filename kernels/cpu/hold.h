@@ -1,12 +1,11 @@
 // Store buffers of the seeded mode's hold_stores: plain stores that their releases have not yet published.
 //
-// A store starts in its fiber's buffer. A block or warp barrier moves it to the block's, a gpu-scope
-// release to the rank's, a system-scope release to memory; the end of a kernel publishes all. A load
-// looks through the caller's own three buffers, newest first, then memory, so that a missing or too
-// narrow release shows as stale bytes to whoever lacked it. The unit is a line of 16 bytes with a mask
-// of the bytes that are held. Not modelled: missing acquires; loads always see the newest that they may. What releases
-// to its block alone (atomic_count_block) has a warp barrier before it, so only the conformance test on a GPU
-// can see it missing.
+// A store starts in its fiber's buffer. A block or warp barrier moves it to the block's buffer, a gpu-scope release to
+// the rank's, a system-scope release to memory; the end of a kernel publishes all. A load looks through the caller's
+// own three buffers, newest first, then memory, so that a missing or too narrow release shows as stale bytes to the
+// threads that lacked it. The unit is a line of 16 bytes with a mask of the bytes that are held. Not modelled: missing
+// acquires; loads always see the newest bytes that they may see. A release to its own block alone (atomic_count_block)
+// has a warp barrier before it, so only the conformance test on a GPU can find it missing.
 #ifndef TY_CPU_HOLD_H
 #define TY_CPU_HOLD_H
 #include <stddef.h>
@@ -38,7 +37,7 @@ public:
 
 private:
   size_t slot_of(uintptr_t address) const;
-  size_t home(uintptr_t address) const { return (address / line_bytes * 0x9e3779b97f4a7c15ull) >> shift_; }
+  size_t first_slot(uintptr_t address) const { return (address / line_bytes * 0x9e3779b97f4a7c15ull) >> shift_; }
   void rebuild(size_t slots);
   void remove(size_t slot);
   std::vector<Line> lines_;

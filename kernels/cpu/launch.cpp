@@ -1,4 +1,4 @@
-// Streams and launches: what turns enqueued work into fibers, and fibers that have ended into completions.
+// Streams and launches: makes enqueued work into fibers, and fibers that have ended into completions.
 #include "schedule.h"
 
 #include <stdlib.h>
@@ -57,7 +57,7 @@ bool ty_exec::pump_streams() {
     }
     if (work.opens != nullptr) *work.opens = true;
     stream->busy = false;
-    again = true; // it may have more; and streams may have come and gone meanwhile
+    again = true; // the stream may have more; and streams may have come and gone meanwhile
     stream->completed.fetch_add(1, std::memory_order_release);
   }
   if (again) pump.store(true, std::memory_order_relaxed);
@@ -79,7 +79,7 @@ bool ty_exec::start(ty_stream *stream, Work work) try {
   launch->rank = stream->rank;
   launch->live = threads;
   launch->host_poller = nullptr;
-  // Sized exactly, because reports walk them; their contents' own memory is kept where the size is the same.
+  // Sized exactly, because reports walk the fibers; the fibers' own memory is kept where the size is the same.
   if (launch->fibers.size() != threads) launch->fibers = std::vector<Fiber>(threads);
   if (launch->blocks.size() != work.grid) launch->blocks = std::vector<Block>(work.grid);
   if (launch->warps.size() != work.grid * block_warps) launch->warps = std::vector<Warp>(work.grid * block_warps);
@@ -136,7 +136,7 @@ void ty_exec::end_thread(Fiber &fiber) {
   Gathering &all = block.gatherings[0];
   if (all.arrived != 0 && all.arrived == block.live) { // the others' barrier waits for it no longer
     all.arrived = 0;
-    all.any[++all.turn & 1] = false;
+    all.any[++all.meeting_number & 1] = false;
     make_ready(all.waiting);
   }
   if (--launch.live == 0) finish(launch);
@@ -147,7 +147,7 @@ void ty_exec::finish(Launch &launch) {
     held_by_rank(launch.rank).move_to_memory();
     for (Block &block : launch.blocks) block.held.move_to_memory();
   }
-  // Another block may come to stand where this one did, or may not: schedules must not depend on it.
+  // Another block may or may not come to lie in this one's memory: schedules must not depend on it.
   for (const Block &block : launch.blocks) {
     if (starved == &block) starved = nullptr;
   }

@@ -18,7 +18,7 @@ TY_TLS ty_exec *executor = nullptr;
 namespace {
 constexpr uint64_t step_ns = 100;           // what one scheduling step takes on the virtual clock
 constexpr uint64_t jump_ns = 1000000000;    // how far the clock jumps when nothing moves
-constexpr uint32_t rounds_before_jump = 16; // a fiber may wait for several things in turn
+constexpr uint32_t rounds_before_jump = 16; // a fiber may wait for several things one after the other
 constexpr uint32_t rounds_between_jumps = 2;
 constexpr uint32_t jumps_before_hang = 1000;
 constexpr uint32_t yields_before_sleep = 64;
@@ -115,9 +115,9 @@ void ty_exec::make_ready(Chain &chain) {
   }
 }
 
-void ty_exec::end_turn() {
-  if (!turned.empty() && turned.head->warp_of != running->warp_of) ready.push_front(turned);
-  turned.push_back(running);
+void ty_exec::end_time_slice() {
+  if (!preempted.empty() && preempted.head->warp_of != running->warp_of) ready.push_front(preempted);
+  preempted.push_back(running);
   leave();
 }
 
@@ -145,7 +145,7 @@ uint32_t ty_exec::choose_ready() {
   return index;
 }
 
-// The next fiber, off its list; nullptr sends the caller to the run loop.
+// The next fiber, taken off its list; nullptr sends the caller to the run loop.
 Fiber *ty_exec::pick_seeded() {
   if (ending) return nullptr; // back to end_hosts
   const bool any_ready = !ready_set.empty();
@@ -166,7 +166,8 @@ Fiber *ty_exec::pick_seeded() {
 
 inline Fiber *ty_exec::pick() {
   if (seeded) return pick_seeded();
-  if (!turned.empty() && (ready.empty() || ready.head->warp_of != turned.head->warp_of)) ready.push_front(turned);
+  if (!preempted.empty() && (ready.empty() || ready.head->warp_of != preempted.head->warp_of))
+    ready.push_front(preempted);
   Fiber *fiber = ready.pop_front();
   if (fiber != nullptr) return fiber;
   fiber = pollers.pop_front();
@@ -212,7 +213,7 @@ void ty_exec::leave() {
 
 void ty_exec::poll(const char *site) {
   Fiber *self = running;
-  // A host fiber's work is out of sight; that it now waits elsewhere shows that it did some.
+  // A host fiber's work is out of sight; waiting elsewhere now shows that it did some.
   if (self->launch == nullptr && self->site != site) ++progress;
   self->site = site;
   self->polling = true;
@@ -264,7 +265,7 @@ void ty_exec::fiber_main() {
       continue;
     }
     Context dead;
-    // Lays the next one out before this stack is given back, so that it gets another.
+    // Lays the next fiber out before this stack is given back, so that it gets another stack.
     if (next != nullptr && !next->started && !exec.start(*next)) next = nullptr;
     (host ? exec.host_stacks : exec.device_stacks).give(stack);
     exec.go(dead, next, true);
@@ -277,7 +278,7 @@ int ty_exec::run_free() {
   for (;;) {
     if (pump.load(std::memory_order_acquire) && !pump_streams()) return TY_EXEC_NO_MEMORY;
     if (ready.empty() && pollers.empty() && !polled.empty()) {
-      // Everyone who waits has had a turn.
+      // Every waiting fiber has polled in this round.
       (void)clock.look();
       if (progress == round_progress) sched_yield();
       round_progress = progress;
@@ -310,7 +311,7 @@ int ty_exec::run_free() {
   }
 }
 
-// Nobody is ready and all who wait have had a turn. False: nothing can ever move again.
+// No fiber is ready and every waiting fiber has polled in this round. False: nothing can ever move again.
 bool ty_exec::end_of_seeded_round() {
   if (polled_set.empty()) {
     report = waiting_report();

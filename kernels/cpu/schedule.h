@@ -27,7 +27,7 @@ struct Launch;
 
 constexpr uint32_t warp_lanes = 32;
 
-// What the threads of a block or warp meet in. Threads that meet must mean the same operation.
+// The operations in which threads of a block or warp meet. Threads that meet must be in the same operation.
 enum class Meeting : uint8_t { none, barrier, any, ballot, either, shuffle };
 const char *meeting_name(Meeting meeting, bool of_warp);
 
@@ -42,12 +42,12 @@ struct Chain {
   Fiber *pop_front();
 };
 
-// Results are kept by the parity of `turn`: nobody arrives at meeting n + 2 before all have left n.
+// Results are kept by the parity of `meeting_number`: nobody arrives at meeting n + 2 before all have left n.
 struct Warp {
   Chain waiting;
   uint32_t arrived = 0;
   uint32_t exited = 0;
-  uint32_t turn = 0;
+  uint32_t meeting_number = 0;
   Meeting meeting = Meeting::none;
   uint32_t bits[2] = {0, 0};
   uint64_t value[2][32];
@@ -56,7 +56,7 @@ struct Warp {
 struct Gathering {
   Chain waiting;
   uint32_t arrived = 0;
-  uint32_t turn = 0;
+  uint32_t meeting_number = 0;
   Meeting meeting = Meeting::none;
   bool any[2] = {false, false};
 };
@@ -78,7 +78,7 @@ struct Fiber : Thread {
   Block *block_of = nullptr;
   Warp *warp_of = nullptr;
   Launch *launch = nullptr;
-  const char *site = nullptr; // of its last wait loop, nullptr when it has not waited
+  const char *site = nullptr; // of its last wait loop; nullptr if it has not waited
   bool started = false;
   bool polling = false; // on a poller list
   bool ended = false;   // a host fiber that has returned
@@ -94,9 +94,9 @@ struct alignas(64) ArgsUnit {
   uint8_t bytes[64];
 };
 
-// One piece of a stream's work: a kernel, or where kernel == nullptr a host function, or where call == nullptr, too,
-// nothing but its gate. It begins once the gate that it waits for is open, and opens its own as it is done (gates are
-// guarded by the executor's mutex).
+// One piece of a stream's work: a kernel; a host function where kernel == nullptr; only a gate where call == nullptr,
+// too. It begins once the gate that it waits for is open, and opens its own gate when it is done (gates are guarded by
+// the executor's mutex).
 struct Work {
   std::shared_ptr<bool> waits;
   std::shared_ptr<bool> opens;
@@ -109,7 +109,7 @@ struct Work {
   void *call_arg = nullptr;
 };
 
-// A kernel under way. Records are reused, with the arrays they have grown.
+// A kernel under way. Records are reused, with the arrays that they have grown.
 struct Launch {
   ty_stream *stream = nullptr;
   Work work;
@@ -136,7 +136,7 @@ private:
   uint64_t state_;
 };
 
-// The character of one seed's schedule. Seeds differ in these too, so that bursts, fine interleavings
+// The character of one seed's schedule. Seeds differ in these numbers too, so that bursts, fine interleavings
 // and long starvation all occur.
 struct Temper {
   uint32_t preempt_mean; // accesses between preemptions
@@ -149,11 +149,11 @@ struct Temper {
 
 uint64_t monotonic_ns();
 
-// The clock of the free mode. A process may be stopped (SIGSTOP, a suspended virtual machine) while its threads wait:
-// what passes then is no peer's delay, and no deadline may count it. So between two looks the clock advances by one
-// step at most. The executor looks once a round of waiting fibers, far more often than once a step, so that in
-// a process that runs the clock keeps the time of day; where the system holds a thread back for longer than a step,
-// deadlines come later by the rest. Only the executor's thread looks.
+// The clock of the free mode. A process may be stopped (SIGSTOP, a suspended virtual machine) while its threads wait.
+// The time of the stop is no peer's delay, and no deadline may count it. So between two looks the clock advances by one
+// step at most. The executor looks once a round of waiting fibers, far more often than once a step, so in a running
+// process the clock keeps the time of day. Where the system holds a thread back for longer than a step, deadlines come
+// later by the rest. Only the executor's thread looks.
 class RunningClock {
 public:
   uint64_t look() { return at(monotonic_ns()); }
@@ -213,11 +213,11 @@ struct ty_exec {
   ty::cpu::Context thread; // the OS thread's own stack, where the run loops live
   ty::cpu::Fiber *running = nullptr;
   ty::cpu::Chain ready;                    // free mode: newest first
-  ty::cpu::Chain turned;                   // free mode: fibers of one warp whose turn ended
-  ty::cpu::Chain pollers, polled;          // free mode: this round's and those who have had their turn
+  ty::cpu::Chain preempted;                // free mode: fibers of one warp whose time slice ended
+  ty::cpu::Chain pollers, polled;          // free mode: fibers that are still to poll in this round, and that have
   std::vector<ty::cpu::Fiber *> ready_set; // the same three in seeded mode, picked from at random
   std::vector<ty::cpu::Fiber *> pollers_set, polled_set;
-  uint64_t progress = 0;       // moves when something happened that a waiting fiber may have waited for
+  uint64_t progress = 0;       // grows when something happened that a waiting fiber may have waited for
   uint64_t round_progress = 0; // its value when this round of pollers began
   uint32_t idle_rounds = 0;    // rounds without progress in a row
   uint32_t idle_jumps = 0;     // jumps of the clock in a row
@@ -251,7 +251,7 @@ struct ty_exec {
   void end_hosts();
   void make_ready(ty::cpu::Fiber *fiber);
   void make_ready(ty::cpu::Chain &chain); // empties it
-  void end_turn();                        // free mode: the running fiber goes behind its warp's ready ones
+  void end_time_slice();                  // free mode: the running fiber goes after its warp's ready ones
   void leave();                           // the running fiber is on some list: runs others until it is picked
   void poll(const char *site);            // the running fiber waits in a loop
   void preempt();                         // seeded: lets others run first

@@ -1,8 +1,8 @@
-//! The multiprocessors of each GPU that contexts and emulated NICs of this process were promised.
+//! The multiprocessors of each GPU that are promised to contexts and emulated NICs of this process.
 //!
-//! Blocks of a kernel wait for blocks of other ranks', so where calls of several contexts overlap, all of their blocks
+//! Blocks of a kernel wait for blocks on other ranks. So where calls of several contexts overlap, all of their blocks
 //! must be resident at once: a block that waits for a multiprocessor may wait for the very kernel that waits for it.
-//! Beside the data path: asked while a context, or an emulated NIC, is built and told when it goes, on the caller's
+//! Beside the data path: used while a context, or an emulated NIC, is built, and when it is dropped, on the caller's
 //! thread. The lock is held for a few additions.
 
 use super::Device;
@@ -10,7 +10,7 @@ use crate::base::{Error, Result};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Of this process. Other processes' contexts on the same GPU are not known here.
+/// The budgets of this process. Other processes' contexts on the same GPU are not counted.
 static BUDGETS: Budgets = Budgets::new();
 
 /// Multiprocessors promised, by GPU.
@@ -24,12 +24,12 @@ pub(crate) struct Budget<'a> {
 }
 
 impl Budget<'static> {
-    /// Takes what a context was given explicitly, or a NIC takes; `name` says which of them. None for a context that
-    /// was given nothing, whose calls are meant to follow the others', and on the CPU device, whose blocks are fibers
+    /// Takes what a context was given explicitly, or what a NIC takes; `name` says which of the two. None for a context
+    /// without a budget, whose calls are meant to follow the others', and on the CPU device, whose blocks are fibers
     /// and always fit.
     ///
     /// # Errors
-    /// `Config` if the GPU has not so many left.
+    /// `Config` if the GPU has fewer left.
     pub fn take(device: &Device, name: &'static str, sms: Option<u32>) -> Result<Option<Budget<'static>>> {
         let (Some(gpu), Some(sms)) = (device.ordinal(), sms) else { return Ok(None) };
         BUDGETS.take(gpu, device.multiprocessors(), name, sms).map(Some)

@@ -1,10 +1,10 @@
 //! The CPU device: memory, streams, graphs and events over the fiber executor (kernels/ffi/executor.h).
 //!
-//! Place: one backend of `device`. A free device runs its executor on a thread of its own, started here and joined
-//! when the last clone, stream and buffer are gone; the devices of a seeded world share the executor of the
-//! calling thread (`seeded`). Callers may be on any thread or host fiber. Nothing here waits but `synchronize` and
-//! `transfer`, which copies on the executor's thread, so that no kernel runs meanwhile. What is dropped while the
-//! executor may still use it goes on a shelf and is freed once the streams have drained.
+//! Place: one backend of `device`. A free device runs its executor on a thread of its own, started here and joined when
+//! the last clone, stream and buffer are gone; the devices of a seeded world share the executor of the calling thread
+//! (`seeded`). Callers may be on any thread or host fiber. Nothing here waits but `synchronize` and `transfer`, which
+//! copies on the executor's thread, so that no kernel runs meanwhile. Memory that is dropped while the executor may
+//! still use it goes on a shelf and is freed once the streams have drained.
 
 use super::Shape;
 use super::view::{Owner, Span};
@@ -46,7 +46,7 @@ pub(super) fn static_c_str(name: &'static str) -> &'static CStr {
     })
 }
 
-/// What a failed call or a returned executor means. `what` is what was being done.
+/// The error of a failed call or a returned executor. `what` is what was being done.
 pub(super) fn explain(code: i32, what: &str, report: &str) -> Error {
     match u32::try_from(code).unwrap_or(u32::MAX) {
         ffi::TY_EXEC_OK => error(format!("{what}: the CPU device has stopped"), "make a new device").ending(),
@@ -68,16 +68,16 @@ pub(super) fn explain(code: i32, what: &str, report: &str) -> Error {
     }
 }
 
-/// An executor and what must not outlive or underlive it.
+/// An executor, and what must live exactly as long.
 pub(super) struct Executor {
     raw: NonNull<ffi::ty_exec>,
-    /// Tells executors of this process apart.
+    /// Identifies executors of this process.
     number: u64,
     /// What ty_exec_run returned, or RUNNING.
     ended: Arc<AtomicI32>,
     thread: Mutex<Option<JoinHandle<()>>>,
     shelf: Mutex<Shelf>,
-    /// Of copies that the host waits for, once there was one. Goes with the executor.
+    /// The stream of copies that the host waits for, once there was one. Destroyed with the executor.
     copies: Mutex<Option<StreamPtr>>,
 }
 
@@ -112,8 +112,8 @@ impl StreamPtr {
 }
 
 impl Shelf {
-    /// Frees what nothing can be using any more. The caller drops what this answers, once the shelf is unlocked: an
-    /// owner may free memory of this device.
+    /// Takes what nothing can be using any more off the shelf. The caller drops what this returns, once the shelf is
+    /// unlocked: an owner may free memory of this device.
     #[must_use]
     fn clear(&mut self, stopped: bool) -> Vec<Owner> {
         self.dropped_streams.retain(|stream| {
@@ -303,8 +303,8 @@ impl CpuDevice {
         Ok(ptr as u64)
     }
 
-    /// Host memory that kernels share with the host, zeroed. On this device it is memory as any other, but loads of it
-    /// are counted in a seeded world.
+    /// Host memory that kernels share with the host, zeroed. On this device it is memory like any other, but loads of
+    /// it are counted in a seeded world.
     pub(super) fn alloc_host(&self, bytes: usize) -> Result<u64> {
         let ptr = self.alloc(bytes, 0)?;
         self.share_host(ptr, bytes, true);
@@ -338,10 +338,10 @@ impl CpuDevice {
     }
 
     /// Makes a copy on the executor's thread, between rounds of its fibers, and waits for it. So no kernel of this
-    /// device runs meanwhile, and one that waits for a peer holds nothing up.
+    /// device runs meanwhile, and a kernel that waits for a peer does not hold the copy up.
     ///
     /// # Safety
-    /// The host's bytes are the caller's during the call; the device's are an allocation's of this device.
+    /// The host's bytes are the caller's during the call; the device's bytes lie in an allocation of this device.
     pub(super) unsafe fn transfer(&self, copy: HostCopy) -> Result<()> {
         // SAFETY: passed on to the caller.
         unsafe { self.transfer_within(copy, COPY_TIMEOUT) }
@@ -352,7 +352,7 @@ impl CpuDevice {
     unsafe fn transfer_within(&self, copy: HostCopy, timeout: Duration) -> Result<()> {
         let ended = || self.exec.ended.load(Ordering::Acquire) != RUNNING;
         if runs_here(self.exec.raw()) || ended() {
-            // On the executor's thread, or nothing runs any more.
+            // On the executor's thread, or after its end.
             copy.run();
             return Ok(());
         }
@@ -362,7 +362,7 @@ impl CpuDevice {
         let _lent = Lent(&transfer);
         let waited =
             wait::poll_unless("copy to or from device memory", timeout, "nothing was copied; copy again", done);
-        // Whoever takes it makes it or gives it up: after this the executor touches the host's bytes no more.
+        // Whoever takes the copy makes it or gives it up: after this the executor touches the host's bytes no more.
         match lock(&transfer.copy).take() {
             None => Ok(()),
             Some(copy) if ended() => {
@@ -420,7 +420,7 @@ impl HostCopy {
 /// A copy that the host waits for.
 #[derive(Debug)]
 struct Transfer {
-    /// None once somebody took it: the executor, which makes it under the lock, or a caller that gave up.
+    /// None once it was taken: by the executor, which makes it under the lock, or by a caller that gave up.
     copy: Mutex<Option<HostCopy>>,
     done: AtomicBool,
 }
@@ -454,7 +454,7 @@ fn runs_here(exec: *const ffi::ty_exec) -> bool {
     RUNS_HERE.with(|here| here.get() == exec)
 }
 
-/// Until it is dropped, `exec` is what runs on this thread.
+/// Until it is dropped, `exec` is the executor that runs on this thread.
 pub(super) struct RunsHere;
 
 impl RunsHere {
@@ -640,7 +640,7 @@ impl CpuStream {
         Ok(CpuEvent { ns })
     }
 
-    /// What is enqueued from here on runs behind all that `after` has enqueued so far.
+    /// Orders what is enqueued from here on after all that `after` has enqueued so far.
     pub(super) fn wait_for(&self, after: &CpuStream) -> Result<()> {
         self.exec.alive("ordering two streams")?;
         // SAFETY: both streams are live.
@@ -736,12 +736,12 @@ mod tests {
     use super::*;
     use std::process::Command;
 
-    /// Says to this test program that no other test runs in it: stacks are counted for the process.
+    /// Shows this test program that no other test runs in it: stacks are counted for the process.
     const ALONE: &str = "TOKENYARD_TEST_ALONE";
     /// More executors than the process keeps chunks of stacks for the next.
     const DEVICES: usize = 100;
 
-    /// Runs a kernel on so many devices at once, and answers how many stacks have a guard page after they have gone.
+    /// Runs a kernel on `DEVICES` devices at once; returns how many stacks have a guard page after they have gone.
     fn guarded_after_devices() -> u64 {
         let devices: Vec<_> = (0..DEVICES).map(|_| crate::kernels::Device::cpu().unwrap()).collect();
         for device in &devices {
@@ -759,7 +759,7 @@ mod tests {
         unsafe { ffi::ty_exec_guarded_stacks() }
     }
 
-    /// The executor never runs, as one whose kernel waits for nothing and never ends.
+    /// The executor never runs, like one whose kernel waits for nothing and never ends.
     #[test]
     fn a_copy_that_is_given_up_is_not_made_later() {
         let config = ffi::ty_exec_config { mode: ffi::TY_EXEC_SEEDED, ..Default::default() };
@@ -784,15 +784,15 @@ mod tests {
 
     /// Blocks of a launch whose shared memory together is more than the process may have.
     #[test]
-    fn a_lack_of_memory_for_a_launch_is_said() {
+    fn a_lack_of_memory_for_a_launch_is_reported() {
         use nix::sys::resource::{Resource, setrlimit};
         const ROOM: u64 = 128 << 20;
         if std::env::var(ALONE).is_err() {
-            let name = "kernels::device::cpu::tests::a_lack_of_memory_for_a_launch_is_said";
+            let name = "kernels::device::cpu::tests::a_lack_of_memory_for_a_launch_is_reported";
             let mut alone = Command::new(std::env::current_exe().unwrap());
             let alone = alone.args([name, "--exact", "--test-threads=1"]).env(ALONE, "1").output().unwrap();
-            let said = String::from_utf8_lossy(&alone.stdout);
-            assert!(alone.status.success() && said.contains("1 passed"), "{}: {said}", alone.status);
+            let printed = String::from_utf8_lossy(&alone.stdout);
+            assert!(alone.status.success() && printed.contains("1 passed"), "{}: {printed}", alone.status);
             return;
         }
         let device = crate::kernels::Device::cpu().unwrap();
@@ -817,8 +817,8 @@ mod tests {
             let name = "kernels::device::cpu::tests::guard_pages_that_are_unmapped_are_counted_down";
             let mut alone = Command::new(std::env::current_exe().unwrap());
             let alone = alone.args([name, "--exact", "--test-threads=1"]).env(ALONE, "1").output().unwrap();
-            let said = String::from_utf8_lossy(&alone.stdout);
-            assert!(alone.status.success() && said.contains("1 passed"), "{said}");
+            let printed = String::from_utf8_lossy(&alone.stdout);
+            assert!(alone.status.success() && printed.contains("1 passed"), "{printed}");
             return;
         }
         let first = guarded_after_devices();

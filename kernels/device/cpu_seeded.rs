@@ -1,8 +1,8 @@
 //! A whole world on one thread, under one seeded schedule that replays exactly.
 //!
-//! Place: what tests and the simulator run instead of a thread per rank. Everything runs on the calling thread:
-//! each rank's host code on a host fiber, its kernels on device fibers of the same executor. While it runs, the
-//! thread's waits (`base::wait`) yield to the scheduler. It never starts a thread and reads no clock of its own.
+//! Place: tests and the simulator run it instead of a thread per rank. Everything runs on the calling thread: each
+//! rank's host code on a host fiber, its kernels on device fibers of the same executor. While it runs, the thread's
+//! waits (`base::wait`) yield to the scheduler. It never starts a thread and reads no clock of its own.
 
 use super::Device;
 use super::cpu::{CpuDevice, Executor, RunsHere, explain, static_c_str};
@@ -14,7 +14,7 @@ use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
-/// What decides the schedule.
+/// What the schedule depends on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct SeededConfig {
     /// The same seed gives the same schedule.
@@ -23,7 +23,7 @@ pub struct SeededConfig {
     pub hold_stores: bool,
 }
 
-/// What happened.
+/// The result of a seeded run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SeededReport {
     /// A hash of every scheduling decision: equal seeds and programs give equal hashes.
@@ -32,9 +32,9 @@ pub struct SeededReport {
     pub switches: u64,
     /// Loads of host memory by kernels.
     pub host_loads: u64,
-    /// Those by others than the one thread of a kernel that looks at host memory.
+    /// Those by other threads than the one of a kernel that polls host memory.
     pub further_pollers: u64,
-    /// Who waited where when nobody could go on, if that ever happened; device deadlines fire then.
+    /// Which fiber waited where when none could go on, if that ever happened; device deadlines fire then.
     pub hang_report: Option<String>,
     /// Why the run could not start or did not end by itself. Host closures that were then still waiting were unwound
     /// from their waits: their locals were dropped, and their scopes ended.
@@ -59,19 +59,20 @@ unsafe extern "C" fn run_host(task: *mut c_void) {
     }
 }
 
-/// What unwinds a host closure whose world hung.
+/// The payload that unwinds a host closure whose world hung.
 struct Left;
 
-/// The thread's way to wait while a seeded world runs on it. A wait that begins is progress: the one before it ended.
-fn yield_fiber(site: &'static str, turns: u32) {
+/// The thread's way to wait while a seeded world runs on it. The first poll of a wait is progress: the wait before
+/// ended.
+fn yield_fiber(site: &'static str, polls: u32) {
     // SAFETY: the question may be asked anywhere; the yield only on a fiber, with a name that lives for ever.
     unsafe {
         if ffi::ty_exec_on_fiber() != 0 {
-            if turns == 0 {
+            if polls == 0 {
                 ffi::ty_exec_note_progress();
             }
             ffi::ty_exec_host_yield(static_c_str(site).as_ptr());
-            // What waits while it unwinds, as destructors may, waits on, until its own deadline.
+            // A wait during unwinding, as in destructors, goes on until its own deadline.
             if ffi::ty_exec_ending() != 0 && !std::thread::panicking() {
                 resume_unwind(Box::new(Left));
             }
@@ -173,10 +174,10 @@ fn spawn_and_run(exec: &Executor, tasks: &[HostTask<'_>]) -> i32 {
     exec.set_ended(code);
     if code != ffi::TY_EXEC_OK as i32 {
         // No host fiber may be left where it waits. Its closure may have lent what lies on its stack, or what it
-        // borrowed of the caller, to threads of a scope, and only the scope's end makes sure that they are done with
-        // it; the caller's borrows end with this call, and the stack goes to another fiber. Device fibers are left:
-        // they borrow nothing. SAFETY: the run has ended on this thread; the fibers return to it, as nothing unwinds
-        // out of `run_host`.
+        // borrowed of the caller, to threads of a scope, and only the scope's end ensures that they are done with it.
+        // The caller's borrows end with this call, and the stack goes to another fiber. Device fibers are left: they
+        // borrow nothing. SAFETY: the run has ended on this thread; the fibers return to it, as nothing unwinds out of
+        // `run_host`.
         unsafe { ffi::ty_exec_end_hosts(exec.raw()) };
     }
     code

@@ -1,9 +1,9 @@
 //! One GPU: its primary context, the loaded kernels, and memory.
 //!
 //! Place: one backend of `device`; `cuda_stream` holds streams, graphs and events. Callers may be on any thread; each
-//! call makes the context current for its own time. All kernels, and the driver's own fill and copy kernels, are
-//! loaded when the context is opened: loading may wait for running kernels, which would be a deadlock behind one
-//! that waits for a peer. Nothing here panics.
+//! call makes the context current for its own time. All kernels, and the driver's own fill and copy kernels, are loaded
+//! when the context is opened: loading may wait for running kernels, which would be a deadlock after a kernel that
+//! waits for a peer. Nothing here panics.
 
 use crate::base::cuda::{self as driver, Current, PrimaryContext, check, failure};
 use crate::base::{Error, Result};
@@ -76,7 +76,7 @@ pub(super) struct CudaDevice {
     context: PrimaryContext,
 }
 
-// SAFETY: driver handles may be used from any thread; what changes is behind locks.
+// SAFETY: driver handles may be used from any thread; mutable state is under locks.
 unsafe impl Send for CudaDevice {}
 // SAFETY: as above.
 unsafe impl Sync for CudaDevice {}

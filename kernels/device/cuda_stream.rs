@@ -1,8 +1,8 @@
 //! Streams, graphs and events of a GPU.
 //!
-//! Place: beside `cuda`, behind `device`. Callers may be on any thread. Launches of kernels whose blocks wait for each
-//! other are cooperative: the driver refuses a grid whose blocks cannot all be resident. Only `synchronize` waits; it
-//! polls.
+//! Place: a backend of `device`, beside `cuda`. Callers may be on any thread. Launches of kernels whose blocks wait for
+//! each other are cooperative: the driver refuses a grid whose blocks cannot all be resident. Only `synchronize` waits;
+//! it polls.
 
 use super::Shape;
 use super::cuda::{CudaDevice, lock};
@@ -14,12 +14,12 @@ use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A stream, ours or an engine's.
+/// A stream: the crate's own, or an engine's.
 pub(super) struct CudaStream {
     device: Arc<CudaDevice>,
     raw: sys::CUstream,
     borrowed: bool,
-    /// `Some` while a capture that this crate began goes on: the events it recorded.
+    /// `Some` while a capture that this crate began goes on: the events that it recorded.
     capture: Mutex<Option<Vec<Arc<CudaEvent>>>>,
     /// `Some` while a capture that this crate began goes on: passed once the work enqueued before it is done.
     before: Mutex<Option<Arc<CudaEvent>>>,
@@ -178,7 +178,7 @@ impl CudaStream {
         let _ = unsafe { sys::cuGraphDestroy(graph) };
         made?;
         let graph = CudaGraph { device: self.device.clone(), exec, _events: events };
-        // Now, not at the first launch, which may be behind a kernel that waits for a peer.
+        // Now, not at the first launch, which may come after a kernel that waits for a peer.
         // SAFETY: both handles are live and the capture has ended.
         check(unsafe { sys::cuGraphUpload(graph.exec, self.raw) }, "uploading a graph")?;
         Ok(graph)
@@ -213,8 +213,8 @@ impl CudaStream {
         Ok(event)
     }
 
-    /// What is enqueued from here on runs behind all that `after` has enqueued so far, or, while that one captures,
-    /// behind what it had enqueued before. This one does not capture.
+    /// Orders what is enqueued from here on after all that `after` has enqueued so far, or, while `after` captures,
+    /// after what it had enqueued before the capture. This stream does not capture.
     pub(super) fn wait_for(&self, after: &CudaStream) -> Result<()> {
         // Held, so that no capture of this crate begins before the event is recorded.
         let capture = lock(&after.capture);
@@ -235,7 +235,7 @@ impl CudaStream {
         check(unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) }, "ordering two streams")
     }
 
-    /// Whether `wait_for` can tell what came before.
+    /// Whether `wait_for` finds what came before.
     pub(super) fn can_be_waited_for(&self) -> bool {
         lock(&self.before).is_some() || !self.is_capturing().unwrap_or(true)
     }
@@ -249,7 +249,7 @@ impl CudaStream {
         Ok(event)
     }
 
-    /// Whether nothing that was enqueued is left, as far as the driver says so.
+    /// Whether nothing that was enqueued is left, as far as the driver shows.
     pub(super) fn is_idle(&self) -> bool {
         // A query would end a capture.
         if self.is_capturing().unwrap_or(true) {
@@ -312,7 +312,7 @@ impl CudaGraph {
 impl Drop for CudaGraph {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: instantiated once; the driver defers this behind running launches.
+            // SAFETY: instantiated once; the driver defers this until running launches have ended.
             let _ = unsafe { sys::cuGraphExecDestroy(self.exec) };
         }
     }

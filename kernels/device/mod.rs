@@ -1,8 +1,8 @@
-//! The device as the rest of the crate sees it: memory, streams, graphs and events of a GPU or of the CPU device.
+//! The device for the rest of the crate: memory, streams, graphs and events of a GPU or of the CPU device.
 //!
 //! Place: between the proxy and a backend (`cpu` over the executor, `cuda` over the driver). Runs on any thread.
 //! Launches, fills, copies and records enqueue and return; only `synchronize` and a buffer's `write`, `read` and
-//! `fill` wait, each with a deadline. It never panics and knows nothing of ranks or peers.
+//! `fill` wait, each with a deadline. It never panics and is independent of ranks and peers.
 
 pub(crate) mod budget;
 mod cpu;
@@ -27,8 +27,8 @@ use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// The most dynamic shared memory a block may ask for: what Hopper and Blackwell give. The CPU device refuses
-/// more as well, so that its tests find what would not launch on a GPU.
+/// The most dynamic shared memory a block may ask for: what Hopper and Blackwell have. The CPU device refuses more as
+/// well, so that its tests find what would not launch on a GPU.
 pub const MAX_SHARED_BYTES: u32 = 227 * 1024;
 /// The most threads of a block: the launch bound that all kernels are built with.
 pub const MAX_BLOCK_THREADS: u32 = crate::ffi::layout::TY_MAX_BLOCK_THREADS;
@@ -73,7 +73,7 @@ impl Device {
         Ok(Device { backend: Backend::Cuda(cuda::CudaDevice::open(ordinal)?) })
     }
 
-    /// GPU `ordinal`: this build has no GPU part, and says so.
+    /// GPU `ordinal`: always an error that names the missing GPU part of this build.
     #[cfg(not(feature = "cuda"))]
     pub fn cuda(ordinal: usize) -> Result<Device> {
         Err(Error::device(
@@ -82,7 +82,7 @@ impl Device {
         ))
     }
 
-    /// How many GPUs this process can see; 0 without a driver, with one too old, or without the feature `cuda`.
+    /// How many GPUs are visible to this process; 0 without a driver, with one too old, or without the feature `cuda`.
     pub fn cuda_count() -> usize {
         #[cfg(feature = "cuda")]
         let count = crate::base::cuda::device_count().unwrap_or(0);
@@ -127,7 +127,7 @@ impl Device {
         }
     }
 
-    /// What tells it apart from other devices: memory is freed once the work of its own device is done.
+    /// Identifies the device: memory is freed once the work of its own device is done.
     pub(crate) fn place(&self) -> Place {
         match (self.ordinal(), &self.backend) {
             (Some(ordinal), _) => Place::Gpu(ordinal),
@@ -137,7 +137,7 @@ impl Device {
         }
     }
 
-    /// Refuses what belongs to `other` where something of this device is needed.
+    /// Refuses a thing of `other` where one of this device is needed.
     ///
     /// # Errors
     /// `Argument`, with both devices.
@@ -148,7 +148,7 @@ impl Device {
     /// Whether kernels of this device can be given access to memory of `other`, of the same process.
     ///
     /// # Errors
-    /// `Device` if the driver cannot say.
+    /// `Device` if the driver gives no answer.
     pub fn can_store_into(&self, other: &Device) -> Result<bool> {
         match (&self.backend, &other.backend) {
             (Backend::Cpu(_), Backend::Cpu(_)) => Ok(true),
@@ -191,11 +191,11 @@ impl Device {
     ///
     /// - Keep every buffer, handle and context that was used until the last replay is over.
     /// - Before the first capture of a context's calls, wait for the calls that were enqueued (torch.cuda.graph does):
-    ///   only what comes behind is guarded.
-    /// - Order replays against the other calls of their contexts, by one stream or by events: this crate does not see
-    ///   them. Dispatches of a context must not overlap each other, nor must its combines or its barriers.
+    ///   only later calls are guarded.
+    /// - Order replays against the other calls of their contexts, by one stream or by events: replays are invisible to
+    ///   this crate. Dispatches of a context must not overlap each other, nor must its combines or its barriers.
     ///
-    /// From the first such capture on, the device finds out which launches of a context overlap. These end in `Order`,
+    /// From the first such capture on, the device detects launches of a context that overlap. These end in `Order`,
     /// which closes the context, and store nothing outside of what they were given.
     pub unsafe fn stream_from_raw(&self, cu_stream: u64) -> Result<Stream> {
         match &self.backend {
@@ -236,8 +236,8 @@ impl Device {
         Ok(HostBuffer { memory: Arc::new(HostMemory { device: self.clone(), host, ptr, bytes }) })
     }
 
-    /// Drops `owner` once no work of this device can be using what it owns: on the CPU device later, on a GPU before
-    /// this returns. For memory whose own freeing does not wait, as that of arenas.
+    /// Drops `owner` once no work of this device can be using its memory: on the CPU device later, on a GPU before this
+    /// returns. For memory whose own freeing does not wait, such as arenas.
     pub(crate) fn retire(&self, owner: Owner) {
         match &self.backend {
             Backend::Cpu(device) => device.retire(owner),
@@ -248,7 +248,7 @@ impl Device {
                     unsafe { device.free(ptr) };
                     drop(owner);
                 }
-                // Nothing tells when its work is over.
+                // Nothing shows when its work is over.
                 Err(_) => std::mem::forget(owner),
             },
         }
@@ -320,8 +320,8 @@ impl DeviceBuffer {
         Span { ptr: self.memory.ptr, bytes: self.memory.bytes }.slice(offset, bytes)
     }
 
-    /// Copies host bytes in and waits, in no order with any stream: what a kernel sees of them that runs meanwhile is
-    /// not said. A kernel that waits for a peer does not hold the copy up.
+    /// Copies host bytes in and waits, in no order with any stream: what a kernel that runs meanwhile reads of them is
+    /// unspecified. A kernel that waits for a peer does not hold the copy up.
     ///
     /// # Errors
     /// `Argument` beyond the buffer; `Device` if the copy is not made within a minute.
@@ -379,7 +379,7 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Host memory that the device sees too; freed as a [`DeviceBuffer`] is.
+/// Host memory that the device can access too; freed as a [`DeviceBuffer`] is.
 #[derive(Debug)]
 pub struct HostBuffer {
     memory: Arc<HostMemory>,
@@ -399,7 +399,7 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostBuffer {
-    /// The whole of it, as the device sees it.
+    /// The whole of it, in the device's addresses.
     pub fn view(&self) -> View {
         let HostMemory { device, ptr, bytes, .. } = &*self.memory;
         let owner: Owner = self.memory.clone();
@@ -414,8 +414,8 @@ impl HostBuffer {
     }
 
     /// The int32 numbers from number `first` on, as [`Output::host_counts`](crate::Output::host_counts) are. Never
-    /// waits: what a call wrote is there once its stream has passed it, and until then each number is an older or a
-    /// newer one.
+    /// waits: what a call wrote is there once its stream has passed it; until then each number is an older or a newer
+    /// one.
     ///
     /// # Errors
     /// `Argument` beyond the buffer.
@@ -433,7 +433,7 @@ impl HostBuffer {
         Ok(())
     }
 
-    /// Its first byte, as the host sees it.
+    /// Its first byte, in the host's addresses.
     pub fn host_ptr(&self) -> *mut u8 {
         self.memory.host
     }
@@ -472,12 +472,12 @@ enum StreamBackend {
 #[derive(Clone)]
 pub struct Stream {
     queue: Queue,
-    /// `Some` while a capture that this crate began goes on. Held while work is enqueued, so that none is recorded
+    /// `Some` while a capture that this crate began goes on. Held while work is enqueued, so that no work is recorded
     /// without what it needs.
     recording: Arc<Mutex<Option<Recording>>>,
 }
 
-/// A stream without what its capture keeps, so that who keeps a list of streams is not kept by it in turn.
+/// A stream without what its capture keeps, so that a list of streams does not keep its own owner alive.
 #[derive(Clone)]
 pub(crate) struct Queue {
     device: Device,
@@ -506,7 +506,7 @@ impl Queue {
         }
     }
 
-    /// Whether `wait_for` finds what came before: always, but where another library captures it.
+    /// Whether `wait_for` finds what came before: always, unless another library captures it.
     pub fn can_be_waited_for(&self) -> bool {
         match &self.backend {
             StreamBackend::Cpu(_) => true,
@@ -525,8 +525,8 @@ impl Queue {
     }
 
     /// As `synchronize`, also while the stream captures: waits for what was enqueued before the capture began. An error
-    /// where an engine began the capture on a GPU, since the driver says nothing of that work then. Is not interrupted:
-    /// who drains frees memory.
+    /// where an engine began the capture on a GPU, since the driver then gives no answer about that work. Is not
+    /// interrupted: memory is freed after a drain.
     pub fn drain(&self, timeout: Duration) -> Result<()> {
         uninterrupted(|| match &self.backend {
             StreamBackend::Cpu(stream) => stream.drain(timeout),
@@ -535,11 +535,11 @@ impl Queue {
         })
     }
 
-    /// What is enqueued from here on runs behind all that `after` has enqueued so far, or, while that one captures,
-    /// behind what it had enqueued before. This one does not capture.
+    /// Orders what is enqueued from here on after all that `after` has enqueued so far, or, while `after` captures,
+    /// after what it had enqueued before the capture. This one does not capture.
     ///
     /// # Errors
-    /// `Argument` where another library captures `after`, since the driver says nothing of the work before then.
+    /// `Argument` where another library captures `after`, since the driver then gives no answer about earlier work.
     /// `Device` if the driver refuses.
     pub fn wait_for(&self, after: &Queue) -> Result<()> {
         match (&self.backend, &after.backend) {
@@ -567,7 +567,7 @@ pub(super) struct Shape {
     pub grid: u32,
     pub block: u32,
     pub shared_bytes: u32,
-    /// All blocks at once, or none yet. Blocks of a CPU device always are.
+    /// All blocks at once, or none yet. Blocks of a CPU device always are resident at once.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only GPUs are asked for it"))]
     pub resident: bool,
 }
@@ -600,8 +600,8 @@ impl Stream {
         &self.queue
     }
 
-    /// Until what it gives is dropped, no capture of this stream begins or ends: `Some` of what it is to keep while one
-    /// goes on that this crate began.
+    /// Until the returned guard is dropped, no capture of this stream begins or ends. `Some` during a capture that this
+    /// crate began: what it keeps.
     pub(crate) fn enter(&self) -> MutexGuard<'_, Option<Recording>> {
         // Nothing panics while it holds the lock.
         self.recording.lock().unwrap_or_else(PoisonError::into_inner)
@@ -636,8 +636,8 @@ impl Stream {
     /// ```
     ///
     /// # Safety
-    /// Every address in `args` must be of memory that the kernel may use as it does, of this stream's device, until it
-    /// is done; where it is recorded, until every replay is done.
+    /// Every address in `args` must be of memory of this stream's device that the kernel may use as it does until it is
+    /// done; where the launch is recorded, until every replay is done.
     #[doc(hidden)]
     pub unsafe fn launch<A: KernelArgs>(
         &self,
@@ -651,7 +651,7 @@ impl Stream {
     }
 
     /// As `launch`, of a kernel without shared memory in which no block waits for another: blocks run as they find
-    /// room. A GPU whose other kernels wait for what comes behind this one may never have room for all at once.
+    /// room. A GPU whose other kernels wait for work enqueued after this may never have room for all blocks at once.
     ///
     /// # Safety
     /// As for `launch`.
@@ -676,7 +676,7 @@ impl Stream {
         }
     }
 
-    /// Waits until all work enqueued so far is done; polls, so that host fibers can wait too. It says nothing of calls
+    /// Waits until all work enqueued so far is done; polls, so that host fibers can wait too. Does not report calls
     /// that ended with an error: see [`AllToAll::check`](crate::AllToAll::check).
     ///
     /// # Errors
@@ -699,7 +699,7 @@ impl Stream {
         if view.is_empty() { Ok(()) } else { self.with([view], || self.queue.fill(view.span(), byte)) }
     }
 
-    /// Copies `src` to `dst`, of equal length, in stream order. What both hold is unspecified where they overlap.
+    /// Copies `src` to `dst`, of equal length, in stream order. Where they overlap, the contents are unspecified.
     ///
     /// # Errors
     /// `Argument` for views of another device or of unequal length; `Device` if the driver refuses.
@@ -721,8 +721,8 @@ impl Stream {
         })
     }
 
-    /// From here on work is recorded, not run, until `end_capture`. What the recorded work uses is kept by the capture,
-    /// and then by its graph: views' memory, handles and whole contexts ([example](crate#graphs)).
+    /// From here on work is recorded, not run, until `end_capture`. The capture, and then its graph, keeps what the
+    /// recorded work uses: views' memory, handles and whole contexts ([example](crate#graphs)).
     ///
     /// # Errors
     /// `Device` if the stream captures already, or if the driver refuses.
@@ -750,17 +750,17 @@ impl Stream {
             StreamBackend::Cuda(stream) => stream.end_capture().map(GraphBackend::Cuda),
         };
         let kept = recording.take().unwrap_or_default();
-        // What a capture that failed kept is freed once the stream is unlocked: a context may wait as it goes.
+        // What a failed capture kept is freed once the stream is unlocked: a dropped context may wait.
         drop(recording);
         Ok(Graph { backend: backend?, kept: Mutex::new(kept), launched: Mutex::default() })
     }
 
-    /// Whether work is recorded now, be it for this crate or for an engine.
+    /// Whether work is being recorded, be it for this crate or for an engine.
     pub fn is_capturing(&self) -> Result<bool> {
         self.queue.is_capturing()
     }
 
-    /// A time stamp in stream order. Recorded into a graph when capturing; then each replay stamps it anew.
+    /// A time stamp in stream order. During a capture the event is recorded into the graph: each replay stamps it anew.
     pub fn record(&self) -> Result<Event> {
         let backend = match &self.queue.backend {
             StreamBackend::Cpu(stream) => EventBackend::Cpu(stream.record()?),
@@ -770,7 +770,7 @@ impl Stream {
         Ok(Event { backend })
     }
 
-    /// The CUDA stream's handle, or a number that tells CPU streams apart.
+    /// The CUDA stream's handle, or a number that identifies a CPU stream.
     pub fn raw(&self) -> u64 {
         self.queue.raw()
     }
@@ -795,7 +795,7 @@ enum GraphBackend {
 pub struct Graph {
     backend: GraphBackend,
     kept: Mutex<Recording>,
-    /// On which it may run still.
+    /// Queues on which it may still run.
     launched: Mutex<Vec<Queue>>,
 }
 
@@ -803,9 +803,9 @@ pub struct Graph {
 const GRAPH_PATIENCE: Duration = Duration::from_secs(30);
 
 impl Graph {
-    /// Enqueues the recorded work once more, on a stream that is not itself capturing. It runs behind the calls of its
-    /// contexts that were enqueued before and that are of the kinds it holds, whichever stream they are on. It does not
-    /// look at [`AllToAll::check`](crate::AllToAll::check): replays of a closed context run and do nothing.
+    /// Enqueues the recorded work once more, on a stream that is not itself capturing. It runs after earlier calls of
+    /// its contexts that are of the kinds it holds, whichever stream they are on. It does not look at
+    /// [`AllToAll::check`](crate::AllToAll::check): replays of a closed context run and do nothing.
     ///
     /// # Errors
     /// `Argument` for a stream that captures or is of another device, between the halves of a combine with a handle of

@@ -1,6 +1,6 @@
-//! In which order work comes that is enqueued on several streams, and what a capture keeps for its graph.
+//! The order of work that is enqueued on several streams, and what a capture keeps for its graph.
 //!
-//! Place: beside `device`. Contexts say which of their calls follow one another (`Chains`). Callers may be on any
+//! Place: beside `device`. Contexts declare which of their calls follow one another (`Chains`). Callers may be on any
 //! thread. A lock is held while a call enqueues; nothing waits for a device.
 
 use super::Queue;
@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Chains of calls that a context has: of dispatches, of combines and of barriers.
+/// Chains of calls of a context: of dispatches, of combines and of barriers.
 pub(crate) const CHAINS: usize = 3;
 
-/// The calls of a context, wherever they are enqueued: each runs behind those of its own chain.
+/// The calls of a context, on whichever streams: each runs after the earlier calls of its own chain.
 pub(crate) struct Chains {
     number: u64,
     enqueued: Mutex<Enqueued>,
@@ -21,13 +21,13 @@ pub(crate) struct Chains {
 
 /// Where a context's calls were enqueued.
 pub(crate) struct Enqueued {
-    /// Of each chain: the queue of the last call; what came before on others is behind that one's earlier work.
+    /// Of each chain: the queue of the last call; earlier calls on other queues come before that queue's earlier work.
     last: [Option<Queue>; CHAINS],
-    /// Which may have work of the context still.
+    /// Queues that may still have work of the context.
     queues: Vec<Queue>,
     ordered: bool,
-    /// Another library's capture has recorded calls, so that its replays may overlap what is enqueued here: from then
-    /// on the device looks for that itself.
+    /// Another library's capture has recorded calls, so that its replays may overlap calls that are enqueued here: from
+    /// then on the device looks for overlaps itself.
     guarded: bool,
 }
 
@@ -39,21 +39,21 @@ impl Chains {
         Chains { number: NEXT.fetch_add(1, Ordering::Relaxed), enqueued: Mutex::new(enqueued) }
     }
 
-    /// Tells contexts of one process apart.
+    /// Identifies contexts of one process.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Until what it gives is dropped, no other call of the context is enqueued.
+    /// Until the returned guard is dropped, no other call of the context is enqueued.
     pub fn lock(&self) -> MutexGuard<'_, Enqueued> {
         self.enqueued.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Enqueued {
-    /// Has the next call of `chain`, on `queue`, which does not capture, run behind the last one. That costs an event
-    /// where the queue changes: what was enqueued on the other queue until now, the context's or not, is waited for; of
-    /// one that captures, what was enqueued before its capture.
+    /// Orders the next call of `chain`, on `queue`, which does not capture, after the last one. That costs an event
+    /// where the queue changes: the new queue waits for whatever the other queue holds by now, the context's work or
+    /// not; if the other queue captures, for what was enqueued before its capture.
     ///
     /// # Errors
     /// As [`Queue::wait_for`].
@@ -69,7 +69,7 @@ impl Enqueued {
         Ok(())
     }
 
-    /// Whether launches count themselves, so that the device finds out which overlap. `recorded`: by another library's
+    /// Whether launches count themselves, so that the device detects overlaps. `recorded`: by another library's
     /// capture.
     pub fn guard(&mut self, recorded: bool) -> bool {
         self.guarded |= recorded;
@@ -81,7 +81,7 @@ impl Enqueued {
         note(&mut self.queues, queue);
     }
 
-    /// Waits for all that was enqueued. Whether it is over.
+    /// Waits for all that was enqueued. Returns whether it is over.
     pub fn drain(&self, patience: Duration) -> bool {
         self.queues.iter().all(|queue| queue.drain(patience).is_ok())
     }
@@ -95,14 +95,14 @@ pub(super) fn note(queues: &mut Vec<Queue>, queue: &Queue) {
     }
 }
 
-/// The stream on which something was used last, which is used by one piece of work after the other, as a handle is.
+/// The last stream on which something was used that serves one piece of work after the other, as a handle does.
 pub(crate) struct LastUse {
     /// As of the context's calls: without it uses run in no order.
     ordered: bool,
     /// One more than the queue's number, or 0: most uses are on the same queue, and take no lock.
     number: AtomicU64,
     queue: Mutex<Option<Queue>>,
-    /// Calls of which one half was enqueued and the other was not.
+    /// Calls of which the first half is enqueued and the second is not.
     halves: AtomicU32,
 }
 
@@ -112,14 +112,14 @@ impl LastUse {
         LastUse { ordered, number: AtomicU64::new(0), queue: Mutex::default(), halves: AtomicU32::new(0) }
     }
 
-    /// A call whose second half is to come: until what this gives is dropped, no graph that uses the same is launched.
-    /// The caller holds its context's lock.
+    /// Opens a call whose second half is to come: until the returned value is dropped, no graph that uses the same
+    /// thing is launched. The caller holds its context's lock.
     pub fn open(self: &Arc<Self>) -> Half {
         self.halves.fetch_add(1, Ordering::Relaxed);
         Half(self.clone())
     }
 
-    /// Has what is enqueued next, on `queue`, which does not capture, run behind the last use. The caller holds its
+    /// Orders what is enqueued next, on `queue`, which does not capture, after the last use. The caller holds its
     /// context's lock.
     ///
     /// # Errors
@@ -138,7 +138,7 @@ impl LastUse {
         Ok(())
     }
 
-    /// Whether work on `queue` comes behind it by itself.
+    /// Whether work on `queue` comes after the last use by itself.
     pub fn is_on(&self, queue: &Queue) -> bool {
         self.lock().as_ref().is_none_or(|last| last.same(queue))
     }
@@ -162,17 +162,17 @@ impl Drop for Half {
     }
 }
 
-/// Beside the chains of a context's recorded calls: some of them are not guarded.
+/// A bit beside those of the chains of a context's recorded calls: some of the calls are not guarded.
 const UNGUARDED: u8 = 1 << CHAINS;
 
-/// What a capture keeps, and then its graph.
+/// What a capture keeps, and its graph afterwards.
 #[derive(Default)]
 pub(crate) struct Recording {
     owners: Vec<Owner>,
-    /// Of contexts, with a bit for each chain that has recorded calls, and `UNGUARDED`; by their numbers, in which
-    /// order they are locked.
+    /// The contexts' chains, with a bit for each chain that has recorded calls, and `UNGUARDED`; ordered by number, in
+    /// which order they are locked.
     chains: Vec<(Arc<Chains>, u8)>,
-    /// Of what recorded work uses: a launch is a use.
+    /// The last uses of what recorded work uses: a launch is a use.
     uses: Vec<Arc<LastUse>>,
     patience: Duration,
 }
@@ -186,8 +186,8 @@ impl Recording {
         self.owners.extend(view.owner().cloned());
     }
 
-    /// That a call of a context was recorded, `guarded` or not. `context` is what it needs, `patience` how long its
-    /// kernels may take to end.
+    /// Records that a call of a context was captured, `guarded` or not. `context` is what it needs, `patience` how long
+    /// its kernels may take to end.
     pub fn call(
         &mut self,
         chains: &Arc<Chains>,
@@ -207,7 +207,7 @@ impl Recording {
         }
     }
 
-    /// That recorded work uses what this is of.
+    /// Records that captured work uses the thing of `last`.
     pub fn uses(&mut self, last: &Arc<LastUse>) {
         if !self.uses.iter().any(|known| Arc::ptr_eq(known, last)) {
             self.uses.push(last.clone());
@@ -231,7 +231,7 @@ impl Recording {
     /// Whether its graph may be launched now.
     ///
     /// # Errors
-    /// `Argument` between the halves of a call that uses the same: the graph may dispatch into its handle.
+    /// `Argument` between the halves of a call that uses the same thing: the graph may dispatch into its handle.
     pub(super) fn check_halves(&self) -> Result<()> {
         if self.uses.iter().any(|last| last.halves.load(Ordering::Relaxed) != 0) {
             return Err(Error::argument(
@@ -243,25 +243,25 @@ impl Recording {
         Ok(())
     }
 
-    /// Has a launch, on `queue`, run behind the last use of all that it uses.
+    /// Orders a launch, on `queue`, after the last use of all that it uses.
     pub(super) fn follow_uses(&self, queue: &Queue) -> Result<()> {
         self.uses.iter().try_for_each(|last| last.follow(queue))
     }
 }
 
-/// Contexts of a graph, of which no other call is enqueued meanwhile. Most graphs have one, and then nothing is
-/// allocated.
+/// Contexts of a graph, none of whose other calls is enqueued meanwhile. Most graphs have one context, and then nothing
+/// is allocated.
 pub(super) struct Locked<'a> {
     first: Option<(MutexGuard<'a, Enqueued>, u8)>,
     further: Vec<(MutexGuard<'a, Enqueued>, u8)>,
 }
 
 impl Locked<'_> {
-    /// Has the graph's calls, on `queue`, run behind those that came before.
+    /// Orders the graph's calls, on `queue`, after earlier calls.
     ///
     /// # Errors
     /// `Argument` if they are not guarded though another library's graphs have calls of the same context: nothing would
-    /// find out that the two overlap. `Device` if the driver refuses.
+    /// detect an overlap of the two. `Device` if the driver refuses.
     pub fn follow(mut self, queue: &Queue) -> Result<Self> {
         if self.first.iter().chain(&self.further).any(|(enqueued, bits)| enqueued.guarded && bits & UNGUARDED != 0) {
             return Err(Error::argument(

@@ -1,4 +1,4 @@
-//! Views: spans of device memory that keep what they point into, and which device it is of.
+//! Views: spans of device memory that keep their memory alive, each with its device.
 //!
 //! Place: beside `device`, which makes views of its buffers. On any thread; nothing here waits or allocates.
 
@@ -8,10 +8,10 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-/// What memory lives as long as.
+/// Keeps memory alive: the memory lives as long as its owner.
 pub(crate) type Owner = Arc<dyn Any + Send + Sync>;
 
-/// What tells devices apart for calls.
+/// Identifies a device for calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
     /// A CPU device, by its executor's number in this process.
@@ -58,7 +58,7 @@ impl Span {
     }
 }
 
-/// A span of memory that one device can read and write. A view of a buffer keeps the buffer's memory, also once the
+/// A span of memory that one device can read and write. A view of a buffer keeps the buffer's memory even after the
 /// buffer is dropped; so does a graph whose capture was given the view. Clones are the same span.
 ///
 /// There is no view of an address that is made up in safe code:
@@ -83,10 +83,10 @@ impl View {
     /// A view of foreign memory, such as a tensor of an engine.
     ///
     /// # Safety
-    /// `device` can read and write the `bytes` from `ptr` on, each byte of which has a value, as long as any work that
-    /// was given this view or a part of it is not done. That is the work of calls, also on other ranks where the call
-    /// hands rows to peers in place, and of every replay of graphs whose capture was given it. Until then nothing else
-    /// writes these bytes, or reads what that work writes, except in stream order behind or before it.
+    /// `device` can read and write the `bytes` from `ptr` on, each byte of which has a value, until all work that was
+    /// given this view or a part of it is done. That is the work of calls, also on other ranks where the call hands
+    /// rows to peers in place, and of every replay of graphs whose capture was given it. Until then nothing else writes
+    /// these bytes, or reads what that work writes, except before or after it in stream order.
     pub unsafe fn from_raw(device: &Device, ptr: u64, bytes: usize) -> View {
         View { span: Span { ptr, bytes }, place: device.place(), owner: None }
     }
@@ -118,7 +118,7 @@ impl View {
         Ok(View { span: self.span.slice(offset, bytes)?, ..self.clone() })
     }
 
-    /// What keeps the memory; `None` where the caller vouches for it.
+    /// The owner of the memory; `None` where the caller vouches for it.
     pub(crate) fn owner(&self) -> Option<&Owner> {
         self.owner.as_ref()
     }

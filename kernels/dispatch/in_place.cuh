@@ -1,16 +1,16 @@
-// Dispatch in one node whose ranks have their output in the arena: a row is stored at its first place there, and no
-// inbox lies between.
+// Dispatch with in-place output, in one node: a sender stores a row directly at its first place in the output in the
+// receiver's arena. There is no receive buffer.
 //
 //   Ds  counts for all ranks of the node, of all sources ──▶ every block that sends: where segments start on each rank
-//       warp per token: its positions (META words of other blocks) ──▶ row of its first choice on each rank ──▶ tag
+//       warp per token: its positions (metadata words of other blocks) ──▶ row of its first choice on each rank ──▶ tag
 //       (N2)
 //   Dr  warp per (source, token): tag ──▶ copies for further experts, from where the row lies
 //
-// So a receiver loads and stores a row only for its further experts. But no row leaves before the counts of all sources
-// are here, which small calls feel: those are better off with an inbox.
+// A receiver loads and stores a row only for its further experts. But no row leaves before the counts of all sources
+// have arrived. That costs small calls time: they are better off with a receive buffer.
 //
 // Why an output may be overwritten: whoever stores into rank d's output in epoch e has seen d's counts of e (N13).
-// Those d publishes in the launch of e, behind all that its stream did with the output before.
+// d publishes these in the launch of e, after all that its stream did with the output before.
 #pragma once
 #include "dispatch/receive.cuh"
 
@@ -19,17 +19,17 @@ namespace ty {
 // Shared memory of a block.
 struct InPlaceShared {
   DispatchShared dispatch;
-  u32 rows[TY_MAX_COUNTS]; // [local rank][expert of it]: rows of all sources, then where the segment starts
+  u32 rows[TY_MAX_COUNTS]; // [local rank][expert of it]: first rows of all sources, then where the segment starts
   u32 base[TY_MAX_COUNTS]; // [local rank][expert of it]: row of this rank's first
   u32 target[TY_MAX_BLOCK_THREADS / warp_size][warp_size]; // by warp: a token's row on each rank
-  u32 refused;                                             // 1: this rank's own routing is
-  u32 room;                                                // ranks whose output has room, a bit each; none then
+  u32 refused;                                             // 1: this rank's own routing is unusable
+  u32 room;                                                // ranks whose output has room, a bit each; 0 if refused
 };
 static_assert(TY_MAX_IN_PLACE_RANKS <= warp_size, "a lane and a bit each");
-static_assert(sizeof(InPlaceShared) <= TY_DISPATCH_IN_PLACE_SHARED_BYTES, "layout.h tells the launcher");
+static_assert(sizeof(InPlaceShared) <= TY_DISPATCH_IN_PLACE_SHARED_BYTES, "layout.h sizes the launch");
 
-// Rows of an expert of a rank of this node: of all sources, and of those before this rank. By a thread. False once a
-// deadline passed.
+// Sums the rows of an expert of a rank of this node: of all sources, and of those before this rank. By a thread. False
+// once a deadline passed.
 TY_DEVICE bool sum_counts(const Context auto &c, u64 epoch, u32 rank, u32 e, u32 &all, u32 &before) {
   bool failed = false;
   all = before = 0;
@@ -52,7 +52,7 @@ TY_DEVICE bool sum_counts(const Context auto &c, u64 epoch, u32 rank, u32 e, u32
   return !failed;
 }
 
-// Where this rank's rows of every expert of the node begin. By a whole block. False once a deadline passed.
+// Computes where this rank's rows begin for every expert of the node. By a whole block. False once a deadline passed.
 TY_DEVICE bool plan_targets(const DispatchArgs auto &a, u64 epoch) {
   const auto &c = a.context;
   InPlaceShared &shared = block_shared<InPlaceShared>();
@@ -66,7 +66,7 @@ TY_DEVICE bool plan_targets(const DispatchArgs auto &a, u64 epoch) {
     store(&shared.rows[i], all);
     store(&shared.base[i], before);
   }
-  // One faulty choice makes a source's counts for all ranks say so.
+  // One faulty choice refuses a source's counts for all ranks: one word shows whether this rank's own are.
   if (thread_index() + 1 == block_threads()) {
     u32 value = 0;
     failed |= !wait_meta(c, epoch, c.rank, all_counts(c, c.local, c.rank, c.local, epoch) + experts, value);
@@ -84,15 +84,15 @@ TY_DEVICE bool plan_targets(const DispatchArgs auto &a, u64 epoch) {
     bool room = load(&shared.refused) == 0 && needed <= a.output.capacity;
     if (lane_index() == 0 && room) (void)atomic_or_block(&shared.room, 1u << rank);
   }
-  // N13: what peers did with their outputs happens before their counts, and these before what is stored there.
+  // N13: what peers did with their outputs happens before their counts, which happen before the rows stored there.
   fence_acq_rel_sys();
   block_barrier();
   return true;
 }
 
-// Ranks of this node that an own token's row is to be stored on, and the row on each, for target_row. By a warp.
-// `stuck` is set once a deadline passed. A rank whose output has no such row gets none: the caller's choices may have
-// changed since they were counted.
+// The ranks of this node where an own token's row is stored; keeps the row on each for target_row. By a warp. Sets
+// `stuck` once a deadline passed. A rank whose output has no such row gets none: the caller's choices may have changed
+// since they were counted.
 TY_DEVICE u64 find_targets(const DispatchArgs auto &a, u64 epoch, u32 token, bool &stuck) {
   const auto &c = a.context;
   InPlaceShared &shared = block_shared<InPlaceShared>();
@@ -101,9 +101,9 @@ TY_DEVICE u64 find_targets(const DispatchArgs auto &a, u64 epoch, u32 token, boo
   i32 expert = k < c.top_k ? choice_at(caller_choices(a), token, k) : -1;
   bool failed = false;
   if (is_expert(c, expert)) {
-    ExpertHome home = home_of(c, expert);
-    if (home.node() == c.node) {
-      rank = home.rank(), local = home.local;
+    ExpertOwner owner = owner_of(c, expert);
+    if (owner.node() == c.node) {
+      rank = owner.rank(), local = owner.local;
       failed = !wait_meta(c, epoch, c.rank, own_choice(c, static_cast<u64>(token) * c.top_k + k), value);
     }
   }
@@ -124,11 +124,11 @@ TY_DEVICE u64 find_targets(const DispatchArgs auto &a, u64 epoch, u32 token, boo
   return stuck ? 0 : room;
 }
 
-// That row on a rank.
+// The row on a rank, as find_targets kept it.
 TY_DEVICE RowTo target_row(const Context auto &c, u32 rank) {
   u64 row = load(&block_shared<InPlaceShared>().target[warp_index()][rank]);
-  return {reinterpret_cast<u64>(in_arena<char>(c, rank, c.regions.own_rows, 0, 0)) + row * c.row_bytes,
-          reinterpret_cast<u64>(in_arena<u32>(c, rank, c.regions.own_scales, 0, 0) + row * c.scale_words)};
+  return {reinterpret_cast<u64>(in_arena<char>(c, rank, c.regions.in_place_rows, 0, 0)) + row * c.row_bytes,
+          reinterpret_cast<u64>(in_arena<u32>(c, rank, c.regions.in_place_scales, 0, 0) + row * c.scale_words)};
 }
 
 } // namespace ty

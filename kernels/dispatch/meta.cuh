@@ -1,13 +1,14 @@
-// Dispatch, META: what every rank of a node is told of the tokens that others send it, by words that need no flag.
+// Dispatch, routing metadata: what every rank of a node needs of the tokens that others send to it, in words that need
+// no flag.
 //
 //   block (tile of tokens, rank):  choices ──▶ bitmap in shared memory, a row an expert ──▶ words of the tile
-//                                  rows of the tile ──N9──▶ blocks of the tiles behind it ──▶ the last: counts
+//                                  rows of the tile ──N9──▶ blocks of later tiles ──▶ the last: counts
 #pragma once
 #include "common/wire.cuh"
 
 namespace ty {
 
-// Shared memory of what builds META.
+// Shared memory for building metadata.
 struct MetaShared {
   u32 bitmap[TY_BITMAP_WORDS];         // tokens of a tile, one row a local expert and one for the rank
   u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // rows in the tiles before
@@ -24,17 +25,17 @@ struct Choices {
   u32 index_bytes;
   u32 tokens; // 0 if unusable
   u32 source; // whose tokens they are
-  bool bad;   // the caller's token count is unusable, or a home refused its routing
+  bool bad;   // the caller's token count is unusable, or a source refused its routing
   bool own;   // the caller's: to be checked, and reported
   i32 found;  // the token count as found
 };
 
-// An expert's number, or -1; any other number, however wide, is unusable_expert.
+// An expert's number, or -1; any other number, however wide, becomes unusable_expert.
 constexpr i32 unusable_expert = -2;
 TY_DEVICE i32 choice_at(const Choices &in, u32 token, u32 k) {
   u64 at = in.idx + static_cast<u64>(token) * in.idx_pitch + static_cast<u64>(k) * in.index_bytes;
   i32 low = load(pointer<const i32>(at));
-  // One way for both widths: the upper half, or the same word again.
+  // The same code for both widths: the upper half, or the same word again.
   i32 high = load(pointer<const i32>(at + in.index_bytes - 4));
   bool fits = in.index_bytes != 8 || high == low >> 31;
   return fits && low >= -1 ? low : unusable_expert;
@@ -44,21 +45,21 @@ TY_DEVICE float weight_at(const Choices &in, u32 token, u32 k) {
   return in.weights ? load(pointer<const float>(in.weights + static_cast<u64>(token) * in.weight_pitch) + k) : 1.0f;
 }
 
-// The caller's, but for how many they are.
+// The caller's choices, without their number.
 TY_DEVICE Choices caller_choices(const DispatchArgs auto &a) {
   const auto &t = a.tokens;
   u32 k = a.context.top_k;
   return {t.topk_idx, t.topk_weight, k * t.index_bytes, k * 4, t.index_bytes, 0, a.context.rank, false, true, 0};
 }
 
-// How many tokens the caller says there are.
+// The caller's token count.
 TY_DEVICE i32 find_count(const DispatchArgs auto &a) {
   const auto &t = a.tokens;
   return t.count_ptr ? load(pointer<const i32>(t.count_ptr)) : static_cast<i32>(t.count);
 }
 
-// The count that thread 0 found, in all threads: one in memory may change meanwhile, and warps that count differently
-// would wait for each other at barriers for ever. By a whole block.
+// The count that thread 0 found, in all threads: a count in memory may change meanwhile, and warps that count
+// differently would wait for each other at barriers for ever. By a whole block.
 TY_DEVICE i32 agree_count(const DispatchArgs auto &a, i32 found) {
   if (!a.tokens.count_ptr) return found;
   i32 &kept = block_shared<LaunchShared>().found;
@@ -67,7 +68,7 @@ TY_DEVICE i32 agree_count(const DispatchArgs auto &a, i32 found) {
   return load(&kept);
 }
 
-// The caller's, so many of them found.
+// The caller's choices, for a token count as found.
 TY_DEVICE Choices own_choices(const DispatchArgs auto &a, i32 found) {
   Choices in = caller_choices(a);
   in.found = found;
@@ -76,32 +77,32 @@ TY_DEVICE Choices own_choices(const DispatchArgs auto &a, i32 found) {
   return in;
 }
 
-struct ExpertHome {
+struct ExpertOwner {
   u32 place; // node, and rank within it, 16 bits each
   u32 local;
   TY_DEVICE u32 node() const { return place & 0xffffu; }
   TY_DEVICE u32 rank() const { return place >> 16; }
 };
 
-TY_DEVICE ExpertHome home_of(const Context auto &c, i32 expert) {
+TY_DEVICE ExpertOwner owner_of(const Context auto &c, i32 expert) {
   if (is_even(c)) {
-    // Reckoned, since the table would be a second trip to memory behind the choice itself.
+    // Computed: the table would be a second trip to memory after the choice itself.
     u32 rank = static_cast<u32>(static_cast<u64>(expert) * c.even_inverse >> 32);
     u32 node = static_cast<u32>(static_cast<u64>(rank) * c.even_nodes >> 32);
     return {(rank - node * c.node_ranks) << 16 | node, static_cast<u32>(expert) - rank * c.even_experts};
   }
-  u64 packed = load(pointer<const u64>(c.expert_home) + expert);
+  u64 packed = load(pointer<const u64>(c.expert_owner) + expert);
   return {static_cast<u32>(packed), static_cast<u32>(packed >> 32)};
 }
 
 TY_DEVICE bool is_expert(const Context auto &c, i32 expert) { return static_cast<u32>(expert) < c.experts; }
 
-// The rank of this node that choice k leads to, a bit. Unusable experts lead nowhere; META tells of them.
+// The rank of this node that choice k leads to, as a bit. Unusable experts lead nowhere; the metadata reports them.
 TY_DEVICE u64 rank_of(const Context auto &c, const Choices &in, u32 token, u32 k) {
   i32 expert = choice_at(in, token, k);
   if (!is_expert(c, expert)) return 0;
-  ExpertHome home = home_of(c, expert);
-  return home.node() == c.node ? 1ull << home.rank() : 0;
+  ExpertOwner owner = owner_of(c, expert);
+  return owner.node() == c.node ? 1ull << owner.rank() : 0;
 }
 
 // The OR of the lanes' masks, of which only the lowest `bits` may be set.
@@ -110,13 +111,13 @@ TY_DEVICE u64 warp_or_mask(u64 mask, u32 bits) {
   return bits <= 32 ? low : static_cast<u64>(warp_or(static_cast<u32>(mask >> 32))) << 32 | low;
 }
 
-// By a warp, a lane a choice.
+// The ranks of this node that a token goes to. By a warp, a lane a choice.
 TY_DEVICE u64 warp_ranks_of(const Context auto &c, const Choices &in, u32 token) {
   u32 k = lane_index();
   return warp_or_mask(k < c.top_k ? rank_of(c, in, token, k) : 0, c.node_ranks);
 }
 
-// ---- META --------------------------------------------------------------------------------------------------
+// ---- routing metadata ------------------------------------------------------------------------------------
 
 // What is wrong with choice k of a token: TY_ERROR_NONE, or the kind.
 TY_DEVICE u32 fault_of_choice(const Context auto &c, const Choices &in, u32 token, u32 k, i32 expert) {
@@ -127,7 +128,7 @@ TY_DEVICE u32 fault_of_choice(const Context auto &c, const Choices &in, u32 toke
   return twice ? TY_ERROR_ROUTING_DUPLICATE : TY_ERROR_NONE;
 }
 
-// Finds the first faulty choice again, slowly, and reports it. One thread of the rank.
+// Finds the first faulty choice again, slowly, and reports it. By one thread of the rank.
 TY_DEVICE void report_routing(const Context auto &c, const Choices &in, u64 epoch) {
   for (u32 token = 0; token < in.tokens; ++token)
     for (u32 k = 0; k < c.top_k; ++k) {
@@ -153,32 +154,34 @@ TY_DEVICE u32 all_in_row(const u32 *row, u32 words) {
   return earlier_in_row(row, words * 32 - 1) + ((load(row + words - 1) >> 31) & 1);
 }
 
-// Where META of one source lies.
+// Where metadata of one source lies.
 struct Meta {
-  u64 *counts, *tokens, *homes, *choices, *weights;
+  u64 *counts, *tokens, *source_tokens, *choices, *weights;
 };
 
 TY_DEVICE Meta meta_of(const Context auto &c, u32 owner, u32 source, u64 epoch) {
   const ty_regions &r = c.regions;
   return {in_arena<u64>(c, owner, r.meta_counts, epoch, source), in_arena<u64>(c, owner, r.meta_tokens, epoch, source),
-          in_arena<u64>(c, owner, r.meta_homes, epoch, source), in_arena<u64>(c, owner, r.meta_choices, epoch, source),
+          in_arena<u64>(c, owner, r.meta_source_tokens, epoch, source),
+          in_arena<u64>(c, owner, r.meta_choices, epoch, source),
           in_arena<u64>(c, owner, r.meta_weights, epoch, source)};
 }
 
 constexpr u32 meta_expert_bits = 11, meta_slot_bits = 5;
-static_assert(TY_MAX_LOCAL_EXPERTS < 1 << meta_expert_bits && TY_MAX_TOP_K <= 1 << meta_slot_bits, "fields of META");
-static_assert(static_cast<u64>(TY_MAX_TOKENS) << meta_expert_bits <= 1u << 31, "fields of META");
+static_assert(TY_MAX_LOCAL_EXPERTS < 1 << meta_expert_bits && TY_MAX_TOP_K <= 1 << meta_slot_bits,
+              "fields of a metadata word");
+static_assert(static_cast<u64>(TY_MAX_TOKENS) << meta_expert_bits <= 1u << 31, "fields of a metadata word");
 
-// A weight as a META word carries it: bits that are all ones have no successor, and become another NaN.
+// A weight as a metadata word carries it: all ones has no successor, so these bits become another NaN.
 TY_DEVICE u32 weight_bits(float weight) {
   u32 bits = same_bits<u32>(weight);
   return bits == ~0u ? bits - 1 : bits;
 }
 
-// A tile: a run of tokens whose bitmap fits in shared memory, `words` words a row, and the rank that it is about.
+// A tile: a run of tokens whose bitmap fits in shared memory, `words` words a row, for one destination rank.
 struct Tile {
-  u32 place;   // as of its homes
-  u32 experts; // of a rank at the most; the bitmap row behind theirs is the rank's
+  u32 place;   // node and rank of the destination, as in ExpertOwner
+  u32 experts; // of a rank at the most; the bitmap row after theirs is the rank's
   u32 first;
   u32 count;
   u32 words;
@@ -186,10 +189,10 @@ struct Tile {
   TY_DEVICE u32 destination() const { return place >> 16; }
 };
 
-// A warp's lanes at choices: of as many whole tokens as there are lanes for, a lane a choice.
+// How a warp's lanes take choices: a lane a choice, of as many whole tokens as there are lanes for.
 struct ChoiceLane {
   u32 tokens; // of the warp
-  u32 token;  // this lane's among them; `tokens`: none
+  u32 token;  // this lane's, counted from 0; `tokens`: none
   u32 k;
 };
 
@@ -198,19 +201,19 @@ TY_DEVICE ChoiceLane choice_lane(const Context auto &c) {
   return {tokens, token, lane_index() - token * c.top_k};
 }
 
-// A choice, and where it leads; home is of no node where there is no such expert.
+// A choice and its owner; the owner belongs to no node where there is no such expert.
 struct Choice {
-  bool there; // else the lane has none
+  bool there; // false: the lane has none
   u32 token;  // of the tile
   u32 k;
   i32 expert;
-  ExpertHome home;
+  ExpertOwner owner;
   float weight; // if it was asked for
 };
 
-// Calls use(choice) for all choices of a tile: by warps, whose lanes have a choice each of whole tokens, and which take
-// turns from warp `first` of the team on. All lanes of a warp call use together, those without a choice, too. Calls
-// ready() once before, while the first are being loaded. `weighed`: with the weights, loaded beside the choices.
+// Calls use(choice) for all choices of a tile. Warps alternate from warp `first` of the team on; a warp takes whole
+// tokens, a lane a choice. All lanes of a warp call use together, lanes without a choice too. Calls ready() once
+// before, while the first choices are being loaded. `weighed`: with the weights, loaded beside the choices.
 template <bool weighed, typename Ready, typename Use>
 TY_DEVICE void for_choices(const Context auto &c, const Team &team, const Choices &in, const Tile &tile, u32 first,
                            Ready ready, Use use) {
@@ -222,20 +225,20 @@ TY_DEVICE void for_choices(const Context auto &c, const Team &team, const Choice
         lane.token < lane.tokens && token + lane.token < tile.count, token + lane.token, lane.k, -1, {~0u, 0}, 0.0f};
     if (weighed && choice.there) choice.weight = weight_at(in, tile.first + choice.token, choice.k);
     if (choice.there) choice.expert = choice_at(in, tile.first + choice.token, choice.k);
-    if (is_expert(c, choice.expert)) choice.home = home_of(c, choice.expert);
+    if (is_expert(c, choice.expert)) choice.owner = owner_of(c, choice.expert);
     if (token == begin * lane.tokens) ready();
     if (token >= tile.count) return;
     use(choice);
   }
 }
 
-// Choices looked at by the same straight code.
+// Choices that one pass of unrolled code compares.
 constexpr u32 group_choices = 8;
 
-TY_DEVICE bool is_there(const Tile &tile, const ExpertHome &home) { return home.place == tile.place; }
+TY_DEVICE bool is_there(const Tile &tile, const ExpertOwner &owner) { return owner.place == tile.place; }
 
-// Whether a lane's choice, of those that for_choices gives a warp, is unusable; only the caller's are looked at. As
-// fault_of_choice. By a warp.
+// Whether a lane's choice, from for_choices, is unusable; only the caller's choices are checked. As fault_of_choice. By
+// a warp.
 TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const Choice &choice) {
   if (!in.own) return false;
   bool twice = false;
@@ -250,8 +253,8 @@ TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const 
   return choice.expert != -1 && (twice || !is_expert(c, choice.expert));
 }
 
-// Marks a tile's tokens in the bitmap. By a team, whose members meet behind it. Whether a choice is faulty. `closed`:
-// as finds_closed, and then as agreed.
+// Marks a tile's tokens in the bitmap. By a team, whose members meet at the end. Returns whether a choice is faulty.
+// `closed`: as finds_closed; on return as agreed.
 TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
                          const Tile &tile, bool &closed) {
   bool faulty = false;
@@ -262,34 +265,34 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
   };
   for_choices<false>(c, team, in, tile, 0, clear, [&](const Choice &choice) {
     faulty |= is_choice_faulty(c, in, choice);
-    if (!is_there(tile, choice.home)) return;
+    if (!is_there(tile, choice.owner)) return;
     u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
-    atomic_or_block(&shared.bitmap[choice.home.local * tile.words + word], bit);
+    atomic_or_block(&shared.bitmap[choice.owner.local * tile.words + word], bit);
     atomic_or_block(&shared.bitmap[tile.experts * tile.words + word], bit);
   });
   return team_any(team, faulty);
 }
 
-// ---- what an output in the arena needs beside it ----------------------------------------------------------------
+// ---- what in-place output needs besides -------------------------------------------------------------------------
 
-// META words of a source's rows for each expert of a rank of this node, and of all, kept by `owner` for one of all.
+// Metadata words, in the arena of `owner`: a source's rows for each expert of `rank`, and for all of them.
 TY_DEVICE u64 *all_counts(const Context auto &c, u32 owner, u32 source, u32 rank, u64 epoch) {
   return in_arena<u64>(c, owner, c.regions.all_counts, epoch, source) + rank * (c.max_local_experts + 1);
 }
 
-// META word of an own choice, wherever it leads.
+// The metadata word of an own choice, whichever rank it leads to.
 TY_DEVICE u64 *own_choice(const Context auto &c, u64 place) {
-  return in_arena<u64>(c, c.local, c.regions.own_choices, 0, 0) + place;
+  return in_arena<u64>(c, c.local, c.regions.in_place_choices, 0, 0) + place;
 }
 
-// Words that no routing has used for long must not come to look new: each epoch writes those of one token, in turn.
-// 31 bits of the epoch do: a turn is over long before they begin anew, and then it begins anew.
+// Words that no routing has used for long must not come to look new: each epoch rewrites those of one token,
+// cyclically. 31 bits of the epoch suffice: a cycle is over long before they wrap, and then starts again.
 TY_DEVICE u32 refreshed_token(const Context auto &c, u64 epoch) { return static_cast<u32>(epoch) / 2 % c.max_tokens; }
 
-// Ranks of this node that a lane's token goes to, of the choices that for_choices gives a warp. By a warp.
+// The ranks of this node that a lane's token goes to, by choices from for_choices. By a warp.
 TY_DEVICE u64 token_ranks(const Context auto &c, const Choice &choice) {
-  u64 own = choice.home.node() == c.node ? 1ull << choice.home.rank() : 0, ranks = 0;
-  // By halves, of which few nodes have a second.
+  u64 own = choice.owner.node() == c.node ? 1ull << choice.owner.rank() : 0, ranks = 0;
+  // In halves of 32 ranks, of which most nodes have one.
   TY_ROLLED
   for (u32 shift = 0; shift < c.node_ranks; shift += 32) {
     u32 half = static_cast<u32>(own >> shift), all = 0;
@@ -306,28 +309,28 @@ TY_DEVICE u64 token_ranks(const Context auto &c, const Choice &choice) {
   return ranks;
 }
 
-// The same tile, marked: words of its tokens and choices; and the ranks of each token, if they are to be kept.
+// Writes the words of a marked tile's tokens and choices, and the ranks of each token if `masks` is given. By a team.
 TY_DEVICE void write_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
                           const Meta &meta, u64 epoch, const Tile &tile, u64 *masks) {
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
-  // From the last warp on, since where choices are few the first have other things to do.
+  // From the last warp on: where choices are few, the first warps have other work.
   for_choices<true>(
       c, team, in, tile, team.warps - 1, [] {},
       [&](const Choice &choice) {
         u64 ranks = token_ranks(c, choice);
         if (!choice.there) return;
-        bool there = is_there(tile, choice.home);
-        u32 value = 0, local = choice.home.local, token = choice.token;
+        bool there = is_there(tile, choice.owner);
+        u32 value = 0, local = choice.owner.local, token = choice.token;
         u64 place = static_cast<u64>(tile.first + token) * c.top_k + choice.k;
         if (there) {
           u32 position = load(&shared.start[local]) + earlier_in_row(&shared.bitmap[local * tile.words], token);
           value = 1 + (position << meta_expert_bits | local);
         }
         store_relaxed_sys(meta.choices + place, meta_word(epoch, value));
-        // Every choice's word is some block's in every epoch, lest it grow old; of one that leads nowhere the own
-        // rank's.
-        if (in_place(c) && (there || (choice.home.node() != c.node && tile.destination() == c.local)))
+        // Some block writes every choice's word in every epoch, so that none grows old; the own rank's block writes
+        // that of a choice that leads to no rank of the node.
+        if (in_place(c) && (there || (choice.owner.node() != c.node && tile.destination() == c.local)))
           store_relaxed_gpu(own_choice(c, place), meta_word(epoch, value));
         if (there || token == refreshed)
           store_relaxed_sys(meta.weights + place, meta_word(epoch, weight_bits(choice.weight)));
@@ -335,14 +338,14 @@ TY_DEVICE void write_tile(const Context auto &c, const Team &team, const Choices
         if (masks) store(masks + tile.first + token, ranks);
         u32 slot = popcount64(bits_below(ranks, tile.destination()));
         value = 0;
-        // Both are asked, since the caller's choices may have changed since the tile was marked: then slots do not fit.
+        // Both are checked: the caller's choices may have changed since the tile was marked, and slots would not fit.
         if ((load(present + token / 32) >> (token % 32)) & (ranks >> tile.destination()) & 1)
           value = 1 + ((load(&shared.start[tile.experts]) + earlier_in_row(present, token)) << meta_slot_bits | slot);
         store_relaxed_sys(meta.tokens + tile.first + token, meta_word(epoch, value));
       });
 }
 
-// Words of the token in turn, if it has none of this epoch.
+// Rewrites the words of refreshed_token, if it has none of this epoch.
 TY_DEVICE void refresh_words(const Context auto &c, const Team &team, const Meta &meta, u64 epoch, u32 tokens) {
   u32 token = refreshed_token(c, epoch);
   if (token < tokens) return;
@@ -355,13 +358,13 @@ TY_DEVICE void refresh_words(const Context auto &c, const Team &team, const Meta
   if (team_thread(team) == 0) store_relaxed_sys(meta.tokens + token, meta_word(epoch, 0));
 }
 
-// Words of a tile, of so many tokens.
+// Bitmap words a row of a tile, where the call has `tokens` tokens.
 TY_DEVICE u32 tile_words(const Context auto &c, u32 tokens) {
   u32 all = (tokens + 31) / 32;
   return all < c.tile_words ? all : c.tile_words;
 }
 
-// Tiles of so many tokens; no tokens make one, too, which says so.
+// Tiles of `tokens` tokens; no tokens make one tile, too, which publishes that.
 TY_DEVICE u32 tile_count(const Context auto &c, u32 tokens) {
   u32 tile = c.tile_words * 32, count = 1;
   TY_ROLLED
@@ -375,7 +378,8 @@ TY_DEVICE Tile tile_at(const Context auto &c, const Choices &in, u32 destination
   return {destination << 16 | c.node, c.max_local_experts, first, count, words};
 }
 
-// Counts of a source for one rank of this node, and where its waves end, all tokens being marked. By a team.
+// Publishes the counts of a source for one rank of this node, and where its rounds end, once all tokens are marked. By
+// a team.
 TY_DEVICE void publish_counts(const Context auto &c, const Team &team, const Choices &in, const MetaShared &shared,
                               const Meta &meta, u64 epoch, const Tile &last, bool faulty) {
   u32 experts = last.experts;
@@ -391,17 +395,17 @@ TY_DEVICE void publish_counts(const Context auto &c, const Team &team, const Cho
       store_relaxed_sys(all_counts(c, rank, in.source, last.destination(), epoch) + e, word);
     if (in.own && e == experts) note_rows(c, world_rank(c, last.destination()), rows);
   }
-  // Where waves end is known for own tokens; a rail says it of others' as their messages land.
+  // Ends of rounds are known here for own tokens; a rail publishes those of other sources as their messages arrive.
   u32 tokens = faulty ? 0 : in.tokens;
-  for (u32 wave = team_thread(team); in.own && wave < c.waves; wave += team_threads(team)) {
-    u32 end = (wave + 1) * c.wave_tokens;
-    store_relaxed_sys(meta.counts + experts + 1 + wave, meta_word(epoch, end < tokens ? end : tokens));
+  for (u32 round = team_thread(team); in.own && round < c.rounds; round += team_threads(team)) {
+    u32 end = (round + 1) * c.round_tokens;
+    store_relaxed_sys(meta.counts + experts + 1 + round, meta_word(epoch, end < tokens ? end : tokens));
   }
   refresh_words(c, team, meta, epoch, tokens);
 }
 
-// Where the rows of each expert in a tile are kept for the tiles behind it: uint32 [max_local_experts + 1], the last
-// word being the rank's, and a tag. `part` is 0 for own tokens, 1 + j for those of served home j.
+// The rows of each expert in a tile, kept for later tiles: uint32 [max_local_experts + 1], the last word being the
+// rank's, and a tag. `part` is 0 for own tokens, 1 + j for those of served source j.
 struct TileRows {
   u32 *rows;
   u64 *tag;
@@ -412,9 +416,9 @@ TY_DEVICE TileRows tile_rows(const Context auto &c, u32 part, u32 destination, u
   return {pointer<u32>(c.tile_rows) + tile * (c.max_local_experts + 1), pointer<u64>(c.tile_tags) + tile};
 }
 
-// A tile's rows for those behind it, and those of the ones before it, which are other blocks' or earlier work of this
-// one, into `start`, which is zero. By a team, whose members have marked the tile. `faulty` is set if a choice in a
-// tile before is. False once a deadline passed.
+// Keeps a tile's rows for later tiles, and adds those of earlier tiles, which other blocks or this block marked, into
+// `start`, which is zero. By a team, whose members have marked the tile. Sets `faulty` if a choice in an earlier tile
+// is faulty. False once a deadline passed.
 TY_DEVICE bool add_tiles(const Context auto &c, const Team &team, MetaShared &shared, u64 epoch, const Tile &tile,
                          u32 part, u32 number, bool &faulty) {
   u32 words = tile.experts + 1;
@@ -423,10 +427,10 @@ TY_DEVICE bool add_tiles(const Context auto &c, const Team &team, MetaShared &sh
     store(own.rows + e,
           faulty && e == tile.experts ? meta_refused : all_in_row(&shared.bitmap[e * tile.words], tile.words));
   team_barrier(team);
-  // N9: the rows happen before; add_tiles of the tiles behind acquires.
+  // N9: the rows happen before; add_tiles of later tiles acquires.
   if (team_thread(team) == 0) store_release_gpu(own.tag, epoch);
   bool failed = false;
-  // Whoever has such a tile may wait for a peer, who is to be named first.
+  // The block of an earlier tile may wait for a peer, and its error, which names the peer, must come first.
   Wait wait{TY_SITE_TILE, c.rank, epoch, c.timeout_ns / 16};
   for (u32 before = team_thread(team); before < number; before += team_threads(team))
     failed |= !wait_word(c, wait, tile_rows(c, part, tile.destination(), before).tag, 0, epoch, "tile");
@@ -447,10 +451,10 @@ TY_DEVICE bool add_tiles(const Context auto &c, const Team &team, MetaShared &sh
 // Whether no tokens follow a tile.
 TY_DEVICE bool is_last_tile(const Choices &in, const Tile &tile) { return tile.first + tile.count == in.tokens; }
 
-// META of one tile of a source for one rank of this node, and with the last tile its counts, once the tile is marked;
-// its positions go on from the tiles before. By a team. `faulty`: whether a choice of the tile is, and then whether one
-// up to its end is. Every destination's counts come from all tokens, so that a single fault anywhere makes all of them
-// say "nothing"; words of tiles are then not looked at. `masks`: as of write_tile. False once a deadline passed.
+// Publishes metadata of one marked tile of a source for one rank of this node, and with the last tile its counts;
+// positions continue from the earlier tiles. By a team. `faulty`: whether a choice of the tile is faulty; on return, of
+// any tile up to this one. Every destination's counts come from all tokens, so one fault anywhere makes all counts
+// zero and refused; words of tiles are then not looked at. `masks`: as in write_tile. False once a deadline passed.
 TY_DEVICE bool publish_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
                             const Tile &tile, u32 part, u32 number, bool &faulty, u64 *masks) {
   bool last = is_last_tile(in, tile);
@@ -464,19 +468,19 @@ TY_DEVICE bool publish_tile(const Context auto &c, const Team &team, const Choic
   return true;
 }
 
-// What this rank alone keeps of its call, or reports, behind the last tile for itself: its block has heard of all
-// tokens. By a thread.
-TY_DEVICE void keep_own(const DispatchArgs auto &a, const Choices &in, const Wave &wave, bool faulty) {
+// Keeps or reports what concerns this rank alone, after the last tile for itself, whose block has found faults in all
+// tiles. By a thread.
+TY_DEVICE void keep_own(const DispatchArgs auto &a, const Choices &in, const Round &round, bool faulty) {
   const auto &c = a.context;
   ty_handle_head *head = pointer<ty_handle_head>(a.handle.head);
-  // A launch that also receives the whole call says so as it ends, by another block.
-  if (!(a.phases & TY_PHASE_RECEIVE) || !is_last(c, wave)) store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));
+  // In a launch that also receives the whole call, another block sets the state at the end.
+  if (!(a.phases & TY_PHASE_RECEIVE) || !is_last(c, round)) store(&head->state, static_cast<u32>(TY_HANDLE_EMPTY));
   store(&head->own_tokens, in.tokens);
   store(&head->own_bad, faulty ? 1u : 0u);
   if (in.bad)
     keep_fault(
-        {TY_ERROR_TOKEN_COUNT, 0, c.rank, wave.call, static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0});
-  else if (faulty) report_routing(c, in, wave.call);
+        {TY_ERROR_TOKEN_COUNT, 0, c.rank, round.call, static_cast<u64>(static_cast<i64>(in.found)), c.max_tokens, 0});
+  else if (faulty) report_routing(c, in, round.call);
 }
 
 } // namespace ty

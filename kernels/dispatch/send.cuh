@@ -1,36 +1,36 @@
-// Dispatch, the sending phase inside a node: rows into the inboxes of the ranks that need them.
+// Dispatch, the sending phase inside a node: rows into the receive buffers of the ranks that need them.
 #pragma once
 #include "dispatch/meta.cuh"
 #include "common/quantize.cuh"
 
 namespace ty {
 
-// The passes that warps go through: what is said ahead of rows, then rows for other nodes, rows for the own one, what
-// other nodes sent for it, rows to their final places. The first is all warps' together; senders go through the next
-// three, those that place through the last, in which senders describe the output and help where there is much to do.
+// The passes that warps go through: announcements ahead of rows, rows for other nodes, rows for the own node, rows that
+// arrived from other nodes for this one, rows to their final places. All warps announce; senders go through the next
+// three; placers go through the last, in which senders describe the output, and help where there is much to do.
 constexpr u32 pass_announce = 0, pass_pack = 1, pass_push = 2, pass_forward = 3, pass_place = 4, passes = 5;
 
-// Shared memory of what places rows.
+// Shared memory for placing rows.
 struct PlaceShared {
   u32 before[TY_MAX_COUNTS];           // [source][local expert]: rows of the expert from sources before
   u32 rows[TY_MAX_LOCAL_EXPERTS + 1];  // of each local expert
   u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // first output row of each local expert's segment, and the end of all
   u32 source_rows[TY_MAX_RANKS];
   u32 source_start[TY_MAX_RANKS]; // token layout: first output row of each source
-  u32 source_first[TY_MAX_RANKS]; // tokens [first, end) of each source are of this wave
+  u32 source_first[TY_MAX_RANKS]; // tokens [first, end) of each source are of this round
   u32 source_end[TY_MAX_RANKS];
   u32 needed;
   u32 used;
-  u32 most;          // tokens of a source in this wave
+  u32 most;          // tokens of a source in this round
   u32 tokens;        // of all sources
-  u32 planned;       // 1: what is above is known
+  u32 planned;       // 1: the members above are known
   u32 helped;        // 1: warps that have sent help to place
-  u32 taken[passes]; // in each pass, where warps come for items: those of this block that some warp has taken
+  u32 taken[passes]; // in each pass whose items warps take: items of this block that are taken
 };
 
-// Items that a team's warps carry, parts of rows: this warp's are first, first + step, ... below end. With a step of 0
-// each goes to the warp that comes for it: of the block's, which are first, first + so many blocks as share them, ...,
-// or where senders are apart, of all that are to be placed.
+// Items that a team's warps carry: parts of rows. This warp's are first, first + step, ... below end. With step 0 warps
+// take items: of the block's, which are first, first + the number of blocks that share them, ...; or, for placing with
+// dedicated senders, of all items.
 struct Work {
   u32 first;
   u32 end;
@@ -41,50 +41,50 @@ struct Work {
 // What a warp carries in a pass.
 struct Pass {
   Work work;
-  u32 first;  // number of the wave's first row among the call's: own tokens, or those of the source that is forwarded
+  u32 first;  // the round's first row among the call's: of own tokens, or of the source that is forwarded
   u32 served; // which source that is
 };
 
 // What a warp keeps from pass to pass: between nodes in shared memory, since registers are few.
 struct Kept {
   Pass pass;
-  i32 found;   // tokens of the caller, as he says
-  u32 tokens;  // of them those that are to be sent: all, or none
-  u32 busy;    // blocks that announce something
-  u32 apart;   // as senders_apart: of the last blocks (one node)
-  u32 refused; // 1: a choice is faulty (between nodes)
-  u32 sending; // as Teams
-  u32 wave;    // as Wave
+  i32 found;     // the caller's token count
+  u32 tokens;    // how many of them are sent: all, or none
+  u32 busy;      // blocks that announce something
+  u32 dedicated; // as dedicated_senders: of the last blocks (one node)
+  u32 refused;   // 1: a choice is faulty (between nodes)
+  u32 sending;   // as Teams
+  u32 round;     // as Round
   u64 epoch;
   u64 call;
 };
 
-// By one lane; what a pass adds comes later.
+// Stores all but `pass`, which each pass adds. By one lane.
 TY_DEVICE void store_kept(Kept &kept, const Kept &from) {
   store(&kept.found, from.found);
   store(&kept.tokens, from.tokens);
   store(&kept.busy, from.busy);
-  store(&kept.apart, from.apart);
+  store(&kept.dedicated, from.dedicated);
   store(&kept.refused, from.refused);
   store(&kept.sending, from.sending);
-  store(&kept.wave, from.wave);
+  store(&kept.round, from.round);
   store(&kept.epoch, from.epoch);
   store(&kept.call, from.call);
 }
 
-TY_DEVICE Wave wave_in(const Kept &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.wave)}; }
+TY_DEVICE Round round_in(const Kept &kept) { return {load(&kept.epoch), load(&kept.call), load(&kept.round)}; }
 
-// Shared memory of a dispatch block, 98 KiB: what builds META, and what places rows, side by side.
+// Shared memory of a dispatch block, 98 KiB: for building metadata and for placing rows, side by side.
 struct DispatchShared {
-  LaunchShared turn;
+  LaunchShared launch;
   MetaShared meta;
   PlaceShared place;
 };
-static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h tells the launcher");
+static_assert(sizeof(DispatchShared) <= TY_DISPATCH_SHARED_BYTES, "layout.h sizes the launch");
 
 // ---- send: rows --------------------------------------------------------------------------------------------
 
-// A row as it lies somewhere: payload, and scale words `scale_stride` apart.
+// Where a row is read: payload, and scale words `scale_stride` words apart.
 struct RowAt {
   u64 payload;
   u64 scales;
@@ -102,9 +102,9 @@ struct Slices {
   u32 end;
 };
 
-// How often rows are halved, each part being carried by a warp: where rows are few, so often that none of so many
-// warps gets more than one part, since each has trips to memory of its own. Parts of all rows are numbered with 32
-// bits: rows fit in 31, and are cut only where they are few.
+// How often rows are halved, each part being carried by a warp: as often as leaves none of `warps` warps with more than
+// one part, since each part costs trips to memory of its own. Parts of all rows are numbered with 32 bits: row numbers
+// fit in 31, and only few rows are cut.
 TY_DEVICE u32 cut_for(u64 rows, u64 warps) {
   u32 cut = most_cuts;
   TY_ROLLED
@@ -112,7 +112,7 @@ TY_DEVICE u32 cut_for(u64 rows, u64 warps) {
   return cut;
 }
 
-// The slices of a part: parts of a row follow one another in the numbers of all.
+// The slices of a part: parts of a row have consecutive numbers.
 TY_DEVICE Slices part_of_row(u32 part, u32 cut) {
   u32 slices = TY_SLICES >> cut, first = (part & ((1u << cut) - 1)) * slices;
   return {first, first + slices};
@@ -155,29 +155,29 @@ struct RowTo {
   u64 scales; // of word 0
 };
 
-// A row with its scales behind it.
+// A row with its scales after it.
 TY_DEVICE RowTo row_to(const Context auto &c, const char *at) {
   u64 payload = reinterpret_cast<u64>(at);
   return {payload, payload + c.row_bytes};
 }
 
 // The slot of a source's row at a rank of this node.
-TY_DEVICE RowTo inbox_row(const Context auto &c, u32 owner, u64 epoch, u32 source, u32 slot) {
+TY_DEVICE RowTo recv_buffer_row(const Context auto &c, u32 owner, u64 epoch, u32 source, u32 slot) {
   return row_to(c,
                 in_arena<const char>(c, owner, c.regions.rows, epoch, source) + static_cast<u64>(slot) * c.slot_bytes);
 }
 
-// The bits from `turn` on first, which is below 32: bit i is what bit i + turn was.
-TY_DEVICE u32 rotated(u32 bits, u32 turn) { return bits >> turn | bits << ((warp_size - turn) % warp_size); }
+// `bits` rotated right by `first` < 32: bit i of the result is bit i + first.
+TY_DEVICE u32 rotated(u32 bits, u32 first) { return bits >> first | bits << ((warp_size - first) % warp_size); }
 
-// Copies slices of a row, read once, to place_of(bit) for every bit of the mask that mask_of() gives, called once while
-// the first loads are under way; answers the mask. Bits from `turn` on come first. Scale words of a place are
-// `to_stride` apart. By a warp.
+// Copies slices of a row, read once, to place_of(bit) for every bit of the mask that mask_of() returns; mask_of is
+// called once, while the first loads are under way. Returns the mask. Bits from `first` on come first. Scale words of a
+// place are `to_stride` apart. By a warp.
 //
-// A kernel has one call of it: rows are packed, pushed, forwarded and placed by the same code, which the first to come
-// fetches for all.
+// A kernel calls it in one place: rows are packed, pushed, forwarded and placed by the same code, fetched once for all
+// passes.
 template <typename MaskOf, typename PlaceOf>
-TY_DEVICE u64 carry_row(const Context auto &c, const RowAt &from, const Slices &slices, u32 to_stride, u32 turn,
+TY_DEVICE u64 carry_row(const Context auto &c, const RowAt &from, const Slices &slices, u32 to_stride, u32 first,
                         MaskOf mask_of, PlaceOf place_of) {
   u32 vectors = c.row_bytes / 16, end = slice_begin(vectors, slices.end, warp_size);
   u32 begin = slice_begin(vectors, slices.first, warp_size);
@@ -191,12 +191,12 @@ TY_DEVICE u64 carry_row(const Context auto &c, const RowAt &from, const Slices &
   Batch batch = load_payload(begin);
   u32 scale = load_scale(first_scale);
   u64 mask = mask_of();
-  // A lane knows one place; more than there are lanes take the row twice.
+  // A lane holds one place; a mask wider than the warp takes the row twice.
   TY_ROLLED
   for (u32 base = 0; base < 64 && (mask >> base) != 0; base += warp_size) {
-    u32 here = rotated(static_cast<u32>(mask >> base), turn);
+    u32 here = rotated(static_cast<u32>(mask >> base), first);
     RowTo own{0, 0};
-    if ((here >> lane_index()) & 1) own = place_of(base + (lane_index() + turn) % warp_size);
+    if ((here >> lane_index()) & 1) own = place_of(base + (lane_index() + first) % warp_size);
     auto payload_of = [&](u32 left) { return pointer<char>(shuffle(own.payload, lowest_bit(left))); };
     auto scale_of = [&](u32 left, u32 w) {
       return pointer<u32>(shuffle(own.scales, lowest_bit(left))) + static_cast<u64>(w) * to_stride;
@@ -239,12 +239,12 @@ TY_DEVICE u64 carry_row(const Context auto &c, const RowAt &from, const Slices &
   return mask;
 }
 
-// Raises the tags of slices of a source's row at every rank of the mask, behind the row. By a warp.
+// Raises the tags of slices of a source's row at every rank of the mask, after the row. By a warp.
 TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source, u32 slot, const Slices &slices) {
   warp_barrier();
   // N2: the warp's stores happen before this fence; wait_row acquires.
   if (mask) fence_acq_rel_sys();
-  // As many slices as a power of two.
+  // The number of slices is a power of two.
   u32 carried = slices.end - slices.first, shift = popcount(carried - 1);
   for (u32 i = lane_index(); i >> shift < c.node_ranks; i += warp_size) {
     u32 rank = i >> shift, slice = slices.first + (i & (carried - 1));
@@ -253,8 +253,8 @@ TY_DEVICE void raise_tags(const Context auto &c, u64 mask, u64 epoch, u32 source
   }
 }
 
-// Whether own rows are placed from where the caller has them. A launch that only receives may come when he has them no
-// more; and to quantise rows takes long, which is done before it is known where they go.
+// Whether own rows are placed directly from the caller's memory. A launch that only receives may come when the caller
+// no longer has them; and quantising takes long, so it is done before it is known where rows go.
 TY_DEVICE bool places_own(const DispatchArgs auto &a) {
   return a.phases == (TY_PHASE_SEND | TY_PHASE_RECEIVE) && quantization(a.context) == TY_QUANTIZE_NONE;
 }
@@ -265,28 +265,28 @@ TY_DEVICE RowAt own_row(const DispatchArgs auto &a, u32 token) {
           quantization(a.context)};
 }
 
-// Tells every node peer that this rank's reads of the epoch before are over. By the team of one block.
-TY_DEVICE void raise_round(const Context auto &c, const Team &team, u64 epoch) {
+// Notifies every node peer that this rank's reads of the epoch before are over. By the team of one block.
+TY_DEVICE void raise_epoch(const Context auto &c, const Team &team, u64 epoch) {
   // N1: acquired by wait_round.
   for (u32 rank = team_thread(team); rank < c.node_ranks; rank += team_threads(team))
     store_release_sys(in_arena<u64>(c, rank, c.regions.meta_flags, epoch, c.local), flag_value(epoch, TY_STATUS_OK));
 }
 
-// Blocks that build META and heads of messages for a call of so many tokens: the first of the grid.
-TY_DEVICE u32 busy_blocks(const Context auto &c, const Wave &wave, u32 phases, u32 tokens) {
+// Blocks that build metadata and heads of messages for a call of `tokens` tokens: the first of the grid.
+TY_DEVICE u32 busy_blocks(const Context auto &c, const Round &round, u32 phases, u32 tokens) {
   if (!(phases & TY_PHASE_SEND)) return 0;
-  u32 links = spans_nodes(c) ? lane_of(c, TY_LANE_DISPATCH).targets : 0;
-  return links + (wave.number == 0 ? tile_count(c, tokens) * c.node_ranks : 0);
+  u32 links = spans_nodes(c) ? layout_of(c, TY_DIRECTION_DISPATCH).targets : 0;
+  return links + (round.number == 0 ? tile_count(c, tokens) * c.node_ranks : 0);
 }
 
-// The warps that share rows out among them, and the calling one's number.
+// The warps among which rows are shared out, and the calling warp's number.
 struct Share {
   u32 warps;
-  u32 own; // `warps` or more: it is none of them
+  u32 own; // `warps` or more: not one of them
 };
 
-// A team's warps on all workers; but where rows are few, on those that are not busy with something else. Neighbours are
-// in different blocks, from the far end of the grid, so that busy blocks get their rows last.
+// A team's warps on all workers; where rows are few, only on workers that are not busy with announcements. Consecutive
+// numbers are in different blocks, from the far end of the grid, so that busy blocks get their rows last.
 TY_DEVICE Share share_of(const Context auto &c, const Team &team, u32 busy, u32 rows) {
   u32 workers = worker_count(c), block = block_index();
   if (2 * busy <= workers && rows <= (workers - busy) * team.warps) {
@@ -297,7 +297,7 @@ TY_DEVICE Share share_of(const Context auto &c, const Team &team, u32 busy, u32 
   return {workers * team.warps, team_warp(team) * workers + workers - 1 - block};
 }
 
-// By a warp, which has done with the pass before.
+// By a warp that has finished the pass before.
 TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
   warp_barrier();
   if (lane_index() == 0) {
@@ -311,20 +311,20 @@ TY_DEVICE void keep_pass(Pass &kept, const Pass &pass) {
   warp_barrier();
 }
 
-// So many rows, shared out, and cut for warps or for blocks. Each part of a row that is sent inside the node costs a
-// fence, which waits for what all warps of the block send; to quantise a row takes a warp longer than that.
+// Shares out `rows` rows, cut for warps or for blocks. Each part of a row that is sent inside the node costs a fence,
+// which waits for what all warps of the block send; quantising a row takes a warp longer than that.
 TY_DEVICE Work share_rows(const Context auto &c, const Team &team, u32 busy, u32 rows, bool for_blocks) {
   Share share = share_of(c, team, busy, rows);
   u32 cut = cut_for(rows, for_blocks ? share.warps / team.warps : share.warps);
   return {share.own, rows << cut, share.warps, cut};
 }
 
-// The same of rows to send, which warps come for where there are more than one for each, or where senders are apart;
-// again from the far end of the grid. By a team. `closed`: as finds_closed, and then as its warps agree, or as the
-// whole team where it has to meet: rows that no META tells of are looked at by nobody.
+// Likewise for rows to send. Warps take rows where there is more than one for each warp, or where senders are
+// dedicated; again from the far end of the grid. By a team. `closed`: as finds_closed; on return as the warp agreed, or
+// as the whole team where it has to meet: rows that no metadata announces are never looked at.
 TY_DEVICE Work share_sent(const Context auto &c, const Team &team, PlaceShared &shared, u32 kind, const Kept &kept,
                           u32 rows, bool &closed) {
-  if (load(&kept.apart) == 0) {
+  if (load(&kept.dedicated) == 0) {
     bool for_blocks = kind == pass_push && quantization(c) == TY_QUANTIZE_NONE;
     Work work = share_rows(c, team, load(&kept.busy), rows, for_blocks);
     if (rows <= work.step) {

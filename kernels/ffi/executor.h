@@ -1,7 +1,7 @@
 // The CPU device's executor: a fiber scheduler that runs kernels built by the host compiler.
 //
 // One scheduler runs on one OS thread; fibers never migrate. Two modes:
-//   TY_EXEC_FREE    one executor per rank, on a thread of its own; kernels run as fast as they go.
+//   TY_EXEC_FREE    one executor per rank, on a thread of its own; kernels run at full speed.
 //   TY_EXEC_SEEDED  the whole world (every rank's host code and kernels) on one thread, under one
 //                   seeded schedule with preemption inside every memory primitive; replays exactly.
 // C interface, so that Rust binds it (kernels/ffi/executor.rs).
@@ -42,9 +42,9 @@ void ty_exec_stop(ty_exec *exec); // any thread
 int ty_exec_spawn_host(ty_exec *exec, void (*entry)(void *), void *arg);
 // From a host fiber: lets others run; `site` names the wait and must outlive the executor.
 void ty_exec_host_yield(const char *site);
-// After ty_exec_run answered anything but TY_EXEC_OK, on the same thread: resumes host fibers in turn, each until it
-// yields again or returns, until all have returned. They are to leave: entry unwinds from a yield that finds
-// ty_exec_ending. Nothing else runs any more.
+// After ty_exec_run answered anything but TY_EXEC_OK, on the same thread: resumes host fibers one after the other, each
+// until it yields again or returns, until all have returned. Fibers must leave: entry unwinds from a yield if
+// ty_exec_ending answers 1. Nothing else runs any more.
 void ty_exec_end_hosts(ty_exec *exec);
 int ty_exec_ending(void); // 1 on a host fiber that ty_exec_end_hosts resumed, else 0
 // 1 on a fiber of an executor, else 0.
@@ -66,11 +66,11 @@ int ty_stream_wait(ty_stream *stream, ty_stream *after);
 uint64_t ty_stream_enqueued(const ty_stream *stream);  // pieces of work so far
 uint64_t ty_stream_completed(const ty_stream *stream); // acquire
 
-uint64_t ty_exec_now_ns(const ty_exec *exec);     // less what the process was stopped (free); virtual (seeded)
+uint64_t ty_exec_now_ns(const ty_exec *exec);     // less the time that the process was stopped (free); virtual (seeded)
 uint64_t ty_exec_trace_hash(const ty_exec *exec); // of every scheduling decision (seeded)
 uint64_t ty_exec_switches(const ty_exec *exec);
-// Says what host memory the kernels share with the host (or, with shared == 0, no longer do), so that loads of it can
-// be counted (seeded mode): all of them, and those by threads other than the first of their launch to make one.
+// Registers host memory that the kernels share with the host (or, with shared == 0, no longer do), so that loads of it
+// are counted (seeded mode): all loads, and loads by threads other than the first of their launch to make one.
 void ty_exec_share_host(ty_exec *exec, const void *base, uint64_t bytes, int shared);
 uint64_t ty_exec_host_loads(const ty_exec *exec);
 uint64_t ty_exec_further_pollers(const ty_exec *exec);

@@ -12,11 +12,11 @@
 #define TY_MAX_NODE_RANKS 64
 // Nodes of a world: a token's nodes are one bit each in a 64-bit mask.
 #define TY_MAX_NODES 64
-// Experts a token may name: a lane of a warp each.
+// Experts a token may name: one warp lane each.
 #define TY_MAX_TOP_K 32
-// Experts on one rank: 11 bits of a META word, and a token bitmap word each in shared memory.
+// Experts on one rank: 11 bits of a metadata word, and a token bitmap word each in shared memory.
 #define TY_MAX_LOCAL_EXPERTS 2047
-// Tokens of a call: 20 bits of a META word.
+// Tokens of a call: 20 bits of a metadata word.
 #define TY_MAX_TOKENS (1 << 20)
 // 32-bit words of the token bitmap in shared memory (32 KiB).
 #define TY_BITMAP_WORDS 8192
@@ -25,8 +25,8 @@
 #define TY_NODES_BITMAP_WORDS 8256
 // Ranks times experts of one rank: their counts are in shared memory (32 KiB).
 #define TY_MAX_COUNTS 8192
-// Ranks of a node with outputs in the arena: a lane of a warp each keeps where a row goes, and a bit of 32 whether
-// there is room.
+// Ranks of a node with in-place output: one warp lane each keeps where a row goes, and a bit of 32 whether there is
+// room.
 #define TY_MAX_IN_PLACE_RANKS 32
 // Slices of a dispatched row: each may be carried by a warp of its own, and has a tag of its own.
 #define TY_SLICES 8
@@ -53,7 +53,7 @@
 #define TY_WEIGHTS_COMBINE 1
 #define TY_WEIGHTS_NONE 2
 
-// Scales that own rows get as they are quantised to fp8, if they are: then they come as bf16, without scales.
+// Scales of own rows that are quantised to fp8 on sending, if they are: such rows come as bf16, without scales.
 #define TY_QUANTIZE_NONE 0
 #define TY_QUANTIZE_F32 1
 #define TY_QUANTIZE_UE8M0 2
@@ -64,13 +64,13 @@
 #define TY_FP32 2
 #define TY_FP8_E4M3 3
 
-// Low half of a flag, but a combine flag (combine_status in kernels/combine/send.cuh): what the sender says of this
-// epoch. The high half is the epoch's low 32 bits. The words of a message's head, too.
+// Low half of a flag, except of a combine flag (combine_status in kernels/combine/send.cuh): the sender's status in
+// this epoch. The high half is the epoch's low 32 bits. Also the status word of a message's head.
 #define TY_STATUS_OK 0
 #define TY_STATUS_BAD_INPUT 1  // dispatch: the source's routing was unusable, it sends nothing
 #define TY_STATUS_INCOMPLETE 2 // combine: the expert rank's output overflowed, it sends no rows
 
-// State of a handle that holds no received dispatch; else it is the serial of the handle whose dispatch was received.
+// State of a handle that holds no received dispatch; else the state is the serial of the handle that was received.
 #define TY_HANDLE_EMPTY 0
 
 // Error kinds in an error record.
@@ -92,65 +92,61 @@
 #define TY_ORDER_COMBINE_SEND 3
 #define TY_ORDER_COMBINE_RECEIVE 4
 #define TY_ORDER_HANDLE_EMPTY 5
-#define TY_ORDER_WAVE 6
+#define TY_ORDER_ROUND 6
 #define TY_ORDER_DISPATCH_CALL 7
 #define TY_ORDER_COMBINE_CALL 8
 
 // Wait sites: every wait on the device has one.
-#define TY_SITE_META 1
+#define TY_SITE_METADATA 1
 #define TY_SITE_ROW 2
 #define TY_SITE_COMBINE_FLAG 3
 #define TY_SITE_PARTIAL 4
 #define TY_SITE_BARRIER 5
-#define TY_SITE_LANDED 6  // a chunk from another node
+#define TY_SITE_ARRIVED 6 // a chunk from another node
 #define TY_SITE_STAGING 7 // wire staging that the network still reads
-#define TY_SITE_FREE 8    // a node peer's inbox of the epoch before
-#define TY_SITE_TILE 9    // META of earlier tokens, by another block of this rank
+#define TY_SITE_FREE 8    // a node peer's receive buffer of the epoch before
+#define TY_SITE_TILE 9    // metadata of earlier tokens, by another block of this rank
 #define TY_SITE_AHEAD_WEIGHTS 10
 
-// The directions, each with its own record and claim.
+// What moves: one numbering for kernels, proxy and reports (proxy/wire.rs: Direction). The first three are calls, each
+// with its own record and claim. Between nodes each has links, epochs, staging and a receive buffer of its own.
 #define TY_DIRECTION_DISPATCH 0
 #define TY_DIRECTION_COMBINE 1
 #define TY_DIRECTION_BARRIER 2
-#define TY_DIRECTIONS 3
-// Error records: one a direction for what a context survives, then one a direction for what closes it, so that neither
-// takes the other's place.
+#define TY_DIRECTION_WEIGHTS 3 // sent ahead of a combine, along the links of dispatch
+#define TY_DIRECTIONS 4
+#define TY_CALL_DIRECTIONS 3
+// Error records: one per call direction for errors that a context survives, then one per call direction for errors that
+// close it, so that neither kind overwrites the other.
 #define TY_RECORDS 6
 
-// Blocks of which there are few: see has_few_blocks in kernels/common/wire.cuh.
+// At most so many blocks are few: see has_few_blocks in kernels/common/wire.cuh.
 #define TY_FEW_BLOCKS 48
 
-// Stages of a kernel: when a block came to the end of each. See struct ty_context: stats.
+// Stages of a kernel. Each block notes when it reached the end of each stage: see ty_context.stats.
 #define TY_STAGE_BEGIN 0
-#define TY_STAGE_PUBLISHED 1 // dispatch: META and heads of messages; combine: flags and weights
-#define TY_STAGE_FAR 2       // rows for other nodes packed, or their partial rows sent
-#define TY_STAGE_NEAR 3      // rows of the own node sent
-#define TY_STAGE_RAIL 4      // what this rank does as a rail
-#define TY_STAGE_HEARD 5     // counts of all sources, or flags of all node peers
-#define TY_STAGE_ROWS 6      // rows placed, or sums formed
-#define TY_STAGE_DONE 7      // nothing left but to count the blocks
+#define TY_STAGE_PUBLISHED 1  // dispatch: metadata and heads of messages; combine: flags and weights
+#define TY_STAGE_INTER_NODE 2 // rows for other nodes packed, or their partial rows sent
+#define TY_STAGE_INTRA_NODE 3 // rows of this node sent
+#define TY_STAGE_RAIL 4       // what this rank does as a rail
+#define TY_STAGE_NOTIFIED 5   // counts of all sources, or flags of all node peers
+#define TY_STAGE_ROWS 6       // rows placed, or sums formed
+#define TY_STAGE_DONE 7       // nothing left but to count the blocks
 #define TY_STAGES 8
-
-// What travels between nodes, each with links, epochs, staging and inbox of its own (proxy/wire.rs: Direction).
-#define TY_LANE_DISPATCH 0
-#define TY_LANE_COMBINE 1
-#define TY_LANE_WEIGHTS 2
-#define TY_LANE_BARRIER 3
-#define TY_LANES 4
 
 // Bytes at the head of every message between nodes: ty_wire_head.
 #define TY_WIRE_HEAD_BYTES 32
-// A landing, with which the proxy tells that a chunk is in the inbox: epoch << 21 | source << 10 | chunk. What is left
-// of the epoch does not wrap in the life of a machine (2^43 calls), since its word can stay unwritten for any number of
-// them.
-#define TY_LANDING_CHUNK_BITS 10
-#define TY_LANDING_SOURCE_BITS 11
-// Words of host memory that a device polls lie so many words apart, in a 32-byte sector each: a GPU's loads from one
-// sector are made one after the other, each a trip over PCIe (H200: eight of a line take 7 us, of eight sectors 1.2).
+// An arrival, by which the proxy reports that a chunk is in the receive buffer: epoch << 21 | source << 10 | chunk.
+// The 43 bits of the epoch do not wrap in the life of a machine (2^43 calls); the word can stay unwritten for any
+// number of epochs.
+#define TY_ARRIVAL_CHUNK_BITS 10
+#define TY_ARRIVAL_SOURCE_BITS 11
+// Polled words of host memory lie so many words apart, in a 32-byte sector each: a GPU makes its loads from one sector
+// one after the other, each a trip over PCIe (H200: eight of a line take 7 us, of eight sectors 1.2).
 #define TY_POLLED_PITCH 4
 
 // A region of the arena: address = base + offset + parity * parity_stride + source * source_stride + index * unit.
-// Tokens of rows and partial rows are counted from the wave's first, those of META from the call's.
+// Tokens of rows and partial rows are counted from the round's first token, those of metadata from the call's.
 // Regions that exist once have parity_stride 0.
 typedef struct ty_region {
   uint64_t offset;
@@ -158,32 +154,34 @@ typedef struct ty_region {
   uint64_t source_stride;
 } ty_region;
 
-// Where each region lies: the same on every rank. A source is a rank of the world; what a rail received for its node
-// stands there under the source's number, and its tokens are counted without those that have nothing to do here.
+// Where each region lies: the same on every rank. A source is a rank of the world. What a rail received for its node
+// is stored under the source's number; only tokens that have experts in the node are counted.
 typedef struct ty_regions {
-  ty_region rows;         // [source][token] slots of slot_bytes: payload, then scale words
-  ty_region row_tags;     // [source][token][TY_SLICES] uint64 epoch
-  ty_region meta_flags;   // [parity][local rank] uint64 flag: that rank has read its inbox of the epoch before
-                          // META words, uint64 {epoch's low half, 1 + value}: each says by itself whether it is there.
-  ty_region meta_counts;  // [parity][source][max_local_experts + 1 + waves]: rows by expert, rows or meta_refused, ends
-  ty_region meta_tokens;  // [parity][source][token]: 0 not here, else 1 + (row of this source << 5 | slot at the owner)
-  ty_region meta_homes;   // [parity][source][token]: its number at its home, for sources of other nodes
-  ty_region meta_choices; // [parity][source][token][top_k]: 0 not here, else 1 + (position << 11 | local expert)
-  ty_region meta_weights; // [parity][source][token][top_k]: bits of a float, where the choice is here
-  ty_region partials;     // [part][token][slot] rows of partial_bytes; part 0: own tokens, 1 + j: of served home j
-  ty_region partial_tags; // [part][token][slot] uint64 epoch, unless they arrive
+  ty_region rows;       // [source][token] slots of slot_bytes: payload, then scale words
+  ty_region row_tags;   // [source][token][TY_SLICES] uint64 epoch
+  ty_region meta_flags; // [parity][local rank] uint64 flag: that rank has read its receive buffer of the epoch before
+
+  // Metadata words, uint64 {epoch's low half, 1 + value}: each shows by itself whether it has arrived.
+  ty_region meta_counts; // [parity][source][max_local_experts + 1 + rounds]: rows by expert, rows or meta_refused, ends
+  ty_region meta_tokens; // [parity][source][token]: 0 not here, else 1 + (row of this source << 5 | slot at the owner)
+  ty_region meta_source_tokens; // [parity][source][token]: its number at its source, for sources of other nodes
+  ty_region meta_choices;       // [parity][source][token][top_k]: 0 not here, else 1 + (position << 11 | local expert)
+  ty_region meta_weights;       // [parity][source][token][top_k]: bits of a float, where the choice is here
+  ty_region partials;      // [part][token][slot] rows of partial_bytes; part 0: own tokens, 1 + j: of served source j
+  ty_region partial_tags;  // [part][token][slot] uint64 epoch, unless partial rows are LL rows
   ty_region combine_flags; // [parity][local rank] uint64 flag
   ty_region ahead_weights; // [parity][source][token][top_k] float: weights that come with combine
   ty_region ahead_flags;   // [parity][source] uint64 flag: they are there
   ty_region barrier_flags; // [parity][local rank] uint64 number of the barrier
-  ty_region dispatch_free; // [local rank] uint64: the last dispatch whose inbox that rank has read
-  ty_region combine_free;  // [local rank] uint64: the same of combine
-                           // In one node, with an output in the arena, into which peers store rows where they belong:
-  ty_region own_rows;      // its rows, row_bytes apart; source_stride 0: there is none
-  ty_region own_scales;    // their scale words, [row][scale_words]
-  ty_region all_counts;    // [parity][source][local rank][max_local_experts + 1] META words: as the first of
-                           // meta_counts, of every rank
-  ty_region own_choices; // [token][top_k] META words: as meta_choices, of own tokens and whatever rank; read here alone
+  ty_region dispatch_free; // [local rank] uint64: the last dispatch whose receive buffer that rank has read
+  ty_region combine_free;  // [local rank] uint64: the last combine likewise
+
+  // In one node, with in-place output: peers store rows directly into the output in the arena.
+  ty_region in_place_rows;    // rows of the output, row_bytes apart; source_stride 0: there is none
+  ty_region in_place_scales;  // their scale words, [row][scale_words]
+  ty_region all_counts;       // [parity][source][local rank][max_local_experts + 1] metadata words: as the first of
+                              // meta_counts, of every rank
+  ty_region in_place_choices; // [token][top_k] metadata words: as meta_choices, of own tokens for all ranks; local
 } ty_regions;
 
 // The first bytes of a message between nodes.
@@ -192,78 +190,77 @@ typedef struct ty_wire_head {
   uint32_t status;   // TY_STATUS_*
   uint32_t rows;     // rows that follow
   uint32_t rank;     // with TY_STATUS_INCOMPLETE: whose rows are missing
-  uint32_t headers;  // row headers that come first: of all rows of the call, in its first wave
-  uint32_t dispatch; // of sums: the dispatch that they answer, as combine flags say it
+  uint32_t headers;  // row headers that come first: of all rows of the call, in its first round
+  uint32_t dispatch; // of sums: number of the dispatch that is combined, as in combine flags
   uint32_t reserved;
 } ty_wire_head;
 
 // One direction between nodes, as proxy/wire.rs lays it out. A message is a head, then rows headers of header_bytes,
 // then, rows_offset from its start, rows of row_bytes, chunk_rows to a chunk. With headers, chunk 0 ends before the
 // rows.
-typedef struct ty_lane {
+typedef struct ty_wire_layout {
   uint64_t staging; // bytes from the own arena's start, of link 0 and parity 0
   uint64_t staging_parity;
   uint64_t staging_link;
-  uint64_t inbox; // the same for what arrives, by source
-  uint64_t inbox_parity;
-  uint64_t inbox_source;
+  uint64_t recv_buffer; // likewise, of messages to this rank, by source
+  uint64_t recv_buffer_parity;
+  uint64_t recv_buffer_source;
   uint32_t rows_offset; // from a message's start to its rows
   uint32_t chunk_rows;
   uint32_t chunk_shift;  // row r is in chunk (r + chunk_shift) / chunk_rows
   uint32_t header_bytes; // 0: rows have no headers
-  uint32_t row_bytes;    // 0: headers are all
+  uint32_t row_bytes;    // 0: a message has headers alone
   uint32_t chunks;       // most of a message; 0: the direction is not used
   uint32_t targets;      // links of this rank
   uint32_t sources;      // links to this rank
   uint32_t links;        // most links of any rank: stride of the words below
-  uint32_t inboxes;      // most sources of any rank
+  uint32_t recv_buffers; // most sources of any rank
   uint32_t first_doorbell;
   uint32_t first_link_word;
-  uint32_t first_landed;
+  uint32_t first_arrived;
   uint32_t first_counter; // of [link][chunk]
   uint32_t chunk_inverse; // floor((2^32 - 1) / chunk_rows), as divide() takes it
   uint32_t reserved;
-} ty_lane;
+} ty_wire_layout;
 
-// What a rank shares with its proxy, and what goes with it. Words are 64 bits.
+// Words that a rank shares with its proxy, and tables that go with them. Words are 64 bits.
 typedef struct ty_wire {
-  ty_lane lanes[TY_LANES];
-  uint64_t doorbells;    // host memory, [doorbell]: {epoch's low half, bytes}, by the device
-  uint64_t chunk_counts; // host memory, [link word]: chunks of the message, by the device
-  uint64_t host_landed; // host memory, [first_landed + parity * inboxes * chunks + n] of polled words: the n-th landing
-                        // of an epoch, by the proxy; polled by one thread alone
-  uint64_t host_free;   // host memory, [link word] of polled words: epochs, by the proxy; polled by the same thread
-  uint64_t host_lost;   // host memory, one word by the proxy: one more than a lost rank; polled likewise
-  uint64_t landed;      // device memory, [first_landed + (parity * inboxes + source) * chunks + chunk]: epochs, by that
-                        // thread for all others
-  uint64_t free;        // device memory, [link word]: the same of host_free
-  uint64_t counters;    // device memory, uint32: things packed of a chunk
-  uint64_t rails;       // const uint32_t *: rank behind each link of dispatch, node by node without the own
-  uint64_t served;      // const uint32_t *: rank behind each source of dispatch
+  ty_wire_layout layouts[TY_DIRECTIONS];
+  uint64_t doorbells;     // host memory, [doorbell]: {epoch's low half, bytes}, by the device
+  uint64_t chunk_counts;  // host memory, [link word]: chunks of the message, by the device
+  uint64_t host_arrivals; // host memory, [first_arrived + parity * receive buffers * chunks + n] of polled words: the
+                          // n-th arrival of an epoch, by the proxy; polled by one thread alone
+  uint64_t host_free;     // host memory, [link word] of polled words: epochs, by the proxy; polled by the same thread
+  uint64_t host_lost;     // host memory, one word by the proxy: 1 + a lost rank; polled likewise
+  uint64_t arrived; // device memory, [first_arrived + (parity * receive buffers + source) * chunks + chunk]: epochs, by
+                    // that thread for all others
+  uint64_t free;    // device memory, [link word]: copies of host_free
+  uint64_t counters; // device memory, uint32: things packed of a chunk
+  uint64_t rails;    // const uint32_t *: rail of each link of dispatch, node by node without the own
+  uint64_t served;   // const uint32_t *: source rank that each source of dispatch is
 } ty_wire;
 
-// Where a direction stands, in every block's own words: read as a launch begins, written as the block ends. All blocks
+// Progress of a direction, in every block's own words: read as a launch begins, written as the block ends. All blocks
 // write alike.
-typedef struct ty_turn {
+typedef struct ty_progress {
   uint64_t sent;     // epoch of the last one sent
   uint64_t received; // epoch of the last one received: equals `sent` or is one behind; of barriers, those passed
   uint32_t launches; // kernels of the direction that have ended, modulo 2^32
   uint32_t call;     // ty_handle.call of the last one, where calls have several launches
   uint32_t ended;    // of those, the guarded ones; modulo 2^32
   uint32_t begun;    // guarded ones that have begun; more than have ended: another one runs
-} ty_turn;
+} ty_progress;
 
-// Device-local control block of a context. Behind it: ty_turn [TY_DIRECTIONS][blocks].
+// Device-local control block of a context. After it: ty_progress [TY_CALL_DIRECTIONS][blocks].
 typedef struct ty_state {
-  uint64_t error_sequence[TY_RECORDS]; // even; what the error record's sequence holds when at rest
-  uint32_t blocks_done[TY_DIRECTIONS]; // with free flags: blocks of the running kernel that are through
-  uint32_t error_claim[TY_RECORDS];    // number of the last launch of which some block has reported; 1 for good in
-                                       // records of what closes a context
-  uint32_t placed[2];                  // by parity of dispatch's epoch: rows to place that warps have come for
-  uint32_t closed;                     // 1: a deadline passed, or launches overlapped; no kernel of this context does
-                                       // anything more
-  uint32_t ended[TY_DIRECTIONS];       // blocks of all guarded launches that have ended, modulo 2^32
-  uint32_t reserved[5];                // the blocks' words begin at a line
+  uint64_t error_sequence[TY_RECORDS];      // even; what the error record's sequence holds when at rest
+  uint32_t blocks_done[TY_CALL_DIRECTIONS]; // with free flags: blocks of the running kernel that have finished
+  uint32_t error_claim[TY_RECORDS];         // number of the last launch of which some block has reported; 1 for good in
+                                            // records of errors that close a context
+  uint32_t placed[2];                       // by parity of dispatch's epoch: rows to place that warps have taken
+  uint32_t closed;                          // 1: a fatal error closed the context; its kernels do nothing more
+  uint32_t ended[TY_CALL_DIRECTIONS];       // blocks of all guarded launches that have ended, modulo 2^32
+  uint32_t reserved[5];                     // the blocks' words begin at a line
 } ty_state;
 
 // In host memory; a sequence lock: odd while the device writes, even and larger afterwards.
@@ -280,12 +277,12 @@ typedef struct ty_error_record {
   uint64_t padding[8];
 } ty_error_record;
 
-// Where an expert lives.
-typedef struct ty_expert_home {
+// The rank that holds an expert.
+typedef struct ty_expert_owner {
   uint16_t node;
   uint16_t rank;  // within the node
   uint32_t local; // which of the rank's experts
-} ty_expert_home;
+} ty_expert_owner;
 
 // Where partial rows of a source's tokens go.
 typedef struct ty_source_owner {
@@ -307,19 +304,19 @@ typedef struct ty_context {
   uint32_t local_experts;
   uint32_t top_k;
   uint32_t max_tokens;
-  uint32_t waves;       // launches of a call, an epoch each
-  uint32_t wave_tokens; // tokens of each rank in one of them
+  uint32_t rounds;       // launches of a call, an epoch each
+  uint32_t round_tokens; // tokens of each rank in one of them
   uint32_t hidden;
   uint32_t weights;     // TY_WEIGHTS_*
   uint32_t row_bytes;   // payload of a token row; a multiple of 16
   uint32_t scale_words; // 4-byte scale words of a row
   uint32_t scale_shift; // 16-byte vectors of a row that share one of them, as a power of 2: 32 at the most; 31 without
                         // scales
-  uint32_t slot_bytes;  // pitch of a row in the inbox; a multiple of 16
+  uint32_t slot_bytes;  // pitch of a row in the receive buffer; a multiple of 16
   uint32_t partial_bytes;     // pitch of a partial row, scales included; a multiple of 16
   uint32_t slots;             // partial rows a token can get in a node: min(top_k, ranks of the largest node)
-  uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 1 + waves
-  uint32_t tile_words;        // words of a bitmap row of META at the most: tokens of a tile, by 32
+  uint32_t max_local_experts; // over all ranks: pitch of meta_counts is this + 1 + rounds
+  uint32_t tile_words;        // words of a metadata bitmap row at the most: tokens of a tile, by 32
   uint32_t quantize;          // TY_QUANTIZE_*
   uint32_t max_tiles;         // tiles of a call at the most
   uint32_t even_experts;      // of every rank, where rank r has those from r * this, in nodes of equal size; or 0: see
@@ -329,19 +326,20 @@ typedef struct ty_context {
   uint32_t ranks_inverse;     // floor((2^32 - 1) / ranks), as divide() takes it
   uint32_t counts_inverse;    // the same of local_experts + 3
   uint32_t choice_inverse;    // floor(2^16 / top_k) + 1
-  uint32_t free_flags;        // 1: rows and partial rows are kept once, and their readers say when they are free
-  uint32_t guarded; // of each call: 1: launches that overlap it are found out, since other libraries' graphs may
-                    // make some
+  uint32_t free_flags;        // 1: rows and partial rows are kept once, and their readers publish when they are free
+  uint32_t guarded; // 1: launches that overlap a launch of this context are detected, since other libraries' graphs
+                    // may make some
   uint32_t reserved;
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *
   uint64_t errors;       // ty_error_record[TY_RECORDS] *, host memory
-  uint64_t expert_home;  // const ty_expert_home *, [experts]
+  uint64_t expert_owner; // const ty_expert_owner *, [experts]
   uint64_t rank_names;   // const uint32_t *, [ranks]: rank in the first generation; 0: the same as now
   uint64_t source_owner; // const ty_source_owner *, [ranks]
   // Statistics, uint64 in host memory, or 0: nanoseconds [direction: 2][blocks][TY_STAGES], then
-  // [direction: 2][TY_MAX_RANKS] when block 0 heard of each peer, then [TY_MAX_RANKS] rows that dispatch sent to each.
+  // [direction: 2][TY_MAX_RANKS] when block 0 was notified by each peer, then [TY_MAX_RANKS] rows that dispatch sent to
+  // each.
   uint64_t stats;
   uint64_t blocks;    // of every launch of dispatch and combine
   uint64_t tile_rows; // uint32 [1 + served][node_ranks][max_tiles][max_local_experts + 1]: see tile_rows()
@@ -349,34 +347,35 @@ typedef struct ty_context {
   uint64_t refused;   // uint64 [ranks], host memory: the last dispatch that each other rank refused to send; 0: none
   ty_regions regions;
   ty_wire wire;
-  uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas as this device sees them; own at [local]
+  uint64_t peer_base[TY_MAX_NODE_RANKS]; // node peers' arenas in this device's addresses; own at [local]
 } ty_context;
 
-// What combine needs of a dispatch; lives in device memory, written by dispatch.
+// What combine needs of a dispatch; in device memory, written by dispatch.
 typedef struct ty_handle_head {
   uint64_t epoch;       // of the dispatch
   uint32_t state;       // TY_HANDLE_EMPTY, or the serial of the handle whose dispatch was received
   uint32_t incomplete;  // 1: this rank's output overflowed
   uint32_t own_tokens;  // tokens this rank dispatched
   uint32_t own_bad;     // 1: this rank's routing was unusable; its sums are zero
-  uint32_t most_tokens; // of a source in a wave
+  uint32_t most_tokens; // of a source in a round
   uint32_t reserved;
 } ty_handle_head;
 
 typedef struct ty_handle {
   uint64_t head;   // ty_handle_head *
-  uint32_t serial; // not TY_HANDLE_EMPTY; of each dispatch another one
-  uint32_t call;   // of each call another one, the same in its halves and waves
+  uint32_t serial; // not TY_HANDLE_EMPTY; different for each dispatch
+  uint32_t call;   // different for each call, the same in its halves and rounds
   uint64_t rows;   // int32 [ranks][max_tokens][top_k]: output row of each choice, -1 none (token layout: [..][0] alone)
   uint64_t weights;       // float [ranks][max_tokens][top_k]
   uint64_t slots;         // int32 [ranks][max_tokens]: the slot at the owner, -1: no row here
-  uint64_t source_tokens; // uint32 [ranks][waves + 1]: where waves begin in each source's tokens, as numbered here; the
-                          // first at 0
+  uint64_t source_tokens; // uint32 [ranks][rounds + 1]: where rounds begin in each source's tokens, as numbered here;
+                          // the first at 0
   uint64_t rank_mask;     // uint64 [max_tokens]: ranks of the own node that each own token went to
   uint64_t wire_row;      // int32 [links][max_tokens]: which row of the message to that node, -1 none
-  uint64_t wire_rows;     // uint32 [links][waves + 1]: where waves begin in those rows
-  uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served home went to
-  uint64_t rail_rows; // uint32 [served][waves + 1]: where waves begin in the rows of each served home; the first at 0
+  uint64_t wire_rows;     // uint32 [links][rounds + 1]: where rounds begin in those rows
+  uint64_t rail_mask;     // uint64 [served][max_tokens]: ranks of the own node that each row of a served source went to
+  uint64_t
+      rail_rows; // uint32 [served][rounds + 1]: where rounds begin in the rows of each served source; the first at 0
 } ty_handle;
 
 typedef struct ty_tokens {
@@ -419,7 +418,7 @@ typedef struct ty_dispatch_args {
   ty_tokens tokens;
   ty_output output;
   uint32_t phases;
-  uint32_t wave; // of the call
+  uint32_t round; // of the call
 } ty_dispatch_args;
 
 typedef struct ty_combine_args {
@@ -435,7 +434,7 @@ typedef struct ty_combine_args {
   uint32_t accumulate;
   uint32_t layout;
   uint32_t phases;
-  uint32_t wave; // of the call
+  uint32_t round; // of the call
 } ty_combine_args;
 
 typedef struct ty_barrier_args {
@@ -465,7 +464,7 @@ typedef struct ty_expert_args {
   uint32_t reserved;
 } ty_expert_args;
 
-// A bare push: copies `bytes` from source to each destination, 16 bytes a thread: the floor of a link.
+// A bare push: copies `bytes` from source to each destination, 16 bytes a thread. Its time is the floor of a link.
 typedef struct ty_push_args {
   uint64_t source;
   uint64_t destination[TY_MAX_NODE_RANKS];
@@ -474,17 +473,18 @@ typedef struct ty_push_args {
   uint32_t reserved;
 } ty_push_args;
 
-// Holds a stream until the host lets it go: the words are in host memory, which turn was let go and which was given up.
+// Holds a stream until the host releases it. The words are in host memory: the number that was released, and the number
+// that was given up.
 typedef struct ty_hold_args {
-  uint64_t words; // uint64_t [2]
-  uint64_t turn;  // goes on once the first word has reached this
+  uint64_t words;  // uint64_t [2]
+  uint64_t number; // goes on once the first word has reached this
   uint64_t timeout_ns;
 } ty_hold_args;
 
-// Ranks of one process meet: each has a word in host memory, and a second one: {turn, peer} that it gave up.
+// A meeting of the ranks of one process. Each has a word in host memory, and a second: {number, peer} that it gave up.
 typedef struct ty_meet_args {
-  uint64_t words; // uint64_t [2][ranks]
-  uint64_t turn;  // which meeting it is, below 2^32; later ones are greater
+  uint64_t words;  // uint64_t [2][ranks]
+  uint64_t number; // of the meeting, below 2^32; later ones are greater
   uint64_t timeout_ns;
   uint32_t rank;
   uint32_t ranks;
@@ -494,7 +494,7 @@ typedef struct ty_meet_args {
 
 // Requests of one NIC that may be outstanding; a power of two.
 #define TY_NIC_SLOTS 256
-// In `posted`, beside the count: end once all of them are carried out.
+// In `posted`, beside the count: end once all posted requests are carried out.
 #define TY_NIC_STOP (1ull << 63)
 
 // One copy; request n, counted from 0, is in slot n % TY_NIC_SLOTS.
@@ -505,13 +505,13 @@ typedef struct ty_nic_request {
   uint64_t reserved; // none of them crosses a line
 } ty_nic_request;
 
-// In host memory: what the host writes, then what the device does, each on lines of their own.
+// In host memory: first what the host writes, then what the device writes, each on lines of their own.
 typedef struct ty_nic_host {
-  uint64_t posted; // by the host: requests posted since ever, perhaps with TY_NIC_STOP
+  uint64_t posted; // by the host: requests posted since the beginning, perhaps with TY_NIC_STOP
   uint64_t padding0[15];
   uint64_t
       relayed;    // by the device as a launch ends: requests carried out since ever, for the next launch to begin with
-  uint64_t ended; // by the device, behind `relayed`: number of the launch that has ended
+  uint64_t ended; // by the device, after `relayed`: number of the launch that has ended
   uint64_t padding1[14];
   uint64_t completed[TY_NIC_SLOTS];      // by the device: 1 + the request of this slot that was carried out last
   ty_nic_request requests[TY_NIC_SLOTS]; // by the host
@@ -519,11 +519,11 @@ typedef struct ty_nic_host {
 
 // In device memory; zeroed before the first launch.
 typedef struct ty_nic_device {
-  uint64_t relayed; // requests passed on since ever
+  uint64_t relayed; // requests passed on since the beginning
   uint64_t ending;  // number of the launch that passes on no more
-  uint32_t leaving; // blocks of this launch that are through
+  uint32_t leaving; // blocks of this launch that have finished
   uint32_t reserved;
-  uint32_t counted[TY_NIC_SLOTS]; // blocks that are through with the request of this slot
+  uint32_t counted[TY_NIC_SLOTS]; // blocks that have finished with the request of this slot
   ty_nic_request requests[TY_NIC_SLOTS];
 } ty_nic_device;
 

@@ -1,12 +1,12 @@
-//! The NIC kernel of one endpoint, as its host side sees it: requests in, a word for each that is carried out.
+//! The NIC kernel of one endpoint, from its host side: requests in, a word for each that is carried out.
 //!
-//! Place: between the endpoint (transport/network/emulated), which says what to copy and when, and nic.cuh, which
+//! Place: between the endpoint (transport/network/emulated), which decides what to copy and when, and nic.cuh, which
 //! copies. Runs on whichever thread polls or resets, under the endpoint's lock. Posting and looking never wait;
 //! draining and dropping wait until what was posted is copied.
 //!
 //! ```text
 //!   post ─▶ requests[n], posted = n + 1 ─▶ kernel ─▶ completed[n] = n + 1
-//!             └─ no launch is alive? launch        └─ idle or told to stop: ended = number of the launch
+//!             └─ no launch is alive? launch        └─ idle or stopped: ended = number of the launch
 //! ```
 
 use super::budget::Budget;
@@ -21,12 +21,12 @@ use std::time::Duration;
 
 /// Requests that may be outstanding.
 const SLOTS: u64 = raw::TY_NIC_SLOTS as u64;
-/// Blocks of the kernel on a GPU: one passes requests on, and the others are so many that chunks go faster than by a
-/// NIC of 400 Gb/s (docs/performance.md, "Groups of GPUs as nodes").
+/// Blocks of the kernel on a GPU: one passes requests on; the others are enough to copy chunks faster than a NIC of
+/// 400 Gb/s does (docs/notebook.md, "Groups of GPUs as nodes").
 const GPU_BLOCKS: u32 = 16;
-/// Its threads. They take a good half of a multiprocessor's registers, so kernels without waits find room beside them.
+/// Threads of a block. They take a good half of a multiprocessor's registers: kernels without waits fit beside them.
 const GPU_THREADS: u32 = 512;
-/// Of these, so many carry a request out together: a chunk of 256 KiB is about what they have on their way at once.
+/// Blocks that carry a request out together: a chunk of 256 KiB is about what they have under way at once.
 const GPU_GROUP: u32 = 5;
 /// The same on the CPU device.
 const CPU_BLOCKS: u32 = 6;
@@ -34,8 +34,8 @@ const CPU_THREADS: u32 = 64;
 const CPU_GROUP: u32 = 2;
 /// Shared memory of a block: one word.
 const SHARED_BYTES: u32 = 16;
-/// A launch without work ends after this time, so that what waits for the GPU to come to rest (freeing memory, loading
-/// code) waits for no longer; the next request launches anew. Long against a step, so that a step rarely launches.
+/// A launch without work ends after this time, so that whatever waits for an idle GPU (freeing memory, loading code)
+/// waits no longer; the next request launches the kernel again. Long against a step, so that a step rarely launches.
 const IDLE: Duration = Duration::from_millis(20);
 /// How long dropping waits for the kernel, which copies what was posted and ends.
 const END: Duration = Duration::from_secs(30);
@@ -94,14 +94,14 @@ impl Engine {
 impl CopyEngine for Engine {
     const SLOTS: u64 = SLOTS;
 
-    /// Requests posted since ever.
+    /// Requests posted since the beginning.
     fn posted(&self) -> u64 {
         self.posted
     }
 
-    /// Requests carried out since ever: all before this number. Their payload is in place.
+    /// Requests carried out since the beginning: all before this number. Their payload is in place.
     fn completed(&mut self) -> u64 {
-        // The kernel released each word behind the request's payload, in any order.
+        // The kernel released each word after the request's payload, in any order.
         while self.completed < self.posted
             && self.load(COMPLETED + (self.completed % SLOTS) as usize, Ordering::Acquire) == self.completed + 1
         {
@@ -110,7 +110,7 @@ impl CopyEngine for Engine {
         self.completed
     }
 
-    /// Posts a copy and answers its number, counted from 0; `None` if the ring is full.
+    /// Posts a copy and returns its number, counted from 0; `None` if the ring is full.
     fn post(&mut self, source: u64, target: u64, bytes: u64) -> Result<Option<u64>> {
         let number = self.posted;
         if number - self.completed() >= SLOTS {
@@ -150,7 +150,7 @@ impl CopyEngine for Engine {
             group_blocks,
             reserved: 0,
         };
-        // SAFETY: both spans are this engine's, which keeps them until the kernel has ended; requests are of memory
+        // SAFETY: both spans are this engine's, which keeps them until the kernel has ended; requests name memory
         // that the network's users registered.
         unsafe { self.stream.launch("ty_nic", blocks, threads, SHARED_BYTES, &args)? };
         self.launches += 1;
@@ -159,7 +159,7 @@ impl CopyEngine for Engine {
 }
 
 impl Drop for Engine {
-    /// Ends the kernel once all that was posted is copied. A kernel that does not end keeps its memory.
+    /// Ends the kernel once all that was posted is copied. If the kernel does not end, its memory is never freed.
     fn drop(&mut self) {
         let launched = self.keep_running();
         self.store(POSTED, self.posted | STOP, Ordering::Release);

@@ -1,26 +1,26 @@
 // The emulated NIC: a kernel that stays on the GPU of a source rank and copies what the host asks for.
 //
-// Beside the data path: for runs between GPUs of one host whose ranks count as several nodes
-// (transport/network/emulated/mod.rs, which also says how fast the link is; this kernel copies as fast as it can). On a
-// stream of its own.
+// Beside the data path: for runs between GPUs of one host whose ranks count as several nodes. The link's speed is set
+// by transport/network/emulated/mod.rs; this kernel copies as fast as it can. On a stream of its own.
 //
 //   host ring ──▶ block 0, warp 0 ──▶ device ring ──▶ groups of blocks, request n to group n mod groups: its blocks
-//                 (one thread polls host memory)     copy their parts, fence and count; the last to count tells the
+//                 (one thread polls host memory)     copy their parts, fence and count; the last to count notifies the
 //                 host
 //
-// Groups, so that no request waits for the fences of the one before; completions may come out of order.
-// A launch ends when the host says stop, or once nothing was asked for idle_ns; then the host launches it again when
-// there is work. So whatever waits for the GPU to come to rest waits for no longer than that. The waits here are the
-// only ones without a deadline: block 0 ends by those two conditions, and all others when block 0 says so.
+// There are several groups, so that no request waits for the fences of the one before; completions may come out of
+// order. A launch ends when the host asks for it, or once nothing was requested for idle_ns; the host launches the
+// kernel again when there is work. So whoever waits for the GPU to be idle waits no longer than idle_ns. The waits here
+// are the only ones without a deadline: block 0 ends by those two conditions, and all others when block 0 publishes its
+// end.
 #pragma once
 #include "common/context.cuh"
 
 namespace ty {
 
-// Vectors that a thread has on their way.
+// Vectors that a thread has under way.
 constexpr u32 nic_vectors = 8;
-// Looks at the ring between two looks at the clock.
-constexpr u32 nic_turns_between_checks = 32;
+// Looks at the ring between two checks of the clock.
+constexpr u32 nic_polls_between_checks = 32;
 
 struct NicShared {
   u64 until;
@@ -43,7 +43,7 @@ TY_DEVICE NicGroup nic_group(const ty_nic_args &a) {
   return {number, groups, own / groups, (blocks - number + groups - 1) / groups};
 }
 
-// Parts that a request is copied in: each what a block has on its way at once, as far as there are blocks.
+// Parts that a request is copied in: each is what a block has under way at once, as far as there are blocks.
 TY_DEVICE u32 nic_parts(u64 bytes, u32 blocks) {
   u64 part_bytes = 16 * nic_vectors * block_threads(), parts = (bytes + part_bytes - 1) / part_bytes;
   return parts < blocks ? static_cast<u32>(parts) : blocks;
@@ -74,8 +74,8 @@ TY_DEVICE void pass_on(const ty_nic_args &a, u64 first, u32 count) {
 TY_DEVICE void relay(const ty_nic_args &a) {
   u64 relayed = a.begin, since = now_ns();
   bool leads = lane_index() == 0;
-  for (u32 turn = 1;; ++turn) {
-    // C1: released by the host, behind the requests; the barrier orders the other lanes' loads behind it.
+  for (u32 poll = 1;; ++poll) {
+    // C1: released by the host after the requests; the barrier orders the other lanes' loads after the acquire.
     u64 word = shuffle(leads ? load_acquire_sys(&nic_host(a)->posted) : 0, 0);
     warp_barrier();
     u64 posted = word & ~TY_NIC_STOP;
@@ -87,7 +87,7 @@ TY_DEVICE void relay(const ty_nic_args &a) {
       continue;
     }
     if (word & TY_NIC_STOP) break;
-    bool looks = leads && turn % nic_turns_between_checks == 0;
+    bool looks = leads && poll % nic_polls_between_checks == 0;
     if (warp_ballot(looks && now_ns() - since > a.idle_ns) != 0) break;
     spin_pause("network request");
   }
@@ -97,11 +97,11 @@ TY_DEVICE void relay(const ty_nic_args &a) {
 
 // ---- the other blocks ------------------------------------------------------------------------------------
 
-// Waits until request `next` is there; answers how many there are by now, `next` or fewer if it will never be. By
+// Waits until request `next` is there. Returns how many there are by now: `next` or fewer if it will never come. By
 // thread 0.
 TY_DEVICE u64 follow(const ty_nic_args &a, u64 next) {
   for (;;) {
-    // C1, in this order: who sees the end sees all that was passed on before it.
+    // C1, in this order: a thread that sees the end sees all that was passed on before it.
     u64 ending = load_acquire_gpu(&nic_device(a)->ending);
     u64 relayed = load_acquire_gpu(&nic_device(a)->relayed);
     if (relayed > next || ending == a.launch) return relayed;
@@ -128,8 +128,8 @@ TY_DEVICE void copy_bytes(char *to, const char *from, u64 begin, u64 end) {
     store(reinterpret_cast<u8 *>(to) + i, load(reinterpret_cast<const u8 *>(from) + i));
 }
 
-// Copies one of the parts of a request. Vectors where both ends are alike modulo 16, as they are on the data path; the
-// few bytes before and behind them go with the first part. Bytes one by one where they are not.
+// Copies one of the parts of a request: vectors where both ends are alike modulo 16, as they are on the data path; the
+// few bytes before and after them go with the first part. Byte by byte where the ends are not alike.
 TY_DEVICE void copy_part(const ty_nic_request &r, u32 part, u32 parts) {
   char *to = reinterpret_cast<char *>(r.target);
   const char *from = reinterpret_cast<const char *>(r.source);
@@ -146,8 +146,8 @@ TY_DEVICE void copy_part(const ty_nic_request &r, u32 part, u32 parts) {
   copy_bytes(to, from, head + vectors * 16, r.bytes);
 }
 
-// One request, by a whole block of its group: its part, if it has one, and its count. Every block of the group counts
-// every request of the group's, so that who sees a completion knows that nobody looks at the slot any more.
+// Carries out one request, by a whole block of its group: its part, if it has one, and its count. Every block of the
+// group counts every request of the group, so that a completion shows that no block looks at the slot any more.
 TY_DEVICE void carry_out(const ty_nic_args &a, const NicGroup &group, u64 number) {
   ty_nic_device *device = nic_device(a);
   const ty_nic_request *slot = &device->requests[number % TY_NIC_SLOTS];
@@ -165,14 +165,14 @@ TY_DEVICE void carry_out(const ty_nic_args &a, const NicGroup &group, u64 number
   store_release_sys(&nic_host(a)->completed[number % TY_NIC_SLOTS], number + 1);
 }
 
-// The last block of a launch tells the host that it has ended. By thread 0.
+// The last block of a launch notifies the host that the launch has ended. By thread 0.
 TY_DEVICE void leave(const ty_nic_args &a) {
   ty_nic_device *device = nic_device(a);
   // C3: no block reads a request any more.
   if (atomic_add_gpu(&device->leaving, 1u) != block_count() - 1) return;
   store(&device->leaving, 0u);
   store_relaxed_sys(&nic_host(a)->relayed, load_relaxed_gpu(&device->relayed));
-  // C3: acquired by the host, which may launch anew.
+  // C3: acquired by the host, which may launch again.
   store_release_sys(&nic_host(a)->ended, a.launch);
 }
 

@@ -1,7 +1,7 @@
-//! What a proxy's thread and its callers hand each other: requests, the flag that says so, answers, and the end.
+//! What a proxy's thread and its callers exchange: requests, the flag for waiting requests, answers, and the end.
 //!
 //! Place in the data path: the proxy's thread loads one flag here in each pass of its loop. It locks only where a
-//! request waits. Callers lock for a few instructions. Nobody waits while it holds a lock.
+//! request waits. Callers lock for a few instructions. No thread waits while it holds a lock.
 //!
 //! ```text
 //!   caller                                          proxy's thread
@@ -10,11 +10,11 @@
 //!   reason                            ◀────── give_up: the reason is set; end: `ended` = true
 //! ```
 //!
-//! - `waiting` is looked at without a lock. It is written under the lock of the queue alone, so it is true whenever the
-//!   queue has something and nobody holds the lock. It orders nothing: what it announces lies behind the lock.
-//! - `ended` is looked at without a lock, too. It is released after everything that the thread did. Whoever acquires it
-//!   finds the reason, and the answer if there is one, but must look for the answer afterwards: before, it may not have
-//!   been there.
+//! - `waiting` is loaded without a lock. It is written only under the lock of the queue, so it is true whenever the
+//!   queue has something and nobody holds the lock. It orders nothing: the lock protects the queue.
+//! - `ended` is loaded without a lock, too. It is released after everything that the thread did. A caller that acquires
+//!   it finds the reason, and the answer if there is one, but must load the answer after `ended`: an earlier load may
+//!   have been too early.
 //!
 //! `tests/loom.rs` runs this file over all orders of two and three threads, with the memory model's stale loads.
 
@@ -22,7 +22,7 @@ use super::sync::{AtomicBool, CachePadded, Mutex, OnceLock, Ordering};
 use std::collections::VecDeque;
 use std::sync::PoisonError;
 
-/// Requests of any threads to one, and why that one ended.
+/// Requests of any threads to one thread, and the reason for its end.
 pub struct Mailbox<R, E> {
     /// On a line of its own, as the proxy's thread loads it all the time.
     waiting: CachePadded<AtomicBool>,
@@ -43,11 +43,11 @@ impl<R, E> Mailbox<R, E> {
         }
     }
 
-    /// Leaves a request for the thread.
+    /// Queues a request for the thread.
     pub fn put(&self, request: R) {
         let mut requests = self.requests.lock().unwrap_or_else(PoisonError::into_inner);
         requests.push_back(request);
-        // Relaxed: what it announces lies behind the lock.
+        // Relaxed: the lock protects the queue.
         self.waiting.store(true, Ordering::Relaxed);
     }
 
@@ -64,7 +64,7 @@ impl<R, E> Mailbox<R, E> {
         request
     }
 
-    /// Why the thread is about to end. The first reason counts.
+    /// Sets the reason for which the thread is about to end. The first reason counts.
     pub fn give_up(&self, reason: E) {
         let _ = self.reason.set(reason);
     }
@@ -79,13 +79,13 @@ impl<R, E> Mailbox<R, E> {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Why nothing comes or goes any more, if a reason was given.
+    /// The reason for which the thread ended, if one was set.
     pub fn reason(&self) -> Option<&E> {
         self.reason.get()
     }
 }
 
-/// One request and its answer. Whoever takes the request out runs it or drops it.
+/// One request and its answer. The thread that takes the request out runs it or drops it.
 pub struct Slip<Q, A> {
     request: Mutex<Option<Q>>,
     answer: Mutex<Option<A>>,
@@ -97,7 +97,7 @@ impl<Q, A> Slip<Q, A> {
         Slip { request: Mutex::new(Some(request)), answer: Mutex::new(None) }
     }
 
-    /// Takes the request out, unless somebody has. The lock is not held any more when this returns.
+    /// Takes the request out, unless it was taken before. Releases the lock before it returns.
     fn open(&self) -> Option<Q> {
         self.request.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -109,15 +109,15 @@ impl<Q, A> Slip<Q, A> {
         *self.answer.lock().unwrap_or_else(PoisonError::into_inner) = Some(answer);
     }
 
-    /// The caller's look: `None` to look again, `Some(None)` if the thread has ended and there will be no answer.
+    /// The caller's poll: `None` to poll again, `Some(None)` if the thread has ended without an answer.
     pub fn look<R, E>(&self, mailbox: &Mailbox<R, E>) -> Option<Option<A>> {
-        // Before the answer is looked at: an answer may be stored, and the thread end, between the two.
+        // Loaded before the answer: the thread may store an answer and end between the two loads.
         let ended = mailbox.has_ended();
         let answer = self.answer.lock().unwrap_or_else(PoisonError::into_inner).take();
         if answer.is_none() && ended { Some(None) } else { answer.map(Some) }
     }
 
-    /// The caller waits no longer: a request that has not begun never does. Whether it had not.
+    /// Ends the caller's wait: a request that has not begun never begins. True if it had not begun.
     pub fn withdraw(&self) -> bool {
         self.open().is_some()
     }

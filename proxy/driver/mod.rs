@@ -1,18 +1,19 @@
 //! Feeds the machine from real memory and a real transport.
 //!
-//! Place in the data path: around the machine; one per rank. Runs on a thread of its own, pinned to a core where one
-//! was named, or on a host fiber of the one-thread world, which calls `run` or `turn` itself. After start a turn never
-//! blocks, allocates, locks, logs, formats or makes a system call; it locks once for each request of another thread,
-//! and an idle thread gives up its core where more threads spin than there are cores. It logs the loss of a peer, once.
+//! Place in the data path: around the machine; one per rank. Runs on its own thread, pinned to a core where one
+//! was named, or on a host fiber of the one-thread world, which calls `run` or `poll_once` itself. After start, a pass
+//! of `poll_once` never blocks, allocates, locks, logs, formats or makes a system call, with three exceptions: it locks
+//! once per request of another thread, an idle thread yields its core where more threads spin than there are cores, and
+//! the loss of a peer is logged once.
 //!
 //! ```text
-//!   turn:  requests ─▶ doorbells ─▶ step ─▶ post        (Acquire: the device's rows are visible to the NIC before, E2)
-//!          poll ─▶ step ─▶ flags                        (Release: E5, E10)
-//!          time ─▶ step ─▶ retries, heartbeats
+//!   poll_once:  requests ─▶ doorbells ─▶ step ─▶ post   (Acquire: the device's rows are visible to the NIC before, E2)
+//!               poll ─▶ step ─▶ flags                   (Release: E5, E10)
+//!               time ─▶ step ─▶ retries, heartbeats
 //! ```
 //!
-//! Requests that take long (to register memory, to connect) stop the thread, and all contexts of it: peers are told so
-//! before (`begin_busy`), lest they take it for dead.
+//! Long requests (registering memory, connecting) stop the thread and all its contexts. The proxy notifies its peers
+//! before (`begin_busy`), so that they do not take it for dead.
 //!
 //! Between generations, through `Remote::ask`: close all contexts, reset the transport, exchange addresses, connect,
 //! open the contexts anew, and only after a barrier let the devices ring.
@@ -25,7 +26,7 @@ mod words;
 
 use crate::base::{Error, Rank, Result, wait};
 use crate::proxy::machine::{Answer, ContextConfig, Flag, Group, Input, Machine, Outputs, Report, WatchId};
-use crate::proxy::wire::{ContextIdx, Wire, landing};
+use crate::proxy::wire::{ContextIdx, Wire, arrival};
 use crate::transport::network::imm::MAX_CONTEXTS;
 use crate::transport::network::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
 use std::any::Any;
@@ -36,13 +37,13 @@ pub use thread::{ProxyThread, Remote, ThreadConfig};
 use thread::{Request, Shared};
 pub use words::{ContextMemory, Words};
 
-/// Turns between looks at the clock while there is work: a look costs as much as a post.
-const TURNS_PER_LOOK: u32 = 64;
-/// Looks at the queues, and polls behind them, until what was told to peers counts as sent.
-const TURNS_TO_TELL: u32 = 4;
-/// How long an endpoint that always finds more is drained: much longer than what can have been there takes.
+/// Passes between two reads of the clock while there is work: a read costs as much as a post.
+const POLLS_PER_LOOK: u32 = 64;
+/// Steps of time, each with a poll of the transport, after which a notice to peers counts as sent.
+const POLLS_TO_NOTIFY: u32 = 4;
+/// Longest time to drain an endpoint that always finds more: much longer than all pending events take.
 const DRAIN_NS: u64 = 1_000_000_000;
-/// How long a proxy that stops tries to tell its peers.
+/// How long a proxy that stops tries to notify its peers.
 const LEAVE_TIMEOUT_NS: u64 = 100_000_000;
 
 /// A clock that never goes back, in nanoseconds.
@@ -54,7 +55,7 @@ pub fn system_clock() -> Clock {
     Box::new(move || u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX))
 }
 
-/// An open context's memory, and where in it things are.
+/// An open context's memory and its layout.
 struct Bound {
     memory: ContextMemory,
     wire: Wire,
@@ -70,23 +71,23 @@ pub struct Driver<T: Transport> {
     contexts: [Option<Bound>; MAX_CONTEXTS],
     clock: Clock,
     now_ns: u64,
-    /// Turns left until the next look at the clock.
+    /// Passes left until the next read of the clock.
     look_in: u32,
-    /// The endpoint answered with an error; it is not asked again.
+    /// The endpoint returned an error; it is not called again.
     broken: bool,
     shared: Arc<Shared<T>>,
-    /// What the transport has registered; dropped behind it.
+    /// Memory that the transport has registered; dropped after the transport.
     kept: Vec<(RegionId, Kept)>,
-    /// Regions of closed contexts, from which writes were outstanding when they were to be taken back.
+    /// Regions of closed contexts that had writes outstanding when they were to be taken back.
     leaving: Vec<RegionId>,
     generation: u32,
-    /// Callers that have something done that takes long.
+    /// Callers with a long request.
     busy: u32,
 }
 
-/// The machine's hands on memory and transport.
+/// The machine's access to memory and transport.
 struct Hands<'a, T: Transport> {
-    /// `None` while the transport hands out events; whatever is posted then is tried again with the next turn.
+    /// `None` while the transport hands out events; a post is then refused as `Full` and retried in the next pass.
     transport: Option<&'a mut T>,
     contexts: &'a [Option<Bound>; MAX_CONTEXTS],
     shared: &'a Shared<T>,
@@ -106,9 +107,9 @@ impl<T: Transport> Hands<'_, T> {
     }
 }
 
-/// Ends the waits of the devices of some contexts, on account of a rank: a peer that is lost, or the own one, whose
-/// proxy cannot go on.
-fn tell_devices(contexts: &[Option<Bound>], rank: Rank, concerns: impl Fn(&Wire) -> bool) {
+/// Ends the waits of the devices of some contexts because of `rank`: a peer that is lost, or this rank, whose proxy
+/// cannot go on.
+fn notify_devices(contexts: &[Option<Bound>], rank: Rank, concerns: impl Fn(&Wire) -> bool) {
     for Bound { memory, wire } in contexts.iter().flatten() {
         if concerns(wire) {
             memory.lost.publish(0, u64::from(rank.0) + 1);
@@ -130,11 +131,11 @@ impl<T: Transport> Outputs for Hands<'_, T> {
     }
 
     fn flag(&mut self, flag: Flag) {
-        let (Flag::Landed { context, .. } | Flag::StagingFree { context, .. }) = flag;
+        let (Flag::Arrived { context, .. } | Flag::StagingFree { context, .. }) = flag;
         let Some(Bound { memory, wire }) = self.contexts.get(context.index()).and_then(Option::as_ref) else { return };
         let (words, at, word) = match flag {
-            Flag::Landed { direction, source, chunk, epoch, place, .. } => {
-                (&memory.landed, wire.landing_word(direction, epoch, place), landing(epoch, source, chunk))
+            Flag::Arrived { direction, source, chunk, epoch, place, .. } => {
+                (&memory.arrived, wire.arrival_word(direction, epoch, place), arrival(epoch, source, chunk))
             }
             Flag::StagingFree { direction, link, epoch, .. } => {
                 (&memory.staging_free, wire.staging_free_word(direction, epoch, link), epoch)
@@ -148,11 +149,11 @@ impl<T: Transport> Outputs for Hands<'_, T> {
         match report {
             Report::PeerLost { peer, ref cause } => {
                 log::warn!(target: crate::base::targets::PROXY, "rank {}: lost rank {peer}: {cause}", self.own);
-                tell_devices(self.contexts, peer, |wire| wire.nodes().node_of(peer).is_some())
+                notify_devices(self.contexts, peer, |wire| wire.nodes().node_of(peer).is_some())
             }
             Report::BadDoorbell { context, .. } => {
                 let stopped = self.contexts.get(context.index()).map_or(&[][..], std::slice::from_ref);
-                tell_devices(stopped, self.own, |_| true);
+                notify_devices(stopped, self.own, |_| true);
             }
         }
         self.shared.report(report);
@@ -180,12 +181,12 @@ impl<T: Transport + 'static> Driver<T> {
         }
     }
 
-    /// For other threads (or fibers): requests, and what was reported.
+    /// A handle for other threads (or fibers): requests and reports.
     pub fn remote(&self) -> Remote<T> {
         Remote::new(Arc::clone(&self.shared))
     }
 
-    /// The machine, to look at.
+    /// The machine, read-only.
     pub fn machine(&self) -> &Machine {
         &self.machine
     }
@@ -204,7 +205,7 @@ impl<T: Transport + 'static> Driver<T> {
         if self.generation == generation {
             return Ok(());
         }
-        // To go back would close the contexts of the newer generation.
+        // Going back would close the contexts of the newer generation.
         if generation < self.generation {
             return Err(Error::Generation { rank: self.machine.rank(), generation, newest: self.generation });
         }
@@ -215,25 +216,25 @@ impl<T: Transport + 'static> Driver<T> {
         Ok(())
     }
 
-    /// Tells peers that this rank may be silent for a while, as what comes next takes the thread; until as many
-    /// [`end_busy`](Self::end_busy).
+    /// Notifies peers that this rank may be silent for a while, because a long request takes the thread. Lasts until
+    /// as many calls of [`end_busy`](Self::end_busy).
     pub fn begin_busy(&mut self) {
         self.busy += 1;
         self.machine.set_busy(true);
     }
 
-    /// Whether peers have been told, as far as their queues had room: nothing of it waits for another turn.
-    pub fn has_told(&mut self) -> bool {
-        for _ in 0..TURNS_TO_TELL {
+    /// Whether peers have been notified, as far as their queues had room; no notice waits for another pass.
+    pub fn has_notified(&mut self) -> bool {
+        for _ in 0..POLLS_TO_NOTIFY {
             let now_ns = self.now_ns;
             self.step(Input::Time { now_ns });
-            // An endpoint that nobody polls may not send.
+            // An endpoint may send only when polled.
             self.events();
         }
-        self.machine.has_told() || self.broken
+        self.machine.has_notified() || self.broken
     }
 
-    /// Tells peers that this rank is back, if nobody else has something done.
+    /// Notifies peers that this rank is back, unless another caller's long request goes on.
     pub fn end_busy(&mut self) {
         self.busy = self.busy.saturating_sub(1);
         if self.busy == 0 {
@@ -242,14 +243,14 @@ impl<T: Transport + 'static> Driver<T> {
         }
     }
 
-    /// Hands out what has arrived by now, for a second at most: immediates that are left of closed contexts, which no
-    /// context is there to count.
+    /// Polls until nothing more has arrived, for a second at most: leftover immediates of closed contexts, which no
+    /// open context counts.
     pub fn drain(&mut self) {
         let until = (self.clock)().saturating_add(DRAIN_NS);
         while self.events() && (self.clock)() < until {}
     }
 
-    /// The generation that it has entered.
+    /// The generation that the proxy has entered.
     pub fn generation(&self) -> u32 {
         self.generation
     }
@@ -284,8 +285,8 @@ impl<T: Transport + 'static> Driver<T> {
         self.kept.iter().any(|(kept, _)| *kept == region)
     }
 
-    /// Takes back what was released and has come to rest. Answers the memory, for the caller to drop: freeing it may
-    /// wait for kernels, and these for this thread.
+    /// Takes back released regions without outstanding writes. Returns their memory for the caller to drop: freeing it
+    /// may wait for kernels, which may wait for this thread.
     pub fn take_back(&mut self) -> Vec<Kept> {
         let mut freed = Vec::new();
         for region in std::mem::take(&mut self.leaving) {
@@ -294,14 +295,14 @@ impl<T: Transport + 'static> Driver<T> {
                 Ok(Released::Done) => {
                     freed.extend(self.kept.extract_if(.., |(kept, _)| *kept == region).map(|(_, memory)| memory));
                 }
-                // Nobody knows what still touches it: it is kept until the transport is gone.
+                // The region may still be accessed: it is kept until the transport is gone.
                 Err(error) => self.shared.fail(error),
             }
         }
         freed
     }
 
-    /// Opens a context. All its ranks must have done so before any of them rings.
+    /// Opens a context. All its ranks must have opened it before any of them rings.
     ///
     /// # Errors
     /// `Config` if the machine refuses it, or the memory does not have the lengths that the wire asks for.
@@ -310,7 +311,7 @@ impl<T: Transport + 'static> Driver<T> {
         if asked != given {
             return Err(Error::config("shared words", format!("{given:?}"), format!("the wire asks for {asked:?}")));
         }
-        // Peers are given their time from now on.
+        // Peers' time limits run from now on.
         self.tick();
         let now_ns = self.now_ns;
         self.step(Input::Time { now_ns });
@@ -321,7 +322,7 @@ impl<T: Transport + 'static> Driver<T> {
         Ok(())
     }
 
-    /// Posts what a context's device has rung by now. Whether nothing of it is left that could be posted.
+    /// Posts what a context's device has rung by now. True if nothing that can be posted is left.
     pub fn settle(&mut self, index: ContextIdx) -> bool {
         if self.broken {
             return true;
@@ -332,8 +333,8 @@ impl<T: Transport + 'static> Driver<T> {
         !rung && self.machine.is_settled(index)
     }
 
-    /// Closes a context: what is not posted by then never is ([`settle`](Self::settle)). Its staging belongs to the
-    /// transport until `Machine::under_way` is 0, and its inbox to its peers until its arena is taken back.
+    /// Closes a context: chunks not posted by then are never posted ([`settle`](Self::settle)). The transport may read
+    /// its staging until `Machine::under_way` is 0; peers may write its receive buffer until its arena is taken back.
     pub fn close(&mut self, index: ContextIdx) {
         self.machine.close(index);
         if let Some(context) = self.contexts.get_mut(index.index()) {
@@ -341,11 +342,11 @@ impl<T: Transport + 'static> Driver<T> {
         }
     }
 
-    /// Runs until `Remote::stop`, then tells the peers. Yields when idle if `yields` says so, by way of `base::wait`.
+    /// Runs until `Remote::stop`, then notifies the peers. When idle and `yields()`, yields through `base::wait`.
     pub fn run(&mut self, yields: impl Fn() -> bool) {
         let mut idle = 0u32;
         while !self.shared.is_stopped() {
-            idle = if self.turn() { 0 } else { idle.saturating_add(1) };
+            idle = if self.poll_once() { 0 } else { idle.saturating_add(1) };
             match idle {
                 0 => {}
                 _ if yields() => wait::relax("proxy", idle),
@@ -356,12 +357,12 @@ impl<T: Transport + 'static> Driver<T> {
         self.shared.end();
     }
 
-    /// Whether nobody needs it any more.
+    /// Whether the proxy was asked to stop.
     pub fn is_stopped(&self) -> bool {
         self.shared.is_stopped()
     }
 
-    /// Tells the peers and ends, where `turn` is called instead of `run`.
+    /// Notifies the peers and ends, where `poll_once` is called instead of `run`.
     pub fn finish(&mut self) {
         self.leave(|| true);
         self.shared.end();
@@ -371,18 +372,18 @@ impl<T: Transport + 'static> Driver<T> {
         self.machine.leave();
         let until = (self.clock)().saturating_add(LEAVE_TIMEOUT_NS);
         while !self.machine.has_left() && !self.broken && (self.clock)() < until {
-            self.turn();
+            self.poll_once();
             if yields() {
                 wait::relax("proxy leaving", 0);
             }
         }
     }
 
-    /// Looks at everything once. False if there was nothing to do.
-    pub fn turn(&mut self) -> bool {
+    /// Polls requests, doorbells, transport and time once. False if there was nothing to do.
+    pub fn poll_once(&mut self) -> bool {
         let mut busy = self.requests();
         if self.broken {
-            // Peers are not to be blamed for what does not come.
+            // Time is not stepped, so that no peer counts as silent.
             return busy;
         }
         busy |= self.doorbells();
@@ -398,7 +399,7 @@ impl<T: Transport + 'static> Driver<T> {
 
     fn tick(&mut self) {
         self.now_ns = (self.clock)();
-        self.look_in = TURNS_PER_LOOK;
+        self.look_in = POLLS_PER_LOOK;
     }
 
     fn step(&mut self, input: Input<'_>) {
@@ -421,7 +422,7 @@ impl<T: Transport + 'static> Driver<T> {
         (0..MAX_CONTEXTS as u8).fold(false, |any, context| any | self.doorbells_of(ContextIdx(context)))
     }
 
-    /// Gives each doorbell of a context that is rung to the machine, which posts it before the next is looked for.
+    /// Gives each rung doorbell of a context to the machine, which posts its chunk before the next one is searched.
     fn doorbells_of(&mut self, context: ContextIdx) -> bool {
         let Driver { machine, transport, contexts, shared, .. } = self;
         let Some(Bound { memory, .. }) = contexts.get(context.index()).and_then(Option::as_ref) else { return false };
@@ -439,7 +440,7 @@ impl<T: Transport + 'static> Driver<T> {
         any
     }
 
-    /// Gives what the transport hands out to the machine.
+    /// Gives the transport's events to the machine.
     fn events(&mut self) -> bool {
         if self.broken {
             return false;
@@ -457,16 +458,16 @@ impl<T: Transport + 'static> Driver<T> {
         }
     }
 
-    /// Nothing comes or goes any more: the own devices are told, lest they wait, and callers hear why.
+    /// Ends all traffic: the rank's devices are notified, so that they do not wait, and callers get `error`.
     fn give_up(&mut self, error: Error) {
         self.broken = true;
         self.shared.give_up(error);
-        tell_devices(&self.contexts, self.machine.rank(), |_| true);
+        notify_devices(&self.contexts, self.machine.rank(), |_| true);
     }
 }
 
 impl<T: Transport> Drop for Driver<T> {
-    /// However it ends, as when its loop is unwound or never run: whoever asks it is told, and does not wait for an
+    /// However the driver ends, as when its loop is unwound or never run: callers are notified, and do not wait for an
     /// answer.
     fn drop(&mut self) {
         self.shared.end();
@@ -486,7 +487,7 @@ fn ring<T: Transport>(machine: &mut Machine, watch: WatchId, memory: &ContextMem
     let chunks = count.map_or(0, |word| word.load(Ordering::Relaxed));
     let chunks = u32::try_from(chunks).unwrap_or(u32::MAX);
     if wanted.may_go_stale() {
-        // The device rings it again once staging is free at the earliest, which is published behind this.
+        // The device rings it again at the earliest once staging is free, which is published after this store.
         doorbell.store(0, Ordering::Relaxed);
     }
     machine.step(Input::Doorbell { watch, bytes: word as u32, chunks }, hands);
@@ -503,7 +504,7 @@ fn input(event: Event<'_>) -> Input<'_> {
     }
 }
 
-/// How long a request to a proxy may take: a turn, and what the request itself does.
+/// How long a request to a proxy may take: one pass of the loop, and the request's own work.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 #[cfg(test)]

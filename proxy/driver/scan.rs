@@ -1,14 +1,14 @@
 //! Finds doorbells that may be rung among hundreds that are not.
 //!
-//! Place in the data path: every turn of the proxy's thread begins here, so a doorbell waits for half of this on
-//! average. A group in a row is eight neighbouring loads, none of which waits for another or for anything of the
-//! machine's. What is found is looked at again, one by one and with Acquire (E1): a scan may take a doorbell for rung
-//! that is not, and must miss none.
+//! Place in the data path: every pass of the proxy's loop scans the doorbells, so a doorbell waits for half a scan on
+//! average. A group with a row is eight neighbouring loads that depend on no other load and not on the machine.
+//! The driver loads what the scan finds again, one by one and with Acquire (E1): a scan may report a doorbell that is
+//! not rung, and must miss none.
 
 use crate::proxy::machine::{GROUP_LINKS, Group, Row};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The next group, from one on, that has no row or whose row shows its epoch somewhere.
+/// The next group at or after `from` that has no row or whose row shows its epoch somewhere.
 pub(super) fn next_group(groups: &[Group], from: usize, doorbells: &[AtomicU64]) -> Option<usize> {
     let found = groups.get(from..)?.iter().position(|group| may_ring(group, doorbells))?;
     Some(from + found)
@@ -28,7 +28,7 @@ fn may_ring(group: &Group, doorbells: &[AtomicU64]) -> bool {
 /// Whether some doorbell has the epoch in its upper half. Over an array, all loads come before the first comparison.
 #[inline]
 fn shows(words: &[AtomicU64], epoch: u32) -> bool {
-    // Relaxed: whoever acts on it loads the word again.
+    // Relaxed: the driver loads the word again before it acts on it.
     words.iter().fold(false, |shows, word| shows | ((word.load(Ordering::Relaxed) >> 32) as u32 == epoch))
 }
 

@@ -1,4 +1,4 @@
-//! What `mailbox.rs` locks and flags with. `tests/loom.rs` puts loom's in its place.
+//! The locks and atomics of `mailbox.rs`. `tests/loom.rs` replaces them with loom's.
 
 pub use crossbeam_utils::CachePadded;
 pub use std::sync::atomic::{AtomicBool, Ordering};

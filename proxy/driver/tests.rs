@@ -1,9 +1,9 @@
-//! Two proxies on threads of their own over the simulated network; the test plays both devices.
+//! Two proxies on their own threads over the simulated network; the test plays both devices.
 
 use super::*;
 use crate::base::{Interrupt, Rank};
 use crate::proxy::machine::{Cause, Liveness, MachineConfig};
-use crate::proxy::wire::{ChunkIdx, Direction, Lane, LinkIdx, Nodes, SourceIdx, WireInput};
+use crate::proxy::wire::{ChunkIdx, Direction, LinkIdx, MessageShape, Nodes, SourceIdx, WireInput};
 use crate::transport::network::sim::{Clock as SimClock, Network, SimConfig, SimEndpoint};
 use crate::transport::network::{RegionId, Span};
 
@@ -22,10 +22,10 @@ struct Side {
 
 fn wire() -> Wire {
     let nodes = Nodes::new(vec![vec![Rank(0)], vec![Rank(1)]]).unwrap();
-    let lane = Lane { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
-    let unused = Lane { chunks: 0, ..lane };
-    let lanes = [lane, lane, unused, unused];
-    Wire::new(WireInput { nodes, nics: 2, lanes, staging_offset: 0, inbox_offset: 1 << 14 }).unwrap()
+    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
+    let unused = MessageShape { chunks: 0, ..shape };
+    let shapes = [shape, shape, unused, unused];
+    Wire::new(WireInput { nodes, nics: 2, shapes, staging_offset: 0, recv_buffer_offset: 1 << 14 }).unwrap()
 }
 
 fn pair(seed: u64, wire: &Wire) -> (Network, Vec<Side>) {
@@ -72,7 +72,7 @@ impl Side {
         self.memory.chunks.get(count).unwrap().store(u64::from(chunks), Ordering::Relaxed);
         for chunk in (0..chunks).map(ChunkIdx) {
             let start = wire.staging_offset(direction, epoch, LinkIdx(0), chunk) / 8;
-            let bytes = wire.lane(direction).chunk_capacity(chunk);
+            let bytes = wire.shape(direction).chunk_capacity(chunk);
             for at in 0..u64::from(bytes / 8) {
                 let word = self.arena.get((start + at) as usize).unwrap();
                 word.store(value(self.rank, epoch, chunk.0, at), Ordering::Relaxed);
@@ -87,11 +87,11 @@ impl Side {
         let peer = Rank(1 - self.rank.0);
         let mut left: Vec<ChunkIdx> = (0..chunks).map(ChunkIdx).collect();
         for place in 0..u32::from(chunks) {
-            let word = wire.landing_word(direction, epoch, place);
-            let any = left.iter().map(|chunk| landing(epoch, SourceIdx(0), *chunk)).collect::<Vec<_>>();
-            let chunk = left.swap_remove(wait_for("landed", &self.memory.landed, word, &any));
-            let start = wire.inbox_offset(direction, epoch, SourceIdx(0), chunk) / 8;
-            for at in 0..u64::from(wire.lane(direction).chunk_capacity(chunk) / 8) {
+            let word = wire.arrival_word(direction, epoch, place);
+            let any = left.iter().map(|chunk| arrival(epoch, SourceIdx(0), *chunk)).collect::<Vec<_>>();
+            let chunk = left.swap_remove(wait_for("arrived", &self.memory.arrived, word, &any));
+            let start = wire.recv_buffer_offset(direction, epoch, SourceIdx(0), chunk) / 8;
+            for at in 0..u64::from(wire.shape(direction).chunk_capacity(chunk) / 8) {
                 let seen = self.arena.get((start + at) as usize).unwrap().load(Ordering::Relaxed);
                 assert_eq!(seen, value(peer, epoch, chunk.0, at), "epoch {epoch} {chunk:?} word {at}");
             }
@@ -99,7 +99,7 @@ impl Side {
     }
 }
 
-/// Waits until a word is any of these, and answers which.
+/// Waits until a word has one of these values, and returns it.
 fn wait_for(what: &'static str, words: &Words, at: usize, any: &[u64]) -> usize {
     let which = || {
         let word = words.get(at).unwrap().load(Ordering::Acquire);
@@ -142,19 +142,19 @@ fn rows_cross_a_hostile_network_between_threads() {
 fn a_killed_peer_is_reported_by_name_and_one_that_leaves_is_not() {
     let wire = wire();
     let (network, mut sides) = pair(8, &wire);
-    let heard = |side: &Side| {
-        wait::poll("beats", PATIENCE, || {
-            let beats = side.proxy.remote().ask(|driver| driver.machine().stats().beats).unwrap();
-            (beats > 4).then_some(())
+    let heartbeats_seen = |side: &Side| {
+        wait::poll("heartbeats", PATIENCE, || {
+            let heartbeats = side.proxy.remote().ask(|driver| driver.machine().stats().heartbeats).unwrap();
+            (heartbeats > 4).then_some(())
         })
     };
-    assert!(sides.iter().all(|side| heard(side).is_some()));
+    assert!(sides.iter().all(|side| heartbeats_seen(side).is_some()));
     network.kill(Rank(1));
     let lost = wait::poll("loss", PATIENCE, || sides[0].proxy.remote().reports().first().copied());
     let Some(Report::PeerLost { peer: Rank(1), cause: Cause::Silent { silent_ns } }) = lost else { panic!("{lost:?}") };
     assert!(silent_ns > LIVENESS.silence_ns);
     assert_eq!(sides[0].proxy.remote().lost_peers(), [Rank(1)]);
-    // What the killed one sees is its own endpoint's end, as does its device.
+    // The killed rank and its device see the end of its own endpoint.
     assert!(sides[1].proxy.remote().end().is_some_and(|error| error.is_fatal()));
     assert!(sides[1].proxy.remote().failure().is_some());
     assert_eq!(sides[1].memory.lost.get(0).unwrap().load(Ordering::Acquire), 2);
@@ -162,7 +162,7 @@ fn a_killed_peer_is_reported_by_name_and_one_that_leaves_is_not() {
     sides.clear();
 
     let (_network, mut sides) = pair(9, &wire);
-    assert!(sides.iter().all(|side| heard(side).is_some()));
+    assert!(sides.iter().all(|side| heartbeats_seen(side).is_some()));
     let stays = sides.swap_remove(0);
     sides.clear();
     std::thread::sleep(Duration::from_nanos(2 * LIVENESS.silence_ns));
@@ -201,15 +201,15 @@ fn what_was_rung_before_a_context_closes_is_posted_though_its_queue_is_full() {
 }
 
 #[test]
-fn a_proxy_that_panics_tells_its_device_and_whoever_asks() {
+fn a_proxy_that_panics_notifies_its_device_and_its_callers() {
     let wire = wire();
     let (_network, mut sides) = pair(14, &wire);
     let side = sides.swap_remove(0);
     let remote = side.proxy.remote();
-    let error = remote.ask(|_| panic!("as told")).unwrap_err();
+    let error = remote.ask(|_| panic!("on request")).unwrap_err();
     assert!(error.is_fatal(), "{error:?}");
     let error = error.to_string();
-    assert!(error.contains("the proxy thread panicked: as told"), "{error}");
+    assert!(error.contains("the proxy thread panicked: on request"), "{error}");
     assert_eq!(remote.ask(|_| ()).unwrap_err().to_string(), error);
     assert_eq!(side.memory.lost.get(0).unwrap().load(Ordering::Acquire), 1);
 }
@@ -224,7 +224,7 @@ fn a_request_that_nobody_waits_for_any_more_is_not_done() {
     let error = driver.remote().ask_within(Duration::from_millis(5), move |_| flag.store(true, Ordering::Relaxed));
     assert!(error.unwrap_err().to_string().contains("does not answer"));
     assert_eq!(Arc::strong_count(&done), 1, "what it captured is gone");
-    driver.turn();
+    driver.poll_once();
     assert!(!done.load(Ordering::Relaxed));
 }
 
@@ -233,10 +233,10 @@ fn whatever_ends_a_proxy_is_a_fatal_error() {
     for (error, same) in [(Error::device("NIC 3", "restart"), true), (Error::argument("bytes", 9, "give 8"), false)] {
         let shared = Arc::new(Shared::<SimEndpoint>::new());
         shared.give_up(error.clone());
-        let told = Remote::new(shared).end().unwrap();
-        assert!(told.is_fatal() && told.to_string().contains(&error.to_string()), "{told:?}");
-        assert_eq!(told == error.clone().ending(), same);
-        let source = std::error::Error::source(&told).map(ToString::to_string);
+        let end = Remote::new(shared).end().unwrap();
+        assert!(end.is_fatal() && end.to_string().contains(&error.to_string()), "{end:?}");
+        assert_eq!(end == error.clone().ending(), same);
+        let source = std::error::Error::source(&end).map(ToString::to_string);
         assert_eq!(source, (!same).then(|| error.to_string()));
     }
 }
@@ -325,7 +325,7 @@ fn an_arena_is_freed_once_its_writes_have_left_and_not_before() {
     drop(sides);
 }
 
-/// Of one driver, whose peer never answers: the doorbells alone matter.
+/// One driver, whose peer never answers: only the doorbells matter.
 #[test]
 fn a_doorbell_of_2_to_the_32_epochs_ago_is_not_taken_for_one_that_rings() {
     let wire = wire();
@@ -346,23 +346,25 @@ fn a_doorbell_of_2_to_the_32_epochs_ago_is_not_taken_for_one_that_rings() {
     let mut driver = Driver::new(machine, end, system_clock());
     let direction = Direction::Dispatch;
     let ring = |epoch: u64, chunk: u16| {
-        let bytes = u64::from(wire.lane(direction).chunk_capacity(ChunkIdx(chunk)));
+        let bytes = u64::from(wire.shape(direction).chunk_capacity(ChunkIdx(chunk)));
         let count = wire.chunks_word(direction, epoch, LinkIdx(0));
         memory.chunks.get(count).unwrap().store(2, Ordering::Relaxed);
         let bell = wire.doorbell_word(direction, epoch, LinkIdx(0), ChunkIdx(chunk));
         memory.doorbells.get(bell).unwrap().store(epoch << 32 | bytes, Ordering::Release);
     };
-    // All epochs between had one chunk, as far as anybody can tell: their words are those of the first context.
+    // Indistinguishable from one chunk in every epoch between: the words are those of the first context.
     for (first_epoch, chunks, settled) in [((1 << 32) - 1, 2, true), ((1 << 33) - 1, 1, false)] {
         let config = ContextConfig { generation: 0, first_epoch, wire: &wire, arenas: &[RegionId(0), RegionId(0)] };
         driver.open(CONTEXT, &config, memory.share()).unwrap();
         (0..chunks).for_each(|chunk| ring(first_epoch, chunk));
         let taken = wait::poll("doorbells", if settled { PATIENCE } else { Duration::from_millis(200) }, || {
-            driver.turn();
+            driver.poll_once();
             (driver.settle(CONTEXT) && driver.machine().stats().posts > 0).then_some(())
         });
         assert_eq!(taken.is_some(), settled, "from epoch {first_epoch}: {:?}", driver.machine().stats());
-        wait::poll("writes", PATIENCE, || (!driver.turn() && driver.machine().under_way(CONTEXT) == 0).then_some(()));
+        wait::poll("writes", PATIENCE, || {
+            (!driver.poll_once() && driver.machine().under_way(CONTEXT) == 0).then_some(())
+        });
         driver.close(CONTEXT);
     }
     assert_eq!((driver.machine().stats().bad_doorbells, driver.broken), (0, false));
@@ -380,7 +382,7 @@ fn a_driver_that_was_dropped_answers_nobody_and_keeps_nobody_waiting() {
     assert!(start.elapsed() < REQUEST_TIMEOUT / 2, "{:?}", start.elapsed());
 }
 
-/// What a request makes is lost, and nobody undoes it, if its caller does not wait for it.
+/// If its caller did not wait, the result of a request would be lost, and nobody would undo its effect.
 #[test]
 fn a_request_that_has_begun_is_waited_for_whatever_is_raised() {
     let (_network, sides) = pair(1, &wire());
@@ -393,7 +395,7 @@ fn a_request_that_has_begun_is_waited_for_whatever_is_raised() {
         7
     };
     assert_eq!(raiser.during(|| sides[0].proxy.remote().ask(slow)), Ok(7));
-    // Behind one that takes long, the next has not begun.
+    // While a long request runs, the next one has not begun.
     std::thread::scope(|scope| {
         let remote = sides[0].proxy.remote();
         let (first, inside) = (remote.clone(), std::sync::Arc::new(std::sync::Barrier::new(2)));

@@ -1,7 +1,7 @@
-//! The other threads' side of a proxy: its thread, requests to it, and what it reported.
+//! The other threads' side of a proxy: its thread, requests to it, and its reports.
 //!
-//! A request is a closure that the driver runs between two turns; the driver looks at one flag a turn, and locks only
-//! where a request waits, or something went wrong and is reported.
+//! A request is a closure that the driver runs between two passes of its loop. The driver loads one flag per pass, and
+//! locks only where a request waits or a fault is reported.
 
 use super::mailbox::{Mailbox, Slip};
 use super::{Driver, REQUEST_TIMEOUT};
@@ -28,20 +28,20 @@ static LIVE: AtomicUsize = AtomicUsize::new(0);
 
 pub(super) type Request<T> = Box<dyn FnOnce(&mut Driver<T>) + Send>;
 
-/// What driver and remotes share.
+/// State that driver and remotes share.
 pub(super) struct Shared<T: Transport> {
-    /// Requests, and why nothing comes or goes any more.
+    /// Requests, and the reason for the proxy's end.
     mailbox: Mailbox<Request<T>, Error>,
-    /// On a line of its own: the driver loads it in each turn.
+    /// On a line of its own: the driver loads it in each pass.
     stop: CachePadded<AtomicBool>,
     reports: Mutex<Reports>,
     /// The first error of the transport itself.
     failure: OnceLock<Error>,
 }
 
-/// The newest reports; a proxy that serves many generations forgets the oldest.
+/// The newest reports; a proxy of many generations drops the oldest.
 struct Reports {
-    /// How many are forgotten.
+    /// How many were dropped.
     forgotten: usize,
     list: VecDeque<Report>,
 }
@@ -73,7 +73,7 @@ impl<T: Transport> Shared<T> {
         let _ = self.failure.set(error);
     }
 
-    /// Ends the proxy; callers hear of a fatal error, whatever the transport returned.
+    /// Ends the proxy; callers get a fatal error, whatever the transport returned.
     pub fn give_up(&self, error: Error) {
         let error = ended(error);
         self.mailbox.give_up(error.clone());
@@ -89,7 +89,7 @@ impl<T: Transport> Shared<T> {
     }
 }
 
-/// Talks to a driver from another thread or fiber. Clones are handles of the same.
+/// Sends requests to a driver from another thread or fiber. Clones are handles of the same driver.
 pub struct Remote<T: Transport> {
     shared: Arc<Shared<T>>,
 }
@@ -105,7 +105,7 @@ impl<T: Transport + 'static> Remote<T> {
         Remote { shared }
     }
 
-    /// Has the driver do something between two turns, and waits for the answer through `base::wait`.
+    /// Has the driver run `request` between two passes, and waits for the answer through `base::wait`.
     ///
     /// # Errors
     /// `Transport` if the driver has ended or does not answer.
@@ -126,11 +126,11 @@ impl<T: Transport + 'static> Remote<T> {
         let answer = match wait::poll_unless("the proxy's answer", timeout, left, || slip.look(mailbox)) {
             Ok(answer) => answer,
             Err(interrupted) if slip.withdraw() => return Err(interrupted),
-            // It has begun: what it makes is for this caller to keep or to undo.
+            // It has begun: this caller must keep or undo its result.
             Err(_) => wait::poll("the proxy's answer", timeout, || slip.look(mailbox)),
         };
         answer.flatten().ok_or_else(|| {
-            // What nobody waits for any more is not done.
+            // A request without a waiting caller is not run.
             slip.withdraw();
             self.end().unwrap_or_else(|| {
                 Error::transport(
@@ -162,7 +162,7 @@ impl<T: Transport + 'static> Remote<T> {
         })
     }
 
-    /// Everything reported so far, oldest first.
+    /// All kept reports, oldest first.
     pub fn reports(&self) -> Vec<Report> {
         self.reports_since(0)
     }
@@ -173,7 +173,7 @@ impl<T: Transport + 'static> Remote<T> {
         reports.forgotten + reports.list.len()
     }
 
-    /// Everything reported but for the first `earlier`, oldest first.
+    /// All kept reports after the first `earlier`, oldest first.
     pub fn reports_since(&self, earlier: usize) -> Vec<Report> {
         let reports = self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner);
         reports.list.iter().skip(earlier.saturating_sub(reports.forgotten)).copied().collect()
@@ -188,17 +188,17 @@ impl<T: Transport + 'static> Remote<T> {
         lost.collect()
     }
 
-    /// The first error of the transport itself, after which it may have gone on.
+    /// The first error of the transport itself; the transport may have gone on after it.
     pub fn failure(&self) -> Option<Error> {
         self.shared.failure.get().cloned()
     }
 
-    /// Why nothing comes or goes any more, if so.
+    /// The error that ended the proxy, if it has ended.
     pub fn end(&self) -> Option<Error> {
         self.shared.mailbox.reason().cloned()
     }
 
-    /// Asks the driver to tell its peers and to end.
+    /// Asks the driver to notify its peers and to end.
     pub fn stop(&self) {
         self.shared.stop.store(true, Ordering::Release);
     }
@@ -209,12 +209,12 @@ impl<T: Transport + 'static> Remote<T> {
 pub struct ThreadConfig {
     /// The core it is pinned to.
     pub core: Option<usize>,
-    /// Threads of this host that spin, as far as the caller knows: proxies, and the CPU device's executors. With more
+    /// Threads of this host that spin, as known to the caller: proxies, and the CPU device's executors. With more
     /// of them than cores, an idle proxy yields.
     pub spinners: usize,
 }
 
-/// A driver on a thread of its own; stopped and joined on drop.
+/// A driver on its own thread; stopped and joined on drop.
 pub struct ProxyThread<T: Transport + 'static> {
     remote: Remote<T>,
     thread: Option<JoinHandle<()>>,
@@ -224,7 +224,7 @@ impl<T: Transport + 'static> ProxyThread<T> {
     /// Starts the thread.
     ///
     /// # Errors
-    /// `Config` if it cannot be pinned to the core; `Device` if the system has no thread to give.
+    /// `Config` if it cannot be pinned to the core; `Device` if the system cannot start a thread.
     pub fn spawn(mut driver: Driver<T>, config: ThreadConfig) -> Result<ProxyThread<T>> {
         let remote = driver.remote();
         let pinned = Arc::new(OnceLock::new());
@@ -239,8 +239,8 @@ impl<T: Transport + 'static> ProxyThread<T> {
             }
             LIVE.fetch_add(1, Ordering::Relaxed);
             let yields = || config.spinners.max(LIVE.load(Ordering::Relaxed)) > cores;
-            // A defect must not leave devices and callers to their deadlines. The driver is not used any more but to
-            // tell them.
+            // A defect must not leave devices and callers to their deadlines. The driver is used from here on only to
+            // notify them.
             if let Err(panic) = catch_unwind(AssertUnwindSafe(|| driver.run(yields))) {
                 driver.give_up(panicked(panic.as_ref()));
                 driver.shared.end();
@@ -256,7 +256,7 @@ impl<T: Transport + 'static> ProxyThread<T> {
         Ok(thread)
     }
 
-    /// For requests, and what was reported.
+    /// The handle for requests and reports.
     pub fn remote(&self) -> &Remote<T> {
         &self.remote
     }
@@ -271,7 +271,7 @@ impl<T: Transport + 'static> Drop for ProxyThread<T> {
     }
 }
 
-/// The error as one that ends the proxy.
+/// Wraps an error that ends the proxy.
 fn ended(error: Error) -> Error {
     let error = error.ending();
     if error.is_fatal() {
@@ -281,11 +281,11 @@ fn ended(error: Error) -> Error {
     Error::transport(format!("has ended: {error}"), advice).caused_by(error).ending()
 }
 
-/// What callers hear of a proxy thread that panicked.
+/// The error for callers after the proxy thread has panicked.
 fn panicked(panic: &(dyn Any + Send)) -> Error {
-    let said = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let reason = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     Error::transport(
-        format!("the proxy thread panicked: {}", said.unwrap_or("it did not say why")),
+        format!("the proxy thread panicked: {}", reason.unwrap_or("without a message")),
         "this is a defect of the library or of its transport; please report it, and restart the process",
     )
 }
@@ -293,7 +293,7 @@ fn panicked(panic: &(dyn Any + Send)) -> Error {
 /// Pins the calling thread.
 fn pin(core: Option<usize>) -> Result<()> {
     let Some(core) = core else { return Ok(()) };
-    // The crate would index its mask of CPU_SETSIZE cores without a look.
+    // The crate would index its mask of CPU_SETSIZE cores unchecked.
     if core < libc::CPU_SETSIZE as usize && core_affinity::set_for_current(CoreId { id: core }) {
         return Ok(());
     }

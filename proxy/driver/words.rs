@@ -1,4 +1,4 @@
-//! Words that device and proxy share: in host memory, or, those that the proxy writes, in memory of a GPU.
+//! Words that device and proxy share: in host memory; the words that the proxy writes may be in GPU memory.
 
 use crate::base::{Error, Result};
 use crate::proxy::wire::WordCounts;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// An array of shared 64-bit words, and what keeps its memory alive.
 pub struct Words {
     base: NonNull<AtomicU64>,
-    /// Words of the memory; every `pitch`th of them is one of the array.
+    /// Words of the memory; every `pitch`th of them belongs to the array.
     len: usize,
     pitch: usize,
     /// The processor combines writes to them; see `transport/memory/gdr.rs`.
@@ -66,7 +66,7 @@ impl Words {
         Words { _memory: Arc::clone(&self._memory), ..*self }
     }
 
-    /// Writes a word that the device polls: everything that this thread wrote or saw before is visible first.
+    /// Writes a word that the device polls (Release): everything that this thread wrote or saw before is visible first.
     pub fn publish(&self, at: usize, value: u64) {
         match self.get(at) {
             Some(word) if self.combined => gdr::store(word, value),
@@ -99,15 +99,15 @@ impl Words {
 
 /// The words of one context, with the lengths that `Wire::word_counts` asks for.
 pub struct ContextMemory {
-    /// By device: a chunk is packed.
+    /// Written by the device: a chunk is packed.
     pub doorbells: Words,
-    /// By device: how many chunks a message has.
+    /// Written by the device: how many chunks a message has.
     pub chunks: Words,
-    /// By proxy: landings, in the order in which chunks land.
-    pub landed: Words,
-    /// By proxy: staging may be packed again.
+    /// Written by the proxy: arrivals, in the order in which chunks arrive.
+    pub arrived: Words,
+    /// Written by the proxy: staging may be packed again.
     pub staging_free: Words,
-    /// By proxy: one more than the rank of a lost peer.
+    /// Written by the proxy: one more than the rank of a lost peer.
     pub lost: Words,
 }
 
@@ -117,7 +117,7 @@ impl ContextMemory {
         ContextMemory {
             doorbells: Words::owned(counts.doorbells),
             chunks: Words::owned(counts.chunks),
-            landed: Words::owned(counts.landed),
+            arrived: Words::owned(counts.arrived),
             staging_free: Words::owned(counts.staging_free),
             lost: Words::owned(counts.lost),
         }
@@ -128,7 +128,7 @@ impl ContextMemory {
         ContextMemory {
             doorbells: self.doorbells.share(),
             chunks: self.chunks.share(),
-            landed: self.landed.share(),
+            arrived: self.arrived.share(),
             staging_free: self.staging_free.share(),
             lost: self.lost.share(),
         }
@@ -139,7 +139,7 @@ impl ContextMemory {
         WordCounts {
             doorbells: self.doorbells.len(),
             chunks: self.chunks.len(),
-            landed: self.landed.len(),
+            arrived: self.arrived.len(),
             staging_free: self.staging_free.len(),
             lost: self.lost.len(),
         }

@@ -43,7 +43,7 @@ struct Link {
     index: LinkIdx,
     peer: Rank,
     region: RegionId,
-    /// This rank's inbox slot at the peer.
+    /// This rank's receive buffer slot at the peer.
     slot: SourceIdx,
     state: LinkState,
     /// The next chunk to be rung, or the one that is blocked.
@@ -58,7 +58,7 @@ struct Link {
     shards: Box<[u8]>,
 }
 
-/// What arrives in one direction.
+/// Arrivals of one direction.
 #[derive(Debug)]
 struct Arrivals {
     /// By rank.
@@ -82,16 +82,16 @@ struct Common {
 pub(super) struct Context {
     common: Common,
     links: Vec<Link>,
-    /// By link: the doorbell that comes next. Beside the links, since every turn of the driver reads all of it.
+    /// By link: the doorbell that comes next. Beside the links, since every pass of the driver reads all of it.
     watches: Watches,
     /// By direction: its first link.
     first_link: [usize; DIRECTIONS],
     arrivals: [Arrivals; DIRECTIONS],
-    /// Everyone that this rank posts to, or that posts to it.
+    /// All ranks that this one posts to, or that post to it.
     peers: Vec<Rank>,
 }
 
-/// What became of posting a chunk.
+/// The outcome of posting a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Outcome {
     Posted,
@@ -121,9 +121,9 @@ impl Context {
             let first = links.len();
             let targets = wire.targets(direction, rank).into_iter().zip(0..);
             links.extend(targets.filter_map(|(peer, index)| {
-                let slot = wire.inbox_slot(direction, peer, rank)?;
+                let slot = wire.recv_buffer_slot(direction, peer, rank)?;
                 let region = *arenas.get(peer.index())?;
-                let shards = vec![0; 2 * usize::from(wire.lane(direction).chunks)].into_boxed_slice();
+                let shards = vec![0; 2 * usize::from(wire.shape(direction).chunks)].into_boxed_slice();
                 Some(Link {
                     direction,
                     index: LinkIdx(index),
@@ -147,7 +147,7 @@ impl Context {
             for (source, number) in sources.iter().zip(0..) {
                 source_of[source.index()] = number;
             }
-            let chunks = usize::from(wire.lane(direction).chunks);
+            let chunks = usize::from(wire.shape(direction).chunks);
             Arrivals { source_of, counter: ImmCounter::new(sources.len(), chunks, wire.nics(), first_epoch) }
         });
         let own = wire.nodes().node_of(rank);
@@ -170,12 +170,12 @@ impl Context {
         &self.watches
     }
 
-    /// Finds out anew whether a group is even.
+    /// Determines again whether a group is even.
     pub fn even_out(&mut self, group: usize) {
         self.watches.even_out(group);
     }
 
-    /// Everyone that this rank posts to, or that posts to it.
+    /// All ranks that this one posts to, or that post to it.
     pub fn peers(&self) -> impl Iterator<Item = Rank> {
         self.peers.iter().copied()
     }
@@ -190,8 +190,8 @@ impl Context {
         self.links.iter().all(|link| between(link) || link.state == LinkState::Stopped)
     }
 
-    /// Whether a peer owes a message: this rank has begun to send an epoch of which that one has sent nothing. In every
-    /// epoch of a direction messages go from all sources.
+    /// Whether a peer owes a message: this rank has begun to send an epoch of which `peer` has sent nothing. In every
+    /// epoch of a direction, all sources send a message.
     pub fn is_owed_by(&self, peer: Rank) -> bool {
         Direction::ALL.into_iter().zip(&self.arrivals).any(|(direction, arrivals)| {
             let begun = self.links.iter().filter(|link| link.direction == direction).filter_map(Link::begun).max();
@@ -207,7 +207,7 @@ impl Context {
         if bytes == 0 || matches!(link.state, LinkState::Blocked { .. } | LinkState::Stopped) {
             return Ok(false);
         }
-        // What it looks for changes only as the chunk is posted.
+        // The link's watch changes only when the chunk is posted.
         link.take(&self.common, bytes, chunks).inspect_err(|_| {
             link.state = LinkState::Stopped;
             link.rewatch(usize::from(index), &self.common, &mut self.watches);
@@ -215,7 +215,7 @@ impl Context {
         Ok(true)
     }
 
-    /// Posts the shards of a chunk that are not posted yet, or gives it up if its peer is lost.
+    /// Posts the shards of a chunk that are not posted yet, or gives the chunk up if its peer is lost.
     pub fn post(&mut self, index: u16, stats: &mut MachineStats, out: &mut impl Outputs) -> Outcome {
         let Some(link) = self.links.get_mut(usize::from(index)) else { return Outcome::Posted };
         let outcome = match link.state {
@@ -232,12 +232,12 @@ impl Context {
         outcome
     }
 
-    /// Counts a completion and answers whom it was posted to; `None` if no such shard is under way, so that no token
-    /// that came twice or damaged frees staging that the network still reads.
+    /// Counts a completion and returns the peer of its post; `None` if no such shard is under way, so that no repeated
+    /// or damaged token frees staging that the network still reads.
     pub fn completed(&mut self, token: &Token, out: &mut impl Outputs) -> Option<Rank> {
         let at = self.first_link[token.direction.index()] + token.link.index();
         let link = self.links.get_mut(at).filter(|l| l.direction == token.direction && l.index == token.link)?;
-        let chunks = usize::from(self.common.wire.lane(token.direction).chunks);
+        let chunks = usize::from(self.common.wire.shape(token.direction).chunks);
         let shard = link.shards.get_mut(shard_index(token.parity, chunks, token.chunk)?)?;
         let bit = 1u8.checked_shl(u32::from(token.nic.0))? & *shard;
         if bit == 0 {
@@ -262,8 +262,8 @@ impl Context {
         Some((source, counted))
     }
 
-    /// From now on takes the doorbells of a peer's links, which is lost or has closed the context, and posts nothing,
-    /// so that their staging becomes free.
+    /// From now on takes the doorbells of the links to `peer`, which is lost or has closed the context, and posts
+    /// nothing, so that their staging becomes free.
     pub fn discard(&mut self, peer: Rank, stats: &mut MachineStats, out: &mut impl Outputs) {
         for (at, link) in self.links.iter_mut().enumerate().filter(|(_, link)| link.peer == peer) {
             match link.state {
@@ -295,7 +295,7 @@ fn shard_index(parity: u8, chunks: usize, chunk: ChunkIdx) -> Option<usize> {
 }
 
 impl Link {
-    /// What the driver should look for.
+    /// The doorbell that the driver should watch.
     fn watch(&self, common: &Common) -> Watch {
         let wire = &common.wire;
         let word = wire.doorbell_word(self.direction, self.epoch, self.index, self.chunk) as u32;
@@ -308,7 +308,7 @@ impl Link {
         }
     }
 
-    /// Has the driver look for what comes next; `at` is the link's place among all.
+    /// Has the driver watch the link's next doorbell; `at` is the link's index among all links.
     fn rewatch(&self, at: usize, common: &Common, watches: &mut Watches) {
         watches.set(self.direction.index(), self.index.index(), at, self.watch(common));
     }
@@ -319,16 +319,16 @@ impl Link {
         (newest != 0).then_some(newest)
     }
 
-    /// Checks a doorbell, and notes what it says.
+    /// Checks a doorbell, and stores its values.
     fn take(&mut self, common: &Common, bytes: u32, chunks: u32) -> std::result::Result<(), Report> {
-        let lane = common.wire.lane(self.direction);
+        let shape = common.wire.shape(self.direction);
         let before = self.under_way[parity(self.epoch)];
-        let capacity = lane.chunk_capacity(self.chunk);
+        let capacity = shape.chunk_capacity(self.chunk);
         if self.chunk.0 == 0 && (before.posts != 0 || before.whole) {
             return Err(self.bad(common, BadDoorbell::StagingInUse { posts: before.posts }));
         }
-        if self.chunk.0 == 0 && (chunks == 0 || chunks > u32::from(lane.chunks)) {
-            return Err(self.bad(common, BadDoorbell::Chunks { chunks, most: lane.chunks }));
+        if self.chunk.0 == 0 && (chunks == 0 || chunks > u32::from(shape.chunks)) {
+            return Err(self.bad(common, BadDoorbell::Chunks { chunks, most: shape.chunks }));
         }
         if bytes > capacity {
             return Err(self.bad(common, BadDoorbell::Bytes { bytes, capacity }));
@@ -349,7 +349,7 @@ impl Link {
     /// Posts the current chunk's shards of the NICs in `wanted`.
     fn post(&mut self, common: &Common, wanted: u8, stats: &mut MachineStats, out: &mut impl Outputs) -> Outcome {
         let source = common.wire.staging_offset(self.direction, self.epoch, self.index, self.chunk);
-        let target = common.wire.inbox_offset(self.direction, self.epoch, self.slot, self.chunk);
+        let target = common.wire.recv_buffer_offset(self.direction, self.epoch, self.slot, self.chunk);
         let mut left = wanted;
         let mut outcome = Outcome::Posted;
         for nic in (0..common.wire.nics()).filter(|nic| wanted & 1 << nic != 0) {
@@ -385,7 +385,7 @@ impl Link {
 
     /// Notes that a shard of the current chunk is under way.
     fn mark(&mut self, common: &Common, nic: u8) {
-        let chunks = usize::from(common.wire.lane(self.direction).chunks);
+        let chunks = usize::from(common.wire.shape(self.direction).chunks);
         let at = shard_index(parity(self.epoch) as u8, chunks, self.chunk);
         if let Some(shard) = at.and_then(|at| self.shards.get_mut(at)) {
             *shard |= 1 << nic;

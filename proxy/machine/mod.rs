@@ -1,10 +1,10 @@
-//! The proxy's state machine, sans-IO: what is seen goes in by `step`, what is to be done comes out by `Outputs`.
+//! The proxy's state machine, sans-IO: `step` takes the inputs, and `Outputs` gets what is to be done.
 //!
 //! Place in the data path: between the device's doorbells and the network, and between the network and the device's
 //! flags. Runs on the proxy thread (`driver`), or under a test's virtual network and clock. It never blocks and,
 //! except in `new`, `open` and `close`, never allocates; it never locks, logs, formats or makes a system call.
 //!
-//! Outgoing, every link (a direction and a rank that this one posts to) goes through its chunks in order:
+//! Outgoing: every link (a direction and a rank that this rank posts to) goes through its chunks in order:
 //!
 //! ```text
 //!                 doorbell of the next chunk: a shard is posted on every NIC
@@ -26,7 +26,7 @@
 //!
 //! ```text
 //!   completion (sent or failed) ── the last one of an epoch whose chunks are all posted ──▶ flag StagingFree
-//!   immediate ── generation, context, kind, source, chunk, NIC in order? ── ImmCounter ──▶ flag Landed
+//!   immediate ── generation, context, kind, source, chunk, NIC in order? ── ImmCounter ──▶ flag Arrived
 //!   message ──▶ sign of life (peers.rs)      time ──▶ heartbeats, silence, retries
 //!   failed write, refused post, silence ──▶ peer lost: one report, its links discard, all others go on
 //!   dropped write, or failed to a peer that has left ──▶ the peer has closed the context: that one's links to it
@@ -51,7 +51,7 @@ use peers::{Peers, Silent, State};
 use std::collections::VecDeque;
 use token::Token;
 
-/// What the machine can be told.
+/// An input of the machine.
 #[derive(Debug, Clone, Copy)]
 pub enum Input<'a> {
     /// The doorbell that `watches` names shows the epoch that was looked for.
@@ -60,7 +60,7 @@ pub enum Input<'a> {
         watch: WatchId,
         /// Low half of the doorbell: bytes of the chunk. 0 is no doorbell yet.
         bytes: u32,
-        /// For chunk 0, what the companion word says: chunks of the message. Otherwise anything.
+        /// For chunk 0, the companion word: chunks of the message. Otherwise anything.
         chunks: u32,
     },
     /// A write completed.
@@ -80,7 +80,7 @@ pub enum Input<'a> {
         /// As posted.
         token: u64,
     },
-    /// A peer's write has landed.
+    /// A peer's write has arrived.
     Immediate {
         /// Untrusted bits.
         imm: ImmValue,
@@ -92,14 +92,14 @@ pub enum Input<'a> {
         /// Untrusted bytes.
         bytes: &'a [u8],
     },
-    /// Time has passed, or a queue may have room again. To be given once a turn, after events.
+    /// Time has passed, or a queue may have room again. To be given once per pass, after events.
     Time {
         /// Of a clock that never goes back.
         now_ns: u64,
     },
 }
 
-/// What the machine wants done, at once and in order.
+/// Actions of the machine, to be done at once and in order.
 pub trait Outputs {
     /// Posts a write.
     fn post(&mut self, write: &WriteImm) -> Answer;
@@ -107,7 +107,7 @@ pub trait Outputs {
     fn send(&mut self, peer: Rank, message: &[u8]) -> Answer;
     /// Writes a flag, with Release: the device acts on it at once.
     fn flag(&mut self, flag: Flag);
-    /// Tells what went wrong.
+    /// Reports a fault.
     fn report(&mut self, report: Report);
 }
 
@@ -116,7 +116,7 @@ pub trait Outputs {
 pub enum Answer {
     /// It will complete.
     Accepted,
-    /// Nothing was done; it is to be tried again.
+    /// Nothing was done; the caller is to retry.
     Full,
     /// It can never be done.
     Refused,
@@ -126,19 +126,19 @@ pub enum Answer {
 /// any number of epochs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Flag {
-    /// All shards of a chunk are in the inbox.
-    Landed {
+    /// All shards of a chunk are in the receive buffer.
+    Arrived {
         /// Of which context.
         context: ContextIdx,
         /// In which direction.
         direction: Direction,
-        /// From whom.
+        /// The sender.
         source: SourceIdx,
         /// Which chunk.
         chunk: ChunkIdx,
         /// Of which epoch.
         epoch: u64,
-        /// How many chunks of that epoch have landed before, whoever sent them.
+        /// How many chunks of that epoch have arrived before, whoever sent them.
         place: u32,
     },
     /// All posts of a message completed: its staging may be packed again.
@@ -147,36 +147,36 @@ pub enum Flag {
         context: ContextIdx,
         /// In which direction.
         direction: Direction,
-        /// To whom.
+        /// The link it was posted on.
         link: LinkIdx,
         /// Of which epoch.
         epoch: u64,
     },
 }
 
-/// What went wrong. Everything else goes on.
+/// A fault. Everything else goes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Report {
-    /// A peer is gone; reported once, until a context that names it is opened again.
+    /// A peer is lost; reported once, until a context that names the peer is opened again.
     PeerLost {
         /// Who.
         peer: Rank,
-        /// How that was noticed.
+        /// How the loss was noticed.
         cause: Cause,
     },
-    /// The device rang a doorbell that cannot be; its link has stopped.
+    /// The device rang an invalid doorbell; its link has stopped.
     BadDoorbell {
         /// Of which context.
         context: ContextIdx,
         /// In which direction.
         direction: Direction,
-        /// To whom.
+        /// The peer of the doorbell's link.
         peer: Rank,
         /// Of which epoch.
         epoch: u64,
         /// Which chunk.
         chunk: ChunkIdx,
-        /// What is wrong.
+        /// The fault.
         problem: BadDoorbell,
     },
 }
@@ -184,25 +184,25 @@ pub enum Report {
 /// How a loss was noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Cause {
-    /// It was heard before, and then not for this long.
+    /// The peer gave signs of life before, and then none for this long.
     #[error("which gave no sign of life for {} ms", silent_ns / 1_000_000)]
     Silent {
         /// So long.
         silent_ns: u64,
     },
-    /// It was never heard since a context named it.
-    #[error("of which nothing was heard for {} ms", silent_ns / 1_000_000)]
-    NeverHeard {
+    /// The peer has given no sign of life since a context named it.
+    #[error("from which nothing was received for {} ms", silent_ns / 1_000_000)]
+    NeverReceived {
         /// So long.
         silent_ns: u64,
     },
-    /// It left in good order, and owes a message.
+    /// The peer left in good order, and owes a message.
     #[error("which left {} ms ago", silent_ns / 1_000_000)]
     Left {
         /// So long ago.
         silent_ns: u64,
     },
-    /// A write to it failed.
+    /// A write to the peer failed.
     #[error("to which a write failed ({failure}; context {}, {direction:?}, chunk {}, NIC {})", context.0, chunk.0, nic.0)]
     WriteFailed {
         /// Of which context.
@@ -218,7 +218,7 @@ pub enum Cause {
         /// The transport's reason.
         failure: Failure,
     },
-    /// The transport refuses writes to it.
+    /// The transport refuses writes to the peer.
     #[error("to which the transport refuses writes")]
     Refused,
 }
@@ -250,15 +250,15 @@ pub enum BadDoorbell {
     },
 }
 
-/// When peers are heard and when they count as lost.
+/// Intervals of heartbeats, and when peers count as lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Liveness {
-    /// From one sign of life to the next.
+    /// Time from one heartbeat to the next.
     pub heartbeat_ns: u64,
-    /// A peer that was heard, and then not for so long, is lost. Noticed at most a heartbeat later.
+    /// A peer that gave signs of life, and then none for this long, is lost. Noticed at most a heartbeat later.
     pub silence_ns: u64,
-    /// The same for a peer that has not been heard since a context named it, as others may be slower to build theirs,
-    /// and for one that has said that it is busy ([`Machine::set_busy`]).
+    /// The limit for a peer without a sign of life since a context named it, as peers may be slower to build theirs,
+    /// and for a peer that has reported to be busy ([`Machine::set_busy`]).
     pub first_contact_ns: u64,
 }
 
@@ -268,7 +268,7 @@ impl Default for Liveness {
     }
 }
 
-/// What a machine is made for.
+/// The configuration of a machine.
 #[derive(Debug, Clone, Copy)]
 pub struct MachineConfig {
     /// This rank.
@@ -279,16 +279,16 @@ pub struct MachineConfig {
     pub liveness: Liveness,
 }
 
-/// What a context is opened with, the same on all its ranks but for the numbers of regions.
+/// The configuration of a context, the same on all its ranks but for the numbers of regions.
 ///
-/// All ranks must have opened a context before any of them rings: what arrives earlier is dropped as stale.
+/// All ranks must have opened a context before any of them rings: earlier arrivals are dropped as stale.
 #[derive(Debug, Clone, Copy)]
 pub struct ContextConfig<'a> {
     /// Low two bits of the generation.
     pub generation: u8,
     /// Number of the first epoch in every direction; its low half is not 0.
     pub first_epoch: u64,
-    /// Where everything lies.
+    /// The layout of the wire.
     pub wire: &'a Wire,
     /// By rank: the region that holds its arena. This rank's own is the source of its writes.
     pub arenas: &'a [RegionId],
@@ -308,24 +308,24 @@ pub struct WatchId {
 pub struct Watch {
     /// Index of the doorbell.
     pub word: u32,
-    /// Index of the word that says how many chunks the message has, if it must be read: with chunk 0.
+    /// Index of the word with the number of the message's chunks, if it must be read: with chunk 0.
     pub chunks_word: Option<u32>,
     /// Low half of the epoch looked for, which the doorbell has in its upper half once it is rung.
     pub epoch: u32,
-    /// Not to be looked at for now.
+    /// Not to be polled for now.
     pub asleep: bool,
 }
 
 impl Watch {
-    /// Whether a doorbell that reads `word` is to be given to `Machine::step`. Memory that was never written looks like
-    /// an epoch whose low half is 0, but for the bytes.
+    /// Whether a doorbell that reads `word` is to be given to `Machine::step`. Memory that was never written differs
+    /// from an epoch whose low half is 0 only in its 0 bytes.
     pub fn is_rung(&self, word: u64) -> bool {
         !self.asleep && (word >> 32) as u32 == self.epoch && word as u32 != 0
     }
 
-    /// Whether the doorbell may stay unwritten for any number of epochs, and so must be cleared once it is taken, lest
-    /// it looks rung 2³² epochs later: that of every chunk but the first, as messages may be short for long. Chunk 0's,
-    /// which comes with the number of chunks, is written in every epoch of its parity.
+    /// Whether the doorbell may stay unwritten for any number of epochs. It must then be cleared once it is taken, or
+    /// it would look rung 2³² epochs later. True for every chunk but the first, as messages may stay short for long;
+    /// chunk 0's doorbell, which comes with the number of chunks, is written in every epoch of its parity.
     pub fn may_go_stale(&self) -> bool {
         self.chunks_word.is_none()
     }
@@ -341,8 +341,8 @@ pub struct Group {
     pub first: u16,
     /// How many; at most `GROUP_LINKS`.
     pub links: u16,
-    /// Where their doorbells are, if all wait for the same chunk of the same epoch; `None` also if nobody has looked
-    /// since one of them moved.
+    /// Their doorbells, if all wait for the same chunk of the same epoch; `None` also if that was not checked since one
+    /// of the links moved.
     pub row: Option<Row>,
 }
 
@@ -362,7 +362,7 @@ impl Group {
     }
 }
 
-/// What has happened so far.
+/// Counts of events so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MachineStats {
     /// Writes accepted.
@@ -371,14 +371,14 @@ pub struct MachineStats {
     pub full: u64,
     /// Completions, failed and dropped ones included.
     pub completions: u64,
-    /// Writes that met a context which their peer had closed.
+    /// Writes to a context that the peer had closed.
     pub dropped: u64,
     /// Immediates counted.
     pub immediates: u64,
-    /// Chunks flagged as landed.
-    pub landed: u64,
+    /// Chunks flagged as arrived.
+    pub arrived: u64,
     /// Heartbeats and leaves accepted.
-    pub beats: u64,
+    pub heartbeats: u64,
     /// Peers lost.
     pub lost: u64,
     /// Chunks not posted because their peer was lost, or had closed the context.
@@ -389,13 +389,13 @@ pub struct MachineStats {
     pub stale_completions: u64,
     /// Immediates that had been counted before, dropped.
     pub duplicates: u64,
-    /// Immediates and completions that cannot be, dropped.
+    /// Impossible immediates and completions, dropped.
     pub impossible: u64,
     /// Control messages that are malformed, dropped.
     pub bad_messages: u64,
     /// Control messages of a rank that no open context names, dropped.
     pub strange_messages: u64,
-    /// Doorbells that cannot be.
+    /// Invalid doorbells.
     pub bad_doorbells: u64,
 }
 
@@ -419,7 +419,7 @@ impl Machine {
     /// A machine with no contexts.
     ///
     /// # Errors
-    /// `Config` if the rank is not of the world, or the world larger than an immediate can tell.
+    /// `Config` if the rank is not of the world, or the world is larger than an immediate can name.
     pub fn new(config_: &MachineConfig) -> Result<Machine> {
         let MachineConfig { rank, world, liveness } = *config_;
         if world > MAX_RANKS || rank.index() >= world {
@@ -430,7 +430,7 @@ impl Machine {
             return Err(Error::config(
                 "liveness",
                 value,
-                "peers are lost between two heartbeats; beat several times as often",
+                "peers would be lost between two heartbeats; send them several times as often",
             ));
         }
         Ok(Machine {
@@ -454,7 +454,7 @@ impl Machine {
             return Err(Error::config(
                 "context",
                 index.0,
-                "is open, or beyond the four that an immediate can tell; close it",
+                "is open, or beyond the four that an immediate can name; close it",
             ));
         }
         if config_.wire.nodes().world() > self.world || config_.arenas.len() < config_.wire.nodes().world() {
@@ -490,26 +490,26 @@ impl Machine {
         self.under_way.get(index.index()).copied().unwrap_or(0)
     }
 
-    /// What to look at in a context's doorbells; empty if it is not open. Entries change with every step.
+    /// The watches of a context's doorbells; empty if it is not open. Entries change with every step.
     #[inline]
     pub fn watches(&self, index: ContextIdx) -> &[Watch] {
         self.contexts.get(index.index()).and_then(Option::as_ref).map_or(&[], |c| c.watches().list())
     }
 
-    /// The same in groups, of which one that has a `Row` can be looked at as a whole.
+    /// The same watches in groups; a group with a `Row` can be scanned as a whole.
     #[inline]
     pub fn groups(&self, index: ContextIdx) -> &[Group] {
         self.contexts.get(index.index()).and_then(Option::as_ref).map_or(&[], |c| c.watches().groups())
     }
 
-    /// Finds the row of a group that had none. To be called once its watches have been looked at one by one.
+    /// Finds the row of a group that had none. To be called after its watches have been polled one by one.
     pub fn even_out(&mut self, index: ContextIdx, group: usize) {
         if let Some(context) = self.contexts.get_mut(index.index()).and_then(Option::as_mut) {
             context.even_out(group);
         }
     }
 
-    /// What has happened so far.
+    /// Counts of events so far.
     pub fn stats(&self) -> &MachineStats {
         &self.stats
     }
@@ -519,44 +519,44 @@ impl Machine {
         self.rank
     }
 
-    /// Whether all of a context's messages that were rung, as far as the machine was told, are posted; also if it is
-    /// not open.
+    /// Whether all messages of a context that were rung, as far as the machine got their doorbells, are posted; true if
+    /// the context is not open.
     pub fn is_settled(&self, index: ContextIdx) -> bool {
         self.contexts.get(index.index()).and_then(Option::as_ref).is_none_or(|context| context.is_settled())
     }
 
-    /// Whether a peer has been lost, and no context that names it opened since.
+    /// Whether a peer has been lost, and no context that names it was opened since.
     pub fn is_lost(&self, peer: Rank) -> bool {
         self.peers.state(peer) == State::Lost
     }
 
-    /// Forgets peers that no open context names any more, which are sent beats until then.
+    /// Forgets peers that no open context names any more; they get heartbeats until then.
     pub fn forget_parted(&mut self) {
         self.peers.forget_parted();
     }
 
-    /// Tells all peers that this rank leaves, with the next turns of time; see `has_left`.
+    /// Notifies all peers that this rank leaves, with the next inputs of time; see `has_left`.
     pub fn leave(&mut self) {
         self.peers.leave();
     }
 
-    /// Tells all peers that this rank is busy, and may give no sign of life for as long as
-    /// `Liveness::first_contact_ns`, or that it is back; with the next turns of time, see `has_told`.
+    /// Notifies all peers that this rank is busy, and may give no sign of life for as long as
+    /// `Liveness::first_contact_ns`, or that it is back; with the next inputs of time, see `has_notified`.
     pub fn set_busy(&mut self, busy: bool) {
         self.peers.set_busy(busy);
     }
 
-    /// Whether everyone has been told whose queue had room.
-    pub fn has_told(&self) -> bool {
-        self.peers.has_told()
+    /// Whether all peers whose queue had room have been notified of the change.
+    pub fn has_notified(&self) -> bool {
+        self.peers.has_notified()
     }
 
-    /// Whether everyone whose queue had room has been told.
+    /// Whether all peers whose queue had room have been notified of the leave.
     pub fn has_left(&self) -> bool {
         self.peers.has_left()
     }
 
-    /// Takes one thing that was seen, and does what follows from it. Only `Doorbell` and `Time` post or send.
+    /// Takes one input and acts on it. Only `Doorbell` and `Time` post or send.
     pub fn step(&mut self, input: Input<'_>, out: &mut impl Outputs) {
         match input {
             Input::Doorbell { watch, bytes, chunks } => self.doorbell(watch, bytes, chunks, out),
@@ -608,7 +608,7 @@ impl Machine {
         }
         let under_way = self.under_way[slot].saturating_sub(1);
         let Some(context) = self.contexts[slot].as_mut() else {
-            // The tables are gone with the context; what it had under way is only counted down.
+            // The context's tables are gone; its writes under way are only counted down.
             self.under_way[slot] = under_way;
             self.stats.stale_completions += 1;
             return;
@@ -652,24 +652,24 @@ impl Machine {
         };
         match counted {
             Counted::Partial => self.stats.immediates += 1,
-            Counted::Landed { epoch, place } => {
+            Counted::Arrived { epoch, place } => {
                 self.stats.immediates += 1;
-                self.stats.landed += 1;
+                self.stats.arrived += 1;
                 let (context, chunk) = (ContextIdx(fields.context), ChunkIdx(fields.chunk));
-                out.flag(Flag::Landed { context, direction, source, chunk, epoch, place });
+                out.flag(Flag::Arrived { context, direction, source, chunk, epoch, place });
             }
             Counted::Duplicate => self.stats.duplicates += 1,
             Counted::Impossible => self.stats.impossible += 1,
         }
-        self.peers.heard(fields.source);
+        self.peers.received_from(fields.source);
     }
 
     fn message(&mut self, peer: Rank, bytes: &[u8]) {
         match (Control::decode(bytes, peer), self.peers.state(peer)) {
             (None, _) => self.stats.bad_messages += 1,
             (Some(_), State::Unlinked) => self.stats.strange_messages += 1,
-            (Some((control, turn)), State::Parted | State::Expected | State::Alive | State::Left | State::Lost) => {
-                self.peers.control(peer, control, turn);
+            (Some((control, sequence)), State::Parted | State::Expected | State::Alive | State::Left | State::Lost) => {
+                self.peers.control(peer, control, sequence);
             }
         }
     }
@@ -681,13 +681,13 @@ impl Machine {
             match state {
                 State::Left if !self.is_owed_by(peer) => {}
                 State::Left => self.lose(peer, Cause::Left { silent_ns }, out),
-                State::Expected => self.lose(peer, Cause::NeverHeard { silent_ns }, out),
+                State::Expected => self.lose(peer, Cause::NeverReceived { silent_ns }, out),
                 State::Unlinked | State::Parted | State::Alive | State::Lost => {
                     self.lose(peer, Cause::Silent { silent_ns }, out)
                 }
             }
         }
-        self.stats.beats += self.peers.beat(out);
+        self.stats.heartbeats += self.peers.heartbeat(out);
         self.retry(out);
     }
 
@@ -695,8 +695,8 @@ impl Machine {
         self.contexts.iter().flatten().any(|context| context.is_owed_by(peer))
     }
 
-    /// Each blocked link tries once more; those still refused go to the end, so that the first room is not always
-    /// taken by the same link.
+    /// Each blocked link retries once. Links that are still refused go to the end, so that not always the same link
+    /// takes the first room.
     fn retry(&mut self, out: &mut impl Outputs) {
         for _ in 0..self.blocked.len() {
             let Some((watch, serial)) = self.blocked.pop_front() else { return };
@@ -717,7 +717,7 @@ impl Machine {
         self.let_go(peer, out);
     }
 
-    /// A peer's links let go of what they have.
+    /// Discards the chunks of the links to a peer.
     fn let_go(&mut self, peer: Rank, out: &mut impl Outputs) {
         for context in self.contexts.iter_mut().flatten() {
             context.discard(peer, &mut self.stats, out);

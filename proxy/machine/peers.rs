@@ -1,4 +1,4 @@
-//! Who is alive: heartbeats out, signs of life in, and who has been silent for too long.
+//! Which peers are alive: heartbeats out, signs of life in, and peers that have been silent for too long.
 //!
 //! ```text
 //!                 first sign of life                 silent for silence_ns, a write failed
@@ -11,29 +11,30 @@
 //!                                                           silent for silence_ns, and it owes a message
 //! ```
 //!
-//! A peer that no open context names any more is **Parted**: it may have one open still, and would miss this rank. So
-//! it is sent beats, until it leaves or has been silent for `first_contact_ns`; its own silence means nothing.
+//! A peer that no open context names any more is **Parted**: the peer may still have a context open, and would miss
+//! this rank. So this rank sends it heartbeats until it leaves or has been silent for `first_contact_ns`; its silence
+//! is no loss.
 //!
-//! A peer that is **busy**, as it said itself, has `first_contact_ns`: its thread registers memory or connects, and
-//! cannot beat meanwhile. Each message has the sender's turn (control.rs), and of two the later turn holds, whichever
-//! comes last.
+//! A peer that has reported to be **busy** has `first_contact_ns`: its thread registers memory or connects, and cannot
+//! send heartbeats meanwhile. Each message carries the sender's sequence (control.rs); of two messages, the later
+//! sequence holds, whichever comes last.
 //!
-//! Opening a context that names a peer brings it back to Expected, unless it is alive. Nothing is sent to a lost peer,
-//! so that a loss seen by one side is soon seen by both.
+//! Opening a context that names a peer sets it to Expected, unless it is Alive. Nothing is sent to a lost peer, so that
+//! a loss seen by one side is soon seen by both.
 
-use super::control::{Control, Turn};
+use super::control::{Control, Sequence};
 use super::{Answer, Liveness, Outputs};
 use crate::base::Rank;
 use std::collections::VecDeque;
 
-/// Beats sent in one turn at most: what a turn may cost beside data.
-const BEATS_PER_TURN: usize = 4;
+/// Most heartbeats sent in one pass: bounds the pass's cost beside data.
+const HEARTBEATS_PER_POLL: usize = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     /// No open context names it.
     Unlinked,
-    /// None does any more.
+    /// No open context names it any more.
     Parted,
     Expected,
     Alive,
@@ -44,10 +45,10 @@ pub(super) enum State {
 #[derive(Debug, Clone, Copy)]
 struct Peer {
     state: State,
-    heard_ns: u64,
-    /// Its latest, if it said one since a context named it anew.
-    turn: Option<Turn>,
-    /// Whether it is queued for a beat.
+    received_ns: u64,
+    /// Its latest sequence, if one was received since a context named it anew.
+    sequence: Option<Sequence>,
+    /// Whether it is queued for a heartbeat.
     due: bool,
 }
 
@@ -56,7 +57,7 @@ struct Peer {
 pub(super) struct Silent {
     pub peer: Rank,
     pub silent_ns: u64,
-    /// What it was until then: expected, alive, or gone in good order.
+    /// Its state until then: expected, alive, or gone in good order.
     pub state: State,
 }
 
@@ -68,15 +69,15 @@ pub(super) struct Peers {
     now_ns: u64,
     /// By rank.
     table: Vec<Peer>,
-    /// Those that take turns at being checked and sent a beat, evenly over `heartbeat_ns`.
+    /// The peers that are checked and sent a heartbeat one after the other, evenly over `heartbeat_ns`.
     linked: Vec<Rank>,
     next: usize,
     next_ns: u64,
-    /// Beats that are due, each peer at most once; a peer whose queue is full goes to the end.
+    /// Peers whose heartbeat is due, each at most once; a peer whose queue is full goes to the end.
     due: VecDeque<Rank>,
     leaving: bool,
-    /// Whether this rank is busy, and how often it was.
-    turn: Turn,
+    /// This rank's own sequence: whether it is busy, and how often it was.
+    sequence: Sequence,
 }
 
 impl Peers {
@@ -85,17 +86,17 @@ impl Peers {
             own,
             liveness,
             now_ns: 0,
-            table: vec![Peer { state: State::Unlinked, heard_ns: 0, turn: None, due: false }; world],
+            table: vec![Peer { state: State::Unlinked, received_ns: 0, sequence: None, due: false }; world],
             linked: Vec::with_capacity(world),
             next: 0,
             next_ns: 0,
             due: VecDeque::with_capacity(world),
             leaving: false,
-            turn: Turn::default(),
+            sequence: Sequence::default(),
         }
     }
 
-    /// Names the peers of all open contexts; `fresh` of them belong to one that was just opened.
+    /// Sets the peers of all open contexts; `fresh` are those of a context that was just opened.
     pub fn link(&mut self, all: impl Iterator<Item = Rank>, fresh: impl Iterator<Item = Rank>) {
         self.linked.clear();
         self.next = 0;
@@ -123,13 +124,13 @@ impl Peers {
             if let Some(peer) = self.table.get_mut(rank.index())
                 && peer.state != State::Alive
             {
-                // It may be another process, whose turns begin anew.
-                (peer.state, peer.heard_ns, peer.turn) = (State::Expected, self.now_ns, None);
+                // It may be another process, whose sequences begin anew.
+                (peer.state, peer.received_ns, peer.sequence) = (State::Expected, self.now_ns, None);
             }
         }
     }
 
-    /// Forgets those that no open context names: the network does, too.
+    /// Forgets peers that no open context names: the network does, too.
     pub fn forget_parted(&mut self) {
         for peer in self.table.iter_mut().filter(|peer| peer.state == State::Parted) {
             peer.state = State::Unlinked;
@@ -142,21 +143,21 @@ impl Peers {
         self.table.get(rank.index()).map_or(State::Unlinked, |peer| peer.state)
     }
 
-    /// Takes anything that came from a peer as a sign of life.
-    pub fn heard(&mut self, rank: Rank) {
+    /// Takes any arrival from a peer as a sign of life.
+    pub fn received_from(&mut self, rank: Rank) {
         let Some(peer) = self.table.get_mut(rank.index()) else { return };
-        peer.heard_ns = self.now_ns;
+        peer.received_ns = self.now_ns;
         if peer.state == State::Expected {
             peer.state = State::Alive;
         }
     }
 
     /// A control message of a linked peer.
-    pub fn control(&mut self, rank: Rank, control: Control, turn: Turn) {
-        self.heard(rank);
+    pub fn control(&mut self, rank: Rank, control: Control, sequence: Sequence) {
+        self.received_from(rank);
         let Some(peer) = self.table.get_mut(rank.index()) else { return };
-        if peer.turn.is_none_or(|before| turn.is_after(before)) {
-            peer.turn = Some(turn);
+        if peer.sequence.is_none_or(|before| sequence.is_after(before)) {
+            peer.sequence = Some(sequence);
         }
         // Messages overtake each other: a heartbeat from before the leave may come after it and changes nothing.
         if control == Control::Leave && matches!(peer.state, State::Alive | State::Parted) {
@@ -164,7 +165,7 @@ impl Peers {
         }
     }
 
-    /// Marks a peer as lost; false if it was already.
+    /// Marks a peer as lost; false if it was lost already.
     pub fn lose(&mut self, rank: Rank) -> bool {
         let Some(peer) = self.table.get_mut(rank.index()) else { return false };
         let news = peer.state != State::Lost;
@@ -172,7 +173,7 @@ impl Peers {
         news
     }
 
-    /// From now on tells peers that this rank leaves, once each, instead of beating.
+    /// From now on notifies each peer once that this rank leaves, and sends no heartbeats.
     pub fn leave(&mut self) {
         self.leaving = true;
         for at in 0..self.linked.len() {
@@ -180,39 +181,39 @@ impl Peers {
         }
     }
 
-    /// Whether everyone who can be told has been told.
+    /// Whether all peers that can be notified of the leave have been.
     pub fn has_left(&self) -> bool {
         self.leaving && self.due.is_empty()
     }
 
-    /// From now on tells peers, with every beat and at once, that this rank is busy, or that it is back.
+    /// Notifies peers, at once and with every later heartbeat, that this rank is busy, or that it is back.
     pub fn set_busy(&mut self, busy: bool) {
-        if self.turn.is_busy() != busy {
-            self.turn = self.turn.next();
+        if self.sequence.is_busy() != busy {
+            self.sequence = self.sequence.next();
             for at in 0..self.linked.len() {
                 self.enqueue(self.linked[at]);
             }
         }
     }
 
-    /// Whether no beat is due that a queue had no room for.
-    pub fn has_told(&self) -> bool {
+    /// Whether no heartbeat is due; a peer whose queue is full keeps its heartbeat due.
+    pub fn has_notified(&self) -> bool {
         self.due.is_empty()
     }
 
-    /// Moves the clock. A gap between two turns that could itself be taken for silence is this thread's, not the
-    /// peers': what they sent meanwhile has yet to be polled.
+    /// Advances the clock. A gap between two passes that is long enough to be taken for silence is this thread's, not
+    /// the peers': their messages of that time have yet to be polled.
     pub fn advance(&mut self, now_ns: u64) {
         let gap = now_ns.saturating_sub(self.now_ns);
         if gap > self.liveness.silence_ns / 2 {
             for peer in &mut self.table {
-                peer.heard_ns = peer.heard_ns.saturating_add(gap).min(now_ns);
+                peer.received_ns = peer.received_ns.saturating_add(gap).min(now_ns);
             }
         }
         self.now_ns = self.now_ns.max(now_ns);
     }
 
-    /// The next peer whose turn has come, if it was silent for too long, as one that left is from some time on. To be
+    /// Checks the peers that are due; returns the next that was silent for too long, a peer that left included. To be
     /// called until `None`.
     pub fn check(&mut self) -> Option<Silent> {
         for _ in 0..self.linked.len() {
@@ -220,7 +221,7 @@ impl Peers {
                 return None;
             }
             let count = self.linked.len() as u64;
-            // A long gap is not made up for by several rounds.
+            // After a long gap, the missed checks are skipped.
             let not_before = self.now_ns.saturating_sub(self.liveness.heartbeat_ns);
             self.next_ns = self.next_ns.max(not_before).saturating_add((self.liveness.heartbeat_ns / count).max(1));
             self.next = (self.next + 1) % self.linked.len();
@@ -247,13 +248,13 @@ impl Peers {
         let peer = self.table.get(rank.index())?;
         let limit = match peer.state {
             State::Expected | State::Parted => self.liveness.first_contact_ns,
-            State::Alive if peer.turn.is_some_and(Turn::is_busy) => {
+            State::Alive if peer.sequence.is_some_and(Sequence::is_busy) => {
                 self.liveness.first_contact_ns.max(self.liveness.silence_ns)
             }
             State::Alive | State::Left => self.liveness.silence_ns,
             State::Unlinked | State::Lost => return None,
         };
-        let silent_ns = self.now_ns.saturating_sub(peer.heard_ns);
+        let silent_ns = self.now_ns.saturating_sub(peer.received_ns);
         (silent_ns > limit).then_some(Silent { peer: rank, silent_ns, state: peer.state })
     }
 
@@ -265,15 +266,15 @@ impl Peers {
         }
     }
 
-    /// Sends some of the beats that are due; answers how many were accepted.
-    pub fn beat(&mut self, out: &mut impl Outputs) -> u64 {
+    /// Sends some of the heartbeats that are due; returns how many were accepted.
+    pub fn heartbeat(&mut self, out: &mut impl Outputs) -> u64 {
         let mut sent = 0;
-        for _ in 0..self.due.len().min(BEATS_PER_TURN) {
+        for _ in 0..self.due.len().min(HEARTBEATS_PER_POLL) {
             let Some(rank) = self.due.pop_front() else { break };
             let state = self.state(rank);
             let control = if self.leaving { Control::Leave } else { Control::Heartbeat };
             let wanted = matches!(state, State::Expected | State::Alive | State::Parted);
-            if wanted && out.send(rank, &control.encode(self.own, self.turn)) == Answer::Full {
+            if wanted && out.send(rank, &control.encode(self.own, self.sequence)) == Answer::Full {
                 self.due.push_back(rank);
                 continue;
             }

@@ -1,4 +1,4 @@
-//! What the machine writes on a post to find its place again when the completion comes back.
+//! The token of a post, by which the machine identifies the link and chunk of a completion.
 //!
 //! ```text
 //!   63          32 31  30 29   28 27     26 25     13   12   11    2 1   0

@@ -1,4 +1,4 @@
-//! The doorbells that come next: one a link, and the same in groups, since every turn of the driver looks at all of
+//! The next doorbell of each link, one by one and in groups, since every pass of the driver polls all of
 //! them.
 //!
 //! Place in the data path: the machine's tables, read by the driver. Allocates in `new` alone.
@@ -20,22 +20,22 @@ pub(super) struct Watches {
     /// By link, direction after direction.
     list: Vec<Watch>,
     groups: Vec<Group>,
-    /// By direction. No group has links of two directions, whose words are far apart.
-    turns: [Turn; DIRECTIONS],
+    /// By direction. No group has links of two directions, whose words are not adjacent.
+    orders: [Order; DIRECTIONS],
 }
 
-/// The groups of a direction's links: those from one link on, then those before it. Ranks that all began with the first
-/// node would send to it at the same time, and then to the next: each begins with the node behind its own.
+/// The order of a direction's groups: from one link on, then the links before it. If all ranks began with the first
+/// node, they would all send to it at the same time, and then to the next: so each begins with the node after its own.
 #[derive(Debug, Clone, Copy, Default)]
-struct Turn {
+struct Order {
     begin: usize,
-    /// The group that has it.
+    /// The group of the link to begin with.
     first: usize,
-    /// The group that has link 0, if another.
+    /// The group of link 0, if it is another one.
     wrapped: usize,
 }
 
-impl Turn {
+impl Order {
     fn group_of(&self, link: usize) -> usize {
         match link.checked_sub(self.begin) {
             Some(on) => self.first + on / GROUP_LINKS,
@@ -45,11 +45,11 @@ impl Turn {
 }
 
 impl Watches {
-    /// Of links that stand direction by direction; `first_link` says where each begins, and `begins` which of its links
-    /// is looked at first.
+    /// Watches of links that are listed direction by direction; by direction, `first_link` is its first link, and
+    /// `begins` the link to poll first.
     pub fn new(list: Vec<Watch>, first_link: &[usize; DIRECTIONS], begins: &[usize; DIRECTIONS]) -> Watches {
         let mut groups: Vec<Group> = Vec::new();
-        let mut turns = [Turn::default(); DIRECTIONS];
+        let mut orders = [Order::default(); DIRECTIONS];
         for (direction, first) in first_link.iter().enumerate() {
             let end = first_link.get(direction + 1).copied().unwrap_or(list.len());
             let begin = begins[direction];
@@ -62,9 +62,9 @@ impl Watches {
                 }));
                 number
             };
-            turns[direction] = Turn { begin, first: add(first + begin, end), wrapped: add(*first, first + begin) };
+            orders[direction] = Order { begin, first: add(first + begin, end), wrapped: add(*first, first + begin) };
         }
-        let mut watches = Watches { list, groups, turns };
+        let mut watches = Watches { list, groups, orders };
         (0..watches.groups.len()).for_each(|at| watches.even_out(at));
         watches
     }
@@ -77,13 +77,14 @@ impl Watches {
         &self.groups
     }
 
-    /// What a link waits for from now on; `link` is its place in its direction, `at` among all.
+    /// Sets a link's watch; `link` is its index in its direction, `at` among all links.
     pub fn set(&mut self, direction: usize, link: usize, at: usize, watch: Watch) {
         self.list[at] = watch;
-        self.groups[self.turns[direction].group_of(link)].row = None;
+        self.groups[self.orders[direction].group_of(link)].row = None;
     }
 
-    /// Finds out whether a group is even. Not with `set`: a post would pay for it, and neighbours mostly move together.
+    /// Determines whether a group is even. Not done in `set`: a post would pay for it, and neighbours mostly move
+    /// together.
     pub fn even_out(&mut self, at: usize) {
         let Some(group) = self.groups.get_mut(at) else { return };
         let watches = &self.list[group.range()];
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_looked_at_from_the_first_of_their_turn_on_and_all_of_them() {
+    fn links_are_polled_from_the_first_of_their_order_on_and_all_of_them() {
         for (begin, order) in [(0, vec![0, 8, 16]), (5, vec![5, 13, 0]), (19, vec![19, 0, 8, 16]), (20, vec![0, 8, 16])]
         {
             let mut begins = [0; DIRECTIONS];

@@ -1,4 +1,4 @@
-//! What the bootstrap tests share: places to meet, ranks as threads or processes, frames put together by hand.
+//! Shared by the bootstrap tests: places to meet, ranks as threads or processes, frames put together by hand.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -135,41 +135,41 @@ pub fn frame(version: u16, kind: u16, body: &[u8]) -> Vec<u8> {
     [b"TKYD", &version.to_le_bytes()[..], &kind.to_le_bytes(), &length, body].concat()
 }
 
-/// A hello with a nonce of sevens, of one who has a token or has none.
+/// A Hello with a nonce of sevens, of a member with or without a token.
 pub fn hello(version: u16, own_host: bool) -> Vec<u8> {
     frame(version, 1, &[&[32, 0][..], &[7; 32], &[u8::from(own_host)]].concat())
 }
 
-/// What secret.rs documents as the proof of a role, of whoever has a token.
-pub fn proof(token: &str, role: &str, root: &[u8], said: &[u8]) -> Vec<u8> {
+/// The proof of a role as documented in secret.rs, made with `token`.
+pub fn proof(token: &str, role: &str, root: &[u8], fields: &[u8]) -> Vec<u8> {
     let mut key = [0; 64];
     key[..32].copy_from_slice(&Sha256::digest([b"token\0", token.as_bytes()].concat()));
     let mac = Hmac::<Sha256>::new(&key.into()).chain_update(format!("tokenyard bootstrap: {role}"));
-    mac.chain_update([7; 32]).chain_update(root).chain_update(said).finalize().into_bytes().to_vec()
+    mac.chain_update([7; 32]).chain_update(root).chain_update(fields).finalize().into_bytes().to_vec()
 }
 
-/// What a member says of itself: no host, and that all ranks are members, in one node.
-pub fn said(rank: u32, world: u32) -> Vec<u8> {
+/// The fields of a member's Join: no host, and all ranks as members, in one node.
+pub fn join_fields(rank: u32, world: u32) -> Vec<u8> {
     let text = |text: String| [&(text.len() as u16).to_le_bytes()[..], text.as_bytes()].concat();
     let (members, nodes) = (text(format!("0-{}", world - 1)), text(world.to_string()));
     [&rank.to_le_bytes()[..], &world.to_le_bytes(), &[0, 0], &[0; 4], &members, &nodes].concat()
 }
 
-/// Says hello and answers the challenge with a proof, and `said`.
-pub fn asking(place: &(String, u16), version: u16, token: &str, said: &[u8], own_host: bool) -> TcpStream {
+/// Sends a Hello and answers the challenge with a proof and `fields`.
+pub fn asking(place: &(String, u16), version: u16, token: &str, fields: &[u8], own_host: bool) -> TcpStream {
     let mut stream = dial(place);
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.write_all(&hello(version, own_host)).unwrap();
     let mut challenge = [0; 44];
     stream.read_exact(&mut challenge).unwrap();
-    let join = [&proof(token, "member", &challenge[12..], said)[..], said].concat();
+    let join = [&proof(token, "member", &challenge[12..], fields)[..], fields].concat();
     stream.write_all(&frame(version, 12, &join)).unwrap();
     stream
 }
 
 /// The same, and all that comes back until the other side closes.
 pub fn ask(place: &(String, u16), version: u16, token: &str, rank: u32, world: u32) -> String {
-    rest_of(asking(place, version, token, &said(rank, world), false))
+    rest_of(asking(place, version, token, &join_fields(rank, world), false))
 }
 
 pub fn rest_of(mut stream: TcpStream) -> String {

@@ -92,8 +92,7 @@ pub fn floats(random: usize) -> Vec<u32> {
     specials().into_iter().chain(around_bf16()).chain(around_fp16()).chain(others).collect()
 }
 
-/// Three numbers of which the exact x * y + z lies next to the middle of two numbers, or is what rounding x * y cut
-/// off.
+/// Three numbers whose exact x * y + z lies next to the middle of two numbers, or is what rounding x * y cut off.
 fn hard_triple(source: &mut Random, kind: usize) -> [u32; 3] {
     let (x, y) = (source.moderate(), source.moderate());
     let product = f32::from_bits(x) * f32::from_bits(y);

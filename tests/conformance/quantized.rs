@@ -1,5 +1,5 @@
-//! What quantisation must make of rows, worked out with integers from its definition in docs/design.md; and rows at
-//! which it goes wrong.
+//! The expected results of quantisation, computed with integers from its definition in docs/design.md; and rows on
+//! which quantisation is likely to go wrong.
 
 use super::inputs::Random;
 use super::soft::{self, E4M3, FP32, NAN};
@@ -80,7 +80,7 @@ fn block(source: &mut Random, kind: usize) -> Vec<u16> {
         3 => (0..BLOCK).map(|_| (0x38c8 + source.below(16) as u16) | sign(source)).collect(),
         // One number of the largest exponents.
         4 => (0..BLOCK).map(|_| (0x7f00 + source.below(128) as u16) | sign(source)).collect(),
-        // Numbers of which the exact quotient with amax is in the middle of two codes: 3/64 of amax becomes 21, and 21
+        // Numbers whose exact quotient with amax is in the middle of two codes: 3/64 of amax becomes 21, and 21
         // has five bits. The last bit of the inverse decides.
         5 => {
             let amax = (1 + 2 * source.below(43)) as f32 * 2f32.powi(source.below(60) as i32 - 10);

@@ -1,6 +1,6 @@
-//! Floating point in integers: exact values, rounded once. Knows nothing of the machine's arithmetic.
+//! Floating point in integers: exact values, rounded once. Does not use the machine's floating-point arithmetic.
 
-/// What an arithmetic result that is no number looks like.
+/// The NaN of an arithmetic result.
 pub const NAN: u32 = 0x7fff_ffff;
 
 /// A binary format with subnormals and NaNs.
@@ -8,7 +8,7 @@ pub const NAN: u32 = 0x7fff_ffff;
 pub struct Format {
     exponent_bits: u32,
     mantissa_bits: u32,
-    /// What a number that is too large becomes: infinity, or the largest number where there is none.
+    /// The code of numbers that are too large: infinity, or the largest number in formats without one.
     beyond: u32,
 }
 
@@ -143,7 +143,7 @@ fn add_exact(x: Exact, y: Exact) -> Exact {
     Exact { negative: if a == b { false } else { (a < b) != high.negative }, magnitude: a.abs_diff(b), ..high }
 }
 
-/// The quotient's first bits, 85 or more, and a 1 behind them if something is left; `y` is no zero.
+/// The quotient's first bits, 85 or more, and a 1 after them if there is a remainder; `y` is not zero.
 fn divide_exact(x: Exact, y: Exact) -> Exact {
     let negative = x.negative != y.negative;
     if x.magnitude == 0 {

@@ -1,4 +1,4 @@
-//! What each thread must have written down of itself, its warp, its block and the grid.
+//! What each thread must have written about itself, its warp, its block and the grid.
 
 use super::{BLOCK, THREADS};
 
@@ -68,7 +68,7 @@ fn sorted(mut values: Vec<u32>) -> Vec<u32> {
     values
 }
 
-/// Checks all rows; `label` says which run it was.
+/// Checks all rows; `label` names the run.
 pub fn check(label: &str, words: &[u32], input: &[u8; 64]) {
     let (rows, []) = words.as_chunks::<WORDS>() else { panic!("{label}: rows are cut off") };
     assert_eq!(rows.len(), THREADS as usize);

@@ -1,5 +1,5 @@
-//! The life of one rank in a process of its own: joins, builds, plays round after round, and, if it is the victim, dies
-//! where it was told to. A survivor tells the error that ended its world, and ends by itself.
+//! The life of one rank in its own process: joins, builds, plays round after round, and, if it is the victim, dies at
+//! the given point. A survivor prints the error that ended its world, and ends by itself.
 
 use crate::rig::*;
 use std::io::Write;
@@ -54,7 +54,7 @@ const POINTS: [Point; 11] = [
     Whenever,
 ];
 
-/// What this process was started for.
+/// The role of this process.
 struct Fate {
     point: Point,
     victim: usize,
@@ -72,16 +72,16 @@ fn die() -> ! {
 }
 
 /// A line that the parent reads.
-fn tell(line: &str) {
+fn print_line(line: &str) {
     println!("{line}");
     std::io::stdout().flush().unwrap();
 }
 
-/// Tells the error and how long it took since the last step that worked.
-fn tell_error(error: &Error, since: Instant) {
-    tell(&format!("after {}", since.elapsed().as_millis()));
-    tell(&format!("error {error:?}"));
-    tell(&format!("sentence {error}"));
+/// Prints the error and the time since the last step that worked.
+fn print_error(error: &Error, since: Instant) {
+    print_line(&format!("after {}", since.elapsed().as_millis()));
+    print_line(&format!("error {error:?}"));
+    print_line(&format!("sentence {error}"));
 }
 
 /// Plays a rank, if this process is one.
@@ -110,7 +110,7 @@ impl Fate {
         }
         let world = match World::from_env() {
             Ok(world) => world,
-            Err(error) => return tell_error(&error, start),
+            Err(error) => return print_error(&error, start),
         };
         if self.dies_at(AfterJoin) {
             die();
@@ -128,7 +128,7 @@ impl Fate {
         let proxy = (world.nodes().len() > 1).then(|| proxy(&world));
         let rig = match build(&world, device.clone(), proxy.as_ref()) {
             Ok(rig) => rig,
-            Err(error) => return tell_error(&error, start),
+            Err(error) => return print_error(&error, start),
         };
         if self.dies_at(AfterBuild) {
             die();
@@ -137,18 +137,18 @@ impl Fate {
         let error = loop {
             let start = Instant::now();
             if let Err(error) = self.round(&rig, number) {
-                tell_error(&error, start);
+                print_error(&error, start);
                 break error;
             }
             if number == 3 {
-                tell("up");
+                print_line("up");
             }
             number += 1;
         };
         drop(rig);
         match go_on(&world, device, proxy.as_ref(), &error) {
-            Ok(()) => tell("masked well"),
-            Err(error) => tell(&format!("masked {error}")),
+            Ok(()) => print_line("masked well"),
+            Err(error) => print_line(&format!("masked {error}")),
         }
     }
 
@@ -161,7 +161,7 @@ impl Fate {
         }
     }
 
-    /// Dispatch and combine, in one kernel each or, in odd rounds, in two; every row must come home.
+    /// Dispatch and combine, in one kernel each or, in odd rounds, in two; every row must come back.
     fn round(&self, rig: &Rig, number: usize) -> Result<()> {
         let choice = |token: usize| (rig.rank + token * 3 + number) % EXPERTS;
         let choices: Vec<_> =
@@ -200,7 +200,7 @@ impl Fate {
     }
 }
 
-/// This rank's proxy, over a network between processes that lies about order.
+/// This rank's proxy, over a network between processes that reorders.
 fn proxy(world: &World) -> Proxy {
     let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(7) };
     let endpoint = ProcessEndpoint::open(world.original(world.rank()), b"kills", config).unwrap();

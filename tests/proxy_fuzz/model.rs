@@ -1,21 +1,21 @@
-//! An account of what a proxy may do with what it is given, written from the documents and kept beside the real one.
+//! A model of what a proxy may do with its inputs, written from the documents and run beside the real proxy.
 //!
-//! It takes for granted where things lie (`Wire`), and nothing of the machine.
+//! It uses the layout (`Wire`), and nothing of the machine.
 
 use std::collections::{HashMap, HashSet};
 use tokenyard::Rank;
 use tokenyard::internals::proxy::driver::ContextMemory;
 use tokenyard::internals::proxy::machine::MachineStats;
-use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire, landing};
+use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, Wire, arrival};
 use tokenyard::internals::transport::network::{RegionId, WriteImm};
 
 /// Ranks.
 const WORLD: u32 = super::WORLD as u32;
 
-/// Whose proxy it is.
+/// The rank of the proxy.
 pub const OWN: Rank = Rank(0);
 
-/// One rank that is posted to, in one direction.
+/// One rank that the proxy posts to, in one direction.
 pub struct Link {
     pub direction: Direction,
     pub index: LinkIdx,
@@ -28,7 +28,7 @@ pub struct Link {
     under_way: [(u32, Option<u64>); 2],
 }
 
-/// What has come from one source: by parity and chunk, of which epoch, and which NICs' shards.
+/// Arrivals from one source: by parity and chunk, the epoch and the NICs' shards.
 struct Source {
     rank: u32,
     newest: i64,
@@ -37,7 +37,7 @@ struct Source {
 
 enum Verdict {
     Partial,
-    Landed(u64),
+    Arrived(u64),
     Duplicate,
     Impossible,
 }
@@ -62,7 +62,7 @@ impl Source {
         }
         *entry = (epoch, seen | 1 << nic);
         self.newest = self.newest.max(epoch);
-        if entry.1 == full { Verdict::Landed(epoch as u64) } else { Verdict::Partial }
+        if entry.1 == full { Verdict::Arrived(epoch as u64) } else { Verdict::Partial }
     }
 }
 
@@ -71,13 +71,13 @@ pub struct Open {
     pub wire: Wire,
     pub generation: u8,
     pub memory: ContextMemory,
-    /// What the doorbell words in memory must hold: what was written, less those of later chunks that the proxy took.
+    /// Expected doorbell words in memory: as written, but cleared for later chunks that the proxy took.
     pub doorbells: Vec<u64>,
     pub links: Vec<Link>,
     sources: [Vec<Source>; 4],
-    /// By direction and parity: the newest epoch of which something has landed, and how many chunks of it.
+    /// By direction and parity: the newest epoch with arrivals, and how many of its chunks have arrived.
     lists: [[(i64, u32); 2]; 4],
-    landed: Vec<u64>,
+    arrived: Vec<u64>,
     staging_free: Vec<u64>,
     /// Writes that have not completed, by token: link and parity.
     tokens: HashMap<u64, (usize, usize)>,
@@ -102,7 +102,7 @@ impl Open {
         let before = first_epoch as i64 - 1;
         let of_parity = |parity: i64| if before & 1 == parity { before } else { before - 1 };
         let sources = Direction::ALL.map(|direction| {
-            let chunks = usize::from(wire.lane(direction).chunks);
+            let chunks = usize::from(wire.shape(direction).chunks);
             let slots = [0, 1].map(|parity| vec![(of_parity(parity), full); chunks]);
             let of = |rank: Rank| Source { rank: rank.0, newest: before, slots: slots.clone() };
             wire.sources(direction, OWN).into_iter().map(of).collect()
@@ -115,7 +115,7 @@ impl Open {
             links: links.collect(),
             sources,
             lists: [[0, 1].map(|parity| (of_parity(parity), 0)); 4],
-            landed: vec![0; counts.landed],
+            arrived: vec![0; counts.arrived],
             staging_free: vec![0; counts.staging_free],
             tokens: HashMap::new(),
         }
@@ -126,7 +126,7 @@ impl Open {
         sources || self.links.iter().any(|link| link.peer.0 == rank)
     }
 
-    /// Words of the device's that the link looks at next.
+    /// The device's words that the link polls next.
     pub fn words(&self, link: usize) -> (usize, usize) {
         let Link { direction, index, epoch, chunk, .. } = self.links[link];
         let bell = self.wire.doorbell_word(direction, epoch, index, ChunkIdx(chunk));
@@ -143,15 +143,15 @@ impl Open {
         if link.stopped || word >> 32 != link.epoch & 0xffff_ffff || bytes == 0 {
             return None;
         }
-        let lane = self.wire.lane(link.direction);
+        let shape = self.wire.shape(link.direction);
         let first = link.chunk == 0;
         if !first {
             self.doorbells[bell] = 0;
         }
         let chunks = load(&self.memory.chunks, count);
         let in_use = first && link.under_way[(link.epoch & 1) as usize] != (0, None);
-        let most = if first { lane.first_bytes } else { lane.chunk_bytes };
-        if in_use || first && !(1..=u64::from(lane.chunks)).contains(&chunks) || bytes > most {
+        let most = if first { shape.first_bytes } else { shape.chunk_bytes };
+        if in_use || first && !(1..=u64::from(shape.chunks)).contains(&chunks) || bytes > most {
             link.stopped = true;
             return Some(Err(()));
         }
@@ -161,14 +161,14 @@ impl Open {
         Some(Ok(bytes))
     }
 
-    /// Holds the writes of one chunk to what they must be, and goes on to the next chunk.
+    /// Checks the writes of one chunk, and goes on to the next chunk.
     fn posted(&mut self, context: u8, at: usize, bytes: u32, writes: &[WriteImm]) {
         let Open { wire, links, tokens, generation, .. } = self;
         let link = &mut links[at];
         let Link { direction, index, peer, epoch, chunk, .. } = *link;
         let slot = wire.sources(direction, peer).iter().position(|rank| *rank == OWN).unwrap();
         let mut source = wire.staging_offset(direction, epoch, index, ChunkIdx(chunk));
-        let mut target = wire.inbox_offset(direction, epoch, SourceIdx(slot as u16), ChunkIdx(chunk));
+        let mut target = wire.recv_buffer_offset(direction, epoch, SourceIdx(slot as u16), ChunkIdx(chunk));
         let end = source + u64::from(bytes);
         assert_eq!(writes.len(), usize::from(wire.nics()), "one write for each NIC");
         for (write, nic) in writes.iter().zip(0u32..) {
@@ -225,25 +225,25 @@ impl Open {
         let Some(at) = sources.iter().position(|source| source.rank == rank) else { return Verdict::Impossible };
         let lists = &mut self.lists[direction.index()];
         let verdict = sources[at].count(bits >> 23 & 3, chunk, bits & 3, full, lists);
-        if let Verdict::Landed(epoch) = verdict {
+        if let Verdict::Arrived(epoch) = verdict {
             let list = &mut lists[(epoch & 1) as usize];
             if list.0 != epoch as i64 {
                 *list = (epoch as i64, 0);
             }
-            let word = self.wire.landing_word(direction, epoch, list.1);
-            self.landed[word] = landing(epoch, SourceIdx(at as u16), ChunkIdx(chunk as u16));
+            let word = self.wire.arrival_word(direction, epoch, list.1);
+            self.arrived[word] = arrival(epoch, SourceIdx(at as u16), ChunkIdx(chunk as u16));
             list.1 += 1;
         }
         verdict
     }
 }
 
-/// What one of the device's or the proxy's words holds.
+/// The value of one of the device's or the proxy's words.
 pub fn load(words: &tokenyard::internals::proxy::driver::Words, at: usize) -> u64 {
     words.get(at).unwrap().load(std::sync::atomic::Ordering::Acquire)
 }
 
-/// All contexts of a proxy, and what it must have counted.
+/// All contexts of a proxy, and its expected counts.
 #[derive(Default)]
 pub struct Model {
     pub contexts: [Option<Open>; 4],
@@ -253,9 +253,9 @@ pub struct Model {
     pub messages: u64,
     pub tokens: u64,
     pub rung: u64,
-    /// Messages that were as they should be.
+    /// Well-formed messages.
     well_formed: u64,
-    /// Peers that contexts named that are closed now, which are known until they leave; and those that have left.
+    /// Peers named only by closed contexts, which are kept until they leave; then those that have left.
     parted: HashSet<u32>,
     left: HashSet<u32>,
     /// Completions of nothing: either stale or impossible.
@@ -278,7 +278,7 @@ impl Model {
         self.left.retain(|peer| named.contains(peer) && !fresh.contains(peer));
     }
 
-    /// The doorbells of a turn, whose writes are `writes`.
+    /// The doorbells of one pass, whose writes are `writes`.
     pub fn doorbells(&mut self, mut writes: &[WriteImm]) {
         for (context, open) in self.contexts.iter_mut().enumerate() {
             let Some(open) = open else { continue };
@@ -313,9 +313,9 @@ impl Model {
         };
         match open.arrive(bits) {
             Verdict::Partial => counted.immediates += 1,
-            Verdict::Landed(_) => {
+            Verdict::Arrived(_) => {
                 counted.immediates += 1;
-                counted.landed += 1;
+                counted.arrived += 1;
             }
             Verdict::Duplicate => counted.duplicates += 1,
             Verdict::Impossible => counted.impossible += 1,
@@ -347,25 +347,25 @@ impl Model {
         }
     }
 
-    /// Holds a proxy to the account: every input is in exactly one counter, and every word is as it must be.
+    /// Compares a proxy with the model: every input is in exactly one counter, and every word has its expected value.
     pub fn check(&self, stats: &MachineStats, under_way: impl Fn(usize) -> u32) {
         let dropped = stats.impossible + stats.stale_completions;
         assert_eq!(dropped, self.counted.impossible + self.dropped_tokens, "dropped immediates and completions");
-        let MachineStats { impossible, stale_completions, beats, .. } = *stats;
-        assert_eq!(*stats, MachineStats { impossible, stale_completions, beats, ..self.counted });
+        let MachineStats { impossible, stale_completions, heartbeats, .. } = *stats;
+        assert_eq!(*stats, MachineStats { impossible, stale_completions, heartbeats, ..self.counted });
         let imms = stats.immediates + stats.duplicates + stats.stale_immediates;
         assert_eq!(imms + stats.completions + dropped, self.immediates + self.tokens, "each is counted once");
         assert_eq!(stats.bad_messages + stats.strange_messages + self.well_formed, self.messages);
         for (context, open) in self.contexts.iter().enumerate() {
-            let Some(Open { memory, landed, staging_free, tokens, links, .. }) = open else { continue };
+            let Some(Open { memory, arrived, staging_free, tokens, links, .. }) = open else { continue };
             assert_eq!(under_way(context), tokens.len() as u32, "writes under way in context {context}");
-            (0..landed.len()).for_each(|at| assert_eq!(load(&memory.landed, at), landed[at], "landed {at}"));
+            (0..arrived.len()).for_each(|at| assert_eq!(load(&memory.arrived, at), arrived[at], "arrived {at}"));
             let free = &memory.staging_free;
             (0..staging_free.len()).for_each(|at| assert_eq!(load(free, at), staging_free[at], "staging free {at}"));
-            // The device rang what cannot be, so what it waits for need not come.
+            // The device rang an invalid doorbell, so its waits must end.
             let own = u64::from(OWN.0) + 1;
-            let told = if links.iter().any(|link| link.stopped) { own } else { 0 };
-            assert_eq!(load(&memory.lost, 0), told, "what the device is told of losses");
+            let lost = if links.iter().any(|link| link.stopped) { own } else { 0 };
+            assert_eq!(load(&memory.lost, 0), lost, "the device's word for a lost rank");
         }
     }
 }

@@ -1,17 +1,18 @@
-//! A model of the device side: what the kernels of a rank do with wire staging, wire inbox and flags, step by step.
+//! A model of the device side: what the kernels of a rank do with wire staging, wire receive buffer and flags, step by
+//! step.
 //!
-//! It keeps the grammar and the reuse rule and nothing more; every step that may happen in another order does.
+//! It keeps the grammar and the reuse rule and nothing more; all steps without a fixed order are reordered.
 
 use super::draw::Phase;
 use super::world::{Message, Shared};
 use tokenyard::Rank;
-use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, landing};
+use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LinkIdx, SourceIdx, arrival};
 
 /// Flags between ranks of a node, and what rails relay; by rank.
 pub struct NodeFlags {
     /// The dispatch and the combine that the rank has begun.
     begun: [Vec<u64>; 2],
-    /// By rank and source: the dispatch whose META a rail has relayed.
+    /// By rank and source: the dispatch whose routing metadata a rail has relayed.
     meta: Vec<Vec<u64>>,
 }
 
@@ -163,7 +164,7 @@ impl Stream {
         true
     }
 
-    /// Whether the staging may be packed again, and what is to be packed is there.
+    /// Whether the staging may be packed again, and its inputs are there.
     fn may_start(&self, message: Message, link: LinkIdx, shared: &Shared, flags: &NodeFlags) -> bool {
         let wire = shared.wire(self.context);
         let Message { direction, epoch, .. } = message;
@@ -177,8 +178,8 @@ impl Stream {
             return true;
         }
         // A rail adds up its node's partial rows. It waits for the flag of every rank of its node even where a token
-        // needs none of its rows: among uneven nodes, the home's own rail there may be another rank than its target,
-        // and nothing else tells the home's peers that the home is through with the combine before.
+        // needs none of its rows: among uneven nodes, the source's own rail there may be another rank than its target,
+        // and nothing else notifies the source's peers that the source has ended the combine before.
         let weights = self.receiving.iter().any(|r| r.direction == Direction::Weights && r.from == message.to);
         !weights && self.mates(shared).all(|mate| flags.begun[1][mate] == epoch || flags.begun[1][mate] == epoch + 1)
     }
@@ -189,7 +190,7 @@ impl Stream {
         nodes.members()[node].iter().map(|mate| mate.index())
     }
 
-    /// Looks for one chunk of any source.
+    /// Polls for one chunk of any source.
     fn receive_one(&mut self, shared: &mut Shared, flags: &mut NodeFlags) -> bool {
         if self.receiving.is_empty() {
             return false;
@@ -199,14 +200,18 @@ impl Stream {
         let epoch = self.epoch(direction);
         let message = Message { context: self.context, direction, from, to: self.rank, epoch };
         let chunk = pick(left, shared.draw.below(u64::from(left.count_ones())));
-        let words = &shared.sides[self.context][self.rank].words.landed;
+        let words = &shared.sides[self.context][self.rank].words.arrived;
         let wire = shared.wire(self.context);
-        let most = (wire.inboxes(direction) * usize::from(wire.lane(direction).chunks)) as u32;
-        let mut landings = (0..most).map(|place| words[wire.landing_word(direction, epoch, place)]);
-        if !landings.any(|word| word == landing(epoch, source, chunk)) {
+        let most = (wire.recv_buffers(direction) * usize::from(wire.shape(direction).chunks)) as u32;
+        let mut arrivals = (0..most).map(|place| words[wire.arrival_word(direction, epoch, place)]);
+        if !arrivals.any(|word| word == arrival(epoch, source, chunk)) {
             return false;
         }
-        assert_eq!(shared.inbox_differs(message, source, chunk), None, "{message:?} {chunk:?} overwritten before read");
+        assert_eq!(
+            shared.recv_buffer_differs(message, source, chunk),
+            None,
+            "{message:?} {chunk:?} overwritten before read"
+        );
         if direction == Direction::Dispatch && chunk.0 == 0 {
             for mate in self.mates(shared) {
                 flags.meta[mate][from] = epoch;
@@ -246,7 +251,7 @@ impl Stream {
     fn end(&mut self, phase: Phase, shared: &mut Shared) {
         for (message, source) in self.received.drain(..) {
             for chunk in (0..message.chunks(shared.wire(self.context))).map(ChunkIdx) {
-                let differs = shared.inbox_differs(message, source, chunk);
+                let differs = shared.recv_buffer_differs(message, source, chunk);
                 assert_eq!(differs, None, "{message:?} {chunk:?} overwritten while it was read");
             }
         }

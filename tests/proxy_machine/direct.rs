@@ -1,4 +1,4 @@
-//! One machine against a network that answers as it is told: cases that a drawn world meets too rarely, or not alone.
+//! One machine against a network with given answers: cases that a drawn world meets too rarely, or not alone.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -15,7 +15,7 @@ const C: ContextIdx = ContextIdx(0);
 const D: Direction = Direction::Dispatch;
 const SECOND: u64 = 1_000_000_000;
 /// Why writes fail here, with a vendor's code.
-const AS_TOLD: Failure = Failure { reason: Reason::RemoteAccess, code: 0x88 };
+const REFUSED_ACCESS: Failure = Failure { reason: Reason::RemoteAccess, code: 0x88 };
 
 /// Rank 0 of a world with one rank a node.
 struct Bench {
@@ -68,11 +68,11 @@ impl Outputs for Hands {
 }
 
 fn wire(ranks: u32, nics: u8) -> Wire {
-    let lane = Lane { first_bytes: 1088, chunk_bytes: 1024, chunks: 4 };
+    let shape = MessageShape { first_bytes: 1088, chunk_bytes: 1024, chunks: 4 };
     let nodes = Nodes::new((0..ranks).map(|rank| vec![Rank(rank)]).collect()).unwrap();
-    let unused = Lane { chunks: 0, ..lane };
-    let lanes = [lane, lane, unused, unused];
-    Wire::new(WireInput { nodes, nics, lanes, staging_offset: 0, inbox_offset: 1 << 30 }).unwrap()
+    let unused = MessageShape { chunks: 0, ..shape };
+    let shapes = [shape, shape, unused, unused];
+    Wire::new(WireInput { nodes, nics, shapes, staging_offset: 0, recv_buffer_offset: 1 << 30 }).unwrap()
 }
 
 impl Bench {
@@ -115,20 +115,20 @@ impl Bench {
         }
     }
 
-    fn beat_from(&mut self, peer: u32) {
-        self.hear(peer, 1, 0);
+    fn heartbeat_from(&mut self, peer: u32) {
+        self.receive(peer, 1, 0);
     }
 
     fn leave_from(&mut self, peer: u32) {
-        self.beat_from(peer);
-        self.hear(peer, 2, 0);
+        self.heartbeat_from(peer);
+        self.receive(peer, 2, 0);
     }
 
-    /// A control message as rank `peer` would send it to rank 0: what this one sends, under the other's name.
-    fn hear(&mut self, peer: u32, kind: u8, turn: u16) {
+    /// A control message from rank `peer` to rank 0.
+    fn receive(&mut self, peer: u32, kind: u8, sequence: u16) {
         let mut message = *b"tyhb\x02\0\0\0\0\0\0\0";
         message[5] = kind;
-        message[6..8].copy_from_slice(&turn.to_le_bytes());
+        message[6..8].copy_from_slice(&sequence.to_le_bytes());
         message[8..].copy_from_slice(&peer.to_le_bytes());
         self.step(Input::Message { peer: Rank(peer), bytes: &message });
     }
@@ -137,7 +137,7 @@ impl Bench {
     fn pass(&mut self, from: f64, to: f64) {
         let tenths = |seconds: f64| (seconds * 10.0) as u32;
         for tenth in tenths(from)..=tenths(to) {
-            self.beat_from(2);
+            self.heartbeat_from(2);
             self.time(f64::from(tenth) / 10.0);
         }
     }
@@ -200,9 +200,9 @@ fn the_first_room_does_not_always_go_to_the_same_link() {
     let mut b = Bench::new(5, 1);
     b.hands.room = Some(0);
     (1..=4).for_each(|peer| b.ring(peer, 100, 1));
-    for turn in 0..4 {
+    for poll_once in 0..4 {
         b.hands.room = Some(1);
-        b.step(Input::Time { now_ns: 100 * SECOND + turn });
+        b.step(Input::Time { now_ns: 100 * SECOND + poll_once });
         (1..=4).for_each(|peer| b.ring(peer, 100, 1));
     }
     assert_eq!([1, 2, 3, 4].map(|peer| b.posts_to(peer)), [1; 4]);
@@ -231,12 +231,12 @@ fn a_lost_peers_staging_becomes_free_and_its_doorbells_are_taken() {
     b.ring(1, 100, 1);
     b.ring(2, 100, 1);
     for tenth in 0..=302 {
-        b.beat_from(2);
+        b.heartbeat_from(2);
         b.time(f64::from(tenth) / 10.0);
     }
     assert!(matches!(
         b.hands.reports[..],
-        [Report::PeerLost { peer: Rank(1), cause: Cause::NeverHeard { silent_ns: 30_000_000_000.. } }]
+        [Report::PeerLost { peer: Rank(1), cause: Cause::NeverReceived { silent_ns: 30_000_000_000.. } }]
     ));
     b.ring(1, 100, 2);
     b.ring(1, 100, 0);
@@ -253,13 +253,13 @@ fn a_peer_lost_by_a_failed_write_is_reported_once_and_not_posted_to() {
     b.ring(2, 100, 1);
     let tokens: Vec<(u32, u64)> = b.hands.posts.iter().map(|write| (write.peer.0, write.token)).collect();
     for (peer, token) in tokens {
-        let failed = Input::Failed { token, failure: AS_TOLD };
+        let failed = Input::Failed { token, failure: REFUSED_ACCESS };
         b.step(if peer == 1 { failed } else { Input::Sent { token } });
     }
     let [Report::PeerLost { cause, .. }] = b.hands.reports[..] else { panic!("{:?}", b.hands.reports) };
-    assert!(matches!(cause, Cause::WriteFailed { failure: AS_TOLD, .. }), "{cause:?}");
-    let said = cause.to_string();
-    assert!(said.contains("refused access to its memory, code 0x88;"), "{said}");
+    assert!(matches!(cause, Cause::WriteFailed { failure: REFUSED_ACCESS, .. }), "{cause:?}");
+    let text = cause.to_string();
+    assert!(text.contains("refused access to its memory, code 0x88;"), "{text}");
     assert!(b.machine.is_lost(Rank(1)) && !b.machine.is_lost(Rank(2)));
     assert_eq!(b.hands.flags.len(), 2, "both stagings are free");
     b.hands.posts.clear();
@@ -301,23 +301,23 @@ fn a_peer_that_closed_one_context_is_not_lost_to_the_others() {
 }
 
 #[test]
-fn a_peer_whose_context_is_still_open_is_sent_beats_when_the_own_one_is_closed() {
-    let beats = |b: &mut Bench, from: f64, to: f64| {
+fn a_peer_whose_context_is_still_open_is_sent_heartbeats_when_the_own_one_is_closed() {
+    let heartbeats = |b: &mut Bench, from: f64, to: f64| {
         b.hands.sends.clear();
         b.pass(from, to);
         let to_each = |peer: u32| b.hands.sends.iter().filter(|(rank, _)| rank.0 == peer).count();
         [to_each(1), to_each(2)]
     };
     let mut b = Bench::new(3, 1);
-    b.beat_from(1);
+    b.heartbeat_from(1);
     b.pass(0.0, 0.5);
     b.machine.close(C);
     // Rank 1 is silent, which is nobody's loss any more; rank 2 lives.
-    assert!(beats(&mut b, 0.6, 5.0).iter().all(|beats| *beats > 30), "{:?}", b.hands.sends.len());
+    assert!(heartbeats(&mut b, 0.6, 5.0).iter().all(|heartbeats| *heartbeats > 30), "{:?}", b.hands.sends.len());
     assert_eq!((&b.hands.reports[..], b.machine.stats().strange_messages), (&[][..], 0));
     // It is given up, and rank 2 leaves.
     b.pass(5.0, 40.0);
-    let [given_up, living] = beats(&mut b, 40.0, 42.0);
+    let [given_up, living] = heartbeats(&mut b, 40.0, 42.0);
     assert!(given_up == 0 && living > 10, "{given_up} {living}");
     b.leave_from(2);
     b.hands.sends.clear();
@@ -328,7 +328,7 @@ fn a_peer_whose_context_is_still_open_is_sent_beats_when_the_own_one_is_closed()
     b.pass(45.0, 46.0);
     b.machine.close(C);
     b.machine.forget_parted();
-    assert_eq!(beats(&mut b, 46.0, 48.0), [0, 0]);
+    assert_eq!(heartbeats(&mut b, 46.0, 48.0), [0, 0]);
 }
 
 #[test]
@@ -348,7 +348,7 @@ fn a_peer_that_left_is_lost_once_it_owes_a_message() {
     assert_eq!(b.hands.reports, [], "not before its silence has lasted");
     b.pass(6.0, 8.0);
     assert!(lost(&b), "{:?}", b.hands.reports);
-    // As well where it is known by its own link that the epoch has begun.
+    // Also where only the own link shows that the epoch has begun.
     let mut b = Bench::new(3, 1);
     b.leave_from(1);
     b.ring(1, 100, 1);
@@ -364,7 +364,7 @@ fn writes_that_fail_to_a_peer_that_has_left_do_not_lose_it() {
     b.ring(1, 100, 1);
     b.leave_from(1);
     let token = b.hands.posts[0].token;
-    b.step(Input::Failed { token, failure: AS_TOLD });
+    b.step(Input::Failed { token, failure: REFUSED_ACCESS });
     b.hands.refused.insert(1);
     b.ring(1, 100, 1);
     assert_eq!((b.hands.reports.len(), b.machine.is_lost(Rank(1))), (0, false));
@@ -426,37 +426,37 @@ fn memory_that_was_never_written_is_no_doorbell() {
 #[test]
 fn own_pause_is_not_a_peers_silence() {
     let mut b = Bench::new(2, 1);
-    b.beat_from(1);
+    b.heartbeat_from(1);
     b.time(0.1);
     b.time(9.0);
-    assert!(b.hands.reports.is_empty(), "the peer's beats were not polled yet: {:?}", b.hands.reports);
+    assert!(b.hands.reports.is_empty(), "the peer's heartbeats were not polled yet: {:?}", b.hands.reports);
     // Now this thread runs, and the peer is silent indeed.
     (1..30).for_each(|tenth| b.time(9.0 + f64::from(tenth) / 10.0));
     assert!(matches!(b.hands.reports[..], [Report::PeerLost { peer: Rank(1), cause: Cause::Silent { .. } }]));
 }
 
 #[test]
-fn a_peer_that_says_it_is_busy_may_be_silent_for_longer_until_it_is_back() {
+fn a_peer_that_reports_busy_may_be_silent_for_longer_until_it_is_back() {
     let mut b = Bench::new(3, 1);
     let limit = Liveness::default().first_contact_ns as f64 / 1e9;
-    b.hear(1, 1, 1);
+    b.receive(1, 1, 1);
     // One that was sent before, and is late.
-    b.hear(1, 1, 0);
+    b.receive(1, 1, 0);
     b.pass(0.0, limit - 1.0);
     assert!(b.hands.reports.is_empty(), "{:?}", b.hands.reports);
-    // Back, and late word of being busy: the usual time again.
-    b.hear(1, 1, 2);
-    b.hear(1, 1, 1);
+    // Back, and a late report of being busy: the usual time again.
+    b.receive(1, 1, 2);
+    b.receive(1, 1, 1);
     b.pass(limit - 0.9, limit + 1.0);
     let [Report::PeerLost { peer: Rank(1), cause: Cause::Silent { silent_ns } }] = b.hands.reports[..] else {
         panic!("{:?}", b.hands.reports)
     };
     assert!(silent_ns < 2 * SECOND, "{silent_ns}");
-    // A busy one is not waited for for ever, and whoever takes its place begins with turns of its own.
+    // A busy peer is not waited for for ever, and its successor begins with its own sequence.
     b.machine.close(C);
     b.open(1, 7);
-    b.hear(1, 1, 0);
-    b.hear(1, 1, 1);
+    b.receive(1, 1, 0);
+    b.receive(1, 1, 1);
     b.pass(limit + 1.1, 2.0 * limit + 2.0);
     let [_, Report::PeerLost { peer: Rank(1), cause: Cause::Silent { silent_ns } }] = b.hands.reports[..] else {
         panic!("{:?}", b.hands.reports)
@@ -465,32 +465,32 @@ fn a_peer_that_says_it_is_busy_may_be_silent_for_longer_until_it_is_back() {
 }
 
 #[test]
-fn busy_is_told_at_once_and_again_with_every_beat() {
+fn busy_is_reported_at_once_and_again_with_every_heartbeat() {
     let mut b = Bench::new(4, 1);
-    let turns = |b: &mut Bench| {
+    let polls = |b: &mut Bench| {
         let sends = std::mem::take(&mut b.hands.sends);
         sends.into_iter().map(|(peer, bytes)| (peer.0, bytes[6])).collect::<HashSet<(u32, u8)>>()
     };
     b.time(0.01);
     b.hands.sends.clear();
     b.machine.set_busy(true);
-    assert!(!b.machine.has_told());
+    assert!(!b.machine.has_notified());
     b.hands.full.insert(2);
     b.time(0.01);
-    assert_eq!((turns(&mut b), b.machine.has_told()), (HashSet::from([(1, 1), (3, 1)]), false), "a queue is full");
+    assert_eq!((polls(&mut b), b.machine.has_notified()), (HashSet::from([(1, 1), (3, 1)]), false), "a queue is full");
     b.hands.full.clear();
     b.time(0.01);
-    assert_eq!((turns(&mut b), b.machine.has_told()), (HashSet::from([(2, 1)]), true));
+    assert_eq!((polls(&mut b), b.machine.has_notified()), (HashSet::from([(2, 1)]), true));
     (2..=24).for_each(|hundredth| b.time(f64::from(hundredth) / 100.0));
-    assert_eq!(turns(&mut b), HashSet::from([(1, 1), (2, 1), (3, 1)]));
+    assert_eq!(polls(&mut b), HashSet::from([(1, 1), (2, 1), (3, 1)]));
     b.machine.set_busy(true);
     b.machine.set_busy(false);
     b.time(0.24);
-    assert_eq!(turns(&mut b), HashSet::from([(1, 2), (2, 2), (3, 2)]));
+    assert_eq!(polls(&mut b), HashSet::from([(1, 2), (2, 2), (3, 2)]));
 }
 
 #[test]
-fn beats_are_spread_over_the_interval() {
+fn heartbeats_are_spread_over_the_interval() {
     let mut b = Bench::new(101, 1);
     let mut most = 0;
     for ms in 1..=200u32 {
@@ -500,7 +500,7 @@ fn beats_are_spread_over_the_interval() {
     }
     let peers: HashSet<u32> = b.hands.sends.iter().map(|(peer, _)| peer.0).collect();
     assert_eq!(peers.len(), 100);
-    assert!((180..=220).contains(&b.hands.sends.len()) && most <= 4, "{} beats, {most}", b.hands.sends.len());
+    assert!((180..=220).contains(&b.hands.sends.len()) && most <= 4, "{} heartbeats, {most}", b.hands.sends.len());
 }
 
 #[test]
@@ -629,7 +629,7 @@ fn ten_thousand_epochs_allocate_nothing() {
     }
     assert_eq!(ALLOCATIONS.with(Cell::get), before);
     assert_eq!(sink.flags, 2 * 9_999 * u64::from(peers));
-    assert!(b.machine.stats().full > 0 && b.machine.stats().beats > 0);
+    assert!(b.machine.stats().full > 0 && b.machine.stats().heartbeats > 0);
 }
 
 /// Takes everything and keeps what the cost measurement gives back.

@@ -1,7 +1,7 @@
 //! Seeded numbers, and the case that a seed draws.
 
 use tokenyard::Rank;
-use tokenyard::internals::proxy::wire::{DIRECTIONS, Direction, Lane, Nodes, Wire, WireInput};
+use tokenyard::internals::proxy::wire::{DIRECTIONS, Direction, MessageShape, Nodes, Wire, WireInput};
 
 /// splitmix64.
 pub struct Draw(pub u64);
@@ -81,7 +81,7 @@ pub struct Case {
     pub slow_in: u64,
     /// One post in so many finds its link stopped for a while.
     pub stop_in: u64,
-    /// One look in so many is not taken: by rank, device and proxy.
+    /// One poll in so many is skipped: by rank, device and proxy.
     pub lazy: Vec<(u64, u64)>,
     /// A rank leaves in good order at the end.
     pub leave: bool,
@@ -112,9 +112,9 @@ fn program(draw: &mut Draw, length: usize) -> Vec<Phase> {
     phases
 }
 
-fn lane(draw: &mut Draw) -> Lane {
+fn shape(draw: &mut Draw) -> MessageShape {
     let chunks = draw.within(1, 4) as u16;
-    Lane { first_bytes: 16 * draw.within(1, 9) as u32, chunk_bytes: 16 * draw.within(1, 6) as u32, chunks }
+    MessageShape { first_bytes: 16 * draw.within(1, 9) as u32, chunk_bytes: 16 * draw.within(1, 6) as u32, chunks }
 }
 
 pub fn plan(draw: &mut Draw, members: &[Vec<Rank>], generation: u8) -> Plan {
@@ -123,17 +123,17 @@ pub fn plan(draw: &mut Draw, members: &[Vec<Rank>], generation: u8) -> Plan {
     let near_wrap = [1, 2, 3, 1 << 33, u64::from(u32::MAX) - 1, u64::from(u32::MAX) - 3];
     let mut plan = Plan { wires: vec![], generation, first_epochs: vec![], programs: vec![] };
     for _ in 0..contexts {
-        let mut lanes: [Lane; DIRECTIONS] = [lane(draw), lane(draw), lane(draw), lane(draw)];
+        let mut shapes: [MessageShape; DIRECTIONS] = [shape(draw), shape(draw), shape(draw), shape(draw)];
         if draw.once_in(2) {
-            lanes[Direction::Weights.index()].chunks = 0;
+            shapes[Direction::Weights.index()].chunks = 0;
         }
         let first = near_wrap[draw.index(near_wrap.len())];
         plan.first_epochs.push(if first as u32 == 0 { first + 1 } else { first });
         let length = draw.within(12, 40) as usize / contexts.min(2);
         plan.programs.push(program(draw, length));
         let nodes = Nodes::new(members.to_vec()).unwrap();
-        let (staging_offset, inbox_offset) = (64 * draw.below(3), 1 << 15);
-        plan.wires.push(Wire::new(WireInput { nodes, nics, lanes, staging_offset, inbox_offset }).unwrap());
+        let (staging_offset, recv_buffer_offset) = (64 * draw.below(3), 1 << 15);
+        plan.wires.push(Wire::new(WireInput { nodes, nics, shapes, staging_offset, recv_buffer_offset }).unwrap());
     }
     plan
 }

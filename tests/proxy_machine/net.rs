@@ -58,7 +58,7 @@ impl Op {
     }
 }
 
-/// What the network asks of memory.
+/// The network's access to memory.
 pub trait Memory {
     fn read(&mut self, op: &Op, range: std::ops::Range<usize>, into: &mut [u8]);
     fn place(&mut self, op: &Op, range: std::ops::Range<usize>, from: &[u8]);
@@ -73,7 +73,7 @@ pub struct Net {
     pub under_way: usize,
     dead_fails: bool,
     /// By rank.
-    pub inbox: Vec<Vec<Arrival>>,
+    pub recv_buffer: Vec<Vec<Arrival>>,
     pub dead: Vec<bool>,
     /// Under way by (rank, NIC) and (rank, peer).
     by_nic: Vec<[usize; 4]>,
@@ -92,7 +92,7 @@ impl Net {
             ops: Vec::new(),
             under_way: 0,
             dead_fails,
-            inbox: vec![Vec::new(); ranks],
+            recv_buffer: vec![Vec::new(); ranks],
             dead: vec![false; ranks],
             by_nic: vec![[0; 4]; ranks],
             by_peer: vec![vec![0; ranks]; ranks],
@@ -188,13 +188,14 @@ impl Net {
             Due::Message { from, to, bytes } => {
                 if !self.dead[*from] && !self.dead[*to] {
                     let peer = Rank(*from as u32);
-                    self.inbox[*to].push(Arrival::Message { peer, bytes: bytes.clone() });
+                    self.recv_buffer[*to].push(Arrival::Message { peer, bytes: bytes.clone() });
                 }
                 return;
             }
         };
         let (from, to) = (self.ops[op].from, self.ops[op].to());
-        // What a dead rank had not read is never sent; what was not placed is gone. Its peers' writes fail, or hang.
+        // Parts that a dead rank had not read are never sent; parts not placed are gone. Its peers' writes fail, or
+        // hang.
         if self.dead[from] {
             return;
         }
@@ -209,14 +210,14 @@ impl Net {
                 let range = self.ops[op].span(part);
                 memory.place(&self.ops[op], range.clone(), &self.ops[op].data[range]);
             }
-            Due::Imm { op } if !self.dead[to] => self.inbox[to].push(Arrival::Imm(op)),
+            Due::Imm { op } if !self.dead[to] => self.recv_buffer[to].push(Arrival::Imm(op)),
             Due::Complete { op, failed } => {
                 if failed || self.dead[to] {
                     if failed || self.dead_fails {
-                        self.inbox[from].push(Arrival::Failed(op));
+                        self.recv_buffer[from].push(Arrival::Failed(op));
                     }
                 } else {
-                    self.inbox[from].push(Arrival::Sent(op));
+                    self.recv_buffer[from].push(Arrival::Sent(op));
                 }
             }
             _ => {}

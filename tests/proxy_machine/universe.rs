@@ -12,12 +12,12 @@ use tokenyard::internals::transport::network::imm::{Decoded, ImmFields, ImmValue
 
 pub const LIVENESS: Liveness = Liveness { heartbeat_ns: 200_000, silence_ns: 2_000_000, first_contact_ns: 5_000_000 };
 /// How late a loss may be noticed beyond the deadline: writes of stopped links that still arrive are signs of life,
-/// and turns pass between looks.
+/// and time passes between polls.
 const SLACK_NS: u64 = 1_000_000;
 /// A world that makes no progress for so long hangs.
 const HANG_NS: u64 = 60_000_000;
 
-/// What was seen, over all seeds.
+/// Counts of events, over all seeds.
 #[derive(Debug, Default, Clone, Copy)]
 pub struct Totals {
     pub worlds: u64,
@@ -46,7 +46,7 @@ impl Totals {
         [
             ("worlds", self.worlds),
             ("writes", self.writes),
-            ("chunks landed", self.chunks),
+            ("chunks arrived", self.chunks),
             ("reorderings", self.reorderings),
             ("early immediates", self.early),
             ("full queues", self.full),
@@ -109,7 +109,7 @@ pub struct Universe {
     totals: Totals,
 }
 
-/// How long a peer that stopped at `struck_at` may stay unnoticed: longer if some had not heard it before.
+/// How long a peer that stopped at `struck_at` may stay unnoticed: longer if some had no sign of life of it before.
 fn patience(struck_at: u64) -> u64 {
     if struck_at < 3 * LIVENESS.heartbeat_ns { LIVENESS.first_contact_ns } else { LIVENESS.silence_ns }
 }
@@ -261,25 +261,25 @@ impl Universe {
             }
         }
         if !self.silent[proxy] {
-            moved |= self.turn(proxy);
+            moved |= self.poll_once(proxy);
         }
         moved
     }
 
-    /// A turn of one rank's driver: doorbells, events, time. A whole turn leaves nothing to be done.
-    fn turn(&mut self, rank: usize) -> bool {
+    /// A pass of one rank's driver: doorbells, events, time. A whole pass leaves nothing to be done.
+    fn poll_once(&mut self, rank: usize) -> bool {
         self.stray(rank);
         let (_, lazy) = self.shared.case.lazy[rank];
         let whole = self.shared.draw.once_in(4);
         let mut moved = false;
         moved |= self.look(rank, if whole { 1 } else { lazy });
-        let mut events = self.net.inbox[rank].len();
+        let mut events = self.net.recv_buffer[rank].len();
         if !whole && events > 0 {
             events = self.shared.draw.index(events + 1);
         }
         for _ in 0..events {
-            let at = self.shared.draw.index(self.net.inbox[rank].len());
-            let arrival = self.net.inbox[rank].swap_remove(at);
+            let at = self.shared.draw.index(self.net.recv_buffer[rank].len());
+            let arrival = self.net.recv_buffer[rank].swap_remove(at);
             moved |= !matches!(arrival, Arrival::Message { .. } | Arrival::Stray(_) | Arrival::Late { .. });
             self.poll(rank, arrival);
         }
@@ -384,7 +384,7 @@ impl Universe {
             let peer = Rank(draw.index(self.machines.len()) as u32);
             let bytes = (0..draw.below(40)).map(|_| draw.next() as u8).collect();
             self.bad_messages[rank] += 1;
-            self.net.inbox[rank].push(Arrival::Message { peer, bytes });
+            self.net.recv_buffer[rank].push(Arrival::Message { peer, bytes });
         }
         if draw.once_in(200) {
             let generation = (self.shared.plan.generation + draw.within(1, 3) as u8) & 3;
@@ -398,11 +398,11 @@ impl Universe {
                 nic: NicIdx(draw.below(4) as u8).0,
             };
             self.stale[rank] += 1;
-            self.net.inbox[rank].push(Arrival::Stray(ImmValue::new(&fields).unwrap()));
+            self.net.recv_buffer[rank].push(Arrival::Stray(ImmValue::new(&fields).unwrap()));
         }
     }
 
-    /// After a whole turn, whatever was rung and has room is posted: no blocked link holds up another.
+    /// After a whole pass, every rung chunk that has room is posted: no blocked link holds up another.
     fn assert_nothing_waits(&self, rank: usize) {
         for (context, wire) in self.shared.plan.wires.iter().enumerate() {
             for direction in Direction::ALL {
@@ -430,7 +430,7 @@ impl Universe {
         assert!(full, "{message:?} is not posted although there is room: {tally:?}");
     }
 
-    /// Whether the epoch before has not been posted in full, so that this one's turn has not come.
+    /// Whether the epoch before has not been posted in full, so that this one must wait.
     fn is_behind_another(&self, message: &Message) -> bool {
         let before = Message { epoch: message.epoch.wrapping_sub(1), ..*message };
         let wire = self.shared.wire(message.context);
@@ -458,7 +458,7 @@ impl Universe {
         }
     }
 
-    /// Who should report the loss of whom.
+    /// Expected reports: (rank, lost rank).
     fn expected(&self) -> Vec<(usize, usize)> {
         let linked = |rank: usize, peer: usize| {
             let rank = Rank(rank as u32);
@@ -480,7 +480,7 @@ impl Universe {
 
     /// Nobody else is reported, nobody twice, and nobody late.
     fn check_reports(&self, struck_at: u64) {
-        // A failed write is noticed with its completion, and by the other side for lack of beats from then on.
+        // A failed write is noticed with its completion, and by the other side for lack of heartbeats from then on.
         let mut from = struck_at;
         if let Fault::Write(_) = self.shared.case.fault {
             match self.shared.reports.first() {
@@ -521,8 +521,8 @@ impl Universe {
             let full = (0..wire.nics()).any(|nic| !self.net.has_room(&self.shared.case, from, to, nic));
             let cut = self.net.dead[to] || self.shared.lost(from, to) || (!dead_fails && full);
             if !cut {
-                let landed = if whole { tally.landed == tally.rung } else { tally.landed <= tally.rung };
-                assert!(landed, "{message:?} of two survivors has not arrived: {tally:?}");
+                let arrived = if whole { tally.arrived == tally.rung } else { tally.arrived <= tally.rung };
+                assert!(arrived, "{message:?} of two survivors has not arrived: {tally:?}");
             }
             if whole && (!cut || dead_fails) {
                 assert!(tally.freed, "the staging of {message:?} is never freed: {tally:?}");
@@ -540,7 +540,7 @@ impl Universe {
     fn check_end(&mut self) {
         for (message, tally) in &self.shared.tallies {
             let chunks = message.chunks(self.shared.wire(message.context));
-            assert!(tally.rung == chunks && tally.landed == chunks && tally.freed, "{message:?}: {tally:?}");
+            assert!(tally.rung == chunks && tally.arrived == chunks && tally.freed, "{message:?}: {tally:?}");
         }
         for rank in self.alive() {
             for context in 0..self.shared.plan.wires.len() as u8 {
@@ -575,16 +575,16 @@ impl Universe {
         for (rank, arrival) in late {
             self.stale[rank] += u64::from(matches!(arrival, Arrival::Stray(_)));
             self.late[rank] += u64::from(matches!(arrival, Arrival::Late { .. }));
-            self.net.inbox[rank].push(arrival);
+            self.net.recv_buffer[rank].push(arrival);
         }
     }
 
-    /// What of this generation is polled in the next: immediates that were delivered (or left behind by writes that
+    /// Events of this generation that are polled in the next: immediates that were delivered (or left by writes that
     /// were cut off), and completions of all that a reset transport had outstanding.
     fn late(&mut self) -> Vec<(usize, Arrival)> {
         let mut late = Vec::new();
         for rank in 0..self.machines.len() {
-            for arrival in std::mem::take(&mut self.net.inbox[rank]) {
+            for arrival in std::mem::take(&mut self.net.recv_buffer[rank]) {
                 match arrival {
                     Arrival::Imm(op) => late.push((rank, Arrival::Stray(self.net.ops[op].write.imm))),
                     Arrival::Stray(_) => self.stale[rank] -= 1,
@@ -611,7 +611,7 @@ impl Universe {
         self.machines[leaver].leave();
         while !self.machines[leaver].has_left() {
             self.advance();
-            self.turn(leaver);
+            self.poll_once(leaver);
         }
         self.silent[leaver] = true;
         let until = self.shared.now + LIVENESS.silence_ns * 3 / 2;
@@ -629,13 +629,13 @@ impl Universe {
         self.totals.full += self.shared.full;
         self.totals.delays += self.net.delays;
         self.totals.stops += self.net.stops;
-        self.totals.chunks += self.shared.tallies.values().map(|t| u64::from(t.landed)).sum::<u64>();
+        self.totals.chunks += self.shared.tallies.values().map(|t| u64::from(t.arrived)).sum::<u64>();
     }
 
-    /// The machines counted just what was put in.
+    /// The machines' counts equal the inputs.
     fn check_machines(&mut self) {
         for rank in self.alive() {
-            while let Some(arrival) = self.net.inbox[rank].pop() {
+            while let Some(arrival) = self.net.recv_buffer[rank].pop() {
                 self.poll(rank, arrival);
             }
             let stats = *self.machines[rank].stats();

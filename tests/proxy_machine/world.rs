@@ -7,7 +7,7 @@ use std::ops::Range;
 use tokenyard::Rank;
 use tokenyard::internals::proxy::machine::{Answer, Flag, Outputs, Report};
 use tokenyard::internals::proxy::wire::{
-    ChunkIdx, ContextIdx, DIRECTIONS, Direction, LANDING_BITS, LinkIdx, SourceIdx, Wire, landing,
+    ARRIVAL_BITS, ChunkIdx, ContextIdx, DIRECTIONS, Direction, LinkIdx, SourceIdx, Wire, arrival,
 };
 use tokenyard::internals::transport::network::{RegionId, WriteImm};
 
@@ -28,13 +28,13 @@ impl Message {
     }
 
     pub fn chunks(&self, wire: &Wire) -> u16 {
-        let most = u64::from(wire.lane(self.direction).chunks);
+        let most = u64::from(wire.shape(self.direction).chunks);
         let hash = self.hash(1);
         if hash.is_multiple_of(3) { 1 } else { (1 + (hash >> 8) % most) as u16 }
     }
 
     pub fn bytes(&self, wire: &Wire, chunk: ChunkIdx) -> u32 {
-        let capacity = u64::from(wire.lane(self.direction).chunk_capacity(chunk));
+        let capacity = u64::from(wire.shape(self.direction).chunk_capacity(chunk));
         let hash = self.hash(2 + u64::from(chunk.0));
         (if hash.is_multiple_of(4) { capacity } else { 1 + (hash >> 8) % capacity }) as u32
     }
@@ -49,7 +49,7 @@ impl Message {
 pub struct Words {
     pub doorbells: Vec<u64>,
     pub chunks: Vec<u64>,
-    pub landed: Vec<u64>,
+    pub arrived: Vec<u64>,
     pub staging_free: Vec<u64>,
 }
 
@@ -61,7 +61,7 @@ pub struct Tally {
     pub posted: usize,
     /// Completions polled by the sender.
     pub completed: usize,
-    pub landed: u16,
+    pub arrived: u16,
     pub freed: bool,
     /// By chunk: immediates polled by the receiver.
     pub shards: [u8; 4],
@@ -76,7 +76,7 @@ pub struct Side {
     pub rung: [u64; DIRECTIONS],
 }
 
-/// What one rank knows of its peers.
+/// The state that all ranks of a world share.
 pub struct Shared {
     pub case: Case,
     pub plan: Plan,
@@ -103,11 +103,11 @@ impl Shared {
         let sides = plan.wires.iter().zip(&plan.first_epochs).map(|(wire, first)| {
             let counts = wire.word_counts();
             let side = |_| Side {
-                arena: vec![0xa5; (1 << 15) + wire.inbox_bytes() as usize],
+                arena: vec![0xa5; (1 << 15) + wire.recv_buffer_bytes() as usize],
                 words: Words {
                     doorbells: vec![0; counts.doorbells],
                     chunks: vec![0; counts.chunks],
-                    landed: vec![0; counts.landed],
+                    arrived: vec![0; counts.arrived],
                     staging_free: vec![0; counts.staging_free],
                 },
                 consumed: [first - 1; DIRECTIONS],
@@ -154,10 +154,10 @@ impl Shared {
         }
     }
 
-    /// Whether a chunk is in its receiver's inbox, every byte of it; answers the first wrong byte.
-    pub fn inbox_differs(&self, message: Message, source: SourceIdx, chunk: ChunkIdx) -> Option<usize> {
+    /// Whether a chunk is in its receiver's receive buffer, every byte of it; answers the first wrong byte.
+    pub fn recv_buffer_differs(&self, message: Message, source: SourceIdx, chunk: ChunkIdx) -> Option<usize> {
         let wire = self.wire(message.context);
-        let offset = wire.inbox_offset(message.direction, message.epoch, source, chunk) as usize;
+        let offset = wire.recv_buffer_offset(message.direction, message.epoch, source, chunk) as usize;
         let content = message.content(chunk);
         let arena = &self.sides[message.context][message.to].arena;
         (0..message.bytes(wire, chunk) as usize).find(|at| arena[offset + at] != content(*at))
@@ -177,7 +177,7 @@ impl Shared {
         Message { context, direction, from, to, epoch }
     }
 
-    fn landed(
+    fn arrived(
         &mut self,
         rank: usize,
         context: ContextIdx,
@@ -190,20 +190,20 @@ impl Shared {
         let wire = self.wire(context.index());
         let from = wire.sources(direction, Rank(rank as u32))[source.index()].index();
         let message = Message { context: context.index(), direction, from, to: rank, epoch };
-        assert!(chunk.0 < message.chunks(wire), "{message:?} has no chunk {chunk:?} that could land");
+        assert!(chunk.0 < message.chunks(wire), "{message:?} has no chunk {chunk:?} that could arrive");
         let nics = wire.nics();
-        let words = |place: u32| wire.landing_word(direction, epoch, place);
+        let words = |place: u32| wire.arrival_word(direction, epoch, place);
         let (word, before) = (words(place), place.checked_sub(1).map(words));
         let shards = self.tally(message).shards[chunk.index()];
         assert_eq!(shards, nics, "{message:?} {chunk:?} flagged after {shards} of {nics} shards");
-        let differs = self.inbox_differs(message, source, chunk);
-        assert_eq!(differs, None, "{message:?} {chunk:?} flagged before that byte landed");
-        self.tally(message).landed += 1;
-        let words = &mut self.sides[context.index()][rank].words.landed;
-        let epoch_at = |word: usize| words[word] >> LANDING_BITS;
+        let differs = self.recv_buffer_differs(message, source, chunk);
+        assert_eq!(differs, None, "{message:?} {chunk:?} flagged before that byte arrived");
+        self.tally(message).arrived += 1;
+        let words = &mut self.sides[context.index()][rank].words.arrived;
+        let epoch_at = |word: usize| words[word] >> ARRIVAL_BITS;
         assert_ne!(epoch_at(word), epoch, "{message:?} {chunk:?} flagged where another of its epoch stands");
         assert!(before.is_none_or(|before| epoch_at(before) == epoch), "{message:?} {chunk:?} flagged behind a gap");
-        words[word] = landing(epoch, source, chunk);
+        words[word] = arrival(epoch, source, chunk);
     }
 
     fn freed(&mut self, rank: usize, context: ContextIdx, direction: Direction, link: LinkIdx, epoch: u64) {
@@ -258,7 +258,7 @@ impl Shared {
     }
 }
 
-/// What one rank's machine acts upon.
+/// The outputs of one rank's machine.
 pub struct Hands<'a> {
     pub rank: usize,
     pub shared: &'a mut Shared,
@@ -289,7 +289,7 @@ impl Outputs for Hands<'_> {
     }
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Answer {
-        assert!(!self.shared.lost(self.rank, peer.index()), "rank {} beats for a peer it lost", self.rank);
+        assert!(!self.shared.lost(self.rank, peer.index()), "rank {} heartbeats for a peer it lost", self.rank);
         if self.shared.draw.once_in(8) {
             return Answer::Full;
         }
@@ -299,8 +299,8 @@ impl Outputs for Hands<'_> {
 
     fn flag(&mut self, flag: Flag) {
         match flag {
-            Flag::Landed { context, direction, source, chunk, epoch, place } => {
-                self.shared.landed(self.rank, context, direction, (source, chunk), epoch, place);
+            Flag::Arrived { context, direction, source, chunk, epoch, place } => {
+                self.shared.arrived(self.rank, context, direction, (source, chunk), epoch, place);
             }
             Flag::StagingFree { context, direction, link, epoch } => {
                 self.shared.freed(self.rank, context, direction, link, epoch);

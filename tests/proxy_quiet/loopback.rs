@@ -1,4 +1,4 @@
-//! A network of two ranks in memory that is itself quiet, and the device behind each of them.
+//! A network of two ranks in memory that is itself quiet, and the device of each rank.
 //!
 //! Rings of words with one writer and one reader take immediates and messages across; nothing is copied. The device is
 //! played in `poll`, so that a rank is one thread: it rings an epoch's chunks once it has the peer's of the epoch
@@ -9,7 +9,7 @@ use super::stub::Carrier;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use tokenyard::internals::proxy::driver::{ContextMemory, Words};
-use tokenyard::internals::proxy::wire::{ChunkIdx, Direction, LANDING_BITS, LinkIdx, Wire};
+use tokenyard::internals::proxy::wire::{ARRIVAL_BITS, ChunkIdx, Direction, LinkIdx, Wire};
 use tokenyard::internals::transport::network::imm::ImmValue;
 use tokenyard::internals::transport::network::{Event, Posted, WriteImm};
 use tokenyard::{Rank, Result};
@@ -67,11 +67,11 @@ pub struct Shared {
     pub full: AtomicU64,
     pub immediates: AtomicU64,
     pub messages: AtomicU64,
-    /// Held by the test, for who dares to lock it.
+    /// Held by the test, for an offender that locks it.
     pub held: Mutex<u64>,
 }
 
-/// What a rank does that it must not, to see that it is noticed.
+/// A forbidden act of a rank, to check that it is noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offence {
     None,
@@ -119,7 +119,7 @@ fn store(words: &Words, at: usize, value: u64) {
 
 impl Stream {
     fn chunks(&self, epoch: u64) -> u16 {
-        1 + (epoch % u64::from(self.wire.lane(self.direction).chunks)) as u16
+        1 + (epoch % u64::from(self.wire.shape(self.direction).chunks)) as u16
     }
 
     fn step(&mut self, last: u64) {
@@ -127,19 +127,19 @@ impl Stream {
         let (direction, epoch) = (*direction, *sent + 1);
         let free = wire.staging_free_word(direction, epoch, LinkIdx(0));
         if *sent == *received && *sent < last && (epoch <= 2 || load(&memory.staging_free, free) == epoch - 2) {
-            let chunks = 1 + (epoch % u64::from(wire.lane(direction).chunks)) as u16;
+            let chunks = 1 + (epoch % u64::from(wire.shape(direction).chunks)) as u16;
             store(&memory.chunks, wire.chunks_word(direction, epoch, LinkIdx(0)), u64::from(chunks));
             for chunk in (0..chunks).map(ChunkIdx) {
                 let bell = wire.doorbell_word(direction, epoch, LinkIdx(0), chunk);
-                let bytes = u64::from(wire.lane(direction).chunk_capacity(chunk));
+                let bytes = u64::from(wire.shape(direction).chunk_capacity(chunk));
                 store(&memory.doorbells, bell, epoch << 32 | bytes);
             }
             *sent = epoch;
         }
-        let (epoch, landed) = (self.received + 1, &self.memory.landed);
-        let word = |place| load(landed, self.wire.landing_word(direction, epoch, place));
+        let (epoch, arrived) = (self.received + 1, &self.memory.arrived);
+        let word = |place| load(arrived, self.wire.arrival_word(direction, epoch, place));
         let mut places = 0..u32::from(self.chunks(epoch));
-        if self.sent == epoch && places.all(|place| word(place) >> LANDING_BITS == epoch) {
+        if self.sent == epoch && places.all(|place| word(place) >> ARRIVAL_BITS == epoch) {
             self.received = epoch;
         }
     }
@@ -174,7 +174,7 @@ pub fn pair(shared: &Arc<Shared>, nics: u8, last: u64, offence: Offence) -> [End
         streams: Vec::new(),
         last,
         done: false,
-        // One offender is enough, and the later it is the less it is looked for.
+        // One offender is enough.
         offence: if rank == 1 { offence } else { Offence::None },
     })
 }
@@ -182,7 +182,7 @@ pub fn pair(shared: &Arc<Shared>, nics: u8, last: u64, offence: Offence) -> [End
 impl Endpoint {
     /// Adds a context to the device.
     pub fn bind(&mut self, wire: &Wire, memory: &ContextMemory) {
-        let used = Direction::ALL.into_iter().filter(|direction| wire.lane(*direction).chunks > 0);
+        let used = Direction::ALL.into_iter().filter(|direction| wire.shape(*direction).chunks > 0);
         self.streams.extend(used.map(|direction| Stream {
             memory: memory.share(),
             wire: wire.clone(),

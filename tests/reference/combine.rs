@@ -2,22 +2,22 @@
 //! the bits that this order gives.
 //!
 //! # The order
-//! What the library computes for one element of a token with choices k, experts on R ranks of N nodes, weights w_k and
-//! expert rows y_k (known exactly here: `expert` says how they are rounded):
+//! For one element of a token with choices k, experts on R ranks of N nodes, weights w_k and expert rows y_k (known
+//! exactly here: `expert` documents their rounding), the library computes:
 //!
 //! 1. on each rank r, p_r = Σ w_k·y_k in top-k order, in f32, one fmaf each, from 0;
 //! 2. p_r is rounded to the combine dtype, or, with fp8 partials, becomes what `carried_by_fp8` makes of its row,
 //!    unless partials travel as f32;
-//! 3. for each node m, s_m = Σ p_r in rank order, in f32, from 0: at home for home's own node, on a rank of m for
-//!    another;
-//! 4. s_m of another node is rounded as p_r was; that of home's own node is not;
-//! 5. at home, Σ s_m in node order, in f32, from 0; then old + that, when accumulating;
+//! 3. for each node m, s_m = Σ p_r in rank order, in f32, from 0: at the source for its own node, on a rank of m for
+//!    another node;
+//! 4. s_m of another node is rounded as p_r was; s_m of the source's own node is not;
+//! 5. at the source, Σ s_m in node order, in f32, from 0; then old + that, when accumulating;
 //! 6. the result is rounded to the out dtype.
 //!
 //! In the token layout the caller's row is p_r, rounded to the combine dtype already: of step 2 only fp8 is left.
 //!
-//! All of it is rounding to nearest even in a fixed order, so the bits are known, and they are demanded. A row that has
-//! other bits within the bound below is called what it is: summed in another order.
+//! Everything is rounded to nearest even in a fixed order, so the bits are known, and the check demands them. A row
+//! with other bits within the bound below is reported as summed in another order.
 //!
 //! # The bound
 //! With S = Σ|w_k·y_k| (+ |old|), u the unit roundoffs (bf16 2^−8, fp16 2^−11, f32 2^−24; derived in `elem`), h half
@@ -28,7 +28,7 @@
 //! ```text
 //! f       = (K + R + 2) · (2^−24 · S + 2^−150)            steps 1, 3 and 5; see below
 //! c       = Σ_r ρ(p_r) + u_c · f                          step 2; 0 in the token layout, unless with fp8
-//! n       = Σ_m ρ(s_m) + u_c · (f + c)                    step 4, of nodes that are not home's
+//! n       = Σ_m ρ(s_m) + u_c · (f + c)                    step 4, of nodes other than the source's
 //! e       = f + (c + n)(1 + (K + R + 2) · 2^−24)
 //! |error| ≤ e + u_out · (|exact| + e) + h_out             step 6
 //! ```
@@ -39,10 +39,10 @@
 //! and one of old. The first addition to 0 of each sum is exact, so that is G + N − 1 roundings; every other node has a
 //! rank, so G + N − 1 ≤ R. The 2 absorbs terms of second order.
 //!
-//! c and n: what step 2 rounds differs from p_r by f at most, over all ranks; what step 4 rounds from s_m by what the
-//! steps before did to m's terms, over all nodes f + c.
+//! c and n: the input of step 2 differs from p_r by f at most, over all ranks. The input of step 4 differs from s_m by
+//! the errors of the steps before in m's terms, over all nodes f + c.
 //!
-//! e: the f32 sums behind a rounding act on values that it made larger, by c + n in all.
+//! e: the f32 sums after a rounding act on values that the rounding made larger, by c + n in all.
 //!
 //! In the token layout K = 0 and S = Σ|p_r|. Sums that exceed the out dtype's range are outside the bound: inputs must
 //! stay below.
@@ -54,14 +54,14 @@ use super::quantize::{BLOCK, amax_of, carried_by_fp8, fp8_error};
 use super::report::Report;
 use super::spec::{Faults, Layout, Partial, RowSource, Scales, SourceRank, Spec};
 
-/// What combine left at one home rank.
+/// What combine left at one source rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ObservedCombine<'a> {
     pub out: &'a [u8],
     /// Bytes from one row to the next.
     pub pitch: usize,
-    /// What stood in `out` before, with the same pitch; needed when accumulating. Rows behind the last token and the
-    /// gaps between rows must still hold it, or the fill byte where it is not given.
+    /// The contents of `out` before combine, with the same pitch; needed when accumulating. Rows after the last token
+    /// and the gaps between rows must still hold it, or the fill byte where it is not given.
     pub old: Option<&'a [u8]>,
 }
 
@@ -73,7 +73,7 @@ pub(super) struct Term {
     pub weight: f32,
 }
 
-/// What a row of sums becomes on its way.
+/// The change to a row of sums on its way.
 #[derive(Clone, Copy)]
 enum Way {
     /// Rounded to a type; f32 changes nothing.
@@ -126,7 +126,7 @@ impl Way {
         }
     }
 
-    /// Adds to `errors` what a row may change by, of which `exact` is known and `row` was computed.
+    /// Adds to `errors` the possible changes of a row with the sums `exact`, computed as `row`.
     fn add_errors(self, errors: &mut [f64], exact: &[f64], row: &[f32]) {
         let blocks = errors.chunks_mut(BLOCK).zip(exact.chunks(BLOCK)).zip(row.chunks(BLOCK));
         for ((errors, exact), row) in blocks {
@@ -136,8 +136,8 @@ impl Way {
     }
 }
 
-/// Exact sum; sum of the magnitudes of terms; what may change on their ways: ranks' partials, and the sums of nodes
-/// that are not home's.
+/// Exact sum; sum of the magnitudes of terms; possible changes on the way: of ranks' partials, and of the sums of nodes
+/// other than the source's.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct Sum {
     pub exact: f64,
@@ -160,7 +160,7 @@ pub struct TokenSums {
     /// As the library computes them: of one rank, of one node, and all.
     fused: Vec<f32>,
     fused_node: Vec<f32>,
-    fused_home: Vec<f32>,
+    fused_source: Vec<f32>,
     bytes: Vec<u8>,
     words: Vec<u32>,
 }
@@ -182,17 +182,17 @@ impl TokenSums {
         source: &SourceRank,
         rows: &dyn RowSource,
         faults: &Faults,
-        home: usize,
+        source_rank: usize,
         token: usize,
     ) {
-        self.load(spec, rows, home, token);
-        let terms = terms_of(spec, source, faults, home, token);
+        self.load(spec, rows, source_rank, token);
+        let terms = terms_of(spec, source, faults, source_rank, token);
         for sums in [&mut self.exact, &mut self.terms, &mut self.partials, &mut self.others] {
             sums.clear();
             sums.resize(spec.hidden, 0.0);
         }
-        self.fused_home.clear();
-        self.fused_home.resize(spec.hidden, 0.0);
+        self.fused_source.clear();
+        self.fused_source.resize(spec.hidden, 0.0);
         for ranks in spec.node_ranks() {
             if terms.iter().all(|t| !ranks.contains(&t.rank)) {
                 continue;
@@ -204,7 +204,7 @@ impl TokenSums {
             for rank in ranks.clone().filter(|rank| terms.iter().any(|t| t.rank == *rank)) {
                 self.add_rank(spec, terms.iter().filter(|t| t.rank == rank));
             }
-            self.close_node(spec, ranks.contains(&home));
+            self.close_node(spec, ranks.contains(&source_rank));
         }
     }
 
@@ -300,7 +300,7 @@ impl TokenSums {
         }
     }
 
-    /// Adds a node's sum; that of another node than home's changes on its way.
+    /// Adds a node's sum; the sum of another node than the source's changes on its way.
     fn close_node(&mut self, spec: &Spec, own: bool) {
         self.exact.iter_mut().zip(&self.node).for_each(|(exact, s)| *exact += s);
         if !own {
@@ -308,13 +308,13 @@ impl TokenSums {
             way.add_errors(&mut self.others, &self.node, &self.fused_node);
             way.carry(&mut self.fused_node);
         }
-        self.fused_home.iter_mut().zip(&self.fused_node).for_each(|(home, &s)| *home += s);
+        self.fused_source.iter_mut().zip(&self.fused_node).for_each(|(sum, &s)| *sum += s);
     }
 
     /// The bits that must stand in a column.
     fn bits(&self, spec: &Spec, column: usize, old: f64) -> u32 {
-        let home = self.fused_home[column];
-        spec.out_dtype.encode(if spec.accumulate { old as f32 + home } else { home })
+        let sum = self.fused_source[column];
+        spec.out_dtype.encode(if spec.accumulate { old as f32 + sum } else { sum })
     }
 
     fn sum(&self, column: usize) -> Sum {
@@ -328,9 +328,15 @@ impl TokenSums {
 }
 
 /// The terms of a token's sum in top-k order.
-pub(super) fn terms_of(spec: &Spec, source: &SourceRank, faults: &Faults, home: usize, token: usize) -> Vec<Term> {
+pub(super) fn terms_of(
+    spec: &Spec,
+    source: &SourceRank,
+    faults: &Faults,
+    source_rank: usize,
+    token: usize,
+) -> Vec<Term> {
     let mut terms = Vec::new();
-    for k in (0..spec.top_k).filter(|_| !faults.is_silent(home)) {
+    for k in (0..spec.top_k).filter(|_| !faults.is_silent(source_rank)) {
         let Some(expert) = source.expert(spec, token, k) else { continue };
         let Some(rank) = spec.rank_of(expert).filter(|&r| !faults.is_overflowed(r)) else { continue };
         terms.push(Term { expert, rank, weight: source.weight(spec, token, k) });
@@ -340,7 +346,7 @@ pub(super) fn terms_of(spec: &Spec, source: &SourceRank, faults: &Faults, home: 
 
 /// The sum of one column straight from the definition; what the vectors above compute faster. Largest magnitudes are
 /// taken of exact sums here, and those of nodes enlarged by what their terms may have changed.
-pub(super) fn sum_at(spec: &Spec, x: &[f32], terms: &[Term], home: usize, column: usize) -> Sum {
+pub(super) fn sum_at(spec: &Spec, x: &[f32], terms: &[Term], source_rank: usize, column: usize) -> Sum {
     let (rank_way, node_way) = (Way::of_rank(spec), Way::of_node(spec));
     let start = column / BLOCK * BLOCK;
     let block = start..(start + BLOCK).min(x.len());
@@ -359,7 +365,7 @@ pub(super) fn sum_at(spec: &Spec, x: &[f32], terms: &[Term], home: usize, column
         }
         let node = node_at(column);
         sum.exact += node;
-        if !ranks.contains(&home) {
+        if !ranks.contains(&source_rank) {
             sum.others += node_way.error(node, amax(node_way, &node_at) * 1.125);
         }
     }
@@ -412,25 +418,27 @@ impl Bound {
     }
 }
 
-/// Checks what combine left at rank `home`.
+/// Checks what combine left at rank `source_rank`.
 pub fn check_combine(
     spec: &Spec,
     sources: &[SourceRank],
     rows: &dyn RowSource,
     faults: &Faults,
-    home: usize,
+    source_rank: usize,
     seen: &ObservedCombine,
 ) -> Report {
     let mut report = Report::default();
     let row_bytes = spec.hidden * spec.out_dtype.bytes();
     let empty = SourceRank::default();
-    let source = sources.get(home).unwrap_or(&empty);
+    let source = sources.get(source_rank).unwrap_or(&empty);
     let needed = source.tokens.saturating_sub(1) * seen.pitch + if source.tokens > 0 { row_bytes } else { 0 };
     let old_fits = !spec.accumulate || seen.old.is_some_and(|old| old.len() >= needed);
     if seen.pitch < row_bytes || seen.out.len() < needed || !old_fits {
         let (len, pitch, tokens) = (seen.out.len(), seen.pitch, source.tokens);
         report.miss(1, || {
-            format!("rank {home}: {len} bytes (and what stood there) with pitch {pitch} cannot hold {tokens} rows")
+            format!(
+                "rank {source_rank}: {len} bytes (and what stood there) with pitch {pitch} cannot hold {tokens} rows"
+            )
         });
         return report;
     }
@@ -439,14 +447,14 @@ pub fn check_combine(
         let start = token * seen.pitch;
         let got = &seen.out[start..start + row_bytes];
         let old = if spec.accumulate { seen.old.and_then(|old| old.get(start..start + row_bytes)) } else { None };
-        sums.evaluate(spec, source, rows, faults, home, token);
-        let row = Row { spec, source, rows, faults, home, token, got, old };
+        sums.evaluate(spec, source, rows, faults, source_rank, token);
+        let row = Row { spec, source, rows, faults, source_rank, token, got, old };
         row.check(&sums, &mut report);
         let gap = start + row_bytes..(start + seen.pitch).min(seen.out.len());
-        untouched(spec, seen, gap, home, &format!("gap behind token {token}"), &mut report);
+        untouched(spec, seen, gap, source_rank, &format!("gap behind token {token}"), &mut report);
     }
     let behind = (source.tokens * seen.pitch).min(seen.out.len())..seen.out.len();
-    untouched(spec, seen, behind, home, "rows behind the last token", &mut report);
+    untouched(spec, seen, behind, source_rank, "rows behind the last token", &mut report);
     report
 }
 
@@ -454,7 +462,7 @@ fn untouched(
     spec: &Spec,
     seen: &ObservedCombine,
     range: std::ops::Range<usize>,
-    home: usize,
+    source_rank: usize,
     what: &str,
     r: &mut Report,
 ) {
@@ -465,7 +473,7 @@ fn untouched(
         None => Poison::new(spec.poison).first_touched(now),
     };
     if let Some(at) = touched {
-        r.miss(1, || format!("rank {home}: byte {at} of the {what} was written"));
+        r.miss(1, || format!("rank {source_rank}: byte {at} of the {what} was written"));
     }
 }
 
@@ -475,7 +483,7 @@ pub(super) struct Row<'a> {
     pub source: &'a SourceRank,
     pub rows: &'a dyn RowSource,
     pub faults: &'a Faults,
-    pub home: usize,
+    pub source_rank: usize,
     pub token: usize,
     pub got: &'a [u8],
     pub old: Option<&'a [u8]>,
@@ -531,7 +539,7 @@ impl Row<'_> {
         format!(
             "rank {} token {}: column {column} is {:#0digits$x}, and {:#0digits$x} in the documented order of sums and \
              roundings; {} of {} columns differ, all within the bound",
-            self.home,
+            self.source_rank,
             self.token,
             elem.bits_at(self.got, column),
             sums.bits(self.spec, column, self.old(column)),
@@ -545,7 +553,7 @@ impl Row<'_> {
         let (sum, old, digits) = (sums.sum(column), self.old(column), elem.bytes() * 2 + 2);
         let text = format!(
             "rank {} token {}: column {column} is {:e} ({:#0digits$x}), expected {:e} within {:.3e}; {} of {} columns differ",
-            self.home,
+            self.source_rank,
             self.token,
             self.value(column),
             elem.bits_at(self.got, column),

@@ -1,19 +1,20 @@
 //! Compares what dispatch left in a rank's output buffers with what must stand there, bit for bit.
 //!
 //! Rules beyond the rows themselves:
-//! - rows, scales and pitch gaps that nothing is written to still hold the fill byte, also behind the capacity;
-//! - entries of `row_expert`, `source` and `token_experts` for padding rows are −1; for rows behind those used they are
-//!   −1 or untouched (`token_weights`: 0 or untouched);
+//! - rows, scales and pitch gaps that nothing is written to still hold the fill byte, also beyond the capacity;
+//! - entries of `row_expert`, `source` and `token_experts` for padding rows are −1; for rows after the used ones they
+//!   are −1 or untouched (`token_weights`: 0 or untouched);
 //! - `token_experts` keeps the top-k positions: entry k is the local index of choice k, or −1 with weight 0 where that
 //!   expert lives elsewhere;
-//! - where the capacity is too small, each row, index and count is either right or untouched, and nothing is behind it.
+//! - where the capacity is too small, each row, index and count is either right or untouched, and nothing is written
+//!   beyond it.
 
 use super::expect::{Expected, Place, Slot, expected_dispatch};
 use super::explain::Finder;
 use super::report::Report;
 use super::spec::{Faults, Layout, RowSource, ScaleOrder, SourceRank, Spec, Weights};
 
-/// The bytes a run left behind on one rank. Slices may be longer than needed: what is behind must be untouched.
+/// The bytes a run left behind on one rank. Slices may be longer than needed: the rest must be untouched.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ObservedDispatch<'a> {
     pub rows: &'a [u8],
@@ -253,7 +254,8 @@ impl Check<'_> {
         self.scale_gaps(seen, total);
     }
 
-    /// Column-major scales have unused entries at the end of each column; nothing writes them, nor what is behind.
+    /// Column-major scales have unused entries at the end of each column; nothing writes them, nor the bytes after
+    /// them.
     fn scale_gaps(&mut self, seen: &[u8], total: usize) {
         let per_block = match self.spec.layout {
             Layout::Masked { per_expert } => per_expert,

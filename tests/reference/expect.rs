@@ -21,7 +21,7 @@ pub enum Slot {
     Token(Place),
     /// Between an expert's last row and the next segment.
     Padding,
-    /// Nothing: behind the rows used.
+    /// Nothing: after the rows used.
     Free,
 }
 

@@ -42,7 +42,7 @@ impl<'a> Finder<'a> {
         Finder { spec, sources, rows, expected, seen, index: None }
     }
 
-    /// What stands in `row` instead of the row of `place`, if that can be told.
+    /// What stands in `row` instead of the row of `place`, if it can be recognised.
     pub fn explain(&mut self, row: usize, place: Place, got: &[u8], wanted: &[u8]) -> String {
         let (here, wanted) = (hash_of(got), hash_of(wanted));
         let index = self.index();
@@ -65,7 +65,7 @@ impl<'a> Finder<'a> {
         text + &doubled + &self.whereabouts(place, &ours)
     }
 
-    /// Says so if the row of `place` stands fewer times than it should.
+    /// A clause if the row of `place` stands fewer times than it should.
     pub fn lost(&mut self, place: Place, wanted: &[u8]) -> String {
         let ours = self.index().observed.get(&hash_of(wanted)).cloned().unwrap_or_default();
         self.whereabouts(place, &ours)

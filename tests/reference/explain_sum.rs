@@ -30,19 +30,19 @@ pub(super) fn explain(row: &Row, x: &[f32], bound: &Bound, wrong: &[usize]) -> S
     let sample: Vec<usize> = wrong.iter().copied().step_by(stride).collect();
     let fits = |x: &[f32], terms: &[Term]| {
         sample.iter().all(|&column| {
-            let (sum, old) = (sum_at(row.spec, x, terms, row.home, column), row.old(column));
+            let (sum, old) = (sum_at(row.spec, x, terms, row.source_rank, column), row.old(column));
             (row.value(column) - sum.exact - old).abs() <= bound.of(sum, old)
         })
     };
-    let terms = terms_of(row.spec, row.source, row.faults, row.home, row.token);
+    let terms = terms_of(row.spec, row.source, row.faults, row.source_rank, row.token);
     let suspicion = suspicions(row.spec, &terms).find(|(_, changed)| fits(x, changed));
     if let Some((text, _)) = suspicion {
         return format!("; as if {text}");
     }
     let mut other = TokenSums::default();
     for token in (0..row.source.tokens.min(TOKENS)).filter(|&t| t != row.token) {
-        other.load(row.spec, row.rows, row.home, token);
-        if fits(other.x(), &terms_of(row.spec, row.source, row.faults, row.home, token)) {
+        other.load(row.spec, row.rows, row.source_rank, token);
+        if fits(other.x(), &terms_of(row.spec, row.source, row.faults, row.source_rank, token)) {
             return format!("; the sum of another token (token {token}) stands here");
         }
     }

@@ -1,9 +1,9 @@
 //! The independent reference: what dispatch and combine must produce, written down by definition.
 //!
-//! Place in the data path: behind it. The command line and the tests hand it the inputs and the bytes that a run
-//! left behind, and it says which elements are wrong and how. It runs on the caller's thread and allocates freely.
-//! It never imports anything of the library under test, nor anything but `std`, so that a mistake cannot be made
-//! twice in one place; a test searches these files for such an import.
+//! Place in the data path: after it. The command line and the tests give it a run's inputs and the bytes that
+//! the run left, and it reports which elements are wrong and how. It runs on the caller's thread and allocates freely.
+//! It imports nothing but `std`, and nothing of the library under test, so that a mistake in one cannot be repeated
+//! in the other; a test searches these files for such an import.
 //!
 //! | file | holds |
 //! |---|---|

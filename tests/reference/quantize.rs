@@ -70,7 +70,7 @@ pub fn quantized_scales(scales: Scales, row: &[u8], out: &mut [u32]) {
     }
 }
 
-/// A partial row as whoever adds it reads it: quantised with fp32 scales, then each element times its scale.
+/// A partial row as the adding rank reads it: quantised with fp32 scales, then each element times its scale.
 pub fn carried_by_fp8(row: &mut [f32]) {
     for block in row.chunks_mut(BLOCK) {
         let amax = amax_of(block.iter().copied());

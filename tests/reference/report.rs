@@ -1,4 +1,4 @@
-//! What a comparison found: how much was compared, how much was wrong, and the first findings as sentences.
+//! The findings of a comparison: how much was compared, how much was wrong, and the first findings as sentences.
 
 /// Sentences kept; the rest is counted.
 const SENTENCES: usize = 12;

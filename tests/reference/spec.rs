@@ -23,7 +23,7 @@ pub enum Weights {
     None,
 }
 
-/// What sums of a rank, and of a node, travel as.
+/// The type in which sums of a rank, and of a node, travel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Partial {
     /// The combine dtype.

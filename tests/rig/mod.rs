@@ -1,7 +1,7 @@
 //! One rank of a small world for tests of calls and errors: bf16 rows, top-2, experts that return what they get.
 //!
 //! Every weight is 0.5, so the sum over a token's two experts is the token's row again, exactly: a wrong, lost or
-//! doubled row shows. Which experts compute what is the business of `verify` and the reference.
+//! doubled row shows. `verify` and the reference check which expert computes what.
 
 #![allow(dead_code)]
 
@@ -123,14 +123,14 @@ impl Rig {
         Ok(handle)
     }
 
-    /// Dispatch and combine of the routed tokens; waits; answers what `check` says.
+    /// Dispatch and combine of the routed tokens; waits; returns the result of `check`.
     pub fn round(&self, count: usize, capacity: usize) -> Result<()> {
         let _handle = self.enqueue(&self.tokens(count), capacity)?;
         self.stream.synchronize(PATIENCE)?;
         self.ep.check()
     }
 
-    /// Puts in as many tokens as there may be, for the experts behind this rank's, other ones in each round.
+    /// Puts in as many tokens as there may be, for the experts after this rank's, other ones in each round.
     pub fn route_all(&self, salt: usize) {
         let choices: Vec<[i32; TOP_K]> = (0..MAX_TOKENS)
             .map(|t| {
@@ -148,7 +148,7 @@ impl Rig {
         self.expect_own_rows(MAX_TOKENS, salt);
     }
 
-    /// Every token's sum must be its own row; nothing behind the tokens may be written.
+    /// Every token's sum must be its own row; nothing after the tokens may be written.
     pub fn expect_own_rows(&self, count: usize, salt: usize) {
         let mut seen = vec![0u8; MAX_TOKENS * PITCH];
         self.out.read(0, &mut seen).unwrap();

@@ -1,4 +1,4 @@
-//! What every transport must pass: one function for each promise of `transport/network/mod.rs`, for any backend.
+//! The tests that every transport must pass: one function for each promise of `transport/network/mod.rs`.
 //!
 //! A backend gives fresh endpoints of a world; `contract!` then makes a test of each function. Most drive all endpoints
 //! from one thread, so that memory can be looked at between polls; one gives each its own thread.
@@ -72,7 +72,7 @@ pub fn bytes_outside_the_target_written(backend: &impl Backend) {
     let (cluster, tally) = storm(backend, 2, 2);
     assert!(tally.outside.is_empty(), "{:?}", tally.outside);
     for node in cluster.nodes.iter().flatten() {
-        assert!(node.regions.inbox.all().iter().all(|byte| *byte == GUARD), "written after the immediate");
+        assert!(node.regions.recv_buffer.all().iter().all(|byte| *byte == GUARD), "written after the immediate");
         assert!(node.regions.source.all().iter().all(|byte| [0xEE, GUARD].contains(byte)), "a source was written");
     }
 }
@@ -123,7 +123,7 @@ pub fn source_read_after_its_completion(backend: &impl Backend) {
 fn check_arrival(rank: usize, regions: &Regions, event: Event<'_>, bytes: usize, arrived: &Cell<u32>) {
     let Event::Imm { imm } = event else { return };
     let slot = number(imm) as usize % SLOTS;
-    assert_eq!(regions.inbox.read(slot * SLOT, bytes), pattern(number(imm), bytes), "at rank {rank}");
+    assert_eq!(regions.recv_buffer.read(slot * SLOT, bytes), pattern(number(imm), bytes), "at rank {rank}");
     arrived.set(arrived.get() + 1);
 }
 
@@ -162,7 +162,7 @@ pub fn empty_write_skipped(backend: &impl Backend) {
     cluster.pump_until("empty writes", &mut log, |log| log.imms.len() == 200 && log.completed(0, 0..200));
     cluster.settle(&mut log);
     assert!(log.imms.values().chain(log.sent.values()).all(|times| *times == 1));
-    assert!(cluster.regions(1).inbox.all().iter().all(|byte| *byte == GUARD), "an empty write wrote");
+    assert!(cluster.regions(1).recv_buffer.all().iter().all(|byte| *byte == GUARD), "an empty write wrote");
 }
 
 /// P2: nothing fails because of order. How much there was of it is the backend's to show.
@@ -186,7 +186,7 @@ pub fn one_nic_does_all_the_work(backend: &impl Backend) {
         cluster.post(0, &write, &mut log);
         cluster.pump_until("a shard", &mut log, |log| log.imms.contains_key(&(1, number)));
         cluster.pump_until("its completion", &mut log, |log| log.completed(0, [u64::from(number)]));
-        assert_eq!(cluster.regions(1).inbox.read(number as usize % SLOTS * SLOT, 16), [nic; 16]);
+        assert_eq!(cluster.regions(1).recv_buffer.read(number as usize % SLOTS * SLOT, 16), [nic; 16]);
     }
     for nic in [nics as u8, 255] {
         let refused = cluster.endpoint(0).post(&WriteImm { nic, ..write(1, 0, 0, 16) });
@@ -201,12 +201,12 @@ pub fn write_outside_a_region_let_through(backend: &impl Backend) {
     let good = write(1, 1, 0, 64);
     let place = |region, offset| Place { region, offset };
     let bad = [
-        WriteImm { target: place(INBOX, end - 63), ..good },
-        WriteImm { target: place(INBOX, end), ..good },
-        WriteImm { target: place(INBOX, u64::MAX), ..good },
-        WriteImm { target: place(INBOX, u64::MAX - 63), ..good },
-        WriteImm { target: place(INBOX, end + 1), bytes: 0, ..good },
-        WriteImm { target: place(INBOX, 0), bytes: u32::MAX, ..good },
+        WriteImm { target: place(RECV_BUFFER, end - 63), ..good },
+        WriteImm { target: place(RECV_BUFFER, end), ..good },
+        WriteImm { target: place(RECV_BUFFER, u64::MAX), ..good },
+        WriteImm { target: place(RECV_BUFFER, u64::MAX - 63), ..good },
+        WriteImm { target: place(RECV_BUFFER, end + 1), bytes: 0, ..good },
+        WriteImm { target: place(RECV_BUFFER, 0), bytes: u32::MAX, ..good },
         WriteImm { target: place(RegionId(2), 0), ..good },
         WriteImm { target: place(RegionId(u16::MAX), 0), bytes: 0, ..good },
         WriteImm { source: place(SOURCE, end - 63), ..good },
@@ -220,12 +220,12 @@ pub fn write_outside_a_region_let_through(backend: &impl Backend) {
     let mut log = Log::default();
     cluster.settle(&mut log);
     assert!(log.imms.is_empty() && log.sent.is_empty() && log.failed.is_empty(), "{log:?}");
-    assert!(cluster.regions(1).inbox.all().iter().all(|byte| *byte == GUARD));
+    assert!(cluster.regions(1).recv_buffer.all().iter().all(|byte| *byte == GUARD));
     // The last byte is inside.
     cluster.regions(0).source.fill(0, 64, 7);
-    cluster.post(0, &WriteImm { target: place(INBOX, end - 64), ..good }, &mut log);
+    cluster.post(0, &WriteImm { target: place(RECV_BUFFER, end - 64), ..good }, &mut log);
     cluster.pump_until("the last bytes", &mut log, |log| log.imms.contains_key(&(1, 1)));
-    assert_eq!(cluster.regions(1).inbox.read(end as usize - 64, 64), [7; 64]);
+    assert_eq!(cluster.regions(1).recv_buffer.read(end as usize - 64, 64), [7; 64]);
 }
 
 /// P8.
@@ -324,7 +324,7 @@ pub fn garbage_for_an_address(backend: &impl Backend) {
     cluster.pump_until("a write after refused addresses", &mut log, |log| log.imms.contains_key(&(1, 5)));
 }
 
-/// P11, and P3 and P4 for the dead: what is posted to one that has gone fails or waits, and the living go on.
+/// P11, and P3 and P4 for the dead: writes to a peer that has gone fail or wait, and the living go on.
 pub fn dead_peer_holds_everyone_up(backend: &impl Backend) {
     let mut cluster = Cluster::new(backend, 3);
     let mut log = Log::default();
@@ -336,7 +336,7 @@ pub fn dead_peer_holds_everyone_up(backend: &impl Backend) {
     cluster.pump(&mut |rank, _, event| log.note(rank, event));
     let Some(Node { endpoint, regions: grave }) = cluster.nodes[2].take() else { unreachable!() };
     drop(endpoint);
-    let buried = grave.inbox.all();
+    let buried = grave.recv_buffer.all();
     grave.source.fill(0, SLOT * SLOTS, 0xDD);
     let mut to_dead: Vec<u64> = vec![0, 4, 8];
     for number in 100..104 {
@@ -352,13 +352,13 @@ pub fn dead_peer_holds_everyone_up(backend: &impl Backend) {
         |log: &Log| log.completed(0, living.iter().copied()) && (200..300).all(|n| log.imms.contains_key(&(1, n)));
     cluster.pump_until("writes to the living", &mut log, done);
     cluster.settle(&mut log);
-    assert!(grave.inbox.all() == buried, "memory of a dropped endpoint was written");
+    assert!(grave.recv_buffer.all() == buried, "memory of a dropped endpoint was written");
     for number in [2u32, 3, 6, 7, 10, 11] {
         let to = if number % 4 == 2 { 0 } else { 1 };
         assert!(log.imms.get(&(to, number)).is_none_or(|times| *times == 1));
         // At rank 1 the writes from 200 on have reused the slots.
         if to == 0 && log.imms.contains_key(&(to, number)) {
-            let seen = cluster.regions(to).inbox.read(number as usize * SLOT, MOST);
+            let seen = cluster.regions(to).recv_buffer.read(number as usize * SLOT, MOST);
             assert!(seen == pattern(number, MOST), "an immediate of the dead came before its payload");
         }
     }
@@ -382,7 +382,7 @@ pub fn late_write_after_reset(backend: &impl Backend) {
         }
         (0..round).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
         cluster.endpoint(1).reset().unwrap();
-        let frozen = cluster.regions(1).inbox.all();
+        let frozen = cluster.regions(1).recv_buffer.all();
         let imms = log.imms.keys().filter(|(rank, _)| *rank == 1).count();
         assert!(matches!(cluster.endpoint(1).post(&write(0, 60, 0, 8)), Err(Error::Argument { .. })));
         // This side is open again; the other still posts to the old address, which may be accepted and must not arrive.
@@ -393,7 +393,7 @@ pub fn late_write_after_reset(backend: &impl Backend) {
             posted += 1;
         }
         cluster.settle(&mut log);
-        assert!(cluster.regions(1).inbox.all() == frozen, "a write of a closed generation landed");
+        assert!(cluster.regions(1).recv_buffer.all() == frozen, "a write of a closed generation arrived");
         assert_eq!(log.imms.keys().filter(|(rank, _)| *rank == 1).count(), imms, "and was handed out");
         assert!(log.completed(1, 50..60), "writes outstanding at reset did not complete: {log:?}");
         cluster.endpoint(0).reset().unwrap();
@@ -402,7 +402,7 @@ pub fn late_write_after_reset(backend: &impl Backend) {
         cluster.regions(0).source.write(0, &pattern(70, MOST));
         cluster.post(0, &write(1, 70, 0, MOST), &mut log);
         cluster.pump_until("the new generation", &mut log, |log| log.imms.contains_key(&(1, 70)));
-        assert_eq!(cluster.regions(1).inbox.read(0, MOST), pattern(70, MOST));
+        assert_eq!(cluster.regions(1).recv_buffer.read(0, MOST), pattern(70, MOST));
         cluster.settle(&mut log);
         let tokens = (0..u64::from(posted)).map(|t| (0, t)).chain((50..60).map(|t| (1, t))).chain([(0, 70)]);
         for (rank, token) in tokens {
@@ -412,7 +412,7 @@ pub fn late_write_after_reset(backend: &impl Backend) {
     }
 }
 
-/// P13: what is on its way, or posted later by an old address, is dropped, and everything else goes on.
+/// P13: writes under way, or posted later by an old address, are dropped, and everything else goes on.
 pub fn region_touched_after_it_was_taken_back(backend: &impl Backend) {
     for round in 0..8 {
         // Before the cluster, which a failing test drops first.
@@ -464,7 +464,7 @@ pub fn region_touched_after_it_was_taken_back(backend: &impl Backend) {
         }
         for number in 20..30 {
             assert!(log.sent.contains_key(&(0, u64::from(number))), "write {number} to another region");
-            assert_eq!(cluster.regions(1).inbox.read(number as usize * SLOT, MOST), pattern(number, MOST));
+            assert_eq!(cluster.regions(1).recv_buffer.read(number as usize * SLOT, MOST), pattern(number, MOST));
         }
         drop(taken);
         refuse_what_is_gone(&mut cluster, region, &older);
@@ -491,7 +491,7 @@ pub fn memory_of_a_gpu_for_the_processor_to_move(backend: &impl Backend) {
     assert_eq!(unsafe { cluster.endpoint(0).register(memory.span()) }, Ok(RegionId(2)));
 }
 
-/// P14: an endpoint can do what it says, and no more.
+/// P14: an endpoint can do what its limits state, and no more.
 pub fn limits_that_are_not_so(backend: &impl Backend) {
     count_posts(backend);
     count_receives(backend);
@@ -587,8 +587,8 @@ fn measure_a_write(backend: &impl Backend) {
     assert!(memory[1].read(0, bytes) == pattern(7, bytes) && memory[1].read(bytes, 1) == [GUARD]);
 }
 
-/// P13: whoever hears that writes to a region that was taken back have completed, and then polls until nothing is
-/// found, has seen the last of their immediates.
+/// P13: an endpoint that polls until nothing is found, after writes to a region that was taken back have completed at
+/// their sender, has seen the last of their immediates.
 pub fn immediate_of_a_region_taken_back_comes_late(backend: &impl Backend) {
     const WRITES: u32 = 6;
     // Before the cluster, which a failing test drops first.
@@ -630,7 +630,7 @@ fn refuse_what_is_gone<E: Transport>(cluster: &mut Cluster<E>, region: RegionId,
     let place = Place { region, offset: 0 };
     let from = cluster.endpoint(1).post(&WriteImm { source: place, ..write(0, 1, 0, 0) });
     assert!(matches!(from, Err(Error::Argument { .. })), "from there: {from:?}");
-    // An older address is still good for the rest; a newer one says what is gone.
+    // An older address is still good for other regions; a newer one shows the region as gone.
     cluster.endpoint(0).connect(Rank(1), older).unwrap();
     let newer = cluster.endpoint(1).address();
     cluster.endpoint(0).connect(Rank(1), &newer).unwrap();
@@ -648,14 +648,14 @@ pub fn threads_that_share_a_network(backend: &impl Backend) {
     const RANKS: usize = RANKS_OF_THREADS;
     const WRITES: u32 = 400;
     let cluster = Cluster::new(backend, RANKS);
-    let landed: Vec<Vec<AtomicBool>> = (0..RANKS).map(|_| (0..SLOTS).map(|_| Default::default()).collect()).collect();
+    let arrived: Vec<Vec<AtomicBool>> = (0..RANKS).map(|_| (0..SLOTS).map(|_| Default::default()).collect()).collect();
     let barrier = Barrier::new(RANKS);
     std::thread::scope(|scope| {
         for (rank, node) in cluster.nodes.into_iter().enumerate() {
-            let (landed, barrier) = (&landed, &barrier);
+            let (arrived, barrier) = (&arrived, &barrier);
             scope.spawn(move || {
                 let mut node = node.unwrap();
-                run_rank(rank, &mut node, &landed[rank], &landed[(rank + 1) % RANKS], WRITES);
+                run_rank(rank, &mut node, &arrived[rank], &arrived[(rank + 1) % RANKS], WRITES);
                 // An endpoint that is dropped stops moving others' packets.
                 barrier.wait();
             });
@@ -663,7 +663,7 @@ pub fn threads_that_share_a_network(backend: &impl Backend) {
     });
 }
 
-/// `busy[slot]` of this rank's inbox is set by its sender and cleared here once the write was checked.
+/// `busy[slot]` of this rank's receive buffer is set by its sender and cleared here once the write was checked.
 fn run_rank<E: Transport>(
     rank: usize,
     node: &mut Node<E>,
@@ -699,7 +699,7 @@ fn run_rank<E: Transport>(
             Event::Imm { imm } => {
                 let (number, slot) = (number(imm), number(imm) as usize % SLOTS);
                 let bytes = number as usize * 37 % MOST;
-                assert_eq!(regions.inbox.read(slot * SLOT, bytes), pattern(number, bytes), "rank {rank}");
+                assert_eq!(regions.recv_buffer.read(slot * SLOT, bytes), pattern(number, bytes), "rank {rank}");
                 busy[slot].store(false, Release);
                 arrived += 1;
             }

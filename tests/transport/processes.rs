@@ -1,10 +1,10 @@
-//! The simulated network between real processes, one of which is killed in mid-storm: what was posted to it fails (or,
-//! if so configured, stays outstanding), and everything else goes on as if nothing had happened.
+//! The simulated network between real processes, one of which is killed in mid-storm: writes to it fail (or,
+//! if so configured, stay outstanding), and everything else goes on as if nothing had happened.
 //!
-//! This test program starts itself again for each rank, and the test `rank` plays it. Ranks find each other as those of
-//! any job do, with a `World`; after that, nothing but the endpoints connects them.
+//! This test program starts itself again for each rank, and the test `rank` plays it. Ranks find each other as in
+//! any job, with a `World`; after that, nothing but the endpoints connects them.
 
-use crate::rig::{Draw, INBOX, Memory, SOURCE, pattern};
+use crate::rig::{Draw, Memory, RECV_BUFFER, SOURCE, pattern};
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpListener;
@@ -19,10 +19,10 @@ use tokenyard::internals::transport::network::imm::{Decoded, ImmValue};
 use tokenyard::internals::transport::network::sim::{Clock, DeadPeers, ProcessEndpoint, SimConfig};
 use tokenyard::internals::transport::network::{Event, Place, Posted, Transport, WriteImm};
 
-/// Set in ranks alone: the seed, and what becomes of writes to the dead.
+/// Set in ranks alone: the seed, and the outcome of writes to the dead.
 const STORM: &str = "TOKENYARD_TEST_STORM";
 const RANKS: usize = 4;
-/// Slots that one rank has in the inbox of each other.
+/// Slots that one rank has in the receive buffer of each other.
 const SLOTS: usize = 8;
 /// Longer than any piece in which a payload may travel.
 const SLOT: usize = 100_000;
@@ -34,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 // ---- one rank
 
-/// What is known of one slot at a peer.
+/// The state of one slot at a peer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Slot {
     Free,
@@ -62,7 +62,7 @@ struct Storm {
     rank: usize,
     endpoint: ProcessEndpoint,
     source: Memory,
-    inbox: Memory,
+    recv_buffer: Memory,
     draw: Draw,
     peers: Vec<Peer>,
     /// Slots to give back, by rank; a full queue makes them wait.
@@ -85,10 +85,10 @@ impl Storm {
         let config = SimConfig { clock: Clock::Real, packet_bytes: 4096, dead_peers, ..SimConfig::hostile(seed) };
         let mut endpoint = ProcessEndpoint::open(world.rank(), b"storm", config).unwrap();
         let memory = || Memory::new(RANKS * SLOTS * SLOT);
-        let (source, inbox) = (memory(), memory());
+        let (source, recv_buffer) = (memory(), memory());
         // SAFETY: both are accessed through raw pointers only, and outlive the endpoint by the order of the fields.
-        let ids = unsafe { [endpoint.register(source.span()), endpoint.register(inbox.span())] };
-        assert_eq!(ids, [Ok(SOURCE), Ok(INBOX)]);
+        let ids = unsafe { [endpoint.register(source.span()), endpoint.register(recv_buffer.span())] };
+        assert_eq!(ids, [Ok(SOURCE), Ok(RECV_BUFFER)]);
         let addresses = world.all_gather("endpoints", &endpoint.address()).unwrap();
         for (peer, address) in addresses.iter().enumerate().filter(|(peer, _)| *peer != world.rank().index()) {
             endpoint.connect(Rank(peer as u32), address).unwrap();
@@ -100,7 +100,7 @@ impl Storm {
             rank: world.rank().index(),
             endpoint,
             source,
-            inbox,
+            recv_buffer,
             draw: Draw::new(seed * RANKS as u64 + u64::from(world.rank().0)),
             peers: vec![peer; RANKS],
             returns: VecDeque::new(),
@@ -136,7 +136,7 @@ impl Storm {
             nic: self.draw.below(self.endpoint.nics()) as u8,
             peer: Rank(to as u32),
             source: Place { region: SOURCE, offset: (here * SLOT) as u64 },
-            target: Place { region: INBOX, offset: (there * SLOT) as u64 },
+            target: Place { region: RECV_BUFFER, offset: (there * SLOT) as u64 },
             bytes: bytes as u32,
             imm: ImmValue::user(0, 0, number << 5 | there as u32).unwrap(),
             token: here as u64,
@@ -151,7 +151,7 @@ impl Storm {
 
     fn poll(&mut self) {
         assert!(self.start.elapsed() < PATIENCE, "rank {}: {}", self.rank, self.tale());
-        let Storm { rank, endpoint, source, inbox, peers, returns, .. } = self;
+        let Storm { rank, endpoint, source, recv_buffer, peers, returns, .. } = self;
         let events = endpoint.poll(&mut |event| match event {
             Event::Sent { token } => {
                 let (to, slot) = (token as usize / SLOTS, token as usize % SLOTS);
@@ -168,7 +168,7 @@ impl Storm {
                 let Some(Decoded::User { payload, .. }) = imm.decode() else { panic!("{imm:?} was never posted") };
                 let (number, from, slot) = (payload >> 5, payload as usize / SLOTS % RANKS, payload as usize % SLOTS);
                 let bytes = length(from, number);
-                let seen = inbox.read((from * SLOTS + slot) * SLOT, bytes);
+                let seen = recv_buffer.read((from * SLOTS + slot) * SLOT, bytes);
                 assert!(seen == pattern(seed_of(from, number), bytes), "rank {rank}: write {number} of {from} is torn");
                 peers[from].arrived += 1;
                 returns.push_back((from, slot as u8));
@@ -240,7 +240,7 @@ impl Peer {
 }
 
 /// A line that the parent reads.
-fn tell(line: &str) {
+fn print(line: &str) {
     println!("{line}");
     std::io::stdout().flush().unwrap();
 }
@@ -258,18 +258,18 @@ fn rank() {
     let world = World::from_env().unwrap();
     let dead_peers = if silent { DeadPeers::Silent } else { DeadPeers::Fail { after_ns: 1_000_000 } };
     let mut storm = Storm::new(&world, seed, dead_peers);
-    tell("up");
+    print("up");
     storm.rage(victim);
     let living: Vec<usize> = storm.others().filter(|peer| *peer != victim).collect();
-    tell("enough");
-    // The parent says one byte when all have enough, and closes when all have finished: nobody stops or leaves before
-    // the others can do without.
+    print("enough");
+    // The parent sends one byte when all have enough, and closes when all have finished: nobody stops or leaves while
+    // the others still need it.
     let stage = Arc::new(AtomicUsize::new(0));
-    let heard = stage.clone();
+    let seen_stage = stage.clone();
     std::thread::spawn(move || {
         for next in 1..=2 {
             let _ = std::io::stdin().read(&mut [0]);
-            heard.store(next, Ordering::Release);
+            seen_stage.store(next, Ordering::Release);
         }
     });
     while stage.load(Ordering::Acquire) < 1 {
@@ -282,7 +282,7 @@ fn rank() {
     while !finished(&storm) {
         storm.poll();
     }
-    tell("done");
+    print("done");
     while stage.load(Ordering::Acquire) < 2 {
         storm.poll();
     }
@@ -302,7 +302,7 @@ fn rank() {
     } else {
         assert!(failed > 0 && left == 0, "writes to the dead: {tale}");
     }
-    tell(&format!("well {failed} {tale}"));
+    print(&format!("well {failed} {tale}"));
 }
 
 // ---- all of them
@@ -310,16 +310,16 @@ fn rank() {
 struct Process {
     child: Child,
     stdin: Option<ChildStdin>,
-    said: Arc<Mutex<String>>,
+    printed: Arc<Mutex<String>>,
 }
 
 /// Collects the lines of a stream until it ends.
 fn listen(from: impl Read + Send + 'static, into: Arc<Mutex<String>>) {
     std::thread::spawn(move || {
         for line in BufReader::new(from).lines().map_while(Result::ok) {
-            let mut said = into.lock().unwrap_or_else(PoisonError::into_inner);
-            said.push_str(&line);
-            said.push('\n');
+            let mut printed = into.lock().unwrap_or_else(PoisonError::into_inner);
+            printed.push_str(&line);
+            printed.push('\n');
         }
     });
 }
@@ -339,18 +339,18 @@ impl Process {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let said = Arc::new(Mutex::new(String::new()));
-        listen(child.stdout.take().unwrap(), said.clone());
-        listen(child.stderr.take().unwrap(), said.clone());
-        Process { stdin: child.stdin.take(), child, said }
+        let printed = Arc::new(Mutex::new(String::new()));
+        listen(child.stdout.take().unwrap(), printed.clone());
+        listen(child.stderr.take().unwrap(), printed.clone());
+        Process { stdin: child.stdin.take(), child, printed }
     }
 
-    fn said(&self) -> String {
-        self.said.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn printed(&self) -> String {
+        self.printed.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn has_told(&self, word: &str) -> bool {
-        self.said().lines().any(|line| line.split(' ').next() == Some(word))
+    fn has_notified(&self, word: &str) -> bool {
+        self.printed().lines().any(|line| line.split(' ').next() == Some(word))
     }
 }
 
@@ -369,9 +369,13 @@ impl Drop for Team {
 impl Team {
     fn wait_for(&mut self, word: &str, but: Option<usize>) {
         let start = Instant::now();
-        while !self.0.iter().enumerate().all(|(rank, process)| Some(rank) == but || process.has_told(word)) {
-            let said = || self.0.iter().map(Process::said).collect::<Vec<_>>().join("--\n");
-            assert!(start.elapsed() < PATIENCE + Duration::from_secs(5), "not all are {word}; they said\n{}", said());
+        while !self.0.iter().enumerate().all(|(rank, process)| Some(rank) == but || process.has_notified(word)) {
+            let printed = || self.0.iter().map(Process::printed).collect::<Vec<_>>().join("--\n");
+            assert!(
+                start.elapsed() < PATIENCE + Duration::from_secs(5),
+                "not all are {word}; their output:\n{}",
+                printed()
+            );
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -386,7 +390,7 @@ fn place() -> (String, u16) {
     (addr, port)
 }
 
-/// Answers how many writes failed, as those to whom they belong saw it.
+/// Returns how many writes failed, as their senders saw it.
 fn kill_in_a_storm(seed: u64, policy: &str, victim: usize) -> u32 {
     let storm = format!("{seed} {policy} {victim}");
     let place = place();
@@ -403,9 +407,9 @@ fn kill_in_a_storm(seed: u64, policy: &str, victim: usize) -> u32 {
     team.wait_for("well", Some(victim));
     let mut failed = 0;
     for (rank, process) in team.0.iter_mut().enumerate().filter(|(rank, _)| *rank != victim) {
-        assert!(process.child.wait().unwrap().success(), "rank {rank}: {}", process.said());
-        let said = process.said();
-        let well = said.lines().find(|line| line.starts_with("well")).unwrap();
+        assert!(process.child.wait().unwrap().success(), "rank {rank}: {}", process.printed());
+        let printed = process.printed();
+        let well = printed.lines().find(|line| line.starts_with("well")).unwrap();
         println!("rank {rank}: {well}");
         failed += well.split(' ').nth(1).unwrap().parse::<u32>().unwrap();
     }
@@ -419,7 +423,7 @@ fn a_death_in_a_storm_that_others_suffer_from() {
 }
 
 #[test]
-fn a_death_in_a_storm_that_is_told_though_the_dead_are_silent() {
+fn a_death_in_a_storm_that_is_reported_though_the_dead_are_silent() {
     for seed in 10..12 {
         assert_eq!(kill_in_a_storm(seed, "silent", seed as usize % RANKS), 0);
     }

@@ -21,9 +21,9 @@ pub const MOST: usize = 900;
 pub const SLOTS: usize = 64;
 pub const GUARD: u8 = 0xA5;
 pub const SOURCE: RegionId = RegionId(0);
-pub const INBOX: RegionId = RegionId(1);
+pub const RECV_BUFFER: RegionId = RegionId(1);
 
-/// xorshift64*, so that a failing case is met again by its seed.
+/// xorshift64*, so that a failing case is replayed by its seed.
 pub struct Draw(u64);
 
 impl Draw {
@@ -103,7 +103,7 @@ impl Drop for Memory {
 /// A rank's registered memory.
 pub struct Regions {
     pub source: Memory,
-    pub inbox: Memory,
+    pub recv_buffer: Memory,
 }
 
 /// One rank: its endpoint, which goes before its memory.
@@ -114,10 +114,10 @@ pub struct Node<E: Transport> {
 
 impl<E: Transport> Node<E> {
     pub fn new(mut endpoint: E) -> Node<E> {
-        let regions = Regions { source: Memory::new(SLOT * SLOTS), inbox: Memory::new(SLOT * SLOTS) };
+        let regions = Regions { source: Memory::new(SLOT * SLOTS), recv_buffer: Memory::new(SLOT * SLOTS) };
         // SAFETY: both are accessed through raw pointers only, and outlive the endpoint by the order of the fields.
-        let ids = unsafe { [endpoint.register(regions.source.span()), endpoint.register(regions.inbox.span())] };
-        assert_eq!(ids, [Ok(SOURCE), Ok(INBOX)]);
+        let ids = unsafe { [endpoint.register(regions.source.span()), endpoint.register(regions.recv_buffer.span())] };
+        assert_eq!(ids, [Ok(SOURCE), Ok(RECV_BUFFER)]);
         Node { endpoint, regions }
     }
 }
@@ -154,7 +154,7 @@ impl<E: Transport> Cluster<E> {
         &self.nodes[rank].as_ref().unwrap().regions
     }
 
-    /// Polls everyone once; answers how much happened.
+    /// Polls everyone once; returns how much happened.
     pub fn pump(&mut self, on_event: &mut dyn FnMut(usize, &Regions, Event<'_>)) -> usize {
         let mut events = 0;
         for (rank, node) in self.nodes.iter_mut().enumerate() {
@@ -237,7 +237,7 @@ pub fn write(peer: usize, number: u32, slot: usize, bytes: usize) -> WriteImm {
         nic: 0,
         peer: Rank(peer as u32),
         source: Place { region: SOURCE, offset: (slot * SLOT) as u64 },
-        target: Place { region: INBOX, offset: (slot * SLOT) as u64 },
+        target: Place { region: RECV_BUFFER, offset: (slot * SLOT) as u64 },
         bytes: bytes as u32,
         imm: ImmValue::user(0, 0, number).unwrap(),
         token: u64::from(number),
@@ -251,7 +251,7 @@ pub fn pattern(number: u32, len: usize) -> Vec<u8> {
         .collect()
 }
 
-/// What a storm of writes between all ranks brought to light.
+/// The findings of a storm of writes between all ranks.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub log: Log,
@@ -354,7 +354,7 @@ impl<'a, E: Transport> Storm<'a, E> {
                     let number = number(imm);
                     let w = tally.writes[number as usize];
                     assert_eq!(w.to, rank, "write {number} went to another rank");
-                    let seen = regions.inbox.read(w.slot * SLOT, SLOT);
+                    let seen = regions.recv_buffer.read(w.slot * SLOT, SLOT);
                     let (before, rest) = seen.split_at(w.offset);
                     let (payload, after) = rest.split_at(w.bytes);
                     if payload != pattern(number, w.bytes) {
@@ -366,7 +366,7 @@ impl<'a, E: Transport> Storm<'a, E> {
                     let last = delivered.entry((w.from, w.to)).or_default();
                     tally.overtaken += usize::from(number < *last);
                     *last = number.max(*last);
-                    regions.inbox.fill(w.slot * SLOT, SLOT, GUARD);
+                    regions.recv_buffer.fill(w.slot * SLOT, SLOT, GUARD);
                     free_slots[rank].push(w.slot);
                 }
                 Event::Sent { token } => {

@@ -1,9 +1,9 @@
-//! A transport of which a test says what comes of posts and polls; all else succeeds and does nothing.
+//! A transport whose posts and polls are a test's; all other calls succeed and do nothing.
 
 use tokenyard::internals::transport::network::{Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use tokenyard::{Rank, Result};
 
-/// What a stub makes of what it is asked for, as [`Transport`]'s functions of the same names.
+/// A stub's implementation of [`Transport`]'s functions of the same names.
 pub trait Carrier: Send {
     fn nics(&self) -> usize {
         1

@@ -9,25 +9,25 @@ use tokenyard::network::{
 };
 use tokenyard::{Error, Rank, Result};
 
-/// What has come for a rank and was not handed out yet.
+/// An arrival at a rank that was not handed out yet.
 enum Arrived {
     Imm(ImmValue),
     Message(Rank, Vec<u8>),
 }
 
-/// One rank, as the others reach it.
+/// The state of one rank's endpoint, shared with the others.
 #[derive(Default)]
-struct Seat {
-    /// Part of the address: another one behind each reset, so that writes to earlier ones miss.
+struct EndpointState {
+    /// Part of the address: another one after each reset, so that writes to earlier ones miss.
     life: u64,
     /// By number; `None` once taken back.
     regions: Vec<Option<Span>>,
     arrived: VecDeque<Arrived>,
 }
 
-/// All ranks' seats.
+/// The endpoint states of all ranks.
 #[derive(Clone, Default)]
-pub struct Loopback(Arc<Mutex<BTreeMap<Rank, Seat>>>);
+pub struct Loopback(Arc<Mutex<BTreeMap<Rank, EndpointState>>>);
 
 /// How an own write completed.
 enum Completed {
@@ -49,19 +49,19 @@ fn argument(name: &'static str, value: impl std::fmt::Debug) -> Error {
 }
 
 /// Where a write begins or ends, if all of it lies in the region. The inner `None`: the region was taken back.
-fn place(seat: &Seat, place: Place, bytes: u32) -> Option<Option<*mut u8>> {
-    let Some(span) = seat.regions.get(usize::from(place.region.0))? else { return Some(None) };
+fn place(endpoint: &EndpointState, place: Place, bytes: u32) -> Option<Option<*mut u8>> {
+    let Some(span) = endpoint.regions.get(usize::from(place.region.0))? else { return Some(None) };
     let end = place.offset.checked_add(u64::from(bytes))?;
     (end <= span.bytes as u64).then(|| Some((span.base + place.offset) as *mut u8))
 }
 
 impl Loopback {
     pub fn endpoint(&self, rank: Rank) -> Endpoint {
-        self.seats().insert(rank, Seat::default());
+        self.endpoints().insert(rank, EndpointState::default());
         Endpoint { network: self.clone(), rank, peers: BTreeMap::new(), completed: VecDeque::new() }
     }
 
-    fn seats(&self) -> MutexGuard<'_, BTreeMap<Rank, Seat>> {
+    fn endpoints(&self) -> MutexGuard<'_, BTreeMap<Rank, EndpointState>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -83,15 +83,15 @@ impl Transport for Endpoint {
         if span.bytes == 0 || span.memory != SpanMemory::Host {
             return Err(argument("span", span));
         }
-        let mut seats = self.network.seats();
-        let regions = &mut seats.entry(self.rank).or_default().regions;
+        let mut endpoints = self.network.endpoints();
+        let regions = &mut endpoints.entry(self.rank).or_default().regions;
         regions.push(Some(span));
         Ok(RegionId(regions.len() as u16 - 1))
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
-        let mut seats = self.network.seats();
-        let regions = &mut seats.entry(self.rank).or_default().regions;
+        let mut endpoints = self.network.endpoints();
+        let regions = &mut endpoints.entry(self.rank).or_default().regions;
         // Copies are made under the lock, so none is under way.
         match regions.get_mut(usize::from(region.0)).and_then(Option::take) {
             Some(_) => Ok(Released::Done),
@@ -100,7 +100,7 @@ impl Transport for Endpoint {
     }
 
     fn address(&self) -> Vec<u8> {
-        let life = self.network.seats().get(&self.rank).map_or(0, |seat| seat.life);
+        let life = self.network.endpoints().get(&self.rank).map_or(0, |endpoint| endpoint.life);
         [&self.rank.0.to_le_bytes()[..], &life.to_le_bytes()].concat()
     }
 
@@ -114,22 +114,23 @@ impl Transport for Endpoint {
     }
 
     fn post(&mut self, write: &WriteImm) -> Result<Posted> {
-        let mut seats = self.network.seats();
-        let own = seats.get(&self.rank).and_then(|seat| place(seat, write.source, write.bytes));
+        let mut endpoints = self.network.endpoints();
+        let own = endpoints.get(&self.rank).and_then(|endpoint| place(endpoint, write.source, write.bytes));
         let Some(Some(source)) = own else { return Err(argument("source", write.source)) };
         let life = self.peers.get(&write.peer).ok_or_else(|| argument("peer", write.peer))?;
-        let seat = seats.get_mut(&write.peer).filter(|seat| seat.life == *life);
-        let target = seat.map(|seat| place(seat, write.target, write.bytes).map(|target| (target, seat)));
+        let endpoint = endpoints.get_mut(&write.peer).filter(|endpoint| endpoint.life == *life);
+        let target =
+            endpoint.map(|endpoint| place(endpoint, write.target, write.bytes).map(|target| (target, endpoint)));
         match target {
             Some(None) => return Err(argument("target", write.target)),
-            Some(Some((Some(target), seat))) => {
+            Some(Some((Some(target), endpoint))) => {
                 // SAFETY: both places are inside registered spans, whose owners let them be read and written
                 // until they are taken back, and that takes the lock that is held here.
                 unsafe { std::ptr::copy(source, target, write.bytes as usize) };
-                seat.arrived.push_back(Arrived::Imm(write.imm));
+                endpoint.arrived.push_back(Arrived::Imm(write.imm));
                 self.completed.push_back(Completed::Sent(write.token));
             }
-            // The peer has taken the region back, or is in another life.
+            // The peer has taken the region back, or was reset.
             Some(Some((None, _))) | None => self.completed.push_back(Completed::Dropped(write.token, write.peer)),
         }
         Ok(Posted::Accepted)
@@ -137,14 +138,15 @@ impl Transport for Endpoint {
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
         let life = self.peers.get(&peer).ok_or_else(|| argument("peer", peer))?;
-        if let Some(seat) = self.network.seats().get_mut(&peer).filter(|seat| seat.life == *life) {
-            seat.arrived.push_back(Arrived::Message(self.rank, message.to_vec()));
+        if let Some(endpoint) = self.network.endpoints().get_mut(&peer).filter(|endpoint| endpoint.life == *life) {
+            endpoint.arrived.push_back(Arrived::Message(self.rank, message.to_vec()));
         }
         Ok(Posted::Accepted)
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
-        let arrived = self.network.seats().get_mut(&self.rank).map(|seat| std::mem::take(&mut seat.arrived));
+        let arrived =
+            self.network.endpoints().get_mut(&self.rank).map(|endpoint| std::mem::take(&mut endpoint.arrived));
         let (arrived, completed) = (arrived.unwrap_or_default(), std::mem::take(&mut self.completed));
         let events = arrived.len() + completed.len();
         for event in completed {
@@ -164,9 +166,9 @@ impl Transport for Endpoint {
 
     fn reset(&mut self) -> Result<()> {
         self.peers.clear();
-        if let Some(seat) = self.network.seats().get_mut(&self.rank) {
-            seat.life += 1;
-            seat.arrived.clear();
+        if let Some(endpoint) = self.network.endpoints().get_mut(&self.rank) {
+            endpoint.life += 1;
+            endpoint.arrived.clear();
         }
         Ok(())
     }
@@ -174,6 +176,6 @@ impl Transport for Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        self.network.seats().remove(&self.rank);
+        self.network.endpoints().remove(&self.rank);
     }
 }

@@ -1,6 +1,6 @@
 //! GPU memory that other GPUs and other processes can map: the driver's virtual memory management.
 //!
-//! Place: what `memory` uses for GPUs. Runs on the caller's thread; waits only for the zeroing of a new arena.
+//! Place: used by `memory` for GPUs. Runs on the caller's thread; waits only for the zeroing of a new arena.
 //! Ownership is teardown order: unmap, give the addresses back, release the allocation, release the context.
 
 use super::BUS_ID_BYTES;
@@ -64,7 +64,7 @@ impl CudaMemory {
         Ok(CudaMemory { mapping, ordinal, bus_id: bus_id_of(device)?, shareable, context })
     }
 
-    /// A peer's memory, by its descriptor, mapped for this memory's GPU. `bus_id` says where it lies.
+    /// A peer's memory, by its descriptor, mapped for this memory's GPU. `bus_id` is the PCI address of its GPU.
     pub(super) fn import(&self, fd: OwnedFd, bus_id: &str) -> Result<CudaMemory> {
         let context = PrimaryContext::retain(self.ordinal)?;
         let current = context.enter()?;

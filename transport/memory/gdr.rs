@@ -1,20 +1,20 @@
 //! GPU memory that the processor writes: mapped through GDRCopy, whose library is opened at run time
 //! (`gdrcopy_sys.rs`).
 //!
-//! Place in the data path: under the words that a proxy writes and its GPU polls. In pinned host memory each look of
-//! the GPU crosses PCIe and comes back; here it stays on the GPU, and the proxy's store crosses once. The words'
-//! addresses are all that differs. Mapped while a context is built, on the caller's thread; stored to by the proxy's
+//! Place in the data path: under the words that a proxy writes and its GPU polls. In pinned host memory each poll of
+//! the GPU crosses PCIe and comes back; here it stays on the GPU, and the proxy's store crosses once. Only the words'
+//! addresses differ. Mapped while a context is built, on the caller's thread; stored to by the proxy's
 //! thread.
 //!
 //! **It has not run on hardware**: where it was written there is no GDRCopy. Its calls, errors and unwinding are tested
 //! against a stand-in for the library that maps host memory.
 //!
 //! The mapping combines writes: a store may wait in the processor for others to the same line, and pass or be passed by
-//! stores to other memory. So a word is written between two [`write_barrier`]s: the first lets nothing pass that came
-//! before, the second sends the word off (without it GDRCopy's authors saw a millisecond go by). GDRCopy promises
-//! nothing about words torn or reordered on their way to a kernel that runs already; what is relied upon here is that
-//! an aligned store of 8 bytes arrives whole, and that words need no order among each other. A NIC's payload is a
-//! matter of its own backend, which sees to it that the GPU has it before its immediate is handed out (P1).
+//! stores to other memory. So a word is written between two [`write_barrier`]s: the first orders all earlier stores
+//! before the word, the second sends the word off (without it GDRCopy's authors saw a millisecond go by). GDRCopy
+//! promises nothing about words torn or reordered on their way to a running kernel. This module relies on an aligned
+//! store of 8 bytes arriving whole, and needs no order between words. For a NIC's payload, the NIC's backend ensures
+//! that the GPU has it before its immediate is handed out (P1).
 //!
 //! ```text
 //!   gdr_open ─▶ gdr_pin_buffer ─▶ gdr_map ─▶ gdr_get_info: where is it?
@@ -159,7 +159,7 @@ impl Mapping {
             let advice = "load its kernel module and see who may open /dev/gdrdrv, or set TOKENYARD_GDRCOPY=off";
             return Err(error("GDRCopy's library is there and finds no driver".into(), advice));
         }
-        // From here on, what is there is undone by dropping it.
+        // From here on, dropping undoes each step.
         let session = Session { library, gdr };
         let mut handle = gdr_mh_t { h: 0 };
         // SAFETY: a live session; memory of a GPU by the caller's promise; the handle outlives the call.
@@ -191,13 +191,13 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Where this process finds the first byte. To be written by aligned words alone, between two [`write_barrier`]s.
+    /// This process's address of the first byte. To be written only by aligned words, between two [`write_barrier`]s.
     pub fn host_ptr(&self) -> *mut u8 {
         self.host
     }
 }
 
-/// Only where it is known how to send a combined write off.
+/// An error on processors for which no instruction to send off combined writes is known.
 fn barrier_is_known() -> Result<()> {
     if cfg!(target_arch = "x86_64") {
         return Ok(());
@@ -206,7 +206,7 @@ fn barrier_is_known() -> Result<()> {
     Err(error(what, "leave TOKENYARD_GDRCOPY at auto or off: words then lie in pinned host memory"))
 }
 
-/// No store, to whatever kind of memory, passes it; what the processor has combined is sent off.
+/// A barrier that no store passes, to whatever kind of memory; it sends off combined writes.
 pub fn write_barrier() {
     // SAFETY: every x86-64 processor has it, and it touches no memory of ours.
     #[cfg(target_arch = "x86_64")]

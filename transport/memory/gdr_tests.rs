@@ -1,5 +1,5 @@
-//! GDRCopy against a stand-in for its library, which a C compiler makes for each test: it maps host memory, notes what
-//! is called, and fails where it is told to.
+//! GDRCopy against a stand-in for its library, which a C compiler makes for each test: it maps host memory, logs its
+//! calls, and fails on request.
 
 use super::*;
 use std::ffi::{CStr, CString, c_char};
@@ -49,13 +49,13 @@ int gdr_get_info_v2(void *g, handle h, struct info *info) {
 }
 "#;
 
-/// A stand-in of its own, with a state of its own.
+/// A stand-in with its own state.
 pub(crate) struct Fake {
     folder: tempfile::TempDir,
     library: Library,
 }
 
-/// Compiles a library; `None`, and a line that says so, where there is no compiler.
+/// Compiles a library; without a compiler `None`, and a printed line.
 fn compile(source: &str) -> Option<tempfile::TempDir> {
     let folder = tempfile::tempdir().unwrap();
     let (c, so) = (folder.path().join("fake.c"), folder.path().join("libfake.so"));
@@ -90,7 +90,7 @@ impl Fake {
         found
     }
 
-    /// What was called, in order.
+    /// The calls so far, in order.
     pub(crate) fn calls(&self) -> String {
         // SAFETY: the type that the source above gives it; it answers a C string.
         unsafe {
@@ -107,7 +107,7 @@ impl Fake {
         fail(call.as_ptr());
     }
 
-    /// Lets mappings begin so much earlier, and tells a place for them that is so far off.
+    /// Lets mappings begin `before` bytes earlier, and reports an address that is off by `lie`.
     fn shift(&self, before: u64, lie: u64) {
         // SAFETY: as above.
         let shift = unsafe { transmute::<*mut c_void, extern "C" fn(u64, u64)>(self.function(c"fake_shift")) };
@@ -159,7 +159,7 @@ fn a_step_that_fails_and_leaves_the_earlier_ones_done() {
         assert!(matches!(&error, Error::Device { .. }) && error.to_string().contains(named), "{error}");
         assert_eq!(fake.calls(), calls);
     }
-    // One that cannot be undone is left, and the rest is undone.
+    // A step that cannot be undone is left, and the rest is undone.
     let Some(fake) = Fake::build() else { return };
     fake.fail("unmap");
     let (_memory, address) = memory(8);

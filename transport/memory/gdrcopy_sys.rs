@@ -17,7 +17,7 @@ use std::path::Path;
 /// The library's name; its number is that of the interface.
 const LIBRARY: &str = "libgdrapi.so.2";
 
-/// Bytes of a GPU's page: what is pinned begins at a multiple, and is as many whole pages.
+/// Bytes of a GPU's page: pinned memory begins at a multiple, and is a number of whole pages.
 pub(super) const GPU_PAGE_SIZE: u64 = 1 << 16;
 
 /// A session with the driver; null for none.
@@ -44,7 +44,7 @@ pub(super) struct gdr_info_v2_t {
     /// Bit 0: `mapped`; bit 1: `wc_mapping`.
     pub flags: c_uint,
     pub mapping_type: c_uint,
-    /// Of fields that a later minor version may add.
+    /// Room for fields that a later minor version may add.
     pub room: [u64; 8],
 }
 
@@ -74,7 +74,7 @@ pub struct Library {
     pub(super) gdr_get_info_v2: gdr_get_info_v2,
 }
 
-/// What `dlerror` says of the last call.
+/// The text of `dlerror` for the last call.
 fn reason() -> String {
     // SAFETY: answers null or a C string that lives until this thread's next call.
     let text = unsafe { libc::dlerror() };

@@ -1,6 +1,6 @@
 //! Host memory that other processes can map: an anonymous file.
 //!
-//! Place: what `memory` uses for the CPU device. Runs on the caller's thread and never waits. The file is sealed
+//! Place: used by `memory` for the CPU device. Runs on the caller's thread and never waits. The file is sealed
 //! against shrinking, and an importer insists on that seal: nobody can take pages away from under a mapping.
 
 use crate::base::memory::{available_bytes, longest_file};

@@ -30,7 +30,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-/// Where an arena lives.
+/// The memory of an arena.
 #[derive(Debug)]
 enum Memory {
     Host(host::HostMemory),
@@ -41,7 +41,7 @@ enum Memory {
 }
 
 impl Memory {
-    /// Where the device finds it for which it was made or imported.
+    /// Its address on the device for which it was made or imported.
     fn base(&self) -> u64 {
         match self {
             Memory::Host(memory) => memory.base(),
@@ -52,7 +52,7 @@ impl Memory {
         }
     }
 
-    /// What networks register of it.
+    /// The span that networks register.
     fn span(&self, bytes: usize) -> Span {
         match self {
             Memory::Host(memory) => Span::host(memory.base(), bytes),
@@ -67,7 +67,7 @@ impl Memory {
         }
     }
 
-    /// Where the device of `viewer`, of this process, finds it.
+    /// Its address on the device of `viewer`, of this process.
     fn seen_by(&self, viewer: &Memory) -> Result<u64> {
         match (self, viewer) {
             #[cfg(feature = "cuda")]
@@ -98,7 +98,7 @@ impl Arena {
         Ok(Arena { memory: Arc::new(Memory::Cuda(cuda::CudaMemory::create(ordinal, bytes)?)), bytes })
     }
 
-    /// Memory of GPU `ordinal`: this build has no GPU part, and says so.
+    /// Memory of GPU `ordinal`: an error, as this build has no GPU part.
     #[cfg(not(feature = "cuda"))]
     pub fn cuda(ordinal: usize, bytes: usize) -> Result<Arena> {
         check_bytes(bytes)?;
@@ -115,7 +115,7 @@ impl Arena {
         Ok(Arena { memory: Arc::new(Memory::Pinned(pinned::PinnedMemory::create(ordinal, bytes)?)), bytes })
     }
 
-    /// Host memory for GPU `ordinal`: this build has no GPU part, and says so.
+    /// Host memory for GPU `ordinal`: an error, as this build has no GPU part.
     #[cfg(not(feature = "cuda"))]
     pub fn cuda_host(ordinal: usize, bytes: usize) -> Result<Arena> {
         Arena::cuda(ordinal, bytes)
@@ -131,20 +131,20 @@ impl Arena {
         self.memory.base()
     }
 
-    /// What networks register: all of it. Host memory lies where this process finds it, and any other where its GPU
-    /// does.
+    /// The span that networks register: all of the arena. Its address is this process's for host memory, and the GPU's
+    /// for GPU memory.
     pub fn span(&self) -> Span {
         self.memory.span(self.bytes)
     }
 
     /// Lets every GPU of this process that can reach it store into it: for networks whose own kernels move bytes
-    /// between GPUs. Nobody learns its address by that; see [`PeerMap::base_of`].
+    /// between GPUs. That gives nobody its address; see [`PeerMap::base_of`].
     ///
     /// # Errors
     /// `Device` if the driver refuses.
     pub fn grant_process(&self) -> Result<()> {
         match &*self.memory {
-            // Whoever has the address reaches host memory.
+            // Host memory needs no grant.
             Memory::Host(_) => Ok(()),
             #[cfg(feature = "cuda")]
             Memory::Cuda(memory) => memory.grant_all(),
@@ -197,14 +197,14 @@ impl Arena {
 /// A descriptor of an allocation of GPU memory, by which NICs reach it, and where in it a span begins.
 #[derive(Debug)]
 pub struct DmaBuf {
-    /// What a backend registers (`ibv_reg_dmabuf_mr`, `FI_MR_DMABUF`); it may be closed once that is done.
+    /// The descriptor to register (`ibv_reg_dmabuf_mr`, `FI_MR_DMABUF`); it may be closed once that is done.
     pub fd: OwnedFd,
     /// Bytes from the start of the dma-buf to the span.
     pub offset: u64,
 }
 
-/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach that. This has met no NIC so far: there is
-/// none on the machines that it was written on.
+/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach GPU memory. Not tested with a NIC so far:
+/// none was available.
 ///
 /// # Errors
 /// `Argument` for host memory, which is registered by its address; `Device` if the GPU or its driver makes none.
@@ -278,7 +278,7 @@ impl PeerMap {
         let cards = read_cards(world, &cards)?;
         let mapped = match handle {
             None => map_within(world, &arena, &cards),
-            // All cards said that they can be shared: see read_cards.
+            // All cards are shareable: see read_cards.
             Some(handle) => map_between(world, &arena, handle?.as_fd(), &cards)?,
         };
         let peers = agree(world, mapped)?;
@@ -296,7 +296,7 @@ impl PeerMap {
         Ok(PeerMap { own: arena, bases, _peers: peers.into_iter().flatten().map(|peer| peer.memory).collect() })
     }
 
-    /// Where this rank's device finds the arena of `peer`; 0 for a rank of another node or
+    /// The address of `peer`'s arena on this rank's device; 0 for a rank of another node or
     /// outside the world.
     pub fn base_of(&self, peer: Rank) -> u64 {
         self.bases.get(peer.index()).copied().unwrap_or(0)
@@ -308,13 +308,13 @@ impl PeerMap {
     }
 }
 
-/// Memory of a rank of the node, and where this rank's device finds it.
+/// Memory of a rank of the node, and its address on this rank's device.
 struct Mapped {
     base: u64,
     memory: Arc<Memory>,
 }
 
-/// The same of all ranks of the node, by rank in the world.
+/// Mapped memory of all ranks of the node, by rank in the world.
 type Node = Vec<Option<Mapped>>;
 
 /// Memory of the node where all ranks are in this process.
@@ -343,7 +343,7 @@ fn mapped(memory: Arc<Memory>) -> Mapped {
     Mapped { base: memory.base(), memory }
 }
 
-/// The same where ranks are processes. The outer error is the world's, which all ranks see.
+/// Memory of the node where ranks are processes. The outer error is the world's, which all ranks see.
 fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]) -> Result<Result<Node>> {
     let fds = world.exchange_fds(own)?;
     let peer = |(rank, (card, fd)): (usize, (&Card, Option<OwnedFd>))| match fd {
@@ -358,10 +358,10 @@ fn map_between(world: &World, arena: &Arena, own: BorrowedFd<'_>, cards: &[Card]
     Ok(cards.iter().zip(fds).enumerate().map(peer).collect())
 }
 
-/// Collective: if any rank could not map, all fail; that rank with its reason, the others naming it.
+/// Collective: if any rank could not map, all fail: that rank with its reason, the others with an error naming it.
 fn agree<T>(world: &World, outcome: Result<T>) -> Result<T> {
-    let said = outcome.as_ref().err().map(Error::told).unwrap_or_default();
-    let all = world.all_gather("arenas mapped", said.as_bytes())?;
+    let reason = outcome.as_ref().err().map(Error::text_for_peers).unwrap_or_default();
+    let all = world.all_gather("arenas mapped", reason.as_bytes())?;
     let value = outcome?;
     match all.iter().position(|text| !text.is_empty()) {
         None => Ok(value),
@@ -372,7 +372,7 @@ fn agree<T>(world: &World, outcome: Result<T>) -> Result<T> {
     }
 }
 
-/// Decodes the cards and refuses what cannot work. All ranks see the same cards, so all decide alike.
+/// Decodes the cards and refuses combinations that cannot work. All ranks see the same cards, so all decide alike.
 fn read_cards(world: &World, cards: &[Vec<u8>]) -> Result<Vec<Card>> {
     let decode = |(rank, bytes): (usize, &Vec<u8>)| {
         let unknown = || format!("rank {} described its arena in an unknown form", named(world, rank));
@@ -428,7 +428,7 @@ impl Kind {
     }
 }
 
-/// What ranks tell each other of their arenas, little end first:
+/// What ranks send each other about their arenas, little end first:
 ///
 /// ```text
 /// byte  0        4      5           6..8   8         12..16  16      24       32        48

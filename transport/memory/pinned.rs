@@ -1,11 +1,11 @@
 //! Host memory that GPUs reach too: the file of `host`, registered with the driver.
 //!
-//! Place: what `memory` uses for GPUs whose arenas lie in host memory. Kernels reach it over PCIe; a network that moves
+//! Place: used by `memory` for GPUs whose arenas lie in host memory. Kernels reach it over PCIe; a network that moves
 //! bytes with the processor reaches it as it does memory of the CPU device. Runs on the caller's thread and never
 //! waits. Ownership is teardown order: the registration goes before the mapping.
 //!
 //! A mapping is registered once in a process, for all its GPUs (portable). A peer of another process maps the file
-//! anew and registers that.
+//! anew and registers its own mapping.
 
 use super::BUS_ID_BYTES;
 use super::cuda::bus_id_of;
@@ -31,7 +31,7 @@ pub(super) struct PinnedMemory {
 #[derive(Debug)]
 struct Registration {
     host_base: u64,
-    /// Where the registering GPU finds it.
+    /// Its address on the registering GPU.
     base: u64,
     context: PrimaryContext,
 }
@@ -54,17 +54,17 @@ impl PinnedMemory {
         Ok(PinnedMemory { registration, host, ordinal, bus_id })
     }
 
-    /// Where its own GPU finds it.
+    /// Its address on its own GPU.
     pub(super) fn base(&self) -> u64 {
         self.registration.base
     }
 
-    /// Where this process finds it.
+    /// Its address in this process.
     pub(super) fn host_base(&self) -> u64 {
         self.host.base()
     }
 
-    /// Where the GPU of `viewer`, of this process, finds it.
+    /// Its address on the GPU of `viewer`, of this process.
     pub(super) fn seen_by(&self, viewer: &PinnedMemory) -> Result<u64> {
         device_address(&viewer.registration.context, self.host.base())
     }
@@ -111,8 +111,8 @@ fn pointer(address: u64) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(address as usize)
 }
 
-/// Where a GPU finds registered memory. With unified addressing that is the host's address; the driver is asked all the
-/// same.
+/// The GPU's address of registered memory. With unified addressing it equals the host's address; the driver is asked
+/// all the same.
 fn device_address(context: &PrimaryContext, base: u64) -> Result<u64> {
     let _current = context.enter()?;
     let mut address: sys::CUdeviceptr = 0;

@@ -1,14 +1,14 @@
-//! What endpoints of one process tell each other: little end first, versioned, its length checked, with a checksum. Of
-//! the simulated network and of emulated NICs; which network it is, the number says.
+//! The address that endpoints of one process exchange: little end first, versioned, its length checked, with a
+//! checksum. Used by the simulated network and by emulated NICs; the network's number names the network.
 //!
 //! ```text
 //! byte  0      4        8        16   24    28    32    36                                   40+10n
-//!       magic  version  network  key  rank  zero  nics  regions, as `regions::tell_lengths`  checksum
+//!       magic  version  network  key  rank  zero  nics  regions, as `regions::report_lengths`  checksum
 //! ```
 //!
 //! Place: while a context is built, on the caller's or the proxy's thread.
 
-use super::regions::{TOLD, lengths_told, tell_lengths};
+use super::regions::{REPORTED, report_lengths, reported_lengths};
 use crate::base::Rank;
 use crate::base::checksum::fnv1a;
 
@@ -17,22 +17,22 @@ const VERSION: u32 = 2;
 const HEAD: usize = 36;
 const SUM: usize = 8;
 
-/// An endpoint as its peers know it.
+/// An endpoint as its peers see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Address {
-    /// Which network of this process.
+    /// Number of the network in this process.
     pub(crate) network: u64,
-    /// Which endpoint, since which reset; never used twice.
+    /// Identifies the endpoint since its last reset; never used twice.
     pub(crate) key: u64,
     pub(crate) rank: Rank,
     pub(crate) nics: u32,
-    /// Lengths of the registered spans; 0 of one that was taken back.
+    /// Lengths of the registered spans; 0 for a span that was taken back.
     pub(crate) regions: Vec<u64>,
 }
 
 impl Address {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(HEAD + 4 + TOLD * self.regions.len().min(8) + SUM);
+        let mut out = Vec::with_capacity(HEAD + 4 + REPORTED * self.regions.len().min(8) + SUM);
         out.extend(MAGIC);
         out.extend(VERSION.to_le_bytes());
         out.extend(self.network.to_le_bytes());
@@ -40,13 +40,13 @@ impl Address {
         out.extend(self.rank.0.to_le_bytes());
         out.extend([0; 4]);
         out.extend(self.nics.to_le_bytes());
-        tell_lengths(&mut out, &self.regions);
+        report_lengths(&mut out, &self.regions);
         let sum = fnv1a(&out);
         out.extend(sum.to_le_bytes());
         out
     }
 
-    /// What is wrong with the bytes, if anything.
+    /// Decodes an address; the error is the fault in the bytes.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
         let body = bytes.len().checked_sub(SUM).filter(|body| *body >= HEAD).ok_or("is too short")?;
         if bytes[..4] != MAGIC {
@@ -58,7 +58,7 @@ impl Address {
         if read_u64(bytes, body) != Some(fnv1a(&bytes[..body])) {
             return Err("has a wrong checksum");
         }
-        let regions = lengths_told(&bytes[HEAD..body]).ok_or("has a wrong length")?;
+        let regions = reported_lengths(&bytes[HEAD..body]).ok_or("has a wrong length")?;
         let read = || {
             Some(Address {
                 network: read_u64(bytes, 8)?,

@@ -1,8 +1,8 @@
-//! The immediate: the 32 bits that arrive with a write and say what it was.
+//! The immediate: the 32 bits that arrive with a write and describe it.
 //!
 //! Place in the data path: the proxy of the sender encodes one for every write it posts; the proxy of the receiver
 //! decodes and counts them. Runs on any thread. Pure arithmetic: it never allocates except for the text of an error,
-//! and decoding never fails on any 32 bits but answers `None` for a kind that does not exist.
+//! and decoding never fails on any 32 bits but returns `None` for a kind that does not exist.
 //!
 //! ```text
 //!   31 30 29 28 27 26 25 24 23 22 21 20 19 18 17 16 15 14 13 12 11 10 09 08 07 06 05 04 03 02 01 00
@@ -14,13 +14,13 @@
 //!     2     2      3       2                 11                               10                2
 //! ```
 //!
-//! Generation and epoch are their low two bits: a receiver tells an epoch from the two around it, and an immediate of
-//! a closed generation from one of the present, and never has to tell more.
+//! Generation and epoch are their low two bits. A receiver only has to distinguish an epoch from the two around it, and
+//! an immediate of a closed generation from one of the present.
 
 use crate::base::{Error, Rank, Result};
 use std::fmt;
 
-/// Where a field lies.
+/// The position of a field.
 #[derive(Clone, Copy)]
 struct Field {
     shift: u32,
@@ -84,13 +84,13 @@ pub const MAX_CONTEXTS: usize = CONTEXT.max() as usize + 1;
 /// Values of the user kind: every `u32` below this one.
 pub const USER_VALUES: u32 = PAYLOAD.max() + 1;
 
-/// What a write was for.
+/// The purpose of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Kind {
-    /// META, and rows, on their way to the experts.
+    /// Routing metadata, and rows, on their way to the experts.
     Dispatch = 0,
-    /// Partial sums on their way home.
+    /// Partial sums on their way back.
     Combine = 1,
     /// Weights that are sent ahead of combine.
     Weights = 2,
@@ -98,7 +98,7 @@ pub enum Kind {
     Control = 3,
     /// The transfer API's: 25 bits of its own.
     User = 4,
-    /// A rank's node has come to a barrier.
+    /// A rank's node has reached a barrier.
     Barrier = 5,
 }
 
@@ -126,14 +126,14 @@ pub const fn generation_bits(generation: u32) -> u8 {
     (generation & GENERATION.max()) as u8
 }
 
-/// Everything that an immediate of the library's own kinds says.
+/// The fields of an immediate of the library's own kinds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ImmFields {
     /// Low bits of the generation; see [`generation_bits`].
     pub generation: u8,
     /// Which of the endpoint's contexts.
     pub context: u8,
-    /// What the write was for; not [`Kind::User`].
+    /// The purpose of the write; not [`Kind::User`].
     pub kind: Kind,
     /// Low bits of the epoch; see [`epoch_bits`].
     pub epoch: u8,
@@ -145,7 +145,7 @@ pub struct ImmFields {
     pub nic: u8,
 }
 
-/// What an immediate says, whatever its kind.
+/// The fields of an immediate of any kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Decoded {
     /// One of the library's own kinds.
@@ -207,8 +207,8 @@ impl ImmValue {
         self.0
     }
 
-    /// Low bits of the generation. Generation, context and kind mean the same in every immediate, so that one of
-    /// another generation can be dropped before anything else of it is believed.
+    /// Low bits of the generation. Generation, context and kind mean the same in every immediate, so that an
+    /// immediate of another generation can be dropped before its other fields are read.
     pub const fn generation(self) -> u8 {
         GENERATION.of(self.0) as u8
     }
@@ -223,7 +223,7 @@ impl ImmValue {
         Kind::from_bits(KIND.of(self.0))
     }
 
-    /// Everything it says; `None` if its kind does not exist.
+    /// All its fields; `None` if its kind does not exist.
     pub const fn decode(self) -> Option<Decoded> {
         let (generation, context) = (self.generation(), self.context());
         match self.kind() {
@@ -267,7 +267,7 @@ pub fn check_counts(ranks: usize, chunks: usize, nics: usize, contexts: usize) -
     match counts.into_iter().find(|(_, count, most, _)| count > most) {
         None => Ok(()),
         Some((name, count, most, advice)) => {
-            Err(overflow(name, count.to_string(), format!("an immediate can tell {most} apart; {advice}")))
+            Err(overflow(name, count.to_string(), format!("an immediate can name {most}; {advice}")))
         }
     }
 }
@@ -289,7 +289,7 @@ fn overflow(name: &'static str, value: String, advice: String) -> Error {
 mod tests {
     use super::*;
 
-    /// A seeded generator (splitmix64), so that a failing case can be met again.
+    /// A seeded generator (splitmix64), so that a failing case can be replayed.
     struct Draw(u64);
 
     impl Draw {
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_at_another_place_than_the_format_says() {
+    fn a_field_at_another_place_than_in_the_format() {
         let zero =
             ImmFields { generation: 0, context: 0, kind: Kind::Dispatch, epoch: 0, source: Rank(0), chunk: 0, nic: 0 };
         let bits = |fields: ImmFields| ImmValue::new(&fields).unwrap().bits();

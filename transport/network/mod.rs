@@ -1,25 +1,25 @@
-//! What carries bytes between nodes, and what may be relied upon.
+//! Networks between nodes, and the promises that callers may rely on.
 //!
 //! **Unstable**: everything in this module may change with any version, until real networks have used it. Semantic
 //! versioning does not cover it.
 //!
-//! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for what has
-//! become of them and for what has arrived. One endpoint belongs to each rank and is used by one thread at a time.
+//! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for their
+//! completions and for arrivals. One endpoint belongs to each rank and is used by one thread at a time.
 //! After [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block,
-//! allocate, lock or log, unless they return an error. `register`, `deregister`, `connect` and `reset` may take their
-//! time: the proxy tells its peers before that it will be silent, but posts and polls for nobody meanwhile.
+//! allocate, lock or log, unless they return an error. `register`, `deregister`, `connect` and `reset` may take
+//! long: the proxy notifies its peers before that it will be silent, but posts and polls for nobody meanwhile.
 //!
 //! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
 //!
 //! - **P1 payload before immediate.** When an [`Event::Imm`] is handed out, all bytes of that write are in place:
 //!   visible to the thread that polls, and to the device that owns the region once it has acquired what that thread
 //!   releases from then on (E3, E5 and E6 in `docs/design.md`). A NIC that writes into a GPU's memory past the
-//!   processor may need a flush for that; it is the backend's to make. Nothing is promised about any other write.
+//!   processor may need a flush for that; the backend makes it. Nothing is promised about any other write.
 //! - **P2 no order.** Writes overtake each other, and so do the packets of one write: until its immediate, any part of
-//!   its target may be old or new. Immediates, completions and messages come in any order, too; a completion says
-//!   nothing about arrival, nor arrival about completion.
+//!   its target may be old or new. Immediates, completions and messages come in any order, too; a completion does
+//!   not imply arrival, nor arrival completion.
 //! - **P3 exactly once.** Each accepted write whose completion is `Sent` delivers its immediate once (but for P12 and
-//!   P13). One that failed delivers it at most once, and leaves any mixture of old and new bytes in its target and
+//!   P13). A failed write delivers it at most once, and leaves any mixture of old and new bytes in its target and
 //!   nowhere else.
 //! - **P4 one completion.** Each accepted write completes once, as [`Event::Sent`], [`Event::Failed`] or
 //!   [`Event::Dropped`], with its token. Until then the source belongs to the transport, which may read it at any
@@ -28,27 +28,27 @@
 //!   queue of the endpoint is full, not necessarily those to other peers or NICs: try those. Queues are bounded.
 //! - **P6 zero bytes** may be written; the immediate arrives as for any other write.
 //! - **P7 NICs.** A write posted on NIC i leaves by NIC i and arrives by the peer's NIC i. All ranks have equally many.
-//! - **P8 refusals.** What is outside a registered region (of either side), or names an unknown NIC, peer or region, is
-//!   refused by `post` with `Argument`, and nothing of it is done; so is a write of more bytes than the limit (P14).
-//! - **P9 messages** arrive whole, once, in any order, with their sender's rank. They have no completion; one that is
-//!   lost is lost because its peer is.
-//! - **P10 addresses** are untrusted bytes: `connect` answers what it cannot use with `Transport` and keeps what it
-//!   had.
+//! - **P8 refusals.** `post` refuses with `Argument`, and does nothing of, a write that is outside a registered region
+//!   (of either side), names an unknown NIC, peer or region, or has more bytes than the limit (P14).
+//! - **P9 messages** arrive whole, once, in any order, with their sender's rank. They have no completion. A message is
+//!   lost only if its peer is.
+//! - **P10 addresses** are untrusted bytes: `connect` refuses an unusable address with `Transport` and changes
+//!   nothing.
 //! - **P11 dead peers.** A write to a peer that has gone fails or stays outstanding; it never holds up writes to other
-//!   peers for good, except through a queue they share. Who needs to know sooner uses heartbeats.
-//! - **P12 reset.** After [`reset`](Transport::reset) nothing that was posted towards this endpoint before can touch
-//!   its memory or be handed out, and all that this endpoint had posted completes.
-//! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes that are on their way
-//!   to it are dropped where they are, and so are those that peers post later by an older address; their immediates are
-//!   not handed out. A network that cannot tell them from others, as it leads late writes to memory of the backend's,
+//!   peers for good, except through a queue they share. To notice sooner, use heartbeats.
+//! - **P12 reset.** After [`reset`](Transport::reset) no earlier post towards this endpoint can touch its memory or be
+//!   handed out, and all earlier posts of this endpoint complete.
+//! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes under way to
+//!   it are dropped where they are, and so are writes that peers post later by an older address; their immediates are
+//!   not handed out. A network that leads late writes to memory of the backend cannot recognise these immediates. It
 //!   hands them out no later than with polls that begin after the write has completed at its sender, up to the first
-//!   that finds nothing; and so may any network those of writes that had landed in full. A dropped write completes as
-//!   `Dropped`, unless it had completed before, and nothing else suffers from it: not the peer, nor its other writes.
-//!   While own writes from the region have not completed, the answer is [`Released::Busy`], and nothing was done.
-//! - **P14 limits.** What [`Transport::limits`] says never changes, and is neither more nor less than the endpoint can
-//!   do. Writes to a rank that leave no more immediates on their way to one of its NICs than it has receives find one;
-//!   what is posted beyond may fail. Who opens contexts keeps to it: each takes its part of the receives for as long as
-//!   it lives.
+//!   poll that finds nothing. Any network may do so for writes that had been placed in full. A dropped write completes
+//!   as `Dropped`, unless it had completed before, and has no effect on the peer or its other writes. While own writes
+//!   from the region have not completed, the answer is [`Released::Busy`], and nothing was done.
+//! - **P14 limits.** [`Transport::limits`] never changes, and is neither more nor less than the endpoint can do. A
+//!   write finds a receive as long as no more immediates are under way to a NIC of its peer than that NIC has receives;
+//!   writes beyond may fail. Whoever opens contexts keeps to the limits: each context takes its part of the receives
+//!   for as long as it lives.
 //!
 //! A whole network between the ranks of a process, over which contexts run (`tests/transport_outside.rs`):
 //!
@@ -69,31 +69,31 @@ use std::fmt;
 
 /// Longest control message in bytes.
 pub const MAX_MESSAGE: usize = 256;
-/// Longest address of an endpoint in bytes: those of all ranks are gathered at once.
+/// Longest address of an endpoint in bytes: the addresses of all ranks are gathered at once.
 pub const MAX_ADDRESS: usize = 64 << 10;
 
 /// Memory of this process, or of its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Span {
-    /// Address of the first byte: the processor's of host memory, the GPU's of a GPU's.
+    /// Address of the first byte: for host memory the processor's address, for GPU memory the GPU's.
     pub base: u64,
-    /// Length.
+    /// Length in bytes.
     pub bytes: usize,
-    /// Whose memory it is.
+    /// Which memory it is.
     pub memory: SpanMemory,
 }
 
-/// What a span is part of, which decides how a backend registers it.
+/// The memory that a span is part of, which decides how a backend registers it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SpanMemory {
-    /// Pages of this process, which processor and NICs reach by its address. Kernels may use them, too.
+    /// Pages of this process, which processor and NICs reach by their address. Kernels may use them, too.
     Host,
     /// A GPU's own memory. A NIC reaches it by a dma-buf of its allocation ([`dma_buf`](super::memory::dma_buf)), or by
     /// the address itself where the driver has a peer-memory client; the processor does not.
     Gpu {
         /// The GPU, as this process counts them.
         ordinal: usize,
-        /// All of the allocation that it lies in.
+        /// The whole allocation that the span lies in.
         allocation: Allocation,
     },
 }
@@ -103,7 +103,7 @@ pub enum SpanMemory {
 pub struct Allocation {
     /// Address of the first byte.
     pub base: u64,
-    /// Length.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
@@ -114,35 +114,35 @@ impl Span {
     }
 }
 
-/// A registered span: its number among those of the rank that registered it, counted from 0.
+/// A registered span: its number among the spans of its rank, counted from 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RegionId(pub u16);
 
 /// A place in a registered span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Place {
-    /// The span: for a source one of this rank's, for a target one of the peer's.
+    /// The span: for a source a span of this rank, for a target a span of the peer.
     pub region: RegionId,
     /// Bytes from the start of the span.
     pub offset: u64,
 }
 
-/// A write into a peer's memory, with an immediate that tells the peer.
+/// A write into a peer's memory, with an immediate that notifies the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteImm {
     /// Which NIC, of both sides.
     pub nic: u8,
-    /// Whose memory.
+    /// The rank whose memory is written.
     pub peer: Rank,
-    /// From where, in this rank's memory.
+    /// The source, in this rank's memory.
     pub source: Place,
-    /// To where, in the peer's memory.
+    /// The target, in the peer's memory.
     pub target: Place,
-    /// How much; may be 0, and the places must be valid all the same.
+    /// Bytes to write; may be 0, and the places must be valid all the same.
     pub bytes: u32,
-    /// What the peer gets to see.
+    /// The immediate that the peer receives.
     pub imm: ImmValue,
-    /// What the completion gives back; the transport makes nothing of it.
+    /// Returned with the completion; the transport does not interpret it.
     pub token: u64,
 }
 
@@ -150,7 +150,7 @@ pub struct WriteImm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub enum Posted {
-    /// It is on its way.
+    /// It is under way.
     Accepted,
     /// There was no room; nothing was done (P5).
     Full,
@@ -166,16 +166,16 @@ pub enum Released {
     Busy,
 }
 
-/// Why a write failed: what a completion's status says, whatever the network.
+/// Why a write failed: a completion's status, whatever the network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Failure {
     /// In terms that all networks share.
     pub reason: Reason,
-    /// The vendor's own code, for those who know its manuals; 0 for none.
+    /// The vendor's own code, as in its manuals; 0 for none.
     pub code: u32,
 }
 
-/// See [`Failure`]. Backends for verbs and libfabric find theirs in the table of statuses of each.
+/// See [`Failure`]. The table gives the statuses of verbs and libfabric for each reason.
 ///
 /// | reason | ibverbs (`IBV_WC_…`) | libfabric (`FI_…`) |
 /// |---|---|---|
@@ -187,10 +187,10 @@ pub struct Failure {
 /// | `Other` | all others | all others |
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Reason {
-    /// Its connection was closed before it was carried out, by this side or for another write's sake.
+    /// Its connection was closed before the write was carried out, by this side or because of another write.
     #[error("it was cut off, as its connection was closed")]
     Flushed,
-    /// Nobody answered, however often it was sent: the peer, or the way there, is gone.
+    /// Nobody answered, however often it was sent: the peer, or the path to it, is gone.
     #[error("the peer does not answer")]
     Unreachable,
     /// The peer answered that it had no receive for the immediate (P14).
@@ -202,7 +202,7 @@ pub enum Reason {
     /// This side could not carry it out: memory, length or state of the connection.
     #[error("this side could not carry it out")]
     Local,
-    /// Anything else; the code says what.
+    /// Anything else; see the code.
     #[error("the network gave a reason of its own")]
     Other,
 }
@@ -222,7 +222,7 @@ impl fmt::Display for Failure {
     }
 }
 
-/// What a poll hands out.
+/// An event that a poll hands out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<'a> {
     /// A write completed: its source may be reused (P4).
@@ -234,7 +234,7 @@ pub enum Event<'a> {
     Failed {
         /// Of the write.
         token: u64,
-        /// To whom it was posted.
+        /// The rank to which it was posted.
         peer: Rank,
         /// Why.
         failure: Failure,
@@ -243,10 +243,10 @@ pub enum Event<'a> {
     Dropped {
         /// Of the write.
         token: u64,
-        /// To whom it was posted.
+        /// The rank to which it was posted.
         peer: Rank,
     },
-    /// A peer's write is here in full (P1). Who wrote is for the immediate to say.
+    /// A peer's write has arrived in full (P1). Only the immediate can name the writer.
     Imm {
         /// As the peer posted it. Untrusted bits.
         imm: ImmValue,
@@ -260,26 +260,26 @@ pub enum Event<'a> {
     },
 }
 
-/// What a backend needs of GPUs and of arenas for them. Backends for NICs that reach GPUs' memory need nothing.
+/// A backend's needs of GPUs and of their arenas. Backends for NICs that reach GPUs' memory need nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DeviceNeeds {
-    /// Blocks that it has on the rank's device while it runs. Contexts leave them free.
+    /// Thread blocks that it runs on the rank's device. Contexts leave them free.
     pub blocks: u32,
-    /// Whether kernels on other GPUs of this process store into what is registered, so that these need access to it.
+    /// Whether kernels on other GPUs of this process store into registered spans, so that these GPUs need access.
     pub access: bool,
-    /// Whether what is registered must be host memory: the processor moves the bytes, and it would fault on a GPU's.
-    /// Then `register` refuses any other.
+    /// Whether registered spans must be host memory: the processor moves the bytes, and would fault on GPU memory. Then
+    /// `register` refuses other memory.
     pub host_memory: bool,
 }
 
-/// What an endpoint can have at once, or ever (P14). Where nothing but memory bounds it: the type's largest value.
+/// Limits of an endpoint, at once or over its life (P14). Where only memory is a bound: the type's largest value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Writes of one NIC to one peer that may be outstanding: posted, and their completion not handed out. An endpoint
-    /// may be full with fewer, if it has others outstanding.
+    /// may be full with fewer if it has writes to other peers outstanding.
     pub posts: u32,
-    /// Immediates that may be on their way to one NIC of this endpoint, from all peers together, or have arrived and
-    /// not been handed out. Where a network takes a posted receive for each: so many are posted besides those for
+    /// Immediates that may be under way to one NIC of this endpoint, from all peers together, or have arrived and not
+    /// been handed out. A network that takes a posted receive for each posts so many, besides the receives for
     /// messages.
     pub receives: u32,
     /// Regions that may be registered in its life, since numbers are not used again.
@@ -289,7 +289,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Nothing is bounded but what a backend sets besides.
+    /// No bounds; the base for a backend that sets some.
     pub const NONE: Limits =
         Limits { posts: u32::MAX, receives: u32::MAX, regions: MAX_REGIONS, write_bytes: u32::MAX };
 }
@@ -306,16 +306,16 @@ pub const MAX_REGIONS: u32 = u16::MAX as u32;
 ///                    └────────────── deregister: one region less ◀──────────────┘
 /// ```
 ///
-/// Peers must have connected to each other, both ways, before either posts; what is posted earlier may fail or be
-/// lost. Dropping an endpoint stops it: its memory is not touched afterwards, and what is on the way is cut off.
+/// Peers must have connected to each other, both ways, before either posts; earlier posts may fail or be lost.
+/// Dropping an endpoint stops it: its memory is not touched afterwards, and traffic under way is cut off.
 pub trait Transport: Send {
     /// NICs of this rank, and of every other; at most [`MAX_NICS`](imm::MAX_NICS).
     fn nics(&self) -> usize;
 
-    /// What it can have at once (P14).
+    /// The endpoint's limits (P14).
     fn limits(&self) -> Limits;
 
-    /// What it needs of GPUs.
+    /// The backend's needs of GPUs.
     fn device_needs(&self) -> DeviceNeeds {
         DeviceNeeds::default()
     }
@@ -323,8 +323,8 @@ pub trait Transport: Send {
     /// Makes a span usable as source and as target. Peers that connect with an address taken later can write there.
     ///
     /// # Errors
-    /// `Argument` for a span that is empty or wraps, one too many, or memory that it does not reach
-    /// ([`DeviceNeeds::host_memory`]); `Transport` if the backend cannot.
+    /// `Argument` for a span that is empty or wraps, one too many, or memory that the backend does not reach
+    /// ([`DeviceNeeds::host_memory`]); `Transport` if the backend cannot register it.
     ///
     /// # Safety
     /// The span is memory that this endpoint's backend may read and write at any time until the region is taken back or
@@ -332,23 +332,24 @@ pub trait Transport: Send {
     /// flight.
     unsafe fn register(&mut self, span: Span) -> Result<RegionId>;
 
-    /// Takes a region back (P13); its number is not used again. Addresses taken from now on do not have it, and older
-    /// ones are still good for the rest. May wait for what is being written to it at the moment.
+    /// Takes a region back (P13); its number is not used again. Addresses taken from now on do not contain the region;
+    /// older addresses stay valid for other regions. May wait for writes that are being placed in it.
     ///
-    /// A backend whose network answers a write to nowhere by ending the connection has to let the key lead to memory of
-    /// its own instead.
+    /// If a network ends the connection on a write to an unregistered region, its backend has to let the key lead to
+    /// memory of its own instead.
     ///
     /// # Errors
-    /// `Argument` if there is no such region; `Transport` if the backend cannot tell that nothing touches it any more:
-    /// then it must stay as it is until the endpoint is dropped.
+    /// `Argument` if there is no such region; `Transport` if the backend cannot ensure that nothing touches it any
+    /// more: then it must stay as it is until the endpoint is dropped.
     fn deregister(&mut self, region: RegionId) -> Result<Released>;
 
-    /// What peers need to connect to this endpoint and to reach the regions registered so far: at most [`MAX_ADDRESS`]
-    /// bytes. A context is not built with a longer one, on any rank.
+    /// The address with which peers connect to this endpoint and reach the regions registered so far: at most
+    /// [`MAX_ADDRESS`] bytes. With a longer address, building a context fails on all ranks.
     fn address(&self) -> Vec<u8>;
 
-    /// Learns a peer's address. Connecting again with a newer address of the same endpoint adds the regions registered
-    /// since and lets go of those taken back; with that of another endpoint or after its reset, it replaces the peer.
+    /// Connects to a peer by its address. Connecting again with a newer address of the same endpoint adds the regions
+    /// registered since and removes the regions taken back; the address of another endpoint, or of the same one after a
+    /// reset, replaces the peer.
     ///
     /// # Errors
     /// `Transport` if the address is malformed, of another version, of another rank or cannot be reached (P10).
@@ -357,7 +358,7 @@ pub trait Transport: Send {
     /// Posts a write.
     ///
     /// # Errors
-    /// `Argument` if it is not one that could be done (P8); `Transport` if this endpoint itself is broken.
+    /// `Argument` if the write is invalid (P8); `Transport` if this endpoint itself is broken.
     fn post(&mut self, write: &WriteImm) -> Result<Posted>;
 
     /// Sends a control message of at most [`MAX_MESSAGE`] bytes, which are copied.
@@ -366,16 +367,16 @@ pub trait Transport: Send {
     /// As `post`.
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted>;
 
-    /// Hands out some of what has happened and answers how many events that were; 0 means nothing for now. Makes
-    /// progress: an endpoint that nobody polls may neither send nor receive.
+    /// Hands out some events and returns how many; 0 means none for now. Makes progress: an endpoint that nobody polls
+    /// may neither send nor receive.
     ///
     /// # Errors
     /// `Transport` if this endpoint itself is broken.
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize>;
 
-    /// Closes a generation: forgets all peers, and makes what they still send to this endpoint miss (P12). Whatever
-    /// this endpoint had outstanding completes with the next polls. Regions stay; the address changes, so all ranks
-    /// exchange addresses and connect again.
+    /// Closes a generation: forgets all peers, and drops what they still send to this endpoint (P12). This endpoint's
+    /// outstanding writes complete with the next polls. Regions stay; the address changes, so all ranks exchange
+    /// addresses and connect again.
     ///
     /// # Errors
     /// `Transport` if this endpoint itself is broken.

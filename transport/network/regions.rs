@@ -1,14 +1,14 @@
-//! What an endpoint has registered, by number: the same table for every backend of this crate.
+//! The registered regions of an endpoint, by number: the same table for every backend of this crate.
 //!
-//! Place in the data path: under `post`, which asks it where a place lies. Runs on the endpoint's thread, or under the
-//! lock of its network. Never waits; allocates in `register` and `lengths` alone.
+//! Place in the data path: under `post`, which looks up addresses of places here. Runs on the endpoint's thread, or
+//! under the lock of its network. Never waits; allocates in `register` and `lengths` alone.
 //!
 //! ```text
 //!   register ──▶ Some(span) ── take_back, nothing outstanding ──▶ None: for good, the number is not used again
 //! ```
 //!
-//! A number is never used again because peers may still have an address that tells of the former region: a late write
-//! to that must not meet a newer one.
+//! A number is never used again because peers may still have an address with the former region: a late write to the
+//! former region must not reach a newer one.
 
 use super::{Place, RegionId, Released, Span, SpanMemory};
 use crate::base::{Error, Result};
@@ -22,21 +22,21 @@ pub(crate) struct Regions {
 struct Slot {
     /// `None`: taken back.
     span: Option<Span>,
-    /// Own writes from it that were accepted, and whose completion was not handed out.
+    /// Accepted writes from it whose completion was not handed out.
     outstanding: u32,
 }
 
-/// Whether `bytes` at `offset` are inside a region of that length; 0 is the length of one that was taken back.
+/// Whether `bytes` at `offset` are inside a region of `length` bytes; a region that was taken back has length 0.
 pub(crate) fn fits(length: u64, offset: u64, bytes: u32) -> bool {
     length > 0 && offset.checked_add(u64::from(bytes)).is_some_and(|end| end <= length)
 }
 
 /// Bytes that a region takes in an address.
-pub(crate) const TOLD: usize = 10;
+pub(crate) const REPORTED: usize = 10;
 
-/// Appends lengths by number as addresses tell them: {numbers so far u16, regions that are there u16}, then of each of
-/// those {number u16, bytes u64}. An address is thus as long as what is registered now, however much was before.
-pub(crate) fn tell_lengths(out: &mut Vec<u8>, lengths: &[u64]) {
+/// Appends lengths by number as in addresses: {numbers so far u16, registered regions u16}, then for each registered
+/// region {number u16, bytes u64}. So the address grows with the present regions, not with all regions so far.
+pub(crate) fn report_lengths(out: &mut Vec<u8>, lengths: &[u64]) {
     let there = || (0u16..).zip(lengths).filter(|(_, length)| **length > 0);
     out.extend((lengths.len() as u16).to_le_bytes());
     out.extend((there().count() as u16).to_le_bytes());
@@ -46,15 +46,15 @@ pub(crate) fn tell_lengths(out: &mut Vec<u8>, lengths: &[u64]) {
     });
 }
 
-/// What `tell_lengths` appended; `None` if it cannot have, or more follows.
-pub(crate) fn lengths_told(bytes: &[u8]) -> Option<Vec<u64>> {
-    let ([a, b, c, d], told) = bytes.split_first_chunk::<4>()?;
+/// Decodes the bytes of `report_lengths`; `None` if they are malformed or more bytes follow.
+pub(crate) fn reported_lengths(bytes: &[u8]) -> Option<Vec<u64>> {
+    let ([a, b, c, d], reported) = bytes.split_first_chunk::<4>()?;
     let mut lengths = vec![0; usize::from(u16::from_le_bytes([*a, *b]))];
-    let (told, rest) = told.as_chunks::<TOLD>();
-    if !rest.is_empty() || told.len() != usize::from(u16::from_le_bytes([*c, *d])) {
+    let (reported, rest) = reported.as_chunks::<REPORTED>();
+    if !rest.is_empty() || reported.len() != usize::from(u16::from_le_bytes([*c, *d])) {
         return None;
     }
-    for [a, b, length @ ..] in told {
+    for [a, b, length @ ..] in reported {
         let slot = lengths.get_mut(usize::from(u16::from_le_bytes([*a, *b])))?;
         let length = u64::from_le_bytes(*length);
         if *slot != 0 || length == 0 {
@@ -81,7 +81,7 @@ impl Regions {
         Ok(RegionId(number))
     }
 
-    /// The same where the processor moves bytes, or other hands that do not reach a GPU's memory.
+    /// As `register`, for networks that reach host memory only.
     ///
     /// # Errors
     /// As `register`; `Argument` for any other memory than the host's.
@@ -96,7 +96,7 @@ impl Regions {
     /// Takes a region back, unless writes from it are outstanding.
     ///
     /// # Errors
-    /// `Argument` if there is no such region, or no more.
+    /// `Argument` if there is no such region, or it was taken back.
     pub fn take_back(&mut self, region: RegionId) -> Result<Released> {
         match self.slots.get_mut(usize::from(region.0)) {
             Some(Slot { span: Some(_), outstanding: 1.. }) => Ok(Released::Busy),
@@ -126,31 +126,31 @@ impl Regions {
         self.slots.get(usize::from(region.0))?.span
     }
 
-    /// The length of a region that is there.
+    /// The length of a registered region.
     pub fn length(&self, region: RegionId) -> Option<u64> {
         self.span(region).map(|span| span.bytes as u64)
     }
 
-    /// Whether a region was there and was taken back.
+    /// Whether a region was registered and taken back.
     pub fn is_gone(&self, region: RegionId) -> bool {
         self.slots.get(usize::from(region.0)).is_some_and(|slot| slot.span.is_none())
     }
 
-    /// The address of `bytes` at a place; `None` if they are not all inside a region that is there.
+    /// The address of `bytes` at a place; `None` if they are not all inside a registered region.
     pub fn locate(&self, place: Place, bytes: u32) -> Option<u64> {
         let span = self.span(place.region)?;
         fits(span.bytes as u64, place.offset, bytes).then(|| span.base + place.offset)
     }
 
-    /// Lengths by number, as addresses tell them.
+    /// Lengths by number, as in addresses.
     pub fn lengths(&self) -> Vec<u64> {
         self.slots.iter().map(|slot| slot.span.map_or(0, |span| span.bytes as u64)).collect()
     }
 
-    /// Whether these can be lengths that were told earlier, before more was registered or taken back.
-    pub fn have_told(&self, lengths: &[u64]) -> bool {
-        let told = |(slot, length): (&Slot, &u64)| slot.span.is_none_or(|span| span.bytes as u64 == *length);
-        lengths.len() <= self.slots.len() && self.slots.iter().zip(lengths).all(told)
+    /// Whether `lengths` can be an earlier report of this table, before more regions were registered or taken back.
+    pub fn have_reported(&self, lengths: &[u64]) -> bool {
+        let reported = |(slot, length): (&Slot, &u64)| slot.span.is_none_or(|span| span.bytes as u64 == *length);
+        lengths.len() <= self.slots.len() && self.slots.iter().zip(lengths).all(reported)
     }
 }
 
@@ -167,7 +167,7 @@ mod tests {
         let mut regions = Regions::default();
         let span = |bytes| Span::host(4096, bytes);
         assert_eq!([regions.register(span(10)), regions.register(span(20))], [Ok(RegionId(0)), Ok(RegionId(1))]);
-        let told = regions.lengths();
+        let reported = regions.lengths();
         regions.posted(RegionId(0));
         assert_eq!(regions.take_back(RegionId(0)), Ok(Released::Busy));
         assert_eq!(regions.locate(place(0, 10), 0), Some(4106), "busy is not gone");
@@ -178,33 +178,40 @@ mod tests {
         assert!(regions.take_back(RegionId(0)).is_err() && regions.take_back(RegionId(2)).is_err());
         assert_eq!(regions.register(span(30)), Ok(RegionId(2)));
         assert_eq!((regions.lengths(), regions.length(RegionId(0))), (vec![0, 20, 30], None));
-        assert!(regions.have_told(&told) && regions.have_told(&[0]) && regions.have_told(&[0, 20, 30]));
-        assert!(!regions.have_told(&[0, 0]) && !regions.have_told(&[10, 21]) && !regions.have_told(&[0, 20, 30, 1]));
+        assert!(regions.have_reported(&reported) && regions.have_reported(&[0]) && regions.have_reported(&[0, 20, 30]));
+        assert!(
+            !regions.have_reported(&[0, 0])
+                && !regions.have_reported(&[10, 21])
+                && !regions.have_reported(&[0, 20, 30, 1])
+        );
     }
 
     #[test]
     fn addresses_are_as_long_as_what_is_registered_now() {
         let mut regions = Regions::default();
-        let told = |regions: &Regions| {
+        let reported = |regions: &Regions| {
             let mut bytes = Vec::new();
-            tell_lengths(&mut bytes, &regions.lengths());
+            report_lengths(&mut bytes, &regions.lengths());
             bytes
         };
         let kept = regions.register(Span::host(4096, 50)).unwrap();
         for context in 1..1000 {
             let region = regions.register(Span::host(4096, context)).unwrap();
-            let bytes = told(&regions);
-            assert_eq!(bytes.len(), 4 + 2 * TOLD, "context {context}");
-            assert_eq!(lengths_told(&bytes), Some(regions.lengths()));
+            let bytes = reported(&regions);
+            assert_eq!(bytes.len(), 4 + 2 * REPORTED, "context {context}");
+            assert_eq!(reported_lengths(&bytes), Some(regions.lengths()));
             assert_eq!(regions.take_back(region), Ok(Released::Done));
         }
         assert_eq!(regions.take_back(kept), Ok(Released::Done));
-        assert_eq!(lengths_told(&told(&regions)), Some(vec![0; 1000]));
+        assert_eq!(reported_lengths(&reported(&regions)), Some(vec![0; 1000]));
         for bad in [&[][..], &[1, 0, 0], &[1, 0, 0, 0, 7], &[1, 0, 1, 0]] {
-            assert_eq!(lengths_told(bad), None, "{bad:?}");
+            assert_eq!(reported_lengths(bad), None, "{bad:?}");
         }
         let bad = |number: u8, length: u8| [[1, 0, 1, 0, number, 0, length].to_vec(), vec![0; 7]].concat();
-        assert_eq!([bad(0, 9), bad(1, 9), bad(0, 0)].map(|bytes| lengths_told(&bytes)), [Some(vec![9]), None, None]);
+        assert_eq!(
+            [bad(0, 9), bad(1, 9), bad(0, 0)].map(|bytes| reported_lengths(&bytes)),
+            [Some(vec![9]), None, None]
+        );
     }
 
     #[test]

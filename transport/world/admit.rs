@@ -1,16 +1,16 @@
 //! Who may join: the judgement on the first two frames of a connection to rank 0.
 //!
 //! Place in the data path: none. Runs on rank 0's bootstrap thread, on bytes from anyone who can reach the
-//! port. Never panics, allocates by a stranger's length, or says more to a stranger than that he was refused.
+//! port. Never panics, never allocates by a stranger's length, and tells a stranger only that it was refused.
 
-use super::hub::Failure;
+use super::collective::Failure;
 use super::names::Names;
 use super::secret::{self, Nonces, Role, Secret};
 use super::terms::Terms;
 use super::wire::{self, Frame, KIND_HELLO, KIND_JOIN, Message, VERSION};
 use crate::base::Rank;
 
-/// What rank 0 knows of its own job.
+/// Rank 0's own job: the terms that members are checked against.
 #[derive(Clone)]
 pub(super) struct Job {
     pub secret: Secret,
@@ -30,15 +30,15 @@ pub(super) fn is_host(text: &str) -> bool {
 /// The judgement on a second frame.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Judgement {
-    /// A member, and where it says that its host is reached, if it does.
+    /// A member, and the name or address of its host, if the Join gives one.
     Admit(Rank, Option<String>),
-    /// Tell the peer why not, and go on without it.
+    /// Send the peer the reason, and go on without it.
     Refuse(Failure),
-    /// The same of a rank of this job that has other terms: rank 0 names it if the world does not form.
+    /// As `Refuse`, for a rank of this job with other terms: rank 0 names that rank if the world does not form.
     Differ(Failure),
-    /// One of this job that cannot take part, whoever else comes: tell it and everyone.
+    /// A rank of this job that can never take part: send the reason to it and to all members.
     Stop(Failure),
-    /// No member's frame: close without a word.
+    /// Not a member's frame: close without an answer.
     Drop(&'static str),
 }
 
@@ -47,13 +47,13 @@ pub(super) enum Judgement {
 pub(super) enum Greeting {
     /// Send it rank 0's nonce.
     Challenge(Nonces),
-    /// Tell the peer why not, and go on without it.
+    /// Send the peer the reason, and go on without it.
     Refuse(Failure),
-    /// No member's first frame: close without a word.
+    /// Not a member's first frame: close without an answer.
     Drop(&'static str),
 }
 
-/// Looks at a connection's first frame; `on_this_host` says whether it comes from there.
+/// Judges a connection's first frame; `on_this_host`: whether the peer is on rank 0's host.
 pub(super) fn challenge(job: &Job, hello: &Frame, peer: &str, on_this_host: bool) -> Greeting {
     if hello.kind != KIND_HELLO {
         return Greeting::Drop("a first frame that is no hello");
@@ -79,15 +79,15 @@ pub(super) fn challenge(job: &Job, hello: &Frame, peer: &str, on_this_host: bool
     }
 }
 
-/// Judges the answer to a challenge; `taken` says which ranks have joined.
+/// Judges the answer to a challenge; `taken`: whether a rank has joined.
 pub(super) fn judge(job: &Job, join: &Frame, nonces: &Nonces, peer: &str, taken: impl Fn(Rank) -> bool) -> Judgement {
     if join.kind != KIND_JOIN {
         return Judgement::Drop("a second frame that proves nothing");
     }
-    let Ok((proof, said)) = wire::first_bytes(&join.body) else {
+    let Ok((proof, fields)) = wire::first_bytes(&join.body) else {
         return Judgement::Drop("a malformed proof");
     };
-    let known = job.secret.proved(Role::Member, nonces, said, &proof);
+    let known = job.secret.proved(Role::Member, nonces, fields, &proof);
     if join.version != VERSION {
         let failure = other_version(peer, join.version);
         return if known { Judgement::Stop(failure) } else { Judgement::Refuse(failure) };
@@ -104,7 +104,7 @@ pub(super) fn judge(job: &Job, join: &Frame, nonces: &Nonces, peer: &str, taken:
     }
 }
 
-/// Refusal of one that knows another secret; a secret is of a host where no token was set.
+/// Refusal of a peer with another secret. Without a token, the secret is that of a host's user.
 fn token_differs(job: &Job, theirs_own_host: bool) -> Failure {
     let whose = match (theirs_own_host, job.secret.own_host) {
         (false, false) => "",
@@ -118,7 +118,7 @@ fn token_differs(job: &Job, theirs_own_host: bool) -> Failure {
     )
 }
 
-/// What a rank and rank 0 disagree on. The generation comes first: another job's tells that it is another.
+/// What a rank and rank 0 disagree on. The generation is compared first: in another job it differs.
 fn difference(job: &Job, rank: u32, world: u32, terms: &Terms, peer: &str) -> Option<Failure> {
     let generations = job.terms.generation == terms.generation;
     let (who, root, own) = (terms.who(rank), job.names.root(), job.names.size());
@@ -145,13 +145,13 @@ fn place(job: &Job, rank: u32, host: String, peer: &str, taken: impl Fn(Rank) ->
         );
     }
     if !host.is_empty() && !is_host(&host) {
-        let what = format!("rank {name} at {peer} says that its host is {host:?}");
+        let what = format!("rank {name} at {peer} gives {host:?} as its host");
         return refuse(what, "set its TOKENYARD_ADDR to a name or address of its host, or not at all");
     }
     Judgement::Admit(Rank(rank), Some(host).filter(|host| !host.is_empty()))
 }
 
-/// The sentence for two versions; it stands on both sides.
+/// The error text for different versions; both sides report it.
 pub(super) fn other_version(peer: &str, theirs: u16) -> Failure {
     Failure::new(
         format!("the peer at {peer} speaks bootstrap version {theirs} and this rank speaks version {VERSION}"),
@@ -212,9 +212,9 @@ mod tests {
             ("secrets", 1, 4),
         ] {
             let judgement = ask(&hello(token, rank, world));
-            let told =
+            let refused =
                 matches!(judgement, Judgement::Refuse(_)) || world != 4 && matches!(judgement, Judgement::Differ(_));
-            assert!(told, "{token} {rank} {world}");
+            assert!(refused, "{token} {rank} {world}");
         }
         assert!(matches!(ask(&frame(&wire::encode(&Message::Goodbye).unwrap())), Judgement::Drop(_)));
     }
@@ -233,16 +233,16 @@ mod tests {
     }
 
     #[test]
-    fn a_hello_with_too_much_behind_it_admitted() {
+    fn a_hello_with_too_many_bytes_admitted() {
         let mut long = hello("secret", 1, 4);
         long.body.push(0);
-        assert!(matches!(ask(&long), Judgement::Refuse(_)), "what was said is not proved");
+        assert!(matches!(ask(&long), Judgement::Refuse(_)), "the appended byte is not proved");
         let long = proved("secret", VERSION, long);
         assert!(matches!(ask(&long), Judgement::Drop(_)));
     }
 
     #[test]
-    fn a_host_that_can_be_none_told_to_everyone() {
+    fn an_impossible_host_reported_to_everyone() {
         for host in ["10.0.0.7", "fe80::1", "node-3.cluster"] {
             let admitted = Judgement::Admit(Rank(1), Some(host.into()));
             assert_eq!(ask(&from_host("secret", 1, 4, host)), admitted);
@@ -284,11 +284,11 @@ mod tests {
             Greeting::Challenge(Nonces { member, root }) if member == [5; 32] => root,
             other => panic!("{other:?}"),
         });
-        assert!(roots[0] != roots[1], "a nonce that comes again");
+        assert!(roots[0] != roots[1], "a repeated nonce");
     }
 
     #[test]
-    fn a_version_that_shows_its_token_not_told_of_this_one() {
+    fn a_version_that_shows_its_token_not_notified_of_this_one() {
         let body = [&6u16.to_le_bytes()[..], b"secret", &[1, 0, 0, 0, 4, 0, 0, 0, 0, 0]].concat();
         let hello = Frame { version: 2, kind: KIND_HELLO, body };
         let greeting = challenge(&job(Secret::token("secret")), &hello, "there", true);

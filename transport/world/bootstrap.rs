@@ -1,8 +1,8 @@
 //! Who a process is in its job and where rank 0 waits: read from the environment, checked, and turned
 //! into a membership.
 //!
-//! Place in the data path: none. Runs on the caller's thread. What can take time is done by the bootstrap thread, but
-//! for looking up a name that must mean this host, and for a port that is held: both are short waits.
+//! Place in the data path: none. Runs on the caller's thread. The bootstrap thread does what can take time. Two short
+//! waits stay on the caller's thread: looking up a name that must mean this host, and trying for a port that is held.
 
 use std::fmt;
 use std::io::ErrorKind;
@@ -12,12 +12,12 @@ use std::sync::mpsc::{self, TryRecvError};
 use std::time::{Duration, Instant};
 
 use super::admit::{Job, is_host};
-use super::hub::Failure;
+use super::collective::Failure;
 use super::member::Member;
 use super::names::Names;
 use super::root::Root;
 use super::secret::Secret;
-use super::station::{Port, Station};
+use super::socket_thread::{Port, SocketThread};
 use super::terms::Terms;
 use super::wire::MAX_TOKEN;
 use super::{all_ranks, check_nodes, place};
@@ -31,7 +31,7 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 pub const MAX_WORLD: usize = 16_384;
 /// How long rank 0 tries for a port that is held.
 const BIND_PATIENCE: Duration = Duration::from_secs(1);
-/// How long this host's own name may take to look up: it needs no more than a file.
+/// Deadline for looking up this host's own name, which needs only a file.
 const LOOKUP_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest deadline: a day.
 const MAX_TIMEOUT_MS: u64 = 86_400_000;
@@ -62,12 +62,12 @@ pub struct Bootstrap {
     /// Port on which rank 0 listens until the world has formed.
     pub port: u16,
     /// Secret of the job, the same on all ranks. It keeps strangers and other jobs out: rank 0 and each other rank
-    /// prove to each other that they know it, and it never travels. What follows travels in the clear, so it does not
-    /// protect from those who read or change what the network carries. A short one can be guessed by whoever takes the
-    /// port of rank 0. Empty only on loopback addresses, where a secret file of this user takes its place
+    /// prove to each other that they have the token, and the token never travels. Later messages travel in the clear:
+    /// the token gives no protection from anyone who reads or changes network traffic. Whoever takes rank 0's port can
+    /// guess a short token. Empty only on loopback addresses, where a secret file of this user takes its place
     /// (`/tmp/tokenyard-UID`).
     pub token: String,
-    /// Deadline to form, and of each collective.
+    /// Deadline for the world to form, and for each collective.
     pub timeout: Duration,
     /// Ranks of each node, if there are several; see [`World::nodes`](super::World::nodes).
     pub nodes: Option<Vec<usize>>,
@@ -75,10 +75,10 @@ pub struct Bootstrap {
     pub generation: u32,
     /// By rank, ascending: its rank in the first generation. Default: the same.
     pub members: Option<Vec<Rank>>,
-    /// Nodes of the first generation, of which `nodes` must be the members'. Default: `nodes`.
+    /// Ranks of each node of the first generation; `nodes` must be the members' share of them. Default: `nodes`.
     pub first_nodes: Option<Vec<usize>>,
-    /// Name or address under which the others reach this process's host, where it may come to wait as rank 0 of a later
-    /// generation. Default: the address from which rank 0 sees it come.
+    /// Name or address of this process's host for the other ranks, which connect there if this process becomes rank 0
+    /// of a later generation. Default: the address from which this process's connection reaches rank 0.
     pub own_addr: Option<String>,
 }
 
@@ -109,9 +109,9 @@ impl Bootstrap {
     /// `TOKENYARD_PORT` (default 29611), `TOKENYARD_TOKEN`, `TOKENYARD_TIMEOUT_MS` (default 30000) and `TOKENYARD_ADDR`
     /// (default: this host as rank 0 sees it).
     ///
-    /// Without `TOKENYARD_TOKEN` the run id that torchrun sets is the token, unless it is torchrun's
-    /// default `none`, which every job shares and which is no secret. Neither is a run id that stands on a command line
-    /// (`--rdzv-id`), where every user of the host can read it.
+    /// Without `TOKENYARD_TOKEN` the run id that torchrun sets is the token, unless it is torchrun's default `none`,
+    /// which every job shares and which is no secret. A run id on a command line (`--rdzv-id`) is no secret either:
+    /// every user of the host can read it.
     ///
     /// Nodes: `TOKENYARD_NODES` (sizes, as in `4,4`), else `LOCAL_WORLD_SIZE` ranks each, where torchrun sets it and it
     /// divides the world, else one.
@@ -191,7 +191,7 @@ impl Bootstrap {
         }
         self.layout()?;
         if self.port == 0 {
-            return Err(Error::config("TOKENYARD_PORT", "0", "all ranks must know the port: set one from 1 to 65535"));
+            return Err(Error::config("TOKENYARD_PORT", "0", "all ranks need the same port: set one from 1 to 65535"));
         }
         if !is_host(&self.addr) {
             let advice = "set it to the host name or address of rank 0";
@@ -229,7 +229,7 @@ impl Bootstrap {
         }
     }
 
-    /// What the address of rank 0 means here, soon.
+    /// Resolves the address of rank 0 within a short deadline.
     fn look_up(&self) -> std::io::Result<Vec<SocketAddr>> {
         if let Ok(ip) = self.addr.parse::<IpAddr>() {
             return Ok(vec![SocketAddr::new(ip, self.port)]);
@@ -246,11 +246,11 @@ impl Bootstrap {
     }
 
     /// Starts this process's bootstrap thread and waits until all ranks have joined.
-    pub(super) fn join(&self) -> Result<Station> {
+    pub(super) fn join(&self) -> Result<SocketThread> {
         self.check()?;
-        let station = self.start(self.terms()?).map_err(|failure| failure.error())?;
-        station.wait_formed(self.timeout)?;
-        Ok(station)
+        let socket_thread = self.start(self.terms()?).map_err(|failure| failure.error())?;
+        socket_thread.wait_formed(self.timeout)?;
+        Ok(socket_thread)
     }
 
     /// By rank: its rank in the first generation.
@@ -297,13 +297,13 @@ impl Bootstrap {
         Ok(Terms::new(self.generation, &self.members(), &nodes, &first_nodes))
     }
 
-    fn start(&self, terms: Terms) -> std::result::Result<Station, Failure> {
+    fn start(&self, terms: Terms) -> std::result::Result<SocketThread, Failure> {
         let port = Port::new().map_err(|error| {
             Failure::new(format!("no socket pair could be made ({error})"), "raise the limit on open files")
                 .caused_by(error)
         })?;
         let port = Arc::new(port);
-        // Who is alone needs no secret.
+        // A world of one rank needs no secret.
         let secret = if self.token.is_empty() && self.world > 1 { Secret::host()? } else { Secret::token(&self.token) };
         let host = self.own_addr.clone().unwrap_or_default();
         let names = self.names();
@@ -312,7 +312,7 @@ impl Bootstrap {
             let listeners = if self.world == 1 { Vec::new() } else { self.listen()? };
             let job = Job { secret, names, terms };
             let thread = Root::new(port.clone(), job, host, listeners, self.timeout);
-            return Station::start(name, root, port, move || thread.run());
+            return SocketThread::start(name, root, port, move || thread.run());
         }
         let member = Member {
             port: port.clone(),
@@ -327,10 +327,10 @@ impl Bootstrap {
             absent: None,
             problem: String::from("not tried yet"),
         };
-        Station::start(name, root, port, move || member.run())
+        SocketThread::start(name, root, port, move || member.run())
     }
 
-    /// Binds; tries for a moment longer while the port is held, as by a predecessor that is just ending.
+    /// Binds; retries for a moment while the port is held, for example by a predecessor that is ending.
     fn listen(&self) -> std::result::Result<Vec<TcpListener>, Failure> {
         let literal = self.addr.parse::<IpAddr>().is_ok();
         let own = if literal || self.token.is_empty() || self.addr == "localhost" {
@@ -346,8 +346,9 @@ impl Bootstrap {
         last.map_err(|error| self.cannot_listen(error))
     }
 
-    /// Binds where the others will look. A host's own name may resolve to another address at home than
-    /// abroad, and an address may be a gateway's: then rank 0 listens on all addresses, behind the token.
+    /// Binds where the others will connect. A host's own name may resolve to another address on the host than
+    /// elsewhere, and an address may be a gateway's. In both cases rank 0 listens on all addresses; the token protects
+    /// it.
     fn listen_once(&self, own: &[SocketAddr]) -> std::io::Result<Vec<TcpListener>> {
         let mut bound = bind_each(own.iter().copied())?;
         for any in [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)] {
@@ -389,14 +390,15 @@ fn bind_each(addrs: impl Iterator<Item = SocketAddr>) -> std::io::Result<Vec<Tcp
     Ok(bound)
 }
 
-/// Waits for what the system may take any time for, on a thread of its own. One that comes too late ends by itself.
+/// Runs a system call of unbounded duration on its own thread, and waits for the answer. A thread that is late ends by
+/// itself.
 fn within<T: Send + 'static>(
     patience: Duration,
     work: impl FnOnce() -> std::io::Result<T> + Send + 'static,
 ) -> std::io::Result<T> {
-    let (tell, told) = mpsc::channel();
-    std::thread::Builder::new().name("ty-lookup".into()).spawn(move || tell.send(work()))?;
-    let answer = wait::poll("host name", patience, || match told.try_recv() {
+    let (sender, answers) = mpsc::channel();
+    std::thread::Builder::new().name("ty-lookup".into()).spawn(move || sender.send(work()))?;
+    let answer = wait::poll("host name", patience, || match answers.try_recv() {
         Err(TryRecvError::Empty) => None,
         Err(TryRecvError::Disconnected) => Some(Err(std::io::Error::other("the look-up ended without an answer"))),
         Ok(answer) => Some(answer),
@@ -517,12 +519,12 @@ mod tests {
         assert_eq!(error(&[0, 1, 3], Some(&[2, 1]), first), "");
         assert_eq!(error(&[0, 1, 3], None, first), "");
         assert_eq!(error(&[0, 1, 2], None, None), "");
-        // Out of range, twice, descending; of the first generation that nobody told of.
+        // Out of range, twice, descending; of a first generation that was not given.
         for members in [[0, 1, 4], [0, 1, 1], [1, 0, 2]] {
             assert_eq!(error(&members, Some(&[2, 1]), first), "members", "{members:?}");
         }
         assert_eq!(error(&[0, 1, 3], None, None), "members");
-        // Nodes that the members are not of, or that do not add up.
+        // Nodes without these members, or whose sizes do not add up.
         assert_eq!(error(&[0, 1, 3], Some(&[1, 2]), first), "nodes");
         assert_eq!(error(&[0, 1, 3], Some(&[2, 2]), first), "nodes");
         for first_nodes in [&[2, 0, 2][..], &[2], &[usize::MAX, 3], &[MAX_WORLD, 1]] {

@@ -18,11 +18,11 @@ use super::wire::{Frame, FrameReader, HEADER_BYTES, MAX_HELLO_BODY, Malformed};
 
 /// Bytes taken from the kernel per read.
 const READ_BYTES: usize = 64 << 10;
-/// Most bytes taken from a connection before it is admitted: a hello, and one that tells whether more came.
+/// Most bytes taken from a connection before it is admitted: a hello, and one byte that shows whether more came.
 const FIRST_BYTES: usize = HEADER_BYTES + MAX_HELLO_BODY + 1;
-/// Reads per turn, so that one busy peer cannot hold up the others.
-const READS_PER_TURN: usize = 64;
-/// Seconds between keep-alive probes, and probes without answer until a silent host counts as gone.
+/// Reads per poll, so that one busy peer cannot hold up the others.
+const READS_PER_POLL: usize = 64;
+/// Seconds between keep-alive probes; also the unanswered probes after which a silent host counts as gone.
 const PROBE_SECONDS: u32 = 1;
 const PROBES: u32 = 3;
 /// How long sent bytes may stay unacknowledged by the peer's kernel.
@@ -55,7 +55,7 @@ impl Conn {
     pub(super) fn new(stream: TcpStream, limit: usize) -> std::io::Result<Conn> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        // Without these a dead host is noticed later, a dead process just as soon.
+        // Without these a dead host is noticed later; a dead process is noticed as soon either way.
         let _ = setsockopt(&stream, sockopt::KeepAlive, &true);
         let _ = setsockopt(&stream, sockopt::TcpKeepIdle, &PROBE_SECONDS);
         let _ = setsockopt(&stream, sockopt::TcpKeepInterval, &PROBE_SECONDS);
@@ -116,7 +116,7 @@ impl Conn {
     /// Appends the frames that have come; an end is reported after the frames before it.
     pub(super) fn receive(&mut self, frames: &mut Vec<Frame>) -> Result<(), Ended> {
         let mut buffer = vec![0; READ_BYTES];
-        for _ in 0..READS_PER_TURN {
+        for _ in 0..READS_PER_POLL {
             match self.stream.read(&mut buffer) {
                 Ok(0) => return Err(Ended::Closed),
                 Ok(n) => {
@@ -133,8 +133,8 @@ impl Conn {
         Ok(())
     }
 
-    /// The next frame of a stranger, once all of it has come, and whether anything came behind it. Nothing is known of
-    /// who sends it: so nothing is read beyond the longest hello and one byte more, however much there is.
+    /// The next frame of a stranger, once the whole frame has come, and whether bytes followed it. The sender is not
+    /// proved yet, so this reads at most the longest hello and one byte more.
     pub(super) fn receive_first(&mut self) -> Result<Option<(Frame, bool)>, Ended> {
         let mut buffer = [0; FIRST_BYTES];
         let mut closed = false;
@@ -154,10 +154,10 @@ impl Conn {
         if closed { Err(Ended::Closed) } else { Ok(first.map(|frame| (frame, self.reader.held() > 0))) }
     }
 
-    /// Reads and forgets; true when the peer has closed.
+    /// Reads and discards; true when the peer has closed.
     fn drained(&mut self) -> bool {
         let mut buffer = [0; 4096];
-        for _ in 0..READS_PER_TURN {
+        for _ in 0..READS_PER_POLL {
             match self.stream.read(&mut buffer) {
                 Ok(0) => return true,
                 Ok(_) => {}
@@ -167,7 +167,7 @@ impl Conn {
         false
     }
 
-    /// Whether both ends have the same address: a connection that met itself on a free port.
+    /// Whether both ends have the same address: a connection to itself on a free port.
     pub(super) fn met_itself(&self) -> bool {
         matches!((self.stream.local_addr(), self.stream.peer_addr()), (Ok(a), Ok(b)) if a == b)
     }
@@ -179,7 +179,7 @@ impl AsFd for Conn {
     }
 }
 
-/// An address as others can use it. A loopback address is this host's, whatever others call it.
+/// An address as other hosts can use it; empty for a loopback address, which means this host.
 fn host_at(ip: Option<IpAddr>) -> String {
     ip.filter(|ip| !ip.is_loopback()).map(|ip| ip.to_string()).unwrap_or_default()
 }
@@ -216,7 +216,7 @@ impl Closing {
     }
 }
 
-/// What a socket is waited for.
+/// The events to wait for on a socket.
 pub(super) fn interest(conn: &Conn) -> PollFd<'_> {
     let out = if conn.sending() { PollFlags::POLLOUT } else { PollFlags::empty() };
     PollFd::new(conn.as_fd(), PollFlags::POLLIN | out)
@@ -229,7 +229,7 @@ pub(super) fn wait_ready(fds: &mut [PollFd], until: Instant) {
     let millis = u16::try_from(left.as_millis() + 1).unwrap_or(u16::MAX);
     match poll(fds, PollTimeout::from(millis)) {
         Ok(_) | Err(Errno::EINTR) => {}
-        // Out of kernel memory or over a limit: look at everything, a little later.
+        // Out of kernel memory or over a limit: check all sockets again a little later.
         Err(_) => std::thread::sleep(Duration::from_millis(10)),
     }
 }
@@ -247,7 +247,7 @@ mod tests {
         (Conn::new(listener.accept().unwrap().0, MAX_HELLO_BODY).unwrap(), theirs)
     }
 
-    /// What the first frame is, once something is known of it.
+    /// The first frame's kind, once it is known.
     fn first(conn: &mut Conn) -> Result<(u16, bool), Ended> {
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(10) {
@@ -271,7 +271,7 @@ mod tests {
         assert!(sent > 2 * FIRST_BYTES, "{sent}");
         assert_eq!(first(&mut conn), Ok((1, true)));
         assert!(conn.reader.held() + hello.len() <= FIRST_BYTES, "{} bytes of a stranger", conn.reader.held());
-        // A hello with nothing behind it, in two parts; one cut short; and what is none.
+        // A hello and no further bytes, in two parts; a hello cut short; and bytes that are no hello.
         let (mut conn, mut theirs) = pair();
         theirs.write_all(&hello[..20]).unwrap();
         assert!(matches!(conn.receive_first(), Ok(None)));
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loopback_address_told_to_other_hosts() {
+    fn a_loopback_address_sent_to_other_hosts() {
         let host = |text: &str| host_at(text.parse::<IpAddr>().ok().map(|ip| ip.to_canonical()));
         assert_eq!(["127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1"].map(host), [""; 4]);
         assert_eq!(["10.1.2.3", "::ffff:10.1.2.3", "2001:db8::7"].map(host), ["10.1.2.3", "10.1.2.3", "2001:db8::7"]);

@@ -5,8 +5,8 @@
 //! a process of another user or one that is not a member.
 //!
 //! Each rank listens on a Unix socket with an abstract name, so nothing is left in a file system. Name and
-//! a random key go to the members over the world's own collective; a sender shows the receiver's key and
-//! its rank beside the descriptor, and both ends check that the other runs as the same user.
+//! a random key go to the members over the world's own collective. A sender sends the receiver's key and its
+//! own rank with the descriptor, and both ends check that the other runs as the same user.
 //!
 //! ```text
 //!   all_gather(name, key) -> connect to each peer, send [its key, my rank] + fd -> all_gather(outcome)
@@ -28,7 +28,7 @@ use nix::sys::socket::{
 };
 
 use super::World;
-use super::hub::{COLLECTIVE_LEFT, Failure, have};
+use super::collective::{COLLECTIVE_LEFT, Failure, have};
 use super::names::Names;
 use crate::base::{Error, Rank, Result, quoted, wait};
 
@@ -49,7 +49,7 @@ type Key = [u8; KEY_BYTES];
 static OFFERED: Mutex<BTreeMap<u64, Arc<OwnedFd>>> = Mutex::new(BTreeMap::new());
 static NEXT_TICKET: AtomicU64 = AtomicU64::new(0);
 
-/// One offer; withdrawn when dropped. Whoever has looked it up keeps the descriptor open meanwhile.
+/// One offer; withdrawn when dropped. A rank that has looked it up keeps the descriptor open.
 struct Ticket(u64);
 
 impl Ticket {
@@ -73,7 +73,7 @@ impl Drop for Ticket {
     }
 }
 
-/// Ranks of one process: tickets are gathered, and each rank duplicates what it needs.
+/// Exchange within one process: tickets are gathered, and each rank duplicates the descriptors that it needs.
 pub(super) fn exchange_within(world: &World, own: BorrowedFd<'_>) -> Result<Vec<Option<OwnedFd>>> {
     let ticket = Ticket::offer(own).map_err(|error| error.to_string());
     let number = ticket.as_ref().map_or(u64::MAX, |ticket| ticket.0);
@@ -90,9 +90,9 @@ pub(super) fn exchange_within(world: &World, own: BorrowedFd<'_>) -> Result<Vec<
     agree(world, ticket.as_ref().map_err(String::clone).and(copies))
 }
 
-/// Ranks of one host, those of a node among each other.
+/// Exchange between ranks of one host: the ranks of a node, among each other.
 pub(super) fn exchange_between(world: &World, own: BorrowedFd<'_>) -> Result<Vec<Option<OwnedFd>>> {
-    // A rank that cannot take part says so in the collective, so that nobody waits for it.
+    // A rank that cannot take part reports that in the collective, so that nobody waits for it.
     let (offer, listener) = match Listener::open(world.rank()) {
         Ok(listener) => (encode_offer(&listener), Ok(listener)),
         Err(problem) => (problem.clone().into_bytes(), Err(Stopped::Problem(problem))),
@@ -119,7 +119,7 @@ impl From<String> for Stopped {
     }
 }
 
-/// Closing collective: all ranks succeed or all name who did not, and why.
+/// Closing collective: all ranks succeed, or all name the rank that failed, and the reason.
 fn agree(world: &World, received: std::result::Result<Vec<Option<OwnedFd>>, String>) -> Result<Vec<Option<OwnedFd>>> {
     let problem = received.as_ref().err().map_or("", String::as_str);
     let problems = world.all_gather("exchange_fds outcome", problem.as_bytes())?;
@@ -143,7 +143,7 @@ fn host() -> String {
     format!("{} {network}", boot.trim())
 }
 
-/// Whether descriptors or the kernel's memory have run out. That may be another part of the process, and pass.
+/// Whether descriptors or the kernel's memory have run out. Another part of the process may cause it, and it may pass.
 pub(crate) fn is_shortage(errno: Errno) -> bool {
     matches!(errno, Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)
 }
@@ -213,13 +213,13 @@ struct Exchange {
     rank: Rank,
     names: Names,
     listener: Listener,
-    /// By rank; `None` once sent, for this rank, and for those of other nodes.
+    /// By rank; `None` once sent, for this rank, and for ranks of other nodes.
     unsent: Vec<Option<(Key, UnixAddr)>>,
     /// Ranks of this node.
     peers: std::ops::Range<usize>,
     accepted: Vec<OwnedFd>,
     received: Vec<Option<OwnedFd>>,
-    /// What the last step could not do for want of descriptors or memory. It is tried again until the deadline.
+    /// What the last step could not do for lack of descriptors or memory; retried until the deadline.
     shortage: Option<String>,
 }
 
@@ -246,7 +246,7 @@ impl Exchange {
     }
 
     fn run(mut self, world: &World, own: BorrowedFd<'_>) -> std::result::Result<Vec<Option<OwnedFd>>, Stopped> {
-        // Less than the collectives' deadline, so that the outcome is told before the others give up.
+        // Less than the collectives' deadline, so that the outcome is reported before the others give up.
         let timeout = world.timeout() - world.timeout() / 4;
         let finished = wait::poll_unless(SITE, timeout, COLLECTIVE_LEFT, || match self.step(own) {
             Err(problem) => Some(Err(problem)),
@@ -299,7 +299,7 @@ impl Exchange {
         self.receive(&mut [0; CONTROL_WORDS])
     }
 
-    /// Lets in who has come. Who cannot be let in for now still waits.
+    /// Accepts waiting connections. A connection that cannot be accepted now keeps waiting.
     fn accept(&mut self) {
         loop {
             let flags = SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC;
@@ -321,7 +321,7 @@ impl Exchange {
         }
     }
 
-    /// Takes what has come; a connection is done with its first message, whoever sent it.
+    /// Receives what has come; a connection is closed after its first message, whoever sent it.
     fn receive(&mut self, control: &mut [u64]) -> std::result::Result<(), String> {
         for fd in std::mem::take(&mut self.accepted) {
             let (rank, passed) = match receive_one(&fd, control) {
@@ -362,8 +362,8 @@ fn send_to(addr: &UnixAddr, key: &Key, rank: Rank, own: BorrowedFd<'_>) -> nix::
     sendmsg::<UnixAddr>(fd.as_raw_fd(), &[IoSlice::new(&hello)], &rights, MsgFlags::MSG_NOSIGNAL, None).map(drop)
 }
 
-/// One message, `None` if it is not a hello with one descriptor; that is `None` if it was sent, and the kernel could
-/// not make it one of this process. All that came are owned, so that surplus ones are closed.
+/// One message, `None` if it is not a hello with one descriptor. The descriptor is `None` if it was sent but the
+/// kernel could not install it in this process. All received descriptors are owned, so surplus ones are closed.
 fn receive_one(fd: &OwnedFd, control: &mut [u64]) -> nix::Result<Option<(Key, Rank, Option<OwnedFd>)>> {
     let mut hello = [0u8; HELLO_BYTES + 1];
     let Message { bytes, mut passed, cut } = receive_message(fd, &mut hello, control)?;
@@ -380,15 +380,15 @@ fn receive_one(fd: &OwnedFd, control: &mut [u64]) -> nix::Result<Option<(Key, Ra
 struct Message {
     bytes: usize,
     passed: Vec<OwnedFd>,
-    /// Descriptors were sent of which not all have come: there was no room for them, here or in the process.
+    /// Not all descriptors that were sent have come: the buffer or the process had no room for them.
     cut: bool,
 }
 
-/// Receives one message. Not by `nix`, which hides those descriptors that did come when others were cut off, so that
-/// nobody could close them.
+/// Receives one message. Not through `nix`: when some descriptors were cut off, `nix` hides the descriptors that did
+/// come, and nobody could close them.
 fn receive_message(fd: &OwnedFd, bytes: &mut [u8], control: &mut [u64]) -> nix::Result<Message> {
     let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-    // SAFETY: a plain struct of the kernel's, for which zeros mean that there is nothing.
+    // SAFETY: a kernel struct of integers and pointers; zeros mean absent in all of them.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     (header.msg_iov, header.msg_iovlen) = (&raw mut part, 1);
     (header.msg_control, header.msg_controllen) = (control.as_mut_ptr().cast(), std::mem::size_of_val(control) as _);
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_that_never_comes_too_long_to_reckon_with() {
+    fn a_deadline_that_never_comes_too_long_to_compute_with() {
         let world = alone().with_timeout(Duration::MAX);
         let own = File::open("/dev/null").unwrap();
         assert!(matches!(world.exchange_fds(own.as_fd()).as_deref(), Ok([None])));
@@ -467,23 +467,23 @@ mod tests {
     }
 
     #[test]
-    fn a_shortage_of_descriptors_told_as_a_rank_that_sends_nothing() {
+    fn a_shortage_of_descriptors_reported_as_a_rank_that_sends_nothing() {
         let (mut exchange, own) = (exchange(), File::open("/dev/null").unwrap());
         let addr = UnixAddr::new_abstract(exchange.listener.name.as_bytes()).unwrap();
         let key = exchange.listener.key;
         send_to(&addr, &key, Rank(1), own.as_fd()).unwrap();
         exchange.unsent[1] = Some((key, addr));
         SHORT_HERE.set(true);
-        let (step, told) = (exchange.step(own.as_fd()), exchange.too_late(Duration::from_millis(7)));
+        let (step, text) = (exchange.step(own.as_fd()), exchange.too_late(Duration::from_millis(7)));
         SHORT_HERE.set(false);
         assert_eq!(step, Ok(()), "it may pass");
-        assert!(told.starts_with("after 7 ms rank 1 has not sent theirs") && told.contains("EMFILE"), "{told}");
-        // It has passed: what waited is taken, and what was kept back is sent (to this same socket).
+        assert!(text.starts_with("after 7 ms rank 1 has not sent theirs") && text.contains("EMFILE"), "{text}");
+        // The shortage has passed: the waiting connection is accepted, and the unsent message is sent (to this socket).
         assert_eq!(exchange.step(own.as_fd()), Ok(()));
         assert!(exchange.received[1].is_some() && exchange.unsent[1].is_none() && exchange.shortage.is_none());
     }
 
-    /// A message with so many descriptors of a pipe's end that is written, and the end that is read.
+    /// A message with `count` descriptors of a pipe's write end, and the read end.
     fn message(hello: &[u8], count: usize) -> (OwnedFd, File) {
         let (reader, writer) = std::io::pipe().unwrap();
         let (ours, theirs) =
@@ -502,7 +502,7 @@ mod tests {
             let (socket, mut reader) = message(&hello, count);
             let taken = receive_one(&socket, &mut vec![0; words]).unwrap();
             let taken = taken.map(|(key, rank, passed)| (key == [7; KEY_BYTES], rank, passed.is_some()));
-            // Ends at once if nobody has an end to write into.
+            // Ends at once if no write end is open.
             drop(socket);
             nix::fcntl::fcntl(&reader, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK)).unwrap();
             (taken, reader.read(&mut [0]).map_err(|error| error.kind()))
@@ -521,7 +521,7 @@ mod tests {
         let hello = [&exchange.listener.key[..], &1u32.to_le_bytes()].concat();
         let (socket, _reader) = message(&hello, 1);
         exchange.accepted.push(socket);
-        let told = exchange.receive(&mut []).unwrap_err();
-        assert!(told.contains("rank 1") && told.contains("open no more"), "{told}");
+        let text = exchange.receive(&mut []).unwrap_err();
+        assert!(text.contains("rank 1") && text.contains("open no more"), "{text}");
     }
 }

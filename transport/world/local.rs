@@ -8,16 +8,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::hub::{COLLECTIVE_LEFT, Failure, Gone, Hub, INTERRUPTED, Verdict};
+use super::collective::{COLLECTIVE_LEFT, Collective, Failure, Gone, INTERRUPTED, Verdict};
 use super::names::Names;
-use super::station::Turn;
+use super::socket_thread::Exclusive;
 use crate::base::{Rank, Result, wait};
 
 type Parts = Arc<Vec<Vec<u8>>>;
 
-/// What all seats share.
+/// What all members share.
 struct Table {
-    hub: Hub,
+    collective: Collective,
     /// Finished rounds that a rank has not picked up yet: at most one, as it deposits next after picking up.
     ready: Vec<VecDeque<Parts>>,
 }
@@ -25,54 +25,60 @@ struct Table {
 /// Worlds that grew out of one, by generation and members.
 type Family = Mutex<BTreeMap<(u32, Vec<Rank>), Arc<Mutex<Table>>>>;
 
-/// One rank's place; dropping it tells the others that it has left.
-pub(super) struct Seat {
+/// One rank's membership; dropping it notifies the others that the rank has left.
+pub(super) struct ThreadMember {
     rank: Rank,
     family: Arc<Family>,
     table: Arc<Mutex<Table>>,
-    turn: Turn,
+    exclusive: Exclusive,
     seq: AtomicU64,
 }
 
 fn table(names: Names) -> Arc<Mutex<Table>> {
     let ready = vec![VecDeque::new(); names.size()];
-    Arc::new(Mutex::new(Table { hub: Hub::new(names), ready }))
+    Arc::new(Mutex::new(Table { collective: Collective::new(names), ready }))
 }
 
-/// Seats for ranks `0..size`.
-pub(super) fn seats(size: usize) -> Vec<Seat> {
+/// Memberships of ranks `0..size`.
+pub(super) fn members(size: usize) -> Vec<ThreadMember> {
     let (table, family) = (table(Names::all(size)), Arc::new(Family::default()));
-    let seat = |rank| Seat {
+    let member = |rank| ThreadMember {
         rank,
         family: family.clone(),
         table: table.clone(),
-        turn: Turn::default(),
+        exclusive: Exclusive::default(),
         seq: AtomicU64::new(0),
     };
-    (0..size as u32).map(Rank).map(seat).collect()
+    (0..size as u32).map(Rank).map(member).collect()
 }
 
-impl Seat {
-    /// A place in the world of a later generation, which the first of its members to come makes. One that has failed is
-    /// made anew, so that its members can try again.
-    pub(super) fn regroup(&self, generation: u32, members: &[Rank], rank: Rank) -> Seat {
+impl ThreadMember {
+    /// A membership in the world of a later generation. The first member to come makes that world, and makes it again
+    /// after a failure, so that the members can retry.
+    pub(super) fn regroup(&self, generation: u32, members: &[Rank], rank: Rank) -> ThreadMember {
         let mut family = self.family.lock().unwrap_or_else(PoisonError::into_inner);
         let entry = family.entry((generation, members.to_vec()));
         let made = entry.or_insert_with(|| table(Names::new(members)));
-        if made.lock().unwrap_or_else(PoisonError::into_inner).hub.failure().is_some() {
+        if made.lock().unwrap_or_else(PoisonError::into_inner).collective.failure().is_some() {
             *made = table(Names::new(members));
         }
         let table = made.clone();
-        Seat { rank, family: self.family.clone(), table, turn: Turn::default(), seq: AtomicU64::new(0) }
+        ThreadMember {
+            rank,
+            family: self.family.clone(),
+            table,
+            exclusive: Exclusive::default(),
+            seq: AtomicU64::new(0),
+        }
     }
 
     /// All ranks' payloads, by rank.
     pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        let _turn = self.turn.take(what, timeout)?;
+        let _exclusive = self.exclusive.take(what, timeout)?;
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
         {
             let mut table = self.table();
-            if let Verdict::Complete { parts, .. } = table.hub.deposit(self.rank, seq, what, payload.to_vec()) {
+            if let Verdict::Complete { parts, .. } = table.collective.deposit(self.rank, seq, what, payload.to_vec()) {
                 let parts = Arc::new(parts);
                 table.ready.iter_mut().for_each(|queue| queue.push_back(parts.clone()));
             }
@@ -82,8 +88,8 @@ impl Seat {
             Ok(None) => Ok(timeout.as_millis() as u64),
             Err(interrupted) => Err(interrupted),
         };
-        // Either the round stands open and fails here, or it was completed since the last look.
-        self.table().hub.give_up(self.rank, seq, waited.as_ref().map_or(INTERRUPTED, |waited_ms| *waited_ms));
+        // Either the round is still open and fails here, or it was completed since the last poll.
+        self.table().collective.give_up(self.rank, seq, waited.as_ref().map_or(INTERRUPTED, |waited_ms| *waited_ms));
         match (self.outcome(), waited) {
             (Some(Ok(parts)), _) => Ok(parts),
             (_, Err(interrupted)) => Err(interrupted.ending()),
@@ -99,7 +105,7 @@ impl Seat {
             drop(table);
             return Some(Ok(Arc::unwrap_or_clone(parts)));
         }
-        table.hub.failure().map(|failure| Err(failure.ending()))
+        table.collective.failure().map(|failure| Err(failure.ending()))
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
@@ -107,8 +113,8 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for ThreadMember {
     fn drop(&mut self) {
-        self.table().hub.depart(self.rank, Gone::Left);
+        self.table().collective.depart(self.rank, Gone::Left);
     }
 }

@@ -1,8 +1,8 @@
 //! The bootstrap thread of every rank but 0: joins, carries this rank's part of collectives to rank 0,
-//! and learns from rank 0 who is gone.
+//! and receives from rank 0 which ranks are gone.
 //!
 //! Place in the data path: none. Runs on its own thread, which alone touches the socket; it may block in
-//! connecting and name resolution, which is why callers never do so themselves.
+//! connecting and name resolution, so callers never do these themselves.
 //!
 //! ```text
 //!   Dialing --connected--> Greeted --Challenge--> Proved --Accept--> Accepted --Welcome--> Joined --Leave--> end
@@ -18,12 +18,12 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 
 use super::admit;
+use super::collective::{Failure, have};
 use super::conn::{Closing, Conn, Ended, interest, wait_ready};
-use super::hub::{Failure, have};
 use super::names::Names;
 use super::root::CLOSE_PATIENCE;
 use super::secret::{self, Nonce, Nonces, Role, Secret};
-use super::station::{Command, Port};
+use super::socket_thread::{Command, Port};
 use super::terms::Terms;
 use super::wire::{self, Frame, KIND_CHALLENGE, MAX_BODY, Message, VERSION};
 use crate::base::{Rank, quoted};
@@ -33,8 +33,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 /// Longest single attempt to connect.
 const DIAL_PATIENCE: Duration = Duration::from_secs(1);
-/// How much longer than its own deadline a rank waits that rank 0 has taken in: rank 0, which started at
-/// about the same time, knows best who is missing.
+/// How much longer than its own deadline a rank waits once rank 0 has admitted it: rank 0, which started at
+/// about the same time, has the list of missing ranks.
 const VERDICT_GRACE: Duration = Duration::from_millis(500);
 /// Longest sleep with nothing to do.
 const IDLE: Duration = Duration::from_secs(30);
@@ -47,13 +47,13 @@ pub(super) struct Member {
     pub names: Names,
     pub secret: Secret,
     pub terms: Terms,
-    /// Where this rank says that its host is reached, or empty.
+    /// Name or address of this rank's host for the others, or empty.
     pub host: String,
     /// Host and port of rank 0.
     pub root: (String, u16),
     pub timeout: Duration,
     pub deadline: Instant,
-    /// What rank 0 last said of ranks that have not joined: how many, and the names of the first of them.
+    /// From rank 0's last Progress: how many ranks have not joined, and the names of the first of them.
     pub absent: Option<(usize, Vec<Rank>)>,
     /// Why the last attempt failed.
     pub problem: String,
@@ -61,9 +61,9 @@ pub(super) struct Member {
 
 /// How far a connection is.
 enum Stage {
-    /// Hello with this nonce is said.
+    /// Hello with this nonce is sent.
     Greeted(Nonce),
-    /// Join is said, and what it said behind its proof.
+    /// Join is sent; the fields that follow its proof.
     Proved(Nonces, Vec<u8>),
     /// The other side has proved that it is rank 0.
     Accepted,
@@ -71,7 +71,7 @@ enum Stage {
     Joined,
 }
 
-/// What follows a connection.
+/// What to do after a connection has ended.
 enum Next {
     DialAgain,
     End,
@@ -95,7 +95,7 @@ impl Member {
             pause = (pause * 2).min(LONGEST_PAUSE);
         }
         let failure = self.too_late();
-        self.port.inbox().fail(failure);
+        self.port.reports().fail(failure);
     }
 
     fn dial(&mut self) -> Option<Conn> {
@@ -120,7 +120,7 @@ impl Member {
         None
     }
 
-    /// Says hello and serves the connection until it or the world ends.
+    /// Sends a Hello and serves the connection until the connection or the world ends.
     fn attend(&mut self, mut conn: Conn) -> Next {
         let nonce = match secret::nonce() {
             Ok(nonce) => nonce,
@@ -138,7 +138,7 @@ impl Member {
             let until = if joined { Instant::now() + IDLE } else { give_up };
             let mut fds = [interest(&conn), PollFd::new(self.port.bell_fd(), PollFlags::POLLIN)];
             wait_ready(&mut fds, until);
-            self.port.hear_bell();
+            self.port.receive_bell();
             conn.flush();
             let mut frames = Vec::new();
             let end = conn.receive(&mut frames);
@@ -174,13 +174,13 @@ impl Member {
         }
     }
 
-    /// Acts on one frame of what should be rank 0; an error ends the membership.
+    /// Acts on one frame of the peer that should be rank 0; an error ends the membership.
     fn obey(&mut self, frame: Frame, conn: &mut Conn, stage: &mut Stage) -> Result<(), Failure> {
         match stage {
             Stage::Greeted(member) if frame.kind == KIND_CHALLENGE => *stage = self.prove(&frame, conn, *member)?,
             Stage::Greeted(_) => return Err(self.refusal(&frame, &conn.peer)),
-            Stage::Proved(nonces, said) => {
-                self.check_accept(&frame, &conn.peer, nonces, said)?;
+            Stage::Proved(nonces, fields) => {
+                self.check_accept(&frame, &conn.peer, nonces, fields)?;
                 *stage = Stage::Accepted;
             }
             Stage::Accepted | Stage::Joined => return self.follow(frame, &conn.peer, stage),
@@ -188,7 +188,7 @@ impl Member {
         Ok(())
     }
 
-    /// Answers a challenge: says who this is, and proves that it may join.
+    /// Answers a challenge: names this rank, and proves that it may join.
     fn prove(&self, frame: &Frame, conn: &mut Conn, member: Nonce) -> Result<Stage, Failure> {
         let malformed = |peer: &str, malformed: wire::Malformed| self.not_root(peer, &malformed.to_string());
         let (root, _) = wire::first_bytes(&frame.body).map_err(|error| malformed(&conn.peer, error))?;
@@ -200,20 +200,20 @@ impl Member {
             host: self.host.clone(),
             terms: self.terms.clone(),
         };
-        let said = wire::said(&join([0; 32])).map_err(|error| malformed(&conn.peer, error))?;
-        send(conn, &join(self.secret.prove(Role::Member, &nonces, &said)));
-        // A rank 0 of another version learns who this is before both end, and tells everyone.
+        let fields = wire::fields_after_proof(&join([0; 32])).map_err(|error| malformed(&conn.peer, error))?;
+        send(conn, &join(self.secret.prove(Role::Member, &nonces, &fields)));
+        // A rank 0 of another version gets this rank's name before both end, and notifies all members.
         if frame.version != VERSION {
             return Err(admit::other_version(&conn.peer, frame.version));
         }
-        Ok(Stage::Proved(nonces, said))
+        Ok(Stage::Proved(nonces, fields))
     }
 
-    /// Checks that who accepts knows the secret, too.
-    fn check_accept(&self, frame: &Frame, peer: &str, nonces: &Nonces, said: &[u8]) -> Result<(), Failure> {
+    /// Checks that the accepting side has the secret, too.
+    fn check_accept(&self, frame: &Frame, peer: &str, nonces: &Nonces, fields: &[u8]) -> Result<(), Failure> {
         match wire::decode(frame) {
             Ok(Message::Accept { proof }) if frame.version == VERSION => {
-                if self.secret.proved(Role::Root, nonces, said, &proof) {
+                if self.secret.proved(Role::Root, nonces, fields, &proof) {
                     return Ok(());
                 }
                 Err(self.not_root(peer, "a proof of another job token"))
@@ -222,16 +222,16 @@ impl Member {
         }
     }
 
-    /// Acts on one frame of rank 0, which has proved that it is.
+    /// Acts on one frame of rank 0, which has proved its role.
     fn follow(&mut self, frame: Frame, peer: &str, stage: &mut Stage) -> Result<(), Failure> {
         if frame.version != VERSION {
             return Err(admit::other_version(peer, frame.version));
         }
         let joined = matches!(stage, Stage::Joined);
         let message = wire::decode(&frame).map_err(|malformed| self.not_root(peer, &malformed.to_string()))?;
-        let mut inbox = self.port.inbox();
+        let mut reports = self.port.reports();
         match message {
-            Message::Fail { what, advice } if joined => inbox.fail(Failure::new(what, advice)),
+            Message::Fail { what, advice } if joined => reports.fail(Failure::new(what, advice)),
             Message::Fail { what, advice } => return Err(Failure::new(what, advice)),
             Message::Progress { absent, first } => {
                 let first = first.into_iter().map(|rank| self.names.of(Rank(rank))).collect();
@@ -243,12 +243,12 @@ impl Member {
                     return Err(self.not_root(peer, "a welcome of another world"));
                 }
                 *stage = Stage::Joined;
-                inbox.form(hosts);
+                reports.form(hosts);
             }
             Message::Gathered { seq, payloads } if joined && payloads.len() == self.names.size() => {
-                inbox.gathered = Some((seq, payloads));
+                reports.gathered = Some((seq, payloads));
             }
-            Message::Lost { rank } if (rank as usize) < self.names.size() => inbox.lose(Rank(rank)),
+            Message::Lost { rank } if (rank as usize) < self.names.size() => reports.lose(Rank(rank)),
             Message::Left { .. } => {}
             Message::Goodbye => {
                 return Err(Failure::new(
@@ -263,12 +263,12 @@ impl Member {
 
     /// The connection ended on its own.
     fn ended(&mut self, ended: Ended, joined: bool, peer: &str) -> Next {
-        let mut inbox = self.port.inbox();
+        let mut reports = self.port.reports();
         if joined {
-            inbox.refused += u64::from(matches!(ended, Ended::Malformed(_)));
-            inbox.lose(Rank(0));
+            reports.refused += u64::from(matches!(ended, Ended::Malformed(_)));
+            reports.lose(Rank(0));
             let root = self.names.root();
-            inbox.fail(Failure::new(
+            reports.fail(Failure::new(
                 format!("rank {root} is lost (its process or host has gone), and collectives go through it"),
                 "restart it and form a new world",
             ));
@@ -281,7 +281,7 @@ impl Member {
                 Next::DialAgain
             }
             Ended::Malformed(malformed) => {
-                inbox.fail(self.not_root(peer, &malformed.to_string()));
+                reports.fail(self.not_root(peer, &malformed.to_string()));
                 Next::End
             }
         }
@@ -298,15 +298,15 @@ impl Member {
             _ => Failure::new(
                 format!("rank {rank} waited {waited} ms for rank {root} at {host}:{port} ({})", self.problem),
                 format!(
-                    "start rank {root} or see why it ended; MASTER_ADDR and TOKENYARD_PORT say where it is, \
+                    "start rank {root} or see why it ended; MASTER_ADDR and TOKENYARD_PORT are its address, \
                      TOKENYARD_TIMEOUT_MS sets the deadline"
                 ),
             ),
         }
     }
 
-    /// What to make of a frame of one who has not proved that it is rank 0: it may say why it refuses, and nothing
-    /// else.
+    /// The failure for a frame of a peer that has not proved to be rank 0. Such a peer may give a reason for refusal,
+    /// and nothing else.
     fn refusal(&self, frame: &Frame, peer: &str) -> Failure {
         if frame.version != VERSION {
             return admit::other_version(peer, frame.version);
@@ -316,7 +316,7 @@ impl Member {
                 let [what, advice] = [what, advice].map(|text| quoted(text.as_bytes()));
                 Failure::new(what, advice)
             }
-            Ok(_) => self.not_root(peer, "no proof that it knows the job token"),
+            Ok(_) => self.not_root(peer, "no proof that it has the job token"),
             Err(malformed) => self.not_root(peer, &malformed.to_string()),
         }
     }
@@ -328,9 +328,9 @@ impl Member {
         )
     }
 
-    /// Ends the membership for a reason of this side's.
+    /// Ends the membership for a reason on this side.
     fn part(&self, mut conn: Conn, failure: Failure) {
-        self.port.inbox().fail(failure);
+        self.port.reports().fail(failure);
         send(&mut conn, &Message::Goodbye);
         self.close(conn);
     }
@@ -343,7 +343,7 @@ impl Member {
     }
 }
 
-/// A message of a member always fits a frame: payloads are bounded where they enter.
+/// Sends a message. A member's message always fits a frame: payloads are bounded where they enter.
 fn send(conn: &mut Conn, message: &Message) {
     if let Ok(frame) = wire::encode(message) {
         conn.send(frame.into());

@@ -1,7 +1,7 @@
 //! The ranks of one job as one rank sees them.
 //!
-//! Place in the data path: none; a world is used while contexts are built, and to see who has died. Runs
-//! on the caller's thread or host fiber, waits through `base::wait` with a deadline, and never blocks the
+//! Place in the data path: none; a world is used while contexts are built, and to see which ranks have died.
+//! Runs on the caller's thread or host fiber, waits through `base::wait` with a deadline, and never blocks the
 //! thread in the operating system while another rank must run on it.
 //!
 //! Collectives are called by all ranks in the same order. The first that fails, fails on every rank that
@@ -16,28 +16,28 @@
 //!   Over (over.rs): the caller's own all-gather
 //!                  \
 //!            World (mod.rs)                        Bootstrap (bootstrap.rs): who and where
-//!            /              \                             |
-//!   Seat (local.rs)     Station (station.rs) <---- join --+
-//!   ranks of one        callers <-> thread
-//!   process                 |
-//!        \            Root (root.rs) <== TCP ==> Member (member.rs)
-//!         \            |      \                    |
-//!          Hub (hub.rs)   admit.rs            Conn (conn.rs), frames (wire.rs)
-//!          one collective                     fds (fds.rs): Unix sockets, node peers only
+//!            /              \                              |
+//!   ThreadMember (local.rs)  SocketThread (socket_thread.rs) <---- join
+//!   ranks of one             callers <-> thread
+//!   process                    |
+//!        \                   Root (root.rs) <== TCP ==> Member (member.rs)
+//!         \                  |      \                    |
+//!          Collective (collective.rs)   admit.rs        Conn (conn.rs), frames (wire.rs)
+//!          one collective               fds (fds.rs): Unix sockets, node peers only
 //! ```
 
 mod admit;
 pub mod bootstrap;
+mod collective;
 mod conn;
 pub(crate) mod fds;
-mod hub;
 mod local;
 mod member;
 mod names;
 mod over;
 mod root;
 mod secret;
-mod station;
+mod socket_thread;
 mod terms;
 mod wire;
 
@@ -49,18 +49,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use self::bootstrap::{Bootstrap, DEFAULT_TIMEOUT, MAX_WORLD};
-use self::local::Seat;
+use self::local::ThreadMember;
 use self::names::Names;
 pub use self::over::AllGather;
 use self::over::Over;
-use self::station::Station;
+use self::socket_thread::SocketThread;
 use self::wire::MAX_BODY;
 use crate::base::{Error, Rank, Result, quoted};
 
-/// Longest payload of one rank: a frame, less what describes it.
+/// Longest payload of one rank: a frame, less its description.
 const MAX_PAYLOAD: usize = MAX_BODY - (8 << 10);
 
-/// A rank's membership in a world; clones share it, and dropping the last one says goodbye to the others.
+/// A rank's membership in a world; clones share it, and dropping the last one notifies the others.
 #[derive(Clone)]
 pub struct World {
     link: Link,
@@ -75,7 +75,7 @@ pub struct World {
     newest: Arc<AtomicU32>,
 }
 
-/// What a world has in common with those that it grew out of.
+/// What a world has in common with the worlds that it grew out of.
 struct Family {
     /// How often the job has regrouped.
     generation: u32,
@@ -89,9 +89,9 @@ struct Family {
 #[derive(Clone)]
 enum Link {
     /// Ranks of this process.
-    Threads(Arc<Seat>),
+    Threads(Arc<ThreadMember>),
     /// Ranks are processes, in a star around rank 0.
-    Star(Arc<Station>, Arc<Bootstrap>),
+    Star(Arc<SocketThread>, Arc<Bootstrap>),
     /// Ranks are wherever the caller's all-gather reaches them.
     Over(Arc<Over>),
 }
@@ -123,7 +123,7 @@ impl Family {
     }
 }
 
-/// Where a generation meets that is later than this one: as far behind its port.
+/// Port of a later generation: this generation's port plus the difference of the numbers.
 fn later_port(now: &Bootstrap, generation: u32) -> Result<u16> {
     let port = u64::from(now.port) + u64::from(generation.saturating_sub(now.generation));
     u16::try_from(port).map_err(|_| {
@@ -172,16 +172,16 @@ fn check_size(name: &'static str, ranks: usize) -> Result<()> {
 impl World {
     /// `n` ranks in one process, to be moved to threads or host fibers; by rank.
     ///
-    /// Contexts accept 512 ranks at the most, and 64 in one node, where all `n` are unless
-    /// [`with_nodes`](Self::with_nodes) says otherwise.
+    /// Contexts accept at most 512 ranks, and 64 per node. All `n` ranks are in one node unless
+    /// [`with_nodes`](Self::with_nodes) splits them.
     ///
     /// # Errors
     /// `Config` if `n` is 0 or above 16 384.
     pub fn threads(n: usize) -> Result<Vec<World>> {
         check_size("world", n)?;
         let family = Arc::new(Family::first(n, &[n]));
-        let world = |(rank, seat)| World {
-            link: Link::Threads(Arc::new(seat)),
+        let world = |(rank, member)| World {
+            link: Link::Threads(Arc::new(member)),
             rank: Rank(rank as u32),
             size: n,
             local_rank: rank,
@@ -191,16 +191,16 @@ impl World {
             newest: Arc::default(),
         };
         log::info!(target: crate::base::targets::WORLD, "{n} ranks in one process");
-        Ok(local::seats(n).into_iter().enumerate().map(world).collect())
+        Ok(local::members(n).into_iter().enumerate().map(world).collect())
     }
 
-    /// Collective: `size` ranks that have an all-gather of their own, as engines do; nothing else is needed of the
-    /// environment. Contexts work over it as over any world: ranks of a node still pass their memory over Unix
-    /// sockets, so they are processes (or threads) of one host and user, each with a device of its own. `local_rank`
-    /// is by default `rank`.
+    /// Collective: a world of `size` ranks over the caller's own all-gather, as engines have one; it needs nothing else
+    /// of the environment. Contexts work over it as over any world. Ranks of a node still pass their memory over Unix
+    /// sockets, so they are processes (or threads) of one host and user, each with its own device. `local_rank`
+    /// is `rank` by default.
     ///
-    /// Nobody watches the peers: [`lost_peers`](Self::lost_peers) stays empty, a rank that has gone shows as an error
-    /// or the deadline of `gather`, and while contexts run as the deadline of their calls. A dropped world tells
+    /// Nobody watches the peers: [`lost_peers`](Self::lost_peers) stays empty. A rank that has gone shows as an error
+    /// or the deadline of `gather`, and while contexts run as the deadline of their calls. Dropping the world notifies
     /// nobody.
     ///
     /// ```
@@ -214,8 +214,8 @@ impl World {
     /// ```
     ///
     /// # Errors
-    /// `Config` for no ranks or more than a world has, or a rank that is not below `size`; what `gather` answers;
-    /// `Bootstrap` where its parts are too few or too many, or are not those of the same step of the same ranks.
+    /// `Config` for no ranks or more than a world has, or a rank that is not below `size`; the errors of `gather`;
+    /// `Bootstrap` where its parts are too few or too many, or are of another step or other ranks.
     pub fn over(
         rank: usize,
         size: usize,
@@ -253,19 +253,19 @@ impl World {
         World::join_knowing(b, BTreeMap::new())
     }
 
-    /// The same by one who knows where members of earlier generations were.
+    /// As `join`, with the hosts of members of earlier generations.
     fn join_knowing(b: &Bootstrap, mut hosts: BTreeMap<Rank, String>) -> Result<World> {
-        let station = b.join()?;
+        let socket_thread = b.join()?;
         let (nodes, first_nodes) = b.layout()?;
         let members = b.members();
-        let told = station.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
-        hosts.extend(members.iter().copied().zip(told));
+        let reached = socket_thread.hosts().into_iter().map(|host| if host.is_empty() { b.addr.clone() } else { host });
+        hosts.extend(members.iter().copied().zip(reached));
         let names = Names::new(&members);
         let (own, rank, world, generation) = (names.of(b.rank), b.rank, b.world, b.generation);
         log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {world}, joined generation {generation}");
         let family = Family { generation, names, first_nodes, hosts };
         Ok(World {
-            link: Link::Star(Arc::new(station), Arc::new(b.clone())),
+            link: Link::Star(Arc::new(socket_thread), Arc::new(b.clone())),
             rank: b.rank,
             size: b.world,
             local_rank: b.local_rank,
@@ -276,7 +276,7 @@ impl World {
         })
     }
 
-    /// The same world, as one that grew out of an older one of this rank, which from then on is past.
+    /// This world as the successor of an older world of this rank, which is past from then on.
     fn succeeding(self, older: &World) -> World {
         let newest = older.newest.clone();
         newest.fetch_max(self.family.generation, Ordering::Release);
@@ -295,21 +295,21 @@ impl World {
         Err(Error::Generation { rank: self.original(self.rank), generation, newest })
     }
 
-    /// Collective of `members` alone: forms a later generation's world of them, be it without ranks that were lost or
-    /// with ranks that come back. Members are named, in ascending order, by their ranks in the first generation, and
-    /// all of them name the same ones; within the new world, ranks are counted anew. Those of a node stay together.
-    /// Once this rank is in the new world, contexts of older ones answer every call with `Generation`.
+    /// Collective of `members` alone: forms a later generation's world of them, without ranks that were lost or with
+    /// ranks that come back. All members name the same `members`: first-generation ranks in ascending order. Within
+    /// the new world, ranks are counted anew. The ranks of a node stay together. Once this rank is in the new world,
+    /// contexts of older worlds answer every call with `Generation`.
     ///
-    /// Processes meet at the host of the first member, which all have known since they joined together, on the port of
-    /// the first generation plus the generation's number. So it needs nobody who is not a member, the first
-    /// generation's rank 0 included. A process that comes back joins with a [`Bootstrap`] that says that address and
-    /// port, generation and members.
+    /// Processes meet at the host of the first member, which all members got when they joined together, on the port of
+    /// the first generation plus the generation's number. No other rank is needed, not even the first generation's
+    /// rank 0. A process that comes back joins with a [`Bootstrap`] that gives this address and port, generation and
+    /// members.
     ///
     /// # Errors
-    /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, nothing is
-    /// known of the first one's host, or the generation is not a later one or has no port up to 65535; `Bootstrap`,
-    /// naming the absent, if not all come: then the same members may try again, with a later generation than any of
-    /// them has entered.
+    /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, the first
+    /// member's host is unknown, or the generation is not a later one or has no port up to 65535. `Bootstrap`, naming
+    /// the absent, if not all come; the same members may then retry with a generation later than any that one of them
+    /// has entered.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         if let Link::Over(_) = &self.link {
             let advice =
@@ -341,9 +341,9 @@ impl World {
             };
             return Ok(World::join_knowing(&next, self.family.hosts.clone())?.succeeding(self));
         }
-        let Link::Threads(seat) = &self.link else { return Err(not_a_member(own)) };
+        let Link::Threads(member) = &self.link else { return Err(not_a_member(own)) };
         let world = World {
-            link: Link::Threads(Arc::new(seat.regroup(generation, members, rank))),
+            link: Link::Threads(Arc::new(member.regroup(generation, members, rank))),
             rank,
             size: members.len(),
             local_rank: self.local_rank,
@@ -352,15 +352,15 @@ impl World {
             family: Arc::new(Family { generation, names: Names::new(members), first_nodes, hosts: BTreeMap::new() }),
             newest: Arc::default(),
         };
-        // The new world has ended and goes; this one has not.
+        // The new world has ended and is dropped; this world goes on.
         world.barrier("regroup").map_err(Error::passing)?;
         let size = members.len();
         log::info!(target: crate::base::targets::WORLD, "rank {own}: {rank} of {size} in generation {generation}");
         Ok(world.succeeding(self))
     }
 
-    /// As [`regroup`](Self::regroup), over an all-gather of the members alone, in which each has its place among
-    /// `members` as its rank. This world may be of any kind.
+    /// As [`regroup`](Self::regroup), over an all-gather of the members alone, in which a member's rank is its index in
+    /// `members`. This world may be of any kind.
     ///
     /// # Errors
     /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, or the
@@ -405,7 +405,7 @@ impl World {
         self.family.names.members()
     }
 
-    /// What a rank of this world was in the first generation.
+    /// The first-generation rank of a rank of this world.
     pub fn original(&self, rank: Rank) -> Rank {
         self.family.names.of(rank)
     }
@@ -430,8 +430,8 @@ impl World {
         self.local_rank
     }
 
-    /// Ranks of each node: the first node's are the first so many, and so on. One node, unless the environment or
-    /// [`with_nodes`](Self::with_nodes) says otherwise.
+    /// Ranks of each node, in rank order: the first `nodes()[0]` ranks are node 0. One node, unless the environment or
+    /// [`with_nodes`](Self::with_nodes) gives several.
     pub fn nodes(&self) -> &[usize] {
         &self.nodes
     }
@@ -488,19 +488,19 @@ impl World {
             return Err(Error::argument("payload", value, advice));
         }
         match &self.link {
-            Link::Threads(seat) => seat.gather(what, payload, self.timeout),
-            Link::Star(station, _) => station.gather(what, payload, self.timeout),
+            Link::Threads(member) => member.gather(what, payload, self.timeout),
+            Link::Star(socket_thread, _) => socket_thread.gather(what, payload, self.timeout),
             Link::Over(over) => over.gather(what, payload, self.timeout),
         }
     }
 
-    /// Collective: tells every rank of a failure on any, before a step that none can take alone. `what` names what was
-    /// done before it.
+    /// Collective: reports a failure on any rank to every rank, before a step that no rank can take alone. `what` names
+    /// the step before it.
     ///
     /// # Errors
-    /// The rank's own failure, or `Bootstrap` that names the first rank that has one.
+    /// The rank's own failure, or `Bootstrap` that names the first rank with a failure.
     pub fn agree(&self, what: &'static str, failure: Option<&Error>) -> Result<()> {
-        let text = failure.map_or_else(String::new, Error::told);
+        let text = failure.map_or_else(String::new, Error::text_for_peers);
         let all = self.all_gather(what, text.as_bytes())?;
         if let Some(error) = failure {
             return Err(error.clone());
@@ -529,13 +529,13 @@ impl World {
     }
 
     /// Peers whose process has gone, as seen now, by their ranks in this world; sorted. Empty for ranks of one process
-    /// and over an all-gather. A peer that dropped its world is not lost. News of others comes through rank 0, and ends
-    /// when it is lost or leaves. A process that a peer forked keeps the peer's connection open, and hides its death,
-    /// until it ends too.
+    /// and over an all-gather. A peer that dropped its world is not lost. Reports of other peers come through rank 0,
+    /// and end when rank 0 is lost or leaves. A process that a peer forked keeps the peer's connection open, and hides
+    /// the peer's death, until the forked process ends too.
     pub fn lost_peers(&self) -> Vec<Rank> {
         match &self.link {
             Link::Threads(_) | Link::Over(_) => Vec::new(),
-            Link::Star(station, _) => station.lost(),
+            Link::Star(socket_thread, _) => socket_thread.lost(),
         }
     }
 
@@ -544,7 +544,7 @@ impl World {
     pub fn refused(&self) -> u64 {
         match &self.link {
             Link::Threads(_) | Link::Over(_) => 0,
-            Link::Star(station, _) => station.refused(),
+            Link::Star(socket_thread, _) => socket_thread.refused(),
         }
     }
 }

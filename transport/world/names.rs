@@ -1,7 +1,7 @@
 //! What errors call the ranks of a world.
 //!
-//! Place in the data path: none. Within a world ranks are counted from 0; whoever reads an error knows the job's first
-//! generation, and looks there for the rank that it names.
+//! Place in the data path: none. Within a world ranks are counted from 0; errors name ranks as in the job's first
+//! generation, which is how the reader of an error counts them.
 
 use std::fmt;
 use std::sync::Arc;

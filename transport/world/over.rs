@@ -1,8 +1,8 @@
 //! A world over an all-gather that the caller has already, as of torch.distributed, MPI or NCCL.
 //!
 //! Place in the data path: none. Runs on the callers, and waits in the caller's all-gather alone. It has no thread and
-//! no sockets, so nobody notices who has died. What the all-gather answers is not trusted: every part begins with a
-//! head that says of which rank, world and step it is.
+//! no sockets, so nobody notices who has died. The all-gather's results are not trusted: every part begins with a
+//! head that names its rank, world and step.
 //!
 //! ```text
 //!  0      3 4     5 6     7 8         11 12        15 16        19 20          27 28
@@ -16,9 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use super::hub::Failure;
+use super::collective::Failure;
 use super::names::Names;
-use super::station::Turn;
+use super::socket_thread::Exclusive;
 use crate::base::{Error, Rank, Result, quoted};
 
 const MAGIC: [u8; 4] = *b"TKYG";
@@ -27,23 +27,23 @@ const HEAD_BYTES: usize = 28;
 const ADVICE: &str =
     "see that all ranks give an all-gather of the same group, and call the same collectives in the same order";
 
-/// The caller's own collective, on which a [`World`](super::World) can stand: every engine has one. All ranks give one
-/// of the same group, in which they have the same ranks.
+/// The caller's own all-gather, over which a [`World`](super::World) can run: every engine has one. All ranks give an
+/// all-gather of the same group, in which they have the same ranks.
 ///
 /// Closures implement it: `|what: &str, own: &[u8], timeout: Duration| -> Result<Vec<Vec<u8>>>`.
 pub trait AllGather: Send + Sync {
-    /// Collective of all ranks: `own` of each of them, by rank. Lengths differ from rank to rank and may be 0, so that
-    /// an all-gather of equal lengths has to gather these first. `what` names the step, for messages.
+    /// Collective of all ranks: each rank's `own`, by rank. Lengths differ between ranks and may be 0, so an all-gather
+    /// of equal lengths has to gather the lengths first. `what` names the step, for messages.
     ///
-    /// A rank makes one call at a time, from whichever thread calls the library; a world makes none but in its own
-    /// collectives and in what is said to be collective, such as building a context.
+    /// A rank makes one call at a time, from whichever thread calls the library. A world makes calls only in its own
+    /// collectives and in calls documented as collective, such as building a context.
     ///
-    /// The deadline is the implementation's to keep: the library waits in this call for as long as it takes. One that
-    /// waits by itself looks at [`Interrupt::is_due`](crate::Interrupt::is_due), too.
+    /// The implementation keeps the deadline: the library waits in this call without a deadline of its own. An
+    /// implementation with its own wait loop polls [`Interrupt::is_due`](crate::Interrupt::is_due), too.
     ///
     /// # Errors
-    /// What the implementation has, as by [`Error::bootstrap`] or [`Error::interrupted`]. The caller gets it as fatal
-    /// ([`Error::is_fatal`]), as the world's collectives have ended on this rank.
+    /// The implementation's own, as from [`Error::bootstrap`] or [`Error::interrupted`]. The caller gets them as fatal
+    /// ([`Error::is_fatal`]), since the world's collectives have ended on this rank.
     fn all_gather(&self, what: &str, own: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>>;
 }
 
@@ -62,13 +62,13 @@ pub(super) struct Over {
     rank: Rank,
     names: Names,
     generation: u32,
-    turn: Turn,
+    exclusive: Exclusive,
     seq: AtomicU64,
     /// Why no collective can succeed any more.
     failure: Mutex<Option<Failure>>,
 }
 
-/// What a part says of itself.
+/// The head of a part.
 #[derive(PartialEq, Eq)]
 struct Head<'a> {
     version: u16,
@@ -96,7 +96,7 @@ impl<'a> Head<'a> {
         .concat()
     }
 
-    /// The head, and where the payload begins; `None` for what is none.
+    /// The head, and where the payload begins; `None` if the part has no valid head.
     fn decode(part: &'a [u8]) -> Option<(Head<'a>, usize)> {
         let (magic, rest) = part.split_first_chunk::<4>()?;
         let (version, rest) = rest.split_first_chunk::<2>()?;
@@ -120,13 +120,13 @@ impl<'a> Head<'a> {
 
 impl Over {
     pub(super) fn new(gather: Box<dyn AllGather>, rank: Rank, names: Names, generation: u32) -> Over {
-        let (turn, seq, failure) = (Turn::default(), AtomicU64::new(0), Mutex::new(None));
-        Over { gather, rank, names, generation, turn, seq, failure }
+        let (exclusive, seq, failure) = (Exclusive::default(), AtomicU64::new(0), Mutex::new(None));
+        Over { gather, rank, names, generation, exclusive, seq, failure }
     }
 
     /// All ranks' payloads, by rank.
     pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        let _turn = self.turn.take(what, timeout)?;
+        let _exclusive = self.exclusive.take(what, timeout)?;
         if let Some(failure) = &*self.failure.lock().unwrap_or_else(PoisonError::into_inner) {
             return Err(failure.ending());
         }
@@ -158,7 +158,7 @@ impl Over {
             };
             part.drain(..begin);
         }
-        // It may be another round's where ranks and names alike fit.
+        // It may be of another round with the same ranks and names.
         if parts.get(self.rank.index()).is_none_or(|part| part != payload) {
             return fail("this rank's own part came back with other bytes".into());
         }
@@ -168,7 +168,7 @@ impl Over {
     fn head(&self, rank: usize, seq: u64, what: &'static str) -> Head<'static> {
         let (world, generation) = (self.names.size() as u32, self.generation);
         let name = what.as_bytes();
-        // As much as its length can say.
+        // As many bytes as the length field can count.
         let what = name.get(..usize::from(u16::MAX)).unwrap_or(name);
         Head { version: VERSION, rank: rank as u32, world, generation, seq, what }
     }
@@ -177,7 +177,7 @@ impl Over {
         self.names.of(Rank(rank as u32))
     }
 
-    /// What is wrong with a part that is not the one of `rank` in this round.
+    /// The error text for a part that is not the part of `rank` in this round.
     fn misfit(&self, rank: usize, seq: u64, head: &Head<'_>) -> String {
         let Head { version, rank: theirs, world, generation, seq: number, what } = head;
         let (name, own, own_world) = (self.name(rank), self.names.of(self.rank), self.names.size());
@@ -204,11 +204,11 @@ impl Over {
     }
 }
 
-/// What ranks must agree about where a world forms.
+/// Checks what ranks must agree on when a world forms.
 pub(super) fn check_terms(world: &super::World, what: &'static str) -> Result<()> {
     let own = format!("members {:?} of nodes {:?}", world.members(), world.family.first_nodes);
     let name = world.original(world.rank());
-    // With the rank's own name, as those who name other members give it another.
+    // With the rank's own name: ranks that name other members count it differently.
     let all = world.all_gather(what, format!("rank {name} names {own}").as_bytes())?;
     match all.iter().find(|theirs| !theirs.ends_with(format!(" names {own}").as_bytes())) {
         None => Ok(()),

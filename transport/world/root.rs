@@ -1,4 +1,4 @@
-//! Rank 0's bootstrap thread: admits the members, runs the hub, relays who is gone.
+//! Rank 0's bootstrap thread: admits the members, runs the collectives, relays which ranks are gone.
 //!
 //! Place in the data path: none. Runs on its own thread, which alone touches the sockets. It waits in
 //! `poll` only, so one slow or hostile connection holds up nobody.
@@ -17,19 +17,19 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags};
 
 use super::admit::{self, Greeting, Job, Judgement};
+use super::collective::{Collective, Failure, Gone, RANKS_NAMED, Verdict, have};
 use super::conn::{Closing, Conn, Ended, interest, wait_ready};
-use super::hub::{Failure, Gone, Hub, RANKS_NAMED, Verdict, have};
 use super::secret::{NONCE, Nonces, Role};
-use super::station::{Command, Port};
+use super::socket_thread::{Command, Port};
 use super::wire::{self, Frame, MAX_BODY, MAX_HELLO_BODY, Message, VERSION};
 use crate::base::Rank;
 
-/// A connection must have said hello by then; a member whose hello was late connects again.
+/// Deadline for a connection's Hello; a member whose Hello was late connects again.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
-/// Connections that have not said hello; the oldest goes when one more comes.
+/// Most connections without a Hello; the oldest is closed when one more comes.
 const PENDING_LIMIT: usize = 256;
-/// Refused connections that are told why; the oldest is cut off when one more comes. Each is for `CLOSE_PATIENCE` at
-/// most.
+/// Most refused connections that are being sent the reason, each for at most `CLOSE_PATIENCE`; the oldest is cut off
+/// when one more comes.
 const DISMISSED_LIMIT: usize = 64;
 /// How long a closing connection may take to send its last frames and be closed by its peer.
 pub(super) const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
@@ -46,7 +46,7 @@ enum Stage {
 
 struct Pending {
     conn: Conn,
-    /// To have joined by; a challenge does not put it off.
+    /// When the peer must have joined; a challenge does not extend it.
     deadline: Instant,
     /// Nonces, once it was challenged.
     challenged: Option<Nonces>,
@@ -68,7 +68,7 @@ pub(super) struct Root {
     /// By rank: where its host is reached; empty where this rank's is.
     hosts: Vec<String>,
     closing: Vec<Closing>,
-    hub: Hub,
+    collective: Collective,
     last_refusal: Option<String>,
     /// The first rank of this job that was refused for its terms, and why.
     differing: Option<Failure>,
@@ -77,8 +77,8 @@ pub(super) struct Root {
 }
 
 impl Root {
-    /// Takes bound, non-blocking listeners; the deadline to form runs from now. `host` is where this rank says that its
-    /// host is reached, or empty.
+    /// Takes bound, non-blocking listeners; the deadline to form runs from now. `host` is the name or
+    /// address of this rank's host for the others, or empty.
     pub(super) fn new(port: Arc<Port>, job: Job, host: String, listeners: Vec<TcpListener>, timeout: Duration) -> Root {
         let world = job.names.size();
         let mut hosts = vec![String::new(); world];
@@ -87,7 +87,7 @@ impl Root {
             port,
             timeout,
             deadline: Instant::now() + timeout,
-            hub: Hub::new(job.names.clone()),
+            collective: Collective::new(job.names.clone()),
             job,
             stage: Stage::Forming,
             listeners,
@@ -107,8 +107,8 @@ impl Root {
         self.form_if_complete();
         while !(matches!(self.stage, Stage::Leaving) && self.closing.is_empty()) {
             let ready = self.wait();
-            self.port.hear_bell();
-            // Members before newcomers: a rank that ended and came again is not a duplicate.
+            self.port.receive_bell();
+            // Members before newcomers: a rank that ended and came back is not a duplicate.
             ready.into_iter().for_each(|rank| self.serve(rank));
             self.commands();
             if matches!(self.stage, Stage::Forming) {
@@ -149,7 +149,7 @@ impl Root {
 
     fn accept(&mut self) {
         for listener in &self.listeners {
-            // As many as fit a turn; the rest are still there in the next.
+            // As many as fit one pass; the rest are taken in the next.
             for _ in 0..PENDING_LIMIT {
                 match listener.accept() {
                     Ok((stream, _)) => match Conn::new(stream, MAX_HELLO_BODY) {
@@ -157,13 +157,13 @@ impl Root {
                             let deadline = Instant::now() + HELLO_WAIT;
                             self.pending.push(Pending { conn, deadline, challenged: None });
                         }
-                        Err(_) => self.port.inbox().refused += 1,
+                        Err(_) => self.port.reports().refused += 1,
                     },
                     Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
                     Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
                     Err(_) => {
                         // Out of descriptors: strangers make room, and the thread does not spin.
-                        self.port.inbox().refused += self.pending.drain(..).count() as u64;
+                        self.port.reports().refused += self.pending.drain(..).count() as u64;
                         std::thread::sleep(Duration::from_millis(10));
                         break;
                     }
@@ -171,7 +171,7 @@ impl Root {
             }
         }
         let surplus = self.pending.len().saturating_sub(PENDING_LIMIT);
-        self.port.inbox().refused += self.pending.drain(..surplus).count() as u64;
+        self.port.reports().refused += self.pending.drain(..surplus).count() as u64;
     }
 
     /// Answers the connections whose next frame has come.
@@ -215,7 +215,7 @@ impl Root {
 
     /// Acts on a frame that should prove that its sender may join.
     fn judge(&mut self, mut conn: Conn, join: &Frame, nonces: &Nonces) {
-        // The present holder of the place may have ended since this turn began.
+        // The present holder of the place may have ended since this pass began.
         if let Ok(Message::Join { rank, .. }) = wire::decode(join) {
             self.serve(Rank(rank));
         }
@@ -223,8 +223,8 @@ impl Root {
         match judgement {
             Judgement::Admit(rank, host) => {
                 self.hosts[rank.index()] = host.unwrap_or_else(|| conn.host());
-                let said = join.body.get(NONCE..).unwrap_or_default();
-                let proof = self.job.secret.prove(Role::Root, nonces, said);
+                let fields = join.body.get(NONCE..).unwrap_or_default();
+                let proof = self.job.secret.prove(Role::Root, nonces, fields);
                 if let Ok(frame) = wire::encode(&Message::Accept { proof }) {
                     conn.send(frame.into());
                 }
@@ -251,7 +251,7 @@ impl Root {
     }
 
     fn refused(&mut self, peer: &str, why: &str) {
-        self.port.inbox().refused += 1;
+        self.port.reports().refused += 1;
         self.last_refusal = Some(format!("{peer}: {why}"));
     }
 
@@ -285,11 +285,11 @@ impl Root {
         self.stage = Stage::Formed;
         self.progress_due = None;
         self.listeners.clear();
-        self.port.inbox().refused += self.pending.drain(..).count() as u64;
+        self.port.reports().refused += self.pending.drain(..).count() as u64;
         self.members.iter_mut().flatten().for_each(|conn| conn.set_limit(MAX_BODY));
         let hosts = std::mem::take(&mut self.hosts);
         self.broadcast(&Message::Welcome { hosts: hosts.clone() });
-        self.port.inbox().form(hosts);
+        self.port.reports().form(hosts);
     }
 
     fn check_deadline(&mut self) {
@@ -304,7 +304,7 @@ impl Root {
             return self.abandon(Failure::new(format!("{what}: {difference}"), advice));
         }
         if let Some(refusal) = &self.last_refusal {
-            what += &format!(" ({} connections refused, the last from {refusal})", self.port.inbox().refused);
+            what += &format!(" ({} connections refused, the last from {refusal})", self.port.reports().refused);
         }
         self.abandon(Failure::new(what, "start them or see why they ended; TOKENYARD_TIMEOUT_MS sets the deadline"));
     }
@@ -312,7 +312,7 @@ impl Root {
     /// Ends an unformed world for all who have come.
     fn abandon(&mut self, failure: Failure) {
         self.broadcast(&fail(&failure));
-        self.port.inbox().fail(failure);
+        self.port.reports().fail(failure);
         self.close_all();
     }
 
@@ -335,7 +335,7 @@ impl Root {
             Ok(()) => {}
             Err(Ended::Closed) => self.depart(rank, Gone::Lost),
             Err(Ended::Malformed(_)) => {
-                self.port.inbox().refused += 1;
+                self.port.reports().refused += 1;
                 self.depart(rank, Gone::Lost);
             }
         }
@@ -350,11 +350,11 @@ impl Root {
                 return false;
             }
             (Some(Message::Gather { seq, what, payload }), Stage::Formed) => {
-                self.hub.deposit(rank, seq, &what, payload)
+                self.collective.deposit(rank, seq, &what, payload)
             }
-            (Some(Message::GiveUp { seq, waited_ms }), Stage::Formed) => self.hub.give_up(rank, seq, waited_ms),
+            (Some(Message::GiveUp { seq, waited_ms }), Stage::Formed) => self.collective.give_up(rank, seq, waited_ms),
             _ => {
-                self.port.inbox().refused += 1;
+                self.port.reports().refused += 1;
                 self.depart(rank, Gone::Lost);
                 return false;
             }
@@ -368,24 +368,24 @@ impl Root {
             Verdict::Open => {}
             Verdict::Failed(failure) => {
                 self.broadcast(&fail(&failure));
-                self.port.inbox().fail(failure);
+                self.port.reports().fail(failure);
             }
             Verdict::Complete { seq, parts } => {
                 let message = Message::Gathered { seq, payloads: parts };
                 if self.broadcast(&message)
                     && let Message::Gathered { payloads, .. } = message
                 {
-                    self.port.inbox().gathered = Some((seq, payloads));
+                    self.port.reports().gathered = Some((seq, payloads));
                 } else {
                     let what = format!("the parts of one collective exceed {MAX_BODY} bytes together");
-                    let verdict = self.hub.fail(Failure::new(what, "gather less at a time"));
+                    let verdict = self.collective.fail(Failure::new(what, "gather less at a time"));
                     self.act(verdict);
                 }
             }
         }
     }
 
-    /// A member is gone: its place is free while forming, and everyone is told afterwards.
+    /// A member is gone: its place is free while forming; later, everyone is notified.
     fn depart(&mut self, rank: Rank, how: Gone) {
         self.members[rank.index()] = None;
         if matches!(self.stage, Stage::Forming) {
@@ -393,22 +393,22 @@ impl Root {
         }
         match how {
             Gone::Lost => {
-                self.port.inbox().lose(rank);
+                self.port.reports().lose(rank);
                 self.broadcast(&Message::Lost { rank: rank.0 });
             }
             Gone::Left => {
                 self.broadcast(&Message::Left { rank: rank.0 });
             }
         }
-        let verdict = self.hub.depart(rank, how);
+        let verdict = self.collective.depart(rank, how);
         self.act(verdict);
     }
 
     fn commands(&mut self) {
         while let Some(command) = self.port.next_command() {
             let verdict = match command {
-                Command::Gather { seq, what, payload } => self.hub.deposit(Rank(0), seq, what, payload),
-                Command::GiveUp { seq, waited_ms } => self.hub.give_up(Rank(0), seq, waited_ms),
+                Command::Gather { seq, what, payload } => self.collective.deposit(Rank(0), seq, what, payload),
+                Command::GiveUp { seq, waited_ms } => self.collective.give_up(Rank(0), seq, waited_ms),
                 Command::Leave if matches!(self.stage, Stage::Forming) => {
                     let what = format!("rank {} gave up before the world formed", self.job.names.root());
                     return self.abandon(Failure::new(what, "see why it did"));
@@ -469,7 +469,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let addr = listener.local_addr().unwrap();
         let mut root = Root::new(Arc::new(Port::new().unwrap()), job, String::new(), Vec::new(), CLOSE_PATIENCE);
-        // They do not close, whatever they are told.
+        // They do not close, whatever they receive.
         let strangers: Vec<_> = (0..3 * DISMISSED_LIMIT)
             .map(|_| {
                 let stranger = TcpStream::connect(addr).unwrap();

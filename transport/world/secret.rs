@@ -1,4 +1,4 @@
-//! What a job's ranks prove to each other that they know, without saying it: the job token, or, on one host without a
+//! The secret that a job's ranks prove to each other without sending it: the job token, or, on one host without a
 //! token, a secret that only this user can read.
 //!
 //! Place in the data path: none. Made on the caller's thread; proofs are made and checked on bootstrap threads.
@@ -7,12 +7,12 @@
 //!   member                                              rank 0
 //!     | -- Hello: nonce m ---------------------------------> |
 //!     | <------------------------------ Challenge: nonce r - |
-//!     | -- Join: MAC("member", m, r, said), said ----------> |  refuses what is not proved
-//!     | <------------- Accept: MAC("rank 0", m, r, said) --- |
+//!     | -- Join: MAC("member", m, r, fields), fields ------> |  refuses what is not proved
+//!     | <----------- Accept: MAC("rank 0", m, r, fields) --- |
 //! ```
 //!
 //! The member proves first, so that rank 0 computes nothing with the secret for strangers. The roles differ in the MAC,
-//! so what one side said is no proof of the other.
+//! so one side's proof is no proof of the other side.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{Error, ErrorKind, Read, Result, Write};
@@ -22,18 +22,18 @@ use std::path::Path;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
-use super::hub::Failure;
+use super::collective::Failure;
 use crate::base::memory::longest_file;
 
 /// Bytes of a nonce, of a proof and of a host's secret.
 pub(super) const NONCE: usize = 32;
 
-/// What a side says once and never again.
+/// A number that a side sends once and never again.
 pub(super) type Nonce = [u8; NONCE];
-/// A MAC by which a side proves that it knows the secret.
+/// A MAC by which a side proves that it has the secret.
 pub(super) type Proof = [u8; 32];
 
-/// Who proves.
+/// Which side proves.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Role {
     Member,
@@ -52,17 +52,17 @@ pub(super) struct Nonces {
 pub(super) struct Secret {
     /// One block of the hash function.
     key: [u8; 64],
-    /// It is of this host and user, as no token was given.
+    /// The secret is that of this host and user, as no token was given.
     pub own_host: bool,
 }
 
 impl Secret {
-    /// Of a token that is set.
+    /// From a token that is set.
     pub(super) fn token(token: &str) -> Secret {
         Secret::new("token", token.as_bytes(), false)
     }
 
-    /// Of this host and user, for a job without a token.
+    /// From this host and user, for a job without a token.
     pub(super) fn host() -> std::result::Result<Secret, Failure> {
         let dir = format!("/tmp/tokenyard-{}", nix::unistd::geteuid());
         let secret = host_secret(Path::new(&dir)).map_err(|error| {
@@ -79,7 +79,7 @@ impl Secret {
         Secret { key, own_host }
     }
 
-    fn mac(&self, role: Role, nonces: &Nonces, said: &[u8]) -> Hmac<Sha256> {
+    fn mac(&self, role: Role, nonces: &Nonces, fields: &[u8]) -> Hmac<Sha256> {
         let label: &[u8] = match role {
             Role::Member => b"tokenyard bootstrap: member",
             Role::Root => b"tokenyard bootstrap: rank 0",
@@ -88,21 +88,21 @@ impl Secret {
             .chain_update(label)
             .chain_update(nonces.member)
             .chain_update(nonces.root)
-            .chain_update(said)
+            .chain_update(fields)
     }
 
-    /// Proves to the other side; `said` is what the member says of itself.
-    pub(super) fn prove(&self, role: Role, nonces: &Nonces, said: &[u8]) -> Proof {
-        self.mac(role, nonces, said).finalize().into_bytes().into()
+    /// The proof for the other side; `fields` are the fields of the Join that follow its proof.
+    pub(super) fn prove(&self, role: Role, nonces: &Nonces, fields: &[u8]) -> Proof {
+        self.mac(role, nonces, fields).finalize().into_bytes().into()
     }
 
-    /// Whether `proof` was made by one who knows the secret. Takes the same time whatever differs.
-    pub(super) fn proved(&self, role: Role, nonces: &Nonces, said: &[u8], proof: &Proof) -> bool {
-        self.mac(role, nonces, said).verify_slice(proof).is_ok()
+    /// Whether `proof` was made with this secret. Takes the same time whatever differs.
+    pub(super) fn proved(&self, role: Role, nonces: &Nonces, fields: &[u8], proof: &Proof) -> bool {
+        self.mac(role, nonces, fields).verify_slice(proof).is_ok()
     }
 }
 
-/// A number that nobody can foretell.
+/// An unpredictable number.
 pub(super) fn nonce() -> std::result::Result<Nonce, Failure> {
     random().map_err(|error| {
         Failure::new(format!("the system gives no random numbers ({error})"), "see getrandom(2)").caused_by(error)
@@ -115,7 +115,7 @@ fn random() -> Result<Nonce> {
     Ok(bytes)
 }
 
-/// The secret in a directory of this user's alone, made by whoever comes first.
+/// The secret in a directory of this user alone; the first process makes it.
 fn host_secret(dir: &Path) -> Result<Nonce> {
     match DirBuilder::new().mode(0o700).create(dir) {
         Err(error) if error.kind() != ErrorKind::AlreadyExists => return Err(error),
@@ -190,7 +190,7 @@ mod tests {
         let proof = ours.prove(Role::Member, &nonces, b"rank 1");
         assert!(ours.proved(Role::Member, &nonces, b"rank 1", &proof));
         assert!(!other.proved(Role::Member, &nonces, b"rank 1", &proof));
-        assert!(!ours.proved(Role::Root, &nonces, b"rank 1", &proof), "what a member said proves rank 0");
+        assert!(!ours.proved(Role::Root, &nonces, b"rank 1", &proof), "a member's proof proves rank 0");
         assert!(!ours.proved(Role::Member, &nonces, b"rank 2", &proof));
         for nonces in [Nonces { member: [3; NONCE], ..nonces }, Nonces { root: [3; NONCE], ..nonces }] {
             assert!(!ours.proved(Role::Member, &nonces, b"rank 1", &proof), "an old proof is good again");
@@ -208,7 +208,7 @@ mod tests {
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(secrets.iter().all(|secret| *secret == secrets[0] && *secret != [0; NONCE]));
-        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "what was unfinished is left");
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "an unfinished file is left");
         assert_eq!(fs::metadata(&dir).unwrap().mode() & 0o777, 0o700);
         assert_eq!(fs::metadata(dir.join("secret")).unwrap().mode() & 0o777, 0o600);
     }
@@ -229,7 +229,7 @@ mod tests {
         mode(&dir, 0o700);
         fs::write(&file, b"short").unwrap();
         assert!(why().contains("5 bytes"), "{}", why());
-        // A link to a file that would do, and a directory behind a link.
+        // A link to a file that would be valid, and a link to a directory.
         fs::rename(&file, place.path().join("real")).unwrap();
         fs::write(place.path().join("real"), [7; NONCE]).unwrap();
         symlink(place.path().join("real"), &file).unwrap();

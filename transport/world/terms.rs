@@ -1,16 +1,16 @@
 //! What the ranks of a world must agree on before it forms, besides its size.
 //!
 //! Place in the data path: none. Made on the caller's thread, compared on rank 0's bootstrap thread. Both sides send
-//! text: lists are short in it, and a refusal can quote both.
+//! text: it keeps lists short, and a refusal can quote both.
 
 use std::fmt::Write;
 
 use sha2::{Digest, Sha256};
 
-use super::hub::Failure;
+use super::collective::Failure;
 use crate::base::Rank;
 
-/// Longest list sent whole; of a longer one, the first so many bytes and a hash of all.
+/// Longest list sent whole, in bytes; of a longer list, the first `MAX_LIST` bytes and a hash of all.
 const MAX_LIST: usize = 512;
 
 /// Generation, members and nodes, as one rank has them.
@@ -20,7 +20,7 @@ pub(super) struct Terms {
     pub generation: u32,
     /// Ranks of the first generation that take part, as in `0-3,6`.
     pub members: String,
-    /// Ranks of each node, as in `4,3`, and of those of the first generation.
+    /// Ranks of each node, as in `4,3`, and of each node of the first generation.
     pub nodes: String,
 }
 
@@ -33,10 +33,10 @@ impl Terms {
         Terms { generation, members: shortened(ranges(members)), nodes: shortened(sizes) }
     }
 
-    /// What to call the rank that has these terms and says that among their members it is number `rank`.
+    /// The name of the rank that sent these terms and its index `rank` among their members.
     pub(super) fn who(&self, rank: u32) -> String {
         let mut before = u64::from(rank);
-        // What is cut off, or of another version, ends the list.
+        // A run that is cut off, or of another version, ends the list.
         for run in self.members.split(',') {
             let ends = run.split_once('-').unwrap_or((run, run));
             let (Ok(first), Ok(last)) = (ends.0.parse::<u32>(), ends.1.parse::<u32>()) else { break };
@@ -49,8 +49,8 @@ impl Terms {
         format!("member number {rank}")
     }
 
-    /// What a rank at an address, which has the terms `theirs`, and rank 0, which is called `root` and has these,
-    /// disagree on.
+    /// What differs between `theirs`, the terms of rank `who` at address `peer`, and these, the terms of rank 0, whose
+    /// name is `root`.
     pub(super) fn difference(&self, theirs: &Terms, (who, peer): (&str, &str), root: Rank) -> Option<Failure> {
         let differ = |what: &str, theirs: &str, ours: &str, advice: &str| {
             Some(Failure::new(format!("{who} at {peer} has the {what} {theirs} and rank {root} has {ours}"), advice))
@@ -58,7 +58,7 @@ impl Terms {
         if self.generation != theirs.generation {
             let (theirs, ours) = (theirs.generation.to_string(), self.generation.to_string());
             let advice = "regroup with one generation on all ranks; a generation's port is TOKENYARD_PORT plus its \
-                          number, so jobs of one host need ports that lie apart";
+                          number, so jobs of one host need ports that differ by more than their generations";
             return differ("generation", &theirs, &ours, advice);
         }
         if self.members != theirs.members {
@@ -122,17 +122,17 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_told_without_both_values() {
+    fn a_difference_reported_without_both_values() {
         let ours = terms(&[0, 1], &[2]);
-        let told =
+        let differing =
             |theirs: &Terms| ours.difference(theirs, (&theirs.who(1), "there"), Rank(0)).map(|failure| failure.what);
-        assert_eq!(told(&ours), None);
+        assert_eq!(differing(&ours), None);
         let other = Terms { generation: 7, ..ours.clone() };
-        assert_eq!(told(&other).unwrap(), "rank 1 at there has the generation 7 and rank 0 has 1");
+        assert_eq!(differing(&other).unwrap(), "rank 1 at there has the generation 7 and rank 0 has 1");
         let other = terms(&[0, 2], &[2]);
-        assert_eq!(told(&other).unwrap(), "rank 2 at there has the members 0,2 and rank 0 has 0-1");
+        assert_eq!(differing(&other).unwrap(), "rank 2 at there has the members 0,2 and rank 0 has 0-1");
         let other = terms(&[0, 1], &[1, 1]);
-        assert!(told(&other).unwrap().contains("nodes 1,1 (of 4,4 at first) and rank 0 has 2 (of 4,4 at first)"));
+        assert!(differing(&other).unwrap().contains("nodes 1,1 (of 4,4 at first) and rank 0 has 2 (of 4,4 at first)"));
     }
 
     #[test]
@@ -141,13 +141,13 @@ mod tests {
         let some = terms(&[1, 2, 3, 6, 8, 9], &[1]);
         assert_eq!([0, 2, 3, 5].map(|rank| who(&some, rank)), ["rank 1", "rank 3", "rank 6", "rank 9"]);
         assert_eq!(who(&some, 6), "member number 6");
-        // A list that is cut short, and what another version may say.
+        // A list that is cut short, and what another version may send.
         let even: Vec<u32> = (0..16_384).step_by(2).collect();
         let long = terms(&even, &[1]);
         assert_eq!([who(&long, 99), who(&long, 8000)], ["rank 198", "member number 8000"]);
         for odd in ["", "x", "7-2", "0-4294967295,1", "4294967296", "-3"] {
-            let told = who(&Terms { members: odd.into(), ..Terms::default() }, u32::MAX);
-            assert!(["member number 4294967295", "rank 4294967295"].contains(&told.as_str()), "{odd}: {told}");
+            let name = who(&Terms { members: odd.into(), ..Terms::default() }, u32::MAX);
+            assert!(["member number 4294967295", "rank 4294967295"].contains(&name.as_str()), "{odd}: {name}");
         }
     }
 }

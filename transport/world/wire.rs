@@ -10,8 +10,8 @@
 //! +--------+-------+-------+-------------+---------------- - -
 //! ```
 //!
-//! Stable in all versions from 3 on, so that two versions can tell each other apart in words: the header, the kinds of
-//! Hello, Challenge and Join, the nonces with which the first two begin (of a Hello behind `u16 length`, where older
+//! Stable in all versions from 3 on, so that two versions can recognise each other and report it: the header, the kinds
+//! of Hello, Challenge and Join, the nonces with which the first two begin (in a Hello after `u16 length`, where older
 //! versions had the token), and that a Join begins with a proof of all that follows (secret.rs).
 
 use super::secret::{NONCE, Nonce, Proof};
@@ -25,7 +25,7 @@ pub(super) const VERSION: u16 = 3;
 pub(super) const HEADER_BYTES: usize = 12;
 /// Longest body between members: a gathered result of all ranks.
 pub(super) const MAX_BODY: usize = 64 << 20;
-/// Longest body from a connection that has not proved that it knows the token.
+/// Longest body from a connection that has not proved that it has the token.
 pub(super) const MAX_HELLO_BODY: usize = 4096;
 /// Longest job token.
 pub(super) const MAX_TOKEN: usize = 256;
@@ -38,15 +38,15 @@ pub(super) const KIND_HELLO: u16 = 1;
 pub(super) const KIND_CHALLENGE: u16 = 11;
 pub(super) const KIND_JOIN: u16 = 12;
 
-/// One message; each says who sends it.
+/// One message; each variant names its sender.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Member, first: its nonce, and whether its secret is its host's for want of a token.
+    /// Member, first: its nonce, and whether its secret is its host's, as it has no token.
     Hello { nonce: Nonce, own_host: bool },
     /// Rank 0, to a Hello: its own nonce.
     Challenge { nonce: Nonce },
-    /// Member, to a Challenge: asks to be a rank of the job, and proves that it may. `host` says where others reach its
-    /// host; empty, where rank 0 sees the connection come from.
+    /// Member, to a Challenge: asks to be a rank of the job, and proves that it may. `host` is the name or
+    /// address of its host for the others; if empty, rank 0 takes the connection's source address.
     Join { proof: Proof, rank: u32, world: u32, host: String, terms: Terms },
     /// Rank 0, to a Join: the member is in, and here is proof that this is rank 0.
     Accept { proof: Proof },
@@ -106,8 +106,8 @@ pub(super) struct Frame {
 #[derive(Debug)]
 pub(super) struct FrameReader {
     bytes: Vec<u8>,
-    /// Of these, how many belong to frames that were handed out. They go when more come, all at once: one by one, many
-    /// small frames would each move all that is behind them.
+    /// How many of these bytes belong to frames that were handed out. They are removed together when more bytes come:
+    /// removing them frame by frame would move all later bytes once per small frame.
     taken: usize,
     limit: usize,
 }
@@ -174,8 +174,8 @@ pub(super) fn first_bytes(body: &[u8]) -> Result<([u8; NONCE], &[u8]), Malformed
     Ok((cursor.array()?, cursor.rest))
 }
 
-/// What a Join says behind its proof.
-pub(super) fn said(join: &Message) -> Result<Vec<u8>, Malformed> {
+/// The fields of a Join that follow its proof, encoded.
+pub(super) fn fields_after_proof(join: &Message) -> Result<Vec<u8>, Malformed> {
     let mut body = Vec::new();
     put_body(&mut body, join)?;
     Ok(first_bytes(&body)?.1.to_vec())

@@ -80,7 +80,7 @@ fn small_frames_that_cost_the_square_of_their_number() {
     let start = std::time::Instant::now();
     for number in 0..400_000 {
         assert_eq!(reader.next_frame().unwrap().map(|frame| frame.kind), Some(10), "frame {number}");
-        // Moving what is behind each frame would take a quarter of a minute.
+        // Moving all later bytes once per frame would take a quarter of a minute.
         assert!(start.elapsed() < std::time::Duration::from_secs(2), "only {number} frames after 2 s");
     }
     assert_eq!((reader.next_frame(), reader.held()), (Ok(None), 0));

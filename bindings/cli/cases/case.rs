@@ -1,8 +1,8 @@
 //! One run described completely: shape, types, layout, routing, mode and seed.
 //!
-//! Before the data path; pure. `bench` makes one from its options, `verify` draws them, and a case prints as a text
-//! from which it can be made again. The reference's view of it is made here, from the formats' definitions and not from
-//! the library's types.
+//! Before the data path; pure. `bench` makes a case from its options, `verify` draws cases, and a case prints as a text
+//! from which it can be made again. The reference's view of a case is made here, from the formats' definitions and not
+//! from the library's types.
 
 use std::fmt;
 
@@ -20,44 +20,44 @@ use super::words::{
     WeightsWord, Word, WorldMode, word,
 };
 use crate::cli::reference::{self, Elem};
-use crate::cli::usage::Refusal;
+use crate::cli::usage::{Refusal, old_name};
 
-/// Ranks of a node whose output may lie in the arena.
-const MAX_OWN_OUTPUT_RANKS: usize = 32;
+/// Most ranks of a node with in-place output.
+const MAX_IN_PLACE_RANKS: usize = 32;
 /// Experts of one rank at the most: their counts fit in a block's shared memory.
 pub const MAX_LOCAL_EXPERTS: usize = 2047;
-/// Ranks times experts of one rank at the most: their counts do, too.
+/// Ranks times experts of one rank at the most: these counts fit there, too.
 const MAX_COUNTS: usize = 8192;
 /// Bytes that rows are multiples of.
 const ROW_QUANTUM: usize = 16;
 /// Columns of one scale.
 const SCALE_COLUMNS: usize = 128;
-/// The last number that a first dispatch may have, as the library has it.
+/// The largest number of a first dispatch, the library's own limit.
 const MAX_EPOCH: u64 = 1 << 42;
 /// Chunks of a message at the most: an immediate numbers them in ten bits.
 pub const MAX_CHUNKS: usize = 1024;
 
-/// Everything that determines a run but the device.
+/// Everything that determines a run, except the device.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
     pub world: usize,
     /// Ranks of each node, in order; empty where all ranks are one node.
     pub nodes: Vec<usize>,
-    /// What carries bytes between nodes; the rest, up to `hidden`, is of the simulated one.
+    /// The network between nodes; the fields up to `hidden` configure the simulated network.
     pub transport: TransportWord,
     pub link: Link,
     pub network: NetworkWord,
-    /// NICs of a rank, where it is not the link model's own number.
+    /// NICs of a rank, if other than the link model's own number.
     pub nics: Option<usize>,
-    /// Rows of a chunk of a message between nodes, where the library does not choose.
+    /// Rows of a chunk of a message between nodes, unless the library chooses.
     pub chunk_rows: Option<usize>,
     /// Received rows and partial rows between nodes are kept twice, if a second copy is not too large.
     pub double_buffer: bool,
-    /// In one node, tokens up to which partial rows arrive without tags, where the library does not choose.
-    pub arriving_tokens: Option<usize>,
-    /// Tokens of each rank that a call sends at once, where the library does not choose.
-    pub wave_tokens: Option<usize>,
-    /// Tokens whose META one block builds, where the library does not choose.
+    /// In one node: tokens up to which partial rows are LL rows, unless the library chooses.
+    pub ll_tokens: Option<usize>,
+    /// Tokens of each rank in a round, unless the library chooses.
+    pub round_tokens: Option<usize>,
+    /// Tokens whose routing metadata one block builds, unless the library chooses.
     pub meta_tile: Option<usize>,
     pub hidden: usize,
     pub experts: usize,
@@ -76,13 +76,13 @@ pub struct Case {
     pub weights: WeightsWord,
     pub layout: LayoutWord,
     pub align: usize,
-    /// Rows of the output (masked: of each expert's); the worst case where none is given.
+    /// Rows of the output (masked: of each expert's); `None` for the worst case.
     pub capacity: Option<usize>,
-    /// Whether dispatch's output lies in the arena, and peers store rows where they belong there.
-    pub own_output: bool,
+    /// Whether dispatch has in-place output: peers store rows directly into the output in the arena.
+    pub in_place: bool,
     /// Order of dispatched scales.
     pub scale_order: OrderWord,
-    /// Order of the scales that are dispatched.
+    /// Order of the input scales.
     pub input_scales: OrderWord,
     pub index: IndexWord,
     pub zero_padding: bool,
@@ -101,12 +101,11 @@ pub struct Case {
     /// Chance in percent that a choice is -1.
     pub none_percent: usize,
     pub mode: Mode,
-    /// Dispatches that are enqueued before their combines are; then the combines follow in an order that the seed
-    /// draws.
+    /// Dispatches that are enqueued before their combines; the combines then follow in an order that the seed draws.
     pub ahead: usize,
     /// All ranks meet at a barrier on the device before every dispatch and every combine.
     pub lockstep: bool,
-    /// What goes wrong in one iteration.
+    /// The planned fault of one iteration.
     pub fault: FaultWord,
     pub sms: Option<usize>,
     pub world_mode: WorldMode,
@@ -114,7 +113,7 @@ pub struct Case {
     pub hold_stores: bool,
     pub iters: usize,
     pub seed: u64,
-    /// Number of the first dispatch and combine, where it is not the library's own.
+    /// Number of the first dispatch and combine, if other than the library's own.
     pub first_epoch: Option<u64>,
 }
 
@@ -125,13 +124,13 @@ impl Default for Case {
             nodes: Vec::new(),
             transport: TransportWord::Sim,
             link: Link::None,
-            // What verifies looks for trouble.
+            // Verification looks for trouble.
             network: NetworkWord::Hostile,
             nics: None,
             chunk_rows: None,
             double_buffer: true,
-            arriving_tokens: None,
-            wave_tokens: None,
+            ll_tokens: None,
+            round_tokens: None,
             meta_tile: None,
             hidden: 128,
             experts: 8,
@@ -147,7 +146,7 @@ impl Default for Case {
             layout: LayoutWord::Contiguous,
             align: 1,
             capacity: None,
-            own_output: false,
+            in_place: false,
             scale_order: OrderWord::Row,
             input_scales: OrderWord::Row,
             index: IndexWord::I64,
@@ -263,7 +262,7 @@ impl Case {
         counts
     }
 
-    /// Rows of the output of every rank (masked: of each expert's): what was asked for, or the worst case.
+    /// Rows of the output of every rank (masked: of each expert's): the given number, or the worst case.
     pub fn capacity(&self) -> usize {
         self.capacity.unwrap_or_else(|| self.worst_case())
     }
@@ -294,7 +293,7 @@ impl Case {
         (row as u64, partial as u64)
     }
 
-    /// How the reference sees this run; `poison` is the fill byte of outputs.
+    /// The reference's view of this run; `poison` is the fill byte of outputs.
     pub fn spec(&self, poison: u8) -> reference::Spec {
         reference::Spec {
             ranks: self.world,
@@ -337,7 +336,7 @@ impl Case {
         }
     }
 
-    /// What the library refuses by design about this case: the field that its error names.
+    /// The field of this case that the library refuses by design, as its error names it.
     pub fn refused_by_design(&self) -> Option<&'static str> {
         if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
             Some("scales")
@@ -352,7 +351,7 @@ impl Case {
         }
     }
 
-    /// This case without what is refused by design: the rest must be usable all the same.
+    /// This case without the fields refused by design: the rest must still be usable.
     #[must_use]
     pub fn without_refused(&self) -> Case {
         let mut case = self.clone();
@@ -367,15 +366,15 @@ impl Case {
         case
     }
 
-    /// Why the output cannot lie in the arena, if there is a reason.
-    pub fn why_no_own_output(&self) -> Option<&'static str> {
+    /// Why this case cannot have in-place output, if there is a reason.
+    pub fn why_not_in_place(&self) -> Option<&'static str> {
         let reasons = [
             (self.layout != LayoutWord::Contiguous, "its layout is contiguous"),
             (self.several_nodes(), "it is for worlds of one node"),
-            (self.world > MAX_OWN_OUTPUT_RANKS, "it is for at most 32 ranks"),
+            (self.world > MAX_IN_PLACE_RANKS, "it is for at most 32 ranks"),
             (self.quantize, "rows that are quantised have none"),
             (self.mode == Mode::Split, "a dispatch to it has no halves"),
-            (self.wave_tokens.is_some_and(|tokens| tokens < self.max_tokens), "calls to it go in one wave"),
+            (self.round_tokens.is_some_and(|tokens| tokens < self.max_tokens), "calls to it go in one round"),
             (self.scale_order != OrderWord::Row, "its scales are row by row"),
             (self.ahead > 1, "the next dispatch overwrites it"),
             (self.gap > 0, "its rows lie side by side"),
@@ -406,10 +405,10 @@ impl Case {
         }
     }
 
-    /// Refuses what cannot be run, naming the option.
+    /// Refuses a case that cannot be run, naming the option.
     ///
     /// # Errors
-    /// The first thing that is unusable.
+    /// The first unusable option.
     pub fn check(&self) -> Result<(), Refusal> {
         self.check_shape()?;
         self.check_nodes()?;
@@ -466,11 +465,11 @@ impl Case {
                 (_, PartialWord::Fp8) => "fp8 partial rows have a scale for 128 columns",
                 _ => "rows are multiples of 16 bytes",
             };
-            let near = self.hidden.next_multiple_of(quantum).max(quantum);
+            let nearest = self.hidden.next_multiple_of(quantum).max(quantum);
             return refuse(
                 "--hidden",
                 self.hidden.to_string(),
-                format!("{why}; give a multiple of {quantum}, say {near}"),
+                format!("{why}; give a multiple of {quantum}, say {nearest}"),
             );
         }
         if self.scales != ScaleKind::None && self.dtype != Dtype::Fp8E4m3 {
@@ -510,9 +509,9 @@ impl Case {
         if let Some(nics) = self.nics.filter(|nics| !(1..=MAX_NICS).contains(&(*nics as u64))) {
             return Err(Refusal::of("nics", nics, format!("give 1 to {MAX_NICS}")));
         }
-        let wave = self.wave_tokens.unwrap_or(self.max_tokens).clamp(1, self.max_tokens.max(1));
-        // META has a chunk of its own.
-        let least = wave.div_ceil(MAX_CHUNKS - 1).max(1);
+        let round = self.round_tokens.unwrap_or(self.max_tokens).clamp(1, self.max_tokens.max(1));
+        // Routing metadata has a chunk of its own.
+        let least = round.div_ceil(MAX_CHUNKS - 1).max(1);
         if let Some(rows) = self.chunk_rows.filter(|rows| self.several_nodes() && *rows < least) {
             let advice = format!("a message has at most {MAX_CHUNKS} chunks; give at least {least}, or leave it out");
             return Err(Refusal::of("--chunk-rows", rows, advice));
@@ -526,8 +525,8 @@ impl Case {
             let advice = "only the contiguous layout aligns, to 1 row or more; leave it out".to_string();
             return refuse("--align", self.align.to_string(), advice);
         }
-        if let Some(why) = self.why_no_own_output().filter(|_| self.own_output) {
-            return refuse("--own-output", "given".to_string(), format!("{why}; leave it out"));
+        if let Some(why) = self.why_not_in_place().filter(|_| self.in_place) {
+            return refuse("--in-place", "given".to_string(), format!("{why}; leave it out"));
         }
         if self.layout == LayoutWord::Token && self.weights == WeightsWord::Combine {
             let advice = "in the token layout the caller sums a rank's experts, and needs the weights at dispatch; give \
@@ -548,7 +547,7 @@ impl Case {
             if self.layout == LayoutWord::Masked { self.local_counts().into_iter().max().unwrap_or(1) } else { 1 };
         let all = capacity.saturating_mul(experts);
         if capacity == 0 || all > i32::MAX as usize {
-            // The worst case follows from the others.
+            // The worst case depends on other options.
             let (name, value, instead) = match (self.capacity, self.layout) {
                 (Some(_), _) => ("--capacity", capacity, ""),
                 (None, LayoutWord::Contiguous) => ("--align", self.align, ""),
@@ -645,8 +644,8 @@ fields! {
     nics: optional, or_none::<1, MAX_NICS>;
     chunk_rows: optional, or_none::<1, MAX_TOKENS>;
     double_buffer: flag, read_flag;
-    arriving_tokens: optional, or_none::<0, MAX_TOKENS>;
-    wave_tokens: optional, or_none::<1, MAX_TOKENS>;
+    ll_tokens: optional, or_none::<0, MAX_TOKENS>;
+    round_tokens: optional, or_none::<1, MAX_TOKENS>;
     meta_tile: optional, or_none::<1, MAX_TOKENS>;
     hidden: show, within::<1, MAX_HIDDEN>;
     experts: show, within::<1, MAX_EXPERTS>;
@@ -662,7 +661,7 @@ fields! {
     layout: show_word, word;
     align: show, within::<1, MAX_TOKENS>;
     capacity: optional, or_none::<1, MAX_ROWS>;
-    own_output: flag, read_flag;
+    in_place: flag, read_flag;
     scale_order: show_word, word;
     input_scales: show_word, word;
     index: show_word, word;
@@ -703,10 +702,11 @@ impl fmt::Display for Case {
 }
 
 impl Case {
-    /// Reads what a case was printed as.
+    /// Reads the printed form of a case.
     ///
     /// # Errors
-    /// The first field that is not known, not usable by itself, or given twice.
+    /// The first field that does not exist, is not usable by itself, or is given twice. A field's old name is refused
+    /// with its new name.
     pub fn parse(text: &str) -> Result<Case, Refusal> {
         let mut case = Case::default();
         let mut given = Vec::new();
@@ -714,7 +714,9 @@ impl Case {
             let (name, value) = field.split_once('=').unwrap_or((field, ""));
             match case.set(name, value) {
                 None => {
-                    let advice = format!("there is no `{name}`; give name=value pairs as a failure printed them");
+                    let advice = old_name(name).unwrap_or_else(|| {
+                        format!("there is no `{name}`; give name=value pairs as a failure printed them")
+                    });
                     return Err(Refusal::of("--replay", field, advice));
                 }
                 Some(Err(advice)) => return Err(Refusal::of("--replay", field, advice)),
@@ -746,15 +748,15 @@ mod tests {
             nics: Some(3),
             chunk_rows: Some(2),
             double_buffer: false,
-            arriving_tokens: Some(9),
-            wave_tokens: Some(7),
+            ll_tokens: Some(9),
+            round_tokens: Some(7),
             dtype: Dtype::Fp8E4m3,
             scales: ScaleKind::Ue8m0,
             quantize: true,
             partial: PartialWord::Fp8,
             layout: LayoutWord::Masked,
             capacity: Some(77),
-            own_output: true,
+            in_place: true,
             first_epoch: Some(u64::from(u32::MAX)),
             ragged: true,
             routing: Routing::Hot(3),
@@ -770,6 +772,16 @@ mod tests {
         let refused = Case::parse("world=2,mode=eager").unwrap_err().to_string();
         assert!(refused.contains("mode=eager") && refused.contains("fused, split or graph"), "{refused}");
         assert!(Case::parse("color=red").is_err());
+    }
+
+    #[test]
+    fn a_field_by_its_old_name_is_refused_with_its_new_name() {
+        let renamed = [("own_output", "in_place"), ("wave_tokens", "round_tokens"), ("arriving_tokens", "ll_tokens")];
+        for (old, new) in renamed {
+            let refused = Case::parse(&format!("world=2,{old}=1")).unwrap_err().to_string();
+            assert_eq!(refused, format!("argument --replay is `{old}=1`: {old} is called {new} now"));
+            assert!(Case::default().fields().iter().any(|(name, _)| *name == new), "{new}");
+        }
     }
 
     #[test]
@@ -793,13 +805,13 @@ mod tests {
             let most = match *name {
                 "seed" => u64::MAX,
                 "first_epoch" => u64::from(u32::MAX) + 1,
-                "hidden" | "chunk_rows" | "arriving_tokens" | "wave_tokens" | "meta_tile" | "align" | "tokens"
+                "hidden" | "chunk_rows" | "ll_tokens" | "round_tokens" | "meta_tile" | "align" | "tokens"
                 | "max_tokens" | "iters" | "capacity" => 1 << 20,
                 "gap" => 1 << 16,
                 _ => 1,
             };
             assert!(taken.iter().all(|value| *value <= most), "{name}: {taken:?}");
-            let may_be_0 = ["seed", "gap", "tokens", "arriving_tokens", "none_percent"].contains(name);
+            let may_be_0 = ["seed", "gap", "tokens", "ll_tokens", "none_percent"].contains(name);
             assert_eq!(taken.contains(&0), may_be_0, "{name}: {taken:?}");
         }
     }
@@ -825,7 +837,7 @@ mod tests {
     fn unusable_shapes_name_the_option_and_what_would_do() {
         let base = Case { world: 2, ..Case::default() };
         let fp8 = Case { dtype: Dtype::Fp8E4m3, scales: ScaleKind::F32, ..base.clone() };
-        for (case, says) in [
+        for (case, wanted) in [
             (Case { hidden: 100, ..base.clone() }, "--hidden is `100`"),
             (Case { hidden: 192, ..fp8.clone() }, "give a multiple of 128, say 256"),
             (Case { hidden: 192, partial: PartialWord::Fp8, ..base.clone() }, "fp8 partial rows have a scale"),
@@ -857,12 +869,12 @@ mod tests {
             (Case { routing: Routing::Hot(9), ..base.clone() }, "--routing is `hot:9`"),
         ] {
             let refused = case.check().unwrap_err().to_string();
-            assert!(refused.contains(says), "{refused}");
+            assert!(refused.contains(wanted), "{refused}");
         }
         assert!(base.check().is_ok() && fp8.check().is_ok() && Case { quantize: true, ..fp8 }.check().is_ok());
-        let far = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2047, ..base };
-        let chunked = Case { chunk_rows: Some(2), ..far.clone() };
-        assert!(far.check().is_ok() && Case { chunk_rows: Some(3), ..far }.check().is_ok());
+        let inter_node = Case { nodes: vec![1, 1], link: Link::Cx7, max_tokens: 2047, ..base };
+        let chunked = Case { chunk_rows: Some(2), ..inter_node.clone() };
+        assert!(inter_node.check().is_ok() && Case { chunk_rows: Some(3), ..inter_node }.check().is_ok());
         let refused = chunked.check().unwrap_err().to_string();
         assert!(refused.contains("--chunk-rows is `2`") && refused.contains("at least 3"), "{refused}");
     }

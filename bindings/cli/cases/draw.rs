@@ -1,6 +1,6 @@
 //! Configurations drawn from seeds: shapes, types, layouts, routings, and how calls follow each other.
 //!
-//! Before the data path; pure. What a configuration is follows from its seed alone.
+//! Before the data path; pure. A configuration depends on its seed alone.
 
 use tokenyard::internals::base::Dtype;
 
@@ -67,33 +67,33 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_nodes(&mut case);
     draw_quantize(&mut case);
     draw_partial(&mut case);
-    draw_own_output(&mut case);
+    draw_in_place(&mut case);
     case
 }
 
-/// The same, with rows that are quantised; types, scales and columns become such that they can be.
+/// The same, with rows that are quantised; types, scales and columns are adapted to that.
 pub fn quantized(case: Case) -> Case {
     let drawn = if (case.seed / 2).is_multiple_of(2) { ScaleKind::F32 } else { ScaleKind::Ue8m0 };
     let scales = if case.scales == ScaleKind::None { drawn } else { case.scales };
     let case = Case { dtype: Dtype::Fp8E4m3, scales, quantize: true, ..case };
-    Case { hidden: case.hidden.next_multiple_of(case.hidden_quantum()), own_output: false, ..case }
+    Case { hidden: case.hidden.next_multiple_of(case.hidden_quantum()), in_place: false, ..case }
 }
 
-/// The same, in one node, with an output in the arena; the rest becomes such that there can be one.
-pub fn with_own_output(case: Case) -> Case {
+/// The same, in one node, with in-place output; the rest is adapted to that.
+pub fn with_in_place(case: Case) -> Case {
     let mode = if case.mode == Mode::Split { Mode::Fused } else { case.mode };
     let fault = if case.fault == FaultWord::Overflow { FaultWord::None } else { case.fault };
-    let case = Case { nodes: Vec::new(), link: Link::None, nics: None, wave_tokens: None, ..case };
+    let case = Case { nodes: Vec::new(), link: Link::None, nics: None, round_tokens: None, ..case };
     let case = Case { layout: LayoutWord::Contiguous, scale_order: OrderWord::Row, gap: 0, mode, fault, ..case };
-    Case { quantize: false, ahead: 1, own_output: true, ..case }
+    Case { quantize: false, ahead: 1, in_place: true, ..case }
 }
 
-/// What the arguments of `verify` make of a draw.
-pub fn as_asked(case: Case, quantize: bool, own_output: bool) -> Case {
+/// The draw, adapted to the arguments of `verify`.
+pub fn as_asked(case: Case, quantize: bool, in_place: bool) -> Case {
     if quantize {
         quantized(case)
-    } else if own_output {
-        with_own_output(case)
+    } else if in_place {
+        with_in_place(case)
     } else {
         case
     }
@@ -102,18 +102,18 @@ pub fn as_asked(case: Case, quantize: bool, own_output: bool) -> Case {
 /// The same, of several nodes, between which messages are tampered with.
 pub fn forged(case: Case) -> Case {
     let nodes = if case.several_nodes() { case.nodes.clone() } else { vec![1, case.world.saturating_sub(1)] };
-    Case { nodes, fault: FaultWord::Forged, own_output: false, ..case }
+    Case { nodes, fault: FaultWord::Forged, in_place: false, ..case }
 }
 
-/// The configuration of a seeded schedule: a tiny world on one thread, in which much happens between ranks and little
-/// else. Every second one holds stores back.
+/// The configuration of a seeded schedule: a tiny world on one thread, with much traffic between ranks and little else.
+/// Every second configuration holds stores back.
 pub fn draw_small(seed: u64) -> Case {
     let mut dice = Dice(Counter::new(seed, Use::Choice, u64::MAX - 3, 0, 0));
     let dice = &mut dice;
     let mut case = Case { seed, world: 2 + dice.below(SMALL_RANKS - 1), ..Case::default() };
     draw_types(&mut case, dice);
     draw_layout(&mut case, dice);
-    // What is refused before anything runs has no schedule.
+    // Configurations that are refused before anything runs have no schedule.
     if case.dtype != Dtype::Fp8E4m3 {
         case.scales = ScaleKind::None;
     }
@@ -138,24 +138,24 @@ pub fn draw_small(seed: u64) -> Case {
     case.quantize &= case.scales != ScaleKind::None;
     draw_partial(&mut case);
     case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
-    // With three blocks and five ranks or more some send apart from the others.
+    // Three blocks and at least five ranks give dedicated sender blocks.
     case.sms = Some(if case.world > 4 && !case.several_nodes() { 3 } else { 2 });
     case.iters = 3 + dice.below(2);
     case.world_mode = WorldMode::OneThread;
     case.hold_stores = seed % 2 == 1;
-    draw_own_output(&mut case);
+    draw_in_place(&mut case);
     case
 }
 
 fn draw_types(case: &mut Case, dice: &mut Dice) {
     case.dtype = dice.word(Dtype::Bf16);
-    // Scales of rows that are not fp8 are refused; now and then that is looked at.
+    // Scales of rows that are not fp8 are refused; some draws test that.
     if case.dtype == Dtype::Fp8E4m3 || dice.once_in(8) {
         case.scales = dice.word(ScaleKind::None);
     }
     case.combine_dtype = dice.of(SUMMED, Dtype::Bf16);
     case.out_dtype = dice.of(SUMMED, Dtype::Bf16);
-    // fp8 is drawn apart, below.
+    // fp8 is drawn in draw_partial.
     case.partial = if dice.once_in(4) { PartialWord::Fp32 } else { PartialWord::Same };
     case.weights = dice.word(WeightsWord::Dispatch);
     case.index = dice.word(IndexWord::I64);
@@ -217,8 +217,8 @@ fn draw_schedule(case: &mut Case, dice: &mut Dice, device: DeviceWord) {
     case.device_count = dice.once_in(3) || (case.mode == Mode::Graph && case.ragged);
     case.iters = 3 + dice.below(3);
     // Both parities are used once before flags wrap.
-    let near_wrap = u64::from(u32::MAX) - 1 - dice.below(3) as u64;
-    case.first_epoch = dice.once_in(6).then_some(near_wrap);
+    let before_wrap = u64::from(u32::MAX) - 1 - dice.below(3) as u64;
+    case.first_epoch = dice.once_in(6).then_some(before_wrap);
     let (sms, one_thread, hold) = (2 + dice.below(5), dice.once_in(2), dice.once_in(2));
     case.sms = dice.once_in(3).then_some(sms);
     if device == DeviceWord::Cpu && one_thread {
@@ -227,10 +227,10 @@ fn draw_schedule(case: &mut Case, dice: &mut Dice, device: DeviceWord) {
     }
 }
 
-/// How calls follow each other, and what goes wrong.
+/// The order of calls, and planned faults.
 fn draw_order(case: &mut Case, dice: &mut Dice) {
     case.ahead = if dice.once_in(3) { 2 + dice.below(2) } else { 1 };
-    // At a barrier before every call, no rank is ever ahead of another.
+    // A barrier before every call keeps all ranks in step.
     case.lockstep = case.ahead == 1 && dice.once_in(4);
     case.fault = match dice.below(12) {
         0 => FaultWord::Routing,
@@ -240,22 +240,23 @@ fn draw_order(case: &mut Case, dice: &mut Dice) {
     };
 }
 
-/// The nodes of a world, and what is between them. From a stream of its own, so that the rest does not depend on it.
+/// The nodes of a world, and the network between them. From a stream of its own, so that the rest does not depend on
+/// it.
 fn draw_nodes(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 6, 0, 0));
     let dice = &mut dice;
     let count = 1 + dice.below(NODES.min(case.world));
     case.nodes = if dice.once_in(2) { even(case.world, count) } else { uneven(case.world, count, dice) };
-    // The smallest there is, mostly, wherever it makes two of a call's tokens.
+    // Mostly the smallest tile, if it makes two tiles of a call's tokens.
     case.meta_tile = (case.max_tokens > 32 && !dice.once_in(8)).then_some(32);
-    // Up to four waves, the last one often shorter.
-    case.wave_tokens = dice.once_in(3).then(|| case.max_tokens.div_ceil(1 + dice.below(4)).max(1));
+    // Up to four rounds, the last one often shorter.
+    case.round_tokens = dice.once_in(3).then(|| case.max_tokens.div_ceil(1 + dice.below(4)).max(1));
     if !case.several_nodes() {
         case.nodes.clear();
-        case.arriving_tokens = [None, Some(0), Some(case.max_tokens)][dice.below(3)];
+        case.ll_tokens = [None, Some(0), Some(case.max_tokens)][dice.below(3)];
         return;
     }
-    // A chunk a row makes messages of many chunks, and one chunk is what a decode step has.
+    // One row per chunk makes messages of many chunks; a decode step has one chunk.
     case.chunk_rows = (!dice.once_in(4)).then(|| dice.small(8));
     case.double_buffer = dice.once_in(2);
     case.nics = dice.once_in(2).then(|| 1 + dice.below(MAX_NICS as usize));
@@ -268,29 +269,29 @@ fn draw_nodes(case: &mut Case) {
 /// Whether rows are quantised. From a stream of its own, as nodes are.
 fn draw_quantize(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 7, 0, 0));
-    // Without scales it is refused; now and then that is looked at.
+    // Without scales it is refused; some draws test that.
     case.quantize = dice.once_in(if case.scales == ScaleKind::None { 16 } else { 2 });
 }
 
-/// Whether the output lies in the arena, where it can, and then mostly in such cases as have one. From a stream of its
-/// own, as nodes are.
-fn draw_own_output(case: &mut Case) {
+/// Whether the case has in-place output. Some settings are adapted to it; cases with others keep theirs. From a stream
+/// of its own, as nodes are.
+fn draw_in_place(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 9, 0, 0));
     if !dice.once_in(3) {
         return;
     }
-    let plain = Case { scale_order: OrderWord::Row, ahead: 1, gap: 0, wave_tokens: None, ..case.clone() };
-    if plain.why_no_own_output().is_none() {
-        *case = Case { own_output: true, ..plain };
+    let adapted = Case { scale_order: OrderWord::Row, ahead: 1, gap: 0, round_tokens: None, ..case.clone() };
+    if adapted.why_not_in_place().is_none() {
+        *case = Case { in_place: true, ..adapted };
     }
 }
 
-/// Whether partial rows are fp8, and columns such that they can be. From a stream of its own, as nodes are.
+/// Whether partial rows are fp8, with columns adapted to that. From a stream of its own, as nodes are.
 fn draw_partial(case: &mut Case) {
     let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 8, 0, 0));
     if dice.once_in(3) {
         case.partial = PartialWord::Fp8;
-        // Other columns are refused; now and then that is looked at.
+        // Other columns are refused; some draws test that.
         if !dice.once_in(16) {
             case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
         }
@@ -302,7 +303,7 @@ fn even(world: usize, count: usize) -> Vec<usize> {
     (0..count).map(|node| (node + 1) * world / count - node * world / count).collect()
 }
 
-/// Nodes of any sizes: the world is cut at places that are drawn.
+/// Nodes of any sizes: the world is cut at random places.
 fn uneven(world: usize, count: usize, dice: &mut Dice) -> Vec<usize> {
     let mut cuts = vec![0, world];
     while cuts.len() < count + 1 {
@@ -332,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn five_hundred_draws_leave_few_pairs_to_be_looked_for() {
+    fn five_hundred_draws_leave_few_pairs_missing() {
         let mut tally = Tally::default();
         for seed in 1..=500 {
             let case = draw(seed, DeviceWord::Cpu);
@@ -405,7 +406,7 @@ mod tests {
         assert!((2..=NODES).all(|n| cases.iter().filter(|c| c.nodes.len() == n).count() > 30));
         assert!(share(Case::uneven_nodes) > 100 && share(|c| c.several_nodes() && !c.uneven_nodes()) > 60);
         assert!(share(|c| c.several_nodes() && c.network == NetworkWord::Hostile) > several / 2);
-        assert!(share(|c| c.wave_tokens.is_some_and(|tokens| tokens < c.max_tokens)) > 60);
+        assert!(share(|c| c.round_tokens.is_some_and(|tokens| tokens < c.max_tokens)) > 60);
         let tiled = share(|c| c.meta_tile.is_some_and(|tokens| tokens < c.max_tokens));
         let whole = share(|c| c.meta_tile.is_none() && c.max_tokens > 32);
         assert!(tiled > 40 && whole > 2, "{tiled} {whole}");

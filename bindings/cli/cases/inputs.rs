@@ -1,5 +1,5 @@
 //! Inputs of a run, made on demand: any row, scale or weight is a function of (seed, iteration, rank, token) and its
-//! position, so nothing is stored and the reference can ask for any row again.
+//! position. Nothing is stored, and the reference can make any row again.
 //!
 //! Before the data path, on any thread; it allocates nothing. One 64-bit mix makes eight bytes.
 
@@ -17,7 +17,7 @@ pub enum Use {
     Weight = 3,
     Choice = 4,
     Count = 5,
-    /// What stands in an output that combine accumulates into.
+    /// Old contents of an output that combine accumulates into.
     Old = 6,
     /// Powers of two of the blocks of a row.
     Power = 7,
@@ -58,7 +58,7 @@ impl Counter {
         self.at(self.next - 1)
     }
 
-    /// A number below `bound` (1 if that is 0), each equally likely but for 2^-64 · bound.
+    /// A number below `bound` (1 if that is 0), each equally likely up to 2^-64 · bound.
     pub fn below(&mut self, bound: usize) -> usize {
         ((u128::from(self.next()) * bound.max(1) as u128) >> 64) as usize
     }
@@ -111,8 +111,9 @@ impl Inputs {
         self.scales.words(self.hidden)
     }
 
-    /// Writes the row of a token. fp8: every finite code. The others: either sign, magnitudes in [2^-7, 2); in uneven
-    /// rows times a power of two for each block, 2^-24 to 2^7, so that the quietest have the least scale that there is.
+    /// Writes the row of a token. fp8: every finite code. Other types: either sign, magnitudes in [2^-7, 2); in uneven
+    /// rows times a power of two for each block, 2^-24 to 2^7, so that the smallest blocks have the smallest possible
+    /// scale.
     pub fn fill_row(&self, rank: usize, token: usize, out: &mut [u8]) {
         let counter = Counter::new(self.seed, Use::Row, self.iteration, rank, token);
         fill_elements(counter, self.dtype, out);
@@ -122,15 +123,15 @@ impl Inputs {
         }
     }
 
-    /// Writes what stands, before combine, in the output row of a token of a rank; as [`Inputs::fill_row`] does, in the
-    /// type of the output.
+    /// Writes the old contents of the output row of a token of a rank, as [`Inputs::fill_row`] does, in the type of the
+    /// output.
     pub fn fill_old(&self, dtype: Dtype, rank: usize, token: usize, out: &mut [u8]) {
         let counter = Counter::new(self.seed, Use::Old, self.iteration, rank, token);
         fill_elements(counter, dtype, out);
     }
 
     /// Writes the scale words of a token. f32: positive, in [2^-3, 2^3), no powers of two. UE8M0: exponents 2^-3 to
-    /// 2^3, four to a word, little end first, unused bytes zero.
+    /// 2^3, four in a word, little-endian, unused bytes zero.
     pub fn fill_scales(&self, rank: usize, token: usize, out: &mut [u32]) {
         let counter = Counter::new(self.seed, Use::Scale, self.iteration, rank, token);
         match self.scales {
@@ -255,13 +256,13 @@ mod tests {
             let number = |b: &[u8]| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16);
             out.chunks(2).map(number).collect::<Vec<f32>>()
         };
-        let (plain, scaled) = (row(even), row(Inputs { uneven: true, ..even }));
-        let powers: Vec<f32> = plain.iter().zip(&scaled).map(|(plain, scaled)| scaled / plain).collect();
+        let (unscaled, scaled) = (row(even), row(Inputs { uneven: true, ..even }));
+        let powers: Vec<f32> = unscaled.iter().zip(&scaled).map(|(unscaled, scaled)| scaled / unscaled).collect();
         for block in powers.chunks(128) {
             assert!(block.iter().all(|p| p == &block[0] && (2f32.powi(-24)..=128.0).contains(p)), "{block:?}");
         }
         let quiet = powers.iter().step_by(128).filter(|p| **p < 2f32.powi(-15)).count();
-        assert!((5..30).contains(&quiet), "{quiet} of 56 blocks have the least scale");
+        assert!((5..30).contains(&quiet), "{quiet} of 56 blocks have the smallest scale");
     }
 
     #[test]

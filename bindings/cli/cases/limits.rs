@@ -10,21 +10,21 @@ pub const MAX_NODE: u64 = 64;
 pub const MAX_TOP_K: u64 = 32;
 /// NICs of a rank at the most: an immediate numbers them in two bits.
 pub const MAX_NICS: u64 = 4;
-/// Columns at the most: rows of 4 MiB in fp32, far beyond any model.
+/// Columns at the most: rows of 4 MiB in fp32, much more than any model.
 pub const MAX_HIDDEN: u64 = 1 << 20;
 /// Experts at the most, over all ranks; what one rank may hold is checked against the world.
 pub const MAX_EXPERTS: u64 = 1 << 15;
-/// Tokens of a call at the most: what a context may be built for.
+/// Tokens of a call at the most: the library's limit of a context.
 pub const MAX_TOKENS: u64 = 1 << 20;
 /// Rows of an output at the most: their numbers have 32 bits.
 pub const MAX_ROWS: u64 = i32::MAX as u64;
-/// Blocks of a kernel at the most: far more than any GPU has multiprocessors.
+/// Blocks of a kernel at the most: many more than any GPU has SMs.
 pub const MAX_SMS: u64 = 1024;
 /// Iterations at the most: their samples fit in memory.
 pub const MAX_ITERS: u64 = 10_000_000;
 /// Dispatches before their combines at the most.
 pub const MAX_AHEAD: u64 = 8;
-/// Bytes between two rows of a table at the most: far beyond any alignment.
+/// Bytes between two rows of a table at the most: much more than any alignment.
 pub const MAX_GAP: u64 = 1 << 16;
 
 /// Reads a whole number between two bounds.

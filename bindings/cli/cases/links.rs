@@ -9,7 +9,7 @@ use tokenyard::internals::transport::network::sim::{LinkModel, models};
 /// How fast a rank's simulated NICs are.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Link {
-    /// As fast as it goes.
+    /// Without limits.
     None,
     /// One ConnectX-7 a rank.
     Cx7,
@@ -40,8 +40,8 @@ impl Link {
         named.ok_or_else(|| advice.to_string())
     }
 
-    /// Three numbers: a rate of 0.001 Gb/s at least, and times of a second at most, as the simulated network takes
-    /// them.
+    /// Three numbers, within the limits of the simulated network: a rate of at least 0.001 Gb/s, and times of at most a
+    /// second.
     fn given(text: &str) -> Option<Link> {
         let numbers: Option<Vec<f64>> = text.split(':').map(|n| n.parse().ok()).collect();
         let &[gbps, latency_us, per_message_us] = numbers?.as_slice() else { return None };
@@ -50,7 +50,7 @@ impl Link {
         usable.then_some(Link::Given(LinkModel { gbps, latency_us, per_message_us }))
     }
 
-    /// One NIC of it.
+    /// The model of one NIC.
     pub fn model(self) -> LinkModel {
         match self {
             Link::None => LinkModel::FREE,
@@ -61,7 +61,7 @@ impl Link {
         }
     }
 
-    /// NICs of a rank, where their number is not given.
+    /// NICs of a rank, unless their number is given.
     pub fn nics(self) -> usize {
         match self {
             Link::EfaP5 => usize::from(EFA_P5.nics),

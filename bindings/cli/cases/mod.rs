@@ -1,5 +1,5 @@
-//! What a configuration is, before anything runs: its words and limits, shapes, inputs, routing and links. Pure, but
-//! for the files of routing that it reads.
+//! Configurations, before anything runs: words and limits, shapes, inputs, routing and links. Pure, except for reading
+//! routing files.
 
 pub mod case;
 pub mod draw;

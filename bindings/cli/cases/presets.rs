@@ -1,4 +1,4 @@
-//! Shapes of published models, from their configurations. Plain data for the command line.
+//! Shapes of published models, from their configurations. Constants for the command line.
 
 use tokenyard::internals::base::{Dtype, Error, Result};
 

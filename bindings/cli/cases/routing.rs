@@ -70,7 +70,7 @@ impl fmt::Display for Routing {
 }
 
 impl Routing {
-    /// As a result names it: of a file the name alone, since where it lay says something of the machine only.
+    /// As a result names it: for a file only its name, since its folder belongs to the machine.
     pub fn label(&self) -> String {
         let Routing::File(path) = self else { return self.to_string() };
         let name = Path::new(path).file_name().map_or_else(|| path.into(), OsStr::to_string_lossy);
@@ -78,7 +78,7 @@ impl Routing {
     }
 }
 
-/// What a run's routing must fit.
+/// The shape that a run's routing must fit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RoutingShape {
     pub ranks: usize,
@@ -345,14 +345,14 @@ mod tests {
 
     #[test]
     fn impossible_routings_are_refused_with_values() {
-        for (text, experts, top_k, says) in [
+        for (text, experts, top_k, wanted) in [
             ("uniform", 8, 9, "--top-k is 9"),
             ("v3-groups", 12, 2, "multiple of 8"),
             ("v3-groups", 8, 5, "--routing is `v3-groups`"),
             ("hot:9", 8, 2, "at most 8"),
         ] {
             let refused = Router::new(&Routing::parse(text).unwrap(), shape(experts, top_k)).unwrap_err().to_string();
-            assert!(refused.contains(says), "{refused}");
+            assert!(refused.contains(wanted), "{refused}");
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Routing traces: a .safetensors file with `topk_idx` [ranks, tokens, K] i32 (-1: none) and `topk_weight` f32.
 //!
 //! Before the data path, on the thread that sets a run up. The file is input from outside: opening it never waits,
-//! every length is checked before memory is taken for it, only the two tensors are read, and what is unusable is
-//! refused with its values.
+//! every length is checked before memory is allocated for it, only the two tensors are read, and unusable values are
+//! refused and quoted.
 //!
-//! The format: eight bytes of header length (little end first), the header (a JSON object: name → dtype, shape,
+//! The format: eight bytes of header length (little-endian), the header (a JSON object: name → dtype, shape,
 //! data_offsets), then the data that the offsets count from.
 
 use std::fs::{File, OpenOptions};
@@ -13,11 +13,11 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use tokenyard::internals::base::{Error, Result};
 
-/// The largest file, since every rank of a run holds what it routes: 2^25 choices are 65536 tokens of 8 choices for
-/// each of 64 ranks, the most that run.
+/// The largest file, since every rank of a run holds its routing: 2^25 choices are 65536 tokens of 8 choices for each
+/// of 64 ranks, the most ranks of a run.
 const MAX_FILE_BYTES: u64 = 1 << 28;
-/// The longest header. Two tensors take some 200 bytes and the rest is metadata; the format itself allows 100 MB, which
-/// take 1.6 GB once parsed.
+/// The longest header. Two tensors take some 200 bytes and the rest is the file's metadata; the format itself allows
+/// 100 MB, which take 1.6 GB once parsed.
 const MAX_HEADER_BYTES: u64 = 1 << 20;
 /// Bytes of a tensor that are read at once, whole elements.
 const PIECE_BYTES: usize = 1 << 14;
@@ -32,8 +32,8 @@ pub struct TraceFile {
     top_k: usize,
     ids: Vec<i32>,
     weights: Vec<f32>,
-    /// How many times the run's ranks go around the file's.
-    turns: usize,
+    /// How many ranks of the run, at the most, read the same rank of the file.
+    sharers: usize,
 }
 
 impl TraceFile {
@@ -46,7 +46,7 @@ impl TraceFile {
     /// Copies the routing of one token of a run.
     ///
     /// Rank r reads the file's rank r mod R, token t the file's token (start + t) mod T: the window moves on by
-    /// `max_tokens` each iteration, and ranks that share a file rank start a part of the file apart.
+    /// `max_tokens` each iteration, and ranks that share a file rank start at different parts of the file.
     pub fn token(
         &self,
         iteration: u64,
@@ -56,9 +56,9 @@ impl TraceFile {
         ids: &mut [i64],
         weights: &mut [f32],
     ) {
-        let (file_rank, turn) = (rank % self.ranks, rank / self.ranks);
+        let (file_rank, sharer) = (rank % self.ranks, rank / self.ranks);
         let moved = u128::from(iteration) * max_tokens as u128 % self.tokens as u128;
-        let file_token = (moved as usize + turn * self.tokens / self.turns + token) % self.tokens;
+        let file_token = (moved as usize + sharer * self.tokens / self.sharers + token) % self.tokens;
         let start = (file_rank * self.tokens + file_token) * self.top_k;
         let entries = self.ids[start..start + self.top_k].iter().zip(&self.weights[start..]);
         for ((id, weight), (&file_id, &file_weight)) in ids.iter_mut().zip(weights).zip(entries) {
@@ -67,7 +67,7 @@ impl TraceFile {
     }
 }
 
-/// A sentence's end: what is wrong and what would do.
+/// The end of a sentence: the problem and the advice.
 type Refusal = String;
 
 fn read_trace(path: &str, run_ranks: usize, experts: usize, top_k: usize) -> std::result::Result<TraceFile, Refusal> {
@@ -88,13 +88,13 @@ fn read_trace(path: &str, run_ranks: usize, experts: usize, top_k: usize) -> std
     let ids = ids.read(&mut file, data_start, i32::from_le_bytes)?;
     let weights = weights.read(&mut file, data_start, f32::from_le_bytes)?;
     check_choices(&ids, &weights, [ranks, tokens, k], experts)?;
-    Ok(TraceFile { ranks, tokens, top_k, ids, weights, turns: run_ranks.div_ceil(ranks).max(1) })
+    Ok(TraceFile { ranks, tokens, top_k, ids, weights, sharers: run_ranks.div_ceil(ranks).max(1) })
 }
 
-/// Opens the file and reads its header; also answers where the data starts.
+/// Opens the file and reads its header; also returns the offset of the data.
 fn open(path: &str) -> std::result::Result<(File, Json, u64), Refusal> {
     let unreadable = |e: std::io::Error| format!("it cannot be read ({e}); give the path of a .safetensors file");
-    // Without waiting: a FIFO would for its writer.
+    // Without waiting: opening a FIFO would wait for its writer.
     let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(unreadable)?;
     let meta = file.metadata().map_err(unreadable)?;
     if !meta.is_file() {
@@ -197,7 +197,7 @@ impl Tensor {
         let (name, length) = (self.name, file.metadata().map_or(0, |meta| meta.len().min(MAX_FILE_BYTES)));
         let range = self.offsets.map(|offset| offset.checked_add(start).filter(|&at| at <= length));
         let [Some(start), Some(end)] = range else {
-            return Err(format!("its {name} ends behind the file's {length} bytes; it is cut short: fetch it again"));
+            return Err(format!("its {name} ends beyond the file's {length} bytes; it is cut short: fetch it again"));
         };
         let unreadable = |e: std::io::Error| format!("its {name} cannot be read ({e}); fetch the file again");
         file.seek(SeekFrom::Start(start)).map_err(unreadable)?;
@@ -215,7 +215,7 @@ impl Tensor {
     }
 }
 
-/// As much of JSON as a header needs. Numbers that are not whole and not negative are kept as `Other`.
+/// The part of JSON that a header needs. Numbers other than non-negative integers are kept as `Other`.
 #[derive(Debug, PartialEq)]
 enum Json {
     Text(String),
@@ -337,7 +337,8 @@ impl Parser<'_> {
         }
     }
 
-    /// What follows a backslash. Halves of surrogate pairs become replacement characters: names that matter have none.
+    /// The character after a backslash. Halves of surrogate pairs become replacement characters: names that matter have
+    /// none.
     fn escape(&mut self) -> Option<char> {
         let byte = *self.text.get(self.at)?;
         self.at += 1;
@@ -409,9 +410,9 @@ mod tests {
         };
         assert_eq!(at(0, 0, 0), ([0, 1], [0.5, 1.5]));
         assert_eq!(at(0, 1, 2), ([10, -1], [10.5, 11.5]));
-        assert_eq!(at(1, 0, 0), ([4, 5], [4.5, 5.5]), "the second window starts two tokens on");
+        assert_eq!(at(1, 0, 0), ([4, 5], [4.5, 5.5]), "the second window starts two tokens later");
         assert_eq!(at(1, 0, 1), ([0, 1], [0.5, 1.5]), "and wraps");
-        assert_eq!(at(0, 2, 0), ([2, 3], [2.5, 3.5]), "rank 2 is the file's rank 0, half a file on");
+        assert_eq!(at(0, 2, 0), ([2, 3], [2.5, 3.5]), "rank 2 is the file's rank 0, half a file later");
         assert_eq!(at(u64::MAX, 3, 0), at(u64::MAX % 3, 3, 0));
     }
 
@@ -451,7 +452,7 @@ mod tests {
             b
         };
         let with = |from: &str, to: &str| small(&HEADER.replacen(from, to, 1), IDS);
-        for (name, bytes, says) in [
+        for (name, bytes, wanted) in [
             ("empty", Vec::new(), "0 bytes are too few"),
             ("text", b"this is a text and no tensor file".to_vec(), "announce a header of"),
             ("long", long, "announce a header of"),
@@ -461,7 +462,7 @@ mod tests {
             ("dims", with("[2,3,2]", "[6,2]"), "three dimensions"),
             ("shape", with("[2,3,2]", "[2,3,3]"), "header is damaged"),
             ("huge", with("[2,3,2]", "[4294967296,4294967296,2]"), "header is damaged"),
-            ("behind", with("[48,96]", "[18446744073709551567,18446744073709551615]"), "ends behind"),
+            ("beyond", with("[48,96]", "[18446744073709551567,18446744073709551615]"), "ends beyond"),
             ("order", with("[48,96]", "[96,48]"), "header is damaged"),
             ("negative", with("[0,48]", "[-48,0]"), "data_offsets"),
             (
@@ -471,14 +472,14 @@ mod tests {
                     b.pop();
                     b
                 },
-                "topk_weight ends behind",
+                "topk_weight ends beyond",
             ),
             ("bad-id", small(HEADER, bad_id), "token 1 of rank 0 goes to expert -2"),
             ("twice", small(HEADER, twice), "chooses expert 2 twice"),
             ("nan", nan, "token 2 of rank 1 is NaN"),
         ] {
             let refused = Temp::new(name, &bytes).load(2, 12, 2).unwrap_err().to_string();
-            assert!(refused.contains(says) && refused.contains("--routing is `file:"), "{name}: {refused}");
+            assert!(refused.contains(wanted) && refused.contains("--routing is `file:"), "{name}: {refused}");
         }
         let refused = TraceFile::load("/no/such/file", 2, 12, 2).unwrap_err().to_string();
         assert!(refused.contains("cannot be read"), "{refused}");

@@ -1,4 +1,4 @@
-//! Words of the command line: each set of alternatives once, with the names by which it is given, printed and replayed.
+//! Words of the command line: each set of alternatives, with the names that are given, printed and replayed.
 //!
 //! Before the data path; pure functions on any thread.
 
@@ -8,13 +8,13 @@ use super::inputs::ScaleKind;
 
 /// A choice among words.
 pub trait Word: Copy + PartialEq + 'static {
-    /// All of them, in the order in which they are listed.
+    /// All words, in the order in which they are listed.
     const ALL: &'static [Self];
     /// The word.
     fn name(self) -> &'static str;
 }
 
-/// Reads one of the words, or says which there are.
+/// Reads one of the words; the error lists all.
 pub fn word<T: Word>(text: &str) -> Result<T, String> {
     let found = T::ALL.iter().find(|w| w.name() == text).copied();
     found.ok_or_else(|| format!("give {}", alternatives(T::ALL)))
@@ -53,9 +53,9 @@ words! {
     WorldMode { OneThread = "one-thread", Threads = "threads" }
     /// How dispatch and combine are called.
     Mode { Fused = "fused", Split = "split", Graph = "graph" }
-    /// Where dispatched rows stand.
+    /// Layout of dispatched rows.
     LayoutWord { Contiguous = "contiguous", Masked = "masked", Token = "token" }
-    /// What partial rows travel as: the combine dtype, or another.
+    /// Type of partial rows on the way: the combine dtype, or another.
     PartialWord { Same = "same", Fp32 = "fp32", Fp8 = "fp8" }
     /// When the router's weights are given.
     WeightsWord { Dispatch = "dispatch", Combine = "combine", None = "none" }
@@ -65,7 +65,7 @@ words! {
     OrderWord { Row = "row", Column = "column" }
     /// How experts are placed on ranks.
     PlacementWord { Even = "even", Table = "table" }
-    /// What goes wrong: an output that is too small or routing that is refused, each in one iteration and on one rank;
+    /// Planned faults: an output that is too small or routing that is refused, each in one iteration and on one rank;
     /// or messages between nodes that are tampered with.
     FaultWord { None = "none", Overflow = "overflow", Routing = "routing", Forged = "forged" }
     /// Where arenas lie: in the GPUs' memory, or in the host's.
@@ -74,9 +74,10 @@ words! {
     TransportWord { Sim = "sim" }
     /// How the simulated network behaves: as well as it can, or as badly as it may.
     NetworkWord { Calm = "calm", Hostile = "hostile" }
-    /// What a projection takes for granted, and can be told not to.
+    /// Assumptions of a projection, each of which can be switched off.
     Assumption {
-        LandingList = "landing-list", MetaAhead = "meta-ahead", EarlySums = "early-sums", SpreadMeta = "spread-meta",
+        ArrivalList = "arrival-list", MetadataAhead = "meta-ahead", EarlySums = "early-sums",
+        SpreadMetadata = "spread-meta",
     }
 }
 
@@ -103,7 +104,7 @@ impl Word for ScaleKind {
 pub enum Check {
     All,
     First,
-    /// Those whose number is a multiple.
+    /// Iterations whose number is a multiple.
     Every(usize),
 }
 

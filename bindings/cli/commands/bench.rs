@@ -1,4 +1,4 @@
-//! `tokenyard bench`: runs a sweep, merges what the ranks measured, and writes it where it was asked for.
+//! `tokenyard bench`: runs a sweep, merges the ranks' measurements, and writes the results.
 //!
 //! On the main thread; the ranks run on threads, fibers or in processes of their own.
 
@@ -18,7 +18,7 @@ use crate::cli::report::trace;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
 
-/// Runs the bench. Success: everything ran and every comparison was right.
+/// Runs the bench. Success: all runs ended and every comparison was right.
 ///
 /// # Errors
 /// Unusable arguments.

@@ -1,4 +1,4 @@
-//! `tokenyard doctor`: what this machine offers and lacks, and for each lack what it costs and what to do.
+//! `tokenyard doctor`: what this machine offers and lacks, and for each lack its cost and a remedy.
 //!
 //! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing and opens no device.
 
@@ -18,7 +18,7 @@ use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
 use finding::Finding;
 
-/// Looks and tells.
+/// Examines the machine and prints the findings.
 ///
 /// # Errors
 /// Unusable arguments.
@@ -65,7 +65,7 @@ fn listing(findings: &[Finding]) -> String {
         }
     }
     let lacks = findings.iter().filter(|f| f.lacking).count();
-    text + &format!("{} looked at, {lacks} lacking\n", findings.len())
+    text + &format!("{} checked, {lacks} lacking\n", findings.len())
 }
 
 fn build() -> Finding {
@@ -74,7 +74,7 @@ fn build() -> Finding {
     }
     Finding::lacks(
         "build",
-        "kernels for the CPU device alone: nvcc was not found when this program was built",
+        "only kernels for the CPU device: nvcc was not found when this program was built",
         "no GPU can be used",
         "build again where nvcc is (PyPI: cuda-toolkit[nvcc,cudart,cccl]==13.0.*)",
     )
@@ -104,7 +104,7 @@ fn numbers(list: &str) -> BTreeSet<u32> {
     list.split(',').filter_map(range).flatten().collect()
 }
 
-/// Whether every rank's proxy, which polls, finds a core beside that of the rank itself.
+/// Whether there is a core for every rank's proxy, which polls, beside the rank's own core.
 fn proxy_cores(cores: usize, ranks: usize) -> Finding {
     let spare = cores.saturating_sub(ranks);
     let what =
@@ -115,12 +115,12 @@ fn proxy_cores(cores: usize, ranks: usize) -> Finding {
     Finding::lacks(
         "proxy cores",
         what,
-        "between nodes a proxy without a core of its own yields, and answers when the scheduler lets it",
-        "nothing for one node; else give the process two cores for each rank, near its GPU and NIC",
+        "between nodes a proxy without its own core yields, and answers only when it is scheduled",
+        "nothing for one node; else give the process two cores for each rank, close to its GPU and NIC",
     )
 }
 
-/// The file system that is looked at; another root in tests.
+/// The file system to examine; another root in tests.
 struct Machine {
     root: PathBuf,
 }
@@ -134,7 +134,7 @@ impl Machine {
         fs::read_to_string(self.path(path)).ok().map(|text| text.trim().to_string())
     }
 
-    /// Names in a folder, sorted; none where it is not.
+    /// Names in a folder, sorted; none if it does not exist.
     fn names(&self, path: &str) -> Vec<String> {
         let Ok(entries) = fs::read_dir(self.path(path)) else { return Vec::new() };
         let mut names: Vec<String> = entries.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
@@ -142,7 +142,7 @@ impl Machine {
         names
     }
 
-    /// The number behind `key` in a file of lines.
+    /// The number after `key` in a file of lines.
     fn number(&self, path: &str, key: &str) -> Option<u64> {
         let text = self.text(path)?;
         let line = text.lines().find_map(|line| line.strip_prefix(key))?;
@@ -162,7 +162,7 @@ impl Machine {
         match (version, major) {
             (Some(version), Some(580..)) => Finding::has("driver", format!("NVIDIA {version}")),
             (Some(version), _) => lack(format!("NVIDIA {version} is too old for CUDA 13.0")),
-            (None, _) => lack("an NVIDIA driver that does not tell its version".to_string()),
+            (None, _) => lack("an NVIDIA driver that does not show its version".to_string()),
         }
     }
 
@@ -174,7 +174,7 @@ impl Machine {
             return vec![Finding::lacks(
                 "NICs",
                 "no RDMA NIC",
-                "one node only: nothing links this one to others",
+                "one node only: nothing links it to others",
                 "nothing for one node; for several, a ConnectX or EFA NIC with its kernel driver",
             )];
         }
@@ -193,13 +193,13 @@ impl Machine {
             if state.contains("ACTIVE") {
                 Finding::has("NICs", what)
             } else {
-                Finding::lacks("NICs", what, "this NIC carries nothing", "bring its link up and look at the cable")
+                Finding::lacks("NICs", what, "this NIC carries nothing", "bring its link up and check the cable")
             }
         };
         names.iter().map(nic).collect()
     }
 
-    /// Where a library that is opened at run time lies.
+    /// The path of a library that is opened at run time.
     fn library(&self, file: &str) -> Option<PathBuf> {
         let usual = ["/opt/amazon/efa/lib", "/opt/amazon/efa/lib64", "/usr/local/lib", "/usr/lib/x86_64-linux-gnu"];
         let more = ["/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/lib/x86_64-linux-gnu", "/lib64"];
@@ -247,7 +247,7 @@ impl Machine {
         }
     }
 
-    /// How a NIC can be shown GPU memory.
+    /// How a NIC can register GPU memory.
     fn dma_buf(&self) -> Finding {
         let release = self.text("/proc/sys/kernel/osrelease").unwrap_or_default();
         let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
@@ -278,7 +278,7 @@ impl Machine {
         Finding::lacks(
             "memlock",
             format!("limit {limit} bytes of locked memory"),
-            "a NIC can register no more than that; registering a larger arena fails",
+            "registering a larger arena with a NIC fails",
             "nothing for one node; else ulimit -l unlimited, or memlock in /etc/security/limits.conf",
         )
     }
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_is_found() {
+    fn everything_that_is_there_is_found() {
         let (_folder, machine) = machine(&[
             ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module  580.65.06  Release\n"),
             ("proc/sys/kernel/osrelease", "5.14.0-503.el9\n"),

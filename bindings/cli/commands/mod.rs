@@ -1,4 +1,4 @@
-//! The commands, a file each. On the thread that runs the program; what they start runs on threads of its own.
+//! The commands, one file each. On the thread that runs the program; ranks run on threads of their own.
 
 pub mod bench;
 pub mod doctor;

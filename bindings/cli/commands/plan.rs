@@ -1,6 +1,6 @@
 //! `tokenyard plan`: every buffer of a rank's arena, without running.
 //!
-//! On the main thread; pure arithmetic of the library's plan, which a run asks for too before it begins, and printing.
+//! On the main thread; printing and pure arithmetic of the library's plan, which a run computes too before it begins.
 
 use serde::Serialize;
 
@@ -45,7 +45,7 @@ fn nodes(case: &Case) -> String {
 pub fn plan(args: &BenchArgs, out: &Out) -> Result<Status, Refusal> {
     for (name, path) in [("--plot", &args.plot), ("--trace", &args.trace)] {
         if let Some(path) = path {
-            return Err(Refusal::of(name, path, "nothing runs that could be drawn; leave it out, or run bench"));
+            return Err(Refusal::of(name, path, "a plan runs nothing that could be drawn; leave it out, or run bench"));
         }
     }
     let config = Config::new(args, Purpose::Plan)?;

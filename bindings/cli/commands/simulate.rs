@@ -1,9 +1,9 @@
 //! `tokenyard simulate`: projects dispatch and combine of a world of several nodes.
 //!
-//! On the main thread, in virtual time: one real proxy machine a rank (`proxy.rs`), the simulated network with a link
+//! On the main thread, in virtual time: one real proxy machine per rank (`proxy.rs`), the simulated network with a link
 //! model between them, and the devices as servers with measured costs (`dispatch.rs`, `combine.rs`, `costs.rs`).
-//! Nothing here moves a row. `--calibrate` gives the same network the messages of systems whose latencies are published
-//! (`peers.rs`), and the same devices the worlds that were measured.
+//! Nothing here moves a row. `--calibrate` sends the messages of systems with published latencies over the same network
+//! (`peers.rs`), and runs the worlds that were measured on the same devices.
 
 mod calibrate;
 mod combine;
@@ -37,13 +37,13 @@ use world::{Outcome, World};
 
 /// Tokens by default: a decode step.
 const TOKENS: usize = 128;
-/// Rows of a world and direction at the most: what fits in memory, and in a few minutes.
+/// Most rows of a world and direction: they fit in memory, and in a few minutes.
 const MOST_ROWS: usize = 1 << 24;
-/// Samples that are enough: iterations are fewer in larger worlds.
+/// Samples that are enough: larger worlds run fewer iterations.
 const SAMPLES: usize = 2048;
 const ITERS: std::ops::RangeInclusive<usize> = 3..=50;
 
-/// What is asked for.
+/// The configuration of a projection.
 struct Config {
     shape: Shape,
     tokens: Vec<usize>,

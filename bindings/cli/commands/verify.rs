@@ -1,7 +1,7 @@
 //! `tokenyard verify`: random configurations, three iterations or more each, every one compared with the reference.
 //!
-//! On the main thread; each configuration's ranks run on threads, or all on one under a seeded schedule. What a
-//! configuration is follows from its seed alone; a failure prints it whole, so that it can be run again and changed.
+//! On the main thread; each configuration's ranks run on threads, or all on one thread under a seeded schedule. A
+//! configuration depends on its seed alone; a failure prints all of it, so that it can be run again and changed.
 
 mod judge;
 mod schedules;
@@ -25,9 +25,9 @@ use schedules::schedules;
 
 /// Configurations by default.
 const SEEDS: usize = 100;
-/// From so many on, every pair of values occurs, if need be in configurations beyond.
+/// From so many configurations on, every pair of values must occur, if necessary in further configurations.
 const ALL_PAIRS: usize = 500;
-/// Seeds that are looked at for a pair that is still missing.
+/// Seeds that are searched for missing pairs.
 const SEARCH: u64 = 20_000;
 
 /// Models' full sizes, for `--full`.
@@ -44,11 +44,11 @@ const FULL: [&str; 10] = [
      ragged=yes,tokens=128,max_tokens=128,mode=split,iters=3",
     "world=8,hidden=6144,experts=8,top_k=2,accumulate=yes,ragged=yes,device_count=yes,mode=graph,tokens=128,max_tokens=160,\
      routing=zipf:1.2,iters=3",
-    // META in several tiles: so many experts leave room for few tokens in a block's bitmap.
+    // Routing metadata in several tiles: so many experts leave room for few tokens in a block's bitmap.
     "world=2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,iters=2",
     // The same, with a faulty choice in one of them.
     "world=3,hidden=64,experts=12,top_k=3,tokens=160,max_tokens=160,meta_tile=32,fault=routing,iters=6",
-    // Many ranks of few blocks, some of which send apart from the others.
+    // Many ranks of few blocks, with dedicated sender blocks.
     "world=6,sms=4,hidden=128,experts=24,top_k=4,tokens=70,max_tokens=70,meta_tile=32,iters=4",
 ];
 
@@ -61,8 +61,8 @@ const FULL_NODES: [&str; 5] = [
     "world=8,nodes=2+2+4,hidden=2880,experts=128,top_k=4,layout=masked,weights=combine,ragged=yes,chunk_rows=16,\
      tokens=64,max_tokens=64,mode=split,iters=3",
     "world=8,nodes=3+5,hidden=7168,experts=256,top_k=8,dtype=fp8,scales=f32,partial=fp8,weights=combine,chunk_rows=8,\
-     wave_tokens=40,tokens=64,max_tokens=64,routing=v3-groups,iters=3",
-    "world=4,nodes=2+2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,wave_tokens=70,ahead=2,iters=4",
+     round_tokens=40,tokens=64,max_tokens=64,routing=v3-groups,iters=3",
+    "world=4,nodes=2+2,hidden=64,experts=4000,top_k=4,tokens=300,max_tokens=300,round_tokens=70,ahead=2,iters=4",
 ];
 
 /// Runs the configurations. Success: all were right, or refused as they must be.
@@ -74,7 +74,7 @@ pub fn verify(args: &VerifyArgs, out: &Out) -> Result<Status, Refusal> {
         let advice = "only the CPU device runs seeded schedules; give cpu, or leave it out";
         return Err(Refusal::of("--device", DeviceWord::Cuda.name(), advice));
     }
-    // Schedules alone need no GPU, and do not look for one.
+    // Schedules alone need no GPU, and do not search for one.
     let only_schedules = args.schedules.is_some() && args.seeds.is_none();
     let device = if only_schedules { DeviceWord::Cpu } else { or_here(args.device)? };
     let timeout = args.timeout_ms.map_or(TIMEOUT, |ms| Duration::from_millis(ms as u64));
@@ -85,11 +85,11 @@ pub fn verify(args: &VerifyArgs, out: &Out) -> Result<Status, Refusal> {
             ("--schedules", args.schedules.is_some()),
             ("--seed", args.seed.is_some()),
             ("--quantize", args.quantize),
-            ("--own-output", args.own_output),
+            ("--in-place", args.in_place),
             ("--full", args.full),
         ];
         if let Some((name, _)) = drawn.iter().find(|(_, given)| *given) {
-            return Err(Refusal::of("--replay", text, format!("it says all of what runs; leave {name} out")));
+            return Err(Refusal::of("--replay", text, format!("it describes the whole run; leave {name} out")));
         }
         return replay(text, &judge);
     }
@@ -113,9 +113,9 @@ fn seeds(args: &VerifyArgs, first: u64, judge: Judge<'_, '_>) -> Result<bool, Re
     for i in 0..count {
         session.bar.show("verify", i, count);
         let drawn = draw(first.wrapping_add(i as u64), judge.device);
-        session.run(&as_asked(drawn, args.quantize, args.own_output));
+        session.run(&as_asked(drawn, args.quantize, args.in_place));
     }
-    let all_pairs = count >= ALL_PAIRS && !args.quantize && !args.own_output;
+    let all_pairs = count >= ALL_PAIRS && !args.quantize && !args.in_place;
     if all_pairs {
         session.run_missing_pairs(first.wrapping_add(count as u64));
     }
@@ -150,7 +150,7 @@ fn replay(text: &str, judge: &Judge) -> Result<Status, Refusal> {
     match &outcome {
         Outcome::Right(verdict) => say!(out, "right: {} elements compared", verdict.compared),
         Outcome::Refused(error) => say!(out, "refused by design: {error}"),
-        Outcome::Harmed(harm) => say!(out, "harmed by what was tampered with: {harm}"),
+        Outcome::Harmed(harm) => say!(out, "harmed by tampered messages: {harm}"),
         Outcome::Wrong(sentences) => sentences.iter().for_each(|s| say!(out, "wrong: {s}")),
     }
     if let Some(schedule) = schedule {

@@ -1,11 +1,11 @@
-//! One rank's device buffers of a run: inputs, dispatched rows and what describes them, experts' rows, sums.
+//! One rank's device buffers of a run: inputs, dispatched rows and their descriptions, experts' rows, sums.
 //!
 //! Beside the data path, on the rank's thread. Uploads, poison and read-back wait; nothing here is timed. Every output
 //! is followed by memory that must stay untouched, and poisoned before each iteration that is compared.
 
 use tokenyard::internals::kernels::bench::ExpertCall;
 use tokenyard::{
-    Combined, Device, DeviceBuffer, HostBuffer, IndexType, Layout, Output, OwnOutput, Result, Rows, ScaleOrder,
+    Combined, Device, DeviceBuffer, HostBuffer, InPlaceOutput, IndexType, Layout, Output, Result, Rows, ScaleOrder,
     ScaleView, Stream, TokenCount, Tokens, View,
 };
 
@@ -31,10 +31,10 @@ pub struct Buffers {
     topk_idx: DeviceBuffer,
     topk_weight: DeviceBuffer,
     count: DeviceBuffer,
-    /// Dispatched rows and their scales; of an output in the arena a copy, to be compared.
+    /// Dispatched rows and their scales; with in-place output a copy, for the comparison.
     rows: DeviceBuffer,
     scales: DeviceBuffer,
-    own: Option<OwnOutput>,
+    own: Option<InPlaceOutput>,
     expert_count: DeviceBuffer,
     expert_offset: DeviceBuffer,
     row_expert: DeviceBuffer,
@@ -46,7 +46,7 @@ pub struct Buffers {
     global_expert: DeviceBuffer,
     y: DeviceBuffer,
     out: DeviceBuffer,
-    /// What stood in `out` before combine, in checked iterations that accumulate.
+    /// Contents of `out` before combine, in checked iterations that accumulate.
     old: Vec<u8>,
 }
 
@@ -65,20 +65,20 @@ pub struct Observed {
     out: Vec<u8>,
 }
 
-/// The first bytes of a buffer, which has as many.
+/// The first `bytes` bytes of a buffer.
 fn first(buffer: &DeviceBuffer, bytes: usize) -> View {
     buffer.slice(0, bytes).unwrap_or_else(|_| buffer.view())
 }
 
 impl Buffers {
     /// Allocates for the largest call of the case.
-    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<OwnOutput>) -> Result<Buffers> {
+    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<InPlaceOutput>) -> Result<Buffers> {
         let mine = case.local_experts(rank);
         let local = mine.len();
         let rows = case.output_rows(local);
         let choices = case.max_tokens * case.top_k;
         let inputs = case.inputs(0);
-        // An allocation of nothing has no address.
+        // An empty allocation has no address.
         let alloc = |bytes: usize| device.alloc(bytes.max(16));
         let per_choice = if case.layout == LayoutWord::Token { rows * case.top_k * 4 } else { 0 };
         let buffers = Buffers {
@@ -88,7 +88,7 @@ impl Buffers {
             topk_idx: alloc(choices * 8)?,
             topk_weight: alloc(choices * 4)?,
             count: alloc(4)?,
-            // One row more than the library is told of.
+            // One row more than the library gets.
             rows: alloc((rows + 1) * rows_pitch(case))?,
             scales: alloc(scale_words_out(case, local) * 4 + 16)?,
             expert_count: alloc(local * 4)?,
@@ -137,7 +137,7 @@ impl Buffers {
         for buffer in [&self.x, &self.x_scales, &self.topk_idx, &self.count] {
             stream.fill(&buffer.view(), POISON)?;
         }
-        // Those that come with combine are read by that.
+        // Combine reads weights that come with combine.
         if self.case.weights == WeightsWord::Dispatch { stream.fill(&self.topk_weight.view(), POISON) } else { Ok(()) }
     }
 
@@ -169,7 +169,7 @@ impl Buffers {
         Ok(())
     }
 
-    /// Puts down what combine adds to; the stream must be idle.
+    /// Writes the old contents that combine adds to; the stream must be idle.
     pub fn write_old(&self) -> Result<()> {
         if self.case.accumulate && !self.old.is_empty() { self.out.write(0, &self.old) } else { Ok(()) }
     }
@@ -214,7 +214,7 @@ impl Buffers {
         }
     }
 
-    /// What dispatch is given.
+    /// Dispatch's input.
     pub fn tokens(&self, tokens: usize) -> Tokens {
         let case = &self.case;
         let words = case.inputs(0).scale_words();
@@ -230,7 +230,7 @@ impl Buffers {
             .topk_weight((case.weights == WeightsWord::Dispatch).then(|| self.topk_weight.view()))
     }
 
-    /// Where dispatch puts rows, and their scales.
+    /// Views to which dispatch writes rows and scales.
     fn row_views(&self) -> (View, Option<View>) {
         let rows = self.case.output_rows(self.local);
         let scales = (self.case.scale_words() > 0).then(|| self.scales.view());
@@ -240,14 +240,14 @@ impl Buffers {
         }
     }
 
-    /// Copies what lies in the arena, in stream order, for [`read`](Self::read).
+    /// Copies an in-place output out of the arena, in stream order, for [`read`](Self::read).
     pub fn pull(&self, stream: &Stream) -> Result<()> {
         let Some(own) = &self.own else { return Ok(()) };
         stream.copy(&first(&self.rows, own.rows.len()), &own.rows)?;
         own.scales.as_ref().map_or(Ok(()), |scales| stream.copy(&first(&self.scales, scales.len()), scales))
     }
 
-    /// Where dispatch writes, said to have room for `capacity` rows (masked: of each expert).
+    /// Dispatch's output, which claims room for `capacity` rows (masked: of each expert).
     pub fn output(&self, capacity: usize) -> Output {
         let case = &self.case;
         let (rows, scales) = self.row_views();
@@ -275,7 +275,7 @@ impl Buffers {
             .host_counts(case.host_counts.then(|| self.host_counts.view()))
     }
 
-    /// What the benchmark's experts are given.
+    /// Input of the benchmark's experts.
     pub fn experts(&self) -> ExpertCall {
         let case = &self.case;
         let column = case.scale_order == OrderWord::Column;
@@ -303,14 +303,14 @@ impl Buffers {
         }
     }
 
-    /// What combine is given.
+    /// Combine's input.
     pub fn expert_rows(&self) -> Rows {
         Rows::new(self.y.view())
             .pitch_bytes(y_pitch(&self.case))
             .topk_weight((self.case.weights == WeightsWord::Combine).then(|| self.topk_weight.view()))
     }
 
-    /// Where combine writes.
+    /// Combine's output.
     pub fn combined(&self) -> Combined {
         let pitch = out_pitch(&self.case);
         Combined::new(first(&self.out, self.case.max_tokens * pitch))
@@ -336,7 +336,7 @@ impl Buffers {
         })
     }
 
-    /// What dispatch left behind, for the reference.
+    /// Dispatch's outputs, for the reference.
     pub fn dispatched<'a>(&self, seen: &'a Observed) -> ObservedDispatch<'a> {
         let token_layout = self.case.layout == LayoutWord::Token;
         ObservedDispatch {
@@ -354,14 +354,14 @@ impl Buffers {
         }
     }
 
-    /// What combine left behind, for the reference.
+    /// Combine's output, for the reference.
     pub fn summed<'a>(&'a self, seen: &'a Observed) -> ObservedCombine<'a> {
         let old = (self.case.accumulate && !self.old.is_empty()).then_some(self.old.as_slice());
         ObservedCombine { out: &seen.out, pitch: out_pitch(&self.case), old }
     }
 }
 
-/// Bytes from one row to the next as they are given.
+/// Bytes from one input row to the next.
 fn x_pitch(case: &Case) -> usize {
     case.inputs(0).row_bytes() + case.gap
 }
@@ -414,7 +414,7 @@ fn write_host(buffer: &HostBuffer, byte: u8) {
 
 fn read_host(buffer: &HostBuffer) -> Vec<u8> {
     let mut bytes = vec![0; buffer.len()];
-    // SAFETY: both spans are valid for `len` bytes and apart; the stream is idle, so nothing writes them.
+    // SAFETY: both spans are valid for `len` bytes and do not overlap; the stream is idle, so nothing writes them.
     unsafe { std::ptr::copy_nonoverlapping(buffer.host_ptr(), bytes.as_mut_ptr(), bytes.len()) }
     bytes
 }

@@ -1,4 +1,4 @@
-//! What the library is asked for: the builder of a case's context, and whether the library can serve it.
+//! The builder of a case's context, and the check that the library accepts it.
 //!
 //! Before the data path, on any thread; pure arithmetic of the library's plan.
 
@@ -47,15 +47,15 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
     }
     Ok(builder.tuning(|tuning| {
         tuning.partial = partial;
-        tuning.own_output = case.own_output.then(|| (case.capacity(), case.align));
+        tuning.in_place = case.in_place.then(|| (case.capacity(), case.align));
         tuning.first_epoch = case.first_epoch.unwrap_or(tuning.first_epoch);
     }))
 }
 
-/// What the library is asked for on each rank, if it can serve that.
+/// The builder of each rank, if the library accepts it.
 ///
 /// # Errors
-/// What it refuses, by the option that says so.
+/// The library's refusal, naming the option.
 pub fn planned(case: &Case, device: DeviceWord) -> std::result::Result<AllToAllBuilder, Refusal> {
     let refused = |error: Error| match error {
         Error::Config { name, value, advice } => {
@@ -63,7 +63,7 @@ pub fn planned(case: &Case, device: DeviceWord) -> std::result::Result<AllToAllB
         }
         other => Refusal::from_error(&other),
     };
-    // Without a device it is the CPU's blocks that are looked at.
+    // A builder without a device checks the CPU device's limit of blocks.
     let case = &Case { sms: case.sms.filter(|_| device == DeviceWord::Cpu), ..case.clone() };
     let first = World::threads(case.world).map_err(refused)?.remove(0);
     let world = network::place(first, case).map_err(refused)?;

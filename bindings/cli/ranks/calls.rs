@@ -1,37 +1,37 @@
 //! The library's calls of one or several dispatches and their combines, enqueued in a given order and timed.
 //!
 //! On the rank's thread; it enqueues and returns, and never waits for the device or for another rank. Errors that leave
-//! the context usable are kept for whoever compares results; the call that met one is made again.
+//! the context usable are kept for the comparison of results; the call that returned one is made again.
 
 use std::cell::{Cell, OnceCell, RefCell};
 
 use tokenyard::{
-    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, OwnOutput, Refused, Result, Sent,
+    AllToAll, CallStatistics, CombineSent, Device, Error, Event, Graph, Handle, InPlaceOutput, Refused, Result, Sent,
     Stream, kernels::bench,
 };
 
 use super::buffers::Buffers;
 use super::faults::is_passing;
 use super::hold::Hold;
-use super::meeting::Seat;
+use super::meeting::Attendee;
 use super::sample::{Span, Times};
 use super::steps::Step;
 use super::wake::Wake;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::words::Mode;
 
-/// Errors that are kept at the most; more are not met but by a broken library.
+/// Most errors that are kept; only a broken library returns more.
 const ERRORS: usize = 64;
 
-/// The buffers of one dispatch and its combine, and in graph mode what was captured of their calls.
-pub struct Lane {
+/// The buffers of one dispatch and its combine, and in graph mode their captured calls.
+pub struct InFlight {
     pub buffers: Buffers,
     graphs: Option<Graphs>,
 }
 
-impl Lane {
-    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<OwnOutput>) -> Result<Lane> {
-        Ok(Lane { buffers: Buffers::new(case, rank, device, own)?, graphs: None })
+impl InFlight {
+    pub fn new(case: &Case, rank: usize, device: &Device, own: Option<InPlaceOutput>) -> Result<InFlight> {
+        Ok(InFlight { buffers: Buffers::new(case, rank, device, own)?, graphs: None })
     }
 }
 
@@ -43,11 +43,11 @@ struct Graphs {
     _handle: Handle,
 }
 
-/// What one dispatch is given besides its buffers.
+/// Arguments of one dispatch besides its buffers.
 #[derive(Debug, Clone, Copy)]
 pub struct Given {
     pub tokens: usize,
-    /// Rows that the output is said to have room for.
+    /// Rows that the output claims to have room for.
     pub capacity: usize,
 }
 
@@ -73,7 +73,7 @@ impl Marks {
         Ok(())
     }
 
-    /// Time from one point to another; none where either was not taken.
+    /// Time from one point to another; `None` if one of them was not taken.
     fn between(&self, from: Point, to: Point) -> Result<Option<f64>> {
         match (&self.0[from as usize], &self.0[to as usize]) {
             (Some(from), Some(to)) => to.elapsed_us(from).map(Some),
@@ -81,7 +81,7 @@ impl Marks {
         }
     }
 
-    /// Times of the calls; none where they were not timed.
+    /// Times of the calls; `None` if they were not timed.
     pub fn times(&self) -> Result<Option<Times>> {
         let dispatch = self.between(Point::Dispatch, Point::Dispatched)?;
         let combine = self.between(Point::Combine, Point::Combined)?;
@@ -99,9 +99,9 @@ impl Marks {
         Ok(times.map(|(dispatch_us, combine_us)| Times { dispatch_us, combine_us, parts_us }))
     }
 
-    /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each from the end
-    /// of the one before to its last block's end.
-    pub fn spans(&self, iteration: usize, base: f64, told: &[Option<CallStatistics>; 2]) -> Result<Vec<Span>> {
+    /// The parts of an iteration on the timeline, which began at `base`, and the stages of its calls: each stage from
+    /// the end of the stage before to the time when its last block completed it.
+    pub fn spans(&self, iteration: usize, base: f64, stages: &[Option<CallStatistics>; 2]) -> Result<Vec<Span>> {
         let split = self.0[Point::DispatchSent as usize].is_some();
         let parts: &[(&str, Point, Point)] = if split {
             &[
@@ -128,10 +128,10 @@ impl Marks {
                 length_us,
             }));
         }
-        for ((call, start), told) in [("dispatch", Point::Dispatch), ("combine", Point::Combine)].into_iter().zip(told)
-        {
-            let Some((start, told)) = self.between(Point::Dispatch, start)?.zip(told.as_ref()) else { continue };
-            let mut ends: Vec<(u64, &str)> = told.stages.iter().map(|stage| (stage.last_ns, stage.name)).collect();
+        let calls = [("dispatch", Point::Dispatch), ("combine", Point::Combine)];
+        for ((call, start), last) in calls.into_iter().zip(stages) {
+            let Some((start, last)) = self.between(Point::Dispatch, start)?.zip(last.as_ref()) else { continue };
+            let mut ends: Vec<(u64, &str)> = last.stages.iter().map(|stage| (stage.last_ns, stage.name)).collect();
             ends.sort_unstable();
             let mut from = 0.0;
             for (end, name) in ends {
@@ -156,7 +156,7 @@ impl Marks {
     }
 }
 
-/// A context and its stream, and how they are called.
+/// A context, its stream, and the mode of calls.
 pub struct Caller {
     pub ep: AllToAll,
     pub stream: Stream,
@@ -165,13 +165,13 @@ pub struct Caller {
     /// Whether time stamps are taken.
     timed: bool,
     hold: Hold,
-    /// Where the barrier does not let ranks go together.
-    seat: Option<Seat>,
-    /// Errors met that the context goes on after.
+    /// A second meeting, if ranks leave the barrier at different times.
+    attendee: Option<Attendee>,
+    /// Errors so far that left the context usable.
     errors: RefCell<Vec<Error>>,
 }
 
-/// The calls under way that later ones need, by lane.
+/// Results of calls that later calls need, by dispatch.
 struct UnderWay {
     sent: Vec<Cell<Option<Sent>>>,
     handles: Vec<OnceCell<Handle>>,
@@ -184,12 +184,12 @@ impl Caller {
         device: &Device,
         timed: bool,
         hold: Hold,
-        seat: Option<Seat>,
+        attendee: Option<Attendee>,
     ) -> Result<Caller> {
         Ok(Caller {
             stream: device.new_stream()?,
             hold,
-            seat,
+            attendee,
             mode: case.mode,
             lockstep: case.lockstep,
             errors: RefCell::default(),
@@ -198,7 +198,7 @@ impl Caller {
         })
     }
 
-    /// Makes a call until no earlier error is in its way.
+    /// Makes a call, again after each error of an earlier call.
     fn call<T>(&self, call: impl Fn() -> Result<T>) -> Result<T> {
         loop {
             match call() {
@@ -210,7 +210,7 @@ impl Caller {
         }
     }
 
-    /// As [`call`](Self::call), of one that takes what is under way, and gives it back where it is refused.
+    /// As [`call`](Self::call), for a receiving half, which returns its argument if it is refused.
     fn receive<S, T>(&self, given: S, call: impl Fn(S) -> std::result::Result<T, Refused<S>>) -> Result<T> {
         let given = Cell::new(Some(given));
         self.call(|| {
@@ -225,15 +225,15 @@ impl Caller {
         })
     }
 
-    /// The errors that were met since the last look; the stream must be idle.
+    /// The errors since the last `take_errors`; the stream must be idle.
     pub fn take_errors(&self) -> Result<Vec<Error>> {
         self.call(|| self.ep.check())?;
         self.hold.check()?;
-        self.seat.as_ref().map_or(Ok(()), Seat::check)?;
+        self.attendee.as_ref().map_or(Ok(()), Attendee::check)?;
         Ok(self.errors.take())
     }
 
-    /// Runs `enqueue` behind a held stream and a barrier, so that all ranks run what it enqueues at the same time.
+    /// Runs `enqueue` on a held stream after a barrier, so that all ranks run the enqueued work at the same time.
     pub fn together<T>(&self, enqueue: impl FnOnce() -> Result<T>) -> Result<T> {
         let held = self.hold.hold(&self.stream)?;
         let outcome = self.align().and_then(|()| enqueue());
@@ -241,29 +241,34 @@ impl Caller {
         outcome
     }
 
-    /// Captures the calls of each lane, in graph mode. Instantiating a graph may wait for kernels of the same GPU, so
-    /// no rank may have launched one that waits for others: all capture, then they meet.
-    pub fn prepare(&self, lanes: &mut [Lane], given: &[Given]) -> Result<()> {
+    /// Captures the calls of each dispatch, in graph mode. Instantiating a graph may wait for kernels of the same GPU,
+    /// so no rank may have launched a kernel that waits for others: all ranks capture, then they meet.
+    pub fn prepare(&self, in_flight: &mut [InFlight], given: &[Given]) -> Result<()> {
         if self.mode == Mode::Graph {
-            for (lane, given) in lanes.iter_mut().zip(given) {
-                lane.graphs = Some(self.capture(&lane.buffers, *given)?);
+            for (flight, given) in in_flight.iter_mut().zip(given) {
+                flight.graphs = Some(self.capture(&flight.buffers, *given)?);
             }
         }
         Ok(())
     }
 
-    /// Enqueues the steps, behind what wakes the links if that is given; `given` has an entry for each lane that they
-    /// name.
-    pub fn enqueue(&self, lanes: &[Lane], given: &[Given], steps: &[Step], wake: Option<&Wake>) -> Result<Vec<Marks>> {
+    /// Enqueues the steps, after `wake` if given; `given` has an entry for each dispatch that the steps name.
+    pub fn enqueue(
+        &self,
+        in_flight: &[InFlight],
+        given: &[Given],
+        steps: &[Step],
+        wake: Option<&Wake>,
+    ) -> Result<Vec<Marks>> {
         let held = if self.timed { Some(self.hold.hold(&self.stream)?) } else { None };
-        // Behind the hold, so that the links are not idle again while the host enqueues the rest.
+        // After the hold, so that the links are not idle again while the host enqueues the rest.
         let woken = wake.map_or(Ok(()), |wake| wake.enqueue(&self.stream));
-        let marks = woken.and_then(|()| self.enqueue_all(lanes, given, steps));
+        let marks = woken.and_then(|()| self.enqueue_all(in_flight, given, steps));
         drop(held);
         marks
     }
 
-    fn enqueue_all(&self, lanes: &[Lane], given: &[Given], steps: &[Step]) -> Result<Vec<Marks>> {
+    fn enqueue_all(&self, in_flight: &[InFlight], given: &[Given], steps: &[Step]) -> Result<Vec<Marks>> {
         let under_way = UnderWay {
             sent: given.iter().map(|_| Cell::default()).collect(),
             handles: given.iter().map(|_| OnceCell::new()).collect(),
@@ -276,17 +281,17 @@ impl Caller {
             | Step::Experts(i)
             | Step::SendCombine(i)
             | Step::ReceiveCombine(i)) = step;
-            let (lane, marks) = (&lanes[i], &mut marks[i]);
+            let (flight, marks) = (&in_flight[i], &mut marks[i]);
             match step {
-                Step::SendDispatch(_) => self.send_dispatch(lane, given[i], &under_way, i, marks)?,
-                Step::ReceiveDispatch(_) => self.receive_dispatch(lane, given[i], &under_way, i, marks)?,
+                Step::SendDispatch(_) => self.send_dispatch(flight, given[i], &under_way, i, marks)?,
+                Step::ReceiveDispatch(_) => self.receive_dispatch(flight, given[i], &under_way, i, marks)?,
                 Step::Experts(_) => {
                     // SAFETY: the buffers hold the output of a dispatch of their own case.
-                    unsafe { bench::expert(&self.stream, &lane.buffers.experts())? };
+                    unsafe { bench::expert(&self.stream, &flight.buffers.experts())? };
                     self.mark(marks, Point::Experts)?;
                 }
-                Step::SendCombine(_) => returning[i] = self.send_combine(lane, under_way.handles[i].get(), marks)?,
-                Step::ReceiveCombine(_) => self.receive_combine(lane, returning[i].take(), marks)?,
+                Step::SendCombine(_) => returning[i] = self.send_combine(flight, under_way.handles[i].get(), marks)?,
+                Step::ReceiveCombine(_) => self.receive_combine(flight, returning[i].take(), marks)?,
             }
         }
         Ok(marks)
@@ -296,22 +301,29 @@ impl Caller {
         if self.timed { marks.take(&self.stream, point) } else { Ok(()) }
     }
 
-    /// The barrier before a call, where ranks go in lockstep.
+    /// The barrier before a call, in lockstep.
     fn meet(&self) -> Result<()> {
         if self.lockstep { self.align() } else { Ok(()) }
     }
 
-    /// Has the streams of all ranks go on together.
+    /// Lets the streams of all ranks continue at the same time.
     fn align(&self) -> Result<()> {
         self.call(|| self.ep.barrier(&self.stream))?;
-        self.seat.as_ref().map_or(Ok(()), |seat| seat.meet(&self.stream))
+        self.attendee.as_ref().map_or(Ok(()), |attendee| attendee.meet(&self.stream))
     }
 
-    fn send_dispatch(&self, lane: &Lane, given: Given, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {
+    fn send_dispatch(
+        &self,
+        flight: &InFlight,
+        given: Given,
+        way: &UnderWay,
+        i: usize,
+        marks: &mut Marks,
+    ) -> Result<()> {
         self.meet()?;
         self.mark(marks, Point::Dispatch)?;
-        let (stream, buffers) = (&self.stream, &lane.buffers);
-        match (&lane.graphs, self.mode) {
+        let (stream, buffers) = (&self.stream, &flight.buffers);
+        match (&flight.graphs, self.mode) {
             (Some(graphs), _) => graphs.dispatch.launch(stream)?,
             (None, Mode::Split) => {
                 let sent = self.call(|| self.ep.dispatch_send(stream, &buffers.tokens(given.tokens)))?;
@@ -327,27 +339,39 @@ impl Caller {
         self.mark(marks, Point::Dispatched)
     }
 
-    /// Whether inputs are overwritten between the halves of a call, as callers may.
+    /// Whether inputs are overwritten between the halves of a call, which callers may do.
     fn spoils(&self) -> bool {
-        !self.timed && self.ep.waves() == 1
+        !self.timed && self.ep.rounds() == 1
     }
 
-    fn receive_dispatch(&self, lane: &Lane, given: Given, way: &UnderWay, i: usize, marks: &mut Marks) -> Result<()> {
+    fn receive_dispatch(
+        &self,
+        flight: &InFlight,
+        given: Given,
+        way: &UnderWay,
+        i: usize,
+        marks: &mut Marks,
+    ) -> Result<()> {
         let Some(sent) = way.sent[i].take() else { return Ok(()) };
         if self.spoils() {
-            lane.buffers.spoil_tokens(&self.stream)?;
+            flight.buffers.spoil_tokens(&self.stream)?;
         }
-        let output = lane.buffers.output(given.capacity);
+        let output = flight.buffers.output(given.capacity);
         let handle = self.receive(sent, |sent| self.ep.dispatch_recv(&self.stream, sent, &output))?;
         let _ = way.handles[i].set(handle);
         self.mark(marks, Point::Dispatched)
     }
 
-    fn send_combine(&self, lane: &Lane, handle: Option<&Handle>, marks: &mut Marks) -> Result<Option<CombineSent>> {
+    fn send_combine(
+        &self,
+        flight: &InFlight,
+        handle: Option<&Handle>,
+        marks: &mut Marks,
+    ) -> Result<Option<CombineSent>> {
         self.meet()?;
         self.mark(marks, Point::Combine)?;
-        let (stream, buffers) = (&self.stream, &lane.buffers);
-        match (&lane.graphs, handle) {
+        let (stream, buffers) = (&self.stream, &flight.buffers);
+        match (&flight.graphs, handle) {
             (Some(graphs), _) => graphs.combine.launch(stream)?,
             (None, Some(handle)) if self.mode == Mode::Split => {
                 let sent = self.call(|| self.ep.combine_send(stream, handle, &buffers.expert_rows()))?;
@@ -363,12 +387,12 @@ impl Caller {
         Ok(None)
     }
 
-    fn receive_combine(&self, lane: &Lane, sent: Option<CombineSent>, marks: &mut Marks) -> Result<()> {
+    fn receive_combine(&self, flight: &InFlight, sent: Option<CombineSent>, marks: &mut Marks) -> Result<()> {
         let Some(sent) = sent else { return Ok(()) };
         if self.spoils() {
-            lane.buffers.spoil_expert_rows(&self.stream)?;
+            flight.buffers.spoil_expert_rows(&self.stream)?;
         }
-        self.receive(sent, |sent| self.ep.combine_recv(&self.stream, sent, &lane.buffers.combined()))?;
+        self.receive(sent, |sent| self.ep.combine_recv(&self.stream, sent, &flight.buffers.combined()))?;
         self.mark(marks, Point::Combined)
     }
 
@@ -384,7 +408,7 @@ impl Caller {
     }
 }
 
-/// Captures what `calls` enqueues. The capture ends also where they fail.
+/// Captures the work that `calls` enqueues. The capture ends even if they fail.
 fn record<T>(stream: &Stream, calls: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
     stream.begin_capture()?;
     let outcome = calls();

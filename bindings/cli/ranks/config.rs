@@ -1,7 +1,7 @@
-//! What options mean together: defaults that depend on the device, presets and their overrides, and everything that is
-//! refused before anything runs.
+//! Options combined: defaults that depend on the device, presets and their overrides, and all refusals before anything
+//! runs.
 //!
-//! On the main thread. It asks how many GPUs there are and touches nothing else.
+//! On the main thread. It asks the driver for the number of GPUs and touches nothing else.
 
 use std::time::Duration;
 
@@ -29,17 +29,17 @@ use crate::cli::usage::Refusal;
 /// Ranks of the CPU device by default, and of its nodes.
 const CPU_WORLD: usize = 8;
 const CPU_NODE: usize = 4;
-/// Ranks of a run at the most, on GPUs, which ranks may share, and on the CPU device. Plans may have more.
+/// Most ranks of a run: on GPUs, which ranks may share, and on the CPU device. Plans may have more.
 const CUDA_RANKS: usize = 16;
 const CPU_RANKS: usize = 64;
 /// Tokens by default: a decode step.
 const TOKENS: usize = 128;
-/// On a GPU every so many iterations are compared with the reference: the comparison takes far longer than the run.
+/// On a GPU one of so many iterations is compared with the reference: the comparison takes much longer than the run.
 const CUDA_CHECK: usize = 16;
 /// Progress deadline by default.
 const TIMEOUT_MS: usize = 30_000;
 
-/// A bench, with every default filled in.
+/// The configuration of a bench, with every default filled in.
 #[derive(Debug, Clone)]
 pub struct Config {
     pub device: DeviceWord,
@@ -53,7 +53,7 @@ pub struct Config {
     pub warmup: usize,
     pub check: Check,
     pub timeout: Duration,
-    /// Whether the device notes the stages of its calls.
+    /// Whether the device records the stages of its calls.
     pub stages: bool,
     pub outputs: Outputs,
 }
@@ -86,7 +86,7 @@ impl Config {
         Case { tokens, ..self.case.clone() }
     }
 
-    /// What every rank of one point of the sweep is told.
+    /// The settings that every rank gets for one point of the sweep.
     pub fn job(&self, tokens: usize) -> Job {
         Job {
             case: self.point(tokens),
@@ -99,7 +99,7 @@ impl Config {
         }
     }
 
-    /// The options that are not as by default, and that no other field of a result shows, as they are typed.
+    /// Options that differ from their defaults and that no other field of a result shows, as typed.
     pub fn further_options(&self) -> Vec<String> {
         let case = &self.case;
         let mut options = Vec::new();
@@ -118,14 +118,14 @@ impl Config {
             ("--capacity", case.capacity),
             ("--max-tokens", Some(case.max_tokens).filter(|most| *most != largest)),
             ("--chunk-rows", case.chunk_rows),
-            ("--arriving-tokens", case.arriving_tokens),
-            ("--wave-tokens", case.wave_tokens),
+            ("--ll-tokens", case.ll_tokens),
+            ("--round-tokens", case.round_tokens),
             ("--warmup", Some(self.warmup).filter(|warmup| *warmup != warmups(self.device))),
         ];
         for (name, number) in numbers {
             add(number.is_some(), format!("{name} {}", number.unwrap_or_default()));
         }
-        add(case.own_output, "--own-output".to_string());
+        add(case.in_place, "--in-place".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(case.world_mode != WorldMode::Threads, format!("--world-mode {}", case.world_mode.name()));
@@ -138,10 +138,10 @@ impl Config {
         options
     }
 
-    /// Fills in and checks.
+    /// Fills in defaults and checks.
     ///
     /// # Errors
-    /// The first thing that is unusable.
+    /// The first unusable option.
     pub fn new(args: &BenchArgs, purpose: Purpose) -> Result<Config, Refusal> {
         let gpus = usable_gpus();
         let device = args.device.unwrap_or(if gpus > 0 { DeviceWord::Cuda } else { DeviceWord::Cpu });
@@ -164,8 +164,8 @@ impl Config {
             network: or_default(args.network, NetworkWord::Calm),
             chunk_rows: args.chunk_rows,
             double_buffer: !args.single_buffer,
-            arriving_tokens: args.arriving_tokens,
-            wave_tokens: args.wave_tokens,
+            ll_tokens: args.ll_tokens,
+            round_tokens: args.round_tokens,
             hidden: args.hidden.unwrap_or(preset.hidden),
             experts: args.experts.unwrap_or(preset.experts),
             top_k: args.top_k.unwrap_or(preset.top_k),
@@ -179,10 +179,10 @@ impl Config {
             layout: or_default(args.layout, LayoutWord::Contiguous),
             align: args.align.unwrap_or(1),
             capacity: args.capacity,
-            own_output: args.own_output,
+            in_place: args.in_place,
             accumulate: args.accumulate,
             ragged: args.ragged,
-            // A replayed graph takes its count from where it can change.
+            // A replayed graph needs its changing count in device memory.
             device_count: mode == Mode::Graph && args.ragged,
             tokens: tokens.first().copied().unwrap_or(TOKENS),
             max_tokens,
@@ -197,7 +197,7 @@ impl Config {
         };
         check_case(&case, device)?;
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
-        // A rank that is a process of its own writes none of them.
+        // A rank that is a process writes none of them.
         if !args.as_rank {
             let drawn = [("--plot", outputs.plot.as_deref()), ("--trace", outputs.trace.as_deref())];
             check_outputs(outputs.json.as_deref(), &drawn)?;
@@ -223,15 +223,15 @@ fn warmups(device: DeviceWord) -> usize {
     if device == DeviceWord::Cuda { 100 } else { 1 }
 }
 
-/// What is compared by default.
+/// Iterations that are compared by default.
 fn checks(device: DeviceWord) -> Check {
     if device == DeviceWord::Cuda { Check::Every(CUDA_CHECK) } else { Check::All }
 }
 
-/// The device that was asked for, or the best that is here.
+/// The given device, or the best of this machine.
 ///
 /// # Errors
-/// GPUs where there are none.
+/// If GPUs are given and there are none.
 pub fn or_here(given: Option<DeviceWord>) -> Result<DeviceWord, Refusal> {
     let gpus = usable_gpus();
     match given {
@@ -241,25 +241,24 @@ pub fn or_here(given: Option<DeviceWord>) -> Result<DeviceWord, Refusal> {
     }
 }
 
-/// Ranks of a GPU that have an emulated NIC each, at the most. A NIC takes 16 multiprocessors: of an H200's 132, four
-/// leave 17 for each rank's calls, and eight none.
+/// Most ranks of a GPU that have an emulated NIC each. A NIC takes 16 SMs: of an H200's 132, four NICs leave 17 for
+/// each rank's calls, and eight leave none.
 const NICS_OF_A_GPU: usize = 4;
 
-/// Where arenas lie: where it was asked for, or else where what is between the nodes can reach them. Emulated NICs
-/// reach the GPUs' memory, within a process and if few ranks share a GPU; they do nothing hostile, whatever the case
-/// says.
+/// Where arenas lie: the given place, or else one that the network between nodes reaches. Emulated NICs reach GPU
+/// memory, within a process and if few ranks share a GPU. They are never hostile, whatever the case asks for.
 ///
 /// # Errors
-/// A place that cannot be reached.
+/// If the network does not reach the given place.
 pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case: &Case) -> Result<ArenaWord, Refusal> {
-    let far = device == DeviceWord::Cuda && case.several_nodes();
+    let inter_node = device == DeviceWord::Cuda && case.several_nodes();
     match given {
-        Some(ArenaWord::Device) if far && launch == Launch::Processes => {
+        Some(ArenaWord::Device) if inter_node && launch == Launch::Processes => {
             let advice =
                 "between processes the simulated network copies with the processor, which cannot reach it; give host";
             Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
         }
-        Some(ArenaWord::Device) if far && sharing(case.world) > NICS_OF_A_GPU => {
+        Some(ArenaWord::Device) if inter_node && sharing(case.world) > NICS_OF_A_GPU => {
             let ranks = sharing(case.world);
             let advice = format!(
                 "{ranks} ranks a GPU leave no room for an emulated NIC each, but {NICS_OF_A_GPU} do; give host"
@@ -267,7 +266,7 @@ pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case:
             Err(Refusal::of("--arena", ArenaWord::Device.name(), &advice))
         }
         Some(given) => Ok(given),
-        None if far
+        None if inter_node
             && (launch == Launch::Processes
                 || case.network == NetworkWord::Hostile
                 || sharing(case.world) > NICS_OF_A_GPU) =>
@@ -278,7 +277,7 @@ pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case:
     }
 }
 
-/// As [`arena`], where the network is what was asked for.
+/// As [`arena`], for a network that was asked for.
 fn check_arena(
     given: Option<ArenaWord>,
     device: DeviceWord,
@@ -293,7 +292,7 @@ fn check_arena(
     arena(given, device, launch, case)
 }
 
-/// Notes that arenas are in host memory, where nobody asked for that.
+/// Notes that arenas are in host memory although that was not given.
 pub fn note_arena(given: Option<ArenaWord>, chosen: ArenaWord, out: &Out) {
     if given.is_none() && chosen == ArenaWord::Host {
         note!(out, "tokenyard: arenas are in host memory, where the simulated network reaches them");
@@ -329,10 +328,10 @@ fn world(
     Ok(world)
 }
 
-/// Refuses more ranks than a run on one host has.
+/// Refuses more ranks than a run on one host may have.
 ///
 /// # Errors
-/// So many are unusable.
+/// If there are more.
 pub fn check_ranks(world: usize, device: DeviceWord) -> Result<(), Refusal> {
     let most = if device == DeviceWord::Cuda { CUDA_RANKS } else { CPU_RANKS };
     if world > most {
@@ -342,10 +341,10 @@ pub fn check_ranks(world: usize, device: DeviceWord) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Refuses a case that the device cannot run or the library cannot serve.
+/// Refuses a case that the device cannot run or the library does not accept.
 ///
 /// # Errors
-/// The first thing that is unusable.
+/// The first unusable option.
 pub fn check_case(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
     if device == DeviceWord::Cpu && case.sms == Some(1) {
         return Err(Refusal::of("--sms", 1, "the CPU device needs two blocks; give at least 2"));
@@ -354,11 +353,10 @@ pub fn check_case(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
     builder::planned(case, device).map(|_| ())
 }
 
-/// Refuses ranks of the CPU device whose buffers together are larger than what is free: the system would end the
-/// program.
+/// Refuses ranks of the CPU device whose buffers together exceed the free memory: the system would kill the program.
 ///
 /// # Errors
-/// They are.
+/// If they do.
 pub fn check_memory(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
     let need = case.world.saturating_mul(buffers::bytes(case));
     let free = available_bytes().filter(|free| device == DeviceWord::Cpu && need as u64 > *free);
@@ -371,7 +369,7 @@ pub fn check_memory(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
     Err(Refusal::of(name, value, advice))
 }
 
-/// Ranks of each node; empty for one node. Whether they fit the world, and are built, is for the case to say.
+/// Ranks of each node; empty for one node. The case checks that they fit the world.
 fn nodes(args: &BenchArgs, device: DeviceWord, world: usize) -> Result<Vec<usize>, Refusal> {
     let sizes = match &args.ranks_per_node {
         None if device == DeviceWord::Cpu => cut(world, CPU_NODE),

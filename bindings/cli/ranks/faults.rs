@@ -1,7 +1,7 @@
-//! What a verification lets go wrong: in one iteration one rank's output is too small, or its routing is unusable.
+//! Planned faults of a verification: in one iteration one rank's output is too small, or its routing is unusable.
 //!
-//! Before and behind the data path; pure. Every rank derives the same fault from the case alone, so that each knows
-//! which errors the library must return to it, and which rows must be missing. All other iterations must be right.
+//! Before and after the data path; pure. Every rank derives the same fault from the case alone, and so the errors that
+//! the library must return to it and the rows that must be missing. All other iterations must be right.
 
 use std::collections::BTreeSet;
 
@@ -12,10 +12,10 @@ use crate::cli::cases::inputs::{Counter, Use};
 use crate::cli::cases::words::{FaultWord, Mode};
 use crate::cli::reference::{Faults, Report, SourceRank, Spec, bad_routing, expected_dispatch};
 
-/// What goes wrong in one iteration, if anything.
+/// The planned fault of one iteration, if any.
 #[derive(Debug, Clone, Default)]
 pub struct Planned {
-    /// The reference's view of it.
+    /// The reference's view of the fault.
     pub faults: Faults,
     /// The rank whose output is too small.
     overflow: Option<Overflow>,
@@ -28,7 +28,7 @@ struct Overflow {
     given: usize,
 }
 
-/// An error that must come, without its words.
+/// An expected error, without its text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Routing,
@@ -48,16 +48,16 @@ impl Kind {
     }
 }
 
-/// Whether a context goes on after this error.
+/// Whether a context stays usable after this error.
 pub fn is_passing(error: &Error) -> bool {
     Kind::of(error) != Kind::Other
 }
 
 impl Planned {
-    /// Decides what goes wrong in this iteration; unusable routing is put into `sources`.
+    /// Draws the fault of this iteration; unusable routing is put into `sources`.
     pub fn draw(case: &Case, spec: &Spec, sources: &mut [SourceRank], iteration: usize) -> Planned {
         let mut dice = Counter::new(case.seed, Use::Choice, u64::MAX - 4, 0, 0);
-        // An iteration that has one behind it.
+        // An iteration that is not the last.
         let at = dice.below(case.iters.saturating_sub(1));
         let first = dice.below(case.world);
         if iteration != at {
@@ -71,7 +71,7 @@ impl Planned {
         }
     }
 
-    /// Room that a rank's output is said to have.
+    /// Room that a rank's output claims to have.
     pub fn capacity(&self, case: &Case, rank: usize) -> usize {
         self.overflow.filter(|o| o.rank == rank).map_or_else(|| case.capacity(), |o| o.given)
     }
@@ -86,7 +86,7 @@ impl Planned {
         self.faults.silent.iter().enumerate().filter(|(_, silent)| **silent).map(|(rank, _)| rank)
     }
 
-    /// The errors that a rank must see.
+    /// The errors that a rank must get.
     fn expected(&self, spec: &Spec, sources: &[SourceRank], rank: usize) -> Vec<Kind> {
         let mut kinds = Vec::new();
         if self.faults.is_silent(rank) {
@@ -104,22 +104,23 @@ impl Planned {
     }
 }
 
-/// Compares the ranks of which a rank has heard that their routing was unusable, in the iterations so far, with those
-/// of which it must have: all but itself. `seen` is what the context tells, each with the epoch of its dispatch.
+/// Compares the refusing ranks that a context has reported so far (`seen`, each with the epoch of its dispatch) with
+/// the expected ones: all ranks whose routing was unusable, except this rank itself.
 pub fn check_refused(refusing: &BTreeSet<usize>, rank: usize, seen: &[(Rank, u64)]) -> Report {
     let expected: Vec<usize> = refusing.iter().copied().filter(|&other| other != rank).collect();
-    let mut heard: Vec<usize> = seen.iter().filter(|(_, epoch)| *epoch != 0).map(|(other, _)| other.index()).collect();
-    heard.sort_unstable();
+    let mut reported: Vec<usize> =
+        seen.iter().filter(|(_, epoch)| *epoch != 0).map(|(other, _)| other.index()).collect();
+    reported.sort_unstable();
     let mut report = Report { compared: expected.len() as u64, ..Report::default() };
-    if expected != heard {
-        report.mismatches = expected.len().max(heard.len()) as u64;
+    if expected != reported {
+        report.mismatches = expected.len().max(reported.len()) as u64;
         report.sentences =
-            vec![format!("rank {rank} should have heard refusals of the ranks {expected:?}, and heard {seen:?}")];
+            vec![format!("rank {rank} should have reported refusals of the ranks {expected:?}, and reported {seen:?}")];
     }
     report
 }
 
-/// Compares the errors that a rank saw while these iterations ran with those that it must see.
+/// Compares the errors that a rank got while these iterations ran with the expected errors.
 pub fn check_errors(planned: &[(&Planned, &[SourceRank])], spec: &Spec, rank: usize, seen: &[Error]) -> Report {
     let mut expected: Vec<Kind> = planned.iter().flat_map(|(p, sources)| p.expected(spec, sources, rank)).collect();
     let mut got: Vec<Kind> = seen.iter().map(Kind::of).collect();
@@ -139,7 +140,7 @@ fn sends_to(spec: &Spec, source: &SourceRank, rank: usize) -> bool {
     (0..source.tokens).any(|token| (0..spec.top_k).any(|k| here(token, k)))
 }
 
-/// One rank that has tokens names an expert that does not exist, or one twice.
+/// One rank that has tokens names an expert that does not exist, or an expert twice.
 fn spoil(
     case: &Case,
     spec: &Spec,
@@ -165,7 +166,7 @@ fn spoil(
     planned
 }
 
-/// One rank that needs rows is given fewer. A captured call cannot be: its output is fixed.
+/// One rank that needs rows gets an output with fewer. Not for captured calls, whose output is fixed.
 fn shrink(
     case: &Case,
     spec: &Spec,
@@ -179,7 +180,7 @@ fn shrink(
     for rank in ranks {
         let needed = expected_dispatch(spec, sources, &Faults::default(), rank).needed;
         if needed > 0 {
-            // Most often one too few.
+            // Mostly one row too few.
             let given = (needed - 1).saturating_sub(dice.below(3) * dice.below(needed));
             let overflowed = (0..case.world).map(|r| r == rank).collect();
             let faults = Faults { overflowed, ..Faults::default() };
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_must_be_heard_of_every_other_rank_that_refused_and_of_none_else() {
+    fn refusals_must_be_reported_of_every_other_rank_that_refused_and_of_no_other() {
         let refusing = BTreeSet::from([1, 3]);
         let (one, three) = ((Rank(1), 7), (Rank(3), 9));
         assert!(check_refused(&refusing, 0, &[three, one]).ok());

@@ -1,8 +1,8 @@
-//! Messages between nodes that say what no rank of this program would: what a peer of another build might send, or a
-//! broken one.
+//! Messages between nodes that no rank of this program would send: as a peer of another build might send, or a broken
+//! peer.
 //!
-//! Between a proxy and its endpoint, on the proxy's fiber. Rows and sums may come out wrong then, and calls may end
-//! with an error; but nothing may be touched that is not theirs, and no call may last beyond its deadline.
+//! Between a proxy and its endpoint, on the proxy's fiber. Rows and sums may then be wrong, and calls may end with an
+//! error; but no call may touch memory that is not its own, or last beyond its deadline.
 
 use tokenyard::internals::transport::network::{
     DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm,
@@ -11,25 +11,25 @@ use tokenyard::{Rank, Result};
 
 use crate::cli::cases::inputs::{Counter, Use};
 
-/// How many writes are tampered with, in thousandths: a call has some tens.
+/// Share of writes that are tampered with, in thousandths: a call has some tens of writes.
 const PERMILLE: usize = 40;
-/// Most words of a write that are.
+/// Most words of a write that are changed.
 const WORDS: usize = 3;
-/// Words at the front of a write, where heads and headers are: at least half of what is changed is there.
+/// Words at the front of a write, with heads and headers: at least half of the changes are there.
 const FRONT: usize = 16;
-/// A word's bytes. Messages and their parts are multiples.
+/// Bytes of a word. Messages and their parts are multiples of it.
 const WORD: usize = 4;
 
-/// An endpoint of host memory that changes some words of what it is given to write.
+/// An endpoint of host memory that changes some words of the writes it posts.
 pub struct Forger<T> {
     inner: T,
     dice: Counter,
-    /// By region: where it begins.
+    /// First address of each region.
     bases: Vec<u64>,
 }
 
 impl<T: Transport> Forger<T> {
-    /// Around the endpoint of a rank. What it changes follows from the seed.
+    /// Wraps the endpoint of a rank. The changes follow from the seed.
     pub fn new(inner: T, rank: Rank, seed: u64) -> Forger<T> {
         Forger { inner, dice: Counter::new(seed, Use::Choice, u64::MAX - 9, rank.index(), 0), bases: Vec::new() }
     }
@@ -50,7 +50,7 @@ impl<T: Transport> Forger<T> {
     }
 }
 
-/// Another word: an extreme, anything, a small number, or one near what stood there.
+/// Another word: an extreme, any word, a small number, or a word close to the old one.
 fn changed(dice: &mut Counter, old: u32) -> u32 {
     match dice.below(6) {
         0 => 0,

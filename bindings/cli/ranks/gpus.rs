@@ -1,6 +1,6 @@
-//! How many GPUs there are for a run, and how many ranks share one.
+//! The number of GPUs of a run, and of ranks that share one.
 //!
-//! On the main thread and the ranks' own. It asks the driver how many GPUs there are and touches nothing else.
+//! On the main thread and the ranks' threads. It asks the driver for the number of GPUs and touches nothing else.
 
 use tokenyard::internals::kernels::Device;
 
@@ -12,12 +12,12 @@ pub fn usable_gpus() -> usize {
     if Device::cuda_built() { Device::cuda_count() } else { 0 }
 }
 
-/// Ranks that a GPU has at the most, in a world of so many.
+/// Most ranks that share a GPU, in a world of so many ranks.
 pub fn sharing(world: usize) -> usize {
     world.div_ceil(usable_gpus().max(1))
 }
 
-/// Notes that ranks share GPUs, where they do: times mean little then.
+/// Notes that ranks share GPUs, if they do: times then mean little.
 pub fn note_sharing(device: DeviceWord, world: usize, out: &Out) {
     if device == DeviceWord::Cuda && sharing(world) > 1 {
         note!(out, "tokenyard: {} ranks share a GPU", sharing(world));

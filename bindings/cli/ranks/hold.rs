@@ -1,7 +1,7 @@
-//! Holds a GPU's stream back until the host has enqueued what is timed.
+//! Holds a GPU's stream back until the host has enqueued the timed calls.
 //!
-//! On the rank's thread. Behind it, a barrier on the device lets all ranks go together, and only then; so a rank whose
-//! host is slow makes nobody's times longer. The CPU device's times are not so fine: there it does nothing.
+//! On the rank's thread. After the hold, a barrier on the device starts all ranks at the same time, so a slow host of
+//! one rank makes no rank's times longer. The CPU device's times are coarser: there a hold does nothing.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,48 +12,48 @@ use tokenyard::{Device, DeviceKind, Error, HostBuffer, Rank, Result, Stream};
 
 /// The words that a held stream waits for.
 pub struct Hold {
-    /// Which turn was let go, and which one the stream gave up.
+    /// The number of the last hold that was released, and of the hold that timed out.
     words: Option<HostBuffer>,
     rank: Rank,
-    turn: Cell<u64>,
+    holds: Cell<u64>,
     timeout: Duration,
 }
 
-/// A stream that is held back; dropping this lets it go.
-#[must_use = "the stream goes on at once where this is dropped"]
+/// A stream that is held back; dropping this releases it.
+#[must_use = "the stream continues as soon as this is dropped"]
 pub struct Held<'a>(&'a Hold);
 
 impl Hold {
-    /// A held stream of `rank` goes on by itself after `timeout`.
+    /// A held stream of `rank` continues by itself after `timeout`.
     pub fn new(device: &Device, rank: Rank, timeout: Duration) -> Result<Hold> {
         match device.kind() {
-            DeviceKind::Cpu => Ok(Hold { words: None, rank, turn: Cell::new(0), timeout }),
+            DeviceKind::Cpu => Ok(Hold { words: None, rank, holds: Cell::new(0), timeout }),
             DeviceKind::Cuda => Hold::on_any(device, rank, timeout),
         }
     }
 
     fn on_any(device: &Device, rank: Rank, timeout: Duration) -> Result<Hold> {
         let words = device.alloc_host(2 * size_of::<u64>())?;
-        Ok(Hold { words: Some(words), rank, turn: Cell::new(0), timeout })
+        Ok(Hold { words: Some(words), rank, holds: Cell::new(0), timeout })
     }
 
     /// Holds the stream at this point.
     pub fn hold(&self, stream: &Stream) -> Result<Held<'_>> {
-        self.turn.set(self.turn.get() + 1);
+        self.holds.set(self.holds.get() + 1);
         if let Some(words) = &self.words {
-            bench::hold(stream, &words.view(), self.turn.get(), self.timeout)?;
+            bench::hold(stream, &words.view(), self.holds.get(), self.timeout)?;
         }
         Ok(Held(self))
     }
 
-    /// Whether the host let the stream go each time; the stream must be idle.
+    /// Whether the host released the stream each time; the stream must be idle.
     ///
     /// # Errors
-    /// `Timeout` where the stream went on by itself, so that what was timed behind says nothing.
+    /// `Timeout` if the stream continued by itself, so that the times after it mean nothing.
     pub fn check(&self) -> Result<()> {
         match self.word(1).map_or(0, |word| word.load(Ordering::Acquire)) {
             0 => Ok(()),
-            turn => Err(gone_on("the host ahead of what is timed", self.rank, self.rank, turn, self.timeout)),
+            hold => Err(gave_up("the host to enqueue timed calls", self.rank, self.rank, hold, self.timeout)),
         }
     }
 
@@ -65,7 +65,7 @@ impl Hold {
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         if let Some(word) = self.0.word(0) {
-            word.store(self.0.turn.get(), Ordering::Release);
+            word.store(self.0.holds.get(), Ordering::Release);
         }
     }
 }
@@ -80,10 +80,10 @@ pub fn word(words: &HostBuffer, at: usize) -> Option<&AtomicU64> {
     Some(unsafe { AtomicU64::from_ptr(words.host_ptr().cast::<u64>().add(at)) })
 }
 
-/// That a stream went on without waiting any longer for what it was held for, in its so many-th turn.
-pub fn gone_on(site: &'static str, rank: Rank, peer: Rank, turn: u64, timeout: Duration) -> Error {
+/// The error of a stream that stopped waiting, by the number of the wait.
+pub fn gave_up(site: &'static str, rank: Rank, peer: Rank, number: u64, timeout: Duration) -> Error {
     let waited_ms = timeout.as_millis() as u64;
-    Error::Timeout { rank, site, peer, epoch: turn, expected: turn, seen: 0, waited_ms, advice: "" }
+    Error::Timeout { rank, site, peer, epoch: number, expected: number, seen: 0, waited_ms, advice: "" }
 }
 
 #[cfg(test)]
@@ -93,7 +93,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     #[test]
-    fn a_stream_is_held_until_it_is_let_go() {
+    fn a_stream_is_held_until_it_is_released() {
         let device = Device::cpu().unwrap();
         let stream = device.new_stream().unwrap();
         let hold = Hold::on_any(&device, Rank(3), PATIENCE).unwrap();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_that_was_not_let_go_in_time_is_told_of() {
+    fn a_stream_that_was_not_released_in_time_is_reported() {
         let device = Device::cpu().unwrap();
         let stream = device.new_stream().unwrap();
         let hold = Hold::on_any(&device, Rank(3), Duration::from_millis(30)).unwrap();
@@ -116,7 +116,7 @@ mod tests {
         drop(held);
         let error = hold.check().unwrap_err().to_string();
         assert!(
-            error.contains("rank 3 waited 30 ms for the host ahead of what is timed of rank 3 in epoch 1"),
+            error.contains("rank 3 waited 30 ms for the host to enqueue timed calls of rank 3 in epoch 1"),
             "{error}"
         );
         let error = bench::hold(&stream, &device.alloc_host(8).unwrap().view(), 1, PATIENCE).unwrap_err().to_string();

@@ -1,13 +1,13 @@
-//! What every rank of a run is told.
+//! The settings of a run that every rank gets.
 //!
-//! Before the data path; plain data.
+//! Before the data path; data without behaviour.
 
 use std::time::Duration;
 
 use crate::cli::cases::case::Case;
 use crate::cli::cases::words::{ArenaWord, Check};
 
-/// What every rank of a run is told.
+/// The settings of a run that every rank gets.
 #[derive(Debug, Clone)]
 pub struct Job {
     pub case: Case,
@@ -20,12 +20,12 @@ pub struct Job {
     pub arena: ArenaWord,
     /// Whether calls are timed, the links are measured, and a timeline is kept.
     pub measured: bool,
-    /// Whether the device notes when it comes through each stage of a call.
+    /// Whether the device records when blocks complete each stage of a call.
     pub stages: bool,
 }
 
 impl Job {
-    /// How long all work of an iteration may take: waits have their own deadlines, kernels of a CPU device take long.
+    /// Time limit of all work of an iteration: waits have their own deadlines, and kernels of a CPU device are slow.
     pub fn patience(&self) -> Duration {
         self.timeout * 4 + Duration::from_secs(120)
     }

@@ -1,13 +1,13 @@
-//! Ranks as processes: the program is started once for each rank, and what they print is collected.
+//! Ranks as processes: starts the program once for each rank and collects what the ranks print.
 //!
 //! ```text
 //!   parent  --fork, exec-->  rank r: same arguments and --as-rank; RANK, WORLD_SIZE, TOKENYARD_* in its environment,
-//!                                    and nothing of the world that the caller belongs to
-//!   parent  <----stdout----  a line of JSON for each point of the sweep, or one that says why not
+//!                                    without the variables of the caller's own world
+//!   parent  <----stdout----  a line of JSON for each point of the sweep, or a line with the error
 //! ```
 //!
 //! The parent runs on the thread that runs the program, and reads on a thread for each rank. Ranks die with that
-//! thread; it ends no process but those.
+//! thread; it ends no other process.
 
 use std::ffi::OsString;
 use std::io::Read;
@@ -30,25 +30,25 @@ use crate::cli::out::Out;
 use crate::cli::progress::Progress;
 use crate::cli::status::Status;
 
-/// The parent's process id, so that a rank notices when it is an orphan already.
+/// The parent's process id, by which a rank notices that it is already an orphan.
 const PARENT: &str = "TOKENYARD_PARENT";
-/// What the caller's own launcher may have set of a world, and which is not of the one that is made here.
+/// Variables that the caller's own launcher may have set for another world.
 const CALLERS_WORLD: [&str; 3] = ["TOKENYARD_NODES", "LOCAL_WORLD_SIZE", "TOKENYARD_ADDR"];
 /// Time that ranks get to notice the death of another, beyond their own deadline.
 const GRACE: Duration = Duration::from_secs(15);
-/// Time between two looks at the ranks.
-const LOOK: Duration = Duration::from_millis(20);
+/// Time between two checks of the ranks.
+const CHECK_EVERY: Duration = Duration::from_millis(20);
 
-/// What starts a rank's process.
+/// Starts the processes of ranks.
 pub struct Launcher {
-    /// A program that runs this one with its own arguments.
+    /// A program that runs this program with its own arguments.
     program: Option<PathBuf>,
     /// The arguments of this run.
     args: Vec<OsString>,
 }
 
 impl Launcher {
-    /// For a run with these arguments. Without a program no ranks can be started.
+    /// A launcher for a run with these arguments. Without a program no ranks can be started.
     pub fn new(program: Option<PathBuf>, args: Vec<OsString>) -> Launcher {
         Launcher { program, args }
     }
@@ -56,24 +56,24 @@ impl Launcher {
     /// The program that a rank runs.
     ///
     /// # Errors
-    /// A sentence where there is none, or where this process is a rank's itself: each would start ranks of its own.
+    /// A sentence if there is none, or if this process is itself a rank: each rank would start ranks.
     fn program(&self) -> Result<&Path, String> {
         let advice = "name the program tokenyard to cli::Host::program, or give --launch threads";
         if is_rank() {
             let here = "this process is a rank that --launch processes started, and was not given its --as-rank";
-            return Err(format!("{here}: the program that is started must hand its arguments on; {advice}"));
+            return Err(format!("{here}: the started program must pass its arguments on; {advice}"));
         }
         self.program.as_deref().ok_or_else(|| format!("there is no program to start for --launch processes; {advice}"))
     }
 }
 
-/// What a rank prints.
+/// A line that a rank prints.
 #[derive(Debug, Serialize, Deserialize)]
 enum Line {
     Result(Box<RankResult>),
     Error {
         sentence: String,
-        /// As `team::remoteness` has it.
+        /// As by `team::remoteness`.
         remoteness: u8,
     },
 }
@@ -107,7 +107,7 @@ pub fn run_as_rank(config: &Config, out: &Out) -> Status {
 }
 
 fn print(out: &Out, line: &Line) {
-    // A parent that does not listen any more has nothing to be told.
+    // Errors are ignored: the parent may have closed its end.
     if let Ok(text) = serde_json::to_string(line) {
         say!(out, "{text}");
     }
@@ -115,11 +115,11 @@ fn print(out: &Out, line: &Line) {
 
 /// Has the kernel end this process when its parent ends.
 fn die_with_parent() -> Result<(), String> {
-    // A process that nobody started as a rank is left as it is.
+    // Only processes that were started as ranks are changed.
     if is_rank() {
         let watched = prctl::set_pdeathsig(Signal::SIGKILL);
         watched.map_err(|error| format!("the parent's death cannot be watched ({error})"))?;
-        // It may have ended before it was watched.
+        // The parent may have ended before the watch began.
         if is_rank() {
             return Ok(());
         }
@@ -133,7 +133,7 @@ fn is_rank() -> bool {
     parent == Some(std::os::unix::process::parent_id())
 }
 
-/// Runs the sweep with a process for each rank; for each point the ranks' results.
+/// Runs the sweep with a process for each rank; returns the ranks' results for each point.
 ///
 /// # Errors
 /// A sentence that names the ranks that failed, and how.
@@ -144,7 +144,7 @@ pub fn run_processes(config: &Config, launcher: &Launcher) -> Result<Vec<Vec<Ran
             let stdout = rank.child.stdout.take();
             std::thread::Builder::new().spawn_scoped(scope, move || {
                 let mut text = String::new();
-                // What was cut off by a death is told by the exit status.
+                // The exit status reports a death that cut the output off.
                 let _ = stdout.map(|mut pipe| pipe.read_to_string(&mut text));
                 text
             })
@@ -172,7 +172,7 @@ pub fn run_processes(config: &Config, launcher: &Launcher) -> Result<Vec<Vec<Ran
     Ok(points)
 }
 
-/// A rank's process; killed when dropped before it ended.
+/// A rank's process; killed if dropped before it ends.
 struct RankProcess {
     rank: usize,
     child: Child,
@@ -229,7 +229,7 @@ fn random_token() -> Result<String, String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// A port that nobody listens on now.
+/// A local port that is free now.
 fn free_port() -> Result<u16, String> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
     listener.map(|address| address.port()).map_err(|error| format!("no local port is free ({error})"))
@@ -255,11 +255,11 @@ fn wait_all(ranks: &mut [RankProcess], timeout: Duration) {
             }
             return;
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(CHECK_EVERY);
     }
 }
 
-/// What one rank printed.
+/// The output of one rank.
 #[derive(Default)]
 struct Output {
     results: Vec<RankResult>,
@@ -308,11 +308,11 @@ fn describe(status: Option<ExitStatus>) -> String {
         Some(status) => match (status.signal(), status.code()) {
             (Some(signal), _) => format!("was ended by signal {signal}"),
             (_, Some(0)) => {
-                "ended with status 0 before it was through: the program that is started must hand its arguments to \
+                "ended with status 0 before its results were complete: the started program must pass its arguments to \
                  tokenyard::cli::run"
                     .to_string()
             }
-            (_, Some(code)) => format!("ended with status {code} before it was through"),
+            (_, Some(code)) => format!("ended with status {code} before its results were complete"),
             _ => "ended in an unknown way".to_string(),
         },
         None => "could not be waited for".to_string(),

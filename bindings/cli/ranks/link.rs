@@ -1,7 +1,7 @@
-//! What the links give, from which the floor of a phase's time follows: on GPUs the time of bare stores of the same
-//! bytes, timed as the calls are; on the CPU device the rate of the processor's copies.
+//! Measures the links, for the floor of a phase's time: on GPUs the time of bare stores of the same bytes, measured in
+//! the same way as the calls; on the CPU device the rate of the processor's copies.
 //!
-//! Beside the data path, on the rank's thread, before or behind what is timed. Collective: all ranks store at once, as
+//! Beside the data path, on the rank's thread, before or after the timed calls. Collective: all ranks store at once, as
 //! they do in a dispatch.
 
 use std::time::{Duration, Instant};
@@ -13,21 +13,21 @@ use super::calls::Caller;
 use super::slots::Slots;
 use crate::cli::cases::words::ArenaWord;
 
-/// Bytes copied on the CPU device: beyond any cache that a rank has for itself.
+/// Bytes copied on the CPU device: more than any cache that a rank has for itself.
 const CPU_BYTES: usize = 8 << 20;
-/// Copies; the best one counts, since a floor is what is possible.
+/// Copies; the fastest counts, since a floor is the best possible time.
 const CPU_REPEATS: usize = 4;
-/// Bare stores of each kind that are timed, and such before them.
+/// Timed bare stores of each kind, and untimed ones before them.
 const GPU_REPEATS: usize = 50;
 const GPU_WARMUP: usize = 5;
-/// Stores are of so many bytes each.
+/// Bytes of one store.
 const QUANTUM: u64 = 16;
 
 /// Bytes per µs that a rank of the CPU device can store into its peers' memory while all ranks do; 0 without peers.
 /// They share memory, so their links are the processor's copies.
 ///
 /// # Errors
-/// Whatever a peer answers.
+/// Any error of a peer.
 pub fn rate(world: &World) -> Result<f64> {
     if world.size() < 2 {
         return Ok(0.0);
@@ -47,12 +47,12 @@ pub fn rate(world: &World) -> Result<f64> {
     Ok(best)
 }
 
-/// Times, in µs, of bare stores between GPUs of an iteration's bytes: those that dispatch sends and those that combine
-/// does. `rows` went from each rank to each other in a mean iteration, of this rank's tokens; `row_bytes` is the
-/// payload of a row and of a partial row. None without peers in its node.
+/// Times, in µs, of bare stores between GPUs of an iteration's bytes: the bytes of dispatch, then those of combine.
+/// `rows` are the rows of this rank's tokens from each rank to each other in a mean iteration; `row_bytes` is the
+/// payload of a row and of a partial row. Empty without peers in the node.
 ///
 /// # Errors
-/// Whatever the device or a peer answers.
+/// Any error of the device or of a peer.
 pub fn push(
     world: &World,
     caller: &Caller,
@@ -67,20 +67,20 @@ pub fn push(
     let rank = world.rank().index();
     let table = gather_rows(world, rows)?;
     let bytes = |rows: u64, each: u64| (rows * each).next_multiple_of(QUANTUM) as usize;
-    // Rows go from a rank to those of their experts, partial rows the other way.
+    // Rows go from a source rank to the ranks of their experts, partial rows the other way.
     let out: Vec<usize> = table[rank].iter().map(|&rows| bytes(rows, row_bytes.0)).collect();
-    let home: Vec<usize> = table.iter().map(|row| bytes(row[rank], row_bytes.1)).collect();
+    let back: Vec<usize> = table.iter().map(|row| bytes(row[rank], row_bytes.1)).collect();
     let most = table.iter().flatten().copied().max().unwrap_or(0);
     let slot = bytes(most, row_bytes.0.max(row_bytes.1)).max(QUANTUM as usize);
     let slots = Slots::establish(world, caller.stream.device(), arena, slot)?;
     world.barrier("link buffers ready")?;
-    let times = [time(&slots, caller, &out, patience)?, time(&slots, caller, &home, patience)?];
-    // Nobody's memory goes while a peer may still store into it.
+    let times = [time(&slots, caller, &out, patience)?, time(&slots, caller, &back, patience)?];
+    // No memory is freed while a peer may still store into it.
     world.barrier("links measured")?;
     Ok(times)
 }
 
-/// The rows of every rank to every rank, those of all ranks' tokens together.
+/// The rows from every rank to every rank, of all ranks' tokens together.
 fn gather_rows(world: &World, rows: &[u64]) -> Result<Vec<Vec<u64>>> {
     let own: Vec<u8> = rows.iter().flat_map(|rows| rows.to_le_bytes()).collect();
     let all = world.all_gather("rows between ranks", &own)?;

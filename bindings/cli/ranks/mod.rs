@@ -1,4 +1,4 @@
-//! A run and its ranks: what they are told, how they come to be, what each of them calls, times and compares.
+//! A run and its ranks: their settings, their start, and what each rank calls, times and compares.
 
 pub mod buffers;
 pub mod builder;

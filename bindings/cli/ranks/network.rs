@@ -1,11 +1,11 @@
-//! What a run of several nodes has between them: a network, an endpoint for each rank, and who drives it.
+//! The network of a run of several nodes: an endpoint for each rank, and the proxy that drives it.
 //!
-//! The network is simulated. Between ranks that are threads with GPUs, and arenas in the GPUs' memory, an emulated NIC
-//! on each GPU moves the bytes; else the processor does.
+//! The network is simulated. Between ranks that are threads with GPUs, and arenas in GPU memory, an emulated NIC on
+//! each GPU moves the bytes; otherwise the processor does.
 //!
-//! Beside the data path, on the thread that starts the ranks and on their own. A world of one node has none of it. With
-//! a rank a thread, time is real and each rank's proxy is a thread; on one thread, time passes with every poll and each
-//! proxy is a fiber of its own, behind those of the ranks.
+//! Beside the data path, on the thread that starts the ranks and on the ranks' threads. A world of one node has no
+//! network. With one thread per rank, time is real and each rank's proxy is a thread. On one thread, virtual time
+//! passes with every poll and each proxy is a fiber, numbered after the fibers of the ranks.
 
 use std::fs::File;
 use std::io::Read;
@@ -26,25 +26,25 @@ use crate::cli::cases::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord};
 
 /// When a silent peer counts as lost: many ranks may share few cores here.
 const SILENCE_NS: u64 = 10_000_000_000;
-/// How much virtual time a poll takes.
+/// Virtual time of a poll.
 const TICK_NS: u64 = 100;
-/// A calm network is late by up to this, so that nothing may rely on order there either.
+/// Largest random delay of a calm network, so that nothing can rely on order there either.
 const CALM_JITTER_NS: u64 = 200;
-/// NICs of a hostile network whose link model does not say.
+/// Least number of NICs of a hostile network.
 const HOSTILE_NICS: usize = 2;
 
-/// A proxy that has no thread, and runs on a fiber.
+/// A proxy that runs on a fiber instead of a thread.
 pub struct ProxyFiber {
-    turns: ProxyLoop,
+    proxy_loop: ProxyLoop,
     network: Network,
 }
 
 impl ProxyFiber {
-    /// Runs until its rank's proxy and contexts are gone. Time passes with every poll, so that there is progress as
-    /// long as something is under way.
+    /// Runs until its rank's proxy and contexts are dropped. Virtual time passes with every poll, so messages in flight
+    /// make progress.
     pub fn run(self) {
-        let ProxyFiber { turns, network } = self;
-        turns.run(|| network.next_due_ns().is_some());
+        let ProxyFiber { proxy_loop, network } = self;
+        proxy_loop.run(|| network.next_due_ns().is_some());
     }
 }
 
@@ -64,23 +64,23 @@ pub fn config(case: &Case, clock: Clock) -> SimConfig {
     SimConfig { clock, nics: nics(case), ..base }
 }
 
-/// What ranks that are threads share.
+/// The network that ranks which are threads share.
 pub enum Shared {
     /// The processor copies.
     Sim(Network),
     /// A kernel on each GPU copies.
     Gpu {
         network: GpuNetwork<Device>,
-        /// Where calls are timed.
+        /// If calls are timed.
         measured: Option<Measured>,
     },
 }
 
-/// What timing calls over the emulation needs and finds.
+/// Needed to time calls over the emulation.
 pub struct Measured {
-    /// What the emulation itself costs a small write, in µs.
+    /// Time that the emulation itself adds to a small write, in µs.
     nic_us: f64,
-    /// Where all ranks meet before what is timed.
+    /// Where all ranks meet before timed calls.
     meeting: Meeting,
 }
 
@@ -96,12 +96,12 @@ impl Shared {
         })
     }
 
-    /// What the emulation costs a small write, if it was measured.
+    /// Time that the emulation adds to a small write, in µs, if measured.
     pub fn nic_us(&self) -> Option<f64> {
         self.measured().map(|measured| measured.nic_us)
     }
 
-    /// Where ranks meet before what is timed, if the barrier alone does not let them go together.
+    /// Where ranks meet before timed calls, if they leave the barrier at different times.
     pub fn meeting(&self) -> Option<&Meeting> {
         self.measured().map(|measured| &measured.meeting)
     }
@@ -114,10 +114,10 @@ impl Shared {
     }
 }
 
-/// The network that ranks which are threads share; none for one node. `open_device` opens the device of a rank.
+/// The network of ranks that are threads; `None` for one node. `open_device` opens the device of a rank.
 ///
 /// # Errors
-/// `Config` if the case makes no sense; what the emulation's measurement answers.
+/// `Config` if the case makes no sense; errors of the emulation's measurement.
 pub fn real_time(
     job: &Job,
     device: DeviceWord,
@@ -131,15 +131,15 @@ pub fn real_time(
     let model = nics.first().copied().unwrap_or(LinkModel::FREE);
     let measured = if job.measured {
         // From a rank to one of another node.
-        let (near, far) = (open_device(0)?, open_device(case.nodes.first().copied().unwrap_or(0))?);
-        Some(Measured { nic_us: emulated::overhead(&near, &far)?, meeting: Meeting::new(&near, case.world)? })
+        let (from, to) = (open_device(0)?, open_device(case.nodes.first().copied().unwrap_or(0))?);
+        Some(Measured { nic_us: emulated::overhead(&from, &to)?, meeting: Meeting::new(&from, case.world)? })
     } else {
         None
     };
     Ok(Some(Shared::Gpu { network: GpuNetwork::new(case.world, model, nics.len())?, measured }))
 }
 
-/// The network of ranks that are all on one thread; none for one node.
+/// The network of ranks that are all on one thread; `None` for one node.
 ///
 /// # Errors
 /// `Config` if the case makes no sense.
@@ -170,22 +170,22 @@ pub fn worlds(case: &Case) -> Result<Vec<World>> {
 /// A thread that drives a rank's endpoint.
 ///
 /// # Errors
-/// Whatever the library answers.
+/// Any error of the library.
 pub fn spawn(world: &World, endpoint: Box<dyn Transport>) -> Result<Proxy> {
     let liveness = Liveness { silence_ns: SILENCE_NS, ..Liveness::default() };
     Proxy::spawn(world, endpoint, ProxyConfig { thread: threads_of(world), liveness })
 }
 
-/// Every rank of this process has a proxy and an executor that spin.
+/// Each rank of this process has a proxy and an executor that spin.
 fn threads_of(world: &World) -> ThreadConfig {
     let ranks = if world.same_process() { world.size() } else { 1 };
     ThreadConfig { core: None, spinners: 2 * ranks }
 }
 
-/// As [`spawn`], for a fiber to run.
+/// As [`spawn`], but a fiber runs the proxy.
 ///
 /// # Errors
-/// Whatever the library answers.
+/// Any error of the library.
 pub fn fiber(network: &Network, world: &World, case: &Case) -> Result<(Proxy, ProxyFiber)> {
     let clock = {
         let network = network.clone();
@@ -195,8 +195,8 @@ pub fn fiber(network: &Network, world: &World, case: &Case) -> Result<(Proxy, Pr
     if case.fault == FaultWord::Forged {
         endpoint = Box::new(Forger::new(endpoint, world.rank(), case.seed));
     }
-    let (proxy, turns) = Proxy::with_loop(world, endpoint, Liveness::default(), clock)?;
-    Ok((proxy, ProxyFiber { turns, network: network.clone() }))
+    let (proxy, proxy_loop) = Proxy::with_loop(world, endpoint, Liveness::default(), clock)?;
+    Ok((proxy, ProxyFiber { proxy_loop, network: network.clone() }))
 }
 
 /// The endpoint of a rank that shares a network with the other ranks of its process.
@@ -225,7 +225,7 @@ pub fn process_endpoint(world: &World, case: &Case) -> Result<Box<dyn Transport>
     Ok(Box::new(ProcessEndpoint::open(world.rank(), token, config(case, Clock::Real))?))
 }
 
-/// Has a context use its rank's proxy.
+/// Gives a context its rank's proxy, and the case's settings between nodes.
 pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) -> AllToAllBuilder {
     if let Some(proxy) = proxy {
         builder = builder.proxy(proxy);
@@ -235,9 +235,9 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
         if !case.double_buffer {
             tuning.double_buffer_bytes = 0;
         }
-        tuning.arriving_tokens = case.arriving_tokens;
+        tuning.ll_tokens = case.ll_tokens;
         tuning.meta_tile = case.meta_tile;
-        tuning.wave_tokens = case.wave_tokens;
+        tuning.round_tokens = case.round_tokens;
     })
 }
 
@@ -248,7 +248,7 @@ mod tests {
     use crate::cli::cases::words::Check;
 
     #[test]
-    fn a_network_is_what_its_case_says() {
+    fn a_network_follows_from_its_case() {
         let case = Case { world: 4, nodes: vec![2, 2], link: Link::EfaP5, seed: 9, ..Case::default() };
         let hostile = config(&case, Clock::Real);
         assert_eq!((hostile.seed, hostile.nics.len(), hostile.clock), (9, 4, Clock::Real));

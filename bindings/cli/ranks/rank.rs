@@ -1,8 +1,8 @@
-//! One rank of a run: builds its context and buffers, and then, a few iterations at a time, draws inputs, has the calls
-//! enqueued, and has the reference compare what was left behind.
+//! One rank of a run: builds its context and buffers. Then, a few iterations at a time, it draws inputs, enqueues the
+//! calls, and compares the outputs with the reference.
 //!
-//! On the rank's own thread, fiber or process. It waits for its own stream between those groups of iterations, and for
-//! other ranks only where the run begins and ends.
+//! On the rank's own thread, fiber or process. It waits for its own stream between groups of iterations, and for other
+//! ranks only at the begin and end of the run.
 
 use std::collections::BTreeSet;
 
@@ -10,7 +10,7 @@ use tokenyard::{AllToAll, ArenaPlace, CallStatistics, Device, DeviceKind, Error,
 
 use super::buffers::POISON;
 use super::builder::builder;
-use super::calls::{Caller, Given, Lane, Marks};
+use super::calls::{Caller, Given, InFlight, Marks};
 use super::faults::{Planned, check_errors, check_refused};
 use super::gpus::sharing;
 use super::hold::Hold;
@@ -30,11 +30,11 @@ use crate::cli::reference::{
     self, Report, RowSource, SourceRank, Spec, check_combine, check_dispatch, quantized_row, quantized_scales,
 };
 
-/// What a rank has between nodes; of one node, nothing.
+/// A rank's means between nodes; nothing in a world of one node.
 pub struct Between {
-    /// Who drives its endpoint.
+    /// The proxy that drives its endpoint.
     pub proxy: Option<Proxy>,
-    /// Where it meets the others before what is timed.
+    /// Where all ranks meet before timed calls.
     pub meeting: Option<Meeting>,
 }
 
@@ -64,10 +64,10 @@ pub fn run(
     world.barrier("buffers ready")?;
     let gpu = device.kind() == DeviceKind::Cuda;
     if job.measured && !gpu {
-        result.link_rate = link::rate(&world)? / turns(job, device, world.size());
+        result.link_rate = link::rate(&world)? / ranks_per_core(job, device, world.size());
     }
     let ran = rank.all_iterations(&mut result, progress);
-    // The others would wait in vain for one that failed, whose error says more than theirs would.
+    // Other ranks would wait in vain for a failed rank, whose own error is the most useful.
     let failed = world.all_gather("iterations", &[u8::from(ran.is_err())]);
     ran?;
     if failed?.iter().any(|failed| failed != &[0]) {
@@ -77,13 +77,13 @@ pub fn run(
         let rows: Vec<u64> = rank.traffic.rows().iter().map(|rows| rows / result.iterations.max(1)).collect();
         result.push_us = link::push(&world, &rank.caller, job.arena, &rows, job.case.row_bytes(), job.patience())?;
     }
-    // Peers may still store into this rank's arena: flags of the last combine.
+    // Peers may still store flags of the last combine into this rank's arena.
     world.barrier("end of run")?;
     Ok(result)
 }
 
-/// How many ranks take turns on a processor: all on one thread, and where there are fewer cores than ranks.
-fn turns(job: &Job, device: &Device, ranks: usize) -> f64 {
+/// Ranks per processor core: all ranks if they are on one thread; more than 1 also with fewer cores than ranks.
+fn ranks_per_core(job: &Job, device: &Device, ranks: usize) -> f64 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     match (device.kind(), job.case.world_mode) {
         (DeviceKind::Cuda, _) => 1.0,
@@ -92,12 +92,12 @@ fn turns(job: &Job, device: &Device, ranks: usize) -> f64 {
     }
 }
 
-/// One iteration that is under way.
-struct Turn {
+/// The inputs of one iteration.
+struct Drawn {
     i: usize,
     checked: bool,
     inputs: Inputs,
-    /// Routing of all ranks, or of this one alone where nothing is compared.
+    /// Routing of all ranks, or only of this rank if nothing is compared.
     sources: Vec<SourceRank>,
     planned: Planned,
 }
@@ -107,23 +107,23 @@ struct RankRun<'a> {
     case: &'a Case,
     rank: usize,
     caller: Caller,
-    // Behind the context: its kernels use them.
-    lanes: Vec<Lane>,
+    // Dropped after the context, whose kernels use them.
+    in_flight: Vec<InFlight>,
     wake: Option<Wake>,
-    /// Whether the GPU has waited for the host to compare, or to begin.
+    /// Whether the GPU has been idle while the host compared, or before the first iteration.
     idled: bool,
     router: Router,
     spec: Spec,
-    /// Ranks whose routing was unusable in an iteration so far.
+    /// Ranks whose routing was unusable in some iteration so far.
     refusing: BTreeSet<usize>,
     /// Rows of this rank's tokens in timed iterations.
     traffic: Traffic,
-    /// Time of the timeline, and the event that it was taken from.
+    /// A time of the timeline, and its event.
     clock: Option<(f64, Event)>,
 }
 
 impl Drop for RankRun<'_> {
-    /// After an error kernels may still be under way; buffers and context stay until they are through.
+    /// After an error kernels may still run; buffers and context stay until they end.
     fn drop(&mut self) {
         let _ = self.stream().synchronize(self.job.patience());
     }
@@ -134,17 +134,17 @@ impl<'a> RankRun<'a> {
         let case = &job.case;
         let rank = world.rank().index();
         let ep = build(job, world, device, between.proxy.as_ref())?;
-        let seat = between.meeting.as_ref().map(|meeting| meeting.seat(rank, job.timeout));
+        let attendee = between.meeting.as_ref().map(|meeting| meeting.attendee(rank, job.timeout));
         let hold = Hold::new(device, world.rank(), job.timeout)?;
-        // What goes between nodes by emulated NICs takes the links of one.
-        let linked = if seat.is_some() { world.clone().with_nodes(&[world.size()])? } else { world.clone() };
-        let (lanes, own) = (case.ahead.min(job.iterations()), ep.own_output());
+        // Emulated NICs carry traffic between nodes over the links within the host.
+        let linked = if attendee.is_some() { world.clone().with_nodes(&[world.size()])? } else { world.clone() };
+        let (in_flight, own) = (case.ahead.min(job.iterations()), ep.in_place());
         Ok(RankRun {
             job,
             case,
             rank,
-            caller: Caller::new(case, ep, device, job.measured, hold, seat)?,
-            lanes: (0..lanes).map(|_| Lane::new(case, rank, device, own.clone())).collect::<Result<_>>()?,
+            caller: Caller::new(case, ep, device, job.measured, hold, attendee)?,
+            in_flight: (0..in_flight).map(|_| InFlight::new(case, rank, device, own.clone())).collect::<Result<_>>()?,
             wake: if job.measured { Wake::establish(&linked, device, job.arena)? } else { None },
             idled: true,
             refusing: BTreeSet::new(),
@@ -159,25 +159,25 @@ impl<'a> RankRun<'a> {
         &self.caller.stream
     }
 
-    /// Captures graphs, where there are any, for the buffers of the first iterations.
+    /// Captures graphs in graph mode, for the buffers of the first iterations.
     fn prepare(&mut self) -> Result<()> {
         if self.case.mode != Mode::Graph {
             return Ok(());
         }
-        let turns: Vec<Turn> = (0..self.lanes.len()).map(|i| self.draw(i)).collect();
-        let given = self.given(&turns);
-        self.caller.prepare(&mut self.lanes, &given)
+        let drawn: Vec<Drawn> = (0..self.in_flight.len()).map(|i| self.draw(i)).collect();
+        let given = self.given(&drawn);
+        self.caller.prepare(&mut self.in_flight, &given)
     }
 
-    fn given(&self, turns: &[Turn]) -> Vec<Given> {
-        let given = |turn: &Turn| Given {
-            tokens: turn.sources[self.rank].tokens,
-            capacity: turn.planned.capacity(self.case, self.rank),
+    fn given(&self, drawn: &[Drawn]) -> Vec<Given> {
+        let given = |each: &Drawn| Given {
+            tokens: each.sources[self.rank].tokens,
+            capacity: each.planned.capacity(self.case, self.rank),
         };
-        turns.iter().map(given).collect()
+        drawn.iter().map(given).collect()
     }
 
-    /// Runs all iterations; `progress` hears how many are done.
+    /// Runs all iterations; `progress` gets the number of completed ones.
     fn all_iterations(&mut self, result: &mut RankResult, progress: &dyn Fn(usize)) -> Result<()> {
         let mut i = 0;
         while i < self.job.iterations() {
@@ -189,31 +189,31 @@ impl<'a> RankRun<'a> {
         Ok(())
     }
 
-    /// Runs `count` iterations, each with buffers of its own, without a wait between their calls.
+    /// Runs `count` iterations, each with its own buffers, without a wait between their calls.
     fn iterations(&mut self, first: usize, count: usize, result: &mut RankResult) -> Result<()> {
-        let turns: Vec<Turn> = (first..first + count).map(|i| self.draw(i)).collect();
-        self.upload(&turns)?;
-        // The host is long with an iteration that is compared: before it with poison and all ranks' inputs, behind it
-        // with the reference.
-        let compared = turns.iter().any(|turn| turn.checked);
+        let drawn: Vec<Drawn> = (first..first + count).map(|i| self.draw(i)).collect();
+        self.upload(&drawn)?;
+        // The host takes long for a compared iteration: before it for poison and all ranks' inputs, after it for the
+        // reference.
+        let compared = drawn.iter().any(|each| each.checked);
         let wake = self.wake.as_ref().filter(|_| compared || self.idled);
         self.idled = compared;
-        let marks = self.caller.enqueue(&self.lanes, &self.given(&turns), &steps(self.case, first, count), wake)?;
+        let marks = self.caller.enqueue(&self.in_flight, &self.given(&drawn), &steps(self.case, first, count), wake)?;
         self.stream().synchronize(self.job.patience())?;
         let errors = self.caller.take_errors()?;
-        self.judge_errors(&turns, errors, result)?;
-        for ((turn, marks), lane) in turns.iter().zip(marks).zip(&self.lanes) {
-            if turn.checked {
-                let report = self.compare(turn, lane)?;
+        self.judge_errors(&drawn, errors, result)?;
+        for ((each, marks), flight) in drawn.iter().zip(marks).zip(&self.in_flight) {
+            if each.checked {
+                let report = self.compare(each, flight)?;
                 result.verdict.iterations += 1;
-                result.verdict.add(report, &format!("iteration {}", turn.i));
+                result.verdict.add(report, &format!("iteration {}", each.i));
             }
-            if turn.i >= self.job.warmup && self.job.measured {
+            if each.i >= self.job.warmup && self.job.measured {
                 result.add_times(&marks.times()?.unwrap_or_default());
-                self.traffic.count(&self.spec, &turn.sources[self.rank], self.rank);
-                let told = [self.caller.ep.dispatch_statistics(), self.caller.ep.combine_statistics()];
-                keep_spans(&mut self.clock, turn.i - self.job.warmup, marks, &told, result)?;
-                result.add_stages(&told);
+                self.traffic.count(&self.spec, &each.sources[self.rank], self.rank);
+                let stages = [self.caller.ep.dispatch_statistics(), self.caller.ep.combine_statistics()];
+                keep_spans(&mut self.clock, each.i - self.job.warmup, marks, &stages, result)?;
+                result.add_stages(&stages);
             }
         }
         self.count_bytes(result);
@@ -221,7 +221,7 @@ impl<'a> RankRun<'a> {
     }
 
     /// Inputs, routing and faults of an iteration.
-    fn draw(&self, i: usize) -> Turn {
+    fn draw(&self, i: usize) -> Drawn {
         let checked = self.job.check.covers(i);
         let source = |rank: usize| {
             if rank != self.rank && !checked {
@@ -233,7 +233,7 @@ impl<'a> RankRun<'a> {
         };
         let mut sources: Vec<SourceRank> = (0..self.case.world).map(source).collect();
         let planned = Planned::draw(self.case, &self.spec, &mut sources, i);
-        Turn { i, checked, inputs: self.case.inputs(i as u64), sources, planned }
+        Drawn { i, checked, inputs: self.case.inputs(i as u64), sources, planned }
     }
 
     fn tokens_of(&self, i: usize, rank: usize) -> usize {
@@ -241,46 +241,46 @@ impl<'a> RankRun<'a> {
     }
 
     /// Poisons outputs and writes inputs of all of these iterations.
-    fn upload(&mut self, turns: &[Turn]) -> Result<()> {
+    fn upload(&mut self, drawn: &[Drawn]) -> Result<()> {
         let stream = &self.caller.stream;
-        for (turn, lane) in turns.iter().zip(&mut self.lanes).filter(|(turn, _)| turn.checked) {
-            lane.buffers.poison(stream, &turn.inputs)?;
+        for (each, flight) in drawn.iter().zip(&mut self.in_flight).filter(|(each, _)| each.checked) {
+            flight.buffers.poison(stream, &each.inputs)?;
         }
         stream.synchronize(self.job.patience())?;
-        for (slot, (turn, lane)) in turns.iter().zip(&self.lanes).enumerate() {
-            let source = &turn.sources[self.rank];
-            if turn.checked {
-                lane.buffers.write_old()?;
+        for (slot, (each, flight)) in drawn.iter().zip(&self.in_flight).enumerate() {
+            let source = &each.sources[self.rank];
+            if each.checked {
+                flight.buffers.write_old()?;
             }
-            if turn.checked || turn.i == slot {
-                // Nothing that is timed depends on the values of rows.
-                let tokens = if turn.checked { source.tokens } else { self.case.max_tokens };
-                lane.buffers.upload_rows(&turn.inputs, tokens)?;
+            if each.checked || each.i == slot {
+                // Times do not depend on the values of rows.
+                let tokens = if each.checked { source.tokens } else { self.case.max_tokens };
+                flight.buffers.upload_rows(&each.inputs, tokens)?;
             }
-            lane.buffers.upload_routing(source)?;
+            flight.buffers.upload_routing(source)?;
         }
         Ok(())
     }
 
-    /// Errors are wrong where none were planned, and where others were.
-    fn judge_errors(&mut self, turns: &[Turn], errors: Vec<Error>, result: &mut RankResult) -> Result<()> {
+    /// Unplanned errors are wrong, and so are missing ones.
+    fn judge_errors(&mut self, drawn: &[Drawn], errors: Vec<Error>, result: &mut RankResult) -> Result<()> {
         if matches!(self.case.fault, FaultWord::None | FaultWord::Forged) {
             return errors.into_iter().next().map_or(Ok(()), Err);
         }
         let planned: Vec<(&Planned, &[SourceRank])> =
-            turns.iter().map(|turn| (&turn.planned, turn.sources.as_slice())).collect();
+            drawn.iter().map(|each| (&each.planned, each.sources.as_slice())).collect();
         let mut report = check_errors(&planned, &self.spec, self.rank, &errors);
-        self.refusing.extend(turns.iter().flat_map(|turn| turn.planned.refusing()));
+        self.refusing.extend(drawn.iter().flat_map(|each| each.planned.refusing()));
         report.merge(check_refused(&self.refusing, self.rank, &self.caller.ep.refused_sources()));
         let verdict = &mut result.verdict;
         verdict.overflows += errors.iter().filter(|e| matches!(e, Error::Capacity { .. })).count() as u64;
         verdict.refusals += errors.iter().filter(|e| matches!(e, Error::Routing { .. })).count() as u64;
-        let numbers: Vec<String> = turns.iter().map(|turn| turn.i.to_string()).collect();
+        let numbers: Vec<String> = drawn.iter().map(|each| each.i.to_string()).collect();
         verdict.add(report, &format!("iteration {}", numbers.join(", ")));
         Ok(())
     }
 
-    /// Payload between ranks, and between nodes: rows that left, and sums that came home.
+    /// Payload between ranks, and between nodes: rows sent, and sums that came back.
     fn count_bytes(&self, result: &mut RankResult) {
         let (row, partial) = self.case.row_bytes();
         let (rows, wire) = (self.traffic.nvlink_rows(), self.traffic.wire_rows());
@@ -288,48 +288,48 @@ impl<'a> RankRun<'a> {
         result.wire_bytes = [wire * row, wire * partial];
     }
 
-    /// Has the reference compare this rank's outputs with what all ranks' inputs demand.
-    fn compare(&self, turn: &Turn, lane: &Lane) -> Result<Report> {
-        let Turn { sources, planned: Planned { faults, .. }, .. } = turn;
+    /// Compares this rank's outputs with the reference, computed from all ranks' inputs.
+    fn compare(&self, each: &Drawn, flight: &InFlight) -> Result<Report> {
+        let Drawn { sources, planned: Planned { faults, .. }, .. } = each;
         let scales = self.case.quantize.then(|| self.case.reference_scales());
-        let (rank, rows) = (self.rank, Made { inputs: turn.inputs, quantized: scales });
-        let spec = turn.planned.spec(self.case, &self.spec, rank);
-        lane.buffers.pull(&self.caller.stream)?;
+        let (rank, rows) = (self.rank, Made { inputs: each.inputs, quantized: scales });
+        let spec = each.planned.spec(self.case, &self.spec, rank);
+        flight.buffers.pull(&self.caller.stream)?;
         self.caller.stream.synchronize(self.job.patience())?;
-        let seen = lane.buffers.read()?;
-        let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &lane.buffers.dispatched(&seen));
-        report.merge(check_combine(&spec, sources, &rows, faults, rank, &lane.buffers.summed(&seen)));
+        let seen = flight.buffers.read()?;
+        let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &flight.buffers.dispatched(&seen));
+        report.merge(check_combine(&spec, sources, &rows, faults, rank, &flight.buffers.summed(&seen)));
         Ok(report)
     }
 }
 
-/// Adds an iteration to the timeline, which begins with the first.
+/// Adds an iteration to the timeline, which begins with the first iteration.
 fn keep_spans(
     clock: &mut Option<(f64, Event)>,
     iteration: usize,
     marks: Marks,
-    told: &[Option<CallStatistics>; 2],
+    stages: &[Option<CallStatistics>; 2],
     result: &mut RankResult,
 ) -> Result<()> {
-    // From iteration to iteration, since events count in floats that lose the µs of a long run.
+    // From iteration to iteration, since events count in floats, which lose the µs of a long run.
     let base = match clock {
         Some((at, event)) => *at + marks.since(event)?,
         None => 0.0,
     };
-    result.spans.extend(marks.spans(iteration, base, told)?);
+    result.spans.extend(marks.spans(iteration, base, stages)?);
     *clock = marks.into_start().map(|start| (base, start));
     Ok(())
 }
 
-/// Rows that were dispatched, as the reference asks for them.
+/// Dispatched rows, for the reference.
 struct Made {
     inputs: Inputs,
-    /// The scales that rows got, where they were quantised.
+    /// The kind of scales, if rows were quantised.
     quantized: Option<reference::Scales>,
 }
 
 impl Made {
-    /// The row of a token as it was given.
+    /// The input row of a token.
     fn given(&self, rank: usize, token: usize) -> Vec<u8> {
         let mut row = vec![0; self.inputs.row_bytes()];
         self.inputs.fill_row(rank, token, &mut row);
@@ -353,7 +353,7 @@ impl RowSource for Made {
     }
 }
 
-/// Multiprocessors of a shared GPU that no rank's calls take.
+/// SMs of a shared GPU that no rank's calls take.
 const SPARE_MULTIPROCESSORS: u32 = 4;
 
 /// Builds the context of a rank. Collective.
@@ -371,8 +371,8 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
     });
     let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
     if case.sms.is_none() && sharers > 1 {
-        // Blocks wait for other ranks' blocks, so those of all must fit at once, beside the small kernels that other
-        // ranks run before theirs.
+        // Blocks wait for other ranks' blocks, so the blocks of all ranks must fit at once, beside the small kernels
+        // that other ranks run before their calls.
         let nic = proxy.map_or(0, |proxy| proxy.device_needs().blocks);
         let room = device.multiprocessors().saturating_sub(SPARE_MULTIPROCESSORS) / sharers as u32;
         builder = builder.sms(room.saturating_sub(nic).max(2));

@@ -1,6 +1,6 @@
-//! What one rank measured and found, and how ranks' results become one.
+//! Measurements and findings of one rank, and how ranks' results are merged.
 //!
-//! Behind the data path. A rank of another process sends its result as a line of JSON; threads hand over the same type.
+//! After the data path. A rank of another process sends its result as a line of JSON; threads hand over the same type.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,21 +8,21 @@ use tokenyard::CallStatistics;
 
 use crate::cli::reference::Report;
 
-/// One thing that took time on a rank's stream.
+/// A span of time on a rank's stream.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Span {
     pub name: String,
     pub iteration: usize,
-    /// Since the rank's first timed iteration began.
+    /// Time since the rank's first timed iteration began.
     pub start_us: f64,
     pub length_us: f64,
 }
 
-/// When a call's blocks were through with a stage: one time an iteration, since the call's first block began.
+/// When a call's blocks completed a stage: one time per iteration, since the call's first block began.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageTimes {
     pub name: String,
-    /// The first block's, the middle one's, the last one's.
+    /// Times of the first, the median and the last block.
     pub us: [Vec<f64>; 3],
 }
 
@@ -35,28 +35,28 @@ pub struct Times {
     pub parts_us: Option<[f64; 4]>,
 }
 
-/// What the reference said, all iterations together.
+/// Results of the reference, all iterations together.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Verdict {
     /// Iterations that were compared.
     pub iterations: u64,
     pub compared: u64,
     pub mismatches: u64,
-    /// None: a NaN was seen.
+    /// `None`: a NaN was seen.
     pub max_rel_err: Option<f64>,
-    /// Outputs that were planned to be too small, and were reported.
+    /// Outputs that were too small as planned, and were reported.
     pub overflows: u64,
-    /// Routings that were planned to be unusable, and were reported.
+    /// Routings that were unusable as planned, and were reported.
     pub refusals: u64,
     /// The first findings.
     pub sentences: Vec<String>,
 }
 
-/// Findings that are kept.
+/// Most findings that are kept.
 const SENTENCES: usize = 12;
 
 impl Verdict {
-    /// Nothing compared yet.
+    /// A verdict before any comparison.
     pub fn new() -> Verdict {
         Verdict { max_rel_err: Some(0.0), ..Verdict::default() }
     }
@@ -73,7 +73,7 @@ impl Verdict {
         });
     }
 
-    /// Adds what another rank found.
+    /// Adds the findings of another rank.
     pub fn merge(&mut self, other: Verdict) {
         self.iterations += other.iterations;
         self.compared += other.compared;
@@ -106,20 +106,19 @@ pub struct RankResult {
     pub iterations: u64,
     /// Payload of this rank's tokens that went between ranks of one node, all timed iterations together.
     pub dispatch_bytes: u64,
-    /// The same of the partial rows that came back.
+    /// The same for the partial rows that came back.
     pub combine_bytes: u64,
-    /// Payload of this rank's tokens that went between nodes: rows out, and nodes' sums home.
+    /// Payload of this rank's tokens between nodes: rows out, and nodes' sums back.
     pub wire_bytes: [u64; 2],
-    /// Bytes per µs that this rank can store into others' memory while all do; of the CPU device.
+    /// Bytes per µs that this rank can store into others' memory while all do; only on the CPU device.
     pub link_rate: f64,
-    /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch sends them and as combine
-    /// does.
+    /// On GPUs: times of bare stores of an iteration's bytes to other ranks, as dispatch and as combine send them.
     pub push_us: [Vec<f64>; 2],
-    /// What an emulated NIC adds to a small write by itself.
+    /// Time that an emulated NIC adds to a small write by itself, in µs.
     pub nic_us: Option<f64>,
     pub verdict: Verdict,
     pub spans: Vec<Span>,
-    /// Stages of calls, in the order of the first call that came to each.
+    /// Stages of calls, in the order in which calls first reached them.
     pub stages: Vec<StageTimes>,
 }
 
@@ -134,10 +133,10 @@ impl RankResult {
         }
     }
 
-    /// Adds what the device said of one dispatch and its combine.
-    pub fn add_stages(&mut self, told: &[Option<CallStatistics>; 2]) {
-        for (call, told) in ["dispatch", "combine"].into_iter().zip(told) {
-            for stage in told.iter().flat_map(|told| &told.stages) {
+    /// Adds the device's statistics of one dispatch and its combine.
+    pub fn add_stages(&mut self, statistics: &[Option<CallStatistics>; 2]) {
+        for (call, statistics) in ["dispatch", "combine"].into_iter().zip(statistics) {
+            for stage in statistics.iter().flat_map(|statistics| &statistics.stages) {
                 let name = format!("{call}: {}", stage.name);
                 let place = self.stages.iter().position(|known| known.name == name).unwrap_or_else(|| {
                     self.stages.push(StageTimes { name, ..StageTimes::default() });

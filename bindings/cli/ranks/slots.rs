@@ -1,13 +1,13 @@
-//! Memory for bare stores between ranks: in every rank's, a slot for each rank.
+//! Memory for bare stores between ranks: every rank has a slot for each rank.
 //!
-//! Beside the data path, on the rank's thread. Collective as it is made.
+//! Beside the data path, on the rank's thread. Making it is collective.
 
 use tokenyard::internals::transport::{Arena, PeerMap};
 use tokenyard::{Device, DeviceBuffer, Rank, Result, View, World};
 
 use crate::cli::cases::words::ArenaWord;
 
-/// Where bare stores go: in every rank's memory, a slot for each rank.
+/// Targets of bare stores: a slot for each rank in every rank's memory.
 pub struct Slots {
     rank: usize,
     ranks: usize,
@@ -19,10 +19,10 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// Makes this rank's slots of `bytes` bytes and maps those of its peers. Collective.
+    /// Makes this rank's slots of `bytes` bytes each and maps its peers' slots. Collective.
     ///
     /// # Errors
-    /// Whatever the device or a peer answers.
+    /// Any error of the device or of a peer.
     pub fn establish(world: &World, device: &Device, arena: ArenaWord, bytes: usize) -> Result<Slots> {
         let all = bytes.saturating_mul(world.size());
         let arena = match (device.ordinal(), arena) {
@@ -52,7 +52,7 @@ impl Slots {
         others.map(|peer| (peer, slot(peer))).collect()
     }
 
-    /// What is stored: a slot of it.
+    /// The memory to store from, of a slot's size.
     pub fn source(&self) -> View {
         self.source.view()
     }
@@ -80,7 +80,7 @@ pub mod tests {
         assert!(!errors[1].contains("rank 1 failed in"), "its own error, {}", errors[1]);
     }
 
-    /// What lies in this rank's memory, slot by slot; nobody may be storing there.
+    /// Contents of this rank's memory, slot by slot; no rank may be storing there.
     pub fn received(slots: &Slots) -> Vec<Vec<u8>> {
         let own = slots.map.own();
         // SAFETY: an arena of the CPU device is host memory, zeroed, of that length, and lives as long as the slots.

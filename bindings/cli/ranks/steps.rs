@@ -6,8 +6,8 @@
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::{Counter, Use};
 
-/// One thing that is enqueued, for one of the dispatches under way. Where calls are not split, sending does it all and
-/// the receiving half is nothing.
+/// One step that is enqueued for a dispatch, by the dispatch's number. Without split calls the sending step is the
+/// whole call and the receiving step does nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
     SendDispatch(usize),
@@ -17,24 +17,24 @@ pub enum Step {
     ReceiveCombine(usize),
 }
 
-/// The steps of `count` dispatches, numbered from 0, and their combines. Combines come in an order that is drawn: half
-/// of the time behind all dispatches, else as soon as chance will have it.
+/// The steps of `count` dispatches, numbered from 0, and their combines. Combines come in a random order: half of
+/// the time after all dispatches, else interleaved at random.
 pub fn steps(case: &Case, group: usize, count: usize) -> Vec<Step> {
     let mut dice = Counter::new(case.seed, Use::Choice, u64::MAX - 5, group, 0);
     let mut back: Vec<usize> = (0..count).collect();
     (1..count).for_each(|i| back.swap(i, dice.below(i + 1)));
     let patient = dice.below(2) == 0;
     let mut out = (0..count).flat_map(|i| [Step::SendDispatch(i), Step::ReceiveDispatch(i)]).peekable();
-    let mut home =
+    let mut back =
         back.into_iter().flat_map(|i| [Step::Experts(i), Step::SendCombine(i), Step::ReceiveCombine(i)]).peekable();
     let mut steps = Vec::new();
-    while let Some(&next) = home.peek() {
+    while let Some(&next) = back.peek() {
         let dispatched = match next {
             Step::Experts(i) => steps.contains(&Step::ReceiveDispatch(i)),
             _ => true,
         };
         let wait = !dispatched || (out.peek().is_some() && (patient || dice.below(2) == 0));
-        steps.extend(if wait { out.next() } else { home.next() });
+        steps.extend(if wait { out.next() } else { back.next() });
     }
     steps.extend(out);
     steps

@@ -18,21 +18,21 @@ use super::sample::RankResult;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::words::{DeviceWord, WorldMode};
 
-/// Runs every rank and returns their results by rank; `progress` hears from rank 0.
+/// Runs every rank and returns their results by rank; rank 0 reports to `progress`.
 ///
 /// # Errors
-/// Of the ranks' errors the one that is most likely the cause.
+/// The rank's error that is most likely the cause.
 pub fn run(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync)) -> Result<Vec<RankResult>> {
     run_reported(job, device, progress).0
 }
 
-/// What a seeded schedule was, and what its network did if there was one.
+/// A seeded schedule, and the counts of its network.
 pub struct Schedule {
     pub report: SeededReport,
     pub network: Counts,
 }
 
-/// As [`run`], and what the seeded schedule was if there was one.
+/// As [`run`], with the seeded schedule if there was one.
 pub fn run_reported(
     job: &Job,
     device: DeviceWord,
@@ -71,7 +71,7 @@ pub fn cause(errors: Vec<Error>) -> Option<Error> {
     errors.into_iter().min_by_key(remoteness)
 }
 
-/// How far an error is from the cause of a failed run: 0 for what a rank found about itself.
+/// Distance of an error from the cause of a failed run: 0 for an error about the rank itself.
 pub fn remoteness(error: &Error) -> u8 {
     match error {
         Error::Timeout { .. } | Error::PeerLost { .. } => 2,
@@ -83,12 +83,12 @@ pub fn remoteness(error: &Error) -> u8 {
 fn open(device: DeviceWord, rank: usize) -> Result<Device> {
     match device {
         DeviceWord::Cpu => Device::cpu(),
-        // Where there are fewer GPUs than ranks, they share them.
+        // With fewer GPUs than ranks, ranks share them.
         DeviceWord::Cuda => Device::cuda(rank % usable_gpus().max(1)),
     }
 }
 
-/// Runs one rank that is a process, with its own device, and a proxy where it has an endpoint between nodes.
+/// Runs one rank that is a process, with its own device, and a proxy if it has an endpoint between nodes.
 ///
 /// # Errors
 /// Whatever the library returns.
@@ -144,11 +144,11 @@ fn run_threads(job: &Job, device: DeviceWord, progress: &(dyn Fn(usize) + Sync))
     }))
 }
 
-/// The ranks of a world on one thread, and between nodes their proxies, whose fibers come behind those of the ranks.
+/// The ranks of a world on one thread, and with several nodes their proxies, whose fibers follow the ranks' fibers.
 struct Fibers {
     worlds: Vec<World>,
     network: Option<Network>,
-    /// Dropped by the rank, so that its driver ends.
+    /// Each rank takes and drops its proxy, so that its driver ends.
     proxies: Mutex<Vec<Option<Proxy>>>,
     drivers: Mutex<Vec<Option<ProxyFiber>>>,
 }
@@ -180,7 +180,7 @@ impl Fibers {
     }
 }
 
-/// Takes what belongs to a rank. No fiber yields while it holds the lock.
+/// Takes a rank's entry. No fiber yields while it holds the lock.
 fn take<T>(all: &Mutex<Vec<Option<T>>>, rank: usize) -> Option<T> {
     all.lock().unwrap_or_else(PoisonError::into_inner).get_mut(rank).and_then(Option::take)
 }
@@ -203,7 +203,7 @@ fn run_seeded(job: &Job, progress: &(dyn Fn(usize) + Sync)) -> Result<(Vec<Resul
                 Err(error) => (index - ranks, Err(error)),
             },
         };
-        // No fiber yields while it holds the lock. What a rank or its proxy found first stands.
+        // No fiber yields while it holds the lock. The first error of a rank or its proxy stays.
         let mut outcomes = outcomes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(place) = outcomes.get_mut(place).filter(|place| !matches!(place, Some(Err(_)))) {
             *place = Some(outcome);

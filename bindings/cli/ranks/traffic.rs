@@ -1,14 +1,14 @@
-//! Which rows go where, by the definition of the data path: what a dispatch and its combine carry between ranks.
+//! Rows that a dispatch and its combine carry between ranks, by the definition of the data path.
 //!
-//! Behind the data path; pure arithmetic on the routing. A token's row goes
+//! After the data path; pure arithmetic on the routing. A token's row goes
 //!
-//! - within home's node once to each other rank that has one of its experts,
-//! - once to the rail on each other node that has one, by wire,
-//! - from there once to each other rank of that node that has one.
+//! - within the source's node once to each other rank that has one of its experts,
+//! - once over the wire to the rail on each other node that has such a rank,
+//! - from the rail once to each other rank of that node that has one of its experts.
 //!
-//! Combine mirrors it: a partial row for each of the first and third kind, a node's sum for each of the second. So rows
-//! count the same both ways. Every rank counts its own tokens, those that a rail passes on too: means over ranks are
-//! the same, and `rows` says between whom they go.
+//! Combine mirrors this: a partial row for each row of the first and third kind, a node's sum for each of the second.
+//! So row counts are equal both ways. Every rank counts its own tokens, including the rows that rails forward: means
+//! over ranks are the same, and `rows` has the pairs of ranks.
 
 use crate::cli::reference::{SourceRank, Spec};
 
@@ -17,9 +17,9 @@ use crate::cli::reference::{SourceRank, Spec};
 pub struct Traffic {
     nodes: Vec<std::ops::Range<usize>>,
     ranks: usize,
-    /// [from][to], both of one node.
+    /// Rows within nodes, [from][to].
     rows: Vec<u64>,
-    /// Rows by wire.
+    /// Rows over the wire.
     wire: u64,
 }
 
@@ -33,38 +33,39 @@ impl Traffic {
         }
     }
 
-    /// Counts the rows of all tokens of `home`.
-    pub fn count(&mut self, spec: &Spec, source: &SourceRank, home: usize) {
+    /// Counts the rows of all tokens of `source_rank`.
+    pub fn count(&mut self, spec: &Spec, source: &SourceRank, source_rank: usize) {
         for token in 0..source.tokens {
             let experts = (0..spec.top_k).filter_map(|k| source.expert(spec, token, k));
             let mut needed = vec![false; self.ranks];
             experts.filter_map(|e| spec.rank_of(e)).for_each(|rank| needed[rank] = true);
             for node in 0..self.nodes.len() {
-                self.count_node(&needed, home, node);
+                self.count_node(&needed, source_rank, node);
             }
         }
     }
 
-    fn count_node(&mut self, needed: &[bool], home: usize, node: usize) {
+    fn count_node(&mut self, needed: &[bool], source_rank: usize, node: usize) {
         let members = self.nodes[node].clone();
         if !members.clone().any(|rank| needed[rank]) {
             return;
         }
-        let from = if members.contains(&home) { home } else { self.rail(home, node) };
-        self.wire += u64::from(from != home);
+        let from = if members.contains(&source_rank) { source_rank } else { self.rail(source_rank, node) };
+        self.wire += u64::from(from != source_rank);
         for to in members.filter(|&to| to != from && needed[to]) {
             self.rows[from * self.ranks + to] += 1;
         }
     }
 
-    /// The rank of another node that takes the rows of `home`: the one at its place, counted round.
-    fn rail(&self, home: usize, node: usize) -> usize {
-        let own = self.nodes.iter().find(|ranks| ranks.contains(&home)).map_or(0, |ranks| ranks.start);
+    /// The rank of another node that takes the rows of `source_rank`: the rank at the same place, modulo the node's
+    /// size.
+    fn rail(&self, source_rank: usize, node: usize) -> usize {
+        let own = self.nodes.iter().find(|ranks| ranks.contains(&source_rank)).map_or(0, |ranks| ranks.start);
         let members = &self.nodes[node];
-        members.start + (home - own) % members.len().max(1)
+        members.start + (source_rank - own) % members.len().max(1)
     }
 
-    /// Rows that went to another rank of the node that they were on.
+    /// Rows that went to another rank of the same node.
     pub fn nvlink_rows(&self) -> u64 {
         self.rows.iter().sum()
     }
@@ -85,13 +86,13 @@ mod tests {
     use super::*;
     use crate::cli::cases::case::Case;
 
-    /// One token of rank `home` that goes to these ranks, each of which has the expert of its number.
-    fn of(nodes: &[usize], home: usize, to: &[i64]) -> Traffic {
+    /// One token of rank `source_rank` that goes to the ranks `to`; rank r has expert r.
+    fn of(nodes: &[usize], source_rank: usize, to: &[i64]) -> Traffic {
         let world = nodes.iter().sum();
         let case = Case { world, nodes: nodes.to_vec(), experts: world, top_k: to.len(), ..Case::default() };
         let source = SourceRank { tokens: 1, topk_idx: to.to_vec(), topk_weight: vec![1.0; to.len()] };
         let mut traffic = Traffic::new(&case.spec(0));
-        traffic.count(&case.spec(0), &source, home);
+        traffic.count(&case.spec(0), &source, source_rank);
         traffic
     }
 
@@ -112,13 +113,13 @@ mod tests {
         // Rank 1's rail on the second node is rank 5; rank 5 itself needs the row, so do 4 and 7.
         let traffic = of(&[4, 4], 1, &[0, 5, 4, 7]);
         assert_eq!((pairs(&traffic), traffic.wire_rows()), (vec![(1, 0), (5, 4), (5, 7)], 1));
-        // The rail needs it not, and passes it on all the same.
+        // The rail does not need the row itself, but forwards it.
         let traffic = of(&[4, 4], 6, &[0, 1]);
         assert_eq!((pairs(&traffic), traffic.wire_rows()), (vec![(2, 0), (2, 1)], 1));
     }
 
     #[test]
-    fn among_uneven_nodes_rails_are_counted_round() {
+    fn rails_of_uneven_nodes_are_at_the_same_place_modulo_the_nodes_size() {
         // Rank 7 is the fifth of its node: its rail on a node of three is the second.
         let traffic = of(&[3, 5], 7, &[0, 1, 2]);
         assert_eq!((pairs(&traffic), traffic.wire_rows()), (vec![(1, 0), (1, 2)], 1));

@@ -1,11 +1,11 @@
-//! Brings the links between GPUs up before what is timed, where the GPU has waited for the host.
+//! Brings the links between GPUs up before timed calls, if the GPU has waited for the host.
 //!
-//! A link that was idle for some milliseconds, as behind a comparison, is slow for its first bytes: some 100 µs, which
+//! A link that was idle for some milliseconds, as after a comparison, is slow for its first bytes: some 100 µs, which
 //! the next timed dispatch would show in place of its own time. Calls in a model have other work right before them. So
-//! bytes that nobody reads go to every peer of the node first, into memory of their own.
+//! bytes that no rank reads go to every peer of the node first, into memory of their own.
 //!
-//! On the rank's thread, ahead of the barrier that lets ranks go together. It enqueues and never allocates; a rank
-//! wakes its own links and waits for no other.
+//! On the rank's thread, before the barrier that starts ranks at the same time. It enqueues and never allocates; a rank
+//! wakes its own links and waits for no other rank.
 
 use tokenyard::internals::kernels::bench;
 use tokenyard::{Device, DeviceKind, Result, Stream, View, World};
@@ -13,9 +13,9 @@ use tokenyard::{Device, DeviceKind, Result, Stream, View, World};
 use super::slots::Slots;
 use crate::cli::cases::words::ArenaWord;
 
-/// Bytes of one push to a peer: few of them need many launches, many displace the caches of the peer.
+/// Bytes of one push to a peer: fewer would need more launches, more would displace the peer's caches.
 const PUSH_BYTES: usize = 4 << 20;
-/// Bytes in all, at the least: what a rank of NVLink's 330 GB/s stores in the 100 µs that a link takes to come up.
+/// Least bytes in all: what a rank stores over NVLink, at 330 GB/s, in the 100 µs that a link takes to come up.
 const WAKE_BYTES: usize = 32 << 20;
 
 /// The bytes that wake a rank's links.
@@ -26,10 +26,10 @@ pub struct Wake {
 }
 
 impl Wake {
-    /// None on the CPU device, whose memory has no links, and in a world of one rank. Collective.
+    /// `None` on the CPU device, whose memory has no links, and in a world of one rank. Collective.
     ///
     /// # Errors
-    /// Whatever the device or a peer answers.
+    /// Any error of the device or of a peer.
     pub fn establish(world: &World, device: &Device, arena: ArenaWord) -> Result<Option<Wake>> {
         if device.kind() == DeviceKind::Cpu || world.size() < 2 {
             return Ok(None);
@@ -37,7 +37,7 @@ impl Wake {
         Ok(Some(Wake::of(Slots::establish(world, device, arena, PUSH_BYTES)?)))
     }
 
-    /// A rank whose node has no other wakes nothing: what goes between nodes is a NIC's.
+    /// A rank alone on its node wakes nothing: traffic between nodes goes through NICs.
     fn of(slots: Slots) -> Wake {
         let destinations: Vec<View> = slots.peers().into_iter().map(|(_, slot)| slot).collect();
         let once = slots.source().len() * destinations.len();
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
     use crate::cli::ranks::slots::tests::received;
 
-    /// Runs on a CPU device and a thread for each of some ranks.
+    /// Runs each rank on its own CPU device and thread.
     fn on_ranks(worlds: Vec<World>, code: impl Fn(World, Device) + Sync) {
         std::thread::scope(|scope| {
             for world in worlds {
@@ -97,7 +97,7 @@ mod tests {
                 let byte = u8::from(source != rank && rank > 0 && source > 0);
                 assert!(slot.iter().all(|&b| b == byte), "slot of rank {source} at rank {rank}");
             }
-            world.barrier("looked").unwrap();
+            world.barrier("checked").unwrap();
         });
     }
 }

@@ -1,4 +1,4 @@
-//! Results for machines and for people. Behind the data path, on the thread that runs the program.
+//! Results for machines and for people. After the data path, on the thread that runs the program.
 
 pub mod plot;
 pub mod result;

@@ -1,7 +1,7 @@
 //! A plot of latency and of bandwidth against tokens, with the floor that the links set, as SVG written by hand.
 //!
-//! Behind the data path, on the main thread. All axes are logarithmic; runs of zero tokens have no place on them and
-//! are left out. Where nothing went between ranks there is no bandwidth, and latency stands alone.
+//! After the data path, on the main thread. All axes are logarithmic; runs of zero tokens have no place on them and are
+//! left out. Without traffic between ranks there is no bandwidth panel.
 
 use std::fmt::Write;
 
@@ -201,7 +201,7 @@ fn draw(svg: &mut String, Frame { x, y }: Frame, curve: &Curve, unit: &str) {
     }
 }
 
-/// Ticks where there are runs, as far apart as their labels need.
+/// Ticks at the runs, with enough space between them for their labels.
 fn x_axis(svg: &mut String, Frame { x, y }: Frame, results: &[RunResult]) {
     let mut ticks: Vec<usize> = results.iter().map(|r| r.tokens).filter(|t| x.contains(*t as f64)).collect();
     ticks.sort_unstable();

@@ -1,6 +1,6 @@
 //! The result of a bench: the object for machines, the table for people.
 //!
-//! Behind the data path, on the main thread.
+//! After the data path, on the main thread.
 
 use serde::Serialize;
 
@@ -24,7 +24,7 @@ pub struct Percentiles {
 }
 
 impl Percentiles {
-    /// By nearest rank; none of no samples.
+    /// Percentiles by nearest rank; `None` without samples.
     pub fn of(mut samples: Vec<f64>) -> Option<Percentiles> {
         samples.sort_unstable_by(f64::total_cmp);
         let (min, max) = (*samples.first()?, *samples.last()?);
@@ -44,7 +44,7 @@ impl Percentiles {
     }
 }
 
-/// To nanoseconds: clocks give no more.
+/// Rounds to nanoseconds, the resolution of clocks.
 fn round(us: f64) -> f64 {
     (us * 1000.0).round() / 1000.0
 }
@@ -63,14 +63,14 @@ pub struct Floor {
     pub combine: f64,
 }
 
-/// Times of bare stores of the same bytes between GPUs, timed as the calls are.
+/// Times of bare stores of the same bytes between GPUs, measured in the same way as the calls.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Push {
     pub dispatch: Percentiles,
     pub combine: Percentiles,
 }
 
-/// Ranks of a node: one number where all nodes are alike, else the list, as it is given.
+/// Ranks of a node: one number if all nodes have equal size, else the list as given.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum PerNode {
@@ -87,7 +87,7 @@ impl PerNode {
     }
 }
 
-/// The object of one run; its fields are the contract's, in the contract's order.
+/// The JSON object of one run. Fields and their order are part of the contract.
 #[derive(Debug, Clone, Serialize)]
 pub struct RunResult {
     pub version: &'static str,
@@ -95,7 +95,7 @@ pub struct RunResult {
     pub device: &'static str,
     pub device_name: String,
     pub world: usize,
-    /// Where ranks share GPUs, which their times say little of.
+    /// Only if ranks share GPUs; times then mean little.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks_per_gpu: Option<usize>,
     pub ranks_per_node: PerNode,
@@ -107,11 +107,11 @@ pub struct RunResult {
     pub experts: usize,
     pub top_k: usize,
     pub dtype: &'static str,
-    /// True: rows were bf16 and became that as they were sent.
+    /// True: dispatch quantised bf16 rows to `dtype`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quantize: Option<bool>,
     pub combine_dtype: &'static str,
-    /// Type of partial rows, where it is not that.
+    /// Type of partial rows, if other than `combine_dtype`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub partial: Option<&'static str>,
     pub tokens: usize,
@@ -121,7 +121,7 @@ pub struct RunResult {
     pub sms: u32,
     pub iters: usize,
     pub seed: u64,
-    /// What else was asked for, as it is typed.
+    /// Further options of the run, as typed.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub options: Vec<String>,
     pub verified: bool,
@@ -140,18 +140,18 @@ pub struct RunResult {
     pub combine_recv_us: Option<Percentiles>,
     pub bytes_per_rank: Bytes,
     pub floor_us: Floor,
-    /// On GPUs with peers; floor_us is its median then.
+    /// On GPUs with peers; floor_us is then its median.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub push_us: Option<Push>,
-    /// What an emulated NIC adds to a small write by itself: times over nodes are too long by what exceeds the link's
-    /// latency.
+    /// Time that an emulated NIC adds to a small write by itself. Times between nodes are too long by the part that
+    /// exceeds the link's latency.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nic_us: Option<f64>,
     /// With --stages: medians over calls and ranks, in microseconds since a call's first block began.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stages_us: Vec<StageUs>,
     pub arena_bytes: u64,
-    /// Where arenas lie, if in host memory by choice.
+    /// `host` if arenas lie in host memory by choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arena: Option<&'static str>,
     /// The first findings; for people, not part of the object.
@@ -160,7 +160,7 @@ pub struct RunResult {
 }
 
 impl RunResult {
-    /// Ranks and what they run on.
+    /// Ranks and their device.
     pub fn machine(&self) -> String {
         let RunResult { world, device_name, .. } = self;
         match self.ranks_per_gpu {
@@ -229,7 +229,7 @@ impl RunResult {
     }
 }
 
-/// When blocks were through with a stage.
+/// When blocks completed a stage.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StageUs {
     pub stage: String,
@@ -253,7 +253,7 @@ fn stages(ranks: &[RankResult]) -> Vec<StageUs> {
     first.stages.iter().map(|stage| of(&stage.name)).collect()
 }
 
-/// The stages of a bench's calls; empty where none were noted.
+/// The stages of a bench's calls; empty if none were recorded.
 pub fn stages_table(results: &[RunResult]) -> String {
     let rows: Vec<Vec<String>> = results
         .iter()
@@ -270,8 +270,8 @@ pub fn stages_table(results: &[RunResult]) -> String {
     }
 }
 
-/// Payload of an iteration between ranks of a node, and between nodes, mean over ranks and iterations. What a rail
-/// passes on within its node counts too, at the token's home; the mean is the same.
+/// Payload of an iteration between ranks of a node, and between nodes, mean over ranks and iterations. Rows that a rail
+/// forwards within its node count at the token's source rank; the mean is the same.
 fn bytes_per_rank(ranks: &[RankResult]) -> Bytes {
     let iterations = ranks.iter().map(|r| r.iterations).sum::<u64>().max(1);
     Bytes {
@@ -282,16 +282,18 @@ fn bytes_per_rank(ranks: &[RankResult]) -> Bytes {
     }
 }
 
-/// The longer one of two: what the bytes within nodes take, and what those between nodes take.
+/// The longer of two times: that of the bytes within nodes, and that of the bytes between nodes.
 fn floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>, case: &Case) -> Floor {
-    let near = near_floor(bytes, ranks, push);
-    let far = |bytes: u64| round(far_floor(bytes, ranks, case));
-    Floor { dispatch: near.dispatch.max(far(bytes.dispatch_wire)), combine: near.combine.max(far(bytes.combine_wire)) }
+    let intra_node = intra_node_floor(bytes, ranks, push);
+    let inter_node = |bytes: u64| round(inter_node_floor(bytes, ranks, case));
+    Floor {
+        dispatch: intra_node.dispatch.max(inter_node(bytes.dispatch_wire)),
+        combine: intra_node.combine.max(inter_node(bytes.combine_wire)),
+    }
 }
 
-/// The median of bare stores where they were timed; else the time that those bytes need at the rate that was measured,
-/// 0 where none could be.
-fn near_floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
+/// The median of bare stores if they were timed; else the time of the bytes at the measured rate, 0 without a rate.
+fn intra_node_floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
     if let Some(push) = push {
         return Floor { dispatch: push.dispatch.p50, combine: push.combine.p50 };
     }
@@ -299,9 +301,9 @@ fn near_floor(bytes: Bytes, ranks: &[RankResult], push: Option<Push>) -> Floor {
     Floor { dispatch: time(bytes.dispatch_nvlink), combine: time(bytes.combine_nvlink) }
 }
 
-/// By the link model: the bytes at the rate of all NICs, and one latency, which a message without rows has too. Without
-/// a model the bytes are copied, at the rate that was measured.
-fn far_floor(bytes: u64, ranks: &[RankResult], case: &Case) -> f64 {
+/// With a link model: the bytes at the rate of all NICs, plus one latency, which a message without rows has too.
+/// Without a model: the time of copies at the measured rate.
+fn inter_node_floor(bytes: u64, ranks: &[RankResult], case: &Case) -> f64 {
     if !case.several_nodes() {
         return 0.0;
     }
@@ -311,17 +313,17 @@ fn far_floor(bytes: u64, ranks: &[RankResult], case: &Case) -> f64 {
     if rate.is_finite() { time_at(bytes, rate) + model.latency_us } else { time_at(bytes, copy_rate(ranks)) }
 }
 
-/// Bytes per µs that a rank's copies reach.
+/// Bytes per µs of a rank's copies.
 fn copy_rate(ranks: &[RankResult]) -> f64 {
     ranks.iter().map(|r| r.link_rate).sum::<f64>() / ranks.len().max(1) as f64
 }
 
-/// µs of so many bytes; 0 without a rate.
+/// µs that the bytes take; 0 without a rate.
 fn time_at(bytes: u64, rate: f64) -> f64 {
     if rate > 0.0 { bytes as f64 / rate } else { 0.0 }
 }
 
-/// How many times its floor something took: "3.2x"; nothing where there is no floor.
+/// A time as a multiple of its floor: "3.2x"; "-" without a floor.
 fn ratio(us: f64, floor: f64) -> String {
     if floor > 0.0 { format!("{:.1}x", us / floor) } else { "-".to_string() }
 }
@@ -334,10 +336,10 @@ pub fn bench_table(results: &[RunResult]) -> String {
     if split {
         head.extend(["d.send", "d.recv", "c.send", "c.recv"]);
     }
-    let far = results.iter().any(|r| r.bytes_per_rank.dispatch_wire > 0);
-    head.extend(["KB out", "KB home"]);
-    if far {
-        head.extend(["wire out", "wire home"]);
+    let inter_node = results.iter().any(|r| r.bytes_per_rank.dispatch_wire > 0);
+    head.extend(["KB out", "KB back"]);
+    if inter_node {
+        head.extend(["wire out", "wire back"]);
     }
     head.extend(["max rel err", "verified"]);
     let us = |value: f64| format!("{value:.1}");
@@ -354,7 +356,7 @@ pub fn bench_table(results: &[RunResult]) -> String {
             let bytes = r.bytes_per_rank;
             let kilo = |bytes: u64| us(bytes as f64 / 1000.0);
             row.extend([bytes.dispatch_nvlink, bytes.combine_nvlink].map(kilo));
-            if far {
+            if inter_node {
                 row.extend([bytes.dispatch_wire, bytes.combine_wire].map(kilo));
             }
             row.push(r.max_rel_err.map_or("NaN".to_string(), |e| format!("{e:.2e}")));
@@ -391,7 +393,7 @@ pub fn bench_table(results: &[RunResult]) -> String {
     )
 }
 
-/// What an emulated NIC costs.
+/// The cost of an emulated NIC.
 fn emulated(result: &RunResult) -> String {
     result.nic_us.map_or_else(String::new, |us| format!(" by emulated NICs, {us:.1} us for a small write"))
 }
@@ -435,8 +437,8 @@ mod tests {
         let given = Case { link: Link::parse("8:3:1").unwrap(), ..case.clone() };
         assert_eq!(floor(bytes, &ranks, None, &given), Floor { dispatch: 10.0, combine: 900.0 });
         let twice = Case { nics: Some(2), ..given };
-        let far = floor(Bytes { combine_nvlink: 0, ..bytes }, &ranks, None, &twice);
-        assert_eq!(far, Floor { dispatch: 10.0, combine: 5.5 });
+        let inter_node = floor(Bytes { combine_nvlink: 0, ..bytes }, &ranks, None, &twice);
+        assert_eq!(inter_node, Floor { dispatch: 10.0, combine: 5.5 });
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Which pairs of values a verification has covered.
 //!
-//! On the main thread. Things that interact in the kernels, two at a time: a defect that needs a particular pair is met
-//! by some configuration.
+//! On the main thread. A pair is two values that interact in the kernels: some configuration covers each pair, and so
+//! meets a defect that needs it.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::words::{LayoutWord, Mode, PartialWord, SUMMED, WeightsWord, Word};
 
-/// What is paired.
+/// The dimensions that are paired.
 const DIMENSIONS: [&str; 9] =
     ["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial", "nodes"];
 /// Whether rows are quantised.
@@ -98,7 +98,7 @@ fn all_pairs() -> Vec<Pair> {
     dimension_pairs().flat_map(of).collect()
 }
 
-/// Pairs that cannot run whatever else is chosen: the library refuses them, and says so.
+/// Pairs that cannot run with any other values: the library refuses them with an error.
 fn must_be_refused(pair: &Pair) -> bool {
     let has = |value| pair.1 == value || pair.3 == value;
     match (DIMENSIONS[pair.0], DIMENSIONS[pair.2]) {
@@ -124,7 +124,7 @@ impl Tally {
         }
     }
 
-    /// How many worlds had how many nodes: "nodes: 1 in 20, 2 in 15 (7 uneven)".
+    /// Number of worlds per number of nodes: "nodes: 1 in 20, 2 in 15 (7 uneven)".
     pub fn nodes_line(&self) -> String {
         let of = |(nodes, (all, uneven)): (&usize, &(usize, usize))| match uneven {
             0 => format!("{nodes} in {all}"),
@@ -177,8 +177,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pairs_are_those_of_all_dimensions() {
-        // 4 dtypes with the dimensions of 3 values, those with each other, and all of them with the one of 2.
+    fn pairs_are_of_all_dimensions() {
+        // 4 dtypes with the dimensions of 3 values, these dimensions with each other, and all of them with the one of
+        // 2.
         let others = DIMENSIONS.len() - 2;
         assert_eq!(all_pairs().len(), 4 * 3 * others + others * (others - 1) / 2 * 9 + 2 * (4 + 3 * others));
         assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);

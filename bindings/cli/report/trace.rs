@@ -1,6 +1,6 @@
-//! The timeline that Perfetto and Chrome's tracer open: a track for each rank, a slice for each thing on its stream.
+//! The timeline that Perfetto and Chrome's tracer open: a track for each rank, a slice for each span of its stream.
 //!
-//! Behind the data path, on the main thread.
+//! After the data path, on the main thread.
 
 use serde::Serialize;
 

@@ -1,41 +1,41 @@
 //! An emulated network between GPUs of one process, for timed runs of several nodes on one host.
 //!
 //! Place in the data path: where libfabric or verbs would be, under the proxies. Each rank's endpoint has a NIC kernel
-//! on the rank's own device (`base::copies`: kernels/nic, on a stream of its own), which copies payload from the rank's
+//! on the rank's own device (`base::copies`: kernels/nic, on its own stream), which copies payload from the rank's
 //! memory into the peer's, over NVLink where there are GPUs. Calls of an endpoint come from one thread, its proxy's;
-//! endpoints meet in `Seat`s, whose locks are held for a few instructions. `post`, `send` and `poll` never wait;
-//! `reset`, `deregister`, and dropping an endpoint, wait until copies that still touch its memory have ended.
+//! endpoints share `EndpointState`s, whose locks are held for a few instructions. `post`, `send` and `poll` never
+//! wait; `reset`, `deregister`, and dropping an endpoint, wait until copies that still touch its memory have ended.
 //!
-//! It is an emulator in three respects, which whoever reads its figures should know:
+//! It differs from a NIC in three respects, which matter for its figures:
 //!
 //! - **Blocks.** The kernel takes [`DeviceNeeds::blocks`](crate::transport::network::DeviceNeeds) multiprocessors,
 //!   which contexts leave to it by default. A NIC takes none.
-//! - **Time.** The kernel copies as fast as it can, and the host says when a write is over: `poll` hands out a
-//!   completion no earlier than the copy's end and than the model's, which is max(post, NIC free) + per_message + bytes
-//!   / rate; and the immediate a latency later, and no earlier than the receiving NIC has taken in what came before, at
-//!   the same rate. That is as good as slow copies, because nobody looks at bytes before their immediate: kernels wait
-//!   for the flag that the proxy stores then, and for the flag of the completion before they pack again. What differs
-//!   is when the GPUs' memory is busy: a little earlier, and for a shorter time. A link faster than the kernel is as
-//!   fast as the kernel.
+//! - **Time.** The kernel copies as fast as it can, and the host decides when a write is over. `poll` hands out a
+//!   completion no earlier than the copy's end and the model's end, which is max(post, NIC free) + per_message + bytes
+//!   / rate. It hands out the immediate a latency later, and no earlier than the receiving NIC has taken in earlier
+//!   writes at the same rate. That is as good as slow copies, because nobody reads bytes before their immediate:
+//!   kernels wait for the flag that the proxy stores then, and for the flag of the completion before they pack again.
+//!   The GPUs' memory is busy a little earlier, and for a shorter time. A link faster than the kernel is as fast as
+//!   the kernel.
 //! - **Overhead.** The ring crosses PCIe twice, and two threads hand the immediate over: `overhead` measures that,
 //!   from the post of a small write to its immediate over a link without a model. Where it exceeds the model's own
 //!   latency, times are too long by the difference.
 //!
-//! GPUs are given access to all arenas of the process, for the NIC kernels alone: contexts do not learn the addresses
+//! GPUs are given access to all arenas of the process, for the NIC kernels alone: contexts do not get the addresses
 //! of other nodes' arenas (`PeerMap::base_of` stays 0 for them). A launch of the kernel ends by itself when nothing was
-//! posted for 20 ms, and the next post launches it again, so whatever has to wait for the GPU to come to rest waits for
-//! no longer; with the endpoint it ends for good. Ranks that share a GPU need a hardware queue for each of their
-//! streams, or kernels wait for others that wait for them: set CUDA_DEVICE_MAX_CONNECTIONS=32 there.
+//! posted for 20 ms, and the next post launches it again. So a wait for the GPU to become idle takes no longer; the
+//! last launch ends with the endpoint. Ranks that share a GPU need a hardware queue for each of their streams, or
+//! kernels wait for kernels that wait for them: set CUDA_DEVICE_MAX_CONNECTIONS=32 there.
 //!
 //! ```text
 //!  post ─▶ engine: ring ─▶ NIC kernel ─▶ bytes in the peer's memory
 //!            │ completed                              peer
-//!  poll ◀────┘  copied? ─▶ Seat of the peer: inbox ─▶ poll: due? ─▶ Imm
+//!  poll ◀────┘  copied? ─▶ EndpointState of the peer: queue of undelivered events ─▶ poll: due? ─▶ Imm
 //!    └─▶ the model's end passed? ─▶ Sent
 //! ```
 
+mod endpoint_state;
 mod overhead;
-mod seat;
 
 use crate::base::copies::{CopyDevice, CopyEngine};
 use crate::base::{Error, Rank, Result, wait};
@@ -46,18 +46,18 @@ use crate::transport::network::sim::LinkModel;
 use crate::transport::network::{
     DeviceNeeds, Event, Limits, MAX_MESSAGE, Place, Posted, Reason, RegionId, Released, Span, Transport, WriteImm,
 };
+use endpoint_state::{Content, EndpointState, Mail, lock};
 pub use overhead::overhead;
-use seat::{Content, Mail, Seat, lock};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Control messages to one endpoint that may be on their way.
+/// Control messages to one endpoint that may be under way.
 const MESSAGES: usize = 1024;
 /// Most events of one poll.
 const BATCH: usize = 64;
-/// How long copies may take that a reset waits for.
+/// How long a reset waits for copies to end.
 const DRAIN: Duration = Duration::from_secs(30);
 
 /// A network of some ranks of this process. Clones share it.
@@ -76,12 +76,18 @@ struct Shared<D: CopyDevice> {
     nics: usize,
     model: LinkModel,
     start: Instant,
-    seats: Vec<Seat<D>>,
+    endpoints: Vec<EndpointState<D>>,
 }
 
 impl<D: CopyDevice> std::fmt::Debug for GpuNetwork<D> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "GpuNetwork({} ranks, {} NICs of {:?})", self.shared.seats.len(), self.shared.nics, self.shared.model)
+        write!(
+            f,
+            "GpuNetwork({} ranks, {} NICs of {:?})",
+            self.shared.endpoints.len(),
+            self.shared.nics,
+            self.shared.model
+        )
     }
 }
 
@@ -99,8 +105,8 @@ impl<D: CopyDevice> GpuNetwork<D> {
         }
         model.check()?;
         log::info!(target: crate::base::targets::NETWORK, "emulated between GPUs of {ranks} ranks, {nics} NICs each");
-        let seats = (0..ranks).map(|_| Seat::default()).collect();
-        Ok(GpuNetwork { shared: Arc::new(Shared { number: number(), nics, model, start: Instant::now(), seats }) })
+        let endpoints = (0..ranks).map(|_| EndpointState::default()).collect();
+        Ok(GpuNetwork { shared: Arc::new(Shared { number: number(), nics, model, start: Instant::now(), endpoints }) })
     }
 
     /// The endpoint of a rank that has none, or whose last was dropped. Its NIC kernel runs on `device`.
@@ -112,13 +118,13 @@ impl<D: CopyDevice> GpuNetwork<D> {
             Error::argument(
                 "rank",
                 rank,
-                format!("take one endpoint for each of the {} ranks", self.shared.seats.len()),
+                format!("take one endpoint for each of the {} ranks", self.shared.endpoints.len()),
             )
         };
-        let seat = self.shared.seats.get(rank.index()).ok_or_else(refuse)?;
+        let endpoint = self.shared.endpoints.get(rank.index()).ok_or_else(refuse)?;
         let engine = Arc::new(Mutex::new(device.engine()?));
         let key = number();
-        let mut inner = seat.lock();
+        let mut inner = endpoint.lock();
         if inner.key != 0 {
             return Err(refuse());
         }
@@ -131,7 +137,7 @@ impl<D: CopyDevice> GpuNetwork<D> {
             device: device.clone(),
             engine,
             regions: Regions::default(),
-            lanes: BTreeMap::new(),
+            channels: BTreeMap::new(),
             flights: VecDeque::new(),
             free_ps: [0; MAX_NICS],
             arrived: BinaryHeap::new(),
@@ -144,15 +150,15 @@ impl<D: CopyDevice> Shared<D> {
         u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    fn seat(&self, rank: Rank) -> Option<&Seat<D>> {
-        self.seats.get(rank.index())
+    fn endpoint(&self, rank: Rank) -> Option<&EndpointState<D>> {
+        self.endpoints.get(rank.index())
     }
 }
 
 /// A peer, as its address described it.
-struct Lane {
+struct Channel {
     key: u64,
-    /// Lengths of its regions; 0 of one that was taken back.
+    /// Lengths of its regions; 0 for a region that was taken back.
     regions: Vec<u64>,
 }
 
@@ -164,16 +170,16 @@ struct Flight {
     nic: usize,
     imm: ImmValue,
     token: u64,
-    /// Where it comes from.
+    /// The source region.
     region: RegionId,
-    /// Of the peer: where it goes.
+    /// The target region, of the peer.
     target: RegionId,
     bytes: u64,
-    /// The request that copies it; `None` if nothing does.
+    /// The request that copies it; `None` if there is none.
     request: Option<u64>,
     /// When the NIC has sent it, by the model.
     sent_ps: u64,
-    /// It is in the peer's inbox, or will never be.
+    /// It is in the peer's queue of undelivered events, or will never be.
     delivered: bool,
     /// Why it did not arrive.
     missed: Option<Miss>,
@@ -194,12 +200,12 @@ pub struct GpuNicEndpoint<D: CopyDevice> {
     device: D,
     engine: Arc<Mutex<D::Engine>>,
     regions: Regions,
-    lanes: BTreeMap<Rank, Lane>,
+    channels: BTreeMap<Rank, Channel>,
     /// Oldest first.
     flights: VecDeque<Flight>,
-    /// When each NIC has sent all that was posted.
+    /// By NIC: when it has sent all posted writes.
     free_ps: [u64; MAX_NICS],
-    /// What was delivered and is not handed out.
+    /// Delivered events that are not handed out.
     arrived: BinaryHeap<Mail>,
 }
 
@@ -227,34 +233,34 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
         self.rank
     }
 
-    fn lane(&self, peer: Rank) -> Result<&Lane> {
-        self.lanes.get(&peer).ok_or_else(|| Error::argument("peer", peer, "connect to it with its address first"))
+    fn channel(&self, peer: Rank) -> Result<&Channel> {
+        self.channels.get(&peer).ok_or_else(|| Error::argument("peer", peer, "connect to it with its address first"))
     }
 
-    /// The address of a write's source, if everything about the write is something that could be done.
+    /// The address of a write's source, if the write is valid.
     fn admit(&self, write: &WriteImm) -> Result<u64> {
         let nics = self.network.shared.nics;
         if usize::from(write.nic) >= nics {
             let advice = format!("there are {nics} NICs, counted from 0");
             return Err(Error::argument("nic", write.nic, advice));
         }
-        let lane = self.lane(write.peer)?;
+        let channel = self.channel(write.peer)?;
         let Some(source) = self.regions.locate(write.source, write.bytes) else {
             let length = self.regions.length(write.source.region);
             return Err(outside("source", write.source, write.bytes, length));
         };
-        let length = lane.regions.get(usize::from(write.target.region.0)).copied();
+        let length = channel.regions.get(usize::from(write.target.region.0)).copied();
         if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
             return Err(outside("target", write.target, write.bytes, length.filter(|length| *length > 0)));
         }
         Ok(source)
     }
 
-    /// Has the kernel copy a write, unless the peer is not there any more. `None`: the ring is full.
+    /// Has the kernel copy a write, unless the peer is gone. `None`: the ring is full.
     fn copy(&self, write: &WriteImm, key: u64, source: u64) -> Result<Option<Start>> {
         let failed = |reason| Ok(Some(Start::Missed(Miss::Failed(reason))));
-        let Some(seat) = self.network.shared.seat(write.peer) else { return failed(Reason::Unreachable) };
-        let inner = seat.lock();
+        let Some(endpoint) = self.network.shared.endpoint(write.peer) else { return failed(Reason::Unreachable) };
+        let inner = endpoint.lock();
         if inner.key == 0 {
             return failed(Reason::Unreachable);
         }
@@ -264,13 +270,13 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
         let Some(target) = inner.regions.locate(write.target, write.bytes) else {
             return Ok(Some(Start::Missed(Miss::Dropped)));
         };
-        // Under the peer's lock: its reset changes the key first (or taking a region back takes that away), and then it
-        // waits for what is in this ring.
+        // Under the peer's lock: the peer's reset changes the key first (or its deregistration removes the region), and
+        // then waits for the copies in this ring.
         let request = lock(&self.engine).post(source, target, u64::from(write.bytes))?;
         Ok(request.map(Start::Request))
     }
 
-    /// Delivers what is copied.
+    /// Delivers the writes that are copied.
     fn deliver(&mut self) -> Result<()> {
         let mut engine = lock(&self.engine);
         engine.keep_running()?;
@@ -279,12 +285,12 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
         let shared = &self.network.shared;
         for flight in self.flights.iter_mut().filter(|flight| !flight.delivered) {
             if flight.request.is_some_and(|request| request >= completed) {
-                // They are counted in order, in whichever they are carried out.
+                // Requests are counted in order of posting, whatever the order of their copies.
                 break;
             }
             flight.delivered = true;
-            let Some(seat) = shared.seat(flight.to) else { continue };
-            let mut inner = seat.lock();
+            let Some(endpoint) = shared.endpoint(flight.to) else { continue };
+            let mut inner = endpoint.lock();
             if flight.missed.is_some() {
                 continue;
             }
@@ -299,7 +305,8 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
             let takes_ps = flight.bytes * shared.model.ps_per_byte();
             let due_ps = inner.take_in(flight.nic, flight.sent_ps, takes_ps);
             let due_ns = due_ps.div_ceil(1000) + shared.model.latency_ns();
-            seat.deliver(&mut inner, Mail { due_ns, content: Content::Imm { imm: flight.imm, region: flight.target } });
+            endpoint
+                .deliver(&mut inner, Mail { due_ns, content: Content::Imm { imm: flight.imm, region: flight.target } });
         }
         Ok(())
     }
@@ -318,18 +325,18 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
         drained.unwrap_or_else(|| Err(stuck("closing an endpoint")))
     }
 
-    /// Takes this endpoint's key out of the network, puts `key` in its place, and waits until no copy that was posted
-    /// before touches its memory: those of its own kernel and those of all others.
+    /// Replaces this endpoint's key in the network by `key`, and waits until no earlier copy touches its memory,
+    /// neither of its own kernel nor of any other.
     fn part(&mut self, key: u64) -> Result<()> {
         let shared = self.network.shared.clone();
-        if let Some(seat) = shared.seat(self.rank) {
-            let mut inner = seat.lock();
+        if let Some(endpoint) = shared.endpoint(self.rank) {
+            let mut inner = endpoint.lock();
             inner.key = key;
             inner.peers.clear();
-            seat.purge(&mut inner);
+            endpoint.purge(&mut inner);
         }
         self.key = key;
-        self.lanes.clear();
+        self.channels.clear();
         self.arrived.clear();
         for flight in self.flights.iter_mut().filter(|flight| !flight.delivered) {
             flight.delivered = true;
@@ -340,12 +347,13 @@ impl<D: CopyDevice> GpuNicEndpoint<D> {
 
     /// Waits until no copy that was posted so far, by any endpoint, is still to be made.
     fn drain_all(&self) -> Result<()> {
-        let engines: Vec<_> = self.network.shared.seats.iter().filter_map(|seat| seat.lock().engine.clone()).collect();
+        let engines: Vec<_> =
+            self.network.shared.endpoints.iter().filter_map(|endpoint| endpoint.lock().engine.clone()).collect();
         engines.iter().try_for_each(|engine| Self::drain(engine))
     }
 }
 
-/// What becomes of a write that is accepted.
+/// The start of an accepted write.
 enum Start {
     /// The number of its request.
     Request(u64),
@@ -373,9 +381,9 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
             None => self.regions.register_host(span)?,
             Some(_) => self.regions.register(span)?,
         };
-        if let Some(seat) = self.network.shared.seat(self.rank) {
-            // The same table but for what is outstanding, so the same answer.
-            seat.lock().regions.register(span)?;
+        if let Some(endpoint) = self.network.shared.endpoint(self.rank) {
+            // Both tables differ only in outstanding writes, so the answer is the same.
+            endpoint.lock().regions.register(span)?;
         }
         Ok(region)
     }
@@ -385,14 +393,14 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
         if released == Released::Busy {
             return Ok(released);
         }
-        if let Some(seat) = self.network.shared.seat(self.rank) {
-            let mut inner = seat.lock();
+        if let Some(endpoint) = self.network.shared.endpoint(self.rank) {
+            let mut inner = endpoint.lock();
             let _ = inner.regions.take_back(region)?;
             inner.forget(region);
         }
-        // What has landed there and is not due yet: its number may soon mean something else.
+        // Writes that have been placed there and are not due yet: their region is gone.
         self.arrived.retain(|mail| !mail.is_of(region));
-        // What others had begun to copy before ends now.
+        // Waits for copies that others had begun before.
         self.drain_all().map(|()| released)
     }
 
@@ -414,10 +422,11 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
         if address.network != shared.number || address.nics as usize != shared.nics {
             return Err(refuse("is of another network"));
         }
-        let seat = shared.seat(peer).filter(|_| address.rank == peer).ok_or_else(|| refuse("is of another rank"))?;
+        let endpoint =
+            shared.endpoint(peer).filter(|_| address.rank == peer).ok_or_else(|| refuse("is of another rank"))?;
         let device = {
-            let inner = seat.lock();
-            if inner.key != address.key || !inner.regions.have_told(&address.regions) {
+            let inner = endpoint.lock();
+            if inner.key != address.key || !inner.regions.have_reported(&address.regions) {
                 return Err(refuse("is of an endpoint that is gone or was reset"));
             }
             inner.device.clone()
@@ -430,16 +439,16 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
                 "the emulated NIC needs GPUs that reach each other; see nvidia-smi topo -m",
             ));
         }
-        if let Some(own) = shared.seat(self.rank) {
+        if let Some(own) = shared.endpoint(self.rank) {
             own.lock().peers.insert(peer, address.key);
         }
-        self.lanes.insert(peer, Lane { key: address.key, regions: address.regions });
+        self.channels.insert(peer, Channel { key: address.key, regions: address.regions });
         Ok(())
     }
 
     fn post(&mut self, write: &WriteImm) -> Result<Posted> {
         let source = self.admit(write)?;
-        let key = self.lane(write.peer)?.key;
+        let key = self.channel(write.peer)?.key;
         if self.flights.len() as u64 >= D::Engine::SLOTS {
             return Ok(Posted::Full);
         }
@@ -477,25 +486,25 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
     }
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
-        let key = self.lane(peer)?.key;
+        let key = self.channel(peer)?.key;
         if message.len() > MAX_MESSAGE {
             let advice = format!("send at most {MAX_MESSAGE} bytes at once");
             return Err(Error::argument("message", format!("{} bytes", message.len()), advice));
         }
         let shared = &self.network.shared;
-        let Some(seat) = shared.seat(peer) else { return Ok(Posted::Accepted) };
-        let mut inner = seat.lock();
+        let Some(endpoint) = shared.endpoint(peer) else { return Ok(Posted::Accepted) };
+        let mut inner = endpoint.lock();
         if inner.key != key || inner.peers.get(&self.rank) != Some(&self.key) {
             // Lost because its peer is.
             return Ok(Posted::Accepted);
         }
-        if seat.messages.load(Ordering::Relaxed) >= MESSAGES {
+        if endpoint.messages.load(Ordering::Relaxed) >= MESSAGES {
             return Ok(Posted::Full);
         }
-        seat.messages.fetch_add(1, Ordering::Relaxed);
+        endpoint.messages.fetch_add(1, Ordering::Relaxed);
         let due_ns = shared.now_ns() + shared.model.per_message_ps() / 1000 + shared.model.latency_ns();
         let content = Content::Message { peer: self.rank, bytes: message.into() };
-        seat.deliver(&mut inner, Mail { due_ns, content });
+        endpoint.deliver(&mut inner, Mail { due_ns, content });
         Ok(Posted::Accepted)
     }
 
@@ -504,8 +513,8 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
             self.deliver()?;
         }
         let shared = self.network.shared.clone();
-        let Some(seat) = shared.seat(self.rank) else { return Ok(0) };
-        seat.collect(&mut self.arrived);
+        let Some(endpoint) = shared.endpoint(self.rank) else { return Ok(0) };
+        endpoint.collect(&mut self.arrived);
         let now_ns = shared.now_ns();
         let mut events = 0;
         let over = |flight: &Flight| flight.delivered && (flight.missed.is_some() || flight.sent_ps <= now_ns * 1000);
@@ -523,7 +532,7 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
             match self.arrived.pop().map(|mail| mail.content) {
                 Some(Content::Imm { imm, .. }) => on_event(Event::Imm { imm }),
                 Some(Content::Message { peer, bytes }) => {
-                    seat.messages.fetch_sub(1, Ordering::Relaxed);
+                    endpoint.messages.fetch_sub(1, Ordering::Relaxed);
                     on_event(Event::Message { peer, bytes: &bytes });
                 }
                 None => break,
@@ -540,17 +549,17 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
 
 impl<D: CopyDevice> Drop for GpuNicEndpoint<D> {
     fn drop(&mut self) {
-        // What does not end has nobody to tell; its memory is in use as long as its GPU hangs.
+        // A failure here cannot be reported; the memory stays in use as long as its GPU hangs.
         let _ = self.part(0);
-        if let Some(seat) = self.network.shared.seat(self.rank) {
-            let mut inner = seat.lock();
+        if let Some(endpoint) = self.network.shared.endpoint(self.rank) {
+            let mut inner = endpoint.lock();
             (inner.device, inner.regions) = (None, Regions::default());
             drop(inner.engine.take());
         }
     }
 }
 
-/// What a wait for copies that do not end says.
+/// The error for copies that do not end.
 fn stuck(what: &str) -> Error {
     Error::transport(
         format!("{what}: the NIC kernel does not end its copies"),

@@ -1,4 +1,4 @@
-//! What the emulator itself costs: the time of a small write over a link without a model.
+//! The emulator's own cost: the time of a small write over a link without a model.
 //!
 //! Place: beside the data path, before a run; on the caller's thread, which polls both ends.
 
@@ -11,7 +11,7 @@ use crate::transport::network::sim::LinkModel;
 use crate::transport::network::{Event, Place, RegionId, Transport, WriteImm};
 use std::time::{Duration, Instant};
 
-/// Writes that are timed, and such before them.
+/// Writes that are timed; as many are made before them.
 const WRITES: u32 = 200;
 const WARMUP: u32 = 20;
 /// A head without rows.

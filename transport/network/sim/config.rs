@@ -1,4 +1,4 @@
-//! What a simulated network is like, and how it misbehaves.
+//! The configuration of a simulated network: speeds, bounds and disturbances.
 
 use super::counts::Counts;
 use super::random::Random;
@@ -10,7 +10,7 @@ use crate::transport::network::{Limits, MAX_REGIONS};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Clock {
     /// Time passes when [`Network::advance_ns`](super::Network::advance_ns) is called, and by `tick_ns` at each poll of
-    /// any endpoint. With all ranks on one thread, everything that happens depends on the seed alone.
+    /// any endpoint. With all ranks on one thread, all events depend on the seed alone.
     Virtual {
         /// How much time a poll takes; 0 leaves time to the caller.
         tick_ns: u64,
@@ -19,7 +19,7 @@ pub enum Clock {
     Real,
 }
 
-/// What becomes of writes to a peer that was killed or dropped.
+/// The outcome of writes to a peer that was killed or dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeadPeers {
     /// They fail after this time.
@@ -36,9 +36,9 @@ pub enum DeadPeers {
 pub struct LinkModel {
     /// Bits per nanosecond; infinite for no limit.
     pub gbps: f64,
-    /// From the end of sending a packet to its landing, in an idle network.
+    /// From the end of sending a packet to its placement, in an idle network.
     pub latency_us: f64,
-    /// What every message costs its sender's NIC before its first byte.
+    /// Time of every message on its sender's NIC before its first byte.
     pub per_message_us: f64,
 }
 
@@ -58,7 +58,7 @@ impl LinkModel {
         (self.per_message_us * 1e6).round() as u64
     }
 
-    /// Refuses what makes no sense.
+    /// Refuses impossible values.
     pub(crate) fn check(&self) -> Result<()> {
         if self.is_sane() {
             return Ok(());
@@ -75,7 +75,7 @@ impl LinkModel {
 /// Everything about a simulated network. Chances are in thousandths; each draw comes from the one seed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SimConfig {
-    /// Of all chance.
+    /// Seed of all draws.
     pub seed: u64,
     /// Where time comes from.
     pub clock: Clock,
@@ -83,13 +83,13 @@ pub struct SimConfig {
     pub nics: Vec<LinkModel>,
     /// Payload of one packet; the last of a write may be shorter.
     pub packet_bytes: u32,
-    /// Every packet, delivery and completion is late by up to so much: what reorders them.
+    /// Every packet, delivery and completion is late by up to so much, which reorders them.
     pub jitter_ns: u64,
-    /// How many packets and completions are late by up to `delay_ns` more.
+    /// Chance of a packet or completion to be late by up to `delay_ns` more.
     pub delay_permille: u32,
     /// See `delay_permille`.
     pub delay_ns: u64,
-    /// How many completions are late by up to `late_ns` besides, as if their acknowledgements were lost: longer than a
+    /// Chance of a completion to be late by up to `late_ns` besides, as if its acknowledgement were lost: longer than a
     /// whole exchange with another rank takes.
     pub late_permille: u32,
     /// See `late_permille`.
@@ -98,37 +98,37 @@ pub struct SimConfig {
     pub nic_queue: u32,
     /// Writes of one NIC to one peer that may be outstanding.
     pub peer_queue: u32,
-    /// Control messages to one peer that may be on their way.
+    /// Control messages to one peer that may be under way.
     pub message_queue: u32,
-    /// Receives of one NIC: each write to it takes one when it is posted, and its immediate gives it back when it is
-    /// handed out. A write that finds none fails. `u32::MAX`: no bound, and the only choice between processes.
+    /// Receives of one NIC: each write to the NIC takes a receive when it is posted; handing out its immediate frees
+    /// the receive. A write without a free receive fails. `u32::MAX`: no bound, and the only choice between processes.
     pub receives: u32,
     /// Most bytes of a write; longer ones are refused.
     pub write_bytes: u32,
-    /// How many posts and sends are answered `Full` though there is room.
+    /// Chance of a post or send to be answered `Full` though there is room.
     pub full_permille: u32,
-    /// How many accepted writes fail; nothing of them reaches the peer.
+    /// Chance of an accepted write to fail; nothing of it reaches the peer.
     pub fail_permille: u32,
-    /// How many accepted writes are read when posted, and so may complete before anything arrives.
+    /// Chance of an accepted write to be read when posted, so that it may complete before anything arrives.
     pub eager_permille: u32,
-    /// Whether a write fails whose source has changed when it completes: until then a NIC may have to send it again.
-    /// Between ranks of one process; endpoints of processes do not look.
+    /// Whether a write fails if its source has changed when it completes: until then a NIC may have to send it again.
+    /// Between ranks of one process; endpoints of processes do not check.
     pub watch_sources: bool,
-    /// How many posts bring the sender's or the receiver's NIC to a stop, for up to `stop_ns`.
+    /// Chance of a post to stop the sender's or the receiver's NIC, for up to `stop_ns`.
     pub stop_permille: u32,
     /// See `stop_permille`.
     pub stop_ns: u64,
-    /// What becomes of writes to the dead.
+    /// The outcome of writes to dead peers.
     pub dead_peers: DeadPeers,
     /// Most events of one poll.
     pub poll_batch: usize,
-    /// Whether bytes move. Without, a run costs only what its packets' times do, and registered spans are never
+    /// Whether bytes move. Without payload, a run computes only its packets' times, and registered spans are never
     /// touched: they need not be memory. For projections of large worlds.
     pub payload: bool,
 }
 
 impl SimConfig {
-    /// A network that does nothing worse than its interface promises: one fast NIC, in order, without chance.
+    /// A network without disturbances: one fast NIC, in order, without chance.
     pub fn calm() -> SimConfig {
         SimConfig {
             seed: 0,
@@ -158,7 +158,7 @@ impl SimConfig {
     }
 
     /// A network that does everything that the promises leave open, and loses nothing: two NICs, small packets, short
-    /// queues; and with every fourth seed, acknowledgements that get lost.
+    /// queues; with every fourth seed, lost acknowledgements.
     pub fn hostile(seed: u64) -> SimConfig {
         SimConfig {
             seed,
@@ -182,13 +182,13 @@ impl SimConfig {
         }
     }
 
-    /// What endpoints say of themselves.
+    /// The limits of its endpoints.
     pub(super) fn limits(&self) -> Limits {
         let posts = self.nic_queue.min(self.peer_queue);
         Limits { posts, receives: self.receives, regions: MAX_REGIONS, write_bytes: self.write_bytes }
     }
 
-    /// By how much a completion is late besides.
+    /// The further delay of a completion.
     pub(super) fn lost_acknowledgement(&self, random: &mut Random, counts: &mut Counts) -> u64 {
         if !random.permille(self.late_permille) {
             return 0;
@@ -269,7 +269,7 @@ mod tests {
             let empty = SimConfig { payload: false, ..calm.clone() };
             let without = write_once(empty.clone(), bases);
             assert!(without.1 && target.iter().all(|byte| *byte == 0), "nothing was written");
-            assert_eq!(write_once(empty, [1 << 12, 1 << 13]), without, "nobody looks where spans lie");
+            assert_eq!(write_once(empty, [1 << 12, 1 << 13]), without, "spans are never touched");
             let mut memory = [vec![1u8; 10_000], vec![0u8; 10_000]];
             let bases = memory.each_mut().map(|bytes| bytes.as_mut_ptr().expose_provenance() as u64);
             assert_eq!(write_once(calm, bases), without);

@@ -1,11 +1,11 @@
-//! What a simulated network did, so that a test can show that it met what it was meant to survive.
+//! Counts of a simulated network's events, so that a test can show that the disturbances it is meant for occurred.
 
 use std::fmt;
 use std::ops::AddAssign;
 
 macro_rules! counts {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Numbers of everything that happened, disturbances above all, since the network was made.
+        /// Counts of events, disturbances above all, since the network was made.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct Counts { $($(#[$doc])* pub $name: u64),* }
 
@@ -33,19 +33,19 @@ counts! {
     writes,
     /// Control messages accepted.
     messages,
-    /// Packets landed.
+    /// Packets placed.
     packets,
     /// Immediates and messages delivered after a later one of the same sender and receiver.
     reordered,
-    /// Packets landed after a later one of the same write.
+    /// Packets placed after a later one of the same write.
     packets_out_of_order,
     /// Packets and completions held back by a long delay.
     delayed,
     /// Posts and sends answered `Full`.
     full,
-    /// Those of them for which there was room.
+    /// Those of them that had room.
     full_injected,
-    /// Writes read when posted, and completed before the last packet landed.
+    /// Writes read when posted, and completed before the last packet was placed.
     completed_early,
     /// Writes whose acknowledgement was lost, and which completed late.
     completed_late,

@@ -1,14 +1,14 @@
-//! What is on its way, and what will happen to it when; `traffic.rs` makes it happen.
+//! Writes and messages under way, and their scheduled steps, which `traffic.rs` executes.
 
+use super::endpoint_state::Miss;
 use super::memory::Source;
-use super::seat::Miss;
 use crate::base::Rank;
 use crate::transport::network::{RegionId, WriteImm};
 use std::cmp::Ordering;
 
 #[derive(Debug)]
 pub(super) enum Cargo {
-    /// `target` is where the write's own target was found.
+    /// `target` is the address of the write's target.
     Write {
         write: WriteImm,
         source: Source,
@@ -19,21 +19,21 @@ pub(super) enum Cargo {
 
 #[derive(Debug)]
 pub(super) struct Flight {
-    /// Tells it from earlier flights in the same slot.
+    /// Distinguishes it from earlier flights in the same slot.
     pub(super) stamp: u64,
     pub(super) from: Rank,
     pub(super) to: Rank,
     pub(super) nic: usize,
-    /// The sender's lane in which it was posted.
-    pub(super) lane: u64,
-    /// Its place among all that was posted in that lane.
+    /// The sender's channel in which it was posted.
+    pub(super) channel: u64,
+    /// Its number among all posts of that channel.
     pub(super) number: u64,
     pub(super) cargo: Cargo,
     pub(super) packets: u32,
     pub(super) packets_left: u32,
-    /// One more than the highest packet that has landed.
+    /// One more than the highest packet that has been placed.
     pub(super) furthest: u32,
-    /// Of what has landed, where sources are watched.
+    /// Sum over the placed packets, where sources are watched.
     pub(super) sum: u64,
     /// It has taken a receive of its receiver's NIC.
     pub(super) holds_receive: bool,
@@ -46,7 +46,7 @@ pub(super) struct Flight {
 }
 
 impl Flight {
-    /// Whether it will still write to a region of its receiver, or tell that it has.
+    /// Whether it will still write to a region of its receiver, or deliver its immediate.
     pub(super) fn is_bound_for(&self, region: RegionId) -> bool {
         let there = matches!(&self.cargo, Cargo::Write { write, .. } if write.target.region == region);
         there && !self.arrived
@@ -64,7 +64,7 @@ pub(super) enum Step {
     Done,
 }
 
-/// Something that will happen to a flight.
+/// A scheduled step of a flight.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Due {
     pub(super) at_ns: u64,

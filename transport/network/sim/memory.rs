@@ -1,20 +1,20 @@
 //! Registered memory: the only place where the simulation touches bytes that it does not own.
 //!
-//! The argument for its `unsafe`, once for all: an address comes from a span that a caller of `Transport::register`
-//! promised to keep readable and writable until it is taken back or its endpoint dropped. Every copy happens under the
-//! network's lock. Taking a span back, and dropping, killing or resetting an endpoint, takes the same lock and removes
-//! everything on the way that would still write there; a span with writes from it outstanding is not taken back. So no
-//! copy meets memory that is gone.
+//! The argument for its `unsafe`, once for all uses: an address comes from a span that a caller of
+//! `Transport::register` promised to keep readable and writable until it is taken back or its endpoint dropped. Every
+//! copy happens under the network's lock. Taking a span back, and dropping, killing or resetting an endpoint, takes the
+//! same lock and removes all flights that would still write there; a span with writes from it outstanding is not taken
+//! back. So no copy touches memory that is gone.
 
 use crate::base::checksum::{fnv1a, fnv1a_more};
 
 /// Where a write's payload comes from.
 #[derive(Debug)]
 pub(super) enum Source {
-    /// Registered memory, read when each packet lands, and once more at completion where sources are watched: what its
-    /// owner changes too early shows at the target, or fails the write.
+    /// Registered memory, read when each packet is placed, and once more at completion where sources are watched: a
+    /// change that is too early shows at the target, or fails the write.
     Memory(u64),
-    /// Read already; the owner was told that it may reuse its memory.
+    /// Read already; the owner was notified that it may reuse its memory.
     Taken(Box<[u8]>),
 }
 
@@ -30,8 +30,7 @@ impl Source {
         Source::Taken(taken)
     }
 
-    /// A sum over `bytes` from `offset` of a payload in registered memory, by which it is known again; 0 of one that
-    /// was read already.
+    /// A checksum over `bytes` from `offset` of a payload in registered memory; 0 for a payload that was read already.
     ///
     /// # Safety
     /// As for [`Source::copy`], of the source.

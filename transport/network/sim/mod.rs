@@ -1,31 +1,31 @@
-//! A simulated network of one process, which lies about order as much as its interface allows.
+//! A simulated network of one process, which reorders as much as its interface allows.
 //!
 //! Place in the data path: where libfabric or verbs would be. It copies payloads into registered memory packet by
-//! packet, in any order and at any moment, and hands out the immediate only when all of them have landed. What the
-//! promises of the [network](super) leave open, it does: chances, queues and speeds are a [`SimConfig`]'s, every draw
-//! comes from its seed, and every disturbance is counted.
+//! packet, in any order and at any moment, and hands out the immediate only when all packets have been placed. It does
+//! everything that the promises of the [network](super) leave open: chances, queues and speeds are a [`SimConfig`]'s,
+//! every draw comes from its seed, and every disturbance is counted.
 //!
-//! Two ways to run it. With [`Clock::Virtual`] and all ranks on one thread (or its host fibers), everything that
-//! happens follows from the seed and from the calls; [`Network::trace_hash`] is equal when it was equal. With
-//! [`Clock::Real`] (or virtual ticks) ranks are threads, and no two runs are alike. There is no thread of its own:
-//! whoever polls moves everyone's packets, under one lock. It allocates and locks in `post` and `poll`, unlike a real
-//! backend; it never blocks, and calls nobody back while it holds the lock.
+//! It runs in two ways. With [`Clock::Virtual`] and all ranks on one thread (or its host fibers), all events follow
+//! from the seed and from the calls; [`Network::trace_hash`] of two such runs is equal. With [`Clock::Real`] (or
+//! virtual ticks) ranks are threads, and no two runs are alike. The network has no thread of its own: whoever polls
+//! moves everyone's packets, under one lock. Unlike a real backend, it allocates and locks in `post` and `poll`; it
+//! never blocks, and makes no callbacks while it holds the lock.
 //!
 //! ```text
 //!  SimEndpoint ── post, send ──▶ State (state.rs): admitted? room? reachable? ──▶ Flight in its slot
 //!       ▲                                                                           │ launch
-//!       └── poll ── Seat (seat.rs): inbox ◀── Due steps, by time (traffic.rs) ◀─────┘
-//!                                                └──▶ bytes move (memory.rs)
+//!       └── poll ── EndpointState (endpoint_state.rs) ◀── Due steps, by time (traffic.rs) ◀──────┘
+//!                                                           └──▶ bytes move (memory.rs)
 //! ```
 
 mod config;
 mod counts;
+mod endpoint_state;
 mod flight;
 mod memory;
 pub mod models;
 mod process;
 mod random;
-mod seat;
 mod state;
 mod traffic;
 
@@ -37,7 +37,7 @@ use super::address::{self, Address};
 use super::imm::MAX_RANKS;
 use super::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
 use crate::base::{Error, Rank, Result};
-use seat::Pending;
+use endpoint_state::Pending;
 use state::State;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -109,7 +109,7 @@ impl Network {
     /// # Errors
     /// `Argument` if the rank is outside the world or has one.
     pub fn endpoint(&self, rank: Rank) -> Result<SimEndpoint> {
-        let Some(life) = self.shared.state().sit(rank) else {
+        let Some(life) = self.shared.state().add_endpoint(rank) else {
             let advice = format!("take one endpoint for each of the {} ranks", self.shared.ranks);
             return Err(Error::argument("rank", rank, advice));
         };
@@ -121,7 +121,7 @@ impl Network {
         self.shared.state_now().now_ns
     }
 
-    /// Lets virtual time pass, and happen what is due by then. With the real clock: what is due by now.
+    /// Lets virtual time pass, and executes the steps that are due by then. With the real clock: those due by now.
     pub fn advance_ns(&self, by_ns: u64) {
         let mut state = self.shared.state_now();
         let by_ns = if self.shared.clock == Clock::Real { 0 } else { by_ns };
@@ -129,17 +129,17 @@ impl Network {
         state.run_until(to_ns);
     }
 
-    /// When something will happen next, if nobody posts anything: how far a simulation may leap.
+    /// When the next step is due, if nobody posts anything: how far a simulation may leap.
     pub fn next_due_ns(&self) -> Option<u64> {
         self.shared.state().next_due_ns()
     }
 
-    /// What has happened so far.
+    /// Counts of events so far.
     pub fn counts(&self) -> Counts {
         self.shared.state().counts
     }
 
-    /// A hash of all that has happened: when, between whom, in which order.
+    /// A hash of all events: when, between which ranks, in which order.
     pub fn trace_hash(&self) -> u64 {
         self.shared.state().trace
     }
@@ -151,13 +151,13 @@ impl Network {
 
     /// Makes the next `count` writes that a rank posts fail.
     pub fn fail_next(&self, rank: Rank, count: u32) {
-        if let Some(seat) = self.shared.state().seats.get_mut(rank.index()) {
-            seat.fail_next = count;
+        if let Some(endpoint) = self.shared.state().endpoints.get_mut(rank.index()) {
+            endpoint.fail_next = count;
         }
     }
 
     /// Kills a rank's endpoint, as if its process ended at this moment: its memory is touched no more, and its calls
-    /// answer errors from now on. Its peers are not told.
+    /// answer errors from now on. Its peers are not notified.
     pub fn kill(&self, rank: Rank) {
         self.shared.state_now().kill(rank);
     }
@@ -169,7 +169,7 @@ pub struct SimEndpoint {
     network: Network,
     rank: Rank,
     life: u64,
-    /// What the poll that is going on hands out.
+    /// The events of the present poll.
     batch: Vec<Pending>,
 }
 
@@ -182,8 +182,8 @@ impl SimEndpoint {
     /// The network's state, as long as this endpoint is its rank's.
     fn state(&self) -> Result<MutexGuard<'_, State>> {
         let state = self.network.shared.state_now();
-        let seat = &state.seats[self.rank.index()];
-        if seat.alive && seat.life == self.life {
+        let endpoint = &state.endpoints[self.rank.index()];
+        if endpoint.alive && endpoint.life == self.life {
             return Ok(state);
         }
         Err(Error::transport(
@@ -195,13 +195,13 @@ impl SimEndpoint {
 
     fn address_now(&self) -> Result<Address> {
         let state = self.state()?;
-        let seat = &state.seats[self.rank.index()];
+        let endpoint = &state.endpoints[self.rank.index()];
         Ok(Address {
             network: self.network.shared.number,
-            key: seat.key,
+            key: endpoint.key,
             rank: self.rank,
             nics: self.network.shared.nics as u32,
-            regions: seat.regions.lengths(),
+            regions: endpoint.regions.lengths(),
         })
     }
 }
@@ -220,7 +220,7 @@ impl Transport for SimEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        self.state()?.seats[self.rank.index()].regions.register_host(span)
+        self.state()?.endpoints[self.rank.index()].regions.register_host(span)
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
@@ -265,8 +265,8 @@ impl Transport for SimEndpoint {
         };
         let now_ns = state.now_ns.saturating_add(tick_ns).min(END_NS);
         state.run_until(now_ns);
-        let seat = &mut state.seats[self.rank.index()];
-        batch.extend(std::iter::from_fn(|| seat.take()).take(self.network.shared.poll_batch));
+        let endpoint = &mut state.endpoints[self.rank.index()];
+        batch.extend(std::iter::from_fn(|| endpoint.take()).take(self.network.shared.poll_batch));
         drop(state);
         for pending in &batch {
             on_event(pending.event());

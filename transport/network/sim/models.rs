@@ -1,4 +1,4 @@
-//! Named link models: the NICs of one rank on networks that people have, each number with where it comes from.
+//! Named link models: the NICs of one rank on existing networks, each number with its origin.
 //!
 //! Place in the data path: beside the simulated network, which they make timed; a word of the command line becomes one
 //! of them. Pure data and parsing, on any thread; nothing here does I/O.
@@ -39,11 +39,11 @@ pub struct Named {
     pub name: &'static str,
     /// The model.
     pub link: Link,
-    /// What it stands for, and where its numbers come from.
+    /// What it models, and the origin of its numbers.
     pub about: &'static str,
 }
 
-/// All named models. What was measured and what was fitted is told in docs/simulate.md.
+/// All named models. docs/simulate.md states what was measured and what was fitted.
 pub const NAMED: [Named; 4] = [
     Named { name: "none", link: Link { nics: 1, nic: LinkModel::FREE }, about: "no limit and no latency" },
     Named {
@@ -68,14 +68,14 @@ pub const NAMED: [Named; 4] = [
     },
 ];
 
-/// What makes the six published latencies of pplx-garden on EFA come out best.
+/// The best fit to the six published latencies of pplx-garden on EFA.
 const EFA_P5EN_LATENCY_US: f64 = 35.0;
 const EFA_P5_LATENCY_US: f64 = 75.0;
 
 /// Reads a named model or `GBPS:LATENCY_US:PER_MESSAGE_US`, which is one NIC.
 ///
 /// # Errors
-/// `Argument` that says which forms there are, or which values are possible.
+/// `Argument` that names the valid forms, or the possible values.
 pub fn parse(text: &str) -> Result<Link> {
     if let Some(named) = NAMED.iter().find(|named| named.name == text) {
         return Ok(named.link);
@@ -83,10 +83,10 @@ pub fn parse(text: &str) -> Result<Link> {
     let refuse = |advice: &str| Error::argument("link", format!("`{text}`"), advice);
     let numbers: Option<Vec<f64>> = text.split(':').map(|number| number.parse().ok()).collect();
     let Some([gbps, latency_us, per_message_us]) = numbers.as_deref() else {
-        return Err(refuse("give none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US, say 400:5:0.2"));
+        return Err(refuse("give none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US, as in 400:5:0.2"));
     };
     let nic = LinkModel { gbps: *gbps, latency_us: *latency_us, per_message_us: *per_message_us };
-    // A picosecond a byte is as fast as the simulated network's clock can tell from no limit.
+    // The simulated network's clock cannot distinguish less than a picosecond per byte from no limit.
     if !nic.is_sane() || nic.gbps > MAX_GBPS {
         return Err(refuse("give 0.001 to 8000 Gb/s, and times from 0 to 1000000 us"));
     }
@@ -102,7 +102,7 @@ mod tests {
     use crate::transport::network::sim::SimConfig;
 
     #[test]
-    fn every_named_model_is_found_usable_and_told_about() {
+    fn every_named_model_is_found_usable_and_described() {
         for named in NAMED {
             assert_eq!(parse(named.name), Ok(named.link));
             assert!(usize::from(named.link.nics) <= MAX_NICS && named.about.len() > 10, "{}", named.name);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_floor_is_bytes_over_rate_behind_the_latency() {
+    fn the_floor_is_bytes_over_rate_after_the_latency() {
         let link = parse("400:2:1").unwrap();
         assert_eq!((link.floor_us(50_000.0), link.floor_us(0.0)), (3.0, 0.0));
         assert_eq!(parse("efa-p5en").unwrap().floor_us(50_000.0), 1.0 + EFA_P5EN_LATENCY_US);

@@ -1,4 +1,4 @@
-//! The one source of chance: a seeded generator, so that a run of one thread can be met again by its seed.
+//! The one source of chance: a seeded generator, so that a run of one thread can be replayed by its seed.
 
 /// xorshift64*.
 #[derive(Debug)]

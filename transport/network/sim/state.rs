@@ -1,11 +1,11 @@
-//! The whole network, under its one lock: who is there, and what is asked of it. What moves is in `traffic.rs`.
+//! The whole network, under its one lock: its endpoints and their calls. Traffic is in `traffic.rs`.
 
 use super::config::{DeadPeers, SimConfig};
 use super::counts::Counts;
+use super::endpoint_state::{Channel, EndpointState, Miss, Pending, Port, Slot};
 use super::flight::{Cargo, Due, Flight, Step};
 use super::memory::Source;
 use super::random::Random;
-use super::seat::{Lane, Miss, Pending, Port, Seat, Slot};
 use crate::base::{Rank, Result};
 use crate::transport::network::address::Address;
 use crate::transport::network::{Posted, Reason, RegionId, Released, WriteImm};
@@ -16,13 +16,13 @@ pub(super) struct State {
     pub(super) config: SimConfig,
     pub(super) random: Random,
     pub(super) now_ns: u64,
-    pub(super) seats: Vec<Seat>,
-    /// What is on its way, each in its slot; `None` is a free slot.
+    pub(super) endpoints: Vec<EndpointState>,
+    /// Writes and messages under way, each in its slot; `None` is a free slot.
     pub(super) flights: Vec<Option<Flight>>,
     pub(super) free: Vec<u32>,
     pub(super) due: BinaryHeap<Due>,
     pub(super) counts: Counts,
-    /// Hash of everything that happened.
+    /// Hash of all events.
     pub(super) trace: u64,
     /// Numbers flights, steps and keys: none is used twice.
     numbers: u64,
@@ -38,11 +38,11 @@ enum Parting {
 impl State {
     pub(super) fn new(ranks: usize, config: SimConfig) -> State {
         let ports = vec![Port::default(); config.nics.len()];
-        let seat = || Seat { ports: ports.clone(), ..Seat::default() };
+        let endpoint = || EndpointState { ports: ports.clone(), ..EndpointState::default() };
         State {
             random: Random::new(config.seed),
             now_ns: 0,
-            seats: (0..ranks).map(|_| seat()).collect(),
+            endpoints: (0..ranks).map(|_| endpoint()).collect(),
             flights: Vec::new(),
             free: Vec::new(),
             due: BinaryHeap::new(),
@@ -63,45 +63,45 @@ impl State {
         self.random.up_to(most)
     }
 
-    /// Seats an endpoint; `None` if the rank has one.
-    pub(super) fn sit(&mut self, rank: Rank) -> Option<u64> {
+    /// Gives a rank a new endpoint; `None` if it has one.
+    pub(super) fn add_endpoint(&mut self, rank: Rank) -> Option<u64> {
         let key = self.number();
-        let seat = self.seats.get_mut(rank.index()).filter(|seat| !seat.alive)?;
-        (seat.alive, seat.key) = (true, key);
-        seat.life += 1;
-        Some(seat.life)
+        let endpoint = self.endpoints.get_mut(rank.index()).filter(|endpoint| !endpoint.alive)?;
+        (endpoint.alive, endpoint.key) = (true, key);
+        endpoint.life += 1;
+        Some(endpoint.life)
     }
 
     pub(super) fn connect(&mut self, rank: Rank, address: Address) -> std::result::Result<(), &'static str> {
         let peer = address.rank;
-        let seat = self.seats.get(peer.index()).ok_or("is of a rank outside the world")?;
+        let endpoint = self.endpoints.get(peer.index()).ok_or("is of a rank outside the world")?;
         if address.nics as usize != self.config.nics.len() {
             return Err("is of an endpoint with another number of NICs");
         }
-        if !seat.alive || seat.key != address.key {
+        if !endpoint.alive || endpoint.key != address.key {
             return Err("is of an endpoint that is gone or was reset");
         }
-        if !seat.regions.have_told(&address.regions) {
+        if !endpoint.regions.have_reported(&address.regions) {
             return Err("names regions that do not exist");
         }
         let id = self.number();
-        let lane = self.seats[rank.index()].lanes.entry(peer).or_default();
-        if lane.key == address.key {
-            lane.regions = address.regions;
+        let channel = self.endpoints[rank.index()].channels.entry(peer).or_default();
+        if channel.key == address.key {
+            channel.regions = address.regions;
         } else {
-            *lane = Lane { key: address.key, id, regions: address.regions, ..Lane::default() };
+            *channel = Channel { key: address.key, id, regions: address.regions, ..Channel::default() };
             self.fail_outgoing(rank, |flight| flight.to == peer, Reason::Flushed);
         }
         Ok(())
     }
 
     pub(super) fn post(&mut self, rank: Rank, write: &WriteImm) -> Result<Posted> {
-        let seat = &self.seats[rank.index()];
-        let address = seat.admit(write, self.config.write_bytes)?;
+        let endpoint = &self.endpoints[rank.index()];
+        let address = endpoint.admit(write, self.config.write_bytes)?;
         let nic = usize::from(write.nic);
-        let Some(lane) = seat.lanes.get(&write.peer) else { return Ok(Posted::Full) };
-        let room =
-            seat.ports[nic].outstanding < self.config.nic_queue && lane.outstanding[nic] < self.config.peer_queue;
+        let Some(channel) = endpoint.channels.get(&write.peer) else { return Ok(Posted::Full) };
+        let room = endpoint.ports[nic].outstanding < self.config.nic_queue
+            && channel.outstanding[nic] < self.config.peer_queue;
         if self.is_full(room) {
             return Ok(Posted::Full);
         }
@@ -109,7 +109,7 @@ impl State {
         let reach = self.reach(rank, write.peer);
         let eager = self.random.permille(self.config.eager_permille);
         let fails = self.fails(rank);
-        let target = self.seats[write.peer.index()].regions.locate(write.target, write.bytes);
+        let target = self.endpoints[write.peer.index()].regions.locate(write.target, write.bytes);
         let eager = eager && reach == Reach::Open && !fails && target.is_some();
         let source = if eager && !self.config.payload {
             Source::Taken(Box::default())
@@ -119,15 +119,15 @@ impl State {
         } else {
             Source::Memory(address)
         };
-        // Without a target nothing lands: see below.
+        // Without a target nothing is placed: see below.
         let cargo = Cargo::Write { write: *write, source, target: target.unwrap_or(0) };
         let packets = write.bytes.div_ceil(self.config.packet_bytes).max(1);
         let slot = self.board(rank, write.peer, nic, packets, cargo);
         self.counts.writes += 1;
-        self.seats[rank.index()].ports[nic].outstanding += 1;
-        self.seats[rank.index()].regions.posted(write.source.region);
-        if let Some(lane) = self.seats[rank.index()].lanes.get_mut(&write.peer) {
-            lane.outstanding[nic] += 1;
+        self.endpoints[rank.index()].ports[nic].outstanding += 1;
+        self.endpoints[rank.index()].regions.posted(write.source.region);
+        if let Some(channel) = self.endpoints[rank.index()].channels.get_mut(&write.peer) {
+            channel.outstanding[nic] += 1;
         }
         match reach {
             _ if fails => {
@@ -159,17 +159,19 @@ impl State {
     }
 
     pub(super) fn send(&mut self, rank: Rank, peer: Rank, message: &[u8]) -> Result<Posted> {
-        let seat = &self.seats[rank.index()];
-        seat.admit_message(peer, message)?;
-        let room = seat.lanes.get(&peer).is_some_and(|lane| lane.messages < self.config.message_queue);
+        let endpoint = &self.endpoints[rank.index()];
+        endpoint.admit_message(peer, message)?;
+        let room = endpoint.channels.get(&peer).is_some_and(|channel| channel.messages < self.config.message_queue);
         if self.is_full(room) {
             return Ok(Posted::Full);
         }
         self.counts.messages += 1;
         let reach = self.reach(rank, peer);
         let held = reach == Reach::Dead && self.config.dead_peers == DeadPeers::Silent;
-        if let Some(lane) = self.seats[rank.index()].lanes.get_mut(&peer).filter(|_| reach == Reach::Open || held) {
-            lane.messages += 1;
+        if let Some(channel) =
+            self.endpoints[rank.index()].channels.get_mut(&peer).filter(|_| reach == Reach::Open || held)
+        {
+            channel.messages += 1;
         }
         if reach != Reach::Open {
             self.counts.unreachable += 1;
@@ -180,10 +182,10 @@ impl State {
         Ok(Posted::Accepted)
     }
 
-    /// Takes a receive for a write that is about to leave; false if its receiver has none.
+    /// Takes a receive for a write that is about to leave; false if none is free.
     fn take_receive(&mut self, slot: u32) -> bool {
         let Some(flight) = self.flights[slot as usize].as_mut() else { return false };
-        let Some(port) = self.seats[flight.to.index()].ports.get_mut(flight.nic) else { return false };
+        let Some(port) = self.endpoints[flight.to.index()].ports.get_mut(flight.nic) else { return false };
         flight.holds_receive = port.receives < self.config.receives;
         port.receives += u32::from(flight.holds_receive);
         flight.holds_receive
@@ -198,9 +200,9 @@ impl State {
     }
 
     fn fails(&mut self, rank: Rank) -> bool {
-        let seat = &mut self.seats[rank.index()];
-        let ordered = seat.fail_next > 0;
-        seat.fail_next -= u32::from(ordered);
+        let endpoint = &mut self.endpoints[rank.index()];
+        let ordered = endpoint.fail_next > 0;
+        endpoint.fail_next -= u32::from(ordered);
         ordered || self.random.permille(self.config.fail_permille)
     }
 
@@ -214,16 +216,16 @@ impl State {
 
     pub(super) fn stop(&mut self, rank: Rank, nic: usize, for_ns: u64) {
         let until = self.now_ns.saturating_add(for_ns);
-        if let Some(port) = self.seats.get_mut(rank.index()).and_then(|seat| seat.ports.get_mut(nic)) {
+        if let Some(port) = self.endpoints.get_mut(rank.index()).and_then(|endpoint| endpoint.ports.get_mut(nic)) {
             port.stopped_until_ns = port.stopped_until_ns.max(until);
             self.counts.stops += 1;
         }
     }
 
-    /// Whether what `rank` posts to `peer` has somewhere to go.
+    /// Whether `rank` can reach `peer`.
     fn reach(&self, rank: Rank, peer: Rank) -> Reach {
-        let (from, to) = (&self.seats[rank.index()], &self.seats[peer.index()]);
-        let known = |seat: &Seat, other: Rank| seat.lanes.get(&other).map(|lane| lane.key);
+        let (from, to) = (&self.endpoints[rank.index()], &self.endpoints[peer.index()]);
+        let known = |endpoint: &EndpointState, other: Rank| endpoint.channels.get(&other).map(|channel| channel.key);
         match to.alive {
             false => Reach::Dead,
             true if known(from, peer) == Some(to.key) && known(to, rank) == Some(from.key) => Reach::Open,
@@ -234,10 +236,10 @@ impl State {
     /// Gives a flight a slot.
     fn board(&mut self, from: Rank, to: Rank, nic: usize, packets: u32, cargo: Cargo) -> u32 {
         let stamp = self.number();
-        let lane = self.seats[from.index()].lanes.get_mut(&to);
-        let (number, lane) = lane.map_or((0, 0), |lane| {
-            lane.posted += 1;
-            (lane.posted, lane.id)
+        let channel = self.endpoints[from.index()].channels.get_mut(&to);
+        let (number, channel) = channel.map_or((0, 0), |channel| {
+            channel.posted += 1;
+            (channel.posted, channel.id)
         });
         let completed = matches!(cargo, Cargo::Message(_));
         let flight = Flight {
@@ -245,7 +247,7 @@ impl State {
             from,
             to,
             nic,
-            lane,
+            channel,
             number,
             cargo,
             packets,
@@ -269,7 +271,7 @@ impl State {
         }
     }
 
-    /// Lets a flight end without arriving, after a time or (`None`) never.
+    /// Lets a flight end without arriving, after `after_ns` or (`None`) never.
     fn miss_later(&mut self, slot: u32, after_ns: Option<u64>, miss: Miss) {
         let at_ns = after_ns.map(|after_ns| self.now_ns + after_ns + self.jitter());
         if let Some(flight) = self.flights[slot as usize].as_mut() {
@@ -291,30 +293,30 @@ impl State {
     }
 
     pub(super) fn kill(&mut self, rank: Rank) {
-        if !self.seats.get(rank.index()).is_some_and(|seat| seat.alive) {
+        if !self.endpoints.get(rank.index()).is_some_and(|endpoint| endpoint.alive) {
             return;
         }
         self.counts.deaths += 1;
         self.part(rank, Parting::Death);
-        let seat = &mut self.seats[rank.index()];
-        let life = seat.life;
-        let ports = vec![Port::default(); seat.ports.len()];
-        *seat = Seat { life, ports, ..Seat::default() };
+        let endpoint = &mut self.endpoints[rank.index()];
+        let life = endpoint.life;
+        let ports = vec![Port::default(); endpoint.ports.len()];
+        *endpoint = EndpointState { life, ports, ..EndpointState::default() };
     }
 
     pub(super) fn reset(&mut self, rank: Rank) {
         self.part(rank, Parting::Reset);
         let key = self.number();
-        let seat = &mut self.seats[rank.index()];
-        seat.key = key;
-        seat.lanes.clear();
-        seat.inbox.retain(|pending| pending.slot().is_some());
-        seat.ports.iter_mut().for_each(|port| port.receives = 0);
+        let endpoint = &mut self.endpoints[rank.index()];
+        endpoint.key = key;
+        endpoint.channels.clear();
+        endpoint.undelivered.retain(|pending| pending.slot().is_some());
+        endpoint.ports.iter_mut().for_each(|port| port.receives = 0);
     }
 
-    /// Takes a region of `rank` back, and drops what is on its way there.
+    /// Takes a region of `rank` back, and drops the writes under way to it.
     pub(super) fn deregister(&mut self, rank: Rank, region: RegionId) -> Result<Released> {
-        let released = self.seats[rank.index()].regions.take_back(region)?;
+        let released = self.endpoints[rank.index()].regions.take_back(region)?;
         if released == Released::Busy {
             return Ok(released);
         }
@@ -322,11 +324,11 @@ impl State {
             let bound = |flight: &&mut Flight| flight.to == rank && flight.is_bound_for(region);
             let Some(flight) = self.flights[slot].as_mut().filter(bound) else { continue };
             flight.arrived = true;
-            let landed = flight.packets_left == 0;
+            let placed = flight.packets_left == 0;
             let completed = flight.completed;
-            self.counts.dropped += u64::from(!landed);
-            if landed && !completed {
-                // It completes as sent, and its immediate is not handed out.
+            self.counts.dropped += u64::from(!placed);
+            if placed && !completed {
+                // The write completes as sent, and its immediate is not handed out.
                 self.give_receive_back(slot as u32);
             } else if completed {
                 self.remove(slot as u32);
@@ -337,7 +339,7 @@ impl State {
         Ok(released)
     }
 
-    /// Ends everything on its way that would still touch the memory of `rank`, or be handed out to it.
+    /// Ends all flights that would still touch the memory of `rank`, or be handed out to it.
     fn part(&mut self, rank: Rank, how: Parting) {
         self.fail_outgoing(rank, |_| true, Reason::Flushed);
         for slot in 0..self.flights.len() {
@@ -348,11 +350,11 @@ impl State {
             self.counts.cut += 1;
             flight.arrived = true;
             if matches!(flight.cargo, Cargo::Message(_)) {
-                let (from, id) = (flight.from, flight.lane);
+                let (from, id) = (flight.from, flight.channel);
                 let held = how == Parting::Death && self.config.dead_peers == DeadPeers::Silent;
-                let lane = self.seats[from.index()].lanes.get_mut(&rank);
-                if let Some(lane) = lane.filter(|lane| lane.id == id && !held) {
-                    lane.messages = lane.messages.saturating_sub(1);
+                let channel = self.endpoints[from.index()].channels.get_mut(&rank);
+                if let Some(channel) = channel.filter(|channel| channel.id == id && !held) {
+                    channel.messages = channel.messages.saturating_sub(1);
                 }
                 self.remove(slot as u32);
             } else if flight.completed {
@@ -365,7 +367,7 @@ impl State {
         }
     }
 
-    /// Completes what `rank` has outstanding as failed. What no longer needs its memory may arrive all the same.
+    /// Completes the outstanding writes of `rank` as failed. Writes that no longer need its memory may still arrive.
     fn fail_outgoing(&mut self, rank: Rank, which: impl Fn(&Flight) -> bool, reason: Reason) {
         for slot in 0..self.flights.len() {
             let chosen = |flight: &&mut Flight| flight.from == rank && which(flight);
@@ -374,9 +376,9 @@ impl State {
             let reads_on = matches!(source, Source::Memory(_)) && flight.packets_left > 0 && !flight.arrived;
             if !flight.completed {
                 let region = write.source.region;
-                let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane, region };
+                let slot = Slot { nic: flight.nic, peer: flight.to, channel: flight.channel, region };
                 let pending = Pending::Missed { token: write.token, slot, miss: reason.into() };
-                self.seats[rank.index()].complete(pending);
+                self.endpoints[rank.index()].complete(pending);
                 flight.completed = true;
             }
             if reads_on {
@@ -392,7 +394,7 @@ impl State {
     fn give_receive_back(&mut self, slot: u32) {
         let Some(flight) = self.flights[slot as usize].as_mut() else { return };
         if std::mem::take(&mut flight.holds_receive) {
-            self.seats[flight.to.index()].give_receive_back(flight.nic);
+            self.endpoints[flight.to.index()].give_receive_back(flight.nic);
         }
     }
 
@@ -403,7 +405,7 @@ impl State {
     }
 }
 
-/// Whether something posted has somewhere to go.
+/// Whether a post can reach its peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reach {
     Open,

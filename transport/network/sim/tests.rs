@@ -1,4 +1,4 @@
-//! What the simulated network does beyond the contract: time, speeds, disturbances on demand, and the same run again.
+//! Properties of the simulated network beyond the contract: time, speeds, disturbances on demand, and replay.
 
 use super::*;
 use crate::transport::network::imm::ImmValue;
@@ -84,13 +84,13 @@ fn connect(nodes: &mut [Node]) {
     }
 }
 
-/// No time passes but what the test gives.
+/// Only the time that the test gives passes.
 fn still() -> SimConfig {
     SimConfig { clock: Clock::Virtual { tick_ns: 0 }, ..SimConfig::calm() }
 }
 
 #[test]
-fn payload_that_lands_all_at_once_or_in_order() {
+fn payload_that_is_placed_all_at_once_or_in_order() {
     let (mut partial, mut gaps) = (0, 0);
     for seed in 0..50 {
         let config = SimConfig { seed, clock: still().clock, stop_permille: 0, ..SimConfig::hostile(seed) };
@@ -98,10 +98,10 @@ fn payload_that_lands_all_at_once_or_in_order() {
         nodes[0].fill(7);
         assert_eq!(nodes[0].post(1, seed as u32, BYTES), Posted::Accepted);
         while nodes[1].imms.is_empty() {
-            let landed: Vec<bool> = (0..BYTES / 64).map(|packet| nodes[1].byte(packet * 64 + 63) == 7).collect();
-            let count = landed.iter().filter(|there| **there).count();
-            partial += usize::from(count > 0 && count < landed.len());
-            gaps += usize::from(landed.iter().skip_while(|there| **there).any(|there| *there));
+            let placed: Vec<bool> = (0..BYTES / 64).map(|packet| nodes[1].byte(packet * 64 + 63) == 7).collect();
+            let count = placed.iter().filter(|there| **there).count();
+            partial += usize::from(count > 0 && count < placed.len());
+            gaps += usize::from(placed.iter().skip_while(|there| **there).any(|there| *there));
             network.advance_ns(500);
             nodes[1].poll();
         }
@@ -168,23 +168,24 @@ fn time_of_arrival(network: &Network, node: &mut Node, count: usize) -> u64 {
 fn writes_faster_or_slower_than_the_link() {
     let config = SimConfig { nics: vec![cx7(), LinkModel { gbps: 100.0, ..cx7() }], ..still() };
     let mib = 1 << 20;
-    let near = |time: u64, wanted: u64| assert!(time.abs_diff(wanted) <= wanted / 100, "{time} ns, not {wanted}");
+    let assert_close =
+        |time: u64, wanted: u64| assert!(time.abs_diff(wanted) <= wanted / 100, "{time} ns, not {wanted}");
     let (network, mut nodes) = world(2, mib, config.clone());
     let _ = nodes[0].post(1, 1, mib);
-    near(time_of_arrival(&network, &mut nodes[1], 1), 100 + 20_972 + 2_000);
+    assert_close(time_of_arrival(&network, &mut nodes[1], 1), 100 + 20_972 + 2_000);
     // Each NIC has its own speed, and they work side by side.
     let (network, mut nodes) = world(2, mib, config.clone());
     let _ = (nodes[0].post_on(0, 1, 1, mib), nodes[0].post_on(1, 1, 2, mib));
-    near(time_of_arrival(&network, &mut nodes[1], 1), 100 + 20_972 + 2_000);
-    near(time_of_arrival(&network, &mut nodes[1], 2), 100 + 83_886 + 2_000);
+    assert_close(time_of_arrival(&network, &mut nodes[1], 1), 100 + 20_972 + 2_000);
+    assert_close(time_of_arrival(&network, &mut nodes[1], 2), 100 + 83_886 + 2_000);
     // Three senders share the receiver's NIC.
     let (network, mut nodes) = world(4, mib, config.clone());
     (1..4).for_each(|rank| _ = nodes[rank].post(0, rank as u32, mib));
-    near(time_of_arrival(&network, &mut nodes[0], 3), 100 + 3 * 20_972 + 2_000);
-    // What a message costs beyond its bytes.
+    assert_close(time_of_arrival(&network, &mut nodes[0], 3), 100 + 3 * 20_972 + 2_000);
+    // The time of a message beyond its bytes.
     let (network, mut nodes) = world(2, mib, config);
     (0..1000).for_each(|number| _ = nodes[0].post(1, number, 0));
-    near(time_of_arrival(&network, &mut nodes[1], 1000), 100 * 1000 + 2_000);
+    assert_close(time_of_arrival(&network, &mut nodes[1], 1000), 100 * 1000 + 2_000);
 }
 
 #[test]
@@ -211,7 +212,7 @@ fn a_failed_write_of_which_something_arrives() {
     nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
     assert_eq!(
         nodes[0].failed,
-        [0, 1].map(|token| (token, Some(Failure { reason: Reason::Other, code: seat::INJECTED })))
+        [0, 1].map(|token| (token, Some(Failure { reason: Reason::Other, code: endpoint_state::INJECTED })))
     );
     assert_eq!((&nodes[0].sent[..], &nodes[1].imms[..]), (&[2][..], &[2][..]));
     assert!(nodes[1].byte(63) == 9 && nodes[1].byte(64) == 0);
@@ -388,14 +389,14 @@ fn a_region_taken_back_in_the_middle_of_a_write() {
     let _ = (nodes[0].post(1, 1, BYTES), nodes[0].post(2, 2, BYTES));
     // A byte takes a nanosecond.
     network.advance_ns(1000 + BYTES as u64 / 2);
-    let landed = |node: &Node| (0..BYTES).filter(|at| node.byte(*at) == 3).count();
-    assert!((1..BYTES).contains(&landed(&nodes[1])));
+    let placed = |node: &Node| (0..BYTES).filter(|at| node.byte(*at) == 3).count();
+    assert!((1..BYTES).contains(&placed(&nodes[1])));
     assert_eq!(nodes[1].endpoint.deregister(RegionId(0)), Ok(Released::Done));
     nodes[1].fill(9);
-    assert_eq!(nodes[0].post(1, 3, BYTES), Posted::Accepted, "it does not know yet");
+    assert_eq!(nodes[0].post(1, 3, BYTES), Posted::Accepted, "it is not notified yet");
     network.advance_ns(1 << 20);
     nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
-    assert_eq!((landed(&nodes[1]), nodes[1].imms.len(), &nodes[2].imms[..]), (0, 0, &[2][..]));
+    assert_eq!((placed(&nodes[1]), nodes[1].imms.len(), &nodes[2].imms[..]), (0, 0, &[2][..]));
     assert_eq!((&nodes[0].sent[..], &nodes[0].failed[..]), (&[2][..], &[(1, None), (3, None)][..]));
     assert_eq!((network.counts().dropped, network.counts().unreachable, network.counts().cut), (2, 0, 0));
 }
@@ -419,7 +420,7 @@ fn writes_take_receives_until_their_immediates_are_handed_out() {
     assert_eq!(nodes[2].imms, [0, 1, 2]);
     post(&mut nodes, 0, 4..7);
     assert_eq!((nodes[0].sent.len(), nodes[0].failed.len()), (5, 0));
-    // What a reset throws away holds none.
+    // A write that a reset discards holds none.
     nodes[2].endpoint.reset().unwrap();
     connect(&mut nodes);
     post(&mut nodes, 0, 7..10);

@@ -1,8 +1,8 @@
-//! What becomes of a flight as time passes.
+//! The steps of a flight as time passes.
 //!
 //! ```text
-//!            launch                         last packet landed
-//!  boarded ─────────▶ packets land, in any ───────────────────▶ Deliver ──▶ Imm or Message at the receiver
+//!            launch                         last packet placed
+//!  boarded ─────────▶ packets placed in any ──────────────────▶ Deliver ──▶ Imm or Message at the receiver
 //!     │               order, at any time   └──────────────────▶ Done ─────▶ Sent at the sender
 //!     │                                      (eager: from the start)
 //!     └─ fails, or its peer is not there ────────────────────▶ Done ─────▶ Failed
@@ -11,9 +11,9 @@
 //! A flight keeps its slot until it has both arrived and completed. Deaths and resets take packets away in
 //! `state.rs`; a step that finds another flight in its slot, or none, does nothing.
 
+use super::endpoint_state::{Pending, Slot};
 use super::flight::{Cargo, Due, Flight, Step};
 use super::memory::Source;
-use super::seat::{Pending, Slot};
 use super::state::State;
 use crate::base::Rank;
 use crate::transport::network::{Reason, WriteImm};
@@ -25,7 +25,7 @@ impl State {
         self.due.push(Due { at_ns, number, slot, stamp, step });
     }
 
-    /// When something will happen next.
+    /// When the next step is due.
     pub(super) fn next_due_ns(&self) -> Option<u64> {
         self.due.peek().map(|due| due.at_ns)
     }
@@ -40,7 +40,7 @@ impl State {
         };
         let model = self.config.nics[nic];
         let now_ps = self.now_ns * 1000;
-        let mut sent_ps = self.seats[from.index()].ports[nic].sends_until_ps.max(now_ps) + model.per_message_ps();
+        let mut sent_ps = self.endpoints[from.index()].ports[nic].sends_until_ps.max(now_ps) + model.per_message_ps();
         for index in 0..packets {
             sent_ps += u64::from(self.packet_len(bytes, index)) * model.ps_per_byte();
             let late = self.lateness();
@@ -50,7 +50,7 @@ impl State {
                 Step::Packet { index, taken_in: false },
             );
         }
-        self.seats[from.index()].ports[nic].sends_until_ps = sent_ps;
+        self.endpoints[from.index()].ports[nic].sends_until_ps = sent_ps;
         if eager {
             let at_ns = self.now_ns + self.jitter();
             self.schedule(at_ns, slot, Step::Done);
@@ -71,7 +71,7 @@ impl State {
         (bytes - start).min(self.config.packet_bytes)
     }
 
-    /// Lets time pass, and everything happen that is due by then.
+    /// Lets time pass, and executes all steps that are due by then.
     pub(super) fn run_until(&mut self, to_ns: u64) {
         while self.due.peek().is_some_and(|due| due.at_ns <= to_ns) {
             let Some(due) = self.due.pop() else { break };
@@ -98,10 +98,10 @@ impl State {
                 } else if let Some(at_ns) = self.take_in(flight, index) {
                     self.again(due, at_ns, Step::Packet { index, taken_in: true });
                 } else {
-                    self.land(flight, index, due);
+                    self.place(flight, index, due);
                 }
             }
-            Step::Packet { index, taken_in: true } => self.land(flight, index, due),
+            Step::Packet { index, taken_in: true } => self.place(flight, index, due),
             Step::Deliver if flight.arrived => {}
             Step::Deliver => self.deliver(flight),
             Step::Done if flight.completed => {}
@@ -109,7 +109,7 @@ impl State {
         }
     }
 
-    /// Schedules a step of the flight that is being handled, and so is not in its slot.
+    /// Schedules a step of the present flight, which is not in its slot while it is handled.
     fn again(&mut self, due: &Due, at_ns: u64, step: Step) {
         let number = self.number();
         self.due.push(Due { at_ns, number, slot: due.slot, stamp: due.stamp, step });
@@ -117,7 +117,7 @@ impl State {
 
     /// When a packet may try again, if a NIC on its way is stopped.
     fn held_back(&mut self, flight: &Flight) -> Option<u64> {
-        let until = |rank: Rank| self.seats[rank.index()].ports[flight.nic].stopped_until_ns;
+        let until = |rank: Rank| self.endpoints[rank.index()].ports[flight.nic].stopped_until_ns;
         let until_ns = until(flight.from).max(until(flight.to));
         (until_ns > self.now_ns).then(|| until_ns + self.jitter())
     }
@@ -127,21 +127,21 @@ impl State {
         let Cargo::Write { write, .. } = &flight.cargo else { return None };
         let needed_ps = u64::from(self.packet_len(write.bytes, index)) * self.config.nics[flight.nic].ps_per_byte();
         let now_ps = self.now_ns * 1000;
-        let port = &mut self.seats[flight.to.index()].ports[flight.nic];
-        // An idle NIC takes a packet in while it arrives: then its last byte, which arrives now, is all that is left.
+        let port = &mut self.endpoints[flight.to.index()].ports[flight.nic];
+        // An idle NIC takes a packet in while it arrives: only its last byte, which arrives now, is left.
         port.receives_until_ps = (port.receives_until_ps + needed_ps).max(now_ps);
         let at_ns = port.receives_until_ps.div_ceil(1000);
         (at_ns > self.now_ns).then_some(at_ns)
     }
 
-    fn land(&mut self, flight: &mut Flight, index: u32, due: &Due) {
+    fn place(&mut self, flight: &mut Flight, index: u32, due: &Due) {
         if let Cargo::Write { source, target, write } = &flight.cargo
             && self.config.payload
         {
             let start = index * self.config.packet_bytes;
             let len = self.packet_len(write.bytes, index);
-            // SAFETY: `post` found source and target inside regions of living endpoints; the lock that taking them back
-            // takes is held, and when they went, this flight was removed or marked as arrived.
+            // SAFETY: `post` found source and target inside regions of living endpoints; the lock that taking regions
+            // back takes is held, and when they went, this flight was removed or marked as arrived.
             unsafe { source.copy(start, target + u64::from(start), len) };
             if self.config.watch_sources {
                 // SAFETY: as above.
@@ -166,21 +166,21 @@ impl State {
     fn deliver(&mut self, flight: &mut Flight) {
         flight.arrived = true;
         self.note(flight, u64::MAX);
-        let lane = self.seats[flight.from.index()].lanes.get_mut(&flight.to);
-        if let Some(lane) = lane.filter(|lane| lane.id == flight.lane) {
-            self.counts.reordered += u64::from(flight.number < lane.delivered);
-            lane.delivered = lane.delivered.max(flight.number);
-            lane.messages -= u32::from(matches!(flight.cargo, Cargo::Message(_)));
+        let channel = self.endpoints[flight.from.index()].channels.get_mut(&flight.to);
+        if let Some(channel) = channel.filter(|channel| channel.id == flight.channel) {
+            self.counts.reordered += u64::from(flight.number < channel.delivered);
+            channel.delivered = channel.delivered.max(flight.number);
+            channel.messages -= u32::from(matches!(flight.cargo, Cargo::Message(_)));
         }
-        let to = &mut self.seats[flight.to.index()];
+        let to = &mut self.endpoints[flight.to.index()];
         match &mut flight.cargo {
             Cargo::Write { write, .. } => {
                 // The receive is the immediate's from now on.
                 flight.holds_receive = false;
-                to.inbox.push_back(Pending::Imm { imm: write.imm, nic: flight.nic });
+                to.undelivered.push_back(Pending::Imm { imm: write.imm, nic: flight.nic });
             }
             Cargo::Message(bytes) => {
-                to.inbox.push_back(Pending::Message { peer: flight.from, bytes: std::mem::take(bytes) });
+                to.undelivered.push_back(Pending::Message { peer: flight.from, bytes: std::mem::take(bytes) });
             }
         }
     }
@@ -193,16 +193,16 @@ impl State {
         }
         let Cargo::Write { write: WriteImm { token, source, .. }, .. } = flight.cargo else { return };
         self.note(flight, u64::MAX - 1);
-        let slot = Slot { nic: flight.nic, peer: flight.to, lane: flight.lane, region: source.region };
+        let slot = Slot { nic: flight.nic, peer: flight.to, channel: flight.channel, region: source.region };
         let pending = match flight.missing {
             Some(miss) => Pending::Missed { token, slot, miss },
             None => Pending::Sent { token, slot },
         };
         self.counts.completed_early += u64::from(flight.missing.is_none() && flight.packets_left > 0);
-        self.seats[flight.from.index()].complete(pending);
+        self.endpoints[flight.from.index()].complete(pending);
     }
 
-    /// Whether a watched source is not what was sent from it any more.
+    /// Whether a watched source has changed since it was sent.
     fn has_changed(&self, flight: &Flight) -> bool {
         let Cargo::Write { source, write, .. } = &flight.cargo else { return false };
         if !self.config.watch_sources || !self.config.payload || flight.packets_left > 0 {
@@ -217,7 +217,7 @@ impl State {
         (0..flight.packets).map(sum_of).fold(0, u64::wrapping_add) != flight.sum
     }
 
-    /// Folds something that happened into the trace.
+    /// Adds an event to the trace.
     fn note(&mut self, flight: &Flight, what: u64) {
         for word in [self.now_ns, u64::from(flight.from.0), u64::from(flight.to.0), flight.number, what] {
             self.trace = (self.trace.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);

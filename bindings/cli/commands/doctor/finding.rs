@@ -1,17 +1,17 @@
-//! What the doctor finds.
+//! Findings of the doctor.
 
 use serde::Serialize;
 
-/// One thing that was looked at.
+/// One finding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Finding {
     pub topic: &'static str,
     pub lacking: bool,
     pub what: String,
-    /// Of a lack: what it costs.
+    /// The cost of a lack.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cost: Option<&'static str>,
-    /// Of a lack: what to do.
+    /// The remedy of a lack.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remedy: Option<&'static str>,
 }

@@ -1,10 +1,10 @@
 //! The doctor's questions to the CUDA driver: GPUs, links between them, kinds of memory handles.
 //!
-//! On the main thread. No context is made: attributes can be asked without one.
+//! On the main thread. No context is made: attributes can be read without one.
 
 use super::finding::Finding;
 
-/// What the driver says; one finding where there is none, or where this build cannot ask.
+/// Findings from the driver; one finding if there is no driver, or if this build cannot ask it.
 #[cfg(not(feature = "cuda"))]
 pub fn findings() -> Vec<Finding> {
     vec![Finding::lacks(
@@ -15,7 +15,7 @@ pub fn findings() -> Vec<Finding> {
     )]
 }
 
-/// What the driver says; one finding where there is none, or where this build cannot ask.
+/// Findings from the driver; one finding if there is no driver, or if this build cannot ask it.
 #[cfg(feature = "cuda")]
 pub fn findings() -> Vec<Finding> {
     with_driver::findings()
@@ -30,7 +30,7 @@ mod with_driver {
 
     use super::Finding;
 
-    /// An attribute that is a yes or no, with what its lack costs and what to do.
+    /// An attribute that is yes or no, with the cost of its lack and a remedy.
     struct Question {
         topic: &'static str,
         attribute: Attribute,
@@ -85,7 +85,7 @@ mod with_driver {
                 return vec![Finding::lacks(
                     "GPUs",
                     what,
-                    "ranks run on the CPU device alone: right, but slow",
+                    "ranks run only on the CPU device: correct, but slow",
                     "see nvidia-smi and CUDA_VISIBLE_DEVICES",
                 )];
             }
@@ -155,7 +155,7 @@ mod with_driver {
         Finding::lacks(question.topic, format!("no {}", question.what), question.cost, question.remedy)
     }
 
-    /// Who sees to it that what a NIC wrote is seen by the GPU.
+    /// Whether the GPU orders a NIC's writes before its own reads of them.
     fn ordering(device: sys::CUdevice) -> Finding {
         let which = Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING;
         match cuda::attribute(device, which) {

@@ -1,7 +1,7 @@
-//! `tokenyard simulate --calibrate`: projections of what is known, beside what is known.
+//! `tokenyard simulate --calibrate`: projections beside known latencies.
 //!
-//! On the main thread. Two sorts: latencies that others have published of their own systems, which judge network and
-//! link models; and what this project measured, which judges the devices' costs.
+//! On the main thread. Two sorts: published latencies of other systems, which test network and link models; and
+//! latencies that this project measured, which test the devices' costs.
 
 use serde::Serialize;
 
@@ -21,7 +21,7 @@ use crate::cli::report::result::Percentiles;
 use crate::cli::report::table::table;
 use crate::cli::usage::Refusal;
 
-/// How far a projection may be from what is known, in per cent.
+/// Largest error of a projection, in per cent.
 pub const LIMIT: f64 = 15.0;
 
 /// NVLink, bytes per ns: DeepEP states 160 for the H800; of H100 and H200 bare stores reach 330.
@@ -60,7 +60,7 @@ const PUBLISHED: [(System, Place, usize, f64, f64); 17] = [
     (System::Pplx, Place::Efa, 64, 266.7, 391.2),
 ];
 
-/// A world of this project's that was measured: where, nodes, ranks of each, tokens, dispatch and combine in µs.
+/// A world that this project measured: machine, nodes, ranks of each, tokens, dispatch and combine in µs.
 type Measured = (&'static str, usize, usize, usize, f64, f64);
 
 const ONE_NODE: &str = "tokenyard, one node of H200";
@@ -75,15 +75,14 @@ const MEASURED: [Measured; 6] = [
     (TWO_NODES, 2, 1, 16, 34.0, 31.7),
     (TWO_NODES, 2, 1, 128, 44.4, 58.2),
 ];
-/// The emulated NIC: ConnectX-7's rate. A small write takes it 7.5 us, in which the link's own 2 are contained; of many
-/// chunks it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the
-/// link.
+/// The emulated NIC, with ConnectX-7's rate. A small write takes it 7.5 us, including the link's own 2. Of many chunks
+/// it copies the later ones while the link is busy with the earlier, and the last takes hardly longer than the link.
 const EMULATED: &str = "400:7.2:0.3";
 const EMULATED_STREAM: &str = "400:2.2:0.3";
-/// Tokens up to which a message of those worlds is little more than one chunk.
+/// Tokens up to which a message of the measured worlds is little more than one chunk.
 const FEW_TOKENS: usize = 18;
-/// How those worlds did things.
-const MEASURED_ORDER: Order = Order { landing_list: false, meta_ahead: false, ..Order::DESIGN };
+/// The order of work in the measured worlds.
+const MEASURED_ORDER: Order = Order { arrival_list: false, metadata_ahead: false, ..Order::DESIGN };
 
 /// One known latency and its projection.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -111,15 +110,15 @@ impl Point {
         }
     }
 
-    pub fn is_near(&self) -> bool {
+    pub fn is_within_limit(&self) -> bool {
         self.error_percent.abs() <= LIMIT
     }
 }
 
-/// Refuses what would have no effect.
+/// Refuses options that would have no effect.
 ///
 /// # Errors
-/// Anything besides `--json`.
+/// If any option other than `--json` is given.
 pub fn check(args: &SimulateArgs) -> Result<(), Refusal> {
     let given = [
         ("--nodes", args.nodes.map(|n| n.to_string())),
@@ -141,7 +140,7 @@ pub fn check(args: &SimulateArgs) -> Result<(), Refusal> {
 /// Projects all points and prints them.
 ///
 /// # Errors
-/// A sentence: a point could not be projected, is too far from what is known, or could not be written.
+/// A sentence: a point could not be projected, exceeds the error limit, or could not be written.
 pub fn run(json: Option<&str>, out: &Out) -> Outcome<()> {
     #[derive(Serialize)]
     struct Calibration<'a> {
@@ -160,13 +159,13 @@ pub fn run(json: Option<&str>, out: &Out) -> Outcome<()> {
     if json != Some("-") {
         say!(out, "{}", point_table(&points));
     }
-    match points.iter().filter(|point| !point.is_near()).count() {
+    match points.iter().filter(|point| !point.is_within_limit()).count() {
         0 => Ok(()),
-        far => Err(format!("{far} of {} projections are more than {LIMIT} % off", points.len())),
+        outside => Err(format!("{outside} of {} projections are more than {LIMIT} % off", points.len())),
     }
 }
 
-/// All points of at most so many ranks.
+/// All points of at most `most_ranks` ranks.
 pub fn points(most_ranks: usize, show: &dyn Fn(usize, usize)) -> Outcome<Vec<Point>> {
     let mut points = Vec::new();
     let all = PUBLISHED.len() + MEASURED.len();
@@ -203,7 +202,7 @@ fn published(system: System, place: Place, ranks: usize, combine: bool, known_us
     Ok(Point::new(name, ranks, 128, combine, known_us, peers::project(&site)?))
 }
 
-/// Medians of a world of this project's.
+/// Projected medians of a world of this project.
 fn own(shape: Shape) -> Outcome<Pair<f64>> {
     let emulated = if shape.tokens <= FEW_TOKENS { EMULATED } else { EMULATED_STREAM };
     let link = models::parse(if shape.nodes > 1 { emulated } else { "none" }).map_err(|error| error.to_string())?;
@@ -218,7 +217,7 @@ fn point_table(points: &[Point]) -> String {
     let rows: Vec<Vec<String>> = points
         .iter()
         .map(|p| {
-            let near = if p.is_near() { "yes" } else { "NO" };
+            let within = if p.is_within_limit() { "yes" } else { "NO" };
             vec![
                 p.system.clone(),
                 p.ranks.to_string(),
@@ -227,7 +226,7 @@ fn point_table(points: &[Point]) -> String {
                 format!("{:.1}", p.known_us),
                 format!("{:.1}", p.projected_us),
                 format!("{:+.1}", p.error_percent),
-                near.to_owned(),
+                within.to_owned(),
             ]
         })
         .collect();

@@ -1,12 +1,12 @@
-//! The devices of a combine, as docs/design.md has them.
+//! The devices of a combine, as in docs/design.md.
 //!
 //! ```text
-//!  expert flags ─▶ partial rows for other nodes, chunk by chunk ─▶ NVLink ─▶ rail        own node's behind them
-//!  rail   a chunk's partial rows are all there ─▶ added ─▶ fence ─▶ Bell
-//!  home   Landed ─▶ relay ─▶ rows added; the own node's, too ─▶ the last additions
+//!  expert flags ─▶ partial rows for other nodes, chunk by chunk ─▶ NVLink ─▶ rail        own node's after them
+//!  rail   all partial rows of a chunk arrived ─▶ added ─▶ fence ─▶ Bell
+//!  source Arrived ─▶ relay ─▶ rows added; the own node's, too ─▶ the last additions
 //! ```
 //!
-//! Nothing on the way to the bells depends on the network, so they are all known when the phase begins.
+//! No bell depends on the network, so all bells are known when the phase begins.
 
 use std::ops::Range;
 
@@ -18,16 +18,16 @@ use super::result::Traffic;
 use super::workload::Workload;
 use super::world::{Events, Phase, What};
 
-/// A home.
+/// The device of a source rank.
 #[derive(Debug, Clone, Default)]
-struct Home {
-    /// Chunks that have not landed.
+struct SourceRank {
+    /// Chunks that have not arrived.
     missing: usize,
     add: Server,
-    /// When the last partial row of its own node is there.
+    /// When the last partial row of its own node has arrived.
     own_ns: u64,
     /// When the last rows of other nodes are added.
-    far_ns: u64,
+    inter_node_ns: u64,
     end_ns: Option<u64>,
 }
 
@@ -43,7 +43,7 @@ struct Node {
 struct Staged {
     at_ns: u64,
     rail: usize,
-    home: usize,
+    source: usize,
     chunk: usize,
 }
 
@@ -54,7 +54,7 @@ pub struct Combine<'a> {
     costs: Costs,
     workload: &'a Workload,
     start_ns: u64,
-    homes: Vec<Home>,
+    sources: Vec<SourceRank>,
     open: usize,
     pub traffic: Traffic,
 }
@@ -64,32 +64,32 @@ const C: Direction = Direction::Combine;
 impl<'a> Combine<'a> {
     pub fn new(plan: &'a Plan, costs: Costs, workload: &'a Workload) -> Combine<'a> {
         let ranks = plan.shape.ranks();
-        let homes = vec![Home::default(); ranks];
-        Combine { plan, costs, workload, start_ns: 0, homes, open: ranks, traffic: Traffic::new(ranks) }
+        let sources = vec![SourceRank::default(); ranks];
+        Combine { plan, costs, workload, start_ns: 0, sources, open: ranks, traffic: Traffic::new(ranks) }
     }
 
-    /// What each rank took.
+    /// Time of each rank.
     pub fn times_us(&self) -> impl Iterator<Item = f64> {
-        self.homes.iter().filter_map(|home| Some((home.end_ns? - self.start_ns) as f64 / 1e3))
+        self.sources.iter().filter_map(|source| Some((source.end_ns? - self.start_ns) as f64 / 1e3))
     }
 
-    /// Every rank of a node sends its partial rows of some tokens of a home to their owner, for each owner in the node,
-    /// beginning with itself. Answers, by owner, when the last is there.
+    /// Every rank of a node sends partial rows to each owner in the node, beginning with itself: the owner takes the
+    /// rows of some tokens of one source. Returns, by owner, when the last row has arrived.
     fn push(&mut self, node: usize, ranks: &mut Node, parts: &[(usize, Range<usize>)]) -> Vec<u64> {
         let (shape, costs) = (self.plan.shape, self.costs);
         let ready_ns = self.start_ns + costs.launch_ns + costs.sum_ns;
         let mut there_ns = vec![0; parts.len()];
         for (local, sum) in ranks.sum.iter_mut().enumerate() {
-            for turn in 0..parts.len() {
-                let owner = (local + turn) % parts.len();
-                let (home, rows) = parts[owner].clone();
-                let here = self.workload.rows(home, node)[rows].iter().filter(|row| row.is_on(local)).count();
+            for step in 0..parts.len() {
+                let owner = (local + step) % parts.len();
+                let (source, rows) = parts[owner].clone();
+                let here = self.workload.rows(source, node)[rows].iter().filter(|row| row.is_on(local)).count();
                 if here == 0 {
                     continue;
                 }
                 let bytes = here as u64 * shape.sum_bytes();
                 let local_ns = at_rate(bytes, costs.stream_rate);
-                let at_ns = if turn == 0 {
+                let at_ns = if step == 0 {
                     sum.serve(ready_ns, local_ns)
                 } else {
                     self.traffic.nvlink += bytes;
@@ -101,7 +101,7 @@ impl<'a> Combine<'a> {
         there_ns
     }
 
-    /// Everything that a node sends to the homes of others.
+    /// All sums that a node sends to source ranks of other nodes.
     fn sums_of_node(&mut self, node: usize, ranks: &mut Node) -> Vec<Staged> {
         let shape = self.plan.shape;
         let mut staged = Vec::new();
@@ -109,15 +109,15 @@ impl<'a> Combine<'a> {
             for step in 1..shape.nodes {
                 let to = (node + step) % shape.nodes;
                 let part = |rail| {
-                    let home = shape.rank(to, rail);
-                    (home, self.plan.rows_in(C, self.workload.rows(home, node).len(), chunk))
+                    let source = shape.rank(to, rail);
+                    (source, self.plan.rows_in(C, self.workload.rows(source, node).len(), chunk))
                 };
                 let parts: Vec<(usize, Range<usize>)> = (0..shape.per_node).map(part).collect();
                 let there_ns = self.push(node, ranks, &parts);
-                for (rail, (home, rows)) in parts.into_iter().enumerate() {
-                    if chunk < self.plan.chunks(C, self.workload.rows(home, node).len()) {
-                        let at_ns = self.add(node, &mut ranks.add[rail], home, rows, there_ns[rail]);
-                        staged.push(Staged { at_ns, rail, home, chunk });
+                for (rail, (source, rows)) in parts.into_iter().enumerate() {
+                    if chunk < self.plan.chunks(C, self.workload.rows(source, node).len()) {
+                        let at_ns = self.add(node, &mut ranks.add[rail], source, rows, there_ns[rail]);
+                        staged.push(Staged { at_ns, rail, source, chunk });
                     }
                 }
             }
@@ -125,14 +125,14 @@ impl<'a> Combine<'a> {
         staged
     }
 
-    /// A rail adds up a chunk's partial rows; answers when the sums are staged.
-    fn add(&self, node: usize, server: &mut Server, home: usize, rows: Range<usize>, there_ns: u64) -> u64 {
+    /// A rail adds up a chunk's partial rows; returns when the sums are staged.
+    fn add(&self, node: usize, server: &mut Server, source: usize, rows: Range<usize>, there_ns: u64) -> u64 {
         let (shape, costs) = (self.plan.shape, self.costs);
         // A rank that is alone in its node puts partial rows into the message at once.
         if shape.per_node == 1 {
             return there_ns.max(self.start_ns + costs.launch_ns + costs.sum_ns);
         }
-        let rows = &self.workload.rows(home, node)[rows];
+        let rows = &self.workload.rows(source, node)[rows];
         let parts: usize = rows.iter().map(|row| (0..shape.per_node).filter(|l| row.is_on(*l)).count()).sum();
         let bytes = (parts + rows.len()) as u64 * shape.sum_bytes();
         let ready_ns = there_ns.max(self.start_ns + costs.launch_ns + costs.sum_ns) + costs.rail_ns;
@@ -141,12 +141,12 @@ impl<'a> Combine<'a> {
 
     fn ring(&mut self, node: usize, staged: &Staged, events: &mut Events) {
         let shape = self.plan.shape;
-        let &Staged { at_ns, rail, home, chunk } = staged;
-        let (rank, to) = (shape.rank(node, rail), shape.node_of(home));
-        let rows = self.workload.rows(home, node).len();
+        let &Staged { at_ns, rail, source, chunk } = staged;
+        let (rank, to) = (shape.rank(node, rail), shape.node_of(source));
+        let rows = self.workload.rows(source, node).len();
         let (chunks, bytes) = (self.plan.chunks(C, rows) as u16, self.plan.chunk_bytes(C, rows, chunk));
-        self.homes[home].missing += 1;
-        self.traffic.wire(rank, home, bytes);
+        self.sources[source].missing += 1;
+        self.traffic.wire(rank, source, bytes);
         let link = (to - usize::from(to > node)) as u16;
         let what = What::Bell { rank: rank as u32, link, chunk: chunk as u16, chunks, bytes };
         events.at(at_ns + self.costs.fence_ns + self.costs.crossing_ns, what);
@@ -156,39 +156,39 @@ impl<'a> Combine<'a> {
     fn own_rows(&mut self, node: usize, ranks: &mut Node) {
         let shape = self.plan.shape;
         let part = |local| {
-            let home = shape.rank(node, local);
-            (home, 0..self.workload.rows(home, node).len())
+            let source = shape.rank(node, local);
+            (source, 0..self.workload.rows(source, node).len())
         };
         let parts: Vec<(usize, Range<usize>)> = (0..shape.per_node).map(part).collect();
         let first_ns = self.start_ns + self.costs.launch_ns + self.costs.sum_ns + self.costs.nvlink_ns;
         for (local, there_ns) in self.push(node, ranks, &parts).into_iter().enumerate() {
-            self.homes[shape.rank(node, local)].own_ns = there_ns.max(first_ns);
+            self.sources[shape.rank(node, local)].own_ns = there_ns.max(first_ns);
         }
     }
 
-    fn landed(&mut self, rank: usize, source: usize, chunk: usize, now_ns: u64) {
+    fn arrived(&mut self, rank: usize, source: usize, chunk: usize, now_ns: u64) {
         let (shape, costs) = (self.plan.shape, self.costs);
         let node = shape.node_of(rank);
         let from = source + usize::from(source >= node);
         let rows = self.workload.rows(rank, from).len();
         let bytes = self.plan.rows_in(C, rows, chunk).len() as u64 * shape.sum_bytes();
         let seen_ns = now_ns + self.plan.relay_ns(C, &costs);
-        let home = &mut self.homes[rank];
-        let loaded_ns = home.add.serve(seen_ns, at_rate(bytes, costs.stream_rate));
+        let source = &mut self.sources[rank];
+        let loaded_ns = source.add.serve(seen_ns, at_rate(bytes, costs.stream_rate));
         if bytes > 0 {
-            home.far_ns = home.far_ns.max(loaded_ns + costs.far_add_ns);
+            source.inter_node_ns = source.inter_node_ns.max(loaded_ns + costs.inter_node_add_ns);
         }
-        home.missing -= 1;
+        source.missing -= 1;
         self.finish(rank);
     }
 
-    /// Ends a rank that has everything.
+    /// Ends a rank that has all its rows.
     fn finish(&mut self, rank: usize) {
         let costs = self.costs;
-        let home = &mut self.homes[rank];
-        if home.missing == 0 && home.end_ns.is_none() {
-            let own_ns = home.add.serve(home.own_ns, 0) + costs.add_ns;
-            home.end_ns = Some(own_ns.max(home.far_ns) + costs.end_ns);
+        let source = &mut self.sources[rank];
+        if source.missing == 0 && source.end_ns.is_none() {
+            let own_ns = source.add.serve(source.own_ns, 0) + costs.add_ns;
+            source.end_ns = Some(own_ns.max(source.inter_node_ns) + costs.end_ns);
             self.open -= 1;
         }
     }
@@ -208,7 +208,7 @@ impl Phase for Combine<'_> {
             let mut staged = if self.plan.order.early_sums { self.sums_of_node(node, &mut ranks) } else { Vec::new() };
             self.own_rows(node, &mut ranks);
             if !self.plan.order.early_sums {
-                // In token order over all homes, so that the last partial rows of every chunk come near the end.
+                // In token order over all sources, so that the last partial rows of every chunk come close to the end.
                 staged = self.sums_of_node(node, &mut ranks);
                 let all_ns = ranks.sum.iter_mut().map(|sum| sum.serve(0, 0)).max().unwrap_or(0);
                 staged.iter_mut().for_each(|chunk| chunk.at_ns = chunk.at_ns.max(all_ns + self.costs.rail_ns));
@@ -219,8 +219,8 @@ impl Phase for Combine<'_> {
     }
 
     fn happen(&mut self, what: What, now_ns: u64, _events: &mut Events) {
-        if let What::Landed { rank, source, chunk } = what {
-            self.landed(rank as usize, usize::from(source), usize::from(chunk), now_ns);
+        if let What::Arrived { rank, source, chunk } = what {
+            self.arrived(rank as usize, usize::from(source), usize::from(chunk), now_ns);
         }
     }
 

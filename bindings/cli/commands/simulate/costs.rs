@@ -1,98 +1,97 @@
-//! What everything but the network costs: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
+//! Costs of everything except the network: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
-//! Plain numbers, the same for all worlds and sizes. Where a field says "stages", it is read off the stages that
-//! `bench --stages` showed (benches/results/h200-x2: stages-2.json in one node, stages-1x2-cx7.json in two; medians of
-//! first, middle and last block, microseconds from the call's first block), or off stamps between them
-//! (docs/performance.md); where it says "fitted", it makes times without statistics come out (decode-2.json,
-//! decode-1x2-cx7.json), which `tokenyard simulate --calibrate` shows; the rest are measured figures of one host, or
+//! Constants, the same for all worlds and sizes. "Stages": read off the stages of `bench --stages`
+//! (benches/results/h200-x2: stages-2.json in one node, stages-1x2-cx7.json in two; medians of first, middle and last
+//! block, microseconds from the call's first block). "Stamps": read off time stamps between stages
+//! (docs/performance.md). "Fitted": chosen so that times without statistics come out (decode-2.json,
+//! decode-1x2-cx7.json), as `tokenyard simulate --calibrate` shows. The rest are measured figures of one host, or
 //! assumptions that are marked as such. Times are in ns, rates in bytes per ns (GB/s).
 //!
-//! Calls without statistics are plain and have kernels of their own (kernels/common/plain.cuh), which are faster than
-//! those whose stages can be seen: so what stages say is more than they take, and where the two differ a cost is fitted
-//! to less.
+//! Calls without statistics take specialised kernels (kernels/common/specialised.cuh), which are faster than the
+//! general kernels that record stages. So stages overstate costs, and where the two differ a cost is fitted to less.
 
 /// The costs that every projection shares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
-    /// From the start that is timed to the first block's begin. With `end_ns` 5.4 us, fitted: what stages leave over of
-    /// calls of 1 token in one node. How the two share them is assumed, and changes no time.
+    /// From the timed start to the first block's begin. With `end_ns` 5.4 us, fitted: the time of calls of 1 token in
+    /// one node that is outside the stages. The split between the two is assumed, and changes no time.
     pub launch_ns: u64,
-    /// Which nodes each token goes to, and its place in each message: until rows can be packed. Stages: blocks without
-    /// anything to announce are through at 2.3 (1 token) and 3.0 (128). Fitted, with `pack_ns`: 31.4 for 1 token in two
+    /// The nodes of each token, and its place in each message: until rows can be packed. Stages: blocks without
+    /// anything to announce are done at 2.3 (1 token) and 3.0 (128). Fitted, with `pack_ns`: 31.4 for 1 token in two
     /// nodes.
     pub route_ns: u64,
-    /// Counts of one source for one node: checks, bitmap; and so much more per token of it. Stages: counts are heard at
-    /// 3.5 of 1 token and 6.1 of 128, an NVLink trip later. Fitted: 16.1 for 128 tokens.
+    /// Counts of one source for one node: checks, bitmap; and `meta_token_ns` per token. Stages: counts are received at
+    /// 3.5 (1 token) and 6.1 (128), an NVLink trip later. Fitted: 16.1 for 128 tokens.
     pub meta_ns: u64,
     /// See `meta_ns`.
     pub meta_token_ns: u64,
-    /// From a source's counts to the words of its tokens, without which none can be placed. Stages:
-    /// a block with META is through with it at 3.2 (1 token) and 5.7 (128), which is 1.0 behind its counts.
+    /// From a source's counts to the words of its tokens, which placing needs. Stages:
+    /// a block with routing metadata completes it at 3.2 (1 token) and 5.7 (128), which is 1.0 after its counts.
     pub words_ns: u64,
     /// Starts of segments, from the counts of all sources. Stamps: 2.9 to 4.2 (1 token), of kernels in which one warp
-    /// found them. Fitted, with `pad_ns`: 12.1 for 1 token.
+    /// computed them. Fitted, with `pad_ns`: 12.1 for 1 token.
     pub scan_ns: u64,
-    /// The same per source. Assumed, of kernels that sum counts source by source, a load from shared memory behind a
-    /// store each; since commit 747a15f four sources are loaded at once.
+    /// The same per source. Assumed, for kernels that sum counts source by source, each a load from shared memory after
+    /// a store; since commit 747a15f four sources are loaded at once.
     pub scan_source_ns: u64,
-    /// One row read and written: the time until the first is through. Stamps: a lone row from 1.6 to 3.1, without its
-    /// tags.
+    /// One row read and written: the time until the first row is done. Stamps: a single row from 1.6 to 3.1, without
+    /// its tags.
     pub row_ns: u64,
     /// Packing for the wire, until the slowest block has packed its row of a chunk. Stages: marked at 3.0, the last of
-    /// 128 rows packed at 12.1; of 1 at 2.3 and 8.3, doorbells within. Fitted to less; see `route_ns`.
+    /// 128 rows packed at 12.1; for 1 row at 2.3 and 8.3, doorbells included. Fitted to less; see `route_ns`.
     pub pack_ns: u64,
     /// A rail's additions, from the last partial row of a chunk to the last sum. Stamps of four ranks on two H200s as
-    /// two nodes: a lone partial row is there at 8.2, its sum counted at 10.8; those of 128 tokens at 25.1 and 28.6,
-    /// bytes within.
+    /// two nodes: a single partial row has arrived at 8.2 and its sum is counted at 10.8; the rows of 128 tokens at
+    /// 25.1 and 28.6, bytes included.
     pub rail_ns: u64,
-    /// Packing rows for the wire, and a rail's additions: rows streamed through local memory. At least: 1024 rows of
-    /// 14 KB are summed within a microsecond of the time for 8 (kernels of before the stages).
+    /// Packing rows for the wire, and a rail's additions: rows streamed through local memory. A lower bound: 1024
+    /// rows of 14 KB are summed within a microsecond of the time for 8 (older kernels, without stages).
     pub stream_rate: f64,
     /// Pushing rows to the ranks of a node (bare stores of the same bytes: 300 to 330).
     pub push_rate: f64,
-    /// Pushing partial sums, which are made meanwhile. Stages: 58.5 MB of 4096 tokens until 209, as fast as bare stores
-    /// (347) if what stays local is streamed beside them.
+    /// Pushing partial sums, computed at the same time. Stages: 58.5 MB of 4096 tokens until 209, as fast as bare
+    /// stores (347) if local rows are streamed beside them.
     pub partial_rate: f64,
     /// Placing rows at their experts. Fitted: 16.1 for 128 tokens, 12.5 for 16.
     pub place_rate: f64,
-    /// From the last row placed to the last block's end: padding, and blocks with META, which plan and place last.
-    /// Fitted: 12.1 for 1 token.
+    /// From the last row placed to the last block's end: padding, and blocks with routing metadata, which plan and
+    /// place last. Fitted: 12.1 for 1 token.
     pub pad_ns: u64,
     /// Flags of the node's ranks, and the first partial row. Fitted: 11.1 for 1 token, 18.0 for 128. (In stages of
-    /// earlier kernels a lone partial row was sent at 7.0; who sends it is left to chance since, so that stages do not
+    /// earlier kernels a single partial row was sent at 7.0; in later kernels any block may send it, so stages do not
     /// show it.)
     pub sum_ns: u64,
-    /// The last additions at home, of rows that warps wait for already. Stages of those kernels: 7.0 to 9.1, less an
-    /// NVLink trip.
+    /// The last additions at the source, of rows that warps already wait for. Stages of the earlier kernels: 7.0 to
+    /// 9.1, less an NVLink trip.
     pub add_ns: u64,
-    /// The same of rows from other nodes: from the news of a chunk to its rows' sums. Stamps: passed on at 21.0, summed
-    /// at 23.9 of a lone row, at 54.1 and 57.5 of 128 tokens. Fitted to less: 26.3 for 1 token.
-    pub far_add_ns: u64,
-    /// From the last block's end to the end that is timed; see `launch_ns`.
+    /// The same for rows from other nodes: from the arrival flag of a chunk to its rows' sums. Stamps: relayed at 21.0
+    /// and summed at 23.9 for a single row, at 54.1 and 57.5 for 128 tokens. Fitted to less: 26.3 for 1 token.
+    pub inter_node_add_ns: u64,
+    /// From the last block's end to the timed end; see `launch_ns`.
     pub end_ns: u64,
     /// A flag or the last bytes of a row over NVLink (measured: half of a round trip of 2.65 us).
     pub nvlink_ns: u64,
-    /// System-scope fence before a doorbell. Stamps: 1.5 of 1 token, up to 2.4 of 128 (3.4 where 132 blocks have one at
-    /// once).
+    /// System-scope fence before a doorbell. Stamps: 1.5 for 1 token, up to 2.4 for 128 (3.4 if 132 blocks fence at the
+    /// same time).
     pub fence_ns: u64,
     /// A word between GPU and CPU through pinned host memory, one way (measured: half of a round trip of 3.55 us).
     pub crossing_ns: u64,
     /// From the one poller to all blocks, through device memory. Assumed: two trips to L2.
     pub relay_ns: u64,
-    /// One read of host memory by the poller (the GPU's half of that round trip).
+    /// One read of host memory by the poller (the GPU's half of the round trip of `crossing_ns`).
     pub poll_ns: u64,
-    /// The proxy: a post, of which own code is 0.04 (measured); the rest is for the NIC's library.
+    /// The proxy: a post. Its own code takes 0.04 us (measured); the rest is for the NIC's library.
     pub post_ns: u64,
-    /// The proxy: one completion or arrival, with its flag. Assumed: as a post.
+    /// The proxy: one completion or arrival, with its flag. Assumed: the same as a post.
     pub event_ns: u64,
-    /// The proxy: a turn in which it looks at queues and clock and finds nothing (benches/results/proxy-amd-epyc.json).
-    pub turn_ns: u64,
-    /// The proxy: a look at one doorbell, in ps (the same: 341 ns with 765 doorbells, 80 with 21).
+    /// The proxy: a poll of queues and clock that finds nothing (benches/results/proxy-amd-epyc.json).
+    pub idle_poll_ns: u64,
+    /// The proxy: the check of one doorbell, in ps (same file: 341 ns with 765 doorbells, 80 with 21).
     pub watch_ps: u64,
 }
 
 impl Costs {
-    /// Of an H200 and a proxy beside it.
+    /// Costs of an H200 and its proxy.
     pub const H200: Costs = Costs {
         launch_ns: 3_800,
         route_ns: 2_400,
@@ -111,7 +110,7 @@ impl Costs {
         pad_ns: 700,
         sum_ns: 3_900,
         add_ns: 700,
-        far_add_ns: 2_600,
+        inter_node_add_ns: 2_600,
         end_ns: 1_600,
         nvlink_ns: 1_300,
         fence_ns: 1_800,
@@ -120,31 +119,31 @@ impl Costs {
         poll_ns: 1_200,
         post_ns: 150,
         event_ns: 150,
-        turn_ns: 75,
+        idle_poll_ns: 75,
         watch_ps: 350,
     };
 }
 
-/// Time of so many bytes at a rate.
+/// Time that `bytes` bytes take at a rate.
 pub fn at_rate(bytes: u64, rate: f64) -> u64 {
     (bytes as f64 / rate).ceil() as u64
 }
 
-/// Something that does one thing after the other.
+/// A resource that serves one request after the other.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Server {
     free_ns: u64,
 }
 
 impl Server {
-    /// When something is done that could begin at `ready_ns` and takes `for_ns`.
+    /// When a request ends that can begin at `ready_ns` and takes `for_ns`.
     pub fn serve(&mut self, ready_ns: u64, for_ns: u64) -> u64 {
         self.free_ns = self.free_ns.max(ready_ns) + for_ns;
         self.free_ns
     }
 
-    /// When something is through that takes `for_ns` and whose last part comes at `now_ns`: at once, unless other
-    /// things came meanwhile.
+    /// When a request ends that takes `for_ns` and whose last part arrives at `now_ns`: at once, unless the resource
+    /// was busy with others.
     pub fn absorb(&mut self, now_ns: u64, for_ns: u64) -> u64 {
         self.free_ns = (self.free_ns + for_ns).max(now_ns);
         self.free_ns

@@ -1,13 +1,13 @@
-//! The devices of a dispatch, as docs/design.md has them.
+//! The devices of a dispatch, as in docs/design.md.
 //!
 //! ```text
-//!  home   route ─▶ rows packed in token order ─▶ chunk complete ─▶ fence ─▶ Bell
-//!         META ─▶ own node        own node's rows behind them, over NVLink
-//!  rail   Landed ─▶ relay ─▶ (chunk 0) META ─▶ node        rows ─▶ NVLink ─▶ ranks of the node
-//!  expert META of all sources ─▶ scan ─▶ rows placed as they come
+//!  source route ─▶ rows packed in token order ─▶ chunk complete ─▶ fence ─▶ Bell
+//!         routing metadata ─▶ own node        own node's rows after them, over NVLink
+//!  rail   Arrived ─▶ relay ─▶ (chunk 0) routing metadata ─▶ node        rows ─▶ NVLink ─▶ ranks of the node
+//!  expert routing metadata of all sources ─▶ scan ─▶ rows placed as they arrive
 //! ```
 //!
-//! Work is taken to be spread evenly over the SMs, each part a server of its own.
+//! Work is assumed to be spread evenly over the SMs, each part a server of its own.
 
 use tokenyard::internals::proxy::wire::Direction;
 
@@ -29,18 +29,18 @@ struct Device {
     push: Server,
     take: Server,
     place: Server,
-    /// META of its sources, where that is one after the other.
+    /// Routing metadata of its sources, if built one after the other.
     meta: Server,
-    /// Rows that have not reached it.
+    /// Rows that have not arrived yet.
     missing: u32,
-    /// Experts' copies of rows that wait for META, and when the last of those rows came.
+    /// Experts' copies of rows that wait for routing metadata, and the arrival time of the last of these rows.
     waiting: u32,
     waiting_ns: u64,
     placed_ns: u64,
     end_ns: Option<u64>,
 }
 
-/// META at one node.
+/// Routing metadata at one node.
 #[derive(Debug, Clone, Copy)]
 struct Meta {
     missing: usize,
@@ -75,12 +75,12 @@ impl<'a> Dispatch<'a> {
         }
     }
 
-    /// What each rank took.
+    /// Time of each rank.
     pub fn times_us(&self) -> impl Iterator<Item = f64> {
         self.devices.iter().filter_map(|device| Some((device.end_ns? - self.start_ns) as f64 / 1e3))
     }
 
-    /// Packs what goes from a rank to other nodes; answers when the last row is packed.
+    /// Packs a rank's rows for other nodes; returns when the last row is packed.
     fn pack(&mut self, source: usize, events: &mut Events) -> u64 {
         let (shape, costs) = (self.plan.shape, self.costs);
         let begin_ns = self.start_ns + costs.launch_ns + if shape.nodes > 1 { costs.route_ns } else { 0 };
@@ -104,7 +104,7 @@ impl<'a> Dispatch<'a> {
             for chunk in 0..chunks {
                 let last = self.plan.rows_in(D, rows.len(), chunk).last();
                 let packed_ns = last.map_or(0, |row| packed_ns[rows[row].token as usize]);
-                // Headers are made of the same choices as META of the own node.
+                // Headers come from the same choices as routing metadata of the own node.
                 let head_ns = if chunk == 0 { begin_ns + self.counts_ns(rows.len()) } else { 0 };
                 let at_ns = packed_ns.max(head_ns);
                 let bytes = self.plan.chunk_bytes(D, rows.len(), chunk);
@@ -122,38 +122,38 @@ impl<'a> Dispatch<'a> {
         if rows_so_far > 0 { packed_ns.last().copied().unwrap_or(begin_ns) } else { begin_ns }
     }
 
-    /// Sends META and rows of a rank to its own node.
+    /// Sends routing metadata and rows of a rank to its own node.
     fn own_node(&mut self, source: usize, ready_ns: u64, events: &mut Events) {
         let (shape, costs) = (self.plan.shape, self.costs);
         let node = shape.node_of(source);
-        self.tell(node, self.start_ns + costs.launch_ns + self.counts_ns(shape.tokens), events);
+        self.send_counts(node, self.start_ns + costs.launch_ns + self.counts_ns(shape.tokens), events);
         for rows in self.workload.rows(source, node).chunks(BLOCK_ROWS) {
             self.forward(source, rows, ready_ns, events);
         }
     }
 
-    /// What counts of a source take, from its tokens on.
+    /// Time to build the counts of a source from its tokens.
     fn counts_ns(&self, tokens: usize) -> u64 {
         self.costs.meta_ns + self.costs.meta_token_ns * tokens as u64
     }
 
-    /// Sends META of one source, whose counts are there at `counted_ns`, to all ranks of a node.
-    fn tell(&self, node: usize, counted_ns: u64, events: &mut Events) {
+    /// Sends routing metadata of one source, whose counts are ready at `counted_ns`, to all ranks of a node.
+    fn send_counts(&self, node: usize, counted_ns: u64, events: &mut Events) {
         events.at(counted_ns + self.costs.nvlink_ns, What::Meta { node: node as u32 });
     }
 
     /// Sends rows to all ranks of the sender's node that need them.
     fn forward(&mut self, sender: usize, rows: &[Row], ready_ns: u64, events: &mut Events) {
         let (shape, costs) = (self.plan.shape, self.costs);
-        for turn in 0..shape.per_node {
-            let local = (shape.local_of(sender) + turn) % shape.per_node;
+        for step in 0..shape.per_node {
+            let local = (shape.local_of(sender) + step) % shape.per_node;
             let there = rows.iter().filter(|row| row.is_on(local)).count() as u32;
             let copies = rows.iter().map(|row| row.experts_on(local) as u32).sum();
             if there == 0 {
                 continue;
             }
             let bytes = u64::from(there) * shape.row_bytes();
-            let pushed = turn > 0;
+            let pushed = step > 0;
             let at_ns = if pushed {
                 self.traffic.nvlink += bytes;
                 let push = &mut self.devices[sender].push;
@@ -166,25 +166,25 @@ impl<'a> Dispatch<'a> {
         }
     }
 
-    fn landed(&mut self, rank: usize, source: usize, chunk: usize, now_ns: u64, events: &mut Events) {
+    fn arrived(&mut self, rank: usize, source: usize, chunk: usize, now_ns: u64, events: &mut Events) {
         let (shape, costs) = (self.plan.shape, self.costs);
         let node = shape.node_of(rank);
         let from = source + usize::from(source >= node);
-        let home = shape.rank(from, shape.local_of(rank));
+        let source = shape.rank(from, shape.local_of(rank));
         let workload = self.workload;
-        let rows = workload.rows(home, node);
+        let rows = workload.rows(source, node);
         let seen_ns = now_ns + self.plan.relay_ns(D, &costs);
         if chunk == 0 {
             let (counts_ns, words_ns) = (self.counts_ns(rows.len()), costs.words_ns);
-            let counted_ns = if self.plan.order.spread_meta {
+            let counted_ns = if self.plan.order.spread_metadata {
                 seen_ns + counts_ns
             } else {
                 self.devices[rank].meta.serve(seen_ns, counts_ns + words_ns) - words_ns
             };
-            self.tell(node, counted_ns, events);
+            self.send_counts(node, counted_ns, events);
         }
         let here = self.plan.rows_in(D, rows.len(), chunk);
-        // A rank that is alone in its node places rows from where they landed.
+        // A rank that is alone in its node places rows from where they arrived.
         let copied_ns = if shape.per_node == 1 { 0 } else { costs.row_ns };
         self.forward(rank, &rows[here], seen_ns + copied_ns, events);
     }
@@ -196,7 +196,7 @@ impl<'a> Dispatch<'a> {
         if meta.missing > 0 {
             return;
         }
-        // Segments are planned from counts, while words come.
+        // Segments are planned from counts while words arrive.
         let scan_ns = self.costs.scan_ns + self.costs.scan_source_ns * shape.ranks() as u64;
         let ready_ns = now_ns + scan_ns.max(self.costs.words_ns);
         meta.ready_ns = Some(ready_ns);
@@ -205,7 +205,7 @@ impl<'a> Dispatch<'a> {
         }
     }
 
-    fn arrived(&mut self, rank: usize, rows: u32, copies: u32, pushed: bool, now_ns: u64) {
+    fn rows_arrived(&mut self, rank: usize, rows: u32, copies: u32, pushed: bool, now_ns: u64) {
         let bytes = u64::from(rows) * self.plan.shape.row_bytes();
         let device = &mut self.devices[rank];
         let at_ns = if pushed { device.take.absorb(now_ns, at_rate(bytes, self.costs.push_rate)) } else { now_ns };
@@ -217,7 +217,7 @@ impl<'a> Dispatch<'a> {
         }
     }
 
-    /// Places what waits, now that the starts of segments are known.
+    /// Places the waiting rows, now that the starts of segments are known.
     fn place(&mut self, rank: usize, ready_ns: u64) {
         let row_bytes = self.plan.shape.row_bytes();
         let device = &mut self.devices[rank];
@@ -260,11 +260,11 @@ impl Phase for Dispatch<'_> {
     fn happen(&mut self, what: What, now_ns: u64, events: &mut Events) {
         match what {
             What::Bell { .. } => {}
-            What::Landed { rank, source, chunk } => {
-                self.landed(rank as usize, usize::from(source), usize::from(chunk), now_ns, events);
+            What::Arrived { rank, source, chunk } => {
+                self.arrived(rank as usize, usize::from(source), usize::from(chunk), now_ns, events);
             }
             What::Meta { node } => self.meta(node as usize, now_ns),
-            What::Rows { rank, rows, copies, pushed } => self.arrived(rank as usize, rows, copies, pushed, now_ns),
+            What::Rows { rank, rows, copies, pushed } => self.rows_arrived(rank as usize, rows, copies, pushed, now_ns),
         }
     }
 

@@ -1,14 +1,14 @@
-//! Other systems: their messages over the same simulated network, so that what is projected can be compared with what
-//! they have published.
+//! Other systems: their messages over the same simulated network, so that projections can be compared with published
+//! results.
 //!
-//! In virtual time, on the main thread. They have no proxy machine of ours (one posts from the GPU, the other has a
-//! proxy that posts when all rows are packed), so messages go to the network as their sources show them:
+//! In virtual time, on the main thread. These systems do not use this project's proxy machine (one posts from the GPU,
+//! the other has a proxy that posts when all rows are packed), so messages go to the network as in their sources:
 //!
 //! ```text
 //!  DeepEP V1, low latency: every (token, expert) of another node is a write of its own, then a count for every expert;
-//!                          in a node over NVLink; rows are copied (summed) when all counts are there
+//!                          in a node over NVLink; rows are copied (summed) after all counts have arrived
 //!  pplx-garden:            all rows are packed, then one write to each rank of another node (combine: on each NIC);
-//!                          in a node over NVLink; rows are copied (summed) when all writes are there
+//!                          in a node over NVLink; rows are copied (summed) after all writes have arrived
 //! ```
 
 use std::collections::VecDeque;
@@ -23,15 +23,15 @@ use super::costs::{Costs, at_rate};
 use super::workload::{Shape, Workload};
 use super::world::Outcome;
 
-/// A dispatched row of either: 7168 fp8, 56 scales, and 16 bytes of their own.
+/// A dispatched row of either system: 7168 fp8 elements, 56 scales, and 16 further bytes.
 const DISPATCH_ROW: u64 = 7168 + 224 + 16;
 const COMBINE_ROW: u64 = 14336;
-/// A count of DeepEP's.
+/// A count of DeepEP.
 const COUNT_BYTES: u64 = 4;
-/// What a NIC sends of one queue pair before it turns to the next: some packets.
+/// Bytes that a NIC sends of one queue pair before the next: some packets.
 const PIECE_BYTES: u64 = 16 << 10;
-/// Time between two looks for what has landed.
-const LOOK_NS: u64 = 100;
+/// Time between two polls for arrivals.
+const POLL_NS: u64 = 100;
 /// Local copies and sums of their receiving kernels, bytes per ns. One number for both systems, phases and all sizes,
 /// fitted.
 const COPY_RATE: f64 = 1_000.0;
@@ -44,8 +44,8 @@ pub enum System {
 }
 
 impl System {
-    /// What a phase costs besides messages, copies and crossings, in ns: launch, casts, indices, and how far apart
-    /// ranks begin. One number a system for all sizes and both phases, fitted.
+    /// Cost of a phase besides messages, copies and crossings, in ns: launch, casts, indices, and the spread of the
+    /// ranks' starts. One number per system for all sizes and both phases, fitted.
     fn fixed_ns(self) -> u64 {
         match self {
             System::DeepEp => 20_000,
@@ -75,7 +75,7 @@ struct Post {
     bytes: u64,
 }
 
-/// The median over ranks of what a phase takes, in µs.
+/// The median time of a phase over ranks, in µs.
 ///
 /// # Errors
 /// A sentence: the network refused something.
@@ -86,8 +86,8 @@ pub fn project(site: &Site) -> Outcome<f64> {
         System::DeepEp => deepep_posts(site, &workload),
         System::Pplx => pplx_posts(site, &rows),
     };
-    let landed_ns = if site.shape.nodes > 1 { exchange(site, posts)? } else { vec![0; site.shape.ranks()] };
-    let mut times: Vec<u64> = landed_ns.iter().enumerate().map(|(rank, ns)| end_ns(site, &rows, rank, *ns)).collect();
+    let arrived_ns = if site.shape.nodes > 1 { exchange(site, posts)? } else { vec![0; site.shape.ranks()] };
+    let mut times: Vec<u64> = arrived_ns.iter().enumerate().map(|(rank, ns)| end_ns(site, &rows, rank, *ns)).collect();
     times.sort_unstable();
     Ok(times[times.len() / 2] as f64 / 1e3)
 }
@@ -112,7 +112,7 @@ impl Site {
         if self.combine { rows[to][from] } else { rows[from][to] }
     }
 
-    fn is_near(&self, a: usize, b: usize) -> bool {
+    fn is_intra_node(&self, a: usize, b: usize) -> bool {
         self.shape.node_of(a) == self.shape.node_of(b)
     }
 }
@@ -136,7 +136,7 @@ fn deepep_posts(site: &Site, workload: &Workload) -> Vec<Post> {
     shuffle(&mut posts);
     let experts = shape.preset.experts / shape.ranks();
     for from in 0..shape.ranks() {
-        for to in (0..shape.ranks()).filter(|to| !site.is_near(from, *to)) {
+        for to in (0..shape.ranks()).filter(|to| !site.is_intra_node(from, *to)) {
             let post = Post { at_ns: 0, from, to, nic: 0, bytes: COUNT_BYTES };
             posts.extend((0..experts).map(|_| post));
         }
@@ -153,8 +153,8 @@ fn shuffle(posts: &mut [Post]) {
     }
 }
 
-/// One write for each rank of another node, or one on each NIC, nearest node behind the own first. Each rank has a
-/// queue pair of its own, and a NIC serves all of them by turns: so writes go in pieces, one of each by turns.
+/// One write for each rank of another node, or one on each NIC, beginning with the next node. Each rank has its own
+/// queue pair, and a NIC serves all queue pairs round-robin: so writes go in pieces, round-robin.
 fn pplx_posts(site: &Site, rows: &[Vec<u64>]) -> Vec<Post> {
     let shape = site.shape;
     let nics = usize::from(site.link.nics);
@@ -166,10 +166,10 @@ fn pplx_posts(site: &Site, rows: &[Vec<u64>]) -> Vec<Post> {
             shape.rank(node % shape.nodes, step % shape.per_node)
         });
         let mut writes = Vec::new();
-        for (turn, to) in others.enumerate() {
+        for (place, to) in others.enumerate() {
             let bytes = site.rows(rows, from, to) * site.row_bytes();
             // Dispatch gives the first part of the list to the first NIC, and so on.
-            let nic = turn * nics / (shape.ranks() - shape.per_node);
+            let nic = place * nics / (shape.ranks() - shape.per_node);
             let on = if site.combine { 0..nics } else { nic..nic + 1 };
             let share = bytes / on.len() as u64;
             for nic in on {
@@ -177,54 +177,54 @@ fn pplx_posts(site: &Site, rows: &[Vec<u64>]) -> Vec<Post> {
                 writes.push(Post { at_ns, from, to, nic: nic as u8, bytes: share });
             }
         }
-        posts.extend(by_turns(writes, &site.link));
+        posts.extend(round_robin(writes, &site.link));
     }
     posts
 }
 
-/// Cuts one rank's writes, in the order of their posts, into pieces, each posted when its NIC comes to it.
-fn by_turns(writes: Vec<Post>, link: &Link) -> Vec<Post> {
+/// Cuts one rank's writes, in the order of their posts, into pieces, each posted when its NIC reaches it.
+fn round_robin(writes: Vec<Post>, link: &Link) -> Vec<Post> {
     let mut pieces = Vec::new();
     for nic in 0..link.nics {
         let mut later = writes.iter().filter(|write| write.nic == nic).copied().collect::<VecDeque<Post>>();
-        let mut turns: VecDeque<Post> = VecDeque::new();
+        let mut queue: VecDeque<Post> = VecDeque::new();
         let mut now_ns = 0;
-        while let Some(next_ns) = turns.front().or(later.front()).map(|write| write.at_ns) {
-            now_ns = now_ns.max(if turns.is_empty() { next_ns } else { 0 });
+        while let Some(next_ns) = queue.front().or(later.front()).map(|write| write.at_ns) {
+            now_ns = now_ns.max(if queue.is_empty() { next_ns } else { 0 });
             while later.front().is_some_and(|write| write.at_ns <= now_ns) {
-                turns.extend(later.pop_front());
+                queue.extend(later.pop_front());
             }
-            let Some(write) = turns.pop_front() else { continue };
+            let Some(write) = queue.pop_front() else { continue };
             let bytes = write.bytes.min(PIECE_BYTES);
             pieces.push(Post { at_ns: now_ns, bytes, ..write });
             now_ns += at_rate(bytes * 8, link.nic.gbps);
             if write.bytes > bytes {
-                turns.push_back(Post { bytes: write.bytes - bytes, ..write });
+                queue.push_back(Post { bytes: write.bytes - bytes, ..write });
             }
         }
     }
     pieces
 }
 
-/// Packing what goes to other nodes.
+/// Time to pack the rows for other nodes.
 fn pack_ns(site: &Site, rows: &[Vec<u64>], from: usize) -> u64 {
-    let far = (0..site.shape.ranks()).filter(|to| !site.is_near(from, *to));
-    let sent: u64 = far.map(|to| site.rows(rows, from, to)).sum();
+    let inter_node = (0..site.shape.ranks()).filter(|to| !site.is_intra_node(from, *to));
+    let sent: u64 = inter_node.map(|to| site.rows(rows, from, to)).sum();
     at_rate(sent * site.row_bytes(), COPY_RATE)
 }
 
-/// When a rank is through, if its last write from another node landed at `landed_ns`.
-fn end_ns(site: &Site, rows: &[Vec<u64>], rank: usize, landed_ns: u64) -> u64 {
-    let near = |other: &usize| *other != rank && site.is_near(rank, *other);
-    let pushed: u64 = (0..site.shape.ranks()).filter(near).map(|to| site.rows(rows, rank, to)).sum();
+/// When a rank is done, if its last write from another node arrived at `arrived_ns`.
+fn end_ns(site: &Site, rows: &[Vec<u64>], rank: usize, arrived_ns: u64) -> u64 {
+    let intra_node = |other: &usize| *other != rank && site.is_intra_node(rank, *other);
+    let pushed: u64 = (0..site.shape.ranks()).filter(intra_node).map(|to| site.rows(rows, rank, to)).sum();
     let taken: u64 = (0..site.shape.ranks()).map(|from| site.rows(rows, from, rank)).sum();
     let pushed_ns = at_rate(pushed * site.row_bytes(), site.nvlink_rate);
     let flag_ns = if site.system == System::Pplx && site.shape.nodes > 1 { Costs::H200.crossing_ns } else { 0 };
-    let there_ns = pushed_ns.max(landed_ns + flag_ns);
+    let there_ns = pushed_ns.max(arrived_ns + flag_ns);
     site.system.fixed_ns() + there_ns + at_rate(taken * site.row_bytes(), COPY_RATE)
 }
 
-/// Sends everything; answers, by rank, when the last write landed.
+/// Sends everything; returns, by rank, when the last write arrived.
 fn exchange(site: &Site, mut posts: Vec<Post>) -> Outcome<Vec<u64>> {
     let ranks = site.shape.ranks();
     let sentence = |error: tokenyard::Error| error.to_string();
@@ -232,7 +232,7 @@ fn exchange(site: &Site, mut posts: Vec<Post>) -> Outcome<Vec<u64>> {
     let mut missing = vec![0usize; ranks];
     posts.iter().for_each(|post| missing[post.to] += 1);
     posts.sort_by_key(|post| post.at_ns);
-    let mut landed_ns = vec![0; ranks];
+    let mut arrived_ns = vec![0; ranks];
     let mut posts = posts.into_iter().peekable();
     while missing.iter().any(|missing| *missing > 0) {
         let now_ns = network.now_ns();
@@ -243,29 +243,29 @@ fn exchange(site: &Site, mut posts: Vec<Post>) -> Outcome<Vec<u64>> {
             }
         }
         for (rank, endpoint) in endpoints.iter_mut().enumerate() {
-            let mut landed = 0;
+            let mut arrived = 0;
             while endpoint
-                .poll(&mut |event| landed += usize::from(matches!(event, Event::Imm { .. })))
+                .poll(&mut |event| arrived += usize::from(matches!(event, Event::Imm { .. })))
                 .map_err(sentence)?
                 > 0
             {}
-            if landed > 0 {
-                missing[rank] -= landed;
-                landed_ns[rank] = now_ns;
+            if arrived > 0 {
+                missing[rank] -= arrived;
+                arrived_ns[rank] = now_ns;
             }
         }
         if posts.peek().is_none() && network.next_due_ns().is_none() && missing.iter().any(|missing| *missing > 0) {
             return Err("the simulated network lost a write".into());
         }
-        network.advance_ns(LOOK_NS);
+        network.advance_ns(POLL_NS);
     }
-    Ok(landed_ns)
+    Ok(arrived_ns)
 }
 
 fn connect(site: &Site) -> tokenyard::Result<(Network, Vec<SimEndpoint>)> {
     let mut nics = site.link.models();
     if site.system == System::Pplx {
-        // Its posts are apart by what a message costs; the pieces are not messages.
+        // Its posts are already spaced by the cost of a message; pieces are not messages.
         nics.iter_mut().for_each(|nic| nic.per_message_us = 0.0);
     }
     let config = SimConfig {
@@ -287,7 +287,7 @@ fn connect(site: &Site) -> tokenyard::Result<(Network, Vec<SimEndpoint>)> {
     }
     let addresses: Vec<Vec<u8>> = endpoints.iter().map(Transport::address).collect();
     for (rank, endpoint) in endpoints.iter_mut().enumerate() {
-        for peer in (0..ranks).filter(|peer| !site.is_near(rank, *peer)) {
+        for peer in (0..ranks).filter(|peer| !site.is_intra_node(rank, *peer)) {
             endpoint.connect(Rank(peer as u32), &addresses[peer])?;
         }
     }

@@ -1,44 +1,45 @@
-//! How messages are cut, and the order in which things are done where there is a choice.
+//! How messages are cut into chunks, and the order of work where there is a choice.
 //!
 //! Before the simulated data path; pure.
 
 use std::ops::Range;
 
 use serde::Serialize;
-use tokenyard::internals::proxy::wire::{Direction, Lane, rows_of_chunk};
+use tokenyard::internals::proxy::wire::{Direction, MessageShape, rows_of_chunk};
 use tokenyard::internals::transport::network::imm::MAX_CHUNKS;
 
 use super::costs::Costs;
 use super::workload::{HEAD_BYTES, Shape};
 use crate::cli::cases::words::Assumption;
 
-/// The order of things that a projection takes for granted.
+/// The order of work that a projection assumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Order {
-    /// The proxy lists what has landed, and the one poller of a GPU reads on in the list; it need not look at the next
-    /// words of every source, eight in a trip.
-    pub landing_list: bool,
-    /// Headers go ahead of the rows, in a chunk of their own.
-    pub meta_ahead: bool,
-    /// Partial rows for other nodes are summed before those of the own node, and a rail adds up a chunk as soon as its
-    /// partial rows are there, not behind all partial rows of its own.
+    /// The proxy lists arrivals, and the one poller of a GPU reads the list. Without the list it reads the next words
+    /// of every source, eight per read.
+    pub arrival_list: bool,
+    /// Headers go before the rows, in a chunk of their own.
+    pub metadata_ahead: bool,
+    /// Partial rows for other nodes are summed before those for the own node, and a rail adds up a chunk as soon as its
+    /// partial rows are there. Otherwise a rail adds after all its own partial rows.
     pub early_sums: bool,
-    /// A rail builds META of all its sources at once, on blocks of their own, not source after source on one block for
-    /// each rank of its node.
-    pub spread_meta: bool,
+    /// A rail builds the routing metadata of all its sources in parallel, on separate blocks. Otherwise it builds
+    /// source after source, on one block for each rank of its node.
+    pub spread_metadata: bool,
 }
 
 impl Order {
     /// As designed.
-    pub const DESIGN: Order = Order { landing_list: true, meta_ahead: true, early_sums: true, spread_meta: true };
+    pub const DESIGN: Order =
+        Order { arrival_list: true, metadata_ahead: true, early_sums: true, spread_metadata: true };
 
-    /// Takes this for granted no longer.
+    /// Switches an assumption off.
     pub fn give_up(&mut self, assumption: Assumption) {
         match assumption {
-            Assumption::LandingList => self.landing_list = false,
-            Assumption::MetaAhead => self.meta_ahead = false,
+            Assumption::ArrivalList => self.arrival_list = false,
+            Assumption::MetadataAhead => self.metadata_ahead = false,
             Assumption::EarlySums => self.early_sums = false,
-            Assumption::SpreadMeta => self.spread_meta = false,
+            Assumption::SpreadMetadata => self.spread_metadata = false,
         }
     }
 }
@@ -46,7 +47,7 @@ impl Order {
 /// Words that one read of the poller covers (kernels/common/wire.cuh: relay_batch).
 const POLL_WORDS: u64 = 8;
 
-/// Something of each way.
+/// A value for each direction.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Pair<T> {
     pub dispatch: T,
@@ -63,7 +64,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// For a shape and so many NICs a rank, with so many rows a chunk if given.
+    /// A plan for a shape and `nics` NICs per rank, with `chunk_rows` rows per chunk if given.
     pub fn new(shape: Shape, nics: u8, order: Order, chunk_rows: Option<usize>) -> Plan {
         let rows = |direction, row_bytes| {
             let rows = chunk_rows.unwrap_or_else(|| rows_of_chunk(direction, row_bytes as usize, nics));
@@ -78,12 +79,12 @@ impl Plan {
         if direction == Direction::Dispatch { self.chunk_rows.dispatch } else { self.chunk_rows.combine }
     }
 
-    /// Chunks before the rows: headers have one to themselves, if that is how it is done.
+    /// Chunks before the rows: one for headers, if they have a chunk of their own.
     fn before_rows(&self, direction: Direction) -> usize {
-        usize::from(direction == Direction::Dispatch && self.order.meta_ahead)
+        usize::from(direction == Direction::Dispatch && self.order.metadata_ahead)
     }
 
-    /// Chunks of a message of so many rows.
+    /// Chunks of a message of `rows` rows.
     pub fn chunks(&self, direction: Direction, rows: usize) -> usize {
         let with_rows = rows.div_ceil(self.chunk_rows(direction));
         (self.before_rows(direction) + with_rows).max(1)
@@ -113,30 +114,30 @@ impl Plan {
         HEAD_BYTES + rows as u64 * header
     }
 
-    /// The most that messages of a direction may hold.
-    pub fn lane(&self, direction: Direction) -> Lane {
+    /// The largest message of a direction.
+    pub fn shape(&self, direction: Direction) -> MessageShape {
         let bytes = |bytes: u64| u32::try_from(bytes).unwrap_or(u32::MAX);
         let chunk_bytes = bytes(self.chunk_rows(direction) as u64 * self.row_bytes(direction));
         let rows_first = if self.before_rows(direction) == 0 { chunk_bytes } else { 0 };
-        Lane {
+        MessageShape {
             first_bytes: bytes(self.head_bytes(direction, self.shape.tokens)).saturating_add(rows_first),
             chunk_bytes,
             chunks: self.chunks(direction, self.shape.tokens) as u16,
         }
     }
 
-    /// From a landing in host memory to the device's blocks. The poller reads on in one list of all sources; without,
-    /// it looks at the next words of every source in each round, of which half of a mean message's have landed on the
-    /// mean, and finds a word half a round late.
+    /// Time from an arrival in host memory to the device's blocks. With the list, the poller reads one list of all
+    /// sources. Without it, each pass reads the next words of every source, with half of a mean message's words arrived
+    /// on average, and finds a word half a pass late.
     pub fn relay_ns(&self, direction: Direction, costs: &Costs) -> u64 {
         let Shape { nodes, tokens, preset, .. } = self.shape;
-        if self.order.landing_list {
+        if self.order.arrival_list {
             return costs.relay_ns;
         }
         let elsewhere = (1.0 - 1.0 / nodes as f64).powi(preset.top_k as i32);
         let chunks = self.chunks(direction, (tokens as f64 * (1.0 - elsewhere)) as usize) as u64;
         let words = (nodes as u64 - 1) * (chunks / 2).clamp(1, POLL_WORDS);
-        // One read is in the crossing already.
+        // The crossing already contains one read.
         costs.relay_ns + costs.poll_ns * words.div_ceil(POLL_WORDS).saturating_sub(1) / 2
     }
 }

@@ -1,4 +1,4 @@
-//! One rank's proxy: the real state machine over a simulated endpoint, in turns as `proxy::driver` takes them, each of
+//! One rank's proxy: the real state machine over a simulated endpoint, in passes like those of `proxy::driver`, each of
 //! which costs virtual time.
 //!
 //! On the simulation's thread. It never looks at payload: the network moves none.
@@ -21,26 +21,26 @@ pub struct Proxy {
     pub endpoint: SimEndpoint,
     pub doorbells: Vec<u64>,
     pub chunks: Vec<u64>,
-    /// The watches in the order in which a turn looks at them: group by group, as the driver does.
+    /// The watches in the order in which a pass checks them: group by group, as the driver does.
     order: Vec<u16>,
-    /// How many of them this turn has looked at.
+    /// How many watches this pass has checked.
     looked: usize,
-    /// This turn has found a doorbell, so others may have been rung behind its back.
+    /// This pass has found a doorbell, so doorbells that it has already checked may have been rung since.
     worked: bool,
 }
 
-/// What a step came to.
+/// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Step {
     pub cost_ns: u64,
-    /// A whole turn found nothing to do.
+    /// A whole pass found nothing to do.
     pub idle: bool,
 }
 
-/// A flag, and how long after the step began it was written.
+/// A flag, and the time from the begin of the step to its write.
 pub type Raised = (u64, Flag);
 
-/// The machine's hands.
+/// The machine's outputs.
 struct Hands<'a> {
     endpoint: Option<&'a mut SimEndpoint>,
     flags: &'a mut Vec<Raised>,
@@ -84,7 +84,7 @@ impl Outputs for Hands<'_> {
 }
 
 impl Proxy {
-    /// Around an open machine, with so many words.
+    /// A proxy around an open machine, with so many words.
     pub fn new(machine: Machine, endpoint: SimEndpoint, doorbells: usize, chunks: usize) -> Proxy {
         let groups = machine.groups(CONTEXT).iter();
         let order = groups.flat_map(|group| group.range()).map(|index| index as u16).collect();
@@ -92,8 +92,7 @@ impl Proxy {
         Proxy { machine, endpoint, doorbells, chunks, order, looked: 0, worked: false }
     }
 
-    /// Does what comes next in a turn: one doorbell, or, once all are looked at, a poll and the clock. `Err` is a
-    /// sentence.
+    /// The next step of a pass: one doorbell, or after all doorbells a poll and the clock. `Err` is a sentence.
     pub fn step(&mut self, now_ns: u64, costs: &Costs, flags: &mut Vec<Raised>) -> std::result::Result<Step, String> {
         let mut problem = None;
         let step = match self.next_rung() {
@@ -103,7 +102,7 @@ impl Proxy {
         problem.map_or(Ok(step), |sentence| Err(format!("rank {}: {sentence}", self.endpoint.rank())))
     }
 
-    /// The next watch of this turn whose doorbell is rung.
+    /// The next watch of this pass whose doorbell is rung.
     fn next_rung(&mut self) -> Option<usize> {
         let watches = self.machine.watches(CONTEXT);
         while let Some(&index) = self.order.get(self.looked) {
@@ -151,7 +150,7 @@ impl Proxy {
         machine.step(Input::Time { now_ns }, &mut Hands { endpoint: Some(endpoint), flags, after_ns, problem });
         let posts = machine.stats().posts - before;
         let looks_ns = machine.watches(CONTEXT).len() as u64 * costs.watch_ps / 1000;
-        let cost_ns = costs.turn_ns + looks_ns + after_ns + posts * costs.post_ns;
+        let cost_ns = costs.idle_poll_ns + looks_ns + after_ns + posts * costs.post_ns;
         Ok(Step { cost_ns, idle: !worked && after_ns == 0 && posts == 0 })
     }
 }

@@ -1,6 +1,6 @@
-//! What a simulation found: the object, the table.
+//! Results of a simulation: the JSON object, the table.
 //!
-//! Behind the simulated data path, on the main thread.
+//! After the simulated data path, on the main thread.
 
 use serde::Serialize;
 
@@ -10,27 +10,27 @@ use super::plan::{Pair, Plan};
 use crate::cli::report::result::{Bytes, Floor, Percentiles};
 use crate::cli::report::table::table;
 
-/// Bytes per ns that a GPU can store to its peers at best, all of them at once (measured, 112 blocks).
+/// Bytes per ns that a GPU can store to its peers at best, all peers at the same time (measured, 112 blocks).
 const NVLINK_RATE: f64 = 346.0;
 
 /// Bytes that a phase moves.
 #[derive(Debug, Clone)]
 pub struct Traffic {
-    /// By rank: to and from other nodes.
+    /// By rank: bytes to and from other nodes.
     pub out: Vec<u64>,
-    pub home: Vec<u64>,
-    /// Of all ranks: to others of their node.
+    pub back: Vec<u64>,
+    /// Bytes of all ranks to other ranks of their node.
     pub nvlink: u64,
 }
 
 impl Traffic {
     pub fn new(ranks: usize) -> Traffic {
-        Traffic { out: vec![0; ranks], home: vec![0; ranks], nvlink: 0 }
+        Traffic { out: vec![0; ranks], back: vec![0; ranks], nvlink: 0 }
     }
 
     pub fn wire(&mut self, from: usize, to: usize, bytes: u32) {
         self.out[from] += u64::from(bytes);
-        self.home[to] += u64::from(bytes);
+        self.back[to] += u64::from(bytes);
     }
 
     fn wire_bytes(&self) -> u64 {
@@ -38,7 +38,7 @@ impl Traffic {
     }
 }
 
-/// What one direction did in all iterations.
+/// Samples of one direction in all iterations.
 #[derive(Debug, Default)]
 pub struct Samples {
     pub us: Vec<f64>,
@@ -55,12 +55,12 @@ impl Samples {
         self.posts += posts;
     }
 
-    /// For each sample: a rank in an iteration.
+    /// Mean per sample, which is a rank in an iteration.
     fn mean(&self, sum: u64) -> f64 {
         sum as f64 / self.us.len().max(1) as f64
     }
 
-    /// The least time in which a mean rank's bytes can be moved.
+    /// The shortest time in which a mean rank's bytes can be moved.
     fn floor_us(&self, link: &Link) -> f64 {
         link.floor_us(self.mean(self.wire_bytes)).max(self.mean(self.nvlink_bytes) / NVLINK_RATE / 1e3)
     }
@@ -94,7 +94,7 @@ pub struct Projection {
     pub bytes_per_rank: Bytes,
 }
 
-/// What is said of a projection besides what was found.
+/// Settings that a projection's object repeats.
 #[derive(Debug, Clone)]
 pub struct About {
     pub link: String,
@@ -156,9 +156,9 @@ pub fn projection_table(results: &[Projection]) -> String {
         "p95",
         "floor",
         "KB out",
-        "KB home",
+        "KB back",
         "posts out",
-        "posts home",
+        "posts back",
     ];
     let us = |value: f64| format!("{value:.1}");
     let row = |r: &Projection| {

@@ -6,7 +6,7 @@ use super::*;
 use crate::cli::cases::words::Assumption;
 use crate::cli::report::result::Percentiles;
 
-/// One iteration: what each rank took, and what was moved.
+/// One iteration: times of each rank, traffic and posts.
 struct Iteration {
     dispatch: (Vec<f64>, result::Traffic, u64),
     combine: (Vec<f64>, result::Traffic, u64),
@@ -51,7 +51,7 @@ fn the_floor_of_the_busiest_rank_is_never_undercut() {
         for (nodes, per_node) in [(2, 4), (4, 2), (3, 3)] {
             let iteration = designed(v3(nodes, per_node), link);
             for (us, traffic, _) in [iteration.dispatch, iteration.combine] {
-                let bytes = most(&traffic.out).max(most(&traffic.home));
+                let bytes = most(&traffic.out).max(most(&traffic.back));
                 let floor = models::parse(link).unwrap().floor_us(bytes);
                 let slowest = us.iter().copied().fold(0.0, f64::max);
                 assert!(slowest > floor && floor > 0.0, "{link} {nodes} x {per_node}: {slowest} < {floor}");
@@ -76,9 +76,9 @@ fn a_faster_link_shortens_by_what_its_bytes_save() {
 #[test]
 fn latency_is_paid_once_a_phase() {
     let shape = v3(4, 2);
-    let (near, far) = (designed(shape, "400:2:0"), designed(shape, "400:52:0"));
-    for (near, far) in medians(&near).into_iter().zip(medians(&far)) {
-        assert!((45.0..55.0).contains(&(far - near)), "{near} and {far} are not about 50 apart");
+    let (short, long) = (designed(shape, "400:2:0"), designed(shape, "400:52:0"));
+    for (short, long) in medians(&short).into_iter().zip(medians(&long)) {
+        assert!((45.0..55.0).contains(&(long - short)), "{short} and {long} do not differ by about 50");
     }
 }
 
@@ -118,7 +118,7 @@ fn every_chunk_of_every_link_is_posted_once_on_each_nic() {
         .flat_map(|source| (0..3).filter(move |node| *node != source / 2).map(move |node| (source, node)))
         .map(|(source, node)| workload.rows(source, node).len().div_ceil(7) as u64)
         .collect();
-    // META is a chunk of its own, the head of sums is in front of the first.
+    // Routing metadata is a chunk of its own; the head of sums precedes the first chunk.
     let sums: u64 = messages.iter().map(|chunks| chunks.max(&1)).sum();
     let rows = messages.iter().sum::<u64>() + messages.len() as u64;
     for (link, nics) in [("cx7", 1), ("efa-p5en", 2), ("efa-p5", 4)] {
@@ -134,26 +134,26 @@ fn bytes_are_heads_headers_and_rows() {
     let rows = workload.rows(0, 1).len() as u64;
     let iteration = designed(shape, "none");
     assert_eq!(iteration.dispatch.1.out[0], 32 + rows * (80 + 7392));
-    assert_eq!(iteration.combine.1.home[0], 32 + rows * 14336);
+    assert_eq!(iteration.combine.1.back[0], 32 + rows * 14336);
     assert_eq!(iteration.dispatch.1.nvlink + iteration.combine.1.nvlink, 0, "a rank of its own node");
 }
 
 #[test]
 fn no_tokens_are_ordinary() {
     let iteration = designed(Shape { tokens: 0, ..v3(2, 2) }, "cx7");
-    assert_eq!((iteration.dispatch.2, iteration.combine.2), (4, 4), "heads are sent all the same");
+    assert_eq!((iteration.dispatch.2, iteration.combine.2), (4, 4), "heads are sent, too");
     assert!(medians(&iteration).iter().all(|us| (20.0..60.0).contains(us)));
 }
 
 #[test]
 fn dropping_an_assumption_costs_time() {
-    // One block a rank keeps up with META of few sources.
+    // One block a rank keeps up with routing metadata of few sources.
     let (few, many) = (v3(6, 2), v3(64, 2));
     for (assumption, shape, phase) in [
-        (Assumption::LandingList, v3(12, 2), 0),
-        (Assumption::MetaAhead, Shape { tokens: 16, ..v3(8, 2) }, 0),
+        (Assumption::ArrivalList, v3(12, 2), 0),
+        (Assumption::MetadataAhead, Shape { tokens: 16, ..v3(8, 2) }, 0),
         (Assumption::EarlySums, few, 1),
-        (Assumption::SpreadMeta, many, 0),
+        (Assumption::SpreadMetadata, many, 0),
     ] {
         let design = medians(&designed(shape, "cx7"));
         let mut order = Order::DESIGN;
@@ -162,7 +162,7 @@ fn dropping_an_assumption_costs_time() {
         assert!(without[phase] > design[phase] + 1.0, "{assumption:?}: {without:?} against {design:?}");
     }
     let mut order = Order::DESIGN;
-    order.give_up(Assumption::SpreadMeta);
+    order.give_up(Assumption::SpreadMetadata);
     assert_eq!(medians(&one(few, order, None, "cx7")), medians(&designed(few, "cx7")));
 }
 
@@ -175,12 +175,12 @@ fn a_link_that_is_slow_beyond_use_takes_no_longer_to_simulate() {
 }
 
 #[test]
-fn a_link_over_which_a_beat_is_always_under_way_ends_all_the_same() {
-    // Latencies of half the time between two beats and of a second, and as much for every message, beats among them. Of
-    // seven peers one is always being told.
+fn a_link_over_which_a_heartbeat_is_always_in_flight_still_ends() {
+    // Latencies of half the time between two heartbeats and of a second, and the same per message, heartbeats included.
+    // With seven peers a heartbeat to one of them is always in flight.
     for (link, latency_us) in [("1:50100:1", 50_100.0), ("400:1000000:0", 1e6), ("400:1000000:1000000", 2e6)] {
         let (sent, received) = mpsc::channel();
-        // A defect never ends: it is left behind, as it would leave the test.
+        // With a defect the thread never ends; the test fails and leaves it.
         std::thread::spawn(move || sent.send(medians(&designed(Shape { tokens: 8, ..v3(8, 1) }, link))));
         let medians = received.recv_timeout(Duration::from_secs(20)).unwrap_or_else(|error| panic!("{link}: {error}"));
         for us in medians {
@@ -203,12 +203,12 @@ fn what_is_published_and_what_was_measured_come_out_within_the_limit() {
         println!("{point:?}");
     }
     assert_eq!(points.len(), 30 + 12);
-    let far: Vec<_> = points.iter().filter(|point| !point.is_near()).collect();
-    assert!(far.is_empty(), "{far:?}");
+    let outside: Vec<_> = points.iter().filter(|point| !point.is_within_limit()).collect();
+    assert!(outside.is_empty(), "{outside:?}");
 }
 
 #[test]
-fn a_doorbell_that_is_rung_behind_the_look_is_not_left_until_the_network_stirs() {
+fn a_doorbell_that_is_rung_after_its_check_does_not_wait_for_the_network() {
     for seed in 0..6 {
         let iteration = designed(Shape { seed, ..v3(4, 8) }, "100:500:0.3");
         let us = &iteration.dispatch.0;

@@ -1,4 +1,4 @@
-//! What one iteration sends: which rows go from each rank to each node, and to whom in it.
+//! The rows of one iteration: from each rank to each node, and their ranks there.
 //!
 //! Before the simulated data path; pure. Everything follows from shape, seed and iteration.
 
@@ -10,7 +10,7 @@ use crate::cli::cases::routing::{Router, Routing, RoutingShape};
 
 /// Head of a message between nodes.
 pub const HEAD_BYTES: u64 = 32;
-/// What messages, headers and rows are padded to.
+/// Messages, headers and rows are padded to a multiple of this.
 const UNIT: u64 = 16;
 
 /// A world and its model.
@@ -87,7 +87,7 @@ impl Row {
     }
 }
 
-/// Experts of a token on one rank at the most, as rows count them; ranks of a node are 16 at the most.
+/// Most experts of a token on one rank that a row can count; a node has at most 16 ranks.
 const MOST_EXPERTS_ON_RANK: u64 = 15;
 
 /// The rows of one iteration.

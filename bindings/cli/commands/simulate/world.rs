@@ -1,20 +1,22 @@
-//! Virtual time: the network, all proxies, and what the devices do and see, in the order in which it happens.
+//! Virtual time: the network, all proxies, and the events of the devices, in the order of time.
 //!
 //! ```text
 //!   device (dispatch.rs, combine.rs) ── Bell ──▶ doorbell word ──▶ Proxy::step ──▶ machine ──▶ simulated network
 //!        ▲                                                                                        │
-//!        └──────── Landed, a crossing later ◀── flag ◀── machine ◀── Proxy::step ◀────────────────┘
+//!        └──────── Arrived, a crossing later ◀── flag ◀── machine ◀── Proxy::step ◀────────────────┘
 //! ```
 //!
-//! All in one thread; the same seed gives the same result. Proxies spin: each takes its turns without end, and every
-//! turn takes time. While none of them has anything to do, time leaps to what comes next.
+//! All in one thread; the same seed gives the same result. Proxies spin: each polls without end, and every poll takes
+//! time. While no proxy has anything to do, time leaps to the next event.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use tokenyard::Rank;
 use tokenyard::internals::proxy::machine::{ContextConfig, Flag, Liveness, Machine, MachineConfig};
-use tokenyard::internals::proxy::wire::{ChunkIdx, DIRECTIONS, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
+use tokenyard::internals::proxy::wire::{
+    ChunkIdx, DIRECTIONS, Direction, LinkIdx, MessageShape, Nodes, Wire, WireInput,
+};
 use tokenyard::internals::transport::network::sim::models::Link;
 use tokenyard::internals::transport::network::sim::{Clock, Network, SimConfig, SimEndpoint};
 use tokenyard::internals::transport::network::{RegionId, Span, Transport};
@@ -27,35 +29,35 @@ use super::workload::Shape;
 /// Why a simulation failed, as a sentence.
 pub type Outcome<T> = Result<T, String>;
 
-/// Packets of one phase and world at the most, about: larger ones make a large world affordable.
+/// Most packets of one phase and world, about: larger packets make a large world affordable.
 const MOST_PACKETS: u64 = 1 << 19;
 const LEAST_PACKET: u64 = 4096;
 const LARGEST_PACKET: u64 = 1 << 16;
-/// Between two phases: all proxies are idle by then.
+/// Time between two phases, after which all proxies are idle.
 const GAP_NS: u64 = 20_000;
-/// Where spans are said to lie; nobody looks.
+/// Address of spans, which nothing reads or writes.
 const NOWHERE: u64 = 1 << 16;
-/// Turns without anything due after which a world that is not done never will be.
-const STUCK_TURNS: usize = 4;
-/// Virtual time at the most, about 52 days: half of what the network's clock holds.
+/// Polls of each proxy without anything due, after which an unfinished world is stuck.
+const STUCK_POLLS: usize = 4;
+/// Longest virtual time, about 52 days: half the range of the network's clock.
 const LONGEST_NS: u64 = 1 << 52;
-/// From one beat to the next at the least, in phases: beats of a slow link would otherwise fill it.
-const PHASES_A_BEAT: f64 = 4.0;
+/// Least time from one heartbeat to the next, in phases: heartbeats would otherwise fill a slow link.
+const PHASES_PER_HEARTBEAT: f64 = 4.0;
 
-/// What happens at a device, or becomes visible there.
+/// An event at a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum What {
     /// The proxy can see a doorbell.
     Bell { rank: u32, link: u16, chunk: u16, chunks: u16, bytes: u32 },
-    /// The device can see that a chunk has landed.
-    Landed { rank: u32, source: u16, chunk: u16 },
+    /// The device can see that a chunk has arrived.
+    Arrived { rank: u32, source: u16, chunk: u16 },
     /// Counts of one source have reached a node.
     Meta { node: u32 },
-    /// Rows have reached a rank of their node: so many, for so many experts there.
+    /// `rows` rows have reached a rank of their node, for `copies` experts there.
     Rows { rank: u32, rows: u32, copies: u32, pushed: bool },
 }
 
-/// What will happen, by time.
+/// Future events, by time.
 #[derive(Debug, Default)]
 pub struct Events {
     heap: BinaryHeap<Reverse<(u64, u64, What)>>,
@@ -77,11 +79,11 @@ impl Events {
 /// The devices of all ranks in one phase.
 pub trait Phase {
     fn direction(&self) -> Direction;
-    /// Begins at a time, all ranks together.
+    /// Begins the phase on all ranks at a time.
     fn begin(&mut self, now_ns: u64, events: &mut Events);
-    /// Something other than a bell.
+    /// Handles an event other than a bell.
     fn happen(&mut self, what: What, now_ns: u64, events: &mut Events);
-    /// Whether all ranks have what they need.
+    /// Whether all ranks are done.
     fn is_over(&self) -> bool;
 }
 
@@ -92,20 +94,20 @@ pub struct World {
     wire: Wire,
     proxies: Vec<Proxy>,
     events: Events,
-    /// When each proxy goes on.
-    turns: BinaryHeap<Reverse<(u64, u32)>>,
+    /// The next poll of each proxy.
+    polls: BinaryHeap<Reverse<(u64, u32)>>,
     idle: Vec<bool>,
     busy: usize,
-    /// Writes that all proxies together have posted, and those of them that have completed.
+    /// Writes that all proxies together have posted, and how many have completed.
     posted: u64,
     completed: u64,
     now_ns: u64,
-    /// By direction.
+    /// Epochs by direction.
     epochs: [u64; DIRECTIONS],
 }
 
 impl World {
-    /// Opens a context on every rank, all connected. `packets` of a phase are about `bytes` bytes a rank.
+    /// Opens a context on every rank, all connected.
     ///
     /// # Errors
     /// A sentence: something does not fit the wire.
@@ -113,13 +115,13 @@ impl World {
         let refused = |error: tokenyard::Error| error.to_string();
         let nodes =
             (0..shape.nodes).map(|node| (0..shape.per_node).map(|l| Rank(shape.rank(node, l) as u32)).collect());
-        let mut lanes = [Lane { first_bytes: 0, chunk_bytes: 0, chunks: 0 }; DIRECTIONS];
-        lanes[Direction::Dispatch.index()] = plan.lane(Direction::Dispatch);
-        lanes[Direction::Combine.index()] = plan.lane(Direction::Combine);
+        let mut shapes = [MessageShape { first_bytes: 0, chunk_bytes: 0, chunks: 0 }; DIRECTIONS];
+        shapes[Direction::Dispatch.index()] = plan.shape(Direction::Dispatch);
+        shapes[Direction::Combine.index()] = plan.shape(Direction::Combine);
         let nodes = Nodes::new(nodes.collect()).map_err(refused)?;
-        let input = WireInput { nodes, nics: link.nics, lanes, staging_offset: 0, inbox_offset: 0 };
+        let input = WireInput { nodes, nics: link.nics, shapes, staging_offset: 0, recv_buffer_offset: 0 };
         let sized = Wire::new(input.clone()).map_err(refused)?;
-        let wire = Wire::new(WireInput { inbox_offset: sized.staging_bytes(), ..input }).map_err(refused)?;
+        let wire = Wire::new(WireInput { recv_buffer_offset: sized.staging_bytes(), ..input }).map_err(refused)?;
         let network = Network::new(shape.ranks(), config(shape, link)).map_err(refused)?;
         let proxies = open(shape, &wire, &network, liveness(plan, link)).map_err(refused)?;
         let ranks = proxies.len();
@@ -129,7 +131,7 @@ impl World {
             wire,
             proxies,
             events: Events::default(),
-            turns: (0..ranks as u32).map(|rank| Reverse((u64::from(rank) % costs.turn_ns.max(1), rank))).collect(),
+            polls: (0..ranks as u32).map(|rank| Reverse((u64::from(rank) % costs.idle_poll_ns.max(1), rank))).collect(),
             idle: vec![true; ranks],
             busy: 0,
             posted: 0,
@@ -144,10 +146,10 @@ impl World {
         self.posted
     }
 
-    /// Runs a phase, and on until nothing is under way but beats, of which there is always another over a slow link.
+    /// Runs a phase until nothing is in flight except heartbeats, which are always in flight on a slow link.
     ///
     /// # Errors
-    /// A sentence: a proxy reported something, nothing goes on, or time runs out.
+    /// A sentence: a proxy reported a problem, the world is stuck, or virtual time has run out.
     pub fn run(&mut self, phase: &mut impl Phase) -> Outcome<()> {
         self.epochs[phase.direction().index()] += 1;
         phase.begin(self.now_ns + GAP_NS, &mut self.events);
@@ -159,7 +161,7 @@ impl World {
                 if phase.is_over() {
                     return Ok(());
                 }
-                if nothing_due > STUCK_TURNS * self.proxies.len() {
+                if nothing_due > STUCK_POLLS * self.proxies.len() {
                     return Err(format!("{:?} is stuck at {} ns", phase.direction(), self.now_ns));
                 }
             } else {
@@ -169,12 +171,12 @@ impl World {
                 let days = LONGEST_NS / 86_400_000_000_000;
                 return Err(format!("the projected world ran for {days} days; give fewer --iters, or a faster --link"));
             }
-            let Some(Reverse((turn_ns, rank))) = self.turns.peek().copied() else { return Ok(()) };
+            let Some(Reverse((poll_ns, rank))) = self.polls.peek().copied() else { return Ok(()) };
             match event_ns {
-                Some(event_ns) if event_ns <= turn_ns => self.event(phase),
+                Some(event_ns) if event_ns <= poll_ns => self.event(phase),
                 _ => {
-                    self.turns.pop();
-                    self.turn(rank, turn_ns, phase.direction())?;
+                    self.polls.pop();
+                    self.poll(rank, poll_ns, phase.direction())?;
                 }
             }
         }
@@ -199,7 +201,7 @@ impl World {
         }
     }
 
-    fn turn(&mut self, rank: u32, at_ns: u64, direction: Direction) -> Outcome<()> {
+    fn poll(&mut self, rank: u32, at_ns: u64, direction: Direction) -> Outcome<()> {
         self.network.advance_ns(at_ns.saturating_sub(self.network.now_ns()));
         self.now_ns = self.now_ns.max(at_ns);
         let mut flags: Vec<Raised> = Vec::new();
@@ -209,21 +211,21 @@ impl World {
         self.posted += proxy.machine.stats().posts - posts;
         self.completed += proxy.machine.stats().completions - completions;
         for (after_ns, flag) in flags {
-            let Flag::Landed { direction: of, source, chunk, epoch, .. } = flag else { continue };
+            let Flag::Arrived { direction: of, source, chunk, epoch, .. } = flag else { continue };
             if of != direction || epoch != self.epochs[direction.index()] {
                 return Err(format!("rank {rank} sees a chunk of {of:?} {epoch} during another phase"));
             }
-            let what = What::Landed { rank, source: source.0, chunk: chunk.0 };
+            let what = What::Arrived { rank, source: source.0, chunk: chunk.0 };
             self.events.at(at_ns + after_ns + self.costs.crossing_ns, what);
         }
         let was_idle = std::mem::replace(&mut self.idle[rank as usize], step.idle);
         self.busy = self.busy + usize::from(was_idle && !step.idle) - usize::from(!was_idle && step.idle);
         let next_ns = at_ns + step.cost_ns.max(1);
-        self.turns.push(Reverse((if self.busy == 0 { self.leap(next_ns) } else { next_ns }, rank)));
+        self.polls.push(Reverse((if self.busy == 0 { self.leap(next_ns) } else { next_ns }, rank)));
         Ok(())
     }
 
-    /// When a proxy that would go on at `next_ns` next has something to see, while all are idle.
+    /// While all are idle: when a proxy whose next poll would be at `next_ns` has something to do.
     fn leap(&self, next_ns: u64) -> u64 {
         let due_ns = [self.events.next_ns(), self.network.next_due_ns()].into_iter().flatten().min();
         due_ns.map_or(next_ns, |due_ns| next_ns.max(due_ns))
@@ -244,7 +246,8 @@ fn config(shape: &Shape, link: &Link) -> SimConfig {
     }
 }
 
-/// As on a real machine, but that nobody dies here: silence means nothing, and beats take little of the slowest link.
+/// As on a real machine, except that no rank dies: silence means nothing, and heartbeats take little of the slowest
+/// link.
 fn liveness(plan: &Plan, link: &Link) -> Liveness {
     let Shape { nodes, tokens, preset, .. } = plan.shape;
     let peers = nodes.saturating_sub(1);
@@ -252,14 +255,14 @@ fn liveness(plan: &Plan, link: &Link) -> Liveness {
     let bytes = (peers.min(preset.top_k) * tokens) as u64 * plan.shape.sum_bytes();
     let phase_us = link.floor_us(bytes as f64) + link.nic.latency_us + messages as f64 * link.nic.per_message_us;
     let default = Liveness::default();
-    let heartbeat_ns = default.heartbeat_ns.max((PHASES_A_BEAT * phase_us * 1e3) as u64);
+    let heartbeat_ns = default.heartbeat_ns.max((PHASES_PER_HEARTBEAT * phase_us * 1e3) as u64);
     Liveness { heartbeat_ns, silence_ns: u64::MAX, first_contact_ns: u64::MAX }
 }
 
-/// Endpoints, connected to all whom they post to or hear from, and machines with the context open.
+/// Endpoints, connected to all peers that they post to or receive from, and machines with the context open.
 fn open(shape: &Shape, wire: &Wire, network: &Network, liveness: Liveness) -> tokenyard::Result<Vec<Proxy>> {
     let ranks = || (0..shape.ranks()).map(|rank| Rank(rank as u32));
-    let bytes = (wire.staging_bytes() + wire.inbox_bytes()).max(1) as usize;
+    let bytes = (wire.staging_bytes() + wire.recv_buffer_bytes()).max(1) as usize;
     let mut endpoints: Vec<SimEndpoint> = ranks().map(|rank| network.endpoint(rank)).collect::<Result<_, _>>()?;
     for endpoint in &mut endpoints {
         // SAFETY: this network moves no payload, so nothing ever reads or writes the span.

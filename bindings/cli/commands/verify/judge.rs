@@ -1,6 +1,6 @@
-//! Runs one configuration and says what became of it, against the reference.
+//! Runs one configuration and judges its outcome against the reference.
 //!
-//! On the main thread; the configuration's ranks run on threads, or all on one under a seeded schedule.
+//! On the main thread; the configuration's ranks run on threads, or all on one thread under a seeded schedule.
 
 use std::fmt;
 use std::time::Duration;
@@ -17,20 +17,20 @@ use crate::cli::ranks::team::{self, Schedule};
 
 /// Progress deadline of a configuration: small runs that take longer hang.
 pub const TIMEOUT: Duration = Duration::from_secs(20);
-/// Failures after which no more is run: each may have waited for its deadline.
+/// Failures after which nothing more is run: each may have waited for its deadline.
 pub const ENOUGH: usize = 5;
 
-/// What became of a configuration.
+/// The outcome of a configuration.
 pub enum Outcome {
     Right(Verdict),
     /// Refused as it must be.
     Refused(Error),
-    /// Messages were tampered with, and it shows; as it may.
+    /// Messages were tampered with, and the harm that this may do was seen.
     Harmed(Harm),
     Wrong(Vec<String>),
 }
 
-/// How it shows that messages were tampered with.
+/// Harm that tampered messages may do.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Harm {
     /// Outputs are wrong.
@@ -48,20 +48,20 @@ impl fmt::Display for Harm {
     }
 }
 
-/// What became of a configuration, and its schedule where it had one.
+/// The outcome of a configuration, and its schedule if it had one.
 pub struct Judged {
     pub outcome: Outcome,
     pub schedule: Option<Schedule>,
 }
 
-/// Runs configurations and says what became of them.
+/// Runs configurations and judges their outcomes.
 #[derive(Clone, Copy)]
 pub struct Judge<'a, 'w> {
     pub device: DeviceWord,
     pub timeout: Duration,
-    /// Where arenas lie, if that was asked for.
+    /// Where arenas lie, if given.
     pub arena: Option<ArenaWord>,
-    /// Where failures are told of.
+    /// Where failures are printed.
     pub out: &'a Out<'w>,
 }
 
@@ -92,9 +92,9 @@ impl Judge<'_, '_> {
                 if verdict.ok() { Outcome::Right(verdict) } else { Outcome::Wrong(verdict.sentences) }
             }
         };
-        // A world that came to a stand is wrong whatever became of it.
+        // A world that hung is wrong whatever its outcome.
         if let Some(report) = schedule.as_ref().and_then(|schedule| schedule.report.hang_report.as_ref()) {
-            let sentence = format!("nobody could go on: {}", report.lines().collect::<Vec<_>>().join("; "));
+            let sentence = format!("no thread could continue: {}", report.lines().collect::<Vec<_>>().join("; "));
             match &mut outcome {
                 Outcome::Wrong(sentences) => sentences.push(sentence),
                 _ => outcome = Outcome::Wrong(vec![sentence]),
@@ -103,7 +103,7 @@ impl Judge<'_, '_> {
         Judged { outcome, schedule }
     }
 
-    /// Prints how to run it again, and what was found.
+    /// Prints how to run the configuration again, and the findings.
     pub fn print_failure(&self, case: &Case, sentences: &[String]) {
         let deadline = match self.timeout {
             TIMEOUT => String::new(),
@@ -115,7 +115,7 @@ impl Judge<'_, '_> {
     }
 }
 
-/// What all ranks found.
+/// The findings of all ranks.
 fn verdict_of(ranks: &[RankResult]) -> Verdict {
     let mut verdict = Verdict::new();
     ranks.iter().for_each(|rank| verdict.merge(rank.verdict.clone()));
@@ -128,7 +128,7 @@ fn compared_all(ranks: &[RankResult], case: &Case) -> bool {
     ranks.len() == case.world && ranks.iter().all(|rank| rank.verdict.iterations == case.iters as u64)
 }
 
-/// Where messages were tampered with, all is well but a defect; what has crashed or hangs does not come here.
+/// With tampered messages only a defect is wrong; a crash or a hang does not come here.
 fn harmed(result: tokenyard::Result<Vec<RankResult>>, case: &Case) -> Outcome {
     match result {
         Ok(ranks) if !compared_all(&ranks, case) => Outcome::Wrong(vec![NOT_COMPARED.to_string()]),
@@ -143,7 +143,7 @@ fn harmed(result: tokenyard::Result<Vec<RankResult>>, case: &Case) -> Outcome {
     }
 }
 
-/// Whether it is the configuration error that names this field.
+/// Whether the error is the configuration error that names this field.
 fn names(error: &Error, field: &str) -> bool {
     matches!(error, Error::Config { name, .. } if *name == field)
 }

@@ -1,7 +1,8 @@
 //! `tokenyard verify --schedules`: tiny worlds, each on one thread under a seeded schedule of its own.
 //!
-//! On the main thread, which runs all ranks' fibers. Every second one holds stores back until a release of their thread
-//! has sufficient scope. Some are run twice: a seed that does not give the same schedule again could not be replayed.
+//! On the main thread, which runs all ranks' fibers. Every second schedule holds stores back until a release of their
+//! thread has sufficient scope. Some are run twice: a seed must give the same schedule again, or it could not be
+//! replayed.
 
 use std::collections::BTreeSet;
 
@@ -17,13 +18,13 @@ use crate::cli::ranks::sample::Verdict;
 use crate::cli::ranks::team::Schedule;
 use crate::cli::report::tally::Tally;
 
-/// Every so many schedules one is run twice.
+/// One of so many schedules is run twice.
 const TWICE: usize = 50;
 
-/// So many schedules and more must have met every disturbance of the network.
+/// At least so many schedules must have met every disturbance of the network.
 const ALL_MET: usize = 500;
 
-/// What all schedules together were.
+/// Sums over all schedules.
 #[derive(Default)]
 struct Sum {
     run: usize,
@@ -33,7 +34,7 @@ struct Sum {
     host_loads: u64,
     hashes: BTreeSet<u64>,
     network: Counts,
-    /// Where messages were tampered with: worlds whose outputs were wrong, and worlds that ended with an error.
+    /// With tampered messages: worlds whose outputs were wrong, and worlds that ended with an error.
     harmed: [usize; 2],
 }
 
@@ -48,8 +49,8 @@ impl Sum {
         self.network += *network;
     }
 
-    /// Disturbances that never happened, though so many schedules of `nodes` must have met them; and harm, where
-    /// messages were tampered with.
+    /// Disturbances that never happened although so many schedules, of several `nodes`, must have met them; and with
+    /// `forge` the kinds of harm.
     fn missed(&self, nodes: bool, forge: bool) -> Vec<&'static str> {
         let n = &self.network;
         let disturbances = [
@@ -88,7 +89,7 @@ impl Sum {
     }
 }
 
-/// What is wrong with a schedule whose results are right; runs some of them again.
+/// Flaws of a schedule whose results are right; runs some schedules again.
 fn flaws(i: usize, case: &Case, schedule: Option<&Schedule>, judge: &Judge, sum: &mut Sum) -> Vec<String> {
     let mut flaws = Vec::new();
     let pollers = schedule.map_or(0, |schedule| schedule.report.further_pollers);
@@ -100,14 +101,14 @@ fn flaws(i: usize, case: &Case, schedule: Option<&Schedule>, judge: &Judge, sum:
         let trace = |schedule: &Schedule| (schedule.report.trace_hash, schedule.report.switches);
         let (once, again) = (schedule.map(trace), judge.judge(case).schedule.as_ref().map(trace));
         if again != once {
-            flaws.push(format!("run again, its schedule was another: {once:x?}, {again:x?}"));
+            flaws.push(format!("its second run had another schedule: {once:x?}, {again:x?}"));
         }
     }
     flaws
 }
 
-/// Runs `count` schedules, on request with rows that are all quantised, or with messages that are tampered with;
-/// whether all were right. Stops once enough have failed.
+/// Runs `count` schedules, on request all with quantised rows or with tampered messages; returns whether all were
+/// right. Stops after `ENOUGH` failures.
 pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> bool {
     let out = judge.out;
     let bar = Progress::new(out);
@@ -116,7 +117,7 @@ pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> 
     for i in 0..count {
         bar.show("schedules", i, count);
         let drawn = draw_small(first.wrapping_add(i as u64));
-        let drawn = as_asked(drawn, args.quantize, args.own_output);
+        let drawn = as_asked(drawn, args.quantize, args.in_place);
         let case = if args.forge { forged(drawn) } else { drawn };
         let Judged { outcome, schedule } = judge.judge(&case);
         tally.count(&case, matches!(outcome, Outcome::Refused(_)));
@@ -144,7 +145,7 @@ pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> 
     }
     bar.clear();
     sum.print(&tally, judge.out);
-    let missed = sum.missed(!args.own_output, args.forge);
+    let missed = sum.missed(!args.in_place, args.forge);
     if !missed.is_empty() {
         say!(out, "never met: {}", missed.join(", "));
     }

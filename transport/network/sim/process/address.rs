@@ -1,32 +1,32 @@
-//! What endpoints of different processes tell each other before they can talk: little end first, versioned, its length
-//! checked, with a checksum.
+//! The address that endpoints of different processes exchange before they connect: little end first, versioned, its
+//! length checked, with a checksum.
 //!
 //! ```text
 //! byte  0      4        8             24   32    36    40                                   44+10n
-//!       magic  version  door's nonce  key  rank  nics  regions, as `regions::tell_lengths`  checksum
+//!       magic  version  door's nonce  key  rank  nics  regions, as `regions::report_lengths`  checksum
 //! ```
 
 use super::frame::{Cursor, Malformed};
 use super::socket::Nonce;
 use crate::base::Rank;
 use crate::base::checksum::fnv1a;
-use crate::transport::network::regions::{lengths_told, tell_lengths};
+use crate::transport::network::regions::{report_lengths, reported_lengths};
 
 const MAGIC: [u8; 4] = *b"tyPA";
 const VERSION: u32 = 3;
 const SUM: usize = 8;
 
-/// An endpoint as its peers know it.
+/// An endpoint as its peers see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Address {
-    /// Of the socket on which it listens. The rest of that socket's name is fixed, so that no address can lead to a
-    /// socket of anything else.
+    /// Nonce in the name of its listening socket. The rest of the name is fixed, so that no address can lead to a
+    /// foreign socket.
     pub(super) nonce: Nonce,
-    /// Which endpoint, since which reset.
+    /// Identifies the endpoint since its last reset.
     pub(super) key: u64,
     pub(super) rank: Rank,
     pub(super) nics: u32,
-    /// Lengths of the registered spans; 0 of one that was taken back.
+    /// Lengths of the registered spans; 0 for a span that was taken back.
     pub(super) regions: Vec<u64>,
 }
 
@@ -39,12 +39,12 @@ impl Address {
         out.extend(self.key.to_le_bytes());
         out.extend(self.rank.0.to_le_bytes());
         out.extend(self.nics.to_le_bytes());
-        tell_lengths(&mut out, &self.regions);
+        report_lengths(&mut out, &self.regions);
         out.extend(fnv1a(&out).to_le_bytes());
         out
     }
 
-    /// What is wrong with the bytes, if anything.
+    /// Decodes an address; the error is the fault in the bytes.
     pub(super) fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
         let body = bytes.len().checked_sub(SUM).ok_or("is too short")?;
         let (body, sum) = bytes.split_at(body);
@@ -63,7 +63,7 @@ impl Address {
         let key = cursor.u64().map_err(short)?;
         let rank = Rank(cursor.u32().map_err(short)?);
         let nics = cursor.u32().map_err(short)?;
-        let regions = lengths_told(cursor.0).ok_or("has a wrong length")?;
+        let regions = reported_lengths(cursor.0).ok_or("has a wrong length")?;
         Ok(Address { nonce, key, rank, nics, regions })
     }
 }

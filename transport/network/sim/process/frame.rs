@@ -1,9 +1,9 @@
-//! What endpoints of different processes say to each other, and a decoder that trusts none of it.
+//! The frames between endpoints of different processes, and a decoder that trusts nothing.
 //!
 //! Place in the data path: between `outbound.rs` of one process and `inbound.rs` of another. Runs on the thread that
 //! polls. Never panics, whatever the bytes, and allocates nothing but the buffer it encodes into.
 //!
-//! A frame is one message of a socket that keeps message boundaries: what is malformed costs nothing but itself. All
+//! A frame is one message of a socket that keeps message boundaries: a malformed frame affects only itself. All
 //! integers are little-endian; the first eight bytes of the head are the same in all versions.
 //!
 //! ```text
@@ -16,7 +16,8 @@
 //! answers  4    number u64, stamp u64, verdict u8; once more to the end
 //! ```
 //!
-//! A stamp is a time of the host's monotonic clock: when the last byte left its NIC, or when the last packet landed.
+//! A stamp is a time of the host's monotonic clock: when the last byte left its NIC, or when the last packet was
+//! placed.
 
 use crate::base::Rank;
 use crate::transport::network::imm::ImmValue;
@@ -43,15 +44,15 @@ const WRITE: u16 = 2;
 const MESSAGE: u16 = 3;
 const ANSWERS: u16 = 4;
 
-/// What every frame begins with.
+/// The head of every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Head {
-    /// The receiver's key, as its address told it.
+    /// The receiver's key, from its address.
     pub(super) key: u64,
     pub(super) stamp_ns: u64,
 }
 
-/// First on every connection, by the one who dialled.
+/// First frame on every connection, from the side that dialled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello<'a> {
     pub(super) rank: Rank,
@@ -63,7 +64,7 @@ pub(super) struct Hello<'a> {
 /// A write, as each piece of its payload repeats it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece {
-    /// Its place among all that the sender posted to this peer.
+    /// Its number among all posts of the sender to this peer.
     pub(super) number: u64,
     pub(super) nic: u8,
     pub(super) target: Place,
@@ -74,10 +75,10 @@ pub(super) struct Piece {
     pub(super) at: u32,
 }
 
-/// What has become of a write or a message.
+/// The outcome of a write or a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// All of it is in place.
+    /// It is placed in full.
     Taken,
     /// It does not lie in a region; nothing of it was done.
     Outside,
@@ -94,7 +95,7 @@ pub(super) struct Answer {
     pub(super) verdict: Verdict,
 }
 
-/// One frame, as far as it can be judged without knowing anything of its sender.
+/// One frame, checked as far as possible without the state of its sender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Frame<'a> {
     Hello(Hello<'a>),
@@ -125,7 +126,7 @@ pub(super) enum Malformed {
     Kind(u16),
     /// Shorter or longer than its kind allows.
     Length(usize),
-    /// A field that cannot be.
+    /// A field with an impossible value.
     Field(&'static str),
 }
 
@@ -154,7 +155,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Head, Frame<'_>), Malformed> {
     Ok((head, frame))
 }
 
-/// Replaces what is in the buffer by a frame. A write's payload may be appended afterwards.
+/// Replaces the buffer's contents by a frame. A write's payload may be appended afterwards.
 pub(super) fn encode(out: &mut Vec<u8>, head: Head, frame: &Frame<'_>) {
     let kind = match frame {
         Frame::Hello(_) => HELLO,

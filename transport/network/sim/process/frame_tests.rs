@@ -51,7 +51,7 @@ pub(in crate::transport::network::sim::process) fn samples() -> Vec<(Vec<u8>, us
     ]
 }
 
-/// xorshift64*, so that a failing case is met again by its seed.
+/// xorshift64*, so that a failing case is replayed by its seed.
 pub(in crate::transport::network::sim::process) struct Dice(pub(in crate::transport::network::sim::process) u64);
 
 impl Dice {
@@ -80,7 +80,7 @@ impl Dice {
     }
 }
 
-/// Every frame that decodes says all that its bytes say.
+/// Encodes a decoded frame again: decoding must keep all its bytes.
 fn again(bytes: &[u8]) -> Vec<u8> {
     let (head, frame) = decode(bytes).unwrap();
     let mut out = Vec::new();
@@ -101,7 +101,7 @@ fn a_field_lost_or_swapped_between_encode_and_decode() {
 }
 
 #[test]
-fn a_field_at_another_place_than_the_format_says() {
+fn a_field_at_another_place_than_in_the_format() {
     let bytes = encoded(&Frame::Write(piece(), &[0xEE]));
     let fields: [&[u8]; 12] = [
         b"tySP",
@@ -129,7 +129,7 @@ fn a_truncated_frame_taken_for_whole() {
         for len in 0..bytes.len().min(least) {
             assert!(decode(&bytes[..len]).is_err(), "{len} of {} bytes", bytes.len());
         }
-        // What is longer says less, and never more than is there.
+        // A cut frame decodes to fewer bytes of payload or answers, never to more than are left.
         for len in least..bytes.len() {
             assert!(decode(&bytes[..len]).is_err() || again(&bytes[..len]) == bytes[..len]);
         }

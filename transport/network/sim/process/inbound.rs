@@ -1,4 +1,4 @@
-//! The receiving half: who has connected to this endpoint, and what arrives from them. This half lies about order.
+//! The receiving half: the connections to this endpoint, and their arrivals. This half reorders.
 //!
 //! Place in the data path: from the sockets to `poll`; the other end is `outbound.rs` of the sender's process. Runs on
 //! the thread that polls, and alone writes into this process's registered memory. It never blocks, and never holds more
@@ -8,7 +8,7 @@
 //!  stranger ── hello: version, token, key ──▶ guest ── piece ──▶ cut into packets, each late by its own chance
 //!                                              ▲                        │ NIC stopped or busy: later
 //!                                              │                        ▼
-//!                                              │                 packets land in memory
+//!                                              │                 packets placed in memory
 //!                                              │                        │ the last one
 //!                                              └── answer: Taken ◀──────┼──────────▶ Deliver ──▶ Imm
 //! ```
@@ -20,24 +20,24 @@ use super::shared::{Arrival, Core, Packet, READS_PER_POLL, Step};
 use super::socket::{self, Door, Receipt, Sending, Shortage};
 use crate::base::Rank;
 use crate::transport::network::imm::{ImmValue, MAX_RANKS};
-use crate::transport::network::sim::seat::Pending;
+use crate::transport::network::sim::endpoint_state::Pending;
 use crate::transport::network::{Place, RegionId};
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Most connections that have not said who they are.
+/// Most connections without a hello.
 const MAX_STRANGERS: usize = 256;
-/// Most connections of members: a present and a former life of every rank there can be.
+/// Most connections of members: a present and a former endpoint of every possible rank.
 const MAX_GUESTS: usize = 2 * MAX_RANKS;
-/// Most bytes of one guest that have not landed yet.
+/// Most bytes of one guest that have not been placed yet.
 pub(super) const MAX_HELD: usize = 8 << 20;
-/// Most writes and messages of one guest that are here in full and were not handed out.
+/// Most writes and messages of one guest that have arrived in full and were not handed out.
 const MAX_READY: usize = 4096;
-/// Most writes of one guest of which only a part has come.
+/// Most writes of one guest that have come only in part.
 const MAX_PARTIAL: usize = 1 << 16;
 /// Most events that wait for the caller to poll.
-pub(super) const MAX_INBOX: usize = 8192;
+pub(super) const MAX_UNDELIVERED: usize = 8192;
 
 #[derive(Debug)]
 enum Cargo {
@@ -53,10 +53,10 @@ struct Incoming {
     cargo: Cargo,
     total: u32,
     received: u32,
-    landed: u32,
-    /// One more than the last byte of the packet furthest on that has landed.
+    placed: u32,
+    /// End of the furthest packet that has been placed, in bytes.
     furthest: u32,
-    /// All of it has landed, and is to be handed out.
+    /// All of it has been placed, and is to be handed out.
     whole: bool,
 }
 
@@ -69,7 +69,7 @@ impl Incoming {
 /// A connection from a member.
 #[derive(Debug)]
 struct Guest {
-    /// `None` once the other end is closed; what has come in full still lands.
+    /// `None` once the other end is closed; writes that have come in full are still placed.
     fd: Option<OwnedFd>,
     rank: Rank,
     key: u64,
@@ -79,7 +79,7 @@ struct Guest {
     ready: usize,
     held: usize,
     answers: VecDeque<Answer>,
-    /// The socket takes nothing until it says so.
+    /// The socket takes nothing until it is reported writable.
     blocked: bool,
     /// The highest number that was handed out.
     delivered: u64,
@@ -90,17 +90,17 @@ impl Guest {
         self.held >= MAX_HELD
             || self.ready >= MAX_READY
             || self.answers.len() >= MAX_READY
-            || core.seat.inbox.len() >= MAX_INBOX
+            || core.endpoint.undelivered.len() >= MAX_UNDELIVERED
     }
 
-    /// Whether this endpoint has connected to the guest. One that was known stays so: it may be replaced while what it
-    /// was told to have sent is on its way.
+    /// Whether this endpoint has connected to the guest. A known guest stays known: its rank may be replaced while
+    /// writes that it counts as sent are under way.
     fn is_known(&mut self, core: &Core) -> bool {
-        self.known |= core.seat.lanes.get(&self.rank).is_some_and(|lane| lane.key == self.key);
+        self.known |= core.endpoint.channels.get(&self.rank).is_some_and(|channel| channel.key == self.key);
         self.known
     }
 
-    /// It has gone, and nothing of it is left.
+    /// Its connection is closed, and no arrival of it is left.
     fn is_over(&self) -> bool {
         self.fd.is_none() && self.arrivals.is_empty()
     }
@@ -110,7 +110,7 @@ impl Guest {
     }
 }
 
-/// All connections to this endpoint, and what arrives through them.
+/// All connections to this endpoint, and their arrivals.
 #[derive(Debug, Default)]
 pub(super) struct Inbound {
     token: Box<[u8]>,
@@ -128,21 +128,21 @@ impl Inbound {
         Inbound { token: token.into(), intakes: vec![Intake::default(); nics], ..Inbound::default() }
     }
 
-    /// Cuts off everybody, and drops what has not been handed out.
+    /// Closes all connections, and drops arrivals that have not been handed out.
     pub(super) fn reset(&mut self, core: &mut Core) {
         core.counts.cut += self.guests.values().map(|guest| guest.arrivals.len() as u64).sum::<u64>();
         self.guests.clear();
         self.strangers.clear();
     }
 
-    /// Drops what is on its way to a region that was taken back.
+    /// Drops writes under way to a region that was taken back.
     pub(super) fn drop_arriving(&mut self, core: &mut Core, region: RegionId) {
         let now = core.stamp(core.now_ns);
         for guest in self.guests.values_mut() {
             let dropped = guest.arrivals.extract_if(.., |_, incoming| incoming.is_bound_for(region));
             for (number, incoming) in dropped.collect::<Vec<_>>() {
                 guest.ready -= usize::from(incoming.received == incoming.total);
-                // One that has landed was answered; its immediate is not handed out.
+                // A write that was placed in full was answered; its immediate is not handed out.
                 if !incoming.whole {
                     core.counts.dropped += 1;
                     guest.answer(number, now, Verdict::Dropped);
@@ -157,10 +157,10 @@ impl Inbound {
         self.guests.values().map(|guest| guest.held).sum()
     }
 
-    // ---- who comes
+    // ---- connections
 
-    /// Lets in who has come. Fails if this process can open no more descriptors; who waits at the door is still there
-    /// for the next try.
+    /// Accepts waiting connections. Fails if this process can open no more descriptors; the connections then wait for
+    /// the next try.
     pub(super) fn welcome(&mut self, core: &mut Core, door: &Door) -> nix::Result<()> {
         for _ in 0..MAX_STRANGERS {
             let Some(fd) = door.accept()? else { return Ok(()) };
@@ -177,7 +177,7 @@ impl Inbound {
         Ok(())
     }
 
-    /// Hears what strangers begin with; a connection is dropped unless that is a member's hello.
+    /// Receives the first frames of strangers; drops a connection unless that frame is a member's hello.
     pub(super) fn meet(&mut self, core: &mut Core, buffer: &mut [u8]) {
         for fd in std::mem::take(&mut self.strangers) {
             match socket::receive(&fd, buffer) {
@@ -191,7 +191,7 @@ impl Inbound {
     /// Takes a connection's first frame.
     pub(super) fn introduce(&mut self, core: &mut Core, fd: Option<OwnedFd>, bytes: &[u8]) {
         let member = |head: &Head, hello: &Hello<'_>| {
-            head.key == core.seat.key
+            head.key == core.endpoint.key
                 && same_token(hello.token, &self.token)
                 && hello.nics as usize == core.config.nics.len()
                 && hello.rank.index() < MAX_RANKS
@@ -226,8 +226,8 @@ impl Inbound {
         self.strangers.iter().map(OwnedFd::as_fd)
     }
 
-    /// The connections of guests, whether this endpoint wants to read from them, and whether each waits for its socket
-    /// to take more.
+    /// The connections of guests: whether this endpoint wants to read from each, and whether it waits for the socket to
+    /// take more.
     pub(super) fn sockets(&self, core: &Core) -> impl Iterator<Item = (u64, BorrowedFd<'_>, bool, bool)> {
         self.guests.iter().filter_map(|(id, guest)| {
             let fd = guest.fd.as_ref()?;
@@ -243,7 +243,7 @@ impl Inbound {
     }
 
     /// Reads what a guest has sent.
-    pub(super) fn hear(&mut self, core: &mut Core, id: u64, buffer: &mut [u8]) {
+    pub(super) fn receive(&mut self, core: &mut Core, id: u64, buffer: &mut [u8]) {
         for _ in 0..READS_PER_POLL {
             let Some(guest) = self.guests.get(&id).filter(|guest| !guest.is_paused(core)) else { return };
             let Some(fd) = &guest.fd else { return };
@@ -255,7 +255,7 @@ impl Inbound {
         }
     }
 
-    /// A guest's end is closed: what has come in part is cut off, and the rest still lands.
+    /// A guest's end is closed: writes that have come in part are cut off, and the others are still placed.
     fn part(&mut self, core: &mut Core, id: u64) {
         let Some(guest) = self.guests.get_mut(&id) else { return };
         guest.fd = None;
@@ -266,14 +266,14 @@ impl Inbound {
         self.sweep(id);
     }
 
-    /// Forgets a guest who has gone and of whom nothing is left.
+    /// Forgets a guest that is over.
     fn sweep(&mut self, id: u64) {
         if self.guests.get(&id).is_some_and(Guest::is_over) {
             self.guests.remove(&id);
         }
     }
 
-    /// Gives the sockets the answers that they take.
+    /// Sends as many answers as the sockets take.
     pub(super) fn talk(&mut self, core: &Core) {
         for guest in self.guests.values_mut() {
             let Some(fd) = guest.fd.as_ref() else { continue };
@@ -283,14 +283,14 @@ impl Inbound {
                 match socket::send_frame(fd, &self.buffer) {
                     Sending::Sent => drop(guest.answers.drain(..MAX_ANSWERS.min(guest.answers.len()))),
                     Sending::Full => guest.blocked = true,
-                    // Nobody is left to hear them.
+                    // No receiver is left.
                     Sending::Closed | Sending::Broken => guest.answers.clear(),
                 }
             }
         }
     }
 
-    // ---- what arrives
+    // ---- arrivals
 
     /// One frame of a guest. Each is taken, or counted as refused.
     pub(super) fn take(&mut self, core: &mut Core, id: u64, bytes: &[u8]) {
@@ -302,7 +302,7 @@ impl Inbound {
                 return;
             }
         };
-        if head.key != core.seat.key {
+        if head.key != core.endpoint.key {
             core.refused.stale += 1;
             return;
         }
@@ -311,7 +311,7 @@ impl Inbound {
             Frame::Write(piece, _) if usize::from(piece.nic) >= core.config.nics.len() => core.refused.malformed += 1,
             Frame::Write(piece, _) if !guest.is_known(core) => {
                 core.refused.unconnected += 1;
-                // Each piece says it all; the first one's answer is enough.
+                // Each piece repeats the write; one answer, to the first piece, is enough.
                 if piece.at == 0 {
                     guest.answer(piece.number, now, Verdict::Unconnected);
                 }
@@ -321,7 +321,7 @@ impl Inbound {
                 core.refused.unconnected += 1;
                 guest.answer(number, now, Verdict::Unconnected);
             }
-            Frame::Message { number, .. } if guest.arrivals.contains_key(&number) => core.refused.out_of_turn += 1,
+            Frame::Message { number, .. } if guest.arrivals.contains_key(&number) => core.refused.out_of_order += 1,
             Frame::Message { number, bytes } => {
                 let cargo = Cargo::Message(bytes.into());
                 let serial = core.number();
@@ -333,11 +333,11 @@ impl Inbound {
                 let at_ns = at_ns.saturating_add(core.lateness());
                 core.schedule(at_ns, Step::Packet(packet));
             }
-            Frame::Hello(_) | Frame::Answers(_) => core.refused.out_of_turn += 1,
+            Frame::Hello(_) | Frame::Answers(_) => core.refused.out_of_order += 1,
         }
     }
 
-    /// A packet passes its NIC, or lands.
+    /// A packet passes its NIC, or is placed.
     pub(super) fn packet(&mut self, core: &mut Core, mut packet: Packet, at_ns: u64) {
         let Arrival { guest: id, number, serial } = packet.arrival;
         let Some(guest) = self.guests.get_mut(&id) else { return };
@@ -363,18 +363,18 @@ impl Inbound {
         if let Cargo::Write { target, .. } = incoming.cargo {
             let bytes = &packet.piece[packet.start as usize..(packet.start + packet.len) as usize];
             let place = Place { offset: target.offset.saturating_add(packet.at.into()), ..target };
-            // A region takes its arrivals with it, so this one's is there.
-            if let Some(address) = core.seat.regions.locate(place, packet.len) {
-                // SAFETY: `locate` has just found all of it inside a region of this endpoint that is there.
-                unsafe { memory::land(bytes, address) };
+            // Taking a region back removes its arrivals, so this one's region is registered.
+            if let Some(address) = core.endpoint.regions.locate(place, packet.len) {
+                // SAFETY: `locate` has just found all of it inside a registered region of this endpoint.
+                unsafe { memory::place(bytes, address) };
             }
         }
         guest.held -= packet.len as usize;
         core.counts.packets += 1;
         core.counts.packets_out_of_order += u64::from(packet.at < incoming.furthest);
-        incoming.landed += packet.len;
+        incoming.placed += packet.len;
         incoming.furthest = incoming.furthest.max(packet.at + packet.len);
-        if incoming.landed < incoming.total {
+        if incoming.placed < incoming.total {
             return;
         }
         incoming.whole = true;
@@ -385,15 +385,15 @@ impl Inbound {
         }
     }
 
-    /// Hands out what is here in full.
+    /// Hands out an arrival that is complete.
     pub(super) fn deliver(&mut self, core: &mut Core, arrival: Arrival) {
         let Some(guest) = self.guests.get_mut(&arrival.guest) else { return };
-        // What is whole keeps its number until now.
+        // A complete arrival keeps its number until now.
         let Some(incoming) = guest.arrivals.remove(&arrival.number) else { return };
         guest.ready -= 1;
         core.counts.reordered += u64::from(arrival.number < guest.delivered);
         guest.delivered = guest.delivered.max(arrival.number);
-        core.seat.inbox.push_back(match incoming.cargo {
+        core.endpoint.undelivered.push_back(match incoming.cargo {
             Cargo::Write { imm, .. } => Pending::Imm { imm, nic: incoming.nic },
             Cargo::Message(bytes) => {
                 guest.answer(arrival.number, core.stamp(core.now_ns), Verdict::Taken);
@@ -407,16 +407,16 @@ impl Inbound {
 impl Incoming {
     fn new(serial: u64, nic: u8, total: u32) -> Incoming {
         let cargo = Cargo::Message(Box::default());
-        Incoming { serial, nic: usize::from(nic), cargo, total, received: 0, landed: 0, furthest: 0, whole: false }
+        Incoming { serial, nic: usize::from(nic), cargo, total, received: 0, placed: 0, furthest: 0, whole: false }
     }
 }
 
-/// Takes a piece of a write of a NIC that there is, and schedules its packets.
+/// Takes a piece of a write, whose NIC exists, and schedules its packets.
 fn take_piece(core: &mut Core, id: u64, guest: &mut Guest, head: Head, piece: Piece, payload: &[u8]) {
-    if core.seat.regions.locate(piece.target, piece.total).is_none() {
-        // Of a write that was dropped when its first piece had come, the others say nothing new.
+    if core.endpoint.regions.locate(piece.target, piece.total).is_none() {
+        // Of a write that was dropped, only the first piece is counted.
         let first = u64::from(piece.at == 0);
-        let verdict = if core.seat.regions.is_gone(piece.target.region) {
+        let verdict = if core.endpoint.regions.is_gone(piece.target.region) {
             core.counts.dropped += first;
             Verdict::Dropped
         } else {
@@ -435,7 +435,7 @@ fn take_piece(core: &mut Core, id: u64, guest: &mut Guest, head: Head, piece: Pi
         let serial = core.number();
         guest.arrivals.insert(piece.number, Incoming { cargo, ..Incoming::new(serial, piece.nic, piece.total) });
     } else if piece.at == 0 {
-        core.refused.out_of_turn += 1;
+        core.refused.out_of_order += 1;
         return;
     }
     let next = |incoming: &&mut Incoming| {
@@ -444,7 +444,7 @@ fn take_piece(core: &mut Core, id: u64, guest: &mut Guest, head: Head, piece: Pi
         same && (incoming.nic, incoming.total, incoming.received) == (usize::from(piece.nic), piece.total, piece.at)
     };
     let Some(incoming) = guest.arrivals.get_mut(&piece.number).filter(next) else {
-        core.refused.out_of_turn += 1;
+        core.refused.out_of_order += 1;
         return;
     };
     incoming.received += payload.len() as u32;
@@ -473,7 +473,7 @@ fn schedule_packets(core: &mut Core, arrival: Arrival, head: Head, piece: Piece,
     }
 }
 
-/// Whether two tokens are equal, in a time that says nothing about where they differ.
+/// Whether two tokens are equal, in a time that does not depend on where they differ.
 fn same_token(theirs: &[u8], ours: &[u8]) -> bool {
     theirs.len() == ours.len()
         && theirs.iter().zip(ours).fold(0u8, |acc, (a, b)| std::hint::black_box(acc | (a ^ b))) == 0

@@ -1,31 +1,31 @@
-//! How fast one NIC takes in what reaches it.
+//! How fast one NIC takes in packets.
 //!
-//! Place in the data path: at the receiver, between a packet's arrival and its landing. Pure arithmetic.
+//! Place in the data path: at the receiver, between a packet's arrival and its placement. Pure arithmetic.
 //!
-//! Packets arrive by their stamps, but are seen when somebody polls: a sender that was held up brings packets that
-//! arrived before others which were seen already. Those find the time that the NIC was idle meanwhile, so that a link
-//! is as fast on a busy machine as on an idle one.
+//! Packets arrive at their stamps' times, but are seen when the endpoint is polled. A sender that was held up brings
+//! packets that arrived before packets seen already. Late packets use the NIC's idle time of then, so that a link is as
+//! fast on a busy machine as on an idle one.
 
 use std::collections::VecDeque;
 
-/// Idle times that are remembered; the oldest are forgotten.
+/// Most idle times kept; the oldest are dropped.
 const MAX_GAPS: usize = 64;
 
 #[derive(Debug, Default, Clone)]
 pub(super) struct Intake {
-    /// When it has taken in all that was seen, in picoseconds.
+    /// When it has taken in all packets seen so far, in picoseconds.
     until_ps: u64,
     /// When it was idle before that: from, and to; the earliest first.
     gaps: VecDeque<(u64, u64)>,
 }
 
 impl Intake {
-    /// When a packet is taken in that takes so long, and whose last byte arrives at that time.
+    /// When a packet has been taken in that takes `needed_ps`, and whose last byte arrives at `at_ps`.
     pub(super) fn take(&mut self, at_ps: u64, needed_ps: u64) -> u64 {
         if needed_ps == 0 {
             return at_ps;
         }
-        // An idle NIC takes a packet in while it arrives: then its last byte is all that is left.
+        // An idle NIC takes a packet in while it arrives: only its last byte is left then.
         let end_after = |from_ps: u64| from_ps.saturating_add(needed_ps).max(at_ps);
         let fits = |(from_ps, to_ps): &(u64, u64)| end_after(*from_ps) <= *to_ps;
         if let Some(place) = self.gaps.iter().position(fits) {

@@ -1,10 +1,10 @@
 //! Registered memory: the only place where an endpoint touches bytes that it does not own.
 //!
-//! The argument for its `unsafe`, once for all: an address comes from a region of this endpoint, whose registrar
+//! The argument for its `unsafe`, once for all uses: an address comes from a region of this endpoint, whose registrar
 //! promised to keep it readable and writable until it is taken back or the endpoint dropped, and `locate` has found the
 //! whole length inside. Only the endpoint's own calls copy, so they end before that: a region from which writes are
-//! outstanding is not taken back, and with one that is go all writes that would still land there. What other processes
-//! send is copied here, by the process that owns the memory; no address ever leaves it.
+//! outstanding is not taken back, and taking one back drops all writes that would still be placed in it. The process
+//! that owns the memory copies what other processes send; no address ever leaves it.
 
 /// Appends registered memory to a buffer.
 ///
@@ -25,7 +25,7 @@ pub(super) unsafe fn append(out: &mut Vec<u8>, address: u64, bytes: usize) {
 ///
 /// # Safety
 /// As for [`append`], of the target.
-pub(super) unsafe fn land(packet: &[u8], address: u64) {
+pub(super) unsafe fn place(packet: &[u8], address: u64) {
     let target = std::ptr::with_exposed_provenance_mut::<u8>(address as usize);
     // SAFETY: the caller's promise for the target; the packet is a buffer of the endpoint's own.
     unsafe { std::ptr::copy_nonoverlapping(packet.as_ptr(), target, packet.len()) };

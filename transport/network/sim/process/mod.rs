@@ -1,16 +1,16 @@
-//! The simulated network between processes of one host: no rank sees another's memory, and bytes travel over sockets.
+//! The simulated network between processes of one host: no rank accesses another's memory, and bytes travel over
+//! sockets.
 //!
-//! Place in the data path: where libfabric or verbs would be, as its parent, which is for the ranks of one process. An
-//! endpoint sends from its own registered memory and writes into its own registered memory; what lies between are Unix
-//! sockets. It lies about order as much as the promises of [the trait](crate::transport::network) leave open: the
-//! receiver cuts each write into packets, lets them land in any order at later polls, and hands out the immediate when
-//! all have. Chances, queues and speeds are a [`SimConfig`]'s; each endpoint draws from the seed and its rank, and
-//! counts what it
-//! did in [`Counts`].
+//! Place in the data path: where libfabric or verbs would be, like its parent, which is for the ranks of one process.
+//! An endpoint sends from its own registered memory and writes into its own registered memory; between them are Unix
+//! sockets. It reorders as much as the promises of [the trait](crate::transport::network) leave open: the receiver cuts
+//! each write into packets, places them in any order at later polls, and hands out the immediate when all are placed.
+//! Chances, queues and speeds are a [`SimConfig`]'s; each endpoint draws from the seed and its rank, and counts its
+//! events in [`Counts`].
 //!
 //! Runs on the caller's thread, and has none of its own: an endpoint that nobody polls neither sends nor receives. It
-//! never blocks, trusts nothing that a socket says, and never tells anyone an address of memory. Unlike a real backend
-//! it allocates and makes system calls in `post` and `poll`.
+//! never blocks, trusts nothing that it receives, and never sends an address of memory. Unlike a real backend it
+//! allocates and makes system calls in `post` and `poll`.
 //!
 //! ```text
 //!   process of rank 0                                      process of rank 1
@@ -20,7 +20,7 @@
 //!   poll ◀─ Inbound  ◀══ hello, writes, messages ══ Outbound  the other's answers come back on it
 //! ```
 //!
-//! A job's ranks exchange addresses by whatever they have; with a [`World`](crate::transport::World):
+//! A job's ranks exchange addresses by any means; with a [`World`](crate::transport::World):
 //!
 //! ```no_run
 //! use tokenyard::network::Transport;
@@ -30,7 +30,7 @@
 //! fn open(world: &World, token: &[u8]) -> Result<ProcessEndpoint> {
 //!     let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(1) };
 //!     let mut endpoint = ProcessEndpoint::open(world.rank(), token, config)?;
-//!     // Register memory here: addresses tell of the regions registered so far.
+//!     // Register memory here: addresses contain the regions registered so far.
 //!     let addresses = world.all_gather("endpoints", &endpoint.address())?;
 //!     for (peer, address) in (0u32..).map(Rank).zip(&addresses).filter(|(peer, _)| *peer != world.rank()) {
 //!         endpoint.connect(peer, address)?;
@@ -40,12 +40,12 @@
 //! }
 //! ```
 //!
-//! Time is each endpoint's own. With [`Clock::Real`](super::Clock::Real) stamps of the host's monotonic clock travel
+//! Each endpoint has its own time. With [`Clock::Real`](super::Clock::Real) stamps of the host's monotonic clock travel
 //! with the bytes, so that the link model holds as long as both ends poll; with virtual time, which passes by polls,
 //! latency counts from when a frame is read.
 //!
-//! A peer that ends in any way closes its sockets, and writes to it then end as
-//! [`dead_peers`](SimConfig::dead_peers) says. A process that it forked keeps them open, and hides that it is gone.
+//! A peer that ends in any way closes its sockets; writes to it then end by
+//! [`dead_peers`](SimConfig::dead_peers). A process that the peer forked keeps them open, and hides that it is gone.
 
 mod address;
 mod frame;
@@ -58,7 +58,7 @@ mod socket;
 
 use super::config::{Clock, SimConfig};
 use super::counts::Counts;
-use super::seat::Pending;
+use super::endpoint_state::Pending;
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::imm::MAX_RANKS;
 use crate::transport::network::{DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
@@ -74,17 +74,17 @@ use socket::Door;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-/// What an endpoint dropped because it was not what a connected member of its job sends.
+/// Counts of what an endpoint dropped because no connected member of its job sends it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Refused {
     /// Connections of another user or job, to another key, of another version, or that began with something else.
     pub connections: u64,
-    /// Frames that are none: of another length, version or kind, or with fields that cannot be.
+    /// Malformed frames: of another length, version or kind, or with impossible fields.
     pub malformed: u64,
-    /// Frames to a key that this endpoint does not have, or has no more.
+    /// Frames to a key that is not this endpoint's present key.
     pub stale: u64,
-    /// Frames that make no sense when they come: answers to nothing, pieces of no write.
-    pub out_of_turn: u64,
+    /// Frames that are out of order: answers to nothing, pieces of no write.
+    pub out_of_order: u64,
     /// Pieces of writes that do not lie in a registered region.
     pub outside: u64,
     /// Frames of members to which this endpoint has not connected.
@@ -94,22 +94,22 @@ pub struct Refused {
 impl Refused {
     /// All of them.
     pub fn total(&self) -> u64 {
-        let Refused { connections, malformed, stale, out_of_turn, outside, unconnected } = self;
-        connections + malformed + stale + out_of_turn + outside + unconnected
+        let Refused { connections, malformed, stale, out_of_order, outside, unconnected } = self;
+        connections + malformed + stale + out_of_order + outside + unconnected
     }
 }
 
-/// A rank's endpoint in the simulated network between processes of one host. Its peers may as well be other endpoints
-/// of the same process, or itself.
+/// A rank's endpoint in the simulated network between processes of one host. Its peers may also be other endpoints of
+/// the same process, or itself.
 #[derive(Debug)]
 pub struct ProcessEndpoint {
     core: Core,
     door: Door,
     outbound: Outbound,
     inbound: Inbound,
-    /// What is read; one byte longer than any frame, so that a longer one shows.
+    /// Receives frames; one byte longer than any frame, so that a longer one is noticed.
     buffer: Box<[u8]>,
-    /// What the poll that is going on hands out.
+    /// The events of the present poll.
     batch: Vec<Pending>,
 }
 
@@ -144,11 +144,7 @@ impl ProcessEndpoint {
             return Err(Error::config("receives", config.receives, advice));
         }
         if rank.index() >= MAX_RANKS {
-            return Err(Error::config(
-                "rank",
-                rank,
-                format!("an immediate can tell {MAX_RANKS} apart; use fewer ranks"),
-            ));
+            return Err(Error::config("rank", rank, format!("an immediate can name {MAX_RANKS}; use fewer ranks")));
         }
         if token.len() > MAX_TOKEN {
             let advice = format!("use a token of at most {MAX_TOKEN} bytes");
@@ -172,18 +168,18 @@ impl ProcessEndpoint {
         self.core.rank
     }
 
-    /// What has happened here so far: to what this endpoint posted, and to what arrived. Deaths are those of peers,
-    /// whose connections ended; stops are those of its own NICs.
+    /// Counts of events at this endpoint so far: of its posts and of its arrivals. Deaths are of peers whose
+    /// connections ended; stops are of its own NICs.
     pub fn counts(&self) -> Counts {
         self.core.counts
     }
 
-    /// What was dropped so far.
+    /// Counts of what was dropped so far.
     pub fn refused(&self) -> Refused {
         self.core.refused
     }
 
-    /// Stops one of its NICs: for that time nothing leaves it, and nothing that reaches it lands.
+    /// Stops one of its NICs: for that time nothing leaves it, and nothing that reaches it is placed.
     pub fn stop(&mut self, nic: u8, for_ns: u64) {
         self.core.look();
         self.core.stop(usize::from(nic), for_ns);
@@ -191,10 +187,10 @@ impl ProcessEndpoint {
 
     /// Makes the next `count` writes that it posts fail.
     pub fn fail_next(&mut self, count: u32) {
-        self.core.seat.fail_next = count;
+        self.core.endpoint.fail_next = count;
     }
 
-    /// Asks the kernel, without waiting, whose socket is ready, to be read or to take more.
+    /// Polls, without waiting, which sockets can be read or take more.
     fn ready(&self) -> Vec<(Who, PollFlags)> {
         let interest = |reads: bool, blocked: bool| {
             let read = if reads { PollFlags::POLLIN } else { PollFlags::empty() };
@@ -220,13 +216,13 @@ impl ProcessEndpoint {
                 let found = fds.iter().map(|fd| fd.revents().unwrap_or(PollFlags::all()));
                 whose.into_iter().zip(found).filter(|(_, found)| !found.is_empty()).collect()
             }
-            // Interrupted, or more descriptors than the kernel looks at: then each is tried.
+            // Interrupted, or more descriptors than the kernel polls: then each is tried.
             Err(_) => whose.into_iter().map(|who| (who, PollFlags::all())).collect(),
         }
     }
 
-    /// Reads what has come.
-    fn hear(&mut self) -> Result<()> {
+    /// Reads from all ready sockets.
+    fn receive(&mut self) -> Result<()> {
         let ready = self.ready();
         let ProcessEndpoint { core, door, outbound, inbound, buffer, .. } = self;
         for (who, _) in ready.iter().filter(|(_, found)| found.contains(PollFlags::POLLOUT)) {
@@ -241,8 +237,8 @@ impl ProcessEndpoint {
             match who {
                 Who::Door => door_opens = true,
                 Who::Stranger => stranger_speaks = true,
-                Who::Guest(id) => inbound.hear(core, id, buffer),
-                Who::Peer(peer) => outbound.hear(core, peer, buffer),
+                Who::Guest(id) => inbound.receive(core, id, buffer),
+                Who::Peer(peer) => outbound.receive(core, peer, buffer),
             }
         }
         let welcomed = if door_opens { inbound.welcome(core, door) } else { Ok(()) };
@@ -263,7 +259,7 @@ impl ProcessEndpoint {
         inbound.shortage.note(short).map_err(|lasting| too_short(core.rank, "take", lasting))
     }
 
-    /// Lets everything happen that is due by now.
+    /// Executes all steps that are due by now.
     fn run_due(&mut self) {
         while let Some(due) = self.core.next_due() {
             match due.step {
@@ -306,11 +302,11 @@ impl Transport for ProcessEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        self.core.seat.regions.register_host(span)
+        self.core.endpoint.regions.register_host(span)
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
-        let released = self.core.seat.regions.take_back(region)?;
+        let released = self.core.endpoint.regions.take_back(region)?;
         if released == Released::Done {
             self.core.look();
             self.inbound.drop_arriving(&mut self.core, region);
@@ -319,8 +315,8 @@ impl Transport for ProcessEndpoint {
     }
 
     fn address(&self) -> Vec<u8> {
-        let regions = self.core.seat.regions.lengths();
-        let (nonce, key, nics) = (self.door.nonce, self.core.seat.key, self.nics() as u32);
+        let regions = self.core.endpoint.regions.lengths();
+        let (nonce, key, nics) = (self.door.nonce, self.core.endpoint.key, self.nics() as u32);
         Address { nonce, key, rank: self.core.rank, nics, regions }.encode()
     }
 
@@ -352,14 +348,14 @@ impl Transport for ProcessEndpoint {
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
         self.core.tick();
-        self.hear()?;
+        self.receive()?;
         self.run_due();
         let talked = self.outbound.talk(&mut self.core);
         self.inbound.talk(&self.core);
         talked.map_err(|lasting| too_short(self.core.rank, "open", lasting))?;
         let mut batch = std::mem::take(&mut self.batch);
         batch.clear();
-        batch.extend(std::iter::from_fn(|| self.core.seat.take()).take(self.core.config.poll_batch));
+        batch.extend(std::iter::from_fn(|| self.core.endpoint.take()).take(self.core.config.poll_batch));
         for pending in &batch {
             on_event(pending.event());
         }
@@ -373,9 +369,9 @@ impl Transport for ProcessEndpoint {
         self.outbound.reset(&mut self.core);
         self.inbound.reset(&mut self.core);
         self.core.clear_agenda();
-        let seat = &mut self.core.seat;
-        seat.key = door.key;
-        seat.inbox.retain(|pending| pending.slot().is_some());
+        let endpoint = &mut self.core.endpoint;
+        endpoint.key = door.key;
+        endpoint.undelivered.retain(|pending| pending.slot().is_some());
         self.door = door;
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! The sending half: what this endpoint has posted, and its connections to its peers.
+//! The sending half: this endpoint's posts, and its connections to its peers.
 //!
 //! Place in the data path: from `post` to the sockets; the other end is `inbound.rs` of the peer's process. Runs on the
-//! thread that posts and polls. It never blocks: what a socket does not take waits in a queue that the bounds on
-//! outstanding writes and messages bound, too, since a waiting write is a number and its payload stays where it is.
+//! thread that posts and polls. It never blocks: frames that a socket does not take wait in a queue. The bounds on
+//! outstanding writes and messages bound this queue, too: a waiting write is a number, and its payload stays in place.
 //!
 //! ```text
 //!          Depart, when its NIC has sent a piece            answer: Taken
@@ -19,7 +19,7 @@ use super::shared::{Core, FlightId, READS_PER_POLL, Step};
 use super::socket::{self, Nonce, Receipt, Sending, Shortage};
 use crate::base::{Rank, Result};
 use crate::transport::network::sim::config::DeadPeers;
-use crate::transport::network::sim::seat::{Lane, Miss, Pending, Slot};
+use crate::transport::network::sim::endpoint_state::{Channel, Miss, Pending, Slot};
 use crate::transport::network::{Posted, Reason, WriteImm};
 use crate::transport::world::fds::is_shortage;
 use nix::errno::Errno;
@@ -53,10 +53,10 @@ struct Flight {
     sent: u32,
     /// The socket has taken all of it.
     gone: bool,
-    /// When its NIC has sent the last piece that was scheduled, in picoseconds, and the stamp of that piece.
+    /// When its NIC has sent the last scheduled piece, in picoseconds, and the stamp of that piece.
     until_ps: u64,
     stamp_ns: u64,
-    /// It may complete as soon as it is gone.
+    /// It may complete as soon as the socket has taken all of it.
     eager: bool,
     /// The peer has answered.
     answered: bool,
@@ -89,35 +89,35 @@ impl Flight {
 
 #[derive(Debug)]
 enum Wire {
-    /// So many waited at the peer's door, or descriptors were so short, that this endpoint must come back.
+    /// To be retried: too many connections waited at the peer, or descriptors were short.
     Dialling,
     Up(OwnedFd),
     /// The peer has gone.
     Gone,
 }
 
-/// The connection behind a lane of the seat.
+/// The connection of a channel of the endpoint state.
 #[derive(Debug)]
 struct Link {
-    lane: u64,
+    channel: u64,
     key: u64,
     nonce: Nonce,
     wire: Wire,
-    /// What has left its NIC and was not taken by the socket yet.
+    /// Flights that have left the NIC and were not taken by the socket yet.
     waiting: VecDeque<FlightId>,
-    /// The socket takes nothing until it says so.
+    /// The socket takes nothing until it is reported writable.
     blocked: bool,
     eager_bytes: usize,
 }
 
-/// All connections to peers, and what is on its way to them.
+/// All connections to peers, and the flights to them.
 #[derive(Debug)]
 pub(super) struct Outbound {
     token: Box<[u8]>,
     links: BTreeMap<Rank, Link>,
     flights: BTreeMap<FlightId, Flight>,
     buffer: Vec<u8>,
-    /// Of connecting, and whether `talk` has met one.
+    /// Shortage in connecting, and whether `talk` has met one.
     pub(super) shortage: Shortage,
     short: Option<Errno>,
 }
@@ -142,20 +142,20 @@ impl Outbound {
             return Err(format!("is of an endpoint with {} NICs, not {}", address.nics, core.config.nics.len()));
         }
         let peer = address.rank;
-        match (core.seat.lanes.get_mut(&peer), self.links.get(&peer)) {
-            (Some(lane), Some(link)) if lane.key == address.key => {
+        match (core.endpoint.channels.get_mut(&peer), self.links.get(&peer)) {
+            (Some(channel), Some(link)) if channel.key == address.key => {
                 if matches!(link.wire, Wire::Gone) {
                     return Err("is of an endpoint that is gone or was reset".into());
                 }
-                // Of two addresses, either may be the older one: what is gone in one of them is gone.
-                let both = lane.regions.iter().zip(&address.regions);
-                if both.clone().any(|(known, told)| known != told && *known != 0 && *told != 0) {
+                // Either of two addresses may be the older one: a region that is gone in one of them is gone.
+                let both = channel.regions.iter().zip(&address.regions);
+                if both.clone().any(|(known, reported)| known != reported && *known != 0 && *reported != 0) {
                     return Err("contradicts an earlier one of the same endpoint".into());
                 }
-                let mut regions: Vec<u64> = both.map(|(known, told)| *known.min(told)).collect();
-                let longer = if lane.regions.len() > regions.len() { &lane.regions } else { &address.regions };
+                let mut regions: Vec<u64> = both.map(|(known, reported)| *known.min(reported)).collect();
+                let longer = if channel.regions.len() > regions.len() { &channel.regions } else { &address.regions };
                 regions.extend_from_slice(&longer[regions.len()..]);
-                lane.regions = regions;
+                channel.regions = regions;
                 Ok(())
             }
             _ => self.replace(core, address),
@@ -165,14 +165,16 @@ impl Outbound {
     fn replace(&mut self, core: &mut Core, address: Address) -> std::result::Result<(), String> {
         let (peer, key) = (address.rank, address.key);
         let wire = self.dial(core, &address.nonce, key).map_err(|errno| format!("cannot be reached ({errno})"))?;
-        let lane = core.number();
+        let channel = core.number();
         if let Some(old) = self.links.remove(&peer) {
-            self.fail_lane(core, old.lane, Reason::Flushed);
+            self.fail_channel(core, old.channel, Reason::Flushed);
         }
         let link =
-            Link { lane, key, nonce: address.nonce, wire, waiting: VecDeque::new(), blocked: false, eager_bytes: 0 };
+            Link { channel, key, nonce: address.nonce, wire, waiting: VecDeque::new(), blocked: false, eager_bytes: 0 };
         self.links.insert(peer, link);
-        core.seat.lanes.insert(peer, Lane { key, id: lane, regions: address.regions, ..Lane::default() });
+        core.endpoint
+            .channels
+            .insert(peer, Channel { key, id: channel, regions: address.regions, ..Channel::default() });
         Ok(())
     }
 
@@ -187,7 +189,7 @@ impl Outbound {
             Err(errno) => return Err(errno),
         };
         let nics = core.config.nics.len() as u32;
-        let hello = Hello { rank: core.rank, nics, key: core.seat.key, token: &self.token };
+        let hello = Hello { rank: core.rank, nics, key: core.endpoint.key, token: &self.token };
         let head = Head { key, stamp_ns: core.stamp(core.now_ns) };
         frame::encode(&mut self.buffer, head, &Frame::Hello(hello));
         match socket::send_frame(&fd, &self.buffer) {
@@ -197,25 +199,26 @@ impl Outbound {
         }
     }
 
-    /// Forgets all peers, and completes all that was posted to them.
+    /// Forgets all peers, and completes all posts to them.
     pub(super) fn reset(&mut self, core: &mut Core) {
-        let lanes: Vec<u64> = self.links.values().map(|link| link.lane).collect();
-        lanes.into_iter().for_each(|lane| self.fail_lane(core, lane, Reason::Flushed));
+        let channels: Vec<u64> = self.links.values().map(|link| link.channel).collect();
+        channels.into_iter().for_each(|channel| self.fail_channel(core, channel, Reason::Flushed));
         self.links.clear();
-        core.seat.lanes.clear();
+        core.endpoint.channels.clear();
     }
 
-    /// Completes what was posted in a lane as failed, at once, and forgets it. What its socket has taken may arrive.
-    fn fail_lane(&mut self, core: &mut Core, lane: u64, reason: Reason) {
-        let first = FlightId { lane, number: 0 };
-        let after = FlightId { lane: lane + 1, number: 0 };
+    /// Completes all posts of a channel as failed, at once, and forgets it. Frames that its socket has taken may
+    /// arrive.
+    fn fail_channel(&mut self, core: &mut Core, channel: u64, reason: Reason) {
+        let first = FlightId { channel, number: 0 };
+        let after = FlightId { channel: channel + 1, number: 0 };
         let mut posted = self.flights.split_off(&first);
         self.flights.append(&mut posted.split_off(&after));
         for flight in posted.into_values() {
             core.counts.cut += u64::from(!flight.gone && flight.missing.is_none());
             if let (false, Cargo::Write { write, .. }) = (flight.completed, &flight.cargo) {
-                let slot = Slot { nic: flight.nic(), peer: flight.peer, lane, region: write.source.region };
-                core.seat.complete(Pending::Missed { token: write.token, slot, miss: reason.into() });
+                let slot = Slot { nic: flight.nic(), peer: flight.peer, channel, region: write.source.region };
+                core.endpoint.complete(Pending::Missed { token: write.token, slot, miss: reason.into() });
             }
         }
     }
@@ -223,13 +226,14 @@ impl Outbound {
     // ---- posting
 
     pub(super) fn post(&mut self, core: &mut Core, write: &WriteImm) -> Result<Posted> {
-        let address = core.seat.admit(write, core.config.write_bytes)?;
+        let address = core.endpoint.admit(write, core.config.write_bytes)?;
         let nic = usize::from(write.nic);
-        let (Some(lane), Some(link)) = (core.seat.lanes.get(&write.peer), self.links.get_mut(&write.peer)) else {
+        let (Some(channel), Some(link)) = (core.endpoint.channels.get(&write.peer), self.links.get_mut(&write.peer))
+        else {
             return Ok(Posted::Full);
         };
-        let room =
-            core.seat.ports[nic].outstanding < core.config.nic_queue && lane.outstanding[nic] < core.config.peer_queue;
+        let room = core.endpoint.ports[nic].outstanding < core.config.nic_queue
+            && channel.outstanding[nic] < core.config.peer_queue;
         if core.is_full(room) {
             return Ok(Posted::Full);
         }
@@ -242,7 +246,7 @@ impl Outbound {
         let source = if eager {
             link.eager_bytes += bytes;
             let mut taken = Vec::new();
-            // SAFETY: `admit` found the source inside a region of this endpoint that is there.
+            // SAFETY: `admit` found the source inside a registered region of this endpoint.
             unsafe { memory::append(&mut taken, address, bytes) };
             Source::Taken(taken.into_boxed_slice())
         } else {
@@ -250,10 +254,10 @@ impl Outbound {
         };
         let id = self.board(core, write.peer, Cargo::Write { write: *write, source }, eager);
         core.counts.writes += 1;
-        core.seat.ports[nic].outstanding += 1;
-        core.seat.regions.posted(write.source.region);
-        if let Some(lane) = core.seat.lanes.get_mut(&write.peer) {
-            lane.outstanding[nic] += 1;
+        core.endpoint.ports[nic].outstanding += 1;
+        core.endpoint.regions.posted(write.source.region);
+        if let Some(channel) = core.endpoint.channels.get_mut(&write.peer) {
+            channel.outstanding[nic] += 1;
         }
         if fails {
             core.counts.failed += 1;
@@ -269,16 +273,17 @@ impl Outbound {
     }
 
     pub(super) fn send(&mut self, core: &mut Core, peer: Rank, message: &[u8]) -> Result<Posted> {
-        core.seat.admit_message(peer, message)?;
-        let room = core.seat.lanes.get(&peer).is_some_and(|lane| lane.messages < core.config.message_queue);
+        core.endpoint.admit_message(peer, message)?;
+        let room =
+            core.endpoint.channels.get(&peer).is_some_and(|channel| channel.messages < core.config.message_queue);
         if core.is_full(room) {
             return Ok(Posted::Full);
         }
         core.counts.messages += 1;
         let gone = self.links.get(&peer).is_none_or(|link| matches!(link.wire, Wire::Gone));
         let held = core.config.dead_peers == DeadPeers::Silent;
-        if let Some(lane) = core.seat.lanes.get_mut(&peer).filter(|_| !gone || held) {
-            lane.messages += 1;
+        if let Some(channel) = core.endpoint.channels.get_mut(&peer).filter(|_| !gone || held) {
+            channel.messages += 1;
         }
         if gone {
             core.counts.unreachable += 1;
@@ -290,9 +295,9 @@ impl Outbound {
     }
 
     fn board(&mut self, core: &mut Core, peer: Rank, cargo: Cargo, eager: bool) -> FlightId {
-        let id = core.seat.lanes.get_mut(&peer).map_or(FlightId { lane: 0, number: 0 }, |lane| {
-            lane.posted += 1;
-            FlightId { lane: lane.id, number: lane.posted }
+        let id = core.endpoint.channels.get_mut(&peer).map_or(FlightId { channel: 0, number: 0 }, |channel| {
+            channel.posted += 1;
+            FlightId { channel: channel.id, number: channel.posted }
         });
         let flight = Flight {
             peer,
@@ -314,7 +319,7 @@ impl Outbound {
     fn launch(&mut self, core: &mut Core, id: FlightId) {
         let Some(flight) = self.flights.get_mut(&id) else { return };
         let model = core.config.nics[flight.nic()];
-        let port = &mut core.seat.ports[flight.nic()];
+        let port = &mut core.endpoint.ports[flight.nic()];
         let now_ps = core.now_ns.saturating_mul(1000);
         flight.until_ps = port.sends_until_ps.max(now_ps).saturating_add(model.per_message_ps());
         let whole_ps = u64::from(flight.bytes()).saturating_mul(model.ps_per_byte());
@@ -322,7 +327,7 @@ impl Outbound {
         schedule_piece(core, id, flight);
     }
 
-    // ---- what happens as time passes
+    // ---- steps as time passes
 
     pub(super) fn depart(&mut self, core: &mut Core, id: FlightId, at_ns: u64) {
         let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.missing.is_none()) else { return };
@@ -330,7 +335,7 @@ impl Outbound {
             flight.stamp_ns = at_ns;
             return core.schedule(at_ns, Step::Depart(id));
         }
-        if let Some(link) = self.links.get_mut(&flight.peer).filter(|link| link.lane == id.lane) {
+        if let Some(link) = self.links.get_mut(&flight.peer).filter(|link| link.channel == id.channel) {
             link.waiting.push_back(id);
         }
     }
@@ -340,19 +345,19 @@ impl Outbound {
         let Cargo::Write { write, .. } = &flight.cargo else { return };
         flight.completed = true;
         let (token, region) = (write.token, write.source.region);
-        let slot = Slot { nic: flight.nic(), peer: flight.peer, lane: id.lane, region };
+        let slot = Slot { nic: flight.nic(), peer: flight.peer, channel: id.channel, region };
         core.counts.completed_early += u64::from(flight.missing.is_none() && !flight.answered);
-        core.seat.complete(match flight.missing {
+        core.endpoint.complete(match flight.missing {
             Some(miss) => Pending::Missed { token, slot, miss },
             None => Pending::Sent { token, slot },
         });
-        // One that completed early is known until its answer comes.
+        // A flight that completed early is kept until its answer comes.
         if flight.missing.is_some() || flight.answered {
             self.flights.remove(&id);
         }
     }
 
-    /// Lets a flight end without arriving, after a time or (`None`) never.
+    /// Lets a flight end without arriving, after `after_ns` or (`None`) never.
     fn miss(&mut self, core: &mut Core, id: FlightId, after_ns: Option<u64>, miss: Miss) {
         if let Some(flight) = self.flights.get_mut(&id) {
             flight.missing = Some(miss);
@@ -394,7 +399,7 @@ impl Outbound {
     }
 
     /// Reads a peer's answers.
-    pub(super) fn hear(&mut self, core: &mut Core, peer: Rank, buffer: &mut [u8]) {
+    pub(super) fn receive(&mut self, core: &mut Core, peer: Rank, buffer: &mut [u8]) {
         for _ in 0..READS_PER_POLL {
             let Some(Link { wire: Wire::Up(fd), .. }) = self.links.get(&peer) else { return };
             match socket::receive(fd, buffer) {
@@ -407,16 +412,16 @@ impl Outbound {
 
     /// One frame from a peer that this endpoint connected to.
     pub(super) fn take(&mut self, core: &mut Core, peer: Rank, bytes: &[u8]) {
-        let Some(lane) = self.links.get(&peer).map(|link| link.lane) else { return };
+        let Some(channel) = self.links.get(&peer).map(|link| link.channel) else { return };
         match frame::decode(bytes) {
             Err(_) => core.refused.malformed += 1,
-            Ok((head, _)) if head.key != core.seat.key => core.refused.stale += 1,
+            Ok((head, _)) if head.key != core.endpoint.key => core.refused.stale += 1,
             Ok((_, Frame::Answers(answers))) => {
                 for answer in answers.iter() {
-                    self.answer(core, FlightId { lane, number: answer.number }, answer);
+                    self.answer(core, FlightId { channel, number: answer.number }, answer);
                 }
             }
-            Ok(_) => core.refused.out_of_turn += 1,
+            Ok(_) => core.refused.out_of_order += 1,
         }
     }
 
@@ -424,14 +429,14 @@ impl Outbound {
         let taken = answer.verdict == Verdict::Taken;
         let expected = |flight: &&mut Flight| !flight.answered && (flight.gone || (!taken && flight.sent > 0));
         let Some(flight) = self.flights.get_mut(&id).filter(expected) else {
-            core.refused.out_of_turn += 1;
+            core.refused.out_of_order += 1;
             return;
         };
         flight.answered = true;
         let (peer, nic) = (flight.peer, flight.nic());
         if let Cargo::Message(_) = flight.cargo {
             self.flights.remove(&id);
-            free_message(core, peer, id.lane);
+            free_message(core, peer, id.channel);
         } else if flight.completed {
             self.flights.remove(&id);
         } else if taken {
@@ -452,20 +457,20 @@ impl Outbound {
         }
     }
 
-    /// A peer's end is closed, and all that it had sent was read.
+    /// A peer's end is closed, and all its frames were read.
     fn lose(&mut self, core: &mut Core, peer: Rank) {
         let Some(link) = self.links.get_mut(&peer) else { return };
-        let lane = link.lane;
+        let channel = link.channel;
         (link.wire, link.blocked) = (Wire::Gone, false);
         link.waiting.clear();
         core.counts.deaths += 1;
         let held = core.config.dead_peers == DeadPeers::Silent;
-        let range = FlightId { lane, number: 0 }..FlightId { lane: lane + 1, number: 0 };
+        let range = FlightId { channel, number: 0 }..FlightId { channel: channel + 1, number: 0 };
         let ids: Vec<FlightId> = self.flights.range(range).map(|(id, _)| *id).collect();
         for id in ids {
             let Some(flight) = self.flights.get_mut(&id).filter(|flight| flight.missing.is_none()) else { continue };
             core.counts.cut += u64::from(!flight.gone);
-            // Its completion is on its way, or waits for nothing but a whim.
+            // Its completion is scheduled, or only a drawn delay is left before it.
             let completing = flight.answered || (flight.eager && flight.gone);
             match (&flight.cargo, flight.completed) {
                 (Cargo::Write { .. }, false) if completing => flight.answered = true,
@@ -474,15 +479,15 @@ impl Outbound {
                 (Cargo::Message(_), _) => {
                     self.flights.remove(&id);
                     if !held {
-                        free_message(core, peer, lane);
+                        free_message(core, peer, channel);
                     }
                 }
             }
         }
     }
 
-    /// Gives the sockets what they take, and tries again the doors that could not be entered. Fails if connecting has
-    /// failed for long for want of descriptors or memory.
+    /// Sends what the sockets take, and retries connections that could not be made. Fails if connecting has failed for
+    /// long for lack of descriptors or memory.
     pub(super) fn talk(&mut self, core: &mut Core) -> std::result::Result<(), (Duration, Errno)> {
         self.short = None;
         let peers: Vec<Rank> = self.links.keys().copied().collect();
@@ -513,7 +518,7 @@ impl Outbound {
         put_frame(&mut self.buffer, head, id.number, flight);
         match socket::send_frame(fd, &self.buffer) {
             Sending::Sent => {}
-            // What the peer sent before it closed is read first; then it is lost.
+            // The frames that the peer sent before it closed are read first; then it is lost.
             Sending::Full | Sending::Closed => {
                 link.blocked = true;
                 return false;
@@ -566,7 +571,7 @@ fn put_frame(out: &mut Vec<u8>, head: Head, number: u64, flight: &Flight) {
     }
 }
 
-/// Lets go of a payload that was read when posted.
+/// Frees a payload that was read when posted.
 fn free_eager(link: Option<&mut Link>, flight: &mut Flight) {
     if let (Some(link), Cargo::Write { source: Source::Taken(taken), .. }) = (link, &mut flight.cargo) {
         link.eager_bytes -= std::mem::take(taken).len();
@@ -574,7 +579,7 @@ fn free_eager(link: Option<&mut Link>, flight: &mut Flight) {
 }
 
 fn free_message(core: &mut Core, peer: Rank, id: u64) {
-    if let Some(lane) = core.seat.lanes.get_mut(&peer).filter(|lane| lane.id == id) {
-        lane.messages = lane.messages.saturating_sub(1);
+    if let Some(channel) = core.endpoint.channels.get_mut(&peer).filter(|channel| channel.id == id) {
+        channel.messages = channel.messages.saturating_sub(1);
     }
 }

@@ -1,14 +1,14 @@
-//! What both halves of an endpoint share: its configuration, its time, its chance, its queues, and what is due when.
+//! State that both halves of an endpoint share: configuration, time, random generator, queues, and due steps.
 //!
-//! Place in the data path: under `outbound.rs` and `inbound.rs`. Runs on the thread that posts and polls. It knows
-//! nothing of sockets and never touches registered memory.
+//! Place in the data path: under `outbound.rs` and `inbound.rs`. Runs on the thread that posts and polls. It uses
+//! no sockets and never touches registered memory.
 
 use super::Refused;
 use crate::base::Rank;
 use crate::transport::network::sim::config::{Clock, SimConfig};
 use crate::transport::network::sim::counts::Counts;
+use crate::transport::network::sim::endpoint_state::{EndpointState, Port};
 use crate::transport::network::sim::random::Random;
-use crate::transport::network::sim::seat::{Port, Seat};
 use nix::time::{ClockId, clock_gettime};
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -19,15 +19,15 @@ const END_NS: u64 = 1 << 53;
 /// Frames read from one connection in a poll, so that one busy peer does not hold up the others.
 pub(super) const READS_PER_POLL: usize = 16;
 
-/// A write or message, by the lane in which it was posted and its number there.
+/// A write or message, by the channel in which it was posted and its number there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct FlightId {
-    pub(super) lane: u64,
+    pub(super) channel: u64,
     pub(super) number: u64,
 }
 
-/// A write or message that arrives, by its connection and its sender's number. A sender can use a number again; what is
-/// still on its way of the former bearer must not be taken for the new one's, so each has a serial of this endpoint's.
+/// A write or message that arrives, by its connection and its sender's number. A sender can use a number again. Packets
+/// of the former arrival must not be taken for the new one's, so each arrival has a serial of this endpoint.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Arrival {
     pub(super) guest: u64,
@@ -40,7 +40,7 @@ pub(super) struct Arrival {
 pub(super) struct Packet {
     pub(super) arrival: Arrival,
     pub(super) piece: Arc<[u8]>,
-    /// Where it begins in the write, and in its piece.
+    /// Where it begins, in bytes, in the write, and in its piece.
     pub(super) at: u32,
     pub(super) start: u32,
     pub(super) len: u32,
@@ -48,7 +48,7 @@ pub(super) struct Packet {
     pub(super) taken_in: bool,
 }
 
-/// Something that will happen.
+/// A scheduled step.
 #[derive(Debug)]
 pub(super) enum Step {
     /// The next piece of a write, or a message, leaves its NIC.
@@ -95,17 +95,17 @@ pub(super) struct Core {
     pub(super) rank: Rank,
     pub(super) config: SimConfig,
     pub(super) random: Random,
-    pub(super) seat: Seat,
+    pub(super) endpoint: EndpointState,
     pub(super) counts: Counts,
     pub(super) refused: Refused,
-    /// Of this endpoint's own clock.
+    /// Time of this endpoint's own clock.
     pub(super) now_ns: u64,
-    /// What the host's clock said when this one began.
+    /// The host's clock when this endpoint's clock began.
     origin_ns: u64,
     agenda: BinaryHeap<Due>,
-    /// Numbers lanes, guests and steps: none is used twice.
+    /// Numbers channels, guests and steps: none is used twice.
     numbers: u64,
-    /// When the last thing that happened was due.
+    /// When the last executed step was due.
     #[cfg(test)]
     pub(super) last_ns: u64,
 }
@@ -115,9 +115,9 @@ impl Core {
         let ports = vec![Port::default(); config.nics.len()];
         Core {
             rank,
-            // One seed for all, and for each rank a chance of its own.
+            // One seed for all, and for each rank its own sequence.
             random: Random::new(config.seed.wrapping_add(u64::from(rank.0) << 32)),
-            seat: Seat { alive: true, key, ports, ..Seat::default() },
+            endpoint: EndpointState { alive: true, key, ports, ..EndpointState::default() },
             counts: Counts::default(),
             refused: Refused::default(),
             now_ns: 0,
@@ -137,7 +137,7 @@ impl Core {
 
     // ---- time
 
-    /// Looks at the clock, if it is one that moves by itself.
+    /// Reads the clock, if it is the real one.
     pub(super) fn look(&mut self) {
         if self.config.clock == Clock::Real {
             self.now_ns = self.now_ns.max(monotonic_ns().saturating_sub(self.origin_ns));
@@ -152,7 +152,8 @@ impl Core {
         }
     }
 
-    /// A time of this endpoint as others can read it. Virtual time means nothing to them: what was sent is sent now.
+    /// A time of this endpoint as others can read it. Virtual time means nothing to them: the stamp is then the
+    /// present.
     pub(super) fn stamp(&self, at_ns: u64) -> u64 {
         match self.config.clock {
             Clock::Virtual { .. } => u64::MAX,
@@ -160,7 +161,7 @@ impl Core {
         }
     }
 
-    /// The time of another's stamp; never in the future, whatever it says.
+    /// The time of another endpoint's stamp; never in the future, whatever the stamp.
     pub(super) fn unstamp(&self, stamp_ns: u64) -> u64 {
         match self.config.clock {
             Clock::Virtual { .. } => self.now_ns,
@@ -173,7 +174,7 @@ impl Core {
         self.agenda.push(Due { at_ns, number, step });
     }
 
-    /// What is due by now, the earliest first.
+    /// The next step that is due by now, the earliest first.
     pub(super) fn next_due(&mut self) -> Option<Due> {
         let next_ns = self.agenda.peek()?.at_ns;
         if next_ns > self.now_ns {
@@ -191,7 +192,7 @@ impl Core {
         self.agenda.len()
     }
 
-    /// Forgets all that was to happen.
+    /// Drops all scheduled steps.
     pub(super) fn clear_agenda(&mut self) {
         self.agenda.clear();
     }
@@ -222,12 +223,12 @@ impl Core {
 
     /// Whether a write that was just accepted fails, by order or by chance.
     pub(super) fn fails(&mut self) -> bool {
-        let ordered = self.seat.fail_next > 0;
-        self.seat.fail_next -= u32::from(ordered);
+        let ordered = self.endpoint.fail_next > 0;
+        self.endpoint.fail_next -= u32::from(ordered);
         ordered || self.random.permille(self.config.fail_permille)
     }
 
-    /// May bring a NIC to a stop. Each write draws twice, at its sender and at its receiver, which stop half as often.
+    /// Stops a NIC by chance. Each write draws twice, at its sender and at its receiver, each with half the chance.
     pub(super) fn maybe_stop(&mut self, nic: usize) {
         if self.random.permille(self.config.stop_permille) && self.random.up_to(1) == 0 {
             let for_ns = self.random.up_to(self.config.stop_ns);
@@ -237,15 +238,15 @@ impl Core {
 
     pub(super) fn stop(&mut self, nic: usize, for_ns: u64) {
         let until_ns = self.now_ns.saturating_add(for_ns);
-        if let Some(port) = self.seat.ports.get_mut(nic) {
+        if let Some(port) = self.endpoint.ports.get_mut(nic) {
             port.stopped_until_ns = port.stopped_until_ns.max(until_ns);
             self.counts.stops += 1;
         }
     }
 
-    /// When something that would pass a NIC at a time may try again, if that NIC is stopped then.
+    /// When a packet that would pass a NIC at `at_ns` may try again, if the NIC is stopped then.
     pub(super) fn held_back(&mut self, nic: usize, at_ns: u64) -> Option<u64> {
-        let until_ns = self.seat.ports[nic].stopped_until_ns;
+        let until_ns = self.endpoint.ports[nic].stopped_until_ns;
         if until_ns <= at_ns {
             return None;
         }

@@ -1,8 +1,8 @@
 //! The sockets between processes of one host: Unix sockets that keep message boundaries and never block.
 //!
 //! Place in the data path: under `outbound.rs` and `inbound.rs`. Runs on the thread that polls. Each endpoint listens
-//! behind an abstract name with a nonce in it, so that nothing is left in a file system and nobody finds it by chance;
-//! and neither end speaks to a process of another user.
+//! on an abstract name with a nonce in it, so that nothing is left in a file system and nobody finds it by chance.
+//! Neither end accepts a process of another user.
 
 use crate::transport::world::fds::may_open;
 use nix::errno::Errno;
@@ -15,17 +15,17 @@ use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// The part of a door's name that nobody can guess.
+/// The random part of a door's name.
 pub(super) type Nonce = [u8; 16];
 
-/// How often in a row a socket may say that it was reset before that is believed; see [`receive`].
+/// How many resets in a row a socket may report before it counts as reset; see [`receive`].
 const RESETS: usize = 3;
 
-/// How long a shortage may last before it is an error: well below the time after which peers take an endpoint that they
-/// have not heard yet for lost, so that the cause is told first.
+/// How long a shortage may last before it is an error: well below the time after which peers take an endpoint without a
+/// first sign of life for lost, so that the cause is reported first.
 const SHORTAGE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// For how long one step has failed at every try because of a shortage.
+/// How long one step has failed at every try because of a shortage.
 #[derive(Debug)]
 pub(super) struct Shortage {
     since: Option<Instant>,
@@ -50,7 +50,7 @@ impl Shortage {
     }
 }
 
-/// Where an endpoint listens, and the key that those who were told of it must show.
+/// The listening socket of an endpoint; peers get nonce and key by its address, and must show the key.
 #[derive(Debug)]
 pub(super) struct Door {
     fd: OwnedFd,
@@ -60,7 +60,7 @@ pub(super) struct Door {
 
 impl Door {
     /// # Errors
-    /// What could not be had, with the system's error.
+    /// The missing resource, with the system's error.
     pub(super) fn open() -> Result<Door, (&'static str, std::io::Error)> {
         let problem = |error: std::io::Error| ("/dev/urandom", error);
         let (mut nonce, mut key) = (Nonce::default(), [0; 8]);
@@ -70,7 +70,7 @@ impl Door {
         Ok(Door { fd, nonce, key: u64::from_le_bytes(key) })
     }
 
-    /// Whoever has come; `None` if nobody has.
+    /// The next waiting connection; `None` if none waits.
     pub(super) fn accept(&self) -> nix::Result<Option<OwnedFd>> {
         may_open()?;
         match accept4(self.fd.as_raw_fd(), SockFlag::SOCK_NONBLOCK | SockFlag::SOCK_CLOEXEC) {
@@ -106,7 +106,7 @@ fn unix_socket() -> nix::Result<OwnedFd> {
     socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)
 }
 
-/// Connects; `None` if so many wait at that door that one more must come back later.
+/// Connects; `None` if the door's queue is full, to be retried later.
 pub(super) fn dial(nonce: &Nonce) -> nix::Result<Option<OwnedFd>> {
     let fd = unix_socket()?;
     match connect(fd.as_raw_fd(), &door_of(nonce)?) {
@@ -122,13 +122,13 @@ pub(super) fn same_user(fd: &OwnedFd) -> bool {
     getsockopt(fd, sockopt::PeerCredentials).is_ok_and(|peer| peer.uid() == nix::unistd::geteuid().as_raw())
 }
 
-/// What became of a frame.
+/// The outcome of sending a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sending {
     Sent,
     /// The socket takes it later.
     Full,
-    /// The other end is closed. What it sent before can still be read.
+    /// The other end is closed. Its earlier frames can still be read.
     Closed,
     /// This socket will never take it.
     Broken,
@@ -143,17 +143,17 @@ pub(super) fn send_frame(fd: &OwnedFd, frame: &[u8]) -> Sending {
     }
 }
 
-/// What was read.
+/// The outcome of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Receipt {
-    /// A frame of so many bytes. One that does not fit the buffer fills it.
+    /// A frame of so many bytes. A frame that does not fit the buffer fills it.
     Frame(usize),
     Nothing,
     Ended,
 }
 
-/// Reads one frame. An end that closes with something unread resets the socket, and the kernel tells that before what
-/// the same end has sent: so a reset is no reason to stop reading.
+/// Reads one frame. An end that closes with unread frames resets the socket, and the kernel reports the reset before
+/// that end's last frames: so a reset is no reason to stop reading.
 pub(super) fn receive(fd: &OwnedFd, buffer: &mut [u8]) -> Receipt {
     for _ in 0..RESETS {
         match recv(fd.as_raw_fd(), buffer, MsgFlags::empty()) {

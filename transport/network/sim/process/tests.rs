@@ -1,12 +1,12 @@
-//! What the network between processes does beyond the contract: what it refuses, what survives a death, how much it
-//! holds, and how fast it is.
+//! Properties of the network between processes beyond the contract: refusals, what survives a death, bounds, and
+//! speed.
 
 use super::frame::tests::{Dice, samples};
 use super::frame::{Frame, Head, Hello, Piece, encode};
 use super::*;
 use crate::transport::network::imm::ImmValue;
 use crate::transport::network::sim::config::{DeadPeers, LinkModel};
-use crate::transport::network::sim::seat;
+use crate::transport::network::sim::endpoint_state;
 use crate::transport::network::{Failure, Place, Reason};
 use crate::transport::world::fds::SHORT_HERE;
 use std::os::fd::OwnedFd;
@@ -112,7 +112,7 @@ fn connect(nodes: &mut [Node]) {
     }
 }
 
-/// Polls everyone until something is so.
+/// Polls all nodes until `done`.
 fn pump_until(nodes: &mut [Node], what: &str, done: impl Fn(&[Node]) -> bool) {
     let start = Instant::now();
     while !done(nodes) {
@@ -133,9 +133,9 @@ fn eager() -> SimConfig {
     SimConfig { eager_permille: 1000, ..SimConfig::calm() }
 }
 
-// ---- who gets in, and with what
+// ---- who is let in, and with what
 
-/// A connection to a node's door, with nothing said yet.
+/// A connection to a node's door, with nothing sent yet.
 fn dial(node: &Node) -> OwnedFd {
     socket::dial(&node.endpoint.door.nonce).unwrap().unwrap()
 }
@@ -143,7 +143,7 @@ fn dial(node: &Node) -> OwnedFd {
 fn hello(node: &Node, token: &[u8]) -> Vec<u8> {
     let hello = Hello { rank: Rank(7), nics: 1, key: 77, token };
     let mut out = Vec::new();
-    encode(&mut out, Head { key: node.endpoint.core.seat.key, stamp_ns: 0 }, &Frame::Hello(hello));
+    encode(&mut out, Head { key: node.endpoint.core.endpoint.key, stamp_ns: 0 }, &Frame::Hello(hello));
     out
 }
 
@@ -156,7 +156,7 @@ fn a_stranger_let_in() {
         bytes[at] ^= 1;
         bytes
     };
-    let key = node.endpoint.core.seat.key;
+    let key = node.endpoint.core.endpoint.key;
     let mut message = Vec::new();
     encode(&mut message, Head { key, stamp_ns: 0 }, &Frame::Message { number: 1, bytes: b"let me in" });
     let longer = hello(&node, &[TOKEN, b"!"].concat());
@@ -229,7 +229,7 @@ fn a_peer_that_has_not_connected_back() {
     assert_eq!(nodes[0].failed, [(1, Some(Reason::Unreachable.into()))]);
     assert!(nodes[1].imms.is_empty() && nodes[1].messages.is_empty() && nodes[1].is_filled(0));
     assert_eq!((nodes[1].endpoint.refused().unconnected, nodes[0].endpoint.counts().unreachable), (2, 1));
-    // Nothing of it comes up later, and what is posted later arrives.
+    // Nothing of it appears later, and later posts arrive.
     let address = nodes[0].endpoint.address();
     nodes[1].endpoint.connect(Rank(0), &address).unwrap();
     assert_eq!(nodes[0].post(1, 2, 8), Posted::Accepted);
@@ -320,14 +320,14 @@ fn a_shortage_of_descriptors_that_ends_an_endpoint() {
     assert_eq!(nodes[0].post(1, 1, 8), Posted::Accepted);
     pump(&mut nodes, 50);
     nodes[0].endpoint.outbound.shortage.patience = Duration::ZERO;
-    assert!(complains(&mut nodes[0]), "nothing is said of connections that cannot be opened");
-    // Now it knocks, and is not let in.
+    assert!(complains(&mut nodes[0]), "connections that cannot be opened are not reported");
+    // Now it can connect, and cannot be accepted.
     SHORT_HERE.set(false);
     nodes[0].poll();
     SHORT_HERE.set(true);
     pump(&mut nodes, 50);
     nodes[1].endpoint.inbound.shortage.patience = Duration::ZERO;
-    assert!(complains(&mut nodes[1]), "nothing is said of connections that cannot be taken");
+    assert!(complains(&mut nodes[1]), "connections that cannot be taken are not reported");
     assert!(nodes[0].failed.is_empty() && nodes[1].imms.is_empty());
     SHORT_HERE.set(false);
     pump_until(&mut nodes, "a write after the shortage", |nodes| nodes[1].imms == [1] && nodes[0].sent == [1]);
@@ -343,16 +343,16 @@ fn host(config: SimConfig) -> (Vec<Node>, u64) {
     let address = nodes[1].endpoint.address();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
-    let key = core.seat.lanes[&Rank(1)].key;
+    let key = core.endpoint.channels[&Rank(1)].key;
     let mut bytes = Vec::new();
     let hello = Hello { rank: Rank(1), nics, key, token: TOKEN };
-    encode(&mut bytes, Head { key: core.seat.key, stamp_ns: 0 }, &Frame::Hello(hello));
+    encode(&mut bytes, Head { key: core.endpoint.key, stamp_ns: 0 }, &Frame::Hello(hello));
     inbound.introduce(core, None, &bytes);
     let guest = core.number() - 1;
     (nodes, guest)
 }
 
-/// Mostly whole pieces and messages in turn, so that many are taken.
+/// Mostly whole pieces and messages in order, so that many are taken.
 fn plausible(dice: &mut Dice, key: u64, number: u64, samples: &[(Vec<u8>, usize)]) -> Vec<u8> {
     let head = Head { key, stamp_ns: dice.roll() };
     let total = [0, 1, 700, BYTES as u32][dice.below(4)];
@@ -381,7 +381,7 @@ fn a_frame_neither_taken_nor_counted() {
     let mut dice = Dice(1);
     for number in 0..300_000u64 {
         let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
-        let mut bytes = plausible(&mut dice, core.seat.key, number / 2, &samples);
+        let mut bytes = plausible(&mut dice, core.endpoint.key, number / 2, &samples);
         if dice.below(3) > 0 {
             dice.damage(&mut bytes);
         }
@@ -397,7 +397,7 @@ fn a_frame_neither_taken_nor_counted() {
     let refused = nodes[0].endpoint.refused();
     println!("{taken} of 300000 frames taken; {refused:?}");
     assert!(taken > 50_000 && refused.total() == 300_000 - taken);
-    let kinds = [refused.malformed, refused.stale, refused.out_of_turn, refused.outside];
+    let kinds = [refused.malformed, refused.stale, refused.out_of_order, refused.outside];
     assert!(kinds.iter().all(|times| *times > 1000), "{refused:?}");
     assert!(nodes[0].margins_are_untouched() && !nodes[0].is_filled(0));
     pump_until(&mut nodes[..1], "rest", |nodes| nodes[0].endpoint.core.scheduled() == 0);
@@ -424,7 +424,7 @@ fn an_answer_neither_taken_nor_counted() {
         let verdicts = [taken, frame::Verdict::Outside, frame::Verdict::Unconnected, dropped];
         let answer = frame::Answer { number, stamp_ns: dice.roll(), verdict: verdicts[dice.below(4)] };
         let mut bytes = Vec::new();
-        frame::encode_answers(&mut bytes, Head { key: core.seat.key, stamp_ns: 0 }, std::iter::once(&answer));
+        frame::encode_answers(&mut bytes, Head { key: core.endpoint.key, stamp_ns: 0 }, std::iter::once(&answer));
         if dice.below(3) > 0 {
             dice.damage(&mut bytes);
         }
@@ -442,7 +442,7 @@ fn an_answer_neither_taken_nor_counted() {
     ended.dedup();
     assert_eq!(ended.len(), all, "a write completed twice");
     println!("{all} writes completed; {refused:?}");
-    assert!(all > 200 && refused.malformed > 10_000 && refused.stale > 1000 && refused.out_of_turn > 10_000);
+    assert!(all > 200 && refused.malformed > 10_000 && refused.stale > 1000 && refused.out_of_order > 10_000);
     // A frame to another key counts once, whatever is in it.
     assert!(refused.total() + all as u64 <= answers && refused.total() >= 190_000, "{refused:?}, {all}, {answers}");
 }
@@ -453,15 +453,15 @@ fn noise_from_a_member_that_reaches_memory() {
     let address = nodes[1].endpoint.address();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     let fd = dial(&nodes[0]);
-    let key = nodes[0].endpoint.core.seat.lanes[&Rank(1)].key;
+    let key = nodes[0].endpoint.core.endpoint.channels[&Rank(1)].key;
     let mut bytes = Vec::new();
     let hello = Hello { rank: Rank(1), nics: 1, key, token: TOKEN };
-    encode(&mut bytes, Head { key: nodes[0].endpoint.core.seat.key, stamp_ns: 0 }, &Frame::Hello(hello));
+    encode(&mut bytes, Head { key: nodes[0].endpoint.core.endpoint.key, stamp_ns: 0 }, &Frame::Hello(hello));
     assert_eq!(socket::send_frame(&fd, &bytes), socket::Sending::Sent);
     nodes[0].poll();
     let mut dice = Dice(3);
     let mut longest = samples()[3].0.clone();
-    longest[8..16].copy_from_slice(&nodes[0].endpoint.core.seat.key.to_le_bytes());
+    longest[8..16].copy_from_slice(&nodes[0].endpoint.core.endpoint.key.to_le_bytes());
     longest[24 + 30] = 0;
     assert!(frame::decode(&longest).is_ok() && longest.len() == MAX_FRAME, "but for its region, as good as any");
     for number in 0..5000u64 {
@@ -481,7 +481,7 @@ fn noise_from_a_member_that_reaches_memory() {
         total: 1,
         at: 0,
     };
-    let head = Head { key: nodes[0].endpoint.core.seat.key, stamp_ns: 0 };
+    let head = Head { key: nodes[0].endpoint.core.endpoint.key, stamp_ns: 0 };
     encode(&mut bytes, head, &Frame::Write(piece, &[6]));
     assert_eq!(socket::send_frame(&fd, &bytes), socket::Sending::Sent);
     pump_until(&mut nodes, "a write after noise", |nodes| nodes[0].imms == [5]);
@@ -489,24 +489,24 @@ fn noise_from_a_member_that_reaches_memory() {
 }
 
 /// Gives the guest's frame to the host.
-fn hear(nodes: &mut [Node], guest: u64, piece: Piece, payload: &[u8]) {
+fn deliver(nodes: &mut [Node], guest: u64, piece: Piece, payload: &[u8]) {
     let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
     let mut bytes = Vec::new();
-    encode(&mut bytes, Head { key: core.seat.key, stamp_ns: u64::MAX }, &Frame::Write(piece, payload));
+    encode(&mut bytes, Head { key: core.endpoint.key, stamp_ns: u64::MAX }, &Frame::Write(piece, payload));
     inbound.take(core, guest, &bytes);
 }
 
 #[test]
-fn a_piece_out_of_turn() {
+fn a_piece_out_of_order() {
     let real = SimConfig { clock: Clock::Real, nics: vec![LinkModel::FREE; 2], ..SimConfig::calm() };
     let (mut nodes, guest) = host(real);
     let target = Place { region: RegionId(0), offset: 100 };
     let first = Piece { number: 1, nic: 0, target, imm: ImmValue::from_bits(5), total: 200, at: 0 };
     let second = Piece { at: 80, ..first };
-    hear(&mut nodes, guest, second, &[9; 120]);
-    assert_eq!(nodes[0].endpoint.refused().out_of_turn, 1, "a second piece before the first");
-    hear(&mut nodes, guest, first, &[1; 80]);
-    assert_eq!(nodes[0].endpoint.refused().out_of_turn, 1);
+    deliver(&mut nodes, guest, second, &[9; 120]);
+    assert_eq!(nodes[0].endpoint.refused().out_of_order, 1, "a second piece before the first");
+    deliver(&mut nodes, guest, first, &[1; 80]);
+    assert_eq!(nodes[0].endpoint.refused().out_of_order, 1);
     let wrong = [
         ("again", first),
         ("a gap", Piece { at: 81, ..first }),
@@ -518,13 +518,13 @@ fn a_piece_out_of_turn() {
         ("another length", Piece { total: 201, ..second }),
     ];
     for (count, (what, piece)) in (2..).zip(wrong) {
-        hear(&mut nodes, guest, piece, &[9; 80]);
-        assert_eq!(nodes[0].endpoint.refused().out_of_turn, count, "{what}");
+        deliver(&mut nodes, guest, piece, &[9; 80]);
+        assert_eq!(nodes[0].endpoint.refused().out_of_order, count, "{what}");
     }
     pump(&mut nodes, 10);
     assert!(nodes[0].imms.is_empty() && nodes[0].byte(180) == 0);
-    // Stamps from the end of time: what is read has arrived, whatever they say.
-    hear(&mut nodes, guest, second, &[2; 120]);
+    // Stamps from the end of time: a frame that was read has arrived, whatever its stamp.
+    deliver(&mut nodes, guest, second, &[2; 120]);
     pump_until(&mut nodes, "the write", |nodes| nodes[0].imms == [5]);
     let seen: Vec<u8> = (99..301).map(|at| nodes[0].byte(at)).collect();
     assert_eq!(seen, [&[0][..], &[1; 80], &[2; 120], &[0]].concat());
@@ -544,12 +544,12 @@ fn an_answer_to_what_was_not_sent() {
     nodes[0].poll();
     let mut answer = |number, verdict| {
         let ProcessEndpoint { core, outbound, .. } = &mut nodes[0].endpoint;
-        let (mut bytes, head) = (Vec::new(), Head { key: core.seat.key, stamp_ns: 0 });
+        let (mut bytes, head) = (Vec::new(), Head { key: core.endpoint.key, stamp_ns: 0 });
         let answer = frame::Answer { number, stamp_ns: 0, verdict };
         frame::encode_answers(&mut bytes, head, std::iter::once(&answer));
         outbound.take(core, Rank(1), &bytes);
         nodes[0].poll();
-        (nodes[0].endpoint.refused().out_of_turn, nodes[0].sent.len(), nodes[0].failed.len())
+        (nodes[0].endpoint.refused().out_of_order, nodes[0].sent.len(), nodes[0].failed.len())
     };
     assert_eq!(answer(1, frame::Verdict::Taken), (1, 0, 0), "a part is not all");
     assert_eq!(answer(2, frame::Verdict::Taken), (2, 0, 0));
@@ -563,14 +563,14 @@ fn an_answer_to_what_was_not_sent() {
 fn a_frame_for_the_time_before_a_reset() {
     let (mut nodes, _) = host(SimConfig::calm());
     let old = nodes[0].endpoint.address();
-    let old_key = nodes[0].endpoint.core.seat.key;
+    let old_key = nodes[0].endpoint.core.endpoint.key;
     nodes[0].endpoint.reset().unwrap();
     let address = nodes[1].endpoint.address();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
     let mut bytes = Vec::new();
-    let hello = Hello { rank: Rank(1), nics: 1, key: core.seat.lanes[&Rank(1)].key, token: TOKEN };
-    encode(&mut bytes, Head { key: core.seat.key, stamp_ns: 0 }, &Frame::Hello(hello));
+    let hello = Hello { rank: Rank(1), nics: 1, key: core.endpoint.channels[&Rank(1)].key, token: TOKEN };
+    encode(&mut bytes, Head { key: core.endpoint.key, stamp_ns: 0 }, &Frame::Hello(hello));
     inbound.introduce(core, None, &bytes);
     let guest = core.number() - 1;
     let piece = Piece {
@@ -601,20 +601,20 @@ fn a_region_taken_back_between_two_pieces_of_a_write() {
         total: 200,
         at,
     };
-    hear(&mut nodes, guest, piece(1, 0), &[1; 80]);
+    deliver(&mut nodes, guest, piece(1, 0), &[1; 80]);
     // A part of a write to another region, which goes on.
     let other = Box::leak(vec![GUARD; BYTES].into_boxed_slice()).as_mut_ptr();
     let span = Span::host(other.expose_provenance() as u64, BYTES);
     // SAFETY: leaked, and accessed through the pointer only.
     let region = unsafe { nodes[0].endpoint.register(span) }.unwrap();
     let there = |at| Piece { target: Place { region, offset: 0 }, ..piece(3, at) };
-    hear(&mut nodes, guest, there(0), &[4; 120]);
+    deliver(&mut nodes, guest, there(0), &[4; 120]);
     assert_eq!(nodes[0].endpoint.deregister(RegionId(0)), Ok(Released::Done));
     nodes[0].fill(7);
-    hear(&mut nodes, guest, piece(1, 80), &[2; 120]);
-    hear(&mut nodes, guest, piece(2, 0), &[2; 120]);
-    hear(&mut nodes, guest, piece(2, 120), &[2; 80]);
-    hear(&mut nodes, guest, there(120), &[4; 80]);
+    deliver(&mut nodes, guest, piece(1, 80), &[2; 120]);
+    deliver(&mut nodes, guest, piece(2, 0), &[2; 120]);
+    deliver(&mut nodes, guest, piece(2, 120), &[2; 80]);
+    deliver(&mut nodes, guest, there(120), &[4; 80]);
     pump(&mut nodes, 100);
     assert!(nodes[0].is_filled(7) && nodes[0].endpoint.inbound.held() == 0);
     // SAFETY: inside the leaked memory.
@@ -637,7 +637,7 @@ fn packets_of_a_region_taken_back_that_meet_a_write_of_the_same_number() {
         at: 0,
     };
     for number in [1, 2] {
-        hear(&mut nodes, guest, Piece { number, ..long }, &[1; BYTES - 1]);
+        deliver(&mut nodes, guest, Piece { number, ..long }, &[1; BYTES - 1]);
     }
     let other = Box::leak(vec![GUARD; 2 * BYTES].into_boxed_slice()).as_mut_ptr();
     let span = Span::host(other.expose_provenance() as u64, 16);
@@ -646,18 +646,18 @@ fn packets_of_a_region_taken_back_that_meet_a_write_of_the_same_number() {
     let short = Piece { target: Place { region, offset: 8 }, imm: ImmValue::from_bits(6), total: 8, ..long };
     // One that goes on, and keeps the guest.
     let third = Piece { number: 3, target: Place { region, offset: 0 }, ..short };
-    hear(&mut nodes, guest, third, &[4; 4]);
+    deliver(&mut nodes, guest, third, &[4; 4]);
     assert_eq!(nodes[0].endpoint.deregister(RegionId(0)), Ok(Released::Done));
     nodes[0].fill(7);
-    hear(&mut nodes, guest, short, &[4; 4]);
+    deliver(&mut nodes, guest, short, &[4; 4]);
     let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
     let mut bytes = Vec::new();
-    encode(&mut bytes, Head { key: core.seat.key, stamp_ns: 0 }, &Frame::Message { number: 2, bytes: b"again" });
+    encode(&mut bytes, Head { key: core.endpoint.key, stamp_ns: 0 }, &Frame::Message { number: 2, bytes: b"again" });
     inbound.take(core, guest, &bytes);
     pump(&mut nodes, 100);
     assert!(nodes[0].imms.is_empty(), "half of a write, and its immediate is here");
     for piece in [short, third] {
-        hear(&mut nodes, guest, Piece { at: 4, ..piece }, &[4; 4]);
+        deliver(&mut nodes, guest, Piece { at: 4, ..piece }, &[4; 4]);
     }
     pump(&mut nodes, 100);
     // SAFETY: inside the leaked memory.

@@ -1,4 +1,4 @@
-//! What travels: order, deaths, bounds and speeds.
+//! Traffic: order, deaths, bounds and speeds.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn settle(nodes: &mut [Node]) {
 }
 
 #[test]
-fn payload_that_lands_all_at_once_or_in_order() {
+fn payload_that_is_placed_all_at_once_or_in_order() {
     const LONG: usize = 150_000;
     let (mut partial, mut gaps) = (0, 0);
     for seed in 0..20 {
@@ -23,10 +23,10 @@ fn payload_that_lands_all_at_once_or_in_order() {
         let start = Instant::now();
         while nodes[1].imms.is_empty() {
             assert!(start.elapsed() < Duration::from_secs(20));
-            let landed: Vec<bool> = (0..LONG / 4096).map(|packet| nodes[1].byte(packet * 4096 + 4095) == 7).collect();
-            let count = landed.iter().filter(|there| **there).count();
-            partial += usize::from(count > 0 && count < landed.len());
-            gaps += usize::from(landed.iter().skip_while(|there| **there).any(|there| *there));
+            let placed: Vec<bool> = (0..LONG / 4096).map(|packet| nodes[1].byte(packet * 4096 + 4095) == 7).collect();
+            let count = placed.iter().filter(|there| **there).count();
+            partial += usize::from(count > 0 && count < placed.len());
+            gaps += usize::from(placed.iter().skip_while(|there| **there).any(|there| *there));
             nodes.iter_mut().for_each(|node| _ = node.poll());
         }
         assert!(nodes[1].is_filled(7) && nodes[1].margins_are_untouched(), "seed {seed}");
@@ -62,7 +62,7 @@ fn a_completion_before_the_peer_has_taken_it_all() {
     assert!(nodes[0].sent.is_empty(), "nobody has polled at the other end");
     nodes[1].endpoint.stop(0, 100 * 500);
     (0..400).for_each(|_| nodes.iter_mut().for_each(|node| _ = node.poll()));
-    assert!(nodes[0].sent.is_empty() && nodes[1].is_filled(0), "nothing has landed");
+    assert!(nodes[0].sent.is_empty() && nodes[1].is_filled(0), "nothing has been placed");
     nodes[0].fill(9);
     pump_until(&mut nodes, "a completion", |nodes| nodes[0].sent == [1]);
     assert!(nodes[1].is_filled(0), "it was read before the NIC stopped");
@@ -120,7 +120,7 @@ fn what_the_dead_had_sent_lost_with_their_socket() {
     assert!(nodes[1].imms.len() >= sent, "{} of {sent} arrived", nodes[1].imms.len());
 }
 
-/// A poll that hears nothing.
+/// A poll that receives nothing.
 fn send_only(node: &mut Node) {
     let ProcessEndpoint { core, outbound, .. } = &mut node.endpoint;
     core.tick();
@@ -278,7 +278,7 @@ fn a_failed_write_of_which_something_arrives() {
     settle(&mut nodes);
     assert_eq!(
         nodes[0].failed,
-        [0, 1].map(|token| (token, Some(Failure { reason: Reason::Other, code: seat::INJECTED })))
+        [0, 1].map(|token| (token, Some(Failure { reason: Reason::Other, code: endpoint_state::INJECTED })))
     );
     assert_eq!((&nodes[0].sent[..], &nodes[1].imms[..]), (&[2][..], &[2][..]));
     assert!(nodes[1].byte(63) == 9 && nodes[1].byte(64) == 0);
@@ -357,16 +357,16 @@ fn a_stream_of_small_things_that_is_taken_without_bound() {
     let mut most = 0;
     for _ in 0..10_000 {
         pump(&mut nodes, 1);
-        most = most.max(nodes[1].endpoint.core.seat.inbox.len());
+        most = most.max(nodes[1].endpoint.core.endpoint.undelivered.len());
     }
-    assert!((inbound::MAX_INBOX..inbound::MAX_INBOX + 100).contains(&most), "{most} wait");
+    assert!((inbound::MAX_UNDELIVERED..inbound::MAX_UNDELIVERED + 100).contains(&most), "{most} wait");
     let arrived = |node: &Node| node.imms.len() + node.messages.len();
     pump_until(&mut nodes, "everything", |nodes| arrived(&nodes[1]) == 40_000 && nodes[0].sent.len() == 20_000);
 }
 
 // ---- speed
 
-/// Ranks post to rank 0, at one time; answers when the last write was there by the link model, and when the last
+/// Ranks post to rank 0, at one time; returns when the last write had arrived by the link model, and when the last
 /// completed. By the clock it takes at least as long, and on a busy machine longer.
 fn times(nodes: &mut [Node], writes: &[(u8, u32, usize)]) -> [Duration; 2] {
     let start = Instant::now();
@@ -419,14 +419,14 @@ fn writes_faster_or_slower_than_the_link() {
     expect(each + mib, &[(0, 1, MIB), (1, 1, MIB)]);
     // Three senders share the receiver's NIC.
     expect(each + 3 * mib, &[(0, 1, MIB), (0, 2, MIB), (0, 3, MIB)]);
-    // What a message costs beyond its bytes.
+    // The time of a message beyond its bytes.
     expect(100 * each, &[(0, 1, 0); 100]);
 }
 
 #[test]
 fn latency_that_counts_from_when_a_frame_is_read() {
-    let far = LinkModel { latency_us: 20_000.0, ..cx7() };
-    let mut nodes = world(2, BYTES, SimConfig { clock: Clock::Real, nics: vec![far], ..SimConfig::calm() });
+    let distant = LinkModel { latency_us: 20_000.0, ..cx7() };
+    let mut nodes = world(2, BYTES, SimConfig { clock: Clock::Real, nics: vec![distant], ..SimConfig::calm() });
     let start = Instant::now();
     assert_eq!(nodes[0].post(1, 1, 8), Posted::Accepted);
     while nodes[0].endpoint.core.now_ns < 1_000_000 || start.elapsed() < Duration::from_millis(1) {

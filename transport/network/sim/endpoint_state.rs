@@ -1,4 +1,4 @@
-//! One rank's side of the network: its memory, its peers, its queues, and what its next polls will hand out.
+//! One rank's side of the network: its memory, its peers, its queues, and the events for its next polls.
 
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::imm::{ImmValue, MAX_NICS};
@@ -11,16 +11,16 @@ pub(super) const INJECTED: u32 = 0x51;
 
 /// A peer, as the address that was connected described it.
 #[derive(Debug, Default)]
-pub(super) struct Lane {
-    /// The endpoint's key: an endpoint that is dropped or reset never has it again.
+pub(super) struct Channel {
+    /// The endpoint's key; after a drop or reset, it is never used again.
     pub(super) key: u64,
-    /// Tells it from earlier lanes between the same ranks: each counts for itself.
+    /// Distinguishes it from earlier channels between the same ranks: each has its own counts.
     pub(super) id: u64,
-    /// Lengths of its regions; 0 of one that was taken back.
+    /// Lengths of its regions; 0 for a region that was taken back.
     pub(super) regions: Vec<u64>,
     /// Writes outstanding, by NIC.
     pub(super) outstanding: [u32; MAX_NICS],
-    /// Messages on their way.
+    /// Messages under way.
     pub(super) messages: u32,
     /// Writes and messages posted so far; numbers them.
     pub(super) posted: u64,
@@ -31,15 +31,15 @@ pub(super) struct Lane {
 /// One NIC of a rank.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Port {
-    /// When it has sent all that was posted, in picoseconds.
+    /// When it has sent all posted writes, in picoseconds.
     pub(super) sends_until_ps: u64,
-    /// When it has taken in all that has reached it.
+    /// When it has taken in all packets that have reached it, in picoseconds.
     pub(super) receives_until_ps: u64,
     /// It moves nothing before this time.
     pub(super) stopped_until_ns: u64,
     /// Writes outstanding.
     pub(super) outstanding: u32,
-    /// Receives taken: by writes on their way here, and by immediates that were not handed out.
+    /// Receives taken: by writes under way to this NIC, and by immediates that were not handed out.
     pub(super) receives: u32,
 }
 
@@ -48,8 +48,8 @@ pub(super) struct Port {
 pub(super) struct Slot {
     pub(super) nic: usize,
     pub(super) peer: Rank,
-    /// The lane in which it was posted.
-    pub(super) lane: u64,
+    /// The channel in which it was posted.
+    pub(super) channel: u64,
     /// The region it was posted from.
     pub(super) region: RegionId,
 }
@@ -73,7 +73,7 @@ impl Miss {
     pub(super) const INJECTED: Miss = Miss::Failed(Failure { reason: Reason::Other, code: INJECTED });
 }
 
-/// What a poll will hand out.
+/// An event for a later poll.
 #[derive(Debug)]
 pub(super) enum Pending {
     Sent { token: u64, slot: Slot },
@@ -105,30 +105,30 @@ impl Pending {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Seat {
+pub(super) struct EndpointState {
     pub(super) alive: bool,
-    /// Counts the endpoints that this rank has had, so that a former one cannot act for the present one.
+    /// Counts the endpoints that this rank has had, so that a former endpoint cannot act for the present one.
     pub(super) life: u64,
     pub(super) key: u64,
     pub(super) regions: Regions,
-    pub(super) lanes: BTreeMap<Rank, Lane>,
+    pub(super) channels: BTreeMap<Rank, Channel>,
     pub(super) ports: Vec<Port>,
-    pub(super) inbox: VecDeque<Pending>,
-    /// So many of the next writes fail.
+    pub(super) undelivered: VecDeque<Pending>,
+    /// How many of the next writes fail.
     pub(super) fail_next: u32,
 }
 
-impl Seat {
-    /// Queues a completion, unless nobody is there to have it.
+impl EndpointState {
+    /// Queues a completion, unless the rank has no endpoint.
     pub(super) fn complete(&mut self, pending: Pending) {
         if self.alive {
-            self.inbox.push_back(pending);
+            self.undelivered.push_back(pending);
         }
     }
 
-    /// Takes what is next, and frees its slots.
+    /// Takes the next event, and frees its slots.
     pub(super) fn take(&mut self) -> Option<Pending> {
-        let pending = self.inbox.pop_front()?;
+        let pending = self.undelivered.pop_front()?;
         if let Some(slot) = pending.slot() {
             self.free(slot);
         }
@@ -138,7 +138,7 @@ impl Seat {
         Some(pending)
     }
 
-    /// A NIC has one receive more.
+    /// Frees one receive of a NIC.
     pub(super) fn give_receive_back(&mut self, nic: usize) {
         if let Some(port) = self.ports.get_mut(nic) {
             port.receives = port.receives.saturating_sub(1);
@@ -150,13 +150,12 @@ impl Seat {
         if let Some(port) = self.ports.get_mut(slot.nic) {
             port.outstanding = port.outstanding.saturating_sub(1);
         }
-        if let Some(lane) = self.lanes.get_mut(&slot.peer).filter(|lane| lane.id == slot.lane) {
-            lane.outstanding[slot.nic] = lane.outstanding[slot.nic].saturating_sub(1);
+        if let Some(channel) = self.channels.get_mut(&slot.peer).filter(|channel| channel.id == slot.channel) {
+            channel.outstanding[slot.nic] = channel.outstanding[slot.nic].saturating_sub(1);
         }
     }
 
-    /// The address of a write's source, if it has at most so many bytes and everything about the write is something
-    /// that could be done.
+    /// The address of a write's source, if the write is valid and has at most `most` bytes.
     pub(super) fn admit(&self, write: &WriteImm, most: u32) -> Result<u64> {
         if usize::from(write.nic) >= self.ports.len() {
             let advice = format!("there are {} NICs, counted from 0", self.ports.len());
@@ -165,11 +164,11 @@ impl Seat {
         if write.bytes > most {
             return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
         }
-        let lane = self.lane(write.peer)?;
+        let channel = self.channel(write.peer)?;
         let Some(source) = self.regions.locate(write.source, write.bytes) else {
             return Err(outside("source", write, self.regions.length(write.source.region)));
         };
-        let length = lane.regions.get(usize::from(write.target.region.0)).copied();
+        let length = channel.regions.get(usize::from(write.target.region.0)).copied();
         if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
             return Err(outside("target", write, length.filter(|length| *length > 0)));
         }
@@ -177,7 +176,7 @@ impl Seat {
     }
 
     pub(super) fn admit_message(&self, peer: Rank, message: &[u8]) -> Result<()> {
-        self.lane(peer)?;
+        self.channel(peer)?;
         if message.len() > MAX_MESSAGE {
             let advice = format!("send at most {MAX_MESSAGE} bytes at once");
             return Err(Error::argument("message", format!("{} bytes", message.len()), advice));
@@ -185,8 +184,8 @@ impl Seat {
         Ok(())
     }
 
-    fn lane(&self, peer: Rank) -> Result<&Lane> {
-        self.lanes.get(&peer).ok_or_else(|| Error::argument("peer", peer, "connect to it with its address first"))
+    fn channel(&self, peer: Rank) -> Result<&Channel> {
+        self.channels.get(&peer).ok_or_else(|| Error::argument("peer", peer, "connect to it with its address first"))
     }
 }
 

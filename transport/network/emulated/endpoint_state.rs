@@ -1,7 +1,7 @@
-//! What the endpoints of a network know of each other: one seat for each rank, behind a lock of its own.
+//! The state that the endpoints of a network share: one endpoint state per rank, each with its own lock.
 //!
-//! Place: between endpoints. Any endpoint's thread takes a seat's lock for a few instructions; nobody waits while it
-//! holds one. Order of locks: a seat, then an engine; never two seats.
+//! Place: between endpoints. Any endpoint's thread takes an endpoint state's lock for a few instructions; no thread
+//! waits while it holds one. Order of locks: an endpoint state, then an engine; never two endpoint states.
 
 use crate::base::Rank;
 use crate::base::copies::CopyDevice;
@@ -18,29 +18,29 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A rank's place in the network.
-pub(super) struct Seat<D: CopyDevice> {
+/// The state of a rank's endpoint, shared with its peers.
+pub(super) struct EndpointState<D: CopyDevice> {
     inner: Mutex<Inner<D>>,
-    /// Something is in the inbox: looked at without the lock.
+    /// Whether the queue of undelivered events has entries; loaded without the lock.
     mail: AtomicBool,
-    /// Messages sent here that no poll has handed out.
+    /// Messages sent to this rank that no poll has handed out.
     pub messages: AtomicUsize,
 }
 
 pub(super) struct Inner<D: CopyDevice> {
-    /// The endpoint's key; 0 where there is none. An endpoint that is dropped or reset never has it again.
+    /// The endpoint's key; 0 without an endpoint. After a drop or reset, the key is never used again.
     pub key: u64,
     pub device: Option<D>,
     pub engine: Option<Arc<Mutex<D::Engine>>>,
     pub regions: Regions,
     /// Keys of the peers that this endpoint has connected to.
     pub peers: BTreeMap<Rank, u64>,
-    inbox: Vec<Mail>,
-    /// When each NIC has taken in all that was delivered, in picoseconds.
+    undelivered: Vec<Mail>,
+    /// By NIC: when it has taken in all delivered writes, in picoseconds.
     receives_until_ps: [u64; MAX_NICS],
 }
 
-impl<D: CopyDevice> Default for Seat<D> {
+impl<D: CopyDevice> Default for EndpointState<D> {
     fn default() -> Self {
         let inner = Inner {
             key: 0,
@@ -48,49 +48,49 @@ impl<D: CopyDevice> Default for Seat<D> {
             engine: None,
             regions: Regions::default(),
             peers: BTreeMap::new(),
-            inbox: Vec::new(),
+            undelivered: Vec::new(),
             receives_until_ps: [0; MAX_NICS],
         };
-        Seat { inner: Mutex::new(inner), mail: AtomicBool::new(false), messages: AtomicUsize::new(0) }
+        EndpointState { inner: Mutex::new(inner), mail: AtomicBool::new(false), messages: AtomicUsize::new(0) }
     }
 }
 
-impl<D: CopyDevice> Seat<D> {
+impl<D: CopyDevice> EndpointState<D> {
     pub fn lock(&self) -> MutexGuard<'_, Inner<D>> {
         lock(&self.inner)
     }
 
-    /// Puts something into the inbox, whose lock the caller holds.
+    /// Puts an event into the queue of undelivered events, whose lock the caller holds.
     pub fn deliver(&self, inner: &mut Inner<D>, mail: Mail) {
-        inner.inbox.push(mail);
+        inner.undelivered.push(mail);
         self.mail.store(true, Ordering::Release);
     }
 
-    /// Moves what is in the inbox to `arrived`.
+    /// Moves the queue of undelivered events to `arrived`.
     pub fn collect(&self, arrived: &mut impl Extend<Mail>) {
         if self.mail.load(Ordering::Acquire) {
             let mut inner = self.lock();
             self.mail.store(false, Ordering::Release);
-            arrived.extend(inner.inbox.drain(..));
+            arrived.extend(inner.undelivered.drain(..));
         }
     }
 
-    /// Throws away what is in the inbox.
+    /// Discards the queue of undelivered events.
     pub fn purge(&self, inner: &mut Inner<D>) {
-        inner.inbox.clear();
+        inner.undelivered.clear();
         self.mail.store(false, Ordering::Release);
         self.messages.store(0, Ordering::Relaxed);
     }
 }
 
 impl<D: CopyDevice> Inner<D> {
-    /// Throws away what is in the inbox of writes to a region.
+    /// Discards undelivered events of writes to a region.
     pub fn forget(&mut self, region: RegionId) {
-        self.inbox.retain(|mail| !mail.is_of(region));
+        self.undelivered.retain(|mail| !mail.is_of(region));
     }
 
-    /// When a write is in that would be in at `arrives_ps` if this NIC had nothing else to take in. A NIC that is idle
-    /// takes a write in while it arrives.
+    /// When a write has been taken in that would be in at `arrives_ps` if this NIC had nothing else to take in. An idle
+    /// NIC takes a write in while it arrives.
     pub fn take_in(&mut self, nic: usize, arrives_ps: u64, takes_ps: u64) -> u64 {
         let Some(until_ps) = self.receives_until_ps.get_mut(nic) else { return arrives_ps };
         *until_ps = arrives_ps.max(*until_ps + takes_ps);
@@ -98,7 +98,7 @@ impl<D: CopyDevice> Inner<D> {
     }
 }
 
-/// Something that a later poll hands out.
+/// An event that a later poll hands out.
 pub(super) struct Mail {
     pub due_ns: u64,
     pub content: Content,
@@ -106,7 +106,7 @@ pub(super) struct Mail {
 
 /// See [`Mail`].
 pub(super) enum Content {
-    /// `region` is where the write went.
+    /// `region` is the target of the write.
     Imm {
         imm: ImmValue,
         region: RegionId,

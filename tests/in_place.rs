@@ -1,5 +1,5 @@
-//! Contexts whose output lies in the arena: peers store rows where they belong there. On the CPU device or, with
-//! `TOKENYARD_TEST_DEVICE=cuda`, on GPUs, which ranks share where there are fewer.
+//! Contexts with in-place output, which lies in the arena: peers store rows in their final places. On the CPU device
+//! or, with `TOKENYARD_TEST_DEVICE=cuda`, on GPUs, which ranks share where there are fewer.
 
 mod rig;
 
@@ -10,15 +10,15 @@ use tokenyard::*;
 const RANKS: usize = 3;
 
 fn own_rig(world: &World, rows: usize, align: usize) -> Rig {
-    Rig::with(world, |builder| builder.tuning(|t| t.own_output = Some((rows, align))))
+    Rig::with(world, |builder| builder.tuning(|t| t.in_place = Some((rows, align))))
 }
 
 fn output(rig: &Rig) -> Output {
-    let own = rig.ep.own_output().expect("the context was built with one");
+    let own = rig.ep.in_place().expect("the context was built with one");
     rig.output(0).layout(own.layout).rows(own.rows).pitch_bytes(own.pitch_bytes).scales(own.scales)
 }
 
-/// A dispatch and a combine whose experts return what they get, where it lies.
+/// A dispatch and a combine whose experts return their rows unchanged, in place.
 fn round(rig: &Rig, count: usize) -> Result<()> {
     let output = output(rig);
     let handle = rig.ep.dispatch(&rig.stream, &rig.tokens(count), &output)?;
@@ -35,7 +35,7 @@ fn good_round(rig: &Rig, salt: usize) {
 }
 
 #[test]
-fn rows_lie_where_they_belong_and_no_inbox_is_planned() {
+fn rows_are_stored_in_place_and_no_receive_buffer_is_planned() {
     on_ranks(RANKS, |world| {
         let rig = own_rig(&world, RANKS * MAX_TOKENS * TOP_K + 4 * EXPERTS, 4);
         let bytes = |name: &str| rig.ep.plan().buffers().iter().find(|b| b.name == name).map_or(0, |b| b.bytes);
@@ -63,12 +63,15 @@ fn another_output_and_halves_are_refused_and_the_next_call_works() {
         ];
         for other in others {
             let why = rig.ep.dispatch(&rig.stream, &rig.tokens(1), &other).err().map(|why| why.to_string());
-            assert!(why.as_deref().is_some_and(|why| why.contains("give what own_output() says")), "{why:?}");
+            assert!(
+                why.as_deref().is_some_and(|why| why.contains("give the output that in_place() returns")),
+                "{why:?}"
+            );
         }
         let why = rig.ep.dispatch_send(&rig.stream, &rig.tokens(1)).err().map(|why| why.to_string());
         assert!(why.as_deref().is_some_and(|why| why.contains("a call has no halves")), "{why:?}");
         good_round(&rig, 1);
-        assert_eq!(Rig::new(&world).ep.own_output(), None);
+        assert_eq!(Rig::new(&world).ep.in_place(), None);
         world.barrier("done").unwrap();
     });
 }
@@ -96,9 +99,9 @@ fn an_output_that_is_too_small_is_known_before_anything_is_stored_there() {
         let mut seen = vec![0; own.rows.len()];
         copy.read(0, &mut seen).unwrap();
         assert!(seen.iter().all(|byte| *byte == 0xAB), "something was stored in an output without room");
-        // Rank 0 has two records of it: the capacity, and what its own sums lack.
+        // Rank 0 has two records of it: the capacity, and its own incomplete sums.
         while rig.ep.check().is_err() {}
-        world.barrier("all have heard").unwrap();
+        world.barrier("all are notified").unwrap();
         good_round(&rig, 3);
         world.barrier("done").unwrap();
     });
@@ -142,17 +145,17 @@ fn what_cannot_have_one_is_refused_with_the_reason() {
     let why = |change: &dyn Fn(AllToAllBuilder) -> AllToAllBuilder| {
         let world = World::threads(1).unwrap().remove(0);
         let device = test_device(&world);
-        let built = change(builder(&world, &device).tuning(|t| t.own_output = Some((64, 1)))).build();
+        let built = change(builder(&world, &device).tuning(|t| t.in_place = Some((64, 1)))).build();
         built.err().map(|why| why.to_string()).unwrap_or_default()
     };
-    let no_rows = why(&|builder| builder.tuning(|t| t.own_output = Some((0, 1))));
-    assert!(no_rows.contains("own_output rows is 0"), "{no_rows}");
-    let no_align = why(&|builder| builder.tuning(|t| t.own_output = Some((64, 0))));
-    assert!(no_align.contains("own_output align is 0"), "{no_align}");
-    let wide = why(&|builder| builder.tuning(|t| t.own_output = Some((64, 1 << 30))));
-    assert!(wide.contains("own_output align") && wide.contains("counted in int32"), "{wide}");
-    let waves = why(&|builder| builder.tuning(|t| t.wave_tokens = Some(2)));
-    assert!(waves.contains("leave wave_tokens out"), "{waves}");
+    let no_rows = why(&|builder| builder.tuning(|t| t.in_place = Some((0, 1))));
+    assert!(no_rows.contains("in_place rows is 0"), "{no_rows}");
+    let no_align = why(&|builder| builder.tuning(|t| t.in_place = Some((64, 0))));
+    assert!(no_align.contains("in_place align is 0"), "{no_align}");
+    let wide = why(&|builder| builder.tuning(|t| t.in_place = Some((64, 1 << 30))));
+    assert!(wide.contains("in_place align") && wide.contains("counted in int32"), "{wide}");
+    let rounds = why(&|builder| builder.tuning(|t| t.round_tokens = Some(2)));
+    assert!(rounds.contains("leave round_tokens out"), "{rounds}");
     let quantised = why(&|b| b.hidden(2 * HIDDEN).format(RowFormat::FP8_F32).quantize(true));
     assert!(quantised.contains("quantised"), "{quantised}");
     let whole = why(&|builder| builder.timeout(Duration::from_secs(5)));
@@ -162,10 +165,10 @@ fn what_cannot_have_one_is_refused_with_the_reason() {
         let device = test_device(&world);
         let align = 1 + world.rank().index();
         let why = builder(&world, &device)
-            .tuning(|t| t.own_output = Some((64, align)))
+            .tuning(|t| t.in_place = Some((64, align)))
             .build()
             .err()
             .map(|why| why.to_string());
-        assert!(why.as_deref().is_some_and(|why| why.contains("own_output=64:1")), "{why:?}");
+        assert!(why.as_deref().is_some_and(|why| why.contains("in_place=64:1")), "{why:?}");
     });
 }

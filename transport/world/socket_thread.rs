@@ -1,8 +1,8 @@
-//! Where callers and the bootstrap thread of one process meet.
+//! The state that callers and the bootstrap thread of one process share.
 //!
 //! Place in the data path: none. Callers put commands in and wait for answers through `base::wait`; the
 //! thread takes commands and puts answers in. Both hold a lock for a moment only and never across a wait.
-//! Rank 0 and the others share this side: only the thread behind it differs.
+//! Rank 0 and the others share this side: only the thread's body differs.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::hub::{COLLECTIVE_LEFT, Failure, INTERRUPTED};
+use super::collective::{COLLECTIVE_LEFT, Failure, INTERRUPTED};
 use crate::base::{Error, Rank, Result, wait};
 
 /// How long rank 0 may take to answer that a deadline has passed, beyond that deadline.
@@ -26,13 +26,13 @@ pub(super) enum Command {
     Gather { seq: u64, what: &'static str, payload: Vec<u8> },
     /// The deadline of collective `seq` has passed.
     GiveUp { seq: u64, waited_ms: u64 },
-    /// Say goodbye, close, end.
+    /// Send a Goodbye, close, end.
     Leave,
 }
 
-/// What the thread has to tell.
+/// What the thread reports.
 #[derive(Debug, Default)]
-pub(super) struct Inbox {
+pub(super) struct Reports {
     /// All ranks have joined.
     pub formed: bool,
     /// By rank, since then: where its host is reached; empty where rank 0's is.
@@ -47,7 +47,7 @@ pub(super) struct Inbox {
     pub refused: u64,
 }
 
-impl Inbox {
+impl Reports {
     /// Notes that all ranks have joined, and where they are.
     pub(super) fn form(&mut self, hosts: Vec<String>) {
         (self.formed, self.hosts) = (true, hosts);
@@ -69,17 +69,17 @@ impl Inbox {
 /// The shared part: one per process and world.
 pub(super) struct Port {
     commands: Mutex<VecDeque<Command>>,
-    inbox: Mutex<Inbox>,
+    reports: Mutex<Reports>,
     bell: UnixStream,
-    bell_heard: UnixStream,
+    bell_received: UnixStream,
 }
 
 impl Port {
     pub(super) fn new() -> std::io::Result<Port> {
-        let (bell, bell_heard) = UnixStream::pair()?;
+        let (bell, bell_received) = UnixStream::pair()?;
         bell.set_nonblocking(true)?;
-        bell_heard.set_nonblocking(true)?;
-        Ok(Port { commands: Mutex::default(), inbox: Mutex::default(), bell, bell_heard })
+        bell_received.set_nonblocking(true)?;
+        Ok(Port { commands: Mutex::default(), reports: Mutex::default(), bell, bell_received })
     }
 
     /// Caller: hands a command to the thread and wakes it.
@@ -96,31 +96,31 @@ impl Port {
 
     /// Thread: readable when commands may wait.
     pub(super) fn bell_fd(&self) -> BorrowedFd<'_> {
-        self.bell_heard.as_fd()
+        self.bell_received.as_fd()
     }
 
     /// Thread: clears the bell; look at the commands after it.
-    pub(super) fn hear_bell(&self) {
+    pub(super) fn receive_bell(&self) {
         let mut rings = [0; 64];
-        while matches!((&self.bell_heard).read(&mut rings), Ok(n) if n == rings.len()) {}
+        while matches!((&self.bell_received).read(&mut rings), Ok(n) if n == rings.len()) {}
     }
 
-    /// Either: looks at or changes the inbox; do not wait while holding it.
-    pub(super) fn inbox(&self) -> MutexGuard<'_, Inbox> {
-        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Either: looks at or changes the reports; do not wait while holding it.
+    pub(super) fn reports(&self) -> MutexGuard<'_, Reports> {
+        self.reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One collective at a time per rank; clones of a world take turns.
+/// One collective at a time per rank; clones of a world wait for each other.
 #[derive(Debug, Default)]
-pub(super) struct Turn(AtomicBool);
+pub(super) struct Exclusive(AtomicBool);
 
-/// Holds the turn until dropped.
-pub(super) struct TurnTaken<'a>(&'a AtomicBool);
+/// Held by the rank's current collective; released when dropped.
+pub(super) struct Busy<'a>(&'a AtomicBool);
 
-impl Turn {
-    pub(super) fn take(&self, what: &'static str, timeout: Duration) -> Result<TurnTaken<'_>> {
-        let free = || (!self.0.swap(true, Ordering::Acquire)).then(|| TurnTaken(&self.0));
+impl Exclusive {
+    pub(super) fn take(&self, what: &'static str, timeout: Duration) -> Result<Busy<'_>> {
+        let free = || (!self.0.swap(true, Ordering::Acquire)).then(|| Busy(&self.0));
         let free = wait::poll_unless(what, timeout, "the collective has not begun; call it again", free)?;
         free.ok_or_else(|| {
             Error::bootstrap(
@@ -131,44 +131,44 @@ impl Turn {
     }
 }
 
-impl Drop for TurnTaken<'_> {
+impl Drop for Busy<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::Release);
     }
 }
 
-/// This process's membership in a world of processes; dropping it says goodbye and ends the thread.
-pub(super) struct Station {
-    /// What rank 0 is called.
+/// This process's membership in a world of processes; dropping it sends a Goodbye and ends the thread.
+pub(super) struct SocketThread {
+    /// The name of rank 0.
     root: Rank,
     port: Arc<Port>,
     thread: Option<JoinHandle<()>>,
-    turn: Turn,
+    exclusive: Exclusive,
     seq: AtomicU64,
 }
 
-impl Station {
+impl SocketThread {
     /// Starts `run` on a thread for the rank called `name`, in a world whose rank 0 is called `root`.
     pub(super) fn start(
         name: Rank,
         root: Rank,
         port: Arc<Port>,
         run: impl FnOnce() + Send + 'static,
-    ) -> std::result::Result<Station, Failure> {
+    ) -> std::result::Result<SocketThread, Failure> {
         let thread = std::thread::Builder::new().name(format!("ty-boot-{name}")).spawn(run).map_err(|error| {
             Failure::new(format!("no bootstrap thread could start ({error})"), "raise the limit on threads")
                 .caused_by(error)
         })?;
-        Ok(Station { root, port, thread: Some(thread), turn: Turn::default(), seq: AtomicU64::new(0) })
+        Ok(SocketThread { root, port, thread: Some(thread), exclusive: Exclusive::default(), seq: AtomicU64::new(0) })
     }
 
     /// Waits until all ranks have joined. The thread keeps the deadline; the wait here is a little longer.
     pub(super) fn wait_formed(&self, timeout: Duration) -> Result<()> {
         let formed = || {
-            let inbox = self.port.inbox();
-            match &inbox.failure {
+            let reports = self.port.reports();
+            match &reports.failure {
                 Some(failure) => Some(Err(failure.error())),
-                None => inbox.formed.then_some(Ok(())),
+                None => reports.formed.then_some(Ok(())),
             }
         };
         let left = "this rank has left, and the others wait for it until their deadline; join again";
@@ -180,8 +180,8 @@ impl Station {
 
     /// All ranks' payloads, by rank.
     pub(super) fn gather(&self, what: &'static str, payload: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        let _turn = self.turn.take(what, timeout)?;
-        if let Some(failure) = &self.port.inbox().failure {
+        let _exclusive = self.exclusive.take(what, timeout)?;
+        if let Some(failure) = &self.port.reports().failure {
             return Err(failure.ending());
         }
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
@@ -192,13 +192,13 @@ impl Station {
             Err(interrupted) => Some(interrupted),
         };
         let waited_ms = timeout.as_millis() as u64;
-        let told = if interrupted.is_some() { INTERRUPTED } else { waited_ms };
-        self.port.command(Command::GiveUp { seq, waited_ms: told });
+        let waited = if interrupted.is_some() { INTERRUPTED } else { waited_ms };
+        self.port.command(Command::GiveUp { seq, waited_ms: waited });
         let outcome = wait::poll(what, ANSWER_GRACE, || self.outcome(seq)).unwrap_or_else(|| {
             let root = self.root;
             let what = format!("rank {root} did not answer within {waited_ms} ms in collective \"{what}\"");
             let failure = Failure::new(what, format!("see what holds rank {root} up, or raise the timeout"));
-            self.port.inbox().fail(failure.clone());
+            self.port.reports().fail(failure.clone());
             Err(failure.ending())
         });
         outcome.map_err(|failed| interrupted.map_or(failed, Error::ending))
@@ -206,32 +206,32 @@ impl Station {
 
     /// By rank: where its host is reached; empty where rank 0's is.
     pub(super) fn hosts(&self) -> Vec<String> {
-        self.port.inbox().hosts.clone()
+        self.port.reports().hosts.clone()
     }
 
     /// Ranks known to be lost.
     pub(super) fn lost(&self) -> Vec<Rank> {
-        self.port.inbox().lost.clone()
+        self.port.reports().lost.clone()
     }
 
     /// Connections and messages dropped so far.
     pub(super) fn refused(&self) -> u64 {
-        self.port.inbox().refused
+        self.port.reports().refused
     }
 
     fn outcome(&self, seq: u64) -> Option<Result<Vec<Vec<u8>>>> {
-        let mut inbox = self.port.inbox();
-        match inbox.gathered.take_if(|(number, _)| *number == seq) {
+        let mut reports = self.port.reports();
+        match reports.gathered.take_if(|(number, _)| *number == seq) {
             Some((_, payloads)) => Some(Ok(payloads)),
-            None => inbox.failure.as_ref().map(|failure| Err(failure.ending())),
+            None => reports.failure.as_ref().map(|failure| Err(failure.ending())),
         }
     }
 }
 
-impl Drop for Station {
+impl Drop for SocketThread {
     fn drop(&mut self) {
         self.port.command(Command::Leave);
-        let formed = self.port.inbox().formed;
+        let formed = self.port.reports().formed;
         match self.thread.take() {
             // The thread closes within a bounded time; a panic in it has been reported by the runtime.
             Some(thread) if formed => drop(thread.join()),
@@ -246,20 +246,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_turn_given_back_by_one_that_only_asked() {
-        let turn = Turn::default();
-        let taken = turn.take("first", Duration::from_millis(1)).unwrap();
+    fn a_lock_released_by_a_caller_that_only_asked() {
+        let exclusive = Exclusive::default();
+        let taken = exclusive.take("first", Duration::from_millis(1)).unwrap();
         for _ in 0..2 {
-            assert!(turn.take("second", Duration::from_millis(1)).is_err());
+            assert!(exclusive.take("second", Duration::from_millis(1)).is_err());
         }
         drop(taken);
-        assert!(turn.take("third", Duration::from_millis(1)).is_ok());
+        assert!(exclusive.take("third", Duration::from_millis(1)).is_ok());
     }
 
     #[test]
     fn a_lost_rank_listed_twice() {
-        let mut inbox = Inbox::default();
-        [3, 1, 3].into_iter().for_each(|rank| inbox.lose(Rank(rank)));
-        assert_eq!(inbox.lost, [Rank(1), Rank(3)]);
+        let mut reports = Reports::default();
+        [3, 1, 3].into_iter().for_each(|rank| reports.lose(Rank(rank)));
+        assert_eq!(reports.lost, [Rank(1), Rank(3)]);
     }
 }

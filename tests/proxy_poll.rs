@@ -1,4 +1,4 @@
-//! What one turn of a proxy finds.
+//! What one poll of a proxy finds.
 
 #[path = "transport/stub.rs"]
 mod stub;
@@ -7,7 +7,9 @@ use std::sync::atomic::Ordering;
 use stub::{Carrier, Stub};
 use tokenyard::internals::proxy::driver::{ContextMemory, Driver};
 use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
-use tokenyard::internals::proxy::wire::{ChunkIdx, ContextIdx, Direction, Lane, LinkIdx, Nodes, Wire, WireInput};
+use tokenyard::internals::proxy::wire::{
+    ChunkIdx, ContextIdx, Direction, LinkIdx, MessageShape, Nodes, Wire, WireInput,
+};
 use tokenyard::internals::transport::network::{Event, Posted, RegionId, WriteImm};
 use tokenyard::{Rank, Result};
 
@@ -31,12 +33,17 @@ impl Carrier for Ledger {
 }
 
 #[test]
-fn a_turn_finds_every_doorbell_however_far_apart_the_links_are() {
+fn a_poll_finds_every_doorbell_however_many_epochs_the_links_differ() {
     const PEERS: u16 = 19;
-    let lane = Lane { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
+    let shape = MessageShape { first_bytes: 256, chunk_bytes: 192, chunks: 3 };
     let nodes = Nodes::consecutive(&[1; PEERS as usize + 1]).unwrap();
-    let lanes = [lane, Lane { chunks: 2, ..lane }, Lane { chunks: 0, ..lane }, Lane { chunks: 1, ..lane }];
-    let wire = Wire::new(WireInput { nodes, nics: 1, lanes, staging_offset: 0, inbox_offset: 1 << 20 }).unwrap();
+    let shapes = [
+        shape,
+        MessageShape { chunks: 2, ..shape },
+        MessageShape { chunks: 1, ..shape },
+        MessageShape { chunks: 0, ..shape },
+    ];
+    let wire = Wire::new(WireInput { nodes, nics: 1, shapes, staging_offset: 0, recv_buffer_offset: 1 << 20 }).unwrap();
     let world = usize::from(PEERS) + 1;
     let machine = Machine::new(&MachineConfig { rank: Rank(3), world, liveness: Liveness::default() }).unwrap();
     let mut driver = Driver::new(machine, Stub(Ledger::default()), Box::new(|| 0));
@@ -51,7 +58,7 @@ fn a_turn_finds_every_doorbell_however_far_apart_the_links_are() {
     let mut draw = 0x2545_f491_4f6c_dd1du64;
     let mut rung = 0;
     for _ in 0..4000 {
-        // Few in most turns, so that most groups are even, and all of one direction in some.
+        // Few in most polls, so that most groups are even, and all of one direction in some.
         draw = draw.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
         let direction = [Direction::Dispatch, Direction::Combine, Direction::Barrier][(draw >> 33) as usize % 3];
         let all = draw >> 60 == 0;
@@ -59,14 +66,14 @@ fn a_turn_finds_every_doorbell_however_far_apart_the_links_are() {
         for link in (first..first + count).map(|link| link % PEERS) {
             let (epoch, chunk) = &mut next[direction.index()][usize::from(link)];
             let count = wire.chunks_word(direction, *epoch, LinkIdx(link));
-            let chunks = wire.lane(direction).chunks;
+            let chunks = wire.shape(direction).chunks;
             memory.chunks.get(count).unwrap().store(u64::from(chunks), Ordering::Relaxed);
             let bell = wire.doorbell_word(direction, *epoch, LinkIdx(link), ChunkIdx(*chunk));
             memory.doorbells.get(bell).unwrap().store(*epoch << 32 | 16, Ordering::Release);
             (*epoch, *chunk) = if *chunk + 1 == chunks { (*epoch + 1, 0) } else { (*epoch, *chunk + 1) };
             rung += 1;
         }
-        driver.turn();
+        driver.poll_once();
         assert_eq!(driver.transport().0.posts, rung, "{next:?}");
     }
     assert!(next.iter().take(2).flatten().all(|(epoch, _)| *epoch > u64::from(u32::MAX)));

@@ -1,7 +1,7 @@
-//! The meeting point of one world's collectives: who has arrived, with what, and who never will.
+//! State of one world's collectives: which ranks have arrived, with which payloads, and which never will.
 //!
 //! Place in the data path: none. Rank 0's bootstrap thread runs one for a world of processes; a world of
-//! threads shares one behind a lock. A plain state machine: it never waits, locks, sends or reads a clock.
+//! threads shares one behind a lock. A state machine: it never waits, locks, sends or reads a clock.
 //!
 //! ```text
 //!            deposit by the last rank
@@ -10,18 +10,18 @@
 //!      +-- another name, another number, a rank gone, a rank giving up --> failed, for good
 //! ```
 //!
-//! A failure is for good because ranks could no longer agree on which round they are in; survivors form a
+//! A failure is permanent because ranks could no longer agree on which round is next; survivors form a
 //! new world.
 
 use super::names::Names;
 use crate::base::{Error, Rank, Source};
 
-/// What to tell a caller, on whichever rank.
+/// What a caller's error states, on any rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Failure {
     pub what: String,
     pub advice: String,
-    /// The system's error behind it; peers hear of its text alone.
+    /// The system's error that caused it; peers receive only its text.
     pub source: Option<Source>,
 }
 
@@ -47,23 +47,23 @@ impl Failure {
     }
 }
 
-/// Takes the place of the milliseconds that a rank waited before it gave up: it was interrupted.
+/// In `waited_ms` of a rank that gave up: the rank was interrupted.
 pub(super) const INTERRUPTED: u64 = u64::MAX;
 
-/// What an interrupted collective leaves.
+/// State after an interrupted collective, for its error.
 pub(super) const COLLECTIVE_LEFT: &str =
     "the world's collectives end on all ranks, as they could not agree which one is next; form a new world";
 
-/// How a rank is no longer there.
+/// How a rank went away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Gone {
-    /// Its process or connection ended without a word.
+    /// Its process or connection ended without a goodbye.
     Lost,
     /// It dropped its world.
     Left,
 }
 
-/// What a step did to the round.
+/// The effect of a step on the round.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// Nothing to hand out yet.
@@ -76,7 +76,7 @@ pub(super) enum Verdict {
 
 /// State of the collectives of one world.
 #[derive(Debug)]
-pub(super) struct Hub {
+pub(super) struct Collective {
     names: Names,
     seq: u64,
     name: Option<(Rank, String)>,
@@ -85,11 +85,11 @@ pub(super) struct Hub {
     failure: Option<Failure>,
 }
 
-impl Hub {
-    /// A hub for all ranks that have names, in round 0.
-    pub(super) fn new(names: Names) -> Hub {
+impl Collective {
+    /// A collective for all ranks that have names, in round 0.
+    pub(super) fn new(names: Names) -> Collective {
         let size = names.size();
-        Hub { names, seq: 0, name: None, parts: vec![None; size], gone: vec![None; size], failure: None }
+        Collective { names, seq: 0, name: None, parts: vec![None; size], gone: vec![None; size], failure: None }
     }
 
     /// Why no collective can succeed any more.
@@ -223,56 +223,56 @@ mod tests {
 
     #[test]
     fn parts_handed_out_in_order_of_arrival() {
-        let mut hub = Hub::new(Names::all(3));
-        assert_eq!(hub.deposit(Rank(2), 0, "a", vec![2]), Verdict::Open);
-        assert_eq!(hub.deposit(Rank(0), 0, "a", vec![]), Verdict::Open);
+        let mut collective = Collective::new(Names::all(3));
+        assert_eq!(collective.deposit(Rank(2), 0, "a", vec![2]), Verdict::Open);
+        assert_eq!(collective.deposit(Rank(0), 0, "a", vec![]), Verdict::Open);
         assert_eq!(
-            hub.deposit(Rank(1), 0, "a", vec![1]),
+            collective.deposit(Rank(1), 0, "a", vec![1]),
             Verdict::Complete { seq: 0, parts: vec![vec![], vec![1], vec![2]] }
         );
-        assert_eq!(hub.deposit(Rank(1), 1, "b", vec![]), Verdict::Open);
+        assert_eq!(collective.deposit(Rank(1), 1, "b", vec![]), Verdict::Open);
     }
 
     #[test]
     fn one_rank_arriving_twice_counted_as_two() {
-        let mut hub = Hub::new(Names::all(2));
-        hub.deposit(Rank(0), 0, "a", vec![]);
-        assert!(problem(hub.deposit(Rank(0), 0, "a", vec![])).contains("rank 0 brings collective number 0"));
-        assert!(problem(hub.deposit(Rank(1), 0, "a", vec![])).contains("rank 0"), "a failure is for good");
+        let mut collective = Collective::new(Names::all(2));
+        collective.deposit(Rank(0), 0, "a", vec![]);
+        assert!(problem(collective.deposit(Rank(0), 0, "a", vec![])).contains("rank 0 brings collective number 0"));
+        assert!(problem(collective.deposit(Rank(1), 0, "a", vec![])).contains("rank 0"), "a failure is for good");
     }
 
     #[test]
     fn different_collectives_taken_for_the_same() {
-        let mut hub = Hub::new(Names::all(2));
-        hub.deposit(Rank(1), 0, "left", vec![]);
-        let text = problem(hub.deposit(Rank(0), 0, "right", vec![]));
+        let mut collective = Collective::new(Names::all(2));
+        collective.deposit(Rank(1), 0, "left", vec![]);
+        let text = problem(collective.deposit(Rank(0), 0, "right", vec![]));
         assert_eq!(text, "rank 0 calls collective \"right\" while rank 1 calls \"left\"");
     }
 
     #[test]
     fn a_round_that_waits_for_the_dead() {
-        let mut hub = Hub::new(Names::all(3));
-        hub.deposit(Rank(2), 0, "a", vec![]);
-        assert_eq!(hub.depart(Rank(2), Gone::Lost), Verdict::Open, "its part is here");
-        hub.deposit(Rank(0), 0, "a", vec![]);
-        assert!(matches!(hub.deposit(Rank(1), 0, "a", vec![]), Verdict::Complete { .. }));
-        assert!(problem(hub.deposit(Rank(0), 1, "b", vec![])).contains("rank 2 is lost"));
+        let mut collective = Collective::new(Names::all(3));
+        collective.deposit(Rank(2), 0, "a", vec![]);
+        assert_eq!(collective.depart(Rank(2), Gone::Lost), Verdict::Open, "its part is here");
+        collective.deposit(Rank(0), 0, "a", vec![]);
+        assert!(matches!(collective.deposit(Rank(1), 0, "a", vec![]), Verdict::Complete { .. }));
+        assert!(problem(collective.deposit(Rank(0), 1, "b", vec![])).contains("rank 2 is lost"));
     }
 
     #[test]
     fn a_stale_deadline_that_ends_the_next_round() {
-        let mut hub = Hub::new(Names::all(2));
-        hub.deposit(Rank(0), 0, "a", vec![]);
-        hub.deposit(Rank(1), 0, "a", vec![]);
-        assert_eq!(hub.give_up(Rank(0), 0, 10), Verdict::Open);
-        assert!(hub.failure().is_none());
+        let mut collective = Collective::new(Names::all(2));
+        collective.deposit(Rank(0), 0, "a", vec![]);
+        collective.deposit(Rank(1), 0, "a", vec![]);
+        assert_eq!(collective.give_up(Rank(0), 0, 10), Verdict::Open);
+        assert!(collective.failure().is_none());
     }
 
     #[test]
     fn a_deadline_that_names_those_who_came() {
-        let mut hub = Hub::new(Names::all(4));
-        hub.deposit(Rank(1), 0, "a", vec![]);
-        let text = problem(hub.give_up(Rank(1), 0, 10));
+        let mut collective = Collective::new(Names::all(4));
+        collective.deposit(Rank(1), 0, "a", vec![]);
+        let text = problem(collective.give_up(Rank(1), 0, 10));
         assert_eq!(text, "rank 1 waited 10 ms in collective \"a\" and ranks 0, 2, 3 have not arrived");
     }
 
