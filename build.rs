@@ -2,7 +2,7 @@
 //!
 //! Settings, all optional: TOKENYARD_NVCC (path of nvcc, or `none`), TOKENYARD_STRICT=1 (warnings of the host
 //! compiler are errors), TOKENYARD_SANITIZE (such as `address,undefined`), TOKENYARD_REGENERATE=1 (stale bindings
-//! are about to be rewritten by tests/ffi.rs, so do not refuse them).
+//! are about to be rewritten by tests/rules/ffi.rs, so do not refuse them).
 
 #[path = "kernels/ffi/hash.rs"]
 mod hash;
@@ -86,7 +86,7 @@ fn refuse_stale_bindings() {
         let found = String::from_utf8_lossy(&read(Path::new(generated))).into_owned();
         if !found.lines().any(|line| line == wanted) {
             fail(&format!(
-                "{generated} is older than {header}: run TOKENYARD_REGENERATE=1 cargo test --test ffi (needs libclang)"
+                "{generated} is older than {header}: run TOKENYARD_REGENERATE=1 cargo test --test rules ffi (needs libclang)"
             ));
         }
     }

@@ -125,7 +125,7 @@ sanitize() {
     target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 1000
   # More ranks of a node than verify draws.
   TOKENYARD_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-    cargo test --no-default-features --features cli --target-dir target/coverage --test wide
+    cargo test --no-default-features --features cli --target-dir target/coverage --test calls wide::
 }
 
 # One of twenty-four, since CI has little time; python3 tests/mutants.py runs all.

@@ -62,9 +62,8 @@ program() {
 build() {
   local dir=${1:?the folder of the binaries}
   program "$dir"
-  (cd "$root" && cargo test --no-run --test device --test memory --test faults --test conformance --test kills \
-    --test aliasing --test arena --test contexts --test gpu_nic --test in_place --test ownership --test overlap --test wide 2>&1) |
-    sed -n 's/.*Executable tests\/\(.*\)\.rs (\(.*\))/\1 \2/p' |
+  (cd "$root" && cargo test --no-run --test calls --test transport 2>&1) |
+    sed -n 's/.*Executable tests\/\(.*\)\/main\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
   local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
   # The nvcc that the kernels were built with, as build.rs noted it.
@@ -140,24 +139,24 @@ sanitized() {
 worlds() { printf '%s\n' 1 2 4 "$ranks" | sort -nu | while read -r n; do [ "$n" -gt "$gpus" ] || echo "$n"; done; }
 
 section_checks() {
-  check device "$dir/device" --test-threads=4
-  check memory "$dir/memory" --test-threads=4
-  check conformance "$dir/conformance"
-  check faults "$dir/faults" --test-threads=1
-  check arena "$dir/arena" --test-threads=1
+  check device "$dir/transport" device:: --test-threads=4
+  check memory "$dir/transport" memory:: --test-threads=4
+  check conformance "$dir/transport" conformance::
+  check faults "$dir/calls" faults:: --test-threads=1
+  check arena "$dir/calls" arena:: --test-threads=1
   # Ranks that share a GPU need a hardware queue for each of their streams.
   if [ "$gpus" -ge 2 ]; then
-    check wide env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/wide"
+    check wide env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" wide::
   else
     note wide skipped "needs 2 GPUs: one has fewer queues than the test has ranks"
   fi
-  check contexts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/contexts" --test-threads=1
-  check aliasing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/aliasing" --test-threads=1
-  check in_place env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/in_place" --test-threads=1
-  check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/ownership" --test-threads=1
-  check overlap "$dir/overlap" another_library
-  check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/gpu_nic" contexts arenas --test-threads=1
-  if [ "$gpus" -ge 3 ]; then check kills "$dir/kills" --test-threads=1; else note kills skipped "needs 3 GPUs"; fi
+  check contexts env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" contexts:: --test-threads=1
+  check aliasing env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" aliasing:: --test-threads=1
+  check in_place env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" in_place:: --test-threads=1
+  check ownership env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/calls" ownership:: --test-threads=1
+  check overlap "$dir/calls" overlap::graphs_of_another_library
+  check gpu_nic env CUDA_DEVICE_MAX_CONNECTIONS=32 "$dir/transport" gpu_nic::contexts gpu_nic::arenas --test-threads=1
+  if [ "$gpus" -ge 3 ]; then check kills "$dir/calls" kills:: --test-threads=1; else note kills skipped "needs 3 GPUs"; fi
   local dtype layout shared=$((2 * gpus))
   for dtype in fp8 bf16 fp16 fp32; do
     for layout in contiguous masked token; do

@@ -11,6 +11,7 @@ import hashlib
 import os
 import pathlib
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ MUTANTS = [
     ("a row stored where its last expert wants it", IN_PLACE, "if (j <= k && other == rank) first = false;", "(void)other;"),
     ("segments of other ranks not aligned", IN_PLACE, "experts, a.output.align, a.output.align_inverse);", "experts);"),
     ("row of the first choice looked for at the first lane", DISPATCH, "shuffle(mine, lowest_bit(all))", "shuffle(mine, 0)"),
-    ("first place of own rows taken for stored", DISPATCH, "bool lies = in_place(c) && places && source != c.rank,", "bool lies = in_place(c) && places,"),
+    ("first place of own rows taken for stored", DISPATCH, "bool lies = in_place(c) && places && item.source != c.rank,", "bool lies = in_place(c) && places,"),
     ("counts of other ranks not published", METADATA, "in_place(c) && rank < c.node_ranks; ++rank)", "in_place(c) && rank < 1; ++rank)"),
     ("row tag raised in the wrong slot", SEND, "slot * TY_SLICES + slice, epoch);", "slot / 2 * TY_SLICES + slice, epoch);"),
     ("tag of the last slice forgotten", SEND, "i >> shift < c.node_ranks;", "(i + 1) >> shift < c.node_ranks;"),
@@ -146,7 +147,7 @@ MUTANTS = [
      "plan_segments(a, team, shared);\n  team_barrier(team);", "plan_segments(a, team, shared);"),
     ("sums over sources read too early", RECEIVE,
      "  team_barrier(team);\n  if (team_warp(team) == 0) plan_segments", "  if (team_warp(team) == 0) plan_segments"),
-    ("first token of a round forgotten", DISPATCH, "token = load(&shared.source_first[source]) + slot;", "token = slot;"),
+    ("first token of a round forgotten", DISPATCH, "item.token = load(&shared.source_first[item.source]) + item.slot;", "item.token = item.slot;"),
     ("counts read too early", RECEIVE,
      "  return !team_any(team, failed);\n}\n\n// Tokens of a source", "  return !failed;\n}\n\n// Tokens of a source"),
     ("alignment forgotten", CONTEXT, "divide(load(in + begin + i) + align - 1, align, inverse).whole * align", "load(in + begin + i)"),
@@ -253,7 +254,7 @@ MUTANTS = [
     ("rows of a word before not counted", TO_NODES, "return load(&shared.before[word]) + popcount", "return popcount"),
     ("rows packed before all warps have marked tokens", DISPATCH, "return !block_any(stuck);", "return !stuck;"),
     ("rows packed though a choice is faulty", TO_NODES, "faulty && word < words; word", "false && word < words; word"),
-    ("forwarded before its chunk arrived", DISPATCH, "u32 chunk = chunk_of_row(layout_of(c, TY_DIRECTION_DISPATCH), slot);", "u32 chunk = 0;"),
+    ("forwarded before its chunk arrived", DISPATCH, "u32 chunk = chunk_of_row(layout_of(c, TY_DIRECTION_DISPATCH), item.slot);", "u32 chunk = 0;"),
     ("placed before its chunk arrived", RECEIVE, "chunk_of_row(l, slot));", "0);"),
     ("placed from another source's message", TO_NODES, "source - (source > c.rank ? 1 : 0)", "source - (source > 1 ? 1 : 0)"),
     ("rows of a message over its headers", NODES, "return l.rows_offset + ", "return TY_WIRE_HEAD_BYTES + "),
@@ -358,7 +359,7 @@ MUTANTS = [
     ("sums written where later rounds read", CALLS, "if let Some(rows) = &sent.views {", "if let (Some(rows), 1) = (&sent.views, self.plan.rounds) {"),
     ("rows written where later rounds read", CALLS, "if let Some(tokens) = &sent.views {", "if let (Some(tokens), 1) = (&sent.views, self.plan.rounds) {"),
     ("blocks of the CPU device beyond memory for their stacks", BUILDER, "MAX_CPU_BLOCKS: usize = 1024", "MAX_CPU_BLOCKS: usize = 1025"),
-    ("calls of more rounds than they may take", BUILDER, "if rounds > MAX_ROUNDS {", "if rounds > MAX_ROUNDS + 1 {"),
+    ("calls of more rounds than they may take", BUILDER, "if rounds <= MAX_ROUNDS {", "if rounds <= MAX_ROUNDS + 1 {"),
     ("worlds of more ranks than a context has words for", BUILDER, 'raw::TY_MAX_RANKS as usize, "ranks")?;', 'usize::MAX, "ranks")?;'),
     ("an alignment is cut where there are no experts", SHAPE, "experts.max(1).saturating_mul(align)", "experts.saturating_mul(align)"),
     ("a call that is half enqueued leaves its context open", CALLS, "if round > 0 && !call.is_recorded()", "if round > self.plan.rounds && !call.is_recorded()"),
@@ -474,61 +475,65 @@ class Worker:
     def checks(self, file=""):
         """What the suite runs against a mutant of a file, any file without one; the first that fails catches it."""
         program = str(self.target / "debug" / "tokenyard")
-        test = ["cargo", "test", "-q", *self.cargo, "--test"]
+        cargo = ["cargo", "test", "-q", *self.cargo]
+
+        def test(module, *parts):
+            return [*cargo, "--test", *tests_of(module, parts)]
+
         worlds = [
             ("schedules", [program, "verify", "--schedules", "80", "--timeout-ms", "4000"]),
             ("seeds", [program, "verify", "--seeds", "60", "--timeout-ms", "2000"]),
-            ("tests/faults.rs", [*test, "faults"]),
-            ("tests/nodes.rs", [*test, "nodes", "--", "rounds", "another_dispatch"]),
-            ("tests/contexts.rs", [*test, "contexts", "--", "another_dispatch", "another_call", "threads_of_a_block", "closed_context", "the_first_launch"]),
+            ("faults", test("faults")),
+            ("nodes", test("nodes", "rounds", "another_dispatch")),
+            ("contexts", test("contexts", "another_dispatch", "another_call", "threads_of_a_block", "closed_context", "the_first_launch")),
             ("several tiles", [program, "verify", "--replay", TILES]),
             ("dedicated senders", [program, "verify", "--timeout-ms", "4000", "--replay", DEDICATED]),
             ("rows kept once", [program, "verify", "--timeout-ms", "4000", "--replay", KEPT_ONCE]),
             ("scales later", [program, "verify", "--timeout-ms", "4000", "--replay", SCALES_LATER]),
             ("late completions", [program, "verify", "--timeout-ms", "4000", "--replay", LATE]),
-            ("tests/overlap.rs", [*test, "overlap"]),
+            ("overlap", test("overlap")),
             ("messages tampered with", [program, "verify", "--timeout-ms", "1000", "--schedules", "200", "--forge"]),
         ]
         in_place = [
             ("outputs in the arena", [program, "verify", "--schedules", "120", "--in-place", "--timeout-ms", "4000"]),
-            ("tests/in_place.rs", [*test, "in_place"]),
+            ("in_place", test("in_place")),
         ]
         worlds = in_place + worlds if file == IN_PLACE else worlds + in_place
         # The proxy has tests of its own, which are quicker than whole worlds, and these have no emulated NIC.
-        proxy = [("tests/proxy_machine.rs", [*test, "proxy_machine"])]
+        proxy = [("proxy_machine", test("proxy_machine"))]
         pick = [("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "pick"])]
-        nic = [("tests/gpu_nic.rs", [*test, "gpu_nic"])]
+        nic = [("gpu_nic", test("gpu_nic"))]
         # What a context and its proxy agree on as it is built.
         service = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "service"]),
-            ("tests/transport_outside.rs", [*test, "transport_outside", "gathered"]),
-            ("tests/nodes.rs", [*test, "nodes"]),
+            ("transport_outside", test("transport_outside", "gathered")),
+            ("nodes", test("nodes")),
         ]
         lib = ["cargo", "test", "-q", *self.cargo, "--lib"]
         # The program: what it does with its streams, its ranks' environment and files of its user.
         cli = [
-            ("tests/cli.rs", [*test, "cli", "--", "reader", "full_disk", "caller", "trace", "log"]),
-            ("tests/cli_run.rs", [*test, "cli_run"]),
+            ("cli", test("cli", "reader", "full_disk", "caller", "trace", "log")),
+            ("cli_run", test("cli_run")),
             ("unit tests", [*lib, "cli::cases::trace_file"]),
         ]
-        contexts = [("tests/contexts.rs", [*test, "contexts"])]
-        overlaps = [("tests/aliasing.rs", [*test, "aliasing"])]
-        ownership = [("tests/ownership.rs", [*test, "ownership"])]
-        interrupts = [("tests/interrupts.rs", [*test, "interrupts"]), ("unit tests", [*lib, "base::"])]
+        contexts = [("contexts", test("contexts"))]
+        overlaps = [("aliasing", test("aliasing"))]
+        ownership = [("ownership", test("ownership"))]
+        interrupts = [("interrupts", test("interrupts")), ("unit tests", [*lib, "base::"])]
         own = {
             MACHINE: proxy + [("unit tests", [*lib, "driver"])],
             DRIVER: [("unit tests", [*lib, "driver"])],
             REGIONS: [("unit tests", [*lib, "regions"])],
             FREE_MEMORY: [("unit tests", [*lib, "memory"])],
-            SCHEDULER: [("tests/cli.rs", [*test, "cli", "stacks"])],
+            SCHEDULER: [("cli", test("cli", "stacks"))],
             LAUNCHES: [("unit tests", [*lib, "lack_of_memory"])],
-            SCHEDULE: [("tests/stopped.rs", [*test, "stopped"])],
+            SCHEDULE: [("stopped", test("stopped"))],
             STACKS: [("unit tests", [*lib, "guard_pages"])],
-            SEEDED: [("tests/device.rs", [*test, "device", "world"])],
+            SEEDED: [("device", test("device", "world"))],
             CALLS: contexts + overlaps + ownership + [("unit tests", [*lib, "context::"])],
             VIEWS: overlaps + contexts,
             SHAPE: contexts,
-            BUILDER: [("tests/faults.rs", [*test, "faults", "are_refused"])],
+            BUILDER: [("faults", test("faults", "are_refused"))],
             VIEW: [("unit tests", [*lib, "device::view"])] + ownership,
             DEVICE: ownership,
             CPU: ownership + [("unit tests", [*lib, "given_up"])],
@@ -537,28 +542,28 @@ class Worker:
             HANDLE: ownership,
             EXECUTOR: ownership,
             WORLD: contexts + [
-                ("tests/bootstrap.rs", [*test, "bootstrap", "--", "ports", "again", "generation"]), ("tests/worlds.rs", [*test, "worlds", "sizes"])],
-            REPORT: [("unit tests", [*lib, "report::"]), ("tests/contexts.rs", [*test, "contexts", "--", "other_orders"]), ("tests/nodes.rs", [*test, "nodes", "halves_go"]),
-                     ("tests/overlap.rs", [*test, "overlap"])],
+                ("bootstrap", test("bootstrap", "ports", "again", "generation")), ("worlds", test("worlds", "sizes"))],
+            REPORT: [("unit tests", [*lib, "report::"]), ("contexts", test("contexts", "other_orders")), ("nodes", test("nodes", "halves_go")),
+                     ("overlap", test("overlap"))],
             ERROR: [("unit tests", [*lib, "error::"])],
-            PAIRS: [("tests/pairs.rs", [*test, "pairs"])],
-            MAILBOX: [("tests/loom.rs", [*test, "loom"])],
+            PAIRS: [("pairs", test("pairs"))],
+            MAILBOX: [("tests/loom.rs", [*cargo, "--test", "loom"])],
             REMOTE: [("unit tests", [*lib, "driver"])],
             PROJECTION: [("unit tests", [*lib, "--", "simulate::tests::a_link", "simulate::tests::a_peer"])],
             CASE: [("unit tests", [*lib, "cli::cases::case"])],
-            FILES: [("tests/cli.rs", [*test, "cli", "files_that"])],
-            REPLAY: [("tests/cli.rs", [*test, "cli", "unusable_arguments"])],
-            OVER: [("tests/worlds.rs", [*test, "worlds"])],
-            AGREEMENT: [("tests/worlds.rs", [*test, "worlds"])],
-            HOST: [("tests/memory.rs", [*test, "memory", "limit"])],
-            QUOTE: [("unit tests", [*lib, "quote"]), ("tests/worlds.rs", [*test, "worlds", "texts_of_others"])],
+            FILES: [("cli", test("cli", "files_that"))],
+            REPLAY: [("cli", test("cli", "unusable_arguments"))],
+            OVER: [("worlds", test("worlds"))],
+            AGREEMENT: [("worlds", test("worlds"))],
+            HOST: [("memory", test("memory", "limit"))],
+            QUOTE: [("unit tests", [*lib, "quote"]), ("worlds", test("worlds", "texts_of_others"))],
             WAIT: interrupts,
-            INTERRUPT: interrupts + [("tests/ownership.rs", [*test, "ownership", "--", "own_storage"])],
+            INTERRUPT: interrupts + [("ownership", test("ownership", "own_storage"))],
         }
         bootstrap = [
             ("unit tests", ["cargo", "test", "-q", *self.cargo, "--lib", "transport"]),
-            ("tests/bootstrap.rs", [*test, "bootstrap"]),
-            ("tests/interrupts.rs", [*test, "interrupts"]),
+            ("bootstrap", test("bootstrap")),
+            ("interrupts", test("interrupts")),
         ]
         if not file:
             return worlds + proxy + nic + service + cli + bootstrap + [check for file in own if file != MACHINE for check in own[file]]
@@ -602,6 +607,16 @@ class Worker:
             return self.caught_by(self.checks(file)) or self.caught_by(self.thorough(file))
         finally:
             path.write_text(text)
+
+
+def tests_of(module, parts):
+    """The test program of a module, and what chooses its tests: all of them, or those whose names have one of the parts."""
+    file = next(ROOT.glob(f"tests/*/{module}.rs"))
+    names = re.findall(r"#\[test\]\n\s*fn (\w+)", file.read_text())
+    chosen = [f"{module}::{name}" for name in names if any(part in name for part in parts)]
+    if parts and not chosen:
+        sys.exit(f"no test of {file} has one of {parts} in its name")
+    return [file.parent.name, "--", *(["--exact", *chosen] if parts else [f"{module}::"])]
 
 
 def check_texts():

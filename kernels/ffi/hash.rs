@@ -1,4 +1,4 @@
-//! The hash that ties a generated file to the header it was made from. Used by build.rs and tests/ffi.rs alone.
+//! The hash that ties a generated file to the header it was made from. Used by build.rs and tests/rules/ffi.rs alone.
 
 /// Marks the line of a generated file that holds its header's hash.
 pub const MARK: &str = "// header hash: ";

@@ -2,7 +2,7 @@
 //!
 //! A leaf: it imports nothing of the crate and holds no logic. `layout` is what host and device both read
 //! (kernels/ffi/layout.h); `executor` is the CPU device's C interface (kernels/ffi/executor.h). build.rs refuses
-//! files older than their header; tests/ffi.rs makes them anew and compares.
+//! files older than their header; tests/rules/ffi.rs makes them anew and compares.
 
 /// Structs and constants shared with the device code.
 #[rustfmt::skip]

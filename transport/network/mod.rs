@@ -50,10 +50,10 @@
 //!   writes beyond may fail. Whoever opens contexts keeps to the limits: each context takes its part of the receives
 //!   for as long as it lives.
 //!
-//! A whole network between the ranks of a process, over which contexts run (`tests/transport_outside.rs`):
+//! A whole network between the ranks of a process, over which contexts run (`tests/calls/transport_outside.rs`):
 //!
 //! ```
-#![doc = include_str!("../../tests/transport_outside/loopback.rs")]
+#![doc = include_str!("../../tests/calls/transport_outside/loopback.rs")]
 //! # fn main() {}
 //! ```
 

@@ -1,0 +1,21 @@
+//! Calls of contexts and what surrounds them: worlds, nodes, proxies, memory, errors, order, and ranks that die.
+
+#[path = "../rig/mod.rs"]
+mod rig;
+
+mod aliasing;
+mod arena;
+mod contexts;
+mod faults;
+mod in_place;
+mod interrupts;
+mod kills;
+mod nodes;
+mod one_context;
+mod overlap;
+mod ownership;
+mod statistics;
+mod stopped;
+mod transport_outside;
+mod wide;
+mod worlds;

@@ -1,0 +1,10 @@
+//! The program, as a process and as a function, and the scripts that show its results.
+
+mod rig;
+
+mod cli;
+mod cli_nodes;
+mod cli_run;
+mod figures;
+mod pairs;
+mod simulate;

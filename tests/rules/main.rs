@@ -1,0 +1,10 @@
+//! Rules that the tree and its reference keep: layers, imports, bindings, and definitions that results are held to.
+
+#[path = "../reference/mod.rs"]
+mod reference;
+
+mod cycles;
+mod ffi;
+mod layers;
+mod reference_catches;
+mod reference_formulas;

@@ -1,0 +1,14 @@
+//! What carries bytes between ranks: the host's connections, memory, devices and networks.
+
+#[path = "../rig/mod.rs"]
+mod context_rig;
+mod contract;
+mod processes;
+mod rig;
+
+mod bootstrap;
+mod conformance;
+mod device;
+mod gpu_nic;
+mod memory;
+mod transport_contract;
