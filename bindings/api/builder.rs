@@ -174,42 +174,75 @@ impl AllToAllBuilder {
 
     /// Runs the checks that need no other rank.
     pub(crate) fn check(&self) -> Result<(Shape, Placement)> {
-        let (ranks, first_ranks) = (self.world.size(), self.world.first_size());
         self.proxy.as_ref().map_or(Ok(()), |proxy| proxy.check_world(&self.world))?;
         let nodes = self.check_nodes()?;
+        self.check_limits()?;
+        self.check_rounds()?;
+        self.check_rows_in_all()?;
+        self.check_first_epoch()?;
+        self.check_in_place(&nodes)?;
+        let placement = self.check_placement()?;
+        let shape = self.shape(nodes, &placement);
+        self.check_rows(&shape)?;
+        if let Some((_, align)) =
+            self.tuning.in_place.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
+        {
+            let advice = "rows are counted in int32, padding for alignment included; align by less";
+            return Err(Error::config("in_place align", align, advice));
+        }
+        Ok((shape, placement))
+    }
+
+    fn check_limits(&self) -> Result<()> {
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, MAX_EXPERTS, "experts")?;
         within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
         within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
-        within("handles", self.tuning.handles, 1, 1024, "handles")?;
-        if let Some(tokens) = self.tuning.round_tokens {
-            within("round_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a round")?;
-            let rounds = self.max_tokens.div_ceil(tokens);
-            if rounds > MAX_ROUNDS {
-                let least = self.max_tokens.div_ceil(MAX_ROUNDS);
-                let advice = format!(
-                    "a call of {} tokens would go in {rounds} rounds, a launch each, where {MAX_ROUNDS} are the most; \
-                     give at least {least}",
-                    self.max_tokens
-                );
-                return Err(Error::config("round_tokens", tokens, advice));
-            }
+        within("handles", self.tuning.handles, 1, 1024, "handles")
+    }
+
+    fn check_rounds(&self) -> Result<()> {
+        let Some(tokens) = self.tuning.round_tokens else { return Ok(()) };
+        within("round_tokens", tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a round")?;
+        let rounds = self.max_tokens.div_ceil(tokens);
+        if rounds <= MAX_ROUNDS {
+            return Ok(());
         }
-        if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) > i32::MAX as usize {
-            let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
-            return Err(Error::config("max_tokens_per_rank", self.max_tokens, advice));
+        let least = self.max_tokens.div_ceil(MAX_ROUNDS);
+        let advice = format!(
+            "a call of {} tokens would go in {rounds} rounds, a launch each, where {MAX_ROUNDS} are the most; give at \
+             least {least}",
+            self.max_tokens
+        );
+        Err(Error::config("round_tokens", tokens, advice))
+    }
+
+    /// Rows of a call in all are numbered with 31 bits.
+    fn check_rows_in_all(&self) -> Result<()> {
+        let ranks = self.world.size();
+        if ranks.saturating_mul(self.max_tokens).saturating_mul(self.top_k) <= i32::MAX as usize {
+            return Ok(());
         }
-        // Arrival words keep 43 bits of an epoch, and fresh memory reads as epoch 0: at least 2^42 calls are left.
-        if self.tuning.first_epoch > 1 << 42 {
-            let advice = "epochs are counted to 2^43; start below 2^42";
-            return Err(Error::config("first_epoch", self.tuning.first_epoch, advice));
-        }
-        // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.
-        if self.tuning.first_epoch as u32 == 0 || self.tuning.first_epoch as u32 == u32::MAX {
-            let advice = "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds";
-            return Err(Error::config("first_epoch", self.tuning.first_epoch, advice));
-        }
-        self.check_in_place(&nodes)?;
+        let advice = format!("{ranks} ranks with top-{} exceed 2^31 rows; lower it", self.top_k);
+        Err(Error::config("max_tokens_per_rank", self.max_tokens, advice))
+    }
+
+    fn check_first_epoch(&self) -> Result<()> {
+        let first = self.tuning.first_epoch;
+        let advice = if first > 1 << 42 {
+            // Arrival words keep 43 bits of an epoch, and fresh memory reads as epoch 0: at least 2^42 calls are left.
+            "epochs are counted to 2^43; start below 2^42"
+        } else if first as u32 == 0 || first as u32 == u32::MAX {
+            // Fresh memory holds flags of 0, so neither of the first two epochs may look like it.
+            "its low 32 bits, and those of the next, must differ from 0, which fresh memory holds"
+        } else {
+            return Ok(());
+        };
+        Err(Error::config("first_epoch", first, advice))
+    }
+
+    fn check_placement(&self) -> Result<Placement> {
+        let (ranks, first_ranks) = (self.world.size(), self.world.first_size());
         let placement = match &self.placement {
             Some(placement) => placement.clone(),
             None => Placement::even(self.experts, first_ranks)?,
@@ -218,26 +251,22 @@ impl AllToAllBuilder {
             let value = format!("{} experts on {} ranks", placement.experts(), placement.ranks());
             return Err(Error::config("placement", value, format!("this world has {} on {first_ranks}", self.experts)));
         }
-        if placement.max_local_experts() > raw::TY_MAX_LOCAL_EXPERTS as usize {
-            let advice = format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS);
-            return Err(Error::config(
-                "placement",
-                format!("{} experts on a rank", placement.max_local_experts()),
-                advice,
-            ));
-        }
-        if ranks * placement.max_local_experts() > raw::TY_MAX_COUNTS as usize {
-            let advice = format!("{ranks} ranks times that must not exceed {}; spread them", raw::TY_MAX_COUNTS);
-            return Err(Error::config(
-                "placement",
-                format!("{} experts on a rank", placement.max_local_experts()),
-                advice,
-            ));
-        }
+        let most = placement.max_local_experts();
+        let advice = if most > raw::TY_MAX_LOCAL_EXPERTS as usize {
+            format!("a rank holds at most {} experts; spread them", raw::TY_MAX_LOCAL_EXPERTS)
+        } else if ranks * most > raw::TY_MAX_COUNTS as usize {
+            format!("{ranks} ranks times that must not exceed {}; spread them", raw::TY_MAX_COUNTS)
+        } else {
+            return Ok(placement);
+        };
+        Err(Error::config("placement", format!("{most} experts on a rank"), advice))
+    }
+
+    fn shape(&self, nodes: Nodes, placement: &Placement) -> Shape {
         let name = self.world.original(self.world.rank());
-        let shape = Shape {
+        Shape {
             rank: self.world.rank().index(),
-            ranks,
+            ranks: self.world.size(),
             name,
             nodes,
             nics: self.proxy.as_ref().map_or(1, Proxy::nics),
@@ -264,15 +293,7 @@ impl AllToAllBuilder {
             scale_words: self.format.scale_bytes(self.hidden) / 4,
             local_experts: placement.local_experts(name.index()).len(),
             max_local_experts: placement.max_local_experts(),
-        };
-        self.check_rows(&shape)?;
-        if let Some((_, align)) =
-            self.tuning.in_place.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
-        {
-            let advice = "rows are counted in int32, padding for alignment included; align by less";
-            return Err(Error::config("in_place align", align, advice));
         }
-        Ok((shape, placement))
     }
 
     fn check_in_place(&self, nodes: &Nodes) -> Result<()> {

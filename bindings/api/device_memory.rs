@@ -5,12 +5,11 @@
 //! exchange that notifies the others.
 
 use super::builder::AllToAllBuilder;
-use super::format::Scales;
 use super::handle::Pool;
 use super::placement::Placement;
 use super::plan::{Message, Plan};
 use super::report::Reports;
-use super::shape::{Shape, Weights};
+use super::shape::Shape;
 use super::sms::sms_of;
 use super::statistics::Statistics;
 use super::tables::{
@@ -242,30 +241,17 @@ pub fn device_context(
         rounds: plan.rounds as u32,
         round_tokens: plan.round_tokens as u32,
         hidden: shape.hidden as u32,
-        weights: match shape.weights {
-            Weights::Dispatch => raw::TY_WEIGHTS_DISPATCH,
-            Weights::Combine => raw::TY_WEIGHTS_COMBINE,
-            Weights::None => raw::TY_WEIGHTS_NONE,
-        },
+        weights: shape.weights_code(),
         row_bytes: shape.row_bytes as u32,
         scale_words: shape.scale_words as u32,
-        // From vectors of 16 elements to scale words: a scale covers 128 elements, and a word holds one or four scales.
-        scale_shift: match shape.format.scales {
-            Scales::None => 31,
-            Scales::F32 => 3,
-            Scales::Ue8m0 => 5,
-        },
+        scale_shift: shape.scale_shift(),
         slot_bytes: plan.slot_bytes as u32,
         partial_bytes: shape.partial_bytes() as u32,
         slots: plan.slots as u32,
         max_local_experts: shape.max_local_experts as u32,
         tile_words: tables.tiling.words,
         max_tiles: tables.tiling.most,
-        quantize: match (shape.quantize, shape.format.scales) {
-            (true, Scales::F32) => raw::TY_QUANTIZE_F32,
-            (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
-            _ => raw::TY_QUANTIZE_NONE,
-        },
+        quantize: shape.quantize_code(),
         even_experts: tables.even_experts,
         even_inverse: reciprocal(u64::from(tables.even_experts)),
         even_nodes: if shape.nodes.members().len() > 1 { reciprocal(node_ranks as u64) } else { 0 },

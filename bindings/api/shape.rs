@@ -54,6 +54,33 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
+    /// TY_WEIGHTS_*.
+    pub fn weights_code(&self) -> u32 {
+        match self.weights {
+            Weights::Dispatch => raw::TY_WEIGHTS_DISPATCH,
+            Weights::Combine => raw::TY_WEIGHTS_COMBINE,
+            Weights::None => raw::TY_WEIGHTS_NONE,
+        }
+    }
+
+    /// From vectors of 16 elements to scale words: a scale covers 128 elements, and a word holds one or four scales.
+    pub fn scale_shift(&self) -> u32 {
+        match self.format.scales {
+            Scales::None => 31,
+            Scales::F32 => 3,
+            Scales::Ue8m0 => 5,
+        }
+    }
+
+    /// TY_QUANTIZE_*.
+    pub fn quantize_code(&self) -> u32 {
+        match (self.quantize, self.format.scales) {
+            (true, Scales::F32) => raw::TY_QUANTIZE_F32,
+            (true, Scales::Ue8m0) => raw::TY_QUANTIZE_UE8M0,
+            _ => raw::TY_QUANTIZE_NONE,
+        }
+    }
+
     pub fn weights_with_dispatch(&self) -> bool {
         self.weights == Weights::Dispatch
     }

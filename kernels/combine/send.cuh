@@ -387,11 +387,19 @@ template <u32 rows_at_once, u32 groups> TY_DEVICE u32 batch_of(u32 rows, u32 g, 
   return batch;
 }
 
-// Waits for a batch of LL rows, from number `first` of the list on, and loads their groups g, g + 32, ... below g_end;
-// absent groups are all ones. False once a deadline passed.
+// Groups g, g + 32, ... below g_end of up to rows_at_once rows of a list, from number `first` on.
+struct TermBatch {
+  u32 first;
+  u32 rows; // from `first` to the end of the list
+  u32 g;
+  u32 g_end;
+};
+
+// Waits for a batch of LL rows and loads it; absent groups are all ones. False once a deadline passed.
 template <typename T, u32 rows_at_once, u32 groups, u32 n>
-TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, u32 first, u32 rows, u32 g, u32 g_end,
+TY_DEVICE bool await_terms(const Context auto &c, const Terms &terms, const TermBatch &batch,
                            Raw<T, n> (&data)[rows_at_once][groups]) {
+  auto [first, rows, g, g_end] = batch;
   constexpr u32 row_bits = (1u << groups) - 1;
   for (u32 r = 0; r < rows_at_once; ++r)
     for (u32 i = 0; i < groups; ++i) data[r][i] = all_ones<T, n>();
@@ -441,7 +449,7 @@ TY_DEVICE bool add_terms(const Context auto &c, const Terms &terms, u32 end, u32
         data[r][i] = there ? load_raw<T, n>(row, g + i * warp_size, c.hidden) : Raw<T, n>{};
       }
     }
-    if (ll) well &= await_terms<T, rows_at_once, groups, n>(c, terms, first, end - first, g, g_end, data);
+    if (ll) well &= await_terms<T, rows_at_once, groups, n>(c, terms, {first, end - first, g, g_end}, data);
     for (u32 r = 0; r < rows_at_once && first + r < end; ++r)
       for (u32 i = 0; i < groups; ++i) add(i, widen<T, n>(data[r][i]), first + r);
   }
@@ -578,12 +586,22 @@ template <bool inter_node> TY_DEVICE void raise_tags(const Context auto &c, Held
   held.count = 0;
 }
 
-// Sends a piece of one partial row to its owner, or into the message if it is the node's sum: for token number n of the
-// round; the row is the block's number `row`. Its tag may be held back. By a warp. False once a deadline passed.
+// A partial row that a warp sends.
+struct PartialRow {
+  u32 source;
+  u32 token; // as numbered here, of the source's
+  u32 slot;  // at the owner
+  u32 place; // of the token among the round's
+  u32 row;   // the block's number of it, by which pieces are counted
+};
+
+// Sends a piece of one partial row to its owner, or into the message if it is the node's sum. Its tag may be held back.
+// By a warp. False once a deadline passed.
 template <typename Row, typename Partial, bool inter_node>
 TY_DEVICE bool send_partial(const CombineArgs auto &a, CombineShared &shared, Counts &counts, const Round &round,
-                            u32 source, u32 token, u32 slot, u32 n, u32 row, const Piece &piece, HeldTags &held) {
+                            const PartialRow &partial, const Piece &piece, HeldTags &held) {
   const auto &c = a.context;
+  auto [source, token, slot, n, row] = partial;
   u64 call = round.call;
   // No tag of a finished row may wait for another rank's weights.
   if (weighs_late(c)) raise_tags<inter_node>(c, held, round.epoch);
@@ -677,9 +695,9 @@ TY_DEVICE bool send_partials(const CombineArgs auto &a, CombineShared &shared, c
   Counts &counts = own ? shared.intra_node : shared.inter_node;
   HeldTags held{nullptr, 0};
   auto carry = [&](u32, u32 lane, u32 row, const Piece &piece) {
-    return send_partial<Row, Partial, inter_node>(
-        a, shared, counts, round, shuffle(looked.source, lane), shuffle(looked.token, lane),
-        static_cast<u32>(shuffle(looked.slot, lane)), shuffle(looked.place, lane), row, piece, held);
+    PartialRow partial{shuffle(looked.source, lane), shuffle(looked.token, lane),
+                       static_cast<u32>(shuffle(looked.slot, lane)), shuffle(looked.place, lane), row};
+    return send_partial<Row, Partial, inter_node>(a, shared, counts, round, partial, piece, held);
   };
   if (!share_out(c, &counts.taken, team.warps, numbers, !own, there, carry)) return false;
   if (!ll_rows<inter_node>(c)) raise_tags<inter_node>(c, held, round.epoch);

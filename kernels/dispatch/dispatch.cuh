@@ -80,6 +80,57 @@ TY_DEVICE u32 first_peer(const Context auto &c, u32 i) {
   return (i * 2654435769u >> 16) * (c.node_ranks < warp_size ? c.node_ranks : warp_size) >> 16;
 }
 
+// A pass's items, of rows `from` somewhere, are carried `to` some places:
+//
+//   pass      from                                to                                       then
+//   pack      the caller's tokens                 staging of each node's message           count_row (E1)
+//   push      the caller's tokens                 receive buffer, or in-place output, of   raise_tags (N2)
+//                                                 each rank of this node
+//   forward   messages of other nodes' sources    as push, for the source                  raise_tags (N2)
+//   place     the receive buffer, the message     the output, at each choice that is here  -
+//             (a rank alone in its node), or the
+//             caller's tokens (own rows)
+//
+// All passes run one piece of code, carry_row, since a launch waits for each piece of code that it fetches anew: a copy
+// for each pass took dispatch 2 us longer (docs/notebook.md, "One piece of code for all rows").
+
+// The item that number `slot` of a placing pass is: number slot / ranks of source slot % ranks. False if the source has
+// no such token in the round.
+TY_DEVICE bool name_to_place(const Context auto &c, const PlaceShared &shared, Item &item) {
+  Quotient place = divide(item.slot, c.ranks, c.ranks_inverse);
+  item.source = place.rest;
+  item.slot = place.whole;
+  if (item.slot >= round_tokens_of(shared, item.source)) return false;
+  item.token = load(&shared.source_first[item.source]) + item.slot;
+  return true;
+}
+
+// Where a row is placed from.
+template <bool inter_node> TY_DEVICE RowFrom placed_from(const DispatchArgs auto &a, u32 source) {
+  const auto &c = a.context;
+  if (places_own(a) && source == c.rank) return RowFrom::own;
+  return inter_node && places_arrived(c) && source != c.rank ? RowFrom::arrived : RowFrom::recv_buffer;
+}
+
+// The row itself, once it is here.
+TY_DEVICE RowAt row_to_place(const DispatchArgs auto &a, const Kept &kept, const Item &item, RowFrom where) {
+  const auto &c = a.context;
+  RowTo at = recv_buffer_row(c, c.local, load(&kept.epoch), item.source, item.slot);
+  RowAt from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
+  if (where == RowFrom::own) from = own_row(a, item.token);
+  if (where == RowFrom::arrived) from = arrived_row(c, round_in(kept), link_of_source(c, item.source), item.slot);
+  return from;
+}
+
+// The ranks of this node that an own token's row is pushed to, a bit each. `stuck`: a deadline passed.
+TY_DEVICE u64 find_peers(const DispatchArgs auto &a, const Kept &kept, const Item &item, bool &stuck) {
+  const auto &c = a.context;
+  u64 ranks = warp_ranks_of(c, caller_choices(a), item.token);
+  if (item.slices.first == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + item.token, ranks);
+  if (in_place(c)) ranks &= find_targets(a, load(&kept.epoch), item.token, stuck);
+  return places_own(a) ? ranks & ~(1ull << c.local) : ranks;
+}
+
 // Carries the items of a pass. By a warp. False once a deadline passed.
 template <bool inter_node>
 TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 kind, const Kept &kept) {
@@ -87,7 +138,6 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
   const Pass &pass = kept.pass;
   bool places = kind == pass_place, packs = inter_node && kind == pass_pack,
        forwards = inter_node && kind == pass_forward;
-  bool direct = places_own(a);
   u32 *placed = &state_of(c)->placed[load(&kept.epoch) & 1];
   u32 dedicated = inter_node ? 0 : load(&kept.dedicated), blocks = dedicated ? dedicated : worker_count(c);
   bool of_all = places && dedicated;
@@ -100,84 +150,78 @@ TY_DEVICE bool carry_items(const DispatchArgs auto &a, PlaceShared &shared, u32 
     // The next item is asked for while this one is carried.
     if (of_all) next = ask_next_of_all(placed);
     else next += step;
-    u32 cut = load(&pass.work.cut), slot = i >> cut, source = c.rank, token = load(&pass.first) + slot;
-    Slices slices = part_of_row(i, cut);
-    TokenMeta token_meta;
+    u32 cut = load(&pass.work.cut), slot = i >> cut;
+    Item item{c.rank, load(&pass.first) + slot, slot, part_of_row(i, cut), {}};
     RowAt from;
     if (places) {
-      Quotient place = divide(slot, c.ranks, c.ranks_inverse);
-      source = place.rest;
-      slot = place.whole;
-      if (slot >= round_tokens_of(shared, source)) continue;
-      token = load(&shared.source_first[source]) + slot;
-      RowFrom where = RowFrom::recv_buffer;
-      if (direct && source == c.rank) where = RowFrom::own;
-      else if (inter_node && places_arrived(c) && source != c.rank) where = RowFrom::arrived;
-      Arrival arrival = wait_row(a, round_in(kept), source, token, slot, slices, fits(a, shared), where, token_meta);
+      if (!name_to_place(c, shared, item)) continue;
+      RowFrom where = placed_from<inter_node>(a, item.source);
+      Arrival arrival = wait_row(a, round_in(kept), item, where, fits(a, shared));
       if (arrival == Arrival::failed) return false;
       if (arrival == Arrival::absent) continue;
-      RowTo at = recv_buffer_row(c, c.local, load(&kept.epoch), source, slot);
-      from = {at.payload, at.scales, 1, TY_QUANTIZE_NONE};
-      if (where == RowFrom::own) from = own_row(a, token);
-      if (where == RowFrom::arrived) from = arrived_row(c, round_in(kept), link_of_source(c, source), slot);
+      from = row_to_place(a, kept, item, where);
     } else if (forwards) {
-      source = served_source(c, load(&pass.served));
-      u32 chunk = chunk_of_row(layout_of(c, TY_DIRECTION_DISPATCH), slot);
+      item.source = served_source(c, load(&pass.served));
+      u32 chunk = chunk_of_row(layout_of(c, TY_DIRECTION_DISPATCH), item.slot);
       if (!wait_chunk(c, round_in(kept), load(&pass.served), chunk)) return false;
-      from = arrived_row(c, round_in(kept), load(&pass.served), slot);
+      from = arrived_row(c, round_in(kept), load(&pass.served), item.slot);
     } else {
-      from = own_row(a, token);
+      from = own_row(a, item.token);
     }
     i32 mine = -1; // output row of this lane's choice
-    auto find_places = [&]() -> u64 {
-      mine = row_of_choice(a, shared, source, token_meta);
-      if (slices.first == 0) describe_choice(a, source, token, token_meta, mine);
+    auto find_rows = [&]() -> u64 {
+      mine = row_of_choice(a, shared, item.source, item.meta);
+      if (item.slices.first == 0) describe_choice(a, item.source, item.token, item.meta, mine);
       return warp_ballot(mine >= 0);
     };
     // In place, a peer's row already lies at its first place.
-    bool lies = in_place(c) && places && source != c.rank, stuck = false;
+    bool lies = in_place(c) && places && item.source != c.rank, stuck = false;
     u64 others = 0;
     if (lies) {
-      u64 all = find_places();
+      u64 all = find_rows();
       others = all & (all - 1);
       if (others == 0) continue;
       RowTo first = output_row(a, static_cast<u64>(shuffle(mine, lowest_bit(all))));
       from = {first.payload, first.scales, 1, TY_QUANTIZE_NONE};
     }
     u64 mask = carry_row(
-        c, from, slices, places ? scale_stride(a) : 1,
-        places || inter_node ? 0 : first_peer(c, slot * TY_SLICES + slices.first),
+        c, from, item.slices, places ? scale_stride(a) : 1,
+        places || inter_node ? 0 : first_peer(c, item.slot * TY_SLICES + item.slices.first),
         [&]() -> u64 {
-          if (forwards) return arrived_ranks(a, round_in(kept), load(&pass.served), slot, token);
-          if (packs) return packed_nodes(c, token);
-          if (!places) {
-            u64 ranks = warp_ranks_of(c, caller_choices(a), token);
-            if (slices.first == 0 && lane_index() == 0) store(pointer<u64>(a.handle.rank_mask) + token, ranks);
-            if (in_place(c)) ranks &= find_targets(a, load(&kept.epoch), token, stuck);
-            return direct ? ranks & ~(1ull << c.local) : ranks;
-          }
-          return lies ? others : find_places();
+          if (forwards) return arrived_ranks(a, round_in(kept), load(&pass.served), item.slot, item.token);
+          if (packs) return packed_nodes(c, item.token);
+          if (!places) return find_peers(a, kept, item, stuck);
+          return lies ? others : find_rows();
         },
         [&](u32 bit) {
           if (places) return output_row(a, static_cast<u64>(mine));
           if (in_place(c)) return target_row(c, bit);
-          return packs ? staging_row(c, round_in(kept), load(&kept.tokens), token, bit)
-                       : recv_buffer_row(c, bit, load(&kept.epoch), source, slot);
+          return packs ? staging_row(c, round_in(kept), load(&kept.tokens), item.token, bit)
+                       : recv_buffer_row(c, bit, load(&kept.epoch), item.source, item.slot);
         });
     if (stuck) return false;
-    if (packs) count_row(c, round_in(kept), load(&kept.tokens), token, mask, slices);
-    else if (!places) raise_tags(c, mask, load(&kept.epoch), source, slot, slices);
+    if (packs) count_row(c, round_in(kept), load(&kept.tokens), item.token, mask, item.slices);
+    else if (!places) raise_tags(c, mask, load(&kept.epoch), item.source, item.slot, item.slices);
   }
 }
+
+// What a team announces.
+struct Announcement {
+  bool forwards; // as a rail: what arrived for this node; else: own tokens
+  i32 found;     // the caller's token count
+  bool refused;  // a choice is faulty (between nodes)
+  u32 dedicated; // as dedicated_senders: blocks that announce nothing
+};
 
 // Announcements ahead of rows: heads of messages, whose way is the longest, and metadata of own tokens; as a rail,
 // metadata of what arrived, of all sources side by side. Each goes to some block, tile by tile: a tile waits for
 // earlier tiles, which other blocks have begun by then or this block has finished. By a team. False once a deadline
-// passed. `dedicated`: as dedicated_senders; those blocks do not call this. `closed`: as mark_tile's.
+// passed. `closed`: as mark_tile's.
 template <bool inter_node>
-TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared &shared, const Round &round, i32 found,
-                        bool refused, bool forwards, u32 dedicated, bool &closed) {
+TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared &shared, const Round &round,
+                        const Announcement &what, bool &closed) {
   const auto &c = a.context;
+  auto [forwards, found, refused, dedicated] = what;
   const ty_wire_layout &l = layout_of(c, TY_DIRECTION_DISPATCH);
   bool begins = round.number == 0;
   u32 links = inter_node && !forwards ? l.targets : 0, pairs = forwards ? l.sources * c.node_ranks : c.node_ranks;
@@ -207,7 +251,7 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       bool faulty = mark_tile(c, team, in, shared, tile, closed) || in.bad;
       if (closed) return false;
       u64 *masks = inter_node && forwards && pair == c.local ? rail_masks(c, a.handle, j) : nullptr;
-      if (!publish_tile(c, team, in, shared, round.call, tile, forwards ? 1 + j : 0, number, faulty, masks))
+      if (!publish_tile(c, team, in, shared, round.call, tile, {forwards ? 1 + j : 0, number}, faulty, masks))
         return false;
       if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, round, faulty);
     }
@@ -252,7 +296,28 @@ template <bool inter_node> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
   return (inter_node || kind != pass_pack) && (phases & TY_PHASE_SEND) != 0;
 }
 
-// `closed`: as finds_closed.
+// Before the placing pass: its team plans the output; the other warps, which have sent, describe it, where there are
+// two teams, as the placing team waits for rows. By a block. Whether the calling warp places rows.
+TY_DEVICE bool enter_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Kept &kept,
+                             bool closed) {
+  bool member = is_member(team);
+  if (member && !begin_placing(a, team, shared, round_in(kept), closed)) return false;
+  if (!member) take_over();
+  if (!(member && is_one_of_two(team)) && load(&shared.planned))
+    describe_output(a, member ? team : teams_in(kept).send(), shared, round_in(kept));
+  return member || load(&shared.helped);
+}
+
+// The passes of a launch, of which each team of a block's warps goes through its own, in this order:
+//
+//   pass      team                                waits first for                         items, in carry_items
+//   announce  whole block                         staging that is free (between nodes)    none: see announce
+//   pack      senders (between nodes)             -                                       own tokens of the round
+//   push      senders                             peers that have read (between nodes)    own tokens of the round
+//   forward   senders (between nodes)             the same; each source's first chunk     rows of each served source
+//   place     placers, and senders that help      counts of all sources                   each (token, source)
+//
+// In one node the announcing pass stands before the loop. `closed`: as finds_closed.
 template <bool inter_node>
 TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32 found, const Teams &teams,
                              bool closed) {
@@ -264,7 +329,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
   // In one node nothing else is announced, and this is all of that code. It comes first in the kernel, so that blocks
   // with nothing to announce get past it soonest.
   if (!inter_node && !is_dedicated && (a.phases & TY_PHASE_SEND)) {
-    if (!announce<inter_node>(a, whole_block(), shared.meta, round, found, false, false, dedicated, closed)) return;
+    if (!announce<inter_node>(a, whole_block(), shared.meta, round, {false, found, false, dedicated}, closed)) return;
     end_sending(c, whole_block(), pass_announce);
   }
   if (in_place(c) && (!dedicated || is_dedicated) && !plan_targets(a, round.epoch)) return;
@@ -280,29 +345,25 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
     if (lane_index() == 0) store_kept(kept, own);
     warp_barrier();
   }
+  u32 next = 0;
   TY_ROLLED
-  for (u32 kind = !inter_node ? pass_push : skips ? pass_pack : pass_announce; kind <= pass_place; ++kind) {
+  for (u32 kind = !inter_node ? pass_push : skips ? pass_pack : pass_announce; kind <= pass_place; kind = next) {
+    next = kind + 1;
     if (!has_pass<inter_node>(a.phases, kind) || (kind == pass_push && dedicated && !is_dedicated)) continue;
     bool announces = inter_node && kind == pass_announce, places = kind == pass_place,
          forwards = inter_node && kind == pass_forward;
     Team team = team_in(kept, kind);
-    bool member = is_member(team);
     if (places) {
-      if (member && !begin_placing(a, team, shared.place, round_in(kept), closed)) return;
-      if (!member) take_over();
-      // By the warps that have sent where there are two teams, as the others wait for rows.
-      if (!(member && is_one_of_two(team)) && load(&shared.place.planned))
-        describe_output(a, member ? team : teams_in(kept).send(), shared.place, round_in(kept));
-      if (!member && !load(&shared.place.helped)) return;
-    } else if (!member) {
+      if (!enter_placing(a, team, shared.place, kept, closed)) return;
+    } else if (!is_member(team)) {
       continue;
     } else if (!begin_sending<inter_node>(c, team, round_in(kept), kind)) {
-      kind = pass_forward;
+      next = pass_place;
       continue;
     }
     if (announces || forwards) {
-      bool announced = announce<inter_node>(a, team, shared.meta, round_in(kept), load(&kept.found),
-                                            load(&kept.refused) != 0, forwards, 0, closed);
+      Announcement what{forwards, load(&kept.found), load(&kept.refused) != 0, 0};
+      bool announced = announce<inter_node>(a, team, shared.meta, round_in(kept), what, closed);
       if (!announced && announces) return;
       if (!announced) continue;
     }

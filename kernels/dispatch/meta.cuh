@@ -404,8 +404,14 @@ TY_DEVICE void publish_counts(const Context auto &c, const Team &team, const Cho
   refresh_words(c, team, meta, epoch, tokens);
 }
 
+// Whose tile, and which of them.
+struct TileOf {
+  u32 part; // 0: own tokens; 1 + j: those of served source j
+  u32 number;
+};
+
 // The rows of each expert in a tile, kept for later tiles: uint32 [max_local_experts + 1], the last word being the
-// rank's, and a tag. `part` is 0 for own tokens, 1 + j for those of served source j.
+// rank's, and a tag. `part`: as in TileOf.
 struct TileRows {
   u32 *rows;
   u64 *tag;
@@ -420,7 +426,8 @@ TY_DEVICE TileRows tile_rows(const Context auto &c, u32 part, u32 destination, u
 // `start`, which is zero. By a team, whose members have marked the tile. Sets `faulty` if a choice in an earlier tile
 // is faulty. False once a deadline passed.
 TY_DEVICE bool add_tiles(const Context auto &c, const Team &team, MetaShared &shared, u64 epoch, const Tile &tile,
-                         u32 part, u32 number, bool &faulty) {
+                         const TileOf &of, bool &faulty) {
+  auto [part, number] = of;
   u32 words = tile.experts + 1;
   TileRows own = tile_rows(c, part, tile.destination(), number);
   for (u32 e = team_thread(team); e < words; e += team_threads(team))
@@ -456,10 +463,10 @@ TY_DEVICE bool is_last_tile(const Choices &in, const Tile &tile) { return tile.f
 // any tile up to this one. Every destination's counts come from all tokens, so one fault anywhere makes all counts
 // zero and refused; words of tiles are then not looked at. `masks`: as in write_tile. False once a deadline passed.
 TY_DEVICE bool publish_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
-                            const Tile &tile, u32 part, u32 number, bool &faulty, u64 *masks) {
+                            const Tile &tile, const TileOf &of, bool &faulty, u64 *masks) {
   bool last = is_last_tile(in, tile);
-  if (number != 0 || !last) {
-    if (!add_tiles(c, team, shared, epoch, tile, part, number, faulty)) return false;
+  if (of.number != 0 || !last) {
+    if (!add_tiles(c, team, shared, epoch, tile, of, faulty)) return false;
   }
   Meta meta = meta_of(c, tile.destination(), in.source, epoch);
   // Counts first: all receivers wait for them.

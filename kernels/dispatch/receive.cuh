@@ -246,6 +246,15 @@ TY_DEVICE void describe_choice(const DispatchArgs auto &a, u32 source, u32 token
   store(pointer<float>(a.handle.weights) + index, token_meta.weight);
 }
 
+// What a warp carries at once: slices of one row.
+struct Item {
+  u32 source; // the rank whose token it is
+  u32 token;  // number of the token: of the rank's own, or as numbered here, of the source's
+  u32 slot;   // number of the row in the round: in the receive buffer, or in the message
+  Slices slices;
+  TokenMeta meta; // of a row to be placed
+};
+
 // The result of waiting for slices of a row.
 enum class Arrival : u32 { failed, absent, here };
 
@@ -269,26 +278,25 @@ TY_DEVICE RowNews row_news(const Context auto &c, u64 epoch, u32 source, u32 slo
   return {pointer<const u64>(c.wire.arrived) + word, TY_SITE_ARRIVED};
 }
 
-// Waits for slices of one (source, token of the round) and for its metadata; with the first slice stores the slot at
-// the owner in the handle. By a warp. Absent also if the output has no room.
-TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Round &round, u32 source, u32 token, u32 slot_index,
-                           const Slices &slices, bool room, RowFrom from, TokenMeta &token_meta) {
+// Waits for an item's slices and for its token's metadata, which it fills in; with the first slice stores the slot at
+// the owner in the handle. By a warp. Absent also if the output has no `room`.
+TY_DEVICE Arrival wait_row(const DispatchArgs auto &a, const Round &round, Item &item, RowFrom from, bool room) {
   const auto &c = a.context;
-  u32 slice = slices.first + lane_index();
-  RowNews news = row_news(c, round.epoch, source, slot_index, slice, from);
-  bool carries = room && slice < slices.end && news.word, pushed = false;
+  u32 slice = item.slices.first + lane_index();
+  RowNews news = row_news(c, round.epoch, item.source, item.slot, slice, from);
+  bool carries = room && slice < item.slices.end && news.word, pushed = false;
   // N2, or E6 of a row that is placed from where it arrived.
-  bool failed = !wait_token_meta(c, meta_of(c, c.local, source, round.call), round.call, source, token, token_meta,
-                                 [&] { pushed = carries && load_acquire_sys(news.word) == round.epoch; });
-  if (!failed && token_meta.token && carries && !pushed)
-    failed = !wait_tag(c, news.word, round.epoch, news.site, source, "row");
+  bool failed = !wait_token_meta(c, meta_of(c, c.local, item.source, round.call), round.call, item.source, item.token,
+                                 item.meta, [&] { pushed = carries && load_acquire_sys(news.word) == round.epoch; });
+  if (!failed && item.meta.token && carries && !pushed)
+    failed = !wait_tag(c, news.word, round.epoch, news.site, item.source, "row");
   // Some lanes acquired; the barrier orders the other lanes' loads after that.
   warp_barrier();
   if (warp_ballot(failed)) return Arrival::failed;
-  if (slices.first == 0 && lane_index() == 0)
-    store(pointer<i32>(a.handle.slots) + static_cast<u64>(source) * c.max_tokens + token,
-          token_meta.token ? static_cast<i32>((token_meta.token - 1) & ((1u << meta_slot_bits) - 1)) : -1);
-  return token_meta.token != 0 && room ? Arrival::here : Arrival::absent;
+  if (item.slices.first == 0 && lane_index() == 0)
+    store(pointer<i32>(a.handle.slots) + static_cast<u64>(item.source) * c.max_tokens + item.token,
+          item.meta.token ? static_cast<i32>((item.meta.token - 1) & ((1u << meta_slot_bits) - 1)) : -1);
+  return item.meta.token != 0 && room ? Arrival::here : Arrival::absent;
 }
 
 // Shares out the rows to be placed: every (token of the round, source).
