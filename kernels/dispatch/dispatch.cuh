@@ -296,18 +296,6 @@ template <bool inter_node> TY_DEVICE bool has_pass(u32 phases, u32 kind) {
   return (inter_node || kind != pass_pack) && (phases & TY_PHASE_SEND) != 0;
 }
 
-// Before the placing pass: its team plans the output; the other warps, which have sent, describe it, where there are
-// two teams, as the placing team waits for rows. By a block. Whether the calling warp places rows.
-TY_DEVICE bool enter_placing(const DispatchArgs auto &a, const Team &team, PlaceShared &shared, const Kept &kept,
-                             bool closed) {
-  bool member = is_member(team);
-  if (member && !begin_placing(a, team, shared, round_in(kept), closed)) return false;
-  if (!member) take_over();
-  if (!(member && is_one_of_two(team)) && load(&shared.planned))
-    describe_output(a, member ? team : teams_in(kept).send(), shared, round_in(kept));
-  return member || load(&shared.helped);
-}
-
 // The passes of a launch, of which each team of a block's warps goes through its own, in this order:
 //
 //   pass      team                                waits first for                         items, in carry_items
@@ -317,7 +305,9 @@ TY_DEVICE bool enter_placing(const DispatchArgs auto &a, const Team &team, Place
 //   forward   senders (between nodes)             the same; each source's first chunk     rows of each served source
 //   place     placers, and senders that help      counts of all sources                   each (token, source)
 //
-// In one node the announcing pass stands before the loop. `closed`: as finds_closed.
+// In one node the announcing pass stands before the loop. A sender that has nothing to send, or whose wait failed, goes
+// on with the last pass. The body is one: with the entry of the placing pass in a function of its own, two kernels
+// between nodes spilled registers on sm_100a. `closed`: as finds_closed.
 template <bool inter_node>
 TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32 found, const Teams &teams,
                              bool closed) {
@@ -345,20 +335,24 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
     if (lane_index() == 0) store_kept(kept, own);
     warp_barrier();
   }
-  u32 next = 0;
   TY_ROLLED
-  for (u32 kind = !inter_node ? pass_push : skips ? pass_pack : pass_announce; kind <= pass_place; kind = next) {
-    next = kind + 1;
+  for (u32 kind = !inter_node ? pass_push : skips ? pass_pack : pass_announce; kind <= pass_place; ++kind) {
     if (!has_pass<inter_node>(a.phases, kind) || (kind == pass_push && dedicated && !is_dedicated)) continue;
     bool announces = inter_node && kind == pass_announce, places = kind == pass_place,
          forwards = inter_node && kind == pass_forward;
     Team team = team_in(kept, kind);
+    bool member = is_member(team);
     if (places) {
-      if (!enter_placing(a, team, shared.place, kept, closed)) return;
-    } else if (!is_member(team)) {
+      if (member && !begin_placing(a, team, shared.place, round_in(kept), closed)) return;
+      if (!member) take_over();
+      // By the warps that have sent where there are two teams, as the others wait for rows.
+      if (!(member && is_one_of_two(team)) && load(&shared.place.planned))
+        describe_output(a, member ? team : teams_in(kept).send(), shared.place, round_in(kept));
+      if (!member && !load(&shared.place.helped)) return;
+    } else if (!member) {
       continue;
     } else if (!begin_sending<inter_node>(c, team, round_in(kept), kind)) {
-      next = pass_place;
+      kind = pass_forward;
       continue;
     }
     if (announces || forwards) {
