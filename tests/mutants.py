@@ -452,6 +452,7 @@ MUTANTS = [
 
 # Seconds; some mutants never end.
 LONGEST_CHECK = 200
+LONGEST_BUILD = 900
 
 
 class Worker:
@@ -470,7 +471,7 @@ class Worker:
         return subprocess.run(command, cwd=self.tree, env=QUICK, capture_output=True, text=True, timeout=limit)
 
     def build(self):
-        return self.run(["cargo", "build", "-q", *self.cargo], 900)
+        return self.run(["cargo", "build", "-q", *self.cargo], LONGEST_BUILD)
 
     def checks(self, file=""):
         """What the suite runs against a mutant of a file, any file without one; the first that fails catches it."""
@@ -584,8 +585,17 @@ class Worker:
         return [] if separate else schedules
 
     def caught_by(self, checks):
-        """The name of the check that fails, with its last line, or None."""
+        """The name of the check that fails, with its last line, or None; no name if its test program does not build."""
         for name, command in checks:
+            # Apart from the check, whose limit a build of a whole test program may pass: that would look like a catch.
+            if command[0] == "cargo":
+                arguments = command[:command.index("--")] if "--" in command else command
+                try:
+                    built = self.run([*arguments, "--no-run"], LONGEST_BUILD)
+                except subprocess.TimeoutExpired:
+                    return "", f"{name}: the test program is not built within {LONGEST_BUILD} s"
+                if built.returncode != 0:
+                    return "", f"{name}: the test program does not build: {built.stderr}"
             try:
                 result = self.run(command, LONGEST_CHECK)
             except subprocess.TimeoutExpired:
