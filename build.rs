@@ -1,8 +1,9 @@
 //! Builds the kernels: always with the host compiler for the CPU device, and with nvcc for GPUs where it is found.
 //!
 //! Settings, all optional: TOKENYARD_NVCC (path of nvcc, or `none`), TOKENYARD_STRICT=1 (warnings of the host
-//! compiler are errors), TOKENYARD_SANITIZE (such as `address,undefined`), TOKENYARD_REGENERATE=1 (stale bindings
-//! are about to be rewritten by tests/rules/ffi.rs, so do not refuse them).
+//! compiler are errors), TOKENYARD_SANITIZE (such as `address,undefined`), TOKENYARD_LINT=1 (no kernels at all: for
+//! clippy and rustdoc, which link nothing), TOKENYARD_REGENERATE=1 (stale bindings are about to be rewritten by
+//! tests/rules/ffi.rs, so do not refuse them).
 
 #[path = "kernels/ffi/hash.rs"]
 mod hash;
@@ -25,7 +26,7 @@ const GPU_CODE: [&str; 3] =
 const OLDEST_NVCC: (u32, u32) = (12, 8);
 
 fn main() {
-    for name in ["NVCC", "STRICT", "SANITIZE", "REGENERATE"] {
+    for name in ["NVCC", "STRICT", "SANITIZE", "LINT", "REGENERATE"] {
         println!("cargo::rerun-if-env-changed=TOKENYARD_{name}");
     }
     println!("cargo::rustc-check-cfg=cfg(tokenyard_fatbin)");
@@ -37,9 +38,11 @@ fn main() {
         println!("cargo::rerun-if-changed={}", source.display());
     }
     refuse_stale_bindings();
-    build_for_cpu();
-    if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-        build_for_gpu(&sources);
+    if set("TOKENYARD_LINT").is_none_or(|value| value != "1") {
+        build_for_cpu();
+        if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+            build_for_gpu(&sources);
+        }
     }
     record_commit();
 }

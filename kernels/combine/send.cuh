@@ -104,7 +104,11 @@ TY_DEVICE u64 mask_for_warp(const Context auto &c, const u64 *mask) {
 
 // ---- flags of the node's ranks ---------------------------------------------------------------------------------
 
-// The low half of a combine flag: 1 if rows are missing, and above that the number of the dispatch that is combined.
+// A combine flag, and what is in its low half (combine_status):
+//
+//   63.........32 31...............................1 0
+//       epoch      number of the combined dispatch   1: rows are missing
+//
 TY_DEVICE u32 dispatch_number(const CombineArgs auto &a) {
   return static_cast<u32>(load(&head_of(a)->epoch)) << 1 >> 1;
 }

@@ -19,7 +19,8 @@ constexpr u32 relay_batch = 8;
 // What the relay keeps of messages under way, in shared memory.
 struct RelayShared {
   LaunchShared launch;
-  u32 sources[TY_MAX_RANKS]; // chunks of a message << 16, once its chunk 0 has arrived | how many have arrived
+  // 31..16: chunks of the message, once its chunk 0 has arrived; 15..0: how many have arrived.
+  u32 sources[TY_MAX_RANKS];
   u32 words[relay_batch];
   u32 entries[relay_batch]; // links of the words, or arrivals without their epoch
 };

@@ -251,8 +251,8 @@ TY_DEVICE bool announce(const DispatchArgs auto &a, const Team &team, MetaShared
       bool faulty = mark_tile(c, team, in, shared, tile, closed) || in.bad;
       if (closed) return false;
       u64 *masks = inter_node && forwards && pair == c.local ? rail_masks(c, a.handle, j) : nullptr;
-      if (!publish_tile(c, team, in, shared, round.call, tile, {forwards ? 1 + j : 0, number}, faulty, masks))
-        return false;
+      Publisher by{team, in, shared, round.call};
+      if (!publish_tile(c, by, tile, {forwards ? 1 + j : 0, number}, faulty, masks)) return false;
       if (in.own && pair == c.local && is_last_tile(in, tile) && team_thread(team) == 0) keep_own(a, in, round, faulty);
     }
     team_barrier(team);

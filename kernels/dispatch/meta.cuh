@@ -167,6 +167,14 @@ TY_DEVICE Meta meta_of(const Context auto &c, u32 owner, u32 source, u64 epoch) 
           in_arena<u64>(c, owner, r.meta_weights, epoch, source)};
 }
 
+// The values in metadata words of tokens and choices, whose upper half is the epoch (meta_word). 0: not to this rank.
+//
+//   meta_choices   63..............32 31...................11 10.............0
+//                       epoch          position in the expert  local expert      + 1 + 1
+//   meta_tokens    63..............32 31...................5 4...............0
+//                       epoch          row of this source     slot at the owner  + 1 + 1
+//
+// One is added for "here", and one more by meta_word for "written".
 constexpr u32 meta_expert_bits = 11, meta_slot_bits = 5;
 static_assert(TY_MAX_LOCAL_EXPERTS < 1 << meta_expert_bits && TY_MAX_TOP_K <= 1 << meta_slot_bits,
               "fields of a metadata word");
@@ -309,9 +317,17 @@ TY_DEVICE u64 token_ranks(const Context auto &c, const Choice &choice) {
   return ranks;
 }
 
+// A team that publishes tiles of a source's choices in an epoch.
+struct Publisher {
+  const Team &team;
+  const Choices &in;
+  MetaShared &shared;
+  u64 epoch;
+};
+
 // Writes the words of a marked tile's tokens and choices, and the ranks of each token if `masks` is given. By a team.
-TY_DEVICE void write_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
-                          const Meta &meta, u64 epoch, const Tile &tile, u64 *masks) {
+TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta &meta, const Tile &tile, u64 *masks) {
+  const auto &[team, in, shared, epoch] = by;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
   const u32 *present = &shared.bitmap[tile.experts * tile.words];
   // From the last warp on: where choices are few, the first warps have other work.
@@ -380,8 +396,9 @@ TY_DEVICE Tile tile_at(const Context auto &c, const Choices &in, u32 destination
 
 // Publishes the counts of a source for one rank of this node, and where its rounds end, once all tokens are marked. By
 // a team.
-TY_DEVICE void publish_counts(const Context auto &c, const Team &team, const Choices &in, const MetaShared &shared,
-                              const Meta &meta, u64 epoch, const Tile &last, bool faulty) {
+TY_DEVICE void publish_counts(const Context auto &c, const Publisher &by, const Meta &meta, const Tile &last,
+                              bool faulty) {
+  const auto &[team, in, shared, epoch] = by;
   u32 experts = last.experts;
   // N13: what this rank's stream did with its output happens before these words.
   if (in_place(c)) fence_acq_rel_sys();
@@ -425,8 +442,8 @@ TY_DEVICE TileRows tile_rows(const Context auto &c, u32 part, u32 destination, u
 // Keeps a tile's rows for later tiles, and adds those of earlier tiles, which other blocks or this block marked, into
 // `start`, which is zero. By a team, whose members have marked the tile. Sets `faulty` if a choice in an earlier tile
 // is faulty. False once a deadline passed.
-TY_DEVICE bool add_tiles(const Context auto &c, const Team &team, MetaShared &shared, u64 epoch, const Tile &tile,
-                         const TileOf &of, bool &faulty) {
+TY_DEVICE bool add_tiles(const Context auto &c, const Publisher &by, const Tile &tile, const TileOf &of, bool &faulty) {
+  const auto &[team, in, shared, epoch] = by;
   auto [part, number] = of;
   u32 words = tile.experts + 1;
   TileRows own = tile_rows(c, part, tile.destination(), number);
@@ -462,16 +479,16 @@ TY_DEVICE bool is_last_tile(const Choices &in, const Tile &tile) { return tile.f
 // positions continue from the earlier tiles. By a team. `faulty`: whether a choice of the tile is faulty; on return, of
 // any tile up to this one. Every destination's counts come from all tokens, so one fault anywhere makes all counts
 // zero and refused; words of tiles are then not looked at. `masks`: as in write_tile. False once a deadline passed.
-TY_DEVICE bool publish_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared, u64 epoch,
-                            const Tile &tile, const TileOf &of, bool &faulty, u64 *masks) {
-  bool last = is_last_tile(in, tile);
+TY_DEVICE bool publish_tile(const Context auto &c, const Publisher &by, const Tile &tile, const TileOf &of,
+                            bool &faulty, u64 *masks) {
+  bool last = is_last_tile(by.in, tile);
   if (of.number != 0 || !last) {
-    if (!add_tiles(c, team, shared, epoch, tile, of, faulty)) return false;
+    if (!add_tiles(c, by, tile, of, faulty)) return false;
   }
-  Meta meta = meta_of(c, tile.destination(), in.source, epoch);
+  Meta meta = meta_of(c, tile.destination(), by.in.source, by.epoch);
   // Counts first: all receivers wait for them.
-  if (last) publish_counts(c, team, in, shared, meta, epoch, tile, faulty);
-  if (!faulty) write_tile(c, team, in, shared, meta, epoch, tile, masks);
+  if (last) publish_counts(c, by, meta, tile, faulty);
+  if (!faulty) write_tile(c, by, meta, tile, masks);
   return true;
 }
 

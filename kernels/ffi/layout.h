@@ -136,7 +136,11 @@
 
 // Bytes at the head of every message between nodes: ty_wire_head.
 #define TY_WIRE_HEAD_BYTES 32
-// An arrival, by which the proxy reports that a chunk is in the receive buffer: epoch << 21 | source << 10 | chunk.
+// An arrival, by which the proxy reports that a chunk is in the receive buffer:
+//
+//   63..........21 20......10 9......0
+//       epoch        source    chunk
+//
 // The 43 bits of the epoch do not wrap in the life of a machine (2^43 calls); the word can stay unwritten for any
 // number of epochs.
 #define TY_ARRIVAL_CHUNK_BITS 10
