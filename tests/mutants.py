@@ -104,7 +104,7 @@ MUTANTS = [
     ("no barrier between marking and counting", METADATA,
      "  return team_any(team, faulty);\n}\n\n// ---- what in-place", "  return faulty;\n}\n\n// ---- what in-place"),
     ("a rank without tokens publishes nothing", METADATA,
-     "  bool last = is_last_tile(in, tile);", "  if (in.tokens == 0) return true;\n  bool last = is_last_tile(in, tile);"),
+     "  bool last = is_last_tile(by.in, tile);", "  if (by.in.tokens == 0) return true;\n  bool last = is_last_tile(by.in, tile);"),
     ("refused routing looks like no tokens", METADATA, "faulty && e == experts ? meta_refused : rows", "rows"),
     ("later launches of a call report why they are refused", CONTEXT, "next.epoch == 0 && round == 0 && leads", "next.epoch == 0 && leads"),
     ("refusals not noted", RECEIVE, "source != c.rank) note_refused(c, source, round.call);", "source != c.rank) note_refused(c, source, 0);"),
