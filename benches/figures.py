@@ -27,7 +27,7 @@ HEADLINES = [
     ("h200-x4/decode-4", (1, 128)),
     ("h200-x4/prefill-4", (4096,)),
     ("h100-x2/decode-2x1-cx7", (1, 128)),
-    ("h200-x2/decode-1x2-cx7", (1, 128)),
+    ("h200-x2/decode-2x1-cx7", (1, 128)),
     ("h200-x2/prefill-1x2-cx7", (4096,)),
     ("h200-x4/decode-2x2-cx7", (1, 128)),
     ("h200-x4/decode-4x1-cx7", (1, 128)),
@@ -142,8 +142,7 @@ def merge(to, files):
     """Results of several files, in one."""
     results = [result for file in files for result in results_of(file)]
     with open(to, "w", encoding="utf-8") as file:
-        json.dump({"results": results}, file, indent=2)
-        file.write("\n")
+        file.write('{"results": [\n' + ",\n".join(map(json.dumps, results)) + "\n]}\n")
 
 
 def readme(check):

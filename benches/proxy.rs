@@ -565,6 +565,6 @@ fn main() {
     }
     let name: Vec<String> = results.cpu.split_whitespace().map(str::to_lowercase).collect();
     let file = format!("{}/benches/results/proxy-{}.json", env!("CARGO_MANIFEST_DIR"), name.join("-"));
-    std::fs::write(&file, serde_json::to_string_pretty(&results).unwrap()).unwrap();
+    std::fs::write(&file, format!("{}\n", serde_json::to_string(&results).unwrap())).unwrap();
     println!("written to benches/results/proxy-{}.json", name.join("-"));
 }

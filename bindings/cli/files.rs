@@ -13,19 +13,24 @@ use serde::Serialize;
 use super::out::Out;
 use super::usage::Refusal;
 
-/// The JSON object of one run or projection, or of a sweep.
+/// The JSON object of one run or projection, or of a sweep; a result a line.
 ///
 /// # Errors
 /// The writer's error; none for these types.
 pub fn json<T: Serialize>(results: &[T]) -> serde_json::Result<String> {
-    #[derive(Serialize)]
-    struct Sweep<'a, T> {
-        results: &'a [T],
-    }
     match results {
-        [one] => serde_json::to_string_pretty(one),
-        _ => serde_json::to_string_pretty(&Sweep { results }),
+        [one] => serde_json::to_string(one),
+        _ => Ok(format!("{{\"results\": {}}}", list(results)?)),
     }
+}
+
+/// A JSON array with an element a line.
+///
+/// # Errors
+/// As [`json`].
+pub fn list<T: Serialize>(elements: &[T]) -> serde_json::Result<String> {
+    let lines: Vec<String> = elements.iter().map(serde_json::to_string).collect::<serde_json::Result<_>>()?;
+    Ok(format!("[\n{}\n]", lines.join(",\n")))
 }
 
 /// Refuses files that could not be written, or would be written twice, before the run and not after it. `-` as `--json`

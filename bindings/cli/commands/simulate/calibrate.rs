@@ -66,7 +66,8 @@ type Measured = (&'static str, usize, usize, usize, f64, f64);
 const ONE_NODE: &str = "tokenyard, one node of H200";
 const TWO_NODES: &str = "tokenyard, emulated NICs";
 
-/// On 2 H200s: benches/results/h200-x2, decode-2.json and decode-1x2-cx7.json (commit 6ac5175).
+/// On 2 H200s, by the kernels of commit 6ac5175: benches/results/h200-x2, decode-1x2-cx7.json and, in the history of
+/// the file, decode-2.json.
 const MEASURED: [Measured; 6] = [
     (ONE_NODE, 1, 2, 1, 12.1, 11.1),
     (ONE_NODE, 1, 2, 16, 12.5, 12.3),
@@ -142,19 +143,13 @@ pub fn check(args: &SimulateArgs) -> Result<(), Refusal> {
 /// # Errors
 /// A sentence: a point could not be projected, exceeds the error limit, or could not be written.
 pub fn run(json: Option<&str>, out: &Out) -> Outcome<()> {
-    #[derive(Serialize)]
-    struct Calibration<'a> {
-        limit_percent: f64,
-        points: &'a [Point],
-    }
     let bar = Progress::new(out);
     let points = points(usize::MAX, &|done, all| bar.show("calibration", done, all));
     bar.clear();
     let points = points?;
     if let Some(path) = json {
-        let object = Calibration { limit_percent: LIMIT, points: &points };
-        let text = serde_json::to_string_pretty(&object).map_err(|error| error.to_string())?;
-        files::write(path, &text, out)?;
+        let points = files::list(&points).map_err(|error| error.to_string())?;
+        files::write(path, &format!("{{\"limit_percent\": {LIMIT:?}, \"points\": {points}}}"), out)?;
     }
     if json != Some("-") {
         say!(out, "{}", point_table(&points));
