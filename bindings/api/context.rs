@@ -648,3 +648,7 @@ impl AllToAll {
 #[cfg(test)]
 #[path = "context_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "context_metadata_tests.rs"]
+mod metadata_tests;

@@ -6,6 +6,7 @@ mod rig;
 mod aliasing;
 mod arena;
 mod contexts;
+mod extremes;
 mod faults;
 mod in_place;
 mod interrupts;

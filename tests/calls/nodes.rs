@@ -18,23 +18,23 @@ use tokenyard::*;
 /// Of any wait on the device.
 const DEADLINE: Duration = Duration::from_secs(3);
 
-fn network(ranks: usize, seed: u64) -> Network {
+pub fn network(ranks: usize, seed: u64) -> Network {
     Network::new(ranks, SimConfig { clock: Clock::Real, ..SimConfig::hostile(seed) }).unwrap()
 }
 
-fn proxy(network: &Network, world: &World, silence_ms: u64) -> Proxy {
+pub fn proxy(network: &Network, world: &World, silence_ms: u64) -> Proxy {
     let liveness = Liveness { silence_ns: silence_ms * 1_000_000, ..Liveness::default() };
     let endpoint = network.endpoint(world.original(world.rank())).unwrap();
     let thread = ThreadConfig { core: None, spinners: 64 };
     Proxy::spawn(world, Box::new(endpoint), ProxyConfig { liveness, thread }).unwrap()
 }
 
-fn rig(world: &World, proxy: &Proxy) -> Rig {
+pub fn rig(world: &World, proxy: &Proxy) -> Rig {
     Rig::with(world, |builder| builder.proxy(proxy).tuning(|t| t.chunk_rows = Some(1)).timeout(DEADLINE))
 }
 
 /// Runs `body` as every rank of a world whose nodes have these sizes.
-fn on_nodes(sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
+pub fn on_nodes(sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
     let ranks = sizes.iter().sum();
     on_network(&network(ranks, 7), ranks, sizes, body);
 }
@@ -334,7 +334,10 @@ fn a_barrier_crosses_nodes() {
         let proxy = proxy(network, &world, 10_000);
         let rig = rig(&world, &proxy);
         for round in 1..=5 {
-            std::thread::sleep(Duration::from_millis(3 * world.rank().0 as u64));
+            // Another rank is the last one in each round.
+            if (world.rank().index() + round) % 5 == 0 {
+                std::thread::sleep(Duration::from_millis(30));
+            }
             arrived.fetch_add(1, Ordering::SeqCst);
             rig.ep.barrier(&rig.stream).unwrap();
             rig.stream.synchronize(PATIENCE).unwrap();

@@ -80,6 +80,11 @@ fn a_view_keeps_the_memory_of_a_buffer_that_was_dropped() {
     });
 }
 
+/// Whether ranks of the world share a GPU.
+fn shares_gpu(world: &World) -> bool {
+    test_device(world).kind() == DeviceKind::Cuda && Device::cuda_count() < world.size()
+}
+
 /// The second round reads its tokens in the receiving half.
 #[test]
 fn what_is_under_way_keeps_the_input_of_later_rounds() {
@@ -98,6 +103,9 @@ fn what_is_under_way_keeps_the_input_of_later_rounds() {
         let sent = rig.ep.dispatch_send(&rig.stream, &input).unwrap();
         let lengths = copies.each_ref().map(DeviceBuffer::len);
         rig.stream.synchronize(PATIENCE).unwrap();
+        // CUDA frees memory once the GPU's kernels have ended, and holds up all threads that share it until then: the
+        // receiving half, which drops the input, would wait for a peer that cannot enqueue its own.
+        let _kept = shares_gpu(&world).then(|| input.clone());
         drop((copies, input));
         // Freed memory would be given out again.
         let others: Vec<_> = (0..64).flat_map(|_| lengths.map(|bytes| device.alloc(bytes).unwrap())).collect();
@@ -112,6 +120,7 @@ fn what_is_under_way_keeps_the_input_of_later_rounds() {
         };
         let bytes = rows.len();
         rig.stream.synchronize(PATIENCE).unwrap();
+        let _rows_kept = shares_gpu(&world).then(|| rows.view());
         drop(rows);
         let others: Vec<_> = (0..64).map(|_| device.alloc(bytes).unwrap()).collect();
         others.iter().for_each(|other| other.fill(0).unwrap());

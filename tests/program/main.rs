@@ -6,5 +6,6 @@ mod cli;
 mod cli_nodes;
 mod cli_run;
 mod figures;
+mod large_worlds;
 mod pairs;
 mod simulate;

@@ -82,8 +82,13 @@ impl Rig {
 
     /// Row of a token: the high bytes of floats between 1 and 2 that differ by rank, token, column and epoch.
     pub fn row(&self, token: usize, salt: usize) -> Vec<u8> {
+        Rig::row_of(self.rank, token, salt)
+    }
+
+    /// The same of any rank.
+    pub fn row_of(rank: usize, token: usize, salt: usize) -> Vec<u8> {
         (0..HIDDEN)
-            .flat_map(|c| (0x3f80u16 + ((self.rank * 29 + token * 7 + c + salt * 13) % 128) as u16).to_ne_bytes())
+            .flat_map(|c| (0x3f80u16 + ((rank * 29 + token * 7 + c + salt * 13) % 128) as u16).to_ne_bytes())
             .collect()
     }
 

@@ -354,11 +354,42 @@ impl Buffers {
         }
     }
 
+    /// What `source` and `row_expert` say of rows, where an index is neither of this world nor -1, and was written.
+    pub fn strays(&self, seen: &Observed) -> Vec<String> {
+        let Case { world, max_tokens, .. } = self.case;
+        let unwritten = i32::from_ne_bytes([POISON; 4]);
+        let strays = |index: i32, bound: usize| !(-1..bound as i32).contains(&index);
+        let mut sentences = Vec::new();
+        for (row, &[source, token]) in words(&seen.source).as_chunks::<2>().0.iter().enumerate() {
+            if (strays(source, world) || strays(token, max_tokens)) && [source, token] != [unwritten; 2] {
+                sentences.push(format!(
+                    "row {row} of rank {} is said to be token {token} of rank {source}, where {world} ranks have {max_tokens} \
+                     tokens at the most",
+                    self.rank
+                ));
+            }
+        }
+        for (row, &expert) in words(&seen.row_expert).iter().enumerate() {
+            if strays(expert, self.local) && expert != unwritten {
+                sentences.push(format!(
+                    "row {row} of rank {} is said to be for its expert {expert}, of {}",
+                    self.rank, self.local
+                ));
+            }
+        }
+        sentences
+    }
+
     /// Combine's output, for the reference.
     pub fn summed<'a>(&'a self, seen: &'a Observed) -> ObservedCombine<'a> {
         let old = (self.case.accumulate && !self.old.is_empty()).then_some(self.old.as_slice());
         ObservedCombine { out: &seen.out, pitch: out_pitch(&self.case), old }
     }
+}
+
+/// The integers of a table.
+fn words(bytes: &[u8]) -> Vec<i32> {
+    bytes.as_chunks::<4>().0.iter().map(|word| i32::from_ne_bytes(*word)).collect()
 }
 
 /// Bytes from one input row to the next.

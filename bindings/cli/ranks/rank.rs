@@ -204,9 +204,11 @@ impl<'a> RankRun<'a> {
         self.judge_errors(&drawn, errors, result)?;
         for ((each, marks), flight) in drawn.iter().zip(marks).zip(&self.in_flight) {
             if each.checked {
-                let report = self.compare(each, flight)?;
+                let (report, strays) = self.compare(each, flight)?;
+                let where_ = format!("iteration {}", each.i);
                 result.verdict.iterations += 1;
-                result.verdict.add(report, &format!("iteration {}", each.i));
+                result.verdict.add_strays(strays, &where_);
+                result.verdict.add(report, &where_);
             }
             if each.i >= self.job.warmup && self.job.measured {
                 result.add_times(&marks.times()?.unwrap_or_default());
@@ -288,8 +290,8 @@ impl<'a> RankRun<'a> {
         result.wire_bytes = [wire * row, wire * partial];
     }
 
-    /// Compares this rank's outputs with the reference, computed from all ranks' inputs.
-    fn compare(&self, each: &Drawn, flight: &InFlight) -> Result<Report> {
+    /// Compares this rank's outputs with the reference, computed from all ranks' inputs; and indices that stray.
+    fn compare(&self, each: &Drawn, flight: &InFlight) -> Result<(Report, Vec<String>)> {
         let Drawn { sources, planned: Planned { faults, .. }, .. } = each;
         let scales = self.case.quantize.then(|| self.case.reference_scales());
         let (rank, rows) = (self.rank, Made { inputs: each.inputs, quantized: scales });
@@ -299,7 +301,7 @@ impl<'a> RankRun<'a> {
         let seen = flight.buffers.read()?;
         let mut report = check_dispatch(&spec, sources, &rows, faults, rank, &flight.buffers.dispatched(&seen));
         report.merge(check_combine(&spec, sources, &rows, faults, rank, &flight.buffers.summed(&seen)));
-        Ok(report)
+        Ok((report, flight.buffers.strays(&seen)))
     }
 }
 

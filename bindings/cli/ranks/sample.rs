@@ -48,6 +48,8 @@ pub struct Verdict {
     pub overflows: u64,
     /// Routings that were unusable as planned, and were reported.
     pub refusals: u64,
+    /// Indices in outputs that lead outside of the world.
+    pub strays: u64,
     /// The first findings.
     pub sentences: Vec<String>,
 }
@@ -73,6 +75,12 @@ impl Verdict {
         });
     }
 
+    /// Adds sentences about indices in outputs that lead outside of the world.
+    pub fn add_strays(&mut self, sentences: Vec<String>, where_: &str) {
+        let sentences: Vec<String> = sentences.into_iter().map(|sentence| format!("{where_}: {sentence}")).collect();
+        self.merge(Verdict { strays: sentences.len() as u64, sentences, ..Verdict::new() });
+    }
+
     /// Adds the findings of another rank.
     pub fn merge(&mut self, other: Verdict) {
         self.iterations += other.iterations;
@@ -80,6 +88,7 @@ impl Verdict {
         self.mismatches += other.mismatches;
         self.overflows += other.overflows;
         self.refusals += other.refusals;
+        self.strays += other.strays;
         self.max_rel_err = self.max_rel_err.zip(other.max_rel_err).map(|(a, b)| a.max(b));
         let room = SENTENCES.saturating_sub(self.sentences.len());
         self.sentences.extend(other.sentences.into_iter().take(room));

@@ -133,6 +133,8 @@ fn harmed(result: tokenyard::Result<Vec<RankResult>>, case: &Case) -> Outcome {
     match result {
         Ok(ranks) if !compared_all(&ranks, case) => Outcome::Wrong(vec![NOT_COMPARED.to_string()]),
         Ok(ranks) => match verdict_of(&ranks) {
+            // Callers use these indices, whatever the rows are.
+            verdict if verdict.strays != 0 => Outcome::Wrong(verdict.sentences),
             verdict if verdict.ok() => Outcome::Right(verdict),
             _ => Outcome::Harmed(Harm::Outputs),
         },
