@@ -124,9 +124,12 @@ sanitize() {
     target/coverage/debug/tokenyard verify --schedules 60 --in-place
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
     target/coverage/debug/tokenyard verify --schedules 250 --forge --timeout-ms 1000
-  # More ranks of a node than verify draws.
-  TOKENYARD_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-    cargo test --no-default-features --features cli --target-dir target/coverage --test calls wide::
+  # More ranks of a node, and more nodes, than verify draws and a word has bits.
+  local large world='hidden=16,sms=2,world_mode=one-thread,experts=48,top_k=3,tokens=2,max_tokens=2,iters=2'
+  for large in world=40 "world=40,fault=overflow" "world=48,nodes=$(printf '1+%.0s' {1..46})2"; do
+    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+      target/coverage/debug/tokenyard verify --timeout-ms 60000 --replay "$large,$world"
+  done
 }
 
 # One of twenty-four, since CI has little time; python3 tests/mutants.py runs all.

@@ -2,7 +2,7 @@
 //! share them: two at least, since each rank needs a queue of its own.
 //!
 //! Shifts by more than a word's bits are undefined, and on x86 may even give the intended result: tests/all.sh runs
-//! this under UndefinedBehaviorSanitizer, too.
+//! such worlds under UndefinedBehaviorSanitizer, too.
 
 use crate::rig;
 
