@@ -1,7 +1,7 @@
 //! Values at the ends of what a word, a mask or a warp holds: ranks past a word, every pair of equal choices, weights of
 //! any bits, and the ranks that rows are said to come from after a regroup.
 
-use crate::{nodes, rig};
+use crate::rig;
 
 use rig::*;
 use tokenyard::*;

@@ -2,6 +2,7 @@
 
 use crate::rig;
 
+use rig::nodes::{DEADLINE, network, on_network, on_nodes, proxy, rig};
 use rig::{MAX_TOKENS, PATIENCE, Rig, test_device};
 use std::collections::VecDeque;
 use std::sync::{Barrier, Mutex};
@@ -14,39 +15,6 @@ use tokenyard::internals::transport::network::{
     DeviceNeeds, Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm,
 };
 use tokenyard::*;
-
-/// Of any wait on the device.
-const DEADLINE: Duration = Duration::from_secs(3);
-
-pub fn network(ranks: usize, seed: u64) -> Network {
-    Network::new(ranks, SimConfig { clock: Clock::Real, ..SimConfig::hostile(seed) }).unwrap()
-}
-
-pub fn proxy(network: &Network, world: &World, silence_ms: u64) -> Proxy {
-    let liveness = Liveness { silence_ns: silence_ms * 1_000_000, ..Liveness::default() };
-    let endpoint = network.endpoint(world.original(world.rank())).unwrap();
-    let thread = ThreadConfig { core: None, spinners: 64 };
-    Proxy::spawn(world, Box::new(endpoint), ProxyConfig { liveness, thread }).unwrap()
-}
-
-pub fn rig(world: &World, proxy: &Proxy) -> Rig {
-    Rig::with(world, |builder| builder.proxy(proxy).tuning(|t| t.chunk_rows = Some(1)).timeout(DEADLINE))
-}
-
-/// Runs `body` as every rank of a world whose nodes have these sizes.
-pub fn on_nodes(sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
-    let ranks = sizes.iter().sum();
-    on_network(&network(ranks, 7), ranks, sizes, body);
-}
-
-fn on_network(network: &Network, ranks: usize, sizes: &[usize], body: impl Fn(World, &Network) + Sync) {
-    std::thread::scope(|scope| {
-        for world in World::threads(ranks).unwrap() {
-            let body = &body;
-            scope.spawn(move || body(world.with_nodes(sizes).unwrap(), network));
-        }
-    });
-}
 
 /// Two experts of different ranks for each token, other ones each time.
 fn choices(rank: usize, salt: usize) -> [[i32; 2]; MAX_TOKENS] {

@@ -5,6 +5,8 @@
 
 #![allow(dead_code)]
 
+pub mod nodes;
+
 use std::time::Duration;
 use tokenyard::*;
 

@@ -1,0 +1,140 @@
+#!/usr/bin/env python3
+"""Runs the suite against a seeded sample of cargo-mutants' mutants of the Rust of proxy/, transport/ and bindings/.
+
+    python3 tests/rust_mutants.py           goes on where an earlier run stopped (target/mutants/sample.txt)
+    python3 tests/rust_mutants.py --list    prints the sample
+
+Needs cargo-mutants (`cargo install cargo-mutants`), which lists the mutants; this script runs them, on copies of the
+tree as tests/mutants.py does, with the tests that reach a file first. Every survivor must be judged in
+tests/data/survivors.txt, a line each. Exit status 0 only if all of the sample ran, at most a tenth survived, and each
+survivor is judged.
+"""
+
+import json
+import pathlib
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import mutants
+
+ROOT = mutants.ROOT
+OUTCOMES = mutants.PLACE / "sample.txt"
+JUDGED = ROOT / "tests" / "data" / "survivors.txt"
+SEED, SAMPLE = 1, 60
+FOLDERS = ("proxy", "transport", "bindings")
+# Test programs by the folder of a mutant, those that reach it first; then all others.
+FIRST = {"proxy": ["proxy", "calls"], "transport": ["transport", "calls"], "bindings/api": ["calls"], "bindings/cli": ["program"]}
+PROGRAMS = ["calls", "program", "proxy", "transport", "rules", "proxy_quiet"]
+# Seconds a test program may take.
+LONGEST = 900
+
+
+def sample():
+    """The sample, in an order that the seed decides."""
+    command = ["cargo", "mutants", "--list", "--json"]
+    for folder in FOLDERS:
+        command += ["--file", f"{folder}/**"]
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found = sorted(json.loads(listed), key=lambda mutant: mutant["name"])
+    return random.Random(SEED).sample(found, min(SAMPLE, len(found)))
+
+
+def offset(text, place):
+    """Of a line and column, both counted from 1."""
+    lines = text.split("\n")
+    return sum(len(line) + 1 for line in lines[: place["line"] - 1]) + place["column"] - 1
+
+
+def mutated(text, mutant):
+    span = mutant["span"]
+    begin, end = offset(text, span["start"]), offset(text, span["end"])
+    return text[:begin] + mutant["replacement"] + text[end:]
+
+
+def checks(worker, file):
+    """Commands by name: unit tests, then the test programs."""
+    cargo = ["cargo", "test", "-q", *worker.cargo]
+    first = next((programs for folder, programs in FIRST.items() if file.startswith(folder + "/")), [])
+    ordered = first + [program for program in PROGRAMS if program not in first]
+    return [("unit tests", [*cargo, "--lib"])] + [(program, [*cargo, "--test", program]) for program in ordered]
+
+
+def judge(worker, mutant):
+    """`caught by ...`, `SURVIVED`, or `does not build`."""
+    path = worker.tree / mutant["file"]
+    text = path.read_text()
+    path.write_text(mutated(text, mutant))
+    try:
+        if worker.build().returncode != 0:
+            return "does not build"
+        for name, command in checks(worker, mutant["file"]):
+            try:
+                built = worker.run([*command, "--no-run"], mutants.LONGEST_BUILD)
+                if built.returncode != 0:
+                    return f"{name} is not built: {built.stderr[-300:]}"
+                failed = worker.run(command, LONGEST).returncode != 0
+            except subprocess.TimeoutExpired:
+                failed = True
+            if failed:
+                return f"caught by {name}"
+        return "SURVIVED"
+    finally:
+        path.write_text(text)
+
+
+def recorded():
+    """Outcomes by name of a mutant."""
+    lines = OUTCOMES.read_text().splitlines() if OUTCOMES.exists() else []
+    return dict(reversed(line.split("\t", 1)) for line in lines)
+
+
+def run(waiting):
+    """Runs what waits, and records each outcome at once."""
+    OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
+
+    def work(worker):
+        while True:
+            try:
+                mutant = waiting.get_nowait()
+            except queue.Empty:
+                return
+            start = time.time()
+            outcome = judge(worker, mutant)
+            with OUTCOMES.open("a") as outcomes:
+                outcomes.write(f"{outcome}\t{mutant['name']}\n")
+            print(f"{mutant['name'][:90]:90} {outcome:24} {time.time() - start:5.1f} s", flush=True)
+
+    threads = [threading.Thread(target=work, args=(mutants.Worker(number),)) for number in range(mutants.WORKERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main():
+    chosen = sample()
+    if sys.argv[1:] == ["--list"]:
+        print("\n".join(mutant["name"] for mutant in chosen))
+        return
+    before = recorded()
+    waiting = queue.SimpleQueue()
+    for mutant in chosen:
+        if mutant["name"] not in before:
+            waiting.put(mutant)
+    run(waiting)
+    outcomes = recorded()
+    ran = {mutant["name"]: outcomes[mutant["name"]] for mutant in chosen}
+    built = {name: outcome for name, outcome in ran.items() if outcome == "SURVIVED" or outcome.startswith("caught")}
+    survivors = [name for name, outcome in built.items() if outcome == "SURVIVED"]
+    judged = JUDGED.read_text() if JUDGED.exists() else ""
+    unjudged = [name for name in survivors if name not in judged]
+    print(f"{len(built)} of {len(ran)} were built, {len(survivors)} survived, {len(unjudged)} of them not judged")
+    sys.exit(1 if 10 * len(survivors) > len(built) or unjudged else 0)
+
+
+if __name__ == "__main__":
+    main()
