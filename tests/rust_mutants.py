@@ -10,10 +10,10 @@ tests/data/survivors.txt, a line each. Exit status 0 only if all of the sample r
 survivor is judged.
 """
 
+import hashlib
 import json
-import pathlib
 import queue
-import random
+import re
 import subprocess
 import sys
 import threading
@@ -33,14 +33,30 @@ PROGRAMS = ["calls", "program", "proxy", "transport", "rules", "proxy_quiet"]
 LONGEST = 900
 
 
-def sample():
-    """The sample, in an order that the seed decides."""
+def named(listed):
+    """Mutants by names without line numbers, so that a change elsewhere leaves the sample as it is."""
+    found = {}
+    for mutant in listed:
+        name = re.sub(r":\d+:\d+:", ":", mutant["name"])
+        alike = sum(1 for other in found if other.split(" #")[0] == name)
+        found[f"{name} #{alike + 1}" if alike else name] = mutant
+    return found
+
+
+def drawn():
+    """All mutants by name, in an order that the seed decides."""
     command = ["cargo", "mutants", "--list", "--json"]
     for folder in FOLDERS:
         command += ["--file", f"{folder}/**"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    found = sorted(json.loads(listed), key=lambda mutant: mutant["name"])
-    return random.Random(SEED).sample(found, min(SAMPLE, len(found)))
+    listed = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    # The program mounts the tests' reference.
+    found = named(sorted((mutant for mutant in listed if ".." not in mutant["file"]), key=place))
+    ordered = sorted(found, key=lambda name: hashlib.sha256(f"{SEED} {name}".encode()).digest())
+    return {name: found[name] for name in ordered}
+
+
+def place(mutant):
+    return mutant["file"], mutant["span"]["start"]["line"], mutant["span"]["start"]["column"], mutant["name"]
 
 
 def offset(text, place):
@@ -99,14 +115,14 @@ def run(waiting):
     def work(worker):
         while True:
             try:
-                mutant = waiting.get_nowait()
+                name, mutant = waiting.get_nowait()
             except queue.Empty:
                 return
             start = time.time()
             outcome = judge(worker, mutant)
             with OUTCOMES.open("a") as outcomes:
-                outcomes.write(f"{outcome}\t{mutant['name']}\n")
-            print(f"{mutant['name'][:90]:90} {outcome:24} {time.time() - start:5.1f} s", flush=True)
+                outcomes.write(f"{outcome}\t{name}\n")
+            print(f"{name[:90]:90} {outcome:24} {time.time() - start:5.1f} s", flush=True)
 
     threads = [threading.Thread(target=work, args=(mutants.Worker(number),)) for number in range(mutants.WORKERS)]
     for thread in threads:
@@ -115,25 +131,43 @@ def run(waiting):
         thread.join()
 
 
+def counts(outcome):
+    """Whether a mutant was built, and so belongs to the sample."""
+    return outcome == "SURVIVED" or outcome.startswith("caught")
+
+
+def sample(names, outcomes):
+    """The first mutants of which as many as wanted are built, or not yet known to fail; and those not yet run."""
+    chosen, waiting = [], []
+    for name in names:
+        if name not in outcomes:
+            waiting.append(name)
+        elif not counts(outcomes[name]):
+            continue
+        chosen.append(name)
+        if len(chosen) == SAMPLE:
+            break
+    return chosen, waiting
+
+
 def main():
-    chosen = sample()
+    found = drawn()
+    chosen, waiting = sample(found, recorded())
     if sys.argv[1:] == ["--list"]:
-        print("\n".join(mutant["name"] for mutant in chosen))
+        print("\n".join(chosen))
         return
-    before = recorded()
-    waiting = queue.SimpleQueue()
-    for mutant in chosen:
-        if mutant["name"] not in before:
-            waiting.put(mutant)
-    run(waiting)
+    while waiting:
+        places = queue.SimpleQueue()
+        for name in waiting:
+            places.put((name, found[name]))
+        run(places)
+        chosen, waiting = sample(found, recorded())
     outcomes = recorded()
-    ran = {mutant["name"]: outcomes[mutant["name"]] for mutant in chosen}
-    built = {name: outcome for name, outcome in ran.items() if outcome == "SURVIVED" or outcome.startswith("caught")}
-    survivors = [name for name, outcome in built.items() if outcome == "SURVIVED"]
+    survivors = [name for name in chosen if outcomes[name] == "SURVIVED"]
     judged = JUDGED.read_text() if JUDGED.exists() else ""
     unjudged = [name for name in survivors if name not in judged]
-    print(f"{len(built)} of {len(ran)} were built, {len(survivors)} survived, {len(unjudged)} of them not judged")
-    sys.exit(1 if 10 * len(survivors) > len(built) or unjudged else 0)
+    print(f"{len(survivors)} of {len(chosen)} survived, {len(unjudged)} of them not judged")
+    sys.exit(1 if 10 * len(survivors) > len(chosen) or unjudged else 0)
 
 
 if __name__ == "__main__":
