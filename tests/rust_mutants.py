@@ -14,6 +14,7 @@ import hashlib
 import json
 import queue
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -45,6 +46,8 @@ def named(listed):
 
 def drawn():
     """All mutants by name, in an order that the seed decides."""
+    if shutil.which("cargo-mutants") is None:
+        sys.exit("tests/rust_mutants.py needs cargo-mutants: cargo install cargo-mutants")
     command = ["cargo", "mutants", "--list", "--json"]
     for folder in FOLDERS:
         command += ["--file", f"{folder}/**"]
