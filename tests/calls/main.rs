@@ -5,6 +5,7 @@ mod rig;
 
 mod aliasing;
 mod arena;
+mod building;
 mod contexts;
 mod faults;
 mod in_place;
