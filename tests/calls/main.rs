@@ -15,6 +15,7 @@ mod nodes;
 mod one_context;
 mod overlap;
 mod ownership;
+mod refusals;
 mod statistics;
 mod stopped;
 mod transport_outside;
