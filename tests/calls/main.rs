@@ -3,6 +3,7 @@
 #[path = "../rig/mod.rs"]
 mod rig;
 
+mod agreements;
 mod aliasing;
 mod arena;
 mod building;
