@@ -327,6 +327,7 @@ impl Bootstrap {
             timeout: self.timeout,
             deadline: Instant::now() + self.timeout,
             absent: None,
+            asked: None,
             problem: String::from("not tried yet"),
         };
         SocketThread::start(name, root, port, move || member.run())
