@@ -70,3 +70,20 @@ pub(super) fn agree(
     }
     Ok(agreed)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_in_which_ranks_differ_are_combined_alike_on_all_of_them() {
+        let one = Differing { few_blocks: true, receives: 7, numbers: Offer([1, 2, 3, 4]) };
+        let other = Differing { few_blocks: false, receives: usize::MAX, numbers: Offer([4, 3, 2, 0]) };
+        let both = Differing { few_blocks: true, receives: 7, numbers: Offer([1, 2, 2, 0]) };
+        assert_eq!([one.with(other), other.with(one)], [both; 2]);
+        for differing in [one, both, Differing { few_blocks: false, ..one }] {
+            assert_eq!(Differing::decode(differing.encode()), differing);
+        }
+        assert_eq!(Differing::decode(other.encode()), Differing { receives: u32::MAX as usize, ..other });
+    }
+}

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use serde::Serialize;
+use tokenyard::internals::base::quoted;
 
 use super::out::Out;
 use super::usage::Refusal;
@@ -102,7 +103,8 @@ pub fn write(path: &str, text: &str, out: &Out) -> Result<(), String> {
         return Ok(());
     }
     let result = opened(path).and_then(|mut file| file.write_all(format!("{text}\n").as_bytes()));
-    result.map_err(|error| format!("{path} cannot be written ({error}); free space there, or name another file"))
+    let name = quoted(path.as_bytes());
+    result.map_err(|error| format!("{name} cannot be written ({error}); free space there, or name another file"))
 }
 
 /// Opens a file and empties it. A pipe without a reader is an error, not a wait.
@@ -112,4 +114,19 @@ fn opened(path: &str) -> io::Result<File> {
     // Writes do wait for room.
     fcntl(&file, FcntlArg::F_SETFL(OFlag::empty()))?;
     Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_files_name_is_shown_in_one_line() {
+        let mut lines: Vec<u8> = Vec::new();
+        let out = Out::new(&mut lines, None, false);
+        let refused = write("/no\x1b[31m\r\n/such", "text", &out).unwrap_err();
+        assert!(refused.starts_with("/no\\u{1b}[31m\\r\\n/such cannot be written ("), "{refused}");
+        let refused = check_outputs(Some("/no\x1b[31m\r\n/such"), &[]).unwrap_err().to_string();
+        assert!(!refused.contains(char::is_control) && refused.contains("`/no\\u{1b}[31m /such`"), "{refused}");
+    }
 }

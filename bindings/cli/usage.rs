@@ -56,8 +56,11 @@ pub fn old_name(name: &str) -> Option<String> {
     renamed.map(|(old, new)| format!("{old} is called {new} now"))
 }
 
+/// The text in one line, with control characters spelled out: values come from command lines, variables and files.
 fn one_line(text: &str) -> String {
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
+    let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let spelled = |c: char| if c.is_control() { c.escape_debug().to_string() } else { c.to_string() };
+    line.chars().map(spelled).collect()
 }
 
 fn sentence(error: &clap::Error) -> String {
@@ -146,6 +149,26 @@ mod tests {
         ] {
             let refused = refused(args);
             assert!(refused.ends_with(wanted), "{refused}");
+        }
+    }
+
+    /// What moves a terminal's cursor, or takes its line.
+    const RED: &str = "\x1b[31m\u{9b}0m\r\n\u{7}";
+
+    #[test]
+    fn values_with_control_characters_are_shown_in_one_line() {
+        let of_library = tokenyard::internals::base::Error::argument("x", RED, RED);
+        let refusals = [
+            refused(&["bench", "--dtype", RED]),
+            refused(&["bench", RED]),
+            refused(&[RED]),
+            Refusal::of("--json", RED, RED).to_string(),
+            Refusal::of_variable("TOKENYARD_LOG", RED, RED).to_string(),
+            Refusal::from_error(&of_library).to_string(),
+        ];
+        for refusal in refusals {
+            assert!(!refusal.contains(char::is_control), "{refusal:?}");
+            assert!(refusal.contains("\\u{1b}[31m\\u{9b}0m"), "{refusal}");
         }
     }
 

@@ -202,6 +202,9 @@ impl<T: Transport + 'static> Driver<T> {
     /// # Errors
     /// `Generation` if a later one has begun; `Transport` if the endpoint is broken.
     pub fn enter_generation(&mut self, generation: u32) -> Result<()> {
+        if let Some(reason) = self.shared.reason() {
+            return Err(reason);
+        }
         if self.generation == generation {
             return Ok(());
         }

@@ -80,6 +80,11 @@ impl<T: Transport> Shared<T> {
         self.fail(error);
     }
 
+    /// The error that ended the proxy, if it has ended.
+    pub fn reason(&self) -> Option<Error> {
+        self.mailbox.reason().cloned()
+    }
+
     pub fn is_stopped(&self) -> bool {
         self.stop.load(Ordering::Acquire)
     }
@@ -195,7 +200,7 @@ impl<T: Transport + 'static> Remote<T> {
 
     /// The error that ended the proxy, if it has ended.
     pub fn end(&self) -> Option<Error> {
-        self.shared.mailbox.reason().cloned()
+        self.shared.reason()
     }
 
     /// Asks the driver to notify its peers and to end.

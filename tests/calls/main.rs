@@ -3,8 +3,10 @@
 #[path = "../rig/mod.rs"]
 mod rig;
 
+mod agreements;
 mod aliasing;
 mod arena;
+mod building;
 mod contexts;
 mod extremes;
 mod faults;
@@ -15,6 +17,7 @@ mod nodes;
 mod one_context;
 mod overlap;
 mod ownership;
+mod refusals;
 mod statistics;
 mod stopped;
 mod transport_outside;

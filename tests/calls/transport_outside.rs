@@ -2,7 +2,7 @@
 
 use crate::rig;
 
-mod loopback;
+pub mod loopback;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier, Mutex};

@@ -10,5 +10,6 @@ mod bootstrap;
 mod conformance;
 mod device;
 mod gpu_nic;
+mod handshake;
 mod memory;
 mod transport_contract;

@@ -212,4 +212,6 @@ fn a_setting_misread() {
     for wrong in ["on", "OFF", "1", "required"] {
         assert!(matches!(of(wrong), Err(Error::Config { name: GdrCopy::VARIABLE, .. })), "{wrong}");
     }
+    let text = of("off\x1b[31m\r\n").unwrap_err().to_string();
+    assert!(!text.contains(char::is_control) && text.contains(r"off\u{1b}[31m\r\n"), "{text:?}");
 }

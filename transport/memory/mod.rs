@@ -485,8 +485,8 @@ impl Card {
     fn place(&self) -> String {
         match self.kind {
             Kind::Host => "the CPU device".into(),
-            Kind::Cuda => format!("GPU {} ({})", self.ordinal, self.bus_id()),
-            Kind::Pinned => format!("host memory of GPU {} ({})", self.ordinal, self.bus_id()),
+            Kind::Cuda => format!("GPU {} ({})", self.ordinal, quoted(self.bus_id().as_bytes())),
+            Kind::Pinned => format!("host memory of GPU {} ({})", self.ordinal, quoted(self.bus_id().as_bytes())),
         }
     }
 }
@@ -554,6 +554,62 @@ mod tests {
         assert_eq!(Card::decode(&other_kind), None);
         let pinned = Card { kind: Kind::Pinned, ..card() };
         assert_eq!(Card::decode(&pinned.encode()), Some(pinned));
+    }
+
+    /// The cards of two ranks as rank 0 reads them, of which rank 1's was changed.
+    fn read_changed(change: impl FnOnce(&mut Vec<u8>)) -> Result<Vec<Card>> {
+        let mut cards = [card().encode().to_vec(), card().encode().to_vec()];
+        change(&mut cards[1]);
+        read_cards(&World::threads(2).unwrap()[0], &cards)
+    }
+
+    #[test]
+    fn every_field_of_a_card_that_ranks_must_agree_on_is_compared() {
+        type Change = fn(&mut Vec<u8>);
+        let Card { kind: Kind::Cuda, shareable: true, ordinal: 3, bytes: 0x4000_0000, ticket: 7, bus_id: _ } = card()
+        else {
+            panic!("{:?}", card());
+        };
+        read_changed(|_| ()).unwrap();
+        let unknown = "rank 1 described its arena in an unknown form";
+        let refused: [(&str, Change, &str); 9] = [
+            ("version", |card| card[0] = 2, unknown),
+            ("version", |card| card[3] = 1, unknown),
+            ("kind", |card| card[4] = 3, unknown),
+            ("kind", |card| card[4] = 0, "rank 1 is on the CPU device and rank 0 on GPU 3 (0000:1b:00.0)"),
+            ("kind", |card| card[4] = 2, "rank 1 is on host memory of GPU 3 (0000:1b:00.0) and rank 0 on GPU 3"),
+            ("shareable", |card| card[5] = 0, "the memory of rank 1, on GPU 3 (0000:1b:00.0), cannot be shared"),
+            ("bytes", |card| card[16] = 9, "the arena of rank 1 has 1073741833 bytes and that of rank 0 1073741824"),
+            ("bytes", |card| card[23] = 1, "has 72057595111669760 bytes and that of rank 0 1073741824"),
+            ("length", |card| card.push(0), unknown),
+        ];
+        for (field, change, expected) in refused {
+            let text = read_changed(change).unwrap_err().to_string();
+            assert!(text.contains(expected), "{field}: {text}");
+        }
+        for bytes in 0..Card::BYTES {
+            let text = read_changed(|card| card.truncate(bytes)).unwrap_err().to_string();
+            assert!(text.contains(unknown), "{bytes} bytes: {text}");
+        }
+        // Each rank has its own.
+        let own: [(&str, Change); 3] =
+            [("ordinal", |card| card[8] = 5), ("ticket", |card| card[24] = 9), ("bus id", |card| card[32] = b'1')];
+        for (field, change) in own {
+            let cards = read_changed(change).unwrap();
+            assert_ne!(cards[1], cards[0], "{field} is not read");
+        }
+    }
+
+    #[test]
+    fn a_bus_id_of_control_characters_is_shown_in_one_line() {
+        let text = read_changed(|card| {
+            card[5] = 0;
+            card[32..41].copy_from_slice(b"\x1b[31m\r\n\x07\0");
+        });
+        let text = text.unwrap_err().to_string();
+        assert!(!text.contains(char::is_control) && text.contains(r"GPU 3 (\u{1b}[31m\r\n\u{7})"), "{text:?}");
+        let text = read_changed(|card| (card[5], card[32]) = (0, 0xff)).unwrap_err().to_string();
+        assert!(text.contains("rank 1, on GPU 3 ("), "{text:?}");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use super::names::Names;
 use super::secret::{self, Nonces, Role, Secret};
 use super::terms::Terms;
 use super::wire::{self, Frame, KIND_HELLO, KIND_JOIN, Message, VERSION};
-use crate::base::Rank;
+use crate::base::{Rank, quoted};
 
 /// Rank 0's own job: the terms that members are checked against.
 #[derive(Clone)]
@@ -125,7 +125,8 @@ fn difference(job: &Job, rank: u32, world: u32, terms: &Terms, peer: &str) -> Op
     if generations && world as usize != own {
         let what = format!(
             "{who} at {peer} has a world of {world} ranks (members {}) and rank {root} one of {own} (members {})",
-            terms.members, job.terms.members
+            quoted(terms.members.as_bytes()),
+            job.terms.members
         );
         return Some(Failure::new(what, "set the same WORLD_SIZE on all ranks, and regroup with the same members"));
     }

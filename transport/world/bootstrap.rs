@@ -21,7 +21,7 @@ use super::socket_thread::{Port, SocketThread};
 use super::terms::Terms;
 use super::wire::MAX_TOKEN;
 use super::{all_ranks, check_nodes, place};
-use crate::base::{Error, Rank, Result, wait};
+use crate::base::{Error, Rank, Result, quoted, wait};
 
 /// Port of rank 0 where none is given; not torchrun's 29500, which its own store may hold.
 pub const DEFAULT_PORT: u16 = 29611;
@@ -39,8 +39,10 @@ const MAX_TIMEOUT_MS: u64 = 86_400_000;
 /// Sizes of nodes, as in `4,4`.
 fn node_sizes(text: &str) -> Result<Vec<usize>> {
     let sizes: Option<Vec<usize>> = text.split(',').map(|size| size.trim().parse().ok()).collect();
-    sizes
-        .ok_or_else(|| Error::config("TOKENYARD_NODES", format!("\"{text}\""), "set it to the nodes' sizes, as in 4,4"))
+    sizes.ok_or_else(|| {
+        let value = format!("\"{}\"", quoted(text.as_bytes()));
+        Error::config("TOKENYARD_NODES", value, "set it to the nodes' sizes, as in 4,4")
+    })
 }
 
 /// Nodes of `each` ranks, if they make up the world and are several.
@@ -134,7 +136,7 @@ impl Bootstrap {
             text.trim().parse().ok().filter(|n| range.contains(n)).ok_or_else(|| {
                 Error::config(
                     name,
-                    format!("\"{text}\""),
+                    format!("\"{}\"", quoted(text.as_bytes())),
                     format!("set it to a number from {} to {}", range.start(), range.end()),
                 )
             })
@@ -325,6 +327,7 @@ impl Bootstrap {
             timeout: self.timeout,
             deadline: Instant::now() + self.timeout,
             absent: None,
+            asked: None,
             problem: String::from("not tried yet"),
         };
         SocketThread::start(name, root, port, move || member.run())
@@ -464,6 +467,39 @@ mod tests {
         }
         assert!(matches!(read(&[("WORLD_SIZE", "2")]), Err(Error::Config { name: "RANK", .. })));
         assert!(matches!(read(&[("RANK", "0")]), Err(Error::Config { name: "WORLD_SIZE", .. })));
+    }
+
+    #[test]
+    fn a_variable_with_control_characters_shown_as_it_is() {
+        const NAMES: [&str; 9] = [
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "MASTER_ADDR",
+            "TOKENYARD_PORT",
+            "TOKENYARD_TIMEOUT_MS",
+            "TOKENYARD_NODES",
+            "TOKENYARD_ADDR",
+        ];
+        // Every variable that is read is in this list, but for secrets, which no error shows.
+        let asked =
+            std::cell::RefCell::new(std::collections::BTreeSet::from(["TOKENYARD_TOKEN", "TORCHELASTIC_RUN_ID"]));
+        let all = |name: &'static str| {
+            asked.borrow_mut().insert(name);
+            Ok(BASE.iter().find(|(n, _)| *n == name).map(|(_, value)| (*value).to_owned()))
+        };
+        Bootstrap::from_vars(all).unwrap();
+        let known: std::collections::BTreeSet<&str> =
+            NAMES.into_iter().chain(["TOKENYARD_TOKEN", "TORCHELASTIC_RUN_ID"]).collect();
+        assert_eq!(asked.into_inner(), known);
+        for name in NAMES {
+            let error = with(name, "1\x1b[31m\r\n2").unwrap_err();
+            assert!(matches!(error, Error::Config { name: named, .. } if named == name), "{name}: {error}");
+            let text = error.to_string();
+            assert!(!text.contains(char::is_control), "{name}: {text:?}");
+            assert!(text.contains(r#""1\u{1b}[31m\r\n2""#), "{name}: {text}");
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@
 //! new world.
 
 use super::names::Names;
-use crate::base::{Error, Rank, Source};
+use crate::base::{Error, Rank, Source, quoted};
 
 /// What a caller's error states, on any rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -102,10 +102,12 @@ impl Collective {
         if let Some(failure) = &self.failure {
             return Verdict::Failed(failure.clone());
         }
-        if let Some(problem) = self.misfit(rank, seq, what) {
+        // Errors have it, and a member may send any text.
+        let what = quoted(what.as_bytes());
+        if let Some(problem) = self.misfit(rank, seq, &what) {
             return self.fail(problem);
         }
-        self.name.get_or_insert_with(|| (rank, what.to_owned()));
+        self.name.get_or_insert((rank, what));
         self.parts[rank.index()] = Some(payload);
         if self.parts.iter().any(Option::is_none) {
             return self.check_gone();

@@ -55,6 +55,8 @@ pub(super) struct Member {
     pub deadline: Instant,
     /// From rank 0's last Progress: how many ranks have not joined, and the names of the first of them.
     pub absent: Option<(usize, Vec<Rank>)>,
+    /// Number of the collective that this rank takes part in, or took part in last.
+    pub asked: Option<u64>,
     /// Why the last attempt failed.
     pub problem: String,
 }
@@ -152,6 +154,7 @@ impl Member {
             while let Some(command) = self.port.next_command() {
                 match command {
                     Command::Gather { seq, what, payload } => {
+                        self.asked = Some(seq);
                         send(&mut conn, &Message::Gather { seq, what: what.into(), payload });
                     }
                     Command::GiveUp { seq, waited_ms } => send(&mut conn, &Message::GiveUp { seq, waited_ms }),
@@ -227,28 +230,41 @@ impl Member {
         if frame.version != VERSION {
             return Err(admit::other_version(peer, frame.version));
         }
-        let joined = matches!(stage, Stage::Joined);
+        let (joined, size) = (matches!(stage, Stage::Joined), self.names.size());
         let message = wire::decode(&frame).map_err(|malformed| self.not_root(peer, &malformed.to_string()))?;
         let mut reports = self.port.reports();
         match message {
-            Message::Fail { what, advice } if joined => reports.fail(Failure::new(what, advice)),
-            Message::Fail { what, advice } => return Err(Failure::new(what, advice)),
+            Message::Fail { what, advice } if joined => reports.fail(reported(&what, &advice)),
+            Message::Fail { what, advice } => return Err(reported(&what, &advice)),
             Message::Progress { absent, first } => {
                 let first = first.into_iter().map(|rank| self.names.of(Rank(rank))).collect();
                 self.absent = Some((absent as usize, first));
             }
             Message::Welcome { hosts } => {
-                let usable = |host: &String| host.is_empty() || admit::is_host(host);
-                if hosts.len() != self.names.size() || !hosts.iter().all(usable) {
-                    return Err(self.not_root(peer, "a welcome of another world"));
+                let usable = |host: &&String| host.is_empty() || admit::is_host(host);
+                if hosts.len() != size {
+                    let sent = format!("a welcome of {} ranks to a world of {size}", hosts.len());
+                    return Err(self.not_root(peer, &sent));
+                }
+                if let Some(host) = hosts.iter().find(|host| !usable(host)) {
+                    return Err(self.not_root(peer, &format!("{host:?} as the host of a rank")));
                 }
                 *stage = Stage::Joined;
                 reports.form(hosts);
             }
-            Message::Gathered { seq, payloads } if joined && payloads.len() == self.names.size() => {
-                reports.gathered = Some((seq, payloads));
+            Message::Gathered { payloads, .. } if payloads.len() != size => {
+                let sent = format!("the parts of {} ranks in a world of {size}", payloads.len());
+                return Err(self.not_root(peer, &sent));
             }
-            Message::Lost { rank } if (rank as usize) < self.names.size() => reports.lose(Rank(rank)),
+            Message::Gathered { seq, .. } if self.asked != Some(seq) => {
+                let own = self.asked.map_or("none".into(), |asked| asked.to_string());
+                return Err(self.not_root(peer, &format!("collective number {seq}, and this rank's is number {own}")));
+            }
+            Message::Gathered { seq, payloads } => reports.gathered = Some((seq, payloads)),
+            Message::Lost { rank } if (rank as usize) < size => reports.lose(Rank(rank)),
+            Message::Lost { rank } => {
+                return Err(self.not_root(peer, &format!("the loss of rank {rank} in a world of {size}")));
+            }
             Message::Left { .. } => {}
             Message::Goodbye => {
                 return Err(Failure::new(
@@ -312,10 +328,7 @@ impl Member {
             return admit::other_version(peer, frame.version);
         }
         match wire::decode(frame) {
-            Ok(Message::Fail { what, advice }) => {
-                let [what, advice] = [what, advice].map(|text| quoted(text.as_bytes()));
-                Failure::new(what, advice)
-            }
+            Ok(Message::Fail { what, advice }) => reported(&what, &advice),
             Ok(_) => self.not_root(peer, "no proof that it has the job token"),
             Err(malformed) => self.not_root(peer, &malformed.to_string()),
         }
@@ -341,6 +354,11 @@ impl Member {
             wait_ready(&mut [interest(closing.conn())], closing.deadline());
         }
     }
+}
+
+/// A failure that the other side reports.
+fn reported(what: &str, advice: &str) -> Failure {
+    Failure::new(quoted(what.as_bytes()), quoted(advice.as_bytes()))
 }
 
 /// Sends a message. A member's message always fits a frame: payloads are bounded where they enter.

@@ -334,28 +334,31 @@ impl Root {
         match end {
             Ok(()) => {}
             Err(Ended::Closed) => self.depart(rank, Gone::Lost),
-            Err(Ended::Malformed(_)) => {
-                self.port.reports().refused += 1;
-                self.depart(rank, Gone::Lost);
-            }
+            Err(Ended::Malformed(malformed)) => self.expel(rank, &malformed.to_string()),
         }
     }
 
     /// Acts on one frame of a member; false when the member is gone with it.
     fn obey(&mut self, rank: Rank, frame: Frame) -> bool {
-        let message = if frame.version == VERSION { wire::decode(&frame).ok() } else { None };
+        let message = match wire::decode(&frame) {
+            _ if frame.version != VERSION => Err(format!("a message of version {}, not {VERSION}", frame.version)),
+            decoded => decoded.map_err(|malformed| malformed.to_string()),
+        };
         let verdict = match (message, &self.stage) {
-            (Some(Message::Goodbye), _) => {
+            (Ok(Message::Goodbye), _) => {
                 self.depart(rank, Gone::Left);
                 return false;
             }
-            (Some(Message::Gather { seq, what, payload }), Stage::Formed) => {
+            (Ok(Message::Gather { seq, what, payload }), Stage::Formed) => {
                 self.collective.deposit(rank, seq, &what, payload)
             }
-            (Some(Message::GiveUp { seq, waited_ms }), Stage::Formed) => self.collective.give_up(rank, seq, waited_ms),
-            _ => {
-                self.port.reports().refused += 1;
-                self.depart(rank, Gone::Lost);
+            (Ok(Message::GiveUp { seq, waited_ms }), Stage::Formed) => self.collective.give_up(rank, seq, waited_ms),
+            (Ok(_), _) => {
+                self.expel(rank, "a message that no member sends then");
+                return false;
+            }
+            (Err(sent), _) => {
+                self.expel(rank, &sent);
                 return false;
             }
         };
@@ -383,6 +386,19 @@ impl Root {
                 }
             }
         }
+    }
+
+    /// Drops a member that sent what is no message of a member; everyone is given the reason.
+    fn expel(&mut self, rank: Rank, sent: &str) {
+        self.port.reports().refused += 1;
+        if !matches!(self.stage, Stage::Forming) {
+            let (name, root) = (self.job.names.of(rank), self.job.names.root());
+            let what = format!("rank {name} sent {sent}, and rank {root} has dropped its connection");
+            let advice = "install the same release on all ranks, and see what else writes to that rank's connection";
+            let verdict = self.collective.fail(Failure::new(what, advice));
+            self.act(verdict);
+        }
+        self.depart(rank, Gone::Lost);
     }
 
     /// A member is gone: its place is free while forming; later, everyone is notified.

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use sha2::{Digest, Sha256};
 
 use super::collective::Failure;
-use crate::base::Rank;
+use crate::base::{Rank, quoted};
 
 /// Longest list sent whole, in bytes; of a longer list, the first `MAX_LIST` bytes and a hash of all.
 const MAX_LIST: usize = 512;
@@ -53,6 +53,7 @@ impl Terms {
     /// name is `root`.
     pub(super) fn difference(&self, theirs: &Terms, (who, peer): (&str, &str), root: Rank) -> Option<Failure> {
         let differ = |what: &str, theirs: &str, ours: &str, advice: &str| {
+            let theirs = quoted(theirs.as_bytes());
             Some(Failure::new(format!("{who} at {peer} has the {what} {theirs} and rank {root} has {ours}"), advice))
         };
         if self.generation != theirs.generation {

@@ -11,7 +11,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
 
-use tokenyard::internals::base::{Error, Result};
+use tokenyard::internals::base::{Error, Result, quoted};
 
 /// The largest file, since every rank of a run holds its routing: 2^25 choices are 65536 tokens of 8 choices for each
 /// of 64 ranks, the most ranks of a run.
@@ -40,7 +40,7 @@ impl TraceFile {
     /// Reads a trace for a run of `run_ranks` ranks, and checks that it fits the run's experts and top-k.
     pub fn load(path: &str, run_ranks: usize, experts: usize, top_k: usize) -> Result<TraceFile> {
         read_trace(path, run_ranks, experts, top_k)
-            .map_err(|advice| Error::argument("--routing", format!("`file:{path}`"), advice))
+            .map_err(|advice| Error::argument("--routing", format!("`file:{}`", quoted(path.as_bytes())), advice))
     }
 
     /// Copies the routing of one token of a run.
@@ -174,7 +174,9 @@ impl Tensor {
         };
         match entry.get("dtype") {
             Some(Json::Text(found)) if found == dtype => {}
-            Some(Json::Text(found)) => return Err(format!("its {name} is {found}; write it as {dtype}")),
+            Some(Json::Text(found)) => {
+                return Err(format!("its {name} is {}; write it as {dtype}", quoted(found.as_bytes())));
+            }
             _ => return Err(format!("its {name} has no dtype; the header is damaged")),
         }
         let numbers = |key: &str| entry.get(key).and_then(Json::numbers);
@@ -485,6 +487,23 @@ mod tests {
         assert!(refused.contains("cannot be read"), "{refused}");
         let refused = TraceFile::load("/", 2, 12, 2).unwrap_err().to_string();
         assert!(refused.contains("not a regular file"), "{refused}");
+    }
+
+    #[test]
+    fn texts_of_a_header_and_names_of_files_are_shown_in_one_line() {
+        let is_shown = |refused: &str, text: &str| {
+            assert!(!refused.contains(char::is_control) && refused.contains(text), "{refused:?}");
+        };
+        // As the parser of the header reads the escapes, and as they stand there.
+        for red in [r"\u001b[31m\u0007", "\x1b[31m\x07"] {
+            let header = HEADER.replacen("I32", red, 1);
+            let refused = Temp::new("red", &small(&header, IDS)).load(2, 12, 2).unwrap_err().to_string();
+            is_shown(&refused, r"its topk_idx is \u{1b}[31m\u{7}; write it as I32");
+        }
+        let refused = Temp::new("red\x1b[31m\r\n", b"").load(2, 12, 2).unwrap_err().to_string();
+        is_shown(&refused, r"red\u{1b}[31m\r\n`: its 0 bytes");
+        let refused = TraceFile::load("/no\x1b\x07", 2, 12, 2).unwrap_err().to_string();
+        is_shown(&refused, r"`file:/no\u{1b}\u{7}`: it cannot be read");
     }
 
     #[test]

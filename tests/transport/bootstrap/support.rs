@@ -27,12 +27,17 @@ static FORKING: Mutex<()> = Mutex::new(());
 
 /// An address of this test alone (all of 127/8 is this host) and a port free there.
 pub fn place() -> (String, u16) {
+    places(1).remove(0)
+}
+
+/// An address of this test alone, with as many ports that are free there.
+pub fn places(count: usize) -> Vec<(String, u16)> {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     let (pid, next) = (std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let addr = format!("127.{}.{}.{}", 1 + pid / 251 % 250, 1 + pid % 251, next);
     let _guard = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
-    let port = TcpListener::bind((addr.as_str(), 0)).unwrap().local_addr().unwrap().port();
-    (addr, port)
+    let listeners: Vec<_> = (0..count).map(|_| TcpListener::bind((addr.as_str(), 0)).unwrap()).collect();
+    listeners.iter().map(|listener| (addr.clone(), listener.local_addr().unwrap().port())).collect()
 }
 
 pub fn bootstrap(place: &(String, u16), rank: u32, world: usize) -> Bootstrap {
@@ -140,12 +145,18 @@ pub fn hello(version: u16, own_host: bool) -> Vec<u8> {
     frame(version, 1, &[&[32, 0][..], &[7; 32], &[u8::from(own_host)]].concat())
 }
 
-/// The proof of a role as documented in secret.rs, made with `token`.
+/// The proof of a role to or by a member whose nonce is of sevens.
 pub fn proof(token: &str, role: &str, root: &[u8], fields: &[u8]) -> Vec<u8> {
+    proof_of(token, role, [&[7; 32], root], fields)
+}
+
+/// The proof of a role as documented in secret.rs, made with `token` and the nonces of member and rank 0.
+pub fn proof_of(token: &str, role: &str, nonces: [&[u8]; 2], fields: &[u8]) -> Vec<u8> {
     let mut key = [0; 64];
     key[..32].copy_from_slice(&Sha256::digest([b"token\0", token.as_bytes()].concat()));
     let mac = Hmac::<Sha256>::new(&key.into()).chain_update(format!("tokenyard bootstrap: {role}"));
-    mac.chain_update([7; 32]).chain_update(root).chain_update(fields).finalize().into_bytes().to_vec()
+    let [member, root] = nonces;
+    mac.chain_update(member).chain_update(root).chain_update(fields).finalize().into_bytes().to_vec()
 }
 
 /// The fields of a member's Join: no host, and all ranks as members, in one node.
