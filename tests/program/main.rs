@@ -7,4 +7,6 @@ mod cli_nodes;
 mod cli_run;
 mod figures;
 mod pairs;
+mod plans;
 mod simulate;
+mod values;
