@@ -473,8 +473,8 @@ mod tests {
 
     #[test]
     fn the_traffic_of_a_context_has_the_sizes_of_its_shape() {
-        use crate::base::Dtype;
         use super::super::{AllToAll, Partial, RowFormat};
+        use crate::base::Dtype;
         let world = crate::transport::World::threads(7).unwrap().remove(0).with_nodes(&[3, 4]).unwrap();
         let builder = AllToAll::builder(&world).hidden(512).experts(28).top_k(5).max_tokens_per_rank(60);
         let builder = builder.format(RowFormat::FP8_F32).quantize(true).combine_dtype(Dtype::Fp32);
