@@ -205,4 +205,101 @@ mod tests {
         let dispatch = raw::ty_dispatch_args { context: late, phases: BOTH_PHASES, ..Default::default() };
         assert_eq!(dispatched(dispatch), "ty_dispatch_specialised_contiguous");
     }
+
+    /// Every call of a kind has a name made of its parts, in the order in which the kernels have them.
+    #[test]
+    fn every_dispatch_takes_the_kernel_that_is_named_after_it() {
+        let layouts = [
+            (raw::TY_LAYOUT_CONTIGUOUS, "contiguous"),
+            (raw::TY_LAYOUT_MASKED, "masked"),
+            (raw::TY_LAYOUT_TOKEN, "token"),
+        ];
+        let quantises = [raw::TY_QUANTIZE_NONE, raw::TY_QUANTIZE_F32, raw::TY_QUANTIZE_UE8M0];
+        for (layout, named) in layouts {
+            for (quantize, nodes, phases, zero_padding) in quantises
+                .into_iter()
+                .flat_map(|quantize| [1, 2, 64].map(|nodes| (quantize, nodes)))
+                .flat_map(|(quantize, nodes)| [1, 2, 3].map(|phases| (quantize, nodes, phases)))
+                .flat_map(|(quantize, nodes, phases)| [0, 1].map(|zero| (quantize, nodes, phases, zero)))
+            {
+                let context = raw::ty_context { nodes, quantize, ..context() };
+                let output = raw::ty_output { layout, zero_padding, ..Default::default() };
+                let args = raw::ty_dispatch_args { context, output, phases, ..Default::default() };
+                let usual = phases == 3 && zero_padding == 0;
+                let kind = match (usual, quantize != raw::TY_QUANTIZE_NONE, named) {
+                    // Few callers want quantised rows token by token.
+                    (false, ..) | (true, true, "token") => String::new(),
+                    (true, true, layout) => format!("_quantize_{layout}"),
+                    (true, false, layout) => format!("_specialised_{layout}"),
+                };
+                let (over, shared) = match nodes {
+                    1 => ("", raw::TY_DISPATCH_SHARED_BYTES),
+                    _ => ("_nodes", raw::TY_DISPATCH_NODES_SHARED_BYTES),
+                };
+                let (kernel, bytes) = dispatch(&args);
+                let what = format!("{named}, {quantize}, {nodes} nodes, phases {phases}, {zero_padding}");
+                assert_eq!((kernel, bytes), (format!("ty_dispatch{kind}{over}").as_str(), shared), "{what}");
+            }
+        }
+    }
+
+    #[test]
+    fn in_place_output_has_one_kernel_for_every_layout_of_a_call() {
+        let mut context = context();
+        context.regions.in_place_rows.source_stride = 128;
+        for (phases, guarded) in [(BOTH_PHASES, 0), (BOTH_PHASES, 1), (raw::TY_PHASE_SEND, 0)] {
+            let context = raw::ty_context { guarded, ..context };
+            let args = raw::ty_dispatch_args { context, phases, ..Default::default() };
+            assert_eq!(dispatch(&args), ("ty_dispatch_in_place", raw::TY_DISPATCH_IN_PLACE_SHARED_BYTES));
+        }
+    }
+
+    #[test]
+    fn every_combine_takes_the_kernel_that_is_named_after_it() {
+        let dtypes = [(Dtype::Bf16, "bf16"), (Dtype::Fp16, "fp16"), (Dtype::Fp32, "fp32")];
+        let partials = [(Partial::Same, ""), (Partial::Fp32, "_fp32"), (Partial::Fp8, "_fp8")];
+        let layouts = [raw::TY_LAYOUT_CONTIGUOUS, raw::TY_LAYOUT_MASKED, raw::TY_LAYOUT_TOKEN];
+        let weights = [raw::TY_WEIGHTS_DISPATCH, raw::TY_WEIGHTS_COMBINE, raw::TY_WEIGHTS_NONE];
+        let calls = layouts.into_iter().flat_map(|layout| weights.map(|weights| (layout, weights)));
+        let calls = calls.flat_map(|(layout, weights)| [1, 2].map(|nodes| (layout, weights, nodes)));
+        let calls: Vec<_> = calls.flat_map(|(l, w, nodes)| [0, 64].map(|tags: u64| (l, w, nodes, tags))).collect();
+        for ((dtype, named), (partial, over)) in dtypes.into_iter().flat_map(|dtype| partials.map(|over| (dtype, over)))
+        {
+            for &(layout, weights, nodes, tags) in &calls {
+                let mut context = raw::ty_context { nodes, weights, ..context() };
+                context.regions.partial_tags.source_stride = tags;
+                let across = if nodes == 1 { "" } else { "_nodes" };
+                let late = weights == raw::TY_WEIGHTS_COMBINE;
+                // Sums of fp32 rows are as they are in fp32.
+                let general = match (dtype, partial) {
+                    (Dtype::Fp32, Partial::Fp32) => "ty_combine_fp32".to_string() + across,
+                    _ => format!("ty_combine_{named}{over}{across}"),
+                };
+                // Specialised kernels have bf16 rows as they are, and tags of their own in one node.
+                let kind = match (late, layout == raw::TY_LAYOUT_TOKEN) {
+                    (true, true) => None,
+                    (true, false) => Some("_late"),
+                    (false, true) => Some("_token"),
+                    (false, false) => Some(""),
+                };
+                let tagged = if tags > 0 && nodes == 1 { "_tagged" } else { "" };
+                let specialised = kind.filter(|_| dtype == Dtype::Bf16 && partial == Partial::Same);
+                let of_usual = specialised
+                    .map_or_else(|| general.clone(), |kind| format!("ty_combine_specialised{kind}{tagged}{across}"));
+                for (phases, out_dtype, accumulate, wanted) in [
+                    (BOTH_PHASES, raw::TY_BF16, 0, &of_usual),
+                    (BOTH_PHASES, raw::TY_FP32, 0, &general),
+                    (BOTH_PHASES, raw::TY_FP16, 0, &general),
+                    (BOTH_PHASES, raw::TY_BF16, 1, &general),
+                    (raw::TY_PHASE_SEND, raw::TY_BF16, 0, &general),
+                    (raw::TY_PHASE_RECEIVE, raw::TY_BF16, 0, &general),
+                ] {
+                    let args =
+                        raw::ty_combine_args { context, layout, phases, out_dtype, accumulate, ..Default::default() };
+                    let what = format!("{named}{over}, layout {layout}, weights {weights}, {nodes} nodes, tags {tags}");
+                    assert_eq!(combine(&args, dtype, partial), wanted.as_str(), "{what}, phases {phases}");
+                }
+            }
+        }
+    }
 }

@@ -309,4 +309,198 @@ mod tests {
             assert!((1..=available).contains(&traffic.choose(available)), "{traffic:?}");
         }
     }
+
+    fn of(nodes: usize, node_ranks: usize, top_k: usize, in_place: bool) -> Traffic {
+        // 100 tokens of rows of 10, 20 and 40 bytes.
+        Traffic { nodes, node_ranks, top_k, tokens: 100, row_bytes: 10, expert_bytes: 20, partial_bytes: 40, in_place }
+    }
+
+    fn numbers(moved: Moved) -> [f64; 4] {
+        [moved.loaded, moved.stored, moved.pushed, moved.sent].map(|bytes| (bytes * 1e6).round() / 1e6)
+    }
+
+    #[test]
+    fn a_mean_rank_moves_the_bytes_of_uniform_routing() {
+        // Dispatch and combine: loaded, stored, pushed, sent. All rows of a rank together have R = 1000 bytes as
+        // dispatched, E = 2000 as experts' rows and P = 4000 as partial rows.
+        for (traffic, dispatch, combine) in [
+            // One rank takes its 3 choices from its own memory: R loaded, 3 R stored. It sums 3 E to P, adds P to E.
+            (of(1, 1, 3, false), [1000.0, 3000.0, 0.0, 0.0], [10_000.0, 6000.0, 0.0, 0.0]),
+            // Of 4 ranks one is hit, with chance 3/4 another: R to send and R to place; P of 3/4 of the tokens is
+            // pushed, and of the rest stored.
+            (of(1, 4, 1, false), [2000.0, 1000.0, 750.0, 0.0], [6000.0, 3000.0, 3000.0, 0.0]),
+            // Of 2 nodes of one rank one is hit, with chance 1/2 the other: R to send, R / 2 to forward, R to place.
+            (of(2, 1, 1, false), [2500.0, 1500.0, 0.0, 500.0], [8000.0, 8000.0, 0.0, 2000.0]),
+            // 2 choices among 4 ranks of 2 nodes hit 4 (1 - (3/4)^2) = 7/4 ranks, and 3/2 nodes, of which 3/4 are
+            // others. Half of the rows for ranks are pushed: 7/8.
+            (of(2, 2, 2, false), [3500.0, 2750.0, 875.0, 750.0], [14_000.0, 8500.0, 3500.0, 3000.0]),
+            // 2 choices of 2 ranks hit 3/2 ranks, of which 3/4 are others. Own rows are placed at once (3/4); rows for
+            // both experts of another rank, 1/4 of the tokens, are copied there.
+            (of(1, 2, 2, true), [2000.0, 1250.0, 750.0, 0.0], [10_000.0, 5000.0, 3000.0, 0.0]),
+        ] {
+            assert_eq!(numbers(traffic.dispatch()), dispatch, "dispatch of {traffic:?}");
+            assert_eq!(numbers(traffic.combine()), combine, "combine of {traffic:?}");
+        }
+    }
+
+    #[test]
+    fn each_resource_needs_its_bytes_over_its_rate_and_their_cubes_add_up() {
+        let none = Moved { loaded: 0.0, stored: 0.0, pushed: 0.0, sent: 0.0 };
+        let free = Rates { load: 1e18, store: 1e18, push: 1e18, memory: 1e18 };
+        let close = |moved: Moved, rates: Rates, sms: u32, us: f64| {
+            let found = time_us(&moved, &rates, sms);
+            assert!((found - us).abs() < 1e-6, "{moved:?} at {rates:?} with {sms}: {found}, and not {us}");
+        };
+        close(none, free, 1, 8.0);
+        // 10 + 20 + 30 us of one SM, and 12 of five.
+        let rates = Rates { load: 100.0, store: 10.0, push: 1.0, ..free };
+        let moved = Moved { loaded: 1000.0, stored: 200.0, pushed: 30.0, sent: 0.0 };
+        close(moved, rates, 1, 68.0);
+        close(moved, rates, 5, 20.0);
+        close(moved, rates, 0, 68.0);
+        // 1230 bytes of memory.
+        close(moved, Rates { memory: 10.0, ..free }, 132, 131.0);
+        // NVLink at 346 kB a us, the network at 100.
+        close(Moved { pushed: 346e4, ..none }, free, 132, 18.0);
+        close(Moved { sent: 2e6, ..none }, free, 132, 28.0);
+        // Cubes of 3, 4 and 5 are together that of 6.
+        let moved = Moved { loaded: 300.0, pushed: 4.0 * 346e3, sent: 5.0 * 100e3, ..none };
+        close(moved, Rates { load: 1.0, ..free }, 100, 14.0);
+    }
+
+    #[test]
+    fn times_are_those_of_the_documented_rates() {
+        // Computed apart from the head of this file and the rates: 4096 tokens of V3.
+        let in_place = Traffic { in_place: true, ..V3 };
+        for (traffic, sms, wanted) in [
+            (V3, 132, [424.837, 802.934]),
+            (V3, 80, [428.457, 806.356]),
+            (Traffic { nodes: 8, ..V3 }, 44, [1449.565, 2789.328]),
+            (in_place, 132, [413.555, 802.934]),
+            (in_place, 24, [455.469, 940.514]),
+        ] {
+            let found = traffic.times_us(sms).map(|us| (us * 1e3).round() / 1e3);
+            assert_eq!(found, wanted, "{traffic:?} with {sms}");
+        }
+    }
+
+    #[test]
+    fn the_choice_is_the_fewest_within_a_percent_by_the_formula() {
+        // Nodes, ranks of each, choices, SMs there are: the choice. Computed apart from the formula, step by step of
+        // four; beside it what the slower call then takes, and with four SMs fewer, relative to all SMs.
+        for (nodes, node_ranks, top_k, available, sms) in [
+            (1, 8, 8, 132, 80),  // 1.0085, 1.0103
+            (1, 4, 8, 132, 96),  // 1.0083, 1.0101
+            (1, 3, 8, 132, 132), // would be more than three quarters
+            (2, 8, 8, 132, 76),  // 1.0090, 1.0109
+            (8, 8, 8, 132, 44),  // 1.0085, 1.0115
+            (64, 8, 8, 132, 32), // 1.0097, 1.0147
+            (2, 1, 8, 132, 72),  // 1.0086, 1.0105
+            (1, 8, 1, 132, 80),  // 1.0097, 1.0118
+            (1, 8, 2, 132, 76),
+            // 96 of 132 leave more than a quarter, 100 would not.
+            (1, 8, 26, 132, 96),
+            (1, 8, 27, 132, 132),
+            // Of 108 SMs 76, and 1.0083, 1.0105. Of 96 three quarters are just enough, of 92 they are not.
+            (1, 8, 8, 108, 76),
+            (1, 8, 8, 96, 72),
+            (1, 8, 8, 92, 92),
+        ] {
+            let traffic = Traffic { nodes, node_ranks, top_k, ..V3 };
+            assert_eq!(traffic.choose(available), sms, "{traffic:?} of {available}");
+        }
+        // In place combine is the slower call: 1.0094 with 64 SMs, and 1.0117 with 60.
+        assert_eq!(Traffic { in_place: true, ..V3 }.choose(132), 64);
+    }
+
+    #[test]
+    fn sizes_of_rows_change_the_choice_where_the_launch_or_combine_decides() {
+        let rows = |tokens, row_bytes, expert_bytes, partial_bytes, in_place| {
+            Traffic { tokens, row_bytes, expert_bytes, partial_bytes, in_place, ..V3 }.choose(132)
+        };
+        // The smaller the rows, the more of a call is its launch, which takes no SMs.
+        assert_eq!([rows(2112, 528, 1024, 1024, false), rows(16_384, 528, 1024, 1024, false)], [72, 76]);
+        assert_eq!([rows(2112, 4224, 8192, 8192, false), rows(16_384, 4224, 8192, 8192, false)], [76, 80]);
+        // bf16 rows instead of fp8 rows; then fp8 and fp32 partial rows.
+        assert_eq!(rows(2112, 8192, 8192, 8192, false), 80);
+        assert_eq!([rows(4096, 7392, 14_336, 7392, true), rows(4096, 7392, 14_336, 28_672, true)], [80, 56]);
+    }
+
+    #[test]
+    fn sixteen_tokens_a_multiprocessor_are_no_longer_few() {
+        for (available, sms) in [(132, 80), (96, 72), (148, 80)] {
+            let few = 16 * available as usize;
+            assert_eq!(Traffic { tokens: few - 1, ..V3 }.choose(available), available);
+            assert_eq!(Traffic { tokens: few, ..V3 }.choose(available), sms);
+        }
+        assert!(Traffic { tokens: 2111, ..V3 }.explain(None).contains("calls of up to 2111 tokens wait for memory"));
+        assert!(Traffic { tokens: 2112, ..V3 }.explain(None).contains("by the model"));
+    }
+
+    #[test]
+    fn more_ranks_or_nodes_never_take_more() {
+        let chosen = |of: &dyn Fn(usize) -> Traffic| (1..=16).map(|n| of(n).choose(132)).collect::<Vec<u32>>();
+        let ranks = chosen(&|node_ranks| Traffic { node_ranks, ..V3 });
+        let in_place = chosen(&|node_ranks| Traffic { node_ranks, in_place: true, ..V3 });
+        let nodes = chosen(&|nodes| Traffic { nodes, ..V3 });
+        for chosen in [&ranks, &in_place, &nodes] {
+            assert!(chosen.is_sorted_by(|a, b| a >= b) && chosen[0] > chosen[15], "{chosen:?}");
+            assert!(chosen.iter().all(|sms| sms % 4 == 0), "{chosen:?}");
+        }
+        assert!(ranks.iter().zip(&in_place).all(|(placed, stored)| placed >= stored), "{ranks:?} {in_place:?}");
+        let times = |sms: u32| Traffic { nodes: 2, ..V3 }.times_us(sms);
+        assert!((1..132).all(|sms| (0..2).all(|call| times(sms)[call] > times(sms + 1)[call])));
+    }
+
+    #[test]
+    fn a_choice_is_explained_with_its_times() {
+        assert_eq!(
+            Traffic { tokens: 128, ..V3 }.explain(Some(116)),
+            "a GPU's kernels take 116 of 116 multiprocessors unless sms is given: calls of up to 128 tokens wait for \
+             memory latency, not for bytes"
+        );
+        assert_eq!(
+            V3.explain(None),
+            "a GPU's kernels take 80 of 132 multiprocessors unless sms is given: by the model dispatch and combine take \
+             428 and 806 us with them, 425 and 803 us with all"
+        );
+        assert_eq!(
+            Traffic { node_ranks: 1, ..V3 }.explain(Some(108)),
+            "a GPU's kernels take 108 of 108 multiprocessors unless sms is given: with three quarters of them large \
+             calls would take more than 1 % longer"
+        );
+    }
+
+    #[test]
+    fn the_traffic_of_a_context_has_the_sizes_of_its_shape() {
+        use super::super::{AllToAll, Partial, RowFormat};
+        use crate::base::Dtype;
+        let world = crate::transport::World::threads(7).unwrap().remove(0).with_nodes(&[3, 4]).unwrap();
+        let builder = AllToAll::builder(&world).hidden(512).experts(28).top_k(5).max_tokens_per_rank(60);
+        let builder = builder.format(RowFormat::FP8_F32).quantize(true).combine_dtype(Dtype::Fp32);
+        let of = |partial: Partial| {
+            let builder = builder.clone().tuning(|tuning| (tuning.partial, tuning.round_tokens) = (partial, Some(20)));
+            let Traffic { nodes, node_ranks, top_k, tokens, row_bytes, expert_bytes, partial_bytes, in_place } =
+                Traffic::of(&builder.check().unwrap().0);
+            ([nodes, node_ranks, top_k, tokens, row_bytes, expert_bytes, partial_bytes], in_place)
+        };
+        // Rows travel as fp8 with four scales; partial rows as fp32, or as fp8 with four scales.
+        assert_eq!(of(Partial::Same), ([2, 4, 5, 60, 512 + 16, 2048, 2048], false));
+        assert_eq!(of(Partial::Fp8), ([2, 4, 5, 60, 512 + 16, 2048, 512 + 16], false));
+        let one = crate::transport::World::threads(2).unwrap().remove(0);
+        let placed = AllToAll::builder(&one).hidden(64).experts(4).top_k(2).max_tokens_per_rank(8);
+        let placed = placed.tuning(|tuning| tuning.in_place = Some((32, 1))).check().unwrap().0;
+        assert!(Traffic::of(&placed).in_place);
+    }
+
+    #[test]
+    fn a_given_budget_and_the_cpu_device_need_no_choice() {
+        let world = crate::transport::World::threads(1).unwrap().remove(0);
+        let builder = super::super::AllToAll::builder(&world);
+        let shape = builder.hidden(64).experts(4).top_k(2).max_tokens_per_rank(100_000).check().unwrap().0;
+        let cpu = Device::cpu().unwrap();
+        assert_eq!(sms_of(Some(3), &shape, &cpu, None), 3);
+        assert_eq!(sms_of(None, &shape, &cpu, None), cpu.multiprocessors());
+        assert_eq!(sms_available(&cpu, None), cpu.multiprocessors());
+    }
 }

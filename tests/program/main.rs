@@ -8,4 +8,6 @@ mod cli_run;
 mod figures;
 mod large_worlds;
 mod pairs;
+mod plans;
 mod simulate;
+mod values;

@@ -90,6 +90,40 @@ fn a_build_is_judged_by_one_percent_in_a_node_and_by_the_equal_pair_between_node
 }
 
 #[test]
+fn every_point_and_way_of_a_sweep_has_its_own_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let point = |tokens: u32, dispatch: f64, combine: f64| {
+        json!({
+            "tokens": tokens, "world": 2, "ranks_per_node": 2, "verified": true,
+            "dispatch_us": {"p50": dispatch, "p99": 1.0}, "combine_us": {"p50": combine, "p99": 2.0},
+        })
+    };
+    let builds = [
+        ("a", [point(1, 10.0, 30.0), point(128, 20.0, 40.0)]),
+        ("e", [point(1, 10.0, 30.0), point(128, 20.0, 40.0)]),
+        ("b", [point(1, 10.05, 30.0), point(128, 19.0, 42.0)]),
+    ];
+    for (build, results) in &builds {
+        for at in 1..=7 {
+            let path = folder.path().join(format!("sweep.{at}.{build}.json"));
+            std::fs::write(path, json!({"results": results}).to_string()).unwrap();
+        }
+    }
+    let Some((found, good)) = table(folder.path(), "sweep", &[]) else { return };
+    let lines: Vec<String> =
+        found.lines().map(|line| line.split_whitespace().collect::<Vec<_>>().join(" ")).take(5).collect();
+    let wanted = [
+        "row tokens way A B B/A A'/A spread bound verdict",
+        "sweep 1 dispatch 10.00 10.05 +0.5 % +0.0 % 0.0 % 1.0 % within",
+        "sweep 1 combine 30.00 30.00 +0.0 % +0.0 % 0.0 % 1.0 % within",
+        "sweep 128 dispatch 20.00 19.00 -5.0 % +0.0 % 0.0 % 1.0 % faster",
+        "sweep 128 combine 40.00 42.00 +5.0 % +0.0 % 0.0 % 1.0 % SLOWER",
+    ];
+    assert_eq!(lines, wanted);
+    assert!(!good);
+}
+
+#[test]
 fn runs_that_are_missing_or_wrong_fail_their_row() {
     let folder = tempfile::tempdir().unwrap();
     write(folder.path(), "short", [QUIET, QUIET, QUIET], 2);

@@ -608,7 +608,7 @@ macro_rules! fields {
     ($($field:ident: $show:expr, $read:expr;)+) => {
         impl Case {
             /// Every field by name, printed.
-            fn fields(&self) -> Vec<(&'static str, String)> {
+            pub(super) fn fields(&self) -> Vec<(&'static str, String)> {
                 vec![$((stringify!($field), $show(self.$field.clone()))),+]
             }
 

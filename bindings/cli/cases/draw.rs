@@ -317,6 +317,10 @@ fn uneven(world: usize, count: usize, dice: &mut Dice) -> Vec<usize> {
 }
 
 #[cfg(test)]
+#[path = "draw_tests.rs"]
+mod shares;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::cli::report::tally::Tally;

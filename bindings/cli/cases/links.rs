@@ -99,4 +99,14 @@ mod tests {
             assert!(Link::parse(text).unwrap_err().contains("cx7"), "{text}");
         }
     }
+
+    #[test]
+    fn a_word_is_the_librarys_model_of_that_name() {
+        for text in ["none", "cx7", "efa-p5", "efa-p5en", "400:5:0.2"] {
+            let (link, model) = (Link::parse(text).unwrap(), models::parse(text).unwrap());
+            assert_eq!((link.model(), link.nics()), (model.nic, usize::from(model.nics)), "{text}");
+        }
+        let given = Link::parse("1:2:3").unwrap().model();
+        assert_eq!((given.gbps, given.latency_us, given.per_message_us), (1.0, 2.0, 3.0));
+    }
 }

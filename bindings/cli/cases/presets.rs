@@ -45,4 +45,18 @@ mod tests {
         let refused = find("v4").unwrap_err().to_string();
         assert!(refused.contains("--preset is `v4`") && refused.contains("kimi-k2"), "{refused}");
     }
+
+    #[test]
+    fn presets_have_the_shapes_of_the_models_configurations() {
+        // hidden_size; the routed experts and how many of them a token has; fp8 weights where the model has them.
+        let shape = |name: &str| {
+            let Preset { hidden, experts, top_k, dtype, .. } = *find(name).unwrap();
+            (hidden, experts, top_k, dtype.name())
+        };
+        assert_eq!(shape("v3"), (7168, 256, 8, "fp8"));
+        assert_eq!(shape("kimi-k2"), (7168, 384, 8, "fp8"));
+        assert_eq!(shape("qwen3-235b"), (4096, 128, 8, "bf16"));
+        assert_eq!(shape("gpt-oss-120b"), (2880, 128, 4, "bf16"));
+        assert_eq!(shape("mixtral-8x22b"), (6144, 8, 2, "bf16"));
+    }
 }

@@ -256,6 +256,10 @@ fn zipf_chances(seed: u64, experts: usize, s: f64) -> Vec<f64> {
 }
 
 #[cfg(test)]
+#[path = "routing_tests.rs"]
+mod definitions;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

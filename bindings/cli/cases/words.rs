@@ -148,4 +148,11 @@ mod tests {
         assert_eq!(summed("fp8"), Err("give bf16, fp16 or fp32".to_string()));
         assert_eq!(scale_kind("none"), Err("give f32 or ue8m0".to_string()));
     }
+
+    #[test]
+    fn iterations_are_compared_as_asked_for() {
+        let covered = |check: Check| (0..9).filter(|i| check.covers(*i)).collect::<Vec<usize>>();
+        assert_eq!(covered(Check::All), (0..9).collect::<Vec<usize>>());
+        assert_eq!((covered(Check::First), covered(Check::Every(4))), (vec![0], vec![0, 4, 8]));
+    }
 }

@@ -408,4 +408,105 @@ mod tests {
         let (_folder, machine) = machine(&[("proc/driver/nvidia/version", "NVRM version: x  535.104.05  y\n")]);
         assert!(machine.driver().lacking && machine.driver().what.contains("535.104.05"));
     }
+
+    /// A file's text, or a missing file.
+    fn one(path: &str, text: &str) -> (tempfile::TempDir, Machine) {
+        machine(&[(path, text)])
+    }
+
+    #[test]
+    fn findings_are_listed_and_written_with_their_own_values() {
+        let findings =
+            [Finding::has("cores", "four of them"), Finding::lacks("NICs", "none", "no other node", "buy some")];
+        assert_eq!(
+            listing(&findings),
+            "has    cores         four of them\n\
+             lacks  NICs          none\n                     costs: no other node\n                     do: buy some\n\
+             2 checked, 1 lacking\n"
+        );
+        assert_eq!(
+            serde_json::to_value(&findings).unwrap(),
+            serde_json::json!([
+                {"topic": "cores", "lacking": false, "what": "four of them"},
+                {"topic": "NICs", "lacking": true, "what": "none", "cost": "no other node", "remedy": "buy some"},
+            ])
+        );
+    }
+
+    #[test]
+    fn a_nic_is_described_by_its_driver_rate_state_link_and_node() {
+        let folder = "sys/class/infiniband/mlx5_1";
+        let (root, machine) = machine(&[
+            (&format!("{folder}/ports/1/rate"), "200 Gb/sec (4X HDR)\n"),
+            (&format!("{folder}/ports/1/state"), "4: ACTIVE\n"),
+            (&format!("{folder}/ports/1/link_layer"), "Ethernet\n"),
+            (&format!("{folder}/device/numa_node"), "1\n"),
+            ("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n"),
+            ("sys/bus/pci/drivers/mlx5_core/bind", ""),
+        ]);
+        let drivers = root.path().join("sys/bus/pci/drivers/mlx5_core");
+        std::os::unix::fs::symlink(drivers, root.path().join(folder).join("device/driver")).unwrap();
+        let [down, active] = <[Finding; 2]>::try_from(machine.nics()).unwrap();
+        assert_eq!(active.what, "mlx5_1: mlx5_core, 200 Gb/sec (4X HDR), port 4: ACTIVE, Ethernet, NUMA node 1");
+        assert_eq!(down.what, "mlx5_0: no PCI driver, unknown, port 1: DOWN, unknown, NUMA node unknown");
+        assert_eq!((active.lacking, down.lacking), (false, true));
+    }
+
+    #[test]
+    fn limits_are_held_on_both_sides() {
+        for (version, lacking) in [("579.99.1", true), ("580.0.1", false), ("1000.1", false)] {
+            let (_folder, machine) = one("proc/driver/nvidia/version", &format!("NVRM version: x  {version}  y\n"));
+            let found = machine.driver();
+            let wanted = if lacking { " is too old for CUDA 13.0" } else { "" };
+            assert_eq!((found.lacking, found.what), (lacking, format!("NVIDIA {version}{wanted}")));
+        }
+        for (release, lacking) in [("5.11.9-1", true), ("5.12.0", false), ("4.18.0", true), ("6.1.0-13", false)] {
+            let (folder, machine) = one("proc/sys/kernel/osrelease", release);
+            assert_eq!(machine.dma_buf().lacking, lacking, "{release}");
+            fs::create_dir_all(folder.path().join("sys/module/nvidia_peermem")).unwrap();
+            let with =
+                if lacking { "is too old, but nvidia_peermem is loaded" } else { "registers GPU memory by dma-buf" };
+            assert_eq!(machine.dma_buf(), Finding::has("dma-buf", format!("kernel {release} {with}")));
+        }
+        for (limit, lacking) in [("68719476735", true), ("68719476736", false), ("unlimited", false), ("8192", true)] {
+            let (_folder, machine) = one("proc/self/limits", &format!("Max locked memory   {limit}   9   bytes\n"));
+            let found = machine.memlock();
+            let wanted = if lacking { " bytes of locked memory" } else { "" };
+            assert_eq!((found.lacking, found.what), (lacking, format!("limit {limit}{wanted}")));
+        }
+        for (free, transparent, what) in [
+            (3, "", "3 free pages of 2048 KiB"),
+            (0, "always [madvise] never", "none reserved; transparent ones: always [madvise] never"),
+            (0, "always madvise [never]", "none reserved, and no transparent ones"),
+        ] {
+            let about = format!("HugePages_Total:  9\nHugePages_Free:   {free}\nHugepagesize:    2048 kB\n");
+            let (_folder, machine) =
+                machine(&[("proc/meminfo", &about), ("sys/kernel/mm/transparent_hugepage/enabled", transparent)]);
+            let found = machine.huge_pages();
+            assert_eq!((found.what.as_str(), found.lacking), (what, what.ends_with("no transparent ones")));
+        }
+    }
+
+    #[test]
+    fn device_nodes_and_cores_are_counted() {
+        let (_folder, machine) = machine(&[
+            ("dev/infiniband/uverbs0", ""),
+            ("dev/infiniband/uverbs3", ""),
+            ("dev/infiniband/uverbs4", ""),
+            ("dev/infiniband/issm0", ""),
+            ("dev/infiniband/rdma_cm", ""),
+            ("dev/gdrdrv", ""),
+            ("usr/lib/libgdrapi.so.2", ""),
+        ]);
+        assert_eq!(machine.rdma_nodes(), Finding::has("RDMA nodes", "3 uverbs in /dev/infiniband, and rdma_cm"));
+        let gdrcopy = machine.gdrcopy();
+        assert!(
+            gdrcopy.what.starts_with("/dev/gdrdrv and /") && gdrcopy.what.ends_with("/libgdrapi.so.2"),
+            "{gdrcopy:?}"
+        );
+        let what = |cores, ranks| proxy_cores(cores, ranks).what;
+        let text = "usable cores are spare beside one for each rank";
+        assert_eq!(what(16, 6), format!("10 of 16 {text} (6), for as many proxies"));
+        assert_eq!(what(3, 8), format!("0 of 3 {text} (8), for as many proxies"));
+    }
 }

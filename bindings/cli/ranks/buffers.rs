@@ -449,3 +449,37 @@ fn read_host(buffer: &HostBuffer) -> Vec<u8> {
     unsafe { std::ptr::copy_nonoverlapping(buffer.host_ptr(), bytes.as_mut_ptr(), bytes.len()) }
     bytes
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokenyard::internals::base::Dtype;
+
+    #[test]
+    fn the_memory_of_a_rank_is_that_of_its_rows_in_and_out() {
+        // 10 tokens of 3 choices; 8 experts on 2 ranks.
+        let case = Case { world: 2, hidden: 256, experts: 8, top_k: 3, max_tokens: 10, gap: 16, ..Case::default() };
+        let case = Case { combine_dtype: Dtype::Fp32, out_dtype: Dtype::Fp16, dtype: Dtype::Fp8E4m3, ..case };
+        // Rows of 256 and 1024 bytes for each of 60 choices, and of 256 and 512 for each of 10 tokens, 16 bytes apart.
+        assert_eq!(bytes(&case), 60 * (272 + 1040) + 10 * (272 + 528));
+        // Rows to be quantised are bf16.
+        let quantised = Case { quantize: true, scales: ScaleKind::F32, ..case.clone() };
+        assert_eq!(bytes(&quantised), 60 * (272 + 1040) + 10 * (528 + 528));
+        // 20 rows for each of a rank's four experts; or as many as are given.
+        let masked = Case { layout: LayoutWord::Masked, ..case };
+        assert_eq!(bytes(&masked), 4 * 20 * (272 + 1040) + 10 * (272 + 528));
+        assert_eq!(bytes(&Case { capacity: Some(7), ..masked }), 4 * 7 * (272 + 1040) + 10 * (272 + 528));
+    }
+
+    #[test]
+    fn tables_of_scales_have_a_word_for_each_row_or_columns_in_units_of_four_rows() {
+        let fp8 = Case { dtype: Dtype::Fp8E4m3, hidden: 640, capacity: Some(6), ..Case::default() };
+        for (scales, words) in [(ScaleKind::None, 0), (ScaleKind::F32, 5), (ScaleKind::Ue8m0, 2)] {
+            let rows = Case { scales, ..fp8.clone() };
+            let columns = Case { scale_order: OrderWord::Column, ..rows.clone() };
+            let masked = |case: &Case| Case { layout: LayoutWord::Masked, ..case.clone() };
+            let found = [&rows, &columns, &masked(&rows), &masked(&columns)].map(|case| scale_words_out(case, 3));
+            assert_eq!(found, [6, 8, 3 * 6, 3 * 8].map(|rows| rows * words), "{scales:?}");
+        }
+    }
+}

@@ -253,4 +253,56 @@ mod tests {
             assert!(report.mismatches > 0 && report.sentences[0].contains("the ranks [1, 3]"), "{seen:?}");
         }
     }
+
+    #[test]
+    fn every_kind_of_fault_strikes_every_rank_and_iteration_equally_often() {
+        let alike = |what: &str, drawn: &[usize], kinds: usize| {
+            let mean = drawn.len() as f64 / kinds as f64;
+            for kind in 0..kinds {
+                let count = drawn.iter().filter(|drawn| **drawn == kind).count() as f64;
+                assert!((count - mean).abs() < 4.5 * mean.sqrt(), "{what} {kind}: {count} times, and not {mean}");
+            }
+            assert!(drawn.iter().all(|drawn| *drawn < kinds), "{what}: {drawn:?}");
+        };
+        let [mut overflows, mut refusals, mut at] = [Vec::new(), Vec::new(), Vec::new()];
+        let (mut kinds, mut places, mut short, mut by_one) = (Vec::new(), Vec::new(), 0, 0.0);
+        for (seed, fault) in (0..600).flat_map(|seed| [(seed, FaultWord::Overflow), (seed, FaultWord::Routing)]) {
+            let case = Case { seed, fault, world: 3, iters: 4, max_tokens: 5, ..Case::default() };
+            let (spec, clean) = (case.spec(0), sources(&case, 5));
+            for i in 0..4 {
+                let mut made = clean.clone();
+                let planned = Planned::draw(&case, &spec, &mut made, i);
+                if let Some(Overflow { rank, needed, given }) = planned.overflow {
+                    overflows.push(rank);
+                    at.push(i);
+                    // One row is lacking, or as many more as the product of a number below 3 and one below the needed.
+                    assert!(given < needed && planned.capacity(&case, rank) == given);
+                    short += usize::from(given + 1 < needed);
+                    by_one += 1.0 / 3.0 + 2.0 / 3.0 / needed as f64;
+                }
+                for rank in planned.refusing() {
+                    refusals.push(rank);
+                    let changed: Vec<usize> =
+                        (0..10).filter(|at| made[rank].topk_idx[*at] != clean[rank].topk_idx[*at]).collect();
+                    assert_eq!(changed.len(), 1);
+                    places.push(changed[0]);
+                    kinds.push(match made[rank].topk_idx[changed[0]] {
+                        -2 => 0,
+                        8 => 1,
+                        2_147_483_647 => 2,
+                        twin if twin == clean[rank].topk_idx[changed[0] ^ 1] => 3,
+                        other => panic!("a choice became {other}"),
+                    });
+                }
+            }
+        }
+        assert_eq!((overflows.len(), refusals.len()), (600, 600));
+        alike("an overflow of rank", &overflows, 3);
+        alike("a refusal of rank", &refusals, 3);
+        alike("iteration", &at, 3);
+        alike("the kind", &kinds, 4);
+        alike("the choice", &places, 10);
+        let off = (600 - short) as f64 - by_one;
+        assert!(off.abs() < 50.0, "{short} outputs lack several rows, and {by_one} should lack one");
+    }
 }

@@ -157,3 +157,74 @@ impl RankResult {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokenyard::Stage;
+
+    #[test]
+    fn times_of_iterations_stand_side_by_side() {
+        let mut result = RankResult::default();
+        result.add_times(&Times { dispatch_us: 1.0, combine_us: 2.0, parts_us: Some([3.0, 4.0, 5.0, 6.0]) });
+        result.add_times(&Times { dispatch_us: 7.0, combine_us: 8.0, parts_us: None });
+        let wanted = RankResult {
+            iterations: 2,
+            dispatch_us: vec![1.0, 7.0],
+            combine_us: vec![2.0, 8.0],
+            parts_us: [vec![3.0], vec![4.0], vec![5.0], vec![6.0]],
+            ..RankResult::default()
+        };
+        assert_eq!(result, wanted);
+    }
+
+    #[test]
+    fn stages_of_the_device_are_kept_by_name_and_in_microseconds() {
+        let stage = |name, first_ns, median_ns, last_ns| Stage { name, first_ns, median_ns, last_ns };
+        let call = |stages: &[Stage]| Some(CallStatistics { stages: stages.to_vec(), notified_ns: Vec::new() });
+        let mut result = RankResult::default();
+        result.add_stages(&[call(&[stage("done", 1_000, 2_500, 4_000)]), call(&[stage("done", 5_000, 6_000, 7_001)])]);
+        result.add_stages(&[
+            call(&[stage("begin", 8, 9, 10), stage("done", 11_000, 12_000, 13_000)]),
+            call(&[stage("done", 14_000, 15_000, 16_000)]),
+        ]);
+        result.add_stages(&[None, None]);
+        let times = |name: &str, us: [&[f64]; 3]| StageTimes { name: name.into(), us: us.map(<[f64]>::to_vec) };
+        assert_eq!(
+            result.stages,
+            [
+                times("dispatch: done", [&[1.0, 11.0], &[2.5, 12.0], &[4.0, 13.0]]),
+                times("combine: done", [&[5.0, 14.0], &[6.0, 15.0], &[7.001, 16.0]]),
+                times("dispatch: begin", [&[0.008], &[0.009], &[0.01]]),
+            ]
+        );
+    }
+
+    #[test]
+    fn verdicts_add_up_and_keep_the_first_sentences() {
+        let sentences = |from: usize, to: usize| (from..to).map(|i| format!("it {i}")).collect::<Vec<_>>();
+        let mut sum = Verdict::new();
+        for (at, kept) in [(1, 5), (2, 10), (3, SENTENCES)] {
+            sum.merge(Verdict {
+                iterations: at,
+                compared: 10 * at,
+                mismatches: 100 * at,
+                max_rel_err: Some(1.0 / at as f64),
+                overflows: 1000 * at,
+                refusals: 10_000 * at,
+                sentences: sentences(5 * (at as usize - 1), 5 * at as usize),
+            });
+            assert_eq!(sum.sentences, sentences(0, kept));
+        }
+        let wanted = Verdict {
+            iterations: 6,
+            compared: 60,
+            mismatches: 600,
+            max_rel_err: Some(1.0),
+            overflows: 6_000,
+            refusals: 60_000,
+            sentences: sentences(0, SENTENCES),
+        };
+        assert_eq!(sum, wanted);
+    }
+}

@@ -277,6 +277,8 @@ fn text(svg: &mut String, x: f64, y: f64, anchor: &str, size: u32, what: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cli::report::result::object_tests::merged;
+    use crate::cli::report::result::{Bytes, Floor, Percentiles};
 
     #[test]
     fn axis_covers_its_values_and_is_logarithmic() {
@@ -286,6 +288,148 @@ mod tests {
         let one = Axis::around([128.0].into_iter(), 2.0, 0.0, 100.0);
         assert!(one.high > one.low && one.contains(128.0));
         assert!(Axis::around([].into_iter(), 10.0, 0.0, 1.0).place(1.0).is_finite());
+    }
+
+    /// Results of 4, 16 and 64 tokens. Times are 10 to 1000 us; every value occurs once.
+    fn sweep() -> Vec<RunResult> {
+        let of = |p50: f64, p99: f64| Percentiles { p50, p99, ..Percentiles::default() };
+        let point = |tokens: usize, dispatch: [f64; 3], combine: [f64; 3], bytes: [u64; 4]| RunResult {
+            dispatch_us: of(dispatch[1], dispatch[2]),
+            combine_us: of(combine[1], combine[2]),
+            floor_us: Floor { dispatch: dispatch[0], combine: combine[0] },
+            bytes_per_rank: Bytes {
+                dispatch_nvlink: bytes[0],
+                dispatch_wire: bytes[1],
+                combine_nvlink: bytes[2],
+                combine_wire: bytes[3],
+            },
+            ..merged(tokens)
+        };
+        // Out of order: curves go by tokens.
+        vec![
+            point(64, [25.0, 80.0, 90.0], [250.0, 800.0, 1000.0], [600_000, 20_000, 3_000_000, 100_000]),
+            point(4, [10.0, 20.0, 30.0], [100.0, 200.0, 300.0], [30_000, 1_000, 200_000, 7_000]),
+            point(16, [15.0, 40.0, 50.0], [150.0, 400.0, 500.0], [90_000, 5_000, 700_000, 20_000]),
+        ]
+    }
+
+    /// Name, colour, dashes and values of a curve, for 4, 16 and 64 tokens.
+    type Drawn<'a> = (&'a str, &'a str, &'a str, [f64; 3]);
+
+    /// The panel below `top` must have the curves at the places of their values, in this order in the legend; its
+    /// vertical axis has whole decades from `low` to `high`.
+    fn assert_panel(svg: &str, top: f64, unit: &str, (low, high): (f64, f64), curves: &[Drawn<'_>]) {
+        // A panel is 460 high. Its frame is 46 from above and 56 from below, 70 from the left and 170 from the right of
+        // 760; 4 to 64 tokens are four doublings.
+        let (below, above) = (top + 460.0 - 56.0, top + 46.0);
+        let y = |value: f64| below - (below - above) * (value / low).log10() / (high / low).log10();
+        let places = [70.0, 70.0 + 520.0 / 2.0, 590.0];
+        let has = |what: &str| assert_eq!(svg.matches(what).count(), 1, "{what}\n{svg}");
+        for (at, (name, colour, dashes, values)) in curves.iter().enumerate() {
+            let points: Vec<String> = places.iter().zip(values).map(|(x, v)| format!("{x:.1},{:.1}", y(*v))).collect();
+            let (stroke, radius) = match *dashes {
+                "none" => (String::new(), "3.2"),
+                dashes => (format!(" stroke-dasharray=\"{dashes}\""), "2"),
+            };
+            has(&format!(
+                "<polyline points=\"{}\" fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.8\"{stroke}/>\n",
+                points.join(" ")
+            ));
+            for ((x, tokens), value) in places.iter().zip([4, 16, 64]).zip(values) {
+                let shown = (value * 1e6).round() / 1e6;
+                has(&format!(
+                    "<circle cx=\"{x:.1}\" cy=\"{:.1}\" r=\"{radius}\" fill=\"{colour}\">\
+                     <title>{name}, {tokens} tokens: {shown} {unit}</title></circle>\n",
+                    y(*value)
+                ));
+            }
+            let beside = above + 12.0 + 20.0 * at as f64;
+            has(&format!(
+                "<line x1=\"606.0\" y1=\"{beside:.1}\" x2=\"634.0\" y2=\"{beside:.1}\" stroke=\"{colour}\" \
+                 stroke-width=\"1.8\" stroke-dasharray=\"{dashes}\"/>\n{}",
+                shown_text(642.0, beside + 4.0, "start", 12, name)
+            ));
+        }
+        for (x, tokens) in places.iter().zip(["4", "16", "64"]) {
+            has(&shown_text(*x, below + 18.0, "middle", 12, tokens));
+        }
+        has(&shown_text(330.0, below + 40.0, "middle", 12, "tokens per rank"));
+        has(&shown_text(62.0, above - 10.0, "end", 12, unit));
+        let mut decade = low;
+        while decade <= high {
+            for step in [1.0, 2.0, 5.0].map(|step| step * decade).into_iter().filter(|step| *step <= high) {
+                has(&shown_text(62.0, y(step) + 4.0, "end", 12, &format!("{}", (step * 1e6).round() / 1e6)));
+            }
+            decade *= 10.0;
+        }
+    }
+
+    fn shown_text(x: f64, y: f64, anchor: &str, size: u32, what: &str) -> String {
+        format!(
+            "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" font-size=\"{size}\" fill=\"#222222\">{what}\
+             </text>\n"
+        )
+    }
+
+    #[test]
+    fn every_value_is_drawn_at_its_place_in_the_colour_and_dashes_of_its_legend() {
+        let svg = plot(&sweep());
+        let (blue, orange) = ("#1f6fb2", "#c2571a");
+        assert_panel(
+            &svg,
+            0.0,
+            "us",
+            (10.0, 1000.0),
+            &[
+                ("combine p99", orange, "2 3", [300.0, 500.0, 1000.0]),
+                ("combine p50", orange, "none", [200.0, 400.0, 800.0]),
+                ("combine floor", orange, "8 4", [100.0, 150.0, 250.0]),
+                ("dispatch p99", blue, "2 3", [30.0, 50.0, 90.0]),
+                ("dispatch p50", blue, "none", [20.0, 40.0, 80.0]),
+                ("dispatch floor", blue, "8 4", [10.0, 15.0, 25.0]),
+            ],
+        );
+        // Bytes within and between nodes over the time; 1000 bytes a us are 1 GB/s.
+        let rate = |bytes: [f64; 3], us: [f64; 3]| [0, 1, 2].map(|at: usize| bytes[at] / us[at] / 1000.0);
+        let (out, back) = ([31_000.0, 95_000.0, 620_000.0], [207_000.0, 720_000.0, 3_100_000.0]);
+        assert_panel(
+            &svg,
+            460.0,
+            "GB/s",
+            (1.0, 100.0),
+            &[
+                ("dispatch at floor", blue, "8 4", rate(out, [10.0, 15.0, 25.0])),
+                ("dispatch at p50", blue, "none", rate(out, [20.0, 40.0, 80.0])),
+                ("combine at floor", orange, "8 4", rate(back, [100.0, 150.0, 250.0])),
+                ("combine at p50", orange, "none", rate(back, [200.0, 400.0, 800.0])),
+            ],
+        );
+        let title = "kimi-k2: 6 x Device 0, fp8 out, fp32 back, masked, split";
+        assert!(svg.contains(&shown_text(70.0, 24.0, "start", 14, title)), "{svg}");
+        let title = "sent by each rank, within its node and to others";
+        assert!(svg.contains(&shown_text(70.0, 484.0, "start", 14, title)), "{svg}");
+        assert!(svg.contains("width=\"760\" height=\"920\" viewBox=\"0 0 760 920\""), "{svg}");
+    }
+
+    #[test]
+    fn runs_without_a_value_are_left_out_and_crowded_ticks_have_no_label() {
+        let mut results = sweep();
+        results[1].tokens = 0;
+        (results[2].floor_us.combine, results[2].tokens) = (0.0, 60);
+        let svg = plot(&results);
+        let of = |name: &str| svg.matches(&format!("<title>{name}, ")).count();
+        assert_eq!(
+            [of("combine floor"), of("combine at floor"), of("combine p50"), of("dispatch floor")],
+            [1, 1, 2, 2]
+        );
+        assert!(!svg.contains(", 0 tokens") && !svg.contains(">0</text>"), "{svg}");
+        // 60 and 64 tokens are 48 apart on an axis from 32 to 64; 63 would be 12 from 64.
+        assert_eq!((svg.matches(">60</text>").count(), svg.matches(">64</text>").count()), (2, 2));
+        results[2].tokens = 63;
+        let crowded = plot(&results);
+        assert_eq!((crowded.matches(">63</text>").count(), crowded.matches(">64</text>").count()), (2, 0));
+        let escaped = RunResult { device_name: "A & <B>".to_string(), ..merged(4) };
+        assert!(plot(&[escaped]).contains("x A &amp; &lt;B&gt;, fp8 out"));
     }
 
     #[test]

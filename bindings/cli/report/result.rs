@@ -399,6 +399,10 @@ fn emulated(result: &RunResult) -> String {
 }
 
 #[cfg(test)]
+#[path = "result_tests.rs"]
+pub mod object_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::cli::cases::links::Link;

@@ -205,4 +205,47 @@ mod tests {
         assert!(!tally.is_news(&case));
         assert_eq!(tally.missing().len(), all_pairs().len() - 1);
     }
+
+    #[test]
+    fn the_table_counts_the_pairs_that_ran_the_rarest_and_those_refused() {
+        let mut tally = Tally::default();
+        let fp8 = |scales| Case { dtype: Dtype::Fp8E4m3, scales, ..Case::default() };
+        // Every type without scales, the rarest twice; fp8 with one kind of scales.
+        for (dtype, times) in Dtype::ALL.iter().zip([2, 3, 4, 5]) {
+            (0..times).for_each(|_| tally.count(&Case { dtype: *dtype, ..Case::default() }, false));
+        }
+        tally.count(&fp8(ScaleKind::F32), false);
+        // Of the six refusals by design one is seen; a refusal that need not be counts for nothing.
+        tally.count(&Case { scales: ScaleKind::Ue8m0, ..Case::default() }, true);
+        tally.count(&fp8(ScaleKind::Ue8m0), true);
+        let table = tally.table();
+        let row = |name: &str| {
+            let line = table.lines().find(|line| line.starts_with(&format!("{name}  "))).unwrap();
+            line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).map(str::to_string).collect::<Vec<_>>()
+        };
+        assert_eq!(row("pairs of values"), ["pairs of values", "ran", "rarest", "refused by design"]);
+        assert_eq!(row("dtype x scales"), ["dtype x scales", "5 of 6", "0", "1 of 6"]);
+        assert_eq!(row("dtype x combine"), ["dtype x combine", "4 of 12", "0", "-"]);
+        assert_eq!(row("dtype x quantize"), ["dtype x quantize", "4 of 5", "0", "0 of 3"]);
+        assert_eq!(row("layout x weights"), ["layout x weights", "1 of 8", "0", "0 of 1"]);
+        assert_eq!(table.lines().count(), 2 + DIMENSIONS.len() * (DIMENSIONS.len() - 1) / 2);
+        tally.count(&fp8(ScaleKind::Ue8m0), false);
+        let line = tally.table().lines().find(|line| line.starts_with("dtype x scales")).unwrap().to_string();
+        assert_eq!(line.split_whitespace().collect::<Vec<_>>().join(" "), "dtype x scales 6 of 6 1 1 of 6");
+    }
+
+    #[test]
+    fn a_missing_pair_is_named_by_both_values() {
+        let all = all_pairs().len();
+        let mut tally = Tally::default();
+        assert_eq!(tally.missing().len(), all);
+        let named = "quantize yes with nodes uneven".to_string();
+        assert!(tally.missing().contains(&named));
+        let case = Case { quantize: true, world: 3, nodes: vec![1, 2], ..Case::default() };
+        let case = Case { dtype: Dtype::Fp8E4m3, scales: ScaleKind::F32, ..case };
+        tally.count(&case, false);
+        // One value of each dimension: a pair for every two of them.
+        assert_eq!(tally.missing().len(), all - DIMENSIONS.len() * (DIMENSIONS.len() - 1) / 2);
+        assert!(!tally.missing().contains(&named));
+    }
 }

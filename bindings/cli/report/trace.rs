@@ -64,4 +64,35 @@ mod tests {
         assert_eq!((slice["ts"].as_f64(), slice["dur"].as_f64()), (Some(1.5), Some(2.0)));
         assert_eq!(value["traceEvents"][1]["args"]["name"], "rank 3");
     }
+
+    #[test]
+    fn the_timeline_names_runs_and_ranks_and_has_every_span_once() {
+        let span =
+            |name: &str, iteration, start_us, length_us| Span { name: name.into(), iteration, start_us, length_us };
+        let rank = |rank, spans| RankResult { rank, spans, ..RankResult::default() };
+        let runs = [
+            (
+                "8 tokens".to_string(),
+                vec![rank(0, vec![span("dispatch", 1, 2.0, 3.0), span("combine", 4, 5.0, 6.0)]), rank(1, Vec::new())],
+            ),
+            ("9 tokens".to_string(), vec![rank(5, vec![span("experts", 7, 8.0, 9.0)])]),
+        ];
+        let label = |name, pid, tid, text| serde_json::json!({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {"name": text}});
+        let slice = |name, [pid, tid, iteration]: [u32; 3], ts: f64, dur: f64| {
+            let args = serde_json::json!({"iteration": iteration});
+            serde_json::json!({"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": ts, "dur": dur, "args": args})
+        };
+        let events = [
+            label("process_name", 0, 0, "8 tokens"),
+            label("thread_name", 0, 0, "rank 0"),
+            slice("dispatch", [0, 0, 1], 2.0, 3.0),
+            slice("combine", [0, 0, 4], 5.0, 6.0),
+            label("thread_name", 0, 1, "rank 1"),
+            label("process_name", 1, 0, "9 tokens"),
+            label("thread_name", 1, 5, "rank 5"),
+            slice("experts", [1, 5, 7], 8.0, 9.0),
+        ];
+        let found: serde_json::Value = serde_json::from_str(&trace(&runs).unwrap()).unwrap();
+        assert_eq!(found, serde_json::json!({"traceEvents": events, "displayTimeUnit": "ns"}));
+    }
 }

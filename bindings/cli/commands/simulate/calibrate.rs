@@ -227,3 +227,55 @@ fn point_table(points: &[Point]) -> String {
         .collect();
     format!("V3 shape, nodes of 8, times in us\n{}", table(&head, &rows))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_point_is_written_and_listed_with_its_error() {
+        let point = Point::new("a system", 16, 128, true, 200.0, 190.06);
+        let wanted = serde_json::json!({
+            "system": "a system", "ranks": 16, "tokens": 128, "phase": "combine", "known_us": 200.0,
+            "projected_us": 190.1, "error_percent": -5.0,
+        });
+        assert_eq!(serde_json::to_value(&point).unwrap(), wanted);
+        let over = Point::new("another", 8, 64, false, 50.0, 57.6);
+        assert_eq!((over.phase, over.error_percent, over.is_within_limit()), ("dispatch", 15.2, false));
+        assert!(Point::new("at the limit", 8, 64, false, 50.0, 57.5).is_within_limit());
+        assert!(!Point::new("below", 8, 64, false, 50.0, 42.4).is_within_limit());
+        let table = point_table(&[point, over]);
+        let cells = |line: &str| -> Vec<String> {
+            line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).map(str::to_string).collect()
+        };
+        let lines: Vec<Vec<String>> = table.lines().skip(1).map(cells).collect();
+        assert_eq!(lines[0], ["system", "ranks", "tokens", "phase", "known", "projected", "error %", "within 15 %"]);
+        assert_eq!(lines[2], ["a system", "16", "128", "combine", "200.0", "190.1", "-5.0", "yes"]);
+        assert_eq!(lines[3], ["another", "8", "64", "dispatch", "50.0", "57.6", "+15.2", "NO"]);
+    }
+
+    #[test]
+    fn known_latencies_stand_beside_the_worlds_that_they_are_of() {
+        let points = points(8, &|_, _| {}).unwrap();
+        let found: Vec<_> = points
+            .iter()
+            .map(|point| (point.system.as_str(), point.ranks, point.tokens, point.phase, point.known_us))
+            .collect();
+        let (one, two) = ("tokenyard, one node of H200", "tokenyard, emulated NICs");
+        let wanted = [
+            ("DeepEP V1 on H800, CX-7", 8, 128, 77.0, 114.0),
+            ("DeepEP V1 on H100, CX-7", 8, 128, 42.6, 72.0),
+            ("pplx-garden on CX-7", 8, 128, 50.5, 65.3),
+            (one, 2, 1, 12.1, 11.1),
+            (one, 2, 16, 12.5, 12.3),
+            (one, 2, 128, 16.1, 18.0),
+            (two, 2, 1, 31.4, 26.3),
+            (two, 2, 16, 34.0, 31.7),
+            (two, 2, 128, 44.4, 58.2),
+        ];
+        let both = |(system, ranks, tokens, dispatch, combine)| {
+            [(system, ranks, tokens, "dispatch", dispatch), (system, ranks, tokens, "combine", combine)]
+        };
+        assert_eq!(found, wanted.map(both).concat());
+    }
+}

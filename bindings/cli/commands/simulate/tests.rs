@@ -216,3 +216,64 @@ fn a_doorbell_that_is_rung_after_its_check_does_not_wait_for_the_network() {
         assert!(most - least < 150.0, "{least} to {most}");
     }
 }
+
+/// A value for each direction of an iteration, as a definition apart from the phases gives it: rows over NVLink and rows
+/// over the wire, which are as many back.
+fn rows_moved(shape: Shape) -> [u64; 2] {
+    let preset = shape.preset;
+    let routing = crate::cli::cases::routing::RoutingShape {
+        ranks: shape.ranks(),
+        experts: preset.experts,
+        top_k: preset.top_k,
+        max_tokens: shape.tokens,
+        none: 0.0,
+        seed: shape.seed,
+    };
+    let uniform = crate::cli::cases::routing::Routing::Uniform;
+    let router = crate::cli::cases::routing::Router::new(&uniform, routing).unwrap();
+    let [mut nvlink, mut wire] = [0, 0];
+    for source in 0..shape.ranks() {
+        let routed = router.draw(0, source, shape.tokens);
+        for ids in routed.topk_idx.chunks(preset.top_k) {
+            let rank_of = |id: &i64| *id as usize * shape.ranks() / preset.experts;
+            let ranks: std::collections::BTreeSet<usize> = ids.iter().map(rank_of).collect();
+            for node in 0..shape.nodes {
+                let here: Vec<usize> = ranks.iter().copied().filter(|rank| rank / shape.per_node == node).collect();
+                // The source itself, or the rank in its place on the node.
+                let from = node * shape.per_node + source % shape.per_node;
+                wire += u64::from(from != source && !here.is_empty());
+                nvlink += here.iter().filter(|rank| **rank != from).count() as u64;
+            }
+        }
+    }
+    [nvlink, wire]
+}
+
+#[test]
+fn a_projection_moves_the_rows_of_its_routing_and_counts_every_message() {
+    let shape = v3(3, 4);
+    let link = models::parse("cx7").unwrap();
+    let plan = Plan::new(shape, link.nics, Order::DESIGN, None);
+    let (dispatch, combine) = run(&plan, &link, Costs::H200, 1, &|_| {}).unwrap();
+    let same = designed(shape, "cx7");
+    assert_eq!((&dispatch.us, &combine.us), (&same.dispatch.0, &same.combine.0));
+    let about = About { link: "cx7".to_string(), iters: 1, without: Vec::new() };
+    let projection = Projection::new(&plan, &link, &about, dispatch, combine);
+    let [nvlink, wire] = rows_moved(shape).map(|rows| rows as f64);
+    // 12 ranks, each with a message to and from two nodes. A dispatched row has 7392 bytes, and between nodes a header
+    // of 80; a sum has 14 336.
+    let mean = |bytes: f64| (bytes / 12.0).round() as u64;
+    let bytes = projection.bytes_per_rank;
+    assert_eq!(
+        [bytes.dispatch_nvlink, bytes.combine_nvlink, bytes.dispatch_wire, bytes.combine_wire],
+        [
+            mean(nvlink * 7392.0),
+            mean(nvlink * 14_336.0),
+            mean(wire * (7392.0 + 80.0) + 24.0 * 32.0),
+            mean(wire * 14_336.0 + 24.0 * 32.0)
+        ]
+    );
+    let posts = [same.dispatch.2, same.combine.2].map(|posts| (posts as f64 / 12.0 * 1e3).round() / 1e3);
+    assert_eq!([projection.messages_per_rank.dispatch, projection.messages_per_rank.combine], posts);
+    assert!(posts[0] != posts[1]);
+}

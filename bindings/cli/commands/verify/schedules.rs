@@ -152,3 +152,75 @@ pub fn schedules(count: usize, first: u64, args: &VerifyArgs, judge: &Judge) -> 
     say!(out, "{} overflows, {} refused routings seen; {failures} failed", verdict.overflows, verdict.refusals);
     failures == 0 && missed.is_empty()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokenyard::internals::kernels::SeededReport;
+
+    fn schedule(trace_hash: u64, switches: u64, host_loads: u64) -> Schedule {
+        let (further_pollers, hang_report, failure) = (0, None, None);
+        let report = SeededReport { trace_hash, switches, host_loads, further_pollers, hang_report, failure };
+        Schedule { report, network: Counts { writes: 3, delayed: 5, ..Counts::default() } }
+    }
+
+    #[test]
+    fn the_summary_names_every_sum() {
+        let mut sum = Sum { twice: 6, harmed: [7, 8], ..Sum::default() };
+        let case = |hold_stores| Case { hold_stores, ..Case::default() };
+        sum.add(&case(true), Some(&schedule(1, 10, 100)));
+        sum.add(&case(true), Some(&schedule(2, 20, 200)));
+        sum.add(&case(false), Some(&schedule(2, 40, 400)));
+        sum.add(&case(true), None);
+        let mut tally = Tally::default();
+        tally.count(&case(true), false);
+        let mut printed = Vec::new();
+        sum.print(&tally, &Out::new(&mut printed, None, false));
+        let printed = String::from_utf8(printed).unwrap();
+        let lines: Vec<&str> = printed.lines().collect();
+        assert_eq!(
+            lines[0],
+            "4 schedules run, 3 of them with held stores: 2 distinct traces, 70 switches, 6 run twice"
+        );
+        assert_eq!(lines[1], "700 loads of host memory, all of a kernel's by one thread");
+        assert!(lines[2].starts_with("networks: 9 writes, 0 messages, ") && lines[2].contains(", 15 delayed, "));
+        assert_eq!(lines[3], "messages tampered with: 7 worlds with wrong outputs, 8 ended with an error");
+        assert_eq!((lines[4], lines.len()), ("nodes: 1 in 1", 5));
+    }
+
+    #[test]
+    fn many_schedules_must_meet_every_disturbance_of_the_network() {
+        let all = Counts {
+            reordered: 1,
+            packets_out_of_order: 1,
+            delayed: 1,
+            full: 1,
+            completed_early: 1,
+            completed_late: 1,
+            stops: 1,
+            stalled: 1,
+            ..Counts::default()
+        };
+        let missed = |network: Counts, harmed: [usize; 2], nodes, forge| {
+            Sum { run: ALL_MET, network, harmed, ..Sum::default() }.missed(nodes, forge)
+        };
+        assert!(missed(all, [0, 0], true, false).is_empty() && missed(all, [1, 1], true, true).is_empty());
+        assert_eq!(missed(all, [1, 0], true, true), ["errors"]);
+        assert_eq!(missed(all, [0, 1], false, true), ["wrong outputs"]);
+        assert!(missed(Counts::default(), [0, 0], false, false).is_empty(), "one node has no network");
+        for (network, what) in [
+            (Counts { reordered: 0, ..all }, "writes overtaken"),
+            (Counts { packets_out_of_order: 0, ..all }, "packets out of order"),
+            (Counts { delayed: 0, ..all }, "delays"),
+            (Counts { full: 0, ..all }, "full queues"),
+            (Counts { completed_early: 0, ..all }, "early completions"),
+            (Counts { completed_late: 0, ..all }, "late completions"),
+            (Counts { stops: 0, ..all }, "links that stop"),
+            (Counts { stalled: 0, ..all }, "packets that wait for them"),
+        ] {
+            assert_eq!(missed(network, [0, 0], true, false), [what]);
+            let few = Sum { run: ALL_MET - 1, network, ..Sum::default() };
+            assert!(few.missed(true, false).is_empty(), "few schedules need not meet it");
+        }
+    }
+}
