@@ -212,6 +212,7 @@ mod tests {
                 max_rel_err: Some(1.0 / at as f64),
                 overflows: 1000 * at,
                 refusals: 10_000 * at,
+                strays: 100_000 * at,
                 sentences: sentences(5 * (at as usize - 1), 5 * at as usize),
             });
             assert_eq!(sum.sentences, sentences(0, kept));
@@ -223,6 +224,7 @@ mod tests {
             max_rel_err: Some(1.0),
             overflows: 6_000,
             refusals: 60_000,
+            strays: 600_000,
             sentences: sentences(0, SENTENCES),
         };
         assert_eq!(sum, wanted);
