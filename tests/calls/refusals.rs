@@ -810,12 +810,16 @@ fn an_output_in_place_that_differs_in_one_field_is_refused() {
         ("scales further on", good.clone().scales(later(&scales, 4))),
         ("scales by column", good.clone().scale_order(ScaleOrder::ColumnMajor)),
     ];
+    let mut problems = Vec::new();
     for (what, output) in others {
         let given = format!("{:?} at {:#x}", output.layout, output.rows.ptr());
         let advice = "this context has in-place output; give the output that in_place() returns".to_owned();
         let outcome = ep.dispatch(&stream, &tokens, &output).map(drop).map_err(|error| refusal(&error));
-        assert_eq!(outcome, Err(("output", given, advice)), "{what}");
+        if outcome != Err(("output", given, advice)) {
+            problems.push(format!("{what}: {outcome:?}"));
+        }
     }
+    assert!(problems.is_empty(), "{problems:#?}");
     for (name, output, bytes) in [
         ("rows", good.clone().rows(own.rows.slice(0, own.rows.len() - 1).unwrap()), own.rows.len()),
         ("output scales", good.clone().scales(scales.slice(0, scales.len() - 1).unwrap()), scales.len()),
