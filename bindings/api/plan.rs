@@ -556,8 +556,9 @@ mod tests {
 
     #[test]
     fn a_node_has_rows_of_a_round_and_metadata_of_a_call_from_each_rank_twice() {
-        // 8 ranks, 300 tokens of 8 choices in rounds of 100; 32 experts a rank; weights come with combine.
-        let input = PlanInput { round_tokens: Some(100), ll_tokens: 64, ..v3(300) };
+        // 8 ranks, 300 tokens of 8 choices in rounds of 100; 29 experts a rank, one word more than lines have room for;
+        // weights come with combine.
+        let input = PlanInput { round_tokens: Some(100), ll_tokens: 64, max_local_experts: 29, ..v3(300) };
         let plan = Plan::new(&input).unwrap();
         let parts = [
             (2, 8, 100 * (7168 + 4 * 56)),
@@ -565,7 +566,7 @@ mod tests {
             (2, 8, 100 * 8 * 8),
             (2, 8, 8),
             // Rows for each expert, of all of them, and in each of 3 rounds.
-            (2, 8, (32 + 1 + 3) * 8),
+            (2, 8, (29 + 1 + 3) * 8),
             (2, 8, 300 * 8),
             (2, 8, 0),
             (2, 8, 300 * 8 * 8),
@@ -581,7 +582,7 @@ mod tests {
             (1, 8, 0),
             (1, 1, 0),
             (1, 1, 0),
-            (2, 0, 8 * (32 + 1) * 8),
+            (2, 0, 8 * (29 + 1) * 8),
             (1, 0, 300 * 8 * 8),
         ];
         assert_parts(&plan, &named(&plan.regions, parts));
