@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 
+from mutants_host import GROUPS
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PLACE = ROOT / "target" / "mutants"
 CAUGHT = PLACE / "caught.txt"
@@ -468,6 +470,10 @@ MUTANTS = [
     ("runs that are missing pass", PAIRS, "if any(len(row[build]) < alternations for build in BUILDS):", "if False:"),
 ]
 
+MUTANTS += [mutant for _, _, group in GROUPS for mutant in group]
+# What catches a mutant, where it is stated: unit tests or a module of a test program, by the mutant's name.
+STATED = {mutant[0]: (kind, words) for kind, words, group in GROUPS for mutant in group}
+
 # Seconds; some mutants never end.
 LONGEST_CHECK = 200
 LONGEST_BUILD = 900
@@ -597,13 +603,23 @@ class Worker:
             return bootstrap
         return service if file == SERVICE else pick + worlds if file == PICK else proxy if file.startswith("proxy/") else nic if file == NIC else worlds
 
-    def thorough(self, file):
+    def checks_of(self, mutant):
+        """What the suite runs against a mutant."""
+        name, file, _, _ = mutant
+        if name not in STATED:
+            return self.checks(file)
+        kind, words = STATED[name]
+        cargo = ["cargo", "test", "-q", *self.cargo]
+        return [(words, [*cargo, "--lib", words] if kind == "unit" else [*cargo, "--test", *tests_of(words, ())])]
+
+    def thorough(self, mutant):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
+        name, file, _, _ = mutant
         program = str(self.target / "debug" / "tokenyard")
         schedules = [("all schedules", [program, "verify", "--schedules", "2000", "--timeout-ms", "4000"])]
         special = file in (NIC, FREE_MEMORY, SCHEDULER, SCHEDULE, STACKS, SEEDED, DEVICE, PAIRS, WAIT, INTERRUPT)
         separate = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
-        return [] if separate else schedules
+        return [] if separate or name in STATED else schedules
 
     def caught_by(self, checks):
         """The name of the check that fails, with its last line, or None; no name if its test program does not build."""
@@ -635,14 +651,14 @@ class Worker:
         try:
             if (built := self.build()).returncode != 0:
                 return "", f"does not compile: {built.stderr}"
-            return self.caught_by(self.checks(file)) or self.caught_by(self.thorough(file))
+            return self.caught_by(self.checks_of(mutant)) or self.caught_by(self.thorough(mutant))
         finally:
             path.write_text(text)
 
 
 def tests_of(module, parts):
     """The test program of a module, and what chooses its tests: all of them, or those whose names have one of the parts."""
-    file = next(ROOT.glob(f"tests/*/{module}.rs"))
+    file = next(file for file in ROOT.glob(f"tests/*/{module}.rs") if file.parent.name not in ("rig", "reference"))
     names = re.findall(r"#\[test\]\n\s*fn (\w+)", file.read_text())
     chosen = [f"{module}::{name}" for name in names if any(part in name for part in parts)]
     if parts and not chosen:
@@ -666,8 +682,7 @@ def prepare(mutants):
         sys.exit("the tree does not build: " + unmutated.stderr)
     for other in others:
         other.start()
-    files = {file for _, file, _, _ in mutants}
-    checks = {tuple(command): (name, command) for file in sorted(files) for name, command in first.checks(file)}
+    checks = {tuple(command): (name, command) for mutant in mutants for name, command in first.checks_of(mutant)}
     if (false_alarm := first.caught_by(checks.values())) is not None:
         sys.exit(f"the suite fails without any mutant: {false_alarm}")
     for other in others:
