@@ -317,7 +317,7 @@ fn uneven(world: usize, count: usize, dice: &mut Dice) -> Vec<usize> {
 }
 
 #[cfg(test)]
-#[path = "draw_tests.rs"]
+#[path = "draw/tests.rs"]
 mod shares;
 
 #[cfg(test)]

@@ -217,8 +217,7 @@ fn a_doorbell_that_is_rung_after_its_check_does_not_wait_for_the_network() {
     }
 }
 
-/// A value for each direction of an iteration, as a definition apart from the phases gives it: rows over NVLink and rows
-/// over the wire, which are as many back.
+/// Rows over NVLink and over the wire in an iteration, by a definition apart from the phases; as many come back.
 fn rows_moved(shape: Shape) -> [u64; 2] {
     let preset = shape.preset;
     let routing = crate::cli::cases::routing::RoutingShape {
