@@ -640,6 +640,8 @@ class Worker:
             if result.returncode != 0:
                 lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
                 return name, (lines[-1] if lines else f"exit status {result.returncode}")
+            if command[0] == "cargo" and not re.search(r"\b[1-9]\d* passed", result.stdout):
+                return "", f"{name}: no test ran"
         return None
 
     def judge(self, mutant):

@@ -172,7 +172,7 @@ GROUPS = [
     ("unit", "report::tally::tests", [
         ("pairs that ran listed as refused", "bindings/cli/report/tally.rs", "rarest.to_string(),", "ran.to_string(),"),
     ]),
-    ("unit", "cases::draw::shares", [
+    ("unit", "cases::draw::tests", [
         ("every fault of a drawn configuration an overflow", "bindings/cli/cases/draw.rs",
          "        0 => FaultWord::Routing,\n", "        0 => FaultWord::Overflow,\n"),
         ("rows with a gap hardly ever", "bindings/cli/cases/draw.rs",
@@ -191,7 +191,7 @@ GROUPS = [
          "if case.mode == Mode::Split { Mode::Fused } else { case.mode };",
          "if case.mode == Mode::Split { Mode::Graph } else { Mode::Graph };"),
     ]),
-    ("unit", "cases::draw", [
+    ("unit", "cases::draw::", [
         ("host counts of schedules never", "bindings/cli/cases/draw.rs",
          "case.host_counts = dice.once_in(2);", "case.host_counts = dice.once_in(2) && case.seed % 2 == 0;"),
     ]),
