@@ -68,14 +68,14 @@ impl Alone {
 
 /// After a call that uses every word, calls that use none: tokens that are absent, or lead to no expert.
 #[test]
-fn metadata_words_that_no_call_uses_are_rewritten_in_turn() {
+fn metadata_words_that_no_call_uses_are_rewritten_one_by_one() {
     for (max_tokens, in_place) in [(4, false), (3, false), (4, true), (40, false)] {
         let alone = Alone::new(max_tokens, in_place);
         for (tokens, choices) in [(0, [-1, -1]), (max_tokens, [-1, -1]), (1, [1, 0]), (max_tokens, [-1, 1])] {
             (0..2).for_each(|_| alone.call(max_tokens, [0, 1]));
             let used = alone.oldest();
             assert_ne!(used, 0, "{max_tokens} {tokens}");
-            // Every token's turn comes once in so many calls of either parity.
+            // Words of every token are rewritten once in so many calls of either parity.
             (0..2 * max_tokens).for_each(|_| alone.call(tokens, choices));
             assert!(alone.oldest() > used + 1, "{max_tokens} tokens, {tokens} with {choices:?}, in place: {in_place}");
         }

@@ -280,11 +280,8 @@ impl fmt::Debug for Device {
 }
 
 /// Device memory, freed when the buffer, its views and the graphs that use them are gone. Freeing waits for the
-/// device's work: on a GPU in the driver, on the CPU device by keeping the memory until its streams have drained.
-///
-/// The driver holds up every thread of the process that uses the GPU meanwhile. Where ranks are threads that share a
-/// GPU, free memory while no call is under way: a kernel that waits for a peer, whose thread is held up, ends at its
-/// deadline.
+/// device's work: on the CPU device by keeping the memory until its streams have drained, on a GPU in the driver. That
+/// holds up all threads that use the GPU: ranks that share one must free memory while no call is under way.
 #[derive(Debug)]
 pub struct DeviceBuffer {
     memory: Arc<DeviceMemory>,

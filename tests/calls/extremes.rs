@@ -1,5 +1,5 @@
-//! Values at the ends of what a word, a mask or a warp holds: ranks past a word, every pair of equal choices, weights of
-//! any bits, and the ranks that rows are said to come from after a regroup.
+//! Values at the ends of what a word, a mask or a warp holds: ranks past a word, every pair of equal choices, weights
+//! of any bits, and the ranks that rows are said to come from after a regroup.
 
 use crate::rig;
 
@@ -65,7 +65,7 @@ fn many_choices(builder: AllToAllBuilder) -> AllToAllBuilder {
     builder.experts(24).top_k(CHOICES)
 }
 
-/// Each pair of a token's choices in turn is one expert, on each rank in turn.
+/// Each pair of a token's choices is one expert once, on one rank after the other.
 fn refuses_every_pair(rig: &Rig) {
     let weights = upload(rig, (0..CHOICES).map(|_| 0.5f32.to_ne_bytes()));
     let pairs: Vec<(usize, usize)> = (1..CHOICES).flat_map(|j| (0..j).map(move |i| (i, j))).collect();

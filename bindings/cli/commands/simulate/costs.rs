@@ -1,11 +1,11 @@
 //! Costs of everything except the network: the GPU's parts of a phase, the crossings between GPU and proxy, the proxy.
 //!
 //! Constants, the same for all worlds and sizes. "Stages": read off the stages of `bench --stages`
-//! (benches/results/h200-x2 of the kernels of commit 6ac5175: stages-2.json in one node, in the history of the file, and
-//! stages-1x2-cx7.json in two; medians of first, middle and last block, microseconds from the call's first block). "Stamps": read off time stamps between stages
-//! (docs/performance.md). "Fitted": chosen so that times without statistics come out (decode-2.json,
-//! decode-1x2-cx7.json), as `tokenyard simulate --calibrate` shows. The rest are measured figures of one host, or
-//! assumptions that are marked as such. Times are in ns, rates in bytes per ns (GB/s).
+//! (benches/results/h200-x2 of the kernels of commit 6ac5175: stages-2.json in one node, in the history of the file,
+//! and stages-1x2-cx7.json in two; medians of first, middle and last block, microseconds from the call's first block).
+//! "Stamps": read off time stamps between stages (docs/performance.md). "Fitted": chosen so that times without
+//! statistics come out (decode-2.json, decode-1x2-cx7.json), as `tokenyard simulate --calibrate` shows. The rest are
+//! measured figures of one host, or assumptions that are marked as such. Times are in ns, rates in bytes per ns (GB/s).
 //!
 //! Calls without statistics take specialised kernels (kernels/common/specialised.cuh), which are faster than the
 //! general kernels that record stages. So stages overstate costs, and where the two differ a cost is fitted to less.
