@@ -1,8 +1,7 @@
 //! The device for the rest of the crate: memory, streams, graphs and events of a GPU or of the CPU device.
 //!
-//! Place: between the proxy and a backend (`cpu` over the executor, `cuda` over the driver). Runs on any thread.
-//! Launches, fills, copies and records enqueue and return; only `synchronize` and a buffer's `write`, `read` and
-//! `fill` wait, each with a deadline. It never panics and is independent of ranks and peers.
+//! A backend is `cpu` over the executor, or `cuda` over the driver. Launches, fills, copies and records enqueue and
+//! return; only `synchronize` and a buffer's `write`, `read` and `fill` wait, each with a deadline. Knows no ranks.
 
 pub(crate) mod budget;
 mod cpu;
