@@ -1,7 +1,48 @@
-"""One-line bugs in the Rust of the host and in scripts, by what catches them: unit tests whose path has a word, or a module of
-a test program. Each is a name, a file, the original text, which stands there once, and the mutated text. Run by mutants.py."""
+"""One-line bugs of which the test that catches them is stated: unit tests whose path has a word, or a module of a test
+program. Each is a name, a file, the original text, which stands there once, and the mutated text. Run by mutants.py."""
 
 GROUPS = [
+    ("test", "extremes", [
+        ("ranks past a word lack no rows", "kernels/combine/send.cuh",
+         "  if (c.node_ranks > warp_size) missing |= static_cast<u64>(load(&shared.missing[1])) << warp_size;\n", ""),
+        ("the first group's choices alone are compared across nodes", "kernels/dispatch/wire.cuh",
+         "token < in.tokens && k < loaded.first; ++k)", "token < in.tokens && k < 1 && k < loaded.first; ++k)"),
+        ("the first group's choices alone are compared", "kernels/dispatch/meta.cuh",
+         "for (u32 first = 1; first < c.top_k; first += group_choices) {",
+         "for (u32 first = 1; first < 2; first += group_choices) {"),
+        ("a weight of all ones never arrives", "kernels/dispatch/meta.cuh",
+         "return bits == ~0u ? bits - 1 : bits;", "return bits;"),
+        ("a weight's sign is lost", "kernels/dispatch/meta.cuh",
+         "meta_word(epoch, weight_bits(choice.weight))", "meta_word(epoch, weight_bits(choice.weight) & ~(1u << 31))"),
+        ("sources named by their ranks of today", "kernels/dispatch/receive.cuh",
+         "source < 0 || !names ? source : load(names + source)", "source < 0 || names ? source : load(names + source)"),
+    ]),
+    ("test", "large_worlds", [
+        ("nodes past a word get no tokens", "kernels/dispatch/wire.cuh",
+         "nodes |= 1ull << loaded.owners[j].node();", "nodes |= 1u << loaded.owners[j].node();"),
+    ]),
+    ("unit", "metadata_tests", [
+        ("words of every second token grow old", "kernels/dispatch/meta.cuh",
+         "static_cast<u32>(epoch) / 2 % c.max_tokens", "static_cast<u32>(epoch) % c.max_tokens"),
+        ("words of the last token grow old", "kernels/dispatch/meta.cuh",
+         "  if (token < tokens) return;\n", "  if (token <= tokens) return;\n"),
+        ("weights that no choice needs grow old", "kernels/dispatch/meta.cuh",
+         "if (there || token == refreshed)\n          store_relaxed_sys(meta.weights",
+         "if (there)\n          store_relaxed_sys(meta.weights"),
+        ("own choices that no call needs grow old", "kernels/dispatch/meta.cuh",
+         "if (in_place(c)) store_relaxed_gpu(own_choice(c, first + k), meta_word(epoch, 0));", ""),
+    ]),
+    ("test", "statistics", [
+        ("rows for another node not counted", "kernels/dispatch/wire.cuh",
+         "    if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);\n", ""),
+        ("rows of the last round alone counted", "kernels/dispatch/wire.cuh",
+         "if (begins) note_rows(c, rail_of_link(c, link), own.shape.headers);",
+         "note_rows(c, rail_of_link(c, link), own.shape.rows);"),
+    ]),
+    ("test", "ownership", [
+        ("a handle whose dispatch never ran combined", "kernels/combine/combine.cuh",
+         "handle_state != a.handle.serial", "handle_state == TY_HANDLE_EMPTY"),
+    ]),
     ("test", "refusals", [
         ("a pitch of half a vector taken", "bindings/api/calls.rs",
          "!pitch.is_multiple_of(16) {", "!pitch.is_multiple_of(8) {"),
