@@ -1,7 +1,5 @@
 //! Worlds of several nodes in one process, over a simulated network.
 
-#![allow(dead_code)]
-
 use std::time::Duration;
 
 use tokenyard::internals::proxy::driver::ThreadConfig;
