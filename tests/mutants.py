@@ -352,7 +352,10 @@ MUTANTS = [
     ("idle streams kept for ever", RECORDING, "queues.retain(|known| !known.is_idle());", ""),
     ("a stream after another does not wait", EXECUTOR, "std::make_shared<bool>(false)", "std::make_shared<bool>(true)"),
     ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
-    ("launches of two threads mixed", CALLS, "call.keep(tokens.views().chain(output.views()));", "drop(call);"),
+    ("launches of two threads mixed", OPEN, "        Ok(Call { open, stream, _enqueued: enqueued, guarded, foreign, recording })",
+     "        drop((enqueued, recording));\n"
+     "        let (chains, none) = (Box::leak(Box::new(Chains::new(true))), Box::leak(Box::new(std::sync::Mutex::new(None))));\n"
+     "        Ok(Call { open, stream, _enqueued: chains.lock(), guarded, foreign, recording: none.lock().unwrap() })"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
     ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        if let Some(ended)", "if let Some(ended)"),
     ("outputs lie in inputs of their call", VIEWS, "for other in &used[..at] {", "for other in &used[self.read..at] {"),
@@ -656,17 +659,38 @@ def check_texts():
 def prepare(mutants):
     """Builds the tree in as many places, and demands that what is run against the mutants passes without any."""
     workers = [Worker(number) for number in range(WORKERS)]
-    first, others = workers[0], [threading.Thread(target=worker.build) for worker in workers[1:]]
-    if (unmutated := first.build()).returncode != 0:
-        sys.exit("the tree does not build: " + unmutated.stderr)
-    for other in others:
-        other.start()
-    checks = {tuple(command): (name, command) for mutant in mutants for name, command in first.checks_of(mutant)}
-    if (false_alarm := first.caught_by(checks.values())) is not None:
-        sys.exit(f"the suite fails without any mutant: {false_alarm}")
-    for other in others:
-        other.join()
+    waiting, problems = queue.SimpleQueue(), []
+    for check in {tuple(command): (name, command) for mutant in mutants for name, command in workers[0].checks_of(mutant)}.values():
+        waiting.put(check)
+
+    def work(worker):
+        if (unmutated := worker.build()).returncode != 0:
+            problems.append("the tree does not build: " + unmutated.stderr)
+        while not problems and (check := next_of(waiting)) is not None:
+            if (false_alarm := worker.caught_by([check])) is not None:
+                problems.append(f"the suite fails without any mutant: {false_alarm}")
+
+    in_threads(work, workers)
+    if problems:
+        sys.exit(problems[0])
     return workers
+
+
+def next_of(waiting):
+    """The next of a queue; None if none is left."""
+    try:
+        return waiting.get_nowait()
+    except queue.Empty:
+        return None
+
+
+def in_threads(work, workers):
+    """Does the work with each worker, in a thread of its own."""
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def fingerprint(mutant):
@@ -699,11 +723,7 @@ def main():
         waiting.put(mutant)
 
     def work(worker):
-        while True:
-            try:
-                mutant = waiting.get_nowait()
-            except queue.Empty:
-                return
+        while (mutant := next_of(waiting)) is not None:
             start = time.time()
             result = worker.judge(mutant)
             verdict = "SURVIVED" if result is None else f"caught by {result[0]}" if result[0] else result[1]
@@ -714,11 +734,7 @@ def main():
                     caught.write(f"{fingerprint(mutant)} {mutant[0]}\n")
             print(f"{mutant[0]:50} {verdict:32} {time.time() - start:5.1f} s", flush=True)
 
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in prepare(mutants)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, prepare(mutants))
     print(f"{len(mutants) - len(missed)} of {len(mutants)} mutants caught")
     sys.exit(1 if missed else 0)
 
