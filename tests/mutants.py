@@ -592,6 +592,10 @@ class Worker:
         cargo = ["cargo", "test", "-q", *self.cargo]
         return [(words, [*cargo, "--lib", words] if kind == "unit" else [*cargo, "--test", *tests_of(words, ())])]
 
+    def checks_of_all(self, mutants):
+        """What the suite runs against any of the mutants, each once and in the same order in all places."""
+        return list({tuple(command): (name, command) for mutant in mutants for name, command in self.checks_of(mutant)}.values())
+
     def thorough(self, mutant):
         """What the suite runs besides, for what the quick checks let through: as many schedules as all.sh."""
         name, file, _, _ = mutant
@@ -660,14 +664,15 @@ def prepare(mutants):
     """Builds the tree in as many places, and demands that what is run against the mutants passes without any."""
     workers = [Worker(number) for number in range(WORKERS)]
     waiting, problems = queue.SimpleQueue(), []
-    for check in {tuple(command): (name, command) for mutant in mutants for name, command in workers[0].checks_of(mutant)}.values():
-        waiting.put(check)
+    for number in range(len(workers[0].checks_of_all(mutants))):
+        waiting.put(number)
 
     def work(worker):
         if (unmutated := worker.build()).returncode != 0:
             problems.append("the tree does not build: " + unmutated.stderr)
-        while not problems and (check := next_of(waiting)) is not None:
-            if (false_alarm := worker.caught_by([check])) is not None:
+        checks = worker.checks_of_all(mutants)
+        while not problems and (number := next_of(waiting)) is not None:
+            if (false_alarm := worker.caught_by([checks[number]])) is not None:
                 problems.append(f"the suite fails without any mutant: {false_alarm}")
 
     in_threads(work, workers)
