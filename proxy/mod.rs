@@ -12,6 +12,7 @@
 //! | immediates become arrivals | `counter` |
 //! | offsets of messages and words | `wire` |
 
+mod cards;
 pub mod counter;
 pub mod driver;
 pub mod machine;

@@ -8,6 +8,7 @@
 //!  drop            ── close ─▶ until nothing of it is under way ─▶ take the arena back: late writes are dropped (P13)
 //! ```
 
+use super::cards::{PeerCard, card, read_cards, refusal_card};
 use super::driver::{Clock, ContextMemory, Driver, Kept, ProxyThread, Remote, ThreadConfig, Words, system_clock};
 use super::machine::{Cause, ContextConfig, Liveness, Machine, MachineConfig, Report};
 use super::wire::{ContextIdx, Direction, Wire, WordCounts};
@@ -18,12 +19,9 @@ use crate::kernels::{Device, DeviceBuffer, DeviceKind};
 use crate::transport::World;
 use crate::transport::memory::gdr::{self, GdrCopy};
 use crate::transport::network::imm::{MAX_CONTEXTS, generation_bits};
-use crate::transport::network::{DeviceNeeds, Limits, MAX_ADDRESS, RegionId, Span, Transport};
+use crate::transport::network::{DeviceNeeds, Limits, RegionId, Span, Transport};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-/// In place of a context's number: the rank has none.
-const NO_CONTEXT: u32 = u32::MAX;
 
 /// Any network.
 pub type AnyTransport = Box<dyn Transport>;
@@ -484,8 +482,8 @@ fn flag_lengths(counts: WordCounts) -> [usize; 3] {
     [counts.arrived, counts.staging_free, counts.lost]
 }
 
-/// How long dropping a context waits for its own writes. Writes to living peers complete much sooner; writes to dead
-/// peers may never complete.
+/// How long dropping a context waits for its own writes, and for its peers to let go of its arena. Writes to living
+/// peers complete much sooner, and these peers let go much sooner; writes to dead peers may never complete.
 const REST: Duration = Duration::from_secs(1);
 
 /// How long peers whose queues are full may delay a long request.
@@ -566,19 +564,21 @@ impl Opening {
         let (span, keep) = arena;
         let generation = world.generation();
         let busy = Busy::begin(&remote);
+        let rank = world.original(world.rank());
+        let linked = linked(wire, rank);
         let registered = remote.ask(move |driver| {
             driver.enter_generation(generation)?;
             let freed = driver.take_back();
             // SAFETY: the arena lives as long as what keeps it; kernels and transports access it through raw addresses
             // alone.
             let region = unsafe { driver.register(span, keep) }?;
-            Ok((region, driver.transport().address(), freed))
+            let address = |peer| Ok((peer, driver.transport().address(peer)?));
+            Ok((region, linked.into_iter().map(address).collect::<Result<Vec<_>>>(), freed))
         });
-        let rank = world.original(world.rank());
-        let registered = registered.and_then(|inner| inner).and_then(|(region, address, _freed)| {
+        let registered = registered.and_then(|inner| inner).and_then(|(region, addresses, _freed)| {
             number.region = Some(region);
             let registered = Registered { remote: remote.clone(), region };
-            Ok((registered, card(rank, region, number.index, &address)?))
+            Ok((registered, card(rank, region, number.index, &addresses?)?))
         });
         let refusal = registered.as_ref().err().map(refusal_card).unwrap_or_default();
         let card = registered.as_ref().map_or(&refusal, |(_, card)| card);
@@ -587,13 +587,13 @@ impl Opening {
         let peers = read_cards(world, &cards, number.index)?;
         let earlier = remote.reported();
         let shared = words.share();
-        let outcome = connect(world, &remote, wire, &peers).and_then(|()| {
-            let mut arenas = vec![RegionId(0); world.first_size()];
-            for (peer, member) in peers.iter().zip(world.members()) {
-                if let Some(region) = arenas.get_mut(member.index()) {
-                    *region = peer.region;
-                }
+        let mut arenas = vec![RegionId(0); world.first_size()];
+        for (peer, member) in peers.iter().zip(world.members()) {
+            if let Some(region) = arenas.get_mut(member.index()) {
+                *region = peer.region;
             }
+        }
+        let outcome = connect(world, &remote, wire, peers).and_then(|()| {
             let (wire, index) = (wire.clone(), number.index);
             let generation = generation_bits(generation);
             let open = move |driver: &mut Driver<AnyTransport>| {
@@ -625,6 +625,11 @@ impl Opening {
             Report::PeerLost { peer, cause: Cause::Refused } => {
                 let why = remote.failure().map(|error| format!(" ({error})"));
                 Some((peer, format!("{}{}", Cause::Refused, why.unwrap_or_default())))
+            }
+            Report::PeerLost { peer, cause: cause @ Cause::WriteFailed { .. } } => {
+                let words =
+                    remote.explanation(peer).map(|words| format!("; the network says: {}", quoted(words.as_bytes())));
+                Some((peer, format!("{cause}{}", words.unwrap_or_default())))
             }
             Report::PeerLost { peer, cause } => Some((peer, cause.to_string())),
             Report::BadDoorbell { .. } => None,
@@ -666,61 +671,26 @@ impl Drop for Opening {
     }
 }
 
-/// What a rank sends the others: {context u32, region u32, address}.
-fn card(rank: Rank, region: RegionId, index: ContextIdx, address: &[u8]) -> Result<Vec<u8>> {
-    if address.len() > MAX_ADDRESS {
-        return Err(Error::transport(
-            format!("endpoint of rank {rank} has an address of {} bytes", address.len()),
-            format!("peers take at most {MAX_ADDRESS}: have Transport::address give a shorter one"),
-        ));
-    }
-    Ok([&u32::from(index.0).to_le_bytes()[..], &u32::from(region.0).to_le_bytes(), address].concat())
-}
-
-/// In place of a card where a rank has none: {NO_CONTEXT u32, zero u32, reason}.
-fn refusal_card(why: &Error) -> Vec<u8> {
-    [&NO_CONTEXT.to_le_bytes()[..], &[0; 4], why.text_for_peers().as_bytes()].concat()
-}
-
-struct PeerCard<'a> {
-    region: RegionId,
-    address: &'a [u8],
-}
-
-fn read_cards<'a>(world: &World, cards: &'a [Vec<u8>], own: ContextIdx) -> Result<Vec<PeerCard<'a>>> {
-    let broken = |what: String| Error::bootstrap(what, "see that rank's own error");
-    let mut peers = Vec::with_capacity(cards.len());
-    for (rank, bytes) in (0u32..).map(Rank).zip(cards) {
-        let rank = world.original(rank);
-        let Some(([a, b, c, d, e, f, _, _], address)) = bytes.split_first_chunk::<8>() else {
-            return Err(broken(format!("rank {rank} sent no address of its endpoint")));
-        };
-        let index = u32::from_le_bytes([*a, *b, *c, *d]);
-        if index == NO_CONTEXT {
-            return Err(Error::bootstrap(
-                format!("rank {rank} has no arena on the network: {}", quoted(address)),
-                format!("mend rank {rank} and build again on every rank"),
-            ));
-        }
-        if index != u32::from(own.0) {
-            return Err(broken(format!("rank {rank} opens context {index} where this rank opens {}", own.0)));
-        }
-        peers.push(PeerCard { region: RegionId(u16::from_le_bytes([*e, *f])), address });
-    }
-    Ok(peers)
-}
-
-/// Connects to all ranks with a link to or from this one: one per request, so that the proxy's loop goes on in
-/// between.
-fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, peers: &[PeerCard<'_>]) -> Result<()> {
-    let own = world.original(world.rank());
+/// Ranks with a link to or from `own`.
+fn linked(wire: &Wire, own: Rank) -> Vec<Rank> {
     let mut linked: Vec<Rank> =
         Direction::ALL.iter().flat_map(|d| [wire.targets(*d, own), wire.sources(*d, own)]).flatten().collect();
     linked.sort_unstable();
     linked.dedup();
-    let addresses =
-        linked.into_iter().filter_map(|rank| Some((rank, peers.get(wire.nodes().index_of(rank)?)?.address.to_vec())));
-    for (rank, address) in addresses {
+    linked
+}
+
+/// Connects to all linked ranks: one per request, so that the proxy's loop goes on in between.
+fn connect(world: &World, remote: &Remote<AnyTransport>, wire: &Wire, mut peers: Vec<PeerCard>) -> Result<()> {
+    let own = world.original(world.rank());
+    for rank in linked(wire, own) {
+        let card = wire.nodes().index_of(rank).and_then(|at| peers.get_mut(at));
+        let Some(address) = card.and_then(|card| card.address.take()) else {
+            return Err(Error::bootstrap(
+                format!("rank {rank} sent no address for rank {own}"),
+                "run the same version of tokenyard on all ranks",
+            ));
+        };
         remote.ask(move |driver| driver.transport().connect(rank, &address))??;
     }
     Ok(())

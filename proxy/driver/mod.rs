@@ -9,7 +9,7 @@
 //! ```text
 //!   poll_once:  requests ─▶ doorbells ─▶ step ─▶ post   (Acquire: the device's rows are visible to the NIC before, E2)
 //!               poll ─▶ step ─▶ flags                   (Release: E5, E10)
-//!               time ─▶ step ─▶ retries, heartbeats
+//!               time ─▶ step ─▶ retries, heartbeats ─▶ flush
 //! ```
 //!
 //! Long requests (registering memory, connecting) stop the thread and all its contexts. The proxy notifies its peers
@@ -25,10 +25,10 @@ mod thread;
 mod words;
 
 use crate::base::{Error, Rank, Result, wait};
-use crate::proxy::machine::{Answer, ContextConfig, Flag, Group, Input, Machine, Outputs, Report, WatchId};
+use crate::proxy::machine::{Answer, Cause, ContextConfig, Flag, Group, Input, Machine, Outputs, Report, WatchId};
 use crate::proxy::wire::{ContextIdx, Wire, arrival};
 use crate::transport::network::imm::MAX_CONTEXTS;
-use crate::transport::network::{Event, Posted, RegionId, Released, Span, Transport, WriteImm};
+use crate::transport::network::{Event, Failure, Posted, RegionId, Released, Span, Transport, WriteImm};
 use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -83,6 +83,8 @@ pub struct Driver<T: Transport> {
     generation: u32,
     /// Callers with a long request.
     busy: u32,
+    /// Peers that were lost by a failed write which the transport has not explained yet.
+    failed: Vec<(Rank, Failure)>,
 }
 
 /// The machine's access to memory and transport.
@@ -92,6 +94,8 @@ struct Hands<'a, T: Transport> {
     contexts: &'a [Option<Bound>; MAX_CONTEXTS],
     shared: &'a Shared<T>,
     own: Rank,
+    /// Peers that were lost by a failed write, and why it failed.
+    failed: &'a mut Vec<(Rank, Failure)>,
 }
 
 impl<T: Transport> Hands<'_, T> {
@@ -149,6 +153,9 @@ impl<T: Transport> Outputs for Hands<'_, T> {
         match report {
             Report::PeerLost { peer, ref cause } => {
                 log::warn!(target: crate::base::targets::PROXY, "rank {}: lost rank {peer}: {cause}", self.own);
+                if let Cause::WriteFailed { failure, .. } = cause {
+                    self.failed.push((peer, *failure));
+                }
                 notify_devices(self.contexts, peer, |wire| wire.nodes().node_of(peer).is_some())
             }
             Report::BadDoorbell { context, .. } => {
@@ -178,6 +185,7 @@ impl<T: Transport + 'static> Driver<T> {
             leaving: Vec::new(),
             generation: 0,
             busy: 0,
+            failed: Vec::new(),
         }
     }
 
@@ -272,8 +280,8 @@ impl<T: Transport + 'static> Driver<T> {
         Ok(region)
     }
 
-    /// Has a region taken back as soon as nothing posted from it is outstanding: by the next
-    /// [`take_back`](Self::take_back) after that.
+    /// Has a region taken back as soon as nothing posted from it is outstanding and peers have let go of it (P13): by
+    /// the [`take_back`](Self::take_back) after that.
     pub fn release(&mut self, region: RegionId) {
         self.leaving.push(region);
     }
@@ -405,10 +413,17 @@ impl<T: Transport + 'static> Driver<T> {
         self.look_in = POLLS_PER_LOOK;
     }
 
+    /// Steps the machine, and rings the doorbells of what it has posted since the last poll.
     fn step(&mut self, input: Input<'_>) {
-        let Driver { machine, transport, contexts, shared, .. } = self;
+        let Driver { machine, transport, contexts, shared, failed, .. } = self;
         let own = machine.rank();
-        machine.step(input, &mut Hands { transport: Some(transport), contexts, shared, own });
+        machine.step(input, &mut Hands { transport: Some(&mut *transport), contexts, shared, own, failed });
+        if self.broken {
+            return;
+        }
+        if let Err(error) = transport.flush() {
+            self.give_up(error);
+        }
     }
 
     fn requests(&mut self) -> bool {
@@ -427,10 +442,10 @@ impl<T: Transport + 'static> Driver<T> {
 
     /// Gives each rung doorbell of a context to the machine, which posts its chunk before the next one is searched.
     fn doorbells_of(&mut self, context: ContextIdx) -> bool {
-        let Driver { machine, transport, contexts, shared, .. } = self;
+        let Driver { machine, transport, contexts, shared, failed, .. } = self;
         let Some(Bound { memory, .. }) = contexts.get(context.index()).and_then(Option::as_ref) else { return false };
         let own = machine.rank();
-        let mut hands = Hands { transport: Some(transport), contexts, shared, own };
+        let mut hands = Hands { transport: Some(transport), contexts, shared, own, failed };
         let (mut any, mut from) = (false, 0);
         while let Some(group) = scan::next_group(machine.groups(context), from, memory.doorbells.all()) {
             let watches = machine.groups(context).get(group).map_or(0..0, Group::range);
@@ -448,10 +463,13 @@ impl<T: Transport + 'static> Driver<T> {
         if self.broken {
             return false;
         }
-        let Driver { machine, transport, contexts, shared, .. } = self;
+        let Driver { machine, transport, contexts, shared, failed, .. } = self;
         let own = machine.rank();
-        let mut hands = Hands { transport: None, contexts, shared, own };
+        let mut hands = Hands { transport: None, contexts, shared, own, failed };
         let polled = transport.poll(&mut |event| machine.step(input(event), &mut hands));
+        for (peer, failure) in self.failed.drain(..) {
+            self.shared.explain(peer, self.transport.explain(failure));
+        }
         match polled {
             Ok(count) => count > 0,
             Err(error) => {

@@ -45,7 +45,8 @@ fn pair_over(config: SimConfig, wire: &Wire) -> (Network, Vec<Side>) {
         unsafe { driver.transport().register(Span::host(base, 1 << 15)) }.unwrap();
         drivers.push((driver, arena, ContextMemory::owned(wire.word_counts())));
     }
-    let addresses: Vec<Vec<u8>> = drivers.iter_mut().map(|(driver, ..)| driver.transport().address()).collect();
+    let addresses: Vec<Vec<u8>> =
+        drivers.iter_mut().map(|(driver, ..)| driver.transport().address(Rank(0)).unwrap()).collect();
     let sides = drivers.into_iter().zip([1, 0]).map(|((mut driver, arena, memory), peer)| {
         let rank = Rank(1 - peer as u32);
         driver.transport().connect(Rank(peer as u32), &addresses[peer]).unwrap();
@@ -338,7 +339,7 @@ fn a_doorbell_of_2_to_the_32_epochs_ago_is_not_taken_for_one_that_rings() {
         // SAFETY: the arenas are dropped after the network's ends, and nothing else accesses them.
         unsafe { end.register(Span::host(base, 1 << 15)) }.unwrap();
     }
-    let address = ends[1].address();
+    let address = ends[1].address(Rank(0)).unwrap();
     let [mut end, _peer] = ends;
     end.connect(Rank(1), &address).unwrap();
     let liveness = Liveness { first_contact_ns: 60_000_000_000, ..LIVENESS };

@@ -13,7 +13,7 @@ use crate::transport::network::imm::MAX_RANKS;
 use core_affinity::CoreId;
 use crossbeam_utils::CachePadded;
 use std::any::Any;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -35,6 +35,8 @@ pub(super) struct Shared<T: Transport> {
     /// On a line of its own: the driver loads it in each pass.
     stop: CachePadded<AtomicBool>,
     reports: Mutex<Reports>,
+    /// The network's own words for the failures by which peers were lost.
+    explanations: Mutex<BTreeMap<Rank, String>>,
     /// The first error of the transport itself.
     failure: OnceLock<Error>,
 }
@@ -52,6 +54,7 @@ impl<T: Transport> Shared<T> {
             mailbox: Mailbox::new(),
             stop: CachePadded::new(AtomicBool::new(false)),
             reports: Mutex::new(Reports { forgotten: 0, list: VecDeque::with_capacity(REPORTS) }),
+            explanations: Mutex::default(),
             failure: OnceLock::new(),
         }
     }
@@ -67,6 +70,16 @@ impl<T: Transport> Shared<T> {
             reports.forgotten += 1;
         }
         reports.list.push_back(report);
+    }
+
+    /// Keeps the network's words for a peer's loss, unless there are none.
+    pub fn explain(&self, peer: Rank, words: String) {
+        let mut explanations = self.explanations.lock().unwrap_or_else(PoisonError::into_inner);
+        if words.is_empty() {
+            explanations.remove(&peer);
+        } else {
+            explanations.insert(peer, words);
+        }
     }
 
     pub fn fail(&self, error: Error) {
@@ -182,6 +195,11 @@ impl<T: Transport + 'static> Remote<T> {
     pub fn reports_since(&self, earlier: usize) -> Vec<Report> {
         let reports = self.shared.reports.lock().unwrap_or_else(PoisonError::into_inner);
         reports.list.iter().skip(earlier.saturating_sub(reports.forgotten)).copied().collect()
+    }
+
+    /// The network's own words for the failed write by which a peer was last lost.
+    pub fn explanation(&self, peer: Rank) -> Option<String> {
+        self.shared.explanations.lock().unwrap_or_else(PoisonError::into_inner).get(&peer).cloned()
     }
 
     /// Peers reported as lost so far. A context opened later may have brought some of them back.

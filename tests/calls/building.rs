@@ -85,10 +85,10 @@ impl Transport for Faulty {
         self.inner.deregister(region)
     }
 
-    fn address(&self) -> Vec<u8> {
+    fn address(&mut self, peer: Rank) -> Result<Vec<u8>> {
         match self.fail(Fault::Address) {
-            Ok(()) => self.inner.address(),
-            Err(_) => vec![0; MAX_ADDRESS + 1],
+            Ok(()) => self.inner.address(peer),
+            Err(_) => Ok(vec![0; MAX_ADDRESS + 1]),
         }
     }
 
@@ -103,6 +103,10 @@ impl Transport for Faulty {
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
         self.inner.send(peer, message)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {

@@ -570,12 +570,12 @@ impl Transport for Real {
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
         std::thread::sleep(self.delay);
-        self.late.closed = self.late.seen.drain(..).collect();
+        self.late.closed.extend(self.late.seen.drain(..));
         self.inner.deregister(region)
     }
 
-    fn address(&self) -> Vec<u8> {
-        self.inner.address()
+    fn address(&mut self, peer: Rank) -> Result<Vec<u8>> {
+        self.inner.address(peer)
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
@@ -592,6 +592,10 @@ impl Transport for Real {
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
         self.inner.send(peer, message)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {

@@ -100,10 +100,10 @@ impl Transport for Wordy {
         self.inner.deregister(region)
     }
 
-    fn address(&self) -> Vec<u8> {
-        let mut address = self.inner.address();
+    fn address(&mut self, peer: Rank) -> Result<Vec<u8>> {
+        let mut address = self.inner.address(peer)?;
         address.resize(self.address.load(Ordering::Relaxed).max(address.len()), 0);
-        address
+        Ok(address)
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
@@ -117,6 +117,10 @@ impl Transport for Wordy {
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
         self.inner.send(peer, message)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
@@ -171,7 +175,7 @@ fn an_endpoint_with_more_text_than_can_be_gathered_is_refused_on_all_ranks_with_
 fn what_the_loopback_refuses() {
     let network = Loopback::default();
     let mut endpoint = network.endpoint(Rank(0));
-    assert!(endpoint.connect(Rank(1), &endpoint.address()).is_err(), "the address of another rank");
+    assert!(endpoint.connect(Rank(1), &endpoint.address(Rank(1)).unwrap()).is_err(), "the address of another rank");
     assert!(endpoint.connect(Rank(0), b"?").is_err());
     assert!(endpoint.deregister(tokenyard::network::RegionId(0)).is_err());
 }

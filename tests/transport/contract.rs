@@ -37,6 +37,9 @@ macro_rules! contract {
             dead_peer_holds_everyone_up,
             late_write_after_reset,
             region_touched_after_it_was_taken_back,
+            region_held_by_a_peer_that_never_polls,
+            regions_taken_back_under_a_storm,
+            flush_that_loses_or_doubles,
             immediate_of_a_region_taken_back_comes_late,
             limits_that_are_not_so,
             memory_of_a_gpu_for_the_processor_to_move,
@@ -231,7 +234,7 @@ pub fn write_outside_a_region_let_through(backend: &impl Backend) {
 /// P8.
 pub fn write_to_nobody_let_through(backend: &impl Backend) {
     let mut nodes: Vec<_> = backend.endpoints(3).into_iter().map(Node::new).collect();
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     for peer in [2, 3, 4096, u32::MAX] {
         let write = WriteImm { peer: Rank(peer), ..write(1, 0, 0, 8) };
@@ -281,7 +284,7 @@ pub fn late_region_reached_by_an_old_address(backend: &impl Backend) {
     let write = WriteImm { target: Place { region, offset: 100 }, ..write(1, 9, 3, 50) };
     let refused = cluster.endpoint(0).post(&write);
     assert!(matches!(refused, Err(Error::Argument { .. })), "{refused:?}");
-    let address = cluster.endpoint(1).address();
+    let address = cluster.endpoint(1).address(Rank(0)).unwrap();
     cluster.endpoint(0).connect(Rank(1), &address).unwrap();
     let mut log = Log::default();
     cluster.regions(0).source.write(3 * SLOT, &pattern(9, 50));
@@ -294,7 +297,7 @@ pub fn late_region_reached_by_an_old_address(backend: &impl Backend) {
 /// P10.
 pub fn garbage_for_an_address(backend: &impl Backend) {
     let mut cluster = Cluster::new(backend, 3);
-    let good = cluster.endpoint(1).address();
+    let good = cluster.endpoint(1).address(Rank(0)).unwrap();
     let mut draw = Draw::new(6);
     fn refuse<E: Transport>(cluster: &mut Cluster<E>, address: &[u8], what: &str) {
         match cluster.endpoint(0).connect(Rank(1), address) {
@@ -386,7 +389,7 @@ pub fn late_write_after_reset(backend: &impl Backend) {
         let imms = log.imms.keys().filter(|(rank, _)| *rank == 1).count();
         assert!(matches!(cluster.endpoint(1).post(&write(0, 60, 0, 8)), Err(Error::Argument { .. })));
         // This side is open again; the other still posts to the old address, which may be accepted and must not arrive.
-        let address = cluster.endpoint(0).address();
+        let address = cluster.endpoint(0).address(Rank(1)).unwrap();
         cluster.endpoint(1).connect(Rank(0), &address).unwrap();
         let mut posted = 10;
         while posted < 15 && cluster.endpoint(0).post(&write(1, posted, 20, 8)).is_ok_and(|p| p == Posted::Accepted) {
@@ -420,7 +423,7 @@ pub fn region_touched_after_it_was_taken_back(backend: &impl Backend) {
         let mut cluster = Cluster::new(backend, 2);
         // SAFETY: accessed through raw pointers only, and dropped after it was taken back or after the cluster.
         let region = unsafe { cluster.endpoint(1).register(taken.span()) }.unwrap();
-        let older = cluster.endpoint(1).address();
+        let older = cluster.endpoint(1).address(Rank(0)).unwrap();
         cluster.endpoint(0).connect(Rank(1), &older).unwrap();
         let mut log = Log::default();
         for number in 50..60 {
@@ -440,7 +443,7 @@ pub fn region_touched_after_it_was_taken_back(backend: &impl Backend) {
         }
         (0..10).for_each(|number| cluster.post(0, &late(number), &mut log));
         (0..round).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
-        assert_eq!(cluster.endpoint(1).deregister(region), Ok(Released::Done), "round {round}");
+        cluster.take_back(1, region, &mut log);
         let last = taken.all();
         taken.fill(0, SLOT * SLOTS, 0xDD);
         (10..15).for_each(|number| cluster.post(0, &late(number), &mut log));
@@ -598,7 +601,7 @@ pub fn immediate_of_a_region_taken_back_comes_late(backend: &impl Backend) {
     for round in 0..120 {
         // SAFETY: accessed through raw pointers only, and dropped after the cluster.
         let region = unsafe { cluster.endpoint(1).register(taken.span()) }.unwrap();
-        let address = cluster.endpoint(1).address();
+        let address = cluster.endpoint(1).address(Rank(0)).unwrap();
         cluster.endpoint(0).connect(Rank(1), &address).unwrap();
         let numbers = round * WRITES..(round + 1) * WRITES;
         for number in numbers.clone() {
@@ -606,7 +609,7 @@ pub fn immediate_of_a_region_taken_back_comes_late(backend: &impl Backend) {
             cluster.post(0, &WriteImm { target, ..write(1, number, number as usize % SLOTS, 8) }, &mut log);
         }
         (0..round % 40).for_each(|_| _ = cluster.pump(&mut |rank, _, event| log.note(rank, event)));
-        assert_eq!(cluster.endpoint(1).deregister(region), Ok(Released::Done), "round {round}");
+        cluster.take_back(1, region, &mut log);
         let start = Instant::now();
         while !log.completed(0, numbers.clone().map(u64::from)) {
             assert!(start.elapsed() < PATIENCE, "round {round}: writes do not complete");
@@ -632,7 +635,7 @@ fn refuse_what_is_gone<E: Transport>(cluster: &mut Cluster<E>, region: RegionId,
     assert!(matches!(from, Err(Error::Argument { .. })), "from there: {from:?}");
     // An older address is still good for other regions; a newer one shows the region as gone.
     cluster.endpoint(0).connect(Rank(1), older).unwrap();
-    let newer = cluster.endpoint(1).address();
+    let newer = cluster.endpoint(1).address(Rank(0)).unwrap();
     cluster.endpoint(0).connect(Rank(1), &newer).unwrap();
     let to = cluster.endpoint(0).post(&WriteImm { target: place, ..write(1, 1, 0, 0) });
     assert!(matches!(to, Err(Error::Argument { .. })), "to there: {to:?}");
@@ -640,7 +643,134 @@ fn refuse_what_is_gone<E: Transport>(cluster: &mut Cluster<E>, region: RegionId,
     // SAFETY: accessed through raw pointers only; nobody learns of it, so nothing is outstanding when it is taken back.
     let number = unsafe { cluster.endpoint(1).register(another.span()) }.unwrap();
     assert!(number > region, "the number of a region that is gone was used again");
-    assert_eq!(cluster.endpoint(1).deregister(number), Ok(Released::Done));
+    cluster.take_back(1, number, &mut Log::default());
+}
+
+/// P13: a peer that does not poll holds a region up for a time alone, and pays for it with its own writes to it.
+pub fn region_held_by_a_peer_that_never_polls(backend: &impl Backend) {
+    const WRITES: u32 = 8;
+    // Before the cluster, which a failing test drops first.
+    let taken = Memory::new(SLOT * SLOTS);
+    let mut cluster = Cluster::new(backend, 3);
+    let mut log = Log::default();
+    // SAFETY: accessed through raw pointers only, and dropped after the cluster.
+    let region = unsafe { cluster.endpoint(1).register(taken.span()) }.unwrap();
+    [0, 2].map(|rank| cluster.connect_to(rank, 1));
+    let to_it = |number: u32| {
+        let target = Place { region, offset: (number as usize * SLOT) as u64 };
+        WriteImm { target, ..write(1, number, number as usize, 64) }
+    };
+    for number in 0..WRITES {
+        cluster.post(0, &to_it(number), &mut log);
+        cluster.post(2, &to_it(20 + number), &mut log);
+        // To another region, by the peer that falls silent.
+        cluster.post(2, &write(1, 40 + number, number as usize, 64), &mut log);
+    }
+    // From now on rank 2 does not poll; the others' traffic goes on.
+    let start = Instant::now();
+    let mut number = 60;
+    loop {
+        let answer = cluster.endpoint(1).deregister(region).unwrap();
+        if answer == Released::Done {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "a silent peer holds a region up for good: {log:?}");
+        let slot = number as usize % SLOTS;
+        if number < 1000 && cluster.endpoint(0).post(&write(1, number, slot, 8)).unwrap() == Posted::Accepted {
+            number += 1;
+        }
+        for rank in [0, 1] {
+            cluster.endpoint(rank).poll(&mut |event| log.note(rank, event)).unwrap();
+        }
+    }
+    taken.fill(0, SLOT * SLOTS, 0xDD);
+    let others = || (60..number).map(u64::from).chain(0..u64::from(WRITES));
+    cluster.pump_until("the others' writes", &mut log, |log| log.completed(0, others()));
+    let silent = || (20..20 + WRITES).chain(40..40 + WRITES).map(u64::from);
+    cluster.pump_until("writes of the silent peer", &mut log, |log| log.completed(2, silent()));
+    cluster.settle(&mut log);
+    assert!(taken.all().iter().all(|byte| *byte == 0xDD), "written after it was taken back");
+    assert!(others().all(|token| log.completions(0, token) == 1 && !log.failed.contains_key(&(0, token))));
+    assert!(silent().all(|token| log.completions(2, token) == 1), "{log:?}");
+    for number in 40..40 + WRITES {
+        assert!(log.sent.contains_key(&(2, u64::from(number))), "write {number} to another region: {log:?}");
+        assert_eq!(log.imms.get(&(1, number)), Some(&1), "its immediate");
+    }
+    // The peer is well again.
+    cluster.post(2, &write(1, 2000, 3, 8), &mut log);
+    cluster.pump_until("a later write", &mut log, |log| log.imms.contains_key(&(1, 2000)) && log.completed(2, [2000]));
+    assert!(log.sent.contains_key(&(2, 2000)));
+}
+
+/// P13: regions come and go while three ranks write to them at full speed.
+pub fn regions_taken_back_under_a_storm<B: Backend>(backend: &B) {
+    const ROUNDS: u32 = 40;
+    const BYTES: usize = 200;
+    let taken: Vec<Memory> = (0..ROUNDS).map(|_| Memory::new(SLOT)).collect();
+    let mut cluster = Cluster::new(backend, 4);
+    let mut log = Log::default();
+    let mut number = 0u32;
+    let mut posted: Vec<(usize, u32, usize)> = Vec::new();
+    for (round, memory) in taken.iter().enumerate() {
+        // SAFETY: accessed through raw pointers only, and dropped after the cluster.
+        let region = unsafe { cluster.endpoint(0).register(memory.span()) }.unwrap();
+        (1..4).for_each(|rank| cluster.connect_to(rank, 0));
+        let mut post = |cluster: &mut Cluster<B::Endpoint>, polls: usize| {
+            for step in 0..polls {
+                let rank = 1 + (number as usize + step) % 3;
+                let target = Place { region, offset: 0 };
+                let write = WriteImm { target, ..write(0, number, 0, BYTES) };
+                if cluster.endpoint(rank).post(&write).unwrap() == Posted::Accepted {
+                    posted.push((rank, number, round));
+                    number += 1;
+                }
+                cluster.pump(&mut |rank, _, event| log.note(rank, event));
+            }
+        };
+        post(&mut cluster, 20);
+        let start = Instant::now();
+        while cluster.endpoint(0).deregister(region).unwrap() == Released::Busy {
+            assert!(start.elapsed() < PATIENCE, "round {round}: a region is not taken back");
+            post(&mut cluster, 1);
+        }
+        memory.fill(0, SLOT, 0xDD);
+        post(&mut cluster, 5);
+    }
+    let tokens = |rank: usize| posted.iter().filter(move |(from, ..)| *from == rank).map(|(_, n, _)| u64::from(*n));
+    cluster.pump_until("all completions", &mut log, |log| (1..4).all(|rank| log.completed(rank, tokens(rank))));
+    cluster.settle(&mut log);
+    for (round, memory) in taken.iter().enumerate() {
+        assert!(memory.all().iter().all(|byte| *byte == 0xDD), "round {round}: written after it was taken back");
+    }
+    assert!(log.failed.is_empty(), "a write failed, though all polled: {:?}", log.failed);
+    assert!(!log.sent.is_empty() && !log.dropped.is_empty(), "{} sent, {} dropped", log.sent.len(), log.dropped.len());
+    for (rank, number, round) in &posted {
+        let token = u64::from(*number);
+        assert_eq!(log.completions(*rank, token), 1, "write {number} of round {round}");
+        let came = log.imms.get(&(0, *number)).copied().unwrap_or(0);
+        assert!(came <= u32::from(!log.dropped.contains_key(&(*rank, token))), "write {number} came {came} times");
+    }
+}
+
+/// P15: whenever an endpoint is flushed, everything arrives once.
+pub fn flush_that_loses_or_doubles(backend: &impl Backend) {
+    let mut cluster = Cluster::new(backend, 2);
+    let (mut log, mut draw) = (Log::default(), Draw::new(15));
+    cluster.endpoint(0).flush().unwrap();
+    for number in 0..600u32 {
+        cluster.post(0, &write(1, number, number as usize % SLOTS, draw.below(64)), &mut log);
+        if number % 50 == 0 {
+            _ = cluster.endpoint(0).send(Rank(1), &number.to_le_bytes()).unwrap();
+        }
+        (0..draw.below(3)).for_each(|_| cluster.endpoint(0).flush().unwrap());
+        if draw.below(8) == 0 {
+            cluster.pump(&mut |rank, _, event| log.note(rank, event));
+        }
+    }
+    cluster.pump_until("immediates", &mut log, |log| log.imms.len() == 600 && log.completed(0, 0..600));
+    cluster.settle(&mut log);
+    assert!(log.imms.values().chain(log.sent.values()).chain(log.messages.values()).all(|times| *times == 1));
+    assert_eq!((log.sent.len(), log.imms.len()), (600, 600));
 }
 
 /// The same from a thread each: every rank writes to the next, and checks what the one before wrote.

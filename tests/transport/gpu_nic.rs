@@ -132,7 +132,7 @@ impl Pair {
         let mut ends = [0, 1].map(|rank| network.endpoint(Rank(rank), &Device::cpu().unwrap()).unwrap());
         // SAFETY: accessed through raw pointers only, and dropped after the endpoints.
         unsafe { (ends[0].register(source.span()).unwrap(), ends[1].register(recv_buffer.span()).unwrap()) };
-        let addresses = [ends[0].address(), ends[1].address()];
+        let addresses = [ends[0].address(Rank(1)).unwrap(), ends[1].address(Rank(0)).unwrap()];
         ends[0].connect(Rank(1), &addresses[1]).unwrap();
         ends[1].connect(Rank(0), &addresses[0]).unwrap();
         Pair { ends, source, recv_buffer }
@@ -205,8 +205,8 @@ fn settings_that_make_no_sense_are_refused() {
         assert!(matches!(network.endpoint(Rank(rank), &device), Err(Error::Argument { .. })));
     }
     // An address of another network is refused as such.
-    let other = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap().endpoint(Rank(1), &device).unwrap();
-    let why = first.connect(Rank(1), &other.address()).unwrap_err().to_string();
+    let mut other = GpuNetwork::new(2, LinkModel::FREE, 1).unwrap().endpoint(Rank(1), &device).unwrap();
+    let why = first.connect(Rank(1), &other.address(Rank(0)).unwrap()).unwrap_err().to_string();
     assert!(why.contains("another network"), "{why}");
     assert!(first.send(Rank(1), &[0; MAX_MESSAGE]).is_err());
 }

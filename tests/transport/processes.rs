@@ -89,7 +89,7 @@ impl Storm {
         // SAFETY: both are accessed through raw pointers only, and outlive the endpoint by the order of the fields.
         let ids = unsafe { [endpoint.register(source.span()), endpoint.register(recv_buffer.span())] };
         assert_eq!(ids, [Ok(SOURCE), Ok(RECV_BUFFER)]);
-        let addresses = world.all_gather("endpoints", &endpoint.address()).unwrap();
+        let addresses = world.all_gather("endpoints", &endpoint.address(Rank(0)).unwrap()).unwrap();
         for (peer, address) in addresses.iter().enumerate().filter(|(peer, _)| *peer != world.rank().index()) {
             endpoint.connect(Rank(peer as u32), address).unwrap();
         }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::transport::network::imm::{Decoded, ImmValue};
-use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, Span, Transport, WriteImm};
+use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, Released, Span, Transport, WriteImm};
 
 /// Makes worlds to test.
 pub trait Backend {
@@ -136,13 +136,27 @@ impl<E: Transport> Cluster<E> {
     }
 
     pub fn connect(&mut self) {
-        let addresses: Vec<_> = self.nodes.iter().map(|node| node.as_ref().map(|n| n.endpoint.address())).collect();
-        for (rank, node) in self.nodes.iter_mut().enumerate() {
-            for (peer, address) in addresses.iter().enumerate().filter(|(peer, _)| *peer != rank) {
-                if let (Some(node), Some(address)) = (node.as_mut(), address) {
-                    node.endpoint.connect(Rank(peer as u32), address).unwrap();
+        for rank in 0..self.nodes.len() {
+            for peer in (0..self.nodes.len()).filter(|peer| *peer != rank) {
+                if self.nodes[rank].is_some() && self.nodes[peer].is_some() {
+                    self.connect_to(rank, peer);
                 }
             }
+        }
+    }
+
+    /// Connects a rank to a peer by the peer's present address.
+    pub fn connect_to(&mut self, rank: usize, peer: usize) {
+        let address = self.endpoint(peer).address(Rank(rank as u32)).unwrap();
+        self.endpoint(rank).connect(Rank(peer as u32), &address).unwrap();
+    }
+
+    /// Takes a region of a rank back, polling everyone while the answer is `Busy`.
+    pub fn take_back(&mut self, rank: usize, region: RegionId, log: &mut Log) {
+        let start = Instant::now();
+        while self.endpoint(rank).deregister(region).unwrap() == Released::Busy {
+            assert!(start.elapsed() < PATIENCE, "a region is not taken back: {log:?}");
+            self.pump(&mut |rank, _, event| log.note(rank, event));
         }
     }
 

@@ -1,6 +1,8 @@
 //! A transport whose posts and polls are a test's; all other calls succeed and do nothing.
 
-use tokenyard::internals::transport::network::{Event, Limits, Posted, RegionId, Released, Span, Transport, WriteImm};
+use tokenyard::internals::transport::network::{
+    Event, Failure, Limits, Posted, RegionId, Released, Span, Transport, WriteImm,
+};
 use tokenyard::{Rank, Result};
 
 /// A stub's implementation of [`Transport`]'s functions of the same names.
@@ -15,7 +17,15 @@ pub trait Carrier: Send {
         Ok(Posted::Accepted)
     }
 
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize>;
+
+    fn explain(&self, _failure: Failure) -> String {
+        String::new()
+    }
 }
 
 pub struct Stub<C>(pub C);
@@ -37,8 +47,8 @@ impl<C: Carrier> Transport for Stub<C> {
         Ok(Released::Done)
     }
 
-    fn address(&self) -> Vec<u8> {
-        Vec::new()
+    fn address(&mut self, _: Rank) -> Result<Vec<u8>> {
+        Ok(Vec::new())
     }
 
     fn connect(&mut self, _: Rank, _: &[u8]) -> Result<()> {
@@ -53,8 +63,16 @@ impl<C: Carrier> Transport for Stub<C> {
         self.0.send(peer, message)
     }
 
+    fn flush(&mut self) -> Result<()> {
+        self.0.flush()
+    }
+
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
         self.0.poll(on_event)
+    }
+
+    fn explain(&self, failure: Failure) -> String {
+        self.0.explain(failure)
     }
 
     fn reset(&mut self) -> Result<()> {

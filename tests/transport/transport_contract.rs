@@ -15,8 +15,14 @@ impl Backend for Sim {
     type Endpoint = SimEndpoint;
 
     fn endpoints(&self, ranks: usize) -> Vec<SimEndpoint> {
-        endpoints(&Network::new(ranks, self.0.clone()).unwrap(), ranks)
+        endpoints(&Network::new(ranks, impatient(&self.0)).unwrap(), ranks)
     }
+}
+
+/// Where time passes by polls, a peer that does not poll is waited for in few of them.
+fn impatient(config: &SimConfig) -> SimConfig {
+    let let_go_ns = if config.clock == Clock::Real { config.let_go_ns } else { 5_000_000 };
+    SimConfig { let_go_ns, ..config.clone() }
 }
 
 fn endpoints(network: &Network, ranks: usize) -> Vec<SimEndpoint> {
@@ -41,7 +47,7 @@ impl Backend for Processes {
     type Endpoint = ProcessEndpoint;
 
     fn endpoints(&self, ranks: usize) -> Vec<ProcessEndpoint> {
-        let open = |rank| ProcessEndpoint::open(Rank(rank), b"contract", self.0.clone()).unwrap();
+        let open = |rank| ProcessEndpoint::open(Rank(rank), b"contract", impatient(&self.0)).unwrap();
         (0..ranks as u32).map(open).collect()
     }
 }
@@ -146,6 +152,7 @@ fn check_disturbances(sum: &Counts) {
         ("completed late", sum.completed_late),
         ("stops", sum.stops),
         ("stalled", sum.stalled),
+        ("held", sum.held),
         ("failed", sum.failed),
     ];
     for (what, times) in disturbances {

@@ -5,9 +5,9 @@
 //!
 //! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for their
 //! completions and for arrivals. One endpoint belongs to each rank and is used by one thread at a time.
-//! After [`connect`](Transport::connect), `post`, `send` and `poll` of a backend for real networks never block,
-//! allocate, lock or log, unless they return an error. `register`, `deregister`, `connect` and `reset` may take
-//! long: the proxy notifies its peers before that it will be silent, but posts and polls for nobody meanwhile.
+//! After [`connect`](Transport::connect), `post`, `send`, `flush` and `poll` of a backend for real networks never block,
+//! allocate, lock or log, unless they return an error. `register`, `deregister`, `address`, `connect` and `reset` may
+//! take long: the proxy notifies its peers before that it will be silent, but posts and polls for nobody meanwhile.
 //!
 //! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
 //!
@@ -28,27 +28,32 @@
 //!   queue of the endpoint is full, not necessarily those to other peers or NICs: try those. Queues are bounded.
 //! - **P6 zero bytes** may be written; the immediate arrives as for any other write.
 //! - **P7 NICs.** A write posted on NIC i leaves by NIC i and arrives by the peer's NIC i. All ranks have equally many.
+//!   They are numbers that ranks agree on: on a machine with k devices, NIC i is device i mod k.
 //! - **P8 refusals.** `post` refuses with `Argument`, and does nothing of, a write that is outside a registered region
 //!   (of either side), names an unknown NIC, peer or region, or has more bytes than the limit (P14).
 //! - **P9 messages** arrive whole, once, in any order, with their sender's rank. They have no completion. A message is
 //!   lost only if its peer is.
 //! - **P10 addresses** are untrusted bytes: `connect` refuses an unusable address with `Transport` and changes
-//!   nothing.
+//!   nothing. An address is made for one peer, and another peer may be refused with it.
 //! - **P11 dead peers.** A write to a peer that has gone fails or stays outstanding; it never holds up writes to other
 //!   peers for good, except through a queue they share. To notice sooner, use heartbeats.
 //! - **P12 reset.** After [`reset`](Transport::reset) no earlier post towards this endpoint can touch its memory or be
 //!   handed out, and all earlier posts of this endpoint complete.
-//! - **P13 taking back.** From [`Released::Done`] on, nothing reads or writes the region. Writes under way to
-//!   it are dropped where they are, and so are writes that peers post later by an older address; their immediates are
-//!   not handed out. A network that leads late writes to memory of the backend cannot recognise these immediates. It
-//!   hands them out no later than with polls that begin after the write has completed at its sender, up to the first
-//!   poll that finds nothing. Any network may do so for writes that had been placed in full. A dropped write completes
-//!   as `Dropped`, unless it had completed before, and has no effect on the peer or its other writes. While own writes
-//!   from the region have not completed, the answer is [`Released::Busy`], and nothing was done.
+//! - **P13 taking back.** No network can drop a late write and spare all others, so peers are asked first. The first
+//!   `deregister` gives the region up: the endpoint notifies the peers that may write to it. A peer that is notified
+//!   completes its later posts to the region as `Dropped`, whatever address it has, and answers when its earlier ones
+//!   have completed; they arrive like all others. Until all living peers have answered, and while own writes from the
+//!   region are outstanding, the answer is [`Released::Busy`]: poll, and ask again. A peer that does not answer in time
+//!   (200 ms if nothing else is configured) is cut off: its writes to the region that are still outstanding complete as
+//!   `Dropped` or `Failed`. From [`Released::Done`] on, nothing reads or writes the region. No write to another region
+//!   fails because of it. Immediates of writes to the region may still be handed out, no later than with polls that
+//!   begin after the write has completed at its sender, up to the first poll that finds nothing.
 //! - **P14 limits.** [`Transport::limits`] never changes, and is neither more nor less than the endpoint can do. A
 //!   write finds a receive as long as no more immediates are under way to a NIC of its peer than that NIC has receives;
 //!   writes beyond may fail. Whoever opens contexts keeps to the limits: each context takes its part of the receives
 //!   for as long as it lives.
+//! - **P15 flush.** A write or message that was accepted may stay with the endpoint, so that one doorbell of the NIC
+//!   serves several, until `flush` or `poll`, whichever comes first.
 //!
 //! A whole network between the ranks of a process, over which contexts run (`tests/calls/transport_outside.rs`):
 //!
@@ -61,6 +66,7 @@ mod address;
 pub mod emulated;
 pub mod imm;
 mod regions;
+mod revoke;
 pub mod sim;
 
 use self::imm::ImmValue;
@@ -69,7 +75,7 @@ use std::fmt;
 
 /// Longest control message in bytes.
 pub const MAX_MESSAGE: usize = 256;
-/// Longest address of an endpoint in bytes: the addresses of all ranks are gathered at once.
+/// Longest address of an endpoint in bytes; each rank gathers those of all others at once.
 pub const MAX_ADDRESS: usize = 64 << 10;
 
 /// Memory of this process, or of its device.
@@ -162,7 +168,7 @@ pub enum Posted {
 pub enum Released {
     /// Nothing touches it any more.
     Done,
-    /// Writes from it have not completed; nothing was done. Try again after a poll.
+    /// Writes from it have not completed, or peers have not let go of it. Ask again after a poll.
     Busy,
 }
 
@@ -300,7 +306,7 @@ pub const MAX_REGIONS: u32 = u16::MAX as u32;
 /// One rank's endpoint. The promises are in the module's documentation. **Unstable**, as all of the module.
 ///
 /// ```text
-///  register … ──▶ address ──▶ (exchange) ──▶ connect … ──▶ (barrier) ──▶ post, send, poll …
+///  register … ──▶ address … ──▶ (exchange) ──▶ connect … ──▶ (barrier) ──▶ post, send, flush, poll …
 ///                    ▲                                                          │
 ///                    ├────────────── reset: regions stay, peers do not ◀────────┤
 ///                    └────────────── deregister: one region less ◀──────────────┘
@@ -332,20 +338,22 @@ pub trait Transport: Send {
     /// flight.
     unsafe fn register(&mut self, span: Span) -> Result<RegionId>;
 
-    /// Takes a region back (P13); its number is not used again. Addresses taken from now on do not contain the region;
-    /// older addresses stay valid for other regions. May wait for writes that are being placed in it.
-    ///
-    /// If a network ends the connection on a write to an unregistered region, its backend has to let the key lead to
-    /// memory of its own instead.
+    /// Takes a region back (P13); its number is not used again. Asked again until the answer is `Done`. Addresses taken
+    /// from the first time on do not contain the region; older addresses stay valid for other regions. May wait for
+    /// writes that are being placed in it.
     ///
     /// # Errors
     /// `Argument` if there is no such region; `Transport` if the backend cannot ensure that nothing touches it any
     /// more: then it must stay as it is until the endpoint is dropped.
     fn deregister(&mut self, region: RegionId) -> Result<Released>;
 
-    /// The address with which peers connect to this endpoint and reach the regions registered so far: at most
-    /// [`MAX_ADDRESS`] bytes. With a longer address, building a context fails on all ranks.
-    fn address(&self) -> Vec<u8>;
+    /// The address with which `peer` connects to this endpoint and reaches the regions registered so far: at most
+    /// [`MAX_ADDRESS`] bytes. With a longer address, building a context fails on all ranks. A network with connections
+    /// gives each peer an address of its own; others give all peers the same.
+    ///
+    /// # Errors
+    /// `Transport` if the backend has no connection left for the peer, or is broken.
+    fn address(&mut self, peer: Rank) -> Result<Vec<u8>>;
 
     /// Connects to a peer by its address. Connecting again with a newer address of the same endpoint adds the regions
     /// registered since and removes the regions taken back; the address of another endpoint, or of the same one after a
@@ -367,6 +375,12 @@ pub trait Transport: Send {
     /// As `post`.
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted>;
 
+    /// Rings the doorbells of what was posted or sent (P15). A poll does so, too.
+    ///
+    /// # Errors
+    /// `Transport` if this endpoint itself is broken.
+    fn flush(&mut self) -> Result<()>;
+
     /// Hands out some events and returns how many; 0 means none for now. Makes progress: an endpoint that nobody polls
     /// may neither send nor receive.
     ///
@@ -381,6 +395,12 @@ pub trait Transport: Send {
     /// # Errors
     /// `Transport` if this endpoint itself is broken.
     fn reset(&mut self) -> Result<()>;
+
+    /// The network's own words for a failure of one of this endpoint's writes; empty if it has none.
+    fn explain(&self, failure: Failure) -> String {
+        let _ = failure;
+        String::new()
+    }
 }
 
 impl<T: Transport + ?Sized> Transport for Box<T> {
@@ -405,8 +425,8 @@ impl<T: Transport + ?Sized> Transport for Box<T> {
         (**self).deregister(region)
     }
 
-    fn address(&self) -> Vec<u8> {
-        (**self).address()
+    fn address(&mut self, peer: Rank) -> Result<Vec<u8>> {
+        (**self).address(peer)
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
@@ -421,11 +441,19 @@ impl<T: Transport + ?Sized> Transport for Box<T> {
         (**self).send(peer, message)
     }
 
+    fn flush(&mut self) -> Result<()> {
+        (**self).flush()
+    }
+
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
         (**self).poll(on_event)
     }
 
     fn reset(&mut self) -> Result<()> {
         (**self).reset()
+    }
+
+    fn explain(&self, failure: Failure) -> String {
+        (**self).explain(failure)
     }
 }

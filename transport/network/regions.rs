@@ -4,7 +4,8 @@
 //! under the lock of its network. Never waits; allocates in `register` and `lengths` alone.
 //!
 //! ```text
-//!   register ──▶ Some(span) ── take_back, nothing outstanding ──▶ None: for good, the number is not used again
+//!   register ──▶ Some(span) ── give_up ──▶ in no address any more ── take_back ──▶ None: for good, the number is not
+//!                                                                                  used again
 //! ```
 //!
 //! A number is never used again because peers may still have an address with the former region: a late write to the
@@ -22,6 +23,8 @@ pub(crate) struct Regions {
 struct Slot {
     /// `None`: taken back.
     span: Option<Span>,
+    /// It is being taken back.
+    given_up: bool,
     /// Accepted writes from it whose completion was not handed out.
     outstanding: u32,
 }
@@ -65,6 +68,13 @@ pub(crate) fn reported_lengths(bytes: &[u8]) -> Option<Vec<u64>> {
     Some(lengths)
 }
 
+impl Slot {
+    /// The span, as long as addresses contain it.
+    fn reported(&self) -> Option<Span> {
+        self.span.filter(|_| !self.given_up)
+    }
+}
+
 impl Regions {
     /// # Errors
     /// `Argument` for a span that is empty or wraps, or one too many.
@@ -77,7 +87,7 @@ impl Regions {
             let advice = "register fewer, larger spans; numbers of those taken back are not used again";
             return Err(Error::argument("regions", number, advice));
         }
-        self.slots.push(Slot { span: Some(span), outstanding: 0 });
+        self.slots.push(Slot { span: Some(span), given_up: false, outstanding: 0 });
         Ok(RegionId(number))
     }
 
@@ -93,19 +103,30 @@ impl Regions {
         self.register(span)
     }
 
-    /// Takes a region back, unless writes from it are outstanding.
+    /// Gives a region up: no address contains it from now on. Returns whether writes from it are outstanding.
     ///
     /// # Errors
     /// `Argument` if there is no such region, or it was taken back.
+    pub fn give_up(&mut self, region: RegionId) -> Result<bool> {
+        let slot = self.slots.get_mut(usize::from(region.0)).filter(|slot| slot.span.is_some());
+        let refused = || Error::argument("region", region.0, "take back what is registered, and once");
+        let slot = slot.ok_or_else(refused)?;
+        slot.given_up = true;
+        Ok(slot.outstanding > 0)
+    }
+
+    /// Takes a region back, unless writes from it are outstanding.
+    ///
+    /// # Errors
+    /// As `give_up`.
     pub fn take_back(&mut self, region: RegionId) -> Result<Released> {
-        match self.slots.get_mut(usize::from(region.0)) {
-            Some(Slot { span: Some(_), outstanding: 1.. }) => Ok(Released::Busy),
-            Some(slot) if slot.span.is_some() => {
-                slot.span = None;
-                Ok(Released::Done)
-            }
-            _ => Err(Error::argument("region", region.0, "take back what is registered, and once")),
+        if self.give_up(region)? {
+            return Ok(Released::Busy);
         }
+        if let Some(slot) = self.slots.get_mut(usize::from(region.0)) {
+            slot.span = None;
+        }
+        Ok(Released::Done)
     }
 
     /// A write from a region was accepted.
@@ -142,14 +163,14 @@ impl Regions {
         fits(span.bytes as u64, place.offset, bytes).then(|| span.base + place.offset)
     }
 
-    /// Lengths by number, as in addresses.
+    /// Lengths by number, as in addresses: 0 for a region that was given up.
     pub fn lengths(&self) -> Vec<u64> {
-        self.slots.iter().map(|slot| slot.span.map_or(0, |span| span.bytes as u64)).collect()
+        self.slots.iter().map(|slot| slot.reported().map_or(0, |span| span.bytes as u64)).collect()
     }
 
     /// Whether `lengths` can be an earlier report of this table, before more regions were registered or taken back.
     pub fn have_reported(&self, lengths: &[u64]) -> bool {
-        let reported = |(slot, length): (&Slot, &u64)| slot.span.is_none_or(|span| span.bytes as u64 == *length);
+        let reported = |(slot, length): (&Slot, &u64)| slot.reported().is_none_or(|span| span.bytes as u64 == *length);
         lengths.len() <= self.slots.len() && self.slots.iter().zip(lengths).all(reported)
     }
 }
@@ -171,6 +192,8 @@ mod tests {
         regions.posted(RegionId(0));
         assert_eq!(regions.take_back(RegionId(0)), Ok(Released::Busy));
         assert_eq!(regions.locate(place(0, 10), 0), Some(4106), "busy is not gone");
+        assert_eq!((regions.lengths(), regions.give_up(RegionId(0))), (vec![0, 20], Ok(true)), "and in no address");
+        assert!(regions.have_reported(&reported) && regions.have_reported(&[0, 20]));
         regions.completed(RegionId(0));
         assert_eq!(regions.take_back(RegionId(0)), Ok(Released::Done));
         assert_eq!([regions.locate(place(0, 0), 0), regions.locate(place(1, 0), 20)], [None, Some(4096)]);

@@ -88,8 +88,8 @@ impl<T: Transport> Transport for Forger<T> {
         self.inner.deregister(region)
     }
 
-    fn address(&self) -> Vec<u8> {
-        self.inner.address()
+    fn address(&mut self, peer: Rank) -> Result<Vec<u8>> {
+        self.inner.address(peer)
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
@@ -103,6 +103,10 @@ impl<T: Transport> Transport for Forger<T> {
 
     fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
         self.inner.send(peer, message)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.inner.flush()
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {

@@ -390,11 +390,11 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
         let released = self.regions.take_back(region)?;
-        if released == Released::Busy {
-            return Ok(released);
-        }
         if let Some(endpoint) = self.network.shared.endpoint(self.rank) {
             let mut inner = endpoint.lock();
+            if released == Released::Busy {
+                return inner.regions.give_up(region).map(|_| released);
+            }
             let _ = inner.regions.take_back(region)?;
             inner.forget(region);
         }
@@ -404,10 +404,10 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
         self.drain_all().map(|()| released)
     }
 
-    fn address(&self) -> Vec<u8> {
-        let shared = &self.network.shared;
-        let regions = self.regions.lengths();
-        Address { network: shared.number, key: self.key, rank: self.rank, nics: shared.nics as u32, regions }.encode()
+    fn address(&mut self, _peer: Rank) -> Result<Vec<u8>> {
+        let (shared, regions) = (&self.network.shared, self.regions.lengths());
+        let (network, nics) = (shared.number, shared.nics as u32);
+        Ok(Address { network, key: self.key, rank: self.rank, nics, regions }.encode())
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
@@ -506,6 +506,11 @@ impl<D: CopyDevice> Transport for GpuNicEndpoint<D> {
         let content = Content::Message { peer: self.rank, bytes: message.into() };
         endpoint.deliver(&mut inner, Mail { due_ns, content });
         Ok(Posted::Accepted)
+    }
+
+    /// The NIC kernel polls the ring itself.
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {

@@ -4,6 +4,7 @@ use super::counts::Counts;
 use super::random::Random;
 use crate::base::{Error, Result};
 use crate::transport::network::imm::MAX_NICS;
+use crate::transport::network::revoke::LET_GO_NS;
 use crate::transport::network::{Limits, MAX_REGIONS};
 
 /// Where the network's time comes from.
@@ -111,6 +112,8 @@ pub struct SimConfig {
     pub fail_permille: u32,
     /// Chance of an accepted write to be read when posted, so that it may complete before anything arrives.
     pub eager_permille: u32,
+    /// Chance of an accepted write to stay with its endpoint until that endpoint is flushed or polled.
+    pub hold_permille: u32,
     /// Whether a write fails if its source has changed when it completes: until then a NIC may have to send it again.
     /// Between ranks of one process; endpoints of processes do not check.
     pub watch_sources: bool,
@@ -120,6 +123,8 @@ pub struct SimConfig {
     pub stop_ns: u64,
     /// The outcome of writes to dead peers.
     pub dead_peers: DeadPeers,
+    /// How long a peer may take to let go of a region that is taken back.
+    pub let_go_ns: u64,
     /// Most events of one poll.
     pub poll_batch: usize,
     /// Whether bytes move. Without payload, a run computes only its packets' times, and registered spans are never
@@ -148,10 +153,12 @@ impl SimConfig {
             full_permille: 0,
             fail_permille: 0,
             eager_permille: 0,
+            hold_permille: 0,
             watch_sources: false,
             stop_permille: 0,
             stop_ns: 0,
             dead_peers: DeadPeers::Fail { after_ns: 10_000 },
+            let_go_ns: LET_GO_NS,
             poll_batch: 64,
             payload: true,
         }
@@ -174,6 +181,7 @@ impl SimConfig {
             message_queue: 4,
             full_permille: 30,
             eager_permille: 250,
+            hold_permille: 300,
             watch_sources: true,
             stop_permille: 8,
             stop_ns: 40_000,
@@ -204,6 +212,7 @@ impl SimConfig {
             ("full_permille", self.full_permille),
             ("fail_permille", self.fail_permille),
             ("eager_permille", self.eager_permille),
+            ("hold_permille", self.hold_permille),
             ("stop_permille", self.stop_permille),
         ];
         if let Some((name, value)) = chances.into_iter().find(|(_, value)| *value > 1000) {
@@ -247,7 +256,7 @@ mod tests {
             // SAFETY: a span that lives as long as the test, or one of a network that moves no payload.
             unsafe { end.register(Span::host(base, 10_000)).unwrap() };
         }
-        let addresses: Vec<Vec<u8>> = ends.iter().map(Transport::address).collect();
+        let addresses: Vec<Vec<u8>> = ends.iter_mut().map(|end| end.address(Rank(0)).unwrap()).collect();
         ends[0].connect(Rank(1), &addresses[1]).unwrap();
         ends[1].connect(Rank(0), &addresses[0]).unwrap();
         let place = Place { region: RegionId(0), offset: 0 };

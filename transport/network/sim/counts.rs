@@ -49,6 +49,8 @@ counts! {
     completed_early,
     /// Writes whose acknowledgement was lost, and which completed late.
     completed_late,
+    /// Writes that stayed with their endpoint until a flush or poll.
+    held,
     /// NICs brought to a stop.
     stops,
     /// Packets that waited for a stopped NIC.
@@ -63,6 +65,8 @@ counts! {
     cut,
     /// Writes dropped because their target had been taken back.
     dropped,
+    /// Regions taken back from peers that had not let go in time.
+    cut_off,
     /// Ranks killed or dropped.
     deaths,
 }

@@ -3,6 +3,7 @@
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::imm::{ImmValue, MAX_NICS};
 use crate::transport::network::regions::{Regions, fits};
+use crate::transport::network::revoke::{Notice, Revocations};
 use crate::transport::network::{Event, Failure, MAX_MESSAGE, Reason, RegionId, WriteImm};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -114,6 +115,11 @@ pub(super) struct EndpointState {
     pub(super) channels: BTreeMap<Rank, Channel>,
     pub(super) ports: Vec<Port>,
     pub(super) undelivered: VecDeque<Pending>,
+    pub(super) revocations: Revocations,
+    /// Notices that have arrived, for the next poll.
+    pub(super) notices: Vec<(Rank, Notice)>,
+    /// Writes that stay until the next flush or poll: their slots and stamps.
+    pub(super) held: Vec<(u32, u64)>,
     /// How many of the next writes fail.
     pub(super) fail_next: u32,
 }

@@ -3,6 +3,7 @@
 use super::endpoint_state::Miss;
 use super::memory::Source;
 use crate::base::Rank;
+use crate::transport::network::revoke::Notice;
 use crate::transport::network::{RegionId, WriteImm};
 use std::cmp::Ordering;
 
@@ -15,6 +16,7 @@ pub(super) enum Cargo {
         target: u64,
     },
     Message(Box<[u8]>),
+    Notice(Notice),
 }
 
 #[derive(Debug)]
@@ -39,13 +41,19 @@ pub(super) struct Flight {
     pub(super) holds_receive: bool,
     /// Its immediate or message was delivered, or never will be.
     pub(super) arrived: bool,
-    /// Its completion was queued; messages have none.
+    /// Its completion was queued; messages and notices have none.
     pub(super) completed: bool,
     /// Why it will not arrive.
     pub(super) missing: Option<Miss>,
 }
 
 impl Flight {
+    /// Whether it is a write of `from` to a region of `to` that has not completed.
+    pub(super) fn is_outstanding(&self, from: Rank, to: Rank, region: RegionId) -> bool {
+        let there = matches!(&self.cargo, Cargo::Write { write, .. } if write.target.region == region);
+        there && (self.from, self.to) == (from, to) && !self.completed
+    }
+
     /// Whether it will still write to a region of its receiver, or deliver its immediate.
     pub(super) fn is_bound_for(&self, region: RegionId) -> bool {
         let there = matches!(&self.cargo, Cargo::Write { write, .. } if write.target.region == region);

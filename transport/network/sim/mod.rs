@@ -227,9 +227,8 @@ impl Transport for SimEndpoint {
         self.state()?.deregister(self.rank, region)
     }
 
-    /// Of a killed endpoint: bytes that nobody can connect to.
-    fn address(&self) -> Vec<u8> {
-        self.address_now().map(|address| address.encode()).unwrap_or_default()
+    fn address(&mut self, _peer: Rank) -> Result<Vec<u8>> {
+        self.address_now().map(|address| address.encode())
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
@@ -255,6 +254,11 @@ impl Transport for SimEndpoint {
         self.state()?.send(self.rank, peer, message)
     }
 
+    fn flush(&mut self) -> Result<()> {
+        self.state()?.flush(self.rank);
+        Ok(())
+    }
+
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
         let mut batch = std::mem::take(&mut self.batch);
         batch.clear();
@@ -264,7 +268,9 @@ impl Transport for SimEndpoint {
             Clock::Real => 0,
         };
         let now_ns = state.now_ns.saturating_add(tick_ns).min(END_NS);
+        state.flush(self.rank);
         state.run_until(now_ns);
+        state.exchange_notices(self.rank);
         let endpoint = &mut state.endpoints[self.rank.index()];
         batch.extend(std::iter::from_fn(|| endpoint.take()).take(self.network.shared.poll_batch));
         drop(state);

@@ -90,6 +90,7 @@ impl State {
             channel.regions = address.regions;
         } else {
             *channel = Channel { key: address.key, id, regions: address.regions, ..Channel::default() };
+            self.endpoints[rank.index()].revocations.forget(peer);
             self.fail_outgoing(rank, |flight| flight.to == peer, Reason::Flushed);
         }
         Ok(())
@@ -109,7 +110,8 @@ impl State {
         let reach = self.reach(rank, write.peer);
         let eager = self.random.permille(self.config.eager_permille);
         let fails = self.fails(rank);
-        let target = self.endpoints[write.peer.index()].regions.locate(write.target, write.bytes);
+        let revoked = self.endpoints[rank.index()].revocations.is_revoked(write.peer, write.target.region);
+        let target = self.endpoints[write.peer.index()].regions.locate(write.target, write.bytes).filter(|_| !revoked);
         let eager = eager && reach == Reach::Open && !fails && target.is_some();
         let source = if eager && !self.config.payload {
             Source::Taken(Box::default())
@@ -144,6 +146,10 @@ impl State {
                 self.counts.unready += 1;
                 let after_ns = self.config.nics[nic].latency_ns();
                 self.miss_later(slot, Some(after_ns), Reason::NotReady.into());
+            }
+            Reach::Open if self.random.permille(self.config.hold_permille) => {
+                self.counts.held += 1;
+                self.hold(rank, slot);
             }
             Reach::Open => self.launch(slot),
             Reach::Closed => {
@@ -180,6 +186,43 @@ impl State {
         let slot = self.board(rank, peer, 0, 1, Cargo::Message(message.into()));
         self.launch(slot);
         Ok(Posted::Accepted)
+    }
+
+    /// Keeps a write until its sender's next flush or poll.
+    fn hold(&mut self, rank: Rank, slot: u32) {
+        if let Some(flight) = &self.flights[slot as usize] {
+            self.endpoints[rank.index()].held.push((slot, flight.stamp));
+        }
+    }
+
+    /// Sends the writes on their way that were kept until now.
+    pub(super) fn flush(&mut self, rank: Rank) {
+        for (slot, stamp) in std::mem::take(&mut self.endpoints[rank.index()].held) {
+            // A death, a reset or the end of its target's region may have taken it away.
+            let there = |flight: &&Flight| flight.stamp == stamp && !flight.arrived;
+            if self.flights[slot as usize].as_ref().is_some_and(|flight| there(&flight)) {
+                self.launch(slot);
+            }
+        }
+    }
+
+    /// Takes in the notices that have reached `rank`, and sends its own.
+    pub(super) fn exchange_notices(&mut self, rank: Rank) {
+        let endpoint = &mut self.endpoints[rank.index()];
+        let arrived = std::mem::take(&mut endpoint.notices);
+        let mut revocations = std::mem::take(&mut endpoint.revocations);
+        arrived.into_iter().for_each(|(peer, notice)| revocations.take_in(peer, notice));
+        if revocations.owes() {
+            let flights = || self.flights.iter().flatten();
+            revocations.settle(|peer, region| flights().any(|flight| flight.is_outstanding(rank, peer, region)));
+        }
+        while let Some((peer, notice)) = revocations.next_notice() {
+            if self.reach(rank, peer) == Reach::Open {
+                let slot = self.board(rank, peer, 0, 1, Cargo::Notice(notice));
+                self.launch(slot);
+            }
+        }
+        self.endpoints[rank.index()].revocations = revocations;
     }
 
     /// Takes a receive for a write that is about to leave; false if none is free.
@@ -241,7 +284,7 @@ impl State {
             channel.posted += 1;
             (channel.posted, channel.id)
         });
-        let completed = matches!(cargo, Cargo::Message(_));
+        let completed = !matches!(cargo, Cargo::Write { .. });
         let flight = Flight {
             stamp,
             from,
@@ -310,16 +353,26 @@ impl State {
         let endpoint = &mut self.endpoints[rank.index()];
         endpoint.key = key;
         endpoint.channels.clear();
+        endpoint.revocations.clear();
+        endpoint.notices.clear();
+        endpoint.held.clear();
         endpoint.undelivered.retain(|pending| pending.slot().is_some());
         endpoint.ports.iter_mut().for_each(|port| port.receives = 0);
     }
 
-    /// Takes a region of `rank` back, and drops the writes under way to it.
+    /// Takes a region of `rank` back, once its peers have let go of it, and drops the writes under way to it: of peers
+    /// that were cut off, and those that completed before they arrived.
     pub(super) fn deregister(&mut self, rank: Rank, region: RegionId) -> Result<Released> {
+        let used = self.endpoints[rank.index()].regions.give_up(region)?;
+        let peers = (0..self.endpoints.len() as u32).map(Rank);
+        let living: Vec<Rank> = peers.filter(|peer| self.reach(*peer, rank) == Reach::Open).collect();
+        let revocations = &mut self.endpoints[rank.index()].revocations;
+        let late = revocations.take_back(region, &living, self.now_ns, self.config.let_go_ns);
+        self.exchange_notices(rank);
+        let (Some(late), false) = (late, used) else { return Ok(Released::Busy) };
+        self.counts.cut_off += u64::from(late > 0);
+        self.endpoints[rank.index()].revocations.end(region);
         let released = self.endpoints[rank.index()].regions.take_back(region)?;
-        if released == Released::Busy {
-            return Ok(released);
-        }
         for slot in 0..self.flights.len() {
             let bound = |flight: &&mut Flight| flight.to == rank && flight.is_bound_for(region);
             let Some(flight) = self.flights[slot].as_mut().filter(bound) else { continue };
@@ -349,7 +402,9 @@ impl State {
             }
             self.counts.cut += 1;
             flight.arrived = true;
-            if matches!(flight.cargo, Cargo::Message(_)) {
+            if matches!(flight.cargo, Cargo::Notice(_)) {
+                self.remove(slot as u32);
+            } else if matches!(flight.cargo, Cargo::Message(_)) {
                 let (from, id) = (flight.from, flight.channel);
                 let held = how == Parting::Death && self.config.dead_peers == DeadPeers::Silent;
                 let channel = self.endpoints[from.index()].channels.get_mut(&rank);

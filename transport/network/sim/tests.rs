@@ -75,7 +75,8 @@ fn world(ranks: usize, bytes: usize, config: SimConfig) -> (Network, Vec<Node>) 
 }
 
 fn connect(nodes: &mut [Node]) {
-    let addresses: Vec<_> = nodes.iter().map(|node| (node.endpoint.rank(), node.endpoint.address())).collect();
+    let addresses: Vec<_> =
+        nodes.iter_mut().map(|node| (node.endpoint.rank(), node.endpoint.address(Rank(0)).unwrap())).collect();
     for node in nodes {
         let own = node.endpoint.rank();
         for (peer, address) in addresses.iter().filter(|(peer, _)| *peer != own) {
@@ -248,7 +249,7 @@ fn a_silent_peer_whose_writes_never_end() {
     nodes[0].poll();
     assert_eq!(nodes[0].failed, [1, 3].map(|token| (token, Some(Reason::Flushed.into()))));
     nodes[1] = Node::new(&network, 1, BYTES);
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[2].endpoint.connect(Rank(1), &address).unwrap();
     nodes[2].poll();
     assert_eq!(nodes[2].failed, [2, 4].map(|token| (token, Some(Reason::Flushed.into()))));
@@ -258,14 +259,14 @@ fn a_silent_peer_whose_writes_never_end() {
 #[test]
 fn a_rank_that_comes_back_and_is_taken_for_its_former_self() {
     let (network, mut nodes) = world(2, BYTES, SimConfig::calm());
-    let stale = nodes[1].endpoint.address();
+    let stale = nodes[1].endpoint.address(Rank(0)).unwrap();
     assert!(network.endpoint(Rank(1)).is_err(), "two endpoints for one rank");
     assert!(network.endpoint(Rank(2)).is_err());
     network.kill(Rank(1));
     let dead = std::mem::replace(&mut nodes[1], Node::new(&network, 1, BYTES));
     let mut endpoint = dead.endpoint;
     assert!(matches!(endpoint.poll(&mut |_| ()), Err(Error::Transport { .. })));
-    assert!(endpoint.reset().is_err() && endpoint.address().is_empty());
+    assert!(endpoint.reset().is_err() && endpoint.address(Rank(0)).is_err());
     assert!(matches!(endpoint.send(Rank(0), b"boo"), Err(Error::Transport { .. })));
     drop(endpoint);
     assert!(nodes[0].endpoint.connect(Rank(1), &stale).is_err(), "connected to the dead");
@@ -320,7 +321,7 @@ fn a_source_that_changes_before_its_completion_fails_the_write() {
 #[test]
 fn an_address_with_one_bit_changed() {
     let (network, mut nodes) = world(3, BYTES, SimConfig::calm());
-    let good = nodes[1].endpoint.address();
+    let good = nodes[1].endpoint.address(Rank(0)).unwrap();
     for bit in 0..good.len() * 8 {
         let mut bytes = good.clone();
         bytes[bit / 8] ^= 1 << (bit % 8);
@@ -329,8 +330,11 @@ fn an_address_with_one_bit_changed() {
     assert!(nodes[0].endpoint.connect(Rank(2), &good).is_err(), "the address of another rank");
     let forged = Address { regions: vec![1 << 40], ..Address::decode(&good).unwrap() };
     assert!(nodes[0].endpoint.connect(Rank(1), &forged.encode()).is_err(), "a longer region than there is");
-    let other = Network::new(3, SimConfig::calm()).unwrap().endpoint(Rank(1)).unwrap();
-    assert!(nodes[0].endpoint.connect(Rank(1), &other.address()).is_err(), "the address of another network");
+    let mut other = Network::new(3, SimConfig::calm()).unwrap().endpoint(Rank(1)).unwrap();
+    assert!(
+        nodes[0].endpoint.connect(Rank(1), &other.address(Rank(0)).unwrap()).is_err(),
+        "the address of another network"
+    );
     drop(network);
 }
 
@@ -338,7 +342,7 @@ fn an_address_with_one_bit_changed() {
 fn a_peer_that_has_not_connected_back() {
     let network = Network::new(2, SimConfig::calm()).unwrap();
     let mut nodes = [Node::new(&network, 0, BYTES), Node::new(&network, 1, BYTES)];
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     nodes[0].fill(5);
     let _ = (nodes[0].post(1, 1, 8), nodes[0].endpoint.send(Rank(1), b"anyone?").unwrap());
@@ -384,7 +388,7 @@ fn completions_of_a_former_peer_that_make_room_in_the_queue_of_the_new_one() {
 #[test]
 fn a_region_taken_back_in_the_middle_of_a_write() {
     let nics = vec![LinkModel { gbps: 8.0, latency_us: 1.0, per_message_us: 0.0 }];
-    let (network, mut nodes) = world(3, BYTES, SimConfig { nics, packet_bytes: 64, ..still() });
+    let (network, mut nodes) = world(3, BYTES, SimConfig { nics, packet_bytes: 64, let_go_ns: 0, ..still() });
     nodes[0].fill(3);
     let _ = (nodes[0].post(1, 1, BYTES), nodes[0].post(2, 2, BYTES));
     // A byte takes a nanosecond.
@@ -398,7 +402,37 @@ fn a_region_taken_back_in_the_middle_of_a_write() {
     nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
     assert_eq!((placed(&nodes[1]), nodes[1].imms.len(), &nodes[2].imms[..]), (0, 0, &[2][..]));
     assert_eq!((&nodes[0].sent[..], &nodes[0].failed[..]), (&[2][..], &[(1, None), (3, None)][..]));
-    assert_eq!((network.counts().dropped, network.counts().unreachable, network.counts().cut), (2, 0, 0));
+    let counts = network.counts();
+    assert_eq!((counts.dropped, counts.unreachable, counts.cut, counts.cut_off), (2, 0, 0, 1));
+}
+
+#[test]
+fn a_region_waits_until_its_writers_have_let_go() {
+    let nics = vec![LinkModel { gbps: 8.0, latency_us: 1.0, per_message_us: 0.0 }];
+    let (network, mut nodes) = world(3, BYTES, SimConfig { nics, ..still() });
+    nodes[0].fill(3);
+    let _ = nodes[0].post(1, 1, BYTES);
+    let give_back = |nodes: &mut [Node]| nodes[1].endpoint.deregister(RegionId(0)).unwrap();
+    assert_eq!(give_back(&mut nodes), Released::Busy);
+    network.advance_ns(1 << 20);
+    assert_eq!(give_back(&mut nodes), Released::Busy, "nobody has polled");
+    nodes[2].poll();
+    nodes[1].poll();
+    assert_eq!(give_back(&mut nodes), Released::Busy, "rank 0 has not polled");
+    // The write has arrived by now; what rank 0 posts after the notice is dropped.
+    assert_eq!(nodes[0].post(1, 2, 8), Posted::Accepted);
+    nodes[0].poll();
+    assert_eq!(nodes[0].post(1, 3, 8), Posted::Accepted);
+    network.advance_ns(1 << 20);
+    nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
+    network.advance_ns(1 << 20);
+    nodes.iter_mut().for_each(|node| while node.poll() > 0 {});
+    assert_eq!(give_back(&mut nodes), Released::Done);
+    assert_eq!(
+        (&nodes[0].sent[..], &nodes[0].failed[..], &nodes[1].imms[..]),
+        (&[1, 2][..], &[(3, None)][..], &[1, 2][..])
+    );
+    assert_eq!((network.counts().dropped, network.counts().cut_off), (1, 0));
 }
 
 #[test]

@@ -37,6 +37,7 @@ impl State {
         let (bytes, eager) = match &flight.cargo {
             Cargo::Write { write, source, .. } => (write.bytes, matches!(source, Source::Taken(_))),
             Cargo::Message(message) => (message.len() as u32, false),
+            Cargo::Notice(_) => (0, false),
         };
         let model = self.config.nics[nic];
         let now_ps = self.now_ns * 1000;
@@ -182,6 +183,7 @@ impl State {
             Cargo::Message(bytes) => {
                 to.undelivered.push_back(Pending::Message { peer: flight.from, bytes: std::mem::take(bytes) });
             }
+            Cargo::Notice(notice) => to.notices.push((flight.from, *notice)),
         }
     }
 

@@ -285,7 +285,8 @@ fn connect(site: &Site) -> tokenyard::Result<(Network, Vec<SimEndpoint>)> {
         // SAFETY: this network moves no payload, so nothing ever reads or writes the span.
         unsafe { endpoint.register(Span::host(1 << 16, 1 << 32))? };
     }
-    let addresses: Vec<Vec<u8>> = endpoints.iter().map(Transport::address).collect();
+    // All peers are given the same address.
+    let addresses = endpoints.iter_mut().map(|end| end.address(Rank(0))).collect::<tokenyard::Result<Vec<_>>>()?;
     for (rank, endpoint) in endpoints.iter_mut().enumerate() {
         for peer in (0..ranks).filter(|peer| !site.is_intra_node(rank, *peer)) {
             endpoint.connect(Rank(peer as u32), &addresses[peer])?;

@@ -14,6 +14,7 @@
 //! write    2    number u64, offset u64, imm u32, total u32, at u32, region u16, NIC u8, 0 u8, payload to the end
 //! message  3    number u64, bytes to the end
 //! answers  4    number u64, stamp u64, verdict u8; once more to the end
+//! notice   5    region u16, what u8, 0 u8
 //! ```
 //!
 //! A stamp is a time of the host's monotonic clock: when the last byte left its NIC, or when the last packet was
@@ -21,12 +22,13 @@
 
 use crate::base::Rank;
 use crate::transport::network::imm::ImmValue;
+use crate::transport::network::revoke::Notice;
 use crate::transport::network::{MAX_MESSAGE, Place, RegionId};
 
 /// First bytes of every frame.
 const MAGIC: [u8; 4] = *b"tySP";
 /// Raised by any change to a body, or to what it means.
-pub(super) const VERSION: u16 = 2;
+pub(super) const VERSION: u16 = 3;
 const HEAD_BYTES: usize = 24;
 const WRITE_BYTES: usize = 32;
 const ANSWER_BYTES: usize = 17;
@@ -43,6 +45,11 @@ const HELLO: u16 = 1;
 const WRITE: u16 = 2;
 const MESSAGE: u16 = 3;
 const ANSWERS: u16 = 4;
+const NOTICE: u16 = 5;
+
+/// What a notice says.
+const REVOKE: u8 = 1;
+const LET_GO: u8 = 2;
 
 /// The head of every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -106,6 +113,7 @@ pub(super) enum Frame<'a> {
         bytes: &'a [u8],
     },
     Answers(Answers<'a>),
+    Notice(Notice),
 }
 
 /// Answers that were checked already.
@@ -150,6 +158,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Head, Frame<'_>), Malformed> {
         WRITE => cursor.write()?,
         MESSAGE => cursor.message()?,
         ANSWERS => cursor.answers()?,
+        NOTICE => cursor.notice()?,
         kind => return Err(Malformed::Kind(kind)),
     };
     Ok((head, frame))
@@ -162,6 +171,7 @@ pub(super) fn encode(out: &mut Vec<u8>, head: Head, frame: &Frame<'_>) {
         Frame::Write(..) => WRITE,
         Frame::Message { .. } => MESSAGE,
         Frame::Answers(_) => ANSWERS,
+        Frame::Notice(_) => NOTICE,
     };
     begin(out, head, kind);
     match frame {
@@ -186,6 +196,8 @@ pub(super) fn encode(out: &mut Vec<u8>, head: Head, frame: &Frame<'_>) {
             out.extend(*bytes);
         }
         Frame::Answers(Answers(bytes)) => out.extend(*bytes),
+        Frame::Notice(Notice::Revoke(region)) => out.extend([region.0.to_le_bytes(), [REVOKE, 0]].concat()),
+        Frame::Notice(Notice::LetGo(region)) => out.extend([region.0.to_le_bytes(), [LET_GO, 0]].concat()),
     }
 }
 
@@ -267,6 +279,17 @@ impl<'a> Cursor<'a> {
         }
         bytes.chunks_exact(ANSWER_BYTES).try_for_each(|bytes| Cursor(bytes).answer().map(drop))?;
         Ok(Frame::Answers(Answers(bytes)))
+    }
+
+    fn notice(&mut self) -> Result<Frame<'a>, Malformed> {
+        let region = RegionId(self.u16()?);
+        let what = self.array()?;
+        self.rest(0)?;
+        match what {
+            [REVOKE, 0] => Ok(Frame::Notice(Notice::Revoke(region))),
+            [LET_GO, 0] => Ok(Frame::Notice(Notice::LetGo(region))),
+            _ => Err(Malformed::Field("notice")),
+        }
     }
 
     fn answer(&mut self) -> Result<Answer, Malformed> {

@@ -152,6 +152,15 @@ impl Inbound {
         self.guests.retain(|_, guest| !guest.is_over());
     }
 
+    /// Peers that are connected to this endpoint, and may write to its regions.
+    pub(super) fn writers(&self, core: &Core) -> Vec<Rank> {
+        let is_present = |guest: &&Guest| {
+            let key = core.endpoint.channels.get(&guest.rank).map(|channel| channel.key);
+            guest.fd.is_some() && guest.known && key == Some(guest.key)
+        };
+        self.guests.values().filter(is_present).map(|guest| guest.rank).collect()
+    }
+
     #[cfg(test)]
     pub(super) fn held(&self) -> usize {
         self.guests.values().map(|guest| guest.held).sum()
@@ -332,6 +341,13 @@ impl Inbound {
                 let at_ns = core.unstamp(head.stamp_ns).saturating_add(core.config.nics[0].latency_ns());
                 let at_ns = at_ns.saturating_add(core.lateness());
                 core.schedule(at_ns, Step::Packet(packet));
+            }
+            Frame::Notice(_) if !guest.is_known(core) => core.refused.unconnected += 1,
+            Frame::Notice(notice) => {
+                let peer = guest.rank;
+                let at_ns = core.unstamp(head.stamp_ns).saturating_add(core.config.nics[0].latency_ns());
+                let at_ns = at_ns.saturating_add(core.lateness());
+                core.schedule(at_ns, Step::Notice(peer, notice));
             }
             Frame::Hello(_) | Frame::Answers(_) => core.refused.out_of_order += 1,
         }

@@ -31,7 +31,8 @@
 //!     let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(1) };
 //!     let mut endpoint = ProcessEndpoint::open(world.rank(), token, config)?;
 //!     // Register memory here: addresses contain the regions registered so far.
-//!     let addresses = world.all_gather("endpoints", &endpoint.address())?;
+//!     // All peers connect by the same address; a network with connections would need one for each.
+//!     let addresses = world.all_gather("endpoints", &endpoint.address(world.rank())?)?;
 //!     for (peer, address) in (0u32..).map(Rank).zip(&addresses).filter(|(peer, _)| *peer != world.rank()) {
 //!         endpoint.connect(peer, address)?;
 //!     }
@@ -267,6 +268,7 @@ impl ProcessEndpoint {
                 Step::Done(id) => self.outbound.done(&mut self.core, id),
                 Step::Packet(packet) => self.inbound.packet(&mut self.core, packet, due.at_ns),
                 Step::Deliver(arrival) => self.inbound.deliver(&mut self.core, arrival),
+                Step::Notice(peer, notice) => self.core.endpoint.revocations.take_in(peer, notice),
             }
         }
     }
@@ -306,18 +308,24 @@ impl Transport for ProcessEndpoint {
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
-        let released = self.core.endpoint.regions.take_back(region)?;
-        if released == Released::Done {
-            self.core.look();
-            self.inbound.drop_arriving(&mut self.core, region);
-        }
+        let ProcessEndpoint { core, inbound, outbound, .. } = self;
+        core.look();
+        let used = core.endpoint.regions.give_up(region)?;
+        let (living, now_ns, let_go_ns) = (inbound.writers(core), core.now_ns, core.config.let_go_ns);
+        let late = core.endpoint.revocations.take_back(region, &living, now_ns, let_go_ns);
+        outbound.send_notices(core);
+        let (Some(late), false) = (late, used) else { return Ok(Released::Busy) };
+        core.counts.cut_off += u64::from(late > 0);
+        core.endpoint.revocations.end(region);
+        let released = core.endpoint.regions.take_back(region)?;
+        inbound.drop_arriving(core, region);
         Ok(released)
     }
 
-    fn address(&self) -> Vec<u8> {
+    fn address(&mut self, _peer: Rank) -> Result<Vec<u8>> {
         let regions = self.core.endpoint.regions.lengths();
         let (nonce, key, nics) = (self.door.nonce, self.core.endpoint.key, self.nics() as u32);
-        Address { nonce, key, rank: self.core.rank, nics, regions }.encode()
+        Ok(Address { nonce, key, rank: self.core.rank, nics, regions }.encode())
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
@@ -346,10 +354,18 @@ impl Transport for ProcessEndpoint {
         self.outbound.send(&mut self.core, peer, message)
     }
 
+    fn flush(&mut self) -> Result<()> {
+        self.core.look();
+        self.outbound.flush(&mut self.core);
+        Ok(())
+    }
+
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
         self.core.tick();
+        self.outbound.flush(&mut self.core);
         self.receive()?;
         self.run_due();
+        self.outbound.send_notices(&mut self.core);
         let talked = self.outbound.talk(&mut self.core);
         self.inbound.talk(&self.core);
         talked.map_err(|lasting| too_short(self.core.rank, "open", lasting))?;

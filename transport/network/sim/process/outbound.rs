@@ -18,9 +18,10 @@ use super::memory;
 use super::shared::{Core, FlightId, READS_PER_POLL, Step};
 use super::socket::{self, Nonce, Receipt, Sending, Shortage};
 use crate::base::{Rank, Result};
+use crate::transport::network::revoke::Notice;
 use crate::transport::network::sim::config::DeadPeers;
 use crate::transport::network::sim::endpoint_state::{Channel, Miss, Pending, Slot};
-use crate::transport::network::{Posted, Reason, WriteImm};
+use crate::transport::network::{Posted, Reason, RegionId, WriteImm};
 use crate::transport::world::fds::is_shortage;
 use nix::errno::Errno;
 use std::collections::{BTreeMap, VecDeque};
@@ -43,6 +44,7 @@ enum Source {
 enum Cargo {
     Write { write: WriteImm, source: Source },
     Message(Box<[u8]>),
+    Notice(Notice),
 }
 
 #[derive(Debug)]
@@ -60,7 +62,7 @@ struct Flight {
     eager: bool,
     /// The peer has answered.
     answered: bool,
-    /// Its completion was queued; messages have none.
+    /// Its completion was queued; messages and notices have none.
     completed: bool,
     /// Why it will not arrive.
     missing: Option<Miss>,
@@ -70,14 +72,21 @@ impl Flight {
     fn nic(&self) -> usize {
         match &self.cargo {
             Cargo::Write { write, .. } => usize::from(write.nic),
-            Cargo::Message(_) => 0,
+            Cargo::Message(_) | Cargo::Notice(_) => 0,
         }
+    }
+
+    /// Whether it is a write to a region of `peer` that has not completed.
+    fn is_outstanding(&self, peer: Rank, region: RegionId) -> bool {
+        let there = matches!(&self.cargo, Cargo::Write { write, .. } if write.target.region == region);
+        there && self.peer == peer && !self.completed
     }
 
     fn bytes(&self) -> u32 {
         match &self.cargo {
             Cargo::Write { write, .. } => write.bytes,
             Cargo::Message(bytes) => bytes.len() as u32,
+            Cargo::Notice(_) => 0,
         }
     }
 
@@ -116,6 +125,8 @@ pub(super) struct Outbound {
     token: Box<[u8]>,
     links: BTreeMap<Rank, Link>,
     flights: BTreeMap<FlightId, Flight>,
+    /// Writes that stay until the next flush or poll.
+    held: Vec<FlightId>,
     buffer: Vec<u8>,
     /// Shortage in connecting, and whether `talk` has met one.
     pub(super) shortage: Shortage,
@@ -128,6 +139,7 @@ impl Outbound {
             token: token.into(),
             links: BTreeMap::new(),
             flights: BTreeMap::new(),
+            held: Vec::new(),
             buffer: Vec::with_capacity(frame::MAX_FRAME),
             shortage: Shortage::default(),
             short: None,
@@ -172,6 +184,7 @@ impl Outbound {
         let link =
             Link { channel, key, nonce: address.nonce, wire, waiting: VecDeque::new(), blocked: false, eager_bytes: 0 };
         self.links.insert(peer, link);
+        core.endpoint.revocations.forget(peer);
         core.endpoint
             .channels
             .insert(peer, Channel { key, id: channel, regions: address.regions, ..Channel::default() });
@@ -204,7 +217,9 @@ impl Outbound {
         let channels: Vec<u64> = self.links.values().map(|link| link.channel).collect();
         channels.into_iter().for_each(|channel| self.fail_channel(core, channel, Reason::Flushed));
         self.links.clear();
+        self.held.clear();
         core.endpoint.channels.clear();
+        core.endpoint.revocations.clear();
     }
 
     /// Completes all posts of a channel as failed, at once, and forgets it. Frames that its socket has taken may
@@ -239,10 +254,11 @@ impl Outbound {
         }
         core.maybe_stop(nic);
         let gone = matches!(link.wire, Wire::Gone);
+        let revoked = core.endpoint.revocations.is_revoked(write.peer, write.target.region);
         let eager = core.random.permille(core.config.eager_permille);
         let fails = core.fails();
         let bytes = write.bytes as usize;
-        let eager = eager && !gone && !fails && link.eager_bytes + bytes <= MAX_EAGER;
+        let eager = eager && !gone && !fails && !revoked && link.eager_bytes + bytes <= MAX_EAGER;
         let source = if eager {
             link.eager_bytes += bytes;
             let mut taken = Vec::new();
@@ -266,6 +282,12 @@ impl Outbound {
         } else if gone {
             core.counts.unreachable += 1;
             self.fail_dead(core, id);
+        } else if revoked {
+            core.counts.dropped += 1;
+            self.miss(core, id, Some(0), Miss::Dropped);
+        } else if core.random.permille(core.config.hold_permille) {
+            core.counts.held += 1;
+            self.held.push(id);
         } else {
             self.launch(core, id);
         }
@@ -294,6 +316,28 @@ impl Outbound {
         Ok(Posted::Accepted)
     }
 
+    /// Sends the writes on their way that were kept until now.
+    pub(super) fn flush(&mut self, core: &mut Core) {
+        for id in std::mem::take(&mut self.held) {
+            self.launch(core, id);
+        }
+    }
+
+    /// Lets go of revoked regions to which no write is outstanding, and sends this endpoint's notices.
+    pub(super) fn send_notices(&mut self, core: &mut Core) {
+        if core.endpoint.revocations.owes() {
+            let flights = &self.flights;
+            let outstanding = |peer, region| flights.values().any(|flight| flight.is_outstanding(peer, region));
+            core.endpoint.revocations.settle(outstanding);
+        }
+        while let Some((peer, notice)) = core.endpoint.revocations.next_notice() {
+            if self.links.get(&peer).is_some_and(|link| !matches!(link.wire, Wire::Gone)) {
+                let id = self.board(core, peer, Cargo::Notice(notice), false);
+                self.launch(core, id);
+            }
+        }
+    }
+
     fn board(&mut self, core: &mut Core, peer: Rank, cargo: Cargo, eager: bool) -> FlightId {
         let id = core.endpoint.channels.get_mut(&peer).map_or(FlightId { channel: 0, number: 0 }, |channel| {
             channel.posted += 1;
@@ -301,7 +345,7 @@ impl Outbound {
         });
         let flight = Flight {
             peer,
-            completed: matches!(cargo, Cargo::Message(_)),
+            completed: !matches!(cargo, Cargo::Write { .. }),
             cargo,
             sent: 0,
             gone: false,
@@ -476,6 +520,7 @@ impl Outbound {
                 (Cargo::Write { .. }, false) if completing => flight.answered = true,
                 (Cargo::Write { .. }, false) => self.fail_dead(core, id),
                 (Cargo::Write { .. }, true) => drop(self.flights.remove(&id)),
+                (Cargo::Notice(_), _) => drop(self.flights.remove(&id)),
                 (Cargo::Message(_), _) => {
                     self.flights.remove(&id);
                     if !held {
@@ -535,6 +580,10 @@ impl Outbound {
             schedule_piece(core, id, flight);
             return true;
         }
+        if let Cargo::Notice(_) = flight.cargo {
+            self.flights.remove(&id);
+            return true;
+        }
         free_eager(Some(link), flight);
         if flight.eager {
             let at_ns = core.now_ns.saturating_add(core.jitter());
@@ -558,6 +607,7 @@ fn put_frame(out: &mut Vec<u8>, head: Head, number: u64, flight: &Flight) {
     let (at, bytes) = (flight.sent, flight.piece() as usize);
     match &flight.cargo {
         Cargo::Message(bytes) => frame::encode(out, head, &Frame::Message { number, bytes }),
+        Cargo::Notice(notice) => frame::encode(out, head, &Frame::Notice(*notice)),
         Cargo::Write { write, source } => {
             let WriteImm { nic, target, imm, bytes: total, .. } = *write;
             frame::encode(out, head, &Frame::Write(Piece { number, nic, target, imm, total, at }, &[]));

@@ -5,6 +5,7 @@
 
 use super::Refused;
 use crate::base::Rank;
+use crate::transport::network::revoke::Notice;
 use crate::transport::network::sim::config::{Clock, SimConfig};
 use crate::transport::network::sim::counts::Counts;
 use crate::transport::network::sim::endpoint_state::{EndpointState, Port};
@@ -59,6 +60,8 @@ pub(super) enum Step {
     Packet(Packet),
     /// An immediate or a message is handed out.
     Deliver(Arrival),
+    /// A peer's notice arrives.
+    Notice(Rank, Notice),
 }
 
 #[derive(Debug)]

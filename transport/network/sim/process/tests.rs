@@ -104,7 +104,8 @@ fn world(ranks: u32, bytes: usize, config: SimConfig) -> Vec<Node> {
 
 /// Every rank with every other, and with itself.
 fn connect(nodes: &mut [Node]) {
-    let addresses: Vec<_> = nodes.iter().map(|node| (node.endpoint.rank(), node.endpoint.address())).collect();
+    let addresses: Vec<_> =
+        nodes.iter_mut().map(|node| (node.endpoint.rank(), node.endpoint.address(Rank(0)).unwrap())).collect();
     for node in nodes {
         for (peer, address) in &addresses {
             node.endpoint.connect(*peer, address).unwrap();
@@ -219,7 +220,7 @@ fn a_peer_with_another_token_that_reaches_memory() {
 #[test]
 fn a_peer_that_has_not_connected_back() {
     let mut nodes = vec![Node::new(0, BYTES, SimConfig::calm()), Node::new(1, BYTES, SimConfig::calm())];
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     nodes[0].fill(5);
     assert_eq!(nodes[0].post(1, 1, 8), Posted::Accepted);
@@ -230,7 +231,7 @@ fn a_peer_that_has_not_connected_back() {
     assert!(nodes[1].imms.is_empty() && nodes[1].messages.is_empty() && nodes[1].is_filled(0));
     assert_eq!((nodes[1].endpoint.refused().unconnected, nodes[0].endpoint.counts().unreachable), (2, 1));
     // Nothing of it appears later, and later posts arrive.
-    let address = nodes[0].endpoint.address();
+    let address = nodes[0].endpoint.address(Rank(0)).unwrap();
     nodes[1].endpoint.connect(Rank(0), &address).unwrap();
     assert_eq!(nodes[0].post(1, 2, 8), Posted::Accepted);
     pump_until(&mut nodes, "a write", |nodes| nodes[1].imms == [2]);
@@ -239,7 +240,7 @@ fn a_peer_that_has_not_connected_back() {
 #[test]
 fn an_address_with_one_bit_changed() {
     let mut nodes = world(3, BYTES, SimConfig::calm());
-    let good = nodes[1].endpoint.address();
+    let good = nodes[1].endpoint.address(Rank(0)).unwrap();
     for bit in 0..good.len() * 8 {
         let mut bytes = good.clone();
         bytes[bit / 8] ^= 1 << (bit % 8);
@@ -263,9 +264,9 @@ fn an_address_with_one_bit_changed() {
 #[test]
 fn a_write_beyond_the_regions_of_its_receiver() {
     let mut nodes = vec![Node::new(0, 1 << 20, SimConfig::calm()), Node::new(1, BYTES, SimConfig::calm())];
-    let address = nodes[0].endpoint.address();
+    let address = nodes[0].endpoint.address(Rank(0)).unwrap();
     nodes[1].endpoint.connect(Rank(0), &address).unwrap();
-    let fields = Address::decode(&nodes[1].endpoint.address()).unwrap();
+    let fields = Address::decode(&nodes[1].endpoint.address(Rank(0)).unwrap()).unwrap();
     let forged = Address { regions: vec![1 << 20, 64], ..fields };
     nodes[0].endpoint.connect(Rank(1), &forged.encode()).unwrap();
     nodes[0].fill(3);
@@ -340,7 +341,7 @@ fn a_shortage_of_descriptors_that_ends_an_endpoint() {
 fn host(config: SimConfig) -> (Vec<Node>, u64) {
     let nics = config.nics.len() as u32;
     let mut nodes = vec![Node::new(0, BYTES, config.clone()), Node::new(1, BYTES, config)];
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
     let key = core.endpoint.channels[&Rank(1)].key;
@@ -408,7 +409,7 @@ fn a_frame_neither_taken_nor_counted() {
 fn an_answer_neither_taken_nor_counted() {
     let config = SimConfig { nic_queue: 1 << 20, peer_queue: 1 << 20, ..SimConfig::calm() };
     let mut nodes = [Node::new(0, BYTES, config.clone()), Node::new(1, BYTES, config)];
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     let mut dice = Dice(2);
     let (mut answers, mut posted) = (0, 0);
@@ -450,7 +451,7 @@ fn an_answer_neither_taken_nor_counted() {
 #[test]
 fn noise_from_a_member_that_reaches_memory() {
     let mut nodes = vec![Node::new(0, BYTES, SimConfig::calm()), Node::new(1, BYTES, SimConfig::calm())];
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     let fd = dial(&nodes[0]);
     let key = nodes[0].endpoint.core.endpoint.channels[&Rank(1)].key;
@@ -534,7 +535,7 @@ fn a_piece_out_of_order() {
 #[test]
 fn an_answer_to_what_was_not_sent() {
     let mut nodes = [Node::new(0, 1 << 20, SimConfig::calm()), Node::new(1, 1 << 20, SimConfig::calm())];
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     // More than the socket takes: so a part of the first is sent, and nothing of the second is once its NIC stops.
     assert_eq!(nodes[0].post(1, 1, 1 << 20), Posted::Accepted);
@@ -562,10 +563,10 @@ fn an_answer_to_what_was_not_sent() {
 #[test]
 fn a_frame_for_the_time_before_a_reset() {
     let (mut nodes, _) = host(SimConfig::calm());
-    let old = nodes[0].endpoint.address();
+    let old = nodes[0].endpoint.address(Rank(0)).unwrap();
     let old_key = nodes[0].endpoint.core.endpoint.key;
     nodes[0].endpoint.reset().unwrap();
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     let ProcessEndpoint { core, inbound, .. } = &mut nodes[0].endpoint;
     let mut bytes = Vec::new();

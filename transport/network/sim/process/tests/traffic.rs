@@ -160,12 +160,12 @@ fn a_reset_that_peers_do_not_notice_or_that_lets_something_through() {
     assert_eq!(nodes[1].endpoint.inbound.held(), BYTES, "it waits for the NIC");
     nodes[1].endpoint.reset().unwrap();
     assert_eq!((nodes[1].endpoint.inbound.held(), nodes[1].endpoint.counts().cut), (0, 2));
-    let address = nodes[0].endpoint.address();
+    let address = nodes[0].endpoint.address(Rank(0)).unwrap();
     nodes[1].endpoint.connect(Rank(0), &address).unwrap();
     pump_until(&mut nodes, "a failure", |nodes| !nodes[0].failed.is_empty());
     settle(&mut nodes);
     assert!(nodes[1].imms.is_empty() && nodes[1].messages.is_empty() && nodes[1].is_filled(0));
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     assert_eq!(nodes[0].post(1, 2, BYTES), Posted::Accepted);
     pump_until(&mut nodes, "the new generation", |nodes| nodes[1].imms == [2] && nodes[0].sent == [2]);
@@ -185,7 +185,7 @@ fn payloads_read_early_without_bound() {
     assert_eq!(eager_bytes(&nodes[0]), 0);
     // And what is refused after its first piece is let go, too.
     let mut nodes = [Node::new(0, LONG, eager()), Node::new(1, LONG, eager())];
-    let address = nodes[1].endpoint.address();
+    let address = nodes[1].endpoint.address(Rank(0)).unwrap();
     nodes[0].endpoint.connect(Rank(1), &address).unwrap();
     for number in 0..30 {
         assert_eq!(nodes[0].post(1, number, LONG), Posted::Accepted);
