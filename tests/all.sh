@@ -4,8 +4,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+all=(format lint build driver unit model coverage documented verify sanitize mutants)
 steps=("$@")
 started=$SECONDS
+for step in "${steps[@]}"; do
+  if [[ " ${all[*]} " != *" $step "* ]]; then
+    echo "tests/all.sh has no step $step: name some of ${all[*]}" >&2
+    exit 2
+  fi
+done
 
 say() { printf '\n== %s  [%d s]\n' "$*" $((SECONDS - started)); }
 
@@ -147,7 +154,7 @@ coverage() {
 setup
 # The Rust tests run once: under coverage, unless they are asked for alone.
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver coverage documented verify sanitize mutants); fi
-for step in format lint build driver unit model coverage documented verify sanitize mutants; do
+for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
 done
 say "all passed"
