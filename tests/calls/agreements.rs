@@ -289,7 +289,7 @@ fn every_field_of_an_offer_of_descriptors_that_is_wrong_ends_the_exchange_with_t
         Part::Payload,
         &[
             ("exchange_fds", |offer| offer.truncate(31), "rank 1 could not open a socket ("),
-            ("exchange_fds", |offer| *offer = b"no\x1b[31m\r\nroom".to_vec(), r"socket (no\\u{1b}[31m\\r\\nroom)"),
+            ("exchange_fds", |offer| *offer = b"no\x1b[31m\r\nroom".to_vec(), r"socket (no\u{1b}[31m\r\nroom)"),
             ("exchange_fds", |offer| *behind_name(offer, 0) = b' ', "rank 1 could not open a socket ("),
             ("exchange_fds", |offer| offer[40] = 0xff, "rank 1 could not open a socket ("),
             // The socket's name, the host, and the network's namespace.
