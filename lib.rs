@@ -79,7 +79,7 @@
 //!     stream.synchronize(patience)?;
 //!     let (mut counts, mut row, mut at) = ([0; 2], [0; 16], 0);
 //!     host_counts.read_i32(0, &mut counts)?;
-//!     for (expert, rows) in ep.placement().local_experts(world.rank().index()).iter().zip(counts) {
+//!     for (expert, rows) in ep.placement().local_experts(world.original(world.rank()).index()).iter().zip(counts) {
 //!         for _ in 0..rows {
 //!             y.read(at, &mut row)?;
 //!             let [a, b, c, d, ..] = row;
