@@ -375,8 +375,14 @@ fn agree<T>(world: &World, outcome: Result<T>) -> Result<T> {
 /// Decodes the cards and refuses combinations that cannot work. All ranks see the same cards, so all decide alike.
 fn read_cards(world: &World, cards: &[Vec<u8>]) -> Result<Vec<Card>> {
     let decode = |(rank, bytes): (usize, &Vec<u8>)| {
-        let unknown = || format!("rank {} described its arena in an unknown form", named(world, rank));
-        Card::decode(bytes).ok_or_else(|| mismatch(unknown(), SAME_VERSION))
+        let name = named(world, rank);
+        let what = match read_u32(bytes, 0) {
+            Some(version) if version != Card::VERSION => {
+                format!("rank {name} described its arena in version {version} of the form, and this rank has {}", Card::VERSION)
+            }
+            _ => format!("rank {name} described its arena in an unknown form"),
+        };
+        Card::decode(bytes).ok_or_else(|| mismatch(what, SAME_VERSION))
     };
     let cards: Vec<Card> = cards.iter().enumerate().map(decode).collect::<Result<_>>()?;
     for (rank, card) in cards.iter().enumerate() {
@@ -573,8 +579,8 @@ mod tests {
         read_changed(|_| ()).unwrap();
         let unknown = "rank 1 described its arena in an unknown form";
         let refused: [(&str, Change, &str); 9] = [
-            ("version", |card| card[0] = 2, unknown),
-            ("version", |card| card[3] = 1, unknown),
+            ("version", |card| card[0] = 2, "rank 1 described its arena in version 2 of the form, and this rank has 1"),
+            ("version", |card| card[3] = 1, "rank 1 described its arena in version 16777217 of the form, and this rank has 1"),
             ("kind", |card| card[4] = 3, unknown),
             ("kind", |card| card[4] = 0, "rank 1 is on the CPU device and rank 0 on GPU 3 (0000:1b:00.0)"),
             ("kind", |card| card[4] = 2, "rank 1 is on host memory of GPU 3 (0000:1b:00.0) and rank 0 on GPU 3"),
