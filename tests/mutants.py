@@ -477,7 +477,7 @@ class Worker:
         shutil.copytree(ROOT, self.tree, copy_function=shutil.copy, ignore=shutil.ignore_patterns("target", ".git", ".venv", ".gpu"))
 
     def run(self, command, limit):
-        return subprocess.run(command, cwd=self.tree, env=QUICK, capture_output=True, text=True, timeout=limit)
+        return subprocess.run(command, cwd=self.tree, env=QUICK, capture_output=True, text=True, errors="replace", timeout=limit)
 
     def build(self):
         return self.run(["cargo", "build", "-q", *self.cargo], LONGEST_BUILD)
@@ -635,7 +635,11 @@ class Worker:
         text = path.read_text()
         path.write_text(text.replace(original, mutated))
         try:
-            if (built := self.build()).returncode != 0:
+            try:
+                built = self.build()
+            except subprocess.TimeoutExpired:
+                return "", f"is not built within {LONGEST_BUILD} s"
+            if built.returncode != 0:
                 return "", f"does not compile: {built.stderr}"
             return self.caught_by(self.checks_of(mutant)) or self.caught_by(self.thorough(mutant))
         finally:
@@ -690,12 +694,22 @@ def next_of(waiting):
 
 
 def in_threads(work, workers):
-    """Does the work with each worker, in a thread of its own."""
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in workers]
+    """Does the work with each worker, in a thread of its own. What ends a thread ends the run, once all have ended."""
+    failures = []
+
+    def attempt(worker):
+        try:
+            work(worker)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=attempt, args=(worker,)) for worker in workers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
 
 
 def fingerprint(mutant):
