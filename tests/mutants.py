@@ -731,6 +731,9 @@ def chosen(arguments):
         parts = int(arguments[1])
         contents = b"".join((ROOT / file).read_bytes() for file in sorted({file for _, file, _, _ in MUTANTS}))
         return MUTANTS[hashlib.sha256(contents).digest()[0] % parts :: parts]
+    known = {mutant[0] for mutant in MUTANTS}
+    if unknown := [name for name in arguments if name not in known]:
+        sys.exit(f"no mutant is called «{unknown[0]}»")
     return [mutant for mutant in MUTANTS if not arguments or mutant[0] in arguments]
 
 
