@@ -93,8 +93,12 @@ def judge(worker, mutant):
         for name, command in checks(worker, mutant["file"]):
             try:
                 built = worker.run([*command, "--no-run"], mutants.LONGEST_BUILD)
-                if built.returncode != 0:
-                    return f"{name} is not built: {built.stderr[-300:]}"
+            except subprocess.TimeoutExpired:
+                return f"{name} is not built within {mutants.LONGEST_BUILD} s"
+            if built.returncode != 0:
+                # An outcome is a line, and what follows the tab is the mutant.
+                return f"{name} is not built: {' '.join(built.stderr[-300:].split())}"
+            try:
                 failed = worker.run(command, LONGEST).returncode != 0
             except subprocess.TimeoutExpired:
                 failed = True
