@@ -60,12 +60,19 @@ program() {
 }
 
 build() {
-  local dir=${1:?the folder of the binaries}
+  local dir=${1:?the folder of the binaries} name
   program "$dir"
+  rm -f "$dir/calls" "$dir/transport"
   (cd "$root" && cargo test --no-run --test calls --test transport 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\/main\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
-  local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit name
+  for name in calls transport; do
+    if [ ! -x "$dir/$name" ]; then
+      echo "tests/gpu.sh: cargo named no test program $name, so none is in $dir" >&2
+      return 1
+    fi
+  done
+  local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit
   # The nvcc that the kernels were built with, as build.rs noted it.
   nvcc=$( (ls -t "$target"/release/build/tokenyard-*/out/kernels.key 2>/dev/null || true) | head -n 1 | xargs -r cut -d ' ' -f 2-)
   commit=$(git -C "$root" rev-parse --short=12 HEAD)
@@ -105,6 +112,8 @@ check() {
   local name=$1 start=$SECONDS status=passed
   shift
   bounded "$name" "$@" || status=FAILED
+  # A test program of which a filter leaves no test ends well.
+  ! grep -q '^running 0 tests' "$out/$name.log" || status=FAILED
   note "$name" "$status" "$((SECONDS - start)) s  $(last_line "$name")"
 }
 
