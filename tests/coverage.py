@@ -19,9 +19,15 @@ def is_counted(path):
 def test_module(path):
     """The first line that is of tests alone."""
     with open(path, encoding="utf-8") as lines:
+        begin = 0
         for number, line in enumerate(lines, 1):
             if line.startswith("#[cfg(test)]"):
-                return number
+                begin = number
+            elif begin and not line.startswith("#["):
+                # What else is for tests alone, or in another file, has code behind it.
+                if "mod " in line and line.rstrip().endswith("{"):
+                    return begin
+                begin = 0
     return sys.maxsize
 
 

@@ -29,10 +29,24 @@ fn files(folder: &str, extensions: &[&str]) -> Vec<(String, String)> {
 
 /// Lines of code, numbered: no comments, nothing from the test module on.
 fn code(text: &str) -> impl Iterator<Item = (usize, &str)> {
-    text.lines()
-        .enumerate()
-        .map(|(n, line)| (n + 1, line.split("//").next().unwrap_or("")))
-        .take_while(|(_, line)| !line.contains("#[cfg(test)]"))
+    let lines: Vec<&str> = text.lines().collect();
+    let end = (0..lines.len()).find(|at| begins_tests(&lines[*at..])).unwrap_or(lines.len());
+    let code = lines.into_iter().take(end).enumerate();
+    code.map(|(n, line)| (n + 1, line.split("//").next().unwrap_or("")))
+}
+
+/// Whether a module of tests begins here; what else is for tests alone, or in another file, has code behind it.
+fn begins_tests(lines: &[&str]) -> bool {
+    let mut lines = lines.iter().map(|line| line.trim());
+    let module = |line: &str| line.split(' ').any(|word| word == "mod") && line.ends_with('{');
+    lines.next() == Some("#[cfg(test)]") && lines.find(|line| !line.starts_with("#[")).is_some_and(module)
+}
+
+#[test]
+fn code_ends_where_a_module_of_tests_begins() {
+    let text = "fn a() {\n#[cfg(test)]\nb();\n}\n#[cfg(test)]\n#[path = \"t.rs\"]\nmod t;\nfn c() {} // d\n\
+                #[cfg(test)]\npub mod tests {\nfn e() {}\n}\n";
+    assert_eq!(code(text).last(), Some((8, "fn c() {} ")));
 }
 
 fn assert_free_of(folder: &str, extensions: &[&str], skip: &[&str], words: &[&str]) {
