@@ -171,7 +171,7 @@ mod tests {
         }
         for end in [&[0][..], &[0; 7], &[1, 0, 0, 0, 1, 0, 0, 0]] {
             let why = read(&[&good, end].concat(), 1).unwrap_err();
-            assert!(why.contains("rank 9 sent a malformed table of addresses, of 4"), "{why}");
+            assert!(why.contains("rank 9 sent a malformed table of addresses"), "{why}");
         }
         let bent = |at: usize| {
             let mut bytes = good.clone();

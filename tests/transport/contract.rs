@@ -655,7 +655,8 @@ pub fn region_held_by_a_peer_that_never_polls(backend: &impl Backend) {
     let mut log = Log::default();
     // SAFETY: accessed through raw pointers only, and dropped after the cluster.
     let region = unsafe { cluster.endpoint(1).register(taken.span()) }.unwrap();
-    [0, 2].map(|rank| cluster.connect_to(rank, 1));
+    cluster.connect_to(0, 1);
+    cluster.connect_to(2, 1);
     let to_it = |number: u32| {
         let target = Place { region, offset: (number as usize * SLOT) as u64 };
         WriteImm { target, ..write(1, number, number as usize, 64) }
@@ -743,7 +744,7 @@ pub fn regions_taken_back_under_a_storm<B: Backend>(backend: &B) {
         assert!(memory.all().iter().all(|byte| *byte == 0xDD), "round {round}: written after it was taken back");
     }
     assert!(log.failed.is_empty(), "a write failed, though all polled: {:?}", log.failed);
-    assert!(!log.sent.is_empty() && !log.dropped.is_empty(), "{} sent, {} dropped", log.sent.len(), log.dropped.len());
+    assert!(!log.dropped.is_empty(), "no write was too late");
     for (rank, number, round) in &posted {
         let token = u64::from(*number);
         assert_eq!(log.completions(*rank, token), 1, "write {number} of round {round}");

@@ -378,7 +378,10 @@ fn read_cards(world: &World, cards: &[Vec<u8>]) -> Result<Vec<Card>> {
         let name = named(world, rank);
         let what = match read_u32(bytes, 0) {
             Some(version) if version != Card::VERSION => {
-                format!("rank {name} described its arena in version {version} of the form, and this rank has {}", Card::VERSION)
+                format!(
+                    "rank {name} described its arena in version {version} of the form, and this rank has {}",
+                    Card::VERSION
+                )
             }
             _ => format!("rank {name} described its arena in an unknown form"),
         };
@@ -580,7 +583,11 @@ mod tests {
         let unknown = "rank 1 described its arena in an unknown form";
         let refused: [(&str, Change, &str); 9] = [
             ("version", |card| card[0] = 2, "rank 1 described its arena in version 2 of the form, and this rank has 1"),
-            ("version", |card| card[3] = 1, "rank 1 described its arena in version 16777217 of the form, and this rank has 1"),
+            (
+                "version",
+                |card| card[3] = 1,
+                "rank 1 described its arena in version 16777217 of the form, and this rank has 1",
+            ),
             ("kind", |card| card[4] = 3, unknown),
             ("kind", |card| card[4] = 0, "rank 1 is on the CPU device and rank 0 on GPU 3 (0000:1b:00.0)"),
             ("kind", |card| card[4] = 2, "rank 1 is on host memory of GPU 3 (0000:1b:00.0) and rank 0 on GPU 3"),

@@ -98,6 +98,7 @@ fn payload_that_is_placed_all_at_once_or_in_order() {
         let (network, mut nodes) = world(2, BYTES, SimConfig { full_permille: 0, eager_permille: 0, ..config });
         nodes[0].fill(7);
         assert_eq!(nodes[0].post(1, seed as u32, BYTES), Posted::Accepted);
+        nodes[0].endpoint.flush().unwrap();
         while nodes[1].imms.is_empty() {
             let placed: Vec<bool> = (0..BYTES / 64).map(|packet| nodes[1].byte(packet * 64 + 63) == 7).collect();
             let count = placed.iter().filter(|there| **there).count();

@@ -46,6 +46,8 @@ pub(in crate::transport::network::sim::process) fn samples() -> Vec<(Vec<u8>, us
         (encoded(&Frame::Write(Piece { total: 0, at: 0, ..piece() }, &[])), 24 + 32),
         (encoded(&Frame::Message { number: 5, bytes: b"hello" }), 24 + 8),
         (encoded(&Frame::Message { number: 5, bytes: &[6; MAX_MESSAGE] }), 24 + 8),
+        (encoded(&Frame::Notice(Notice::Revoke(RegionId(9)))), 24 + 4),
+        (encoded(&Frame::Notice(Notice::LetGo(RegionId(9)))), 24 + 4),
         (encoded_answers(&answers()), 24 + 17),
         (encoded_answers(&vec![answers()[0]; MAX_ANSWERS]), 24 + 17),
     ]
@@ -105,7 +107,7 @@ fn a_field_at_another_place_than_in_the_format() {
     let bytes = encoded(&Frame::Write(piece(), &[0xEE]));
     let fields: [&[u8]; 12] = [
         b"tySP",
-        &[2, 0, 2, 0],
+        &[3, 0, 2, 0],
         &HEAD.key.to_le_bytes(),
         &HEAD.stamp_ns.to_le_bytes(),
         &[0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21],
@@ -120,7 +122,9 @@ fn a_field_at_another_place_than_in_the_format() {
     assert_eq!(bytes, fields.concat());
     let hello = encoded(&Frame::Hello(Hello { rank: Rank(6), nics: 2, key: 5, token: b"t" }));
     assert_eq!(hello[24..], [6, 0, 0, 0, 2, 0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, b't']);
-    assert_eq!(hello[..8], *b"tySP\x02\x00\x01\x00");
+    assert_eq!(hello[..8], *b"tySP\x03\x00\x01\x00");
+    assert_eq!(encoded(&Frame::Notice(Notice::Revoke(RegionId(0x3132))))[24..], [0x32, 0x31, 1, 0]);
+    assert_eq!(encoded(&Frame::Notice(Notice::LetGo(RegionId(0x3132))))[24..], [0x32, 0x31, 2, 0]);
 }
 
 #[test]
@@ -150,9 +154,9 @@ fn a_frame_of_another_format_version_or_kind() {
         };
         assert_eq!(with(0, b'T'), Err(Malformed::Magic));
         assert_eq!(with(4, 1), Err(Malformed::Version(1)));
-        assert_eq!(with(5, 1), Err(Malformed::Version(0x102)));
+        assert_eq!(with(5, 1), Err(Malformed::Version(0x103)));
         assert_eq!(with(6, 0), Err(Malformed::Kind(0)));
-        assert_eq!(with(6, 5), Err(Malformed::Kind(5)));
+        assert_eq!(with(6, 6), Err(Malformed::Kind(6)));
         assert_eq!(with(7, 1).map_err(|error| matches!(error, Malformed::Kind(_))), Err(true));
     }
 }
@@ -170,6 +174,13 @@ fn a_field_that_cannot_be() {
         write(Piece { at: 0, total: u32::MAX, ..piece() }, MAX_PIECE + 1),
         Err(Malformed::Length(MAX_FRAME + 1))
     );
+    let notice = encoded(&Frame::Notice(Notice::LetGo(RegionId(9))));
+    for (at, byte) in [(26, 0), (26, 3), (27, 1)] {
+        let mut bent = notice.clone();
+        bent[at] = byte;
+        assert_eq!(decode(&bent).map(drop), Err(Malformed::Field("notice")), "byte {at}");
+    }
+    assert_eq!(decode(&[&notice[..], &[0]].concat()).map(drop), Err(Malformed::Length(1)));
     let mut bytes = encoded(&Frame::Write(piece(), &[1]));
     bytes[24 + 31] = 1;
     assert_eq!(decode(&bytes).map(drop), Err(Malformed::Field("zero")));
