@@ -146,8 +146,8 @@ fn an_endpoint_with_more_text_than_can_be_gathered_is_refused_on_all_ranks_with_
         let wordy = world.rank() == Rank(1);
         // Which text is how long, and a part of the error.
         let cases = [
-            (0, LONG, "endpoint of rank 1 has an address of 70000000 bytes: peers take at most 65536"),
-            (0, MAX_ADDRESS + 1, "endpoint of rank 1 has an address of 65537 bytes: peers take at most 65536"),
+            (0, LONG, "endpoint of rank 1 has an address of 70000000 bytes for rank"),
+            (0, MAX_ADDRESS + 1, "endpoint of rank 1 has an address of 65537 bytes for rank"),
             (1, LONG, "word word"),
             (2, LONG, "word word"),
         ];

@@ -50,9 +50,9 @@ pub(crate) struct Revocations {
 }
 
 impl Revocations {
-    /// Takes an own region back, or goes on with it. `living` are the peers that may write to it: who is no longer among
-    /// them is not waited for, nor is a peer after `let_go_ns`. `None`: wait for a peer. Otherwise nobody may write to
-    /// the region any more, and so many peers had not let go in time; then the caller ends it by
+    /// Takes an own region back, or goes on with it. `living` are the peers that may write to it: a peer that is no
+    /// longer among them is not waited for, nor is any peer after `let_go_ns`. `None`: wait for a peer. Otherwise nobody
+    /// may write to the region any more, and so many peers had not let go in time; the caller then ends it by
     /// [`end`](Self::end).
     pub fn take_back(&mut self, region: RegionId, living: &[Rank], now_ns: u64, let_go_ns: u64) -> Option<usize> {
         let at = self.leaving.iter().position(|leaving| leaving.region == region).unwrap_or_else(|| {
@@ -150,7 +150,7 @@ mod tests {
         let (mut own, peers) = (Revocations::default(), [Rank(1), Rank(2)]);
         let asked = |own: &mut Revocations| own.take_back(OWN, &peers, 99, LET_GO);
         assert_eq!([own.take_back(OWN, &peers, 0, LET_GO), asked(&mut own)], [None; 2]);
-        assert_eq!(notices(&mut own), [(1, Notice::Revoke(OWN)), (2, Notice::Revoke(OWN))], "each is told once");
+        assert_eq!(notices(&mut own), [(1, Notice::Revoke(OWN)), (2, Notice::Revoke(OWN))], "each is notified once");
         own.take_in(Rank(1), Notice::LetGo(OWN));
         own.take_in(Rank(1), Notice::LetGo(OWN));
         own.take_in(Rank(2), Notice::LetGo(RegionId(5)));

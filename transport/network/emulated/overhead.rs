@@ -33,7 +33,7 @@ pub fn overhead<D: CopyDevice>(source: &D, target: &D) -> Result<f64> {
         // SAFETY: the arena outlives the endpoint, and nobody else uses it.
         unsafe { end.register(arena.span())? };
     }
-    let addresses = [ends[0].address(Rank(1)).unwrap(), ends[1].address(Rank(0)).unwrap()];
+    let addresses = [ends[0].address(Rank(1))?, ends[1].address(Rank(0))?];
     ends[0].connect(Rank(1), &addresses[1])?;
     ends[1].connect(Rank(0), &addresses[0])?;
     let mut times = Vec::new();
