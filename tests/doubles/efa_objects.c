@@ -110,8 +110,8 @@ int register_region(struct fid *fid, const struct fi_mr_attr *attr, uint64_t fla
         off_t end = lseek(buffer->fd, 0, SEEK_END);
         if (end >= 0 && (buffer->offset > (uint64_t)end || buffer->bytes > (uint64_t)end - buffer->offset))
             goto refused;
-        /* prov/efa/src/efa_mr.c, efa_mr_reg_ibv_mr: from v2.4.0 on the address peers use is base_addr + offset. */
-        region->base = (uint64_t)(uintptr_t)buffer->base + (config.version < FI_VERSION(2, 4) ? 0 : buffer->offset);
+        /* prov/efa/src/efa_mr.c, efa_mr_reg_ibv_mr: peers use base_addr + offset (all tags from v1.20.0). */
+        region->base = (uint64_t)(uintptr_t)buffer->base + buffer->offset;
         region->bytes = buffer->bytes;
         region->fd = buffer->fd;
         region->fd_offset = buffer->offset;
