@@ -192,9 +192,9 @@ EXPORT const char *fi_strerror(int number) {
     }
 }
 
-/* Bytes of fi_domain_attr that a caller of the claimed version gives. include/rdma/fabric.h by tag: 192 bytes before v1.20.0,
- * 200 at v1.20.0, 208 at v2.0.0, 224 at v2.5.0. Infos made here have room for more, so that a caller with newer
- * headers finds zeros.
+/* Bytes of fi_domain_attr that a caller of the claimed version gives. include/rdma/fabric.h by tag: 192 bytes before
+ * v1.20.0, 200 at v1.20.0, 208 at v2.0.0, 224 at v2.5.0. Infos made here have room for more, so that a caller with
+ * newer headers finds zeros.
  */
 static size_t domain_attr_bytes(void) {
     if (config.version < FI_VERSION(1, 20))
@@ -341,7 +341,8 @@ static struct fi_info *describe(uint32_t version, uint32_t nic, bool is_direct) 
     info->tx_attr->size = config.depth;
     info->tx_attr->iov_limit = 2;
     info->tx_attr->rma_iov_limit = 1; /* efa-direct takes one buffer of a write: efa_fabric_comparison.md, FI_RMA */
-    info->rx_attr->caps = info->caps & (FI_MSG | FI_RECV | FI_RMA | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_SOURCE | FI_HMEM);
+    info->rx_attr->caps = info->caps & (FI_MSG |
+                                        FI_RECV | FI_RMA | FI_REMOTE_READ | FI_REMOTE_WRITE | FI_SOURCE | FI_HMEM);
     info->rx_attr->mode = info->mode;
     info->rx_attr->op_flags = FI_COMPLETION;
     info->rx_attr->msg_order = info->tx_attr->msg_order;
@@ -438,7 +439,8 @@ static bool serves(struct fi_info *info, const struct fi_info *hints, bool is_di
         int needed = info->domain_attr->mr_mode & ~(hints->caps & FI_HMEM ? 0 : FI_MR_HMEM);
         if (needed & ~domain->mr_mode)
             return false;
-        if (domain->cq_data_size > info->domain_attr->cq_data_size || domain->mr_key_size > info->domain_attr->mr_key_size)
+        if (domain->cq_data_size > info->domain_attr->cq_data_size ||
+            domain->mr_key_size > info->domain_attr->mr_key_size)
             return false;
         if (domain->data_progress == FI_PROGRESS_AUTO && !is_direct)
             return false;

@@ -212,7 +212,7 @@ struct receive {
 struct arrival {
     uint32_t use, left;
     struct receive into; /* of a message */
-    bool is_answered;
+    bool has_receive, is_answered;
 };
 
 struct link_in {

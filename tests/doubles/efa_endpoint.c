@@ -39,7 +39,8 @@ static bool uses_device_rdma(const struct endpoint *endpoint) {
         return by_default;
     bool wanted = *text == '1' || *text == 't' || *text == 'y' || !strcmp(text, "on");
     if (wanted && !config.rdma) {
-        fprintf(stderr, "EFA double: FI_EFA_USE_DEVICE_RDMA is set, but the device has no RDMA; aborting, as EFA does\n");
+        fprintf(stderr,
+                "EFA double: FI_EFA_USE_DEVICE_RDMA is set, but the device has no RDMA; aborting as EFA does\n");
         abort();
     }
     return wanted;

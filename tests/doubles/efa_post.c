@@ -1,7 +1,7 @@
 /* Posting: what the provider checks at once, and when it rings the doorbell.
  *
- * A post on efa-direct becomes an entry of the device's send queue. An entry posted with FI_MORE waits there until a post
- * without FI_MORE, a full batch or a refused post rings the doorbell: prov/efa/src/efa_data_path_direct_entry.h,
+ * A post on efa-direct becomes an entry of the device's send queue. An entry posted with FI_MORE waits there until a
+ * post without FI_MORE, a full batch or a refused post rings the doorbell: prov/efa/src/efa_data_path_direct_entry.h,
  * efa_data_path_direct_post_write. No time limit and no poll rings it.
  */
 #include "efa.h"
@@ -19,8 +19,8 @@ static void ring(struct endpoint *endpoint) {
             link->rung = true;
             link->record->doorbells++;
         }
-        /* ai-dynamo/nixl issue 1656: emulated writes take buffers of a pool that ends at some 240 in flight. Those beyond
-         * it are never carried out. */
+        /* ai-dynamo/nixl issue 1656: emulated writes take buffers of a pool that ends at some 240 in flight. Those
+         * beyond it are never carried out. */
         if (op->emulated && endpoint->emulated_count >= config.pool) {
             op->state = OP_STALLED;
             refuse(RULE_STALL);
@@ -94,8 +94,8 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     for (size_t i = 0; post->desc && i < post->count; i++)
         is_hmem |= post->desc[i] && find_region(((struct fid_mr *)post->desc[i])->key) &&
                    ((struct region *)post->desc[i])->is_hmem;
-    /* efa_rma.c, efa_rma_post_write: FI_INJECT beyond the inline size, or from device memory. The fabric efa has its own
-     * limit, and otherwise carries the bytes by itself. */
+    /* efa_rma.c, efa_rma_post_write: FI_INJECT beyond the inline size, or from device memory. The fabric efa has its
+     * own limit, and otherwise carries the bytes by itself. */
     if ((post->flags & FI_INJECT) && total > endpoint->inject)
         return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
     if ((post->flags & FI_INJECT) && is_hmem)
@@ -109,15 +109,15 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     struct av *av = endpoint->av;
     if (post->to >= av->count || !av->used[post->to])
         return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
-    /* fi_efa(7), FI_EFA_TX_SIZE; efa_post_send_validate: ENOMEM of a full queue becomes -FI_EAGAIN. A slot is free again
-     * once its completion has been read. */
+    /* fi_efa(7), FI_EFA_TX_SIZE; efa_post_send_validate: ENOMEM of a full queue becomes -FI_EAGAIN. A slot is free
+     * again once its completion has been read. */
     if (!endpoint->free_count)
         return refused(endpoint, RULE_FULL, FI_EAGAIN);
     struct link_out *link = link_to(endpoint, post->to);
     if (!link)
         return refused(endpoint, RULE_FULL, FI_EAGAIN);
-    /* ofiwg/libfabric pull request 10657: on the fabric efa the handshake tells whether the peer takes immediates without
-     * a receive; if only this side does, the write is refused. */
+    /* ofiwg/libfabric pull request 10657: on the fabric efa the handshake tells whether the peer takes immediates
+     * without a receive; if only this side does, the write is refused. */
     if (!endpoint->is_direct && is_write && (post->flags & FI_REMOTE_CQ_DATA) && endpoint->is_unsolicited &&
         !endpoint->is_emulated && link->peer_qp && !link->peer_qp->unsolicited)
         return refused(endpoint, RULE_FEATURE, FI_EOPNOTSUPP);
@@ -143,13 +143,14 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     }
     if (!op->silent)
         own_context(endpoint, index);
-    /* Packets leave in the order first, first + step, ... modulo their number; step and number have no common factor. */
+    /* Packets leave in the order first, first + step, ... modulo their number; step has no factor of that number. */
     op->packets = total ? (uint32_t)((total + config.packet - 1) / config.packet) : 1;
     op->step = 1;
     if (config.reorder && op->packets > 1) {
         op->first = (uint32_t)(next_random(&endpoint->domain->random) % op->packets);
         for (;;) {
-            uint32_t a = op->step = 1 + (uint32_t)(next_random(&endpoint->domain->random) % op->packets), b = op->packets;
+            uint32_t a = 1 + (uint32_t)(next_random(&endpoint->domain->random) % op->packets), b = op->packets;
+            op->step = a;
             while (b) {
                 uint32_t rest = a % b;
                 a = b;
@@ -219,7 +220,8 @@ static ssize_t send_message(struct fid_ep *fid, const struct fi_msg *message, ui
         .context = message->context, .kind = PACKET_SEND});
 }
 
-static ssize_t send_buffer(struct fid_ep *fid, const void *buffer, size_t bytes, void *desc, fi_addr_t to, void *context) {
+static ssize_t send_buffer(struct fid_ep *fid, const void *buffer, size_t bytes, void *desc, fi_addr_t to,
+                           void *context) {
     struct iovec iov = {.iov_base = (void *)(uintptr_t)buffer, .iov_len = bytes};
     return post(fid, &(struct post){.iov = &iov, .desc = &desc, .count = 1, .to = to, .flags = plain_flags(fid),
         .context = context, .kind = PACKET_SEND});
@@ -250,7 +252,8 @@ static ssize_t receive(struct fid_ep *fid, const struct fi_msg *message, uint64_
     return 0;
 }
 
-static ssize_t receive_buffer(struct fid_ep *fid, void *buffer, size_t bytes, void *desc, fi_addr_t from, void *context) {
+static ssize_t receive_buffer(struct fid_ep *fid, void *buffer, size_t bytes, void *desc, fi_addr_t from,
+                              void *context) {
     struct iovec iov = {.iov_base = buffer, .iov_len = bytes};
     struct fi_msg message = {.msg_iov = &iov, .desc = &desc, .iov_count = 1, .addr = from, .context = context};
     return receive(fid, &message, 0);

@@ -2,8 +2,8 @@
 #include "efa.h"
 
 
-/* A queue has as many entries as it was opened with. The device drops what finds no room, silently: ofiwg/libfabric pull
- * request 11337. What was in the queue by then can be read; nothing can after it: fi_cq(3), "overrun". */
+/* A queue has as many entries as it was opened with. The device drops what finds no room, silently: ofiwg/libfabric
+ * pull request 11337. What was in the queue by then can be read; nothing can after it: fi_cq(3), "overrun". */
 void push_entry(struct cq *cq, const struct entry *entry) {
     if (cq->count == cq->size && !cq->overrun) {
         cq->overrun = true;
@@ -47,8 +47,8 @@ static fi_addr_t reverse_lookup(const struct endpoint *endpoint, const struct na
     return FI_ADDR_NOTAVAIL;
 }
 
-/* Passes over entries that nobody is told of. Operations without a context or without FI_COMPLETION take an entry of the
- * device's queue, but none of the caller's: efa_cq.c, efa_cq_handle_tx_completion. */
+/* Passes over entries that nobody is told of. Operations without a context or without FI_COMPLETION take an entry of
+ * the device's queue, but none of the caller's: efa_cq.c, efa_cq_handle_tx_completion. */
 static struct entry *first_entry(struct cq *cq) {
     while (cq->count) {
         struct entry *entry = &cq->entries[cq->head];
@@ -72,7 +72,8 @@ static void finish(struct cq *cq, const struct entry *entry) {
 static ssize_t read_from(struct fid_cq *fid, void *buffer, size_t count, fi_addr_t *sources) {
     static const size_t sizes[] = {
         [FI_CQ_FORMAT_CONTEXT] = sizeof(struct fi_cq_entry), [FI_CQ_FORMAT_MSG] = sizeof(struct fi_cq_msg_entry),
-        [FI_CQ_FORMAT_DATA] = sizeof(struct fi_cq_data_entry), [FI_CQ_FORMAT_TAGGED] = sizeof(struct fi_cq_tagged_entry)};
+        [FI_CQ_FORMAT_DATA] = sizeof(struct fi_cq_data_entry),
+        [FI_CQ_FORMAT_TAGGED] = sizeof(struct fi_cq_tagged_entry)};
     struct cq *cq = (struct cq *)fid;
     size_t done = 0;
     lock(cq->domain);

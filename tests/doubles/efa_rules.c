@@ -6,8 +6,8 @@
  *   gcc -std=c11 -O1 -g -Wall -Wextra -Werror -o efa_rules tests/doubles/efa_rules.c tests/doubles/efa_rules_rig.c -ldl
  *   ./efa_rules ./libefa_double.so [RULE]
  *
- * Prints each rule's name. Exits with 1 and a sentence at the first rule that does not fire. Each rule runs in processes
- * of its own, one for each rank, which open the double by dlopen with the rule's settings.
+ * Prints each rule's name. Exits with 1 and a sentence at the first rule that does not fire. Each rule runs in
+ * processes of its own, one for each rank, which open the double by dlopen with the rule's settings.
  */
 #define _GNU_SOURCE
 #include "efa_rules_rig.h"
@@ -28,14 +28,17 @@ static void infos(int rank) {
         directs += !strcmp(info->fabric_attr->name, "efa-direct");
     }
     CHECK(infos == 8 && directs == 4, "4 NICs must give 4 infos of each fabric");
-    CHECK(lib.getinfo(FI_VERSION(9, 0), NULL, NULL, 0, NULL, &direct) == -FI_ENOSYS, "a version beyond the library's is taken");
+    CHECK(lib.getinfo(FI_VERSION(9, 0), NULL, NULL, 0, NULL, &direct) == -FI_ENOSYS,
+          "a version beyond the library's is taken");
     hints->caps = FI_MSG | FI_RMA;
     hints->domain_attr->mr_mode = MODES;
     hints->fabric_attr->name = strdup("efa-direct");
-    CHECK(lib.getinfo(FI_VERSION(2, 1), NULL, NULL, 0, hints, &direct) == -FI_ENODATA, "efa-direct without FI_CONTEXT2");
+    CHECK(lib.getinfo(FI_VERSION(2, 1), NULL, NULL, 0, hints, &direct) == -FI_ENODATA,
+          "efa-direct without FI_CONTEXT2");
     hints->mode = FI_CONTEXT2;
     hints->domain_attr->mr_mode &= ~FI_MR_LOCAL;
-    CHECK(lib.getinfo(FI_VERSION(2, 1), NULL, NULL, 0, hints, &direct) == -FI_ENODATA, "efa-direct without FI_MR_LOCAL");
+    CHECK(lib.getinfo(FI_VERSION(2, 1), NULL, NULL, 0, hints, &direct) == -FI_ENODATA,
+          "efa-direct without FI_MR_LOCAL");
     hints->domain_attr->mr_mode |= FI_MR_LOCAL;
     CHECK(lib.getinfo(FI_VERSION(2, 1), NULL, NULL, 0, hints, &direct) == 0, "efa-direct with all modes");
     CHECK(!strcmp(direct->domain_attr->name, "rdmap0s0-rdm") && direct->next, "domains are not named by NIC");
@@ -134,15 +137,18 @@ static void options(int rank) {
     size_t bytes = sizeof truth, retry = 0;
     open_side(&side, 0, "efa-direct", 0);
     struct fid *fid = &side.ep->fid;
-    CHECK(!side.ep->ops->getopt(fid, FI_OPT_ENDPOINT, EMULATED_WRITE, &truth, &bytes) && !truth, "direct is not emulated");
+    CHECK(!side.ep->ops->getopt(fid, FI_OPT_ENDPOINT, EMULATED_WRITE, &truth, &bytes) && !truth,
+          "direct is not emulated");
     truth = false;
     CHECK(side.ep->ops->setopt(fid, FI_OPT_ENDPOINT, UNSOLICITED, &truth, 1) == -FI_EOPNOTSUPP,
           "unsolicited receive is turned off without FI_RX_CQ_DATA");
     truth = true;
     CHECK(side.ep->ops->setopt(fid, FI_OPT_ENDPOINT, WRITE_IN_ORDER, &truth, 1) == -FI_EOPNOTSUPP, "order is promised");
-    CHECK(side.ep->ops->setopt(fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &retry, sizeof retry) == 0, "before enabling");
+    CHECK(side.ep->ops->setopt(fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &retry, sizeof retry) == 0,
+          "before enabling");
     CHECK(side.ep->fid.ops->control(fid, FI_ENABLE, NULL) == 0, "enabling");
-    CHECK(side.ep->ops->setopt(fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &retry, sizeof retry) == -FI_EINVAL, "after");
+    CHECK(side.ep->ops->setopt(fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &retry, sizeof retry) == -FI_EINVAL,
+          "after");
     CHECK(side.ep->ops->cancel(fid, NULL) == -FI_ENOSYS, "fi_cancel on efa-direct");
 }
 
@@ -176,7 +182,8 @@ static void full_at_depth(int rank) {
     for (int i = 0; i < 8; i++)
         CHECK(put(&side, self, 0, 8, side.base + 64, side.key, 0, 0, new_context()) == 0, "8 posts fit");
     for (int i = 0; i < 100; i++)
-        CHECK(put(&side, self, 0, 8, side.base + 64, side.key, 0, 0, new_context()) == -FI_EAGAIN, "the ninth does not");
+        CHECK(put(&side, self, 0, 8, side.base + 64, side.key, 0, 0, new_context()) == -FI_EAGAIN,
+              "the ninth does not");
     expect_done(&side, "one completion");
     CHECK(put(&side, self, 0, 8, side.base + 64, side.key, 0, 0, new_context()) == 0, "its place is free again");
 }
@@ -226,13 +233,15 @@ static void dma_buf(int rank) {
     struct side side = {0};
     struct fid_mr *mr;
     struct { int fd; uint64_t offset; size_t bytes; void *base; } buffer = {.offset = 4096, .bytes = 8192};
-    struct fi_mr_attr attr = {.mr_iov = (void *)&buffer, .iov_count = 1, .access = FI_REMOTE_WRITE, .iface = FI_HMEM_CUDA};
+    struct fi_mr_attr attr = {.mr_iov = (void *)&buffer, .iov_count = 1, .access = FI_REMOTE_WRITE,
+        .iface = FI_HMEM_CUDA};
     open_side(&side, 0, "efa-direct", 0);
     fi_addr_t self = insert_name(&side, side.name);
     buffer.fd = memfd_create("buffer", MFD_CLOEXEC);
     CHECK(!ftruncate(buffer.fd, 8192), "memfd");
     buffer.base = (void *)0x700000000000;
-    CHECK(side.domain->mr->regattr(&side.domain->fid, &attr, DMABUF, &mr) == -FI_EINVAL, "more than the descriptor has");
+    CHECK(side.domain->mr->regattr(&side.domain->fid, &attr, DMABUF, &mr) == -FI_EINVAL,
+          "more than the descriptor has");
     CHECK(!ftruncate(buffer.fd, 16384), "memfd");
     CHECK(side.domain->mr->regattr(&side.domain->fid, &attr, DMABUF, &mr) == 0, "a dma-buf");
     struct tokenyard_double_region region;
@@ -323,7 +332,8 @@ static void batches_must_be_closed(int rank) {
         for (int i = 0; i < 16; i++)
             expect_done(&side, "the batch, once closed");
         struct tokenyard_double_peer peer;
-        CHECK(!lib.peer(0, rig->side[1][0].name, &peer) && peer.posts == 16 && peer.doorbells == 1, "16 writes, one doorbell");
+        CHECK(!lib.peer(0, rig->side[1][0].name, &peer) && peer.posts == 16 && peer.doorbells == 1,
+              "16 writes, one doorbell");
         for (int i = 0; i < 65; i++)
             write_to(&side, peers, 2, 8, FI_MORE);
         CHECK(COUNTS->doorbells == 2, "a full batch rings");
@@ -552,7 +562,8 @@ static void messages_need_receives(int rank) {
     struct fi_cq_data_entry entry;
     open_side(&side, 0, "efa-direct", 0);
     if (rank == 2)
-        CHECK(!side.ep->ops->setopt(&side.ep->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &retry, sizeof retry), "retries");
+        CHECK(!side.ep->ops->setopt(&side.ep->fid, FI_OPT_ENDPOINT, FI_OPT_EFA_RNR_RETRY, &retry, sizeof retry),
+              "retries");
     enable_side(&side);
     share(&side, rank, 0), barrier(), exchange(&side, 3, rank, peers), barrier();
     if (rank == 2) {
@@ -573,7 +584,8 @@ static void messages_need_receives(int rank) {
         CHECK(poll_side(&side, &entry, NULL, 60) == 0, "a message without a receive");
         CHECK(side.ep->msg->recv(side.ep, side.memory, 8000, NULL, 0, new_context()) == -FI_EINVAL, "no descriptor");
         CHECK(side.ep->msg->recv(side.ep, side.memory, 8000, side.desc, 0, new_context()) == 0, "posting a receive");
-        CHECK(poll_side(&side, &entry, NULL, 3000) == 1 && entry.len == 5000 && side.memory[4999] == 0x77, "the message");
+        CHECK(poll_side(&side, &entry, NULL, 3000) == 1 && entry.len == 5000 && side.memory[4999] == 0x77,
+              "the message");
         CHECK(side.ep->msg->recv(side.ep, side.memory, 50, side.desc, 0, new_context()) == 0, "posting a receive");
     }
     finish(&side);

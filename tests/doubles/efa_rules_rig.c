@@ -77,7 +77,7 @@ static void load(const char *path, const char *settings) {
     CHECK(lib.counts()->bytes == sizeof(struct tokenyard_double_counts), "another layout of the counts");
 }
 
-/* Whether each rank ended as it should: with 0, by abort() where the rule says so, by SIGKILL where it killed itself. */
+/* Whether each rank ended as it should: with 0, by abort() where the rule says so, by SIGKILL if it killed itself. */
 static bool run_rule(const struct rule *rule, const char *path) {
     pid_t ranks[RANKS];
     bool is_good = true;
@@ -128,7 +128,7 @@ static int left_files(void) {
 }
 
 static void opens_and_closes(int rank) {
-    struct side side;
+    struct side side = {0};
     (void)rank;
     open_side(&side, 0, "efa-direct", 0);
     close_side(&side);
@@ -251,7 +251,8 @@ void exchange(struct side *side, int ranks, int rank, fi_addr_t *peers) {
         peers[other] = insert_name(side, rig->side[other][0].name);
 }
 
-ssize_t put(struct side *side, fi_addr_t to, size_t offset, size_t bytes, uint64_t address, uint64_t key, uint64_t flags,
+ssize_t put(struct side *side, fi_addr_t to, size_t offset, size_t bytes, uint64_t address, uint64_t key,
+            uint64_t flags,
             uint64_t data, void *context) {
     struct iovec iov = {.iov_base = side->memory + offset, .iov_len = bytes};
     struct fi_rma_iov target = {.addr = address, .len = bytes, .key = key};
@@ -266,7 +267,8 @@ ssize_t write_to(struct side *side, const fi_addr_t *peers, int to, size_t bytes
 
 void send_to(struct side *side, fi_addr_t to, size_t bytes) {
     struct iovec iov = {.iov_base = side->memory, .iov_len = bytes};
-    struct fi_msg message = {.msg_iov = &iov, .desc = &side->desc, .iov_count = 1, .addr = to, .context = new_context()};
+    struct fi_msg message = {.msg_iov = &iov, .desc = &side->desc, .iov_count = 1, .addr = to,
+        .context = new_context()};
     CHECK(side->ep->msg->sendmsg(side->ep, &message, 0) == 0, "posting a message");
 }
 
@@ -321,8 +323,8 @@ static size_t bytes_of(int from, int nic, int round) {
     return 1 + (size_t)((unsigned)round * 2654435761u + (unsigned)from * 40503u + (unsigned)nic * 977u) % (SLOT - 1);
 }
 
-/* Each rank writes to each other one on each NIC, a round at a time: the target checks the bytes when their immediate has
- * come, clears them, and acknowledges by an immediate. What arrives twice after that is found in the next round. */
+/* Each rank writes to each other one on each NIC, a round at a time: the target checks the bytes when their immediate
+ * has come, clears them, and acknowledges by an immediate. What arrives twice after that is found in the next round. */
 void data_test(int rank, int ranks, bool kill_last) {
     static struct fi_context2 contexts[NICS][RANKS];
     struct side sides[NICS] = {0};
@@ -358,7 +360,8 @@ void data_test(int rank, int ranks, bool kill_last) {
                 for (size_t i = 0; i < bytes; i++)
                     side->memory[at + i] = byte_of(rank, nic, round[nic][to], i);
                 ssize_t answer = put(side, peers[nic][to], at, bytes,
-                    rig->side[to][nic].base + SLOTS_AT + (uint64_t)rank * SLOT, rig->side[to][nic].key, FI_REMOTE_CQ_DATA,
+                    rig->side[to][nic].base + SLOTS_AT + (uint64_t)rank * SLOT, rig->side[to][nic].key,
+                    FI_REMOTE_CQ_DATA,
                     (uint64_t)rank << 28 | (uint64_t)round[nic][to], &contexts[nic][to]);
                 CHECK(answer == 0, "posting answers %zd", answer);
                 unacknowledged[nic][to] = 1;
@@ -394,7 +397,8 @@ void data_test(int rank, int ranks, bool kill_last) {
                       bytes, at_round);
             memset(slot, 0, SLOT);
             received[nic][from]++;
-            put(side, peers[nic][from], (size_t)rank * SLOT, 8, rig->side[from][nic].base + 62776, rig->side[from][nic].key,
+            put(side, peers[nic][from], (size_t)rank * SLOT, 8, rig->side[from][nic].base + 62776,
+                rig->side[from][nic].key,
                 FI_REMOTE_CQ_DATA | FI_INJECT, (uint64_t)rank << 28 | ACK | (uint64_t)at_round, NULL);
         }
     }

@@ -95,7 +95,8 @@ int register_at(struct side *side, void *memory, size_t bytes, uint64_t access, 
 fi_addr_t insert_name(struct side *side, const void *name);
 void share(struct side *side, int rank, int nic);
 void exchange(struct side *side, int ranks, int rank, fi_addr_t *peers);
-ssize_t put(struct side *side, fi_addr_t to, size_t offset, size_t bytes, uint64_t address, uint64_t key, uint64_t flags,
+ssize_t put(struct side *side, fi_addr_t to, size_t offset, size_t bytes, uint64_t address, uint64_t key,
+            uint64_t flags,
             uint64_t data, void *context);
 ssize_t write_to(struct side *side, const fi_addr_t *peers, int to, size_t bytes, uint64_t flags);
 void send_to(struct side *side, fi_addr_t to, size_t bytes);

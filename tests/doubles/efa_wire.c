@@ -1,7 +1,7 @@
 /* Packets: what the device does, within the caller's fi_cq_read.
  *
- * fi_efa(7), Progress: the fabric efa progresses by hand. efa-direct is said to progress by itself, with the device; this
- * double moves packets of both in fi_cq_read alone, which is the harder case for a caller.
+ * fi_efa(7), Progress: the fabric efa progresses by hand. efa-direct is said to progress by itself, with the device;
+ * this double moves packets of both in fi_cq_read alone, which is the harder case for a caller.
  *
  * The device (SRD) orders nothing: packets of an operation and operations to a peer overtake each other, and a packet
  * that was sent again may land twice. It never lands after the operation has completed at either side.
@@ -170,8 +170,8 @@ static void take_answers(struct link_out *link) {
     atomic_store_explicit(&link->shared->answers_taken, taken, memory_order_release);
 }
 
-/* Peers that are gone. efa_errno.h: 9 if the queue pair does not exist, 13 if a peer that had answered does not any more,
- * 15 if it never did. Statuses 13 and 15 come only after the device has tried for a while. */
+/* Peers that are gone. efa_errno.h: 9 if the queue pair does not exist, 13 if a peer that had answered does not any
+ * more, 15 if it never did. Statuses 13 and 15 come only after the device has tried for a while. */
 static void look_for_end(struct link_out *link) {
     if (!link->outstanding)
         return;
@@ -236,9 +236,9 @@ static bool is_known_peer(struct endpoint *endpoint, struct link_in *link) {
     return link->is_known;
 }
 
-/* Status 7: efa_errno.h. The whole write must lie in one region with remote write access, of the queue pair's own device.
- * Writes of no bytes are checked, too (ofiwg/libfabric pull request 11890 gives them a key of their own at the source, none
- * at the target), and their address must lie within the region. */
+/* Status 7: efa_errno.h. The whole write must lie in one region with remote write access, of the queue pair's own
+ * device. Writes of no bytes are checked, too (ofiwg/libfabric pull request 11890 gives them a key of their own at the
+ * source, none at the target), and their address must lie within the region. */
 static struct region *target_of(const struct endpoint *endpoint, const struct packet *packet) {
     struct region *region = find_region(packet->key);
     if (!region || region->domain != endpoint->domain || !(region->access & FI_REMOTE_WRITE))
@@ -303,17 +303,18 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, const struct
             answer(link, packet, 7);
             return;
         }
-        /* ai-dynamo/nixl pull request 2278 shows it: the target's provider finds the address of an emulated write wrong,
-         * error 13, status 4111, and nothing to tell but its event queue. The initiator never hears. */
+        /* ai-dynamo/nixl pull request 2278 shows it: the target's provider finds the address of an emulated write
+         * wrong, error 13, status 4111, and nothing to tell but its event queue. The initiator never hears. */
         arrival->is_answered = true;
         eq_error(endpoint, FI_EACCES, 4111);
         return;
     }
-    if (!is_write && arrival->left == packet->packets && !arrival->into.buffer) {
+    if (!is_write && !arrival->has_receive) {
         if (!take_receive(endpoint, &arrival->into)) {
             answer(link, packet, 10);
             return;
         }
+        arrival->has_receive = true;
         if (packet->total > arrival->into.bytes) {
             answer(link, packet, 11);
             return;
