@@ -143,7 +143,7 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     }
     if (!op->silent)
         own_context(endpoint, index);
-    /* Packets leave in the order first, first + step, ... modulo their number; step has no factor of that number. */
+    /* Packets leave in the order first, first + step, ... modulo their number; step shares no factor with it. */
     op->packets = total ? (uint32_t)((total + config.packet - 1) / config.packet) : 1;
     op->step = 1;
     if (config.reorder && op->packets > 1) {
