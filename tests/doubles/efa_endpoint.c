@@ -86,8 +86,12 @@ static int get_option(fid_t fid, int level, int option, void *value, size_t *byt
     }
     case OPT_MAX_MSG_SIZE: return answer_size(value, bytes, endpoint->is_direct ? config.mtu : SIZE_MAX);
     case OPT_MAX_RMA_SIZE: return answer_size(value, bytes, endpoint->is_direct ? config.max_rdma : SIZE_MAX);
-    case OPT_INJECT_MSG_SIZE:
-    case OPT_INJECT_RMA_SIZE: return answer_size(value, bytes, endpoint->inject);
+    case OPT_INJECT_RMA_SIZE:
+        /* ofiwg/libfabric pull request 12858: 0 on efa-direct before version 2.6. */
+        if (endpoint->is_direct && config.version < FI_VERSION(2, 6))
+            return answer_size(value, bytes, 0);
+        return answer_size(value, bytes, endpoint->inject);
+    case OPT_INJECT_MSG_SIZE: return answer_size(value, bytes, endpoint->inject);
     default: return -FI_ENOPROTOOPT;
     }
 }

@@ -89,20 +89,23 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
         return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
     for (size_t i = 0; i < post->count; i++)
         total += post->iov[i].iov_len;
-    bool is_inline = total && total <= endpoint->inject;
+    /* ofiwg/libfabric pull request 12858: before version 2.6 efa-direct has no inline writes, only inline messages. */
+    size_t inject = is_write && endpoint->is_direct && config.version < FI_VERSION(2, 6) ? 0 : endpoint->inject;
+    bool is_inline = total && total <= inject;
     bool is_hmem = false;
     for (size_t i = 0; post->desc && i < post->count; i++)
         is_hmem |= post->desc[i] && find_region(((struct fid_mr *)post->desc[i])->key) &&
                    ((struct region *)post->desc[i])->is_hmem;
     /* efa_rma.c, efa_rma_post_write: FI_INJECT beyond the inline size, or from device memory. The fabric efa has its
      * own limit, and otherwise carries the bytes by itself. */
-    if ((post->flags & FI_INJECT) && total > endpoint->inject)
+    if ((post->flags & FI_INJECT) && total > inject)
         return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
     if ((post->flags & FI_INJECT) && is_hmem)
         return refused(endpoint, RULE_ARGUMENT, FI_ENOSYS);
     is_inline = is_inline && !is_hmem && (endpoint->is_direct || (post->flags & FI_INJECT));
-    /* The same: FI_MR_LOCAL, unless the bytes are inline or there are none. */
-    for (size_t i = 0; endpoint->is_direct && !is_inline && total && i < post->count; i++)
+    /* The same: FI_MR_LOCAL, unless the bytes are inline or, from version 2.5, there are none (pull request 11890). */
+    bool needs_region = endpoint->is_direct && !is_inline && (total || config.version < FI_VERSION(2, 5));
+    for (size_t i = 0; needs_region && i < post->count; i++)
         if (!post->desc || !post->desc[i])
             return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
     /* The provider asserts that the address is in the vector; a release build would follow a null pointer. */
@@ -121,6 +124,9 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     if (!endpoint->is_direct && is_write && (post->flags & FI_REMOTE_CQ_DATA) && endpoint->is_unsolicited &&
         !endpoint->is_emulated && link->peer_qp && !link->peer_qp->unsolicited)
         return refused(endpoint, RULE_FEATURE, FI_EOPNOTSUPP);
+    /* Pull request 10135: at most 16 operations wait for the handshake with a peer. */
+    if (!endpoint->is_direct && !link->heard && link->queued_count == 16)
+        return refused(endpoint, RULE_FULL, FI_EAGAIN);
     uint32_t index = endpoint->free[--endpoint->free_count];
     struct op *op = &endpoint->ops[index];
     uint8_t *store = op->inline_bytes;

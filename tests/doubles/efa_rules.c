@@ -120,14 +120,21 @@ static void posts_are_checked(int rank) {
     write.addr = self;
     iov[0].iov_len = 16;
     write.desc = NULL;
-    CHECK(side.ep->rma->writemsg(side.ep, &write, FI_INJECT) == 0, "an inline write needs no descriptor");
+    if (lib.version() < FI_VERSION(2, 6)) {
+        CHECK(side.ep->rma->writemsg(side.ep, &write, FI_INJECT) == -FI_EINVAL, "an inline write before version 2.6");
+        iov[0].iov_len = 0;
+        CHECK(side.ep->rma->writemsg(side.ep, &write, 0) == -FI_EINVAL, "an empty write without a descriptor");
+        iov[0].iov_len = 16;
+        write.desc = desc;
+    }
+    CHECK(side.ep->rma->writemsg(side.ep, &write, write.desc ? 0 : FI_INJECT) == 0, "a write of 16 bytes");
     write.desc = desc;
-    expect_done(&side, "the inline write");
+    expect_done(&side, "the write of 16 bytes");
     iov[0].iov_len = 8192;
     write.context = new_context();
     CHECK(side.ep->rma->writemsg(side.ep, &write, 0) == 0, "posting a write beyond the largest");
     expect_error(&side, 6, FI_EMSGSIZE, "a write of more bytes than the device writes");
-    CHECK(COUNTS->refused[RULE_ARGUMENT] == 5, "refusals are counted");
+    CHECK(COUNTS->refused[RULE_ARGUMENT] == (lib.version() < FI_VERSION(2, 6) ? 7 : 5), "refusals are counted");
 }
 
 static void options(int rank) {
@@ -370,6 +377,11 @@ static void more_on_efa_is_never_rung(int rank) {
         CHECK(poll_side(&side, &entry, NULL, 100) == 0, "FI_MORE before the handshake is rung");
         write_to(&side, peers, 1, 8, 0);
         expect_done(&side, "a later write"), expect_done(&side, "and the forgotten one with it");
+        fi_addr_t self = insert_name(&side, side.name);
+        for (int i = 0; i < 16; i++)
+            CHECK(put(&side, self, 0, 8, side.base, side.key, 0, 0, new_context()) == 0, "16 wait for a handshake");
+        CHECK(put(&side, self, 0, 8, side.base, side.key, 0, 0, new_context()) == -FI_EAGAIN,
+              "a seventeenth does, too");
     }
     finish(&side);
 }
@@ -609,6 +621,7 @@ static const struct rule rules[] = {
     {"regions_are_limited", 1, "REGIONS=3 PAGES=17 TOTAL_PAGES=60", regions_are_limited, -1},
     {"endpoints_are_limited", 1, "QPS=2", endpoints_are_limited, -1},
     {"posts_are_checked", 1, "MAX_RDMA=8000", posts_are_checked, -1},
+    {"posts_are_checked_by_2.6", 1, "VERSION=2.6 MAX_RDMA=8000", posts_are_checked, -1},
     {"options", 1, "VERSION=2.4", options, -1},
     {"context_is_the_providers", 1, "", context_is_the_providers, 0},
     {"completions_without_context_are_silent", 1, "", completions_without_context_are_silent, -1},

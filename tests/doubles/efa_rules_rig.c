@@ -399,7 +399,7 @@ void data_test(int rank, int ranks, bool kill_last) {
             received[nic][from]++;
             put(side, peers[nic][from], (size_t)rank * SLOT, 8, rig->side[from][nic].base + 62776,
                 rig->side[from][nic].key,
-                FI_REMOTE_CQ_DATA | FI_INJECT, (uint64_t)rank << 28 | ACK | (uint64_t)at_round, NULL);
+                FI_REMOTE_CQ_DATA, (uint64_t)rank << 28 | ACK | (uint64_t)at_round, NULL);
         }
     }
     CHECK(COUNTS->out_of_order > 0 && COUNTS->duplicates_placed > 0, "packets came in order, or once");
