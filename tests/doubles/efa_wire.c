@@ -1,0 +1,375 @@
+/* Packets: what the device does, within the caller's fi_cq_read.
+ *
+ * fi_efa(7), Progress: the fabric efa progresses by hand. efa-direct is said to progress by itself, with the device;
+ * this double moves packets of both in fi_cq_read alone, which is the harder case for a caller.
+ *
+ * The device (SRD) orders nothing: packets of an operation and operations to a peer overtake each other, and a packet
+ * that was sent again may land twice. It never lands after the operation has completed at either side.
+ */
+#include "efa.h"
+
+enum { PACKETS_A_POLL = 32, WINDOW = 16 };
+
+/* ---- initiator ------------------------------------------------------------------------------------------------- */
+
+static void complete(struct endpoint *endpoint, uint32_t index, uint32_t status) {
+    static const enum tokenyard_double_rule rules[] = {
+        [5] = RULE_LOCAL_KEY, [6] = RULE_LENGTH, [7] = RULE_REMOTE_ADDRESS, [9] = RULE_DEST_QPN, [10] = RULE_RNR,
+        [11] = RULE_RECEIVE_SHORT, [12] = RULE_UNSOLICITED_ERROR, [13] = RULE_UNRESPONSIVE, [14] = RULE_UNKNOWN_PEER,
+        [15] = RULE_UNRESPONSIVE, [18] = RULE_FEATURE};
+    struct op *op = &endpoint->ops[index];
+    /* prov/efa/src/efa_cq.c, efa_cq_read_entry_common. No length: it says nothing of a sent operation. */
+    struct entry entry = {.endpoint = endpoint, .context = op->context, .op = index, .kind = ENTRY_TX,
+                          .status = (uint16_t)status,
+                          .flags = op->kind == PACKET_WRITE ? FI_RMA | FI_WRITE : FI_SEND | FI_MSG};
+    if (status && status < sizeof rules / sizeof *rules)
+        refuse(rules[status]);
+    endpoint->emulated_count -= op->emulated && op->state == OP_ACTIVE;
+    op->state = OP_DONE;
+    op->link->outstanding--;
+    push_entry(endpoint->tx_cq, &entry);
+}
+
+static void fail_link(struct link_out *link, uint32_t status) {
+    struct endpoint *endpoint = link->endpoint;
+    link->pending_count = link->queued_count = 0;
+    for (uint32_t i = 0; i < endpoint->depth; i++) {
+        struct op *op = &endpoint->ops[i];
+        if (op->link == link && (op->state == OP_ACTIVE || op->state == OP_STALLED || op->state == OP_QUEUED))
+            complete(endpoint, i, status);
+    }
+}
+
+static void forget_pending(struct link_out *link, uint32_t place) {
+    if (config.reorder) {
+        link->pending[place] = link->pending[--link->pending_count];
+        return;
+    }
+    link->pending_count--;
+    memmove(link->pending + place, link->pending + place + 1, (link->pending_count - place) * sizeof *link->pending);
+}
+
+/* Status 5: the source must lie in a region of the same device that is still registered. efa_errno.h. */
+static uint32_t check_source(const struct endpoint *endpoint, const struct op *op) {
+    if (endpoint->is_direct && op->total > (op->kind == PACKET_WRITE ? config.max_rdma : config.mtu))
+        return 6;
+    for (uint32_t i = 0; i < op->piece_count; i++) {
+        struct region *region = op->pieces[i].region;
+        if (!region)
+            continue;
+        uint64_t at = (uint64_t)(uintptr_t)op->pieces[i].base;
+        if (find_region(op->pieces[i].key) != region || region->domain != endpoint->domain || at < region->base ||
+            op->pieces[i].bytes > region->bytes || at - region->base > region->bytes - op->pieces[i].bytes)
+            return 5;
+    }
+    return 0;
+}
+
+/* The source is read when a packet leaves, and again when it is sent again: it is the device's until the completion. */
+static bool read_source(const struct op *op, uint64_t offset, uint8_t *to, uint32_t bytes) {
+    if (op->is_inline) {
+        memcpy(to, op->inline_bytes + offset, bytes);
+        return true;
+    }
+    for (uint32_t i = 0; i < op->piece_count && bytes; i++) {
+        if (offset >= op->pieces[i].bytes) {
+            offset -= op->pieces[i].bytes;
+            continue;
+        }
+        struct region *region = op->pieces[i].region;
+        const uint8_t *base = op->pieces[i].base;
+        if (region && !region->mapping)
+            return false;
+        if (region)
+            base = region->mapping + ((uint64_t)(uintptr_t)base - region->base);
+        uint32_t part = op->pieces[i].bytes - offset < bytes ? (uint32_t)(op->pieces[i].bytes - offset) : bytes;
+        memcpy(to, base + offset, part);
+        to += part, bytes -= part, offset = 0;
+    }
+    return true;
+}
+
+static struct packet *slot_of(uint8_t *packets, const struct shared_link *shared, uint64_t number) {
+    return (struct packet *)(void *)(packets + (number % shared->slots) * (sizeof(struct packet) + shared->packet));
+}
+
+static void send_packet(struct link_out *link, uint32_t index, uint32_t packet, bool is_duplicate) {
+    struct op *op = &link->endpoint->ops[index];
+    uint64_t sent = atomic_load_explicit(&link->shared->sent, memory_order_relaxed);
+    struct packet *slot = slot_of(link->packets, link->shared, sent);
+    uint64_t offset = (uint64_t)packet * config.packet, left = op->total - offset;
+    *slot = (struct packet){.kind = op->kind, .op = index, .use = op->use, .packets = op->packets, .total = op->total,
+                            .offset = offset, .address = op->address, .key = op->key, .imm = op->imm,
+                            .bytes = left < config.packet ? (uint32_t)left : config.packet,
+                            .flags = (uint16_t)((op->has_imm ? PACKET_IMM : 0) | (op->emulated ? PACKET_EMULATED : 0) |
+                                                (is_duplicate ? PACKET_DUPLICATE : 0))};
+    if (!read_source(op, offset, slot->data, slot->bytes))
+        slot->flags |= PACKET_EMPTY;
+    counts.packets_sent++;
+    counts.duplicates_sent += is_duplicate;
+    atomic_store_explicit(&link->shared->sent, sent + 1, memory_order_release);
+}
+
+static uint64_t room(const struct link_out *link) {
+    uint64_t taken = atomic_load_explicit(&link->shared->taken, memory_order_acquire);
+    return config.slots - (atomic_load_explicit(&link->shared->sent, memory_order_relaxed) - taken);
+}
+
+static void transmit(struct link_out *link) {
+    struct endpoint *endpoint = link->endpoint;
+    uint64_t *random = &endpoint->domain->random;
+    for (int budget = PACKETS_A_POLL; budget && link->pending_count && room(link) >= 2; budget--) {
+        uint32_t window = link->pending_count < WINDOW ? link->pending_count : WINDOW;
+        uint32_t place = config.reorder ? (uint32_t)(next_random(random) % window) : 0;
+        uint32_t index = link->pending[place];
+        struct op *op = &endpoint->ops[index];
+        uint32_t status = check_source(endpoint, op);
+        if (status) {
+            forget_pending(link, place);
+            complete(endpoint, index, status);
+            continue;
+        }
+        for (uint32_t i = 0; i < window; i++)
+            if (endpoint->ops[link->pending[i]].use < op->use) {
+                counts.operations_swapped++;
+                break;
+            }
+        if (chance(random, config.duplicates)) {
+            uint64_t again = op->sent ? next_random(random) % op->sent : 0;
+            send_packet(link, index, (uint32_t)((op->first + again * op->step) % op->packets), true);
+        }
+        send_packet(link, index, (uint32_t)((op->first + (uint64_t)op->sent * op->step) % op->packets), false);
+        if (++op->sent == op->packets)
+            forget_pending(link, place);
+    }
+}
+
+static void take_answers(struct link_out *link) {
+    struct endpoint *endpoint = link->endpoint;
+    uint64_t taken = atomic_load_explicit(&link->shared->answers_taken, memory_order_relaxed);
+    uint64_t answered = atomic_load_explicit(&link->shared->answered, memory_order_acquire);
+    for (; taken < answered; taken++) {
+        struct answer answer = link->answers[taken % endpoint->depth];
+        struct op *op = &endpoint->ops[answer.op];
+        if (op->link != link || op->state != OP_ACTIVE || op->use != answer.use)
+            continue;
+        for (uint32_t i = 0; i < link->pending_count && op->sent < op->packets; i++)
+            if (link->pending[i] == answer.op) {
+                forget_pending(link, i);
+                break;
+            }
+        /* fi_efa(7), FI_OPT_EFA_RNR_RETRY; 7 is without end (EFA_RNR_INFINITE_RETRY). */
+        if (answer.status == 10 && (endpoint->rnr_retry >= 7 || op->tries++ < endpoint->rnr_retry)) {
+            op->use = ++endpoint->next_use;
+            op->sent = 0;
+            link->pending[link->pending_count++] = answer.op;
+            continue;
+        }
+        complete(endpoint, answer.op, answer.status);
+    }
+    atomic_store_explicit(&link->shared->answers_taken, taken, memory_order_release);
+}
+
+/* Peers that are gone. efa_errno.h: 9 if the queue pair does not exist, 13 if a peer that had answered does not any
+ * more, 15 if it never did. Statuses 13 and 15 come only after the device has tried for a while. */
+static void look_for_end(struct link_out *link) {
+    if (!link->outstanding)
+        return;
+    if (link->is_gone) {
+        fail_link(link, 9);
+        return;
+    }
+    uint64_t now = now_ms();
+    if (now - link->checked_ms < 1 + config.unreachable_ms / 8)
+        return;
+    link->checked_ms = now;
+    if (link->peer_qp && is_owner_dead(&link->peer_qp->owner) && atomic_load(&link->peer_qp->ready) != 2) {
+        link->dead_ms = link->dead_ms ? link->dead_ms : now;
+        if (now - link->dead_ms >= config.unreachable_ms)
+            fail_link(link, config.killed_status ? config.killed_status : link->heard ? 13 : 15);
+    }
+}
+
+static void drive(struct link_out *link) {
+    struct endpoint *endpoint = link->endpoint;
+    if (!link->outstanding)
+        return;
+    if (link->is_open || try_open_link(link)) {
+        bool is_closed = atomic_load_explicit(&link->shared->target_closed, memory_order_acquire) ||
+                         atomic_load_explicit(&link->peer_qp->ready, memory_order_acquire) == 2;
+        link->heard |= atomic_load_explicit(&link->shared->known, memory_order_acquire);
+        take_answers(link);
+        if (is_closed)
+            link->is_gone = true;
+        if (link->heard && link->queued_count && !link->is_gone) {
+            for (uint32_t i = 0; i < link->queued_count; i++)
+                stage_op(endpoint, link->queued[i], endpoint->ops[link->queued[i]].flags);
+            link->queued_count = 0;
+        }
+        if (!link->is_gone)
+            transmit(link);
+    }
+    look_for_end(link);
+}
+
+/* ---- target ---------------------------------------------------------------------------------------------------- */
+
+static void answer(struct link_in *link, const struct packet *packet, uint32_t status) {
+    struct shared_link *shared = link->shared;
+    uint64_t answered = atomic_load_explicit(&shared->answered, memory_order_relaxed);
+    link->arrivals[packet->op].is_answered = true;
+    link->answers[answered % shared->depth] =
+        (struct answer){.op = (uint16_t)packet->op, .status = (uint16_t)status, .use = packet->use};
+    atomic_store_explicit(&shared->answered, answered + 1, memory_order_release);
+}
+
+/* fi_efa(7), LIMITATIONS: the target must have inserted the initiator's address. The device looks for an address handle
+ * (ofiwg/libfabric issue 11054); this double holds to the document's word, the whole address. */
+static bool is_known_peer(struct endpoint *endpoint, struct link_in *link) {
+    struct av *av = endpoint->av;
+    if (link->av_version != av->version) {
+        link->av_version = av->version;
+        link->is_known = false;
+        for (size_t i = 0; i < av->count && !link->is_known; i++)
+            link->is_known = av->used[i] && !memcmp(&av->names[i], &link->shared->initiator, sizeof(struct name));
+    }
+    return link->is_known;
+}
+
+/* Status 7: efa_errno.h. The whole write must lie in one region with remote write access, of the queue pair's own
+ * device. Writes of no bytes are checked, too (ofiwg/libfabric pull request 11890 gives them a key of their own at the
+ * source, none at the target), and their address must lie within the region. */
+static struct region *target_of(const struct endpoint *endpoint, const struct packet *packet) {
+    struct region *region = find_region(packet->key);
+    if (!region || region->domain != endpoint->domain || !(region->access & FI_REMOTE_WRITE))
+        return NULL;
+    uint64_t at = packet->address - region->base;
+    if (packet->address < region->base || at >= region->bytes || packet->total > region->bytes - at)
+        return NULL;
+    return region;
+}
+
+static bool take_receive(struct endpoint *endpoint, struct receive *out) {
+    if (!endpoint->posted_count)
+        return false;
+    *out = endpoint->posted[endpoint->posted_head];
+    endpoint->posted_head = (endpoint->posted_head + 1) % endpoint->receives;
+    endpoint->posted_count--;
+    return true;
+}
+
+static uint32_t arrive_imm(struct endpoint *endpoint, struct link_in *link, const struct packet *packet) {
+    static uint64_t arrived;
+    struct entry entry = {.endpoint = endpoint, .kind = ENTRY_IMM, .data = packet->imm, .bytes = packet->total,
+                          .source = link->shared->initiator, .flags = FI_REMOTE_CQ_DATA | FI_RMA | FI_REMOTE_WRITE};
+    /* ofiwg/libfabric pull request 10036: an unsolicited write takes no receive, and its completion has no context. */
+    if (!endpoint->is_unsolicited) {
+        struct receive receive;
+        if (!take_receive(endpoint, &receive))
+            return 10;
+        entry.context = receive.context;
+    }
+    if (++arrived == config.fail_unsolicited) {
+        /* Pull requests 10771 and 12208: an error of an unsolicited receive has a NULL context. */
+        entry.status = 12;
+        entry.context = NULL;
+        push_entry(endpoint->rx_cq, &entry);
+        return 12;
+    }
+    counts.immediates++;
+    push_entry(endpoint->rx_cq, &entry);
+    return 0;
+}
+
+static void arrive(struct endpoint *endpoint, struct link_in *link, const struct packet *packet) {
+    struct arrival *arrival = &link->arrivals[packet->op];
+    bool is_write = packet->kind == PACKET_WRITE, is_emulated = packet->flags & PACKET_EMULATED;
+    struct region *region = NULL;
+    if (arrival->use != packet->use)
+        *arrival = (struct arrival){.use = packet->use, .left = packet->packets};
+    if (arrival->is_answered)
+        return;
+    if (is_write && (endpoint->is_direct || endpoint->is_homogeneous) && !is_known_peer(endpoint, link)) {
+        answer(link, packet, 14);
+        return;
+    }
+    if (is_write && endpoint->is_direct && (packet->flags & PACKET_IMM) && link->shared->unsolicited &&
+        !endpoint->is_unsolicited) {
+        answer(link, packet, 18); /* efa_errno.h, REMOTE_ERROR_FEATURE_MISMATCH */
+        return;
+    }
+    if (is_write && !(region = target_of(endpoint, packet))) {
+        if (!is_emulated) {
+            answer(link, packet, 7);
+            return;
+        }
+        /* ai-dynamo/nixl pull request 2278 shows it: the target's provider finds the address of an emulated write
+         * wrong, error 13, status 4111, and nothing to tell but its event queue. The initiator never hears. */
+        arrival->is_answered = true;
+        eq_error(endpoint, FI_EACCES, 4111);
+        return;
+    }
+    if (!is_write && !arrival->has_receive) {
+        if (!take_receive(endpoint, &arrival->into)) {
+            answer(link, packet, 10);
+            return;
+        }
+        arrival->has_receive = true;
+        if (packet->total > arrival->into.bytes) {
+            answer(link, packet, 11);
+            return;
+        }
+    }
+    uint8_t *to = is_write ? region->mapping : arrival->into.buffer;
+    if (to && !(packet->flags & PACKET_EMPTY) && packet->bytes)
+        memcpy(to + (is_write ? packet->address - region->base : 0) + packet->offset, packet->data, packet->bytes);
+    counts.packets_placed++;
+    counts.out_of_order += packet->offset < link->last_offset;
+    link->last_offset = packet->offset;
+    if (packet->flags & PACKET_DUPLICATE) {
+        counts.duplicates_placed++;
+        return;
+    }
+    counts.payload_bytes += packet->bytes;
+    if (--arrival->left)
+        return;
+    uint32_t status = 0;
+    if (!is_write) {
+        struct entry entry = {.endpoint = endpoint, .kind = ENTRY_RECEIVE, .context = arrival->into.context,
+                              .flags = FI_RECV | FI_MSG | (packet->flags & PACKET_IMM ? FI_REMOTE_CQ_DATA : 0),
+                              .data = packet->imm, .bytes = packet->total, .source = link->shared->initiator};
+        counts.messages++;
+        push_entry(endpoint->rx_cq, &entry);
+    } else if (packet->flags & PACKET_IMM) {
+        status = arrive_imm(endpoint, link, packet);
+    }
+    answer(link, packet, status);
+}
+
+static void take_packets(struct endpoint *endpoint, size_t index) {
+    struct link_in *link = endpoint->in[index];
+    struct shared_link *shared = link->shared;
+    bool is_closed = atomic_load_explicit(&shared->initiator_closed, memory_order_acquire);
+    uint64_t taken = atomic_load_explicit(&shared->taken, memory_order_relaxed);
+    uint64_t sent = atomic_load_explicit(&shared->sent, memory_order_acquire);
+    for (int budget = PACKETS_A_POLL; budget && taken < sent; budget--) {
+        arrive(endpoint, link, slot_of(link->packets, shared, taken));
+        atomic_store_explicit(&shared->taken, ++taken, memory_order_release);
+    }
+    if (is_closed && taken == sent)
+        drop_link_in(endpoint, index);
+}
+
+void progress(struct endpoint *endpoint) {
+    if (!endpoint->is_enabled || chance(&endpoint->domain->random, config.delays))
+        return;
+    take_claims(endpoint);
+    size_t count = endpoint->in_count, first = count ? next_random(&endpoint->domain->random) % count : 0;
+    for (size_t i = count; i-- > 0;) {
+        size_t index = config.reorder ? (first + i) % count : i;
+        if (index < endpoint->in_count)
+            take_packets(endpoint, index);
+    }
+    for (struct link_out *link = endpoint->links; link; link = link->next)
+        drive(link);
+}
