@@ -1,7 +1,7 @@
 // What tokenyard's verbs backend asks of RC queue pairs, shown between two processes on the devices that are named:
 //
 //   probe A B           payload, empty writes, linked and inline requests, a shared receive queue, cut and resumption
-//   probe A B DEVICE    all this, then the net device DEVICE of B goes down and up while A writes
+//   probe A B DEVICE    all this, then the net device DEVICE, of A or B, goes down and up while A writes
 //
 // A process of A writes into the memory of a process of B; they agree over a socket pair. Every check prints a line;
 // the first that fails ends both with status 1. vm.sh --self-test runs it in the VM; it runs on any RoCE device.
@@ -25,7 +25,7 @@ enum {
   BLOCK = 64 << 10,
   BLOCKS = REGION / BLOCK,
   INLINE = 220,   // what the backend asks for; rxe grants it
-  RECEIVES = 256, // more than a test has in flight
+  RECEIVES = 100, // fewer than BLOCKS: a writer that reuses a block waits until the reader has looked at it
   QUEUE = 256,    // requests of a send queue
   LIMIT_S = 60,   // of each wait: an emulated CPU that shares a loaded host is slow
 };
@@ -319,8 +319,10 @@ static void shared_queue(bool writer) {
 
 // ---- cut and resumption
 
-static unsigned char seen[QUEUE]; // how often an immediate arrived
-static uint32_t taken;            // how many arrived in all
+enum { MOST = 20000 }; // writes of a test
+
+static unsigned char seen[MOST]; // how often an immediate arrived
+static uint32_t taken;           // how many arrived in all
 
 // Takes what has arrived. Receives that a cut queue pair held do not count: a shared queue keeps its own.
 static void take(void) {
@@ -328,7 +330,7 @@ static void take(void) {
   while (ibv_poll_cq(receives, 1, &done) > 0) {
     if (done.status) continue;
     uint32_t immediate = ntohl(done.imm_data);
-    CHECK(immediate < QUEUE);
+    CHECK(immediate < MOST);
     seen[immediate]++;
     if (!holds(memory + immediate % BLOCKS * BLOCK, BLOCK, immediate)) fail("write %u arrived torn", immediate);
     taken++;
@@ -345,10 +347,10 @@ static void take_until(uint32_t count) {
   }
 }
 
-// Waits for `count` completions and returns how many were good; `first_error` is the status of the first that was not.
+// Waits for `count` completions and returns how many were good; `first_error` becomes the status of the first that was
+// not, unless there was one before.
 static uint32_t end_of(uint32_t count, enum ibv_wc_status *first_error) {
   uint32_t good = 0;
-  *first_error = IBV_WC_SUCCESS;
   while (count--) {
     struct ibv_wc done = next_of(sends);
     if (!done.status) good++;
@@ -395,7 +397,7 @@ static void cuts(bool writer) {
   double resumed_s = 0;
   for (uint32_t round = 0; round < ROUNDS; round++) {
     if (writer) {
-      enum ibv_wc_status error;
+      enum ibv_wc_status error = 0;
       write_blocks(0, COUNT);
       uint32_t count = hear_number();
       set_state(0, IBV_QPS_ERR);
@@ -404,6 +406,7 @@ static void cuts(bool writer) {
       if (good > count) fail("%u writes were acknowledged, and %u taken", good, count);
       resume(1000 * round + 500, TIMEOUT);
       write_blocks(count, COUNT);
+      error = 0;
       if (end_of(COUNT - count, &error) != COUNT - count) fail("after a cut: %s", ibv_wc_status_str(error));
     } else {
       memset(seen, 0, sizeof seen);
@@ -427,17 +430,20 @@ static void cuts(bool writer) {
 
 // ---- a link that goes down
 
-static void wait_event(enum ibv_event_type wanted) {
-  double end = now_s() + LIMIT_S;
-  while (now_s() < end) {
-    struct pollfd ready = {.fd = device->async_fd, .events = POLLIN};
-    struct ibv_async_event event;
-    if (poll(&ready, 1, 100) != 1 || ibv_get_async_event(device, &event)) continue;
+// Whether the event came within the time.
+static bool event_comes(enum ibv_event_type wanted, int wait_ms) {
+  struct pollfd ready = {.fd = device->async_fd, .events = POLLIN};
+  struct ibv_async_event event;
+  while (poll(&ready, 1, wait_ms) == 1 && !ibv_get_async_event(device, &event)) {
     enum ibv_event_type type = event.event_type;
     ibv_ack_async_event(&event);
-    if (type == wanted) return;
+    if (type == wanted) return true;
   }
-  fail("no event %s within %d s", ibv_event_type_str(wanted), LIMIT_S);
+  return false;
+}
+
+static void wait_event(enum ibv_event_type wanted) {
+  if (!event_comes(wanted, LIMIT_S * 1000)) fail("no event %s within %d s", ibv_event_type_str(wanted), LIMIT_S);
 }
 
 static enum ibv_port_state port_state(void) {
@@ -446,53 +452,74 @@ static enum ibv_port_state port_state(void) {
   return port.state;
 }
 
-static void set_link(const char *net_device, const char *state) {
+static pid_t set_link(const char *net_device, const char *state) {
   pid_t child = fork();
   CHECK(child >= 0);
   if (!child) {
     execlp("ip", "ip", "link", "set", "dev", net_device, state, NULL);
     _exit(127);
   }
-  int status;
-  CHECK(waitpid(child, &status, 0) == child);
-  if (status) fail("ip link set dev %s %s failed", net_device, state);
+  return child;
 }
 
-// Half of the writes are posted before the link goes down, and half while it is: those cannot arrive, and must end with
-// an error. After it is up again, all that the reader did not take are posted again.
+static bool ended(pid_t child) {
+  int status;
+  pid_t gone = waitpid(child, &status, WNOHANG);
+  CHECK(gone >= 0);
+  if (gone && status) fail("ip link set ended with status %d", status);
+  return gone;
+}
+
+// The link goes down under a stream of writes, and more are posted while it is down: those cannot arrive, and must end
+// with an error. After it is up again, all that the reader did not take are posted again.
 static void link_down(bool writer, const char *net_device) {
-  enum { COUNT = 120, TIMEOUT = 10 };
-  enum ibv_wc_status error;
+  enum { WINDOW = 16, LATER = 100, TIMEOUT = 10 };
   resume(7, TIMEOUT);
   if (writer) {
-    write_blocks(0, COUNT / 2);
-    wait_event(IBV_EVENT_PORT_ERR);
+    enum ibv_wc_status error = 0;
+    uint32_t posted = 0, done = 0, good = 0;
+    while (!event_comes(IBV_EVENT_PORT_ERR, 0)) {
+      if (posted + WINDOW + LATER > MOST) fail("no event that the port is down after %u writes", posted);
+      write_blocks(posted, posted + 1);
+      if (++posted - done < WINDOW) continue;
+      good += end_of(1, &error);
+      done++;
+    }
     CHECK(port_state() == IBV_PORT_DOWN);
     hear_number();
-    write_blocks(COUNT / 2, COUNT);
-    uint32_t good = end_of(COUNT, &error);
-    CHECK(error == IBV_WC_RETRY_EXC_ERR);
+    write_blocks(posted, posted + WINDOW);
+    posted += WINDOW;
+    good += end_of(posted - done, &error);
+    // The first when the far link is down, the second when the own one is.
+    if (error != IBV_WC_RETRY_EXC_ERR && error != IBV_WC_LOC_QP_OP_ERR)
+      fail("writes while the link is down: %s", ibv_wc_status_str(error));
     tell_number(good);
     wait_event(IBV_EVENT_PORT_ACTIVE);
     CHECK(port_state() == IBV_PORT_ACTIVE);
-    uint32_t count = hear_number();
-    CHECK(good <= count && count <= COUNT / 2);
+    uint32_t count = hear_number(), all = posted + LATER;
+    CHECK(good <= count && count <= posted - WINDOW);
     find_gid();
     resume(7007, TIMEOUT);
-    write_blocks(count, COUNT);
-    if (end_of(COUNT - count, &error) != COUNT - count) fail("after link up: %s", ibv_wc_status_str(error));
+    tell_number(all);
+    error = 0;
+    for (uint32_t i = count; i < all; i++) {
+      write_blocks(i, i + 1);
+      if (end_of(1, &error) != 1) fail("after link up: %s", ibv_wc_status_str(error));
+    }
     meet();
     return;
   }
   memset(seen, 0, sizeof seen);
   taken = 0;
   take_until(10);
-  set_link(net_device, "down");
+  pid_t child = set_link(net_device, "down");
+  while (!ended(child)) take();
   wait_event(IBV_EVENT_PORT_ERR);
   CHECK(port_state() == IBV_PORT_DOWN);
   tell_number(0);
   uint32_t good = hear_number();
-  set_link(net_device, "up");
+  child = set_link(net_device, "up");
+  while (!ended(child)) take();
   wait_event(IBV_EVENT_PORT_ACTIVE);
   CHECK(port_state() == IBV_PORT_ACTIVE);
   take();
@@ -500,13 +527,14 @@ static void link_down(bool writer, const char *net_device) {
   cut_reader();
   find_gid();
   resume(7007, TIMEOUT);
-  take_until(COUNT);
-  exactly_once(COUNT);
+  uint32_t all = hear_number();
+  take_until(all);
+  exactly_once(all);
   char line[160];
   snprintf(
       line, sizeof line,
-      "link down and up: both ports told it; %u writes taken, %u of them acknowledged, before; then each of %d once",
-      before, good, COUNT);
+      "link down and up: both ports told it; %u writes taken, %u of them acknowledged, before; then each of %u once",
+      before, good, all);
   passed(line);
   meet();
 }
@@ -530,7 +558,7 @@ static int run(bool writer, const char *name, const char *net_device) {
 
 int main(int count, char **arguments) {
   if (count != 3 && count != 4) {
-    fprintf(stderr, "usage: probe WRITING-DEVICE READING-DEVICE [NET-DEVICE-OF-THE-READER]\n");
+    fprintf(stderr, "usage: probe WRITING-DEVICE READING-DEVICE [NET-DEVICE]\n");
     return 2;
   }
   const char *net_device = count == 4 ? arguments[3] : NULL;

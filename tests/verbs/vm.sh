@@ -234,7 +234,7 @@ initramfs_of() {
 unpacked() {
   local image=$1 to=$2 start
   start=$(LC_ALL=C grep -abom1 $'\xfd7zXZ' "$image" | head -n 1 | cut -d: -f1) || true
-  if [ -n "$start" ] && tail -c +$((start + 1)) "$image" | xz -dc --single-stream >"$to" &&
+  if [ -n "$start" ] && xz -dc --single-stream < <(tail -c +$((start + 1)) "$image") >"$to" &&
     [ "$(head -c 4 "$to")" = $'\x7fELF' ]; then
     return 0
   fi
@@ -404,7 +404,7 @@ seq 100000
 printf 'no end of line'
 "$folder/probe" rxe0 rxe0 >&2
 "$folder/probe" rxv0 rxv1 v1 >&2
-"$folder/probe" rxv2 rxv3 v3 >&2
+"$folder/probe" rxv2 rxv3 v2 >&2
 exit 42
 END
   } >"$folder/inside"
