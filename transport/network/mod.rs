@@ -60,8 +60,11 @@
 mod address;
 pub mod emulated;
 pub mod imm;
+pub mod libfabric;
+mod library;
 mod regions;
 pub mod sim;
+pub mod verbs;
 
 use self::imm::ImmValue;
 use crate::base::{Rank, Result};
