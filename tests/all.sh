@@ -32,11 +32,24 @@ need() {
   command -v "$command" >/dev/null || { echo "tests/all.sh needs $command: install Debian's package $package" >&2; exit 1; }
 }
 
+# Likewise, of headers by the path of one.
+need_header() {
+  local header=$1 package=$2
+  [ -e "$header" ] && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && apt-get install -y -qq "$package" >/dev/null
+  fi
+  [ -e "$header" ] || { echo "tests/all.sh needs $header: install Debian's package $package" >&2; exit 1; }
+}
+
 setup() {
   say "setup"
   need cargo cargo
   need g++ g++
   need python3 python3
+  # Headers that bindings are compared with, and the libraries themselves.
+  need_header /usr/include/rdma/fabric.h libfabric-dev
+  need_header /usr/include/infiniband/verbs.h libibverbs-dev
   if [ ! -x .venv/bin/pip ]; then
     python3 -m venv .venv 2>/dev/null || { need pip3 python3-venv; python3 -m venv .venv; }
   fi

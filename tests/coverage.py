@@ -8,7 +8,8 @@ import os
 import sys
 
 FOLDERS = ("bindings", "kernels", "proxy", "transport")
-LEFT_OUT = ("kernels/ffi/*", "bindings/cli/commands/doctor/gpu.rs", "kernels/device/cuda*.rs", "kernels/base/cuda.rs",
+LEFT_OUT = ("kernels/ffi/*", "transport/network/*_sys/fabric.rs", "transport/network/*_sys/verbs.rs",
+            "bindings/cli/commands/doctor/gpu.rs", "kernels/device/cuda*.rs", "kernels/base/cuda.rs",
             "transport/memory/cuda.rs", "*tests.rs", "*/tests/*")
 
 

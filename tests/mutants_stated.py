@@ -359,6 +359,31 @@ GROUPS = [
         ("quantised inputs take the memory of fp8", "bindings/cli/ranks/buffers.rs",
          "case.inputs(0).row_bytes() + case.gap", "case.hidden * case.dtype.bytes() + case.gap"),
     ]),
+    ("unit", "libfabric_sys::tests", [
+        ("a libfabric that is too old taken", "transport/network/libfabric/libfabric_sys/mod.rs",
+         "if version < OLDEST {", "if version < Version::new(1, 16) {"),
+        ("a newer interface asked for than the library has", "transport/network/libfabric/libfabric_sys/mod.rs",
+         "self.version.min(NEWEST)", "NEWEST"),
+        ("a function behind the end of its table called", "transport/network/libfabric/libfabric_sys/calls.rs",
+         "(*table).size >= end", "(*table).size > 0"),
+        ("a field of 1.20 read of 1.19", "transport/network/libfabric/libfabric_sys/grown.rs",
+         "if library < Version::new(1, 20) {", "if library < Version::new(1, 19) {"),
+    ]),
+    ("unit", "ibverbs_sys::tests", [
+        ("a libibverbs without a call taken", "transport/network/verbs/ibverbs_sys/mod.rs",
+         "let found = library.function(name)?;",
+         "let found = library.optional(name).unwrap_or(first.as_ptr().cast_mut().cast());"),
+        ("a poll that cannot be made finds completions", "transport/network/verbs/ibverbs_sys/mod.rs",
+         "poll_cq(cq, count, entries), -libc::ENOSYS)", "poll_cq(cq, count, entries), libc::ENOSYS)"),
+    ]),
+    ("unit", "library::tests", [
+        ("a library opened at every call", "transport/network/library.rs",
+         "        known.push((path.to_owned(), library));\n", ""),
+    ]),
+    ("test", "network_ffi", [
+        ("another option of libfabric in place of peer to peer", "transport/network/libfabric/libfabric_sys/grown.rs",
+         "FI_OPT_FI_HMEM_P2P: c_int = 8;", "FI_OPT_FI_HMEM_P2P: c_int = 6;"),
+    ]),
     ("test", "pairs", [
         ("combine judged by dispatch's times", "benches/pairs.py",
          '[run[at][f"{way}_us"]["p50"] for run in runs[build]]', '[run[at]["dispatch_us"]["p50"] for run in runs[build]]'),

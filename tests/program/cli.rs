@@ -483,8 +483,8 @@ fn an_unusable_trace_file_is_named_with_what_is_wrong() {
 fn doctor_names_every_lack_with_its_cost_and_what_to_do() {
     let findings = object("doctor --json -");
     let findings = findings["findings"].as_array().unwrap();
-    let topics = ["build", "driver", "GPUs", "transports", "NICs", "RDMA nodes", "GDRCopy", "dma-buf"];
-    for topic in topics.into_iter().chain(["memlock", "huge pages", "cores", "proxy cores"]) {
+    let topics = ["build", "driver", "GPUs", "transports", "libfabric", "libibverbs", "NICs", "RDMA nodes"];
+    for topic in topics.into_iter().chain(["GDRCopy", "dma-buf", "memlock", "huge pages", "cores", "proxy cores"]) {
         assert!(findings.iter().any(|f| f["topic"] == topic), "{topic}");
     }
     for finding in findings.iter().filter(|f| f["lacking"] == true) {

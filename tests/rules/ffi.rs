@@ -18,12 +18,12 @@ const BINDINGS: [Binding; 2] = [
     Binding { header: "kernels/ffi/executor.h", generated: "kernels/ffi/executor.rs" },
 ];
 
-fn root() -> PathBuf {
+pub(crate) fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
 /// libclang from PyPI brings no stddef.h; the host compiler's serves.
-fn compiler_headers() -> Vec<String> {
+pub(crate) fn compiler_headers() -> Vec<String> {
     let asked = std::process::Command::new("cc").arg("-print-file-name=include").output();
     let folder = asked.map(|out| String::from_utf8_lossy(&out.stdout).trim().to_owned()).unwrap_or_default();
     if folder.is_empty() { Vec::new() } else { vec!["-isystem".to_owned(), folder] }
@@ -57,11 +57,11 @@ fn generate(binding: &Binding) -> String {
     )
 }
 
-fn regenerate_asked() -> bool {
+pub(crate) fn regenerate_asked() -> bool {
     std::env::var_os("TOKENYARD_REGENERATE").is_some_and(|v| v == "1")
 }
 
-fn differs(path: &Path, wanted: &str) -> bool {
+pub(crate) fn differs(path: &Path, wanted: &str) -> bool {
     std::fs::read_to_string(path).map_or(true, |found| found != wanted)
 }
 

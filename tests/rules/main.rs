@@ -6,5 +6,6 @@ mod reference;
 mod cycles;
 mod ffi;
 mod layers;
+mod network_ffi;
 mod reference_catches;
 mod reference_formulas;

@@ -65,9 +65,12 @@
 mod address;
 pub mod emulated;
 pub mod imm;
+pub mod libfabric;
+mod library;
 mod regions;
 mod revoke;
 pub mod sim;
+pub mod verbs;
 
 use self::imm::ImmValue;
 use crate::base::{Rank, Result};

@@ -1,6 +1,7 @@
 //! `tokenyard doctor`: what this machine offers and lacks, and for each lack its cost and a remedy.
 //!
-//! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing and opens no device.
+//! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing and opens no device. It
+//! opens the libraries that networks use, as a network would.
 
 mod finding;
 mod gpu;
@@ -9,7 +10,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use tokenyard::Device;
+use tokenyard::network::libfabric::libfabric_sys;
+use tokenyard::network::verbs::ibverbs_sys;
+use tokenyard::{Device, Error};
 
 use crate::cli::args::DoctorArgs;
 use crate::cli::files::{self, check_outputs};
@@ -29,6 +32,7 @@ pub fn doctor(args: &DoctorArgs, out: &Out) -> Result<Status, Refusal> {
     findings.push(machine.driver());
     findings.extend(gpu::findings());
     findings.extend(transports());
+    findings.extend([libfabric(libfabric_sys::Library::open()), libibverbs(ibverbs_sys::Library::open())]);
     findings.extend(machine.nics());
     findings.push(machine.rdma_nodes());
     findings.push(machine.gdrcopy());
@@ -93,6 +97,40 @@ fn transports() -> [Finding; 2] {
             "nothing for one host; else wait for a release that has one",
         ),
     ]
+}
+
+/// What an error found, without its advice.
+fn what_of(error: Error) -> String {
+    match error {
+        Error::Transport { what, .. } => what,
+        other => other.to_string(),
+    }
+}
+
+/// The version and place of libfabric.
+fn libfabric(opened: tokenyard::Result<&'static libfabric_sys::Library>) -> Finding {
+    match opened {
+        Ok(library) => Finding::has("libfabric", format!("{} at {}", library.version(), library.path().display())),
+        Err(error) => Finding::lacks(
+            "libfabric",
+            what_of(error),
+            "nothing in this release; EFA and networks over TCP will need it",
+            "install libfabric1 (on AWS the EFA installer), or set TOKENYARD_LIBFABRIC to its path",
+        ),
+    }
+}
+
+/// The place of libibverbs, and what it offers.
+fn libibverbs(opened: tokenyard::Result<&'static ibverbs_sys::Library>) -> Finding {
+    match opened {
+        Ok(library) => Finding::has("libibverbs", format!("{}: {}", library.path().display(), library.offers())),
+        Err(error) => Finding::lacks(
+            "libibverbs",
+            what_of(error),
+            "nothing in this release; ConnectX NICs will need it",
+            "install libibverbs1 and ibverbs-providers, or set TOKENYARD_LIBIBVERBS to its path",
+        ),
+    }
 }
 
 /// Numbers of a list such as `0-3,8`.
@@ -401,6 +439,20 @@ mod tests {
         let [there, lacking] = transports();
         assert!(!there.lacking && there.what.contains("between processes of one host"));
         assert!(lacking.lacking && lacking.what.contains("no network between hosts"));
+    }
+
+    #[test]
+    fn a_library_that_is_not_there_is_a_lack_and_one_that_is_has_its_path() {
+        let nowhere = std::path::Path::new("/nowhere/lib.so");
+        let findings = [libfabric(libfabric_sys::Library::at(nowhere)), libibverbs(ibverbs_sys::Library::at(nowhere))];
+        for (finding, variable) in findings.iter().zip([libfabric_sys::VARIABLE, ibverbs_sys::VARIABLE]) {
+            assert!(finding.lacking && finding.what.starts_with("/nowhere/lib.so cannot be opened"), "{finding:?}");
+            assert!(finding.remedy.unwrap().contains(variable), "{finding:?}");
+        }
+        if let Ok(library) = libfabric_sys::Library::open() {
+            let what = format!("{} at {}", library.version(), library.path().display());
+            assert_eq!(libfabric(Ok(library)), Finding::has("libfabric", what));
+        }
     }
 
     #[test]

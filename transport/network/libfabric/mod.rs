@@ -1,0 +1,3 @@
+//! The network over libfabric: so far its raw bindings and their opening at run time.
+
+pub mod libfabric_sys;
