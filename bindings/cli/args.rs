@@ -276,7 +276,7 @@ pub struct DoctorArgs {
 #[derive(Debug, Clone, Args)]
 pub struct TopologyArgs {
     /// Writes this machine's facts to a file, which --from reads on any machine
-    #[arg(long, value_name = "FILE", conflicts_with = "from")]
+    #[arg(long, value_name = "FILE")]
     pub record: Option<String>,
     /// Decides from facts that --record wrote, not from this machine's
     #[arg(long, value_name = "FILE")]

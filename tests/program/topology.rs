@@ -256,7 +256,7 @@ fn bad_records_and_choices_are_refused_in_a_sentence() {
         (format!("{} --nics 0", of("p5")), "argument --nics is `0`: give a number from 1 to 256"),
         (format!("{} --cores 96", of("p5")), "this process may not use CPU 96; give some of 0-95"),
         (format!("{} --cores 3-1", of("p5")), "argument --cores is `3-1`: give CPUs below 8192"),
-        (format!("{} --record /dev/null", of("p5")), "argument --record"),
+        (format!("{} --record /dev/null", of("p5")), "argument --record is `/dev/null`: it records this machine"),
     ] {
         let sentence = refusal(&words);
         assert!(sentence.contains(named), "{words}: {sentence}");

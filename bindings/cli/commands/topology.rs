@@ -69,6 +69,10 @@ impl NicObject {
 /// # Errors
 /// Unusable arguments or files.
 pub fn topology(args: &TopologyArgs, out: &Out) -> Result<Status, Refusal> {
+    if let (Some(path), Some(_)) = (&args.record, &args.from) {
+        let advice = "it records this machine, and --from reads another's record; leave one of them out";
+        return Err(Refusal::of("--record", path, advice));
+    }
     check_outputs(args.json.as_deref(), &[("--record", args.record.as_deref())])?;
     let machine = match &args.from {
         Some(path) => record::read(Path::new(path)).map_err(|error| of_file("--from", path, &error))?,
