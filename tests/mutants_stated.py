@@ -390,8 +390,6 @@ GROUPS = [
          "self.devices.get(&parent).ok_or(Misplaced::Missing(address, parent))?", "self.devices.get(&parent).unwrap_or(device)"),
         ("a lane beyond the last NIC has none", "transport/topology/places.rs",
          "self.nics.get(lane.checked_rem(self.nics.len())?)", "self.nics.get(lane)"),
-    ]),
-    ("test", "topology", [
         ("NUMA nodes of NICs ignored", "transport/topology/nics.rs",
          "nics.iter().any(|nic| node(nic) == Some(own)).then_some(NicsFrom::Node(own))",
          "nics.iter().any(|nic| node(nic) > Some(own)).then_some(NicsFrom::Node(own))"),

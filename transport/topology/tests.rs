@@ -495,6 +495,8 @@ fn every_tree_divides_all_nics_and_cores_without_sharing() {
         let used: std::collections::BTreeSet<PciAddress> = used.collect();
         let nics = machine.devices().values().filter(|device| device.is_nic()).count();
         assert_eq!(used.len() + topology.left_out.len(), nics, "{tree}");
+        let emulated = topology.notes.iter().any(|note| note.contains("has no RDMA write"));
+        assert_eq!(emulated, tree == "p4d", "{tree}");
     }
 }
 
