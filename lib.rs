@@ -229,6 +229,7 @@
 //!   what the trait is called with, and the simulated and emulated networks. Items at the root that refer to `network`
 //!   are unstable, too: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`], [`Proxy::remote`],
 //!   [`Proxy::device_needs`].
+//! - [`topology`], unstable until real networks have used it, too.
 //! - `internals`, which is hidden and changes without notice.
 //! - `cli`: the options and exit statuses of the program are stable, its functions, texts and the JSON's further fields
 //!   are not.
@@ -284,7 +285,7 @@ pub use proxy::driver::ThreadConfig;
 pub use proxy::machine::Liveness;
 pub use proxy::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};
 pub use transport::memory::gdr::GdrCopy;
-pub use transport::network;
+pub use transport::{network, topology};
 
 // ---- the program
 #[cfg(feature = "cli")]

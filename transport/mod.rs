@@ -8,9 +8,11 @@
 //! | `world` | the ranks of a job: bootstrap, collectives, lost ranks |
 //! | `memory` | arenas, and how node peers map them |
 //! | `network` | the trait that every inter-node network implements, immediates, and the networks |
+//! | `topology` | the NICs and cores of each GPU, from sysfs |
 
 pub mod memory;
 pub mod network;
+pub mod topology;
 pub mod world;
 
 pub use memory::{Arena, PeerMap};

@@ -5,6 +5,7 @@
 
 use clap::{Args, Parser, Subcommand};
 use tokenyard::internals::base::Dtype;
+use tokenyard::topology::{Cpus, WantedNics};
 
 use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::limits::{
@@ -46,6 +47,8 @@ pub enum Command {
     Simulate(SimulateArgs),
     /// Shows what this machine offers and lacks
     Doctor(DoctorArgs),
+    /// Shows the NICs and cores of each GPU, and why they were chosen
+    Topology(TopologyArgs),
 }
 
 /// Options of bench and plan.
@@ -266,6 +269,28 @@ pub struct SimulateArgs {
 #[derive(Debug, Clone, Args)]
 pub struct DoctorArgs {
     /// Where findings go as JSON; - is stdout
+    #[arg(long, value_name = "PATH")]
+    pub json: Option<String>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct TopologyArgs {
+    /// Writes this machine's facts to a file, which --from reads on any machine
+    #[arg(long, value_name = "FILE")]
+    pub record: Option<String>,
+    /// Decides from facts that --record wrote, not from this machine's
+    #[arg(long, value_name = "FILE")]
+    pub from: Option<String>,
+    /// These NICs for all GPUs, by name or PCI address; or at most so many for each [default: chosen from the facts]
+    #[arg(long, value_name = "N|NIC[,NIC...]", value_parser = WantedNics::parse)]
+    pub nics: Option<WantedNics>,
+    /// CPUs for all GPUs, as in 0-11,48-59 [default: all that this process may use]
+    #[arg(long, value_name = "CPUS", value_parser = Cpus::listed)]
+    pub cores: Option<Cpus>,
+    /// File that names NICs and cores of single GPUs, in lines such as gpu 0000:59:00.0 nics=mlx5_0 cores=0-3
+    #[arg(long, value_name = "FILE")]
+    pub choice: Option<String>,
+    /// Where the table goes as JSON; - is stdout
     #[arg(long, value_name = "PATH")]
     pub json: Option<String>,
 }

@@ -107,7 +107,7 @@ fn sentence(error: &clap::Error) -> String {
     }
 }
 
-const COMMANDS: &str = "give bench, verify, plan, simulate or doctor";
+const COMMANDS: &str = "give bench, verify, plan, simulate, doctor or topology";
 
 fn valid(error: &clap::Error) -> String {
     match context(error, ContextKind::ValidValue) {

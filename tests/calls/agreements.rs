@@ -318,6 +318,7 @@ fn every_field_of_an_offer_of_descriptors_that_is_wrong_ends_the_exchange_with_t
 #[test]
 fn every_field_of_a_proxys_card_that_is_wrong_is_named_on_every_other_rank() {
     const NONE: &str = "rank 1 sent no address of its endpoint";
+    const TABLE: &str = "rank 1 sent a malformed table of addresses";
     assert_refused(
         &[1, 1],
         Part::Payload,
@@ -331,8 +332,12 @@ fn every_field_of_a_proxys_card_that_is_wrong_is_named_on_every_other_rank() {
                 |card| *card = [&[0xff; 4][..], &[0; 4], b"no\x1b[31m\r\nroom"].concat(),
                 r"rank 1 has no arena on the network: no\u{1b}[31m\r\nroom",
             ),
-            ("proxy addresses", |card| card[8] = 9, "no address of rank 1"),
-            ("proxy addresses", |card| card.truncate(card.len() - 1), "no address of rank 1"),
+            ("proxy addresses", |card| card[6] = 1, TABLE),
+            ("proxy addresses", |card| card[7] = 1, TABLE),
+            ("proxy addresses", |card| card[8] = 9, TABLE),
+            ("proxy addresses", |card| card.truncate(card.len() - 1), TABLE),
+            ("proxy addresses", |card| card[12] = 9, "no address of rank 1"),
+            ("proxy addresses", |card| card.truncate(12 + usize::from(card[8])), "rank 1 sent no address for rank 0"),
             (
                 "proxies connected",
                 |why| why.extend(b"no\x1b[31m\r\nroom"),

@@ -109,8 +109,8 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ),
         ("verify --replay color=red", "--replay is `color=red`", "name=value"),
         ("simulate --nodes 2", "--link", "give it"),
-        ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate or doctor"),
-        ("", "no command", "bench, verify, plan, simulate or doctor"),
+        ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate, doctor or topology"),
+        ("", "no command", "bench, verify, plan, simulate, doctor or topology"),
     ] {
         let typed =
             if typed.contains("--ranks-per-node") { format!("{typed} --device cpu") } else { typed.to_string() };
@@ -332,7 +332,7 @@ fn files_that_would_block_or_overwrite_each_other_are_refused_before_the_run() {
         let sentence = refusal(&format!("bench {SMALL} {option} {pipe}"));
         assert!(sentence.contains(&format!("{option} is `{pipe}`")) && sentence.contains("give a file"), "{sentence}");
     }
-    for words in ["plan --device cpu", "doctor", "simulate --calibrate"] {
+    for words in ["plan --device cpu", "doctor", "topology", "simulate --calibrate"] {
         assert!(refusal(&format!("{words} --json {pipe}")).contains("give a file"), "{words}");
     }
     let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
@@ -616,12 +616,13 @@ fn an_unusable_log_level_is_refused_with_those_that_there_are() {
 }
 
 /// Commands that print to stdout, each with little work.
-const PRINTING: [&str; 9] = [
+const PRINTING: [&str; 10] = [
     "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 1,2 --iters 1 --warmup 0",
     "bench --device cpu --world 2 --hidden 128 --experts 4 --top-k 2 --tokens 1 --iters 1 --warmup 0 --json -",
     "plan --device cpu",
     "doctor",
     "doctor --json -",
+    "topology --from tests/data/topology/p5",
     "verify --device cpu --seeds 1",
     "verify --schedules 2",
     "simulate --nodes 2 --ranks-per-node 2 --link cx7 --tokens 8 --iters 3",

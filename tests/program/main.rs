@@ -10,4 +10,5 @@ mod large_worlds;
 mod pairs;
 mod plans;
 mod simulate;
+mod topology;
 mod values;

@@ -6,8 +6,9 @@
 //! Place in the data path: between the proxies. A proxy posts writes into memory of its rails and polls for their
 //! completions and for arrivals. One endpoint belongs to each rank and is used by one thread at a time.
 //! After [`connect`](Transport::connect), `post`, `send`, `flush` and `poll` of a backend for real networks never
-//! block, allocate, lock or log, unless they return an error. `register`, `deregister`, `address`, `connect`, `reset`
-//! may take long: the proxy notifies its peers before that it will be silent, but posts and polls for nobody meanwhile.
+//! block, allocate, lock or log, unless they return an error. `register`, `deregister`, `address`, `connect` and
+//! `reset` may take long: the proxy notifies its peers before that it will be silent, but posts and polls for nobody
+//! meanwhile.
 //!
 //! The promises, which every backend keeps and `tests/transport/contract.rs` holds it to:
 //!

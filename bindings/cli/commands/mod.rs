@@ -4,4 +4,5 @@ pub mod bench;
 pub mod doctor;
 pub mod plan;
 pub mod simulate;
+pub mod topology;
 pub mod verify;
