@@ -34,7 +34,7 @@ PARTIAL, NODES, TO_NODES, FROM_NODES = (
     "kernels/combine/send.cuh", "kernels/common/wire.cuh", "kernels/dispatch/wire.cuh", "kernels/combine/wire.cuh")
 COUNTER, LINKS, MACHINE, WIRE = "proxy/counter.rs", "proxy/machine/links.rs", "proxy/machine/mod.rs", "proxy/wire.rs"
 WATCHES, NIC, PICK = "proxy/machine/watches.rs", "kernels/nic/nic.cuh", "bindings/api/pick.rs"
-SERVICE, PEERS = "proxy/service.rs", "proxy/machine/peers.rs"
+SERVICE, CARDS, PEERS = "proxy/service.rs", "proxy/cards.rs", "proxy/machine/peers.rs"
 DRIVER, FREE_MEMORY, REGIONS = "proxy/driver/mod.rs", "kernels/base/memory.rs", "transport/network/regions.rs"
 SCHEDULER, SCHEDULE, STACKS, SEEDED = "kernels/cpu/schedule.cpp", "kernels/cpu/schedule.h", "kernels/cpu/context.cpp", "kernels/device/cpu_seeded.rs"
 OUT, LAUNCH, TRACE_FILE = "bindings/cli/out.rs", "bindings/cli/ranks/launch.rs", "bindings/cli/cases/trace_file.rs"
@@ -370,9 +370,9 @@ MUTANTS = [
     ("a call that is half enqueued leaves its context open", CALLS, "if round > 0 && !call.is_recorded()", "if round > self.plan.rounds && !call.is_recorded()"),
     ("a call of which nothing is enqueued closes its context", CALLS, "if round > 0 && !call.is_recorded()", "if !call.is_recorded()"),
     ("a call that is half recorded closes its context", CALLS, "if round > 0 && !call.is_recorded()", "if round > 0"),
-    ("an address of any length is gathered", SERVICE, "if address.len() > MAX_ADDRESS {", "if address.len() > usize::MAX {"),
-    ("why a rank has no arena on the network is kept from the others", SERVICE,
-     "if index == NO_CONTEXT {", "if index == NO_CONTEXT && address.is_empty() {"),
+    ("an address of any length is gathered", CARDS, "address.len() > MAX_ADDRESS)", "address.len() > usize::MAX)"),
+    ("why a rank has no arena on the network is kept from the others", CARDS,
+     "if index == NO_CONTEXT {", "if index == NO_CONTEXT && table.is_empty() {"),
     ("ports of later generations wrap", WORLD, "u16::try_from(port).map_err(|_| {", "Ok(port as u16).map_err(|_: ()| {"),
     ("a world over an all-gather of nobody", WORLD, "if ranks == 0 || ranks > MAX_WORLD {", "if ranks > MAX_WORLD {"),
     ("a new world leaves the old one current", WORLD, "newest.fetch_max(self.family.generation, Ordering::Release);", ""),
@@ -531,6 +531,7 @@ class Worker:
         ownership = [("ownership", test("ownership"))]
         interrupts = [("interrupts", test("interrupts")), ("unit tests", [*lib, "base::"])]
         own = {
+            CARDS: [("unit tests", [*lib, "cards"]), ("transport_outside", test("transport_outside", "gathered", "text"))],
             MACHINE: proxy + [("unit tests", [*lib, "driver"])],
             DRIVER: [("unit tests", [*lib, "driver"])],
             REGIONS: [("unit tests", [*lib, "regions"])],

@@ -198,7 +198,7 @@ struct link_out {
     struct answer *answers;
     uint8_t *packets;
     uint32_t *pending, pending_count, *queued, queued_count, outstanding;
-    bool is_open, is_gone, heard, rung;
+    bool is_open, is_gone, found, rung;
     uint64_t checked_ms, dead_ms; /* dead_ms: when the peer's process was found dead, or 0 */
     struct tokenyard_double_peer *record;
     struct link_out *next;

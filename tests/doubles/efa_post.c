@@ -125,7 +125,7 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
         !endpoint->is_emulated && link->peer_qp && !link->peer_qp->unsolicited)
         return refused(endpoint, RULE_FEATURE, FI_EOPNOTSUPP);
     /* Pull request 10135: at most 16 operations wait for the handshake with a peer. */
-    if (!endpoint->is_direct && !link->heard && link->queued_count == 16)
+    if (!endpoint->is_direct && !link->found && link->queued_count == 16)
         return refused(endpoint, RULE_FULL, FI_EAGAIN);
     uint32_t index = endpoint->free[--endpoint->free_count];
     struct op *op = &endpoint->ops[index];
@@ -172,7 +172,7 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     counts.nic_posts[endpoint->domain->nic]++;
     /* ofiwg/libfabric pull request 12623: on the fabric efa, operations wait for the handshake with the peer, and keep
      * their FI_MORE. They are staged when the handshake ends; if all of them have FI_MORE, nothing rings for them. */
-    if (!endpoint->is_direct && !link->heard) {
+    if (!endpoint->is_direct && !link->found) {
         op->state = OP_QUEUED;
         link->queued[link->queued_count++] = index;
     } else {

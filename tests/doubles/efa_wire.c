@@ -186,7 +186,7 @@ static void look_for_end(struct link_out *link) {
     if (link->peer_qp && is_owner_dead(&link->peer_qp->owner) && atomic_load(&link->peer_qp->ready) != 2) {
         link->dead_ms = link->dead_ms ? link->dead_ms : now;
         if (now - link->dead_ms >= config.unreachable_ms)
-            fail_link(link, config.killed_status ? config.killed_status : link->heard ? 13 : 15);
+            fail_link(link, config.killed_status ? config.killed_status : link->found ? 13 : 15);
     }
 }
 
@@ -197,11 +197,11 @@ static void drive(struct link_out *link) {
     if (link->is_open || try_open_link(link)) {
         bool is_closed = atomic_load_explicit(&link->shared->target_closed, memory_order_acquire) ||
                          atomic_load_explicit(&link->peer_qp->ready, memory_order_acquire) == 2;
-        link->heard |= atomic_load_explicit(&link->shared->known, memory_order_acquire);
+        link->found |= atomic_load_explicit(&link->shared->known, memory_order_acquire);
         take_answers(link);
         if (is_closed)
             link->is_gone = true;
-        if (link->heard && link->queued_count && !link->is_gone) {
+        if (link->found && link->queued_count && !link->is_gone) {
             for (uint32_t i = 0; i < link->queued_count; i++)
                 stage_op(endpoint, link->queued[i], endpoint->ops[link->queued[i]].flags);
             link->queued_count = 0;

@@ -522,7 +522,7 @@ fn mutate(text: &mut Vec<u8>, state: &mut u64) {
         0 if at < text.len() => text[at] = next(state) as u8,
         1 if at < text.len() => drop(text.remove(at)),
         2 => text.insert(at, b"0123456789abcdef:.-,= \n#"[next(state) % 24]),
-        3 if next(state) % 64 == 0 => text.truncate(at),
+        3 if next(state).is_multiple_of(64) => text.truncate(at),
         choice if at < text.len() => {
             let by = if choice == 7 { line } else { word };
             let from = next(state) % text.len();
