@@ -606,8 +606,9 @@ class Worker:
         separate = file.startswith(("proxy/", "transport/", "bindings/")) and file != PICK or special
         return [] if separate or name in STATED else schedules
 
-    def caught_by(self, checks):
-        """The name of the check that fails, with its last line, or None; no name if its test program does not build."""
+    def caught_by(self, checks, limit=LONGEST_CHECK, hangs_are_caught=True):
+        """The name of the check that fails, with its last line, or None; no name if its test program does not build, or
+        if it passes its limit and that proves nothing."""
         for name, command in checks:
             # Apart from the check, whose limit a build of a whole test program may pass: that would look like a catch.
             if command[0] == "cargo":
@@ -619,9 +620,9 @@ class Worker:
                 if built.returncode != 0:
                     return "", f"{name}: the test program does not build: {built.stderr}"
             try:
-                result = self.run(command, LONGEST_CHECK)
+                result = self.run(command, limit)
             except subprocess.TimeoutExpired:
-                return name, f"hung for {LONGEST_CHECK} s"
+                return name if hangs_are_caught else "", f"{name}: hung for {limit} s"
             if result.returncode != 0:
                 lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
                 return name, (lines[-1] if lines else f"exit status {result.returncode}")
@@ -642,7 +643,9 @@ class Worker:
                 return "", f"is not built within {LONGEST_BUILD} s"
             if built.returncode != 0:
                 return "", f"does not compile: {built.stderr}"
-            return self.caught_by(self.checks_of(mutant)) or self.caught_by(self.thorough(mutant))
+            quick = self.caught_by(self.checks_of(mutant))
+            # So many schedules take long on some machines even where nothing hangs, and end what hangs themselves.
+            return quick or self.caught_by(self.thorough(mutant), LONGEST_BUILD, hangs_are_caught=False)
         finally:
             path.write_text(text)
 

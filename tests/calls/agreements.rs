@@ -267,6 +267,8 @@ fn every_field_of_an_arenas_card_that_is_wrong_is_named_on_every_other_rank() {
                 "rank 1 described its arena in version 9 of the form, and this rank has 1",
             ),
             ("arena cards", |card| card[4] = 7, UNKNOWN),
+            ("arena cards", |card| card[6] = 1, UNKNOWN),
+            ("arena cards", |card| card[15] = 1, UNKNOWN),
             ("arena cards", |card| card.truncate(card.len() - 1), UNKNOWN),
             ("arena cards", |card| card.push(0), UNKNOWN),
             ("arena cards", |card| card[4] = 1, "rank 1 is on GPU 0 () and rank 0 on the CPU device"),

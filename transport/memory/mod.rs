@@ -475,6 +475,10 @@ impl Card {
         if read_u32(bytes, 0)? != Card::VERSION {
             return None;
         }
+        // The bytes that are drawn as zero.
+        if bytes[6..8] != [0; 2] || bytes[12..16] != [0; 4] {
+            return None;
+        }
         Some(Card {
             kind: Kind::of(bytes[4])?,
             shareable: bytes[5] == 1,
