@@ -415,6 +415,16 @@ GROUPS = [
         ("posts to a revoked region go out", "transport/network/sim/state.rs",
          "write.bytes).filter(|_| !revoked);", "write.bytes).filter(|_| !revoked || true);"),
     ]),
+    ("unit", "posts_to_a_revoked_region", [
+        ("posts between processes to a revoked region go out", "transport/network/sim/process/outbound.rs",
+         "        } else if revoked {\n", "        } else if revoked && write.bytes > 1 << 20 {\n"),
+    ]),
+    ("test", "proxy_poll", [
+        ("what a pass posts waits for the next", "proxy/driver/mod.rs",
+         "if let Err(error) = transport.flush() {", "if let Err(error) = Ok::<(), Error>(()) {"),
+        ("the network's words for a failure are lost", "proxy/driver/mod.rs",
+         "self.shared.explain(peer, self.transport.explain(failure));", "let _ = (peer, failure);"),
+    ]),
     ("test", "transport_contract", [
         ("held writes stay", "transport/network/sim/state.rs", "&& !flight.arrived;\n            if self.flights", "&& flight.arrived;\n            if self.flights"),
         ("a region is free while its owner's writes are outstanding", "transport/network/sim/state.rs",

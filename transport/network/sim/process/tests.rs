@@ -675,3 +675,21 @@ fn a_network_between_processes_that_carries_no_payload() {
     let error = ProcessEndpoint::open(Rank(0), TOKEN, config).map(drop).unwrap_err();
     assert!(matches!(&error, Error::Config { name: "payload", .. }), "{error}");
 }
+
+#[test]
+fn posts_to_a_revoked_region_are_dropped_while_another_peer_holds_it() {
+    let mut nodes = world(3, BYTES, SimConfig::calm());
+    pump(&mut nodes, 50);
+    let give_back = |nodes: &mut [Node]| nodes[1].endpoint.deregister(RegionId(0)).unwrap();
+    let poll_both = |nodes: &mut [Node]| (0..50).for_each(|_| nodes[..2].iter_mut().for_each(|node| _ = node.poll()));
+    assert_eq!(give_back(&mut nodes), Released::Busy);
+    // Rank 2 does not poll, so it does not let go.
+    poll_both(&mut nodes);
+    assert_eq!(nodes[0].post(1, 3, 8), Posted::Accepted);
+    poll_both(&mut nodes);
+    assert_eq!(give_back(&mut nodes), Released::Busy);
+    assert_eq!((nodes[0].sent.len(), nodes[0].failed.len(), nodes[1].imms.len()), (0, 1, 0));
+    assert_eq!(nodes[0].endpoint.counts().dropped, 1, "its sender dropped it");
+    pump(&mut nodes, 100);
+    assert_eq!(give_back(&mut nodes), Released::Done);
+}
