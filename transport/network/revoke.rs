@@ -51,9 +51,9 @@ pub(crate) struct Revocations {
 
 impl Revocations {
     /// Takes an own region back, or goes on with it. `living` are the peers that may write to it: a peer that is no
-    /// longer among them is not waited for, nor is any peer after `let_go_ns`. `None`: wait for a peer. Otherwise no peer
-    /// may write to the region any more; the number is that of peers that had not let go in time, and the caller ends it
-    /// by [`end`](Self::end).
+    /// longer among them is not waited for, nor is any peer after `let_go_ns`. `None`: wait for a peer. Otherwise no
+    /// peer may write to the region any more; the number is that of peers that had not let go in time, and the caller
+    /// ends it by [`end`](Self::end).
     pub fn take_back(&mut self, region: RegionId, living: &[Rank], now_ns: u64, let_go_ns: u64) -> Option<usize> {
         let at = self.leaving.iter().position(|leaving| leaving.region == region).unwrap_or_else(|| {
             self.notices.extend(living.iter().map(|peer| (*peer, Notice::Revoke(region))));
