@@ -75,6 +75,9 @@ KEPT_ONCE = ("world=4,nodes=2+2,ahead=2,hidden=32,experts=16,top_k=4,tokens=24,m
 # Partial rows whose scales come after what they scale, and are polled in between.
 SCALES_LATER = ("world=4,hidden=256,experts=8,top_k=1,partial=fp8,ll_tokens=256,tokens=24,max_tokens=24,sms=4,"
                  "iters=240,world_mode=one-thread,seed=1")
+# LL rows that are looked at between the two halves of a vector's store.
+HALVES_LATER = ("world=4,hidden=512,experts=8,top_k=3,ll_tokens=256,tokens=24,max_tokens=24,sms=2,iters=240,"
+                "world_mode=one-thread,seed=5")
 MUTANTS = [
     ("row tag without release", SEND,
      "  if (mask) fence_acq_rel_sys();\n", ""),
@@ -500,6 +503,7 @@ class Worker:
             ("dedicated senders", [program, "verify", "--timeout-ms", "4000", "--replay", DEDICATED]),
             ("rows kept once", [program, "verify", "--timeout-ms", "4000", "--replay", KEPT_ONCE]),
             ("scales later", [program, "verify", "--timeout-ms", "4000", "--replay", SCALES_LATER]),
+            ("halves later", [program, "verify", "--timeout-ms", "4000", "--replay", HALVES_LATER]),
             ("late completions", [program, "verify", "--timeout-ms", "4000", "--replay", LATE]),
             ("overlap", test("overlap")),
             ("messages tampered with", [program, "verify", "--timeout-ms", "1000", "--schedules", "200", "--forge"]),

@@ -359,10 +359,10 @@ impl CpuDevice {
         let transfer = Arc::new(Transfer { copy: Mutex::new(Some(copy)), done: AtomicBool::new(false) });
         self.exec.call(self.exec.copies()?, Call::Transfer(transfer.clone()))?;
         let done = || (transfer.done.load(Ordering::Acquire) || ended()).then_some(());
-        let _lent = Lent(&transfer);
         let waited =
             wait::poll_unless("copy to or from device memory", timeout, "nothing was copied; copy again", done);
-        // Whoever takes the copy makes it or gives it up: after this the executor touches the host's bytes no more.
+        // Whoever takes the copy makes it or gives it up: after this the executor touches the host's bytes no more. The wait
+        // does not unwind: an interrupt's check that panics counts as raised.
         match lock(&transfer.copy).take() {
             None => Ok(()),
             Some(copy) if ended() => {
@@ -433,15 +433,6 @@ impl Transfer {
         }
         drop(copy);
         self.done.store(true, Ordering::Release);
-    }
-}
-
-/// A copy that an executor may make while this lives, however the wait for it ends.
-struct Lent<'a>(&'a Transfer);
-
-impl Drop for Lent<'_> {
-    fn drop(&mut self) {
-        lock(&self.0.copy).take();
     }
 }
 
