@@ -213,7 +213,7 @@ GROUPS = [
     ("unit", "report::tally::tests", [
         ("pairs that ran listed as refused", "bindings/cli/report/tally.rs", "rarest.to_string(),", "ran.to_string(),"),
     ]),
-    ("unit", "cases::draw::tests", [
+    ("unit", "cases::draw::", [
         ("every fault of a drawn configuration an overflow", "bindings/cli/cases/draw.rs",
          "        0 => FaultWord::Routing,\n", "        0 => FaultWord::Overflow,\n"),
         ("rows with a gap hardly ever", "bindings/cli/cases/draw.rs",
