@@ -361,8 +361,8 @@ impl CpuDevice {
         let done = || (transfer.done.load(Ordering::Acquire) || ended()).then_some(());
         let waited =
             wait::poll_unless("copy to or from device memory", timeout, "nothing was copied; copy again", done);
-        // Whoever takes the copy makes it or gives it up: after this the executor touches the host's bytes no more. The wait
-        // does not unwind: an interrupt's check that panics counts as raised.
+        // Whoever takes the copy makes it or gives it up: after this the executor touches the host's bytes no more.
+        // The wait does not unwind: an interrupt's check that panics counts as raised.
         match lock(&transfer.copy).take() {
             None => Ok(()),
             Some(copy) if ended() => {
