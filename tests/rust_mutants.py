@@ -6,8 +6,8 @@
 
 Needs cargo-mutants (`cargo install cargo-mutants`), which lists the mutants; this script runs them, on copies of the
 tree as tests/mutants.py does, with the tests that reach a file first. Every survivor must be judged in
-tests/data/survivors.txt, a line each. Exit status 0 only if all of the sample ran, at most a tenth survived, and each
-survivor is judged.
+tests/data/survivors.txt, a line each: its name as --list prints it, a tab, and the judgement. Exit status 0 only if all of
+the sample ran, at most a tenth survived, and each survivor is judged.
 """
 
 import hashlib
@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 
 import mutants
@@ -32,6 +31,8 @@ FIRST = {"proxy": ["proxy", "calls"], "transport": ["transport", "calls"], "bind
 PROGRAMS = ["calls", "program", "proxy", "transport", "rules", "proxy_quiet"]
 # Seconds a test program may take.
 LONGEST = 900
+# Mutants that do not build are replaced by others, at most so many.
+MOST_REPLACED = 60
 
 
 def named(listed):
@@ -52,8 +53,9 @@ def drawn():
     for folder in FOLDERS:
         command += ["--file", f"{folder}/**"]
     listed = json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
-    # The program mounts the tests' reference.
-    found = named(sorted((mutant for mutant in listed if ".." not in mutant["file"]), key=place))
+    # The program mounts the tests' reference. Generated files are compared with what generates them.
+    own = [mutant for mutant in listed if ".." not in mutant["file"] and "_sys/" not in mutant["file"]]
+    found = named(sorted(own, key=place))
     ordered = sorted(found, key=lambda name: hashlib.sha256(f"{SEED} {name}".encode()).digest())
     return {name: found[name] for name in ordered}
 
@@ -83,59 +85,62 @@ def checks(worker, file):
 
 
 def judge(worker, mutant):
-    """`caught by ...`, `SURVIVED`, or `does not build`."""
+    """`caught by ...`, `SURVIVED`, or why it does not count."""
     path = worker.tree / mutant["file"]
     text = path.read_text()
     path.write_text(mutated(text, mutant))
     try:
-        if worker.build().returncode != 0:
-            return "does not build"
-        for name, command in checks(worker, mutant["file"]):
-            try:
-                built = worker.run([*command, "--no-run"], mutants.LONGEST_BUILD)
-            except subprocess.TimeoutExpired:
-                return f"{name} is not built within {mutants.LONGEST_BUILD} s"
-            if built.returncode != 0:
-                # An outcome is a line, and what follows the tab is the mutant.
-                return f"{name} is not built: {' '.join(built.stderr[-300:].split())}"
-            try:
-                failed = worker.run(command, LONGEST).returncode != 0
-            except subprocess.TimeoutExpired:
-                failed = True
-            if failed:
-                return f"caught by {name}"
-        return "SURVIVED"
+        try:
+            if worker.build().returncode != 0:
+                return "does not build"
+        except subprocess.TimeoutExpired:
+            return f"is not built within {mutants.LONGEST_BUILD} s"
+        caught = worker.caught_by(checks(worker, mutant["file"]), LONGEST)
+        if caught is None:
+            return "SURVIVED"
+        name, why = caught
+        # An outcome is a line of fields between tabs.
+        return f"caught by {name}" if name else " ".join(why[-300:].split())
     finally:
         path.write_text(text)
 
 
-def recorded():
-    """Outcomes by name of a mutant."""
-    lines = OUTCOMES.read_text().splitlines() if OUTCOMES.exists() else []
-    return dict(reversed(line.split("\t", 1)) for line in lines)
+def fingerprint(name, mutant):
+    """Of a mutant and of the file that it changes."""
+    return hashlib.sha256(name.encode() + (ROOT / mutant["file"]).read_bytes()).hexdigest()[:16]
 
 
-def run(waiting):
+def recorded(found):
+    """Outcomes by name, of mutants whose files are still as they were."""
+    lines = [line.split("\t") for line in OUTCOMES.read_text().splitlines()] if OUTCOMES.exists() else []
+    return {name: outcome for outcome, of, name in lines if name in found and of == fingerprint(name, found[name])}
+
+
+def prepared():
+    """Workers, once all tests have passed on the tree itself."""
+    workers = [mutants.Worker(number) for number in range(mutants.WORKERS)]
+    if (built := workers[0].build()).returncode != 0:
+        sys.exit(f"the tree does not build: {built.stderr}")
+    alarm = workers[0].caught_by(checks(workers[0], ""), LONGEST)
+    if alarm is not None:
+        sys.exit(f"the suite fails without any mutant: {alarm}")
+    return workers
+
+
+def run(waiting, workers):
     """Runs what waits, and records each outcome at once."""
     OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
 
     def work(worker):
-        while True:
-            try:
-                name, mutant = waiting.get_nowait()
-            except queue.Empty:
-                return
+        while (next_one := mutants.next_of(waiting)) is not None:
+            name, mutant = next_one
             start = time.time()
             outcome = judge(worker, mutant)
             with OUTCOMES.open("a") as outcomes:
-                outcomes.write(f"{outcome}\t{name}\n")
+                outcomes.write(f"{outcome}\t{fingerprint(name, mutant)}\t{name}\n")
             print(f"{name[:90]:90} {outcome:24} {time.time() - start:5.1f} s", flush=True)
 
-    threads = [threading.Thread(target=work, args=(mutants.Worker(number),)) for number in range(mutants.WORKERS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    mutants.in_threads(work, workers)
 
 
 def counts(outcome):
@@ -145,11 +150,14 @@ def counts(outcome):
 
 def sample(names, outcomes):
     """The first mutants of which as many as wanted are built, or not yet known to fail; and those not yet run."""
-    chosen, waiting = [], []
+    chosen, waiting, replaced = [], [], 0
     for name in names:
         if name not in outcomes:
             waiting.append(name)
         elif not counts(outcomes[name]):
+            replaced += 1
+            if replaced > MOST_REPLACED:
+                sys.exit(f"{replaced} mutants do not build: see {OUTCOMES}")
             continue
         chosen.append(name)
         if len(chosen) == SAMPLE:
@@ -159,19 +167,21 @@ def sample(names, outcomes):
 
 def main():
     found = drawn()
-    chosen, waiting = sample(found, recorded())
+    chosen, waiting = sample(found, recorded(found))
     if sys.argv[1:] == ["--list"]:
         print("\n".join(chosen))
         return
+    workers = prepared() if waiting else []
     while waiting:
         places = queue.SimpleQueue()
         for name in waiting:
             places.put((name, found[name]))
-        run(places)
-        chosen, waiting = sample(found, recorded())
-    outcomes = recorded()
+        run(places, workers)
+        chosen, waiting = sample(found, recorded(found))
+    outcomes = recorded(found)
     survivors = [name for name in chosen if outcomes[name] == "SURVIVED"]
-    judged = JUDGED.read_text() if JUDGED.exists() else ""
+    lines = JUDGED.read_text().splitlines() if JUDGED.exists() else []
+    judged = {name for name, tab, why in (line.partition("\t") for line in lines) if tab and why.strip()}
     unjudged = [name for name in survivors if name not in judged]
     print(f"{len(survivors)} of {len(chosen)} survived, {len(unjudged)} of them not judged")
     sys.exit(1 if 10 * len(survivors) > len(chosen) or unjudged else 0)
