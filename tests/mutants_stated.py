@@ -293,6 +293,10 @@ GROUPS = [
         ("free flags kept twice", "bindings/api/plan.rs", "let free = if copies == 1 { 8 } else { 0 };", "let free = 8;"),
     ]),
     ("test", "plans", [
+        ("LL rows planned for ranks of few blocks", "bindings/cli/ranks/builder.rs",
+         "tuning.ll_tokens.get_or_insert(0)", "tuning.ll_tokens.get_or_insert(256)"),
+        ("tags planned for LL rows", "bindings/api/builder.rs",
+         "shape.choose_ll_tokens(self.has_few_blocks(&shape));", "shape.choose_ll_tokens(true);"),
         ("offsets listed as sizes", "bindings/cli/commands/plan.rs",
          "b.offset.to_string(), b.bytes.to_string()", "b.bytes.to_string(), b.offset.to_string()"),
         ("one rank a node", "bindings/cli/commands/plan.rs",

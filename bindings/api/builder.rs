@@ -3,8 +3,8 @@
 use super::format::{Partial, RowFormat, SCALE_COLUMNS, Scales};
 use super::placement::{MAX_EXPERTS, Placement};
 use super::plan::Plan;
-use super::shape::{Shape, Weights};
-use super::sms::{Traffic, sms_available};
+use super::shape::{FEW_BLOCKS, Shape, Weights};
+use super::sms::{Traffic, sms_available, sms_of};
 use super::tuning::{ArenaPlace, Tuning};
 use crate::base::{Dtype, Error, Result};
 use crate::ffi::layout as raw;
@@ -166,10 +166,20 @@ impl AllToAllBuilder {
     /// # Errors
     /// As [`build`](Self::build), for the checks that need no other rank.
     pub fn plan(&self) -> Result<Plan> {
-        let (shape, _) = self.check()?;
+        let (mut shape, _) = self.check()?;
+        shape.choose_ll_tokens(self.has_few_blocks(&shape));
         let gpu = self.device.as_ref().filter(|device| device.kind() == DeviceKind::Cuda);
         let gpu = gpu.map(|gpu| sms_available(gpu, self.proxy.as_ref()));
         Ok(Plan::new(&shape.plan_input())?.with_traffic(&Traffic::of(&shape).explain(gpu)))
+    }
+
+    /// Whether this rank's calls have few blocks. Without a device: whether a GPU's have.
+    pub(super) fn has_few_blocks(&self, shape: &Shape) -> bool {
+        let sms = match &self.device {
+            Some(device) => sms_of(self.sms, shape, device, self.proxy.as_ref()),
+            None => self.sms.unwrap_or(u32::MAX),
+        };
+        sms <= FEW_BLOCKS
     }
 
     /// Runs the checks that need no other rank.

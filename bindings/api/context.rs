@@ -81,10 +81,6 @@ pub struct AllToAll {
     flags: Option<FlagPlace>,
 }
 
-/// Tokens of a round up to which partial rows are LL rows, in one node of ranks with many blocks (docs/notebook.md,
-/// "LL rows").
-const LL_TOKENS: usize = 256;
-
 impl AllToAllBuilder {
     /// Builds the context. Collective: every rank of the world calls it with the same configuration.
     ///
@@ -98,19 +94,14 @@ impl AllToAllBuilder {
         // Peers have left an old world, too, so no rank would answer.
         world.check_current()?;
         let checked = builder.check();
-        let few_blocks = match (&builder.device, &checked) {
-            (Some(gpu), Ok((shape, _))) => {
-                sms_of(builder.sms, shape, gpu, builder.proxy.as_ref()) <= raw::TY_FEW_BLOCKS
-            }
-            _ => true,
-        };
+        let few_blocks = checked.as_ref().map_or(true, |(shape, _)| builder.has_few_blocks(shape));
         let receives = checked.as_ref().map_or(usize::MAX, |(shape, _)| shape.receives);
         // A refused rank sends no numbers to anybody, and its proxy may be another rank's.
         let proxy = builder.proxy.as_ref().filter(|_| checked.is_ok());
         let numbers = proxy.map_or(Offer::ANY, |proxy| proxy.offer(world.generation()));
         let agreed = agree(&world, &checked, builder.tuning.first_epoch, Differing { few_blocks, receives, numbers })?;
         let (mut shape, placement) = checked?;
-        shape.ll_tokens.get_or_insert(if agreed.few_blocks { 0 } else { LL_TOKENS });
+        shape.choose_ll_tokens(agreed.few_blocks);
         shape.receives = agreed.receives;
         let plan = Plan::new(&shape.plan_input())?;
 

@@ -39,6 +39,6 @@ pub use format::{Partial, RowFormat, Scales};
 pub use handle::{CombineSent, Handle, Refused, Sent};
 pub use placement::Placement;
 pub use plan::{Buffer, Plan, PlanInput};
-pub use shape::Weights;
+pub use shape::{FEW_BLOCKS, Weights};
 pub use statistics::{CallStatistics, Stage};
 pub use tuning::{ArenaPlace, Tuning};

@@ -19,6 +19,13 @@ pub enum Weights {
     None,
 }
 
+/// At most so many blocks are few (`TY_FEW_BLOCKS`).
+pub const FEW_BLOCKS: u32 = raw::TY_FEW_BLOCKS;
+
+/// Tokens of a round up to which partial rows are LL rows, in one node of ranks with many blocks (docs/notebook.md,
+/// "LL rows").
+const LL_TOKENS: usize = 256;
+
 /// The shape that a context was built for.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
@@ -54,6 +61,12 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
+    /// Chooses which partial rows are LL rows, unless `Tuning::ll_tokens` did. `few_blocks`: whether any rank's calls have
+    /// few blocks.
+    pub fn choose_ll_tokens(&mut self, few_blocks: bool) {
+        self.ll_tokens.get_or_insert(if few_blocks { 0 } else { LL_TOKENS });
+    }
+
     /// TY_WEIGHTS_*.
     pub fn weights_code(&self) -> u32 {
         match self.weights {

@@ -2,6 +2,7 @@
 //!
 //! Before the data path, on any thread; pure arithmetic of the library's plan.
 
+use tokenyard::internals::api::FEW_BLOCKS;
 use tokenyard::{AllToAll, AllToAllBuilder, Error, Partial, Placement, Result, RowFormat, Scales, Weights, World};
 
 use super::network;
@@ -63,11 +64,15 @@ pub fn planned(case: &Case, device: DeviceWord) -> std::result::Result<AllToAllB
         }
         other => Refusal::from_error(&other),
     };
+    let few_blocks = case.sms.map_or(device == DeviceWord::Cpu, |sms| sms <= FEW_BLOCKS as usize);
     // A builder without a device checks the CPU device's limit of blocks.
     let case = &Case { sms: case.sms.filter(|_| device == DeviceWord::Cpu), ..case.clone() };
     let first = World::threads(case.world).map_err(refused)?.remove(0);
     let world = network::place(first, case).map_err(refused)?;
-    let builder = network::attach(builder(case, &world).map_err(refused)?, None, case);
+    let mut builder = network::attach(builder(case, &world).map_err(refused)?, None, case);
+    if few_blocks {
+        builder = builder.tuning(|tuning| _ = tuning.ll_tokens.get_or_insert(0));
+    }
     builder.plan().map_err(refused)?;
     Ok(builder)
 }
