@@ -61,8 +61,8 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// Chooses which partial rows are LL rows, unless `Tuning::ll_tokens` did. `few_blocks`: whether any rank's calls have
-    /// few blocks.
+    /// Chooses which partial rows are LL rows, unless `Tuning::ll_tokens` did. `few_blocks`: whether calls of any rank
+    /// have few blocks.
     pub fn choose_ll_tokens(&mut self, few_blocks: bool) {
         self.ll_tokens.get_or_insert(if few_blocks { 0 } else { LL_TOKENS });
     }
