@@ -12,6 +12,10 @@ pub trait Backend {
     type Endpoint: Transport;
     /// Endpoints of ranks 0, 1, …: nothing registered, nobody connected.
     fn endpoints(&self, ranks: usize) -> Vec<Self::Endpoint>;
+    /// Whether this machine has it. What it lacks is printed, and fails under TOKENYARD_STRICT=1.
+    fn is_there(&self) -> bool {
+        true
+    }
 }
 
 pub const PATIENCE: Duration = Duration::from_secs(30);

@@ -11,7 +11,7 @@
 //! A number is never used again because peers may still have an address with the former region: a late write to the
 //! former region must not reach a newer one.
 
-use super::{Place, RegionId, Released, Span, SpanMemory};
+use super::{Place, RegionId, Released, Span, SpanMemory, WriteImm};
 use crate::base::{Error, Result};
 
 #[derive(Debug, Clone, Default)]
@@ -66,6 +66,23 @@ pub(crate) fn reported_lengths(bytes: &[u8]) -> Option<Vec<u64>> {
         *slot = length;
     }
     Some(lengths)
+}
+
+/// The refusal of a write whose source or target, as `name` says, is not inside a region of that length.
+#[cold]
+pub(crate) fn outside(name: &'static str, write: &WriteImm, length: Option<u64>) -> Error {
+    let (place, owner) = match name {
+        "source" => (write.source, "this rank".to_owned()),
+        _ => (write.target, format!("rank {}", write.peer)),
+    };
+    let value = format!("{} bytes at {} of region {} of {owner}", write.bytes, place.offset, place.region.0);
+    let advice = match length {
+        Some(length) => format!("that region has {length} bytes; stay inside it"),
+        None => {
+            "no such region is known, or no more; register it before the address is taken, and connect again".to_owned()
+        }
+    };
+    Error::argument(name, value, advice)
 }
 
 impl Slot {
@@ -145,6 +162,18 @@ impl Regions {
 
     fn span(&self, region: RegionId) -> Option<Span> {
         self.slots.get(usize::from(region.0))?.span
+    }
+
+    /// Forgets the last region, which was never used.
+    pub fn undo(&mut self, region: RegionId) {
+        if self.slots.len() == usize::from(region.0) + 1 {
+            self.slots.pop();
+        }
+    }
+
+    /// Where a registered region begins.
+    pub fn base(&self, region: RegionId) -> Option<u64> {
+        self.span(region).map(|span| span.base)
     }
 
     /// The length of a registered region.

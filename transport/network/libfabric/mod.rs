@@ -1,3 +1,760 @@
-//! The network over libfabric: so far its raw bindings and their opening at run time.
+//! The network over libfabric's reliable datagram endpoints, by the providers `tcp` and `shm`.
+//!
+//! Place in the data path: under the proxies. Runs on the caller's thread, which alone makes progress; it starts none.
+//! Over real NICs its calls would not enter the kernel; these two providers do.
+//!
+//! ```text
+//!  post ─▶ waiting, by peer and NIC ── flush, poll ─▶ fi_writemsg ══▶ the peer's memory, its completion queue
+//!            └ credits: of the peer, of the NIC               completion ─▶ poll
+//! ```
+//!
+//! - **Exactly once.** The provider tcp completes a write when the kernel has it, so that a reset would lose writes that
+//!   were `Sent`: every write asks for FI_DELIVERY_COMPLETE. Over shm a completed write is in the peer's queue for good.
+//! - **Full.** tcp never says so: writes wait for credits of this endpoint's own.
+//! - **Empty writes** go as 8 bytes into a line of the peer's endpoint: libfabric 1.17's shm loses empty ones that ask
+//!   for delivery, and other providers have no path for them.
+//! - **Regions** are taken back by asking the peers (`revoke.rs`). A peer that does not answer in time is cut off by the
+//!   region's end: over tcp a late write to it breaks that peer's connection, and with it its other writes.
+//! - **An endpoint that was silent** for half of that time may have missed a notice. It asks each peer, and hands the
+//!   writes that wait for that peer to the provider once the peer has answered: notices overtake no answer.
+//! - **Addresses** are the same for all peers. Messages carry the random keys of both endpoints.
 
+mod address;
+mod config;
+mod info;
+mod lane;
 pub mod libfabric_sys;
+mod message;
+mod object;
+mod reasons;
+mod slab;
+mod slots;
+
+pub use config::LibfabricConfig;
+
+use self::address::{Address, Port, Remote};
+use self::lane::{BATCH, Done, Flight, Lane};
+use self::libfabric_sys::{FI_EAGAIN, Library, Version, fi_addr_t};
+use self::message::{Content, PITCH, Parties};
+use self::slab::Slab;
+use self::slots::{Operation, Slots};
+use super::imm::{ImmValue, MAX_RANKS};
+use super::regions::{Regions, fits};
+use super::revoke::{Notice, Revocations};
+use super::{
+    DeviceNeeds, Event, Failure, Limits, MAX_ADDRESS, MAX_MESSAGE, Posted, Reason, RegionId, Released, Span, Transport,
+    WriteImm,
+};
+use crate::base::{Error, Rank, Result};
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Instant;
+
+/// Messages of an endpoint that may be under way, to one peer and to all.
+const PEER_MESSAGES: u32 = 16;
+const MESSAGES: u32 = 1024;
+/// Receives of messages that are posted; further messages wait at the provider.
+const RECEIVES: u32 = 256;
+/// Most regions over an endpoint's life.
+const REGIONS: usize = 4096;
+/// Bytes of the longest write, as limits are of 32 bits and NICs take about as many.
+const LONGEST: usize = 1 << 30;
+
+/// A rank's endpoint over libfabric. See the module for what it does and how.
+#[derive(Debug)]
+pub struct LibfabricEndpoint {
+    rank: Rank,
+    config: LibfabricConfig,
+    /// Drawn at random, at each reset too.
+    key: u64,
+    regions: Regions,
+    revocations: Revocations,
+    peers: BTreeMap<Rank, Peer>,
+    /// Numbers the channels.
+    channels: u64,
+    /// Peers and NICs with writes that the provider has not taken.
+    waiting: Vec<(Rank, usize)>,
+    /// Peers with messages that the provider has not taken.
+    mute: Vec<Rank>,
+    /// Receives that the provider has not taken.
+    unposted: Vec<u32>,
+    /// A notice for which there was no room.
+    stalled: Option<(Rank, Notice)>,
+    /// Peers that have asked, and the numbers of their questions.
+    asked: Vec<(Rank, u16)>,
+    /// When a poll last took notices in.
+    polled_ns: u64,
+    sends: Slots<Send>,
+    /// Completions that the provider does not hand out.
+    pending: VecDeque<Pending>,
+    opened: Instant,
+    /// Before the slab, which their providers use.
+    lanes: Vec<Lane>,
+    slab: Slab,
+}
+
+/// A peer's endpoint.
+#[derive(Debug)]
+struct Peer {
+    key: u64,
+    /// Distinguishes it from earlier endpoints of the same rank.
+    channel: u64,
+    paths: Vec<Path>,
+    lengths: Vec<u64>,
+    /// By region, then by NIC; of regions that are gone what they were.
+    remotes: Vec<Remote>,
+    messages: u32,
+    /// Messages that the provider has not taken.
+    unsent: VecDeque<u32>,
+    notices: Notices,
+    /// The latest question to it.
+    question: u16,
+}
+
+/// Whether notices of a peer may have been missed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Notices {
+    Known,
+    /// This endpoint was silent for long.
+    Missed,
+    /// And has asked the peer.
+    Asked,
+}
+
+/// The way to a peer by one NIC.
+#[derive(Debug)]
+struct Path {
+    address: fi_addr_t,
+    scratch: Remote,
+    outstanding: u32,
+    /// Writes that the provider has not taken.
+    unsent: VecDeque<u32>,
+}
+
+/// A message under way.
+#[derive(Debug, Clone, Copy)]
+struct Send {
+    peer: Rank,
+    channel: u64,
+    bytes: usize,
+}
+
+/// The completion of a write.
+#[derive(Debug, Clone, Copy)]
+struct Pending {
+    nic: usize,
+    flight: Flight,
+    outcome: Outcome,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Outcome {
+    Sent,
+    Failed(Failure),
+    Dropped,
+}
+
+impl LibfabricEndpoint {
+    /// An endpoint with nothing registered and nobody connected.
+    ///
+    /// # Errors
+    /// `Config` if a setting makes no sense, or the provider is shm of a version that is refused; `Transport` if the
+    /// library or the provider is not there, or opens nothing.
+    pub fn open(rank: Rank, config: LibfabricConfig) -> Result<LibfabricEndpoint> {
+        config.check()?;
+        if rank.index() >= MAX_RANKS {
+            return Err(Error::config("rank", rank, format!("an immediate can name {MAX_RANKS}; use fewer ranks")));
+        }
+        let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
+        if config.provider == "shm" && library.version() < Version::new(2, 1) && !config.allow_old_shm {
+            let advice = "a peer that is killed may leave others in a lock for ever: use libfabric 2.1 or later, or \
+                          tcp, or allow it by allow_old_shm";
+            return Err(Error::config("provider", format!("shm of libfabric {}", library.version()), advice));
+        }
+        let slab = Slab::new(MESSAGES, RECEIVES)?;
+        let lanes =
+            (0..config.nics).map(|nic| Lane::open(library, &config, &slab, nic == 0)).collect::<Result<Vec<Lane>>>()?;
+        if let Some(Lane { facts, .. }) = lanes.first() {
+            log::info!(
+                target: crate::base::targets::NETWORK,
+                "rank {rank}: libfabric {} at {}, provider {}, {} NICs, {} operations each",
+                library.version(), library.path().display(), facts.provider, lanes.len(), facts.queue
+            );
+        }
+        let mut endpoint = LibfabricEndpoint {
+            rank,
+            key: lane::random()?,
+            regions: Regions::default(),
+            revocations: Revocations::default(),
+            peers: BTreeMap::new(),
+            channels: 0,
+            waiting: Vec::new(),
+            mute: Vec::new(),
+            unposted: (0..RECEIVES).collect(),
+            stalled: None,
+            asked: Vec::new(),
+            polled_ns: 0,
+            sends: Slots::new(MESSAGES),
+            pending: VecDeque::new(),
+            opened: Instant::now(),
+            lanes,
+            slab,
+            config,
+        };
+        endpoint.post_receives()?;
+        Ok(endpoint)
+    }
+
+    /// Its rank.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn now_ns(&self) -> u64 {
+        u64::try_from(self.opened.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn peer(&self, rank: Rank) -> Result<&Peer> {
+        self.peers.get(&rank).ok_or_else(|| Error::argument("peer", rank, "connect to it with its address first"))
+    }
+
+    // ---- posting
+
+    /// The address of a write's source, if the write is valid.
+    fn admit(&self, write: &WriteImm) -> Result<u64> {
+        if usize::from(write.nic) >= self.lanes.len() {
+            let advice = format!("there are {} NICs, counted from 0", self.lanes.len());
+            return Err(Error::argument("nic", write.nic, advice));
+        }
+        let most = self.limits().write_bytes;
+        if write.bytes > most {
+            return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
+        }
+        let peer = self.peer(write.peer)?;
+        let Some(source) = self.regions.locate(write.source, write.bytes) else {
+            return Err(super::regions::outside("source", write, self.regions.length(write.source.region)));
+        };
+        let length = peer.lengths.get(usize::from(write.target.region.0)).copied();
+        if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
+            return Err(super::regions::outside("target", write, length.filter(|length| *length > 0)));
+        }
+        Ok(source)
+    }
+
+    /// Gives the provider what it takes of the writes that wait for it.
+    fn submit(&mut self) {
+        let LibfabricEndpoint { peers, lanes, pending, waiting, slab, revocations, .. } = self;
+        waiting.retain(|(rank, nic)| {
+            let (Some(peer), Some(lane)) = (peers.get_mut(rank), lanes.get_mut(*nic)) else { return false };
+            if peer.notices != Notices::Known {
+                return true;
+            }
+            let Peer { paths, remotes, .. } = peer;
+            let (nics, Some(path)) = (paths.len(), paths.get_mut(*nic)) else { return false };
+            while let Some(number) = path.unsent.front().copied() {
+                let Some(flight) = lane.writes.get(number) else {
+                    path.unsent.pop_front();
+                    continue;
+                };
+                if revocations.is_revoked(*rank, flight.write.target.region) {
+                    path.unsent.pop_front();
+                    let flight = lane.writes.end(number);
+                    pending.extend(flight.map(|flight| Pending { nic: *nic, flight, outcome: Outcome::Dropped }));
+                    continue;
+                }
+                let target = remotes.get(usize::from(flight.write.target.region.0) * nics + *nic);
+                let target = target.copied().unwrap_or(path.scratch);
+                let code = lane.write(number, flight, path.address, target, path.scratch, slab);
+                if code == -FI_EAGAIN {
+                    return true;
+                }
+                path.unsent.pop_front();
+                if code == 0 {
+                    continue;
+                }
+                if let Some(flight) = lane.writes.end(number) {
+                    pending.push_back(Pending { nic: *nic, flight, outcome: Outcome::Failed(reasons::failure(code)) });
+                }
+            }
+            false
+        });
+    }
+
+    /// Gives the provider what it takes of the messages that wait for it. A message that it refuses is lost, as its peer
+    /// is.
+    fn submit_messages(&mut self) {
+        let LibfabricEndpoint { peers, lanes, mute, sends, slab, .. } = self;
+        let Some(lane) = lanes.first() else { return };
+        mute.retain(|rank| {
+            let Some(peer) = peers.get_mut(rank) else { return false };
+            let Some(path) = peer.paths.first() else { return false };
+            while let Some(number) = peer.unsent.front().copied() {
+                let bytes = sends.get(number).map_or(0, |send| send.bytes);
+                let code = lane.send(number, path.address, slab, bytes);
+                if code == -FI_EAGAIN {
+                    return true;
+                }
+                peer.unsent.pop_front();
+                if code != 0 {
+                    sends.end(number);
+                    peer.messages = peer.messages.saturating_sub(1);
+                }
+            }
+            false
+        });
+    }
+
+    /// Takes a message for a peer; false if there is no room.
+    fn enqueue(&mut self, rank: Rank, content: Content<'_>) -> bool {
+        let LibfabricEndpoint { peers, sends, mute, slab, .. } = self;
+        let Some(peer) = peers.get_mut(&rank) else { return true };
+        if peer.messages >= PEER_MESSAGES {
+            return false;
+        }
+        let Some(number) = sends.take(Send { peer: rank, channel: peer.channel, bytes: 0 }) else { return false };
+        let mut place = [0; PITCH];
+        let bytes = message::encode(&mut place, Parties { rank: self.rank, from: self.key, to: peer.key }, content);
+        slab.store(number, &place);
+        sends.change(number, |send| send.bytes = bytes);
+        peer.messages += 1;
+        if peer.unsent.is_empty() {
+            mute.push(rank);
+        }
+        peer.unsent.push_back(number);
+        true
+    }
+
+    /// Lets go of revoked regions to which no write is outstanding, and sends this endpoint's notices.
+    fn send_notices(&mut self) {
+        if self.revocations.owes() {
+            let (lanes, pending) = (&self.lanes, &self.pending);
+            let leads =
+                |flight: &Flight, peer, region| flight.write.peer == peer && flight.write.target.region == region;
+            self.revocations.settle(|peer, region| {
+                lanes.iter().any(|lane| lane.writes.flying().any(|(_, flight)| leads(flight, peer, region)))
+                    || pending.iter().any(|pending| leads(&pending.flight, peer, region))
+            });
+        }
+        while let Some((peer, notice)) = self.stalled.take().or_else(|| self.revocations.next_notice()) {
+            if !self.enqueue(peer, Content::Notice(notice)) {
+                self.stalled = Some((peer, notice));
+                return;
+            }
+        }
+        // Behind all notices.
+        while let Some((peer, question)) = self.asked.last().copied() {
+            if !self.enqueue(peer, Content::Answer(question)) {
+                break;
+            }
+            self.asked.pop();
+        }
+    }
+
+    /// Asks the peers for which writes wait, if this endpoint was silent for so long that it may have missed notices.
+    fn ask(&mut self) {
+        let patience_ns = u64::try_from(self.config.let_go.as_nanos()).unwrap_or(u64::MAX) / 2;
+        if self.now_ns().saturating_sub(self.polled_ns) > patience_ns {
+            self.peers.values_mut().for_each(|peer| peer.notices = Notices::Missed);
+        }
+        for at in 0..self.waiting.len() {
+            let Some((rank, _)) = self.waiting.get(at).copied() else { break };
+            let Some(peer) = self.peers.get_mut(&rank).filter(|peer| peer.notices == Notices::Missed) else { continue };
+            let question = peer.question.wrapping_add(1);
+            peer.question = question;
+            if self.enqueue(rank, Content::Ask(question))
+                && let Some(peer) = self.peers.get_mut(&rank)
+            {
+                peer.notices = Notices::Asked;
+            }
+        }
+    }
+
+    /// Gives the provider the receives that it has not taken.
+    fn post_receives(&mut self) -> Result<()> {
+        let Some(lane) = self.lanes.first() else { return Ok(()) };
+        while let Some(number) = self.unposted.last() {
+            match lane.receive(*number, &self.slab) {
+                0 => _ = self.unposted.pop(),
+                code if code == -FI_EAGAIN => break,
+                code => {
+                    let what = format!("libfabric takes no receive: {}", lane.explain(code.unsigned_abs()));
+                    return Err(Error::transport(what, "open another endpoint").ending());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // ---- completions
+
+    /// Hands the completion of a write out, and frees what it held.
+    fn hand_out(&mut self, Pending { nic, flight, outcome }: Pending, on_event: &mut dyn FnMut(Event<'_>)) {
+        let write = &flight.write;
+        self.regions.completed(write.source.region);
+        let peer = self.peers.get_mut(&write.peer).filter(|peer| peer.channel == flight.channel);
+        if let Some(path) = peer.and_then(|peer| peer.paths.get_mut(nic)) {
+            path.outstanding = path.outstanding.saturating_sub(1);
+        }
+        let (token, peer) = (write.token, write.peer);
+        on_event(match outcome {
+            Outcome::Sent => Event::Sent { token },
+            Outcome::Failed(failure) => Event::Failed { token, peer, failure },
+            Outcome::Dropped => Event::Dropped { token, peer },
+        });
+    }
+
+    /// Hands out what a completion means; answers whether that is an event.
+    fn complete(&mut self, nic: usize, done: Done, on_event: &mut dyn FnMut(Event<'_>)) -> bool {
+        let (operation, outcome) = match done {
+            Done::Immediate(bits) => {
+                on_event(Event::Imm { imm: ImmValue::from_bits(bits) });
+                return true;
+            }
+            Done::Operation(operation) => (operation, Outcome::Sent),
+            Done::Failed(Some(operation), error) => (operation, Outcome::Failed(reasons::failure(error))),
+            Done::Failed(None, error) => {
+                log::debug!(target: crate::base::targets::NETWORK, "rank {}: error {error} of nothing", self.rank);
+                return false;
+            }
+        };
+        match operation {
+            Operation::Write(number) => {
+                let Some(flight) = self.lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) else {
+                    return false;
+                };
+                self.hand_out(Pending { nic, flight, outcome }, on_event);
+                true
+            }
+            Operation::Send(number) => {
+                let Some(send) = self.sends.end(number) else { return false };
+                if let Some(peer) = self.peers.get_mut(&send.peer).filter(|peer| peer.channel == send.channel) {
+                    peer.messages = peer.messages.saturating_sub(1);
+                }
+                false
+            }
+            Operation::Receive(number) => {
+                let message = self.slab.load(number);
+                self.unposted.push(number);
+                matches!(outcome, Outcome::Sent) && self.take_in(&message, on_event)
+            }
+        }
+    }
+
+    /// Takes a message in; answers whether that is an event.
+    fn take_in(&mut self, message: &[u8; PITCH], on_event: &mut dyn FnMut(Event<'_>)) -> bool {
+        let Some((Parties { rank, from, to }, content)) = message::decode(message) else { return false };
+        if to != self.key || self.peers.get(&rank).is_none_or(|peer| peer.key != from) {
+            return false;
+        }
+        match content {
+            Content::Message(bytes) => on_event(Event::Message { peer: rank, bytes }),
+            Content::Notice(notice) => self.revocations.take_in(rank, notice),
+            Content::Ask(question) => {
+                self.asked.retain(|(other, _)| *other != rank);
+                self.asked.push((rank, question));
+            }
+            Content::Answer(question) => {
+                let peer = self.peers.get_mut(&rank);
+                if let Some(peer) = peer.filter(|peer| (peer.notices, peer.question) == (Notices::Asked, question)) {
+                    peer.notices = Notices::Known;
+                }
+            }
+        }
+        matches!(content, Content::Message(_))
+    }
+
+    // ---- peers
+
+    /// Connects to an address; an error leaves everything as it was.
+    fn join(&mut self, address: Address) -> std::result::Result<(), String> {
+        let (nics, there) = (self.lanes.len(), address.ports.len());
+        if there != nics {
+            return Err(format!("is of an endpoint with {there} NICs, not {nics}"));
+        }
+        let facts = self.lanes.first().map(|lane| &lane.facts);
+        if let Some(facts) = facts
+            .filter(|facts| facts.provider != address.provider || facts.virtual_addresses != address.virtual_addresses)
+        {
+            return Err(format!("is of the provider {:?}, not {:?}", address.provider, facts.provider));
+        }
+        match self.peers.get_mut(&address.rank).filter(|peer| peer.key == address.key) {
+            Some(peer) => peer.update(&address, nics),
+            None => self.replace(address),
+        }
+    }
+
+    fn replace(&mut self, address: Address) -> std::result::Result<(), String> {
+        let mut paths: Vec<Path> = Vec::with_capacity(self.lanes.len());
+        for (lane, port) in self.lanes.iter().zip(&address.ports) {
+            let Ok(found) = lane.insert(self.rank, &port.name) else {
+                self.lanes.iter().zip(&paths).for_each(|(lane, path)| lane.remove(path.address));
+                return Err("names no endpoint that the provider knows".into());
+            };
+            let unsent = VecDeque::with_capacity(self.config.peer_posts as usize);
+            paths.push(Path { address: found, scratch: port.scratch, outstanding: 0, unsent });
+        }
+        self.forget(address.rank);
+        self.channels += 1;
+        let mut peer = Peer {
+            key: address.key,
+            channel: self.channels,
+            paths,
+            lengths: Vec::new(),
+            remotes: Vec::new(),
+            messages: 0,
+            unsent: VecDeque::with_capacity(PEER_MESSAGES as usize),
+            notices: Notices::Known,
+            question: 0,
+        };
+        let updated = peer.update(&address, self.lanes.len());
+        self.peers.insert(address.rank, peer);
+        self.waiting.reserve(self.peers.len() * self.lanes.len());
+        self.mute.reserve(self.peers.len());
+        updated
+    }
+
+    /// Forgets a peer. What the provider has of it completes as it may; all else fails.
+    fn forget(&mut self, rank: Rank) {
+        let Some(peer) = self.peers.remove(&rank) else { return };
+        self.revocations.forget(rank);
+        self.waiting.retain(|(other, _)| *other != rank);
+        self.mute.retain(|other| *other != rank);
+        self.stalled = self.stalled.filter(|(other, _)| *other != rank);
+        self.asked.retain(|(other, _)| *other != rank);
+        for number in peer.unsent {
+            self.sends.end(number);
+        }
+        for (nic, (lane, path)) in self.lanes.iter_mut().zip(peer.paths).enumerate() {
+            for number in path.unsent {
+                if let Some(flight) = lane.writes.end(number) {
+                    let outcome = Outcome::Failed(Reason::Flushed.into());
+                    self.pending.push_back(Pending { nic, flight, outcome });
+                }
+            }
+            if !lane.writes.flying().any(|(_, flight)| flight.channel == peer.channel) {
+                lane.remove(path.address);
+            }
+        }
+    }
+}
+
+impl Peer {
+    /// Takes in what an address says of the regions. Either of two addresses may be the older one: a region that is gone
+    /// in one of them is gone.
+    fn update(&mut self, address: &Address, nics: usize) -> std::result::Result<(), String> {
+        let mut there = address.remotes.chunks_exact(nics);
+        let (mut lengths, mut remotes) = (self.lengths.clone(), self.remotes.clone());
+        let none = Remote { base: 0, key: 0 };
+        for (number, reported) in address.lengths.iter().enumerate() {
+            let places = if *reported > 0 { there.next() } else { None };
+            match lengths.get_mut(number) {
+                Some(known) => {
+                    let contradicts = *known != *reported && *known != 0 && *reported != 0;
+                    let moved = *known != 0
+                        && places.is_some_and(|places| {
+                            remotes.get(number * nics..).is_none_or(|known| !known.starts_with(places))
+                        });
+                    if contradicts || moved {
+                        return Err("contradicts an earlier one of the same endpoint".into());
+                    }
+                    *known = (*known).min(*reported);
+                }
+                None => {
+                    lengths.push(*reported);
+                    match places {
+                        Some(places) => remotes.extend_from_slice(places),
+                        None => remotes.extend(std::iter::repeat_n(none, nics)),
+                    }
+                }
+            }
+        }
+        (self.lengths, self.remotes) = (lengths, remotes);
+        Ok(())
+    }
+}
+
+impl Transport for LibfabricEndpoint {
+    fn nics(&self) -> usize {
+        self.lanes.len()
+    }
+
+    fn limits(&self) -> Limits {
+        let of = |facts: fn(&Lane) -> usize| self.lanes.iter().map(facts).min().unwrap_or(0);
+        let posts = of(|lane| lane.facts.queue).min(self.config.peer_posts as usize) as u32;
+        let regions = address::room(MAX_ADDRESS, self.lanes.len()).min(REGIONS) as u32;
+        let write_bytes = of(|lane| lane.facts.longest).min(LONGEST) as u32;
+        Limits { posts, regions, write_bytes, ..Limits::NONE }
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        DeviceNeeds { host_memory: true, ..DeviceNeeds::default() }
+    }
+
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
+        if self.regions.lengths().len() >= self.limits().regions as usize {
+            let advice = "register fewer, larger spans; numbers of those taken back are not used again";
+            return Err(Error::argument("regions", self.limits().regions + 1, advice));
+        }
+        let region = self.regions.register_host(span)?;
+        for at in 0..self.lanes.len() {
+            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span).err());
+            if let Some(why) = refused {
+                self.lanes.iter_mut().take(at).for_each(Lane::undo);
+                self.regions.undo(region);
+                return Err(why);
+            }
+        }
+        Ok(region)
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        let used = self.regions.give_up(region)?;
+        let living: Vec<Rank> = self.peers.keys().copied().collect();
+        let let_go_ns = u64::try_from(self.config.let_go.as_nanos()).unwrap_or(u64::MAX);
+        let late = self.revocations.take_back(region, &living, self.now_ns(), let_go_ns);
+        self.send_notices();
+        self.submit_messages();
+        let (Some(late), false) = (late, used) else { return Ok(Released::Busy) };
+        if late > 0 {
+            log::warn!(target: crate::base::targets::NETWORK, "rank {}: {late} peers did not let go of region {}", self.rank, region.0);
+        }
+        for lane in &mut self.lanes {
+            lane.release(region)?;
+        }
+        self.revocations.end(region);
+        self.regions.take_back(region)
+    }
+
+    fn address(&mut self, _peer: Rank) -> Result<Vec<u8>> {
+        let ports = self
+            .lanes
+            .iter()
+            .map(|lane| Ok(Port { name: lane.name(self.rank)?.to_vec(), scratch: lane.scratch(&self.slab) }));
+        let ports = ports.collect::<Result<Vec<Port>>>()?;
+        let lengths = self.regions.lengths();
+        let there = (0u16..).map(RegionId).zip(&lengths).filter(|(_, length)| **length > 0);
+        let bases = there.filter_map(|(region, _)| Some((region, self.regions.base(region)?)));
+        let remotes =
+            bases.flat_map(|(region, base)| self.lanes.iter().filter_map(move |lane| lane.remote(region, base)));
+        let remotes = remotes.collect();
+        let facts = self.lanes.first().map(|lane| &lane.facts);
+        let address = Address {
+            key: self.key,
+            rank: self.rank,
+            virtual_addresses: facts.is_some_and(|facts| facts.virtual_addresses),
+            provider: facts.map_or_else(String::new, |facts| facts.provider.clone()),
+            ports,
+            lengths,
+            remotes,
+        };
+        Ok(address.encode())
+    }
+
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
+        let outcome = match Address::decode(address) {
+            Err(why) => Err(why.to_owned()),
+            Ok(Address { rank, .. }) if rank != peer => Err(format!("is of rank {rank}")),
+            Ok(address) => self.join(address),
+        };
+        outcome.map_err(|why| {
+            Error::transport(
+                format!("address of rank {peer} ({} bytes) {why}", address.len()),
+                "exchange the addresses anew, between ranks with the same version of tokenyard, provider and NICs",
+            )
+        })
+    }
+
+    fn post(&mut self, write: &WriteImm) -> Result<Posted> {
+        let source = self.admit(write)?;
+        let nic = usize::from(write.nic);
+        let revoked = self.revocations.is_revoked(write.peer, write.target.region);
+        let most = self.config.peer_posts;
+        let (Some(peer), Some(lane)) = (self.peers.get_mut(&write.peer), self.lanes.get_mut(nic)) else {
+            return Ok(Posted::Full);
+        };
+        let channel = peer.channel;
+        let Some(path) = peer.paths.get_mut(nic).filter(|path| path.outstanding < most) else {
+            return Ok(Posted::Full);
+        };
+        let flight = Flight { write: *write, source, channel };
+        if revoked {
+            self.pending.push_back(Pending { nic, flight, outcome: Outcome::Dropped });
+        } else {
+            let Some(number) = lane.writes.take(flight) else { return Ok(Posted::Full) };
+            if path.unsent.is_empty() {
+                self.waiting.push((write.peer, nic));
+            }
+            path.unsent.push_back(number);
+        }
+        path.outstanding += 1;
+        self.regions.posted(write.source.region);
+        Ok(Posted::Accepted)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
+        self.peer(peer)?;
+        if message.len() > MAX_MESSAGE {
+            let advice = format!("send at most {MAX_MESSAGE} bytes at once");
+            return Err(Error::argument("message", format!("{} bytes", message.len()), advice));
+        }
+        Ok(if self.enqueue(peer, Content::Message(message)) { Posted::Accepted } else { Posted::Full })
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.ask();
+        self.submit();
+        self.submit_messages();
+        Ok(())
+    }
+
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        self.flush()?;
+        let mut events = 0;
+        while let Some(pending) = self.pending.pop_front() {
+            self.hand_out(pending, on_event);
+            events += 1;
+        }
+        let mut found = [Done::Failed(None, 0); BATCH];
+        for nic in 0..self.lanes.len() {
+            let Some(lane) = self.lanes.get(nic) else { break };
+            let count = lane.poll(&mut found)?;
+            for done in found.iter().take(count) {
+                events += usize::from(self.complete(nic, *done, on_event));
+            }
+        }
+        self.polled_ns = self.now_ns();
+        self.post_receives()?;
+        self.send_notices();
+        self.submit_messages();
+        Ok(events)
+    }
+
+    /// An error leaves the endpoint closed to all but another reset.
+    fn reset(&mut self) -> Result<()> {
+        let key = lane::random()?;
+        let peers: Vec<Rank> = self.peers.keys().copied().collect();
+        peers.into_iter().for_each(|peer| self.forget(peer));
+        self.revocations.clear();
+        self.stalled = None;
+        self.key = key;
+        self.sends = Slots::new(MESSAGES);
+        self.unposted = (0..RECEIVES).collect();
+        for (nic, lane) in self.lanes.iter_mut().enumerate() {
+            let reopened = lane.reopen();
+            for number in lane.writes.flying().map(|(number, _)| number).collect::<Vec<u32>>() {
+                if let Some(flight) = lane.writes.end(number) {
+                    let outcome = Outcome::Failed(Reason::Flushed.into());
+                    self.pending.push_back(Pending { nic, flight, outcome });
+                }
+            }
+            reopened?;
+        }
+        self.post_receives()
+    }
+
+    fn explain(&self, failure: Failure) -> String {
+        match failure.code {
+            0 => String::new(),
+            code => self.lanes.first().map_or_else(String::new, |lane| lane.explain(code)),
+        }
+    }
+}

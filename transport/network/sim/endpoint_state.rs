@@ -2,7 +2,7 @@
 
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::imm::{ImmValue, MAX_NICS};
-use crate::transport::network::regions::{Regions, fits};
+use crate::transport::network::regions::{Regions, fits, outside};
 use crate::transport::network::revoke::{Notice, Revocations};
 use crate::transport::network::{Event, Failure, MAX_MESSAGE, Reason, RegionId, WriteImm};
 use std::collections::{BTreeMap, VecDeque};
@@ -193,20 +193,4 @@ impl EndpointState {
     fn channel(&self, peer: Rank) -> Result<&Channel> {
         self.channels.get(&peer).ok_or_else(|| Error::argument("peer", peer, "connect to it with its address first"))
     }
-}
-
-#[cold]
-fn outside(name: &'static str, write: &WriteImm, length: Option<u64>) -> Error {
-    let (place, owner) = match name {
-        "source" => (write.source, "this rank".to_owned()),
-        _ => (write.target, format!("rank {}", write.peer)),
-    };
-    let value = format!("{} bytes at {} of region {} of {owner}", write.bytes, place.offset, place.region.0);
-    let advice = match length {
-        Some(length) => format!("that region has {length} bytes; stay inside it"),
-        None => {
-            "no such region is known, or no more; register it before the address is taken, and connect again".to_owned()
-        }
-    };
-    Error::argument(name, value, advice)
 }

@@ -1,0 +1,224 @@
+//! The address of an endpoint: little end first, versioned, its length checked, with a checksum.
+//!
+//! ```text
+//! byte  0      4        8    16    20        22                24
+//!       magic  version  key  rank  NICs u16  virtual or not u16  provider: length u8, bytes
+//!       then for each NIC                         name: length u16, bytes; scratch place
+//!       then                                      length u32 of the regions, as `regions::report_lengths`
+//!       then for each region there and each NIC   place
+//!       then                                      checksum u64                     a place: address u64, key u64
+//! ```
+//!
+//! The checksum tells damage from sense, not friend from foe: what a peer names is its own memory.
+
+use super::config::MAX_PROVIDER;
+use crate::base::Rank;
+use crate::base::checksum::fnv1a;
+use crate::transport::network::regions::{report_lengths, reported_lengths};
+
+const MAGIC: [u8; 4] = *b"tyLF";
+const VERSION: u32 = 1;
+/// Longest name of a provider's endpoint.
+pub(super) const MAX_NAME: usize = 512;
+
+/// A place that a peer writes to: an address, or an offset where the provider counts from 0, and a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Remote {
+    pub base: u64,
+    pub key: u64,
+}
+
+/// Bytes of a place in an address.
+const PLACE: usize = 16;
+
+/// A NIC of an endpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Port {
+    /// As fi_getname(3) gives it.
+    pub name: Vec<u8>,
+    /// Where empty writes go.
+    pub scratch: Remote,
+}
+
+/// An endpoint as its peers see it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Address {
+    /// Drawn at random at each opening and reset.
+    pub key: u64,
+    pub rank: Rank,
+    /// Whether places are virtual addresses, as the provider wants them.
+    pub virtual_addresses: bool,
+    pub provider: String,
+    pub ports: Vec<Port>,
+    /// Lengths of the regions by number; 0: taken back.
+    pub lengths: Vec<u64>,
+    /// By region that is there, then by NIC.
+    pub remotes: Vec<Remote>,
+}
+
+/// Most regions that fit into an address of `most` bytes.
+pub(super) fn room(most: usize, nics: usize) -> usize {
+    use crate::transport::network::regions::REPORTED;
+    let head = 24 + 1 + MAX_PROVIDER + nics * (2 + MAX_NAME + PLACE) + 4 + 4 + 8;
+    most.saturating_sub(head) / (REPORTED + nics * PLACE)
+}
+
+impl Address {
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        out.extend(MAGIC);
+        out.extend(VERSION.to_le_bytes());
+        out.extend(self.key.to_le_bytes());
+        out.extend(self.rank.0.to_le_bytes());
+        out.extend((self.ports.len() as u16).to_le_bytes());
+        out.extend(u16::from(self.virtual_addresses).to_le_bytes());
+        out.push(self.provider.len() as u8);
+        out.extend(self.provider.as_bytes());
+        for Port { name, scratch } in &self.ports {
+            out.extend((name.len() as u16).to_le_bytes());
+            out.extend(name);
+            put(&mut out, *scratch);
+        }
+        let mut lengths = Vec::new();
+        report_lengths(&mut lengths, &self.lengths);
+        out.extend((lengths.len() as u32).to_le_bytes());
+        out.extend(lengths);
+        self.remotes.iter().for_each(|remote| put(&mut out, *remote));
+        let sum = fnv1a(&out);
+        out.extend(sum.to_le_bytes());
+        out
+    }
+
+    /// Decodes an address; the error is the fault in the bytes.
+    pub fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
+        let (body, sum) = bytes.split_last_chunk::<8>().ok_or("is too short")?;
+        let mut rest = Rest(body);
+        if rest.array::<4>().ok_or("is too short")? != MAGIC {
+            return Err("is not of an endpoint over libfabric");
+        }
+        if rest.u32().ok_or("is too short")? != VERSION {
+            return Err("is of another version");
+        }
+        if u64::from_le_bytes(*sum) != fnv1a(body) {
+            return Err("has a wrong checksum");
+        }
+        rest.address().filter(|_| rest.0.is_empty()).ok_or("has a wrong length")
+    }
+}
+
+fn put(out: &mut Vec<u8>, Remote { base, key }: Remote) {
+    out.extend(base.to_le_bytes());
+    out.extend(key.to_le_bytes());
+}
+
+/// What has not been read.
+struct Rest<'a>(&'a [u8]);
+
+impl<'a> Rest<'a> {
+    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.take(N)?.try_into().ok()
+    }
+
+    fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    fn remote(&mut self) -> Option<Remote> {
+        Some(Remote { base: self.u64()?, key: self.u64()? })
+    }
+
+    fn port(&mut self) -> Option<Port> {
+        let length = usize::from(self.u16()?);
+        let name = self.take(length).filter(|_| (1..=MAX_NAME).contains(&length))?.to_vec();
+        Some(Port { name, scratch: self.remote()? })
+    }
+
+    fn address(&mut self) -> Option<Address> {
+        let (key, rank) = (self.u64()?, Rank(self.u32()?));
+        let nics = self.u16()?;
+        let virtual_addresses = match self.u16()? {
+            0 => false,
+            1 => true,
+            _ => return None,
+        };
+        let [length] = self.array()?;
+        let provider = String::from_utf8(self.take(usize::from(length))?.to_vec()).ok()?;
+        let ports = (0..nics).map(|_| self.port()).collect::<Option<Vec<Port>>>()?;
+        let bytes = self.u32()? as usize;
+        let lengths = reported_lengths(self.take(bytes)?)?;
+        let there = lengths.iter().filter(|length| **length > 0).count();
+        let remotes = (0..there * ports.len()).map(|_| self.remote()).collect::<Option<Vec<Remote>>>()?;
+        Some(Address { key, rank, virtual_addresses, provider, ports, lengths, remotes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_survive_the_wire_and_flipped_bits_do_not() {
+        let remote = |n| Remote { base: n << 40, key: n };
+        let port = |n: u8| Port { name: vec![n; 16], scratch: remote(u64::from(n)) };
+        let address = Address {
+            key: 9,
+            rank: Rank(2),
+            virtual_addresses: true,
+            provider: "tcp;ofi_rxm".into(),
+            ports: vec![port(1), port(2)],
+            lengths: vec![4096, 0, 7],
+            remotes: (3..7).map(remote).collect(),
+        };
+        let bytes = address.encode();
+        assert_eq!(Address::decode(&bytes), Ok(address.clone()));
+        for bit in 0..8 * bytes.len() {
+            let mut bent = bytes.clone();
+            bent[bit / 8] ^= 1 << (bit % 8);
+            assert!(Address::decode(&bent).is_err(), "bit {bit}");
+        }
+        assert!((0..bytes.len()).all(|length| Address::decode(&bytes[..length]).is_err()));
+        // Whole, but for one thing each.
+        let bent = [
+            Address { remotes: address.remotes[1..].to_vec(), ..address.clone() },
+            Address { ports: vec![port(1)], ..address.clone() },
+            Address { ports: vec![Port { name: Vec::new(), ..port(1) }, port(2)], ..address.clone() },
+            Address { ports: vec![Port { name: vec![0; MAX_NAME + 1], ..port(1) }, port(2)], ..address },
+        ];
+        assert_eq!(bent.map(|address| Address::decode(&address.encode()).unwrap_err()), ["has a wrong length"; 4]);
+    }
+
+    #[test]
+    fn as_many_regions_as_fit() {
+        for nics in [1, 2, 4] {
+            let most = 64 << 10;
+            let regions = room(most, nics);
+            let place = Remote { base: 1, key: 2 };
+            let port = Port { name: vec![7; MAX_NAME], scratch: place };
+            let address = Address {
+                key: 1,
+                rank: Rank(0),
+                virtual_addresses: false,
+                provider: "p".repeat(MAX_PROVIDER),
+                ports: vec![port; nics],
+                lengths: vec![1; regions],
+                remotes: vec![place; regions * nics],
+            };
+            let bytes = address.encode().len();
+            assert!(bytes <= most && bytes + 10 + 16 * nics > most, "{nics} NICs: {regions} regions, {bytes} bytes");
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Settings of an endpoint over libfabric.
+
+use crate::base::{Error, Result, quoted};
+use crate::transport::network::imm::MAX_NICS;
+use crate::transport::network::revoke::LET_GO_NS;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Most writes of one NIC to one peer that may be outstanding, unless configured: enough to fill a link of 400 Gb/s with
+/// writes of 8 KiB over 40 µs, and a small part of what NICs queue.
+const PEER_POSTS: u32 = 256;
+/// Most that can be asked for.
+const MAX_PEER_POSTS: u32 = 1 << 16;
+
+/// Settings of a [`LibfabricEndpoint`](super::LibfabricEndpoint). All ranks give the same provider and as many NICs.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct LibfabricConfig {
+    /// The provider's name, as `fi_info -l` lists it: `tcp` or `shm`.
+    pub provider: String,
+    /// NICs of this rank, as its peers see them: each is a domain of its own.
+    pub nics: usize,
+    /// The local address or host name that `tcp` uses; `None`: the first that the provider lists.
+    pub source: Option<String>,
+    /// Writes of one NIC to one peer that may be outstanding.
+    pub peer_posts: u32,
+    /// How long a peer may take to let go of a region that is taken back.
+    pub let_go: Duration,
+    /// Whether `shm` of libfabric before 2.1 may be used. A peer that is killed there may leave its survivors in a lock
+    /// for ever, and a peer that closes crashes a sender of the same process.
+    pub allow_old_shm: bool,
+    /// The library's path; `None`: the one that `TOKENYARD_LIBFABRIC` names, else the system's.
+    pub library: Option<PathBuf>,
+}
+
+impl LibfabricConfig {
+    /// One NIC of a provider, and defaults.
+    pub fn new(provider: impl Into<String>) -> LibfabricConfig {
+        LibfabricConfig {
+            provider: provider.into(),
+            nics: 1,
+            source: None,
+            peer_posts: PEER_POSTS,
+            let_go: Duration::from_nanos(LET_GO_NS),
+            allow_old_shm: false,
+            library: None,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        let usable = (1..=MAX_PROVIDER).contains(&self.provider.len());
+        if !usable || self.provider.bytes().any(|byte| !byte.is_ascii_graphic()) {
+            let advice = "give a name that `fi_info -l` lists, such as tcp or shm";
+            return Err(Error::config("provider", quoted(self.provider.as_bytes()), advice));
+        }
+        if !(1..=MAX_NICS).contains(&self.nics) {
+            return Err(Error::config("nics", self.nics, format!("use 1 to {MAX_NICS}")));
+        }
+        if !(1..=MAX_PEER_POSTS).contains(&self.peer_posts) {
+            return Err(Error::config("peer_posts", self.peer_posts, format!("allow 1 to {MAX_PEER_POSTS}")));
+        }
+        Ok(())
+    }
+}
+
+/// Longest name of a provider.
+pub(super) const MAX_PROVIDER: usize = 64;

@@ -1,0 +1,127 @@
+//! Control messages and notices between endpoints: a header, and at most [`MAX_MESSAGE`] bytes.
+//!
+//! ```text
+//! byte  0     2           4     8          16           24
+//!       kind  length u16  rank  from: key  to: key      message, or the number of a region or of a question
+//! ```
+//!
+//! A message counts only if it is to this endpoint's present key and from the key that its sender's address named: what
+//! comes from a closed generation, or from a stranger who found the port, is dropped.
+
+use crate::base::Rank;
+use crate::transport::network::revoke::Notice;
+use crate::transport::network::{MAX_MESSAGE, RegionId};
+
+const HEAD: usize = 24;
+/// Bytes of the longest message with its header.
+pub(super) const LONGEST: usize = HEAD + MAX_MESSAGE;
+/// Bytes from one message to the next in a slab: whole cache lines.
+pub(super) const PITCH: usize = LONGEST.next_multiple_of(64);
+
+const MESSAGE: u16 = 1;
+const REVOKE: u16 = 2;
+const LET_GO: u16 = 3;
+const ASK: u16 = 4;
+const ANSWER: u16 = 5;
+
+/// Who sends, and to which endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Parties {
+    pub rank: Rank,
+    pub from: u64,
+    pub to: u64,
+}
+
+/// What travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Content<'a> {
+    Message(&'a [u8]),
+    Notice(Notice),
+    /// Asks for an answer of this number once all earlier notices are on their way.
+    Ask(u16),
+    Answer(u16),
+}
+
+/// Writes a message into its place; answers its bytes. Bytes of a message beyond [`MAX_MESSAGE`] are cut off.
+pub(super) fn encode(out: &mut [u8; PITCH], Parties { rank, from, to }: Parties, content: Content<'_>) -> usize {
+    let (kind, number) = match content {
+        Content::Message(_) => (MESSAGE, 0),
+        Content::Notice(Notice::Revoke(RegionId(region))) => (REVOKE, region),
+        Content::Notice(Notice::LetGo(RegionId(region))) => (LET_GO, region),
+        Content::Ask(question) => (ASK, question),
+        Content::Answer(question) => (ANSWER, question),
+    };
+    let number = number.to_le_bytes();
+    let body = match content {
+        Content::Message(bytes) => &bytes[..bytes.len().min(MAX_MESSAGE)],
+        _ => &number,
+    };
+    out[..2].copy_from_slice(&u16::to_le_bytes(kind));
+    out[2..4].copy_from_slice(&(body.len() as u16).to_le_bytes());
+    out[4..8].copy_from_slice(&rank.0.to_le_bytes());
+    out[8..16].copy_from_slice(&from.to_le_bytes());
+    out[16..24].copy_from_slice(&to.to_le_bytes());
+    out[HEAD..HEAD + body.len()].copy_from_slice(body);
+    HEAD + body.len()
+}
+
+/// Reads a message; `None` if it is malformed. Its length is in it, since providers differ in what they report.
+pub(super) fn decode(bytes: &[u8; PITCH]) -> Option<(Parties, Content<'_>)> {
+    let (kind, rest) = bytes.split_first_chunk()?;
+    let (length, rest) = rest.split_first_chunk()?;
+    let (rank, rest) = rest.split_first_chunk()?;
+    let (from, rest) = rest.split_first_chunk()?;
+    let (to, rest) = rest.split_first_chunk()?;
+    let length = usize::from(u16::from_le_bytes(*length));
+    let body = rest.get(..length).filter(|_| length <= MAX_MESSAGE)?;
+    let number = || body.try_into().ok().map(u16::from_le_bytes);
+    let content = match u16::from_le_bytes(*kind) {
+        MESSAGE => Content::Message(body),
+        REVOKE => Content::Notice(Notice::Revoke(RegionId(number()?))),
+        LET_GO => Content::Notice(Notice::LetGo(RegionId(number()?))),
+        ASK => Content::Ask(number()?),
+        ANSWER => Content::Answer(number()?),
+        _ => return None,
+    };
+    let rank = Rank(u32::from_le_bytes(*rank));
+    Some((Parties { rank, from: u64::from_le_bytes(*from), to: u64::from_le_bytes(*to) }, content))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_and_notices_survive_the_wire() {
+        let parties = Parties { rank: Rank(7), from: 1 << 60, to: 3 };
+        let longest = [9; MAX_MESSAGE];
+        let contents = [
+            (Content::Message(b""), HEAD),
+            (Content::Message(b"hello"), HEAD + 5),
+            (Content::Message(&longest), LONGEST),
+            (Content::Notice(Notice::Revoke(RegionId(300))), HEAD + 2),
+            (Content::Notice(Notice::LetGo(RegionId(u16::MAX))), HEAD + 2),
+            (Content::Ask(1), HEAD + 2),
+            (Content::Answer(2), HEAD + 2),
+        ];
+        for (content, bytes) in contents {
+            let mut place = [0xAA; PITCH];
+            assert_eq!(encode(&mut place, parties, content), bytes);
+            assert_eq!(decode(&place), Some((parties, content)));
+        }
+    }
+
+    #[test]
+    fn malformed_messages_are_none() {
+        let mut good = [0; PITCH];
+        encode(&mut good, Parties { rank: Rank(0), from: 1, to: 2 }, Content::Notice(Notice::Revoke(RegionId(1))));
+        for (at, byte) in [(0, 0), (0, 6), (1, 1), (2, 1), (2, 3), (3, 2)] {
+            let mut bad = good;
+            bad[at] = byte;
+            assert_eq!(decode(&bad), None, "byte {at} is {byte}");
+        }
+        let mut long = good;
+        long[..4].copy_from_slice(&[1, 0, 1, 1]);
+        assert_eq!(decode(&long), None, "257 bytes");
+    }
+}

@@ -1,0 +1,55 @@
+//! Why writes fail, in terms that all networks share.
+
+use super::libfabric_sys::*;
+use crate::transport::network::{Failure, Reason};
+use std::ffi::c_int;
+
+/// `FI_ETRUNC`.
+const TRUNCATED: c_int = 265;
+
+/// The reason that an error number stands for. Source: fi_errno(3), fi_cq(3), and what the provider tcp reports of
+/// connections that end.
+fn reason(error: c_int) -> Reason {
+    match error {
+        FI_ECANCELED => Reason::Flushed,
+        libc::EHOSTUNREACH | libc::ENETUNREACH | libc::ETIMEDOUT | libc::ECONNRESET | libc::ECONNREFUSED => {
+            Reason::Unreachable
+        }
+        FI_ECONNABORTED | FI_ENOTCONN | libc::EPIPE | libc::ESHUTDOWN | libc::EHOSTDOWN | libc::ENETDOWN => {
+            Reason::Unreachable
+        }
+        FI_ENORX => Reason::NotReady,
+        libc::EACCES | libc::EPERM | libc::EKEYREJECTED | libc::ENOKEY => Reason::RemoteAccess,
+        FI_EIO | FI_EINVAL | FI_EMSGSIZE | FI_ENOMEM | libc::EFAULT | TRUNCATED => Reason::Local,
+        _ => Reason::Other,
+    }
+}
+
+/// The failure of an error number, of either sign.
+pub(super) fn failure(error: c_int) -> Failure {
+    let error = error.saturating_abs();
+    Failure { reason: reason(error), code: error.unsigned_abs() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn error_numbers_have_reasons() {
+        let cases = [
+            (-FI_ECANCELED, Reason::Flushed),
+            (libc::ECONNRESET, Reason::Unreachable),
+            (FI_ENOTCONN, Reason::Unreachable),
+            (FI_ENORX, Reason::NotReady),
+            (libc::EACCES, Reason::RemoteAccess),
+            (-FI_EINVAL, Reason::Local),
+            (TRUNCATED, Reason::Local),
+            (4242, Reason::Other),
+        ];
+        for (error, reason) in cases {
+            assert_eq!(failure(error), Failure { reason, code: error.unsigned_abs() });
+        }
+        assert_eq!(failure(c_int::MIN).code, c_int::MAX.unsigned_abs());
+    }
+}

@@ -1,0 +1,104 @@
+//! An endpoint's own memory: where peers' empty writes go, and messages on their way.
+//!
+//! Place in the data path: under messages. The provider reads and writes it at any time, so that no reference covers it.
+//!
+//! ```text
+//!  0          64              128         128 + sends × PITCH        + receives × PITCH
+//!  scratch    source of       sends …     receives …
+//!  line       empty writes
+//! ```
+
+use super::message::PITCH;
+use crate::base::{Error, Result};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+
+/// Bytes of the scratch line, and of the line that empty writes come from.
+pub(super) const LINE: usize = 64;
+/// Bytes that a write of none has on the wire: some versions of some providers lose writes without bytes.
+pub(super) const EMPTY: usize = 8;
+
+#[derive(Debug)]
+pub(super) struct Slab {
+    base: NonNull<u8>,
+    layout: Layout,
+    sends: usize,
+    receives: usize,
+}
+
+// SAFETY: memory that it owns and accesses by copies alone.
+unsafe impl Send for Slab {}
+
+impl Slab {
+    pub fn new(sends: u32, receives: u32) -> Result<Slab> {
+        let (sends, receives) = (sends as usize, receives as usize);
+        let bytes = 2 * LINE + (sends + receives) * PITCH;
+        let lack = || Error::transport(format!("no {bytes} bytes for messages"), "raise the limit on memory");
+        let layout = Layout::from_size_align(bytes, 4096).map_err(|_| lack())?;
+        // SAFETY: the layout is not empty.
+        let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(lack)?;
+        Ok(Slab { base, layout, sends, receives })
+    }
+
+    fn at(&self, offset: usize) -> u64 {
+        self.base.as_ptr() as u64 + offset as u64
+    }
+
+    /// The line that peers may write to.
+    pub fn scratch(&self) -> u64 {
+        self.at(0)
+    }
+
+    /// The source of empty writes.
+    pub fn empty(&self) -> u64 {
+        self.at(LINE)
+    }
+
+    /// All but the scratch line, and its bytes.
+    pub fn local(&self) -> (u64, usize) {
+        (self.at(LINE), self.layout.size() - LINE)
+    }
+
+    pub fn sends(&self) -> u32 {
+        self.sends as u32
+    }
+
+    pub fn receives(&self) -> u32 {
+        self.receives as u32
+    }
+
+    /// The place of a message to send.
+    pub fn send(&self, number: u32) -> u64 {
+        debug_assert!((number as usize) < self.sends);
+        self.at(2 * LINE + number as usize % self.sends * PITCH)
+    }
+
+    /// The place that a message is received in.
+    pub fn receive(&self, number: u32) -> u64 {
+        debug_assert!((number as usize) < self.receives);
+        self.at(2 * LINE + (self.sends + number as usize % self.receives) * PITCH)
+    }
+
+    /// Stores a message to send.
+    pub fn store(&mut self, number: u32, message: &[u8; PITCH]) {
+        let place = self.send(number) as *mut u8;
+        // SAFETY: the place has as many bytes, and no operation is under way by its number.
+        unsafe { std::ptr::copy_nonoverlapping(message.as_ptr(), place, PITCH) };
+    }
+
+    /// Loads a message that was received.
+    pub fn load(&self, number: u32) -> [u8; PITCH] {
+        let mut message = [0; PITCH];
+        let place = self.receive(number) as *const u8;
+        // SAFETY: the place has as many bytes, and its receive has completed.
+        unsafe { std::ptr::copy_nonoverlapping(place, message.as_mut_ptr(), PITCH) };
+        message
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new` with this layout.
+        unsafe { dealloc(self.base.as_ptr(), self.layout) };
+    }
+}

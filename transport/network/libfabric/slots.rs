@@ -1,0 +1,145 @@
+//! Operations under way on a NIC, and the contexts by which the provider names them.
+//!
+//! Place in the data path: between `post` and the completion queue. On the endpoint's thread. Nothing here allocates
+//! after the opening.
+//!
+//! The provider may store into a context until it has handed the operation's completion out, or its endpoint is closed.
+//! So contexts have an allocation of their own, which no reference covers and which outlives the endpoint.
+
+use super::libfabric_sys::fi_context2;
+use std::ffi::c_void;
+use std::mem::size_of;
+
+/// The operation that a context belongs to: its number among those of its kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operation {
+    Write(u32),
+    Send(u32),
+    Receive(u32),
+}
+
+/// Numbers of one kind, each free or under way.
+#[derive(Debug)]
+pub(super) struct Slots<T> {
+    flying: Vec<Option<T>>,
+    free: Vec<u32>,
+}
+
+impl<T> Slots<T> {
+    pub fn new(count: u32) -> Slots<T> {
+        Slots { flying: (0..count).map(|_| None).collect(), free: (0..count).rev().collect() }
+    }
+
+    /// Takes a free number; `None` if all are under way.
+    pub fn take(&mut self, operation: T) -> Option<u32> {
+        let number = self.free.pop()?;
+        *self.flying.get_mut(number as usize)? = Some(operation);
+        Some(number)
+    }
+
+    pub fn get(&self, number: u32) -> Option<&T> {
+        self.flying.get(number as usize)?.as_ref()
+    }
+
+    /// Changes one that is under way.
+    pub fn change(&mut self, number: u32, change: impl FnOnce(&mut T)) {
+        if let Some(operation) = self.flying.get_mut(number as usize).and_then(Option::as_mut) {
+            change(operation);
+        }
+    }
+
+    /// Ends an operation, whose number is free again; `None` if none is under way by that number.
+    pub fn end(&mut self, number: u32) -> Option<T> {
+        let operation = self.flying.get_mut(number as usize)?.take()?;
+        self.free.push(number);
+        Some(operation)
+    }
+
+    /// All that are under way, by number.
+    pub fn flying(&self) -> impl Iterator<Item = (u32, &T)> {
+        (0u32..).zip(&self.flying).filter_map(|(number, operation)| Some((number, operation.as_ref()?)))
+    }
+}
+
+/// The contexts of a NIC: of writes, then of sends, then of receives.
+#[derive(Debug)]
+pub(super) struct Contexts {
+    first: *mut fi_context2,
+    writes: u32,
+    sends: u32,
+    receives: u32,
+}
+
+// SAFETY: an allocation of its own, into which the provider alone stores, on the thread that calls it.
+unsafe impl Send for Contexts {}
+
+impl Contexts {
+    pub fn new(writes: u32, sends: u32, receives: u32) -> Contexts {
+        let count = writes as usize + sends as usize + receives as usize;
+        // SAFETY: pointers may be null.
+        let contexts: Box<[fi_context2]> = (0..count).map(|_| unsafe { std::mem::zeroed() }).collect();
+        Contexts { first: Box::into_raw(contexts).cast(), writes, sends, receives }
+    }
+
+    fn count(&self) -> usize {
+        self.writes as usize + self.sends as usize + self.receives as usize
+    }
+
+    /// As posts take it.
+    pub fn of(&self, operation: Operation) -> *mut c_void {
+        let at = match operation {
+            Operation::Write(number) => number as usize,
+            Operation::Send(number) => self.writes as usize + number as usize,
+            Operation::Receive(number) => self.writes as usize + self.sends as usize + number as usize,
+        };
+        debug_assert!(at < self.count());
+        self.first.wrapping_add(at).cast()
+    }
+
+    /// The operation of a context that a completion names; `None` if it is not one of these.
+    pub fn operation(&self, context: *mut c_void) -> Option<Operation> {
+        let bytes = (context as usize).checked_sub(self.first as usize)?;
+        let at = u32::try_from(bytes / size_of::<fi_context2>()).ok()?;
+        if !bytes.is_multiple_of(size_of::<fi_context2>()) || at as usize >= self.count() {
+            return None;
+        }
+        Some(match at {
+            _ if at < self.writes => Operation::Write(at),
+            _ if at < self.writes + self.sends => Operation::Send(at - self.writes),
+            _ => Operation::Receive(at - self.writes - self.sends),
+        })
+    }
+}
+
+impl Drop for Contexts {
+    fn drop(&mut self) {
+        // SAFETY: made by `new` from a box of as many; the endpoint that stored into it is closed.
+        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.first, self.count())) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contexts_name_their_operations_and_nothing_else_does() {
+        let contexts = Contexts::new(3, 2, 4);
+        let all = (0..3).map(Operation::Write).chain((0..2).map(Operation::Send)).chain((0..4).map(Operation::Receive));
+        let found: Vec<*mut c_void> = all.clone().map(|operation| contexts.of(operation)).collect();
+        assert!(all.zip(&found).all(|(operation, context)| contexts.operation(*context) == Some(operation)));
+        let (first, last) = (found[0], found[8]);
+        let strangers =
+            [std::ptr::null_mut(), first.wrapping_byte_sub(64), first.wrapping_byte_add(8), last.wrapping_byte_add(64)];
+        assert!(strangers.iter().all(|stranger| contexts.operation(*stranger).is_none()));
+        assert!(found.windows(2).all(|two| two[1] as usize - two[0] as usize == size_of::<fi_context2>()));
+    }
+
+    #[test]
+    fn a_number_is_under_way_once() {
+        let mut slots = Slots::new(2);
+        assert_eq!([slots.take('a'), slots.take('b'), slots.take('c')], [Some(0), Some(1), None]);
+        assert_eq!((slots.get(1), slots.end(1), slots.end(1), slots.end(7)), (Some(&'b'), Some('b'), None, None));
+        assert_eq!((slots.take('d'), slots.flying().collect::<Vec<_>>()), (Some(1), vec![(0, &'a'), (1, &'d')]));
+    }
+}
