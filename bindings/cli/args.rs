@@ -63,9 +63,12 @@ pub struct BenchArgs {
     /// Ranks that share memory; a list where nodes are uneven [default: cuda N, one node; cpu 4, and what is left]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
-    /// Network between nodes: a simulated one [default: sim]
-    #[arg(long, value_name = "sim", value_parser = word::<TransportWord>)]
+    /// Network between nodes: a simulated one, or libfabric's provider tcp or shm [default: sim]
+    #[arg(long, value_name = "sim|libfabric:tcp|libfabric:shm", value_parser = word::<TransportWord>)]
     pub transport: Option<TransportWord>,
+    /// Use libfabric:shm of libfabric before 2.1, whose ranks may hang when one is killed
+    #[arg(long)]
+    pub allow_old_shm: bool,
     /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
     #[arg(long, value_name = "MODEL", value_parser = Link::parse)]
     pub link: Option<Link>,

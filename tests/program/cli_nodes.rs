@@ -18,9 +18,13 @@ fn unusable_nodes_and_networks_are_named_with_what_would_do() {
         ("bench --device cpu --ranks-per-node 3", "--ranks-per-node is `3`", "give 3,3,2"),
         ("bench --device cpu --ranks-per-node 3,6", "--ranks-per-node is `3,6`", "sum to 9 and the world has 8"),
         ("bench --device cpu --world 6 --ranks-per-node 3,4", "--ranks-per-node is `3,4`", "agree"),
-        ("bench --device cpu --transport libfabric:tcp", "--transport is `libfabric:tcp`", "give sim"),
+        ("bench --device cpu --transport libfabric", "--transport is `libfabric`", "libfabric:tcp"),
         ("bench --device cpu --transport verbs", "--transport is `verbs`", "give sim"),
         ("plan --device cpu --transport verbs:mlx5_0", "--transport is `verbs:mlx5_0`", "give sim"),
+        ("bench --device cpu --transport libfabric:tcp --link cx7", "--link is `cx7`", "--transport sim"),
+        ("bench --device cpu --transport libfabric:tcp --network calm", "--network is `calm`", "--transport sim"),
+        ("bench --device cpu --transport libfabric:shm", "--launch is `threads`", "processes"),
+        ("bench --device cpu --transport libfabric:tcp --world-mode one-thread", "--transport is", "give sim"),
         ("bench --device cpu --link 400:5", "--link is `400:5`", "400:5:0.2"),
         ("bench --device cpu --link 0:5:0.2", "--link is `0:5:0.2`", "GBPS"),
         ("bench --device cpu --link 400:2000000:0", "--link is `400:2000000:0`", "GBPS"),
@@ -49,7 +53,7 @@ fn no_transport_is_offered_that_does_not_exist() {
         let shown = text(&run(typed).stdout);
         assert!(shown.len() > 100, "{typed}: {shown}");
         let named: Vec<&str> =
-            ["libfabric", "verbs", "not built yet"].into_iter().filter(|n| shown.contains(n)).collect();
+            ["verbs", "libfabric:efa", "not built yet"].into_iter().filter(|n| shown.contains(n)).collect();
         assert!(named.is_empty(), "{typed}: {named:?} in {shown}");
     }
 }

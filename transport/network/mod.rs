@@ -42,8 +42,8 @@
 //!   handed out, and all earlier posts of this endpoint complete.
 //! - **P13 taking back.** No network can drop a late write and spare all others, so peers are asked first. The first
 //!   `deregister` gives the region up: the endpoint notifies the peers that may write to it. A peer that is notified
-//!   completes its later posts to the region as `Dropped`, whatever address it has, and answers when its earlier ones
-//!   have completed; they arrive like all others. Until all living peers have answered, and while own writes from the
+//!   completes its later posts to the region as `Dropped`, whatever address it has, and may do so with posts that it
+//!   still holds (P15); it answers when its earlier ones have completed, which arrive like all others. Until all living peers have answered, and while own writes from the
 //!   region are outstanding, the answer is [`Released::Busy`]: poll, and ask again. A peer that does not answer in time
 //!   (200 ms if nothing else is configured) is cut off: its writes to the region that are still outstanding complete as
 //!   `Dropped` or `Failed`. From [`Released::Done`] on, nothing reads or writes the region. No write to another region

@@ -502,6 +502,10 @@ impl Case {
             let advice = "the world is one node and has no such link; leave it out, or give fewer --ranks-per-node";
             return Err(Refusal::of("--link", self.link, advice));
         }
+        if self.transport != TransportWord::Sim && self.world_mode == WorldMode::OneThread {
+            let advice = "a world on one thread has time of its own, which no real network keeps; give sim";
+            return Err(Refusal::of("--transport", self.transport.name(), advice));
+        }
         if self.fault == FaultWord::Forged && !(self.several_nodes() && self.world_mode == WorldMode::OneThread) {
             let advice = "messages are tampered with between nodes, of worlds on one thread; give nodes and world_mode=one-thread";
             return Err(Refusal::of("fault", self.fault.name(), advice));

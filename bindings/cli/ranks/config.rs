@@ -46,6 +46,7 @@ pub struct Config {
     pub launch: Launch,
     /// Where arenas lie.
     pub arena: ArenaWord,
+    pub allow_old_shm: bool,
     pub preset: &'static str,
     /// The run, with the first count of `tokens`.
     pub case: Case,
@@ -94,6 +95,7 @@ impl Config {
             check: self.check,
             timeout: self.timeout,
             arena: self.arena,
+            allow_old_shm: self.allow_old_shm,
             measured: true,
             stages: self.stages,
         }
@@ -128,6 +130,7 @@ impl Config {
         add(case.in_place, "--in-place".to_string());
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
+        add(self.allow_old_shm, "--allow-old-shm".to_string());
         add(case.world_mode != WorldMode::Threads, format!("--world-mode {}", case.world_mode.name()));
         let check = match self.check {
             Check::All => "all".to_string(),
@@ -196,6 +199,12 @@ impl Config {
             ..Case::default()
         };
         check_case(&case, device)?;
+        check_transport(args, &case)?;
+        if case.transport == TransportWord::Shm && case.several_nodes() && launch == Launch::Threads {
+            let advice = "ranks over libfabric:shm are processes: one that closes would crash others of its process; give \
+                          processes, or another --transport";
+            return Err(Refusal::of("--launch", Launch::Threads.name(), advice));
+        }
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
         // A rank that is a process writes none of them.
         if !args.as_rank {
@@ -206,6 +215,7 @@ impl Config {
             device,
             launch,
             arena: check_arena(args.arena, device, launch, &case)?,
+            allow_old_shm: args.allow_old_shm,
             preset: preset.name,
             case,
             tokens,
@@ -252,7 +262,13 @@ const NICS_OF_A_GPU: usize = 4;
 /// If the network does not reach the given place.
 pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case: &Case) -> Result<ArenaWord, Refusal> {
     let inter_node = device == DeviceWord::Cuda && case.several_nodes();
+    let processor = inter_node && case.transport != TransportWord::Sim;
     match given {
+        Some(ArenaWord::Device) if processor => {
+            let advice = "this network copies with the processor, which cannot reach it; give host";
+            Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
+        }
+        None if processor => Ok(ArenaWord::Host),
         Some(ArenaWord::Device) if inter_node && launch == Launch::Processes => {
             let advice =
                 "between processes the simulated network copies with the processor, which cannot reach it; give host";
@@ -277,6 +293,19 @@ pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case:
     }
 }
 
+/// Refuses options of the simulated network for another one.
+fn check_transport(args: &BenchArgs, case: &Case) -> Result<(), Refusal> {
+    if case.transport == TransportWord::Sim {
+        return Ok(());
+    }
+    let advice = format!("{} is as it is; leave it out, or give --transport sim", case.transport.name());
+    match (args.link, args.network) {
+        (Some(link), _) if link != Link::None => Err(Refusal::of("--link", link, &advice)),
+        (_, Some(network)) => Err(Refusal::of("--network", network.name(), &advice)),
+        _ => Ok(()),
+    }
+}
+
 /// As [`arena`], for a network that was asked for.
 fn check_arena(
     given: Option<ArenaWord>,
@@ -295,7 +324,7 @@ fn check_arena(
 /// Notes that arenas are in host memory although that was not given.
 pub fn note_arena(given: Option<ArenaWord>, chosen: ArenaWord, out: &Out) {
     if given.is_none() && chosen == ArenaWord::Host {
-        note!(out, "tokenyard: arenas are in host memory, where the simulated network reaches them");
+        note!(out, "tokenyard: arenas are in host memory, where the network reaches them");
     }
 }
 

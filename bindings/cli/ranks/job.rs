@@ -18,6 +18,7 @@ pub struct Job {
     pub timeout: Duration,
     /// Where arenas lie.
     pub arena: ArenaWord,
+    pub allow_old_shm: bool,
     /// Whether calls are timed, the links are measured, and a timeline is kept.
     pub measured: bool,
     /// Whether the device records when blocks complete each stage of a call.

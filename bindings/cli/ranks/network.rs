@@ -1,6 +1,6 @@
 //! The network of a run of several nodes: an endpoint for each rank, and the proxy that drives it.
 //!
-//! The network is simulated. Between ranks that are threads with GPUs, and arenas in GPU memory, an emulated NIC on
+//! The network is simulated, or libfabric's. Between ranks that are threads with GPUs, and arenas in GPU memory, an emulated NIC on
 //! each GPU moves the bytes; otherwise the processor does.
 //!
 //! Beside the data path, on the thread that starts the ranks and on the ranks' threads. A world of one node has no
@@ -15,6 +15,7 @@ use tokenyard::internals::proxy::machine::Liveness;
 use tokenyard::internals::proxy::{ProxyConfig, ProxyLoop};
 use tokenyard::internals::transport::network::Transport;
 use tokenyard::internals::transport::network::emulated::{self, GpuNetwork};
+use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
 use tokenyard::internals::transport::network::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimConfig};
 use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
 
@@ -22,7 +23,7 @@ use super::forge::Forger;
 use super::job::Job;
 use super::meeting::Meeting;
 use crate::cli::cases::case::Case;
-use crate::cli::cases::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord};
+use crate::cli::cases::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord, TransportWord};
 
 /// When a silent peer counts as lost: many ranks may share few cores here.
 const SILENCE_NS: u64 = 10_000_000_000;
@@ -74,6 +75,8 @@ pub enum Shared {
         /// If calls are timed.
         measured: Option<Measured>,
     },
+    /// Each rank opens its own endpoint.
+    Libfabric(LibfabricConfig),
 }
 
 /// Needed to time calls over the emulation.
@@ -93,6 +96,7 @@ impl Shared {
         Ok(match self {
             Shared::Sim(network) => endpoint(network, world)?,
             Shared::Gpu { network, .. } => Box::new(network.endpoint(world.rank(), device)?),
+            Shared::Libfabric(config) => Box::new(LibfabricEndpoint::open(world.rank(), config.clone())?),
         })
     }
 
@@ -108,10 +112,23 @@ impl Shared {
 
     fn measured(&self) -> Option<&Measured> {
         match self {
-            Shared::Sim(_) => None,
+            Shared::Sim(_) | Shared::Libfabric(_) => None,
             Shared::Gpu { measured, .. } => measured.as_ref(),
         }
     }
+}
+
+/// The settings of a network over libfabric, if it is that.
+fn libfabric(job: &Job) -> Option<LibfabricConfig> {
+    let provider = match job.case.transport {
+        TransportWord::Sim => return None,
+        TransportWord::Tcp => "tcp",
+        TransportWord::Shm => "shm",
+    };
+    let mut config = LibfabricConfig::new(provider);
+    config.nics = job.case.nics.unwrap_or(1);
+    config.allow_old_shm = job.allow_old_shm;
+    Some(config)
 }
 
 /// The network of ranks that are threads; `None` for one node. `open_device` opens the device of a rank.
@@ -124,6 +141,9 @@ pub fn real_time(
     open_device: impl Fn(usize) -> Result<Device>,
 ) -> Result<Option<Shared>> {
     let case = &job.case;
+    if let Some(config) = libfabric(job).filter(|_| case.several_nodes()) {
+        return Ok(Some(Shared::Libfabric(config)));
+    }
     if !case.several_nodes() || device == DeviceWord::Cpu || job.arena == ArenaWord::Host {
         return Ok(open(case, Clock::Real)?.map(Shared::Sim));
     }
@@ -211,7 +231,10 @@ pub fn endpoint(network: &Network, world: &World) -> Result<Box<dyn Transport>> 
 ///
 /// # Errors
 /// If the network cannot be joined.
-pub fn process_endpoint(world: &World, case: &Case) -> Result<Box<dyn Transport>> {
+pub fn process_endpoint(world: &World, job: &Job) -> Result<Box<dyn Transport>> {
+    if let Some(config) = libfabric(job) {
+        return Ok(Box::new(LibfabricEndpoint::open(world.rank(), config)?));
+    }
     let mut secret = [0u8; 16];
     if world.rank().index() == 0 {
         let read = File::open("/dev/urandom").and_then(|mut source| source.read_exact(&mut secret));
@@ -222,7 +245,7 @@ pub fn process_endpoint(world: &World, case: &Case) -> Result<Box<dyn Transport>
     }
     let tokens = world.all_gather("network token", &secret)?;
     let token = tokens.first().map_or(&[][..], Vec::as_slice);
-    Ok(Box::new(ProcessEndpoint::open(world.rank(), token, config(case, Clock::Real))?))
+    Ok(Box::new(ProcessEndpoint::open(world.rank(), token, config(&job.case, Clock::Real))?))
 }
 
 /// Gives a context its rank's proxy, and the case's settings between nodes.
@@ -264,12 +287,19 @@ mod tests {
             check: Check::All,
             timeout: std::time::Duration::from_secs(1),
             arena: ArenaWord::Device,
+            allow_old_shm: true,
             measured: false,
             stages: false,
         };
         let shared = |case, device| real_time(&job(case), device, |_| Device::cpu()).unwrap();
         assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
         assert!(matches!(shared(case.clone(), DeviceWord::Cpu), Some(Shared::Sim(_))));
-        assert!(matches!(shared(case, DeviceWord::Cuda), Some(Shared::Gpu { measured: None, .. })));
+        assert!(matches!(shared(case.clone(), DeviceWord::Cuda), Some(Shared::Gpu { measured: None, .. })));
+        for (transport, provider) in [(TransportWord::Tcp, "tcp"), (TransportWord::Shm, "shm")] {
+            let case = Case { transport, nics: Some(3), ..case.clone() };
+            assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
+            let Some(Shared::Libfabric(config)) = shared(case, DeviceWord::Cuda) else { panic!("not {provider}") };
+            assert_eq!((config.provider.as_str(), config.nics, config.allow_old_shm), (provider, 3, true));
+        }
     }
 }

@@ -75,6 +75,7 @@ pub fn config() -> Config {
         device: DeviceWord::Cpu,
         launch: Launch::Processes,
         arena: ArenaWord::Host,
+        allow_old_shm: false,
         preset: "kimi-k2",
         case,
         tokens: vec![17, 18],

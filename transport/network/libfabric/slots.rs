@@ -139,7 +139,10 @@ mod tests {
     fn a_number_is_under_way_once() {
         let mut slots = Slots::new(2);
         assert_eq!([slots.take('a'), slots.take('b'), slots.take('c')], [Some(0), Some(1), None]);
-        assert_eq!((slots.get(1), slots.end(1), slots.end(1), slots.end(7)), (Some(&'b'), Some('b'), None, None));
+        assert_eq!(
+            (slots.get(1).copied(), slots.end(1), slots.end(1), slots.end(7)),
+            (Some('b'), Some('b'), None, None)
+        );
         assert_eq!((slots.take('d'), slots.flying().collect::<Vec<_>>()), (Some(1), vec![(0, &'a'), (1, &'d')]));
     }
 }

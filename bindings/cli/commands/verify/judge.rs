@@ -72,7 +72,16 @@ impl Judge<'_, '_> {
             Ok(arena) => arena,
             Err(refusal) => return Judged { outcome: Outcome::Wrong(vec![refusal.to_string()]), schedule: None },
         };
-        let job = Job { case: case.clone(), warmup: 0, check, timeout, arena, measured: false, stages: false };
+        let job = Job {
+            case: case.clone(),
+            warmup: 0,
+            check,
+            timeout,
+            arena,
+            allow_old_shm: false,
+            measured: false,
+            stages: false,
+        };
         let (result, schedule) = team::run_reported(&job, self.device, &|_| {});
         if case.fault == FaultWord::Forged {
             return Judged { outcome: harmed(result, case), schedule };
