@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 all=(format lint build driver doubles unit model coverage documented verify sanitize mutants)
 steps=("$@")
 started=$SECONDS
+ahead=
 for step in "${steps[@]}"; do
   if [[ " ${all[*]} " != *" $step "* ]]; then
     echo "tests/all.sh has no step $step: name some of ${all[*]}" >&2
@@ -86,9 +87,20 @@ lint() {
   RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --lib
 }
 
+# Starts the release build, which uses one core for most of its time, beside the lints.
+build_ahead() {
+  mkdir -p target
+  TOKENYARD_STRICT=1 cargo build --release >target/release-build.log 2>&1 &
+  ahead=$!
+}
+
 # The release build, with its time, nvcc's, and the registers of the GPU kernels; fails if one spills, or none was built.
 build() {
   say "release build"
+  if [ -n "$ahead" ]; then
+    wait "$ahead" || true # the next line says why
+    cat target/release-build.log
+  fi
   time TOKENYARD_STRICT=1 cargo build --release
   local report
   report=$(ls -t target/release/build/tokenyard-*/out/ptxas.txt | head -n 1)
@@ -186,6 +198,7 @@ coverage() {
 setup
 # The Rust tests run once: under coverage, unless they are asked for alone.
 if [ ${#steps[@]} -eq 0 ]; then steps=(format lint build driver doubles coverage documented verify sanitize mutants); fi
+if wanted lint && wanted build; then build_ahead; fi
 for step in "${all[@]}"; do
   if wanted "$step"; then "$step"; fi
 done

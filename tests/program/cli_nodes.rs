@@ -71,6 +71,28 @@ fn one_node_runs_with_a_network_that_it_does_not_need() {
 }
 
 #[test]
+fn ranks_that_are_processes_verify_over_libfabric() {
+    use tokenyard::internals::transport::network::libfabric::libfabric_sys::Library;
+    if let Err(why) = Library::open() {
+        println!("skipped: {why}");
+        assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "{why}");
+        return;
+    }
+    for options in [
+        "--world 4 --ranks-per-node 2 --transport libfabric:tcp --ragged",
+        "--world 5 --ranks-per-node 2,2,1 --transport libfabric:tcp --layout masked",
+        "--world 3 --ranks-per-node 2,1 --transport libfabric:shm --allow-old-shm",
+    ] {
+        let shape = "--hidden 128 --experts 10 --top-k 3 --tokens 9 --iters 3 --timeout-ms 60000";
+        let result = object(&format!("bench --device cpu --launch processes {shape} {options} --json -"));
+        assert_eq!(result["verified"], Value::Bool(true), "{options}: {result}");
+        assert!(result["bytes_per_rank"]["dispatch_wire"].as_u64() > Some(0), "{options}: {result}");
+        let named = result["transport"].as_str().unwrap();
+        assert!(options.contains(named) && named.starts_with("libfabric:"), "{options}: {named}");
+    }
+}
+
+#[test]
 fn every_mode_layout_and_schedule_verifies_over_nodes() {
     for options in [
         "--ranks-per-node 2,3",

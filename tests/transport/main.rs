@@ -4,6 +4,7 @@
 mod context_rig;
 mod contract;
 mod processes;
+mod remote;
 mod rig;
 
 mod bootstrap;
@@ -11,5 +12,6 @@ mod conformance;
 mod device;
 mod gpu_nic;
 mod handshake;
+mod libfabric;
 mod memory;
 mod transport_contract;

@@ -1,7 +1,12 @@
 //! Worlds, memory and storms of writes for the tests of transports.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::unistd::ftruncate;
 use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::transport::network::imm::{Decoded, ImmValue};
@@ -43,29 +48,38 @@ impl Draw {
     }
 }
 
-/// Memory that a transport may touch at any time: never behind a reference.
+/// Memory that a transport may touch at any time: never behind a reference. Other processes may map it, too.
 pub struct Memory {
     base: *mut u8,
     bytes: usize,
+    file: OwnedFd,
 }
 
 // SAFETY: plain memory that this value owns; whoever has the value reads and writes it through raw pointers only.
 unsafe impl Send for Memory {}
 
+/// By address: the bytes and the file of all memory of the tests.
+static SHARED: Mutex<BTreeMap<u64, (usize, i32)>> = Mutex::new(BTreeMap::new());
+
+/// The file of the memory that an address lies in, and the offset in it.
+pub fn shared_memory(address: u64) -> (i32, u64) {
+    let shared = SHARED.lock().unwrap();
+    let (base, (bytes, file)) = shared.range(..=address).next_back().unwrap();
+    assert!(address < base + *bytes as u64, "an address in no memory of the tests");
+    (*file, address - base)
+}
+
 impl Memory {
     pub fn new(bytes: usize) -> Memory {
-        // SAFETY: the layout is not empty in any of these tests.
-        let base = unsafe { alloc_zeroed(Memory::layout(bytes)) };
-        if base.is_null() {
-            handle_alloc_error(Memory::layout(bytes));
-        }
-        let memory = Memory { base, bytes };
+        let file = memfd_create("tests", MFdFlags::MFD_CLOEXEC).unwrap();
+        ftruncate(&file, bytes as i64).unwrap();
+        let (access, flags) = (ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, MapFlags::MAP_SHARED);
+        // SAFETY: a new mapping of a new file.
+        let base = unsafe { mmap(None, NonZeroUsize::new(bytes).unwrap(), access, flags, &file, 0) }.unwrap();
+        let memory = Memory { base: base.as_ptr().cast(), bytes, file };
+        SHARED.lock().unwrap().insert(memory.base as u64, (bytes, memory.file.as_raw_fd()));
         memory.fill(0, bytes, GUARD);
         memory
-    }
-
-    fn layout(bytes: usize) -> Layout {
-        Layout::from_size_align(bytes, 64).unwrap()
     }
 
     pub fn span(&self) -> Span {
@@ -99,8 +113,10 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: allocated by `new` with this layout.
-        unsafe { dealloc(self.base, Memory::layout(self.bytes)) };
+        SHARED.lock().unwrap_or_else(PoisonError::into_inner).remove(&(self.base as u64));
+        let base = std::ptr::NonNull::new(self.base.cast()).unwrap();
+        // SAFETY: mapped by `new`, as many bytes.
+        unsafe { munmap(base, self.bytes) }.unwrap();
     }
 }
 

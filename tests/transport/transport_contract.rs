@@ -4,8 +4,6 @@ use crate::{contract, rig};
 
 use rig::{Backend, Cluster, Storm};
 use tokenyard::internals::base::Rank;
-use tokenyard::internals::transport::network::libfabric::libfabric_sys::Library;
-use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
 use tokenyard::internals::transport::network::sim::{
     Clock, Counts, DeadPeers, LinkModel, Network, ProcessEndpoint, SimConfig, SimEndpoint,
 };
@@ -54,33 +52,6 @@ impl Backend for Processes {
     }
 }
 
-/// Endpoints over libfabric in this process; each has objects of its own, as those of different processes.
-struct Libfabric(LibfabricConfig);
-
-impl Libfabric {
-    fn tcp(nics: usize) -> Libfabric {
-        let mut config = LibfabricConfig::new("tcp");
-        (config.nics, config.source) = (nics, Some("127.0.0.1".into()));
-        Libfabric(config)
-    }
-}
-
-impl Backend for Libfabric {
-    type Endpoint = LibfabricEndpoint;
-
-    fn endpoints(&self, ranks: usize) -> Vec<LibfabricEndpoint> {
-        let open = |rank| LibfabricEndpoint::open(Rank(rank), self.0.clone()).unwrap();
-        (0..ranks as u32).map(open).collect()
-    }
-
-    fn is_there(&self) -> bool {
-        let Err(why) = Library::open() else { return true };
-        println!("skipped: {why}");
-        assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "{why}");
-        false
-    }
-}
-
 /// Four NICs of a common kind of 100 Gb/s, and one of them slow.
 fn uneven_nics() -> Vec<LinkModel> {
     let fast = LinkModel { gbps: 100.0, latency_us: 3.0, per_message_us: 0.1 };
@@ -101,8 +72,6 @@ fn hostile_processes(seed: u64) -> SimConfig {
     SimConfig { clock: Clock::Virtual { tick_ns: 1000 }, ..SimConfig::hostile(seed) }
 }
 
-contract!(libfabric_tcp, Libfabric::tcp(1));
-contract!(libfabric_tcp_of_two_nics, Libfabric::tcp(2));
 contract!(between_processes, Processes(SimConfig::calm()));
 contract!(between_hostile_processes, Processes(hostile_processes(6)));
 contract!(between_silent_processes, Processes(SimConfig { dead_peers: DeadPeers::Silent, ..hostile_processes(7) }));

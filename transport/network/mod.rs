@@ -43,12 +43,13 @@
 //! - **P13 taking back.** No network can drop a late write and spare all others, so peers are asked first. The first
 //!   `deregister` gives the region up: the endpoint notifies the peers that may write to it. A peer that is notified
 //!   completes its later posts to the region as `Dropped`, whatever address it has, and may do so with posts that it
-//!   still holds (P15); it answers when its earlier ones have completed, which arrive like all others. Until all living peers have answered, and while own writes from the
-//!   region are outstanding, the answer is [`Released::Busy`]: poll, and ask again. A peer that does not answer in time
-//!   (200 ms if nothing else is configured) is cut off: its writes to the region that are still outstanding complete as
-//!   `Dropped` or `Failed`. From [`Released::Done`] on, nothing reads or writes the region. No write to another region
-//!   fails because of it. Immediates of writes to the region may still be handed out, no later than with polls that
-//!   begin after the write has completed at its sender, up to the first poll that finds nothing.
+//!   still holds (P15); it answers when its earlier ones have completed, which arrive like all others. Until all
+//!   living peers have answered, and while own writes from the region are outstanding, the answer is
+//!   [`Released::Busy`]: poll, and ask again. A peer that does not answer in time (200 ms if nothing else is
+//!   configured) is cut off: its writes to the region that are still outstanding complete as `Dropped` or `Failed`.
+//!   From [`Released::Done`] on, nothing reads or writes the region. No write to another region fails because of it.
+//!   Immediates of writes to the region may still be handed out, no later than with polls that begin after the write
+//!   has completed at its sender, up to the first poll that finds nothing.
 //! - **P14 limits.** [`Transport::limits`] never changes, and is neither more nor less than the endpoint can do. A
 //!   write finds a receive as long as no more immediates are under way to a NIC of its peer than that NIC has receives;
 //!   writes beyond may fail. Whoever opens contexts keeps to the limits: each context takes its part of the receives

@@ -1,7 +1,7 @@
 //! The network of a run of several nodes: an endpoint for each rank, and the proxy that drives it.
 //!
-//! The network is simulated, or libfabric's. Between ranks that are threads with GPUs, and arenas in GPU memory, an emulated NIC on
-//! each GPU moves the bytes; otherwise the processor does.
+//! The network is simulated, or libfabric's. Between ranks that are threads with GPUs, and arenas in GPU memory, an
+//! emulated NIC on each GPU moves the bytes; otherwise the processor does.
 //!
 //! Beside the data path, on the thread that starts the ranks and on the ranks' threads. A world of one node has no
 //! network. With one thread per rank, time is real and each rank's proxy is a thread. On one thread, virtual time

@@ -6,8 +6,8 @@ use crate::transport::network::revoke::LET_GO_NS;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Most writes of one NIC to one peer that may be outstanding, unless configured: enough to fill a link of 400 Gb/s with
-/// writes of 8 KiB over 40 µs, and a small part of what NICs queue.
+/// Most writes of one NIC to one peer that may be outstanding, unless configured: enough to fill a link of 400 Gb/s
+/// with writes of 8 KiB over 40 µs, and a small part of what NICs queue.
 const PEER_POSTS: u32 = 256;
 /// Most that can be asked for.
 const MAX_PEER_POSTS: u32 = 1 << 16;

@@ -89,7 +89,8 @@ impl Info {
         // SAFETY: null makes an empty info.
         let info = NonNull::new(unsafe { (library.fi_dupinfo)(null()) }).ok_or_else(lack)?;
         let hints = Info { library, info };
-        // SAFETY: an info that fi_dupinfo made has all of its parts, and nobody else has it. The library frees the name.
+        // SAFETY: an info that fi_dupinfo made has all of its parts, and nobody else has it. The library frees the
+        // name.
         unsafe {
             let info = hints.info.as_ptr();
             (*info).caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;

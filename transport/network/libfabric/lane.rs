@@ -306,8 +306,8 @@ impl Lane {
             context: self.contexts.of(Operation::Write(number)),
             data: u64::from(write.imm.bits()),
         };
-        // SAFETY: an enabled endpoint; the source is registered and stays until the completion, and so does the context.
-        // The rest is read during the call.
+        // SAFETY: an enabled endpoint; the source is registered and stays until the completion, and so does the
+        // context. The rest is read during the call.
         unsafe { fi_writemsg(door.endpoint.as_ptr(), &message, self.write_flags) as c_int }
     }
 

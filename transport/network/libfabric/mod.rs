@@ -8,13 +8,13 @@
 //!            └ credits: of the peer, of the NIC               completion ─▶ poll
 //! ```
 //!
-//! - **Exactly once.** The provider tcp completes a write when the kernel has it, so that a reset would lose writes that
-//!   were `Sent`: every write asks for FI_DELIVERY_COMPLETE. Over shm a completed write is in the peer's queue for good.
+//! - **Exactly once.** The provider tcp completes a write when the kernel has it, so that a reset would lose writes
+//!   that were `Sent`: every write asks for FI_DELIVERY_COMPLETE. Over shm a completed write is in the peer's queue.
 //! - **Full.** tcp never says so: writes wait for credits of this endpoint's own.
 //! - **Empty writes** go as 8 bytes into a line of the peer's endpoint: libfabric 1.17's shm loses empty ones that ask
 //!   for delivery, and other providers have no path for them.
-//! - **Regions** are taken back by asking the peers (`revoke.rs`). A peer that does not answer in time is cut off by the
-//!   region's end: over tcp a late write to it breaks that peer's connection, and with it its other writes.
+//! - **Regions** are taken back by asking the peers (`revoke.rs`). A peer that does not answer in time is cut off: over
+//!   tcp a late write of it breaks its connection, and with it its other writes.
 //! - **An endpoint that was silent** for half of that time may have missed a notice. It asks each peer, and hands the
 //!   writes that wait for that peer to the provider once the peer has answered: notices overtake no answer.
 //! - **Addresses** are the same for all peers. Messages carry the random keys of both endpoints.
@@ -23,6 +23,7 @@ mod address;
 mod config;
 mod info;
 mod lane;
+#[doc(hidden)]
 pub mod libfabric_sys;
 mod message;
 mod object;
@@ -279,8 +280,8 @@ impl LibfabricEndpoint {
         });
     }
 
-    /// Gives the provider what it takes of the messages that wait for it. A message that it refuses is lost, as its peer
-    /// is.
+    /// Gives the provider what it takes of the messages that wait for it. A message that it refuses is lost, as its
+    /// peer is.
     fn submit_messages(&mut self) {
         let LibfabricEndpoint { peers, lanes, mute, sends, slab, .. } = self;
         let Some(lane) = lanes.first() else { return };
@@ -538,8 +539,8 @@ impl LibfabricEndpoint {
 }
 
 impl Peer {
-    /// Takes in what an address says of the regions. Either of two addresses may be the older one: a region that is gone
-    /// in one of them is gone.
+    /// Takes in what an address says of the regions. Either of two addresses may be the older one: a region that is
+    /// gone in one of them is gone.
     fn update(&mut self, address: &Address, nics: usize) -> std::result::Result<(), String> {
         let mut there = address.remotes.chunks_exact(nics);
         let (mut lengths, mut remotes) = (self.lengths.clone(), self.remotes.clone());

@@ -7,6 +7,16 @@ use crate::base::{Error, Result};
 use std::ffi::c_int;
 use std::fmt;
 use std::ptr::{NonNull, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Whether some object of this process could not be closed. What a provider may still store into is leaked from then
+/// on.
+static STUCK: AtomicBool = AtomicBool::new(false);
+
+/// Whether memory that a closed object used may be freed.
+pub(super) fn all_closed() -> bool {
+    !STUCK.load(Ordering::Relaxed)
+}
 
 /// An object of the library's interface.
 ///
@@ -53,8 +63,8 @@ impl<T: Fid> Object<T> {
     /// `Transport` with the library's text.
     ///
     /// # Safety
-    /// Where the call answers 0 it has stored an open object of this type, which nothing else closes. What it was opened
-    /// on is closed later.
+    /// Where the call answers 0 it has stored an open object of this type, which nothing else closes. What it was
+    /// opened on is closed later.
     pub unsafe fn open(library: &Library, advice: &str, call: impl FnOnce(*mut *mut T) -> c_int) -> Result<Object<T>> {
         let mut found = null_mut();
         let code = call(&mut found);
@@ -92,6 +102,7 @@ impl<T: Fid> Drop for Object<T> {
         // SAFETY: open, by `open`'s promise, and not used again.
         let code = unsafe { fi_close(self.fid()) };
         if code != 0 {
+            STUCK.store(true, Ordering::Relaxed);
             log::warn!(target: crate::base::targets::NETWORK, "libfabric closes no {}: error {code}", T::NAME);
         }
     }

@@ -1,6 +1,7 @@
 //! An endpoint's own memory: where peers' empty writes go, and messages on their way.
 //!
-//! Place in the data path: under messages. The provider reads and writes it at any time, so that no reference covers it.
+//! Place in the data path: under messages. The provider reads and writes it at any time, so that no reference covers
+//! it.
 //!
 //! ```text
 //!  0          64              128         128 + sends × PITCH        + receives × PITCH
@@ -9,6 +10,7 @@
 //! ```
 
 use super::message::PITCH;
+use super::object::all_closed;
 use crate::base::{Error, Result};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -98,6 +100,9 @@ impl Slab {
 
 impl Drop for Slab {
     fn drop(&mut self) {
+        if !all_closed() {
+            return;
+        }
         // SAFETY: allocated by `new` with this layout.
         unsafe { dealloc(self.base.as_ptr(), self.layout) };
     }

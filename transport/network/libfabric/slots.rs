@@ -7,6 +7,7 @@
 //! So contexts have an allocation of their own, which no reference covers and which outlives the endpoint.
 
 use super::libfabric_sys::fi_context2;
+use super::object::all_closed;
 use std::ffi::c_void;
 use std::mem::size_of;
 
@@ -113,6 +114,9 @@ impl Contexts {
 
 impl Drop for Contexts {
     fn drop(&mut self) {
+        if !all_closed() {
+            return;
+        }
         // SAFETY: made by `new` from a box of as many; the endpoint that stored into it is closed.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.first, self.count())) });
     }
