@@ -71,7 +71,7 @@ fn what_cannot_be_opened_is_named_with_what_is_there() {
     let mut foreign = LibfabricConfig::new("tcp");
     foreign.source = Some("192.0.2.77".into());
     let why = open(foreign);
-    assert!(why.contains("tcp"), "{why}");
+    assert!(why.contains("provider tcp at ") && why.contains("192.0.2.77"), "{why}");
     let (mut none, mut many, mut few) =
         (LibfabricConfig::new(""), LibfabricConfig::new("tcp"), LibfabricConfig::new("tcp"));
     (none.nics, many.nics, few.peer_posts) = (1, 5, 0);

@@ -4,8 +4,8 @@
 
 use super::config::LibfabricConfig;
 use super::libfabric_sys::*;
-use super::object::refused;
-use crate::base::{Error, Result};
+use super::object::Origin;
+use crate::base::{Error, Result, quoted};
 use std::ffi::{CStr, CString};
 use std::ptr::{NonNull, null, null_mut};
 
@@ -46,11 +46,7 @@ impl Info {
     pub fn find(library: &'static Library, config: &LibfabricConfig) -> Result<Info> {
         let source = config.source.as_deref().map(CString::new).transpose().map_err(|_| {
             let advice = "give an address or name of this host";
-            Error::config(
-                "source",
-                crate::base::quoted(config.source.as_deref().unwrap_or_default().as_bytes()),
-                advice,
-            )
+            Error::config("source", quoted(config.source.as_deref().unwrap_or_default().as_bytes()), advice)
         })?;
         let hints = Info::hints(library, &config.provider)?;
         let (node, flags) = source.as_ref().map_or((null(), 0), |node| (node.as_ptr(), FI_SOURCE));
@@ -63,22 +59,25 @@ impl Info {
             // The list is freed as one; its first is used.
             Some(info) if code == 0 => Ok(Info { library, info }),
             _ if code == 0 || code == -FI_ENODATA => Err(Info::missing(library, config)),
-            _ => {
-                let what = format!("finds no provider {}", config.provider);
-                Err(refused(library, &what, code, ADVICE))
-            }
+            _ => Err(Info::origin(library, config).refused("is not found", code, ADVICE)),
         }
+    }
+
+    /// The provider as it was asked for.
+    pub fn origin(library: &'static Library, config: &LibfabricConfig) -> Origin {
+        let from =
+            config.source.as_ref().map_or_else(String::new, |source| format!(" at {}", quoted(source.as_bytes())));
+        Origin { library, provider: format!("provider {}{from}", config.provider) }
     }
 
     fn missing(library: &'static Library, config: &LibfabricConfig) -> Error {
         let there = library.providers().unwrap_or_default();
-        let from = config.source.as_ref().map_or_else(String::new, |source| format!(" at {source}"));
         let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
         let what = format!(
-            "libfabric {} ({}) has no provider {}{from} with what is needed; it has {there}",
+            "libfabric {} ({}) has no {} with what is needed; it has {there}",
             library.version(),
             library.path().display(),
-            config.provider
+            Info::origin(library, config).provider
         );
         Error::transport(what, ADVICE)
     }

@@ -11,7 +11,7 @@ use super::address::{MAX_NAME, Remote};
 use super::config::LibfabricConfig;
 use super::info::{Facts, Info};
 use super::libfabric_sys::*;
-use super::object::{Object, refused};
+use super::object::{Object, Origin};
 use super::slab::{EMPTY, LINE, Slab};
 use super::slots::{Contexts, Operation, Slots};
 use crate::base::{Error, Rank, Result};
@@ -65,7 +65,7 @@ pub(super) struct Lane {
     pub writes: Slots<Flight>,
     /// Flags of every write.
     write_flags: u64,
-    library: &'static Library,
+    origin: Origin,
 }
 
 // SAFETY: objects of a domain of its own, which one thread at a time uses: whoever has the lane.
@@ -84,22 +84,23 @@ impl Lane {
     /// Opens a NIC. `messages`: whether messages go by it.
     pub fn open(library: &'static Library, config: &LibfabricConfig, slab: &Slab, messages: bool) -> Result<Lane> {
         let info = Info::find(library, config)?;
+        let origin = Info::origin(library, config);
         let facts = info.facts();
         // SAFETY: attributes of the library's own info, a place for the answer, and no context.
-        let fabric = unsafe { Object::open(library, ADVICE, |to| (library.fi_fabric)(info.fabric(), to, null_mut())) }?;
+        let fabric = unsafe { Object::open(&origin, ADVICE, |to| (library.fi_fabric)(info.fabric(), to, null_mut())) }?;
         let mut attributes =
             fi_eq_attr { size: 0, flags: 0, wait_obj: FI_WAIT_NONE, signaling_vector: 0, wait_set: null_mut() };
         // SAFETY: as above.
         let events = unsafe {
-            Object::open(library, ADVICE, |to| fi_eq_open(fabric.as_ptr(), &mut attributes, to, null_mut()))
+            Object::open(&origin, ADVICE, |to| fi_eq_open(fabric.as_ptr(), &mut attributes, to, null_mut()))
         }?;
         // SAFETY: as above.
         let domain =
-            unsafe { Object::open(library, ADVICE, |to| fi_domain(fabric.as_ptr(), info.as_ptr(), to, null_mut())) }?;
+            unsafe { Object::open(&origin, ADVICE, |to| fi_domain(fabric.as_ptr(), info.as_ptr(), to, null_mut())) }?;
         let own = Span::host(slab.scratch(), LINE);
         let (local, bytes) = slab.local();
-        let scratch = register(library, &domain, &facts, own, FI_REMOTE_WRITE)?;
-        let local = register(library, &domain, &facts, Span::host(local, bytes), FI_WRITE | FI_SEND | FI_RECV)?;
+        let scratch = register(&origin, &domain, &facts, own, FI_REMOTE_WRITE)?;
+        let local = register(&origin, &domain, &facts, Span::host(local, bytes), FI_WRITE | FI_SEND | FI_RECV)?;
         let writes = facts.queue.clamp(1, MAX_WRITES) as u32;
         let (sends, receives) = if messages { (slab.sends(), slab.receives()) } else { (0, 0) };
         let delivery = if facts.provider.starts_with("tcp") { FI_DELIVERY_COMPLETE } else { 0 };
@@ -116,7 +117,7 @@ impl Lane {
             facts,
             writes: Slots::new(writes),
             write_flags: FI_REMOTE_CQ_DATA | FI_COMPLETION | delivery,
-            library,
+            origin,
         };
         lane.reopen()?;
         Ok(lane)
@@ -128,7 +129,7 @@ impl Lane {
     /// `Transport` with the library's text; then the NIC has no endpoint.
     pub fn reopen(&mut self) -> Result<()> {
         self.door = None;
-        let library = self.library;
+        let origin = &self.origin;
         let size = self.facts.queue + ARRIVALS;
         let mut queue = fi_cq_attr {
             size,
@@ -141,19 +142,18 @@ impl Lane {
             room: [0; 2],
         };
         // SAFETY: an open domain, attributes, a place for the answer, and no context.
-        let completions = unsafe {
-            Object::open(library, ADVICE, |to| fi_cq_open(self.domain.as_ptr(), &mut queue, to, null_mut()))
-        }?;
+        let completions =
+            unsafe { Object::open(origin, ADVICE, |to| fi_cq_open(self.domain.as_ptr(), &mut queue, to, null_mut())) }?;
         // SAFETY: numbers and pointers that may be null.
         let mut vector: fi_av_attr = unsafe { zeroed() };
         vector.type_ = FI_AV_UNSPEC;
         // SAFETY: as above.
         let addresses = unsafe {
-            Object::open(library, ADVICE, |to| fi_av_open(self.domain.as_ptr(), &mut vector, to, null_mut()))
+            Object::open(origin, ADVICE, |to| fi_av_open(self.domain.as_ptr(), &mut vector, to, null_mut()))
         }?;
         // SAFETY: as above.
         let endpoint: Object<fid_ep> = unsafe {
-            Object::open(library, ADVICE, |to| fi_endpoint(self.domain.as_ptr(), self.info.as_ptr(), to, null_mut()))
+            Object::open(origin, ADVICE, |to| fi_endpoint(self.domain.as_ptr(), self.info.as_ptr(), to, null_mut()))
         }?;
         let binds = [
             (self.events.fid(), 0, "event queue"),
@@ -164,20 +164,20 @@ impl Lane {
             // SAFETY: open objects of one domain, the event queue of its fabric.
             let code = unsafe { fi_bind(endpoint.fid(), object, flags) };
             if code != 0 {
-                return Err(refused(library, &format!("binds no {name} to an endpoint"), code, ADVICE));
+                return Err(origin.refused(&format!("binds no {name} to an endpoint"), code, ADVICE));
             }
         }
         // SAFETY: an endpoint with all that it needs.
         let code = unsafe { fi_control(endpoint.fid(), FI_ENABLE, null_mut()) };
         if code != 0 {
-            return Err(refused(library, "enables no endpoint", code, ADVICE));
+            return Err(origin.refused("enables no endpoint", code, ADVICE));
         }
         let mut name = vec![0; MAX_NAME];
         let mut length = name.len();
         // SAFETY: a place of as many bytes.
         let code = unsafe { fi_getname(endpoint.as_ptr(), name.as_mut_ptr().cast(), &mut length) };
         if code != 0 || length == 0 || length > name.len() {
-            return Err(refused(library, "gives an endpoint no name", code, ADVICE));
+            return Err(origin.refused("gives an endpoint no name", code, ADVICE));
         }
         name.truncate(length);
         self.door = Some(Door { endpoint, completions, addresses, name });
@@ -194,7 +194,7 @@ impl Lane {
 
     /// Registers memory by the next number.
     pub fn register(&mut self, span: Span) -> Result<()> {
-        let region = register(self.library, &self.domain, &self.facts, span, FI_WRITE | FI_REMOTE_WRITE)?;
+        let region = register(&self.origin, &self.domain, &self.facts, span, FI_WRITE | FI_REMOTE_WRITE)?;
         self.regions.push(Some(region));
         Ok(())
     }
@@ -209,7 +209,7 @@ impl Lane {
         let Some(object) = self.regions.get_mut(usize::from(region.0)).and_then(Option::take) else { return Ok(()) };
         object.close().map_err(|code| {
             let what = format!("closes no memory region: region {} stays registered", region.0);
-            refused(self.library, &what, code, ADVICE)
+            self.origin.refused(&what, code, ADVICE)
         })
     }
 
@@ -369,7 +369,7 @@ impl Lane {
             0 => Ok(0),
             code if code == -FI_EAGAIN || code == -FI_EINTR => Ok(0),
             code if code == -FI_EAVAIL => Ok(self.read_error(door, found)),
-            code => Err(refused(self.library, "reads no completions", code, "open another endpoint").ending()),
+            code => Err(self.origin.refused("reads no completions", code, "open another endpoint").ending()),
         }
     }
 
@@ -388,14 +388,14 @@ impl Lane {
 
     /// The library's text of a failure's code.
     pub fn explain(&self, code: u32) -> String {
-        self.library.strerror(code.min(c_int::MAX as u32) as c_int)
+        self.origin.library.strerror(code.min(c_int::MAX as u32) as c_int)
     }
 }
 
 /// Registers memory. Keys that this side chooses are drawn at random, so that nobody reaches a later region by a former
 /// key.
 fn register(
-    library: &Library,
+    origin: &Origin,
     domain: &Object<fid_domain>,
     facts: &Facts,
     span: Span,
@@ -415,7 +415,7 @@ fn register(
     attributes.base_mr = null();
     // SAFETY: an open domain, attributes that are read during the call, and a place for the answer; the memory stays
     // until the region is closed.
-    unsafe { Object::open(library, advice, |to| fi_mr_regattr(domain.as_ptr(), &attributes, 0, to)) }
+    unsafe { Object::open(origin, advice, |to| fi_mr_regattr(domain.as_ptr(), &attributes, 0, to)) }
 }
 
 /// A random number.

@@ -65,12 +65,12 @@ impl<T: Fid> Object<T> {
     /// # Safety
     /// Where the call answers 0 it has stored an open object of this type, which nothing else closes. What it was
     /// opened on is closed later.
-    pub unsafe fn open(library: &Library, advice: &str, call: impl FnOnce(*mut *mut T) -> c_int) -> Result<Object<T>> {
+    pub unsafe fn open(origin: &Origin, advice: &str, call: impl FnOnce(*mut *mut T) -> c_int) -> Result<Object<T>> {
         let mut found = null_mut();
         let code = call(&mut found);
         match NonNull::new(found).filter(|_| code == 0) {
             Some(object) => Ok(Object(object)),
-            None => Err(refused(library, &format!("opens no {}", T::NAME), code, advice)),
+            None => Err(origin.refused(&format!("opens no {}", T::NAME), code, advice)),
         }
     }
 
@@ -108,8 +108,19 @@ impl<T: Fid> Drop for Object<T> {
     }
 }
 
-/// The error of a call that the library refused.
-pub(super) fn refused(library: &Library, what: &str, code: c_int, advice: &str) -> Error {
-    let what = format!("libfabric {} {what}: {} ({code})", library.version(), library.strerror(code));
-    Error::transport(what, advice)
+/// What objects come from, for errors.
+#[derive(Debug, Clone)]
+pub(super) struct Origin {
+    pub library: &'static Library,
+    /// The provider, and where it was asked for.
+    pub provider: String,
+}
+
+impl Origin {
+    /// The error of a call that the library refused.
+    pub fn refused(&self, what: &str, code: c_int, advice: &str) -> Error {
+        let Origin { library, provider } = self;
+        let why = library.strerror(code);
+        Error::transport(format!("libfabric {} {provider} {what}: {why} ({code})", library.version()), advice)
+    }
 }
