@@ -461,6 +461,14 @@ GROUPS = [
         ("any shm", "transport/network/libfabric/mod.rs",
          "&& !config.allow_old_shm {", "&& config.allow_old_shm {"),
     ]),
+    ("unit", "libfabric::tests", [
+        ("a message goes on with the one before it", "transport/network/libfabric/slab.rs", "            place.write_bytes(0, HEAD);\n", ""),
+        ("strangers are heard", "transport/network/libfabric/mod.rs",
+         "self.peers.get(&rank).is_none_or(|peer| peer.key != from)", "self.peers.get(&rank).is_some_and(|peer| peer.key != from)"),
+        ("names of another family taken", "transport/network/libfabric/lane.rs",
+         "name.len() == own.len() && name.get(..2) == own.get(..2)", "name.len() == own.len()"),
+        ("an answer waited for for ever", "transport/network/libfabric/mod.rs", "let_go_ns.saturating_mul(DOUBT)", "u64::MAX"),
+    ]),
     ("unit", "topology::tests", [
         ("NICs of a shared place dealt twice", "transport/topology/nics.rs",
          "let first = at * items.len() / sharers.max(1);", "let first = at / 2 * items.len() / sharers.max(1);"),

@@ -10,7 +10,9 @@ use std::time::Duration;
 /// with writes of 8 KiB over 40 µs, and a small part of what NICs queue.
 const PEER_POSTS: u32 = 256;
 /// Most that can be asked for.
-const MAX_PEER_POSTS: u32 = 1 << 16;
+const MAX_PEER_POSTS: u32 = super::info::MAX_WRITES as u32;
+/// Least time for a peer to let go of a region: threads that poll may be descheduled for some milliseconds.
+const LEAST_LET_GO: Duration = Duration::from_millis(10);
 
 /// Settings of a [`LibfabricEndpoint`](super::LibfabricEndpoint). All ranks give the same provider and as many NICs.
 #[derive(Debug, Clone)]
@@ -48,16 +50,24 @@ impl LibfabricConfig {
     }
 
     pub(super) fn check(&self) -> Result<()> {
-        let usable = (1..=MAX_PROVIDER).contains(&self.provider.len());
-        if !usable || self.provider.bytes().any(|byte| !byte.is_ascii_graphic()) {
-            let advice = "give a name that `fi_info -l` lists, such as tcp or shm";
-            return Err(Error::config("provider", quoted(self.provider.as_bytes()), advice));
+        // Others lack what this backend relies on: a write's delivery as its completion, or messages in order.
+        if !["tcp", "shm"].contains(&self.provider.as_str()) {
+            return Err(Error::config("provider", quoted(self.provider.as_bytes()), "give tcp or shm"));
         }
         if !(1..=MAX_NICS).contains(&self.nics) {
             return Err(Error::config("nics", self.nics, format!("use 1 to {MAX_NICS}")));
         }
         if !(1..=MAX_PEER_POSTS).contains(&self.peer_posts) {
             return Err(Error::config("peer_posts", self.peer_posts, format!("allow 1 to {MAX_PEER_POSTS}")));
+        }
+        if self.let_go < LEAST_LET_GO {
+            let value = format!("{:?}", self.let_go);
+            return Err(Error::config("let_go", value, format!("give peers at least {LEAST_LET_GO:?}")));
+        }
+        // Notices and writes by different domains have no order there, and a source would be the endpoint's name.
+        let of_tcp = [("nics", self.nics > 1), ("source", self.source.is_some())];
+        if let Some((name, _)) = of_tcp.into_iter().find(|(_, given)| *given && self.provider == "shm") {
+            return Err(Error::config(name, "given for shm", "leave it out, or use tcp"));
         }
         Ok(())
     }

@@ -9,6 +9,9 @@ use crate::base::{Error, Result, quoted};
 use std::ffi::{CStr, CString};
 use std::ptr::{NonNull, null, null_mut};
 
+/// Most writes of a NIC that may be outstanding, to all peers together.
+pub(super) const MAX_WRITES: usize = 4096;
+
 const ADVICE: &str = "set FI_LOG_LEVEL=warn to see the library's reasons, or choose another provider";
 
 /// An info of the library's, freed when dropped.
@@ -32,7 +35,7 @@ pub(super) struct Facts {
     pub chooses_keys: bool,
     /// Bytes of a key.
     pub key_bytes: usize,
-    /// Operations of an endpoint that may be under way.
+    /// Writes of an endpoint that may be under way.
     pub queue: usize,
     /// Bytes of the longest write.
     pub longest: usize,
@@ -95,6 +98,9 @@ impl Info {
             (*info).caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
             (*info).mode = FI_CONTEXT | FI_CONTEXT2;
             (*(*info).ep_attr).type_ = FI_EP_RDM;
+            // Answers come behind notices.
+            (*(*info).tx_attr).msg_order = FI_ORDER_SAS;
+            (*(*info).rx_attr).msg_order = FI_ORDER_SAS;
             let domain = (*info).domain_attr;
             (*domain).mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
             (*domain).threading = FI_THREAD_DOMAIN;
@@ -126,7 +132,7 @@ impl Info {
                 virtual_addresses: (*domain).mr_mode & FI_MR_VIRT_ADDR != 0,
                 chooses_keys: (*domain).mr_mode & FI_MR_PROV_KEY != 0,
                 key_bytes: (*domain).mr_key_size,
-                queue: (*(*info).tx_attr).size,
+                queue: (*(*info).tx_attr).size.clamp(1, MAX_WRITES),
                 longest: (*(*info).ep_attr).max_msg_size,
             }
         }

@@ -25,8 +25,6 @@ const ADVICE: &str = "see the provider's manual page, and set FI_LOG_LEVEL=warn 
 /// Entries of a completion queue beyond the operations that may be under way: what has arrived and was not polled. The
 /// software providers put more into lists of their own.
 const ARRIVALS: usize = 16 << 10;
-/// Most writes of a NIC that may be outstanding, to all peers together.
-const MAX_WRITES: usize = 4096;
 /// Completions that one call reads.
 pub(super) const BATCH: usize = 32;
 
@@ -49,11 +47,22 @@ struct Door {
     name: Vec<u8>,
 }
 
+#[derive(Debug)]
+enum Registered {
+    Open(Object<fid_mr>),
+    /// Taken back.
+    Closed,
+    /// The provider did not close it, and may go on to use it.
+    Stuck(c_int),
+}
+
 /// Closed and freed in this order.
 #[derive(Debug)]
 pub(super) struct Lane {
     door: Option<Door>,
-    regions: Vec<Option<Object<fid_mr>>>,
+    /// Why the last endpoint could not be closed.
+    stuck: Option<c_int>,
+    regions: Vec<Registered>,
     scratch: Object<fid_mr>,
     local: Object<fid_mr>,
     domain: Object<fid_domain>,
@@ -101,11 +110,12 @@ impl Lane {
         let (local, bytes) = slab.local();
         let scratch = register(&origin, &domain, &facts, own, FI_REMOTE_WRITE)?;
         let local = register(&origin, &domain, &facts, Span::host(local, bytes), FI_WRITE | FI_SEND | FI_RECV)?;
-        let writes = facts.queue.clamp(1, MAX_WRITES) as u32;
+        let writes = facts.queue as u32;
         let (sends, receives) = if messages { (slab.sends(), slab.receives()) } else { (0, 0) };
         let delivery = if facts.provider.starts_with("tcp") { FI_DELIVERY_COMPLETE } else { 0 };
         let mut lane = Lane {
             door: None,
+            stuck: None,
             regions: Vec::new(),
             scratch,
             local,
@@ -123,12 +133,30 @@ impl Lane {
         Ok(lane)
     }
 
-    /// Closes the endpoint, whose operations end without a completion, and opens another.
+    /// Closes the endpoint: its operations end without a completion.
+    ///
+    /// # Errors
+    /// `Transport` with the library's text: then the endpoint is open for good, and so are its operations.
+    pub fn shut(&mut self) -> Result<()> {
+        if let Some(Door { endpoint, completions, addresses, .. }) = self.door.take()
+            && let Err(code) = endpoint.close()
+        {
+            self.stuck = Some(code);
+            // The endpoint still uses them.
+            std::mem::forget((completions, addresses));
+        }
+        match self.stuck {
+            None => Ok(()),
+            Some(code) => Err(self.origin.refused("closes no endpoint", code, "end this process").ending()),
+        }
+    }
+
+    /// Opens an endpoint, where there is none.
     ///
     /// # Errors
     /// `Transport` with the library's text; then the NIC has no endpoint.
     pub fn reopen(&mut self) -> Result<()> {
-        self.door = None;
+        self.shut()?;
         let origin = &self.origin;
         let size = self.facts.queue + ARRIVALS;
         let mut queue = fi_cq_attr {
@@ -195,7 +223,7 @@ impl Lane {
     /// Registers memory by the next number.
     pub fn register(&mut self, span: Span) -> Result<()> {
         let region = register(&self.origin, &self.domain, &self.facts, span, FI_WRITE | FI_REMOTE_WRITE)?;
-        self.regions.push(Some(region));
+        self.regions.push(Registered::Open(region));
         Ok(())
     }
 
@@ -205,18 +233,33 @@ impl Lane {
     }
 
     /// Takes a region back.
+    ///
+    /// # Errors
+    /// `Transport` if the provider does not close it, now and each time after.
     pub fn release(&mut self, region: RegionId) -> Result<()> {
-        let Some(object) = self.regions.get_mut(usize::from(region.0)).and_then(Option::take) else { return Ok(()) };
-        object.close().map_err(|code| {
+        let Some(place) = self.regions.get_mut(usize::from(region.0)) else { return Ok(()) };
+        let closed = match std::mem::replace(place, Registered::Closed) {
+            Registered::Open(object) => object.close(),
+            Registered::Closed => Ok(()),
+            Registered::Stuck(code) => Err(code),
+        };
+        closed.map_err(|code| {
+            *place = Registered::Stuck(code);
             let what = format!("closes no memory region: region {} stays registered", region.0);
             self.origin.refused(&what, code, ADVICE)
         })
     }
 
+    fn region(&self, region: RegionId) -> Option<&Object<fid_mr>> {
+        match self.regions.get(usize::from(region.0))? {
+            Registered::Open(object) => Some(object),
+            Registered::Closed | Registered::Stuck(_) => None,
+        }
+    }
+
     /// Where peers write to a region that begins at `base`.
     pub fn remote(&self, region: RegionId, base: u64) -> Option<Remote> {
-        let object = self.regions.get(usize::from(region.0))?.as_ref()?;
-        Some(self.place(object, base))
+        Some(self.place(self.region(region)?, base))
     }
 
     /// Where peers' empty writes go.
@@ -241,10 +284,14 @@ impl Lane {
         Ok(&self.door(rank)?.name)
     }
 
-    /// Whether bytes can be the name of an endpoint of this kind.
-    fn resembles(own: &[u8], name: &[u8]) -> bool {
-        let is_text = own.last() == Some(&0);
-        if is_text { name.last() == Some(&0) } else { name.len() == own.len() && name.get(..2) == own.get(..2) }
+    /// Whether bytes can be the name of an endpoint of this kind: the provider reads as many as its own names have. shm's
+    /// names are text, others are socket addresses.
+    fn resembles(&self, own: &[u8], name: &[u8]) -> bool {
+        if self.facts.provider == "shm" {
+            name.iter().position(|byte| *byte == 0) == name.len().checked_sub(1)
+        } else {
+            name.len() == own.len() && name.get(..2) == own.get(..2)
+        }
     }
 
     /// Adds a peer's endpoint.
@@ -252,7 +299,7 @@ impl Lane {
         let door = self.door(rank)?;
         let mut found = FI_ADDR_UNSPEC;
         let refused = || Error::transport("names no endpoint that the provider knows", ADVICE);
-        if !Lane::resembles(&door.name, name) {
+        if !self.resembles(&door.name, name) {
             return Err(refused());
         }
         // SAFETY: a name as long and of the same kind as fi_getname's, and a place for the answer.
@@ -285,13 +332,12 @@ impl Lane {
     ) -> c_int {
         let Some(door) = &self.door else { return -FI_ENODATA };
         let write = &flight.write;
-        let region = self.regions.get(usize::from(write.source.region.0)).and_then(Option::as_ref);
-        let (source, bytes, place, object) = match region {
-            Some(region) if write.bytes > 0 => {
-                let place = Remote { base: target.base + write.target.offset, key: target.key };
-                (flight.source, write.bytes as usize, place, region)
-            }
-            _ => (slab.empty(), EMPTY, scratch, &self.local),
+        let (source, bytes, place, object) = if write.bytes > 0 {
+            let Some(region) = self.region(write.source.region) else { return -FI_EINVAL };
+            let place = Remote { base: target.base.wrapping_add(write.target.offset), key: target.key };
+            (flight.source, write.bytes as usize, place, region)
+        } else {
+            (slab.empty(), EMPTY, scratch, &self.local)
         };
         let piece = iovec { iov_base: source as *mut c_void, iov_len: bytes };
         let remote = fi_rma_iov { addr: place.base, len: bytes, key: place.key };
@@ -356,9 +402,12 @@ impl Lane {
         if count > 0 {
             let count = (count as usize).min(BATCH);
             for (entry, done) in entries.iter().zip(found.iter_mut()).take(count) {
-                *done = match self.contexts.operation(entry.op_context) {
-                    // Some providers name the write's receive, and some nothing: the flag alone says what it is.
-                    _ if entry.flags & FI_REMOTE_CQ_DATA != 0 => Done::Immediate(entry.data as u32),
+                let operation = self.contexts.operation(entry.op_context);
+                // Some providers name a receive with a write, and some name nothing; a message may carry data, too.
+                let own = matches!(operation, Some(Operation::Write(_) | Operation::Send(_)));
+                let is_write = entry.flags & FI_REMOTE_CQ_DATA != 0 && entry.flags & FI_RECV == 0 && !own;
+                *done = match operation {
+                    _ if is_write => Done::Immediate(entry.data as u32),
                     Some(operation) => Done::Operation(operation),
                     None => Done::Failed(None, 0),
                 };

@@ -12,7 +12,8 @@ use crate::base::Rank;
 use crate::transport::network::revoke::Notice;
 use crate::transport::network::{MAX_MESSAGE, RegionId};
 
-const HEAD: usize = 24;
+/// Bytes of the header. One of zeros is of no message.
+pub(super) const HEAD: usize = 24;
 /// Bytes of the longest message with its header.
 pub(super) const LONGEST: usize = HEAD + MAX_MESSAGE;
 /// Bytes from one message to the next in a slab: whole cache lines.

@@ -55,6 +55,12 @@ const PEER_MESSAGES: u32 = 16;
 const MESSAGES: u32 = 1024;
 /// Receives of messages that are posted; further messages wait at the provider.
 const RECEIVES: u32 = 256;
+/// How often a message is sent again that the provider could not deliver: connections break and come back.
+const TRIES: u32 = 3;
+/// How many times `let_go` an answer is waited for.
+const DOUBT: u64 = 4;
+/// Reads of a completion queue in a poll, as long as they find no event.
+const READS: usize = 64;
 /// Most regions over an endpoint's life.
 const REGIONS: usize = 4096;
 /// Bytes of the longest write, as limits are of 32 bits and NICs take about as many.
@@ -78,8 +84,8 @@ pub struct LibfabricEndpoint {
     mute: Vec<Rank>,
     /// Receives that the provider has not taken.
     unposted: Vec<u32>,
-    /// A notice for which there was no room.
-    stalled: Option<(Rank, Notice)>,
+    /// Notices that are not on their way; those to a peer are in order.
+    notices: VecDeque<(Rank, Notice)>,
     /// Peers that have asked, and the numbers of their questions.
     asked: Vec<(Rank, u16)>,
     /// When a poll last took notices in.
@@ -109,6 +115,9 @@ struct Peer {
     notices: Notices,
     /// The latest question to it.
     question: u16,
+    /// Since when its notices are not known, and when it was last asked.
+    doubted_ns: u64,
+    asked_ns: u64,
 }
 
 /// Whether notices of a peer may have been missed.
@@ -137,6 +146,8 @@ struct Send {
     peer: Rank,
     channel: u64,
     bytes: usize,
+    /// How often it has failed.
+    failed: u32,
 }
 
 /// The completion of a write.
@@ -191,7 +202,7 @@ impl LibfabricEndpoint {
             waiting: Vec::new(),
             mute: Vec::new(),
             unposted: (0..RECEIVES).collect(),
-            stalled: None,
+            notices: VecDeque::new(),
             asked: Vec::new(),
             polled_ns: 0,
             sends: Slots::new(MESSAGES),
@@ -311,7 +322,9 @@ impl LibfabricEndpoint {
         if peer.messages >= PEER_MESSAGES {
             return false;
         }
-        let Some(number) = sends.take(Send { peer: rank, channel: peer.channel, bytes: 0 }) else { return false };
+        let Some(number) = sends.take(Send { peer: rank, channel: peer.channel, bytes: 0, failed: 0 }) else {
+            return false;
+        };
         let mut place = [0; PITCH];
         let bytes = message::encode(&mut place, Parties { rank: self.rank, from: self.key, to: peer.key }, content);
         slab.store(number, &place);
@@ -335,36 +348,60 @@ impl LibfabricEndpoint {
                     || pending.iter().any(|pending| leads(&pending.flight, peer, region))
             });
         }
-        while let Some((peer, notice)) = self.stalled.take().or_else(|| self.revocations.next_notice()) {
-            if !self.enqueue(peer, Content::Notice(notice)) {
-                self.stalled = Some((peer, notice));
-                return;
+        self.notices.extend(std::iter::from_fn(|| self.revocations.next_notice()));
+        // A peer that takes no messages holds nobody else up.
+        let mut full: Vec<Rank> = Vec::new();
+        for _ in 0..self.notices.len() {
+            let Some((peer, notice)) = self.notices.pop_front() else { break };
+            if full.contains(&peer) || !self.enqueue(peer, Content::Notice(notice)) {
+                full.push(peer);
+                self.notices.push_back((peer, notice));
             }
         }
-        // Behind all notices.
-        while let Some((peer, question)) = self.asked.last().copied() {
-            if !self.enqueue(peer, Content::Answer(question)) {
-                break;
+        // Answers come behind all notices.
+        let mut at = 0;
+        while let Some((peer, question)) = self.asked.get(at).copied() {
+            if full.contains(&peer) || !self.enqueue(peer, Content::Answer(question)) {
+                at += 1;
+            } else {
+                self.asked.swap_remove(at);
             }
-            self.asked.pop();
         }
     }
 
-    /// Asks the peers for which writes wait, if this endpoint was silent for so long that it may have missed notices.
-    fn ask(&mut self) {
-        let patience_ns = u64::try_from(self.config.let_go.as_nanos()).unwrap_or(u64::MAX) / 2;
-        if self.now_ns().saturating_sub(self.polled_ns) > patience_ns {
-            self.peers.values_mut().for_each(|peer| peer.notices = Notices::Missed);
+    fn let_go_ns(&self) -> u64 {
+        u64::try_from(self.config.let_go.as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Doubts what is known of the peers' notices, if this endpoint was silent for so long that it may have missed some.
+    fn doubt(&mut self, now_ns: u64) {
+        if now_ns.saturating_sub(self.polled_ns) <= self.let_go_ns() / 2 {
+            return;
         }
+        for peer in self.peers.values_mut().filter(|peer| peer.notices == Notices::Known) {
+            (peer.notices, peer.doubted_ns) = (Notices::Missed, now_ns);
+        }
+    }
+
+    /// Asks the peers for which writes wait and whose notices are in doubt. A peer that does not answer is not waited for
+    /// longer than several times what it would have had to let go.
+    fn ask(&mut self, now_ns: u64) {
+        let let_go_ns = self.let_go_ns();
         for at in 0..self.waiting.len() {
             let Some((rank, _)) = self.waiting.get(at).copied() else { break };
-            let Some(peer) = self.peers.get_mut(&rank).filter(|peer| peer.notices == Notices::Missed) else { continue };
-            let question = peer.question.wrapping_add(1);
-            peer.question = question;
-            if self.enqueue(rank, Content::Ask(question))
-                && let Some(peer) = self.peers.get_mut(&rank)
-            {
-                peer.notices = Notices::Asked;
+            let Some(peer) = self.peers.get_mut(&rank).filter(|peer| peer.notices != Notices::Known) else { continue };
+            if now_ns.saturating_sub(peer.doubted_ns) > let_go_ns.saturating_mul(DOUBT) {
+                peer.notices = Notices::Known;
+                continue;
+            }
+            let old = now_ns.saturating_sub(peer.asked_ns) > let_go_ns / 2;
+            if peer.notices == Notices::Missed || old {
+                let question = peer.question.wrapping_add(1);
+                (peer.question, peer.asked_ns) = (question, now_ns);
+                let asked = self.enqueue(rank, Content::Ask(question));
+                if let Some(peer) = self.peers.get_mut(&rank) {
+                    peer.notices = if asked { Notices::Asked } else { Notices::Missed };
+                }
             }
         }
     }
@@ -412,10 +449,8 @@ impl LibfabricEndpoint {
             }
             Done::Operation(operation) => (operation, Outcome::Sent),
             Done::Failed(Some(operation), error) => (operation, Outcome::Failed(reasons::failure(error))),
-            Done::Failed(None, error) => {
-                log::debug!(target: crate::base::targets::NETWORK, "rank {}: error {error} of nothing", self.rank);
-                return false;
-            }
+            // Of no operation, or of one that a provider does not name: nothing depends on it.
+            Done::Failed(None, _) => return false,
         };
         match operation {
             Operation::Write(number) => {
@@ -426,18 +461,33 @@ impl LibfabricEndpoint {
                 true
             }
             Operation::Send(number) => {
-                let Some(send) = self.sends.end(number) else { return false };
-                if let Some(peer) = self.peers.get_mut(&send.peer).filter(|peer| peer.channel == send.channel) {
-                    peer.messages = peer.messages.saturating_sub(1);
-                }
+                self.end_send(number, matches!(outcome, Outcome::Sent));
                 false
             }
             Operation::Receive(number) => {
-                let message = self.slab.load(number);
+                let message = self.slab.take(number);
                 self.unposted.push(number);
                 matches!(outcome, Outcome::Sent) && self.take_in(&message, on_event)
             }
         }
+    }
+
+    /// Ends a message, or sends it again if its peer is still connected: a connection that broke may come back.
+    fn end_send(&mut self, number: u32, sent: bool) {
+        let Some(Send { peer: rank, channel, failed, .. }) = self.sends.get(number).copied() else { return };
+        let peer = self.peers.get_mut(&rank).filter(|peer| peer.channel == channel);
+        if let Some(peer) = peer {
+            if !sent && failed < TRIES {
+                self.sends.change(number, |send| send.failed += 1);
+                if peer.unsent.is_empty() {
+                    self.mute.push(rank);
+                }
+                peer.unsent.push_back(number);
+                return;
+            }
+            peer.messages = peer.messages.saturating_sub(1);
+        }
+        self.sends.end(number);
     }
 
     /// Takes a message in; answers whether that is an event.
@@ -448,15 +498,19 @@ impl LibfabricEndpoint {
         }
         match content {
             Content::Message(bytes) => on_event(Event::Message { peer: rank, bytes }),
+            Content::Notice(Notice::Revoke(region)) if usize::from(region.0) >= REGIONS => {}
             Content::Notice(notice) => self.revocations.take_in(rank, notice),
             Content::Ask(question) => {
                 self.asked.retain(|(other, _)| *other != rank);
                 self.asked.push((rank, question));
             }
             Content::Answer(question) => {
+                // An old answer says nothing of what came after it.
+                let (now_ns, patience_ns) = (self.now_ns(), self.let_go_ns() / 2);
                 let peer = self.peers.get_mut(&rank);
                 if let Some(peer) = peer.filter(|peer| (peer.notices, peer.question) == (Notices::Asked, question)) {
-                    peer.notices = Notices::Known;
+                    let fresh = now_ns.saturating_sub(peer.asked_ns) <= patience_ns;
+                    peer.notices = if fresh { Notices::Known } else { Notices::Missed };
                 }
             }
         }
@@ -505,11 +559,16 @@ impl LibfabricEndpoint {
             unsent: VecDeque::with_capacity(PEER_MESSAGES as usize),
             notices: Notices::Known,
             question: 0,
+            doubted_ns: 0,
+            asked_ns: 0,
         };
         let updated = peer.update(&address, self.lanes.len());
         self.peers.insert(address.rank, peer);
-        self.waiting.reserve(self.peers.len() * self.lanes.len());
-        self.mute.reserve(self.peers.len());
+        let (peers, nics) = (self.peers.len(), self.lanes.len());
+        self.waiting.reserve(peers * nics);
+        self.mute.reserve(peers);
+        self.asked.reserve(peers);
+        self.pending.reserve(peers * nics * self.config.peer_posts as usize);
         updated
     }
 
@@ -519,7 +578,7 @@ impl LibfabricEndpoint {
         self.revocations.forget(rank);
         self.waiting.retain(|(other, _)| *other != rank);
         self.mute.retain(|other| *other != rank);
-        self.stalled = self.stalled.filter(|(other, _)| *other != rank);
+        self.notices.retain(|(other, _)| *other != rank);
         self.asked.retain(|(other, _)| *other != rank);
         for number in peer.unsent {
             self.sends.end(number);
@@ -531,7 +590,8 @@ impl LibfabricEndpoint {
                     self.pending.push_back(Pending { nic, flight, outcome });
                 }
             }
-            if !lane.writes.flying().any(|(_, flight)| flight.channel == peer.channel) {
+            let writes = lane.writes.flying().any(|(_, flight)| flight.channel == peer.channel);
+            if !writes && !self.sends.flying().any(|(_, send)| send.channel == peer.channel) {
                 lane.remove(path.address);
             }
         }
@@ -547,6 +607,9 @@ impl Peer {
         let none = Remote { base: 0, key: 0 };
         for (number, reported) in address.lengths.iter().enumerate() {
             let places = if *reported > 0 { there.next() } else { None };
+            if places.is_some_and(|places| places.iter().any(|place| place.base.checked_add(*reported).is_none())) {
+                return Err("has a region that wraps".into());
+            }
             match lengths.get_mut(number) {
                 Some(known) => {
                     let contradicts = *known != *reported && *known != 0 && *reported != 0;
@@ -610,8 +673,7 @@ impl Transport for LibfabricEndpoint {
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
         let used = self.regions.give_up(region)?;
         let living: Vec<Rank> = self.peers.keys().copied().collect();
-        let let_go_ns = u64::try_from(self.config.let_go.as_nanos()).unwrap_or(u64::MAX);
-        let late = self.revocations.take_back(region, &living, self.now_ns(), let_go_ns);
+        let late = self.revocations.take_back(region, &living, self.now_ns(), self.let_go_ns());
         self.send_notices();
         self.submit_messages();
         let (Some(late), false) = (late, used) else { return Ok(Released::Busy) };
@@ -651,6 +713,9 @@ impl Transport for LibfabricEndpoint {
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
+        for lane in &self.lanes {
+            lane.name(self.rank)?;
+        }
         let outcome = match Address::decode(address) {
             Err(why) => Err(why.to_owned()),
             Ok(Address { rank, .. }) if rank != peer => Err(format!("is of rank {rank}")),
@@ -701,14 +766,17 @@ impl Transport for LibfabricEndpoint {
     }
 
     fn flush(&mut self) -> Result<()> {
-        self.ask();
+        let now_ns = self.now_ns();
+        self.doubt(now_ns);
+        self.ask(now_ns);
         self.submit();
         self.submit_messages();
         Ok(())
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
-        self.flush()?;
+        let began_ns = self.now_ns();
+        self.doubt(began_ns);
         let mut events = 0;
         while let Some(pending) = self.pending.pop_front() {
             self.hand_out(pending, on_event);
@@ -716,16 +784,25 @@ impl Transport for LibfabricEndpoint {
         }
         let mut found = [Done::Failed(None, 0); BATCH];
         for nic in 0..self.lanes.len() {
-            let Some(lane) = self.lanes.get(nic) else { break };
-            let count = lane.poll(&mut found)?;
-            for done in found.iter().take(count) {
-                events += usize::from(self.complete(nic, *done, on_event));
+            // What is no event may lie before what is one.
+            for _ in 0..READS {
+                let Some(lane) = self.lanes.get(nic) else { break };
+                let count = lane.poll(&mut found)?;
+                for done in found.iter().take(count) {
+                    events += usize::from(self.complete(nic, *done, on_event));
+                }
+                // All notices that had come by then are taken in.
+                if nic == 0 && count < BATCH {
+                    self.polled_ns = began_ns;
+                }
+                if events > 0 || count == 0 {
+                    break;
+                }
             }
         }
-        self.polled_ns = self.now_ns();
         self.post_receives()?;
         self.send_notices();
-        self.submit_messages();
+        self.flush()?;
         Ok(events)
     }
 
@@ -735,20 +812,26 @@ impl Transport for LibfabricEndpoint {
         let peers: Vec<Rank> = self.peers.keys().copied().collect();
         peers.into_iter().for_each(|peer| self.forget(peer));
         self.revocations.clear();
-        self.stalled = None;
+        self.notices.clear();
+        self.asked.clear();
         self.key = key;
-        self.sends = Slots::new(MESSAGES);
-        self.unposted = (0..RECEIVES).collect();
+        let mut shut = Ok(());
         for (nic, lane) in self.lanes.iter_mut().enumerate() {
-            let reopened = lane.reopen();
+            if let Err(why) = lane.shut() {
+                shut = Err(why);
+                continue;
+            }
             for number in lane.writes.flying().map(|(number, _)| number).collect::<Vec<u32>>() {
                 if let Some(flight) = lane.writes.end(number) {
                     let outcome = Outcome::Failed(Reason::Flushed.into());
                     self.pending.push_back(Pending { nic, flight, outcome });
                 }
             }
-            reopened?;
         }
+        shut?;
+        self.sends = Slots::new(MESSAGES);
+        self.unposted = (0..RECEIVES).collect();
+        self.lanes.iter_mut().try_for_each(Lane::reopen)?;
         self.post_receives()
     }
 
@@ -759,3 +842,6 @@ impl Transport for LibfabricEndpoint {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

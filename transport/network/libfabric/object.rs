@@ -92,7 +92,10 @@ impl<T: Fid> Object<T> {
         // SAFETY: open, by `open`'s promise, and not used again.
         match unsafe { fi_close(object.fid()) } {
             0 => Ok(()),
-            code => Err(code),
+            code => {
+                STUCK.store(true, Ordering::Relaxed);
+                Err(code)
+            }
         }
     }
 }

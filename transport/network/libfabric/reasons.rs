@@ -4,8 +4,9 @@ use super::libfabric_sys::*;
 use crate::transport::network::{Failure, Reason};
 use std::ffi::c_int;
 
-/// `FI_ETRUNC`.
+/// `FI_ETRUNC` and `FI_ENOKEY` of rdma/fi_errno.h.
 const TRUNCATED: c_int = 265;
+const NO_KEY: c_int = 266;
 
 /// The reason that an error number stands for. Source: fi_errno(3), fi_cq(3), and what the provider tcp reports of
 /// connections that end.
@@ -19,7 +20,7 @@ fn reason(error: c_int) -> Reason {
             Reason::Unreachable
         }
         FI_ENORX => Reason::NotReady,
-        libc::EACCES | libc::EPERM | libc::EKEYREJECTED | libc::ENOKEY => Reason::RemoteAccess,
+        libc::EACCES | libc::EPERM | libc::EKEYREJECTED | NO_KEY => Reason::RemoteAccess,
         FI_EIO | FI_EINVAL | FI_EMSGSIZE | FI_ENOMEM | libc::EFAULT | TRUNCATED => Reason::Local,
         _ => Reason::Other,
     }
@@ -43,6 +44,7 @@ mod tests {
             (FI_ENOTCONN, Reason::Unreachable),
             (FI_ENORX, Reason::NotReady),
             (libc::EACCES, Reason::RemoteAccess),
+            (NO_KEY, Reason::RemoteAccess),
             (-FI_EINVAL, Reason::Local),
             (TRUNCATED, Reason::Local),
             (4242, Reason::Other),

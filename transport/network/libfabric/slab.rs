@@ -9,7 +9,7 @@
 //!  line       empty writes
 //! ```
 
-use super::message::PITCH;
+use super::message::{HEAD, PITCH};
 use super::object::all_closed;
 use crate::base::{Error, Result};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -88,12 +88,16 @@ impl Slab {
         unsafe { std::ptr::copy_nonoverlapping(message.as_ptr(), place, PITCH) };
     }
 
-    /// Loads a message that was received.
-    pub fn load(&self, number: u32) -> [u8; PITCH] {
+    /// Takes a message that was received. Its header is erased: a shorter message that comes to the same place must not
+    /// go on with this one's.
+    pub fn take(&mut self, number: u32) -> [u8; PITCH] {
         let mut message = [0; PITCH];
-        let place = self.receive(number) as *const u8;
+        let place = self.receive(number) as *mut u8;
         // SAFETY: the place has as many bytes, and its receive has completed.
-        unsafe { std::ptr::copy_nonoverlapping(place, message.as_mut_ptr(), PITCH) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(place, message.as_mut_ptr(), PITCH);
+            place.write_bytes(0, HEAD);
+        }
         message
     }
 }

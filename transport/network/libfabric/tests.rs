@@ -1,0 +1,151 @@
+//! What a peer or a stranger may send, over tcp in one process.
+
+use super::*;
+use std::time::Duration;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Endpoints of ranks 0, 1, …; none where libfabric is missing, which fails under TOKENYARD_STRICT=1.
+fn endpoints<const N: usize>() -> Option<[LibfabricEndpoint; N]> {
+    if let Err(why) = Library::open() {
+        println!("skipped: {why}");
+        assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "{why}");
+        return None;
+    }
+    let mut config = LibfabricConfig::new("tcp");
+    config.source = Some("127.0.0.1".into());
+    Some(std::array::from_fn(|rank| LibfabricEndpoint::open(Rank(rank as u32), config.clone()).unwrap()))
+}
+
+fn join(from: &mut LibfabricEndpoint, to: &mut LibfabricEndpoint) {
+    let address = to.address(from.rank).unwrap();
+    from.connect(to.rank, &address).unwrap();
+}
+
+#[test]
+fn addresses_that_would_mislead_the_provider_are_refused() {
+    let Some([mut one, mut two]) = endpoints() else { return };
+    let memory = [0u64; 8];
+    // SAFETY: nobody writes there: no peer connects to this endpoint.
+    unsafe { two.register(Span::host(memory.as_ptr() as u64, 64)) }.unwrap();
+    let good = Address::decode(&two.address(Rank(0)).unwrap()).unwrap();
+    let mut refused = |change: &dyn Fn(&mut Address)| {
+        let mut address = good.clone();
+        change(&mut address);
+        let why = one.connect(Rank(1), &address.encode()).unwrap_err().to_string();
+        assert!(why.contains("address of rank 1"), "{why}");
+        why
+    };
+    let family = |family: u8| move |address: &mut Address| address.ports[0].name[0] = family;
+    let names: [&dyn Fn(&mut Address); 4] = [
+        &|address| address.ports[0].name.truncate(3),
+        &|address| address.ports[0].name.push(0),
+        &family(10),
+        &family(0),
+    ];
+    assert!(names.iter().all(|change| refused(change).contains("names no endpoint")));
+    assert!(refused(&|address| address.remotes[0].base = u64::MAX).contains("has a region that wraps"));
+    assert!(refused(&|address| address.provider = "shm".into()).contains("is of the provider \"shm\""));
+    assert!(refused(&|address| address.virtual_addresses ^= true).contains("is of the provider"));
+    one.connect(Rank(1), &good.encode()).unwrap();
+    let mut refused = |change: &dyn Fn(&mut Address)| {
+        let mut address = good.clone();
+        change(&mut address);
+        one.connect(Rank(1), &address.encode()).unwrap_err().to_string()
+    };
+    for change in [(|address| address.lengths[0] = 32) as fn(&mut Address), |address| address.remotes[0].key += 1] {
+        assert!(refused(&change).contains("contradicts an earlier one of the same endpoint"));
+    }
+}
+
+#[test]
+fn strangers_are_not_heard_and_short_messages_do_not_repeat_others() {
+    let Some([mut own, mut peer, mut stranger]) = endpoints() else { return };
+    join(&mut own, &mut peer);
+    join(&mut peer, &mut own);
+    join(&mut stranger, &mut own);
+    let (mut events, start) = (Vec::new(), Instant::now());
+    let note = |events: &mut Vec<String>, event: Event<'_>| events.push(format!("{event:?}"));
+    assert_eq!(peer.send(Rank(0), b"hello"), Ok(Posted::Accepted));
+    while events.is_empty() {
+        assert!(start.elapsed() < PATIENCE, "no message");
+        own.poll(&mut |event| note(&mut events, event)).unwrap();
+        peer.poll(&mut |_| {}).unwrap();
+    }
+    assert!(events[0].contains("peer: Rank(1)"), "{events:?}");
+    // Enough of them to come to each place where a message is received; as long as a kind and a length, and shorter.
+    assert_eq!(stranger.send(Rank(0), b"hello"), Ok(Posted::Accepted));
+    let to = stranger.peers[&Rank(0)].paths[0].address;
+    let (mut sent, mut ended) = (0, 0);
+    while ended <= 2 * RECEIVES {
+        assert!(start.elapsed() < PATIENCE, "{sent} messages sent, {ended} completed");
+        if sent < 2 * RECEIVES && stranger.lanes[0].send(100 + sent, to, &stranger.slab, sent as usize % 5) == 0 {
+            sent += 1;
+        }
+        let mut found = [Done::Failed(None, 0); BATCH];
+        let count = stranger.lanes[0].poll(&mut found).unwrap();
+        ended +=
+            found[..count].iter().filter(|done| matches!(done, Done::Operation(Operation::Send(_)))).count() as u32;
+        stranger.submit_messages();
+        own.poll(&mut |event| note(&mut events, event)).unwrap();
+    }
+    for _ in 0..2000 {
+        own.poll(&mut |event| note(&mut events, event)).unwrap();
+    }
+    assert_eq!(events.len(), 1, "{events:?}");
+    // And the peer still is.
+    assert_eq!(peer.send(Rank(0), b"again"), Ok(Posted::Accepted));
+    while events.len() < 2 {
+        assert!(start.elapsed() < PATIENCE, "no message any more");
+        own.poll(&mut |event| note(&mut events, event)).unwrap();
+        peer.poll(&mut |_| {}).unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_does_not_answer_is_asked_again_and_not_waited_for_for_ever() {
+    let Some([mut own, mut peer]) = endpoints() else { return };
+    let (source, target) = ([7u64; 8], [0u64; 8]);
+    // SAFETY: both are read and written here through raw pointers alone while writes are under way.
+    let regions = unsafe {
+        let register = |endpoint: &mut LibfabricEndpoint, memory: &[u64; 8]| {
+            endpoint.register(Span::host(memory.as_ptr() as u64, 64)).unwrap()
+        };
+        [register(&mut own, &source), register(&mut peer, &target)]
+    };
+    join(&mut own, &mut peer);
+    join(&mut peer, &mut own);
+    own.config.let_go = Duration::from_millis(20);
+    std::thread::sleep(Duration::from_millis(30));
+    let place = |region| super::super::Place { region, offset: 0 };
+    let imm = ImmValue::user(0, 0, 1).unwrap();
+    let write = WriteImm {
+        nic: 0,
+        peer: Rank(1),
+        source: place(regions[0]),
+        target: place(regions[1]),
+        bytes: 8,
+        imm,
+        token: 5,
+    };
+    assert_eq!(own.post(&write), Ok(Posted::Accepted));
+    let (mut seen, start) = (false, Instant::now());
+    own.flush().unwrap();
+    assert_eq!((own.peers[&Rank(1)].notices, own.waiting.len()), (Notices::Asked, 1), "the write waits for an answer");
+    let first = own.peers[&Rank(1)].question;
+    // The peer's questions and answers are lost.
+    while own.waiting.len() == 1 {
+        assert!(start.elapsed() < PATIENCE, "a write waits for ever");
+        own.poll(&mut |_| {}).unwrap();
+        peer.poll(&mut |event| seen |= matches!(event, Event::Imm { .. })).unwrap();
+        peer.asked.clear();
+        own.polled_ns = own.now_ns();
+    }
+    assert!(own.peers[&Rank(1)].question >= first, "asked again");
+    let mut sent = false;
+    while !(seen && sent) {
+        assert!(start.elapsed() < PATIENCE, "the write does not arrive");
+        own.poll(&mut |event| sent |= matches!(event, Event::Sent { token: 5 })).unwrap();
+        peer.poll(&mut |event| seen |= matches!(event, Event::Imm { .. })).unwrap();
+    }
+}
