@@ -437,7 +437,7 @@ GROUPS = [
     ]),
     ("test", "libfabric", [
         ("immediates judged by their contexts", "transport/network/libfabric/lane.rs",
-         "_ if entry.flags & FI_REMOTE_CQ_DATA != 0", "_ if entry.flags & FI_REMOTE_CQ_DATA == 7"),
+         "let is_write = entry.flags & FI_REMOTE_CQ_DATA != 0", "let is_write = entry.flags & FI_REMOTE_CQ_DATA == 7"),
         ("empty writes go into their target", "transport/network/libfabric/lane.rs",
          "_ => (slab.empty(), EMPTY, scratch, &self.local)", "_ => (slab.empty(), EMPTY, target, &self.local)"),
         ("writes go to the beginning of their region", "transport/network/libfabric/lane.rs",
@@ -463,7 +463,7 @@ GROUPS = [
     ]),
     ("unit", "libfabric::tests", [
         ("a message goes on with the one before it", "transport/network/libfabric/slab.rs", "            place.write_bytes(0, HEAD);\n", ""),
-        ("strangers are heard", "transport/network/libfabric/mod.rs",
+        ("messages of strangers taken", "transport/network/libfabric/mod.rs",
          "self.peers.get(&rank).is_none_or(|peer| peer.key != from)", "self.peers.get(&rank).is_some_and(|peer| peer.key != from)"),
         ("names of another family taken", "transport/network/libfabric/lane.rs",
          "name.len() == own.len() && name.get(..2) == own.get(..2)", "name.len() == own.len()"),

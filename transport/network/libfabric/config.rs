@@ -9,8 +9,8 @@ use std::time::Duration;
 /// Most writes of one NIC to one peer that may be outstanding, unless configured: enough to fill a link of 400 Gb/s
 /// with writes of 8 KiB over 40 µs, and a small part of what NICs queue.
 const PEER_POSTS: u32 = 256;
-/// Most that can be asked for.
-const MAX_PEER_POSTS: u32 = super::info::MAX_WRITES as u32;
+/// Most writes of a NIC that may be outstanding, to all peers together and so to one.
+pub(super) const MAX_WRITES: usize = 4096;
 /// Least time for a peer to let go of a region: threads that poll may be descheduled for some milliseconds.
 const LEAST_LET_GO: Duration = Duration::from_millis(10);
 
@@ -57,8 +57,8 @@ impl LibfabricConfig {
         if !(1..=MAX_NICS).contains(&self.nics) {
             return Err(Error::config("nics", self.nics, format!("use 1 to {MAX_NICS}")));
         }
-        if !(1..=MAX_PEER_POSTS).contains(&self.peer_posts) {
-            return Err(Error::config("peer_posts", self.peer_posts, format!("allow 1 to {MAX_PEER_POSTS}")));
+        if !(1..=MAX_WRITES).contains(&(self.peer_posts as usize)) {
+            return Err(Error::config("peer_posts", self.peer_posts, format!("allow 1 to {MAX_WRITES}")));
         }
         if self.let_go < LEAST_LET_GO {
             let value = format!("{:?}", self.let_go);

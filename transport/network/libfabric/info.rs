@@ -2,15 +2,12 @@
 //!
 //! Place in the data path: none; while an endpoint is opened.
 
-use super::config::LibfabricConfig;
+use super::config::{LibfabricConfig, MAX_WRITES};
 use super::libfabric_sys::*;
 use super::object::Origin;
 use crate::base::{Error, Result, quoted};
 use std::ffi::{CStr, CString};
 use std::ptr::{NonNull, null, null_mut};
-
-/// Most writes of a NIC that may be outstanding, to all peers together.
-pub(super) const MAX_WRITES: usize = 4096;
 
 const ADVICE: &str = "set FI_LOG_LEVEL=warn to see the library's reasons, or choose another provider";
 

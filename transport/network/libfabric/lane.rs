@@ -284,8 +284,8 @@ impl Lane {
         Ok(&self.door(rank)?.name)
     }
 
-    /// Whether bytes can be the name of an endpoint of this kind: the provider reads as many as its own names have. shm's
-    /// names are text, others are socket addresses.
+    /// Whether bytes can be the name of an endpoint of this kind: the provider reads as many as its own names have.
+    /// shm's names are text, others are socket addresses.
     fn resembles(&self, own: &[u8], name: &[u8]) -> bool {
         if self.facts.provider == "shm" {
             name.iter().position(|byte| *byte == 0) == name.len().checked_sub(1)

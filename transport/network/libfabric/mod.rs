@@ -373,7 +373,8 @@ impl LibfabricEndpoint {
         u64::try_from(self.config.let_go.as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Doubts what is known of the peers' notices, if this endpoint was silent for so long that it may have missed some.
+    /// Doubts what is known of the peers' notices, if this endpoint was silent for so long that it may have missed
+    /// some.
     fn doubt(&mut self, now_ns: u64) {
         if now_ns.saturating_sub(self.polled_ns) <= self.let_go_ns() / 2 {
             return;
@@ -383,8 +384,8 @@ impl LibfabricEndpoint {
         }
     }
 
-    /// Asks the peers for which writes wait and whose notices are in doubt. A peer that does not answer is not waited for
-    /// longer than several times what it would have had to let go.
+    /// Asks the peers for which writes wait and whose notices are in doubt. A peer that does not answer is not waited
+    /// for longer than several times what it would have had to let go.
     fn ask(&mut self, now_ns: u64) {
         let let_go_ns = self.let_go_ns();
         for at in 0..self.waiting.len() {

@@ -59,7 +59,7 @@ fn addresses_that_would_mislead_the_provider_are_refused() {
 }
 
 #[test]
-fn strangers_are_not_heard_and_short_messages_do_not_repeat_others() {
+fn messages_of_strangers_are_dropped_and_short_ones_do_not_repeat_others() {
     let Some([mut own, mut peer, mut stranger]) = endpoints() else { return };
     join(&mut own, &mut peer);
     join(&mut peer, &mut own);
