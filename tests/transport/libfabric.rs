@@ -4,6 +4,7 @@
 use crate::contract;
 use crate::remote::RemoteEndpoint;
 use crate::rig::Backend;
+use std::time::Duration;
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::transport::network::libfabric::libfabric_sys::{Library, Version};
 use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
@@ -16,6 +17,8 @@ impl Libfabric {
     fn tcp(nics: usize) -> Libfabric {
         let mut config = LibfabricConfig::new("tcp");
         (config.nics, config.source) = (nics, Some("127.0.0.1".into()));
+        // A machine under load may not run this process for long.
+        config.let_go = Duration::from_secs(1);
         Libfabric(config)
     }
 }
@@ -63,7 +66,7 @@ fn what_cannot_be_opened_is_named_with_what_is_there() {
     }
     let open = |config: LibfabricConfig| LibfabricEndpoint::open(Rank(0), config).unwrap_err().to_string();
     let why = open(LibfabricConfig::new("net"));
-    assert!(why.contains("provider is \"net\"") && why.contains("give tcp or shm"), "{why}");
+    assert!(why.contains("provider is net") && why.contains("give tcp or shm"), "{why}");
     let mut elsewhere = LibfabricConfig::new("tcp");
     elsewhere.library = Some("/nowhere/libfabric.so".into());
     let why = open(elsewhere);

@@ -15,6 +15,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
+use std::time::Duration;
 use tokenyard::internals::base::{Error, Rank, Result};
 use tokenyard::internals::transport::network::imm::ImmValue;
 use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
@@ -231,6 +232,8 @@ fn serve() {
     let [provider, nics, rank] = endpoint.split(' ').collect::<Vec<_>>()[..] else { panic!("{endpoint}") };
     let mut config = LibfabricConfig::new(provider);
     (config.nics, config.allow_old_shm) = (nics.parse().unwrap(), true);
+    // Processes that share few cores may not be scheduled for long.
+    config.let_go = Duration::from_secs(2);
     config.source = (provider == "tcp").then(|| "127.0.0.1".into());
     let mut endpoint = LibfabricEndpoint::open(Rank(rank.parse().unwrap()), config).unwrap();
     let (mut maps, mut line) = (HashMap::new(), String::new());
