@@ -449,7 +449,7 @@ GROUPS = [
         ("a write more than there is room for", "transport/network/libfabric/mod.rs",
          "path.outstanding < most", "path.outstanding <= most"),
         ("a silent endpoint asks nobody", "transport/network/libfabric/mod.rs",
-         "|peer| peer.notices = Notices::Missed", "|peer| peer.notices = Notices::Known"),
+         "(peer.notices, peer.doubted_ns) = (Notices::Missed, now_ns);", "(peer.notices, peer.doubted_ns) = (Notices::Known, now_ns);"),
         ("regions let go of before writes to them have completed", "transport/network/libfabric/mod.rs",
          "lanes.iter().any(|lane|", "lanes.iter().take(0).any(|lane|"),
         ("receives of messages posted once", "transport/network/libfabric/mod.rs",
