@@ -465,6 +465,8 @@ GROUPS = [
         ("a message goes on with the one before it", "transport/network/libfabric/slab.rs", "            place.write_bytes(0, HEAD);\n", ""),
         ("messages of strangers taken", "transport/network/libfabric/mod.rs",
          "self.peers.get(&rank).is_none_or(|peer| peer.key != from)", "self.peers.get(&rank).is_some_and(|peer| peer.key != from)"),
+        ("an owner that did not poll cuts peers off", "transport/network/libfabric/mod.rs",
+         "self.revocations.is_leaving(region) && now_ns", "!self.revocations.is_leaving(region) && now_ns"),
         ("names of another family taken", "transport/network/libfabric/lane.rs",
          "name.len() == own.len() && name.get(..2) == own.get(..2)", "name.len() == own.len()"),
         ("an answer waited for for ever", "transport/network/libfabric/mod.rs", "let_go_ns.saturating_mul(DOUBT)", "u64::MAX"),

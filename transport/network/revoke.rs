@@ -69,6 +69,11 @@ impl Revocations {
         Some(std::mem::take(&mut leaving.waiting).len())
     }
 
+    /// Whether an own region is being taken back.
+    pub fn is_leaving(&self, region: RegionId) -> bool {
+        self.leaving.iter().any(|leaving| leaving.region == region)
+    }
+
     /// An own region has been taken back.
     pub fn end(&mut self, region: RegionId) {
         self.leaving.retain(|leaving| leaving.region != region);

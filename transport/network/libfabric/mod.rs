@@ -674,7 +674,12 @@ impl Transport for LibfabricEndpoint {
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
         let used = self.regions.give_up(region)?;
         let living: Vec<Rank> = self.peers.keys().copied().collect();
-        let late = self.revocations.take_back(region, &living, self.now_ns(), self.let_go_ns());
+        let now_ns = self.now_ns();
+        // Answers may lie unread: whoever did not poll for long does not judge its peers.
+        if self.revocations.is_leaving(region) && now_ns.saturating_sub(self.polled_ns) > self.let_go_ns() / 8 {
+            return Ok(Released::Busy);
+        }
+        let late = self.revocations.take_back(region, &living, now_ns, self.let_go_ns());
         self.send_notices();
         self.submit_messages();
         let (Some(late), false) = (late, used) else { return Ok(Released::Busy) };

@@ -149,3 +149,23 @@ fn a_peer_that_does_not_answer_is_asked_again_and_not_waited_for_for_ever() {
         peer.poll(&mut |event| seen |= matches!(event, Event::Imm { .. })).unwrap();
     }
 }
+
+#[test]
+fn an_owner_that_did_not_poll_does_not_cut_its_peers_off() {
+    let Some([mut own, mut peer]) = endpoints() else { return };
+    let memory = [0u64; 8];
+    // SAFETY: nobody writes there.
+    let region = unsafe { own.register(Span::host(memory.as_ptr() as u64, 64)) }.unwrap();
+    join(&mut own, &mut peer);
+    join(&mut peer, &mut own);
+    own.poll(&mut |_| {}).unwrap();
+    assert_eq!(own.deregister(region), Ok(Released::Busy));
+    std::thread::sleep(own.config.let_go + Duration::from_millis(50));
+    assert_eq!(own.deregister(region), Ok(Released::Busy), "the answer may be there");
+    let start = Instant::now();
+    while own.deregister(region) == Ok(Released::Busy) {
+        assert!(start.elapsed() < PATIENCE, "a region is not taken back");
+        own.poll(&mut |_| {}).unwrap();
+        peer.poll(&mut |_| {}).unwrap();
+    }
+}
