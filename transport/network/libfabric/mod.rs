@@ -71,6 +71,7 @@ const LONGEST: usize = 1 << 30;
 pub struct LibfabricEndpoint {
     rank: Rank,
     config: LibfabricConfig,
+    limits: Limits,
     /// Drawn at random, at each reset too.
     key: u64,
     regions: Regions,
@@ -195,6 +196,7 @@ impl LibfabricEndpoint {
         let mut endpoint = LibfabricEndpoint {
             rank,
             key: lane::random()?,
+            limits: limits(&lanes, &config),
             regions: Regions::default(),
             revocations: Revocations::default(),
             peers: BTreeMap::new(),
@@ -237,7 +239,7 @@ impl LibfabricEndpoint {
             let advice = format!("there are {} NICs, counted from 0", self.lanes.len());
             return Err(Error::argument("nic", write.nic, advice));
         }
-        let most = self.limits().write_bytes;
+        let most = self.limits.write_bytes;
         if write.bytes > most {
             return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
         }
@@ -291,8 +293,8 @@ impl LibfabricEndpoint {
         });
     }
 
-    /// Gives the provider what it takes of the messages that wait for it. A message that it refuses is lost, as its
-    /// peer is.
+    /// Gives the provider what it takes of the messages that wait for it. A message that it refuses several times is
+    /// lost, as its peer is.
     fn submit_messages(&mut self) {
         let LibfabricEndpoint { peers, lanes, mute, sends, slab, .. } = self;
         let Some(lane) = lanes.first() else { return };
@@ -303,6 +305,10 @@ impl LibfabricEndpoint {
                 let bytes = sends.get(number).map_or(0, |send| send.bytes);
                 let code = lane.send(number, path.address, slab, bytes);
                 if code == -FI_EAGAIN {
+                    return true;
+                }
+                if code != 0 && sends.get(number).is_some_and(|send| send.failed < TRIES) {
+                    sends.change(number, |send| send.failed += 1);
                     return true;
                 }
                 peer.unsent.pop_front();
@@ -548,11 +554,9 @@ impl LibfabricEndpoint {
             let unsent = VecDeque::with_capacity(self.config.peer_posts as usize);
             paths.push(Path { address: found, scratch: port.scratch, outstanding: 0, unsent });
         }
-        self.forget(address.rank);
-        self.channels += 1;
         let mut peer = Peer {
             key: address.key,
-            channel: self.channels,
+            channel: self.channels + 1,
             paths,
             lengths: Vec::new(),
             remotes: Vec::new(),
@@ -563,14 +567,19 @@ impl LibfabricEndpoint {
             doubted_ns: 0,
             asked_ns: 0,
         };
-        let updated = peer.update(&address, self.lanes.len());
+        if let Err(why) = peer.update(&address, self.lanes.len()) {
+            self.lanes.iter().zip(&peer.paths).for_each(|(lane, path)| lane.remove(path.address));
+            return Err(why);
+        }
+        self.forget(address.rank);
+        self.channels += 1;
         self.peers.insert(address.rank, peer);
         let (peers, nics) = (self.peers.len(), self.lanes.len());
         self.waiting.reserve(peers * nics);
         self.mute.reserve(peers);
         self.asked.reserve(peers);
         self.pending.reserve(peers * nics * self.config.peer_posts as usize);
-        updated
+        Ok(())
     }
 
     /// Forgets a peer. What the provider has of it completes as it may; all else fails.
@@ -597,6 +606,15 @@ impl LibfabricEndpoint {
             }
         }
     }
+}
+
+/// The limits of an endpoint with these NICs.
+fn limits(lanes: &[Lane], config: &LibfabricConfig) -> Limits {
+    let least = |of: fn(&Lane) -> usize| lanes.iter().map(of).min().unwrap_or(0);
+    let posts = least(|lane| lane.facts.queue).min(config.peer_posts as usize) as u32;
+    let regions = address::room(MAX_ADDRESS, lanes.len()).min(REGIONS) as u32;
+    let write_bytes = least(|lane| lane.facts.longest).min(LONGEST) as u32;
+    Limits { posts, regions, write_bytes, ..Limits::NONE }
 }
 
 impl Peer {
@@ -643,11 +661,7 @@ impl Transport for LibfabricEndpoint {
     }
 
     fn limits(&self) -> Limits {
-        let of = |facts: fn(&Lane) -> usize| self.lanes.iter().map(facts).min().unwrap_or(0);
-        let posts = of(|lane| lane.facts.queue).min(self.config.peer_posts as usize) as u32;
-        let regions = address::room(MAX_ADDRESS, self.lanes.len()).min(REGIONS) as u32;
-        let write_bytes = of(|lane| lane.facts.longest).min(LONGEST) as u32;
-        Limits { posts, regions, write_bytes, ..Limits::NONE }
+        self.limits
     }
 
     fn device_needs(&self) -> DeviceNeeds {
@@ -655,9 +669,9 @@ impl Transport for LibfabricEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        if self.regions.lengths().len() >= self.limits().regions as usize {
+        if self.regions.lengths().len() >= self.limits.regions as usize {
             let advice = "register fewer, larger spans; numbers of those taken back are not used again";
-            return Err(Error::argument("regions", self.limits().regions + 1, advice));
+            return Err(Error::argument("regions", self.limits.regions + 1, advice));
         }
         let region = self.regions.register_host(span)?;
         for at in 0..self.lanes.len() {
