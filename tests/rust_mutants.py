@@ -76,12 +76,16 @@ def mutated(text, mutant):
     return text[:begin] + mutant["replacement"] + text[end:]
 
 
+def unit_tests(worker):
+    return ["cargo", "test", "-q", *worker.cargo, "--lib"]
+
+
 def checks(worker, file):
     """Commands by name: unit tests, then the test programs."""
     cargo = ["cargo", "test", "-q", *worker.cargo]
     first = next((programs for folder, programs in FIRST.items() if file.startswith(folder + "/")), [])
     ordered = first + [program for program in PROGRAMS if program not in first]
-    return [("unit tests", [*cargo, "--lib"])] + [(program, [*cargo, "--test", program]) for program in ordered]
+    return [("unit tests", unit_tests(worker))] + [(program, [*cargo, "--test", program]) for program in ordered]
 
 
 def judge(worker, mutant):
@@ -91,7 +95,7 @@ def judge(worker, mutant):
     path.write_text(mutated(text, mutant))
     try:
         try:
-            if worker.build().returncode != 0:
+            if worker.run([*unit_tests(worker), "--no-run"], mutants.LONGEST_BUILD).returncode != 0:
                 return "does not build"
         except subprocess.TimeoutExpired:
             return f"is not built within {mutants.LONGEST_BUILD} s"
