@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the Rust tests, all but the documentation's, and counts the lines of the crate that they reach without a GPU; fails
-# below 85 %. Needs the LLVM tools of the Rust toolchain.
+# Runs the Rust tests and counts the lines of the crate that they reach without a GPU; fails below 85 %. Needs the LLVM
+# tools of the Rust toolchain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,6 +21,8 @@ chmod +x "$wrapper"
 export RUSTC_WORKSPACE_WRAPPER=$wrapper LLVM_PROFILE_FILE=$target/profiles/%8m.profraw
 build=(cargo test --no-default-features --features cli --target-dir "$target" --lib --bins --tests)
 "${build[@]}"
+# The documentation's tests link with the crate as it was built above.
+RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli --target-dir "$target" --doc
 programs=$("${build[@]}" --no-run --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done

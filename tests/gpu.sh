@@ -49,14 +49,20 @@ declare -A LIMITS=(
 )
 
 program() {
-  local dir=${1:?the folder of the program} tree=${2:-$root} target report
+  local dir=${1:?the folder of the program} tree=${2:-$root} target
   mkdir -p "$dir"
   (cd "$tree" && cargo build --release)
   target=${CARGO_TARGET_DIR:-$tree/target}
   strip -o "$dir/tokenyard" "$target/release/tokenyard"
   rm -f "$dir/ptxas.txt"
-  report=$( (ls -t "$target"/release/build/tokenyard-*/out/ptxas.txt 2>/dev/null || true) | head -n 1)
-  [ -z "$report" ] || cp "$report" "$dir/ptxas.txt"
+  made=$(made_by "$tree")
+  [ ! -e "$made/ptxas.txt" ] || cp "$made/ptxas.txt" "$dir/ptxas.txt"
+}
+
+# The folder of what build.rs made for a tree's release build, which cargo names; folders of former ones stay beside it.
+made_by() {
+  (cd "$1" && cargo build --release --message-format=json 2>/dev/null) |
+    sed -n 's/.*"static=tokenyard_cpu".*"out_dir":"\([^"]*\)".*/\1/p'
 }
 
 build() {
@@ -72,9 +78,9 @@ build() {
       return 1
     fi
   done
-  local target=${CARGO_TARGET_DIR:-$root/target} nvcc commit
+  local nvcc="" commit
   # The nvcc that the kernels were built with, as build.rs noted it.
-  nvcc=$( (ls -t "$target"/release/build/tokenyard-*/out/kernels.key 2>/dev/null || true) | head -n 1 | xargs -r cut -d ' ' -f 2-)
+  [ ! -e "$made/kernels.key" ] || nvcc=$(cut -d ' ' -f 2- "$made/kernels.key")
   commit=$(git -C "$root" rev-parse --short=12 HEAD)
   rm -f "$dir/copies" "$dir/polls"
   if [ -z "$nvcc" ]; then
@@ -408,7 +414,10 @@ run() {
   done
   printf '\n%s x %s\n' "$gpus" "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)"
   cat "${tables[@]}"
-  ! grep -q ' FAILED ' "${tables[@]}"
+  # 1: there is none in all of the tables. 2: one of them cannot be read.
+  local status=0
+  grep -q ' FAILED ' "${tables[@]}" || status=$?
+  [ "$status" -eq 1 ]
 }
 
 case ${1:-} in

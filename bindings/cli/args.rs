@@ -9,7 +9,8 @@ use tokenyard::topology::{Cpus, WantedNics};
 
 use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::limits::{
-    MAX_EXPERTS, MAX_HIDDEN, MAX_ITERS, MAX_NODE, MAX_ROWS, MAX_SMS, MAX_TOKENS, MAX_TOP_K, MAX_WORLD, number, seed,
+    MAX_EXPERTS, MAX_HIDDEN, MAX_ITERS, MAX_NICS, MAX_NODE, MAX_ROWS, MAX_SMS, MAX_TOKENS, MAX_TOP_K, MAX_WORLD,
+    number, seed,
 };
 use crate::cli::cases::links::Link;
 use crate::cli::cases::routing::Routing;
@@ -63,12 +64,15 @@ pub struct BenchArgs {
     /// Ranks that share memory; a list where nodes are uneven [default: cuda N, one node; cpu 4, and what is left]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
-    /// Network between nodes: a simulated one, or libfabric's provider tcp or shm [default: sim]
-    #[arg(long, value_name = "sim|libfabric:tcp|libfabric:shm", value_parser = word::<TransportWord>)]
+    /// Network between nodes: a simulated one, or a provider of libfabric [default: sim]
+    #[arg(long, value_name = "sim|libfabric:tcp|libfabric:shm|libfabric:efa", value_parser = word::<TransportWord>)]
     pub transport: Option<TransportWord>,
     /// Use libfabric:shm of libfabric before 2.1, whose ranks may hang when one is killed
     #[arg(long)]
     pub allow_old_shm: bool,
+    /// NICs of each rank [default: those of the link model; 1 over libfabric]
+    #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_NICS))]
+    pub nics: Option<usize>,
     /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
     #[arg(long, value_name = "MODEL", value_parser = Link::parse)]
     pub link: Option<Link>,

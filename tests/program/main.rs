@@ -1,8 +1,11 @@
 //! The program, as a process and as a function, and the scripts that show its results.
 
+#[path = "../rig/double.rs"]
+mod double;
 mod rig;
 
 mod cli;
+mod cli_efa;
 mod cli_nodes;
 mod cli_run;
 mod figures;

@@ -2,8 +2,10 @@
 //! sender over shm of libfabric 1.17 crashes when a peer of its process closes.
 
 use crate::contract;
+use crate::double;
 use crate::remote::RemoteEndpoint;
 use crate::rig::Backend;
+use std::path::Path;
 use std::time::Duration;
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::transport::network::libfabric::libfabric_sys::{Library, Version};
@@ -11,13 +13,21 @@ use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, Libfa
 use tokenyard::internals::transport::network::{Failure, Reason, Transport};
 
 /// Endpoints over libfabric in this process; each has objects of its own, as those of different processes.
-struct Libfabric(LibfabricConfig);
+pub struct Libfabric(pub LibfabricConfig);
 
 impl Libfabric {
     fn tcp(nics: usize) -> Libfabric {
         let mut config = LibfabricConfig::new("tcp");
         (config.nics, config.source) = (nics, Some("127.0.0.1".into()));
         // A machine under load may not run this process for long.
+        config.let_go = Duration::from_secs(1);
+        Libfabric(config)
+    }
+
+    /// EFA as its double plays it.
+    pub fn efa(nics: usize) -> Libfabric {
+        let mut config = LibfabricConfig::new("efa");
+        (config.nics, config.library) = (nics, double::efa().map(Path::to_owned));
         config.let_go = Duration::from_secs(1);
         Libfabric(config)
     }
@@ -32,6 +42,9 @@ impl Backend for Libfabric {
     }
 
     fn is_there(&self) -> bool {
+        if self.0.provider == "efa" {
+            return double::efa().is_some();
+        }
         let Err(why) = Library::open() else { return true };
         println!("skipped: {why}");
         assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "{why}");
@@ -40,7 +53,7 @@ impl Backend for Libfabric {
 }
 
 /// Endpoints over libfabric, each in a process of its own.
-struct LibfabricProcesses(&'static str);
+pub struct LibfabricProcesses(pub &'static str);
 
 impl Backend for LibfabricProcesses {
     type Endpoint = RemoteEndpoint;
@@ -50,7 +63,7 @@ impl Backend for LibfabricProcesses {
     }
 
     fn is_there(&self) -> bool {
-        Libfabric::tcp(1).is_there()
+        if self.0 == "efa" { double::efa().is_some() } else { Libfabric::tcp(1).is_there() }
     }
 }
 
@@ -66,7 +79,7 @@ fn what_cannot_be_opened_is_named_with_what_is_there() {
     }
     let open = |config: LibfabricConfig| LibfabricEndpoint::open(Rank(0), config).unwrap_err().to_string();
     let why = open(LibfabricConfig::new("net"));
-    assert!(why.contains("provider is net") && why.contains("give tcp or shm"), "{why}");
+    assert!(why.contains("provider is net") && why.contains("give tcp, shm or efa"), "{why}");
     let mut elsewhere = LibfabricConfig::new("tcp");
     elsewhere.library = Some("/nowhere/libfabric.so".into());
     let why = open(elsewhere);

@@ -3,6 +3,8 @@
 #[path = "../rig/mod.rs"]
 mod context_rig;
 mod contract;
+#[path = "../rig/double.rs"]
+mod double;
 mod processes;
 mod remote;
 mod rig;
@@ -10,6 +12,7 @@ mod rig;
 mod bootstrap;
 mod conformance;
 mod device;
+mod efa;
 mod gpu_nic;
 mod handshake;
 mod libfabric;

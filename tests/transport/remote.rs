@@ -18,7 +18,7 @@ use std::sync::Mutex;
 use std::time::Duration;
 use tokenyard::internals::base::{Error, Rank, Result};
 use tokenyard::internals::transport::network::imm::ImmValue;
-use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
+use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint, libfabric_sys};
 use tokenyard::internals::transport::network::{
     DeviceNeeds, Event, Failure, Limits, Place, Posted, Reason, RegionId, Released, Span, SpanMemory, Transport,
     WriteImm,
@@ -39,7 +39,11 @@ pub struct RemoteEndpoint {
 impl RemoteEndpoint {
     pub fn open(rank: Rank, provider: &str, nics: usize) -> RemoteEndpoint {
         let (own, other) = UnixStream::pair().unwrap();
-        let child = Command::new(std::env::current_exe().unwrap())
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        if provider == "efa" {
+            command.env(libfabric_sys::VARIABLE, crate::double::efa().unwrap());
+        }
+        let child = command
             .args(["remote::serve", "--exact", "--nocapture", "--test-threads=1"])
             .env(ENDPOINT, format!("{provider} {nics} {rank}"))
             .stdin(Stdio::from(OwnedFd::from(other)))

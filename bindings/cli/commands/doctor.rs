@@ -87,7 +87,7 @@ fn build() -> Finding {
 /// Networks between nodes, and the lack of one between hosts.
 fn transports() -> [Finding; 2] {
     let simulated = "simulated between threads of one process and between processes of one host; emulated between GPUs \
-                     of one process; libfabric's tcp and shm, where libfabric is";
+                     of one process; libfabric's tcp, shm and efa, where libfabric has them";
     [
         Finding::has("transports", simulated),
         Finding::lacks(

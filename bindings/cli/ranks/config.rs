@@ -165,6 +165,7 @@ impl Config {
             transport: or_default(args.transport, TransportWord::Sim),
             link: args.link.unwrap_or(Link::None),
             network: or_default(args.network, NetworkWord::Calm),
+            nics: args.nics,
             chunk_rows: args.chunk_rows,
             double_buffer: !args.single_buffer,
             ll_tokens: args.ll_tokens,

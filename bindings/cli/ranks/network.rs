@@ -124,6 +124,7 @@ fn libfabric(job: &Job) -> Option<LibfabricConfig> {
         TransportWord::Sim => return None,
         TransportWord::Tcp => "tcp",
         TransportWord::Shm => "shm",
+        TransportWord::Efa => "efa",
     };
     let mut config = LibfabricConfig::new(provider);
     config.nics = job.case.nics.unwrap_or(1);
@@ -295,7 +296,9 @@ mod tests {
         assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
         assert!(matches!(shared(case.clone(), DeviceWord::Cpu), Some(Shared::Sim(_))));
         assert!(matches!(shared(case.clone(), DeviceWord::Cuda), Some(Shared::Gpu { measured: None, .. })));
-        for (transport, provider) in [(TransportWord::Tcp, "tcp"), (TransportWord::Shm, "shm")] {
+        for (transport, provider) in
+            [(TransportWord::Tcp, "tcp"), (TransportWord::Shm, "shm"), (TransportWord::Efa, "efa")]
+        {
             let case = Case { transport, nics: Some(3), ..case.clone() };
             assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
             let Some(Shared::Libfabric(config)) = shared(case, DeviceWord::Cuda) else { panic!("not {provider}") };

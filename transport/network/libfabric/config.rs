@@ -1,5 +1,6 @@
 //! Settings of an endpoint over libfabric.
 
+use super::provider::{NAMES, Provider};
 use crate::base::{Error, Result, quoted};
 use crate::transport::network::imm::MAX_NICS;
 use crate::transport::network::revoke::LET_GO_NS;
@@ -18,12 +19,15 @@ const LEAST_LET_GO: Duration = Duration::from_millis(10);
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct LibfabricConfig {
-    /// The provider's name, as `fi_info -l` lists it: `tcp` or `shm`.
+    /// The provider's name, as `fi_info -l` lists it: `tcp`, `shm` or `efa`.
     pub provider: String,
     /// NICs of this rank, as its peers see them: each is a domain of its own.
     pub nics: usize,
     /// The local address or host name that `tcp` uses; `None`: the first that the provider lists.
     pub source: Option<String>,
+    /// Domains of `efa`, as `fi_info -p efa` names them, such as `rdmap79s0-rdm`: NIC i uses domain i modulo their
+    /// number. Empty: all that the provider lists, in its order.
+    pub domains: Vec<String>,
     /// Writes of one NIC to one peer that may be outstanding.
     pub peer_posts: u32,
     /// How long a peer may take to let go of a region that is taken back.
@@ -42,6 +46,7 @@ impl LibfabricConfig {
             provider: provider.into(),
             nics: 1,
             source: None,
+            domains: Vec::new(),
             peer_posts: PEER_POSTS,
             let_go: Duration::from_nanos(LET_GO_NS),
             allow_old_shm: false,
@@ -49,11 +54,11 @@ impl LibfabricConfig {
         }
     }
 
-    pub(super) fn check(&self) -> Result<()> {
-        // Others lack what this backend relies on: a write's delivery as its completion, or messages in order.
-        if !["tcp", "shm"].contains(&self.provider.as_str()) {
-            return Err(Error::config("provider", quoted(self.provider.as_bytes()), "give tcp or shm"));
-        }
+    pub(super) fn check(&self) -> Result<Provider> {
+        // Others lack what this backend relies on: that a write's completion means its delivery.
+        let Some(provider) = Provider::named(&self.provider) else {
+            return Err(Error::config("provider", quoted(self.provider.as_bytes()), format!("give {NAMES}")));
+        };
         if !(1..=MAX_NICS).contains(&self.nics) {
             return Err(Error::config("nics", self.nics, format!("use 1 to {MAX_NICS}")));
         }
@@ -64,12 +69,17 @@ impl LibfabricConfig {
             let value = format!("{:?}", self.let_go);
             return Err(Error::config("let_go", value, format!("give peers at least {LEAST_LET_GO:?}")));
         }
-        // Notices and writes by different domains have no order there, and a source would be the endpoint's name.
-        let of_tcp = [("nics", self.nics > 1), ("source", self.source.is_some())];
-        if let Some((name, _)) = of_tcp.into_iter().find(|(_, given)| *given && self.provider == "shm") {
-            return Err(Error::config(name, "given for shm", "leave it out, or use tcp"));
+        // A source would be the endpoint's name over shm, and domains of one host's memory are one.
+        let given = [
+            ("nics", self.nics > 1, provider != Provider::Shm),
+            ("source", self.source.is_some(), provider == Provider::Tcp),
+            ("domains", !self.domains.is_empty(), provider == Provider::Efa),
+        ];
+        if let Some((name, ..)) = given.into_iter().find(|(_, given, serves)| *given && !serves) {
+            let value = format!("given for {}", self.provider);
+            return Err(Error::config(name, value, "leave it out, or use another provider"));
         }
-        Ok(())
+        Ok(provider)
     }
 }
 

@@ -5,8 +5,9 @@
 use super::config::{LibfabricConfig, MAX_WRITES};
 use super::libfabric_sys::*;
 use super::object::Origin;
+use super::provider::{EFA_DIRECT, Provider};
 use crate::base::{Error, Result, quoted};
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, c_char};
 use std::ptr::{NonNull, null, null_mut};
 
 const ADVICE: &str = "set FI_LOG_LEVEL=warn to see the library's reasons, or choose another provider";
@@ -26,6 +27,10 @@ unsafe impl Send for Info {}
 pub(super) struct Facts {
     /// As the library names it, such as `tcp;ofi_rxm`.
     pub provider: String,
+    /// The provider's network; EFA has two.
+    pub fabric: String,
+    /// The NIC, as the provider names it.
+    pub domain: String,
     /// Whether remote places are addresses; else they are offsets in their region.
     pub virtual_addresses: bool,
     /// Whether the provider chooses keys.
@@ -38,12 +43,24 @@ pub(super) struct Facts {
     pub longest: usize,
 }
 
+impl Facts {
+    /// Whether a batch of posts may ring one doorbell.
+    pub fn batches(&self, provider: Provider) -> bool {
+        provider.batches(&self.fabric)
+    }
+}
+
 impl Info {
-    /// The provider's first offer that serves.
+    /// The offer for a NIC: the provider's first, or of EFA that of its domain.
     ///
     /// # Errors
-    /// `Transport` if there is none, naming the providers that there are.
-    pub fn find(library: &'static Library, config: &LibfabricConfig) -> Result<Info> {
+    /// `Transport` if there is none, naming the providers or domains that there are, or if the library is too old.
+    pub fn find(library: &'static Library, config: &LibfabricConfig, provider: Provider, nic: usize) -> Result<Info> {
+        if let Some(oldest) = provider.oldest().filter(|oldest| library.version() < *oldest) {
+            let what = format!("libfabric {} ({})", library.version(), library.path().display());
+            let advice = format!("the provider {} needs {oldest} or later: install it", config.provider);
+            return Err(Error::transport(format!("{what} may emulate writes"), advice));
+        }
         let source = config.source.as_deref().map(CString::new).transpose().map_err(|_| {
             let advice = "give an address or name of this host";
             Error::config("source", quoted(config.source.as_deref().unwrap_or_default().as_bytes()), advice)
@@ -56,11 +73,51 @@ impl Info {
             (library.fi_getinfo)(library.asked().number(), node, null(), flags, hints.info.as_ptr(), &mut found)
         };
         match NonNull::new(found) {
-            // The list is freed as one; its first is used.
-            Some(info) if code == 0 => Ok(Info { library, info }),
+            // The list is freed as one.
+            Some(info) if code == 0 => Info { library, info }.chosen(config, provider, nic),
             _ if code == 0 || code == -FI_ENODATA => Err(Info::missing(library, config)),
             _ => Err(Info::origin(library, config).refused("is not found", code, ADVICE)),
         }
+    }
+
+    /// The offer of a list for a NIC.
+    fn chosen(self, config: &LibfabricConfig, provider: Provider, nic: usize) -> Result<Info> {
+        if provider != Provider::Efa {
+            return Ok(self);
+        }
+        let offers: Vec<(NonNull<fi_info>, Facts)> = self.list().map(|info| (info, facts(info))).collect();
+        let is_direct = |facts: &Facts| facts.fabric == EFA_DIRECT;
+        let any_direct = offers.iter().any(|(_, facts)| is_direct(facts));
+        let mut domains: Vec<(NonNull<fi_info>, String)> = Vec::new();
+        for (info, facts) in offers {
+            let known = domains.iter().any(|(_, domain)| *domain == facts.domain);
+            if !known && is_direct(&facts) == any_direct {
+                domains.push((info, facts.domain));
+            }
+        }
+        let offer = if config.domains.is_empty() {
+            domains.get(nic % domains.len().max(1))
+        } else {
+            let wanted = &config.domains[nic % config.domains.len()];
+            domains.iter().find(|(_, domain)| domain == wanted).or_else(|| {
+                // Names of the same NIC by its fabrics differ in their ends.
+                domains.iter().find(|(_, domain)| domain.split('-').next() == wanted.split('-').next())
+            })
+        };
+        let Some((info, _)) = offer else {
+            let there: Vec<&str> = domains.iter().map(|(_, domain)| domain.as_str()).collect();
+            let value = format!("{:?}", config.domains);
+            return Err(Error::config("domains", value, format!("provider efa has {}", there.join(", "))));
+        };
+        // SAFETY: an info of the list.
+        let copy = NonNull::new(unsafe { (self.library.fi_dupinfo)(info.as_ptr()) });
+        copy.map(|info| Info { library: self.library, info }).ok_or_else(no_memory)
+    }
+
+    /// This offer and those behind it.
+    fn list(&self) -> impl Iterator<Item = NonNull<fi_info>> + '_ {
+        // SAFETY: a list of the library's, which `self` keeps.
+        std::iter::successors(Some(self.info), |info| NonNull::new(unsafe { (*info.as_ptr()).next }))
     }
 
     /// The provider as it was asked for.
@@ -83,10 +140,9 @@ impl Info {
     }
 
     fn hints(library: &'static Library, provider: &str) -> Result<Info> {
-        let lack = || Error::transport("no memory for libfabric's hints", "raise the limit on memory");
-        let name = CString::new(provider).map_err(|_| lack())?;
+        let name = CString::new(provider).map_err(|_| no_memory())?;
         // SAFETY: null makes an empty info.
-        let info = NonNull::new(unsafe { (library.fi_dupinfo)(null()) }).ok_or_else(lack)?;
+        let info = NonNull::new(unsafe { (library.fi_dupinfo)(null()) }).ok_or_else(no_memory)?;
         let hints = Info { library, info };
         // SAFETY: an info that fi_dupinfo made has all of its parts, and nobody else has it. The library frees the
         // name.
@@ -95,9 +151,6 @@ impl Info {
             (*info).caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
             (*info).mode = FI_CONTEXT | FI_CONTEXT2;
             (*(*info).ep_attr).type_ = FI_EP_RDM;
-            // Answers come behind notices.
-            (*(*info).tx_attr).msg_order = FI_ORDER_SAS;
-            (*(*info).rx_attr).msg_order = FI_ORDER_SAS;
             let domain = (*info).domain_attr;
             (*domain).mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
             (*domain).threading = FI_THREAD_DOMAIN;
@@ -118,20 +171,36 @@ impl Info {
     }
 
     pub fn facts(&self) -> Facts {
-        // SAFETY: an info that fi_getinfo gave has all of these parts; the name is a C string or null.
-        unsafe {
-            let info = self.info.as_ptr();
-            let (domain, name) = ((*info).domain_attr, (*(*info).fabric_attr).prov_name);
-            let provider =
-                if name.is_null() { String::new() } else { CStr::from_ptr(name).to_string_lossy().into_owned() };
-            Facts {
-                provider,
-                virtual_addresses: (*domain).mr_mode & FI_MR_VIRT_ADDR != 0,
-                chooses_keys: (*domain).mr_mode & FI_MR_PROV_KEY != 0,
-                key_bytes: (*domain).mr_key_size,
-                queue: (*(*info).tx_attr).size.clamp(1, MAX_WRITES),
-                longest: (*(*info).ep_attr).max_msg_size,
-            }
+        facts(self.info)
+    }
+}
+
+fn no_memory() -> Error {
+    Error::transport("no memory for libfabric's infos", "raise the limit on memory")
+}
+
+/// Facts of an info that fi_getinfo gave.
+fn facts(info: NonNull<fi_info>) -> Facts {
+    let text = |name: *mut c_char| {
+        if name.is_null() {
+            return String::new();
+        }
+        // SAFETY: names of such an info are C strings, or null.
+        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+    };
+    // SAFETY: such an info has all of these parts.
+    unsafe {
+        let info = info.as_ptr();
+        let (domain, fabric) = ((*info).domain_attr, (*info).fabric_attr);
+        Facts {
+            provider: text((*fabric).prov_name),
+            fabric: text((*fabric).name),
+            domain: text((*domain).name),
+            virtual_addresses: (*domain).mr_mode & FI_MR_VIRT_ADDR != 0,
+            chooses_keys: (*domain).mr_mode & FI_MR_PROV_KEY != 0,
+            key_bytes: (*domain).mr_key_size,
+            queue: (*(*info).tx_attr).size.clamp(1, MAX_WRITES),
+            longest: (*(*info).ep_attr).max_msg_size,
         }
     }
 }

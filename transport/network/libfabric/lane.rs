@@ -12,19 +12,17 @@ use super::config::LibfabricConfig;
 use super::info::{Facts, Info};
 use super::libfabric_sys::*;
 use super::object::{Object, Origin};
+use super::provider::Provider;
 use super::slab::{EMPTY, LINE, Slab};
 use super::slots::{Contexts, Operation, Slots};
 use crate::base::{Error, Rank, Result};
-use crate::transport::network::{RegionId, Span, WriteImm};
+use crate::transport::network::{Failure, Reason, RegionId, Span, WriteImm};
 use libc::iovec;
-use std::ffi::{c_int, c_void};
+use std::ffi::{CStr, c_int, c_void};
 use std::mem::zeroed;
 use std::ptr::{null, null_mut};
 
 const ADVICE: &str = "see the provider's manual page, and set FI_LOG_LEVEL=warn for its reasons";
-/// Entries of a completion queue beyond the operations that may be under way: what has arrived and was not polled. The
-/// software providers put more into lists of their own.
-const ARRIVALS: usize = 16 << 10;
 /// Completions that one call reads.
 pub(super) const BATCH: usize = 32;
 
@@ -38,6 +36,15 @@ pub(super) struct Flight {
     pub channel: u64,
 }
 
+/// Where a write goes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Destination {
+    pub address: fi_addr_t,
+    /// The region, and the place of writes without bytes.
+    pub target: Remote,
+    pub scratch: Remote,
+}
+
 /// What a reset replaces; closed in this order.
 #[derive(Debug)]
 struct Door {
@@ -45,6 +52,8 @@ struct Door {
     completions: Object<fid_cq>,
     addresses: Object<fid_av>,
     name: Vec<u8>,
+    /// Entries of the completion queue.
+    room: usize,
 }
 
 #[derive(Debug)]
@@ -70,8 +79,11 @@ pub(super) struct Lane {
     _fabric: Object<fid_fabric>,
     info: Info,
     contexts: Contexts,
+    provider: Provider,
     pub facts: Facts,
     pub writes: Slots<Flight>,
+    /// Completions besides those of writes that may be in the queue.
+    others: u32,
     /// Flags of every write.
     write_flags: u64,
     origin: Origin,
@@ -86,13 +98,24 @@ pub(super) enum Done {
     Immediate(u32),
     Operation(Operation),
     /// An error of an operation; none for one that no operation is named with.
-    Failed(Option<Operation>, c_int),
+    Failed(Option<Operation>, Failure),
+}
+
+impl Done {
+    /// An error of which nothing is known.
+    pub const NONE: Done = Done::Failed(None, Failure { reason: Reason::Other, code: 0 });
 }
 
 impl Lane {
-    /// Opens a NIC. `messages`: whether messages go by it.
-    pub fn open(library: &'static Library, config: &LibfabricConfig, slab: &Slab, messages: bool) -> Result<Lane> {
-        let info = Info::find(library, config)?;
+    /// Opens a NIC; messages go by the first.
+    pub fn open(
+        library: &'static Library,
+        config: &LibfabricConfig,
+        provider: Provider,
+        slab: &Slab,
+        nic: usize,
+    ) -> Result<Lane> {
+        let info = Info::find(library, config, provider, nic)?;
         let origin = Info::origin(library, config);
         let facts = info.facts();
         // SAFETY: attributes of the library's own info, a place for the answer, and no context.
@@ -108,11 +131,12 @@ impl Lane {
             unsafe { Object::open(&origin, ADVICE, |to| fi_domain(fabric.as_ptr(), info.as_ptr(), to, null_mut())) }?;
         let own = Span::host(slab.scratch(), LINE);
         let (local, bytes) = slab.local();
-        let scratch = register(&origin, &domain, &facts, own, FI_REMOTE_WRITE)?;
-        let local = register(&origin, &domain, &facts, Span::host(local, bytes), FI_WRITE | FI_SEND | FI_RECV)?;
+        let advice = provider.advice_on_memory();
+        let scratch = register(&origin, &domain, &facts, own, FI_REMOTE_WRITE, advice)?;
+        let access = FI_WRITE | FI_SEND | FI_RECV;
+        let local = register(&origin, &domain, &facts, Span::host(local, bytes), access, advice)?;
         let writes = facts.queue as u32;
-        let (sends, receives) = if messages { (slab.sends(), slab.receives()) } else { (0, 0) };
-        let delivery = if facts.provider.starts_with("tcp") { FI_DELIVERY_COMPLETE } else { 0 };
+        let (sends, receives) = if nic == 0 { (slab.sends(), slab.receives()) } else { (0, 0) };
         let mut lane = Lane {
             door: None,
             stuck: None,
@@ -124,9 +148,11 @@ impl Lane {
             _fabric: fabric,
             info,
             contexts: Contexts::new(writes, sends, receives),
+            provider,
             facts,
             writes: Slots::new(writes),
-            write_flags: FI_REMOTE_CQ_DATA | FI_COMPLETION | delivery,
+            others: receives,
+            write_flags: FI_REMOTE_CQ_DATA | FI_COMPLETION | provider.write_flags(),
             origin,
         };
         lane.reopen()?;
@@ -158,9 +184,8 @@ impl Lane {
     pub fn reopen(&mut self) -> Result<()> {
         self.shut()?;
         let origin = &self.origin;
-        let size = self.facts.queue + ARRIVALS;
         let mut queue = fi_cq_attr {
-            size,
+            size: self.provider.completions(self.facts.queue + self.others as usize),
             flags: 0,
             format: FI_CQ_FORMAT_DATA,
             wait_obj: FI_WAIT_NONE,
@@ -200,6 +225,7 @@ impl Lane {
         if code != 0 {
             return Err(origin.refused("enables no endpoint", code, ADVICE));
         }
+        self.refuse_emulation(&endpoint)?;
         let mut name = vec![0; MAX_NAME];
         let mut length = name.len();
         // SAFETY: a place of as many bytes.
@@ -208,8 +234,33 @@ impl Lane {
             return Err(origin.refused("gives an endpoint no name", code, ADVICE));
         }
         name.truncate(length);
-        self.door = Some(Door { endpoint, completions, addresses, name });
+        self.door = Some(Door { endpoint, completions, addresses, name, room: queue.size });
         Ok(())
+    }
+
+    /// Emulated writes use a small pool of buffers and stall beyond it, and do not bypass the peer's processor.
+    fn refuse_emulation(&self, endpoint: &Object<fid_ep>) -> Result<()> {
+        let Some(option) = self.provider.emulation().filter(|_| !self.facts.batches(self.provider)) else {
+            return Ok(());
+        };
+        let (mut emulated, mut bytes) = (true, size_of::<bool>());
+        // SAFETY: an open endpoint, and a place for a bool and its size.
+        let code =
+            unsafe { fi_getopt(endpoint.as_ptr(), FI_OPT_ENDPOINT, option, (&raw mut emulated).cast(), &mut bytes) };
+        match code {
+            0 if !emulated => Ok(()),
+            0 => Err(Error::transport(
+                format!("libfabric emulates the writes of NIC {}", self.facts.domain),
+                "use a device with RDMA writes, and leave FI_EFA_USE_DEVICE_RDMA unset",
+            )),
+            code => Err(self.origin.refused("does not tell whether it emulates writes", code, ADVICE)),
+        }
+    }
+
+    /// Immediates that may be under way to this NIC; no bound where the queue keeps what does not fit.
+    pub fn receives(&self) -> Option<usize> {
+        let room = self.door.as_ref().map_or(0, |door| door.room);
+        self.provider.overruns().then(|| room.saturating_sub(self.facts.queue + self.others as usize))
     }
 
     fn door(&self, rank: Rank) -> Result<&Door> {
@@ -222,7 +273,8 @@ impl Lane {
 
     /// Registers memory by the next number.
     pub fn register(&mut self, span: Span) -> Result<()> {
-        let region = register(&self.origin, &self.domain, &self.facts, span, FI_WRITE | FI_REMOTE_WRITE)?;
+        let (access, advice) = (FI_WRITE | FI_REMOTE_WRITE, self.provider.advice_on_memory());
+        let region = register(&self.origin, &self.domain, &self.facts, span, access, advice)?;
         self.regions.push(Registered::Open(region));
         Ok(())
     }
@@ -287,7 +339,7 @@ impl Lane {
     /// Whether bytes can be the name of an endpoint of this kind: the provider reads as many as its own names have.
     /// shm's names are text, others are socket addresses.
     fn resembles(&self, own: &[u8], name: &[u8]) -> bool {
-        if self.facts.provider == "shm" {
+        if self.provider == Provider::Shm {
             name.iter().position(|byte| *byte == 0) == name.len().checked_sub(1)
         } else {
             name.len() == own.len() && name.get(..2) == own.get(..2)
@@ -320,18 +372,12 @@ impl Lane {
 
     // ---- operations
 
-    /// Posts the write of a number: 0, or the library's error.
-    pub fn write(
-        &self,
-        number: u32,
-        flight: &Flight,
-        to: fi_addr_t,
-        target: Remote,
-        scratch: Remote,
-        slab: &Slab,
-    ) -> c_int {
+    /// Posts the write of a number: 0, or the library's error. `more`: whether another one is posted next, in which
+    /// case the doorbell may wait for that; a post that is refused rings for those before it.
+    pub fn write(&self, number: u32, flight: &Flight, to: &Destination, slab: &Slab, more: bool) -> c_int {
         let Some(door) = &self.door else { return -FI_ENODATA };
         let write = &flight.write;
+        let Destination { address, target, scratch } = *to;
         let (source, bytes, place, object) = if write.bytes > 0 {
             let Some(region) = self.region(write.source.region) else { return -FI_EINVAL };
             let place = Remote { base: target.base.wrapping_add(write.target.offset), key: target.key };
@@ -346,15 +392,16 @@ impl Lane {
             msg_iov: &piece,
             desc: &mut descriptor,
             iov_count: 1,
-            addr: to,
+            addr: address,
             rma_iov: &remote,
             rma_iov_count: 1,
             context: self.contexts.of(Operation::Write(number)),
             data: u64::from(write.imm.bits()),
         };
+        let more = if more && self.facts.batches(self.provider) { FI_MORE } else { 0 };
         // SAFETY: an enabled endpoint; the source is registered and stays until the completion, and so does the
         // context. The rest is read during the call.
-        unsafe { fi_writemsg(door.endpoint.as_ptr(), &message, self.write_flags) as c_int }
+        unsafe { fi_writemsg(door.endpoint.as_ptr(), &message, self.write_flags | more) as c_int }
     }
 
     /// Sends the message of a number: 0, or the library's error.
@@ -409,7 +456,7 @@ impl Lane {
                 *done = match operation {
                     _ if is_write => Done::Immediate(entry.data as u32),
                     Some(operation) => Done::Operation(operation),
-                    None => Done::Failed(None, 0),
+                    None => Done::NONE,
                 };
             }
             return Ok(count);
@@ -431,13 +478,54 @@ impl Lane {
         if count != 1 {
             return 0;
         }
-        found[0] = Done::Failed(self.contexts.operation(entry.op_context), entry.err);
+        let failure = self.provider.failure(entry.err, entry.prov_errno);
+        found[0] = Done::Failed(self.contexts.operation(entry.op_context), failure);
         1
     }
 
-    /// The library's text of a failure's code.
+    /// Whether an error that no operation is named with may be of an immediate that has arrived.
+    pub fn loses_immediates(&self) -> bool {
+        self.provider.overruns()
+    }
+
+    /// Reads the event queue, which has something to tell only where the endpoint is broken.
+    ///
+    /// # Errors
+    /// `Transport` with the provider's text.
+    pub fn check_events(&self) -> Result<()> {
+        if !self.provider.overruns() {
+            return Ok(());
+        }
+        let (mut event, mut room) = (0, [0u64; 8]);
+        // SAFETY: an open queue, and a place for an event.
+        let code =
+            unsafe { fi_eq_read(self.events.as_ptr(), &mut event, room.as_mut_ptr().cast(), size_of_val(&room), 0) };
+        if code as c_int != -FI_EAVAIL {
+            return Ok(());
+        }
+        // SAFETY: numbers and pointers that may be null.
+        let mut entry: fi_eq_err_entry = unsafe { zeroed() };
+        // SAFETY: an open queue, and a place for the entry.
+        if unsafe { fi_eq_readerr(self.events.as_ptr(), &mut entry, 0) } < 0 {
+            return Ok(());
+        }
+        let why = self.explain(self.provider.failure(entry.err, entry.prov_errno).code);
+        let what = format!("libfabric reports an error of NIC {}: {why}", self.facts.domain);
+        Err(Error::transport(what, "open another endpoint").ending())
+    }
+
+    /// The library's text of a failure's code, or the provider's where the code is its own.
     pub fn explain(&self, code: u32) -> String {
-        self.origin.library.strerror(code.min(c_int::MAX as u32) as c_int)
+        let (Some(status), Some(door)) = (self.provider.status(code), &self.door) else {
+            return self.origin.library.strerror(self.provider.error_number(code));
+        };
+        // SAFETY: an open queue; the provider has a text of its own, which stays.
+        let text = unsafe { fi_cq_strerror(door.completions.as_ptr(), status, null(), null_mut(), 0) };
+        if text.is_null() {
+            return format!("status {status}");
+        }
+        // SAFETY: a C string of the provider's.
+        unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 }
 
@@ -449,8 +537,8 @@ fn register(
     facts: &Facts,
     span: Span,
     access: u64,
+    advice: &str,
 ) -> Result<Object<fid_mr>> {
-    let advice = "raise the limit on locked memory (ulimit -l), or register less";
     let piece = iovec { iov_base: span.base as *mut c_void, iov_len: span.bytes };
     let key = if facts.chooses_keys { 0 } else { random()? };
     let key = if facts.key_bytes >= 8 { key } else { key & ((1 << (8 * facts.key_bytes)) - 1) };

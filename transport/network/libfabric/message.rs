@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! byte  0     2           4     8          16           24
-//!       kind  length u16  rank  from: key  to: key      message, or the number of a region or of a question
+//!       kind  length u16  rank  from: key  to: key      message, or numbers of a region, of a question, of notices
 //! ```
 //!
 //! A message counts only if it is to this endpoint's present key and from the key that its sender's address named: what
@@ -40,22 +40,26 @@ pub(super) enum Content<'a> {
     Notice(Notice),
     /// Asks for an answer of this number once all earlier notices are on their way.
     Ask(u16),
-    Answer(u16),
+    /// The number of the question, and how many regions the sender has taken back from the receiver by then: messages
+    /// overtake each other.
+    Answer(u16, u16),
 }
 
 /// Writes a message into its place; answers its bytes. Bytes of a message beyond [`MAX_MESSAGE`] are cut off.
 pub(super) fn encode(out: &mut [u8; PITCH], Parties { rank, from, to }: Parties, content: Content<'_>) -> usize {
-    let (kind, number) = match content {
-        Content::Message(_) => (MESSAGE, 0),
-        Content::Notice(Notice::Revoke(RegionId(region))) => (REVOKE, region),
-        Content::Notice(Notice::LetGo(RegionId(region))) => (LET_GO, region),
-        Content::Ask(question) => (ASK, question),
-        Content::Answer(question) => (ANSWER, question),
+    let (kind, first, second) = match content {
+        Content::Message(_) => (MESSAGE, 0, 0),
+        Content::Notice(Notice::Revoke(RegionId(region))) => (REVOKE, region, 0),
+        Content::Notice(Notice::LetGo(RegionId(region))) => (LET_GO, region, 0),
+        Content::Ask(question) => (ASK, question, 0),
+        Content::Answer(question, notices) => (ANSWER, question, notices),
     };
-    let number = number.to_le_bytes();
+    let ([a, b], [c, d]) = (first.to_le_bytes(), second.to_le_bytes());
+    let numbers = [a, b, c, d];
     let body = match content {
         Content::Message(bytes) => &bytes[..bytes.len().min(MAX_MESSAGE)],
-        _ => &number,
+        Content::Answer(..) => &numbers,
+        _ => &numbers[..2],
     };
     out[..2].copy_from_slice(&u16::to_le_bytes(kind));
     out[2..4].copy_from_slice(&(body.len() as u16).to_le_bytes());
@@ -76,12 +80,16 @@ pub(super) fn decode(bytes: &[u8; PITCH]) -> Option<(Parties, Content<'_>)> {
     let length = usize::from(u16::from_le_bytes(*length));
     let body = rest.get(..length).filter(|_| length <= MAX_MESSAGE)?;
     let number = || body.try_into().ok().map(u16::from_le_bytes);
+    let two = || {
+        let (first, second) = body.split_first_chunk()?;
+        Some((u16::from_le_bytes(*first), u16::from_le_bytes(second.try_into().ok()?)))
+    };
     let content = match u16::from_le_bytes(*kind) {
         MESSAGE => Content::Message(body),
         REVOKE => Content::Notice(Notice::Revoke(RegionId(number()?))),
         LET_GO => Content::Notice(Notice::LetGo(RegionId(number()?))),
         ASK => Content::Ask(number()?),
-        ANSWER => Content::Answer(number()?),
+        ANSWER => two().map(|(question, notices)| Content::Answer(question, notices))?,
         _ => return None,
     };
     let rank = Rank(u32::from_le_bytes(*rank));
@@ -103,7 +111,7 @@ mod tests {
             (Content::Notice(Notice::Revoke(RegionId(300))), HEAD + 2),
             (Content::Notice(Notice::LetGo(RegionId(u16::MAX))), HEAD + 2),
             (Content::Ask(1), HEAD + 2),
-            (Content::Answer(2), HEAD + 2),
+            (Content::Answer(2, 700), HEAD + 4),
         ];
         for (content, bytes) in contents {
             let mut place = [0xAA; PITCH];

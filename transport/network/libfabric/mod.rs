@@ -1,7 +1,7 @@
-//! The network over libfabric's reliable datagram endpoints, by the providers `tcp` and `shm`.
+//! The network over libfabric's reliable datagram endpoints, by the providers `tcp`, `shm` and `efa`.
 //!
 //! Place in the data path: under the proxies. Runs on the caller's thread, which alone makes progress; it starts none.
-//! Over real NICs its calls would not enter the kernel; these two providers do.
+//! EFA's calls do not enter the kernel; those of tcp and shm do.
 //!
 //! ```text
 //!  post ─▶ waiting, by peer and NIC ── flush, poll ─▶ fi_writemsg ══▶ the peer's memory, its completion queue
@@ -13,10 +13,15 @@
 //! - **Full.** tcp never says so: writes wait for credits of this endpoint's own.
 //! - **Empty writes** go as 8 bytes into a line of the peer's endpoint: libfabric 1.17's shm loses empty ones that ask
 //!   for delivery, and other providers have no path for them.
+//! - **One doorbell.** `flush` and `poll` hand all waiting writes of a NIC over as one batch (FI_MORE), where the
+//!   provider has doorbells.
+//! - **Completion queues** of EFA lose what does not fit: they hold all operations and the immediates that
+//!   [`Limits::receives`] allows. What a poll cannot attribute to an operation closes the endpoint there, since it may
+//!   be a lost immediate.
 //! - **Regions** are taken back by asking the peers (`revoke.rs`). A peer that does not answer in time is cut off: over
 //!   tcp a late write of it breaks its connection, and with it its other writes.
 //! - **An endpoint that was silent** for half of that time may have missed a notice. It asks each peer, and hands the
-//!   writes that wait for that peer to the provider once the peer has answered: notices overtake no answer.
+//!   writes that wait for that peer to the provider once the peer has answered, and all notices before that have come.
 //! - **Addresses** are the same for all peers. Messages carry the random keys of both endpoints.
 
 mod address;
@@ -27,19 +32,23 @@ mod lane;
 pub mod libfabric_sys;
 mod message;
 mod object;
+mod peer;
+mod provider;
 mod reasons;
 mod slab;
 mod slots;
 
 pub use config::LibfabricConfig;
 
-use self::address::{Address, Port, Remote};
-use self::lane::{BATCH, Done, Flight, Lane};
-use self::libfabric_sys::{FI_EAGAIN, Library, Version, fi_addr_t};
+use self::address::{Address, Port};
+use self::lane::{BATCH, Destination, Done, Flight, Lane};
+use self::libfabric_sys::{FI_EAGAIN, Library, Version};
 use self::message::{Content, PITCH, Parties};
+use self::peer::{Notices, Path, Peer};
+use self::provider::Provider;
 use self::slab::Slab;
 use self::slots::{Operation, Slots};
-use super::imm::{ImmValue, MAX_RANKS};
+use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
 use super::regions::{Regions, fits};
 use super::revoke::{Notice, Revocations};
 use super::{
@@ -63,6 +72,8 @@ const DOUBT: u64 = 4;
 const READS: usize = 64;
 /// Most regions over an endpoint's life.
 const REGIONS: usize = 4096;
+/// Polls between two looks at the event queues.
+const EVENTS_EVERY: u32 = 256;
 /// Bytes of the longest write, as limits are of 32 bits and NICs take about as many.
 const LONGEST: usize = 1 << 30;
 
@@ -71,6 +82,7 @@ const LONGEST: usize = 1 << 30;
 pub struct LibfabricEndpoint {
     rank: Rank,
     config: LibfabricConfig,
+    provider: Provider,
     limits: Limits,
     /// Drawn at random, at each reset too.
     key: u64,
@@ -91,6 +103,8 @@ pub struct LibfabricEndpoint {
     asked: Vec<(Rank, u16)>,
     /// When a poll last took notices in.
     polled_ns: u64,
+    /// Counts polls.
+    polls: u32,
     sends: Slots<Send>,
     /// Completions that the provider does not hand out.
     pending: VecDeque<Pending>,
@@ -98,47 +112,6 @@ pub struct LibfabricEndpoint {
     /// Before the slab, which their providers use.
     lanes: Vec<Lane>,
     slab: Slab,
-}
-
-/// A peer's endpoint.
-#[derive(Debug)]
-struct Peer {
-    key: u64,
-    /// Distinguishes it from earlier endpoints of the same rank.
-    channel: u64,
-    paths: Vec<Path>,
-    lengths: Vec<u64>,
-    /// By region, then by NIC; of regions that are gone what they were.
-    remotes: Vec<Remote>,
-    messages: u32,
-    /// Messages that the provider has not taken.
-    unsent: VecDeque<u32>,
-    notices: Notices,
-    /// The latest question to it.
-    question: u16,
-    /// Since when its notices are not known, and when it was last asked.
-    doubted_ns: u64,
-    asked_ns: u64,
-}
-
-/// Whether notices of a peer may have been missed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Notices {
-    Known,
-    /// This endpoint was silent for long.
-    Missed,
-    /// And has asked the peer.
-    Asked,
-}
-
-/// The way to a peer by one NIC.
-#[derive(Debug)]
-struct Path {
-    address: fi_addr_t,
-    scratch: Remote,
-    outstanding: u32,
-    /// Writes that the provider has not taken.
-    unsent: VecDeque<u32>,
 }
 
 /// A message under way.
@@ -173,29 +146,30 @@ impl LibfabricEndpoint {
     /// `Config` if a setting makes no sense, or the provider is shm of a version that is refused; `Transport` if the
     /// library or the provider is not there, or opens nothing.
     pub fn open(rank: Rank, config: LibfabricConfig) -> Result<LibfabricEndpoint> {
-        config.check()?;
+        let provider = config.check()?;
         if rank.index() >= MAX_RANKS {
             return Err(Error::config("rank", rank, format!("an immediate can name {MAX_RANKS}; use fewer ranks")));
         }
         let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
-        if config.provider == "shm" && library.version() < Version::new(2, 1) && !config.allow_old_shm {
+        if provider == Provider::Shm && library.version() < Version::new(2, 1) && !config.allow_old_shm {
             let advice = "a peer that is killed may leave others in a lock for ever: use libfabric 2.1 or later, or \
                           tcp, or allow it by allow_old_shm";
             return Err(Error::config("provider", format!("shm of libfabric {}", library.version()), advice));
         }
         let slab = Slab::new(MESSAGES, RECEIVES)?;
-        let lanes =
-            (0..config.nics).map(|nic| Lane::open(library, &config, &slab, nic == 0)).collect::<Result<Vec<Lane>>>()?;
+        let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, provider, &slab, nic));
+        let lanes = lanes.collect::<Result<Vec<Lane>>>()?;
         if let Some(Lane { facts, .. }) = lanes.first() {
             log::info!(
                 target: crate::base::targets::NETWORK,
-                "rank {rank}: libfabric {} at {}, provider {}, {} NICs, {} operations each",
-                library.version(), library.path().display(), facts.provider, lanes.len(), facts.queue
+                "rank {rank}: libfabric {} at {}, provider {}, fabric {}, {} NICs, {} operations each",
+                library.version(), library.path().display(), facts.provider, facts.fabric, lanes.len(), facts.queue
             );
         }
         let mut endpoint = LibfabricEndpoint {
             rank,
             key: lane::random()?,
+            provider,
             limits: limits(&lanes, &config),
             regions: Regions::default(),
             revocations: Revocations::default(),
@@ -207,6 +181,7 @@ impl LibfabricEndpoint {
             notices: VecDeque::new(),
             asked: Vec::new(),
             polled_ns: 0,
+            polls: 0,
             sends: Slots::new(MESSAGES),
             pending: VecDeque::new(),
             opened: Instant::now(),
@@ -254,39 +229,65 @@ impl LibfabricEndpoint {
         Ok(source)
     }
 
+    /// Completes waiting writes to regions that their peers have taken back as dropped; answers how many writes of each
+    /// NIC are left to hand over.
+    fn drop_revoked(&mut self) -> [u32; MAX_NICS] {
+        let mut left = [0; MAX_NICS];
+        let LibfabricEndpoint { peers, lanes, pending, waiting, revocations, .. } = self;
+        for (rank, nic) in waiting.iter() {
+            let (Some(peer), Some(lane)) = (peers.get_mut(rank), lanes.get_mut(*nic)) else { continue };
+            let (true, Some(path)) = (peer.notices == Notices::Known, peer.paths.get_mut(*nic)) else { continue };
+            path.unsent.retain(|number| {
+                let flight = lane.writes.get(*number);
+                let revoked = flight.is_none_or(|flight| revocations.is_revoked(*rank, flight.write.target.region));
+                if revoked {
+                    let flight = lane.writes.end(*number);
+                    pending.extend(flight.map(|flight| Pending { nic: *nic, flight, outcome: Outcome::Dropped }));
+                }
+                !revoked
+            });
+            if let Some(left) = left.get_mut(*nic) {
+                *left += path.unsent.len() as u32;
+            }
+        }
+        left
+    }
+
     /// Gives the provider what it takes of the writes that wait for it.
     fn submit(&mut self) {
-        let LibfabricEndpoint { peers, lanes, pending, waiting, slab, revocations, .. } = self;
+        if self.waiting.is_empty() {
+            return;
+        }
+        let mut left = self.drop_revoked();
+        let LibfabricEndpoint { peers, lanes, pending, waiting, slab, provider, .. } = self;
         waiting.retain(|(rank, nic)| {
             let (Some(peer), Some(lane)) = (peers.get_mut(rank), lanes.get_mut(*nic)) else { return false };
             if peer.notices != Notices::Known {
                 return true;
             }
             let Peer { paths, remotes, .. } = peer;
-            let (nics, Some(path)) = (paths.len(), paths.get_mut(*nic)) else { return false };
+            let nics = paths.len();
+            let (Some(path), Some(left)) = (paths.get_mut(*nic), left.get_mut(*nic)) else { return false };
             while let Some(number) = path.unsent.front().copied() {
                 let Some(flight) = lane.writes.get(number) else {
                     path.unsent.pop_front();
                     continue;
                 };
-                if revocations.is_revoked(*rank, flight.write.target.region) {
-                    path.unsent.pop_front();
-                    let flight = lane.writes.end(number);
-                    pending.extend(flight.map(|flight| Pending { nic: *nic, flight, outcome: Outcome::Dropped }));
-                    continue;
-                }
                 let target = remotes.get(usize::from(flight.write.target.region.0) * nics + *nic);
                 let target = target.copied().unwrap_or(path.scratch);
-                let code = lane.write(number, flight, path.address, target, path.scratch, slab);
+                let to = Destination { address: path.address, target, scratch: path.scratch };
+                let code = lane.write(number, flight, &to, slab, *left > 1);
                 if code == -FI_EAGAIN {
+                    *left = left.saturating_sub(path.unsent.len() as u32);
                     return true;
                 }
+                *left = left.saturating_sub(1);
                 path.unsent.pop_front();
                 if code == 0 {
                     continue;
                 }
                 if let Some(flight) = lane.writes.end(number) {
-                    pending.push_back(Pending { nic: *nic, flight, outcome: Outcome::Failed(reasons::failure(code)) });
+                    pending.push_back(Pending { nic: *nic, flight, outcome: Outcome::Failed(provider.refusal(code)) });
                 }
             }
             false
@@ -354,23 +355,26 @@ impl LibfabricEndpoint {
                     || pending.iter().any(|pending| leads(&pending.flight, peer, region))
             });
         }
-        self.notices.extend(std::iter::from_fn(|| self.revocations.next_notice()));
+        while let Some((rank, notice)) = self.revocations.next_notice() {
+            if let (Notice::Revoke(_), Some(peer)) = (notice, self.peers.get_mut(&rank)) {
+                peer.taken_back = peer.taken_back.wrapping_add(1);
+            }
+            self.notices.push_back((rank, notice));
+        }
         // A peer that takes no messages holds nobody else up.
-        let mut full: Vec<Rank> = Vec::new();
         for _ in 0..self.notices.len() {
             let Some((peer, notice)) = self.notices.pop_front() else { break };
-            if full.contains(&peer) || !self.enqueue(peer, Content::Notice(notice)) {
-                full.push(peer);
+            if !self.enqueue(peer, Content::Notice(notice)) {
                 self.notices.push_back((peer, notice));
             }
         }
-        // Answers come behind all notices.
         let mut at = 0;
-        while let Some((peer, question)) = self.asked.get(at).copied() {
-            if full.contains(&peer) || !self.enqueue(peer, Content::Answer(question)) {
-                at += 1;
-            } else {
+        while let Some((rank, question)) = self.asked.get(at).copied() {
+            let taken_back = self.peers.get(&rank).map_or(0, |peer| peer.taken_back);
+            if self.enqueue(rank, Content::Answer(question, taken_back)) {
                 self.asked.swap_remove(at);
+            } else {
+                at += 1;
             }
         }
     }
@@ -431,6 +435,24 @@ impl LibfabricEndpoint {
 
     // ---- completions
 
+    /// Refuses to go on after an error that may be that of an immediate.
+    ///
+    /// # Errors
+    /// `Transport`, which closes the endpoint.
+    fn judge(&self, nic: usize, done: Done) -> Result<()> {
+        let (Done::Failed(None, failure), Some(lane)) = (done, self.lanes.get(nic)) else { return Ok(()) };
+        if !lane.loses_immediates() {
+            return Ok(());
+        }
+        let what = format!(
+            "rank {}: NIC {} reports an error of no write, perhaps of a write that arrived: {failure} ({})",
+            self.rank,
+            lane.facts.domain,
+            lane.explain(failure.code)
+        );
+        Err(Error::transport(what, "reset the endpoint, and connect to its peers anew").ending())
+    }
+
     /// Hands the completion of a write out, and frees what it held.
     fn hand_out(&mut self, Pending { nic, flight, outcome }: Pending, on_event: &mut dyn FnMut(Event<'_>)) {
         let write = &flight.write;
@@ -455,14 +477,21 @@ impl LibfabricEndpoint {
                 return true;
             }
             Done::Operation(operation) => (operation, Outcome::Sent),
-            Done::Failed(Some(operation), error) => (operation, Outcome::Failed(reasons::failure(error))),
-            // Of no operation, or of one that a provider does not name: nothing depends on it.
+            Done::Failed(Some(operation), failure) => (operation, Outcome::Failed(failure)),
+            // Of no operation, or of one that a provider does not name: `poll` has judged it.
             Done::Failed(None, _) => return false,
         };
         match operation {
             Operation::Write(number) => {
                 let Some(flight) = self.lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) else {
                     return false;
+                };
+                let WriteImm { peer, target, .. } = flight.write;
+                let refused = matches!(outcome, Outcome::Failed(Failure { reason: Reason::RemoteAccess, .. }));
+                let outcome = if refused && self.revocations.is_revoked(peer, target.region) {
+                    Outcome::Dropped
+                } else {
+                    outcome
                 };
                 self.hand_out(Pending { nic, flight, outcome }, on_event);
                 true
@@ -506,18 +535,20 @@ impl LibfabricEndpoint {
         match content {
             Content::Message(bytes) => on_event(Event::Message { peer: rank, bytes }),
             Content::Notice(Notice::Revoke(region)) if usize::from(region.0) >= REGIONS => {}
-            Content::Notice(notice) => self.revocations.take_in(rank, notice),
+            Content::Notice(notice) => {
+                self.revocations.take_in(rank, notice);
+                if let (Notice::Revoke(_), Some(peer)) = (notice, self.peers.get_mut(&rank)) {
+                    peer.lose_region();
+                }
+            }
             Content::Ask(question) => {
                 self.asked.retain(|(other, _)| *other != rank);
                 self.asked.push((rank, question));
             }
-            Content::Answer(question) => {
-                // An old answer says nothing of what came after it.
+            Content::Answer(question, taken_back) => {
                 let (now_ns, patience_ns) = (self.now_ns(), self.let_go_ns() / 2);
-                let peer = self.peers.get_mut(&rank);
-                if let Some(peer) = peer.filter(|peer| (peer.notices, peer.question) == (Notices::Asked, question)) {
-                    let fresh = now_ns.saturating_sub(peer.asked_ns) <= patience_ns;
-                    peer.notices = if fresh { Notices::Known } else { Notices::Missed };
+                if let Some(peer) = self.peers.get_mut(&rank) {
+                    peer.answered(question, taken_back, now_ns, patience_ns);
                 }
             }
         }
@@ -554,19 +585,7 @@ impl LibfabricEndpoint {
             let unsent = VecDeque::with_capacity(self.config.peer_posts as usize);
             paths.push(Path { address: found, scratch: port.scratch, outstanding: 0, unsent });
         }
-        let mut peer = Peer {
-            key: address.key,
-            channel: self.channels + 1,
-            paths,
-            lengths: Vec::new(),
-            remotes: Vec::new(),
-            messages: 0,
-            unsent: VecDeque::with_capacity(PEER_MESSAGES as usize),
-            notices: Notices::Known,
-            question: 0,
-            doubted_ns: 0,
-            asked_ns: 0,
-        };
+        let mut peer = Peer::new(&address, self.channels + 1, paths, PEER_MESSAGES as usize);
         if let Err(why) = peer.update(&address, self.lanes.len()) {
             self.lanes.iter().zip(&peer.paths).for_each(|(lane, path)| lane.remove(path.address));
             return Err(why);
@@ -614,45 +633,9 @@ fn limits(lanes: &[Lane], config: &LibfabricConfig) -> Limits {
     let posts = least(|lane| lane.facts.queue).min(config.peer_posts as usize) as u32;
     let regions = address::room(MAX_ADDRESS, lanes.len()).min(REGIONS) as u32;
     let write_bytes = least(|lane| lane.facts.longest).min(LONGEST) as u32;
-    Limits { posts, regions, write_bytes, ..Limits::NONE }
-}
-
-impl Peer {
-    /// Takes in what an address says of the regions. Either of two addresses may be the older one: a region that is
-    /// gone in one of them is gone.
-    fn update(&mut self, address: &Address, nics: usize) -> std::result::Result<(), String> {
-        let mut there = address.remotes.chunks_exact(nics);
-        let (mut lengths, mut remotes) = (self.lengths.clone(), self.remotes.clone());
-        let none = Remote { base: 0, key: 0 };
-        for (number, reported) in address.lengths.iter().enumerate() {
-            let places = if *reported > 0 { there.next() } else { None };
-            if places.is_some_and(|places| places.iter().any(|place| place.base.checked_add(*reported).is_none())) {
-                return Err("has a region that wraps".into());
-            }
-            match lengths.get_mut(number) {
-                Some(known) => {
-                    let contradicts = *known != *reported && *known != 0 && *reported != 0;
-                    let moved = *known != 0
-                        && places.is_some_and(|places| {
-                            remotes.get(number * nics..).is_none_or(|known| !known.starts_with(places))
-                        });
-                    if contradicts || moved {
-                        return Err("contradicts an earlier one of the same endpoint".into());
-                    }
-                    *known = (*known).min(*reported);
-                }
-                None => {
-                    lengths.push(*reported);
-                    match places {
-                        Some(places) => remotes.extend_from_slice(places),
-                        None => remotes.extend(std::iter::repeat_n(none, nics)),
-                    }
-                }
-            }
-        }
-        (self.lengths, self.remotes) = (lengths, remotes);
-        Ok(())
-    }
+    let receives = lanes.iter().filter_map(Lane::receives).min();
+    let receives = receives.map_or(u32::MAX, |receives| receives as u32);
+    Limits { posts, receives, regions, write_bytes }
 }
 
 impl Transport for LibfabricEndpoint {
@@ -802,13 +785,14 @@ impl Transport for LibfabricEndpoint {
             self.hand_out(pending, on_event);
             events += 1;
         }
-        let mut found = [Done::Failed(None, 0); BATCH];
+        let mut found = [Done::NONE; BATCH];
         for nic in 0..self.lanes.len() {
             // What is no event may lie before what is one.
             for _ in 0..READS {
                 let Some(lane) = self.lanes.get(nic) else { break };
                 let count = lane.poll(&mut found)?;
                 for done in found.iter().take(count) {
+                    self.judge(nic, *done)?;
                     events += usize::from(self.complete(nic, *done, on_event));
                 }
                 // All notices that had come by then are taken in.
@@ -819,6 +803,10 @@ impl Transport for LibfabricEndpoint {
                     break;
                 }
             }
+        }
+        self.polls = self.polls.wrapping_add(1);
+        if self.polls.is_multiple_of(EVENTS_EVERY) {
+            self.lanes.iter().try_for_each(Lane::check_events)?;
         }
         self.post_receives()?;
         self.send_notices();

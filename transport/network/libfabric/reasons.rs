@@ -26,6 +26,20 @@ fn reason(error: c_int) -> Reason {
     }
 }
 
+/// The failure of a status of EFA's devices. Source: `efa_io_comp_status` of efa_io_defs.h in Linux, and from 4124 on
+/// efa_errno.h of libfabric's provider.
+pub(super) fn of_efa(status: c_int) -> Failure {
+    let reason = match status {
+        1 => Reason::Flushed,
+        2..=6 | 11 => Reason::Local,
+        7 | 12 => Reason::RemoteAccess,
+        8 | 9 | 13..=15 | 4124 | 4126 => Reason::Unreachable,
+        10 => Reason::NotReady,
+        _ => Reason::Other,
+    };
+    Failure { reason, code: status.unsigned_abs() }
+}
+
 /// The failure of an error number, of either sign.
 pub(super) fn failure(error: c_int) -> Failure {
     let error = error.saturating_abs();
@@ -35,6 +49,34 @@ pub(super) fn failure(error: c_int) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn statuses_of_efa_have_reasons() {
+        use Reason::*;
+        let all = [
+            Other,
+            Flushed,
+            Local,
+            Local,
+            Local,
+            Local,
+            Local,
+            RemoteAccess,
+            Unreachable,
+            Unreachable,
+            NotReady,
+            Local,
+            RemoteAccess,
+            Unreachable,
+            Unreachable,
+            Unreachable,
+            Other,
+        ];
+        for (status, reason) in (0..).zip(all) {
+            assert_eq!(of_efa(status), Failure { reason, code: status.unsigned_abs() });
+        }
+        assert_eq!([4124, 4126, 4105].map(|status| of_efa(status).reason), [Unreachable, Unreachable, Other]);
+    }
 
     #[test]
     fn error_numbers_have_reasons() {

@@ -258,6 +258,28 @@ fn a_silent_peer_whose_writes_never_end() {
 }
 
 #[test]
+fn messages_under_way_to_a_peer_that_leaves_keep_their_room_if_it_is_dead_and_silent() {
+    let fail = DeadPeers::Fail { after_ns: 10 };
+    for (dead_peers, dies, answer) in [
+        (DeadPeers::Silent, true, Posted::Full),
+        (fail, true, Posted::Accepted),
+        (DeadPeers::Silent, false, Posted::Accepted),
+        (fail, false, Posted::Accepted),
+    ] {
+        let (network, mut nodes) = world(2, BYTES, SimConfig { dead_peers, message_queue: 2, ..still() });
+        let send = |nodes: &mut [Node]| nodes[0].endpoint.send(Rank(1), b"under way").unwrap();
+        let sent = [(); 3].map(|()| send(&mut nodes));
+        assert_eq!(sent, [Posted::Accepted, Posted::Accepted, Posted::Full]);
+        if dies {
+            network.kill(Rank(1));
+        } else {
+            nodes[1].endpoint.reset().unwrap();
+        }
+        assert_eq!(send(&mut nodes), answer, "{dead_peers:?}, dies: {dies}");
+    }
+}
+
+#[test]
 fn a_rank_that_comes_back_and_is_taken_for_its_former_self() {
     let (network, mut nodes) = world(2, BYTES, SimConfig::calm());
     let stale = nodes[1].endpoint.address(Rank(0)).unwrap();

@@ -1,0 +1,110 @@
+//! libfabric's provider efa under the contract, by its double (tests/doubles): within a process, and with each endpoint
+//! in a process of its own. And the doorbells that the double counts.
+
+use crate::contract;
+use crate::double;
+use crate::libfabric::{Libfabric, LibfabricProcesses};
+use crate::rig::{Backend, Memory, PATIENCE};
+use std::ffi::{CString, c_void};
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+use tokenyard::internals::base::Rank;
+use tokenyard::internals::transport::network::imm::ImmValue;
+use tokenyard::internals::transport::network::libfabric::LibfabricEndpoint;
+use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, Transport, WriteImm};
+
+contract!(four_nics, Libfabric::efa(4));
+contract!(between_processes, LibfabricProcesses("efa"));
+
+/// Set in the process of its own that a test runs in: what the double counts is of its whole process.
+const ALONE: &str = "TOKENYARD_TEST_ALONE";
+
+/// Whether this is the process of the test alone; otherwise runs it in one.
+fn alone(test: &str) -> bool {
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture", "--test-threads=1"])
+        .env(ALONE, "1")
+        .output()
+        .unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let (printed, complained) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success() && printed.contains("1 passed"), "{printed}{complained}");
+    false
+}
+
+/// Posts and doorbells of the first two NICs that the double has counted: the last two fields of `struct
+/// tokenyard_double_counts`, of 32 numbers each, behind 12 numbers and one for each of 17 rules.
+fn posts_and_doorbells(library: &Path) -> [[u64; 2]; 2] {
+    let path = CString::new(library.as_os_str().as_encoded_bytes()).unwrap();
+    // SAFETY: C strings; the library is open already, and its function takes nothing and answers an address that stays.
+    unsafe {
+        let opened = libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        assert!(!opened.is_null());
+        let counts = libc::dlsym(opened, c"tokenyard_double_counts".as_ptr());
+        assert!(!counts.is_null());
+        let counts = std::mem::transmute::<*mut c_void, extern "C" fn() -> *const u64>(counts)();
+        assert_eq!(*counts, 8 * (12 + 17 + 64), "the structure is another");
+        [[*counts.add(29), *counts.add(30)], [*counts.add(61), *counts.add(62)]]
+    }
+}
+
+#[test]
+fn a_batch_of_writes_rings_one_doorbell_of_each_nic() {
+    const PEERS: u32 = 63;
+    const NICS: u8 = 2;
+    let Some(library) = double::efa() else { return };
+    if !alone("efa::a_batch_of_writes_rings_one_doorbell_of_each_nic") {
+        return;
+    }
+    let mut config = Libfabric::efa(NICS.into()).0;
+    // Nobody polls for long here, and asks nobody for it.
+    config.let_go = Duration::from_secs(600);
+    let memory = Memory::new(4096);
+    let open = |rank| LibfabricEndpoint::open(Rank(rank), config.clone()).unwrap();
+    let mut ranks: Vec<LibfabricEndpoint> = (0..=PEERS).map(open).collect();
+    for rank in &mut ranks {
+        // SAFETY: accessed through raw pointers only, and dropped after the endpoints.
+        assert_eq!(unsafe { rank.register(memory.span()) }, Ok(RegionId(0)));
+    }
+    let (first, peers) = ranks.split_first_mut().unwrap();
+    for (rank, peer) in (1..).map(Rank).zip(peers.iter_mut()) {
+        first.connect(rank, &peer.address(Rank(0)).unwrap()).unwrap();
+        peer.connect(Rank(0), &first.address(rank).unwrap()).unwrap();
+    }
+    let place = Place { region: RegionId(0), offset: 0 };
+    let write = |nic, peer: u32| WriteImm {
+        nic,
+        peer: Rank(peer),
+        source: place,
+        target: place,
+        bytes: 64,
+        imm: ImmValue::from_bits(peer),
+        token: 0,
+    };
+    let to_all: Vec<WriteImm> = (1..=PEERS).map(|peer| write(0, peer)).collect();
+    let to_one: Vec<WriteImm> = [write(1, 9); 16].to_vec();
+    let by_both: Vec<WriteImm> = (1..=40).map(|peer| write((peer % 2) as u8, peer)).collect();
+    for (writes, doorbells) in [(to_all, [1, 0]), (to_one, [0, 1]), (by_both, [1, 1])] {
+        let before = posts_and_doorbells(library);
+        for write in &writes {
+            assert_eq!(first.post(write), Ok(Posted::Accepted));
+        }
+        first.flush().unwrap();
+        let after = posts_and_doorbells(library);
+        let counted = |what: usize| [after[what][0] - before[what][0], after[what][1] - before[what][1]];
+        let posts = |nic| writes.iter().filter(|write| write.nic == nic).count() as u64;
+        assert_eq!((counted(0), counted(1)), ([posts(0), posts(1)], doorbells));
+        let (start, mut sent, mut arrived) = (Instant::now(), 0, 0);
+        while sent < writes.len() || arrived < writes.len() {
+            assert!(start.elapsed() < PATIENCE, "{sent} sent and {arrived} arrived of {}", writes.len());
+            first.poll(&mut |event| sent += usize::from(matches!(event, Event::Sent { .. }))).unwrap();
+            for peer in peers.iter_mut() {
+                peer.poll(&mut |event| arrived += usize::from(matches!(event, Event::Imm { .. }))).unwrap();
+            }
+        }
+    }
+}

@@ -1,0 +1,178 @@
+//! A peer's endpoint as this one knows it.
+//!
+//! Place in the data path: under `post`, `submit` and what messages bring. On the endpoint's thread.
+
+use super::address::{Address, Remote};
+use super::libfabric_sys::fi_addr_t;
+use std::collections::VecDeque;
+
+/// A peer's endpoint.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub key: u64,
+    /// Distinguishes it from earlier endpoints of the same rank.
+    pub channel: u64,
+    pub paths: Vec<Path>,
+    pub lengths: Vec<u64>,
+    /// By region, then by NIC; of regions that are gone what they were.
+    pub remotes: Vec<Remote>,
+    pub messages: u32,
+    /// Messages that the provider has not taken.
+    pub unsent: VecDeque<u32>,
+    pub notices: Notices,
+    /// The latest question to it.
+    pub question: u16,
+    /// Regions that this endpoint has taken back from the peer, and the peer from this endpoint.
+    pub taken_back: u16,
+    pub lost: u16,
+    /// Since when its notices are not known, and when it was last asked.
+    pub doubted_ns: u64,
+    pub asked_ns: u64,
+}
+
+/// Whether notices of a peer may have been missed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Notices {
+    Known,
+    /// This endpoint was silent for long.
+    Missed,
+    /// And has asked the peer.
+    Asked,
+    /// The peer has answered that it has taken so many regions back; their notices are on their way.
+    Behind(u16),
+}
+
+/// The way to a peer by one NIC.
+#[derive(Debug)]
+pub(super) struct Path {
+    pub address: fi_addr_t,
+    pub scratch: Remote,
+    pub outstanding: u32,
+    /// Writes that the provider has not taken.
+    pub unsent: VecDeque<u32>,
+}
+
+impl Peer {
+    /// A peer that was just connected to, with its paths.
+    pub fn new(address: &Address, channel: u64, paths: Vec<Path>, messages: usize) -> Peer {
+        Peer {
+            key: address.key,
+            channel,
+            paths,
+            lengths: Vec::new(),
+            remotes: Vec::new(),
+            messages: 0,
+            unsent: VecDeque::with_capacity(messages),
+            notices: Notices::Known,
+            question: 0,
+            taken_back: 0,
+            lost: 0,
+            doubted_ns: 0,
+            asked_ns: 0,
+        }
+    }
+
+    /// The peer has answered a question: by then it had taken so many regions back. An answer to an old question says
+    /// nothing of what came after it, and one that took longer than `patience_ns` nothing of now.
+    pub fn answered(&mut self, question: u16, taken_back: u16, now_ns: u64, patience_ns: u64) {
+        if (self.notices, self.question) == (Notices::Asked, question) {
+            let fresh = now_ns.saturating_sub(self.asked_ns) <= patience_ns;
+            self.notices = if fresh { Notices::Behind(taken_back) } else { Notices::Missed };
+            self.catch_up();
+        }
+    }
+
+    /// The peer has taken a region back.
+    pub fn lose_region(&mut self) {
+        self.lost = self.lost.wrapping_add(1);
+        self.catch_up();
+    }
+
+    /// Messages overtake each other: an answer counts once all notices before it have come.
+    fn catch_up(&mut self) {
+        // Numbers that wrap: at most half of all are between them.
+        if matches!(self.notices, Notices::Behind(taken_back) if taken_back.wrapping_sub(self.lost) as i16 <= 0) {
+            self.notices = Notices::Known;
+        }
+    }
+
+    /// Takes in what an address says of the regions. Either of two addresses may be the older one: a region that is
+    /// gone in one of them is gone.
+    pub fn update(&mut self, address: &Address, nics: usize) -> std::result::Result<(), String> {
+        let mut there = address.remotes.chunks_exact(nics);
+        let (mut lengths, mut remotes) = (self.lengths.clone(), self.remotes.clone());
+        let none = Remote { base: 0, key: 0 };
+        for (number, reported) in address.lengths.iter().enumerate() {
+            let places = if *reported > 0 { there.next() } else { None };
+            if places.is_some_and(|places| places.iter().any(|place| place.base.checked_add(*reported).is_none())) {
+                return Err("has a region that wraps".into());
+            }
+            match lengths.get_mut(number) {
+                Some(known) => {
+                    let contradicts = *known != *reported && *known != 0 && *reported != 0;
+                    let moved = *known != 0
+                        && places.is_some_and(|places| {
+                            remotes.get(number * nics..).is_none_or(|known| !known.starts_with(places))
+                        });
+                    if contradicts || moved {
+                        return Err("contradicts an earlier one of the same endpoint".into());
+                    }
+                    *known = (*known).min(*reported);
+                }
+                None => {
+                    lengths.push(*reported);
+                    match places {
+                        Some(places) => remotes.extend_from_slice(places),
+                        None => remotes.extend(std::iter::repeat_n(none, nics)),
+                    }
+                }
+            }
+        }
+        (self.lengths, self.remotes) = (lengths, remotes);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::Rank;
+
+    fn peer() -> Peer {
+        let address = Address {
+            key: 1,
+            rank: Rank(1),
+            virtual_addresses: false,
+            provider: String::new(),
+            ports: Vec::new(),
+            lengths: Vec::new(),
+            remotes: Vec::new(),
+        };
+        Peer { notices: Notices::Asked, question: 7, asked_ns: 100, ..Peer::new(&address, 1, Vec::new(), 1) }
+    }
+
+    #[test]
+    fn an_answer_counts_once_the_notices_before_it_have_come() {
+        let mut ahead = peer();
+        ahead.lose_region();
+        ahead.answered(7, 3, 110, 10);
+        assert_eq!(ahead.notices, Notices::Behind(3), "two of three notices are on their way");
+        ahead.lose_region();
+        assert_eq!(ahead.notices, Notices::Behind(3));
+        ahead.lose_region();
+        assert_eq!(ahead.notices, Notices::Known);
+        let mut overtaken = Peer { lost: u16::MAX, ..peer() };
+        overtaken.lose_region();
+        overtaken.lose_region();
+        overtaken.answered(7, 0, 110, 10);
+        assert_eq!(overtaken.notices, Notices::Known, "more came than the answer counts");
+    }
+
+    #[test]
+    fn old_and_slow_answers_say_nothing() {
+        let (mut old, mut slow) = (peer(), peer());
+        old.answered(6, 0, 110, 10);
+        slow.answered(7, 0, 111, 10);
+        assert_eq!([old.notices, slow.notices], [Notices::Asked, Notices::Missed]);
+    }
+}

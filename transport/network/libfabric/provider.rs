@@ -1,0 +1,141 @@
+//! The providers that this backend knows, and how they differ.
+//!
+//! Place in the data path: none; what it answers is read when an endpoint is opened, and when an operation fails.
+
+use super::libfabric_sys::*;
+use super::reasons;
+use crate::transport::network::Failure;
+use std::ffi::c_int;
+
+/// Entries of EFA's completion queue. A device takes as many without complaint, by the discussion of libfabric's pull
+/// request 11337, which chose 12288 as the default.
+const EFA_COMPLETIONS: usize = 16 << 10;
+/// Entries of others' completion queues beyond the operations that may be under way: what has arrived and was not
+/// polled. They put more into lists of their own.
+const ARRIVALS: usize = 16 << 10;
+
+/// Set in a failure's code if that is an error number, where others are a provider's statuses.
+const ERROR_NUMBER: u32 = 1 << 16;
+
+/// A provider by its kind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Provider {
+    /// Sockets.
+    Tcp,
+    /// Memory that processes of a host share.
+    Shm,
+    /// Amazon's Elastic Fabric Adapter.
+    Efa,
+}
+
+/// Names of all of them, for errors.
+pub(super) const NAMES: &str = "tcp, shm or efa";
+/// The fabric of EFA that posts straight to the device, from libfabric 2.1.
+pub(super) const EFA_DIRECT: &str = "efa-direct";
+
+impl Provider {
+    /// The provider of a name as `fi_info -l` lists it.
+    pub fn named(name: &str) -> Option<Provider> {
+        match name {
+            "tcp" => Some(Provider::Tcp),
+            "shm" => Some(Provider::Shm),
+            "efa" => Some(Provider::Efa),
+            _ => None,
+        }
+    }
+
+    /// Flags of every write besides those that make it one with an immediate and a completion. tcp completes a write
+    /// when the kernel has it, shm when it is in the peer's queue, EFA when the peer's device has acknowledged it.
+    pub fn write_flags(self) -> u64 {
+        if self == Provider::Tcp { FI_DELIVERY_COMPLETE } else { 0 }
+    }
+
+    /// The oldest version of the library that serves, if it is not the oldest of all. EFA emulates writes on some
+    /// devices where the version asked for is older: fi_efa(7), `FI_OPT_EFA_USE_DEVICE_RDMA`.
+    pub fn oldest(self) -> Option<Version> {
+        (self == Provider::Efa).then(|| Version::new(1, 18))
+    }
+
+    /// Entries of a completion queue for as many operations under way.
+    pub fn completions(self, operations: usize) -> usize {
+        if self == Provider::Efa { EFA_COMPLETIONS.max(2 * operations) } else { operations + ARRIVALS }
+    }
+
+    /// Whether what finds no entry in a completion queue is lost.
+    pub fn overruns(self) -> bool {
+        self == Provider::Efa
+    }
+
+    /// Whether a batch of posts may ring one doorbell. Before libfabric's pull request 12623 the fabric `efa` forgets
+    /// batches that wait for a peer's handshake; tcp and shm have no doorbells.
+    pub fn batches(self, fabric: &str) -> bool {
+        self == Provider::Efa && fabric == EFA_DIRECT
+    }
+
+    /// The option of an endpoint that tells whether it emulates writes.
+    pub fn emulation(self) -> Option<c_int> {
+        (self == Provider::Efa).then_some(FI_OPT_EFA_EMULATED_WRITE)
+    }
+
+    /// Why an operation failed. EFA answers EINVAL for faults of either side; its own status tells them apart.
+    pub fn failure(self, error: c_int, status: c_int) -> Failure {
+        if self == Provider::Efa && status != 0 { reasons::of_efa(status) } else { self.refusal(error) }
+    }
+
+    /// Why the library refused a post. Codes of EFA are statuses, so error numbers are set apart.
+    pub fn refusal(self, error: c_int) -> Failure {
+        let failure = reasons::failure(error);
+        if self == Provider::Efa { Failure { code: failure.code | ERROR_NUMBER, ..failure } } else { failure }
+    }
+
+    /// The provider's own status that a failure's code is, if it is one.
+    pub fn status(self, code: u32) -> Option<c_int> {
+        (self == Provider::Efa && code & ERROR_NUMBER == 0).then(|| c_int::try_from(code).ok()).flatten()
+    }
+
+    /// The error number that a failure's code is.
+    pub fn error_number(self, code: u32) -> c_int {
+        c_int::try_from(if self == Provider::Efa { code & !ERROR_NUMBER } else { code }).unwrap_or(c_int::MAX)
+    }
+
+    /// What helps when memory cannot be registered.
+    pub fn advice_on_memory(self) -> &'static str {
+        match self {
+            Provider::Tcp | Provider::Shm => "raise the limit on locked memory (ulimit -l), or register less",
+            // ofiwg/libfabric, pull request 10402 and issue 9739.
+            Provider::Efa => {
+                "raise the limit on locked memory (ulimit -l), and use huge pages: a device takes 1 Mi pages in a \
+                 region and some 24 Mi in all"
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::network::Reason;
+
+    #[test]
+    fn providers_differ_as_documented() {
+        let all = ["tcp", "shm", "efa"].map(|name| Provider::named(name).unwrap());
+        assert_eq!((all, Provider::named("net")), ([Provider::Tcp, Provider::Shm, Provider::Efa], None));
+        assert_eq!(all.map(Provider::write_flags), [FI_DELIVERY_COMPLETE, 0, 0]);
+        assert_eq!(all.map(|provider| provider.completions(4352)), [20736, 20736, 16384]);
+        assert_eq!(Provider::Efa.completions(20000), 40000);
+        assert_eq!(all.map(|provider| provider.batches("efa-direct")), [false, false, true]);
+        assert!(!Provider::Efa.batches("efa"));
+        assert_eq!(all.map(Provider::overruns), [false, false, true]);
+        assert_eq!(all.map(|provider| provider.emulation().is_some()), [false, false, true]);
+        let reasons = all.map(|provider| provider.failure(libc::EINVAL, 7).reason);
+        assert_eq!(reasons, [Reason::Local, Reason::Local, Reason::RemoteAccess]);
+        let refusal = Provider::Efa.failure(libc::EHOSTUNREACH, 0);
+        assert_eq!((refusal.reason, refusal.code), (Reason::Unreachable, 0x10000 + libc::EHOSTUNREACH as u32));
+        assert_eq!((Provider::Efa.status(refusal.code), Provider::Efa.status(7)), (None, Some(7)));
+        assert_eq!(Provider::Efa.error_number(refusal.code), libc::EHOSTUNREACH);
+        assert_eq!(
+            (Provider::Tcp.refusal(5).code, Provider::Tcp.status(5), Provider::Tcp.error_number(5)),
+            (5, None, 5)
+        );
+    }
+}
