@@ -30,7 +30,7 @@ FOLDERS = ("proxy", "transport", "bindings")
 FIRST = {"proxy": ["proxy", "calls"], "transport": ["transport", "calls"], "bindings/api": ["calls"], "bindings/cli": ["program"]}
 PROGRAMS = ["calls", "program", "proxy", "transport", "rules", "proxy_quiet"]
 # Seconds a test program may take.
-LONGEST = 900
+LONGEST = 400
 # Mutants that do not build are replaced by others, at most so many.
 MOST_REPLACED = 60
 

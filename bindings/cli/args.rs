@@ -50,6 +50,8 @@ pub enum Command {
     Doctor(DoctorArgs),
     /// Shows the NICs and cores of each GPU, and why they were chosen
     Topology(TopologyArgs),
+    /// Compares this library with a bare loop over the same network, between two processes
+    Wire(WireArgs),
 }
 
 /// Options of bench and plan.
@@ -300,6 +302,28 @@ pub struct TopologyArgs {
     /// Where the table goes as JSON; - is stdout
     #[arg(long, value_name = "PATH")]
     pub json: Option<String>,
+}
+
+#[derive(Debug, Clone, Args)]
+pub struct WireArgs {
+    /// Network
+    #[arg(long, value_name = "libfabric:tcp|libfabric:shm|libfabric:efa", value_parser = word::<TransportWord>)]
+    pub transport: TransportWord,
+    /// Use libfabric:shm of libfabric before 2.1, whose processes may hang when one is killed
+    #[arg(long)]
+    pub allow_old_shm: bool,
+    /// Pairs of slices of each row, behind one that warms up
+    #[arg(long, value_name = "N", default_value_t = 40, value_parser = |t: &str| number(t, 1, MAX_ITERS))]
+    pub pairs: usize,
+    /// Milliseconds of a slice
+    #[arg(long, value_name = "MS", default_value_t = 50, value_parser = |t: &str| number(t, 1, 10_000).map(|ms| ms as u64))]
+    pub slice_ms: u64,
+    /// Where the table goes as JSON; - is stdout
+    #[arg(long, value_name = "PATH")]
+    pub json: Option<String>,
+    /// This process is the follower that the leader started
+    #[arg(long, hide = true)]
+    pub as_rank: bool,
 }
 
 /// Numbers separated by commas; at least one.

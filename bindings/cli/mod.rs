@@ -21,7 +21,7 @@
 //!
 //! | place | holds |
 //! |---|---|
-//! | `commands/` | a file for each command: bench, verify, plan, simulate, doctor, topology |
+//! | `commands/` | a file for each command: bench, verify, plan, simulate, doctor, topology, wire |
 //! | `report/` | results as JSON, tables, plots, traces and files |
 //! | `ranks/` | settings of a run, its ranks as threads, fibers or processes, their calls and their comparison |
 //! | `args` | the command line: options and their help |
@@ -136,5 +136,6 @@ fn command(command: &Command, launcher: Launcher, out: &Out) -> Result<Status, R
         Command::Simulate(args) => commands::simulate::simulate(args, out),
         Command::Doctor(args) => commands::doctor::doctor(args, out),
         Command::Topology(args) => commands::topology::topology(args, out),
+        Command::Wire(args) => commands::wire::wire(args, &launcher, out),
     }
 }

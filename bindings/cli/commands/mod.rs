@@ -6,3 +6,4 @@ pub mod plan;
 pub mod simulate;
 pub mod topology;
 pub mod verify;
+pub mod wire;

@@ -53,6 +53,23 @@ impl Launcher {
         Launcher { program, args }
     }
 
+    /// Starts the program once more with the same arguments, and a pipe to its stdin and from its stdout.
+    ///
+    /// # Errors
+    /// A sentence if it cannot be started.
+    pub fn start_follower(&self) -> Result<Child, String> {
+        let program = self.program()?;
+        let mut command = Command::new(program);
+        command.args(&self.args).arg("--as-rank").env(PARENT, std::process::id().to_string());
+        let started = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        started.map_err(|error| {
+            format!(
+                "{}, the follower's program, cannot be started ({error}); free memory or processes",
+                program.display()
+            )
+        })
+    }
+
     /// The program that a rank runs.
     ///
     /// # Errors
@@ -113,7 +130,7 @@ fn print(out: &Out, line: &Line) {
 }
 
 /// Has the kernel end this process when its parent ends.
-fn die_with_parent() -> Result<(), String> {
+pub fn die_with_parent() -> Result<(), String> {
     // Only processes that were started as ranks are changed.
     if is_rank() {
         let watched = prctl::set_pdeathsig(Signal::SIGKILL);

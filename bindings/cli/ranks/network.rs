@@ -120,15 +120,19 @@ impl Shared {
 
 /// The settings of a network over libfabric, if it is that.
 fn libfabric(job: &Job) -> Option<LibfabricConfig> {
-    let provider = match job.case.transport {
+    libfabric_config(job.case.transport, job.case.nics.unwrap_or(1), job.allow_old_shm)
+}
+
+/// The settings of a network over libfabric, if it is that.
+pub fn libfabric_config(transport: TransportWord, nics: usize, allow_old_shm: bool) -> Option<LibfabricConfig> {
+    let provider = match transport {
         TransportWord::Sim => return None,
         TransportWord::Tcp => "tcp",
         TransportWord::Shm => "shm",
         TransportWord::Efa => "efa",
     };
     let mut config = LibfabricConfig::new(provider);
-    config.nics = job.case.nics.unwrap_or(1);
-    config.allow_old_shm = job.allow_old_shm;
+    (config.nics, config.allow_old_shm) = (nics, allow_old_shm);
     Some(config)
 }
 

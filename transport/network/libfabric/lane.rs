@@ -45,6 +45,17 @@ pub(super) struct Destination {
     pub scratch: Remote,
 }
 
+/// A write of the bare loop, from an offset of its region to the same offset of the peer's.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BareWrite {
+    pub offset: u64,
+    pub bytes: usize,
+    pub address: fi_addr_t,
+    pub remote: Remote,
+    pub imm: u32,
+    pub number: u32,
+}
+
 /// What a reset replaces; closed in this order.
 #[derive(Debug)]
 struct Door {
@@ -402,6 +413,35 @@ impl Lane {
         // SAFETY: an enabled endpoint; the source is registered and stays until the completion, and so does the
         // context. The rest is read during the call.
         unsafe { fi_writemsg(door.endpoint.as_ptr(), &message, self.write_flags | more) as c_int }
+    }
+
+    /// Posts a write of the bare loop, whose region begins at `base`: 0, or the library's error.
+    pub fn write_bare(&self, region: RegionId, base: u64, write: &BareWrite) -> c_int {
+        let (Some(door), Some(object)) = (&self.door, self.region(region)) else { return -FI_ENODATA };
+        let piece = iovec { iov_base: (base + write.offset) as *mut c_void, iov_len: write.bytes };
+        let Remote { base: to, key } = write.remote;
+        let remote = fi_rma_iov { addr: to.wrapping_add(write.offset), len: write.bytes, key };
+        let mut descriptor = Lane::descriptor(object);
+        let message = fi_msg_rma {
+            msg_iov: &piece,
+            desc: &mut descriptor,
+            iov_count: 1,
+            addr: write.address,
+            rma_iov: &remote,
+            rma_iov_count: 1,
+            context: self.contexts.of(Operation::Write(write.number % self.facts.queue as u32)),
+            data: u64::from(write.imm),
+        };
+        // SAFETY: an enabled endpoint and a registered source. The bare loop has far fewer writes under way than there
+        // are contexts.
+        unsafe { fi_writemsg(door.endpoint.as_ptr(), &message, self.write_flags) as c_int }
+    }
+
+    /// Reads completions for the bare loop; answers how many, or the library's error.
+    pub fn read_bare<const N: usize>(&self, entries: &mut [fi_cq_data_entry; N]) -> isize {
+        let Some(door) = &self.door else { return -(FI_ENODATA as isize) };
+        // SAFETY: an open queue of this format, and room for as many entries.
+        unsafe { fi_cq_read(door.completions.as_ptr(), entries.as_mut_ptr().cast(), N) }
     }
 
     /// Sends the message of a number: 0, or the library's error.

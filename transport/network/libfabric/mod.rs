@@ -25,6 +25,7 @@
 //! - **Addresses** are the same for all peers. Messages carry the random keys of both endpoints.
 
 mod address;
+mod bare;
 mod config;
 mod info;
 mod lane;
@@ -38,6 +39,8 @@ mod reasons;
 mod slab;
 mod slots;
 
+#[doc(hidden)]
+pub use bare::Bare;
 pub use config::LibfabricConfig;
 
 use self::address::{Address, Port};

@@ -1,0 +1,337 @@
+//! `tokenyard wire`: this library's endpoint beside a bare loop over the same network, between two processes.
+//!
+//! On the main thread of each process; the leader starts the follower, and both keep a core each. Slices of both ways
+//! alternate, so that whatever drifts meanwhile is the same for both.
+//!
+//! ```text
+//!  leader ── starts, with --as-rank ──▶ follower
+//!  leader ◀── a line: addresses of both ways ── follower       on its stdout
+//!  leader ─── the same ────────────────▶ follower              on its stdin
+//! ```
+
+mod ratio;
+mod slices;
+mod ways;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::Child;
+use std::time::Duration;
+
+use core_affinity::CoreId;
+use serde::Serialize;
+use tokenyard::internals::base::{Error, Rank, Result};
+use tokenyard::internals::transport::network::libfabric::libfabric_sys::Library;
+
+use self::ratio::{Bar, Median};
+use self::slices::{Kind, Measure, Row};
+use self::ways::{BareWay, Own, Seen};
+use crate::cli::args::WireArgs;
+use crate::cli::cases::words::{TransportWord, Word};
+use crate::cli::files::{self, check_outputs};
+use crate::cli::out::Out;
+use crate::cli::ranks::launch::{Launcher, die_with_parent};
+use crate::cli::ranks::network::libfabric_config;
+use crate::cli::report::table::table;
+use crate::cli::status::Status;
+use crate::cli::usage::Refusal;
+
+/// What is measured: name, and what each slice does.
+const ROWS: [(&str, Row); 4] = [
+    ("8 B, there and back, one way", Row { kind: Kind::Latency, bytes: 8, window: 1 }),
+    ("64 KiB, 16 outstanding", Row { kind: Kind::Rate, bytes: 64 << 10, window: 16 }),
+    ("1 MiB, 16 outstanding", Row { kind: Kind::Rate, bytes: 1 << 20, window: 16 }),
+    ("8 B, 16 posts, then polls", Row { kind: Kind::Costs, bytes: 8, window: 16 }),
+];
+/// Bars of the ratios, own by bare.
+const LATENCY: Bar = Bar::AtMost(1.15);
+const RATE: Bar = Bar::AtLeast(0.90);
+/// Bars of the differences over EFA, in nanoseconds: there a post is nearly free, so that it shows.
+const POST_NS: Bar = Bar::AtMost(120.0);
+const COMPLETION_NS: Bar = Bar::AtMost(60.0);
+
+#[derive(Serialize)]
+struct Object<'a> {
+    version: &'static str,
+    commit: &'static str,
+    transport: &'static str,
+    libfabric: String,
+    pairs: usize,
+    slice_ms: u64,
+    rows: &'a [RowObject],
+}
+
+#[derive(Serialize)]
+struct RowObject {
+    row: &'static str,
+    bytes: usize,
+    window: u64,
+    unit: &'static str,
+    /// Medians over all slices.
+    own: f64,
+    bare: f64,
+    /// `ratio`, own by bare; or `difference`, own less bare.
+    compared: &'static str,
+    result: Median,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bar: Option<Bar>,
+    within: bool,
+}
+
+/// Compares both ways over a network, and prints a table.
+///
+/// # Errors
+/// Unusable arguments.
+pub fn wire(args: &WireArgs, launcher: &Launcher, out: &Out) -> std::result::Result<Status, Refusal> {
+    if args.transport == TransportWord::Sim {
+        let advice = "it has no bare loop; give one over libfabric";
+        return Err(Refusal::of("--transport", args.transport.name(), advice));
+    }
+    if args.as_rank {
+        let outcome = die_with_parent().and_then(|()| follow(args, out).map_err(|error| error.to_string()));
+        return Ok(outcome.map_or_else(
+            |sentence| {
+                note!(out, "tokenyard: follower: {sentence}");
+                Status::Failure
+            },
+            |()| Status::Success,
+        ));
+    }
+    check_outputs(args.json.as_deref(), &[])?;
+    let measured = launcher.start_follower().and_then(|mut child| {
+        let rows = lead(args, &mut child).map_err(|error| error.to_string());
+        if rows.is_err() {
+            // It may wait for this process.
+            let _ = child.kill();
+        }
+        let ended = child.wait().map_err(|error| format!("the follower cannot be waited for ({error})"));
+        let (rows, status) = (rows?, ended?);
+        if status.success() { Ok(rows) } else { Err(format!("the follower ended with {status}")) }
+    });
+    let rows = match measured {
+        Ok(rows) => rows,
+        Err(sentence) => {
+            note!(out, "tokenyard: {sentence}");
+            return Ok(Status::Failure);
+        }
+    };
+    let mut written = Ok(());
+    if let Some(path) = &args.json {
+        let text = serde_json::to_string(&object(args, &rows)).map_err(|error| error.to_string());
+        written = text.and_then(|text| files::write(path, &text, out));
+    }
+    if args.json.as_deref() != Some("-") {
+        say!(out, "{}", listing(&rows));
+    }
+    let beyond: Vec<&str> = rows.iter().filter(|row| !row.within).map(|row| row.row).collect();
+    if !beyond.is_empty() {
+        note!(out, "tokenyard: beyond their bars: {}", beyond.join("; "));
+    }
+    if let Err(sentence) = &written {
+        note!(out, "tokenyard: {sentence}");
+    }
+    Ok(Status::from(written.is_ok() && beyond.is_empty()))
+}
+
+/// Both ways of a process.
+struct Ways {
+    own: Own,
+    bare: BareWay,
+    /// What polls of each have seen.
+    seen: [Seen; 2],
+}
+
+impl Ways {
+    fn open(args: &WireArgs, rank: u32) -> Result<Ways> {
+        let lack = || Error::config("transport", args.transport.name(), "give one over libfabric");
+        let config = libfabric_config(args.transport, 1, args.allow_old_shm).ok_or_else(lack)?;
+        Ok(Ways {
+            own: Own::open(Rank(rank), &config)?,
+            bare: BareWay::open(Rank(rank), &config)?,
+            seen: Default::default(),
+        })
+    }
+
+    /// Leads a slice of one way.
+    fn lead(&mut self, own: bool, row: Row, slice: Duration) -> Result<Measure> {
+        let [seen_own, seen_bare] = &mut self.seen;
+        if own {
+            slices::lead(&mut self.own, seen_own, row, slice)
+        } else {
+            slices::lead(&mut self.bare, seen_bare, row, slice)
+        }
+    }
+
+    /// Follows a slice of one way.
+    fn follow(&mut self, own: bool, row: Row) -> Result<()> {
+        let [seen_own, seen_bare] = &mut self.seen;
+        if own { slices::follow(&mut self.own, seen_own, row) } else { slices::follow(&mut self.bare, seen_bare, row) }
+    }
+
+    /// A line that names both addresses.
+    fn line(&mut self) -> Result<String> {
+        let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        Ok(format!("{} {}\n", hex(self.own.address()?), hex(self.bare.address()?)))
+    }
+
+    fn connect(&mut self, line: &str) -> Result<()> {
+        let addresses: Option<Vec<Vec<u8>>> = line.split_whitespace().map(unhex).collect();
+        let Some([own, bare]) = addresses.as_deref() else {
+            return Err(Error::transport("the other process gave no two addresses", "see its own message"));
+        };
+        self.own.connect(own)?;
+        self.bare.connect(bare)
+    }
+}
+
+fn unhex(text: &str) -> Option<Vec<u8>> {
+    let digits: Option<Vec<u8>> = text.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect();
+    digits.map(|digits| digits.chunks(2).map(|pair| pair.iter().fold(0, |byte, digit| byte << 4 | digit)).collect())
+}
+
+/// Keeps this thread on one of the process's cores, if there are several.
+fn pin(rank: usize) {
+    let cores = core_affinity::get_core_ids().unwrap_or_default();
+    let core: Option<&CoreId> = if rank == 0 { cores.first() } else { cores.last() };
+    if let Some(core) = core.filter(|_| cores.len() > 1) {
+        core_affinity::set_for_current(*core);
+    }
+}
+
+fn broken(error: &std::io::Error) -> Error {
+    Error::transport(format!("the other process cannot be reached ({error})"), "see its own message")
+}
+
+fn follow(args: &WireArgs, out: &Out) -> Result<()> {
+    pin(1);
+    let mut ways = Ways::open(args, 1)?;
+    say!(out, "{}", ways.line()?.trim_end());
+    let mut line = String::new();
+    std::io::stdin().lock().read_line(&mut line).map_err(|error| broken(&error))?;
+    ways.connect(&line)?;
+    for (_, row) in ROWS {
+        for pair in 0..=args.pairs {
+            in_order(pair, |own| ways.follow(own, row))?;
+        }
+    }
+    Ok(())
+}
+
+/// Both ways once, the one first in every second pair, the other in the others.
+fn in_order(pair: usize, mut slice: impl FnMut(bool) -> Result<()>) -> Result<()> {
+    let first = pair.is_multiple_of(2);
+    slice(first)?;
+    slice(!first)
+}
+
+fn lead(args: &WireArgs, child: &mut Child) -> Result<Vec<RowObject>> {
+    pin(0);
+    let mut ways = Ways::open(args, 0)?;
+    let own_line = ways.line()?;
+    let (Some(stdin), Some(stdout)) = (child.stdin.as_mut(), child.stdout.take()) else {
+        return Err(Error::transport("the follower has no pipes", "start again"));
+    };
+    let mut line = String::new();
+    BufReader::new(stdout).read_line(&mut line).map_err(|error| broken(&error))?;
+    ways.connect(&line)?;
+    stdin.write_all(own_line.as_bytes()).and_then(|()| stdin.flush()).map_err(|error| broken(&error))?;
+    let slice = Duration::from_millis(args.slice_ms);
+    let mut rows = Vec::new();
+    for (name, row) in ROWS {
+        let (mut own, mut bare) = (Vec::new(), Vec::new());
+        for pair in 0..=args.pairs {
+            in_order(pair, |is_own| {
+                let measure = ways.lead(is_own, row, slice)?;
+                // The first pair warms up.
+                if pair > 0 {
+                    if is_own { own.push(measure) } else { bare.push(measure) }
+                }
+                Ok(())
+            })?;
+        }
+        rows.extend(compared(name, row, args.transport, &own, &bare));
+    }
+    Ok(rows)
+}
+
+/// The rows of the table that slices of one kind give.
+fn compared(
+    name: &'static str,
+    row: Row,
+    transport: TransportWord,
+    own: &[Measure],
+    bare: &[Measure],
+) -> Vec<RowObject> {
+    let pick = |of: &[Measure], second: bool| -> Vec<f64> {
+        of.iter().map(|measure| if second { measure.second } else { measure.first }).collect()
+    };
+    let object = |row_name, unit, second, is_ratio: bool, bar: Option<Bar>| {
+        let (own, bare) = (pick(own, second), pick(bare, second));
+        let pairs = own.iter().zip(&bare);
+        let values = pairs.map(|(own, bare)| if is_ratio { own / bare } else { own - bare }).collect();
+        let result = Median::of(values);
+        RowObject {
+            row: row_name,
+            bytes: row.bytes,
+            window: row.window,
+            unit,
+            own: Median::of(own).median,
+            bare: Median::of(bare).median,
+            compared: if is_ratio { "ratio" } else { "difference" },
+            result,
+            bar,
+            within: bar.is_none_or(|bar| bar.admits(result)),
+        }
+    };
+    // Elsewhere the provider's own work dwarfs what this library adds to a post.
+    let of_efa = |bar| (transport == TransportWord::Efa).then_some(bar);
+    match row.kind {
+        Kind::Latency => vec![object(name, "us", false, true, Some(LATENCY))],
+        Kind::Rate => vec![object(name, "bytes/s", false, true, Some(RATE))],
+        Kind::Costs => vec![
+            object("post of 8 B", "ns", false, false, of_efa(POST_NS)),
+            object("completion of 8 B", "ns", true, false, of_efa(COMPLETION_NS)),
+        ],
+    }
+}
+
+fn object<'a>(args: &WireArgs, rows: &'a [RowObject]) -> Object<'a> {
+    Object {
+        version: env!("CARGO_PKG_VERSION"),
+        commit: option_env!("TOKENYARD_COMMIT").unwrap_or("unknown"),
+        transport: args.transport.name(),
+        libfabric: Library::open().map_or_else(|_| String::new(), |library| library.version().to_string()),
+        pairs: args.pairs,
+        slice_ms: args.slice_ms,
+        rows,
+    }
+}
+
+fn listing(rows: &[RowObject]) -> String {
+    let number = |value: f64| match value {
+        value if value >= 1e6 => format!("{:.2}e9", value / 1e9),
+        value => format!("{value:.2}"),
+    };
+    let cells = |row: &RowObject| {
+        let Median { median, low, high } = row.result;
+        let bar = match row.bar {
+            Some(Bar::AtLeast(bar)) => format!(">= {bar}"),
+            Some(Bar::AtMost(bar)) => format!("<= {bar}"),
+            None => "-".to_owned(),
+        };
+        let verdict = if row.within { "within" } else { "BEYOND" };
+        let result = format!("{} ({} to {})", number(median), number(low), number(high));
+        vec![
+            row.row.into(),
+            row.unit.into(),
+            number(row.own),
+            number(row.bare),
+            format!("{} {result}", row.compared),
+            bar,
+            verdict.into(),
+        ]
+    };
+    table(
+        &["row", "unit", "own", "bare", "own against bare (95 %)", "bar", "verdict"],
+        &rows.iter().map(cells).collect::<Vec<_>>(),
+    )
+}
