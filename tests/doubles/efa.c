@@ -6,7 +6,7 @@
  * (but not efa_rules.c, the program that shows each rule to fire). Settings, all optional:
  *
  *   TOKENYARD_EFA_NICS=4            NICs, named rdmap0s0, rdmap1s0 ...
- *   TOKENYARD_EFA_VERSION=2.1       version that the library claims; fabric efa-direct from 2.1
+ *   TOKENYARD_EFA_VERSION=2.4       version that the library claims; fabric efa-direct from 2.1
  *   TOKENYARD_EFA_DIRECT=1          0: no efa-direct
  *   TOKENYARD_EFA_DEVICE=0xefa1     device; 0xefa0 and 0xefa1 emulate writes if asked for an API below 1.18
  *   TOKENYARD_EFA_RDMA=1            0: the device has no RDMA write (as on p4d): no FI_RMA on efa-direct, emulated else
@@ -55,7 +55,7 @@ static int truth(const char *name) {
 }
 
 static void read_config(void) {
-    unsigned major = 2, minor = 1;
+    unsigned major = 2, minor = 4;
     const char *version = getenv("TOKENYARD_EFA_VERSION"), *directory = getenv("TOKENYARD_EFA_DIR");
     const char *scope = getenv("TOKENYARD_EFA_SCOPE");
     if (version)
@@ -486,7 +486,8 @@ EXPORT int fi_getinfo(uint32_t version, const char *node, const char *service, u
     *out = NULL;
     if (FI_MAJOR(version) > FI_MAJOR(config.version) || version > config.version)
         return -FI_ENOSYS; /* fi_getinfo(3): the version asked for is newer than the library */
-    for (int is_direct = 0; is_direct <= config.direct; is_direct++)
+    /* prov/efa/src/efa_prov.c lists all infos of efa-direct first. */
+    for (int is_direct = config.direct; is_direct >= 0; is_direct--)
         for (uint32_t nic = 0; nic < config.nics; nic++) {
             struct fi_info *info = describe(version, nic, is_direct);
             if (!serves(info, hints, is_direct)) {

@@ -38,6 +38,13 @@ fn runs_verify_with_one_nic_and_several_whatever_the_library_and_device_are() {
 
 #[test]
 fn what_would_emulate_writes_or_lose_them_is_an_error_with_advice() {
+    let variable = "FI_EFA_USE_UNSOLICITED_WRITE_RECV";
+    if let Some(library) = double::efa() {
+        let typed = format!("bench --device cpu --transport libfabric:efa {SHAPE} {PROCESSES}");
+        let output = command(&typed).env(VARIABLE, library).env(variable, "OFF").output().unwrap();
+        let sentence = text(&output.stderr);
+        assert!(!output.status.success() && sentence.contains(variable) && sentence.contains("unset it"), "{sentence}");
+    }
     for (settings, named, advice) in [
         (&[("VERSION", "1.17")][..], "may emulate writes", "needs 1.18 or later"),
         (&[("RDMA", "0")], "emulates the writes of NIC rdmap0s0-rdm", "use a device with RDMA writes"),

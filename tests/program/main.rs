@@ -15,3 +15,4 @@ mod plans;
 mod simulate;
 mod topology;
 mod values;
+mod wire;

@@ -108,3 +108,64 @@ fn a_batch_of_writes_rings_one_doorbell_of_each_nic() {
         }
     }
 }
+
+/// An address with another key and a region that wraps, whose checksum is right: fnv1a of all before its last 8 bytes.
+fn bent(address: &[u8]) -> Vec<u8> {
+    let mut bent = address.to_vec();
+    let end = bent.len() - 8;
+    bent[8] ^= 1;
+    bent[end - 16..end - 8].copy_from_slice(&u64::MAX.to_le_bytes());
+    let sum = bent[..end]
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325u64, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3));
+    bent[end..].copy_from_slice(&sum.to_le_bytes());
+    bent
+}
+
+#[test]
+fn a_refused_address_leaves_the_peer_of_the_same_name() {
+    let Some(library) = double::efa() else { return };
+    if !alone("efa::a_refused_address_leaves_the_peer_of_the_same_name") {
+        return;
+    }
+    let mut config = Libfabric::efa(2).0;
+    config.domains = ["rdmap1s0-rdm", "rdmap0s0"].map(String::from).to_vec();
+    let memory = Memory::new(4096);
+    let mut open = |rank| {
+        let mut endpoint = LibfabricEndpoint::open(Rank(rank), config.clone()).unwrap();
+        // SAFETY: accessed through raw pointers only, and dropped after the endpoints.
+        assert_eq!(unsafe { endpoint.register(memory.span()) }, Ok(RegionId(0)));
+        endpoint
+    };
+    let [mut one, mut two] = [0, 1].map(&mut open);
+    let address = two.address(Rank(0)).unwrap();
+    one.connect(Rank(1), &address).unwrap();
+    two.connect(Rank(0), &one.address(Rank(1)).unwrap()).unwrap();
+    let refused = one.connect(Rank(1), &bent(&address)).unwrap_err().to_string();
+    assert!(refused.contains("has a region that wraps"), "{refused}");
+    let place = Place { region: RegionId(0), offset: 0 };
+    let write = WriteImm {
+        nic: 0,
+        peer: Rank(1),
+        source: place,
+        target: place,
+        bytes: 64,
+        imm: ImmValue::from_bits(5),
+        token: 0,
+    };
+    let before = posts_and_doorbells(library);
+    assert_eq!(one.post(&write), Ok(Posted::Accepted));
+    let (start, mut events) = (Instant::now(), Vec::new());
+    while events.len() < 2 {
+        assert!(start.elapsed() < PATIENCE, "{events:?}");
+        for rank in [&mut one, &mut two] {
+            rank.poll(&mut |event| events.push(format!("{event:?}"))).unwrap();
+        }
+    }
+    assert!(events.contains(&"Sent { token: 0 }".to_owned()), "{events:?}");
+    let after = posts_and_doorbells(library);
+    assert_eq!([after[0][0] - before[0][0], after[0][1] - before[0][1]], [0, 1], "NIC 0 is the second domain");
+    config.domains = vec!["rdmap9s0-rdm".into()];
+    let refused = LibfabricEndpoint::open(Rank(2), config).unwrap_err().to_string();
+    assert!(refused.contains("rdmap9s0-rdm") && refused.contains("rdmap0s0-rdm, rdmap1s0-rdm"), "{refused}");
+}

@@ -1,7 +1,7 @@
 //! The least that a program does with libfabric: what `tokenyard wire` compares [`LibfabricEndpoint`] with.
 //!
-//! Place in the data path: none. One peer and one region, by the same objects and with the same flags as the backend. It
-//! keeps no credits, takes nothing back, and sends no messages.
+//! Place in the data path: none. One peer and one region, by the same objects and with the same flags as the backend.
+//! It keeps no credits, takes nothing back, and sends no messages.
 //!
 //! [`LibfabricEndpoint`]: super::LibfabricEndpoint
 
@@ -60,7 +60,7 @@ impl Bare {
             key: 0,
             rank: self.rank,
             virtual_addresses: self.lane.facts.virtual_addresses,
-            provider: self.lane.facts.provider.clone(),
+            provider: self.lane.facts.kind(),
             ports: vec![port],
             lengths: vec![self.span.bytes as u64],
             remotes: self.lane.remote(REGION, self.span.base).into_iter().collect(),
@@ -95,7 +95,7 @@ impl Bare {
         let Some((address, remote)) = self.peer.filter(|_| offset + bytes <= self.span.bytes) else {
             return Err(Error::argument("bytes", bytes, "stay within the region of a peer that is connected"));
         };
-        if self.under_way >= self.lane.facts.queue {
+        if self.under_way >= self.lane.room {
             return Ok(false);
         }
         self.next = self.next.wrapping_add(1);

@@ -5,9 +5,9 @@
 use super::config::{LibfabricConfig, MAX_WRITES};
 use super::libfabric_sys::*;
 use super::object::Origin;
-use super::provider::{EFA_DIRECT, Provider};
+use super::provider::{EFA_DIRECT, Provider, UNSOLICITED};
 use crate::base::{Error, Result, quoted};
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, CString, OsStr, c_char};
 use std::ptr::{NonNull, null, null_mut};
 
 const ADVICE: &str = "set FI_LOG_LEVEL=warn to see the library's reasons, or choose another provider";
@@ -37,13 +37,25 @@ pub(super) struct Facts {
     pub chooses_keys: bool,
     /// Bytes of a key.
     pub key_bytes: usize,
-    /// Writes of an endpoint that may be under way.
+    /// Operations of an endpoint that may be under way.
     pub queue: usize,
+    /// Receives of messages that may be posted.
+    pub receives: usize,
     /// Bytes of the longest write.
     pub longest: usize,
 }
 
+/// Whether the value of one of libfabric's variables is off: fi_param_get_bool of its core.
+fn is_off(value: &OsStr) -> bool {
+    ["0", "no", "off", "false"].iter().any(|off| value.eq_ignore_ascii_case(off))
+}
+
 impl Facts {
+    /// The provider, and where it has several fabrics the one that is used: peers over different ones do not talk.
+    pub fn kind(&self) -> String {
+        if self.provider == "efa" { format!("efa;{}", self.fabric) } else { self.provider.clone() }
+    }
+
     /// Whether a batch of posts may ring one doorbell.
     pub fn batches(&self, provider: Provider) -> bool {
         provider.batches(&self.fabric)
@@ -61,11 +73,15 @@ impl Info {
             let advice = format!("the provider {} needs {oldest} or later: install it", config.provider);
             return Err(Error::transport(format!("{what} may emulate writes"), advice));
         }
+        if provider == Provider::Efa && std::env::var_os(UNSOLICITED).is_some_and(|value| is_off(&value)) {
+            let advice = "unset it: an endpoint posts no receives for immediates";
+            return Err(Error::config(UNSOLICITED, "off", advice));
+        }
         let source = config.source.as_deref().map(CString::new).transpose().map_err(|_| {
             let advice = "give an address or name of this host";
             Error::config("source", quoted(config.source.as_deref().unwrap_or_default().as_bytes()), advice)
         })?;
-        let hints = Info::hints(library, &config.provider)?;
+        let hints = Info::hints(library, provider, &config.provider)?;
         let (node, flags) = source.as_ref().map_or((null(), 0), |node| (node.as_ptr(), FI_SOURCE));
         let mut found = null_mut();
         // SAFETY: hints of the library's own making, C strings, and a place for the answer, all alive during the call.
@@ -74,7 +90,11 @@ impl Info {
         };
         match NonNull::new(found) {
             // The list is freed as one.
-            Some(info) if code == 0 => Info { library, info }.chosen(config, provider, nic),
+            Some(info) if code == 0 => {
+                let chosen = Info { library, info }.chosen(config, provider, nic)?;
+                chosen.limit_queue();
+                Ok(chosen)
+            }
             _ if code == 0 || code == -FI_ENODATA => Err(Info::missing(library, config)),
             _ => Err(Info::origin(library, config).refused("is not found", code, ADVICE)),
         }
@@ -85,7 +105,9 @@ impl Info {
         if provider != Provider::Efa {
             return Ok(self);
         }
-        let offers: Vec<(NonNull<fi_info>, Facts)> = self.list().map(|info| (info, facts(info))).collect();
+        let offers = self.list().map(|info| (info, facts(info)));
+        let offers = offers.filter(|(_, facts)| provider.admits(&facts.fabric, self.library.version()));
+        let offers: Vec<(NonNull<fi_info>, Facts)> = offers.collect();
         let is_direct = |facts: &Facts| facts.fabric == EFA_DIRECT;
         let any_direct = offers.iter().any(|(_, facts)| is_direct(facts));
         let mut domains: Vec<(NonNull<fi_info>, String)> = Vec::new();
@@ -100,7 +122,7 @@ impl Info {
         } else {
             let wanted = &config.domains[nic % config.domains.len()];
             domains.iter().find(|(_, domain)| domain == wanted).or_else(|| {
-                // Names of the same NIC by its fabrics differ in their ends.
+                // Without the ending a name is the NIC's in sysfs.
                 domains.iter().find(|(_, domain)| domain.split('-').next() == wanted.split('-').next())
             })
         };
@@ -139,8 +161,8 @@ impl Info {
         Error::transport(what, ADVICE)
     }
 
-    fn hints(library: &'static Library, provider: &str) -> Result<Info> {
-        let name = CString::new(provider).map_err(|_| no_memory())?;
+    fn hints(library: &'static Library, provider: Provider, name: &str) -> Result<Info> {
+        let name = CString::new(name).map_err(|_| no_memory())?;
         // SAFETY: null makes an empty info.
         let info = NonNull::new(unsafe { (library.fi_dupinfo)(null()) }).ok_or_else(no_memory)?;
         let hints = Info { library, info };
@@ -148,7 +170,7 @@ impl Info {
         // name.
         unsafe {
             let info = hints.info.as_ptr();
-            (*info).caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+            (*info).caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE | provider.capabilities();
             (*info).mode = FI_CONTEXT | FI_CONTEXT2;
             (*(*info).ep_attr).type_ = FI_EP_RDM;
             let domain = (*info).domain_attr;
@@ -159,6 +181,15 @@ impl Info {
             (*(*info).fabric_attr).prov_name = libc::strdup(name.as_ptr());
         }
         Ok(hints)
+    }
+
+    /// Asks for no deeper queue than is used.
+    fn limit_queue(&self) {
+        // SAFETY: an info of the library's with all its parts, which nobody else has.
+        unsafe {
+            let tx = (*self.info.as_ptr()).tx_attr;
+            (*tx).size = (*tx).size.min(MAX_WRITES);
+        }
     }
 
     pub fn as_ptr(&self) -> *mut fi_info {
@@ -200,6 +231,7 @@ fn facts(info: NonNull<fi_info>) -> Facts {
             chooses_keys: (*domain).mr_mode & FI_MR_PROV_KEY != 0,
             key_bytes: (*domain).mr_key_size,
             queue: (*(*info).tx_attr).size.clamp(1, MAX_WRITES),
+            receives: (*(*info).rx_attr).size,
             longest: (*(*info).ep_attr).max_msg_size,
         }
     }

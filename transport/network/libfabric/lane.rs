@@ -93,8 +93,14 @@ pub(super) struct Lane {
     provider: Provider,
     pub facts: Facts,
     pub writes: Slots<Flight>,
-    /// Completions besides those of writes that may be in the queue.
-    others: u32,
+    /// Writes that may be under way.
+    pub room: usize,
+    /// Messages that may be under way.
+    pub messages: u32,
+    /// Completions of receives that may be in the queue.
+    receives: usize,
+    /// Peers that each address stands for: a provider gives one name one address.
+    addresses: Vec<(fi_addr_t, u32)>,
     /// Flags of every write.
     write_flags: u64,
     origin: Origin,
@@ -108,13 +114,15 @@ unsafe impl Send for Lane {}
 pub(super) enum Done {
     Immediate(u32),
     Operation(Operation),
-    /// An error of an operation; none for one that no operation is named with.
-    Failed(Option<Operation>, Failure),
+    /// An error of an operation.
+    Failed(Operation, Failure),
+    /// An error that no operation is named with; whether it may be that of a write that arrived.
+    Stray(Failure, bool),
 }
 
 impl Done {
     /// An error of which nothing is known.
-    pub const NONE: Done = Done::Failed(None, Failure { reason: Reason::Other, code: 0 });
+    pub const NONE: Done = Done::Stray(Failure { reason: Reason::Other, code: 0 }, false);
 }
 
 impl Lane {
@@ -146,8 +154,12 @@ impl Lane {
         let scratch = register(&origin, &domain, &facts, own, FI_REMOTE_WRITE, advice)?;
         let access = FI_WRITE | FI_SEND | FI_RECV;
         let local = register(&origin, &domain, &facts, Span::host(local, bytes), access, advice)?;
-        let writes = facts.queue as u32;
-        let (sends, receives) = if nic == 0 { (slab.sends(), slab.receives()) } else { (0, 0) };
+        let (mut messages, receives) = if nic == 0 { (slab.sends(), slab.receives()) } else { (0, 0) };
+        if let Some(most) = provider.messages_of(facts.queue) {
+            messages = messages.min(most as u32);
+        }
+        let shared = provider.messages_of(facts.queue).map_or(0, |_| messages as usize);
+        let room = facts.queue.saturating_sub(shared).max(1);
         let mut lane = Lane {
             door: None,
             stuck: None,
@@ -158,11 +170,14 @@ impl Lane {
             events,
             _fabric: fabric,
             info,
-            contexts: Contexts::new(writes, sends, receives),
+            contexts: Contexts::new(room as u32, slab.sends(), slab.receives()),
             provider,
+            receives: provider.own_receives(&facts.fabric, facts.receives).unwrap_or(receives as usize),
             facts,
-            writes: Slots::new(writes),
-            others: receives,
+            writes: Slots::new(room as u32),
+            room,
+            messages,
+            addresses: Vec::new(),
             write_flags: FI_REMOTE_CQ_DATA | FI_COMPLETION | provider.write_flags(),
             origin,
         };
@@ -196,7 +211,7 @@ impl Lane {
         self.shut()?;
         let origin = &self.origin;
         let mut queue = fi_cq_attr {
-            size: self.provider.completions(self.facts.queue + self.others as usize),
+            size: self.provider.completions(self.facts.queue + self.receives),
             flags: 0,
             format: FI_CQ_FORMAT_DATA,
             wait_obj: FI_WAIT_NONE,
@@ -246,6 +261,7 @@ impl Lane {
         }
         name.truncate(length);
         self.door = Some(Door { endpoint, completions, addresses, name, room: queue.size });
+        self.addresses.clear();
         Ok(())
     }
 
@@ -271,7 +287,7 @@ impl Lane {
     /// Immediates that may be under way to this NIC; no bound where the queue keeps what does not fit.
     pub fn receives(&self) -> Option<usize> {
         let room = self.door.as_ref().map_or(0, |door| door.room);
-        self.provider.overruns().then(|| room.saturating_sub(self.facts.queue + self.others as usize))
+        self.provider.overruns().then(|| room.saturating_sub(self.facts.queue + self.receives))
     }
 
     fn door(&self, rank: Rank) -> Result<&Door> {
@@ -311,6 +327,11 @@ impl Lane {
             let what = format!("closes no memory region: region {} stays registered", region.0);
             self.origin.refused(&what, code, ADVICE)
         })
+    }
+
+    /// Whether a region can be written from.
+    pub fn has(&self, region: RegionId) -> bool {
+        self.region(region).is_some()
     }
 
     fn region(&self, region: RegionId) -> Option<&Object<fid_mr>> {
@@ -357,8 +378,8 @@ impl Lane {
         }
     }
 
-    /// Adds a peer's endpoint.
-    pub fn insert(&self, rank: Rank, name: &[u8]) -> Result<fi_addr_t> {
+    /// Adds a peer's endpoint. A name that is there already has the same address.
+    pub fn insert(&mut self, rank: Rank, name: &[u8]) -> Result<fi_addr_t> {
         let door = self.door(rank)?;
         let mut found = FI_ADDR_UNSPEC;
         let refused = || Error::transport("names no endpoint that the provider knows", ADVICE);
@@ -368,12 +389,25 @@ impl Lane {
         // SAFETY: a name as long and of the same kind as fi_getname's, and a place for the answer.
         let count =
             unsafe { fi_av_insert(door.addresses.as_ptr(), name.as_ptr().cast(), 1, &mut found, 0, null_mut()) };
-        if count == 1 && found != FI_ADDR_UNSPEC { Ok(found) } else { Err(refused()) }
+        if count != 1 || found == FI_ADDR_UNSPEC {
+            return Err(refused());
+        }
+        match self.addresses.iter_mut().find(|(address, _)| *address == found) {
+            Some((_, peers)) => *peers += 1,
+            None => self.addresses.push((found, 1)),
+        }
+        Ok(found)
     }
 
-    /// Removes a peer's endpoint, to which nothing is under way.
-    pub fn remove(&self, mut address: fi_addr_t) {
+    /// Removes a peer's endpoint, to which nothing is under way, unless another peer has the same.
+    pub fn remove(&mut self, mut address: fi_addr_t) {
         let Some(door) = &self.door else { return };
+        let Some(at) = self.addresses.iter().position(|(known, _)| *known == address) else { return };
+        if let Some((_, peers)) = self.addresses.get_mut(at).filter(|(_, peers)| *peers > 1) {
+            *peers -= 1;
+            return;
+        }
+        self.addresses.swap_remove(at);
         // SAFETY: an address that `insert` gave.
         let code = unsafe { fi_av_remove(door.addresses.as_ptr(), &mut address, 1, 0) };
         if code != 0 {
@@ -429,7 +463,7 @@ impl Lane {
             addr: write.address,
             rma_iov: &remote,
             rma_iov_count: 1,
-            context: self.contexts.of(Operation::Write(write.number % self.facts.queue as u32)),
+            context: self.contexts.of(Operation::Write(write.number % self.room as u32)),
             data: u64::from(write.imm),
         };
         // SAFETY: an enabled endpoint and a registered source. The bare loop has far fewer writes under way than there
@@ -519,16 +553,17 @@ impl Lane {
             return 0;
         }
         let failure = self.provider.failure(entry.err, entry.prov_errno);
-        found[0] = Done::Failed(self.contexts.operation(entry.op_context), failure);
+        // The provider's own operations, such as handshakes, have flags of what they are.
+        let of_arrival = entry.flags == 0 || entry.flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA) != 0;
+        found[0] = match self.contexts.operation(entry.op_context) {
+            Some(operation) => Done::Failed(operation, failure),
+            None => Done::Stray(failure, of_arrival && self.provider.overruns()),
+        };
         1
     }
 
-    /// Whether an error that no operation is named with may be of an immediate that has arrived.
-    pub fn loses_immediates(&self) -> bool {
-        self.provider.overruns()
-    }
-
-    /// Reads the event queue, which has something to tell only where the endpoint is broken.
+    /// Reads the event queue. Errors of handshakes with peers that have gone are theirs; after others the endpoint is
+    /// broken.
     ///
     /// # Errors
     /// `Transport` with the provider's text.
@@ -549,16 +584,22 @@ impl Lane {
         if unsafe { fi_eq_readerr(self.events.as_ptr(), &mut entry, 0) } < 0 {
             return Ok(());
         }
-        let why = self.explain(self.provider.failure(entry.err, entry.prov_errno).code);
+        let failure = self.provider.failure(entry.err, entry.prov_errno);
+        let why = self.explain(failure.code);
+        if failure.reason == Reason::Unreachable {
+            log::debug!(target: crate::base::targets::NETWORK, "NIC {}: a peer has gone: {why}", self.facts.domain);
+            return Ok(());
+        }
         let what = format!("libfabric reports an error of NIC {}: {why}", self.facts.domain);
         Err(Error::transport(what, "open another endpoint").ending())
     }
 
     /// The library's text of a failure's code, or the provider's where the code is its own.
     pub fn explain(&self, code: u32) -> String {
-        let (Some(status), Some(door)) = (self.provider.status(code), &self.door) else {
+        let Some(status) = self.provider.status(code) else {
             return self.origin.library.strerror(self.provider.error_number(code));
         };
+        let Some(door) = self.door.as_ref().filter(|_| status != 0) else { return format!("status {status}") };
         // SAFETY: an open queue; the provider has a text of its own, which stays.
         let text = unsafe { fi_cq_strerror(door.completions.as_ptr(), status, null(), null_mut(), 0) };
         if text.is_null() {

@@ -1,19 +1,20 @@
 //! Control messages and notices between endpoints: a header, and at most [`MAX_MESSAGE`] bytes.
 //!
 //! ```text
-//! byte  0     2           4     8          16           24
-//!       kind  length u16  rank  from: key  to: key      message, or numbers of a region, of a question, of notices
+//! byte  0     2           4     8          16        24      32
+//!       kind  length u16  rank  from: key  to: key   number  message, or numbers of a region, question, notices
 //! ```
 //!
 //! A message counts only if it is to this endpoint's present key and from the key that its sender's address named: what
-//! comes from a closed generation, or from a stranger who found the port, is dropped.
+//! comes from a closed generation, or from a stranger who found the port, is dropped. Its number counts the messages to
+//! the peer: a message that is sent again, after an error that came too late, counts once.
 
 use crate::base::Rank;
 use crate::transport::network::revoke::Notice;
 use crate::transport::network::{MAX_MESSAGE, RegionId};
 
 /// Bytes of the header. One of zeros is of no message.
-pub(super) const HEAD: usize = 24;
+pub(super) const HEAD: usize = 32;
 /// Bytes of the longest message with its header.
 pub(super) const LONGEST: usize = HEAD + MAX_MESSAGE;
 /// Bytes from one message to the next in a slab: whole cache lines.
@@ -31,6 +32,8 @@ pub(super) struct Parties {
     pub rank: Rank,
     pub from: u64,
     pub to: u64,
+    /// Of the message among those from the one to the other.
+    pub number: u64,
 }
 
 /// What travels.
@@ -46,7 +49,11 @@ pub(super) enum Content<'a> {
 }
 
 /// Writes a message into its place; answers its bytes. Bytes of a message beyond [`MAX_MESSAGE`] are cut off.
-pub(super) fn encode(out: &mut [u8; PITCH], Parties { rank, from, to }: Parties, content: Content<'_>) -> usize {
+pub(super) fn encode(
+    out: &mut [u8; PITCH],
+    Parties { rank, from, to, number }: Parties,
+    content: Content<'_>,
+) -> usize {
     let (kind, first, second) = match content {
         Content::Message(_) => (MESSAGE, 0, 0),
         Content::Notice(Notice::Revoke(RegionId(region))) => (REVOKE, region, 0),
@@ -66,6 +73,7 @@ pub(super) fn encode(out: &mut [u8; PITCH], Parties { rank, from, to }: Parties,
     out[4..8].copy_from_slice(&rank.0.to_le_bytes());
     out[8..16].copy_from_slice(&from.to_le_bytes());
     out[16..24].copy_from_slice(&to.to_le_bytes());
+    out[24..32].copy_from_slice(&number.to_le_bytes());
     out[HEAD..HEAD + body.len()].copy_from_slice(body);
     HEAD + body.len()
 }
@@ -77,6 +85,7 @@ pub(super) fn decode(bytes: &[u8; PITCH]) -> Option<(Parties, Content<'_>)> {
     let (rank, rest) = rest.split_first_chunk()?;
     let (from, rest) = rest.split_first_chunk()?;
     let (to, rest) = rest.split_first_chunk()?;
+    let (count, rest) = rest.split_first_chunk()?;
     let length = usize::from(u16::from_le_bytes(*length));
     let body = rest.get(..length).filter(|_| length <= MAX_MESSAGE)?;
     let number = || body.try_into().ok().map(u16::from_le_bytes);
@@ -93,7 +102,8 @@ pub(super) fn decode(bytes: &[u8; PITCH]) -> Option<(Parties, Content<'_>)> {
         _ => return None,
     };
     let rank = Rank(u32::from_le_bytes(*rank));
-    Some((Parties { rank, from: u64::from_le_bytes(*from), to: u64::from_le_bytes(*to) }, content))
+    let [from, to, number] = [from, to, count].map(|bytes| u64::from_le_bytes(*bytes));
+    Some((Parties { rank, from, to, number }, content))
 }
 
 #[cfg(test)]
@@ -102,7 +112,7 @@ mod tests {
 
     #[test]
     fn messages_and_notices_survive_the_wire() {
-        let parties = Parties { rank: Rank(7), from: 1 << 60, to: 3 };
+        let parties = Parties { rank: Rank(7), from: 1 << 60, to: 3, number: 1 << 33 };
         let longest = [9; MAX_MESSAGE];
         let contents = [
             (Content::Message(b""), HEAD),
@@ -123,7 +133,8 @@ mod tests {
     #[test]
     fn malformed_messages_are_none() {
         let mut good = [0; PITCH];
-        encode(&mut good, Parties { rank: Rank(0), from: 1, to: 2 }, Content::Notice(Notice::Revoke(RegionId(1))));
+        let parties = Parties { rank: Rank(0), from: 1, to: 2, number: 0 };
+        encode(&mut good, parties, Content::Notice(Notice::Revoke(RegionId(1))));
         for (at, byte) in [(0, 0), (0, 6), (1, 1), (2, 1), (2, 3), (3, 2)] {
             let mut bad = good;
             bad[at] = byte;

@@ -16,8 +16,8 @@
 //! - **One doorbell.** `flush` and `poll` hand all waiting writes of a NIC over as one batch (FI_MORE), where the
 //!   provider has doorbells.
 //! - **Completion queues** of EFA lose what does not fit: they hold all operations and the immediates that
-//!   [`Limits::receives`] allows. What a poll cannot attribute to an operation closes the endpoint there, since it may
-//!   be a lost immediate.
+//!   [`Limits::receives`] allows. An error that may be that of an arrived write closes the endpoint there, since an
+//!   immediate may be lost.
 //! - **Regions** are taken back by asking the peers (`revoke.rs`). A peer that does not answer in time is cut off: over
 //!   tcp a late write of it breaks its connection, and with it its other writes.
 //! - **An endpoint that was silent** for half of that time may have missed a notice. It asks each peer, and hands the
@@ -44,6 +44,7 @@ pub use bare::Bare;
 pub use config::LibfabricConfig;
 
 use self::address::{Address, Port};
+use self::info::Facts;
 use self::lane::{BATCH, Destination, Done, Flight, Lane};
 use self::libfabric_sys::{FI_EAGAIN, Library, Version};
 use self::message::{Content, PITCH, Parties};
@@ -104,7 +105,7 @@ pub struct LibfabricEndpoint {
     notices: VecDeque<(Rank, Notice)>,
     /// Peers that have asked, and the numbers of their questions.
     asked: Vec<(Rank, u16)>,
-    /// When a poll last took notices in.
+    /// When this endpoint last polled.
     polled_ns: u64,
     /// Counts polls.
     polls: u32,
@@ -165,8 +166,8 @@ impl LibfabricEndpoint {
         if let Some(Lane { facts, .. }) = lanes.first() {
             log::info!(
                 target: crate::base::targets::NETWORK,
-                "rank {rank}: libfabric {} at {}, provider {}, fabric {}, {} NICs, {} operations each",
-                library.version(), library.path().display(), facts.provider, facts.fabric, lanes.len(), facts.queue
+                "rank {rank}: libfabric {} at {}, provider {}, {} NICs, {} operations each",
+                library.version(), library.path().display(), facts.kind(), lanes.len(), facts.queue
             );
         }
         let mut endpoint = LibfabricEndpoint {
@@ -185,7 +186,7 @@ impl LibfabricEndpoint {
             asked: Vec::new(),
             polled_ns: 0,
             polls: 0,
-            sends: Slots::new(MESSAGES),
+            sends: Slots::new(lanes.first().map_or(0, |lane| lane.messages)),
             pending: VecDeque::new(),
             opened: Instant::now(),
             lanes,
@@ -232,8 +233,8 @@ impl LibfabricEndpoint {
         Ok(source)
     }
 
-    /// Completes waiting writes to regions that their peers have taken back as dropped; answers how many writes of each
-    /// NIC are left to hand over.
+    /// Completes waiting writes to regions that their peers have taken back as dropped, and those from regions that
+    /// this side has lost as failed; answers how many writes of each NIC are left to hand over.
     fn drop_revoked(&mut self) -> [u32; MAX_NICS] {
         let mut left = [0; MAX_NICS];
         let LibfabricEndpoint { peers, lanes, pending, waiting, revocations, .. } = self;
@@ -241,13 +242,17 @@ impl LibfabricEndpoint {
             let (Some(peer), Some(lane)) = (peers.get_mut(rank), lanes.get_mut(*nic)) else { continue };
             let (true, Some(path)) = (peer.notices == Notices::Known, peer.paths.get_mut(*nic)) else { continue };
             path.unsent.retain(|number| {
-                let flight = lane.writes.get(*number);
-                let revoked = flight.is_none_or(|flight| revocations.is_revoked(*rank, flight.write.target.region));
-                if revoked {
-                    let flight = lane.writes.end(*number);
-                    pending.extend(flight.map(|flight| Pending { nic: *nic, flight, outcome: Outcome::Dropped }));
-                }
-                !revoked
+                let Some(Flight { write, .. }) = lane.writes.get(*number) else { return false };
+                let outcome = if revocations.is_revoked(*rank, write.target.region) {
+                    Outcome::Dropped
+                } else if write.bytes > 0 && !lane.has(write.source.region) {
+                    Outcome::Failed(Reason::Local.into())
+                } else {
+                    return true;
+                };
+                let flight = lane.writes.end(*number);
+                pending.extend(flight.map(|flight| Pending { nic: *nic, flight, outcome }));
+                false
             });
             if let Some(left) = left.get_mut(*nic) {
                 *left += path.unsent.len() as u32;
@@ -336,7 +341,9 @@ impl LibfabricEndpoint {
             return false;
         };
         let mut place = [0; PITCH];
-        let bytes = message::encode(&mut place, Parties { rank: self.rank, from: self.key, to: peer.key }, content);
+        peer.sent += 1;
+        let parties = Parties { rank: self.rank, from: self.key, to: peer.key, number: peer.sent };
+        let bytes = message::encode(&mut place, parties, content);
         slab.store(number, &place);
         sends.change(number, |send| send.bytes = bytes);
         peer.messages += 1;
@@ -392,9 +399,7 @@ impl LibfabricEndpoint {
         if now_ns.saturating_sub(self.polled_ns) <= self.let_go_ns() / 2 {
             return;
         }
-        for peer in self.peers.values_mut().filter(|peer| peer.notices == Notices::Known) {
-            (peer.notices, peer.doubted_ns) = (Notices::Missed, now_ns);
-        }
+        self.peers.values_mut().for_each(|peer| peer.doubt(now_ns));
     }
 
     /// Asks the peers for which writes wait and whose notices are in doubt. A peer that does not answer is not waited
@@ -405,7 +410,7 @@ impl LibfabricEndpoint {
             let Some((rank, _)) = self.waiting.get(at).copied() else { break };
             let Some(peer) = self.peers.get_mut(&rank).filter(|peer| peer.notices != Notices::Known) else { continue };
             if now_ns.saturating_sub(peer.doubted_ns) > let_go_ns.saturating_mul(DOUBT) {
-                peer.notices = Notices::Known;
+                peer.give_up();
                 continue;
             }
             let old = now_ns.saturating_sub(peer.asked_ns) > let_go_ns / 2;
@@ -428,7 +433,8 @@ impl LibfabricEndpoint {
                 0 => _ = self.unposted.pop(),
                 code if code == -FI_EAGAIN => break,
                 code => {
-                    let what = format!("libfabric takes no receive: {}", lane.explain(code.unsigned_abs()));
+                    let why = lane.explain(self.provider.refusal(code).code);
+                    let what = format!("libfabric takes no receive: {why}");
                     return Err(Error::transport(what, "open another endpoint").ending());
                 }
             }
@@ -443,10 +449,7 @@ impl LibfabricEndpoint {
     /// # Errors
     /// `Transport`, which closes the endpoint.
     fn judge(&self, nic: usize, done: Done) -> Result<()> {
-        let (Done::Failed(None, failure), Some(lane)) = (done, self.lanes.get(nic)) else { return Ok(()) };
-        if !lane.loses_immediates() {
-            return Ok(());
-        }
+        let (Done::Stray(failure, true), Some(lane)) = (done, self.lanes.get(nic)) else { return Ok(()) };
         let what = format!(
             "rank {}: NIC {} reports an error of no write, perhaps of a write that arrived: {failure} ({})",
             self.rank,
@@ -480,9 +483,9 @@ impl LibfabricEndpoint {
                 return true;
             }
             Done::Operation(operation) => (operation, Outcome::Sent),
-            Done::Failed(Some(operation), failure) => (operation, Outcome::Failed(failure)),
+            Done::Failed(operation, failure) => (operation, Outcome::Failed(failure)),
             // Of no operation, or of one that a provider does not name: `poll` has judged it.
-            Done::Failed(None, _) => return false,
+            Done::Stray(..) => return false,
         };
         match operation {
             Operation::Write(number) => {
@@ -531,8 +534,9 @@ impl LibfabricEndpoint {
 
     /// Takes a message in; answers whether that is an event.
     fn take_in(&mut self, message: &[u8; PITCH], on_event: &mut dyn FnMut(Event<'_>)) -> bool {
-        let Some((Parties { rank, from, to }, content)) = message::decode(message) else { return false };
-        if to != self.key || self.peers.get(&rank).is_none_or(|peer| peer.key != from) {
+        let Some((Parties { rank, from, to, number }, content)) = message::decode(message) else { return false };
+        let peer = self.peers.get_mut(&rank).filter(|peer| to == self.key && peer.key == from);
+        if !peer.is_some_and(|peer| peer.come.take(number)) {
             return false;
         }
         match content {
@@ -568,9 +572,9 @@ impl LibfabricEndpoint {
         }
         let facts = self.lanes.first().map(|lane| &lane.facts);
         if let Some(facts) = facts
-            .filter(|facts| facts.provider != address.provider || facts.virtual_addresses != address.virtual_addresses)
+            .filter(|facts| facts.kind() != address.provider || facts.virtual_addresses != address.virtual_addresses)
         {
-            return Err(format!("is of the provider {:?}, not {:?}", address.provider, facts.provider));
+            return Err(format!("is of the provider {:?}, not {:?}", address.provider, facts.kind()));
         }
         match self.peers.get_mut(&address.rank).filter(|peer| peer.key == address.key) {
             Some(peer) => peer.update(&address, nics),
@@ -580,9 +584,9 @@ impl LibfabricEndpoint {
 
     fn replace(&mut self, address: Address) -> std::result::Result<(), String> {
         let mut paths: Vec<Path> = Vec::with_capacity(self.lanes.len());
-        for (lane, port) in self.lanes.iter().zip(&address.ports) {
+        for (lane, port) in self.lanes.iter_mut().zip(&address.ports) {
             let Ok(found) = lane.insert(self.rank, &port.name) else {
-                self.lanes.iter().zip(&paths).for_each(|(lane, path)| lane.remove(path.address));
+                self.lanes.iter_mut().zip(&paths).for_each(|(lane, path)| lane.remove(path.address));
                 return Err("names no endpoint that the provider knows".into());
             };
             let unsent = VecDeque::with_capacity(self.config.peer_posts as usize);
@@ -590,7 +594,7 @@ impl LibfabricEndpoint {
         }
         let mut peer = Peer::new(&address, self.channels + 1, paths, PEER_MESSAGES as usize);
         if let Err(why) = peer.update(&address, self.lanes.len()) {
-            self.lanes.iter().zip(&peer.paths).for_each(|(lane, path)| lane.remove(path.address));
+            self.lanes.iter_mut().zip(&peer.paths).for_each(|(lane, path)| lane.remove(path.address));
             return Err(why);
         }
         self.forget(address.rank);
@@ -633,7 +637,7 @@ impl LibfabricEndpoint {
 /// The limits of an endpoint with these NICs.
 fn limits(lanes: &[Lane], config: &LibfabricConfig) -> Limits {
     let least = |of: fn(&Lane) -> usize| lanes.iter().map(of).min().unwrap_or(0);
-    let posts = least(|lane| lane.facts.queue).min(config.peer_posts as usize) as u32;
+    let posts = least(|lane| lane.room).min(config.peer_posts as usize) as u32;
     let regions = address::room(MAX_ADDRESS, lanes.len()).min(REGIONS) as u32;
     let write_bytes = least(|lane| lane.facts.longest).min(LONGEST) as u32;
     let receives = lanes.iter().filter_map(Lane::receives).min();
@@ -710,7 +714,7 @@ impl Transport for LibfabricEndpoint {
             key: self.key,
             rank: self.rank,
             virtual_addresses: facts.is_some_and(|facts| facts.virtual_addresses),
-            provider: facts.map_or_else(String::new, |facts| facts.provider.clone()),
+            provider: facts.map_or_else(String::new, Facts::kind),
             ports,
             lengths,
             remotes,
@@ -781,8 +785,10 @@ impl Transport for LibfabricEndpoint {
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        // A queue is short beside what frequent polls read: notices do not lie in it for long.
         let began_ns = self.now_ns();
         self.doubt(began_ns);
+        self.polled_ns = began_ns;
         let mut events = 0;
         while let Some(pending) = self.pending.pop_front() {
             self.hand_out(pending, on_event);
@@ -797,10 +803,6 @@ impl Transport for LibfabricEndpoint {
                 for done in found.iter().take(count) {
                     self.judge(nic, *done)?;
                     events += usize::from(self.complete(nic, *done, on_event));
-                }
-                // All notices that had come by then are taken in.
-                if nic == 0 && count < BATCH {
-                    self.polled_ns = began_ns;
                 }
                 if events > 0 || count == 0 {
                     break;
@@ -840,7 +842,7 @@ impl Transport for LibfabricEndpoint {
             }
         }
         shut?;
-        self.sends = Slots::new(MESSAGES);
+        self.sends = Slots::new(self.lanes.first().map_or(0, |lane| lane.messages));
         self.unposted = (0..RECEIVES).collect();
         self.lanes.iter_mut().try_for_each(Lane::reopen)?;
         self.post_receives()

@@ -19,6 +19,10 @@ pub(super) struct Peer {
     pub messages: u32,
     /// Messages that the provider has not taken.
     pub unsent: VecDeque<u32>,
+    /// Numbers the messages to it.
+    pub sent: u64,
+    /// Messages from it that have come.
+    pub come: Window,
     pub notices: Notices,
     /// The latest question to it.
     pub question: u16,
@@ -28,6 +32,28 @@ pub(super) struct Peer {
     /// Since when its notices are not known, and when it was last asked.
     pub doubted_ns: u64,
     pub asked_ns: u64,
+}
+
+/// Numbers of messages that have come: the highest, and which of the 64 up to it. A peer has fewer under way.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Window {
+    highest: u64,
+    seen: u64,
+}
+
+impl Window {
+    /// Takes a number in, counted from 1; false if it has come before, or is too old to tell.
+    pub fn take(&mut self, number: u64) -> bool {
+        if number > self.highest {
+            let steps = number - self.highest;
+            self.seen = if steps < 64 { self.seen << steps } else { 0 };
+            self.highest = number;
+        }
+        let bit = 1u64.checked_shl((self.highest - number).min(64) as u32).unwrap_or(0);
+        let fresh = bit != 0 && self.seen & bit == 0 && number > 0;
+        self.seen |= bit;
+        fresh
+    }
 }
 
 /// Whether notices of a peer may have been missed.
@@ -63,6 +89,8 @@ impl Peer {
             remotes: Vec::new(),
             messages: 0,
             unsent: VecDeque::with_capacity(messages),
+            sent: 0,
+            come: Window::default(),
             notices: Notices::Known,
             question: 0,
             taken_back: 0,
@@ -80,6 +108,23 @@ impl Peer {
             self.notices = if fresh { Notices::Behind(taken_back) } else { Notices::Missed };
             self.catch_up();
         }
+    }
+
+    /// This endpoint was silent for long: what is known of notices may be old.
+    pub fn doubt(&mut self, now_ns: u64) {
+        match self.notices {
+            Notices::Known => (self.notices, self.doubted_ns) = (Notices::Missed, now_ns),
+            Notices::Behind(_) => self.notices = Notices::Missed,
+            Notices::Missed | Notices::Asked => {}
+        }
+    }
+
+    /// The peer is not waited for any longer: notices that it counts and that have not come are lost.
+    pub fn give_up(&mut self) {
+        if let Notices::Behind(taken_back) = self.notices {
+            self.lost = taken_back;
+        }
+        self.notices = Notices::Known;
     }
 
     /// The peer has taken a region back.
@@ -166,6 +211,27 @@ mod tests {
         overtaken.lose_region();
         overtaken.answered(7, 0, 110, 10);
         assert_eq!(overtaken.notices, Notices::Known, "more came than the answer counts");
+    }
+
+    #[test]
+    fn a_message_that_comes_again_counts_once() {
+        let mut window = Window::default();
+        let come = [1, 3, 2, 3, 1, 66, 2, 3, 66, 200, 137, 136, 199, 0].map(|number| window.take(number));
+        let (yes, no) = (true, false);
+        assert_eq!(come, [yes, yes, yes, no, no, yes, no, no, no, yes, yes, no, yes, no]);
+    }
+
+    #[test]
+    fn a_second_silence_is_doubted_and_what_is_lost_is_not_waited_for_twice() {
+        let mut silent = peer();
+        silent.answered(7, 3, 110, 10);
+        silent.doubt(500);
+        assert_eq!((silent.notices, silent.doubted_ns), (Notices::Missed, 0), "since the first silence");
+        silent.notices = Notices::Behind(3);
+        silent.give_up();
+        (silent.notices, silent.question) = (Notices::Asked, 8);
+        silent.answered(8, 3, 110, 10);
+        assert_eq!(silent.notices, Notices::Known);
     }
 
     #[test]

@@ -7,9 +7,11 @@ use super::reasons;
 use crate::transport::network::Failure;
 use std::ffi::c_int;
 
-/// Entries of EFA's completion queue. A device takes as many without complaint, by the discussion of libfabric's pull
-/// request 11337, which chose 12288 as the default.
+/// Least entries of EFA's completion queue. A device takes as many without complaint, by the discussion of libfabric's
+/// pull request 11337, which chose 12288 as the default.
 const EFA_COMPLETIONS: usize = 16 << 10;
+/// Least room for arrived immediates in it.
+const EFA_ARRIVALS: usize = 4 << 10;
 /// Entries of others' completion queues beyond the operations that may be under way: what has arrived and was not
 /// polled. They put more into lists of their own.
 const ARRIVALS: usize = 16 << 10;
@@ -30,8 +32,13 @@ pub(super) enum Provider {
 
 /// Names of all of them, for errors.
 pub(super) const NAMES: &str = "tcp, shm or efa";
-/// The fabric of EFA that posts straight to the device, from libfabric 2.1.
+/// The fabric of EFA that posts straight to the device.
 pub(super) const EFA_DIRECT: &str = "efa-direct";
+/// The oldest version whose `efa-direct` serves. Versions 2.1 to 2.3 offer it for devices that take a receive for each
+/// immediate, too, and roll a whole batch back where its last post finds the queue full.
+const OLDEST_DIRECT: Version = Version::new(2, 4);
+/// With 0 an immediate takes a posted receive: fi_efa(7). Endpoints post none for them.
+pub(super) const UNSOLICITED: &str = "FI_EFA_USE_UNSOLICITED_WRITE_RECV";
 
 impl Provider {
     /// The provider of a name as `fi_info -l` lists it.
@@ -58,7 +65,7 @@ impl Provider {
 
     /// Entries of a completion queue for as many operations under way.
     pub fn completions(self, operations: usize) -> usize {
-        if self == Provider::Efa { EFA_COMPLETIONS.max(2 * operations) } else { operations + ARRIVALS }
+        if self == Provider::Efa { EFA_COMPLETIONS.max(operations + EFA_ARRIVALS) } else { operations + ARRIVALS }
     }
 
     /// Whether what finds no entry in a completion queue is lost.
@@ -70,6 +77,28 @@ impl Provider {
     /// batches that wait for a peer's handshake; tcp and shm have no doorbells.
     pub fn batches(self, fabric: &str) -> bool {
         self == Provider::Efa && fabric == EFA_DIRECT
+    }
+
+    /// Whether a fabric of a version serves.
+    pub fn admits(self, fabric: &str, library: Version) -> bool {
+        fabric != EFA_DIRECT || library >= OLDEST_DIRECT
+    }
+
+    /// Messages that may be under way, of a queue that writes and messages share; `None` where messages have their own.
+    /// A queue that is never full refuses no post of a batch.
+    pub fn messages_of(self, queue: usize) -> Option<usize> {
+        (self == Provider::Efa).then_some(queue / 4)
+    }
+
+    /// Receives of messages that a fabric posts for itself, of those that it offers; `None` if it posts none.
+    pub fn own_receives(self, fabric: &str, offered: usize) -> Option<usize> {
+        (self == Provider::Efa && fabric != EFA_DIRECT).then_some(offered)
+    }
+
+    /// Capabilities besides those that all need. With remote communication alone EFA leaves shm out, whose faults are
+    /// its own: fi_getinfo(3), efa_domain.c.
+    pub fn capabilities(self) -> u64 {
+        if self == Provider::Efa { FI_REMOTE_COMM } else { 0 }
     }
 
     /// The option of an endpoint that tells whether it emulates writes.
@@ -122,7 +151,13 @@ mod tests {
         assert_eq!((all, Provider::named("net")), ([Provider::Tcp, Provider::Shm, Provider::Efa], None));
         assert_eq!(all.map(Provider::write_flags), [FI_DELIVERY_COMPLETE, 0, 0]);
         assert_eq!(all.map(|provider| provider.completions(4352)), [20736, 20736, 16384]);
-        assert_eq!(Provider::Efa.completions(20000), 40000);
+        assert_eq!(Provider::Efa.completions(20000), 24096);
+        assert_eq!(all.map(|provider| provider.messages_of(4096)), [None, None, Some(1024)]);
+        let own = |fabric| all.map(|provider| provider.own_receives(fabric, 8192));
+        assert_eq!((own("efa"), own("efa-direct")), ([None, None, Some(8192)], [None; 3]));
+        let (old, new) = (Version::new(2, 3), Version::new(2, 4));
+        assert!(!Provider::Efa.admits("efa-direct", old) && Provider::Efa.admits("efa-direct", new));
+        assert!(Provider::Efa.admits("efa", old) && Provider::Tcp.admits("tcp", old));
         assert_eq!(all.map(|provider| provider.batches("efa-direct")), [false, false, true]);
         assert!(!Provider::Efa.batches("efa"));
         assert_eq!(all.map(Provider::overruns), [false, false, true]);

@@ -11,8 +11,8 @@ use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, S
 /// Bytes of a region: several of the largest writes, so that one write's lines are not those of the one before.
 pub const REGION_BYTES: usize = 8 << 20;
 
-/// What polls of a way have seen of a slice: the leader may begin its next slice of the way before the follower has left
-/// the last one.
+/// What polls of a way have seen of a slice: the leader may begin its next slice of the way before the follower has
+/// left the last one.
 #[derive(Debug, Default)]
 pub struct Seen {
     /// Own writes that have completed.
