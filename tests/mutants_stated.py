@@ -438,8 +438,8 @@ GROUPS = [
     ("test", "libfabric", [
         ("immediates judged by their contexts", "transport/network/libfabric/lane.rs",
          "let is_write = entry.flags & FI_REMOTE_CQ_DATA != 0", "let is_write = entry.flags & FI_REMOTE_CQ_DATA == 7"),
-        ("a silent endpoint asks nobody", "transport/network/libfabric/mod.rs",
-         "(peer.notices, peer.doubted_ns) = (Notices::Missed, now_ns);", "(peer.notices, peer.doubted_ns) = (Notices::Known, now_ns);"),
+        ("a silent endpoint asks nobody", "transport/network/libfabric/peer.rs",
+         "(self.notices, self.doubted_ns) = (Notices::Missed, now_ns)", "(self.notices, self.doubted_ns) = (Notices::Known, now_ns)"),
         ("writes outstanding at a reset forgotten", "transport/network/libfabric/mod.rs",
          "for number in lane.writes.flying().map(|(number, _)| number)", "for number in lane.writes.flying().take(0).map(|(number, _)| number)"),
         ("an endpoint with more NICs connected to", "transport/network/libfabric/mod.rs",
@@ -499,7 +499,7 @@ GROUPS = [
     ("unit", "libfabric::tests", [
         ("a message goes on with the one before it", "transport/network/libfabric/slab.rs", "            place.write_bytes(0, HEAD);\n", ""),
         ("messages of strangers taken", "transport/network/libfabric/mod.rs",
-         "self.peers.get(&rank).is_none_or(|peer| peer.key != from)", "self.peers.get(&rank).is_some_and(|peer| peer.key != from)"),
+         "to == self.key && peer.key == from", "to == self.key && (peer.key == from || from != 0)"),
         ("an owner that did not poll cuts peers off", "transport/network/libfabric/mod.rs",
          "self.revocations.is_leaving(region) && now_ns", "!self.revocations.is_leaving(region) && now_ns"),
         ("names of another family taken", "transport/network/libfabric/lane.rs",
