@@ -39,7 +39,7 @@ fn main() {
     }
     refuse_stale_bindings();
     if set("TOKENYARD_LINT").is_none_or(|value| value != "1") {
-        build_for_cpu();
+        build_for_cpu(&sources);
         if env::var_os("CARGO_FEATURE_CUDA").is_some() {
             build_for_gpu(&sources);
         }
@@ -96,7 +96,7 @@ fn refuse_stale_bindings() {
 }
 
 /// The executor and the kernels, by the host compiler.
-fn build_for_cpu() {
+fn build_for_cpu(device_sources: &[PathBuf]) {
     let mut build = cc::Build::new();
     // Level 1 where cargo builds with opt-level 0, as for tests/mutants.py, which spends most of its time on building.
     let level = if env::var("OPT_LEVEL").is_ok_and(|level| level == "0") { 1 } else { 2 };
@@ -113,7 +113,29 @@ fn build_for_cpu() {
     build.files(files("kernels/cpu", &["cpp"]));
     // The compiler does not recognise the extension .cu; every input is C++.
     build.flag("-x").flag("c++").file(KERNELS);
-    build.compile("tokenyard_cpu");
+    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
+    let compiler = build.get_compiler();
+    let own = files("kernels/cpu", &["cpp", "h", "hpp", "inc", "S"]);
+    let key = key_of(&format!("{:?} {:?}", compiler.path(), compiler.args()), device_sources.iter().chain(&own));
+    let key_file = out.join("cpu.key");
+    if !out.join("libtokenyard_cpu.a").exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
+        build.cargo_metadata(false).compile("tokenyard_cpu");
+        write(&key_file, &key);
+    }
+    println!("cargo::rustc-link-search=native={}", out.display());
+    println!("cargo::rustc-link-lib=static=tokenyard_cpu");
+    println!("cargo::rustc-link-lib=stdc++");
+}
+
+/// The key of what was built of these sources in a way: with another key it must be built again. Cargo also runs this
+/// script for other reasons, such as a new commit.
+fn key_of<'a>(way: &str, sources: impl Iterator<Item = &'a PathBuf>) -> String {
+    let mut sum = hash::fnv1a(way.as_bytes());
+    for source in sources.map(PathBuf::as_path).chain([Path::new("build.rs")]) {
+        sum = hash::fnv1a_more(sum, source.as_os_str().as_encoded_bytes());
+        sum = hash::fnv1a_more(sum, &read(source));
+    }
+    format!("{sum:016x}")
 }
 
 /// GCC's runtime of a sanitizer.
@@ -141,7 +163,7 @@ fn build_for_gpu(sources: &[PathBuf]) {
     };
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
     let fatbin = out.join("kernels.fatbin");
-    let key = gpu_key(&nvcc, &version, sources);
+    let key = format!("{} {}", key_of(&format!("{version} {GPU_CODE:?}"), sources.iter()), nvcc.display());
     let key_file = out.join("kernels.key");
     if !fatbin.exists() || fs::read_to_string(&key_file).ok().as_deref() != Some(&key) {
         let report = run_nvcc(&nvcc, &fatbin);
@@ -159,19 +181,6 @@ fn write(path: &Path, text: &str) {
     if let Err(why) = fs::write(path, text) {
         fail(&format!("{} cannot be written: {why}", path.display()));
     }
-}
-
-/// The key of a fatbin: one with another key must be built again. Cargo also runs this script for other reasons.
-fn gpu_key(nvcc: &Path, version: &str, sources: &[PathBuf]) -> String {
-    let mut sum = hash::fnv1a(version.as_bytes());
-    for text in GPU_CODE {
-        sum = hash::fnv1a_more(sum, text.as_bytes());
-    }
-    for source in sources.iter().map(PathBuf::as_path).chain([Path::new("build.rs")]) {
-        sum = hash::fnv1a_more(sum, source.as_os_str().as_encoded_bytes());
-        sum = hash::fnv1a_more(sum, &read(source));
-    }
-    format!("{sum:016x} {}", nvcc.display())
 }
 
 fn run_nvcc(nvcc: &Path, fatbin: &Path) -> String {
