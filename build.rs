@@ -113,6 +113,9 @@ fn build_for_cpu(device_sources: &[PathBuf]) {
     build.files(files("kernels/cpu", &["cpp"]));
     // The compiler does not recognise the extension .cu; every input is C++.
     build.flag("-x").flag("c++").file(KERNELS);
+    for name in ["CXX", "CXXFLAGS", "AR"] {
+        println!("cargo::rerun-if-env-changed={name}");
+    }
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_default());
     let compiler = build.get_compiler();
     let own = files("kernels/cpu", &["cpp", "h", "hpp", "inc", "S"]);

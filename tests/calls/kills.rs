@@ -14,8 +14,10 @@ use std::time::{Duration, Instant};
 
 mod life;
 
+use crate::double;
 use life::Point::{self, *};
 use life::{DEADLINE, FATAL_ROUND};
+use tokenyard::internals::transport::network::libfabric::libfabric_sys;
 
 const RANKS: usize = 3;
 /// Deadline to join and of collectives where nobody is missing from the start: never waited out.
@@ -56,11 +58,13 @@ struct Blow {
     delay: Duration,
     /// Sizes of nodes, as in the environment.
     nodes: &'static str,
+    /// What carries bytes between nodes.
+    network: &'static str,
 }
 
 impl Blow {
     fn at(point: Point, victim: usize) -> Blow {
-        Blow { point, victim, delay: Duration::ZERO, nodes: "3" }
+        Blow { point, victim, delay: Duration::ZERO, nodes: "3", network: life::SIMULATED }
     }
 
     fn joining(self) -> Duration {
@@ -79,11 +83,16 @@ struct Process {
 impl Process {
     fn start(blow: Blow, place: &(String, u16), rank: usize) -> Process {
         let guard = FORKING.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        if blow.network == "efa" {
+            command.env(libfabric_sys::VARIABLE, double::efa().unwrap());
+        }
+        let mut child = command
             .args(["kills::rank", "--exact", "--nocapture", "--test-threads=1"])
             .env(life::POINT, format!("{:?}", blow.point))
             .env(life::VICTIM, blow.victim.to_string())
             .env(life::DELAY, blow.delay.as_micros().to_string())
+            .env(life::NETWORK, blow.network)
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", rank.to_string())
             .env("WORLD_SIZE", RANKS.to_string())
@@ -333,13 +342,34 @@ fn a_death_at_any_moment_of_a_round() {
     }
 }
 
-/// How many deaths at random points are tried.
-fn runs() -> u64 {
-    std::env::var("TOKENYARD_KILL_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(12)
+/// How many deaths at random points are tried: so many, or as TOKENYARD_KILL_RUNS says.
+fn runs(usual: u64) -> u64 {
+    std::env::var("TOKENYARD_KILL_RUNS").ok().and_then(|runs| runs.parse().ok()).unwrap_or(usual)
 }
 
 #[test]
 fn a_death_anywhere_on_one_two_and_three_nodes() {
+    die_anywhere(life::SIMULATED, runs(12));
+}
+
+#[test]
+fn a_death_anywhere_over_libfabric_tcp() {
+    if let Err(why) = libfabric_sys::Library::open() {
+        println!("skipped: {why}");
+        assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "{why}");
+        return;
+    }
+    die_anywhere("tcp", runs(10));
+}
+
+#[test]
+fn a_death_anywhere_over_the_double_of_efa() {
+    if double::efa().is_some() {
+        die_anywhere("efa", runs(10));
+    }
+}
+
+fn die_anywhere(network: &'static str, runs: u64) {
     const ANYWHERE: [Point; 10] = [
         BeforeJoin,
         AfterJoin,
@@ -352,13 +382,13 @@ fn a_death_anywhere_on_one_two_and_three_nodes() {
         BeforeBarrier,
         Whenever,
     ];
-    for seed in 0..runs() {
+    for seed in 0..runs {
         let random = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let point = ANYWHERE[(seed % 10) as usize];
         let nodes = ["1,2", "2,1", "1,1,1", "3"][(random % 4) as usize];
         let victim = (random / 4 % 3) as usize;
         let delay = Duration::from_micros(random % 50_000);
-        let blow = Blow { point, victim, delay, nodes };
+        let blow = Blow { point, victim, delay, nodes, network };
         let mut team = Team::start(blow);
         if point == Whenever {
             team.wait_for("play", |process| process.value_of("up").is_some());

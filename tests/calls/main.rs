@@ -1,5 +1,7 @@
 //! Calls of contexts and what surrounds them: worlds, nodes, proxies, memory, errors, order, and ranks that die.
 
+#[path = "../rig/double.rs"]
+mod double;
 #[path = "../rig/mod.rs"]
 mod rig;
 

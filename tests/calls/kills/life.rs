@@ -6,6 +6,8 @@ use std::io::Write;
 use std::time::{Duration, Instant};
 use tokenyard::internals::proxy::driver::ThreadConfig;
 use tokenyard::internals::proxy::machine::Liveness;
+use tokenyard::internals::transport::network::Transport;
+use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
 use tokenyard::internals::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
 use tokenyard::*;
 
@@ -14,6 +16,10 @@ pub const POINT: &str = "TOKENYARD_TEST_KILL_POINT";
 pub const VICTIM: &str = "TOKENYARD_TEST_KILL_VICTIM";
 /// How long after the start of its build a victim dies, in microseconds.
 pub const DELAY: &str = "TOKENYARD_TEST_KILL_DELAY_US";
+
+/// What carries bytes between nodes: this, or a provider of libfabric.
+pub const NETWORK: &str = "TOKENYARD_TEST_KILL_NETWORK";
+pub const SIMULATED: &str = "simulated";
 
 /// Deadline of every wait on the device.
 pub const DEADLINE: Duration = Duration::from_millis(1000);
@@ -200,13 +206,23 @@ impl Fate {
     }
 }
 
-/// This rank's proxy, over a network between processes that reorders.
+/// This rank's proxy, over a network between processes; the simulated one reorders.
 fn proxy(world: &World) -> Proxy {
-    let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(7) };
-    let endpoint = ProcessEndpoint::open(world.original(world.rank()), b"kills", config).unwrap();
+    let rank = world.original(world.rank());
+    let endpoint: Box<dyn Transport> = match std::env::var(NETWORK).unwrap().as_str() {
+        SIMULATED => {
+            let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(7) };
+            Box::new(ProcessEndpoint::open(rank, b"kills", config).unwrap())
+        }
+        provider => {
+            let mut config = LibfabricConfig::new(provider);
+            config.source = (provider == "tcp").then(|| "127.0.0.1".into());
+            Box::new(LibfabricEndpoint::open(rank, config).unwrap())
+        }
+    };
     let liveness = Liveness { silence_ns: 3_000_000_000, ..Liveness::default() };
     let thread = ThreadConfig { core: None, spinners: 64 };
-    Proxy::spawn(world, Box::new(endpoint), ProxyConfig { liveness, thread }).unwrap()
+    Proxy::spawn(world, endpoint, ProxyConfig { liveness, thread }).unwrap()
 }
 
 /// The survivors' next generation: sums lack what the lost rank's experts would have added, and nothing else.
