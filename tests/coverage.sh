@@ -12,18 +12,36 @@ if [ ! -x "$tools/llvm-cov" ] && ! rustup component add llvm-tools; then
 fi
 
 mkdir -p "$target"
-rm -rf "$target/profiles"
+rm -rf "$target/profiles" "$target/logs"
+mkdir "$target/logs"
 # Of the crate alone: what it depends on is built as ever.
 wrapper=$target/instrumented
 printf '#!/bin/sh\nexec "$@" -C instrument-coverage\n' >"$wrapper"
 chmod +x "$wrapper"
 # Processes that end write what they counted into one of eight files a program.
 export RUSTC_WORKSPACE_WRAPPER=$wrapper LLVM_PROFILE_FILE=$target/profiles/%8m.profraw
-build=(cargo test --no-default-features --features cli --target-dir "$target" --lib --bins --tests)
+build=(cargo test --no-default-features --features cli --target-dir "$target" --lib --bins --tests --no-run)
 "${build[@]}"
+programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
+
+# Two programs at a time, since most tests wait; those that take longest first. The output of each comes when it has ended.
+first() {
+  local name
+  for name in transport calls proxy program; do grep "/$name-[^/]*\$" <<<"$programs" || true; done
+  grep -v -E '/(transport|calls|proxy|program)-[^/]*$' <<<"$programs"
+}
+export logs=$target/logs
+# shellcheck disable=SC2016
+first | xargs -P 2 -I '{}' bash -c '
+  log=$logs/$(basename "{}").log
+  status=0
+  "{}" >"$log" 2>&1 || status=$?
+  grep -v "^test .* \.\.\. ok$" "$log"
+  [ "$status" -eq 0 ] || echo "{} ended with status $status"
+  exit "$status"'
+
 # The documentation's tests link with the crate as it was built above.
 RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli --target-dir "$target" --doc
-programs=$("${build[@]}" --no-run --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done
 "$tools/llvm-profdata" merge -sparse "$target"/profiles/*.profraw -o "$target/all.profdata"
