@@ -22,7 +22,8 @@ chmod +x "$wrapper"
 export RUSTC_WORKSPACE_WRAPPER=$wrapper LLVM_PROFILE_FILE=$target/profiles/%8m.profraw
 build=(cargo test --no-default-features --features cli --target-dir "$target" --lib --bins --tests --no-run)
 "${build[@]}"
-programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
+# The program itself stands elsewhere.
+programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1/p')
 
 # Two programs at a time, since most tests wait; those that take longest first. The output of each comes when it has ended.
 first() {
