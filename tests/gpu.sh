@@ -22,6 +22,8 @@
 #                       alone is shared by four ranks
 #            copies     what blocks can move at all, in two ways, and what a poll of host memory takes
 #            long       many iterations, small and large
+#            libfabric  nodes of one rank over libfabric's tcp, arenas in host memory: two ranks and four, which share a GPU
+#                       that is alone
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            figures    decode, prefill, modes, shapes and sweep
 #
@@ -41,11 +43,11 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 
 FIGURES=(decode prefill modes shapes sweep)
-SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long sanitizer)
+SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer)
 # Seconds: each fits in ten minutes.
 declare -A LIMITS=(
   [checks]=540 [verify]=540 [decode]=400 [prefill]=400 [modes]=480 [shapes]=480 [sweep]=480 [sms]=200 [nodes]=480 [copies]=60 [long]=540
-  [sanitizer]=480
+  [libfabric]=240 [sanitizer]=480
 )
 
 program() {
@@ -57,6 +59,18 @@ program() {
   rm -f "$dir/ptxas.txt"
   made=$(made_by "$tree")
   [ ! -e "$made/ptxas.txt" ] || cp "$made/ptxas.txt" "$dir/ptxas.txt"
+  with_libfabric "$dir/lib"
+}
+
+# Copies libfabric and what it needs, but for the C library, where this machine has it: the GPU machine may have none.
+with_libfabric() {
+  local library
+  library=$(/sbin/ldconfig -p | sed -n 's/.*libfabric\.so\.1 .*=> //p' | head -n 1)
+  [ -n "$library" ] || return 0
+  mkdir -p "$1"
+  cp -L "$library" "$1/libfabric.so.1"
+  ldd "$library" | awk '$3 ~ "^/" { print $3 }' | grep -v -E '/lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so' |
+    xargs -r cp -L -t "$1"
 }
 
 # The folder of what build.rs made for a tree's release build, which cargo names; folders of former ones stay beside it.
@@ -289,6 +303,17 @@ section_long() {
   row_limit=${LIMITS[long]}
   figure "long-ragged-$ranks" --world "$ranks" --ragged --hidden 256 --tokens 32 --iters 100000 --check 16
   figure "long-v3-$ranks" --world "$ranks" --tokens 128 --iters 5000 --check 16
+}
+
+section_libfabric() {
+  local world
+  [ ! -e "$dir/lib/libfabric.so.1" ] || export LD_LIBRARY_PATH="$dir/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  for world in 2 4; do
+    local alone=(--world "$world" --ranks-per-node 1 --transport libfabric:tcp --arena host)
+    CUDA_DEVICE_MAX_CONNECTIONS=32 checked "libfabric-tcp-$world" "${alone[@]}" --tokens 64 --ragged --iters 20 --warmup 2
+    checked "libfabric-processes-$world" "${alone[@]}" --launch processes --tokens 64 --iters 20 --warmup 2
+    figure "decode-${world}x1-tcp" "${alone[@]}" --tokens 1,16,128 --iters 200
+  done
 }
 
 section_sanitizer() {
