@@ -357,10 +357,13 @@ MUTANTS = [
     ("another context's combine received", CALLS, 'self.own("sent", sent.handle.context)?;', ""),
     ("launches of two threads mixed", OPEN, "        Ok(Call { open, stream, _enqueued: enqueued, guarded, foreign, recording })",
      "        drop((enqueued, recording));\n"
-     "        let (chains, none) = (Box::leak(Box::new(Chains::new(true))), Box::leak(Box::new(std::sync::Mutex::new(None))));\n"
+     "        let (chains, none) = (Box::leak(Box::new(Chains::new(true, Default::default()))), Box::leak(Box::new(std::sync::Mutex::new(None))));\n"
      "        Ok(Call { open, stream, _enqueued: chains.lock(), guarded, foreign, recording: none.lock().unwrap() })"),
     ("a context built over a past world", CALLS, "world.check_current()?;\n        let checked", "let checked"),
-    ("a past generation's context goes on", CALLS, "self.world.check_current()?;\n        if let Some(ended)", "if let Some(ended)"),
+    ("a past generation's context goes on", CALLS, "self.open.chains.check_current()?;\n        if let Some(ended)", "if let Some(ended)"),
+    ("a graph of a past generation's context launched", RECORDING, "self.chains.iter().try_for_each(|(chains, _)| chains.check_current())?;", ""),
+    ("calls on another device's stream taken", CALLS, 'self.device.expect_own("stream", stream.device())?;', ""),
+    ("a graph launched on another device's stream", DEVICE, 'stream.queue.device.place().must_be("stream", self.place())?;', ""),
     ("outputs lie in inputs of their call", VIEWS, "for other in &used[..at] {", "for other in &used[self.read..at] {"),
     ("outputs of a call lie in each other", VIEWS, "for other in &used[..at] {", "for other in &used[..self.read] {"),
     ("memory that ends where other begins overlaps it", VIEWS, "written.begin < other.end &&", "written.begin <= other.end &&"),

@@ -21,6 +21,13 @@ fn enqueue(rig: &Rig, salt: usize) -> Handle {
     rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap()
 }
 
+/// A graph of what `enqueue` enqueues.
+fn record(rig: &Rig, salt: usize) -> Graph {
+    rig.stream.begin_capture().unwrap();
+    drop(enqueue(rig, salt));
+    rig.stream.end_capture().unwrap()
+}
+
 /// The rank's GPU; without one, prints that this test is skipped.
 fn gpu(world: &World) -> Option<Device> {
     let device = test_device(world);
@@ -59,6 +66,9 @@ fn a_context_of_a_past_generation_is_refused_at_once() {
     on_ranks(2, |world| {
         let before = Rig::new(&world);
         before.good_round(0);
+        let graph = record(&before, 1);
+        graph.launch(&before.stream).unwrap();
+        self::expect(&before, 1);
         let next = world.regroup(1, &[Rank(0), Rank(1)]).unwrap();
         let start = std::time::Instant::now();
         let expect = |error: Option<Error>| {
@@ -70,8 +80,13 @@ fn a_context_of_a_past_generation_is_refused_at_once() {
         expect(before.ep.check().err());
         expect(before.round(MAX_TOKENS, before.capacity).err());
         expect(AllToAll::builder(&world).build().err());
+        expect(graph.launch(&before.stream).err());
+        before.stream.synchronize(PATIENCE).unwrap();
         assert!(start.elapsed() < std::time::Duration::from_secs(5), "without waiting for anybody");
-        Rig::new(&next).good_round(1);
+        let after = Rig::new(&next);
+        after.good_round(1);
+        record(&after, 2).launch(&after.stream).unwrap();
+        self::expect(&after, 2);
         next.barrier("done").unwrap();
     });
 }

@@ -55,7 +55,7 @@ pub use self::over::AllGather;
 use self::over::Over;
 use self::socket_thread::SocketThread;
 use self::wire::MAX_BODY;
-use crate::base::{Error, Rank, Result, quoted};
+use crate::base::{Error, Membership, Rank, Result, quoted};
 
 /// Longest payload of one rank: a frame, less its description.
 const MAX_PAYLOAD: usize = MAX_BODY - (8 << 10);
@@ -288,11 +288,13 @@ impl World {
     /// # Errors
     /// `Generation`, with both numbers.
     pub(crate) fn check_current(&self) -> Result<()> {
-        let (generation, newest) = (self.family.generation, self.newest.load(Ordering::Acquire));
-        if newest <= generation {
-            return Ok(());
-        }
-        Err(Error::Generation { rank: self.original(self.rank), generation, newest })
+        self.membership().check()
+    }
+
+    /// This rank's membership in this world's generation, for what outlives a look at the world.
+    pub(crate) fn membership(&self) -> Membership {
+        let (rank, generation) = (self.original(self.rank), self.family.generation);
+        Membership { rank, generation, newest: self.newest.clone() }
     }
 
     /// Collective of `members` alone: forms a later generation's world of them, without ranks that were lost or with
