@@ -305,6 +305,7 @@ MUTANTS = [
     ("a number given again while writes are outstanding", SERVICE, "Slot::Free if last == 0 =>", "Slot::Leaving { .. } => 1,\n                Slot::Free if last == 0 =>"),
     ("receives of other contexts not counted", SERVICE, "if others + needs.receives > u64", "if needs.receives > u64"),
     ("a context freed under what a capture came after", RECORDING, "queue.drain(patience).is_ok()", "queue.is_capturing().unwrap_or(false) || queue.drain(patience).is_ok()"),
+    ("a proxy goes back to an older generation", DRIVER, "if generation < self.generation {", "if false {"),
     ("stale generation counted", MACHINE, "if context.generation() != imm.generation() {", "if false {"),
     ("doorbells of later chunks left as they were rung", MACHINE, "self.chunks_word.is_none()", "false"),
     ("doorbells of later chunks not cleared", DRIVER, "doorbell.store(0, Ordering::Relaxed);", ""),
