@@ -311,7 +311,9 @@ impl World {
     /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, the first
     /// member's host is unknown, or the generation is not a later one or has no port up to 65535. `Bootstrap`, naming
     /// the absent, if not all come; the same members may then retry with a generation later than any that one of them
-    /// has entered.
+    /// has entered. `Bootstrap`, with both values, where a member that this rank waits for regroups with other members
+    /// or a newer generation: at once between ranks of one process, and for a process whose values differ from those of
+    /// the first member.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         if let Link::Over(_) = &self.link {
             let advice =
