@@ -559,7 +559,7 @@ class Worker:
             SHAPE: contexts,
             BUILDER: [("faults", test("faults", "are_refused"))],
             VIEW: [("unit tests", [*lib, "device::view"])] + ownership,
-            DEVICE: ownership,
+            DEVICE: ownership + contexts,
             CPU: ownership + [("unit tests", [*lib, "given_up"])],
             RECORDING: ownership + contexts + [("unit tests", [*lib, "recording"])],
             OPEN: ownership,
