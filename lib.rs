@@ -299,6 +299,16 @@ mod guide {}
 /// Internals for the crate's tests, benchmarks and program. No part of the interface: they change without notice.
 #[doc(hidden)]
 pub mod internals {
+/// A stream whose liveness nothing shows is not taken from safe code:
+///
+/// ```compile_fail,E0133
+/// fn borrow(device: &tokenyard::Device, cu_stream: u64) {
+///     let stream = device.stream_from_raw(cu_stream);
+/// }
+/// ```
+#[cfg(doctest)]
+mod refusals {}
+
     /// Contexts from inside.
     pub mod api {
         pub use crate::bindings::api::*;
