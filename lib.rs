@@ -235,8 +235,10 @@
 //!   are not.
 //!
 //! Before version 1.0 a breaking change raises the minor version. Enumerations and structures that may grow are
-//! `non_exhaustive`. Texts of errors and of the log may change at any time; variants and fields of [`Error`] do not.
-//! The oldest Rust that builds the crate is 1.91 (`rust-version` in Cargo.toml); raising it raises the minor version.
+//! `non_exhaustive`. A new variant or public field of any other is a breaking change: [`ProxyConfig`],
+//! [`ThreadConfig`] and [`Liveness`] are written as literals. Texts of errors and of the log may change at any time;
+//! variants and fields of [`Error`] do not. The oldest Rust that builds the crate is 1.91 (`rust-version` in
+//! Cargo.toml); raising it raises the minor version.
 //!
 //! There are two Cargo features, both on by default. `cuda` adds GPUs; without it the CPU device is the only one.
 //! `cli` adds the program and its dependencies.
