@@ -241,7 +241,7 @@ impl Recording {
     /// Whether its graph may be launched now.
     ///
     /// # Errors
-    /// `Generation` where the rank of one of its contexts has regrouped since: the replay would wait for peers that have
+    /// `Generation` where the rank of one of its contexts has regrouped since: a replay would wait for peers that have
     /// left. `Argument` between the halves of a call that uses the same thing: the graph may dispatch into its handle.
     pub(super) fn check(&self) -> Result<()> {
         self.chains.iter().try_for_each(|(chains, _)| chains.check_current())?;
