@@ -227,8 +227,8 @@
 //!
 //! - [`network`], which is unstable until real networks have used it: the trait [`Transport`](network::Transport),
 //!   what the trait is called with, and the simulated and emulated networks. Items at the root that refer to `network`
-//!   are unstable, too: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`], [`Proxy::remote`],
-//!   [`Proxy::device_needs`].
+//!   are unstable, too: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`] and its [`Clock`],
+//!   [`Proxy::device_needs`], [`dma_buf`] and its [`DmaBuf`].
 //! - [`topology`], unstable until real networks have used it, too.
 //! - `internals`, which is hidden and changes without notice.
 //! - `cli`: the options and exit statuses of the program are stable, its functions, texts and the JSON's further fields
@@ -283,10 +283,11 @@ pub use base::{Error, Interrupt, Result, Source};
 pub use bindings::api::{CallStatistics, Stage, Stats};
 
 // ---- networks between nodes
-pub use proxy::driver::ThreadConfig;
+pub use proxy::driver::{Clock, ThreadConfig};
 pub use proxy::machine::Liveness;
 pub use proxy::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};
 pub use transport::memory::gdr::GdrCopy;
+pub use transport::memory::{DmaBuf, dma_buf};
 pub use transport::{network, topology};
 
 // ---- the program
@@ -298,9 +299,6 @@ pub use bindings::cli;
 #[doc = include_str!("docs/guide.md")]
 mod guide {}
 
-/// Internals for the crate's tests, benchmarks and program. No part of the interface: they change without notice.
-#[doc(hidden)]
-pub mod internals {
 /// A stream whose liveness nothing shows is not taken from safe code:
 ///
 /// ```compile_fail,E0133
@@ -311,6 +309,9 @@ pub mod internals {
 #[cfg(doctest)]
 mod refusals {}
 
+/// Internals for the crate's tests, benchmarks and program. No part of the interface: they change without notice.
+#[doc(hidden)]
+pub mod internals {
     /// Contexts from inside.
     pub mod api {
         pub use crate::bindings::api::*;

@@ -89,9 +89,9 @@ impl ThreadMember {
     /// A membership in the world of a later generation. The first member to come makes that world, and makes it again
     /// after a failure, so that the members can retry.
     ///
-    /// If members wait with another generation or other members, a side that waits for a rank of the other side fails at
-    /// once, with the values of both, unless its generation is the newer one: that rank may come once its own call is
-    /// over. Then the error at the deadline has the values.
+    /// If members wait with another generation or other members, a side that waits for a rank of the other side fails
+    /// at once, with the values of both, unless its generation is the newer one: that rank may come once its own call
+    /// is over. Then the error at the deadline has the values.
     pub(super) fn regroup(&self, generation: u32, members: &[Rank], rank: Rank) -> ThreadMember {
         let mut family = lock(&self.family);
         let (own, terms) = (members[rank.index()], (generation, members.to_vec()));
