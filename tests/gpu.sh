@@ -23,8 +23,8 @@
 #                       alone is shared by four ranks
 #            copies     what blocks can move at all, in two ways, and what a poll of host memory takes
 #            long       many iterations, small and large
-#            libfabric  nodes of one rank over libfabric's tcp, arenas in host memory: two ranks and four, which share a GPU
-#                       that is alone
+#            libfabric  nodes of one rank over libfabric's tcp, arenas in host memory: two ranks and four, which share a
+#                       GPU that is alone
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            figures    decode, prefill, modes, shapes and sweep
 #
