@@ -227,16 +227,18 @@
 //!
 //! - [`network`], which is unstable until real networks have used it: the trait [`Transport`](network::Transport),
 //!   what the trait is called with, and the simulated and emulated networks. Items at the root that refer to `network`
-//!   are unstable, too: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`], [`Proxy::remote`],
-//!   [`Proxy::device_needs`].
+//!   are unstable, too: [`AnyTransport`], [`Proxy::spawn`], [`Proxy::with_loop`] and its [`Clock`],
+//!   [`Proxy::device_needs`], [`dma_buf`] and its [`DmaBuf`].
 //! - [`topology`], unstable until real networks have used it, too.
 //! - `internals`, which is hidden and changes without notice.
 //! - `cli`: the options and exit statuses of the program are stable, its functions, texts and the JSON's further fields
 //!   are not.
 //!
 //! Before version 1.0 a breaking change raises the minor version. Enumerations and structures that may grow are
-//! `non_exhaustive`. Texts of errors and of the log may change at any time; variants and fields of [`Error`] do not.
-//! The oldest Rust that builds the crate is 1.91 (`rust-version` in Cargo.toml); raising it raises the minor version.
+//! `non_exhaustive`. A new variant or public field of any other is a breaking change: [`ProxyConfig`],
+//! [`ThreadConfig`] and [`Liveness`] are written as literals. Texts of errors and of the log may change at any time;
+//! variants and fields of [`Error`] do not. The oldest Rust that builds the crate is 1.91 (`rust-version` in
+//! Cargo.toml); raising it raises the minor version.
 //!
 //! There are two Cargo features, both on by default. `cuda` adds GPUs; without it the CPU device is the only one.
 //! `cli` adds the program and its dependencies.
@@ -281,10 +283,11 @@ pub use base::{Error, Interrupt, Result, Source};
 pub use bindings::api::{CallStatistics, Stage, Stats};
 
 // ---- networks between nodes
-pub use proxy::driver::ThreadConfig;
+pub use proxy::driver::{Clock, ThreadConfig};
 pub use proxy::machine::Liveness;
 pub use proxy::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};
 pub use transport::memory::gdr::GdrCopy;
+pub use transport::memory::{DmaBuf, dma_buf};
 pub use transport::{network, topology};
 
 // ---- the program
@@ -295,6 +298,16 @@ pub use bindings::cli;
 #[cfg(doctest)]
 #[doc = include_str!("docs/guide.md")]
 mod guide {}
+
+/// A stream whose liveness nothing shows is not taken from safe code:
+///
+/// ```compile_fail,E0133
+/// fn borrow(device: &tokenyard::Device, cu_stream: u64) {
+///     let stream = device.stream_from_raw(cu_stream);
+/// }
+/// ```
+#[cfg(doctest)]
+mod refusals {}
 
 /// Internals for the crate's tests, benchmarks and program. No part of the interface: they change without notice.
 #[doc(hidden)]

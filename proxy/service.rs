@@ -162,7 +162,8 @@ impl Proxy {
         self.limits().receives as usize / MAX_CONTEXTS
     }
 
-    /// The handle for requests and reports.
+    /// The handle for requests to the driver, which is internal, and for its reports.
+    #[doc(hidden)]
     pub fn remote(&self) -> &Remote<AnyTransport> {
         &self.shared.remote
     }

@@ -25,7 +25,8 @@ build=(cargo test --no-default-features --features cli --target-dir "$target" --
 # The program itself stands elsewhere.
 programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1/p')
 
-# Two programs at a time, since most tests wait; those that take longest first. The output of each comes when it has ended.
+# Two programs at a time, since most tests wait; those that take longest first. The output of each comes when it has
+# ended.
 first() {
   local name
   for name in transport calls proxy program; do grep "/$name-[^/]*\$" <<<"$programs" || true; done

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # GPU checks and figures from binaries built beforehand, for machines that have GPUs and no Rust.
 #
-#   tests/gpu.sh build DIR                    on the build machine: the program and the test programs, stripped, into DIR
-#   tests/gpu.sh run DIR [OUT [SECTION...]]   on the GPU machine: the sections (default: all), with JSON and logs in OUT,
-#                                             then one table of their rows, which OUT keeps too
+#   tests/gpu.sh build DIR                    on the build machine: the program and the test programs, stripped, into
+#                                             DIR
+#   tests/gpu.sh run DIR [OUT [SECTION...]]   on the GPU machine: the sections (default: all), with JSON and logs in
+#                                             OUT, then one table of their rows, which OUT keeps too
 #   tests/gpu.sh program DIR [TREE]           on the build machine: the program alone, and its kernels' registers, into
 #                                             DIR; of another checkout of this repository if TREE names one
-#   tests/gpu.sh pair A B [PAIR...]           on the GPU machine: the programs of two such folders alternately, A's twice, then
-#                                             a table that compares them; the folder that the variable OUT names (default:
-#                                             B/pair) keeps it, and JSON and logs in runs.tgz
+#   tests/gpu.sh pair A B [PAIR...]           on the GPU machine: the programs of two such folders alternately, A's
+#                                             twice, then a table that compares them; the folder that the variable OUT
+#                                             names (default: B/pair) keeps it, and JSON and logs in runs.tgz
 #
 # Sections:  checks     the test programs; every dtype and layout, processes, ranks that share GPUs
 #            verify     random configurations, and models' full sizes
@@ -22,8 +23,8 @@
 #                       alone is shared by four ranks
 #            copies     what blocks can move at all, in two ways, and what a poll of host memory takes
 #            long       many iterations, small and large
-#            libfabric  nodes of one rank over libfabric's tcp, arenas in host memory: two ranks and four, which share a GPU
-#                       that is alone
+#            libfabric  nodes of one rank over libfabric's tcp, arenas in host memory: two ranks and four, which share a
+#                       GPU that is alone
 #            sanitizer  compute-sanitizer's memcheck and racecheck on small shapes
 #            figures    decode, prefill, modes, shapes and sweep
 #
@@ -35,7 +36,8 @@
 # pair's status is 0 if B's p50 is at most 1 % above A's (decode, prefill) or above A's by no more than A differs from
 # itself (nodes), and no kernel of B takes more registers or spills more. ROUNDS=N: alternations (7 by default, and at
 # least). Their order is mirrored each time, and each build is first, second and third equally often. All rounds have
-# SECTION_LIMIT seconds (540; two H100s take 470, of which decode 195: most of it is CUDA's start). DEVICE=cpu: tiny calls on the CPU device, to try the script itself.
+# SECTION_LIMIT seconds (540; two H100s take 470, of which decode 195: most of it is CUDA's start). DEVICE=cpu: tiny
+# calls on the CPU device, to try the script itself.
 #
 # RANKS=N: ranks of the figures (default: the number of GPUs). A row has at most LIMIT seconds (240), and a section
 # SECTION_LIMIT (by section, below); what a section has no time left for fails. SEEDS=N: configurations of verify (200).

@@ -89,6 +89,7 @@ pub struct Tokens {
 
 /// Where received rows go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Layout {
     /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all. A token has a row at
     /// each of its experts here. Rows of one expert are in the order of (source rank, token) in every schedule.

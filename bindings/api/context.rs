@@ -134,7 +134,7 @@ impl AllToAllBuilder {
         let arena = shape.in_place.is_some().then(keep);
         let patience = Duration::from_nanos(context.timeout_ns).saturating_add(Duration::from_secs(5));
         let memory = Arc::new(Memory { _tables: tables, reports, statistics, arena, _peers: peers, _budget: budget });
-        let chains = Arc::new(Chains::new(builder.tuning.ordered));
+        let chains = Arc::new(Chains::new(builder.tuning.ordered, world.membership()));
         let open = Arc::new(Open { chains, pool, opening, memory, patience, rank });
         let (counters, ended) = (Counters::default(), OnceLock::new());
         Ok(AllToAll { open, shape, placement, plan, world, device, sms, block, context, counters, ended, flags })
@@ -356,7 +356,7 @@ impl AllToAll {
     /// `Generation` once this rank has regrouped, whatever closed the context before; `Routing`, `Capacity`,
     /// `Incomplete`, `Order`, `Timeout`, `PeerLost`; `Transport` and `Device` where this rank's own proxy cannot go on.
     pub fn check(&self) -> Result<()> {
-        self.world.check_current()?;
+        self.open.chains.check_current()?;
         if let Some(ended) = self.ended.get() {
             self.counters.errors.fetch_add(1, Ordering::Relaxed);
             return Err(ended.clone());

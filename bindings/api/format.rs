@@ -5,6 +5,7 @@ use std::fmt;
 
 /// Scales that travel with fp8 rows: one per 128 columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Scales {
     /// None; rows are elements alone.
     None,
@@ -19,6 +20,7 @@ pub enum Scales {
 /// of its own tokens are computed and rounded in the same way. Only the sum of the source's own node is not rounded
 /// before it is added to the sums of other nodes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum Partial {
     /// The combine dtype: one rounding per level.
     #[default]

@@ -278,7 +278,15 @@ impl Handle {
 /// A combine in flight: [`AllToAll::combine_recv`](super::AllToAll::combine_recv) takes it. It owns the memory it
 /// refers to, the handle's memory included. Until the combine is received, the launch of a graph that dispatches into
 /// the same handle, or combines that handle, is refused. Dropping a `CombineSent` abandons the combine, as with
-/// [`Sent`].
+/// [`Sent`]. It is received once:
+///
+/// ```compile_fail,E0382
+/// # use tokenyard::{AllToAll, CombineSent, Combined, Stream};
+/// fn receive(ep: &AllToAll, stream: &Stream, sent: CombineSent, out: &Combined) {
+///     let first = ep.combine_recv(stream, sent, out);
+///     let second = ep.combine_recv(stream, sent, out);
+/// }
+/// ```
 #[must_use = "a combine that is sent must be received before the next one"]
 pub struct CombineSent {
     pub(crate) handle: Handle,

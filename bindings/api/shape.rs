@@ -10,6 +10,7 @@ use crate::proxy::wire::Nodes;
 
 /// Where the weights of combine's sums come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Weights {
     /// With dispatch ([`Tokens::topk_weight`](super::Tokens::topk_weight)), whose call is refused without them.
     Dispatch,

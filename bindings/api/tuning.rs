@@ -8,6 +8,7 @@ const DOUBLE_BUFFER_BYTES: u64 = 256 << 20;
 
 /// Where a context's arena lies: the memory that node peers store into and that the network reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
 pub enum ArenaPlace {
     /// In the GPU's own memory.
     #[default]
@@ -17,7 +18,14 @@ pub enum ArenaPlace {
 }
 
 /// Further settings of a context, changed through [`AllToAllBuilder::tuning`](super::AllToAllBuilder::tuning). Their
-/// defaults suit most uses. Later versions may add settings.
+/// defaults suit most uses. Later versions may add settings, so there is no literal of them:
+///
+/// ```compile_fail,E0639
+/// # use tokenyard::Tuning;
+/// fn more_handles(tuning: Tuning) -> Tuning {
+///     Tuning { handles: 8, ..tuning }
+/// }
+/// ```
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Tuning {

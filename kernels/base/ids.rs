@@ -21,6 +21,7 @@ impl fmt::Display for Rank {
 
 /// The type of one element of a token row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Dtype {
     /// OCP 8-bit float, 4 exponent and 3 mantissa bits, no infinities. Rows may carry scales.
     Fp8E4m3,

@@ -10,6 +10,7 @@ pub mod copies;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
+mod generation;
 mod ids;
 pub mod interrupt;
 pub mod memory;
@@ -18,6 +19,7 @@ pub mod targets;
 pub mod wait;
 
 pub use error::{Error, Result, Source};
+pub use generation::Membership;
 pub use ids::{Dtype, Rank};
 pub use interrupt::Interrupt;
 pub use quote::quoted;

@@ -257,6 +257,7 @@ TY_DEVICE void sum_partials(const CombineArgs auto &a, CombineShared &shared, co
     if (!well) return;
   } else {
     if (!shares) return;
+    // N11: what node peers notified, which the other team has handed over.
     take_over();
     if (!load(&shared.helped)) return;
   }

@@ -804,13 +804,13 @@ const GRAPH_PATIENCE: Duration = Duration::from_secs(30);
 
 impl Graph {
     /// Enqueues the recorded work once more, on a stream that is not itself capturing. It runs after earlier calls of
-    /// its contexts that are of the kinds it holds, whichever stream they are on. It does not look at
-    /// [`AllToAll::check`](crate::AllToAll::check): replays of a closed context run and do nothing.
+    /// its contexts that are of the kinds it holds, whichever stream they are on. Replays of a context that
+    /// [`AllToAll::check`](crate::AllToAll::check) reports as closed run and do nothing.
     ///
     /// # Errors
     /// `Argument` for a stream that captures or is of another device, between the halves of a combine with a handle of
-    /// this graph, and for a graph that was recorded before [another library's
-    /// capture](crate::Device::stream_from_raw) recorded calls of the same context. `Device` if the driver refuses.
+    /// this graph, and for a graph recorded before [another library's capture](crate::Device::stream_from_raw) recorded
+    /// calls of the same context. `Generation` for a context of a past generation. `Device` if the driver refuses.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
         let (chains, recording) = (kept.chains(), stream.enter());
@@ -818,7 +818,7 @@ impl Graph {
             return Err(Error::argument("stream", "capturing", "end the capture before launching a graph on it"));
         }
         stream.queue.device.place().must_be("stream", self.place())?;
-        kept.check_halves()?;
+        kept.check()?;
         let chains = chains.follow(&stream.queue)?;
         kept.follow_uses(&stream.queue)?;
         note(&mut self.launched.lock().unwrap_or_else(PoisonError::into_inner), &stream.queue);

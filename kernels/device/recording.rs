@@ -5,7 +5,7 @@
 
 use super::Queue;
 use super::view::{Owner, View};
-use crate::base::{Error, Result};
+use crate::base::{Error, Membership, Result};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,6 +16,7 @@ pub(crate) const CHAINS: usize = 3;
 /// The calls of a context, on whichever streams: each runs after the earlier calls of its own chain.
 pub(crate) struct Chains {
     number: u64,
+    membership: Membership,
     enqueued: Mutex<Enqueued>,
 }
 
@@ -33,10 +34,19 @@ pub(crate) struct Enqueued {
 
 impl Chains {
     /// No call yet. Without `ordered` calls on several streams run in no order, and are guarded from the first on.
-    pub fn new(ordered: bool) -> Chains {
+    /// `membership`: of the rank whose context it is.
+    pub fn new(ordered: bool, membership: Membership) -> Chains {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let enqueued = Enqueued { last: Default::default(), queues: Vec::new(), ordered, guarded: !ordered };
-        Chains { number: NEXT.fetch_add(1, Ordering::Relaxed), enqueued: Mutex::new(enqueued) }
+        Chains { number: NEXT.fetch_add(1, Ordering::Relaxed), membership, enqueued: Mutex::new(enqueued) }
+    }
+
+    /// Refuses a context whose rank has regrouped since: its peers have left.
+    ///
+    /// # Errors
+    /// `Generation`, with both numbers.
+    pub fn check_current(&self) -> Result<()> {
+        self.membership.check()
     }
 
     /// Identifies contexts of one process.
@@ -231,8 +241,10 @@ impl Recording {
     /// Whether its graph may be launched now.
     ///
     /// # Errors
-    /// `Argument` between the halves of a call that uses the same thing: the graph may dispatch into its handle.
-    pub(super) fn check_halves(&self) -> Result<()> {
+    /// `Generation` where the rank of one of its contexts has regrouped since: a replay would wait for peers that have
+    /// left. `Argument` between the halves of a call that uses the same thing: the graph may dispatch into its handle.
+    pub(super) fn check(&self) -> Result<()> {
+        self.chains.iter().try_for_each(|(chains, _)| chains.check_current())?;
         if self.uses.iter().any(|last| last.halves.load(Ordering::Relaxed) != 0) {
             return Err(Error::argument(
                 "graph",
@@ -289,7 +301,7 @@ mod tests {
     fn a_graph_that_nothing_guards_is_refused_once_another_library_has_recorded_calls() {
         let device = Device::cpu().unwrap();
         let stream = device.new_stream().unwrap();
-        let chains = Arc::new(Chains::new(true));
+        let chains = Arc::new(Chains::new(true, Membership::default()));
         let record = |guarded| {
             let mut recording = Recording::default();
             recording.call(&chains, 0, guarded, || Arc::new(()), Duration::ZERO);
@@ -309,7 +321,7 @@ mod tests {
     #[test]
     fn queues_without_work_are_forgotten_when_another_comes() {
         let device = Device::cpu().unwrap();
-        let chains = Chains::new(true);
+        let chains = Chains::new(true, Membership::default());
         for _ in 0..100 {
             let stream = device.new_stream().unwrap();
             chains.lock().note(stream.queue());

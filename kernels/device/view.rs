@@ -64,7 +64,7 @@ impl Span {
 /// There is no view of an address that is made up in safe code:
 ///
 /// ```compile_fail,E0451
-/// let view = tokenyard::View { ptr: 4096, bytes: 16 };
+/// let view = tokenyard::View { span: todo!(), place: todo!(), owner: None };
 /// ```
 ///
 /// ```compile_fail,E0133

@@ -344,6 +344,7 @@ TY_DEVICE void work_dispatch(const DispatchArgs auto &a, const Round &round, i32
     bool member = is_member(team);
     if (places) {
       if (member && !begin_placing(a, team, shared.place, round_in(kept), closed)) return;
+      // N11: the plan, which the other team has handed over.
       if (!member) take_over();
       // By the warps that have sent where there are two teams, as the others wait for rows.
       if (!(member && is_one_of_two(team)) && load(&shared.place.planned))

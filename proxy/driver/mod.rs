@@ -46,7 +46,8 @@ const DRAIN_NS: u64 = 1_000_000_000;
 /// How long a proxy that stops tries to notify its peers.
 const LEAVE_TIMEOUT_NS: u64 = 100_000_000;
 
-/// A clock that never goes back, in nanoseconds.
+/// The time of a proxy, in nanoseconds from any start; it never goes back. **Unstable**, as
+/// [`with_loop`](crate::Proxy::with_loop) is, which takes it.
 pub type Clock = Box<dyn Fn() -> u64 + Send>;
 
 /// The clock of the operating system.

@@ -279,6 +279,31 @@ fn what_cannot_be_opened_or_asked_is_an_error() {
     drop(driver);
 }
 
+/// An older generation would close the contexts of the newer one and reset the transport under them.
+#[test]
+fn a_generation_that_is_past_is_refused_and_changes_nothing() {
+    let wire = wire();
+    let (_network, sides) = pair(15, &wire);
+    let remote = sides[0].proxy.remote();
+    let [newer, same, older] = [3, 3, 2].map(|generation| {
+        let wire = wire.clone();
+        remote.ask(move |driver| {
+            let entered = driver.enter_generation(generation);
+            let open = driver.contexts[0].is_some();
+            if !open {
+                let config =
+                    ContextConfig { generation: 3, first_epoch: 1, wire: &wire, arenas: &[RegionId(0), RegionId(0)] };
+                driver.open(CONTEXT, &config, ContextMemory::owned(wire.word_counts())).unwrap();
+            }
+            (entered, driver.generation(), open)
+        })
+    });
+    assert_eq!(newer.unwrap(), (Ok(()), 3, false), "contexts of older generations are closed");
+    assert_eq!(same.unwrap(), (Ok(()), 3, true));
+    let refused = Error::Generation { rank: Rank(0), generation: 2, newest: 3 };
+    assert_eq!(older.unwrap(), (Err(refused), 3, true));
+}
+
 #[test]
 fn a_core_that_is_not_there_is_refused() {
     let network = Network::new(1, SimConfig::calm()).unwrap();

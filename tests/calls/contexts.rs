@@ -21,6 +21,13 @@ fn enqueue(rig: &Rig, salt: usize) -> Handle {
     rig.enqueue(&rig.tokens(MAX_TOKENS), rig.capacity).unwrap()
 }
 
+/// A graph of what `enqueue` enqueues.
+fn record(rig: &Rig, salt: usize) -> Graph {
+    rig.stream.begin_capture().unwrap();
+    drop(enqueue(rig, salt));
+    rig.stream.end_capture().unwrap()
+}
+
 /// The rank's GPU; without one, prints that this test is skipped.
 fn gpu(world: &World) -> Option<Device> {
     let device = test_device(world);
@@ -59,6 +66,9 @@ fn a_context_of_a_past_generation_is_refused_at_once() {
     on_ranks(2, |world| {
         let before = Rig::new(&world);
         before.good_round(0);
+        let graph = record(&before, 1);
+        graph.launch(&before.stream).unwrap();
+        self::expect(&before, 1);
         let next = world.regroup(1, &[Rank(0), Rank(1)]).unwrap();
         let start = std::time::Instant::now();
         let expect = |error: Option<Error>| {
@@ -70,8 +80,13 @@ fn a_context_of_a_past_generation_is_refused_at_once() {
         expect(before.ep.check().err());
         expect(before.round(MAX_TOKENS, before.capacity).err());
         expect(AllToAll::builder(&world).build().err());
+        expect(graph.launch(&before.stream).err());
+        before.stream.synchronize(PATIENCE).unwrap();
         assert!(start.elapsed() < std::time::Duration::from_secs(5), "without waiting for anybody");
-        Rig::new(&next).good_round(1);
+        let after = Rig::new(&next);
+        after.good_round(1);
+        record(&after, 2).launch(&after.stream).unwrap();
+        self::expect(&after, 2);
         next.barrier("done").unwrap();
     });
 }
@@ -82,9 +97,14 @@ fn what_another_context_sent_is_refused() {
         let rigs = [Rig::new(&world), Rig::new(&world)];
         rigs.iter().for_each(|rig| rig.route_all(0));
         let [own, other] = &rigs;
-        let send =
-            |rig: &Rig| rig.ep.dispatch(&rig.stream, &rig.tokens(MAX_TOKENS), &rig.output(rig.capacity)).unwrap();
-        let (handle, strange) = (send(own), send(other));
+        let receive = |rig: &Rig, sent| rig.ep.dispatch_recv(&rig.stream, sent, &rig.output(rig.capacity));
+        let send = |rig: &Rig| rig.ep.dispatch_send(&rig.stream, &rig.tokens(MAX_TOKENS)).unwrap();
+        let (sent, theirs) = (send(own), send(other));
+        let refused = receive(own, theirs).unwrap_err();
+        assert!(matches!(refused.error, Error::Argument { name: "sent", .. }), "{refused}");
+        let (handle, strange) = (receive(own, sent).unwrap(), receive(other, *refused.given).unwrap());
+        let refused = own.ep.combine_send(&own.stream, &strange, &own.expert_rows()).unwrap_err();
+        assert!(matches!(refused, Error::Argument { name: "handle", .. }), "{refused}");
         let sent = own.ep.combine_send(&own.stream, &handle, &own.expert_rows()).unwrap();
         let theirs = other.ep.combine_send(&other.stream, &strange, &other.expert_rows()).unwrap();
         let refused = own.ep.combine_recv(&own.stream, theirs, &own.combined()).unwrap_err();
@@ -456,27 +476,37 @@ fn contexts_that_exceed_a_gpu_together_are_refused_until_one_goes() {
     });
 }
 
+/// Every CPU device is another one.
 #[test]
 fn a_stream_and_a_graph_of_another_device_are_refused_by_name() {
     on_ranks(1, |world| {
-        let Some(device) = gpu(&world) else { return };
-        let rig = Rig::on(&world, device, |b| b);
+        let rig = Rig::new(&world);
         let elsewhere = Device::cpu().unwrap().new_stream().unwrap();
         let refused = |outcome: Result<()>| {
             let why = outcome.unwrap_err().to_string();
             assert!(why.starts_with("argument stream is of CPU device "), "{why}");
         };
+        rig.route_all(0);
         let (tokens, output) = (rig.tokens(MAX_TOKENS), rig.output(rig.capacity));
+        refused(rig.ep.barrier(&elsewhere));
         refused(rig.ep.dispatch(&elsewhere, &tokens, &output).map(drop));
         refused(rig.ep.dispatch_send(&elsewhere, &tokens).map(drop));
-        refused(rig.ep.barrier(&elsewhere));
-        rig.stream.begin_capture().unwrap();
-        let handle = enqueue(&rig, 0);
-        let graph = rig.stream.end_capture().unwrap();
-        refused(graph.launch(&elsewhere));
-        refused(rig.ep.combine(&elsewhere, &handle, &rig.expert_rows(), &rig.combined()));
-        graph.launch(&rig.stream).unwrap();
+        let sent = rig.ep.dispatch_send(&rig.stream, &tokens).unwrap();
+        let back = rig.ep.dispatch_recv(&elsewhere, sent, &output).unwrap_err();
+        refused(Err(back.error));
+        let handle = rig.ep.dispatch_recv(&rig.stream, *back.given, &output).unwrap();
+        let (rows, sums) = (rig.expert_rows(), rig.combined());
+        refused(rig.ep.combine(&elsewhere, &handle, &rows, &sums));
+        refused(rig.ep.combine_send(&elsewhere, &handle, &rows).map(drop));
+        let sent = rig.ep.combine_send(&rig.stream, &handle, &rows).unwrap();
+        let back = rig.ep.combine_recv(&elsewhere, sent, &sums).unwrap_err();
+        refused(Err(back.error));
+        rig.ep.combine_recv(&rig.stream, *back.given, &sums).unwrap();
         expect(&rig, 0);
+        let graph = record(&rig, 1);
+        refused(graph.launch(&elsewhere));
+        graph.launch(&rig.stream).unwrap();
+        expect(&rig, 1);
     });
 }
 

@@ -104,6 +104,7 @@ impl Case {
             Scales::None => 0,
             Scales::F32 => 5,
             Scales::Ue8m0 => 2,
+            later => panic!("{later:?} has no case"),
         }
     }
 
@@ -113,6 +114,7 @@ impl Case {
             Layout::Contiguous { .. } => (5, 8),
             Layout::Masked { .. } => (8, 4 * EXPERTS),
             Layout::Token { .. } => (3, 4),
+            later => panic!("{later:?} has no case"),
         }
     }
 
@@ -247,6 +249,7 @@ fn parts(case: &Case) -> Vec<Part> {
             Given { rows: g.rows.topk_weight(v), ..g }
         })),
         Weights::None => {}
+        later => panic!("{later:?} have no case"),
     }
     if case.is_token() {
         parts.push(part(Of::Output, "token_experts", "token_experts", 4 * rows * TOP_K, 4, |g, v| Given {
@@ -414,6 +417,7 @@ fn faults_of_presence(memory: &Memory, case: &Case, good: &Given) -> Vec<Fault> 
         Weights::Dispatch => "this context takes weights with dispatch",
         Weights::Combine => "this context takes weights with combine",
         Weights::None => "this context has no weights",
+        later => panic!("{later:?} have no case"),
     };
     let name = "topk_weight";
     if case.weights == Weights::Dispatch {
@@ -486,6 +490,7 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
         Layout::Contiguous { align, capacity } => (Layout::Contiguous { align, capacity: capacity + 1 }, rows + 1),
         Layout::Masked { per_expert } => (Layout::Masked { per_expert: per_expert + 1 }, rows + EXPERTS),
         Layout::Token { capacity } => (Layout::Token { capacity: capacity + 1 }, rows + 1),
+        later => panic!("{later:?} has no case"),
     };
     let [had, needed] = [rows, more].map(|rows| format!("{} bytes", span(rows, row_bytes, case.gap)));
     let given = of_output(good.output.clone().layout(longer));
@@ -494,6 +499,7 @@ fn faults_of_kinds(case: &Case, good: &Given) -> Vec<Fault> {
         Layout::Contiguous { align, .. } => Layout::Contiguous { align, capacity: 1 << 31 },
         Layout::Masked { .. } => Layout::Masked { per_expert: 1 << 29 },
         Layout::Token { .. } => Layout::Token { capacity: 1 << 31 },
+        later => panic!("{later:?} has no case"),
     };
     let int32 = "rows are counted in int32, padding for alignment included; ask for fewer".to_owned();
     let given = of_output(good.output.clone().layout(uncounted));

@@ -642,6 +642,24 @@ fn a_reader_that_leaves_costs_neither_the_work_nor_its_status() {
     }
 }
 
+/// The standard library then opens /dev/null in its place, so that no file of the program is taken for stdout.
+#[test]
+fn a_stdout_that_the_shell_closed_costs_neither_the_work_nor_its_status() {
+    let folder = tempfile::tempdir().unwrap();
+    let written = folder.path().join("result.json");
+    let to_a_file = format!("{} --json {}", PRINTING[0], written.display());
+    for (typed, status) in
+        PRINTING.iter().copied().chain([to_a_file.as_str()]).map(|typed| (typed, 0)).chain([("bench --world 0", 2)])
+    {
+        let closed = format!("exec \"$0\" {typed} >&-");
+        let output = Command::new("sh").args(["-c", &closed, env!("CARGO_BIN_EXE_tokenyard")]).output().unwrap();
+        let printed = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{typed}: {printed}");
+        assert!(output.stdout.is_empty() && !printed.contains("panicked"), "{typed}: {printed}");
+    }
+    let _: Value = serde_json::from_str(&std::fs::read_to_string(written).unwrap()).expect("nothing else is in it");
+}
+
 /// Each device thread has its own stack; there is no room for the stacks of 1024 blocks.
 #[test]
 fn a_lack_of_memory_for_stacks_is_reported() {

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use tokenyard::internals::base::{Error, Rank, wait};
 use tokenyard::internals::transport::{Bootstrap, World};
 
+mod regroup;
 pub mod support;
 use support::*;
 

@@ -194,7 +194,8 @@ impl Arena {
     }
 }
 
-/// A descriptor of an allocation of GPU memory, by which NICs reach it, and where in it a span begins.
+/// A descriptor of an allocation of GPU memory, by which NICs reach it, and where in it a span begins. **Unstable**, as
+/// [`network`](super::network) is.
 #[derive(Debug)]
 pub struct DmaBuf {
     /// The descriptor to register (`ibv_reg_dmabuf_mr`, `FI_MR_DMABUF`); it may be closed once that is done.
@@ -203,8 +204,8 @@ pub struct DmaBuf {
     pub offset: u64,
 }
 
-/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach GPU memory. Not tested with a NIC so far:
-/// none was available.
+/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach GPU memory. **Unstable**, as
+/// [`network`](super::network) is: it was not tested with a NIC so far, since none was available.
 ///
 /// # Errors
 /// `Argument` for host memory, which is registered by its address; `Device` if the GPU or its driver makes none.

@@ -332,6 +332,14 @@ pub trait Transport: Send {
     }
 
     /// Makes a span usable as source and as target. Peers that connect with an address taken later can write there.
+    /// Safe code cannot, since nothing shows that the span is memory:
+    ///
+    /// ```compile_fail,E0133
+    /// # use tokenyard::network::{Span, Transport};
+    /// fn register(endpoint: &mut dyn Transport, span: Span) {
+    ///     let region = endpoint.register(span);
+    /// }
+    /// ```
     ///
     /// # Errors
     /// `Argument` for a span that is empty or wraps, one too many, or memory that the backend does not reach

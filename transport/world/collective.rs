@@ -83,13 +83,16 @@ pub(super) struct Collective {
     parts: Vec<Option<Vec<u8>>>,
     gone: Vec<Option<Gone>>,
     failure: Option<Failure>,
+    /// Why a rank may not come to this round.
+    differing: Option<Failure>,
 }
 
 impl Collective {
     /// A collective for all ranks that have names, in round 0.
     pub(super) fn new(names: Names) -> Collective {
         let size = names.size();
-        Collective { names, seq: 0, name: None, parts: vec![None; size], gone: vec![None; size], failure: None }
+        let (parts, gone) = (vec![None; size], vec![None; size]);
+        Collective { names, seq: 0, name: None, parts, gone, failure: None, differing: None }
     }
 
     /// Why no collective can succeed any more.
@@ -113,7 +116,7 @@ impl Collective {
             return self.check_gone();
         }
         self.seq += 1;
-        self.name = None;
+        (self.name, self.differing) = (None, None);
         Verdict::Complete { seq, parts: self.parts.iter_mut().filter_map(Option::take).collect() }
     }
 
@@ -139,7 +142,20 @@ impl Collective {
             return self.fail(Failure::new(what, "form a new world, or end"));
         }
         let what = format!("rank {rank} waited {waited_ms} ms in collective \"{name}\" and {absent} not arrived");
+        if let Some(Failure { what: difference, advice, .. }) = self.differing.take() {
+            return self.fail(Failure::new(format!("{what}: {difference}"), advice));
+        }
         self.fail(Failure::new(what, "see what holds them up, or raise the timeout"))
+    }
+
+    /// A rank that the round waits for differs in what ranks must agree on. That fails the round `now`, or is part of
+    /// the error of its deadline.
+    pub(super) fn differ(&mut self, failure: Failure, now: bool) {
+        if now {
+            self.fail(failure);
+        } else {
+            self.differing = Some(failure);
+        }
     }
 
     /// Ends the world's collectives for a reason found outside.

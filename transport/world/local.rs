@@ -11,6 +11,7 @@ use std::time::Duration;
 use super::collective::{COLLECTIVE_LEFT, Collective, Failure, Gone, INTERRUPTED, Verdict};
 use super::names::Names;
 use super::socket_thread::Exclusive;
+use super::terms;
 use crate::base::{Rank, Result, wait};
 
 type Parts = Arc<Vec<Vec<u8>>>;
@@ -23,7 +24,25 @@ struct Table {
 }
 
 /// Worlds that grew out of one, by generation and members.
-type Family = Mutex<BTreeMap<(u32, Vec<Rank>), Arc<Mutex<Table>>>>;
+type Family = Mutex<BTreeMap<(u32, Vec<Rank>), Meeting>>;
+
+/// The world of a later generation, from its first member's call of `regroup` on.
+struct Meeting {
+    table: Arc<Mutex<Table>>,
+    /// Members that have called, by their ranks in the first generation.
+    came: Vec<Rank>,
+}
+
+impl Meeting {
+    fn new(members: &[Rank]) -> Meeting {
+        Meeting { table: table(Names::new(members)), came: Vec::new() }
+    }
+
+    /// Whether members that have called wait for `members` that have not.
+    fn is_open(&self, members: &[Rank]) -> bool {
+        self.came.len() < members.len() && lock(&self.table).collective.failure().is_none()
+    }
+}
 
 /// One rank's membership; dropping it notifies the others that the rank has left.
 pub(super) struct ThreadMember {
@@ -37,6 +56,20 @@ pub(super) struct ThreadMember {
 fn table(names: Names) -> Arc<Mutex<Table>> {
     let ready = vec![VecDeque::new(); names.size()];
     Arc::new(Mutex::new(Table { collective: Collective::new(names), ready }))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Two ranks regroup, one of which waits for the other, with these generations and members.
+fn differing(ours: (Rank, &(u32, Vec<Rank>)), theirs: (Rank, &(u32, Vec<Rank>))) -> Failure {
+    let [ours, theirs] = [ours, theirs].map(|(rank, (generation, members))| {
+        let members = terms::listed(members);
+        format!("rank {rank} regroups to generation {generation} of members {members}")
+    });
+    let advice = "name the same members on all of them, and one generation; a rank that is behind takes the newer one";
+    Failure::new(format!("{ours} while {theirs}"), advice)
 }
 
 /// Memberships of ranks `0..size`.
@@ -55,14 +88,34 @@ pub(super) fn members(size: usize) -> Vec<ThreadMember> {
 impl ThreadMember {
     /// A membership in the world of a later generation. The first member to come makes that world, and makes it again
     /// after a failure, so that the members can retry.
+    ///
+    /// If members wait with another generation or other members, a side that waits for a rank of the other side fails
+    /// at once, with the values of both, unless its generation is the newer one: that rank may come once its own call
+    /// is over. Then the error at the deadline has the values.
     pub(super) fn regroup(&self, generation: u32, members: &[Rank], rank: Rank) -> ThreadMember {
-        let mut family = self.family.lock().unwrap_or_else(PoisonError::into_inner);
-        let entry = family.entry((generation, members.to_vec()));
-        let made = entry.or_insert_with(|| table(Names::new(members)));
-        if made.lock().unwrap_or_else(PoisonError::into_inner).collective.failure().is_some() {
-            *made = table(Names::new(members));
+        let mut family = lock(&self.family);
+        let (own, terms) = (members[rank.index()], (generation, members.to_vec()));
+        let meeting = family.entry(terms.clone()).or_insert_with(|| Meeting::new(members));
+        if lock(&meeting.table).collective.failure().is_some() {
+            *meeting = Meeting::new(members);
         }
-        let table = made.clone();
+        if !meeting.came.contains(&own) {
+            meeting.came.push(own);
+        }
+        let table = meeting.table.clone();
+        // A rank that calls twice at once is in both meetings, and neither waits for it.
+        let apart = |other: &Meeting| !other.came.contains(&own);
+        for (theirs, other) in family.iter().filter(|(theirs, other)| other.is_open(&theirs.1) && apart(other)) {
+            let shared = other.came.iter().find(|came| members.contains(came));
+            let Some(peer) = shared.or(other.came.first()) else { continue };
+            let failure = differing((own, &terms), (*peer, theirs));
+            if shared.is_some() {
+                lock(&table).collective.differ(failure.clone(), generation <= theirs.0);
+            }
+            if theirs.1.contains(&own) {
+                lock(&other.table).collective.differ(failure, theirs.0 <= generation);
+            }
+        }
         ThreadMember {
             rank,
             family: self.family.clone(),
@@ -109,7 +162,7 @@ impl ThreadMember {
     }
 
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.table)
     }
 }
 

@@ -55,7 +55,7 @@ pub use self::over::AllGather;
 use self::over::Over;
 use self::socket_thread::SocketThread;
 use self::wire::MAX_BODY;
-use crate::base::{Error, Rank, Result, quoted};
+use crate::base::{Error, Membership, Rank, Result, quoted};
 
 /// Longest payload of one rank: a frame, less its description.
 const MAX_PAYLOAD: usize = MAX_BODY - (8 << 10);
@@ -288,11 +288,13 @@ impl World {
     /// # Errors
     /// `Generation`, with both numbers.
     pub(crate) fn check_current(&self) -> Result<()> {
-        let (generation, newest) = (self.family.generation, self.newest.load(Ordering::Acquire));
-        if newest <= generation {
-            return Ok(());
-        }
-        Err(Error::Generation { rank: self.original(self.rank), generation, newest })
+        self.membership().check()
+    }
+
+    /// This rank's membership in this world's generation, for what outlives a look at the world.
+    pub(crate) fn membership(&self) -> Membership {
+        let (rank, generation) = (self.original(self.rank), self.family.generation);
+        Membership { rank, generation, newest: self.newest.clone() }
     }
 
     /// Collective of `members` alone: forms a later generation's world of them, without ranks that were lost or with
@@ -309,7 +311,9 @@ impl World {
     /// `Config` if this rank is not a member, the members are not ascending ranks of the first generation, the first
     /// member's host is unknown, or the generation is not a later one or has no port up to 65535. `Bootstrap`, naming
     /// the absent, if not all come; the same members may then retry with a generation later than any that one of them
-    /// has entered.
+    /// has entered. `Bootstrap`, with both values, where a member that this rank waits for regroups with other members
+    /// or a newer generation: at once between ranks of one process, and for a process whose values differ from those of
+    /// the first member.
     pub fn regroup(&self, generation: u32, members: &[Rank]) -> Result<World> {
         if let Link::Over(_) = &self.link {
             let advice =

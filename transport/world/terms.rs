@@ -30,7 +30,7 @@ impl Terms {
         if nodes != first_nodes {
             sizes = format!("{sizes} (of {} at first)", self::sizes(first_nodes));
         }
-        Terms { generation, members: shortened(ranges(members)), nodes: shortened(sizes) }
+        Terms { generation, members: listed(members), nodes: shortened(sizes) }
     }
 
     /// The name of the rank that sent these terms and its index `rank` among their members.
@@ -71,6 +71,11 @@ impl Terms {
         }
         None
     }
+}
+
+/// Members as errors list them.
+pub(super) fn listed(members: &[Rank]) -> String {
+    shortened(ranges(members))
 }
 
 /// Ranks in their order, neighbours as ranges.
