@@ -12,8 +12,9 @@ use std::time::Duration;
 const PEER_POSTS: u32 = 256;
 /// Most writes of a NIC that may be outstanding, to all peers together and so to one.
 pub(super) const MAX_WRITES: usize = 4096;
-/// Least time for a peer to let go of a region: threads that poll may be descheduled for some milliseconds.
-const LEAST_LET_GO: Duration = Duration::from_millis(10);
+/// Least time for a peer to let go of a region: threads that poll may be descheduled for some milliseconds, and clocks
+/// are read to 10 ms.
+const LEAST_LET_GO: Duration = Duration::from_millis(50);
 
 /// Settings of a [`LibfabricEndpoint`](super::LibfabricEndpoint). All ranks give the same provider and as many NICs.
 #[derive(Debug, Clone)]

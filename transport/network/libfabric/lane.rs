@@ -19,6 +19,7 @@ use crate::base::{Error, Rank, Result};
 use crate::transport::network::{Failure, Reason, RegionId, Span, WriteImm};
 use libc::iovec;
 use std::ffi::{CStr, c_int, c_void};
+use std::fmt;
 use std::mem::zeroed;
 use std::ptr::{null, null_mut};
 
@@ -103,7 +104,25 @@ pub(super) struct Lane {
     addresses: Vec<(fi_addr_t, u32)>,
     /// Flags of every write.
     write_flags: u64,
+    /// What the last read gave. Kept, as clearing it would take as long as an empty read.
+    entries: Entries,
     origin: Origin,
+}
+
+/// Room for completions as the provider writes them.
+struct Entries(Box<[fi_cq_data_entry; BATCH]>);
+
+impl Default for Entries {
+    fn default() -> Entries {
+        // SAFETY: numbers and pointers that may be null.
+        Entries(Box::new(unsafe { zeroed() }))
+    }
+}
+
+impl fmt::Debug for Entries {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{BATCH} entries")
+    }
 }
 
 // SAFETY: objects of a domain of its own, which one thread at a time uses: whoever has the lane.
@@ -179,6 +198,7 @@ impl Lane {
             messages,
             addresses: Vec::new(),
             write_flags: FI_REMOTE_CQ_DATA | FI_COMPLETION | provider.write_flags(),
+            entries: Entries::default(),
             origin,
         };
         lane.reopen()?;
@@ -514,15 +534,13 @@ impl Lane {
     ///
     /// # Errors
     /// `Transport` if the queue is broken.
-    pub fn poll(&self, found: &mut [Done; BATCH]) -> Result<usize> {
+    pub fn poll(&mut self, found: &mut [Done; BATCH]) -> Result<usize> {
         let Some(door) = &self.door else { return Ok(0) };
-        // SAFETY: numbers and pointers that may be null.
-        let mut entries: [fi_cq_data_entry; BATCH] = unsafe { zeroed() };
         // SAFETY: an open queue of this format, and room for as many entries.
-        let count = unsafe { fi_cq_read(door.completions.as_ptr(), entries.as_mut_ptr().cast(), BATCH) };
+        let count = unsafe { fi_cq_read(door.completions.as_ptr(), self.entries.0.as_mut_ptr().cast(), BATCH) };
         if count > 0 {
             let count = (count as usize).min(BATCH);
-            for (entry, done) in entries.iter().zip(found.iter_mut()).take(count) {
+            for (entry, done) in self.entries.0.iter().zip(found.iter_mut()).take(count) {
                 let operation = self.contexts.operation(entry.op_context);
                 // Some providers name a receive with a write, and some name nothing; a message may carry data, too.
                 let own = matches!(operation, Some(Operation::Write(_) | Operation::Send(_)));

@@ -60,8 +60,9 @@ use super::{
     WriteImm,
 };
 use crate::base::{Error, Rank, Result};
+use nix::time::{ClockId, clock_gettime};
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Instant;
+use std::time::Duration;
 
 /// Messages of an endpoint that may be under way, to one peer and to all.
 const PEER_MESSAGES: u32 = 16;
@@ -109,10 +110,11 @@ pub struct LibfabricEndpoint {
     polled_ns: u64,
     /// Counts polls.
     polls: u32,
+    /// What a read of a completion queue gave.
+    found: Box<[Done; BATCH]>,
     sends: Slots<Send>,
     /// Completions that the provider does not hand out.
     pending: VecDeque<Pending>,
-    opened: Instant,
     /// Before the slab, which their providers use.
     lanes: Vec<Lane>,
     slab: Slab,
@@ -186,9 +188,9 @@ impl LibfabricEndpoint {
             asked: Vec::new(),
             polled_ns: 0,
             polls: 0,
+            found: Box::new([Done::NONE; BATCH]),
             sends: Slots::new(lanes.first().map_or(0, |lane| lane.messages)),
             pending: VecDeque::new(),
-            opened: Instant::now(),
             lanes,
             slab,
             config,
@@ -202,8 +204,10 @@ impl LibfabricEndpoint {
         self.rank
     }
 
+    /// Time as it was at the kernel's last tick, at most 10 ms ago: silences are longer, and a poll is to take little.
     fn now_ns(&self) -> u64 {
-        u64::try_from(self.opened.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        let Ok(now) = clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE) else { return self.polled_ns };
+        u64::try_from(Duration::from(now).as_nanos()).unwrap_or(u64::MAX)
     }
 
     fn peer(&self, rank: Rank) -> Result<&Peer> {
@@ -259,6 +263,13 @@ impl LibfabricEndpoint {
             }
         }
         left
+    }
+
+    /// Hands over all that waits, as far as the provider takes it.
+    fn hand_over(&mut self, now_ns: u64) {
+        self.ask(now_ns);
+        self.submit();
+        self.submit_messages();
     }
 
     /// Gives the provider what it takes of the writes that wait for it.
@@ -778,9 +789,7 @@ impl Transport for LibfabricEndpoint {
     fn flush(&mut self) -> Result<()> {
         let now_ns = self.now_ns();
         self.doubt(now_ns);
-        self.ask(now_ns);
-        self.submit();
-        self.submit_messages();
+        self.hand_over(now_ns);
         Ok(())
     }
 
@@ -794,15 +803,16 @@ impl Transport for LibfabricEndpoint {
             self.hand_out(pending, on_event);
             events += 1;
         }
-        let mut found = [Done::NONE; BATCH];
         for nic in 0..self.lanes.len() {
             // What is no event may lie before what is one.
             for _ in 0..READS {
-                let Some(lane) = self.lanes.get(nic) else { break };
-                let count = lane.poll(&mut found)?;
-                for done in found.iter().take(count) {
-                    self.judge(nic, *done)?;
-                    events += usize::from(self.complete(nic, *done, on_event));
+                let LibfabricEndpoint { lanes, found, .. } = self;
+                let Some(lane) = lanes.get_mut(nic) else { break };
+                let count = lane.poll(found)?;
+                for at in 0..count {
+                    let done = self.found.get(at).copied().unwrap_or(Done::NONE);
+                    self.judge(nic, done)?;
+                    events += usize::from(self.complete(nic, done, on_event));
                 }
                 if events > 0 || count == 0 {
                     break;
@@ -815,7 +825,7 @@ impl Transport for LibfabricEndpoint {
         }
         self.post_receives()?;
         self.send_notices();
-        self.flush()?;
+        self.hand_over(began_ns);
         Ok(events)
     }
 
