@@ -186,7 +186,7 @@ impl LibfabricEndpoint {
             unposted: (0..RECEIVES).collect(),
             notices: VecDeque::new(),
             asked: Vec::new(),
-            polled_ns: 0,
+            polled_ns: coarse_now_ns().unwrap_or_default(),
             polls: 0,
             found: Box::new([Done::NONE; BATCH]),
             sends: Slots::new(lanes.first().map_or(0, |lane| lane.messages)),
@@ -204,10 +204,8 @@ impl LibfabricEndpoint {
         self.rank
     }
 
-    /// Time as it was at the kernel's last tick, at most 10 ms ago: silences are longer, and a poll is to take little.
     fn now_ns(&self) -> u64 {
-        let Ok(now) = clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE) else { return self.polled_ns };
-        u64::try_from(Duration::from(now).as_nanos()).unwrap_or(u64::MAX)
+        coarse_now_ns().unwrap_or(self.polled_ns)
     }
 
     fn peer(&self, rank: Rank) -> Result<&Peer> {
@@ -643,6 +641,12 @@ impl LibfabricEndpoint {
             }
         }
     }
+}
+
+/// Time as it was at the kernel's last tick, at most 10 ms ago: silences are longer, and a poll is to take little.
+fn coarse_now_ns() -> Option<u64> {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).ok()?;
+    u64::try_from(Duration::from(now).as_nanos()).ok()
 }
 
 /// The limits of an endpoint with these NICs.

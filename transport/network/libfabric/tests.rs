@@ -117,7 +117,7 @@ fn a_peer_that_does_not_answer_is_asked_again_and_not_waited_for_for_ever() {
     join(&mut own, &mut peer);
     join(&mut peer, &mut own);
     own.config.let_go = Duration::from_millis(60);
-    std::thread::sleep(Duration::from_millis(30));
+    std::thread::sleep(Duration::from_millis(100));
     let place = |region| super::super::Place { region, offset: 0 };
     let imm = ImmValue::user(0, 0, 1).unwrap();
     let write = WriteImm {
