@@ -30,11 +30,14 @@ need() {
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
     apt-get update -qq && apt-get install -y -qq "$package" >/dev/null
   fi
-  command -v "$command" >/dev/null || { echo "tests/all.sh needs $command: install Debian's package $package" >&2; exit 1; }
+  if ! command -v "$command" >/dev/null; then
+    echo "tests/all.sh needs $command: install Debian's package $package" >&2
+    exit 1
+  fi
 }
 
-# Installs a package of headers where it may. Without them the tests that need them are skipped, which is printed, or fail
-# under TOKENYARD_STRICT=1.
+# Installs a package of headers where it may. Without them the tests that need them are skipped, which is printed, or
+# fail under TOKENYARD_STRICT=1.
 want_header() {
   local header=$1 package=$2
   [ -e "$header" ] && return 0
@@ -94,7 +97,8 @@ build_ahead() {
   ahead=$!
 }
 
-# The release build, with its time, nvcc's, and the registers of the GPU kernels; fails if one spills, or none was built.
+# The release build, with its time, nvcc's, and the registers of the GPU kernels; fails if one spills, or none was
+# built.
 build() {
   say "release build"
   if [ -n "$ahead" ]; then
