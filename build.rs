@@ -39,10 +39,13 @@ fn main() {
     }
     refuse_stale_bindings();
     if set("TOKENYARD_LINT").is_none_or(|value| value != "1") {
-        build_for_cpu(&sources);
-        if env::var_os("CARGO_FEATURE_CUDA").is_some() {
-            build_for_gpu(&sources);
-        }
+        // At once, as each of them leaves cores idle.
+        std::thread::scope(|scope| {
+            if env::var_os("CARGO_FEATURE_CUDA").is_some() {
+                scope.spawn(|| build_for_gpu(&sources));
+            }
+            build_for_cpu(&sources);
+        });
     }
     record_commit();
 }
