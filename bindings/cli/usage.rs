@@ -107,7 +107,7 @@ fn sentence(error: &clap::Error) -> String {
     }
 }
 
-const COMMANDS: &str = "give bench, verify, plan, simulate, doctor or topology";
+const COMMANDS: &str = "give bench, verify, plan, simulate, doctor, topology or wire";
 
 fn valid(error: &clap::Error) -> String {
     match context(error, ContextKind::ValidValue) {

@@ -109,8 +109,8 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ),
         ("verify --replay color=red", "--replay is `color=red`", "name=value"),
         ("simulate --nodes 2", "--link", "give it"),
-        ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate, doctor or topology"),
-        ("", "no command", "bench, verify, plan, simulate, doctor or topology"),
+        ("benchmark", "`benchmark` is not known", "bench, verify, plan, simulate, doctor, topology or wire"),
+        ("", "no command", "bench, verify, plan, simulate, doctor, topology or wire"),
     ] {
         let typed =
             if typed.contains("--ranks-per-node") { format!("{typed} --device cpu") } else { typed.to_string() };
