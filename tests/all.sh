@@ -109,7 +109,7 @@ build() {
   time TOKENYARD_STRICT=1 cargo build --release
   local report
   # Cargo names the folder of this build; folders of former ones stay beside it.
-  report=$(cargo build --release --message-format=json 2>/dev/null |
+  report=$(TOKENYARD_STRICT=1 cargo build --release --message-format=json 2>/dev/null |
     sed -n 's/.*"static=tokenyard_cpu".*"out_dir":"\([^"]*\)".*/\1/p')/ptxas.txt
   cat "$report"
   # Columns: kernel, architecture, registers, stack, spilled stores, spilled loads.
