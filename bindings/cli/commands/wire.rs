@@ -14,7 +14,8 @@ mod slices;
 mod ways;
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::Child;
+use std::process::{Child, ChildStdout};
+use std::sync::mpsc;
 use std::time::Duration;
 
 use core_affinity::CoreId;
@@ -42,6 +43,8 @@ const ROWS: [(&str, Row); 4] = [
     ("1 MiB, 16 outstanding", Row { kind: Kind::Rate, bytes: 1 << 20, window: 16 }),
     ("8 B, 16 posts, then polls", Row { kind: Kind::Costs, bytes: 8, window: 16 }),
 ];
+/// Time that the follower may take to open its endpoints.
+const OPENING: Duration = Duration::from_secs(30);
 /// Bars of the ratios, own by bare.
 const LATENCY: Bar = Bar::AtMost(1.15);
 const RATE: Bar = Bar::AtLeast(0.90);
@@ -197,6 +200,24 @@ fn pin(rank: usize) {
     }
 }
 
+/// The first line of the follower, which may hang as it opens its endpoints.
+fn first_line(stdout: ChildStdout) -> Result<String> {
+    let (sender, receiver) = mpsc::channel();
+    // It ends with the follower, which the caller kills after an error.
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let read = BufReader::new(stdout).read_line(&mut line);
+        sender.send(read.map(|_| line))
+    });
+    match receiver.recv_timeout(OPENING) {
+        Ok(line) => line.map_err(|error| broken(&error)),
+        Err(_) => {
+            let what = format!("the follower opened no endpoints within {OPENING:?}");
+            Err(Error::transport(what, "see what the provider waits for, by FI_LOG_LEVEL=warn"))
+        }
+    }
+}
+
 fn broken(error: &std::io::Error) -> Error {
     Error::transport(format!("the other process cannot be reached ({error})"), "see its own message")
 }
@@ -230,9 +251,7 @@ fn lead(args: &WireArgs, child: &mut Child) -> Result<Vec<RowObject>> {
     let (Some(stdin), Some(stdout)) = (child.stdin.as_mut(), child.stdout.take()) else {
         return Err(Error::transport("the follower has no pipes", "start again"));
     };
-    let mut line = String::new();
-    BufReader::new(stdout).read_line(&mut line).map_err(|error| broken(&error))?;
-    ways.connect(&line)?;
+    ways.connect(&first_line(stdout)?)?;
     stdin.write_all(own_line.as_bytes()).and_then(|()| stdin.flush()).map_err(|error| broken(&error))?;
     let slice = Duration::from_millis(args.slice_ms);
     let mut rows = Vec::new();
