@@ -497,7 +497,7 @@ GROUPS = [
          "(self.notices, self.question) == (Notices::Asked, question)", "(self.notices, question) == (Notices::Asked, question)"),
     ]),
     ("unit", "libfabric::tests", [
-        ("a message goes on with the one before it", "transport/network/libfabric/slab.rs", "            place.write_bytes(0, HEAD);\n", ""),
+        ("a message goes on with the one before it", "transport/network/slab.rs", "            place.write_bytes(0, HEAD);\n", ""),
         ("messages of strangers taken", "transport/network/libfabric/mod.rs",
          "to == self.key && peer.key == from", "to == self.key && (peer.key == from || from != 0)"),
         ("an owner that did not poll cuts peers off", "transport/network/libfabric/mod.rs",

@@ -69,9 +69,13 @@ pub mod emulated;
 pub mod imm;
 pub mod libfabric;
 mod library;
+mod message;
 mod regions;
+mod remote;
 mod revoke;
 pub mod sim;
+mod slab;
+mod slots;
 pub mod verbs;
 
 use self::imm::ImmValue;

@@ -15,21 +15,12 @@ use super::config::MAX_PROVIDER;
 use crate::base::Rank;
 use crate::base::checksum::fnv1a;
 use crate::transport::network::regions::{report_lengths, reported_lengths};
+use crate::transport::network::remote::{PLACE, Remote, Rest, put};
 
 const MAGIC: [u8; 4] = *b"tyLF";
 const VERSION: u32 = 1;
 /// Longest name of a provider's endpoint.
 pub(super) const MAX_NAME: usize = 512;
-
-/// A place that a peer writes to: an address, or an offset where the provider counts from 0, and a key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Remote {
-    pub base: u64,
-    pub key: u64,
-}
-
-/// Bytes of a place in an address.
-const PLACE: usize = 16;
 
 /// A NIC of an endpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -106,41 +97,7 @@ impl Address {
     }
 }
 
-fn put(out: &mut Vec<u8>, Remote { base, key }: Remote) {
-    out.extend(base.to_le_bytes());
-    out.extend(key.to_le_bytes());
-}
-
-/// What has not been read.
-struct Rest<'a>(&'a [u8]);
-
-impl<'a> Rest<'a> {
-    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(count)?;
-        self.0 = rest;
-        Some(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.take(N)?.try_into().ok()
-    }
-
-    fn u16(&mut self) -> Option<u16> {
-        self.array().map(u16::from_le_bytes)
-    }
-
-    fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    fn remote(&mut self) -> Option<Remote> {
-        Some(Remote { base: self.u64()?, key: self.u64()? })
-    }
-
+impl Rest<'_> {
     fn port(&mut self) -> Option<Port> {
         let length = usize::from(self.u16()?);
         let name = self.take(length).filter(|_| (1..=MAX_NAME).contains(&length))?.to_vec();

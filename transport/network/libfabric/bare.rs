@@ -5,12 +5,13 @@
 //!
 //! [`LibfabricEndpoint`]: super::LibfabricEndpoint
 
-use super::address::{Address, Port, Remote};
+use super::address::{Address, Port};
 use super::config::LibfabricConfig;
 use super::lane::{BareWrite, Lane};
 use super::libfabric_sys::*;
-use super::slab::Slab;
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::remote::Remote;
+use crate::transport::network::slab::Slab;
 use crate::transport::network::{RegionId, Span};
 use std::ffi::c_int;
 
@@ -44,7 +45,7 @@ impl Bare {
     pub unsafe fn open(rank: Rank, config: &LibfabricConfig, span: Span) -> Result<Bare> {
         let provider = config.check()?;
         let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
-        let slab = Slab::new(1, 1)?;
+        let slab = Slab::new(1, 1, super::object::all_closed)?;
         let mut lane = Lane::open(library, config, provider, &slab, 0)?;
         lane.register(span)?;
         Ok(Bare { rank, span, peer: None, next: 0, under_way: 0, lane, slab })

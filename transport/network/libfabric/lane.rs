@@ -7,15 +7,18 @@
 //!     └ event queue ─┐     └ completion queue, address vector, endpoint      are closed and opened anew
 //! ```
 
-use super::address::{MAX_NAME, Remote};
+use super::address::MAX_NAME;
 use super::config::LibfabricConfig;
+use super::contexts::{Contexts, Operation};
 use super::info::{Facts, Info};
 use super::libfabric_sys::*;
 use super::object::{Object, Origin};
 use super::provider::Provider;
-use super::slab::{EMPTY, LINE, Slab};
-use super::slots::{Contexts, Operation, Slots};
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::message::PITCH;
+use crate::transport::network::remote::Remote;
+use crate::transport::network::slab::{EMPTY, LINE, Slab};
+use crate::transport::network::slots::Slots;
 use crate::transport::network::{Failure, Reason, RegionId, Span, WriteImm};
 use libc::iovec;
 use std::ffi::{CStr, c_int, c_void};
@@ -505,7 +508,7 @@ impl Lane {
 
     /// Posts a receive: 0, or the library's error.
     pub fn receive(&self, number: u32, slab: &Slab) -> c_int {
-        self.message(Operation::Receive(number), slab.receive(number), FI_ADDR_UNSPEC, super::message::PITCH)
+        self.message(Operation::Receive(number), slab.receive(number), FI_ADDR_UNSPEC, PITCH)
     }
 
     fn message(&self, operation: Operation, place: u64, to: fi_addr_t, bytes: usize) -> c_int {

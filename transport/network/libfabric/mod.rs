@@ -27,34 +27,33 @@
 mod address;
 mod bare;
 mod config;
+mod contexts;
 mod info;
 mod lane;
 #[doc(hidden)]
 pub mod libfabric_sys;
-mod message;
 mod object;
 mod peer;
 mod provider;
 mod reasons;
-mod slab;
-mod slots;
 
 #[doc(hidden)]
 pub use bare::Bare;
 pub use config::LibfabricConfig;
 
 use self::address::{Address, Port};
+use self::contexts::Operation;
 use self::info::Facts;
 use self::lane::{BATCH, Destination, Done, Flight, Lane};
 use self::libfabric_sys::{FI_EAGAIN, Library, Version};
-use self::message::{Content, PITCH, Parties};
 use self::peer::{Notices, Path, Peer};
 use self::provider::Provider;
-use self::slab::Slab;
-use self::slots::{Operation, Slots};
 use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
+use super::message::{self, Content, PITCH, Parties};
 use super::regions::{Regions, fits};
 use super::revoke::{Notice, Revocations};
+use super::slab::Slab;
+use super::slots::Slots;
 use super::{
     DeviceNeeds, Event, Failure, Limits, MAX_ADDRESS, MAX_MESSAGE, Posted, Reason, RegionId, Released, Span, Transport,
     WriteImm,
@@ -162,7 +161,7 @@ impl LibfabricEndpoint {
                           tcp, or allow it by allow_old_shm";
             return Err(Error::config("provider", format!("shm of libfabric {}", library.version()), advice));
         }
-        let slab = Slab::new(MESSAGES, RECEIVES)?;
+        let slab = Slab::new(MESSAGES, RECEIVES, object::all_closed)?;
         let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, provider, &slab, nic));
         let lanes = lanes.collect::<Result<Vec<Lane>>>()?;
         if let Some(Lane { facts, .. }) = lanes.first() {
@@ -228,7 +227,7 @@ impl LibfabricEndpoint {
         let Some(source) = self.regions.locate(write.source, write.bytes) else {
             return Err(super::regions::outside("source", write, self.regions.length(write.source.region)));
         };
-        let length = peer.lengths.get(usize::from(write.target.region.0)).copied();
+        let length = peer.regions.length(write.target.region);
         if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
             return Err(super::regions::outside("target", write, length.filter(|length| *length > 0)));
         }
@@ -282,7 +281,7 @@ impl LibfabricEndpoint {
             if peer.notices != Notices::Known {
                 return true;
             }
-            let Peer { paths, remotes, .. } = peer;
+            let Peer { paths, regions, .. } = peer;
             let nics = paths.len();
             let (Some(path), Some(left)) = (paths.get_mut(*nic), left.get_mut(*nic)) else { return false };
             while let Some(number) = path.unsent.front().copied() {
@@ -290,8 +289,7 @@ impl LibfabricEndpoint {
                     path.unsent.pop_front();
                     continue;
                 };
-                let target = remotes.get(usize::from(flight.write.target.region.0) * nics + *nic);
-                let target = target.copied().unwrap_or(path.scratch);
+                let target = regions.place(flight.write.target.region, *nic, nics).unwrap_or(path.scratch);
                 let to = Destination { address: path.address, target, scratch: path.scratch };
                 let code = lane.write(number, flight, &to, slab, *left > 1);
                 if code == -FI_EAGAIN {
@@ -586,7 +584,7 @@ impl LibfabricEndpoint {
             return Err(format!("is of the provider {:?}, not {:?}", address.provider, facts.kind()));
         }
         match self.peers.get_mut(&address.rank).filter(|peer| peer.key == address.key) {
-            Some(peer) => peer.update(&address, nics),
+            Some(peer) => peer.regions.update(&address.lengths, &address.remotes, nics),
             None => self.replace(address),
         }
     }
@@ -602,7 +600,7 @@ impl LibfabricEndpoint {
             paths.push(Path { address: found, scratch: port.scratch, outstanding: 0, unsent });
         }
         let mut peer = Peer::new(&address, self.channels + 1, paths, PEER_MESSAGES as usize);
-        if let Err(why) = peer.update(&address, self.lanes.len()) {
+        if let Err(why) = peer.regions.update(&address.lengths, &address.remotes, self.lanes.len()) {
             self.lanes.iter_mut().zip(&peer.paths).for_each(|(lane, path)| lane.remove(path.address));
             return Err(why);
         }

@@ -2,8 +2,9 @@
 //!
 //! Place in the data path: under `post`, `submit` and what messages bring. On the endpoint's thread.
 
-use super::address::{Address, Remote};
+use super::address::Address;
 use super::libfabric_sys::fi_addr_t;
+use crate::transport::network::remote::{Remote, RemoteRegions};
 use std::collections::VecDeque;
 
 /// A peer's endpoint.
@@ -13,9 +14,7 @@ pub(super) struct Peer {
     /// Distinguishes it from earlier endpoints of the same rank.
     pub channel: u64,
     pub paths: Vec<Path>,
-    pub lengths: Vec<u64>,
-    /// By region, then by NIC; of regions that are gone what they were.
-    pub remotes: Vec<Remote>,
+    pub regions: RemoteRegions,
     pub messages: u32,
     /// Messages that the provider has not taken.
     pub unsent: VecDeque<u32>,
@@ -85,8 +84,7 @@ impl Peer {
             key: address.key,
             channel,
             paths,
-            lengths: Vec::new(),
-            remotes: Vec::new(),
+            regions: RemoteRegions::default(),
             messages: 0,
             unsent: VecDeque::with_capacity(messages),
             sent: 0,
@@ -139,42 +137,6 @@ impl Peer {
         if matches!(self.notices, Notices::Behind(taken_back) if taken_back.wrapping_sub(self.lost) as i16 <= 0) {
             self.notices = Notices::Known;
         }
-    }
-
-    /// Takes in what an address says of the regions. Either of two addresses may be the older one: a region that is
-    /// gone in one of them is gone.
-    pub fn update(&mut self, address: &Address, nics: usize) -> std::result::Result<(), String> {
-        let mut there = address.remotes.chunks_exact(nics);
-        let (mut lengths, mut remotes) = (self.lengths.clone(), self.remotes.clone());
-        let none = Remote { base: 0, key: 0 };
-        for (number, reported) in address.lengths.iter().enumerate() {
-            let places = if *reported > 0 { there.next() } else { None };
-            if places.is_some_and(|places| places.iter().any(|place| place.base.checked_add(*reported).is_none())) {
-                return Err("has a region that wraps".into());
-            }
-            match lengths.get_mut(number) {
-                Some(known) => {
-                    let contradicts = *known != *reported && *known != 0 && *reported != 0;
-                    let moved = *known != 0
-                        && places.is_some_and(|places| {
-                            remotes.get(number * nics..).is_none_or(|known| !known.starts_with(places))
-                        });
-                    if contradicts || moved {
-                        return Err("contradicts an earlier one of the same endpoint".into());
-                    }
-                    *known = (*known).min(*reported);
-                }
-                None => {
-                    lengths.push(*reported);
-                    match places {
-                        Some(places) => remotes.extend_from_slice(places),
-                        None => remotes.extend(std::iter::repeat_n(none, nics)),
-                    }
-                }
-            }
-        }
-        (self.lengths, self.remotes) = (lengths, remotes);
-        Ok(())
     }
 }
 

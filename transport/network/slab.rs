@@ -1,6 +1,6 @@
 //! An endpoint's own memory: where peers' empty writes go, and messages on their way.
 //!
-//! Place in the data path: under messages. The provider reads and writes it at any time, so that no reference covers
+//! Place in the data path: under messages. The network reads and writes it at any time, so that no reference covers
 //! it.
 //!
 //! ```text
@@ -10,7 +10,6 @@
 //! ```
 
 use super::message::{HEAD, PITCH};
-use super::object::all_closed;
 use crate::base::{Error, Result};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
@@ -26,20 +25,23 @@ pub(super) struct Slab {
     layout: Layout,
     sends: usize,
     receives: usize,
+    /// Whether nothing stores into it any more.
+    all_closed: fn() -> bool,
 }
 
 // SAFETY: memory that it owns and accesses by copies alone.
 unsafe impl Send for Slab {}
 
 impl Slab {
-    pub fn new(sends: u32, receives: u32) -> Result<Slab> {
+    /// Room for messages to send and to receive. It is freed only if `all_closed` says so by then.
+    pub fn new(sends: u32, receives: u32, all_closed: fn() -> bool) -> Result<Slab> {
         let (sends, receives) = (sends as usize, receives as usize);
         let bytes = 2 * LINE + (sends + receives) * PITCH;
         let lack = || Error::transport(format!("no {bytes} bytes for messages"), "raise the limit on memory");
         let layout = Layout::from_size_align(bytes, 4096).map_err(|_| lack())?;
         // SAFETY: the layout is not empty.
         let base = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or_else(lack)?;
-        Ok(Slab { base, layout, sends, receives })
+        Ok(Slab { base, layout, sends, receives, all_closed })
     }
 
     fn at(&self, offset: usize) -> u64 {
@@ -104,7 +106,7 @@ impl Slab {
 
 impl Drop for Slab {
     fn drop(&mut self) {
-        if !all_closed() {
+        if !(self.all_closed)() {
             return;
         }
         // SAFETY: allocated by `new` with this layout.

@@ -1,0 +1,113 @@
+//! A peer's regions as this endpoint knows them, and how addresses name them: the same for all real networks.
+//!
+//! Place in the data path: under `post`, which looks up where a write goes. On the endpoint's thread. Allocates in
+//! `update` alone, which `connect` calls.
+
+use super::RegionId;
+
+/// A place that a peer writes to: an address, or an offset where the network counts from 0, and a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Remote {
+    pub base: u64,
+    pub key: u64,
+}
+
+/// Bytes of a place in an address.
+pub(super) const PLACE: usize = 16;
+
+/// The regions of a peer, from its addresses.
+#[derive(Debug, Clone, Default)]
+pub(super) struct RemoteRegions {
+    /// By number; 0: taken back.
+    lengths: Vec<u64>,
+    /// By region, then by NIC; of regions that are gone what they were.
+    places: Vec<Remote>,
+}
+
+impl RemoteRegions {
+    /// The length of a region; 0 of one that was taken back.
+    pub fn length(&self, region: RegionId) -> Option<u64> {
+        self.lengths.get(usize::from(region.0)).copied()
+    }
+
+    /// Where a region begins, for one of `nics` NICs.
+    pub fn place(&self, region: RegionId, nic: usize, nics: usize) -> Option<Remote> {
+        self.places.get(usize::from(region.0) * nics + nic).copied()
+    }
+
+    /// Takes in what an address says: lengths by number, and places by region that is there, then by NIC. Either of two
+    /// addresses may be the older one: a region that is gone in one of them is gone.
+    ///
+    /// # Errors
+    /// What is wrong with the address; then nothing has changed.
+    pub fn update(&mut self, reported: &[u64], remotes: &[Remote], nics: usize) -> Result<(), String> {
+        let mut there = remotes.chunks_exact(nics);
+        let (mut lengths, mut known_places) = (self.lengths.clone(), self.places.clone());
+        let none = Remote { base: 0, key: 0 };
+        for (number, reported) in reported.iter().enumerate() {
+            let places = if *reported > 0 { there.next() } else { None };
+            if places.is_some_and(|places| places.iter().any(|place| place.base.checked_add(*reported).is_none())) {
+                return Err("has a region that wraps".into());
+            }
+            match lengths.get_mut(number) {
+                Some(known) => {
+                    let contradicts = *known != *reported && *known != 0 && *reported != 0;
+                    let moved = *known != 0
+                        && places.is_some_and(|places| {
+                            known_places.get(number * nics..).is_none_or(|known| !known.starts_with(places))
+                        });
+                    if contradicts || moved {
+                        return Err("contradicts an earlier one of the same endpoint".into());
+                    }
+                    *known = (*known).min(*reported);
+                }
+                None => {
+                    lengths.push(*reported);
+                    match places {
+                        Some(places) => known_places.extend_from_slice(places),
+                        None => known_places.extend(std::iter::repeat_n(none, nics)),
+                    }
+                }
+            }
+        }
+        (self.lengths, self.places) = (lengths, known_places);
+        Ok(())
+    }
+}
+
+/// Appends a place.
+pub(super) fn put(out: &mut Vec<u8>, Remote { base, key }: Remote) {
+    out.extend(base.to_le_bytes());
+    out.extend(key.to_le_bytes());
+}
+
+/// What has not been read.
+pub(super) struct Rest<'a>(pub &'a [u8]);
+
+impl<'a> Rest<'a> {
+    pub fn take(&mut self, count: usize) -> Option<&'a [u8]> {
+        let (taken, rest) = self.0.split_at_checked(count)?;
+        self.0 = rest;
+        Some(taken)
+    }
+
+    pub fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.take(N)?.try_into().ok()
+    }
+
+    pub fn u16(&mut self) -> Option<u16> {
+        self.array().map(u16::from_le_bytes)
+    }
+
+    pub fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    pub fn remote(&mut self) -> Option<Remote> {
+        Some(Remote { base: self.u64()?, key: self.u64()? })
+    }
+}

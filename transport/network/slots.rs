@@ -1,0 +1,63 @@
+//! Operations under way, by number.
+//!
+//! Place in the data path: between `post` and the completion queue. On the endpoint's thread. Nothing here allocates
+//! after the opening.
+
+/// Numbers of one kind, each free or under way.
+#[derive(Debug)]
+pub(super) struct Slots<T> {
+    flying: Vec<Option<T>>,
+    free: Vec<u32>,
+}
+
+impl<T> Slots<T> {
+    pub fn new(count: u32) -> Slots<T> {
+        Slots { flying: (0..count).map(|_| None).collect(), free: (0..count).rev().collect() }
+    }
+
+    /// Takes a free number; `None` if all are under way.
+    pub fn take(&mut self, operation: T) -> Option<u32> {
+        let number = self.free.pop()?;
+        *self.flying.get_mut(number as usize)? = Some(operation);
+        Some(number)
+    }
+
+    pub fn get(&self, number: u32) -> Option<&T> {
+        self.flying.get(number as usize)?.as_ref()
+    }
+
+    /// Changes one that is under way.
+    pub fn change(&mut self, number: u32, change: impl FnOnce(&mut T)) {
+        if let Some(operation) = self.flying.get_mut(number as usize).and_then(Option::as_mut) {
+            change(operation);
+        }
+    }
+
+    /// Ends an operation, whose number is free again; `None` if none is under way by that number.
+    pub fn end(&mut self, number: u32) -> Option<T> {
+        let operation = self.flying.get_mut(number as usize)?.take()?;
+        self.free.push(number);
+        Some(operation)
+    }
+
+    /// All that are under way, by number.
+    pub fn flying(&self) -> impl Iterator<Item = (u32, &T)> {
+        (0u32..).zip(&self.flying).filter_map(|(number, operation)| Some((number, operation.as_ref()?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_under_way_once() {
+        let mut slots = Slots::new(2);
+        assert_eq!([slots.take('a'), slots.take('b'), slots.take('c')], [Some(0), Some(1), None]);
+        assert_eq!(
+            (slots.get(1).copied(), slots.end(1), slots.end(1), slots.end(7)),
+            (Some('b'), Some('b'), None, None)
+        );
+        assert_eq!((slots.take('d'), slots.flying().collect::<Vec<_>>()), (Some(1), vec![(0, &'a'), (1, &'d')]));
+    }
+}
