@@ -67,6 +67,7 @@
 mod address;
 pub mod emulated;
 pub mod imm;
+mod keys;
 pub mod libfabric;
 mod library;
 mod message;

@@ -69,6 +69,11 @@ impl Revocations {
         Some(std::mem::take(&mut leaving.waiting).len())
     }
 
+    /// The peers that have not let go of an own region.
+    pub fn waiting(&self, region: RegionId) -> &[Rank] {
+        self.leaving.iter().find(|leaving| leaving.region == region).map_or(&[], |leaving| &leaving.waiting)
+    }
+
     /// Whether an own region is being taken back.
     pub fn is_leaving(&self, region: RegionId) -> bool {
         self.leaving.iter().any(|leaving| leaving.region == region)
@@ -158,6 +163,7 @@ mod tests {
         assert_eq!(notices(&mut own), [(1, Notice::Revoke(OWN)), (2, Notice::Revoke(OWN))], "each is notified once");
         own.take_in(Rank(1), Notice::LetGo(OWN));
         own.take_in(Rank(1), Notice::LetGo(OWN));
+        assert_eq!([own.waiting(OWN), own.waiting(RegionId(5))], [&[Rank(2)][..], &[]]);
         own.take_in(Rank(2), Notice::LetGo(RegionId(5)));
         assert_eq!(asked(&mut own), None, "rank 2 has let go of another region");
         own.take_in(Rank(2), Notice::LetGo(OWN));

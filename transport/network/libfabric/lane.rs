@@ -15,6 +15,7 @@ use super::libfabric_sys::*;
 use super::object::{Object, Origin};
 use super::provider::Provider;
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::keys::random;
 use crate::transport::network::message::PITCH;
 use crate::transport::network::remote::Remote;
 use crate::transport::network::slab::{EMPTY, LINE, Slab};
@@ -655,10 +656,4 @@ fn register(
     // SAFETY: an open domain, attributes that are read during the call, and a place for the answer; the memory stays
     // until the region is closed.
     unsafe { Object::open(origin, advice, |to| fi_mr_regattr(domain.as_ptr(), &attributes, 0, to)) }
-}
-
-/// A random number.
-pub(super) fn random() -> Result<u64> {
-    let lack = |error| Error::transport(format!("the system gives no random numbers ({error})"), "see getrandom(2)");
-    getrandom::u64().map_err(lack)
 }

@@ -49,6 +49,7 @@ use self::libfabric_sys::{FI_EAGAIN, Library, Version};
 use self::peer::{Notices, Path, Peer};
 use self::provider::Provider;
 use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
+use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
 use super::regions::{Regions, fits};
 use super::revoke::{Notice, Revocations};
@@ -173,7 +174,7 @@ impl LibfabricEndpoint {
         }
         let mut endpoint = LibfabricEndpoint {
             rank,
-            key: lane::random()?,
+            key: random()?,
             provider,
             limits: limits(&lanes, &config),
             regions: Regions::default(),
@@ -833,7 +834,7 @@ impl Transport for LibfabricEndpoint {
 
     /// An error leaves the endpoint closed to all but another reset.
     fn reset(&mut self) -> Result<()> {
-        let key = lane::random()?;
+        let key = random()?;
         let peers: Vec<Rank> = self.peers.keys().copied().collect();
         peers.into_iter().for_each(|peer| self.forget(peer));
         self.revocations.clear();

@@ -1,3 +1,1120 @@
-//! The network over verbs: so far its raw bindings and their opening at run time.
+//! The network over verbs' reliable connections: ConnectX and its like, over InfiniBand and RoCE.
+//!
+//! Place in the data path: under the proxies. Runs on the caller's thread, which alone makes progress; it starts none.
+//! Posting and polling do not enter the kernel where the device's library does not (soft-RoCE's does).
+//!
+//! ```text
+//!  post ─▶ waiting, by peer and NIC ── flush, poll ─▶ ibv_post_send, one chain ══▶ the peer's memory, its queue
+//!            └ credits: of the peer, of the NIC                       completion ─▶ poll
+//! ```
+//!
+//! - **Connections.** A queue pair for writes per peer and NIC, and one for messages per peer by the first NIC: a write
+//!   with an immediate takes whichever receive is next, and messages need receives with memory. Addresses name the
+//!   queue pairs, so that each is for one peer.
+//! - **Receives** are shared by all connections of a NIC, as many as [`Limits::receives`], and posted again before an
+//!   immediate is handed out. A sender that finds none waits at the device, without end.
+//! - **One doorbell.** `flush` and `poll` link what waits for a connection into one post; its last request alone reports
+//!   its completion, since a connection completes in order.
+//! - **A connection that breaks** (a link that fell, a peer that cut it off) is opened again by both sides, behind what
+//!   was taken: each write arrives once (`resumption.rs`). What cannot be resumed within `resume_within` fails.
+//! - **A write that is refused** (a key that is gone) breaks its connection, too. It fails; all others go on behind it.
+//! - **Regions** are taken back by asking the peers (`revoke.rs`). The connections of a peer that does not answer in
+//!   time are broken first, and resume without its late writes: it hears of the region before it posts again.
 
+mod address;
+mod channel;
+mod config;
+mod device;
+#[doc(hidden)]
 pub mod ibverbs_sys;
+mod lane;
+mod objects;
+mod peer;
+mod reasons;
+mod report;
+mod resumption;
+
+pub use config::VerbsConfig;
+
+use self::address::{Address, Port};
+use self::channel::Channel;
+use self::ibverbs_sys::{IBV_WC_SUCCESS, Library, ibv_wc};
+use self::lane::{BATCH, CHAIN, Flight, GLOBAL_HEADER, Lane, Line, Mark};
+use self::objects::all_closed;
+use self::peer::{Peer, Remote};
+use self::report::Letter;
+use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
+use super::keys::random;
+use super::message::{self, Content, PITCH, Parties};
+use super::regions::{Regions, fits};
+use super::revoke::{Notice, Revocations};
+use super::slab::Slab;
+use super::slots::Slots;
+use super::{
+    DeviceNeeds, Event, Failure, Limits, MAX_ADDRESS, MAX_MESSAGE, Posted, Reason, RegionId, Released, Span, Transport,
+    WriteImm,
+};
+use crate::base::{Error, Rank, Result};
+use nix::time::{ClockId, clock_gettime};
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+/// Messages of an endpoint that may be under way, to one peer and to all.
+const PEER_MESSAGES: u32 = 16;
+const MESSAGES: u32 = 1024;
+/// Receives of messages that are posted; senders of further ones wait at their devices.
+const RECEIVES: u32 = 1024;
+/// Most regions over an endpoint's life.
+const REGIONS: usize = 4096;
+/// Bytes of the longest write, as limits are of 32 bits and devices take about as many.
+const LONGEST: u32 = 1 << 30;
+/// Reads of a completion queue in a poll, as long as they find no event.
+const READS: usize = 64;
+/// Polls between two looks at the devices' events, while all connections work.
+const EVENTS_EVERY: u32 = 256;
+/// How long a queue pair that was closed may go on to report what it took, where the device does not say when it has
+/// ended.
+const COUNTED_NS: u64 = 20_000_000;
+/// Times between two reports of a connection: shorter where it has just broken.
+const REPORT_NS: [u64; 2] = [4_000_000, 250_000_000];
+
+/// A rank's endpoint over verbs. See the module for what it does and how.
+#[derive(Debug)]
+pub struct VerbsEndpoint {
+    rank: Rank,
+    config: VerbsConfig,
+    limits: Limits,
+    /// Drawn at random, at each reset too.
+    key: u64,
+    regions: Regions,
+    revocations: Revocations,
+    /// Their queue pairs go before the queues of `lanes`.
+    peers: BTreeMap<Rank, Peer>,
+    /// Numbers the peers' endpoints.
+    channels: u64,
+    /// Numbers the openings of queue pairs.
+    openings: u32,
+    /// Peers and NICs with writes that the device has not taken.
+    waiting: Vec<(Rank, usize)>,
+    /// Peers with messages that the device has not taken.
+    mute: Vec<Rank>,
+    /// Connections that are broken, or that a peer has not been heard of.
+    unwell: Vec<(Rank, usize, Line)>,
+    /// Notices that are not on their way; those to a peer are in order.
+    notices: VecDeque<(Rank, Notice)>,
+    /// Counts polls.
+    polls: u32,
+    messages: Slots<usize>,
+    /// Completions that the devices do not hand out.
+    pending: VecDeque<Pending>,
+    /// What came while a peer was replaced.
+    late: VecDeque<Late>,
+    /// Before the slab, which their devices use.
+    lanes: Vec<Lane>,
+    slab: Slab,
+}
+
+/// The completion of a write.
+#[derive(Debug, Clone, Copy)]
+struct Pending {
+    nic: usize,
+    flight: Flight,
+    outcome: Outcome,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Outcome {
+    Sent,
+    Failed(Failure),
+    Dropped,
+}
+
+#[derive(Debug)]
+enum Late {
+    Immediate(u32),
+    Message(Rank, Vec<u8>),
+}
+
+impl VerbsEndpoint {
+    /// An endpoint with nothing registered and nobody connected.
+    ///
+    /// # Errors
+    /// `Config` if a setting makes no sense; `Transport` if the library or a device is not there, or opens nothing.
+    pub fn open(rank: Rank, config: VerbsConfig) -> Result<VerbsEndpoint> {
+        config.check()?;
+        if rank.index() >= MAX_RANKS {
+            return Err(Error::config("rank", rank, format!("an immediate can name {MAX_RANKS}; use fewer ranks")));
+        }
+        let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
+        let slab = Slab::new(MESSAGES, RECEIVES, all_closed)?;
+        let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, nic, (nic == 0).then_some(&slab)));
+        let lanes = lanes.collect::<Result<Vec<Lane>>>()?;
+        let endpoint = VerbsEndpoint {
+            rank,
+            key: random()?,
+            limits: limits(&lanes, &config),
+            regions: Regions::default(),
+            revocations: Revocations::default(),
+            peers: BTreeMap::new(),
+            channels: 0,
+            openings: 0,
+            waiting: Vec::new(),
+            mute: Vec::new(),
+            unwell: Vec::new(),
+            notices: VecDeque::new(),
+            polls: 0,
+            messages: Slots::new(MESSAGES),
+            pending: VecDeque::new(),
+            late: VecDeque::new(),
+            lanes,
+            slab,
+            config,
+        };
+        log::info!(
+            target: crate::base::targets::NETWORK,
+            "rank {rank}: libibverbs at {}, {:?}",
+            library.path().display(), endpoint.lanes.iter().map(|lane| &lane.device).collect::<Vec<_>>()
+        );
+        Ok(endpoint)
+    }
+
+    /// Its rank.
+    pub fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn remote(&self, rank: Rank) -> Result<&Remote> {
+        let peer = self.peers.get(&rank).and_then(|peer| peer.remote.as_ref());
+        peer.ok_or_else(|| Error::argument("peer", rank, "connect to it with its address first"))
+    }
+
+    // ---- posting
+
+    /// The address of a write's source, if the write is valid.
+    fn admit(&self, write: &WriteImm) -> Result<u64> {
+        if usize::from(write.nic) >= self.lanes.len() {
+            let advice = format!("there are {} NICs, counted from 0", self.lanes.len());
+            return Err(Error::argument("nic", write.nic, advice));
+        }
+        let most = self.limits.write_bytes;
+        if write.bytes > most {
+            return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
+        }
+        let remote = self.remote(write.peer)?;
+        let Some(source) = self.regions.locate(write.source, write.bytes) else {
+            return Err(super::regions::outside("source", write, self.regions.length(write.source.region)));
+        };
+        let length = remote.regions.length(write.target.region);
+        if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
+            return Err(super::regions::outside("target", write, length.filter(|length| *length > 0)));
+        }
+        Ok(source)
+    }
+
+    /// Gives the devices the writes that wait for them.
+    fn submit(&mut self) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let VerbsEndpoint { peers, lanes, pending, waiting, revocations, config, unwell, .. } = self;
+        let now_ns = coarse_now_ns();
+        let nics = lanes.len();
+        waiting.retain(|(rank, nic)| {
+            let (Some(peer), Some(lane)) = (peers.get_mut(rank), lanes.get_mut(*nic)) else { return false };
+            let Some(Remote { regions, revoked, .. }) = &peer.remote else { return false };
+            let Some(channel) = peer.writes.get_mut(*nic) else { return false };
+            channel.unsent.retain(|number| {
+                let dropped = lane
+                    .writes
+                    .get(*number)
+                    .is_none_or(|flight| revocations.is_revoked(*rank, flight.write.target.region));
+                if dropped && let Some(flight) = lane.writes.end(*number) {
+                    pending.push_back(Pending { nic: *nic, flight, outcome: Outcome::Dropped });
+                }
+                !dropped
+            });
+            if channel.unsent.is_empty() {
+                return false;
+            }
+            let behind = channel.notices.wrapping_sub(*revoked) as i32 > 0;
+            if !channel.resumption.may_post() || behind && !channel.is_late(now_ns, config) {
+                return true;
+            }
+            while !channel.unsent.is_empty() {
+                let mut linked = 0;
+                while linked < CHAIN
+                    && let Some(number) = channel.unsent.front().copied()
+                {
+                    let Some(flight) = lane.writes.get(number).copied() else { break };
+                    let mark = Mark::Request { opening: channel.opening, sequence: channel.next() };
+                    let target = regions.place(flight.write.target.region, *nic, nics);
+                    channel.unsent.pop_front();
+                    if target.is_some_and(|target| lane.link_write(mark, &flight, target, config.split_bytes)) {
+                        channel.posted.push_back(number);
+                        linked += 1;
+                    } else if let Some(flight) = lane.writes.end(number) {
+                        // Its own region is gone.
+                        let outcome = Outcome::Failed(Reason::Local.into());
+                        pending.push_back(Pending { nic: *nic, flight, outcome });
+                    }
+                }
+                if lane.post(&channel.pair).is_err() {
+                    break_off(lane, channel, unwell, (*rank, *nic, Line::Writes), now_ns);
+                    return true;
+                }
+            }
+            false
+        });
+    }
+
+    /// Gives the device the messages that wait for it.
+    fn submit_messages(&mut self) {
+        let VerbsEndpoint { peers, lanes, mute, messages, slab, unwell, .. } = self;
+        let Some(lane) = lanes.first_mut() else { return };
+        mute.retain(|rank| {
+            let Some(channel) = peers.get_mut(rank).map(|peer| &mut peer.messages) else { return false };
+            if !channel.resumption.may_post() {
+                return !channel.unsent.is_empty();
+            }
+            while !channel.unsent.is_empty() {
+                let mut linked = 0;
+                while linked < CHAIN
+                    && let Some(number) = channel.unsent.pop_front()
+                {
+                    let bytes = messages.get(number).copied().unwrap_or_default();
+                    let mark = Mark::Request { opening: channel.opening, sequence: channel.next() };
+                    lane.link_message(mark, slab.send(number), bytes as u32);
+                    channel.posted.push_back(number);
+                    linked += 1;
+                }
+                if lane.post(&channel.pair).is_err() {
+                    break_off(lane, channel, unwell, (*rank, 0, Line::Messages), coarse_now_ns());
+                    return true;
+                }
+            }
+            false
+        });
+    }
+
+    /// Takes a message for a peer; false if there is no room.
+    fn enqueue(&mut self, rank: Rank, content: Content<'_>) -> bool {
+        let VerbsEndpoint { peers, messages, mute, slab, .. } = self;
+        let Some(peer) = peers.get_mut(&rank) else { return true };
+        let Some(key) = peer.remote.as_ref().map(|remote| remote.key) else { return true };
+        let channel = &mut peer.messages;
+        if channel.posted.len() + channel.unsent.len() >= PEER_MESSAGES as usize {
+            return false;
+        }
+        let Some(number) = messages.take(0) else { return false };
+        let mut place = [0; PITCH];
+        let parties = Parties { rank: self.rank, from: self.key, to: key, number: 0 };
+        let bytes = message::encode(&mut place, parties, content);
+        slab.store(number, &place);
+        messages.change(number, |kept| *kept = bytes);
+        if channel.unsent.is_empty() {
+            mute.push(rank);
+        }
+        channel.unsent.push_back(number);
+        true
+    }
+
+    /// Lets go of revoked regions to which no write is outstanding, and sends this endpoint's notices.
+    fn send_notices(&mut self) {
+        if self.revocations.owes() {
+            let (lanes, pending) = (&self.lanes, &self.pending);
+            let leads =
+                |flight: &Flight, peer, region| flight.write.peer == peer && flight.write.target.region == region;
+            self.revocations.settle(|peer, region| {
+                lanes.iter().any(|lane| lane.writes.flying().any(|(_, flight)| leads(flight, peer, region)))
+                    || pending.iter().any(|pending| leads(&pending.flight, peer, region))
+            });
+        }
+        while let Some((rank, notice)) = self.revocations.next_notice() {
+            if let (Notice::Revoke(_), Some(peer)) = (notice, self.peers.get_mut(&rank)) {
+                peer.taken_back = peer.taken_back.wrapping_add(1);
+            }
+            self.notices.push_back((rank, notice));
+        }
+        // A peer that takes no messages holds nobody else up.
+        for _ in 0..self.notices.len() {
+            let Some((peer, notice)) = self.notices.pop_front() else { break };
+            if !self.enqueue(peer, Content::Notice(notice)) {
+                self.notices.push_back((peer, notice));
+            }
+        }
+    }
+
+    // ---- completions
+
+    /// Hands the completion of a write out, and frees what it held.
+    fn hand_out(&mut self, Pending { nic, flight, outcome }: Pending, on_event: &mut dyn FnMut(Event<'_>)) {
+        let write = &flight.write;
+        self.regions.completed(write.source.region);
+        let remote = self.peers.get_mut(&write.peer).and_then(|peer| peer.remote.as_mut());
+        let remote = remote.filter(|remote| remote.channel == flight.channel);
+        if let Some(outstanding) = remote.and_then(|remote| remote.outstanding.get_mut(nic)) {
+            *outstanding = outstanding.saturating_sub(1);
+        }
+        let (token, peer) = (write.token, write.peer);
+        on_event(match outcome {
+            Outcome::Sent => Event::Sent { token },
+            Outcome::Failed(failure) => Event::Failed { token, peer, failure },
+            Outcome::Dropped => Event::Dropped { token, peer },
+        });
+    }
+
+    /// Hands out what waits to be handed out; answers how much.
+    fn hand_out_pending(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> usize {
+        let mut events = 0;
+        while let Some(pending) = self.pending.pop_front() {
+            self.hand_out(pending, on_event);
+            events += 1;
+        }
+        events
+    }
+
+    /// Reads a NIC's completions once, and hands out what they mean. Answers how many there were, and how many were
+    /// events.
+    fn read(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(usize, usize)> {
+        let Some(lane) = self.lanes.get_mut(nic) else { return Ok((0, 0)) };
+        let count = lane.poll()?;
+        if count == 0 {
+            return Ok((0, 0));
+        }
+        // All receives are there again before the first event is handed out.
+        let entries = lane.entries.iter().take(count);
+        let taken = entries.filter(|entry| Mark::decode(entry.wr_id) == Some(Mark::Immediate)).count();
+        lane.post_receives(taken as u32)?;
+        let mut events = 0;
+        for at in 0..count {
+            let Some(entry) = self.lanes.get(nic).and_then(|lane| lane.entries.get(at)).copied() else { break };
+            events += usize::from(self.complete(nic, &entry, on_event)?);
+        }
+        events += self.hand_out_pending(on_event);
+        Ok((count, events))
+    }
+
+    /// Hands out what a completion means; answers whether that is an event.
+    fn complete(&mut self, nic: usize, entry: &ibv_wc, on_event: &mut dyn FnMut(Event<'_>)) -> Result<bool> {
+        let good = entry.status == IBV_WC_SUCCESS;
+        match Mark::decode(entry.wr_id) {
+            Some(Mark::Request { opening, sequence }) => {
+                self.complete_request(nic, entry, opening, sequence);
+                Ok(false)
+            }
+            Some(Mark::Immediate) => {
+                let owner = self.lanes.get(nic).and_then(|lane| lane.owner(entry.qp_num));
+                let Some((rank, line)) = owner else { return Ok(false) };
+                if !good {
+                    self.break_connection(rank, nic, line);
+                    return Ok(false);
+                }
+                let counts = self.channel(rank, nic, line).is_some_and(|channel| channel.resumption.take());
+                if counts {
+                    // SAFETY: the completion of a receive by a write with an immediate.
+                    let bits = u32::from_be(unsafe { entry.__bindgen_anon_1.imm_data });
+                    on_event(Event::Imm { imm: ImmValue::from_bits(bits) });
+                }
+                Ok(counts)
+            }
+            Some(Mark::Message(place)) => self.take_message(nic, entry, place, on_event),
+            Some(Mark::Report(place)) => {
+                if let Some(lane) = self.lanes.get_mut(nic) {
+                    lane.sent_reports.end(place);
+                }
+                Ok(false)
+            }
+            Some(Mark::Heard(place)) => {
+                self.take_report(nic, entry, place)?;
+                Ok(false)
+            }
+            None => Ok(false),
+        }
+    }
+
+    fn complete_request(&mut self, nic: usize, entry: &ibv_wc, opening: u32, sequence: u64) {
+        let Some((rank, line)) = self.lanes.get(nic).and_then(|lane| lane.owner(entry.qp_num)) else { return };
+        let Some(channel) = self.channel(rank, nic, line).filter(|channel| channel.opening == opening) else { return };
+        if entry.status == IBV_WC_SUCCESS {
+            channel.stalled_ns = 0;
+            self.confirm(rank, nic, line, sequence + 1);
+            return;
+        }
+        let failure = reasons::failure(entry.status, entry.vendor_err);
+        if reasons::is_final(entry.status) {
+            // A connection carries out in order, so that all before it has arrived.
+            channel.offence = Some(failure);
+            self.confirm(rank, nic, line, sequence);
+        } else if failure.reason != Reason::Flushed {
+            channel.cause = Some(failure);
+        }
+        self.break_connection(rank, nic, line);
+    }
+
+    /// A peer has taken what was posted to it, up to that number in the sequence.
+    fn confirm(&mut self, rank: Rank, nic: usize, line: Line, count: u64) {
+        let VerbsEndpoint { peers, lanes, pending, messages, .. } = self;
+        let Some(peer) = peers.get_mut(&rank) else { return };
+        match line {
+            Line::Writes => {
+                let (Some(channel), Some(lane)) = (peer.writes.get_mut(nic), lanes.get_mut(nic)) else { return };
+                for number in channel.confirm(count) {
+                    if let Some(flight) = lane.writes.end(number) {
+                        pending.push_back(Pending { nic, flight, outcome: Outcome::Sent });
+                    }
+                }
+            }
+            Line::Messages => peer.messages.confirm(count).for_each(|number| _ = messages.end(number)),
+        }
+    }
+
+    /// Takes a message in; answers whether that is an event.
+    fn take_message(
+        &mut self,
+        nic: usize,
+        entry: &ibv_wc,
+        place: u32,
+        on_event: &mut dyn FnMut(Event<'_>),
+    ) -> Result<bool> {
+        let bytes = self.slab.take(place);
+        let Some(lane) = self.lanes.get_mut(nic) else { return Ok(false) };
+        lane.receive_message(place, self.slab.receive(place))?;
+        let Some((rank, line)) = lane.owner(entry.qp_num) else { return Ok(false) };
+        if entry.status != IBV_WC_SUCCESS {
+            self.break_connection(rank, nic, line);
+            return Ok(false);
+        }
+        if !self.channel(rank, nic, line).is_some_and(|channel| channel.resumption.take()) {
+            return Ok(false);
+        }
+        let Some((parties, content)) = message::decode(&bytes) else { return Ok(false) };
+        let remote = self.peers.get_mut(&rank).and_then(|peer| peer.remote.as_mut());
+        let Some(remote) = remote.filter(|remote| (parties.to, parties.from) == (self.key, remote.key)) else {
+            return Ok(false);
+        };
+        match content {
+            Content::Message(bytes) => on_event(Event::Message { peer: rank, bytes }),
+            Content::Notice(Notice::Revoke(region)) if usize::from(region.0) >= REGIONS => {}
+            Content::Notice(notice) => {
+                if matches!(notice, Notice::Revoke(_)) {
+                    remote.revoked = remote.revoked.wrapping_add(1);
+                }
+                self.revocations.take_in(rank, notice);
+            }
+            Content::Ask(_) | Content::Answer(..) => {}
+        }
+        Ok(matches!(content, Content::Message(_)))
+    }
+
+    // ---- broken connections
+
+    fn channel(&mut self, rank: Rank, nic: usize, line: Line) -> Option<&mut Channel> {
+        self.peers.get_mut(&rank)?.channel(nic, line)
+    }
+
+    fn break_connection(&mut self, rank: Rank, nic: usize, line: Line) {
+        let VerbsEndpoint { peers, lanes, unwell, .. } = self;
+        let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
+        if let (Some(channel), Some(lane)) = (channel, lanes.get_mut(nic)) {
+            break_off(lane, channel, unwell, (rank, nic, line), coarse_now_ns());
+        }
+    }
+
+    /// Takes a report in.
+    fn take_report(&mut self, nic: usize, entry: &ibv_wc, place: u32) -> Result<()> {
+        let Some(lane) = self.lanes.get_mut(nic) else { return Ok(()) };
+        let bytes = lane.reports.take(place);
+        lane.receive_report(place)?;
+        let whole = entry.status == IBV_WC_SUCCESS && entry.byte_len as usize >= GLOBAL_HEADER + report::BYTES;
+        let letter = bytes.get(GLOBAL_HEADER..).filter(|_| whole).and_then(Letter::decode);
+        let Some(letter) = letter.filter(|letter| letter.to == self.key && usize::from(letter.nic) == nic) else {
+            return Ok(());
+        };
+        let Some(peer) = self.peers.get_mut(&letter.rank) else { return Ok(()) };
+        if peer.remote.as_ref().is_none_or(|remote| remote.key != letter.from) {
+            return Ok(());
+        }
+        let Some(channel) = peer.channel(nic, letter.line) else { return Ok(()) };
+        if channel.notices.wrapping_sub(letter.notices) as i32 > 0 {
+            // Older than what is known; its counts may be, too, and a newer one comes.
+            return Ok(());
+        }
+        channel.notices = letter.notices;
+        let was_open = channel.resumption.is_open();
+        let due = channel.resumption.hear(letter.report);
+        let at = (letter.rank, nic, letter.line);
+        if due.close && was_open {
+            self.close(at);
+        }
+        if due.answer {
+            self.report(at, coarse_now_ns());
+        }
+        Ok(())
+    }
+
+    /// Closes a queue pair behind what `Resumption` has decided.
+    fn close(&mut self, at: (Rank, usize, Line)) {
+        let VerbsEndpoint { peers, lanes, unwell, .. } = self;
+        let (rank, nic, line) = at;
+        let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
+        if let (Some(channel), Some(lane)) = (channel, lanes.get_mut(nic)) {
+            shut(lane, channel, unwell, at, coarse_now_ns());
+        }
+    }
+
+    /// Sends the report of a connection, if it has something to report.
+    fn report(&mut self, (rank, nic, line): (Rank, usize, Line), now_ns: u64) {
+        let VerbsEndpoint { peers, lanes, config, key, rank: own, .. } = self;
+        let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return };
+        let notices = peer.taken_back;
+        let Some(channel) = peer.channel(nic, line) else { return };
+        let Some(report) = channel.resumption.report() else { return };
+        let [least, most] = REPORT_NS;
+        let stalled = if channel.stalled_ns == 0 { 0 } else { now_ns.saturating_sub(channel.stalled_ns) };
+        channel.report_ns = now_ns.saturating_add((stalled / 4).clamp(least, most));
+        let Some(remote) = peer.remote.as_mut() else { return };
+        let (Some(port), Some(handle)) = (remote.ports.get(nic).copied(), remote.handles.get_mut(nic)) else { return };
+        // A port that went down and came up may have its GID at another place.
+        if handle.as_ref().is_none_or(|(changes, _)| *changes != lane.changes) {
+            *handle = lane.handle(&port.route, config).ok().map(|handle| (lane.changes, handle));
+        }
+        let Some((_, handle)) = handle else { return };
+        let Some(place) = lane.sent_reports.take(()) else { return };
+        let letter = Letter { rank: *own, from: *key, to: remote.key, nic: nic as u8, line, report, notices };
+        lane.reports.store(place, &letter.encode());
+        if !lane.send_report(place, report::BYTES, handle, port.datagrams) {
+            lane.sent_reports.end(place);
+        }
+    }
+
+    /// Goes on with the connections that are broken. `emptied` tells of each NIC whether all of its completions have
+    /// been read.
+    fn tend(&mut self, emptied: [bool; MAX_NICS], now_ns: u64) {
+        for at in 0..self.unwell.len() {
+            let Some(place) = self.unwell.get(at).copied() else { break };
+            self.tend_one(place, emptied.get(place.1).copied().unwrap_or(true), now_ns);
+        }
+        let peers = &mut self.peers;
+        self.unwell.retain(|(rank, nic, line)| {
+            let channel = peers.get_mut(rank).and_then(|peer| peer.channel(*nic, *line));
+            channel.is_some_and(|channel| !channel.resumption.may_post())
+        });
+    }
+
+    fn tend_one(&mut self, place: (Rank, usize, Line), emptied: bool, now_ns: u64) {
+        let (rank, nic, line) = place;
+        let VerbsEndpoint { peers, lanes, config, .. } = self;
+        let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return };
+        let Some(channel) = peer.channel(nic, line) else { return };
+        let ended = channel.drained || now_ns >= channel.counted_ns;
+        if channel.resumption.is_closing() && ended && emptied {
+            // From here on the device neither reads sources nor stores for this connection.
+            if lane.shut_pair(&channel.pair).is_ok() {
+                channel.resumption.closed();
+                channel.report_ns = now_ns;
+            }
+        }
+        if let Some(count) = channel.resumption.ready() {
+            self.confirm(rank, nic, line, count);
+            self.end_offender(rank, nic, line);
+            self.open_again(place, count);
+        } else if channel.is_late(now_ns, config) && !channel.resumption.is_closing() {
+            self.give_up(place, now_ns);
+        }
+        let due = self.channel(rank, nic, line).is_some_and(|channel| {
+            !channel.resumption.may_post() && !channel.resumption.is_closing() && now_ns >= channel.report_ns
+        });
+        if due {
+            self.report(place, now_ns);
+        }
+    }
+
+    /// Ends the write that broke its connection.
+    fn end_offender(&mut self, rank: Rank, nic: usize, line: Line) {
+        let VerbsEndpoint { peers, lanes, pending, messages, revocations, .. } = self;
+        let Some(channel) = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line)) else { return };
+        let Some(failure) = channel.offence.take() else { return };
+        let Some(number) = channel.posted.pop_front() else { return };
+        if line == Line::Messages {
+            messages.end(number);
+        } else if let Some(flight) = lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) {
+            let revoked = revocations.is_revoked(rank, flight.write.target.region);
+            let outcome = if revoked { Outcome::Dropped } else { Outcome::Failed(failure) };
+            pending.push_back(Pending { nic, flight, outcome });
+        }
+    }
+
+    /// Opens a connection again, behind what its peer has taken. Where the port is not there, it stays closed, and is
+    /// tried again.
+    fn open_again(&mut self, (rank, nic, line): (Rank, usize, Line), count: u64) {
+        let VerbsEndpoint { peers, lanes, config, waiting, mute, openings, .. } = self;
+        let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return };
+        let Some(route) = peer.remote.as_ref().and_then(|remote| remote.ports.get(nic)).map(|port| port.route) else {
+            return;
+        };
+        let Some(channel) = peer.channel(nic, line) else { return };
+        let Some(other) = channel.other else { return };
+        let incarnation = channel.resumption.incarnation().wrapping_add(1);
+        if let Err(why) = lane.open_pair(&channel.pair, (channel.own, other), &route, incarnation, config) {
+            log::debug!(target: crate::base::targets::NETWORK, "rank {rank}, NIC {nic}: not yet open again: {why}");
+            return;
+        }
+        log::info!(target: crate::base::targets::NETWORK, "the connection to rank {rank} by NIC {nic} is open again");
+        channel.resumption.opened();
+        channel.opening = next(openings);
+        channel.rewind(count);
+        channel.report_ns = 0;
+        if channel.unsent.is_empty() {
+            channel.stalled_ns = 0;
+            return;
+        }
+        match line {
+            Line::Writes if !waiting.contains(&(rank, nic)) => waiting.push((rank, nic)),
+            Line::Messages if !mute.contains(&rank) => mute.push(rank),
+            _ => {}
+        }
+    }
+
+    /// Fails what waits for a connection that was broken for too long.
+    fn give_up(&mut self, (rank, nic, line): (Rank, usize, Line), now_ns: u64) {
+        let VerbsEndpoint { peers, lanes, pending, messages, .. } = self;
+        let Some(channel) = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line)) else { return };
+        channel.stalled_ns = now_ns;
+        channel.offence = None;
+        let failure = channel.cause.unwrap_or_else(|| Reason::Unreachable.into());
+        let given_up: usize = channel.posted.len() + channel.unsent.len();
+        for number in channel.posted.drain(..).chain(channel.unsent.drain(..)) {
+            if line == Line::Messages {
+                messages.end(number);
+            } else if let Some(flight) = lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) {
+                pending.push_back(Pending { nic, flight, outcome: Outcome::Failed(failure) });
+            }
+        }
+        if given_up > 0 {
+            log::warn!(target: crate::base::targets::NETWORK, "rank {rank} is not heard of by NIC {nic}: {given_up} {line:?} fail");
+        }
+    }
+
+    /// Reads what the devices report.
+    ///
+    /// # Errors
+    /// `Transport` if a device or queue is broken.
+    fn read_events(&mut self) -> Result<()> {
+        for nic in 0..self.lanes.len() {
+            while let Some(reported) = self.lanes.get(nic).and_then(|lane| lane.device.event()) {
+                let Some(lane) = self.lanes.get_mut(nic) else { break };
+                match reported {
+                    device::Reported::Broken(number) => {
+                        if let Some((rank, line)) = lane.owner(number) {
+                            self.break_connection(rank, nic, line);
+                        }
+                    }
+                    device::Reported::LastReceive(number) => {
+                        if let Some((rank, line)) = lane.owner(number)
+                            && let Some(channel) = self.channel(rank, nic, line)
+                        {
+                            channel.drained = true;
+                        }
+                    }
+                    device::Reported::Port => {
+                        lane.changes = lane.changes.wrapping_add(1);
+                        log::info!(target: crate::base::targets::NETWORK, "the port of {} changed", lane.device.name);
+                    }
+                    device::Reported::Fatal(event) => {
+                        let what = format!("device {} reports event {event}, behind which it loses", lane.device.name);
+                        return Err(Error::transport(what, "open another endpoint").ending());
+                    }
+                    device::Reported::Other => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    // ---- peers
+
+    /// The peer, with queue pairs for it, which are made if there are none.
+    fn prepare(&mut self, rank: Rank) -> Result<&mut Peer> {
+        if !self.peers.contains_key(&rank) {
+            let peer = Peer::new(&mut self.lanes, rank, &self.config, PEER_MESSAGES)?;
+            self.peers.insert(rank, peer);
+            let (peers, nics) = (self.peers.len(), self.lanes.len());
+            self.waiting.reserve(peers * nics);
+            self.mute.reserve(peers);
+            self.unwell.reserve(peers * (nics + 1));
+            self.pending.reserve(peers * nics * self.config.peer_posts as usize);
+        }
+        self.peers.get_mut(&rank).ok_or_else(|| Error::argument("peer", rank, "connect to it first"))
+    }
+
+    /// Connects to an address; an error leaves everything as it was, unless the way to the peer breaks meanwhile.
+    fn join(&mut self, address: &Address) -> Result<()> {
+        let refuse = |why: String| Err(unusable(address.rank, why));
+        let (nics, there) = (self.lanes.len(), address.ports.len());
+        if there != nics {
+            return refuse(format!("is of an endpoint with {there} NICs, not {nics}"));
+        }
+        let own = self.config.service_level;
+        if let Some(port) = address.ports.iter().find(|port| port.route.service_level != own) {
+            return refuse(format!("uses service level {}, not {own}", port.route.service_level));
+        }
+        let known = self.peers.get_mut(&address.rank).and_then(|peer| peer.remote.as_mut());
+        if let Some(remote) = known.filter(|remote| remote.key == address.key) {
+            return remote.regions.update(&address.lengths, &address.remotes, nics).or_else(refuse);
+        }
+        let mut remote = Remote::new(address, self.channels + 1);
+        if let Err(why) = remote.regions.update(&address.lengths, &address.remotes, nics) {
+            return refuse(why);
+        }
+        for (lane, port) in self.lanes.iter_mut().zip(&address.ports) {
+            remote.handles.push(Some((lane.changes, lane.handle(&port.route, &self.config)?)));
+        }
+        self.channels += 1;
+        self.prepare(address.rank)?;
+        self.forget(address.rank)?;
+        let VerbsEndpoint { peers, lanes, config, openings, .. } = self;
+        let Some(peer) = peers.get_mut(&address.rank) else { return Ok(()) };
+        let lines = address.ports.iter().enumerate().map(|(nic, port)| (nic, Line::Writes, port.writes));
+        let ports = &address.ports;
+        for (nic, line, other) in lines.chain([(0, Line::Messages, address.messages)]) {
+            let (Some(channel), Some(lane)) = (peer.channel(nic, line), lanes.get_mut(nic)) else { continue };
+            let Some(Port { route, .. }) = ports.get(nic) else { continue };
+            channel.start(other);
+            lane.open_pair(&channel.pair, (channel.own, other), route, 0, config)?;
+            channel.opening = next(openings);
+        }
+        peer.remote = Some(remote);
+        (peer.taken_back, peer.messages.notices) = (0, 0);
+        Ok(())
+    }
+
+    /// Forgets a peer's endpoint: what waits for it or is under way fails. Its queue pairs stay, closed.
+    fn forget(&mut self, rank: Rank) -> Result<()> {
+        let Some(peer) = self.peers.get_mut(&rank) else { return Ok(()) };
+        if peer.remote.is_none() {
+            return Ok(());
+        }
+        for (nic, line) in peer.lines() {
+            if let (Some(channel), Some(lane)) = (peer.channel(nic, line), self.lanes.get_mut(nic)) {
+                channel.resumption.close();
+                _ = lane.break_pair(&channel.pair);
+            }
+        }
+        // What came before is handed out later, so that none of it is taken for the next endpoint's.
+        let mut late = std::mem::take(&mut self.late);
+        let mut keep = |event: Event<'_>| match event {
+            Event::Imm { imm } => late.push_back(Late::Immediate(imm.bits())),
+            Event::Message { peer, bytes } => late.push_back(Late::Message(peer, bytes.to_vec())),
+            _ => {}
+        };
+        let mut read = Ok(());
+        for nic in 0..self.lanes.len() {
+            read = read.and(self.drain(nic, &mut keep));
+        }
+        self.late = late;
+        read?;
+        self.abandon(rank);
+        Ok(())
+    }
+
+    /// Reads all of a NIC's completions. Those of writes wait to be handed out.
+    fn drain(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<()> {
+        loop {
+            let Some(lane) = self.lanes.get_mut(nic) else { return Ok(()) };
+            let count = lane.poll()?;
+            let entries = lane.entries.iter().take(count);
+            let taken = entries.filter(|entry| Mark::decode(entry.wr_id) == Some(Mark::Immediate)).count();
+            lane.post_receives(taken as u32)?;
+            for at in 0..count {
+                let Some(entry) = self.lanes.get(nic).and_then(|lane| lane.entries.get(at)).copied() else { break };
+                self.complete(nic, &entry, on_event)?;
+            }
+            if count < BATCH {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Fails what waits for a peer or is under way to it.
+    fn abandon(&mut self, rank: Rank) {
+        let VerbsEndpoint { peers, lanes, pending, messages, .. } = self;
+        let Some(peer) = peers.get_mut(&rank) else { return };
+        for (nic, line) in peer.lines() {
+            let (Some(channel), Some(lane)) = (peer.channel(nic, line), lanes.get_mut(nic)) else { continue };
+            _ = lane.shut_pair(&channel.pair);
+            for number in channel.posted.drain(..).chain(channel.unsent.drain(..)) {
+                if line == Line::Messages {
+                    messages.end(number);
+                } else if let Some(flight) = lane.writes.end(number) {
+                    let outcome = Outcome::Failed(Reason::Flushed.into());
+                    pending.push_back(Pending { nic, flight, outcome });
+                }
+            }
+        }
+        peer.remote = None;
+        self.revocations.forget(rank);
+        self.waiting.retain(|(other, _)| *other != rank);
+        self.mute.retain(|other| *other != rank);
+        self.notices.retain(|(other, _)| *other != rank);
+        self.unwell.retain(|(other, ..)| *other != rank);
+    }
+
+    /// Breaks the connections of the peers that have not let go of a region, which then hear of it before they post.
+    fn cut_off(&mut self, late: &[Rank]) {
+        for rank in late {
+            for nic in 0..self.lanes.len() {
+                self.break_connection(*rank, nic, Line::Writes);
+            }
+        }
+    }
+}
+
+/// Breaks a connection off.
+fn break_off(
+    lane: &mut Lane,
+    channel: &mut Channel,
+    unwell: &mut Vec<(Rank, usize, Line)>,
+    at: (Rank, usize, Line),
+    now_ns: u64,
+) {
+    if channel.other.is_some() && channel.resumption.is_open() {
+        channel.resumption.close();
+        shut(lane, channel, unwell, at, now_ns);
+    }
+}
+
+/// Closes the queue pair of a connection that is to be closed.
+fn shut(
+    lane: &mut Lane,
+    channel: &mut Channel,
+    unwell: &mut Vec<(Rank, usize, Line)>,
+    at: (Rank, usize, Line),
+    now_ns: u64,
+) {
+    if let Err(code) = lane.break_pair(&channel.pair) {
+        log::warn!(target: crate::base::targets::NETWORK, "a queue pair is not closed: error {code}");
+    }
+    channel.drained = false;
+    channel.counted_ns = now_ns.saturating_add(COUNTED_NS);
+    if channel.stalled_ns == 0 {
+        channel.stalled_ns = now_ns.max(1);
+    }
+    if !unwell.contains(&at) {
+        unwell.push(at);
+    }
+}
+
+/// The next number of an opening.
+fn next(openings: &mut u32) -> u32 {
+    *openings = openings.wrapping_add(1) & lane::OPENINGS;
+    *openings
+}
+
+/// The refusal of an address.
+fn unusable(rank: Rank, why: String) -> Error {
+    let advice = "exchange the addresses anew, between ranks with the same version of tokenyard, NICs and settings";
+    Error::transport(format!("address of rank {rank} {why}"), advice)
+}
+
+/// Time as it was at the kernel's last tick, at most 10 ms ago: what is late is late by more, and a poll is to take
+/// little.
+fn coarse_now_ns() -> u64 {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).map(Duration::from).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// The limits of an endpoint with these NICs.
+fn limits(lanes: &[Lane], config: &VerbsConfig) -> Limits {
+    let least = |of: fn(&Lane) -> u32| lanes.iter().map(of).min().unwrap_or(0);
+    Limits {
+        posts: config.peer_posts.min(least(|lane| lane.writes.count())),
+        receives: least(|lane| lane.immediates),
+        regions: address::room(MAX_ADDRESS, lanes.len()).min(REGIONS) as u32,
+        write_bytes: least(|lane| lane.device.longest()).min(LONGEST),
+    }
+}
+
+impl Transport for VerbsEndpoint {
+    fn nics(&self) -> usize {
+        self.lanes.len()
+    }
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn device_needs(&self) -> DeviceNeeds {
+        DeviceNeeds { host_memory: true, ..DeviceNeeds::default() }
+    }
+
+    unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
+        if self.regions.lengths().len() >= self.limits.regions as usize {
+            let advice = "register fewer, larger spans; numbers of those taken back are not used again";
+            return Err(Error::argument("regions", self.limits.regions + 1, advice));
+        }
+        let region = self.regions.register_host(span)?;
+        for at in 0..self.lanes.len() {
+            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span).err());
+            if let Some(why) = refused {
+                self.lanes.iter_mut().take(at).for_each(Lane::undo);
+                self.regions.undo(region);
+                return Err(why);
+            }
+        }
+        Ok(region)
+    }
+
+    fn deregister(&mut self, region: RegionId) -> Result<Released> {
+        let used = self.regions.give_up(region)?;
+        let connected = self.peers.iter().filter(|(_, peer)| peer.remote.is_some());
+        let living: Vec<Rank> = connected.map(|(rank, _)| *rank).collect();
+        let waiting = self.revocations.waiting(region).to_vec();
+        let let_go_ns = u64::try_from(self.config.let_go.as_nanos()).unwrap_or(u64::MAX);
+        let late = self.revocations.take_back(region, &living, coarse_now_ns(), let_go_ns);
+        self.send_notices();
+        self.submit_messages();
+        let Some(late) = late else { return Ok(Released::Busy) };
+        if late > 0 {
+            log::warn!(target: crate::base::targets::NETWORK, "rank {}: {late} peers did not let go of region {}", self.rank, region.0);
+            self.cut_off(&waiting);
+        }
+        if used {
+            return Ok(Released::Busy);
+        }
+        for lane in &mut self.lanes {
+            lane.release(region)?;
+        }
+        self.revocations.end(region);
+        self.regions.take_back(region)
+    }
+
+    fn address(&mut self, peer: Rank) -> Result<Vec<u8>> {
+        let (messages, writes) = self.prepare(peer)?.ends();
+        let service_level = self.config.service_level;
+        let ports = self.lanes.iter().zip(writes).map(|(lane, writes)| {
+            let route = lane.device.route(service_level);
+            Port { route, datagrams: lane.datagrams(), writes }
+        });
+        let ports = ports.collect();
+        let lengths = self.regions.lengths();
+        let there = (0u16..).map(RegionId).zip(&lengths).filter(|(_, length)| **length > 0);
+        let bases = there.filter_map(|(region, _)| Some((region, self.regions.base(region)?)));
+        let remotes =
+            bases.flat_map(|(region, base)| self.lanes.iter().filter_map(move |lane| lane.remote(region, base)));
+        let remotes = remotes.collect();
+        Ok(Address { key: self.key, rank: self.rank, peer, messages, ports, lengths, remotes }.encode())
+    }
+
+    fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
+        match Address::decode(address) {
+            Err(why) => Err(unusable(peer, format!("({} bytes) {why}", address.len()))),
+            Ok(Address { rank, .. }) if rank != peer => Err(unusable(peer, format!("is of rank {rank}"))),
+            Ok(Address { peer, .. }) if peer != self.rank => Err(unusable(peer, format!("is for rank {peer}"))),
+            Ok(address) => self.join(&address),
+        }
+    }
+
+    fn post(&mut self, write: &WriteImm) -> Result<Posted> {
+        let source = self.admit(write)?;
+        let nic = usize::from(write.nic);
+        let revoked = self.revocations.is_revoked(write.peer, write.target.region);
+        let most = self.limits.posts;
+        let (Some(peer), Some(lane)) = (self.peers.get_mut(&write.peer), self.lanes.get_mut(nic)) else {
+            return Ok(Posted::Full);
+        };
+        let (Some(remote), Some(channel)) = (peer.remote.as_mut(), peer.writes.get_mut(nic)) else {
+            return Ok(Posted::Full);
+        };
+        let Some(outstanding) = remote.outstanding.get_mut(nic).filter(|outstanding| **outstanding < most) else {
+            return Ok(Posted::Full);
+        };
+        let flight = Flight { write: *write, source, channel: remote.channel };
+        if revoked {
+            self.pending.push_back(Pending { nic, flight, outcome: Outcome::Dropped });
+        } else {
+            let Some(number) = lane.writes.take(flight) else { return Ok(Posted::Full) };
+            if channel.unsent.is_empty() {
+                self.waiting.push((write.peer, nic));
+            }
+            channel.unsent.push_back(number);
+        }
+        *outstanding += 1;
+        self.regions.posted(write.source.region);
+        Ok(Posted::Accepted)
+    }
+
+    fn send(&mut self, peer: Rank, message: &[u8]) -> Result<Posted> {
+        self.remote(peer)?;
+        if message.len() > MAX_MESSAGE {
+            let advice = format!("send at most {MAX_MESSAGE} bytes at once");
+            return Err(Error::argument("message", format!("{} bytes", message.len()), advice));
+        }
+        Ok(if self.enqueue(peer, Content::Message(message)) { Posted::Accepted } else { Posted::Full })
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.submit();
+        self.submit_messages();
+        Ok(())
+    }
+
+    fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        let began_ns = if self.unwell.is_empty() { 0 } else { coarse_now_ns() };
+        let mut events = self.hand_out_pending(on_event);
+        while let Some(late) = self.late.pop_front() {
+            match &late {
+                Late::Immediate(bits) => on_event(Event::Imm { imm: ImmValue::from_bits(*bits) }),
+                Late::Message(peer, bytes) => on_event(Event::Message { peer: *peer, bytes }),
+            }
+            events += 1;
+        }
+        let mut emptied = [false; MAX_NICS];
+        for (nic, emptied) in emptied.iter_mut().enumerate().take(self.lanes.len()) {
+            // What is no event may lie before what is one.
+            for _ in 0..READS {
+                let (count, some) = self.read(nic, on_event)?;
+                events += some;
+                *emptied = count < BATCH;
+                if events > 0 || *emptied {
+                    break;
+                }
+            }
+        }
+        self.polls = self.polls.wrapping_add(1);
+        if self.polls.is_multiple_of(EVENTS_EVERY) || !self.unwell.is_empty() {
+            self.read_events()?;
+        }
+        if began_ns != 0 {
+            self.tend(emptied, began_ns);
+            events += self.hand_out_pending(on_event);
+        }
+        self.send_notices();
+        self.submit();
+        self.submit_messages();
+        Ok(events)
+    }
+
+    /// An error leaves the endpoint closed to all but another reset.
+    fn reset(&mut self) -> Result<()> {
+        let key = random()?;
+        for rank in self.peers.keys().copied().collect::<Vec<Rank>>() {
+            self.abandon(rank);
+        }
+        // Their queue pairs, before the queues.
+        self.peers.clear();
+        self.revocations.clear();
+        self.notices.clear();
+        self.late.clear();
+        self.messages = Slots::new(MESSAGES);
+        self.key = key;
+        let slab = &self.slab;
+        self.lanes.iter_mut().enumerate().try_for_each(|(nic, lane)| lane.renew((nic == 0).then_some(slab)))
+    }
+
+    fn explain(&self, failure: Failure) -> String {
+        match failure.code {
+            0 => String::new(),
+            code => self.lanes.first().map_or_else(String::new, |lane| lane.device.explain(code)),
+        }
+    }
+}

@@ -101,6 +101,8 @@ library! {
         ibv_modify_qp: fn(*mut ibv_qp, *mut ibv_qp_attr, c_int) -> c_int;
         ibv_query_qp: fn(*mut ibv_qp, *mut ibv_qp_attr, c_int, *mut ibv_qp_init_attr) -> c_int;
         ibv_destroy_qp: fn(*mut ibv_qp) -> c_int;
+        ibv_create_ah: fn(*mut ibv_pd, *mut ibv_ah_attr) -> *mut ibv_ah;
+        ibv_destroy_ah: fn(*mut ibv_ah) -> c_int;
         ibv_wc_status_str: fn(c_uint) -> *const c_char;
         ibv_event_type_str: fn(c_uint) -> *const c_char;
         ibv_fork_init: fn() -> c_int;

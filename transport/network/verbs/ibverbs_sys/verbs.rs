@@ -680,6 +680,7 @@ pub const IBV_QP_STATE: ibv_qp_attr_mask = 1;
 pub const IBV_QP_ACCESS_FLAGS: ibv_qp_attr_mask = 8;
 pub const IBV_QP_PKEY_INDEX: ibv_qp_attr_mask = 16;
 pub const IBV_QP_PORT: ibv_qp_attr_mask = 32;
+pub const IBV_QP_QKEY: ibv_qp_attr_mask = 64;
 pub const IBV_QP_AV: ibv_qp_attr_mask = 128;
 pub const IBV_QP_PATH_MTU: ibv_qp_attr_mask = 256;
 pub const IBV_QP_TIMEOUT: ibv_qp_attr_mask = 512;

@@ -1,0 +1,54 @@
+//! Verbs under the contract, over the kernel's soft-RoCE: on one device, and between the ends of veth pairs. Its
+//! devices are in the VM that `tests/verbs/vm.sh` boots:
+//!
+//! ```text
+//! CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=tests/verbs/vm.sh cargo test --test verbs
+//! ```
+
+#[path = "../transport/contract.rs"]
+mod contract;
+#[path = "../transport/rig.rs"]
+mod rig;
+
+use rig::Backend;
+use std::path::Path;
+use std::time::Duration;
+use tokenyard::internals::base::Rank;
+use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint};
+
+/// Endpoints whose NICs use these devices: of even ranks, and of odd ones.
+struct Verbs {
+    even: &'static [&'static str],
+    odd: &'static [&'static str],
+}
+
+impl Backend for Verbs {
+    type Endpoint = VerbsEndpoint;
+
+    fn endpoints(&self, ranks: usize) -> Vec<VerbsEndpoint> {
+        (0..ranks as u32).map(|rank| VerbsEndpoint::open(Rank(rank), self.config(rank)).unwrap()).collect()
+    }
+
+    fn is_there(&self) -> bool {
+        let lacks = |device: &&str| !Path::new("/sys/class/infiniband").join(device).exists();
+        let Some(device) = self.even.iter().chain(self.odd).copied().find(lacks) else { return true };
+        println!("skipped: no device {device}; run this by tests/verbs/vm.sh");
+        assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "no device {device}");
+        false
+    }
+}
+
+impl Verbs {
+    fn config(&self, rank: u32) -> VerbsConfig {
+        let devices = if rank.is_multiple_of(2) { self.even } else { self.odd };
+        let mut config = VerbsConfig::default();
+        config.devices = devices.iter().map(|device| (*device).to_owned()).collect();
+        config.nics = devices.len();
+        // The VM's processors are emulated, and may not run this process for long.
+        config.let_go = Duration::from_secs(5);
+        config
+    }
+}
+
+contract!(one_device, Verbs { even: &["rxe0"], odd: &["rxe0"] });
+contract!(two_pairs, Verbs { even: &["rxv0", "rxv2"], odd: &["rxv1", "rxv3"] });

@@ -1,0 +1,108 @@
+//! A connection to a peer by one NIC: its queue pair, and what was posted to it.
+//!
+//! Place in the data path: between `post` and the queue pair. On the endpoint's thread.
+//!
+//! ```text
+//!  unsent ── submit ──▶ posted ── completed, or taken by the peer ──▶ done
+//!    ▲                    │
+//!    └── the rest, once ──┘
+//!        a broken connection has been opened again
+//! ```
+
+use super::address::End;
+use super::config::VerbsConfig;
+use super::ibverbs_sys::ibv_qp;
+use super::objects::Object;
+use super::resumption::Resumption;
+use crate::transport::network::Failure;
+use std::collections::VecDeque;
+
+/// A connection. What is posted has numbers: of writes on a NIC, or of messages.
+#[derive(Debug)]
+pub(super) struct Channel {
+    pub pair: Object<ibv_qp>,
+    pub own: End,
+    /// The peer's, once connected.
+    pub other: Option<End>,
+    pub resumption: Resumption,
+    /// Distinguishes completions of this opening from those of former ones.
+    pub opening: u32,
+    /// How many the peer has taken, as far as is known: the number in the sequence of the first that is posted.
+    pub done: u64,
+    pub posted: VecDeque<u32>,
+    pub unsent: VecDeque<u32>,
+    /// Why the first that is posted can never be carried out.
+    pub offence: Option<Failure>,
+    /// Why it broke.
+    pub cause: Option<Failure>,
+    /// Since when nothing has got through; 0: it works.
+    pub stalled_ns: u64,
+    /// When what it took is counted, at the latest.
+    pub counted_ns: u64,
+    /// The device takes nothing more for it.
+    pub drained: bool,
+    /// When it reports next.
+    pub report_ns: u64,
+    /// Notices of the peer that must have come before posts go out.
+    pub notices: u32,
+}
+
+impl Channel {
+    pub fn new(pair: Object<ibv_qp>, own: End, room: usize) -> Channel {
+        Channel {
+            pair,
+            own,
+            other: None,
+            resumption: Resumption::new(),
+            opening: 0,
+            done: 0,
+            posted: VecDeque::with_capacity(room),
+            unsent: VecDeque::with_capacity(room),
+            offence: None,
+            cause: None,
+            stalled_ns: 0,
+            counted_ns: 0,
+            drained: false,
+            report_ns: 0,
+            notices: 0,
+        }
+    }
+
+    /// The number in the sequence of the next that is posted.
+    pub fn next(&self) -> u64 {
+        self.done + self.posted.len() as u64
+    }
+
+    /// Whether nothing has got through for longer than a peer may take to resume.
+    pub fn is_late(&self, now_ns: u64, config: &VerbsConfig) -> bool {
+        let within_ns = u64::try_from(config.resume_within.as_nanos()).unwrap_or(u64::MAX);
+        self.stalled_ns != 0 && now_ns.saturating_sub(self.stalled_ns) > within_ns
+    }
+
+    /// The peer has taken so many: answers those of them that were posted, which leave it.
+    pub fn confirm(&mut self, count: u64) -> impl Iterator<Item = u32> + '_ {
+        let steps = count.saturating_sub(self.done) as usize;
+        self.done = self.done.max(count);
+        let steps = steps.min(self.posted.len());
+        self.posted.drain(..steps)
+    }
+
+    /// The connection is open again behind what the peer has taken: the rest is posted anew.
+    pub fn rewind(&mut self, count: u64) {
+        self.done = count;
+        while let Some(number) = self.posted.pop_back() {
+            self.unsent.push_front(number);
+        }
+    }
+
+    /// A new connection to another endpoint. What waited is the caller's to end.
+    pub fn start(&mut self, other: End) {
+        self.other = Some(other);
+        self.resumption = Resumption::new();
+        self.posted.clear();
+        self.unsent.clear();
+        (self.done, self.notices) = (0, 0);
+        (self.offence, self.cause) = (None, None);
+        (self.stalled_ns, self.drained) = (0, false);
+    }
+}

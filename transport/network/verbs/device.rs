@@ -1,0 +1,336 @@
+//! A device and its port: opening, what it can do, its GID, and the events it reports.
+//!
+//! Place in the data path: beside it. On the endpoint's thread: `events` every so many polls, all else at the opening
+//! and when connections are opened. Source of the GID's choice: the RoCE v2 annex of the InfiniBand specification, and
+//! rdma-core's documentation of `gid_attrs`.
+
+use super::config::{VerbsConfig, mtu};
+use super::ibverbs_sys::*;
+use super::objects::{Object, last, refused};
+use crate::base::{Error, Result};
+use std::ffi::{CStr, c_int};
+use std::mem::zeroed;
+use std::ptr::null_mut;
+
+/// The only port that devices of one port have; of those of two, the first.
+const PORT: u8 = 1;
+const ADVICE: &str = "see `ibv_devinfo -v` for the device's state";
+
+/// An open device. Closed in this order.
+pub(super) struct Device {
+    pub domain: Object<ibv_pd>,
+    pub context: Object<ibv_context>,
+    pub library: &'static Library,
+    pub name: String,
+    pub limits: ibv_device_attr,
+    port: ibv_port_attr,
+    gid_index: Option<u8>,
+    gid: [u8; 16],
+    /// The MTU's number.
+    pub mtu: u32,
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} with GID {:02x?}", self.name, self.gid)
+    }
+}
+
+/// How a peer's port is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Route {
+    pub gid: [u8; 16],
+    /// On InfiniBand; 0 on RoCE.
+    pub lid: u16,
+    /// The MTU's number.
+    pub mtu: u8,
+    pub service_level: u8,
+}
+
+/// What a device has reported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reported {
+    /// A queue pair is broken.
+    Broken(u32),
+    /// A queue pair takes no more receives.
+    LastReceive(u32),
+    /// A port went down, or its addresses changed.
+    Port,
+    /// Nothing of the endpoint works any more.
+    Fatal(u32),
+    Other,
+}
+
+/// Names of the devices, in the system's order.
+///
+/// # Errors
+/// `Transport` if the library finds none.
+fn names(library: &Library) -> Result<Vec<String>> {
+    let mut count = 0;
+    // SAFETY: a place for the count.
+    let list = unsafe { (library.ibv_get_device_list)(&mut count) };
+    if list.is_null() {
+        return Err(refused("lists no devices", last(), "load the kernel's RDMA modules, such as ib_uverbs"));
+    }
+    let names = (0..usize::try_from(count).unwrap_or(0)).map(|at| {
+        // SAFETY: the list has as many devices, each with a name that ends with 0.
+        unsafe { CStr::from_ptr((library.ibv_get_device_name)(*list.add(at))) }.to_string_lossy().into_owned()
+    });
+    let names = names.collect();
+    // SAFETY: from the library, and not used again.
+    unsafe { (library.ibv_free_device_list)(list) };
+    Ok(names)
+}
+
+fn open(library: &'static Library, name: &str) -> Result<Object<ibv_context>> {
+    let mut count = 0;
+    // SAFETY: a place for the count.
+    let list = unsafe { (library.ibv_get_device_list)(&mut count) };
+    if list.is_null() {
+        return Err(refused("lists no devices", last(), ADVICE));
+    }
+    let found = (0..usize::try_from(count).unwrap_or(0)).find_map(|at| {
+        // SAFETY: the list has as many devices.
+        let device = unsafe { *list.add(at) };
+        // SAFETY: a device of the list, with a name that ends with 0.
+        let same = unsafe { CStr::from_ptr((library.ibv_get_device_name)(device)) }.to_bytes() == name.as_bytes();
+        // SAFETY: as above.
+        same.then(|| unsafe { (library.ibv_open_device)(device) })
+    });
+    let why = last();
+    // SAFETY: from the library; the open device stays open without it.
+    unsafe { (library.ibv_free_device_list)(list) };
+    let Some(context) = found else {
+        let there = names(library)?;
+        let there = if there.is_empty() { "no device".to_owned() } else { there.join(", ") };
+        return Err(Error::transport(format!("no device {name:?} for verbs"), format!("this machine has {there}")));
+    };
+    if context.is_null() {
+        return Err(refused(&format!("opens no device {name}"), why, "allow this user /dev/infiniband/uverbs*"));
+    }
+    // SAFETY: just opened.
+    unsafe { Object::new(library, context, name, ADVICE) }
+}
+
+impl Device {
+    /// Opens the device of a NIC.
+    ///
+    /// # Errors
+    /// `Transport` if there is none, or its port is not active or has no address.
+    pub fn open(library: &'static Library, config: &VerbsConfig, nic: usize) -> Result<Device> {
+        let name = Device::name_of(library, config, nic)?;
+        let context = open(library, &name)?;
+        // SAFETY: an open device.
+        let domain = unsafe { (library.ibv_alloc_pd)(context.as_ptr()) };
+        // SAFETY: just opened.
+        let domain = unsafe { Object::new(library, domain, &name, ADVICE) }?;
+        // SAFETY: numbers and bytes.
+        let (mut limits, port) = unsafe { (zeroed::<ibv_device_attr>(), zeroed::<ibv_port_attr>()) };
+        // SAFETY: an open device and a place for the answer.
+        let code = unsafe { (library.ibv_query_device)(context.as_ptr(), &mut limits) };
+        if code != 0 {
+            return Err(refused(&format!("does not describe device {name}"), code, ADVICE));
+        }
+        // SAFETY: an open device; O_NONBLOCK is a flag of its file alone.
+        let file = unsafe { (*context.as_ptr()).async_fd };
+        // SAFETY: fcntl on an open file.
+        let flags = unsafe { libc::fcntl(file, libc::F_GETFL) };
+        // SAFETY: as above.
+        if flags < 0 || unsafe { libc::fcntl(file, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
+            return Err(refused("reads no events without waiting", last(), ADVICE));
+        }
+        let mut device =
+            Device { domain, context, library, name, limits, port, gid_index: config.gid_index, gid: [0; 16], mtu: 0 };
+        device.look_up()?;
+        if device.port.state != IBV_PORT_ACTIVE {
+            let what = format!("port {PORT} of {} is not active (state {})", device.name, device.port.state);
+            return Err(Error::transport(what, "bring its link up, or name another device"));
+        }
+        let wanted = config.mtu.and_then(mtu).unwrap_or(device.port.active_mtu);
+        if wanted > device.port.active_mtu {
+            let (has, wants) = (128u32 << device.port.active_mtu.min(5), 128u32 << wanted);
+            let advice = "set the MTU of its net device higher, or this one lower";
+            return Err(Error::config("mtu", wants, format!("port {PORT} of {} has {has}: {advice}", device.name)));
+        }
+        device.mtu = wanted;
+        device.gid_entry()?;
+        Ok(device)
+    }
+
+    fn name_of(library: &'static Library, config: &VerbsConfig, nic: usize) -> Result<String> {
+        if let Some(name) = config.devices.get(nic.checked_rem(config.devices.len()).unwrap_or(usize::MAX)) {
+            return Ok(name.clone());
+        }
+        let active = names(library)?.into_iter().filter(|name| {
+            let state = format!("/sys/class/infiniband/{name}/ports/{PORT}/state");
+            std::fs::read_to_string(state).is_ok_and(|state| state.contains("ACTIVE"))
+        });
+        let active: Vec<String> = active.collect();
+        let at = nic.checked_rem(active.len());
+        at.and_then(|at| active.into_iter().nth(at)).ok_or_else(|| {
+            Error::transport("this machine has no device for verbs with an active port", "see `ibv_devinfo`")
+        })
+    }
+
+    /// Looks the port up again.
+    fn look_up(&mut self) -> Result<()> {
+        // SAFETY: numbers.
+        self.port = unsafe { zeroed() };
+        // SAFETY: an open device, and a place for the answer; newer libraries fill what this one declares.
+        let code = unsafe { (self.library.ibv_query_port)(self.context.as_ptr(), PORT, &mut self.port) };
+        if code != 0 {
+            return Err(refused(&format!("does not describe port {PORT} of {}", self.name), code, ADVICE));
+        }
+        Ok(())
+    }
+
+    fn is_infiniband(&self) -> bool {
+        self.port.link_layer == IBV_LINK_LAYER_INFINIBAND
+    }
+
+    /// Bytes of the longest write.
+    pub fn longest(&self) -> u32 {
+        self.port.max_msg_sz
+    }
+
+    /// How peers reach it.
+    pub fn route(&self, service_level: u8) -> Route {
+        let lid = if self.is_infiniband() { self.port.lid } else { 0 };
+        Route { gid: self.gid, lid, mtu: self.mtu as u8, service_level }
+    }
+
+    /// The index of the GID that peers know, which moves when the port goes down and comes up.
+    ///
+    /// # Errors
+    /// `Transport` if the port has no GID, or not the one that peers know.
+    pub fn gid_entry(&mut self) -> Result<u8> {
+        if self.gid != [0; 16] {
+            let same = self.gids().find(|(_, entry)| raw(&entry.gid) == self.gid);
+            return same.map(|(index, _)| index).ok_or_else(|| {
+                let what = format!("{} has lost its GID {:02x?}", self.name, self.gid);
+                Error::transport(what, "bring its link up, with the same address as before")
+            });
+        }
+        let own = self.gids().next().map_or(0, |(_, entry)| entry.ndev_ifindex);
+        let worth = |entry: &ibv_gid_entry| {
+            let gid = raw(&entry.gid);
+            let roce = [IBV_GID_TYPE_IB, IBV_GID_TYPE_ROCE_V2, IBV_GID_TYPE_ROCE_V1];
+            let kind = roce.iter().position(|kind| *kind == entry.gid_type).unwrap_or(roce.len());
+            let local = gid[..2] == [0xfe, 0x80];
+            let mapped = gid[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff];
+            (entry.ndev_ifindex != own, kind, !mapped, local)
+        };
+        let found = match self.gid_index {
+            Some(index) => self.gids().find(|(at, _)| *at == index),
+            None if self.is_infiniband() => self.gids().next(),
+            None => self.gids().min_by_key(|(_, entry)| worth(entry)),
+        };
+        let (index, entry) = found.ok_or_else(|| {
+            let which = self.gid_index.map_or_else(|| "no GID".to_owned(), |index| format!("no GID at index {index}"));
+            Error::transport(format!("{} has {which}", self.name), "give its net device an address")
+        })?;
+        self.gid = raw(&entry.gid);
+        Ok(index)
+    }
+
+    /// The port's GIDs that are set, by index.
+    fn gids(&self) -> impl Iterator<Item = (u8, ibv_gid_entry)> + '_ {
+        let count = u8::try_from(self.port.gid_tbl_len).unwrap_or(u8::MAX);
+        (0..count).filter_map(|index| Some((index, self.gid_at(index)?)))
+    }
+
+    fn gid_at(&self, index: u8) -> Option<ibv_gid_entry> {
+        // SAFETY: numbers and bytes.
+        let mut entry: ibv_gid_entry = unsafe { zeroed() };
+        let context = self.context.as_ptr();
+        let code = match self.library.ibv_query_gid_ex {
+            // SAFETY: an open device, and a place of that size for the answer.
+            Some(query) => unsafe {
+                query(context, u32::from(PORT), u32::from(index), &mut entry, 0, size_of::<ibv_gid_entry>())
+            },
+            // SAFETY: as above.
+            None => unsafe { (self.library.ibv_query_gid)(context, PORT, c_int::from(index), &mut entry.gid) },
+        };
+        (code == 0 && raw(&entry.gid) != [0; 16]).then_some(entry)
+    }
+
+    /// The way to a peer's port.
+    ///
+    /// # Errors
+    /// As `gid_entry`.
+    pub fn way(&mut self, to: &Route, config: &VerbsConfig) -> Result<ibv_ah_attr> {
+        let sgid_index = self.gid_entry()?;
+        // SAFETY: numbers.
+        let mut way: ibv_ah_attr = unsafe { zeroed() };
+        way.sl = config.service_level;
+        way.port_num = PORT;
+        way.dlid = to.lid;
+        // Between subnets, and always over RoCE, packets have a global header.
+        way.is_global = u8::from(!self.is_infiniband() || to.gid[..8] != self.gid[..8]);
+        way.grh.dgid = ibv_gid { raw: to.gid };
+        way.grh.sgid_index = sgid_index;
+        way.grh.hop_limit = 64;
+        way.grh.traffic_class = config.traffic_class;
+        Ok(way)
+    }
+
+    /// Sets a queue pair's state.
+    ///
+    /// # Errors
+    /// The system's number.
+    pub fn modify(
+        &self,
+        qp: &Object<ibv_qp>,
+        attributes: &mut ibv_qp_attr,
+        mask: c_int,
+    ) -> std::result::Result<(), i32> {
+        // SAFETY: an open queue pair, and attributes of which the mask names those that are set.
+        match unsafe { (self.library.ibv_modify_qp)(qp.as_ptr(), attributes, mask) } {
+            0 => Ok(()),
+            code => Err(code),
+        }
+    }
+
+    /// The library's text of a failure's code.
+    pub fn explain(&self, code: u32) -> String {
+        // SAFETY: the library has a text of its own for each number, which stays.
+        let text = unsafe { CStr::from_ptr((self.library.ibv_wc_status_str)(code & 0xff)) }.to_string_lossy();
+        match code >> 8 {
+            0 => text.into_owned(),
+            vendor => format!("{text}, vendor's error {vendor:#x}"),
+        }
+    }
+
+    /// The number of the port that queue pairs use.
+    pub fn port(&self) -> u8 {
+        PORT
+    }
+
+    /// The next event that the device reports; `None`: no more for now.
+    pub fn event(&self) -> Option<Reported> {
+        // SAFETY: numbers and pointers that may be null.
+        let mut event: ibv_async_event = unsafe { zeroed() };
+        event.element.qp = null_mut();
+        // SAFETY: an open device whose events are read without waiting, and a place for one.
+        if unsafe { (self.library.ibv_get_async_event)(self.context.as_ptr(), &mut event) } != 0 {
+            return None;
+        }
+        // SAFETY: the union has a queue pair for these events, which is not destroyed before its events are answered.
+        let number = || unsafe { (*event.element.qp).qp_num };
+        let reported = match event.event_type {
+            IBV_EVENT_QP_FATAL | IBV_EVENT_QP_REQ_ERR | IBV_EVENT_QP_ACCESS_ERR => Reported::Broken(number()),
+            IBV_EVENT_QP_LAST_WQE_REACHED => Reported::LastReceive(number()),
+            IBV_EVENT_PORT_ACTIVE | IBV_EVENT_PORT_ERR | IBV_EVENT_LID_CHANGE | IBV_EVENT_GID_CHANGE => Reported::Port,
+            IBV_EVENT_CQ_ERR | IBV_EVENT_SRQ_ERR | IBV_EVENT_DEVICE_FATAL => Reported::Fatal(event.event_type),
+            _ => Reported::Other,
+        };
+        // SAFETY: an event that was read and is answered once.
+        unsafe { (self.library.ibv_ack_async_event)(&mut event) };
+        Some(reported)
+    }
+}
+
+fn raw(gid: &ibv_gid) -> [u8; 16] {
+    // SAFETY: sixteen bytes, whichever way they are looked at.
+    unsafe { gid.raw }
+}

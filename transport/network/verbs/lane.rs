@@ -1,0 +1,756 @@
+//! A NIC of an endpoint: its device, queues and registered memory, and the calls on its queue pairs.
+//!
+//! Place in the data path: the last step before the library. On the endpoint's thread.
+//!
+//! ```text
+//!  device ─ protection domain ─┬─ memory regions …
+//!                              ├─ completion queue ◀── all queue pairs
+//!                              ├─ receives of immediates (shared) ◀── queue pairs of writes, one a peer
+//!                              ├─ receives of messages (shared) ◀──── queue pairs of messages, one a peer (first NIC)
+//!                              └─ queue pair of datagrams: reports on broken connections
+//! ```
+
+use super::address::{End, NUMBERS};
+use super::config::VerbsConfig;
+use super::device::{Device, Route};
+use super::ibverbs_sys::*;
+use super::objects::{Object, all_closed, last, refused};
+use crate::base::{Error, Rank, Result};
+use crate::transport::network::message::PITCH;
+use crate::transport::network::remote::Remote;
+use crate::transport::network::slab::Slab;
+use crate::transport::network::slots::Slots;
+use crate::transport::network::{RegionId, Span, WriteImm};
+use nix::sys::resource::{Resource, getrlimit};
+use std::ffi::c_int;
+use std::mem::zeroed;
+use std::ptr::null_mut;
+
+/// Completions that one call reads.
+pub(super) const BATCH: usize = 32;
+/// Requests that one doorbell serves, at most.
+pub(super) const CHAIN: usize = 16;
+/// Writes of a NIC that may be under way, to all peers together.
+const WRITES: u32 = 8192;
+/// Reports on their way, and receives for reports: peers repeat what finds none.
+pub(super) const REPORTS: u32 = 64;
+const REPORT_RECEIVES: u32 = 256;
+/// Bytes that a device puts before a datagram. Source: ibv_post_recv(3).
+pub(super) const GLOBAL_HEADER: usize = 40;
+/// Of all datagrams: it only keeps other users' out.
+const DATAGRAM_KEY: u32 = 0x7479_5642;
+/// Bytes that a request carries itself, as far as the device takes it.
+const INLINE: [u32; 4] = [220, 128, 64, 0];
+/// 0.64 ms until a peer without a receive is tried again. Source: Min RNR NAK timer, ibv_modify_qp(3).
+const RNR_TIMER: u8 = 12;
+/// Without end. Source: ibv_modify_qp(3).
+const RNR_RETRIES: u8 = 7;
+const ADVICE: &str = "see `ibv_devinfo -v` for the device's limits";
+
+/// A write under way.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Flight {
+    pub write: WriteImm,
+    /// Where its bytes are.
+    pub source: u64,
+    /// The peer's endpoint that it was posted to.
+    pub channel: u64,
+}
+
+/// What a completion is of: kept in the number that the device returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Mark {
+    /// A request of a connection: which opening of its queue pair, and its place in the sequence.
+    Request {
+        opening: u32,
+        sequence: u64,
+    },
+    Immediate,
+    /// A message, in that place.
+    Message(u32),
+    /// A report that was sent from that place.
+    Report(u32),
+    /// A report that came to that place.
+    Heard(u32),
+}
+
+const KIND: u32 = 61;
+const OPENING: u32 = 48;
+/// The highest number of an opening.
+pub(super) const OPENINGS: u32 = (1 << (KIND - OPENING)) - 1;
+
+impl Mark {
+    pub fn encode(self) -> u64 {
+        let of = |kind: u64, number: u32| kind << KIND | u64::from(number);
+        match self {
+            Mark::Request { opening, sequence } => {
+                u64::from(opening & OPENINGS) << OPENING | sequence & ((1 << OPENING) - 1)
+            }
+            Mark::Immediate => of(1, 0),
+            Mark::Message(place) => of(2, place),
+            Mark::Report(place) => of(3, place),
+            Mark::Heard(place) => of(4, place),
+        }
+    }
+
+    pub fn decode(number: u64) -> Option<Mark> {
+        let place = number as u32;
+        Some(match number >> KIND {
+            0 => {
+                let opening = (number >> OPENING) as u32;
+                Mark::Request { opening, sequence: number & ((1 << OPENING) - 1) }
+            }
+            1 => Mark::Immediate,
+            2 => Mark::Message(place),
+            3 => Mark::Report(place),
+            4 => Mark::Heard(place),
+            _ => return None,
+        })
+    }
+}
+
+/// What a queue pair is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Line {
+    Writes,
+    Messages,
+}
+
+#[derive(Debug)]
+enum Registered {
+    Open(Object<ibv_mr>),
+    /// Taken back.
+    Closed,
+    /// The library did not close it, and the device may go on to use it.
+    Stuck(c_int),
+}
+
+/// What a reset replaces; closed in this order.
+#[derive(Debug)]
+struct Queues {
+    datagrams: Object<ibv_qp>,
+    /// Receives of messages, on the NIC that they go by.
+    messages: Option<Object<ibv_srq>>,
+    immediates: Object<ibv_srq>,
+    completions: Object<ibv_cq>,
+}
+
+/// Entries of a NIC's queues.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    completions: u32,
+    immediates: u32,
+    messages: u32,
+}
+
+/// Closed in this order.
+pub(super) struct Lane {
+    regions: Vec<Registered>,
+    queues: Queues,
+    /// Of the messages' slab.
+    message_memory: Option<Object<ibv_mr>>,
+    report_memory: Object<ibv_mr>,
+    pub reports: Slab,
+    pub device: Device,
+    sizes: Sizes,
+    /// Immediates that may be under way to it.
+    pub immediates: u32,
+    /// How often the port has changed.
+    pub changes: u32,
+    /// Bytes that a write carries itself.
+    pub inline: u32,
+    pub writes: Slots<Flight>,
+    pub sent_reports: Slots<()>,
+    /// Whose queue pair has that number, in order.
+    owners: Vec<(u32, Rank, Line)>,
+    /// Requests that are linked to one post.
+    requests: Box<[ibv_send_wr; 2 * CHAIN]>,
+    pieces: Box<[ibv_sge; 2 * CHAIN]>,
+    linked: usize,
+    /// What the last read gave.
+    pub entries: Box<[ibv_wc; BATCH]>,
+}
+
+// SAFETY: the pointers in `requests` are to this value's own boxes; one thread at a time uses the lane.
+unsafe impl Send for Lane {}
+
+impl std::fmt::Debug for Lane {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?}, {} queue pairs, {} regions", self.device, self.owners.len(), self.regions.len())
+    }
+}
+
+impl Lane {
+    /// Opens a NIC; messages of the slab go by it if there is one.
+    pub fn open(library: &'static Library, config: &VerbsConfig, nic: usize, messages: Option<&Slab>) -> Result<Lane> {
+        let device = Device::open(library, config, nic)?;
+        let (sends, message_receives) = messages.map_or((0, 0), |slab| (slab.sends(), slab.receives()));
+        let fixed = sends + message_receives + REPORTS + REPORT_RECEIVES;
+        let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
+        let entries = most(device.limits.max_cqe).saturating_sub(fixed);
+        let immediates = config.receives.min(most(device.limits.max_srq_wr)).min(entries / 2);
+        // A write that is split completes once, but both of its requests do when they are cut off.
+        let requests = if config.split_bytes.is_some() { 2 } else { 1 };
+        let writes = WRITES.min(entries.saturating_sub(immediates) / requests);
+        if immediates == 0 || writes == 0 {
+            let what = format!("{} has completion queues of {} entries alone", device.name, device.limits.max_cqe);
+            return Err(Error::transport(what, "use another device"));
+        }
+        let sizes =
+            Sizes { completions: fixed + immediates + writes * requests, immediates, messages: message_receives };
+        let memory = |slab: &Slab| {
+            let (base, bytes) = slab.local();
+            register(&device, Span::host(base, bytes), IBV_ACCESS_LOCAL_WRITE)
+        };
+        let reports = Slab::new(REPORTS, REPORT_RECEIVES, all_closed)?;
+        let (message_memory, report_memory) = (messages.map(memory).transpose()?, memory(&reports)?);
+        // SAFETY: numbers and pointers that may be null.
+        let (request, piece, entry) = unsafe { (zeroed(), zeroed(), zeroed()) };
+        let mut lane = Lane {
+            regions: Vec::new(),
+            queues: Queues::open(&device, sizes)?,
+            message_memory,
+            report_memory,
+            reports,
+            device,
+            sizes,
+            immediates,
+            changes: 0,
+            inline: 0,
+            writes: Slots::new(writes),
+            sent_reports: Slots::new(REPORTS),
+            owners: Vec::new(),
+            requests: Box::new([request; 2 * CHAIN]),
+            pieces: Box::new([piece; 2 * CHAIN]),
+            linked: 0,
+            entries: Box::new([entry; BATCH]),
+        };
+        lane.fill(messages)?;
+        Ok(lane)
+    }
+
+    /// Posts all receives.
+    fn fill(&mut self, messages: Option<&Slab>) -> Result<()> {
+        self.post_receives(self.sizes.immediates)?;
+        if let Some(slab) = messages {
+            (0..slab.receives()).try_for_each(|place| self.receive_message(place, slab.receive(place)))?;
+        }
+        (0..REPORT_RECEIVES).try_for_each(|place| self.receive_report(place))
+    }
+
+    /// Opens new queues, where the queue pairs of all peers have been closed: what the former ones took is gone.
+    ///
+    /// # Errors
+    /// `Transport` if the device opens none; then the former ones stay.
+    pub fn renew(&mut self, messages: Option<&Slab>) -> Result<()> {
+        self.queues = Queues::open(&self.device, self.sizes)?;
+        self.owners.clear();
+        self.sent_reports = Slots::new(REPORTS);
+        self.fill(messages)
+    }
+
+    // ---- memory
+
+    /// Registers memory by the next number.
+    pub fn register(&mut self, span: Span) -> Result<()> {
+        let access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+        self.regions.push(Registered::Open(register(&self.device, span, access)?));
+        Ok(())
+    }
+
+    /// Forgets the last registration.
+    pub fn undo(&mut self) {
+        self.regions.pop();
+    }
+
+    /// Takes a region back.
+    ///
+    /// # Errors
+    /// `Transport` if the library does not close it, now and each time after.
+    pub fn release(&mut self, region: RegionId) -> Result<()> {
+        let Some(place) = self.regions.get_mut(usize::from(region.0)) else { return Ok(()) };
+        let closed = match std::mem::replace(place, Registered::Closed) {
+            Registered::Open(object) => object.close(),
+            Registered::Closed => Ok(()),
+            Registered::Stuck(code) => Err(code),
+        };
+        closed.map_err(|code| {
+            *place = Registered::Stuck(code);
+            refused(&format!("closes no memory region: region {} stays registered", region.0), code, ADVICE)
+        })
+    }
+
+    fn region(&self, region: RegionId) -> Option<&Object<ibv_mr>> {
+        match self.regions.get(usize::from(region.0))? {
+            Registered::Open(object) => Some(object),
+            Registered::Closed | Registered::Stuck(_) => None,
+        }
+    }
+
+    /// The key by which requests name a region of their own side.
+    pub fn local_key(&self, region: RegionId) -> Option<u32> {
+        // SAFETY: open.
+        self.region(region).map(|object| unsafe { (*object.as_ptr()).lkey })
+    }
+
+    /// Where peers write to a region that begins at `base`.
+    pub fn remote(&self, region: RegionId, base: u64) -> Option<Remote> {
+        // SAFETY: open.
+        self.region(region).map(|object| Remote { base, key: u64::from(unsafe { (*object.as_ptr()).rkey }) })
+    }
+
+    /// As `local_key`, of the messages' memory.
+    pub fn message_key(&self) -> u32 {
+        // SAFETY: open.
+        self.message_memory.as_ref().map_or(0, |memory| unsafe { (*memory.as_ptr()).lkey })
+    }
+
+    // ---- queue pairs
+
+    /// Makes a queue pair for a peer, which `connect` opens.
+    ///
+    /// # Errors
+    /// `Transport` if the device has none left.
+    pub fn pair(&mut self, peer: Rank, line: Line, requests: u32) -> Result<Object<ibv_qp>> {
+        let queues = &self.queues;
+        let receives = queues.messages.as_ref().filter(|_| line == Line::Messages).unwrap_or(&queues.immediates);
+        // SAFETY: numbers and pointers that may be null.
+        let mut attributes: ibv_qp_init_attr = unsafe { zeroed() };
+        attributes.send_cq = queues.completions.as_ptr();
+        attributes.recv_cq = queues.completions.as_ptr();
+        attributes.srq = receives.as_ptr();
+        attributes.qp_type = IBV_QPT_RC;
+        let library = self.device.library;
+        let mut found = null_mut();
+        for inline in INLINE {
+            attributes.cap = ibv_qp_cap {
+                max_send_wr: requests,
+                max_recv_wr: 0,
+                max_send_sge: 1,
+                max_recv_sge: 0,
+                max_inline_data: inline,
+            };
+            // SAFETY: an open domain and queues of the same device.
+            found = unsafe { (library.ibv_create_qp)(self.device.domain.as_ptr(), &mut attributes) };
+            if !found.is_null() {
+                self.inline = attributes.cap.max_inline_data;
+                break;
+            }
+        }
+        let what = format!("for rank {peer} on {}, of at most {}", self.device.name, self.device.limits.max_qp);
+        // SAFETY: just made.
+        let pair = unsafe { Object::new(library, found, &what, ADVICE) }?;
+        let number = number(&pair);
+        let at = self.owners.partition_point(|(other, ..)| *other < number);
+        self.owners.insert(at, (number, peer, line));
+        Ok(pair)
+    }
+
+    /// The queue pair is closed now, or about to be.
+    pub fn disown(&mut self, number: u32) {
+        self.owners.retain(|(other, ..)| *other != number);
+    }
+
+    /// Whose queue pair has that number.
+    pub fn owner(&self, number: u32) -> Option<(Rank, Line)> {
+        let at = self.owners.binary_search_by_key(&number, |(number, ..)| *number).ok()?;
+        self.owners.get(at).map(|(_, rank, line)| (*rank, *line))
+    }
+
+    /// Opens a queue pair towards a peer's, from whatever state it is in.
+    ///
+    /// # Errors
+    /// `Transport` if the port or the way to the peer is not there, now.
+    pub fn open_pair(
+        &mut self,
+        pair: &Object<ibv_qp>,
+        (own, other): (End, End),
+        to: &Route,
+        incarnation: u32,
+        config: &VerbsConfig,
+    ) -> Result<()> {
+        let way = self.device.way(to, config)?;
+        let name = &self.device.name;
+        let failed = |what: &'static str| {
+            move |code| refused(&format!("{what} on {name}"), code, "see whether the link of both sides is up")
+        };
+        self.shut_pair(pair).map_err(failed("resets no queue pair"))?;
+        // SAFETY: numbers.
+        let mut to_init: ibv_qp_attr = unsafe { zeroed() };
+        to_init.qp_state = IBV_QPS_INIT;
+        to_init.port_num = self.device.port();
+        to_init.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+        let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
+        self.device.modify(pair, &mut to_init, mask as c_int).map_err(failed("starts no queue pair"))?;
+        // SAFETY: numbers.
+        let mut to_receive: ibv_qp_attr = unsafe { zeroed() };
+        to_receive.qp_state = IBV_QPS_RTR;
+        to_receive.path_mtu = self.device.mtu.min(u32::from(to.mtu));
+        to_receive.dest_qp_num = other.number;
+        to_receive.rq_psn = packet(other.packet, incarnation);
+        to_receive.max_dest_rd_atomic = 1;
+        to_receive.min_rnr_timer = RNR_TIMER;
+        to_receive.ah_attr = way;
+        let mask = IBV_QP_STATE
+            | IBV_QP_AV
+            | IBV_QP_PATH_MTU
+            | IBV_QP_DEST_QPN
+            | IBV_QP_RQ_PSN
+            | IBV_QP_MAX_DEST_RD_ATOMIC
+            | IBV_QP_MIN_RNR_TIMER;
+        self.device.modify(pair, &mut to_receive, mask as c_int).map_err(failed("connects no queue pair"))?;
+        // SAFETY: numbers.
+        let mut to_send: ibv_qp_attr = unsafe { zeroed() };
+        to_send.qp_state = IBV_QPS_RTS;
+        to_send.timeout = config.timeout;
+        to_send.retry_cnt = config.retries;
+        to_send.rnr_retry = RNR_RETRIES;
+        to_send.sq_psn = packet(own.packet, incarnation);
+        to_send.max_rd_atomic = 1;
+        let mask = IBV_QP_STATE
+            | IBV_QP_TIMEOUT
+            | IBV_QP_RETRY_CNT
+            | IBV_QP_RNR_RETRY
+            | IBV_QP_SQ_PSN
+            | IBV_QP_MAX_QP_RD_ATOMIC;
+        self.device.modify(pair, &mut to_send, mask as c_int).map_err(failed("lets no queue pair send"))
+    }
+
+    /// Closes a queue pair: it takes nothing more, and what it sends is cut off.
+    pub fn break_pair(&self, pair: &Object<ibv_qp>) -> std::result::Result<(), i32> {
+        self.to_state(pair, IBV_QPS_ERR)
+    }
+
+    /// As `break_pair`, and its requests are forgotten.
+    pub fn shut_pair(&self, pair: &Object<ibv_qp>) -> std::result::Result<(), i32> {
+        self.to_state(pair, IBV_QPS_RESET)
+    }
+
+    fn to_state(&self, pair: &Object<ibv_qp>, state: ibv_qp_state) -> std::result::Result<(), i32> {
+        // SAFETY: numbers.
+        let mut attributes: ibv_qp_attr = unsafe { zeroed() };
+        attributes.qp_state = state;
+        self.device.modify(pair, &mut attributes, IBV_QP_STATE as c_int)
+    }
+
+    // ---- requests
+
+    /// Links a write to the next post. Two requests if it is split.
+    pub fn link_write(&mut self, mark: Mark, flight: &Flight, target: Remote, split_bytes: Option<u32>) -> bool {
+        let WriteImm { source, target: place, bytes, imm, .. } = flight.write;
+        let Some(key) = self.local_key(source.region).filter(|_| self.linked + 2 <= self.requests.len()) else {
+            return false;
+        };
+        let piece = ibv_sge { addr: flight.source, length: bytes, lkey: key };
+        let to = ibv_send_wr__bindgen_ty_2__bindgen_ty_1 {
+            remote_addr: target.base.wrapping_add(place.offset),
+            rkey: target.key as u32,
+        };
+        let split = split_bytes.is_some_and(|most| bytes > most);
+        if split {
+            self.link(IBV_WR_RDMA_WRITE, mark, piece, 0, to);
+            self.link(IBV_WR_RDMA_WRITE_WITH_IMM, mark, ibv_sge { length: 0, ..piece }, imm.bits(), to);
+        } else {
+            self.link(IBV_WR_RDMA_WRITE_WITH_IMM, mark, piece, imm.bits(), to);
+        }
+        true
+    }
+
+    /// Links a message to the next post.
+    pub fn link_message(&mut self, mark: Mark, address: u64, bytes: u32) -> bool {
+        if self.linked >= self.requests.len() {
+            return false;
+        }
+        let piece = ibv_sge { addr: address, length: bytes, lkey: self.message_key() };
+        self.link(IBV_WR_SEND, mark, piece, 0, ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: 0, rkey: 0 });
+        true
+    }
+
+    fn link(
+        &mut self,
+        opcode: ibv_wr_opcode,
+        mark: Mark,
+        piece: ibv_sge,
+        imm: u32,
+        rdma: ibv_send_wr__bindgen_ty_2__bindgen_ty_1,
+    ) {
+        let at = self.linked;
+        let (Some(request), Some(place)) = (self.requests.get_mut(at), self.pieces.get_mut(at)) else { return };
+        *place = piece;
+        request.wr_id = mark.encode();
+        request.next = null_mut();
+        request.sg_list = place;
+        request.num_sge = c_int::from(piece.length > 0);
+        request.opcode = opcode;
+        request.send_flags = if piece.length > 0 && piece.length <= self.inline { IBV_SEND_INLINE } else { 0 };
+        request.__bindgen_anon_1.imm_data = imm.to_be();
+        request.wr.rdma = rdma;
+        let request: *mut ibv_send_wr = request;
+        if let Some(before) = at.checked_sub(1).and_then(|before| self.requests.get_mut(before)) {
+            before.next = request;
+        }
+        self.linked += 1;
+    }
+
+    /// Posts what was linked, with one doorbell; the last of it is completed, and with it all before.
+    ///
+    /// # Errors
+    /// The system's number; some of it may have been posted.
+    pub fn post(&mut self, pair: &Object<ibv_qp>) -> std::result::Result<(), i32> {
+        let linked = std::mem::take(&mut self.linked);
+        let Some(last) = linked.checked_sub(1).and_then(|last| self.requests.get_mut(last)) else { return Ok(()) };
+        last.send_flags |= IBV_SEND_SIGNALED;
+        let mut bad = null_mut();
+        // SAFETY: an open queue pair; requests and pieces of memory that stay where they are, and whose keys and
+        // addresses the endpoint has checked.
+        match unsafe { ibv_post_send(pair.as_ptr(), self.requests.as_mut_ptr(), &mut bad) } {
+            0 => Ok(()),
+            code => Err(code),
+        }
+    }
+
+    // ---- receives and completions
+
+    /// Posts receives of immediates.
+    ///
+    /// # Errors
+    /// `Transport`: the queue takes none, so that immediates would be lost.
+    pub fn post_receives(&mut self, count: u32) -> Result<()> {
+        let mut left = count as usize;
+        // SAFETY: numbers and pointers that may be null.
+        let mut chain: [ibv_recv_wr; BATCH] = unsafe { zeroed() };
+        while left > 0 {
+            let some = left.min(BATCH);
+            let mut next = null_mut();
+            for receive in chain.iter_mut().take(some).rev() {
+                receive.wr_id = Mark::Immediate.encode();
+                receive.next = next;
+                next = receive;
+            }
+            let mut bad = null_mut();
+            // SAFETY: an open queue, and a chain on the stack that the call has read when it returns.
+            let code = unsafe { ibv_post_srq_recv(self.queues.immediates.as_ptr(), next, &mut bad) };
+            if code != 0 {
+                return Err(refused("takes no receive of an immediate", code, "open another endpoint").ending());
+            }
+            left -= some;
+        }
+        Ok(())
+    }
+
+    /// Posts the receive of a message into its place, which begins at `at`.
+    ///
+    /// # Errors
+    /// `Transport`: the queue takes none.
+    pub fn receive_message(&mut self, place: u32, at: u64) -> Result<()> {
+        let Some(receives) = &self.queues.messages else { return Ok(()) };
+        let mut piece = ibv_sge { addr: at, length: PITCH as u32, lkey: self.message_key() };
+        // SAFETY: numbers and pointers that may be null.
+        let mut receive: ibv_recv_wr = unsafe { zeroed() };
+        receive.wr_id = Mark::Message(place).encode();
+        receive.sg_list = &mut piece;
+        receive.num_sge = 1;
+        let mut bad = null_mut();
+        // SAFETY: an open queue, a request that the call has read when it returns, and memory of the slab.
+        match unsafe { ibv_post_srq_recv(receives.as_ptr(), &mut receive, &mut bad) } {
+            0 => Ok(()),
+            code => Err(refused("takes no receive of a message", code, "open another endpoint").ending()),
+        }
+    }
+
+    /// Reads completions into `entries`.
+    ///
+    /// # Errors
+    /// `Transport` if the queue is broken.
+    pub fn poll(&mut self) -> Result<usize> {
+        // SAFETY: an open queue, and room for as many.
+        let count = unsafe { ibv_poll_cq(self.queues.completions.as_ptr(), BATCH as c_int, self.entries.as_mut_ptr()) };
+        usize::try_from(count).map_err(|_| {
+            let what = format!("the completion queue of {} is broken ({count})", self.device.name);
+            Error::transport(what, "open another endpoint").ending()
+        })
+    }
+
+    // ---- reports
+
+    /// The number of the queue pair that takes reports.
+    pub fn datagrams(&self) -> u32 {
+        number(&self.queues.datagrams)
+    }
+
+    /// An address handle of a peer's port.
+    ///
+    /// # Errors
+    /// `Transport` if it cannot be reached, now.
+    pub fn handle(&mut self, to: &Route, config: &VerbsConfig) -> Result<Object<ibv_ah>> {
+        let mut way = self.device.way(to, config)?;
+        let library = self.device.library;
+        // SAFETY: an open domain, and a way that is set.
+        unsafe {
+            let handle = (library.ibv_create_ah)(self.device.domain.as_ptr(), &mut way);
+            Object::new(library, handle, &format!("to {:02x?}", to.gid), "see whether there is a route to the peer")
+        }
+    }
+
+    /// Sends a report of so many bytes from its place, which begins at `at`.
+    pub fn send_report(&mut self, place: u32, bytes: usize, handle: &Object<ibv_ah>, to: u32) -> bool {
+        // SAFETY: open.
+        let key = unsafe { (*self.report_memory.as_ptr()).lkey };
+        let mut piece = ibv_sge { addr: self.reports.send(place), length: bytes as u32, lkey: key };
+        // SAFETY: numbers and pointers that may be null.
+        let mut request: ibv_send_wr = unsafe { zeroed() };
+        request.wr_id = Mark::Report(place).encode();
+        request.sg_list = &mut piece;
+        request.num_sge = 1;
+        request.opcode = IBV_WR_SEND;
+        request.send_flags = IBV_SEND_SIGNALED;
+        request.wr.ud =
+            ibv_send_wr__bindgen_ty_2__bindgen_ty_3 { ah: handle.as_ptr(), remote_qpn: to, remote_qkey: DATAGRAM_KEY };
+        let mut bad = null_mut();
+        // SAFETY: an open queue pair, a request that the call has read when it returns, and memory of the slab.
+        unsafe { ibv_post_send(self.queues.datagrams.as_ptr(), &mut request, &mut bad) == 0 }
+    }
+
+    /// Posts the receive of a report.
+    ///
+    /// # Errors
+    /// `Transport`: the queue takes none.
+    pub fn receive_report(&mut self, place: u32) -> Result<()> {
+        // SAFETY: open.
+        let key = unsafe { (*self.report_memory.as_ptr()).lkey };
+        let mut piece = ibv_sge { addr: self.reports.receive(place), length: PITCH as u32, lkey: key };
+        // SAFETY: numbers and pointers that may be null.
+        let mut receive: ibv_recv_wr = unsafe { zeroed() };
+        receive.wr_id = Mark::Heard(place).encode();
+        receive.sg_list = &mut piece;
+        receive.num_sge = 1;
+        let mut bad = null_mut();
+        // SAFETY: as for messages.
+        match unsafe { ibv_post_recv(self.queues.datagrams.as_ptr(), &mut receive, &mut bad) } {
+            0 => Ok(()),
+            code => Err(refused("takes no receive of a report", code, "open another endpoint").ending()),
+        }
+    }
+}
+
+/// The number of a queue pair.
+pub(super) fn number(pair: &Object<ibv_qp>) -> u32 {
+    // SAFETY: open.
+    unsafe { (*pair.as_ptr()).qp_num }
+}
+
+/// The number of an incarnation's first packet: far from those of the one before, so that late packets are refused.
+fn packet(first: u32, incarnation: u32) -> u32 {
+    first.wrapping_add(incarnation.wrapping_mul(0x9e37_79b1)) & NUMBERS
+}
+
+impl Queues {
+    fn open(device: &Device, sizes: Sizes) -> Result<Queues> {
+        let entries = sizes.completions as c_int;
+        // SAFETY: an open device; no channel.
+        let completions = unsafe {
+            let queue = (device.library.ibv_create_cq)(device.context.as_ptr(), entries, null_mut(), null_mut(), 0);
+            Object::new(device.library, queue, &format!("{entries} entries on {}", device.name), ADVICE)
+        }?;
+        let messages = (sizes.messages > 0).then(|| shared_receives(device, sizes.messages)).transpose()?;
+        Ok(Queues {
+            datagrams: datagrams(device, &completions)?,
+            messages,
+            immediates: shared_receives(device, sizes.immediates)?,
+            completions,
+        })
+    }
+}
+
+fn shared_receives(device: &Device, count: u32) -> Result<Object<ibv_srq>> {
+    let mut attributes =
+        ibv_srq_init_attr { srq_context: null_mut(), attr: ibv_srq_attr { max_wr: count, max_sge: 1, srq_limit: 0 } };
+    // SAFETY: an open domain.
+    unsafe {
+        let queue = (device.library.ibv_create_srq)(device.domain.as_ptr(), &mut attributes);
+        Object::new(device.library, queue, &format!("{count} receives on {}", device.name), ADVICE)
+    }
+}
+
+/// The queue pair of datagrams, ready to send and receive.
+fn datagrams(device: &Device, completions: &Object<ibv_cq>) -> Result<Object<ibv_qp>> {
+    // SAFETY: numbers and pointers that may be null.
+    let mut attributes: ibv_qp_init_attr = unsafe { zeroed() };
+    attributes.send_cq = completions.as_ptr();
+    attributes.recv_cq = completions.as_ptr();
+    attributes.qp_type = IBV_QPT_UD;
+    attributes.cap = ibv_qp_cap {
+        max_send_wr: REPORTS,
+        max_recv_wr: REPORT_RECEIVES,
+        max_send_sge: 1,
+        max_recv_sge: 1,
+        max_inline_data: 0,
+    };
+    let library = device.library;
+    // SAFETY: an open domain and queue of the same device.
+    let pair = unsafe {
+        let pair = (library.ibv_create_qp)(device.domain.as_ptr(), &mut attributes);
+        Object::new(library, pair, &format!("for datagrams on {}", device.name), ADVICE)
+    }?;
+    let failed = |code| refused(&format!("starts no datagrams on {}", device.name), code, ADVICE);
+    // SAFETY: numbers.
+    let mut to_init: ibv_qp_attr = unsafe { zeroed() };
+    to_init.qp_state = IBV_QPS_INIT;
+    to_init.port_num = device.port();
+    to_init.qkey = DATAGRAM_KEY;
+    let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY;
+    device.modify(&pair, &mut to_init, mask as c_int).map_err(failed)?;
+    // SAFETY: numbers.
+    let mut to_receive: ibv_qp_attr = unsafe { zeroed() };
+    to_receive.qp_state = IBV_QPS_RTR;
+    device.modify(&pair, &mut to_receive, IBV_QP_STATE as c_int).map_err(failed)?;
+    // SAFETY: numbers.
+    let mut to_send: ibv_qp_attr = unsafe { zeroed() };
+    to_send.qp_state = IBV_QPS_RTS;
+    device.modify(&pair, &mut to_send, (IBV_QP_STATE | IBV_QP_SQ_PSN) as c_int).map_err(failed)?;
+    Ok(pair)
+}
+
+fn register(device: &Device, span: Span, access: ibv_access_flags) -> Result<Object<ibv_mr>> {
+    let (library, domain, base) = (device.library, device.domain.as_ptr(), span.base as *mut std::ffi::c_void);
+    // Nothing here is inferred from the order in which bytes arrive, so that the device may store them in any. Every
+    // address is its own key's offset from 0, as without this call.
+    // SAFETY: an open domain, and memory that the caller of `register` answers for.
+    let region = unsafe {
+        match library.ibv_reg_mr_iova2 {
+            Some(register) => register(domain, base, span.bytes, span.base, access | IBV_ACCESS_RELAXED_ORDERING),
+            None => (library.ibv_reg_mr)(domain, base, span.bytes, access as c_int),
+        }
+    };
+    if region.is_null() {
+        let code = last();
+        let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(u64::MAX, |(soft, _)| soft);
+        let limit = if limit == u64::MAX { "no limit".to_owned() } else { format!("a limit of {limit} bytes") };
+        let what = format!("registers no {} bytes on {}, with {limit} on locked memory", span.bytes, device.name);
+        return Err(refused(&what, code, "raise it by `ulimit -l` or the container's memlock, or register less"));
+    }
+    // SAFETY: just made.
+    unsafe { Object::new(library, region, &device.name, ADVICE) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn marks_survive_the_device() {
+        let far = Mark::Request { opening: OPENINGS, sequence: (1 << 48) - 1 };
+        let near = Mark::Request { opening: 0, sequence: 0 };
+        let marks = [far, near, Mark::Immediate, Mark::Message(7), Mark::Report(63), Mark::Heard(u32::MAX)];
+        assert_eq!(marks.map(|mark| Mark::decode(mark.encode())), marks.map(Some));
+        assert_eq!([5, 6, 7].map(|kind| Mark::decode(kind << KIND)), [None; 3]);
+    }
+
+    #[test]
+    fn packets_of_neighbouring_incarnations_are_far_from_each_other() {
+        for incarnation in 0..10_000 {
+            let steps = packet(5, incarnation + 1).wrapping_sub(packet(5, incarnation)) & NUMBERS;
+            assert!((1 << 20..15 << 20).contains(&steps), "incarnation {incarnation}: {steps}");
+        }
+    }
+}

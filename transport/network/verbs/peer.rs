@@ -1,0 +1,112 @@
+//! A peer as this endpoint knows it: the queue pairs for it, and its endpoint once connected.
+//!
+//! Place in the data path: under `post` and the completions. On the endpoint's thread.
+
+use super::address::{Address, End, NUMBERS, Port};
+use super::channel::Channel;
+use super::config::VerbsConfig;
+use super::ibverbs_sys::ibv_ah;
+use super::lane::{Lane, Line, number};
+use super::objects::Object;
+use crate::base::{Error, Rank, Result};
+use crate::transport::network::keys::random;
+use crate::transport::network::remote::RemoteRegions;
+
+/// A peer. Its queue pairs are made before it is connected, as its address is of them.
+#[derive(Debug)]
+pub(super) struct Peer {
+    /// By NIC.
+    pub writes: Vec<Channel>,
+    pub messages: Channel,
+    /// Its endpoint.
+    pub remote: Option<Remote>,
+    /// Regions that this endpoint has taken back from it.
+    pub taken_back: u32,
+}
+
+/// A peer's endpoint.
+#[derive(Debug)]
+pub(super) struct Remote {
+    pub key: u64,
+    /// Distinguishes it from earlier endpoints of the same rank.
+    pub channel: u64,
+    pub ports: Vec<Port>,
+    pub regions: RemoteRegions,
+    /// Writes that are outstanding, by NIC.
+    pub outstanding: Vec<u32>,
+    /// Regions that it has taken back from this endpoint.
+    pub revoked: u32,
+    /// Ways to its datagrams, by NIC, and how often the NIC's port had changed when each was made.
+    pub handles: Vec<Option<(u32, Object<ibv_ah>)>>,
+}
+
+impl Remote {
+    pub fn new(address: &Address, channel: u64) -> Remote {
+        Remote {
+            key: address.key,
+            channel,
+            ports: address.ports.clone(),
+            regions: RemoteRegions::default(),
+            outstanding: vec![0; address.ports.len()],
+            revoked: 0,
+            handles: Vec::with_capacity(address.ports.len()),
+        }
+    }
+}
+
+impl Peer {
+    /// Makes queue pairs for a peer.
+    ///
+    /// # Errors
+    /// `Transport` if a device has none left.
+    pub fn new(lanes: &mut [Lane], rank: Rank, config: &VerbsConfig, messages: u32) -> Result<Peer> {
+        let mut made = Vec::new();
+        let peer = Peer::make(lanes, rank, config, messages, &mut made);
+        if peer.is_err() {
+            for (nic, number) in made {
+                lanes.iter_mut().skip(nic).take(1).for_each(|lane| lane.disown(number));
+            }
+        }
+        peer
+    }
+
+    fn make(
+        lanes: &mut [Lane],
+        rank: Rank,
+        config: &VerbsConfig,
+        messages: u32,
+        made: &mut Vec<(usize, u32)>,
+    ) -> Result<Peer> {
+        let mut channel = |lane: &mut Lane, nic, line, room: u32, requests| {
+            let pair = lane.pair(rank, line, requests)?;
+            let own = End { number: number(&pair), packet: random()? as u32 & NUMBERS };
+            made.push((nic, own.number));
+            Ok::<Channel, Error>(Channel::new(pair, own, room as usize))
+        };
+        let requests = if config.split_bytes.is_some() { 2 * config.peer_posts } else { config.peer_posts };
+        let writes = lanes.iter_mut().enumerate();
+        let writes = writes.map(|(nic, lane)| channel(lane, nic, Line::Writes, config.peer_posts, requests));
+        let writes = writes.collect::<Result<Vec<Channel>>>()?;
+        let first = lanes.first_mut().ok_or_else(|| Error::config("nics", 0, "use at least 1"))?;
+        let messages = channel(first, 0, Line::Messages, messages, messages)?;
+        Ok(Peer { writes, messages, remote: None, taken_back: 0 })
+    }
+
+    /// The connection by a NIC.
+    pub fn channel(&mut self, nic: usize, line: Line) -> Option<&mut Channel> {
+        match line {
+            Line::Writes => self.writes.get_mut(nic),
+            Line::Messages => (nic == 0).then_some(&mut self.messages),
+        }
+    }
+
+    /// All connections.
+    pub fn lines(&self) -> impl Iterator<Item = (usize, Line)> + use<> {
+        (0..self.writes.len()).map(|nic| (nic, Line::Writes)).chain([(0, Line::Messages)])
+    }
+
+    /// This side's ends, of messages and of writes.
+    pub fn ends(&self) -> (End, Vec<End>) {
+        (self.messages.own, self.writes.iter().map(|channel| channel.own).collect())
+    }
+}
