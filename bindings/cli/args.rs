@@ -66,13 +66,14 @@ pub struct BenchArgs {
     /// Ranks that share memory; a list where nodes are uneven [default: cuda N, one node; cpu 4, and what is left]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
-    /// Network between nodes: a simulated one, or a provider of libfabric [default: sim]
-    #[arg(long, value_name = "sim|libfabric:tcp|libfabric:shm|libfabric:efa", value_parser = word::<TransportWord>)]
-    pub transport: Option<TransportWord>,
+    /// Network between nodes: sim, libfabric:tcp, libfabric:shm, libfabric:efa, or verbs by all devices or those given
+    /// [default: sim]
+    #[arg(long, value_name = "sim|libfabric:PROVIDER|verbs[:DEVICE[,DEVICE...]]", value_parser = transport)]
+    pub transport: Option<TransportArg>,
     /// Use libfabric:shm of libfabric before 2.1, whose ranks may hang when one is killed
     #[arg(long)]
     pub allow_old_shm: bool,
-    /// NICs of each rank [default: those of the link model; 1 over libfabric]
+    /// NICs of each rank [default: those of the link model; 1 over a real network]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_NICS))]
     pub nics: Option<usize>,
     /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
@@ -343,6 +344,28 @@ fn tokens(text: &str) -> Result<List, String> {
 
 fn nodes(text: &str) -> Result<List, String> {
     list(text, 1, MAX_NODE, "8 or 3,5")
+}
+
+/// A network, and the devices of it that ranks use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TransportArg {
+    pub word: TransportWord,
+    /// Of verbs alone; empty: all with an active port.
+    pub devices: Vec<String>,
+}
+
+fn transport(text: &str) -> Result<TransportArg, String> {
+    let Some(devices) = text.strip_prefix("verbs:") else {
+        return word(text).map(|word| TransportArg { word, devices: Vec::new() });
+    };
+    let devices: Vec<String> = devices.split(',').map(str::to_owned).collect();
+    let named = |device: &String| {
+        !device.is_empty() && device.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
+    };
+    if !devices.iter().all(named) {
+        return Err("name devices as ibv_devices lists them, such as verbs:mlx5_0,mlx5_1".to_string());
+    }
+    Ok(TransportArg { word: TransportWord::Verbs, devices })
 }
 
 fn check(text: &str) -> Result<Check, String> {

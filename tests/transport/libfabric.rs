@@ -59,7 +59,8 @@ impl Backend for LibfabricProcesses {
     type Endpoint = RemoteEndpoint;
 
     fn endpoints(&self, ranks: usize) -> Vec<RemoteEndpoint> {
-        (0..ranks as u32).map(|rank| RemoteEndpoint::open(Rank(rank), self.0, 1)).collect()
+        let library = if self.0 == "efa" { double::efa() } else { None };
+        (0..ranks as u32).map(|rank| RemoteEndpoint::open(Rank(rank), self.0, 1, library)).collect()
     }
 
     fn is_there(&self) -> bool {

@@ -13,21 +13,23 @@ use std::io::{BufRead, BufReader, Write};
 use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::time::Duration;
 use tokenyard::internals::base::{Error, Rank, Result};
 use tokenyard::internals::transport::network::imm::ImmValue;
 use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint, libfabric_sys};
+use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint};
 use tokenyard::internals::transport::network::{
     DeviceNeeds, Event, Failure, Limits, Place, Posted, Reason, RegionId, Released, Span, SpanMemory, Transport,
     WriteImm,
 };
 
-/// Set in children alone: the provider, NICs and rank.
+/// Set in children alone: the network, NICs and rank.
 const ENDPOINT: &str = "TOKENYARD_TEST_ENDPOINT";
 
-/// An endpoint over libfabric in a process of its own.
+/// An endpoint over a real network in a process of its own.
 pub struct RemoteEndpoint {
     /// Answers come back on it. A lock, since limits are asked for by reference; nobody else ever has it.
     line: Mutex<BufReader<UnixStream>>,
@@ -37,15 +39,17 @@ pub struct RemoteEndpoint {
 }
 
 impl RemoteEndpoint {
-    pub fn open(rank: Rank, provider: &str, nics: usize) -> RemoteEndpoint {
+    /// An endpoint over a provider of libfabric, by the given library if there is one, or over devices of verbs
+    /// (`verbs:DEVICE,...`).
+    pub fn open(rank: Rank, network: &str, nics: usize, libfabric: Option<&Path>) -> RemoteEndpoint {
         let (own, other) = UnixStream::pair().unwrap();
         let mut command = Command::new(std::env::current_exe().unwrap());
-        if provider == "efa" {
-            command.env(libfabric_sys::VARIABLE, crate::double::efa().unwrap());
+        if let Some(libfabric) = libfabric {
+            command.env(libfabric_sys::VARIABLE, libfabric);
         }
         let child = command
             .args(["remote::serve", "--exact", "--nocapture", "--test-threads=1"])
-            .env(ENDPOINT, format!("{provider} {nics} {rank}"))
+            .env(ENDPOINT, format!("{network} {nics} {rank}"))
             .stdin(Stdio::from(OwnedFd::from(other)))
             .stdout(Stdio::null())
             .spawn()
@@ -178,7 +182,7 @@ fn map(maps: &mut HashMap<u64, u64>, process: u64, fd: u64) -> u64 {
     })
 }
 
-fn answer(endpoint: &mut LibfabricEndpoint, maps: &mut HashMap<u64, u64>, question: &Value) -> Result<Value> {
+fn answer(endpoint: &mut dyn Transport, maps: &mut HashMap<u64, u64>, question: &Value) -> Result<Value> {
     let number = |at: usize| question[at].as_u64().unwrap();
     let place = |at: usize| Place {
         region: RegionId(question[at][0].as_u64().unwrap() as u16),
@@ -229,17 +233,28 @@ fn answer(endpoint: &mut LibfabricEndpoint, maps: &mut HashMap<u64, u64>, questi
     })
 }
 
+fn endpoint(network: &str, nics: usize, rank: Rank) -> Box<dyn Transport> {
+    if let Some(devices) = network.strip_prefix("verbs:") {
+        let mut config = VerbsConfig::default();
+        config.devices = devices.split(',').map(str::to_owned).collect();
+        // Processors that are emulated may not run a process for long.
+        (config.nics, config.let_go) = (nics, Duration::from_secs(5));
+        return Box::new(VerbsEndpoint::open(rank, config).unwrap());
+    }
+    let mut config = LibfabricConfig::new(network);
+    (config.nics, config.allow_old_shm) = (nics, true);
+    // Processes that share few cores may not be scheduled for long.
+    config.let_go = Duration::from_secs(2);
+    config.source = (network == "tcp").then(|| "127.0.0.1".into());
+    Box::new(LibfabricEndpoint::open(rank, config).unwrap())
+}
+
 /// Plays an endpoint, if this process is one.
 #[test]
 fn serve() {
-    let Ok(endpoint) = std::env::var(ENDPOINT) else { return };
-    let [provider, nics, rank] = endpoint.split(' ').collect::<Vec<_>>()[..] else { panic!("{endpoint}") };
-    let mut config = LibfabricConfig::new(provider);
-    (config.nics, config.allow_old_shm) = (nics.parse().unwrap(), true);
-    // Processes that share few cores may not be scheduled for long.
-    config.let_go = Duration::from_secs(2);
-    config.source = (provider == "tcp").then(|| "127.0.0.1".into());
-    let mut endpoint = LibfabricEndpoint::open(Rank(rank.parse().unwrap()), config).unwrap();
+    let Ok(given) = std::env::var(ENDPOINT) else { return };
+    let [network, nics, rank] = given.split(' ').collect::<Vec<_>>()[..] else { panic!("{given}") };
+    let mut endpoint = endpoint(network, nics.parse().unwrap(), Rank(rank.parse().unwrap()));
     let (mut maps, mut line) = (HashMap::new(), String::new());
     // SAFETY: stdin is the socket, and nothing else of this process uses it.
     let socket = unsafe { <UnixStream as std::os::fd::FromRawFd>::from_raw_fd(0) };
@@ -250,7 +265,7 @@ fn serve() {
             break;
         }
         let question = serde_json::from_str(&line).unwrap();
-        let found = match answer(&mut endpoint, &mut maps, &question) {
+        let found = match answer(&mut *endpoint, &mut maps, &question) {
             Ok(found) => found,
             Err(why @ Error::Argument { .. }) => json!({"argument": why.to_string()}),
             Err(why) => json!({"transport": why.to_string()}),

@@ -7,9 +7,12 @@
 
 #[path = "../transport/contract.rs"]
 mod contract;
+#[path = "../transport/remote.rs"]
+mod remote;
 #[path = "../transport/rig.rs"]
 mod rig;
 
+use remote::RemoteEndpoint;
 use rig::Backend;
 use std::path::Path;
 use std::time::Duration;
@@ -50,5 +53,30 @@ impl Verbs {
     }
 }
 
+/// As `Verbs`, each endpoint in a process of its own.
+struct Processes(Verbs);
+
+impl Backend for Processes {
+    type Endpoint = RemoteEndpoint;
+
+    fn endpoints(&self, ranks: usize) -> Vec<RemoteEndpoint> {
+        let open = |rank: u32| {
+            let devices = if rank.is_multiple_of(2) { self.0.even } else { self.0.odd };
+            RemoteEndpoint::open(Rank(rank), &format!("verbs:{}", devices.join(",")), devices.len(), None)
+        };
+        (0..ranks as u32).map(open).collect()
+    }
+
+    fn is_there(&self) -> bool {
+        self.0.is_there()
+    }
+
+    // A poll asks another process: a millisecond, on emulated processors.
+    fn quiet_polls(&self) -> usize {
+        50
+    }
+}
+
 contract!(one_device, Verbs { even: &["rxe0"], odd: &["rxe0"] });
 contract!(two_pairs, Verbs { even: &["rxv0", "rxv2"], odd: &["rxv1", "rxv3"] });
+contract!(between_processes, Processes(Verbs { even: &["rxv0"], odd: &["rxv1"] }));

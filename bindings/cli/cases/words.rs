@@ -71,7 +71,7 @@ words! {
     /// Where arenas lie: in the GPUs' memory, or in the host's.
     ArenaWord { Device = "device", Host = "host" }
     /// What carries bytes between nodes.
-    TransportWord { Sim = "sim", Tcp = "libfabric:tcp", Shm = "libfabric:shm", Efa = "libfabric:efa" }
+    TransportWord { Sim = "sim", Tcp = "libfabric:tcp", Shm = "libfabric:shm", Efa = "libfabric:efa", Verbs = "verbs" }
     /// How the simulated network behaves: as well as it can, or as badly as it may.
     NetworkWord { Calm = "calm", Hostile = "hostile" }
     /// Assumptions of a projection, each of which can be switched off.

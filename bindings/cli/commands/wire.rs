@@ -31,7 +31,7 @@ use crate::cli::cases::words::{TransportWord, Word};
 use crate::cli::files::{self, check_outputs};
 use crate::cli::out::Out;
 use crate::cli::ranks::launch::{Launcher, die_with_parent};
-use crate::cli::ranks::network::libfabric_config;
+use crate::cli::ranks::real::libfabric_config;
 use crate::cli::report::table::table;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
@@ -85,7 +85,7 @@ struct RowObject {
 /// # Errors
 /// Unusable arguments.
 pub fn wire(args: &WireArgs, launcher: &Launcher, out: &Out) -> std::result::Result<Status, Refusal> {
-    if args.transport == TransportWord::Sim {
+    if matches!(args.transport, TransportWord::Sim | TransportWord::Verbs) {
         let advice = "it has no bare loop; give one over libfabric";
         return Err(Refusal::of("--transport", args.transport.name(), advice));
     }

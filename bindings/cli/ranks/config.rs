@@ -47,6 +47,8 @@ pub struct Config {
     /// Where arenas lie.
     pub arena: ArenaWord,
     pub allow_old_shm: bool,
+    /// Devices of verbs; empty: all with an active port.
+    pub nic_devices: Vec<String>,
     pub preset: &'static str,
     /// The run, with the first count of `tokens`.
     pub case: Case,
@@ -96,6 +98,7 @@ impl Config {
             timeout: self.timeout,
             arena: self.arena,
             allow_old_shm: self.allow_old_shm,
+            nic_devices: self.nic_devices.clone(),
             measured: true,
             stages: self.stages,
         }
@@ -131,6 +134,7 @@ impl Config {
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(self.allow_old_shm, "--allow-old-shm".to_string());
+        add(!self.nic_devices.is_empty(), format!("--transport verbs:{}", self.nic_devices.join(",")));
         add(case.world_mode != WorldMode::Threads, format!("--world-mode {}", case.world_mode.name()));
         let check = match self.check {
             Check::All => "all".to_string(),
@@ -162,7 +166,7 @@ impl Config {
         let case = Case {
             world,
             nodes,
-            transport: or_default(args.transport, TransportWord::Sim),
+            transport: args.transport.as_ref().map_or(TransportWord::Sim, |transport| transport.word),
             link: args.link.unwrap_or(Link::None),
             network: or_default(args.network, NetworkWord::Calm),
             nics: args.nics,
@@ -217,6 +221,7 @@ impl Config {
             launch,
             arena: check_arena(args.arena, device, launch, &case)?,
             allow_old_shm: args.allow_old_shm,
+            nic_devices: args.transport.as_ref().map_or_else(Vec::new, |transport| transport.devices.clone()),
             preset: preset.name,
             case,
             tokens,

@@ -19,6 +19,8 @@ pub struct Job {
     /// Where arenas lie.
     pub arena: ArenaWord,
     pub allow_old_shm: bool,
+    /// Devices of verbs; empty: all with an active port.
+    pub nic_devices: Vec<String>,
     /// Whether calls are timed, the links are measured, and a timeline is kept.
     pub measured: bool,
     /// Whether the device records when blocks complete each stage of a call.

@@ -14,6 +14,7 @@ pub mod link;
 pub mod meeting;
 pub mod network;
 pub mod rank;
+pub mod real;
 pub mod sample;
 pub mod slots;
 pub mod steps;

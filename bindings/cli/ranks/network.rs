@@ -1,6 +1,6 @@
 //! The network of a run of several nodes: an endpoint for each rank, and the proxy that drives it.
 //!
-//! The network is simulated, or libfabric's. Between ranks that are threads with GPUs, and arenas in GPU memory, an
+//! The network is simulated, or a real one. Between ranks that are threads with GPUs, and arenas in GPU memory, an
 //! emulated NIC on each GPU moves the bytes; otherwise the processor does.
 //!
 //! Beside the data path, on the thread that starts the ranks and on the ranks' threads. A world of one node has no
@@ -15,15 +15,15 @@ use tokenyard::internals::proxy::machine::Liveness;
 use tokenyard::internals::proxy::{ProxyConfig, ProxyLoop};
 use tokenyard::internals::transport::network::Transport;
 use tokenyard::internals::transport::network::emulated::{self, GpuNetwork};
-use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
 use tokenyard::internals::transport::network::sim::{Clock, LinkModel, Network, ProcessEndpoint, SimConfig};
 use tokenyard::{AllToAllBuilder, Device, Error, Proxy, Result, World};
 
 use super::forge::Forger;
 use super::job::Job;
 use super::meeting::Meeting;
+use super::real::Real;
 use crate::cli::cases::case::Case;
-use crate::cli::cases::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord, TransportWord};
+use crate::cli::cases::words::{ArenaWord, DeviceWord, FaultWord, NetworkWord};
 
 /// When a silent peer counts as lost: many ranks may share few cores here.
 const SILENCE_NS: u64 = 10_000_000_000;
@@ -76,7 +76,7 @@ pub enum Shared {
         measured: Option<Measured>,
     },
     /// Each rank opens its own endpoint.
-    Libfabric(LibfabricConfig),
+    Real(Real),
 }
 
 /// Needed to time calls over the emulation.
@@ -96,7 +96,7 @@ impl Shared {
         Ok(match self {
             Shared::Sim(network) => endpoint(network, world)?,
             Shared::Gpu { network, .. } => Box::new(network.endpoint(world.rank(), device)?),
-            Shared::Libfabric(config) => Box::new(LibfabricEndpoint::open(world.rank(), config.clone())?),
+            Shared::Real(real) => real.open(world)?,
         })
     }
 
@@ -112,28 +112,10 @@ impl Shared {
 
     fn measured(&self) -> Option<&Measured> {
         match self {
-            Shared::Sim(_) | Shared::Libfabric(_) => None,
+            Shared::Sim(_) | Shared::Real(_) => None,
             Shared::Gpu { measured, .. } => measured.as_ref(),
         }
     }
-}
-
-/// The settings of a network over libfabric, if it is that.
-fn libfabric(job: &Job) -> Option<LibfabricConfig> {
-    libfabric_config(job.case.transport, job.case.nics.unwrap_or(1), job.allow_old_shm)
-}
-
-/// The settings of a network over libfabric, if it is that.
-pub fn libfabric_config(transport: TransportWord, nics: usize, allow_old_shm: bool) -> Option<LibfabricConfig> {
-    let provider = match transport {
-        TransportWord::Sim => return None,
-        TransportWord::Tcp => "tcp",
-        TransportWord::Shm => "shm",
-        TransportWord::Efa => "efa",
-    };
-    let mut config = LibfabricConfig::new(provider);
-    (config.nics, config.allow_old_shm) = (nics, allow_old_shm);
-    Some(config)
 }
 
 /// The network of ranks that are threads; `None` for one node. `open_device` opens the device of a rank.
@@ -146,8 +128,8 @@ pub fn real_time(
     open_device: impl Fn(usize) -> Result<Device>,
 ) -> Result<Option<Shared>> {
     let case = &job.case;
-    if let Some(config) = libfabric(job).filter(|_| case.several_nodes()) {
-        return Ok(Some(Shared::Libfabric(config)));
+    if let Some(real) = Real::of(job).filter(|_| case.several_nodes()) {
+        return Ok(Some(Shared::Real(real)));
     }
     if !case.several_nodes() || device == DeviceWord::Cpu || job.arena == ArenaWord::Host {
         return Ok(open(case, Clock::Real)?.map(Shared::Sim));
@@ -237,8 +219,8 @@ pub fn endpoint(network: &Network, world: &World) -> Result<Box<dyn Transport>> 
 /// # Errors
 /// If the network cannot be joined.
 pub fn process_endpoint(world: &World, job: &Job) -> Result<Box<dyn Transport>> {
-    if let Some(config) = libfabric(job) {
-        return Ok(Box::new(LibfabricEndpoint::open(world.rank(), config)?));
+    if let Some(real) = Real::of(job) {
+        return real.open(world);
     }
     let mut secret = [0u8; 16];
     if world.rank().index() == 0 {
@@ -273,7 +255,7 @@ pub fn attach(mut builder: AllToAllBuilder, proxy: Option<&Proxy>, case: &Case) 
 mod tests {
     use super::*;
     use crate::cli::cases::links::Link;
-    use crate::cli::cases::words::Check;
+    use crate::cli::cases::words::{Check, TransportWord};
 
     #[test]
     fn a_network_follows_from_its_case() {
@@ -293,6 +275,7 @@ mod tests {
             timeout: std::time::Duration::from_secs(1),
             arena: ArenaWord::Device,
             allow_old_shm: true,
+            nic_devices: vec!["rxe7".into()],
             measured: false,
             stages: false,
         };
@@ -305,8 +288,13 @@ mod tests {
         {
             let case = Case { transport, nics: Some(3), ..case.clone() };
             assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
-            let Some(Shared::Libfabric(config)) = shared(case, DeviceWord::Cuda) else { panic!("not {provider}") };
+            let Some(Shared::Real(Real::Libfabric(config))) = shared(case, DeviceWord::Cuda) else {
+                panic!("not {provider}")
+            };
             assert_eq!((config.provider.as_str(), config.nics, config.allow_old_shm), (provider, 3, true));
         }
+        let case = Case { transport: TransportWord::Verbs, nics: Some(2), ..case.clone() };
+        let Some(Shared::Real(Real::Verbs(config))) = shared(case, DeviceWord::Cpu) else { panic!("not verbs") };
+        assert_eq!((config.nics, config.devices), (2, vec!["rxe7".to_owned()]));
     }
 }

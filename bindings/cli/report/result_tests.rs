@@ -76,6 +76,7 @@ pub fn config() -> Config {
         launch: Launch::Processes,
         arena: ArenaWord::Host,
         allow_old_shm: false,
+        nic_devices: Vec::new(),
         preset: "kimi-k2",
         case,
         tokens: vec![17, 18],

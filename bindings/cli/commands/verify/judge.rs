@@ -79,6 +79,7 @@ impl Judge<'_, '_> {
             timeout,
             arena,
             allow_old_shm: false,
+            nic_devices: Vec::new(),
             measured: false,
             stages: false,
         };
