@@ -15,11 +15,6 @@ impl<T> Slots<T> {
         Slots { flying: (0..count).map(|_| None).collect(), free: (0..count).rev().collect() }
     }
 
-    /// How many there are, free or under way.
-    pub fn count(&self) -> u32 {
-        self.flying.len() as u32
-    }
-
     /// Takes a free number; `None` if all are under way.
     pub fn take(&mut self, operation: T) -> Option<u32> {
         let number = self.free.pop()?;

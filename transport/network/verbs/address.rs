@@ -3,7 +3,7 @@
 //! ```text
 //! byte  0      4        8    16    20     24        26                28
 //!       magic  version  key  rank  peer   NICs u16  messages' number u32 and first packet u32
-//!       then for each NIC   GID 16, LID u16, MTU u8, service level u8, number of datagrams' queue pair u32,
+//!       then for each NIC   GID 16, LID u16, MTU u8, service level u8, kind u8, number of datagrams' queue pair u32,
 //!                           number of writes' queue pair u32, its first packet u32
 //!       then                length u32 of the regions, as `regions::report_lengths`
 //!       then for each region there and each NIC   place: address u64, key u64
@@ -40,7 +40,7 @@ pub(super) struct Port {
 }
 
 /// Bytes of a NIC.
-const PORT: usize = 16 + 2 + 1 + 1 + 4 + 8;
+const PORT: usize = 16 + 2 + 1 + 1 + 1 + 4 + 8;
 const HEAD: usize = 8 + 8 + 4 + 4 + 2 + 8;
 
 /// An endpoint as one of its peers sees it.
@@ -74,10 +74,10 @@ impl Address {
         out.extend(self.peer.0.to_le_bytes());
         out.extend((self.ports.len() as u16).to_le_bytes());
         put_end(&mut out, self.messages);
-        for Port { route: Route { gid, lid, mtu, service_level }, datagrams, writes } in &self.ports {
+        for Port { route: Route { gid, lid, mtu, service_level, kind }, datagrams, writes } in &self.ports {
             out.extend(gid);
             out.extend(lid.to_le_bytes());
-            out.extend([*mtu, *service_level]);
+            out.extend([*mtu, *service_level, *kind]);
             out.extend(datagrams.to_le_bytes());
             put_end(&mut out, *writes);
         }
@@ -127,8 +127,8 @@ fn end(rest: &mut Rest<'_>) -> Option<End> {
 }
 
 fn port(rest: &mut Rest<'_>) -> Option<Port> {
-    let (gid, lid, [mtu, service_level]) = (rest.array()?, rest.u16()?, rest.array()?);
-    let route = Route { gid, lid, mtu, service_level };
+    let (gid, lid, [mtu, service_level, kind]) = (rest.array()?, rest.u16()?, rest.array()?);
+    let route = Route { gid, lid, mtu, service_level, kind };
     Some(Port { route, datagrams: rest.u32()?, writes: end(rest)? })
 }
 
@@ -151,7 +151,7 @@ mod tests {
     fn address() -> Address {
         let end = |number| End { number, packet: number + 1 };
         let port = |number: u8| Port {
-            route: Route { gid: [number; 16], lid: 7, mtu: 5, service_level: 3 },
+            route: Route { gid: [number; 16], lid: 7, mtu: 5, service_level: 3, kind: 2 },
             datagrams: 9,
             writes: end(u32::from(number)),
         };

@@ -31,12 +31,23 @@ pub(super) struct Channel {
     pub done: u64,
     pub posted: VecDeque<u32>,
     pub unsent: VecDeque<u32>,
-    /// Why the first that is posted can never be carried out.
-    pub offence: Option<Failure>,
+    /// Which in the sequence can never be carried out, and why.
+    pub offence: Option<(u64, Failure)>,
     /// Why it broke.
     pub cause: Option<Failure>,
     /// Since when nothing has got through; 0: it works.
     pub stalled_ns: u64,
+    /// When it was opened last, and when it is to be opened next.
+    pub opened_ns: u64,
+    pub retry_ns: u64,
+    /// How many were posted, and failed before the peer told whether it took them.
+    pub given_up: u64,
+    /// The peer's counts contradict what it acknowledged: it is not resumed.
+    pub lost: bool,
+    /// Of both endpoints' keys: packets of former endpoints are refused.
+    pub salt: u32,
+    /// Bytes that a request carries itself.
+    pub inline: u32,
     /// When what it took is counted, at the latest.
     pub counted_ns: u64,
     /// The device takes nothing more for it.
@@ -48,7 +59,7 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    pub fn new(pair: Object<ibv_qp>, own: End, room: usize) -> Channel {
+    pub fn new(pair: Object<ibv_qp>, own: End, inline: u32, room: usize) -> Channel {
         Channel {
             pair,
             own,
@@ -61,6 +72,12 @@ impl Channel {
             offence: None,
             cause: None,
             stalled_ns: 0,
+            opened_ns: 0,
+            retry_ns: 0,
+            given_up: 0,
+            lost: false,
+            salt: 0,
+            inline,
             counted_ns: 0,
             drained: false,
             report_ns: 0,
@@ -75,8 +92,20 @@ impl Channel {
 
     /// Whether nothing has got through for longer than a peer may take to resume.
     pub fn is_late(&self, now_ns: u64, config: &VerbsConfig) -> bool {
-        let within_ns = u64::try_from(config.resume_within.as_nanos()).unwrap_or(u64::MAX);
-        self.stalled_ns != 0 && now_ns.saturating_sub(self.stalled_ns) > within_ns
+        self.lost || self.stalled_ns != 0 && now_ns.saturating_sub(self.stalled_ns) > config.resume_within_ns()
+    }
+
+    /// It has just broken. What it took long to carry out before does not count.
+    pub fn stall(&mut self, now_ns: u64, config: &VerbsConfig) {
+        if self.stalled_ns == 0 || now_ns.saturating_sub(self.opened_ns) > config.resume_within_ns() {
+            self.stalled_ns = now_ns.max(1);
+        }
+    }
+
+    /// Whether the peer can have taken so many.
+    pub fn admits(&self, count: u64) -> bool {
+        let most = self.next().saturating_add(self.given_up);
+        (self.done..=most).contains(&count)
     }
 
     /// The peer has taken so many: answers those of them that were posted, which leave it.
@@ -89,20 +118,21 @@ impl Channel {
 
     /// The connection is open again behind what the peer has taken: the rest is posted anew.
     pub fn rewind(&mut self, count: u64) {
-        self.done = count;
+        (self.done, self.given_up) = (count, 0);
         while let Some(number) = self.posted.pop_back() {
             self.unsent.push_front(number);
         }
     }
 
     /// A new connection to another endpoint. What waited is the caller's to end.
-    pub fn start(&mut self, other: End) {
-        self.other = Some(other);
+    pub fn start(&mut self, other: End, salt: u32) {
+        (self.other, self.salt) = (Some(other), salt);
         self.resumption = Resumption::new();
         self.posted.clear();
         self.unsent.clear();
         (self.done, self.notices) = (0, 0);
         (self.offence, self.cause) = (None, None);
-        (self.stalled_ns, self.drained) = (0, false);
+        (self.stalled_ns, self.opened_ns, self.retry_ns, self.given_up) = (0, 0, 0, 0);
+        (self.drained, self.lost) = (false, false);
     }
 }

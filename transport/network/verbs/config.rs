@@ -82,6 +82,15 @@ impl Default for VerbsConfig {
 }
 
 impl VerbsConfig {
+    pub(super) fn resume_within_ns(&self) -> u64 {
+        u64::try_from(self.resume_within.as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Requests that a write takes at most.
+    pub(super) fn requests(&self) -> u32 {
+        if self.split_bytes.is_some() { 2 } else { 1 }
+    }
+
     pub(super) fn check(&self) -> Result<()> {
         if !(1..=MAX_NICS).contains(&self.nics) {
             return Err(Error::config("nics", self.nics, format!("use 1 to {MAX_NICS}")));

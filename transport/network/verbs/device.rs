@@ -14,6 +14,10 @@ use std::ptr::null_mut;
 
 /// The only port that devices of one port have; of those of two, the first.
 const PORT: u8 = 1;
+/// The port takes packets with a global header alone. Source: IBV_QPF_GRH_REQUIRED of verbs.h.
+const GLOBAL_HEADERS: u8 = 1;
+/// Of RoCE: the three bits of a VLAN's priority.
+const MOST_PRIORITY: u8 = 7;
 const ADVICE: &str = "see `ibv_devinfo -v` for the device's state";
 
 /// An open device. Closed in this order.
@@ -26,6 +30,9 @@ pub(super) struct Device {
     port: ibv_port_attr,
     gid_index: Option<u8>,
     gid: [u8; 16],
+    /// The GID's type, and where it was last.
+    kind: u8,
+    place: u8,
     /// The MTU's number.
     pub mtu: u32,
 }
@@ -45,6 +52,8 @@ pub(super) struct Route {
     /// The MTU's number.
     pub mtu: u8,
     pub service_level: u8,
+    /// The GID's type, as `ibv_gid_entry` has it; both sides use the same.
+    pub kind: u8,
 }
 
 /// What a device has reported.
@@ -117,8 +126,7 @@ impl Device {
     ///
     /// # Errors
     /// `Transport` if there is none, or its port is not active or has no address.
-    pub fn open(library: &'static Library, config: &VerbsConfig, nic: usize) -> Result<Device> {
-        let name = Device::name_of(library, config, nic)?;
+    pub fn open(library: &'static Library, config: &VerbsConfig, name: String) -> Result<Device> {
         let context = open(library, &name)?;
         // SAFETY: an open device.
         let domain = unsafe { (library.ibv_alloc_pd)(context.as_ptr()) };
@@ -139,8 +147,19 @@ impl Device {
         if flags < 0 || unsafe { libc::fcntl(file, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
             return Err(refused("reads no events without waiting", last(), ADVICE));
         }
-        let mut device =
-            Device { domain, context, library, name, limits, port, gid_index: config.gid_index, gid: [0; 16], mtu: 0 };
+        let mut device = Device {
+            domain,
+            context,
+            library,
+            name,
+            limits,
+            port,
+            gid_index: config.gid_index,
+            gid: [0; 16],
+            kind: 0,
+            place: 0,
+            mtu: 0,
+        };
         device.look_up()?;
         if device.port.state != IBV_PORT_ACTIVE {
             let what = format!("port {PORT} of {} is not active (state {})", device.name, device.port.state);
@@ -153,23 +172,47 @@ impl Device {
             return Err(Error::config("mtu", wants, format!("port {PORT} of {} has {has}: {advice}", device.name)));
         }
         device.mtu = wanted;
+        if !device.is_infiniband() && config.service_level > MOST_PRIORITY {
+            let advice = format!("RoCE has priorities 0 to {MOST_PRIORITY}");
+            return Err(Error::config("service_level", config.service_level, advice));
+        }
         device.gid_entry()?;
         Ok(device)
     }
 
-    fn name_of(library: &'static Library, config: &VerbsConfig, nic: usize) -> Result<String> {
-        if let Some(name) = config.devices.get(nic.checked_rem(config.devices.len()).unwrap_or(usize::MAX)) {
-            return Ok(name.clone());
+    /// Names of the devices that NICs use: NIC i uses device i modulo their number.
+    ///
+    /// # Errors
+    /// `Transport` if the machine has none with an active port.
+    pub fn names(library: &'static Library, config: &VerbsConfig) -> Result<Vec<String>> {
+        if !config.devices.is_empty() {
+            return Ok(config.devices.clone());
         }
         let active = names(library)?.into_iter().filter(|name| {
             let state = format!("/sys/class/infiniband/{name}/ports/{PORT}/state");
             std::fs::read_to_string(state).is_ok_and(|state| state.contains("ACTIVE"))
         });
         let active: Vec<String> = active.collect();
-        let at = nic.checked_rem(active.len());
-        at.and_then(|at| active.into_iter().nth(at)).ok_or_else(|| {
-            Error::transport("this machine has no device for verbs with an active port", "see `ibv_devinfo`")
-        })
+        if active.is_empty() {
+            let what = "this machine has no device for verbs with an active port";
+            return Err(Error::transport(what, "see `ibv_devinfo`"));
+        }
+        Ok(active)
+    }
+
+    /// Looks the port and its GID up anew, for addresses that are taken from now on.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn renew(&mut self) -> Result<()> {
+        self.look_up()?;
+        self.gid = [0; 16];
+        self.gid_entry().map(drop)
+    }
+
+    /// Whether the port is up, now.
+    pub fn is_active(&mut self) -> bool {
+        self.look_up().is_ok() && self.port.state == IBV_PORT_ACTIVE
     }
 
     /// Looks the port up again.
@@ -196,7 +239,7 @@ impl Device {
     /// How peers reach it.
     pub fn route(&self, service_level: u8) -> Route {
         let lid = if self.is_infiniband() { self.port.lid } else { 0 };
-        Route { gid: self.gid, lid, mtu: self.mtu as u8, service_level }
+        Route { gid: self.gid, lid, mtu: self.mtu as u8, service_level, kind: self.kind }
     }
 
     /// The index of the GID that peers know, which moves when the port goes down and comes up.
@@ -205,11 +248,17 @@ impl Device {
     /// `Transport` if the port has no GID, or not the one that peers know.
     pub fn gid_entry(&mut self) -> Result<u8> {
         if self.gid != [0; 16] {
-            let same = self.gids().find(|(_, entry)| raw(&entry.gid) == self.gid);
-            return same.map(|(index, _)| index).ok_or_else(|| {
+            if self.gid_at(self.place).is_some_and(|entry| raw(&entry.gid) == self.gid) {
+                return Ok(self.place);
+            }
+            // A port that is down has lost its GIDs, and to look at each place takes long.
+            let found = self.is_active().then(|| self.gids().find(|(_, entry)| raw(&entry.gid) == self.gid)).flatten();
+            let (place, _) = found.ok_or_else(|| {
                 let what = format!("{} has lost its GID {:02x?}", self.name, self.gid);
                 Error::transport(what, "bring its link up, with the same address as before")
-            });
+            })?;
+            self.place = place;
+            return Ok(place);
         }
         let own = self.gids().next().map_or(0, |(_, entry)| entry.ndev_ifindex);
         let worth = |entry: &ibv_gid_entry| {
@@ -218,7 +267,7 @@ impl Device {
             let kind = roce.iter().position(|kind| *kind == entry.gid_type).unwrap_or(roce.len());
             let local = gid[..2] == [0xfe, 0x80];
             let mapped = gid[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff];
-            (entry.ndev_ifindex != own, kind, !mapped, local)
+            (kind, local, entry.ndev_ifindex != own, !mapped)
         };
         let found = match self.gid_index {
             Some(index) => self.gids().find(|(at, _)| *at == index),
@@ -229,7 +278,7 @@ impl Device {
             let which = self.gid_index.map_or_else(|| "no GID".to_owned(), |index| format!("no GID at index {index}"));
             Error::transport(format!("{} has {which}", self.name), "give its net device an address")
         })?;
-        self.gid = raw(&entry.gid);
+        (self.gid, self.kind, self.place) = (raw(&entry.gid), entry.gid_type as u8, index);
         Ok(index)
     }
 
@@ -251,6 +300,11 @@ impl Device {
             // SAFETY: as above.
             None => unsafe { (self.library.ibv_query_gid)(context, PORT, c_int::from(index), &mut entry.gid) },
         };
+        if self.library.ibv_query_gid_ex.is_none() && !self.is_infiniband() {
+            let kind = format!("/sys/class/infiniband/{}/ports/{PORT}/gid_attrs/types/{index}", self.name);
+            let second = std::fs::read_to_string(kind).is_ok_and(|kind| kind.contains("v2"));
+            entry.gid_type = if second { IBV_GID_TYPE_ROCE_V2 } else { IBV_GID_TYPE_ROCE_V1 };
+        }
         (code == 0 && raw(&entry.gid) != [0; 16]).then_some(entry)
     }
 
@@ -266,7 +320,8 @@ impl Device {
         way.port_num = PORT;
         way.dlid = to.lid;
         // Between subnets, and always over RoCE, packets have a global header.
-        way.is_global = u8::from(!self.is_infiniband() || to.gid[..8] != self.gid[..8]);
+        let required = self.port.flags & GLOBAL_HEADERS != 0;
+        way.is_global = u8::from(!self.is_infiniband() || required || to.gid[..8] != self.gid[..8]);
         way.grh.dgid = ibv_gid { raw: to.gid };
         way.grh.sgid_index = sgid_index;
         way.grh.hop_limit = 64;
@@ -313,7 +368,9 @@ impl Device {
         event.element.qp = null_mut();
         // SAFETY: an open device whose events are read without waiting, and a place for one.
         if unsafe { (self.library.ibv_get_async_event)(self.context.as_ptr(), &mut event) } != 0 {
-            return None;
+            let code = last();
+            // Nothing to read, or a device that is gone.
+            return (code != libc::EAGAIN && code != libc::EINTR).then_some(Reported::Fatal(code as u32));
         }
         // SAFETY: the union has a queue pair for these events, which is not destroyed before its events are answered.
         let number = || unsafe { (*event.element.qp).qp_num };

@@ -155,10 +155,13 @@ pub(super) struct Lane {
     sizes: Sizes,
     /// Immediates that may be under way to it.
     pub immediates: u32,
-    /// How often the port has changed.
+    /// The GID's place, and how often that has changed.
+    gid_index: Option<u8>,
     pub changes: u32,
-    /// Bytes that a write carries itself.
-    pub inline: u32,
+    /// Writes to one peer that may be outstanding.
+    pub posts: u32,
+    /// The queue pair of datagrams is in error.
+    pub is_mute: bool,
     pub writes: Slots<Flight>,
     pub sent_reports: Slots<()>,
     /// Whose queue pair has that number, in order.
@@ -182,20 +185,30 @@ impl std::fmt::Debug for Lane {
 
 impl Lane {
     /// Opens a NIC; messages of the slab go by it if there is one.
-    pub fn open(library: &'static Library, config: &VerbsConfig, nic: usize, messages: Option<&Slab>) -> Result<Lane> {
-        let device = Device::open(library, config, nic)?;
+    pub fn open(
+        library: &'static Library,
+        config: &VerbsConfig,
+        device: String,
+        messages: Option<&Slab>,
+    ) -> Result<Lane> {
+        let mut device = Device::open(library, config, device)?;
         let (sends, message_receives) = messages.map_or((0, 0), |slab| (slab.sends(), slab.receives()));
         let fixed = sends + message_receives + REPORTS + REPORT_RECEIVES;
         let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
         let entries = most(device.limits.max_cqe).saturating_sub(fixed);
         let immediates = config.receives.min(most(device.limits.max_srq_wr)).min(entries / 2);
         // A write that is split completes once, but both of its requests do when they are cut off.
-        let requests = if config.split_bytes.is_some() { 2 } else { 1 };
+        let requests = config.requests();
         let writes = WRITES.min(entries.saturating_sub(immediates) / requests);
         if immediates == 0 || writes == 0 {
-            let what = format!("{} has completion queues of {} entries alone", device.name, device.limits.max_cqe);
+            let (name, limits) = (&device.name, &device.limits);
+            let what = format!(
+                "{name} has completion queues of {} entries and shared receives of {}",
+                limits.max_cqe, limits.max_srq_wr
+            );
             return Err(Error::transport(what, "use another device"));
         }
+        let posts = config.peer_posts.min(writes).min(most(device.limits.max_qp_wr) / requests).max(1);
         let sizes =
             Sizes { completions: fixed + immediates + writes * requests, immediates, messages: message_receives };
         let memory = |slab: &Slab| {
@@ -204,6 +217,7 @@ impl Lane {
         };
         let reports = Slab::new(REPORTS, REPORT_RECEIVES, all_closed)?;
         let (message_memory, report_memory) = (messages.map(memory).transpose()?, memory(&reports)?);
+        let gid_index = device.gid_entry().ok();
         // SAFETY: numbers and pointers that may be null.
         let (request, piece, entry) = unsafe { (zeroed(), zeroed(), zeroed()) };
         let mut lane = Lane {
@@ -215,8 +229,10 @@ impl Lane {
             device,
             sizes,
             immediates,
+            gid_index,
             changes: 0,
-            inline: 0,
+            posts,
+            is_mute: false,
             writes: Slots::new(writes),
             sent_reports: Slots::new(REPORTS),
             owners: Vec::new(),
@@ -235,7 +251,8 @@ impl Lane {
         if let Some(slab) = messages {
             (0..slab.receives()).try_for_each(|place| self.receive_message(place, slab.receive(place)))?;
         }
-        (0..REPORT_RECEIVES).try_for_each(|place| self.receive_report(place))
+        (0..REPORT_RECEIVES).for_each(|place| self.receive_report(place));
+        Ok(())
     }
 
     /// Opens new queues, where the queue pairs of all peers have been closed: what the former ones took is gone.
@@ -243,7 +260,9 @@ impl Lane {
     /// # Errors
     /// `Transport` if the device opens none; then the former ones stay.
     pub fn renew(&mut self, messages: Option<&Slab>) -> Result<()> {
+        self.device.renew()?;
         self.queues = Queues::open(&self.device, self.sizes)?;
+        self.is_mute = false;
         self.owners.clear();
         self.sent_reports = Slots::new(REPORTS);
         self.fill(messages)
@@ -307,11 +326,11 @@ impl Lane {
 
     // ---- queue pairs
 
-    /// Makes a queue pair for a peer, which `connect` opens.
+    /// Makes a queue pair for a peer, which `connect` opens; answers how many bytes a request carries itself, too.
     ///
     /// # Errors
     /// `Transport` if the device has none left.
-    pub fn pair(&mut self, peer: Rank, line: Line, requests: u32) -> Result<Object<ibv_qp>> {
+    pub fn pair(&mut self, peer: Rank, line: Line, requests: u32) -> Result<(Object<ibv_qp>, u32)> {
         let queues = &self.queues;
         let receives = queues.messages.as_ref().filter(|_| line == Line::Messages).unwrap_or(&queues.immediates);
         // SAFETY: numbers and pointers that may be null.
@@ -333,7 +352,6 @@ impl Lane {
             // SAFETY: an open domain and queues of the same device.
             found = unsafe { (library.ibv_create_qp)(self.device.domain.as_ptr(), &mut attributes) };
             if !found.is_null() {
-                self.inline = attributes.cap.max_inline_data;
                 break;
             }
         }
@@ -343,7 +361,7 @@ impl Lane {
         let number = number(&pair);
         let at = self.owners.partition_point(|(other, ..)| *other < number);
         self.owners.insert(at, (number, peer, line));
-        Ok(pair)
+        Ok((pair, attributes.cap.max_inline_data))
     }
 
     /// The queue pair is closed now, or about to be.
@@ -366,7 +384,7 @@ impl Lane {
         pair: &Object<ibv_qp>,
         (own, other): (End, End),
         to: &Route,
-        incarnation: u32,
+        (salt, incarnation): (u32, u32),
         config: &VerbsConfig,
     ) -> Result<()> {
         let way = self.device.way(to, config)?;
@@ -387,7 +405,7 @@ impl Lane {
         to_receive.qp_state = IBV_QPS_RTR;
         to_receive.path_mtu = self.device.mtu.min(u32::from(to.mtu));
         to_receive.dest_qp_num = other.number;
-        to_receive.rq_psn = packet(other.packet, incarnation);
+        to_receive.rq_psn = packet(other.packet ^ salt, incarnation);
         to_receive.max_dest_rd_atomic = 1;
         to_receive.min_rnr_timer = RNR_TIMER;
         to_receive.ah_attr = way;
@@ -405,7 +423,7 @@ impl Lane {
         to_send.timeout = config.timeout;
         to_send.retry_cnt = config.retries;
         to_send.rnr_retry = RNR_RETRIES;
-        to_send.sq_psn = packet(own.packet, incarnation);
+        to_send.sq_psn = packet(own.packet ^ salt, incarnation);
         to_send.max_rd_atomic = 1;
         let mask = IBV_QP_STATE
             | IBV_QP_TIMEOUT
@@ -436,7 +454,14 @@ impl Lane {
     // ---- requests
 
     /// Links a write to the next post. Two requests if it is split.
-    pub fn link_write(&mut self, mark: Mark, flight: &Flight, target: Remote, split_bytes: Option<u32>) -> bool {
+    pub fn link_write(
+        &mut self,
+        mark: Mark,
+        flight: &Flight,
+        target: Remote,
+        inline: u32,
+        split_bytes: Option<u32>,
+    ) -> bool {
         let WriteImm { source, target: place, bytes, imm, .. } = flight.write;
         let Some(key) = self.local_key(source.region).filter(|_| self.linked + 2 <= self.requests.len()) else {
             return false;
@@ -448,21 +473,22 @@ impl Lane {
         };
         let split = split_bytes.is_some_and(|most| bytes > most);
         if split {
-            self.link(IBV_WR_RDMA_WRITE, mark, piece, 0, to);
-            self.link(IBV_WR_RDMA_WRITE_WITH_IMM, mark, ibv_sge { length: 0, ..piece }, imm.bits(), to);
+            self.link(IBV_WR_RDMA_WRITE, mark, (piece, inline), 0, to);
+            self.link(IBV_WR_RDMA_WRITE_WITH_IMM, mark, (ibv_sge { length: 0, ..piece }, 0), imm.bits(), to);
         } else {
-            self.link(IBV_WR_RDMA_WRITE_WITH_IMM, mark, piece, imm.bits(), to);
+            self.link(IBV_WR_RDMA_WRITE_WITH_IMM, mark, (piece, inline), imm.bits(), to);
         }
         true
     }
 
     /// Links a message to the next post.
-    pub fn link_message(&mut self, mark: Mark, address: u64, bytes: u32) -> bool {
+    pub fn link_message(&mut self, mark: Mark, address: u64, bytes: u32, inline: u32) -> bool {
         if self.linked >= self.requests.len() {
             return false;
         }
         let piece = ibv_sge { addr: address, length: bytes, lkey: self.message_key() };
-        self.link(IBV_WR_SEND, mark, piece, 0, ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: 0, rkey: 0 });
+        let nowhere = ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: 0, rkey: 0 };
+        self.link(IBV_WR_SEND, mark, (piece, inline), 0, nowhere);
         true
     }
 
@@ -470,7 +496,7 @@ impl Lane {
         &mut self,
         opcode: ibv_wr_opcode,
         mark: Mark,
-        piece: ibv_sge,
+        (piece, inline): (ibv_sge, u32),
         imm: u32,
         rdma: ibv_send_wr__bindgen_ty_2__bindgen_ty_1,
     ) {
@@ -482,7 +508,7 @@ impl Lane {
         request.sg_list = place;
         request.num_sge = c_int::from(piece.length > 0);
         request.opcode = opcode;
-        request.send_flags = if piece.length > 0 && piece.length <= self.inline { IBV_SEND_INLINE } else { 0 };
+        request.send_flags = if piece.length > 0 && piece.length <= inline { IBV_SEND_INLINE } else { 0 };
         request.__bindgen_anon_1.imm_data = imm.to_be();
         request.wr.rdma = rdma;
         let request: *mut ibv_send_wr = request;
@@ -578,6 +604,35 @@ impl Lane {
         number(&self.queues.datagrams)
     }
 
+    /// The port went down or up, or its addresses changed: ways to peers are made anew if the GID has another place.
+    pub fn port_changed(&mut self) {
+        let before = self.gid_index;
+        self.gid_index = self.device.gid_entry().ok().or(before);
+        self.changes = self.changes.wrapping_add(u32::from(self.gid_index != before));
+    }
+
+    /// Makes the queue pair of datagrams work again: reports on their way are lost, and repeated.
+    pub fn revive_datagrams(&mut self) -> Result<()> {
+        let pair = &self.queues.datagrams;
+        let failed = |code| refused("resets no datagrams", code, ADVICE);
+        self.shut_pair(pair).map_err(failed)?;
+        start_datagrams(&self.device, pair)?;
+        self.is_mute = false;
+        self.sent_reports = Slots::new(REPORTS);
+        (0..REPORT_RECEIVES).for_each(|place| self.receive_report(place));
+        Ok(())
+    }
+
+    /// Whether no report is on its way.
+    pub fn reports_are_sent(&self) -> bool {
+        self.sent_reports.flying().next().is_none()
+    }
+
+    /// Most completions that can be in the queue.
+    pub fn most_completions(&self) -> usize {
+        self.sizes.completions as usize
+    }
+
     /// An address handle of a peer's port.
     ///
     /// # Errors
@@ -611,11 +666,8 @@ impl Lane {
         unsafe { ibv_post_send(self.queues.datagrams.as_ptr(), &mut request, &mut bad) == 0 }
     }
 
-    /// Posts the receive of a report.
-    ///
-    /// # Errors
-    /// `Transport`: the queue takes none.
-    pub fn receive_report(&mut self, place: u32) -> Result<()> {
+    /// Posts the receive of a report. Where the queue takes none, reports that find no receive are repeated.
+    pub fn receive_report(&mut self, place: u32) {
         // SAFETY: open.
         let key = unsafe { (*self.report_memory.as_ptr()).lkey };
         let mut piece = ibv_sge { addr: self.reports.receive(place), length: PITCH as u32, lkey: key };
@@ -626,9 +678,9 @@ impl Lane {
         receive.num_sge = 1;
         let mut bad = null_mut();
         // SAFETY: as for messages.
-        match unsafe { ibv_post_recv(self.queues.datagrams.as_ptr(), &mut receive, &mut bad) } {
-            0 => Ok(()),
-            code => Err(refused("takes no receive of a report", code, "open another endpoint").ending()),
+        let code = unsafe { ibv_post_recv(self.queues.datagrams.as_ptr(), &mut receive, &mut bad) };
+        if code != 0 {
+            log::debug!(target: crate::base::targets::NETWORK, "no receive of a report: error {code}");
         }
     }
 }
@@ -639,7 +691,7 @@ pub(super) fn number(pair: &Object<ibv_qp>) -> u32 {
     unsafe { (*pair.as_ptr()).qp_num }
 }
 
-/// The number of an incarnation's first packet: far from those of the one before, so that late packets are refused.
+/// The number of an incarnation's first packet: far from those of the one before, so that late packets are not taken.
 fn packet(first: u32, incarnation: u32) -> u32 {
     first.wrapping_add(incarnation.wrapping_mul(0x9e37_79b1)) & NUMBERS
 }
@@ -692,6 +744,12 @@ fn datagrams(device: &Device, completions: &Object<ibv_cq>) -> Result<Object<ibv
         let pair = (library.ibv_create_qp)(device.domain.as_ptr(), &mut attributes);
         Object::new(library, pair, &format!("for datagrams on {}", device.name), ADVICE)
     }?;
+    start_datagrams(device, &pair)?;
+    Ok(pair)
+}
+
+/// Makes the queue pair of datagrams ready to send and receive, from no state.
+fn start_datagrams(device: &Device, pair: &Object<ibv_qp>) -> Result<()> {
     let failed = |code| refused(&format!("starts no datagrams on {}", device.name), code, ADVICE);
     // SAFETY: numbers.
     let mut to_init: ibv_qp_attr = unsafe { zeroed() };
@@ -699,16 +757,15 @@ fn datagrams(device: &Device, completions: &Object<ibv_cq>) -> Result<Object<ibv
     to_init.port_num = device.port();
     to_init.qkey = DATAGRAM_KEY;
     let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY;
-    device.modify(&pair, &mut to_init, mask as c_int).map_err(failed)?;
+    device.modify(pair, &mut to_init, mask as c_int).map_err(failed)?;
     // SAFETY: numbers.
     let mut to_receive: ibv_qp_attr = unsafe { zeroed() };
     to_receive.qp_state = IBV_QPS_RTR;
-    device.modify(&pair, &mut to_receive, IBV_QP_STATE as c_int).map_err(failed)?;
+    device.modify(pair, &mut to_receive, IBV_QP_STATE as c_int).map_err(failed)?;
     // SAFETY: numbers.
     let mut to_send: ibv_qp_attr = unsafe { zeroed() };
     to_send.qp_state = IBV_QPS_RTS;
-    device.modify(&pair, &mut to_send, (IBV_QP_STATE | IBV_QP_SQ_PSN) as c_int).map_err(failed)?;
-    Ok(pair)
+    device.modify(pair, &mut to_send, (IBV_QP_STATE | IBV_QP_SQ_PSN) as c_int).map_err(failed)
 }
 
 fn register(device: &Device, span: Span, access: ibv_access_flags) -> Result<Object<ibv_mr>> {

@@ -1,7 +1,8 @@
 //! The network over verbs' reliable connections: ConnectX and its like, over InfiniBand and RoCE.
 //!
 //! Place in the data path: under the proxies. Runs on the caller's thread, which alone makes progress; it starts none.
-//! Posting and polling do not enter the kernel where the device's library does not (soft-RoCE's does).
+//! Posting and polling do not enter the kernel where the device's library does not (soft-RoCE's does), but for a look at
+//! the device's events now and then. While a connection is broken they may, and may take milliseconds.
 //!
 //! ```text
 //!  post ─▶ waiting, by peer and NIC ── flush, poll ─▶ ibv_post_send, one chain ══▶ the peer's memory, its queue
@@ -38,12 +39,13 @@ pub use config::VerbsConfig;
 
 use self::address::{Address, Port};
 use self::channel::Channel;
+use self::device::{Device, Reported};
 use self::ibverbs_sys::{IBV_WC_SUCCESS, Library, ibv_wc};
 use self::lane::{BATCH, CHAIN, Flight, GLOBAL_HEADER, Lane, Line, Mark};
 use self::objects::all_closed;
 use self::peer::{Peer, Remote};
 use self::report::Letter;
-use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
+use super::imm::{ImmValue, MAX_RANKS};
 use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
 use super::regions::{Regions, fits};
@@ -77,6 +79,8 @@ const EVENTS_EVERY: u32 = 256;
 const COUNTED_NS: u64 = 20_000_000;
 /// Times between two reports of a connection: shorter where it has just broken.
 const REPORT_NS: [u64; 2] = [4_000_000, 250_000_000];
+/// Time until a connection that could not be opened is tried again.
+const RETRY_NS: u64 = 50_000_000;
 
 /// A rank's endpoint over verbs. See the module for what it does and how.
 #[derive(Debug)]
@@ -146,13 +150,15 @@ impl VerbsEndpoint {
             return Err(Error::config("rank", rank, format!("an immediate can name {MAX_RANKS}; use fewer ranks")));
         }
         let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
+        objects::prepare_for_forks(library)?;
         let slab = Slab::new(MESSAGES, RECEIVES, all_closed)?;
-        let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, nic, (nic == 0).then_some(&slab)));
+        let devices = Device::names(library, &config)?.into_iter().cycle().take(config.nics).enumerate();
+        let lanes = devices.map(|(nic, device)| Lane::open(library, &config, device, (nic == 0).then_some(&slab)));
         let lanes = lanes.collect::<Result<Vec<Lane>>>()?;
         let endpoint = VerbsEndpoint {
             rank,
             key: random()?,
-            limits: limits(&lanes, &config),
+            limits: limits(&lanes),
             regions: Regions::default(),
             revocations: Revocations::default(),
             peers: BTreeMap::new(),
@@ -236,8 +242,16 @@ impl VerbsEndpoint {
             if channel.unsent.is_empty() {
                 return false;
             }
-            let behind = channel.notices.wrapping_sub(*revoked) as i32 > 0;
-            if !channel.resumption.may_post() || behind && !channel.is_late(now_ns, config) {
+            if !channel.resumption.may_post() {
+                return true;
+            }
+            if channel.notices.wrapping_sub(*revoked) as i32 > 0 {
+                // It posts again once it has heard which regions are gone. `tend` fails what waits for too long.
+                channel.stalled_ns = if channel.stalled_ns == 0 { now_ns.max(1) } else { channel.stalled_ns };
+                let place = (*rank, *nic, Line::Writes);
+                if !unwell.contains(&place) {
+                    unwell.push(place);
+                }
                 return true;
             }
             while !channel.unsent.is_empty() {
@@ -249,7 +263,9 @@ impl VerbsEndpoint {
                     let mark = Mark::Request { opening: channel.opening, sequence: channel.next() };
                     let target = regions.place(flight.write.target.region, *nic, nics);
                     channel.unsent.pop_front();
-                    if target.is_some_and(|target| lane.link_write(mark, &flight, target, config.split_bytes)) {
+                    if target.is_some_and(|target| {
+                        lane.link_write(mark, &flight, target, channel.inline, config.split_bytes)
+                    }) {
                         channel.posted.push_back(number);
                         linked += 1;
                     } else if let Some(flight) = lane.writes.end(number) {
@@ -259,7 +275,7 @@ impl VerbsEndpoint {
                     }
                 }
                 if lane.post(&channel.pair).is_err() {
-                    break_off(lane, channel, unwell, (*rank, *nic, Line::Writes), now_ns);
+                    break_off(lane, channel, unwell, (*rank, *nic, Line::Writes), (now_ns, config));
                     return true;
                 }
             }
@@ -269,7 +285,7 @@ impl VerbsEndpoint {
 
     /// Gives the device the messages that wait for it.
     fn submit_messages(&mut self) {
-        let VerbsEndpoint { peers, lanes, mute, messages, slab, unwell, .. } = self;
+        let VerbsEndpoint { peers, lanes, mute, messages, slab, unwell, config, .. } = self;
         let Some(lane) = lanes.first_mut() else { return };
         mute.retain(|rank| {
             let Some(channel) = peers.get_mut(rank).map(|peer| &mut peer.messages) else { return false };
@@ -283,12 +299,12 @@ impl VerbsEndpoint {
                 {
                     let bytes = messages.get(number).copied().unwrap_or_default();
                     let mark = Mark::Request { opening: channel.opening, sequence: channel.next() };
-                    lane.link_message(mark, slab.send(number), bytes as u32);
+                    lane.link_message(mark, slab.send(number), bytes as u32, channel.inline);
                     channel.posted.push_back(number);
                     linked += 1;
                 }
                 if lane.post(&channel.pair).is_err() {
-                    break_off(lane, channel, unwell, (*rank, 0, Line::Messages), coarse_now_ns());
+                    break_off(lane, channel, unwell, (*rank, 0, Line::Messages), (coarse_now_ns(), config));
                     return true;
                 }
             }
@@ -321,10 +337,17 @@ impl VerbsEndpoint {
     /// Lets go of revoked regions to which no write is outstanding, and sends this endpoint's notices.
     fn send_notices(&mut self) {
         if self.revocations.owes() {
-            let (lanes, pending) = (&self.lanes, &self.pending);
+            let (lanes, pending, peers) = (&self.lanes, &self.pending, &self.peers);
+            let idle = |rank| {
+                let remote = peers.get(&rank).and_then(|peer| peer.remote.as_ref());
+                remote.is_none_or(|remote| remote.outstanding.iter().all(|outstanding| *outstanding == 0))
+            };
             let leads =
                 |flight: &Flight, peer, region| flight.write.peer == peer && flight.write.target.region == region;
             self.revocations.settle(|peer, region| {
+                if idle(peer) {
+                    return false;
+                }
                 lanes.iter().any(|lane| lane.writes.flying().any(|(_, flight)| leads(flight, peer, region)))
                     || pending.iter().any(|pending| leads(&pending.flight, peer, region))
             });
@@ -373,8 +396,8 @@ impl VerbsEndpoint {
         events
     }
 
-    /// Reads a NIC's completions once, and hands out what they mean. Answers how many there were, and how many were
-    /// events.
+    /// Reads a NIC's completions once, and hands out what they mean; those of writes wait. Answers how many there were,
+    /// and how many were events.
     fn read(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<(usize, usize)> {
         let Some(lane) = self.lanes.get_mut(nic) else { return Ok((0, 0)) };
         let count = lane.poll()?;
@@ -390,7 +413,6 @@ impl VerbsEndpoint {
             let Some(entry) = self.lanes.get(nic).and_then(|lane| lane.entries.get(at)).copied() else { break };
             events += usize::from(self.complete(nic, &entry, on_event)?);
         }
-        events += self.hand_out_pending(on_event);
         Ok((count, events))
     }
 
@@ -421,11 +443,12 @@ impl VerbsEndpoint {
             Some(Mark::Report(place)) => {
                 if let Some(lane) = self.lanes.get_mut(nic) {
                     lane.sent_reports.end(place);
+                    lane.is_mute |= !good;
                 }
                 Ok(false)
             }
             Some(Mark::Heard(place)) => {
-                self.take_report(nic, entry, place)?;
+                self.take_report(nic, entry, place);
                 Ok(false)
             }
             None => Ok(false),
@@ -436,15 +459,17 @@ impl VerbsEndpoint {
         let Some((rank, line)) = self.lanes.get(nic).and_then(|lane| lane.owner(entry.qp_num)) else { return };
         let Some(channel) = self.channel(rank, nic, line).filter(|channel| channel.opening == opening) else { return };
         if entry.status == IBV_WC_SUCCESS {
-            channel.stalled_ns = 0;
+            (channel.stalled_ns, channel.cause) = (0, None);
             self.confirm(rank, nic, line, sequence + 1);
             return;
         }
         let failure = reasons::failure(entry.status, entry.vendor_err);
         if reasons::is_final(entry.status) {
-            // A connection carries out in order, so that all before it has arrived.
-            channel.offence = Some(failure);
-            self.confirm(rank, nic, line, sequence);
+            channel.offence = Some((sequence, failure));
+            // The peer refused it, behind all before it.
+            if failure.reason == Reason::RemoteAccess {
+                self.confirm(rank, nic, line, sequence);
+            }
         } else if failure.reason != Reason::Flushed {
             channel.cause = Some(failure);
         }
@@ -513,52 +538,55 @@ impl VerbsEndpoint {
     }
 
     fn break_connection(&mut self, rank: Rank, nic: usize, line: Line) {
-        let VerbsEndpoint { peers, lanes, unwell, .. } = self;
+        let VerbsEndpoint { peers, lanes, unwell, config, .. } = self;
         let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
         if let (Some(channel), Some(lane)) = (channel, lanes.get_mut(nic)) {
-            break_off(lane, channel, unwell, (rank, nic, line), coarse_now_ns());
+            break_off(lane, channel, unwell, (rank, nic, line), (coarse_now_ns(), config));
         }
     }
 
     /// Takes a report in.
-    fn take_report(&mut self, nic: usize, entry: &ibv_wc, place: u32) -> Result<()> {
-        let Some(lane) = self.lanes.get_mut(nic) else { return Ok(()) };
+    fn take_report(&mut self, nic: usize, entry: &ibv_wc, place: u32) {
+        let Some(lane) = self.lanes.get_mut(nic) else { return };
+        if entry.status != IBV_WC_SUCCESS {
+            // All of its receives end like this; they are posted again once it works again.
+            lane.is_mute = true;
+            return;
+        }
         let bytes = lane.reports.take(place);
-        lane.receive_report(place)?;
-        let whole = entry.status == IBV_WC_SUCCESS && entry.byte_len as usize >= GLOBAL_HEADER + report::BYTES;
+        lane.receive_report(place);
+        let whole = entry.byte_len as usize >= GLOBAL_HEADER + report::BYTES;
         let letter = bytes.get(GLOBAL_HEADER..).filter(|_| whole).and_then(Letter::decode);
         let Some(letter) = letter.filter(|letter| letter.to == self.key && usize::from(letter.nic) == nic) else {
-            return Ok(());
+            return;
         };
-        let Some(peer) = self.peers.get_mut(&letter.rank) else { return Ok(()) };
+        let Some(peer) = self.peers.get_mut(&letter.rank) else { return };
         if peer.remote.as_ref().is_none_or(|remote| remote.key != letter.from) {
-            return Ok(());
+            return;
         }
-        let Some(channel) = peer.channel(nic, letter.line) else { return Ok(()) };
+        let Some(channel) = peer.channel(nic, letter.line) else { return };
         if channel.notices.wrapping_sub(letter.notices) as i32 > 0 {
             // Older than what is known; its counts may be, too, and a newer one comes.
-            return Ok(());
+            return;
         }
         channel.notices = letter.notices;
-        let was_open = channel.resumption.is_open();
         let due = channel.resumption.hear(letter.report);
         let at = (letter.rank, nic, letter.line);
-        if due.close && was_open {
+        if due.close {
             self.close(at);
         }
         if due.answer {
             self.report(at, coarse_now_ns());
         }
-        Ok(())
     }
 
     /// Closes a queue pair behind what `Resumption` has decided.
     fn close(&mut self, at: (Rank, usize, Line)) {
-        let VerbsEndpoint { peers, lanes, unwell, .. } = self;
+        let VerbsEndpoint { peers, lanes, unwell, config, .. } = self;
         let (rank, nic, line) = at;
         let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
         if let (Some(channel), Some(lane)) = (channel, lanes.get_mut(nic)) {
-            shut(lane, channel, unwell, at, coarse_now_ns());
+            shut(lane, channel, unwell, at, (coarse_now_ns(), config));
         }
     }
 
@@ -574,8 +602,8 @@ impl VerbsEndpoint {
         channel.report_ns = now_ns.saturating_add((stalled / 4).clamp(least, most));
         let Some(remote) = peer.remote.as_mut() else { return };
         let (Some(port), Some(handle)) = (remote.ports.get(nic).copied(), remote.handles.get_mut(nic)) else { return };
-        // A port that went down and came up may have its GID at another place.
-        if handle.as_ref().is_none_or(|(changes, _)| *changes != lane.changes) {
+        // The port may have its GID at another place now. A handle stays while a report may be on its way by it.
+        if handle.as_ref().is_none_or(|(changes, _)| *changes != lane.changes) && lane.reports_are_sent() {
             *handle = lane.handle(&port.route, config).ok().map(|handle| (lane.changes, handle));
         }
         let Some((_, handle)) = handle else { return };
@@ -587,53 +615,98 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Goes on with the connections that are broken. `emptied` tells of each NIC whether all of its completions have
-    /// been read.
-    fn tend(&mut self, emptied: [bool; MAX_NICS], now_ns: u64) {
+    /// Goes on with the connections that are broken; answers how many events that gave. What the devices have reported
+    /// has been read.
+    fn tend(&mut self, now_ns: u64, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        let mut events = 0;
         for at in 0..self.unwell.len() {
             let Some(place) = self.unwell.get(at).copied() else { break };
-            self.tend_one(place, emptied.get(place.1).copied().unwrap_or(true), now_ns);
+            events += self.tend_one(place, now_ns, on_event)?;
+        }
+        for nic in 0..self.lanes.len() {
+            if self.lanes.get(nic).is_some_and(|lane| lane.is_mute) {
+                events += self.drain(nic, on_event)?;
+                self.lanes.get_mut(nic).map_or(Ok(()), Lane::revive_datagrams)?;
+            }
         }
         let peers = &mut self.peers;
         self.unwell.retain(|(rank, nic, line)| {
-            let channel = peers.get_mut(rank).and_then(|peer| peer.channel(*nic, *line));
-            channel.is_some_and(|channel| !channel.resumption.may_post())
+            let Some(peer) = peers.get_mut(rank) else { return false };
+            let revoked = peer.remote.as_ref().map_or(0, |remote| remote.revoked);
+            peer.channel(*nic, *line).is_some_and(|channel| {
+                let behind = *line == Line::Writes && channel.notices.wrapping_sub(revoked) as i32 > 0;
+                !channel.resumption.may_post() || behind && !channel.unsent.is_empty()
+            })
         });
+        Ok(events)
     }
 
-    fn tend_one(&mut self, place: (Rank, usize, Line), emptied: bool, now_ns: u64) {
+    fn tend_one(
+        &mut self,
+        place: (Rank, usize, Line),
+        now_ns: u64,
+        on_event: &mut dyn FnMut(Event<'_>),
+    ) -> Result<usize> {
         let (rank, nic, line) = place;
-        let VerbsEndpoint { peers, lanes, config, .. } = self;
-        let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return };
-        let Some(channel) = peer.channel(nic, line) else { return };
-        let ended = channel.drained || now_ns >= channel.counted_ns;
-        if channel.resumption.is_closing() && ended && emptied {
-            // From here on the device neither reads sources nor stores for this connection.
-            if lane.shut_pair(&channel.pair).is_ok() {
-                channel.resumption.closed();
-                channel.report_ns = now_ns;
+        let mut events = 0;
+        let Some(channel) = self.channel(rank, nic, line) else { return Ok(0) };
+        if channel.resumption.is_closing() {
+            if !channel.drained && now_ns < channel.counted_ns {
+                return Ok(0);
             }
+            // The device takes nothing more for it. What it took is counted before the queue pair is reset, which drops
+            // completions on some devices, and behind that, since it does not on others. From the reset on the device
+            // neither reads sources nor stores for this connection.
+            events += self.drain(nic, on_event)?;
+            let VerbsEndpoint { peers, lanes, .. } = self;
+            let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return Ok(events) };
+            let Some(channel) = peer.channel(nic, line) else { return Ok(events) };
+            if lane.shut_pair(&channel.pair).is_err() {
+                return Ok(events);
+            }
+            events += self.drain(nic, on_event)?;
+            let Some(channel) = self.channel(rank, nic, line) else { return Ok(events) };
+            channel.resumption.closed();
+            channel.report_ns = now_ns;
         }
-        if let Some(count) = channel.resumption.ready() {
-            self.confirm(rank, nic, line, count);
-            self.end_offender(rank, nic, line);
-            self.open_again(place, count);
-        } else if channel.is_late(now_ns, config) && !channel.resumption.is_closing() {
-            self.give_up(place, now_ns);
+        let late = {
+            let VerbsEndpoint { peers, config, .. } = self;
+            let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
+            channel.is_some_and(|channel| channel.is_late(now_ns, config))
+        };
+        let Some(channel) = self.channel(rank, nic, line) else { return Ok(events) };
+        match channel.resumption.ready() {
+            Some(count) if !channel.lost && !channel.admits(count) => {
+                // It was told that more has arrived, or never posted as much. Nothing of it can be believed.
+                channel.lost = true;
+                let done = channel.done;
+                log::error!(target: crate::base::targets::NETWORK, "rank {rank} counts {count} arrivals by NIC {nic}, not {done} or more: it is given up");
+            }
+            Some(count) if !channel.lost && now_ns >= channel.retry_ns => {
+                self.confirm(rank, nic, line, count);
+                self.end_offender(rank, nic, line);
+                self.open_again(place, count, now_ns);
+            }
+            _ if late => self.give_up(place, now_ns),
+            _ => {}
         }
-        let due = self.channel(rank, nic, line).is_some_and(|channel| {
-            !channel.resumption.may_post() && !channel.resumption.is_closing() && now_ns >= channel.report_ns
-        });
+        let due = self
+            .channel(rank, nic, line)
+            .is_some_and(|channel| !channel.resumption.may_post() && now_ns >= channel.report_ns);
         if due {
             self.report(place, now_ns);
         }
+        Ok(events + self.hand_out_pending(on_event))
     }
 
     /// Ends the write that broke its connection.
     fn end_offender(&mut self, rank: Rank, nic: usize, line: Line) {
         let VerbsEndpoint { peers, lanes, pending, messages, revocations, .. } = self;
         let Some(channel) = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line)) else { return };
-        let Some(failure) = channel.offence.take() else { return };
+        // If the peer has not taken all before it, it is posted again, and refused again.
+        let Some((_, failure)) = channel.offence.take().filter(|(sequence, _)| *sequence == channel.done) else {
+            return;
+        };
         let Some(number) = channel.posted.pop_front() else { return };
         if line == Line::Messages {
             messages.end(number);
@@ -646,7 +719,7 @@ impl VerbsEndpoint {
 
     /// Opens a connection again, behind what its peer has taken. Where the port is not there, it stays closed, and is
     /// tried again.
-    fn open_again(&mut self, (rank, nic, line): (Rank, usize, Line), count: u64) {
+    fn open_again(&mut self, (rank, nic, line): (Rank, usize, Line), count: u64, now_ns: u64) {
         let VerbsEndpoint { peers, lanes, config, waiting, mute, openings, .. } = self;
         let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return };
         let Some(route) = peer.remote.as_ref().and_then(|remote| remote.ports.get(nic)).map(|port| port.route) else {
@@ -654,13 +727,18 @@ impl VerbsEndpoint {
         };
         let Some(channel) = peer.channel(nic, line) else { return };
         let Some(other) = channel.other else { return };
-        let incarnation = channel.resumption.incarnation().wrapping_add(1);
+        channel.retry_ns = now_ns.saturating_add(RETRY_NS);
+        if !lane.device.is_active() {
+            return;
+        }
+        let incarnation = (channel.salt, channel.resumption.incarnation().wrapping_add(1));
         if let Err(why) = lane.open_pair(&channel.pair, (channel.own, other), &route, incarnation, config) {
             log::debug!(target: crate::base::targets::NETWORK, "rank {rank}, NIC {nic}: not yet open again: {why}");
             return;
         }
         log::info!(target: crate::base::targets::NETWORK, "the connection to rank {rank} by NIC {nic} is open again");
         channel.resumption.opened();
+        (channel.opened_ns, channel.retry_ns) = (now_ns, 0);
         channel.opening = next(openings);
         channel.rewind(count);
         channel.report_ns = 0;
@@ -675,23 +753,28 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Fails what waits for a connection that was broken for too long.
+    /// Fails the writes that wait for a connection that was broken for too long. Messages wait on: they are lost only
+    /// with their peer, and notices among them tell it of regions that are gone.
     fn give_up(&mut self, (rank, nic, line): (Rank, usize, Line), now_ns: u64) {
-        let VerbsEndpoint { peers, lanes, pending, messages, .. } = self;
+        let VerbsEndpoint { peers, lanes, pending, .. } = self;
         let Some(channel) = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line)) else { return };
-        channel.stalled_ns = now_ns;
+        channel.stalled_ns = now_ns.max(1);
+        if line == Line::Messages {
+            return;
+        }
         channel.offence = None;
         let failure = channel.cause.unwrap_or_else(|| Reason::Unreachable.into());
-        let given_up: usize = channel.posted.len() + channel.unsent.len();
-        for number in channel.posted.drain(..).chain(channel.unsent.drain(..)) {
-            if line == Line::Messages {
-                messages.end(number);
-            } else if let Some(flight) = lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) {
+        // While it is open, what is posted is the device's to end.
+        let posted = if channel.resumption.is_open() { 0 } else { channel.posted.len() };
+        channel.given_up += posted as u64;
+        let given_up = posted + channel.unsent.len();
+        for number in channel.posted.drain(..posted).chain(channel.unsent.drain(..)) {
+            if let Some(flight) = lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) {
                 pending.push_back(Pending { nic, flight, outcome: Outcome::Failed(failure) });
             }
         }
         if given_up > 0 {
-            log::warn!(target: crate::base::targets::NETWORK, "rank {rank} is not heard of by NIC {nic}: {given_up} {line:?} fail");
+            log::warn!(target: crate::base::targets::NETWORK, "rank {rank} is not heard of by NIC {nic}: {given_up} writes fail");
         }
     }
 
@@ -704,27 +787,28 @@ impl VerbsEndpoint {
             while let Some(reported) = self.lanes.get(nic).and_then(|lane| lane.device.event()) {
                 let Some(lane) = self.lanes.get_mut(nic) else { break };
                 match reported {
-                    device::Reported::Broken(number) => {
+                    Reported::Broken(number) if number == lane.datagrams() => lane.is_mute = true,
+                    Reported::Broken(number) => {
                         if let Some((rank, line)) = lane.owner(number) {
                             self.break_connection(rank, nic, line);
                         }
                     }
-                    device::Reported::LastReceive(number) => {
+                    Reported::LastReceive(number) => {
                         if let Some((rank, line)) = lane.owner(number)
                             && let Some(channel) = self.channel(rank, nic, line)
                         {
                             channel.drained = true;
                         }
                     }
-                    device::Reported::Port => {
-                        lane.changes = lane.changes.wrapping_add(1);
+                    Reported::Port => {
+                        lane.port_changed();
                         log::info!(target: crate::base::targets::NETWORK, "the port of {} changed", lane.device.name);
                     }
-                    device::Reported::Fatal(event) => {
+                    Reported::Fatal(event) => {
                         let what = format!("device {} reports event {event}, behind which it loses", lane.device.name);
                         return Err(Error::transport(what, "open another endpoint").ending());
                     }
-                    device::Reported::Other => {}
+                    Reported::Other => {}
                 }
             }
         }
@@ -736,13 +820,14 @@ impl VerbsEndpoint {
     /// The peer, with queue pairs for it, which are made if there are none.
     fn prepare(&mut self, rank: Rank) -> Result<&mut Peer> {
         if !self.peers.contains_key(&rank) {
-            let peer = Peer::new(&mut self.lanes, rank, &self.config, PEER_MESSAGES)?;
+            let (posts, requests) = (self.limits.posts, self.config.requests());
+            let peer = Peer::new(&mut self.lanes, rank, posts, requests, PEER_MESSAGES)?;
             self.peers.insert(rank, peer);
             let (peers, nics) = (self.peers.len(), self.lanes.len());
             self.waiting.reserve(peers * nics);
             self.mute.reserve(peers);
             self.unwell.reserve(peers * (nics + 1));
-            self.pending.reserve(peers * nics * self.config.peer_posts as usize);
+            self.pending.reserve(peers * nics * self.limits.posts as usize);
         }
         self.peers.get_mut(&rank).ok_or_else(|| Error::argument("peer", rank, "connect to it first"))
     }
@@ -758,6 +843,12 @@ impl VerbsEndpoint {
         if let Some(port) = address.ports.iter().find(|port| port.route.service_level != own) {
             return refuse(format!("uses service level {}, not {own}", port.route.service_level));
         }
+        let kinds = self.lanes.iter().map(|lane| lane.device.route(own).kind).zip(&address.ports);
+        if let Some((own, port)) = kinds.into_iter().find(|(own, port)| *own != port.route.kind) {
+            let kind =
+                |kind: u8| ["InfiniBand", "RoCE v1", "RoCE v2"].get(usize::from(kind)).copied().unwrap_or("other");
+            return refuse(format!("has a GID of {}, not {}", kind(port.route.kind), kind(own)));
+        }
         let known = self.peers.get_mut(&address.rank).and_then(|peer| peer.remote.as_mut());
         if let Some(remote) = known.filter(|remote| remote.key == address.key) {
             return remote.regions.update(&address.lengths, &address.remotes, nics).or_else(refuse);
@@ -772,19 +863,32 @@ impl VerbsEndpoint {
         self.channels += 1;
         self.prepare(address.rank)?;
         self.forget(address.rank)?;
+        let connected = self.start(address);
+        match self.peers.get_mut(&address.rank) {
+            Some(peer) if connected.is_ok() => {
+                peer.remote = Some(remote);
+                peer.taken_back = 0;
+            }
+            _ => self.abandon(address.rank),
+        }
+        connected
+    }
+
+    /// Opens all queue pairs towards an endpoint.
+    fn start(&mut self, address: &Address) -> Result<()> {
+        // Either side has it, and no other pair of endpoints.
+        let salt = self.key ^ address.key;
+        let salt = (salt ^ salt >> 32) as u32;
         let VerbsEndpoint { peers, lanes, config, openings, .. } = self;
         let Some(peer) = peers.get_mut(&address.rank) else { return Ok(()) };
         let lines = address.ports.iter().enumerate().map(|(nic, port)| (nic, Line::Writes, port.writes));
-        let ports = &address.ports;
         for (nic, line, other) in lines.chain([(0, Line::Messages, address.messages)]) {
             let (Some(channel), Some(lane)) = (peer.channel(nic, line), lanes.get_mut(nic)) else { continue };
-            let Some(Port { route, .. }) = ports.get(nic) else { continue };
-            channel.start(other);
-            lane.open_pair(&channel.pair, (channel.own, other), route, 0, config)?;
+            let Some(Port { route, .. }) = address.ports.get(nic) else { continue };
+            channel.start(other, salt);
+            lane.open_pair(&channel.pair, (channel.own, other), route, (salt, 0), config)?;
             channel.opening = next(openings);
         }
-        peer.remote = Some(remote);
-        (peer.taken_back, peer.messages.notices) = (0, 0);
         Ok(())
     }
 
@@ -797,6 +901,7 @@ impl VerbsEndpoint {
         for (nic, line) in peer.lines() {
             if let (Some(channel), Some(lane)) = (peer.channel(nic, line), self.lanes.get_mut(nic)) {
                 channel.resumption.close();
+                channel.drained = false;
                 _ = lane.break_pair(&channel.pair);
             }
         }
@@ -807,30 +912,47 @@ impl VerbsEndpoint {
             Event::Message { peer, bytes } => late.push_back(Late::Message(peer, bytes.to_vec())),
             _ => {}
         };
-        let mut read = Ok(());
-        for nic in 0..self.lanes.len() {
-            read = read.and(self.drain(nic, &mut keep));
-        }
+        let read = self.read_rest(rank, &mut keep);
         self.late = late;
         read?;
         self.abandon(rank);
         Ok(())
     }
 
-    /// Reads all of a NIC's completions. Those of writes wait to be handed out.
-    fn drain(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<()> {
+    /// Reads all that a peer's queue pairs, which were closed, still report. Waits for the devices to say so.
+    fn read_rest(&mut self, rank: Rank, keep: &mut dyn FnMut(Event<'_>)) -> Result<()> {
+        let until_ns = coarse_now_ns().saturating_add(COUNTED_NS);
         loop {
-            let Some(lane) = self.lanes.get_mut(nic) else { return Ok(()) };
-            let count = lane.poll()?;
-            let entries = lane.entries.iter().take(count);
-            let taken = entries.filter(|entry| Mark::decode(entry.wr_id) == Some(Mark::Immediate)).count();
-            lane.post_receives(taken as u32)?;
-            for at in 0..count {
-                let Some(entry) = self.lanes.get(nic).and_then(|lane| lane.entries.get(at)).copied() else { break };
-                self.complete(nic, &entry, on_event)?;
+            self.read_events()?;
+            let drained = self.peers.get_mut(&rank).is_none_or(|peer| {
+                peer.lines().all(|(nic, line)| peer.channel(nic, line).is_none_or(|channel| channel.drained))
+            });
+            for nic in 0..self.lanes.len() {
+                self.drain_into_pending(nic, keep)?;
             }
-            if count < BATCH {
+            if drained || coarse_now_ns() >= until_ns {
                 return Ok(());
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Reads all of a NIC's completions, and hands out what they mean; answers how many were events.
+    fn drain(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        let events = self.drain_into_pending(nic, on_event)?;
+        Ok(events + self.hand_out_pending(on_event))
+    }
+
+    /// As `drain`, but those of writes wait to be handed out.
+    fn drain_into_pending(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        let (mut events, mut left) = (0, self.lanes.get(nic).map_or(0, Lane::most_completions));
+        loop {
+            let (count, some) = self.read(nic, on_event)?;
+            events += some;
+            // What was there when this began has been read, once the queue was empty or as much as it can hold was.
+            left = left.saturating_sub(count);
+            if count < BATCH || left == 0 {
+                return Ok(events);
             }
         }
     }
@@ -842,6 +964,7 @@ impl VerbsEndpoint {
         for (nic, line) in peer.lines() {
             let (Some(channel), Some(lane)) = (peer.channel(nic, line), lanes.get_mut(nic)) else { continue };
             _ = lane.shut_pair(&channel.pair);
+            channel.other = None;
             for number in channel.posted.drain(..).chain(channel.unsent.drain(..)) {
                 if line == Line::Messages {
                     messages.end(number);
@@ -875,11 +998,11 @@ fn break_off(
     channel: &mut Channel,
     unwell: &mut Vec<(Rank, usize, Line)>,
     at: (Rank, usize, Line),
-    now_ns: u64,
+    now: (u64, &VerbsConfig),
 ) {
     if channel.other.is_some() && channel.resumption.is_open() {
         channel.resumption.close();
-        shut(lane, channel, unwell, at, now_ns);
+        shut(lane, channel, unwell, at, now);
     }
 }
 
@@ -889,16 +1012,14 @@ fn shut(
     channel: &mut Channel,
     unwell: &mut Vec<(Rank, usize, Line)>,
     at: (Rank, usize, Line),
-    now_ns: u64,
+    (now_ns, config): (u64, &VerbsConfig),
 ) {
     if let Err(code) = lane.break_pair(&channel.pair) {
         log::warn!(target: crate::base::targets::NETWORK, "a queue pair is not closed: error {code}");
     }
     channel.drained = false;
     channel.counted_ns = now_ns.saturating_add(COUNTED_NS);
-    if channel.stalled_ns == 0 {
-        channel.stalled_ns = now_ns.max(1);
-    }
+    channel.stall(now_ns, config);
     if !unwell.contains(&at) {
         unwell.push(at);
     }
@@ -924,10 +1045,10 @@ fn coarse_now_ns() -> u64 {
 }
 
 /// The limits of an endpoint with these NICs.
-fn limits(lanes: &[Lane], config: &VerbsConfig) -> Limits {
+fn limits(lanes: &[Lane]) -> Limits {
     let least = |of: fn(&Lane) -> u32| lanes.iter().map(of).min().unwrap_or(0);
     Limits {
-        posts: config.peer_posts.min(least(|lane| lane.writes.count())),
+        posts: least(|lane| lane.posts),
         receives: least(|lane| lane.immediates),
         regions: address::room(MAX_ADDRESS, lanes.len()).min(REGIONS) as u32,
         write_bytes: least(|lane| lane.device.longest()).min(LONGEST),
@@ -1059,7 +1180,6 @@ impl Transport for VerbsEndpoint {
     }
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
-        let began_ns = if self.unwell.is_empty() { 0 } else { coarse_now_ns() };
         let mut events = self.hand_out_pending(on_event);
         while let Some(late) = self.late.pop_front() {
             match &late {
@@ -1068,25 +1188,23 @@ impl Transport for VerbsEndpoint {
             }
             events += 1;
         }
-        let mut emptied = [false; MAX_NICS];
-        for (nic, emptied) in emptied.iter_mut().enumerate().take(self.lanes.len()) {
+        for nic in 0..self.lanes.len() {
             // What is no event may lie before what is one.
             for _ in 0..READS {
                 let (count, some) = self.read(nic, on_event)?;
-                events += some;
-                *emptied = count < BATCH;
-                if events > 0 || *emptied {
+                events += some + self.hand_out_pending(on_event);
+                if events > 0 || count < BATCH {
                     break;
                 }
             }
         }
+        let unwell = !self.unwell.is_empty() || self.lanes.iter().any(|lane| lane.is_mute);
         self.polls = self.polls.wrapping_add(1);
-        if self.polls.is_multiple_of(EVENTS_EVERY) || !self.unwell.is_empty() {
+        if unwell || self.polls.is_multiple_of(EVENTS_EVERY) {
             self.read_events()?;
         }
-        if began_ns != 0 {
-            self.tend(emptied, began_ns);
-            events += self.hand_out_pending(on_event);
+        if unwell {
+            events += self.tend(coarse_now_ns(), on_event)?;
         }
         self.send_notices();
         self.submit();

@@ -109,6 +109,30 @@ impl<T: Kind> Drop for Object<T> {
     }
 }
 
+/// Keeps memory that devices use with this process when it forks. Kernels from 5.13 on do by themselves; older ones need
+/// the library's help, which splits mappings for good.
+///
+/// # Errors
+/// `Transport` if neither does.
+pub(super) fn prepare_for_forks(library: &Library) -> Result<()> {
+    // SAFETY: a call without arguments.
+    let state = library.ibv_is_fork_initialized.map(|state| unsafe { state() });
+    if state.is_some_and(|state| state != FORK_UNPREPARED) {
+        return Ok(());
+    }
+    // SAFETY: before the process registers memory by this library, or at most late: then it answers EINVAL.
+    match unsafe { (library.ibv_fork_init)() } {
+        0 => Ok(()),
+        code => {
+            let advice = "use Linux 5.13 or later, or open the endpoint before any other memory is registered";
+            Err(refused("prepares not for fork", code, advice))
+        }
+    }
+}
+
+/// `IBV_FORK_DISABLED` of verbs.h.
+const FORK_UNPREPARED: u32 = 0;
+
 /// The number of the last failure of this thread's calls.
 pub(super) fn last() -> i32 {
     io::Error::last_os_error().raw_os_error().unwrap_or_default()

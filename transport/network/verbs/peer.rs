@@ -4,7 +4,6 @@
 
 use super::address::{Address, End, NUMBERS, Port};
 use super::channel::Channel;
-use super::config::VerbsConfig;
 use super::ibverbs_sys::ibv_ah;
 use super::lane::{Lane, Line, number};
 use super::objects::Object;
@@ -55,13 +54,13 @@ impl Remote {
 }
 
 impl Peer {
-    /// Makes queue pairs for a peer.
+    /// Makes queue pairs for a peer: of writes with room for so many, each of so many requests, and of messages.
     ///
     /// # Errors
     /// `Transport` if a device has none left.
-    pub fn new(lanes: &mut [Lane], rank: Rank, config: &VerbsConfig, messages: u32) -> Result<Peer> {
+    pub fn new(lanes: &mut [Lane], rank: Rank, posts: u32, requests: u32, messages: u32) -> Result<Peer> {
         let mut made = Vec::new();
-        let peer = Peer::make(lanes, rank, config, messages, &mut made);
+        let peer = Peer::make(lanes, rank, (posts, requests), messages, &mut made);
         if peer.is_err() {
             for (nic, number) in made {
                 lanes.iter_mut().skip(nic).take(1).for_each(|lane| lane.disown(number));
@@ -73,19 +72,18 @@ impl Peer {
     fn make(
         lanes: &mut [Lane],
         rank: Rank,
-        config: &VerbsConfig,
+        (posts, requests): (u32, u32),
         messages: u32,
         made: &mut Vec<(usize, u32)>,
     ) -> Result<Peer> {
         let mut channel = |lane: &mut Lane, nic, line, room: u32, requests| {
-            let pair = lane.pair(rank, line, requests)?;
+            let (pair, inline) = lane.pair(rank, line, requests)?;
             let own = End { number: number(&pair), packet: random()? as u32 & NUMBERS };
             made.push((nic, own.number));
-            Ok::<Channel, Error>(Channel::new(pair, own, room as usize))
+            Ok::<Channel, Error>(Channel::new(pair, own, inline, room as usize))
         };
-        let requests = if config.split_bytes.is_some() { 2 * config.peer_posts } else { config.peer_posts };
         let writes = lanes.iter_mut().enumerate();
-        let writes = writes.map(|(nic, lane)| channel(lane, nic, Line::Writes, config.peer_posts, requests));
+        let writes = writes.map(|(nic, lane)| channel(lane, nic, Line::Writes, posts, posts * requests));
         let writes = writes.collect::<Result<Vec<Channel>>>()?;
         let first = lanes.first_mut().ok_or_else(|| Error::config("nics", 0, "use at least 1"))?;
         let messages = channel(first, 0, Line::Messages, messages, messages)?;

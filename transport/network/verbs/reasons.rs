@@ -4,12 +4,11 @@ use super::ibverbs_sys::*;
 use crate::transport::network::{Failure, Reason};
 
 /// Whether a status says that one operation could not be carried out, whatever becomes of its connection. All others are
-/// of the connection, which resumes with the operation.
+/// of the connection, which resumes with the operation: `LOC_QP_OP_ERR` is what soft-RoCE reports of a link that is down.
 pub(super) fn is_final(status: ibv_wc_status) -> bool {
     matches!(
         status,
         IBV_WC_LOC_LEN_ERR
-            | IBV_WC_LOC_QP_OP_ERR
             | IBV_WC_LOC_PROT_ERR
             | IBV_WC_LOC_ACCESS_ERR
             | IBV_WC_REM_INV_REQ_ERR
@@ -46,6 +45,7 @@ mod tests {
             (IBV_WC_REM_ACCESS_ERR, RemoteAccess, true),
             (IBV_WC_REM_INV_REQ_ERR, RemoteAccess, true),
             (IBV_WC_LOC_PROT_ERR, Local, true),
+            (IBV_WC_LOC_QP_OP_ERR, Local, false),
             (IBV_WC_GENERAL_ERR, Other, false),
             (IBV_WC_FATAL_ERR, Other, false),
         ];
