@@ -57,6 +57,8 @@ setup() {
   # Headers that bindings are compared with, and the libraries themselves.
   want_header /usr/include/rdma/fabric.h libfabric-dev
   want_header /usr/include/infiniband/verbs.h libibverbs-dev
+  # QEMU and a kernel with soft-RoCE, in which the network over verbs is tested. What lacks is printed there.
+  tests/verbs/vm.sh --setup || [ "${TOKENYARD_STRICT:-}" != 1 ]
   if [ ! -x .venv/bin/pip ]; then
     python3 -m venv .venv 2>/dev/null || { need pip3 python3-venv; python3 -m venv .venv; }
   fi

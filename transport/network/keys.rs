@@ -1,4 +1,4 @@
-//! Keys of endpoints and of memory: nobody who was not told one has it.
+//! Keys of endpoints and of memory: nobody guesses one.
 //!
 //! Place in the data path: none; opening, registering and resets alone.
 

@@ -87,13 +87,14 @@ fn build() -> Finding {
 /// Networks between nodes, and the lack of one between hosts.
 fn transports() -> [Finding; 2] {
     let simulated = "simulated between threads of one process and between processes of one host; emulated between GPUs \
-                     of one process; libfabric's tcp, shm and efa, where libfabric has them";
+                     of one process; libfabric's tcp, shm and efa, where libfabric has them; verbs, by devices with an active \
+                     port";
     [
         Finding::has("transports", simulated),
         Finding::lacks(
             "transports",
-            "no network by NICs in this release",
-            "ranks of several hosts can be linked over TCP alone, whatever NICs there are",
+            "no network between hosts that reaches GPUs' memory in this release",
+            "arenas of ranks on several hosts are in host memory, which is slower",
             "nothing for one host; else wait for a release that has one",
         ),
     ]
@@ -438,7 +439,7 @@ mod tests {
     fn a_network_between_hosts_is_a_lack() {
         let [there, lacking] = transports();
         assert!(!there.lacking && there.what.contains("between processes of one host"));
-        assert!(lacking.lacking && lacking.what.contains("no network by NICs"));
+        assert!(lacking.lacking && lacking.what.contains("no network between hosts"));
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub(super) struct Channel {
     /// When it was opened last, and when it is to be opened next.
     pub opened_ns: u64,
     pub retry_ns: u64,
-    /// How many were posted, and failed before the peer told whether it took them.
+    /// How many were posted, and failed before the peer reported whether it took them.
     pub given_up: u64,
     /// The peer's counts contradict what it acknowledged: it is not resumed.
     pub lost: bool,

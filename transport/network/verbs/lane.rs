@@ -69,9 +69,9 @@ pub(super) enum Mark {
     /// A message, in that place.
     Message(u32),
     /// A report that was sent from that place.
-    Report(u32),
+    SentReport(u32),
     /// A report that came to that place.
-    Heard(u32),
+    Report(u32),
 }
 
 const KIND: u32 = 61;
@@ -88,8 +88,8 @@ impl Mark {
             }
             Mark::Immediate => of(1, 0),
             Mark::Message(place) => of(2, place),
-            Mark::Report(place) => of(3, place),
-            Mark::Heard(place) => of(4, place),
+            Mark::SentReport(place) => of(3, place),
+            Mark::Report(place) => of(4, place),
         }
     }
 
@@ -102,8 +102,8 @@ impl Mark {
             }
             1 => Mark::Immediate,
             2 => Mark::Message(place),
-            3 => Mark::Report(place),
-            4 => Mark::Heard(place),
+            3 => Mark::SentReport(place),
+            4 => Mark::Report(place),
             _ => return None,
         })
     }
@@ -654,7 +654,7 @@ impl Lane {
         let mut piece = ibv_sge { addr: self.reports.send(place), length: bytes as u32, lkey: key };
         // SAFETY: numbers and pointers that may be null.
         let mut request: ibv_send_wr = unsafe { zeroed() };
-        request.wr_id = Mark::Report(place).encode();
+        request.wr_id = Mark::SentReport(place).encode();
         request.sg_list = &mut piece;
         request.num_sge = 1;
         request.opcode = IBV_WR_SEND;
@@ -673,7 +673,7 @@ impl Lane {
         let mut piece = ibv_sge { addr: self.reports.receive(place), length: PITCH as u32, lkey: key };
         // SAFETY: numbers and pointers that may be null.
         let mut receive: ibv_recv_wr = unsafe { zeroed() };
-        receive.wr_id = Mark::Heard(place).encode();
+        receive.wr_id = Mark::Report(place).encode();
         receive.sg_list = &mut piece;
         receive.num_sge = 1;
         let mut bad = null_mut();
@@ -798,7 +798,7 @@ mod tests {
     fn marks_survive_the_device() {
         let far = Mark::Request { opening: OPENINGS, sequence: (1 << 48) - 1 };
         let near = Mark::Request { opening: 0, sequence: 0 };
-        let marks = [far, near, Mark::Immediate, Mark::Message(7), Mark::Report(63), Mark::Heard(u32::MAX)];
+        let marks = [far, near, Mark::Immediate, Mark::Message(7), Mark::SentReport(63), Mark::Report(u32::MAX)];
         assert_eq!(marks.map(|mark| Mark::decode(mark.encode())), marks.map(Some));
         assert_eq!([5, 6, 7].map(|kind| Mark::decode(kind << KIND)), [None; 3]);
     }

@@ -1,12 +1,12 @@
 //! The network over verbs' reliable connections: ConnectX and its like, over InfiniBand and RoCE.
 //!
 //! Place in the data path: under the proxies. Runs on the caller's thread, which alone makes progress; it starts none.
-//! Posting and polling do not enter the kernel where the device's library does not (soft-RoCE's does), but for a look at
-//! the device's events now and then. While a connection is broken they may, and may take milliseconds.
+//! Posting and polling do not enter the kernel where the device's library does not (soft-RoCE's does), but for a look
+//! at the device's events now and then. While a connection is broken they may, and may take milliseconds.
 //!
 //! ```text
-//!  post ─▶ waiting, by peer and NIC ── flush, poll ─▶ ibv_post_send, one chain ══▶ the peer's memory, its queue
-//!            └ credits: of the peer, of the NIC                       completion ─▶ poll
+//!  post ─▶ waiting, by peer and NIC ── flush, poll ─▶ ibv_post_send, a chain ══▶ the peer's memory, its queue
+//!            └ credits: of the peer, of the NIC                      completion ─▶ poll
 //! ```
 //!
 //! - **Connections.** A queue pair for writes per peer and NIC, and one for messages per peer by the first NIC: a write
@@ -14,8 +14,8 @@
 //!   queue pairs, so that each is for one peer.
 //! - **Receives** are shared by all connections of a NIC, as many as [`Limits::receives`], and posted again before an
 //!   immediate is handed out. A sender that finds none waits at the device, without end.
-//! - **One doorbell.** `flush` and `poll` link what waits for a connection into one post; its last request alone reports
-//!   its completion, since a connection completes in order.
+//! - **One doorbell.** `flush` and `poll` link what waits for a connection into one post; its last request alone
+//!   reports its completion, since a connection completes in order.
 //! - **A connection that breaks** (a link that fell, a peer that cut it off) is opened again by both sides, behind what
 //!   was taken: each write arrives once (`resumption.rs`). What cannot be resumed within `resume_within` fails.
 //! - **A write that is refused** (a key that is gone) breaks its connection, too. It fails; all others go on behind it.
@@ -25,6 +25,7 @@
 mod address;
 mod channel;
 mod config;
+mod connect;
 mod device;
 #[doc(hidden)]
 pub mod ibverbs_sys;
@@ -32,19 +33,20 @@ mod lane;
 mod objects;
 mod peer;
 mod reasons;
+mod recovery;
 mod report;
 mod resumption;
 
 pub use config::VerbsConfig;
 
 use self::address::{Address, Port};
-use self::channel::Channel;
-use self::device::{Device, Reported};
+use self::connect::unusable;
+use self::device::Device;
 use self::ibverbs_sys::{IBV_WC_SUCCESS, Library, ibv_wc};
-use self::lane::{BATCH, CHAIN, Flight, GLOBAL_HEADER, Lane, Line, Mark};
+use self::lane::{BATCH, CHAIN, Flight, Lane, Line, Mark};
 use self::objects::all_closed;
 use self::peer::{Peer, Remote};
-use self::report::Letter;
+use self::recovery::break_off;
 use super::imm::{ImmValue, MAX_RANKS};
 use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
@@ -102,7 +104,7 @@ pub struct VerbsEndpoint {
     waiting: Vec<(Rank, usize)>,
     /// Peers with messages that the device has not taken.
     mute: Vec<Rank>,
-    /// Connections that are broken, or that a peer has not been heard of.
+    /// Connections that are broken, or whose peers have not confirmed that theirs are open.
     unwell: Vec<(Rank, usize, Line)>,
     /// Notices that are not on their way; those to a peer are in order.
     notices: VecDeque<(Rank, Notice)>,
@@ -246,7 +248,7 @@ impl VerbsEndpoint {
                 return true;
             }
             if channel.notices.wrapping_sub(*revoked) as i32 > 0 {
-                // It posts again once it has heard which regions are gone. `tend` fails what waits for too long.
+                // It posts again once the notices of regions that are gone have come. `tend` fails what waits too long.
                 channel.stalled_ns = if channel.stalled_ns == 0 { now_ns.max(1) } else { channel.stalled_ns };
                 let place = (*rank, *nic, Line::Writes);
                 if !unwell.contains(&place) {
@@ -416,6 +418,26 @@ impl VerbsEndpoint {
         Ok((count, events))
     }
 
+    /// Reads all of a NIC's completions, and hands out what they mean; answers how many were events.
+    fn drain(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        let events = self.drain_into_pending(nic, on_event)?;
+        Ok(events + self.hand_out_pending(on_event))
+    }
+
+    /// As `drain`, but those of writes wait to be handed out.
+    fn drain_into_pending(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
+        let (mut events, mut left) = (0, self.lanes.get(nic).map_or(0, Lane::most_completions));
+        loop {
+            let (count, some) = self.read(nic, on_event)?;
+            events += some;
+            // What was there when this began has been read, once the queue was empty or as much as it can hold was.
+            left = left.saturating_sub(count);
+            if count < BATCH || left == 0 {
+                return Ok(events);
+            }
+        }
+    }
+
     /// Hands out what a completion means; answers whether that is an event.
     fn complete(&mut self, nic: usize, entry: &ibv_wc, on_event: &mut dyn FnMut(Event<'_>)) -> Result<bool> {
         let good = entry.status == IBV_WC_SUCCESS;
@@ -440,14 +462,14 @@ impl VerbsEndpoint {
                 Ok(counts)
             }
             Some(Mark::Message(place)) => self.take_message(nic, entry, place, on_event),
-            Some(Mark::Report(place)) => {
+            Some(Mark::SentReport(place)) => {
                 if let Some(lane) = self.lanes.get_mut(nic) {
                     lane.sent_reports.end(place);
                     lane.is_mute |= !good;
                 }
                 Ok(false)
             }
-            Some(Mark::Heard(place)) => {
+            Some(Mark::Report(place)) => {
                 self.take_report(nic, entry, place);
                 Ok(false)
             }
@@ -530,511 +552,6 @@ impl VerbsEndpoint {
         }
         Ok(matches!(content, Content::Message(_)))
     }
-
-    // ---- broken connections
-
-    fn channel(&mut self, rank: Rank, nic: usize, line: Line) -> Option<&mut Channel> {
-        self.peers.get_mut(&rank)?.channel(nic, line)
-    }
-
-    fn break_connection(&mut self, rank: Rank, nic: usize, line: Line) {
-        let VerbsEndpoint { peers, lanes, unwell, config, .. } = self;
-        let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
-        if let (Some(channel), Some(lane)) = (channel, lanes.get_mut(nic)) {
-            break_off(lane, channel, unwell, (rank, nic, line), (coarse_now_ns(), config));
-        }
-    }
-
-    /// Takes a report in.
-    fn take_report(&mut self, nic: usize, entry: &ibv_wc, place: u32) {
-        let Some(lane) = self.lanes.get_mut(nic) else { return };
-        if entry.status != IBV_WC_SUCCESS {
-            // All of its receives end like this; they are posted again once it works again.
-            lane.is_mute = true;
-            return;
-        }
-        let bytes = lane.reports.take(place);
-        lane.receive_report(place);
-        let whole = entry.byte_len as usize >= GLOBAL_HEADER + report::BYTES;
-        let letter = bytes.get(GLOBAL_HEADER..).filter(|_| whole).and_then(Letter::decode);
-        let Some(letter) = letter.filter(|letter| letter.to == self.key && usize::from(letter.nic) == nic) else {
-            return;
-        };
-        let Some(peer) = self.peers.get_mut(&letter.rank) else { return };
-        if peer.remote.as_ref().is_none_or(|remote| remote.key != letter.from) {
-            return;
-        }
-        let Some(channel) = peer.channel(nic, letter.line) else { return };
-        if channel.notices.wrapping_sub(letter.notices) as i32 > 0 {
-            // Older than what is known; its counts may be, too, and a newer one comes.
-            return;
-        }
-        channel.notices = letter.notices;
-        let due = channel.resumption.hear(letter.report);
-        let at = (letter.rank, nic, letter.line);
-        if due.close {
-            self.close(at);
-        }
-        if due.answer {
-            self.report(at, coarse_now_ns());
-        }
-    }
-
-    /// Closes a queue pair behind what `Resumption` has decided.
-    fn close(&mut self, at: (Rank, usize, Line)) {
-        let VerbsEndpoint { peers, lanes, unwell, config, .. } = self;
-        let (rank, nic, line) = at;
-        let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
-        if let (Some(channel), Some(lane)) = (channel, lanes.get_mut(nic)) {
-            shut(lane, channel, unwell, at, (coarse_now_ns(), config));
-        }
-    }
-
-    /// Sends the report of a connection, if it has something to report.
-    fn report(&mut self, (rank, nic, line): (Rank, usize, Line), now_ns: u64) {
-        let VerbsEndpoint { peers, lanes, config, key, rank: own, .. } = self;
-        let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return };
-        let notices = peer.taken_back;
-        let Some(channel) = peer.channel(nic, line) else { return };
-        let Some(report) = channel.resumption.report() else { return };
-        let [least, most] = REPORT_NS;
-        let stalled = if channel.stalled_ns == 0 { 0 } else { now_ns.saturating_sub(channel.stalled_ns) };
-        channel.report_ns = now_ns.saturating_add((stalled / 4).clamp(least, most));
-        let Some(remote) = peer.remote.as_mut() else { return };
-        let (Some(port), Some(handle)) = (remote.ports.get(nic).copied(), remote.handles.get_mut(nic)) else { return };
-        // The port may have its GID at another place now. A handle stays while a report may be on its way by it.
-        if handle.as_ref().is_none_or(|(changes, _)| *changes != lane.changes) && lane.reports_are_sent() {
-            *handle = lane.handle(&port.route, config).ok().map(|handle| (lane.changes, handle));
-        }
-        let Some((_, handle)) = handle else { return };
-        let Some(place) = lane.sent_reports.take(()) else { return };
-        let letter = Letter { rank: *own, from: *key, to: remote.key, nic: nic as u8, line, report, notices };
-        lane.reports.store(place, &letter.encode());
-        if !lane.send_report(place, report::BYTES, handle, port.datagrams) {
-            lane.sent_reports.end(place);
-        }
-    }
-
-    /// Goes on with the connections that are broken; answers how many events that gave. What the devices have reported
-    /// has been read.
-    fn tend(&mut self, now_ns: u64, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
-        let mut events = 0;
-        for at in 0..self.unwell.len() {
-            let Some(place) = self.unwell.get(at).copied() else { break };
-            events += self.tend_one(place, now_ns, on_event)?;
-        }
-        for nic in 0..self.lanes.len() {
-            if self.lanes.get(nic).is_some_and(|lane| lane.is_mute) {
-                events += self.drain(nic, on_event)?;
-                self.lanes.get_mut(nic).map_or(Ok(()), Lane::revive_datagrams)?;
-            }
-        }
-        let peers = &mut self.peers;
-        self.unwell.retain(|(rank, nic, line)| {
-            let Some(peer) = peers.get_mut(rank) else { return false };
-            let revoked = peer.remote.as_ref().map_or(0, |remote| remote.revoked);
-            peer.channel(*nic, *line).is_some_and(|channel| {
-                let behind = *line == Line::Writes && channel.notices.wrapping_sub(revoked) as i32 > 0;
-                !channel.resumption.may_post() || behind && !channel.unsent.is_empty()
-            })
-        });
-        Ok(events)
-    }
-
-    fn tend_one(
-        &mut self,
-        place: (Rank, usize, Line),
-        now_ns: u64,
-        on_event: &mut dyn FnMut(Event<'_>),
-    ) -> Result<usize> {
-        let (rank, nic, line) = place;
-        let mut events = 0;
-        let Some(channel) = self.channel(rank, nic, line) else { return Ok(0) };
-        if channel.resumption.is_closing() {
-            if !channel.drained && now_ns < channel.counted_ns {
-                return Ok(0);
-            }
-            // The device takes nothing more for it. What it took is counted before the queue pair is reset, which drops
-            // completions on some devices, and behind that, since it does not on others. From the reset on the device
-            // neither reads sources nor stores for this connection.
-            events += self.drain(nic, on_event)?;
-            let VerbsEndpoint { peers, lanes, .. } = self;
-            let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return Ok(events) };
-            let Some(channel) = peer.channel(nic, line) else { return Ok(events) };
-            if lane.shut_pair(&channel.pair).is_err() {
-                return Ok(events);
-            }
-            events += self.drain(nic, on_event)?;
-            let Some(channel) = self.channel(rank, nic, line) else { return Ok(events) };
-            channel.resumption.closed();
-            channel.report_ns = now_ns;
-        }
-        let late = {
-            let VerbsEndpoint { peers, config, .. } = self;
-            let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
-            channel.is_some_and(|channel| channel.is_late(now_ns, config))
-        };
-        let Some(channel) = self.channel(rank, nic, line) else { return Ok(events) };
-        match channel.resumption.ready() {
-            Some(count) if !channel.lost && !channel.admits(count) => {
-                // It was told that more has arrived, or never posted as much. Nothing of it can be believed.
-                channel.lost = true;
-                let done = channel.done;
-                log::error!(target: crate::base::targets::NETWORK, "rank {rank} counts {count} arrivals by NIC {nic}, not {done} or more: it is given up");
-            }
-            Some(count) if !channel.lost && now_ns >= channel.retry_ns => {
-                self.confirm(rank, nic, line, count);
-                self.end_offender(rank, nic, line);
-                self.open_again(place, count, now_ns);
-            }
-            _ if late => self.give_up(place, now_ns),
-            _ => {}
-        }
-        let due = self
-            .channel(rank, nic, line)
-            .is_some_and(|channel| !channel.resumption.may_post() && now_ns >= channel.report_ns);
-        if due {
-            self.report(place, now_ns);
-        }
-        Ok(events + self.hand_out_pending(on_event))
-    }
-
-    /// Ends the write that broke its connection.
-    fn end_offender(&mut self, rank: Rank, nic: usize, line: Line) {
-        let VerbsEndpoint { peers, lanes, pending, messages, revocations, .. } = self;
-        let Some(channel) = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line)) else { return };
-        // If the peer has not taken all before it, it is posted again, and refused again.
-        let Some((_, failure)) = channel.offence.take().filter(|(sequence, _)| *sequence == channel.done) else {
-            return;
-        };
-        let Some(number) = channel.posted.pop_front() else { return };
-        if line == Line::Messages {
-            messages.end(number);
-        } else if let Some(flight) = lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) {
-            let revoked = revocations.is_revoked(rank, flight.write.target.region);
-            let outcome = if revoked { Outcome::Dropped } else { Outcome::Failed(failure) };
-            pending.push_back(Pending { nic, flight, outcome });
-        }
-    }
-
-    /// Opens a connection again, behind what its peer has taken. Where the port is not there, it stays closed, and is
-    /// tried again.
-    fn open_again(&mut self, (rank, nic, line): (Rank, usize, Line), count: u64, now_ns: u64) {
-        let VerbsEndpoint { peers, lanes, config, waiting, mute, openings, .. } = self;
-        let (Some(peer), Some(lane)) = (peers.get_mut(&rank), lanes.get_mut(nic)) else { return };
-        let Some(route) = peer.remote.as_ref().and_then(|remote| remote.ports.get(nic)).map(|port| port.route) else {
-            return;
-        };
-        let Some(channel) = peer.channel(nic, line) else { return };
-        let Some(other) = channel.other else { return };
-        channel.retry_ns = now_ns.saturating_add(RETRY_NS);
-        if !lane.device.is_active() {
-            return;
-        }
-        let incarnation = (channel.salt, channel.resumption.incarnation().wrapping_add(1));
-        if let Err(why) = lane.open_pair(&channel.pair, (channel.own, other), &route, incarnation, config) {
-            log::debug!(target: crate::base::targets::NETWORK, "rank {rank}, NIC {nic}: not yet open again: {why}");
-            return;
-        }
-        log::info!(target: crate::base::targets::NETWORK, "the connection to rank {rank} by NIC {nic} is open again");
-        channel.resumption.opened();
-        (channel.opened_ns, channel.retry_ns) = (now_ns, 0);
-        channel.opening = next(openings);
-        channel.rewind(count);
-        channel.report_ns = 0;
-        if channel.unsent.is_empty() {
-            channel.stalled_ns = 0;
-            return;
-        }
-        match line {
-            Line::Writes if !waiting.contains(&(rank, nic)) => waiting.push((rank, nic)),
-            Line::Messages if !mute.contains(&rank) => mute.push(rank),
-            _ => {}
-        }
-    }
-
-    /// Fails the writes that wait for a connection that was broken for too long. Messages wait on: they are lost only
-    /// with their peer, and notices among them tell it of regions that are gone.
-    fn give_up(&mut self, (rank, nic, line): (Rank, usize, Line), now_ns: u64) {
-        let VerbsEndpoint { peers, lanes, pending, .. } = self;
-        let Some(channel) = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line)) else { return };
-        channel.stalled_ns = now_ns.max(1);
-        if line == Line::Messages {
-            return;
-        }
-        channel.offence = None;
-        let failure = channel.cause.unwrap_or_else(|| Reason::Unreachable.into());
-        // While it is open, what is posted is the device's to end.
-        let posted = if channel.resumption.is_open() { 0 } else { channel.posted.len() };
-        channel.given_up += posted as u64;
-        let given_up = posted + channel.unsent.len();
-        for number in channel.posted.drain(..posted).chain(channel.unsent.drain(..)) {
-            if let Some(flight) = lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) {
-                pending.push_back(Pending { nic, flight, outcome: Outcome::Failed(failure) });
-            }
-        }
-        if given_up > 0 {
-            log::warn!(target: crate::base::targets::NETWORK, "rank {rank} is not heard of by NIC {nic}: {given_up} writes fail");
-        }
-    }
-
-    /// Reads what the devices report.
-    ///
-    /// # Errors
-    /// `Transport` if a device or queue is broken.
-    fn read_events(&mut self) -> Result<()> {
-        for nic in 0..self.lanes.len() {
-            while let Some(reported) = self.lanes.get(nic).and_then(|lane| lane.device.event()) {
-                let Some(lane) = self.lanes.get_mut(nic) else { break };
-                match reported {
-                    Reported::Broken(number) if number == lane.datagrams() => lane.is_mute = true,
-                    Reported::Broken(number) => {
-                        if let Some((rank, line)) = lane.owner(number) {
-                            self.break_connection(rank, nic, line);
-                        }
-                    }
-                    Reported::LastReceive(number) => {
-                        if let Some((rank, line)) = lane.owner(number)
-                            && let Some(channel) = self.channel(rank, nic, line)
-                        {
-                            channel.drained = true;
-                        }
-                    }
-                    Reported::Port => {
-                        lane.port_changed();
-                        log::info!(target: crate::base::targets::NETWORK, "the port of {} changed", lane.device.name);
-                    }
-                    Reported::Fatal(event) => {
-                        let what = format!("device {} reports event {event}, behind which it loses", lane.device.name);
-                        return Err(Error::transport(what, "open another endpoint").ending());
-                    }
-                    Reported::Other => {}
-                }
-            }
-        }
-        Ok(())
-    }
-
-    // ---- peers
-
-    /// The peer, with queue pairs for it, which are made if there are none.
-    fn prepare(&mut self, rank: Rank) -> Result<&mut Peer> {
-        if !self.peers.contains_key(&rank) {
-            let (posts, requests) = (self.limits.posts, self.config.requests());
-            let peer = Peer::new(&mut self.lanes, rank, posts, requests, PEER_MESSAGES)?;
-            self.peers.insert(rank, peer);
-            let (peers, nics) = (self.peers.len(), self.lanes.len());
-            self.waiting.reserve(peers * nics);
-            self.mute.reserve(peers);
-            self.unwell.reserve(peers * (nics + 1));
-            self.pending.reserve(peers * nics * self.limits.posts as usize);
-        }
-        self.peers.get_mut(&rank).ok_or_else(|| Error::argument("peer", rank, "connect to it first"))
-    }
-
-    /// Connects to an address; an error leaves everything as it was, unless the way to the peer breaks meanwhile.
-    fn join(&mut self, address: &Address) -> Result<()> {
-        let refuse = |why: String| Err(unusable(address.rank, why));
-        let (nics, there) = (self.lanes.len(), address.ports.len());
-        if there != nics {
-            return refuse(format!("is of an endpoint with {there} NICs, not {nics}"));
-        }
-        let own = self.config.service_level;
-        if let Some(port) = address.ports.iter().find(|port| port.route.service_level != own) {
-            return refuse(format!("uses service level {}, not {own}", port.route.service_level));
-        }
-        let kinds = self.lanes.iter().map(|lane| lane.device.route(own).kind).zip(&address.ports);
-        if let Some((own, port)) = kinds.into_iter().find(|(own, port)| *own != port.route.kind) {
-            let kind =
-                |kind: u8| ["InfiniBand", "RoCE v1", "RoCE v2"].get(usize::from(kind)).copied().unwrap_or("other");
-            return refuse(format!("has a GID of {}, not {}", kind(port.route.kind), kind(own)));
-        }
-        let known = self.peers.get_mut(&address.rank).and_then(|peer| peer.remote.as_mut());
-        if let Some(remote) = known.filter(|remote| remote.key == address.key) {
-            return remote.regions.update(&address.lengths, &address.remotes, nics).or_else(refuse);
-        }
-        let mut remote = Remote::new(address, self.channels + 1);
-        if let Err(why) = remote.regions.update(&address.lengths, &address.remotes, nics) {
-            return refuse(why);
-        }
-        for (lane, port) in self.lanes.iter_mut().zip(&address.ports) {
-            remote.handles.push(Some((lane.changes, lane.handle(&port.route, &self.config)?)));
-        }
-        self.channels += 1;
-        self.prepare(address.rank)?;
-        self.forget(address.rank)?;
-        let connected = self.start(address);
-        match self.peers.get_mut(&address.rank) {
-            Some(peer) if connected.is_ok() => {
-                peer.remote = Some(remote);
-                peer.taken_back = 0;
-            }
-            _ => self.abandon(address.rank),
-        }
-        connected
-    }
-
-    /// Opens all queue pairs towards an endpoint.
-    fn start(&mut self, address: &Address) -> Result<()> {
-        // Either side has it, and no other pair of endpoints.
-        let salt = self.key ^ address.key;
-        let salt = (salt ^ salt >> 32) as u32;
-        let VerbsEndpoint { peers, lanes, config, openings, .. } = self;
-        let Some(peer) = peers.get_mut(&address.rank) else { return Ok(()) };
-        let lines = address.ports.iter().enumerate().map(|(nic, port)| (nic, Line::Writes, port.writes));
-        for (nic, line, other) in lines.chain([(0, Line::Messages, address.messages)]) {
-            let (Some(channel), Some(lane)) = (peer.channel(nic, line), lanes.get_mut(nic)) else { continue };
-            let Some(Port { route, .. }) = address.ports.get(nic) else { continue };
-            channel.start(other, salt);
-            lane.open_pair(&channel.pair, (channel.own, other), route, (salt, 0), config)?;
-            channel.opening = next(openings);
-        }
-        Ok(())
-    }
-
-    /// Forgets a peer's endpoint: what waits for it or is under way fails. Its queue pairs stay, closed.
-    fn forget(&mut self, rank: Rank) -> Result<()> {
-        let Some(peer) = self.peers.get_mut(&rank) else { return Ok(()) };
-        if peer.remote.is_none() {
-            return Ok(());
-        }
-        for (nic, line) in peer.lines() {
-            if let (Some(channel), Some(lane)) = (peer.channel(nic, line), self.lanes.get_mut(nic)) {
-                channel.resumption.close();
-                channel.drained = false;
-                _ = lane.break_pair(&channel.pair);
-            }
-        }
-        // What came before is handed out later, so that none of it is taken for the next endpoint's.
-        let mut late = std::mem::take(&mut self.late);
-        let mut keep = |event: Event<'_>| match event {
-            Event::Imm { imm } => late.push_back(Late::Immediate(imm.bits())),
-            Event::Message { peer, bytes } => late.push_back(Late::Message(peer, bytes.to_vec())),
-            _ => {}
-        };
-        let read = self.read_rest(rank, &mut keep);
-        self.late = late;
-        read?;
-        self.abandon(rank);
-        Ok(())
-    }
-
-    /// Reads all that a peer's queue pairs, which were closed, still report. Waits for the devices to say so.
-    fn read_rest(&mut self, rank: Rank, keep: &mut dyn FnMut(Event<'_>)) -> Result<()> {
-        let until_ns = coarse_now_ns().saturating_add(COUNTED_NS);
-        loop {
-            self.read_events()?;
-            let drained = self.peers.get_mut(&rank).is_none_or(|peer| {
-                peer.lines().all(|(nic, line)| peer.channel(nic, line).is_none_or(|channel| channel.drained))
-            });
-            for nic in 0..self.lanes.len() {
-                self.drain_into_pending(nic, keep)?;
-            }
-            if drained || coarse_now_ns() >= until_ns {
-                return Ok(());
-            }
-            std::thread::yield_now();
-        }
-    }
-
-    /// Reads all of a NIC's completions, and hands out what they mean; answers how many were events.
-    fn drain(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
-        let events = self.drain_into_pending(nic, on_event)?;
-        Ok(events + self.hand_out_pending(on_event))
-    }
-
-    /// As `drain`, but those of writes wait to be handed out.
-    fn drain_into_pending(&mut self, nic: usize, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
-        let (mut events, mut left) = (0, self.lanes.get(nic).map_or(0, Lane::most_completions));
-        loop {
-            let (count, some) = self.read(nic, on_event)?;
-            events += some;
-            // What was there when this began has been read, once the queue was empty or as much as it can hold was.
-            left = left.saturating_sub(count);
-            if count < BATCH || left == 0 {
-                return Ok(events);
-            }
-        }
-    }
-
-    /// Fails what waits for a peer or is under way to it.
-    fn abandon(&mut self, rank: Rank) {
-        let VerbsEndpoint { peers, lanes, pending, messages, .. } = self;
-        let Some(peer) = peers.get_mut(&rank) else { return };
-        for (nic, line) in peer.lines() {
-            let (Some(channel), Some(lane)) = (peer.channel(nic, line), lanes.get_mut(nic)) else { continue };
-            _ = lane.shut_pair(&channel.pair);
-            channel.other = None;
-            for number in channel.posted.drain(..).chain(channel.unsent.drain(..)) {
-                if line == Line::Messages {
-                    messages.end(number);
-                } else if let Some(flight) = lane.writes.end(number) {
-                    let outcome = Outcome::Failed(Reason::Flushed.into());
-                    pending.push_back(Pending { nic, flight, outcome });
-                }
-            }
-        }
-        peer.remote = None;
-        self.revocations.forget(rank);
-        self.waiting.retain(|(other, _)| *other != rank);
-        self.mute.retain(|other| *other != rank);
-        self.notices.retain(|(other, _)| *other != rank);
-        self.unwell.retain(|(other, ..)| *other != rank);
-    }
-
-    /// Breaks the connections of the peers that have not let go of a region, which then hear of it before they post.
-    fn cut_off(&mut self, late: &[Rank]) {
-        for rank in late {
-            for nic in 0..self.lanes.len() {
-                self.break_connection(*rank, nic, Line::Writes);
-            }
-        }
-    }
-}
-
-/// Breaks a connection off.
-fn break_off(
-    lane: &mut Lane,
-    channel: &mut Channel,
-    unwell: &mut Vec<(Rank, usize, Line)>,
-    at: (Rank, usize, Line),
-    now: (u64, &VerbsConfig),
-) {
-    if channel.other.is_some() && channel.resumption.is_open() {
-        channel.resumption.close();
-        shut(lane, channel, unwell, at, now);
-    }
-}
-
-/// Closes the queue pair of a connection that is to be closed.
-fn shut(
-    lane: &mut Lane,
-    channel: &mut Channel,
-    unwell: &mut Vec<(Rank, usize, Line)>,
-    at: (Rank, usize, Line),
-    (now_ns, config): (u64, &VerbsConfig),
-) {
-    if let Err(code) = lane.break_pair(&channel.pair) {
-        log::warn!(target: crate::base::targets::NETWORK, "a queue pair is not closed: error {code}");
-    }
-    channel.drained = false;
-    channel.counted_ns = now_ns.saturating_add(COUNTED_NS);
-    channel.stall(now_ns, config);
-    if !unwell.contains(&at) {
-        unwell.push(at);
-    }
-}
-
-/// The next number of an opening.
-fn next(openings: &mut u32) -> u32 {
-    *openings = openings.wrapping_add(1) & lane::OPENINGS;
-    *openings
-}
-
-/// The refusal of an address.
-fn unusable(rank: Rank, why: String) -> Error {
-    let advice = "exchange the addresses anew, between ranks with the same version of tokenyard, NICs and settings";
-    Error::transport(format!("address of rank {rank} {why}"), advice)
 }
 
 /// Time as it was at the kernel's last tick, at most 10 ms ago: what is late is late by more, and a poll is to take

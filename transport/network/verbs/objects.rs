@@ -109,8 +109,8 @@ impl<T: Kind> Drop for Object<T> {
     }
 }
 
-/// Keeps memory that devices use with this process when it forks. Kernels from 5.13 on do by themselves; older ones need
-/// the library's help, which splits mappings for good.
+/// Keeps memory that devices use with this process when it forks. Kernels from 5.13 on do by themselves; older ones
+/// need the library's help, which splits mappings for good.
 ///
 /// # Errors
 /// `Transport` if neither does.

@@ -3,8 +3,9 @@
 use super::ibverbs_sys::*;
 use crate::transport::network::{Failure, Reason};
 
-/// Whether a status says that one operation could not be carried out, whatever becomes of its connection. All others are
-/// of the connection, which resumes with the operation: `LOC_QP_OP_ERR` is what soft-RoCE reports of a link that is down.
+/// Whether a status says that one operation could not be carried out, whatever becomes of its connection. All others
+/// are of the connection, which resumes with the operation: `LOC_QP_OP_ERR` is what soft-RoCE reports of a link that is
+/// down.
 pub(super) fn is_final(status: ibv_wc_status) -> bool {
     matches!(
         status,

@@ -16,7 +16,7 @@ const MAGIC: [u8; 4] = *b"tyRP";
 /// Bytes of a report.
 pub(super) const BYTES: usize = 56;
 const OPEN: u8 = 1;
-const HEARD: u8 = 2;
+const CONFIRMED: u8 = 2;
 
 /// A report, and the connection that it is of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub(super) struct Letter {
 impl Letter {
     pub fn encode(&self) -> [u8; PITCH] {
         let Letter { rank, from, to, nic, line, report, notices } = *self;
-        let flags = if report.open { OPEN } else { 0 } | if report.heard { HEARD } else { 0 };
+        let flags = if report.open { OPEN } else { 0 } | if report.confirmed { CONFIRMED } else { 0 };
         let mut out = [0; PITCH];
         let fields: [&[u8]; 10] = [
             &MAGIC,
@@ -64,13 +64,13 @@ impl Letter {
         let (before, rest) = rest.split_first_chunk()?;
         let (notices, _) = rest.split_first_chunk()?;
         let line = [Line::Writes, Line::Messages].into_iter().find(|known| *known as u8 == *line)?;
-        if *magic != MAGIC || flags & !(OPEN | HEARD) != 0 {
+        if *magic != MAGIC || flags & !(OPEN | CONFIRMED) != 0 {
             return None;
         }
         let report = Report {
             incarnation: u32::from_le_bytes(*incarnation),
             open: flags & OPEN != 0,
-            heard: flags & HEARD != 0,
+            confirmed: flags & CONFIRMED != 0,
             taken: u64::from_le_bytes(*taken),
             before: u64::from_le_bytes(*before),
         };
@@ -92,11 +92,11 @@ mod tests {
 
     #[test]
     fn reports_survive_the_wire_and_malformed_ones_are_none() {
-        let report = Report { incarnation: 7, open: true, heard: false, taken: 1 << 40, before: 1 << 41 };
+        let report = Report { incarnation: 7, open: true, confirmed: false, taken: 1 << 40, before: 1 << 41 };
         let letter = Letter { rank: Rank(3), from: 1 << 60, to: 5, nic: 2, line: Line::Messages, report, notices: 9 };
         let bytes = letter.encode();
         assert_eq!(Letter::decode(&bytes), Some(letter));
-        let other = Letter { line: Line::Writes, report: Report { open: false, heard: true, ..report }, ..letter };
+        let other = Letter { line: Line::Writes, report: Report { open: false, confirmed: true, ..report }, ..letter };
         assert_eq!(Letter::decode(&other.encode()), Some(other));
         assert_eq!(Letter::decode(&bytes[..BYTES]), Some(letter));
         assert_eq!(Letter::decode(&bytes[..BYTES - 1]), None);

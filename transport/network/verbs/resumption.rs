@@ -4,9 +4,9 @@
 //! for those that broke. Nothing here waits, allocates, or knows of queue pairs, so that the tests can lose, double and
 //! delay every report.
 //!
-//! A queue pair that breaks leaves its sender in the dark: a write that is not acknowledged may have arrived or not. Its
-//! receiver knows, as it counts the immediates that it takes, and a reliable connection delivers in order: what it took
-//! is how far the sender came. So both sides close the queue pair, report their counts, open it again with other packet
+//! A queue pair that breaks leaves its sender in the dark: a write that is not acknowledged may have arrived or not.
+//! Its receiver knows, as it counts the immediates that it takes, and a reliable connection delivers in order: what it
+//! took is how far the sender came. So both sides close the queue pair, report their counts, open it again with other packet
 //! numbers, and post again from there: each write once.
 //!
 //! ```text
@@ -21,8 +21,8 @@
 //! ```
 //!
 //! Reports are datagrams: they may be lost, doubled, late. Each side repeats its own until it has no need of an answer,
-//! and a report contains all that an earlier one did. One of an older incarnation is answered, so that its sender hears
-//! what it missed; one that cannot be is ignored.
+//! and a report contains all that an earlier one did. One of an older incarnation is answered with what its sender
+//! missed; one that cannot be is ignored.
 
 /// What a side reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub(super) struct Report {
     /// Whether it has opened that incarnation and not closed it.
     pub open: bool,
     /// Whether it knows that the other side has opened that incarnation.
-    pub heard: bool,
+    pub confirmed: bool,
     /// What it has taken from the other side: once closed, all of this incarnation and those before.
     pub taken: u64,
     /// What it had taken by the end of the incarnation before.
@@ -62,19 +62,27 @@ pub(super) struct Resumption {
     incarnation: u32,
     phase: Phase,
     /// The other side has opened this incarnation.
-    heard: bool,
+    confirmed: bool,
     taken: u64,
     before: u64,
     /// What the other side took up to the close of this incarnation.
     count: Option<u64>,
-    /// The other side has been heard of in the incarnation behind this one.
+    /// The other side has opened the incarnation behind this one.
     ahead: bool,
 }
 
 impl Resumption {
     /// A new connection, which both sides open before either posts.
     pub fn new() -> Resumption {
-        Resumption { incarnation: 0, phase: Phase::Open, heard: true, taken: 0, before: 0, count: None, ahead: false }
+        Resumption {
+            incarnation: 0,
+            phase: Phase::Open,
+            confirmed: true,
+            taken: 0,
+            before: 0,
+            count: None,
+            ahead: false,
+        }
     }
 
     pub fn incarnation(&self) -> u32 {
@@ -89,9 +97,9 @@ impl Resumption {
         self.phase == Phase::Closing
     }
 
-    /// Whether posts may go out, and the other side need not hear of this one.
+    /// Whether posts may go out, and the other side is open, too.
     pub fn may_post(&self) -> bool {
-        self.phase == Phase::Open && self.heard
+        self.phase == Phase::Open && self.confirmed
     }
 
     /// Takes an arrival; false if it is one of a closed queue pair, which the other side posts again.
@@ -125,14 +133,20 @@ impl Resumption {
         self.incarnation = self.incarnation.wrapping_add(1);
         self.phase = Phase::Open;
         self.before = self.taken;
-        self.heard = std::mem::take(&mut self.ahead);
+        self.confirmed = std::mem::take(&mut self.ahead);
         self.count = None;
     }
 
     /// What to report; nothing while it is being counted.
     pub fn report(&self) -> Option<Report> {
-        let Resumption { incarnation, phase, heard, taken, before, .. } = *self;
-        (phase != Phase::Closing).then_some(Report { incarnation, open: phase == Phase::Open, heard, taken, before })
+        let Resumption { incarnation, phase, confirmed, taken, before, .. } = *self;
+        (phase != Phase::Closing).then_some(Report {
+            incarnation,
+            open: phase == Phase::Open,
+            confirmed,
+            taken,
+            before,
+        })
     }
 
     /// Takes a report of the other side in.
@@ -142,18 +156,18 @@ impl Resumption {
         match steps {
             0 if report.open => {
                 let open = self.phase == Phase::Open;
-                self.heard |= open;
-                due.answer = open && !report.heard;
+                self.confirmed |= open;
+                due.answer = open && !report.confirmed;
             }
             0 => {
                 due.close = self.phase == Phase::Open;
                 self.close();
                 self.count = Some(report.taken);
             }
-            // It has heard that this side has closed, and what it counted by then.
+            // It knows that this side has closed, and what it counted by then.
             1 if self.phase == Phase::Closed => {
                 self.count = Some(report.before);
-                // If it has closed again by now, this side opens and hears of that then.
+                // If it has closed again by now, its reports say so once this side has opened.
                 self.ahead = report.open;
             }
             u32::MAX => due.answer = true,
@@ -317,7 +331,7 @@ mod tests {
         assert!(b.may_post() && b.is_open());
         assert_eq!(b.hear(late), Due { close: false, answer: true });
         assert!(b.may_post() && b.ready().is_none());
-        let absurd = Report { incarnation: 7, open: false, heard: false, taken: 99, before: 99 };
+        let absurd = Report { incarnation: 7, open: false, confirmed: false, taken: 99, before: 99 };
         assert_eq!((b.hear(absurd), a.hear(absurd)), (Due::default(), Due::default()));
         assert!(a.may_post() && b.may_post());
     }
