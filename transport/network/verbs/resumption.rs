@@ -6,8 +6,8 @@
 //!
 //! A queue pair that breaks leaves its sender in the dark: a write that is not acknowledged may have arrived or not.
 //! Its receiver knows, as it counts the immediates that it takes, and a reliable connection delivers in order: what it
-//! took is how far the sender came. So both sides close the queue pair, report their counts, open it again with other packet
-//! numbers, and post again from there: each write once.
+//! took is how far the sender came. So both sides close the queue pair, report their counts, open it again with other
+//! packet numbers, and post again from there: each write once.
 //!
 //! ```text
 //!  side A, incarnation i                                  side B, incarnation i
