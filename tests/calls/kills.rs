@@ -68,7 +68,12 @@ impl Blow {
     }
 
     fn joining(self) -> Duration {
-        if self.point == BeforeJoin { JOINING_IN_VAIN } else { JOINING }
+        self.slowly(if self.point == BeforeJoin { JOINING_IN_VAIN } else { JOINING })
+    }
+
+    /// A time, as long as it is over this network.
+    fn slowly(self, time: Duration) -> Duration {
+        time * life::slowness(self.network)
     }
 }
 
@@ -189,7 +194,7 @@ impl Team {
             if there == RANKS {
                 return;
             }
-            let late = start.elapsed() >= PATIENCE;
+            let late = start.elapsed() >= self.blow.slowly(PATIENCE);
             assert!(!late, "{:?}: not all ranks {what}; their output:\n{}", self.blow, self.transcript());
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -210,7 +215,7 @@ impl Team {
         let transcript = format!("{blow:?}\n{}", self.transcript());
         let (status, died) = self.processes[blow.victim].ended.unwrap();
         assert_eq!(status.signal(), Some(libc::SIGKILL), "{transcript}");
-        let limit = SLACK + if blow.point == BeforeJoin { JOINING_IN_VAIN } else { DEADLINE };
+        let limit = blow.slowly(SLACK + if blow.point == BeforeJoin { JOINING_IN_VAIN } else { DEADLINE });
         let survivors = self.processes.iter().enumerate().filter(|(rank, _)| *rank != blow.victim);
         survivors
             .map(|(rank, process)| {
@@ -218,7 +223,10 @@ impl Team {
                 assert!(status.success(), "rank {rank}: {status}; {transcript}");
                 assert!(!process.printed().contains("panicked"), "rank {rank} panicked; {transcript}");
                 let late = ended.saturating_duration_since(died);
-                assert!(late < limit + GOING_ON, "rank {rank} ended {late:?} after the victim; {transcript}");
+                assert!(
+                    late < limit + blow.slowly(GOING_ON),
+                    "rank {rank} ended {late:?} after the victim; {transcript}"
+                );
                 let value =
                     |word| process.value_of(word).unwrap_or_else(|| panic!("rank {rank}: no {word}; {transcript}"));
                 let after = Duration::from_millis(value("after").parse().unwrap());
@@ -366,6 +374,16 @@ fn a_death_anywhere_over_libfabric_tcp() {
 fn a_death_anywhere_over_the_double_of_efa() {
     if double::efa().is_some() {
         die_anywhere("efa", runs(10));
+    }
+}
+
+#[test]
+fn a_death_anywhere_over_verbs() {
+    let device = format!("/sys/class/infiniband/{}", life::VERBS);
+    if std::path::Path::new(&device).exists() {
+        die_anywhere(life::VERBS, runs(3));
+    } else {
+        println!("skipped: no device {}; run this by tests/verbs/vm.sh", life::VERBS);
     }
 }
 

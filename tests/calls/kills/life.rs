@@ -9,6 +9,7 @@ use tokenyard::internals::proxy::machine::Liveness;
 use tokenyard::internals::transport::network::Transport;
 use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
 use tokenyard::internals::transport::network::sim::{Clock, ProcessEndpoint, SimConfig};
+use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint};
 use tokenyard::*;
 
 /// Names the point; set in ranks alone.
@@ -17,9 +18,21 @@ pub const VICTIM: &str = "TOKENYARD_TEST_KILL_VICTIM";
 /// How long after the start of its build a victim dies, in microseconds.
 pub const DELAY: &str = "TOKENYARD_TEST_KILL_DELAY_US";
 
-/// What carries bytes between nodes: this, or a provider of libfabric.
+/// What carries bytes between nodes: one of these, or a provider of libfabric.
 pub const NETWORK: &str = "TOKENYARD_TEST_KILL_NETWORK";
 pub const SIMULATED: &str = "simulated";
+/// By the soft-RoCE device that it names.
+pub const VERBS: &str = "rxe0";
+
+/// How many times longer all takes over a network: soft-RoCE is in a VM, whose processors are emulated.
+pub fn slowness(network: &str) -> u32 {
+    if network == VERBS { 10 } else { 1 }
+}
+
+/// As `slowness`, in a rank.
+fn own_slowness() -> u32 {
+    slowness(&std::env::var(NETWORK).unwrap_or_default())
+}
 
 /// Deadline of every wait on the device.
 pub const DEADLINE: Duration = Duration::from_millis(1000);
@@ -161,7 +174,7 @@ impl Fate {
     /// The victim dies here, in its last round, when its stream is empty.
     fn pass(&self, rig: &Rig, point: Point, number: usize) {
         if self.dies_at(point) && number == FATAL_ROUND {
-            rig.stream.synchronize(PATIENCE).unwrap();
+            rig.stream.synchronize(PATIENCE * own_slowness()).unwrap();
             rig.ep.check().unwrap();
             die();
         }
@@ -187,19 +200,19 @@ impl Fate {
             self.pass(rig, AfterCombineSend, number);
             rig.ep.combine_recv(&rig.stream, sent, &combined)?;
         }
-        rig.stream.synchronize(PATIENCE)?;
+        rig.stream.synchronize(PATIENCE * own_slowness())?;
         rig.ep.check()?;
         rig.expect_own_rows(MAX_TOKENS, number);
         self.pass(rig, AfterRound, number);
         self.pass(rig, AfterRoundWhileOneIsLate, number);
         let late = self.point == AfterRoundWhileOneIsLate && self.rank == (self.victim + 1) % setting("WORLD_SIZE");
         if late && number == FATAL_ROUND {
-            std::thread::sleep(DEADLINE * 3 / 2);
+            std::thread::sleep(DEADLINE * own_slowness() * 3 / 2);
         }
         if self.point == BeforeBarrier {
             self.pass(rig, BeforeBarrier, number);
             rig.ep.barrier(&rig.stream)?;
-            rig.stream.synchronize(PATIENCE)?;
+            rig.stream.synchronize(PATIENCE * own_slowness())?;
             rig.ep.check()?;
         }
         Ok(())
@@ -214,13 +227,18 @@ fn proxy(world: &World) -> Proxy {
             let config = SimConfig { clock: Clock::Real, ..SimConfig::hostile(7) };
             Box::new(ProcessEndpoint::open(rank, b"kills", config).unwrap())
         }
+        VERBS => {
+            let mut config = VerbsConfig::default();
+            (config.devices, config.let_go) = (vec![VERBS.to_owned()], Duration::from_secs(5));
+            Box::new(VerbsEndpoint::open(rank, config).unwrap())
+        }
         provider => {
             let mut config = LibfabricConfig::new(provider);
             config.source = (provider == "tcp").then(|| "127.0.0.1".into());
             Box::new(LibfabricEndpoint::open(rank, config).unwrap())
         }
     };
-    let liveness = Liveness { silence_ns: 3_000_000_000, ..Liveness::default() };
+    let liveness = Liveness { silence_ns: 3_000_000_000 * u64::from(own_slowness()), ..Liveness::default() };
     let thread = ThreadConfig { core: None, spinners: 64 };
     Proxy::spawn(world, endpoint, ProxyConfig { liveness, thread }).unwrap()
 }
@@ -252,7 +270,7 @@ fn go_on(world: &World, device: Device, proxy: Option<&Proxy>, error: &Error) ->
 
 /// A rig whose building may fail.
 fn build(world: &World, device: Device, proxy: Option<&Proxy>) -> Result<Rig> {
-    let mut builder = builder(world, &device).timeout(DEADLINE);
+    let mut builder = builder(world, &device).timeout(DEADLINE * own_slowness());
     if let Some(proxy) = proxy {
         // Where the network reaches them on GPUs, too.
         builder = builder.proxy(proxy).tuning(|t| {
