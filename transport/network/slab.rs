@@ -113,3 +113,19 @@ impl Drop for Slab {
         unsafe { dealloc(self.base.as_ptr(), self.layout) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_is_taken_once() {
+        let mut slab = Slab::new(1, 2, || true).unwrap();
+        let place = slab.receive(1) as *mut u8;
+        // SAFETY: the place has as many bytes, and nothing else uses it.
+        unsafe { place.write_bytes(9, PITCH) };
+        assert_eq!((slab.take(1), slab.take(0)), ([9; PITCH], [0; PITCH]));
+        // A shorter one that comes to the same place does not go on with it.
+        assert_eq!(slab.take(1)[..HEAD], [0; HEAD]);
+    }
+}
