@@ -1,8 +1,8 @@
 //! Reports on broken connections, as datagrams.
 //!
 //! ```text
-//! byte  0      4     6    7       8    16   24    28           32       40       48
-//!       magic  rank  NIC  flags   from  to  line  incarnation  taken    before   notices, 4 bytes
+//! byte  0      4     8     16  24           28   29     30       32     40       44
+//!       magic  rank  from  to  incarnation  NIC  flags  line, 0  taken  notices  0, 4 bytes
 //! ```
 //!
 //! A report counts only if it is to this endpoint's present key and from the key that its sender's address named.
@@ -14,7 +14,7 @@ use crate::transport::network::message::PITCH;
 
 const MAGIC: [u8; 4] = *b"tyRP";
 /// Bytes of a report.
-pub(super) const BYTES: usize = 56;
+pub(super) const BYTES: usize = 48;
 const OPEN: u8 = 1;
 const CONFIRMED: u8 = 2;
 
@@ -36,7 +36,7 @@ impl Letter {
         let Letter { rank, from, to, nic, line, report, notices } = *self;
         let flags = if report.open { OPEN } else { 0 } | if report.confirmed { CONFIRMED } else { 0 };
         let mut out = [0; PITCH];
-        let fields: [&[u8]; 10] = [
+        let fields: [&[u8]; 9] = [
             &MAGIC,
             &rank.0.to_le_bytes(),
             &from.to_le_bytes(),
@@ -44,7 +44,6 @@ impl Letter {
             &report.incarnation.to_le_bytes(),
             &[nic, flags, line as u8, 0],
             &report.taken.to_le_bytes(),
-            &report.before.to_le_bytes(),
             &notices.to_le_bytes(),
             &[0; 4],
         ];
@@ -61,7 +60,6 @@ impl Letter {
         let (incarnation, rest) = rest.split_first_chunk()?;
         let ([nic, flags, line, _], rest) = rest.split_first_chunk::<4>()?;
         let (taken, rest) = rest.split_first_chunk()?;
-        let (before, rest) = rest.split_first_chunk()?;
         let (notices, _) = rest.split_first_chunk()?;
         let line = [Line::Writes, Line::Messages].into_iter().find(|known| *known as u8 == *line)?;
         if *magic != MAGIC || flags & !(OPEN | CONFIRMED) != 0 {
@@ -72,7 +70,6 @@ impl Letter {
             open: flags & OPEN != 0,
             confirmed: flags & CONFIRMED != 0,
             taken: u64::from_le_bytes(*taken),
-            before: u64::from_le_bytes(*before),
         };
         Some(Letter {
             rank: Rank(u32::from_le_bytes(*rank)),
@@ -92,7 +89,7 @@ mod tests {
 
     #[test]
     fn reports_survive_the_wire_and_malformed_ones_are_none() {
-        let report = Report { incarnation: 7, open: true, confirmed: false, taken: 1 << 40, before: 1 << 41 };
+        let report = Report { incarnation: 7, open: true, confirmed: false, taken: 1 << 40 };
         let letter = Letter { rank: Rank(3), from: 1 << 60, to: 5, nic: 2, line: Line::Messages, report, notices: 9 };
         let bytes = letter.encode();
         assert_eq!(Letter::decode(&bytes), Some(letter));

@@ -32,10 +32,8 @@ pub(super) struct Report {
     pub open: bool,
     /// Whether it knows that the other side has opened that incarnation.
     pub confirmed: bool,
-    /// What it has taken from the other side: once closed, all of this incarnation and those before.
+    /// What it has taken from the other side, in this incarnation and those before: all of it, once closed.
     pub taken: u64,
-    /// What it had taken by the end of the incarnation before.
-    pub before: u64,
 }
 
 /// Where a side is.
@@ -64,7 +62,6 @@ pub(super) struct Resumption {
     /// The other side has opened this incarnation.
     confirmed: bool,
     taken: u64,
-    before: u64,
     /// What the other side took up to the close of this incarnation.
     count: Option<u64>,
     /// The other side has opened the incarnation behind this one.
@@ -74,15 +71,7 @@ pub(super) struct Resumption {
 impl Resumption {
     /// A new connection, which both sides open before either posts.
     pub fn new() -> Resumption {
-        Resumption {
-            incarnation: 0,
-            phase: Phase::Open,
-            confirmed: true,
-            taken: 0,
-            before: 0,
-            count: None,
-            ahead: false,
-        }
+        Resumption { incarnation: 0, phase: Phase::Open, confirmed: true, taken: 0, count: None, ahead: false }
     }
 
     pub fn incarnation(&self) -> u32 {
@@ -132,21 +121,14 @@ impl Resumption {
     pub fn opened(&mut self) {
         self.incarnation = self.incarnation.wrapping_add(1);
         self.phase = Phase::Open;
-        self.before = self.taken;
         self.confirmed = std::mem::take(&mut self.ahead);
         self.count = None;
     }
 
     /// What to report; nothing while it is being counted.
     pub fn report(&self) -> Option<Report> {
-        let Resumption { incarnation, phase, confirmed, taken, before, .. } = *self;
-        (phase != Phase::Closing).then_some(Report {
-            incarnation,
-            open: phase == Phase::Open,
-            confirmed,
-            taken,
-            before,
-        })
+        let Resumption { incarnation, phase, confirmed, taken, .. } = *self;
+        (phase != Phase::Closing).then_some(Report { incarnation, open: phase == Phase::Open, confirmed, taken })
     }
 
     /// Takes a report of the other side in.
@@ -164,9 +146,9 @@ impl Resumption {
                 self.close();
                 self.count = Some(report.taken);
             }
-            // It knows that this side has closed, and what it counted by then.
+            // It knows that this side has closed, and has taken nothing since, as this side has not opened.
             1 if self.phase == Phase::Closed => {
-                self.count = Some(report.before);
+                self.count = Some(report.taken);
                 // If it has closed again by now, its reports say so once this side has opened.
                 self.ahead = report.open;
             }
@@ -331,7 +313,7 @@ mod tests {
         assert!(b.may_post() && b.is_open());
         assert_eq!(b.hear(late), Due { close: false, answer: true });
         assert!(b.may_post() && b.ready().is_none());
-        let absurd = Report { incarnation: 7, open: false, confirmed: false, taken: 99, before: 99 };
+        let absurd = Report { incarnation: 7, open: false, confirmed: false, taken: 99 };
         assert_eq!((b.hear(absurd), a.hear(absurd)), (Due::default(), Due::default()));
         assert!(a.may_post() && b.may_post());
     }
