@@ -79,7 +79,11 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("bench 7168", "`7168` is not known", "--help"),
         ("bench --ranks-per-node 3,6", "--ranks-per-node is `3,6`", "agree"),
         ("bench --ranks-per-node 9", "--ranks-per-node is `9`", "at most"),
-        ("bench --transport tcp", "--transport is `tcp`", "give sim, libfabric:tcp, libfabric:shm or libfabric:efa"),
+        (
+            "bench --transport tcp",
+            "--transport is `tcp`",
+            "give sim, libfabric:tcp, libfabric:shm, libfabric:efa or verbs",
+        ),
         ("bench --link fast", "--link is `fast`", "cx7"),
         ("plan --trace a.json", "--trace is `a.json`", "run bench"),
         ("plan --hidden 100", "--hidden is `100`", "multiple of 128"),

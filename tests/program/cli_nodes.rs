@@ -19,8 +19,9 @@ fn unusable_nodes_and_networks_are_named_with_what_would_do() {
         ("bench --device cpu --ranks-per-node 3,6", "--ranks-per-node is `3,6`", "sum to 9 and the world has 8"),
         ("bench --device cpu --world 6 --ranks-per-node 3,4", "--ranks-per-node is `3,4`", "agree"),
         ("bench --device cpu --transport libfabric", "--transport is `libfabric`", "libfabric:tcp"),
-        ("bench --device cpu --transport verbs", "--transport is `verbs`", "give sim"),
-        ("plan --device cpu --transport verbs:mlx5_0", "--transport is `verbs:mlx5_0`", "give sim"),
+        ("bench --device cpu --transport verbs:", "--transport is `verbs:`", "such as verbs:mlx5_0"),
+        ("plan --device cpu --transport verbs:mlx5_0,a/b", "--transport is `verbs:mlx5_0,a/b`", "ibv_devices lists"),
+        ("bench --device cpu --transport verbs --link cx7", "--link is `cx7`", "--transport sim"),
         ("bench --device cpu --transport libfabric:tcp --link cx7", "--link is `cx7`", "--transport sim"),
         ("bench --device cpu --transport libfabric:tcp --network calm", "--network is `calm`", "--transport sim"),
         ("bench --device cpu --transport libfabric:shm", "--launch is `threads`", "processes"),
@@ -52,7 +53,7 @@ fn no_transport_is_offered_that_does_not_exist() {
     for typed in ["--help", "bench --help", "plan --help", "verify --help", "simulate --help"] {
         let shown = text(&run(typed).stdout);
         assert!(shown.len() > 100, "{typed}: {shown}");
-        let named: Vec<&str> = ["verbs", "not built yet"].into_iter().filter(|n| shown.contains(n)).collect();
+        let named: Vec<&str> = ["ibverbs", "not built yet"].into_iter().filter(|n| shown.contains(n)).collect();
         assert!(named.is_empty(), "{typed}: {named:?} in {shown}");
     }
 }
