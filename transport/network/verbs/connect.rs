@@ -94,9 +94,13 @@ impl VerbsEndpoint {
         }
         for (nic, line) in peer.lines() {
             if let (Some(channel), Some(lane)) = (peer.channel(nic, line), self.lanes.get_mut(nic)) {
-                channel.resumption.close();
-                channel.drained = false;
-                _ = lane.break_pair(&channel.pair);
+                if channel.resumption.is_open() {
+                    channel.resumption.close();
+                    channel.drained = lane.break_pair(&channel.pair).is_err();
+                } else if !channel.resumption.is_closing() {
+                    // Its queue pair has been reset.
+                    channel.drained = true;
+                }
             }
         }
         // What came before is handed out later, so that none of it is taken for the next endpoint's.

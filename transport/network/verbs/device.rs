@@ -206,6 +206,7 @@ impl Device {
     /// As `open`.
     pub fn renew(&mut self) -> Result<()> {
         self.look_up()?;
+        self.mtu = self.mtu.min(self.port.active_mtu);
         self.gid = [0; 16];
         self.gid_entry().map(drop)
     }

@@ -66,6 +66,8 @@ use std::time::Duration;
 /// Messages of an endpoint that may be under way, to one peer and to all.
 const PEER_MESSAGES: u32 = 16;
 const MESSAGES: u32 = 1024;
+/// Messages that wait for a connection that is broken.
+const BROKEN_MESSAGES: usize = 2;
 /// Receives of messages that are posted; senders of further ones wait at their devices.
 const RECEIVES: u32 = 1024;
 /// Most regions over an endpoint's life.
@@ -278,7 +280,7 @@ impl VerbsEndpoint {
                 }
                 if lane.post(&channel.pair).is_err() {
                     break_off(lane, channel, unwell, (*rank, *nic, Line::Writes), (now_ns, config));
-                    return true;
+                    return !channel.unsent.is_empty();
                 }
             }
             false
@@ -307,7 +309,7 @@ impl VerbsEndpoint {
                 }
                 if lane.post(&channel.pair).is_err() {
                     break_off(lane, channel, unwell, (*rank, 0, Line::Messages), (coarse_now_ns(), config));
-                    return true;
+                    return !channel.unsent.is_empty();
                 }
             }
             false
@@ -321,6 +323,11 @@ impl VerbsEndpoint {
         let Some(key) = peer.remote.as_ref().map(|remote| remote.key) else { return true };
         let channel = &mut peer.messages;
         if channel.posted.len() + channel.unsent.len() >= PEER_MESSAGES as usize {
+            return false;
+        }
+        // Peers that are gone must not hold all room for messages; notices are few.
+        let waits = !channel.resumption.may_post() && channel.unsent.len() >= BROKEN_MESSAGES;
+        if waits && matches!(content, Content::Message(_)) {
             return false;
         }
         let Some(number) = messages.take(0) else { return false };
@@ -717,7 +724,11 @@ impl Transport for VerbsEndpoint {
         }
         let unwell = !self.unwell.is_empty() || self.lanes.iter().any(|lane| lane.is_mute);
         self.polls = self.polls.wrapping_add(1);
-        if unwell || self.polls.is_multiple_of(EVENTS_EVERY) {
+        // A connection that is being closed waits for an event.
+        let closing = |(rank, nic, line): &(Rank, usize, Line)| {
+            self.peers.get(rank).is_some_and(|peer| peer.is_closing(*nic, *line))
+        };
+        if self.polls.is_multiple_of(EVENTS_EVERY) || unwell && self.unwell.iter().any(closing) {
             self.read_events()?;
         }
         if unwell {

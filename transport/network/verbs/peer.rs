@@ -37,6 +37,8 @@ pub(super) struct Remote {
     pub revoked: u32,
     /// Ways to its datagrams, by NIC, and how often the NIC's port had changed when each was made.
     pub handles: Vec<Option<(u32, Object<ibv_ah>)>>,
+    /// When another may be made.
+    pub handle_ns: u64,
 }
 
 impl Remote {
@@ -49,6 +51,7 @@ impl Remote {
             outstanding: vec![0; address.ports.len()],
             revoked: 0,
             handles: Vec::with_capacity(address.ports.len()),
+            handle_ns: 0,
         }
     }
 }
@@ -88,6 +91,14 @@ impl Peer {
         let first = lanes.first_mut().ok_or_else(|| Error::config("nics", 0, "use at least 1"))?;
         let messages = channel(first, 0, Line::Messages, messages, messages)?;
         Ok(Peer { writes, messages, remote: None, taken_back: 0 })
+    }
+
+    /// Whether a connection by a NIC is being closed.
+    pub fn is_closing(&self, nic: usize, line: Line) -> bool {
+        match line {
+            Line::Writes => self.writes.get(nic).is_some_and(|channel| channel.resumption.is_closing()),
+            Line::Messages => self.messages.resumption.is_closing(),
+        }
     }
 
     /// The connection by a NIC.

@@ -45,6 +45,11 @@ impl VerbsEndpoint {
         if peer.remote.as_ref().is_none_or(|remote| remote.key != letter.from) {
             return;
         }
+        // Others know the keys, too, but not how to send as the peer's queue pair.
+        let sender = peer.remote.as_ref().and_then(|remote| remote.ports.get(nic)).map(|port| port.datagrams);
+        if sender != Some(entry.src_qp) {
+            return;
+        }
         let Some(channel) = peer.channel(nic, letter.line) else { return };
         if channel.notices.wrapping_sub(letter.notices) as i32 > 0 {
             // Older than what is known; its counts may be, too, and a newer one comes.
@@ -84,8 +89,11 @@ impl VerbsEndpoint {
         let Some(remote) = peer.remote.as_mut() else { return };
         let (Some(port), Some(handle)) = (remote.ports.get(nic).copied(), remote.handles.get_mut(nic)) else { return };
         // The port may have its GID at another place now. A handle stays while a report may be on its way by it.
-        if handle.as_ref().is_none_or(|(changes, _)| *changes != lane.changes) && lane.reports_are_sent() {
+        let stale = handle.as_ref().is_none_or(|(changes, _)| *changes != lane.changes);
+        if stale && now_ns >= remote.handle_ns && lane.reports_are_sent() && lane.device.is_active() {
+            let began_ns = coarse_now_ns();
             *handle = lane.handle(&port.route, config).ok().map(|handle| (lane.changes, handle));
+            remote.handle_ns = after(began_ns);
         }
         let Some((_, handle)) = handle else { return };
         let Some(place) = lane.sent_reports.take(()) else { return };
@@ -116,7 +124,11 @@ impl VerbsEndpoint {
             let revoked = peer.remote.as_ref().map_or(0, |remote| remote.revoked);
             peer.channel(*nic, *line).is_some_and(|channel| {
                 let behind = *line == Line::Writes && channel.notices.wrapping_sub(revoked) as i32 > 0;
-                !channel.resumption.may_post() || behind && !channel.unsent.is_empty()
+                let unwell = !channel.resumption.may_post() || behind && !channel.unsent.is_empty();
+                if !unwell && channel.posted.is_empty() && channel.unsent.is_empty() {
+                    channel.stalled_ns = 0;
+                }
+                unwell
             })
         });
         Ok(events)
@@ -155,6 +167,9 @@ impl VerbsEndpoint {
             let channel = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line));
             channel.is_some_and(|channel| channel.is_late(now_ns, config))
         };
+        if late {
+            self.give_up(place, now_ns);
+        }
         let Some(channel) = self.channel(rank, nic, line) else { return Ok(events) };
         match channel.resumption.ready() {
             Some(count) if !channel.lost && !channel.admits(count) => {
@@ -168,7 +183,6 @@ impl VerbsEndpoint {
                 self.end_offender(rank, nic, line);
                 self.open_again(place, count, now_ns);
             }
-            _ if late => self.give_up(place, now_ns),
             _ => {}
         }
         let due = self
@@ -212,8 +226,10 @@ impl VerbsEndpoint {
         if !lane.device.is_active() {
             return;
         }
+        let began_ns = coarse_now_ns();
         let incarnation = (channel.salt, channel.resumption.incarnation().wrapping_add(1));
         if let Err(why) = lane.open_pair(&channel.pair, (channel.own, other), &route, incarnation, config) {
+            channel.retry_ns = after(began_ns);
             log::debug!(target: crate::base::targets::NETWORK, "rank {rank}, NIC {nic}: not yet open again: {why}");
             return;
         }
@@ -224,7 +240,8 @@ impl VerbsEndpoint {
         channel.rewind(count);
         channel.report_ns = 0;
         if channel.unsent.is_empty() {
-            channel.stalled_ns = 0;
+            // Until the other side is open, what is posted from now on may wait in vain.
+            channel.stalled_ns = if channel.resumption.may_post() { 0 } else { channel.stalled_ns };
             return;
         }
         match line {
@@ -239,7 +256,9 @@ impl VerbsEndpoint {
     pub(super) fn give_up(&mut self, (rank, nic, line): (Rank, usize, Line), now_ns: u64) {
         let VerbsEndpoint { peers, lanes, pending, .. } = self;
         let Some(channel) = peers.get_mut(&rank).and_then(|peer| peer.channel(nic, line)) else { return };
-        channel.stalled_ns = now_ns.max(1);
+        if !channel.lost {
+            channel.stalled_ns = now_ns.max(1);
+        }
         if line == Line::Messages {
             return;
         }
@@ -325,6 +344,10 @@ pub(super) fn shut(
     channel.drained = false;
     channel.counted_ns = now_ns.saturating_add(COUNTED_NS);
     channel.stall(now_ns, config);
+    // One that breaks as soon as it is open is not opened with every poll.
+    if now_ns.saturating_sub(channel.opened_ns) < RETRY_NS {
+        channel.retry_ns = now_ns.saturating_add(RETRY_NS);
+    }
     if !unwell.contains(&at) {
         unwell.push(at);
     }
@@ -334,4 +357,11 @@ pub(super) fn shut(
 pub(super) fn next(openings: &mut u32) -> u32 {
     *openings = openings.wrapping_add(1) & lane::OPENINGS;
     *openings
+}
+
+/// When to try again what entered the kernel and may have slept there: most of the time is everybody else's.
+fn after(began_ns: u64) -> u64 {
+    let now_ns = coarse_now_ns();
+    let took_ns = now_ns.saturating_sub(began_ns);
+    now_ns.saturating_add(RETRY_NS.saturating_add(took_ns.saturating_mul(20)))
 }
