@@ -42,14 +42,19 @@ first | xargs -P 2 -I '{}' bash -c '
   [ "$status" -eq 0 ] || echo "{} ended with status $status"
   exit "$status"'
 
-# Verbs, in a VM with soft-RoCE, and with nothing beside it. Status 77: this machine lacks something, which was printed.
+# Verbs, in a VM with soft-RoCE, and with nothing beside it. Status 77: this machine lacks something, which was printed;
+# 125: it does not get the VM to run.
 in_vm() {
   local status=0
-  VM_OUT=$target/profiles tests/verbs/vm.sh env LLVM_PROFILE_FILE="$target/profiles/verbs-%p.profraw" \
+  VM_OUT=$target/profiles VM_TIMEOUT=900 tests/verbs/vm.sh env LLVM_PROFILE_FILE="$target/profiles/verbs-%p.profraw" \
     "$(grep '/verbs-[^/]*$' <<<"$programs")" --test-threads=1 || status=$?
   case $status in
     0 | 77) return 0 ;;
-    125) ;;
+    125)
+      echo "skipped: the VM does not run here, so that verbs is not tested"
+      [ "${TOKENYARD_STRICT:-}" != 1 ]
+      return
+      ;;
     *)
       echo "tests/verbs failed with status $status; rdma-core's own tests tell whether the VM is to blame:"
       tests/verbs/vm.sh --health | tail -4 || true

@@ -50,7 +50,7 @@ impl Verbs {
         config.devices = devices.iter().map(|device| (*device).to_owned()).collect();
         config.nics = devices.len();
         // The VM's processors are emulated, and may not run this process for long.
-        config.let_go = Duration::from_secs(5);
+        (config.let_go, config.resume_within) = (Duration::from_secs(5), Duration::from_secs(20));
         config
     }
 }
