@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::transport::network::{Event, Posted, Transport, WriteImm};
 
-/// How often the link falls, unless TOKENYARD_LINK_FALLS says more: 20 times take a minute. Then the pauses of the other
-/// link are judged, too.
+/// How often the link falls, unless TOKENYARD_LINK_FALLS says more: 20 times take a minute. Then the pauses of the
+/// other link are judged, too.
 const FALLS: usize = 6;
 /// Writes of a rank by a NIC that are outstanding.
 const WINDOW: usize = 8;
