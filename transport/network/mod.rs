@@ -66,6 +66,7 @@
 
 mod address;
 pub mod emulated;
+mod flight;
 pub mod imm;
 mod keys;
 pub mod libfabric;

@@ -3,7 +3,9 @@
 //! Place in the data path: under `post`, which looks up where a write goes. On the endpoint's thread. Allocates in
 //! `update` alone, which `connect` calls.
 
-use super::RegionId;
+use super::regions::{Regions, fits, outside};
+use super::{RegionId, WriteImm};
+use crate::base::Error;
 
 /// A place that a peer writes to: an address, or an offset where the network counts from 0, and a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,6 +75,34 @@ impl RemoteRegions {
         (self.lengths, self.places) = (lengths, known_places);
         Ok(())
     }
+}
+
+/// The address of a write's source, if the write is valid for an endpoint of so many NICs, whose writes have at most so
+/// many bytes. The peer's regions are asked for once the NIC and the length are known to be good.
+///
+/// # Errors
+/// `Argument` for what is outside (P8), and those of `remote`.
+pub(super) fn admit<'a>(
+    write: &WriteImm,
+    (nics, most): (usize, u32),
+    own: &Regions,
+    remote: impl FnOnce() -> crate::base::Result<&'a RemoteRegions>,
+) -> crate::base::Result<u64> {
+    if usize::from(write.nic) >= nics {
+        return Err(Error::argument("nic", write.nic, format!("there are {nics} NICs, counted from 0")));
+    }
+    if write.bytes > most {
+        return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
+    }
+    let remote = remote()?;
+    let Some(source) = own.locate(write.source, write.bytes) else {
+        return Err(outside("source", write, own.length(write.source.region)));
+    };
+    let length = remote.length(write.target.region);
+    if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
+        return Err(outside("target", write, length.filter(|length| *length > 0)));
+    }
+    Ok(source)
 }
 
 /// Appends a place.

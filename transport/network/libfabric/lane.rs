@@ -15,12 +15,13 @@ use super::libfabric_sys::*;
 use super::object::{Object, Origin};
 use super::provider::Provider;
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::flight::Flight;
 use crate::transport::network::keys::random;
 use crate::transport::network::message::PITCH;
 use crate::transport::network::remote::Remote;
 use crate::transport::network::slab::{EMPTY, LINE, Slab};
 use crate::transport::network::slots::Slots;
-use crate::transport::network::{Failure, Reason, RegionId, Span, WriteImm};
+use crate::transport::network::{Failure, Reason, RegionId, Span};
 use libc::iovec;
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
@@ -30,16 +31,6 @@ use std::ptr::{null, null_mut};
 const ADVICE: &str = "see the provider's manual page, and set FI_LOG_LEVEL=warn for its reasons";
 /// Completions that one call reads.
 pub(super) const BATCH: usize = 32;
-
-/// A write under way.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Flight {
-    pub write: WriteImm,
-    /// Where its bytes are.
-    pub source: u64,
-    /// The peer's endpoint that it was posted to.
-    pub channel: u64,
-}
 
 /// Where a write goes.
 #[derive(Debug, Clone, Copy)]

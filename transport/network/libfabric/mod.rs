@@ -44,14 +44,16 @@ pub use config::LibfabricConfig;
 use self::address::{Address, Port};
 use self::contexts::Operation;
 use self::info::Facts;
-use self::lane::{BATCH, Destination, Done, Flight, Lane};
+use self::lane::{BATCH, Destination, Done, Lane};
 use self::libfabric_sys::{FI_EAGAIN, Library, Version};
 use self::peer::{Notices, Path, Peer};
 use self::provider::Provider;
+use super::flight::{Flight, Outcome, Pending};
 use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
 use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
-use super::regions::{Regions, fits};
+use super::regions::Regions;
+use super::remote::admit;
 use super::revoke::{Notice, Revocations};
 use super::slab::Slab;
 use super::slots::Slots;
@@ -130,21 +132,6 @@ struct Send {
     failed: u32,
 }
 
-/// The completion of a write.
-#[derive(Debug, Clone, Copy)]
-struct Pending {
-    nic: usize,
-    flight: Flight,
-    outcome: Outcome,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Outcome {
-    Sent,
-    Failed(Failure),
-    Dropped,
-}
-
 impl LibfabricEndpoint {
     /// An endpoint with nothing registered and nobody connected.
     ///
@@ -216,23 +203,7 @@ impl LibfabricEndpoint {
 
     /// The address of a write's source, if the write is valid.
     fn admit(&self, write: &WriteImm) -> Result<u64> {
-        if usize::from(write.nic) >= self.lanes.len() {
-            let advice = format!("there are {} NICs, counted from 0", self.lanes.len());
-            return Err(Error::argument("nic", write.nic, advice));
-        }
-        let most = self.limits.write_bytes;
-        if write.bytes > most {
-            return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
-        }
-        let peer = self.peer(write.peer)?;
-        let Some(source) = self.regions.locate(write.source, write.bytes) else {
-            return Err(super::regions::outside("source", write, self.regions.length(write.source.region)));
-        };
-        let length = peer.regions.length(write.target.region);
-        if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
-            return Err(super::regions::outside("target", write, length.filter(|length| *length > 0)));
-        }
-        Ok(source)
+        admit(write, (self.lanes.len(), self.limits.write_bytes), &self.regions, || Ok(&self.peer(write.peer)?.regions))
     }
 
     /// Completes waiting writes to regions that their peers have taken back as dropped, and those from regions that
@@ -468,19 +439,14 @@ impl LibfabricEndpoint {
     }
 
     /// Hands the completion of a write out, and frees what it held.
-    fn hand_out(&mut self, Pending { nic, flight, outcome }: Pending, on_event: &mut dyn FnMut(Event<'_>)) {
-        let write = &flight.write;
+    fn hand_out(&mut self, pending: Pending, on_event: &mut dyn FnMut(Event<'_>)) {
+        let Pending { nic, flight: Flight { write, channel, .. }, .. } = &pending;
         self.regions.completed(write.source.region);
-        let peer = self.peers.get_mut(&write.peer).filter(|peer| peer.channel == flight.channel);
-        if let Some(path) = peer.and_then(|peer| peer.paths.get_mut(nic)) {
+        let peer = self.peers.get_mut(&write.peer).filter(|peer| peer.channel == *channel);
+        if let Some(path) = peer.and_then(|peer| peer.paths.get_mut(*nic)) {
             path.outstanding = path.outstanding.saturating_sub(1);
         }
-        let (token, peer) = (write.token, write.peer);
-        on_event(match outcome {
-            Outcome::Sent => Event::Sent { token },
-            Outcome::Failed(failure) => Event::Failed { token, peer, failure },
-            Outcome::Dropped => Event::Dropped { token, peer },
-        });
+        on_event(pending.event());
     }
 
     /// Hands out what a completion means; answers whether that is an event.

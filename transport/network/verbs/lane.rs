@@ -16,6 +16,7 @@ use super::device::{Device, Route};
 use super::ibverbs_sys::*;
 use super::objects::{Object, all_closed, last, refused};
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::flight::Flight;
 use crate::transport::network::message::PITCH;
 use crate::transport::network::remote::Remote;
 use crate::transport::network::slab::Slab;
@@ -46,16 +47,6 @@ const RNR_TIMER: u8 = 12;
 /// Without end. Source: ibv_modify_qp(3).
 const RNR_RETRIES: u8 = 7;
 const ADVICE: &str = "see `ibv_devinfo -v` for the device's limits";
-
-/// A write under way.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Flight {
-    pub write: WriteImm,
-    /// Where its bytes are.
-    pub source: u64,
-    /// The peer's endpoint that it was posted to.
-    pub channel: u64,
-}
 
 /// What a completion is of: kept in the number that the device returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

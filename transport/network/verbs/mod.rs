@@ -43,14 +43,16 @@ use self::address::{Address, Port};
 use self::connect::unusable;
 use self::device::Device;
 use self::ibverbs_sys::{IBV_WC_SUCCESS, Library, ibv_wc};
-use self::lane::{BATCH, CHAIN, Flight, Lane, Line, Mark};
+use self::lane::{BATCH, CHAIN, Lane, Line, Mark};
 use self::objects::all_closed;
 use self::peer::{Peer, Remote};
 use self::recovery::break_off;
+use super::flight::{Flight, Outcome, Pending};
 use super::imm::{ImmValue, MAX_RANKS};
 use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
-use super::regions::{Regions, fits};
+use super::regions::Regions;
+use super::remote::admit;
 use super::revoke::{Notice, Revocations};
 use super::slab::Slab;
 use super::slots::Slots;
@@ -122,21 +124,6 @@ pub struct VerbsEndpoint {
     slab: Slab,
 }
 
-/// The completion of a write.
-#[derive(Debug, Clone, Copy)]
-struct Pending {
-    nic: usize,
-    flight: Flight,
-    outcome: Outcome,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Outcome {
-    Sent,
-    Failed(Failure),
-    Dropped,
-}
-
 #[derive(Debug)]
 enum Late {
     Immediate(u32),
@@ -202,23 +189,9 @@ impl VerbsEndpoint {
 
     /// The address of a write's source, if the write is valid.
     fn admit(&self, write: &WriteImm) -> Result<u64> {
-        if usize::from(write.nic) >= self.lanes.len() {
-            let advice = format!("there are {} NICs, counted from 0", self.lanes.len());
-            return Err(Error::argument("nic", write.nic, advice));
-        }
-        let most = self.limits.write_bytes;
-        if write.bytes > most {
-            return Err(Error::argument("bytes", write.bytes, format!("a write has at most {most}; cut it")));
-        }
-        let remote = self.remote(write.peer)?;
-        let Some(source) = self.regions.locate(write.source, write.bytes) else {
-            return Err(super::regions::outside("source", write, self.regions.length(write.source.region)));
-        };
-        let length = remote.regions.length(write.target.region);
-        if length.is_none_or(|length| !fits(length, write.target.offset, write.bytes)) {
-            return Err(super::regions::outside("target", write, length.filter(|length| *length > 0)));
-        }
-        Ok(source)
+        admit(write, (self.lanes.len(), self.limits.write_bytes), &self.regions, || {
+            Ok(&self.remote(write.peer)?.regions)
+        })
     }
 
     /// Gives the devices the writes that wait for them.
@@ -379,20 +352,15 @@ impl VerbsEndpoint {
     // ---- completions
 
     /// Hands the completion of a write out, and frees what it held.
-    fn hand_out(&mut self, Pending { nic, flight, outcome }: Pending, on_event: &mut dyn FnMut(Event<'_>)) {
-        let write = &flight.write;
+    fn hand_out(&mut self, pending: Pending, on_event: &mut dyn FnMut(Event<'_>)) {
+        let Pending { nic, flight: Flight { write, channel, .. }, .. } = &pending;
         self.regions.completed(write.source.region);
         let remote = self.peers.get_mut(&write.peer).and_then(|peer| peer.remote.as_mut());
-        let remote = remote.filter(|remote| remote.channel == flight.channel);
-        if let Some(outstanding) = remote.and_then(|remote| remote.outstanding.get_mut(nic)) {
+        let remote = remote.filter(|remote| remote.channel == *channel);
+        if let Some(outstanding) = remote.and_then(|remote| remote.outstanding.get_mut(*nic)) {
             *outstanding = outstanding.saturating_sub(1);
         }
-        let (token, peer) = (write.token, write.peer);
-        on_event(match outcome {
-            Outcome::Sent => Event::Sent { token },
-            Outcome::Failed(failure) => Event::Failed { token, peer, failure },
-            Outcome::Dropped => Event::Dropped { token, peer },
-        });
+        on_event(pending.event());
     }
 
     /// Hands out what waits to be handed out; answers how much.

@@ -9,8 +9,9 @@ use super::device::Reported;
 use super::ibverbs_sys::{IBV_WC_SUCCESS, ibv_wc};
 use super::lane::{self, GLOBAL_HEADER, Lane, Line};
 use super::report::{self, Letter};
-use super::{COUNTED_NS, Outcome, Pending, REPORT_NS, RETRY_NS, VerbsEndpoint, coarse_now_ns};
+use super::{COUNTED_NS, REPORT_NS, RETRY_NS, VerbsEndpoint, coarse_now_ns};
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::flight::{Outcome, Pending};
 use crate::transport::network::{Event, Reason};
 
 impl VerbsEndpoint {
