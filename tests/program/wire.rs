@@ -30,10 +30,14 @@ fn check(table: &Value, transport: &str, with_bars: usize) {
         assert!(number("own") > 0.0 && number("bare") > 0.0, "{row}");
         let result = |name: &str| row["result"][name].as_f64().unwrap();
         assert!(result("low") <= result("median") && result("median") <= result("high"), "{row}");
-        let ratio = row["compared"] == "ratio";
-        // Medians of pairs lie near the pair of medians.
-        let rough = if ratio { number("own") / number("bare") } else { number("own") - number("bare") };
-        assert!(!ratio || (result("median") / rough > 0.2 && result("median") / rough < 5.0), "{row}");
+        // The medians of two pairs are means, or the upper values: by whichever, they compare as no pair is beyond.
+        // A pause of the machine in one slice may make the pairs differ at will.
+        let rough = match row["compared"].as_str() {
+            Some("ratio") => number("own") / number("bare"),
+            _ => number("own") - number("bare"),
+        };
+        let slack = 1e-9 * (1.0 + rough.abs());
+        assert!(result("low") - slack <= rough && rough <= result("high") + slack, "{row}");
     }
     assert_eq!(rows.iter().filter(|row| row.get("bar").is_some()).count(), with_bars);
 }
