@@ -287,7 +287,7 @@ pub use proxy::driver::{Clock, ThreadConfig};
 pub use proxy::machine::Liveness;
 pub use proxy::{AnyTransport, FlagPlace, Proxy, ProxyConfig, ProxyLoop};
 pub use transport::memory::gdr::GdrCopy;
-pub use transport::memory::{DmaBuf, dma_buf};
+pub use transport::memory::{DmaBuf, DmaBufMapping, GpuDirect, dma_buf, gpu_direct};
 pub use transport::{network, topology};
 
 // ---- the program

@@ -26,7 +26,7 @@ build=(cargo test --no-default-features --features cli --target-dir "$target" --
 programs=$("${build[@]}" --message-format=json 2>/dev/null | sed -n 's/.*"executable":"\([^"]*\/deps\/[^"]*\)".*/\1/p')
 
 # Two programs at a time, since most tests wait; those that take longest first. The output of each comes when it has
-# ended.
+# ended, or has run for much longer than ever.
 first() {
   local name
   for name in transport calls proxy program; do grep "/$name-[^/]*\$" <<<"$programs" || true; done
@@ -37,7 +37,7 @@ export logs=$target/logs
 first | xargs -P 2 -I '{}' bash -c '
   log=$logs/$(basename "{}").log
   status=0
-  "{}" >"$log" 2>&1 || status=$?
+  timeout -k 10 1200 "{}" >"$log" 2>&1 || status=$?
   grep -v "^test .* \.\.\. ok$" "$log"
   [ "$status" -eq 0 ] || echo "{} ended with status $status"
   exit "$status"'

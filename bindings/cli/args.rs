@@ -95,8 +95,8 @@ pub struct BenchArgs {
     /// Tokens of each rank in a round; a larger call goes in several rounds [default: chosen by the library]
     #[arg(long, value_name = "TOKENS", value_parser = |t: &str| number(t, 1, MAX_TOKENS))]
     pub round_tokens: Option<usize>,
-    /// Where arenas lie on GPUs: with host the processor copies between nodes, with device emulated NICs do [default:
-    /// device; host between nodes of processes, or with a hostile network]
+    /// Where arenas lie on GPUs: with host the processor copies between nodes; with device NICs do, which are emulated
+    /// with a simulated network [default: device, where the network between nodes reaches it; else host]
     #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
     pub arena: Option<ArenaWord>,
     /// Ranks as threads of one process or as processes [default: threads]

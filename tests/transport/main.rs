@@ -13,6 +13,7 @@ mod bootstrap;
 mod conformance;
 mod device;
 mod efa;
+mod gpu_memory;
 mod gpu_nic;
 mod handshake;
 mod libfabric;

@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::kernels::{SeededConfig, seeded_world};
-use tokenyard::internals::transport::memory::{Arena, PeerMap, dma_buf};
+use tokenyard::internals::transport::memory::{Arena, DmaBufMapping, PeerMap, dma_buf, gpu_direct};
 use tokenyard::internals::transport::network::{Span, SpanMemory};
 use tokenyard::{Device, Error, Stream, View, World};
 
@@ -250,7 +250,7 @@ fn ranks_of_one_gpu_share_arenas_in_host_memory() {
 fn networks_learn_whose_memory_an_arena_is() {
     let host = Arena::cpu(5000).unwrap();
     assert_eq!(host.span(), Span::host(host.base(), 5000));
-    let why = dma_buf(&host.span()).unwrap_err().to_string();
+    let why = dma_buf(&host.span(), DmaBufMapping::Usual).unwrap_err().to_string();
     assert!(why.contains("by its address"), "{why}");
     if no_gpu() {
         return;
@@ -263,10 +263,15 @@ fn networks_learn_whose_memory_an_arena_is() {
     assert!(
         (span.base, span.bytes) == (arena.base(), 5000) && allocation.bytes >= 5000 && allocation.base <= span.base
     );
-    assert!(dma_buf(&Span { bytes: allocation.bytes + 1, ..span }).is_err());
-    match dma_buf(&Span { base: span.base + 4096, bytes: 8, ..span }) {
-        Ok(buffer) => assert_eq!(buffer.offset, span.base + 4096 - allocation.base),
-        Err(why) => println!("skipped: no dma-buf is made here: {why}"),
+    let facts = gpu_direct(0).unwrap();
+    println!("{facts:?}");
+    assert!(facts.pci.len() >= 12 && gpu_direct(9999).is_err());
+    for mapping in [DmaBufMapping::Usual, DmaBufMapping::Pcie] {
+        assert!(dma_buf(&Span { bytes: allocation.bytes + 1, ..span }, mapping).is_err());
+        match dma_buf(&Span { base: span.base + 4096, bytes: 8, ..span }, mapping) {
+            Ok(buffer) => assert_eq!(buffer.offset, span.base + 4096 - allocation.base),
+            Err(why) => println!("skipped: no dma-buf is made here: {why}"),
+        }
     }
 }
 

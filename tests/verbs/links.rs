@@ -79,12 +79,22 @@ fn ip(state: &str) {
 
 #[test]
 fn links_that_fall_under_a_storm() {
-    let backend = Verbs { even: &["rxv0", "rxv2"], odd: &["rxv1", "rxv3"] };
+    fall(FALLS, false);
+}
+
+/// The queue pair of flushes breaks with the link, and what it held back arrives all the same.
+#[test]
+fn links_that_fall_while_immediates_wait_for_flushes() {
+    fall(FALLS / 2, true);
+}
+
+fn fall(usual: usize, flush: bool) {
+    let backend = Verbs { even: &["rxv0", "rxv2"], odd: &["rxv1", "rxv3"], flush };
     if !backend.is_there() {
         return;
     }
     let asked = std::env::var("TOKENYARD_LINK_FALLS").ok();
-    let all = asked.as_ref().map_or(FALLS, |text| text.parse().unwrap());
+    let all = asked.as_ref().map_or(usual, |text| text.parse().unwrap());
     let (stop, falls, pauses) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)), Pauses::default());
     stay();
     let clock = pauses.watch(stop.clone());

@@ -25,6 +25,8 @@ use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint
 struct Verbs {
     even: &'static [&'static str],
     odd: &'static [&'static str],
+    /// Immediates wait for a flush, as behind writes into a GPU's memory.
+    flush: bool,
 }
 
 impl Backend for Verbs {
@@ -49,6 +51,7 @@ impl Verbs {
         let mut config = VerbsConfig::default();
         config.devices = devices.iter().map(|device| (*device).to_owned()).collect();
         config.nics = devices.len();
+        config.flush = Some(self.flush);
         // The VM's processors are emulated, and may not run this process for long.
         (config.let_go, config.resume_within) = (Duration::from_secs(5), Duration::from_secs(20));
         config
@@ -79,9 +82,10 @@ impl Backend for Processes {
     }
 }
 
-contract!(one_device, Verbs { even: &["rxe0"], odd: &["rxe0"] });
-contract!(two_pairs, Verbs { even: &["rxv0", "rxv2"], odd: &["rxv1", "rxv3"] });
+contract!(one_device, Verbs { even: &["rxe0"], odd: &["rxe0"], flush: false });
+contract!(two_pairs, Verbs { even: &["rxv0", "rxv2"], odd: &["rxv1", "rxv3"], flush: false });
+contract!(with_flushes, Verbs { even: &["rxe0"], odd: &["rxe0"], flush: true });
 // Storms take minutes like this, on emulated processors; endpoints of one process share nothing but the kernel, either.
-contract!(@ between_processes, Processes(Verbs { even: &["rxv0"], odd: &["rxv1"] }),
+contract!(@ between_processes, Processes(Verbs { even: &["rxv0"], odd: &["rxv1"], flush: false }),
     empty_write_skipped, message_torn_or_doubled, dead_peer_holds_everyone_up, late_write_after_reset,
     region_touched_after_it_was_taken_back);

@@ -3,7 +3,7 @@
 //! Place: used by `memory` for GPUs. Runs on the caller's thread; waits only for the zeroing of a new arena.
 //! Ownership is teardown order: unmap, give the addresses back, release the allocation, release the context.
 
-use super::BUS_ID_BYTES;
+use super::{BUS_ID_BYTES, DmaBufMapping, GpuDirect};
 use crate::base::cuda::{self as driver, PrimaryContext, check, error, failure};
 use crate::base::{Error, Result};
 use crate::transport::network::Allocation as SpanAllocation;
@@ -15,6 +15,10 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 /// How allocations pass between processes.
 const SHARED_AS: HandleType = HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 const PRIVATE: HandleType = HandleType::CU_MEM_HANDLE_TYPE_NONE;
+/// `CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE` of cuda.h.
+const MAPPED_BY_PCIE: u64 = 1;
+/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER` of cuda.h: kernels of the GPU that owns the memory need no flush.
+const ORDERED_FOR_OWNER: i32 = 100;
 
 /// Mapped GPU memory, own or a peer's.
 #[derive(Debug)]
@@ -194,8 +198,17 @@ impl Drop for Mapping {
     }
 }
 
+/// What GPU `ordinal` offers to NICs.
+pub(super) fn gpu_direct(ordinal: usize) -> Result<GpuDirect> {
+    let device = driver::device(ordinal)?;
+    let supported = driver::attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)? != 0;
+    let order = driver::attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)?;
+    let pci = bus_id_of(device)?.iter().take_while(|byte| **byte != 0).map(|byte| char::from(*byte)).collect();
+    Ok(GpuDirect { pci, supported, ordered: order >= ORDERED_FOR_OWNER })
+}
+
 /// A descriptor of an allocation of GPU `ordinal`, for NICs.
-pub(super) fn dma_buf(ordinal: usize, allocation: SpanAllocation) -> Result<OwnedFd> {
+pub(super) fn dma_buf(ordinal: usize, allocation: SpanAllocation, mapping: DmaBufMapping) -> Result<OwnedFd> {
     let context = PrimaryContext::retain(ordinal)?;
     let _current = context.enter()?;
     if driver::attribute(context.device(), Attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)? == 0 {
@@ -207,12 +220,16 @@ pub(super) fn dma_buf(ordinal: usize, allocation: SpanAllocation) -> Result<Owne
     let mut fd: c_int = -1;
     let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
     let SpanAllocation { base, bytes } = allocation;
+    let flags = match mapping {
+        DmaBufMapping::Usual => 0,
+        DmaBufMapping::Pcie => MAPPED_BY_PCIE,
+    };
     // SAFETY: the driver stores a descriptor, an int, at the address, and refuses a range that is none of its own.
     let code = unsafe {
         let out: *mut c_int = &mut fd;
-        sys::cuMemGetHandleForAddressRange(out.cast(), base, bytes, kind, 0)
+        sys::cuMemGetHandleForAddressRange(out.cast(), base, bytes, kind, flags)
     };
-    check(code, &format!("making a dma-buf of {bytes} bytes of GPU {ordinal}"))?;
+    check(code, &format!("making a dma-buf ({mapping:?}) of {bytes} bytes of GPU {ordinal}"))?;
     if fd < 0 {
         return Err(error("making a dma-buf gave no descriptor", "update the driver"));
     }

@@ -102,10 +102,7 @@ impl Arena {
     #[cfg(not(feature = "cuda"))]
     pub fn cuda(ordinal: usize, bytes: usize) -> Result<Arena> {
         check_bytes(bytes)?;
-        Err(Error::device(
-            format!("an arena on GPU {ordinal} was asked for and this build has no GPU part"),
-            "build with the feature cuda, or use the CPU device",
-        ))
+        Err(no_gpu_part(format!("an arena on GPU {ordinal}")))
     }
 
     /// Host memory that GPU `ordinal` reaches over PCIe, and so do other GPUs and processes.
@@ -204,29 +201,66 @@ pub struct DmaBuf {
     pub offset: u64,
 }
 
-/// Makes a dma-buf of a span of GPU memory, for backends whose NICs reach GPU memory. **Unstable**, as
-/// [`network`](super::network) is: it was not tested with a NIC so far, since none was available.
+/// Which way a dma-buf's memory is reached. **Unstable**, as [`network`](super::network) is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DmaBufMapping {
+    /// The driver's choice.
+    Usual,
+    /// Over PCIe, also where the GPU has a link of its own to the processor: what NICs with data direct need. Drivers of
+    /// CUDA 12.8 and later make it.
+    Pcie,
+}
+
+/// Makes a dma-buf of the whole allocation of a span of GPU memory, for backends whose NICs reach GPU memory.
+/// **Unstable**, as [`network`](super::network) is: it was not tested with a NIC so far, since none was available.
 ///
 /// # Errors
 /// `Argument` for host memory, which is registered by its address; `Device` if the GPU or its driver makes none.
-pub fn dma_buf(span: &Span) -> Result<DmaBuf> {
+pub fn dma_buf(span: &Span, mapping: DmaBufMapping) -> Result<DmaBuf> {
     match span.memory {
         #[cfg(feature = "cuda")]
         SpanMemory::Gpu { ordinal, allocation } => {
-            let offset = span.base.checked_sub(allocation.base);
-            let inside = offset.is_some_and(|at| at.saturating_add(span.bytes as u64) <= allocation.bytes as u64);
-            let Some(offset) = offset.filter(|_| inside) else {
-                return Err(Error::argument("span", format!("{span:?}"), "give a span inside its allocation"));
-            };
-            Ok(DmaBuf { fd: cuda::dma_buf(ordinal, allocation)?, offset })
+            Ok(DmaBuf { offset: span.offset_in(allocation)?, fd: cuda::dma_buf(ordinal, allocation, mapping)? })
         }
         #[cfg(not(feature = "cuda"))]
-        SpanMemory::Gpu { ordinal, .. } => Err(Error::device(
-            format!("a dma-buf of memory of GPU {ordinal} was asked for and this build has no GPU part"),
-            "build with the feature cuda",
-        )),
+        SpanMemory::Gpu { ordinal, allocation } => {
+            span.offset_in(allocation)?;
+            Err(no_gpu_part(format!("a dma-buf of memory of GPU {ordinal} by {mapping:?} mapping")))
+        }
         SpanMemory::Host => Err(Error::argument("span", "host memory", "register host memory by its address")),
     }
+}
+
+/// What a GPU offers to NICs. **Unstable**, as [`network`](super::network) is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuDirect {
+    /// Its PCI address, such as `0000:1b:00.0`.
+    pub pci: String,
+    /// Whether devices can reach its memory at all.
+    pub supported: bool,
+    /// Whether kernels of this GPU see what NICs write in the order in which it arrives; otherwise a read by the NIC has
+    /// to flush it.
+    pub ordered: bool,
+}
+
+/// What GPU `ordinal` offers to NICs. Source: `GPU_DIRECT_RDMA_SUPPORTED` and `GPU_DIRECT_RDMA_WRITES_ORDERING` of
+/// `CUdevice_attribute` in the CUDA driver's interface.
+///
+/// # Errors
+/// `Device` if there is no such GPU, or this build has no GPU part.
+pub fn gpu_direct(ordinal: usize) -> Result<GpuDirect> {
+    #[cfg(feature = "cuda")]
+    return cuda::gpu_direct(ordinal);
+    #[cfg(not(feature = "cuda"))]
+    Err(no_gpu_part(format!("what GPU {ordinal} offers to NICs")))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn no_gpu_part(what: String) -> Error {
+    Error::device(
+        format!("{what} was asked for and this build has no GPU part"),
+        "build with the feature cuda, or use the CPU device",
+    )
 }
 
 enum Handle<'a> {

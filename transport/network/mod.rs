@@ -72,6 +72,7 @@ mod keys;
 pub mod libfabric;
 mod library;
 mod message;
+mod reach;
 mod regions;
 mod remote;
 mod revoke;
@@ -80,8 +81,12 @@ mod slab;
 mod slots;
 pub mod verbs;
 
+#[doc(hidden)]
+pub use reach::Gpu;
+pub use reach::{Reach, Way};
+
 use self::imm::ImmValue;
-use crate::base::{Rank, Result};
+use crate::base::{Error, Rank, Result};
 use std::fmt;
 
 /// Longest control message in bytes.
@@ -128,6 +133,16 @@ impl Span {
     /// Host memory.
     pub const fn host(base: u64, bytes: usize) -> Span {
         Span { base, bytes, memory: SpanMemory::Host }
+    }
+
+    /// Bytes from the start of an allocation to the span.
+    ///
+    /// # Errors
+    /// `Argument` if the span is not inside it.
+    pub(crate) fn offset_in(&self, allocation: Allocation) -> Result<u64> {
+        let offset = self.base.checked_sub(allocation.base);
+        let inside = offset.filter(|at| at.saturating_add(self.bytes as u64) <= allocation.bytes as u64);
+        inside.ok_or_else(|| Error::argument("span", format!("{self:?}"), "give a span inside its allocation"))
     }
 }
 
@@ -400,8 +415,8 @@ pub trait Transport: Send {
     /// `Transport` if this endpoint itself is broken.
     fn flush(&mut self) -> Result<()>;
 
-    /// Hands out some events and returns how many; 0 means none for now. Makes progress: an endpoint that nobody polls
-    /// may neither send nor receive.
+    /// Hands out some events and returns how many; at least 1 if immediates that have arrived wait for a flush (P1). 0
+    /// means none for now. Makes progress: an endpoint that nobody polls may neither send nor receive.
     ///
     /// # Errors
     /// `Transport` if this endpoint itself is broken.

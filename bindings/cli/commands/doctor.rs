@@ -1,7 +1,8 @@
 //! `tokenyard doctor`: what this machine offers and lacks, and for each lack its cost and a remedy.
 //!
-//! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing and opens no device. It
-//! opens the libraries that networks use, as a network would.
+//! On the main thread. It reads /proc, /sys and /dev and asks the driver; it changes nothing. It opens the libraries
+//! that networks use, as a network would; where there are GPUs and NICs, it opens both for a moment to see how they
+//! reach each other.
 
 mod finding;
 mod gpu;
@@ -11,12 +12,14 @@ use std::fs;
 use std::path::PathBuf;
 
 use tokenyard::network::libfabric::libfabric_sys;
-use tokenyard::network::verbs::ibverbs_sys;
+use tokenyard::network::verbs::{VerbsConfig, VerbsEndpoint, ibverbs_sys};
+use tokenyard::network::{self, Reach};
 use tokenyard::{Device, Error};
 
 use crate::cli::args::DoctorArgs;
 use crate::cli::files::{self, check_outputs};
 use crate::cli::out::Out;
+use crate::cli::ranks::gpus::usable_gpus;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
 use finding::Finding;
@@ -35,6 +38,7 @@ pub fn doctor(args: &DoctorArgs, out: &Out) -> Result<Status, Refusal> {
     findings.extend([libfabric(libfabric_sys::Library::open()), libibverbs(ibverbs_sys::Library::open())]);
     findings.extend(machine.nics());
     findings.push(machine.rdma_nodes());
+    findings.extend(reach());
     findings.push(machine.gdrcopy());
     findings.push(machine.dma_buf());
     findings.push(machine.memlock());
@@ -84,20 +88,36 @@ fn build() -> Finding {
     )
 }
 
-/// Networks between nodes, and the lack of one between hosts.
-fn transports() -> [Finding; 2] {
-    let simulated = "simulated between threads of one process and between processes of one host; emulated between GPUs \
-                     of one process; libfabric's tcp, shm and efa, where libfabric has them; verbs, by devices with an active \
-                     port";
-    [
-        Finding::has("transports", simulated),
-        Finding::lacks(
-            "transports",
-            "no network between hosts that reaches GPUs' memory in this release",
-            "arenas of ranks on several hosts are in host memory, which is slower",
-            "nothing for one host; else wait for a release that has one",
-        ),
-    ]
+/// Networks between nodes.
+fn transports() -> [Finding; 1] {
+    let there = "simulated between threads of one process and between processes of one host; emulated between GPUs of one \
+                 process; libfabric's tcp, shm and efa, where libfabric has them; verbs, by devices with an active port";
+    [Finding::has("transports", there)]
+}
+
+/// How each NIC for verbs reaches each GPU's memory. None without GPUs or NICs.
+fn reach() -> Vec<Finding> {
+    if ibverbs_sys::Library::open().is_err() {
+        return Vec::new();
+    }
+    let of_gpu = |gpu| {
+        let mut config = VerbsConfig::default();
+        (config.gpu, config.nics) = (Some(gpu), network::imm::MAX_NICS);
+        VerbsEndpoint::reach_of(&config)
+    };
+    (0..usable_gpus()).flat_map(|gpu| of_gpu(gpu).unwrap_or_default()).map(|reach| reached(&reach)).collect()
+}
+
+fn reached(reach: &Reach) -> Finding {
+    if reach.way.is_some() {
+        return Finding::has("GPUDirect", reach.to_string());
+    }
+    Finding::lacks(
+        "GPUDirect",
+        reach.to_string(),
+        "arenas of several nodes lie in host memory, which GPUs reach over PCIe: some 1 ms a call",
+        "use the driver's open kernel modules with Linux 5.12 and rdma-core 34 or later, or modprobe nvidia_peermem",
+    )
 }
 
 /// What an error found, without its advice.
@@ -115,7 +135,7 @@ fn libfabric(opened: tokenyard::Result<&'static libfabric_sys::Library>) -> Find
         Err(error) => Finding::lacks(
             "libfabric",
             what_of(error),
-            "nothing in this release; EFA and networks over TCP will need it",
+            "no network over EFA, TCP or shared memory by libfabric",
             "install libfabric1 (on AWS the EFA installer), or set TOKENYARD_LIBFABRIC to its path",
         ),
     }
@@ -128,7 +148,7 @@ fn libibverbs(opened: tokenyard::Result<&'static ibverbs_sys::Library>) -> Findi
         Err(error) => Finding::lacks(
             "libibverbs",
             what_of(error),
-            "nothing in this release; ConnectX NICs will need it",
+            "no network over ConnectX and other NICs for RoCE or InfiniBand",
             "install libibverbs1 and ibverbs-providers, or set TOKENYARD_LIBIBVERBS to its path",
         ),
     }
@@ -363,6 +383,7 @@ impl Machine {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tokenyard::network::Way;
 
     fn machine(files: &[(&str, &str)]) -> (tempfile::TempDir, Machine) {
         let folder = tempfile::tempdir().unwrap();
@@ -436,10 +457,12 @@ mod tests {
     }
 
     #[test]
-    fn a_network_between_hosts_is_a_lack() {
-        let [there, lacking] = transports();
-        assert!(!there.lacking && there.what.contains("between processes of one host"));
-        assert!(lacking.lacking && lacking.what.contains("no network between hosts"));
+    fn a_gpu_that_a_nic_does_not_reach_is_a_lack_and_one_that_it_reaches_says_how() {
+        let mut reach = Reach::unknown("mlx5_3", 1);
+        assert!(reached(&reach).lacking && reached(&reach).what.contains("mlx5_3 reaches no memory of GPU 1"));
+        (reach.way, reach.lacking) = (Some(Way::DmaBuf), vec![(Way::DataDirect, "no function for it".into())]);
+        let what = "mlx5_3 reaches memory of GPU 1 by dma-buf, with a flush; data direct: no function for it";
+        assert_eq!(reached(&reach), Finding::has("GPUDirect", what));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use super::buffers;
 use super::builder;
 use super::gpus::{sharing, usable_gpus};
 use super::job::Job;
+use super::real;
 use crate::cli::args::{BenchArgs, List, or_default};
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
@@ -219,9 +220,9 @@ impl Config {
         Ok(Config {
             device,
             launch,
-            arena: check_arena(args.arena, device, launch, &case)?,
+            arena: check_arena(args.arena.or_else(|| found_arena(args, &case, device)), device, launch, &case)?,
             allow_old_shm: args.allow_old_shm,
-            nic_devices: args.transport.as_ref().map_or_else(Vec::new, |transport| transport.devices.clone()),
+            nic_devices: nic_devices(args),
             preset: preset.name,
             case,
             tokens,
@@ -232,6 +233,22 @@ impl Config {
             outputs,
         })
     }
+}
+
+fn nic_devices(args: &BenchArgs) -> Vec<String> {
+    args.transport.as_ref().map_or_else(Vec::new, |transport| transport.devices.clone())
+}
+
+/// GPU memory, where NICs of the network that was asked for reach it.
+fn found_arena(args: &BenchArgs, case: &Case, device: DeviceWord) -> Option<ArenaWord> {
+    let asked = device == DeviceWord::Cuda && case.several_nodes() && reaches_gpus(case.transport);
+    let reached = asked && real::reaches_gpu(case, nic_devices(args), env_rank().unwrap_or(0) % usable_gpus().max(1));
+    reached.then_some(ArenaWord::Device)
+}
+
+/// The rank's number on its host, where ranks are processes.
+fn env_rank() -> Option<usize> {
+    std::env::var("LOCAL_RANK").ok()?.parse().ok()
 }
 
 /// Iterations before the timed ones, by default.
@@ -270,6 +287,8 @@ pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case:
     let inter_node = device == DeviceWord::Cuda && case.several_nodes();
     let processor = inter_node && case.transport != TransportWord::Sim;
     match given {
+        // The network says what it lacks, if it does not reach it.
+        Some(ArenaWord::Device) if processor && reaches_gpus(case.transport) => Ok(ArenaWord::Device),
         Some(ArenaWord::Device) if processor => {
             let advice = "this network copies with the processor, which cannot reach it; give host";
             Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
@@ -310,6 +329,11 @@ fn check_transport(args: &BenchArgs, case: &Case) -> Result<(), Refusal> {
         (_, Some(network)) => Err(Refusal::of("--network", network.name(), &advice)),
         _ => Ok(()),
     }
+}
+
+/// Whether NICs of that network may reach memory of GPUs.
+fn reaches_gpus(transport: TransportWord) -> bool {
+    transport == TransportWord::Verbs
 }
 
 /// As [`arena`], for a network that was asked for.

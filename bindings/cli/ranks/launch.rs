@@ -106,8 +106,7 @@ pub fn run_as_rank(config: &Config, out: &Out) -> Status {
         for &tokens in &config.tokens {
             let job = config.job(tokens);
             let show = |done: usize| bar.show(&format!("{tokens} tokens"), done, job.iterations());
-            let endpoint = job.case.several_nodes().then(|| network::process_endpoint(&world, &job)).transpose()?;
-            let result = team::run_own(&job, config.device, &world, endpoint, &show);
+            let result = team::run_own(&job, config.device, &world, &show);
             bar.clear();
             print(out, &Line::Result(Box::new(result?)));
         }

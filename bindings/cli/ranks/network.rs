@@ -76,7 +76,7 @@ pub enum Shared {
         measured: Option<Measured>,
     },
     /// Each rank opens its own endpoint.
-    Real(Real),
+    Real(Real, ArenaWord),
 }
 
 /// Needed to time calls over the emulation.
@@ -96,7 +96,7 @@ impl Shared {
         Ok(match self {
             Shared::Sim(network) => endpoint(network, world)?,
             Shared::Gpu { network, .. } => Box::new(network.endpoint(world.rank(), device)?),
-            Shared::Real(real) => real.open(world)?,
+            Shared::Real(real, arena) => real.open(world, device, *arena)?,
         })
     }
 
@@ -112,7 +112,7 @@ impl Shared {
 
     fn measured(&self) -> Option<&Measured> {
         match self {
-            Shared::Sim(_) | Shared::Real(_) => None,
+            Shared::Sim(_) | Shared::Real(..) => None,
             Shared::Gpu { measured, .. } => measured.as_ref(),
         }
     }
@@ -129,7 +129,7 @@ pub fn real_time(
 ) -> Result<Option<Shared>> {
     let case = &job.case;
     if let Some(real) = Real::of(job).filter(|_| case.several_nodes()) {
-        return Ok(Some(Shared::Real(real)));
+        return Ok(Some(Shared::Real(real, job.arena)));
     }
     if !case.several_nodes() || device == DeviceWord::Cpu || job.arena == ArenaWord::Host {
         return Ok(open(case, Clock::Real)?.map(Shared::Sim));
@@ -218,9 +218,9 @@ pub fn endpoint(network: &Network, world: &World) -> Result<Box<dyn Transport>> 
 ///
 /// # Errors
 /// If the network cannot be joined.
-pub fn process_endpoint(world: &World, job: &Job) -> Result<Box<dyn Transport>> {
+pub fn process_endpoint(world: &World, device: &Device, job: &Job) -> Result<Box<dyn Transport>> {
     if let Some(real) = Real::of(job) {
-        return real.open(world);
+        return real.open(world, device, job.arena);
     }
     let mut secret = [0u8; 16];
     if world.rank().index() == 0 {
@@ -288,13 +288,13 @@ mod tests {
         {
             let case = Case { transport, nics: Some(3), ..case.clone() };
             assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
-            let Some(Shared::Real(Real::Libfabric(config))) = shared(case, DeviceWord::Cuda) else {
+            let Some(Shared::Real(Real::Libfabric(config), _)) = shared(case, DeviceWord::Cuda) else {
                 panic!("not {provider}")
             };
             assert_eq!((config.provider.as_str(), config.nics, config.allow_old_shm), (provider, 3, true));
         }
         let case = Case { transport: TransportWord::Verbs, nics: Some(2), ..case.clone() };
-        let Some(Shared::Real(Real::Verbs(config))) = shared(case, DeviceWord::Cpu) else { panic!("not verbs") };
+        let Some(Shared::Real(Real::Verbs(config), _)) = shared(case, DeviceWord::Cpu) else { panic!("not verbs") };
         assert_eq!((config.nics, config.devices), (2, vec!["rxe7".to_owned()]));
     }
 }

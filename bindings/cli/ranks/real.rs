@@ -5,10 +5,11 @@
 use tokenyard::internals::transport::network::Transport;
 use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
 use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint};
-use tokenyard::{Result, World};
+use tokenyard::{Device, Result, World};
 
 use super::job::Job;
-use crate::cli::cases::words::TransportWord;
+use crate::cli::cases::case::Case;
+use crate::cli::cases::words::{ArenaWord, TransportWord};
 
 /// A network's settings, which all ranks share.
 #[derive(Debug, Clone)]
@@ -29,16 +30,27 @@ impl Real {
         libfabric_config(job.case.transport, nics, job.allow_old_shm).map(Real::Libfabric)
     }
 
-    /// A rank's endpoint.
+    /// A rank's endpoint, which reaches its GPU's memory if the arena is to lie there.
     ///
     /// # Errors
     /// If the network is not there, or opens nothing.
-    pub fn open(&self, world: &World) -> Result<Box<dyn Transport>> {
+    pub fn open(&self, world: &World, device: &Device, arena: ArenaWord) -> Result<Box<dyn Transport>> {
         Ok(match self {
             Real::Libfabric(config) => Box::new(LibfabricEndpoint::open(world.rank(), config.clone())?),
-            Real::Verbs(config) => Box::new(VerbsEndpoint::open(world.rank(), config.clone())?),
+            Real::Verbs(config) => {
+                let mut config = config.clone();
+                config.gpu = device.ordinal().filter(|_| arena == ArenaWord::Device);
+                Box::new(VerbsEndpoint::open(world.rank(), config)?)
+            }
         })
     }
+}
+
+/// Whether all NICs of a case over verbs reach memory of a GPU.
+pub fn reaches_gpu(case: &Case, devices: Vec<String>, gpu: usize) -> bool {
+    let mut config = VerbsConfig::default();
+    (config.devices, config.gpu, config.nics) = (devices, Some(gpu), case.nics.unwrap_or(1));
+    VerbsEndpoint::reach_of(&config).is_ok_and(|reach| reach.iter().all(|reach| reach.way.is_some()))
 }
 
 /// The settings of a network over libfabric, if it is that.

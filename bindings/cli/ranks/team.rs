@@ -88,18 +88,15 @@ fn open(device: DeviceWord, rank: usize) -> Result<Device> {
     }
 }
 
-/// Runs one rank that is a process, with its own device, and a proxy if it has an endpoint between nodes.
+/// Runs one rank that is a process, with its own device, and an endpoint with a proxy if there are several nodes.
 ///
 /// # Errors
 /// Whatever the library returns.
-pub fn run_own(
-    job: &Job,
-    device: DeviceWord,
-    world: &World,
-    endpoint: Option<Box<dyn Transport>>,
-    progress: &dyn Fn(usize),
-) -> Result<RankResult> {
-    run_on(job, &open(device, world.local_rank())?, world, endpoint, None, progress)
+pub fn run_own(job: &Job, device: DeviceWord, world: &World, progress: &dyn Fn(usize)) -> Result<RankResult> {
+    let device = open(device, world.local_rank())?;
+    let several = job.case.several_nodes();
+    let endpoint = several.then(|| network::process_endpoint(world, &device, job)).transpose()?;
+    run_on(job, &device, world, endpoint, None, progress)
 }
 
 /// The same on a device.

@@ -33,6 +33,11 @@ pub struct VerbsConfig {
     pub devices: Vec<String>,
     /// NICs of this rank, as its peers see them.
     pub nics: usize,
+    /// The GPU whose memory may be registered, as this process counts them; `None`: host memory alone.
+    pub gpu: Option<usize>,
+    /// Whether immediates wait until a read has flushed what the NIC wrote into the GPU's memory; `None`: where the
+    /// GPU's attributes and the NIC's place ask for it.
+    pub flush: Option<bool>,
     /// Writes of one NIC to one peer that may be outstanding.
     pub peer_posts: u32,
     /// Immediates that may be under way to one NIC; fewer where the device has fewer.
@@ -65,6 +70,8 @@ impl Default for VerbsConfig {
         VerbsConfig {
             devices: Vec::new(),
             nics: 1,
+            gpu: None,
+            flush: None,
             peer_posts: PEER_POSTS,
             receives: RECEIVES,
             let_go: Duration::from_nanos(LET_GO_NS),

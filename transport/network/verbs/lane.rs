@@ -10,19 +10,23 @@
 //!                              └─ queue pair of datagrams: reports on broken connections
 //! ```
 
+use super::RETRY_NS;
 use super::address::{End, NUMBERS};
 use super::config::VerbsConfig;
 use super::device::{Device, Route};
+use super::flush::{self, Flush};
 use super::ibverbs_sys::*;
-use super::objects::{Object, all_closed, last, refused};
+use super::mark::Mark;
+use super::memory::{Reached, reach, register_by, register_host};
+use super::objects::{Object, all_closed, refused};
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::flight::Flight;
 use crate::transport::network::message::PITCH;
+use crate::transport::network::reach::{Gpu, allocation};
 use crate::transport::network::remote::Remote;
 use crate::transport::network::slab::Slab;
 use crate::transport::network::slots::Slots;
-use crate::transport::network::{RegionId, Span, WriteImm};
-use nix::sys::resource::{Resource, getrlimit};
+use crate::transport::network::{RegionId, Span, SpanMemory, WriteImm};
 use std::ffi::c_int;
 use std::mem::zeroed;
 use std::ptr::null_mut;
@@ -36,6 +40,8 @@ const WRITES: u32 = 8192;
 /// Reports on their way, and receives for reports: peers repeat what finds none.
 pub(super) const REPORTS: u32 = 64;
 const REPORT_RECEIVES: u32 = 256;
+/// Reads of flushes under way.
+const FLUSHES: u32 = 1;
 /// Bytes that a device puts before a datagram. Source: ibv_post_recv(3).
 pub(super) const GLOBAL_HEADER: usize = 40;
 /// Of all datagrams: it only keeps other users' out.
@@ -48,58 +54,6 @@ const RNR_TIMER: u8 = 12;
 const RNR_RETRIES: u8 = 7;
 const ADVICE: &str = "see `ibv_devinfo -v` for the device's limits";
 
-/// What a completion is of: kept in the number that the device returns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Mark {
-    /// A request of a connection: which opening of its queue pair, and its place in the sequence.
-    Request {
-        opening: u32,
-        sequence: u64,
-    },
-    Immediate,
-    /// A message, in that place.
-    Message(u32),
-    /// A report that was sent from that place.
-    SentReport(u32),
-    /// A report that came to that place.
-    Report(u32),
-}
-
-const KIND: u32 = 61;
-const OPENING: u32 = 48;
-/// The highest number of an opening.
-pub(super) const OPENINGS: u32 = (1 << (KIND - OPENING)) - 1;
-
-impl Mark {
-    pub fn encode(self) -> u64 {
-        let of = |kind: u64, number: u32| kind << KIND | u64::from(number);
-        match self {
-            Mark::Request { opening, sequence } => {
-                u64::from(opening & OPENINGS) << OPENING | sequence & ((1 << OPENING) - 1)
-            }
-            Mark::Immediate => of(1, 0),
-            Mark::Message(place) => of(2, place),
-            Mark::SentReport(place) => of(3, place),
-            Mark::Report(place) => of(4, place),
-        }
-    }
-
-    pub fn decode(number: u64) -> Option<Mark> {
-        let place = number as u32;
-        Some(match number >> KIND {
-            0 => {
-                let opening = (number >> OPENING) as u32;
-                Mark::Request { opening, sequence: number & ((1 << OPENING) - 1) }
-            }
-            1 => Mark::Immediate,
-            2 => Mark::Message(place),
-            3 => Mark::SentReport(place),
-            4 => Mark::Report(place),
-            _ => return None,
-        })
-    }
-}
-
 /// What a queue pair is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Line {
@@ -109,7 +63,11 @@ pub(super) enum Line {
 
 #[derive(Debug)]
 enum Registered {
-    Open(Object<ibv_mr>),
+    Open {
+        region: Object<ibv_mr>,
+        /// The processor can read it.
+        is_host: bool,
+    },
     /// Taken back.
     Closed,
     /// The library did not close it, and the device may go on to use it.
@@ -119,6 +77,8 @@ enum Registered {
 /// What a reset replaces; closed in this order.
 #[derive(Debug)]
 struct Queues {
+    /// Of flushes, where immediates wait for them.
+    flushes: Option<Object<ibv_qp>>,
     datagrams: Object<ibv_qp>,
     /// Receives of messages, on the NIC that they go by.
     messages: Option<Object<ibv_srq>>,
@@ -132,12 +92,16 @@ struct Sizes {
     completions: u32,
     immediates: u32,
     messages: u32,
+    has_flushes: bool,
 }
 
 /// Closed in this order.
 pub(super) struct Lane {
     regions: Vec<Registered>,
     queues: Queues,
+    pub flush: Option<Flush>,
+    /// The GPU whose memory it reaches, and how.
+    pub reached: Option<Reached>,
     /// Of the messages' slab.
     message_memory: Option<Object<ibv_mr>>,
     report_memory: Object<ibv_mr>,
@@ -181,10 +145,11 @@ impl Lane {
         config: &VerbsConfig,
         device: String,
         messages: Option<&Slab>,
+        gpu: Option<&Gpu>,
     ) -> Result<Lane> {
         let mut device = Device::open(library, config, device)?;
         let (sends, message_receives) = messages.map_or((0, 0), |slab| (slab.sends(), slab.receives()));
-        let fixed = sends + message_receives + REPORTS + REPORT_RECEIVES;
+        let fixed = sends + message_receives + REPORTS + REPORT_RECEIVES + FLUSHES;
         let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
         let entries = most(device.limits.max_cqe).saturating_sub(fixed);
         let immediates = config.receives.min(most(device.limits.max_srq_wr)).min(entries / 2);
@@ -200,20 +165,33 @@ impl Lane {
             return Err(Error::transport(what, "use another device"));
         }
         let posts = config.peer_posts.min(writes).min(most(device.limits.max_qp_wr) / requests).max(1);
-        let sizes =
-            Sizes { completions: fixed + immediates + writes * requests, immediates, messages: message_receives };
+        let reached = gpu.map(|gpu| reach(&device, gpu, config.flush));
+        // Where the GPU's memory is not reached, all regions are in host memory.
+        let has_flushes = match &reached {
+            Some(Reached { reach, probe }) => reach.flush && probe.is_some(),
+            None => config.flush == Some(true),
+        };
+        let completions = fixed + immediates + writes * requests;
+        let sizes = Sizes { completions, immediates, messages: message_receives, has_flushes };
         let memory = |slab: &Slab| {
             let (base, bytes) = slab.local();
-            register(&device, Span::host(base, bytes), IBV_ACCESS_LOCAL_WRITE)
+            register_host(&device, Span::host(base, bytes), IBV_ACCESS_LOCAL_WRITE)
         };
         let reports = Slab::new(REPORTS, REPORT_RECEIVES, all_closed)?;
         let (message_memory, report_memory) = (messages.map(memory).transpose()?, memory(&reports)?);
+        let flush = has_flushes.then(|| {
+            let probe = reached.as_ref().zip(gpu.map(|gpu| gpu.probe.base));
+            Flush::new(&device, &reports, probe, immediates)
+        });
+        let flush = flush.transpose()?;
         let gid_index = device.gid_entry().ok();
         // SAFETY: numbers and pointers that may be null.
         let (request, piece, entry) = unsafe { (zeroed(), zeroed(), zeroed()) };
         let mut lane = Lane {
             regions: Vec::new(),
             queues: Queues::open(&device, sizes)?,
+            flush,
+            reached,
             message_memory,
             report_memory,
             reports,
@@ -232,39 +210,50 @@ impl Lane {
             linked: 0,
             entries: Box::new([entry; BATCH]),
         };
-        lane.fill(messages)?;
+        lane.fill(messages, config)?;
         Ok(lane)
     }
 
-    /// Posts all receives.
-    fn fill(&mut self, messages: Option<&Slab>) -> Result<()> {
+    /// Posts all receives, and opens the queue pair of flushes.
+    fn fill(&mut self, messages: Option<&Slab>, config: &VerbsConfig) -> Result<()> {
         self.post_receives(self.sizes.immediates)?;
         if let Some(slab) = messages {
             (0..slab.receives()).try_for_each(|place| self.receive_message(place, slab.receive(place)))?;
         }
         (0..REPORT_RECEIVES).for_each(|place| self.receive_report(place));
-        Ok(())
+        self.flush.iter_mut().for_each(Flush::restart);
+        self.open_flushes(config)
     }
 
     /// Opens new queues, where the queue pairs of all peers have been closed: what the former ones took is gone.
     ///
     /// # Errors
     /// `Transport` if the device opens none; then the former ones stay.
-    pub fn renew(&mut self, messages: Option<&Slab>) -> Result<()> {
+    pub fn renew(&mut self, messages: Option<&Slab>, config: &VerbsConfig) -> Result<()> {
         self.device.renew()?;
         self.queues = Queues::open(&self.device, self.sizes)?;
         self.is_mute = false;
         self.owners.clear();
         self.sent_reports = Slots::new(REPORTS);
-        self.fill(messages)
+        self.fill(messages, config)
     }
 
     // ---- memory
 
-    /// Registers memory by the next number.
-    pub fn register(&mut self, span: Span) -> Result<()> {
-        let access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
-        self.regions.push(Registered::Open(register(&self.device, span, access)?));
+    /// Registers memory by the next number; of a GPU's memory the whole allocation.
+    ///
+    /// # Errors
+    /// `Argument` for a GPU's memory that it does not reach; `Transport` if the device refuses.
+    pub fn register(&mut self, span: Span, gpu: Option<&Gpu>) -> Result<()> {
+        // Nothing here is inferred from the order in which bytes arrive, so that the device may store them in any.
+        let access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+        let way = self.reached.as_ref().and_then(|reached| reached.reach.way);
+        let reached = gpu.zip(way);
+        let region = match (allocation(&span, reached.map(|(gpu, _)| gpu.ordinal))?, reached) {
+            (Some(whole), Some((gpu, way))) => register_by(way, &self.device, gpu, (&span, whole), access)?,
+            _ => register_host(&self.device, span, access)?,
+        };
+        self.regions.push(Registered::Open { region, is_host: span.memory == SpanMemory::Host });
         Ok(())
     }
 
@@ -280,7 +269,7 @@ impl Lane {
     pub fn release(&mut self, region: RegionId) -> Result<()> {
         let Some(place) = self.regions.get_mut(usize::from(region.0)) else { return Ok(()) };
         let closed = match std::mem::replace(place, Registered::Closed) {
-            Registered::Open(object) => object.close(),
+            Registered::Open { region, .. } => region.close(),
             Registered::Closed => Ok(()),
             Registered::Stuck(code) => Err(code),
         };
@@ -290,23 +279,23 @@ impl Lane {
         })
     }
 
-    fn region(&self, region: RegionId) -> Option<&Object<ibv_mr>> {
+    fn region(&self, region: RegionId) -> Option<(&Object<ibv_mr>, bool)> {
         match self.regions.get(usize::from(region.0))? {
-            Registered::Open(object) => Some(object),
+            Registered::Open { region, is_host } => Some((region, *is_host)),
             Registered::Closed | Registered::Stuck(_) => None,
         }
     }
 
-    /// The key by which requests name a region of their own side.
-    pub fn local_key(&self, region: RegionId) -> Option<u32> {
+    /// The key by which requests name a region of their own side, and whether the processor can read it.
+    fn local_key(&self, region: RegionId) -> Option<(u32, bool)> {
         // SAFETY: open.
-        self.region(region).map(|object| unsafe { (*object.as_ptr()).lkey })
+        self.region(region).map(|(object, is_host)| (unsafe { (*object.as_ptr()).lkey }, is_host))
     }
 
     /// Where peers write to a region that begins at `base`.
     pub fn remote(&self, region: RegionId, base: u64) -> Option<Remote> {
         // SAFETY: open.
-        self.region(region).map(|object| Remote { base, key: u64::from(unsafe { (*object.as_ptr()).rkey }) })
+        self.region(region).map(|(object, _)| Remote { base, key: u64::from(unsafe { (*object.as_ptr()).rkey }) })
     }
 
     /// As `local_key`, of the messages' memory.
@@ -388,7 +377,8 @@ impl Lane {
         let mut to_init: ibv_qp_attr = unsafe { zeroed() };
         to_init.qp_state = IBV_QPS_INIT;
         to_init.port_num = self.device.port();
-        to_init.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
+        // That of flushes is connected to itself, and reads.
+        to_init.qp_access_flags = if own == other { IBV_ACCESS_REMOTE_READ } else { IBV_ACCESS_REMOTE_WRITE };
         let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
         self.device.modify(pair, &mut to_init, mask as c_int).map_err(failed("starts no queue pair"))?;
         // SAFETY: numbers.
@@ -454,9 +444,10 @@ impl Lane {
         split_bytes: Option<u32>,
     ) -> bool {
         let WriteImm { source, target: place, bytes, imm, .. } = flight.write;
-        let Some(key) = self.local_key(source.region).filter(|_| self.linked + 2 <= self.requests.len()) else {
-            return false;
-        };
+        let local = self.local_key(source.region).filter(|_| self.linked + 2 <= self.requests.len());
+        let Some((key, is_host)) = local else { return false };
+        // The processor copies what a request carries itself.
+        let inline = if is_host { inline } else { 0 };
         let piece = ibv_sge { addr: flight.source, length: bytes, lkey: key };
         let to = ibv_send_wr__bindgen_ty_2__bindgen_ty_1 {
             remote_addr: target.base.wrapping_add(place.offset),
@@ -588,6 +579,51 @@ impl Lane {
         })
     }
 
+    // ---- flushes
+
+    /// Opens the queue pair of flushes, where there is one.
+    ///
+    /// # Errors
+    /// `Transport` if the port is not there, now.
+    fn open_flushes(&mut self, config: &VerbsConfig) -> Result<()> {
+        let Some(pair) = self.queues.flushes.take() else { return Ok(()) };
+        let (own, to) = (End { number: number(&pair), packet: 0 }, self.device.route(config.service_level));
+        let opened = self.open_pair(&pair, (own, own), &to, (0, 0), config);
+        self.queues.flushes = Some(pair);
+        opened
+    }
+
+    /// Whether immediates wait for a flush.
+    pub fn is_holding(&self) -> bool {
+        self.flush.as_ref().is_some_and(|flush| !flush.held.is_empty())
+    }
+
+    /// Posts the read of a flush, if immediates wait for one.
+    ///
+    /// # Errors
+    /// `Transport` if flushes have not worked for too long.
+    pub fn flush(&mut self, config: &VerbsConfig, now_ns: fn() -> u64) -> Result<()> {
+        let Some(flush) = self.flush.as_mut().filter(|flush| flush.held.wants_read()) else { return Ok(()) };
+        if flush.broken_ns != 0 {
+            let now_ns = now_ns();
+            if now_ns.saturating_sub(flush.broken_ns) > config.resume_within_ns() {
+                return Err(flush::lost(&self.device));
+            }
+            if now_ns < flush.retry_ns {
+                return Ok(());
+            }
+            flush.retry_ns = now_ns.saturating_add(RETRY_NS);
+            if self.open_flushes(config).is_err() {
+                return Ok(());
+            }
+        }
+        let (Some(flush), Some(pair)) = (&mut self.flush, &self.queues.flushes) else { return Ok(()) };
+        if flush.post(pair).is_err() {
+            flush.fail(now_ns());
+        }
+        Ok(())
+    }
+
     // ---- reports
 
     /// The number of the queue pair that takes reports.
@@ -697,6 +733,7 @@ impl Queues {
         }?;
         let messages = (sizes.messages > 0).then(|| shared_receives(device, sizes.messages)).transpose()?;
         Ok(Queues {
+            flushes: sizes.has_flushes.then(|| flush::pair(device, &completions)).transpose()?,
             datagrams: datagrams(device, &completions)?,
             messages,
             immediates: shared_receives(device, sizes.immediates)?,
@@ -759,40 +796,9 @@ fn start_datagrams(device: &Device, pair: &Object<ibv_qp>) -> Result<()> {
     device.modify(pair, &mut to_send, (IBV_QP_STATE | IBV_QP_SQ_PSN) as c_int).map_err(failed)
 }
 
-fn register(device: &Device, span: Span, access: ibv_access_flags) -> Result<Object<ibv_mr>> {
-    let (library, domain, base) = (device.library, device.domain.as_ptr(), span.base as *mut std::ffi::c_void);
-    // Nothing here is inferred from the order in which bytes arrive, so that the device may store them in any. Every
-    // address is its own key's offset from 0, as without this call.
-    // SAFETY: an open domain, and memory that the caller of `register` answers for.
-    let region = unsafe {
-        match library.ibv_reg_mr_iova2 {
-            Some(register) => register(domain, base, span.bytes, span.base, access | IBV_ACCESS_RELAXED_ORDERING),
-            None => (library.ibv_reg_mr)(domain, base, span.bytes, access as c_int),
-        }
-    };
-    if region.is_null() {
-        let code = last();
-        let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(u64::MAX, |(soft, _)| soft);
-        let limit = if limit == u64::MAX { "no limit".to_owned() } else { format!("a limit of {limit} bytes") };
-        let what = format!("registers no {} bytes on {}, with {limit} on locked memory", span.bytes, device.name);
-        return Err(refused(&what, code, "raise it by `ulimit -l` or the container's memlock, or register less"));
-    }
-    // SAFETY: just made.
-    unsafe { Object::new(library, region, &device.name, ADVICE) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn marks_survive_the_device() {
-        let far = Mark::Request { opening: OPENINGS, sequence: (1 << 48) - 1 };
-        let near = Mark::Request { opening: 0, sequence: 0 };
-        let marks = [far, near, Mark::Immediate, Mark::Message(7), Mark::SentReport(63), Mark::Report(u32::MAX)];
-        assert_eq!(marks.map(|mark| Mark::decode(mark.encode())), marks.map(Some));
-        assert_eq!([5, 6, 7].map(|kind| Mark::decode(kind << KIND)), [None; 3]);
-    }
 
     #[test]
     fn packets_of_neighbouring_incarnations_are_far_from_each_other() {

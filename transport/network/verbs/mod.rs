@@ -27,9 +27,12 @@ mod channel;
 mod config;
 mod connect;
 mod device;
+mod flush;
 #[doc(hidden)]
 pub mod ibverbs_sys;
 mod lane;
+mod mark;
+mod memory;
 mod objects;
 mod peer;
 mod reasons;
@@ -43,7 +46,8 @@ use self::address::{Address, Port};
 use self::connect::unusable;
 use self::device::Device;
 use self::ibverbs_sys::{IBV_WC_SUCCESS, Library, ibv_wc};
-use self::lane::{BATCH, CHAIN, Lane, Line, Mark};
+use self::lane::{BATCH, CHAIN, Lane, Line};
+use self::mark::Mark;
 use self::objects::all_closed;
 use self::peer::{Peer, Remote};
 use self::recovery::break_off;
@@ -51,6 +55,7 @@ use super::flight::{Flight, Outcome, Pending};
 use super::imm::{ImmValue, MAX_RANKS};
 use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
+use super::reach::{Gpu, Reach};
 use super::regions::Regions;
 use super::remote::admit;
 use super::revoke::{Notice, Revocations};
@@ -122,6 +127,8 @@ pub struct VerbsEndpoint {
     /// Before the slab, which their devices use.
     lanes: Vec<Lane>,
     slab: Slab,
+    /// The GPU whose memory it registers; its memory outlives the lanes' registrations.
+    gpu: Option<Gpu>,
 }
 
 #[derive(Debug)]
@@ -134,8 +141,19 @@ impl VerbsEndpoint {
     /// An endpoint with nothing registered and nobody connected.
     ///
     /// # Errors
-    /// `Config` if a setting makes no sense; `Transport` if the library or a device is not there, or opens nothing.
+    /// `Config` if a setting makes no sense; `Transport` if the library or a device is not there, or opens nothing;
+    /// `Device` if there is no such GPU.
     pub fn open(rank: Rank, config: VerbsConfig) -> Result<VerbsEndpoint> {
+        let gpu = config.gpu.map(Gpu::open).transpose()?;
+        VerbsEndpoint::open_for(rank, config, gpu)
+    }
+
+    /// As `open`, for the GPU that is given.
+    ///
+    /// # Errors
+    /// As `open`.
+    #[doc(hidden)]
+    pub fn open_for(rank: Rank, config: VerbsConfig, gpu: Option<Gpu>) -> Result<VerbsEndpoint> {
         config.check()?;
         if rank.index() >= MAX_RANKS {
             return Err(Error::config("rank", rank, format!("an immediate can name {MAX_RANKS}; use fewer ranks")));
@@ -144,7 +162,10 @@ impl VerbsEndpoint {
         objects::prepare_for_forks(library)?;
         let slab = Slab::new(MESSAGES, RECEIVES, all_closed)?;
         let devices = Device::names(library, &config)?.into_iter().cycle().take(config.nics).enumerate();
-        let lanes = devices.map(|(nic, device)| Lane::open(library, &config, device, (nic == 0).then_some(&slab)));
+        let lanes = devices.map(|(nic, device)| {
+            let messages = (nic == 0).then_some(&slab);
+            Lane::open(library, &config, device, messages, gpu.as_ref())
+        });
         let lanes = lanes.collect::<Result<Vec<Lane>>>()?;
         let endpoint = VerbsEndpoint {
             rank,
@@ -165,14 +186,42 @@ impl VerbsEndpoint {
             late: VecDeque::new(),
             lanes,
             slab,
+            gpu,
             config,
         };
+        for reach in endpoint.reach() {
+            let level = if reach.way.is_some() { log::Level::Info } else { log::Level::Warn };
+            log::log!(target: crate::base::targets::NETWORK, level, "rank {rank}: {reach}");
+        }
         log::info!(
             target: crate::base::targets::NETWORK,
             "rank {rank}: libibverbs at {}, {:?}",
             library.path().display(), endpoint.lanes.iter().map(|lane| &lane.device).collect::<Vec<_>>()
         );
         Ok(endpoint)
+    }
+
+    /// How each device of these settings reaches memory of their GPU; none without a GPU. Devices are opened, and
+    /// closed again.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn reach_of(config: &VerbsConfig) -> Result<Vec<Reach>> {
+        let Some(gpu) = config.gpu.map(Gpu::open).transpose()? else { return Ok(Vec::new()) };
+        config.check()?;
+        let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
+        let devices = Device::names(library, config)?.into_iter().take(config.nics);
+        let reach = |name| {
+            let device = Device::open(library, config, name)?;
+            let reached = memory::reach(&device, &gpu, config.flush);
+            Ok(reached.reach.clone())
+        };
+        devices.map(reach).collect()
+    }
+
+    /// How each NIC reaches memory of the GPU that the endpoint was opened for; none without a GPU.
+    pub fn reach(&self) -> impl Iterator<Item = &Reach> {
+        self.lanes.iter().filter_map(|lane| lane.reached.as_ref()).map(|reached| &reached.reach)
     }
 
     /// Its rank.
@@ -388,7 +437,7 @@ impl VerbsEndpoint {
         let mut events = 0;
         for at in 0..count {
             let Some(entry) = self.lanes.get(nic).and_then(|lane| lane.entries.get(at)).copied() else { break };
-            events += usize::from(self.complete(nic, &entry, on_event)?);
+            events += self.complete(nic, &entry, on_event)?;
         }
         Ok((count, events))
     }
@@ -413,42 +462,56 @@ impl VerbsEndpoint {
         }
     }
 
-    /// Hands out what a completion means; answers whether that is an event.
-    fn complete(&mut self, nic: usize, entry: &ibv_wc, on_event: &mut dyn FnMut(Event<'_>)) -> Result<bool> {
+    /// Hands out what a completion means; answers how many events that gave.
+    fn complete(&mut self, nic: usize, entry: &ibv_wc, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
         let good = entry.status == IBV_WC_SUCCESS;
         match Mark::decode(entry.wr_id) {
             Some(Mark::Request { opening, sequence }) => {
                 self.complete_request(nic, entry, opening, sequence);
-                Ok(false)
+                Ok(0)
             }
             Some(Mark::Immediate) => {
                 let owner = self.lanes.get(nic).and_then(|lane| lane.owner(entry.qp_num));
-                let Some((rank, line)) = owner else { return Ok(false) };
+                let Some((rank, line)) = owner else { return Ok(0) };
                 if !good {
                     self.break_connection(rank, nic, line);
-                    return Ok(false);
+                    return Ok(0);
                 }
-                let counts = self.channel(rank, nic, line).is_some_and(|channel| channel.resumption.take());
-                if counts {
-                    // SAFETY: the completion of a receive by a write with an immediate.
-                    let bits = u32::from_be(unsafe { entry.__bindgen_anon_1.imm_data });
-                    on_event(Event::Imm { imm: ImmValue::from_bits(bits) });
+                if !self.channel(rank, nic, line).is_some_and(|channel| channel.resumption.take()) {
+                    return Ok(0);
                 }
-                Ok(counts)
+                // SAFETY: the completion of a receive by a write with an immediate.
+                let bits = u32::from_be(unsafe { entry.__bindgen_anon_1.imm_data });
+                if let Some(flush) = self.lanes.get_mut(nic).and_then(|lane| lane.flush.as_mut()) {
+                    flush.held.hold(bits);
+                    return Ok(0);
+                }
+                on_event(Event::Imm { imm: ImmValue::from_bits(bits) });
+                Ok(1)
             }
-            Some(Mark::Message(place)) => self.take_message(nic, entry, place, on_event),
+            Some(Mark::Flush) => {
+                let Some(flush) = self.lanes.get_mut(nic).and_then(|lane| lane.flush.as_mut()) else { return Ok(0) };
+                if !good {
+                    flush.fail(coarse_now_ns());
+                    return Ok(0);
+                }
+                flush.succeed();
+                let covered = std::iter::from_fn(|| flush.held.next());
+                Ok(covered.map(|bits| on_event(Event::Imm { imm: ImmValue::from_bits(bits) })).count())
+            }
+            Some(Mark::Message(place)) => self.take_message(nic, entry, place, on_event).map(usize::from),
             Some(Mark::SentReport(place)) => {
                 if let Some(lane) = self.lanes.get_mut(nic) {
                     lane.sent_reports.end(place);
                     lane.is_mute |= !good;
                 }
-                Ok(false)
+                Ok(0)
             }
             Some(Mark::Report(place)) => {
                 self.take_report(nic, entry, place);
-                Ok(false)
+                Ok(0)
             }
-            None => Ok(false),
+            None => Ok(0),
         }
     }
 
@@ -557,7 +620,8 @@ impl Transport for VerbsEndpoint {
     }
 
     fn device_needs(&self) -> DeviceNeeds {
-        DeviceNeeds { host_memory: true, ..DeviceNeeds::default() }
+        let reaches = self.gpu.is_some() && self.reach().all(|reach| reach.way.is_some());
+        DeviceNeeds { host_memory: !reaches, ..DeviceNeeds::default() }
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
@@ -565,9 +629,9 @@ impl Transport for VerbsEndpoint {
             let advice = "register fewer, larger spans; numbers of those taken back are not used again";
             return Err(Error::argument("regions", self.limits.regions + 1, advice));
         }
-        let region = self.regions.register_host(span)?;
+        let region = self.regions.register(span)?;
         for at in 0..self.lanes.len() {
-            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span).err());
+            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span, self.gpu.as_ref()).err());
             if let Some(why) = refused {
                 self.lanes.iter_mut().take(at).for_each(Lane::undo);
                 self.regions.undo(region);
@@ -702,6 +766,11 @@ impl Transport for VerbsEndpoint {
         if unwell {
             events += self.tend(coarse_now_ns(), on_event)?;
         }
+        // What waits for a flush is yet to be handed out.
+        for lane in &mut self.lanes {
+            lane.flush(&self.config, coarse_now_ns)?;
+            events = events.max(usize::from(lane.is_holding()));
+        }
         self.send_notices();
         self.submit();
         self.submit_messages();
@@ -721,8 +790,9 @@ impl Transport for VerbsEndpoint {
         self.late.clear();
         self.messages = Slots::new(MESSAGES);
         self.key = key;
-        let slab = &self.slab;
-        self.lanes.iter_mut().enumerate().try_for_each(|(nic, lane)| lane.renew((nic == 0).then_some(slab)))
+        let VerbsEndpoint { slab, lanes, config, .. } = self;
+        let mut lanes = lanes.iter_mut().enumerate();
+        lanes.try_for_each(|(nic, lane)| lane.renew((nic == 0).then_some(&*slab), config))
     }
 
     fn explain(&self, failure: Failure) -> String {

@@ -7,7 +7,8 @@ use super::channel::Channel;
 use super::config::VerbsConfig;
 use super::device::Reported;
 use super::ibverbs_sys::{IBV_WC_SUCCESS, ibv_wc};
-use super::lane::{self, GLOBAL_HEADER, Lane, Line};
+use super::lane::{GLOBAL_HEADER, Lane, Line};
+use super::mark::OPENINGS;
 use super::report::{self, Letter};
 use super::{COUNTED_NS, REPORT_NS, RETRY_NS, VerbsEndpoint, coarse_now_ns};
 use crate::base::{Error, Rank, Result};
@@ -356,7 +357,7 @@ pub(super) fn shut(
 
 /// The next number of an opening.
 pub(super) fn next(openings: &mut u32) -> u32 {
-    *openings = openings.wrapping_add(1) & lane::OPENINGS;
+    *openings = openings.wrapping_add(1) & OPENINGS;
     *openings
 }
 

@@ -188,13 +188,15 @@ fn later(rdma_core: u32) -> String {
 }
 
 impl Mlx5 {
-    /// The system's libmlx5.
+    /// The library that `TOKENYARD_LIBMLX5` names, else the system's.
     ///
     /// # Errors
     /// `Transport` if it is not there.
     pub fn open() -> Result<&'static Mlx5> {
         let advice = "install rdma-core 54 or later (Debian: ibverbs-providers) for data direct";
-        MLX5.get(Path::new("libmlx5.so.1"), |path| Mlx5::from(&Opened::at(path, advice)?, c"mlx5dv_is_supported"))
+        MLX5.get(&path_of("TOKENYARD_LIBMLX5", "libmlx5.so.1"), |path| {
+            Mlx5::from(&Opened::at(path, advice)?, c"mlx5dv_is_supported")
+        })
     }
 }
 
