@@ -21,12 +21,13 @@
  *   TOKENYARD_IBVERBS_DMABUF=1        0: registration of dma-bufs fails with EOPNOTSUPP; any other: with that errno
  *   TOKENYARD_IBVERBS_DATA_DIRECT=0   1: the device has a data direct device
  *   TOKENYARD_IBVERBS_DATA_DIRECT_ERRNO=0   registration over data direct fails with that errno
- *   TOKENYARD_IBVERBS_MATCHING=0      1: mappings must suit the call, as on GB200: data direct takes dma-bufs mapped over
- *                                     PCIe alone, all other registration those that are not. A memfd whose name has
- *                                     "pcie" stands for one that is mapped over PCIe.
+ *   TOKENYARD_IBVERBS_MATCHING=0      1: mappings must suit the call, as on GB200: data direct takes dma-bufs alone
+ *                                     that are mapped over PCIe, and all other registration those that are not. A memfd
+ *                                     whose name has "pcie" stands for one that is mapped over PCIe.
  *   TOKENYARD_IBVERBS_PEER_MEMORY=0   1: a peer memory module is loaded
  *   TOKENYARD_IBVERBS_MEMLOCK=        bytes that the process may lock; none: no limit
- *   TOKENYARD_IBVERBS_PAGES=  _REGIONS=16777216  _KEYS=16777216   4 KiB pages of one region; regions and keys of a device
+ *   TOKENYARD_IBVERBS_PAGES=          4 KiB pages of one region; none: no limit
+ *   TOKENYARD_IBVERBS_REGIONS=16777216 _KEYS=16777216   regions and keys of a device
  *   TOKENYARD_IBVERBS_COPY_ON_FORK=1  0: the kernel does not copy pinned memory when a process forks
  */
 #define _GNU_SOURCE
@@ -49,8 +50,16 @@
 struct tokenyard_ibverbs_counts counts = {.bytes = sizeof counts};
 static pthread_mutex_t everything = PTHREAD_MUTEX_INITIALIZER;
 static struct device *devices[MAX_DEVICES];
+struct ah {
+    struct ibv_ah ah;
+    struct pd *pd;
+    bool live;
+    struct ah *next;
+};
+
 static struct context *contexts;
 static struct pd *pds;
+static struct ah *ahs;
 static bool is_fork_safe, is_too_late;
 
 void lock(void) { pthread_mutex_lock(&everything); }
@@ -112,8 +121,10 @@ void log_event(const char *event, const struct context *context, const char *cal
     char line[1024];
     if (!*path)
         return;
-    int length = snprintf(line, sizeof line - 2, "{\"event\":\"%s\",\"pid\":%d,\"device\":\"%s\",\"call\":\"%s\"%s", event,
-                          (int)getpid(), context ? context->device->device.name : "", call, more);
+    const char *device = context ? context->device->device.name : "";
+    int length = snprintf(line, sizeof line - 2,
+                          "{\"event\":\"%s\",\"pid\":%d,\"device\":\"%s\",\"call\":\"%s\"%s", event,
+                          (int)getpid(), device, call, more);
     if (length > (int)sizeof line - 3)
         abort();
     memcpy(line + length, "}\n", 3);
@@ -253,6 +264,13 @@ static void leak_all(const struct context *context, const char *call) {
     uint64_t left = 0;
     leak_queues(context, call);
     leak_regions(context, call);
+    for (struct ah *ah = ahs; ah; ah = ah->next)
+        if (ah->live && ah->pd->context == context) {
+            ah->live = false;
+            left++;
+        }
+    leak(context, call, "ah", left);
+    left = 0;
     for (struct pd *pd = pds; pd; pd = pd->next)
         if (pd->live && pd->context == context) {
             pd->live = false;
@@ -526,11 +544,6 @@ int check_address_vector(const struct context *context, const char *call, const 
     return 0;
 }
 
-struct ah {
-    struct ibv_ah ah;
-    bool live;
-};
-
 EXPORT struct ibv_ah *ibv_create_ah(struct ibv_pd *verbs, struct ibv_ah_attr *attr) {
     struct pd *pd = (struct pd *)verbs;
     struct ah *ah = NULL;
@@ -540,7 +553,10 @@ EXPORT struct ibv_ah *ibv_create_ah(struct ibv_pd *verbs, struct ibv_ah_attr *at
     else if (!check_address_vector(pd->context, "ibv_create_ah", attr)) {
         ah = calloc(1, sizeof *ah);
         ah->ah = (struct ibv_ah){.context = &pd->context->context, .pd = verbs};
+        ah->pd = pd;
         ah->live = true;
+        ah->next = ahs;
+        ahs = ah;
         pd->users++;
     }
     unlock();
@@ -555,7 +571,7 @@ EXPORT int ibv_destroy_ah(struct ibv_ah *verbs) {
         error = misuse("ibv_destroy_ah", "ah");
     else {
         ah->live = false;
-        ((struct pd *)verbs->pd)->users--;
+        ah->pd->users--;
     }
     unlock();
     return error;

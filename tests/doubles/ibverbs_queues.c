@@ -360,7 +360,8 @@ EXPORT struct ibv_qp *ibv_create_qp(struct ibv_pd *verbs, struct ibv_qp_init_att
              cap->max_recv_sge > MAX_SGE || cap->max_inline_data > MAX_INLINE)
         refuse(pd->context, "ibv_create_qp", IBVERBS_ARGUMENT, EINVAL,
                "%u sends, %u receives of %u; %u and %u entries of %d; %u bytes inline of %d", cap->max_send_wr,
-               cap->max_recv_wr, depth, cap->max_send_sge, cap->max_recv_sge, MAX_SGE, cap->max_inline_data, MAX_INLINE);
+               cap->max_recv_wr, depth, cap->max_send_sge, cap->max_recv_sge, MAX_SGE, cap->max_inline_data,
+               MAX_INLINE);
     else {
         qp = calloc(1, sizeof *qp);
         qp->pd = pd;

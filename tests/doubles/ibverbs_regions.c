@@ -46,8 +46,8 @@ static void describe(char *out, size_t room, const char *fd_name, const struct t
 static void log_region(const char *event, const char *call, const struct region *region) {
     char fields[512], more[640];
     describe(fields, sizeof fields, region->fd_name, &region->record);
-    snprintf(more, sizeof more, ",\"what\":\"region\",\"region\":%" PRIu64 ",\"lkey\":%u,\"rkey\":%u%s", region->record.number,
-             region->record.lkey, region->record.rkey, fields);
+    snprintf(more, sizeof more, ",\"what\":\"region\",\"region\":%" PRIu64 ",\"lkey\":%u,\"rkey\":%u%s",
+             region->record.number, region->record.lkey, region->record.rkey, fields);
     log_event(event, region->pd->context, call, more);
 }
 
