@@ -140,20 +140,33 @@ driver() {
   LD_LIBRARY_PATH=$folder target/release/tokenyard doctor | grep "offers CUDA 12.8: .* update the driver to version 580"
 }
 
-# The double of EFA that the libfabric network will be held to: each of its rules is shown to fire.
+# The doubles that networks are held to: each of their rules is shown to fire.
 doubles() {
+  local folder=target/doubles flags=(-std=c11 -O1 -g -Wall -Wextra -Werror)
+  local shared=("${flags[@]}" -fvisibility=hidden -shared -fPIC)
+  mkdir -p "$folder"
   say "the double of EFA"
-  if [ ! -e /usr/include/rdma/fabric.h ]; then
+  if [ -e /usr/include/rdma/fabric.h ]; then
+    gcc "${shared[@]}" -o "$folder/libefa_double.so" \
+      tests/doubles/efa{,_objects,_queues,_endpoint,_post,_link,_wire}.c
+    gcc "${flags[@]}" -o "$folder/efa_rules" tests/doubles/efa_rules.c tests/doubles/efa_rules_rig.c -ldl
+    "$folder/efa_rules" "$folder/libefa_double.so"
+  else
     echo "skipped: /usr/include/rdma/fabric.h is missing"
+  fi
+  say "the double of libibverbs"
+  if [ ! -e /usr/include/infiniband/mlx5dv.h ]; then
+    echo "skipped: /usr/include/infiniband/mlx5dv.h is missing"
     return
   fi
-  local folder=target/doubles flags=(-std=c11 -O1 -g -Wall -Wextra -Werror) parts part sources=()
-  parts=(efa efa_objects efa_queues efa_endpoint efa_post efa_link efa_wire)
-  for part in "${parts[@]}"; do sources+=("tests/doubles/$part.c"); done
-  mkdir -p "$folder"
-  gcc "${flags[@]}" -fvisibility=hidden -shared -fPIC -o "$folder/libefa_double.so" "${sources[@]}"
-  gcc "${flags[@]}" -o "$folder/efa_rules" tests/doubles/efa_rules.c tests/doubles/efa_rules_rig.c -ldl
-  "$folder/efa_rules" "$folder/libefa_double.so"
+  local ibverbs=(tests/doubles/ibverbs{,_regions,_queues}.c) libraries
+  libraries=("$folder"/{libibverbs_double,libmlx5_double,libibverbs_first_double,libmlx5_first_double}.so)
+  gcc "${shared[@]}" -o "${libraries[0]}" "${ibverbs[@]}"
+  gcc "${shared[@]}" -o "${libraries[1]}" tests/doubles/ibverbs_mlx5.c
+  gcc "${shared[@]}" -DIBVERBS_1_1 -o "${libraries[2]}" "${ibverbs[@]}"
+  gcc "${shared[@]}" -DMLX5_BEFORE_54 -o "${libraries[3]}" tests/doubles/ibverbs_mlx5.c
+  gcc "${flags[@]}" -o "$folder/ibverbs_rules" tests/doubles/ibverbs_rules.c -ldl
+  "$folder/ibverbs_rules" "${libraries[@]}"
 }
 
 # Random configurations with every pair of values, full-size ones, and seeded schedules of the one-thread world.

@@ -436,8 +436,8 @@ static const struct change changes[] = {
     {IBV_QPT_RC, IBV_QPS_RESET, IBV_QPS_INIT, TO_INIT, 0},
     {IBV_QPT_RC, IBV_QPS_INIT, IBV_QPS_INIT, 0, TO_INIT},
     {IBV_QPT_RC, IBV_QPS_INIT, IBV_QPS_RTR, TO_RTR_RC, MAY_RTR},
-    {IBV_QPT_RC, IBV_QPS_RTR, IBV_QPS_RTS, TO_RTS_RC, MAY_RTS_RC | IBV_QP_RATE_LIMIT},
-    {IBV_QPT_RC, IBV_QPS_RTS, IBV_QPS_RTS, 0, MAY_RTS_RC | IBV_QP_RATE_LIMIT},
+    {IBV_QPT_RC, IBV_QPS_RTR, IBV_QPS_RTS, TO_RTS_RC, MAY_RTS_RC},
+    {IBV_QPT_RC, IBV_QPS_RTS, IBV_QPS_RTS, 0, MAY_RTS_RC},
     {IBV_QPT_UC, IBV_QPS_RESET, IBV_QPS_INIT, TO_INIT, 0},
     {IBV_QPT_UC, IBV_QPS_INIT, IBV_QPS_INIT, 0, TO_INIT},
     {IBV_QPT_UC, IBV_QPS_INIT, IBV_QPS_RTR, TO_RTR_UC, MAY_RTR},
@@ -470,7 +470,8 @@ static int check_change(const struct qp *qp, enum ibv_qp_state to, int mask) {
 static int check_values(const struct qp *qp, const struct ibv_qp_attr *attr, int mask) {
     const struct context *context = qp->pd->context;
     const char *wrong = NULL;
-    /* The widths of the fields: InfiniBand Architecture Specification volume 1, chapters 9.7 and 11.2.5. */
+    /* The fields' widths, and a path MTU that the port has: InfiniBand Architecture Specification volume 1, chapters
+     * 9.7 and 11.2.5. */
     if ((mask & IBV_QP_PORT) && attr->port_num != 1)
         wrong = "port_num";
     else if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index)

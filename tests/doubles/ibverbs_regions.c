@@ -172,7 +172,7 @@ static struct ibv_mr *reg_memory(struct request *request) {
     int part = mapped(first, end, write);
     /* Peer memory (MLNX_OFED, and nvidia-peermem): what the kernel cannot pin is offered to the module, which takes
      * whole ranges of its device alone. Such pages are not locked memory of the process. */
-    request->record.is_peer_memory = part == -1 && settings->peer_memory && mapped(first, end, false) == -1;
+    request->record.is_peer_memory = settings->peer_memory && mapped(first, end, false) == -1;
     if (!request->record.is_peer_memory) {
         if (!settings->memlock)
             return refused(request, IBVERBS_MEMLOCK, EPERM);

@@ -16,6 +16,7 @@ mod efa;
 mod gpu_memory;
 mod gpu_nic;
 mod handshake;
+mod ibverbs;
 mod libfabric;
 mod memory;
 mod transport_contract;
