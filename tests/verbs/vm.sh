@@ -294,11 +294,12 @@ run() {
   started=$SECONDS
   # TCG also where there is /dev/kvm: a VM of a cloud may have it and fail. tsc=reliable: both CPUs show the host's
   # counter, and any other clock would make each reading of the time a trap. The kernel's limits on speculation cost
-  # time and protect nobody here. A panic or an oops ends QEMU (-no-reboot).
+  # time and protect nobody here. no_timer_check: on a busy host the timer's ticks come late, and the kernel would take
+  # the timer for broken. A panic or an oops ends QEMU (-no-reboot).
   setpriv --pdeathsig KILL qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp "${VM_CPUS:-2}" \
     -m "${VM_MEMORY:-2048}" -nodefaults -no-user-config -display none -no-reboot \
     -kernel "/proc/self/fd/$vmlinuz" -initrd "/proc/self/fd/$initramfs" \
-    -append "console=ttyS0 quiet tsc=reliable panic=-1 oops=panic mitigations=off nokaslr" \
+    -append "console=ttyS0 quiet tsc=reliable no_timer_check panic=-1 oops=panic mitigations=off nokaslr" \
     -serial "file:${folder//,/,,}/console" \
     -device virtio-serial-pci \
     -chardev "file,id=out,path=/proc/self/fd/$out" -device virtserialport,chardev=out,name=out \
