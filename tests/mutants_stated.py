@@ -528,7 +528,7 @@ GROUPS = [
          "            | IBV_WC_LOC_PROT_ERR\n            | IBV_WC_LOC_QP_OP_ERR\n            | IBV_WC_REM_INV"),
         ("a NIC without a GID connected to", "transport/network/verbs/address.rs",
          "port.route.gid != [0; 16] && ", ""),
-        ("packets of the next incarnation next to those of this", "transport/network/verbs/lane.rs",
+        ("packets of the next incarnation next to those of this", "transport/network/verbs/pair.rs",
          "incarnation.wrapping_mul(0x9e37_79b1)", "incarnation"),
         ("completions of a former opening taken for this one's", "transport/network/verbs/lane.rs",
          "u64::from(opening & OPENINGS) << OPENING | ", ""),

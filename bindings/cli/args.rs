@@ -3,6 +3,8 @@
 //! Before the data path, on the main thread. `config` checks how options combine; `usage` words refusals. Nothing here
 //! prints or exits.
 
+use std::fmt;
+
 use clap::{Args, Parser, Subcommand};
 use tokenyard::internals::base::Dtype;
 use tokenyard::topology::{Cpus, WantedNics};
@@ -307,9 +309,9 @@ pub struct TopologyArgs {
 
 #[derive(Debug, Clone, Args)]
 pub struct WireArgs {
-    /// Network
-    #[arg(long, value_name = "libfabric:tcp|libfabric:shm|libfabric:efa", value_parser = word::<TransportWord>)]
-    pub transport: TransportWord,
+    /// Network: libfabric:tcp, libfabric:shm, libfabric:efa, or verbs by the first device or the one given
+    #[arg(long, value_name = "libfabric:PROVIDER|verbs[:DEVICE]", value_parser = transport)]
+    pub transport: TransportArg,
     /// Use libfabric:shm of libfabric before 2.1, whose processes may hang when one is killed
     #[arg(long)]
     pub allow_old_shm: bool,
@@ -352,6 +354,13 @@ pub struct TransportArg {
     pub word: TransportWord,
     /// Of verbs alone; empty: all with an active port.
     pub devices: Vec<String>,
+}
+
+impl fmt::Display for TransportArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word.name())?;
+        if self.devices.is_empty() { Ok(()) } else { write!(f, ":{}", self.devices.join(",")) }
+    }
 }
 
 fn transport(text: &str) -> Result<TransportArg, String> {

@@ -3,6 +3,8 @@
 #[path = "../rig/double.rs"]
 mod double;
 mod rig;
+#[path = "../rig/wire.rs"]
+mod wire_table;
 
 mod cli;
 mod cli_efa;

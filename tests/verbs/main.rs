@@ -13,6 +13,11 @@ mod remote;
 mod rig;
 
 mod links;
+#[cfg(feature = "cli")]
+mod wire;
+#[cfg(feature = "cli")]
+#[path = "../rig/wire.rs"]
+mod wire_table;
 
 use remote::RemoteEndpoint;
 use rig::Backend;

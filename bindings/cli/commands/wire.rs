@@ -25,13 +25,13 @@ use tokenyard::internals::transport::network::libfabric::libfabric_sys::Library;
 
 use self::ratio::{Bar, Median};
 use self::slices::{Kind, Measure, Row};
-use self::ways::{BareWay, Own, Seen};
+use self::ways::{BareWay, Network, Own, Seen};
 use crate::cli::args::WireArgs;
 use crate::cli::cases::words::{TransportWord, Word};
 use crate::cli::files::{self, check_outputs};
 use crate::cli::out::Out;
 use crate::cli::ranks::launch::{Launcher, die_with_parent};
-use crate::cli::ranks::real::libfabric_config;
+use crate::cli::ranks::real::Real;
 use crate::cli::report::table::table;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
@@ -56,8 +56,10 @@ const COMPLETION_NS: Bar = Bar::AtMost(60.0);
 struct Object<'a> {
     version: &'static str,
     commit: &'static str,
-    transport: &'static str,
-    libfabric: String,
+    transport: String,
+    /// The library's version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    libfabric: Option<String>,
     pairs: usize,
     slice_ms: u64,
     rows: &'a [RowObject],
@@ -85,12 +87,26 @@ struct RowObject {
 /// # Errors
 /// Unusable arguments.
 pub fn wire(args: &WireArgs, launcher: &Launcher, out: &Out) -> std::result::Result<Status, Refusal> {
-    if matches!(args.transport, TransportWord::Sim | TransportWord::Verbs) {
-        let advice = "it has no bare loop; give one over libfabric";
-        return Err(Refusal::of("--transport", args.transport.name(), advice));
+    let transport = &args.transport;
+    match Real::new(transport.word, 1, transport.devices.clone(), args.allow_old_shm) {
+        None => {
+            let advice = "it has no bare loop; give libfabric:tcp, libfabric:shm, libfabric:efa or verbs";
+            Err(Refusal::of("--transport", transport.word.name(), advice))
+        }
+        Some(Real::Libfabric(config)) => measure(args, &config, launcher, out),
+        Some(Real::Verbs(config)) => measure(args, &config, launcher, out),
     }
+}
+
+/// Compares both ways over a network with these settings.
+fn measure(
+    args: &WireArgs,
+    network: &impl Network,
+    launcher: &Launcher,
+    out: &Out,
+) -> std::result::Result<Status, Refusal> {
     if args.as_rank {
-        let outcome = die_with_parent().and_then(|()| follow(args, out).map_err(|error| error.to_string()));
+        let outcome = die_with_parent().and_then(|()| follow(args, network, out).map_err(|error| error.to_string()));
         return Ok(outcome.map_or_else(
             |sentence| {
                 note!(out, "tokenyard: follower: {sentence}");
@@ -101,7 +117,7 @@ pub fn wire(args: &WireArgs, launcher: &Launcher, out: &Out) -> std::result::Res
     }
     check_outputs(args.json.as_deref(), &[])?;
     let measured = launcher.start_follower().and_then(|mut child| {
-        let rows = lead(args, &mut child).map_err(|error| error.to_string());
+        let rows = lead(args, network, &mut child).map_err(|error| error.to_string());
         if rows.is_err() {
             // It may wait for this process.
             let _ = child.kill();
@@ -136,22 +152,17 @@ pub fn wire(args: &WireArgs, launcher: &Launcher, out: &Out) -> std::result::Res
 }
 
 /// Both ways of a process.
-struct Ways {
-    own: Own,
-    bare: BareWay,
+struct Ways<N: Network> {
+    own: Own<N::Endpoint>,
+    bare: BareWay<N::Bare>,
     /// What polls of each have seen.
     seen: [Seen; 2],
 }
 
-impl Ways {
-    fn open(args: &WireArgs, rank: u32) -> Result<Ways> {
-        let lack = || Error::config("transport", args.transport.name(), "give one over libfabric");
-        let config = libfabric_config(args.transport, 1, args.allow_old_shm).ok_or_else(lack)?;
-        Ok(Ways {
-            own: Own::open(Rank(rank), &config)?,
-            bare: BareWay::open(Rank(rank), &config)?,
-            seen: Default::default(),
-        })
+impl<N: Network> Ways<N> {
+    fn open(network: &N, rank: u32) -> Result<Ways<N>> {
+        let (own, bare) = (Own::open(Rank(rank), network)?, BareWay::open(Rank(rank), network)?);
+        Ok(Ways { own, bare, seen: Default::default() })
     }
 
     /// Leads a slice of one way.
@@ -222,9 +233,9 @@ fn broken(error: &std::io::Error) -> Error {
     Error::transport(format!("the other process cannot be reached ({error})"), "see its own message")
 }
 
-fn follow(args: &WireArgs, out: &Out) -> Result<()> {
+fn follow(args: &WireArgs, network: &impl Network, out: &Out) -> Result<()> {
     pin(1);
-    let mut ways = Ways::open(args, 1)?;
+    let mut ways = Ways::open(network, 1)?;
     say!(out, "{}", ways.line()?.trim_end());
     let mut line = String::new();
     std::io::stdin().lock().read_line(&mut line).map_err(|error| broken(&error))?;
@@ -244,9 +255,9 @@ fn in_order(pair: usize, mut slice: impl FnMut(bool) -> Result<()>) -> Result<()
     slice(!first)
 }
 
-fn lead(args: &WireArgs, child: &mut Child) -> Result<Vec<RowObject>> {
+fn lead(args: &WireArgs, network: &impl Network, child: &mut Child) -> Result<Vec<RowObject>> {
     pin(0);
-    let mut ways = Ways::open(args, 0)?;
+    let mut ways = Ways::open(network, 0)?;
     let own_line = ways.line()?;
     let (Some(stdin), Some(stdout)) = (child.stdin.as_mut(), child.stdout.take()) else {
         return Err(Error::transport("the follower has no pipes", "start again"));
@@ -267,7 +278,7 @@ fn lead(args: &WireArgs, child: &mut Child) -> Result<Vec<RowObject>> {
                 Ok(())
             })?;
         }
-        rows.extend(compared(name, row, args.transport, &own, &bare));
+        rows.extend(compared(name, row, args.transport.word, &own, &bare));
     }
     Ok(rows)
 }
@@ -314,11 +325,12 @@ fn compared(
 }
 
 fn object<'a>(args: &WireArgs, rows: &'a [RowObject]) -> Object<'a> {
+    let libfabric = args.transport.word != TransportWord::Verbs;
     Object {
         version: env!("CARGO_PKG_VERSION"),
         commit: option_env!("TOKENYARD_COMMIT").unwrap_or("unknown"),
-        transport: args.transport.name(),
-        libfabric: Library::open().map_or_else(|_| String::new(), |library| library.version().to_string()),
+        transport: args.transport.to_string(),
+        libfabric: libfabric.then(|| Library::open().map_or_else(|_| String::new(), |l| l.version().to_string())),
         pairs: args.pairs,
         slice_ms: args.slice_ms,
         rows,

@@ -22,12 +22,25 @@ impl Real {
     /// Those of a run; `None`: its network is simulated.
     pub fn of(job: &Job) -> Option<Real> {
         let nics = job.case.nics.unwrap_or(1);
-        if job.case.transport == TransportWord::Verbs {
-            let mut config = VerbsConfig::default();
-            (config.nics, config.devices) = (nics, job.nic_devices.clone());
-            return Some(Real::Verbs(config));
-        }
-        libfabric_config(job.case.transport, nics, job.allow_old_shm).map(Real::Libfabric)
+        Real::new(job.case.transport, nics, job.nic_devices.clone(), job.allow_old_shm)
+    }
+
+    /// Those of a network, with devices of verbs; `None`: it is simulated.
+    pub fn new(transport: TransportWord, nics: usize, devices: Vec<String>, allow_old_shm: bool) -> Option<Real> {
+        let provider = match transport {
+            TransportWord::Sim => return None,
+            TransportWord::Verbs => {
+                let mut config = VerbsConfig::default();
+                (config.nics, config.devices) = (nics, devices);
+                return Some(Real::Verbs(config));
+            }
+            TransportWord::Tcp => "tcp",
+            TransportWord::Shm => "shm",
+            TransportWord::Efa => "efa",
+        };
+        let mut config = LibfabricConfig::new(provider);
+        (config.nics, config.allow_old_shm) = (nics, allow_old_shm);
+        Some(Real::Libfabric(config))
     }
 
     /// A rank's endpoint, which reaches its GPU's memory if the arena is to lie there.
@@ -51,17 +64,4 @@ pub fn reaches_gpu(case: &Case, devices: Vec<String>, gpu: usize) -> bool {
     let mut config = VerbsConfig::default();
     (config.devices, config.gpu, config.nics) = (devices, Some(gpu), case.nics.unwrap_or(1));
     VerbsEndpoint::reach_of(&config).is_ok_and(|reach| reach.iter().all(|reach| reach.way.is_some()))
-}
-
-/// The settings of a network over libfabric, if it is that.
-pub fn libfabric_config(transport: TransportWord, nics: usize, allow_old_shm: bool) -> Option<LibfabricConfig> {
-    let provider = match transport {
-        TransportWord::Sim | TransportWord::Verbs => return None,
-        TransportWord::Tcp => "tcp",
-        TransportWord::Shm => "shm",
-        TransportWord::Efa => "efa",
-    };
-    let mut config = LibfabricConfig::new(provider);
-    (config.nics, config.allow_old_shm) = (nics, allow_old_shm);
-    Some(config)
 }

@@ -14,6 +14,7 @@ use super::ibverbs_sys::*;
 use super::mark::Mark;
 use super::memory::{Reached, register_host};
 use super::objects::Object;
+use super::pair;
 use crate::base::{Error, Result};
 use crate::transport::network::Span;
 use crate::transport::network::slab::{LINE, Slab};
@@ -108,20 +109,13 @@ impl Flush {
 ///
 /// # Errors
 /// `Transport` if the device has none left.
-pub(super) fn pair(device: &Device, completions: &Object<ibv_cq>) -> Result<Object<ibv_qp>> {
+pub(super) fn create(device: &Device, completions: &Object<ibv_cq>) -> Result<Object<ibv_qp>> {
     // SAFETY: numbers and pointers that may be null.
     let mut attributes: ibv_qp_init_attr = unsafe { zeroed() };
     attributes.send_cq = completions.as_ptr();
     attributes.recv_cq = completions.as_ptr();
     attributes.qp_type = IBV_QPT_RC;
-    attributes.cap =
-        ibv_qp_cap { max_send_wr: 1, max_recv_wr: 1, max_send_sge: 1, max_recv_sge: 1, max_inline_data: 0 };
-    let what = format!("for flushes on {}", device.name);
-    // SAFETY: an open domain and queue of the same device.
-    unsafe {
-        let pair = (device.library.ibv_create_qp)(device.domain.as_ptr(), &mut attributes);
-        Object::new(device.library, pair, &what, "see `ibv_devinfo -v` for the device's limits")
-    }
+    pair::create(device, &mut attributes, (1, 1), "flushes").map(|(pair, _)| pair)
 }
 
 /// The error of flushes that do not work again in time.

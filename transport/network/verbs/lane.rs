@@ -11,7 +11,7 @@
 //! ```
 
 use super::RETRY_NS;
-use super::address::{End, NUMBERS};
+use super::address::End;
 use super::config::VerbsConfig;
 use super::device::{Device, Route};
 use super::flush::{self, Flush};
@@ -19,6 +19,7 @@ use super::ibverbs_sys::*;
 use super::mark::Mark;
 use super::memory::{Reached, reach, register_by, register_host};
 use super::objects::{Object, all_closed, refused};
+use super::pair::{self, number};
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::flight::Flight;
 use crate::transport::network::message::PITCH;
@@ -46,12 +47,6 @@ const FLUSHES: u32 = 1;
 pub(super) const GLOBAL_HEADER: usize = 40;
 /// Of all datagrams: it only keeps other users' out.
 const DATAGRAM_KEY: u32 = 0x7479_5642;
-/// Bytes that a request carries itself, as far as the device takes it.
-const INLINE: [u32; 4] = [220, 128, 64, 0];
-/// 0.64 ms until a peer without a receive is tried again. Source: Min RNR NAK timer, ibv_modify_qp(3).
-const RNR_TIMER: u8 = 12;
-/// Without end. Source: ibv_modify_qp(3).
-const RNR_RETRIES: u8 = 7;
 const ADVICE: &str = "see `ibv_devinfo -v` for the device's limits";
 
 /// What a queue pair is for.
@@ -319,29 +314,11 @@ impl Lane {
         attributes.recv_cq = queues.completions.as_ptr();
         attributes.srq = receives.as_ptr();
         attributes.qp_type = IBV_QPT_RC;
-        let library = self.device.library;
-        let mut found = null_mut();
-        for inline in INLINE {
-            attributes.cap = ibv_qp_cap {
-                max_send_wr: requests,
-                max_recv_wr: 0,
-                max_send_sge: 1,
-                max_recv_sge: 0,
-                max_inline_data: inline,
-            };
-            // SAFETY: an open domain and queues of the same device.
-            found = unsafe { (library.ibv_create_qp)(self.device.domain.as_ptr(), &mut attributes) };
-            if !found.is_null() {
-                break;
-            }
-        }
-        let what = format!("for rank {peer} on {}, of at most {}", self.device.name, self.device.limits.max_qp);
-        // SAFETY: just made.
-        let pair = unsafe { Object::new(library, found, &what, ADVICE) }?;
+        let (pair, inline) = pair::create(&self.device, &mut attributes, (requests, 0), &format!("rank {peer}"))?;
         let number = number(&pair);
         let at = self.owners.partition_point(|(other, ..)| *other < number);
         self.owners.insert(at, (number, peer, line));
-        Ok((pair, attributes.cap.max_inline_data))
+        Ok((pair, inline))
     }
 
     /// The queue pair is closed now, or about to be.
@@ -367,69 +344,17 @@ impl Lane {
         (salt, incarnation): (u32, u32),
         config: &VerbsConfig,
     ) -> Result<()> {
-        let way = self.device.way(to, config)?;
-        let name = &self.device.name;
-        let failed = |what: &'static str| {
-            move |code| refused(&format!("{what} on {name}"), code, "see whether the link of both sides is up")
-        };
-        self.shut_pair(pair).map_err(failed("resets no queue pair"))?;
-        // SAFETY: numbers.
-        let mut to_init: ibv_qp_attr = unsafe { zeroed() };
-        to_init.qp_state = IBV_QPS_INIT;
-        to_init.port_num = self.device.port();
-        // That of flushes is connected to itself, and reads.
-        to_init.qp_access_flags = if own == other { IBV_ACCESS_REMOTE_READ } else { IBV_ACCESS_REMOTE_WRITE };
-        let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;
-        self.device.modify(pair, &mut to_init, mask as c_int).map_err(failed("starts no queue pair"))?;
-        // SAFETY: numbers.
-        let mut to_receive: ibv_qp_attr = unsafe { zeroed() };
-        to_receive.qp_state = IBV_QPS_RTR;
-        to_receive.path_mtu = self.device.mtu.min(u32::from(to.mtu));
-        to_receive.dest_qp_num = other.number;
-        to_receive.rq_psn = packet(other.packet ^ salt, incarnation);
-        to_receive.max_dest_rd_atomic = 1;
-        to_receive.min_rnr_timer = RNR_TIMER;
-        to_receive.ah_attr = way;
-        let mask = IBV_QP_STATE
-            | IBV_QP_AV
-            | IBV_QP_PATH_MTU
-            | IBV_QP_DEST_QPN
-            | IBV_QP_RQ_PSN
-            | IBV_QP_MAX_DEST_RD_ATOMIC
-            | IBV_QP_MIN_RNR_TIMER;
-        self.device.modify(pair, &mut to_receive, mask as c_int).map_err(failed("connects no queue pair"))?;
-        // SAFETY: numbers.
-        let mut to_send: ibv_qp_attr = unsafe { zeroed() };
-        to_send.qp_state = IBV_QPS_RTS;
-        to_send.timeout = config.timeout;
-        to_send.retry_cnt = config.retries;
-        to_send.rnr_retry = RNR_RETRIES;
-        to_send.sq_psn = packet(own.packet ^ salt, incarnation);
-        to_send.max_rd_atomic = 1;
-        let mask = IBV_QP_STATE
-            | IBV_QP_TIMEOUT
-            | IBV_QP_RETRY_CNT
-            | IBV_QP_RNR_RETRY
-            | IBV_QP_SQ_PSN
-            | IBV_QP_MAX_QP_RD_ATOMIC;
-        self.device.modify(pair, &mut to_send, mask as c_int).map_err(failed("lets no queue pair send"))
+        pair::connect(&mut self.device, pair, (own, other), to, (salt, incarnation), config)
     }
 
     /// Closes a queue pair: it takes nothing more, and what it sends is cut off.
     pub fn break_pair(&self, pair: &Object<ibv_qp>) -> std::result::Result<(), i32> {
-        self.to_state(pair, IBV_QPS_ERR)
+        pair::to_state(&self.device, pair, IBV_QPS_ERR)
     }
 
     /// As `break_pair`, and its requests are forgotten.
     pub fn shut_pair(&self, pair: &Object<ibv_qp>) -> std::result::Result<(), i32> {
-        self.to_state(pair, IBV_QPS_RESET)
-    }
-
-    fn to_state(&self, pair: &Object<ibv_qp>, state: ibv_qp_state) -> std::result::Result<(), i32> {
-        // SAFETY: numbers.
-        let mut attributes: ibv_qp_attr = unsafe { zeroed() };
-        attributes.qp_state = state;
-        self.device.modify(pair, &mut attributes, IBV_QP_STATE as c_int)
+        pair::to_state(&self.device, pair, IBV_QPS_RESET)
     }
 
     // ---- requests
@@ -586,11 +511,9 @@ impl Lane {
     /// # Errors
     /// `Transport` if the port is not there, now.
     fn open_flushes(&mut self, config: &VerbsConfig) -> Result<()> {
-        let Some(pair) = self.queues.flushes.take() else { return Ok(()) };
-        let (own, to) = (End { number: number(&pair), packet: 0 }, self.device.route(config.service_level));
-        let opened = self.open_pair(&pair, (own, own), &to, (0, 0), config);
-        self.queues.flushes = Some(pair);
-        opened
+        let Some(pair) = &self.queues.flushes else { return Ok(()) };
+        let (own, to) = (End { number: number(pair), packet: 0 }, self.device.route(config.service_level));
+        pair::connect(&mut self.device, pair, (own, own), &to, (0, 0), config)
     }
 
     /// Whether immediates wait for a flush.
@@ -712,17 +635,6 @@ impl Lane {
     }
 }
 
-/// The number of a queue pair.
-pub(super) fn number(pair: &Object<ibv_qp>) -> u32 {
-    // SAFETY: open.
-    unsafe { (*pair.as_ptr()).qp_num }
-}
-
-/// The number of an incarnation's first packet: far from those of the one before, so that late packets are not taken.
-fn packet(first: u32, incarnation: u32) -> u32 {
-    first.wrapping_add(incarnation.wrapping_mul(0x9e37_79b1)) & NUMBERS
-}
-
 impl Queues {
     fn open(device: &Device, sizes: Sizes) -> Result<Queues> {
         let entries = sizes.completions as c_int;
@@ -733,7 +645,7 @@ impl Queues {
         }?;
         let messages = (sizes.messages > 0).then(|| shared_receives(device, sizes.messages)).transpose()?;
         Ok(Queues {
-            flushes: sizes.has_flushes.then(|| flush::pair(device, &completions)).transpose()?,
+            flushes: sizes.has_flushes.then(|| flush::create(device, &completions)).transpose()?,
             datagrams: datagrams(device, &completions)?,
             messages,
             immediates: shared_receives(device, sizes.immediates)?,
@@ -794,17 +706,4 @@ fn start_datagrams(device: &Device, pair: &Object<ibv_qp>) -> Result<()> {
     let mut to_send: ibv_qp_attr = unsafe { zeroed() };
     to_send.qp_state = IBV_QPS_RTS;
     device.modify(pair, &mut to_send, (IBV_QP_STATE | IBV_QP_SQ_PSN) as c_int).map_err(failed)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn packets_of_neighbouring_incarnations_are_far_from_each_other() {
-        for incarnation in 0..10_000 {
-            let steps = packet(5, incarnation + 1).wrapping_sub(packet(5, incarnation)) & NUMBERS;
-            assert!((1 << 20..15 << 20).contains(&steps), "incarnation {incarnation}: {steps}");
-        }
-    }
 }

@@ -23,6 +23,7 @@
 //!   time are broken first, and resume without its late writes: it hears of the region before it posts again.
 
 mod address;
+mod bare;
 mod channel;
 mod config;
 mod connect;
@@ -34,12 +35,14 @@ mod lane;
 mod mark;
 mod memory;
 mod objects;
+mod pair;
 mod peer;
 mod reasons;
 mod recovery;
 mod report;
 mod resumption;
 
+pub use bare::Bare;
 pub use config::VerbsConfig;
 
 use self::address::{Address, Port};

@@ -5,8 +5,9 @@
 use super::address::{Address, End, NUMBERS, Port};
 use super::channel::Channel;
 use super::ibverbs_sys::ibv_ah;
-use super::lane::{Lane, Line, number};
+use super::lane::{Lane, Line};
 use super::objects::Object;
+use super::pair::number;
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::keys::random;
 use crate::transport::network::remote::RemoteRegions;

@@ -46,12 +46,44 @@ pub struct Measure {
     pub second: f64,
 }
 
+/// Longer than any device takes. Where the kernel does a device's work, as for soft-RoCE, it may need this core for it.
+const SPIN: Duration = Duration::from_micros(100);
+
+/// How long polls have found nothing.
+struct Quiet {
+    since: Instant,
+    count: u64,
+}
+
+impl Quiet {
+    fn new(seen: &Seen) -> Quiet {
+        Quiet { since: Instant::now(), count: Quiet::count(seen) }
+    }
+
+    fn count(seen: &Seen) -> u64 {
+        seen.completed + seen.arrived + u64::from(seen.last.is_some())
+    }
+
+    /// Gives the core away if polls have found nothing for long; answers for how long.
+    fn look(&mut self, seen: &Seen) -> Duration {
+        if Quiet::count(seen) != self.count {
+            *self = Quiet::new(seen);
+            return Duration::ZERO;
+        }
+        let quiet = self.since.elapsed();
+        if quiet > SPIN {
+            std::thread::yield_now();
+        }
+        quiet
+    }
+}
+
 /// Polls until something has been seen.
 fn wait(way: &mut impl Way, seen: &mut Seen, what: &str, done: impl Fn(&Seen) -> bool) -> Result<()> {
-    let start = Instant::now();
+    let mut quiet = Quiet::new(seen);
     while !done(seen) {
         way.poll(seen)?;
-        if start.elapsed() > PATIENCE {
+        if quiet.look(seen) > PATIENCE {
             let advice = "see whether the peer still runs, and whether both have a core";
             let Seen { completed, arrived, last } = seen;
             let so_far = format!("{completed} writes completed, {arrived} and {} last arrived", last.iter().len());
@@ -63,10 +95,10 @@ fn wait(way: &mut impl Way, seen: &mut Seen, what: &str, done: impl Fn(&Seen) ->
 
 /// Posts one write for certain.
 fn post(way: &mut impl Way, seen: &mut Seen, bytes: usize, imm: u32) -> Result<()> {
-    let start = Instant::now();
+    let mut quiet = Quiet::new(seen);
     while !way.post(bytes, imm)? {
         way.poll(seen)?;
-        if start.elapsed() > PATIENCE {
+        if quiet.look(seen) > PATIENCE {
             return Err(Error::transport(format!("the network was full for {PATIENCE:?}"), "start again"));
         }
     }
@@ -112,13 +144,14 @@ fn latency(way: &mut impl Way, seen: &mut Seen, bytes: usize, slice: Duration) -
 
 fn rate(way: &mut impl Way, seen: &mut Seen, Row { bytes, window, .. }: Row, slice: Duration) -> Result<Measure> {
     let start = Instant::now();
-    let mut posted = 0;
+    let (mut posted, mut quiet) = (0, Quiet::new(seen));
     while start.elapsed() < slice {
         while posted - seen.completed < window && way.post(bytes, 0)? {
             posted += 1;
         }
         way.flush()?;
         way.poll(seen)?;
+        quiet.look(seen);
     }
     end(way, seen, posted)?;
     Ok(Measure { first: (posted as f64) * bytes as f64 / start.elapsed().as_secs_f64(), second: 0.0 })
@@ -135,13 +168,14 @@ fn costs(way: &mut impl Way, seen: &mut Seen, Row { bytes, window, .. }: Row, sl
         way.flush()?;
         posting += begun.elapsed();
         // Polls that find nothing wait for the peer, and are nobody's cost.
+        let mut quiet = Quiet::new(seen);
         while seen.completed < posted {
             let (begun, before) = (Instant::now(), seen.completed);
             way.poll(seen)?;
             if seen.completed > before {
                 polling += begun.elapsed();
             }
-            if start.elapsed() > PATIENCE {
+            if quiet.look(seen) > PATIENCE {
                 return Err(Error::transport(format!("completions did not come within {PATIENCE:?}"), "start again"));
             }
         }
@@ -158,17 +192,14 @@ fn costs(way: &mut impl Way, seen: &mut Seen, Row { bytes, window, .. }: Row, sl
 pub fn follow(way: &mut impl Way, seen: &mut Seen, row: Row) -> Result<()> {
     let mut echoed = 0;
     let all = |seen: &Seen| seen.last.is_some_and(|count| seen.arrived >= u64::from(count));
-    let mut progress = Instant::now();
-    let mut before = 0;
+    let mut quiet = Quiet::new(seen);
     while !all(seen) || (row.kind == Kind::Latency && echoed < seen.arrived) {
         way.poll(seen)?;
         if row.kind == Kind::Latency && echoed < seen.arrived {
             post(way, seen, row.bytes, 0)?;
             echoed += 1;
         }
-        if seen.arrived != before {
-            (before, progress) = (seen.arrived, Instant::now());
-        } else if progress.elapsed() > PATIENCE {
+        if quiet.look(seen) > PATIENCE {
             let what = format!("the leader's next write of {} did not come within {PATIENCE:?}", row.bytes);
             let what = format!("{what}; {} have come, last: {:?}", seen.arrived, seen.last);
             return Err(Error::transport(what, "see whether the leader still runs"));

@@ -1,11 +1,12 @@
-//! The two ways to write to the peer: this library's endpoint, and a bare loop over libfabric.
+//! The two ways to write to the peer: this library's endpoint, and a bare loop over the same network.
 //!
 //! In the data path that is measured, on the main thread of each process. Each way has a region and an endpoint of its
 //! own.
 
 use tokenyard::internals::base::{Error, Rank, Result};
 use tokenyard::internals::transport::network::imm::ImmValue;
-use tokenyard::internals::transport::network::libfabric::{Bare, LibfabricConfig, LibfabricEndpoint};
+use tokenyard::internals::transport::network::libfabric::{self, LibfabricConfig, LibfabricEndpoint};
+use tokenyard::internals::transport::network::verbs::{self, VerbsConfig, VerbsEndpoint};
 use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, Span, Transport, WriteImm};
 
 /// Bytes of a region: several of the largest writes, so that one write's lines are not those of the one before.
@@ -74,22 +75,112 @@ fn memory() -> Box<[u64]> {
     (0..REGION_BYTES as u64 / 8).map(|word| word.wrapping_mul(0x9E37_79B9_7F4A_7C15)).collect()
 }
 
+/// A network's settings, by which both ways are opened.
+pub trait Network {
+    /// This library's endpoint.
+    type Endpoint: Transport;
+    /// A bare loop.
+    type Bare: Bare;
+
+    /// Opens this library's endpoint.
+    ///
+    /// # Errors
+    /// Of the network.
+    fn endpoint(&self, rank: Rank) -> Result<Self::Endpoint>;
+
+    /// Opens a bare loop with a region.
+    ///
+    /// # Errors
+    /// Of the network.
+    ///
+    /// # Safety
+    /// The span outlives the loop, and is accessed through raw addresses alone.
+    unsafe fn bare(&self, rank: Rank, span: Span) -> Result<Self::Bare>;
+}
+
+/// A bare loop over a network: one peer and one region.
+pub trait Bare {
+    /// The address for the peer.
+    ///
+    /// # Errors
+    /// Of the network.
+    fn address(&self) -> Result<Vec<u8>>;
+
+    /// Connects to the peer.
+    ///
+    /// # Errors
+    /// Of the network.
+    fn connect(&mut self, address: &[u8]) -> Result<()>;
+
+    /// Posts a write with an immediate, from an offset of the region to the same offset; false if there is no room.
+    ///
+    /// # Errors
+    /// Of the network.
+    fn post(&mut self, offset: usize, bytes: usize, imm: u32) -> Result<bool>;
+
+    /// Hands out each arrived immediate as `Some`, and each completed write as `None`.
+    ///
+    /// # Errors
+    /// Of the network, and if a write failed.
+    fn poll(&mut self, on_event: impl FnMut(Option<u32>)) -> Result<()>;
+}
+
+macro_rules! network {
+    ($network:ident $config:ident $endpoint:ident, $bare:ident => $address:expr) => {
+        impl Network for $config {
+            type Endpoint = $endpoint;
+            type Bare = $network::Bare;
+
+            fn endpoint(&self, rank: Rank) -> Result<$endpoint> {
+                $endpoint::open(rank, self.clone())
+            }
+
+            unsafe fn bare(&self, rank: Rank, span: Span) -> Result<$network::Bare> {
+                // SAFETY: as the caller promises.
+                unsafe { $network::Bare::open(rank, self, span) }
+            }
+        }
+
+        impl Bare for $network::Bare {
+            fn address(&self) -> Result<Vec<u8>> {
+                let $bare = self;
+                $address
+            }
+
+            fn connect(&mut self, address: &[u8]) -> Result<()> {
+                self.connect(address)
+            }
+
+            fn post(&mut self, offset: usize, bytes: usize, imm: u32) -> Result<bool> {
+                self.post(offset, bytes, imm)
+            }
+
+            fn poll(&mut self, on_event: impl FnMut(Option<u32>)) -> Result<()> {
+                self.poll(on_event)
+            }
+        }
+    };
+}
+
+network!(libfabric LibfabricConfig LibfabricEndpoint, bare => bare.address());
+network!(verbs VerbsConfig VerbsEndpoint, bare => Ok(bare.address()));
+
 /// This library's endpoint.
-pub struct Own {
-    endpoint: LibfabricEndpoint,
+pub struct Own<E> {
+    endpoint: E,
     peer: Rank,
     cursor: Cursor,
     /// Behind the endpoint, which uses it.
     _memory: Box<[u64]>,
 }
 
-impl Own {
+impl<E: Transport> Own<E> {
     /// Opens an endpoint.
     ///
     /// # Errors
     /// Of the network.
-    pub fn open(rank: Rank, config: &LibfabricConfig) -> Result<Own> {
-        let mut endpoint = LibfabricEndpoint::open(rank, config.clone())?;
+    pub fn open(rank: Rank, network: &impl Network<Endpoint = E>) -> Result<Own<E>> {
+        let mut endpoint = network.endpoint(rank)?;
         let mut memory = memory();
         let span = Span::host(memory.as_mut_ptr() as u64, REGION_BYTES);
         // SAFETY: the memory is dropped after the endpoint, and nothing else accesses it.
@@ -114,7 +205,7 @@ impl Own {
     }
 }
 
-impl Way for Own {
+impl<E: Transport> Way for Own<E> {
     fn post(&mut self, bytes: usize, imm: u32) -> Result<bool> {
         let place = Place { region: RegionId(0), offset: self.cursor.next(bytes) as u64 };
         let write = WriteImm {
@@ -151,24 +242,24 @@ impl Way for Own {
     }
 }
 
-/// A bare loop over libfabric.
-pub struct BareWay {
-    endpoint: Bare,
+/// A bare loop.
+pub struct BareWay<B> {
+    endpoint: B,
     cursor: Cursor,
     /// Behind the endpoint, which uses it.
     _memory: Box<[u64]>,
 }
 
-impl BareWay {
+impl<B: Bare> BareWay<B> {
     /// Opens an endpoint.
     ///
     /// # Errors
     /// Of the network.
-    pub fn open(rank: Rank, config: &LibfabricConfig) -> Result<BareWay> {
+    pub fn open(rank: Rank, network: &impl Network<Bare = B>) -> Result<BareWay<B>> {
         let mut memory = memory();
         let span = Span::host(memory.as_mut_ptr() as u64, REGION_BYTES);
         // SAFETY: the memory is dropped after the endpoint, and nothing else accesses it.
-        let endpoint = unsafe { Bare::open(rank, config, span) }?;
+        let endpoint = unsafe { network.bare(rank, span) }?;
         Ok(BareWay { endpoint, cursor: Cursor::default(), _memory: memory })
     }
 
@@ -189,7 +280,7 @@ impl BareWay {
     }
 }
 
-impl Way for BareWay {
+impl<B: Bare> Way for BareWay<B> {
     fn post(&mut self, bytes: usize, imm: u32) -> Result<bool> {
         let at = self.cursor.next(bytes);
         self.endpoint.post(at, bytes, imm)
