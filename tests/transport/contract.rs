@@ -4,6 +4,7 @@
 //! from one thread, so that memory can be looked at between polls; one gives each its own thread.
 
 use crate::rig::*;
+pub use crate::taking_back::*;
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release};
@@ -704,56 +705,6 @@ pub fn region_held_by_a_peer_that_never_polls(backend: &impl Backend) {
     cluster.post(2, &write(1, 2000, 3, 8), &mut log);
     cluster.pump_until("a later write", &mut log, |log| log.imms.contains_key(&(1, 2000)) && log.completed(2, [2000]));
     assert!(log.sent.contains_key(&(2, 2000)));
-}
-
-/// P13: regions come and go while three ranks write to them at full speed.
-pub fn regions_taken_back_under_a_storm<B: Backend>(backend: &B) {
-    const ROUNDS: u32 = 40;
-    const BYTES: usize = 200;
-    let taken: Vec<Memory> = (0..ROUNDS).map(|_| Memory::new(SLOT)).collect();
-    let mut cluster = Cluster::new(backend, 4);
-    let mut log = Log::default();
-    let mut number = 0u32;
-    let mut posted: Vec<(usize, u32, usize)> = Vec::new();
-    for (round, memory) in taken.iter().enumerate() {
-        // SAFETY: accessed through raw pointers only, and dropped after the cluster.
-        let region = unsafe { cluster.endpoint(0).register(memory.span()) }.unwrap();
-        (1..4).for_each(|rank| cluster.connect_to(rank, 0));
-        let mut post = |cluster: &mut Cluster<B::Endpoint>, polls: usize| {
-            for step in 0..polls {
-                let rank = 1 + (number as usize + step) % 3;
-                let target = Place { region, offset: 0 };
-                let write = WriteImm { target, ..write(0, number, 0, BYTES) };
-                if cluster.endpoint(rank).post(&write).unwrap() == Posted::Accepted {
-                    posted.push((rank, number, round));
-                    number += 1;
-                }
-                cluster.pump(&mut |rank, _, event| log.note(rank, event));
-            }
-        };
-        post(&mut cluster, 20);
-        let start = Instant::now();
-        while cluster.endpoint(0).deregister(region).unwrap() == Released::Busy {
-            assert!(start.elapsed() < PATIENCE, "round {round}: a region is not taken back");
-            post(&mut cluster, 1);
-        }
-        memory.fill(0, SLOT, 0xDD);
-        post(&mut cluster, 5);
-    }
-    let tokens = |rank: usize| posted.iter().filter(move |(from, ..)| *from == rank).map(|(_, n, _)| u64::from(*n));
-    cluster.pump_until("all completions", &mut log, |log| (1..4).all(|rank| log.completed(rank, tokens(rank))));
-    cluster.settle(&mut log);
-    for (round, memory) in taken.iter().enumerate() {
-        assert!(memory.all().iter().all(|byte| *byte == 0xDD), "round {round}: written after it was taken back");
-    }
-    assert!(log.failed.is_empty(), "a write failed, though all polled: {:?}", log.failed);
-    assert!(!log.dropped.is_empty(), "no write was too late");
-    for (rank, number, round) in &posted {
-        let token = u64::from(*number);
-        assert_eq!(log.completions(*rank, token), 1, "write {number} of round {round}");
-        let came = log.imms.get(&(0, *number)).copied().unwrap_or(0);
-        assert!(came <= u32::from(!log.dropped.contains_key(&(*rank, token))), "write {number} came {came} times");
-    }
 }
 
 /// P15: whenever an endpoint is flushed, everything arrives once.

@@ -16,6 +16,8 @@ use tokenyard::internals::transport::network::{Event, Place, Posted, RegionId, T
 
 contract!(four_nics, Libfabric::efa(4));
 contract!(between_processes, LibfabricProcesses("efa"));
+contract!(@ from_threads, Libfabric::efa(1), regions_taken_back_from_threads);
+contract!(@ processes_from_threads, LibfabricProcesses("efa"), regions_taken_back_from_threads);
 
 /// Set in the process of its own that a test runs in: what the double counts is of its whole process.
 const ALONE: &str = "TOKENYARD_TEST_ALONE";

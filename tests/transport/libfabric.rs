@@ -72,6 +72,9 @@ contract!(tcp, Libfabric::tcp(1));
 contract!(tcp_between_processes, LibfabricProcesses("tcp"));
 contract!(shm_between_processes, LibfabricProcesses("shm"));
 contract!(tcp_of_two_nics, Libfabric::tcp(2));
+contract!(@ tcp_from_threads, Libfabric::tcp(1), regions_taken_back_from_threads);
+contract!(@ tcp_processes_from_threads, LibfabricProcesses("tcp"), regions_taken_back_from_threads);
+contract!(@ shm_processes_from_threads, LibfabricProcesses("shm"), regions_taken_back_from_threads);
 
 #[test]
 fn what_cannot_be_opened_is_named_with_what_is_there() {

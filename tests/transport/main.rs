@@ -8,6 +8,7 @@ mod double;
 mod processes;
 mod remote;
 mod rig;
+mod taking_back;
 
 mod bootstrap;
 mod conformance;

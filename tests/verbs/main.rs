@@ -11,6 +11,8 @@ mod contract;
 mod remote;
 #[path = "../transport/rig.rs"]
 mod rig;
+#[path = "../transport/taking_back.rs"]
+mod taking_back;
 
 mod links;
 #[cfg(feature = "cli")]
@@ -88,6 +90,7 @@ impl Backend for Processes {
 }
 
 contract!(one_device, Verbs { even: &["rxe0"], odd: &["rxe0"], flush: false });
+contract!(@ from_threads, Verbs { even: &["rxe0"], odd: &["rxe0"], flush: false }, regions_taken_back_from_threads);
 contract!(two_pairs, Verbs { even: &["rxv0", "rxv2"], odd: &["rxv1", "rxv3"], flush: false });
 contract!(with_flushes, Verbs { even: &["rxe0"], odd: &["rxe0"], flush: true });
 // Storms take minutes like this, on emulated processors; endpoints of one process share nothing but the kernel, either.
