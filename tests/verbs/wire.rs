@@ -13,7 +13,7 @@ fn command(words: &str) -> Command {
 
 #[test]
 fn both_ways_are_measured_over_verbs() {
-    if !(Verbs { even: &["rxe0"], odd: &["rxe0"] }).is_there() {
+    if !(Verbs { even: &["rxe0"], odd: &["rxe0"], flush: false }).is_there() {
         return;
     }
     check(&table(command(&format!("wire --transport verbs:rxe0 {SHORT}"))), "verbs:rxe0", 3);
