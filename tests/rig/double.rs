@@ -52,7 +52,11 @@ fn build_verbs(name: &str, parts: &[&str], flags: &[&str]) -> Option<PathBuf> {
     build(name, &["infiniband/verbs.h", "infiniband/mlx5dv.h"], "libibverbs-dev", parts, flags)
 }
 
+/// The folder that TOKENYARD_DOUBLES names has them, where they cannot be compiled.
 fn build(name: &str, headers: &[&str], package: &str, parts: &[&str], flags: &[&str]) -> Option<PathBuf> {
+    if let Some(folder) = std::env::var_os("TOKENYARD_DOUBLES") {
+        return Some(Path::new(&folder).join(format!("{name}.so")));
+    }
     for header in headers.iter().map(|header| Path::new("/usr/include").join(header)) {
         if !header.exists() {
             println!("skipped: {} is missing (Debian: {package})", header.display());

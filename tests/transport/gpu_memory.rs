@@ -10,7 +10,8 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::Command;
 use tokenyard::internals::base::{Error, Rank, Result};
-use tokenyard::internals::transport::memory::{DmaBuf, DmaBufMapping, GpuDirect};
+use tokenyard::internals::kernels::Device;
+use tokenyard::internals::transport::memory::{Arena, DmaBuf, DmaBufMapping, GpuDirect};
 use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint};
 use tokenyard::internals::transport::network::{Allocation, Gpu, Released, Span, SpanMemory, Transport};
 use tokenyard::internals::transport::topology::record;
@@ -82,6 +83,27 @@ fn of_a_case() {
     }
 }
 
+/// Registers an arena of GPU 0 with an endpoint that reaches it, in a process of its own; prints its allocation.
+#[test]
+fn of_a_real_gpu() {
+    if std::env::var(CASE).is_err() || Device::cuda_count() == 0 {
+        return;
+    }
+    let mut config = VerbsConfig::default();
+    (config.devices, config.gpu) = (vec!["mlx5_0".into()], Some(0));
+    let mut endpoint = VerbsEndpoint::open(Rank(0), config).unwrap();
+    endpoint.reach().for_each(|reach| println!("reach: {reach}"));
+    println!("needs host memory: {}", endpoint.device_needs().host_memory);
+    let arena = Arena::cuda(0, 5_000_000).unwrap();
+    let SpanMemory::Gpu { allocation, .. } = arena.span().memory else { panic!("no memory of a GPU") };
+    println!("allocation: {} {}", allocation.base, allocation.bytes);
+    // SAFETY: the double moves no bytes.
+    match unsafe { endpoint.register(arena.span()) } {
+        Ok(region) => assert_eq!(endpoint.deregister(region).unwrap(), Released::Done),
+        Err(why) => println!("refused: {why}"),
+    }
+}
+
 struct Outcome {
     text: String,
     events: Vec<Value>,
@@ -89,10 +111,14 @@ struct Outcome {
 
 impl Outcome {
     fn of(libraries: [&Path; 2], case: &str, settings: &[(&str, &str)]) -> Outcome {
+        Outcome::of_test("of_a_case", libraries, case, settings)
+    }
+
+    fn of_test(test: &str, libraries: [&Path; 2], case: &str, settings: &[(&str, &str)]) -> Outcome {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["gpu_memory::of_a_case", "--exact", "--nocapture", "--test-threads=1"]).env(CASE, case);
+        command.args([&format!("gpu_memory::{test}"), "--exact", "--nocapture", "--test-threads=1"]).env(CASE, case);
         command.env("TOKENYARD_LIBIBVERBS", libraries[0]).env("TOKENYARD_LIBMLX5", libraries[1]);
         command.env("TOKENYARD_IBVERBS_LOG", &log).env("TOKENYARD_IBVERBS_DEVICES", "mlx5_0,mlx5_1");
         command.envs(settings.iter().map(|(name, value)| (format!("TOKENYARD_IBVERBS_{name}"), value)));
@@ -196,6 +222,34 @@ fn an_endpoint_one_of_whose_nics_does_not_reach_the_gpu_needs_host_memory() {
         assert_eq!(outcome.registered("mlx5_0").len(), 2 * reached);
         let count = |event: &str| outcome.events.iter().filter(|line| line["event"] == event).count();
         assert_eq!(count("register"), count("deregister"));
+    }
+}
+
+#[test]
+fn an_arena_of_a_gpu_is_registered_whole() {
+    let Some([libraries, _]) = doubles() else { return };
+    if Device::cuda_count() == 0 {
+        println!("skipped: no GPU can be used here");
+        return;
+    }
+    for settings in [&[("DATA_DIRECT", "1")][..], &[("DATA_DIRECT", "0")], &[("DMABUF", "0"), ("PEER_MEMORY", "1")]] {
+        let outcome = Outcome::of_test("of_a_real_gpu", libraries, "", settings);
+        println!("{settings:?}: {}", outcome.text);
+        let line = outcome.text.lines().find_map(|line| line.strip_prefix("allocation: ")).unwrap();
+        let (base, bytes) = line.split_once(' ').unwrap();
+        let (base, bytes): (u64, u64) = (base.parse().unwrap(), bytes.parse().unwrap());
+        assert!(bytes >= 5_000_000 && bytes.is_multiple_of(PAGE as u64) && base.is_multiple_of(PAGE as u64));
+        // Where the driver makes no dma-buf, none is registered, and the reason is there.
+        let region = outcome.events.iter().find(|event| event["event"] == "register" && event["iova"] == base);
+        let Some(region) = region else {
+            assert!(outcome.text.contains("reaches no memory") && outcome.text.contains("dma-buf: "), "{line}");
+            continue;
+        };
+        assert!(outcome.text.contains("needs host memory: false"), "{}", outcome.text);
+        assert_eq!((&region["length"], &region["offset"]), (&bytes.into(), &0.into()), "{region}");
+        let by_fd = region["kind"] == "dmabuf" || region["kind"] == "data_direct";
+        assert!(!by_fd || region["fd_bytes"].as_u64().unwrap() >= bytes, "{region}");
+        println!("{region}");
     }
 }
 

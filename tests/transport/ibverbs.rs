@@ -47,7 +47,8 @@ fn register(library: &Path) {
     let access = (IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE) as c_int;
     let page = std::alloc::Layout::from_size_align(8192, 4096).unwrap();
     let mut count = 0;
-    // SAFETY: the library's calls in their order, with objects that it gave and memory that lives as long as its regions.
+    // SAFETY: the library's calls in their order, with objects that it gave and memory that lives as long as its
+    // regions.
     unsafe {
         let memory = std::alloc::alloc_zeroed(page);
         let devices = (library.ibv_get_device_list)(&mut count);

@@ -206,8 +206,8 @@ pub struct DmaBuf {
 pub enum DmaBufMapping {
     /// The driver's choice.
     Usual,
-    /// Over PCIe, also where the GPU has a link of its own to the processor: what NICs with data direct need. Drivers of
-    /// CUDA 12.8 and later make it.
+    /// Over PCIe, also where the GPU has a link of its own to the processor: what NICs with data direct need. Drivers
+    /// of CUDA 12.8 and later make it.
     Pcie,
 }
 
@@ -238,8 +238,8 @@ pub struct GpuDirect {
     pub pci: String,
     /// Whether devices can reach its memory at all.
     pub supported: bool,
-    /// Whether kernels of this GPU see what NICs write in the order in which it arrives; otherwise a read by the NIC has
-    /// to flush it.
+    /// Whether kernels of this GPU see what NICs write in the order in which it arrives; otherwise a read by the NIC
+    /// has to flush it.
     pub ordered: bool,
 }
 
