@@ -534,11 +534,13 @@ GROUPS = [
          "u64::from(opening & OPENINGS) << OPENING | ", ""),
         ("datagrams of strangers read", "transport/network/verbs/report.rs",
          "if *magic != MAGIC || ", "if "),
-        ("a flush for what came behind it, too", "transport/network/verbs/flush.rs",
+    ]),
+    ("unit", "held", [
+        ("a flush for what came behind it, too", "transport/network/held.rs",
          "if self.is_reading || self.covered == 0 {", "if self.is_reading {"),
-        ("immediates handed out while their flush is under way", "transport/network/verbs/flush.rs",
+        ("immediates handed out while their flush is under way", "transport/network/held.rs",
          "if self.is_reading || self.covered == 0 {", "if self.covered == 0 {"),
-        ("a flush that failed taken for one that did its work", "transport/network/verbs/flush.rs",
+        ("a flush that failed taken for one that did its work", "transport/network/held.rs",
          "(self.is_reading, self.covered) = (false, 0);", "self.is_reading = false;"),
     ]),
     ("test", "gpu_memory", [

@@ -274,6 +274,8 @@ impl AllToAllBuilder {
 
     fn shape(&self, nodes: Nodes, placement: &Placement) -> Shape {
         let name = self.world.original(self.world.rank());
+        let network = self.proxy.as_ref().filter(|_| nodes.members().len() > 1);
+        let needs_host = network.is_some_and(|proxy| proxy.device_needs().host_memory);
         Shape {
             rank: self.world.rank().index(),
             ranks: self.world.size(),
@@ -288,7 +290,7 @@ impl AllToAllBuilder {
             in_place: self.tuning.in_place,
             arena: match self.device_kind() {
                 DeviceKind::Cpu => ArenaPlace::Host,
-                DeviceKind::Cuda => self.tuning.arena,
+                DeviceKind::Cuda => self.tuning.arena.on_gpu(needs_host),
             },
             hidden: self.hidden,
             experts: self.experts,

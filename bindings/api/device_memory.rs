@@ -36,8 +36,8 @@ fn check_reach(needs: DeviceNeeds, gpu: Option<usize>, place: ArenaPlace) -> Res
     if !needs.host_memory || gpu.is_none() || place == ArenaPlace::Host {
         return Ok(());
     }
-    let advice = "the network between nodes copies with the processor, which does not reach a GPU's memory: give \
-                  arena(ArenaPlace::Host), or a proxy over a network that reaches it";
+    let advice = "the network between nodes does not reach this GPU's memory: give ArenaPlace::Auto or Host, or a proxy \
+                  over a network that reaches it, opened for this GPU (`tokenyard doctor` shows what is lacking)";
     Err(Error::config("arena", "Device", advice))
 }
 
@@ -102,8 +102,8 @@ impl Local {
         let bytes = usize::try_from(plan.arena_bytes())
             .map_err(|_| Error::config("max_tokens", shape.max_tokens, "the arena exceeds the address space"))?;
         let arena = match (device.ordinal(), shape.arena) {
-            (Some(ordinal), ArenaPlace::Device) => Arena::cuda(ordinal, bytes)?,
             (Some(ordinal), ArenaPlace::Host) => Arena::cuda_host(ordinal, bytes)?,
+            (Some(ordinal), _) => Arena::cuda(ordinal, bytes)?,
             (None, _) => Arena::cpu(bytes)?,
         };
         if builder.proxy.as_ref().is_some_and(|proxy| plan.wire.is_some() && proxy.device_needs().access) {
@@ -353,7 +353,7 @@ mod tests {
     fn arenas_that_the_network_does_not_reach_are_refused() {
         let processor = DeviceNeeds { host_memory: true, ..DeviceNeeds::default() };
         let error = check_reach(processor, Some(0), ArenaPlace::Device).unwrap_err().to_string();
-        assert!(error.contains("arena") && error.contains("ArenaPlace::Host"), "{error}");
+        assert!(error.contains("arena") && error.contains("ArenaPlace::Auto"), "{error}");
         for (needs, gpu, place) in [
             (processor, None, ArenaPlace::Device),
             (processor, Some(0), ArenaPlace::Host),

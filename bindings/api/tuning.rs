@@ -10,11 +10,24 @@ const DOUBLE_BUFFER_BYTES: u64 = 256 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum ArenaPlace {
-    /// In the GPU's own memory.
+    /// In the GPU's own memory if the network between nodes reaches it, else in host memory.
     #[default]
+    Auto,
+    /// In the GPU's own memory.
     Device,
     /// In host memory, which GPUs reach over PCIe. Slow; for networks that cannot reach GPU memory.
     Host,
+}
+
+impl ArenaPlace {
+    /// Where it lies on a GPU, by whether the network needs host memory.
+    pub(super) fn on_gpu(self, needs_host: bool) -> ArenaPlace {
+        match self {
+            ArenaPlace::Auto if needs_host => ArenaPlace::Host,
+            ArenaPlace::Auto => ArenaPlace::Device,
+            given => given,
+        }
+    }
 }
 
 /// Further settings of a context, changed through [`AllToAllBuilder::tuning`](super::AllToAllBuilder::tuning). Their
@@ -64,7 +77,8 @@ pub struct Tuning {
     /// arrives; see [`AllToAll::dispatch_statistics`](super::AllToAll::dispatch_statistics). Costs a few stores to host
     /// memory per block. Default: off.
     pub statistics: bool,
-    /// Where the arena lies. Default: in the GPU's own memory. The CPU device ignores this: its arena is host memory.
+    /// Where the arena lies. Default: [`ArenaPlace::Auto`]. The CPU device ignores this: its arena is host memory. The
+    /// arenas of all ranks lie alike.
     pub arena: ArenaPlace,
     /// Whether GPU and proxy share flags in GPU memory, through GDRCopy. Default: the value of `TOKENYARD_GDRCOPY`, or
     /// `Auto` if unset. The CPU device ignores this: its flags lie in host memory. Ranks may differ.
@@ -106,7 +120,7 @@ impl Default for Tuning {
             round_tokens: None,
             handles: 4,
             statistics: false,
-            arena: ArenaPlace::Device,
+            arena: ArenaPlace::Auto,
             gdrcopy: None,
             chunk_rows: None,
             double_buffer_bytes: DOUBLE_BUFFER_BYTES,
@@ -115,5 +129,17 @@ impl Default for Tuning {
             first_epoch: 1,
             ordered: true,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arena_lies_where_the_network_reaches_it_unless_its_place_is_given() {
+        use ArenaPlace::{Auto, Device, Host};
+        let placed = [(Auto, true), (Auto, false), (Device, true), (Host, false)].map(|(at, host)| at.on_gpu(host));
+        assert_eq!(placed, [Host, Device, Device, Host]);
     }
 }

@@ -285,9 +285,10 @@ fn contexts_on_gpus_over_a_network_that_the_processor_moves_need_arenas_in_host_
         let thread = ThreadConfig { core: None, spinners: 4 };
         let config = ProxyConfig { liveness: Liveness::default(), thread };
         let proxy = Proxy::spawn(&world, Box::new(endpoint), config).unwrap();
-        let refused = context_rig::builder(&world, &device).proxy(&proxy).build().map(drop).unwrap_err().to_string();
-        assert!(refused.contains("ArenaPlace::Host"), "{refused}");
-        let rig = Rig::on(&world, device, |builder| builder.proxy(&proxy).tuning(|t| t.arena = ArenaPlace::Host));
+        let on_device = context_rig::builder(&world, &device).tuning(|t| t.arena = ArenaPlace::Device);
+        let refused = on_device.proxy(&proxy).build().map(drop).unwrap_err().to_string();
+        assert!(refused.contains("ArenaPlace::Auto"), "{refused}");
+        let rig = Rig::on(&world, device, |builder| builder.proxy(&proxy));
         rig.good_round(1);
         world.barrier("done").unwrap();
     });

@@ -119,7 +119,9 @@ impl Writer {
             endpoint.connect(Rank(0), &newest.1[self.writer]).unwrap();
             self.rounds = newest.0;
         }
-        while self.rounds > 0 && !field.over.load(SeqCst) && self.post(endpoint, regions, field) {}
+        while self.rounds > 0 && !field.over.load(SeqCst) && self.post(endpoint, regions, field) {
+            std::hint::spin_loop();
+        }
         let Writer { writer, sources, ends, .. } = self;
         let events = endpoint.poll(&mut |event| {
             let (token, ended) = match event {

@@ -67,6 +67,7 @@
 mod address;
 pub mod emulated;
 mod flight;
+mod held;
 pub mod imm;
 mod keys;
 pub mod libfabric;

@@ -22,6 +22,8 @@ pub enum Way {
     DmaBuf,
     /// By the address, through a kernel module that knows whose it is (`nvidia_peermem`).
     PeerMemory,
+    /// By the address, in whichever way libfabric's provider has.
+    Provider,
 }
 
 impl fmt::Display for Way {
@@ -30,6 +32,7 @@ impl fmt::Display for Way {
             Way::DataDirect => "data direct",
             Way::DmaBuf => "dma-buf",
             Way::PeerMemory => "peer memory",
+            Way::Provider => "the provider's own way",
         })
     }
 }
@@ -177,7 +180,7 @@ mod tests {
         let (chosen, lacking) = choose(&ways, |way| match way {
             Way::DataDirect => Err(Error::transport("no such function", "none")),
             Way::DmaBuf => Ok(7),
-            Way::PeerMemory => Ok(8),
+            Way::PeerMemory | Way::Provider => Ok(8),
         });
         assert_eq!(chosen, Some((Way::DmaBuf, 7)));
         assert_eq!(lacking, [(Way::DataDirect, "no such function".to_owned())]);

@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use tokenyard::network::libfabric::libfabric_sys;
+use tokenyard::network::libfabric::{LibfabricConfig, LibfabricEndpoint, libfabric_sys};
 use tokenyard::network::verbs::{VerbsConfig, VerbsEndpoint, ibverbs_sys};
 use tokenyard::network::{self, Reach};
 use tokenyard::{Device, Error};
@@ -95,17 +95,18 @@ fn transports() -> [Finding; 1] {
     [Finding::has("transports", there)]
 }
 
-/// How each NIC for verbs reaches each GPU's memory. None without GPUs or NICs.
+/// How each NIC, by verbs or as EFA, reaches each GPU's memory. None without GPUs or NICs.
 fn reach() -> Vec<Finding> {
-    if ibverbs_sys::Library::open().is_err() {
-        return Vec::new();
-    }
+    let efa = libfabric_sys::Library::open().and_then(|library| library.providers());
+    let has_efa = efa.is_ok_and(|providers| providers.iter().any(|provider| provider == "efa"));
     let of_gpu = |gpu| {
-        let mut config = VerbsConfig::default();
-        (config.gpu, config.nics) = (Some(gpu), network::imm::MAX_NICS);
-        VerbsEndpoint::reach_of(&config)
+        let (mut verbs, mut efa) = (VerbsConfig::default(), LibfabricConfig::new("efa"));
+        (verbs.gpu, verbs.nics, efa.gpu) = (Some(gpu), network::imm::MAX_NICS, Some(gpu));
+        let by_efa = has_efa.then(|| LibfabricEndpoint::reach_of(&efa)).and_then(Result::ok);
+        let by_verbs = VerbsEndpoint::reach_of(&verbs).ok().filter(|_| by_efa.is_none());
+        by_efa.or(by_verbs).unwrap_or_default()
     };
-    (0..usable_gpus()).flat_map(|gpu| of_gpu(gpu).unwrap_or_default()).map(|reach| reached(&reach)).collect()
+    (0..usable_gpus()).flat_map(of_gpu).map(|reach| reached(&reach)).collect()
 }
 
 fn reached(reach: &Reach) -> Finding {

@@ -12,7 +12,7 @@ use super::buffers;
 use super::builder;
 use super::gpus::{sharing, usable_gpus};
 use super::job::Job;
-use super::real;
+use super::real::Real;
 use crate::cli::args::{BenchArgs, List, or_default};
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
@@ -241,9 +241,11 @@ fn nic_devices(args: &BenchArgs) -> Vec<String> {
 
 /// GPU memory, where NICs of the network that was asked for reach it.
 fn found_arena(args: &BenchArgs, case: &Case, device: DeviceWord) -> Option<ArenaWord> {
-    let asked = device == DeviceWord::Cuda && case.several_nodes() && reaches_gpus(case.transport);
-    let reached = asked && real::reaches_gpu(case, nic_devices(args), env_rank().unwrap_or(0) % usable_gpus().max(1));
-    reached.then_some(ArenaWord::Device)
+    if device != DeviceWord::Cuda || !case.several_nodes() || !reaches_gpus(case.transport) {
+        return None;
+    }
+    let real = Real::new(case.transport, case.nics.unwrap_or(1), nic_devices(args), args.allow_old_shm)?;
+    real.reaches(env_rank().unwrap_or(0) % usable_gpus().max(1)).then_some(ArenaWord::Device)
 }
 
 /// The rank's number on its host, where ranks are processes.
@@ -333,7 +335,7 @@ fn check_transport(args: &BenchArgs, case: &Case) -> Result<(), Refusal> {
 
 /// Whether NICs of that network may reach memory of GPUs.
 fn reaches_gpus(transport: TransportWord) -> bool {
-    transport == TransportWord::Verbs
+    matches!(transport, TransportWord::Efa | TransportWord::Verbs)
 }
 
 /// As [`arena`], for a network that was asked for.

@@ -8,7 +8,6 @@ use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint
 use tokenyard::{Device, Result, World};
 
 use super::job::Job;
-use crate::cli::cases::case::Case;
 use crate::cli::cases::words::{ArenaWord, TransportWord};
 
 /// A network's settings, which all ranks share.
@@ -48,20 +47,33 @@ impl Real {
     /// # Errors
     /// If the network is not there, or opens nothing.
     pub fn open(&self, world: &World, device: &Device, arena: ArenaWord) -> Result<Box<dyn Transport>> {
+        let gpu = device.ordinal().filter(|_| arena == ArenaWord::Device);
         Ok(match self {
-            Real::Libfabric(config) => Box::new(LibfabricEndpoint::open(world.rank(), config.clone())?),
+            Real::Libfabric(config) => {
+                let mut config = config.clone();
+                config.gpu = gpu;
+                Box::new(LibfabricEndpoint::open(world.rank(), config)?)
+            }
             Real::Verbs(config) => {
                 let mut config = config.clone();
-                config.gpu = device.ordinal().filter(|_| arena == ArenaWord::Device);
+                config.gpu = gpu;
                 Box::new(VerbsEndpoint::open(world.rank(), config)?)
             }
         })
     }
-}
 
-/// Whether all NICs of a case over verbs reach memory of a GPU.
-pub fn reaches_gpu(case: &Case, devices: Vec<String>, gpu: usize) -> bool {
-    let mut config = VerbsConfig::default();
-    (config.devices, config.gpu, config.nics) = (devices, Some(gpu), case.nics.unwrap_or(1));
-    VerbsEndpoint::reach_of(&config).is_ok_and(|reach| reach.iter().all(|reach| reach.way.is_some()))
+    /// Whether all NICs reach memory of a GPU.
+    pub fn reaches(self, gpu: usize) -> bool {
+        let reach = match self {
+            Real::Libfabric(mut config) => {
+                config.gpu = Some(gpu);
+                LibfabricEndpoint::reach_of(&config)
+            }
+            Real::Verbs(mut config) => {
+                config.gpu = Some(gpu);
+                VerbsEndpoint::reach_of(&config)
+            }
+        };
+        reach.is_ok_and(|reach| reach.iter().all(|reach| reach.way.is_some()))
+    }
 }

@@ -46,8 +46,8 @@ impl Bare {
         let provider = config.check()?;
         let library = config.library.as_deref().map_or_else(Library::open, Library::at)?;
         let slab = Slab::new(1, 1, super::object::all_closed)?;
-        let mut lane = Lane::open(library, config, provider, &slab, 0)?;
-        lane.register(span)?;
+        let mut lane = Lane::open(library, config, provider, &slab, (0, None))?;
+        lane.register(span, None)?;
         Ok(Bare { rank, span, peer: None, next: 0, under_way: 0, lane, slab })
     }
 

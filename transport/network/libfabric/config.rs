@@ -29,6 +29,11 @@ pub struct LibfabricConfig {
     /// Domains of `efa`, as `fi_info -p efa` names them, such as `rdmap79s0-rdm`: NIC i uses domain i modulo their
     /// number. Empty: all that the provider lists, in its order.
     pub domains: Vec<String>,
+    /// The GPU whose memory `efa` may register, as this process counts them; `None`: host memory alone.
+    pub gpu: Option<usize>,
+    /// Whether immediates of `efa` wait until a read has flushed what the NIC wrote into the GPU's memory; `None`:
+    /// where the GPU's attributes and the NIC's place ask for it.
+    pub flush: Option<bool>,
     /// Writes of one NIC to one peer that may be outstanding.
     pub peer_posts: u32,
     /// How long a peer may take to let go of a region that is taken back.
@@ -48,6 +53,8 @@ impl LibfabricConfig {
             nics: 1,
             source: None,
             domains: Vec::new(),
+            gpu: None,
+            flush: None,
             peer_posts: PEER_POSTS,
             let_go: Duration::from_nanos(LET_GO_NS),
             allow_old_shm: false,
@@ -75,6 +82,8 @@ impl LibfabricConfig {
             ("nics", self.nics > 1, provider != Provider::Shm),
             ("source", self.source.is_some(), provider == Provider::Tcp),
             ("domains", !self.domains.is_empty(), provider == Provider::Efa),
+            ("gpu", self.gpu.is_some(), provider == Provider::Efa),
+            ("flush", self.flush.is_some(), provider == Provider::Efa),
         ];
         if let Some((name, ..)) = given.into_iter().find(|(_, given, serves)| *given && !serves) {
             let value = format!("given for {}", self.provider);

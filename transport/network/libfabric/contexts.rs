@@ -17,9 +17,11 @@ pub(super) enum Operation {
     Write(u32),
     Send(u32),
     Receive(u32),
+    /// The read of a flush.
+    Flush,
 }
 
-/// The contexts of a NIC: of writes, then of sends, then of receives.
+/// The contexts of a NIC: of writes, then of sends, then of receives, then of a flush.
 #[derive(Debug)]
 pub(super) struct Contexts {
     first: *mut fi_context2,
@@ -33,14 +35,14 @@ unsafe impl Send for Contexts {}
 
 impl Contexts {
     pub fn new(writes: u32, sends: u32, receives: u32) -> Contexts {
-        let count = writes as usize + sends as usize + receives as usize;
+        let count = writes as usize + sends as usize + receives as usize + 1;
         // SAFETY: pointers may be null.
         let contexts: Box<[fi_context2]> = (0..count).map(|_| unsafe { std::mem::zeroed() }).collect();
         Contexts { first: Box::into_raw(contexts).cast(), writes, sends, receives }
     }
 
     fn count(&self) -> usize {
-        self.writes as usize + self.sends as usize + self.receives as usize
+        self.writes as usize + self.sends as usize + self.receives as usize + 1
     }
 
     /// As posts take it.
@@ -49,6 +51,7 @@ impl Contexts {
             Operation::Write(number) => number as usize,
             Operation::Send(number) => self.writes as usize + number as usize,
             Operation::Receive(number) => self.writes as usize + self.sends as usize + number as usize,
+            Operation::Flush => self.count() - 1,
         };
         debug_assert!(at < self.count());
         self.first.wrapping_add(at).cast()
@@ -64,7 +67,8 @@ impl Contexts {
         Some(match at {
             _ if at < self.writes => Operation::Write(at),
             _ if at < self.writes + self.sends => Operation::Send(at - self.writes),
-            _ => Operation::Receive(at - self.writes - self.sends),
+            _ if at as usize + 1 < self.count() => Operation::Receive(at - self.writes - self.sends),
+            _ => Operation::Flush,
         })
     }
 }
@@ -87,9 +91,10 @@ mod tests {
     fn contexts_name_their_operations_and_nothing_else_does() {
         let contexts = Contexts::new(3, 2, 4);
         let all = (0..3).map(Operation::Write).chain((0..2).map(Operation::Send)).chain((0..4).map(Operation::Receive));
+        let all = all.chain([Operation::Flush]);
         let found: Vec<*mut c_void> = all.clone().map(|operation| contexts.of(operation)).collect();
         assert!(all.zip(&found).all(|(operation, context)| contexts.operation(*context) == Some(operation)));
-        let (first, last) = (found[0], found[8]);
+        let (first, last) = (found[0], found[9]);
         let strangers =
             [std::ptr::null_mut(), first.wrapping_byte_sub(64), first.wrapping_byte_add(8), last.wrapping_byte_add(64)];
         assert!(strangers.iter().all(|stranger| contexts.operation(*stranger).is_none()));

@@ -43,6 +43,8 @@ pub(super) struct Facts {
     pub receives: usize,
     /// Bytes of the longest write.
     pub longest: usize,
+    /// Whether it registers memory of GPUs.
+    pub reaches_gpus: bool,
 }
 
 /// Whether the value of one of libfabric's variables is off: fi_param_get_bool of its core.
@@ -68,6 +70,21 @@ impl Info {
     /// # Errors
     /// `Transport` if there is none, naming the providers or domains that there are, or if the library is too old.
     pub fn find(library: &'static Library, config: &LibfabricConfig, provider: Provider, nic: usize) -> Result<Info> {
+        let gpus = config.gpu.is_some();
+        match Info::look_up(library, config, provider, nic, gpus) {
+            // What it offers without memory of GPUs serves, with all in host memory.
+            Err(_) if gpus => Info::look_up(library, config, provider, nic, false),
+            found => found,
+        }
+    }
+
+    fn look_up(
+        library: &'static Library,
+        config: &LibfabricConfig,
+        provider: Provider,
+        nic: usize,
+        gpus: bool,
+    ) -> Result<Info> {
         if let Some(oldest) = provider.oldest().filter(|oldest| library.version() < *oldest) {
             let what = format!("libfabric {} ({})", library.version(), library.path().display());
             let advice = format!("the provider {} needs {oldest} or later: install it", config.provider);
@@ -81,7 +98,7 @@ impl Info {
             let advice = "give an address or name of this host";
             Error::config("source", quoted(config.source.as_deref().unwrap_or_default().as_bytes()), advice)
         })?;
-        let hints = Info::hints(library, provider, &config.provider)?;
+        let hints = Info::hints(library, provider, config, gpus)?;
         let (node, flags) = source.as_ref().map_or((null(), 0), |node| (node.as_ptr(), FI_SOURCE));
         let mut found = null_mut();
         // SAFETY: hints of the library's own making, C strings, and a place for the answer, all alive during the call.
@@ -161,8 +178,11 @@ impl Info {
         Error::transport(what, ADVICE)
     }
 
-    fn hints(library: &'static Library, provider: Provider, name: &str) -> Result<Info> {
-        let name = CString::new(name).map_err(|_| no_memory())?;
+    fn hints(library: &'static Library, provider: Provider, config: &LibfabricConfig, gpus: bool) -> Result<Info> {
+        let name = CString::new(config.provider.as_str()).map_err(|_| no_memory())?;
+        // Flushes read.
+        let reads = if gpus || config.flush == Some(true) { FI_READ | FI_REMOTE_READ } else { 0 };
+        let (memory, mode) = if gpus { (FI_HMEM, FI_MR_HMEM) } else { (0, 0) };
         // SAFETY: null makes an empty info.
         let info = NonNull::new(unsafe { (library.fi_dupinfo)(null()) }).ok_or_else(no_memory)?;
         let hints = Info { library, info };
@@ -170,11 +190,11 @@ impl Info {
         // name.
         unsafe {
             let info = hints.info.as_ptr();
-            (*info).caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE | provider.capabilities();
+            (*info).caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE | provider.capabilities() | reads | memory;
             (*info).mode = FI_CONTEXT | FI_CONTEXT2;
             (*(*info).ep_attr).type_ = FI_EP_RDM;
             let domain = (*info).domain_attr;
-            (*domain).mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+            (*domain).mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | mode;
             (*domain).threading = FI_THREAD_DOMAIN;
             (*domain).control_progress = FI_PROGRESS_MANUAL;
             (*domain).data_progress = FI_PROGRESS_MANUAL;
@@ -233,6 +253,7 @@ fn facts(info: NonNull<fi_info>) -> Facts {
             queue: (*(*info).tx_attr).size.clamp(1, MAX_WRITES),
             receives: (*(*info).rx_attr).size,
             longest: (*(*info).ep_attr).max_msg_size,
+            reaches_gpus: (*info).caps & FI_HMEM != 0,
         }
     }
 }

@@ -12,12 +12,14 @@ use super::config::LibfabricConfig;
 use super::contexts::{Contexts, Operation};
 use super::info::{Facts, Info};
 use super::libfabric_sys::*;
+use super::memory::{Reached, Registrar};
 use super::object::{Object, Origin};
 use super::provider::Provider;
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::flight::Flight;
-use crate::transport::network::keys::random;
+use crate::transport::network::held::Held;
 use crate::transport::network::message::PITCH;
+use crate::transport::network::reach::{Gpu, allocation};
 use crate::transport::network::remote::Remote;
 use crate::transport::network::slab::{EMPTY, LINE, Slab};
 use crate::transport::network::slots::Slots;
@@ -31,6 +33,8 @@ use std::ptr::{null, null_mut};
 const ADVICE: &str = "see the provider's manual page, and set FI_LOG_LEVEL=warn for its reasons";
 /// Completions that one call reads.
 pub(super) const BATCH: usize = 32;
+/// Reads of a flush that may fail one after the other.
+const FLUSHES: u32 = 100;
 
 /// Where a write goes.
 #[derive(Debug, Clone, Copy)]
@@ -63,6 +67,22 @@ struct Door {
     room: usize,
 }
 
+/// The flush of a NIC.
+#[derive(Debug)]
+pub(super) struct Flush {
+    /// Its endpoint's own.
+    address: fi_addr_t,
+    pub held: Held,
+    /// Reads that have failed one after the other.
+    pub failed: u32,
+}
+
+impl Default for Flush {
+    fn default() -> Flush {
+        Flush { address: FI_ADDR_UNSPEC, held: Held::new(0), failed: 0 }
+    }
+}
+
 #[derive(Debug)]
 enum Registered {
     Open(Object<fid_mr>),
@@ -81,6 +101,9 @@ pub(super) struct Lane {
     regions: Vec<Registered>,
     scratch: Object<fid_mr>,
     local: Object<fid_mr>,
+    /// The GPU whose memory it reaches, and how.
+    pub reached: Option<Reached>,
+    pub flush: Option<Flush>,
     domain: Object<fid_domain>,
     events: Object<fid_eq>,
     _fabric: Object<fid_fabric>,
@@ -146,7 +169,7 @@ impl Lane {
         config: &LibfabricConfig,
         provider: Provider,
         slab: &Slab,
-        nic: usize,
+        (nic, gpu): (usize, Option<&Gpu>),
     ) -> Result<Lane> {
         let info = Info::find(library, config, provider, nic)?;
         let origin = Info::origin(library, config);
@@ -164,10 +187,18 @@ impl Lane {
             unsafe { Object::open(&origin, ADVICE, |to| fi_domain(fabric.as_ptr(), info.as_ptr(), to, null_mut())) }?;
         let own = Span::host(slab.scratch(), LINE);
         let (local, bytes) = slab.local();
-        let advice = provider.advice_on_memory();
-        let scratch = register(&origin, &domain, &facts, own, FI_REMOTE_WRITE, advice)?;
-        let access = FI_WRITE | FI_SEND | FI_RECV;
-        let local = register(&origin, &domain, &facts, Span::host(local, bytes), access, advice)?;
+        let registrar =
+            Registrar { library, origin: &origin, domain: &domain, facts: &facts, advice: provider.advice_on_memory() };
+        let reached = gpu.map(|gpu| registrar.reach(gpu, config.flush));
+        let flush = match &reached {
+            Some(Reached { reach, probe }) => reach.flush && probe.is_some(),
+            None => config.flush == Some(true),
+        };
+        // A flush without a GPU reads the scratch line.
+        let reads = if flush { [FI_REMOTE_READ, FI_READ] } else { [0, 0] };
+        let scratch = registrar.register_host(own, FI_REMOTE_WRITE | reads[0])?;
+        let access = FI_WRITE | FI_SEND | FI_RECV | reads[1];
+        let local = registrar.register_host(Span::host(local, bytes), access)?;
         let (mut messages, receives) = if nic == 0 { (slab.sends(), slab.receives()) } else { (0, 0) };
         if let Some(most) = provider.messages_of(facts.queue) {
             messages = messages.min(most as u32);
@@ -180,6 +211,8 @@ impl Lane {
             regions: Vec::new(),
             scratch,
             local,
+            reached,
+            flush: flush.then(Flush::default),
             domain,
             events,
             _fabric: fabric,
@@ -275,8 +308,13 @@ impl Lane {
             return Err(origin.refused("gives an endpoint no name", code, ADVICE));
         }
         name.truncate(length);
-        self.door = Some(Door { endpoint, completions, addresses, name, room: queue.size });
+        self.door = Some(Door { endpoint, completions, addresses, name: name.clone(), room: queue.size });
         self.addresses.clear();
+        if self.flush.is_some() {
+            let address = self.insert(Rank(0), &name)?;
+            let most = self.receives().map_or(0, |most| most as u32);
+            self.flush = Some(Flush { address, held: Held::new(most), failed: 0 });
+        }
         Ok(())
     }
 
@@ -302,7 +340,8 @@ impl Lane {
     /// Immediates that may be under way to this NIC; no bound where the queue keeps what does not fit.
     pub fn receives(&self) -> Option<usize> {
         let room = self.door.as_ref().map_or(0, |door| door.room);
-        self.provider.overruns().then(|| room.saturating_sub(self.facts.queue + self.receives))
+        let flushes = usize::from(self.flush.is_some());
+        self.provider.overruns().then(|| room.saturating_sub(self.facts.queue + self.receives + flushes))
     }
 
     fn door(&self, rank: Rank) -> Result<&Door> {
@@ -313,10 +352,24 @@ impl Lane {
 
     // ---- memory
 
-    /// Registers memory by the next number.
-    pub fn register(&mut self, span: Span) -> Result<()> {
-        let (access, advice) = (FI_WRITE | FI_REMOTE_WRITE, self.provider.advice_on_memory());
-        let region = register(&self.origin, &self.domain, &self.facts, span, access, advice)?;
+    /// Registers memory by the next number; of a GPU's memory the whole allocation.
+    ///
+    /// # Errors
+    /// `Argument` for a GPU's memory that it does not reach; `Transport` if the provider refuses.
+    pub fn register(&mut self, span: Span, gpu: Option<&Gpu>) -> Result<()> {
+        let registrar = Registrar {
+            library: self.origin.library,
+            origin: &self.origin,
+            domain: &self.domain,
+            facts: &self.facts,
+            advice: self.provider.advice_on_memory(),
+        };
+        let access = FI_WRITE | FI_REMOTE_WRITE;
+        let reached = gpu.zip(self.reached.as_ref().and_then(|reached| reached.reach.way));
+        let region = match (allocation(&span, reached.map(|(gpu, _)| gpu.ordinal))?, reached) {
+            (Some(whole), Some((gpu, way))) => registrar.register_gpu(way, gpu, (&span, whole), access)?,
+            _ => registrar.register_host(span, access)?,
+        };
         self.regions.push(Registered::Open(region));
         Ok(())
     }
@@ -525,6 +578,53 @@ impl Lane {
         }) as c_int
     }
 
+    // ---- flushes
+
+    /// Whether immediates wait for a flush.
+    pub fn is_holding(&self) -> bool {
+        self.flush.as_ref().is_some_and(|flush| !flush.held.is_empty())
+    }
+
+    /// Posts the read of a flush, if immediates wait for one: of the GPU's memory, into the line of empty writes.
+    ///
+    /// # Errors
+    /// `Transport` if flushes have failed too often.
+    pub fn flush(&mut self, slab: &Slab) -> Result<()> {
+        let (Some(door), Some(flush)) = (&self.door, &self.flush) else { return Ok(()) };
+        if !flush.held.wants_read() {
+            return Ok(());
+        }
+        if flush.failed > FLUSHES {
+            let what = format!("NIC {} flushes no writes into the GPU's memory any more", self.facts.domain);
+            return Err(Error::transport(what, "open another endpoint").ending());
+        }
+        let probe = self.reached.as_ref().and_then(|reached| reached.probe.as_ref());
+        let from = probe.map_or_else(|| self.scratch(slab), |(object, base)| self.place(object, *base));
+        let piece = iovec { iov_base: (slab.empty() + LINE as u64 / 2) as *mut c_void, iov_len: EMPTY };
+        let remote = fi_rma_iov { addr: from.base, len: EMPTY, key: from.key };
+        let mut descriptor = Lane::descriptor(&self.local);
+        let message = fi_msg_rma {
+            msg_iov: &piece,
+            desc: &mut descriptor,
+            iov_count: 1,
+            addr: flush.address,
+            rma_iov: &remote,
+            rma_iov_count: 1,
+            context: self.contexts.of(Operation::Flush),
+            data: 0,
+        };
+        // SAFETY: an enabled endpoint; both places are registered and stay, as the context does. The rest is read
+        // during the call.
+        let code = unsafe { fi_readmsg(door.endpoint.as_ptr(), &message, FI_COMPLETION) } as c_int;
+        let Some(flush) = &mut self.flush else { return Ok(()) };
+        match code {
+            0 => flush.held.read_posted(),
+            code if code == -FI_EAGAIN => {}
+            _ => flush.failed += 1,
+        }
+        Ok(())
+    }
+
     /// Makes progress, and reads completions; answers how many are in `found`.
     ///
     /// # Errors
@@ -538,7 +638,7 @@ impl Lane {
             for (entry, done) in self.entries.0.iter().zip(found.iter_mut()).take(count) {
                 let operation = self.contexts.operation(entry.op_context);
                 // Some providers name a receive with a write, and some name nothing; a message may carry data, too.
-                let own = matches!(operation, Some(Operation::Write(_) | Operation::Send(_)));
+                let own = matches!(operation, Some(Operation::Write(_) | Operation::Send(_) | Operation::Flush));
                 let is_write = entry.flags & FI_REMOTE_CQ_DATA != 0 && entry.flags & FI_RECV == 0 && !own;
                 *done = match operation {
                     _ if is_write => Done::Immediate(entry.data as u32),
@@ -621,30 +721,4 @@ impl Lane {
         // SAFETY: a C string of the provider's.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
-}
-
-/// Registers memory. Keys that this side chooses are drawn at random, so that nobody reaches a later region by a former
-/// key.
-fn register(
-    origin: &Origin,
-    domain: &Object<fid_domain>,
-    facts: &Facts,
-    span: Span,
-    access: u64,
-    advice: &str,
-) -> Result<Object<fid_mr>> {
-    let piece = iovec { iov_base: span.base as *mut c_void, iov_len: span.bytes };
-    let key = if facts.chooses_keys { 0 } else { random()? };
-    let key = if facts.key_bytes >= 8 { key } else { key & ((1 << (8 * facts.key_bytes)) - 1) };
-    // SAFETY: numbers and pointers that may be null.
-    let mut attributes: fi_mr_attr = unsafe { zeroed() };
-    attributes.mr_iov = &piece;
-    attributes.iov_count = 1;
-    attributes.access = access;
-    attributes.requested_key = key;
-    attributes.iface = FI_HMEM_SYSTEM;
-    attributes.base_mr = null();
-    // SAFETY: an open domain, attributes that are read during the call, and a place for the answer; the memory stays
-    // until the region is closed.
-    unsafe { Object::open(origin, advice, |to| fi_mr_regattr(domain.as_ptr(), &attributes, 0, to)) }
 }

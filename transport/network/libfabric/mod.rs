@@ -32,6 +32,7 @@ mod info;
 mod lane;
 #[doc(hidden)]
 pub mod libfabric_sys;
+mod memory;
 mod object;
 mod peer;
 mod provider;
@@ -52,6 +53,7 @@ use super::flight::{Flight, Outcome, Pending};
 use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
 use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
+use super::reach::{Gpu, Reach};
 use super::regions::Regions;
 use super::remote::admit;
 use super::revoke::{Notice, Revocations};
@@ -120,6 +122,8 @@ pub struct LibfabricEndpoint {
     /// Before the slab, which their providers use.
     lanes: Vec<Lane>,
     slab: Slab,
+    /// The GPU whose memory it registers; its memory outlives the lanes' registrations.
+    gpu: Option<Gpu>,
 }
 
 /// A message under way.
@@ -139,6 +143,17 @@ impl LibfabricEndpoint {
     /// `Config` if a setting makes no sense, or the provider is shm of a version that is refused; `Transport` if the
     /// library or the provider is not there, or opens nothing.
     pub fn open(rank: Rank, config: LibfabricConfig) -> Result<LibfabricEndpoint> {
+        config.check()?;
+        let gpu = config.gpu.map(Gpu::open).transpose()?;
+        LibfabricEndpoint::open_for(rank, config, gpu)
+    }
+
+    /// As `open`, for the GPU that is given.
+    ///
+    /// # Errors
+    /// As `open`.
+    #[doc(hidden)]
+    pub fn open_for(rank: Rank, config: LibfabricConfig, gpu: Option<Gpu>) -> Result<LibfabricEndpoint> {
         let provider = config.check()?;
         if rank.index() >= MAX_RANKS {
             return Err(Error::config("rank", rank, format!("an immediate can name {MAX_RANKS}; use fewer ranks")));
@@ -150,7 +165,7 @@ impl LibfabricEndpoint {
             return Err(Error::config("provider", format!("shm of libfabric {}", library.version()), advice));
         }
         let slab = Slab::new(MESSAGES, RECEIVES, object::all_closed)?;
-        let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, provider, &slab, nic));
+        let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, provider, &slab, (nic, gpu.as_ref())));
         let lanes = lanes.collect::<Result<Vec<Lane>>>()?;
         if let Some(Lane { facts, .. }) = lanes.first() {
             log::info!(
@@ -180,10 +195,30 @@ impl LibfabricEndpoint {
             pending: VecDeque::new(),
             lanes,
             slab,
+            gpu,
             config,
         };
+        for reach in endpoint.reach() {
+            let level = if reach.way.is_some() { log::Level::Info } else { log::Level::Warn };
+            log::log!(target: crate::base::targets::NETWORK, level, "rank {rank}: {reach}");
+        }
         endpoint.post_receives()?;
         Ok(endpoint)
+    }
+
+    /// How each NIC of these settings reaches memory of their GPU; none without a GPU. An endpoint is opened, and
+    /// closed again.
+    ///
+    /// # Errors
+    /// As `open`.
+    pub fn reach_of(config: &LibfabricConfig) -> Result<Vec<Reach>> {
+        let endpoint = LibfabricEndpoint::open(Rank(0), config.clone())?;
+        Ok(endpoint.reach().cloned().collect())
+    }
+
+    /// How each NIC reaches memory of the GPU that the endpoint was opened for; none without a GPU.
+    pub fn reach(&self) -> impl Iterator<Item = &Reach> {
+        self.lanes.iter().filter_map(|lane| lane.reached.as_ref()).map(|reached| &reached.reach)
     }
 
     /// Its rank.
@@ -449,23 +484,25 @@ impl LibfabricEndpoint {
         on_event(pending.event());
     }
 
-    /// Hands out what a completion means; answers whether that is an event.
-    fn complete(&mut self, nic: usize, done: Done, on_event: &mut dyn FnMut(Event<'_>)) -> bool {
+    /// Hands out what a completion means; answers how many events that gave.
+    fn complete(&mut self, nic: usize, done: Done, on_event: &mut dyn FnMut(Event<'_>)) -> usize {
         let (operation, outcome) = match done {
             Done::Immediate(bits) => {
+                if let Some(flush) = self.lanes.get_mut(nic).and_then(|lane| lane.flush.as_mut()) {
+                    flush.held.hold(bits);
+                    return 0;
+                }
                 on_event(Event::Imm { imm: ImmValue::from_bits(bits) });
-                return true;
+                return 1;
             }
             Done::Operation(operation) => (operation, Outcome::Sent),
             Done::Failed(operation, failure) => (operation, Outcome::Failed(failure)),
             // Of no operation, or of one that a provider does not name: `poll` has judged it.
-            Done::Stray(..) => return false,
+            Done::Stray(..) => return 0,
         };
         match operation {
             Operation::Write(number) => {
-                let Some(flight) = self.lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) else {
-                    return false;
-                };
+                let Some(flight) = self.lanes.get_mut(nic).and_then(|lane| lane.writes.end(number)) else { return 0 };
                 let WriteImm { peer, target, .. } = flight.write;
                 let refused = matches!(outcome, Outcome::Failed(Failure { reason: Reason::RemoteAccess, .. }));
                 let outcome = if refused && self.revocations.is_revoked(peer, target.region) {
@@ -474,16 +511,28 @@ impl LibfabricEndpoint {
                     outcome
                 };
                 self.hand_out(Pending { nic, flight, outcome }, on_event);
-                true
+                1
             }
             Operation::Send(number) => {
                 self.end_send(number, matches!(outcome, Outcome::Sent));
-                false
+                0
             }
             Operation::Receive(number) => {
                 let message = self.slab.take(number);
                 self.unposted.push(number);
-                matches!(outcome, Outcome::Sent) && self.take_in(&message, on_event)
+                usize::from(matches!(outcome, Outcome::Sent) && self.take_in(&message, on_event))
+            }
+            Operation::Flush => {
+                let Some(flush) = self.lanes.get_mut(nic).and_then(|lane| lane.flush.as_mut()) else { return 0 };
+                if !matches!(outcome, Outcome::Sent) {
+                    flush.failed += 1;
+                    flush.held.read_failed();
+                    return 0;
+                }
+                flush.failed = 0;
+                flush.held.read_done();
+                let covered = std::iter::from_fn(|| flush.held.next());
+                covered.map(|bits| on_event(Event::Imm { imm: ImmValue::from_bits(bits) })).count()
             }
         }
     }
@@ -635,7 +684,8 @@ impl Transport for LibfabricEndpoint {
     }
 
     fn device_needs(&self) -> DeviceNeeds {
-        DeviceNeeds { host_memory: true, ..DeviceNeeds::default() }
+        let reaches = self.gpu.is_some() && self.reach().all(|reach| reach.way.is_some());
+        DeviceNeeds { host_memory: !reaches, ..DeviceNeeds::default() }
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
@@ -643,9 +693,9 @@ impl Transport for LibfabricEndpoint {
             let advice = "register fewer, larger spans; numbers of those taken back are not used again";
             return Err(Error::argument("regions", self.limits.regions + 1, advice));
         }
-        let region = self.regions.register_host(span)?;
+        let region = self.regions.register(span)?;
         for at in 0..self.lanes.len() {
-            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span).err());
+            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span, self.gpu.as_ref()).err());
             if let Some(why) = refused {
                 self.lanes.iter_mut().take(at).for_each(Lane::undo);
                 self.regions.undo(region);
@@ -781,7 +831,7 @@ impl Transport for LibfabricEndpoint {
                 for at in 0..count {
                     let done = self.found.get(at).copied().unwrap_or(Done::NONE);
                     self.judge(nic, done)?;
-                    events += usize::from(self.complete(nic, done, on_event));
+                    events += self.complete(nic, done, on_event);
                 }
                 if events > 0 || count == 0 {
                     break;
@@ -793,6 +843,11 @@ impl Transport for LibfabricEndpoint {
             self.lanes.iter().try_for_each(Lane::check_events)?;
         }
         self.post_receives()?;
+        // What waits for a flush is yet to be handed out.
+        for lane in &mut self.lanes {
+            lane.flush(&self.slab)?;
+            events = events.max(usize::from(lane.is_holding()));
+        }
         self.send_notices();
         self.hand_over(began_ns);
         Ok(events)

@@ -78,7 +78,7 @@ pub(super) fn register_by(
             // SAFETY: as above.
             unsafe { register(domain, 0, bytes, base, buffer.fd.as_raw_fd(), access as c_int) }
         }
-        Way::PeerMemory => by_address(device, base, bytes, access),
+        Way::PeerMemory | Way::Provider => by_address(device, base, bytes, access),
     };
     if region.is_null() {
         let code = last();
