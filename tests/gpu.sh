@@ -43,6 +43,8 @@
 # SECTION_LIMIT (by section, below); what a section has no time left for fails. SEEDS=N: configurations of verify (200).
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
+# shellcheck source=tests/rows.sh
+source "$root/tests/rows.sh"
 
 FIGURES=(decode prefill modes shapes sweep)
 SECTIONS=(checks verify "${FIGURES[@]}" sms nodes copies long libfabric sanitizer)
@@ -84,11 +86,11 @@ made_by() {
 build() {
   local dir=${1:?the folder of the binaries} name
   program "$dir"
-  rm -f "$dir/calls" "$dir/transport"
-  (cd "$root" && cargo test --no-run --test calls --test transport 2>&1) |
+  rm -f "$dir/calls" "$dir/transport" "$dir/verbs"
+  (cd "$root" && cargo test --no-run --test calls --test transport --test verbs 2>&1) |
     sed -n 's/.*Executable tests\/\(.*\)\/main\.rs (\(.*\))/\1 \2/p' |
     while read -r name path; do strip -o "$dir/$name" "$path"; done
-  for name in calls transport; do
+  for name in calls transport verbs; do
     if [ ! -x "$dir/$name" ]; then
       echo "tests/gpu.sh: cargo named no test program $name, so none is in $dir" >&2
       return 1
@@ -107,36 +109,6 @@ build() {
     "$nvcc" -O3 -std=c++20 -arch=sm_90a "-DCOMMIT=\"$commit\"" -L "$(dirname "$nvcc")/../lib" \
       -o "$dir/$name" "$root/benches/$name.cu"
   done
-}
-
-# A row of the table, kept at once, so that a run that is cut short still has those before.
-note() { printf '%-9s %-34s %-8s %s\n' "$section" "$1" "$2" "$3" >>"$table"; }
-
-# Runs a command within what the row and its section may take; its output goes to the row's log.
-bounded() {
-  local name=$1 left=$((deadline - SECONDS))
-  shift
-  if [ "$left" -le 0 ]; then
-    echo "not run: the section's ${LIMITS[$section]} s were over" >"$out/$name.log"
-    return 1
-  fi
-  [ "$left" -lt "$row_limit" ] || left=$row_limit
-  local status=0
-  timeout --kill-after=10 "$left" "$@" >"$out/$name.log" 2>&1 || status=$?
-  [ "$status" -ne 124 ] || echo "ended after $left s" >>"$out/$name.log"
-  return "$status"
-}
-
-last_line() { { grep -v '^$' "$out/$1.log" || true; } | tail -n 1 | tr -s ' ' | cut -c1-110; }
-
-# One check by exit status, with its last line.
-check() {
-  local name=$1 start=$SECONDS status=passed
-  shift
-  bounded "$name" "$@" || status=FAILED
-  # A test program of which a filter leaves no test ends well.
-  ! grep -q '^running 0 tests' "$out/$name.log" || status=FAILED
-  note "$name" "$status" "$((SECONDS - start)) s  $(last_line "$name")"
 }
 
 # A bench whose results are compared in every iteration.

@@ -458,7 +458,7 @@ MUTANTS = [
     ("a replayed field given twice", CASE, "if given.contains(&name) =>", "if false && given.contains(&name) =>"),
     ("what is refused by design is held to nothing", REPLAY, "check_case(&usable, judge.device)?;",
      "if case == usable { check_case(&usable, judge.device)?; }"),
-    ("a replay larger than the memory", REPLAY, "    check_memory(&usable, judge.device)?;\n", ""),
+    ("a replay larger than the memory", REPLAY, "    check_memory(&usable, judge.device, usable.world)?;\n", ""),
     ("a pipe with a name is waited for", FILES, "kind.is_char_device() || handed)", "kind.is_char_device() || kind.is_fifo())"),
     ("two results in one file", FILES, "*before == place)", "false && *before == place)"),
     ("a look at a file leaves it", FILES, "            fs::remove_file(file).map_err(unwritable)?;\n", ""),

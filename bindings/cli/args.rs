@@ -101,8 +101,9 @@ pub struct BenchArgs {
     /// with a simulated network [default: device, where the network between nodes reaches it; else host]
     #[arg(long, value_name = "device|host", value_parser = word::<ArenaWord>)]
     pub arena: Option<ArenaWord>,
-    /// Ranks as threads of one process or as processes [default: threads]
-    #[arg(long, value_name = "threads|processes", value_parser = word::<Launch>)]
+    /// Ranks as threads of one process, as processes of this host, or env: this process is one rank of the job that the
+    /// environment describes, as torchrun starts them, and rank 0 writes the results [default: threads]
+    #[arg(long, value_name = "threads|processes|env", value_parser = word::<Launch>)]
     pub launch: Option<Launch>,
     /// A published model's shape: v3, kimi-k2, qwen3-235b, gpt-oss-120b or mixtral-8x22b [default: v3]
     #[arg(long, value_name = "NAME")]
@@ -315,6 +316,10 @@ pub struct WireArgs {
     /// Use libfabric:shm of libfabric before 2.1, whose processes may hang when one is killed
     #[arg(long)]
     pub allow_old_shm: bool,
+    /// Two processes of this host, or env: this process is one of the two ranks of the job that the environment
+    /// describes, and rank 0 writes the table [default: processes]
+    #[arg(long, value_name = "processes|env", value_parser = word::<Launch>)]
+    pub launch: Option<Launch>,
     /// Pairs of slices of each row, behind one that warms up
     #[arg(long, value_name = "N", default_value_t = 40, value_parser = |t: &str| number(t, 1, MAX_ITERS))]
     pub pairs: usize,

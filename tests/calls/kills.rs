@@ -379,11 +379,11 @@ fn a_death_anywhere_over_the_double_of_efa() {
 
 #[test]
 fn a_death_anywhere_over_verbs() {
-    let device = format!("/sys/class/infiniband/{}", life::VERBS);
+    let device = format!("/sys/class/infiniband/{}", life::device());
     if std::path::Path::new(&device).exists() {
         die_anywhere(life::VERBS, runs(3));
     } else {
-        println!("skipped: no device {}; run this by tests/verbs/vm.sh", life::VERBS);
+        println!("skipped: no device {}; run this by tests/verbs/vm.sh", life::device());
     }
 }
 

@@ -14,6 +14,7 @@ mod figures;
 mod large_worlds;
 mod pairs;
 mod plans;
+mod real;
 mod simulate;
 mod topology;
 mod values;

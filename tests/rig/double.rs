@@ -1,5 +1,7 @@
 //! The doubles (tests/doubles): a libfabric whose provider `efa` moves packets between processes, and refuses what EFA
 //! refuses; a libibverbs, and a libmlx5, whose NICs register memory and refuse what kernel and device refuse.
+//!
+//! `TOKENYARD_TEST_EFA` names another libfabric, whose devices then take the place of the EFA double.
 
 #![allow(dead_code)]
 
@@ -13,7 +15,8 @@ pub fn efa() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
     let parts = ["efa", "efa_objects", "efa_queues", "efa_endpoint", "efa_post", "efa_link", "efa_wire"];
     let build = || build("libefa_double", &["rdma/fabric.h"], "libfabric-dev", &parts, &[]);
-    BUILT.get_or_init(build).as_deref()
+    let given = || std::env::var_os("TOKENYARD_TEST_EFA").map(PathBuf::from);
+    BUILT.get_or_init(|| given().or_else(build)).as_deref()
 }
 
 const IBVERBS: [&str; 3] = ["ibverbs", "ibverbs_regions", "ibverbs_queues"];

@@ -4,6 +4,9 @@
 //! ```text
 //! CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER=tests/verbs/vm.sh cargo test --test verbs
 //! ```
+//!
+//! `TOKENYARD_TEST_VERBS=mlx5_0,mlx5_1` names up to four other devices, which reach each other: the first takes the
+//! place of rxe0 and rxv0, the next ones those of rxv1 to rxv3, for which the first stands in where there are fewer.
 
 #[path = "../transport/contract.rs"]
 mod contract;
@@ -28,6 +31,14 @@ use std::time::Duration;
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::transport::network::verbs::{VerbsConfig, VerbsEndpoint};
 
+/// The device that this one of the VM stands for.
+fn device(name: &str) -> String {
+    let Ok(given) = std::env::var("TOKENYARD_TEST_VERBS") else { return name.to_owned() };
+    let given: Vec<&str> = given.split(',').collect();
+    let place = name.strip_prefix("rxv").and_then(|number| number.parse().ok()).unwrap_or(0);
+    given.get(place).unwrap_or(&given[0]).to_string()
+}
+
 /// Endpoints whose NICs use these devices: of even ranks, and of odd ones.
 struct Verbs {
     even: &'static [&'static str],
@@ -44,8 +55,8 @@ impl Backend for Verbs {
     }
 
     fn is_there(&self) -> bool {
-        let lacks = |device: &&str| !Path::new("/sys/class/infiniband").join(device).exists();
-        let Some(device) = self.even.iter().chain(self.odd).copied().find(lacks) else { return true };
+        let lacks = |device: &String| !Path::new("/sys/class/infiniband").join(device).exists();
+        let Some(device) = self.even.iter().chain(self.odd).map(|name| device(name)).find(lacks) else { return true };
         println!("skipped: no device {device}; run this by tests/verbs/vm.sh");
         assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "no device {device}");
         false
@@ -56,7 +67,7 @@ impl Verbs {
     fn config(&self, rank: u32) -> VerbsConfig {
         let devices = if rank.is_multiple_of(2) { self.even } else { self.odd };
         let mut config = VerbsConfig::default();
-        config.devices = devices.iter().map(|device| (*device).to_owned()).collect();
+        config.devices = devices.iter().map(|name| device(name)).collect();
         config.nics = devices.len();
         config.flush = Some(self.flush);
         // The VM's processors are emulated, and may not run this process for long.
@@ -74,6 +85,7 @@ impl Backend for Processes {
     fn endpoints(&self, ranks: usize) -> Vec<RemoteEndpoint> {
         let open = |rank: u32| {
             let devices = if rank.is_multiple_of(2) { self.0.even } else { self.0.odd };
+            let devices: Vec<String> = devices.iter().map(|name| device(name)).collect();
             RemoteEndpoint::open(Rank(rank), &format!("verbs:{}", devices.join(",")), devices.len(), None)
         };
         (0..ranks as u32).map(open).collect()

@@ -48,7 +48,7 @@ words! {
     /// What the ranks run on.
     DeviceWord { Cpu = "cpu", Cuda = "cuda" }
     /// How ranks come to be.
-    Launch { Threads = "threads", Processes = "processes" }
+    Launch { Threads = "threads", Processes = "processes", Env = "env" }
     /// How the CPU device is scheduled.
     WorldMode { OneThread = "one-thread", Threads = "threads" }
     /// How dispatch and combine are called.

@@ -27,11 +27,13 @@ pub fn bench(args: &BenchArgs, launcher: &Launcher, out: &Out) -> Result<Status,
     if args.as_rank {
         return Ok(launch::run_as_rank(&config, out));
     }
-    check_memory(&config.case, config.device)?;
-    note_sharing(config.device, config.case.world, out);
+    check_memory(&config.case, config.device, config.host_ranks())?;
+    note_sharing(config.device, config.host_ranks(), out);
     note_arena(args.arena, config.arena, out);
     let runs = match run(&config, launcher, out) {
-        Ok(runs) => runs,
+        Ok(Some(runs)) => runs,
+        // The job's first rank reports.
+        Ok(None) => return Ok(Status::Success),
         Err(sentence) => {
             note!(out, "tokenyard: {sentence}");
             return Ok(Status::Failure);
@@ -59,10 +61,12 @@ pub fn bench(args: &BenchArgs, launcher: &Launcher, out: &Out) -> Result<Status,
 /// The ranks' results of each point.
 type Runs = Vec<(usize, Vec<RankResult>)>;
 
-fn run(config: &Config, launcher: &Launcher, out: &Out) -> Result<Runs, String> {
-    if config.launch == Launch::Processes {
-        let points = launch::run_processes(config, launcher)?;
-        return Ok(config.tokens.iter().copied().zip(points).collect());
+fn run(config: &Config, launcher: &Launcher, out: &Out) -> Result<Option<Runs>, String> {
+    let by_point = |points: Vec<Vec<RankResult>>| config.tokens.iter().copied().zip(points).collect();
+    match config.launch {
+        Launch::Threads => {}
+        Launch::Processes => return Ok(Some(by_point(launch::run_processes(config, launcher)?))),
+        Launch::Env => return Ok(launch::run_in_job(config, out)?.map(by_point)),
     }
     let bar = Progress::new(out);
     let mut runs = Vec::new();
@@ -73,7 +77,7 @@ fn run(config: &Config, launcher: &Launcher, out: &Out) -> Result<Runs, String> 
         bar.clear();
         runs.push((tokens, ranks.map_err(|error| error.to_string())?));
     }
-    Ok(runs)
+    Ok(Some(runs))
 }
 
 fn merged(config: &Config, tokens: usize, ranks: &[RankResult]) -> RunResult {

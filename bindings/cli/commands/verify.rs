@@ -139,7 +139,7 @@ fn replay(text: &str, judge: &Judge) -> Result<Status, Refusal> {
     let usable = case.without_refused();
     check_ranks(case.world, judge.device)?;
     check_case(&usable, judge.device)?;
-    check_memory(&usable, judge.device)?;
+    check_memory(&usable, judge.device, usable.world)?;
     if case.fault == FaultWord::Forged && judge.device == DeviceWord::Cuda {
         let advice = "only worlds on one thread tamper with messages; give cpu";
         return Err(Refusal::of("--device", DeviceWord::Cuda.name(), advice));

@@ -8,18 +8,21 @@
 //!  leader ◀── a line: addresses of both ways ── follower       on its stdout
 //!  leader ─── the same ────────────────▶ follower              on its stdin
 //! ```
+//!
+//! With `--launch env` both are ranks of a job, on any hosts: rank 0 leads, and the world carries the addresses.
 
 mod ratio;
 mod slices;
 mod ways;
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdout};
+use std::process::ChildStdout;
 use std::sync::mpsc;
 use std::time::Duration;
 
 use core_affinity::CoreId;
 use serde::Serialize;
+use tokenyard::World;
 use tokenyard::internals::base::{Error, Rank, Result};
 use tokenyard::internals::transport::network::libfabric::libfabric_sys::Library;
 
@@ -27,7 +30,7 @@ use self::ratio::{Bar, Median};
 use self::slices::{Kind, Measure, Row};
 use self::ways::{BareWay, Network, Own, Seen};
 use crate::cli::args::WireArgs;
-use crate::cli::cases::words::{TransportWord, Word};
+use crate::cli::cases::words::{Launch, TransportWord, Word};
 use crate::cli::files::{self, check_outputs};
 use crate::cli::out::Out;
 use crate::cli::ranks::launch::{Launcher, die_with_parent};
@@ -105,8 +108,12 @@ fn measure(
     launcher: &Launcher,
     out: &Out,
 ) -> std::result::Result<Status, Refusal> {
+    if args.launch == Some(Launch::Threads) {
+        return Err(Refusal::of("--launch", Launch::Threads.name(), "give processes or env"));
+    }
     if args.as_rank {
-        let outcome = die_with_parent().and_then(|()| follow(args, network, out).map_err(|error| error.to_string()));
+        let outcome =
+            die_with_parent().and_then(|()| follow(args, network, by_pipes(out)).map_err(|error| error.to_string()));
         return Ok(outcome.map_or_else(
             |sentence| {
                 note!(out, "tokenyard: follower: {sentence}");
@@ -116,18 +123,14 @@ fn measure(
         ));
     }
     check_outputs(args.json.as_deref(), &[])?;
-    let measured = launcher.start_follower().and_then(|mut child| {
-        let rows = lead(args, network, &mut child).map_err(|error| error.to_string());
-        if rows.is_err() {
-            // It may wait for this process.
-            let _ = child.kill();
-        }
-        let ended = child.wait().map_err(|error| format!("the follower cannot be waited for ({error})"));
-        let (rows, status) = (rows?, ended?);
-        if status.success() { Ok(rows) } else { Err(format!("the follower ended with {status}")) }
-    });
+    let measured = match args.launch {
+        Some(Launch::Env) => in_job(args, network).map_err(|error| error.to_string()),
+        _ => with_follower(args, network, launcher).map(Some),
+    };
     let rows = match measured {
-        Ok(rows) => rows,
+        Ok(Some(rows)) => rows,
+        // The leader reports.
+        Ok(None) => return Ok(Status::Success),
         Err(sentence) => {
             note!(out, "tokenyard: {sentence}");
             return Ok(Status::Failure);
@@ -149,6 +152,57 @@ fn measure(
         note!(out, "tokenyard: {sentence}");
     }
     Ok(Status::from(written.is_ok() && beyond.is_empty()))
+}
+
+/// Leads a follower that this process starts.
+fn with_follower(
+    args: &WireArgs,
+    network: &impl Network,
+    launcher: &Launcher,
+) -> std::result::Result<Vec<RowObject>, String> {
+    let mut child = launcher.start_follower()?;
+    let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+    let exchange = |line: &str| {
+        let (Some(mut stdin), Some(stdout)) = (stdin, stdout) else {
+            return Err(Error::transport("the follower has no pipes", "start again"));
+        };
+        let theirs = first_line(stdout)?;
+        stdin.write_all(line.as_bytes()).map_err(|error| broken(&error))?;
+        Ok(theirs)
+    };
+    let rows = lead(args, network, exchange).map_err(|error| error.to_string());
+    if rows.is_err() {
+        // It may wait for this process.
+        let _ = child.kill();
+    }
+    let ended = child.wait().map_err(|error| format!("the follower cannot be waited for ({error})"));
+    let (rows, status) = (rows?, ended?);
+    if status.success() { Ok(rows) } else { Err(format!("the follower ended with {status}")) }
+}
+
+/// The exchange of a follower that the leader started.
+fn by_pipes<'a>(out: &'a Out<'_>) -> impl FnOnce(&str) -> Result<String> + 'a {
+    |line| {
+        say!(out, "{}", line.trim_end());
+        let mut theirs = String::new();
+        std::io::stdin().lock().read_line(&mut theirs).map_err(|error| broken(&error))?;
+        Ok(theirs)
+    }
+}
+
+/// Leads or follows as a rank of the job that the environment describes; rows of the leader.
+fn in_job(args: &WireArgs, network: &impl Network) -> Result<Option<Vec<RowObject>>> {
+    let world = World::from_env()?;
+    if world.size() != 2 {
+        return Err(Error::config("WORLD_SIZE", world.size(), "both ways are measured between 2 ranks; start 2"));
+    }
+    let leads = world.rank().index() == 0;
+    let exchange = |line: &str| {
+        let lines = world.all_gather("wire addresses", line.as_bytes())?;
+        let theirs = if leads { lines.last() } else { lines.first() };
+        Ok(theirs.map(|line| String::from_utf8_lossy(line).into_owned()).unwrap_or_default())
+    };
+    if leads { lead(args, network, exchange).map(Some) } else { follow(args, network, exchange).map(|()| None) }
 }
 
 /// Both ways of a process.
@@ -233,13 +287,12 @@ fn broken(error: &std::io::Error) -> Error {
     Error::transport(format!("the other process cannot be reached ({error})"), "see its own message")
 }
 
-fn follow(args: &WireArgs, network: &impl Network, out: &Out) -> Result<()> {
+/// `exchange` hands this process's line over and answers the other's.
+fn follow(args: &WireArgs, network: &impl Network, exchange: impl FnOnce(&str) -> Result<String>) -> Result<()> {
     pin(1);
     let mut ways = Ways::open(network, 1)?;
-    say!(out, "{}", ways.line()?.trim_end());
-    let mut line = String::new();
-    std::io::stdin().lock().read_line(&mut line).map_err(|error| broken(&error))?;
-    ways.connect(&line)?;
+    let line = ways.line()?;
+    ways.connect(&exchange(&line)?)?;
     for (_, row) in ROWS {
         for pair in 0..=args.pairs {
             in_order(pair, |own| ways.follow(own, row))?;
@@ -255,15 +308,16 @@ fn in_order(pair: usize, mut slice: impl FnMut(bool) -> Result<()>) -> Result<()
     slice(!first)
 }
 
-fn lead(args: &WireArgs, network: &impl Network, child: &mut Child) -> Result<Vec<RowObject>> {
+/// `exchange` as in [`follow`].
+fn lead(
+    args: &WireArgs,
+    network: &impl Network,
+    exchange: impl FnOnce(&str) -> Result<String>,
+) -> Result<Vec<RowObject>> {
     pin(0);
     let mut ways = Ways::open(network, 0)?;
-    let own_line = ways.line()?;
-    let (Some(stdin), Some(stdout)) = (child.stdin.as_mut(), child.stdout.take()) else {
-        return Err(Error::transport("the follower has no pipes", "start again"));
-    };
-    ways.connect(&first_line(stdout)?)?;
-    stdin.write_all(own_line.as_bytes()).and_then(|()| stdin.flush()).map_err(|error| broken(&error))?;
+    let line = ways.line()?;
+    ways.connect(&exchange(&line)?)?;
     let slice = Duration::from_millis(args.slice_ms);
     let mut rows = Vec::new();
     for (name, row) in ROWS {

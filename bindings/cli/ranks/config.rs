@@ -90,6 +90,11 @@ impl Config {
         Case { tokens, ..self.case.clone() }
     }
 
+    /// Most ranks of a host: of a job's, those of its largest node.
+    pub fn host_ranks(&self) -> usize {
+        host_ranks(self.launch, &self.case)
+    }
+
     /// The settings that every rank gets for one point of the sweep.
     pub fn job(&self, tokens: usize) -> Job {
         Job {
@@ -102,6 +107,7 @@ impl Config {
             nic_devices: self.nic_devices.clone(),
             measured: true,
             stages: self.stages,
+            host_ranks: self.host_ranks(),
         }
     }
 
@@ -212,8 +218,8 @@ impl Config {
             return Err(Refusal::of("--launch", Launch::Threads.name(), advice));
         }
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
-        // A rank that is a process writes none of them.
-        if !args.as_rank {
+        // A rank that is a process writes none of them, unless it is the first of a job.
+        if !args.as_rank && (launch != Launch::Env || variable("RANK") == Some(0)) {
             let drawn = [("--plot", outputs.plot.as_deref()), ("--trace", outputs.trace.as_deref())];
             check_outputs(outputs.json.as_deref(), &drawn)?;
         }
@@ -245,12 +251,18 @@ fn found_arena(args: &BenchArgs, case: &Case, device: DeviceWord) -> Option<Aren
         return None;
     }
     let real = Real::new(case.transport, case.nics.unwrap_or(1), nic_devices(args), args.allow_old_shm)?;
-    real.reaches(env_rank().unwrap_or(0) % usable_gpus().max(1)).then_some(ArenaWord::Device)
+    real.reaches(variable("LOCAL_RANK").unwrap_or(0) % usable_gpus().max(1)).then_some(ArenaWord::Device)
 }
 
-/// The rank's number on its host, where ranks are processes.
-fn env_rank() -> Option<usize> {
-    std::env::var("LOCAL_RANK").ok()?.parse().ok()
+/// Most ranks of a host. Where the environment describes the job, each node may be a host.
+fn host_ranks(launch: Launch, case: &Case) -> usize {
+    let largest = || case.nodes.iter().copied().max();
+    if launch == Launch::Env { largest().unwrap_or(case.world) } else { case.world }
+}
+
+/// A number of the environment that describes the job; `World::from_env` names what is wrong with it.
+fn variable(name: &str) -> Option<usize> {
+    std::env::var(name).ok().and_then(|text| text.trim().parse().ok())
 }
 
 /// Iterations before the timed ones, by default.
@@ -288,6 +300,8 @@ const NICS_OF_A_GPU: usize = 4;
 pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case: &Case) -> Result<ArenaWord, Refusal> {
     let inter_node = device == DeviceWord::Cuda && case.several_nodes();
     let processor = inter_node && case.transport != TransportWord::Sim;
+    let processes = launch != Launch::Threads;
+    let sharers = sharing(host_ranks(launch, case));
     match given {
         // The network says what it lacks, if it does not reach it.
         Some(ArenaWord::Device) if processor && reaches_gpus(case.transport) => Ok(ArenaWord::Device),
@@ -296,24 +310,19 @@ pub fn arena(given: Option<ArenaWord>, device: DeviceWord, launch: Launch, case:
             Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
         }
         None if processor => Ok(ArenaWord::Host),
-        Some(ArenaWord::Device) if inter_node && launch == Launch::Processes => {
+        Some(ArenaWord::Device) if inter_node && processes => {
             let advice =
                 "between processes the simulated network copies with the processor, which cannot reach it; give host";
             Err(Refusal::of("--arena", ArenaWord::Device.name(), advice))
         }
-        Some(ArenaWord::Device) if inter_node && sharing(case.world) > NICS_OF_A_GPU => {
-            let ranks = sharing(case.world);
+        Some(ArenaWord::Device) if inter_node && sharers > NICS_OF_A_GPU => {
             let advice = format!(
-                "{ranks} ranks a GPU leave no room for an emulated NIC each, but {NICS_OF_A_GPU} do; give host"
+                "{sharers} ranks a GPU leave no room for an emulated NIC each, but {NICS_OF_A_GPU} do; give host"
             );
             Err(Refusal::of("--arena", ArenaWord::Device.name(), &advice))
         }
         Some(given) => Ok(given),
-        None if inter_node
-            && (launch == Launch::Processes
-                || case.network == NetworkWord::Hostile
-                || sharing(case.world) > NICS_OF_A_GPU) =>
-        {
+        None if inter_node && (processes || case.network == NetworkWord::Hostile || sharers > NICS_OF_A_GPU) => {
             Ok(ArenaWord::Host)
         }
         None => Ok(ArenaWord::Device),
@@ -376,14 +385,15 @@ fn world(
     if run_on_gpus && gpus == 0 {
         return Err(no_gpu());
     }
-    let default = if device == DeviceWord::Cuda && gpus > 0 { gpus } else { CPU_WORLD };
+    let job = variable("WORLD_SIZE").filter(|_| launch == Launch::Env);
+    let default = job.unwrap_or(if device == DeviceWord::Cuda && gpus > 0 { gpus } else { CPU_WORLD });
     let world = args.world.unwrap_or(default);
     if run_on_gpus && world > gpus && launch == Launch::Processes {
         let advice =
             format!("processes cannot share a GPU; give at most {gpus}, or --launch threads, whose ranks share them");
         return Err(Refusal::of("--world", world, advice));
     }
-    if purpose == Purpose::Run {
+    if purpose == Purpose::Run && launch != Launch::Env {
         check_ranks(world, device)?;
     }
     Ok(world)
@@ -414,12 +424,13 @@ pub fn check_case(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
     builder::planned(case, device).map(|_| ())
 }
 
-/// Refuses ranks of the CPU device whose buffers together exceed the free memory: the system would kill the program.
+/// Refuses `host_ranks` ranks of the CPU device whose buffers together exceed the free memory: the system would kill
+/// the program.
 ///
 /// # Errors
 /// If they do.
-pub fn check_memory(case: &Case, device: DeviceWord) -> Result<(), Refusal> {
-    let need = case.world.saturating_mul(buffers::bytes(case));
+pub fn check_memory(case: &Case, device: DeviceWord, host_ranks: usize) -> Result<(), Refusal> {
+    let need = host_ranks.saturating_mul(buffers::bytes(case));
     let free = available_bytes().filter(|free| device == DeviceWord::Cpu && need as u64 > *free);
     let Some(free) = free else { return Ok(()) };
     let (name, value, instead) = match case.capacity {
@@ -475,7 +486,7 @@ fn world_mode(args: &BenchArgs, device: DeviceWord, launch: Launch) -> Result<Wo
         let advice = "GPUs schedule themselves; give --device cpu, or leave it out";
         return Err(Refusal::of("--world-mode", given.name(), advice));
     }
-    if mode == WorldMode::OneThread && launch == Launch::Processes {
+    if mode == WorldMode::OneThread && launch != Launch::Threads {
         let advice = "one thread cannot be several processes; give --launch threads, or --world-mode threads";
         return Err(Refusal::of("--world-mode", mode.name(), advice));
     }

@@ -12,14 +12,14 @@ pub fn usable_gpus() -> usize {
     if Device::cuda_built() { Device::cuda_count() } else { 0 }
 }
 
-/// Most ranks that share a GPU, in a world of so many ranks.
-pub fn sharing(world: usize) -> usize {
-    world.div_ceil(usable_gpus().max(1))
+/// Most ranks that share a GPU, where a host has so many ranks.
+pub fn sharing(host_ranks: usize) -> usize {
+    host_ranks.div_ceil(usable_gpus().max(1))
 }
 
 /// Notes that ranks share GPUs, if they do: times then mean little.
-pub fn note_sharing(device: DeviceWord, world: usize, out: &Out) {
-    if device == DeviceWord::Cuda && sharing(world) > 1 {
-        note!(out, "tokenyard: {} ranks share a GPU", sharing(world));
+pub fn note_sharing(device: DeviceWord, host_ranks: usize, out: &Out) {
+    if device == DeviceWord::Cuda && sharing(host_ranks) > 1 {
+        note!(out, "tokenyard: {} ranks share a GPU", sharing(host_ranks));
     }
 }

@@ -25,6 +25,8 @@ pub struct Job {
     pub measured: bool,
     /// Whether the device records when blocks complete each stage of a call.
     pub stages: bool,
+    /// Most ranks of a host.
+    pub host_ranks: usize,
 }
 
 impl Job {

@@ -6,6 +6,9 @@
 //!   parent  <----stdout----  a line of JSON for each point of the sweep, or a line with the error
 //! ```
 //!
+//! Where the environment already describes a job (`--launch env`), nothing is started: this process is one of its
+//! ranks, and rank 0 collects.
+//!
 //! The parent runs on the thread that runs the program, and reads on a thread for each rank. Ranks die with that
 //! thread; it ends no other process.
 
@@ -20,7 +23,7 @@ use std::time::{Duration, Instant};
 use nix::sys::prctl;
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
-use tokenyard::World;
+use tokenyard::{Error, World};
 
 use super::config::Config;
 use super::network;
@@ -102,15 +105,10 @@ pub fn run_as_rank(config: &Config, out: &Out) -> Status {
         return Status::Failure;
     }
     let outcome = World::from_env().and_then(|world| network::place(world, &config.case)).and_then(|world| {
-        let bar = if world.rank().index() == 0 { Progress::new(out) } else { Progress::hidden() };
-        for &tokens in &config.tokens {
-            let job = config.job(tokens);
-            let show = |done: usize| bar.show(&format!("{tokens} tokens"), done, job.iterations());
-            let result = team::run_own(&job, config.device, &world, &show);
-            bar.clear();
-            print(out, &Line::Result(Box::new(result?)));
-        }
-        Ok(())
+        each_point(config, &world, out, |result| {
+            print(out, &Line::Result(Box::new(result)));
+            Ok(())
+        })
     });
     match outcome {
         Ok(()) => Status::Success,
@@ -119,6 +117,58 @@ pub fn run_as_rank(config: &Config, out: &Out) -> Status {
             Status::Failure
         }
     }
+}
+
+/// Runs every point of the sweep as the world's own rank, and hands over its results.
+fn each_point(
+    config: &Config,
+    world: &World,
+    out: &Out,
+    mut take: impl FnMut(RankResult) -> tokenyard::Result<()>,
+) -> tokenyard::Result<()> {
+    let bar = if world.rank().index() == 0 { Progress::new(out) } else { Progress::hidden() };
+    for &tokens in &config.tokens {
+        let job = config.job(tokens);
+        let show = |done: usize| bar.show(&format!("{tokens} tokens"), done, job.iterations());
+        let result = team::run_own(&job, config.device, world, &show);
+        bar.clear();
+        take(result?)?;
+    }
+    Ok(())
+}
+
+/// Runs as the rank of the job that the environment describes. Rank 0 gets the ranks' results for each point; the
+/// others get none.
+///
+/// # Errors
+/// A sentence of this rank.
+pub fn run_in_job(config: &Config, out: &Out) -> Result<Option<Vec<Vec<RankResult>>>, String> {
+    let run = || {
+        let world = World::from_env()?.with_timeout(config.timeout);
+        if world.size() != config.case.world {
+            let advice = "it is the job's number of ranks; give it as --world, or leave --world out";
+            return Err(Error::config("WORLD_SIZE", world.size(), advice));
+        }
+        let world = network::place(world, &config.case)?;
+        let first = world.rank().index() == 0;
+        let mut points = Vec::new();
+        each_point(config, &world, out, |result| {
+            let text = serde_json::to_vec(&result).map_err(|error| unreadable(&error))?;
+            let all = world.all_gather("results", &text)?;
+            if first {
+                let ranks: serde_json::Result<_> = all.iter().map(|text| serde_json::from_slice(text)).collect();
+                points.push(ranks.map_err(|error| unreadable(&error))?);
+            }
+            Ok(())
+        })?;
+        Ok(first.then_some(points))
+    };
+    run().map_err(|error: Error| error.to_string())
+}
+
+/// Ranks of another build have other results.
+fn unreadable(error: &serde_json::Error) -> Error {
+    Error::bootstrap(format!("results of ranks are unreadable ({error})"), "run the same program on all hosts")
 }
 
 fn print(out: &Out, line: &Line) {

@@ -278,6 +278,7 @@ mod tests {
             nic_devices: vec!["rxe7".into()],
             measured: false,
             stages: false,
+            host_ranks: 4,
         };
         let shared = |case, device| real_time(&job(case), device, |_| Device::cpu()).unwrap();
         assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());

@@ -371,7 +371,7 @@ fn build(job: &Job, world: &World, device: &Device, proxy: Option<&Proxy>) -> Re
         tuning.arena = place;
         tuning.statistics = job.stages;
     });
-    let sharers = if device.kind() == DeviceKind::Cuda { sharing(case.world) } else { 1 };
+    let sharers = if device.kind() == DeviceKind::Cuda { sharing(job.host_ranks) } else { 1 };
     if case.sms.is_none() && sharers > 1 {
         // Blocks wait for other ranks' blocks, so the blocks of all ranks must fit at once, beside the small kernels
         // that other ranks run before their calls.

@@ -187,7 +187,9 @@ impl RunResult {
             device: config.device.name(),
             device_name: first.device_name,
             world: case.world,
-            ranks_per_gpu: (config.device == DeviceWord::Cuda).then(|| sharing(case.world)).filter(|ranks| *ranks > 1),
+            ranks_per_gpu: (config.device == DeviceWord::Cuda)
+                .then(|| sharing(config.host_ranks()))
+                .filter(|ranks| *ranks > 1),
             ranks_per_node: PerNode::of(case),
             transport: case.transport.name(),
             link: case.link.to_string(),

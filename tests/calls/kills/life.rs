@@ -21,8 +21,14 @@ pub const DELAY: &str = "TOKENYARD_TEST_KILL_DELAY_US";
 /// What carries bytes between nodes: one of these, or a provider of libfabric.
 pub const NETWORK: &str = "TOKENYARD_TEST_KILL_NETWORK";
 pub const SIMULATED: &str = "simulated";
-/// By the soft-RoCE device that it names.
-pub const VERBS: &str = "rxe0";
+/// By a device of verbs: that of `TOKENYARD_TEST_VERBS` named first, or else soft-RoCE's.
+pub const VERBS: &str = "verbs";
+
+/// The device of verbs.
+pub fn device() -> String {
+    let given = std::env::var("TOKENYARD_TEST_VERBS").unwrap_or_else(|_| "rxe0".to_owned());
+    given.split(',').next().unwrap_or_default().to_owned()
+}
 
 /// How many times longer all takes over a network: soft-RoCE is in a VM, whose processors are emulated.
 pub fn slowness(network: &str) -> u32 {
@@ -229,12 +235,14 @@ fn proxy(world: &World) -> Proxy {
         }
         VERBS => {
             let mut config = VerbsConfig::default();
-            (config.devices, config.let_go) = (vec![VERBS.to_owned()], Duration::from_secs(5));
+            (config.devices, config.let_go) = (vec![device()], Duration::from_secs(5));
             Box::new(VerbsEndpoint::open(rank, config).unwrap())
         }
         provider => {
             let mut config = LibfabricConfig::new(provider);
-            config.source = (provider == "tcp").then(|| "127.0.0.1".into());
+            // Ranks of other hosts reach no loopback address.
+            let one_host = std::env::var("MASTER_ADDR").is_ok_and(|addr| addr.starts_with("127."));
+            config.source = (provider == "tcp" && one_host).then(|| "127.0.0.1".into());
             Box::new(LibfabricEndpoint::open(rank, config).unwrap())
         }
     };

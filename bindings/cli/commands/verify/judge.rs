@@ -82,6 +82,7 @@ impl Judge<'_, '_> {
             nic_devices: Vec::new(),
             measured: false,
             stages: false,
+            host_ranks: case.world,
         };
         let (result, schedule) = team::run_reported(&job, self.device, &|_| {});
         if case.fault == FaultWord::Forged {
