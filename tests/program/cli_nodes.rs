@@ -49,6 +49,30 @@ fn unusable_nodes_and_networks_are_named_with_what_would_do() {
 }
 
 #[test]
+fn a_job_is_of_as_many_ranks_as_the_environment_says() {
+    let job = |options: &str, variables: &[(&str, &str)]| {
+        let mut bench =
+            command(&format!("bench --launch env --device cpu --hidden 128 --experts 8 --top-k 2 {options}"));
+        for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"] {
+            bench.env_remove(name);
+        }
+        let output = bench.envs(variables.iter().copied()).output().unwrap();
+        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    };
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let alone = [("RANK", "0"), ("WORLD_SIZE", "1"), ("TOKENYARD_TOKEN", "job"), ("TOKENYARD_PORT", port.as_str())];
+    let (status, table, sentence) = job("--tokens 3 --iters 2", &alone);
+    assert!(status == Some(0) && table.contains("yes"), "{table}{sentence}");
+    let (status, _, sentence) = job("--world 2 --ranks-per-node 2", &alone);
+    assert!(status == Some(1) && sentence.contains("WORLD_SIZE is 1") && sentence.contains("--world"), "{sentence}");
+    let (status, _, sentence) = job("", &[]);
+    assert!(status == Some(1) && sentence.contains("RANK"), "{sentence}");
+    let (status, _, sentence) = job("--json /no/folder/r.json", &alone);
+    assert!(status == Some(2) && sentence.contains("--json"), "{sentence}");
+    assert!(refusal("bench --device cpu --launch env --world-mode one-thread").contains("--world-mode"));
+}
+
+#[test]
 fn no_transport_is_offered_that_does_not_exist() {
     for typed in ["--help", "bench --help", "plan --help", "verify --help", "simulate --help"] {
         let shown = text(&run(typed).stdout);

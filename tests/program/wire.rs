@@ -3,6 +3,7 @@
 use crate::{double, rig, wire_table};
 
 use rig::{command, refusal, text};
+use std::process::Stdio;
 use tokenyard::internals::transport::network::libfabric::libfabric_sys::{Library, VARIABLE};
 use wire_table::{SHORT, check, table};
 
@@ -14,6 +15,28 @@ fn both_ways_are_measured_over_tcp() {
         return;
     }
     check(&table(command(&format!("wire --transport libfabric:tcp {SHORT}"))), "libfabric:tcp", 3);
+}
+
+#[test]
+fn two_ranks_of_a_job_measure_and_the_first_reports() {
+    if Library::open().is_err() {
+        return;
+    }
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let rank = |rank: &str, size: &str| {
+        let mut wire = command(&format!("wire --transport libfabric:tcp --launch env {SHORT}"));
+        wire.envs([("RANK", rank), ("WORLD_SIZE", size), ("TOKENYARD_TOKEN", "wire")]);
+        wire.env("TOKENYARD_PORT", port.to_string());
+        wire
+    };
+    let alone = rank("0", "1").output().unwrap();
+    let sentence = text(&alone.stderr);
+    assert!(alone.status.code() == Some(1) && sentence.contains("between 2 ranks; start 2"), "{sentence}");
+    let follower = rank("1", "2").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    check(&table(rank("0", "2")), "libfabric:tcp", 3);
+    let follower = follower.wait_with_output().unwrap();
+    assert!(follower.status.success() && follower.stdout.is_empty(), "{}", text(&follower.stderr));
+    assert!(refusal("wire --transport libfabric:tcp --launch threads").contains("give processes or env"));
 }
 
 #[test]

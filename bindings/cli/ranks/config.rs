@@ -521,6 +521,14 @@ mod tests {
     }
 
     #[test]
+    fn each_node_of_a_job_may_be_a_host() {
+        let of = |nodes: &[usize]| Case { world: 5, nodes: nodes.to_vec(), ..Case::default() };
+        let ranks = |launch, nodes| host_ranks(launch, &of(nodes));
+        assert_eq!((ranks(Launch::Env, &[2, 3]), ranks(Launch::Env, &[])), (3, 5));
+        assert_eq!((ranks(Launch::Processes, &[2, 3]), ranks(Launch::Threads, &[2, 3])), (5, 5));
+    }
+
+    #[test]
     fn nodes_are_cut_as_asked_for() {
         for (given, world, nodes) in [
             (&[8][..], 8, &[][..]),
