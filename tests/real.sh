@@ -649,23 +649,24 @@ survivors_go_on() {
 
 step_kill() {
   local long=(--device cpu --tokens 32 --check first --timeout-ms 20000)
-  [ "${SMALL:-}" = 1 ] || long+=(--hidden 1024 --experts 32 --top-k 4)
-  local survivors=4 named point device=cpu variables network=$net
+  if [ "${SMALL:-}" = 1 ]; then again=2; else long+=(--hidden 1024 --experts 32 --top-k 4); fi
+  local survivors=4 named point device=cpu variables again=20
   [ "${gpus:-0}" = 0 ] || device=cuda
   for named in 3 0; do
     judge=survivors_name_it victim=$named between "bench-without-rank-$named" 60 2 \
       "rank $named of 4 is killed $kill_after s after the start of a bench" "each other rank ends with status 1 and a sentence that names it" -- \
       "${long[@]}" --iters 1000000
   done
-  between bench-again 60 2 "the network after that, by new processes" "every rank ends with status 0" -- "${long[@]}" --iters 20
-  case $network in verbs) variables=("TOKENYARD_TEST_VERBS=${devices[0]}") ;; *) variables=() ;; esac
+  between bench-again 60 2 "the network after that, by new processes" "every rank ends with status 0" -- "${long[@]}" --iters "$again"
+  variables=()
+  [ "$net" != verbs ] || variables=("TOKENYARD_TEST_VERBS=${devices[0]}")
   # Where rank dies, and which one: of the peer, of this host, and the first.
   while read -r point named; do
     row "$point-$named" 60 "rank $named of 4 dies there, in a round over the network" \
       "each other rank names it, and dispatches and combines in a new generation without it"
     needs both "command -v calls" "needs the test program calls: build it by tests/gpu.sh build" || continue
     judge=survivors_go_on ranks 2 here "${variables[@]}" TOKENYARD_TEST_DEVICE=$device TOKENYARD_TEST_KILL_POINT="$point" \
-      TOKENYARD_TEST_KILL_VICTIM="$named" TOKENYARD_TEST_KILL_DELAY_US=0 TOKENYARD_TEST_KILL_NETWORK="$network" -- \
+      TOKENYARD_TEST_KILL_VICTIM="$named" TOKENYARD_TEST_KILL_DELAY_US=0 TOKENYARD_TEST_KILL_NETWORK="$net" -- \
       calls kills::rank --exact --nocapture --test-threads=1
   done <<<"AfterBuild 2
 AfterDispatchSend 3
