@@ -221,7 +221,7 @@ EXPORT struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *address, size_t 
 /* ---- dma-bufs -------------------------------------------------------------------------------------------------- */
 
 /* kernel, drivers/dma-buf/dma-buf.c, dma_buf_get: EBADF for what is not open, EINVAL for what is no dma-buf. Its size
- * is told by seeking to its end (dma_buf_llseek), which moves the place of a memfd, so that is put back. */
+ * is found by seeking to its end (dma_buf_llseek), which moves the place of a memfd, so that is put back. */
 static int find_dmabuf(struct request *request) {
     struct tokenyard_ibverbs_record *record = &request->record;
     char path[32];
