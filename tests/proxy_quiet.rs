@@ -1,9 +1,17 @@
 //! After start a proxy thread neither allocates, nor waits for a lock, nor calls the system: ten thousand epochs of two
 //! ranks that talk, under an allocator that counts and a seccomp filter that stops a thread at its first call.
 //!
+//! The network is one of memory alone, or the library's endpoint over the double of EFA.
+//!
 //! A lock that nobody else holds makes no call and is not seen here; that the code of a poll names no lock is tested by
 //! its text. The filter stays on a thread until its process ends, so each run has its own process.
 
+#[path = "proxy_quiet/device.rs"]
+mod device;
+#[path = "rig/double.rs"]
+mod double;
+#[path = "proxy_quiet/efa.rs"]
+mod efa;
 #[path = "proxy_quiet/guard.rs"]
 mod guard;
 #[path = "proxy_quiet/loopback.rs"]
@@ -11,7 +19,7 @@ mod loopback;
 #[path = "transport/stub.rs"]
 mod stub;
 
-use loopback::{Endpoint, Offence, Shared, pair};
+use device::{Device, Offence, Shared};
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,7 +30,8 @@ use tokenyard::Rank;
 use tokenyard::internals::proxy::driver::{ContextMemory, Driver, ProxyThread, ThreadConfig, system_clock};
 use tokenyard::internals::proxy::machine::{ContextConfig, Liveness, Machine, MachineConfig};
 use tokenyard::internals::proxy::wire::{ContextIdx, MessageShape, Nodes, Wire, WireInput};
-use tokenyard::internals::transport::network::RegionId;
+use tokenyard::internals::transport::network::libfabric::libfabric_sys::VARIABLE;
+use tokenyard::internals::transport::network::{RegionId, Transport};
 
 #[global_allocator]
 static COUNTING: guard::Counting = guard::Counting;
@@ -43,15 +52,15 @@ fn wire() -> Wire {
     Wire::new(WireInput { nodes, nics: NICS, shapes, staging_offset: 0, recv_buffer_offset: 1 << 20 }).unwrap()
 }
 
-/// Both ranks' proxies, with two contexts each.
-fn drivers(shared: &Arc<Shared>, offence: Offence) -> [Driver<Stub<Endpoint>>; 2] {
+/// Both ranks' proxies, with two contexts each. `device_of` is that of an endpoint's rank.
+fn drivers<T: Transport + 'static>(endpoints: [T; 2], device_of: fn(&mut T) -> &mut Device) -> [Driver<T>; 2] {
     let wire = wire();
     let mut rank = 0;
-    pair(shared, NICS, EPOCHS, offence).map(|mut endpoint| {
+    endpoints.map(|mut endpoint| {
         let contexts = [0, 1].map(|context| (ContextIdx(context), ContextMemory::owned(wire.word_counts())));
-        contexts.iter().for_each(|(_, memory)| endpoint.bind(&wire, memory));
+        contexts.iter().for_each(|(_, memory)| device_of(&mut endpoint).bind(&wire, memory));
         let machine = Machine::new(&MachineConfig { rank: Rank(rank), world: 2, liveness: LIVENESS }).unwrap();
-        let mut driver = Driver::new(machine, Stub(endpoint), system_clock());
+        let mut driver = Driver::new(machine, endpoint, system_clock());
         rank += 1;
         for (context, memory) in contexts {
             let arenas = [RegionId(0); 2];
@@ -76,10 +85,17 @@ fn child(mode: &str) -> ! {
     if guard::clock_is_a_call() {
         println!("the clock is a system call on this machine, and allowed");
     }
-    let drivers = drivers(&shared, offence);
     let guarded = if mode.starts_with("threads") { 2 } else { 1 };
     shared.guarded.store(guarded, Ordering::Relaxed);
-    let threads = if guarded == 2 { own_threads(drivers) } else { one(drivers) };
+    // Time slices of two threads make an epoch over the double long.
+    let epochs = if mode.starts_with("threads efa") { EPOCHS / 10 } else { EPOCHS };
+    if mode.contains("efa") {
+        let endpoints = efa::pair(&shared, NICS, epochs, offence);
+        start(drivers(endpoints, |endpoint| &mut endpoint.device), guarded);
+    } else {
+        let endpoints = loopback::pair(&shared, NICS, epochs, offence).map(Stub);
+        start(drivers(endpoints, |endpoint| &mut endpoint.0.device), guarded);
+    }
     let (start, mut begun) = (Instant::now(), Instant::now());
     let verdict = loop {
         std::thread::sleep(Duration::from_millis(1));
@@ -96,7 +112,7 @@ fn child(mode: &str) -> ! {
             };
         }
         if start.elapsed() > PATIENCE {
-            break format!("not through {EPOCHS} epochs in time");
+            break format!("not through {epochs} epochs in time");
         }
     };
     if guard::REFUSED.load(Ordering::Relaxed) != 0 {
@@ -111,20 +127,24 @@ fn child(mode: &str) -> ! {
     count("immediates handed out", &shared.immediates);
     count("heartbeats handed out", &shared.messages);
     println!("verdict after {:.2} s: {verdict}", begun.elapsed().as_secs_f64());
-    std::mem::forget(threads);
     std::process::exit(0)
 }
 
+/// Starts the guarded threads, which never end.
+fn start<T: Transport + Send + 'static>(drivers: [Driver<T>; 2], guarded: u32) {
+    if guarded == 2 { own_threads(drivers) } else { one(drivers) }
+}
+
 /// Two real proxy threads, asked to be guarded.
-fn own_threads(drivers: [Driver<Stub<Endpoint>>; 2]) -> Vec<ProxyThread<Stub<Endpoint>>> {
+fn own_threads<T: Transport + 'static>(drivers: [Driver<T>; 2]) {
     let spawn = |driver| ProxyThread::spawn(driver, ThreadConfig { core: None, spinners: 0 }).unwrap();
     let threads: Vec<_> = drivers.into_iter().map(spawn).collect();
     threads.iter().for_each(|thread| thread.remote().ask(|_| guard::ask()).unwrap());
-    threads
+    std::mem::forget(threads);
 }
 
 /// One thread that polls both, one after the other, and never yields.
-fn one(drivers: [Driver<Stub<Endpoint>>; 2]) -> Vec<ProxyThread<Stub<Endpoint>>> {
+fn one<T: Transport + Send + 'static>(drivers: [Driver<T>; 2]) {
     let [mut a, mut b] = drivers;
     std::thread::spawn(move || {
         guard::ask();
@@ -133,7 +153,6 @@ fn one(drivers: [Driver<Stub<Endpoint>>; 2]) -> Vec<ProxyThread<Stub<Endpoint>>>
             b.poll_once();
         }
     });
-    Vec::new()
 }
 
 /// Not a test of its own: the other tests start it.
@@ -146,7 +165,11 @@ fn run_of_two_proxies() {
 
 /// The output of a run; `None` if the machine does not allow it.
 fn run(mode: &str) -> Option<String> {
-    let output = Command::new(std::env::current_exe().unwrap())
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    if mode.contains("efa") {
+        command.env(VARIABLE, double::efa()?).envs(efa::SETTINGS);
+    }
+    let output = command
         .args(["run_of_two_proxies", "--exact", "--nocapture", "--test-threads=1"])
         .env(MODE, mode)
         .output()
@@ -178,7 +201,12 @@ fn ten_thousand_epochs_of_two_proxies_on_one_thread_are_quiet() {
 }
 
 #[test]
-fn ten_thousand_epochs_of_two_proxy_threads_are_quiet() {
+fn ten_thousand_epochs_over_the_double_of_efa_are_quiet() {
+    assert_quiet("one efa None");
+}
+
+/// Two threads, on a machine on which neither has to yield.
+fn assert_threads_quiet(mode: &str) {
     let cores = available_parallelism().map_or(1, |cores| cores.get());
     if cores < 2 {
         println!(
@@ -186,20 +214,32 @@ fn ten_thousand_epochs_of_two_proxy_threads_are_quiet() {
         );
         return;
     }
-    assert_quiet("threads None");
+    assert_quiet(mode);
+}
+
+#[test]
+fn ten_thousand_epochs_of_two_proxy_threads_are_quiet() {
+    assert_threads_quiet("threads None");
+}
+
+#[test]
+fn a_thousand_epochs_of_two_proxy_threads_over_the_double_of_efa_are_quiet() {
+    assert_threads_quiet("threads efa None");
 }
 
 #[test]
 fn what_a_proxy_must_not_do_is_noticed() {
-    for (offence, verdict) in [
-        (Offence::Allocation, "2 allocations"),
-        (Offence::Lock, "(futex)"),
-        (Offence::Yield, "(sched_yield)"),
-        (Offence::Sleep, "nanosleep)"),
-        (Offence::Print, "(write)"),
-    ] {
-        let Some(printed) = run(&format!("one {offence:?}")) else { return };
-        assert!(printed.contains(verdict), "{offence:?} is not noticed: {printed}");
+    for network in ["", "efa "] {
+        for (offence, verdict) in [
+            (Offence::Allocation, "2 allocations"),
+            (Offence::Lock, "(futex)"),
+            (Offence::Yield, "(sched_yield)"),
+            (Offence::Sleep, "nanosleep)"),
+            (Offence::Print, "(write)"),
+        ] {
+            let Some(printed) = run(&format!("one {network}{offence:?}")) else { break };
+            assert!(printed.contains(verdict), "{network}{offence:?} is not noticed: {printed}");
+        }
     }
 }
 

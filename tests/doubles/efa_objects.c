@@ -39,13 +39,15 @@ static uint32_t next_number;
 static pthread_mutex_t numbering = PTHREAD_MUTEX_INITIALIZER;
 static const uint32_t SCRAMBLE = 0x9E3779B1u;
 
-static uint32_t first_number(void) { return (uint32_t)getpid() * 2654435761u; }
+/* Of this process. Set with each domain: after a fork, the child's first domain comes before its first region; and
+ * asking for it with each packet would be a system call. */
+static _Atomic uint32_t first_number;
 
 static uint32_t unscramble(uint32_t key) {
     uint32_t inverse = SCRAMBLE;
     for (int i = 0; i < 5; i++)
         inverse *= 2 - SCRAMBLE * inverse;
-    return key * inverse - first_number();
+    return key * inverse - atomic_load_explicit(&first_number, memory_order_relaxed);
 }
 
 struct region *find_region(uint64_t key) {
@@ -162,7 +164,7 @@ int register_region(struct fid *fid, const struct fi_mr_attr *attr, uint64_t fla
     region->fid.fid.fclass = FI_CLASS_MR;
     region->fid.fid.context = attr->context;
     region->fid.fid.ops = &region_ops;
-    region->fid.key = (uint32_t)((number + first_number()) * SCRAMBLE); /* FI_MR_PROV_KEY: requested_key is ignored */
+    region->fid.key = (uint32_t)((number + atomic_load(&first_number)) * SCRAMBLE); /* FI_MR_PROV_KEY: requested_key is ignored */
     region->fid.mem_desc = region;
     *mr = &region->fid;
     return 0;
@@ -331,6 +333,7 @@ static int open_domain(struct fid_fabric *fid, struct fi_info *info, struct fid_
         return -FI_ENODATA;
     sweep();
     struct domain *domain = calloc(1, sizeof *domain);
+    atomic_store(&first_number, (uint32_t)getpid() * 2654435761u);
     domain->fid.fid = (struct fid){.fclass = FI_CLASS_DOMAIN, .context = context, .ops = &domain_ops};
     domain->fid.ops = &domain_calls;
     domain->fid.mr = &mr_calls;
