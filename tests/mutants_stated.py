@@ -465,6 +465,12 @@ GROUPS = [
         ("all NICs are the first domain", "transport/network/libfabric/info.rs",
          "domains.get(nic % domains.len().max(1))", "domains.first()"),
     ]),
+    ("test", "places", [
+        ("all ranks take the NICs of rank 0", "bindings/cli/ranks/real.rs",
+         "self.places.of(rank).devices", "self.places.of(rank.min(0)).devices"),
+        ("proxies are not pinned", "bindings/cli/ranks/team.rs",
+         "job.places.of(world.rank().index()).core;", "job.places.of(world.size()).core;"),
+    ]),
     ("test", "cli_efa", [
         ("emulated writes taken", "transport/network/libfabric/lane.rs", "0 if !emulated => Ok(()),", "0 if emulated => Ok(()),"),
         ("any version of EFA", "transport/network/libfabric/info.rs", "library.version() < *oldest", "library.version() > *oldest"),
@@ -567,7 +573,7 @@ GROUPS = [
          "let first = at * items.len() / sharers.max(1);", "let first = at / 2 * items.len() / sharers.max(1);"),
         ("NICs for storage used", "transport/topology/nics.rs", "these.prefer(apart, is_near);", ""),
         ("NICs of all kinds dealt out", "transport/topology/nics.rs",
-         "these.keep(WhyNot::OtherKind, |nic| device(nic).map(kind) == best);", "let _ = best;"),
+         "these.keep(WhyNot::OtherKind, |nic| device(nic).map(make) == best);", "let _ = best;"),
         ("bonds used", "transport/topology/nics.rs", "rdma(nic).is_some_and(|rdma| !rdma.bond)", "rdma(nic).is_some()"),
         ("NICs whose port is down used", "transport/topology/nics.rs", "rdma.active != Some(false)", "rdma.active != Some(true)"),
         ("both hyperthreads of a core dealt out", "transport/topology/machine.rs",
@@ -586,5 +592,11 @@ GROUPS = [
          "nics.iter().any(|nic| node(nic) > Some(own)).then_some(NicsFrom::Node(own))"),
         ("emulated writes without a note", "transport/topology/places.rs",
          "if nics().any(Device::lacks_rdma_write) {", "if nics().all(Device::lacks_rdma_write) && gpus.is_empty() {"),
+        ("NICs that the network cannot use dealt out", "transport/topology/nics.rs",
+         "device(nic).is_some_and(|nic| kind.has(nic))", "device(nic).is_some_and(|nic| kind.has(nic) || nic.is_nic())"),
+        ("two proxies on the hyperthreads of a core", "transport/topology/ranks.rs",
+         "self.core_of.get(cpu).copied().unwrap_or(*cpu)", "*cpu"),
+        ("ranks of a GPU take the same cores", "transport/topology/ranks.rs",
+         "places.iter().take(local_rank).filter(", "places.iter().take(0).filter("),
     ]),
 ]

@@ -68,16 +68,24 @@ pub struct BenchArgs {
     /// Ranks that share memory; a list where nodes are uneven [default: cuda N, one node; cpu 4, and what is left]
     #[arg(long, value_name = "G[,G...]", value_parser = nodes)]
     pub ranks_per_node: Option<List>,
-    /// Network between nodes: sim, libfabric:tcp, libfabric:shm, libfabric:efa, or verbs by all devices or those given
-    /// [default: sim]
-    #[arg(long, value_name = "sim|libfabric:PROVIDER|verbs[:DEVICE[,DEVICE...]]", value_parser = transport)]
+    /// Network between nodes: sim, libfabric:tcp, libfabric:shm, libfabric:efa or verbs; the last two by those NICs of
+    /// each rank's GPU that tokenyard topology shows, or all ranks by the devices given [default: sim]
+    #[arg(long, value_name = "sim|libfabric:PROVIDER[:DOMAIN,...]|verbs[:DEVICE,...]", value_parser = transport)]
     pub transport: Option<TransportArg>,
     /// Use libfabric:shm of libfabric before 2.1, whose ranks may hang when one is killed
     #[arg(long)]
     pub allow_old_shm: bool,
-    /// NICs of each rank [default: those of the link model; 1 over a real network]
+    /// NICs of each rank [default: those of the link model; over efa and verbs as many as a GPU has; else 1]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_NICS))]
     pub nics: Option<usize>,
+    /// CPUs that the ranks' proxies are pinned to, each to a core of its own [default: over efa and verbs those near
+    /// the GPU's NICs, if the machine has several NUMA nodes]
+    #[arg(long, value_name = "CPUS", value_parser = Cpus::listed)]
+    pub cores: Option<Cpus>,
+    /// Where NICs and cores come from: facts that topology --record wrote, or lines for single GPUs as for topology
+    /// --choice [default: this machine's facts]
+    #[arg(long, value_name = "FILE")]
+    pub topology: Option<String>,
     /// Link model of sim: none, cx7, efa-p5, efa-p5en or GBPS:LATENCY_US:PER_MESSAGE_US [default: none]
     #[arg(long, value_name = "MODEL", value_parser = Link::parse)]
     pub link: Option<Link>,
@@ -357,7 +365,7 @@ fn nodes(text: &str) -> Result<List, String> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TransportArg {
     pub word: TransportWord,
-    /// Of verbs alone; empty: all with an active port.
+    /// Of EFA or verbs, for all ranks; empty: by the topology.
     pub devices: Vec<String>,
 }
 
@@ -369,7 +377,9 @@ impl fmt::Display for TransportArg {
 }
 
 fn transport(text: &str) -> Result<TransportArg, String> {
-    let Some(devices) = text.strip_prefix("verbs:") else {
+    let listed = [TransportWord::Efa, TransportWord::Verbs].into_iter();
+    let listed = listed.filter_map(|word| Some((word, text.strip_prefix(word.name())?.strip_prefix(':')?))).next();
+    let Some((word, devices)) = listed else {
         return word(text).map(|word| TransportArg { word, devices: Vec::new() });
     };
     let devices: Vec<String> = devices.split(',').map(str::to_owned).collect();
@@ -377,9 +387,11 @@ fn transport(text: &str) -> Result<TransportArg, String> {
         !device.is_empty() && device.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
     };
     if !devices.iter().all(named) {
-        return Err("name devices as ibv_devices lists them, such as verbs:mlx5_0,mlx5_1".to_string());
+        let example =
+            if word == TransportWord::Efa { "libfabric:efa:rdmap79s0,rdmap80s0" } else { "verbs:mlx5_0,mlx5_1" };
+        return Err(format!("name devices as ibv_devices lists them, such as {example}"));
     }
-    Ok(TransportArg { word: TransportWord::Verbs, devices })
+    Ok(TransportArg { word, devices })
 }
 
 fn check(text: &str) -> Result<Check, String> {

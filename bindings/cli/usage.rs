@@ -7,6 +7,8 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use std::error::Error as _;
 use std::fmt;
 
+use tokenyard::internals::base::Error;
+
 /// Why a command line is unusable, as one sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal(String);
@@ -28,8 +30,16 @@ impl Refusal {
         Refusal(one_line(&format!("variable {name} is `{value}`: {advice}")))
     }
 
+    /// From an error of a file that an option names.
+    pub fn of_file(option: &str, path: &str, error: &Error) -> Refusal {
+        match error {
+            Error::Config { value, advice, .. } => Refusal::of(option, path, format!("{value}: {advice}")),
+            other => Refusal::from_error(other),
+        }
+    }
+
     /// From an error of the library or of an input file.
-    pub fn from_error(error: &tokenyard::internals::base::Error) -> Refusal {
+    pub fn from_error(error: &Error) -> Refusal {
         Refusal(one_line(&error.to_string()))
     }
 

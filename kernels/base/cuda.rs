@@ -157,6 +157,17 @@ pub fn device(ordinal: usize) -> Result<sys::CUdevice> {
     Ok(device)
 }
 
+/// The PCI address of GPU `ordinal`, as `0000:59:00.0`. Opens no context.
+pub fn pci_address(ordinal: usize) -> Result<String> {
+    let device = device(ordinal)?;
+    let mut text: [c_char; 32] = [0; 32];
+    // SAFETY: the buffer has the length passed, less one so that it always ends in 0.
+    let code = unsafe { sys::cuDeviceGetPCIBusId(text.as_mut_ptr(), text.len() as c_int - 1, device) };
+    check(code, "asking the GPU's PCI address")?;
+    // SAFETY: the last byte is 0.
+    Ok(unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned())
+}
+
 /// Whether kernels of `from` can be given access to memory of `to`.
 pub fn can_access(from: sys::CUdevice, to: sys::CUdevice) -> Result<bool> {
     if from == to {

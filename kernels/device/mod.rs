@@ -10,6 +10,7 @@ mod cpu_seeded;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_stream;
+mod gpus;
 pub(crate) mod recording;
 pub(crate) mod view;
 
@@ -79,20 +80,6 @@ impl Device {
             format!("GPU {ordinal} was asked for and this build has no GPU part"),
             "build with the feature cuda, or use the CPU device",
         ))
-    }
-
-    /// How many GPUs are visible to this process; 0 without a driver, with one too old, or without the feature `cuda`.
-    pub fn cuda_count() -> usize {
-        #[cfg(feature = "cuda")]
-        let count = crate::base::cuda::device_count().unwrap_or(0);
-        #[cfg(not(feature = "cuda"))]
-        let count = 0;
-        count
-    }
-
-    /// Whether this build holds the GPU's kernels (feature `cuda`, and nvcc found when it was built).
-    pub const fn cuda_built() -> bool {
-        cfg!(all(feature = "cuda", tokenyard_fatbin))
     }
 
     fn from_cpu(device: cpu::CpuDevice) -> Device {

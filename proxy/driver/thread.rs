@@ -25,6 +25,8 @@ const REPORTS: usize = 2 * MAX_RANKS;
 
 /// Proxy threads of this process.
 static LIVE: AtomicUsize = AtomicUsize::new(0);
+/// Whether the log says that threads are more than cores: once is enough.
+static WARNED: AtomicBool = AtomicBool::new(false);
 
 pub(super) type Request<T> = Box<dyn FnOnce(&mut Driver<T>) + Send>;
 
@@ -230,7 +232,8 @@ impl<T: Transport + 'static> Remote<T> {
 /// Where a proxy thread runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ThreadConfig {
-    /// The core it is pinned to.
+    /// The core it is pinned to, by the number of one of its CPUs; `None`: it runs anywhere.
+    /// [`Topology::proxy_cores`](crate::topology::Topology::proxy_cores) has one near the rank's GPU for each rank.
     pub core: Option<usize>,
     /// Threads of this host that spin, as known to the caller: proxies, and the CPU device's executors. With more
     /// of them than cores, an idle proxy yields.
@@ -253,6 +256,13 @@ impl<T: Transport + 'static> ProxyThread<T> {
         let pinned = Arc::new(OnceLock::new());
         let outcome = Arc::clone(&pinned);
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        if config.spinners > cores && !WARNED.swap(true, Ordering::Relaxed) {
+            log::warn!(
+                target: crate::base::targets::PROXY,
+                "{} threads spin, and this process may use {cores} CPUs: idle proxies yield, which takes longer",
+                config.spinners
+            );
+        }
         let body = move || {
             let pinning = pin(config.core);
             let failed = pinning.is_err();

@@ -587,7 +587,8 @@ fn logged(typed: &str, levels: &str) -> Vec<String> {
     let output = command(typed).env("TOKENYARD_LOG", levels).output().unwrap();
     assert!(output.status.success(), "{typed}: {}", text(&output.stderr));
     let _: Value = serde_json::from_str(&text(&output.stdout)).expect("nothing of it goes to stdout");
-    text(&output.stderr).lines().map(str::to_string).collect()
+    // The machine's cores decide about the warning.
+    text(&output.stderr).lines().filter(|line| !line.contains("threads spin")).map(str::to_string).collect()
 }
 
 #[test]

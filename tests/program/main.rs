@@ -13,6 +13,7 @@ mod cli_run;
 mod figures;
 mod large_worlds;
 mod pairs;
+mod places;
 mod plans;
 mod real;
 mod simulate;

@@ -140,6 +140,19 @@ impl Machine {
         &self.devices
     }
 
+    /// The same machine, of which the process may use none but these CPUs: for a record that another process made.
+    #[must_use]
+    pub fn within(self, cpus: &Cpus) -> Machine {
+        Machine { allowed: self.allowed.both(cpus), ..self }
+    }
+
+    /// The lowest CPU of each CPU's core, for cores of several CPUs.
+    pub(super) fn core_of(&self) -> BTreeMap<u32, u32> {
+        let of = |core: &Cpus| core.iter().next().map(|first| core.iter().map(move |cpu| (cpu, first)).collect());
+        let several = self.cores.iter().filter(|core| core.len() > 1).filter_map(of);
+        several.flat_map(|core: Vec<(u32, u32)>| core).collect()
+    }
+
     /// Checks that every parent is there, and that none is above itself.
     pub(super) fn placed(self) -> Result<Machine, Misplaced> {
         for (&address, device) in &self.devices {

@@ -8,14 +8,18 @@
 //! facts, with what the user asks for ([`Wanted`]). All processes of a host that may use the same CPUs decide alike, so
 //! they need no messages to divide NICs and cores.
 //!
-//! ```
-//! use tokenyard::topology::{Machine, PciAddress, Topology, Wanted};
+//! ```no_run
+//! use tokenyard::network::verbs::VerbsConfig;
+//! use tokenyard::topology::{Machine, NicKind, PciAddress, Topology, Wanted};
 //!
-//! let machine = Machine::here();
-//! let topology = Topology::of(&machine, &Wanted::default())?;
-//! let gpu = PciAddress::parse("0000:59:00.0"); // as cuDeviceGetPCIBusId gives it
-//! if let Some(place) = gpu.and_then(|gpu| topology.gpu(gpu)) {
-//!     println!("lane 0 uses {:?}, the proxy may use {:?}", place.nic(0), place.cores);
+//! let topology = Topology::of(&Machine::here(), &Wanted::default().of_kind(NicKind::Verbs))?;
+//! // For each rank of this host; Device::cuda_pci_address(ordinal) gives it.
+//! let gpus = ["0000:59:00.0", "0000:5a:00.0"].map(PciAddress::parse);
+//! let ranks = topology.ranks(&gpus)?;
+//! let cores = topology.proxy_cores(&ranks)?; // for ThreadConfig::core
+//! for rank in &ranks {
+//!     let mut config = VerbsConfig::default();
+//!     config.devices.clone_from(&rank.devices); // of EFA: LibfabricConfig::domains
 //! }
 //! # Ok::<(), tokenyard::Error>(())
 //! ```
@@ -26,7 +30,8 @@
 //! | `machine` | the facts, and what is above a device |
 //! | `sysfs`, `record` | where facts come from |
 //! | `wanted` | what the user asks for |
-//! | `nics`, `cores`, `places` | the decisions |
+//! | `nics`, `cores`, `places` | the decisions, by GPU |
+//! | `ranks` | the same, by rank |
 
 mod cores;
 mod cpus;
@@ -34,6 +39,7 @@ mod machine;
 mod nics;
 mod pci;
 mod places;
+mod ranks;
 pub mod record;
 mod sysfs;
 mod wanted;
@@ -46,4 +52,5 @@ pub use machine::{Above, Device, Link, Machine, Rdma};
 pub use nics::{LeftOut, NicsFrom, WhyNot};
 pub use pci::{PciAddress, PciBus};
 pub use places::{CoresFrom, GpuPlace, Nic, Topology};
-pub use wanted::{Wanted, WantedNics};
+pub use ranks::RankPlace;
+pub use wanted::{NicKind, Wanted, WantedNics};

@@ -2,6 +2,7 @@
 
 use super::machine::{Above, Device, Link, Machine};
 use super::pci::{PciAddress, PciBus};
+use super::wanted::NicKind;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -65,6 +66,8 @@ pub enum WhyNot {
     SecondClass,
     /// No NIC is behind a GPU's bridge, and it is slower than others.
     Slower,
+    /// The network that NICs are wanted for does not use it.
+    OtherNetwork,
     /// The user names others.
     NotNamed,
     /// Dealt to no GPU: at most so many for each GPU were asked for.
@@ -84,6 +87,7 @@ impl fmt::Display for WhyNot {
                 "second class: reached through the processor (C2C), and others are behind GPUs' bridges"
             }
             WhyNot::Slower => "slower than others",
+            WhyNot::OtherNetwork => "of another network",
             WhyNot::NotNamed => "not named",
             WhyNot::Beyond => "more than were asked for",
         })
@@ -96,10 +100,10 @@ pub(super) struct Candidates {
     pub left_out: Vec<(PciAddress, WhyNot)>,
 }
 
-/// NICs of one kind can be the lanes of one network.
-type Kind = (u16, Option<Link>);
+/// NICs of one make can be the lanes of one network.
+type Make = (u16, Option<Link>);
 
-fn kind(nic: &Device) -> Kind {
+fn make(nic: &Device) -> Make {
     (nic.vendor, if nic.is_efa() { None } else { nic.rdma.as_ref().and_then(|rdma| rdma.link) })
 }
 
@@ -112,7 +116,7 @@ impl Candidates {
     }
 
     /// The NICs of the network that GPUs use, as far as facts show it.
-    pub fn of(machine: &Machine) -> Candidates {
+    pub fn of(machine: &Machine, kind: NicKind) -> Candidates {
         let all = machine.devices().iter().filter(|(_, device)| device.is_nic());
         let mut these = Candidates { nics: all.map(|(&address, _)| address).collect(), left_out: Vec::new() };
         let device = |nic: &PciAddress| machine.devices().get(nic);
@@ -121,11 +125,12 @@ impl Candidates {
         let is_near = |nic: &PciAddress| machine.above(*nic).iter().any(|above| bridges.contains(above));
         let rate = |nic: &PciAddress| rdma(nic).and_then(|rdma| rdma.rate_gbps).unwrap_or(0);
 
+        these.keep(WhyNot::OtherNetwork, |nic| device(nic).is_some_and(|nic| kind.has(nic)));
         these.keep(WhyNot::NoRdma, |nic| rdma(nic).is_some());
         these.prefer(WhyNot::NoNode, |nic| rdma(nic).is_some_and(|rdma| rdma.node != Some(false)));
         these.prefer(WhyNot::Down, |nic| rdma(nic).is_some_and(|rdma| rdma.active != Some(false)));
-        let best = best_kind(machine, &these.nics);
-        these.keep(WhyNot::OtherKind, |nic| device(nic).map(kind) == best);
+        let best = best_make(machine, &these.nics);
+        these.keep(WhyNot::OtherKind, |nic| device(nic).map(make) == best);
         these.prefer(WhyNot::Bond, |nic| rdma(nic).is_some_and(|rdma| !rdma.bond));
         let coherent = machine.devices().values().any(Device::is_coherent);
         let apart = if coherent { WhyNot::SecondClass } else { WhyNot::Apart };
@@ -160,24 +165,24 @@ fn bridges_of_gpus(machine: &Machine) -> BTreeSet<Above> {
     above.filter(|above| matches!(above, Above::Bridge(_))).collect()
 }
 
-/// The kind that reaches most GPUs by bridges; of equals the fastest, then the one of most NICs, then InfiniBand.
-fn best_kind(machine: &Machine, nics: &[PciAddress]) -> Option<Kind> {
-    let mut kinds: BTreeMap<Kind, Vec<PciAddress>> = BTreeMap::new();
+/// The make that reaches most GPUs by bridges; of equals the fastest, then the one of most NICs, then InfiniBand.
+fn best_make(machine: &Machine, nics: &[PciAddress]) -> Option<Make> {
+    let mut makes: BTreeMap<Make, Vec<PciAddress>> = BTreeMap::new();
     for nic in nics {
         if let Some(device) = machine.devices().get(nic) {
-            kinds.entry(kind(device)).or_default().push(*nic);
+            makes.entry(make(device)).or_default().push(*nic);
         }
     }
     let gpus: Vec<Vec<Above>> =
         machine.devices().iter().filter(|(_, device)| device.is_gpu()).map(|(&gpu, _)| machine.above(gpu)).collect();
-    let worth = |kind: &Kind, nics: &Vec<PciAddress>| {
+    let worth = |make: &Make, nics: &Vec<PciAddress>| {
         let above: BTreeSet<Above> = nics.iter().flat_map(|&nic| machine.above(nic)).collect();
         let shares = |gpu: &&Vec<Above>| gpu.iter().any(|at| matches!(at, Above::Bridge(_)) && above.contains(at));
         let rate = |nic: &PciAddress| machine.devices().get(nic)?.rdma.as_ref()?.rate_gbps;
         let fastest = nics.iter().filter_map(rate).max();
-        (gpus.iter().filter(shares).count(), fastest, nics.len(), kind.1 == Some(Link::InfiniBand))
+        (gpus.iter().filter(shares).count(), fastest, nics.len(), make.1 == Some(Link::InfiniBand))
     };
-    kinds.iter().max_by_key(|(kind, nics)| worth(kind, nics)).map(|(&kind, _)| kind)
+    makes.iter().max_by_key(|(make, nics)| worth(make, nics)).map(|(&make, _)| make)
 }
 
 /// Deals `nics` to all GPUs of the machine: each gets those of the nearest place that has some. Of a place that several

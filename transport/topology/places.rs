@@ -5,7 +5,7 @@ use super::cpus::Cpus;
 use super::machine::{Device, Machine};
 use super::nics::{self, Candidates, LeftOut, NicsFrom, WhyNot};
 use super::pci::PciAddress;
-use super::wanted::{OfGpu, Wanted, WantedNics};
+use super::wanted::{NicKind, OfGpu, Wanted, WantedNics};
 use crate::base::{Error, Result, quoted};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -78,6 +78,10 @@ pub struct Topology {
     pub left_out: Vec<LeftOut>,
     /// Sentences on what is unusual.
     pub notes: Vec<String>,
+    /// A CPU of each core that ranks may use.
+    pub cores: Vec<u32>,
+    /// The lowest CPU of each CPU's core, where it has several.
+    pub(super) core_of: BTreeMap<u32, u32>,
 }
 
 impl Topology {
@@ -88,10 +92,11 @@ impl Topology {
     pub fn of(machine: &Machine, wanted: &Wanted) -> Result<Topology> {
         let candidates = match &wanted.nics {
             WantedNics::Named(names) => {
-                let named: Result<BTreeSet<PciAddress>> = names.iter().map(|name| nic_named(machine, name)).collect();
+                let named = names.iter().map(|name| nic_named(machine, name, wanted.kind));
+                let named: Result<BTreeSet<PciAddress>> = named.collect();
                 Candidates::named(machine, named?)
             }
-            WantedNics::Chosen | WantedNics::Most(_) => Candidates::of(machine),
+            WantedNics::Chosen | WantedNics::Most(_) => Candidates::of(machine, wanted.kind),
         };
         let usable = match &wanted.cores {
             Some(cores) => usable(machine, cores, "")?,
@@ -120,12 +125,13 @@ impl Topology {
             let Some(place) = gpus.iter_mut().find(|place| place.gpu == *gpu) else {
                 return Err(of_line(of, "no such GPU", "see the list of tokenyard topology"));
             };
-            replace(machine, place, of)?;
+            replace(machine, place, of, wanted.kind)?;
         }
         let left_out = left_out(machine, &candidates, &gpus);
         count_sharers(&mut gpus);
-        let notes = notes(machine, &gpus);
-        Ok(Topology { gpus, left_out, notes })
+        let core_of = machine.core_of();
+        let notes = notes(machine, &gpus, &core_of);
+        Ok(Topology { gpus, left_out, notes, cores: machine.one_of_each_core(&usable), core_of })
     }
 
     /// The place of a GPU, by the PCI address that its driver gives.
@@ -140,14 +146,19 @@ fn described(machine: &Machine, address: PciAddress) -> Option<Nic> {
 }
 
 /// The NIC with an RDMA device of this name, or at this address.
-fn nic_named(machine: &Machine, name: &str) -> Result<PciAddress> {
+fn nic_named(machine: &Machine, name: &str, kind: NicKind) -> Result<PciAddress> {
     let mut nics = machine.devices().iter().filter(|(_, device)| device.is_nic() && device.rdma.is_some());
     let address = PciAddress::parse(name);
     let is = |(at, device): &(&PciAddress, &Device)| {
         address == Some(**at) || device.rdma.as_ref().is_some_and(|rdma| rdma.name == name)
     };
     match nics.clone().find(is) {
-        Some((&address, _)) => Ok(address),
+        Some((&address, device)) if kind.has(device) => Ok(address),
+        Some((_, device)) => {
+            let (is, network) = if device.is_efa() { ("an EFA", "verbs") } else { ("no EFA", "libfabric:efa") };
+            let advice = format!("it is {is}, which {network} does not use; name others");
+            Err(Error::config("NIC", quoted(name.as_bytes()), advice))
+        }
         None => {
             let there: Vec<String> =
                 nics.by_ref().filter_map(|(_, device)| Some(device.rdma.as_ref()?.name.clone())).collect();
@@ -174,9 +185,9 @@ fn of_line(of: &OfGpu, what: &str, advice: impl Into<String>) -> Error {
 }
 
 /// Puts what a file's line names in place of what was chosen.
-fn replace(machine: &Machine, place: &mut GpuPlace, of: &OfGpu) -> Result<()> {
+fn replace(machine: &Machine, place: &mut GpuPlace, of: &OfGpu, kind: NicKind) -> Result<()> {
     if let Some(names) = &of.nics {
-        let nics: Result<Vec<PciAddress>> = names.iter().map(|name| nic_named(machine, name)).collect();
+        let nics: Result<Vec<PciAddress>> = names.iter().map(|name| nic_named(machine, name, kind)).collect();
         place.nics = nics?.into_iter().filter_map(|nic| described(machine, nic)).collect();
         place.nics_from = NicsFrom::File;
     }
@@ -213,7 +224,7 @@ fn count_sharers(gpus: &mut [GpuPlace]) {
     }
 }
 
-fn notes(machine: &Machine, gpus: &[GpuPlace]) -> Vec<String> {
+fn notes(machine: &Machine, gpus: &[GpuPlace], core_of: &BTreeMap<u32, u32>) -> Vec<String> {
     let mut notes = Vec::new();
     let device = |nic: &Nic| machine.devices().get(&nic.address);
     let nics = || gpus.iter().flat_map(|gpu| &gpu.nics).filter_map(device);
@@ -231,9 +242,8 @@ fn notes(machine: &Machine, gpus: &[GpuPlace]) -> Vec<String> {
     if gpus.iter().any(|gpu| gpu.nics_shared > 0) {
         notes.push("several GPUs share a NIC".to_string());
     }
-    let cores = |gpu: &GpuPlace| gpu.cores.iter().copied().collect::<BTreeSet<u32>>();
-    let taken: usize = gpus.iter().map(|gpu| gpu.cores.len()).sum();
-    if gpus.iter().flat_map(cores).collect::<BTreeSet<u32>>().len() < taken {
+    let taken = || gpus.iter().flat_map(|gpu| &gpu.cores).map(|cpu| core_of.get(cpu).unwrap_or(cpu));
+    if taken().collect::<BTreeSet<&u32>>().len() < taken().count() {
         notes.push("several GPUs share a core: give the process more cores".to_string());
     }
     if gpus.iter().any(|gpu| gpu.cores.is_empty()) {

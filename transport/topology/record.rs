@@ -28,6 +28,8 @@ use std::path::Path;
 
 /// The first line.
 const HEAD: &str = "tokenyard-topology 1";
+/// With which the first line of any version begins.
+const KIND: &[u8] = b"tokenyard-topology ";
 /// Longest record, in bytes: a host of 8 GPUs takes some 4 KiB.
 pub const MAX_BYTES: usize = 1 << 20;
 /// Longest name of an RDMA device, in bytes; the kernel's limit is 63.
@@ -47,6 +49,17 @@ pub fn read(path: &Path) -> Result<Machine> {
         return Err(refused("not text", "give a file that tokenyard topology --record wrote"));
     };
     parse(text)
+}
+
+/// Whether a file is a record, of this version or another, by its first line.
+///
+/// # Errors
+/// `Config` if the file cannot be read, is no regular file or is longer than [`MAX_BYTES`].
+pub fn is_record(path: &Path) -> Result<bool> {
+    let bytes = bytes_of(path)?;
+    let mut lines = bytes.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii);
+    let first = lines.find(|line| !line.is_empty() && !line.starts_with(b"#"));
+    Ok(first.is_some_and(|line| line.starts_with(KIND)))
 }
 
 /// The bytes of a small regular file.

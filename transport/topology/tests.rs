@@ -500,6 +500,107 @@ fn every_tree_divides_all_nics_and_cores_without_sharing() {
     }
 }
 
+/// Names of the NICs of ranks without addresses, for a network.
+fn devices(tree: &str, kind: NicKind, ranks: usize) -> Vec<String> {
+    let topology = Topology::of(&recorded(tree), &Wanted::default().of_kind(kind)).unwrap();
+    let ranks = topology.ranks(&vec![None; ranks]).unwrap();
+    ranks.iter().map(|rank| rank.devices.join(" ")).collect()
+}
+
+#[test]
+fn ranks_take_the_nics_of_their_gpus_that_their_network_uses() {
+    // As tests/program/topology.rs has them, from descriptions of the machines.
+    let p5 = devices("p5", NicKind::Efa, 8);
+    assert_eq!((p5[0].as_str(), p5.len()), ("rdmap79s0 rdmap80s0 rdmap81s0 rdmap82s0", 8));
+    assert_eq!(p5[7], "rdmap198s0 rdmap199s0 rdmap200s0 rdmap201s0");
+    let p5en = ["rdmap85s0 rdmap86s0", "rdmap87s0 rdmap88s0", "rdmap110s0 rdmap111s0", "rdmap112s0 rdmap113s0"];
+    assert_eq!(devices("p5en", NicKind::Efa, 4), p5en);
+    assert_eq!(devices("p4d", NicKind::Efa, 3), ["rdmap16s27", "rdmap16s27", "rdmap32s27"]);
+    assert_eq!(devices("g6", NicKind::Efa, 8), ["rdmap150s0"; 8]);
+    // Storage and management are left out, and what is no EFA is no network of verbs here.
+    let hgx = ["mlx5_0", "mlx5_3", "mlx5_4", "mlx5_5", "mlx5_6", "mlx5_9", "mlx5_10", "mlx5_11"];
+    assert_eq!(devices("hgx-h100", NicKind::Verbs, 8), hgx);
+    assert_eq!(devices("hgx-h100", NicKind::Efa, 8), [""; 8]);
+    assert_eq!(devices("p5", NicKind::Verbs, 8), [""; 8]);
+    assert_eq!(devices("p6-b200", NicKind::Verbs, 1), ["ibp115s0f0"], "where verbs is asked for");
+    let wanted = |kind, text| Wanted::default().of_kind(kind).and_text(text).unwrap();
+    let efa = wanted(NicKind::Verbs, "gpu 0000:53:00.0 nics=rdmap79s0");
+    let refused = Topology::of(&recorded("p5"), &efa).unwrap_err().to_string();
+    assert!(refused.contains("rdmap79s0") && refused.contains("it is an EFA, which verbs does not use"), "{refused}");
+    let connectx = Wanted::new(WantedNics::Named(vec!["mlx5_0".into()]), None).of_kind(NicKind::Efa);
+    let refused = Topology::of(&recorded("hgx-h100"), &connectx).unwrap_err().to_string();
+    assert!(refused.contains("it is no EFA, which libfabric:efa does not use"), "{refused}");
+}
+
+#[test]
+fn ranks_of_a_gpu_divide_its_cores_and_proxies_never_share_one() {
+    let topology = chosen(&recorded("p5en"));
+    let [first, last] = ["0000:59:00.0", "0000:a5:00.0"].map(PciAddress::parse);
+    let ranks = topology.ranks(&[first, last, first, first]).unwrap();
+    let cores: Vec<String> =
+        ranks.iter().map(|rank| rank.cores.iter().copied().collect::<Cpus>().to_string()).collect();
+    assert_eq!(cores, ["0-3", "84-95", "4-7", "8-11"]);
+    assert_eq!(ranks[0].devices, ranks[2].devices);
+    assert_eq!(topology.proxy_cores(&ranks), Ok(vec![3, 95, 7, 11]));
+    let more: Vec<RankPlace> = topology.ranks(&[None; 10]).unwrap();
+    assert_eq!((&more[0].cores, &more[8].cores), (&(0..6).collect(), &(6..12).collect()), "10 ranks, 8 GPUs");
+    let unknown = topology.ranks(&[PciAddress::parse("0000:00:00.0")]).unwrap_err().to_string();
+    assert!(unknown.contains("GPU is 0000:00:00.0: the topology has 0000:59:00.0, "), "{unknown}");
+
+    // CPU 96 is the second hyperthread of CPU 0's core.
+    let with = |text: &str, cores| {
+        let wanted = Wanted::new(WantedNics::Chosen, cores).and_text(text).unwrap();
+        Topology::of(&recorded("p5en"), &wanted).unwrap()
+    };
+    let twins = with("gpu 0000:59:00.0 cores=0\ngpu 0000:5a:00.0 cores=96\n", None);
+    let refused = twins.proxy_cores(&twins.ranks(&[None; 2]).unwrap()).unwrap_err().to_string();
+    assert!(
+        refused.contains("cores is 96: 2 proxies spin") && refused.contains("rank 1 has no free core"),
+        "{refused}"
+    );
+    assert!(twins.notes.iter().any(|note| note.contains("share a core")), "{:?}", twins.notes);
+    // The rank with the least choice takes its core first.
+    let overlapping = with("gpu 0000:59:00.0 cores=0-1\ngpu 0000:5a:00.0 cores=97\n", None);
+    assert_eq!(overlapping.proxy_cores(&overlapping.ranks(&[None; 2]).unwrap()), Ok(vec![0, 97]));
+
+    // Fewer cores than proxies, although there are as many CPUs.
+    let few = with("", Cpus::parse("0-3,96-99"));
+    let ranks = few.ranks(&[None; 8]).unwrap();
+    let refused = few.proxy_cores(&ranks).unwrap_err().to_string();
+    assert!(refused.contains("8 proxies spin") && refused.contains("may use 4 cores (CPUs 0-3)"), "{refused}");
+    let none = Topology::of(&recorded("p5en").within(&Cpus::default()), &Wanted::default()).unwrap();
+    let refused = none.proxy_cores(&none.ranks(&[None]).unwrap()).unwrap_err().to_string();
+    assert!(refused.contains("cores is none") && refused.contains("may use 0 cores"), "{refused}");
+}
+
+#[test]
+fn without_gpus_ranks_divide_all_cores_and_choose_no_nics() {
+    let machine = parsed("allowed 0-7\ncores 0-3 4-7\nnode 0 0-7\npci 0000:01:00.0 0200 15b3:1021 rdma=mlx5_0\n");
+    let topology = chosen(&machine);
+    let ranks = topology.ranks(&[None, PciAddress::parse("0000:02:00.0")]).unwrap();
+    assert_eq!(ranks[0], RankPlace { devices: Vec::new(), cores: vec![0, 1] });
+    assert_eq!(topology.proxy_cores(&ranks), Ok(vec![1, 3]));
+    assert_eq!(topology.ranks(&[]), Ok(Vec::new()));
+    let within = chosen(&machine.within(&Cpus::parse("2-9").unwrap()));
+    assert_eq!(within.cores, [2, 3, 4, 5], "of this process alone, one CPU of each core");
+}
+
+#[test]
+fn a_record_is_known_by_its_first_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    for (text, is) in [
+        ("# made by hand\n\ntokenyard-topology 1\n", true),
+        ("tokenyard-topology 2\n", true),
+        ("gpu 0000:59:00.0 cores=0\ntokenyard-topology 1\n", false),
+        ("", false),
+    ] {
+        fs::write(&file, text).unwrap();
+        assert_eq!(record::is_record(&file), Ok(is), "{text}");
+    }
+    assert!(record::is_record(folder.path()).is_err_and(|why| why.to_string().contains("no regular file")));
+}
+
 /// Steele's and Vigna's splitmix64.
 fn next(state: &mut u64) -> usize {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -1,6 +1,7 @@
 //! What the user asks for instead of what the machine's facts suggest.
 
 use super::cpus::Cpus;
+use super::machine::Device;
 use super::pci::PciAddress;
 use super::record::{bytes_of, is_name};
 use crate::base::{Error, Result, quoted};
@@ -17,6 +18,8 @@ pub struct Wanted {
     pub nics: WantedNics,
     /// CPUs for all GPUs, instead of all that the process may use; still one of each core, and dealt out.
     pub cores: Option<Cpus>,
+    /// The network that uses the NICs: others are left out.
+    pub kind: NicKind,
     /// By GPU: exactly these NICs, exactly these CPUs.
     pub(super) gpus: BTreeMap<PciAddress, OfGpu>,
 }
@@ -39,6 +42,29 @@ pub(super) struct OfGpu {
     pub line: usize,
     pub nics: Option<Vec<String>>,
     pub cores: Option<Cpus>,
+}
+
+/// The NICs that a network can use.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum NicKind {
+    /// All.
+    #[default]
+    Any,
+    /// Elastic Fabric Adapters, for libfabric's provider `efa`.
+    Efa,
+    /// All others, for verbs: EFA has no reliable connections.
+    Verbs,
+}
+
+impl NicKind {
+    /// Whether it has the device.
+    pub(super) fn has(self, nic: &Device) -> bool {
+        match self {
+            NicKind::Any => true,
+            NicKind::Efa => nic.is_efa(),
+            NicKind::Verbs => !nic.is_efa(),
+        }
+    }
 }
 
 impl WantedNics {
@@ -72,7 +98,13 @@ fn named(text: &str) -> std::result::Result<Vec<String>, String> {
 impl Wanted {
     /// NICs and CPUs for all GPUs.
     pub fn new(nics: WantedNics, cores: Option<Cpus>) -> Wanted {
-        Wanted { nics, cores, gpus: BTreeMap::new() }
+        Wanted { nics, cores, ..Wanted::default() }
+    }
+
+    /// The same, for a network that uses NICs of this kind.
+    #[must_use]
+    pub fn of_kind(self, kind: NicKind) -> Wanted {
+        Wanted { kind, ..self }
     }
 
     /// Adds what a file says. Its lines are empty, or a comment after `#`, or

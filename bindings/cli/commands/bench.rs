@@ -30,6 +30,7 @@ pub fn bench(args: &BenchArgs, launcher: &Launcher, out: &Out) -> Result<Status,
     check_memory(&config.case, config.device, config.host_ranks())?;
     note_sharing(config.device, config.host_ranks(), out);
     note_arena(args.arena, config.arena, out);
+    config.places.notes.iter().for_each(|sentence| note!(out, "tokenyard: {sentence}"));
     let runs = match run(&config, launcher, out) {
         Ok(Some(runs)) => runs,
         // The job's first rank reports.

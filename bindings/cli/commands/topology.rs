@@ -5,7 +5,6 @@
 use std::path::Path;
 
 use serde::Serialize;
-use tokenyard::internals::base::Error;
 use tokenyard::topology::{Cpus, GpuPlace, LeftOut, Machine, Nic, Topology, Wanted, record};
 
 use crate::cli::args::TopologyArgs;
@@ -75,13 +74,13 @@ pub fn topology(args: &TopologyArgs, out: &Out) -> Result<Status, Refusal> {
     }
     check_outputs(args.json.as_deref(), &[("--record", args.record.as_deref())])?;
     let machine = match &args.from {
-        Some(path) => record::read(Path::new(path)).map_err(|error| of_file("--from", path, &error))?,
+        Some(path) => record::read(Path::new(path)).map_err(|error| Refusal::of_file("--from", path, &error))?,
         None => Machine::here(),
     };
     let nics = args.nics.clone().unwrap_or_default();
     let mut wanted = Wanted::new(nics, args.cores.clone());
     if let Some(path) = &args.choice {
-        wanted = wanted.and_file(Path::new(path)).map_err(|error| of_file("--choice", path, &error))?;
+        wanted = wanted.and_file(Path::new(path)).map_err(|error| Refusal::of_file("--choice", path, &error))?;
     }
     let topology = Topology::of(&machine, &wanted).map_err(|error| Refusal::from_error(&error))?;
     let mut failures = Vec::new();
@@ -104,14 +103,6 @@ pub fn topology(args: &TopologyArgs, out: &Out) -> Result<Status, Refusal> {
         note!(out, "tokenyard: {sentence}");
     }
     Ok(Status::from(failures.is_empty()))
-}
-
-/// An error of a file that an option names.
-fn of_file(option: &str, path: &str, error: &Error) -> Refusal {
-    match error {
-        Error::Config { value, advice, .. } => Refusal::of(option, path, format!("{value}: {advice}")),
-        other => Refusal::from_error(other),
-    }
 }
 
 fn listing(topology: &Topology) -> String {

@@ -34,7 +34,7 @@ use crate::cli::cases::words::{Launch, TransportWord, Word};
 use crate::cli::files::{self, check_outputs};
 use crate::cli::out::Out;
 use crate::cli::ranks::launch::{Launcher, die_with_parent};
-use crate::cli::ranks::real::Real;
+use crate::cli::ranks::real::Settings;
 use crate::cli::report::table::table;
 use crate::cli::status::Status;
 use crate::cli::usage::Refusal;
@@ -91,13 +91,13 @@ struct RowObject {
 /// Unusable arguments.
 pub fn wire(args: &WireArgs, launcher: &Launcher, out: &Out) -> std::result::Result<Status, Refusal> {
     let transport = &args.transport;
-    match Real::new(transport.word, 1, transport.devices.clone(), args.allow_old_shm) {
+    match Settings::new(transport.word, 1, transport.devices.clone(), args.allow_old_shm) {
         None => {
             let advice = "it has no bare loop; give libfabric:tcp, libfabric:shm, libfabric:efa or verbs";
             Err(Refusal::of("--transport", transport.word.name(), advice))
         }
-        Some(Real::Libfabric(config)) => measure(args, &config, launcher, out),
-        Some(Real::Verbs(config)) => measure(args, &config, launcher, out),
+        Some(Settings::Libfabric(config)) => measure(args, &config, launcher, out),
+        Some(Settings::Verbs(config)) => measure(args, &config, launcher, out),
     }
 }
 

@@ -12,7 +12,8 @@ use super::buffers;
 use super::builder;
 use super::gpus::{sharing, usable_gpus};
 use super::job::Job;
-use super::real::Real;
+use super::places::Places;
+use super::real::Settings;
 use crate::cli::args::{BenchArgs, List, or_default};
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
@@ -48,8 +49,11 @@ pub struct Config {
     /// Where arenas lie.
     pub arena: ArenaWord,
     pub allow_old_shm: bool,
-    /// Devices of verbs; empty: all with an active port.
+    /// Devices that all ranks were given, and each rank's place.
     pub nic_devices: Vec<String>,
+    pub places: Places,
+    /// Options that places follow from, as typed.
+    pub placed_by: Vec<String>,
     pub preset: &'static str,
     /// The run, with the first count of `tokens`.
     pub case: Case,
@@ -104,7 +108,7 @@ impl Config {
             timeout: self.timeout,
             arena: self.arena,
             allow_old_shm: self.allow_old_shm,
-            nic_devices: self.nic_devices.clone(),
+            places: self.places.clone(),
             measured: true,
             stages: self.stages,
             host_ranks: self.host_ranks(),
@@ -141,7 +145,9 @@ impl Config {
         add(!case.double_buffer, "--single-buffer".to_string());
         add(case.network != NetworkWord::Calm, format!("--network {}", case.network.name()));
         add(self.allow_old_shm, "--allow-old-shm".to_string());
-        add(!self.nic_devices.is_empty(), format!("--transport verbs:{}", self.nic_devices.join(",")));
+        let devices = self.nic_devices.join(",");
+        add(!devices.is_empty(), format!("--transport {}:{devices}", case.transport.name()));
+        self.placed_by.iter().for_each(|option| add(true, option.clone()));
         add(case.world_mode != WorldMode::Threads, format!("--world-mode {}", case.world_mode.name()));
         let check = match self.check {
             Check::All => "all".to_string(),
@@ -170,7 +176,7 @@ impl Config {
         let (tokens, max_tokens) = sweep(args)?;
         let cuda = device == DeviceWord::Cuda;
         let mode = or_default(args.mode, Mode::Fused);
-        let case = Case {
+        let mut case = Case {
             world,
             nodes,
             transport: args.transport.as_ref().map_or(TransportWord::Sim, |transport| transport.word),
@@ -217,6 +223,12 @@ impl Config {
                           processes, or another --transport";
             return Err(Refusal::of("--launch", Launch::Threads.name(), advice));
         }
+        let places = if purpose == Purpose::Run {
+            Places::new(args, device, &case, host_ranks(launch, &case))?
+        } else {
+            Places::default()
+        };
+        case.nics = case.nics.or(places.nics);
         let outputs = Outputs { json: args.json.clone(), plot: args.plot.clone(), trace: args.trace.clone() };
         // A rank that is a process writes none of them, unless it is the first of a job.
         if !args.as_rank && (launch != Launch::Env || variable("RANK") == Some(0)) {
@@ -226,9 +238,16 @@ impl Config {
         Ok(Config {
             device,
             launch,
-            arena: check_arena(args.arena.or_else(|| found_arena(args, &case, device)), device, launch, &case)?,
+            arena: check_arena(
+                args.arena.or_else(|| found_arena(args, &case, device, &places)),
+                device,
+                launch,
+                &case,
+            )?,
             allow_old_shm: args.allow_old_shm,
-            nic_devices: nic_devices(args),
+            nic_devices: args.transport.as_ref().map_or_else(Vec::new, |transport| transport.devices.clone()),
+            places,
+            placed_by: placed_by(args),
             preset: preset.name,
             case,
             tokens,
@@ -241,17 +260,15 @@ impl Config {
     }
 }
 
-fn nic_devices(args: &BenchArgs) -> Vec<String> {
-    args.transport.as_ref().map_or_else(Vec::new, |transport| transport.devices.clone())
-}
-
-/// GPU memory, where NICs of the network that was asked for reach it.
-fn found_arena(args: &BenchArgs, case: &Case, device: DeviceWord) -> Option<ArenaWord> {
+/// GPU memory, where the rank's NICs of the network that was asked for reach it.
+fn found_arena(args: &BenchArgs, case: &Case, device: DeviceWord, places: &Places) -> Option<ArenaWord> {
     if device != DeviceWord::Cuda || !case.several_nodes() || !reaches_gpus(case.transport) {
         return None;
     }
-    let real = Real::new(case.transport, case.nics.unwrap_or(1), nic_devices(args), args.allow_old_shm)?;
-    real.reaches(variable("LOCAL_RANK").unwrap_or(0) % usable_gpus().max(1)).then_some(ArenaWord::Device)
+    let rank = variable("LOCAL_RANK").unwrap_or(0);
+    let devices = places.of(rank).devices;
+    let settings = Settings::new(case.transport, case.nics.unwrap_or(1), devices, args.allow_old_shm)?;
+    settings.reaches(rank % usable_gpus().max(1)).then_some(ArenaWord::Device)
 }
 
 /// Most ranks of a host. Where the environment describes the job, each node may be a host.
@@ -263,6 +280,11 @@ fn host_ranks(launch: Launch, case: &Case) -> usize {
 /// A number of the environment that describes the job; `World::from_env` names what is wrong with it.
 fn variable(name: &str) -> Option<usize> {
     std::env::var(name).ok().and_then(|text| text.trim().parse().ok())
+}
+
+fn placed_by(args: &BenchArgs) -> Vec<String> {
+    let cores = args.cores.as_ref().map(|cores| format!("--cores {cores}"));
+    cores.into_iter().chain(args.topology.as_ref().map(|file| format!("--topology {file}"))).collect()
 }
 
 /// Iterations before the timed ones, by default.

@@ -4,6 +4,7 @@
 
 use std::time::Duration;
 
+use super::places::Places;
 use crate::cli::cases::case::Case;
 use crate::cli::cases::words::{ArenaWord, Check};
 
@@ -19,8 +20,8 @@ pub struct Job {
     /// Where arenas lie.
     pub arena: ArenaWord,
     pub allow_old_shm: bool,
-    /// Devices of verbs; empty: all with an active port.
-    pub nic_devices: Vec<String>,
+    /// Each rank's NICs and the core of its proxy.
+    pub places: Places,
     /// Whether calls are timed, the links are measured, and a timeline is kept.
     pub measured: bool,
     /// Whether the device records when blocks complete each stage of a call.

@@ -13,6 +13,7 @@ pub mod launch;
 pub mod link;
 pub mod meeting;
 pub mod network;
+pub mod places;
 pub mod rank;
 pub mod real;
 pub mod sample;

@@ -178,15 +178,15 @@ pub fn worlds(case: &Case) -> Result<Vec<World>> {
 ///
 /// # Errors
 /// Any error of the library.
-pub fn spawn(world: &World, endpoint: Box<dyn Transport>) -> Result<Proxy> {
+pub fn spawn(world: &World, endpoint: Box<dyn Transport>, core: Option<usize>) -> Result<Proxy> {
     let liveness = Liveness { silence_ns: SILENCE_NS, ..Liveness::default() };
-    Proxy::spawn(world, endpoint, ProxyConfig { thread: threads_of(world), liveness })
+    Proxy::spawn(world, endpoint, ProxyConfig { thread: threads_of(world, core), liveness })
 }
 
 /// Each rank of this process has a proxy and an executor that spin.
-fn threads_of(world: &World) -> ThreadConfig {
+fn threads_of(world: &World, core: Option<usize>) -> ThreadConfig {
     let ranks = if world.same_process() { world.size() } else { 1 };
-    ThreadConfig { core: None, spinners: 2 * ranks }
+    ThreadConfig { core, spinners: 2 * ranks }
 }
 
 /// As [`spawn`], but a fiber runs the proxy.
@@ -256,6 +256,8 @@ mod tests {
     use super::*;
     use crate::cli::cases::links::Link;
     use crate::cli::cases::words::{Check, TransportWord};
+    use crate::cli::ranks::places::Places;
+    use crate::cli::ranks::real::Settings;
 
     #[test]
     fn a_network_follows_from_its_case() {
@@ -275,7 +277,7 @@ mod tests {
             timeout: std::time::Duration::from_secs(1),
             arena: ArenaWord::Device,
             allow_old_shm: true,
-            nic_devices: vec!["rxe7".into()],
+            places: Places::devices(&["rxe7".into()], 4),
             measured: false,
             stages: false,
             host_ranks: 4,
@@ -289,13 +291,13 @@ mod tests {
         {
             let case = Case { transport, nics: Some(3), ..case.clone() };
             assert!(shared(Case { nodes: Vec::new(), ..case.clone() }, DeviceWord::Cuda).is_none());
-            let Some(Shared::Real(Real::Libfabric(config), _)) = shared(case, DeviceWord::Cuda) else {
-                panic!("not {provider}")
-            };
+            let Some(Shared::Real(real, _)) = shared(case, DeviceWord::Cuda) else { panic!("not real") };
+            let Settings::Libfabric(config) = real.of_rank(1) else { panic!("not {provider}") };
             assert_eq!((config.provider.as_str(), config.nics, config.allow_old_shm), (provider, 3, true));
         }
         let case = Case { transport: TransportWord::Verbs, nics: Some(2), ..case.clone() };
-        let Some(Shared::Real(Real::Verbs(config), _)) = shared(case, DeviceWord::Cpu) else { panic!("not verbs") };
+        let Some(Shared::Real(real, _)) = shared(case, DeviceWord::Cpu) else { panic!("not real") };
+        let Settings::Verbs(config) = real.of_rank(1) else { panic!("not verbs") };
         assert_eq!((config.nics, config.devices), (2, vec!["rxe7".to_owned()]));
     }
 }

@@ -108,7 +108,8 @@ fn run_on(
     meeting: Option<Meeting>,
     progress: &dyn Fn(usize),
 ) -> Result<RankResult> {
-    let proxy = endpoint.map(|endpoint| network::spawn(world, endpoint)).transpose()?;
+    let core = job.places.of(world.rank().index()).core;
+    let proxy = endpoint.map(|endpoint| network::spawn(world, endpoint, core)).transpose()?;
     rank::run(job, world, device, &Between { proxy, meeting }, progress)
 }
 

@@ -10,6 +10,7 @@ use crate::cli::cases::words::{ArenaWord, DeviceWord, PartialWord, Word};
 use crate::cli::ranks::config::Config;
 use crate::cli::ranks::gpus::sharing;
 use crate::cli::ranks::network;
+use crate::cli::ranks::places::Place;
 use crate::cli::ranks::sample::{RankResult, Verdict};
 
 /// A distribution of times.
@@ -154,6 +155,9 @@ pub struct RunResult {
     /// `host` if arenas lie in host memory by choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arena: Option<&'static str>,
+    /// By rank, if NICs or cores were chosen or given.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub places: Vec<Place>,
     /// The first findings; for people, not part of the object.
     #[serde(skip)]
     pub sentences: Vec<String>,
@@ -226,6 +230,7 @@ impl RunResult {
             stages_us: stages(ranks),
             arena_bytes: ranks.iter().map(|r| r.arena_bytes).max().unwrap_or(0),
             arena: (config.arena == ArenaWord::Host).then(|| config.arena.name()),
+            places: config.places.ranks.clone(),
             sentences: verdict.sentences,
         }
     }

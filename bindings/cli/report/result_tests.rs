@@ -12,6 +12,7 @@ use crate::cli::cases::links::Link;
 use crate::cli::cases::routing::Routing;
 use crate::cli::cases::words::{Check, Launch, LayoutWord, Mode, NetworkWord, WeightsWord, WorldMode};
 use crate::cli::ranks::config::Outputs;
+use crate::cli::ranks::places::Places;
 use crate::cli::ranks::sample::StageTimes;
 
 /// Samples of each rank: the first rank has more than the second.
@@ -77,6 +78,8 @@ pub fn config() -> Config {
         arena: ArenaWord::Host,
         allow_old_shm: false,
         nic_devices: Vec::new(),
+        places: Places::default(),
+        placed_by: Vec::new(),
         preset: "kimi-k2",
         case,
         tokens: vec![17, 18],

@@ -12,6 +12,7 @@ use crate::cli::cases::words::{ArenaWord, Check, DeviceWord, FaultWord, Launch, 
 use crate::cli::out::Out;
 use crate::cli::ranks::config;
 use crate::cli::ranks::job::Job;
+use crate::cli::ranks::places::Places;
 use crate::cli::ranks::sample::{RankResult, Verdict};
 use crate::cli::ranks::team::{self, Schedule};
 
@@ -79,7 +80,7 @@ impl Judge<'_, '_> {
             timeout,
             arena,
             allow_old_shm: false,
-            nic_devices: Vec::new(),
+            places: Places::default(),
             measured: false,
             stages: false,
             host_ranks: case.world,
