@@ -148,8 +148,8 @@ doubles() {
   say "the double of EFA"
   if [ -e /usr/include/rdma/fabric.h ]; then
     gcc "${shared[@]}" -o "$folder/libefa_double.so" \
-      tests/doubles/efa{,_objects,_queues,_endpoint,_post,_link,_wire}.c
-    gcc "${flags[@]}" -o "$folder/efa_rules" tests/doubles/efa_rules.c tests/doubles/efa_rules_rig.c -ldl
+      tests/doubles/efa{,_objects,_regions,_queues,_endpoint,_post,_link,_wire}.c
+    gcc "${flags[@]}" -o "$folder/efa_rules" tests/doubles/efa_rules{,_memory,_rig}.c -ldl
     "$folder/efa_rules" "$folder/libefa_double.so"
   else
     echo "skipped: /usr/include/rdma/fabric.h is missing"

@@ -3,7 +3,7 @@
  * Build (one line):
  *   gcc -std=c11 -O2 -g -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -o libefa_double.so
  *       tests/doubles/efa.c tests/doubles/efa_*.c
- * (but not efa_rules.c, the program that shows each rule to fire). Settings, all optional:
+ * (but not efa_rules*.c, the program that shows each rule to fire). Settings, all optional:
  *
  *   TOKENYARD_EFA_NICS=4            NICs, named rdmap0s0, rdmap1s0 ...
  *   TOKENYARD_EFA_VERSION=2.4       version that the library claims; fabric efa-direct from 2.1
@@ -18,14 +18,24 @@
  *   TOKENYARD_EFA_FAIL_UNSOLICITED=N  the N-th immediate that arrives becomes an error without a context
  *   TOKENYARD_EFA_OVERRUN_EVENT=0   1: reads of an overrun queue end with FI_EOVERRUN, as fi_cq(3) says
  *   TOKENYARD_EFA_SLOTS=32 _PACKET=4096   packets of a link, and their bytes
+ *   TOKENYARD_EFA_GPUS=1            0: no CUDA device
+ *   TOKENYARD_EFA_P2P=1             0: device and GPUs do not reach each other
+ *   TOKENYARD_EFA_DMABUF=1          0: the device takes no dma-buf; N: registrations by dma-buf fail with that errno
+ *   TOKENYARD_EFA_PEER_MEMORY=1     0: the kernel registers no GPU memory by address; N: it answers that errno
+ *   TOKENYARD_EFA_DMABUF_OFFSET=0   1: dma-bufs at any offset and start, as the source takes them
+ *   TOKENYARD_EFA_UNFLUSHED=0       1: writes to a GPU are seen once its endpoint has read from that GPU
+ *   TOKENYARD_EFA_LOG=              file for lines of JSON: registrations, refused ones, and reads (efa_double.h)
  *   TOKENYARD_EFA_DIR=/dev/shm _SCOPE=<user id>   where files are; processes of one scope reach each other
  *   FI_EFA_USE_DEVICE_RDMA, FI_EFA_USE_UNSOLICITED_WRITE_RECV   as in fi_efa(7)
+ *   FI_HMEM_DISABLE_P2P             as in fi_mr(3)
  */
 #define _GNU_SOURCE
 #include "efa.h"
 
 #include <ctype.h>
+#include <fcntl.h>
 #include <pthread.h>
+#include <stdarg.h>
 #include <strings.h>
 #include <time.h>
 #include <unistd.h>
@@ -57,7 +67,7 @@ static int truth(const char *name) {
 static void read_config(void) {
     unsigned major = 2, minor = 4;
     const char *version = getenv("TOKENYARD_EFA_VERSION"), *directory = getenv("TOKENYARD_EFA_DIR");
-    const char *scope = getenv("TOKENYARD_EFA_SCOPE");
+    const char *scope = getenv("TOKENYARD_EFA_SCOPE"), *log = getenv("TOKENYARD_EFA_LOG");
     if (version)
         sscanf(version, "%u.%u", &major, &minor);
     config.version = FI_VERSION(major, minor);
@@ -95,8 +105,18 @@ static void read_config(void) {
     if (config.delays > 900)
         config.delays = 900;
     config.fail_unsolicited = number("FAIL_UNSOLICITED", 0);
+    config.gpus = number("GPUS", 1);
+    config.dmabuf = (uint32_t)number("DMABUF", 1);
+    config.peer_memory = (uint32_t)number("PEER_MEMORY", 1);
+    config.dmabuf_offset = number("DMABUF_OFFSET", 0);
+    config.unflushed = number("UNFLUSHED", 0);
+    /* prov/efa/src/efa_hmem.c, efa_hmem_info_check_p2p_support_cuda: a buffer of the first GPU is registered as a
+     * dma-buf, else by its address. fi_mr(3): FI_HMEM_DISABLE_P2P forbids it. */
+    config.p2p_disabled = truth("FI_HMEM_DISABLE_P2P") == 1;
+    config.p2p = config.gpus && number("P2P", 1) && (config.dmabuf || config.peer_memory) && !config.p2p_disabled;
     config.seed = number("SEED", 1);
     snprintf(config.directory, sizeof config.directory, "%s", directory ? directory : "/dev/shm");
+    snprintf(config.log, sizeof config.log, "%s", log ? log : "");
     if (scope)
         snprintf(config.scope, sizeof config.scope, "%s", scope);
     else
@@ -137,6 +157,26 @@ uint32_t nic_of_gid(const uint8_t *gid) {
 }
 
 void refuse(enum tokenyard_double_rule rule) { __atomic_fetch_add(&counts.refused[rule], 1, __ATOMIC_RELAXED); }
+
+void log_event(const char *event, uint32_t nic, const char *call, const char *more, ...) {
+    char line[1024];
+    if (!*config.log)
+        return;
+    int length = snprintf(line, sizeof line, "{\"event\":\"%s\",\"pid\":%d,\"device\":\"rdmap%us0\",\"call\":\"%s\"", event,
+                          (int)getpid(), nic, call);
+    va_list arguments;
+    va_start(arguments, more);
+    length += vsnprintf(line + length, sizeof line - (size_t)length, more, arguments);
+    va_end(arguments);
+    if (length > (int)sizeof line - 3)
+        abort();
+    memcpy(line + length, "}\n", 3);
+    /* One write to a file opened with O_APPEND: lines of several processes stay whole. */
+    int fd = open(config.log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0666);
+    if (fd < 0 || write(fd, line, (size_t)length + 2) != length + 2)
+        abort();
+    close(fd);
+}
 
 /* prov/efa/src/efa_errno.h, to_fi_errno. */
 int errno_of_status(uint32_t status) {
@@ -319,13 +359,23 @@ EXPORT void fi_freeinfo(struct fi_info *info) {
     }
 }
 
+/* Whether memory of GPUs can be offered. prov/efa/src/efa_prov_info.c, efa_prov_info_direct_set_hmem_flags: efa-direct
+ * needs p2p. efa_user_info.c, efa_user_info_should_support_hmem: from API 1.18 the fabric efa copies by CUDA where it
+ * must; below, it needs a device with RDMA, and that p2p is not forbidden. */
+static bool offers_hmem(uint32_t api, bool is_direct) {
+    if (is_direct)
+        return config.p2p;
+    return config.gpus &&
+           (api >= FI_VERSION(1, 18) || (!config.p2p_disabled && config.rdma && uses_device_rdma(api)));
+}
+
 /* prov/efa/src/efa_prov_info.c, efa_prov_info_alloc (efa-direct) and efa_prov_info_alloc_for_rdm (efa). */
 static struct fi_info *describe(uint32_t version, uint32_t nic, bool is_direct) {
     struct fi_info *info = fi_dupinfo(NULL);
     const uint64_t rma = FI_RMA | FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
-    const uint64_t common = FI_MSG | FI_SEND | FI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM | FI_HMEM;
+    const uint64_t common = FI_MSG | FI_SEND | FI_RECV | FI_SOURCE | FI_LOCAL_COMM | FI_REMOTE_COMM;
     char text[64];
-    info->caps = common | (config.rdma || !is_direct ? rma : 0);
+    info->caps = common | (config.rdma || !is_direct ? rma : 0) | (offers_hmem(version, is_direct) ? FI_HMEM : 0);
     if (!is_direct)
         info->caps |= FI_TAGGED | FI_ATOMIC | FI_MULTI_RECV | FI_DIRECTED_RECV;
     info->mode = is_direct ? FI_CONTEXT2 : 0; /* fi_efa(7), Modes */
@@ -362,7 +412,8 @@ static struct fi_info *describe(uint32_t version, uint32_t nic, bool is_direct) 
     domain->control_progress = domain->data_progress = is_direct ? FI_PROGRESS_AUTO : FI_PROGRESS_MANUAL;
     domain->resource_mgmt = FI_RM_ENABLED;
     domain->av_type = FI_AV_TABLE;
-    domain->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_HMEM | (is_direct ? FI_MR_LOCAL : 0);
+    domain->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | (is_direct ? FI_MR_LOCAL : 0) |
+                      (info->caps & FI_HMEM ? FI_MR_HMEM : 0);
     domain->mr_key_size = 4; /* sizeof of ibv_sge.lkey */
     domain->cq_data_size = 4;
     domain->cq_cnt = 512;
@@ -449,15 +500,20 @@ static bool serves(struct fi_info *info, const struct fi_info *hints, bool is_di
     }
     if (hints->caps) {
         info->caps &= hints->caps | FI_LOCAL_COMM | FI_REMOTE_COMM;
-        if (hints->caps & FI_RMA)
-            info->caps |= FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
-        if (hints->caps & FI_MSG)
+        /* fi_getinfo(3): a direction that is named excludes those that are not. prov/util/src/util_attr.c,
+         * ofi_get_caps. */
+        const uint64_t rma = FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE;
+        if ((hints->caps & FI_RMA) && !(hints->caps & rma))
+            info->caps |= rma;
+        if ((hints->caps & FI_MSG) && !(hints->caps & (FI_SEND | FI_RECV)))
             info->caps |= FI_SEND | FI_RECV;
     }
     if (!(hints->caps & FI_HMEM)) {
         info->caps &= ~FI_HMEM;
         info->domain_attr->mr_mode &= ~FI_MR_HMEM;
     }
+    info->tx_attr->caps &= info->caps;
+    info->rx_attr->caps &= info->caps;
     if (is_direct && (hints->mode & FI_RX_CQ_DATA_MODE)) {
         info->mode |= FI_RX_CQ_DATA_MODE;
         info->rx_attr->mode |= FI_RX_CQ_DATA_MODE;

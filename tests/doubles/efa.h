@@ -7,6 +7,8 @@
  *   target:    (cq_read) link ring -> checks -> its own memory -> completion queue, answer -> link's answer ring
  *   initiator: (cq_read) answer ring -> completion queue
  *
+ * A read's packets are empty when they leave. The target fills them in, and the initiator takes the bytes from there.
+ *
  * A process writes its own memory only. So closing a region ends all access to it at once, and a killed process leaves
  * nothing half done in another. Shared memory holds no lock: each ring has one producer and one consumer, and a queue
  * pair's table of links takes entries by one compare-and-swap each.
@@ -59,8 +61,10 @@ struct config {
     bool reorder, rdma, direct, overrun_event, unsolicited;
     uint32_t duplicates, delays; /* per 1000 */
     uint64_t fail_unsolicited;   /* this arrival of an immediate, counted from 1, becomes an error; 0: none */
+    bool gpus, p2p, p2p_disabled, dmabuf_offset, unflushed; /* p2p: device and GPUs reach each other */
+    uint32_t dmabuf, peer_memory; /* 1: works; 0: the device cannot; else the errno of registrations */
     uint64_t seed;
-    char directory[128], scope[48];
+    char directory[128], scope[48], log[256];
 };
 extern struct config config;
 extern struct tokenyard_double_counts counts;
@@ -85,8 +89,14 @@ struct shared_qp {
     _Atomic uint64_t claims[EFA_MAX_LINKS];
 };
 
-enum packet_kind { PACKET_WRITE = 1, PACKET_SEND };
-enum { PACKET_IMM = 1, PACKET_DUPLICATE = 2, PACKET_EMULATED = 4, PACKET_EMPTY = 8 /* memory out of reach */ };
+enum packet_kind { PACKET_WRITE = 1, PACKET_SEND, PACKET_READ };
+enum {
+    PACKET_IMM = 1,
+    PACKET_DUPLICATE = 2,
+    PACKET_EMULATED = 4,
+    PACKET_EMPTY = 8,   /* memory out of reach */
+    PACKET_SERVED = 16, /* of a read: the target has put the bytes here, for the initiator to take */
+};
 
 struct packet {
     uint16_t kind, flags;
@@ -124,14 +134,18 @@ struct domain;
 struct endpoint;
 struct link_out;
 
+enum region_kind { REGION_HOST, REGION_ADDRESS /* of a GPU */, REGION_DMABUF };
+
 struct region {
     struct fid_mr fid;
     struct domain *domain;
     uint64_t base, bytes, pages, access;
     uint8_t *mapping; /* where the processor finds the bytes; NULL: it does not reach them, and no byte is moved */
-    bool is_hmem, is_dmabuf, is_mapped;
-    int fd;
-    uint64_t fd_offset, flags;
+    bool is_hmem, is_mapped, is_copied; /* is_copied: the device does not reach it */
+    int fd, hmem_device;
+    uint32_t kind, iface;
+    uint64_t fd_offset, fd_bytes, flags, requested_key;
+    char fd_name[96];
 };
 
 struct av {
@@ -151,6 +165,7 @@ struct entry {
     uint64_t flags, data;
     size_t bytes;
     struct name source;
+    uint64_t serial; /* of an immediate: how many came to the endpoint before it, and it */
     uint32_t op;
     uint16_t kind, status;
 };
@@ -197,6 +212,7 @@ struct link_out {
     size_t shared_bytes;
     struct answer *answers;
     uint8_t *packets;
+    uint64_t reaped; /* packets that the target has taken, and whose bytes, if of a read, are in their place */
     uint32_t *pending, pending_count, *queued, queued_count, outstanding;
     bool is_open, is_gone, found, rung;
     uint64_t checked_ms, dead_ms; /* dead_ms: when the peer's process was found dead, or 0 */
@@ -213,6 +229,7 @@ struct arrival {
     uint32_t use, left;
     struct receive into; /* of a message */
     bool has_receive, is_answered;
+    uint64_t settled; /* of a read: packets that it made visible */
 };
 
 struct link_in {
@@ -248,6 +265,9 @@ struct endpoint {
     size_t by_address_room;
     struct link_in *in[EFA_MAX_LINKS];
     size_t in_count;
+    struct late *late; /* efa_regions.c */
+    size_t late_count, late_room;
+    uint64_t imms, imms_reported;
 };
 
 struct fabric {
@@ -259,7 +279,8 @@ struct domain {
     struct fid_domain fid;
     struct fabric *fabric;
     uint32_t nic;
-    uint64_t region_count, page_count, mr_mode;
+    uint64_t region_count, page_count;
+    bool has_hmem;
     atomic_flag lock; /* of this process alone; a killed peer cannot hold it */
     uint64_t random;
 };
@@ -274,13 +295,22 @@ uint32_t nic_of_gid(const uint8_t *gid);
 void refuse(enum tokenyard_double_rule rule);
 int errno_of_status(uint32_t status);
 const char *text_of_status(uint32_t status);
+__attribute__((format(printf, 4, 5)))
+void log_event(const char *event, uint32_t nic, const char *call, const char *more, ...);
 
 /* efa_objects.c */
-struct region *find_region(uint64_t key);
 void lock(struct domain *domain);
 void unlock(struct domain *domain);
 int open_av(struct fid_domain *fid, struct fi_av_attr *attr, struct fid_av **av, void *context);
-int register_region(struct fid *fid, const struct fi_mr_attr *attr, uint64_t flags, struct fid_mr **mr);
+
+/* efa_regions.c */
+extern struct fi_ops_mr region_calls;
+struct region *find_region(uint64_t key);
+void number_regions(void);
+void keep_late(struct endpoint *endpoint, const struct link_in *link, struct region *region,
+               const struct packet *packet);
+void end_late(struct endpoint *endpoint, const struct link_in *link, const struct packet *packet, uint64_t serial);
+uint64_t settle_late(struct endpoint *endpoint, int device);
 
 /* efa_queues.c */
 int open_cq(struct fid_domain *fid, struct fi_cq_attr *attr, struct fid_cq **cq, void *context);
@@ -291,6 +321,7 @@ void eq_error(struct endpoint *endpoint, int error, int status);
 /* efa_endpoint.c */
 int open_endpoint(struct fid_domain *fid, struct fi_info *info, struct fid_ep **ep, void *context);
 void release_op(struct endpoint *endpoint, uint32_t index);
+bool uses_device_rdma(uint32_t api);
 
 /* efa_post.c */
 extern struct fi_ops_msg message_calls;

@@ -3,6 +3,17 @@
  *   const struct tokenyard_double_counts *tokenyard_double_counts(void);
  *   int tokenyard_double_peer(uint32_t nic, const void *name, struct tokenyard_double_peer *out);
  *   int tokenyard_double_region(uint64_t key, struct tokenyard_double_region *out);
+ *
+ * And what it appends to the file that TOKENYARD_EFA_LOG names: a JSON object a line, each with `event`, `pid`, `device`
+ * ("rdmap0s0") and `call`.
+ *
+ *   register, deregister  region (number in the process), key, and what was registered:
+ *                         fabric, kind ("host"; of a GPU "address", "dmabuf"), iface ("system", "cuda"), hmem_device,
+ *                         fd, fd_bytes, fd_name ("/memfd:NAME (deleted)"), offset, length, base (what peers name the
+ *                         first byte), access and flags (numbers of libfabric), requested_key
+ *   refuse                rule ("regions"), errno, and what was to be registered
+ *   read                  at the side that is read, once it is done: key, length, settled (packets of writes to the GPU
+ *                         that it made visible; always 0 without TOKENYARD_EFA_UNFLUSHED)
  */
 #ifndef TOKENYARD_EFA_DOUBLE_H
 #define TOKENYARD_EFA_DOUBLE_H

@@ -30,9 +30,9 @@ static uint32_t api(const struct endpoint *endpoint) { return endpoint->domain->
 
 /* prov/efa/src/rdm/efa_rdm_util.c, efa_rdm_get_use_device_rdma: from API 1.18 as the device can, below it not on
  * devices 0xefa0 and 0xefa1. The environment overrides both; asking for what the device lacks aborts. */
-static bool uses_device_rdma(const struct endpoint *endpoint) {
+bool uses_device_rdma(uint32_t api) {
     bool by_default = config.rdma;
-    if (api(endpoint) < FI_VERSION(1, 18))
+    if (api < FI_VERSION(1, 18))
         by_default = config.rdma && config.part_id != 0xefa0 && config.part_id != 0xefa1;
     const char *text = getenv("FI_EFA_USE_DEVICE_RDMA");
     if (!text || !*text)
@@ -113,8 +113,30 @@ static int set_option(fid_t fid, int level, int option, const void *value, size_
             return -FI_EINVAL;
         memcpy(&endpoint->rnr_retry, value, sizeof(size_t));
         return 0;
-    case OPT_HMEM_P2P:
+    case OPT_HMEM_P2P: {
+        int mode;
+        if (bytes != sizeof mode)
+            return -FI_EINVAL;
+        memcpy(&mode, value, sizeof mode);
+        /* efa-direct needs p2p. The fabric efa, efa_hmem.c, efa_hmem_validate_p2p_opt: it must be there if required,
+         * and only CUDA of API 1.18 does without. */
+        if (endpoint->is_direct)
+            return mode == FI_HMEM_P2P_DISABLED ? -FI_EOPNOTSUPP : 0;
+        if (!config.gpus || mode < FI_HMEM_P2P_ENABLED || mode > FI_HMEM_P2P_DISABLED)
+            return -FI_EINVAL;
+        bool is_supported = mode == FI_HMEM_P2P_DISABLED   ? api(endpoint) >= FI_VERSION(1, 18)
+                            : mode == FI_HMEM_P2P_REQUIRED ? config.p2p
+                                                           : !config.p2p_disabled;
+        return is_supported ? 0 : -FI_EOPNOTSUPP;
+    }
     case OPT_CUDA_API_PERMITTED:
+        if (endpoint->is_direct)
+            return 0; /* it calls nothing of CUDA */
+        if (bytes != sizeof truth || !config.gpus)
+            return -FI_EINVAL;
+        /* rdm/efa_rdm_ep_fiops.c, efa_rdm_ep_set_cuda_api_permitted: without CUDA's calls p2p must be there. */
+        memcpy(&truth, value, sizeof truth);
+        return truth || config.p2p ? 0 : -FI_EOPNOTSUPP;
     case OPT_SHARED_MEMORY_PERMITTED:
         return 0;
     case OPT_USE_DEVICE_RDMA:
@@ -124,7 +146,7 @@ static int set_option(fid_t fid, int level, int option, const void *value, size_
             return -FI_ENOPROTOOPT; /* fi_efa(7), FI_OPT_EFA_USE_DEVICE_RDMA */
         if (truth && !config.rdma)
             return -FI_EOPNOTSUPP;
-        if (getenv("FI_EFA_USE_DEVICE_RDMA") && uses_device_rdma(endpoint) != truth)
+        if (getenv("FI_EFA_USE_DEVICE_RDMA") && uses_device_rdma(api(endpoint)) != truth)
             return -FI_EINVAL;
         endpoint->is_emulated = !truth;
         return 0;
@@ -288,7 +310,9 @@ static int close_endpoint(struct fid *fid) {
     forget(endpoint->rx_cq, endpoint);
     if (endpoint->is_enabled)
         close_qp(endpoint);
+    settle_late(endpoint, -1);
     unlock(domain);
+    free(endpoint->late);
     free(endpoint->ops);
     free(endpoint->inline_bytes);
     free(endpoint->free);
@@ -328,7 +352,7 @@ int open_endpoint(struct fid_domain *fid, struct fi_info *info, struct fid_ep **
     endpoint->tx_flags = info->tx_attr->op_flags & ~(FI_INJECT | FI_MORE);
     endpoint->takes_cq_data = info->mode & RX_CQ_DATA;
     endpoint->is_unsolicited = config.unsolicited && !(endpoint->is_direct && endpoint->takes_cq_data);
-    endpoint->is_emulated = !endpoint->is_direct && !uses_device_rdma(endpoint);
+    endpoint->is_emulated = !endpoint->is_direct && !uses_device_rdma(api(endpoint));
     endpoint->rnr_retry = 7; /* without end: domain_attr.resource_mgmt is FI_RM_ENABLED, efa_prov_info.c */
     endpoint->depth = info->tx_attr->size ? (uint32_t)info->tx_attr->size : config.depth;
     endpoint->receives = info->rx_attr->size ? (uint32_t)info->rx_attr->size : config.receives;

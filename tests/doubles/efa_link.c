@@ -253,6 +253,7 @@ bool try_open_link(struct link_out *link) {
 
 void drop_link_in(struct endpoint *endpoint, size_t index) {
     struct link_in *link = endpoint->in[index];
+    end_late(endpoint, link, NULL, 0);
     atomic_store(&link->shared->target_closed, 1);
     atomic_store(&endpoint->qp->claims[link->place], 0);
     munmap(link->shared, link->shared_bytes);

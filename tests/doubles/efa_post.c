@@ -76,31 +76,33 @@ struct post {
 
 static ssize_t post(struct fid_ep *fid, const struct post *post) {
     struct endpoint *endpoint = (struct endpoint *)fid;
-    bool is_write = post->kind == PACKET_WRITE;
+    bool is_write = post->kind == PACKET_WRITE, is_read = post->kind == PACKET_READ, is_rma = is_write || is_read;
     uint64_t total = 0;
     lock(endpoint->domain);
     if (!endpoint->is_enabled)
         return refused(endpoint, RULE_ARGUMENT, FI_EOPBADSTATE);
-    /* efa_rma.c, efa_rma_check_cap. */
-    if (is_write && !(endpoint->caps & FI_RMA))
+    /* efa_rma.c, efa_rma_check_cap; rdm/efa_rdm_ep.h, efa_rdm_ep_cap_check_rma. Both look at FI_RMA alone; FI_READ is
+     * fi_getinfo(3)'s word. */
+    if (is_rma && (!(endpoint->caps & FI_RMA) || (is_read && !(endpoint->caps & FI_READ))))
         return refused(endpoint, RULE_ARGUMENT, FI_EOPNOTSUPP);
-    /* efa_fabric_comparison.md, FI_RMA: efa-direct takes one buffer of a write; messages, and the fabric efa, two. */
-    if (post->count > (is_write && endpoint->is_direct ? 1u : EFA_MAX_IOV) || (post->flags & FI_FENCE))
+    /* efa_fabric_comparison.md, FI_RMA: efa-direct takes one buffer of a write or read; messages, and the fabric efa,
+     * two. */
+    if (post->count > (is_rma && endpoint->is_direct ? 1u : EFA_MAX_IOV) || (post->flags & FI_FENCE))
         return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
     for (size_t i = 0; i < post->count; i++)
         total += post->iov[i].iov_len;
     /* ofiwg/libfabric pull request 12858: before version 2.6 efa-direct has no inline writes, only inline messages. */
     size_t inject = is_write && endpoint->is_direct && config.version < FI_VERSION(2, 6) ? 0 : endpoint->inject;
-    bool is_inline = total && total <= inject;
+    bool is_inline = total && total <= inject && !is_read;
     bool is_hmem = false;
     for (size_t i = 0; post->desc && i < post->count; i++)
         is_hmem |= post->desc[i] && find_region(((struct fid_mr *)post->desc[i])->key) &&
                    ((struct region *)post->desc[i])->is_hmem;
     /* efa_rma.c, efa_rma_post_write: FI_INJECT beyond the inline size, or from device memory. The fabric efa has its
-     * own limit, and otherwise carries the bytes by itself. */
-    if ((post->flags & FI_INJECT) && total > inject)
+     * own limit, and otherwise carries the bytes by itself. Reads have no use for the flag: efa_rma_post_read. */
+    if ((post->flags & FI_INJECT) && !is_read && total > inject)
         return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
-    if ((post->flags & FI_INJECT) && is_hmem)
+    if ((post->flags & FI_INJECT) && !is_read && is_hmem)
         return refused(endpoint, RULE_ARGUMENT, FI_ENOSYS);
     is_inline = is_inline && !is_hmem && (endpoint->is_direct || (post->flags & FI_INJECT));
     /* The same: FI_MR_LOCAL, unless the bytes are inline or, from version 2.5, there are none (pull request 11890). */
@@ -133,8 +135,8 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     *op = (struct op){.kind = (uint8_t)post->kind, .generation = op->generation, .use = ++endpoint->next_use,
                       .link = link, .total = total,
                       .address = post->address, .key = post->key, .flags = post->flags, .imm = (uint32_t)post->data,
-                      .has_imm = post->flags & FI_REMOTE_CQ_DATA, .is_inline = is_inline, .inline_bytes = store,
-                      .emulated = is_write && endpoint->is_emulated, .context = post->context};
+                      .has_imm = !is_read && (post->flags & FI_REMOTE_CQ_DATA), .is_inline = is_inline, .inline_bytes = store,
+                      .emulated = is_rma && endpoint->is_emulated, .context = post->context};
     /* efa.h, efa_fill_context: without a context or FI_COMPLETION nobody is told of the completion (on efa-direct). */
     op->silent = !(post->flags & FI_COMPLETION) || (endpoint->is_direct && !post->context);
     if (is_inline)
@@ -212,13 +214,29 @@ static ssize_t write_data(struct fid_ep *fid, const void *buffer, size_t bytes, 
         .data = data, .flags = plain_flags(fid) | FI_REMOTE_CQ_DATA, .context = context, .kind = PACKET_WRITE});
 }
 
-static ssize_t no_read(struct fid_ep *fid, const struct fi_msg_rma *message, uint64_t flags) {
-    (void)fid, (void)message, (void)flags;
-    return -FI_ENOSYS; /* reads are outside of this double */
+static ssize_t read_message(struct fid_ep *fid, const struct fi_msg_rma *message, uint64_t flags) {
+    if (message->rma_iov_count != 1)
+        return -FI_EINVAL; /* tx_attr.rma_iov_limit is 1 */
+    return post(fid, &(struct post){.iov = message->msg_iov, .desc = message->desc, .count = message->iov_count,
+        .to = message->addr, .address = message->rma_iov->addr, .key = message->rma_iov->key,
+        .flags = flags | message_flags(fid), .context = message->context, .kind = PACKET_READ});
+}
+
+static ssize_t read_vector(struct fid_ep *fid, const struct iovec *iov, void **desc, size_t count, fi_addr_t from,
+                           uint64_t address, uint64_t key, void *context) {
+    return post(fid, &(struct post){.iov = iov, .desc = desc, .count = count, .to = from, .address = address,
+        .key = key, .flags = plain_flags(fid), .context = context, .kind = PACKET_READ});
+}
+
+static ssize_t read_buffer(struct fid_ep *fid, void *buffer, size_t bytes, void *desc, fi_addr_t from,
+                           uint64_t address, uint64_t key, void *context) {
+    struct iovec iov = {.iov_base = buffer, .iov_len = bytes};
+    return read_vector(fid, &iov, &desc, 1, from, address, key, context);
 }
 
 struct fi_ops_rma rma_calls = {.size = sizeof rma_calls, .writemsg = write_message, .write = write_buffer,
-                               .writedata = write_data, .readmsg = no_read};
+                               .writedata = write_data, .readmsg = read_message, .readv = read_vector,
+                               .read = read_buffer};
 
 static ssize_t send_message(struct fid_ep *fid, const struct fi_msg *message, uint64_t flags) {
     return post(fid, &(struct post){.iov = message->msg_iov, .desc = message->desc, .count = message->iov_count,

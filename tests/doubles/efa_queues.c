@@ -66,6 +66,8 @@ static void finish(struct cq *cq, const struct entry *entry) {
         check_context(entry->endpoint, entry->op);
         release_op(entry->endpoint, entry->op);
     }
+    if (entry->kind == ENTRY_IMM && entry->serial > entry->endpoint->imms_reported)
+        entry->endpoint->imms_reported = entry->serial;
     drop_first(cq);
 }
 

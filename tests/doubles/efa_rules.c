@@ -1,9 +1,8 @@
 /* Shows that each rule of the EFA double fires. Build and run, from the repository's root:
  *
  *   gcc -std=c11 -O1 -g -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -o libefa_double.so \
- *       tests/doubles/efa.c tests/doubles/efa_objects.c tests/doubles/efa_queues.c tests/doubles/efa_endpoint.c \
- *       tests/doubles/efa_post.c tests/doubles/efa_link.c tests/doubles/efa_wire.c
- *   gcc -std=c11 -O1 -g -Wall -Wextra -Werror -o efa_rules tests/doubles/efa_rules.c tests/doubles/efa_rules_rig.c -ldl
+ *       tests/doubles/efa{,_objects,_regions,_queues,_endpoint,_post,_link,_wire}.c
+ *   gcc -std=c11 -O1 -g -Wall -Wextra -Werror -o efa_rules tests/doubles/efa_rules{,_memory,_rig}.c -ldl
  *   ./efa_rules ./libefa_double.so [RULE]
  *
  * Prints each rule's name. Exits with 1 and a sentence at the first rule that does not fire. Each rule runs in
@@ -239,33 +238,6 @@ static void local_key_and_close(int rank) {
     expect_done(&side, "a good write after them");
 }
 
-static void dma_buf(int rank) {
-    (void)rank;
-    struct side side = {0};
-    struct fid_mr *mr;
-    struct { int fd; uint64_t offset; size_t bytes; void *base; } buffer = {.offset = 4096, .bytes = 8192};
-    struct fi_mr_attr attr = {.mr_iov = (void *)&buffer, .iov_count = 1, .access = FI_REMOTE_WRITE,
-        .iface = FI_HMEM_CUDA};
-    open_side(&side, 0, "efa-direct", 0);
-    fi_addr_t self = insert_name(&side, side.name);
-    buffer.fd = memfd_create("buffer", MFD_CLOEXEC);
-    CHECK(!ftruncate(buffer.fd, 8192), "memfd");
-    buffer.base = (void *)0x700000000000;
-    CHECK(side.domain->mr->regattr(&side.domain->fid, &attr, DMABUF, &mr) == -FI_EINVAL,
-          "more than the descriptor has");
-    CHECK(!ftruncate(buffer.fd, 16384), "memfd");
-    CHECK(side.domain->mr->regattr(&side.domain->fid, &attr, DMABUF, &mr) == 0, "a dma-buf");
-    struct tokenyard_double_region region;
-    CHECK(lib.region(mr->key, &region) == 0 && region.fd == buffer.fd && region.fd_offset == 4096 &&
-          region.fd_bytes == 16384 && region.base == 0x700000001000, "the registration is recorded");
-    memset(side.memory, 0x5a, 32);
-    put(&side, self, 0, 32, region.base + 8, mr->key, 0, 0, new_context());
-    expect_done(&side, "a write to a dma-buf");
-    uint8_t bytes[41];
-    CHECK(pread(buffer.fd, bytes, 41, 4096) == 41 && bytes[8] == 0x5a && bytes[39] == 0x5a && !bytes[7] && !bytes[40],
-          "its bytes are in the buffer");
-}
-
 /* ---- two processes: rank 0 writes, rank 1 is written ----------------------------------------------------------- */
 
 static void initiator_must_be_known(int rank) {
@@ -387,7 +359,7 @@ static void more_on_efa_is_never_rung(int rank) {
 }
 
 static void emulated_writes_stall(int rank) {
-    struct side side = {.api = FI_VERSION(1, 17)};
+    struct side side = {.api = FI_VERSION(1, 17), .no_hmem = true};
     struct fi_cq_data_entry entry;
     bool truth = false;
     size_t bytes = sizeof truth;
@@ -410,7 +382,7 @@ static void emulated_writes_stall(int rank) {
 }
 
 static void emulated_error_goes_to_the_event_queue(int rank) {
-    struct side side = {.api = FI_VERSION(1, 17)};
+    struct side side = {.api = FI_VERSION(1, 17), .no_hmem = true};
     fi_addr_t peers[3];
     open_side(&side, 0, "efa", 0);
     share(&side, rank, 0), barrier(), exchange(&side, 2, rank, peers), barrier();
@@ -427,7 +399,7 @@ static void emulated_error_goes_to_the_event_queue(int rank) {
 }
 
 static void abort_without_event_queue(int rank) {
-    struct side side = {.api = FI_VERSION(1, 17), .no_eq = true};
+    struct side side = {.api = FI_VERSION(1, 17), .no_hmem = true, .no_eq = true};
     fi_addr_t peers[3];
     struct fi_cq_data_entry entry;
     open_side(&side, 0, "efa", 0);
@@ -629,7 +601,6 @@ static const struct rule rules[] = {
     {"overrun_loses_completions_for_good", 1, "", overrun_loses_completions_for_good, -1},
     {"overrun_is_told_if_asked", 1, "OVERRUN_EVENT=1", overrun_loses_completions_for_good, -1},
     {"local_key_and_close", 1, "", local_key_and_close, -1},
-    {"dma_buf", 1, "", dma_buf, -1},
     {"initiator_must_be_known", 2, "", initiator_must_be_known, -1},
     {"targets_are_checked", 2, "", targets_are_checked, -1},
     {"batches_must_be_closed", 3, "", batches_must_be_closed, -1},

@@ -144,16 +144,17 @@ int run_rules(const struct rule *rules, size_t rule_count, int count, char **arg
     snprintf(scope, sizeof scope, "rules%d", (int)getpid());
     setenv("TOKENYARD_EFA_SCOPE", scope, 1);
     rig = mmap(NULL, sizeof *rig, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    for (size_t i = 0; i < rule_count; i++) {
-        if (count > 2 && strcmp(arguments[2], rules[i].name))
+    for (size_t i = 0; i < rule_count + memory_rule_count; i++) {
+        const struct rule *rule = i < rule_count ? &rules[i] : &memory_rules[i - rule_count];
+        if (count > 2 && strcmp(arguments[2], rule->name))
             continue;
         uint64_t begin = milliseconds();
-        if (!run_rule(&rules[i], arguments[1])) {
+        if (!run_rule(rule, arguments[1])) {
             run_rule(&last, arguments[1]);
-            printf("%s does NOT fire\n", rules[i].name);
+            printf("%s does NOT fire\n", rule->name);
             return 1;
         }
-        printf("%-48s fires (%d ms)\n", rules[i].name, (int)(milliseconds() - begin));
+        printf("%-48s fires (%d ms)\n", rule->name, (int)(milliseconds() - begin));
         fflush(stdout);
     }
     int before = left_files();
@@ -177,14 +178,15 @@ void open_side(struct side *side, uint32_t nic, const char *fabric, size_t cq_si
     static uint8_t memories[16][MEMORY] __attribute__((aligned(4096)));
     static int used;
     struct side choices = {.api = side->api, .may_fail = side->may_fail, .before_enable = side->before_enable,
-                           .no_eq = side->no_eq, .rx_cq_data = side->rx_cq_data};
+                           .no_eq = side->no_eq, .rx_cq_data = side->rx_cq_data, .no_hmem = side->no_hmem,
+                           .rma = side->rma};
     struct fi_info *hints = lib.dupinfo(NULL), *info;
     char domain[32];
     *side = choices;
     if (!side->api)
         side->api = FI_VERSION(2, 1) < lib.version() ? FI_VERSION(2, 1) : lib.version();
     snprintf(domain, sizeof domain, "rdmap%us0-rdm", nic);
-    hints->caps = FI_MSG | FI_RMA | FI_HMEM | FI_SOURCE;
+    hints->caps = FI_MSG | FI_RMA | FI_SOURCE | side->rma | (side->no_hmem ? 0 : FI_HMEM);
     hints->mode = FI_CONTEXT2 | (side->rx_cq_data ? 1ULL << 56 : 0);
     hints->domain_attr->mr_mode = MODES;
     hints->domain_attr->name = strdup(domain);
@@ -233,6 +235,19 @@ int register_at(struct side *side, void *memory, size_t bytes, uint64_t access, 
     return side->domain->mr->reg(&side->domain->fid, memory, bytes, access, 0, 0, 0, mr, NULL);
 }
 
+int register_gpu(struct side *side, void *address, size_t bytes, uint64_t access, struct fid_mr **mr) {
+    struct iovec iov = {.iov_base = address, .iov_len = bytes};
+    struct fi_mr_attr attr = {.mr_iov = &iov, .iov_count = 1, .access = access, .iface = FI_HMEM_CUDA};
+    return side->domain->mr->regattr(&side->domain->fid, &attr, 0, mr);
+}
+
+int register_dma_buf(struct side *side, int fd, uint64_t offset, size_t bytes, void *base, struct fid_mr **mr) {
+    struct { int fd; uint64_t offset; size_t bytes; void *base; } buffer = {fd, offset, bytes, base};
+    struct fi_mr_attr attr = {.mr_iov = (void *)&buffer, .iov_count = 1, .iface = FI_HMEM_CUDA, .requested_key = 77,
+        .access = FI_SEND | FI_WRITE | FI_REMOTE_WRITE | FI_READ | FI_REMOTE_READ};
+    return side->domain->mr->regattr(&side->domain->fid, &attr, DMABUF, mr);
+}
+
 fi_addr_t insert_name(struct side *side, const void *name) {
     fi_addr_t address;
     CHECK(side->av->ops->insert(side->av, name, 1, &address, 0, NULL) == 1, "fi_av_insert");
@@ -259,6 +274,10 @@ ssize_t put(struct side *side, fi_addr_t to, size_t offset, size_t bytes, uint64
     struct fi_msg_rma write = {.msg_iov = &iov, .desc = &side->desc, .iov_count = 1, .addr = to, .rma_iov = &target,
                                .rma_iov_count = 1, .context = context, .data = data};
     return side->ep->rma->writemsg(side->ep, &write, flags);
+}
+
+ssize_t get(struct side *side, fi_addr_t from, void *buffer, size_t bytes, void *desc, uint64_t address, uint64_t key) {
+    return side->ep->rma->read(side->ep, buffer, bytes, desc, from, address, key, new_context());
 }
 
 ssize_t write_to(struct side *side, const fi_addr_t *peers, int to, size_t bytes, uint64_t flags) {

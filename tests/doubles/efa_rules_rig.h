@@ -60,7 +60,8 @@ extern struct rig *rig;
 /* An endpoint with all that belongs to it. The first fields choose how it is opened. */
 struct side {
     uint32_t api;
-    bool may_fail, before_enable, no_eq, rx_cq_data;
+    bool may_fail, before_enable, no_eq, rx_cq_data, no_hmem;
+    uint64_t rma; /* directions asked for; 0: none is named */
     int enabled;
     struct fid_fabric *fabric;
     struct fid_domain *domain;
@@ -103,7 +104,13 @@ void send_to(struct side *side, fi_addr_t to, size_t bytes);
 int poll_side(struct side *side, struct fi_cq_data_entry *entry, struct fi_cq_err_entry *error, unsigned timeout_ms);
 void expect_done(struct side *side, const char *what);
 void expect_error(struct side *side, int status, int error, const char *what);
+int register_gpu(struct side *side, void *address, size_t bytes, uint64_t access, struct fid_mr **mr);
+int register_dma_buf(struct side *side, int fd, uint64_t offset, size_t bytes, void *base, struct fid_mr **mr);
+ssize_t get(struct side *side, fi_addr_t from, void *buffer, size_t bytes, void *desc, uint64_t address, uint64_t key);
 void data_test(int rank, int ranks, bool kill_last);
+/* efa_rules_memory.c */
+extern const struct rule memory_rules[];
+extern const size_t memory_rule_count;
 int run_rules(const struct rule *rules, size_t rule_count, int count, char **arguments);
 
 #endif

@@ -21,7 +21,9 @@ static void complete(struct endpoint *endpoint, uint32_t index, uint32_t status)
     /* prov/efa/src/efa_cq.c, efa_cq_read_entry_common. No length: it says nothing of a sent operation. */
     struct entry entry = {.endpoint = endpoint, .context = op->context, .op = index, .kind = ENTRY_TX,
                           .status = (uint16_t)status,
-                          .flags = op->kind == PACKET_WRITE ? FI_RMA | FI_WRITE : FI_SEND | FI_MSG};
+                          .flags = op->kind == PACKET_WRITE  ? FI_RMA | FI_WRITE
+                                   : op->kind == PACKET_READ ? FI_RMA | FI_READ
+                                                             : FI_SEND | FI_MSG};
     if (status && status < sizeof rules / sizeof *rules)
         refuse(rules[status]);
     endpoint->emulated_count -= op->emulated && op->state == OP_ACTIVE;
@@ -49,9 +51,10 @@ static void forget_pending(struct link_out *link, uint32_t place) {
     memmove(link->pending + place, link->pending + place + 1, (link->pending_count - place) * sizeof *link->pending);
 }
 
-/* Status 5: the source must lie in a region of the same device that is still registered. efa_errno.h. */
+/* Status 5: the buffer must lie in a region of the same device that is still registered, and that has the access.
+ * efa_errno.h. A read needs FI_READ there: fi_mr(3). The device would take any access by which it writes. */
 static uint32_t check_source(const struct endpoint *endpoint, const struct op *op) {
-    if (endpoint->is_direct && op->total > (op->kind == PACKET_WRITE ? config.max_rdma : config.mtu))
+    if (endpoint->is_direct && op->total > (op->kind == PACKET_SEND ? config.mtu : config.max_rdma))
         return 6;
     for (uint32_t i = 0; i < op->piece_count; i++) {
         struct region *region = op->pieces[i].region;
@@ -60,6 +63,8 @@ static uint32_t check_source(const struct endpoint *endpoint, const struct op *o
         uint64_t at = (uint64_t)(uintptr_t)op->pieces[i].base;
         if (find_region(op->pieces[i].key) != region || region->domain != endpoint->domain || at < region->base ||
             op->pieces[i].bytes > region->bytes || at - region->base > region->bytes - op->pieces[i].bytes)
+            return 5;
+        if (op->kind == PACKET_READ && !(region->access & FI_READ))
             return 5;
     }
     return 0;
@@ -89,6 +94,24 @@ static bool read_source(const struct op *op, uint64_t offset, uint8_t *to, uint3
     return true;
 }
 
+/* Puts bytes that a read brought where they belong. */
+static void write_back(const struct op *op, uint64_t offset, const uint8_t *from, uint32_t bytes) {
+    for (uint32_t i = 0; i < op->piece_count && bytes; i++) {
+        if (offset >= op->pieces[i].bytes) {
+            offset -= op->pieces[i].bytes;
+            continue;
+        }
+        struct region *region = op->pieces[i].region;
+        uint8_t *base = (uint8_t *)(uintptr_t)op->pieces[i].base;
+        if (region)
+            base = region->mapping ? region->mapping + ((uint64_t)(uintptr_t)base - region->base) : NULL;
+        uint32_t part = op->pieces[i].bytes - offset < bytes ? (uint32_t)(op->pieces[i].bytes - offset) : bytes;
+        if (base)
+            memcpy(base + offset, from, part);
+        from += part, bytes -= part, offset = 0;
+    }
+}
+
 static struct packet *slot_of(uint8_t *packets, const struct shared_link *shared, uint64_t number) {
     return (struct packet *)(void *)(packets + (number % shared->slots) * (sizeof(struct packet) + shared->packet));
 }
@@ -103,7 +126,7 @@ static void send_packet(struct link_out *link, uint32_t index, uint32_t packet, 
                             .bytes = left < config.packet ? (uint32_t)left : config.packet,
                             .flags = (uint16_t)((op->has_imm ? PACKET_IMM : 0) | (op->emulated ? PACKET_EMULATED : 0) |
                                                 (is_duplicate ? PACKET_DUPLICATE : 0))};
-    if (!read_source(op, offset, slot->data, slot->bytes))
+    if (op->kind != PACKET_READ && !read_source(op, offset, slot->data, slot->bytes))
         slot->flags |= PACKET_EMPTY;
     counts.packets_sent++;
     counts.duplicates_sent += is_duplicate;
@@ -111,8 +134,34 @@ static void send_packet(struct link_out *link, uint32_t index, uint32_t packet, 
 }
 
 static uint64_t room(const struct link_out *link) {
+    return config.slots - (atomic_load_explicit(&link->shared->sent, memory_order_relaxed) - link->reaped);
+}
+
+static void take_bytes(struct link_out *link, const struct packet *slot) {
+    const struct op *op = &link->endpoint->ops[slot->op];
+    bool is_current = op->link == link && op->state == OP_ACTIVE && op->use == slot->use;
+    /* A region that was closed since is not written. The operation completes as if it had been: the device's answer is
+     * on its way. */
+    if (slot->kind == PACKET_READ && is_current && (slot->flags & PACKET_SERVED) && !(slot->flags & PACKET_EMPTY) &&
+        !check_source(link->endpoint, op))
+        write_back(op, slot->offset, slot->data, slot->bytes);
+}
+
+/* Packets that the target has taken make room. */
+static void reap(struct link_out *link) {
     uint64_t taken = atomic_load_explicit(&link->shared->taken, memory_order_acquire);
-    return config.slots - (atomic_load_explicit(&link->shared->sent, memory_order_relaxed) - taken);
+    for (; link->reaped < taken; link->reaped++)
+        take_bytes(link, slot_of(link->packets, link->shared, link->reaped));
+}
+
+/* The answer to a read may be seen before its last packets count as taken. */
+static void reap_for(struct link_out *link, const struct answer *answer) {
+    uint64_t sent = atomic_load_explicit(&link->shared->sent, memory_order_relaxed);
+    for (uint64_t number = link->reaped; number < sent; number++) {
+        const struct packet *slot = slot_of(link->packets, link->shared, number);
+        if (slot->op == answer->op && slot->use == answer->use)
+            take_bytes(link, slot);
+    }
 }
 
 static void transmit(struct link_out *link) {
@@ -165,6 +214,8 @@ static void take_answers(struct link_out *link) {
             link->pending[link->pending_count++] = answer.op;
             continue;
         }
+        if (op->kind == PACKET_READ && !answer.status)
+            reap_for(link, &answer);
         complete(endpoint, answer.op, answer.status);
     }
     atomic_store_explicit(&link->shared->answers_taken, taken, memory_order_release);
@@ -198,6 +249,7 @@ static void drive(struct link_out *link) {
         bool is_closed = atomic_load_explicit(&link->shared->target_closed, memory_order_acquire) ||
                          atomic_load_explicit(&link->peer_qp->ready, memory_order_acquire) == 2;
         link->found |= atomic_load_explicit(&link->shared->known, memory_order_acquire);
+        reap(link);
         take_answers(link);
         if (is_closed)
             link->is_gone = true;
@@ -236,12 +288,15 @@ static bool is_known_peer(struct endpoint *endpoint, struct link_in *link) {
     return link->is_known;
 }
 
-/* Status 7: efa_errno.h. The whole write must lie in one region with remote write access, of the queue pair's own
- * device. Writes of no bytes are checked, too (ofiwg/libfabric pull request 11890 gives them a key of their own at the
+/* Status 7: efa_errno.h. The whole write or read must lie in one region with that remote access, of the queue pair's own
+ * device. An endpoint is read if it has FI_REMOTE_READ: fi_getinfo(3). Writes of no bytes are checked, too (ofiwg/libfabric pull request 11890 gives them a key of their own at the
  * source, none at the target), and their address must lie within the region. */
 static struct region *target_of(const struct endpoint *endpoint, const struct packet *packet) {
     struct region *region = find_region(packet->key);
-    if (!region || region->domain != endpoint->domain || !(region->access & FI_REMOTE_WRITE))
+    uint64_t access = packet->kind == PACKET_READ ? FI_REMOTE_READ : FI_REMOTE_WRITE;
+    if (!region || region->domain != endpoint->domain || !(region->access & access))
+        return NULL;
+    if (packet->kind == PACKET_READ && !(endpoint->caps & FI_REMOTE_READ))
         return NULL;
     uint64_t at = packet->address - region->base;
     if (packet->address < region->base || at >= region->bytes || packet->total > region->bytes - at)
@@ -277,19 +332,36 @@ static uint32_t arrive_imm(struct endpoint *endpoint, struct link_in *link, cons
         return 12;
     }
     counts.immediates++;
+    entry.serial = ++endpoint->imms;
     push_entry(endpoint->rx_cq, &entry);
     return 0;
 }
 
-static void arrive(struct endpoint *endpoint, struct link_in *link, const struct packet *packet) {
+/* The device reads at once all that arrived before, which its own queues and PCIe keep in order. */
+static void serve(struct endpoint *endpoint, const struct region *region, struct packet *packet,
+                  struct arrival *arrival) {
+    bool is_last = !(packet->flags & PACKET_DUPLICATE) && arrival->left == 1;
+    if (region->is_hmem)
+        arrival->settled += settle_late(endpoint, region->hmem_device);
+    const uint8_t *from = region->mapping ? region->mapping + (packet->address - region->base) : NULL;
+    if (from)
+        memcpy(packet->data, from + packet->offset, packet->bytes);
+    packet->flags |= PACKET_SERVED | (from ? 0 : PACKET_EMPTY);
+    if (is_last)
+        log_event("read", endpoint->domain->nic, "fi_read", ",\"key\":%llu,\"length\":%llu,\"settled\":%llu",
+                  (unsigned long long)packet->key, (unsigned long long)packet->total, (unsigned long long)arrival->settled);
+}
+
+static void arrive(struct endpoint *endpoint, struct link_in *link, struct packet *packet) {
     struct arrival *arrival = &link->arrivals[packet->op];
-    bool is_write = packet->kind == PACKET_WRITE, is_emulated = packet->flags & PACKET_EMULATED;
+    bool is_read = packet->kind == PACKET_READ, is_write = packet->kind == PACKET_WRITE, is_rma = is_read || is_write;
+    bool is_emulated = packet->flags & PACKET_EMULATED;
     struct region *region = NULL;
     if (arrival->use != packet->use)
         *arrival = (struct arrival){.use = packet->use, .left = packet->packets};
     if (arrival->is_answered)
         return;
-    if (is_write && (endpoint->is_direct || endpoint->is_homogeneous) && !is_known_peer(endpoint, link)) {
+    if (is_rma && (endpoint->is_direct || endpoint->is_homogeneous) && !is_known_peer(endpoint, link)) {
         answer(link, packet, 14);
         return;
     }
@@ -298,7 +370,7 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, const struct
         answer(link, packet, 18); /* efa_errno.h, REMOTE_ERROR_FEATURE_MISMATCH */
         return;
     }
-    if (is_write && !(region = target_of(endpoint, packet))) {
+    if (is_rma && !(region = target_of(endpoint, packet))) {
         if (!is_emulated) {
             answer(link, packet, 7);
             return;
@@ -309,7 +381,7 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, const struct
         eq_error(endpoint, FI_EACCES, 4111);
         return;
     }
-    if (!is_write && !arrival->has_receive) {
+    if (!is_rma && !arrival->has_receive) {
         if (!take_receive(endpoint, &arrival->into)) {
             answer(link, packet, 10);
             return;
@@ -320,8 +392,13 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, const struct
             return;
         }
     }
-    uint8_t *to = is_write ? region->mapping : arrival->into.buffer;
-    if (to && !(packet->flags & PACKET_EMPTY) && packet->bytes)
+    uint8_t *to = is_write ? region->mapping : is_read ? NULL : arrival->into.buffer;
+    bool has_bytes = to && !(packet->flags & PACKET_EMPTY) && packet->bytes;
+    if (is_read)
+        serve(endpoint, region, packet, arrival);
+    else if (has_bytes && is_write && region->is_hmem && config.unflushed)
+        keep_late(endpoint, link, region, packet);
+    else if (has_bytes)
         memcpy(to + (is_write ? packet->address - region->base : 0) + packet->offset, packet->data, packet->bytes);
     counts.packets_placed++;
     counts.out_of_order += packet->offset < link->last_offset;
@@ -334,7 +411,7 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, const struct
     if (--arrival->left)
         return;
     uint32_t status = 0;
-    if (!is_write) {
+    if (packet->kind == PACKET_SEND) {
         struct entry entry = {.endpoint = endpoint, .kind = ENTRY_RECEIVE, .context = arrival->into.context,
                               .flags = FI_RECV | FI_MSG | (packet->flags & PACKET_IMM ? FI_REMOTE_CQ_DATA : 0),
                               .data = packet->imm, .bytes = packet->total, .source = link->shared->initiator};
@@ -343,6 +420,8 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, const struct
     } else if (packet->flags & PACKET_IMM) {
         status = arrive_imm(endpoint, link, packet);
     }
+    if (is_write && config.unflushed)
+        end_late(endpoint, link, packet, packet->flags & PACKET_IMM && !status ? endpoint->imms : 0);
     answer(link, packet, status);
 }
 

@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 /// TOKENYARD_STRICT=1.
 pub fn efa() -> Option<&'static Path> {
     static BUILT: OnceLock<Option<PathBuf>> = OnceLock::new();
-    let parts = ["efa", "efa_objects", "efa_queues", "efa_endpoint", "efa_post", "efa_link", "efa_wire"];
+    let parts = ["efa", "efa_objects", "efa_regions", "efa_queues", "efa_endpoint", "efa_post", "efa_link", "efa_wire"];
     let build = || build("libefa_double", &["rdma/fabric.h"], "libfabric-dev", &parts, &[]);
     let given = || std::env::var_os("TOKENYARD_TEST_EFA").map(PathBuf::from);
     BUILT.get_or_init(|| given().or_else(build)).as_deref()
