@@ -1,10 +1,14 @@
-//! Registration of a GPU's memory, held to the double of libibverbs: which way is chosen, and what the device is given.
+//! Registration of a GPU's memory, held to the double of libibverbs (here) and to that of EFA (`efa`): which way is
+//! chosen, and what the device is given.
 //!
 //! The GPU is pretended: its memory has addresses that the process does not have, and its dma-bufs are memfds. Each
 //! case runs in a process of its own, since the double reads its settings from the environment.
 
+mod efa;
+
 use crate::double;
 use serde_json::Value;
+use std::ffi::CString;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -39,10 +43,12 @@ fn span(ordinal: usize, page: usize, pages: usize) -> Span {
 fn exported(span: &Span, mapping: DmaBufMapping) -> Result<DmaBuf> {
     let SpanMemory::Gpu { allocation, .. } = span.memory else { panic!("{span:?}") };
     let name = match mapping {
-        DmaBufMapping::Usual => c"usual",
-        DmaBufMapping::Pcie => c"pcie",
+        DmaBufMapping::Usual => "usual",
+        DmaBufMapping::Pcie => "pcie",
     };
-    let fd = nix::sys::memfd::memfd_create(name, nix::sys::memfd::MFdFlags::empty()).unwrap();
+    // The double of EFA compares the address with what the name says.
+    let name = CString::new(format!("{name}@{:x}", allocation.base)).unwrap();
+    let fd = nix::sys::memfd::memfd_create(name.as_c_str(), nix::sys::memfd::MFdFlags::empty()).unwrap();
     File::from(fd.as_fd().try_clone_to_owned().unwrap()).set_len(allocation.bytes as u64).unwrap();
     Ok(DmaBuf { fd, offset: span.base - allocation.base })
 }
@@ -145,7 +151,8 @@ impl Outcome {
         let number = |event: &Value, name: &str| event[name].as_u64().unwrap_or_default();
         let text = |event: &Value, name: &str| event[name].as_str().unwrap_or_default().to_owned();
         let row = |event: &Value| {
-            let name = text(event, "fd_name").trim_start_matches("/memfd:").trim_end_matches(" (deleted)").to_owned();
+            let name = text(event, "fd_name");
+            let name = name.trim_start_matches("/memfd:").split('@').next().unwrap_or_default().to_owned();
             let place = (number(event, "offset"), number(event, "length"), number(event, "iova"));
             (text(event, "kind"), name, place.0, place.1, place.2, number(event, "access"))
         };

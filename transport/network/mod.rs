@@ -65,6 +65,7 @@
 //! ```
 
 mod address;
+mod clock;
 pub mod emulated;
 mod flight;
 mod held;

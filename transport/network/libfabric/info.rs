@@ -69,8 +69,13 @@ impl Info {
     ///
     /// # Errors
     /// `Transport` if there is none, naming the providers or domains that there are, or if the library is too old.
-    pub fn find(library: &'static Library, config: &LibfabricConfig, provider: Provider, nic: usize) -> Result<Info> {
-        let gpus = config.gpu.is_some();
+    pub fn find(
+        library: &'static Library,
+        config: &LibfabricConfig,
+        provider: Provider,
+        nic: usize,
+        gpus: bool,
+    ) -> Result<Info> {
         match Info::look_up(library, config, provider, nic, gpus) {
             // What it offers without memory of GPUs serves, with all in host memory.
             Err(_) if gpus => Info::look_up(library, config, provider, nic, false),

@@ -12,7 +12,7 @@ use super::config::LibfabricConfig;
 use super::contexts::{Contexts, Operation};
 use super::info::{Facts, Info};
 use super::libfabric_sys::*;
-use super::memory::{Reached, Registrar};
+use super::memory::{PEER_TO_PEER, Reached, Registrar, require_peer_to_peer};
 use super::object::{Object, Origin};
 use super::provider::Provider;
 use crate::base::{Error, Rank, Result};
@@ -171,7 +171,7 @@ impl Lane {
         slab: &Slab,
         (nic, gpu): (usize, Option<&Gpu>),
     ) -> Result<Lane> {
-        let info = Info::find(library, config, provider, nic)?;
+        let info = Info::find(library, config, provider, nic, gpu.is_some())?;
         let origin = Info::origin(library, config);
         let facts = info.facts();
         // SAFETY: attributes of the library's own info, a place for the answer, and no context.
@@ -189,7 +189,7 @@ impl Lane {
         let (local, bytes) = slab.local();
         let registrar =
             Registrar { library, origin: &origin, domain: &domain, facts: &facts, advice: provider.advice_on_memory() };
-        let reached = gpu.map(|gpu| registrar.reach(gpu, config.flush));
+        let reached = gpu.map(|gpu| registrar.reach(gpu, &info, config.flush));
         let flush = match &reached {
             Some(Reached { reach, probe }) => reach.flush && probe.is_some(),
             None => config.flush == Some(true),
@@ -282,6 +282,9 @@ impl Lane {
         let endpoint: Object<fid_ep> = unsafe {
             Object::open(origin, ADVICE, |to| fi_endpoint(self.domain.as_ptr(), self.info.as_ptr(), to, null_mut()))
         }?;
+        if self.reached.as_ref().is_some_and(|reached| reached.probe.is_some()) {
+            require_peer_to_peer(&endpoint).map_err(|code| origin.refused(PEER_TO_PEER, code, ADVICE))?;
+        }
         let binds = [
             (self.events.fid(), 0, "event queue"),
             (addresses.fid(), 0, "address vector"),

@@ -2,7 +2,7 @@
 //!
 //! Place in the data path: beside it, when memory is registered.
 
-use super::info::Facts;
+use super::info::{Facts, Info};
 use super::libfabric_sys::*;
 use super::object::{Object, Origin};
 use crate::base::{Error, Result};
@@ -11,14 +11,32 @@ use crate::transport::network::keys::random;
 use crate::transport::network::reach::{Gpu, Reach, Way, choose};
 use crate::transport::network::{Allocation, Span, SpanMemory};
 use libc::iovec;
-use std::ffi::c_void;
+use std::ffi::{c_int, c_void};
 use std::mem::zeroed;
 use std::os::fd::AsRawFd;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
 
 const WAYS: [Way; 2] = [Way::DmaBuf, Way::Provider];
 /// The oldest library that takes dma-bufs: `FI_MR_DMABUF` of fi_mr(3).
 const OLDEST_DMA_BUF: Version = Version::new(1, 20);
+
+/// What an endpoint without it is said to do.
+pub(super) const PEER_TO_PEER: &str = "reaches GPUs by copies alone";
+
+/// Makes an endpoint reach GPUs' memory by the NIC, never by copies: `FI_OPT_FI_HMEM_P2P` of fi_endpoint(3).
+///
+/// # Errors
+/// The library's number: it cannot.
+pub(super) fn require_peer_to_peer(endpoint: &Object<fid_ep>) -> std::result::Result<(), c_int> {
+    let value = FI_HMEM_P2P_REQUIRED;
+    let bytes = size_of_val(&value);
+    // SAFETY: an open endpoint, and a value of that size.
+    match unsafe { fi_setopt(endpoint.as_ptr(), FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, (&raw const value).cast(), bytes) }
+    {
+        0 => Ok(()),
+        code => Err(code),
+    }
+}
 
 /// What memory is registered with.
 pub(super) struct Registrar<'a> {
@@ -39,22 +57,36 @@ pub(super) struct Reached {
 
 impl Registrar<'_> {
     /// Finds the best way to a GPU's memory, by registering some for flushes.
-    pub fn reach(&self, gpu: &Gpu, flush: Option<bool>) -> Reached {
+    pub fn reach(&self, gpu: &Gpu, info: &Info, flush: Option<bool>) -> Reached {
         let name = &self.facts.domain;
-        let (chosen, lacking) = match gpu.probe.memory {
-            SpanMemory::Gpu { allocation, .. } if self.facts.reaches_gpus => choose(&WAYS, |way| {
+        let (chosen, lacking) = match (gpu.probe.memory, self.peer_to_peer(info)) {
+            (SpanMemory::Gpu { allocation, .. }, Ok(())) => choose(&WAYS, |way| {
                 self.register_gpu(way, gpu, (&gpu.probe, allocation), FI_READ | FI_WRITE | FI_REMOTE_READ)
             }),
-            _ => {
-                let what = format!("{} offers no memory of GPUs (FI_HMEM)", self.facts.provider);
-                (None, WAYS.map(|way| (way, what.clone())).to_vec())
-            }
+            (_, Err(what)) => (None, WAYS.map(|way| (way, what.clone())).to_vec()),
+            (SpanMemory::Host, Ok(())) => (None, Vec::new()),
         };
         let (way, probe) = chosen.map_or((None, None), |(way, probe)| (Some(way), Some((probe, gpu.probe.base))));
         // Names of EFA's domains are those of devices, with what they are for behind.
         let device = name.split('-').next().unwrap_or_default();
         let flush = flush.unwrap_or_else(|| gpu.needs_flush(device));
         Reached { reach: Reach { device: name.clone(), gpu: gpu.ordinal, way, lacking, flush }, probe }
+    }
+
+    /// Whether the NIC itself reaches GPUs' memory: fabrics that copy by CUDA offer it, too.
+    fn peer_to_peer(&self, info: &Info) -> std::result::Result<(), String> {
+        if !self.facts.reaches_gpus {
+            return Err(format!("{} offers no memory of GPUs (FI_HMEM)", self.facts.provider));
+        }
+        // SAFETY: an open domain, its info, a place for the answer, and no context.
+        let opened: Result<Object<fid_ep>> = unsafe {
+            Object::open(self.origin, self.advice, |to| {
+                fi_endpoint(self.domain.as_ptr(), info.as_ptr(), to, null_mut())
+            })
+        };
+        let required = opened.map_err(|why| why.to_string())?;
+        require_peer_to_peer(&required)
+            .map_err(|code| format!("{} {PEER_TO_PEER}: {}", self.facts.fabric, self.library.strerror(code)))
     }
 
     /// Registers the whole allocation of a span of a GPU's memory. Addresses are the GPU's.

@@ -49,6 +49,7 @@ use self::lane::{BATCH, Destination, Done, Lane};
 use self::libfabric_sys::{FI_EAGAIN, Library, Version};
 use self::peer::{Notices, Path, Peer};
 use self::provider::Provider;
+use super::clock::coarse_now_ns;
 use super::flight::{Flight, Outcome, Pending};
 use super::imm::{ImmValue, MAX_NICS, MAX_RANKS};
 use super::keys::random;
@@ -64,9 +65,7 @@ use super::{
     WriteImm,
 };
 use crate::base::{Error, Rank, Result};
-use nix::time::{ClockId, clock_gettime};
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Duration;
 
 /// Messages of an endpoint that may be under way, to one peer and to all.
 const PEER_MESSAGES: u32 = 16;
@@ -124,6 +123,7 @@ pub struct LibfabricEndpoint {
     slab: Slab,
     /// The GPU whose memory it registers; its memory outlives the lanes' registrations.
     gpu: Option<Gpu>,
+    reach: Vec<Reach>,
 }
 
 /// A message under way.
@@ -165,8 +165,19 @@ impl LibfabricEndpoint {
             return Err(Error::config("provider", format!("shm of libfabric {}", library.version()), advice));
         }
         let slab = Slab::new(MESSAGES, RECEIVES, object::all_closed)?;
-        let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, provider, &slab, (nic, gpu.as_ref())));
-        let lanes = lanes.collect::<Result<Vec<Lane>>>()?;
+        let open = |gpu: Option<&Gpu>| {
+            let lanes = (0..config.nics).map(|nic| Lane::open(library, &config, provider, &slab, (nic, gpu)));
+            lanes.collect::<Result<Vec<Lane>>>()
+        };
+        let mut lanes = open(gpu.as_ref())?;
+        let reach = lanes.iter().filter_map(|lane| lane.reached.as_ref()).map(|reached| reached.reach.clone());
+        let reach: Vec<Reach> = reach.collect();
+        let gpu = gpu.filter(|_| reach.iter().all(|reach| reach.way.is_some()));
+        if gpu.is_none() && !reach.is_empty() {
+            // What a provider offers for GPUs may be less for the host.
+            drop(lanes);
+            lanes = open(None)?;
+        }
         if let Some(Lane { facts, .. }) = lanes.first() {
             log::info!(
                 target: crate::base::targets::NETWORK,
@@ -188,7 +199,7 @@ impl LibfabricEndpoint {
             unposted: (0..RECEIVES).collect(),
             notices: VecDeque::new(),
             asked: Vec::new(),
-            polled_ns: coarse_now_ns().unwrap_or_default(),
+            polled_ns: coarse_now_ns(),
             polls: 0,
             found: Box::new([Done::NONE; BATCH]),
             sends: Slots::new(lanes.first().map_or(0, |lane| lane.messages)),
@@ -196,6 +207,7 @@ impl LibfabricEndpoint {
             lanes,
             slab,
             gpu,
+            reach,
             config,
         };
         for reach in endpoint.reach() {
@@ -218,16 +230,12 @@ impl LibfabricEndpoint {
 
     /// How each NIC reaches memory of the GPU that the endpoint was opened for; none without a GPU.
     pub fn reach(&self) -> impl Iterator<Item = &Reach> {
-        self.lanes.iter().filter_map(|lane| lane.reached.as_ref()).map(|reached| &reached.reach)
+        self.reach.iter()
     }
 
     /// Its rank.
     pub fn rank(&self) -> Rank {
         self.rank
-    }
-
-    fn now_ns(&self) -> u64 {
-        coarse_now_ns().unwrap_or(self.polled_ns)
     }
 
     fn peer(&self, rank: Rank) -> Result<&Peer> {
@@ -576,7 +584,7 @@ impl LibfabricEndpoint {
                 self.asked.push((rank, question));
             }
             Content::Answer(question, taken_back) => {
-                let (now_ns, patience_ns) = (self.now_ns(), self.let_go_ns() / 2);
+                let (now_ns, patience_ns) = (coarse_now_ns(), self.let_go_ns() / 2);
                 if let Some(peer) = self.peers.get_mut(&rank) {
                     peer.answered(question, taken_back, now_ns, patience_ns);
                 }
@@ -657,12 +665,6 @@ impl LibfabricEndpoint {
     }
 }
 
-/// Time as it was at the kernel's last tick, at most 10 ms ago: silences are longer, and a poll is to take little.
-fn coarse_now_ns() -> Option<u64> {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).ok()?;
-    u64::try_from(Duration::from(now).as_nanos()).ok()
-}
-
 /// The limits of an endpoint with these NICs.
 fn limits(lanes: &[Lane], config: &LibfabricConfig) -> Limits {
     let least = |of: fn(&Lane) -> usize| lanes.iter().map(of).min().unwrap_or(0);
@@ -684,8 +686,7 @@ impl Transport for LibfabricEndpoint {
     }
 
     fn device_needs(&self) -> DeviceNeeds {
-        let reaches = self.gpu.is_some() && self.reach().all(|reach| reach.way.is_some());
-        DeviceNeeds { host_memory: !reaches, ..DeviceNeeds::default() }
+        DeviceNeeds { host_memory: self.gpu.is_none(), ..DeviceNeeds::default() }
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
@@ -708,7 +709,7 @@ impl Transport for LibfabricEndpoint {
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
         let used = self.regions.give_up(region)?;
         let living: Vec<Rank> = self.peers.keys().copied().collect();
-        let now_ns = self.now_ns();
+        let now_ns = coarse_now_ns();
         // Answers may lie unread: whoever did not poll for long does not judge its peers.
         if self.revocations.is_leaving(region) && now_ns.saturating_sub(self.polled_ns) > self.let_go_ns() / 8 {
             return Ok(Released::Busy);
@@ -806,7 +807,7 @@ impl Transport for LibfabricEndpoint {
     }
 
     fn flush(&mut self) -> Result<()> {
-        let now_ns = self.now_ns();
+        let now_ns = coarse_now_ns();
         self.doubt(now_ns);
         self.hand_over(now_ns);
         Ok(())
@@ -814,7 +815,7 @@ impl Transport for LibfabricEndpoint {
 
     fn poll(&mut self, on_event: &mut dyn FnMut(Event<'_>)) -> Result<usize> {
         // A queue is short beside what frequent polls read: notices do not lie in it for long.
-        let began_ns = self.now_ns();
+        let began_ns = coarse_now_ns();
         self.doubt(began_ns);
         self.polled_ns = began_ns;
         let mut events = 0;

@@ -6,8 +6,9 @@ use super::address::{Address, Port};
 use super::lane::Line;
 use super::peer::{Peer, Remote};
 use super::recovery::next;
-use super::{COUNTED_NS, Late, PEER_MESSAGES, VerbsEndpoint, coarse_now_ns};
+use super::{COUNTED_NS, Late, PEER_MESSAGES, VerbsEndpoint};
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::clock::coarse_now_ns;
 use crate::transport::network::flight::{Outcome, Pending};
 use crate::transport::network::{Event, Reason};
 

@@ -54,6 +54,7 @@ use self::mark::Mark;
 use self::objects::all_closed;
 use self::peer::{Peer, Remote};
 use self::recovery::break_off;
+use super::clock::coarse_now_ns;
 use super::flight::{Flight, Outcome, Pending};
 use super::imm::{ImmValue, MAX_RANKS};
 use super::keys::random;
@@ -69,9 +70,7 @@ use super::{
     WriteImm,
 };
 use crate::base::{Error, Rank, Result};
-use nix::time::{ClockId, clock_gettime};
 use std::collections::{BTreeMap, VecDeque};
-use std::time::Duration;
 
 /// Messages of an endpoint that may be under way, to one peer and to all.
 const PEER_MESSAGES: u32 = 16;
@@ -593,13 +592,6 @@ impl VerbsEndpoint {
         }
         Ok(matches!(content, Content::Message(_)))
     }
-}
-
-/// Time as it was at the kernel's last tick, at most 10 ms ago: what is late is late by more, and a poll is to take
-/// little.
-fn coarse_now_ns() -> u64 {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC_COARSE).map(Duration::from).unwrap_or_default();
-    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// The limits of an endpoint with these NICs.

@@ -10,8 +10,9 @@ use super::ibverbs_sys::{IBV_WC_SUCCESS, ibv_wc};
 use super::lane::{GLOBAL_HEADER, Lane, Line};
 use super::mark::OPENINGS;
 use super::report::{self, Letter};
-use super::{COUNTED_NS, REPORT_NS, RETRY_NS, VerbsEndpoint, coarse_now_ns};
+use super::{COUNTED_NS, REPORT_NS, RETRY_NS, VerbsEndpoint};
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::clock::coarse_now_ns;
 use crate::transport::network::flight::{Outcome, Pending};
 use crate::transport::network::{Event, Reason};
 

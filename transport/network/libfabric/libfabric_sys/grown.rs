@@ -226,6 +226,8 @@ pub const FI_ADDR_NOTAVAIL: fi_addr_t = u64::MAX;
 
 pub const FI_OPT_ENDPOINT: c_int = 0;
 pub const FI_OPT_FI_HMEM_P2P: c_int = 8;
+/// Its value: the provider reaches the GPU's memory without the processor, or refuses.
+pub const FI_HMEM_P2P_REQUIRED: c_int = 1;
 /// From 1.18 on.
 pub const FI_OPT_CUDA_API_PERMITTED: c_int = 10;
 /// From 1.18 on.
