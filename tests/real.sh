@@ -525,12 +525,8 @@ step_contract() {
 
 step_wire() {
   local short=()
-  if [ "$net" = verbs ]; then
-    skip wire "tokenyard wire has no bare loop over verbs; health has perftest's figures"
-    return
-  fi
   [ "${SMALL:-}" != 1 ] || short=(--pairs 2 --slice-ms 5)
-  row "wire-$net" 100 "what tokenyard adds to bare libfabric, this host leading" "status 0: each row is within its bar"
+  row "wire-$net" 100 "what tokenyard adds to a bare loop over the network, this host leading" "status 0: each row is within its bar"
   ranks 1 here -- tokenyard wire --launch env --transport "$transport" "${short[@]}" --json "$out/wire-$net.json"
   row "wire-$net-back" 100 "the same, the peer leading" "status 0: each row is within its bar"
   ranks 1 there -- tokenyard wire --launch env --transport "$transport" "${short[@]}"
@@ -649,8 +645,8 @@ survivors_go_on() {
 
 step_kill() {
   local long=(--device cpu --tokens 32 --check first --timeout-ms 20000)
-  if [ "${SMALL:-}" = 1 ]; then again=2; else long+=(--hidden 1024 --experts 32 --top-k 4); fi
   local survivors=4 named point device=cpu variables again=20
+  if [ "${SMALL:-}" = 1 ]; then again=2; else long+=(--hidden 1024 --experts 32 --top-k 4); fi
   [ "${gpus:-0}" = 0 ] || device=cuda
   for named in 3 0; do
     judge=survivors_name_it victim=$named between "bench-without-rank-$named" 60 2 \
