@@ -18,7 +18,7 @@ fn unusable_arguments_are_named_with_their_value_and_what_would_do() {
         ("plan --world 66 --ranks-per-node 1", "--ranks-per-node is `1,1", "64 nodes"),
         ("bench --world many", "--world is `many`", "from 1 to 512"),
         ("bench --device gpu", "--device is `gpu`", "cpu or cuda"),
-        ("bench --launch fork", "--launch is `fork`", "threads or processes"),
+        ("bench --launch fork", "--launch is `fork`", "threads, processes or env"),
         ("bench --preset v4", "--preset is `v4`", "kimi-k2"),
         ("bench --hidden 0", "--hidden is `0`", "whole number"),
         ("bench --hidden 7000", "--hidden is `7000`", "multiple of 128"),

@@ -19,6 +19,8 @@ const WRITERS: usize = 3;
 const ROUNDS: usize = 200;
 /// Writes of a writer that have not completed, or, to the region that stays, not arrived. Each has a slot.
 const WINDOW: usize = 16;
+/// Writes that a writer posts to a region and the one that stays once there is a newer region: the last ones, too late.
+const LATE: usize = 8;
 /// Lengths of writes, one after the other.
 const BYTES: [usize; 4] = [8, 200, 1, 64];
 /// Of four writes one goes to the region that stays.
@@ -105,6 +107,8 @@ struct Writer {
     /// 0, 1, …: of rank 1, 2, ….
     writer: usize,
     rounds: usize,
+    /// Writes that were posted since there is a newer region.
+    late: usize,
     /// Sources that have not been given back.
     sources: [bool; WINDOW],
     ends: Vec<Ends>,
@@ -114,14 +118,21 @@ struct Writer {
 impl Writer {
     /// Posts what there is room for, and polls once; answers how much happened.
     fn step<E: Transport>(&mut self, Node { endpoint, regions }: &mut Node<E>, field: &Field) -> usize {
-        if field.rounds.load(SeqCst) != self.rounds {
+        let is_behind = |rounds: usize| field.rounds.load(SeqCst) != rounds;
+        if is_behind(self.rounds) && (self.rounds == 0 || self.late >= LATE) {
             let newest = field.newest.lock().unwrap_or_else(PoisonError::into_inner);
             endpoint.connect(Rank(0), &newest.1[self.writer]).unwrap();
-            self.rounds = newest.0;
+            (self.rounds, self.late) = (newest.0, 0);
         }
-        while self.rounds > 0 && !field.over.load(SeqCst) && self.post(endpoint, regions, field) {
-            std::hint::spin_loop();
+        while self.rounds > 0
+            && !field.over.load(SeqCst)
+            && (self.late < LATE || !is_behind(self.rounds))
+            && self.post(endpoint, regions, field)
+        {
+            self.late += usize::from(is_behind(self.rounds));
         }
+        // Under way before a notice is read.
+        endpoint.flush().unwrap();
         let Writer { writer, sources, ends, .. } = self;
         let events = endpoint.poll(&mut |event| {
             let (token, ended) = match event {
