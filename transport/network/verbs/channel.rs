@@ -52,6 +52,8 @@ pub(super) struct Channel {
     pub counted_ns: u64,
     /// The device takes nothing more for it.
     pub drained: bool,
+    /// Events of former closings that have not come: they say nothing of this one.
+    pub owed_events: u32,
     /// When it reports next.
     pub report_ns: u64,
     /// Notices of the peer that must have come before posts go out.
@@ -80,6 +82,7 @@ impl Channel {
             inline,
             counted_ns: 0,
             drained: false,
+            owed_events: 0,
             report_ns: 0,
             notices: 0,
         }
@@ -124,9 +127,25 @@ impl Channel {
         }
     }
 
+    /// The device has reported that it takes nothing more. Each closing of a queue pair gives one such event, which may
+    /// come after the next opening.
+    pub fn drain_reported(&mut self) {
+        match self.owed_events.checked_sub(1) {
+            Some(left) => self.owed_events = left,
+            None => self.drained = true,
+        }
+    }
+
+    /// The closing has ended.
+    pub fn closed(&mut self) {
+        self.owed_events += u32::from(!self.drained);
+        self.resumption.closed();
+    }
+
     /// A new connection to another endpoint. What waited is the caller's to end.
     pub fn start(&mut self, other: End, salt: u32) {
         (self.other, self.salt) = (Some(other), salt);
+        self.owed_events += u32::from(self.resumption.is_closing() && !self.drained);
         self.resumption = Resumption::new();
         self.posted.clear();
         self.unsent.clear();

@@ -98,7 +98,7 @@ impl VerbsEndpoint {
             if let (Some(channel), Some(lane)) = (peer.channel(nic, line), self.lanes.get_mut(nic)) {
                 if channel.resumption.is_open() {
                     channel.resumption.close();
-                    channel.drained = lane.break_pair(&channel.pair).is_err();
+                    channel.drained |= lane.break_pair(&channel.pair).is_err();
                 } else if !channel.resumption.is_closing() {
                     // Its queue pair has been reset.
                     channel.drained = true;

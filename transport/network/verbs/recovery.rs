@@ -162,7 +162,7 @@ impl VerbsEndpoint {
             }
             events += self.drain(nic, on_event)?;
             let Some(channel) = self.channel(rank, nic, line) else { return Ok(events) };
-            channel.resumption.closed();
+            channel.closed();
             channel.report_ns = now_ns;
         }
         let late = {
@@ -239,6 +239,7 @@ impl VerbsEndpoint {
         log::info!(target: crate::base::targets::NETWORK, "the connection to rank {rank} by NIC {nic} is open again");
         channel.resumption.opened();
         (channel.opened_ns, channel.retry_ns) = (now_ns, 0);
+        channel.drained = false;
         channel.opening = next(openings);
         channel.rewind(count);
         channel.report_ns = 0;
@@ -300,7 +301,7 @@ impl VerbsEndpoint {
                         if let Some((rank, line)) = lane.owner(number)
                             && let Some(channel) = self.channel(rank, nic, line)
                         {
-                            channel.drained = true;
+                            channel.drain_reported();
                         }
                     }
                     Reported::Port => {
@@ -344,7 +345,6 @@ pub(super) fn shut(
     if let Err(code) = lane.break_pair(&channel.pair) {
         log::warn!(target: crate::base::targets::NETWORK, "a queue pair is not closed: error {code}");
     }
-    channel.drained = false;
     channel.counted_ns = now_ns.saturating_add(COUNTED_NS);
     channel.stall(now_ns, config);
     // One that breaks as soon as it is open is not opened with every poll.
