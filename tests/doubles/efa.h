@@ -213,7 +213,7 @@ struct link_out {
     struct answer *answers;
     uint8_t *packets;
     uint64_t reaped; /* packets that the target has taken, and whose bytes, if of a read, are in their place */
-    uint32_t *pending, pending_count, *queued, queued_count, outstanding;
+    uint32_t *pending, pending_count, *queued, queued_count, outstanding, reads;
     bool is_open, is_gone, found, rung;
     uint64_t checked_ms, dead_ms; /* dead_ms: when the peer's process was found dead, or 0 */
     struct tokenyard_double_peer *record;
@@ -238,7 +238,7 @@ struct link_in {
     struct answer *answers;
     uint8_t *packets;
     struct arrival *arrivals; /* by the initiator's slot */
-    uint64_t av_version, last_offset;
+    uint64_t av_version, last_offset, answered;
     bool is_known;
     uint32_t place; /* in the table of claims */
 };

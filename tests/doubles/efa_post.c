@@ -169,6 +169,7 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
         }
     }
     link->outstanding++;
+    link->reads += is_read;
     link->record->posts++;
     counts.posts++;
     counts.nic_posts[endpoint->domain->nic]++;

@@ -354,8 +354,10 @@ static void reads_are_checked(int rank) {
         expect_error(&side, 5, FI_EINVAL, "a read into a region without FI_READ");
         get(&side, peers[1], side.memory + 4092, 8, local->mem_desc, base, key);
         expect_error(&side, 5, FI_EINVAL, "a read beyond the buffer's region");
+        memset(side.memory, 0x33, 8);
         get(&side, peers[1], side.memory, 8, local->mem_desc, base, rig->side[1][0].key);
         expect_error(&side, 7, FI_EINVAL, "a read of a region without FI_REMOTE_READ");
+        CHECK(side.memory[0] == 0x33 && side.memory[7] == 0x33, "a refused read writes to its buffer");
         get(&side, peers[1], side.memory, 8, local->mem_desc, base + 4089, key);
         expect_error(&side, 7, FI_EINVAL, "a read beyond the region");
         get(&side, peers[1], side.memory, 4096, local->mem_desc, base, key);

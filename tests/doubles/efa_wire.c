@@ -29,6 +29,7 @@ static void complete(struct endpoint *endpoint, uint32_t index, uint32_t status)
     endpoint->emulated_count -= op->emulated && op->state == OP_ACTIVE;
     op->state = OP_DONE;
     op->link->outstanding--;
+    op->link->reads -= op->kind == PACKET_READ;
     push_entry(endpoint->tx_cq, &entry);
 }
 
@@ -139,7 +140,7 @@ static uint64_t room(const struct link_out *link) {
 
 static void take_bytes(struct link_out *link, const struct packet *slot) {
     const struct op *op = &link->endpoint->ops[slot->op];
-    bool is_current = op->link == link && op->state == OP_ACTIVE && op->use == slot->use;
+    bool is_current = op->state == OP_ACTIVE && op->use == slot->use;
     /* A region that was closed since is not written. The operation completes as if it had been: the device's answer is
      * on its way. */
     if (slot->kind == PACKET_READ && is_current && (slot->flags & PACKET_SERVED) && !(slot->flags & PACKET_EMPTY) &&
@@ -150,19 +151,11 @@ static void take_bytes(struct link_out *link, const struct packet *slot) {
 /* Packets that the target has taken make room. */
 static void reap(struct link_out *link) {
     uint64_t taken = atomic_load_explicit(&link->shared->taken, memory_order_acquire);
-    for (; link->reaped < taken; link->reaped++)
+    for (; link->reads && link->reaped < taken; link->reaped++)
         take_bytes(link, slot_of(link->packets, link->shared, link->reaped));
+    link->reaped = taken;
 }
 
-/* The answer to a read may be seen before its last packets count as taken. */
-static void reap_for(struct link_out *link, const struct answer *answer) {
-    uint64_t sent = atomic_load_explicit(&link->shared->sent, memory_order_relaxed);
-    for (uint64_t number = link->reaped; number < sent; number++) {
-        const struct packet *slot = slot_of(link->packets, link->shared, number);
-        if (slot->op == answer->op && slot->use == answer->use)
-            take_bytes(link, slot);
-    }
-}
 
 static void transmit(struct link_out *link) {
     struct endpoint *endpoint = link->endpoint;
@@ -197,6 +190,7 @@ static void take_answers(struct link_out *link) {
     struct endpoint *endpoint = link->endpoint;
     uint64_t taken = atomic_load_explicit(&link->shared->answers_taken, memory_order_relaxed);
     uint64_t answered = atomic_load_explicit(&link->shared->answered, memory_order_acquire);
+    reap(link); /* after that load: the packets of what is answered count as taken */
     for (; taken < answered; taken++) {
         struct answer answer = link->answers[taken % endpoint->depth];
         struct op *op = &endpoint->ops[answer.op];
@@ -214,8 +208,6 @@ static void take_answers(struct link_out *link) {
             link->pending[link->pending_count++] = answer.op;
             continue;
         }
-        if (op->kind == PACKET_READ && !answer.status)
-            reap_for(link, &answer);
         complete(endpoint, answer.op, answer.status);
     }
     atomic_store_explicit(&link->shared->answers_taken, taken, memory_order_release);
@@ -249,7 +241,6 @@ static void drive(struct link_out *link) {
         bool is_closed = atomic_load_explicit(&link->shared->target_closed, memory_order_acquire) ||
                          atomic_load_explicit(&link->peer_qp->ready, memory_order_acquire) == 2;
         link->found |= atomic_load_explicit(&link->shared->known, memory_order_acquire);
-        reap(link);
         take_answers(link);
         if (is_closed)
             link->is_gone = true;
@@ -267,12 +258,9 @@ static void drive(struct link_out *link) {
 /* ---- target ---------------------------------------------------------------------------------------------------- */
 
 static void answer(struct link_in *link, const struct packet *packet, uint32_t status) {
-    struct shared_link *shared = link->shared;
-    uint64_t answered = atomic_load_explicit(&shared->answered, memory_order_relaxed);
     link->arrivals[packet->op].is_answered = true;
-    link->answers[answered % shared->depth] =
+    link->answers[link->answered++ % link->shared->depth] =
         (struct answer){.op = (uint16_t)packet->op, .status = (uint16_t)status, .use = packet->use};
-    atomic_store_explicit(&shared->answered, answered + 1, memory_order_release);
 }
 
 /* fi_efa(7), LIMITATIONS: the target must have inserted the initiator's address. The device looks for an address handle
@@ -434,6 +422,7 @@ static void take_packets(struct endpoint *endpoint, size_t index) {
     for (int budget = PACKETS_A_POLL; budget && taken < sent; budget--) {
         arrive(endpoint, link, slot_of(link->packets, shared, taken));
         atomic_store_explicit(&shared->taken, ++taken, memory_order_release);
+        atomic_store_explicit(&shared->answered, link->answered, memory_order_release); /* take_answers reads it first */
     }
     if (is_closed && taken == sent)
         drop_link_in(endpoint, index);
