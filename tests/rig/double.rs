@@ -68,6 +68,11 @@ fn build(name: &str, headers: &[&str], package: &str, parts: &[&str], flags: &[&
         }
     }
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/doubles");
+    if !sources.exists() {
+        println!("skipped: the double's sources are not on this machine, and TOKENYARD_DOUBLES names no folder");
+        assert_ne!(std::env::var("TOKENYARD_STRICT").as_deref(), Ok("1"), "no {}", sources.display());
+        return None;
+    }
     // Of this process alone until it is whole: other test programs build it, too.
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let (own, library) = (folder.join(format!("{name}.{}", std::process::id())), folder.join(format!("{name}.so")));

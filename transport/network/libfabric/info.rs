@@ -184,7 +184,7 @@ impl Info {
     }
 
     fn hints(library: &'static Library, provider: Provider, config: &LibfabricConfig, gpus: bool) -> Result<Info> {
-        let name = CString::new(config.provider.as_str()).map_err(|_| no_memory())?;
+        let name = CString::new(provider.asked(&config.provider)).map_err(|_| no_memory())?;
         // Flushes read.
         let reads = if gpus || config.flush == Some(true) { FI_READ | FI_REMOTE_READ } else { 0 };
         let (memory, mode) = if gpus { (FI_HMEM, FI_MR_HMEM) } else { (0, 0) };

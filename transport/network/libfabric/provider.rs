@@ -51,6 +51,12 @@ impl Provider {
         }
     }
 
+    /// What it is asked for as. Of tcp the layer that keeps connections for endpoints without them: libfabric 2.x offers
+    /// endpoints of tcp's own, too, and 2.1 crashes in them (in `fi_cq_read`) once a connected peer has closed its own.
+    pub fn asked(self, name: &str) -> &str {
+        if self == Provider::Tcp { "tcp;ofi_rxm" } else { name }
+    }
+
     /// Flags of every write besides those that make it one with an immediate and a completion. tcp completes a write
     /// when the kernel has it, shm when it is in the peer's queue, EFA when the peer's device has acknowledged it.
     pub fn write_flags(self) -> u64 {
@@ -149,6 +155,7 @@ mod tests {
     fn providers_differ_as_documented() {
         let all = ["tcp", "shm", "efa"].map(|name| Provider::named(name).unwrap());
         assert_eq!((all, Provider::named("net")), ([Provider::Tcp, Provider::Shm, Provider::Efa], None));
+        assert_eq!(all.map(|provider| provider.asked("name")), ["tcp;ofi_rxm", "name", "name"]);
         assert_eq!(all.map(Provider::write_flags), [FI_DELIVERY_COMPLETE, 0, 0]);
         assert_eq!(all.map(|provider| provider.completions(4352)), [20736, 20736, 16384]);
         assert_eq!(Provider::Efa.completions(20000), 24096);
