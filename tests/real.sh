@@ -11,7 +11,7 @@
 #                        libfabric:tcp and SMALL=1 the script itself can be tried without NICs
 #   --dir DIR            the programs (default: target/real); they are copied to the peer, and removed there at the end
 #   --out OUT            folder for logs, JSON and tables (default: DIR/out)
-#   --nics N             NICs of a rank (1)
+#   --nics N             NICs of a rank (default: as many as its GPU has near it)
 #   --gpus N             GPUs of each host, a rank each (default: as many as both hosts have; 0: the CPU device alone)
 #   --machine NAME       folder of benches/results for the figures (default: by GPU, hosts and network)
 #   --addr ADDR          address of this host that the peer reaches (default: as the peer's sshd sees it)
@@ -51,7 +51,7 @@ die() {
   exit 2
 }
 
-peer='' transport='' dir=$root/target/real out='' nics=1 gpus='' machine='' here_addr='' there_addr='' port=29611
+peer='' transport='' dir=$root/target/real out='' nics='' gpus='' machine='' here_addr='' there_addr='' port=29611
 link_down=0 dry=0 steps=()
 options() {
   while [ $# -gt 0 ]; do
@@ -91,8 +91,8 @@ options() {
     verbs | verbs:?*) net=verbs ;;
     *) die "--transport is \`$transport\`: give libfabric:efa, verbs or verbs:DEVICE,..." ;;
   esac
-  local name
-  for name in nics port; do [[ ${!name} =~ ^[1-9][0-9]{0,4}$ ]] || die "--$name is \`${!name}\`: give a number"; done
+  [[ -z $nics || $nics =~ ^[1-9]$ ]] || die "--nics is \`$nics\`: give a number of NICs of each rank"
+  [[ $port =~ ^[1-9][0-9]{3,4}$ ]] || die "--port is \`$port\`: give a port from 1000 on"
   [[ -z $gpus || $gpus =~ ^[0-9]{1,2}$ ]] || die "--gpus is \`$gpus\`: give a number of GPUs of each host, or 0"
   [[ -z $machine || $machine =~ ^[a-z0-9-]+$ ]] || die "--machine is \`$machine\`: give small letters, digits and -"
   [ ${#steps[@]} -gt 0 ] || steps=("${STEPS[@]}")
@@ -426,7 +426,7 @@ between() {
   row "$label" "$limit" "$purpose" "$success"
   [ -z "${need:-}" ] || needs both "$need" "$lack" || return 0
   ranks "$each" here "${variables[@]}" -- tokenyard bench --launch env --world $((2 * each)) --ranks-per-node "$each" \
-    --transport "$transport" --nics "$nics" "$@" "${small[@]}"
+    --transport "$transport" ${nics:+--nics "$nics"} "$@" "${small[@]}"
 }
 
 # The same with JSON.
