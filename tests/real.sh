@@ -644,7 +644,8 @@ survivors_go_on() {
 }
 
 step_kill() {
-  local long=(--device cpu --tokens 32 --check first --timeout-ms 20000)
+  # Survivors wait their deadline out.
+  local long=(--device cpu --tokens 32 --check first --timeout-ms $((${SMALL:-0} == 1 ? 10000 : 20000)))
   local survivors=4 named point device=cpu variables again=20
   if [ "${SMALL:-}" = 1 ]; then again=2; else long+=(--hidden 1024 --experts 32 --top-k 4); fi
   [ "${gpus:-0}" = 0 ] || device=cuda
