@@ -51,8 +51,9 @@ impl Provider {
         }
     }
 
-    /// What it is asked for as. Of tcp the layer that keeps connections for endpoints without them: libfabric 2.x offers
-    /// endpoints of tcp's own, too, and 2.1 crashes in them (in `fi_cq_read`) once a connected peer has closed its own.
+    /// What it is asked for as. Of tcp the layer that keeps connections for endpoints without them: libfabric 2.x
+    /// offers endpoints of tcp's own, too, and 2.1 crashes in them (in `fi_cq_read`) once a connected peer has closed
+    /// its own.
     pub fn asked(self, name: &str) -> &str {
         if self == Provider::Tcp { "tcp;ofi_rxm" } else { name }
     }
