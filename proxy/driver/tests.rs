@@ -4,8 +4,9 @@ use super::*;
 use crate::base::{Interrupt, Rank};
 use crate::proxy::machine::{Cause, Liveness, MachineConfig};
 use crate::proxy::wire::{ChunkIdx, Direction, LinkIdx, MessageShape, Nodes, SourceIdx, WireInput};
+use crate::transport::network::imm::ImmValue;
 use crate::transport::network::sim::{Clock as SimClock, Network, SimConfig, SimEndpoint};
-use crate::transport::network::{RegionId, Span};
+use crate::transport::network::{Place, RegionId, Span};
 
 const CONTEXT: ContextIdx = ContextIdx(0);
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -277,6 +278,46 @@ fn what_cannot_be_opened_or_asked_is_an_error() {
     let (_network, mut sides) = pair(11, &wire);
     let driver = sides.swap_remove(0);
     drop(driver);
+}
+
+/// How many of `arrived` immediates a drain leaves. A poll hands out one; the drain's clock reads 0, then `end_ns`.
+fn left_by_a_drain(arrived: usize, end_ns: u64) -> usize {
+    let network = Network::new(2, SimConfig { poll_batch: 1, ..SimConfig::calm() }).unwrap();
+    let machine = Machine::new(&MachineConfig { rank: Rank(0), world: 2, liveness: LIVENESS }).unwrap();
+    let begun = std::sync::Mutex::new(0);
+    // `new` reads the clock, too.
+    let clock = move || {
+        let mut times = begun.lock().unwrap();
+        *times += 1;
+        if *times > 2 { end_ns } else { 0 }
+    };
+    let mut driver = Driver::new(machine, network.endpoint(Rank(0)).unwrap(), Box::new(clock));
+    let mut peer = network.endpoint(Rank(1)).unwrap();
+    let memory = Words::owned(1);
+    let span = Span::host(memory.get(0).unwrap().as_ptr() as u64, 8);
+    // SAFETY: the memory outlives both endpoints, and nothing else accesses it.
+    let regions = unsafe { [peer.register(span).unwrap(), driver.transport().register(span).unwrap()] };
+    peer.connect(Rank(0), &driver.transport().address(Rank(1)).unwrap()).unwrap();
+    driver.transport().connect(Rank(1), &peer.address(Rank(0)).unwrap()).unwrap();
+    let [source, target] = regions.map(|region| Place { region, offset: 0 });
+    for token in 0..arrived as u64 {
+        let imm = ImmValue::user(0, 0, 1).unwrap();
+        let write = WriteImm { nic: 0, peer: Rank(0), source, target, bytes: 0, imm, token };
+        assert_eq!(peer.post(&write), Ok(Posted::Accepted));
+    }
+    let mut sent = 0;
+    while sent < arrived {
+        sent += peer.poll(&mut |_| {}).unwrap();
+    }
+    driver.drain();
+    std::iter::from_fn(|| Some(driver.transport().poll(&mut |_| {}).unwrap())).take_while(|count| *count > 0).sum()
+}
+
+/// What is left would be counted as the next context's; a peer that sends for ever would keep a context from opening.
+#[test]
+fn a_drain_takes_in_all_that_has_arrived_and_ends_after_a_second() {
+    assert_eq!(left_by_a_drain(5, DRAIN_NS - 1), 0);
+    assert_eq!(left_by_a_drain(5, DRAIN_NS), 4);
 }
 
 /// An older generation would close the contexts of the newer one and reset the transport under them.

@@ -21,3 +21,4 @@ mod ibverbs;
 mod libfabric;
 mod memory;
 mod transport_contract;
+mod verbs_regions;

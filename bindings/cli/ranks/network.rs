@@ -259,6 +259,13 @@ mod tests {
     use crate::cli::ranks::places::Places;
     use crate::cli::ranks::real::Settings;
 
+    /// With fewer, proxies on a machine of few cores would take them from the ranks for whose rows they wait.
+    #[test]
+    fn each_rank_of_a_process_spins_twice() {
+        let spinners = |world| threads_of(&World::threads(world).unwrap()[0], None).spinners;
+        assert_eq!([1, 2, 3, 8].map(spinners), [2, 4, 6, 16]);
+    }
+
     #[test]
     fn a_network_follows_from_its_case() {
         let case = Case { world: 4, nodes: vec![2, 2], link: Link::EfaP5, seed: 9, ..Case::default() };

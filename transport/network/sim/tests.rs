@@ -91,6 +91,11 @@ fn still() -> SimConfig {
 }
 
 #[test]
+fn memory_of_a_gpu_that_the_processor_would_move() {
+    assert!(Network::new(1, SimConfig::calm()).unwrap().endpoint(Rank(0)).unwrap().device_needs().host_memory);
+}
+
+#[test]
 fn payload_that_is_placed_all_at_once_or_in_order() {
     let (mut partial, mut gaps) = (0, 0);
     for seed in 0..50 {

@@ -228,3 +228,20 @@ impl Phase for Combine<'_> {
         self.open == 0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan::Order;
+    use super::super::workload::tests::v3;
+    use super::*;
+
+    #[test]
+    fn a_message_without_rows_that_leaves_before_the_kernel_runs() {
+        let shape = v3(2, 1);
+        let plan = Plan::new(shape, 1, Order::DESIGN, None);
+        let workload = Workload::draw(shape, 0).unwrap();
+        let combine = Combine::new(&plan, Costs::H200, &workload);
+        let (launch_ns, sum_ns) = (Costs::H200.launch_ns, Costs::H200.sum_ns);
+        assert_eq!(combine.add(0, &mut Server::default(), 1, 0..0, 0), launch_ns + sum_ns);
+    }
+}

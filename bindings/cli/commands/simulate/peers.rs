@@ -301,3 +301,19 @@ fn write(post: &Post) -> tokenyard::Result<WriteImm> {
     let bytes = u32::try_from(post.bytes).unwrap_or(u32::MAX);
     Ok(WriteImm { nic: post.nic, peer: Rank(post.to as u32), source: place, target: place, bytes, imm, token: 0 })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::workload::tests::v3;
+    use super::*;
+    use tokenyard::internals::transport::network::sim::models;
+
+    /// Without latency, nothing is due any more once the last write has arrived.
+    #[test]
+    fn the_last_write_taken_for_lost() {
+        let link = models::parse("400:0:0").unwrap();
+        let site = Site { system: System::DeepEp, shape: v3(2, 1), link, nvlink_rate: 1.0, combine: false };
+        let post = Post { at_ns: 0, from: 0, to: 1, nic: 0, bytes: 64 };
+        assert_eq!(exchange(&site, vec![post]).map(|arrived_ns| arrived_ns.len()), Ok(2));
+    }
+}

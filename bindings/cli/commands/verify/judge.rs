@@ -161,3 +161,21 @@ fn harmed(result: tokenyard::Result<Vec<RankResult>>, case: &Case) -> Outcome {
 fn names(error: &Error, field: &str) -> bool {
     matches!(error, Error::Config { name, .. } if *name == field)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_case_refused_for_another_reason_than_it_must_be_is_wrong() {
+        let mut lines = Vec::new();
+        let out = Out::new(&mut lines, None, false);
+        let judge = Judge { device: DeviceWord::Cpu, timeout: TIMEOUT, arena: None, out: &out };
+        let refused = Case { quantize: true, ..Case::default() };
+        assert!(matches!(judge.judge(&refused).outcome, Outcome::Refused(_)));
+        // Epochs are checked first.
+        let other = Case { first_epoch: Some(u64::from(u32::MAX)), ..refused };
+        let Outcome::Wrong(sentences) = judge.judge(&other).outcome else { panic!("any refusal will do") };
+        assert!(sentences.iter().any(|sentence| sentence.contains("first_epoch")), "{sentences:?}");
+    }
+}

@@ -101,6 +101,23 @@ fn an_early_completion_before_the_kernel_has_it_all() {
 }
 
 #[test]
+fn what_the_kernel_has_in_whole_counted_as_cut() {
+    let mut nodes = world(2, 1 << 20, SimConfig::calm());
+    let mut cut_by_a_reset = |posts: u32, bytes: usize| {
+        connect(&mut nodes);
+        let before = nodes[0].endpoint.counts().cut;
+        (0..posts).for_each(|number| assert_eq!(nodes[0].post(1, number, bytes), Posted::Accepted));
+        // The peer reads nothing, and so answers nothing.
+        (0..200).for_each(|_| _ = nodes[0].poll());
+        nodes[0].endpoint.reset().unwrap();
+        nodes[0].endpoint.counts().cut - before
+    };
+    assert_eq!(cut_by_a_reset(4, BYTES), 0);
+    let cut = cut_by_a_reset(60, 16_000);
+    assert!(cut > 0 && cut < 60, "{cut}: a socket holds some of them, and not all");
+}
+
+#[test]
 fn what_the_dead_had_sent_lost_with_their_socket() {
     let mut nodes = world(2, BYTES, SimConfig { nic_queue: 4096, peer_queue: 4096, ..eager() });
     let mut sent = 0;
