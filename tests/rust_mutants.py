@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Runs the suite against a seeded sample of cargo-mutants' mutants of the Rust of proxy/, transport/ and bindings/.
 
-    python3 tests/rust_mutants.py           goes on where an earlier run stopped (target/mutants/sample.txt)
+    python3 tests/rust_mutants.py           runs the mutants of the sample that have no valid outcome
     python3 tests/rust_mutants.py --list    prints the sample
 
-Needs cargo-mutants (`cargo install cargo-mutants`), which lists the mutants; this script runs them, on copies of the
-tree as tests/mutants.py does, with the tests that reach a file first. Every survivor must be judged in
+Needs cargo-mutants (`cargo install cargo-mutants`), which lists the mutants, and what tests/verbs/vm.sh --setup installs.
+This script runs them, on copies of the tree as tests/mutants.py does, with the tests that reach a file first. Outcomes are
+kept in tests/data/sample.txt, a line each: outcome, fingerprint, name. An outcome is valid until the text of the mutated
+function changes, whatever changes elsewhere; delete its line to run the mutant anew. Every survivor must be judged in
 tests/data/survivors.txt, a line each: its name as --list prints it, a tab, and the judgement. Exit status 0 only if all of
 the sample ran, at most a tenth survived, and each survivor is judged.
 """
@@ -17,22 +19,28 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import mutants
 
 ROOT = mutants.ROOT
-OUTCOMES = mutants.PLACE / "sample.txt"
+OUTCOMES = ROOT / "tests" / "data" / "sample.txt"
 JUDGED = ROOT / "tests" / "data" / "survivors.txt"
 SEED, SAMPLE = 1, 60
 FOLDERS = ("proxy", "transport", "bindings")
 # Test programs by the folder of a mutant, those that reach it first; then all others.
 FIRST = {"proxy": ["proxy", "calls"], "transport": ["transport", "calls"], "bindings/api": ["calls"], "bindings/cli": ["program"]}
 PROGRAMS = ["calls", "program", "proxy", "transport", "rules", "proxy_quiet"]
-# Seconds a test program may take.
-LONGEST = 400
+# What only the devices of the VM of tests/verbs/vm.sh run; for its mutants, the program verbs runs there last.
+IN_VM = "transport/network/verbs/"
+# Seconds a test program may take; and in the VM, whose processors are emulated.
+LONGEST, LONGEST_IN_VM = 400, 1500
+mutants.QUICK["VM_TIMEOUT"] = str(LONGEST_IN_VM)
 # Mutants that do not build are replaced by others, at most so many.
 MOST_REPLACED = 60
+# Held while the file of outcomes is read and written.
+RECORDING = threading.Lock()
 
 
 def named(listed):
@@ -88,6 +96,17 @@ def checks(worker, file):
     return [("unit tests", unit_tests(worker))] + [(program, [*cargo, "--test", program]) for program in ordered]
 
 
+def checks_in_vm(worker, file):
+    if not file.startswith(IN_VM):
+        return []
+    runner = f"target.x86_64-unknown-linux-gnu.runner={json.dumps(str(worker.tree / 'tests' / 'verbs' / 'vm.sh'))}"
+    return [("verbs", ["cargo", "--config", runner, "test", "-q", *worker.cargo, "--test", "verbs", "--", "--test-threads=1"])]
+
+
+def caught_by(worker, file):
+    return worker.caught_by(checks(worker, file), LONGEST) or worker.caught_by(checks_in_vm(worker, file), LONGEST_IN_VM)
+
+
 def judge(worker, mutant):
     """`caught by ...`, `SURVIVED`, or why it does not count."""
     path = worker.tree / mutant["file"]
@@ -99,7 +118,7 @@ def judge(worker, mutant):
                 return "does not build"
         except subprocess.TimeoutExpired:
             return f"is not built within {mutants.LONGEST_BUILD} s"
-        caught = worker.caught_by(checks(worker, mutant["file"]), LONGEST)
+        caught = caught_by(worker, mutant["file"])
         if caught is None:
             return "SURVIVED"
         name, why = caught
@@ -110,38 +129,46 @@ def judge(worker, mutant):
 
 
 def fingerprint(name, mutant):
-    """Of a mutant and of the file that it changes."""
-    return hashlib.sha256(name.encode() + (ROOT / mutant["file"]).read_bytes()).hexdigest()[:16]
+    """Of a mutant and of the function that it changes; of the whole file for a mutant outside functions."""
+    text = (ROOT / mutant["file"]).read_text()
+    if mutant["function"] is not None:
+        span = mutant["function"]["span"]
+        text = text[offset(text, span["start"]) : offset(text, span["end"])]
+    return hashlib.sha256(f"{name}\n{text}".encode()).hexdigest()[:16]
 
 
 def recorded(found):
-    """Outcomes by name, of mutants whose files are still as they were."""
+    """Outcomes by name, of mutants whose functions are still as they were."""
     lines = [line.split("\t") for line in OUTCOMES.read_text().splitlines()] if OUTCOMES.exists() else []
     return {name: outcome for outcome, of, name in lines if name in found and of == fingerprint(name, found[name])}
 
 
-def prepared():
-    """Workers, once all tests have passed on the tree itself."""
+def record(found, name, outcome):
+    """Adds an outcome. Outcomes that are no longer valid leave the file."""
+    with RECORDING:
+        outcomes = sorted((recorded(found) | {name: outcome}).items())
+        lines = [f"{outcome}\t{fingerprint(name, found[name])}\t{name}\n" for name, outcome in outcomes]
+        OUTCOMES.write_text("".join(lines))
+
+
+def prepared(files):
+    """Workers, once all tests that reach these files have passed on the tree itself."""
     workers = [mutants.Worker(number) for number in range(mutants.WORKERS)]
     if (built := workers[0].build()).returncode != 0:
         sys.exit(f"the tree does not build: {built.stderr}")
-    alarm = workers[0].caught_by(checks(workers[0], ""), LONGEST)
+    alarm = caught_by(workers[0], next((file for file in files if file.startswith(IN_VM)), ""))
     if alarm is not None:
         sys.exit(f"the suite fails without any mutant: {alarm}")
     return workers
 
 
-def run(waiting, workers):
+def run(found, waiting, workers):
     """Runs what waits, and records each outcome at once."""
-    OUTCOMES.parent.mkdir(parents=True, exist_ok=True)
-
     def work(worker):
-        while (next_one := mutants.next_of(waiting)) is not None:
-            name, mutant = next_one
+        while (name := mutants.next_of(waiting)) is not None:
             start = time.time()
-            outcome = judge(worker, mutant)
-            with OUTCOMES.open("a") as outcomes:
-                outcomes.write(f"{outcome}\t{fingerprint(name, mutant)}\t{name}\n")
+            outcome = judge(worker, found[name])
+            record(found, name, outcome)
             print(f"{name[:90]:90} {outcome:24} {time.time() - start:5.1f} s", flush=True)
 
     mutants.in_threads(work, workers)
@@ -175,12 +202,12 @@ def main():
     if sys.argv[1:] == ["--list"]:
         print("\n".join(chosen))
         return
-    workers = prepared() if waiting else []
+    workers = prepared([found[name]["file"] for name in waiting]) if waiting else []
     while waiting:
         places = queue.SimpleQueue()
         for name in waiting:
-            places.put((name, found[name]))
-        run(places, workers)
+            places.put(name)
+        run(found, places, workers)
         chosen, waiting = sample(found, recorded(found))
     outcomes = recorded(found)
     survivors = [name for name in chosen if outcomes[name] == "SURVIVED"]
