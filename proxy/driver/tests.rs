@@ -131,7 +131,9 @@ fn rows_cross_a_hostile_network_between_threads() {
     for side in sides {
         side.proxy.remote().close(CONTEXT, PATIENCE).unwrap();
         let stats = side.proxy.remote().ask(|driver| *driver.machine().stats()).unwrap();
-        assert_eq!((stats.posts, stats.impossible, stats.duplicates), (stats.completions, 0, 0), "{stats:?}");
+        // What has arrived at the peer may complete here once the context is closed (P2).
+        let completions = stats.completions + stats.stale_completions;
+        assert_eq!((stats.posts, stats.impossible, stats.duplicates), (completions, 0, 0), "{stats:?}");
         assert!(stats.full > 0, "the network's queues never filled");
         assert_eq!((side.proxy.remote().reports(), side.proxy.remote().failure()), (Vec::new(), None));
         drop(side.proxy);

@@ -61,7 +61,8 @@ fn address_that_has_a_place_of_a_region_without_its_length() {
             let address = ends[1 - from].address(Rank(from as u32)).unwrap();
             ends[from].connect(Rank(1 - from as u32), &address).unwrap();
         };
-        (connect(0), connect(1));
+        connect(0);
+        connect(1);
         // Rank 0 has yet to let go of it.
         assert_eq!(ends[1].deregister(region), Ok(Released::Busy));
         let address = ends[1].address(Rank(0)).unwrap();
