@@ -70,7 +70,8 @@ setup() {
 }
 
 format() {
-  say "formatting"
+  say "formatting, and the table of mutants"
+  python3 tests/mutants.py --check
   cargo fmt --check
   find kernels benches -name '*.cuh' -o -name '*.cu' -o -name '*.h' -o -name '*.cpp' |
     xargs .venv/bin/clang-format --dry-run -Werror
