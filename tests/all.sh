@@ -40,7 +40,7 @@ need() {
   fi
 }
 
-# Gets what some tests need, by the rest of the arguments. Without it they are skipped, or fail under TOKENYARD_STRICT=1.
+# Gets what some tests need, by the rest of the arguments. Without it they are skipped, or fail if TOKENYARD_STRICT=1.
 want() {
   local what=$1 status=0
   shift

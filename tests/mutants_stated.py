@@ -447,6 +447,14 @@ GROUPS = [
         ("any shm", "transport/network/libfabric/mod.rs",
          "&& !config.allow_old_shm {", "&& config.allow_old_shm {"),
     ]),
+    ("unit", "registration::tests", [
+        ("NICs keep what another has refused", "transport/network/registration.rs",
+         "lanes.iter_mut().take(at).for_each(Nic::undo);", ""),
+        ("a region too many", "transport/network/registration.rs",
+         "regions.lengths().len() >= most as usize", "regions.lengths().len() > most as usize"),
+        ("what did not close is closed again", "transport/network/registration.rs",
+         "closed.inspect_err(|code| *place = Registration::Stuck(*code))", "closed"),
+    ]),
     ("test", "efa", [
         ("empty writes go into their target", "transport/network/libfabric/lane.rs",
          "(slab.empty(), EMPTY, scratch, &self.local)", "(slab.empty(), EMPTY, target, &self.local)"),

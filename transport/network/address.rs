@@ -8,14 +8,11 @@
 //!
 //! Place: while a context is built, on the caller's or the proxy's thread.
 
-use super::regions::{REPORTED, report_lengths, reported_lengths};
+use super::encoding::Format;
+use super::regions::{report_lengths, reported_lengths};
 use crate::base::Rank;
-use crate::base::checksum::fnv1a;
 
-const MAGIC: [u8; 4] = *b"tyEP";
-const VERSION: u32 = 2;
-const HEAD: usize = 36;
-const SUM: usize = 8;
+const FORMAT: Format = Format { magic: *b"tyEP", version: 2, foreign: "is not of an endpoint of this process" };
 
 /// An endpoint as its peers see it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,52 +29,28 @@ pub(crate) struct Address {
 
 impl Address {
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(HEAD + 4 + REPORTED * self.regions.len().min(8) + SUM);
-        out.extend(MAGIC);
-        out.extend(VERSION.to_le_bytes());
+        let mut out = FORMAT.begin();
         out.extend(self.network.to_le_bytes());
         out.extend(self.key.to_le_bytes());
         out.extend(self.rank.0.to_le_bytes());
         out.extend([0; 4]);
         out.extend(self.nics.to_le_bytes());
         report_lengths(&mut out, &self.regions);
-        let sum = fnv1a(&out);
-        out.extend(sum.to_le_bytes());
-        out
+        Format::end(out)
     }
 
     /// Decodes an address; the error is the fault in the bytes.
     pub(crate) fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
-        let body = bytes.len().checked_sub(SUM).filter(|body| *body >= HEAD).ok_or("is too short")?;
-        if bytes[..4] != MAGIC {
-            return Err("is not of an endpoint of this process");
-        }
-        if read_u32(bytes, 4) != Some(VERSION) {
-            return Err("is of another version");
-        }
-        if read_u64(bytes, body) != Some(fnv1a(&bytes[..body])) {
-            return Err("has a wrong checksum");
-        }
-        let regions = reported_lengths(&bytes[HEAD..body]).ok_or("has a wrong length")?;
-        let read = || {
-            Some(Address {
-                network: read_u64(bytes, 8)?,
-                key: read_u64(bytes, 16)?,
-                rank: Rank(read_u32(bytes, 24)?),
-                nics: read_u32(bytes, 32)?,
-                regions,
-            })
+        let mut rest = FORMAT.open(bytes)?;
+        let mut head = || {
+            let (network, key, rank) = (rest.u64()?, rest.u64()?, Rank(rest.u32()?));
+            rest.u32()?;
+            Some((network, key, rank, rest.u32()?))
         };
-        read().ok_or("is too short")
+        let (network, key, rank, nics) = head().ok_or("is too short")?;
+        let regions = reported_lengths(rest.0).ok_or("has a wrong length")?;
+        Ok(Address { network, key, rank, nics, regions })
     }
-}
-
-fn read_u32(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
-}
-
-fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
 }
 
 /// A number that no other network, or endpoint, of this process has.

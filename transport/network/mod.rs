@@ -67,6 +67,7 @@
 mod address;
 mod clock;
 pub mod emulated;
+mod encoding;
 mod flight;
 mod held;
 pub mod imm;
@@ -76,6 +77,7 @@ mod library;
 mod message;
 mod reach;
 mod regions;
+mod registration;
 mod remote;
 mod revoke;
 pub mod sim;

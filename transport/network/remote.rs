@@ -1,21 +1,12 @@
-//! A peer's regions as this endpoint knows them, and how addresses name them: the same for all real networks.
+//! A peer's regions as this endpoint knows them: the same for all real networks.
 //!
 //! Place in the data path: under `post`, which looks up where a write goes. On the endpoint's thread. Allocates in
 //! `update` alone, which `connect` calls.
 
+use super::encoding::{Remote, Reported};
 use super::regions::{Regions, fits, outside};
 use super::{RegionId, WriteImm};
 use crate::base::Error;
-
-/// A place that a peer writes to: an address, or an offset where the network counts from 0, and a key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Remote {
-    pub base: u64,
-    pub key: u64,
-}
-
-/// Bytes of a place in an address.
-pub(super) const PLACE: usize = 16;
 
 /// The regions of a peer, from its addresses.
 #[derive(Debug, Clone, Default)]
@@ -37,16 +28,16 @@ impl RemoteRegions {
         self.places.get(usize::from(region.0) * nics + nic).copied()
     }
 
-    /// Takes in what an address says: lengths by number, and places by region that is there, then by NIC. Either of two
-    /// addresses may be the older one: a region that is gone in one of them is gone.
+    /// Takes in what an address says. Either of two addresses may be the older one: a region that is gone in one of
+    /// them is gone.
     ///
     /// # Errors
     /// What is wrong with the address; then nothing has changed.
-    pub fn update(&mut self, reported: &[u64], remotes: &[Remote], nics: usize) -> Result<(), String> {
-        let mut there = remotes.chunks_exact(nics);
+    pub fn update(&mut self, reported: &Reported, nics: usize) -> Result<(), String> {
+        let mut there = reported.remotes.chunks_exact(nics);
         let (mut lengths, mut known_places) = (self.lengths.clone(), self.places.clone());
         let none = Remote { base: 0, key: 0 };
-        for (number, reported) in reported.iter().enumerate() {
+        for (number, reported) in reported.lengths.iter().enumerate() {
             let places = if *reported > 0 { there.next() } else { None };
             if places.is_some_and(|places| places.iter().any(|place| place.base.checked_add(*reported).is_none())) {
                 return Err("has a region that wraps".into());
@@ -103,41 +94,4 @@ pub(super) fn admit<'a>(
         return Err(outside("target", write, length.filter(|length| *length > 0)));
     }
     Ok(source)
-}
-
-/// Appends a place.
-pub(super) fn put(out: &mut Vec<u8>, Remote { base, key }: Remote) {
-    out.extend(base.to_le_bytes());
-    out.extend(key.to_le_bytes());
-}
-
-/// What has not been read.
-pub(super) struct Rest<'a>(pub &'a [u8]);
-
-impl<'a> Rest<'a> {
-    pub fn take(&mut self, count: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(count)?;
-        self.0 = rest;
-        Some(taken)
-    }
-
-    pub fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.take(N)?.try_into().ok()
-    }
-
-    pub fn u16(&mut self) -> Option<u16> {
-        self.array().map(u16::from_le_bytes)
-    }
-
-    pub fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_le_bytes)
-    }
-
-    pub fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_le_bytes)
-    }
-
-    pub fn remote(&mut self) -> Option<Remote> {
-        Some(Remote { base: self.u64()?, key: self.u64()? })
-    }
 }

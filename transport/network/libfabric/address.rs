@@ -4,8 +4,7 @@
 //! byte  0      4        8    16    20        22                24
 //!       magic  version  key  rank  NICs u16  virtual or not u16  provider: length u8, bytes
 //!       then for each NIC                         name: length u16, bytes; scratch place
-//!       then                                      length u32 of the regions, as `regions::report_lengths`
-//!       then for each region there and each NIC   place
+//!       then                                      the regions, as `encoding::Reported`
 //!       then                                      checksum u64                     a place: address u64, key u64
 //! ```
 //!
@@ -13,12 +12,11 @@
 
 use super::config::MAX_PROVIDER;
 use crate::base::Rank;
-use crate::base::checksum::fnv1a;
-use crate::transport::network::regions::{report_lengths, reported_lengths};
-use crate::transport::network::remote::{PLACE, Remote, Rest, put};
+use crate::transport::network::encoding::{Format, Reported};
+use crate::transport::network::encoding::{PLACE, Remote, Rest, put};
+use crate::transport::network::regions::REPORTED;
 
-const MAGIC: [u8; 4] = *b"tyLF";
-const VERSION: u32 = 1;
+const FORMAT: Format = Format { magic: *b"tyLF", version: 1, foreign: "is not of an endpoint over libfabric" };
 /// Longest name of a provider's endpoint.
 pub(super) const MAX_NAME: usize = 512;
 
@@ -41,24 +39,18 @@ pub(super) struct Address {
     pub virtual_addresses: bool,
     pub provider: String,
     pub ports: Vec<Port>,
-    /// Lengths of the regions by number; 0: taken back.
-    pub lengths: Vec<u64>,
-    /// By region that is there, then by NIC.
-    pub remotes: Vec<Remote>,
+    pub regions: Reported,
 }
 
 /// Most regions that fit into an address of `most` bytes.
 pub(super) fn room(most: usize, nics: usize) -> usize {
-    use crate::transport::network::regions::REPORTED;
     let head = 24 + 1 + MAX_PROVIDER + nics * (2 + MAX_NAME + PLACE) + 4 + 4 + 8;
     most.saturating_sub(head) / (REPORTED + nics * PLACE)
 }
 
 impl Address {
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        out.extend(MAGIC);
-        out.extend(VERSION.to_le_bytes());
+        let mut out = FORMAT.begin();
         out.extend(self.key.to_le_bytes());
         out.extend(self.rank.0.to_le_bytes());
         out.extend((self.ports.len() as u16).to_le_bytes());
@@ -70,29 +62,13 @@ impl Address {
             out.extend(name);
             put(&mut out, *scratch);
         }
-        let mut lengths = Vec::new();
-        report_lengths(&mut lengths, &self.lengths);
-        out.extend((lengths.len() as u32).to_le_bytes());
-        out.extend(lengths);
-        self.remotes.iter().for_each(|remote| put(&mut out, *remote));
-        let sum = fnv1a(&out);
-        out.extend(sum.to_le_bytes());
-        out
+        self.regions.put(&mut out);
+        Format::end(out)
     }
 
     /// Decodes an address; the error is the fault in the bytes.
     pub fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
-        let (body, sum) = bytes.split_last_chunk::<8>().ok_or("is too short")?;
-        let mut rest = Rest(body);
-        if rest.array::<4>().ok_or("is too short")? != MAGIC {
-            return Err("is not of an endpoint over libfabric");
-        }
-        if rest.u32().ok_or("is too short")? != VERSION {
-            return Err("is of another version");
-        }
-        if u64::from_le_bytes(*sum) != fnv1a(body) {
-            return Err("has a wrong checksum");
-        }
+        let mut rest = FORMAT.open(bytes)?;
         rest.address().filter(|_| rest.0.is_empty()).ok_or("has a wrong length")
     }
 }
@@ -115,11 +91,8 @@ impl Rest<'_> {
         let [length] = self.array()?;
         let provider = String::from_utf8(self.take(usize::from(length))?.to_vec()).ok()?;
         let ports = (0..nics).map(|_| self.port()).collect::<Option<Vec<Port>>>()?;
-        let bytes = self.u32()? as usize;
-        let lengths = reported_lengths(self.take(bytes)?)?;
-        let there = lengths.iter().filter(|length| **length > 0).count();
-        let remotes = (0..there * ports.len()).map(|_| self.remote()).collect::<Option<Vec<Remote>>>()?;
-        Some(Address { key, rank, virtual_addresses, provider, ports, lengths, remotes })
+        let regions = Reported::read(self, ports.len())?;
+        Some(Address { key, rank, virtual_addresses, provider, ports, regions })
     }
 }
 
@@ -137,8 +110,7 @@ mod tests {
             virtual_addresses: true,
             provider: "tcp;ofi_rxm".into(),
             ports: vec![port(1), port(2)],
-            lengths: vec![4096, 0, 7],
-            remotes: (3..7).map(remote).collect(),
+            regions: Reported { lengths: vec![4096, 0, 7], remotes: (3..7).map(remote).collect() },
         };
         let bytes = address.encode();
         assert_eq!(Address::decode(&bytes), Ok(address.clone()));
@@ -149,8 +121,9 @@ mod tests {
         }
         assert!((0..bytes.len()).all(|length| Address::decode(&bytes[..length]).is_err()));
         // Whole, but for one thing each.
+        let fewer = address.regions.remotes[1..].to_vec();
         let bent = [
-            Address { remotes: address.remotes[1..].to_vec(), ..address.clone() },
+            Address { regions: Reported { remotes: fewer, ..address.regions.clone() }, ..address.clone() },
             Address { ports: vec![port(1)], ..address.clone() },
             Address { ports: vec![Port { name: Vec::new(), ..port(1) }, port(2)], ..address.clone() },
             Address { ports: vec![Port { name: vec![0; MAX_NAME + 1], ..port(1) }, port(2)], ..address },
@@ -171,8 +144,7 @@ mod tests {
                 virtual_addresses: false,
                 provider: "p".repeat(MAX_PROVIDER),
                 ports: vec![port; nics],
-                lengths: vec![1; regions],
-                remotes: vec![place; regions * nics],
+                regions: Reported { lengths: vec![1; regions], remotes: vec![place; regions * nics] },
             };
             let bytes = address.encode().len();
             assert!(bytes <= most && bytes + 10 + 16 * nics > most, "{nics} NICs: {regions} regions, {bytes} bytes");

@@ -10,7 +10,8 @@ use super::config::LibfabricConfig;
 use super::lane::{BareWrite, Lane};
 use super::libfabric_sys::*;
 use crate::base::{Error, Rank, Result};
-use crate::transport::network::remote::Remote;
+use crate::transport::network::encoding::{Remote, Reported};
+use crate::transport::network::registration::Nic;
 use crate::transport::network::slab::Slab;
 use crate::transport::network::{RegionId, Span};
 use std::ffi::c_int;
@@ -63,8 +64,10 @@ impl Bare {
             virtual_addresses: self.lane.facts.virtual_addresses,
             provider: self.lane.facts.kind(),
             ports: vec![port],
-            lengths: vec![self.span.bytes as u64],
-            remotes: self.lane.remote(REGION, self.span.base).into_iter().collect(),
+            regions: Reported {
+                lengths: vec![self.span.bytes as u64],
+                remotes: self.lane.remote(REGION, self.span.base).into_iter().collect(),
+            },
         };
         Ok(address.encode())
     }
@@ -76,9 +79,8 @@ impl Bare {
     pub fn connect(&mut self, address: &[u8]) -> Result<()> {
         let unusable = |why: &str| Error::transport(format!("address of the peer {why}"), "exchange addresses anew");
         let address = Address::decode(address).map_err(unusable)?;
-        let (Some(port), Some(remote), [length]) =
-            (address.ports.first(), address.remotes.first(), address.lengths.as_slice())
-        else {
+        let Reported { lengths, remotes } = &address.regions;
+        let (Some(port), Some(remote), [length]) = (address.ports.first(), remotes.first(), lengths.as_slice()) else {
             return Err(unusable("has no region"));
         };
         if *length < self.span.bytes as u64 {

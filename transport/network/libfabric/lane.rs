@@ -16,11 +16,12 @@ use super::memory::{PEER_TO_PEER, Reached, Registrar, require_peer_to_peer};
 use super::object::{Object, Origin};
 use super::provider::Provider;
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::encoding::Remote;
 use crate::transport::network::flight::Flight;
 use crate::transport::network::held::Held;
 use crate::transport::network::message::PITCH;
 use crate::transport::network::reach::{Gpu, allocation};
-use crate::transport::network::remote::Remote;
+use crate::transport::network::registration::{Nic, Registrations};
 use crate::transport::network::slab::{EMPTY, LINE, Slab};
 use crate::transport::network::slots::Slots;
 use crate::transport::network::{Failure, Reason, RegionId, Span};
@@ -83,22 +84,13 @@ impl Default for Flush {
     }
 }
 
-#[derive(Debug)]
-enum Registered {
-    Open(Object<fid_mr>),
-    /// Taken back.
-    Closed,
-    /// The provider did not close it, and may go on to use it.
-    Stuck(c_int),
-}
-
 /// Closed and freed in this order.
 #[derive(Debug)]
 pub(super) struct Lane {
     door: Option<Door>,
     /// Why the last endpoint could not be closed.
     stuck: Option<c_int>,
-    regions: Vec<Registered>,
+    regions: Registrations<Object<fid_mr>>,
     scratch: Object<fid_mr>,
     local: Object<fid_mr>,
     /// The GPU whose memory it reaches, and how.
@@ -208,7 +200,7 @@ impl Lane {
         let mut lane = Lane {
             door: None,
             stuck: None,
-            regions: Vec::new(),
+            regions: Registrations::default(),
             scratch,
             local,
             reached,
@@ -355,66 +347,9 @@ impl Lane {
 
     // ---- memory
 
-    /// Registers memory by the next number; of a GPU's memory the whole allocation.
-    ///
-    /// # Errors
-    /// `Argument` for a GPU's memory that it does not reach; `Transport` if the provider refuses.
-    pub fn register(&mut self, span: Span, gpu: Option<&Gpu>) -> Result<()> {
-        let registrar = Registrar {
-            library: self.origin.library,
-            origin: &self.origin,
-            domain: &self.domain,
-            facts: &self.facts,
-            advice: self.provider.advice_on_memory(),
-        };
-        let access = FI_WRITE | FI_REMOTE_WRITE;
-        let reached = gpu.zip(self.reached.as_ref().and_then(|reached| reached.reach.way));
-        let region = match (allocation(&span, reached.map(|(gpu, _)| gpu.ordinal))?, reached) {
-            (Some(whole), Some((gpu, way))) => registrar.register_gpu(way, gpu, (&span, whole), access)?,
-            _ => registrar.register_host(span, access)?,
-        };
-        self.regions.push(Registered::Open(region));
-        Ok(())
-    }
-
-    /// Forgets the last registration.
-    pub fn undo(&mut self) {
-        self.regions.pop();
-    }
-
-    /// Takes a region back.
-    ///
-    /// # Errors
-    /// `Transport` if the provider does not close it, now and each time after.
-    pub fn release(&mut self, region: RegionId) -> Result<()> {
-        let Some(place) = self.regions.get_mut(usize::from(region.0)) else { return Ok(()) };
-        let closed = match std::mem::replace(place, Registered::Closed) {
-            Registered::Open(object) => object.close(),
-            Registered::Closed => Ok(()),
-            Registered::Stuck(code) => Err(code),
-        };
-        closed.map_err(|code| {
-            *place = Registered::Stuck(code);
-            let what = format!("closes no memory region: region {} stays registered", region.0);
-            self.origin.refused(&what, code, ADVICE)
-        })
-    }
-
     /// Whether a region can be written from.
     pub fn has(&self, region: RegionId) -> bool {
-        self.region(region).is_some()
-    }
-
-    fn region(&self, region: RegionId) -> Option<&Object<fid_mr>> {
-        match self.regions.get(usize::from(region.0))? {
-            Registered::Open(object) => Some(object),
-            Registered::Closed | Registered::Stuck(_) => None,
-        }
-    }
-
-    /// Where peers write to a region that begins at `base`.
-    pub fn remote(&self, region: RegionId, base: u64) -> Option<Remote> {
-        Some(self.place(self.region(region)?, base))
+        self.regions.get(region).is_some()
     }
 
     /// Where peers' empty writes go.
@@ -495,7 +430,7 @@ impl Lane {
         let write = &flight.write;
         let Destination { address, target, scratch } = *to;
         let (source, bytes, place, object) = if write.bytes > 0 {
-            let Some(region) = self.region(write.source.region) else { return -FI_EINVAL };
+            let Some(region) = self.regions.get(write.source.region) else { return -FI_EINVAL };
             let place = Remote { base: target.base.wrapping_add(write.target.offset), key: target.key };
             (flight.source, write.bytes as usize, place, region)
         } else {
@@ -522,7 +457,7 @@ impl Lane {
 
     /// Posts a write of the bare loop, whose region begins at `base`: 0, or the library's error.
     pub fn write_bare(&self, region: RegionId, base: u64, write: &BareWrite) -> c_int {
-        let (Some(door), Some(object)) = (&self.door, self.region(region)) else { return -FI_ENODATA };
+        let (Some(door), Some(object)) = (&self.door, self.regions.get(region)) else { return -FI_ENODATA };
         let piece = iovec { iov_base: (base + write.offset) as *mut c_void, iov_len: write.bytes };
         let Remote { base: to, key } = write.remote;
         let remote = fi_rma_iov { addr: to.wrapping_add(write.offset), len: write.bytes, key };
@@ -723,5 +658,44 @@ impl Lane {
         }
         // SAFETY: a C string of the provider's.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    }
+}
+
+impl Nic for Lane {
+    /// Of a GPU's memory the whole allocation.
+    ///
+    /// # Errors
+    /// `Argument` for a GPU's memory that it does not reach; `Transport` if the provider refuses.
+    fn register(&mut self, span: Span, gpu: Option<&Gpu>) -> Result<()> {
+        let registrar = Registrar {
+            library: self.origin.library,
+            origin: &self.origin,
+            domain: &self.domain,
+            facts: &self.facts,
+            advice: self.provider.advice_on_memory(),
+        };
+        let access = FI_WRITE | FI_REMOTE_WRITE;
+        let reached = gpu.zip(self.reached.as_ref().and_then(|reached| reached.reach.way));
+        let region = match (allocation(&span, reached.map(|(gpu, _)| gpu.ordinal))?, reached) {
+            (Some(whole), Some((gpu, way))) => registrar.register_gpu(way, gpu, (&span, whole), access)?,
+            _ => registrar.register_host(span, access)?,
+        };
+        self.regions.push(region);
+        Ok(())
+    }
+
+    fn undo(&mut self) {
+        self.regions.undo();
+    }
+
+    fn release(&mut self, region: RegionId) -> Result<()> {
+        self.regions.close(region, Object::close).map_err(|code| {
+            let what = format!("closes no memory region: region {} stays registered", region.0);
+            self.origin.refused(&what, code, ADVICE)
+        })
+    }
+
+    fn remote(&self, region: RegionId, base: u64) -> Option<Remote> {
+        Some(self.place(self.regions.get(region)?, base))
     }
 }

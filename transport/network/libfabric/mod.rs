@@ -56,6 +56,7 @@ use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
 use super::reach::{Gpu, Reach};
 use super::regions::Regions;
+use super::registration::{self, Nic};
 use super::remote::admit;
 use super::revoke::{Notice, Revocations};
 use super::slab::Slab;
@@ -608,7 +609,7 @@ impl LibfabricEndpoint {
             return Err(format!("is of the provider {:?}, not {:?}", address.provider, facts.kind()));
         }
         match self.peers.get_mut(&address.rank).filter(|peer| peer.key == address.key) {
-            Some(peer) => peer.regions.update(&address.lengths, &address.remotes, nics),
+            Some(peer) => peer.regions.update(&address.regions, nics),
             None => self.replace(address),
         }
     }
@@ -624,7 +625,7 @@ impl LibfabricEndpoint {
             paths.push(Path { address: found, scratch: port.scratch, outstanding: 0, unsent });
         }
         let mut peer = Peer::new(&address, self.channels + 1, paths, PEER_MESSAGES as usize);
-        if let Err(why) = peer.regions.update(&address.lengths, &address.remotes, self.lanes.len()) {
+        if let Err(why) = peer.regions.update(&address.regions, self.lanes.len()) {
             self.lanes.iter_mut().zip(&peer.paths).for_each(|(lane, path)| lane.remove(path.address));
             return Err(why);
         }
@@ -690,20 +691,8 @@ impl Transport for LibfabricEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        if self.regions.lengths().len() >= self.limits.regions as usize {
-            let advice = "register fewer, larger spans; numbers of those taken back are not used again";
-            return Err(Error::argument("regions", self.limits.regions + 1, advice));
-        }
-        let region = self.regions.register(span)?;
-        for at in 0..self.lanes.len() {
-            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span, self.gpu.as_ref()).err());
-            if let Some(why) = refused {
-                self.lanes.iter_mut().take(at).for_each(Lane::undo);
-                self.regions.undo(region);
-                return Err(why);
-            }
-        }
-        Ok(region)
+        let regions = (&mut self.regions, self.limits.regions);
+        registration::register(&mut self.lanes, regions, span, self.gpu.as_ref())
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
@@ -734,12 +723,7 @@ impl Transport for LibfabricEndpoint {
             .iter()
             .map(|lane| Ok(Port { name: lane.name(self.rank)?.to_vec(), scratch: lane.scratch(&self.slab) }));
         let ports = ports.collect::<Result<Vec<Port>>>()?;
-        let lengths = self.regions.lengths();
-        let there = (0u16..).map(RegionId).zip(&lengths).filter(|(_, length)| **length > 0);
-        let bases = there.filter_map(|(region, _)| Some((region, self.regions.base(region)?)));
-        let remotes =
-            bases.flat_map(|(region, base)| self.lanes.iter().filter_map(move |lane| lane.remote(region, base)));
-        let remotes = remotes.collect();
+        let regions = registration::reported(&self.lanes, &self.regions);
         let facts = self.lanes.first().map(|lane| &lane.facts);
         let address = Address {
             key: self.key,
@@ -747,8 +731,7 @@ impl Transport for LibfabricEndpoint {
             virtual_addresses: facts.is_some_and(|facts| facts.virtual_addresses),
             provider: facts.map_or_else(String::new, Facts::kind),
             ports,
-            lengths,
-            remotes,
+            regions,
         };
         Ok(address.encode())
     }

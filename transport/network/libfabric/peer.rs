@@ -4,7 +4,8 @@
 
 use super::address::Address;
 use super::libfabric_sys::fi_addr_t;
-use crate::transport::network::remote::{Remote, RemoteRegions};
+use crate::transport::network::encoding::Remote;
+use crate::transport::network::remote::RemoteRegions;
 use std::collections::VecDeque;
 
 /// A peer's endpoint.
@@ -144,6 +145,7 @@ impl Peer {
 mod tests {
     use super::*;
     use crate::base::Rank;
+    use crate::transport::network::encoding::Reported;
 
     fn peer() -> Peer {
         let address = Address {
@@ -152,8 +154,7 @@ mod tests {
             virtual_addresses: false,
             provider: String::new(),
             ports: Vec::new(),
-            lengths: Vec::new(),
-            remotes: Vec::new(),
+            regions: Reported { lengths: Vec::new(), remotes: Vec::new() },
         };
         Peer { notices: Notices::Asked, question: 7, asked_ns: 100, ..Peer::new(&address, 1, Vec::new(), 1) }
     }

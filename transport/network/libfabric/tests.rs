@@ -44,7 +44,7 @@ fn addresses_that_would_mislead_the_provider_are_refused() {
         &family(0),
     ];
     assert!(names.iter().all(|change| refused(change).contains("names no endpoint")));
-    assert!(refused(&|address| address.remotes[0].base = u64::MAX).contains("has a region that wraps"));
+    assert!(refused(&|address| address.regions.remotes[0].base = u64::MAX).contains("has a region that wraps"));
     assert!(refused(&|address| address.provider = "shm".into()).contains("is of the provider \"shm\""));
     assert!(refused(&|address| address.virtual_addresses ^= true).contains("is of the provider"));
     assert!(one.peers.is_empty(), "a refused address changes nothing");
@@ -54,7 +54,9 @@ fn addresses_that_would_mislead_the_provider_are_refused() {
         change(&mut address);
         one.connect(Rank(1), &address.encode()).unwrap_err().to_string()
     };
-    for change in [(|address| address.lengths[0] = 32) as fn(&mut Address), |address| address.remotes[0].key += 1] {
+    for change in
+        [(|address| address.regions.lengths[0] = 32) as fn(&mut Address), |address| address.regions.remotes[0].key += 1]
+    {
         assert!(refused(&change).contains("contradicts an earlier one of the same endpoint"));
     }
 }

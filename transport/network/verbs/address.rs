@@ -5,8 +5,7 @@
 //!       magic  version  key  rank  peer   NICs u16  messages' number u32 and first packet u32
 //!       then for each NIC   GID 16, LID u16, MTU u8, service level u8, kind u8, number of datagrams' queue pair u32,
 //!                           number of writes' queue pair u32, its first packet u32
-//!       then                length u32 of the regions, as `regions::report_lengths`
-//!       then for each region there and each NIC   place: address u64, key u64
+//!       then                the regions, as `encoding::Reported`
 //!       then                checksum u64
 //! ```
 //!
@@ -14,12 +13,11 @@
 
 use super::device::Route;
 use crate::base::Rank;
-use crate::base::checksum::fnv1a;
-use crate::transport::network::regions::{REPORTED, report_lengths, reported_lengths};
-use crate::transport::network::remote::{PLACE, Remote, Rest, put};
+use crate::transport::network::encoding::{Format, Reported};
+use crate::transport::network::encoding::{PLACE, Rest};
+use crate::transport::network::regions::REPORTED;
 
-const MAGIC: [u8; 4] = *b"tyVB";
-const VERSION: u32 = 1;
+const FORMAT: Format = Format { magic: *b"tyVB", version: 1, foreign: "is not of an endpoint over verbs" };
 /// Queue pairs and packets are numbered by 24 bits.
 pub(super) const NUMBERS: u32 = (1 << 24) - 1;
 
@@ -53,10 +51,7 @@ pub(super) struct Address {
     pub peer: Rank,
     pub messages: End,
     pub ports: Vec<Port>,
-    /// Lengths of the regions by number; 0: taken back.
-    pub lengths: Vec<u64>,
-    /// By region that is there, then by NIC.
-    pub remotes: Vec<Remote>,
+    pub regions: Reported,
 }
 
 /// Most regions that fit into an address of `most` bytes.
@@ -66,9 +61,7 @@ pub(super) fn room(most: usize, nics: usize) -> usize {
 
 impl Address {
     pub fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::new();
-        out.extend(MAGIC);
-        out.extend(VERSION.to_le_bytes());
+        let mut out = FORMAT.begin();
         out.extend(self.key.to_le_bytes());
         out.extend(self.rank.0.to_le_bytes());
         out.extend(self.peer.0.to_le_bytes());
@@ -81,29 +74,13 @@ impl Address {
             out.extend(datagrams.to_le_bytes());
             put_end(&mut out, *writes);
         }
-        let mut lengths = Vec::new();
-        report_lengths(&mut lengths, &self.lengths);
-        out.extend((lengths.len() as u32).to_le_bytes());
-        out.extend(lengths);
-        self.remotes.iter().for_each(|remote| put(&mut out, *remote));
-        let sum = fnv1a(&out);
-        out.extend(sum.to_le_bytes());
-        out
+        self.regions.put(&mut out);
+        Format::end(out)
     }
 
     /// Decodes an address; the error is the fault in the bytes.
     pub fn decode(bytes: &[u8]) -> Result<Address, &'static str> {
-        let (body, sum) = bytes.split_last_chunk::<8>().ok_or("is too short")?;
-        let mut rest = Rest(body);
-        if rest.array::<4>().ok_or("is too short")? != MAGIC {
-            return Err("is not of an endpoint over verbs");
-        }
-        if rest.u32().ok_or("is too short")? != VERSION {
-            return Err("is of another version");
-        }
-        if u64::from_le_bytes(*sum) != fnv1a(body) {
-            return Err("has a wrong checksum");
-        }
+        let mut rest = FORMAT.open(bytes)?;
         let address = address(&mut rest).filter(|_| rest.0.is_empty()).ok_or("has a wrong length")?;
         let ends = address.ports.iter().flat_map(|port| [port.writes, End { number: port.datagrams, packet: 0 }]);
         if ends.chain([address.messages]).any(|end| end.number > NUMBERS || end.packet > NUMBERS) {
@@ -137,16 +114,14 @@ fn address(rest: &mut Rest<'_>) -> Option<Address> {
     let nics = rest.u16()?;
     let messages = end(rest)?;
     let ports = (0..nics).map(|_| port(rest)).collect::<Option<Vec<Port>>>()?;
-    let bytes = rest.u32()? as usize;
-    let lengths = reported_lengths(rest.take(bytes)?)?;
-    let there = lengths.iter().filter(|length| **length > 0).count();
-    let remotes = (0..there * ports.len()).map(|_| rest.remote()).collect::<Option<Vec<Remote>>>()?;
-    Some(Address { key, rank, peer, messages, ports, lengths, remotes })
+    let regions = Reported::read(rest, ports.len())?;
+    Some(Address { key, rank, peer, messages, ports, regions })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::network::encoding::Remote;
 
     fn address() -> Address {
         let end = |number| End { number, packet: number + 1 };
@@ -162,8 +137,7 @@ mod tests {
             peer: Rank(5),
             messages: end(77),
             ports: vec![port(1), port(2)],
-            lengths: vec![4096, 0, 7],
-            remotes: (3..7).map(remote).collect(),
+            regions: Reported { lengths: vec![4096, 0, 7], remotes: (3..7).map(remote).collect() },
         }
     }
 
@@ -187,7 +161,7 @@ mod tests {
             Address::decode(&address.encode()).unwrap_err()
         };
         let beyond = "names a queue pair or packet beyond 24 bits";
-        assert_eq!(bent(|address| _ = address.remotes.pop()), "has a wrong length");
+        assert_eq!(bent(|address| _ = address.regions.remotes.pop()), "has a wrong length");
         assert_eq!(bent(|address| address.ports[1].writes.number = 1 << 24), beyond);
         assert_eq!(bent(|address| address.ports[0].datagrams = 1 << 24), beyond);
         assert_eq!(bent(|address| address.messages.packet = 1 << 24), beyond);
@@ -204,8 +178,7 @@ mod tests {
             let place = Remote { base: 1, key: 2 };
             let whole = Address {
                 ports: vec![address().ports[0]; nics],
-                lengths: vec![1; regions],
-                remotes: vec![place; regions * nics],
+                regions: Reported { lengths: vec![1; regions], remotes: vec![place; regions * nics] },
                 ..address()
             };
             let bytes = whole.encode().len();

@@ -16,8 +16,9 @@ use super::objects::{Object, prepare_for_forks, refused};
 use super::pair;
 use crate::base::{Error, Rank, Result};
 use crate::transport::network::Span;
+use crate::transport::network::encoding::Remote;
+use crate::transport::network::encoding::Reported;
 use crate::transport::network::keys::random;
-use crate::transport::network::remote::Remote;
 use std::ffi::c_int;
 use std::mem::zeroed;
 use std::ptr::null_mut;
@@ -95,8 +96,10 @@ impl Bare {
             peer: self.rank,
             messages: End { number: 0, packet: 0 },
             ports: vec![Port { route: self.device.route(self.config.service_level), datagrams: 0, writes: self.own }],
-            lengths: vec![self.span.bytes as u64],
-            remotes: vec![Remote { base: self.span.base, key }],
+            regions: Reported {
+                lengths: vec![self.span.bytes as u64],
+                remotes: vec![Remote { base: self.span.base, key }],
+            },
         };
         address.encode()
     }
@@ -108,9 +111,8 @@ impl Bare {
     pub fn connect(&mut self, address: &[u8]) -> Result<()> {
         let unusable = |why: &str| Error::transport(format!("address of the peer {why}"), "exchange addresses anew");
         let address = Address::decode(address).map_err(unusable)?;
-        let (Some(port), Some(remote), [length]) =
-            (address.ports.first(), address.remotes.first(), address.lengths.as_slice())
-        else {
+        let Reported { lengths, remotes } = &address.regions;
+        let (Some(port), Some(remote), [length]) = (address.ports.first(), remotes.first(), lengths.as_slice()) else {
             return Err(unusable("has no region"));
         };
         if *length < self.span.bytes as u64 {

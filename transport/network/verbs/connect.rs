@@ -47,10 +47,10 @@ impl VerbsEndpoint {
         }
         let known = self.peers.get_mut(&address.rank).and_then(|peer| peer.remote.as_mut());
         if let Some(remote) = known.filter(|remote| remote.key == address.key) {
-            return remote.regions.update(&address.lengths, &address.remotes, nics).or_else(refuse);
+            return remote.regions.update(&address.regions, nics).or_else(refuse);
         }
         let mut remote = Remote::new(address, self.channels + 1);
-        if let Err(why) = remote.regions.update(&address.lengths, &address.remotes, nics) {
+        if let Err(why) = remote.regions.update(&address.regions, nics) {
             return refuse(why);
         }
         for (lane, port) in self.lanes.iter_mut().zip(&address.ports) {

@@ -21,10 +21,11 @@ use super::memory::{Reached, reach, register_by, register_host};
 use super::objects::{Object, all_closed, refused};
 use super::pair::{self, number};
 use crate::base::{Error, Rank, Result};
+use crate::transport::network::encoding::Remote;
 use crate::transport::network::flight::Flight;
 use crate::transport::network::message::PITCH;
 use crate::transport::network::reach::{Gpu, allocation};
-use crate::transport::network::remote::Remote;
+use crate::transport::network::registration::{Nic, Registrations};
 use crate::transport::network::slab::Slab;
 use crate::transport::network::slots::Slots;
 use crate::transport::network::{RegionId, Span, SpanMemory, WriteImm};
@@ -56,19 +57,6 @@ pub(super) enum Line {
     Messages,
 }
 
-#[derive(Debug)]
-enum Registered {
-    Open {
-        region: Object<ibv_mr>,
-        /// The processor can read it.
-        is_host: bool,
-    },
-    /// Taken back.
-    Closed,
-    /// The library did not close it, and the device may go on to use it.
-    Stuck(c_int),
-}
-
 /// What a reset replaces; closed in this order.
 #[derive(Debug)]
 struct Queues {
@@ -92,7 +80,8 @@ struct Sizes {
 
 /// Closed in this order.
 pub(super) struct Lane {
-    regions: Vec<Registered>,
+    /// And whether the processor can read them.
+    regions: Registrations<(Object<ibv_mr>, bool)>,
     queues: Queues,
     pub flush: Option<Flush>,
     /// The GPU whose memory it reaches, and how.
@@ -183,7 +172,7 @@ impl Lane {
         // SAFETY: numbers and pointers that may be null.
         let (request, piece, entry) = unsafe { (zeroed(), zeroed(), zeroed()) };
         let mut lane = Lane {
-            regions: Vec::new(),
+            regions: Registrations::default(),
             queues: Queues::open(&device, sizes)?,
             flush,
             reached,
@@ -235,62 +224,14 @@ impl Lane {
 
     // ---- memory
 
-    /// Registers memory by the next number; of a GPU's memory the whole allocation.
-    ///
-    /// # Errors
-    /// `Argument` for a GPU's memory that it does not reach; `Transport` if the device refuses.
-    pub fn register(&mut self, span: Span, gpu: Option<&Gpu>) -> Result<()> {
-        // Nothing here is inferred from the order in which bytes arrive, so that the device may store them in any.
-        let access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
-        let way = self.reached.as_ref().and_then(|reached| reached.reach.way);
-        let reached = gpu.zip(way);
-        let region = match (allocation(&span, reached.map(|(gpu, _)| gpu.ordinal))?, reached) {
-            (Some(whole), Some((gpu, way))) => register_by(way, &self.device, gpu, (&span, whole), access)?,
-            _ => register_host(&self.device, span, access)?,
-        };
-        self.regions.push(Registered::Open { region, is_host: span.memory == SpanMemory::Host });
-        Ok(())
-    }
-
-    /// Forgets the last registration.
-    pub fn undo(&mut self) {
-        self.regions.pop();
-    }
-
-    /// Takes a region back.
-    ///
-    /// # Errors
-    /// `Transport` if the library does not close it, now and each time after.
-    pub fn release(&mut self, region: RegionId) -> Result<()> {
-        let Some(place) = self.regions.get_mut(usize::from(region.0)) else { return Ok(()) };
-        let closed = match std::mem::replace(place, Registered::Closed) {
-            Registered::Open { region, .. } => region.close(),
-            Registered::Closed => Ok(()),
-            Registered::Stuck(code) => Err(code),
-        };
-        closed.map_err(|code| {
-            *place = Registered::Stuck(code);
-            refused(&format!("closes no memory region: region {} stays registered", region.0), code, ADVICE)
-        })
-    }
-
     fn region(&self, region: RegionId) -> Option<(&Object<ibv_mr>, bool)> {
-        match self.regions.get(usize::from(region.0))? {
-            Registered::Open { region, is_host } => Some((region, *is_host)),
-            Registered::Closed | Registered::Stuck(_) => None,
-        }
+        self.regions.get(region).map(|(object, is_host)| (object, *is_host))
     }
 
     /// The key by which requests name a region of their own side, and whether the processor can read it.
     fn local_key(&self, region: RegionId) -> Option<(u32, bool)> {
         // SAFETY: open.
         self.region(region).map(|(object, is_host)| (unsafe { (*object.as_ptr()).lkey }, is_host))
-    }
-
-    /// Where peers write to a region that begins at `base`.
-    pub fn remote(&self, region: RegionId, base: u64) -> Option<Remote> {
-        // SAFETY: open.
-        self.region(region).map(|(object, _)| Remote { base, key: u64::from(unsafe { (*object.as_ptr()).rkey }) })
     }
 
     /// As `local_key`, of the messages' memory.
@@ -706,4 +647,38 @@ fn start_datagrams(device: &Device, pair: &Object<ibv_qp>) -> Result<()> {
     let mut to_send: ibv_qp_attr = unsafe { zeroed() };
     to_send.qp_state = IBV_QPS_RTS;
     device.modify(pair, &mut to_send, (IBV_QP_STATE | IBV_QP_SQ_PSN) as c_int).map_err(failed)
+}
+
+impl Nic for Lane {
+    /// Of a GPU's memory the whole allocation.
+    ///
+    /// # Errors
+    /// `Argument` for a GPU's memory that it does not reach; `Transport` if the device refuses.
+    fn register(&mut self, span: Span, gpu: Option<&Gpu>) -> Result<()> {
+        // Nothing here is inferred from the order in which bytes arrive, so that the device may store them in any.
+        let access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
+        let way = self.reached.as_ref().and_then(|reached| reached.reach.way);
+        let reached = gpu.zip(way);
+        let region = match (allocation(&span, reached.map(|(gpu, _)| gpu.ordinal))?, reached) {
+            (Some(whole), Some((gpu, way))) => register_by(way, &self.device, gpu, (&span, whole), access)?,
+            _ => register_host(&self.device, span, access)?,
+        };
+        self.regions.push((region, span.memory == SpanMemory::Host));
+        Ok(())
+    }
+
+    fn undo(&mut self) {
+        self.regions.undo();
+    }
+
+    fn release(&mut self, region: RegionId) -> Result<()> {
+        self.regions.close(region, |(object, _)| object.close()).map_err(|code| {
+            refused(&format!("closes no memory region: region {} stays registered", region.0), code, ADVICE)
+        })
+    }
+
+    fn remote(&self, region: RegionId, base: u64) -> Option<Remote> {
+        // SAFETY: open.
+        self.region(region).map(|(object, _)| Remote { base, key: u64::from(unsafe { (*object.as_ptr()).rkey }) })
+    }
 }

@@ -61,6 +61,7 @@ use super::keys::random;
 use super::message::{self, Content, PITCH, Parties};
 use super::reach::{Gpu, Reach};
 use super::regions::Regions;
+use super::registration::{self, Nic};
 use super::remote::admit;
 use super::revoke::{Notice, Revocations};
 use super::slab::Slab;
@@ -620,20 +621,8 @@ impl Transport for VerbsEndpoint {
     }
 
     unsafe fn register(&mut self, span: Span) -> Result<RegionId> {
-        if self.regions.lengths().len() >= self.limits.regions as usize {
-            let advice = "register fewer, larger spans; numbers of those taken back are not used again";
-            return Err(Error::argument("regions", self.limits.regions + 1, advice));
-        }
-        let region = self.regions.register(span)?;
-        for at in 0..self.lanes.len() {
-            let refused = self.lanes.get_mut(at).and_then(|lane| lane.register(span, self.gpu.as_ref()).err());
-            if let Some(why) = refused {
-                self.lanes.iter_mut().take(at).for_each(Lane::undo);
-                self.regions.undo(region);
-                return Err(why);
-            }
-        }
-        Ok(region)
+        let regions = (&mut self.regions, self.limits.regions);
+        registration::register(&mut self.lanes, regions, span, self.gpu.as_ref())
     }
 
     fn deregister(&mut self, region: RegionId) -> Result<Released> {
@@ -668,13 +657,8 @@ impl Transport for VerbsEndpoint {
             Port { route, datagrams: lane.datagrams(), writes }
         });
         let ports = ports.collect();
-        let lengths = self.regions.lengths();
-        let there = (0u16..).map(RegionId).zip(&lengths).filter(|(_, length)| **length > 0);
-        let bases = there.filter_map(|(region, _)| Some((region, self.regions.base(region)?)));
-        let remotes =
-            bases.flat_map(|(region, base)| self.lanes.iter().filter_map(move |lane| lane.remote(region, base)));
-        let remotes = remotes.collect();
-        Ok(Address { key: self.key, rank: self.rank, peer, messages, ports, lengths, remotes }.encode())
+        let regions = registration::reported(&self.lanes, &self.regions);
+        Ok(Address { key: self.key, rank: self.rank, peer, messages, ports, regions }.encode())
     }
 
     fn connect(&mut self, peer: Rank, address: &[u8]) -> Result<()> {
