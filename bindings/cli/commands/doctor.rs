@@ -234,7 +234,7 @@ impl Machine {
             return vec![Finding::lacks(
                 "NICs",
                 "no RDMA NIC",
-                "one node only: nothing links it to others",
+                "one node; several are linked by libfabric's tcp alone, through the kernel",
                 "nothing for one node; for several, a ConnectX or EFA NIC with its kernel driver",
             )];
         }

@@ -70,6 +70,9 @@ pub(super) enum Reported {
     Other,
 }
 
+/// What to do where the kernel has no verbs.
+const NO_DEVICES: &str = "load the NIC's kernel driver and ib_uverbs; a container needs /dev/infiniband, too";
+
 /// Names of the devices, in the system's order.
 ///
 /// # Errors
@@ -79,7 +82,7 @@ fn names(library: &Library) -> Result<Vec<String>> {
     // SAFETY: a place for the count.
     let list = unsafe { (library.ibv_get_device_list)(&mut count) };
     if list.is_null() {
-        return Err(refused("lists no devices", last(), "load the kernel's RDMA modules, such as ib_uverbs"));
+        return Err(refused("lists no devices", last(), NO_DEVICES));
     }
     let names = (0..usize::try_from(count).unwrap_or(0)).map(|at| {
         // SAFETY: the list has as many devices, each with a name that ends with 0.
@@ -96,7 +99,7 @@ fn open(library: &'static Library, name: &str) -> Result<Object<ibv_context>> {
     // SAFETY: a place for the count.
     let list = unsafe { (library.ibv_get_device_list)(&mut count) };
     if list.is_null() {
-        return Err(refused("lists no devices", last(), ADVICE));
+        return Err(refused("lists no devices", last(), NO_DEVICES));
     }
     let found = (0..usize::try_from(count).unwrap_or(0)).find_map(|at| {
         // SAFETY: the list has as many devices.
