@@ -17,6 +17,7 @@ mod rig;
 #[path = "../transport/taking_back.rs"]
 mod taking_back;
 
+mod libfabric;
 mod links;
 #[cfg(feature = "cli")]
 mod wire;

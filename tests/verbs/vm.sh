@@ -22,7 +22,9 @@
 #
 # GID index 1 is the IPv4 address (RoCE v2). `ip link set v1 down` takes the ports of rxv0 and rxv1 down, and up again.
 #
-# Passed on: the working directory; of the environment, the variables named TOKENYARD_*, RUST_*, LD_LIBRARY_PATH, HOME.
+# Passed on: the working directory; of the environment, the variables named TOKENYARD_*, RUST_*, FI_*, LD_LIBRARY_PATH,
+# HOME. FI_UNIVERSE_SIZE is 8 unless it is given: libfabric over verbs asks for completion queues of as many peers, and
+# soft-RoCE has none for its default of 256.
 # Options are variables:
 #   VM_TIMEOUT=300      seconds for boot and COMMAND together; then the VM is ended, and the status is 124
 #   VM_OUT=FOLDER       a folder that COMMAND may write to: it is the machine's, at the same path
@@ -62,6 +64,10 @@ PACKAGES=(
 HEALTH_PACKAGES=(
   python3-pyverbs:/usr/lib/python3/dist-packages/pyverbs/__init__.py
   python3-pyverbs:/usr/share/doc/rdma-core/tests/run_tests.py
+)
+# What the tests over libfabric load from the machine's root.
+LIBFABRIC_PACKAGES=(
+  libfabric1:/usr/lib/x86_64-linux-gnu/libfabric.so.1
 )
 SELF_TEST_PACKAGES=(
   gcc:/usr/bin/gcc
@@ -103,14 +109,14 @@ need() {
 
 setup() {
   local packages
-  mapfile -t packages < <(missing "${PACKAGES[@]}" "${HEALTH_PACKAGES[@]}" "${SELF_TEST_PACKAGES[@]}")
+  mapfile -t packages < <(missing "${PACKAGES[@]}" "${HEALTH_PACKAGES[@]}" "${LIBFABRIC_PACKAGES[@]}" "${SELF_TEST_PACKAGES[@]}")
   if [ "${#packages[@]}" -gt 0 ]; then
     command -v apt-get >/dev/null || skip "no apt-get here to install ${packages[*]}"
     [ "$(id -u)" = 0 ] || skip "only root can install ${packages[*]}"
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
   fi
-  need "${PACKAGES[@]}" "${HEALTH_PACKAGES[@]}" "${SELF_TEST_PACKAGES[@]}"
+  need "${PACKAGES[@]}" "${HEALTH_PACKAGES[@]}" "${LIBFABRIC_PACKAGES[@]}" "${SELF_TEST_PACKAGES[@]}"
   build
 }
 
@@ -252,9 +258,10 @@ unpacked() {
 command_script() {
   local name
   echo 'export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin'
+  echo 'export FI_UNIVERSE_SIZE=8'
   for name in $(compgen -e); do
     case $name in
-      TOKENYARD_* | RUST_* | LD_LIBRARY_PATH | HOME) printf 'export %s=%q\n' "$name" "${!name}" ;;
+      TOKENYARD_* | RUST_* | FI_* | LD_LIBRARY_PATH | HOME) printf 'export %s=%q\n' "$name" "${!name}" ;;
     esac
   done
   echo 'ulimit -l unlimited'

@@ -20,14 +20,14 @@ const LEAST_LET_GO: Duration = Duration::from_millis(50);
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct LibfabricConfig {
-    /// The provider's name, as `fi_info -l` lists it: `tcp`, `shm` or `efa`.
+    /// The provider's name, as `fi_info -l` lists it: `tcp`, `shm` or `efa`; or `verbs;ofi_rxm`.
     pub provider: String,
     /// NICs of this rank, as its peers see them: each is a domain of its own.
     pub nics: usize,
-    /// The local address or host name that `tcp` uses; `None`: the first that the provider lists.
+    /// The local address or host name that `tcp` uses, or `verbs;ofi_rxm`; `None`: the first that the provider lists.
     pub source: Option<String>,
-    /// Domains of `efa`, as `fi_info -p efa` names them, such as `rdmap79s0-rdm`: NIC i uses domain i modulo their
-    /// number. Empty: all that the provider lists, in its order.
+    /// Domains of `efa`, as `fi_info -p efa` names them, such as `rdmap79s0-rdm`, or of `verbs;ofi_rxm`, such as
+    /// `mlx5_0`: NIC i uses domain i modulo their number. Empty: all that the provider lists, in its order.
     pub domains: Vec<String>,
     /// The GPU whose memory `efa` may register, as this process counts them; `None`: host memory alone.
     pub gpu: Option<usize>,
@@ -80,8 +80,8 @@ impl LibfabricConfig {
         // A source would be the endpoint's name over shm, and domains of one host's memory are one.
         let given = [
             ("nics", self.nics > 1, provider != Provider::Shm),
-            ("source", self.source.is_some(), provider == Provider::Tcp),
-            ("domains", !self.domains.is_empty(), provider == Provider::Efa),
+            ("source", self.source.is_some(), matches!(provider, Provider::Tcp | Provider::Verbs)),
+            ("domains", !self.domains.is_empty(), provider.has_devices()),
             ("gpu", self.gpu.is_some(), provider == Provider::Efa),
             ("flush", self.flush.is_some(), provider == Provider::Efa),
         ];

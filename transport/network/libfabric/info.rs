@@ -65,7 +65,7 @@ impl Facts {
 }
 
 impl Info {
-    /// The offer for a NIC: the provider's first, or of EFA that of its domain.
+    /// The offer for a NIC: the provider's first, or of providers with devices that of its domain.
     ///
     /// # Errors
     /// `Transport` if there is none, naming the providers or domains that there are, or if the library is too old.
@@ -124,7 +124,7 @@ impl Info {
 
     /// The offer of a list for a NIC.
     fn chosen(self, config: &LibfabricConfig, provider: Provider, nic: usize) -> Result<Info> {
-        if provider != Provider::Efa {
+        if !provider.has_devices() {
             return Ok(self);
         }
         let offers = self.list().map(|info| (info, facts(info)));
@@ -151,7 +151,11 @@ impl Info {
         let Some((info, _)) = offer else {
             let there: Vec<&str> = domains.iter().map(|(_, domain)| domain.as_str()).collect();
             let value = format!("{:?}", config.domains);
-            return Err(Error::config("domains", value, format!("provider efa has {}", there.join(", "))));
+            return Err(Error::config(
+                "domains",
+                value,
+                format!("provider {} has {}", config.provider, there.join(", ")),
+            ));
         };
         // SAFETY: an info of the list.
         let copy = NonNull::new(unsafe { (self.library.fi_dupinfo)(info.as_ptr()) });

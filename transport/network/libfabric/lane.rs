@@ -166,6 +166,9 @@ impl Lane {
         let info = Info::find(library, config, provider, nic, gpu.is_some())?;
         let origin = Info::origin(library, config);
         let facts = info.facts();
+        if let Some(warning) = provider.warning().filter(|_| nic == 0) {
+            log::warn!(target: crate::base::targets::NETWORK, "provider {}: {warning}", facts.provider);
+        }
         // SAFETY: attributes of the library's own info, a place for the answer, and no context.
         let fabric = unsafe { Object::open(&origin, ADVICE, |to| (library.fi_fabric)(info.fabric(), to, null_mut())) }?;
         let mut attributes =
@@ -292,7 +295,8 @@ impl Lane {
         // SAFETY: an endpoint with all that it needs.
         let code = unsafe { fi_control(endpoint.fid(), FI_ENABLE, null_mut()) };
         if code != 0 {
-            return Err(origin.refused("enables no endpoint", code, ADVICE));
+            let advice = self.provider.advice_on_enabling().unwrap_or(ADVICE);
+            return Err(origin.refused("enables no endpoint", code, advice));
         }
         self.refuse_emulation(&endpoint)?;
         let mut name = vec![0; MAX_NAME];

@@ -1,7 +1,8 @@
-//! The network over libfabric's reliable datagram endpoints, by the providers `tcp`, `shm` and `efa`.
+//! The network over libfabric's reliable datagram endpoints, by the providers `tcp`, `shm`, `efa` and
+//! `verbs;ofi_rxm`.
 //!
 //! Place in the data path: under the proxies. Runs on the caller's thread, which alone makes progress; it starts none.
-//! EFA's calls do not enter the kernel; those of tcp and shm do.
+//! Calls of EFA and verbs do not enter the kernel, but for connections; those of tcp and shm do.
 //!
 //! ```text
 //!  post ─▶ waiting, by peer and NIC ── flush, poll ─▶ fi_writemsg ══▶ the peer's memory, its completion queue
@@ -19,7 +20,7 @@
 //!   [`Limits::receives`] allows. An error that may be that of an arrived write closes the endpoint there, since an
 //!   immediate may be lost.
 //! - **Regions** are taken back by asking the peers (`revoke.rs`). A peer that does not answer in time is cut off: over
-//!   tcp a late write of it breaks its connection, and with it its other writes.
+//!   tcp and verbs a late write of it breaks its connection, and with it its other writes.
 //! - **An endpoint that was silent** for half of that time may have missed a notice. It asks each peer, and hands the
 //!   writes that wait for that peer to the provider once the peer has answered, and all notices before that have come.
 //! - **Addresses** are the same for all peers. Messages carry the random keys of both endpoints.

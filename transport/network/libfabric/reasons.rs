@@ -40,6 +40,19 @@ pub(super) fn of_efa(status: c_int) -> Failure {
     Failure { reason, code: status.unsigned_abs() }
 }
 
+/// The failure of a status of a completion over verbs. Source: `ibv_wc_status` of infiniband/verbs.h, ibv_poll_cq(3).
+pub(super) fn of_verbs(status: c_int) -> Failure {
+    let reason = match status {
+        5 => Reason::Flushed,
+        1 | 2 | 4 | 8 => Reason::Local,
+        9..=11 => Reason::RemoteAccess,
+        12 | 16 | 20 => Reason::Unreachable,
+        13 => Reason::NotReady,
+        _ => Reason::Other,
+    };
+    Failure { reason, code: status.unsigned_abs() }
+}
+
 /// The failure of an error number, of either sign.
 pub(super) fn failure(error: c_int) -> Failure {
     let error = error.saturating_abs();
@@ -76,6 +89,31 @@ mod tests {
             assert_eq!(of_efa(status), Failure { reason, code: status.unsigned_abs() });
         }
         assert_eq!([4124, 4126, 4105].map(|status| of_efa(status).reason), [Unreachable, Unreachable, Other]);
+    }
+
+    #[test]
+    fn statuses_of_verbs_have_reasons() {
+        use Reason::*;
+        let all = [
+            Other,
+            Local,
+            Local,
+            Other,
+            Local,
+            Flushed,
+            Other,
+            Other,
+            Local,
+            RemoteAccess,
+            RemoteAccess,
+            RemoteAccess,
+            Unreachable,
+            NotReady,
+        ];
+        for (status, reason) in (0..).zip(all) {
+            assert_eq!(of_verbs(status), Failure { reason, code: status.unsigned_abs() });
+        }
+        assert_eq!([16, 20, 21].map(|status| of_verbs(status).reason), [Unreachable, Unreachable, Other]);
     }
 
     #[test]
