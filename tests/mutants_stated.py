@@ -493,7 +493,7 @@ GROUPS = [
     ]),
     ("unit", "libfabric::provider", [
         ("statuses of EFA taken for error numbers", "transport/network/libfabric/provider.rs",
-         "self == Provider::Efa && status != 0", "self == Provider::Efa && status == 0"),
+         "Provider::Efa if status != 0 =>", "Provider::Efa if status == 0 =>"),
     ]),
     ("unit", "libfabric::peer", [
         ("an answer that overtakes a notice believed", "transport/network/libfabric/peer.rs", "as i16 <= 0)", "as i16 <= 1)"),
@@ -556,6 +556,16 @@ GROUPS = [
          "if self.is_reading || self.covered == 0 {", "if self.covered == 0 {"),
         ("a flush that failed taken for one that did its work", "transport/network/held.rs",
          "(self.is_reading, self.covered) = (false, 0);", "self.is_reading = false;"),
+    ]),
+    ("test", "verbs_routes", [
+        ("a port of another subnet connected to", "transport/network/verbs/device.rs",
+         "== IBV_GID_TYPE_IB && own != other", "== IBV_GID_TYPE_IB && own == other"),
+        ("a partition's key found by its membership, too", "transport/network/verbs/device.rs",
+         "partition(*key) == partition(wanted)", "*key == wanted"),
+        ("a peer in another partition connected to", "transport/network/verbs/device.rs",
+         "partition(self.pkey) != partition(to.pkey)", "self.pkey == 0"),
+        ("datagrams in the partition of index 0", "transport/network/verbs/lane.rs",
+         "to_init.pkey_index = pkey_index;", "to_init.pkey_index = pkey_index & 0;"),
     ]),
     ("test", "gpu_memory", [
         ("a part of an allocation registered", "transport/network/verbs/memory.rs",

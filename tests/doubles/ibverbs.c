@@ -13,6 +13,9 @@
  *   TOKENYARD_IBVERBS_DEVICES=mlx5_0  names, with commas; empty: no device; libmlx5 serves those named mlx5_*
  *   TOKENYARD_IBVERBS_SYSFS=/sys      folder of class/infiniband/NAME, the path of a device
  *   TOKENYARD_IBVERBS_LINK=ethernet   or infiniband
+ *   TOKENYARD_IBVERBS_PREFIX=fe80000000000000   subnet prefix of the GID on infiniband, in hexadecimal
+ *   TOKENYARD_IBVERBS_PKEYS=ffff      keys of the port's table of partitions, in hexadecimal, with + between them; 0: a
+ *                                     place that is not set
  *   TOKENYARD_IBVERBS_NETDEV=lo       net device of the GIDs on ethernet
  *   TOKENYARD_IBVERBS_PORT=4          state of the port: 4 is active, 1 down
  *   TOKENYARD_IBVERBS_MTU=4096        active MTU: 256, 512, 1024, 2048, 4096
@@ -94,9 +97,11 @@ static uint64_t number(const char *name, uint32_t device, uint64_t otherwise) {
 }
 
 static struct settings read_settings(uint32_t device) {
-    char link[64];
+    char link[64], prefix[64], keys[256];
     value("LINK", device, "ethernet", link, sizeof link);
-    return (struct settings){
+    value("PREFIX", device, "fe80000000000000", prefix, sizeof prefix);
+    value("PKEYS", device, "ffff", keys, sizeof keys);
+    struct settings settings = {
         .dmabuf = (uint32_t)number("DMABUF", device, 1),
         .data_direct = (uint32_t)number("DATA_DIRECT", device, 0),
         .data_direct_errno = (uint32_t)number("DATA_DIRECT_ERRNO", device, 0),
@@ -111,7 +116,12 @@ static struct settings read_settings(uint32_t device) {
         .pages = number("PAGES", device, UINT64_MAX),
         .regions = number("REGIONS", device, 1 << 24),
         .keys = number("KEYS", device, 1 << 24),
+        .prefix = strtoull(prefix, NULL, 16),
     };
+    for (char *rest, *key = strtok_r(keys, "+", &rest); key && settings.pkeys < MAX_PKEYS;
+         key = strtok_r(NULL, "+", &rest))
+        settings.pkey[settings.pkeys++] = (uint16_t)strtoul(key, NULL, 16);
+    return settings;
 }
 
 /* ---- log ------------------------------------------------------------------------------------------------------- */
@@ -364,7 +374,7 @@ EXPORT int ibv_query_port(struct ibv_context *verbs, uint8_t port, struct _compa
         .active_mtu = mtu_of(settings->mtu),
         .gid_tbl_len = 16,
         .max_msg_sz = 1u << 30,
-        .pkey_tbl_len = 1,
+        .pkey_tbl_len = (uint16_t)settings->pkeys,
         .lid = settings->is_infiniband ? (uint16_t)(context->device->index + 1) : 0,
         .sm_lid = settings->is_infiniband ? 1 : 0,
         .max_vl_num = 1,
@@ -394,6 +404,8 @@ static int find_gid(const struct context *context, uint32_t port, uint32_t index
         static const uint8_t ipv4[16] = {[10] = 0xff, 0xff, 192, 0, 2}; /* of TEST-NET-1 */
         memcpy(entry->gid.raw, ipv4, 16);
     }
+    if (settings->is_infiniband)
+        entry->gid.global.subnet_prefix = htobe64(settings->prefix);
     entry->gid.raw[15] = last;
     if (settings->is_infiniband) {
         entry->gid_type = IBV_GID_TYPE_IB;
@@ -422,6 +434,21 @@ EXPORT int ibv_query_gid(struct ibv_context *verbs, uint8_t port, int index, uni
         return -1;
     } else
         *gid = entry.gid;
+    return 0;
+}
+
+/* ibv_query_pkey(3); rdma-core, libibverbs/verbs.c: an entry beyond the table is -1. The key is big-endian. */
+EXPORT int ibv_query_pkey(struct ibv_context *verbs, uint8_t port, int index, __be16 *pkey) {
+    const struct context *context = (struct context *)verbs;
+    if (!context->live) {
+        misuse("ibv_query_pkey", "context");
+        return -1;
+    }
+    if (port != 1 || index < 0 || (uint32_t)index >= context->settings.pkeys) {
+        refuse(context, "ibv_query_pkey", IBVERBS_ARGUMENT, EINVAL, "port %u, index %d", port, index);
+        return -1;
+    }
+    *pkey = htobe16(context->settings.pkey[index]);
     return 0;
 }
 

@@ -33,6 +33,9 @@ enum {
 };
 
 /* From the environment, for each device its own (ibverbs.c). A context keeps what was set when it was opened. */
+/* Places of a port's table of partitions. */
+#define MAX_PKEYS 32
+
 struct settings {
     uint32_t dmabuf;            /* 1: supported; 0: EOPNOTSUPP; else that errno */
     uint32_t data_direct;       /* 1: the device has it */
@@ -40,7 +43,9 @@ struct settings {
     bool matching;              /* mappings must suit the call */
     bool peer_memory, is_infiniband;
     uint32_t port_state, mtu, part, depth;
-    uint64_t memlock, pages, regions, keys;
+    uint64_t memlock, pages, regions, keys, prefix;
+    uint16_t pkey[MAX_PKEYS];
+    uint32_t pkeys;
 };
 
 struct device {

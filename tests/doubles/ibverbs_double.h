@@ -10,6 +10,7 @@
  *
  *   register, deregister   a region; deregister repeats all fields of register
  *   refuse                 a call that failed, with its rule and errno; a registration with all its arguments
+ *   partition              a queue pair of another P_Key than that of index 0, with the key in hexadecimal
  *   leak                   what was left at ibv_close_device or at the end of the process; a region with all its fields
  *   misuse                 a call with an object that is gone, and the object's kind
  */

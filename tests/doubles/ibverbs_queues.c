@@ -474,7 +474,7 @@ static int check_values(const struct qp *qp, const struct ibv_qp_attr *attr, int
      * 9.7 and 11.2.5. */
     if ((mask & IBV_QP_PORT) && attr->port_num != 1)
         wrong = "port_num";
-    else if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index)
+    else if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index >= context->settings.pkeys)
         wrong = "pkey_index";
     else if ((mask & IBV_QP_PATH_MTU) && (attr->path_mtu < IBV_MTU_256 || attr->path_mtu > IBV_MTU_4096 ||
                                           128u << attr->path_mtu > context->settings.mtu))
@@ -530,6 +530,11 @@ EXPORT int ibv_modify_qp(struct ibv_qp *verbs, struct ibv_qp_attr *attr, int mas
     if (!error) {
         keep(&qp->attr, attr, mask);
         verbs->state = qp->attr.qp_state = to;
+        if ((mask & IBV_QP_PKEY_INDEX) && attr->pkey_index) {
+            char more[32];
+            snprintf(more, sizeof more, ",\"key\":\"%04x\"", qp->pd->context->settings.pkey[attr->pkey_index]);
+            log_event("partition", qp->pd->context, "ibv_modify_qp", more);
+        }
         if (to == IBV_QPS_ERR)
             fail(qp);
         if (to == IBV_QPS_RESET) {

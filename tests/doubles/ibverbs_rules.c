@@ -50,6 +50,7 @@ static struct {
     int (*query_device)(struct ibv_context *, struct ibv_device_attr *);
     int (*query_port)(struct ibv_context *, uint8_t, struct ibv_port_attr *);
     int (*query_gid)(struct ibv_context *, uint8_t, int, union ibv_gid *);
+    int (*query_pkey)(struct ibv_context *, uint8_t, int, __be16 *);
     int (*query_gid_ex)(struct ibv_context *, uint32_t, uint32_t, struct ibv_gid_entry *, uint32_t, size_t);
     int (*get_async_event)(struct ibv_context *, struct ibv_async_event *);
     struct ibv_pd *(*alloc_pd)(struct ibv_context *);
@@ -99,6 +100,7 @@ static void load(const char *ibverbs, const char *mlx5, bool must) {
     FIND(query_device, "ibv_query_device", true);
     FIND(query_port, "ibv_query_port", true);
     FIND(query_gid, "ibv_query_gid", true);
+    FIND(query_pkey, "ibv_query_pkey", true);
     FIND(query_gid_ex, "_ibv_query_gid_ex", must);
     FIND(get_async_event, "ibv_get_async_event", true);
     FIND(alloc_pd, "ibv_alloc_pd", true);
@@ -247,6 +249,21 @@ static void infiniband_has_one_gid(void) {
     CHECK(!lib.query_port(context, 1, &port) && port.link_layer == IBV_LINK_LAYER_INFINIBAND && port.lid == 1, "port");
     CHECK(!lib.query_gid_ex(context, 1, 0, &entry, 0, sizeof entry) && entry.gid_type == IBV_GID_TYPE_IB, "type");
     CHECK(lib.query_gid_ex(context, 1, 1, &entry, 0, sizeof entry) == ENODATA, "one alone");
+}
+
+static void ports_have_partitions(void) {
+    open_first();
+    struct ibv_port_attr port;
+    union ibv_gid gid;
+    __be16 key;
+    CHECK(!lib.query_port(context, 1, &port) && port.pkey_tbl_len == 3, "%u keys", port.pkey_tbl_len);
+    static const uint16_t keys[] = {0xffff, 0, 0x8001};
+    for (int index = 0; index < 3; index++)
+        CHECK(!lib.query_pkey(context, 1, index, &key) && be16toh(key) == keys[index], "key %d is %#x", index, be16toh(key));
+    ANSWERS(ARGUMENT, -1, lib.query_pkey(context, 1, 3, &key));
+    ANSWERS(ARGUMENT, -1, lib.query_pkey(context, 1, -1, &key));
+    ANSWERS(ARGUMENT, -1, lib.query_pkey(context, 2, 0, &key));
+    CHECK(!lib.query_gid(context, 1, 0, &gid) && gid.raw[0] == 0xfe && gid.raw[1] == 0xc0 && gid.raw[7] == 7, "prefix");
 }
 
 /* ---- registration ---------------------------------------------------------------------------------------------- */
@@ -732,6 +749,7 @@ static const struct rule {
     {"no_device_is_an_empty_list", "DEVICES=", no_device_is_an_empty_list},
     {"gids_have_types", "", gids_have_types},
     {"infiniband_has_one_gid", "LINK=infiniband", infiniband_has_one_gid},
+    {"ports_have_partitions", "LINK=infiniband PKEYS=ffff+0+8001 PREFIX=fec0000000000007", ports_have_partitions},
     {"memory_is_registered_and_recorded", "", memory_is_registered_and_recorded},
     {"access_is_checked", "", access_is_checked},
     {"ranges_are_checked", "", ranges_are_checked},

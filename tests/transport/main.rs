@@ -22,3 +22,4 @@ mod libfabric;
 mod memory;
 mod transport_contract;
 mod verbs_regions;
+mod verbs_routes;

@@ -10,18 +10,19 @@ use tokenyard::internals::transport::network::{Released, Transport};
 
 /// Set in the process of a case: the double's log.
 const LOG: &str = "TOKENYARD_IBVERBS_LOG";
+const DEVICE: [(&str, &str); 1] = [("DEVICES", "mlx5_0")];
 
-/// Runs the case of a test in a process of its own.
-fn alone(test: &str, case: fn()) {
+/// Runs the case of a test in a process of its own, with devices and other settings of the double.
+pub fn alone(test: &str, settings: &[(&str, &str)], case: fn()) {
     if std::env::var_os(LOG).is_some() {
         return case();
     }
     let Some(library) = double::ibverbs() else { return };
     let folder = tempfile::tempdir().unwrap();
     let output = Command::new(std::env::current_exe().unwrap())
-        .args([&format!("verbs_regions::{test}"), "--exact", "--nocapture"])
+        .args([test, "--exact", "--nocapture"])
         .env("TOKENYARD_LIBIBVERBS", library)
-        .env("TOKENYARD_IBVERBS_DEVICES", "mlx5_0")
+        .envs(settings.iter().map(|(name, value)| (format!("TOKENYARD_IBVERBS_{name}"), value)))
         .env(LOG, folder.path().join("log"))
         .output()
         .unwrap();
@@ -36,7 +37,7 @@ fn endpoint(rank: u32) -> VerbsEndpoint {
 
 #[test]
 fn region_registered_after_it_was_taken_back() {
-    alone("region_registered_after_it_was_taken_back", || {
+    alone("verbs_regions::region_registered_after_it_was_taken_back", &DEVICE, || {
         // Before the endpoint, which a failing test drops first.
         let memory = Memory::new(SLOT);
         let mut endpoint = endpoint(0);
@@ -52,7 +53,7 @@ fn region_registered_after_it_was_taken_back() {
 
 #[test]
 fn address_that_has_a_place_of_a_region_without_its_length() {
-    alone("address_that_has_a_place_of_a_region_without_its_length", || {
+    alone("verbs_regions::address_that_has_a_place_of_a_region_without_its_length", &DEVICE, || {
         let memory = Memory::new(SLOT);
         let mut ends = [endpoint(0), endpoint(1)];
         // SAFETY: dropped after the endpoints.

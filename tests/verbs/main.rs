@@ -110,3 +110,20 @@ contract!(with_flushes, Verbs { even: &["rxe0"], odd: &["rxe0"], flush: true });
 contract!(@ between_processes, Processes(Verbs { even: &["rxv0"], odd: &["rxv1"], flush: false }),
     empty_write_skipped, message_torn_or_doubled, dead_peer_holds_everyone_up, late_write_after_reset,
     region_touched_after_it_was_taken_back);
+
+/// Soft-RoCE has one partition, the default one, of which all ports are full members.
+#[test]
+fn partition_that_its_port_lacks() {
+    let backend = Verbs { even: &["rxe0"], odd: &["rxe0"], flush: false };
+    if !backend.is_there() {
+        return;
+    }
+    let open = |pkey| {
+        let mut config = backend.config(0);
+        config.pkey = Some(pkey);
+        VerbsEndpoint::open(Rank(0), config)
+    };
+    assert!(open(0xffff).is_ok() && open(0x7fff).is_ok());
+    let why = open(0x9234).unwrap_err().to_string();
+    assert!(why.contains("pkey is 0x9234") && why.contains("has 0xffff"), "{why}");
+}

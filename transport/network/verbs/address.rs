@@ -3,8 +3,8 @@
 //! ```text
 //! byte  0      4        8    16    20     24        26                28
 //!       magic  version  key  rank  peer   NICs u16  messages' number u32 and first packet u32
-//!       then for each NIC   GID 16, LID u16, MTU u8, service level u8, kind u8, number of datagrams' queue pair u32,
-//!                           number of writes' queue pair u32, its first packet u32
+//!       then for each NIC   GID 16, LID u16, MTU u8, service level u8, kind u8, P_Key u16, number of datagrams' queue
+//!                           pair u32, number of writes' queue pair u32, its first packet u32
 //!       then                the regions, as `encoding::Reported`
 //!       then                checksum u64
 //! ```
@@ -17,7 +17,7 @@ use crate::transport::network::encoding::{Format, Reported};
 use crate::transport::network::encoding::{PLACE, Rest};
 use crate::transport::network::regions::REPORTED;
 
-const FORMAT: Format = Format { magic: *b"tyVB", version: 1, foreign: "is not of an endpoint over verbs" };
+const FORMAT: Format = Format { magic: *b"tyVB", version: 2, foreign: "is not of an endpoint over verbs" };
 /// Queue pairs and packets are numbered by 24 bits.
 pub(super) const NUMBERS: u32 = (1 << 24) - 1;
 
@@ -38,7 +38,7 @@ pub(super) struct Port {
 }
 
 /// Bytes of a NIC.
-const PORT: usize = 16 + 2 + 1 + 1 + 1 + 4 + 8;
+const PORT: usize = 16 + 2 + 1 + 1 + 1 + 2 + 4 + 8;
 const HEAD: usize = 8 + 8 + 4 + 4 + 2 + 8;
 
 /// An endpoint as one of its peers sees it.
@@ -67,10 +67,11 @@ impl Address {
         out.extend(self.peer.0.to_le_bytes());
         out.extend((self.ports.len() as u16).to_le_bytes());
         put_end(&mut out, self.messages);
-        for Port { route: Route { gid, lid, mtu, service_level, kind }, datagrams, writes } in &self.ports {
+        for Port { route: Route { gid, lid, mtu, service_level, kind, pkey }, datagrams, writes } in &self.ports {
             out.extend(gid);
             out.extend(lid.to_le_bytes());
             out.extend([*mtu, *service_level, *kind]);
+            out.extend(pkey.to_le_bytes());
             out.extend(datagrams.to_le_bytes());
             put_end(&mut out, *writes);
         }
@@ -105,7 +106,7 @@ fn end(rest: &mut Rest<'_>) -> Option<End> {
 
 fn port(rest: &mut Rest<'_>) -> Option<Port> {
     let (gid, lid, [mtu, service_level, kind]) = (rest.array()?, rest.u16()?, rest.array()?);
-    let route = Route { gid, lid, mtu, service_level, kind };
+    let route = Route { gid, lid, mtu, service_level, kind, pkey: rest.u16()? };
     Some(Port { route, datagrams: rest.u32()?, writes: end(rest)? })
 }
 
@@ -126,7 +127,7 @@ mod tests {
     fn address() -> Address {
         let end = |number| End { number, packet: number + 1 };
         let port = |number: u8| Port {
-            route: Route { gid: [number; 16], lid: 7, mtu: 5, service_level: 3, kind: 2 },
+            route: Route { gid: [number; 16], lid: 7, mtu: 5, service_level: 3, kind: 2, pkey: 0x8001 },
             datagrams: 9,
             writes: end(u32::from(number)),
         };

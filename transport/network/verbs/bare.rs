@@ -118,6 +118,9 @@ impl Bare {
         if *length < self.span.bytes as u64 {
             return Err(unusable("has a smaller region"));
         }
+        if let Some(why) = self.device.route(self.config.service_level).obstacle(&port.route) {
+            return Err(unusable(&why));
+        }
         let ends = (self.own, port.writes);
         pair::connect(&mut self.device, &self.pair, ends, &port.route, (0, 0), &self.config)?;
         self.peer = Some(*remote);

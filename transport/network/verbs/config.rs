@@ -25,7 +25,8 @@ const TIMEOUT: u8 = 14;
 /// 7 is allowed, too; the kernel's soft-RoCE never gives up with it.
 const RETRIES: u8 = 6;
 
-/// Settings of a [`VerbsEndpoint`](super::VerbsEndpoint). All ranks give as many NICs, and the same service level.
+/// Settings of a [`VerbsEndpoint`](super::VerbsEndpoint). All ranks give as many NICs, the same service level,
+/// and keys of the same partition.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct VerbsConfig {
@@ -48,6 +49,9 @@ pub struct VerbsConfig {
     pub resume_within: Duration,
     /// Index of the GID; `None`: RoCE v2 with the IPv4 address of the port's own net device, if there is one.
     pub gid_index: Option<u8>,
+    /// The partition: a P_Key that the port's table has, whichever membership it has there; the top bit, which stands
+    /// for full membership, does not count. `None`: the key at index 0.
+    pub pkey: Option<u16>,
     /// Service level (InfiniBand) or priority (RoCE), 0 to 15.
     pub service_level: u8,
     /// Traffic class of RoCE: the differentiated services field of each packet.
@@ -77,6 +81,7 @@ impl Default for VerbsConfig {
             let_go: Duration::from_nanos(LET_GO_NS),
             resume_within: RESUME_WITHIN,
             gid_index: None,
+            pkey: None,
             service_level: 0,
             traffic_class: 0,
             timeout: TIMEOUT,
@@ -120,11 +125,20 @@ impl VerbsConfig {
         if let Some((name, value, range)) = numbers.into_iter().find(|(_, value, range)| !range.contains(value)) {
             return Err(Error::config(name, value, format!("give {} to {}", range.start(), range.end())));
         }
+        if let Some(key) = self.pkey.filter(|key| partition(*key) == 0) {
+            let advice = "a partition's key has a number other than 0 in its low 15 bits";
+            return Err(Error::config("pkey", format!("{key:#06x}"), advice));
+        }
         if let Some(bytes) = self.mtu.filter(|bytes| mtu(*bytes).is_none()) {
             return Err(Error::config("mtu", bytes, "give 256, 512, 1024, 2048 or 4096"));
         }
         Ok(())
     }
+}
+
+/// The partition of a P_Key: all but the top bit, which is set for full members.
+pub(super) fn partition(key: u16) -> u16 {
+    key & 0x7fff
 }
 
 /// The number of an MTU, as `ibv_mtu` counts them.

@@ -45,6 +45,10 @@ impl VerbsEndpoint {
                 |kind: u8| ["InfiniBand", "RoCE v1", "RoCE v2"].get(usize::from(kind)).copied().unwrap_or("other");
             return refuse(format!("has a GID of {}, not {}", kind(port.route.kind), kind(own)));
         }
+        let mut routes = self.lanes.iter().map(|lane| lane.device.route(own)).zip(&address.ports);
+        if let Some(why) = routes.find_map(|(own, port)| own.obstacle(&port.route)) {
+            return refuse(why);
+        }
         let known = self.peers.get_mut(&address.rank).and_then(|peer| peer.remote.as_mut());
         if let Some(remote) = known.filter(|remote| remote.key == address.key) {
             return remote.regions.update(&address.regions, nics).or_else(refuse);

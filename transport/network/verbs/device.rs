@@ -4,7 +4,7 @@
 //! and when connections are opened. Source of the GID's choice: the RoCE v2 annex of the InfiniBand specification, and
 //! rdma-core's documentation of `gid_attrs`.
 
-use super::config::{VerbsConfig, mtu};
+use super::config::{VerbsConfig, mtu, partition};
 use super::ibverbs_sys::*;
 use super::objects::{Object, last, refused};
 use crate::base::{Error, Result};
@@ -33,6 +33,9 @@ pub(super) struct Device {
     /// The GID's type, and where it was last.
     kind: u8,
     place: u8,
+    /// The partition's key as the port has it, and where it was last.
+    pkey: u16,
+    pkey_index: u16,
     /// The MTU's number.
     pub mtu: u32,
 }
@@ -54,6 +57,37 @@ pub(super) struct Route {
     pub service_level: u8,
     /// The GID's type, as `ibv_gid_entry` has it; both sides use the same.
     pub kind: u8,
+    /// The partition's key, with the port's membership.
+    pub pkey: u16,
+}
+
+/// Of 16 bits: what the GIDs of an InfiniBand subnet begin with.
+const PREFIX_WORDS: usize = 4;
+/// Of a P_Key: its port is a full member, which talks to all; limited ones do not talk to each other.
+const FULL_MEMBER: u16 = 1 << 15;
+
+impl Route {
+    /// Why a port does not reach another one, where both have GIDs of the same type.
+    pub fn obstacle(&self, to: &Route) -> Option<String> {
+        let prefix = |gid: &[u8; 16]| {
+            let words = gid.chunks(2).take(PREFIX_WORDS).map(|pair| pair.iter().map(|byte| format!("{byte:02x}")));
+            words.map(Iterator::collect).collect::<Vec<String>>().join(":")
+        };
+        let (own, other) = (prefix(&self.gid), prefix(&to.gid));
+        if u32::from(self.kind) == IBV_GID_TYPE_IB && own != other {
+            // Packets go to the router's LID, which the subnet manager's path records have, and libibverbs does not.
+            return Some(format!("is in the InfiniBand subnet {other}, not {own}, and no router is looked up"));
+        }
+        // Not known of devices that have no table.
+        if self.pkey == 0 || to.pkey == 0 {
+            return None;
+        }
+        if partition(self.pkey) != partition(to.pkey) {
+            return Some(format!("uses partition key {:#06x}, not {:#06x}", to.pkey, self.pkey));
+        }
+        let both_limited = (self.pkey | to.pkey) & FULL_MEMBER == 0;
+        both_limited.then(|| format!("is a limited member of partition {:#06x}, and so is this rank", to.pkey))
+    }
 }
 
 /// What a device has reported.
@@ -161,6 +195,8 @@ impl Device {
             gid: [0; 16],
             kind: 0,
             place: 0,
+            pkey: 0,
+            pkey_index: 0,
             mtu: 0,
         };
         device.look_up()?;
@@ -180,6 +216,7 @@ impl Device {
             return Err(Error::config("service_level", config.service_level, advice));
         }
         device.gid_entry()?;
+        device.find_pkey(config)?;
         Ok(device)
     }
 
@@ -243,7 +280,51 @@ impl Device {
     /// How peers reach it.
     pub fn route(&self, service_level: u8) -> Route {
         let lid = if self.is_infiniband() { self.port.lid } else { 0 };
-        Route { gid: self.gid, lid, mtu: self.mtu as u8, service_level, kind: self.kind }
+        Route { gid: self.gid, lid, mtu: self.mtu as u8, service_level, kind: self.kind, pkey: self.pkey }
+    }
+
+    /// The index of the partition's key that peers know, which moves when the subnet manager changes the port's table.
+    ///
+    /// # Errors
+    /// `Transport` if the port has lost the key.
+    pub fn pkey_index(&mut self, config: &VerbsConfig) -> Result<u16> {
+        if self.pkey_at(self.pkey_index) != Some(self.pkey) {
+            self.find_pkey(config).map_err(|why| {
+                let what = format!("{} has lost its partition key {:#06x}", self.name, self.pkey);
+                Error::transport(what, "have the subnet manager give it back").caused_by(why)
+            })?;
+        }
+        Ok(self.pkey_index)
+    }
+
+    /// Looks the partition's key up: of a partition that the table has twice, that of a full member.
+    ///
+    /// # Errors
+    /// `Config` with the keys that there are.
+    fn find_pkey(&mut self, config: &VerbsConfig) -> Result<()> {
+        let Some(wanted) = config.pkey else {
+            (self.pkey, self.pkey_index) = (self.pkey_at(0).unwrap_or(0), 0);
+            return Ok(());
+        };
+        let keys = (0..self.port.pkey_tbl_len).filter_map(|index| Some((self.pkey_at(index)?, index)));
+        let keys: Vec<(u16, u16)> = keys.collect();
+        let found = keys.iter().filter(|(key, _)| partition(*key) == partition(wanted)).max_by_key(|(key, _)| *key);
+        let Some((key, index)) = found else {
+            let there: Vec<String> = keys.iter().map(|(key, _)| format!("{key:#06x}")).collect();
+            let there = if there.is_empty() { "none".to_owned() } else { there.join(", ") };
+            let advice = format!("port {PORT} of {} has {there}; ask the subnet manager's owner for others", self.name);
+            return Err(Error::config("pkey", format!("{wanted:#06x}"), advice));
+        };
+        (self.pkey, self.pkey_index) = (*key, *index);
+        Ok(())
+    }
+
+    /// A key of the port's table; none at places that are not set.
+    fn pkey_at(&self, index: u16) -> Option<u16> {
+        let mut key = 0;
+        // SAFETY: an open device, and a place for the answer.
+        let code = unsafe { (self.library.ibv_query_pkey)(self.context.as_ptr(), PORT, c_int::from(index), &mut key) };
+        Some(u16::from_be(key)).filter(|key| code == 0 && partition(*key) != 0)
     }
 
     /// The index of the GID that peers know, which moves when the port goes down and comes up.
@@ -323,9 +404,9 @@ impl Device {
         way.sl = config.service_level;
         way.port_num = PORT;
         way.dlid = to.lid;
-        // Between subnets, and always over RoCE, packets have a global header.
+        // Over RoCE all packets have a global header, and over InfiniBand those of ports that ask for it.
         let required = self.port.flags & GLOBAL_HEADERS != 0;
-        way.is_global = u8::from(!self.is_infiniband() || required || to.gid[..8] != self.gid[..8]);
+        way.is_global = u8::from(!self.is_infiniband() || required);
         way.grh.dgid = ibv_gid { raw: to.gid };
         way.grh.sgid_index = sgid_index;
         way.grh.hop_limit = 64;

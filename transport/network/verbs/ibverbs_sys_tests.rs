@@ -5,7 +5,7 @@ use crate::transport::network::library::tests::{compile, skip};
 
 /// The calls that any libibverbs has.
 const CALLS: &str = "get_device_list free_device_list get_device_name open_device close_device query_device query_port \
-                     query_gid get_async_event ack_async_event alloc_pd dealloc_pd reg_mr dereg_mr create_cq destroy_cq \
+                     query_gid query_pkey get_async_event ack_async_event alloc_pd dealloc_pd reg_mr dereg_mr create_cq destroy_cq \
                      create_srq destroy_srq create_qp modify_qp query_qp destroy_qp create_ah destroy_ah \
                      wc_status_str event_type_str fork_init";
 

@@ -173,7 +173,7 @@ impl Lane {
         let (request, piece, entry) = unsafe { (zeroed(), zeroed(), zeroed()) };
         let mut lane = Lane {
             regions: Registrations::default(),
-            queues: Queues::open(&device, sizes)?,
+            queues: Queues::open(&mut device, sizes, config)?,
             flush,
             reached,
             message_memory,
@@ -215,7 +215,7 @@ impl Lane {
     /// `Transport` if the device opens none; then the former ones stay.
     pub fn renew(&mut self, messages: Option<&Slab>, config: &VerbsConfig) -> Result<()> {
         self.device.renew()?;
-        self.queues = Queues::open(&self.device, self.sizes)?;
+        self.queues = Queues::open(&mut self.device, self.sizes, config)?;
         self.is_mute = false;
         self.owners.clear();
         self.sent_reports = Slots::new(REPORTS);
@@ -503,11 +503,12 @@ impl Lane {
     }
 
     /// Makes the queue pair of datagrams work again: reports on their way are lost, and repeated.
-    pub fn revive_datagrams(&mut self) -> Result<()> {
+    pub fn revive_datagrams(&mut self, config: &VerbsConfig) -> Result<()> {
         let pair = &self.queues.datagrams;
         let failed = |code| refused("resets no datagrams", code, ADVICE);
         self.shut_pair(pair).map_err(failed)?;
-        start_datagrams(&self.device, pair)?;
+        let key = self.device.pkey_index(config)?;
+        start_datagrams(&self.device, pair, key)?;
         self.is_mute = false;
         self.sent_reports = Slots::new(REPORTS);
         (0..REPORT_RECEIVES).for_each(|place| self.receive_report(place));
@@ -577,7 +578,9 @@ impl Lane {
 }
 
 impl Queues {
-    fn open(device: &Device, sizes: Sizes) -> Result<Queues> {
+    fn open(device: &mut Device, sizes: Sizes, config: &VerbsConfig) -> Result<Queues> {
+        let key = device.pkey_index(config)?;
+        let device = &*device;
         let entries = sizes.completions as c_int;
         // SAFETY: an open device; no channel.
         let completions = unsafe {
@@ -587,7 +590,7 @@ impl Queues {
         let messages = (sizes.messages > 0).then(|| shared_receives(device, sizes.messages)).transpose()?;
         Ok(Queues {
             flushes: sizes.has_flushes.then(|| flush::create(device, &completions)).transpose()?,
-            datagrams: datagrams(device, &completions)?,
+            datagrams: datagrams(device, &completions, key)?,
             messages,
             immediates: shared_receives(device, sizes.immediates)?,
             completions,
@@ -606,7 +609,7 @@ fn shared_receives(device: &Device, count: u32) -> Result<Object<ibv_srq>> {
 }
 
 /// The queue pair of datagrams, ready to send and receive.
-fn datagrams(device: &Device, completions: &Object<ibv_cq>) -> Result<Object<ibv_qp>> {
+fn datagrams(device: &Device, completions: &Object<ibv_cq>, pkey_index: u16) -> Result<Object<ibv_qp>> {
     // SAFETY: numbers and pointers that may be null.
     let mut attributes: ibv_qp_init_attr = unsafe { zeroed() };
     attributes.send_cq = completions.as_ptr();
@@ -625,17 +628,18 @@ fn datagrams(device: &Device, completions: &Object<ibv_cq>) -> Result<Object<ibv
         let pair = (library.ibv_create_qp)(device.domain.as_ptr(), &mut attributes);
         Object::new(library, pair, &format!("for datagrams on {}", device.name), ADVICE)
     }?;
-    start_datagrams(device, &pair)?;
+    start_datagrams(device, &pair, pkey_index)?;
     Ok(pair)
 }
 
 /// Makes the queue pair of datagrams ready to send and receive, from no state.
-fn start_datagrams(device: &Device, pair: &Object<ibv_qp>) -> Result<()> {
+fn start_datagrams(device: &Device, pair: &Object<ibv_qp>, pkey_index: u16) -> Result<()> {
     let failed = |code| refused(&format!("starts no datagrams on {}", device.name), code, ADVICE);
     // SAFETY: numbers.
     let mut to_init: ibv_qp_attr = unsafe { zeroed() };
     to_init.qp_state = IBV_QPS_INIT;
     to_init.port_num = device.port();
+    to_init.pkey_index = pkey_index;
     to_init.qkey = DATAGRAM_KEY;
     let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_QKEY;
     device.modify(pair, &mut to_init, mask as c_int).map_err(failed)?;

@@ -65,7 +65,7 @@ pub(super) fn connect(
     (salt, incarnation): (u32, u32),
     config: &VerbsConfig,
 ) -> Result<()> {
-    let way = device.way(to, config)?;
+    let (way, pkey_index) = (device.way(to, config)?, device.pkey_index(config)?);
     let name = &device.name;
     let failed = |what: &'static str| {
         move |code| refused(&format!("{what} on {name}"), code, "see whether the link of both sides is up")
@@ -75,6 +75,7 @@ pub(super) fn connect(
     let mut to_init: ibv_qp_attr = unsafe { zeroed() };
     to_init.qp_state = IBV_QPS_INIT;
     to_init.port_num = device.port();
+    to_init.pkey_index = pkey_index;
     // That of flushes is connected to itself, and reads.
     to_init.qp_access_flags = if own == other { IBV_ACCESS_REMOTE_READ } else { IBV_ACCESS_REMOTE_WRITE };
     let mask = IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS;

@@ -118,7 +118,8 @@ impl VerbsEndpoint {
         for nic in 0..self.lanes.len() {
             if self.lanes.get(nic).is_some_and(|lane| lane.is_mute) {
                 events += self.drain(nic, on_event)?;
-                self.lanes.get_mut(nic).map_or(Ok(()), Lane::revive_datagrams)?;
+                let VerbsEndpoint { lanes, config, .. } = self;
+                lanes.get_mut(nic).map_or(Ok(()), |lane| lane.revive_datagrams(config))?;
             }
         }
         let peers = &mut self.peers;

@@ -87,6 +87,7 @@ library! {
         ibv_query_device: fn(*mut ibv_context, *mut ibv_device_attr) -> c_int;
         ibv_query_port: fn(*mut ibv_context, u8, *mut ibv_port_attr) -> c_int;
         ibv_query_gid: fn(*mut ibv_context, u8, c_int, *mut ibv_gid) -> c_int;
+        ibv_query_pkey: fn(*mut ibv_context, u8, c_int, *mut u16) -> c_int;
         ibv_get_async_event: fn(*mut ibv_context, *mut ibv_async_event) -> c_int;
         ibv_ack_async_event: fn(*mut ibv_async_event);
         ibv_alloc_pd: fn(*mut ibv_context) -> *mut ibv_pd;
