@@ -194,6 +194,7 @@ impl AllToAllBuilder {
         let placement = self.check_placement()?;
         let shape = self.shape(nodes, &placement);
         self.check_rows(&shape)?;
+        self.check_bitmap(&shape)?;
         if let Some((_, align)) =
             self.tuning.in_place.filter(|(_, align)| !shape.is_counted(shape.max_local_experts, *align))
         {
@@ -206,8 +207,10 @@ impl AllToAllBuilder {
     fn check_limits(&self) -> Result<()> {
         within("hidden", self.hidden, 1, 1 << 20, "columns")?;
         within("experts", self.experts, 1, MAX_EXPERTS, "experts")?;
-        within("top_k", self.top_k, 1, self.experts.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
-        within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize, "tokens a rank")?;
+        // Rows of an expert from a rank are numbered with 20 bits.
+        let (names, rows) = if self.tuning.duplicates { (usize::MAX, self.top_k) } else { (self.experts, 1) };
+        within("top_k", self.top_k, 1, names.min(raw::TY_MAX_TOP_K as usize), "experts a token")?;
+        within("max_tokens_per_rank", self.max_tokens, 1, raw::TY_MAX_TOKENS as usize / rows, "tokens a rank")?;
         within("handles", self.tuning.handles, 1, 1024, "handles")
     }
 
@@ -295,6 +298,7 @@ impl AllToAllBuilder {
             hidden: self.hidden,
             experts: self.experts,
             top_k: self.top_k,
+            duplicates: self.tuning.duplicates,
             max_tokens: self.max_tokens,
             format: self.format,
             quantize: self.quantize,
@@ -395,6 +399,17 @@ impl AllToAllBuilder {
             )?;
         }
         Ok(())
+    }
+
+    /// A tile's bitmap, of 32 tokens at least, is in shared memory.
+    fn check_bitmap(&self, shape: &Shape) -> Result<()> {
+        let most = raw::TY_BITMAP_WORDS as usize / shape.bitmap_planes() - 1;
+        if shape.max_local_experts <= most {
+            return Ok(());
+        }
+        let value = format!("{} experts on a rank", shape.max_local_experts);
+        let advice = format!("with duplicates and top-{} a rank holds at most {most}; spread them", self.top_k);
+        Err(Error::config("placement", value, advice))
     }
 
     fn device_kind(&self) -> DeviceKind {

@@ -94,7 +94,8 @@ pub enum Layout {
     /// Expert by expert, each expert's first row at a multiple of `align`; `capacity` rows in all. A token has a row at
     /// each of its experts here. Rows of one expert are in the order of (source rank, token) in every schedule.
     ///
-    /// Any routing fits into ranks · `max_tokens_per_rank` · min(top_k, local experts) rows, plus `align` - 1 rows for
+    /// Any routing fits into ranks · `max_tokens_per_rank` · min(top_k, local experts) rows, with
+    /// [`duplicates`](super::Tuning::duplicates) ranks · `max_tokens_per_rank` · top_k rows, plus `align` - 1 rows for
     /// each local expert: every expert's segment, the last included, is rounded up to `align`. A smaller capacity is
     /// allowed: a dispatch whose rows do not fit ends in [`Capacity`](crate::Error::Capacity).
     Contiguous {

@@ -164,7 +164,7 @@ struct Tiling {
 impl Tiling {
     fn of(builder: &AllToAllBuilder, shape: &Shape) -> Tiling {
         let counts = shape.max_local_experts + 1;
-        let room = raw::TY_BITMAP_WORDS as usize / counts;
+        let room = raw::TY_BITMAP_WORDS as usize / (counts * shape.bitmap_planes());
         let words = builder.tuning.meta_tile.unwrap_or(METADATA_TILE).div_ceil(32).clamp(1, room.max(1));
         let served = shape.nodes.sources(Direction::Dispatch, shape.name).len();
         Tiling {
@@ -260,7 +260,7 @@ pub fn device_context(
         choice_inverse: (1 << 16) / shape.top_k.max(1) as u32 + 1,
         free_flags: u32::from(plan.regions.dispatch_free.source_stride != 0),
         guarded: 0, // set by each call
-        reserved: 0,
+        bitmap_planes: shape.bitmap_planes() as u32,
         // Some waits add to it, which must not overflow.
         timeout_ns: u64::try_from(builder.timeout.as_nanos()).unwrap_or(u64::MAX).min(u64::MAX / 2),
         first_epoch: builder.tuning.first_epoch,

@@ -83,6 +83,7 @@ fn is_specialised(context: &raw::ty_context, phases: u32) -> bool {
         && context.even_experts != 0
         && context.stats == 0
         && context.rank_names == 0
+        && context.bitmap_planes == 1
 }
 
 /// The choice for this world: one node, or several.
@@ -95,7 +96,7 @@ mod tests {
     use super::*;
 
     fn context() -> raw::ty_context {
-        raw::ty_context { rounds: 1, nodes: 1, even_experts: 32, ..Default::default() }
+        raw::ty_context { rounds: 1, nodes: 1, even_experts: 32, bitmap_planes: 1, ..Default::default() }
     }
 
     fn dispatched(args: raw::ty_dispatch_args) -> &'static str {
@@ -112,6 +113,7 @@ mod tests {
             raw::ty_context { even_experts: 0, ..specialised },
             raw::ty_context { stats: 64, ..specialised },
             raw::ty_context { rank_names: 64, ..specialised },
+            raw::ty_context { bitmap_planes: 4, ..specialised },
         ];
         let both = |context| {
             let of_dispatch = raw::ty_dispatch_args { context, phases: BOTH_PHASES, ..Default::default() };

@@ -149,7 +149,9 @@ fn describe(
             record.b, record.a, record.c as i64
         )),
         raw::TY_ERROR_ROUTING_DUPLICATE => {
-            routing(format!("choice {} of token {} names expert {} a second time", record.b, record.a, record.c as i64))
+            let (choice, token, expert) = (record.b, record.a, record.c as i64);
+            let problem = format!("choice {choice} of token {token} names expert {expert} a second time");
+            routing(format!("{problem}, which Tuning::duplicates would allow"))
         }
         raw::TY_ERROR_TOKEN_COUNT => {
             routing(format!("the device's token count is {}, allowed are 0 to {}", record.a as i64, record.b))

@@ -49,6 +49,8 @@ pub(crate) struct Shape {
     pub hidden: usize,
     pub experts: usize,
     pub top_k: usize,
+    /// Whether a token may name an expert several times.
+    pub duplicates: bool,
     pub max_tokens: usize,
     pub format: RowFormat,
     pub quantize: bool,
@@ -66,6 +68,12 @@ impl Shape {
     /// have few blocks.
     pub fn choose_ll_tokens(&mut self, few_blocks: bool) {
         self.ll_tokens.get_or_insert(if few_blocks { 0 } else { LL_TOKENS });
+    }
+
+    /// Planes of a tile's bitmap of tokens (`ty_context.bitmap_planes`): as many as the times that a token names an
+    /// expert have bits.
+    pub fn bitmap_planes(&self) -> usize {
+        if self.duplicates { (usize::BITS - self.top_k.leading_zeros()) as usize } else { 1 }
     }
 
     /// TY_WEIGHTS_*.
@@ -195,7 +203,7 @@ impl Shape {
         let names = |ranks: &Vec<Rank>| ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join("+");
         let sizes: Vec<String> = self.nodes.members().iter().map(names).collect();
         format!(
-            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} in_place={} arena={:?} hidden={} experts={} top_k={} \
+            "tokenyard {} generation={} ranks={} nodes={} nics={} chunk_rows={} double_buffer_bytes={} ll_tokens={} in_place={} arena={:?} hidden={} experts={} top_k={} duplicates={} \
              max_tokens={} round_tokens={} dtype={} scales={:?} quantize={} combine_dtype={} \
              partial={:?} weights={:?} placement={table:016x} first_epoch={first_epoch}",
             env!("CARGO_PKG_VERSION"),
@@ -211,6 +219,7 @@ impl Shape {
             self.hidden,
             self.experts,
             self.top_k,
+            self.duplicates,
             self.max_tokens,
             self.round_tokens.unwrap_or(0),
             self.format.dtype,

@@ -67,6 +67,12 @@ pub struct Tuning {
     /// GiB or a round has at most 256 tokens. With several rounds a call's input must stay until the receiving half is
     /// done.
     pub round_tokens: Option<usize>,
+    /// Whether a token may name an expert several times; the same on all ranks. Each time is a choice of its own, with
+    /// its own weight, which counts in the sum: two rows in the expert-major layouts, in the order of the choices; in
+    /// the token layout one row with the expert's number twice. An output then needs up to ranks · tokens · top_k rows
+    /// ([`Layout`](super::Layout)), and tokens · top_k of a rank is at most 2^20. Default: no, and such a token is
+    /// refused with `Routing`.
+    pub duplicates: bool,
     /// Handles allocated when the context is built, 1 to 1024: one for each dispatch that is alive at the same time.
     /// More are allocated on demand, but not while a stream captures: a recorded dispatch takes an allocated handle
     /// that is free, or is refused with `Argument`. Its graph keeps that handle, also after the
@@ -118,6 +124,7 @@ impl Default for Tuning {
             partial: Partial::Same,
             in_place: None,
             round_tokens: None,
+            duplicates: false,
             handles: 4,
             statistics: false,
             arena: ArenaPlace::Auto,

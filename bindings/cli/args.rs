@@ -152,6 +152,9 @@ pub struct BenchArgs {
     /// uniform, v3-groups, zipf:S, hot:N or file:PATH [default: uniform]
     #[arg(long, value_name = "KIND", value_parser = routing)]
     pub routing: Option<Routing>,
+    /// Tokens may name an expert several times: chance in percent that a choice repeats an earlier one of its token
+    #[arg(long, value_name = "PERCENT", value_parser = |t: &str| number(t, 0, 100))]
+    pub duplicates: Option<usize>,
     /// When the router's weights are given [default: dispatch]
     #[arg(long, value_name = "dispatch|combine|none", value_parser = word::<WeightsWord>)]
     pub weights: Option<WeightsWord>,

@@ -93,6 +93,13 @@ template <Specialised does, bool ll> TY_DEVICE constexpr bool is_even(const Spec
   return true;
 }
 
+// Whether a token may name an expert several times, with a row for each.
+TY_DEVICE bool repeats_experts(const ty_context &c) { return c.bitmap_planes > 1; }
+template <Specialised does, bool ll>
+TY_DEVICE constexpr bool repeats_experts(const SpecialisedContext<true, does, ll> &) {
+  return false;
+}
+
 // The quantisation of rows on sending: TY_QUANTIZE_*.
 TY_DEVICE u32 quantization(const ty_context &c) { return c.quantize; }
 TY_DEVICE constexpr u32 quantization(const InPlaceContext &) { return TY_QUANTIZE_NONE; }

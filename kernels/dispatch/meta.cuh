@@ -10,8 +10,12 @@ namespace ty {
 
 // Shared memory for building metadata.
 struct MetaShared {
-  u32 bitmap[TY_BITMAP_WORDS];         // tokens of a tile, one row a local expert and one for the rank
+  // Tokens of a tile, one row a local expert and one for the rank. Where a token may name an expert several times,
+  // there are as many planes of such rows as its times have bits: bit p of the times is in plane p. The rank's tokens
+  // are in the first.
+  u32 bitmap[TY_BITMAP_WORDS];
   u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // rows in the tiles before
+  u32 times;                           // the times of all tokens and experts of a tile, or-ed, unless all are 1
 };
 
 // ---- input -------------------------------------------------------------------------------------------------
@@ -123,6 +127,7 @@ TY_DEVICE u64 warp_ranks_of(const Context auto &c, const Choices &in, u32 token)
 TY_DEVICE u32 fault_of_choice(const Context auto &c, const Choices &in, u32 token, u32 k, i32 expert) {
   if (expert == -1 || !in.own) return TY_ERROR_NONE;
   if (!is_expert(c, expert)) return TY_ERROR_ROUTING_RANGE;
+  if (repeats_experts(c)) return TY_ERROR_NONE;
   bool twice = false;
   for (u32 j = 0; j < k; ++j) twice |= choice_at(in, token, j) == expert;
   return twice ? TY_ERROR_ROUTING_DUPLICATE : TY_ERROR_NONE;
@@ -174,7 +179,8 @@ TY_DEVICE Meta meta_of(const Context auto &c, u32 owner, u32 source, u64 epoch) 
 //   meta_tokens    63..............32 31...................5 4...............0
 //                       epoch          row of this source     slot at the owner  + 1 + 1
 //
-// One is added for "here", and one more by meta_word for "written".
+// One is added for "here", and one more by meta_word for "written". A position is below 2^20: a rank has at most so
+// many tokens, or, where tokens may name an expert several times, choices.
 constexpr u32 meta_expert_bits = 11, meta_slot_bits = 5;
 static_assert(TY_MAX_LOCAL_EXPERTS < 1 << meta_expert_bits && TY_MAX_TOP_K <= 1 << meta_slot_bits,
               "fields of a metadata word");
@@ -245,13 +251,31 @@ constexpr u32 group_choices = 8;
 
 TY_DEVICE bool is_there(const Tile &tile, const ExpertOwner &owner) { return owner.place == tile.place; }
 
+// How often a lane's choice, from for_choices, is among the choices of its token, and among those before it.
+struct Times {
+  u32 all;
+  u32 before;
+};
+
+// By a warp.
+TY_DEVICE Times times_of(const Context auto &c, const Choice &choice) {
+  Times times{0, 0};
+  TY_ROLLED
+  for (u32 k = 0; k < c.top_k; ++k) {
+    bool same = shuffle(choice.expert, lane_index() - choice.k + k) == choice.expert;
+    times.all += same ? 1 : 0;
+    times.before += same && k < choice.k ? 1 : 0;
+  }
+  return times;
+}
+
 // Whether a lane's choice, from for_choices, is unusable; only the caller's choices are checked. As fault_of_choice. By
 // a warp.
 TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const Choice &choice) {
   if (!in.own) return false;
   bool twice = false;
   TY_ROLLED
-  for (u32 first = 1; first < c.top_k; first += group_choices) {
+  for (u32 first = repeats_experts(c) ? c.top_k : 1; first < c.top_k; first += group_choices) {
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j) {
       i32 before = shuffle(choice.expert, lane_index() - (first + j));
@@ -261,22 +285,56 @@ TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const 
   return choice.expert != -1 && (twice || !is_expert(c, choice.expert));
 }
 
+// A plane's row of the bitmap: of a local expert, or of the rank.
+TY_DEVICE u32 *bitmap_row(MetaShared &shared, const Tile &tile, u32 plane, u32 e) {
+  return &shared.bitmap[(plane * (tile.experts + 1) + e) * tile.words];
+}
+
+// Sums over a marked tile's planes count(row) of an expert's rows of bits, weighted by how many times they stand for.
+template <typename Count>
+TY_DEVICE u32 sum_planes(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, Count count) {
+  u32 sum = count(bitmap_row(shared, tile, 0, e)), times = repeats_experts(c) ? load(&shared.times) : 0;
+  TY_ROLLED
+  for (u32 plane = 1; (times >> plane) != 0; ++plane) sum += count(bitmap_row(shared, tile, plane, e)) << plane;
+  return sum;
+}
+
+// A source's rows for an expert from all tokens of a marked tile; of the rank's row its tokens.
+TY_DEVICE u32 rows_of_tile(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e) {
+  return sum_planes(c, shared, tile, e, [&](const u32 *row) { return all_in_row(row, tile.words); });
+}
+
+// Likewise from the tokens before `token`.
+TY_DEVICE u32 rows_before_token(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, u32 token) {
+  return sum_planes(c, shared, tile, e, [&](const u32 *row) { return earlier_in_row(row, token); });
+}
+
 // Marks a tile's tokens in the bitmap. By a team, whose members meet at the end. Returns whether a choice is faulty.
 // `closed`: as finds_closed; on return as agreed.
 TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices &in, MetaShared &shared,
                          const Tile &tile, bool &closed) {
   bool faulty = false;
   auto clear = [&] {
-    for (u32 i = team_thread(team); i < (tile.experts + 1) * tile.words; i += team_threads(team))
+    u32 planes = repeats_experts(c) ? c.bitmap_planes : 1;
+    for (u32 i = team_thread(team); i < planes * (tile.experts + 1) * tile.words; i += team_threads(team))
       store(&shared.bitmap[i], 0u);
+    if (repeats_experts(c) && team_thread(team) == 0) store(&shared.times, 0u);
     closed = !meet_open(c, team, closed);
   };
   for_choices<false>(c, team, in, tile, 0, clear, [&](const Choice &choice) {
     faulty |= is_choice_faulty(c, in, choice);
+    Times times = repeats_experts(c) ? times_of(c, choice) : Times{1, 0};
     if (!is_there(tile, choice.owner)) return;
     u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
-    atomic_or_block(&shared.bitmap[choice.owner.local * tile.words + word], bit);
-    atomic_or_block(&shared.bitmap[tile.experts * tile.words + word], bit);
+    if (times.all == 1) {
+      atomic_or_block(bitmap_row(shared, tile, 0, choice.owner.local) + word, bit);
+    } else if (times.before == 0) {
+      atomic_or_block(&shared.times, times.all);
+      TY_ROLLED
+      for (u32 plane = 0; (times.all >> plane) != 0; ++plane)
+        if ((times.all >> plane) & 1) atomic_or_block(bitmap_row(shared, tile, plane, choice.owner.local) + word, bit);
+    }
+    atomic_or_block(bitmap_row(shared, tile, 0, tile.experts) + word, bit);
   });
   return team_any(team, faulty);
 }
@@ -329,18 +387,19 @@ struct Publisher {
 TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta &meta, const Tile &tile, u64 *masks) {
   const auto &[team, in, shared, epoch] = by;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
-  const u32 *present = &shared.bitmap[tile.experts * tile.words];
+  const u32 *present = bitmap_row(shared, tile, 0, tile.experts);
   // From the last warp on: where choices are few, the first warps have other work.
   for_choices<true>(
       c, team, in, tile, team.warps - 1, [] {},
       [&](const Choice &choice) {
         u64 ranks = token_ranks(c, choice);
+        u32 before = repeats_experts(c) ? times_of(c, choice).before : 0;
         if (!choice.there) return;
         bool there = is_there(tile, choice.owner);
         u32 value = 0, local = choice.owner.local, token = choice.token;
         u64 place = static_cast<u64>(tile.first + token) * c.top_k + choice.k;
         if (there) {
-          u32 position = load(&shared.start[local]) + earlier_in_row(&shared.bitmap[local * tile.words], token);
+          u32 position = load(&shared.start[local]) + rows_before_token(c, shared, tile, local, token) + before;
           value = 1 + (position << meta_expert_bits | local);
         }
         store_relaxed_sys(meta.choices + place, meta_word(epoch, value));
@@ -404,7 +463,7 @@ TY_DEVICE void publish_counts(const Context auto &c, const Publisher &by, const 
   if (in_place(c)) fence_acq_rel_sys();
   for (u32 e = team_thread(team); e <= experts; e += team_threads(team)) {
     u32 rows = load(&shared.start[e]);
-    if (in.tokens != 0) rows += all_in_row(&shared.bitmap[e * last.words], last.words);
+    if (in.tokens != 0) rows += rows_of_tile(c, shared, last, e);
     if (faulty) rows = 0;
     u64 word = meta_word(epoch, faulty && e == experts ? meta_refused : rows);
     store_relaxed_sys(meta.counts + e, word);
@@ -448,8 +507,7 @@ TY_DEVICE bool add_tiles(const Context auto &c, const Publisher &by, const Tile 
   u32 words = tile.experts + 1;
   TileRows own = tile_rows(c, part, tile.destination(), number);
   for (u32 e = team_thread(team); e < words; e += team_threads(team))
-    store(own.rows + e,
-          faulty && e == tile.experts ? meta_refused : all_in_row(&shared.bitmap[e * tile.words], tile.words));
+    store(own.rows + e, faulty && e == tile.experts ? meta_refused : rows_of_tile(c, shared, tile, e));
   team_barrier(team);
   // N9: the rows happen before; add_tiles of later tiles acquires.
   if (team_thread(team) == 0) store_release_gpu(own.tag, epoch);

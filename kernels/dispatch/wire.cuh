@@ -74,18 +74,18 @@ TY_DEVICE ChoiceGroup look_up(const Context auto &c, const Choices &in, u32 toke
 // Whether a choice of the group is unusable; only the caller's choices are checked. As fault_of_choice.
 TY_DEVICE bool is_faulty(const Context auto &c, const Choices &in, u32 token, const ChoiceGroup &loaded) {
   if (!in.own) return false;
-  bool faulty = false;
+  bool faulty = false, once = !repeats_experts(c);
   TY_UNROLL
   for (u32 j = 0; j < group_choices; ++j) {
     i32 expert = loaded.experts[j];
     bool twice = false;
     TY_UNROLL
-    for (u32 i = 0; i < j; ++i) twice |= loaded.experts[i] == expert;
+    for (u32 i = 0; i < j; ++i) twice |= once && loaded.experts[i] == expert;
     faulty |= expert != -1 && (twice || !is_expert(c, expert));
   }
   // Against the groups before.
   TY_ROLLED
-  for (u32 k = 0; token < in.tokens && k < loaded.first; ++k) {
+  for (u32 k = 0; once && token < in.tokens && k < loaded.first; ++k) {
     i32 before = choice_at(in, token, k);
     TY_UNROLL
     for (u32 j = 0; j < group_choices; ++j) faulty |= before != -1 && loaded.experts[j] == before;

@@ -76,7 +76,7 @@
 // Error kinds in an error record.
 #define TY_ERROR_NONE 0
 #define TY_ERROR_ROUTING_RANGE 1     // a: token, b: choice, c: expert
-#define TY_ERROR_ROUTING_DUPLICATE 2 // a: token, b: choice, c: expert
+#define TY_ERROR_ROUTING_DUPLICATE 2 // a: token, b: choice, c: expert; where an expert may be named once alone
 #define TY_ERROR_TOKEN_COUNT 3       // a: count found, b: maximum
 #define TY_ERROR_CAPACITY 4          // a: rows needed, b: rows given, c: layout
 #define TY_ERROR_INCOMPLETE 5        // peer: the rank whose contributions are missing
@@ -333,7 +333,7 @@ typedef struct ty_context {
   uint32_t free_flags;        // 1: rows and partial rows are kept once, and their readers publish when they are free
   uint32_t guarded; // 1: launches that overlap a launch of this context are detected, since other libraries' graphs
                     // may make some
-  uint32_t reserved;
+  uint32_t bitmap_planes; // of a tile's bitmap: 1, or where a token may name an expert several times the bits of top_k
   uint64_t timeout_ns;
   uint64_t first_epoch;
   uint64_t state;        // ty_state *

@@ -20,6 +20,7 @@ mod one_context;
 mod overlap;
 mod ownership;
 mod refusals;
+mod repeated;
 mod statistics;
 mod stopped;
 mod transport_outside;

@@ -82,6 +82,8 @@ pub struct Spec {
     pub zero_padding: bool,
     /// The byte with which every output was filled before the run.
     pub poison: u8,
+    /// Whether a token may name an expert several times.
+    pub duplicates: bool,
 }
 
 impl Spec {
@@ -180,7 +182,8 @@ impl Faults {
     }
 }
 
-/// Why a rank's routing is unusable, if it is: an id out of range, or one expert twice in a token.
+/// Why a rank's routing is unusable, if it is: an id out of range, or one expert twice in a token where that is not
+/// allowed.
 pub fn bad_routing(spec: &Spec, source: &SourceRank) -> Option<String> {
     for token in 0..source.tokens {
         let start = token * spec.top_k;
@@ -191,7 +194,7 @@ pub fn bad_routing(spec: &Spec, source: &SourceRank) -> Option<String> {
             if id < -1 || id >= spec.experts as i64 {
                 return Some(format!("token {token}, choice {k}: there is no expert {id}"));
             }
-            if id >= 0 && ids[..k].contains(&id) {
+            if id >= 0 && !spec.duplicates && ids[..k].contains(&id) {
                 return Some(format!("token {token}, choice {k}: expert {id} is chosen twice"));
             }
         }

@@ -52,6 +52,7 @@ fn spec(layout: Layout) -> Spec {
         accumulate: false,
         zero_padding: true,
         poison: FILL,
+        duplicates: false,
     }
 }
 

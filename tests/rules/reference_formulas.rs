@@ -254,6 +254,7 @@ fn one_rank(hidden: usize, scales: Scales, layout: Layout) -> Spec {
         accumulate: false,
         zero_padding: false,
         poison: 0xa5,
+        duplicates: false,
     }
 }
 

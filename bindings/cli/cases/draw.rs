@@ -68,6 +68,7 @@ pub fn draw(seed: u64, device: DeviceWord) -> Case {
     draw_quantize(&mut case);
     draw_partial(&mut case);
     draw_in_place(&mut case);
+    draw_duplicates(&mut case);
     case
 }
 
@@ -144,6 +145,7 @@ pub fn draw_small(seed: u64) -> Case {
     case.world_mode = WorldMode::OneThread;
     case.hold_stores = seed % 2 == 1;
     draw_in_place(&mut case);
+    draw_duplicates(&mut case);
     case
 }
 
@@ -296,6 +298,12 @@ fn draw_partial(case: &mut Case) {
             case.hidden = case.hidden.next_multiple_of(case.hidden_quantum());
         }
     }
+}
+
+/// Whether tokens may name experts several times, and how often they do. From a stream of its own, as nodes are.
+fn draw_duplicates(case: &mut Case) {
+    let mut dice = Dice(Counter::new(case.seed, Use::Choice, u64::MAX - 10, 0, 0));
+    case.duplicate_percent = dice.once_in(3).then(|| dice.of(&[0, 20, 60, 100], 0));
 }
 
 /// Nodes that differ by a rank at the most.

@@ -88,6 +88,8 @@ pub struct RoutingShape {
     pub max_tokens: usize,
     /// Chance that a choice is dropped (becomes -1).
     pub none: f64,
+    /// The chance that a choice repeats an earlier one of its token.
+    pub duplicate: f64,
     pub seed: u64,
 }
 
@@ -118,8 +120,10 @@ impl Router {
             let advice = format!("choose 1 to {experts}, the number of experts");
             return Err(Error::argument("--top-k", top_k, advice));
         }
-        if !(0.0..=1.0).contains(&shape.none) {
-            return Err(Error::argument("the chance of a dropped choice", shape.none, "choose 0 to 1"));
+        for (what, chance) in [("a dropped choice", shape.none), ("a repeated choice", shape.duplicate)] {
+            if !(0.0..=1.0).contains(&chance) {
+                return Err(Error::argument("chance", format!("{chance} of {what}"), "choose 0 to 1"));
+            }
         }
         let mut router = Router { routing: routing.clone(), shape, chances: Vec::new(), trace: None };
         match routing {
@@ -164,6 +168,11 @@ impl Router {
                 None => {
                     inputs.fill_weights(rank, token, weights);
                     self.choose(&mut counter, ids);
+                }
+            }
+            for k in 1..ids.len() {
+                if self.shape.duplicate > 0.0 && counter.unit() < self.shape.duplicate {
+                    ids[k] = ids[counter.below(k)];
                 }
             }
             for id in ids {
@@ -264,7 +273,7 @@ mod tests {
     use super::*;
 
     fn shape(experts: usize, top_k: usize) -> RoutingShape {
-        RoutingShape { ranks: 8, experts, top_k, max_tokens: 128, none: 0.0, seed: 7 }
+        RoutingShape { ranks: 8, experts, top_k, max_tokens: 128, none: 0.0, duplicate: 0.0, seed: 7 }
     }
 
     fn draw(text: &str, shape: RoutingShape, tokens: usize) -> Routed {

@@ -9,7 +9,7 @@ const SEED: u64 = 11;
 const SIGMAS: f64 = 4.5;
 
 fn shape(experts: usize, top_k: usize) -> RoutingShape {
-    RoutingShape { ranks: 4, experts, top_k, max_tokens: 64, none: 0.0, seed: SEED }
+    RoutingShape { ranks: 4, experts, top_k, max_tokens: 64, none: 0.0, duplicate: 0.0, seed: SEED }
 }
 
 fn router(text: &str, shape: RoutingShape) -> Router {
@@ -171,6 +171,24 @@ fn dropped_choices_are_as_many_as_asked_for_and_change_no_other() {
 }
 
 #[test]
+fn repeated_choices_are_as_many_as_asked_for_and_repeat_an_earlier_one() {
+    let whole = rows("uniform", shape(20, 3), 3000);
+    let some = rows("uniform", RoutingShape { duplicate: 0.4, ..shape(20, 3) }, 3000);
+    let earlier = |ids: &[i64], place: usize| ids[..place].iter().position(|id| *id == ids[place]);
+    assert!(whole.iter().all(|ids| earlier(ids, 1).is_none() && earlier(ids, 2).is_none()));
+    assert_counts("second", some.iter().map(|ids| earlier(ids, 1)), &[(None, 0.6), (Some(0), 0.4)]);
+    // Where the second repeats the first, the first is found for both.
+    let third = some.iter().map(|ids| (earlier(ids, 1), earlier(ids, 2)));
+    let chances = [((None, None), 0.36), ((None, Some(0)), 0.12), ((None, Some(1)), 0.12), ((Some(0), None), 0.24)];
+    assert_counts("third", third, &[&chances[..], &[((Some(0), Some(0)), 0.16)]].concat());
+    for (all, some) in whole.iter().zip(&some) {
+        assert!((0..3).all(|k| all[k] == some[k] || earlier(some, k).is_some()), "{all:?} became {some:?}");
+    }
+    let alike = rows("uniform", RoutingShape { duplicate: 1.0, ..shape(20, 4) }, 50);
+    assert!(alike.iter().all(|ids| ids.iter().all(|id| *id == ids[0])));
+}
+
+#[test]
 fn ragged_counts_are_uniform_and_each_ranks_own() {
     let counts = |seed: u64, rank: usize| (0..3000).map(move |i| ragged_count(seed, i, rank, 4));
     let fifth: Vec<(usize, f64)> = (0..=4).map(|count| (count, 0.2)).collect();
@@ -207,7 +225,7 @@ fn a_trace_is_read_row_after_row_and_begins_again_at_its_end() {
     trace(&path, [2, 5, 3]);
     let starts = [0, 0, 1, 1, 3];
     for max_tokens in [1, 2, 5, 7] {
-        let shape = RoutingShape { ranks: 5, experts: 30, top_k: 3, max_tokens, none: 0.0, seed: SEED };
+        let shape = RoutingShape { ranks: 5, experts: 30, top_k: 3, max_tokens, none: 0.0, duplicate: 0.0, seed: SEED };
         let router = router(&format!("file:{}", path.display()), shape);
         for (rank, start) in starts.into_iter().enumerate() {
             // A rank's rows of all iterations, one after the other.

@@ -48,6 +48,7 @@ pub fn builder(case: &Case, world: &World) -> Result<AllToAllBuilder> {
     }
     Ok(builder.tuning(|tuning| {
         tuning.partial = partial;
+        tuning.duplicates = case.duplicate_percent.is_some();
         tuning.in_place = case.in_place.then(|| (case.capacity(), case.align));
         tuning.first_epoch = case.first_epoch.unwrap_or(tuning.first_epoch);
     }))

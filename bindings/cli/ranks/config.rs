@@ -132,6 +132,7 @@ impl Config {
         let largest = self.tokens.iter().copied().max().unwrap_or(0).max(1);
         let numbers = [
             ("--capacity", case.capacity),
+            ("--duplicates", case.duplicate_percent),
             ("--max-tokens", Some(case.max_tokens).filter(|most| *most != largest)),
             ("--chunk-rows", case.chunk_rows),
             ("--ll-tokens", case.ll_tokens),
@@ -208,6 +209,7 @@ impl Config {
             tokens: tokens.first().copied().unwrap_or(TOKENS),
             max_tokens,
             routing: args.routing.clone().unwrap_or(Routing::Uniform),
+            duplicate_percent: args.duplicates,
             mode,
             lockstep: true,
             sms: args.sms,

@@ -13,10 +13,10 @@ use crate::cli::cases::inputs::ScaleKind;
 use crate::cli::cases::words::{LayoutWord, Mode, PartialWord, SUMMED, WeightsWord, Word};
 
 /// The dimensions that are paired.
-const DIMENSIONS: [&str; 9] =
-    ["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial", "nodes"];
-/// Whether rows are quantised.
-const QUANTIZE: [&str; 2] = ["no", "yes"];
+const DIMENSIONS: [&str; 10] =
+    ["dtype", "scales", "combine", "layout", "mode", "weights", "quantize", "partial", "nodes", "duplicates"];
+/// Whether rows are quantised, and whether tokens may name experts several times.
+const NO_YES: [&str; 2] = ["no", "yes"];
 /// How a world's ranks are on nodes.
 const ONE: &str = "one";
 const EVEN: &str = "even";
@@ -53,7 +53,7 @@ fn values(dimension: usize) -> Vec<&'static str> {
         3 => names(LayoutWord::ALL),
         4 => names(Mode::ALL),
         5 => names(WeightsWord::ALL),
-        6 => QUANTIZE.to_vec(),
+        6 | 9 => NO_YES.to_vec(),
         7 => names(PartialWord::ALL),
         _ => vec![ONE, EVEN, UNEVEN],
     }
@@ -67,7 +67,7 @@ fn nodes_of(case: &Case) -> &'static str {
     }
 }
 
-fn values_of(case: &Case) -> [&'static str; 9] {
+fn values_of(case: &Case) -> [&'static str; 10] {
     [
         case.dtype.name(),
         case.scales.name(),
@@ -75,9 +75,10 @@ fn values_of(case: &Case) -> [&'static str; 9] {
         case.layout.name(),
         case.mode.name(),
         case.weights.name(),
-        QUANTIZE[usize::from(case.quantize)],
+        NO_YES[usize::from(case.quantize)],
         case.partial.name(),
         nodes_of(case),
+        NO_YES[usize::from(case.duplicate_percent.is_some())],
     ]
 }
 
@@ -179,9 +180,10 @@ mod tests {
     #[test]
     fn pairs_are_of_all_dimensions() {
         // 4 dtypes with the dimensions of 3 values, these dimensions with each other, and all of them with the one of
-        // 2.
-        let others = DIMENSIONS.len() - 2;
-        assert_eq!(all_pairs().len(), 4 * 3 * others + others * (others - 1) / 2 * 9 + 2 * (4 + 3 * others));
+        // 2, which are paired, too.
+        let others = DIMENSIONS.len() - 3;
+        let of_two = 2 * (2 * (4 + 3 * others)) + 2 * 2;
+        assert_eq!(all_pairs().len(), 4 * 3 * others + others * (others - 1) / 2 * 9 + of_two);
         assert_eq!(all_pairs().iter().filter(|p| must_be_refused(p)).count(), 6 + 1 + 3 + 1);
     }
 

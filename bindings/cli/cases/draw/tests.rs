@@ -165,6 +165,7 @@ fn common() -> Vec<Chances> {
         chances!(routing, groups_fit, kind_of_routing, alike(1.0, ["zipf:1.2", "hot", "v3-groups", "-", "-", "-"])),
         chances!(routing, |c| !groups_fit(c), kind_of_routing, alike(1.0, ["zipf:1.2", "hot", "-", "-", "-", "-"])),
         chances!(none_percent, all, by([("0", 0.4), ("10", 0.2), ("60", 0.2), ("100", 0.2)])),
+        chances!(duplicate_percent, all, [by([("-", 2.0 * third)]), alike(third, [0, 20, 60, 100])].concat()),
         chances!(mode, all, alike(1.0, ["fused", "split", "graph"])),
         chances!(ahead, not_in_place, by([("1", 2.0 * third), ("2", 1.0 / 6.0), ("3", 1.0 / 6.0)])),
         chances!(ahead, |c| c.in_place, by([("1", 1.0)])),

@@ -226,6 +226,7 @@ fn rows_moved(shape: Shape) -> [u64; 2] {
         top_k: preset.top_k,
         max_tokens: shape.tokens,
         none: 0.0,
+        duplicate: 0.0,
         seed: shape.seed,
     };
     let uniform = crate::cli::cases::routing::Routing::Uniform;

@@ -108,7 +108,15 @@ impl Workload {
     pub fn draw(shape: Shape, iteration: u64) -> Result<Workload> {
         let Preset { experts, top_k, .. } = *shape.preset;
         let ranks = shape.ranks();
-        let routing = RoutingShape { ranks, experts, top_k, max_tokens: shape.tokens, none: 0.0, seed: shape.seed };
+        let routing = RoutingShape {
+            ranks,
+            experts,
+            top_k,
+            max_tokens: shape.tokens,
+            none: 0.0,
+            duplicate: 0.0,
+            seed: shape.seed,
+        };
         let router = Router::new(&Routing::Uniform, routing)?;
         let mut workload = Workload { shape, rows: Vec::new(), starts: vec![0] };
         let mut by_node: Vec<Vec<Row>> = vec![Vec::new(); shape.nodes];
