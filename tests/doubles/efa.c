@@ -17,6 +17,8 @@
  *   TOKENYARD_EFA_SEED=1 _REORDER=1 _DUPLICATES=50 _DELAYS=50   disturbances, per 1000 packets and polls
  *   TOKENYARD_EFA_FAIL_UNSOLICITED=N  the N-th immediate that arrives becomes an error without a context
  *   TOKENYARD_EFA_OVERRUN_EVENT=0   1: reads of an overrun queue end with FI_EOVERRUN, as fi_cq(3) says
+ *   TOKENYARD_EFA_AUTO=0            1: packets of efa-direct move while nobody polls, by a thread for each domain
+ *   TOKENYARD_EFA_LOCAL=0           1: peers are of this host, so the fabric efa takes shm unless it is turned off
  *   TOKENYARD_EFA_SLOTS=32 _PACKET=4096   packets of a link, and their bytes
  *   TOKENYARD_EFA_GPUS=1            0: no CUDA device
  *   TOKENYARD_EFA_P2P=1             0: device and GPUs do not reach each other
@@ -26,7 +28,8 @@
  *   TOKENYARD_EFA_UNFLUSHED=0       1: writes to a GPU are seen once its endpoint has read from that GPU
  *   TOKENYARD_EFA_LOG=              file for lines of JSON: registrations, refused ones, and reads (efa_double.h)
  *   TOKENYARD_EFA_DIR=/dev/shm _SCOPE=<user id>   where files are; processes of one scope reach each other
- *   FI_EFA_USE_DEVICE_RDMA, FI_EFA_USE_UNSOLICITED_WRITE_RECV   as in fi_efa(7)
+ *   FI_EFA_USE_DEVICE_RDMA, FI_EFA_USE_UNSOLICITED_WRITE_RECV, FI_EFA_USE_DATA_PATH_DIRECT,
+ *   FI_EFA_ENABLE_SHM_TRANSFER      as in fi_efa(7)
  *   FI_HMEM_DISABLE_P2P             as in fi_mr(3)
  */
 #define _GNU_SOURCE
@@ -74,7 +77,9 @@ static void read_config(void) {
     config.nics = (uint32_t)number("NICS", 4);
     if (config.nics > EFA_MAX_NICS)
         config.nics = EFA_MAX_NICS;
-    config.qps = (uint32_t)number("QPS", 256); /* ofiwg/libfabric issue 9356: 256 queue pairs a NIC */
+    config.qps = (uint32_t)number("QPS", EFA_MAX_QPS);
+    if (config.qps > EFA_MAX_QPS)
+        config.qps = EFA_MAX_QPS;
     config.regions = (uint32_t)number("REGIONS", 262144);
     config.depth = (uint32_t)number("DEPTH", 4096); /* p5; 2048 on p6-b300: kvcache-ai/Mooncake pull request 3296 */
     config.receives = (uint32_t)number("RECEIVES", 8192);
@@ -99,6 +104,11 @@ static void read_config(void) {
     config.direct = number("DIRECT", 1) && config.version >= FI_VERSION(2, 1);
     config.overrun_event = number("OVERRUN_EVENT", 0);
     config.unsolicited = truth("FI_EFA_USE_UNSOLICITED_WRITE_RECV") != 0;
+    config.is_auto = number("AUTO", 0);
+    /* fi_efa(7); tag v2.3.0 is the first with it. */
+    config.data_path = truth("FI_EFA_USE_DATA_PATH_DIRECT") != 0 && config.version >= FI_VERSION(2, 3);
+    config.shm_transfer = truth("FI_EFA_ENABLE_SHM_TRANSFER") != 0;
+    config.is_local = number("LOCAL", 0);
     config.reorder = number("REORDER", 1);
     config.duplicates = (uint32_t)number("DUPLICATES", 50);
     config.delays = (uint32_t)number("DELAYS", 50);
@@ -206,7 +216,12 @@ const char *text_of_status(uint32_t status) {
     };
     if (status < sizeof texts / sizeof *texts)
         return texts[status];
-    return status == 4111 ? "remote address of an emulated operation is not valid" : "unknown status";
+    switch (status) {
+    case 4111: return "remote address of an emulated operation is not valid";
+    case 4124: return "peer does not respond any more, after a handshake";
+    case 4126: return "peer does not respond, and made no handshake";
+    default: return "unknown status";
+    }
 }
 
 /* ---- exported calls of libfabric ------------------------------------------------------------------------------- */

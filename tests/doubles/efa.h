@@ -13,6 +13,15 @@
  * nothing half done in another. Shared memory holds no lock: each ring has one producer and one consumer, and a queue
  * pair's table of links takes entries by one compare-and-swap each.
  *
+ * Not shown, since a caller that keeps to the documents cannot tell:
+ *   - errors of the answer to a handshake, which are passed over or need a fault of the provider (efa_wire.c,
+ *     fail_handshake);
+ *   - shm within the fabric efa, which nothing here holds for (efa_post.c): its posts are refused with
+ *     TOKENYARD_EFA_LOCAL=1, and peers are those of other hosts without;
+ *   - the fabric efa between polls (efa_objects.c, run_device).
+ * A batch that overfills the queue is rolled back where the provider does so (efa_post.c). A caller sees it only if it
+ * posts to a queue that it knows to be full.
+ *
  * All paths of libfabric's source below are of its tree of August 2026 (after tag v2.6.0) if no tag is named.
  */
 #ifndef TOKENYARD_DOUBLE_EFA_H
@@ -27,6 +36,7 @@
 #include <rdma/fi_eq.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
@@ -39,6 +49,7 @@ enum {
     EFA_MAX_NICS = 32,
     EFA_MAX_LINKS = 1024, /* initiators that one queue pair takes in its life at once */
     EFA_MAX_IOV = 2,
+    EFA_MAX_QPS = 256, /* of a NIC: ofiwg/libfabric issue 9356 */
     EFA_NAME_BYTES = 32, /* prov/efa/src/efa_av.h, struct efa_ep_addr: 16 + 2 + 2 + 4, and a pointer */
 };
 
@@ -58,7 +69,8 @@ struct config {
     uint32_t nics, qps, regions, depth, receives, cq_default, batch, slots, packet, part_id;
     uint64_t pages, total_pages, page_bytes, max_rdma, mtu;
     uint32_t unreachable_ms, killed_status, pool;
-    bool reorder, rdma, direct, overrun_event, unsolicited;
+    bool reorder, rdma, direct, overrun_event, unsolicited, is_auto;
+    bool data_path, shm_transfer, is_local; /* data_path: the provider writes to the device's queues by itself */
     uint32_t duplicates, delays; /* per 1000 */
     uint64_t fail_unsolicited;   /* this arrival of an immediate, counted from 1, becomes an error; 0: none */
     bool gpus, p2p, p2p_disabled, dmabuf_offset, unflushed; /* p2p: device and GPUs reach each other */
@@ -215,6 +227,7 @@ struct link_out {
     uint64_t reaped; /* packets that the target has taken, and whose bytes, if of a read, are in their place */
     uint32_t *pending, pending_count, *queued, queued_count, outstanding, reads;
     bool is_open, is_gone, found, rung;
+    enum { HANDSHAKE_NONE, HANDSHAKE_BY_MESSAGE, HANDSHAKE_ASKED, HANDSHAKE_FAILED } handshake; /* of the fabric efa */
     uint64_t checked_ms, dead_ms; /* dead_ms: when the peer's process was found dead, or 0 */
     struct tokenyard_double_peer *record;
     struct link_out *next;
@@ -250,6 +263,8 @@ struct endpoint {
     struct cq *tx_cq, *rx_cq;
     struct eq *eq;
     bool is_direct, is_enabled, is_emulated, is_unsolicited, takes_cq_data, is_selective, is_homogeneous;
+    bool uses_shm;       /* for peers of this host */
+    bool has_overfilled; /* a post of the batch that is open found the queue full: efa_post.c */
     uint64_t caps, tx_flags;
     size_t rnr_retry, inject;
     uint32_t depth, receives, next_use;
@@ -258,7 +273,7 @@ struct endpoint {
     struct shared_qp *qp;
     struct op *ops;
     uint8_t *inline_bytes;
-    uint32_t *free, free_count, *staged, staged_count, emulated_count;
+    uint32_t *free, free_count, *staged, staged_count, emulated_count, handshaking;
     struct receive *posted;
     uint32_t posted_head, posted_count, claims_seen;
     struct link_out *links, **by_address;
@@ -281,8 +296,14 @@ struct domain {
     uint32_t nic;
     uint64_t region_count, page_count;
     bool has_hmem;
+    size_t least_cq;
     atomic_flag lock; /* of this process alone; a killed peer cannot hold it */
     uint64_t random;
+    struct endpoint *endpoints[EFA_MAX_QPS]; /* enabled ones, for the device's thread */
+    size_t endpoint_count;
+    pthread_t device;
+    bool has_device;
+    _Atomic bool is_closing;
 };
 
 /* efa.c */
@@ -301,6 +322,8 @@ void log_event(const char *event, uint32_t nic, const char *call, const char *mo
 /* efa_objects.c */
 void lock(struct domain *domain);
 void unlock(struct domain *domain);
+void attach(struct endpoint *endpoint);
+void detach(struct endpoint *endpoint);
 int open_av(struct fid_domain *fid, struct fi_av_attr *attr, struct fid_av **av, void *context);
 
 /* efa_regions.c */
@@ -322,6 +345,7 @@ void eq_error(struct endpoint *endpoint, int error, int status);
 int open_endpoint(struct fid_domain *fid, struct fi_info *info, struct fid_ep **ep, void *context);
 void release_op(struct endpoint *endpoint, uint32_t index);
 bool uses_device_rdma(uint32_t api);
+void forget_queued(struct endpoint *endpoint, const struct name *peer);
 
 /* efa_post.c */
 extern struct fi_ops_msg message_calls;

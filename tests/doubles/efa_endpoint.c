@@ -138,6 +138,15 @@ static int set_option(fid_t fid, int level, int option, const void *value, size_
         memcpy(&truth, value, sizeof truth);
         return truth || config.p2p ? 0 : -FI_EOPNOTSUPP;
     case OPT_SHARED_MEMORY_PERMITTED:
+        if (endpoint->is_direct)
+            return 0; /* it never uses shared memory */
+        if (bytes != sizeof truth)
+            return -FI_EINVAL;
+        /* fi_efa(7), FI_EFA_ENABLE_SHM_TRANSFER. */
+        memcpy(&truth, value, sizeof truth);
+        if (truth && !config.shm_transfer)
+            return -FI_EINVAL;
+        endpoint->uses_shm = truth;
         return 0;
     case OPT_USE_DEVICE_RDMA:
         if (endpoint->is_direct)
@@ -265,6 +274,7 @@ static int enable(struct endpoint *endpoint) {
         endpoint->free[endpoint->free_count++] = depth - 1 - i;
     }
     endpoint->is_enabled = true;
+    attach(endpoint);
     return 0;
 }
 
@@ -284,6 +294,20 @@ void release_op(struct endpoint *endpoint, uint32_t index) {
     op->state = OP_FREE;
     op->generation++;
     endpoint->free[endpoint->free_count++] = index;
+}
+
+/* rdm/efa_rdm_peer.c, efa_rdm_peer_destruct: with its address go the operations that wait for a peer's handshake. They
+ * never complete, and nothing lowers the number of those that wait: rdm/efa_rdm_ope.c, efa_rdm_txe_release. */
+void forget_queued(struct endpoint *endpoint, const struct name *peer) {
+    for (struct link_out *link = endpoint->links; link; link = link->next) {
+        if (memcmp(&link->peer, peer, sizeof *peer))
+            continue;
+        for (; link->queued_count; link->outstanding--) {
+            uint32_t index = link->queued[--link->queued_count];
+            link->reads -= endpoint->ops[index].kind == PACKET_READ;
+            release_op(endpoint, index);
+        }
+    }
 }
 
 static void forget(struct cq *cq, struct endpoint *endpoint) {
@@ -306,6 +330,7 @@ static int close_endpoint(struct fid *fid) {
     struct endpoint *endpoint = (struct endpoint *)fid;
     struct domain *domain = endpoint->domain;
     lock(domain);
+    detach(endpoint);
     forget(endpoint->tx_cq, endpoint);
     forget(endpoint->rx_cq, endpoint);
     if (endpoint->is_enabled)
@@ -353,6 +378,7 @@ int open_endpoint(struct fid_domain *fid, struct fi_info *info, struct fid_ep **
     endpoint->takes_cq_data = info->mode & RX_CQ_DATA;
     endpoint->is_unsolicited = config.unsolicited && !(endpoint->is_direct && endpoint->takes_cq_data);
     endpoint->is_emulated = !endpoint->is_direct && !uses_device_rdma(api(endpoint));
+    endpoint->uses_shm = !endpoint->is_direct && config.shm_transfer; /* rdm/efa_rdm_ep_fiops.c, shm_permitted */
     endpoint->rnr_retry = 7; /* without end: domain_attr.resource_mgmt is FI_RM_ENABLED, efa_prov_info.c */
     endpoint->depth = info->tx_attr->size ? (uint32_t)info->tx_attr->size : config.depth;
     endpoint->receives = info->rx_attr->size ? (uint32_t)info->rx_attr->size : config.receives;

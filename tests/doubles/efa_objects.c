@@ -2,6 +2,9 @@
 #define _GNU_SOURCE
 #include "efa.h"
 
+#include <sched.h>
+#include <signal.h>
+#include <time.h>
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -21,7 +24,8 @@ static int no_ops_open(struct fid *fid, const char *name, uint64_t flags, void *
 
 void lock(struct domain *domain) {
     while (atomic_flag_test_and_set_explicit(&domain->lock, memory_order_acquire))
-        ;
+        if (config.is_auto)
+            sched_yield(); /* the device's thread may wait for a processor */
 }
 void unlock(struct domain *domain) { atomic_flag_clear_explicit(&domain->lock, memory_order_release); }
 
@@ -83,6 +87,9 @@ static int av_remove(struct fid_av *fid, fi_addr_t *addresses, size_t count, uin
         }
         av->used[addresses[i]] = false;
         av->version++;
+        for (size_t n = 0; n < av->domain->endpoint_count; n++)
+            if (av->domain->endpoints[n]->av == av)
+                forget_queued(av->domain->endpoints[n], &av->names[addresses[i]]);
     }
     unlock(av->domain);
     return answer;
@@ -133,10 +140,59 @@ int open_av(struct fid_domain *fid, struct fi_av_attr *attr, struct fid_av **out
     return 0;
 }
 
+/* ---- the device ------------------------------------------------------------------------------------------------ */
+
+/* TOKENYARD_EFA_AUTO. fi_efa(7), Progress: efa-direct has FI_PROGRESS_AUTO. The device sends and takes packets, and
+ * writes completions, whether its process polls or sleeps; only a completion queue with room keeps them. The fabric efa
+ * is left to polls, since its provider's handshakes and messages go by the process that polls. */
+static void *run_device(void *argument) {
+    struct domain *domain = argument;
+    const struct timespec pause = {.tv_nsec = 50000};
+    while (!atomic_load(&domain->is_closing)) {
+        lock(domain);
+        for (size_t i = 0; i < domain->endpoint_count; i++)
+            progress(domain->endpoints[i]);
+        unlock(domain);
+        nanosleep(&pause, NULL);
+    }
+    return NULL;
+}
+
+/* The device begins with the first endpoint, and ends with the domain. Its thread takes no signal. */
+void attach(struct endpoint *endpoint) {
+    struct domain *domain = endpoint->domain;
+    lock(domain);
+    domain->endpoints[domain->endpoint_count++] = endpoint;
+    unlock(domain);
+    if (!config.is_auto || !endpoint->is_direct || domain->has_device)
+        return;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    domain->has_device = !pthread_create(&domain->device, NULL, run_device, domain);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!domain->has_device)
+        abort();
+}
+
+/* Under the domain's lock. */
+void detach(struct endpoint *endpoint) {
+    struct domain *domain = endpoint->domain;
+    for (size_t i = 0; i < domain->endpoint_count; i++)
+        if (domain->endpoints[i] == endpoint) {
+            domain->endpoints[i] = domain->endpoints[--domain->endpoint_count];
+            return;
+        }
+}
+
 /* ---- domains and fabrics --------------------------------------------------------------------------------------- */
 
 static int close_domain(struct fid *fid) {
-    free(fid);
+    struct domain *domain = (struct domain *)fid;
+    atomic_store(&domain->is_closing, true);
+    if (domain->has_device)
+        pthread_join(domain->device, NULL);
+    free(domain);
     return 0;
 }
 
@@ -160,6 +216,9 @@ static int open_domain(struct fid_fabric *fid, struct fi_info *info, struct fid_
     domain->fabric = fabric;
     domain->nic = nic;
     domain->has_hmem = info->caps & FI_HMEM; /* efa_mr.c reads util_domain.info_domain_caps */
+    /* rdm/efa_rdm_domain.c, rdm_cq_size: a queue of the fabric efa has room for all posts and receives of an endpoint. */
+    if (!fabric->is_direct && info->tx_attr && info->rx_attr)
+        domain->least_cq = info->tx_attr->size + info->rx_attr->size;
     domain->random = config.seed * 0x9E3779B97F4A7C15u + (uint64_t)getpid() * 31 + nic;
     atomic_flag_clear(&domain->lock);
     *out = &domain->fid;

@@ -3,14 +3,26 @@
  * A post on efa-direct becomes an entry of the device's send queue. An entry posted with FI_MORE waits there until a
  * post without FI_MORE, a full batch or a refused post rings the doorbell: prov/efa/src/efa_data_path_direct_entry.h,
  * efa_data_path_direct_post_write. No time limit and no poll rings it.
+ *
+ * Below version 2.3, and with FI_EFA_USE_DATA_PATH_DIRECT=0, efa-direct posts by libibverbs. A batch is a session of it
+ * then, from ibv_wr_start to ibv_wr_complete in the post without FI_MORE: prov/efa/src/efa_data_path_ops.h,
+ * efa_ibv_post_write. What finds the queue full fails the session, silently if it has FI_MORE, and the last post rolls
+ * all of it back, with -FI_EAGAIN and no completion: rdma-core, providers/efa/verbs.c, efa_send_wr_complete. A caller
+ * that counts its posts and never posts to a full queue does not see it. The fabric efa counts for its callers, and
+ * answers -FI_EAGAIN before it posts: rdm/efa_rdm_pke.c and efa_rdm_ope.c, efa_outstanding_tx_ops.
  */
 #include "efa.h"
+
+enum { MAX_HANDSHAKING = 16 }; /* EFA_RDM_MAX_QUEUED_OPE_BEFORE_HANDSHAKE, pull request 10135 */
+
+static bool posts_by_sessions(const struct endpoint *endpoint) { return endpoint->is_direct && !config.data_path; }
 
 static void ring(struct endpoint *endpoint) {
     if (!endpoint->staged_count)
         return;
-    counts.doorbells++;
-    counts.nic_doorbells[endpoint->domain->nic]++;
+    uint32_t doorbells = (endpoint->staged_count + config.batch - 1) / config.batch;
+    counts.doorbells += doorbells;
+    counts.nic_doorbells[endpoint->domain->nic] += doorbells;
     for (uint32_t i = 0; i < endpoint->staged_count; i++) {
         uint32_t index = endpoint->staged[i];
         struct op *op = &endpoint->ops[index];
@@ -37,7 +49,7 @@ static void ring(struct endpoint *endpoint) {
 
 void stage_op(struct endpoint *endpoint, uint32_t index, uint64_t flags) {
     /* ofiwg/libfabric pull request 11515: the queue stages at most max_batch entries; the next one rings first. */
-    if (endpoint->staged_count >= config.batch)
+    if (endpoint->staged_count >= config.batch && !posts_by_sessions(endpoint))
         ring(endpoint);
     endpoint->ops[index].state = OP_STAGED;
     endpoint->staged[endpoint->staged_count++] = index;
@@ -55,13 +67,29 @@ static void own_context(struct endpoint *endpoint, uint32_t index) {
     memcpy(op->context, words, sizeof words);
 }
 
-/* A refused post rings for the entries before it: efa_data_path_direct_post_write. */
+/* A refused post rings for the entries before it: efa_data_path_direct_post_write. A session stays open. */
 static ssize_t refused(struct endpoint *endpoint, enum tokenyard_double_rule rule, int error) {
-    if (endpoint->is_enabled)
+    if (endpoint->is_enabled && !posts_by_sessions(endpoint))
         ring(endpoint);
     refuse(rule);
     unlock(endpoint->domain);
     return -error;
+}
+
+/* A post of a session that has found the queue full. */
+static ssize_t roll_back(struct endpoint *endpoint, uint64_t flags) {
+    endpoint->has_overfilled = flags & FI_MORE;
+    if (endpoint->has_overfilled) {
+        unlock(endpoint->domain);
+        return 0;
+    }
+    while (endpoint->staged_count) {
+        uint32_t index = endpoint->staged[--endpoint->staged_count];
+        endpoint->ops[index].link->outstanding--;
+        endpoint->ops[index].link->reads -= endpoint->ops[index].kind == PACKET_READ;
+        release_op(endpoint, index);
+    }
+    return refused(endpoint, RULE_FULL, FI_EAGAIN);
 }
 
 struct post {
@@ -116,6 +144,8 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
         return refused(endpoint, RULE_ARGUMENT, FI_EINVAL);
     /* fi_efa(7), FI_EFA_TX_SIZE; efa_post_send_validate: ENOMEM of a full queue becomes -FI_EAGAIN. A slot is free
      * again once its completion has been read. */
+    if (posts_by_sessions(endpoint) && (endpoint->has_overfilled || !endpoint->free_count))
+        return roll_back(endpoint, post->flags);
     if (!endpoint->free_count)
         return refused(endpoint, RULE_FULL, FI_EAGAIN);
     struct link_out *link = link_to(endpoint, post->to);
@@ -126,9 +156,19 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     if (!endpoint->is_direct && is_write && (post->flags & FI_REMOTE_CQ_DATA) && endpoint->is_unsolicited &&
         !endpoint->is_emulated && link->peer_qp && !link->peer_qp->unsolicited)
         return refused(endpoint, RULE_FEATURE, FI_EOPNOTSUPP);
-    /* Pull request 10135: at most 16 operations wait for the handshake with a peer. */
-    if (!endpoint->is_direct && !link->found && link->queued_count == 16)
+    /* rdm/efa_rdm_ep_utils.c, efa_rdm_ep_enforce_handshake_for_txe: at most 16 operations of an endpoint wait for
+     * handshakes, with whatever peers. Writes and reads to itself need none: efa_rdm_rma_post_write, is_self. Neither do
+     * messages, nor peers that are said to be alike: fi_efa(7), FI_OPT_EFA_HOMOGENEOUS_PEERS. */
+    bool is_self = !memcmp(&endpoint->name, &link->peer, sizeof link->peer);
+    bool needs_handshake = !endpoint->is_direct && !endpoint->is_homogeneous && !is_self && is_rma && !link->found;
+    if (needs_handshake && endpoint->handshaking == MAX_HANDSHAKING)
         return refused(endpoint, RULE_FULL, FI_EAGAIN);
+    /* rdm/efa_rdm_rma.c and efa_rdm_msg.c hand operations to a peer of the same host to the provider shm, unless
+     * FI_OPT_SHARED_MEMORY_PERMITTED, FI_EFA_ENABLE_SHM_TRANSFER or, with FI_HMEM, FI_OPT_CUDA_API_PERMITTED forbids it
+     * (efa_rdm_ep_fiops.c, efa_rdm_ep_update_shm). Nothing that this double shows holds there, so it carries none. Its
+     * peers count as those of other hosts if TOKENYARD_EFA_LOCAL does not say otherwise. */
+    if (config.is_local && endpoint->uses_shm && !is_self)
+        return refused(endpoint, RULE_FEATURE, FI_EOPNOTSUPP);
     uint32_t index = endpoint->free[--endpoint->free_count];
     struct op *op = &endpoint->ops[index];
     uint8_t *store = op->inline_bytes;
@@ -168,6 +208,9 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
                 break;
         }
     }
+    /* A message asks for the handshake, too. An operation asks only if none has: efa_rdm_ep_trigger_handshake. */
+    if (!is_rma && link->handshake == HANDSHAKE_NONE)
+        link->handshake = HANDSHAKE_BY_MESSAGE;
     link->outstanding++;
     link->reads += is_read;
     link->record->posts++;
@@ -175,9 +218,11 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     counts.nic_posts[endpoint->domain->nic]++;
     /* ofiwg/libfabric pull request 12623: on the fabric efa, operations wait for the handshake with the peer, and keep
      * their FI_MORE. They are staged when the handshake ends; if all of them have FI_MORE, nothing rings for them. */
-    if (!endpoint->is_direct && !link->found) {
+    if (needs_handshake) {
         op->state = OP_QUEUED;
         link->queued[link->queued_count++] = index;
+        endpoint->handshaking++;
+        link->handshake = link->handshake ? link->handshake : HANDSHAKE_ASKED;
     } else {
         stage_op(endpoint, index, post->flags);
     }

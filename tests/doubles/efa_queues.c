@@ -188,6 +188,8 @@ int open_cq(struct fid_domain *fid, struct fi_cq_attr *attr, struct fid_cq **out
     cq->domain = domain;
     cq->format = attr->format == FI_CQ_FORMAT_UNSPEC ? FI_CQ_FORMAT_CONTEXT : attr->format;
     cq->size = attr->size ? attr->size : config.cq_default;
+    if (cq->size < domain->least_cq)
+        cq->size = domain->least_cq;
     cq->entries = calloc(cq->size, sizeof *cq->entries);
     cq->fid.fid = (struct fid){.fclass = FI_CLASS_CQ, .context = context, .ops = &cq_ops};
     cq->fid.ops = &cq_calls;

@@ -271,7 +271,7 @@ static void gpus_of_two_processes(int rank) {
         expect_done(&side, "the write");
     } else {
         struct fi_cq_data_entry entry;
-        CHECK(poll_side(&side, &entry, NULL, 3000) == 1 && entry.data == 5, "the immediate");
+        CHECK(poll_side(&side, &entry, NULL, PATIENCE_MS) == 1 && entry.data == 5, "the immediate");
         for (int i = 0; i < 20000; i++)
             CHECK(byte_at(fd, 5000 + i) == (uint8_t)(i * 7 | 1), "byte %d", i);
         CHECK(!byte_at(fd, 4999) && !byte_at(fd, 25000), "a byte beside");
@@ -298,7 +298,7 @@ static void reads_bring_bytes(int rank) {
         memset(memory[0], 0xee, sizeof memory[0]);
         CHECK(get(&side, peers[from], memory[0] + at, bytes, local->mem_desc, rig->words[from][1] + at,
                   rig->words[from][0]) == 0, "posting");
-        CHECK(poll_side(&side, &entry, NULL, 5000) == 1 && (entry.flags & FI_READ) && (entry.flags & FI_RMA),
+        CHECK(poll_side(&side, &entry, NULL, PATIENCE_MS) == 1 && (entry.flags & FI_READ) && (entry.flags & FI_RMA),
               "the read of round %d", round);
         for (size_t i = 0; i < sizeof memory[0]; i++) {
             bool is_read = i >= at && i < at + bytes;
@@ -440,7 +440,7 @@ static void unflushed_writes_are_not_seen(int rank) {
               "a write is seen whose immediate nobody has, or writes without one are not");
         bool has_imm = false, has_read = false;
         while (!has_imm || !has_read) {
-            CHECK(poll_side(&side, &entry, NULL, 3000) == 1, "an immediate and a read");
+            CHECK(poll_side(&side, &entry, NULL, PATIENCE_MS) == 1, "an immediate and a read");
             has_imm |= (entry.flags & FI_REMOTE_CQ_DATA) != 0, has_read |= (entry.flags & FI_READ) != 0;
         }
         CHECK(!byte_at(fd, 10000), "an older read counts for a write that was reported after it");

@@ -11,8 +11,6 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { PATIENCE_MS = 8000 };
-
 struct library lib;
 struct rig *rig;
 static int own_rank;
@@ -61,7 +59,7 @@ static void load(const char *path, const char *settings) {
     snprintf(text, sizeof text, "%s", settings);
     for (char *word = strtok_r(text, " ", &rest); word; word = strtok_r(NULL, " ", &rest)) {
         char key[64], *value = strchr(word, '=');
-        snprintf(key, sizeof key, "TOKENYARD_EFA_%.*s", (int)(value - word), word);
+        snprintf(key, sizeof key, "%s%.*s", strncmp(word, "FI_", 3) ? "TOKENYARD_EFA_" : "", (int)(value - word), word);
         setenv(key, value + 1, 1);
     }
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -89,7 +87,7 @@ static bool run_rule(const struct rule *rule, const char *path) {
             own_rank = rank;
             if (rule->aborts >= 0 && !freopen("/dev/null", "w", stderr))
                 exit(1);
-            alarm(60);
+            alarm(4 * PATIENCE_MS / 1000);
             load(path, rule->settings);
             rule->run(rank);
             exit(0);
@@ -320,6 +318,18 @@ void expect_done(struct side *side, const char *what) {
     CHECK(answer == 1, "%s: %s, status %d", what, answer ? "failed" : "nothing came", error.prov_errno);
 }
 
+void expect_event(struct side *side, int status, int number, const char *what) {
+    struct fi_eq_err_entry error = {0};
+    struct fi_cq_data_entry entry;
+    uint64_t end = milliseconds() + PATIENCE_MS;
+    while (side->eq->ops->read(side->eq, NULL, NULL, 0, 0) != -FI_EAVAIL) {
+        CHECK(poll_side(side, &entry, NULL, 1) == 0, "%s: a completion", what);
+        CHECK(milliseconds() < end, "%s: no event", what);
+    }
+    CHECK(side->eq->ops->readerr(side->eq, &error, 0) == sizeof error && error.prov_errno == status &&
+          error.err == number, "%s: status %d, errno %d", what, error.prov_errno, error.err);
+}
+
 void expect_error(struct side *side, int status, int number, const char *what) {
     struct fi_cq_data_entry entry;
     struct fi_cq_err_entry error = {0};
@@ -359,7 +369,7 @@ void data_test(int rank, int ranks, bool kill_last) {
         for (int other = 0; other < ranks; other++)
             peers[nic][other] = insert_name(&sides[nic], rig->side[other][nic].name);
     barrier();
-    uint64_t end = milliseconds() + 20000;
+    uint64_t end = milliseconds() + 2 * PATIENCE_MS;
     for (bool is_done = false; !is_done;) {
         CHECK(milliseconds() < end, "rank %d: the rounds do not end", rank);
         is_done = true;

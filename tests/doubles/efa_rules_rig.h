@@ -23,6 +23,9 @@ enum { MEMORY = 64 << 10, RANKS = 3, NICS = 4 };
 #define DMABUF (1ULL << 40)
 /* Options of include/rdma/fi_ext.h at tag v2.6.0 that headers of version 1.17 lack. */
 enum { EMULATED_WRITE = -(0xefa << 16) + 2, WRITE_IN_ORDER = EMULATED_WRITE + 4, UNSOLICITED = EMULATED_WRITE + 6 };
+enum { SHARED_MEMORY = 11 };
+/* For what must come. A machine may pause a process for seconds. */
+enum { PATIENCE_MS = 30000 };
 
 #define CHECK(condition, ...)                                                                          \
     do {                                                                                               \
@@ -78,7 +81,7 @@ struct side {
 struct rule {
     const char *name;
     int ranks;
-    const char *settings; /* NAME=VALUE ..., each for TOKENYARD_EFA_NAME */
+    const char *settings; /* NAME=VALUE ..., each for TOKENYARD_EFA_NAME, or FI_NAME=VALUE as it is */
     void (*run)(int rank);
     int aborts; /* the rank that must end by abort(), or -1 */
 };
@@ -103,6 +106,7 @@ ssize_t write_to(struct side *side, const fi_addr_t *peers, int to, size_t bytes
 void send_to(struct side *side, fi_addr_t to, size_t bytes);
 int poll_side(struct side *side, struct fi_cq_data_entry *entry, struct fi_cq_err_entry *error, unsigned timeout_ms);
 void expect_done(struct side *side, const char *what);
+void expect_event(struct side *side, int status, int error, const char *what);
 void expect_error(struct side *side, int status, int error, const char *what);
 int register_gpu(struct side *side, void *address, size_t bytes, uint64_t access, struct fid_mr **mr);
 int register_dma_buf(struct side *side, int fd, uint64_t offset, size_t bytes, void *base, struct fid_mr **mr);

@@ -24,8 +24,8 @@ static void complete(struct endpoint *endpoint, uint32_t index, uint32_t status)
                           .flags = op->kind == PACKET_WRITE  ? FI_RMA | FI_WRITE
                                    : op->kind == PACKET_READ ? FI_RMA | FI_READ
                                                              : FI_SEND | FI_MSG};
-    if (status && status < sizeof rules / sizeof *rules)
-        refuse(rules[status]);
+    if (status)
+        refuse(status < sizeof rules / sizeof *rules ? rules[status] : RULE_UNRESPONSIVE);
     endpoint->emulated_count -= op->emulated && op->state == OP_ACTIVE;
     op->state = OP_DONE;
     op->link->outstanding--;
@@ -33,12 +33,37 @@ static void complete(struct endpoint *endpoint, uint32_t index, uint32_t status)
     push_entry(endpoint->tx_cq, &entry);
 }
 
+/* The packet that asks for a handshake is the provider's own, and so is its error: rdm/efa_rdm_ope.c,
+ * efa_rdm_txe_handle_error. From tag v2.1.0 it goes to the event queue; before it is a completion without a context. The
+ * packet is not sent again, so what waits for the handshake never completes, and nothing names it: efa_rdm_ep_utils.c,
+ * efa_rdm_ep_trigger_handshake, and efa_rdm_ope.c, efa_rdm_ope_repost_ope_queued_before_handshake.
+ *
+ * The other way, an error of the answer to a peer that is gone is passed over (rdm/efa_rdm_pke_cmd.c,
+ * efa_rdm_pke_handle_tx_error: statuses 8, 9, 13, 15, 4124, 4126). Other errors of an answer need a fault of the
+ * provider (4113, 4114) or memory of its own that is not registered, so they are not shown here. */
+static void fail_handshake(struct link_out *link, uint32_t status) {
+    struct endpoint *endpoint = link->endpoint;
+    link->handshake = HANDSHAKE_FAILED;
+    if (config.version >= FI_VERSION(2, 1)) {
+        eq_error(endpoint, errno_of_status(status), (int)status);
+        return;
+    }
+    struct entry entry = {.endpoint = endpoint, .kind = ENTRY_RECEIVE, .status = (uint16_t)status,
+                          .flags = FI_RMA | FI_WRITE};
+    push_entry(endpoint->tx_cq, &entry);
+}
+
 static void fail_link(struct link_out *link, uint32_t status) {
     struct endpoint *endpoint = link->endpoint;
-    link->pending_count = link->queued_count = 0;
+    /* rdm/efa_rdm_cq.c, efa_rdm_cq_process_prov_errno. */
+    if (!endpoint->is_direct && status == 13)
+        status = link->found ? 4124 : 4126;
+    if (link->handshake == HANDSHAKE_ASKED && !link->found)
+        fail_handshake(link, status);
+    link->pending_count = 0;
     for (uint32_t i = 0; i < endpoint->depth; i++) {
         struct op *op = &endpoint->ops[i];
-        if (op->link == link && (op->state == OP_ACTIVE || op->state == OP_STALLED || op->state == OP_QUEUED))
+        if (op->link == link && (op->state == OP_ACTIVE || op->state == OP_STALLED))
             complete(endpoint, i, status);
     }
 }
@@ -216,7 +241,7 @@ static void take_answers(struct link_out *link) {
 /* Peers that are gone. efa_errno.h: 9 if the queue pair does not exist, 13 if a peer that had answered does not any
  * more, 15 if it never did. Statuses 13 and 15 come only after the device has tried for a while. */
 static void look_for_end(struct link_out *link) {
-    if (!link->outstanding)
+    if (link->outstanding == (link->handshake == HANDSHAKE_ASKED ? 0 : link->queued_count))
         return;
     if (link->is_gone) {
         fail_link(link, 9);
@@ -244,9 +269,10 @@ static void drive(struct link_out *link) {
         take_answers(link);
         if (is_closed)
             link->is_gone = true;
-        if (link->found && link->queued_count && !link->is_gone) {
+        if (link->found && link->queued_count) {
             for (uint32_t i = 0; i < link->queued_count; i++)
                 stage_op(endpoint, link->queued[i], endpoint->ops[link->queued[i]].flags);
+            endpoint->handshaking -= link->queued_count;
             link->queued_count = 0;
         }
         if (!link->is_gone)
