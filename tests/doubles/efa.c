@@ -166,7 +166,9 @@ uint32_t nic_of_gid(const uint8_t *gid) {
     return memcmp(first, gid, 15) || !gid[15] || gid[15] > config.nics ? UINT32_MAX : gid[15] - 1u;
 }
 
-void refuse(enum tokenyard_double_rule rule) { __atomic_fetch_add(&counts.refused[rule], 1, __ATOMIC_RELAXED); }
+void add(uint64_t *count, uint64_t more) { __atomic_fetch_add(count, more, __ATOMIC_RELAXED); }
+
+void refuse(enum tokenyard_double_rule rule) { add(&counts.refused[rule], 1); }
 
 void log_event(const char *event, uint32_t nic, const char *call, const char *more, ...) {
     char line[1024];

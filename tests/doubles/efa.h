@@ -313,6 +313,7 @@ bool chance(uint64_t *state, uint32_t per_mille);
 uint64_t now_ms(void);
 void gid_of_nic(uint32_t nic, uint8_t *gid);
 uint32_t nic_of_gid(const uint8_t *gid);
+void add(uint64_t *count, uint64_t more); /* of counts, which all threads have */
 void refuse(enum tokenyard_double_rule rule);
 int errno_of_status(uint32_t status);
 const char *text_of_status(uint32_t status);

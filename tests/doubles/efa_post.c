@@ -21,8 +21,8 @@ static void ring(struct endpoint *endpoint) {
     if (!endpoint->staged_count)
         return;
     uint32_t doorbells = (endpoint->staged_count + config.batch - 1) / config.batch;
-    counts.doorbells += doorbells;
-    counts.nic_doorbells[endpoint->domain->nic] += doorbells;
+    add(&counts.doorbells, doorbells);
+    add(&counts.nic_doorbells[endpoint->domain->nic], doorbells);
     for (uint32_t i = 0; i < endpoint->staged_count; i++) {
         uint32_t index = endpoint->staged[i];
         struct op *op = &endpoint->ops[index];
@@ -214,8 +214,8 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     link->outstanding++;
     link->reads += is_read;
     link->record->posts++;
-    counts.posts++;
-    counts.nic_posts[endpoint->domain->nic]++;
+    add(&counts.posts, 1);
+    add(&counts.nic_posts[endpoint->domain->nic], 1);
     /* ofiwg/libfabric pull request 12623: on the fabric efa, operations wait for the handshake with the peer, and keep
      * their FI_MORE. They are staged when the handshake ends; if all of them have FI_MORE, nothing rings for them. */
     if (needs_handshake) {

@@ -783,6 +783,7 @@ static const struct rule rules[] = {
     {"messages_need_receives", 3, "", messages_need_receives, -1},
     {"data_of_three_on_four_nics", 3, "", data_of_three_on_four_nics, -1},
     {"data_with_a_kill", 3, "UNREACHABLE_MS=200", data_with_a_kill, -1},
+    {"data_with_a_kill_of_a_running_device", 3, "AUTO=1 UNREACHABLE_MS=200", data_with_a_kill, -1},
 };
 
 int main(int count, char **arguments) {

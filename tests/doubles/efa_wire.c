@@ -154,8 +154,8 @@ static void send_packet(struct link_out *link, uint32_t index, uint32_t packet, 
                                                 (is_duplicate ? PACKET_DUPLICATE : 0))};
     if (op->kind != PACKET_READ && !read_source(op, offset, slot->data, slot->bytes))
         slot->flags |= PACKET_EMPTY;
-    counts.packets_sent++;
-    counts.duplicates_sent += is_duplicate;
+    add(&counts.packets_sent, 1);
+    add(&counts.duplicates_sent, is_duplicate);
     atomic_store_explicit(&link->shared->sent, sent + 1, memory_order_release);
 }
 
@@ -198,7 +198,7 @@ static void transmit(struct link_out *link) {
         }
         for (uint32_t i = 0; i < window; i++)
             if (endpoint->ops[link->pending[i]].use < op->use) {
-                counts.operations_swapped++;
+                add(&counts.operations_swapped, 1);
                 break;
             }
         if (chance(random, config.duplicates)) {
@@ -328,7 +328,7 @@ static bool take_receive(struct endpoint *endpoint, struct receive *out) {
 }
 
 static uint32_t arrive_imm(struct endpoint *endpoint, struct link_in *link, const struct packet *packet) {
-    static uint64_t arrived;
+    static _Atomic uint64_t arrived;
     struct entry entry = {.endpoint = endpoint, .kind = ENTRY_IMM, .data = packet->imm, .bytes = packet->total,
                           .source = link->shared->initiator, .flags = FI_REMOTE_CQ_DATA | FI_RMA | FI_REMOTE_WRITE};
     /* ofiwg/libfabric pull request 10036: an unsolicited write takes no receive, and its completion has no context. */
@@ -338,14 +338,14 @@ static uint32_t arrive_imm(struct endpoint *endpoint, struct link_in *link, cons
             return 10;
         entry.context = receive.context;
     }
-    if (++arrived == config.fail_unsolicited) {
+    if (atomic_fetch_add(&arrived, 1) + 1 == config.fail_unsolicited) {
         /* Pull requests 10771 and 12208: an error of an unsolicited receive has a NULL context. */
         entry.status = 12;
         entry.context = NULL;
         push_entry(endpoint->rx_cq, &entry);
         return 12;
     }
-    counts.immediates++;
+    add(&counts.immediates, 1);
     entry.serial = ++endpoint->imms;
     push_entry(endpoint->rx_cq, &entry);
     return 0;
@@ -414,14 +414,14 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, struct packe
         keep_late(endpoint, link, region, packet);
     else if (has_bytes)
         memcpy(to + (is_write ? packet->address - region->base : 0) + packet->offset, packet->data, packet->bytes);
-    counts.packets_placed++;
-    counts.out_of_order += packet->offset < link->last_offset;
+    add(&counts.packets_placed, 1);
+    add(&counts.out_of_order, packet->offset < link->last_offset);
     link->last_offset = packet->offset;
     if (packet->flags & PACKET_DUPLICATE) {
-        counts.duplicates_placed++;
+        add(&counts.duplicates_placed, 1);
         return;
     }
-    counts.payload_bytes += packet->bytes;
+    add(&counts.payload_bytes, packet->bytes);
     if (--arrival->left)
         return;
     uint32_t status = 0;
@@ -429,7 +429,7 @@ static void arrive(struct endpoint *endpoint, struct link_in *link, struct packe
         struct entry entry = {.endpoint = endpoint, .kind = ENTRY_RECEIVE, .context = arrival->into.context,
                               .flags = FI_RECV | FI_MSG | (packet->flags & PACKET_IMM ? FI_REMOTE_CQ_DATA : 0),
                               .data = packet->imm, .bytes = packet->total, .source = link->shared->initiator};
-        counts.messages++;
+        add(&counts.messages, 1);
         push_entry(endpoint->rx_cq, &entry);
     } else if (packet->flags & PACKET_IMM) {
         status = arrive_imm(endpoint, link, packet);
