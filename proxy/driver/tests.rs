@@ -30,14 +30,14 @@ fn wire() -> Wire {
 }
 
 fn pair(seed: u64, wire: &Wire) -> (Network, Vec<Side>) {
-    pair_over(SimConfig::hostile(seed), wire)
+    pair_over(SimConfig::hostile(seed), LIVENESS, wire)
 }
 
-fn pair_over(config: SimConfig, wire: &Wire) -> (Network, Vec<Side>) {
+fn pair_over(config: SimConfig, liveness: Liveness, wire: &Wire) -> (Network, Vec<Side>) {
     let network = Network::new(2, SimConfig { clock: SimClock::Real, ..config }).unwrap();
     let mut drivers = Vec::new();
     for rank in [Rank(0), Rank(1)] {
-        let machine = Machine::new(&MachineConfig { rank, world: 2, liveness: LIVENESS }).unwrap();
+        let machine = Machine::new(&MachineConfig { rank, world: 2, liveness }).unwrap();
         let arena = Words::owned((1 << 15) / 8);
         let mut driver = Driver::new(machine, network.endpoint(rank).unwrap(), system_clock());
         let base = arena.get(0).unwrap().as_ptr() as u64;
@@ -176,20 +176,32 @@ fn a_killed_peer_is_reported_by_name_and_one_that_leaves_is_not() {
 #[test]
 fn what_was_rung_before_a_context_closes_is_posted_though_its_queue_is_full() {
     let wire = wire();
-    let (network, sides) = pair_over(SimConfig { nic_queue: 2, ..SimConfig::hostile(13) }, &wire);
+    // Nobody is lost, however long the machine pauses a proxy.
+    let patient = Liveness { silence_ns: 60_000_000_000, first_contact_ns: 60_000_000_000, ..LIVENESS };
+    let (network, sides) = pair_over(SimConfig { nic_queue: 2, ..SimConfig::hostile(13) }, patient, &wire);
     let [first, second] = &sides[..] else { panic!("{} sides", sides.len()) };
-    // The proxy finds the doorbells only when it is asked to close, and its NICs' queues full.
-    (0..2).for_each(|nic| network.stop(Rank(0), nic, 100_000_000));
     let remote = first.proxy.remote();
+    // The proxy waits while all is rung. Then it finds the doorbells, and the queues of its NICs full, which have just
+    // been stopped.
+    let ((begun, begins), (rung, all_rung)) = (std::sync::mpsc::channel(), std::sync::mpsc::channel());
     let blocked = std::thread::scope(|scope| {
-        let asked = scope.spawn(|| remote.ask(|_| std::thread::sleep(Duration::from_millis(20))));
+        let nics = network.clone();
+        let asked = scope.spawn(move || {
+            remote.ask(move |driver| {
+                begun.send(()).unwrap();
+                let is_rung = all_rung.recv_timeout(PATIENCE).is_ok();
+                (0..2).for_each(|nic| nics.stop(Rank(0), nic, 1_000_000_000));
+                is_rung && !driver.settle(CONTEXT)
+            })
+        });
+        begins.recv_timeout(PATIENCE).unwrap();
         for epoch in 1..3 {
             for direction in [Direction::Dispatch, Direction::Combine] {
                 first.send(&wire, direction, epoch, 3);
             }
         }
-        asked.join().unwrap().unwrap();
-        remote.ask(|driver| !driver.settle(CONTEXT)).unwrap()
+        rung.send(()).unwrap();
+        asked.join().unwrap().unwrap()
     });
     assert!(blocked, "nothing was left to be posted, so this shows nothing");
     let settled =

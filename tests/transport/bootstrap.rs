@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use tokenyard::internals::base::{Error, Rank, wait};
@@ -305,15 +305,20 @@ fn rank_0_that_never_comes_waited_for_without_end() {
 
 #[test]
 fn members_wait_for_an_absent_rank_without_naming_it() {
+    let (both_begin, gave_up) = (std::sync::Barrier::new(2), AtomicU32::new(0));
     joined(3, |world| {
         if world.rank() == Rank(2) {
             // Still a member, and not lost, while the others give up.
-            std::thread::sleep(SHORT * 2);
+            wait::poll("others", PATIENCE, || (gave_up.load(Ordering::Relaxed) == 2).then_some(())).unwrap();
+        } else {
+            both_begin.wait();
         }
-        let world = world.with_timeout(SHORT);
+        // Far longer than the machine may pause one of the two, which the other would name, too.
+        let world = world.with_timeout(SHORT * 8);
         let text = bootstrap_text(world.barrier("gate"));
         assert!(text.contains("\"gate\" and rank 2 has not arrived"), "{text}");
         assert!(world.lost_peers().is_empty());
+        gave_up.fetch_add(1, Ordering::Relaxed);
     });
 }
 

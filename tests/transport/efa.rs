@@ -4,7 +4,7 @@
 use crate::contract;
 use crate::double;
 use crate::libfabric::{Libfabric, LibfabricProcesses};
-use crate::rig::{Backend, Memory, PATIENCE};
+use crate::rig::{Backend, Cluster, Log, Memory, PATIENCE, write};
 use std::ffi::{CString, c_void};
 use std::path::Path;
 use std::process::Command;
@@ -22,14 +22,15 @@ contract!(@ processes_from_threads, LibfabricProcesses("efa"), regions_taken_bac
 /// Set in the process of its own that a test runs in: what the double counts is of its whole process.
 const ALONE: &str = "TOKENYARD_TEST_ALONE";
 
-/// Whether this is the process of the test alone; otherwise runs it in one.
-fn alone(test: &str) -> bool {
+/// Whether this is the process of the test alone; otherwise runs it in one, with these settings of the double.
+fn alone(test: &str, settings: &[(&str, &str)]) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;
     }
     let output = Command::new(std::env::current_exe().unwrap())
         .args([test, "--exact", "--nocapture", "--test-threads=1"])
         .env(ALONE, "1")
+        .envs(settings.iter().map(|(name, value)| (format!("TOKENYARD_EFA_{name}"), value)))
         .output()
         .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -38,9 +39,9 @@ fn alone(test: &str) -> bool {
     false
 }
 
-/// Posts and doorbells of the first two NICs that the double has counted: the last two fields of `struct
-/// tokenyard_double_counts`, of 32 numbers each, behind 12 numbers and one for each of 17 rules.
-fn posts_and_doorbells(library: &Path) -> [[u64; 2]; 2] {
+/// What the double has counted, by number in `struct tokenyard_double_counts`: 12 numbers, one for each of 17 rules, then
+/// posts and doorbells of 32 NICs.
+fn counted(library: &Path, number: usize) -> u64 {
     let path = CString::new(library.as_os_str().as_encoded_bytes()).unwrap();
     // SAFETY: C strings; the library is open already, and its function takes nothing and answers an address that stays.
     unsafe {
@@ -50,8 +51,65 @@ fn posts_and_doorbells(library: &Path) -> [[u64; 2]; 2] {
         assert!(!counts.is_null());
         let counts = std::mem::transmute::<*mut c_void, extern "C" fn() -> *const u64>(counts)();
         assert_eq!(*counts, 8 * (12 + 17 + 64), "the structure is another");
-        [[*counts.add(29), *counts.add(30)], [*counts.add(61), *counts.add(62)]]
+        assert!(number < 12 + 17 + 64);
+        counts.add(number).read_volatile()
     }
+}
+
+/// Posts and doorbells of the first two NICs.
+fn posts_and_doorbells(library: &Path) -> [[u64; 2]; 2] {
+    [[29, 30], [61, 62]].map(|pair| pair.map(|number| counted(library, number)))
+}
+
+/// Completions that found no room: RULE_OVERRUN.
+fn overruns(library: &Path) -> u64 {
+    counted(library, 12 + 11)
+}
+
+/// The device delivers while its process sleeps. A rank may have as many writes outstanding as its queues take, and as
+/// many immediates may come to it as it has receives for: all find room in its completion queue.
+#[test]
+fn a_completion_queue_overruns_while_its_rank_sleeps() {
+    const PEERS: usize = 3;
+    let Some(library) = double::efa() else { return };
+    if !alone("efa::a_completion_queue_overruns_while_its_rank_sleeps", &[("AUTO", "1")]) {
+        return;
+    }
+    let mut backend = Libfabric::efa(1);
+    // Nobody asks the sleeper for anything.
+    backend.0.let_go = Duration::from_secs(600);
+    let mut cluster = Cluster::new(&backend, 1 + PEERS);
+    let mut log = Log::default();
+    let (mut posted, mut full) = (0, 0);
+    while full < PEERS as u32 {
+        match cluster.endpoint(0).post(&write(1 + posted as usize % PEERS, posted, 0, 8)).unwrap() {
+            Posted::Accepted => (posted, full) = (posted + 1, 0),
+            Posted::Full => full += 1,
+        }
+    }
+    cluster.endpoint(0).flush().unwrap();
+    // From here on rank 0 sleeps.
+    let most = cluster.endpoint(0).limits().receives;
+    println!("{:?}: {posted} posted, {most} to come", cluster.endpoint(0).limits());
+    let came = |log: &Log, asleep: bool| log.imms.keys().filter(|(to, _)| (*to == 0) == asleep).count() as u32;
+    let (start, mut on_their_way) = (Instant::now(), 0);
+    while log.sent.len() < most as usize || came(&log, false) < posted {
+        assert!(start.elapsed() < PATIENCE, "{on_their_way} of {most} posted, {} sent", log.sent.len());
+        for peer in 1..=PEERS {
+            if on_their_way < most
+                && cluster.endpoint(peer).post(&write(0, on_their_way, peer, 8)) == Ok(Posted::Accepted)
+            {
+                on_their_way += 1;
+            }
+            cluster.endpoint(peer).poll(&mut |event| log.note(peer, event)).unwrap();
+        }
+    }
+    assert_eq!(overruns(library), 0, "completions of a rank that sleeps are lost");
+    cluster.pump_until("all completions", &mut log, |log| {
+        log.sent.len() == (most + posted) as usize && came(log, true) == most
+    });
+    assert!(log.failed.is_empty() && log.dropped.is_empty());
+    assert_eq!(overruns(library), 0);
 }
 
 #[test]
@@ -59,7 +117,7 @@ fn a_batch_of_writes_rings_one_doorbell_of_each_nic() {
     const PEERS: u32 = 63;
     const NICS: u8 = 2;
     let Some(library) = double::efa() else { return };
-    if !alone("efa::a_batch_of_writes_rings_one_doorbell_of_each_nic") {
+    if !alone("efa::a_batch_of_writes_rings_one_doorbell_of_each_nic", &[]) {
         return;
     }
     let mut config = Libfabric::efa(NICS.into()).0;
@@ -127,7 +185,7 @@ fn bent(address: &[u8]) -> Vec<u8> {
 #[test]
 fn a_refused_address_leaves_the_peer_of_the_same_name() {
     let Some(library) = double::efa() else { return };
-    if !alone("efa::a_refused_address_leaves_the_peer_of_the_same_name") {
+    if !alone("efa::a_refused_address_leaves_the_peer_of_the_same_name", &[]) {
         return;
     }
     let mut config = Libfabric::efa(2).0;

@@ -129,8 +129,6 @@ fn a_peer_that_does_not_answer_is_asked_again_and_not_waited_for_for_ever() {
         own.poll(&mut |_| {}).unwrap();
         peer.poll(&mut |event| came |= matches!(event, Event::Message { .. })).unwrap();
     }
-    own.config.let_go = Duration::from_millis(60);
-    std::thread::sleep(Duration::from_millis(100));
     let place = |region| super::super::Place { region, offset: 0 };
     let imm = ImmValue::user(0, 0, 1).unwrap();
     let write = WriteImm {
@@ -143,17 +141,23 @@ fn a_peer_that_does_not_answer_is_asked_again_and_not_waited_for_for_ever() {
         token: 5,
     };
     assert_eq!(own.post(&write), Ok(Posted::Accepted));
-    let (mut seen, start) = (false, Instant::now());
-    own.flush().unwrap();
-    assert_eq!((own.peers[&Rank(1)].notices, own.waiting.len()), (Notices::Asked, 1), "the write waits for an answer");
-    let first = own.peers[&Rank(1)].question;
+    // Times are the test's own, so that a machine that pauses it is not taken for a peer that does not answer.
+    let (let_go_ns, silent_until_ns) = (own.let_go_ns(), coarse_now_ns());
+    let flush_after = |own: &mut LibfabricEndpoint, silence_ns: u64| {
+        own.doubt(silent_until_ns + silence_ns);
+        own.hand_over(silent_until_ns + silence_ns);
+        (own.peers[&Rank(1)].notices, own.peers[&Rank(1)].question, own.waiting.len())
+    };
+    own.polled_ns = silent_until_ns.saturating_sub(let_go_ns / 2 + 1);
+    let first = own.peers[&Rank(1)].question + 1;
+    assert_eq!(flush_after(&mut own, 0), (Notices::Asked, first, 1), "the write waits for an answer");
     // The peer does not poll, and so does not answer.
-    while own.waiting.len() == 1 {
-        assert!(start.elapsed() < PATIENCE, "a write waits for ever");
-        own.poll(&mut |_| {}).unwrap();
-        own.polled_ns = coarse_now_ns();
-    }
-    assert!(own.peers[&Rank(1)].question > first, "asked again");
+    assert_eq!(flush_after(&mut own, let_go_ns / 2), (Notices::Asked, first, 1), "it has time to answer");
+    assert_eq!(flush_after(&mut own, let_go_ns / 2 + 1), (Notices::Asked, first + 1, 1), "asked again");
+    let last = flush_after(&mut own, DOUBT * let_go_ns);
+    assert_eq!((last.0, last.2), (Notices::Asked, 1), "it is waited for so long");
+    assert_eq!(flush_after(&mut own, DOUBT * let_go_ns + 1).0, Notices::Known, "a write waits for ever");
+    let (mut seen, start) = (false, Instant::now());
     let mut sent = false;
     while !(seen && sent) {
         assert!(start.elapsed() < PATIENCE, "the write does not arrive");
