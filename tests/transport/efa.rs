@@ -66,47 +66,52 @@ fn overruns(library: &Path) -> u64 {
     counted(library, 12 + 11)
 }
 
-/// The device delivers while its process sleeps. A rank may have as many writes outstanding as its queues take, and as
-/// many immediates may come to it as it has receives for: all find room in its completion queue.
+/// The device delivers while its process sleeps. A rank may have as many writes outstanding as its queue takes, and as
+/// many messages and immediates may come to it as it has receives for: together they find room in its completion queue.
 #[test]
 fn a_completion_queue_overruns_while_its_rank_sleeps() {
-    const PEERS: usize = 3;
+    const PEERS: usize = 16;
+    const DEPTH: u32 = 4096;
+    const MESSAGES: usize = 256;
     let Some(library) = double::efa() else { return };
-    if !alone("efa::a_completion_queue_overruns_while_its_rank_sleeps", &[("AUTO", "1")]) {
+    let settings = [("AUTO", "1"), ("DEPTH", "4096")];
+    if !alone("efa::a_completion_queue_overruns_while_its_rank_sleeps", &settings) {
         return;
     }
     let mut backend = Libfabric::efa(1);
     // Nobody asks the sleeper for anything.
     backend.0.let_go = Duration::from_secs(600);
     let mut cluster = Cluster::new(&backend, 1 + PEERS);
+    let limits = cluster.endpoint(0).limits();
     let mut log = Log::default();
-    let (mut posted, mut full) = (0, 0);
-    while full < PEERS as u32 {
-        match cluster.endpoint(0).post(&write(1 + posted as usize % PEERS, posted, 0, 8)).unwrap() {
-            Posted::Accepted => (posted, full) = (posted + 1, 0),
-            Posted::Full => full += 1,
-        }
+    for number in 0..DEPTH {
+        let write = write(1 + number as usize % PEERS, number, 0, 8);
+        assert_eq!(cluster.endpoint(0).post(&write), Ok(Posted::Accepted), "write {number} within {limits:?}");
     }
     cluster.endpoint(0).flush().unwrap();
-    // From here on rank 0 sleeps.
-    let most = cluster.endpoint(0).limits().receives;
-    println!("{:?}: {posted} posted, {most} to come", cluster.endpoint(0).limits());
+    // From here on rank 0 sleeps. The others post and poll until all of theirs has completed, and all of its has come.
+    for number in 0..MESSAGES {
+        let peer = 1 + number % PEERS;
+        assert_eq!(cluster.endpoint(peer).send(Rank(0), &number.to_le_bytes()), Ok(Posted::Accepted));
+    }
     let came = |log: &Log, asleep: bool| log.imms.keys().filter(|(to, _)| (*to == 0) == asleep).count() as u32;
-    let (start, mut on_their_way) = (Instant::now(), 0);
-    while log.sent.len() < most as usize || came(&log, false) < posted {
-        assert!(start.elapsed() < PATIENCE, "{on_their_way} of {most} posted, {} sent", log.sent.len());
+    let (start, mut posted) = (Instant::now(), 0);
+    while log.sent.len() < limits.receives as usize || came(&log, false) < DEPTH {
+        assert!(start.elapsed() < PATIENCE, "{posted} posted and {} sent within {limits:?}", log.sent.len());
         for peer in 1..=PEERS {
-            if on_their_way < most
-                && cluster.endpoint(peer).post(&write(0, on_their_way, peer, 8)) == Ok(Posted::Accepted)
+            while posted < limits.receives
+                && cluster.endpoint(peer).post(&write(0, posted, peer, 8)) == Ok(Posted::Accepted)
             {
-                on_their_way += 1;
+                posted += 1;
             }
             cluster.endpoint(peer).poll(&mut |event| log.note(peer, event)).unwrap();
         }
     }
     assert_eq!(overruns(library), 0, "completions of a rank that sleeps are lost");
     cluster.pump_until("all completions", &mut log, |log| {
-        log.sent.len() == (most + posted) as usize && came(log, true) == most
+        log.sent.len() == (limits.receives + DEPTH) as usize
+            && came(log, true) == limits.receives
+            && log.messages.len() == MESSAGES
     });
     assert!(log.failed.is_empty() && log.dropped.is_empty());
     assert_eq!(overruns(library), 0);
