@@ -1,7 +1,8 @@
 /* Packets: what the device does, within the caller's fi_cq_read.
  *
  * fi_efa(7), Progress: the fabric efa progresses by hand. efa-direct is said to progress by itself, with the device;
- * this double moves packets of both in fi_cq_read alone, which is the harder case for a caller.
+ * this double moves packets of both in fi_cq_read alone, which is the harder case for a caller that waits. With
+ * TOKENYARD_EFA_AUTO those of efa-direct move between its calls, too, which is the harder case for its completion queue.
  *
  * The device (SRD) orders nothing: packets of an operation and operations to a peer overtake each other, and a packet
  * that was sent again may land twice. It never lands after the operation has completed at either side.

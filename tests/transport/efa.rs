@@ -234,3 +234,26 @@ fn a_refused_address_leaves_the_peer_of_the_same_name() {
     let refused = LibfabricEndpoint::open(Rank(2), config).unwrap_err().to_string();
     assert!(refused.contains("rdmap9s0-rdm") && refused.contains("rdmap0s0-rdm, rdmap1s0-rdm"), "{refused}");
 }
+
+/// On the fabric `efa` a peer's first write asks for a handshake. The error of one that nobody answers goes to the event
+/// queue, and names no write.
+#[test]
+fn a_peer_gone_before_its_handshake_takes_others_with_it() {
+    if double::efa().is_none()
+        || !alone("efa::a_peer_gone_before_its_handshake_takes_others_with_it", &[("DIRECT", "0")])
+    {
+        return;
+    }
+    let mut cluster = Cluster::new(&Libfabric::efa(1), 3);
+    cluster.nodes[1] = None;
+    let mut log = Log::default();
+    for number in 0..4 {
+        cluster.post(0, &write(1, number, 0, 8), &mut log);
+    }
+    for number in 4..40 {
+        cluster.post(0, &write(2, number, 1, 8), &mut log);
+    }
+    cluster.pump_until("writes to the living", &mut log, |log| log.imms.len() == 36 && log.sent.len() == 36);
+    cluster.settle(&mut log);
+    assert!((0..4).all(|token| !log.sent.contains_key(&(0, token))), "{log:?}");
+}

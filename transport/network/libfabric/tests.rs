@@ -148,6 +148,7 @@ fn a_peer_that_does_not_answer_is_asked_again_and_not_waited_for_for_ever() {
         own.hand_over(silent_until_ns + silence_ns);
         (own.peers[&Rank(1)].notices, own.peers[&Rank(1)].question, own.waiting.len())
     };
+    own.peers.get_mut(&Rank(1)).unwrap().notices = Notices::Known;
     own.polled_ns = silent_until_ns.saturating_sub(let_go_ns / 2 + 1);
     let first = own.peers[&Rank(1)].question + 1;
     assert_eq!(flush_after(&mut own, 0), (Notices::Asked, first, 1), "the write waits for an answer");
