@@ -45,6 +45,7 @@ static void complete(struct endpoint *endpoint, uint32_t index, uint32_t status)
 static void fail_handshake(struct link_out *link, uint32_t status) {
     struct endpoint *endpoint = link->endpoint;
     link->handshake = HANDSHAKE_FAILED;
+    refuse(status == 9 ? RULE_DEST_QPN : RULE_UNRESPONSIVE);
     if (config.version >= FI_VERSION(2, 1)) {
         eq_error(endpoint, errno_of_status(status), (int)status);
         return;
