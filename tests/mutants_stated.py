@@ -468,6 +468,8 @@ GROUPS = [
         ("a batch is left open", "transport/network/libfabric/mod.rs", "&to, slab, *left > 1)", "&to, slab, *left > 0)"),
         ("an address of another peer removed with a refused one", "transport/network/libfabric/lane.rs",
          "Some((_, peers)) => *peers += 1,", "Some((_, peers)) => *peers += 0,"),
+        ("shm within EFA", "transport/network/libfabric/provider.rs",
+         "if self == Provider::Efa { FI_REMOTE_COMM }", "if self == Provider::Shm { FI_REMOTE_COMM }"),
         ("immediates take the room of own writes", "transport/network/libfabric/lane.rs",
          "room.saturating_sub(self.facts.queue + self.receives + flushes)", "room.saturating_sub(self.receives + flushes)"),
         ("domains in the provider's order", "transport/network/libfabric/info.rs",

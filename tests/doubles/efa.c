@@ -538,6 +538,9 @@ static bool serves(struct fi_info *info, const struct fi_info *hints, bool is_di
     /* efa_user_info_alter_direct: without unsolicited receives, writes with data need FI_RX_CQ_DATA. */
     if (is_direct && !config.unsolicited && (hints->caps & FI_RMA) && !(hints->mode & FI_RX_CQ_DATA_MODE))
         return false;
+    /* efa_user_info.c, efa_get_user_info: asked for remote communication alone, the fabric efa leaves the other out. */
+    if (!is_direct && (hints->caps & FI_REMOTE_COMM) && !(hints->caps & FI_LOCAL_COMM))
+        info->caps &= ~FI_LOCAL_COMM;
     if (!is_direct && domain && (domain->mr_mode & FI_MR_LOCAL))
         info->domain_attr->mr_mode |= FI_MR_LOCAL;
     if (tx && tx->size)

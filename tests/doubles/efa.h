@@ -263,7 +263,7 @@ struct endpoint {
     struct cq *tx_cq, *rx_cq;
     struct eq *eq;
     bool is_direct, is_enabled, is_emulated, is_unsolicited, takes_cq_data, is_selective, is_homogeneous;
-    bool uses_shm;       /* for peers of this host */
+    bool has_shm, uses_shm; /* for peers of this host */
     bool has_overfilled; /* a post of the batch that is open found the queue full: efa_post.c */
     uint64_t caps, tx_flags;
     size_t rnr_retry, inject;

@@ -146,7 +146,7 @@ static int set_option(fid_t fid, int level, int option, const void *value, size_
         memcpy(&truth, value, sizeof truth);
         if (truth && !config.shm_transfer)
             return -FI_EINVAL;
-        endpoint->uses_shm = truth;
+        endpoint->uses_shm = truth && endpoint->has_shm;
         return 0;
     case OPT_USE_DEVICE_RDMA:
         if (endpoint->is_direct)
@@ -378,7 +378,9 @@ int open_endpoint(struct fid_domain *fid, struct fi_info *info, struct fid_ep **
     endpoint->takes_cq_data = info->mode & RX_CQ_DATA;
     endpoint->is_unsolicited = config.unsolicited && !(endpoint->is_direct && endpoint->takes_cq_data);
     endpoint->is_emulated = !endpoint->is_direct && !uses_device_rdma(api(endpoint));
-    endpoint->uses_shm = !endpoint->is_direct && config.shm_transfer; /* rdm/efa_rdm_ep_fiops.c, shm_permitted */
+    /* efa_shm.c, efa_shm_info_create; rdm/efa_rdm_ep_fiops.c, shm_permitted. */
+    endpoint->has_shm = !endpoint->is_direct && config.shm_transfer && (info->caps & FI_LOCAL_COMM);
+    endpoint->uses_shm = endpoint->has_shm;
     endpoint->rnr_retry = 7; /* without end: domain_attr.resource_mgmt is FI_RM_ENABLED, efa_prov_info.c */
     endpoint->depth = info->tx_attr->size ? (uint32_t)info->tx_attr->size : config.depth;
     endpoint->receives = info->rx_attr->size ? (uint32_t)info->rx_attr->size : config.receives;

@@ -163,10 +163,10 @@ static ssize_t post(struct fid_ep *fid, const struct post *post) {
     bool needs_handshake = !endpoint->is_direct && !endpoint->is_homogeneous && !is_self && is_rma && !link->found;
     if (needs_handshake && endpoint->handshaking == MAX_HANDSHAKING)
         return refused(endpoint, RULE_FULL, FI_EAGAIN);
-    /* rdm/efa_rdm_rma.c and efa_rdm_msg.c hand operations to a peer of the same host to the provider shm, unless
-     * FI_OPT_SHARED_MEMORY_PERMITTED, FI_EFA_ENABLE_SHM_TRANSFER or, with FI_HMEM, FI_OPT_CUDA_API_PERMITTED forbids it
-     * (efa_rdm_ep_fiops.c, efa_rdm_ep_update_shm). Nothing that this double shows holds there, so it carries none. Its
-     * peers count as those of other hosts if TOKENYARD_EFA_LOCAL does not say otherwise. */
+    /* rdm/efa_rdm_rma.c and efa_rdm_msg.c hand operations to a peer of the same host to the provider shm, unless the
+     * capabilities (FI_REMOTE_COMM alone), FI_OPT_SHARED_MEMORY_PERMITTED or FI_EFA_ENABLE_SHM_TRANSFER forbid it.
+     * Nothing that this double shows holds there, so it carries none. Its peers count as those of other hosts if
+     * TOKENYARD_EFA_LOCAL does not say otherwise. */
     if (config.is_local && endpoint->uses_shm && !is_self)
         return refused(endpoint, RULE_FEATURE, FI_EOPNOTSUPP);
     uint32_t index = endpoint->free[--endpoint->free_count];

@@ -429,7 +429,7 @@ static void dead_after_the_handshake(int rank) {
 }
 
 static void shm_is_turned_off(int rank) {
-    struct side side = {.before_enable = true};
+    struct side side = {.before_enable = true, .remote_alone = rank == 2};
     bool truth = true;
     fi_addr_t peers[3];
     open_side(&side, 0, "efa", 0);
@@ -439,9 +439,10 @@ static void shm_is_turned_off(int rank) {
     if (rank == 1)
         CHECK(side.ep->ops->setopt(&side.ep->fid, FI_OPT_ENDPOINT, SHARED_MEMORY, &truth, 1) == 0, "turning it off");
     enable_side(&side);
-    share(&side, rank, 0), barrier(), exchange(&side, 2, rank, peers), barrier();
+    share(&side, rank, 0), barrier(), exchange(&side, 3, rank, peers), barrier();
     bool uses_shm = rank == 0 && !permitted;
-    CHECK(write_to(&side, peers, 1 - rank, 8, 0) == (uses_shm ? -FI_EOPNOTSUPP : 0), "a write to a peer of this host");
+    CHECK(write_to(&side, peers, (rank + 1) % 3, 8, 0) == (uses_shm ? -FI_EOPNOTSUPP : 0),
+          "rank %d: a write to a peer of this host", rank);
     if (!uses_shm)
         expect_done(&side, "a write by the device");
     finish(&side);
@@ -762,8 +763,8 @@ static const struct rule rules[] = {
     {"handshake_of_the_dead_is_nobodys", 3, "UNREACHABLE_MS=200", handshake_of_the_dead_is_nobodys, -1},
     {"handshake_of_the_dead_before_2.1", 3, "VERSION=2.0 UNREACHABLE_MS=200", handshake_of_the_dead_is_nobodys, -1},
     {"dead_after_the_handshake", 2, "UNREACHABLE_MS=200", dead_after_the_handshake, -1},
-    {"shm_is_turned_off", 2, "LOCAL=1", shm_is_turned_off, -1},
-    {"shm_is_turned_off_for_all", 2, "LOCAL=1 FI_EFA_ENABLE_SHM_TRANSFER=0", shm_is_turned_off, -1},
+    {"shm_is_turned_off", 3, "LOCAL=1", shm_is_turned_off, -1},
+    {"shm_is_turned_off_for_all", 3, "LOCAL=1 FI_EFA_ENABLE_SHM_TRANSFER=0", shm_is_turned_off, -1},
     {"overfull_batch_is_rung", 1, "DEPTH=8", overfull_batch_is_rolled_back, -1},
     {"overfull_batch_is_rolled_back", 1, "DEPTH=8 VERSION=2.2", overfull_batch_is_rolled_back, -1},
     {"overfull_batch_is_rolled_back_if_asked", 1, "DEPTH=8 FI_EFA_USE_DATA_PATH_DIRECT=0", overfull_batch_is_rolled_back,

@@ -177,14 +177,15 @@ void open_side(struct side *side, uint32_t nic, const char *fabric, size_t cq_si
     static int used;
     struct side choices = {.api = side->api, .may_fail = side->may_fail, .before_enable = side->before_enable,
                            .no_eq = side->no_eq, .rx_cq_data = side->rx_cq_data, .no_hmem = side->no_hmem,
-                           .rma = side->rma};
+                           .rma = side->rma, .remote_alone = side->remote_alone};
     struct fi_info *hints = lib.dupinfo(NULL), *info;
     char domain[32];
     *side = choices;
     if (!side->api)
         side->api = FI_VERSION(2, 1) < lib.version() ? FI_VERSION(2, 1) : lib.version();
     snprintf(domain, sizeof domain, "rdmap%us0-rdm", nic);
-    hints->caps = FI_MSG | FI_RMA | FI_SOURCE | side->rma | (side->no_hmem ? 0 : FI_HMEM);
+    hints->caps = FI_MSG | FI_RMA | FI_SOURCE | side->rma | (side->no_hmem ? 0 : FI_HMEM) |
+                  (side->remote_alone ? FI_REMOTE_COMM : 0);
     hints->mode = FI_CONTEXT2 | (side->rx_cq_data ? 1ULL << 56 : 0);
     hints->domain_attr->mr_mode = MODES;
     hints->domain_attr->name = strdup(domain);

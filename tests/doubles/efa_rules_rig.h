@@ -63,7 +63,7 @@ extern struct rig *rig;
 /* An endpoint with all that belongs to it. The first fields choose how it is opened. */
 struct side {
     uint32_t api;
-    bool may_fail, before_enable, no_eq, rx_cq_data, no_hmem;
+    bool may_fail, before_enable, no_eq, rx_cq_data, no_hmem, remote_alone;
     uint64_t rma; /* directions asked for; 0: none is named */
     int enabled;
     struct fid_fabric *fabric;

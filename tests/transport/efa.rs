@@ -261,3 +261,17 @@ fn a_peer_gone_before_its_handshake_takes_others_with_it() {
     assert!((0..4).all(|token| log.completions(0, token) == 0), "nothing names what waits for a handshake: {log:?}");
     assert_eq!(counted(library, 12 + 5), 1, "the handshake's packet finds no queue pair: RULE_DEST_QPN");
 }
+
+/// Within the fabric `efa` the provider shm would carry what goes to a peer of the same host, with faults of its own.
+#[test]
+fn a_peer_of_this_host_reached_by_shm() {
+    if double::efa().is_none() || !alone("efa::a_peer_of_this_host_reached_by_shm", &[("DIRECT", "0"), ("LOCAL", "1")])
+    {
+        return;
+    }
+    let mut cluster = Cluster::new(&Libfabric::efa(1), 2);
+    let mut log = Log::default();
+    cluster.post(0, &write(1, 7, 0, 8), &mut log);
+    cluster.pump_until("a write", &mut log, |log| log.completed(0, [7]));
+    assert_eq!((log.sent.len(), log.failed.len()), (1, 0), "{log:?}");
+}
