@@ -216,7 +216,8 @@ static int open_domain(struct fid_fabric *fid, struct fi_info *info, struct fid_
     domain->fabric = fabric;
     domain->nic = nic;
     domain->has_hmem = info->caps & FI_HMEM; /* efa_mr.c reads util_domain.info_domain_caps */
-    /* rdm/efa_rdm_domain.c, rdm_cq_size: a queue of the fabric efa has room for all posts and receives of an endpoint. */
+    /* rdm/efa_rdm_domain.c, rdm_cq_size: queues of the fabric efa have room for all posts and receives of an
+     * endpoint. */
     if (!fabric->is_direct && info->tx_attr && info->rx_attr)
         domain->least_cq = info->tx_attr->size + info->rx_attr->size;
     domain->random = config.seed * 0x9E3779B97F4A7C15u + (uint64_t)getpid() * 31 + nic;

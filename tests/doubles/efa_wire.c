@@ -2,7 +2,7 @@
  *
  * fi_efa(7), Progress: the fabric efa progresses by hand. efa-direct is said to progress by itself, with the device;
  * this double moves packets of both in fi_cq_read alone, which is the harder case for a caller that waits. With
- * TOKENYARD_EFA_AUTO those of efa-direct move between its calls, too, which is the harder case for its completion queue.
+ * TOKENYARD_EFA_AUTO those of efa-direct move between its calls, too, which is the harder case for completion queues.
  *
  * The device (SRD) orders nothing: packets of an operation and operations to a peer overtake each other, and a packet
  * that was sent again may land twice. It never lands after the operation has completed at either side.
@@ -35,8 +35,8 @@ static void complete(struct endpoint *endpoint, uint32_t index, uint32_t status)
 }
 
 /* The packet that asks for a handshake is the provider's own, and so is its error: rdm/efa_rdm_ope.c,
- * efa_rdm_txe_handle_error. From tag v2.1.0 it goes to the event queue; before it is a completion without a context. The
- * packet is not sent again, so what waits for the handshake never completes, and nothing names it: efa_rdm_ep_utils.c,
+ * efa_rdm_txe_handle_error. From tag v2.1.0 it goes to the event queue; before it is a completion without a context.
+ * The packet is not sent again, so what waits for the handshake never completes, and nothing names it: efa_rdm_ep_utils.c,
  * efa_rdm_ep_trigger_handshake, and efa_rdm_ope.c, efa_rdm_ope_repost_ope_queued_before_handshake.
  *
  * The other way, an error of the answer to a peer that is gone is passed over (rdm/efa_rdm_pke_cmd.c,

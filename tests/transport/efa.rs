@@ -39,8 +39,8 @@ fn alone(test: &str, settings: &[(&str, &str)]) -> bool {
     false
 }
 
-/// What the double has counted, by number in `struct tokenyard_double_counts`: 12 numbers, one for each of 17 rules, then
-/// posts and doorbells of 32 NICs.
+/// What the double has counted, by number in `struct tokenyard_double_counts`: 12 numbers, one for each of 17 rules,
+/// then posts and doorbells of 32 NICs.
 fn counted(library: &Path, number: usize) -> u64 {
     let path = CString::new(library.as_os_str().as_encoded_bytes()).unwrap();
     // SAFETY: C strings; the library is open already, and its function takes nothing and answers an address that stays.
@@ -239,8 +239,8 @@ fn a_refused_address_leaves_the_peer_of_the_same_name() {
     assert!(refused.contains("rdmap9s0-rdm") && refused.contains("rdmap0s0-rdm, rdmap1s0-rdm"), "{refused}");
 }
 
-/// On the fabric `efa` a peer's first write asks for a handshake. The error of one that nobody answers goes to the event
-/// queue, and names no write.
+/// On the fabric `efa` the first write to a peer asks for a handshake. The error of one that nobody answers goes to the
+/// event queue, and names no write.
 #[test]
 fn a_peer_gone_before_its_handshake_takes_others_with_it() {
     let Some(library) = double::efa() else { return };
