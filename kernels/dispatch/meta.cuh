@@ -12,10 +12,9 @@ namespace ty {
 struct MetaShared {
   // Tokens of a tile, one row a local expert and one for the rank. Where a token may name an expert several times,
   // there are as many planes of such rows as its times have bits: bit p of the times is in plane p. The rank's tokens
-  // are in the first.
+  // are in the first; of the second that row begins with the times of all tokens and experts, or-ed, unless all are 1.
   u32 bitmap[TY_BITMAP_WORDS];
   u32 start[TY_MAX_LOCAL_EXPERTS + 1]; // rows in the tiles before
-  u32 times;                           // the times of all tokens and experts of a tile, or-ed, unless all are 1
 };
 
 // ---- input -------------------------------------------------------------------------------------------------
@@ -285,17 +284,20 @@ TY_DEVICE bool is_choice_faulty(const Context auto &c, const Choices &in, const 
   return choice.expert != -1 && (twice || !is_expert(c, choice.expert));
 }
 
-// A plane's row of the bitmap: of a local expert, or of the rank.
-TY_DEVICE u32 *bitmap_row(MetaShared &shared, const Tile &tile, u32 plane, u32 e) {
-  return &shared.bitmap[(plane * (tile.experts + 1) + e) * tile.words];
+// Where a plane's row of the bitmap begins: of a local expert, or of the rank.
+TY_DEVICE u32 bitmap_row(const Tile &tile, u32 plane, u32 e) { return (plane * (tile.experts + 1) + e) * tile.words; }
+
+TY_DEVICE u32 *times_of_tile(MetaShared &shared, const Tile &tile) {
+  return &shared.bitmap[bitmap_row(tile, 1, tile.experts)];
 }
 
 // Sums over a marked tile's planes count(row) of an expert's rows of bits, weighted by how many times they stand for.
 template <typename Count>
 TY_DEVICE u32 sum_planes(const Context auto &c, MetaShared &shared, const Tile &tile, u32 e, Count count) {
-  u32 sum = count(bitmap_row(shared, tile, 0, e)), times = repeats_experts(c) ? load(&shared.times) : 0;
+  u32 sum = count(&shared.bitmap[bitmap_row(tile, 0, e)]), times = 0;
+  if (repeats_experts(c) && e != tile.experts) times = load(times_of_tile(shared, tile));
   TY_ROLLED
-  for (u32 plane = 1; (times >> plane) != 0; ++plane) sum += count(bitmap_row(shared, tile, plane, e)) << plane;
+  for (u32 plane = 1; (times >> plane) != 0; ++plane) sum += count(&shared.bitmap[bitmap_row(tile, plane, e)]) << plane;
   return sum;
 }
 
@@ -318,7 +320,6 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
     u32 planes = repeats_experts(c) ? c.bitmap_planes : 1;
     for (u32 i = team_thread(team); i < planes * (tile.experts + 1) * tile.words; i += team_threads(team))
       store(&shared.bitmap[i], 0u);
-    if (repeats_experts(c) && team_thread(team) == 0) store(&shared.times, 0u);
     closed = !meet_open(c, team, closed);
   };
   for_choices<false>(c, team, in, tile, 0, clear, [&](const Choice &choice) {
@@ -327,14 +328,15 @@ TY_DEVICE bool mark_tile(const Context auto &c, const Team &team, const Choices 
     if (!is_there(tile, choice.owner)) return;
     u32 word = choice.token / 32, bit = 1u << (choice.token % 32);
     if (times.all == 1) {
-      atomic_or_block(bitmap_row(shared, tile, 0, choice.owner.local) + word, bit);
+      atomic_or_block(&shared.bitmap[bitmap_row(tile, 0, choice.owner.local) + word], bit);
     } else if (times.before == 0) {
-      atomic_or_block(&shared.times, times.all);
+      atomic_or_block(times_of_tile(shared, tile), times.all);
       TY_ROLLED
       for (u32 plane = 0; (times.all >> plane) != 0; ++plane)
-        if ((times.all >> plane) & 1) atomic_or_block(bitmap_row(shared, tile, plane, choice.owner.local) + word, bit);
+        if ((times.all >> plane) & 1)
+          atomic_or_block(&shared.bitmap[bitmap_row(tile, plane, choice.owner.local) + word], bit);
     }
-    atomic_or_block(bitmap_row(shared, tile, 0, tile.experts) + word, bit);
+    atomic_or_block(&shared.bitmap[bitmap_row(tile, 0, tile.experts) + word], bit);
   });
   return team_any(team, faulty);
 }
@@ -387,7 +389,7 @@ struct Publisher {
 TY_DEVICE void write_tile(const Context auto &c, const Publisher &by, const Meta &meta, const Tile &tile, u64 *masks) {
   const auto &[team, in, shared, epoch] = by;
   u32 refreshed = refreshed_token(c, epoch) - tile.first;
-  const u32 *present = bitmap_row(shared, tile, 0, tile.experts);
+  const u32 *present = &shared.bitmap[bitmap_row(tile, 0, tile.experts)];
   // From the last warp on: where choices are few, the first warps have other work.
   for_choices<true>(
       c, team, in, tile, team.warps - 1, [] {},
