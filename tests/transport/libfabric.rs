@@ -4,13 +4,13 @@
 use crate::contract;
 use crate::double;
 use crate::remote::RemoteEndpoint;
-use crate::rig::Backend;
+use crate::rig::{Backend, PATIENCE};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokenyard::internals::base::Rank;
 use tokenyard::internals::transport::network::libfabric::libfabric_sys::{Library, Version};
 use tokenyard::internals::transport::network::libfabric::{LibfabricConfig, LibfabricEndpoint};
-use tokenyard::internals::transport::network::{Failure, Reason, Transport};
+use tokenyard::internals::transport::network::{Event, Failure, Posted, Reason, Transport};
 
 /// Endpoints over libfabric in this process; each has objects of its own, as those of different processes.
 pub struct Libfabric(pub LibfabricConfig);
@@ -119,4 +119,36 @@ fn endpoints_that_differ_are_refused_with_both_values() {
     assert_eq!(one.connect(Rank(1), &address), Ok(()));
     assert_eq!(one.explain(Failure { reason: Reason::Unreachable, code: 111 }), "Connection refused");
     assert_eq!(one.explain(Reason::Flushed.into()), "");
+}
+
+#[test]
+fn messages_to_a_peer_that_was_replaced_for_a_while() {
+    if !Libfabric::tcp(1).is_there() {
+        return;
+    }
+    let open = |rank| LibfabricEndpoint::open(Rank(rank), Libfabric::tcp(1).0).unwrap();
+    let (mut own, mut peer, mut other) = (open(0), open(1), open(1));
+    let [address, another] = [&mut peer, &mut other].map(|endpoint| endpoint.address(Rank(0)).unwrap());
+    peer.connect(Rank(0), &own.address(Rank(1)).unwrap()).unwrap();
+    for (round, to) in [&address, &another, &address].into_iter().enumerate() {
+        own.connect(Rank(1), to).unwrap();
+        let (start, mut come, expected) = (Instant::now(), Vec::new(), [b'a', b'b', b'c'].map(|byte| vec![byte]));
+        if to == &another {
+            continue;
+        }
+        for message in &expected {
+            assert_eq!(own.send(Rank(1), message), Ok(Posted::Accepted));
+        }
+        while come.len() < expected.len() {
+            assert!(start.elapsed() < PATIENCE, "of the messages of round {round} came {come:?}");
+            own.poll(&mut |_| {}).unwrap();
+            let mut take = |event: Event<'_>| match event {
+                Event::Message { bytes, .. } => come.push(bytes.to_vec()),
+                other => panic!("{other:?}"),
+            };
+            peer.poll(&mut take).unwrap();
+        }
+        come.sort();
+        assert_eq!(come, expected);
+    }
 }

@@ -70,7 +70,7 @@ use crate::base::{Error, Rank, Result};
 use std::collections::{BTreeMap, VecDeque};
 
 /// Messages of an endpoint that may be under way, to one peer and to all.
-const PEER_MESSAGES: u32 = 16;
+const PEER_MESSAGES: usize = 16;
 const MESSAGES: u32 = 1024;
 /// Receives of messages that are posted; further messages wait at the provider.
 const RECEIVES: u32 = 256;
@@ -134,6 +134,8 @@ struct Send {
     peer: Rank,
     channel: u64,
     bytes: usize,
+    /// Of the messages to that peer.
+    number: u64,
     /// How often it has failed.
     failed: u32,
 }
@@ -333,10 +335,10 @@ impl LibfabricEndpoint {
         let Some(lane) = lanes.first() else { return };
         mute.retain(|rank| {
             let Some(peer) = peers.get_mut(rank) else { return false };
-            let Some(path) = peer.paths.first() else { return false };
+            let Some(address) = peer.paths.first().map(|path| path.address) else { return false };
             while let Some(number) = peer.unsent.front().copied() {
                 let bytes = sends.get(number).map_or(0, |send| send.bytes);
-                let code = lane.send(number, path.address, slab, bytes);
+                let code = lane.send(number, address, slab, bytes);
                 if code == -FI_EAGAIN {
                     return true;
                 }
@@ -345,9 +347,10 @@ impl LibfabricEndpoint {
                     return true;
                 }
                 peer.unsent.pop_front();
-                if code != 0 {
-                    sends.end(number);
-                    peer.messages = peer.messages.saturating_sub(1);
+                if code != 0
+                    && let Some(send) = sends.end(number)
+                {
+                    peer.ended(send.number);
                 }
             }
             false
@@ -358,19 +361,17 @@ impl LibfabricEndpoint {
     fn enqueue(&mut self, rank: Rank, content: Content<'_>) -> bool {
         let LibfabricEndpoint { peers, sends, mute, slab, .. } = self;
         let Some(peer) = peers.get_mut(&rank) else { return true };
-        if peer.messages >= PEER_MESSAGES {
-            return false;
-        }
-        let Some(number) = sends.take(Send { peer: rank, channel: peer.channel, bytes: 0, failed: 0 }) else {
+        let Some(count) = peer.number(PEER_MESSAGES) else { return false };
+        let send = Send { peer: rank, channel: peer.channel, bytes: 0, number: count, failed: 0 };
+        let Some(number) = sends.take(send) else {
+            peer.ended(count);
             return false;
         };
         let mut place = [0; PITCH];
-        peer.sent += 1;
-        let parties = Parties { rank: self.rank, from: self.key, to: peer.key, number: peer.sent };
+        let parties = Parties { rank: self.rank, from: self.key, to: peer.key, number: count };
         let bytes = message::encode(&mut place, parties, content);
         slab.store(number, &place);
         sends.change(number, |send| send.bytes = bytes);
-        peer.messages += 1;
         if peer.unsent.is_empty() {
             mute.push(rank);
         }
@@ -549,7 +550,9 @@ impl LibfabricEndpoint {
 
     /// Ends a message, or sends it again if its peer is still connected: a connection that broke may come back.
     fn end_send(&mut self, number: u32, sent: bool) {
-        let Some(Send { peer: rank, channel, failed, .. }) = self.sends.get(number).copied() else { return };
+        let Some(Send { peer: rank, channel, number: count, failed, .. }) = self.sends.get(number).copied() else {
+            return;
+        };
         let peer = self.peers.get_mut(&rank).filter(|peer| peer.channel == channel);
         if let Some(peer) = peer {
             if !sent && failed < TRIES {
@@ -560,7 +563,7 @@ impl LibfabricEndpoint {
                 peer.unsent.push_back(number);
                 return;
             }
-            peer.messages = peer.messages.saturating_sub(1);
+            peer.ended(count);
         }
         self.sends.end(number);
     }
@@ -625,7 +628,7 @@ impl LibfabricEndpoint {
             let unsent = VecDeque::with_capacity(self.config.peer_posts as usize);
             paths.push(Path { address: found, scratch: port.scratch, outstanding: 0, unsent });
         }
-        let mut peer = Peer::new(&address, self.channels + 1, paths, PEER_MESSAGES as usize);
+        let mut peer = Peer::new(&address, self.channels + 1, paths, PEER_MESSAGES);
         if let Err(why) = peer.regions.update(&address.regions, self.lanes.len()) {
             self.lanes.iter_mut().zip(&peer.paths).for_each(|(lane, path)| lane.remove(path.address));
             return Err(why);

@@ -16,10 +16,12 @@ pub(super) struct Peer {
     pub channel: u64,
     pub paths: Vec<Path>,
     pub regions: RemoteRegions,
-    pub messages: u32,
+    /// Numbers of messages to it that have not ended, in order.
+    under_way: Vec<u64>,
     /// Messages that the provider has not taken.
     pub unsent: VecDeque<u32>,
-    /// Numbers the messages to it.
+    /// The number of the last message to it. A peer that is connected to again may know this endpoint still: its
+    /// numbers go on above those of earlier channels.
     pub sent: u64,
     /// Messages from it that have come.
     pub come: Window,
@@ -34,7 +36,11 @@ pub(super) struct Peer {
     pub asked_ns: u64,
 }
 
-/// Numbers of messages that have come: the highest, and which of the 64 up to it. A peer has fewer under way.
+/// Numbers of messages that a window holds.
+const WINDOW: u64 = 64;
+
+/// Numbers of messages that have come: the highest, and which of the 64 up to it. A sender goes no further above a
+/// message that has not ended.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Window {
     highest: u64,
@@ -46,10 +52,10 @@ impl Window {
     pub fn take(&mut self, number: u64) -> bool {
         if number > self.highest {
             let steps = number - self.highest;
-            self.seen = if steps < 64 { self.seen << steps } else { 0 };
+            self.seen = if steps < WINDOW { self.seen << steps } else { 0 };
             self.highest = number;
         }
-        let bit = 1u64.checked_shl((self.highest - number).min(64) as u32).unwrap_or(0);
+        let bit = 1u64.checked_shl((self.highest - number).min(WINDOW) as u32).unwrap_or(0);
         let fresh = bit != 0 && self.seen & bit == 0 && number > 0;
         self.seen |= bit;
         fresh
@@ -86,9 +92,9 @@ impl Peer {
             channel,
             paths,
             regions: RemoteRegions::default(),
-            messages: 0,
+            under_way: Vec::with_capacity(messages),
             unsent: VecDeque::with_capacity(messages),
-            sent: 0,
+            sent: channel << 32,
             come: Window::default(),
             notices: Notices::Known,
             question: 0,
@@ -97,6 +103,23 @@ impl Peer {
             doubted_ns: 0,
             asked_ns: 0,
         }
+    }
+
+    /// Takes the number of the next message to the peer; `None` if as many as `most` have not ended, or one has not
+    /// that would be too old for the peer's window.
+    pub fn number(&mut self, most: usize) -> Option<u64> {
+        let (number, oldest) = (self.sent + 1, self.under_way.first().copied());
+        if self.under_way.len() >= most || oldest.is_some_and(|oldest| number - oldest >= WINDOW) {
+            return None;
+        }
+        self.sent = number;
+        self.under_way.push(number);
+        Some(number)
+    }
+
+    /// A message to the peer has ended.
+    pub fn ended(&mut self, number: u64) {
+        self.under_way.retain(|other| *other != number);
     }
 
     /// The peer has answered a question: by then it had taken so many regions back. An answer to an old question says
@@ -182,6 +205,31 @@ mod tests {
         let come = [1, 3, 2, 3, 1, 66, 2, 3, 66, 200, 137, 136, 199, 0].map(|number| window.take(number));
         let (yes, no) = (true, false);
         assert_eq!(come, [yes, yes, yes, no, no, yes, no, no, no, yes, yes, no, yes, no]);
+    }
+
+    #[test]
+    fn a_message_that_others_overtake_still_counts() {
+        let (mut sender, mut window) = (peer(), Window::default());
+        let held = sender.number(2).unwrap();
+        let mut overtaking = 0;
+        while let Some(number) = sender.number(2).filter(|_| overtaking < 100) {
+            assert!(sender.number(2).is_none(), "two have not ended");
+            assert!(window.take(number));
+            sender.ended(number);
+            overtaking += 1;
+        }
+        assert_eq!((overtaking, window.take(held)), (63, true));
+        sender.ended(held);
+        assert!(sender.number(2).is_some_and(|number| window.take(number)));
+    }
+
+    #[test]
+    fn messages_after_another_connection_are_not_taken_for_earlier_ones() {
+        let (mut before, mut window) = (peer(), Window::default());
+        let mut after = Peer { sent: 2 << 32, ..peer() };
+        assert!((0..9).all(|_| before.number(16).is_some_and(|number| window.take(number))));
+        assert!((0..9).all(|_| after.number(16).is_some_and(|number| window.take(number))));
+        assert_eq!((before.sent, peer().sent), ((1 << 32) + 9, 1 << 32), "numbers are of a channel");
     }
 
     #[test]

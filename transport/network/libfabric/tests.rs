@@ -69,7 +69,7 @@ fn messages_of_strangers_are_dropped_and_short_ones_do_not_repeat_others() {
     join(&mut stranger, &mut own);
     // It passes itself off as the peer, whose key it does not have.
     stranger.rank = Rank(1);
-    stranger.peers.get_mut(&Rank(0)).unwrap().sent = 40;
+    stranger.peers.get_mut(&Rank(0)).unwrap().sent += 40;
     let (mut events, start) = (Vec::new(), Instant::now());
     let note = |events: &mut Vec<String>, event: Event<'_>| events.push(format!("{event:?}"));
     assert_eq!(peer.send(Rank(0), b"hello"), Ok(Posted::Accepted));
