@@ -387,7 +387,8 @@ pub trait Transport: Send {
 
     /// The address with which `peer` connects to this endpoint and reaches the regions registered so far: at most
     /// [`MAX_ADDRESS`] bytes. With a longer address, building a context fails on all ranks. A network with connections
-    /// gives each peer an address of its own; others give all peers the same.
+    /// gives each peer an address of its own; others give all peers the same. A region that is taken back before the
+    /// peers have connected to each other is gone without a notice (P13): a write to it by this address fails.
     ///
     /// # Errors
     /// `Transport` if the backend has no connection left for the peer, or is broken.
@@ -420,7 +421,8 @@ pub trait Transport: Send {
     fn flush(&mut self) -> Result<()>;
 
     /// Hands out some events and returns how many; at least 1 if immediates that have arrived wait for a flush (P1). 0
-    /// means none for now. Makes progress: an endpoint that nobody polls may neither send nor receive.
+    /// means none for now. Makes progress: an endpoint that nobody polls may neither send nor receive. `on_event` must
+    /// not panic: events that were read with the present one would be lost.
     ///
     /// # Errors
     /// `Transport` if this endpoint itself is broken.

@@ -12,13 +12,17 @@ pub struct Cpus(BTreeSet<u32>);
 
 impl Cpus {
     /// Reads a list such as `0-3,8`; an empty text is the empty set. `None` for any other text, for ranges that go
-    /// backwards, and for CPUs from [`MAX_CPUS`] on.
+    /// backwards, for CPUs from [`MAX_CPUS`] on, and where a list names more than so many, the same ones among them.
     pub fn parse(list: &str) -> Option<Cpus> {
-        let mut cpus = BTreeSet::new();
+        let (mut cpus, mut named) = (BTreeSet::new(), 0);
         for part in list.split(',').filter(|_| !list.is_empty()) {
             let (first, last) = part.split_once('-').unwrap_or((part, part));
             let (first, last) = (number(first)?, number(last)?);
             if first > last {
+                return None;
+            }
+            named += last - first + 1;
+            if named > MAX_CPUS {
                 return None;
             }
             cpus.extend(first..=last);
