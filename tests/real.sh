@@ -46,6 +46,9 @@ declare -A LIMITS=(
   [gdrcopy]=240 [record]=60
 )
 
+# A run takes some 200 ports from its first one on.
+LAST_PORT=65300
+
 die() {
   echo "tests/real.sh: $*" >&2
   exit 2
@@ -59,7 +62,7 @@ options() {
       --allow-link-down) link_down=1 ;;
       --dry-run) dry=1 ;;
       --peer | --transport | --dir | --out | --nics | --gpus | --machine | --addr | --port)
-        [ $# -ge 2 ] || die "$1 has no value: give one after it"
+        [[ $# -ge 2 && $2 != -* ]] || die "$1 has no value: give one after it"
         case $1 in
           --peer) peer=$2 ;;
           --transport) transport=$2 ;;
@@ -78,7 +81,7 @@ options() {
         exit 2
         ;;
       *)
-        [ -n "${LIMITS[$1]:-}" ] || die "there is no step $1: give some of ${STEPS[*]}"
+        [[ $1 =~ ^[a-z-]+$ && -n ${LIMITS[$1]:-} ]] || die "there is no step $1: give some of ${STEPS[*]}"
         steps+=("$1")
         ;;
     esac
@@ -88,12 +91,19 @@ options() {
   case $transport in
     libfabric:efa) net=efa ;;
     libfabric:tcp) net=tcp ;;
-    verbs | verbs:?*) net=verbs ;;
+    verbs | verbs:?*)
+      net=verbs
+      [[ $transport =~ ^verbs(:[A-Za-z0-9_.-]+(,[A-Za-z0-9_.-]+)*)?$ ]] ||
+        die "--transport is \`$transport\`: name devices by commas, as in verbs:mlx5_0,mlx5_1"
+      ;;
     *) die "--transport is \`$transport\`: give libfabric:efa, verbs or verbs:DEVICE,..." ;;
   esac
   [[ -z $nics || $nics =~ ^[1-9]$ ]] || die "--nics is \`$nics\`: give a number of NICs of each rank"
-  [[ $port =~ ^[1-9][0-9]{3,4}$ ]] || die "--port is \`$port\`: give a port from 1000 on"
-  [[ -z $gpus || $gpus =~ ^[0-9]{1,2}$ ]] || die "--gpus is \`$gpus\`: give a number of GPUs of each host, or 0"
+  [[ $port =~ ^[1-9][0-9]{3,4}$ && $port -le $LAST_PORT ]] ||
+    die "--port is \`$port\`: give a port from 1000 to $LAST_PORT"
+  [[ -z $here_addr || $here_addr =~ ^[A-Za-z0-9.:%_-]+$ ]] ||
+    die "--addr is \`$here_addr\`: give an address or a name of this host"
+  [[ -z $gpus || $gpus =~ ^(0|[1-9][0-9]?)$ ]] || die "--gpus is \`$gpus\`: give a number of GPUs of each host, or 0"
   [[ -z $machine || $machine =~ ^[a-z0-9-]+$ ]] || die "--machine is \`$machine\`: give small letters, digits and -"
   [ ${#steps[@]} -gt 0 ] || steps=("${STEPS[@]}")
   out=${out:-$dir/out}

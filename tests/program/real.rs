@@ -186,7 +186,13 @@ fn unusable_options_are_named() {
         (with(&["--nics", "0"]), "--nics is `0`"),
         (with(&["--gpus", "x"]), "--gpus is `x`"),
         (with(&["--machine", "../x"]), "--machine is `../x`"),
+        (with(&["--gpus", "00"]), "--gpus is `00`"),
         (with(&["--port"]), "--port has no value"),
+        (with(&["--port", "65400"]), "--port is `65400`: give a port from 1000 to 65300"),
+        (with(&["--addr", "--out"]), "--addr has no value"),
+        (with(&["--addr", "a;b"]), "--addr is `a;b`"),
+        (with(&["--transport", "verbs:mlx5_0,a b"]), "name devices by commas"),
+        (with(&[""]), "there is no step : give some of preflight health"),
         (vec!["--peer", "peer", "--transport", "libfabric:tcp", "--dir", "/nowhere"], "build it by tests/gpu.sh build"),
     ] {
         let Some(output) = script(&args, &[]) else { return };
