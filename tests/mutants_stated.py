@@ -482,6 +482,12 @@ GROUPS = [
          "self.places.of(rank).devices", "self.places.of(rank.min(0)).devices"),
         ("proxies are not pinned", "bindings/cli/ranks/team.rs",
          "job.places.of(world.rank().index()).core;", "job.places.of(world.size()).core;"),
+        ("one lane, however many devices are given", "bindings/cli/ranks/places.rs",
+         "nics: Some(devices.len().min(MAX_NICS)),", "nics: None,"),
+    ]),
+    ("test", "cli_nodes", [
+        ("a device given twice", "bindings/cli/args.rs",
+         "devices.iter().collect::<BTreeSet<_>>().len() < devices.len()", "devices.is_empty()"),
     ]),
     ("test", "cli_efa", [
         ("emulated writes taken", "transport/network/libfabric/lane.rs", "0 if !emulated => Ok(()),", "0 if emulated => Ok(()),"),

@@ -3,6 +3,7 @@
 //! Before the data path, on the main thread. `config` checks how options combine; `usage` words refusals. Nothing here
 //! prints or exits.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use clap::{Args, Parser, Subcommand};
@@ -75,7 +76,8 @@ pub struct BenchArgs {
     /// Use libfabric:shm of libfabric before 2.1, whose ranks may hang when one is killed
     #[arg(long)]
     pub allow_old_shm: bool,
-    /// NICs of each rank [default: those of the link model; over efa and verbs as many as a GPU has; else 1]
+    /// NICs of each rank [default: those of the link model; over efa and verbs as many as a GPU has, or as devices are
+    /// given; else 1]
     #[arg(long, value_name = "N", value_parser = |t: &str| number(t, 1, MAX_NICS))]
     pub nics: Option<usize>,
     /// CPUs that the ranks' proxies are pinned to, each to a core of its own [default: over efa and verbs those near
@@ -389,10 +391,14 @@ fn transport(text: &str) -> Result<TransportArg, String> {
     let named = |device: &String| {
         !device.is_empty() && device.bytes().all(|b| b.is_ascii_alphanumeric() || b"_-.".contains(&b))
     };
+    let example = if word == TransportWord::Efa { "libfabric:efa:rdmap79s0,rdmap80s0" } else { "verbs:mlx5_0,mlx5_1" };
     if !devices.iter().all(named) {
-        let example =
-            if word == TransportWord::Efa { "libfabric:efa:rdmap79s0,rdmap80s0" } else { "verbs:mlx5_0,mlx5_1" };
         return Err(format!("name devices as ibv_devices lists them, such as {example}"));
+    }
+    if devices.len() as u64 > MAX_NICS || devices.iter().collect::<BTreeSet<_>>().len() < devices.len() {
+        return Err(format!(
+            "name at most {MAX_NICS} devices, as many as a rank may have, each once, such as {example}"
+        ));
     }
     Ok(TransportArg { word, devices })
 }

@@ -21,6 +21,12 @@ fn unusable_nodes_and_networks_are_named_with_what_would_do() {
         ("bench --device cpu --transport libfabric", "--transport is `libfabric`", "libfabric:tcp"),
         ("bench --device cpu --transport verbs:", "--transport is `verbs:`", "such as verbs:mlx5_0"),
         ("plan --device cpu --transport verbs:mlx5_0,a/b", "--transport is `verbs:mlx5_0,a/b`", "ibv_devices lists"),
+        ("bench --device cpu --transport verbs:a,b,a", "--transport is `verbs:a,b,a`", "each once"),
+        (
+            "plan --device cpu --transport libfabric:efa:a,b,c,d,e",
+            "--transport is `libfabric:efa:a",
+            "at most 4 devices",
+        ),
         ("bench --device cpu --transport verbs --link cx7", "--link is `cx7`", "--transport sim"),
         ("bench --device cpu --transport libfabric:tcp --link cx7", "--link is `cx7`", "--transport sim"),
         ("bench --device cpu --transport libfabric:tcp --network calm", "--network is `calm`", "--transport sim"),

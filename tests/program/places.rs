@@ -119,7 +119,9 @@ fn each_rank_opens_its_own_nics_and_its_proxy_keeps_its_own_core() {
         ("libfabric:efa", "--launch processes --nics 1", [vec![0], vec![2]]),
         // A lane more than NICs.
         ("libfabric:efa", "--launch processes --nics 3", own.map(Vec::from)),
-        ("libfabric:efa:rdmap3s0,rdmap1s0", "--launch processes --nics 2", [vec![1, 3], vec![1, 3]]),
+        // As many lanes as devices are given.
+        ("libfabric:efa:rdmap3s0,rdmap1s0", "--launch processes", [vec![1, 3], vec![1, 3]]),
+        ("libfabric:efa:rdmap3s0,rdmap1s0", "--launch processes --nics 1", [vec![3], vec![3]]),
     ] {
         let files = tempfile::tempdir().unwrap();
         let typed = format!("bench --transport {transport} {TWO} {SHAPE} --iters 8 --topology {record} {options}");

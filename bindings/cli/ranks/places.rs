@@ -33,7 +33,7 @@ pub struct Place {
 pub struct Places {
     /// By rank; empty if nothing is chosen.
     pub ranks: Vec<Place>,
-    /// NICs of each rank, unless given: as many as the best rank has.
+    /// NICs of each rank, unless given: as many as the best rank has, or as there are devices.
     pub nics: Option<usize>,
     /// Sentences for the user.
     pub notes: Vec<String>,
@@ -43,7 +43,10 @@ impl Places {
     /// Each rank of so many takes all of these devices.
     pub fn devices(devices: &[String], world: usize) -> Places {
         let place = Place { devices: devices.to_vec(), core: None };
-        Places { ranks: if devices.is_empty() { Vec::new() } else { vec![place; world] }, ..Places::default() }
+        if devices.is_empty() {
+            return Places::default();
+        }
+        Places { ranks: vec![place; world], nics: Some(devices.len().min(MAX_NICS)), notes: Vec::new() }
     }
 
     /// The place of a rank. Hosts are alike.
@@ -96,7 +99,7 @@ impl Places {
         if kind != NicKind::Any && given.is_empty() {
             places.take_devices(&ranks);
         }
-        let near = machine.nodes().len() > 1 && places.nics.is_some();
+        let near = machine.nodes().len() > 1 && given.is_empty() && places.nics.is_some();
         if near || asked.is_some() {
             places.pin(&topology, &ranks, asked)?;
         }
