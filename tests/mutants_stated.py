@@ -488,6 +488,8 @@ GROUPS = [
     ("test", "cli_nodes", [
         ("a device given twice", "bindings/cli/args.rs",
          "devices.iter().collect::<BTreeSet<_>>().len() < devices.len()", "devices.is_empty()"),
+        ("a job of any number of ranks", "bindings/cli/ranks/config.rs",
+         "!(1..=MAX_WORLD).contains(&(*size as u64))", "*size == 0"),
     ]),
     ("test", "cli_efa", [
         ("emulated writes taken", "transport/network/libfabric/lane.rs", "0 if !emulated => Ok(()),", "0 if emulated => Ok(()),"),

@@ -75,6 +75,11 @@ fn a_job_is_of_as_many_ranks_as_the_environment_says() {
     assert!(status == Some(1) && sentence.contains("RANK"), "{sentence}");
     let (status, _, sentence) = job("--json /no/folder/r.json", &alone);
     assert!(status == Some(2) && sentence.contains("--json"), "{sentence}");
+    for size in ["0", "513", "18446744073709551615"] {
+        let (status, _, sentence) = job("", &[("RANK", "0"), ("WORLD_SIZE", size)]);
+        let named = format!("variable WORLD_SIZE is `{size}`: a job of this program has 1 to 512 ranks");
+        assert!(status == Some(2) && sentence.contains(&named), "{sentence}");
+    }
     assert!(refusal("bench --device cpu --launch env --world-mode one-thread").contains("--world-mode"));
 }
 

@@ -17,6 +17,7 @@ use super::real::Settings;
 use crate::cli::args::{BenchArgs, List, or_default};
 use crate::cli::cases::case::Case;
 use crate::cli::cases::inputs::ScaleKind;
+use crate::cli::cases::limits::MAX_WORLD;
 use crate::cli::cases::links::Link;
 use crate::cli::cases::presets;
 use crate::cli::cases::routing::Routing;
@@ -410,6 +411,10 @@ fn world(
         return Err(no_gpu());
     }
     let job = variable("WORLD_SIZE").filter(|_| launch == Launch::Env);
+    if let Some(size) = job.filter(|size| !(1..=MAX_WORLD).contains(&(*size as u64))) {
+        let advice = format!("a job of this program has 1 to {MAX_WORLD} ranks; start so many");
+        return Err(Refusal::of_variable("WORLD_SIZE", size, advice));
+    }
     let default = job.unwrap_or(if device == DeviceWord::Cuda && gpus > 0 { gpus } else { CPU_WORLD });
     let world = args.world.unwrap_or(default);
     if run_on_gpus && world > gpus && launch == Launch::Processes {
