@@ -125,6 +125,10 @@ fn ranks_that_are_processes_verify_over_libfabric() {
         let named = result["transport"].as_str().unwrap();
         assert!(options.contains(named) && named.starts_with("libfabric:"), "{options}: {named}");
     }
+    let mut bench = command(&format!("bench {SMALL} --ranks-per-node 1 --transport libfabric:tcp"));
+    let output = bench.env("FI_PROVIDER", "efa").output().unwrap();
+    let why = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && why.contains("FI_PROVIDER is `efa`") && why.contains("unset"), "{why}");
 }
 
 #[test]

@@ -8,9 +8,13 @@ use super::object::Origin;
 use super::provider::{EFA_DIRECT, Provider, UNSOLICITED};
 use crate::base::{Error, Result, quoted};
 use std::ffi::{CStr, CString, OsStr, c_char};
+use std::os::unix::ffi::OsStrExt;
 use std::ptr::{NonNull, null, null_mut};
 
 const ADVICE: &str = "set FI_LOG_LEVEL=warn to see the library's reasons, or choose another provider";
+
+/// libfabric's variable that names the providers it uses, which launchers set to efa.
+const FILTER: &str = "FI_PROVIDER";
 
 /// An info of the library's, freed when dropped.
 #[derive(Debug)]
@@ -184,7 +188,11 @@ impl Info {
             library.path().display(),
             Info::origin(library, config).provider
         );
-        Error::transport(what, ADVICE)
+        let advice = std::env::var_os(FILTER).map(|value| {
+            let value = quoted(value.as_bytes());
+            format!("{FILTER} is `{value}`, which limits the library's providers: unset it; else {ADVICE}")
+        });
+        Error::transport(what, advice.unwrap_or_else(|| ADVICE.to_owned()))
     }
 
     fn hints(library: &'static Library, provider: Provider, config: &LibfabricConfig, gpus: bool) -> Result<Info> {
