@@ -50,10 +50,13 @@ pub enum Command {
     #[command(allow_negative_numbers = true)]
     Simulate(SimulateArgs),
     /// Shows what this machine offers and lacks
+    #[command(allow_negative_numbers = true)]
     Doctor(DoctorArgs),
     /// Shows the NICs and cores of each GPU, and why they were chosen
+    #[command(allow_negative_numbers = true)]
     Topology(TopologyArgs),
     /// Compares this library with a bare loop over the same network, between two processes
+    #[command(allow_negative_numbers = true)]
     Wire(WireArgs),
 }
 

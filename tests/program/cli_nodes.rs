@@ -27,6 +27,8 @@ fn unusable_nodes_and_networks_are_named_with_what_would_do() {
             "--transport is `libfabric:efa:a",
             "at most 4 devices",
         ),
+        ("wire --transport libfabric:tcp --pairs -1", "--pairs is `-1`", "whole number"),
+        ("topology --cores -1", "--cores is `-1`", "CPUs below 8192"),
         ("bench --device cpu --transport verbs --link cx7", "--link is `cx7`", "--transport sim"),
         ("bench --device cpu --transport libfabric:tcp --link cx7", "--link is `cx7`", "--transport sim"),
         ("bench --device cpu --transport libfabric:tcp --network calm", "--network is `calm`", "--transport sim"),
