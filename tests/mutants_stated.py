@@ -491,6 +491,11 @@ GROUPS = [
         ("a job of any number of ranks", "bindings/cli/ranks/config.rs",
          "!(1..=MAX_WORLD).contains(&(*size as u64))", "*size == 0"),
     ]),
+    ("unit", "launch::tests", [
+        ("a rank that hangs behind the others is waited for", "bindings/cli/ranks/launch.rs",
+         "if rank.status.is_some() && deadline.is_none() {",
+         "if rank.status.is_some_and(|status| !status.success()) && deadline.is_none() {"),
+    ]),
     ("test", "cli_efa", [
         ("emulated writes taken", "transport/network/libfabric/lane.rs", "0 if !emulated => Ok(()),", "0 if emulated => Ok(()),"),
         ("any version of EFA", "transport/network/libfabric/info.rs", "library.version() < *oldest", "library.version() > *oldest"),

@@ -223,7 +223,7 @@ pub fn run_processes(config: &Config, launcher: &Launcher) -> Result<Vec<Vec<Ran
                 return Err(format!("no thread to read a rank's output ({error}); raise the limit on threads"));
             }
         };
-        wait_all(&mut ranks, config.timeout);
+        wait_all(&mut ranks, config.timeout + GRACE);
         Ok(readers.into_iter().map(|reader| reader.join().unwrap_or_default()).collect::<Vec<String>>())
     })?;
     let outputs: Vec<Output> = texts.iter().map(|text| Output::parse(text)).collect();
@@ -300,14 +300,14 @@ fn free_port() -> Result<u16, String> {
     listener.map(|address| address.port()).map_err(|error| format!("no local port is free ({error})"))
 }
 
-/// Waits until all ranks ended; once one failed, the others get their deadline and some grace.
-fn wait_all(ranks: &mut [RankProcess], timeout: Duration) {
+/// Waits until all ranks ended. Once one has, for it failed or has left the last collective, the others get `limit`.
+fn wait_all(ranks: &mut [RankProcess], limit: Duration) {
     let mut deadline: Option<Instant> = None;
     loop {
         for rank in ranks.iter_mut().filter(|rank| rank.status.is_none()) {
             rank.status = rank.child.try_wait().unwrap_or(None);
-            if rank.status.is_some_and(|status| !status.success()) && deadline.is_none() {
-                deadline = Some(Instant::now() + timeout + GRACE);
+            if rank.status.is_some() && deadline.is_none() {
+                deadline = Some(Instant::now() + limit);
             }
         }
         if ranks.iter().all(|rank| rank.status.is_some()) {
@@ -356,14 +356,13 @@ fn failure(ranks: &[RankProcess], outputs: &[Output], points: usize) -> Option<S
         .collect();
     let errors = outputs.iter().filter_map(|output| output.error.clone());
     let nearest = errors.min_by_key(|(remoteness, _)| *remoteness).map(|(_, sentence)| sentence);
-    let killed = ranks.iter().filter(|rank| rank.killed).count();
+    let killed: Vec<String> = ranks.iter().filter(|rank| rank.killed).map(|rank| rank.rank.to_string()).collect();
     let mut parts = deaths;
     parts.extend(nearest);
-    if killed > 0 {
-        parts.push(match killed {
-            1 => "1 rank did not end by itself and was killed".to_owned(),
-            _ => format!("{killed} ranks did not end by themselves and were killed"),
-        });
+    match killed.as_slice() {
+        [] => {}
+        [one] => parts.push(format!("rank {one} did not end by itself and was killed")),
+        all => parts.push(format!("ranks {} did not end by themselves and were killed", all.join(", "))),
     }
     (!parts.is_empty()).then(|| parts.join("; "))
 }
@@ -381,5 +380,26 @@ fn describe(status: Option<ExitStatus>) -> String {
             _ => "ended in an unknown way".to_string(),
         },
         None => "could not be waited for".to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_that_does_not_end_behind_the_others_is_killed_and_named() {
+        let rank = |rank, script| {
+            let child = Command::new("sh").args(["-c", script]).spawn().unwrap();
+            RankProcess { rank, child, status: None, killed: false }
+        };
+        let mut ranks = [rank(0, "exec true"), rank(1, "exec sleep 20")];
+        let begun = Instant::now();
+        wait_all(&mut ranks, Duration::from_millis(100));
+        assert!(begun.elapsed() < Duration::from_secs(15), "waited for the rank that hangs");
+        assert_eq!((ranks[0].killed, ranks[1].killed), (false, true));
+        let outputs = [Output::default(), Output::default()];
+        let sentence = failure(&ranks, &outputs, 0);
+        assert_eq!(sentence.as_deref(), Some("rank 1 did not end by itself and was killed"));
     }
 }
