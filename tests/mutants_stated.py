@@ -496,6 +496,9 @@ GROUPS = [
          "if rank.status.is_some() && deadline.is_none() {",
          "if rank.status.is_some_and(|status| !status.success()) && deadline.is_none() {"),
     ]),
+    ("test", "wire", [
+        ("a pipe opened as a library", "transport/network/library.rs", "!about.is_file() && !about.is_dir()", "about.is_symlink()"),
+    ]),
     ("test", "cli_efa", [
         ("emulated writes taken", "transport/network/libfabric/lane.rs", "0 if !emulated => Ok(()),", "0 if emulated => Ok(()),"),
         ("any version of EFA", "transport/network/libfabric/info.rs", "library.version() < *oldest", "library.version() > *oldest"),

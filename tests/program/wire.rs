@@ -3,7 +3,8 @@
 use crate::{double, rig, wire_table};
 
 use rig::{command, refusal, text};
-use std::process::Stdio;
+use std::process::{Child, Output, Stdio};
+use std::time::{Duration, Instant};
 use tokenyard::internals::transport::network::libfabric::libfabric_sys::{Library, VARIABLE};
 use wire_table::{SHORT, check, table};
 
@@ -63,4 +64,28 @@ fn what_cannot_be_measured_is_refused_and_what_fails_names_itself() {
     assert_eq!(nowhere.status.code(), Some(1));
     let why = text(&nowhere.stderr);
     assert!(why.contains("\"nowhere\"") || why.contains("libibverbs"), "{why}");
+}
+
+/// Waits for a process that ends soon; the others are killed.
+fn ended(mut child: Child) -> Output {
+    let begun = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > Duration::from_secs(25) {
+            child.kill().unwrap();
+            panic!("still there: {:?}", child.wait_with_output());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn a_pipe_in_place_of_a_library_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("libfabric.so");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let mut wire = command(&format!("wire --transport libfabric:tcp {SHORT}"));
+    let output = ended(wire.env(VARIABLE, &pipe).stderr(Stdio::piped()).spawn().unwrap());
+    let why = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && why.contains("libfabric.so cannot be opened: it is no file"), "{why}");
 }

@@ -42,6 +42,11 @@ impl Opened {
     pub(super) fn at(path: &Path, advice: &'static str) -> Result<Opened> {
         let name = CString::new(path.as_os_str().as_bytes());
         let name = name.map_err(|_| Error::transport(format!("{path:?} is no path of a library"), advice))?;
+        // The loader would wait for the writer of a pipe.
+        let piped = |about: std::fs::Metadata| !about.is_file() && !about.is_dir();
+        if name.as_bytes().contains(&b'/') && std::fs::metadata(path).is_ok_and(piped) {
+            return Err(Error::transport(format!("{} cannot be opened: it is no file", path.display()), advice));
+        }
         // SAFETY: a C string; initialisers run that the caller asked for by the library's name.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         if handle.is_null() {
